@@ -111,8 +111,6 @@ class Autocast:
         self.after_region: list[Callable[[], None]] = []
         """Called once, when it is emptied next."""
         self._caches_with_gradient = _caches_with_gradient()
-        self.nodes_without_gradients = 0
-        """Autograd nodes of weights that were cast while gradients were off."""
 
     def clear_cache(self) -> None:
         """The outermost autocast region ended: the half copies of weights are dropped."""
@@ -236,7 +234,6 @@ class Autocast:
         known = self._cache.get(id(tensor))
         if known is None:
             wanted = torch.is_grad_enabled()
-            self.nodes_without_gradients += self._caches_with_gradient and not wanted
             with torch.set_grad_enabled(wanted or self._caches_with_gradient):
                 known = self._cache[id(tensor)] = _Copy(tensor, tensor.to(dtype), None)
         if known.refuse is not None:

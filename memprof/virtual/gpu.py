@@ -128,7 +128,7 @@ class VirtualGpu(Watch):
         self._watches_kernels = False
         self._passes_kernels = passes_kernels
         self._watches_quantized = False
-        self._growth = GrowthWatch(self.recorder, lambda: self._function_mode.autocast.nodes_without_gradients)
+        self._growth = GrowthWatch(self.recorder)
         self._children = children.Children(PACKAGES if stand_ins else ())
         self._refused: Failure | None = None
         self._context_bytes = context_bytes

@@ -8,7 +8,7 @@ calls, then ever more rarely), and only where a sum grew twice in a row are the 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -31,15 +31,10 @@ _Key = tuple[int, int, int, str, int, PhaseKind]
 
 
 class GrowthWatch:
-    """What one `VirtualGpu` tells of its program's calls and phases.
+    """What one `VirtualGpu` tells of its program's calls and phases."""
 
-    Args:
-        not_kept: autograd nodes made so far that keep nothing for a backward, such as casts of weights under no_grad.
-    """
-
-    def __init__(self, recorder: Recorder, not_kept: Callable[[], int]) -> None:
+    def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._not_kept = not_kept
         self._search = Search(recorder)
         self._phase = PhaseKind.OTHER
         self._loop_begin = NONE
@@ -52,7 +47,7 @@ class GrowthWatch:
         """Of calls without a backward between them, by module."""
         self._calls_begin = 0
         self._outputs: set[int] = set()
-        self._call: tuple[int, int, int, bool, int] | None = None
+        self._call: tuple[int, int, int, bool, int | None] | None = None
         self._searches = 0
         self._has_sums = False
         """Whether running sums were found."""
@@ -79,7 +74,9 @@ class GrowthWatch:
             self._loop_begin = len(trace.storages)
         if not self._calls:
             self._calls_begin = len(trace.storages)
-        self._call = (len(trace.events), index, self._recorder.caller(), module.training, self._nodes())
+        # torch.autograd.Function makes a node under no_grad, too, on which nothing hangs.
+        number = _sequence_number() if torch.is_grad_enabled() else None
+        self._call = (len(trace.events), index, self._recorder.caller(), module.training, number)
 
     def call_returned(self, result: Any) -> None:
         """That call returns `result`."""
@@ -87,9 +84,11 @@ class GrowthWatch:
             return
         (begin, module, source, training, number), self._call = self._call, None
         with torch._C.DisableTorchFunction():
-            outputs = {self._recorder.index_of(tensor) for tensor in tensors_in(result)} - {NONE}
+            returned = list(tensors_in(result))
+            outputs = {self._recorder.index_of(tensor) for tensor in returned} - {NONE}
+            has_graph = number is not None and (not returned or any(tensor.requires_grad for tensor in returned))
         trace = self._recorder.trace
-        nodes = self._nodes() - number
+        nodes = _sequence_number() - number if number is not None and has_graph else 0
         made = tuple(sorted(outputs))
         trace.forwards.append(Forward(begin, len(trace.events), module, source, training, nodes, made))
         self._outputs |= outputs
@@ -105,10 +104,6 @@ class GrowthWatch:
             self._explain(self._steps.grown(self._held(self._loop_begin)), self._loop_begin)
 
     # -- what is done -----------------------------------------------------------------------------------------------
-
-    def _nodes(self) -> int:
-        """Autograd nodes so far that a backward may come to."""
-        return _sequence_number() - self._not_kept()
 
     def _step_begins(self) -> None:
         step = self._recorder.phase.step

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -218,8 +220,68 @@ def test_predictions_that_pile_up_beside_gradients_have_no_graph() -> None:
     assert not any("with their graph" in text for text in texts)
 
 
+class Doubled(torch.autograd.Function):
+    """A kernel of a library."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * 2
+
+
+class WithTable(nn.Module):
+    """Keeps a table from one call to the next, as rotary embeddings do, and calls a kernel of a library."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(64, 64)
+        self.table: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.table = torch.arange(64 << 10, device="cuda").float()
+        return Doubled.apply(self.proj(x) + self.table[:64])
+
+
+class Wrapped(nn.Module):
+    """Returns what is no tuple or dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = model()
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return types.SimpleNamespace(logits=self.inner(x))
+
+
+def test_a_graph_behind_an_output_of_a_class_of_its_own() -> None:
+    def program() -> None:
+        net = Wrapped().cuda().eval()
+        for x in batches(3):
+            net(x).logits.argmax(-1).cpu()
+
+    (finding,) = found(program)
+    assert finding.id == "evaluation-with-gradients" and finding.num_bytes == 512 * (2 * 256 + 1000) * 4
+
+
 class TestSilentOn:
     """What is as it should be."""
+
+    @pytest.mark.parametrize("where", ["around", "inside"])
+    @pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
+    def test_a_function_of_a_library_without_gradients(self, where: str, off: Callable[[], Any]) -> None:
+        """torch.autograd.Function makes a node even here."""
+
+        def program() -> None:
+            net = WithTable().cuda().eval()
+            net.forward = off()(net.forward) if where == "inside" else net.forward
+            for x in batches(3):
+                with off() if where == "around" else contextlib.nullcontext():
+                    net(x)
+
+        assert not found(program)
 
     def test_without_gradients_in_autocast(self) -> None:
         """The half copies of the weights are made with a gradient even here, for the rest of the region."""
