@@ -202,19 +202,24 @@ def _curve(context: Context, members: list[int], moments: Sequence[int], *, last
 
 
 def keys_of(trace: Trace, holder: Holder) -> set[Key]:
-    """Of the tensors that a holder was seen with."""
-    return {key_of(trace, index) for index in holder.storages}
+    """Return the keys of the tensors that a holder was seen with, at any time."""
+    return {
+        key_of(trace, index)
+        for one in trace.holders
+        if same_holder(one) == same_holder(holder)
+        for index in one.storages
+    }
 
 
 def by_holder(trace: Trace, grown: list[Pile]) -> dict[Holder | None, list[Pile]]:
-    """The piles that each holder keeps, by what was seen of it first; None: it was not seen."""
+    """Group the piles by their holders, each as it was seen with the largest graph; None: it was not seen."""
     members = {pile.key for pile in grown}
     groups: dict[Holder | None, list[Pile]] = defaultdict(list)
-    first: dict[tuple[object, ...], Holder] = {}
     for pile in grown:
         holder = holder_of(trace, pile, members)
         if holder is not None:
-            holder = first.setdefault(same_holder(holder), holder)
+            alike = [one for one in trace.holders if same_holder(one) == same_holder(holder)]
+            holder = max(alike, key=lambda one: one.nodes)
         groups[holder].append(pile)
     return groups
 

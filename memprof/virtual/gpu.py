@@ -147,7 +147,7 @@ class VirtualGpu(Watch):
         self._values.on_unknown = self._note_unknown
         self.recording = RecordingMode(self.recorder, self._values, card, self._cards, workspaces)
         self._updates = self.recording.updates = Updates(self.recorder, self.phases, self._name_parameters)
-        self._updates.on_step = lambda: self._growth.phase_begins(PhaseKind.OPTIMIZER_STEP)
+        self._updates.on_step = lambda: self._growth.phase_begins(PhaseKind.OPTIMIZER_STEP, in_step=True)
         self.recorder.on_death = self.recording.forget
         self.repeats = Repeats(self.recording, self.modules, lambda: len(self._assumptions)) if repeats else None
         """Repeats layers that are alike."""
@@ -420,7 +420,7 @@ class VirtualGpu(Watch):
     def _phase_recognised(self, kind: PhaseKind, step: int, micro_batch: int) -> None:
         self._updates.phase_begins(kind)
         super()._phase_recognised(kind, step, micro_batch)
-        self._growth.phase_begins(kind)
+        self._growth.phase_begins(kind, in_step=self.phases.is_stepping)
 
     def _outermost_call(self, module: nn.Module, index: int, args: Any, kwargs: Any) -> None:
         super()._outermost_call(module, index, args, kwargs)

@@ -36,7 +36,8 @@ class GrowthWatch:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._search = Search(recorder)
-        self._phase = PhaseKind.OTHER
+        self._in_step = False
+        """Whether an optimizer steps, or the closure that it calls."""
         self._loop_begin = NONE
         """The first storage of the first step."""
         self._step = 0
@@ -56,14 +57,14 @@ class GrowthWatch:
 
     # -- what is told -----------------------------------------------------------------------------------------------
 
-    def phase_begins(self, kind: PhaseKind) -> None:
-        """A phase was recognised."""
-        before, self._phase = self._phase, kind
+    def phase_begins(self, kind: PhaseKind, *, in_step: bool) -> None:
+        """A phase was recognised, which may be that of a closure `in_step` of an optimizer."""
+        before, self._in_step = self._in_step, in_step or kind is PhaseKind.OPTIMIZER_STEP
         if kind is PhaseKind.BACKWARD:
             self._step_begins()
             self._calls.clear()
             self._outputs.clear()
-        if before is PhaseKind.OPTIMIZER_STEP and kind is not PhaseKind.OPTIMIZER_STEP:
+        if before and not self._in_step:
             self._step_ended()
 
     def call_begins(self, module: nn.Module, index: int) -> None:
@@ -112,7 +113,7 @@ class GrowthWatch:
             self._search.step_began()
 
     def _step_ended(self) -> None:
-        # A step may have several optimizers, and an optimizer may be interrupted by its closure: one look a step.
+        # A step may have several optimizers: one look a step.
         self._search.step_ended()
         step = self._recorder.phase.step
         if self._loop_begin == NONE or step == self._ended:

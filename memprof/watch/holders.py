@@ -67,6 +67,7 @@ class _Found:
 
     held: Any
     depth: int
+    """Of the innermost container that refers to a tensor 1; of one that is met again with more, where it has all."""
     tensors: set[int]
     names: list[_Name] = field(default_factory=list)
     keys: tuple[str, ...] = ()
@@ -284,16 +285,17 @@ def _climb(tensors: Mapping[int, tuple[Any, int]], variables: _Variables) -> lis
     own |= _running_frames()
     level: dict[int, Any] = {key: tensor for key, (tensor, _) in tensors.items()}
     beneath: dict[int, set[int]] = {key: {key} for key in level}
+    full_at = dict.fromkeys(level, 0)
     found: dict[int, _Found] = {}
 
-    def name(value: Any, called: _Name, depth: int) -> None:
-        one = found.setdefault(id(value), _Found(value, depth, beneath[id(value)]))
+    def name(value: Any, called: _Name) -> None:
+        one = found.setdefault(id(value), _Found(value, 0, beneath[id(value)]))
         one.names.append(called)
 
     for depth in range(MAX_DEPTH):
         for key, value in level.items():
             for called in variables.names.get(key, ()):
-                name(value, called, depth)
+                name(value, called)
         own.add(id(level))
         referrers = gc.get_referrers(*level.values())
         own.add(id(referrers))
@@ -306,22 +308,22 @@ def _climb(tensors: Mapping[int, tuple[Any, int]], variables: _Variables) -> lis
             if issubclass(kind, type):
                 for attribute, value in list(vars(referrer).items()):
                     if id(value) in beneath and not attribute.startswith("__"):
-                        name(value, _Name(f"{referrer.__name__}.{attribute}", None, referrer), depth)
+                        name(value, _Name(f"{referrer.__name__}.{attribute}", None, referrer))
                 continue
             if kind is types.FunctionType:
                 for variable, cell in zip(referrer.__code__.co_freevars, referrer.__closure__ or (), strict=True):
                     if id(cell) in beneath and (held := _content(cell)) is not None and id(held) in beneath:
-                        name(held, _Name(variable, referrer.__code__), depth)
+                        name(held, _Name(variable, referrer.__code__))
             if kind is dict and (module := _module_of(referrer)) is not None:
                 for variable, value in list(referrer.items()):
                     if id(value) in level:
-                        name(value, _Name(f"{module}.{variable}", None), depth)
+                        name(value, _Name(f"{module}.{variable}", None))
                 continue
             if kind is types.GeneratorType:
                 if referrer.gi_frame is not None:
                     for variable, value in _locals(referrer.gi_frame).items():
                         if id(value) in level:
-                            name(value, _Name(variable, referrer.gi_code), depth)
+                            name(value, _Name(variable, referrer.gi_code))
                 continue
             parts: set[int] = set()
             for child in gc.get_referents(referrer):
@@ -330,16 +332,20 @@ def _climb(tensors: Mapping[int, tuple[Any, int]], variables: _Variables) -> lis
             if parts:
                 above[id(referrer)] = referrer
                 # The same set as before: who was found holding some of it holds this too.
-                beneath.setdefault(id(referrer), set()).update(parts)
+                held = beneath.setdefault(id(referrer), set())
+                if not parts <= held:
+                    held |= parts
+                    full_at[id(referrer)] = depth + 1
             if not issubclass(kind, _CONTAINERS):
                 for attribute, value in _attributes(referrer).items():
                     if id(value) in beneath and not attribute.startswith("__"):
-                        name(value, _Name(f"{kind.__name__}.{attribute}", None, kind), depth)
+                        name(value, _Name(f"{kind.__name__}.{attribute}", None, kind))
         del referrers
         level = above
         if not level or len(level) > MAX_OBJECTS:
             break
     for one in found.values():
+        one.depth = full_at[id(one.held)]
         one.keys = tuple(_keys(one.held, beneath))
     return list(found.values())
 

@@ -171,8 +171,12 @@ class Phases:
 
     def go_on(self) -> None:
         """What was recognised is over: the program's own code goes on, or the optimizer that was given it to run."""
-        stepping = self._outermost() is not None
-        self._begin(PhaseKind.OPTIMIZER_STEP if stepping else PhaseKind.OTHER)
+        self._begin(PhaseKind.OPTIMIZER_STEP if self.is_stepping else PhaseKind.OTHER)
+
+    @property
+    def is_stepping(self) -> bool:
+        """Return whether an optimizer steps, be it at its closure."""
+        return self._outermost() is not None
 
     def forward_raised(self, error: BaseException) -> None:
         """A module that was called from outside all others has raised."""
@@ -183,7 +187,7 @@ class Phases:
     @property
     def awaits_update(self) -> bool:
         """Whether the program may update its parameters itself: a backward pass has run, no optimizer is at work."""
-        return self.recognises and self._ran_backward and not self._ended and self._outermost() is None
+        return self.recognises and self._ran_backward and not self._ended and not self.is_stepping
 
     def updated(self) -> None:
         """The program itself has updated parameters; the phase that is running was renamed to an optimizer's step."""

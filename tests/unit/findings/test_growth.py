@@ -58,6 +58,27 @@ def test_what_each_step_leaves_behind() -> None:
     assert "memory runs out at about step " in lasts.text and ".cpu()" in fix.text
 
 
+def test_a_list_that_is_seen_with_one_kind_and_later_with_another_is_one() -> None:
+    b = Builder()
+    b.parameter("weight", 100)
+    outputs: list[int] = []
+    batches: list[int] = []
+
+    def each(step: int) -> None:
+        outputs.append(b.new(MILLION, line=KEPT))
+        batches.append(b.new(2 * MILLION, line="train.py:8 main"))
+
+    steps(b, 4, each)
+    b.trace.holders += [
+        LOSSES._replace(storages=tuple(batches[:3])),
+        LOSSES._replace(storages=tuple(outputs[:2]), nodes=20, node_steps=2),
+    ]
+    (finding,) = found(b)
+    texts = [line.text for line in finding.evidence]
+    assert "grows by 3.00 MiB a step" in finding.title
+    assert any("20 nodes from 2 steps" in text and "backward has freed what it saved" in text for text in texts)
+
+
 def test_nobody_was_seen_to_keep_it() -> None:
     (finding,) = found(kept(4))
     assert "kept by" not in finding.title and "was not seen" in finding.evidence[0].text

@@ -276,6 +276,30 @@ def filled_from_outside() -> None:
         state.gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])  # kept
 
 
+class Task:
+    """Steps as Lightning does, by a closure: when it runs, the batch is there and not yet in the list."""
+
+    def __init__(self) -> None:
+        self.model, self.optimizer = parts()
+        self.seen: list[Any] = []
+
+    def closure(self) -> torch.Tensor:
+        out = self.model(self.batch)
+        self.seen.append({"batch": self.batch, "out": out.detach()})  # kept
+        self.optimizer.zero_grad()
+        loss = out.square().mean()
+        loss.backward()
+        return loss
+
+    def run(self) -> None:
+        for self.batch in batches():
+            self.optimizer.step(self.closure)
+
+
+def in_a_closure_of_the_optimizer() -> None:
+    Task().run()
+
+
 def callbacks() -> None:
     model, optimizer = parts()
     pending = []
@@ -338,6 +362,7 @@ GROWTH, KEPT, GRADIENTS = "memory-growth", "evaluation-accumulates", "evaluation
         (metric, GROWTH, "list `Mean.values`", Mean.update),
         (logger, GROWTH, "defaultdict `Logger.history`", Logger.log),
         (filled_from_outside, GROWTH, "list `State.gradients`", filled_from_outside),
+        (in_a_closure_of_the_optimizer, GROWTH, "list `Task.seen`", Task.closure),
         (callbacks, GROWTH, "list `pending`", callbacks),
         (predictions_with_gradients, GRADIENTS, "list `predictions`", predictions_with_gradients),
         (predictions_without_gradients, KEPT, "list `predictions`", predictions_without_gradients),
