@@ -40,7 +40,8 @@ _NEW = frozenset({_aten.new_empty, _aten.new_zeros, _aten.new_ones, _aten.new_fu
 _MAKES_SPARSE = frozenset(
     {
         _aten._to_sparse, _aten._to_sparse_csr, _aten._sparse_coo_tensor_with_dims_and_tensors,
-        _aten._sparse_compressed_tensor_unsafe, _aten._sparse_coo_tensor_unsafe,
+        _aten._sparse_compressed_tensor_unsafe, _aten._sparse_coo_tensor_unsafe, _aten.sparse_compressed_tensor,
+        _aten.sparse_coo_tensor,
     }
 )  # fmt: skip
 """Operators that make a sparse tensor of others."""
@@ -150,7 +151,9 @@ class Call:
         return HOST if self.on_host else None
 
     def factory_bytes(self) -> int:
-        """Bytes of what a factory is about to make, by a shape or after a tensor; 0 if this is none."""
+        """Bytes of what a factory is about to make, by a shape or after a tensor; 0 if it is none or sparse."""
+        if self.kwargs.get("layout") not in (None, torch.strided):
+            return 0
         packet = self.func.overloadpacket
         shape = self.args[0] if self.args else ()
         dtype = self.kwargs.get("dtype")

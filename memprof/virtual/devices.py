@@ -88,6 +88,7 @@ class DeviceMode(TorchFunctionMode):
             _Tensor.__setitem__: self._setitem,
             torch._C._nn._parse_to: _parse_to,
             torch.device: self._make_device,
+            **{func: functools.partial(self._sparse, func) for func in _MAKE_SPARSE},
             torch.tensor: self._tensor,
             torch.as_tensor: self._as_tensor,
             torch.asarray: self._as_tensor,
@@ -224,6 +225,8 @@ class DeviceMode(TorchFunctionMode):
             return made
         if value.is_meta == tensor.is_meta:
             return value
+        if value.layout is not torch.strided:
+            return self.kinds.like(value, tensor)
         if value.is_meta:
             return self.interchange.read(value).clone()
         with _disable_current_modes():
@@ -304,6 +307,23 @@ class DeviceMode(TorchFunctionMode):
             return self._new_tensor(tensor, args[0], **kwargs)
         made: torch.Tensor = self._mixed.inside(_Tensor.new, (tensor, *args), kwargs)
         return made
+
+    def _sparse(self, func: Any, *args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
+        """A sparse tensor of indices and values, which have to be of one kind. Those that are tensors are moved to
+        `device` if one is named, values first (utils/tensor_new.cpp)."""
+        device = torch.utils._device.CURRENT_DEVICE if device is None else self._make_device(device)
+        if device is None:
+            return self._mixed.on_one_device(func, *self.kinds.all_virtual((args, kwargs)))
+        parts: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+        tensors = [name for name, part in parts.items() if isinstance(part, _Tensor)]
+        for name in tensors[-1:] + tensors[:-1]:
+            parts[name] = self._to(parts[name], device)
+        args, kwargs = self.kinds.all_virtual(
+            ([parts[index] for index in range(len(args))], {n: parts[n] for n in kwargs})
+        )
+        virtual = device.type != HOST or any(map(self._recording.is_virtual, tensors_of([*args, *kwargs.values()])))
+        wanted = self._recording.cards.named(device) if device.type == "cuda" else device.type
+        return self._on(wanted, func, args, {**kwargs, "device": _META if virtual else _CPU})
 
     def _placed(self, tensor: torch.Tensor, device: Any) -> torch.Tensor:
         """A tensor just made on the host, on the device that was asked for."""
@@ -534,6 +554,10 @@ def _answers(kind: type) -> bool:
     return kind is not _Tensor and hasattr(kind.__torch_function__, "__func__")  # type: ignore[attr-defined]
 
 
+_MAKE_SPARSE = (
+    *(torch.sparse_coo_tensor, torch.sparse_csr_tensor, torch.sparse_csc_tensor),
+    *(torch.sparse_bsr_tensor, torch.sparse_bsc_tensor, torch.sparse_compressed_tensor),
+)
 _MAKES_NOTHING: frozenset[Any] = frozenset(
     {
         *(value.__get__ for value in vars(torch._C.TensorBase).values() if isinstance(value, GetSetDescriptorType)),

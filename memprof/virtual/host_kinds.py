@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from memprof.trace.events import HOST, is_card
 from memprof.virtual.calls import in_place, tensors_of
@@ -70,16 +70,15 @@ class HostKinds:
             moved: tuple[Any, Any] = tree_map_only(_Tensor, move, (args, kwargs))
             return moved
 
-    def all_virtual(self, args: Any) -> Any:
-        """Arguments of a function that compares devices in C++: virtual, floats of the host, if one of them is."""
-        floats = [tensor for tensor in tensors_of(list(args)) if tensor.is_floating_point()]
-        if not any(map(self._is_virtual, floats)):
-            return args
+    def all_virtual(self, args: Any, only: Callable[[_Tensor], bool] = lambda tensor: True) -> Any:
+        """Arguments of a function that compares devices in C++: those of the host that are of interest, virtual if
+        one of them is."""
         with _NoTorchFunction():
+            tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, _Tensor) and only(leaf)]
+            if not any(map(self._is_virtual, tensors)):
+                return args
             return tree_map_only(
-                _Tensor,
-                lambda one: self.to_virtual(one) if one.is_floating_point() and self._is_real(one) else one,
-                args,
+                _Tensor, lambda one: self.to_virtual(one) if only(one) and self._is_real(one) else one, args
             )
 
     def _made_real(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -122,12 +121,7 @@ class HostKinds:
 
     def _is_real(self, tensor: _Tensor) -> bool:
         with _NoTorchFunction():
-            return (
-                type(tensor) in _PLAIN
-                and tensor.device.type == HOST
-                and tensor.layout is torch.strided
-                and not tensor.is_quantized
-            )
+            return type(tensor) in _PLAIN and tensor.device.type == HOST and not tensor.is_quantized
 
     # -- gradients that Python code hands to the engine ---------------------------------------------------------------
 
@@ -210,7 +204,7 @@ class HostKinds:
         if type(tensor) not in _PLAIN:
             return None
         with _NoTorchFunction():
-            if not tensor.numel() or tensor.layout is not torch.strided:
+            if not tensor.numel():
                 return None
             device = self._machine.device_of(tensor)
             return _Where(device, tensor.is_meta) if device == HOST or is_card(device) else None

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map
 
-from memprof.trace.events import NONE
+from memprof.trace.events import HOST, NONE
 from memprof.virtual.calls import Call, Operator
 from memprof.virtual.machine import Machine
 from memprof.watch.forward import Place
@@ -103,12 +104,16 @@ class Launch:
         return tree_map(lift, result)
 
     def scratch(self, *sizes: int, card: str | None = None) -> AbstractContextManager[None]:
-        """Memory in bytes that the kernel holds, on its own card or another, while what is inside runs."""
+        """Memory in bytes that the kernel holds, on its own card or another, while what is inside runs; none on the
+        host."""
+        if self.device == HOST:
+            return contextlib.nullcontext()
         return self._machine.hidden(sizes, self.operator.name, self.place, card or self.call.card)
 
     def transients(self, *sizes: int, card: str | None = None) -> None:
-        """Scratch memory that is taken, all of it, and given back at once."""
-        self._machine.transients(sizes, self.operator.name, self.place, card or self.call.card)
+        """Scratch memory that is taken, all of it, and given back at once; none on the host."""
+        if self.device != HOST:
+            self._machine.transients(sizes, self.operator.name, self.place, card or self.call.card)
 
     def workspace(self, num_bytes: int, most_bytes: int) -> None:
         """Memory that a library takes for one call: a rule's size, and the bound of what it may be instead."""
@@ -144,6 +149,10 @@ class Launch:
     def asked_device(self) -> str | None:
         """The device that the program named in the factory call that is running."""
         return self._machine.factory_device
+
+    def asked_for(self, device: str) -> AbstractContextManager[None]:
+        """Inside, operators are called as if the program had asked for their results on this device."""
+        return self._machine.asked_for(device)
 
     @property
     def adds_bias(self) -> bool:

@@ -6,6 +6,7 @@ of two cards they raise what CUDA raises, for which card was meant is not known.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,8 @@ from memprof.watch.forward import Place
 _Tensor = torch.Tensor
 _aten = torch.ops.aten
 _NoTorchFunction = torch._C.DisableTorchFunction
+_DEVICES = re.compile("device|backend of indices")
+"""How torch's errors speak of devices; the latter of parts of a sparse tensor."""
 MIXES_CARDS = frozenset({_aten.copy_, _aten._to_copy, _aten.set_, _aten.resize_as_})
 
 
@@ -52,7 +55,7 @@ class MixedDevices:
                 recording.calling = outer
         except RuntimeError as error:
             # C++ compares the devices above all operators, or a meta kernel does; theirs are other words for it.
-            if "device" not in text_of(error) or not self._is_mixed([*args, *kwargs.values()]):
+            if not _DEVICES.search(text_of(error)) or not self._is_mixed([*args, *kwargs.values()]):
                 raise
             if len(mismatches) == before:
                 with _NoTorchFunction():
@@ -100,7 +103,7 @@ class MixedDevices:
 
         The lengths of packed sequences are integers, and always on the host.
         """
-        args = self._kinds.all_virtual(args)
+        args = self._kinds.all_virtual(args, only=torch.is_floating_point)
         tensors = [tensor for tensor in tensors_of(list(args)) if tensor.is_floating_point()]
         if self._is_mixed([tensor for tensor in tensors if tensor.dim()]):
             with _NoTorchFunction():

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from memprof.trace.events import GPU, HOST, NONE, is_card
 from memprof.virtual import layout_cache as layout
@@ -48,6 +49,7 @@ from memprof.watch.failure import empty_frames
 from memprof.watch.forward import Place
 from memprof.watch.recorder import Recorder
 from memprof.watch.updates import Updates
+from memprof.watch.wrappers import parts_of_sparse
 
 _META = torch.device("meta")
 _STRIDED = torch.strided
@@ -89,8 +91,6 @@ class RecordingMode(Machine):
         """By the `id` of the overload, which each keeps alive: its own hash is a function in Python."""
         self._layouts: dict[Any, Any] = {}
         self._done_in_place: dict[Any, bool] = {}
-        self._lent: list[torch.Tensor] = []
-        """Stand for small host tensors in the last call that mixed them with virtual ones, and hold their values."""
         self.caches = Caches(recorder)
         self.updates: Updates | None = None
         """None: the workload has torch's optimizers alone."""
@@ -142,13 +142,7 @@ class RecordingMode(Machine):
                 if self.cast is not None and called_by_engine():
                     with self:
                         args, kwargs = self.cast(operator.packet, args, kwargs)
-                call = Call(func, args, kwargs or {})
-                for arg in args:
-                    self._look(arg, call)
-                if kwargs:
-                    for name, arg in kwargs.items():
-                        call.key.append(name)
-                        self._look(arg, call)
+                call = self._looked_over(func, args, kwargs)
                 updates = self.updates
                 if updates is not None and not (updates.looks and (call.on_gpu or "device" in call.kwargs)):
                     updates = None
@@ -191,7 +185,7 @@ class RecordingMode(Machine):
                 return result
         except BaseException as error:
             empty_frames(error)
-            args = kwargs = call = arg = result = None  # type: ignore[assignment]
+            args = kwargs = call = result = None  # type: ignore[assignment]
             raise
 
     def _of_parts(self, operator: Operator, call: Call, place: Place) -> Any:
@@ -199,13 +193,18 @@ class RecordingMode(Machine):
         moves = call.kwargs.get("device") is not None and call.kwargs["device"].type == "meta"
         if call.device is None and not moves:
             return call.func(*call.args, **call.kwargs)
-        launch = Launch(self, operator, call, place)
         if call.quantized:
-            return quantized_tensors.run(launch)
+            return quantized_tensors.run(Launch(self, operator, call, place))
+        if call.on_gpu and self._breaks_rule(operator, call):
+            self.note_mixed(operator.name, call.tensors, place)
+        if call.real and call.device is not None:
+            with self, self.asked_for(HOST):
+                call = self._looked_over(call.func, *tree_map_only(_Tensor, _as_virtual, (call.args, call.kwargs)))
+        launch = Launch(self, operator, call, place)
         kernel = sparse.of_sparse.get(operator.packet)
         result = NotImplemented if kernel is None else kernel(launch)
         if result is NotImplemented:
-            raise not_yet(f"gives a sparse tensor on the card to {operator.name}", "make it dense: `.to_dense()`")
+            raise not_yet(f"gives a sparse tensor to {operator.name}", "make it dense: `.to_dense()`")
         return result
 
     def _operator(self, func: Any) -> Operator:
@@ -213,6 +212,16 @@ class RecordingMode(Machine):
         if operator is None:
             operator = self._operators[id(func)] = Operator(func)
         return operator
+
+    def _looked_over(self, func: Any, args: Any, kwargs: Any) -> Call:
+        call = Call(func, args, kwargs or {})
+        for arg in args:
+            self._look(arg, call)
+        if kwargs:
+            for name, arg in kwargs.items():
+                call.key.append(name)
+                self._look(arg, call)
+        return call
 
     def _look(self, arg: Any, call: Call) -> None:
         if isinstance(arg, _Tensor):
@@ -325,6 +334,8 @@ class RecordingMode(Machine):
         else:
             result = layout.build(known)
         outputs = tensors_of(result)
+        if known is None:
+            outputs = [part for one in outputs for part in parts_of_sparse(one) or [one]]
         if target is not None:
             self.record(outputs, operator.name, place, target)
             self.values.learn(call.func, call.args, call.kwargs, outputs)
@@ -506,22 +517,21 @@ class RecordingMode(Machine):
             if any(t.dim() for t in call.real):
                 self._virtualise(call)
             return
+        if self._breaks_rule(operator, call):
+            self.note_mixed(operator.name, call.tensors, place)
+            self._virtualise(call)
+
+    def _breaks_rule(self, operator: Operator, call: Call) -> bool:
         strangers = [*call.real, *(t for t in call.tensors if t.is_meta and self.device_of(t) == HOST)]
-        if all(operator.takes_of_host(tensor) for tensor in strangers):
-            return
-        self.note_mixed(operator.name, call.tensors, place)
-        self._virtualise(call)
+        return not operator.mixes_devices and not all(operator.takes_of_host(tensor) for tensor in strangers)
 
     def _virtualise(self, call: Call) -> None:
         """Replace the real host tensors of `call` by meta ones, so that it can run on meta."""
-        for tensor in self._lent:
-            self.values.drop(tensor.untyped_storage()._cdata)
-        self._lent = []
 
         def lend(tensor: torch.Tensor, moved: torch.Tensor) -> None:
+            self.record_copy(moved)  # a sparse result may be made of it
             if self.values.wants(moved):
                 self.values.set(moved, tensor)
-                self._lent.append(moved)
 
         call.args, call.kwargs = all_meta(call.args, lend), all_meta(call.kwargs, lend)
         call.key = [id(call.func)]
@@ -547,6 +557,10 @@ class RecordingMode(Machine):
         if torch.is_grad_enabled() or not self.accumulation.is_sole_owner(target):
             return None
         return formulas.in_place(call.func, call.args, self.recorder.trace.op(self.recorder.trace.storages[index]))
+
+
+def _as_virtual(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.is_meta else torch.ops.aten._to_copy.default(tensor, device=_META)
 
 
 def _note_update(updates: Updates, call: Call, result: Any) -> None:

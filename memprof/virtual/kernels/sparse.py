@@ -8,18 +8,24 @@ SparseCUDATensorMath.cu.
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from memprof.trace.events import HOST
 from memprof.virtual.kernels.registry import Table, kernel
 from memprof.virtual.kernels.sorting import radix_sort_scratch
+from memprof.virtual.kernels.transfers import is_real_gradient
 from memprof.virtual.launch import Launch
+from memprof.virtual.machine import REAL
 from memprof.watch.wrappers import parts_of_sparse
 
 _aten = torch.ops.aten
 _META = torch.device("meta")
+_CPU = torch.device("cpu")
 
 of_sparse = Table("kernel for sparse tensors")
 """Function of (launch), called where an operand is sparse and virtual, or a sparse result is to be made of one."""
@@ -33,9 +39,9 @@ def _with_parts(sparse: torch.Tensor, parts: list[torch.Tensor], size: Any = Non
 
 
 def assembled(layout: torch.layout, sparse_dims: int, parts: list[torch.Tensor], size: Any, coalesced: bool) -> Any:
-    """A virtual sparse tensor of these indices and values."""
+    """A sparse tensor of these indices and values."""
     values = parts[-1]
-    options: dict[str, Any] = {"dtype": values.dtype, "layout": layout, "device": _META}
+    options: dict[str, Any] = {"dtype": values.dtype, "layout": layout, "device": values.device}
     if len(parts) == 3:
         return _aten._sparse_compressed_tensor_unsafe.default(*parts, size, **options)
     dense_dims = len(size) - sparse_dims
@@ -50,19 +56,26 @@ def copied(launch: Launch) -> Any:
     sparse, kwargs = launch.args[0], {k: v for k, v in launch.kwargs.items() if k in ("device", "dtype")}
     *indices, values = parts_of_sparse(sparse)
     of_indices = {k: v for k, v in kwargs.items() if k == "device"}
+    coalesced = sparse.layout is torch.sparse_coo and sparse.is_coalesced()
+    if values.is_meta and kwargs.get("device") == _CPU:
+        return _home(launch, sparse, kwargs, coalesced)
     with launch.inside():
         parts = [launch.func(index, **of_indices) for index in indices] + [launch.func(values, **kwargs)]
-    if not values.is_meta and parts[-1].is_meta:
-        return _with_parts(sparse, parts, coalesced=sparse.layout is torch.sparse_coo and sparse.is_coalesced())
-    if values.is_meta and not parts[-1].is_meta:  # read by the host
-        if len(parts) == 3:
-            return _aten._sparse_compressed_tensor_unsafe.default(*parts, sparse.size(), layout=sparse.layout)
-        return torch.sparse_coo_tensor(parts[0], parts[1], sparse.size(), check_invariants=False)
-    return _with_parts(sparse, parts)
+    return _with_parts(sparse, parts, coalesced=coalesced)
+
+
+def _home(launch: Launch, sparse: torch.Tensor, kwargs: dict[str, Any], coalesced: bool) -> Any:
+    """A copy on the host: virtual, its indices as well, if its values are not known."""
+    *indices, values = parts_of_sparse(sparse)
+    with launch.inside(), launch.asked_for(REAL) if is_real_gradient(launch) else contextlib.nullcontext():
+        made = launch.func(values, **kwargs)
+    with launch.inside(), launch.asked_for(HOST if made.is_meta else REAL):
+        parts = [*(launch.func(index, device=made.device) for index in indices), made]
+    return _with_parts(sparse, parts, coalesced=coalesced)
 
 
 @of_sparse(_aten._sparse_coo_tensor_with_dims_and_tensors, _aten._sparse_compressed_tensor_unsafe, _aten.detach)
-@of_sparse(_aten._coalesced_, _aten._sparse_coo_tensor_unsafe, _aten.is_coalesced, _aten._nnz)
+@of_sparse(_aten.sparse_coo_tensor, _aten._coalesced_, _aten._sparse_coo_tensor_unsafe, _aten.is_coalesced, _aten._nnz)
 @of_sparse(_aten.sparse_dim, _aten.dense_dim, _aten._dimI, _aten._dimV)
 def around(launch: Launch) -> Any:
     """Nothing is made but the tensor around indices and values."""
@@ -71,18 +84,20 @@ def around(launch: Launch) -> Any:
 
 @of_sparse(_aten._coalesce)
 def coalesce(launch: Launch) -> Any:
-    """Sorted and added up: as many rows as there are different indices, which is taken to be all.
+    """Sorted and added up: as many rows as there are different indices, which is taken to be all, or all that there can
+    be.
 
     _coalesce_sparse_cuda takes flat indices, where each was, which are the first of their kind; new values, indices.
     """
     sparse = launch.args[0]
     indices, values = parts_of_sparse(sparse)
     count = indices.shape[1]
+    different = min(count, math.prod(sparse.shape[: len(indices)]))
     launch.values.assume("Indices of sparse tensors are taken to differ: what is coalesced stays as large.")
     with launch.scratch(*3 * [8 * count]):
         launch.transients(radix_sort_scratch(count, 8, 8, 64, launch.card))
-        added = launch.new(values.shape, values.dtype)
-    return _with_parts(sparse, [launch.new(indices.shape, indices.dtype), added], coalesced=True)
+        added = launch.new((different, *values.shape[1:]), values.dtype)
+    return _with_parts(sparse, [launch.new((len(indices), different), indices.dtype), added], coalesced=True)
 
 
 @of_sparse(_aten._to_sparse)
@@ -96,11 +111,63 @@ def to_sparse(launch: Launch) -> Any:
     )
 
 
-@kernel(_aten._embedding_bag_backward)
+@of_sparse(_aten._to_sparse_csr)
+def to_sparse_csr(launch: Launch) -> Any:
+    """Of a coalesced tensor the columns and values as they are, and where each row begins; of a dense one its elements
+    that are not zero (native/TensorConversions.cpp, coo_to_sparse_csr, dense_to_sparse_compressed)."""
+    source = launch.args[0]
+    if source.dim() != 2 or source.layout not in (torch.strided, torch.sparse_coo):
+        return NotImplemented
+    with launch.inside():
+        if source.layout is torch.sparse_coo:
+            indices, values = parts_of_sparse(source.coalesce())
+            rows, columns = indices
+        else:
+            mask = _aten.ne.Scalar(source, 0)
+            rows, columns = _aten.nonzero.default(mask).unbind(1)
+            values = source.flatten().index_select(0, mask.flatten().nonzero().view(-1))
+        begins = _aten._convert_indices_from_coo_to_csr.default(rows, len(source))
+    return assembled(torch.sparse_csr, 0, [begins, columns, values], source.size(), True)
+
+
+@of_sparse(_aten._sparse_sum)
+def sparse_sum(launch: Launch) -> Any:
+    """Values, and the indices that are left, are copied and coalesced (native/sparse/SparseTensorMath.cpp)."""
+    sparse, dims = launch.args[0], {dim % launch.args[0].dim() for dim in launch.args[1]}
+    indices, values = parts_of_sparse(sparse)
+    left = [dim for dim in range(len(indices)) if dim not in dims]
+    of_values = [dim - len(indices) + 1 for dim in dims if dim >= len(indices)]
+    with launch.inside():
+        added = values.sum(of_values) if of_values else values.clone()
+        if not left:
+            return added.sum(0)
+        kept = indices.clone() if len(left) == len(indices) else indices[left]
+        size = [size for dim, size in enumerate(sparse.shape) if dim not in dims]
+        return assembled(torch.sparse_coo, len(left), [kept, added], size, False).coalesce()
+
+
+@of_sparse(_aten.sparse_compressed_tensor)
+def compressed(launch: Launch) -> Any:
+    """Nothing is made but the tensor. Where no size is given, it is that of the compressed indices and of the largest
+    plain one (native/sparse/SparseCsrTensor.cpp, _estimate_sparse_compressed_tensor_size)."""
+    indices, plain, values, *size = launch.args
+    if not size:
+        with launch.inside():
+            largest = launch.values.read(_aten.max.default(plain)).item()
+        layout, dims = launch.kwargs["layout"], indices.dim()
+        block = values.shape[dims : dims + 2] if layout in (torch.sparse_bsr, torch.sparse_bsc) else (1, 1)
+        counts = indices.shape[-1] - 1, int(largest) + 1
+        rows, columns = counts if layout in (torch.sparse_csr, torch.sparse_bsr) else counts[::-1]
+        dense = values.shape[dims + 2 * (block != (1, 1)) :]
+        size = [(*indices.shape[:-1], rows * block[0], columns * block[1], *dense)]
+    return _aten._sparse_compressed_tensor_unsafe.default(indices, plain, values, *size, **launch.kwargs)
+
+
+@kernel(_aten._embedding_bag_backward, on_host=True)
 def embedding_bag_backward(launch: Launch) -> Any:
     """The gradient for sparse=True: a row for each index (native/EmbeddingBag.cpp, _embedding_bag_sparse_backward)."""
     grad, indices, offsets, bags, sizes, _, weights, by_frequency, mode, is_sparse, *rest = launch.args
-    if not is_sparse:
+    if not is_sparse or launch.call.device is None:
         return NotImplemented
     rest = [*rest, launch.kwargs.get("padding_idx", -1)] if len(rest) < 2 else rest
     with launch.inside():

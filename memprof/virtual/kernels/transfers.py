@@ -62,8 +62,7 @@ def to_copy(launch: Launch) -> Any:
         if launch.asked_device != "meta" and launch.values.wants(result):
             launch.values.set(result, source.to(dtype))
         return result
-    # A gradient is real where its tensor is: the engine asks for the device of that (host_kinds.py).
-    if launch.asked_device == REAL or called_by_engine():
+    if is_real_gradient(launch):
         launch.note_source(source)
         return _read(launch, source, dtype)
     large = source.numel() * dtype.itemsize >= HOST_VIRTUAL_BYTES
@@ -78,6 +77,12 @@ def to_copy(launch: Launch) -> Any:
         launch.values.learn(launch.func, launch.args, launch.kwargs, [result])
         return result
     return _read(launch, source, dtype)
+
+
+def is_real_gradient(launch: Launch) -> bool:
+    """Whether a copy to the host is of a gradient whose tensor is real: the engine asks for the device of that
+    (host_kinds.py)."""
+    return launch.asked_device == REAL or called_by_engine()
 
 
 def _read(launch: Launch, source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

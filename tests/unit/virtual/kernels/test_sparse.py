@@ -88,5 +88,210 @@ def test_sparse_gradients(
 
 
 def test_what_cannot_be_followed(gpu: VirtualGpu) -> None:
-    with pytest.raises(MemprofError, match=r"gives a sparse tensor on the card to aten\.relu"):
+    with pytest.raises(MemprofError, match=r"gives a sparse tensor to aten\.relu"):
         torch.eye(6).to_sparse().cuda().relu()
+
+
+LAYOUTS = {
+    torch.sparse_csr: torch.sparse_csr_tensor,
+    torch.sparse_csc: torch.sparse_csc_tensor,
+    torch.sparse_bsr: torch.sparse_bsr_tensor,
+    torch.sparse_bsc: torch.sparse_bsc_tensor,
+}
+COUNTS = {"real": 1000, "real indices, virtual values": 1 << 18}
+"""Of elements that are not zero: 4 bytes for each as values, from which 1 MiB is virtual; drawn indices are real."""
+PROGRAMS: dict[str, Callable[[int, str], object]] = {}
+"""Of (elements, device of the other part): what is made, on either device."""
+
+
+def program(function: Callable[[int, str], object]) -> Callable[[int, str], object]:
+    PROGRAMS[function.__name__] = function
+    return function
+
+
+def coo(count: int, **options: object) -> torch.Tensor:
+    return torch.sparse_coo_tensor(torch.randint(0, 2048, (2, count)), torch.randn(count), (2048, 2048), **options)
+
+
+def compressed(count: int, layout: torch.layout, **options: object) -> torch.Tensor:
+    """256 rows, or columns, of as many elements or blocks each."""
+    block = (4, 4) if layout in (torch.sparse_bsr, torch.sparse_bsc) else ()
+    count //= 16 if block else 1
+    begins = torch.linspace(0, count, 257).long()
+    values = torch.randn(count, *block)
+    return LAYOUTS[layout](begins, torch.randint(0, 256, (count,)), values, **options)
+
+
+@program
+def moved(count: int, device: str) -> object:
+    made = coo(count)
+    there = made.to(device)
+    return made, there, torch.sparse.mm(there, torch.randn(2048, 4, device=device)), there.cpu().to(device)
+
+
+@program
+def virtual_indices_and_real_values(count: int, device: str) -> object:
+    made = torch.sparse_coo_tensor(torch.zeros(2, count // 4, dtype=torch.long), torch.ones(count // 4), (8, 8))
+    return made, made.to(device)
+
+
+@program
+def dense_rows(count: int, device: str) -> object:
+    made = torch.sparse_coo_tensor(torch.randint(0, 64, (1, count // 64)), torch.randn(count // 64, 64), (64, 64))
+    return made.to_dense(), made.to(device).to_dense()
+
+
+@program
+def by_keyword_and_by_list(count: int, device: str) -> object:
+    values = torch.randn(count)
+    made = torch.sparse_coo_tensor(size=(8, count), values=values, indices=torch.randint(0, 8, (2, count)))
+    listed = torch.sparse_coo_tensor([[0, 1], [1, 0]], torch.randn(2, count), (2, 2, count), requires_grad=True)
+    legacy = torch.sparse.FloatTensor(torch.randint(0, 8, (2, count)), values, torch.Size([8, 8]))
+    return made, listed.to(device), legacy, listed.requires_grad
+
+
+@program
+def on_a_named_device(count: int, device: str) -> object:
+    made = coo(count, device=device)
+    with torch.device(device):
+        listed = torch.sparse_csr_tensor([0, 1, 2], [0, 1], torch.randn(2))
+    return made, coo(count, device="cpu"), listed, compressed(count, torch.sparse_csr, device=device)
+
+
+@program
+def of_every_layout(count: int, device: str) -> object:
+    made = [compressed(count, layout, size=(1024 if "bs" in str(layout) else 256,) * 2) for layout in LAYOUTS]
+    general = torch.sparse_compressed_tensor(
+        torch.linspace(0, count, 257).long(),
+        torch.randint(0, 256, (count,)),
+        torch.randn(count),
+        layout=torch.sparse_csr,
+    )
+    there = [one.to(device) for one in (*made, general)]
+    return made, there, [one.to_dense() for one in there]
+
+
+@program
+def used_on_the_host(count: int, device: str) -> object:
+    made = coo(count)
+    rows = torch.sparse.sum(made, dim=1)
+    return (
+        (made * 0.5).to(device), made.t().to(device), torch.zeros(2048, 2048) + made, made.to_sparse_csr(), rows.layout,
+        rows.to_dense(), torch.sparse.sum(made, dim=(0, 1)), torch.sparse.mm(made, torch.randn(2048, 4)),
+        torch.randn(2048, 2048).to_sparse_csr().to_dense(), torch.zeros(4096, 64, layout=torch.sparse_coo),
+        torch.sparse_coo_tensor((4096, 4096)),
+    )  # fmt: skip
+
+
+@program
+def gradients_of_values(count: int, device: str) -> object:
+    values = [torch.randn(count, requires_grad=True) for _ in range(2)]
+    of = {"indices": torch.randint(0, 2048, (2, count)), "size": (2048, 2048)}
+    made = torch.sparse_coo_tensor(values=values[0], **of).to(device)
+    other = torch.sparse_coo_tensor(values=values[1], device=device, **of)
+    for one in (made, other):
+        torch.sparse.mm(one, torch.randn(2048, 4, device=device)).sum().backward()
+    return [one.grad for one in values]
+
+
+def table_on_the_host(
+    kind: type[nn.Module], make: Callable[..., torch.optim.Optimizer]
+) -> Callable[[int, str], object]:
+    """4096 rows for as many elements, looked up so often that indices are virtual, and once."""
+
+    def run(count: int, device: str) -> object:
+        made = []
+        for looks in (64, 1 << 18):
+            table, net = kind(4096, count // 4096 or 1, sparse=True), nn.Linear(count // 4096 or 1, 2).to(device)
+            steps = make(list(table.parameters()))
+            for _ in range(2):
+                rows = table(torch.zeros(1, looks, dtype=torch.long))
+                net(rows.to(device)).sum().backward()
+                made.append(table.weight.grad)
+                steps.step()
+                steps.zero_grad()
+        return [(one, one._indices(), one._values()) for one in made]
+
+    return run
+
+
+for one in (nn.Embedding, nn.EmbeddingBag):
+    for optimizer in (torch.optim.SGD, torch.optim.SparseAdam, torch.optim.Adagrad):
+        PROGRAMS[f"{one.__name__}, {optimizer.__name__}"] = table_on_the_host(one, optimizer)
+
+
+@program
+def gradient_set_by_hand(count: int, device: str) -> object:
+    large, small = nn.Parameter(torch.randn(count, 4)), nn.Parameter(torch.randn(8, 4))
+    for weight, rows in ((large, 8), (small, count)):
+        indices, values = torch.randint(0, 8, (1, rows)), torch.randn(rows, 4)
+        weight.grad = torch.sparse_coo_tensor(indices, values, weight.shape)
+    torch.optim.SGD([large, small], lr=0.1).step()
+    return large.grad, small.grad
+
+
+class OfRows(torch.autograd.Function):
+    """Its gradient is sparse, and made by hand."""
+
+    @staticmethod
+    def forward(ctx, weight, rows):
+        ctx.save_for_backward(rows)
+        ctx.shape = weight.shape
+        return weight[rows]
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (rows,) = ctx.saved_tensors
+        return torch.sparse_coo_tensor(rows[None], gradient, ctx.shape), None
+
+
+@program
+def gradient_of_a_function(count: int, device: str) -> object:
+    large, small = nn.Parameter(torch.randn(count, 4)), nn.Parameter(torch.randn(8, 4))
+    for weight, rows in ((large, 8), (small, count)):
+        OfRows.apply(weight, torch.randint(0, 8, (rows,))).to(device).sum().backward()
+    return large.grad, small.grad
+
+
+def described(made: object) -> object:
+    if isinstance(made, torch.Tensor):
+        stride = made.stride() if made.layout is torch.strided else ()
+        return made.shape, made.dtype, made.device.type, made.layout, stride, made.requires_grad
+    return [described(part) for part in made] if isinstance(made, (list, tuple)) else made
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("count", COUNTS.values(), ids=COUNTS)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_host_has_what_plain_torch_has(name: str, count: int) -> None:
+    plain = described(PROGRAMS[name](count, "cpu"))
+    with VirtualGpu(find_gpu("a100-80gb")):
+        made = described(PROGRAMS[name](count, "cuda"))
+    assert str(made).replace("'cuda'", "'cpu'") == str(plain)
+
+
+def test_moved_to_the_gpu_it_takes_indices_and_values(gpu: VirtualGpu) -> None:
+    coo(1 << 18, device="cuda")
+    assert on_card(gpu) == [4 << 18, 16 << 18]
+    compressed(1 << 18, torch.sparse_csr).cuda()
+    assert on_card(gpu)[2:] == [8 * 257, 8 << 18, 4 << 18]
+
+
+def test_what_the_host_does_takes_nothing_of_the_gpu(gpu: VirtualGpu) -> None:
+    made = coo(1 << 18)
+    made.coalesce().to_sparse_csr()
+    torch.zeros(2048, 2048).add_(made, alpha=2)
+    assert on_card(gpu) == []
+
+
+def test_rows_that_are_added_up_are_no_more_than_there_are(gpu: VirtualGpu) -> None:
+    made = torch.sparse_coo_tensor(torch.randint(0, 16, (1, 1 << 18)), torch.randn(1 << 18), (16,))
+    assert made.coalesce()._nnz() == 16
+
+
+@pytest.mark.parametrize("count", COUNTS.values(), ids=COUNTS)
+def test_parts_on_two_devices_are_a_mismatch(gpu: VirtualGpu, count: int) -> None:
+    torch.sparse_coo_tensor(torch.randint(0, 8, (2, count)), torch.randn(count, device="cuda"), (8, 8))
+    torch.sparse.mm(coo(count), torch.randn(2048, 4, device="cuda"))
+    torch.sparse.mm(coo(count).cuda(), torch.randn(2048, 1024))
+    assert len(gpu.trace.mismatches) == 3
