@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from memprof.findings.finding import Context, Evidence, once
 from memprof.ledger.categories import Category
-from memprof.ledger.stages import words_of
+from memprof.ledger.stages import without_widths, words_of
 from memprof.remedy_catalog import REMEDIES, Remedy, helping, in_force, why_not_together, why_useless
 from memprof.trace.events import NONE, ModuleRole, PhaseKind, Role, Storage, Trace, short_source, without_numbers
 from memprof.units import format_bytes
@@ -188,7 +188,8 @@ def vocabulary_tables(trace: Trace) -> dict[int, str]:
     """The token embeddings and heads by storage: matrices with one row for each word, by the name of the parameter.
 
     Known by their names, or as the weight of a module that is an embedding or the head. Numbered modules (layers,
-    experts) have none: `layers.0.attn.head.weight` is a projection. A model that reads no tokens has none either.
+    experts) have none: `layers.0.attn.head.weight` is a projection. A model that reads no tokens has none either, and
+    what has as many rows as the model is wide may be a projection (`time_embed`).
     """
     roles = (ModuleRole.EMBEDDING, ModuleRole.HEAD)
     if not (
@@ -198,7 +199,7 @@ def vocabulary_tables(trace: Trace) -> dict[int, str]:
     ):
         return {}
     weights = {f"{module.path}.weight" for module in trace.modules if module.role in roles}
-    return {
+    named = {
         index: name
         for index, name in parameters(trace).items()
         if len(trace.storages[index].shape) == 2
@@ -206,6 +207,8 @@ def vocabulary_tables(trace: Trace) -> dict[int, str]:
         and not _POSITIONS.search(name)
         and (below := name.partition(".")[2]) == without_numbers(below)
     }
+    words = without_widths(trace, {trace.storages[index].shape[0] for index in named})
+    return {index: name for index, name in named.items() if trace.storages[index].shape[0] in words}
 
 
 def vocabulary(context: Context) -> int | None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from memprof.trace.events import NONE, EventKind, Module, ModuleRole, PhaseKind, Trace
+from memprof.trace.events import NONE, EventKind, Module, ModuleRole, PhaseKind, Role, Trace
 
 _WHOLE_PHASE = {
     PhaseKind.MODEL: "parameters",
@@ -111,17 +113,35 @@ def words_of(trace: Trace) -> int | None:
         return None
     rows = _rows_of_tables(trace)
     made = trace.storages if rows is None else []
-    losses = (one.shape[-1] for one in reversed(made) if trace.op(one) == "aten._log_softmax" and len(one.shape) == 2)
-    return next(losses, rows)
+    losses = [one.shape[-1] for one in made if trace.op(one) == "aten._log_softmax" and len(one.shape) == 2]
+    known = without_widths(trace, losses)
+    return next((words for words in reversed(losses) if words in known), rows)
 
 
 def _rows_of_tables(trace: Trace) -> int | None:
-    """The rows of a model's largest embedding."""
+    """The rows of a model's largest embedding that are not the model's width."""
     tables = {f"{module.path}.weight" for module in trace.modules if module.role is ModuleRole.EMBEDDING}
-    owners = trace.owners.items()
-    return max((trace.storages[index].shape[0] for index, owner in owners if owner.name in tables), default=None)
+    rows = (trace.storages[index].shape[0] for index, owner in trace.owners.items() if owner.name in tables)
+    return max(without_widths(trace, rows), default=None)
 
 
+def without_widths(trace: Trace, words: Iterable[int]) -> set[int]:
+    """Drop the numbers of words that are a model's width: as many features as two of its weights or more take in.
+
+    Positions may be as many as the model is wide, and a projection to that width may be called an embedding. One weight
+    may take in as many as there are words: a head that is kept transposed, or an adapter of an embedding.
+    """
+    weights = {
+        owner.name: trace.storages[index].shape
+        for index, owner in trace.owners.items()
+        if owner.role is Role.PARAMETER and len(trace.storages[index].shape) > 1
+    }
+    taken_in = Counter(shape[1] for shape in weights.values())
+    return {number for number in words if taken_in[number] < _MIN_WEIGHTS}
+
+
+_MIN_WEIGHTS = 2
+"""That take in as many features as a model is wide."""
 _PRODUCTS = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten._scaled_mm")
 
 

@@ -249,6 +249,8 @@ def _head(root: nn.Module, stacks: dict[str, nn.Module], *, reads_tokens: bool) 
     if not reads_tokens:
         return None
     words = {module.num_embeddings for module in root.modules() if isinstance(module, nn.Embedding)}
+    # Of a model as wide as it has positions, a pooler's outputs are no words.
+    words -= {module.in_features for module in root.modules() if isinstance(module, nn.Linear)}
     found: dict[bool, nn.Module] = {}
     for path, module in root.named_modules():
         inside = any(path == stack or path.startswith(stack + ".") for stack in stacks)

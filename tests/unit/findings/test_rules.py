@@ -120,6 +120,18 @@ class TestLogits:
         head_and_loss(b, 8192, 50000)
         assert of(b.context(), "logits-explosion")
 
+    @pytest.mark.parametrize("weights", [1, 2])
+    def test_as_many_rows_as_the_model_is_wide_are_no_words(self, weights: int) -> None:
+        """A projection may be called an embedding; a head that is kept transposed takes in its words alone."""
+        b = Builder()
+        b.parameter("time_embed.weight", 2048, 256)
+        for number in range(weights):
+            b.parameter(f"blocks.{number}.weight", 8192, 2048)
+        b.inputs(1, 64)
+        b.new(1024, 256, 2048)
+        b.new(1024, 256, 2048, op="aten.native_layer_norm")
+        assert bool(of(b.context(), "logits-explosion")) == (weights == 1)
+
     def test_silent_on_chunks(self) -> None:
         b = training(8192, 50000)
         for _ in range(16):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 from torch import nn
+from transformers import BertConfig, BertModel
 
-from memprof.trace.events import NONE
+from memprof.trace.events import NONE, ModuleRole
 from memprof.watch.modules import ModuleTracker
 
 
@@ -24,3 +26,18 @@ def test_a_path_is_that_of_the_model_it_is_asked_below_also_when_another_came_la
     assert tracker.below(2, "0") == 3
     # What is not in the table is where the innermost around it is.
     assert [tracker.below(4, "1.0.weight"), tracker.below(4, "nowhere")] == [7, 4]
+
+
+@pytest.mark.parametrize("width", [64, 128])
+def test_a_pooler_as_wide_as_there_are_positions_is_no_head(width: int) -> None:
+    tracker = ModuleTracker()
+    shape = {"hidden_size": width, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    tracker.add_root(BertModel(BertConfig(**shape, max_position_embeddings=128, vocab_size=1000)))
+    assert not [module.path for module in tracker.table if module.role is ModuleRole.HEAD]
+
+
+def test_a_linear_with_an_output_for_each_word_is_the_head() -> None:
+    tracker = ModuleTracker()
+    parts = {"words": nn.Embedding(1000, 64), "places": nn.Embedding(64, 64), "out": nn.Linear(64, 1000)}
+    tracker.add_root(nn.ModuleDict({"parts": nn.ModuleDict(parts), "pooler": nn.Linear(64, 64)}))
+    assert [module.path for module in tracker.table if module.role is ModuleRole.HEAD] == ["parts.out"]
