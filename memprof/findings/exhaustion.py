@@ -37,7 +37,7 @@ class Growth:
     steps_seen: int
     """Training steps that were run."""
     program_steps: int | None
-    """Training steps that the program makes in all; None: no end was seen."""
+    """Training steps that the program makes in all, seen or by its loops; None: they tell of no end."""
     runs_out_step: int | None
     """About the step in which a request would fail; None: later than `MAX_STEPS`, or what grows is limited and fits."""
 
@@ -67,7 +67,7 @@ def growth_of(context: Context) -> Growth | None:
     runs_out = _run_out(context, steps, leaks, usable)
     program = ledger.trace.facts.program
     ended = program is None or program.ended == "exit"
-    known = steps[-1].step if ended else None
+    known = steps[-1].step if program is None or ended else program.planned_steps
     return Growth(per_step, len(steps), known, runs_out if runs_out is None or runs_out <= MAX_STEPS else None)
 
 

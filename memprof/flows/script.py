@@ -150,6 +150,7 @@ def capture_run(
             spec.fixes,
             any(not forward.training for forward in trace.forwards),
             spec,
+            outcome.planned_steps,
         ),
         device=dataclasses.replace(on, host_memory_bytes=spec.host_memory_bytes),
         allocator=settings.read().facts,

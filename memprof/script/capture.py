@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import NoReturn
@@ -16,6 +17,7 @@ from memprof.measured import MeasuredDevice
 from memprof.script import Ended, Program, ScriptOutcome, StopRule
 from memprof.script.exits import ExitHandlers
 from memprof.script.launchers import Place, Start
+from memprof.script.loops import Position, planned_steps, position
 from memprof.script.stop import Progress, StopRun, stopping_from_threads
 from memprof.script.threads import ThreadWatch
 from memprof.script.worst_batch import WorstBatch
@@ -41,6 +43,10 @@ class _Seen:
         self._events: int | None = None
         self._storages = 0
         self._refused: Failure | None = None
+        self._positions: list[Position] = []
+        """In the program's loops, at ever fewer of its steps."""
+        self.planned_steps: int | None = None
+        """Training steps that the program makes in all, where it was stopped before."""
 
     @property
     def stopped(self) -> bool:
@@ -56,8 +62,14 @@ class _Seen:
         now = time.monotonic()
         self._due = now if self._due is None else self._due
         progress = Progress(completed, self._held, self._device.num_events, now - self._due)
-        with self.noted():
-            self._rule.after_step(progress, bool if self._channel is None else self._channel.agrees)
+        try:
+            with self.noted():
+                self._rule.after_step(progress, bool if self._channel is None else self._channel.agrees)
+        except StopRun:
+            self.planned_steps = planned_steps(self._positions, position(completed, sys._getframe(1)))
+            raise
+        if not self._positions or completed >= 2 * self._positions[-1].step:
+            self._positions.append(position(completed, sys._getframe(1)))
 
     @contextlib.contextmanager
     def noted(self) -> Iterator[None]:
@@ -140,7 +152,7 @@ def capture_script(
             told = None if channel is None else channel.told
             if seen.stopped or told is not None:  # whatever a program does that goes on after that
                 why = Ended.STEPS if seen.stopped or told is None else Ended(told)
-                outcome = ScriptOutcome(why, 0, kept=(outcome.kept, outcome.error))
+                outcome = ScriptOutcome(why, 0, kept=(outcome.kept, outcome.error), planned_steps=seen.planned_steps)
             error = outcome.error
         finally:
             patches.undo()

@@ -180,3 +180,5 @@ class ScriptOutcome:
     """What it raised."""
     kept: object = field(default=None, repr=False, compare=False)
     """Its variables, or the exception whose frames hold them: what is alive at the end is not to die of the end."""
+    planned_steps: int | None = None
+    """Training steps that it would have made in all, where it was stopped; None: that is not known."""

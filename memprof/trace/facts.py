@@ -85,6 +85,8 @@ class ProgramFacts:
     """Whether it called a model in eval mode; True too where that was not noted."""
     asked: RunSpec | None = None
     """How it was run; None: a capture of an early release."""
+    planned_steps: int | None = None
+    """Training steps that it would have made had it not been stopped, by its loops; None: they do not tell."""
 
     def __post_init__(self) -> None:
         if self.ended not in ENDINGS:

@@ -23,6 +23,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from memprof.trace.events import NONE, Holder
+from memprof.watch.frames import local_variables
 from memprof.watch.recorder import Recorder
 from memprof.watch.source_lines import line_of_class, line_of_code, line_that_fills
 
@@ -224,7 +225,7 @@ class _Variables:
             code = frame.f_code
             if recorder.is_program(code):
                 self.codes.append(code)
-                values = _locals(frame)
+                values = local_variables(frame)
                 self._add(values, code)
                 if not loaders:
                     loaders = {id(v): v for v in values.values() if _is_loader(v)}
@@ -263,18 +264,6 @@ def _is_loader(value: Any) -> bool:
     """Whether it is a data loader, or says so of itself, as accelerate's wrappers do."""
     kind = type(value)
     return issubclass(kind, DataLoader) or ("DataLoader" in kind.__name__ and isinstance(value, DataLoader))
-
-
-def _locals(frame: FrameType) -> dict[str, Any]:
-    """A function's variables. Before Python 3.13 the frame keeps what it is asked for, and with it what the function
-    lets go of later; so that is emptied, unless the program has asked for it as well."""
-    asked = frame.f_locals
-    values = dict(asked)
-    is_copy = frame.f_code.co_flags & inspect.CO_OPTIMIZED and sys.version_info < (3, 13)
-    # References: the frame's, `asked`, and the call's argument.
-    if is_copy and sys.getrefcount(asked) <= 3:
-        asked.clear()
-    return values
 
 
 def _climb(tensors: Mapping[int, tuple[Any, int]], variables: _Variables) -> list[_Found]:
@@ -321,7 +310,7 @@ def _climb(tensors: Mapping[int, tuple[Any, int]], variables: _Variables) -> lis
                 continue
             if kind is types.GeneratorType:
                 if referrer.gi_frame is not None:
-                    for variable, value in _locals(referrer.gi_frame).items():
+                    for variable, value in local_variables(referrer.gi_frame).items():
                         if id(value) in level:
                             name(value, _Name(variable, referrer.gi_code))
                 continue

@@ -311,7 +311,7 @@ def _runs_out(growth: Growth, findings: Sequence[Finding], need: str) -> Text:
     """Of a run whose memory grows for longer than the GPU has room."""
     seen = f"the {growth.steps_seen} steps that were run need {need}"
     planned = growth.program_steps
-    end = "no end of its steps was seen" if planned is None else f"the script makes {planned:,}"
+    end = "no end of its steps was seen" if planned is None else f"the script makes about {planned:,}"
     cause = next((f" {one.title.partition(': ')[2]}." for one in findings if one.id == "memory-growth"), "")
     grows = f"Memory grows by {format_bytes(growth.bytes_per_step)} a step:{cause}" if cause else ""
     return _said(
@@ -326,7 +326,8 @@ def _until(growth: Growth | None) -> str:
     if growth is None:
         return ""
     last = "" if growth.runs_out_step is None else f" until about step {growth.runs_out_step:,}"
-    ends = "" if growth.program_steps is None else f"; the script ends after step {growth.program_steps:,}"
+    about = "" if growth.program_steps == growth.steps_seen else "about "
+    ends = "" if growth.program_steps is None else f"; the script ends after {about}step {growth.program_steps:,}"
     return f" It grows by {format_bytes(growth.bytes_per_step)} a step{last and ', and fits'}{last}{ends}."
 
 

@@ -1,0 +1,144 @@
+"""How many steps a program makes, by its loops: of each way to write them, stopped in its fourth step."""
+
+from __future__ import annotations
+
+import argparse
+import linecache
+import sys
+import textwrap
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from memprof.script.loops import Loop, Position, planned_steps, position
+
+BEFORE = "i = 0\nargs = Namespace(steps=50, epochs=3)\nloader = [0] * 40\nconfig = {'steps': 60}\n"
+
+
+def planned(text: str, stop: int = 4, **given: object) -> int | None:
+    """What is known when a program has called `step()` so often."""
+    found: list[Position] = []
+
+    class Stop(Exception):
+        pass
+
+    def step() -> None:
+        found.append(position(len(found) + 1, sys._getframe(1)))
+        if len(found) == stop:
+            raise Stop
+
+    text = BEFORE + textwrap.dedent(text)
+    linecache.cache["a program"] = (len(text), None, text.splitlines(keepends=True), "a program")
+    names = {"step": step, "Namespace": argparse.Namespace, "tqdm": lambda it, **_: it, **given}
+    ended: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            exec(compile(text, "a program", "exec"), names)
+        except BaseException as error:
+            ended.append(error)
+
+    thread = threading.Thread(target=run)  # whose stack has none of pytest's loops
+    thread.start()
+    thread.join()
+    assert isinstance(ended[0], Stop), ended
+    return planned_steps(found[1:-1], found[-1])
+
+
+def function(text: str) -> str:
+    return "def train():\n" + textwrap.indent(textwrap.dedent(text), "    ") + "\ntrain()\n"
+
+
+@pytest.mark.parametrize("wrap", [str, function], ids=["module", "function"])
+@pytest.mark.parametrize(
+    ("text", "steps"),
+    [
+        ("for _ in range(20_000): step()", 20_000),
+        ("for i in range(10, 110, 2):\n    step()", 50),
+        ("for i in range(args.steps * 2 - 1):\n    step()", 99),
+        ("for i in range(config['steps'] // 2):\n    step()", 30),
+        ("for i in tqdm(range(int(70.0)), desc='x'):\n    step()", 70),
+        ("for _ in range(args.epochs):\n    for batch in loader:\n        step()", 120),
+        ("for _ in range(args.epochs):\n    for i, batch in enumerate(tqdm(loader), start=1):\n        step()", 120),
+        ("for a, b in zip(loader, range(30)):\n    step()", 30),
+        ("for i in range(len(loader) + 1):\n    step()", 41),
+        # Every second round ends a step.
+        ("for i in range(200):\n    if i % 2:\n        step()", 100),
+        ("for i in range(90):\n    for part in range(3):\n        pass\n    step()", 90),
+        # A counter with a limit.
+        ("n = 0\nwhile n < args.steps:\n    step()\n    n += 1", 50),
+        ("n = 0\nwhile True:\n    n += 1\n    if n >= args.steps:\n        break\n    step()", 50),
+        ("n = 0\nwhile 1:\n    if n > 50: break\n    n += 1\n    step()", 51),
+        ("n = 0\nfor _ in range(9):\n  for b in loader:\n    n += 1\n    if 50 <= n: break\n    step()", 360),
+        ("n = 0\nwhile True:\n    step()\n    n += 2\n    if n == 80 or False:\n        exit()", 40),
+        ("for i in range(400):\n    if i == 25:\n        break\n    step()", 25),
+    ],
+)  # fmt: skip
+def test_its_own_number(text: str, steps: int, wrap) -> None:
+    assert planned(wrap(text)) == pytest.approx(steps, abs=2)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "while True:\n    step()",
+        "for batch in iter(lambda: 0, 1):\n    step()",
+        "for _ in range(3):\n    for batch in iter(lambda: 0, 1):\n        step()",
+        "while True:\n    for batch in loader:\n        step()",
+        # A counter that does not move may count anything; so may one in a condition that is not looked into.
+        "bad = 0\nwhile bad < 3:\n    step()",
+        "n = 0\nwhile True:\n    n += 1\n    if args.epochs == 9:\n        if n > 6:\n            break\n    step()",
+        "n = 0\nwhile True:\n    n += 1\n    if n > 6 and args.epochs == 9:\n        break\n    step()",
+        "n = 1.0\nwhile n > 0.1:\n    n /= 2\n    step()",
+        "[step() for _ in range(50)]",
+        "list(map(lambda _: step(), range(50)))",
+        "step()\nstep()\nstep()\nstep()\nstep()",
+        # More than one step in a round, where no variable tells how far it is.
+        "for _ in [1, 2]:\n    step()\n    step()\n    step()",
+    ],
+)
+def test_where_the_loops_do_not_tell(text: str) -> None:
+    assert planned(text) is None
+
+
+def test_a_counter_beside_a_loop_that_ends_before() -> None:
+    """Patience that does not move, and a limit that comes later."""
+    text = "n = 0\nbad = 0\nfor i in range(30):\n    step()\n    n += 1\n    if n > 99: break\n    if bad > 2: break"
+    assert planned(text) == 30
+
+
+def test_a_loop_without_source_code_is_not_known() -> None:
+    frame = SimpleNamespace(
+        f_code=compile("pass", "nowhere to be found", "exec"), f_lineno=1, f_globals={}, f_locals={}, f_back=None
+    )
+    assert position(1, frame).loops == (Loop(("nowhere to be found", 1)),)  # type: ignore[arg-type]
+
+
+def test_a_length_that_raises_is_not_known() -> None:
+    class Stream:
+        def __len__(self) -> int:
+            raise TypeError("it goes on for ever")
+
+        def __iter__(self):
+            return iter([0] * 9)
+
+    assert planned("for batch in stream:\n    step()", stream=Stream()) is None
+
+
+def test_positions_of_other_loops_tell_nothing() -> None:
+    """A warm-up before the loop proper."""
+    text = "for _ in range(3):\n    step()\nfor _ in range(70):\n    step()"
+    assert planned(text, stop=4) is None
+    assert planned(text, stop=6) == pytest.approx(73, abs=3)
+
+
+def test_what_the_program_lets_go_of_is_not_kept() -> None:
+    gone: list[str] = []
+
+    class Big:
+        def __del__(self) -> None:
+            gone.append("gone")
+
+    text = "for i in range(9):\n    big = Big()\n    step()\n    del big\n    assert gone.pop() == 'gone'"
+    planned(function(text), Big=Big, gone=gone)
