@@ -57,7 +57,11 @@ class _Seen:
         """An optimizer has made a step."""
         completed = self._device.phases.completed
         self._held += [self._device.held_bytes] * (completed - len(self._held))
-        if self._rule.steps is None or completed < self._rule.steps:
+        if self._rule.steps is None:
+            return
+        if not self._positions or completed >= 2 * self._positions[-1].step:
+            self._positions.append(position(completed, sys._getframe(1)))
+        if completed < self._rule.steps:
             return
         now = time.monotonic()
         self._due = now if self._due is None else self._due
@@ -68,8 +72,6 @@ class _Seen:
         except StopRun:
             self.planned_steps = planned_steps(self._positions, position(completed, sys._getframe(1)))
             raise
-        if not self._positions or completed >= 2 * self._positions[-1].step:
-            self._positions.append(position(completed, sys._getframe(1)))
 
     @contextlib.contextmanager
     def noted(self) -> Iterator[None]:
