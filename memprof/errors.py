@@ -11,20 +11,22 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-_ACTS_ON_TERMINALS = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u00ad\u061c\u180e\u200b-\u200f"
-    "\u2028\u2029\u202a-\u202e\u2060-\u2069\ufeff\ud800-\udfff]"
+_ACTS_ON_TEXT = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff"
+    "\xad\u0600-\u0605\u061c\u06dd\u070f\u0890\u0891\u08e2\u180e\u200b-\u200f\u202a-\u202e\u2060-\u2064\u2066-\u206f"
+    "\ufeff\ufff9-\ufffb\U000110bd\U000110cd\U00013430-\U0001343f\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0001"
+    "\U000e0020-\U000e007f]"
 )
-"""Control characters but tab and line feed, what has no width or turns the direction of writing, and halves of
-characters."""
+"""Control characters but tab and line feed, ends of lines, and halves of characters; and what has no width, or turns
+the direction of writing: Unicode's category Cf."""
 
 
 def printable(text: str) -> str:
-    """`text` with what a terminal would obey as a visible escape, such as `\\x1b`.
+    """Return `text` with what a terminal or a browser would obey as a visible escape, such as `\\x1b`.
 
     Names from files, logs, snapshots and programs are the text of others: it is shown, and does nothing.
     """
-    return _ACTS_ON_TERMINALS.sub(lambda found: ascii(found[0])[1:-1], text)
+    return _ACTS_ON_TEXT.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 class MemprofError(Exception):

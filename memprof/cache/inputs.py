@@ -39,7 +39,7 @@ def circumstances(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
         "python": [sys.version, sys.executable, sys.prefix],
         "path": list(sys.path),
         "installed": _digest(_installed(sys.path)),
-        "memprof": _digest(f"{path}\0{size}\0{time}" for path, size, time in sorted(_stamps(_sources(str(_PACKAGE))))),
+        "memprof": _digest(f"{path}\0{size}\0{time}" for path, size, time in sorted(_stamps(_own_files()))),
         "environment": {
             name: value
             for name, value in sorted(environ.items())
@@ -84,6 +84,14 @@ def _stamps(files: Iterable[str]) -> Iterator[Stamp]:
         except OSError:  # in a zip file, or made by a program
             continue
         yield file, status.st_size, status.st_mtime_ns
+
+
+def _own_files() -> Iterator[str]:
+    """Give memprof's files, or the zip file that it is imported from."""
+    if _PACKAGE.is_dir():
+        yield from _sources(str(_PACKAGE))
+    else:
+        yield from (str(file) for file in _PACKAGE.parents if file.is_file())
 
 
 def _sources(folder: str) -> Iterator[str]:

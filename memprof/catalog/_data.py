@@ -1,4 +1,4 @@
-"""Reading the catalog's data files.
+"""Reading the catalog's data files, of a package in a zip file too.
 
 The parsers are imported on the first read, since `import memprof.catalog` is on the way of every command, `--help` too,
 and they are most of its time.
@@ -6,21 +6,29 @@ and they are most of its time.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from functools import cache
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-_FOLDER = os.path.join(os.path.dirname(__file__), "data")
+
+
+def read_text(*parts: str) -> str:
+    """Return the contents of the file at `parts` below the data folder.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    from importlib import resources
+
+    return resources.files("memprof.catalog").joinpath("data", *parts).read_text(encoding="utf-8")
 
 
 def read_toml(*parts: str) -> dict[str, Any]:
     """The contents of the TOML file at `parts` below the data folder."""
     import tomllib
 
-    with open(os.path.join(_FOLDER, *parts), "rb") as file:
-        return tomllib.load(file)
+    return tomllib.loads(read_text(*parts))
 
 
 @cache
@@ -28,8 +36,7 @@ def read_json(*parts: str) -> dict[str, Any]:
     """The contents of the JSON file (an object) at `parts` below the data folder; not to be changed."""
     import json
 
-    with open(os.path.join(_FOLDER, *parts), encoding="utf-8") as file:
-        contents: dict[str, Any] = json.load(file)
+    contents: dict[str, Any] = json.loads(read_text(*parts))
     return contents
 
 

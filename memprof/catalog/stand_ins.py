@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from pathlib import Path
+
+from memprof.catalog._data import read_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +95,11 @@ GROUP = "memprof.stand_ins"
 @functools.cache
 def public_names(package: str) -> dict[str, frozenset[str]]:
     """Module of `package` -> the names that it has; empty where no list was made."""
-    path = Path(__file__).parent / "data" / "stand_ins" / f"{package}.txt"
-    if package not in PACKAGES or not path.is_file():
+    if package not in PACKAGES:
         return {}
-    lines = (line.partition(":") for line in path.read_text(encoding="utf-8").splitlines())
+    try:
+        text = read_text("stand_ins", f"{package}.txt")
+    except FileNotFoundError:
+        return {}
+    lines = (line.partition(":") for line in text.splitlines())
     return {module: frozenset(names.split()) for module, _, names in lines}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib import resources
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Annotated
 
@@ -16,9 +18,9 @@ memprof help
 memprof help lengths
 memprof help run
 """
-_PACKAGE = Path(__file__).resolve().parents[1]
-_FOLDERS = (_PACKAGE / "_docs", _PACKAGE.parent / "docs")
-"""In an installed wheel; in a checkout."""
+_PACKAGE = resources.files("memprof")
+_FOLDERS = (_PACKAGE / "_docs", Path(str(_PACKAGE)).parent / "docs")
+"""In an installed wheel, which may be a zip file; in a checkout."""
 
 
 def help(
@@ -26,7 +28,8 @@ def help(
     topic: Annotated[str | None, typer.Argument(help="A page's name. [default: list them]", metavar="TOPIC")] = None,
 ) -> None:
     """Show a page of the documentation: lengths, remedies, limitations and others."""
-    pages = {page.stem: page for folder in _FOLDERS for page in sorted(folder.glob("*.md"))}
+    files = (file for folder in _FOLDERS if folder.is_dir() for file in folder.iterdir())
+    pages = {page.name.removesuffix(".md"): page for page in sorted(files, key=_name) if page.name.endswith(".md")}
     if not pages:
         raise MemprofError("this installation has no pages", hint="install memprof from its wheel, or from a checkout")
     if topic is not None and topic not in pages:
@@ -44,7 +47,11 @@ def help(
             say(f"{name:<20} {_title(page)}")
 
 
-def _title(page: Path) -> str:
+def _name(page: Traversable) -> str:
+    return page.name
+
+
+def _title(page: Traversable) -> str:
     with page.open(encoding="utf-8") as lines:
         title = next((line for line in lines if line.startswith("#")), "")
     return title.lstrip("#").strip().replace("`", "")

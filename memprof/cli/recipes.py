@@ -5,8 +5,12 @@ from __future__ import annotations
 import re
 import runpy
 import shlex
-import shutil
 import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import resources
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Annotated
 
@@ -26,9 +30,9 @@ app = typer.Typer(
 )
 
 Name = Annotated[str, typer.Argument(help="A recipe by its folder's name, its number, or a part that no other has.")]
-_PACKAGE = Path(__file__).resolve().parents[1]
-_FOLDERS = (_PACKAGE / "_recipes", _PACKAGE.parent / "recipes")
-"""In an installed wheel; in a checkout."""
+_PACKAGE = resources.files("memprof")
+_FOLDERS = (_PACKAGE / "_recipes", Path(str(_PACKAGE)).parent / "recipes")
+"""In an installed wheel, which may be a zip file; in a checkout."""
 _SCRIPT, _README = "run.py", "README.md"
 """What a recipe's folder has: the script imports the other files of it, and memprof."""
 
@@ -50,14 +54,15 @@ def run_recipe(context: typer.Context, name: Name) -> None:
 
     What follows NAME goes to the recipe's script: its own --help says what it takes.
     """
-    script = find_recipe(name) / _SCRIPT
-    before = sys.argv, list(sys.path)
-    # As `python run.py` does it, so that a copy of the folder behaves the same.
-    sys.argv, sys.path[:0] = [str(script), *context.args], [str(script.parent)]
-    try:
-        runpy.run_path(str(script), run_name="__main__")
-    finally:
-        sys.argv, sys.path[:] = before
+    with _as_folder(find_recipe(name)) as folder:
+        script = str(folder / _SCRIPT)
+        before = sys.argv, list(sys.path)
+        # As `python run.py` does it, so that a copy of the folder behaves the same.
+        sys.argv, sys.path[:0] = [script, *context.args], [str(folder)]
+        try:
+            runpy.run_path(script, run_name="__main__")
+        finally:
+            sys.argv, sys.path[:] = before
 
 
 def copy_recipe(
@@ -73,7 +78,7 @@ def copy_recipe(
     if target.exists() or target.is_symlink():
         raise UsageError("there is something already: nothing was copied", value=target, hint="name another folder")
     try:
-        shutil.copytree(recipe, target, ignore=shutil.ignore_patterns("__pycache__"))
+        _copy(recipe, target)
     except OSError as error:
         raise UsageError(
             "the folder cannot be written", value=f"{target}: {error.strerror or error}", hint="name another folder"
@@ -88,21 +93,22 @@ def copy_recipe(
     say(f"copied to {target}; run it with\n    {run}")
 
 
-def find_recipes() -> list[Path]:
-    """The folders of all recipes, by number.
+def find_recipes() -> list[Traversable]:
+    """Return the folders of all recipes, by number.
 
     Raises:
         MemprofError: this installation has none.
     """
     for folder in _FOLDERS:
-        found = [path.parent for path in folder.glob(f"*/{_SCRIPT}") if (path.parent / _README).is_file()]
+        below = folder.iterdir() if folder.is_dir() else ()
+        found = [one for one in below if (one / _SCRIPT).is_file() and (one / _README).is_file()]
         if found:
             return sorted(found, key=_order)
     raise MemprofError("this installation has no recipes", hint="install memprof from its wheel, or from a checkout")
 
 
-def find_recipe(name: str) -> Path:
-    """The recipe of this name, of this number, or the only one whose name has this part.
+def find_recipe(name: str) -> Traversable:
+    """Return the recipe of this name, of this number, or the only one whose name has this part.
 
     Raises:
         UsageError: there is none, or there are several.
@@ -122,21 +128,42 @@ def find_recipe(name: str) -> Path:
     raise unknown_name("recipe", name, [recipe.name for recipe in recipes])
 
 
-def _run(recipe: Path) -> str:
+@contextmanager
+def _as_folder(recipe: Traversable) -> Iterator[Path]:
+    """Give its folder on the disk, for as long as it is used: that of a zip file is unpacked."""
+    if isinstance(recipe, Path):
+        yield recipe
+        return
+    with tempfile.TemporaryDirectory(prefix="memprof-recipe-") as folder:
+        _copy(recipe, Path(folder) / recipe.name)
+        yield Path(folder) / recipe.name
+
+
+def _copy(folder: Traversable, target: Path) -> None:
+    target.mkdir(parents=True)
+    for file in folder.iterdir():
+        if file.is_dir():
+            if file.name != "__pycache__":
+                _copy(file, target / file.name)
+        else:
+            (target / file.name).write_bytes(file.read_bytes())
+
+
+def _run(recipe: Traversable) -> str:
     return f"memprof recipes run {recipe.name}"
 
 
-def _title(recipe: Path) -> str:
+def _title(recipe: Traversable) -> str:
     with (recipe / _README).open(encoding="utf-8") as lines:
         return next(lines, "").lstrip("#").strip()
 
 
-def _number(folder: Path) -> str | None:
+def _number(folder: Traversable) -> str | None:
     match = re.match(r"(\d+)-", folder.name)
     return match[1] if match else None
 
 
-def _order(folder: Path) -> tuple[int, str]:
+def _order(folder: Traversable) -> tuple[int, str]:
     return int(_number(folder) or sys.maxsize), folder.name
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import gzip
 import json
 import pickle
 import re
+import sys
+import unicodedata
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +23,9 @@ from tests.cli.conftest import Result
 from tests.golden.test_report import training_run
 from tests.unit.recording.builder import MIB, training
 
-FOREIGN = "[/x][proj]\x1b]0;title\x07\x1b[31m\r\x9b2J\u202e:smile:"
-SHOWN = r"[/x][proj]\x1b]0;title\x07\x1b[31m\r\x9b2J\u202e:smile:"
-OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+FOREIGN = "[/x][proj]\x1b]0;title\x07\x1b[31m\r\x9b2J\u202e\u200b:smile:"
+SHOWN = r"[/x][proj]\x1b]0;title\x07\x1b[31m\r\x9b2J\u202e\u200b:smile:"
+OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 PACKAGE = Path(__file__).resolve().parents[2] / "memprof"
 
 
@@ -75,6 +79,39 @@ def test_printable() -> None:
     assert printable("plain Ä 字 █ 🙂\ttext\n") == "plain Ä 字 █ 🙂\ttext\n"
     assert printable("\udcff") == r"\udcff"
     assert str(MemprofError(FOREIGN, value=FOREIGN, hint=FOREIGN)).count(SHOWN) == 3
+
+
+def test_what_has_no_width_or_turns_the_direction_is_shown() -> None:
+    assert printable("a\u200b\u00adb\U000e0041") == r"a\u200b\xadb\U000e0041"
+    characters = map(chr, range(sys.maxunicode + 1))
+    assert not [
+        ascii(one)
+        for one in characters
+        if unicodedata.category(one) in ("Cf", "Cs", "Zl", "Zp") and printable(one) == one
+    ]
+
+
+@pytest.mark.parametrize("command", ["show", "compare", "analyze"])
+def test_a_page_of_others(memprof, tmp_path, command) -> None:
+    """A browser obeys U+202E and U+200B as a terminal does."""
+    file = write_capture(tmp_path / f"run{FOREIGN.replace('/', '')}.memprof")
+    page = tmp_path / "page.html"
+    assert memprof(command, file, *([file] if command == "compare" else []), "--html", page).exit_code in (0, 3, 4)
+    text = page.read_text(encoding="utf-8")
+    (packed,) = re.findall(r'id="data">([^<]*)<', text)
+    data = gzip.decompress(base64.b64decode(packed)).decode()
+    texts = [text, *texts_in(json.loads(data))]
+    assert not [ascii(one) for one in texts if OBEYED.search(one)]
+    assert any(r"\u202e" in one for one in texts[1:])
+
+
+def texts_in(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        yield from (text for pair in value.items() for part in pair for text in texts_in(part))
+    elif isinstance(value, list):
+        yield from (text for part in value for text in texts_in(part))
 
 
 @pytest.mark.parametrize("command", ["show", "show --explain", "analyze", "analyze --explain", "show --json"])
@@ -144,8 +181,8 @@ def test_wrong_names(memprof, tmp_path) -> None:
     for arguments in wrong:
         result = memprof(*arguments)
         assert result.exit_code == 2, arguments
-        # The parser's own errors, of what the user typed here, leave the direction of writing.
-        assert_harmless(Result(2, result.stdout, result.stderr.replace("\u202e", "")), shows=False)
+        # The parser's own errors, of what the user typed here, leave the direction of writing and what has no width.
+        assert_harmless(Result(2, result.stdout, re.sub("[\u202e\u200b]", "", result.stderr)), shows=False)
 
 
 def test_broken_files_whose_errors_name_what_is_in_them(memprof, tmp_path) -> None:

@@ -76,6 +76,7 @@ def is_kept() -> bool:
 def _folder() -> Path | None:
     """Where code is kept; its name says what it was made of, beside numba and the processor, which numba asks for."""
     import hashlib  # these are for few runs, and no library of C is to be loaded beside torch's
+    from importlib import resources
 
     from memprof.cache.store import COMPILED, cache_folder
 
@@ -84,7 +85,7 @@ def _folder() -> Path | None:
         return None
     made_of = hashlib.sha256(str(sys.implementation.cache_tag).encode())
     for name in _SOURCES:
-        made_of.update(Path(__file__).parents[1].joinpath(name).read_bytes())
+        made_of.update(resources.files("memprof.allocator").joinpath(name).read_bytes())
     return folder / COMPILED / made_of.hexdigest()[:16]
 
 

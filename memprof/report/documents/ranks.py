@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from memprof.trace.facts import ENDINGS
+
 
 @dataclass(frozen=True, slots=True)
 class RankRow:
@@ -15,7 +17,7 @@ class RankRow:
     alike: tuple[int, ...]
     """The first and the last of the ranks that it was run for, alone; empty where ranks ran together."""
     ended: str
-    """As `program.ended`; `another rank` where it was stopped because that failed."""
+    """As `program.ended`; `another rank` where it was stopped because that failed, empty where no program was run."""
     peak_allocated_bytes: int
     peak_stage: str
     """Where most is allocated; empty where nothing was on its card."""
@@ -33,3 +35,7 @@ class RankRow:
     """Whether the verdict is about this rank: that which failed or is full, or else the fullest."""
     shown: bool
     """Whether the rest of the report is about this rank."""
+
+    def __post_init__(self) -> None:
+        if self.ended and self.ended not in ENDINGS:
+            raise ValueError(f"a rank does not end by {self.ended!r}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from memprof.errors import UsageError, unknown_name
+from memprof.errors import UsageError, printable, unknown_name
 from memprof.report.page.library import check_plotly, figure_of
 from memprof.report.page.moments import Moments, moments_of
 from memprof.report.terminal.cells import unit_for
@@ -59,8 +59,8 @@ def _ledger_of(document: Document) -> Ledger:
 
 
 def plain_words(text: str) -> str:
-    """plotly reads a few tags of HTML in its texts."""
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    """Return a text that plotly shows as it is: it reads a few tags of HTML."""
+    return printable(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
 # -- memory over the run -----------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from typing import Any
 
 from rich.console import RenderableType
 
-from memprof.errors import UsageError
+from memprof.errors import UsageError, printable
 from memprof.findings import Finding
 from memprof.remedy_catalog import STEPS
 from memprof.report.documents.analysis import Analysis
@@ -72,7 +72,7 @@ def page_of(document: Paged) -> str:
         UsageError: the report is of JSON, which has no moments, or plotly is not installed.
     """
     is_run = isinstance(document, Document)
-    data = page_data(document) if isinstance(document, Document) else answer_data(document)
+    data = _printable(page_data(document) if isinstance(document, Document) else answer_data(document))
     body, *scripts = _RUN if is_run else _ANSWER
     return f"""{_OURS}
 <html lang="en">
@@ -174,6 +174,17 @@ def _finding(moments: Moments, finding: Finding) -> dict[str, Any]:
             for name, remedy in zip(finding.remedies, remedies, strict=True)
         ],
     }
+
+
+def _printable(value: Any) -> Any:
+    """Return JSON values with their texts as a terminal would show them: a browser obeys U+202E in a name too."""
+    if isinstance(value, str):
+        return printable(value)
+    if isinstance(value, dict):
+        return {_printable(name): _printable(part) for name, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [part if isinstance(part, int) else _printable(part) for part in value]
+    return value
 
 
 def _packed(data: bytes) -> str:

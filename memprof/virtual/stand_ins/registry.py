@@ -7,7 +7,6 @@ import importlib
 import importlib.metadata
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from memprof.catalog.stand_ins import GROUP, PACKAGES, public_names
@@ -15,7 +14,6 @@ from memprof.errors import MemprofError, UsageError
 from memprof.virtual.stand_ins import in_graph as graphs
 
 _Object = TypeVar("_Object")
-_HERE = Path(__file__).parent
 
 
 class StandIn(NamedTuple):

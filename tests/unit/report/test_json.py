@@ -13,13 +13,14 @@ from memprof.flows.account import analyze
 from memprof.report.documents.analysis import Analysis
 from memprof.report.documents.comparison import Comparison
 from memprof.report.documents.estimate import EstimateDocument
+from memprof.report.documents.ranks import RankRow
 from memprof.report.documents.recommendation import Bound, Choice, Lengths, Recommendation
 from memprof.report.documents.report import Document
 from memprof.report.documents.verification import Deviation, OptimizerRow, Precision, RemedyPeak, Verification
 from memprof.report.documents.vocabulary import Vocabulary
 from memprof.spec import TargetSpec
 from memprof.trace.facts import DeviceFacts, Facts, ProgramFacts, Target
-from memprof.trace.plain import Plain
+from memprof.trace.plain import Plain, from_plain, to_plain
 from tests.lanes import examples
 from tests.unit.report.runs import traces
 
@@ -135,3 +136,10 @@ def test_a_dtype_that_no_option_asks_for_comes_back() -> None:
     values = {"command": "profile", "target": {"model": "./net.py:net", "dtype": "float64"}}
     target = Facts.from_json(values).target
     assert (target.asked.dtype, target.dtype) == (None, "float64")
+
+
+def test_a_rank_ends_in_a_way_that_there_is() -> None:
+    row = RankRow(1, None, (), "exit", 0, "", 0, 0, 0, 0, True, {}, False, False)
+    assert from_plain(RankRow, to_plain(row)) == row
+    with pytest.raises(ValueError, match="a rank does not end by 'sideways'"):
+        from_plain(RankRow, to_plain(row) | {"ended": "sideways"})
