@@ -10,6 +10,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from memprof.trace.events import GPU, HOST
+from memprof.virtual import shapes
 from memprof.virtual.device_rules import mixes, takes_numbers_of_host
 from memprof.virtual.engine import FILLS_ZEROS
 from memprof.virtual.kernels import registry
@@ -217,11 +218,11 @@ def given_back(call: Call) -> Any:
 def run_on_meta(call: Call) -> Any:
     """The operator run on meta tensors. Some meta kernels do not take what CUDA's do, a number on the host."""
     try:
-        return call.func(*call.args, **call.kwargs)
+        return shapes.run(call.func, call.args, call.kwargs)
     except RuntimeError:
         if not call.real or call.device is None:
             raise
-    return call.func(*all_meta(call.args), **all_meta(call.kwargs))
+    return shapes.run(call.func, all_meta(call.args), all_meta(call.kwargs))
 
 
 def all_meta(value: Any, then: Callable[[torch.Tensor, torch.Tensor], None] | None = None) -> Any:

@@ -17,7 +17,7 @@ from memprof.catalog.stand_ins import PACKAGES
 from memprof.errors import MemprofError, UsageError
 from memprof.trace.events import NONE, Failure, Owner, Phase, PhaseKind, Role, Trace
 from memprof.trace.facts import RankFacts
-from memprof.virtual import python_functions
+from memprof.virtual import python_functions, shapes
 from memprof.virtual.card import Card
 from memprof.virtual.cards import Cards
 from memprof.virtual.compiled.compiler import Compiler
@@ -354,6 +354,7 @@ class VirtualGpu(Watch):
         self._patch_saved_tensor_hooks(function_mode)
         self._watch_autocast(function_mode)
         self._stack.enter_context(kept_whole())
+        self._stack.enter_context(shapes.made_in_cpp())
         self._stack.enter_context(function_mode)
         self._stack.enter_context(self.recording)
 

@@ -1,0 +1,104 @@
+"""The strides of what an operator makes, by the C++ that decides them on a card.
+
+torch replaces its own C++ for meta tensors by Python (torch/_meta_registrations.py, `activate_meta`), which tells fewer
+strides apart: TensorIterator orders dimensions by the strides of all of them, those of one element too, and its quick
+way is for operands of one shape alone (aten/src/ATen/TensorIterator.cpp, `compute_fast_setup_type` and
+`reorder_dimensions`); torch/_prims_common has neither. What a convolution copies depends on it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+_Key = torch._C.DispatchKey
+_has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+_aten = torch.ops.aten
+_empty_like = _aten.empty_like.default
+_META = torch.device("meta")
+
+
+def run(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run an operator on meta tensors; its results have the strides that its C++ gives them."""
+    if _is_structured(func):
+        return func._op_dk(_Key.CompositeExplicitAutogradNonFunctional, *args, **kwargs)
+    result = func(*args, **kwargs)
+    decides = _STRIDES.get(func.overloadpacket)
+    if decides is None or func._schema.is_mutable:
+        return result
+    first, *others = result if isinstance(result, tuple) else [result]
+    strides = decides(args, first)
+    if strides != first.stride():
+        first = torch.empty_strided(first.size(), strides, dtype=first.dtype, device=_META)
+    return (first, *others) if others else first
+
+
+@functools.cache
+def _is_structured(func: Any) -> bool:
+    """Whether torchgen has made a kernel for all devices of the operator's shape function, which Python has replaced
+    for meta tensors. One that is given its results decides nothing."""
+    replaced = _Key.Meta in func.py_kernels and not func._schema.is_mutable
+    return replaced and _has_kernel(func.name(), "CompositeExplicitAutogradNonFunctional")
+
+
+# -- what has no such function ----------------------------------------------------------------------------------------
+
+
+def by_iterator(*operands: Any) -> tuple[int, ...]:
+    """Return the strides that TensorIterator gives what it makes of one or two tensors or numbers: as of operators
+    that are structured."""
+    layouts = [_layout(one) for one in operands]
+    made: torch.Tensor = run(_aten.exp.default if len(layouts) == 1 else _aten.add.Tensor, layouts, {})
+    return made.stride()
+
+
+def _layout(operand: Any) -> torch.Tensor:
+    size, stride = (operand.size(), operand.stride()) if isinstance(operand, torch.Tensor) else ((), ())
+    return torch.empty_strided(size, stride, device=_META)
+
+
+def _contiguous(args: Any, made: torch.Tensor) -> tuple[int, ...]:
+    return torch.empty(made.size(), device=_META).stride()
+
+
+_STRIDES: dict[Any, Callable[[Any, torch.Tensor], tuple[int, ...]]] = {
+    # native/Activation.cpp, native/BinaryOps.cpp, native/TensorFactories.cpp, native/Loss.cpp
+    **dict.fromkeys((_aten.relu, _aten.angle), lambda args, made: by_iterator(args[0])),
+    **dict.fromkeys(
+        (
+            _aten.logical_and, _aten.logical_or, _aten.logical_xor, _aten.floor_divide, _aten._prelu_kernel,
+            _aten.complex,
+        ),
+        lambda args, made: by_iterator(*args[:2]),
+    ),
+    _aten.rsub: lambda args, made: by_iterator(args[1], args[0]),
+    **dict.fromkeys(
+        (_aten.hardtanh, _aten.deg2rad, _aten.rad2deg), lambda args, made: torch.empty_like(args[0]).stride()
+    ),
+    _aten.huber_loss: lambda args, made: torch.empty_like(args[0]).stride() if made.dim() else (),
+    # native/group_norm.cpp, native/cuda/layer_norm_kernel.cu, native/Distributions.cpp
+    **dict.fromkeys((_aten.native_group_norm, _aten.native_layer_norm, _aten.normal), _contiguous),
+}  # fmt: skip
+"""Operator -> the strides of its result, the first of several, by its arguments."""
+
+
+@contextlib.contextmanager
+def made_in_cpp() -> Iterator[None]:
+    """Inside, what is made like another has its strides (native/TensorFactories.cpp, empty_like), whoever asks."""
+    for_meta: Any = torch._C._dispatch_library("IMPL", "aten", "Meta", __file__, 0)
+    in_python = _empty_like.py_kernels.get(_Key.Meta)
+
+    def empty_like(tensor: torch.Tensor, **options: Any) -> Any:
+        if in_python is not None and any(isinstance(size, torch.SymInt) for size in tensor.size()):
+            return in_python(tensor, **options)  # while something is compiled for any size
+        return _empty_like._op_dk(_Key.CompositeExplicitAutograd, tensor, **options)
+
+    try:
+        for_meta.impl("empty_like", "Meta", empty_like, False)
+        yield
+    finally:
+        for_meta.reset()
