@@ -82,7 +82,8 @@ class LazyLogits(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        handler = _HANDLERS.get(func)
+        # A virtual GPU has one of its own around some.
+        handler = _HANDLERS.get(func) or _HANDLERS.get(getattr(func, "__wrapped__", None))
         if handler is not None and args and isinstance(args[0], LazyLogits):
             result = handler(*args, **kwargs)
             if result is not NotImplemented:

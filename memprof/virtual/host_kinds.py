@@ -15,6 +15,7 @@ holds the numbers that are known of it, else ones (values.py).
 
 from __future__ import annotations
 
+import functools
 import inspect
 import weakref
 from collections.abc import Callable, Iterator
@@ -181,7 +182,11 @@ class HostKinds:
     def _hooking(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """The replacement for `Tensor.register_hook`: what a hook returns is like what it was given."""
 
+        @functools.wraps(original)  # subclasses are told of this one, and know the original
         def register_hook(tensor: _Tensor, hook: Callable[[_Tensor], Any]) -> Any:
+            if type(tensor) not in _PLAIN:  # which may do without the hook
+                return original(tensor, hook)
+
             def run(gradient: _Tensor) -> Any:
                 place, changed = self._place(gradient), hook(gradient)
                 now = self._place(changed)

@@ -204,3 +204,22 @@ def test_the_peak_is_that_of_a_chunk(tokens, chunk, tied, upcast, dtype):
     # Twice the chunk: between one and four of its logits in float32.
     row = vocab * 4
     assert chunk * row * 0.9 <= peak(tokens, 2 * chunk) - here <= 4 * chunk * row
+
+
+def test_hooks_of_fully_shard_make_no_logits():
+    """They gather parameters before the backward, and leave the gradient as it is."""
+    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+
+    def peak(*, hooked: bool) -> int:
+        case = {**ALL, "vocab": 20_000, "hidden": 8, "cap": 0.0, "smoothing": 0.0, "bias": False, "contiguous": True}
+        with memprof.virtual_gpu("h100-80gb") as gpu:
+            model = Decoder(case).to("cuda")
+            memprof.apply(model, "chunked-loss", chunk_size=128)
+            if hooked:
+                hook = FSDPState()._pre_backward
+                model.head.register_forward_hook(lambda module, args, logits: logits.register_hook(hook) and None)
+            ids = torch.zeros(1, 2048, dtype=torch.int64, device="cuda")
+            model(ids, ids)
+        return gpu.report().peak.allocated_bytes
+
+    assert peak(hooked=True) == peak(hooked=False)
