@@ -130,6 +130,7 @@ class DeepSpeedCPUAdam(torch.optim.Optimizer):
         return self._stepped(closure, lambda parameter: subgroup_id)
 
     def _stepped(self, closure: Any, key: Callable[[torch.Tensor], Any]) -> Any:
+        on_card("deepspeed.ops.adam.DeepSpeedCPUAdam")
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -55,6 +55,7 @@ class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self._written = written
         self._takes = takes
         self._chosen: set[str] = set()
+        self._used: set[str] = set()
         self._missed: dict[str, str] = {}
         """Package -> the module of a library that was told that it is not there."""
         self._asks_others = False
@@ -65,7 +66,7 @@ class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         """Inside, the program's imports find stand-ins; afterwards nothing of them is left in `sys`."""
         sys.meta_path.append(self)
         try:
-            with tools.in_run(self._say, self._written, self._takes):
+            with tools.in_run(self._use, self._written, self._takes):
                 yield
         finally:
             sys.meta_path.remove(self)
@@ -81,14 +82,23 @@ class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             return
         self._chosen.add(package)
         _forget_answers()
-        self._say(package)
+        if package in PACKAGES:
+            self._assume(f"{package} is not installed: the program finds a stub of it.")
+        else:  # a stub of somebody else's, which does not tell that it is called
+            self._use(package)
         if package in self._missed:
             self._assume(
                 f"{self._missed[package]} looked for {package} before the program did, and goes on without it; where "
                 f"{package} is installed it finds it."
             )
 
-    def _say(self, package: str) -> None:
+    def _use(self, package: str) -> None:
+        """Say that what the run takes rests on a stub: one of it was called."""
+        if package in self._used:
+            return
+        self._used.add(package)
+        if self._is_installed(package):  # of which the compiled part alone is replaced
+            return
         known = PACKAGES.get(package)
         release = f"allocating as its release {known.version} does" if known else "by what was registered for it"
         self._assume(f"{package} is not installed: it is replaced by a stub, {release} {WITHOUT}")

@@ -18,7 +18,7 @@ from torch import nn
 from memprof.virtual.stand_ins.apex.casts import casts, install, without
 from memprof.virtual.stand_ins.apex.multi_tensor import CHUNK, multi_tensor_step
 from memprof.virtual.stand_ins.registry import stand_in
-from memprof.virtual.stand_ins.tools import at_end, kept, refused
+from memprof.virtual.stand_ins.tools import at_end, kept, on_card, refused
 
 _AT = "NVIDIA/apex@25.05:apex/amp/"
 _LEVELS: dict[str, dict[str, Any]] = {
@@ -70,6 +70,7 @@ def initialize(
     if not enabled:
         _states()[:] = [_State(False, False, [])]
         return models if optimizers is None else (models, optimizers)
+    on_card("apex.amp.initialize")
     if opt_level not in _LEVELS:
         raise RuntimeError(f"Unexpected optimization level {opt_level}. Options are 'O0', 'O1', 'O2', 'O3'.")
     around = opt_level == "O1" if patch_torch_functions is None else bool(patch_torch_functions)

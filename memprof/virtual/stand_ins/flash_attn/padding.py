@@ -12,7 +12,7 @@ import torch
 from torch.nn.functional import pad
 
 from memprof.virtual.stand_ins.registry import stand_in
-from memprof.virtual.stand_ins.tools import kernel
+from memprof.virtual.stand_ins.tools import kernel, on_card
 
 
 def _public(name: str) -> Callable[[Any], Any]:
@@ -28,6 +28,7 @@ def _repeated(indices: torch.Tensor, columns: int) -> torch.Tensor:
 @_public("index_first_axis")
 def index_first_axis(input: torch.Tensor, indices: torch.Tensor) -> Any:
     """Rows, by gather; the backward scatters into zeros."""
+    on_card("flash_attn.bert_padding.index_first_axis")
 
     def forward(given: torch.Tensor, chosen: torch.Tensor) -> Any:
         others = given.shape[1:]
@@ -48,6 +49,7 @@ def index_first_axis(input: torch.Tensor, indices: torch.Tensor) -> Any:
 @_public("index_put_first_axis")
 def index_put_first_axis(values: torch.Tensor, indices: torch.Tensor, first_axis_dim: int) -> Any:
     """Rows of zeros, written by an index; the backward reads them."""
+    on_card("flash_attn.bert_padding.index_put_first_axis")
 
     def forward(given: torch.Tensor, chosen: torch.Tensor) -> Any:
         output = given.new_zeros((first_axis_dim, *given.shape[1:]))
@@ -60,6 +62,7 @@ def index_put_first_axis(values: torch.Tensor, indices: torch.Tensor, first_axis
 @_public("index_first_axis_residual")
 def index_first_axis_residual(input: torch.Tensor, indices: torch.Tensor) -> Any:
     """Rows, by an index, and the input itself; the backward adds into the gradient of the latter."""
+    on_card("flash_attn.bert_padding.index_first_axis_residual")
 
     def backward(saved: tuple[torch.Tensor, ...], gradient: torch.Tensor, of_input: torch.Tensor) -> Any:
         chosen = saved[0].reshape(-1, *(1,) * (gradient.ndim - 1)).expand_as(gradient)
