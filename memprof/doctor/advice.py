@@ -231,6 +231,10 @@ _MPS = (
     ),
     Advice("lift the limit, at the risk that the system swaps or stops", "export PYTORCH_MPS_HIGH_WATERMARK_RATIO=0.0"),
 )
+_SGLANG = "python -m sglang.launch_server --model-path MODEL"
+_CACHE_SIZE = (
+    Advice("how much weights and cache take", "memprof profile --model MODEL --mode inference --context-length 8192"),
+)
 _OF_SOURCE: dict[str, tuple[Advice, ...]] = {
     "torch (MPS)": _MPS,
     "NCCL": (
@@ -252,6 +256,13 @@ _OF_SOURCE: dict[str, tuple[Advice, ...]] = {
         Advice("or as much as is needed, when it is needed", "export XLA_PYTHON_CLIENT_PREALLOCATE=false"),
         Advice("TensorFlow takes all of it: as much as is needed instead", "export TF_FORCE_GPU_ALLOW_GROWTH=true"),
         Advice("a smaller batch, or shorter sequences"),
+    ),
+    "SGLang": (  # its options: docs/advanced_features/server_arguments.md of sgl-project/sglang
+        Advice("give the engine more of the GPU, if nobody else is on it", f"{_SGLANG} --mem-fraction-static 0.95"),
+        Advice("shorter sequences", f"{_SGLANG} --context-length 8192"),
+        Advice("a smaller cache: one byte a value", f"{_SGLANG} --kv-cache-dtype fp8_e5m2"),
+        Advice("spread the weights over GPUs", f"{_SGLANG} --tensor-parallel-size 2"),
+        *_CACHE_SIZE,
     ),
     "ggml": (
         *_WHO,
@@ -282,9 +293,7 @@ _FIXED: dict[Cause, tuple[Advice, ...]] = {
         Advice("a smaller cache: one byte a value", "vllm serve MODEL --kv-cache-dtype fp8"),
         Advice("no CUDA graphs, which take memory too", "vllm serve MODEL --enforce-eager"),
         Advice("spread the weights over cards", "vllm serve MODEL --tensor-parallel-size 2"),
-        Advice(
-            "how much weights and cache take", "memprof profile --model MODEL --mode inference --context-length 8192"
-        ),
+        *_CACHE_SIZE,
     ),
     Cause.ENGINE_BUDGET: (
         *_WHO,

@@ -233,13 +233,19 @@ SIGNATURES: tuple[Signature, ...] = (
     _signature("vllm-no-cache", "No available memory for the cache blocks", source="vLLM", cause=Cause.KV_CACHE),
     _signature(
         "vllm-cache",
-        "that can be stored in KV cache|To serve at least one request|Not enough memory. Please try to increase",
+        "that can be stored in KV cache|To serve at least one request",
         r"larger than the maximum number of tokens that can be stored in KV cache"
-        r"|To serve at least one request with the model\w*.?s max seq len"
-        r"|Not enough memory\. Please try to increase --mem-f",
+        r"|To serve at least one request with the model\w*.?s max seq len",
         source="vLLM",
         cause=Cause.KV_CACHE,
         figures=read.kv_cache,
+    ),
+    _signature(
+        "sglang-cache",
+        "Not enough memory. Please try to increase",
+        r"Not enough memory\. Please try to increase --mem-f",
+        source="SGLang",
+        cause=Cause.KV_CACHE,
     ),
     _signature("batch-finder", "No executable batch size found", source="accelerate", cause=Cause.CARD_FULL),
     _signature(

@@ -353,11 +353,14 @@ def test_metals_other_allocations_are_this_process_s():
         ("CUDA error: out of memory", "nvidia-smi"),
         ("Error out of memory at line 380 in file /a/csrc/pythonInterface.c", "adamw_8bit"),
         ("allocating 512.00 MiB on device 0: cudaMalloc failed: out of memory", "--n-gpu-layers"),
+        ("RuntimeError: Not enough memory. Please try to increase --mem-fraction-static.", "sglang.launch_server"),
+        ("ValueError: No available memory for the cache blocks.", "vllm serve"),
     ],
 )  # fmt: skip
 def test_advice_is_of_the_program_that_failed(text: str, word: str):
     (found,) = diagnoses(text)
     assert any(word in step.command for step in found.steps)
+    assert ("vllm" in word) == any("vllm" in step.command for step in found.steps)
     torch_s = [step.command for step in found.steps if "--fix" in step.command]
     assert bool(torch_s) == text.startswith("CUDA error")
 
