@@ -18,7 +18,7 @@ SETTINGS = "MEMPROF_SETTINGS"
 
 @dataclass(frozen=True, kw_only=True)
 class RunSpec:
-    """What is asked of a script; sizes are bytes.
+    """Say how a script is run; sizes are bytes.
 
     Attributes:
         fixes: NAME or NAME=VALUE, switched on in the script's models.

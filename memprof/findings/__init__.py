@@ -6,7 +6,7 @@ __all__ = ["Context", "Evidence", "Finding", "Severity", "find_all"]
 
 
 def find_all(context: Context, *, deciding: bool = False) -> list[Finding]:
-    """What all rules find: errors first, then the most expensive first; those without bytes come last of their kind.
+    """Apply all rules: errors first, then the most expensive first; those without bytes come last of their kind.
 
     Args:
         deciding: only what those rules find by which a search is led (`rule`).

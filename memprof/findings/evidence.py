@@ -155,7 +155,7 @@ def computing(trace: Trace) -> list[bool]:
 
 
 def is_forward(trace: Trace, storage: Storage) -> bool:
-    """Whether the storage was made by forward code: in a forward phase, or recomputed in the backward one."""
+    """Return whether the storage was made by forward code: in a forward phase, or recomputed in the backward one."""
     kind = trace.phases[storage.phase].kind
     if kind is PhaseKind.BACKWARD:
         return storage.forward_event == NONE and storage.module != NONE and storage.source != NONE

@@ -43,7 +43,7 @@ class Growth:
 
     @property
     def runs_out(self) -> bool:
-        """Whether that comes before the program's own end."""
+        """Return whether that comes before the program's own end."""
         if self.runs_out_step is None:
             return False
         return self.program_steps is None or self.program_steps >= self.runs_out_step
@@ -162,7 +162,7 @@ class _Continuation:
         self._template = template
 
     def fits(self, step: int) -> bool:
-        """Whether no request fails up to the end of `step`."""
+        """Return whether no request fails up to the end of `step`."""
         run = self._context.ledger.run
         trace = dataclasses.replace(self._trace, events=list(self._trace.events), storages=list(self._trace.storages))
         like = trace.storages[self._leaks[0].pile.storages[0]]

@@ -56,7 +56,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What rules look at; they change nothing."""
+    """Hold what rules look at; they change nothing."""
 
     ledger: Ledger
     usable_bytes: int | None
@@ -84,7 +84,7 @@ class Context:
 
 
 def once(of: Callable[[Context], _Answer]) -> Callable[[Context], _Answer]:
-    """What several rules ask of a whole trace: found out when the first does. Nobody changes the answer."""
+    """Keep what several rules ask of a whole trace, found out when the first does. Nobody changes the answer."""
 
     @functools.wraps(of)
     def answer(context: Context) -> _Answer:

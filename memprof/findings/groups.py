@@ -28,7 +28,7 @@ def plain(name: str) -> str:
 
 
 def is_worth(context: Context, saved: int) -> bool:
-    """Whether so much less at the peak is told."""
+    """Return whether so much less at the peak is told."""
     return saved >= MIN_BYTES and saved >= MIN_SHARE * context.ledger.peak_bytes
 
 
@@ -38,19 +38,19 @@ def spread(context: Context, *apis: str) -> list[ShardedGroup]:
 
 
 def whole_bytes(group: ShardedGroup) -> dict[str, int]:
-    """Of each parameter, as it is gathered."""
+    """Return the bytes of each parameter, as it is gathered."""
     size = _SIZES.get(group.dtype, 4)
     return {name: size * math.prod(shape) for name, shape in zip(group.parameters, group.shapes, strict=True)}
 
 
 def has(group: ShardedGroup) -> Callable[[str], bool]:
-    """Whether a name is of a parameter of the group, or of the flat one that FSDP makes of them all."""
+    """Return whether a name is of a parameter of the group, or of the flat one that FSDP makes of them all."""
     names = {*group.parameters, f"{group.module}._flat_param".lstrip(".")}
     return lambda name: plain(name) in names
 
 
 def gathered(context: Context, groups: Iterable[ShardedGroup]) -> list[list[int]]:
-    """What was whole of these groups: one list for each time that one of them was gathered."""
+    """Return what was whole of these groups: one list for each time that one of them was gathered."""
     trace = context.ledger.trace
     of_name: dict[str, list[int]] = defaultdict(list)
     for index, owner in trace.owners.items():
@@ -67,7 +67,7 @@ def gathered(context: Context, groups: Iterable[ShardedGroup]) -> list[list[int]
 
 
 def communicated(trace: Trace, purpose: str) -> list[int]:
-    """What torch.distributed took for one purpose (watch/sharding.py names them)."""
+    """Return what torch.distributed took for one purpose (watch/sharding.py names them)."""
     return [
         index
         for index, owner in trace.owners.items()
@@ -89,5 +89,5 @@ def line_of(trace: Trace, group: ShardedGroup) -> str | None:
 
 
 def fix(line: str | None, what: str) -> Evidence:
-    """What to do, at the program's line."""
+    """Say what to do, at the program's line."""
     return Evidence(f"fix at {file_and_line(line)}: {what}", source=line)

@@ -65,7 +65,7 @@ class Pile:
 
 
 def key_of(trace: Trace, index: int) -> Key:
-    """What a storage has in common with its counterparts."""
+    """Return what a storage has in common with its counterparts."""
     storage = trace.storages[index]
     return storage.op, storage.source, module_pattern(trace, storage)
 
@@ -148,7 +148,7 @@ def rounds_without(context: Context, members: list[int], moments: Sequence[int])
 
 
 def grows(curve: Sequence[int], rounds_without: int = 0) -> bool:
-    """Whether bytes at the ends of rounds go on growing; in so many rounds at the end nothing was made."""
+    """Return whether bytes at the ends of rounds go on growing; in so many rounds at the end nothing was made."""
     rises = [round_ for round_, (before, after) in enumerate(pairwise(curve), 1) if after > before]
     if len(rises) < 2 or any(after < before for before, after in pairwise(curve)):
         return False
@@ -225,7 +225,7 @@ def by_holder(trace: Trace, grown: list[Pile]) -> dict[Holder | None, list[Pile]
 
 
 def same_holder(holder: Holder | None) -> tuple[object, ...]:
-    """What is equal in one holder that was seen several times."""
+    """Return what is equal in one holder that was seen several times."""
     return () if holder is None else (holder.kind, holder.name, holder.source)
 
 
@@ -245,7 +245,7 @@ def holder_of(trace: Trace, pile: Pile, members: set[Key]) -> Holder | None:
 
 
 def is_running_sum(holder: Holder) -> bool:
-    """Whether the holder is one tensor whose graph goes back over several steps, as `total = total + loss` makes it."""
+    """Return whether the holder is one tensor whose graph goes back over several steps: `total = total + loss`."""
     return not holder.kind and holder.node_steps > 1
 
 
@@ -266,7 +266,7 @@ def kept_by(*holders: Holder | None) -> str:
 
 
 def fix_evidence(holder: Holder | None, what: str) -> Evidence:
-    """What to do, at the line that fills the holder."""
+    """Say what to do, at the line that fills the holder."""
     line = holder.source if holder is not None and holder.fills else None
     where = "" if line is None else f" at {file_and_line(line)}"
     return Evidence(f"fix{where}: {what}", source=line)
@@ -288,7 +288,7 @@ def holder_evidence(holder: Holder | None) -> Evidence:
 
 
 def piles_evidence(trace: Trace, group: Sequence[Pile], per: str) -> list[Evidence]:
-    """What piles up, the most first; of more than MOST_SHOWN the others in one line."""
+    """Say what piles up, the most first; of more than MOST_SHOWN the others in one line."""
     ordered = sorted(group, key=lambda pile: -pile.per_round)
     lines = [_pile_evidence(trace, pile, per) for pile in ordered[:MOST_SHOWN]]
     others = ordered[MOST_SHOWN:]

@@ -83,7 +83,7 @@ class Lives:
         return [Less(self.births[index], self.deaths[index], int(self._allocated[index] * share)) for index in storages]
 
     def beyond(self, sets: Iterable[Sequence[int]], keep: int, *, oldest: bool = False) -> list[Less]:
-        """What sets of storages take beyond the `keep` of them that were made last (or first), at every moment."""
+        """Return what sets of storages take beyond the `keep` of them made last (or first), at every moment."""
         lives = [
             (min(self.births[one] for one in own), max(self.deaths[one] for one in own), self.sum_bytes(own))
             for own in sets

@@ -95,7 +95,7 @@ def logits_storages(context: Context) -> list[int]:
 
 
 def describe(trace: Trace, storage: Storage) -> str:
-    """What this copy of the logits is, by the operator that made it."""
+    """Say what this copy of the logits is, by the operator that made it."""
     op = trace.op(storage)
     if is_forward(trace, storage):
         if "log_softmax" in op:

@@ -23,7 +23,7 @@ MOST_SHOWN = 3
 
 
 class RankPeak(NamedTuple):
-    """What a rank has on its card where it has most."""
+    """Hold what a rank has on its GPU where it has most."""
 
     allocated_bytes: int
     categories: Mapping[str, int]

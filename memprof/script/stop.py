@@ -54,7 +54,7 @@ GROWING_EVENTS, GROWING_SECONDS = 200_000, 300.0
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What a run has come to at the end of a training step.
+    """Hold what a run has come to at the end of a training step.
 
     Args:
         completed: training steps that have ended.
