@@ -26,7 +26,7 @@ from memprof.virtual.edges.interchange import Interchange
 from memprof.virtual.host_kinds import HostKinds
 from memprof.virtual.machine import Machine
 from memprof.virtual.mixed import RECURRENT, MixedDevices
-from memprof.virtual.torch_cuda.driver import LEGACY_TYPES, legacy_type
+from memprof.virtual.torch_cuda.driver import legacy_name, legacy_type
 from memprof.watch.failure import empty_frames
 from memprof.watch.wrappers import has_memory, unwrapped
 
@@ -206,8 +206,19 @@ class DeviceMode(TorchFunctionMode):
                 setattr(tensor, hooks, getattr(tensor, hooks))
 
     def _set_grad(self, tensor: torch.Tensor, value: torch.Tensor | None) -> None:
-        """A gradient has data where its tensor has: small tensors on the host may have, whatever came from the card."""
+        """A gradient has data where its tensor has: small tensors on the host may have, whatever came from the card.
+
+        Raises:
+            RuntimeError: it is on another device, in the words of torch/csrc/autograd/python_variable.cpp.
+        """
         with _NoTorchFunction():
+            if isinstance(value, _Tensor) and value.dtype == tensor.dtype:
+                was, got = self._device(tensor).type, self._device(value).type
+                if was != got:
+                    raise RuntimeError(
+                        f"attempting to assign a gradient with device type '{got}' to a tensor with device type "
+                        f"'{was}'. Please ensure that the gradient and the tensor are on the same device"
+                    )
             if isinstance(value, _Tensor) and value.is_meta != tensor.is_meta and self._believed(tensor) == HOST:
                 value = self._as_real_as(tensor, value)
             tensor.grad = value
@@ -395,9 +406,7 @@ class DeviceMode(TorchFunctionMode):
 
     def _type(self, tensor: torch.Tensor, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
         if dtype is None:
-            names = {kind: name for name, kind in LEGACY_TYPES.items()}
-            legacy = names.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
-            return f"torch.cuda.{legacy}" if is_card(self._believed(tensor)) else f"torch.{legacy}"
+            return legacy_name(tensor.dtype, on_card=is_card(self._believed(tensor)))
         named = legacy_type(dtype)
         return _Tensor.type(tensor, dtype, non_blocking) if named is None else self._to(tensor, *named)
 

@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from memprof.trace.events import HOST, is_card
 from memprof.virtual.calls import in_place, tensors_of
 from memprof.virtual.machine import REAL, Machine
+from memprof.virtual.torch_cuda.driver import legacy_name
 
 _Tensor = torch.Tensor
 _aten = torch.ops.aten
@@ -34,7 +35,16 @@ _META = torch.device("meta")
 _CPU = torch.device("cpu")
 _NoTorchFunction = torch._C.DisableTorchFunction
 _is_grad_enabled = torch.is_grad_enabled
+_linear = torch.nn.functional.linear
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_MODULE_HOOKS = (
+    (torch.nn.Module, "register_backward_hook"),
+    (torch.nn.Module, "register_full_backward_hook"),
+    (torch.nn.Module, "register_full_backward_pre_hook"),
+    (torch.nn.modules.module, "register_module_backward_hook"),
+    (torch.nn.modules.module, "register_module_full_backward_hook"),
+    (torch.nn.modules.module, "register_module_full_backward_pre_hook"),
+)
 
 
 class _Where(NamedTuple):
@@ -62,13 +72,17 @@ class HostKinds:
         if not any(self._is_virtual(tensor) for tensor in tensors_of([*args, *kwargs.values()])):
             return args, kwargs
 
-        def move(tensor: _Tensor) -> _Tensor:
-            return (
-                self.to_virtual(tensor) if tensor.dim() and tensor.requires_grad and self._is_real(tensor) else tensor
-            )
-
         with _NoTorchFunction():
-            moved: tuple[Any, Any] = tree_map_only(_Tensor, move, (args, kwargs))
+            followed = [
+                leaf
+                for leaf in tree_leaves((args, kwargs))
+                if isinstance(leaf, _Tensor) and leaf.dim() and leaf.requires_grad and self._is_real(leaf)
+            ]
+            # The engine runs first what was made last, and a gradient reaches the first operand first.
+            if getattr(func, "__wrapped__", func) is not _linear:  # addmm(bias, input, weight.t()), native/Linear.cpp
+                followed.reverse()
+            copies = {id(tensor): self.to_virtual(tensor) for tensor in followed}
+            moved: tuple[Any, Any] = tree_map_only(_Tensor, lambda one: copies.get(id(one), one), (args, kwargs))
             return moved
 
     def all_virtual(self, args: Any, only: Callable[[_Tensor], bool] = lambda tensor: True) -> Any:
@@ -132,8 +146,12 @@ class HostKinds:
         yield autograd, "_engine_run_backward", self._starting(autograd._engine_run_backward)  # type: ignore[attr-defined]
         yield autograd.Function, "apply", self._applying(autograd.Function.__dict__["apply"])
         backward = autograd.function.BackwardCFunction
-        yield backward, "apply", self._returning(backward.apply)
+        for name in ("apply", "apply_boxed"):
+            if hasattr(backward, name):  # the second is torch 2.13's
+                yield backward, name, self._returning(getattr(backward, name))
         yield torch.Tensor, "register_hook", self._hooking(torch.Tensor.register_hook)
+        for owner, name in _MODULE_HOOKS:
+            yield owner, name, self._hooking_modules(getattr(owner, name))
 
     def _starting(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """The replacement for what starts the engine: gradients are like the tensors that they belong to."""
@@ -188,21 +206,53 @@ class HostKinds:
                 return original(tensor, hook)
 
             def run(gradient: _Tensor) -> Any:
-                place, changed = self._place(gradient), hook(gradient)
-                now = self._place(changed)
-                if place is None or now is None:
-                    return changed
-                if is_card(place.device) != is_card(now.device):
-                    was, got = ("CUDA" if is_card(one.device) else "CPU" for one in (place, now))
-                    raise RuntimeError(
-                        f"hook '{run.__name__}' has changed the type of value (was {was} tensor got {got} tensor)"
-                    )
-                return self._of_kind(changed, place.is_virtual)
+                return self._changed(gradient, hook(gradient), run.__name__)
 
             run.__name__ = getattr(hook, "__name__", type(hook).__name__)
             return original(tensor, run)
 
         return register_hook
+
+    def _hooking_modules(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """The replacement for what registers backward hooks of modules: the gradients that such a hook returns are like
+        those that they replace, which it is given behind the module."""
+        signature = inspect.signature(original)
+
+        @functools.wraps(original)
+        def register(*args: Any, **kwargs: Any) -> Any:
+            bound = signature.bind(*args, **kwargs)
+            hook = bound.arguments["hook"]
+
+            @functools.wraps(hook, updated=())
+            def run(module: torch.nn.Module, gradients: Any, *rest: Any) -> Any:
+                changed = hook(module, gradients, *rest)
+                several = changed if isinstance(changed, tuple) else (changed,)
+                if len(several) != len(gradients):
+                    return changed  # torch refuses it
+                kept = tuple(self._changed(*pair, "hook") for pair in zip(gradients, several, strict=True))
+                return kept if isinstance(changed, tuple) else kept[0]
+
+            bound.arguments["hook"] = run
+            return original(*bound.args, **bound.kwargs)
+
+        return register
+
+    def _changed(self, gradient: Any, changed: Any, name: str) -> Any:
+        """What the hook `name` returned for `gradient`, as torch/csrc/autograd/python_hook.cpp takes it.
+
+        Raises:
+            RuntimeError: it is on another device.
+        """
+        place, now = self._place(gradient), self._place(changed)
+        if place is None or now is None:
+            return changed
+        if is_card(place.device) != is_card(now.device):
+            was, got = (
+                legacy_name(one.dtype, on_card=is_card(where.device))
+                for one, where in ((gradient, place), (changed, now))
+            )
+            raise RuntimeError(f"hook '{name}' has changed the type of value (was {was} got {got})")
+        return self._of_kind(changed, place.is_virtual)
 
     def _place(self, tensor: Any) -> _Where | None:
         """Where a tensor is, on the host or a GPU; None of what is elsewhere, has no elements or is no plain tensor."""

@@ -20,6 +20,7 @@ Beside each constant or formula stands the file of PyTorch that it is from; `SOU
 
 from __future__ import annotations
 
+import functools
 import importlib
 import pkgutil
 from collections.abc import Callable
@@ -121,6 +122,7 @@ def composites(machine: Any) -> dict[Any, Callable[..., Any]]:
     """Torch function -> its replacement on this machine, for the function mode."""
 
     def chosen(function: Callable[..., Any], entry: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
             result = entry(machine, *args, **kwargs)
             return function(*args, **kwargs) if result is NotImplemented else result

@@ -114,6 +114,13 @@ LEGACY_TYPES = {
     "BoolTensor": torch.bool,
 }
 """Names of tensor types from before there were dtypes."""
+_LEGACY_NAMES = {dtype: name for name, dtype in LEGACY_TYPES.items()}
+
+
+def legacy_name(dtype: torch.dtype, *, on_card: bool) -> str:
+    """Return what `tensor.type()` says, as `torch.cuda.FloatTensor`."""
+    name = _LEGACY_NAMES.get(dtype, str(dtype).removeprefix("torch."))
+    return f"torch.cuda.{name}" if on_card else f"torch.{name}"
 
 
 def legacy_type(kind: Any) -> tuple[str, torch.dtype] | None:

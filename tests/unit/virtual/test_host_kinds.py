@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 import memprof
@@ -150,6 +151,18 @@ def hooks(width, rows, dtype, device):
     output.register_hook(lambda gradient: gradient.clone())
     output.sum().backward()
     return [*held(net), weight, output]
+
+
+@program
+def hooks_of_modules(width, rows, dtype, device):
+    net, head, last = linear(width, dtype, device), linear(width, dtype), nn.Linear(width, 4, dtype=dtype)
+    head.register_full_backward_hook(lambda module, given, _: (torch.ones(given[0].shape, dtype=dtype),))
+    head.register_full_backward_hook(lambda module, given, _: None)
+    last.register_full_backward_pre_hook(lambda module, given: (torch.ones(given[0].shape, dtype=dtype),))
+    net.register_full_backward_hook(lambda module, given, _: (given[0] * 2,))
+    data = batch(rows, width, dtype, device).requires_grad_()
+    last(head(net(data).cpu())).sum().backward()
+    return held(net, head, last)
 
 
 @program
@@ -371,13 +384,76 @@ def of_a_hook(data, device):
     (data * 2).sum().backward()
 
 
+class Once(Elsewhere):
+    """The same, of a backward that is not differentiated."""
+
+    backward = staticmethod(once_differentiable(Elsewhere.backward))
+
+
+def of_a_function_once(data, device):
+    Once.apply(len(data), data, device).sum().backward()
+
+
+class Boxed(Elsewhere):
+    """The same, of a backward that is given its gradients in a list, and empties it."""
+
+    boxed_grads_call = True
+
+    @staticmethod
+    def backward(ctx, gradients):
+        return None, torch.ones(gradients.pop().shape, device=ctx.device), None
+
+
+def of_a_function_boxed(data, device):
+    Boxed.apply(len(data), data, device).sum().backward()
+
+
+class Scale(nn.Module):
+    def forward(self, data):
+        return data * 2
+
+
+def of_a_hook_of_a_module(data, device):
+    net = Scale()
+    net.register_full_backward_hook(lambda module, given, _: (torch.ones(given[0].shape, device=device),))
+    net(data).sum().backward()
+
+
+def of_a_hook_before_a_module(data, device):
+    net = Scale()
+    net.register_full_backward_pre_hook(lambda module, given: (torch.ones(given[0].shape, device=device),))
+    net(data).sum().backward()
+
+
+def of_a_hook_of_all_modules(data, device):
+    hook = nn.modules.module.register_module_full_backward_hook(
+        lambda module, given, _: (torch.ones(given[0].shape, device=device),)
+    )
+    try:
+        Scale()(data).sum().backward()
+    finally:
+        hook.remove()
+
+
+def assigned_by_hand(data, device):
+    data.grad = torch.ones(data.shape, device=device)
+
+
+OF_A_HOOK = "hook 'hook' has changed the type of value (was {} got {})"
 IN_A_FUNCTION = "Function ElsewhereBackward returned an invalid gradient at index 0 - expected device {} but got {}"
 REFUSED: dict[Callable[[torch.Tensor, str], None], str] = {
     of_a_function: IN_A_FUNCTION,
     of_a_function_inside: IN_A_FUNCTION,
     of_a_function_by_keyword: IN_A_FUNCTION.replace("Elsewhere", "ByName"),
     given_to_backward: "invalid gradient at index 0 - expected device {} but got {}",
-    of_a_hook: "hook 'moved' has changed the type of value (was {} tensor got {} tensor)",
+    of_a_function_once: IN_A_FUNCTION.replace("Elsewhere", "Once"),
+    of_a_function_boxed: IN_A_FUNCTION.replace("Elsewhere", "Boxed"),
+    of_a_hook: OF_A_HOOK.replace("'hook'", "'moved'"),
+    of_a_hook_of_a_module: OF_A_HOOK,
+    of_a_hook_before_a_module: OF_A_HOOK,
+    of_a_hook_of_all_modules: OF_A_HOOK,
+    assigned_by_hand: "attempting to assign a gradient with device type '{1}' to a tensor with device type '{0}'. "
+    "Please ensure that the gradient and the tensor are on the same device",
 }
 
 
@@ -387,7 +463,11 @@ REFUSED: dict[Callable[[torch.Tensor, str], None], str] = {
 def test_a_gradient_from_another_device_is_refused_as_on_a_real_gpu(
     hands: Callable[[torch.Tensor, str], None], ends: tuple[str, str], rows: int
 ) -> None:
-    named = tuple("CPU" if end == "cpu" else "CUDA" for end in ends) if hands is of_a_hook else ends
+    named = ends
+    if "hook" in REFUSED[hands]:
+        named = tuple("torch.FloatTensor" if end == "cpu" else "torch.cuda.FloatTensor" for end in ends)
+    elif hands is assigned_by_hand:
+        named = tuple(end.removesuffix(":0") for end in ends)
     with memprof.virtual_gpu("a100-80gb"), pytest.raises(RuntimeError) as raised:
         hands(torch.randn(rows, device=ends[0], requires_grad=True), ends[1])
     assert str(raised.value) == REFUSED[hands].format(*named)
@@ -410,3 +490,21 @@ def test_a_hook_may_return_nothing() -> None:
         data.sum().backward()
         assert [str(device) for device in seen] == ["cuda:0"]
         assert data.grad is not None
+
+
+@pytest.mark.parametrize("rows", [4, 1 << 16], ids=["real", "virtual"])
+def test_gradients_come_in_the_order_of_plain_torch(rows: int) -> None:
+    def order(device: str) -> list[str]:
+        seen: list[str] = []
+        first = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 16), nn.BatchNorm1d(16))
+        last, scale = nn.Linear(16, 2, device=device), nn.Parameter(torch.ones(16))
+        net = nn.ModuleDict({"first": first, "last": last})
+        net.register_parameter("scale", scale)
+        for name, one in net.named_parameters():
+            one.register_post_accumulate_grad_hook(lambda _, name=name: seen.append(name))
+        last((first(torch.randn(rows, 16)) * scale).to(device)).sum().backward()
+        return seen
+
+    plain = order("cpu")
+    with memprof.virtual_gpu("a100-80gb"):
+        assert order("cuda") == plain
