@@ -48,7 +48,7 @@ SCRIPTS = {
     "does not fit": ("--gpu-vram 0.6", "9 20000"),
     "leaks": ("--gpu-vram 1", "30 8192 leak"),
     "leaks to its end": ("--gpu-vram 1 --until-exit", "9 8192 leak"),
-    "a limit": ("--gpu-vram 0.8 --worst-batch --largest batch-size", "3 {}"),
+    "a limit": ("--gpu-vram 0.61 --worst-batch --largest batch-size", "3 {}"),
     "a ladder": ("--gpu-vram 0.6 --steps 3 --ladder", "9 20000"),
 }
 

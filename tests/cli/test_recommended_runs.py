@@ -187,12 +187,11 @@ def test_over_cards_each_command_and_each_script_comes_to_what_is_claimed(mode, 
 
 
 @pytest.mark.nightly
-def test_a_model_of_70_billion_over_eight_cards(memprof, tmp_path):
-    """The question that the documentation asks, of the same shape without a name: each command, and each script by the
-    line that starts it, gives the verdict that was claimed."""
-    config = find_model("llama-3.3-70b").load_config()
+def test_eight_layers_of_a_model_of_70_billion_over_eight_gpus(memprof, tmp_path):
+    """A tenth of the question that the documentation asks: all commands, and the script as it is started, do as claimed."""
+    config = {**find_model("llama-3.3-70b").load_config(), "num_hidden_layers": 8}
     (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": ["LlamaForCausalLM"]}))
-    card = ("--gpu", "h100-80gb", "--gpus", "8")
+    card = ("--gpu-vram", "16", "--gpus", "8")
     answer = memprof("recommend", "--model", tmp_path, *card, "--json").json
     chosen = answer["chosen"]
     assert chosen["fits"] and chosen["margin_bytes"] >= 0 and chosen["parallel"] == "tp=8"
@@ -200,12 +199,9 @@ def test_a_model_of_70_billion_over_eight_cards(memprof, tmp_path):
         told = memprof(*shlex.split(row["command"])[1:], "--json")
         assert told.exit_code == (0 if row["fits"] else 3), row["command"]
         assert told.json["verdict"]["required_bytes"] == row["needed_bytes"]
-    names = {"fully-shard": "train.py", "accelerate": "train_accelerate.py", "accelerate-yaml": "accelerate.yaml"}
-    for name, file in names.items():
-        (tmp_path / file).write_text(answer["snippets"][name])
-    for name in ("fully-shard", "accelerate"):
-        start = shlex.split(answer["launch"][name])
-        done = python("-m", "memprof", "run", "--json", *card, *start, folder=tmp_path)
-        assert done.exit_code == 0, done.stderr[-2000:]
-        report = json.loads(done.stdout[done.stdout.index('{\n "schema"') :])
-        assert report["verdict"]["fits"] and report["rank"]["world_size"] == 8
+    (tmp_path / "train.py").write_text(answer["snippets"]["fully-shard"])
+    start = shlex.split(answer["launch"]["fully-shard"])
+    done = python("-m", "memprof", "run", "--json", *card, *start, folder=tmp_path)
+    assert done.exit_code == 0, done.stderr[-2000:]
+    report = json.loads(done.stdout[done.stdout.index('{\n "schema"') :])
+    assert report["verdict"]["fits"] and report["rank"]["world_size"] == 8

@@ -76,8 +76,8 @@ class Runs(abc.ABC):
         """Run it with these in force."""
 
     @abc.abstractmethod
-    def command(self, fixes: Sequence[Fix]) -> str:
-        """Return the command that makes the run with these."""
+    def command(self, fixes: Sequence[Fix], *, fits: bool | None) -> str:
+        """Return the command that makes the run with these, of which it is known whether it `fits`."""
 
     @abc.abstractmethod
     def _alloc_conf(self, fixes: Sequence[Fix]) -> str | None:
@@ -166,7 +166,7 @@ class Runs(abc.ABC):
             next_bottleneck=bottleneck_of(document),
             cost=cost,
             parallel=self._plan(fixes),
-            command=self.command(fixes),
+            command=self.command(fixes, fits=document.verdict.fits),
         )
 
 
@@ -216,7 +216,7 @@ class SpecRuns(Runs):
             spec = edit_spec(spec, fix, target)
         return spec
 
-    def command(self, fixes: Sequence[Fix]) -> str:
+    def command(self, fixes: Sequence[Fix], *, fits: bool | None) -> str:
         """Return the command that makes the run with these."""
         return profile_command(self._spec.edit(fixes=(*self._spec.fixes, *map(str, fixes))))
 
@@ -392,9 +392,9 @@ class RunsWith(Runs):
         run = self.with_fixes(fixes)
         return run.trace, run.document
 
-    def command(self, fixes: Sequence[Fix]) -> str:
+    def command(self, fixes: Sequence[Fix], *, fits: bool | None) -> str:
         """Return the command that makes the run with these, and those that are always on."""
-        return self._runs.command([*self._always, *fixes])
+        return self._runs.command([*self._always, *fixes], fits=fits)
 
     def _alloc_conf(self, fixes: Sequence[Fix]) -> str | None:
         return self._runs._alloc_conf([*self._always, *fixes])

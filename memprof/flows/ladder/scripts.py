@@ -51,9 +51,10 @@ class ScriptRuns(Runs):
         self._progress = progress
         super().__init__(gpu_of(spec))
 
-    def command(self, fixes: Sequence[Fix]) -> str:
-        """Return the command that makes the run with these."""
-        return run_command(self._with(fixes), self._program.command)
+    def command(self, fixes: Sequence[Fix], *, fits: bool | None) -> str:
+        """Return the command that makes the run with these: where it does not fit, past the full GPU as it was run."""
+        spec = self._with(fixes)
+        return run_command(spec if fits else spec.edit(beyond=True), self._program.command)
 
     def _with(self, fixes: Sequence[Fix]) -> RunSpec:
         return self._spec.edit(fixes=(*self._spec.fixes, *map(str, fixes)))
