@@ -188,7 +188,7 @@ def test_over_cards_each_command_and_each_script_comes_to_what_is_claimed(mode, 
 
 @pytest.mark.nightly
 def test_eight_layers_of_a_model_of_70_billion_over_eight_gpus(memprof, tmp_path):
-    """A tenth of the question that the documentation asks: all commands, and the script as it is started, do as claimed."""
+    """A tenth of what the documentation asks: all commands, and the script as it is started, do as claimed."""
     config = {**find_model("llama-3.3-70b").load_config(), "num_hidden_layers": 8}
     (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": ["LlamaForCausalLM"]}))
     card = ("--gpu-vram", "16", "--gpus", "8")
