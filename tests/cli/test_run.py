@@ -48,6 +48,7 @@ def test_json_alone_on_stdout(script):
         "steps": 4,
         "fixes": [],
         "evaluated": False,
+        "planned_steps": None,
     }
     names = [(stage["name"], stage["step"]) for stage in document["stages"]]
     for step in (1, 2, 3, 4):

@@ -155,6 +155,7 @@ def test_gradients_that_the_program_makes_itself(memprof, script):
         "steps": 2,
         "fixes": [],
         "evaluated": False,
+        "planned_steps": 5,
     }
 
 
