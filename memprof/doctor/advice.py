@@ -231,7 +231,6 @@ _MPS = (
     ),
     Advice("lift the limit, at the risk that the system swaps or stops", "export PYTORCH_MPS_HIGH_WATERMARK_RATIO=0.0"),
 )
-_SGLANG = "python -m sglang.launch_server --model-path MODEL"
 _CACHE_SIZE = (
     Advice("how much weights and cache take", "memprof profile --model MODEL --mode inference --context-length 8192"),
 )
@@ -258,10 +257,18 @@ _OF_SOURCE: dict[str, tuple[Advice, ...]] = {
         Advice("a smaller batch, or shorter sequences"),
     ),
     "SGLang": (  # its options: docs/advanced_features/server_arguments.md of sgl-project/sglang
-        Advice("give the engine more of the GPU, if nobody else is on it", f"{_SGLANG} --mem-fraction-static 0.95"),
-        Advice("shorter sequences", f"{_SGLANG} --context-length 8192"),
-        Advice("a smaller cache: one byte a value", f"{_SGLANG} --kv-cache-dtype fp8_e5m2"),
-        Advice("spread the weights over GPUs", f"{_SGLANG} --tensor-parallel-size 2"),
+        Advice(
+            "give the engine more of the GPU, if nobody else is on it",
+            "python -m sglang.launch_server --model-path MODEL --mem-fraction-static 0.95",
+        ),
+        Advice("shorter sequences", "python -m sglang.launch_server --model-path MODEL --context-length 8192"),
+        Advice(
+            "a smaller cache: one byte a value",
+            "python -m sglang.launch_server --model-path MODEL --kv-cache-dtype fp8_e5m2",
+        ),
+        Advice(
+            "spread the weights over GPUs", "python -m sglang.launch_server --model-path MODEL --tensor-parallel-size 2"
+        ),
         *_CACHE_SIZE,
     ),
     "ggml": (
