@@ -100,7 +100,7 @@ class _Runs(Runs):
         b.new((5 if fixes else 4) << 28)  # float32
         return b.trace, analyze(b.trace)
 
-    def command(self, fixes: Any) -> str:
+    def command(self, fixes: Any, *, fits: bool | None) -> str:
         return ""
 
     def _alloc_conf(self, fixes: Any) -> None:

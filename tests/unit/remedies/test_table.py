@@ -164,7 +164,7 @@ class _Runs(Runs):
         for fix in fixes:
             spec = edit_spec(spec, fix, {})
 
-    def command(self, fixes):
+    def command(self, fixes, *, fits):
         return ""
 
     def ahead(self, sets):
