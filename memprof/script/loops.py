@@ -137,6 +137,7 @@ def _loops_of(frame: FrameType) -> Iterator[Loop]:
     code = frame.f_code
     if code.co_name == "<lambda>":
         return
+    linecache.checkcache(code.co_filename)  # another file may have had this name
     loops = _loops_in("".join(linecache.getlines(code.co_filename, frame.f_globals)))
     if loops is None or code.co_name in ("<listcomp>", "<genexpr>", "<setcomp>", "<dictcomp>"):
         yield Loop((code.co_filename, frame.f_lineno))  # one that nothing is known of

@@ -142,3 +142,14 @@ def test_what_the_program_lets_go_of_is_not_kept() -> None:
 
     text = "for i in range(9):\n    big = Big()\n    step()\n    del big\n    assert gone.pop() == 'gone'"
     planned(function(text), Big=Big, gone=gone)
+
+
+def test_another_file_of_the_same_name_is_read_anew(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for steps in (30, 700):
+        text = f"# {steps}\nfor i in range({steps}):\n  found.append(position(i, sys._getframe()))\n  if i > 3: break\n"
+        (tmp_path / "train.py").write_text(text)
+        found: list[Position] = []
+        exec(compile(text, "train.py", "exec"), {"found": found, "position": position, "sys": sys})
+        loop = found[-1].loops[-1]
+        assert loop.place == ("train.py", 2) and loop.bounds[0].total == steps
