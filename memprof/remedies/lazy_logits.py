@@ -9,6 +9,7 @@ every program gets its right answer. So one mechanism serves every architecture 
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -82,8 +83,7 @@ class LazyLogits(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        # A virtual GPU has one of its own around some.
-        handler = _HANDLERS.get(func) or _HANDLERS.get(getattr(func, "__wrapped__", None))
+        handler = _HANDLERS.get(inspect.unwrap(func))  # a virtual GPU has one of its own around some
         if handler is not None and args and isinstance(args[0], LazyLogits):
             result = handler(*args, **kwargs)
             if result is not NotImplemented:
@@ -399,3 +399,5 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     },
     functional.cross_entropy: _cross_entropy,
 }
+# A virtual GPU may be there already when this is imported, with its own around some.
+_HANDLERS = {inspect.unwrap(function): handler for function, handler in _HANDLERS.items()}

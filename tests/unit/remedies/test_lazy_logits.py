@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.nn import functional
 
 import memprof
@@ -208,7 +210,6 @@ def test_the_peak_is_that_of_a_chunk(tokens, chunk, tied, upcast, dtype):
 
 def test_hooks_of_fully_shard_make_no_logits():
     """They gather parameters before the backward, and leave the gradient as it is."""
-    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
     def peak(*, hooked: bool) -> int:
         case = {**ALL, "vocab": 20_000, "hidden": 8, "cap": 0.0, "smoothing": 0.0, "bias": False, "contiguous": True}
@@ -223,3 +224,17 @@ def test_hooks_of_fully_shard_make_no_logits():
         return gpu.report().peak.allocated_bytes
 
     assert peak(hooked=True) == peak(hooked=False)
+
+
+def test_it_may_first_be_imported_while_a_virtual_gpu_is_there():
+    """The next GPU's replacements are others."""
+    spec = importlib.util.find_spec("memprof.remedies.lazy_logits")
+    fresh = importlib.util.module_from_spec(spec)
+    with memprof.virtual_gpu("h100-80gb"):
+        spec.loader.exec_module(fresh)
+    asked = []
+    with memprof.virtual_gpu("h100-80gb"):
+        weight = torch.zeros(5, 3).requires_grad_()
+        policy = fresh.Policy(fresh.Rows(chunk_size=2, budget_bytes=0), asked.append)
+        fresh.LazyLogits(torch.zeros(2, 3), weight, None, policy).register_hook(FSDPState()._pre_backward)
+    assert asked == []
