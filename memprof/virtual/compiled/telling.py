@@ -39,6 +39,8 @@ class Telling:
         self._recorder = recorder
         self._assume = assume
         self._told: set[tuple[Any, str]] = set()
+        self._compiled: set[Any] = set()
+        """Code of functions that were compiled in this run: Dynamo keeps what it compiled in runs before, too."""
         self._break: Any = None
         self._seconds = 0.0
         self._kernels: set[str] = set()
@@ -60,6 +62,7 @@ class Telling:
 
         def compile_subgraph(graph: Any, tracer: Any, reason: Any, *args: Any, **kwargs: Any) -> Any:
             self._break = reason if reason.graph_break else None
+            self._compiled.add(tracer.f_code)
             return cut(graph, tracer, reason, *args, **kwargs)
 
         def call_user_compiler(graph: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -96,7 +99,9 @@ class Telling:
         )
 
     def _again(self, code: Any, reasons: list[str]) -> None:
-        if not reasons or not Recorder.is_program(code) or code.co_name.startswith(_RESUMED):
+        if not reasons or code not in self._compiled:
+            return
+        if not Recorder.is_program(code) or code.co_name.startswith(_RESUMED):
             return
         reason = reasons[-1].partition(": ")[2].partition("\n")[0] or reasons[-1]
         reason = reason.partition("  # ")[0].strip().rstrip(".")

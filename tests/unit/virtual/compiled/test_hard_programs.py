@@ -128,6 +128,15 @@ def test_a_function_is_compiled_as_often_as_the_program_allows(gpu: VirtualGpu) 
     assert "for whatever fits none of them runs eagerly" in limit
 
 
+def test_what_was_compiled_before_the_run_is_not_compiled_again_in_it() -> None:
+    """Dynamo keeps compiled code, and looks first whether it still fits."""
+    compiled = torch.compile(double, backend="eager")
+    compiled(torch.zeros(3, 4))
+    with VirtualGpu(CARD) as gpu:
+        compiled(batch())
+    assert not told(gpu, "is compiled again")
+
+
 def test_dynamo_that_the_program_has_switched_off_compiles_nothing(gpu: VirtualGpu) -> None:
     from torch._dynamo import config
 
