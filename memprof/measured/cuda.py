@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +12,9 @@ import torch
 from memprof.device.context import CONTEXT_BYTES
 from memprof.device.nvml import card_use
 from memprof.errors import MemprofError, UsageError, first_line
-from memprof.measured.events import Recorded
+from memprof.measured.history import Difference, History
+from memprof.units import format_bytes
+from memprof.watch.patches import Patch
 
 MAX_ENTRIES = 2_000_000
 """Of the allocator's history; a run that has more loses its beginning."""
@@ -91,20 +95,43 @@ def why_no_cuda() -> str | None:
     return None
 
 
-def take_requested_sizes(recorded: Recorded, snapshot: dict[str, Any], device: int = 0) -> str | None:
-    """Replace the blocks' sizes, which the profiler tells, by what was asked for, which the history tells.
+def history_goes_on(original: Callable[..., None]) -> Iterator[Patch]:
+    """Let a program record the allocator's history too, for which there is one switch: memprof's own goes on."""
 
-    Returns:
-        Why it could not be done, None if it was: the two did not see the same allocations.
+    @functools.wraps(original)
+    def record(enabled: Any = "all", *args: Any, **options: Any) -> None:
+        if enabled:
+            original(enabled, *args, **{**options, "max_entries": MAX_ENTRIES, "clear_history": False})
+
+    yield torch.cuda.memory, "_record_memory_history", record
+
+
+def why_incomplete(
+    history: History, difference: Difference | None, missing: int, max_entries: int = MAX_ENTRIES
+) -> MemprofError | None:
+    """Return why what was recorded is no account of the GPU's memory; None if it is one.
+
+    Args:
+        history: of the run.
+        difference: between the history and torch's counters.
+        missing: bytes that the snapshot of the end has and the history has not, or the other way round.
+        max_entries: that the allocator keeps.
     """
-    asked = [entry for entry in snapshot["device_traces"][device] if entry["action"] == "alloc"]
-    given = [allocation for allocation in recorded.allocations if allocation.device.startswith("cuda")]
-    asked = asked[len(asked) - len(given) :]  # the history may have begun a little earlier
-    if [entry["addr"] for entry in asked] != [allocation.address for allocation in given]:
-        return (
-            f"the profiler saw {len(given):,} allocations on the card and the allocator's history has {len(asked):,} "
-            "others: sizes are those of blocks, rounded"
-        )
-    for entry, allocation in zip(asked, given, strict=True):
-        allocation.num_bytes = entry["size"]
-    return None
+    if history.num_entries >= max_entries:
+        return MemprofError(
+            "the run allocated and freed more often than torch's allocator can remember",
+            value=f"{max_entries:,} entries", hint="measure fewer steps, or simulate: leave out --device",
+        )  # fmt: skip
+    if difference is not None:
+        counted, recorded = difference.counted_bytes, difference.recorded_bytes
+        says = f"the counters say {format_bytes(counted)}, what was recorded adds up to {format_bytes(recorded)}"
+    elif missing:
+        says = f"the allocator's blocks at the end and what was recorded differ by {format_bytes(missing)}"
+    elif history.unmatched:
+        says = f"{history.unmatched:,} allocations and frees that the profiler saw"
+    else:
+        return None
+    return MemprofError(
+        "not all that the run did to the GPU's memory was recorded", value=says,
+        hint="simulate: leave out --device; and please report this, with the program",
+    )  # fmt: skip

@@ -16,14 +16,17 @@ from torch.profiler import ProfilerActivity
 
 from memprof.errors import MemprofError
 from memprof.measured import cuda
-from memprof.measured.events import Recorded, read_events
+from memprof.measured.events import put_together
+from memprof.measured.history import History, Reading, largest_difference, live_blocks, read_history
 from memprof.measured.marks import Counters, Marks
 from memprof.measured.merge import merge
+from memprof.measured.operators import Profile, read_profile
 from memprof.measured.outside import Outside
 from memprof.measured.peaks import SharedPeaks
 from memprof.measured.quiet import quiet_profiler
-from memprof.trace.events import CPU, GPU, NONE, EventKind, ModuleRole, Owner, Phase, PhaseKind, Role, Trace
+from memprof.trace.events import CPU, GPU, HOST, NONE, EventKind, ModuleRole, Owner, Phase, PhaseKind, Role, Trace
 from memprof.trace.facts import Facts
+from memprof.trace.snapshot import Action
 from memprof.watch.patches import Patch
 from memprof.watch.watch import Watch
 from memprof.watch.wrappers import unwrapped
@@ -56,7 +59,12 @@ class MeasuredDevice(Watch):
         self._phase = Phase(PhaseKind.OTHER, 0, 0)
         self._peaks = SharedPeaks()
         self._card = 0
-        """The card that was current when the run began."""
+        """The GPU that was current when the run began."""
+        self._before: dict[int, int] = {}
+        """Blocks that were allocated on it then: bytes asked for, by address."""
+        self._before_bytes = 0
+        """The same by torch's counter."""
+        self._readings: list[Reading] = []
         self.records_history = name == "cuda"
         self.snapshot: dict[str, Any] | None = None
         """Of torch's allocator, with its history; after a run on CUDA."""
@@ -77,7 +85,7 @@ class MeasuredDevice(Watch):
 
     def __exit__(self, *exc: object) -> None:
         """Put everything back, whatever the card says, and raise nothing of its own: `error` has it."""
-        recorded = Recorded()
+        profile, history, end_ns = Profile(), None, 0
         with contextlib.ExitStack() as always:
             always.callback(self._unwatch)
             self._marks.reading()
@@ -86,18 +94,19 @@ class MeasuredDevice(Watch):
                     self.trace.facts = Facts(nvml=self._outside.facts())
             end_ns = time.time_ns()
             with self._noting_errors():
-                results = self._stop()
-                if results is not None:
-                    recorded = read_events(results.experimental_event_tree(), end_ns)
-            with self._noting_errors():
                 if self.records_history:
                     self.snapshot = torch.cuda.memory._snapshot()
+            with self._noting_errors():
+                results = self._stop()
+                if results is not None:
+                    profile = read_profile(results.experimental_event_tree())
         if self.snapshot is not None:
-            self._of_this_card(recorded, self.snapshot)
+            history = self._history(profile, self.snapshot)
         never_entered = len(self.modules.table) - len(self._module_sources)
         self._module_sources += [NONE] * never_entered
         trace = self.trace
         trace.sources = list(self._sources)
+        recorded = put_together(profile, end_ns, history, self._marks.gone)
         merge(trace, self._marks, recorded, self._module_sources)
         self._tell(trace)
 
@@ -120,9 +129,7 @@ class MeasuredDevice(Watch):
             if self._outside is not None:
                 self._stack.enter_context(self._outside)
             self._patches.set_all(self._peaks.patches())
-            record = torch.cuda.memory._record_memory_history
-            self._stack.callback(record, enabled=None)
-            record(enabled="all", context=None, max_entries=cuda.MAX_ENTRIES)  # without stacks, which cost time
+            self._begin_history()
             self._peaks.take(self._card)
         profiler = torch.profiler.profile(
             activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=True, with_stack=self._detail
@@ -143,21 +150,39 @@ class MeasuredDevice(Watch):
             profiler.__exit__(None, None, None)
         return profiler.profiler.kineto_results
 
-    def _of_this_card(self, recorded: Recorded, snapshot: dict[str, Any]) -> None:
-        """Leave out what is on other cards, and take sizes from the allocator's history."""
+    def _begin_history(self) -> None:
+        memory = torch.cuda.memory
+        self._before = live_blocks(memory._snapshot(), self._card)
+        self._before_bytes = self._peaks.requested_bytes(self._card)
+        record = memory._record_memory_history
+        self._stack.callback(record, enabled=None)
+        self._patches.set_all(cuda.history_goes_on(record))
+        # Without stacks, which cost time; "python": others load a library for those of C++ all the same.
+        record(enabled="all", context=None, stacks="python", max_entries=cuda.MAX_ENTRIES)
+
+    def _history(self, profile: Profile, snapshot: dict[str, Any]) -> History:
+        """What the allocator of this GPU recorded; `error` says what is not in it."""
         here = f"cuda:{self._card}"
-        others = sorted({one.device for one in recorded.allocations if one.device.startswith("cuda")} - {here})
+        traces = snapshot["device_traces"]
+        took = [
+            number for number, entries in enumerate(traces) if any(one["action"] == Action.ALLOC for one in entries)
+        ]
+        others = [f"cuda:{number}" for number in took if number != self._card]
         if others:
             number = others[0].rpartition(":")[2]
             self.error = self.error or MemprofError(
-                f"the program has tensors on {' and '.join(others)}, and one card is measured, {here}",
+                f"the program has tensors on {' and '.join(others)}, and one GPU is measured, {here}",
                 value=others[0],
-                hint=f"CUDA_VISIBLE_DEVICES={number} shows a program that card alone, as cuda:0",
+                hint=f"CUDA_VISIBLE_DEVICES={number} shows a program that GPU alone, as cuda:0",
             )
-            recorded.allocations = [one for one in recorded.allocations if one.device not in others]
-        why = cuda.take_requested_sizes(recorded, snapshot, self._card)
-        if why is not None:
-            self.assume(f"Requested sizes are not known: {why}.")
+        history = read_history(snapshot, self._card, [one for one in profile.memory if one.device == here])
+        if self.error is None:
+            self.error = cuda.why_incomplete(
+                history,
+                largest_difference(history, self._readings, self._before_bytes),
+                history.missing(live_blocks(snapshot, self._card), self._before),
+            )
+        return history
 
     # -- what a workload tells --------------------------------------------------------------------------------------
 
@@ -187,8 +212,10 @@ class MeasuredDevice(Watch):
         # torch keeps an optimizer's step counts in host memory, whatever the device of the parameters.
         on_host = owner.role is Role.OPTIMIZER_STATE and tensor.dim() == 0 and not tensor.is_cuda
         dtype = str(tensor.dtype).removeprefix("torch.")
-        address = tensor.untyped_storage().data_ptr()
-        self._marks.claim(address, owner, tuple(tensor.shape), dtype, on_host=on_host)
+        storage = tensor.untyped_storage()
+        if storage.device.type == HOST:
+            self._marks.watch(storage)
+        self._marks.claim(storage.data_ptr(), owner, tuple(tensor.shape), dtype, on_host=on_host)
 
     def claim_input(self, tensor: torch.Tensor) -> None:
         """`tensor` was given to a model; merge.py sees whether a module made it."""
@@ -233,8 +260,12 @@ class MeasuredDevice(Watch):
         card, used = self._card, None
         if self.error is None:  # CUDA repeats an error at every call
             with self._noting_errors():
-                torch.cuda.synchronize(card)
+                if not torch.cuda.is_current_stream_capturing():  # a graph cannot be made of what waits for the GPU
+                    torch.cuda.synchronize(card)
                 used = None if self._outside is None else self._outside.used_bytes()
+                begin_ns = time.time_ns()
+                requested = self._peaks.requested_bytes(card)
+                self._readings.append(Reading(begin_ns, time.time_ns(), requested))
                 allocated, reserved = torch.cuda.memory_allocated(card), torch.cuda.memory_reserved(card)
                 return allocated, self._peaks.take(card), reserved, used, resident_bytes()
         return *_NO_COUNTERS, resident_bytes()

@@ -6,8 +6,11 @@ Noting is appending to a list: what a run costs more for being measured is mostl
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable
 from typing import NamedTuple
+
+import torch
 
 from memprof.trace.events import EventKind, Owner, Phase
 
@@ -33,6 +36,14 @@ class Claim(NamedTuple):
     """It stays in host memory whatever the device (an optimizer's step count)."""
 
 
+class Gone(NamedTuple):
+    """A storage in host memory was seen at an address, and was gone later."""
+
+    seen_ns: int
+    gone_ns: int
+    address: int
+
+
 Counters = tuple[int | None, int | None, int | None, int | None, int | None]
 """What the device and the process held, as in `Sample`: allocated, its peak, reserved, used of the device, resident."""
 
@@ -45,6 +56,7 @@ class Marks:
         self.phases: list[Phase] = []
         self.marks: list[Mark] = []
         self.claims: list[Claim] = []
+        self.gone: list[Gone] = []
         self.readings: list[tuple[int, Counters]] = []
         """Each with its time, in nanoseconds."""
 
@@ -61,6 +73,12 @@ class Marks:
     def claim(self, address: int, owner: Owner, shape: tuple[int, ...], dtype: str, *, on_host: bool = False) -> None:
         """The storage at `address` has a role from now on."""
         self.claims.append(Claim(time.time_ns(), address, owner, shape, dtype, on_host))
+
+    def watch(self, storage: torch.UntypedStorage) -> None:
+        """Note when `storage` is gone: if another thread lets go of it, the profiler does not see that."""
+        seen_ns, address, gone = time.time_ns(), storage.data_ptr(), self.gone
+        # torch keeps the Python object of a storage for as long as the storage itself.
+        weakref.finalize(storage, lambda: gone.append(Gone(seen_ns, time.time_ns(), address))).atexit = False
 
     def reading(self) -> None:
         """Read the counters."""

@@ -36,6 +36,11 @@ class SharedPeaks:
         self._reset(device)
         return max(_peak(stats), self._ours.pop(device, 0))
 
+    def requested_bytes(self, device: int) -> int:
+        """Return what is allocated on the GPU now, as it was asked for, in bytes."""
+        requested: int = self._read(device)["requested_bytes"]["all"]["current"]
+        return requested
+
     def patches(self) -> Iterator[Patch]:
         """The functions that a program's calls come down to."""
         for name in (one for one in _READ if hasattr(torch._C, one)):

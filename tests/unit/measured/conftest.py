@@ -1,5 +1,9 @@
-"""A stand-in for torch.cuda: tensors stay on the CPU, counters are those of a card that a test writes."""
+"""A stand-in for torch.cuda: tensors stay on the CPU, counters and the allocator's history are what a test writes."""
 
+import contextlib
+import ctypes
+import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +13,22 @@ from memprof.measured import MeasuredDevice
 from memprof.trace.events import CPU
 
 MIB = 1 << 20
+BLOCK = 512
+
+
+class _Device(ctypes.Structure):
+    """c10::Device."""
+
+    _fields_ = (("type", ctypes.c_int8), ("index", ctypes.c_int8))
+
+
+def report(address, num_bytes, card=0):
+    """Tell torch's profiler what a GPU's allocator would: an allocation, or a free of negative size."""
+    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+    function = library._ZN3c1027reportMemoryUsageToProfilerEPvlmmNS_6DeviceE  # c10/core/Allocator.h
+    function.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_size_t, ctypes.c_size_t, _Device)
+    function.restype = None
+    function(address, num_bytes, 0, 0, _Device(1, card))
 
 
 class StandIn:
@@ -22,6 +42,12 @@ class StandIn:
         self.now = {0: 0}
         self.peak = {0: 0}
         self.name = "NVIDIA H100 80GB HBM3"
+        self.requested = 0
+        self.entries = []
+        self.elsewhere = []
+        """Of the allocator's history on another GPU."""
+        self.alive = {}
+        self.is_capturing = False
 
     def wait(self, card=0):
         self.calls.append("synchronize")
@@ -32,8 +58,49 @@ class StandIn:
         """Allocated and freed again."""
         self.peak[0] = max(self.peak[0], num_bytes)
 
+    def allocate(self, address, num_bytes, *, stream=0, pool=(0, 0)):
+        """As torch's allocator does it: written into its history, counted, and told to the profiler of this thread."""
+        self.write("alloc", address, num_bytes, stream, pool)
+        self.alive[address] = (num_bytes, stream, pool)
+        self.requested += num_bytes
+        report(address, -(-num_bytes // BLOCK) * BLOCK)
+
+    def release(self, address, *, completes=True):
+        """Free what was allocated there; another stream may still use it."""
+        num_bytes, stream, pool = self.alive.pop(address)
+        self.write("free_requested", address, num_bytes, stream, pool)
+        self.requested -= num_bytes
+        report(address, num_bytes // -BLOCK * BLOCK)
+        if completes:
+            self.write("free_completed", address, num_bytes, stream, pool)
+
+    def write(self, action, address, num_bytes, stream=0, pool=(0, 0)):
+        """An entry of the allocator's history."""
+        place = {"addr": address, "size": num_bytes, "stream": stream, "pool_id": pool}
+        self.entries.append({"action": action, "time_us": time.time_ns() // 1000, **place})
+
+    def snapshot(self):
+        """As torch.cuda.memory._snapshot."""
+        blocks = [
+            {"address": address, "requested_size": num_bytes, "state": "active_allocated"}
+            for address, (num_bytes, *_) in self.alive.items()
+        ]
+        return {"device_traces": [self.entries, self.elsewhere], "segments": [{"device": 0, "blocks": blocks}]}
+
+    @contextlib.contextmanager
+    def capturing(self):
+        """A CUDA graph is made: what waits for the GPU raises."""
+        self.is_capturing, error, self.error = True, self.error, RuntimeError("operation not permitted when capturing")
+        yield
+        self.is_capturing, self.error = False, error
+
     def stats(self, card):
-        return {"allocated_bytes": {"all": {"peak": self.peak[card], "current": self.now[card]}}, "num_ooms": 0}
+        counts = {"peak": self.peak[card], "current": self.now[card]}
+        return {
+            "allocated_bytes": {"all": counts},
+            "requested_bytes": {"all": {"current": self.requested}},
+            "num_ooms": 0,
+        }
 
     def reset(self, card):
         self.peak[card] = self.now[card]
@@ -52,6 +119,7 @@ def card(monkeypatch):
         "memory_reserved": lambda card=0: fake.reserved,
         "mem_get_info": lambda: (fake.free, fake.total),
         "get_device_properties": lambda card: SimpleNamespace(name=fake.name),
+        "is_current_stream_capturing": lambda: fake.is_capturing,
     }
     for name, value in cuda.items():
         monkeypatch.setattr(torch.cuda, name, value)
@@ -60,10 +128,9 @@ def card(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     monkeypatch.setattr(torch._C, "_cuda_memoryStats", fake.stats, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_resetPeakMemoryStats", fake.reset, raising=False)
-    history = {"device_traces": [[], []], "segments": []}
-    monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: history)
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", fake.snapshot)
     monkeypatch.setattr(
-        torch.cuda.memory, "_record_memory_history", lambda **options: fake.calls.append(options["enabled"])
+        torch.cuda.memory, "_record_memory_history", lambda enabled="all", **options: fake.calls.append(enabled)
     )
     return fake
 

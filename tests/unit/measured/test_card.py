@@ -14,7 +14,7 @@ from memprof.flows.present import card_like
 from memprof.ledger.categories import Category, categorize
 from memprof.ledger.stages import spans
 from memprof.measured import MeasuredDevice
-from memprof.measured.events import Allocation, Recorded, _ascending
+from memprof.measured.operators import ascending
 from memprof.report.terminal.console import text_of
 from memprof.report.terminal.report import view
 from memprof.run_spec import RunSpec
@@ -85,14 +85,14 @@ def test_an_error_that_only_reading_the_card_shows_ends_the_run(card, on_stand_i
     assert trace.failure.kind is FailureKind.ERROR
 
 
-def test_tensors_on_another_card_are_no_measurement(on_stand_in):
-    recorded = Recorded(
-        [Allocation(0, 1, 512, "cuda:1", "", 0, -1), Allocation(1, 2, 512, "cpu", "", 0, -1)]
-    )  # fmt: skip
-    on_stand_in._of_this_card(recorded, {"device_traces": [[], []]})
-    assert isinstance(on_stand_in.error, MemprofError)
-    assert "cuda:1" in str(on_stand_in.error) and "CUDA_VISIBLE_DEVICES=1" in on_stand_in.error.hint
-    assert [one.device for one in recorded.allocations] == ["cpu"]
+def test_tensors_on_another_gpu_are_no_measurement(card):
+    device = MeasuredDevice("cuda")
+    with device:
+        card.elsewhere.append({"action": "alloc", "addr": 0x1000, "size": 512, "stream": 0, "time_us": 1})
+        torch.zeros(3)
+    assert isinstance(device.error, MemprofError)
+    assert "cuda:1" in str(device.error) and "CUDA_VISIBLE_DEVICES=1" in device.error.hint
+    assert [storage.num_bytes for storage in device.trace.storages] == [12]
 
 
 def test_a_programs_peak_counters_and_memprofs_do_not_disturb_each_other(card, on_stand_in):
@@ -159,7 +159,7 @@ def test_auto_simulates_a_card_that_the_catalog_does_not_know_by_its_memory():
 
 
 def test_the_last_operator_of_a_number_made_its_node():
-    assert _ascending([(3, 10), (3, 30), (3, 20), (1, 40)]) == [(1, 40), (3, 30)]
+    assert ascending([(3, 10), (3, 30), (3, 20), (1, 40)]) == [(1, 40), (3, 30)]
 
 
 SCRIPT = """

@@ -4,6 +4,7 @@ import gc
 import json
 import os
 import textwrap
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -16,10 +17,12 @@ from memprof.flows.account import analyze
 from memprof.flows.capture import capture_measured
 from memprof.ledger.categories import Category
 from memprof.measured import MeasuredDevice
-from memprof.measured.cuda import take_requested_sizes
-from memprof.measured.events import Allocation, Recorded
+from memprof.measured import device as measured_device
+from memprof.measured.events import Allocation, Recorded, put_together
+from memprof.measured.history import read_history
 from memprof.measured.marks import Claim, Mark, Marks
 from memprof.measured.merge import merge
+from memprof.measured.operators import Place, Profile, read_profile
 from memprof.measured.outside import Outside
 from memprof.spec import TargetSpec
 from memprof.trace.events import (
@@ -204,11 +207,11 @@ def test_merging_puts_events_in_order_of_time_and_inside_their_modules():
     marks.reading()
     recorded = Recorded(
         [
-            Allocation(5, 0x9, 64, "cuda:0", "aten.empty", 6, -1),  # before the first phase
-            Allocation(30, 0xA, 512, "cuda:0", "aten.mm", 35, -1, freed_ns=60, shape=(128,), dtype="float32"),
-            Allocation(31, 0xC, 32, "cuda:0", "aten.mm", 35, -1, freed_ns=34),
-            Allocation(55, 0xB, 16, "cuda:0", "aten.mm", 56, 7),
-            Allocation(57, 0xD, 8, "cpu", "aten.empty", 58, -1),
+            Allocation(5, 0x9, 64, "cuda:0", Place("aten.empty", 6)),  # before the first phase
+            Allocation(30, 0xA, 512, "cuda:0", Place("aten.mm", 35), freed_ns=60, shape=(128,), dtype="float32"),
+            Allocation(31, 0xC, 32, "cuda:0", Place("aten.mm", 35), freed_ns=34),
+            Allocation(55, 0xB, 16, "cuda:0", Place("aten.mm", 56, 7)),
+            Allocation(57, 0xD, 8, "cpu", Place("aten.empty", 58)),
         ],
         forward=[(7, 29)],
     )
@@ -240,8 +243,9 @@ def test_counters_of_a_card_are_read_where_phases_begin(monkeypatch, model_file,
         "synchronize": lambda card: calls.append("synchronize"),
         "memory_allocated": lambda card: 11 << 20,
         "memory_reserved": lambda card=0: 33 << 20,
+        "is_current_stream_capturing": lambda: False,
     }
-    stats = {"allocated_bytes": {"all": {"peak": 22 << 20}}}
+    stats = {"allocated_bytes": {"all": {"peak": 22 << 20}}, "requested_bytes": {"all": {"current": 0}}}
     monkeypatch.setattr(torch._C, "_cuda_memoryStats", lambda card: stats, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_resetPeakMemoryStats", lambda card: calls.append("reset"), raising=False)
     for name, value in stand_in.items():
@@ -250,7 +254,7 @@ def test_counters_of_a_card_are_read_where_phases_begin(monkeypatch, model_file,
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=FakeCard().uuid))
     own, other = FakeProcess(os.getpid(), 5 << 30), FakeProcess(4_000_002, 1 << 30, b"python3")
     driver(FakeCard(compute=[own, other]))
-    history = {"device_traces": [[{"action": "alloc", "addr": 1, "size": 5}]], "segments": []}
+    history = {"device_traces": [[]], "segments": []}
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **options: calls.append(options["enabled"]))
     monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: history)
 
@@ -278,25 +282,6 @@ def test_counters_of_a_card_are_read_where_phases_begin(monkeypatch, model_file,
     )
 
 
-def on_card(*addresses):
-    return Recorded([Allocation(i, address, 512, "cuda:0", "aten.mm", 0, -1) for i, address in enumerate(addresses)])
-
-
-def test_requested_sizes_come_from_the_allocators_history():
-    history = [("alloc", 0xA, 3), ("segment_alloc", 0xA, 2 << 20), ("alloc", 0xB, 500), ("free_completed", 0xA, 3)]
-    snapshot = {"device_traces": [[{"action": a, "addr": b, "size": c} for a, b, c in history]]}
-    recorded = on_card(0xA, 0xB)
-    assert take_requested_sizes(recorded, snapshot) is None
-    assert [allocation.num_bytes for allocation in recorded.allocations] == [3, 500]
-
-
-def test_a_history_of_other_allocations_is_not_believed():
-    snapshot = {"device_traces": [[{"action": "alloc", "addr": 0xA, "size": 3}]]}
-    recorded = on_card(0xA, 0xC)
-    assert "sizes are those of blocks" in take_requested_sizes(recorded, snapshot)
-    assert [allocation.num_bytes for allocation in recorded.allocations] == [512, 512]
-
-
 def test_detail_gives_the_line_of_an_allocation(model_file):
     spec = TargetSpec(
         model=f"{model_file}:build", context_length=8, steps=1, device="cpu", dtype="float32", detail=True
@@ -305,6 +290,49 @@ def test_detail_gives_the_line_of_an_allocation(model_file):
     lines = {trace.source_line(storage) for storage in trace.storages if trace.op(storage) == "aten.silu"}
     assert lines
     assert all("activations" in line or "modeling_llama.py" in line for line in lines)
+
+
+def test_an_input_that_another_thread_lets_go_of_is_freed():
+    """The profiler is told of nothing in threads of the program's."""
+    with MeasuredDevice("cpu") as device:
+        model, box = nn.Linear(64, 64), [torch.randn(32, 64)]
+        device.adopt(model)
+        model(box[0]).sum().backward()
+        thread = threading.Thread(target=box.clear)
+        thread.start()
+        thread.join()
+    trace = device.trace
+    (batch,) = [index for index, owner in trace.owners.items() if owner.role is Role.INPUT]
+    assert (EventKind.FREE, batch) in trace.events
+
+
+def test_a_models_run_is_the_same_from_the_allocators_history(model_file, monkeypatch):
+    """The history as a GPU's allocator would have recorded it, beside what the profiler has on a GPU: operators'."""
+    profiles = []
+    monkeypatch.setattr(
+        measured_device, "read_profile", lambda tree: profiles.append(read_profile(tree)) or profiles[0]
+    )
+    spec = TargetSpec(model=f"{model_file}:build", batch_size=2, context_length=48, device="cpu", dtype="float32")
+    flow.profile(spec)
+    (profile,) = profiles
+    events = [one._replace(device="cuda:0") for one in profile.memory if one.num_bytes]
+    entries = [
+        {
+            "action": "alloc" if one.num_bytes > 0 else "free_requested", "addr": one.address, "stream": 0,
+            "size": abs(one.num_bytes), "time_us": one.time_ns // 1000,
+        }
+        for one in events
+    ]  # fmt: skip
+    inside = [one for one in events if one.place.op]
+    assert 20 < len(events) - len(inside) < len(events) / 2
+    history = read_history({"device_traces": [entries], "segments": []}, 0, inside)
+    from_history = put_together(Profile(), 0, history).allocations
+    from_profile = put_together(Profile(events), 0).allocations
+    assert [(one.num_bytes, one.place.op, one.is_temporary) for one in from_history] == [
+        (one.num_bytes, one.place.op, one.is_temporary) for one in from_profile
+    ]
+    ends = [sorted(one.freed_ns for one in found if one.freed_ns) for found in (from_history, from_profile)]
+    assert len(ends[0]) == len(ends[1]) and max(abs(a - b) for a, b in zip(*ends, strict=True)) < 2000
 
 
 def test_progress_is_told(model_file):

@@ -1,0 +1,231 @@
+"""What the GPU's allocator recorded of a run: every allocation and free, whoever made it, in the allocator's own order.
+
+Its entries (`device_traces` of torch.cuda.memory._snapshot) name address, bytes asked for, stream and pool, and a time
+in microseconds. The profiler saw those inside operators, too: these get its times, in nanoseconds, and its operators.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any, NamedTuple
+
+from memprof.measured.operators import OUTSIDE, Place, Seen
+from memprof.trace.snapshot import Action, BlockState
+
+DEFAULT_POOL = (0, 0)
+"""As the allocator calls it; others are private to CUDA graphs and memory pools."""
+_TAKEN_AND_FREED = (Action.ALLOC, Action.FREE_REQUESTED)
+_SLACK_NS = 10_000
+"""Between the two clocks: both count the processor's ticks, and each is brought to the time of day by itself."""
+
+
+@dataclass(slots=True)
+class Life:
+    """One allocation, as `events.Allocation`."""
+
+    time_ns: int
+    address: int
+    num_bytes: int
+    stream: int
+    pool: tuple[int, int]
+    place: Place
+    freed_ns: int | None = None
+    released_ns: int | None = None
+
+
+@dataclass(slots=True)
+class History:
+    """What was recorded of one GPU."""
+
+    device: str
+    lives: list[Life] = field(default_factory=list)
+    """In the allocator's order."""
+    retired: list[tuple[int, tuple[int, int]]] = field(default_factory=list)
+    """As `events.Recorded.retired`."""
+    held: list[tuple[int, int]] = field(default_factory=list)
+    """After each allocation and free: its time, and the bytes that were asked for and not freed since the beginning.
+    Below 0 once memory is freed that was there before."""
+    num_entries: int = 0
+    """Of the recording."""
+    unmatched: int = 0
+    """Allocations and frees that the profiler saw and the allocator did not record."""
+
+    def missing(self, blocks: Mapping[int, int], before: Mapping[int, int]) -> int:
+        """Return how many bytes are in the GPU's blocks and not in the history, or the other way round.
+
+        Args:
+            blocks: as `live_blocks`, when the run ended.
+            before: the same when it began: what became of these is not looked at.
+        """
+        alive = {life.address: life.num_bytes for life in self.lives if life.freed_ns is None}
+        return sum(
+            max(alive.get(address, 0), blocks.get(address, 0))
+            for address in alive.keys() | blocks.keys()
+            if alive.get(address) != blocks.get(address) and before.get(address) != blocks.get(address)
+        )
+
+
+class Reading(NamedTuple):
+    """What torch's counters said, at some time between two."""
+
+    from_ns: int
+    to_ns: int
+    requested_bytes: int
+
+
+class Difference(NamedTuple):
+    """What torch's counters and the recorded history do not agree on."""
+
+    time_ns: int
+    counted_bytes: int
+    """Asked for and not freed since the run's beginning, by torch's counters."""
+    recorded_bytes: int
+    """The same by the allocations and frees that were recorded."""
+
+
+def read_history(snapshot: Mapping[str, Any], card: int, seen: Sequence[Seen]) -> History:
+    """Read what was recorded of one GPU.
+
+    Args:
+        snapshot: as torch.cuda.memory._snapshot gives it.
+        card: the GPU's number.
+        seen: what the profiler saw on it, in order of time.
+    """
+    entries = [entry for entry in snapshot["device_traces"][card] if "addr" in entry]
+    pools = _Pools(snapshot, card)
+    times, places, unmatched = _laid_over(entries, seen)
+    found = History(f"cuda:{card}", num_entries=len(entries), unmatched=unmatched)
+    alive: dict[int, Life] = {}
+    freed: dict[int, tuple[int, Life]] = {}
+    private: set[tuple[int, int]] = set()
+    held = 0
+    for number, (entry, time_ns) in enumerate(zip(entries, times, strict=True)):
+        action, address, size = entry["action"], entry["addr"], entry["size"]
+        pool = pools.of(entry)
+        if action == Action.ALLOC:
+            life = Life(time_ns, address, size, entry["stream"], pool, places.get(number, OUTSIDE))
+            before = alive.pop(address, None)
+            if before is not None:
+                before.freed_ns = time_ns
+                held -= before.num_bytes
+            alive[address] = life
+            found.lives.append(life)
+            held += size
+        elif action == Action.FREE_REQUESTED:
+            gone = alive.pop(address, None)
+            if gone is not None:
+                gone.freed_ns = time_ns
+                freed[address] = (number, gone)
+            held -= size if gone is None else gone.num_bytes
+        elif action == Action.FREE_COMPLETED:
+            requested, gone = freed.pop(address, (number, None))
+            if gone is not None and number > requested + 1:
+                gone.released_ns = time_ns
+        elif action == Action.SEGMENT_FREE and pool != DEFAULT_POOL and pool not in private:
+            private.add(pool)
+            found.retired.append((time_ns, pool))
+        if action in _TAKEN_AND_FREED:
+            found.held.append((time_ns, held))
+    return found
+
+
+def largest_difference(history: History, readings: Iterable[Reading], before_bytes: int) -> Difference | None:
+    """Return where the counters are furthest from what was recorded, None if they agree at every reading.
+
+    Args:
+        history: of the GPU.
+        readings: of torch's `requested_bytes`.
+        before_bytes: that counter when the run began.
+    """
+    times = [time_ns for time_ns, _ in history.held]
+    found, largest = None, 0
+    for from_ns, to_ns, requested in readings:
+        counted = requested - before_bytes
+        # Another thread may allocate while the counters are read: any value of that time is right.
+        begin, end = bisect.bisect_left(times, from_ns - _SLACK_NS), bisect.bisect_right(times, to_ns + _SLACK_NS)
+        recorded = [history.held[begin - 1][1] if begin else 0, *(held for _, held in history.held[begin:end])]
+        nearest = min(recorded, key=lambda held: abs(held - counted))
+        if abs(nearest - counted) > largest:
+            found, largest = Difference(to_ns, counted, nearest), abs(nearest - counted)
+    return found
+
+
+def live_blocks(snapshot: Mapping[str, Any], card: int) -> dict[int, int]:
+    """Return the bytes that were asked for, by address, of the blocks that are allocated in a snapshot."""
+    return {
+        block["address"]: block["requested_size"]
+        for segment in snapshot["segments"]
+        if segment["device"] == card
+        for block in segment["blocks"]
+        if block["state"] == BlockState.ALLOCATED
+    }
+
+
+class _Pools:
+    """Which pool an entry's memory is from: newer releases say it there, others say it of segments alone."""
+
+    def __init__(self, snapshot: Mapping[str, Any], card: int) -> None:
+        segments = [segment for segment in snapshot["segments"] if segment["device"] == card]
+        self._segments = sorted(
+            (segment["address"], segment["address"] + segment["total_size"], tuple(segment["segment_pool_id"]))
+            for segment in segments
+            if "segment_pool_id" in segment
+        )
+
+    def of(self, entry: Mapping[str, Any]) -> tuple[int, int]:
+        if "pool_id" in entry:
+            return tuple(entry["pool_id"])
+        at = bisect.bisect_right(self._segments, entry["addr"], key=lambda segment: segment[0]) - 1
+        if at >= 0 and entry["addr"] < self._segments[at][1]:
+            return self._segments[at][2]
+        return DEFAULT_POOL
+
+
+def _laid_over(entries: Sequence[Mapping[str, Any]], seen: Sequence[Seen]) -> tuple[list[int], dict[int, Place], int]:
+    """The time of each entry in nanoseconds, the operators around those that the profiler saw, and how many it saw
+    that are not here."""
+    ours: dict[tuple[int, bool], list[int]] = defaultdict(list)
+    for number, entry in enumerate(entries):
+        if entry["action"] in _TAKEN_AND_FREED:
+            ours[entry["addr"], entry["action"] == Action.ALLOC].append(number)
+    theirs: dict[tuple[int, bool], list[Seen]] = defaultdict(list)
+    for one in seen:
+        theirs[one.address, one.num_bytes >= 0].append(one)
+    coarse = [entry["time_us"] * 1000 for entry in entries]
+    ahead = [
+        one.time_ns - coarse[number]
+        for key, some in theirs.items()
+        if len(some) == len(ours.get(key, ()))
+        for number, one in zip(ours[key], some, strict=True)
+    ]
+    skew = int(median(ahead)) if ahead else 0
+    times = [time_ns + skew for time_ns in coarse]
+    places: dict[int, Place] = {}
+    unmatched = 0
+    for key, some in theirs.items():
+        numbers = ours.get(key, [])
+        unmatched += max(len(some) - len(numbers), 0)
+        for number, one in _nearest(some, numbers, times):
+            places[number], times[number] = one.place, one.time_ns
+    # The allocator's order is right; nothing happens at the same time as something else.
+    for number in range(1, len(times)):
+        times[number] = max(times[number], times[number - 1] + 1)
+    return times, places, unmatched
+
+
+def _nearest(some: Sequence[Seen], numbers: Sequence[int], times: Sequence[int]) -> list[tuple[int, Seen]]:
+    """Pair what the profiler saw at one address, in order, with the entries that are nearest in time."""
+    pairs, at = [], 0
+    for position, one in enumerate(some):
+        last = len(numbers) - (len(some) - position)  # those that follow need one each
+        while at < last and abs(times[numbers[at + 1]] - one.time_ns) <= abs(times[numbers[at]] - one.time_ns):
+            at += 1
+        if at >= len(numbers):
+            break
+        pairs.append((numbers[at], one))
+        at += 1
+    return pairs
