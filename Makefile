@@ -6,6 +6,8 @@
 # make docs     regenerates docs/cli.md, and the outputs and figures shown in README.md and docs/
 # make accuracy the published figures beside simulated ones, row by row, into docs/accuracy.md (minutes)
 # make truth    on a machine with a CUDA card: records tests/accuracy/cases there, and compares their simulation
+# make gpu      on a machine with a GPU: all that ten minutes there can measure, into out/ (tests/gpu); on any other machine
+#               GPU_DAY_DEVICE=cpu make gpu tries its logic
 # make bench    how fast the simulation and the allocator's replay are
 # make matrix   before a release: tests with other releases of torch and transformers, into docs/releases.md (half an hour)
 # make clean    removes .venv and caches
@@ -23,7 +25,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := demo
-.PHONY: demo check quick-tests test day-tests nightly lint format docs accuracy truth bench matrix clean
+.PHONY: demo check quick-tests test day-tests nightly lint format docs accuracy truth gpu bench matrix clean
 
 # Exit code 3 is the verdict "does not fit", which is the true answer here; any other failure is one.
 demo: $(VENV)/.stamp
@@ -65,6 +67,14 @@ accuracy: $(VENV)/.stamp-dev
 
 truth: $(VENV)/.stamp-dev
 	$(BIN)/python -m tests.accuracy.truth
+
+# A machine that is lent for this has no network, and torch without an environment: then PYTHON is taken as it is.
+gpu:
+	@if test -z "$$GPU_DAY_PYTHON" && ! test -x $(BIN)/python && ! $(PYTHON) -c 'import torch, transformers' 2>/dev/null; then \
+	  $(MAKE) --no-print-directory $(VENV)/.stamp-dev; \
+	fi && \
+	if test -x $(BIN)/python; then at_hand=$(BIN)/python; else at_hand=$(PYTHON); fi && \
+	exec "$${GPU_DAY_PYTHON:-$$at_hand}" -m tests.gpu
 
 bench: $(VENV)/.stamp
 	$(BIN)/python -m tests.benchmarks.simulate

@@ -161,7 +161,7 @@ def compare(op: Any) -> Iterator[Difference | None]:
             sides.append((number, sample, on_cpu(op, sample)))
     # To enter a virtual GPU takes a third of the time: one for all samples of an operator.
     with VirtualGpu(find_gpu(CARD), workspaces=False) as gpu:
-        made = [_tried(op, sample, gpu) for _, sample, _ in sides]
+        made = [try_on_virtual_gpu(op, sample, gpu) for _, sample, _ in sides]
     for (number, _, expected), (found, hidden, failure) in zip(sides, made, strict=True):
         if failure:
             yield Difference(op.name, op.variant_test_name, number, [], [], {}, failure)
@@ -182,7 +182,7 @@ def compare(op: Any) -> Iterator[Difference | None]:
         )
 
 
-def _tried(op: Any, sample: Any, gpu: VirtualGpu) -> tuple[list[Allocation], list[int], str]:
+def try_on_virtual_gpu(op: Any, sample: Any, gpu: VirtualGpu) -> tuple[list[Allocation], list[int], str]:
     """As `on_virtual_gpu`, and how it failed if it did."""
     try:
         return *on_virtual_gpu(op, sample, gpu), ""

@@ -1,11 +1,12 @@
 """Record the truth cases on the CUDA card of this machine, and compare their simulation with them.
 
-    python -m tests.accuracy.truth [--out DIR] [--case NAME] [--compare]
+    python -m tests.accuracy.truth [--out DIR] [--case NAME] [--seconds N] [--compare]
 
 Each case runs in a process of its own, on a card that nothing else uses; one that fails is skipped, with the reason.
+All of them together take at most --seconds: what comes last in CASES is left out, and listed, if they need more.
 Files go to tests/accuracy/truth/<gpu>-<torch>/, or DIR. --compare records nothing.
 
-Exit codes: 0; 1 no case could be recorded; 2 there is no CUDA card, or no such case.
+Exit codes: 0; 1 no case could be recorded; 2 there is no CUDA GPU, no such case, or nothing to compare.
 """
 
 from __future__ import annotations
@@ -14,15 +15,19 @@ import argparse
 import re
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 from memprof.errors import MemprofError
 from tests.accuracy.cases import CASES
 from tests.accuracy.truth import compare
-from tests.accuracy.truth.record import machine, read_index, record, write_index
+from tests.accuracy.truth.record import INDEX, machine, read_index, record, write_index
 
 USAGE = 2
-_LIMIT_S = 600
+_LIMIT_S = 600  # of one case
+_LEAST_S = 20  # with less, no case is started: torch and transformers are imported, and a model is built
+_DEFAULT_S = 1800  # of all cases
 
 
 def folder_name(card: str, torch_version: str) -> str:
@@ -47,15 +52,33 @@ def record_one(name: str, folder: Path) -> str:
     return why
 
 
-def record_all(folder: Path) -> int:
-    """Record every case, each in a process of its own; returns how many were recorded."""
+def record_all(folder: Path, seconds: float, clock: Callable[[], float] = time.monotonic) -> tuple[int, list[str]]:
+    """Record the cases in their order, each in a process of its own, for as long as there is time.
+
+    Args:
+        folder: gets the files.
+        seconds: for all of them.
+        clock: seconds that only go up.
+
+    Returns:
+        How many were recorded, and the names of those that were left out, or ended, for lack of time.
+    """
+    until = clock() + seconds
     recorded = 0
+    left_out = []
     for name in CASES:
+        left = until - clock()
+        if left < _LEAST_S:
+            left_out.append(name)
+            continue
         command = [sys.executable, "-m", "tests.accuracy.truth", "--case", name, "--out", str(folder), "--quiet"]
         try:
-            done = subprocess.run(command, timeout=_LIMIT_S, check=False, capture_output=True, text=True)
+            done = subprocess.run(command, timeout=min(_LIMIT_S, left), check=False, capture_output=True, text=True)
             said = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         except subprocess.TimeoutExpired:
+            if left < _LIMIT_S:
+                left_out.append(name)
+                continue
             said = f"it ran longer than {_LIMIT_S} s"
         index = read_index(folder)
         if name not in index["cases"]:  # its process died
@@ -64,7 +87,7 @@ def record_all(folder: Path) -> int:
         case = index["cases"][name]
         recorded += "skipped" not in case
         print(f"{name}: {case['skipped']}" if "skipped" in case else f"{name}: {case['seconds']} s", flush=True)
-    return recorded
+    return recorded, left_out
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -74,9 +97,15 @@ def main(arguments: list[str] | None = None) -> int:
         "--out", type=Path, metavar="DIR", help="where to, instead of tests/accuracy/truth/<gpu>-<torch>"
     )
     parser.add_argument("--case", metavar="NAME", help="this case alone, in this process")
+    parser.add_argument(
+        "--seconds", type=float, default=_DEFAULT_S, metavar="N", help=f"for all cases together (default: {_DEFAULT_S})"
+    )
     parser.add_argument("--compare", action="store_true", help="record nothing, compare what is there")
     parser.add_argument("--quiet", action="store_true", help="do not compare")
     asked = parser.parse_args(arguments)
+    if asked.compare and asked.out is not None and not (asked.out / INDEX).is_file():
+        print(f"nothing was recorded in {asked.out}", file=sys.stderr)
+        return USAGE
     if asked.compare:
         print(compare.section(CASES) if asked.out is None else compare.table(asked.out, CASES))
         return 0
@@ -92,7 +121,9 @@ def main(arguments: list[str] | None = None) -> int:
     facts = machine()
     folder = asked.out or compare.HERE / folder_name(facts["card"], facts["torch"])
     if asked.case is None:
-        recorded = record_all(folder)
+        recorded, left_out = record_all(folder, asked.seconds)
+        if left_out:
+            print(f"left out, for {asked.seconds:.0f} s are not enough: {', '.join(left_out)}", flush=True)
     else:
         why = record_one(asked.case, folder)
         recorded = not why

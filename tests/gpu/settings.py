@@ -1,0 +1,63 @@
+"""What the environment says about the day."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+# In the order in which they run: what decides most comes first.
+STEPS = ("probe", "kineto", "commands", "truth", "operators", "scripts", "opinfo")
+DEVICES = ("cuda", "cpu")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to run the day."""
+
+    # GPU_DAY_DEVICE: "cpu" runs the logic on a machine without a GPU, and skips what needs CUDA.
+    device: str = "cuda"
+    # GPU_DAY_SECONDS: for the whole day.
+    seconds: float = 570
+    # GPU_DAY_STEPS: names separated by spaces.
+    steps: tuple[str, ...] = STEPS
+    # OUT: where the results go.
+    out: Path = ROOT / "out"
+    # GPU_DAY_SCALE: each program's limit is multiplied by it, for slow machines.
+    scale: float = 1
+
+
+def read_settings(environment: Mapping[str, str]) -> Settings:
+    """Read the settings from environment variables.
+
+    Raises:
+        ValueError: a variable has a value that it cannot have; the message names both.
+    """
+    device = environment.get("GPU_DAY_DEVICE") or Settings.device
+    if device not in DEVICES:
+        raise ValueError(f"GPU_DAY_DEVICE is one of {', '.join(DEVICES)}, not {device!r}")
+    steps = tuple((environment.get("GPU_DAY_STEPS") or " ".join(STEPS)).split())
+    for name in steps:
+        if name not in STEPS:
+            raise ValueError(f"GPU_DAY_STEPS has some of {', '.join(STEPS)}, not {name!r}")
+    return Settings(
+        device,
+        _positive(environment, "GPU_DAY_SECONDS", Settings.seconds),
+        tuple(name for name in STEPS if name in steps),
+        Path(environment.get("OUT") or Settings.out).resolve(),
+        _positive(environment, "GPU_DAY_SCALE", Settings.scale),
+    )
+
+
+def _positive(environment: Mapping[str, str], name: str, default: float) -> float:
+    text = environment.get(name)
+    if not text:
+        return default
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0
+    if not 0 < value < float("inf"):
+        raise ValueError(f"{name} is a number above 0, not {text!r}")
+    return value
