@@ -46,9 +46,9 @@ def fails():
     return Fails()
 """
 HISTORY = [
-    {"action": "segment_alloc", "addr": 1, "size": 20 * MIB, "stream": 0, "frames": [{"name": "f"}]},
-    {"action": "segment_alloc", "addr": 2, "size": 30 * MIB, "stream": 0, "frames": []},
-    {"action": "segment_free", "addr": 1, "size": 20 * MIB, "stream": 0, "frames": []},
+    {"action": "segment_alloc", "addr": 1, "size": 20 * MIB, "stream": 0, "time_us": 1, "frames": [{"name": "f"}]},
+    {"action": "segment_alloc", "addr": 2, "size": 30 * MIB, "stream": 0, "time_us": 1, "frames": []},
+    {"action": "segment_free", "addr": 1, "size": 20 * MIB, "stream": 0, "time_us": 1, "frames": []},
 ]
 
 
@@ -71,11 +71,12 @@ def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, TargetSpe
         "memory_allocated": 3 * MIB,
         "memory_reserved": 30 * MIB,
         "current_device": 0,
+        "is_current_stream_capturing": False,
         "mem_get_info": (7 << 30, 8 << 30),
     }
     for name, value in counters.items():
         monkeypatch.setattr(torch.cuda, name, lambda card=None, value=value: value)
-    stats = {"allocated_bytes": {"all": {"peak": 5 * MIB}}}
+    stats = {"allocated_bytes": {"all": {"peak": 5 * MIB}}, "requested_bytes": {"all": {"current": 0}}}
     monkeypatch.setattr(torch._C, "_cuda_memoryStats", lambda card: stats, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_resetPeakMemoryStats", lambda card: None, raising=False)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
@@ -126,6 +127,22 @@ def test_a_case_that_fails_is_skipped_with_the_reason(
     reason = "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
     assert capsys.readouterr().err == f"full: {reason}\n"
     assert compare.table(tmp_path / "out", card).endswith(f"* full was not recorded: {reason}")
+
+
+def test_a_capture_that_disagrees_with_the_counters_is_kept_and_said_to_be_incomplete(
+    card: dict[str, TargetSpec], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Disagrees(OnCpu):
+        def __exit__(self, *exc: object) -> None:
+            super().__exit__(*exc)
+            self.error = RuntimeError("the history has 12 bytes less\nthan torch's counters")
+
+    monkeypatch.setattr(record, "MeasuredDevice", Disagrees)
+    folder = tmp_path / "out"
+    assert command.main(["--case", "small", "--out", str(folder), "--quiet"]) == 0
+    table = compare.table(folder, card)
+    assert table.endswith("* small was not recorded completely: the history has 12 bytes less than torch's counters")
+    assert "| small | 5.0 |" in table
 
 
 @pytest.fixture

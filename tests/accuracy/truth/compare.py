@@ -160,6 +160,8 @@ def table(folder: Path, cases: Mapping[str, TargetSpec]) -> str:
                 done.append(compare(folder, name, cases[name], index))
             except MemprofError as error:
                 notes.append(f"* {name} cannot be compared: {error.problem}")
+            if "incomplete" in case:
+                notes.append(f"* {name} was not recorded completely: {case['incomplete']}")
     lines += [_line(one, same_release=not others) for one in done]
     if done:
         lines += ["", summary(done, same_release=not others)]

@@ -40,7 +40,7 @@ def record(name: str, spec: TargetSpec, folder: Path) -> dict[str, Any]:
     """Run `spec` on the card, which nothing of this process has used before, and write its files.
 
     Returns:
-        What INDEX.json says of it, in bytes.
+        What INDEX.json says of it, in bytes; `incomplete` is why the capture is not all of the run, if it is not.
 
     Raises:
         MemprofError: the case cannot be built, or the card cannot be used.
@@ -75,7 +75,8 @@ def record(name: str, spec: TargetSpec, folder: Path) -> dict[str, Any]:
     save_trace(trace, folder / f"{name}.capture")
     with gzip.GzipFile(folder / f"{name}.snapshot.pickle.gz", "wb", mtime=0) as file:
         pickle.dump(compact(device.snapshot or {}), file, protocol=4)
-    return {**peaks(trace, device.snapshot or {}), "seconds": round(time.perf_counter() - began, 1)}
+    incomplete = {} if device.error is None else {"incomplete": " ".join(str(device.error).split())[:300]}
+    return {**peaks(trace, device.snapshot or {}), "seconds": round(time.perf_counter() - began, 1), **incomplete}
 
 
 def peaks(trace: Trace, snapshot: dict[str, Any]) -> dict[str, int | None]:
