@@ -122,16 +122,19 @@ def _kept(place: Place) -> tuple[Document, float] | None:
 
 def _run(spec: TargetSpec, how: How, progress: Progress, *, is_named: bool) -> tuple[Trace, Document]:
     """The trace and the report that the options ask for; a card that `is_named` is to be simulated."""
+    from memprof.device.visible import hide_gpus
     from memprof.flows import profile as flow
     from memprof.flows.account import analyze
 
     if how.largest is not None:
         return _largest(spec, how.largest, how.fix, progress)
     simulated: Trace | None = None
-    if how.device != "auto":
-        spec = spec.edit(device=how.device)
-    elif not is_named and spec.parallel is None and spec.gpus == 1:
+    if how.device == "auto" and not is_named and spec.parallel is None and spec.gpus == 1:
         spec, simulated = flow.resolve_device(spec, progress)
+    elif how.device in ("auto", "virtual"):
+        hide_gpus()
+    else:
+        spec = spec.edit(device=how.device)
     if how.fix is None and not how.ladder:
         return flow.profile(spec, progress) if simulated is None else (simulated, analyze(simulated))
     from memprof.flows.ahead import code_kept

@@ -194,6 +194,9 @@ def _kept(place: Place) -> tuple[Recommendation, float] | None:
 
 
 def _answer(spec: TargetSpec, request: Request, progress: Progress) -> Recommendation:
+    from memprof.device.visible import hide_gpus
+
+    hide_gpus()
     _begin_imports(spec, request)
     if request.goal is None:
         from memprof.flows.recommend.largest import recommend_models

@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, NamedTuple
 
 from memprof.catalog import find_gpu
+from memprof.device.context import CONTEXT_BYTES
 from memprof.device.nvml import read_cards
+from memprof.device.visible import first_visible
 from memprof.errors import UsageError
+
+
+class PresentGpu(NamedTuple):
+    """The GPU that a run would be measured on, in bytes."""
+
+    name: str
+    total_bytes: int
+    usable_bytes: int
+    """For torch's allocator: what is free, less the context of a process that has none yet."""
 
 
 def card_like(name: str, total_bytes: int) -> dict[str, Any]:
@@ -33,3 +44,14 @@ def present_card() -> dict[str, Any]:
         slices.sort(key=lambda piece: not piece.uuid or piece.uuid not in visible)
         return {"gpu_vram_bytes": slices[0].total_bytes} if slices else {}
     return {} if card is None or card.usable_bytes is None else card_like(card.name, card.usable_bytes)
+
+
+def present_gpu() -> PresentGpu | None:
+    """Return what NVML says of the GPU that CUDA calls the first, None where it does not tell.
+
+    CUDA is not asked: once it has begun, a process cannot be forked any more.
+    """
+    gpu = first_visible(read_cards().cards)
+    if gpu is None or gpu.slices or gpu.usable_bytes is None or gpu.free_bytes is None:
+        return None
+    return PresentGpu(gpu.name, gpu.usable_bytes, max(gpu.free_bytes - CONTEXT_BYTES, 0))

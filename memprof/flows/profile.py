@@ -27,7 +27,7 @@ from memprof.flows.cards import (
     virtual_card,
 )
 from memprof.flows.each_rank import in_order
-from memprof.flows.present import card_like
+from memprof.flows.present import card_like, present_gpu
 from memprof.ledger.ledger import EmptyTraceError
 from memprof.remedy_catalog import STEPS
 from memprof.report.documents.report import Document
@@ -209,15 +209,15 @@ def resolve_device(
 
     if why_no_cuda() is not None:
         return spec, None
-    progress("simulating, to see whether it fits the card that is here")
-    card = cuda_card()
-    here = spec.edit(device="virtual", **card_like(card.name, card.total_bytes))
+    progress("simulating, to see whether it fits the GPU that is here")
+    gpu = present_gpu() or cuda_card()
+    here = spec.edit(device="virtual", **card_like(gpu.name, gpu.total_bytes))
     try:
         trace, document = profile(here, progress, explained=False)
     except RunFailedError:
         return spec.edit(device="cuda"), None  # it will say so itself, if it is more than a gap of the virtual card
     needed = document.verdict.required_bytes - document.device.context_bytes
-    return (spec.edit(device="cuda"), None) if needed <= card.usable_bytes else (here, trace)
+    return (spec.edit(device="cuda"), None) if needed <= gpu.usable_bytes else (here, trace)
 
 
 def _check_host_memory(spec: TargetSpec, progress: Callable[[str], None]) -> None:

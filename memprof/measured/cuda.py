@@ -63,7 +63,6 @@ def check_cards(number: int) -> None:
         MemprofError: it has none that CUDA can use.
         UsageError: it has fewer.
     """
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     why = why_no_cuda()
     if why is not None:
         raise MemprofError("there is no CUDA card to measure on", value=why, hint="leave out --device cuda, or say cpu")
@@ -87,12 +86,23 @@ def nvml_card() -> int | str:
 
 
 def why_no_cuda() -> str | None:
-    """Why this process has no CUDA card; None if it has one."""
+    """Return why this process has no CUDA GPU, None if it has one. CUDA does not begin: the process may be forked."""
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     if torch.version.cuda is None:
         return f"torch {torch.__version__} is built without CUDA"
     if not torch.cuda.is_available():
         return f"torch {torch.__version__} finds no driver or no card"
     return None
+
+
+def check_allocator() -> None:
+    """Raise MemprofError if torch's own caching allocator is not what serves the GPU."""
+    backend = torch.cuda.memory.get_allocator_backend()
+    if backend != "native":
+        raise MemprofError(
+            "memory of this allocator cannot be measured: it keeps no history of what it did", value=backend,
+            hint="take backend:... out of PYTORCH_CUDA_ALLOC_CONF, or simulate: leave out --device",
+        )  # fmt: skip
 
 
 def history_goes_on(original: Callable[..., None]) -> Iterator[Patch]:

@@ -124,6 +124,7 @@ class MeasuredDevice(Watch):
         self._watch_program()
         self.modules.listener = self._module_event
         if self.records_history:
+            cuda.check_allocator()
             torch.cuda.init()
             self._card = torch.cuda.current_device()
             if self._outside is not None:

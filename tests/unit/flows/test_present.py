@@ -3,6 +3,7 @@
 import pytest
 
 from memprof.device.cards import NvmlCard, Reading, Slice
+from memprof.device.context import CONTEXT_BYTES
 from memprof.flows import present
 
 
@@ -24,3 +25,32 @@ def test_a_slice_that_cannot_be_read_is_no_card(monkeypatch):
     )
     monkeypatch.setattr(present, "read_cards", lambda: Reading((card,)))
     assert present.present_card() == {}
+
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"),
+    [
+        (None, ("One", 78 * GIB, 60 * GIB)), ("1", ("Two", 24 * GIB, 9 * GIB)), ("1,0", ("Two", 24 * GIB, 9 * GIB)),
+        ("GPU-bb", ("Two", 24 * GIB, 9 * GIB)), ("2", None), ("", None), ("-1", None), ("MIG-bb", None),
+    ],
+)  # fmt: skip
+def test_the_gpu_that_a_run_would_be_measured_on_is_told_without_cuda(monkeypatch, visible, expected):
+    cards = (
+        NvmlCard(0, "One", "GPU-aa", 80 * GIB, 8 * GIB, 60 * GIB + CONTEXT_BYTES, 2 * GIB),
+        NvmlCard(1, "Two", "GPU-bb", 24 * GIB, 15 * GIB, 9 * GIB + CONTEXT_BYTES, 0),
+    )
+    monkeypatch.setattr(present, "read_cards", lambda: Reading(cards))
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert present.present_gpu() == expected
+
+
+def test_a_gpu_that_nvml_does_not_read_is_not_told(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(present, "read_cards", lambda: Reading((NvmlCard(0, "One", "GPU-aa"),)))
+    assert present.present_gpu() is None

@@ -125,6 +125,7 @@ def card(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch.cuda.memory, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda.memory, "_get_device_index", lambda device, optional=False: device or 0)
+    monkeypatch.setattr(torch.cuda.memory, "get_allocator_backend", lambda: "native")
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     monkeypatch.setattr(torch._C, "_cuda_memoryStats", fake.stats, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_resetPeakMemoryStats", fake.reset, raising=False)

@@ -141,12 +141,18 @@ class Model(torch.nn.Module):
 """
 
 
+@pytest.mark.parametrize("by_nvml", [True, False])
 @pytest.mark.parametrize(("free", "device"), [(90, "cuda"), (5, "virtual")])
-def test_auto_judges_by_what_is_free_and_simulates_the_card_that_is_there(card, driver, tmp_path, free, device):
+def test_auto_judges_by_what_is_free_and_simulates_the_gpu_that_is_here(
+    card, driver, tmp_path, monkeypatch, free, device, by_nvml
+):
+    """CUDA is asked where NVML does not tell, and else does not begin."""
     file = tmp_path / "linear.py"
     file.write_text(LINEAR)
     card.free, card.total = free * MIB, 81089 * MIB
-    driver(FakeCard())
+    if by_nvml:
+        driver(FakeCard(used=(81559 - 551 - 426 - free) * MIB))
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: pytest.fail("CUDA was asked"))
     spec, simulated = flow.resolve_device(TargetSpec(model=f"{file}:Model", batch_size=1, context_length=8))
     assert spec.device == device and (simulated is not None) is (device == "virtual")
     if device == "virtual":

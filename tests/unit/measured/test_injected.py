@@ -6,6 +6,7 @@ import threading
 import pytest
 import torch
 
+from memprof.errors import MemprofError
 from memprof.measured import MeasuredDevice
 from memprof.trace.events import GPU, EventKind, PhaseKind
 
@@ -165,3 +166,10 @@ def test_a_program_that_records_history_itself_does_not_end_memprofs(gpu):
     device = run(program)
     assert len(lives(device.trace)) == 2
     assert gpu.calls.count(None) == 1
+
+
+def test_an_allocator_without_a_history_is_not_measured(gpu, monkeypatch):
+    monkeypatch.setattr(torch.cuda.memory, "get_allocator_backend", lambda: "cudaMallocAsync")
+    with pytest.raises(MemprofError, match="keeps no history") as caught:
+        run(lambda: None)
+    assert caught.value.value == "cudaMallocAsync" and "PYTORCH_CUDA_ALLOC_CONF" in caught.value.hint
