@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -56,7 +57,10 @@ def tasks(device: str, gpu: str, scripts: Path) -> Iterator[Task]:
     yield _command("device-assertion", *on_cuda, scripts / "assertion.py", needs_cuda=True, exit_codes=(FAILED,))
     too_large = ["profile", "--debug", "--model-size", "4B", "--context-length", 131_072, "--quiet"]
     yield _command("auto-too-large", *too_large, needs_cuda=True, exit_codes=(DOES_NOT_FIT,))
-    tests = module("pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "gpu", ROOT / "tests" / "recipes")
+    # Without pyproject.toml, whose settings an older pytest may refuse.
+    settings = ["-c", os.devnull, "--rootdir", ROOT, "--import-mode=importlib", "-p", "no:warnings"]
+    options = ["-q", "-x", "-p", "no:cacheprovider", "-m", "gpu"]
+    tests = module("pytest", *settings, *options, ROOT / "tests" / "recipes")
     yield Task("commands/gpu-tests", tests, needs=8, limit=60, needs_cuda=True, needs_package="pytest")
 
 
