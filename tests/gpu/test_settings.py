@@ -14,6 +14,10 @@ def test_without_variables_the_defaults_hold() -> None:
     assert read_settings({}) == Settings("cuda", 570, STEPS, ROOT / "out", 1)
 
 
+def test_a_cpu_has_more_time_for_each_program() -> None:
+    assert read_settings({"GPU_DAY_DEVICE": "cpu"}).scale == 3
+
+
 def test_every_variable_is_read(tmp_path: Path) -> None:
     environment = {
         "GPU_DAY_DEVICE": "cpu",
