@@ -173,12 +173,13 @@ def test_only_folders_that_changed_are_packed_again(day: Day) -> None:
     assert not archive.exists() and (day.settings.out / "second.tgz").exists()
 
 
-def test_programs_do_not_inherit_settings_of_the_allocator(day: Day, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_programs_have_an_environment_of_their_own(day: Day, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     asks = "import os; raise SystemExit('PYTORCH_CUDA_ALLOC_CONF' in os.environ)"
     assert day.run(python(asks))
     assert not day.run(python(asks, environment={"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}))
     assert day.run(python("import os; raise SystemExit(os.environ['CUDA_VISIBLE_DEVICES'] != '')", hides_gpu=True))
+    assert day.run(python("import os; raise SystemExit(os.environ['OMP_NUM_THREADS'] != '1')"))
 
 
 class Listing(Day):
