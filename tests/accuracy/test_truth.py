@@ -80,6 +80,7 @@ def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, TargetSpe
     monkeypatch.setattr(torch._C, "_cuda_memoryStats", lambda card: stats, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_resetPeakMemoryStats", lambda card: None, raising=False)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda.memory, "get_allocator_backend", lambda: "native")
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **options: None)
     snapshot = {"device_traces": [HISTORY], "segments": [], "allocator_settings": {}}
     monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: snapshot)
