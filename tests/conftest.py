@@ -77,6 +77,7 @@ _SLOWEST = (
     "unit/virtual/compiled/",
     "unit/virtual/ranks/",
     "cli/test_monitor.py",
+    "gpu/",
     "accuracy/",
     "scripts/",
     "cli/",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from memprof.device.context import CONTEXT_BYTES
 from tests.gpu import kineto, profiler_cost
 from tests.gpu.history import AllocatorHistory, Entry
 from tests.gpu.kineto import in_tree
@@ -182,3 +184,43 @@ def test_patterns_say_which_need_cuda() -> None:
     assert {name for name, pattern in PATTERNS.items() if "Needs CUDA." in (pattern.__doc__ or "")} == {
         "side_stream", "captured_forward", "captured_step",
     }  # fmt: skip
+
+
+@pytest.fixture
+def virtual_gpu() -> Iterator[None]:
+    """A virtual GPU, on which what is written for CUDA runs."""
+    import memprof
+
+    with memprof.virtual_gpu("h100-80gb"):
+        yield
+
+
+def test_every_first_use_runs_on_cuda(virtual_gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.gpu.probe.nvml_counters", dict)
+    run("probe", "--device", "cuda", "--out", tmp_path / "probe.json", monkeypatch=monkeypatch)
+    rows = {row["after"]: row for row in json.loads((tmp_path / "probe.json").read_text())["rows"]}
+    assert [name for name, row in rows.items() if row["error"]] == []
+    assert all(row["outside"] == CONTEXT_BYTES for row in rows.values())
+    # The first matrix product has the workspace of cuBLAS (32 MiB on an H100), beside two matrices.
+    assert sorted(rows["mm float32"]["requests"]) == [MIB, MIB, 32 * MIB]
+    assert rows["mm float32"]["reserved"] >= 32 * MIB
+
+
+def test_every_pattern_runs_on_cuda(virtual_gpu: None) -> None:
+    for name, pattern in PATTERNS.items():
+        with AllocatorHistory("cuda") as history:
+            pattern("cuda")
+        assert history.bytes_of("alloc") and history.bytes_of("free_requested"), name
+
+
+def test_a_gpu_that_does_what_the_virtual_one_does_is_equal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import memprof
+
+    only = ["--only", "AdamW", "sort", "mm float32"]
+    with memprof.virtual_gpu("h100-80gb"):
+        run("operators", "cuda", "--out", tmp_path / "real.jsonl", *only, monkeypatch=monkeypatch)
+    run("operators", "virtual", "--out", tmp_path / "virtual.jsonl", *only, monkeypatch=monkeypatch)
+    run("compare_operators", tmp_path / "real.jsonl", tmp_path / "virtual.jsonl", monkeypatch=monkeypatch)
+    assert capsys.readouterr().out == "virtual: 6 equal, 0 on one side alone\n"
