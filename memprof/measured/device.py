@@ -20,7 +20,7 @@ from memprof.measured.events import put_together
 from memprof.measured.history import History, Reading, largest_difference, live_blocks, read_history
 from memprof.measured.marks import Counters, Marks
 from memprof.measured.merge import merge
-from memprof.measured.operators import Profile, read_profile
+from memprof.measured.operators import Profile, read_events
 from memprof.measured.outside import Outside
 from memprof.measured.peaks import SharedPeaks
 from memprof.measured.quiet import quiet_profiler
@@ -56,6 +56,8 @@ class MeasuredDevice(Watch):
         self._sources: dict[str, int] = {}
         self._module_sources: list[int] = []
         self._profiler: Any = None
+        self._whole_run = torch.profiler.record_function("memprof: the run")
+        """What this thread does has a parent in the profiler's tree; a GPU's allocations without one are not in it."""
         self._phase = Phase(PhaseKind.OTHER, 0, 0)
         self._peaks = SharedPeaks()
         self._card = 0
@@ -85,7 +87,7 @@ class MeasuredDevice(Watch):
 
     def __exit__(self, *exc: object) -> None:
         """Put everything back, whatever the card says, and raise nothing of its own: `error` has it."""
-        profile, history, end_ns = Profile(), None, 0
+        profile, history = Profile(), None
         with contextlib.ExitStack() as always:
             always.callback(self._unwatch)
             self._marks.reading()
@@ -99,14 +101,14 @@ class MeasuredDevice(Watch):
             with self._noting_errors():
                 results = self._stop()
                 if results is not None:
-                    profile = read_profile(results.experimental_event_tree())
+                    profile = read_events(results.experimental_event_tree(), end_ns)
         if self.snapshot is not None:
             history = self._history(profile, self.snapshot)
         never_entered = len(self.modules.table) - len(self._module_sources)
         self._module_sources += [NONE] * never_entered
         trace = self.trace
         trace.sources = list(self._sources)
-        recorded = put_together(profile, end_ns, history, self._marks.gone)
+        recorded = put_together(profile, history, self._marks.gone)
         merge(trace, self._marks, recorded, self._module_sources)
         self._tell(trace)
 
@@ -138,6 +140,7 @@ class MeasuredDevice(Watch):
         with quiet_profiler():
             profiler.__enter__()
         self._profiler = profiler
+        self._whole_run.__enter__()
         self._stack.callback(self._stop)
         self._patches.set_all(_other_profilers())
         self._marks.begin_phase(self._phase)
@@ -147,6 +150,7 @@ class MeasuredDevice(Watch):
         profiler, self._profiler = self._profiler, None
         if profiler is None:
             return None
+        self._whole_run.__exit__(None, None, None)
         with quiet_profiler():
             profiler.__exit__(None, None, None)
         return profiler.profiler.kineto_results

@@ -53,12 +53,11 @@ class Recorded:
     """Private pools, with the time from which the allocator could give back their segments."""
 
 
-def put_together(profile: Profile, end_ns: int, history: History | None = None, gone: Iterable[Gone] = ()) -> Recorded:
+def put_together(profile: Profile, history: History | None = None, gone: Iterable[Gone] = ()) -> Recorded:
     """Make the allocations of a run.
 
     Args:
         profile: what the profiler saw.
-        end_ns: when the run ended.
         history: of the GPU's allocator; None: there is none.
         gone: storages in host memory that were watched.
     """
@@ -69,7 +68,7 @@ def put_together(profile: Profile, end_ns: int, history: History | None = None, 
         retired = history.retired
     allocations.sort(key=lambda allocation: allocation.time_ns)
     for allocation in allocations:
-        _describe(allocation, profile.uses.get(allocation.address, ()), end_ns)
+        _describe(allocation, profile.uses.get(allocation.address, ()), profile.end_ns)
     return Recorded(allocations, profile.forward, retired)
 
 

@@ -2,8 +2,8 @@
 
 The profiler's tree of events (torch/csrc/profiler/collection.h) has an `Allocation` for every allocation and free in
 the threads that it watches, with address and bytes, below the operators that asked; and for every operator the tensors
-that it was given, with their storage's address. A GPU's allocations outside all operators are not in it: that file puts
-an event without a parent into the tree only if its device is the CPU.
+that it was given, with their storage's address. A GPU's allocations outside everything that was recorded are not in it:
+an event without a parent is put into the tree only if its device is the CPU.
 """
 
 from __future__ import annotations
@@ -71,10 +71,17 @@ class Profile:
     """Of the storage at an address."""
     forward: list[tuple[int, int]] = field(default_factory=list)
     """Sequence number and time of operators that autograd differentiates, ascending by number."""
+    end_ns: int = 0
+    """When the run ended."""
 
 
-def read_profile(tree: list[Any]) -> Profile:
-    """Read the tree of events that `kineto_results.experimental_event_tree()` gives."""
+def read_events(tree: list[Any], end_ns: int) -> Profile:
+    """Read what the profiler saw.
+
+    Args:
+        tree: as `kineto_results.experimental_event_tree()` gives it.
+        end_ns: when the run ended.
+    """
     memory: list[Seen] = []
     uses: dict[int, list[Use]] = defaultdict(list)
     forward: list[tuple[int, int]] = []
@@ -103,7 +110,7 @@ def read_profile(tree: list[Any]) -> Profile:
                 ops = (*ops, node)
         stack += [(child, ops, sequence, source) for child in reversed(node.children)]
     memory.sort(key=lambda seen: seen.time_ns)
-    return Profile(memory, uses, ascending(forward))
+    return Profile(memory, uses, ascending(forward), end_ns)
 
 
 def ascending(pairs: list[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -67,7 +67,7 @@ def test_replayed_it_reserves_what_the_card_reserved(snapshots: dict[Path, dict[
             marks = Marks(lambda: (None, None, None, None, None))
             marks.phases, marks.marks = [Phase(PhaseKind.OTHER, 0, 0)], [Mark(0, EventKind.PHASE, 0)]
             trace = Trace(source="measured", device=history.device)
-            merge(trace, marks, put_together(Profile(), 0, history), [])
+            merge(trace, marks, put_together(Profile(), history), [])
             replay = TraceReplay(trace, config=replays[card].config)
             replay.advance()
             reserved = sum(one["total_size"] for one in snapshot["segments"] if one["device"] == card)

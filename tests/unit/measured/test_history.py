@@ -64,15 +64,16 @@ def test_pools_are_those_of_segments_where_entries_do_not_say():
     ("counted", "difference"), [(100, None), (150, None), (101, (101, 100)), (130, (130, 150)), (0, (0, 100))]
 )
 def test_counters_may_say_what_was_held_at_any_time_while_they_were_read(counted, difference):
-    history = read_history(snapshot(("alloc", 1, 100, 1), ("alloc", 2, 50, 1000)), 0, [])
-    found = largest_difference(history, [Reading(900_000, 1_100_000, counted + 7)], 7)
+    second = 1_000_000
+    history = read_history(snapshot(("alloc", 1, 100, second), ("alloc", 2, 50, 2 * second)), 0, [])
+    found = largest_difference(history, [Reading(1_900_000_000, 2_100_000_000, counted + 7)], 7)
     assert (found and found[1:]) == difference
 
 
 def test_the_largest_difference_is_told():
     history = read_history(snapshot(("alloc", 1, 100, 1000)), 0, [])
-    readings = [Reading(at, at, counted) for at, counted in ((2_000_000, 90), (3_000_000, 130), (4_000_000, 100))]
-    assert largest_difference(history, readings, 0) == (3_000_000, 130, 100)
+    readings = [Reading(at, at, counted) for at, counted in ((20_000_000, 90), (30_000_000, 130), (40_000_000, 100))]
+    assert largest_difference(history, readings, 0) == (30_000_000, 130, 100)
 
 
 @pytest.mark.parametrize(
@@ -88,3 +89,10 @@ def test_the_largest_difference_is_told():
 def test_a_recording_that_is_not_whole_says_why(history, difference, missing, says):
     error = why_incomplete(history, difference, missing, max_entries=10)
     assert (error is None) if says is None else (says in error.value and error.hint)
+
+
+@pytest.mark.parametrize(("late_ns", "is_told"), [(1_999_999, False), (2_000_001, True)])
+def test_clocks_may_be_two_milliseconds_apart(late_ns, is_told):
+    history = read_history(snapshot(("alloc", 1, 100, 9_000)), 0, [])
+    found = largest_difference(history, [Reading(9_000_000 - late_ns, 9_000_000 - late_ns, 100)], 0)
+    assert (found is not None) is is_told

@@ -22,7 +22,7 @@ from memprof.measured.events import Allocation, Recorded, put_together
 from memprof.measured.history import read_history
 from memprof.measured.marks import Claim, Mark, Marks
 from memprof.measured.merge import merge
-from memprof.measured.operators import Place, Profile, read_profile
+from memprof.measured.operators import Place, Profile, read_events
 from memprof.measured.outside import Outside
 from memprof.spec import TargetSpec
 from memprof.trace.events import (
@@ -311,7 +311,7 @@ def test_a_models_run_is_the_same_from_the_allocators_history(model_file, monkey
     """The history as a GPU's allocator would have recorded it, beside what the profiler has on a GPU: operators'."""
     profiles = []
     monkeypatch.setattr(
-        measured_device, "read_profile", lambda tree: profiles.append(read_profile(tree)) or profiles[0]
+        measured_device, "read_events", lambda *given: profiles.append(read_events(*given)) or profiles[0]
     )
     spec = TargetSpec(model=f"{model_file}:build", batch_size=2, context_length=48, device="cpu", dtype="float32")
     flow.profile(spec)
@@ -327,8 +327,8 @@ def test_a_models_run_is_the_same_from_the_allocators_history(model_file, monkey
     inside = [one for one in events if one.place.op]
     assert 20 < len(events) - len(inside) < len(events) / 2
     history = read_history({"device_traces": [entries], "segments": []}, 0, inside)
-    from_history = put_together(Profile(), 0, history).allocations
-    from_profile = put_together(Profile(events), 0).allocations
+    from_history = put_together(Profile(), history).allocations
+    from_profile = put_together(Profile(events)).allocations
     assert [(one.num_bytes, one.place.op, one.is_temporary) for one in from_history] == [
         (one.num_bytes, one.place.op, one.is_temporary) for one in from_profile
     ]
