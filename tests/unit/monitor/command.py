@@ -51,8 +51,9 @@ def get_device_properties(device):
 
 def hold(num_bytes, device=0):
     init() if not _initialized else None
-    current[device] = num_bytes
+    # The probe's thread may read in between, and gives up an allocator that raises.
     peak[device] = max(peak.get(device, 0), num_bytes)
+    current[device] = num_bytes
 
 
 def reset_peak_memory_stats(device=0):
