@@ -110,8 +110,11 @@ def history_goes_on(original: Callable[..., None]) -> Iterator[Patch]:
 
     @functools.wraps(original)
     def record(enabled: Any = "all", *args: Any, **options: Any) -> None:
+        if enabled is True:  # the call of torch 2.0, with options of its own
+            enabled, args, options = "all", (), {}
         if enabled:
-            original(enabled, *args, **{**options, "max_entries": MAX_ENTRIES, "clear_history": False})
+            options.pop("clear_history", None)
+            original(enabled, *args[:2], **{**options, "max_entries": MAX_ENTRIES})  # the third is max_entries
 
     yield torch.cuda.memory, "_record_memory_history", record
 

@@ -96,10 +96,11 @@ def read_history(snapshot: Mapping[str, Any], card: int, seen: Sequence[Seen]) -
         card: the GPU's number.
         seen: what the profiler saw on it, in order of time.
     """
-    entries = [entry for entry in snapshot["device_traces"][card] if "addr" in entry]
+    recorded = snapshot["device_traces"][card]
+    entries = [entry for entry in recorded if "addr" in entry]
     pools = _Pools(snapshot, card)
     times, places, unmatched = _laid_over(entries, seen)
-    found = History(f"cuda:{card}", num_entries=len(entries), unmatched=unmatched)
+    found = History(f"cuda:{card}", num_entries=len(recorded), unmatched=unmatched)
     alive: dict[int, Life] = {}
     freed: dict[int, tuple[int, Life]] = {}
     private: set[tuple[int, int]] = set()

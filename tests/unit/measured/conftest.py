@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from memprof.measured import MeasuredDevice
+from memprof.measured.cuda import MAX_ENTRIES
 from memprof.trace.events import CPU
 
 MIB = 1 << 20
@@ -130,9 +131,12 @@ def card(monkeypatch):
     monkeypatch.setattr(torch._C, "_cuda_memoryStats", fake.stats, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_resetPeakMemoryStats", fake.reset, raising=False)
     monkeypatch.setattr(torch.cuda.memory, "_snapshot", fake.snapshot)
-    monkeypatch.setattr(
-        torch.cuda.memory, "_record_memory_history", lambda enabled="all", **options: fake.calls.append(enabled)
-    )
+
+    def record(enabled="all", context="all", stacks="all", max_entries=0):
+        assert enabled is None or max_entries == MAX_ENTRIES
+        fake.calls.append(enabled)
+
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", record)
     return fake
 
 

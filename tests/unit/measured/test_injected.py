@@ -159,9 +159,17 @@ def test_blocks_of_the_end_that_nobody_allocated_are_no_measurement(gpu):
     assert "differ by 700 bytes" in run(program).error.value
 
 
-def test_a_program_that_records_history_itself_does_not_end_memprofs(gpu):
+@pytest.mark.parametrize(
+    ("given", "options"),
+    [
+        ((), {"max_entries": 10, "clear_history": True}),
+        (("all", "all", "python", 10), {}),
+        ((True,), {"trace_alloc_max_entries": 10}),
+    ],
+)
+def test_a_program_that_records_history_itself_does_not_end_memprofs(gpu, given, options):
     def program():
-        torch.cuda.memory._record_memory_history(max_entries=10)
+        torch.cuda.memory._record_memory_history(*given, **options)
         gpu.allocate(0x1000, 512)
         torch.cuda.memory._record_memory_history(enabled=None)
         gpu.allocate(0x2000, 512)
