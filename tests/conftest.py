@@ -191,10 +191,18 @@ def _leaks() -> list[str]:
 
 @pytest.fixture(autouse=True)
 def nothing_leaks() -> Iterator[None]:
-    """No test leaves a virtual GPU or a torch mode behind."""
+    """No test leaves a virtual GPU, a torch mode or a launcher's variable behind."""
     assert not _leaks(), "leaked from an earlier test"
+    before = _launched()
     yield
     assert not _leaks()
+    assert _launched() == before
+
+
+def _launched() -> dict[str, str]:
+    """What a launcher tells its processes: every program that a later test starts would take itself for one of many."""
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    return {name: os.environ[name] for name in names if name in os.environ}
 
 
 _num_modules = 0

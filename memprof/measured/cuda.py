@@ -18,6 +18,8 @@ from memprof.watch.patches import Patch
 
 MAX_ENTRIES = 2_000_000
 """Of the allocator's history; a run that has more loses its beginning."""
+_ASK_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
+"""Has torch ask the driver's library whether there is a GPU, in place of CUDA."""
 
 
 class CudaCard(NamedTuple):
@@ -87,12 +89,15 @@ def nvml_card() -> int | str:
 
 def why_no_cuda() -> str | None:
     """Return why this process has no CUDA GPU, None if it has one. CUDA does not begin: the process may be forked."""
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     if torch.version.cuda is None:
         return f"torch {torch.__version__} is built without CUDA"
-    if not torch.cuda.is_available():
-        return f"torch {torch.__version__} finds no driver or no card"
-    return None
+    before = os.environ.get(_ASK_NVML)
+    os.environ[_ASK_NVML] = "1"
+    try:
+        return None if torch.cuda.is_available() else f"torch {torch.__version__} finds no driver or no card"
+    finally:
+        del os.environ[_ASK_NVML]
+        os.environ.update({} if before is None else {_ASK_NVML: before})
 
 
 def check_allocator() -> None:

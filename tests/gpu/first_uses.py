@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 
 import torch
@@ -112,8 +111,7 @@ def reduce_over_one_rank(device: str) -> None:
         return
     import torch.distributed as dist
 
-    os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511", "RANK": "0", "WORLD_SIZE": "1"})
-    dist.init_process_group("nccl")
+    dist.init_process_group("nccl", init_method="tcp://127.0.0.1:29511", rank=0, world_size=1)
     dist.all_reduce(torch.randn(1 << 20, device=device))
     torch.cuda.synchronize()
     dist.destroy_process_group()

@@ -13,7 +13,7 @@ from memprof.flows.cards import measured_device_facts
 from memprof.flows.present import card_like
 from memprof.ledger.categories import Category, categorize
 from memprof.ledger.stages import spans
-from memprof.measured import MeasuredDevice
+from memprof.measured import MeasuredDevice, cuda
 from memprof.measured.operators import ascending
 from memprof.report.terminal.console import text_of
 from memprof.report.terminal.report import view
@@ -24,6 +24,8 @@ from memprof.spec import TargetSpec
 from memprof.trace.events import CPU, FailureKind, PhaseKind, Role
 from tests.unit.device.driver import FakeCard, FakeProcess
 from tests.unit.measured.conftest import MIB
+
+ASKS_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
 
 
 def patched():
@@ -238,3 +240,15 @@ def test_a_script_on_the_cpu_has_no_context(tmp_path):
     assert found.trace.device == CPU and found.document.on_cpu
     text = text_of(view(found.document))
     assert "CUDA" not in text and "this card" not in text and "Measured: tensors took up to" in text
+
+
+def test_asking_for_a_gpu_leaves_the_environment_as_it_was(monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: asked.append(os.environ[ASKS_NVML]))
+    monkeypatch.delenv(ASKS_NVML, raising=False)
+    assert "finds no driver" in cuda.why_no_cuda()
+    assert ASKS_NVML not in os.environ
+    monkeypatch.setenv(ASKS_NVML, "0")
+    cuda.why_no_cuda()
+    assert (asked, os.environ[ASKS_NVML]) == (["1", "1"], "0")
