@@ -53,14 +53,19 @@ SCRIPTS = {
 }
 
 
+_answered: dict[tuple[str, ...], tuple[int, dict[str, Any]]] = {}
+"""Of this module's commands, but for scripts: one answer leads to what another has led to."""
+
+
 @pytest.fixture
 def run(memprof, tmp_path, monkeypatch) -> Run:
-    """A profile here, a script in a process of its own; in one folder."""
+    """A profile here, a script in a process of its own; in one folder. What was answered before is not asked again."""
     monkeypatch.chdir(tmp_path)
+    answered = dict(_answered)
     (tmp_path / "train.py").write_text(SCRIPT, encoding="utf-8")
     (tmp_path / "program.py").write_bytes(PROGRAM.read_bytes())
 
-    def call(words: list[str]) -> tuple[int, dict[str, Any]]:
+    def ask(words: list[str]) -> tuple[int, dict[str, Any]]:
         if words[0] != "run":
             done = memprof(*words, *([] if words[0] == "help" else ["--json"]))
             return done.exit_code, {} if words[0] == "help" else done.json
@@ -68,13 +73,21 @@ def run(memprof, tmp_path, monkeypatch) -> Run:
         assert found.exit_code in (0, 3), found.stderr
         return found.exit_code, json.loads(found.stdout)
 
+    def call(words: list[str]) -> tuple[int, dict[str, Any]]:
+        asked = tuple(words)
+        if asked not in answered:
+            answered[asked] = ask(words)
+            if words[0] != "run":
+                _answered[asked] = answered[asked]
+        return answered[asked]
+
     return call
 
 
 def _held(answer: dict[str, Any], run: Run) -> None:
-    claims = dict.fromkeys(claims_of(answer))
-    # By day the first and the last: what was said of the run itself, and what was found.
-    for claim in claims if at_night() else [*claims][:: max(1, len(claims) - 1)]:
+    claims = [*dict.fromkeys(claims_of(answer))]
+    # The first and the last: what was said of the run itself, and what was found; at night two in between.
+    for claim in claims[:: max(1, (len(claims) - 1) // (3 if at_night() else 1))]:
         hold(claim, run)
 
 

@@ -17,8 +17,8 @@ _IN_EVERY_RUN = ("shared_events", "colliding_tuples", "empty_dicts", "long names
 def _cases() -> list[object]:
     found = [(made.__name__, command) for made in bombs.SNAPSHOTS for command in ("analyze", "compare", "export")]
     found += [(name, command) for name in bombs.CAPTURES for command in COMMANDS]
-    # What reads a file is shared by all commands: analyze is given all, each other command one in three.
-    found = [case for number, case in enumerate(found) if case[1] == "analyze" or number % 3 == 0]
+    # What reads a file is shared by all commands: analyze is given all, each other command one in nine.
+    found = [case for number, case in enumerate(found) if case[1] == "analyze" or number % 9 == 0]
     marks = {True: (), False: (pytest.mark.nightly,)}
     return [
         pytest.param(*case, marks=marks[case[0] in _IN_EVERY_RUN and case[1] == "analyze"], id="-".join(case))

@@ -41,7 +41,7 @@ ENVIRONMENTS: dict[str, dict[str, str]] = {
     **{f"{columns} columns": {"COLUMNS": columns} for columns in ("", "abc", "0", "-5", "1", "99999", "9" * 30)},
 }  # fmt: skip
 FACTORIES = ("sys.exit(0)", "sys.exit()", "sys.exit(3)", "os._exit(0)", "raise SystemExit('x')", "raise GeneratorExit")
-MOMENTS = 30
+MOMENTS = 15
 INPUTS = {
     "streams that are closed, full or gone": len(STREAMS) * len(COMMANDS),
     "environments": len(ENVIRONMENTS) * 2 + 3,

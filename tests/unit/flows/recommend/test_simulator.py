@@ -94,7 +94,7 @@ def test_the_first_error_is_raised(runs):
 )
 def test_the_answer_does_not_depend_on_the_number_of_processes(monkeypatch, ask):
     answers = []
-    for number in ("1", "2", "3"):
+    for number in ("1", "3"):
         monkeypatch.setenv("MEMPROF_PROCESSES", number)
         answers.append(ask().to_json())
-    assert answers[0] == answers[1] == answers[2]
+    assert answers[0] == answers[1]
