@@ -13,7 +13,6 @@ from memprof.measured import MeasuredDevice
 from memprof.measured.outside import Outside
 from memprof.trace.events import EventKind, FailureKind, ModuleRole, PhaseKind, Trace
 from memprof.virtual import VirtualGpu
-from memprof.virtual.repeat import RunAgain
 from memprof.virtual.torch_cuda.facade import AllocatorSettings, MemoryStatistics
 from memprof.watch.collection import no_collection
 from memprof.watch.failure import measured_failure
@@ -31,13 +30,10 @@ def capture_virtual(
     progress: Callable[[str], None] = lambda doing: None,
     memory: Callable[[Trace], MemoryStatistics] | None = None,
     allocator_settings: AllocatorSettings | None = None,
-    *,
-    repeats: bool = False,
 ) -> Trace:
-    """Run `workload` on a virtual `gpu`; `memory`, `allocator_settings` and `repeats` as in VirtualGpu.
+    """Run `workload` on a virtual `gpu`; `memory` and `allocator_settings` as in VirtualGpu.
 
     Raises:
-        RunAgain: some layers were repeated which should have been run: another workload is to be run, without.
         UsageError: the workload cannot be built.
         RunFailedError: the model's own code raised; its `trace` is what happened until then.
     """
@@ -51,18 +47,13 @@ def capture_virtual(
         tensors_only=not spec.workspaces,
         memory=memory,
         allocator_settings=allocator_settings,
-        repeats=repeats,
     )
     try:
         with _as_before(), device, may_not_leave("the model"), telling(lambda: _layer(device.trace)):
             workload.run(device, progress)
-            if device.repeats is not None:
-                device.repeats.settle()
     except MemprofError:
         raise
     except Exception as error:
-        if device.repeats is not None and device.repeats.is_used:
-            raise RunAgain("a run failed in which layers were repeated") from error
         trace = device.trace
         failure = trace.failure
         assert failure is not None

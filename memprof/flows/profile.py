@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import gc
 import importlib
 from collections.abc import Callable
 
@@ -102,7 +101,6 @@ def _ran(spec: TargetSpec, progress: Callable[[str], None], built: Callable[[], 
     global _has_compiled
     # Here and not above: reading a capture and answering --help need no torch.
     from memprof.flows.capture import capture_measured, capture_virtual
-    from memprof.virtual import repeat
     from memprof.watch.model_names import unread
     from memprof.workload.models import find_source
     from memprof.workload.step import Workload
@@ -125,26 +123,18 @@ def _ran(spec: TargetSpec, progress: Callable[[str], None], built: Callable[[], 
         look_through_no_more(after_runs=_has_compiled)  # garbage is looked for when something has been compiled
         _has_compiled = True
     failed: RunFailedError | None = None
-    repeats = not (source.own_code or spec.compile) and repeat.is_on()
     while True:
         with unread():  # libraries that take part are imported
             workload = Workload(spec, source, switch_on, built)
         try:
             if spec.device == "virtual":
                 trace = capture_virtual(
-                    workload, gpu, progress, lambda trace: RunAllocator(trace, gpu, in_force.now), in_force,
-                    repeats=repeats,
-                )  # fmt: skip
+                    workload, gpu, progress, lambda trace: RunAllocator(trace, gpu, in_force.now), in_force
+                )
             else:
                 if spec.device == "cpu":
                     _check_host_memory(spec, progress)
                 trace = capture_measured(workload, spec.device, progress, detail=spec.detail)
-        except repeat.RunAgain as error:
-            repeats = False
-            error.__traceback__ = error.__context__ = None  # whose frames would keep what that run has recorded
-            gc.collect()
-            came_late()  # what this run has imported is there from the next one's begin
-            continue
         except RunFailedError as error:
             failed, trace = error, error.trace
         if not came_late():

@@ -20,8 +20,6 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from memprof.watch.rounds import rounds
-
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -124,7 +122,7 @@ class _RowLosses(torch.autograd.Function):
         losses = torch.empty(len(hidden), dtype=accumulate, device=hidden.device)
         normalizers = torch.empty_like(losses)
         with _no_autocast():
-            for part in rounds(_parts(len(hidden), size)):
+            for part in _parts(len(hidden), size):
                 x = functional.linear(hidden[part], weight, bias)
                 for step in steps:
                     x = step.forward(x)
@@ -168,7 +166,7 @@ def _gradients(
     grad_hidden = torch.empty_like(hidden) if needs_hidden else None
     grad_weight = _Sum(weight, len(hidden) <= ctx.size) if needs_weight else None
     grad_bias = torch.zeros_like(bias, dtype=normalizers.dtype) if needs_bias and bias is not None else None
-    for part in rounds(_parts(len(hidden), ctx.size)):
+    for part in _parts(len(hidden), ctx.size):
         grad = _logits_gradient(ctx, hidden[part], weight, bias, target[part], normalizers[part], scale[part])
         if grad_bias is not None:
             grad_bias.add_(grad.sum(0, dtype=grad_bias.dtype))

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from itertools import islice
-from typing import Any, NamedTuple, NoReturn
+from typing import Any
 
 import torch
 
@@ -85,15 +84,6 @@ def policy(name: str) -> frozenset[str] | None:
     return None
 
 
-class _Copy(NamedTuple):
-    """What the cache has of a weight."""
-
-    weight: torch.Tensor
-    half: torch.Tensor | None
-    refuse: Callable[[], NoReturn] | None
-    """Called instead of handing it out, where it stands for one that was not made."""
-
-
 class Autocast:
     """Casts arguments while `torch.autocast("cuda")` is on.
 
@@ -105,31 +95,13 @@ class Autocast:
         self._on_gpu = on_gpu
         self._registered: frozenset[str] | None = None
         self._policies: dict[Any, frozenset[str] | None] = {}
-        self._cache: dict[int, _Copy] = {}
-        self.regions = 0
-        """How often the cache was emptied."""
-        self.after_region: list[Callable[[], None]] = []
-        """Called once, when it is emptied next."""
+        self._cache: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        """By the identity of a weight: the weight, so that it lives on, and its half copy."""
         self._caches_with_gradient = _caches_with_gradient()
 
     def clear_cache(self) -> None:
         """The outermost autocast region ended: the half copies of weights are dropped."""
         self._cache.clear()
-        self.regions += 1
-        while self.after_region:
-            self.after_region.pop()()
-
-    def __len__(self) -> int:
-        """How many weights were cast in this region."""
-        return len(self._cache)
-
-    def cast_since(self, count: int) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
-        """Weights and their copies, but for the first ones that were there."""
-        return [(one.weight, one.half) for one in islice(self._cache.values(), count, None)]
-
-    def stand_in(self, weight: torch.Tensor, half: torch.Tensor | None, refuse: Callable[[], NoReturn]) -> None:
-        """As if `weight` had been cast; `half`, if given, dies when the region ends. Who uses it calls `refuse`."""
-        self._cache[id(weight)] = _Copy(weight, half, refuse)
 
     def cast(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The arguments with which CUDA's autocast would call `func`."""
@@ -235,11 +207,8 @@ class Autocast:
         if known is None:
             wanted = torch.is_grad_enabled()
             with torch.set_grad_enabled(wanted or self._caches_with_gradient):
-                known = self._cache[id(tensor)] = _Copy(tensor, tensor.to(dtype), None)
-        if known.refuse is not None:
-            known.refuse()
-        assert known.half is not None
-        return known.half
+                known = self._cache[id(tensor)] = tensor, tensor.to(dtype)
+        return known[1]
 
 
 @functools.cache

@@ -12,8 +12,6 @@ MAX_TENSOR_BYTES = 1 << 30
 """Shadows take up to this much each (a routing mask of 131,072 tokens, 8 choices and 128 experts in int64)..."""
 MAX_SHADOW_BYTES = 1 << 31
 """... and this much together."""
-MAX_COMPARED_BYTES = 1 << 23
-"""What is known of the weights of two layers is compared up to this size (repeat/)."""
 LENT_BYTES = 1 << 26
 """A mask up to this size is kept for the next layer that makes the same."""
 MAX_WORK = 1 << 33

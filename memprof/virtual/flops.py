@@ -8,7 +8,6 @@ causal attention by half of them: its kernels leave out what the mask hides.
 from __future__ import annotations
 
 import functools
-import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -94,21 +93,6 @@ class Meter:
         if place >= len(counts):
             counts.extend([0] * (place + 1 - len(counts)))
         counts[place] += calls
-
-    def tally(self) -> list[int]:
-        """What was counted in this phase so far, for `since`."""
-        return list(self._counts.get(self._recorder.phase_index, ()))
-
-    def since(self, tally: list[int]) -> dict[int, int]:
-        """What was counted since `tally`, for `repeat`."""
-        counts = self._counts.get(self._recorder.phase_index, [])
-        before = itertools.chain(tally, itertools.repeat(0))
-        return {place: now - then for place, (now, then) in enumerate(zip(counts, before)) if now != then}  # noqa: B905
-
-    def repeat(self, work: dict[int, int]) -> None:
-        """The same was done again."""
-        for place, calls in work.items():
-            self._count(place, calls)
 
     def _cost(self, operator: Operator, call: Call, result: Any) -> tuple[Any, ...] | None:
         """Operator, device, dtype, operations, bytes read and written, to the card, from it, and to other cards."""

@@ -43,8 +43,6 @@ from memprof.virtual.ranks.alone import Alone
 from memprof.virtual.ranks.channel import Channel
 from memprof.virtual.ranks.together import Together
 from memprof.virtual.recording import RecordingMode
-from memprof.virtual.repeat import Repeats
-from memprof.virtual.repeat.spies import Spies
 from memprof.virtual.stand_ins import deepspeed, hub, requests, torchaudio, torchvision
 from memprof.virtual.stand_ins.finder import StandIns
 from memprof.virtual.torch_cuda import pools
@@ -57,7 +55,6 @@ from memprof.watch.growth import GrowthWatch
 from memprof.watch.imports import watch_imports
 from memprof.watch.postponed import imported_inside
 from memprof.watch.recorder import Recorder
-from memprof.watch.rounds import chosen_by
 from memprof.watch.source_lines import only_shows
 from memprof.watch.updates import Updates
 from memprof.watch.watch import Watch
@@ -87,8 +84,6 @@ class VirtualGpu(Watch):
             False: the run goes on, so that its whole need is known.
         compiles: whether torch.compile compiles for the card. False: what it is given runs eagerly.
         stand_ins: whether packages that are not installed are stood in for (docs/stand-ins.md).
-        repeats: whether layers that are alike may be run a few times and repeated for the others. What comes of it is
-            the same, or `RunAgain` is raised.
 
     Raises:
         MemprofError: a virtual GPU is already active.
@@ -116,7 +111,6 @@ class VirtualGpu(Watch):
         refuses: bool = False,
         compiles: bool = True,
         stand_ins: bool = True,
-        repeats: bool = False,
     ) -> None:
         super().__init__()
         self.gpu = gpu
@@ -149,8 +143,6 @@ class VirtualGpu(Watch):
         self._updates = self.recording.updates = Updates(self.recorder, self.phases, self._name_parameters)
         self._updates.on_step = lambda: self._growth.phase_begins(PhaseKind.OPTIMIZER_STEP, in_step=True)
         self.recorder.on_death = self.recording.forget
-        self.repeats = Repeats(self.recording, self.modules, lambda: len(self._assumptions)) if repeats else None
-        """Repeats layers that are alike."""
         self.modules.on_outermost_return = self._outermost_return
 
     @property
@@ -177,10 +169,6 @@ class VirtualGpu(Watch):
         for problem, hint in self._children.refused() if self._refused is None else ():
             self._note_refused(problem, hint, None)
         return self._refused
-
-    def wrap_module_call(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """The replacement for `nn.Module.__call__`."""
-        return super().wrap_module_call(original if self.repeats is None else self.repeats.wrap(original))
 
     def memory_changed(self) -> None:
         """The allocator's settings are others than before."""
@@ -238,8 +226,6 @@ class VirtualGpu(Watch):
         if not self._watches_quantized and quantized.is_loaded():
             self._watches_quantized = True
             self._patches.set_all(quantized.patches(self.assume))
-            if self.repeats is not None:
-                self._patches.set_all(self.repeats.functions.patches(sys.modules))
             self._function_mode.run_cuda_kernels_of(quantized.operators())
 
     def _written(self, tensor: torch.Tensor, by: str = "Triton kernels") -> None:
@@ -269,13 +255,10 @@ class VirtualGpu(Watch):
 
     def _install(self) -> None:
         patches = self._patches
-        if self.repeats is not None:
-            self._stack.enter_context(chosen_by(self.repeats.rounds))
         self._stack.enter_context(imported_inside(patches.lifted, lambda: bool(self.recorder.trace.events)))
         function_mode = self._function_mode = DeviceMode(self.recording, registry.composites(self.recording))
         self.recording.function_mode = function_mode
-        spies = Spies() if self.repeats is None else self.repeats.spies
-        self._compiler = Compiler(self.recording, function_mode, patches, self.assume, spies, is_on=self._compiles)
+        self._compiler = Compiler(self.recording, function_mode, patches, self.assume, is_on=self._compiles)
         patches.set_all(python_functions.run_inside())
         patches.set_all(
             cuda_facade(
@@ -444,8 +427,6 @@ class VirtualGpu(Watch):
         """`root` is a model of this run: its parameters and buffers are named after it."""
         self._watch_kernels()
         super().adopt(root)
-        if self.repeats is not None:
-            self.repeats.adopt(root)
 
     def claim(self, tensor: torch.Tensor, owner: Owner) -> None:
         """`tensor` has this role, as the workload knows."""

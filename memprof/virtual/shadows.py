@@ -83,16 +83,6 @@ class Shadow:
         self.steps = 0
         """How many are to be made for this one, one after the other."""
 
-    @property
-    def is_made(self) -> bool:
-        """Whether nothing is left to be computed before its elements are there."""
-        return self._make is None
-
-    def is_like(self, other: Shadow) -> bool:
-        """Whether as much is there, and as much left to be computed. Who is to read it changes none of its numbers."""
-        mine, its = ((one.is_made, one.num_bytes, one.steps) for one in (self, other))
-        return mine == its
-
     def flat(self) -> torch.Tensor | None:
         """All elements, in memory of its own; None if they are not known."""
         if self._make is not None:

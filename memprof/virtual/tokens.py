@@ -29,10 +29,6 @@ class ChosenTokens:
         """The storage at `address` died, or holds something else."""
         self._numbers.pop(address, None)
 
-    def knows(self, address: int) -> bool:
-        """Whether there are such numbers in the storage at `address`."""
-        return address in self._numbers
-
     def among(self, value: Any) -> range:
         """The numbers in `value`, one tensor or several, that stand for chosen tokens; none for most."""
         if not self._numbers:

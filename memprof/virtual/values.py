@@ -16,9 +16,8 @@ floating-point data is unknown, and reads of it follow a fixed policy, stated in
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -30,37 +29,11 @@ from memprof.virtual.shadows import MOST_STEPS, Geometry, Later, Shadow, threads
 from memprof.virtual.tokens import ChosenTokens
 
 _aten = torch.ops.aten
-_Known = TypeVar("_Known")
 
 TOO_MANY_INDICES = (
     "Indices of a selection beyond 1 GiB are counted, and not computed: which elements they name is not known."
 )
 _TRIANGLES = frozenset({_aten.tril, _aten.triu})
-
-
-class Known:
-    """What is known of a storage. Equal to what is known of another if it is the same."""
-
-    __slots__ = ("shadow", "uniform")
-    __hash__ = None  # type: ignore[assignment]
-
-    def __init__(self, shadow: Shadow | None, uniform: torch.Tensor | None) -> None:
-        self.shadow = shadow
-        self.uniform = uniform
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Known):
-            return NotImplemented
-        pairs = (self.shadow, other.shadow), (self.uniform, other.uniform)
-        if any((one is None) is not (its is None) for one, its in pairs):
-            return False
-        if self.shadow is not None and other.shadow is not None and not self.shadow.is_like(other.shadow):
-            return False
-        numbers = [one.flat() if isinstance(one, Shadow) else one for pair in pairs for one in pair]
-        return all(
-            one is its or (one is not None and its is not None and one.dtype is its.dtype and torch.equal(one, its))
-            for one, its in (numbers[:2], numbers[2:])
-        )
 
 
 class Values:
@@ -75,15 +48,12 @@ class Values:
         self.tokens = ChosenTokens()
         self.ends: set[int] = set()
         """Tokens that end or pad a text, as far as the program has said so."""
-        self._held_bytes = self._most_held = 0
+        self._held_bytes = 0
         self._work = 0
         self._lent: tuple[Any, torch.Tensor] | None = None
         """The last triangle, by what it was made of."""
         self.assume = assume
-        self.draws = 0
-        """How often numbers were drawn..."""
-        self.looks = 0
-        """... and how often known ones were handed out: what is done may depend on them only then."""
+        self._draws = 0
         self.on_unknown: Callable[[torch.Tensor, str], None] = lambda tensor, told: None
         """Called when the program reads a value that is not known, with what it is told."""
 
@@ -100,26 +70,8 @@ class Values:
         """Whether something is known of the storage at `address`."""
         return address in self._shadows or address in self._uniform or address in self._shares
 
-    def held_for(self, address: int) -> int:
-        """Bytes that are held for the storage at `address`."""
-        shadow = self._shadows.get(address)
-        return 0 if shadow is None else shadow.num_bytes
-
-    def hold_until_it_dies(self, address: int, num_bytes: int) -> None:
-        """Of what `repeat` says is held, so much goes with the storage at `address`, of which nothing is known."""
-        if num_bytes:
-            self._shadows[address] = Shadow(num_bytes, None)
-
     def flat(self, storage: torch.UntypedStorage) -> torch.Tensor | None:
         """What the whole of `storage` holds, in memory of its own; None if that is not known."""
-        return self._seen(self._flat(storage))
-
-    def _seen(self, known: _Known) -> _Known:
-        """What is handed out, from where it may decide what is done."""
-        self.looks += known is not None
-        return known
-
-    def _flat(self, storage: torch.UntypedStorage) -> torch.Tensor | None:
         value = self._uniform.get(storage._cdata)
         if value is not None:
             if value != 0 and storage.nbytes() > budget.MAX_TENSOR_BYTES:
@@ -129,14 +81,11 @@ class Values:
         flat = None if shadow is None else shadow.flat()
         if shadow is not None and flat is not None and not shadow.num_bytes:
             shadow.num_bytes = storage.nbytes()  # now that it is made
-            self._hold_bytes(shadow.num_bytes)
+            self._held_bytes += shadow.num_bytes
         return flat
 
     def get(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The real tensor behind `tensor` (a real tensor is its own), None if its contents are not known."""
-        return self._seen(self._get(tensor))
-
-    def _get(self, tensor: torch.Tensor) -> torch.Tensor | None:
         if not tensor.is_meta:
             return tensor
         if not tensor.numel():
@@ -144,7 +93,7 @@ class Values:
         uniform = self._uniform.get(tensor.untyped_storage()._cdata)
         if uniform is not None and uniform.dtype == tensor.dtype:
             return uniform.expand(tensor.shape)
-        flat = self._flat(tensor.untyped_storage())
+        flat = self.flat(tensor.untyped_storage())
         return None if flat is None else Geometry.of(tensor).view(flat)
 
     def writable(self, tensor: torch.Tensor) -> torch.Tensor | None:
@@ -154,7 +103,7 @@ class Values:
 
     def _own(self, storage: torch.UntypedStorage) -> torch.Tensor | None:
         """What the whole of `storage` holds, to be changed: what was put off still reads what it held before."""
-        flat, shadow = self._flat(storage), self._shadows.get(storage._cdata)
+        flat, shadow = self.flat(storage), self._shadows.get(storage._cdata)
         if flat is not None and shadow is not None and shadow.is_awaited:
             flat = flat.clone()
             self._shadows[storage._cdata] = Shadow(shadow.num_bytes, flat)
@@ -172,11 +121,6 @@ class Values:
     def is_uniform(self, tensor: torch.Tensor) -> bool:
         """Whether all elements are known to be alike."""
         return tensor.untyped_storage()._cdata in self._uniform
-
-    def uniform_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The number that all elements are known to be, to be compared and not handed out; None if they are not."""
-        address = tensor.untyped_storage()._cdata
-        return None if self.tokens.knows(address) or address in self._shares else self._uniform.get(address)
 
     def set_uniform(self, tensor: torch.Tensor, value: Any) -> None:
         """All elements of `tensor`, which owns its whole storage, are known to be `value`."""
@@ -199,12 +143,8 @@ class Values:
 
     def _hold(self, storage: torch.UntypedStorage, shadow: Shadow) -> Shadow:
         self._shadows[storage._cdata] = shadow
-        self._hold_bytes(shadow.num_bytes)
+        self._held_bytes += shadow.num_bytes
         return shadow
-
-    def _hold_bytes(self, num_bytes: int) -> None:
-        self._held_bytes += num_bytes
-        self._most_held = max(self._most_held, self._held_bytes)
 
     def _spell_out(self, storage: torch.UntypedStorage) -> None:
         """One value for all elements becomes a value for each; zeros take no memory until they are written."""
@@ -221,68 +161,6 @@ class Values:
         num_bytes = tensor.untyped_storage().nbytes()
         return num_bytes <= budget.MAX_TENSOR_BYTES and self._held_bytes + num_bytes <= budget.MAX_SHADOW_BYTES
 
-    # -- what is done again (repeat/) --------------------------------------------------------------------------------
-
-    def begin_slice(self) -> tuple[int, int]:
-        """From here on it is counted what `end_slice` says."""
-        self._most_held = self._held_bytes
-        return self._work, self._held_bytes
-
-    def end_slice(self, begun: tuple[int, int]) -> tuple[int, int, int]:
-        """Work that was paid for since `begin_slice` returned `begun`; bytes that are held more, and were at most."""
-        return self._work - begun[0], self._held_bytes - begun[1], self._most_held - begun[1]
-
-    def has_room(self, work: int, rise: int) -> bool:
-        """Whether so much may be computed and held, as surely as it was before; nothing always may."""
-        works = not work or self._work + work <= budget.MAX_WORK
-        return works and (rise <= 0 or self._held_bytes + rise <= budget.MAX_SHADOW_BYTES // 2)
-
-    def repeat(self, work: int, held: int, rise: int) -> bool:
-        """The same is done again; False if there might not be room for as much."""
-        if not self.has_room(work, rise):
-            return False
-        self._work += work
-        self._held_bytes += held
-        return True
-
-    def taken_down(self, address: int) -> Known | None:
-        """What is known of the storage at `address`, to be held for another; None: it is not to be had without work."""
-        shadow = self._shadows.get(address)
-        if address in self._shares or self.tokens.knows(address) or not (shadow is None or shadow.is_made):
-            return None
-        if shadow is not None:
-            shadow.is_awaited = True
-        return Known(shadow, self._uniform.get(address))
-
-    def hold_like(self, address: int, known: Known) -> None:
-        """Of what `repeat` says is held, this is of the storage at `address`."""
-        if known.shadow is not None:
-            self._shadows[address] = copy.copy(known.shadow)
-        if known.uniform is not None:
-            self._uniform[address] = known.uniform.clone()
-
-    def are_same(self, one: torch.Tensor, other: torch.Tensor, *, only_known: bool = False) -> bool:
-        """Whether as much is known of both, and it is equal; `only_known`: or would be computed in the same way."""
-        pair = one, other
-        if not all(tensor.is_meta for tensor in pair):
-            return not any(tensor.is_meta for tensor in pair) and torch.equal(*pair)
-        addresses = [tensor.untyped_storage()._cdata for tensor in pair]
-        uniform = [self._uniform.get(address) for address in addresses]
-        shadow, its = (self._shadows.get(address) for address in addresses)
-        if any(address in self._shares or self.tokens.knows(address) for address in addresses):
-            return False
-        if uniform[0] is not None and uniform[1] is not None:
-            return bool(torch.equal(uniform[0], uniform[1]))
-        if shadow is None or its is None:
-            return shadow is its and uniform == [None, None]
-        if only_known:
-            return shadow.is_like(its)
-        # To look must not change what is computed, which is what a run without looking would compute.
-        if not (shadow.is_made and its.is_made) or shadow.num_bytes > budget.MAX_COMPARED_BYTES:
-            return False
-        known = shadow.flat(), its.flat()
-        return known[0] is not None and known[1] is not None and torch.equal(known[0], known[1])
-
     # -- operators --------------------------------------------------------------------------------------------------
 
     def compute(self, func: Any, args: Any, kwargs: Any, made: Any = ()) -> Any:
@@ -294,9 +172,6 @@ class Values:
             kwargs: its keyword arguments.
             made: meta tensors like its results, where they are there.
         """
-        return self._seen(self._compute(func, args, kwargs, made))
-
-    def _compute(self, func: Any, args: Any, kwargs: Any, made: Any = ()) -> Any:
         if not self._all_known((args, kwargs)):
             return None
         if not self._affords(func, [*tensors_of([*args, *kwargs.values()]), *made]):
@@ -340,8 +215,8 @@ class Values:
         """Random integers, the same in every run and without touching the program's generator; floats are unknown."""
         kwargs = {name: value for name, value in kwargs.items() if name != "generator"}
         with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(self.draws)
-            self.draws += 1
+            torch.default_generator.manual_seed(self._draws)
+            self._draws += 1
             result = func(*args, **kwargs)
         return None if any(part.is_floating_point() for part in tensors_of(result)) else result
 
@@ -370,7 +245,7 @@ class Values:
             LookupError: one of them is not known.
         """
         if isinstance(value, (torch.Tensor, Later)):
-            known = value.read() if isinstance(value, Later) else self._get(value)
+            known = value.read() if isinstance(value, Later) else self.get(value)
             if known is None:
                 raise LookupError
             return known
@@ -430,7 +305,7 @@ class Values:
         packet = func.overloadpacket
         if packet in unknowns.UNIFORM:
             value = unknowns.UNIFORM[packet](args, kwargs)
-            value = self._get(value) if isinstance(value, torch.Tensor) else value
+            value = self.get(value) if isinstance(value, torch.Tensor) else value
             for output in outputs:
                 if value is not None and (packet not in unknowns.EMPTY or is_small(output) or is_integer(output)):
                     self.set_uniform(output, value)
@@ -449,7 +324,7 @@ class Values:
                     self._keep(outputs[0].untyped_storage(), self._lent[1]).is_awaited = True
                     return
             else:
-                result = self._compute(func, args, kwargs, outputs)
+                result = self.compute(func, args, kwargs, outputs)
                 if key is not None and result is not None:
                     self.set(outputs[0], result)
                     self._lend(key, outputs[0])
@@ -513,7 +388,7 @@ class Values:
             return tensor.reshape(()) if tensor.numel() == 1 else None
         known = self._uniform.get(tensor.untyped_storage()._cdata)
         if known is None and tensor.numel() == 1:
-            known = self._get(tensor)
+            known = self.get(tensor)
         return None if known is None or known.dtype != tensor.dtype else known.reshape(())
 
     def _assume_for(self, func: Any, args: Any, kwargs: Any, outputs: list[torch.Tensor]) -> None:
@@ -538,7 +413,7 @@ class Values:
             if packet in unknowns.KEEP_SHARE:
                 self._shares[outputs[-1].untyped_storage()._cdata] = share
             return
-        if self._get(args[0]) is None and self.wants(outputs[-1]):
+        if self.get(args[0]) is None and self.wants(outputs[-1]):
             with threads_for(outputs[-1].numel()):
                 chosen = unknowns.choices(func, args, kwargs, outputs, self.ends)
             if chosen is not None:
@@ -550,7 +425,7 @@ class Values:
         """The part of a mask's elements that is true, where not more is known; None if this is no such mask."""
         if tensor.is_meta and tensor.untyped_storage()._cdata in self._shares:
             return self._shares[tensor.untyped_storage()._cdata]
-        return 1.0 if tensor.dtype is torch.bool and self._get(tensor) is None else None
+        return 1.0 if tensor.dtype is torch.bool and self.get(tensor) is None else None
 
     def write(self, func: Any, args: Any, kwargs: Any, target: torch.Tensor) -> None:
         """`func` changes `target` in place: follow it, or forget what `target` holds."""
@@ -586,7 +461,7 @@ class Values:
                 self.set_uniform(target, 0)
             self._spell_out(target.untyped_storage())
         self._own(target.untyped_storage())
-        if self._compute(func, args, kwargs) is None:
+        if self.compute(func, args, kwargs) is None:
             self._give_share(func, args, target)
 
     def _give_share(self, func: Any, args: Any, target: torch.Tensor) -> None:
@@ -621,7 +496,7 @@ class Values:
         A mask that is not known selects every element. Indices beyond `budget.MAX_TENSOR_BYTES` are not computed: what
         is returned then is a meta tensor, which says how many there are.
         """
-        known = self._seen(self._uniform_mask(mask))
+        known = self._uniform_mask(mask)
         known = self.get(mask) if known is None else known
         share = self._shares.get(mask.untyped_storage()._cdata)
         if known is not None:

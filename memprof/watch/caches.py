@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import bisect
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -45,7 +45,6 @@ class Caches:
         """Storages, and the number of the first call that overwrote them."""
         self._returned: defaultdict[int, set[int]] = defaultdict(set)
         """What the last call of each module returned."""
-        self._times_kept = 0
         self._lines: set[_Key] = set()
         """Operators, lines and modules that make what is kept."""
 
@@ -80,11 +79,6 @@ class Caches:
                 self._keep(index)
 
     @property
-    def changes(self) -> tuple[int, int]:
-        """What differs once anything was found, but for what is `joined`."""
-        return len(self._overwritten), self._times_kept
-
-    @property
     def looks(self) -> bool:
         """Whether what the program does now may be to a cache: it is in a part of a model that infers."""
         return self._infers and self._recorder.modules.current not in (NONE, self._roots[-1])
@@ -113,17 +107,7 @@ class Caches:
         made = self._recorder.trace.storages[index]
         return made.module != NONE and maker >= 0 and self._roots[maker] == self._roots[-1]
 
-    def joined(self, first: int = 0) -> list[tuple[int, int]]:
-        """In the call that is running, from the one of that number on: what was joined to new, and the storages made
-        before that."""
-        return self._joined[first:]
-
-    def join_again(self, joined: Iterable[tuple[int, int]]) -> None:
-        """The same of what is not run."""
-        self._joined.extend(joined)
-
     def _keep(self, index: int) -> None:
-        self._times_kept += 1
         self._recorder.keeps(index)
         storage = self._recorder.trace.storages[index]
         if storage.module != NONE:

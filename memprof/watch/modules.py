@@ -106,12 +106,6 @@ class ModuleTracker:
         places = (place for end in ends for place in self._places.get(end, ()) if place >= index)
         return next(places, index)
 
-    def below_and(self, module: nn.Module) -> range:
-        """Indices of `module` and all that is in it, if these follow each other in that order; else none."""
-        indices = [self._known.get(part, NONE) for part in module.modules()]
-        found = range(indices[0], indices[0] + len(indices)) if indices[0] != NONE else range(0)
-        return found if indices == list(found) else range(0)
-
     def known(self) -> Iterator[tuple[nn.Module, int]]:
         """Every module that is in the table and still alive, and its index."""
         yield from self._known.items()

@@ -297,68 +297,6 @@ class Recorder:
             if storage.device != "cpu":
                 self.live_bytes -= storage.num_bytes
 
-    # -- what is written again (virtual/repeat/) ----------------------------------------------------------------------
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether nothing is asked and nothing is told apart when memory is taken: a request is an event."""
-        apart = self._pool or self._pool_of_trace or self.streams.several or self._stream_of_trace
-        return not (self.threads or self._closed or self.communicates or self.refusal or self._gone or apart)
-
-    def count(self, storage: Storage) -> None:
-        """An allocation was written into the trace."""
-        if storage.device != "cpu":
-            self.live_bytes += storage.num_bytes
-            self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-
-    def discount(self, storage: Storage) -> None:
-        """A free was written into the trace."""
-        if storage.device != "cpu":
-            self.live_bytes -= storage.num_bytes
-
-    def attach(self, storage: torch.UntypedStorage, index: int) -> None:
-        """`storage` is what was written into the trace as number `index`; its death will be noted."""
-        ref = _StorageRef(storage, self._died)
-        ref.address, ref.index = storage._cdata, index
-        self._refs[index] = ref
-        self.live[ref.address] = index
-
-    def detach(self, index: int) -> Callable[[], object]:
-        """The death of a storage was written into the trace, and comes; what gives None once it has come."""
-        ref = self._refs.pop(index)
-        if self.live.pop(ref.address, None) is not None:
-            self.on_death(ref.address)
-        storage = ref()
-        return (lambda: None) if storage is None else weakref.ref(storage)
-
-    def rename(self, index: int, other: int) -> None:
-        """A living storage is number `other` from here on, whose begin was written into the trace, and its own end."""
-        ref = self._refs.pop(index)
-        ref.index = other
-        self._refs[other] = ref
-        self.live[ref.address] = other
-
-    def notes(self) -> int:
-        """How many operators were noted forward."""
-        return len(self._forward.places)
-
-    def note_after(self, notes: int) -> Place | None:
-        """The first that was noted since there were so many."""
-        return next(iter(self._forward.places[notes : notes + 1]), None)
-
-    @property
-    def is_noted(self) -> bool:
-        """Whether an operator that runs now would not be the first to be noted of its autograd node."""
-        sequence = self._forward.sequence
-        return bool(sequence) and sequence[-1] >= _sequence_number()
-
-    def note_repeated(self, place: Place) -> None:
-        """As `note_forward`, of the first operator of what was written again and has one autograd node."""
-        number, forward = _sequence_number(), self._forward
-        if not forward.sequence or forward.sequence[-1] < number:
-            forward.sequence.append(number)
-            forward.places.append(place)
-
     @property
     def closed(self) -> bool:
         """Whether nothing is recorded any more."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import importlib
 import importlib.util
@@ -54,8 +53,6 @@ class ModelSource:
     """The vocabulary that the user asked for, if any: a larger one is a finding."""
     stored: Stored | None = None
     """How its weights are stored, if they are quantized."""
-    own_code: bool = False
-    """Whether its code is the user's, or came with its weights, and not memprof's or a release of transformers."""
 
 
 def find_source(spec: TargetSpec) -> ModelSource:
@@ -203,13 +200,11 @@ def _from_mapping(name: str, config: dict[str, Any], spec: TargetSpec, *, where:
     notes = [f"Model: {name} as {architecture}.", *why]
     find_classes = functools.partial(_classes, architecture, str(config.get("model_type")))
     reference = reference_of(config, architecture)
-    own_code = reference is not None and (spec.trust_remote_code or not _has_class(architecture))
-    if reference is not None and own_code:
+    if reference is not None and (spec.trust_remote_code or not _has_class(architecture)):
         notes.append(check_trusted(reference, where, trusted=spec.trust_remote_code))
         find_classes = functools.partial(load_classes, config, reference, where, offline=not _hub_answers())
     config = {key: value for key, value in config.items() if key != "auto_map"}
-    source = _hugging_face(name, find_classes, architecture, task, config, dtype, notes, spec, stored)
-    return dataclasses.replace(source, own_code=own_code)
+    return _hugging_face(name, find_classes, architecture, task, config, dtype, notes, spec, stored)
 
 
 def _default_architecture(model_type: str) -> str:
@@ -408,7 +403,6 @@ def _from_factory(target: str, factory: str, spec: TargetSpec) -> ModelSource:
         vocab_size=None,
         config=None,
         asked_vocab_size=spec.vocab_size,
-        own_code=True,
     )
 
 

@@ -29,7 +29,6 @@ from memprof.virtual.compiled.telling import Telling
 from memprof.virtual.compiled.traced import Traced, used
 from memprof.virtual.edges.compiled import BLOCK_MASK, block_mask, is_block_mask
 from memprof.virtual.machine import Machine
-from memprof.virtual.repeat.spies import Spies
 from memprof.virtual.stand_ins import in_graph
 from memprof.virtual.torch_cuda.driver import driver_patches
 from memprof.watch.patches import Patches
@@ -72,7 +71,6 @@ class Compiler:
         function_mode: by which the program sees it.
         patches: of the run, lifted while torch compiles.
         assume: told what the run rests on.
-        spies: what stands for numbers in the program's layers.
         is_on: whether anything is compiled.
     """
 
@@ -82,7 +80,6 @@ class Compiler:
         function_mode: Any,
         patches: Patches,
         assume: Callable[[str], None],
-        spies: Spies,
         *,
         is_on: bool,
     ) -> None:
@@ -90,7 +87,6 @@ class Compiler:
         self._function_mode = function_mode
         self._patches = patches
         self._assume = assume
-        self._spies = spies
         self._why_not = "" if is_on else ", as asked for"
         if is_on and "triton" not in sys.modules and importlib.util.find_spec("triton") is None:
             self._why_not = ", for Triton is not installed"
@@ -239,7 +235,7 @@ class Compiler:
             outer, self._frame = self._frame, _named(frame.f_code)
             begun, is_left = dynamo_utils.counters["frames"]["total"], False
             try:
-                with self._timed(), self._lifted(), self._spies.withdrawn():
+                with self._timed(), self._lifted():
                     made = call(self_, frame, *args, **kwargs)
                 is_left = made.guarded_code is None and dynamo_utils.counters["frames"]["total"] == begun  # not traced
                 if made.frame_exec_strategy.cur_action.name == "RUN_ONLY":
@@ -285,7 +281,6 @@ class Compiler:
             # They are checked where the program runs, in what it sees of torch.
             with lifted.put_back():
                 build(manager, code, output_graph, *args, **kwargs)
-            self._spies.compiled([str(guard.name) for guard in output_graph.guards])
 
         def run_node(*args: Any, **kwargs: Any) -> Any:
             with made():
