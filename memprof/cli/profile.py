@@ -137,7 +137,6 @@ def _run(spec: TargetSpec, how: How, progress: Progress, *, is_named: bool) -> t
         spec = spec.edit(device=how.device)
     if how.fix is None and not how.ladder:
         return flow.profile(spec, progress) if simulated is None else (simulated, analyze(simulated))
-    from memprof.flows.ahead import code_kept
     from memprof.flows.ladder.climb import climb
     from memprof.flows.ladder.runs import SpecRuns, apply_fixes
     from memprof.flows.ladder.search import guessed, search
@@ -159,11 +158,10 @@ def _run(spec: TargetSpec, how: How, progress: Progress, *, is_named: bool) -> t
         spec, simulated = spec.edit(host_memory_bytes=HOST_BYTES), None
     guess = functools.partial(guessed, spec) if how.searches else None
     climbs = how.fix is None and any(STEPS[name].compiles for name in ladder(spec.gpus))
-    with code_kept():
-        runs = SpecRuns(spec, progress, simulated, likely=fixes, guess=guess, climbs=climbs)
-        if how.fix is None:
-            return climb(runs, ladder(spec.gpus))
-        return search(runs) if how.searches else apply_fixes(runs, fixes, each=how.ladder)
+    runs = SpecRuns(spec, progress, simulated, likely=fixes, guess=guess, climbs=climbs)
+    if how.fix is None:
+        return climb(runs, ladder(spec.gpus))
+    return search(runs) if how.searches else apply_fixes(runs, fixes, each=how.ladder)
 
 
 def _largest(spec: TargetSpec, what: str, fix: str | None, progress: Progress) -> tuple[Trace, Document]:

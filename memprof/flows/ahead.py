@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from multiprocessing.connection import Pipe
 from typing import Any
 
@@ -42,15 +42,6 @@ def warm(spec: TargetSpec, progress: Callable[[str], None]) -> None:
     )  # fmt: skip
     with contextlib.suppress(MemprofError):  # whatever it is, the runs themselves will say it
         profile(small, explained=False)
-
-
-@contextlib.contextmanager
-def code_kept() -> Iterator[None]:
-    """Inside, what the compiler made of a model's layers in one run serves the next."""
-    from memprof.virtual.compiled.reuse import shared  # needs torch
-
-    with shared():
-        yield
 
 
 Made = tuple[Trace, Document] | MemprofError

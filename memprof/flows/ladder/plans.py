@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from memprof.errors import MemprofError, UsageError
-from memprof.flows.ahead import at_once, code_kept
+from memprof.flows.ahead import at_once
 from memprof.flows.ladder.runs import LadderRun, Runs, RunsWith, SpecRuns, with_ladder
 from memprof.flows.ladder.search import CHEAPER, Found, find
 from memprof.remedies.fixes import Fix, edit_spec
@@ -31,7 +31,6 @@ _MOST_CARDS = 256
 _OF_SEQUENCES = ("activations", "logits and loss", "inputs")
 
 
-@code_kept()
 def search_plans(spec: TargetSpec, progress: Callable[[str], None] = lambda doing: None) -> tuple[Trace, Document]:
     """The run on `spec.gpus` cards with the cheapest plan and set of remedies that fits, and how it was found.
 

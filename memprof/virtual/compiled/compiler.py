@@ -26,7 +26,6 @@ from memprof.virtual.compiled.graphs import Graphs
 from memprof.virtual.compiled.lifting import Lifting
 from memprof.virtual.compiled.origins import Origins
 from memprof.virtual.compiled.telling import Telling
-from memprof.virtual.compiled.traced import Traced, used
 from memprof.virtual.edges.compiled import BLOCK_MASK, block_mask, is_block_mask
 from memprof.virtual.machine import Machine
 from memprof.virtual.stand_ins import in_graph
@@ -42,6 +41,7 @@ EAGER = "torch.compile runs eagerly here{}: compiled code fuses operators and as
 _BY_TIME = "Inductor is not asked to time kernels against each other ({}): cuBLAS and its own first choice are taken."
 _TIMED = ("max_autotune", "max_autotune_gemm", "max_autotune_pointwise", "coordinate_descent_tuning")
 _INDUCTOR = {
+    "fx_graph_cache": False,
     "fx_graph_remote_cache": False,
     "autotune_local_cache": False,
     "compile_threads": 1,
@@ -49,7 +49,7 @@ _INDUCTOR = {
     "triton.autotune_at_compile_time": False,
     **dict.fromkeys(_TIMED, False),
 }
-"""Settings of Inductor while it compiles, beside `reuse.settings`: nothing is kept for other processes, or timed."""
+"""Settings of Inductor while it compiles: nothing is kept for other processes, or timed."""
 _DYNAMO = {"run_gc_after_compile": False}
 """All garbage is looked for once it has compiled, and not a part of it before."""
 _AOT = {
@@ -102,7 +102,6 @@ class Compiler:
         self._graphs = Graphs(machine.recorder, assume)
         self._graphs_for_all = False
         self._telling = Telling(self._lifted, machine.recorder, assume)
-        self._traced = Traced(assume, self._telling.keeps_more, self._telling.took)
 
     def patches(self) -> Iterator[tuple[Any, str, Any]]:
         """The patch (owner, name, replacement) of `torch.compile`; `nn.Module.compile` calls it."""
@@ -191,7 +190,7 @@ class Compiler:
         self._watch_frames()
         self._own.set_all(self._hooks())
         self._own.set_all(self._telling.patches())
-        self._own.set_all(saved.patches(self._traced.keeps_more))
+        self._own.set_all(saved.patches(self._telling.keeps_more))
         self._own.set_all(program_side.patches(self._lifted, self._function_mode, self._assume))
         self._own.set_all(wrapper.patches(self._machine, self._origins, self._telling.kernel))
         wrapper.add_rules(type(self._machine))
@@ -310,10 +309,9 @@ class Compiler:
             asked, graphed = self._settings(kwargs.get("config_patches"))
             kwargs["config_patches"] = asked
             compile_it = compile_graphed(self._frame) if graphed else compile_inner
-            kept_for_next = contextlib.nullcontext() if graphed or args else used()
             kept = torch.fx.GraphModule(model, copy.deepcopy(model.graph))  # what compiles it may change it
             try:
-                with lifted(), kept_for_next:
+                with lifted():
                     return whole(model, inputs, *(args or (compile_it,)), **kwargs)
             except Exception as error:  # of any kind: what Inductor cannot do without a card runs eagerly
                 self._fall_back(error)
@@ -348,7 +346,7 @@ class Compiler:
         import torch._functorch.config as functorch
         import torch._inductor.config as inductor
 
-        from memprof.virtual.compiled import card, convolutions, reuse, tracing
+        from memprof.virtual.compiled import card, convolutions, tracing
 
         self._graphs_for_all = bool(inductor.triton.cudagraphs)
         timed = [name for name in _TIMED if getattr(inductor, name, False)]
@@ -360,12 +358,9 @@ class Compiler:
             own.set_all(tracing.patches(self._machine))
             own.set_all(convolutions.patches(self._machine.card))
             own.set_all(card.patches(self._machine.cards, self._properties, self._drivers))
-            own.set_all(reuse.patches(str(self._properties), self._origins, self._traced.loaded))
-            own.set_all(self._traced.patches(f"{self._properties} {self._machine.cards.named()}"))
-            own.set(self._machine.values, "assume", self._traced.assume)
             with (
                 dynamo.patch(_known(dynamo, _DYNAMO)),
-                inductor.patch(_known(inductor, {**_INDUCTOR, **reuse.settings()})),
+                inductor.patch(_known(inductor, _INDUCTOR)),
                 functorch.patch(_known(functorch, _AOT)),
                 warnings.catch_warnings(),
             ):

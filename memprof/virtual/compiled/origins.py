@@ -9,11 +9,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
-
-import torch
 
 from memprof.trace.events import NONE
 from memprof.watch.forward import Place
@@ -50,14 +47,6 @@ class Origins:
     def note(self, graph: Any, file: str) -> None:
         """`graph`, lowered by Inductor, became that file."""
         self._buffers[file] = {name: origin for name, node in _nodes(graph) if (origin := origin_of(node)) is not None}
-
-    def of_code(self, name: str) -> dict[str, Origin]:
-        """Of the buffers of the file of this name."""
-        return next((known for file, known in self._buffers.items() if Path(file).stem == name), {})
-
-    def know(self, file: str, buffers: dict[str, Origin]) -> None:
-        """Another run has noted this of its `file`."""
-        self._buffers[file] = buffers
 
     def place(self, frame: FrameType | None, known: Place) -> tuple[str, Place]:
         """Operator and place of the allocation in generated code that `frame` is called from.
@@ -112,9 +101,3 @@ def origin_of(node: Any) -> Origin | None:
     own = [frame for frame in frames if Recorder.is_program_file(frame["file"])]
     source = f"{own[-1]['file']}:{own[-1]['line']} {own[-1]['function']}" if own else ""
     return Origin(f"aten.{_operator(node)}", path, source)
-
-
-def origins_of(graph: torch.nn.Module) -> list[Origin | None]:
-    """Of each node of it and of the graphs in it, in their order."""
-    parts = [part.graph.nodes for part in graph.modules() if isinstance(part, torch.fx.GraphModule)]
-    return [origin_of(node) for nodes in parts for node in nodes]
