@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -139,7 +138,7 @@ def _run(spec: TargetSpec, how: How, progress: Progress, *, is_named: bool) -> t
         return flow.profile(spec, progress) if simulated is None else (simulated, analyze(simulated))
     from memprof.flows.ladder.climb import climb
     from memprof.flows.ladder.runs import SpecRuns, apply_fixes
-    from memprof.flows.ladder.search import guessed, search
+    from memprof.flows.ladder.search import search
     from memprof.remedies.fixes import parse_fixes
     from memprof.remedy_catalog import BESIDE, SPREADS, STEPS, ladder
 
@@ -156,9 +155,7 @@ def _run(spec: TargetSpec, how: How, progress: Progress, *, is_named: bool) -> t
         spec = spec.edit(parallel=BESIDE)
     if how.searches and spec.host_memory_bytes is None:
         spec, simulated = spec.edit(host_memory_bytes=HOST_BYTES), None
-    guess = functools.partial(guessed, spec) if how.searches else None
-    climbs = how.fix is None and any(STEPS[name].compiles for name in ladder(spec.gpus))
-    runs = SpecRuns(spec, progress, simulated, likely=fixes, guess=guess, climbs=climbs)
+    runs = SpecRuns(spec, progress, simulated)
     if how.fix is None:
         return climb(runs, ladder(spec.gpus))
     return search(runs) if how.searches else apply_fixes(runs, fixes, each=how.ladder)

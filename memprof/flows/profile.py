@@ -60,12 +60,8 @@ def profile(
 def happened(
     spec: TargetSpec,
     progress: Callable[[str], None] = lambda doing: None,
-    built: Callable[[], TargetSpec] | None = None,
 ) -> Trace:
     """What happened in the run of `spec`, on its virtual card or on a real device.
-
-    Args:
-        built: as in `Workload`, for a run of one process.
 
     Raises:
         MemprofError: the model cannot be found or built (UsageError where the user named something wrong).
@@ -78,7 +74,7 @@ def happened(
         raise UsageError("how is the model spread over the cards?", value=asked, hint=hint)
     if spec.parallel is not None and spec.rank is None and parse_plan(spec.parallel, spec.gpus).layers == 1:
         return _one_of_each_kind(spec, spec.parallel, progress)
-    return _ran(spec, progress, built)
+    return _ran(spec, progress)
 
 
 COMPILER = "torch._inductor.compile_fx"
@@ -92,7 +88,7 @@ def compiles(spec: TargetSpec) -> bool:
     return spec.compile or any(STEPS[fix.partition("=")[0]].compiles for fix in spec.fixes)
 
 
-def _ran(spec: TargetSpec, progress: Callable[[str], None], built: Callable[[], TargetSpec] | None = None) -> Trace:
+def _ran(spec: TargetSpec, progress: Callable[[str], None]) -> Trace:
     """One process of it, run or measured.
 
     Raises:
@@ -125,7 +121,7 @@ def _ran(spec: TargetSpec, progress: Callable[[str], None], built: Callable[[], 
     failed: RunFailedError | None = None
     while True:
         with unread():  # libraries that take part are imported
-            workload = Workload(spec, source, switch_on, built)
+            workload = Workload(spec, source, switch_on)
         try:
             if spec.device == "virtual":
                 trace = capture_virtual(

@@ -30,7 +30,7 @@ from memprof.verify.precision_table import precision_rows, quantized_row
 from memprof.verify.processes import all_of, compiled_here, one_thread, prepare
 from memprof.verify.reference import float64_throughout
 from memprof.verify.specimens import IGNORED, SPECIMENS, Specimen, batches, find_specimen
-from memprof.workload.side_by_side import number_of_processes
+from memprof.workload.pool import number_of_workers
 from memprof.workload.step import quiet_transformers
 
 OWN_ERRORS = 4
@@ -93,7 +93,7 @@ def verify(
         raise UsageError("--seeds must be at least 1", value=str(seeds), hint="give a positive whole number")
     found = Verification(seeds=seeds)
     specimens = [find_specimen(name, found.notes, trust_remote_code) for name in models] or list(SPECIMENS.values())
-    several = not models and number_of_processes() > 1
+    several = not models and number_of_workers() > 1
     with one_thread(), compiled_here(chosen, several=several) as compiler_at_hand:
         prepare(chosen, [] if models else specimens)
         # A process of its own tells nobody what it does.

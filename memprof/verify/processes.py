@@ -13,8 +13,8 @@ from memprof.errors import MemprofError
 from memprof.remedy_catalog import Remedy
 from memprof.verify.kernels import COMPILER, header_beside, kernels_together
 from memprof.verify.specimens import Specimen
+from memprof.workload.pool import run_all
 from memprof.workload.quantization import import_quietly
-from memprof.workload.side_by_side import side_by_side
 
 _Answer = TypeVar("_Answer")
 
@@ -78,7 +78,7 @@ def all_of(works: Sequence[Callable[[], _Answer]], progress: Callable[[str], Non
     if not several:
         return [work() for work in works]
     answers = []
-    for answer in side_by_side(works, progress):
+    for answer in run_all(works, progress):
         if isinstance(answer, MemprofError):
             raise answer
         answers.append(answer)

@@ -38,9 +38,6 @@ SwitchOn = Callable[
 
 Remedies stand above this package, so that the pipeline hands this in."""
 
-AFTER_BUILDING = ("context_length", "batch_size", "gradient_accumulation", "zero_grad")
-"""What of a spec the building of a model of the catalog has nothing to do with."""
-
 
 class Workload:
     """One run of `spec`: build the model, then step.
@@ -50,8 +47,6 @@ class Workload:
     Args:
         source: its model.
         switch_on: needed if the spec has `fixes`.
-        built: asked when the model is built, for the spec to go on with. It differs from the first in nothing but
-            `AFTER_BUILDING`.
 
     Raises:
         UsageError: the spec asks for an adapter, and PEFT is not installed.
@@ -62,11 +57,9 @@ class Workload:
         spec: TargetSpec,
         source: ModelSource,
         switch_on: SwitchOn | None = None,
-        built: Callable[[], TargetSpec] | None = None,
     ) -> None:
         self.spec = spec
         self._switch_on = switch_on
-        self._on_built = built
         self.source = source
         self.num_parameters = 0
         self.num_trainable_parameters = 0
@@ -129,8 +122,6 @@ class Workload:
         if self.dtype is None:
             first = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
             self.dtype = None if first is None else str(first).removeprefix("torch.")
-        if self._on_built is not None:
-            spec = self.spec = self._on_built()
         feeder = Feeder(self.source, base, spec.batch_size, spec.context_length, self._lengths)
         self.sequence_lengths = feeder.sequence_lengths
         self.context_length = feeder.context_length if feeder.takes_tokens else None

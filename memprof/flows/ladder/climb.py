@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 
 from memprof.cost import bottleneck_of
 from memprof.errors import MemprofError
 from memprof.flows.ladder.runs import LadderRun, Runs
 from memprof.remedies.fixes import Fix
-from memprof.remedy_catalog import STEPS, ladder, why_not_together
+from memprof.remedy_catalog import STEPS, ladder
 from memprof.report.documents.report import Document
 from memprof.trace.events import Trace
 from memprof.units import format_bytes
@@ -22,16 +21,13 @@ MAX_RUNS = 16
 """A ladder is to be there within a minute."""
 
 
-def climb(runs: Runs, names: Sequence[str] | None = None, *, beside: bool = True) -> tuple[Trace, Document]:
+def climb(runs: Runs, names: Sequence[str] | None = None) -> tuple[Trace, Document]:
     """The run as it is, with a ladder of `names`, or of all that have a place there.
 
     Each row has the cheapest remedy against what is then in the way.
 
     It goes on past the row that fits, as long as a remedy saves something that is worth a row and trains the same
     model. What trains another model (LoRA) is tried only where nothing else is enough.
-
-    What compiles is run `beside` what is tried before it, if it is in question from the begin: most of its time is the
-    compiler's, which later runs are spared, also those with other remedies.
 
     Raises:
         RunFailedError: as `profile`.
@@ -41,10 +37,6 @@ def climb(runs: Runs, names: Sequence[str] | None = None, *, beside: bool = True
     not_applied: dict[str, str] = {}
     asked: dict[str, int] = {}
     left = [name for name in (ladder() if names is None else names) if name not in runs.on_now()]
-    first, *others = _in_question(run, left) or [""]
-    compiled = next((name for name in others if STEPS[name].compiles), None)
-    if beside and compiled is not None and not STEPS[first].compiles:
-        runs.beside([Fix(STEPS[compiled])], functools.partial(climb, names=names, beside=False))
     while len(rungs) < MAX_RUNGS and len(runs) < MAX_RUNS:
         step = next_step(runs, run, fixes, left, asked, not_applied)
         if step is None:
@@ -77,7 +69,6 @@ def next_step(
             continue
         fix = Fix(STEPS[name])
         asked[name] = asked.get(name, 0) + 1
-        runs.ahead(_likely(fixes, fix, candidates))
         try:
             better = runs.with_fixes([*fixes, fix])
         except MemprofError as error:
@@ -92,21 +83,6 @@ def next_step(
         what = f"saves {format_bytes(saved)}" if saved >= 0 else f"takes {format_bytes(-saved)} more"
         not_applied[name] = what + after
     return None
-
-
-def _likely(fixes: Sequence[Fix], fix: Fix, candidates: Sequence[str]) -> list[list[Fix]]:
-    """What will be asked for besides, with the run that is asked for now: with it, the next that is in question.
-
-    Compiled code still has most of what it saves; after any other, something else is in the way.
-    """
-    further = [
-        name
-        for name in candidates[candidates.index(fix.remedy.name) + 1 :]
-        if not why_not_together(STEPS[name], fix.remedy.name)
-    ]
-    others = [name for name in further if not set(STEPS[name].saves) & set(fix.remedy.saves)]
-    likely = (further if fix.remedy.compiles else others)[:1]
-    return [[*fixes, fix], *([*fixes, fix, Fix(STEPS[name])] for name in likely)]
 
 
 def _in_question(run: LadderRun, left: Sequence[str]) -> list[str]:

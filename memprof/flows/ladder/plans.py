@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from memprof.errors import MemprofError, UsageError
-from memprof.flows.ahead import at_once
 from memprof.flows.ladder.runs import LadderRun, Runs, RunsWith, SpecRuns, with_ladder
 from memprof.flows.ladder.search import CHEAPER, Found, find
+from memprof.flows.several import at_once
 from memprof.remedies.fixes import Fix, edit_spec
 from memprof.remedy_catalog import BESIDE, SPREADS, tiers
 from memprof.remedy_catalog.remedy import WEIGHTS
@@ -45,7 +45,6 @@ def search_plans(spec: TargetSpec, progress: Callable[[str], None] = lambda doin
         fits = f"--parallel {plan} over {spec.gpus} cards fits as it is: nothing is given up"
         return _climbed(runs, found[plan], Found((), fits, left_out))
     more = _more_cards(runs, spec)
-    runs.ahead(found.values(), [] if more is None else [more])
     plan, answer = _with_remedies(runs, found, at_once(spec), progress)
     left_out.pop(f"--parallel {plan}")
     reason = f"--parallel {plan}; {answer.reason}; {_without_anything(runs, spec, more)}"
@@ -56,7 +55,6 @@ def _that_fits(runs: Runs, gpus: int, found: Mapping[str, Sequence[Fix]]) -> tup
     """The first plan that fits as it is, if one does, and what those before it need."""
     usable = runs.original.document.device.usable_bytes or 0
     least = {plan: _least(runs, plan, gpus) for plan in found}
-    runs.ahead(steps for plan, steps in found.items() if least[plan] <= usable)
     left_out: dict[str, str] = {}
     for plan, steps in found.items():
         if steps and least[plan] > usable:
@@ -79,7 +77,7 @@ def _with_remedies(
     Raises:
         RunFailedError: as `profile`.
     """
-    from memprof.workload.side_by_side import side_by_side
+    from memprof.workload.pool import run_all
 
     best: tuple[float, str, Found] | None = None
     dearer = 0.0
@@ -92,7 +90,7 @@ def _with_remedies(
     while left:
         asked, left = [plan for plan in left[:processes] if may_be_better(plan)], left[processes:]
         works = [functools.partial(_cheapest, runs, found[plan]) for plan in asked]
-        for plan, answer in zip(asked, side_by_side(works, progress), strict=True):
+        for plan, answer in zip(asked, run_all(works, progress), strict=True):
             if isinstance(answer, MemprofError):
                 raise answer
             if answer.fits and may_be_better(plan) and (best is None or answer.seconds < best[0] * (1 - CHEAPER)):

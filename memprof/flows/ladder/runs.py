@@ -8,18 +8,17 @@ import abc
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from memprof.catalog import Gpu
 from memprof.command_line import profile_command
 from memprof.cost import StepWork, bottleneck_of, cost_of, step_work
 from memprof.errors import MemprofError, UsageError
 from memprof.flows.account import analyze, with_settings
-from memprof.flows.ahead import Ahead, Made
 from memprof.flows.cards import virtual_card
-from memprof.flows.profile import compiles, profile
+from memprof.flows.profile import profile
+from memprof.flows.several import at_once, warm
 from memprof.remedies.fixes import Fix, edit_spec, worst_numerics
 from memprof.remedy_catalog import in_force
 from memprof.report.documents.ladder import Rung
@@ -105,12 +104,8 @@ class Runs(abc.ABC):
         """Remedies that are in force as it is."""
 
     @abc.abstractmethod
-    def ahead(self, sets: Iterable[Sequence[Fix]]) -> None:
-        """Each of these is likely to be asked for, and none waits for another: they may be made at once."""
-
-    @abc.abstractmethod
-    def beside(self, fixes: Sequence[Fix], climb: Callable[[Runs], object]) -> None:
-        """These compile, and are likely to be asked for by `climb`, but first it asks for others."""
+    def make(self, sets: Iterable[Sequence[Fix]]) -> None:
+        """Make the runs with each of these, none of which waits for another: at once where that is possible."""
 
     def know(self, rows: Iterable[tuple[Sequence[Fix], LadderRun]]) -> None:
         """These were made elsewhere."""
@@ -175,10 +170,6 @@ class SpecRuns(Runs):
 
     Args:
         simulated: the run as it is, if it was made already.
-        likely: remedies that will be asked for: if what they make of the spec does not depend on the run as it is, that
-            is run at the same time.
-        guess: or makes the runs that will be asked for, at the same time too.
-        climbs: or others will be asked for one after the other, of which some compile.
     """
 
     def __init__(
@@ -186,21 +177,13 @@ class SpecRuns(Runs):
         spec: TargetSpec,
         progress: Callable[[str], None] = lambda doing: None,
         simulated: Trace | None = None,
-        likely: Sequence[Fix] = (),
-        guess: Callable[[], dict[TargetSpec, Made]] | None = None,
-        climbs: bool = False,
     ) -> None:
         self._progress = progress
         self._spec = spec
         self._simulated = simulated
-        self._ahead = Ahead(progress)
-        if likely and simulated is None and spec.device == "virtual":
-            with contextlib.suppress(UsageError, AskedError):
-                self._ahead.run([spec, _edited(spec, likely)])
-        elif guess is not None and simulated is None and spec.device == "virtual":
-            self._ahead.run([spec], guess)
-        elif climbs and simulated is None and spec.device == "virtual":
-            self._ahead.first(spec)
+        self._is_warm = False
+        self._ready: dict[TargetSpec, tuple[Trace, Document] | MemprofError] = {}
+        """What was made at once and not yet asked for: a run without its ledger, or why it cannot be made."""
         super().__init__(virtual_card(spec))
 
     def in_force(self, fixes: Sequence[Fix]) -> TargetSpec:
@@ -224,25 +207,24 @@ class SpecRuns(Runs):
         """Raises UsageError if they do not go with the spec."""
         self.in_force(fixes)
 
-    def ahead(self, sets: Iterable[Sequence[Fix]], others: Iterable[TargetSpec] = ()) -> None:
-        """These are likely to be asked for; `others` are specs of `report`."""
-        specs = [*others]
+    def make(self, sets: Iterable[Sequence[Fix]]) -> None:
+        """Make the runs with each of these, in workers."""
+        specs: list[TargetSpec] = []
         for fixes in sets:
             made = [fix for fix in fixes if not fix.remedy.alloc_conf]
             if made and tuple(sorted(map(str, made))) not in self._known:
                 with contextlib.suppress(UsageError):
                     specs.append(self.in_force(made))
-        self._ahead.run(specs)
+        left = [spec for spec in dict.fromkeys(specs) if spec not in self._ready]
+        if len(left) < 2 or at_once(self._spec) < 2:
+            return
+        from memprof.workload.pool import run_all  # needs torch
 
-    def beside(self, fixes: Sequence[Fix], climb: Callable[[Runs], object]) -> None:
-        """Make the run with these, which compile, while another process makes what `climb` asks for before it."""
-
-        def others(asked: Ahead) -> None:
-            self._ahead = asked
-            climb(self)
-
-        with contextlib.suppress(UsageError):
-            self._ahead.beside(self.in_force(fixes), others)
+        if not self._is_warm:
+            warm(self._spec, self._progress)
+            self._is_warm = True
+        works = [functools.partial(profile, spec, explained=False) for spec in left]
+        self._ready |= zip(left, run_all(works, self._progress), strict=True)
 
     def report(self, spec: TargetSpec, what: str) -> Document:
         """The report on a run of another spec, `what` in a few words.
@@ -281,70 +263,10 @@ class SpecRuns(Runs):
         return self._profiled(self.in_force(fixes) if fixes else self._spec, what)
 
     def _profiled(self, spec: TargetSpec, what: str) -> tuple[Trace, Document]:
-        made = self._ahead.take(spec)
-        if made is None:
-            made = profile(spec, lambda doing: self._progress(f"{what}: {doing}"), explained=False)
-            self._ahead.has_compiled |= compiles(spec)
-        return made
-
-
-class Guess(SpecRuns):
-    """Runs that are made while the run as it is is not known yet, for `Ahead`: those of `with_fixes`."""
-
-    def __init__(self, spec: TargetSpec) -> None:
-        self._spec = spec
-        self.made: dict[TargetSpec, Made] = {}
-
-    def in_force(self, fixes: Sequence[Fix]) -> TargetSpec:
-        """The spec with `fixes`.
-
-        Raises:
-            UsageError: one of them does not go with it.
-            AskedError: one of them depends on what the run as it is turned out to be.
-        """
-        # A model of this library has rarely a module that looks at all rows. If it has, the guess was wrong.
-        return _edited(self._spec, fixes, classes=(), alloc_conf=None)
-
-    def with_fixes(self, fixes: Sequence[Fix]) -> LadderRun:
-        """The run with these in force, but for the allocator's settings.
-
-        Raises:
-            UsageError: one of them does not apply.
-            AskedError: as `in_force`.
-        """
-        spec = self.in_force([fix for fix in fixes if not fix.remedy.alloc_conf])
-        try:
-            trace, document = self.made[spec] = profile(spec, explained=False)
-        except MemprofError as error:
-            self.made[spec] = error
-            raise
-        return LadderRun(trace, document, None)
-
-
-def _edited(spec: TargetSpec, fixes: Sequence[Fix], **known: Any) -> TargetSpec:
-    return functools.reduce(lambda spec, fix: edit_spec(spec, fix, _Unknown(known)), fixes, spec)
-
-
-class AskedError(Exception):
-    """A remedy depends on what the run as it is turned out to be."""
-
-
-class _Unknown(Mapping[str, Any]):
-    """The target of a run that was not made yet: nobody may ask for more of it than is `known`."""
-
-    def __init__(self, known: Mapping[str, Any]) -> None:
-        self._known = known
-
-    def __getitem__(self, name: str) -> Any:
-        if name not in self._known:
-            raise AskedError(name)
-        return self._known[name]
-
-    def __iter__(self) -> Iterator[str]:
-        raise AskedError
-
-    def __len__(self) -> int:
-        raise AskedError
+        made = self._ready.pop(spec, None)
+        if isinstance(made, MemprofError):
+            raise made
+        return made or profile(spec, lambda doing: self._progress(f"{what}: {doing}"), explained=False)
 
 
 def _sharing(spec: TargetSpec) -> int:
@@ -363,13 +285,9 @@ class RunsWith(Runs):
     def __len__(self) -> int:
         return len(self._asked)
 
-    def ahead(self, sets: Iterable[Sequence[Fix]]) -> None:
-        """These are likely to be asked for, with those that are always on."""
-        self._runs.ahead([*self._always, *fixes] for fixes in sets)
-
-    def beside(self, fixes: Sequence[Fix], climb: Callable[[Runs], object]) -> None:
-        """These compile, and are likely to be asked for with those that are always on."""
-        self._runs.beside([*self._always, *fixes], lambda runs: climb(self))
+    def make(self, sets: Iterable[Sequence[Fix]]) -> None:
+        """Make the runs with each of these and those that are always on."""
+        self._runs.make([*self._always, *fixes] for fixes in sets)
 
     def with_fixes(self, fixes: Sequence[Fix]) -> LadderRun:
         """The run with these in force, and those that always are."""

@@ -59,11 +59,8 @@ class ScriptRuns(Runs):
     def _with(self, fixes: Sequence[Fix]) -> RunSpec:
         return self._spec.edit(fixes=(*self._spec.fixes, *map(str, fixes)))
 
-    def ahead(self, sets: Iterable[Sequence[Fix]]) -> None:
-        """Nothing is: a script may write, and count on what its run before left."""
-
-    def beside(self, fixes: Sequence[Fix], climb: Callable[[Runs], object]) -> None:
-        """Nothing is, as above; and what a process has compiled is of no use to the next."""
+    def make(self, sets: Iterable[Sequence[Fix]]) -> None:
+        """Make none before it is asked for: a script may write, and count on what its run before left."""
 
     def check(self, fixes: Sequence[Fix]) -> None:
         """Raises UsageError if one of them cannot be switched on from outside."""

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from memprof.errors import MemprofError, RunFailedError, UsageError
-from memprof.flows.ahead import Made
 from memprof.flows.ladder.climb import next_step
-from memprof.flows.ladder.runs import AskedError, Guess, LadderRun, Runs, with_ladder
+from memprof.flows.ladder.runs import LadderRun, Runs, with_ladder
 from memprof.remedies.fixes import Fix
-from memprof.remedy_catalog import REMEDIES, helping, in_force, tiers, why_not_together
+from memprof.remedy_catalog import REMEDIES, helping, tiers, why_not_together
 from memprof.report.documents.report import Document
-from memprof.spec import TargetSpec
 from memprof.trace.events import Trace
 from memprof.units import format_bytes
 
@@ -38,15 +35,6 @@ def search(runs: Runs, sets: Sequence[tuple[str, Sequence[str]]] | None = None) 
     """
     found = find(runs, sets)
     return with_ladder(runs, found.steps, found.reason, found.left_out)
-
-
-def guessed(spec: TargetSpec) -> dict[TargetSpec, Made]:
-    """The runs that `find` makes first where `spec` does not fit, before it is known whether it does."""
-    guess = Guess(spec)
-    on_now = in_force(spec)
-    with contextlib.suppress(AskedError):
-        _all_of(guess, [name for name in tiers()[0][1] if name not in on_now], {})
-    return guess.made
 
 
 def find(runs: Runs, sets: Sequence[tuple[str, Sequence[str]]] | None = None) -> Found:
@@ -131,7 +119,7 @@ def _enough(runs: Runs, everything: list[Fix], among: list[Fix], not_applied: di
 
 def _needed(runs: Runs, fixes: list[Fix]) -> list[Fix]:
     """Without those that it fits without; what was put on last is asked first, for the others led there."""
-    runs.ahead(_without_one(fixes))
+    runs.make(_without_one(fixes))
     for fix in reversed(fixes):
         rest = [other for other in fixes if other is not fix]
         if rest and _answers(runs, rest) is not None:
@@ -146,14 +134,14 @@ def _cheaper(runs: Runs, fixes: list[Fix], among: list[Fix]) -> list[Fix]:
     """
     best = runs.with_fixes(fixes)
     others = [fix for fix in among if fix not in fixes]
-    runs.ahead(_without_one(fixes))
+    runs.make(_without_one(fixes))
     for dear in [fix for fix in fixes if _price(runs, fix, fixes) > CHEAPER * best.seconds]:
         rest = [fix for fix in fixes if fix is not dear]
         for other in others:
             if not set(other.remedy.saves) & set(dear.remedy.saves):
                 continue
             candidates = ([*rest, other], [*fixes, other])
-            runs.ahead(candidates)
+            runs.make(candidates)
             for candidate in candidates:
                 run = _answers(runs, candidate)
                 if run is not None and run.seconds < best.seconds * (1 - CHEAPER):

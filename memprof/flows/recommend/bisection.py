@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 
 from memprof.report.documents.recommendation import Bound
@@ -17,7 +16,6 @@ def find_limit(
     grain: int = 1,
     begin: int | None = None,
     beyond: int = 0,
-    guess: Callable[[int], int | None] | None = None,
 ) -> Bound:
     """The largest number from `low` to `high` for which no more than `available` is needed.
 
@@ -34,43 +32,7 @@ def find_limit(
         begin: where to look first.
         beyond: so many numbers past the first that does not fit are tried as well, and the search goes on from one
             that fits: rounding may make a number need less than the one before it.
-        guess: what a number is likely to need, told quickly, or None. The search is made with guesses, and again with
-            what its ends really need, until they are what was guessed. Not for `beyond`.
     """
-    known: dict[int, int] = {}
-
-    def really(number: int) -> int:
-        if number not in known:
-            known[number] = needed(number)
-        return known[number]
-
-    def likely(number: int) -> int:
-        guessed = None if number in known or guess is None else guess(number)
-        return really(number) if guessed is None else guessed
-
-    search = functools.partial(_search, available=available, low=low, high=high, grain=grain, begin=begin)
-    for _ in range(_GUESSED if guess is not None else 0):
-        bound = search(likely, beyond=0)
-        ends = [number for number in (bound.largest, bound.first_too_large) if number is not None]
-        if next((number for number in ends if really(number) > available), None) == bound.first_too_large:
-            return bound
-    return search(really, beyond=beyond)
-
-
-_GUESSED = 3
-"""Times that guesses may lead astray."""
-
-
-def _search(
-    needed: Callable[[int], int],
-    *,
-    available: int,
-    low: int,
-    high: int,
-    grain: int,
-    begin: int | None,
-    beyond: int,
-) -> Bound:
     known: dict[int, int] = {}
 
     def fits(number: int) -> bool:

@@ -67,8 +67,7 @@ def recommend_models(spec: TargetSpec, progress: Callable[[str], None]) -> Recom
     The model of `spec` is not looked at.
     """
     gpu, context_length = virtual_card(spec), spec.context_length or CONTEXT
-    # Weights are quantized when a model is built: that takes longer than its forward. All others are built in no time.
-    runs = Simulator(gpu, progress, says_where=False, begun=lambda one: one.quantize is not None)
+    runs = Simulator(gpu, progress, says_where=False)
     kinds = []
     for task in tasks(gpu):
         one = task.plan.spec(base_spec(task.plan.goal, spec), 1)
@@ -82,9 +81,7 @@ def recommend_models(spec: TargetSpec, progress: Callable[[str], None]) -> Recom
     if kinds:
         runs.warm(max((one for _, one in kinds), key=lambda one: (one.quantize is not None, one.adapter is not None)))
     works = [functools.partial(_largest, spec=spec, task=task, context_length=context_length) for task, _ in kinds]
-    # Weights that are quantized are loaded one by one, and PEFT wraps a layer at a time.
-    long = [place for place, (_, one) in enumerate(kinds) if one.quantize is not None or one.adapter is not None]
-    rows = runs.searches(works, long)
+    rows = runs.searches(works)
     return Recommendation(
         device=device_facts(gpu, spec.host_memory_bytes),
         context_length=context_length,
@@ -123,7 +120,7 @@ def _largest(runs: Simulator, spec: TargetSpec, task: Task, context_length: int)
             return False
         if entry.key not in outcomes:
             one = _spec(spec, task, entry, context_length)
-            outcomes[entry.key] = runs.try_run(one, f"{task.name}: {entry.key}", traced=True)
+            outcomes[entry.key] = runs.try_run(one, f"{task.name}: {entry.key}")
         outcome = outcomes[entry.key]
         return None if outcome is None else outcome.fits
 

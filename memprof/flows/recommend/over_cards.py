@@ -11,13 +11,13 @@ from collections.abc import Callable, Sequence
 
 from memprof.errors import MemprofError, UsageError
 from memprof.estimate.geometry import Subject
-from memprof.flows.ahead import at_once
 from memprof.flows.cards import device_facts, virtual_card
 from memprof.flows.recommend import card_scripts
 from memprof.flows.recommend.plans import Goal, Plan, base_spec, tiers
 from memprof.flows.recommend.search import Question, Tried, choice_of, on_front
 from memprof.flows.recommend.simulator import Simulator
 from memprof.flows.recommend.ways import Way, plans_over, subject_of, ways_of
+from memprof.flows.several import at_once
 from memprof.ledger.bridge import NCCL_GROUP_BYTES
 from memprof.report.documents.recommendation import Alternative, Choice, Recommendation
 from memprof.spec import HOST_BYTES, TargetSpec
@@ -89,7 +89,7 @@ class OverCards:
             worth = self._worth_running(likely)
             for place, way in enumerate(worth):
                 if place % self.at_once == 0:
-                    self._run_ahead(worth[place : place + self.at_once])
+                    self._make(worth[place : place + self.at_once])
                 tried = self.run(way)
                 if tried is not None and tried.outcome.fits:
                     fitting[way] = tried
@@ -97,7 +97,7 @@ class OverCards:
                         break
             leanest = sorted(likely, key=lambda way: way.estimated_bytes or 0)[:MOST_LEANEST]
             if fitting and not any(map(self.has_room, fitting.values())):
-                self._run_ahead(leanest)
+                self._make(leanest)
             for way in leanest:
                 if not fitting or any(map(self.has_room, fitting.values())):
                     break
@@ -115,9 +115,9 @@ class OverCards:
                 return chosen, fitting[chosen]
         return None
 
-    def _run_ahead(self, ways: Sequence[Way]) -> None:
+    def _make(self, ways: Sequence[Way]) -> None:
         left = [way for way in ways if way not in self.tried]
-        self.runs.run_ahead((way.spec(self.base), way.accumulation) for way in left)
+        self.runs.make((way.spec(self.base), way.accumulation) for way in left)
 
     def has_room(self, tried: Tried) -> bool:
         """It fits without the allocator giving anything back on the way."""

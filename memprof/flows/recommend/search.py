@@ -124,7 +124,7 @@ class Search:
             if lean is None or not lean.outcome.fits:
                 continue
             given_up = tier.given_up
-            self._run_ahead(tier.variants(), smallest)
+            self._make(tier.variants(), smallest)
             fitting = [one for one in (self.at(plan, smallest) for plan in tier.variants()) if one and one.outcome.fits]
             for one in sorted(fitting, key=lambda one: one.outcome.seconds):
                 best = self._better(best, self._largest_micro_batch(one, self._better(best, one)))
@@ -183,15 +183,15 @@ class Search:
         spec = plan.spec(self.base, micro_batch)
         return spec.edit(zero_grad="zero") if accumulation > 1 else spec, accumulation
 
-    def _run_ahead(self, plans: Iterable[Plan], micro_batch: int) -> None:
-        likely = (plan for plan in plans if self.refused.isdisjoint(plan.remedies))
-        self.runs.run_ahead(self._asked(plan, micro_batch) for plan in likely)
+    def _make(self, plans: Iterable[Plan], micro_batch: int) -> None:
+        """Make the runs of these at once, but for what was refused."""
+        self.runs.make(self._asked(plan, micro_batch) for plan in plans if self.refused.isdisjoint(plan.remedies))
 
     def confirmed(self, tried: Tried) -> Tried:
         """The same as it will be run: with its accumulation."""
         spec = tried.plan.spec(self.base, tried.micro_batch, tried.accumulation)
         label = f"check of {tried.plan.label(tried.micro_batch)}"
-        return dataclasses.replace(tried, outcome=self.runs.run(spec, label, tried.accumulation, traced=True))
+        return dataclasses.replace(tried, outcome=self.runs.run(spec, label, tried.accumulation))
 
     def batch_limit(self, tried: Tried) -> Bound:
         """The largest micro-batch of this configuration."""
@@ -242,8 +242,6 @@ class Search:
         low, high = 0, len(sizes)
         while high - low > 1 and len(self.runs) < SCREENED and not self._hopeless(found, best):
             middle = self._guess(plan, sizes, low, high)
-            # If it fits, the next is asked for.
-            self.runs.run_ahead(self._asked(plan, size) for size in sizes[middle : min(middle + 2, high)])
             tried = self.at(plan, sizes[middle])
             if tried is None:
                 break
@@ -325,7 +323,6 @@ def recommend(
         batch_limit, context = [*runs.searches([functools.partial(_ask, limit) for limit in limits]), None][:2]
     else:
         alternatives = cards.alternatives(search, example)
-    runs.close()
     rows = _choices(runs, found.tried, chosen)
     answer = Recommendation(
         device=device_facts(gpu, spec.host_memory_bytes),

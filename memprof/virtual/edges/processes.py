@@ -51,17 +51,6 @@ def left_in_children(leave: Callable[[], None]) -> Iterator[None]:
         _leave = None
 
 
-@contextlib.contextmanager
-def taken_along() -> Iterator[None]:
-    """A child that is forked inside has the virtual GPU as this process has it: it goes on with the run."""
-    global _leave
-    leave, _leave = _leave, None
-    try:
-        yield
-    finally:
-        _leave = leave
-
-
 def _after_fork() -> None:
     if _leave is not None:
         _leave()

@@ -12,8 +12,7 @@ from memprof.cost import step_work
 from memprof.device.context import CONTEXT_BYTES
 from memprof.errors import UsageError
 from memprof.flows.ladder.plans import _least, _that_fits, plans, search_plans
-from memprof.flows.ladder.runs import SpecRuns, apply_fixes
-from memprof.remedies.fixes import parse_fixes
+from memprof.flows.ladder.runs import SpecRuns
 from memprof.spec import TargetSpec
 from tests.lanes import by_day
 
@@ -89,20 +88,6 @@ def test_a_plan_that_is_not_run_could_not_fit(spec, length):
     fits, left_out = _that_fits(SpecRuns(small.edit(parallel="ddp")), 2, plans(small, 2))
     assert fits is None and left_out["--parallel ulysses=2,fsdp"].startswith("as it is, needs at least ")
     assert left_out["--parallel ddp"].startswith("as it is, needs ") and "least" not in left_out["--parallel ddp"]
-
-
-@pytest.mark.nightly
-def test_remedies_are_run_beside_the_run_as_it_is(spec, monkeypatch):
-    """Both rows of `--fix` at once, where no remedy asks what the run turned out to be; the answer is the same."""
-    fixes = parse_fixes("activation-checkpointing,chunked-loss=128")
-    answers = []
-    for processes in "12":
-        monkeypatch.setenv("MEMPROF_PROCESSES", processes)
-        runs = SpecRuns(spec.edit(parallel="fsdp"), likely=fixes)
-        assert [*runs._ahead._made] == ([] if processes == "1" else [runs.in_force(fixes)])
-        answers.append(apply_fixes(runs, fixes)[1].to_json())
-    assert answers[0] == answers[1]
-    assert not SpecRuns(spec.edit(parallel="fsdp"), likely=parse_fixes("vocabulary-cap=1000"))._ahead._made
 
 
 def test_cards_without_a_plan_are_asked_for_one(spec):

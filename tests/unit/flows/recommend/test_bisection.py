@@ -66,34 +66,3 @@ def test_looks_beyond_what_rounding_may_hide(rises, available, begin):
     assert asked[limit.largest] <= available
     for number in range(limit.largest + 1, min(limit.largest + 4, len(needs) + 1)):
         assert asked[number] > available
-
-
-@given(st.lists(st.integers(0, 50), min_size=2, max_size=60), st.integers(0, 1500), st.integers(-40, 40), st.data())
-def test_guesses_say_where_to_look_and_never_what_fits(rises, available, wrong, data):
-    needs = [sum(rises[: place + 1]) for place in range(len(rises))]
-    asked = []
-
-    def needed(number):
-        asked.append(number)
-        return needs[number - 1]
-
-    def guess(number):
-        return None if len(asked) < 2 else needs[number - 1] + wrong * number
-
-    begin = data.draw(st.integers(1, len(needs)))
-    limit = find_limit(needed, available, low=1, high=len(needs), begin=begin, guess=guess)
-    assert limit == find_limit(lambda number: needs[number - 1], available, low=1, high=len(needs), begin=begin)
-    assert len(asked) == len(set(asked))
-    assert {limit.largest, limit.first_too_large} - {None} <= {*asked}
-
-
-def test_a_good_guess_saves_runs():
-    asked = []
-
-    def needed(number):
-        asked.append(number)
-        return 10_000 + 7 * number + number * number // 50
-
-    limit = find_limit(needed, 60_000, low=1, high=1 << 14, guess=lambda number: 10_000 + 7 * number + number**2 // 50)
-    assert (limit.largest, limit.first_too_large) == (1415, 1416)
-    assert asked == [1415, 1416]

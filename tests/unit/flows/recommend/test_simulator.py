@@ -1,4 +1,4 @@
-"""Runs of a search side by side: what it finds, counts and says is what it would have in one process."""
+"""Runs of a search at once: what it finds, counts and says is what it would have in one process."""
 
 import os
 from typing import NamedTuple
@@ -21,7 +21,7 @@ class Outcome(NamedTuple):
     process: int
 
 
-def _run(self, spec, micro_batches, traced=False):
+def _run(self, spec, micro_batches):
     if spec.batch_size == 7:
         raise UsageError("seven sequences", value=7)
     return Outcome(spec.batch_size, os.getpid())
@@ -40,8 +40,8 @@ def spec(batch_size: int) -> TargetSpec:
     return BASE.edit(batch_size=batch_size)
 
 
-def test_what_is_run_ahead_counts_when_it_is_asked_for(runs):
-    runs.run_ahead((spec(size), 1) for size in (1, 2, 7, 2))
+def test_what_is_made_at_once_counts_when_it_is_asked_for(runs):
+    runs.make((spec(size), 1) for size in (1, 2, 7, 2))
     assert len(runs) == 0 and not runs.failures
     first = runs.run(spec(1), "one")
     assert (first.process != os.getpid()) is (runs.processes == 2)
@@ -49,7 +49,7 @@ def test_what_is_run_ahead_counts_when_it_is_asked_for(runs):
     with pytest.raises(MemprofError, match="seven"):
         runs.run(spec(7), "seven")
     assert runs.try_run(spec(7), "seven again") is None and runs.failures == {"seven again": "seven sequences (7)"}
-    assert runs.run(spec(3), "not ahead").process == os.getpid() and len(runs) == 2
+    assert runs.run(spec(3), "not made").process == os.getpid() and len(runs) == 2
 
 
 def test_searches_share_what_is_known_and_what_they_find(runs):

@@ -1,7 +1,8 @@
-"""Work in processes that are forked: the same answers, in their order, and nobody is left behind."""
+"""Work in forked workers: the same answers, in their order, and nobody is left behind."""
 
 import functools
 import importlib
+import multiprocessing
 import os
 import signal
 import sys
@@ -14,9 +15,9 @@ import torch
 
 from memprof.cache.inputs import files_of_modules
 from memprof.device import host
-from memprof.errors import MemprofError, UsageError
-from memprof.workload import side_by_side as forks
-from memprof.workload.side_by_side import number_of_processes, side_by_side, while_elsewhere
+from memprof.errors import UsageError
+from memprof.workload import pool
+from memprof.workload.pool import number_of_workers, run_all
 
 HERE = os.getpid()
 
@@ -55,53 +56,26 @@ def trained(width: int) -> float:
 
 def test_answers_come_in_order_from_other_processes():
     said, before = [], children()  # those of other tests
-    answers = side_by_side([functools.partial(here, number) for number in range(5)], said.append)
+    answers = run_all([functools.partial(here, number) for number in range(5)], said.append)
     assert answers == [(number, False) for number in range(5)]
     assert said[-1] == "5 of 5 done"
     assert children() == before
 
 
-def test_long_ones_are_begun_first(tmp_path):
-    begun = tmp_path / "begun"
-
-    def work(number):
-        with begun.open("a") as file:
-            file.write(str(number))
-        while len(begun.read_text()) < 2:  # until both processes have begun
-            time.sleep(0.001)
-        return number
-
-    assert side_by_side([functools.partial(work, number) for number in range(4)], long=[2, 3]) == [0, 1, 2, 3]
-    assert sorted(begun.read_text()[:2]) == ["2", "3"]
-
-
 def test_errors_for_the_user_come_back_in_their_place():
-    first, error, last = side_by_side(
-        [functools.partial(here, 1), functools.partial(fails, 2), functools.partial(here, 3)]
-    )
+    first, error, last = run_all([functools.partial(here, 1), functools.partial(fails, 2), functools.partial(here, 3)])
     assert first == (1, False) and last == (3, False)
     assert isinstance(error, UsageError) and (error.problem, error.value) == ("no such number", 2)
     assert error.hint == "take another"
 
 
 def test_what_a_dead_process_leaves_is_done_here():
-    assert side_by_side([functools.partial(dies, 1), functools.partial(here, 2)]) == [(1, True), (2, False)]
-
-
-def test_one_elsewhere_while_this_does_something_else():
-    done, before = [], children()
-    assert while_elsewhere(functools.partial(here, 1), lambda: done.append(os.getpid())) == (1, False)
-    assert isinstance(while_elsewhere(functools.partial(fails, 2), lambda: None), UsageError)
-    assert while_elsewhere(functools.partial(dies, 3), lambda: None) == (3, True)
-    assert done == [HERE] and children() == before
-    with pytest.raises(ZeroDivisionError):
-        while_elsewhere(functools.partial(time.sleep, 600), lambda: 1 // 0)
-    assert children() == before
+    assert run_all([functools.partial(dies, 1), functools.partial(here, 2)]) == [(1, True), (2, False)]
 
 
 def test_threads_and_backward_passes_go_on_in_a_fork():
     trained(300)
-    assert side_by_side([functools.partial(trained, 300)] * 2) == [300.0**3] * 2
+    assert run_all([functools.partial(trained, 300)] * 2) == [300.0**3] * 2
 
 
 @pytest.mark.parametrize("why", ["asked", "memory", "card", "inside", "platform"])
@@ -109,21 +83,21 @@ def test_none_is_forked_where_that_is_not_safe(monkeypatch, why):
     if why == "asked":
         monkeypatch.setenv("MEMPROF_PROCESSES", "1")
     elif why == "memory":
-        monkeypatch.setattr(forks, "available_bytes", lambda: 3 << 29)
+        monkeypatch.setattr(pool, "available_bytes", lambda: 3 << 29)
     elif why == "card":
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     elif why == "inside":
-        monkeypatch.setattr(forks, "_inside", True)
+        monkeypatch.setattr(multiprocessing, "parent_process", lambda: object())
     else:
-        monkeypatch.setattr(forks.sys, "platform", "darwin")
-    assert number_of_processes() == 1
-    assert side_by_side([functools.partial(here, number) for number in range(2)]) == [(0, True), (1, True)]
+        monkeypatch.setattr(pool.sys, "platform", "darwin")
+    assert number_of_workers() == 1
+    assert run_all([functools.partial(here, number) for number in range(2)]) == [(0, True), (1, True)]
 
 
 def test_as_many_as_there_are_cores(monkeypatch):
     monkeypatch.delenv("MEMPROF_PROCESSES")
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 5})
-    assert number_of_processes() == min(3, max(1, (host.available_bytes() or 1 << 40) // forks.PROCESS_BYTES))
+    assert number_of_workers() == min(3, max(1, (host.available_bytes() or 1 << 40) // pool.PROCESS_BYTES))
 
 
 def test_an_interrupted_search_leaves_no_process(tmp_path):
@@ -142,7 +116,7 @@ def test_an_interrupted_search_leaves_no_process(tmp_path):
 
     path = tmp_path / "process"
     with pytest.raises(KeyboardInterrupt):
-        side_by_side([functools.partial(sleeps, path), functools.partial(waits, path)], stop)
+        run_all([functools.partial(sleeps, path), functools.partial(waits, path)], stop)
     with pytest.raises(ProcessLookupError):
         os.kill(int(path.read_text()), 0)
 
@@ -155,15 +129,15 @@ def test_what_they_import_is_known_to_the_cache(tmp_path, monkeypatch):
     def load(number: int) -> str:
         return importlib.import_module("loaded_in_a_fork").__name__ * number
 
-    side_by_side([functools.partial(load, 1), functools.partial(load, 1)])
+    run_all([functools.partial(load, 1), functools.partial(load, 1)])
     assert "loaded_in_a_fork" not in sys.modules
     assert str(tmp_path / "loaded_in_a_fork.py") in files_of_modules()
 
 
-def test_an_error_of_ours_is_raised_here():
+def test_an_error_of_ours_is_raised_here(capfd):
     def broken() -> int:
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        side_by_side([broken, broken])
-    assert issubclass(UsageError, MemprofError)
+        run_all([broken, broken])
+    assert capfd.readouterr() == ("", "")  # once, where it is raised

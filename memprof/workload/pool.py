@@ -1,0 +1,113 @@
+"""A pool of forked workers: independent pieces of work at once.
+
+A simulated run takes one core. Those of a search that do not wait for each other are made at once: this process has
+imported torch and the libraries, each worker begins with all that it has, and what comes back is what the work returned
+or raised. The work of a worker that dies without an answer (the system was out of memory) is done again here, so that
+the answers are the same however many workers there are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection, Pipe, wait
+from typing import Any, TypeVar, cast
+
+import torch
+
+from memprof.cache.inputs import files_of_modules, note_files
+from memprof.device.host import available_bytes
+from memprof.errors import MemprofError
+
+VARIABLE = "MEMPROF_PROCESSES"
+"""At most so many at once; 1: none is forked."""
+PROCESS_BYTES = 1 << 30
+"""Of host memory that has to be free for each: a run of a model of 9B takes about 0.4 GiB beside what it shares."""
+_PR_SET_PDEATHSIG = 1
+
+_Answer = TypeVar("_Answer")
+
+
+def number_of_workers() -> int:
+    """Return how many may run at once; 1 where none can be forked, and in a process that was started by another.
+
+    On Linux alone: elsewhere the libraries' own threads do not outlive a fork. Nor do those of autograd where torch
+    sees a GPU (`track_bad_autograd_forks`, torch/csrc/autograd/engine.cpp).
+    """
+    if sys.platform != "linux" or multiprocessing.parent_process() is not None or torch.cuda.device_count():
+        return 1
+    asked = os.environ.get(VARIABLE, "")
+    most = int(asked) if asked.isdigit() else len(os.sched_getaffinity(0))
+    free = available_bytes()
+    return max(1, most if free is None else min(most, free // PROCESS_BYTES))
+
+
+def run_all(
+    works: Sequence[Callable[[], _Answer]], progress: Callable[[str], None] = lambda doing: None
+) -> list[_Answer | MemprofError]:
+    """Return what each of `works` returns, or the MemprofError that it raises, in their order.
+
+    Args:
+        works: what they return can be pickled; what they change is changed in their own process alone, or, where they
+            run here after all, in this one.
+        progress: told how many are done.
+    """
+    most = min(number_of_workers(), len(works))
+    if most < 2:
+        return [_tried(work) for work in works]
+    answers: dict[int, Any] = {}
+    running: dict[Connection, tuple[int, Any]] = {}
+    left = list(enumerate(works))
+    try:
+        while left or running:
+            while left and len(running) < most:
+                place, work = left.pop(0)
+                line, worker = _started(work)
+                running[line] = place, worker
+            for line in cast(list[Connection], wait([*running])):
+                place, worker = running.pop(line)
+                with line, contextlib.suppress(EOFError, OSError, pickle.UnpicklingError):
+                    answers[place], files = line.recv()
+                    note_files(files)
+                worker.join()
+                progress(f"{len(works) - len(left) - len(running)} of {len(works)} done")
+    finally:
+        for line, (_, worker) in running.items():
+            worker.kill()
+            worker.join()
+            line.close()
+    return [answers[place] if place in answers else _tried(work) for place, work in enumerate(works)]
+
+
+def _started(work: Callable[[], Any]) -> tuple[Connection, Any]:
+    ours, theirs = Pipe(duplex=False)
+    worker = multiprocessing.get_context("fork").Process(target=_answer, args=(work, theirs), daemon=True)
+    with theirs, warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12, where there is a thread for progress
+        worker.start()
+    return ours, worker
+
+
+def _answer(work: Callable[[], Any], line: Connection) -> None:
+    """What a worker does. It ends with the process that it comes from, and on Ctrl-C without a word."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    torch.set_num_threads(1)  # a pool of threads is not inherited
+    before = files_of_modules()
+    with contextlib.suppress(Exception):  # the work is done again, and raises it, in the process that asked for it
+        line.send((_tried(work), files_of_modules() - before))
+
+
+def _tried(work: Callable[[], _Answer]) -> _Answer | MemprofError:
+    try:
+        return work()
+    except MemprofError as error:
+        error.__traceback__ = None  # its frames would keep the model
+        return error
