@@ -11,15 +11,11 @@ import os
 import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
 
 from tests.lanes import LANE, examples
-
-if TYPE_CHECKING:
-    from memprof.allocator.compiled.loading import Compiled
 
 _workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0"))
 if _workers:
@@ -227,15 +223,3 @@ def shared_dir() -> Path:
     if not _SHARED.is_dir():
         pytest.skip(f"{_NO_SHARED}: {_SHARED} is not there")
     return _SHARED
-
-
-@pytest.fixture(scope="session")
-def compiled_rules(tmp_path_factory: pytest.TempPathFactory) -> Compiled | None:
-    """The allocator's rules as numba compiles them: once, for all workers, which takes four seconds."""
-    from memprof.allocator.compiled.loading import load
-
-    folder = tmp_path_factory.getbasetemp()
-    folder = (folder.parent if _workers else folder) / "compiled-rules"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MEMPROF_CACHE", str(folder))
-        return load()

@@ -114,11 +114,6 @@ class SimulatedDriver:
         """See Driver."""
         self.used_bytes -= size
 
-    def has_room(self, size: int) -> bool:
-        """Whether a segment of `size` bytes would be given."""
-        size = -(-size // GRANULARITY) * GRANULARITY
-        return self.total_bytes is None or self.used_bytes + self.other_bytes + size <= self.total_bytes
-
     def memory_info(self) -> tuple[int, int]:
         """See Driver. Without a limit: nothing is free of what is in use."""
         used = self.used_bytes + self.other_bytes

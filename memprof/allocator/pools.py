@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from memprof.allocator.blocks import DEFAULT_POOL, Block, Pool, PoolId, Segment, StreamPool
-from memprof.allocator.rounding import SMALL_SIZE
+from memprof.allocator.blocks import DEFAULT_POOL, Block, Pool, PoolId, Segment
 from memprof.allocator.stats import Statistics
 
 
@@ -18,10 +17,6 @@ class PrivatePool:
     def __init__(self, pool_id: PoolId, statistics: Statistics) -> None:
         self.small = Pool(pool_id, is_small=True, counters=statistics.small_pool, total=statistics.all)
         self.large = Pool(pool_id, is_small=False, counters=statistics.large_pool, total=statistics.all)
-
-    def owner(self, size: int, stream: int) -> StreamPool:
-        """Whose free blocks serve requests of `size` bytes (rounded) on `stream`."""
-        return (self.small if size <= SMALL_SIZE else self.large).of_stream(stream)
 
 
 class BlockLayout(NamedTuple):

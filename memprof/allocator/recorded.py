@@ -11,11 +11,9 @@ import contextlib
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from memprof.allocator.blocks import DEFAULT_POOL, Block, PoolId
 from memprof.allocator.caching import CachingAllocator
-from memprof.allocator.compiled.loading import compiled
 from memprof.allocator.config import AllocatorConfig, config_from_settings
 from memprof.allocator.messages import OutOfMemory
 from memprof.allocator.pools import SegmentLayout
@@ -35,9 +33,6 @@ from memprof.trace.columns import (
     EventColumns,
 )
 from memprof.trace.snapshot import Action, Snapshot, SnapshotEvent, SnapshotSegment
-
-if TYPE_CHECKING:
-    from memprof.allocator.compiled.recordings import RecordedStretches
 
 MAX_READINGS = 64
 """Replays of one trace at most."""
@@ -160,10 +155,7 @@ class _Replay:
 
     def run(self) -> Recorded:
         index, count = 0, len(self.events)
-        fast = self.compiled()
         while self.first is None:
-            if fast is not None and (played := fast.play(index, self.live, self.sizes)) is not None:
-                index, self.live = played
             index = self.usual(index)
             if index == count:
                 break
@@ -189,19 +181,6 @@ class _Replay:
             block_sizes=self.sizes,
             flushes=tuple(self.flushes),
         )
-
-    def compiled(self) -> RecordedStretches | None:
-        """The events for the compiled rules; None: there are too few, or they cannot be."""
-        count = len(self.events)
-        if self.private or len(self.events.pool_ids) > 1:
-            return None
-        if (functions := compiled(count)) is None:
-            return None
-        from memprof.allocator.compiled.recordings import RecordedStretches  # imports numpy
-
-        with contextlib.suppress(OverflowError):
-            return RecordedStretches(functions, self.allocator, self.events, self.live)
-        return None
 
     def usual(self, index: int) -> int:
         """Requests of the default pool and frees that complete at once, from `index` on: nearly all of a recording.

@@ -6,15 +6,12 @@ first out-of-memory error, on a card that has no limit from there, so that its w
 
 from __future__ import annotations
 
-import contextlib
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from memprof.allocator.blocks import DEFAULT_POOL, Block, PoolId
 from memprof.allocator.caching import CachingAllocator
-from memprof.allocator.compiled.loading import compiled
 from memprof.allocator.config import AllocatorConfig
 from memprof.allocator.driver import SimulatedDriver
 from memprof.allocator.messages import OomReport, OutOfMemory
@@ -24,9 +21,6 @@ from memprof.allocator.streams import Completion
 from memprof.errors import MemprofError
 from memprof.trace.events import Event, EventKind, Trace, card_index
 from memprof.trace.facts import DeviceFacts
-
-if TYPE_CHECKING:
-    from memprof.allocator.compiled.traces import TraceStretches
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,14 +183,8 @@ class TraceReplay:
         timeline.allocated.append(counters.allocated_bytes)
         timeline.reserved.append(counters.reserved_bytes)
         if grew and counters.reserved_bytes_peak > timeline.peak_reserved.num_bytes:
-            self.note_peak(self.event)
+            timeline.peak_reserved = TimelinePeak(counters.reserved_bytes_peak, self.event)
         self.event += 1
-
-    def note_peak(self, event: int) -> None:
-        """The most that is reserved was first reserved at `event`."""
-        most = self.allocator.counters.reserved_bytes_peak
-        if most > self.timeline.peak_reserved.num_bytes:
-            self.timeline.peak_reserved = TimelinePeak(most, event)
 
     def finish(self) -> Timeline:
         """The timeline with its statistics and final layout."""
@@ -231,27 +219,6 @@ class TraceReplay:
         self._play(end, writes=True, stop_at_oom=stop_at_oom)
 
     def _play(self, end: int | None, *, writes: bool, stop_at_oom: bool = False) -> None:
-        """The events up to `end`, compiled where that pays and they are of the usual case, else one by one."""
-        there = len(self.trace.events)
-        end = there if end is None else min(end, there)
-        fast = self._compiled(end)
-        while self.event < end:
-            until = end if fast is None else fast.play(writes=writes)
-            self._play_plainly(until, writes=writes, stop_at_oom=stop_at_oom)
-            if stop_at_oom and self.timeline.first_oom is not None:
-                return
-
-    def _compiled(self, end: int) -> TraceStretches | None:
-        """The events up to `end` for the compiled rules; None: there are too few, or they cannot be."""
-        if (functions := compiled(end - self.event)) is None:
-            return None
-        from memprof.allocator.compiled.traces import TraceStretches  # imports numpy
-
-        with contextlib.suppress(OverflowError):
-            return TraceStretches(functions, self, end)
-        return None
-
-    def _play_plainly(self, end: int, *, writes: bool, stop_at_oom: bool) -> None:
         storages, refused, live = self.trace.storages, self.trace.refused, self.live
         blocks, addresses = self.timeline.blocks, self.timeline.addresses
         malloc, free, end_event = self.malloc, self.allocator.free, self.end_event

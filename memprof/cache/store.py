@@ -12,7 +12,6 @@ import hashlib
 import json
 import os
 import re
-import shutil
 import sys
 import tempfile
 import time
@@ -24,8 +23,6 @@ from typing import Any
 
 VARIABLE = "MEMPROF_CACHE"
 """Another folder; `off`: none."""
-COMPILED = "compiled"
-"""A folder in it: what numba has made of the allocator's rules (allocator/compiled/loading.py)."""
 MOST_BYTES = 32 << 20
 """Of all files; the one that was asked for least recently goes first. An answer has about 20 KiB."""
 _LARGEST = MOST_BYTES // 8
@@ -35,8 +32,6 @@ _FORM = b"memprof answer 1 "
 _SUFFIX = ".answer"
 _OURS = re.compile(r"(?:[0-9a-f]{64}|\.[0-9a-f]{64}\.[^/]*)\.answer")
 """An answer, or one that is being written."""
-_COMPILED = re.compile(r"[0-9a-f]{16}")
-"""A folder of compiled code."""
 _STALE_SECONDS = 3600
 """What is being written for so long was given up."""
 
@@ -143,11 +138,6 @@ class Store:
     def clear(self) -> int:
         """Remove all that memprof has written there, and the folder if nothing else is in it; how many answers went."""
         answers = sum(_remove(one.path) and not one.path.name.startswith(".") for one in self._files())
-        compiled = self.folder / COMPILED
-        with contextlib.suppress(OSError):
-            for folder in filter(_COMPILED.fullmatch, os.listdir(compiled)):
-                shutil.rmtree(compiled / folder, ignore_errors=True)
-            compiled.rmdir()
         with contextlib.suppress(OSError):
             self.folder.rmdir()
         return answers

@@ -81,31 +81,13 @@ def _usual_bytes(file: Path) -> int:
         return 0  # whoever reads it says why it cannot be read
 
 
-def left_bytes() -> int | None:
-    """What this process may take before the system refuses; None: it keeps no ceiling."""
-    try:
-        import resource
-
-        limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
-        return None if limit == resource.RLIM_INFINITY else max(limit - _used_bytes(), 0)
-    except (ImportError, OSError, ValueError, IndexError):
-        return None
-
-
-def _used_bytes() -> int:
-    """What counts against the limit of a process's data, where there is /proc."""
-    import resource
-
-    return int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
-
-
 @contextlib.contextmanager
 def _kept(most_bytes: int) -> Iterator[None]:
     """The system refuses more than `most_bytes` of further memory, where there is /proc."""
     try:
         import resource
 
-        used = _used_bytes()
+        used = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
         before = resource.getrlimit(resource.RLIMIT_DATA)
         known = [limit for limit in before if limit != resource.RLIM_INFINITY]
         resource.setrlimit(resource.RLIMIT_DATA, (min([used + most_bytes, _UNLIMITED, *known]), before[1]))

@@ -7,11 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from memprof.allocator import Recorded, replay_snapshot
-from memprof.allocator.compiled.loading import Compiled
-from memprof.trace.snapshot import Action, BlockState, Snapshot
+from memprof.allocator import replay_snapshot
+from memprof.trace.snapshot import Action, BlockState
 from memprof.trace.snapshot_file import read_snapshot
-from tests.unit.allocator.compiled.forced import played_by
 
 MIB = 1 << 20
 
@@ -26,24 +24,11 @@ def index(shared_dir: Path) -> dict[str, dict[str, str]]:
         return {row["file"]: row for row in csv.DictReader(file)}
 
 
-@pytest.fixture(scope="module")
-def replays(index: dict[str, dict[str, str]], shared_dir: Path) -> dict[str, tuple[Snapshot, list[Recorded]]]:
-    """Each file's snapshot, and what comes out of it in plain Python, by the file's name."""
-    found = {}
-    with played_by(None):
-        for name in index:
-            snapshot = read_snapshot(shared_dir / "snapshots" / name)
-            found[name] = snapshot, replay_snapshot(snapshot)
-    return found
-
-
-def test_every_address_and_the_final_layout(
-    index: dict[str, dict[str, str]], replays: dict[str, tuple[Snapshot, list[Recorded]]]
-) -> None:
+def test_every_address_and_the_final_layout(index: dict[str, dict[str, str]], shared_dir: Path) -> None:
     wrong = []
     allocations = 0
     for name, row in index.items():
-        for found in replays[name][1]:
+        for found in replay_snapshot(read_snapshot(shared_dir / "snapshots" / name)):
             allocations += found.allocations
             if not found.exact or found.identical_addresses != found.allocations:
                 wrong.append((name, found))
@@ -51,18 +36,6 @@ def test_every_address_and_the_final_layout(
         assert row["file"] == name
     assert not wrong
     assert allocations == sum(int(row["n_alloc"]) for row in index.values()) > 90_000
-
-
-def test_by_the_compiled_rules_too(
-    replays: dict[str, tuple[Snapshot, list[Recorded]]], compiled_rules: Compiled | None
-) -> None:
-    assert compiled_rules is not None
-    events = 0
-    for name, (snapshot, plain) in replays.items():
-        with played_by(compiled_rules, least=30) as lengths:
-            assert replay_snapshot(snapshot) == plain, name
-        events += sum(lengths)
-    assert events > 100_000
 
 
 @pytest.mark.nightly

@@ -3,9 +3,7 @@
     python -m tests.benchmarks.replay [--quick]
 
 Every line is measured in a process of its own, on one core, in processor time, as the median of three repetitions (one
-with --quick): by plain Python, and by the compiled rules where numba is installed, without and with the time to import
-it and to load them. Exit code 1 if a bar is missed: 200,000 events per second, and 2,000,000 compiled (1,000,000 with
-settings); 1,000,000 events in 10 s and 2 GiB.
+with --quick). Exit code 1 if a bar is missed: 200,000 events per second; 1,000,000 events in 10 s and 2 GiB.
 
 The stream has two shapes: a training step's (long-lived parameters, activations that go in the reverse order of their
 making, temporaries) and a random one with hundreds of live blocks of many sizes.
@@ -15,8 +13,6 @@ from __future__ import annotations
 
 import argparse
 import cProfile
-import importlib.util
-import itertools
 import json
 import os
 import pstats
@@ -25,21 +21,15 @@ import resource
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
-from memprof.allocator import TraceReplay, parse_config
-from memprof.allocator.compiled import loading
+from memprof.allocator import parse_config
 from tests.unit.allocator.replaying import replay
-from tests.unit.allocator.traces import Script
 
 ROOT = Path(__file__).resolve().parents[2]
 MIB = 1 << 20
 EVENTS_PER_SECOND = 200_000
-COMPILED_PER_SECOND = 2_000_000
-COMPILED_WITH_SETTINGS = 1_000_000
-"""Segments that grow, and requests that no cached block may serve, are plain Python's."""
 SECONDS, BYTES = 10, 2 << 30
 SETTINGS = ("", "expandable_segments:True", "max_split_size_mb:64", "roundup_power2_divisions:8")
 
@@ -91,45 +81,22 @@ SHAPES = {"training": training, "scattered": scattered}
 
 
 def measure(shape: str, events: int, text: str) -> dict[str, float]:
-    """Seconds and peak resident bytes of one replay in this process, by plain Python."""
+    """Seconds and peak resident bytes of one replay in this process."""
     requests = SHAPES[shape](events)
     config = parse_config(text)
     begin = time.process_time()
     replay(requests, config)
-    return _measured(len(requests), time.process_time() - begin)
+    seconds = time.process_time() - begin
+    return {
+        "events": len(requests),
+        "seconds": seconds,
+        "bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    }
 
 
-def measure_compiled(shape: str, events: int, text: str, folder: str) -> dict[str, float]:
-    """The same by the compiled rules, which are kept in `folder`, of a trace of these requests.
-
-    Raises:
-        RuntimeError: there is no numba that works.
-    """
-    script, names = Script(), dict[int, int]()
-    for name, num_bytes in SHAPES[shape](events):
-        if num_bytes:
-            names[name] = script.new(num_bytes)
-        else:
-            script.free(names.pop(name))
-    os.environ["MEMPROF_CACHE"] = folder
-    begin = time.process_time()
-    loading._loaded.append(loading.load())
-    loaded = time.process_time()
-    if loading._loaded == [None]:
-        raise RuntimeError("numba is not installed, or does not work")
-    player = TraceReplay(script.trace, None, parse_config(text))
-    player.advance()
-    player.finish()
-    return _measured(player.event, time.process_time() - loaded) | {"loading": loaded - begin}
-
-
-def _measured(events: int, seconds: float) -> dict[str, float]:
-    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return {"events": events, "seconds": seconds, "bytes": resident, "loading": 0.0}
-
-
-def _apart(function: str, *arguments: object) -> dict[str, float]:
-    call = f"import json; from tests.benchmarks.replay import {function}; print(json.dumps({function}(*{arguments!r})))"
+def _apart(shape: str, events: int, text: str) -> dict[str, float]:
+    arguments = f"{shape!r}, {events}, {text!r}"
+    call = f"import json; from tests.benchmarks.replay import measure; print(json.dumps(measure({arguments})))"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "-c", call], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
@@ -154,36 +121,25 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="one repetition")
     repetitions = 1 if parser.parse_args().quick else 3
     missed = False
-    print(
-        f"{'stream':<10} {'settings':<28} {'by':<8} {'events':>9} {'seconds':>8} {'events/s':>10} "
-        f"{'with loading':>12} {'MiB':>6}"
-    )
-    for shape, text, events in itertools.product(SHAPES, SETTINGS, (200_000, 1_000_000)):
-        if events == 200_000 or not text:
-            runs = [_apart("measure", shape, events, text) for _ in range(repetitions)]
-            missed |= _show(f"{shape:<10} {text or 'default':<28} Python  ", EVENTS_PER_SECOND, runs)
-    if importlib.util.find_spec("numba") is not None:
-        with tempfile.TemporaryDirectory() as folder:
-            _apart("measure_compiled", "training", 1, "", folder)  # compiles, and keeps it
-            for shape, text in itertools.product(SHAPES, SETTINGS):
-                bar = COMPILED_WITH_SETTINGS if text else COMPILED_PER_SECOND
-                runs = [_apart("measure_compiled", shape, 1_000_000, text, folder) for _ in range(repetitions)]
-                missed |= _show(f"{shape:<10} {text or 'default':<28} compiled", bar, runs)
-    print("time of plain Python goes to: " + ", ".join(_what_limits(50_000)))
+    print(f"{'stream':<10} {'settings':<28} {'events':>9} {'seconds':>8} {'events/s':>10} {'MiB':>6}")
+    for shape in SHAPES:
+        for text in SETTINGS:
+            for events in (200_000, 1_000_000):
+                if events == 1_000_000 and text:
+                    continue
+                runs = [_apart(shape, events, text) for _ in range(repetitions)]
+                seconds = statistics.median(run["seconds"] for run in runs)
+                count, size = runs[0]["events"], max(run["bytes"] for run in runs)
+                ok = count / seconds >= EVENTS_PER_SECOND and (
+                    events < 1_000_000 or (seconds < SECONDS and size < BYTES)
+                )
+                missed |= not ok
+                print(
+                    f"{shape:<10} {text or 'default':<28} {count:>9,} {seconds:>8.2f} {count / seconds:>10,.0f} "
+                    f"{size / MIB:>6.0f}{'' if ok else '   bar missed'}"
+                )
+    print("time goes to: " + ", ".join(_what_limits(50_000)))
     return int(missed)
-
-
-def _show(what: str, bar: int, runs: list[dict[str, float]]) -> bool:
-    """A line of the table; whether a bar is missed."""
-    seconds, loaded = (statistics.median(run[name] for run in runs) for name in ("seconds", "loading"))
-    events, size = int(runs[0]["events"]), max(run["bytes"] for run in runs)
-    ok = events / seconds >= bar
-    ok &= events < 1_000_000 or (seconds < SECONDS and size < BYTES)
-    print(
-        f"{what} {events:>9,} {seconds:>8.2f} {events / seconds:>10,.0f} {events / (seconds + loaded):>12,.0f} "
-        f"{size / MIB:>6.0f}{'' if ok else '   bar missed'}"
-    )
-    return not ok
 
 
 if __name__ == "__main__":

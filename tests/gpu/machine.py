@@ -9,7 +9,7 @@ import subprocess
 
 PACKAGES = (
     "torch", "transformers", "triton", "accelerate", "peft", "numpy", "pandas", "typer", "rich", "nvidia-ml-py",
-    "tokenizers", "safetensors", "pytest", "expecttest", "plotly", "numba",
+    "tokenizers", "safetensors", "pytest", "expecttest", "plotly",
 )  # fmt: skip
 
 

@@ -31,8 +31,7 @@ def test_every_extra_that_an_error_names_exists():
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "not_installed"
     ]
     literal = {extra.value for extra in named if isinstance(extra, ast.Constant)}
-    # Without numba nothing fails: plain Python does the same.
-    assert literal | set(packages.EXTRAS.values()) == set(EXTRAS) - {"all", "dev", "fast"}
+    assert literal | set(packages.EXTRAS.values()) == set(EXTRAS) - {"all", "dev"}
 
 
 def test_all_is_every_extra_but_dev():

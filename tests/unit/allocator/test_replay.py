@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memprof.allocator import TraceReplay, parse_config
+from memprof.allocator import CardMemory, TraceReplay, parse_config
 from memprof.trace.events import GPU, HOST, NONE, Event, EventKind, Storage, Trace
 from tests.lanes import examples
-from tests.unit.allocator.compiled.programs import CARD, SETTINGS, program
 from tests.unit.allocator.replaying import replay, replay_trace
+from tests.unit.allocator.requests import MIB, SIZES, TOTAL
+from tests.unit.allocator.traces import StreamScript
 
-MIB = 1 << 20
+SETTINGS = {
+    "default": "",
+    "expandable": "expandable_segments:True",
+    "max-split": "max_split_size_mb:40",
+    "max-split-rounding": "max_split_size_mb:20,max_non_split_rounding_mb:60",
+    "divisions": "roundup_power2_divisions:[1:2,16:8,>:4]",
+    "gc": "garbage_collection_threshold:0.4,per_process_memory_fraction:0.9",
+    "fraction": "per_process_memory_fraction:0.5",
+    "large-segment": "large_segment_size_mb:34",
+    "expandable-max-split": "expandable_segments:True,max_split_size_mb:40,large_segment_size_mb:12",
+}
+CARD = CardMemory(TOTAL, 10 * MIB)
 
 
 def trace_of(*steps: tuple[str, int, int] | tuple[str, int]) -> Trace:
@@ -119,11 +133,48 @@ def test_columns_are_what_the_counters_say(text, sizes, order):
     assert peak.event == (list(timeline.reserved).index(peak.num_bytes) if requests else -1)
 
 
+def random_program(seed: int, steps: int = 150) -> Trace:
+    """Mostly requests and frees; of the rest, as many kinds as the seed says."""
+    r = random.Random(seed)
+    script = StreamScript()
+    rare = r.choice((0.0, 0.02, 0.1))
+    streams = r.choice(((0,), (0, 0, 7), (0, 7, 1 << 47)))
+    for _ in range(steps):
+        choice = r.random()
+        if choice < rare:
+            _add_rare_event(script, r)
+        elif choice < 0.58 or not script.home:
+            device = r.choice((GPU, GPU, GPU, GPU, "cuda:1", "cpu"))
+            index = script.new(r.choice((0, *SIZES)) + r.choice((0, 0, 1, 777)), device, stream=r.choice(streams))
+            if r.random() < rare / 4:
+                script.trace.refused.append(index)
+        else:
+            script.free(r.choice(list(script.home)))
+    return script.trace
+
+
+def _add_rare_event(script: StreamScript, r: random.Random) -> None:
+    kind = r.choice(("empty", "phase", "use", "wait", "pool", "pool", "retire"))
+    if kind == "empty":
+        script.empty_cache()
+    elif kind == "phase":
+        script.add(EventKind.PHASE, 0)
+    elif kind == "use" and script.home:
+        script.use(r.choice(list(script.home)), r.choice((0, 7, 9)))
+    elif kind == "wait":
+        script.wait(r.choice((7, 9)), by_host=r.random() < 0.5)
+    elif kind == "pool":
+        script.add(EventKind.POOL, r.choice((0, 1, 2)))
+    elif kind == "retire":
+        script.add(EventKind.POOL, 0)
+        script.add(EventKind.POOL_FREE, 1)
+
+
 @pytest.mark.parametrize("text", SETTINGS.values(), ids=SETTINGS.keys())
 @settings(max_examples=examples(20), deadline=None)
 @given(seed=st.integers(0, 1 << 32), limited=st.booleans())
 def test_decisions_do_not_depend_on_what_is_counted(text, seed, limited):
-    trace, outcomes = program(seed), []
+    trace, outcomes = random_program(seed), []
     for counts in (True, False):
         replay = TraceReplay(trace, CARD if limited else None, parse_config(text), counts=counts)
         replay.skip()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from memprof.cache.store import COMPILED, Store, cache_folder
+from memprof.cache.store import Store, cache_folder
 
 KEYS = [f"{number:064x}" for number in range(40)]
 
@@ -117,8 +117,6 @@ def test_clearing_leaves_the_files_of_others(tmp_path):
         store.keep(key, {"a": 1})
     (store.folder / f".{KEYS[0]}.x7.answer").write_text("half")
     (store.folder / "thesis.txt").write_text("mine")
-    (store.folder / COMPILED / "0123456789abcdef" / "rules").mkdir(parents=True)
-    (store.folder / COMPILED / "0123456789abcdef" / "rules" / "play.nbc").write_text("code")
     assert store.clear() == 3
     assert [path.name for path in store.folder.iterdir()] == ["thesis.txt"]
     (store.folder / "thesis.txt").unlink()
