@@ -114,43 +114,6 @@ def spec_of(request: object, **others: object) -> TargetSpec:
     return TargetSpec(**{name: value for name, value in known.items() if value is not None})
 
 
-OLD_SPELLINGS: Mapping[str, Mapping[str, str]] = {
-    "analyze": {"--device": "--card", "--what-if": "--alloc-conf"},
-    "estimate": {
-        "--dtype int8": "--quantize int8", "--dtype 8bit": "--quantize int8", "--dtype int4": "--quantize nf4",
-        "--dtype nf4": "--quantize nf4", "--dtype 4bit": "--quantize nf4", "--dtype fp8": "--quantize fp8",
-        "--dtype gptq-int8": "--quantize gptq-int8", "--dtype gptq-int4": "--quantize gptq-int4",
-        "--dtype awq-int4": "--quantize awq-int4",
-    },
-    "recommend": {
-        "--infer": "--mode inference", "--train full": "--mode train", "--train lora": "--adapter lora",
-        "--train qlora": "--adapter lora --quantize nf4", "--precision half": "--dtype bfloat16",
-        "--precision amp": "--amp bfloat16", "--precision float32": "--dtype float32",
-        "--precision int8": "--quantize int8", "--precision nf4": "--quantize nf4",
-    },
-}  # fmt: skip
-"""What options were called, some with a certain value, by command. To be removed with the release after 0.1."""
-
-
-def respell(words: Sequence[str], old: Mapping[str, str]) -> list[str]:
-    """A command's arguments with today's options in place of old ones; says so on stderr."""
-    found, left = [], list(words)
-    while left and left[0] != "--":
-        word = left.pop(0)
-        flag, equals, value = word.partition("=")
-        pair = f"{flag} {value if equals else left[0] if left else ''}"
-        if pair in old:
-            was, now, left = pair, old[pair], left if equals else left[1:]
-        elif flag in old:
-            was, now = flag, old[flag] + equals + value
-        else:
-            found.append(word)
-            continue
-        say(f"memprof: {was} is now {old[was]}; the old spelling goes with the next release", err=True)
-        found += now.split()
-    return found + left
-
-
 @contextlib.contextmanager
 def _parsing(ctx: Any, words: Sequence[str]) -> Iterator[None]:
     """Wrong words are an error here; where JSON is asked for, one in JSON.
@@ -174,10 +137,9 @@ class Command(typer.core.TyperCommand):
     """A command whose --help has a section for each panel; typer's own needs rich, which takes as long as the rest."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Take the command's arguments, old spellings among them, and what a file says of the others."""
+        """Take the command's arguments, and what a file says of the others."""
         take_plainly(self.get_params(ctx))
         with _parsing(ctx, args):
-            args = respell(args, OLD_SPELLINGS.get(str(self.name), {}))
             words = self._from_settings(ctx, args)
             settings.words = (str(self.name), *words, *args)
             left = super().parse_args(ctx, [*words, *args])

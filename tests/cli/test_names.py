@@ -7,11 +7,10 @@ import importlib
 from collections import defaultdict
 from typing import get_type_hints
 
-import pytest
 import typer
 
 from memprof.cli.main import COMMANDS, app
-from memprof.cli.options import OLD_SPELLINGS, Shared, respell
+from memprof.cli.options import Shared
 from memprof.spec import TargetSpec, options_of
 
 ANOTHER_DEFAULT = {
@@ -162,27 +161,3 @@ def test_what_several_commands_have_is_made_in_one_place():
             users[one.opts[-1]].add(command)
     alone = {flag for flag, commands in users.items() if len(commands) > 1} - fields
     assert alone == {"--config", "--debug", "--help", "--no-color", "--preset", "--save-config"}
-
-
-@pytest.mark.parametrize(
-    ("command", "old", "now"),
-    [(command, old, now) for command, table in OLD_SPELLINGS.items() for old, now in table.items()],
-)
-def test_an_old_spelling_goes_on(command, old, now, capsys):
-    value = [] if " " in old or old == "--infer" else ["7"]
-    words = [*old.split(), *value]
-    assert respell([*words, "--json"], OLD_SPELLINGS[command]) == [*now.split(), *value, "--json"]
-    joined = [f"{words[0]}={words[1]}"] if len(words) > 1 else words
-    assert " ".join(respell(joined, OLD_SPELLINGS[command])).replace("=", " ") == " ".join([*now.split(), *value])
-    said = capsys.readouterr().err
-    assert said == f"memprof: {old} is now {now}; the old spelling goes with the next release\n" * 2
-    known = {flag for name, one in parameters() if name == command for flag in one.opts}
-    assert {word for word in now.split() if word.startswith("--")} <= known
-
-
-def test_an_old_spelling_is_run(memprof):
-    now = memprof("estimate", "--params", "1.2B", "--quantize", "nf4")
-    old = memprof("estimate", "--params", "1.2B", "--dtype", "int4")
-    assert now.exit_code == old.exit_code == 0 and now.stdout == old.stdout
-    assert now.stderr == "" and "--dtype int4 is now --quantize nf4" in old.stderr
-    assert respell(["a", "--", "--infer"], OLD_SPELLINGS["recommend"]) == ["a", "--", "--infer"]

@@ -18,7 +18,6 @@ import pytest
 import typer
 
 from memprof.cli.main import app
-from memprof.cli.options import OLD_SPELLINGS
 from memprof.command_line import profile_command
 from memprof.doctor import diagnose
 from memprof.remedies.fixes import edit_spec, parse_fixes
@@ -281,17 +280,13 @@ def test_every_option_that_a_text_names_is_there():
     for file in sorted((ROOT / "memprof").rglob("*.py")):
         if file.name in ("launchers.py", "card_scripts.py", "serving_scripts.py", "script.py"):  # options of others
             continue
-        old = {word for names in OLD_SPELLINGS.values() for was in names for word in was.split()}
         tree = ast.parse(file.read_text(encoding="utf-8"))
         said = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
         for text in said:
             if any(other in text for other in OF_OTHERS):
                 continue
             named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9](?![\w-])", text))
-            wrong |= {
-                option: file.relative_to(ROOT)
-                for option in named - known - (old if file.name == "options.py" else set())
-            }
+            wrong |= {option: file.relative_to(ROOT) for option in named - known}
     assert not wrong
 
 
