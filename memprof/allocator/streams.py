@@ -42,11 +42,6 @@ class PendingFrees:
         self.requested_bytes = 0
         """Of the blocks that wait, as they were asked for."""
 
-    @property
-    def waiting(self) -> bool:
-        """Whether there is anything to poll for."""
-        return bool(self.queues)
-
     def add(self, block: Block) -> None:
         """`block` is freed and has stream uses."""
         streams = sorted(block.uses or ())
