@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -68,7 +67,6 @@ def profile(context: typer.Context, spec: TargetSpec, how: How, output: Saved) -
         raise typer.Exit(exit_code(kept[0]))
     # Below, and not above: --help needs none of it.
     from memprof.catalog import has_model
-    from memprof.watch.loading import torch_loads
 
     is_known = spec.model_is_size or has_model(spec.model)  # no code but that of transformers
     if not (how.searches or how.largest):
@@ -77,12 +75,6 @@ def profile(context: typer.Context, spec: TargetSpec, how: How, output: Saved) -
         from memprof.watch.postponed import postpone
 
         postpone(rules=is_known)
-    with torch_loads():
-        for name in (
-            "flows.profile",
-            *(() if output.as_json else ("report.terminal.report", "report.terminal.console")),
-        ):
-            importlib.import_module(f"memprof.{name}")
     with long_work(quiet=output.quiet) as progress:
         try:
             trace, document = _run(spec, how, progress, is_named=is_named)

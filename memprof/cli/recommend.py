@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -224,17 +223,14 @@ def _answer(spec: TargetSpec, request: Request, progress: Progress) -> Recommend
 
 
 def _begin_imports(spec: TargetSpec, request: Request) -> None:
-    """torch's libraries are loaded beside what needs no torch; what eager runs on one card can do without is not."""
+    """What eager runs on one GPU can do without is not imported."""
     from memprof.catalog import has_model
-    from memprof.watch.loading import torch_loads
 
     is_known = request.model is None or spec.model_is_size or has_model(spec.model)
     if is_known and spec.gpus == 1:
         from memprof.watch.postponed import postpone
 
         postpone(rules=True)
-    with torch_loads():
-        importlib.import_module(f"memprof.flows.recommend.{'largest' if request.goal is None else 'search'}")
 
 
 def _print(answer: Recommendation, request: Request) -> None:
