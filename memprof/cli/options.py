@@ -25,7 +25,6 @@ from memprof.cli import settings
 from memprof.cli.completion import names_of
 from memprof.cli.exits import MEANINGS, OF_OTHERS, Exit
 from memprof.cli.numbers import check_numbers
-from memprof.cli.plainly import take_plainly
 from memprof.cli.streams import give_up, say, tell
 from memprof.device.ceiling import ceiling
 from memprof.errors import MemprofError, UsageError, unknown_name
@@ -138,7 +137,6 @@ class Command(typer.core.TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Take the command's arguments, and what a file says of the others."""
-        take_plainly(self.get_params(ctx))
         with _parsing(ctx, args):
             words = self._from_settings(ctx, args)
             settings.words = (str(self.name), *words, *args)
@@ -225,7 +223,6 @@ class Commands(typer.core.TyperGroup):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Take what stands before the command's name."""
-        take_plainly(self.get_params(ctx))
         with _parsing(ctx, args):
             return super().parse_args(ctx, args)
 

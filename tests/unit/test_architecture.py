@@ -109,7 +109,7 @@ def test_a_command_imports_no_other():
     assert {name for name in _rooms(modules) if ".report." in name} == {
         "memprof.report.documents.estimate", "memprof.report.terminal.estimate", "memprof.report.terminal.widths",
     }  # fmt: skip
-    assert not modules & {"pydantic", "rich", "argparse", "asyncio", "pynvml"}
+    assert not modules & {"rich", "argparse", "asyncio", "pynvml"}
 
 
 @pytest.mark.slow
