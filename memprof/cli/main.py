@@ -18,7 +18,6 @@ import typer
 import memprof
 from memprof.cli.child import allow_child, tell_exit_code
 from memprof.cli.completion import install_itself
-from memprof.cli.exits import end_at_once
 from memprof.cli.options import Commands, add
 from memprof.cli.streams import give_up, prepare, say
 
@@ -149,7 +148,6 @@ def run(arguments: list[str] | None = None) -> NoReturn:
             left = sys.exc_info()[1]
             if isinstance(left, SystemExit) and isinstance(left.code, int):
                 tell_exit_code(left.code)
-                end_at_once(left.code)
             else:
                 tell_exit_code(1 if left else 0)
     sys.exit(0)

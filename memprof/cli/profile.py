@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import typer
 
 from memprof.cli import settings
-from memprof.cli.exits import nothing_is_to_be_let_go
 from memprof.cli.options import Remedies, again
 from memprof.cli.output import Saved, exit_code, print_document, say_kept
 from memprof.cli.progress import Progress, long_work
@@ -88,8 +87,6 @@ def profile(context: typer.Context, spec: TargetSpec, how: How, output: Saved) -
         raise failed
     if place is not None:
         place.keep(document)
-    if is_known and document.source == "simulated":
-        nothing_is_to_be_let_go()
     raise typer.Exit(exit_code(document))
 
 
