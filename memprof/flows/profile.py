@@ -97,7 +97,6 @@ def _ran(spec: TargetSpec, progress: Callable[[str], None]) -> Trace:
     global _has_compiled
     # Here and not above: reading a capture and answering --help need no torch.
     from memprof.flows.capture import capture_measured, capture_virtual
-    from memprof.watch.model_names import unread
     from memprof.workload.models import find_source
     from memprof.workload.step import Workload
 
@@ -120,8 +119,7 @@ def _ran(spec: TargetSpec, progress: Callable[[str], None]) -> Trace:
         _has_compiled = True
     failed: RunFailedError | None = None
     while True:
-        with unread():  # libraries that take part are imported
-            workload = Workload(spec, source, switch_on)
+        workload = Workload(spec, source, switch_on)
         try:
             if spec.device == "virtual":
                 trace = capture_virtual(

@@ -49,7 +49,7 @@ from memprof.virtual.torch_cuda import pools
 from memprof.virtual.torch_cuda.driver import nvml_patches
 from memprof.virtual.torch_cuda.facade import AllocatorSettings, Memory, MemoryStatistics, UnusedSettings, cuda_facade
 from memprof.virtual.values import Values
-from memprof.watch import model_names, sharding
+from memprof.watch import sharding
 from memprof.watch.failure import describe, ended_by_refusal, refusal
 from memprof.watch.growth import GrowthWatch
 from memprof.watch.imports import watch_imports
@@ -317,7 +317,6 @@ class VirtualGpu(Watch):
             "pynvml": lambda: patches.set_all(nvml_patches(self.gpu, self._cards, self._used_bytes)),
         }
         replacements = hub_kernels.patches(self.assume) | dtensor.patches() | rpc.patches()
-        replacements["transformers.utils.import_utils"] = model_names.patches
         if self._stand_ins is not None:
             self._stack.enter_context(self._stand_ins.entered())
             replacements |= requests.patches(self._stand_ins.choose) | hub.patches()
