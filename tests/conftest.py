@@ -69,7 +69,6 @@ _SLOWEST = (
     "planted/",
     "cli/test_printed_commands.py",
     "cli/test_profile.py",
-    "unit/watch/test_postponed.py",
     "unit/virtual/compiled/",
     "unit/virtual/ranks/",
     "cli/test_monitor.py",

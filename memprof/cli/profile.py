@@ -64,16 +64,6 @@ def profile(context: typer.Context, spec: TargetSpec, how: How, output: Saved) -
         print_document(kept[0], output)
         say_kept(kept[1], quiet=output.quiet)
         raise typer.Exit(exit_code(kept[0]))
-    # Below, and not above: --help needs none of it.
-    from memprof.catalog import has_model
-
-    is_known = spec.model_is_size or has_model(spec.model)  # no code but that of transformers
-    if not (how.searches or how.largest):
-        # Asked in one run after the other, the answers would cost more than the imports. A ladder needs the compiler
-        # soon, and imports it while its first run is made elsewhere.
-        from memprof.watch.postponed import postpone
-
-        postpone(rules=is_known)
     with long_work(quiet=output.quiet) as progress:
         try:
             trace, document = _run(spec, how, progress, is_named=is_named)

@@ -196,7 +196,6 @@ def _answer(spec: TargetSpec, request: Request, progress: Progress) -> Recommend
     from memprof.device.visible import hide_gpus
 
     hide_gpus()
-    _begin_imports(spec, request)
     if request.goal is None:
         from memprof.flows.recommend.largest import recommend_models
 
@@ -220,17 +219,6 @@ def _answer(spec: TargetSpec, request: Request, progress: Progress) -> Recommend
     if request.lengths is not None:
         return recommend_for_data(spec, question, progress, request.lengths, request.lengths_column, request.batches)
     return search(spec, question, progress)[0]
-
-
-def _begin_imports(spec: TargetSpec, request: Request) -> None:
-    """What eager runs on one GPU can do without is not imported."""
-    from memprof.catalog import has_model
-
-    is_known = request.model is None or spec.model_is_size or has_model(spec.model)
-    if is_known and spec.gpus == 1:
-        from memprof.watch.postponed import postpone
-
-        postpone(rules=True)
 
 
 def _print(answer: Recommendation, request: Request) -> None:

@@ -35,7 +35,6 @@ from memprof.trace.events import Trace
 from memprof.trace.facts import Target
 from memprof.units import format_bytes
 from memprof.watch.collection import look_through_no_more
-from memprof.watch.postponed import came_late
 from memprof.workload.plan import parse_plan
 
 
@@ -111,29 +110,23 @@ def _ran(spec: TargetSpec, progress: Callable[[str], None]) -> Trace:
         from memprof.remedies import on_spec
 
         switch_on = on_spec.switch_on
-    if spec.parallel is not None or spec.compile:
-        importlib.import_module("torch._dynamo")
     if compiles(spec):
         importlib.import_module(COMPILER)
         look_through_no_more(after_runs=_has_compiled)  # garbage is looked for when something has been compiled
         _has_compiled = True
     failed: RunFailedError | None = None
-    while True:
-        workload = Workload(spec, source, switch_on)
-        try:
-            if spec.device == "virtual":
-                trace = capture_virtual(
-                    workload, gpu, progress, lambda trace: RunAllocator(trace, gpu, in_force.now), in_force
-                )
-            else:
-                if spec.device == "cpu":
-                    _check_host_memory(spec, progress)
-                trace = capture_measured(workload, spec.device, progress, detail=spec.detail)
-        except RunFailedError as error:
-            failed, trace = error, error.trace
-        if not came_late():
-            break
-        failed = None
+    workload = Workload(spec, source, switch_on)
+    try:
+        if spec.device == "virtual":
+            trace = capture_virtual(
+                workload, gpu, progress, lambda trace: RunAllocator(trace, gpu, in_force.now), in_force
+            )
+        else:
+            if spec.device == "cpu":
+                _check_host_memory(spec, progress)
+            trace = capture_measured(workload, spec.device, progress, detail=spec.detail)
+    except RunFailedError as error:
+        failed, trace = error, error.trace
     trace.facts = dataclasses.replace(
         trace.facts,
         command="profile",

@@ -53,7 +53,6 @@ from memprof.watch import sharding
 from memprof.watch.failure import describe, ended_by_refusal, refusal
 from memprof.watch.growth import GrowthWatch
 from memprof.watch.imports import watch_imports
-from memprof.watch.postponed import imported_inside
 from memprof.watch.recorder import Recorder
 from memprof.watch.source_lines import only_shows
 from memprof.watch.updates import Updates
@@ -255,7 +254,6 @@ class VirtualGpu(Watch):
 
     def _install(self) -> None:
         patches = self._patches
-        self._stack.enter_context(imported_inside(patches.lifted, lambda: bool(self.recorder.trace.events)))
         function_mode = self._function_mode = DeviceMode(self.recording, registry.composites(self.recording))
         self.recording.function_mode = function_mode
         self._compiler = Compiler(self.recording, function_mode, patches, self.assume, is_on=self._compiles)

@@ -6,8 +6,7 @@ Each is a process of its own that begins with nothing kept, but for the line of 
 figures each: seconds that pass, which are those of this machine at this hour, and seconds of a processor, with all
 processes that were forked. Exit code 1 if a bar is missed (seconds that pass, on two idle cores).
 
-`torch` is what importing it alone takes, which no run can be below; `libraries` what one with a model imports that
-postpones nothing.
+`torch` is what importing it alone takes; `libraries` what every run of a model of transformers imports.
 """
 
 from __future__ import annotations
