@@ -34,7 +34,6 @@ for step in range(count):
 PROFILES = {
     "fits": "--model-size 1M --context-length 64 --gpu-vram 0.5",
     "does not fit": "--model-size 1M --context-length 512 --batch-size 8 --gpu-vram 0.6",
-    "other options": "--model-size 1M --context-length 512 --batch-size 8 --gpu-vram 0.6 --evaluate --zero-grad zero",
     "without room": "--model pythia-70m --context-length 64 --gpu-vram 0.5",
     "ladder": "--model-size 1M --context-length 512 --batch-size 8 --gpu-vram 0.6 --ladder",
     "adapter": "--model-size 1M --context-length 512 --batch-size 8 --gpu-vram 0.55 --adapter lora --lora-rank 4",
@@ -47,7 +46,6 @@ SCRIPTS = {
     "later steps": ("--gpu-vram 1 --steps 3 --worst-batch", "9 8"),
     "does not fit": ("--gpu-vram 0.6", "9 20000"),
     "leaks": ("--gpu-vram 1", "30 8192 leak"),
-    "leaks to its end": ("--gpu-vram 1 --until-exit", "9 8192 leak"),
     "a limit": ("--gpu-vram 0.61 --worst-batch --largest batch-size", "3 {}"),
     "a ladder": ("--gpu-vram 0.6 --steps 3 --ladder", "9 20000"),
 }
