@@ -106,10 +106,7 @@ class _Runs(Runs):
     def _alloc_conf(self, fixes: Any) -> None:
         return None
 
-    def ahead(self, sets: Any) -> None:
-        return None
-
-    def beside(self, fixes: Any, climb: Any) -> None:
+    def make(self, sets: Any) -> None:
         return None
 
     def check(self, fixes: Any) -> None:

@@ -167,10 +167,7 @@ class _Runs(Runs):
     def command(self, fixes, *, fits):
         return ""
 
-    def ahead(self, sets):
-        return None
-
-    def beside(self, fixes, climb):
+    def make(self, sets):
         return None
 
     def on_now(self):
