@@ -168,6 +168,7 @@ class HostKinds:
     def _applying(self, original: Any) -> Any:
         """The replacement for `Function.apply`, which keeps where the tensors that it is given are."""
 
+        @functools.wraps(original.__func__)  # TorchScript reads the signature of a Function that it calls
         def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
             result = original.__func__(cls, *args, **kwargs)
             if _is_grad_enabled():

@@ -508,3 +508,23 @@ def test_gradients_come_in_the_order_of_plain_torch(rows: int) -> None:
     plain = order("cpu")
     with memprof.virtual_gpu("a100-80gb"):
         assert order("cuda") == plain
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2
+
+
+def doubled(x):
+    return Doubled.apply(x)
+
+
+def test_torchscript_calls_a_function_as_it_does_alone() -> None:
+    """It reads the signature of `Function.apply`, and takes no annotation that is a string."""
+    with memprof.virtual_gpu("h100-80gb"):
+        assert torch.jit.script(doubled)(torch.ones(3, device="cuda")).device.type == "cuda"
