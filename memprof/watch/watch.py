@@ -198,7 +198,7 @@ class Watch(ABC):
         for (_, name), (known, role) in list(self._registered.items()):
             module = known()
             held = {} if module is None else module._parameters if role is Role.PARAMETER else module._buffers
-            tensor = held.get(name)
+            tensor = held[name] if name in held else None  # noqa: SIM401, a ScriptModule's are no dictionary
             if tensor is not None:
                 self._claim_unnamed([tensor], role)
 

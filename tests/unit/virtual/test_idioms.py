@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from memprof.catalog import find_gpu
+from memprof.trace.events import Role
 from memprof.virtual import VirtualGpu
 
 CUDA = torch.device("cuda", 0)
@@ -41,6 +42,13 @@ def test_scripted_modules_move(gpu, make):
     assert {parameter.grad.device for parameter in module.parameters()} == {CUDA}
     assert not gpu.trace.mismatches
     assert any("TorchScript" in assumption for assumption in gpu.trace.assumptions)
+
+
+def test_a_scripted_module_that_is_never_called_is_there_at_the_end():
+    """Its parameters are in no dictionary."""
+    with VirtualGpu(find_gpu("a100-80gb")) as gpu:
+        module = _Scripted().cuda()
+    assert module.scale.device.type != "cpu" and {owner.role for owner in gpu.trace.owners.values()} >= {Role.PARAMETER}
 
 
 @pytest.mark.parametrize(
