@@ -88,7 +88,7 @@ def run_all(
 
 def _started(work: Callable[[], Any]) -> tuple[Connection, Any]:
     ours, theirs = Pipe(duplex=False)
-    worker = multiprocessing.get_context("fork").Process(target=_answer, args=(work, theirs), daemon=True)
+    worker = multiprocessing.get_context("fork").Process(target=_answer, args=(work, theirs))
     with theirs, warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12, where there is a thread for progress
         worker.start()
@@ -96,7 +96,7 @@ def _started(work: Callable[[], Any]) -> tuple[Connection, Any]:
 
 
 def _answer(work: Callable[[], Any], line: Connection) -> None:
-    """What a worker does. It ends with the process that it comes from, and on Ctrl-C without a word."""
+    """Do `work` in a worker, which ends with the process that it comes from, and on Ctrl-C without a word."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     torch.set_num_threads(1)  # a pool of threads is not inherited

@@ -18,7 +18,7 @@ from memprof.errors import MemprofError, UsageError
 from memprof.flows.account import analyze, with_settings
 from memprof.flows.cards import virtual_card
 from memprof.flows.profile import profile
-from memprof.flows.several import at_once, warm
+from memprof.flows.several import at_once
 from memprof.remedies.fixes import Fix, edit_spec, worst_numerics
 from memprof.remedy_catalog import in_force
 from memprof.report.documents.ladder import Rung
@@ -181,7 +181,6 @@ class SpecRuns(Runs):
         self._progress = progress
         self._spec = spec
         self._simulated = simulated
-        self._is_warm = False
         self._ready: dict[TargetSpec, tuple[Trace, Document] | MemprofError] = {}
         """What was made at once and not yet asked for: a run without its ledger, or why it cannot be made."""
         super().__init__(virtual_card(spec))
@@ -220,9 +219,6 @@ class SpecRuns(Runs):
             return
         from memprof.workload.pool import run_all  # needs torch
 
-        if not self._is_warm:
-            warm(self._spec, self._progress)
-            self._is_warm = True
         works = [functools.partial(profile, spec, explained=False) for spec in left]
         self._ready |= zip(left, run_all(works, self._progress), strict=True)
 

@@ -10,20 +10,9 @@ from hypothesis import strategies as st
 
 from memprof.allocator import CachingAllocator, Completion, OutOfMemory, parse_config
 from tests.lanes import examples
-from tests.unit.allocator.requests import SIZES, TOTAL
+from tests.unit.allocator.requests import SETTINGS, SIZES, TOTAL
 
-SETTINGS = {
-    "default": "",
-    "expandable": "expandable_segments:True",
-    "max-split": "max_split_size_mb:40",
-    "max-split-rounding": "max_split_size_mb:20,max_non_split_rounding_mb:60",
-    "divisions": "roundup_power2_divisions:[1:2,16:8,>:4]",
-    "gc": "garbage_collection_threshold:0.4,per_process_memory_fraction:0.9",
-    "fraction": "per_process_memory_fraction:0.5",
-    "throw": "per_process_memory_fraction:0.5,throw_on_cudamalloc_oom:True",
-    "large-segment": "large_segment_size_mb:34",
-    "expandable-max-split": "expandable_segments:True,max_split_size_mb:40,large_segment_size_mb:12",
-}
+ALL_SETTINGS = {**SETTINGS, "throw": "per_process_memory_fraction:0.5,throw_on_cudamalloc_oom:True"}
 GRAPH = (0, 1)
 
 
@@ -137,7 +126,7 @@ COUNTED = (
 
 
 @pytest.mark.parametrize("completion", list(Completion))
-@pytest.mark.parametrize("text", SETTINGS.values(), ids=SETTINGS.keys())
+@pytest.mark.parametrize("text", ALL_SETTINGS.values(), ids=ALL_SETTINGS.keys())
 @settings(max_examples=examples(12), deadline=None)
 @given(seed=st.integers(0, 1 << 32))
 def test_random_program(text, completion, seed):
@@ -154,7 +143,7 @@ def test_random_program(text, completion, seed):
     assert program.allocator.driver.used_bytes == sum(segment.size for segment in left)
 
 
-@pytest.mark.parametrize("text", SETTINGS.values(), ids=SETTINGS.keys())
+@pytest.mark.parametrize("text", ALL_SETTINGS.values(), ids=ALL_SETTINGS.keys())
 def test_same_requests_same_addresses(text):
     def addresses() -> list[int]:
         program = Program(text, Completion.IMMEDIATE, 7)

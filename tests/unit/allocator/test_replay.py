@@ -12,20 +12,9 @@ from memprof.allocator import CardMemory, TraceReplay, parse_config
 from memprof.trace.events import GPU, HOST, NONE, Event, EventKind, Storage, Trace
 from tests.lanes import examples
 from tests.unit.allocator.replaying import replay, replay_trace
-from tests.unit.allocator.requests import MIB, SIZES, TOTAL
+from tests.unit.allocator.requests import MIB, SETTINGS, SIZES, TOTAL
 from tests.unit.allocator.traces import StreamScript
 
-SETTINGS = {
-    "default": "",
-    "expandable": "expandable_segments:True",
-    "max-split": "max_split_size_mb:40",
-    "max-split-rounding": "max_split_size_mb:20,max_non_split_rounding_mb:60",
-    "divisions": "roundup_power2_divisions:[1:2,16:8,>:4]",
-    "gc": "garbage_collection_threshold:0.4,per_process_memory_fraction:0.9",
-    "fraction": "per_process_memory_fraction:0.5",
-    "large-segment": "large_segment_size_mb:34",
-    "expandable-max-split": "expandable_segments:True,max_split_size_mb:40,large_segment_size_mb:12",
-}
 CARD = CardMemory(TOTAL, 10 * MIB)
 
 

@@ -62,6 +62,18 @@ def test_answers_come_in_order_from_other_processes():
     assert children() == before
 
 
+def test_a_worker_may_start_processes():
+    """As a program's loader of data does."""
+
+    def starts() -> tuple[int | None, bool]:
+        started = multiprocessing.get_context("fork").Process(target=time.sleep, args=(0,))
+        started.start()
+        started.join()
+        return started.exitcode, os.getpid() == HERE
+
+    assert run_all([starts, starts]) == [(0, False)] * 2
+
+
 def test_errors_for_the_user_come_back_in_their_place():
     first, error, last = run_all([functools.partial(here, 1), functools.partial(fails, 2), functools.partial(here, 3)])
     assert first == (1, False) and last == (3, False)
