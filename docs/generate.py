@@ -194,7 +194,7 @@ def _example(code: str) -> str:
 
 def table_of_remedies() -> str:
     """What each remedy changes and costs, and the options of each."""
-    from memprof.remedy_catalog import REMEDIES, Numerics
+    from memprof.remedies.catalog import REMEDIES, Numerics
 
     names = {Numerics.DIFFERENT: "another model"}
     rows = ["| remedy | what it changes | what it costs | numbers |", "|---|---|---|---|"]
@@ -222,9 +222,9 @@ def _with(page: str, marker: str, table: str) -> str:
 
 def table_of_stand_ins() -> str:
     """Each function that has a stand-in, by its package: what is counted, and the files that it was read in."""
-    from memprof.catalog.stand_ins import INSTALLED, PACKAGES
+    from memprof.stand_ins import registry
+    from memprof.stand_ins.packages import INSTALLED, PACKAGES
     from memprof.virtual.kernels import audio, detection
-    from memprof.virtual.stand_ins import registry
 
     sections = []
     for package in PACKAGES.values():

@@ -46,17 +46,17 @@ if TYPE_CHECKING:
     from memprof.errors import MemprofError, RunFailedError, UsageError
     from memprof.flows.saved import load
     from memprof.spec import TargetSpec
-    from memprof.virtual.stand_ins.registry import stand_in
-    from memprof.virtual.stand_ins.tools import kernel
+    from memprof.stand_ins.registry import stand_in
+    from memprof.stand_ins.tools import kernel
 
 _ELSEWHERE = {
     "MemprofError": "errors",
     "RunFailedError": "errors",
     "TargetSpec": "spec",
     "UsageError": "errors",
-    "kernel": "virtual.stand_ins.tools",
+    "kernel": "stand_ins.tools",
     "load": "flows.saved",
-    "stand_in": "virtual.stand_ins.registry",
+    "stand_in": "stand_ins.registry",
 }
 """Where names are that need no torch; the others are in api.py."""
 

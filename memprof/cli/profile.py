@@ -50,8 +50,8 @@ def profile(context: typer.Context, spec: TargetSpec, how: How, output: Saved) -
             hint="--fix auto shows a ladder of its own",
         )
     how.check_largest(how.device)
+    from memprof.remedies.catalog import STEPS, check_installed
     from memprof.remedies.fixes import parse_fixes
-    from memprof.remedy_catalog import STEPS, check_installed
 
     named = () if how.fix is None or how.searches else [fix.remedy for fix in parse_fixes(how.fix, STEPS)]
     check_installed(spec, named)
@@ -118,8 +118,8 @@ def _run(spec: TargetSpec, how: How, progress: Progress, *, is_named: bool) -> t
     from memprof.flows.ladder.climb import climb
     from memprof.flows.ladder.runs import SpecRuns, apply_fixes
     from memprof.flows.ladder.search import search
+    from memprof.remedies.catalog import BESIDE, SPREADS, STEPS, ladder
     from memprof.remedies.fixes import parse_fixes
-    from memprof.remedy_catalog import BESIDE, SPREADS, STEPS, ladder
 
     if how.searches and spec.gpus > 1 and spec.parallel is None:
         from memprof.flows.ladder.plans import search_plans
@@ -142,7 +142,7 @@ def _run(spec: TargetSpec, how: How, progress: Progress, *, is_named: bool) -> t
 
 def _largest(spec: TargetSpec, what: str, fix: str | None, progress: Progress) -> tuple[Trace, Document]:
     from memprof.flows.limit import largest_of_spec
-    from memprof.remedy_catalog import STEPS
+    from memprof.remedies.catalog import STEPS
 
     if fix is not None:
         from memprof.flows.ladder.runs import SpecRuns

@@ -238,8 +238,8 @@ def _no_verdict(ended: Ended, exit_code: int, failure: Failure | None = None) ->
 
 def _installed(text: str) -> list[Fix]:
     """The remedies of `--fix`, whose packages are there."""
+    from memprof.remedies.catalog import check_installed
     from memprof.remedies.fixes import parse_fixes
-    from memprof.remedy_catalog import check_installed
 
     fixes = parse_fixes(text)
     check_installed(None, [fix.remedy for fix in fixes])

@@ -46,7 +46,7 @@ def verify(
     """
     with Progress(quiet=request.quiet) as progress:
         progress("importing torch")
-        from memprof.verify.bench import verify as run
+        from memprof.flows.verify.bench import verify as run
 
         found = run(
             remedies or (), model or (), seeds=seeds, progress=progress, trust_remote_code=request.trust_remote_code

@@ -10,8 +10,8 @@ from memprof.catalog import find_model, has_model
 from memprof.command_line import profile_command
 from memprof.doctor.diagnosis import Advice, Candidate, Cause, Figures
 from memprof.errors import UsageError
+from memprof.remedies.catalog import Remedy, helping
 from memprof.remedies.fixes import Fix, edit_spec
-from memprof.remedy_catalog import Remedy, helping
 from memprof.spec import Mode, TargetSpec
 from memprof.units import GIB, parse_gib
 

@@ -11,13 +11,13 @@ from pathlib import Path
 
 from memprof.allocator.config import UNLIMITED, VARIABLES, AllocatorConfig, parse_config
 from memprof.allocator.releases import LATEST, Release, release_for
-from memprof.catalog.stand_ins import PACKAGES
 from memprof.device.cards import Reading
 from memprof.device.environment import Environment, installed_release, read_environment
 from memprof.device.host import available_bytes, memory_bytes
 from memprof.device.nvml import read_cards
 from memprof.errors import UsageError
-from memprof.remedy_catalog import EXPANDABLE_SEGMENTS
+from memprof.remedies.catalog import EXPANDABLE_SEGMENTS
+from memprof.stand_ins.packages import PACKAGES
 from memprof.units import GIB, MIB, format_bytes
 
 _SMALL_SHM = GIB

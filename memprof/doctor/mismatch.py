@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from memprof.doctor.diagnosis import Advice
 from memprof.doctor.tracebacks import Frame
-from memprof.remedy_catalog import helping
+from memprof.remedies.catalog import helping
 
 _DEVICE = r"((?:cuda|cpu|mps|xpu|meta|npu|hip)(?::\d+)?)"
 _FOUND = re.compile(rf"found at least two devices, {_DEVICE} and {_DEVICE}")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from memprof.findings.finding import Context, Evidence, once
 from memprof.ledger.categories import Category
 from memprof.ledger.stages import without_widths, words_of
-from memprof.remedy_catalog import REMEDIES, Remedy, helping, in_force, why_not_together, why_useless
+from memprof.remedies.catalog import REMEDIES, Remedy, helping, in_force, why_not_together, why_useless
 from memprof.trace.events import NONE, ModuleRole, PhaseKind, Role, Storage, Trace, short_source, without_numbers
 from memprof.units import format_bytes
 

@@ -20,7 +20,7 @@ from memprof.findings.evidence import (
     would_help,
 )
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
-from memprof.remedy_catalog import EXPANDABLE_SEGMENTS
+from memprof.remedies.catalog import EXPANDABLE_SEGMENTS
 from memprof.trace.events import Trace
 from memprof.units import MIB, format_bytes
 

@@ -28,7 +28,7 @@ from memprof.flows.cards import (
 from memprof.flows.each_rank import in_order
 from memprof.flows.present import card_like, present_gpu
 from memprof.ledger.ledger import EmptyTraceError
-from memprof.remedy_catalog import STEPS
+from memprof.remedies.catalog import STEPS
 from memprof.report.documents.report import Document
 from memprof.spec import TargetSpec
 from memprof.trace.events import Trace

@@ -20,7 +20,7 @@ from memprof.flows.cards import virtual_card
 from memprof.flows.profile import profile
 from memprof.ledger.categories import Category
 from memprof.ledger.ledger import build_ledger
-from memprof.remedy_catalog import check_package
+from memprof.remedies.catalog import check_package
 from memprof.report.documents.report import Document
 from memprof.report.documents.vocabulary import ARITHMETIC, SIMULATED, Cap, Memory, Savings
 from memprof.spec import Mode, TargetSpec

@@ -10,7 +10,7 @@ from itertools import accumulate, pairwise
 
 from memprof.allocator import AllocatorConfig, OnCard, TraceReplay
 from memprof.ledger.steps import TrainingStep
-from memprof.remedy_catalog import EXPANDABLE_SEGMENTS
+from memprof.remedies.catalog import EXPANDABLE_SEGMENTS
 from memprof.trace.events import EventKind, Trace
 
 FEWEST = 5

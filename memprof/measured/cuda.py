@@ -13,8 +13,8 @@ from memprof.device.context import CONTEXT_BYTES
 from memprof.device.nvml import card_use
 from memprof.errors import MemprofError, UsageError, first_line
 from memprof.measured.history import Difference, History
+from memprof.patching.patch_set import Patch
 from memprof.units import format_bytes
-from memprof.watch.patches import Patch
 
 MAX_ENTRIES = 2_000_000
 """Of the allocator's history; a run that has more loses its beginning."""

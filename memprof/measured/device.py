@@ -24,10 +24,10 @@ from memprof.measured.operators import Profile, read_events
 from memprof.measured.outside import Outside
 from memprof.measured.peaks import SharedPeaks
 from memprof.measured.quiet import quiet_profiler
+from memprof.patching.patch_set import Patch
 from memprof.trace.events import CPU, GPU, HOST, NONE, EventKind, ModuleRole, Owner, Phase, PhaseKind, Role, Trace
 from memprof.trace.facts import Facts
 from memprof.trace.snapshot import Action
-from memprof.watch.patches import Patch
 from memprof.watch.watch import Watch
 from memprof.watch.wrappers import unwrapped
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from memprof.watch.patches import Patch
+from memprof.patching.patch_set import Patch
 
 _READ = ("_cuda_memoryStats", "_accelerator_getDeviceStats")
 _RESET = ("_cuda_resetPeakMemoryStats", "_accelerator_resetPeakStats")

@@ -11,9 +11,9 @@ import threading
 from dataclasses import dataclass, field
 from typing import Any
 
+from memprof.monitor.probe import python_path
+from memprof.monitor.probe.sitecustomize import INTERVAL, SOCKET
 from memprof.monitor.sample import Allocator
-from memprof.probe import python_path
-from memprof.probe.sitecustomize import INTERVAL, SOCKET
 
 _LARGEST = 1 << 16
 _LONGEST_FOLDER = 80

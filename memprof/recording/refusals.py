@@ -8,7 +8,7 @@ from memprof.allocator.rounding import FRAGMENTED_SHARE, SMALL_SIZE, round_size,
 from memprof.recording.occupancy import fragmentation
 from memprof.recording.origins import origin_of
 from memprof.recording.recording import Recording
-from memprof.remedy_catalog import EXPANDABLE_SEGMENTS
+from memprof.remedies.catalog import EXPANDABLE_SEGMENTS
 from memprof.trace.columns import OOM
 from memprof.units import format_bytes
 

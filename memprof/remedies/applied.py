@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from memprof.errors import MemprofError, UsageError
-from memprof.remedy_catalog import check_conflicts, find_remedies, options_by_remedy
+from memprof.remedies.catalog import check_conflicts, find_remedies, options_by_remedy
 
 _applied: weakref.WeakKeyDictionary[nn.Module, list[Applied]] = weakref.WeakKeyDictionary()
 """What is switched on in each model, oldest first."""
@@ -171,7 +171,7 @@ def apply(model: nn.Module, remedies: str | Sequence[str], *, undoable: bool = T
 
     Args:
         model: the model, built; on the card or on its way there.
-        remedies: names, as a list or with commas. `memprof.remedy_catalog.REMEDIES` has them all.
+        remedies: names, as a list or with commas. `memprof.remedies.catalog.REMEDIES` has them all.
         undoable: keep in host memory what `undo` needs to restore parameters that are changed themselves.
         options: the remedies' options.
 

@@ -6,7 +6,7 @@ from torch import nn
 
 from memprof.errors import UsageError
 from memprof.remedies.applied import Changes
-from memprof.remedy_catalog.remedy import EVERY_TIER, Numerics, Remedy
+from memprof.remedies.catalog.remedy import EVERY_TIER, Numerics, Remedy
 from memprof.spec import OWN_ATTENTIONS
 
 _FUSED = ("sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")

@@ -12,8 +12,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from memprof.remedies.applied import Changes
+from memprof.remedies.catalog.remedy import NO_OPTIMIZER, OPTIMIZER, SAME_UPDATES, Numerics, Remedy
 from memprof.remedies.optimizers import make_optimizer, refuse_gradients, trained_parameters
-from memprof.remedy_catalog.remedy import NO_OPTIMIZER, OPTIMIZER, SAME_UPDATES, Numerics, Remedy
 
 
 @Remedy(

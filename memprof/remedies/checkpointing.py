@@ -16,7 +16,7 @@ from torch.utils.checkpoint import (
 
 from memprof.errors import UsageError, unknown_name
 from memprof.remedies.applied import Changes, Forward, runs_in
-from memprof.remedy_catalog.remedy import BUT_STREAMED_WEIGHTS, Numerics, Remedy
+from memprof.remedies.catalog.remedy import BUT_STREAMED_WEIGHTS, Numerics, Remedy
 from memprof.workload.layers import find_layers, find_modules, without_caches
 
 _aten = torch.ops.aten

@@ -15,9 +15,9 @@ from torch import nn
 
 from memprof.errors import UsageError
 from memprof.remedies.applied import Changes, Forward, at_least
+from memprof.remedies.catalog.remedy import EVERY_TIER, Numerics, Remedy
 from memprof.remedies.head_loss import Rows
 from memprof.remedies.lazy_logits import LazyLogits, Policy
-from memprof.remedy_catalog.remedy import EVERY_TIER, Numerics, Remedy
 from memprof.units import GIB, parse_gib
 
 CHUNK_BYTES = GIB
@@ -53,7 +53,7 @@ def install(
     threshold: int | str = 0,
     head: str | None = None,
 ) -> None:
-    """Switch it on; see `memprof.remedy_catalog` for the options.
+    """Switch it on; see `memprof.remedies.catalog` for the options.
 
     Raises:
         UsageError: an option is out of range; the model has no linear head, or its forward takes no labels; the head

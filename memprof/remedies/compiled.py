@@ -11,7 +11,7 @@ from torch import nn
 
 from memprof.errors import UsageError
 from memprof.remedies.applied import Changes, Forward, runs_in
-from memprof.remedy_catalog.remedy import Numerics, Remedy
+from memprof.remedies.catalog.remedy import Numerics, Remedy
 from memprof.workload.layers import find_layers
 
 

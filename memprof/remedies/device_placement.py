@@ -17,7 +17,7 @@ from torch import nn
 
 from memprof.errors import UsageError
 from memprof.remedies.applied import Changes, Forward
-from memprof.remedy_catalog.remedy import BUT_STREAMED_WEIGHTS, Numerics, Remedy
+from memprof.remedies.catalog.remedy import BUT_STREAMED_WEIGHTS, Numerics, Remedy
 
 _OWN = ("_parameters", "_buffers", "_modules")
 _DEPTH = 3

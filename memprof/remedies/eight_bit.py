@@ -10,8 +10,8 @@ from torch import nn
 
 from memprof.errors import not_installed
 from memprof.remedies.applied import Changes
+from memprof.remedies.catalog.remedy import Numerics, Remedy, Tier
 from memprof.remedies.optimizers import trained_parameters
-from memprof.remedy_catalog.remedy import Numerics, Remedy, Tier
 
 
 @Remedy(

@@ -14,8 +14,8 @@ from torch import nn
 from memprof.allocator.config import VARIABLES
 from memprof.errors import UsageError, first_line
 from memprof.remedies.applied import Changes
-from memprof.remedy_catalog import EXPANDABLE_SEGMENTS
-from memprof.remedy_catalog.remedy import EVERY_TIER, Numerics, Remedy
+from memprof.remedies.catalog import EXPANDABLE_SEGMENTS
+from memprof.remedies.catalog.remedy import EVERY_TIER, Numerics, Remedy
 
 _KEY = "expandable_segments:"
 

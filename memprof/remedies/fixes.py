@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from memprof.errors import UsageError
-from memprof.remedies.spec_edits import useless
-from memprof.remedy_catalog import (
+from memprof.remedies.catalog import (
     REMEDIES,
     STEPS,
     VALUE,
@@ -25,6 +24,7 @@ from memprof.remedy_catalog import (
     in_force,
     why_useless,
 )
+from memprof.remedies.spec_edits import useless
 from memprof.spec import Mode, TargetSpec
 
 _NUMERICS = list(Numerics)

@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 
 from memprof.errors import UsageError
 from memprof.remedies.applied import apply
+from memprof.remedies.catalog import Remedy, from_outside
 from memprof.remedies.fixes import Fix, options_of, parse_fixes
-from memprof.remedy_catalog import Remedy, from_outside
 
 
 class Switch:

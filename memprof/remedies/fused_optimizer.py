@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 
 from memprof.errors import UsageError
 from memprof.remedies.applied import Changes
+from memprof.remedies.catalog.remedy import ONE_OPTIMIZER, OPTIMIZER, SAME_UPDATES, Numerics, Remedy
 from memprof.remedies.optimizers import adamw, make_optimizer, trained_parameters
-from memprof.remedy_catalog.remedy import ONE_OPTIMIZER, OPTIMIZER, SAME_UPDATES, Numerics, Remedy
 
 
 @Remedy(

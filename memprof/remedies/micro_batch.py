@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from memprof.errors import UsageError
 from memprof.remedies.applied import Changes, at_least
-from memprof.remedy_catalog.remedy import EVERY_TIER, Numerics, Remedy
+from memprof.remedies.catalog.remedy import EVERY_TIER, Numerics, Remedy
 
 _CROSS_ENTROPY = (
     functional.cross_entropy,

@@ -9,8 +9,8 @@ from torch import nn
 
 from memprof.errors import UsageError
 from memprof.remedies.applied import Changes
+from memprof.remedies.catalog.remedy import EVERY_TIER, Numerics, Remedy
 from memprof.remedies.offload_activations import Offloaded
-from memprof.remedy_catalog.remedy import EVERY_TIER, Numerics, Remedy
 from memprof.workload.npt import NptComponent
 
 

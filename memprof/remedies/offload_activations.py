@@ -9,8 +9,8 @@ from torch import nn
 
 from memprof.errors import UsageError
 from memprof.remedies.applied import Changes, Forward, at_least, runs_in
+from memprof.remedies.catalog.remedy import BUT_STREAMED_WEIGHTS, Numerics, Remedy
 from memprof.remedies.compiled import Compiled
-from memprof.remedy_catalog.remedy import BUT_STREAMED_WEIGHTS, Numerics, Remedy
 from memprof.workload.layers import find_layers
 
 MIN_BYTES = 1 << 20

@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 
 from memprof.errors import UsageError
 from memprof.remedies.applied import Changes
+from memprof.remedies.catalog.remedy import NO_OPTIMIZER, ONE_OPTIMIZER, OPTIMIZER, Numerics, Remedy, Tier
 from memprof.remedies.optimizers import adamw, make_optimizer, refuse_gradients, trained_parameters
-from memprof.remedy_catalog.remedy import NO_OPTIMIZER, ONE_OPTIMIZER, OPTIMIZER, Numerics, Remedy, Tier
 
 
 @Remedy(

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from memprof.errors import UsageError
 from memprof.remedies.applied import Changes, Forward, runs_in
-from memprof.remedy_catalog.remedy import Numerics, Remedy, Tier
+from memprof.remedies.catalog.remedy import Numerics, Remedy, Tier
 from memprof.workload.layers import find_layers, without_caches
 
 

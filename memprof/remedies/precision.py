@@ -9,8 +9,8 @@ from torch import nn
 
 from memprof.errors import UsageError
 from memprof.remedies.applied import Changes
+from memprof.remedies.catalog.remedy import WEIGHTS, Numerics, Remedy, Tier
 from memprof.remedies.optimizers import refuse_gradients
-from memprof.remedy_catalog.remedy import WEIGHTS, Numerics, Remedy, Tier
 
 
 @Remedy(

@@ -11,10 +11,10 @@ from torch import nn
 
 from memprof.errors import UsageError, first_line, not_installed
 from memprof.remedies.applied import Changes
+from memprof.remedies.catalog.remedy import FOUR_BITS, LORA, ON_THE_CARD, VALUE, WEIGHTS, Numerics, Remedy, Tier
 from memprof.remedies.chunked_loss import find_head
 from memprof.remedies.optimizers import refuse_gradients
 from memprof.remedies.trained import DEFAULT_RANK, install_lora
-from memprof.remedy_catalog.remedy import FOUR_BITS, LORA, ON_THE_CARD, VALUE, WEIGHTS, Numerics, Remedy, Tier
 from memprof.workload.quantization import import_quietly
 
 OUTLIER_THRESHOLD = 6.0

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from memprof.errors import UsageError, not_installed
-from memprof.remedy_catalog import Remedy
+from memprof.remedies.catalog import Remedy
 from memprof.spec import Mode, TargetSpec
 
 Target = Mapping[str, Any]

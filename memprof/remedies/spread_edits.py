@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from memprof.errors import UsageError
+from memprof.remedies.catalog import BESIDE, Remedy
 from memprof.remedies.spec_edits import useless
-from memprof.remedy_catalog import BESIDE, Remedy
 from memprof.spec import TargetSpec
 from memprof.workload.models import find_source
 from memprof.workload.plan import Plan, check_plan, parse_plan

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, StackDataset
 
 from memprof.errors import UsageError
 from memprof.remedies.applied import Changes, at_least
-from memprof.remedy_catalog.remedy import Numerics, Remedy
+from memprof.remedies.catalog.remedy import Numerics, Remedy
 
 
 @Remedy(

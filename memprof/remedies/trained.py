@@ -6,7 +6,7 @@ from torch import nn
 
 from memprof.errors import UsageError, first_line, not_installed
 from memprof.remedies.applied import Changes, at_least
-from memprof.remedy_catalog.remedy import LORA, VALUE, Numerics, Remedy, Tier
+from memprof.remedies.catalog.remedy import LORA, VALUE, Numerics, Remedy, Tier
 from memprof.workload.adapters import adapting, named_parameters, target_modules
 from memprof.workload.quantization import import_quietly
 

@@ -6,8 +6,8 @@ from torch import nn
 
 from memprof.errors import UsageError
 from memprof.remedies.applied import Changes
+from memprof.remedies.catalog.remedy import WEIGHTS, Numerics, Remedy
 from memprof.remedies.chunked_loss import find_head
-from memprof.remedy_catalog.remedy import WEIGHTS, Numerics, Remedy
 
 
 @Remedy(

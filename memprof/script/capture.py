@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from memprof.catalog import Gpu
 from memprof.measured import MeasuredDevice
+from memprof.patching.patch_set import PatchSet
 from memprof.script import Ended, Program, ScriptOutcome, StopRule
 from memprof.script.exits import ExitHandlers
 from memprof.script.launchers import Place, Start
@@ -25,7 +26,6 @@ from memprof.trace.events import EventKind, Failure, FailureKind, Trace, is_card
 from memprof.virtual import VirtualGpu
 from memprof.virtual.ranks.channel import Channel
 from memprof.watch.failure import ended_by_refusal, measured_failure, refusal
-from memprof.watch.patches import Patches
 from memprof.watch.recorder import Recorder
 
 
@@ -143,7 +143,7 @@ def capture_script(
     error: BaseException | None = None
     try:
         device.__enter__()
-        patches = Patches()
+        patches = PatchSet()
         handlers = ExitHandlers(Recorder.is_program)
         try:
             patches.set_all(handlers.patches())
@@ -208,7 +208,7 @@ def _run(
         return program.run(rule, handlers, start)
     with stopping_from_threads() as stop:
         watch = ThreadWatch(stop)
-        patches = Patches()
+        patches = PatchSet()
         patches.set_all(watch.patches())
         try:
             outcome = program.run(rule, handlers, start)

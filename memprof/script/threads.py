@@ -11,9 +11,9 @@ import threading
 from collections.abc import Callable, Iterator
 
 from memprof.errors import MemprofError
+from memprof.patching.patch_set import Patch
 from memprof.script.stop import StopRun
 from memprof.watch.failure import KernelError, TracingError, ended_by_refusal, finds_no_card
-from memprof.watch.patches import Patch
 
 _NOTE = (
     "memprof: raised in {thread}, which does not see the virtual GPU: only threads that the program starts do.\n"

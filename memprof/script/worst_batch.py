@@ -17,7 +17,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
-from memprof.watch.patches import Patch
+from memprof.patching.patch_set import Patch
 from memprof.watch.phases import Phases
 
 MAX_SECONDS = 30.0

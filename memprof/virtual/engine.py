@@ -114,4 +114,10 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 # torch wraps a dispatch mode's method so that dynamo leaves it alone; those frames are not the program's.
-_TRANSPARENT = (__file__.rsplit("/", 1)[0], torch.__path__[0] + "/_compile.py", torch.__path__[0] + "/_dynamo/")
+_MEMPROF = __file__.rsplit("/virtual/", 1)[0]
+_TRANSPARENT = (
+    f"{_MEMPROF}/virtual/",
+    f"{_MEMPROF}/stand_ins/",
+    torch.__path__[0] + "/_compile.py",
+    torch.__path__[0] + "/_dynamo/",
+)

@@ -13,8 +13,11 @@ import torch
 from torch import nn
 
 from memprof.catalog import Gpu
-from memprof.catalog.stand_ins import PACKAGES
 from memprof.errors import MemprofError, UsageError
+from memprof.patching.imports import watch_imports
+from memprof.stand_ins import deepspeed, hub, requests, torchaudio, torchvision
+from memprof.stand_ins.finder import StandIns
+from memprof.stand_ins.packages import PACKAGES
 from memprof.trace.events import NONE, Failure, Owner, Phase, PhaseKind, Role, Trace
 from memprof.trace.facts import RankFacts
 from memprof.virtual import python_functions, shapes
@@ -43,8 +46,6 @@ from memprof.virtual.ranks.alone import Alone
 from memprof.virtual.ranks.channel import Channel
 from memprof.virtual.ranks.together import Together
 from memprof.virtual.recording import RecordingMode
-from memprof.virtual.stand_ins import deepspeed, hub, requests, torchaudio, torchvision
-from memprof.virtual.stand_ins.finder import StandIns
 from memprof.virtual.torch_cuda import pools
 from memprof.virtual.torch_cuda.driver import nvml_patches
 from memprof.virtual.torch_cuda.facade import AllocatorSettings, Memory, MemoryStatistics, UnusedSettings, cuda_facade
@@ -52,7 +53,6 @@ from memprof.virtual.values import Values
 from memprof.watch import sharding
 from memprof.watch.failure import describe, ended_by_refusal, refusal
 from memprof.watch.growth import GrowthWatch
-from memprof.watch.imports import watch_imports
 from memprof.watch.recorder import Recorder
 from memprof.watch.source_lines import only_shows
 from memprof.watch.updates import Updates

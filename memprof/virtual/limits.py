@@ -11,7 +11,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from memprof.errors import MemprofError
-from memprof.probe import no_card
+from memprof.monitor.probe import no_card
 from memprof.virtual.calls import tensors_of
 from memprof.watch.recorder import Recorder
 

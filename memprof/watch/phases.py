@@ -31,8 +31,8 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from memprof.patching.patch_set import Patch
 from memprof.trace.events import Phase, PhaseKind
-from memprof.watch.patches import Patch
 
 _PER_STEP = (PhaseKind.FORWARD, PhaseKind.BACKWARD, PhaseKind.EVALUATION, PhaseKind.DECODE)
 

@@ -17,11 +17,11 @@ from torch.nn.modules.module import (
 )
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
+from memprof.patching.imports import watch_imports
+from memprof.patching.patch_set import PatchSet
 from memprof.trace.events import Owner, Phase, PhaseKind, Role, Trace
 from memprof.watch import zero
-from memprof.watch.imports import watch_imports
 from memprof.watch.modules import ModuleTracker, own_name
-from memprof.watch.patches import Patches
 from memprof.watch.phases import Phases
 from memprof.watch.wrappers import has_memory
 
@@ -44,7 +44,7 @@ class Watch(ABC):
         self.modules.on_outermost = self._outermost_call
         self.phases = Phases(self._phase_recognised, lambda: self.current_phase)
         """Those of a program that does not name its own."""
-        self._patches = Patches()
+        self._patches = PatchSet()
         self.phases.on_raise = self._note_failed
         self.phases.on_step_raise = self._name_optimizer_state
         self.phases.patch = self._patches.set

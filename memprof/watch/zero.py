@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
+from memprof.patching.patch_set import Patch
 from memprof.trace.events import Owner, Role
-from memprof.watch.patches import Patch
 from memprof.watch.phases import Phases
 
 _ZERO = "deepspeed.runtime.zero."

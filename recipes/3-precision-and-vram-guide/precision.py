@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import transformers
 
-from memprof.verify.precision_table import INT8, precision_rows
-from memprof.verify.specimens import SPECIMENS, Specimen
+from memprof.flows.verify.precision_table import INT8, precision_rows
+from memprof.flows.verify.specimens import SPECIMENS, Specimen
 
 PRECISIONS = ("float16", "bfloat16", INT8)
 DEEP = Specimen(

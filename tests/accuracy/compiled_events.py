@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from memprof.patching.patch_set import PatchSet
 from memprof.virtual.compiled import wrapper
-from memprof.watch.patches import Patches
 
 CPU = torch.device("cpu")
 
@@ -39,7 +39,7 @@ def for_the_cpu() -> Iterator[list[int]]:
                 yield owner, "_empty_strided_cpu", replacement
         yield async_compile.AsyncCompile, "cpp_pybinding", lambda compiler, types, source: lambda *args: None
 
-    own = Patches()
+    own = PatchSet()
     own.set(compile_fx, "compile_fx_inner", compile_for_cpu)
     own.set(wrapper, "patches", patches)
     try:

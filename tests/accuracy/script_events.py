@@ -109,7 +109,7 @@ def _card_is_the_host() -> Iterator[None]:
     from torch.utils import _foreach_utils
     from torch.utils.data import dataloader
 
-    from memprof.watch.patches import Patches
+    from memprof.patching.patch_set import PatchSet
 
     on_card: weakref.WeakSet[Any] = weakref.WeakSet()
     move = torch.Tensor.to
@@ -189,7 +189,7 @@ def _card_is_the_host() -> Iterator[None]:
 
         return call
 
-    patches = Patches()
+    patches = PatchSet()
     patches.set(peft, "get_peft_model", adapters(peft.get_peft_model))
     patches.set(torch.Tensor, "to", to)
     patches.set(torch.Tensor, "cuda", lambda tensor, *args, **kwargs: to(tensor, "cuda"))

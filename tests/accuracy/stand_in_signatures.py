@@ -3,12 +3,12 @@
     python -m tests.accuracy.stand_in_signatures flash_attn FOLDER           # what differs
     python -m tests.accuracy.stand_in_signatures flash_attn FOLDER --write   # and the lists that are kept
 
-FOLDER is the package's own folder (or its one file) in a checkout of what memprof/catalog/stand_ins.py names:
+FOLDER is the package's own folder (or its one file) in a checkout of what memprof/stand_ins/packages.py names:
 `git clone --branch v2.8.3 https://github.com/Dao-AILab/flash-attention`, then flash-attention/flash_attn. For
 torchvision and torchaudio it is the installed package, or a checkout: operators are read in C++, in Python that gives
 their shapes, and in compiled libraries.
 
-Two lists are kept: the public names of each module (memprof/catalog/data/stand_ins), and the parameters of all that is
+Two lists are kept: the public names of each module (memprof/stand_ins/names), and the parameters of all that is
 stood in for, beside this file. The unit tests hold stand-ins against the second, so without any source.
 """
 
@@ -23,14 +23,14 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from memprof.catalog.stand_ins import INSTALLED, PACKAGES
-from memprof.virtual.stand_ins import registry, torchaudio, torchvision
+from memprof.stand_ins import registry, torchaudio, torchvision
+from memprof.stand_ins.packages import INSTALLED, PACKAGES
 
 OPERATORS = {"torchvision": torchvision.SCHEMAS, "torchaudio": torchaudio.SCHEMAS}
 PARAMETERS = Path(__file__).with_suffix(".txt")
 IMPORTED = "made when it is imported"
 """Of a name that its package binds to what it makes then: there are no parameters to read."""
-NAMES = Path(registry.__file__).parents[2] / "catalog" / "data" / "stand_ins"
+NAMES = Path(registry.__file__).parent / "names"
 LEFT_OUT = (
     "test",
     "_triton",

@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from memprof.patching.patch_set import PatchSet
 from memprof.virtual.ranks.alone import Alone
 from memprof.virtual.ranks.joining import Joining
 from memprof.virtual.values import Values
 from memprof.watch.modules import ModuleTracker
-from memprof.watch.patches import Patches
 from memprof.watch.recorder import Recorder
 from tests.accuracy.cpu_events import Change, Program
 from tests.accuracy.cpu_models import LLAMA, Batch, tokens
@@ -105,7 +105,7 @@ def _joining() -> Joining:
     return Joining(1, Alone(silent, Values(silent)), lambda tensor: False, recorder, silent)
 
 
-def program(way: str, started: Patches) -> Program:
+def program(way: str, started: PatchSet) -> Program:
     """On the CPU without gloo, whose threads give back what they were given at times of their own: with torch's own
     group of which nothing is done, or, for DDP, which asks for results, memprof's."""
     make_parallel, backend = WAYS[way], "gloo" if way.startswith("ddp") else "fake"
@@ -164,7 +164,7 @@ def without_numbers(found: Comparison) -> Comparison:
     by_day(WAYS, "ddp, views", "fsdp1", "fsdp2, half but for gradients", "fsdp2, accumulating", "tensor parallel"),
 )
 def test_ways(way: str) -> None:
-    started = Patches()
+    started = PatchSet()
     try:
         found = compared(program(way, started), beyond)
     finally:

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from memprof.remedy_catalog import REMEDIES
+from memprof.remedies.catalog import REMEDIES
 from tests.lanes import by_day
 
 MODEL = {

@@ -42,7 +42,7 @@ def test_what_is_missing(memprof, package, extra, command, tmp_path, monkeypatch
 
 
 def test_stored_formats_need_no_bitsandbytes(monkeypatch):
-    from memprof.remedy_catalog import check_installed
+    from memprof.remedies.catalog import check_installed
     from memprof.spec import STORED_FORMATS, Mode, TargetSpec
 
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)

@@ -20,8 +20,8 @@ import typer
 from memprof.cli.main import app
 from memprof.command_line import profile_command
 from memprof.doctor import diagnose
+from memprof.remedies.catalog import REMEDIES, Tier, find_remedies, tiers
 from memprof.remedies.fixes import edit_spec, parse_fixes
-from memprof.remedy_catalog import REMEDIES, Tier, find_remedies, tiers
 from memprof.spec import TargetSpec
 from memprof.units import parse_gib, spell_size
 from tests.lanes import at_night, by_day, examples

@@ -51,7 +51,7 @@ def _imported(code: str) -> set[str]:
         pytest.param("import memprof.trace.io", id="memprof.trace.io"),
         pytest.param("import memprof.ledger.ledger", id="memprof.ledger.ledger"),
         pytest.param("import memprof.findings", id="memprof.findings"),
-        pytest.param("import memprof.remedy_catalog", id="memprof.remedy_catalog"),
+        pytest.param("import memprof.remedies.catalog", id="memprof.remedies.catalog"),
         pytest.param("import memprof.allocator", id="memprof.allocator"),
         pytest.param("import memprof.trace.snapshot_file", id="memprof.trace.snapshot_file"),
         pytest.param("import memprof.report.documents.report", id="memprof.report.documents.report"),

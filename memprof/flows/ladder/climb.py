@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from memprof.cost import bottleneck_of
 from memprof.errors import MemprofError
+from memprof.flows.cost import bottleneck_of
 from memprof.flows.ladder.runs import LadderRun, Runs
+from memprof.remedies.catalog import STEPS, ladder
 from memprof.remedies.fixes import Fix
-from memprof.remedy_catalog import STEPS, ladder
 from memprof.report.documents.report import Document
 from memprof.trace.events import Trace
 from memprof.units import format_bytes

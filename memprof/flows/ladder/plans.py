@@ -17,9 +17,9 @@ from memprof.errors import MemprofError, UsageError
 from memprof.flows.ladder.runs import LadderRun, Runs, RunsWith, SpecRuns, with_ladder
 from memprof.flows.ladder.search import CHEAPER, Found, find
 from memprof.flows.several import at_once
+from memprof.remedies.catalog import BESIDE, SPREADS, tiers
+from memprof.remedies.catalog.remedy import WEIGHTS
 from memprof.remedies.fixes import Fix, edit_spec
-from memprof.remedy_catalog import BESIDE, SPREADS, tiers
-from memprof.remedy_catalog.remedy import WEIGHTS
 from memprof.report.documents.report import Document
 from memprof.spec import TargetSpec
 from memprof.trace.events import Trace

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 
 from memprof.catalog import Gpu
 from memprof.command_line import profile_command
-from memprof.cost import StepWork, bottleneck_of, cost_of, step_work
 from memprof.errors import MemprofError, UsageError
 from memprof.flows.account import analyze, with_settings
 from memprof.flows.cards import virtual_card
+from memprof.flows.cost import StepWork, bottleneck_of, cost_of, step_work
 from memprof.flows.profile import profile
 from memprof.flows.several import at_once
+from memprof.remedies.catalog import in_force
 from memprof.remedies.fixes import Fix, edit_spec, worst_numerics
-from memprof.remedy_catalog import in_force
 from memprof.report.documents.ladder import Rung
 from memprof.report.documents.report import Document
 from memprof.spec import TargetSpec

@@ -22,8 +22,8 @@ from memprof.flows.ladder.climb import climb
 from memprof.flows.ladder.runs import Runs
 from memprof.flows.ladder.search import search
 from memprof.flows.script import gpu_of
+from memprof.remedies.catalog import REMEDIES, Numerics, from_outside
 from memprof.remedies.fixes import Fix
-from memprof.remedy_catalog import REMEDIES, Numerics, from_outside
 from memprof.report.documents.report import Document
 from memprof.run_spec import SETTINGS, RunSpec
 from memprof.script import Program

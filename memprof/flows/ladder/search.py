@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from memprof.errors import MemprofError, RunFailedError, UsageError
 from memprof.flows.ladder.climb import next_step
 from memprof.flows.ladder.runs import LadderRun, Runs, with_ladder
+from memprof.remedies.catalog import REMEDIES, helping, tiers, why_not_together
 from memprof.remedies.fixes import Fix
-from memprof.remedy_catalog import REMEDIES, helping, tiers, why_not_together
 from memprof.report.documents.report import Document
 from memprof.trace.events import Trace
 from memprof.units import format_bytes

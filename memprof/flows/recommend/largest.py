@@ -13,8 +13,8 @@ from memprof.flows.cards import device_facts, virtual_card
 from memprof.flows.recommend.outcome import SimulatedRun
 from memprof.flows.recommend.plans import Goal, Plan, base_spec, half_of
 from memprof.flows.recommend.simulator import Simulator
+from memprof.remedies.catalog import check_installed
 from memprof.remedies.spec_edits import installed_eight_bit_optimizer
-from memprof.remedy_catalog import check_installed
 from memprof.report.documents.recommendation import Largest, Recommendation
 from memprof.spec import TargetSpec
 

@@ -7,13 +7,13 @@ from itertools import accumulate
 
 from memprof.allocator import CardMemory, Needs, Settings, needs_of
 from memprof.catalog import Gpu
-from memprof.cost import StepWork, step_work
 from memprof.device.context import CONTEXT_BYTES
 from memprof.flows.account import analyze, with_settings
+from memprof.flows.cost import StepWork, step_work
 from memprof.ledger.batches import Batches
 from memprof.ledger.state import ModelState, model_state
+from memprof.remedies.catalog import helping
 from memprof.remedies.fixes import Fix, edit_spec
-from memprof.remedy_catalog import helping
 from memprof.spec import Mode, TargetSpec
 from memprof.trace.events import CPU, HOST, EventKind, Trace
 from memprof.trace.facts import Target, target_to_json

@@ -14,7 +14,7 @@ from memprof.flows.recommend import cards, snippet
 from memprof.flows.recommend.outcome import SimulatedRun
 from memprof.flows.recommend.plans import Activations, Goal, Plan, base_spec, tiers
 from memprof.flows.recommend.simulator import Simulator
-from memprof.remedy_catalog import check_installed
+from memprof.remedies.catalog import check_installed
 from memprof.report.documents.recommendation import Alternative, Bound, Choice, Recommendation
 from memprof.spec import TargetSpec
 from memprof.units import format_bytes

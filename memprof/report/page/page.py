@@ -22,7 +22,7 @@ from rich.console import RenderableType
 
 from memprof.errors import UsageError, printable
 from memprof.findings import Finding
-from memprof.remedy_catalog import STEPS
+from memprof.remedies.catalog import STEPS
 from memprof.report.documents.analysis import Analysis
 from memprof.report.documents.comparison import Comparison
 from memprof.report.documents.recommendation import Recommendation

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from memprof.remedy_catalog import STEPS
+from memprof.remedies.catalog import STEPS
 from memprof.report.documents.ladder import Cost, Rung
 from memprof.report.documents.report import Document
 from memprof.report.terminal.cells import Unit, unit_for

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from rich.console import RenderableType
 
 from memprof.command_line import profile_command, run_command, spell_options
-from memprof.remedy_catalog import EXPANDABLE_SEGMENTS
+from memprof.remedies.catalog import EXPANDABLE_SEGMENTS
 from memprof.report.documents.report import Document
 from memprof.report.terminal.console import Command, dim, section
 from memprof.spec import TargetSpec

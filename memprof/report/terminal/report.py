@@ -8,12 +8,11 @@ from collections.abc import Sequence
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from memprof.catalog.stand_ins import WITHOUT
 from memprof.findings import Evidence, Finding, Severity
 from memprof.findings.exhaustion import Growth
 from memprof.ledger.caught import CaughtError
 from memprof.ledger.stages import at_stage
-from memprof.remedy_catalog import REMEDIES
+from memprof.remedies.catalog import REMEDIES
 from memprof.report.documents.report import Document, Verdict
 from memprof.report.terminal.batches import render_batches
 from memprof.report.terminal.bridge import render_bridge
@@ -31,6 +30,7 @@ from memprof.report.terminal.streams import render_streams
 from memprof.report.terminal.tensors import origin, told_apart
 from memprof.report.terminal.timeline import Timeline
 from memprof.spec import Mode
+from memprof.stand_ins.packages import WITHOUT
 from memprof.trace.events import FailureKind, short_source
 from memprof.trace.facts import ProgramFacts, Target
 from memprof.units import MIB, format_bytes, format_count, gib, spell_numbers

@@ -22,15 +22,15 @@ from typing import Any
 
 import torch
 
+from memprof.patching.patch_set import PatchSet
+from memprof.stand_ins import in_graph
 from memprof.virtual.compiled.graphs import Graphs
 from memprof.virtual.compiled.lifting import Lifting
 from memprof.virtual.compiled.origins import Origins
 from memprof.virtual.compiled.telling import Telling
 from memprof.virtual.edges.compiled import BLOCK_MASK, block_mask, is_block_mask
 from memprof.virtual.machine import Machine
-from memprof.virtual.stand_ins import in_graph
 from memprof.virtual.torch_cuda.driver import driver_patches
-from memprof.watch.patches import Patches
 from memprof.watch.recorder import GENERATED
 
 COMPILED = (
@@ -58,7 +58,7 @@ _AOT = {
     "force_non_lazy_backward_lowering": True,  # what cannot be compiled is known before the forward has run
 }
 _EAGER_BACKENDS = ("cudagraphs",)
-_OWN_FOLDERS = tuple(f"{__file__.rsplit('/', 3)[0]}/{name}/" for name in ("virtual", "watch"))
+_OWN_FOLDERS = tuple(f"{__file__.rsplit('/', 3)[0]}/{name}/" for name in ("virtual", "stand_ins", "watch"))
 _CACHE = "TORCHINDUCTOR_CACHE_DIR"
 _OWN = ("memprof.virtual", "memprof.watch")
 
@@ -78,7 +78,7 @@ class Compiler:
         self,
         machine: Machine,
         function_mode: Any,
-        patches: Patches,
+        patches: PatchSet,
         assume: Callable[[str], None],
         *,
         is_on: bool,
@@ -93,7 +93,7 @@ class Compiler:
         self._lifted = Lifting(patches, (machine, function_mode), self._compiling)
         self._properties: Any = None
         self._drivers: list[tuple[Any, str, Any]] = []
-        self._own = Patches()
+        self._own = PatchSet()
         self._stack = contextlib.ExitStack()
         self._is_installed = False
         self._frame = "a function"
@@ -352,7 +352,7 @@ class Compiler:
         timed = [name for name in _TIMED if getattr(inductor, name, False)]
         if timed:
             self._assume(_BY_TIME.format(", ".join(timed)))
-        own = Patches()
+        own = PatchSet()
         _forget_triton()
         try:
             own.set_all(tracing.patches(self._machine))

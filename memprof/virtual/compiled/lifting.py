@@ -11,7 +11,7 @@ import torch
 from torch.overrides import _pop_mode, _push_mode
 from torch.utils import _python_dispatch
 
-from memprof.watch.patches import Patches
+from memprof.patching.patch_set import PatchSet
 
 
 class Lifting:
@@ -24,7 +24,7 @@ class Lifting:
     """
 
     def __init__(
-        self, patches: Patches, modes: tuple[object, ...], instead: Callable[[], AbstractContextManager[Any]]
+        self, patches: PatchSet, modes: tuple[object, ...], instead: Callable[[], AbstractContextManager[Any]]
     ) -> None:
         self._patches = patches
         self._modes = modes

@@ -19,11 +19,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
+from memprof.patching.patch_set import PatchSet
 from memprof.virtual import python_functions
 from memprof.virtual.autocast import Autocast
 from memprof.virtual.kernels import registry
 from memprof.virtual.machine import Machine
-from memprof.watch.patches import Patches
 
 _META = torch.device("meta")
 _CPU = torch.device("cpu")
@@ -139,7 +139,7 @@ class Choices(TorchFunctionMode):
     @contextlib.contextmanager
     def made(self) -> Iterator[None]:
         """Inside, functions run on traced tensors as on the card's."""
-        patches = Patches()
+        patches = PatchSet()
         patches.set_all(python_functions.run_inside())
         patches.set(torch.Tensor, "to", _staying(torch.Tensor.to))
         try:

@@ -1,7 +1,7 @@
 """Processes that the program starts anew: each Python among them is told that it has no card, and tells what it did.
 
-The probe (memprof/probe) reaches them by the environment that they inherit, or are given. A program that puts another
-in its own place is stopped there: nothing of it would be left to report on.
+The probe (memprof/monitor/probe) reaches them by the environment that they inherit, or are given. A program that puts
+another in its own place is stopped there: nothing of it would be left to report on.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from memprof import probe
 from memprof.errors import MemprofError
-from memprof.probe.sitecustomize import HIDDEN, REFUSALS, SEPARATOR, STAND_INS
+from memprof.monitor import probe
+from memprof.monitor.probe.sitecustomize import HIDDEN, REFUSALS, SEPARATOR, STAND_INS
+from memprof.patching.patch_set import Patch
 from memprof.virtual.limits import not_yet
-from memprof.watch.patches import Patch
 
 _ENVIRONMENT_AT = {"posix_spawn": 2, "posix_spawnp": 2, "spawnve": 3, "spawnvpe": 3}
 """Functions of `os` that are given an environment, and as which of their arguments; the program's come before it."""

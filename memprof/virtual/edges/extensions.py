@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from memprof.stand_ins import registry
 from memprof.virtual.calls import tensors_of
 from memprof.virtual.limits import not_yet
-from memprof.virtual.stand_ins import registry
 
 PASSED = (
     "Functions of {}, CUDA code that the program compiles, are not run: what they write is unknown, and what their C++ "

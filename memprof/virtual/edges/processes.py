@@ -22,7 +22,7 @@ from torch.multiprocessing.spawn import ProcessException
 from torch.utils._pytree import tree_leaves
 
 from memprof.errors import MemprofError
-from memprof.probe import no_card
+from memprof.monitor.probe import no_card
 from memprof.virtual.devices import DeviceMode
 from memprof.virtual.limits import SEND_NUMBERS, not_yet, note_from_here, refused
 from memprof.virtual.ranks import joining

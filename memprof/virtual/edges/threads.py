@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 from torch.utils import _python_dispatch as dispatch
 
-from memprof.watch.patches import Patch
+from memprof.patching.patch_set import Patch
 from memprof.watch.recorder import Recorder
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from memprof.doctor import Cause, Diagnosis, Known, diagnose
 from memprof.doctor.dimensions import dimensions, find_dimensions, model_in
 from memprof.doctor.tensors import Question, candidates
 from memprof.errors import UsageError
-from memprof.remedy_catalog import REMEDIES
+from memprof.remedies.catalog import REMEDIES
 
 GIB, MIB = 1 << 30, 1 << 20
 LOGITS = 131072 * 151936 * 2

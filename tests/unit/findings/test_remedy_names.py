@@ -10,7 +10,7 @@ import pytest
 import memprof.doctor
 import memprof.findings
 from memprof.ledger.categories import Category
-from memprof.remedy_catalog import REMEDIES, helping
+from memprof.remedies.catalog import REMEDIES, helping
 
 ASK = ("would_help", "helping", "_against", "_only")
 

@@ -8,9 +8,9 @@ import pytest
 
 import memprof
 from memprof.catalog import Gpu, find_gpu
-from memprof.cost import step_work
 from memprof.device.context import CONTEXT_BYTES
 from memprof.errors import UsageError
+from memprof.flows.cost import step_work
 from memprof.flows.ladder.plans import _least, _that_fits, plans, search_plans
 from memprof.flows.ladder.runs import SpecRuns
 from memprof.spec import TargetSpec

@@ -12,7 +12,7 @@ import threading
 
 import pytest
 
-from memprof.probe.sitecustomize import _Sender
+from memprof.monitor.probe.sitecustomize import _Sender
 from tests.unit.monitor.command import MIB, environment, make_torch, run
 
 BARE = """

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from memprof.monitor.probe import FOLDER
+from memprof.monitor.probe.sitecustomize import SOCKET
 from memprof.monitor.reports import Reports, _Counter
-from memprof.probe import FOLDER
-from memprof.probe.sitecustomize import SOCKET
 
 
 @settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)

@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import memprof
 from memprof.errors import MemprofError, UsageError
-from memprof.remedy_catalog import REMEDIES, Numerics, find_remedies
+from memprof.flows.verify.kernels import kernels_together
+from memprof.remedies.catalog import REMEDIES, Numerics, find_remedies
 from memprof.spec import TargetSpec
-from memprof.verify.kernels import kernels_together
 from memprof.workload.npt_layers import add_npt
 from tests.lanes import by_day
 from tests.unit.remedies import models

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import memprof
 from memprof.errors import UsageError
 from memprof.remedies import applied as applied_module
-from memprof.remedy_catalog import REMEDIES
+from memprof.remedies.catalog import REMEDIES
 from tests.lanes import by_day, examples
 from tests.unit.remedies import models
 

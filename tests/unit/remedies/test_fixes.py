@@ -3,8 +3,8 @@
 import pytest
 
 from memprof.errors import UsageError
+from memprof.remedies.catalog import REMEDIES, Numerics
 from memprof.remedies.fixes import edit_spec, options_of, parse_fixes, worst_numerics
-from memprof.remedy_catalog import REMEDIES, Numerics
 from memprof.spec import Mode, TargetSpec
 
 SPEC = TargetSpec(model="gpt2", batch_size=4)

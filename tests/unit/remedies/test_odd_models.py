@@ -14,7 +14,7 @@ from torch.nn import functional
 
 import memprof
 from memprof.errors import MemprofError, UsageError
-from memprof.remedy_catalog import REMEDIES, Numerics
+from memprof.remedies.catalog import REMEDIES, Numerics
 from tests.unit.remedies import models
 
 FORWARDS = ["chunked-loss", "activation-checkpointing", "cpu-offload-activations", "cpu-offload-weights"]

@@ -7,8 +7,8 @@ import json
 import pytest
 
 from memprof.errors import UsageError
+from memprof.remedies.catalog import REMEDIES, SPREADS, STEPS, find_remedies, in_force, ladder
 from memprof.remedies.fixes import edit_spec, parse_fixes
-from memprof.remedy_catalog import REMEDIES, SPREADS, STEPS, find_remedies, in_force, ladder
 from memprof.spec import TargetSpec
 from memprof.workload.plan import parse_plan
 

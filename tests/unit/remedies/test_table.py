@@ -22,11 +22,11 @@ from memprof.flows.cards import allocator_settings, device_facts
 from memprof.flows.ladder.climb import climb
 from memprof.flows.ladder.runs import Runs
 from memprof.flows.ladder.search import search
+from memprof.remedies.catalog import EXPANDABLE_SEGMENTS, REMEDIES, STEPS, Remedy, in_force, ladder, tiers
+from memprof.remedies.catalog.table import in_order, read_entries
 from memprof.remedies.fixes import edit_spec, parse_fixes
 from memprof.remedies.from_outside import Switch
 from memprof.remedies.on_spec import switch_on
-from memprof.remedy_catalog import EXPANDABLE_SEGMENTS, REMEDIES, STEPS, Remedy, in_force, ladder, tiers
-from memprof.remedy_catalog.table import in_order, read_entries
 from memprof.spec import TargetSpec
 from memprof.trace.facts import Facts
 from tests.unit.findings.builder import Builder
@@ -109,7 +109,7 @@ TOY = """
 from torch import nn
 
 from memprof.remedies.applied import Changes
-from memprof.remedy_catalog.remedy import EVERY_TIER, Numerics, Remedy
+from memprof.remedies.catalog.remedy import EVERY_TIER, Numerics, Remedy
 
 @Remedy(
     name="toy", order=5, numerics=Numerics.EXACT, saves=("inputs",), changes="a layer is told", cost="none",

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from memprof.patching.patch_set import PatchSet
 from memprof.script import Ended, Program, StopRule
 from memprof.script.exits import ExitHandlers
-from memprof.watch.patches import Patches
 
 
 def ran(folder: Path, text: str, **files: str) -> tuple[Ended, int]:
@@ -20,7 +20,7 @@ def ran(folder: Path, text: str, **files: str) -> tuple[Ended, int]:
         (folder / f"{name}.py").write_text(textwrap.dedent(content), encoding="utf-8")
     for name in files:
         sys.modules.pop(name, None)
-    handlers, patches = ExitHandlers(lambda code: True), Patches()
+    handlers, patches = ExitHandlers(lambda code: True), PatchSet()
     before = atexit.register, atexit.unregister, os._exit
     patches.set_all(handlers.patches())
     try:

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from memprof.catalog import find_gpu
+from memprof.stand_ins import torchvision as torchvision_operators
 from memprof.virtual import VirtualGpu, budget
 from memprof.virtual.kernels import detection
-from memprof.virtual.stand_ins import torchvision as torchvision_operators
 from memprof.virtual.values import Values
 from tests.lanes import by_day
 from tests.unit.virtual.test_values import setitem, written

@@ -14,11 +14,11 @@ from torch.optim.lr_scheduler import LambdaLR
 from memprof.catalog import find_gpu
 from memprof.flows.script import run_script
 from memprof.measured import MeasuredDevice
+from memprof.patching.patch_set import PatchSet
 from memprof.run_spec import RunSpec
 from memprof.script import Ended, Program, StopRule
 from memprof.trace.events import PhaseKind, Role
 from memprof.virtual import VirtualGpu
-from memprof.watch.patches import Patches
 from memprof.watch.watch import Watch
 
 GPU = find_gpu("rtx-4090")
@@ -346,7 +346,7 @@ def test_patches_that_cannot_be_put_back_keep_no_others() -> None:
                 raise AttributeError(name)
             super().__setattr__(name, value)
 
-    one, other, patches = Once(), Once(), Patches()
+    one, other, patches = Once(), Once(), PatchSet()
     one.name, other.kind = "before", "first"
     patches.set(other, "kind", "second")
     patches.set(one, "name", "after")

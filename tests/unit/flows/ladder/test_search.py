@@ -9,8 +9,8 @@ from memprof.flows.ladder.climb import climb
 from memprof.flows.ladder.runs import SpecRuns
 from memprof.flows.ladder.search import search
 from memprof.flows.profile import profile
+from memprof.remedies.catalog import REMEDIES
 from memprof.remedies.fixes import Fix
-from memprof.remedy_catalog import REMEDIES
 from memprof.spec import TargetSpec
 
 SPEC = TargetSpec(model="1M", model_is_size=True, batch_size=4, context_length=2048, gpu_vram_bytes=640 << 20)

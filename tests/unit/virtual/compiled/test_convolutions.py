@@ -61,11 +61,11 @@ def test_a_model_of_images_trains_compiled(channels_last: bool) -> None:
 def test_the_card_says_which_layout_its_kernels_give() -> None:
     from torch._subclasses import FakeTensorMode
 
+    from memprof.patching.patch_set import PatchSet
     from memprof.virtual.compiled import convolutions
-    from memprof.watch.patches import Patches
 
     strides = {}
-    own = Patches()
+    own = PatchSet()
     own.set_all(convolutions.patches(Card.of(CARD)))
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from memprof import probe
 from memprof.catalog import find_gpu
 from memprof.errors import MemprofError
-from memprof.probe import no_card
+from memprof.monitor import probe
+from memprof.monitor.probe import no_card
 from memprof.trace.events import FailureKind
 from memprof.virtual import VirtualGpu
 from tests.lanes import by_day

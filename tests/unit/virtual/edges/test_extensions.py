@@ -7,9 +7,9 @@ import pytest
 import memprof
 from memprof.catalog import find_gpu
 from memprof.errors import MemprofError
+from memprof.stand_ins import registry
 from memprof.virtual.edges.extensions import Binding, bindings
 from memprof.virtual.gpu import VirtualGpu
-from memprof.virtual.stand_ins import registry
 
 torch = pytest.importorskip("torch")
 

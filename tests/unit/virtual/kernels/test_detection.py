@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from memprof.catalog import find_gpu
+from memprof.stand_ins import torchvision as torchvision_operators
 from memprof.virtual import VirtualGpu
 from memprof.virtual.kernels import detection
-from memprof.virtual.stand_ins import torchvision as torchvision_operators
 
 IS_HERE = importlib.util.find_spec("torchvision") is not None
 WHY = "torchvision is not installed: its models of detection did not run"

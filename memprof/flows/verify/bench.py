@@ -1,0 +1,398 @@
+"""`verify`: the original and the fixed model side by side, both against float64.
+
+A remedy that promises the same numbers keeps its promise if its deviation from a float64 run is no larger than a small
+multiple of the original's own, plus some units in the last place of the quantity itself. Which of two roundings comes
+nearer to the truth is chance, so that one cannot ask for less.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from memprof.errors import UsageError
+from memprof.flows.verify.optimizer_table import optimizer_rows
+from memprof.flows.verify.peaks import adamw, measured_peak, simulated_peak, train
+from memprof.flows.verify.precision_table import precision_rows, quantized_row
+from memprof.flows.verify.processes import all_of, compiled_here, one_thread, prepare
+from memprof.flows.verify.reference import float64_throughout
+from memprof.flows.verify.specimens import IGNORED, SPECIMENS, Specimen, batches, find_specimen
+from memprof.remedies.applied import apply
+from memprof.remedies.catalog import REMEDIES, Numerics, Remedy, find_remedies
+from memprof.remedies.micro_batch import MicroBatches
+from memprof.report.documents.verification import Deviation, RemedyPeak, Verification
+from memprof.workload.pool import number_of_workers
+from memprof.workload.step import quiet_transformers
+
+OWN_ERRORS = 4
+"""How many times the original's own deviation the fixed model may have, ..."""
+UNITS = 4
+"""... beside this many float32 units of the largest number in the tensor, ..."""
+_EPS = torch.finfo(torch.float32).eps
+_LEARNING_RATE, _MOMENTUM, _STEPS = 0.1, 0.9, 3
+_CAP = 100
+"""Tokens that vocabulary-cap leaves; no id of a batch is above."""
+
+_TRIED: dict[str, Any] = {
+    "chunk_size": 7,
+    "vocab_size": _CAP,
+    "min_bytes": 0,
+    "lora_rank": 4,
+    "dataset": range(2),
+    "frozen": "*embed*",
+}
+"""The options that remedies are verified with. Seven divides no number of tokens here."""
+_TRIED_ON: dict[str, dict[str, Any]] = {
+    "gpt2": {"frozen": "*wte*,*h.0.*"},
+    "handwritten": {"lora_targets": "qkv,out"},
+}
+"""The same for one model."""
+
+
+def _options(remedy: Remedy, model: str, general: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in {**general, **_TRIED_ON.get(model, {})}.items() if name in remedy.options}
+
+
+@contextlib.contextmanager
+def _skipping(found: Verification, remedy: Remedy, specimen: Specimen) -> Iterator[None]:
+    """Where `remedy` does not apply to the model, the reason stands in its place."""
+    try:
+        yield
+    except UsageError as error:
+        found.skipped.setdefault((remedy.name, specimen.name), error.line)
+
+
+@quiet_transformers()
+def verify(
+    remedies: Sequence[str] = (),
+    models: Sequence[str] = (),
+    *,
+    seeds: int = 2,
+    progress: Callable[[str], None] = lambda doing: None,
+    trust_remote_code: bool = False,
+) -> Verification:
+    """Verify `remedies` (all, if none is named) on `models` (the small ones, if none is named).
+
+    Args:
+        trust_remote_code: run the code that a model comes with.
+
+    Raises:
+        UsageError: an unknown remedy or model, or fewer than one seed.
+    """
+    chosen = [remedy for name in remedies for remedy in find_remedies([name])] or list(REMEDIES.values())
+    if seeds < 1:
+        raise UsageError("--seeds must be at least 1", value=str(seeds), hint="give a positive whole number")
+    found = Verification(seeds=seeds)
+    specimens = [find_specimen(name, found.notes, trust_remote_code) for name in models] or list(SPECIMENS.values())
+    several = not models and number_of_workers() > 1
+    with one_thread(), compiled_here(chosen, several=several) as compiler_at_hand:
+        prepare(chosen, [] if models else specimens)
+        # A process of its own tells nobody what it does.
+        tell = (lambda doing: None) if several else progress
+        part = functools.partial(functools.partial, seeds=seeds, progress=tell)
+        peaks = _Peaks(chosen, specimens[0] if models else None, tell)
+        of_models: list[Callable[[], Verification]] = [
+            part(_deviations_of, specimen, chosen, named=bool(models)) for specimen in specimens
+        ]
+        tables: list[Callable[[], Verification]] = []
+        if any(remedy.bench == "precision" for remedy in chosen):
+            tables += [part(_precisions_of, one) for one in specimens if models or not one.kind]
+        large = specimens[0] if models else SPECIMENS["llama"]
+        tables += [part(_benched, remedy, large) for remedy in chosen if remedy.bench not in ("", "precision")]
+        originals = peaks.originals()
+        at_once = functools.partial(all_of, progress=progress, several=several)
+        known = dict(zip(originals, at_once(list(originals.values())), strict=True))
+        rows = peaks.with_remedies(known, seeds)
+        # What asks for no compiler, while that is made ready; then what takes longest first, the models.
+        early = [place for place, (remedy, _) in enumerate(rows) if not (remedy.compiles or remedy.packages)]
+        late = [place for place in range(len(rows)) if place not in early]
+        late.sort(key=lambda place: not rows[place][0].compiles)
+        found_rows = dict(zip(early, at_once([rows[place][1] for place in early]), strict=True))
+        compiler_at_hand()
+        done = at_once([*of_models, *(rows[place][1] for place in late), *tables])
+        first, last = len(of_models), len(of_models) + len(late)
+        found_rows.update(zip(late, done[first:last], strict=True))
+        for one in (*done[:first], *done[last:], *(found_rows[place] for place in range(len(rows)))):
+            found.take(one)
+    return found
+
+
+def _deviations_of(
+    specimen: Specimen, chosen: Sequence[Remedy], *, named: bool, seeds: int, progress: Callable[[str], None]
+) -> Verification:
+    """What remedies do to the numbers of one model; `named` by the user, it is tried with all of them."""
+    found = Verification(seeds=seeds)
+    originals: dict[tuple[int, str], tuple[_Run, _Run]] = {}
+    _forget_compiled()
+    for remedy in chosen:
+        progress(f"{remedy.name} on {specimen.name}")
+        if remedy.numerics is Numerics.APPROXIMATE or not (named or specimen.kind == remedy.for_models):
+            continue
+        with _skipping(found, remedy, specimen):
+            found.deviations += _deviations(remedy, specimen, seeds, originals, found.narrow)
+    return found
+
+
+def _forget_compiled() -> None:
+    """Dynamo compiles a function a few times, and then runs it as it is: also the layers of the next model."""
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is not None:
+        dynamo.reset()
+
+
+def _precisions_of(specimen: Specimen, *, seeds: int, progress: Callable[[str], None]) -> Verification:
+    progress(f"precision on {specimen.name}")
+    return Verification(seeds=seeds, precisions=precision_rows(specimen))
+
+
+def _benched(remedy: Remedy, large: Specimen, *, seeds: int, progress: Callable[[str], None]) -> Verification:
+    """What a remedy has a table of its own for."""
+    found = Verification(seeds=seeds)
+    with _skipping(found, remedy, large):
+        if remedy.bench == "quantized weights":
+            progress(f"{remedy.name} on {large.name}")
+            found.precisions.append(quantized_row(large, remedy.name))
+        elif remedy.bench == "optimizer":
+            progress("steps of the 8-bit optimizer")
+            found.optimizers += optimizer_rows(large, remedy.name)
+    return found
+
+
+# -- deviations --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Run:
+    """What one model gave: loss, gradients, and parameters after some steps, by name."""
+
+    loss: torch.Tensor
+    gradients: dict[str, torch.Tensor]
+    parameters: dict[str, torch.Tensor]
+
+
+def _build(specimen: Specimen, seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return specimen.build().float().train()
+
+
+def _sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    # Not Adam: where a gradient is nothing but rounding, it makes a whole step of it.
+    return torch.optim.SGD(parameters, lr=_LEARNING_RATE, momentum=_MOMENTUM)
+
+
+def _deviations(
+    remedy: Remedy,
+    specimen: Specimen,
+    seeds: int,
+    originals: dict[tuple[int, str], tuple[_Run, _Run]],
+    narrow: dict[str, tuple[str, ...]],
+) -> list[Deviation]:
+    """The worst rows of one remedy on one model: loss, gradients and parameters."""
+    # Capped, the original is another model: its head's first rows.
+    cap = _CAP if "vocab_size" in remedy.options else None
+    worst: dict[str, Deviation] = {}
+    for seed in range(seeds):
+        for case in specimen.cases:
+            if case == "accumulation" and not remedy.accumulates:
+                continue  # it is what this remedy gives up
+            steps = batches(specimen, case, seed)
+            model = _build(specimen, seed)
+            key = (seed, case)
+            if cap is not None or key not in originals:
+                # Watched once for each model: it is the same code every time.
+                below: set[str] | None = None if specimen.name in narrow else set()
+                reference = copy.deepcopy(model).double()
+                with float64_throughout(below):
+                    exact = _run(reference, steps, cap=cap)
+                narrow.setdefault(specimen.name, tuple(sorted(below or ())))
+                pair = (exact, _run(copy.deepcopy(model), steps, cap=cap))
+                if cap is None:
+                    originals[key] = pair
+            exact, original = pair if cap is not None else originals[key]
+            options = _options(remedy, specimen.name, {**_TRIED, "optimizer": _sgd})
+            applied = apply(model, remedy.name, **options)
+            fixed = _run(model, steps, result=applied.results.get(remedy.name))
+            for row in _compare(remedy.name, specimen.name, f"{case}, seed {seed}", exact, original, fixed):
+                before = worst.get(row.quantity)
+                if before is None or _badness(row) > _badness(before):
+                    worst[row.quantity] = row
+    return list(worst.values())
+
+
+def _badness(row: Deviation) -> float:
+    return math.inf if math.isnan(row.fixed) else row.fixed / row.bound
+
+
+def _run(model: nn.Module, steps: list[dict[str, Any]], *, cap: int | None = None, result: Any = None) -> _Run:
+    """Some steps on the same micro-batches; loss and gradients are the first step's.
+
+    `result` is what the remedy made: an optimizer, or what does forward and backward.
+    """
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    optimizer = result if hasattr(result, "param_groups") else _sgd(list(trained.values()))
+    first: torch.Tensor | None = None
+    gradients: dict[str, torch.Tensor] = {}
+    for step in range(_STEPS):
+        total = torch.zeros((), dtype=torch.float64)
+        for batch in steps:
+            if isinstance(result, MicroBatches):
+                loss = result(**batch)
+            else:
+                loss = _loss(model, batch, cap)
+                loss.backward()
+            total += loss.detach().double()
+        if step == 0:
+            first = total
+            gradients = {name: p.grad.detach().double().clone() for name, p in trained.items() if p.grad is not None}
+        optimizer.step()
+        optimizer.zero_grad()
+    assert first is not None
+    return _Run(first, gradients, {name: p.detach().double().clone() for name, p in trained.items()})
+
+
+def _loss(model: nn.Module, batch: dict[str, Any], cap: int | None) -> torch.Tensor:
+    if cap is None:
+        outputs = model(**batch)
+        loss: torch.Tensor = outputs[0]
+        return loss
+    labels, items = batch["labels"][:, 1:], batch.get("num_items_in_batch")
+    outputs = model(**{name: value for name, value in batch.items() if name not in ("labels", "num_items_in_batch")})
+    logits = outputs[0][:, :-1, :cap]
+    total = nn.functional.cross_entropy(
+        logits.reshape(-1, cap), labels.reshape(-1), ignore_index=IGNORED, reduction="mean" if items is None else "sum"
+    )
+    return total if items is None else total / items
+
+
+def _compare(remedy: str, model: str, case: str, exact: _Run, original: _Run, fixed: _Run) -> list[Deviation]:
+    row = functools.partial(Deviation, remedy, model)
+    rows = [row("loss", case, "", *_deviation(exact.loss, original.loss, fixed.loss, 0.0))]
+    for quantity, parts in (("gradients", "gradients"), (f"parameters after {_STEPS} steps", "parameters")):
+        truth, ours = getattr(exact, parts), getattr(fixed, parts)
+        theirs = getattr(original, parts)
+        # What a remedy does not train it has no gradient for, and what it adds the original has not.
+        names = [name for name in ours if name in truth]
+        # With other parameters trained, later steps lead elsewhere.
+        if not names or (parts == "parameters" and fixed.gradients and set(fixed.gradients) != set(exact.gradients)):
+            continue
+        # A gradient that is zero but for rounding (of a key's bias, say) has the others' rounding.
+        largest = max((float(truth[name].abs().max()) for name in names), default=0.0)
+        floor = _EPS * (0.0 if math.isnan(largest) else largest)
+        deviations = []
+        for name in names:
+            shape = ours[name].shape
+            cut = tuple(slice(size) for size in shape)  # of a capped vocabulary
+            values = truth[name][cut], theirs[name][cut], ours[name]
+            deviations.append(row(quantity, case, name, *_deviation(*values, floor)))
+        rows.append(max(deviations, key=_badness))
+    return rows
+
+
+def _deviation(
+    exact: torch.Tensor, original: torch.Tensor, fixed: torch.Tensor, floor: float
+) -> tuple[float, float, float]:
+    """What `original` and `fixed` deviate, and what the latter may.
+
+    Where float64 has no number (all labels ignored), neither may have one.
+    """
+    nowhere = exact.isnan()
+    if not torch.equal(nowhere, fixed.isnan()):
+        return 0.0, math.nan, floor
+    exact, original, fixed = (part.masked_fill(nowhere, 0) for part in (exact, original, fixed))
+    own = float((original - exact).abs().max())
+    bound = OWN_ERRORS * own + UNITS * _EPS * float(exact.abs().max()) + floor
+    found = float((fixed - exact).abs().max())
+    return own, found, max(bound, 1e-300)
+
+
+# -- peaks -------------------------------------------------------------------------------------------------------------
+
+
+_PEAK_OPTIONS = {
+    **{name: value for name, value in _TRIED.items() if name != "min_bytes"},
+    "chunk_size": 128,
+    "vocab_size": 4000,
+    "optimizer": adamw,
+}
+
+
+@dataclass(frozen=True)
+class _Peaks:
+    """Peaks of a training step, as a model is and with each of `chosen`: of that which is `named`, or of small ones."""
+
+    chosen: Sequence[Remedy]
+    named: Specimen | None
+    progress: Callable[[str], None]
+
+    def _asked(self) -> Iterator[tuple[Remedy, _Key]]:
+        for remedy in self.chosen:
+            if set(remedy.saves) - {"host memory"}:  # something on the card
+                name = remedy.for_models or "llama"
+                rows = 2 if "micro_batch_size" in remedy.options else 1
+                yield remedy, (name, rows, remedy.saves == ("fragmentation",))
+
+    def originals(self) -> dict[_Key, Callable[[], _Both]]:
+        """What finds the peak of each model as it is."""
+        return {key: functools.partial(self._both, key, None) for key in dict.fromkeys(key for _, key in self._asked())}
+
+    def with_remedies(
+        self, originals: Mapping[_Key, _Both], seeds: int
+    ) -> list[tuple[Remedy, Callable[[], Verification]]]:
+        """What finds the row of each remedy."""
+        return [
+            (remedy, functools.partial(self._row, remedy, key, originals[key], seeds)) for remedy, key in self._asked()
+        ]
+
+    def _row(self, remedy: Remedy, key: _Key, before: _Both, seeds: int) -> Verification:
+        found = Verification(seeds=seeds)
+        _, rows, reserved = key
+        specimen = self._specimen(key)
+        original, measured, _ = before
+        batch = f"{rows} rows of " if rows > 1 else ""
+        workload = f"{specimen.name}, {batch}{specimen.peak_tokens:,} tokens, float32, AdamW"
+        workload += ", reserved" if reserved else ""
+        with _skipping(found, remedy, specimen):
+            fixed, measured_fixed, reason = self._both(key, remedy)
+            peak = RemedyPeak(remedy.name, workload, original, fixed, _device(), measured, measured_fixed, reason)
+            found.peaks.append(peak)
+        return found
+
+    def _specimen(self, key: _Key) -> Specimen:
+        return self.named or SPECIMENS[key[0]]
+
+    def _both(self, key: _Key, remedy: Remedy | None) -> _Both:
+        _, rows, reserved = key
+        specimen, device = self._specimen(key), _device()
+        options = {} if remedy is None else _options(remedy, specimen.name, _PEAK_OPTIONS)
+        program = functools.partial(train, specimen, remedy, options, rows)
+        name = "of the original" if remedy is None else f"with {remedy.name}"
+        _forget_compiled()
+        self.progress(f"simulating the peak {name}")
+        simulated = simulated_peak(program, workspaces=device == "cuda", reserved=reserved)
+        if reserved and device == "cpu":
+            return simulated, None, "a CPU's allocator reserves nothing"
+        self.progress(f"measuring the peak {name}")
+        try:
+            return simulated, measured_peak(program, device, reserved=reserved), ""
+        except (UsageError, RuntimeError, NotImplementedError) as error:
+            # What runs on a card alone: the reason stands in the table's place.
+            return simulated, None, str(error).splitlines()[0]
+
+
+def _device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+_Key = tuple[str, int, bool]
+"""A model, the rows of its batch, and whether reserved bytes are asked for."""
+_Both = tuple[int, int | None, str]
+"""Simulated and measured bytes, and why it was not measured."""

@@ -1,0 +1,115 @@
+"""8-bit optimizers against accuracy: some steps of each, beside float32 and bfloat16 AdamW, against float64."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from memprof.errors import UsageError
+from memprof.flows.verify.reference import float64_throughout
+from memprof.flows.verify.specimens import Specimen, batches
+from memprof.remedies.applied import apply
+from memprof.report.documents.verification import OptimizerRow
+
+STEPS = 3
+LEARNING_RATE = 1e-3
+FLOAT32, BFLOAT16 = "float32 AdamW", "bfloat16 AdamW"
+_BOUNDS: dict[str, float | None] = {FLOAT32: 0.05, BFLOAT16: None}
+_EIGHT_BIT_BOUND = 1.0
+"""What the deviation may be, as a share of the way that the parameters go.
+
+Float32: AdamW divides a gradient by its own size, so that where a gradient is nothing but rounding the step is too.
+8 bits: no further from AdamW's end than that is from the beginning. A tighter one is not to be had: where the second
+moment is small beside the largest of its block it is rounded to 0, and the update is the first moment over AdamW's
+epsilon. `largest` shows that. Bfloat16 has no bound: it is there to compare with.
+"""
+
+
+def optimizer_rows(specimen: Specimen, remedy: str) -> list[OptimizerRow]:
+    """Float32 AdamW, AdamW with bfloat16 weights and states, and the 8-bit optimizer that `remedy` brings.
+
+    All start from weights that bfloat16 has, so that no deviation was there before the first step. The model is the
+    large one: these optimizers quantize no tensor below 4,096 numbers.
+
+    Raises:
+        UsageError: no 8-bit optimizer is installed, or it does not run on the CPU.
+    """
+    torch.manual_seed(0)
+    model = specimen.build_large().float().train()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.to(torch.bfloat16))
+    eight_bit = _run(copy.deepcopy(model), specimen, lambda m: _of_remedy(m, remedy))
+    with float64_throughout():
+        exact = _run(copy.deepcopy(model).double(), specimen, _adamw)
+    begin = [parameter.detach().double() for parameter in model.parameters()]
+    way = math.sqrt(sum(float((p - b).square().sum()) for p, b in zip(exact[0], begin, strict=True)))
+    rows = []
+    for name, (parameters, loss, state_bytes) in (
+        (FLOAT32, _run(copy.deepcopy(model), specimen, _adamw)),
+        (BFLOAT16, _run(copy.deepcopy(model).to(torch.bfloat16), specimen, _adamw)),
+        (remedy, eight_bit),
+    ):
+        apart = [p - e for p, e in zip(parameters, exact[0], strict=True)]
+        rows.append(
+            OptimizerRow(
+                name,
+                specimen.name,
+                STEPS,
+                math.sqrt(sum(float(part.square().sum()) for part in apart)) / way,
+                max(float(part.abs().max()) for part in apart) / LEARNING_RATE,
+                abs(loss - exact[1]),
+                state_bytes,
+                _BOUNDS.get(name, _EIGHT_BIT_BOUND),
+            )
+        )
+    return rows
+
+
+def _adamw(model: nn.Module) -> Any:
+    return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.01)
+
+
+def _of_remedy(model: nn.Module, remedy: str) -> Any:
+    return apply(model, remedy, undoable=False, learning_rate=LEARNING_RATE).results[remedy]
+
+
+def _run(
+    model: nn.Module, specimen: Specimen, make: Callable[[nn.Module], Any]
+) -> tuple[list[torch.Tensor], float, int]:
+    """Parameters and loss after the steps, and the bytes of the optimizer's state."""
+    optimizer = make(model)
+    for group in optimizer.param_groups:
+        if "weight_decay" in group:
+            group["weight_decay"] = 0.01
+    for step in range(STEPS):
+        model(**batches(specimen, "plain", step)[0])[0].backward()
+        try:
+            optimizer.step()
+        except (RuntimeError, NotImplementedError, AttributeError, ImportError, AssertionError) as error:
+            raise UsageError(
+                f"{type(optimizer).__module__.partition('.')[0]} has no kernel for the CPU here",
+                value=(str(error).splitlines() or [type(error).__name__])[0],
+            ) from None
+        optimizer.zero_grad()
+    with torch.no_grad():
+        loss = float(model(**batches(specimen, "plain", STEPS)[0])[0])
+    return [parameter.detach().double() for parameter in model.parameters()], loss, _state_bytes(optimizer)
+
+
+def _state_bytes(optimizer: Any) -> int:
+    values = [value for state in optimizer.state.values() for value in state.values()]
+    return sum(_bytes(value) for value in values if isinstance(value, torch.Tensor) and value.dim())
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None:
+        return tensor.numel() * tensor.element_size()
+    # A subclass that holds codes and scales says which of its attributes they are.
+    return sum(_bytes(getattr(tensor, name)) for name in flatten()[0])

@@ -1,0 +1,108 @@
+"""The peak of a training step with and without a remedy: simulated on a virtual card, and measured where it runs.
+
+Measured is, on a CUDA device, the caching allocator's own `max_memory_allocated`. On the CPU it is the running sum of
+what the CPU allocator reports to torch's profiler, each allocation and each free, with no mode active. There the card
+and the host are one memory: what a remedy moves to the host is still counted.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+from memprof.allocator import Settings, SettingsInForce, replay_on_card
+from memprof.catalog import DEFAULT_GPU, find_gpu
+from memprof.flows.verify.specimens import Specimen
+from memprof.measured.quiet import quiet_profiler
+from memprof.remedies.applied import apply
+from memprof.remedies.catalog import Remedy
+from memprof.remedies.micro_batch import MicroBatches
+from memprof.watch.collection import no_collection
+
+STEPS = 2
+"""The second has the optimizer's state from its beginning."""
+
+
+def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """The optimizer of every workload here."""
+    # One parameter after another: by default, that is so on the CPU and not on CUDA.
+    return torch.optim.AdamW(parameters, foreach=False)
+
+
+def train(specimen: Specimen, remedy: Remedy | None, options: dict[str, Any], rows: int, device: str) -> None:
+    """Build the large model, switch `remedy` on, and train for two steps on `rows` sequences.
+
+    Raises:
+        UsageError: the remedy does not apply to the model.
+    """
+    torch.manual_seed(0)
+    model = specimen.build_large().to(device).train()
+    result: Any = None
+    if remedy is not None:
+        result = apply(model, remedy.name, undoable=False, **options).results.get(remedy.name)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = result if hasattr(result, "param_groups") else adamw(trained)
+    for _ in range(STEPS):
+        ids = torch.zeros(rows, specimen.peak_tokens, dtype=torch.int64, device=device)
+        if isinstance(result, MicroBatches):
+            result(input_ids=ids, labels=ids)
+        else:
+            model(input_ids=ids, labels=ids)[0].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def simulated_peak(program: Callable[[str], None], *, workspaces: bool, reserved: bool = False) -> int:
+    """Most bytes allocated (or reserved) at a time while `program` runs on a virtual card.
+
+    Args:
+        program: takes a device.
+        workspaces: whether to count what CUDA's libraries take for themselves; a CPU has nothing of the kind.
+    """
+    from memprof.virtual import VirtualGpu
+
+    settings = SettingsInForce(Settings(torch.__version__))
+    with VirtualGpu(find_gpu(DEFAULT_GPU), workspaces=workspaces, allocator_settings=settings) as gpu:
+        program("cuda")
+    if not reserved:
+        return gpu.recorder.peak_bytes
+    return replay_on_card(gpu.trace, None, settings.now.config, settings.now.release).required_reserved_bytes
+
+
+def measured_peak(program: Callable[[str], None], device: str, *, reserved: bool = False) -> int:
+    """Most bytes allocated at a time (on CUDA, or reserved) while `program` really runs, above what there was before.
+
+    For "cuda" or "cpu".
+    """
+    gc.collect()  # nothing waits for the collector when the program begins
+    with no_collection():
+        if device == "cuda":
+            torch.cuda.synchronize()
+            before = torch.cuda.memory_reserved() if reserved else torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            program(device)
+            torch.cuda.synchronize()
+            most = torch.cuda.max_memory_reserved() if reserved else torch.cuda.max_memory_allocated()
+            return most - before
+        recorded = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+        with quiet_profiler():
+            recorded.start()
+        try:
+            program(device)
+        finally:
+            with quiet_profiler():
+                recorded.stop()
+    return _highest_sum(recorded)
+
+
+def _highest_sum(recorded: profile) -> int:
+    assert recorded.profiler is not None and recorded.profiler.kineto_results is not None
+    events: list[Any] = recorded.profiler.kineto_results.events()
+    changes = sorted((event for event in events if event.name() == "[memory]"), key=lambda event: event.start_ns())
+    return max(accumulate((event.nbytes() for event in changes), initial=0))

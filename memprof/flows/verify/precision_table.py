@@ -1,0 +1,150 @@
+"""Precision against accuracy: the same weights and inputs in half precision, under AMP, and with quantized weights."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import torch
+from torch import nn
+
+from memprof.flows.verify.reference import float64_throughout
+from memprof.flows.verify.specimens import Specimen, batches
+from memprof.remedies.applied import apply
+from memprof.report.documents.verification import Precision
+from memprof.workload.layers import find_layers
+
+PRECISIONS = ("float16", "bfloat16")
+_AMP_PREFIX = "amp-"
+AMP = tuple(_AMP_PREFIX + precision for precision in PRECISIONS)
+INT8 = "int8 weights"
+_ROUNDINGS = 12
+"""Results that a transformer layer rounds one after another, about: two norms, four products, attention, two sums."""
+_AMPLIFICATION = 4
+_INT8_LARGEST = 127
+
+
+def precision_rows(specimen: Specimen) -> list[Precision]:
+    """One row per precision: the same weights and inputs on the CPU, against float64 throughout.
+
+    AMP is `torch.autocast` over float32 weights. The bound takes the roundings of all layers as independent: one
+    rounding's relative error times the root of their number, times 4 for what layers amplify.
+    """
+    torch.manual_seed(0)
+    model = specimen.build().float().eval()
+    with float64_throughout():
+        wanted = _forward(copy.deepcopy(model).double(), specimen)
+    return [_row(precision, specimen, model, wanted) for precision in ("float32", *PRECISIONS, *AMP, INT8)]
+
+
+def _row(precision: str, specimen: Specimen, model: nn.Module, wanted: list[torch.Tensor]) -> Precision:
+    changed = copy.deepcopy(model)
+    if precision == INT8:
+        rounding = _to_int8(changed)
+    else:
+        dtype: torch.dtype = getattr(torch, precision.removeprefix(_AMP_PREFIX))
+        rounding = torch.finfo(dtype).eps / 2
+        if dtype != torch.float32:
+            apply(changed, precision, undoable=False)
+    return _compared(precision, specimen, wanted, _forward(changed, specimen), rounding)
+
+
+def _compared(
+    precision: str,
+    specimen: Specimen,
+    wanted: list[torch.Tensor],
+    found: list[torch.Tensor],
+    rounding: float,
+    limit: float = math.inf,
+) -> Precision:
+    logits, deviation = wanted[-1], found[-1] - wanted[-1]
+    return Precision(
+        precision,
+        specimen.name,
+        float(deviation.abs().max() / logits.abs().max()),
+        _relative(found[-1], logits),
+        float((found[-1].argmax(-1) == logits.argmax(-1)).double().mean()),
+        tuple(_relative(mine, theirs) for mine, theirs in zip(found[:-1], wanted[:-1], strict=True)),
+        min(limit, _AMPLIFICATION * rounding * math.sqrt(_ROUNDINGS * len(wanted))),
+    )
+
+
+def quantized_row(specimen: Specimen, remedy: str) -> Precision:
+    """The row of a remedy that quantizes weights, on the large model, against float64 throughout.
+
+    What is measured is the library's own: bitsandbytes' packed kernels for the CPU, which take rows of whole blocks.
+    The smaller models have none.
+
+    Raises:
+        UsageError: the library is not installed.
+    """
+    torch.manual_seed(0)
+    model = specimen.build_large().float().eval()
+    changed = copy.deepcopy(model)
+    apply(changed, remedy, undoable=False)
+    rounding = _rounding(model, changed)  # a forward takes the scales away from the weights
+    with float64_throughout():
+        wanted = _forward(copy.deepcopy(model).double(), specimen)
+    # Beyond 1 it would bound nothing: two unrelated tensors are 1.4 apart.
+    return _compared(remedy, specimen, wanted, _forward(changed, specimen), rounding, limit=1.0)
+
+
+def _relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float(((found - wanted).square().mean() / wanted.square().mean()).sqrt())
+
+
+def _forward(model: nn.Module, specimen: Specimen) -> list[torch.Tensor]:
+    """The outputs of the layers and, last, the logits, as float64."""
+    outputs: list[torch.Tensor] = []
+
+    def keep(module: nn.Module, args: object, output: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
+        outputs.append((output if isinstance(output, torch.Tensor) else output[0]).detach().double())
+
+    handles = [layer.register_forward_hook(keep) for _, layer in find_layers(model, "precision")]
+    batch = batches(specimen, "plain", 0)[0]
+    try:
+        with torch.no_grad():
+            logits = model(input_ids=batch["input_ids"])[0]
+    finally:
+        for handle in handles:
+            handle.remove()
+    return [*outputs, logits.double()]
+
+
+def _rounding(model: nn.Module, quantized: nn.Module) -> float:
+    """The largest relative error of a weight of bitsandbytes (root mean square)."""
+    import bitsandbytes as bnb
+
+    worst = 0.0
+    for name, module in quantized.named_modules():
+        weight: Any = getattr(module, "weight", None)
+        if isinstance(module, bnb.nn.Linear4bit):
+            found = bnb.functional.dequantize_4bit(weight.data, weight.quant_state)
+        elif isinstance(module, bnb.nn.Linear8bitLt):
+            found = weight.data.float() * weight.SCB.unsqueeze(1) / _INT8_LARGEST
+        else:
+            continue
+        original: torch.Tensor = model.get_submodule(name).weight.detach()  # type: ignore[assignment,operator]
+        worst = max(worst, _relative(found, original if found.shape == original.shape else original.t()))
+    # In 8 bits the activations are rounded like the weights.
+    return worst * (math.sqrt(2) if any(isinstance(m, bnb.nn.Linear8bitLt) for m in quantized.modules()) else 1)
+
+
+def _to_int8(model: nn.Module) -> float:
+    """Round the layers' matrices to 8 bits, by rows with their largest number at 127, in place.
+
+    Returns:
+        The largest relative error of a matrix (root mean square).
+    """
+    worst = 0.0
+    for _, layer in find_layers(model, INT8):
+        for parameter in layer.parameters():
+            if parameter.dim() != 2:
+                continue
+            weight = parameter.detach()
+            scale = weight.abs().amax(1, keepdim=True).clamp(min=torch.finfo(weight.dtype).tiny) / _INT8_LARGEST
+            rounded = (weight / scale).round() * scale
+            worst = max(worst, _relative(rounded, weight))
+            parameter.data = rounded
+    return worst

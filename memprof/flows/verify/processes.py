@@ -1,0 +1,85 @@
+"""How the works of a bench share the cores: in processes that are forked from one that has all they need."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
+
+import torch
+
+from memprof.errors import MemprofError
+from memprof.flows.verify.kernels import COMPILER, header_beside, kernels_together
+from memprof.flows.verify.specimens import Specimen
+from memprof.remedies.catalog import Remedy
+from memprof.workload.pool import run_all
+from memprof.workload.quantization import import_quietly
+
+_Answer = TypeVar("_Answer")
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """With more, a sum over a tensor is rounded otherwise on a machine that has more of them; here tensors are small,
+    and threads wait for each other most of the time."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@contextlib.contextmanager
+def compiled_here(chosen: Sequence[Remedy], *, several: bool) -> Iterator[Callable[[], None]]:
+    """Of `several` processes, each compiles itself: Inductor's own workers would import torch once for each of them.
+
+    What is yielded waits until the compiler is at hand.
+    """
+    if not several or not any(remedy.compiles for remedy in chosen):
+        yield lambda: None
+        return
+    import torch._inductor.config as inductor
+
+    with inductor.patch(compile_threads=1), kernels_together():
+        yield header_beside()
+
+
+def prepare(chosen: Sequence[Remedy], specimens: Sequence[Specimen]) -> None:
+    """What all processes need is imported once, before they are forked from this one.
+
+    And before a virtual card is there: bitsandbytes looks for one when it is imported, and then takes the library for
+    it, so that what is measured on the CPU would have none of its kernels for that.
+    """
+    for specimen in specimens:
+        specimen.build()
+    wanted = ["memprof.virtual"]
+    wanted += [package.partition(" ")[0] for remedy in chosen for package in remedy.packages]
+    if any(remedy.compiles for remedy in chosen):
+        wanted += COMPILER
+    for module in dict.fromkeys(wanted):
+        with contextlib.suppress(ImportError):  # the remedy itself says so
+            import_quietly(module)
+    # Measuring collects garbage each time. The libraries' own objects, millions that live for good, are looked through
+    # once.
+    gc.collect()
+    gc.freeze()
+
+
+def all_of(works: Sequence[Callable[[], _Answer]], progress: Callable[[str], None], *, several: bool) -> list[_Answer]:
+    """What each of these gives, which do not wait for each other: if `several`, as many at once as there are cores.
+
+    A model that the user names may be large, and its code may do what it likes: of those there is one at a time.
+
+    Raises:
+        MemprofError: one of them does.
+    """
+    if not several:
+        return [work() for work in works]
+    answers = []
+    for answer in run_all(works, progress):
+        if isinstance(answer, MemprofError):
+            raise answer
+        answers.append(answer)
+    return answers

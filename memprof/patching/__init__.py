@@ -1,0 +1,1 @@
+"""Replacing attributes of others' modules and classes, and putting every one of them back."""

@@ -1,0 +1,69 @@
+"""The table of remedies: the entries that stand above functions in the files of `memprof/remedies`.
+
+They are read and not imported: those files need torch, and who asks for remedies may not have it.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib.resources
+import re
+from collections.abc import Iterable, Iterator
+from importlib.resources.abc import Traversable
+
+from memprof.errors import MemprofError
+from memprof.remedies.catalog import remedy as names
+from memprof.remedies.catalog.remedy import Remedy
+
+_MARK = re.compile(r"^@(Remedy\(.*?\))(?: *#[^\n]*)?\ndef (\w+)\(", re.MULTILINE | re.DOTALL)
+
+
+def read_entries(folder: Traversable) -> Iterator[Remedy]:
+    """The entries of the files in a folder. They are written in Python, with the names of `remedy.py` and no others.
+
+    Raises:
+        MemprofError: the folder has no such files.
+    """
+    files = sorted((file for file in folder.iterdir() if file.name.endswith(".py")), key=lambda file: file.name)
+    if not files:
+        raise MemprofError(
+            "memprof is installed without its source files, in which the remedies are described",
+            value=folder,
+            hint="install it with them: compiled files alone are not enough",
+        )
+    for file in files:
+        for entry, function in _marked(file.read_text(encoding="utf-8")):
+            found = eval(compile(entry, str(file), "eval"), dict(vars(names)))
+            yield dataclasses.replace(found, install=f"memprof.remedies.{file.name.removesuffix('.py')}:{function}")
+
+
+def _marked(text: str) -> Iterator[tuple[str, str]]:
+    """Entries in a file, as they are written, and the functions that they stand above."""
+    found = _MARK.findall(text)
+    if len(found) == text.count("@Remedy("):
+        yield from found
+        return
+    # Written otherwise than here: all of it is parsed, which takes longer than the rest of the table.
+    for function in (node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)):
+        for mark in function.decorator_list:
+            if isinstance(mark, ast.Call) and ast.unparse(mark.func) == "Remedy":
+                yield ast.unparse(mark), function.name
+
+
+def in_order(entries: Iterable[Remedy]) -> dict[str, Remedy]:
+    """The entries by name, in their order.
+
+    Raises:
+        ValueError: two have one name or one place.
+    """
+    found: dict[str, Remedy] = {}
+    for entry in sorted(entries, key=lambda entry: entry.order):
+        if entry.name in found or any(entry.order == other.order for other in found.values()):
+            raise ValueError(f"two remedies are {entry.name}, or have place {entry.order}")
+        found[entry.name] = entry
+    return found
+
+
+REMEDIES = in_order(read_entries(importlib.resources.files("memprof") / "remedies"))
+"""In the order in which they are switched on, whatever the order in which they were named."""

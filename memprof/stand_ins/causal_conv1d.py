@@ -1,0 +1,73 @@
+"""causal_conv1d: a short convolution over time for each channel, with SiLU.
+
+Sources: causal_conv1d/causal_conv1d_interface.py, cpp_functions.py and csrc/causal_conv1d.cpp of
+Dao-AILab/causal-conv1d@v1.6.1.post4. Its workspaces are those of torch.use_deterministic_algorithms alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from memprof.stand_ins.registry import stand_in
+from memprof.stand_ins.tools import kernel, must, on_card, refused, written
+
+_SOURCE = "Dao-AILab/causal-conv1d@v1.6.1.post4:causal_conv1d/causal_conv1d_interface.py, csrc/causal_conv1d.cpp"
+_NAME = "causal_conv1d.causal_conv1d_fn"
+
+
+def _laid_out(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy where neither channels nor time lie side by side."""
+    return tensor.contiguous() if tensor.stride(2) != 1 and tensor.stride(1) != 1 else tensor
+
+
+def backward(x: torch.Tensor, weight: torch.Tensor, bias: Any, made: torch.Tensor | None = None) -> Any:
+    """causal_conv1d_bwd_function: the input's gradient, and those of weight and bias, summed in float32."""
+    if torch.are_deterministic_algorithms_enabled():
+        raise refused(_NAME, "deterministic algorithms")
+    made = torch.empty_like(x) if made is None else made
+    of_weight = torch.zeros_like(weight, dtype=torch.float32)
+    of_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
+    return made, of_weight.type_as(weight), None if of_bias is None else of_bias.type_as(bias)
+
+
+@stand_in("causal_conv1d.causal_conv1d_interface.causal_conv1d_fn", _NAME, source=_SOURCE, in_graph=True)
+def causal_conv1d_fn(
+    x: torch.Tensor, weight: torch.Tensor, bias: Any = None, seq_idx: Any = None, initial_states: Any = None,
+    return_final_states: Any = False, final_states_out: Any = None, activation: Any = None,
+) -> Any:  # fmt: skip
+    """[batch, channels, time], with a weight of [channels, width]; saved is what it is given."""
+    on_card(_NAME, x, weight)
+    if activation not in (None, "silu", "swish"):
+        raise NotImplementedError("activation must be None, silu, or swish")
+    must(x.dim() == 3 and weight.dim() == 2, _NAME, "x of 3 dimensions, and a weight of 2")
+    must(x.shape[1] == weight.shape[0], _NAME, f"a weight of {x.shape[1]} channels, as x has")
+    must(2 <= weight.shape[1] <= 4, _NAME, "a width between 2 and 4")
+    if initial_states is not None or return_final_states:
+        raise refused(_NAME, "states")
+
+    def forward(given: torch.Tensor, scale: torch.Tensor, shift: Any) -> Any:
+        given = _laid_out(given)
+        shift = None if shift is None else shift.contiguous()
+        places = None if seq_idx is None else seq_idx.contiguous()
+        return torch.empty_like(given), (given, scale, shift, places)
+
+    def back(saved: Any, gradient: torch.Tensor) -> Any:
+        gradient = _laid_out(gradient)
+        return backward(*saved[:3])
+
+    return kernel(forward, back, x, weight, bias)
+
+
+@stand_in(
+    "causal_conv1d.causal_conv1d_interface.causal_conv1d_update", "causal_conv1d.causal_conv1d_update", source=_SOURCE
+)
+def causal_conv1d_update(
+    x: torch.Tensor, conv_state: torch.Tensor, weight: torch.Tensor, bias: Any = None, activation: Any = None,
+    cache_seqlens: Any = None, conv_state_indices: Any = None,
+) -> torch.Tensor:  # fmt: skip
+    """One token, or a few; the state is written where it lies."""
+    on_card("causal_conv1d.causal_conv1d_update", x, conv_state)
+    written(conv_state)
+    return torch.empty_like(x)

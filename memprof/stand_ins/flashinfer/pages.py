@@ -1,0 +1,121 @@
+"""flashinfer's pages of keys and values, and parts of attention put together.
+
+Sources: flashinfer/page.py, cascade.py and utils.py (_unpack_paged_kv_cache) of flashinfer-ai/flashinfer@v0.6.17.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from memprof.stand_ins.flashinfer.layers import public
+from memprof.stand_ins.tools import on_card, written
+
+LAYOUTS = ("NHD", "HND")
+
+
+def check_layout(kv_layout: str) -> None:
+    """Heads after tokens, or before them."""
+    if kv_layout not in LAYOUTS:
+        raise KeyError(f"Invalid kv_layout {kv_layout}")
+
+
+def unpacked(cache: Any, kv_layout: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of four dimensions, of a tensor of both or of a pair."""
+    at = -3 if kv_layout == "NHD" else -2
+    if isinstance(cache, tuple):
+        keys, values = cache
+        for each in (keys, values):
+            if each.ndim not in (3, 4):
+                raise ValueError("x must be 3D or 4D")
+        return tuple(each.unsqueeze(at) if each.ndim == 3 else each for each in (keys, values))  # type: ignore[return-value]
+    if not isinstance(cache, torch.Tensor):
+        raise KeyError(f"Unrecognized paged_kv_cache type {type(cache)}, expect a single tensor or a tuple of tensor.")
+    if cache.ndim not in (4, 5):
+        raise ValueError("x must be 4D or 5D")
+    keys, values = (cache.unsqueeze(at) if cache.ndim == 4 else cache).unbind(dim=1)
+    return keys, values
+
+
+@public("page", "get_seq_lens")
+def get_seq_lens(kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_size: int) -> torch.Tensor:
+    """Tokens of each sequence: one number each, by torch's functions."""
+    return torch.clamp(kv_indptr[1:] - kv_indptr[:-1] - 1, min=0) * page_size + kv_last_page_len
+
+
+@public("page", "get_batch_indices_positions")
+def get_batch_indices_positions(
+    append_indptr: torch.Tensor, seq_lens: torch.Tensor, nnz: int, batch_indices: Any = None, positions: Any = None
+) -> Any:
+    """Two integers of each new token: its sequence, and where it is in it."""
+    on_card("flashinfer.get_batch_indices_positions", append_indptr, seq_lens)
+    found = []
+    for given in (batch_indices, positions):
+        made = torch.empty((nnz,), device=append_indptr.device, dtype=torch.int32) if given is None else given
+        if made.shape != (nnz,) or made.dtype != torch.int32:
+            raise ValueError(f"expected ({nnz},) of torch.int32, got {tuple(made.shape)} of {made.dtype}")
+        written(made)
+        found.append(made)
+    return tuple(found)
+
+
+@public("page", "append_paged_kv_cache")
+def append_paged_kv_cache(
+    append_key: torch.Tensor, append_value: torch.Tensor, batch_indices: torch.Tensor, positions: torch.Tensor,
+    paged_kv_cache: Any, kv_indices: torch.Tensor, kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor,
+    kv_layout: str = "NHD",
+) -> None:  # fmt: skip
+    """Pages are written where they lie; lists of numbers are copied where they are not int32."""
+    check_layout(kv_layout)
+    caches = unpacked(paged_kv_cache, kv_layout)
+    _appended("append_paged_kv_cache", caches, (append_key, append_value), positions, batch_indices, kv_indices,
+              kv_indptr, kv_last_page_len)  # fmt: skip
+
+
+@public("page", "append_paged_mla_kv_cache")
+def append_paged_mla_kv_cache(
+    append_ckv: torch.Tensor, append_kpe: torch.Tensor, batch_indices: torch.Tensor, positions: torch.Tensor,
+    ckv_cache: Any, kpe_cache: Any, kv_indices: torch.Tensor, kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor,
+) -> None:  # fmt: skip
+    """As append_paged_kv_cache, for latent keys and values and the rotated part of keys."""
+    _appended("append_paged_mla_kv_cache", (ckv_cache, kpe_cache), (append_ckv, append_kpe), positions, batch_indices,
+              kv_indices, kv_indptr, kv_last_page_len)  # fmt: skip
+
+
+def _appended(name: str, caches: Any, new: tuple[torch.Tensor, ...], *numbers: torch.Tensor) -> None:
+    on_card(f"flashinfer.{name}", *caches, *new, *numbers)
+    for cache, tokens in zip(caches, new, strict=True):
+        if cache.dtype != tokens.dtype or cache.shape[-1] != tokens.shape[-1]:
+            raise RuntimeError(f"flashinfer.{name}: {tokens.dtype} of {tokens.shape[-1]} into pages of {cache.dtype} of {cache.shape[-1]}")  # fmt: skip  # noqa: E501
+    copies = [each.int() for each in numbers]
+    written(*caches)
+    del copies
+
+
+@public("cascade", "merge_state")
+def merge_state(v_a: torch.Tensor, s_a: torch.Tensor, v_b: torch.Tensor, s_b: torch.Tensor) -> Any:
+    """Two parts of attention put together, and the logarithms of their sums in float32."""
+    on_card("flashinfer.merge_state", v_a, s_a, v_b, s_b)
+    s_a, s_b = s_a.float(), s_b.float()
+    return torch.empty_like(v_a), torch.empty_like(s_a)
+
+
+@public("cascade", "merge_state_in_place")
+def merge_state_in_place(
+    v: torch.Tensor, s: torch.Tensor, v_other: torch.Tensor, s_other: torch.Tensor, mask: Any = None
+) -> None:
+    """Two parts of attention put together in the first; logarithms of sums are copied where they are not float32."""
+    on_card("flashinfer.merge_state_in_place", v, s, v_other, s_other, mask)
+    s, s_other = s.float(), s_other.float()
+    written(v, s)
+
+
+@public("cascade", "merge_states")
+def merge_states(v: torch.Tensor, s: torch.Tensor) -> Any:
+    """Any number of parts of attention put together, and the logarithms of their sums in float32."""
+    on_card("flashinfer.merge_states", v, s)
+    s = s.float()
+    length, _, heads, size = v.size()
+    merged = torch.empty(length, heads, size, dtype=v.dtype, device=v.device)
+    return merged, torch.empty(length, heads, dtype=torch.float32, device=v.device)

@@ -1,0 +1,112 @@
+"""kernels: what Hugging Face's hub has compiled, fetched by name. Where a kernel of the hub has a stand-in, that
+is given; any other is refused by its name.
+
+Sources: load.py and layer/ of huggingface/kernels@v0.17.2; the kernels of kernels-community are built of the
+repositories that the stand-ins name. The package itself needs no card, and is often installed: then its `get_kernel`
+is asked here too (`patches`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+from memprof.stand_ins import registry
+from memprof.stand_ins.registry import stand_in
+from memprof.stand_ins.tools import absent, refused
+
+_FLASH_2 = ("flash_attn", "")
+_FLASH_3 = ("flash_attn_interface", "flash_attn_interface")
+_KNOWN = {
+    "kernels-community/flash-attn": _FLASH_2,
+    "kernels-community/flash-attn2": _FLASH_2,
+    "kernels-community/flash-attn3": _FLASH_3,
+    "kernels-community/vllm-flash-attn3": _FLASH_3,
+    "varunneal/flash-attention-3": _FLASH_3,
+    "kernels-community/causal-conv1d": ("causal_conv1d", ""),
+    "kernels-community/mamba-ssm": ("mamba_ssm", ""),
+}
+"""Repository of the hub -> the package that it builds, and the module in it that has its functions."""
+
+
+def _load(name: str) -> Callable[[Any], Any]:
+    return stand_in(f"kernels.load.{name}", f"kernels.{name}", source="huggingface/kernels@v0.17.2:src/kernels/load.py")
+
+
+@functools.cache
+def _module(repository: str) -> ModuleType:
+    """What the hub's kernel is as a module: its functions, and the module that they are in."""
+    package, inner = _KNOWN[repository]
+    made = ModuleType(repository.rpartition("/")[2].replace("-", "_"))
+    vars(made).update(registry.held(package))
+    if inner:
+        setattr(made, inner, made)
+
+    def __getattr__(attribute: str) -> Any:
+        if attribute.startswith("__") or not registry.is_public(package, attribute):
+            raise AttributeError(f"module {repository!r} has no attribute {attribute!r}")
+        return absent(package, attribute)
+
+    made.__getattr__ = __getattr__  # type: ignore[method-assign]
+    return made
+
+
+@_load("get_kernel")
+def get_kernel(
+    repo_id: str, *, revision: Any = None, version: Any = None, backend: Any = None, user_agent: Any = None,
+    trust_remote_code: Any = False, check_arch: Any = True,
+) -> ModuleType:  # fmt: skip
+    """A kernel of the hub, by its repository: its stand-in."""
+    if repo_id not in _KNOWN:
+        raise refused("kernels.get_kernel", f"{repo_id!r}, a compiled kernel", _HINT)
+    return _module(repo_id)
+
+
+@_load("has_kernel")
+def has_kernel(
+    repo_id: str, *, revision: Any = None, version: Any = None, backend: Any = None, trust_remote_code: Any = False,
+    check_arch: Any = True,
+) -> bool:  # fmt: skip
+    """Whether the hub has one for this card. Of those that are not known here nobody can say."""
+    if repo_id not in _KNOWN:
+        raise refused("kernels.has_kernel", f"{repo_id!r}, a compiled kernel", _HINT)
+    return True
+
+
+@_load("load_kernel")
+def load_kernel(repo_id: str, *, lockfile: Any, backend: Any = None) -> ModuleType:
+    """A kernel that was fetched before: its stand-in."""
+    return get_kernel(repo_id, backend=backend)
+
+
+@_load("get_locked_kernel")
+def get_locked_kernel(
+    repo_id: str, *, lockfile: Any, trust_remote_code: Any = False, user_agent: Any = None
+) -> ModuleType:
+    """A kernel whose version a file says: its stand-in."""
+    return get_kernel(repo_id)
+
+
+_HINT = f"kernels of the hub that are known: {', '.join(sorted(_KNOWN))}"
+
+
+def patches() -> dict[str, Callable[[Any], Iterator[tuple[Any, str, Any]]]]:
+    """Module of the installed package -> what gives the patches for it: kernels that are known are not fetched."""
+
+    def by_name(module: Any) -> Iterator[tuple[Any, str, Any]]:
+        for name, ours in (("get_kernel", get_kernel), ("has_kernel", has_kernel)):
+            real = getattr(module, name, None)
+            if real is not None:
+                yield module, name, _known_first(real, ours)
+
+    return {"kernels.load": by_name, "kernels.utils": by_name}
+
+
+def _known_first(real: Any, ours: Any) -> Any:
+    @functools.wraps(real)
+    def call(repo_id: str, *args: Any, **kwargs: Any) -> Any:
+        return ours(repo_id) if repo_id in _KNOWN else real(repo_id, *args, **kwargs)
+
+    return call

@@ -1,0 +1,308 @@
+"""mamba_ssm.models: a language model of Mamba's layers, each with a norm of its sum with a residual before it.
+
+Sources: mamba_ssm/models/mixer_seq_simple.py, models/config_mamba.py, modules/block.py, modules/mlp.py and
+ops/triton/layer_norm.py of state-spaces/mamba@v2.3.2.post1. Attention, Mamba 2 and decoding are not known here.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from collections import namedtuple
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+
+from memprof.stand_ins.flash_attn import layers
+from memprof.stand_ins.mamba_ssm.scan import Mamba
+from memprof.stand_ins.registry import stand_in
+from memprof.stand_ins.tools import not_here, refused
+
+_MODEL = "mamba_ssm.models.mixer_seq_simple"
+_NORMS = "mamba_ssm.ops.triton.layer_norm"
+_Output = namedtuple("CausalLMOutput", ["logits"])  # type: ignore[name-match]
+
+
+def _public(name: str, *others: str) -> Callable[[Any], Any]:
+    file = name.rpartition(".")[0].replace(".", "/")
+    return stand_in(name, *others, source=f"state-spaces/mamba@v2.3.2.post1:{file}.py")
+
+
+@_public(f"{_NORMS}.layer_norm_fn")
+def layer_norm_fn(
+    x: Any, weight: Any, bias: Any, residual: Any = None, x1: Any = None, weight1: Any = None, bias1: Any = None,
+    eps: Any = 1e-6, dropout_p: Any = 0.0, rowscale: Any = None, prenorm: Any = False, residual_in_fp32: Any = False,
+    is_rms_norm: Any = False, return_dropout_mask: Any = False,
+) -> Any:  # fmt: skip
+    """Layer norm, or RMS norm, of x or of its sum with a residual; numbers of each row, gradients in parts."""
+    given = {
+        "x1": x1, "weight1": weight1, "bias1": bias1, "rowscale": rowscale,
+        "return_dropout_mask": return_dropout_mask or None,
+    }  # fmt: skip
+    for name, value in given.items():
+        if value is not None:
+            raise refused(f"{_NORMS}.layer_norm_fn", f"`{name}`")
+    return layers.norm(
+        "mamba_ssm.layer_norm_fn", 1, x, weight, bias, residual, dropout_p, prenorm, residual_in_fp32, is_rms_norm
+    )
+
+
+@_public(f"{_NORMS}.rms_norm_fn")
+def rms_norm_fn(
+    x: Any, weight: Any, bias: Any, residual: Any = None, x1: Any = None, weight1: Any = None, bias1: Any = None,
+    eps: Any = 1e-6, dropout_p: Any = 0.0, rowscale: Any = None, prenorm: Any = False, residual_in_fp32: Any = False,
+    return_dropout_mask: Any = False,
+) -> Any:  # fmt: skip
+    """RMS norm of x or of its sum with a residual, as layer_norm_fn."""
+    return layer_norm_fn(
+        x, weight, bias, residual, x1, weight1, bias1, eps, dropout_p, rowscale, prenorm, residual_in_fp32, True,
+        return_dropout_mask,
+    )  # fmt: skip
+
+
+@_public(f"{_NORMS}.RMSNorm")
+class RMSNorm(nn.Module):
+    """rms_norm_fn with a weight of its own."""
+
+    def __init__(self, hidden_size: Any, eps: Any = 1e-5, dropout_p: Any = 0.0, device: Any = None, dtype: Any = None):
+        super().__init__()
+        self.eps = eps
+        self.drop = nn.Dropout(dropout_p) if dropout_p > 0 else None
+        self.weight = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
+        self.register_parameter("bias", None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Ones."""
+        nn.init.ones_(self.weight)
+
+    def forward(self, x: Any, residual: Any = None, prenorm: Any = False, residual_in_fp32: Any = False) -> Any:
+        """rms_norm_fn."""
+        dropout = self.drop.p if self.drop is not None and self.training else 0.0
+        return rms_norm_fn(
+            x, self.weight, self.bias, residual=residual, eps=self.eps, dropout_p=dropout, prenorm=prenorm,
+            residual_in_fp32=residual_in_fp32,
+        )  # fmt: skip
+
+
+@_public("mamba_ssm.modules.mlp.GatedMLP")
+class GatedMLP(nn.Module):
+    """Two products by one, a gate, and one more product."""
+
+    def __init__(
+        self, in_features: Any, hidden_features: Any = None, out_features: Any = None, activation: Any = F.silu,
+        bias: Any = False, multiple_of: Any = 128, device: Any = None, dtype: Any = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        inner = int(8 * in_features / 3) if hidden_features is None else hidden_features
+        inner = -(-inner // multiple_of) * multiple_of
+        out_features = in_features if out_features is None else out_features
+        self.fc1 = nn.Linear(in_features, 2 * inner, bias=bias, device=device, dtype=dtype)
+        self.activation = activation
+        self.fc2 = nn.Linear(inner, out_features, bias=bias, device=device, dtype=dtype)
+
+    def forward(self, x: Any) -> Any:
+        """[..., in_features] -> [..., out_features]."""
+        y, gate = self.fc1(x).chunk(2, dim=-1)
+        y = y * self.activation(gate)
+        return self.fc2(y)
+
+
+@_public("mamba_ssm.modules.block.Block")
+class Block(nn.Module):
+    """The sum with a residual and its norm, by one kernel or by operators, and a layer; the same with a network."""
+
+    def __init__(
+        self, dim: Any, mixer_cls: Any, mlp_cls: Any, norm_cls: Any = nn.LayerNorm, fused_add_norm: Any = False,
+        residual_in_fp32: Any = False,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.residual_in_fp32, self.fused_add_norm = residual_in_fp32, fused_add_norm
+        self.norm, self.mixer = norm_cls(dim), mixer_cls(dim)
+        self.mlp = None
+        if mlp_cls is not nn.Identity:
+            self.norm2, self.mlp = norm_cls(dim), mlp_cls(dim)
+
+    def forward(
+        self, hidden_states: Any, residual: Any = None, inference_params: Any = None, **mixer_kwargs: Any
+    ) -> Any:
+        """What the layer gave, and the residual."""
+        hidden_states, residual = self._summed(self.norm, hidden_states, residual)
+        hidden_states = self.mixer(hidden_states, inference_params=inference_params, **mixer_kwargs)
+        if self.mlp is not None:
+            hidden_states, residual = self._summed(self.norm2, hidden_states, residual)
+            hidden_states = self.mlp(hidden_states)
+        return hidden_states, residual
+
+    def _summed(self, norm: Any, x: Any, residual: Any) -> Any:
+        if self.fused_add_norm:
+            return layer_norm_fn(
+                x, norm.weight, norm.bias, residual=residual, prenorm=True, residual_in_fp32=self.residual_in_fp32,
+                eps=norm.eps, is_rms_norm=isinstance(norm, RMSNorm),
+            )  # fmt: skip
+        residual = x if residual is None else x + residual
+        x = norm(residual.to(dtype=norm.weight.dtype))
+        return x, residual.to(torch.float32) if self.residual_in_fp32 else residual
+
+
+@_public("mamba_ssm.models.config_mamba.MambaConfig")
+@dataclass
+class MambaConfig:
+    """What a model is: nothing is taken."""
+
+    d_model: int = 2560
+    d_intermediate: int = 0
+    n_layer: int = 64
+    vocab_size: int = 50277
+    ssm_cfg: dict[str, Any] = field(default_factory=dict)
+    attn_layer_idx: list[int] = field(default_factory=list)
+    attn_cfg: dict[str, Any] = field(default_factory=dict)
+    rms_norm: bool = True
+    residual_in_fp32: bool = True
+    fused_add_norm: bool = True
+    pad_vocab_size_multiple: int = 8
+    tie_embeddings: bool = True
+
+
+@_public(f"{_MODEL}.create_block")
+def create_block(
+    d_model: Any, d_intermediate: Any, ssm_cfg: Any = None, attn_layer_idx: Any = None, attn_cfg: Any = None,
+    norm_epsilon: Any = 1e-5, rms_norm: Any = False, residual_in_fp32: Any = False, fused_add_norm: Any = False,
+    layer_idx: Any = None, device: Any = None, dtype: Any = None,
+) -> Any:  # fmt: skip
+    """A layer of the first Mamba, with a norm, and a network if one is asked for."""
+    if layer_idx in (attn_layer_idx or ()):
+        raise not_here("mamba_ssm.modules.mha.MHA")
+    of: dict[str, Any] = {"device": device, "dtype": dtype}
+    told = copy.deepcopy(ssm_cfg) if ssm_cfg is not None else {}
+    layer = told.pop("layer", "Mamba1")
+    if layer not in ("Mamba1", "Mamba2"):
+        raise ValueError(f"Invalid ssm_layer: {layer}, only support Mamba1 and Mamba2")
+    if layer == "Mamba2":
+        raise not_here("mamba_ssm.modules.mamba2.Mamba2")
+    network = partial(GatedMLP, hidden_features=d_intermediate, out_features=d_model, **of)
+    block = Block(
+        d_model,
+        partial(Mamba, layer_idx=layer_idx, **told, **of),
+        network if d_intermediate else nn.Identity,
+        norm_cls=partial(RMSNorm if rms_norm else nn.LayerNorm, eps=norm_epsilon, **of),
+        fused_add_norm=fused_add_norm,
+        residual_in_fp32=residual_in_fp32,
+    )
+    block.layer_idx = layer_idx
+    return block
+
+
+def _begin(module: nn.Module, n_layer: int, residuals: int = 1, initializer_range: float = 0.02) -> None:
+    if isinstance(module, nn.Linear) and module.bias is not None and not getattr(module.bias, "_no_reinit", False):
+        nn.init.zeros_(module.bias)
+    elif isinstance(module, nn.Embedding):
+        nn.init.normal_(module.weight, std=initializer_range)
+    for name, parameter in module.named_parameters():
+        if name in ("out_proj.weight", "fc2.weight"):
+            nn.init.kaiming_uniform_(parameter, a=math.sqrt(5))
+            with torch.no_grad():
+                parameter.div_(math.sqrt(residuals * n_layer))
+
+
+@_public(f"{_MODEL}.MixerModel")
+class MixerModel(nn.Module):
+    """An embedding, layers, a norm."""
+
+    def __init__(
+        self, d_model: int, n_layer: int, d_intermediate: int, vocab_size: int, ssm_cfg: Any = None,
+        attn_layer_idx: Any = None, attn_cfg: Any = None, norm_epsilon: float = 1e-5, rms_norm: bool = False,
+        initializer_cfg: Any = None, fused_add_norm: Any = False, residual_in_fp32: Any = False, device: Any = None,
+        dtype: Any = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.residual_in_fp32, self.fused_add_norm = residual_in_fp32, fused_add_norm
+        of: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.embedding = nn.Embedding(vocab_size, d_model, **of)
+        self.layers = nn.ModuleList(
+            create_block(
+                d_model, d_intermediate, ssm_cfg, attn_layer_idx, attn_cfg, norm_epsilon, rms_norm, residual_in_fp32,
+                fused_add_norm, number, **of,
+            )
+            for number in range(n_layer)
+        )  # fmt: skip
+        self.norm_f = (RMSNorm if rms_norm else nn.LayerNorm)(d_model, eps=norm_epsilon, **of)
+        self.apply(partial(_begin, n_layer=n_layer, residuals=2 if d_intermediate else 1))
+
+    def forward(self, input_ids: Any, inference_params: Any = None, **mixer_kwargs: Any) -> Any:
+        """[batch, time] -> [batch, time, d_model]."""
+        hidden_states, residual = self.embedding(input_ids), None
+        for layer in self.layers:
+            hidden_states, residual = layer(hidden_states, residual, inference_params=inference_params, **mixer_kwargs)
+        norm = self.norm_f
+        if not self.fused_add_norm:
+            residual = hidden_states if residual is None else hidden_states + residual
+            return norm(residual.to(dtype=norm.weight.dtype))
+        return layer_norm_fn(
+            hidden_states, norm.weight, norm.bias, eps=norm.eps, residual=residual, prenorm=False,
+            residual_in_fp32=self.residual_in_fp32, is_rms_norm=isinstance(norm, RMSNorm),
+        )  # fmt: skip
+
+
+@_public(f"{_MODEL}.MambaLMHeadModel", "mamba_ssm.MambaLMHeadModel")
+class MambaLMHeadModel(nn.Module):
+    """MixerModel and a head, which is the embedding's weight unless its configuration says otherwise."""
+
+    def __init__(self, config: Any, initializer_cfg: Any = None, device: Any = None, dtype: Any = None) -> None:
+        super().__init__()
+        self.config = config
+        of: dict[str, Any] = {"device": device, "dtype": dtype}
+        words = -(-config.vocab_size // config.pad_vocab_size_multiple) * config.pad_vocab_size_multiple
+        self.backbone = MixerModel(
+            config.d_model, config.n_layer, config.d_intermediate, words, config.ssm_cfg, config.attn_layer_idx,
+            config.attn_cfg, rms_norm=config.rms_norm, initializer_cfg=initializer_cfg,
+            fused_add_norm=config.fused_add_norm, residual_in_fp32=config.residual_in_fp32, **of,
+        )  # fmt: skip
+        self.lm_head = nn.Linear(config.d_model, words, bias=False, **of)
+        self.apply(partial(_begin, n_layer=config.n_layer))
+        self.tie_weights()
+
+    def tie_weights(self) -> None:
+        """One weight for both."""
+        if self.config.tie_embeddings:
+            self.lm_head.weight = self.backbone.embedding.weight
+
+    def forward(
+        self, input_ids: Any, position_ids: Any = None, inference_params: Any = None, num_last_tokens: Any = 0,
+        **mixer_kwargs: Any,
+    ) -> Any:  # fmt: skip
+        """Logits, as `.logits`."""
+        hidden_states = self.backbone(input_ids, inference_params=inference_params, **mixer_kwargs)
+        if num_last_tokens > 0:
+            hidden_states = hidden_states[:, -num_last_tokens:]
+        return _Output(logits=self.lm_head(hidden_states))
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Decoding is not known here."""
+        raise refused("mamba_ssm.MambaLMHeadModel.generate", "decoding")
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name: Any, device: Any = None, dtype: Any = None, **kwargs: Any) -> Any:
+        """By files of the hub."""
+        from transformers.utils import CONFIG_NAME, WEIGHTS_NAME
+        from transformers.utils.hub import cached_file
+
+        config = json.loads(Path(str(cached_file(pretrained_model_name, CONFIG_NAME))).read_text(encoding="utf-8"))
+        model = cls(MambaConfig(**config), device=device, dtype=dtype, **kwargs)
+        weights = torch.load(str(cached_file(pretrained_model_name, WEIGHTS_NAME)), map_location=device)
+        model.load_state_dict({name: weight.to(dtype) for name, weight in weights.items()})
+        return model
+
+    def save_pretrained(self, save_directory: Any) -> None:
+        """Weights and configuration, as files."""
+        folder = Path(save_directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        torch.save(self.state_dict(), folder / "pytorch_model.bin")
+        (folder / "config.json").write_text(json.dumps(vars(self.config), indent=4), encoding="utf-8")

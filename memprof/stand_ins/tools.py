@@ -1,0 +1,222 @@
+"""What stand-ins are written with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, TypeVar
+
+import torch
+
+from memprof.errors import MemprofError
+from memprof.stand_ins import in_graph
+from memprof.virtual import limits
+
+_Kept = TypeVar("_Kept")
+_Tensors = torch.Tensor | tuple[torch.Tensor, ...]
+Forward = Callable[..., tuple[_Tensors, tuple[torch.Tensor | None, ...]]]
+Backward = Callable[..., tuple[torch.Tensor | None, ...]]
+_used: Callable[[str], None] | None = None
+_written: Callable[[torch.Tensor], None] | None = None
+_takes: Callable[[int, str], None] | None = None
+
+
+_tuned: set[tuple[str, Any]] = set()
+_kept: dict[Any, Any] = {}
+_ends = ExitStack()
+FLUSHED_BYTES = 256 * 1024 * 1024
+
+
+@contextmanager
+def in_run(
+    used: Callable[[str], None], written: Callable[[torch.Tensor], None], takes: Callable[[int, str], None]
+) -> Iterator[None]:
+    """Stand-ins may be called inside: `used` is told the package of each, `written` what they write in place, `takes`
+    the workspaces that they keep."""
+    global _used, _written, _takes
+    _used, _written, _takes = used, written, takes
+    try:
+        yield
+    finally:
+        _ends.close()
+        _used = _written = _takes = None
+        _tuned.clear()
+        _kept.clear()
+        in_graph.forget()
+
+
+def kernel(forward: Forward, backward: Backward | None, *inputs: Any) -> Any:
+    """Call a kernel of another library that has a backward of its own, by what both allocate.
+
+    What a function makes and does not return dies on return, as a kernel's scratch does.
+
+    Args:
+        forward: given `inputs`, gives the outputs (a tensor or a tuple) and what is saved for the backward (a tuple).
+        backward: given what was saved and the gradients of the outputs, gives those of `inputs` (None for what has
+            none). A tensor that the function holds otherwise lives on after it, as long as what is computed of the
+            outputs. None: the kernel has no backward.
+        inputs: tensors, and anything else.
+
+    Example:
+        def forward(x, weight):
+            statistics = x.new_empty(x.shape[0], dtype=torch.float32)
+            return torch.empty_like(x), (x, weight, statistics)
+
+        def backward(saved, gradient):
+            x, weight, _ = saved
+            return torch.empty_like(x), torch.empty_like(weight)
+
+        with memprof.virtual_gpu() as gpu:
+            x, weight = torch.ones(64, 32, device="cuda"), torch.ones(32, device="cuda", requires_grad=True)
+            memprof.kernel(forward, backward, x, weight).sum().backward()
+            print(gpu.allocated_bytes)
+    """
+    return _Kernel.apply(forward, backward, *inputs)
+
+
+class _Kernel(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, forward: Forward, backward: Backward | None, *inputs: Any) -> Any:
+        outputs, saved = in_graph.called(forward, *inputs) if in_graph.is_traced(inputs) else forward(*inputs)
+        if any(ctx.needs_input_grad):
+            ctx.save_for_backward(*saved)
+        ctx.run = backward
+        made = outputs if isinstance(outputs, tuple) else (outputs,)
+        ctx.mark_non_differentiable(*(tensor for tensor in made if not tensor.dtype.is_floating_point))
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        if ctx.run is None:
+            raise RuntimeError("this kernel has no backward")
+        if in_graph.is_traced(gradients):
+            return None, None, *in_graph.called(ctx.run, ctx.saved_tensors, *gradients)
+        return None, None, *ctx.run(ctx.saved_tensors, *gradients)
+
+
+def on_card(name: str, *tensors: torch.Tensor | None) -> None:
+    """A stand-in was called: `name`, "package.function", on these tensors.
+
+    Raises:
+        RuntimeError: one is not on a card, which the real one refuses too.
+        MemprofError: no virtual GPU is active: the stand-in computes nothing.
+    """
+    if _used is None:
+        raise MemprofError(
+            f"{name} is memprof's stand-in, and no virtual GPU is active",
+            hint="it has no numbers: call it inside memprof.virtual_gpu or memprof run, or install the package",
+        )
+    for tensor in tensors:
+        if tensor is not None and tensor.device.type != "cuda":
+            raise RuntimeError(f"{name}: expected a tensor on CUDA, got one on {tensor.device}")
+    _used(name.partition(".")[0])
+
+
+def must(holds: bool, name: str, what: str) -> None:
+    """What the real one checks too.
+
+    Raises:
+        RuntimeError: it does not hold; with the name.
+    """
+    if not holds:
+        raise RuntimeError(f"{name} expects {what}")
+
+
+def written(*tensors: torch.Tensor) -> None:
+    """A kernel has written these where they lie: what they hold is not known from here on."""
+    if _written is not None:
+        for tensor in tensors:
+            _written(tensor)
+
+
+def workspace(name: str, num_bytes: int) -> None:
+    """A package takes a workspace at its first call on a card, and keeps it for the length of the run.
+
+    Args:
+        name: what it is called in a report.
+        num_bytes: its size.
+    """
+    key = ("workspace", name, torch.cuda.current_device())
+    if key not in _kept and _takes is not None:
+        _kept[key] = None
+        _takes(num_bytes, name)
+
+
+def kept(key: Any, make: Callable[[], _Kept]) -> _Kept:
+    """What a package makes at the first call and keeps for the length of a run, as a table.
+
+    Args:
+        key: of which there is one.
+        make: makes it.
+    """
+    if key not in _kept:
+        _kept[key] = make()
+    found: _Kept = _kept[key]
+    return found
+
+
+def at_end(undo: Callable[[], None]) -> None:
+    """`undo` is called when the run ends: for what a package changes in others."""
+    _ends.callback(undo)
+
+
+def autotuned(kernel_name: str, key: Any) -> None:
+    """A Triton kernel under `triton.autotune` is launched: with a new key its configurations are timed, and before
+    each run 256 MiB are written, so that the card's cache is empty (triton/testing.py, do_bench; for CUDA
+    backends/nvidia/driver.py, get_empty_cache_for_benchmark).
+
+    Args:
+        kernel_name: which.
+        key: by which the kernel's choice is remembered, in one run.
+    """
+    if (kernel_name, key) not in _tuned:
+        _tuned.add((kernel_name, key))
+        torch.empty(FLUSHED_BYTES // 4, dtype=torch.int32, device="cuda")
+
+
+def refused(name: str, what: str, hint: str = "") -> MemprofError:
+    """The error for an argument of a stand-in by which memory would be another, and which is not known here.
+
+    Args:
+        name: "package.function".
+        what: the argument, as the program gave it.
+        hint: what to do instead.
+    """
+    return limits.not_yet(f"calls {name} with {what}, which memprof's stand-in does not know", hint or _HINT)
+
+
+def not_here(name: str) -> MemprofError:
+    """The error for a name of a real package that has no stand-in."""
+    return limits.not_yet(f"uses {name}, which is not installed and has no stand-in", _HINT)
+
+
+_HINT = "install the package, or add a stand-in (memprof help stand-ins); --no-stand-ins does without all"
+
+
+_OF_SIGNATURES = "_partialmethod"
+"""What inspect.signature asks each callable for: looking at one is no use of it."""
+
+
+class _Absent(type):
+    """Of a class that stands for a name without stand-in: it can be imported, and everything else is refused."""
+
+    _refused_name: str
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        raise not_here(cls._refused_name)
+
+    def __getattr__(cls, name: str) -> Any:
+        if (name.startswith("__") and name.endswith("__")) or name == _OF_SIGNATURES:
+            raise AttributeError(name)
+        raise not_here(f"{cls._refused_name}.{name}")
+
+
+def absent(module: str, name: str) -> Any:
+    """What can be imported in the place of `module.name`, and is refused by name where it is used."""
+
+    def refuse(cls: type, /, **kwargs: Any) -> None:
+        raise not_here(f"{module}.{name}")
+
+    made = _Absent(name, (), {"__module__": module, "__init_subclass__": classmethod(refuse)})
+    made._refused_name = f"{module}.{name}"
+    return made

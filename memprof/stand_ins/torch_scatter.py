@@ -1,0 +1,415 @@
+"""torch_scatter: rows of one tensor reduced by an index, and what is made of that.
+
+Sources: torch_scatter/scatter.py, segment_csr.py, segment_coo.py, composite/ and utils.py, csrc/scatter.cpp,
+segment_csr.cpp, segment_coo.cpp and csrc/cuda of rusty1s/pytorch_scatter@2.1.2. Sums are torch's own `scatter_add_`.
+Where the program does not say how many rows there are, the largest index does: it has to be known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from memprof.stand_ins.registry import stand_in
+from memprof.stand_ins.tools import kernel, must, on_card, written
+
+_AT = "rusty1s/pytorch_scatter@2.1.2:"
+_LEAST = ("min", "max")
+
+
+def _public(name: str, file: str) -> Callable[[Any], Any]:
+    source = f"{_AT}torch_scatter/{file}.py, csrc/{file}.cpp, csrc/cuda/{file}_cuda.cu"
+    return stand_in(f"torch_scatter.{file}.{name}", f"torch_scatter.{name}", source=source)
+
+
+def _composite(name: str, file: str) -> Callable[[Any], Any]:
+    names = (f"torch_scatter.composite.{file}.{name}", f"torch_scatter.composite.{name}", f"torch_scatter.{name}")
+    return stand_in(*names, source=f"{_AT}torch_scatter/composite/{file}.py")
+
+
+@stand_in("torch_scatter.utils.broadcast", source=f"{_AT}torch_scatter/utils.py")
+def broadcast(src: torch.Tensor, other: torch.Tensor, dim: int) -> torch.Tensor:
+    """A view of `src` as large as `other`."""
+    dim = other.dim() + dim if dim < 0 else dim
+    if src.dim() == 1:
+        src = src[(None,) * dim]
+    return src[(..., *(None,) * (other.dim() - src.dim()))].expand(other.size())
+
+
+def _rows(index: torch.Tensor, dim_size: int | None) -> int:
+    if dim_size is not None:
+        return dim_size
+    return int(index.max()) + 1 if index.numel() else 0
+
+
+# -- by an index of each element -----------------------------------------------------------------------------------
+
+
+@_public("scatter_sum", "scatter")
+def scatter_sum(
+    src: torch.Tensor, index: torch.Tensor, dim: int = -1, out: Any = None, dim_size: Any = None
+) -> torch.Tensor:
+    """Sums, into `out` or into zeros, by torch's own operator."""
+    on_card("torch_scatter.scatter_sum", src, index)
+    index = broadcast(index, src, dim)
+    if out is None:
+        size = list(src.size())
+        size[dim] = _rows(index, dim_size)
+        out = torch.zeros(size, dtype=src.dtype, device=src.device)
+    made: torch.Tensor = out.scatter_add_(dim, index, src)
+    return made
+
+
+@_public("scatter_add", "scatter")
+def scatter_add(
+    src: torch.Tensor, index: torch.Tensor, dim: int = -1, out: Any = None, dim_size: Any = None
+) -> torch.Tensor:
+    """As scatter_sum."""
+    return scatter_sum(src, index, dim, out, dim_size)
+
+
+def _reduced(
+    name: str, src: torch.Tensor, index: torch.Tensor, dim: int, given: Any, dim_size: Any
+) -> tuple[torch.Tensor, ...]:
+    """scatter_cuda: the output, and for the least and the largest where they are from."""
+    on_card(f"torch_scatter.scatter_{name}", src, index)
+    must(index.dtype == torch.int64, f"torch_scatter.scatter_{name}", "an index of int64")
+    dim, shape = src.dim() + dim if dim < 0 else dim, src.shape
+
+    def forward(values: torch.Tensor, where: torch.Tensor, into: Any) -> Any:
+        where = broadcast(where, values, dim)
+        values = values.contiguous()
+        size = list(values.size())
+        if into is None:
+            size[dim] = _rows(where, dim_size)
+        made = torch.empty(size, dtype=values.dtype, device=values.device) if into is None else into.contiguous()
+        written(made)
+        if name == "mul":
+            return made, (values, where, made)
+        place = torch.empty_like(made, dtype=torch.int64)
+        if into is None:
+            made.masked_fill_(made == 0, 0)
+        return (made, place), (where, place)
+
+    def backward(saved: Any, gradient: torch.Tensor, *others: Any) -> Any:
+        if name == "mul":
+            values, where, made = saved
+            found = torch.gather(gradient * made, dim, where).div_(values)
+            return found.masked_fill_(found.isnan(), 0), None, None
+        return _to_places(gradient, saved[1], shape, dim), None, None
+
+    result = kernel(forward, backward, src, index, given)
+    return result if isinstance(result, tuple) else (result,)
+
+
+def _to_places(gradient: torch.Tensor, place: torch.Tensor, shape: torch.Size, dim: int) -> torch.Tensor:
+    """A gradient to where the least or largest was; what was nowhere goes to a row more, which is cut off."""
+    size = list(shape)
+    size[dim] += 1
+    made = torch.zeros(size, dtype=gradient.dtype, device=gradient.device)
+    return made.scatter_(dim, place, gradient).narrow(dim, 0, size[dim] - 1)
+
+
+@_public("scatter_mul", "scatter")
+def scatter_mul(
+    src: torch.Tensor, index: torch.Tensor, dim: int = -1, out: Any = None, dim_size: Any = None
+) -> torch.Tensor:
+    """Products; saved are the input and they."""
+    return _reduced("mul", src, index, dim, out, dim_size)[0]
+
+
+@_public("scatter_min", "scatter")
+def scatter_min(src: torch.Tensor, index: torch.Tensor, dim: int = -1, out: Any = None, dim_size: Any = None) -> Any:
+    """The least of each, and where it is."""
+    return _reduced("min", src, index, dim, out, dim_size)
+
+
+@_public("scatter_max", "scatter")
+def scatter_max(src: torch.Tensor, index: torch.Tensor, dim: int = -1, out: Any = None, dim_size: Any = None) -> Any:
+    """The largest of each, and where it is."""
+    return _reduced("max", src, index, dim, out, dim_size)
+
+
+@_public("scatter_mean", "scatter")
+def scatter_mean(
+    src: torch.Tensor, index: torch.Tensor, dim: int = -1, out: Any = None, dim_size: Any = None
+) -> torch.Tensor:
+    """Sums, divided where they lie by counts."""
+    out = scatter_sum(src, index, dim, out, dim_size)
+    number = out.size(dim)
+    places = dim + src.dim() if dim < 0 else dim
+    if index.dim() <= places:
+        places = index.dim() - 1
+    ones = torch.ones(index.size(), dtype=src.dtype, device=src.device)
+    count = scatter_sum(ones, index, places, None, number)
+    count[count < 1] = 1
+    count = broadcast(count, out, dim)
+    return out.true_divide_(count) if out.is_floating_point() else out.div_(count, rounding_mode="floor")
+
+
+@_public("scatter", "scatter")
+def scatter(
+    src: torch.Tensor, index: torch.Tensor, dim: int = -1, out: Any = None, dim_size: Any = None, reduce: str = "sum"
+) -> torch.Tensor:
+    """One of scatter_sum, mul, mean, min and max."""
+    one = _SCATTERS.get(reduce)
+    if one is None:
+        raise ValueError
+    made = one(src, index, dim, out, dim_size)
+    return made[0] if isinstance(made, tuple) else made
+
+
+_SCATTERS: dict[str, Callable[..., Any]] = {
+    "sum": scatter_sum, "add": scatter_sum, "mul": scatter_mul, "mean": scatter_mean, "min": scatter_min,
+    "max": scatter_max,
+}  # fmt: skip
+
+
+# -- by a sorted index, or by where each segment begins -------------------------------------------------------------
+
+
+def _segments(
+    name: str, src: torch.Tensor, index: torch.Tensor, given: Any, reduce: str, *, csr: bool, dim_size: Any = None
+) -> tuple[torch.Tensor, ...]:
+    """segment_csr_cuda, segment_coo_cuda: the output; where the least or largest is from, or by an index the counts."""
+    on_card(f"torch_scatter.{name}", src, index)
+    must(index.dtype == torch.int64, f"torch_scatter.{name}", "an index of int64")
+    dim, shape = index.dim() - 1, src.shape
+
+    def forward(values: torch.Tensor, where: torch.Tensor, into: Any) -> Any:
+        above = values.shape[: dim + (not csr)]
+        where = where.expand((*above, where.shape[-1]) if csr else above)
+        values = values.contiguous()
+        size = list(values.size())
+        if into is None:
+            size[dim] = max(where.size(dim) - 1, 0) if csr else _rows(where.select(dim, -1), dim_size)
+        made = torch.empty(size, dtype=values.dtype, device=values.device) if into is None else into.contiguous()
+        written(made)
+        if reduce in _LEAST:
+            place = torch.empty(made.shape, dtype=torch.int64, device=made.device)
+            if not csr and into is None:
+                made.masked_fill_(made == 0, 0)
+            return (made, place), (index, place)
+        if csr or reduce != "mean":
+            return made, (index,)
+        counts = torch.zeros((*where.shape[:-1], made.shape[dim]), dtype=made.dtype, device=made.device)
+        made.div_(counts.masked_fill_(counts < 1, 1)[(..., *(None,) * (made.dim() - counts.dim()))])
+        return made, (index, counts)
+
+    def backward(saved: Any, gradient: torch.Tensor, *others: Any) -> Any:
+        if reduce in _LEAST:
+            return _to_places(gradient, saved[1], shape, dim), None, None
+        gradient = gradient.contiguous()
+        made = torch.empty(shape, dtype=gradient.dtype, device=gradient.device)
+        if reduce == "mean" and made.numel():
+            if csr:
+                ends = saved[0]
+                count = ends.narrow(-1, 1, ends.size(-1) - 1) - ends.narrow(-1, 0, ends.size(-1) - 1)
+                count = count.to(made.dtype)
+            else:
+                count = saved[1]
+            each = count.new_empty((*count.shape[:-1], shape[dim]))
+            made.true_divide_(each[(..., *(None,) * (made.dim() - each.dim()))])
+        return made, None, None
+
+    result = kernel(forward, backward, src, index, given)
+    return result if isinstance(result, tuple) else (result,)
+
+
+@_public("segment_sum_csr", "segment_csr")
+def segment_sum_csr(src: torch.Tensor, indptr: torch.Tensor, out: Any = None) -> torch.Tensor:
+    """Sums of segments."""
+    return _segments("segment_sum_csr", src, indptr, out, "sum", csr=True)[0]
+
+
+@_public("segment_add_csr", "segment_csr")
+def segment_add_csr(src: torch.Tensor, indptr: torch.Tensor, out: Any = None) -> torch.Tensor:
+    """Sums of segments."""
+    return _segments("segment_sum_csr", src, indptr, out, "sum", csr=True)[0]
+
+
+@_public("segment_mean_csr", "segment_csr")
+def segment_mean_csr(src: torch.Tensor, indptr: torch.Tensor, out: Any = None) -> torch.Tensor:
+    """Means of segments; counts are made in the backward."""
+    return _segments("segment_mean_csr", src, indptr, out, "mean", csr=True)[0]
+
+
+@_public("segment_min_csr", "segment_csr")
+def segment_min_csr(src: torch.Tensor, indptr: torch.Tensor, out: Any = None) -> Any:
+    """The least of each segment, and where it is."""
+    return _segments("segment_min_csr", src, indptr, out, "min", csr=True)
+
+
+@_public("segment_max_csr", "segment_csr")
+def segment_max_csr(src: torch.Tensor, indptr: torch.Tensor, out: Any = None) -> Any:
+    """The largest of each segment, and where it is."""
+    return _segments("segment_max_csr", src, indptr, out, "max", csr=True)
+
+
+@_public("segment_csr", "segment_csr")
+def segment_csr(src: torch.Tensor, indptr: torch.Tensor, out: Any = None, reduce: str = "sum") -> torch.Tensor:
+    """One of segment_sum_csr, mean, min and max."""
+    reduce = "sum" if reduce == "add" else reduce
+    if reduce not in ("sum", "mean", *_LEAST):
+        raise ValueError
+    return _segments(f"segment_{reduce}_csr", src, indptr, out, reduce, csr=True)[0]
+
+
+@_public("gather_csr", "segment_csr")
+def gather_csr(src: torch.Tensor, indptr: torch.Tensor, out: Any = None) -> torch.Tensor:
+    """A row for each element of its segment: the last number says how many there are."""
+    return _gathered("gather_csr", src, indptr, out, int(indptr.flatten()[-1]) if out is None and src.numel() else 0)
+
+
+@_public("segment_sum_coo", "segment_coo")
+def segment_sum_coo(src: torch.Tensor, index: torch.Tensor, out: Any = None, dim_size: Any = None) -> torch.Tensor:
+    """Sums of segments."""
+    return _segments("segment_sum_coo", src, index, out, "sum", csr=False, dim_size=dim_size)[0]
+
+
+@_public("segment_add_coo", "segment_coo")
+def segment_add_coo(src: torch.Tensor, index: torch.Tensor, out: Any = None, dim_size: Any = None) -> torch.Tensor:
+    """Sums of segments."""
+    return _segments("segment_sum_coo", src, index, out, "sum", csr=False, dim_size=dim_size)[0]
+
+
+@_public("segment_mean_coo", "segment_coo")
+def segment_mean_coo(src: torch.Tensor, index: torch.Tensor, out: Any = None, dim_size: Any = None) -> torch.Tensor:
+    """Means of segments; the counts are saved."""
+    return _segments("segment_mean_coo", src, index, out, "mean", csr=False, dim_size=dim_size)[0]
+
+
+@_public("segment_min_coo", "segment_coo")
+def segment_min_coo(src: torch.Tensor, index: torch.Tensor, out: Any = None, dim_size: Any = None) -> Any:
+    """The least of each segment, and where it is."""
+    return _segments("segment_min_coo", src, index, out, "min", csr=False, dim_size=dim_size)
+
+
+@_public("segment_max_coo", "segment_coo")
+def segment_max_coo(src: torch.Tensor, index: torch.Tensor, out: Any = None, dim_size: Any = None) -> Any:
+    """The largest of each segment, and where it is."""
+    return _segments("segment_max_coo", src, index, out, "max", csr=False, dim_size=dim_size)
+
+
+@_public("segment_coo", "segment_coo")
+def segment_coo(
+    src: torch.Tensor, index: torch.Tensor, out: Any = None, dim_size: Any = None, reduce: str = "sum"
+) -> torch.Tensor:
+    """One of segment_sum_coo, mean, min and max."""
+    reduce = "sum" if reduce == "add" else reduce
+    if reduce not in ("sum", "mean", *_LEAST):
+        raise ValueError
+    return _segments(f"segment_{reduce}_coo", src, index, out, reduce, csr=False, dim_size=dim_size)[0]
+
+
+@_public("gather_coo", "segment_coo")
+def gather_coo(src: torch.Tensor, index: torch.Tensor, out: Any = None) -> torch.Tensor:
+    """A row for each index."""
+    return _gathered("gather_coo", src, index, out, index.shape[-1])
+
+
+def _gathered(name: str, src: torch.Tensor, index: torch.Tensor, given: Any, number: int) -> torch.Tensor:
+    on_card(f"torch_scatter.{name}", src, index)
+    must(index.dtype == torch.int64, f"torch_scatter.{name}", "an index of int64")
+    dim, shape = index.dim() - 1, src.shape
+
+    def forward(values: torch.Tensor, where: torch.Tensor, into: Any) -> Any:
+        values = values.contiguous()
+        size = list(values.size())
+        size[dim] = number
+        made = torch.empty(size, dtype=values.dtype, device=values.device) if into is None else into.contiguous()
+        written(made)
+        return made, (where,)
+
+    def backward(saved: Any, gradient: torch.Tensor) -> Any:
+        gradient = gradient.contiguous()
+        return torch.empty(shape, dtype=gradient.dtype, device=gradient.device), None, None
+
+    found: torch.Tensor = kernel(forward, backward, src, index, given)
+    return found
+
+
+# -- of these -------------------------------------------------------------------------------------------------------
+
+
+def _of_floats(name: str, src: torch.Tensor) -> None:
+    if not torch.is_floating_point(src):
+        raise ValueError(f"`{name}` can only be computed over tensors with floating point data types.")
+
+
+# Names are held on to as they are there: what a name holds lives until the function ends.
+
+
+@_composite("scatter_softmax", "softmax")
+def scatter_softmax(src: torch.Tensor, index: torch.Tensor, dim: int = -1, dim_size: Any = None) -> torch.Tensor:
+    """Softmax over the elements of each row: what its source names lives until it ends."""
+    _of_floats("scatter_softmax", src)
+    index = broadcast(index, src, dim)
+    largest = scatter_max(src, index, dim=dim, dim_size=dim_size)[0]
+    largest_of_each = largest.gather(dim, index)
+    centered = src - largest_of_each
+    powers = centered.exp_()
+    total = scatter_sum(powers, index, dim, dim_size=dim_size)
+    total_of_each = total.gather(dim, index)
+    return powers.div(total_of_each)
+
+
+@_composite("scatter_log_softmax", "softmax")
+def scatter_log_softmax(
+    src: torch.Tensor, index: torch.Tensor, dim: int = -1, eps: float = 1e-12, dim_size: Any = None
+) -> torch.Tensor:
+    """The logarithm of scatter_softmax."""
+    _of_floats("scatter_log_softmax", src)
+    index = broadcast(index, src, dim)
+    largest = scatter_max(src, index, dim=dim, dim_size=dim_size)[0]
+    largest_of_each = largest.gather(dim, index)
+    centered = src - largest_of_each
+    total = scatter_sum(centered.exp(), index, dim, dim_size=dim_size)
+    total_of_each = total.add_(eps).log_().gather(dim, index)
+    return centered.sub_(total_of_each)
+
+
+@_composite("scatter_logsumexp", "logsumexp")
+def scatter_logsumexp(
+    src: torch.Tensor, index: torch.Tensor, dim: int = -1, out: Any = None, dim_size: Any = None, eps: float = 1e-12
+) -> torch.Tensor:
+    """The logarithm of the sum of each row's powers."""
+    _of_floats("scatter_logsumexp", src)
+    index = broadcast(index, src, dim)
+    size = list(src.size())
+    size[dim] = _rows(index, dim_size) if out is None else out.size(dim)
+    largest = torch.full(size, float("-inf"), dtype=src.dtype, device=src.device)
+    largest = scatter_max(src, index, dim, largest, dim_size=size[dim])[0]
+    largest_of_each = largest.gather(dim, index)
+    centered = src - largest_of_each
+    centered.masked_fill_(torch.isnan(centered), float("-inf"))
+    if out is not None:
+        out = out.sub_(largest).exp_()
+    total = scatter_sum(centered.exp_(), index, dim, out, size[dim])
+    made: torch.Tensor = total.add_(eps).log_().add_(largest)
+    return made.nan_to_num_(neginf=0.0)
+
+
+@_composite("scatter_std", "std")
+def scatter_std(
+    src: torch.Tensor, index: torch.Tensor, dim: int = -1, out: Any = None, dim_size: Any = None,
+    unbiased: bool = True,
+) -> torch.Tensor:  # fmt: skip
+    """Standard deviations: counts, means, and squares of each element."""
+    dim_size = dim_size if out is None else out.size(dim)
+    dim = src.dim() + dim if dim < 0 else dim
+    places = index.dim() - 1 if index.dim() <= dim else dim
+    ones = torch.ones(index.size(), dtype=src.dtype, device=src.device)
+    count = scatter_sum(ones, index, places, dim_size=dim_size)
+    index = broadcast(index, src, dim)
+    total = scatter_sum(src, index, dim, dim_size=dim_size)
+    count = broadcast(count, total, dim).clamp(1)
+    mean = total.div(count)
+    var = src - mean.gather(dim, index)
+    var = var * var
+    out = scatter_sum(var, index, dim, out, dim_size)
+    count = count.sub(1).clamp_(1) if unbiased else count
+    made: torch.Tensor = out.div(count + 1e-6).sqrt()
+    return made

@@ -1,0 +1,211 @@
+"""transformer_engine's float8: where it is in force, and what a tensor in it takes.
+
+Sources: common/recipe/__init__.py, pytorch/quantization.py, pytorch/csrc/quantizer.cpp (Float8Quantizer and
+Float8CurrentScalingQuantizer) and common/transformer_engine.cpp (nvte_is_non_tn_fp8_gemm_supported).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, NamedTuple
+
+import torch
+
+from memprof.stand_ins.registry import stand_in
+from memprof.stand_ins.tools import refused
+
+_AT = "NVIDIA/TransformerEngine@v2.18:transformer_engine/"
+_LEAST = (8, 9)
+
+
+def te(name: str, module: str, *others: str) -> Callable[[Any], Any]:
+    """Stands in for `transformer_engine.pytorch.NAME`, which `module` of it defines."""
+    inner = f"transformer_engine.pytorch.{module}"
+    names = (f"{inner}.{name}", *(f"transformer_engine.pytorch.{other}.{name}" for other in others))
+    source = f"{_AT}pytorch/{module.replace('.', '/')}.py, pytorch/csrc"
+    return stand_in(*names, f"transformer_engine.pytorch.{name}", source=source)
+
+
+def _recipe(name: str) -> Callable[[Any], Any]:
+    return stand_in(f"transformer_engine.common.recipe.{name}", source=f"{_AT}common/recipe/__init__.py")
+
+
+class _Range(NamedTuple):
+    max_fwd: float
+    max_bwd: float
+
+
+@_recipe("Format")
+class Format(Enum):
+    """Types of float8 in the forward pass and in the backward."""
+
+    E2M1 = _Range(6, 6)
+    E4M3 = _Range(448, 448)
+    E5M2 = _Range(57344, 57344)
+    HYBRID = _Range(448, 57344)
+
+
+@_recipe("Recipe")
+class Recipe:
+    """How tensors are scaled."""
+
+    @classmethod
+    def delayed(cls) -> bool:
+        """By the largest values of the steps before."""
+        return issubclass(cls, DelayedScaling)
+
+    @classmethod
+    def float8_current_scaling(cls) -> bool:
+        """By the largest value of the tensor itself."""
+        return issubclass(cls, Float8CurrentScaling)
+
+
+@_recipe("DelayedScaling")
+@dataclass
+class DelayedScaling(Recipe):
+    """Each tensor has one scale, of the steps before."""
+
+    margin: int = 0
+    fp8_format: Format = Format.HYBRID
+    amax_history_len: int = 1024
+    amax_compute_algo: Any = "max"
+    scaling_factor_compute_algo: Any = None
+    reduce_amax: bool = True
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    backward_override: str | None = None
+
+
+@_recipe("Float8CurrentScaling")
+@dataclass
+class Float8CurrentScaling(Recipe):
+    """Each tensor has one scale, found before it is cast."""
+
+    use_power_2_scales: bool = False
+    fp8_format: Format = Format.HYBRID
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    backward_override: str | None = None
+
+
+class Quantized(NamedTuple):
+    """A tensor in float8: as it is, transposed, and its inverse scale."""
+
+    rows: torch.Tensor | None
+    columns: torch.Tensor | None
+    scale: torch.Tensor | None
+
+    def for_backward(self) -> Quantized:
+        """What a product for a weight's gradient needs."""
+        return self if self.columns is None else Quantized(None, self.columns, self.scale)
+
+
+def takes_any_layout() -> bool:
+    """Whether float8 products of this card need no transposed copies."""
+    arch = _capability()
+    return 100 <= 10 * arch[0] + arch[1] < 120
+
+
+def quantized(x: torch.Tensor, *, columns: bool, rows: bool = True, by_now: bool) -> Quantized:
+    """Cast `x`, seen as a matrix; `by_now` finds its scale first."""
+    scale = x.new_empty(1, dtype=torch.float32)
+    whole = takes_any_layout()
+    data = torch.empty_like(x, dtype=torch.uint8) if rows or whole else None
+    turned = x.new_empty((x.shape[-1], *x.shape[:-1]), dtype=torch.uint8) if columns and not whole else None
+    if by_now:
+        found = [x.new_empty(1, dtype=torch.float32) for _ in range(2)]
+        del found
+    return Quantized(data, turned, scale)
+
+
+def turned(x: Quantized) -> Quantized:
+    """With what products for a weight's gradient read (_create_transpose)."""
+    if x.columns is not None or takes_any_layout() or x.rows is None:
+        return x
+    shape = (x.rows.shape[-1], *x.rows.shape[:-1])
+    return Quantized(x.rows, x.rows.new_empty(shape), x.scale)
+
+
+def _capability() -> tuple[int, int]:
+    return torch.cuda.get_device_capability()
+
+
+# -- where it is in force ------------------------------------------------------------------------------------------
+
+
+class State(NamedTuple):
+    """Of the innermost region."""
+
+    enabled: bool = False
+    recipe: Recipe | None = None
+
+
+_state = State()
+
+
+def in_force() -> Recipe | None:
+    """The recipe by which products are in float8 now."""
+    return _state.recipe if _state.enabled else None
+
+
+@te("autocast", "quantization")
+class autocast:  # noqa: N801
+    """A region in float8: scales and largest numbers of each tensor, in float32."""
+
+    def __init__(
+        self, enabled: Any = True, calibrating: Any = False, recipe: Any = None, amax_reduction_group: Any = None,
+        _graph: Any = False,
+    ) -> None:  # fmt: skip
+        name = "transformer_engine.pytorch.autocast"
+        if calibrating and enabled:
+            raise refused(name, "calibrating=True")
+        recipe = DelayedScaling() if recipe is None else recipe
+        known = isinstance(recipe, (DelayedScaling, Float8CurrentScaling))
+        if enabled and (not known or recipe.fp8_dpa or recipe.fp8_mha or recipe.backward_override):
+            raise refused(name, f"the recipe {recipe}")
+        self._inside, self._outside = State(bool(enabled), recipe), _state
+
+    def __enter__(self) -> autocast:
+        global _state
+        if self._inside.enabled and not is_fp8_available():
+            raise AssertionError(is_fp8_available(True)[1])
+        self._outside, _state = _state, self._inside
+        return self
+
+    def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
+        global _state
+        _state = self._outside
+
+
+@te("fp8_autocast", "quantization")
+def fp8_autocast(
+    enabled: Any = True, calibrating: Any = False, fp8_recipe: Any = None, fp8_group: Any = None, _graph: Any = False
+) -> autocast:
+    """As autocast, by its older name."""
+    warnings.warn("fp8_autocast is deprecated: use autocast", category=DeprecationWarning, stacklevel=2)
+    return autocast(enabled, calibrating, fp8_recipe, fp8_group, _graph)
+
+
+@te("is_fp8_available", "quantization")
+def is_fp8_available(return_reason: Any = False) -> Any:
+    """On cards from compute capability 8.9 on."""
+    there = _capability() >= _LEAST
+    reason = "" if there else "Device compute capability 8.9 or higher required for FP8 execution."
+    return (there, reason) if return_reason else there
+
+
+@te("is_bf16_available", "utils")
+def is_bf16_available(return_reason: Any = False) -> Any:
+    """On cards from compute capability 8.0 on."""
+    there = _capability() >= (8, 0)
+    reason = "" if there else "Device compute capability 8.0 or higher required for BF16 execution."
+    return (there, reason) if return_reason else there
+
+
+@te("get_device_compute_capability", "utils")
+def get_device_compute_capability() -> Any:
+    """Major and minor number of the current card: nothing is taken."""
+    return _capability()

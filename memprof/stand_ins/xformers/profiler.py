@@ -1,0 +1,67 @@
+"""xformers.profiler, which takes nothing.
+
+Source: xformers/profiler of facebookresearch/xformers@v0.0.32.post2.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from memprof.stand_ins.registry import stand_in
+
+
+class _OnePart:
+    """A part of a schedule; programs derive from them."""
+
+    ACTIVITIES = (torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA)
+
+    def __init__(self, main_profiler: Any) -> None:
+        self.main_profiler = main_profiler
+
+    def __enter__(self) -> None:
+        """Nothing is traced."""
+
+    def __exit__(self, *error: object) -> None:
+        """Nothing is written."""
+
+    def step(self) -> None:
+        """A step has ended."""
+
+
+DEFAULT_SCHEDULE: tuple[Any, ...] = ()
+_PROFILER = "facebookresearch/xformers@v0.0.32.post2:xformers/profiler"
+for _name in ("MemSnapshotsProfiler", "NsightProfiler", "PyTorchProfiler"):
+    stand_in(
+        f"xformers.profiler.profiler.{_name}", f"xformers.profiler.api.{_name}", f"xformers.profiler.{_name}",
+        source=f"{_PROFILER}/profiler.py",
+    )(type(_name, (_OnePart,), {}))  # fmt: skip
+
+
+@stand_in("xformers.profiler.api.profile", "xformers.profiler.profile", source=f"{_PROFILER}/api.py")
+class _Profile:
+    """Traces steps of a program, and keeps tensors of none; here it does nothing."""
+
+    def __init__(self, output_dir: str, module: Any = None, schedule: Any = DEFAULT_SCHEDULE) -> None:
+        self.output_dir = output_dir
+
+    def __enter__(self) -> Any:
+        """Itself."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Nothing has begun."""
+
+    def start(self) -> None:
+        """Nothing begins."""
+
+    stop = __exit__
+
+    def step(self) -> None:
+        """A step has ended."""
+
+
+@stand_in("xformers.profiler.api.step", "xformers.profiler.step", source=f"{_PROFILER}/api.py")
+def _step() -> None:
+    """A step has ended."""

@@ -1,0 +1,18 @@
+"""What is there before processes are forked."""
+
+import dataclasses
+import gc
+import sys
+
+from memprof.flows.verify.processes import prepare
+from memprof.remedies.catalog import REMEDIES
+
+
+def test_packages_of_remedies_are_imported_first(monkeypatch):
+    monkeypatch.delitem(sys.modules, "wave", raising=False)
+    one = dataclasses.replace(REMEDIES["lora"], packages=("no_such_package", "wave or colorsys"))
+    try:
+        prepare([one], [])
+    finally:
+        gc.unfreeze()
+    assert "wave" in sys.modules
