@@ -8,9 +8,9 @@ import sys
 import pytest
 import torch
 
+from memprof.flows.verify import bench
 from memprof.remedies import head_loss, lazy_logits, micro_batch
 from memprof.remedies.checkpointing import _Checkpointed
-from memprof.verify import bench
 from tests.lanes import at_night, by_day
 
 
