@@ -11,9 +11,10 @@ from memprof.errors import MemprofError, RunFailedError
 from memprof.flows.how_far import telling
 from memprof.measured import MeasuredDevice
 from memprof.measured.outside import Outside
+from memprof.stand_ins.extension import StandInExtension
 from memprof.trace.events import EventKind, FailureKind, ModuleRole, PhaseKind, Trace
 from memprof.virtual import VirtualGpu
-from memprof.virtual.torch_cuda.facade import AllocatorSettings, MemoryStatistics
+from memprof.virtual.torch_cuda.memory import AllocatorSettings, MemoryStatistics
 from memprof.watch.collection import no_collection
 from memprof.watch.failure import measured_failure
 from memprof.workload.chance import kept_chance
@@ -47,6 +48,7 @@ def capture_virtual(
         tensors_only=not spec.workspaces,
         memory=memory,
         allocator_settings=allocator_settings,
+        extensions=[StandInExtension()],
     )
     try:
         with _as_before(), device, may_not_leave("the model"), telling(lambda: _layer(device.trace)):

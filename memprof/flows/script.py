@@ -97,6 +97,7 @@ def capture_run(
     from memprof.measured.outside import Outside
     from memprof.remedies.from_outside import Switch
     from memprof.script.capture import capture_script
+    from memprof.stand_ins.extension import StandInExtension
     from memprof.virtual import VirtualGpu
 
     gpu, device = gpu_of(spec), spec.device
@@ -118,7 +119,7 @@ def capture_run(
             allocator_settings=settings,
             refuses=not spec.beyond,
             compiles=not spec.no_compile,
-            stand_ins=not spec.no_stand_ins,
+            extensions=[] if spec.no_stand_ins else [StandInExtension()],
         )
         trace, outcome = capture_script(
             program, virtual, rule, switch.before_forward, worst_batch=spec.worst_batch, start=start, channel=channel

@@ -1,12 +1,14 @@
-"""PatchSet that leave no trace: every attribute that a run replaces is put back, whatever happens."""
+"""`PatchSet`: the one way in which memprof replaces an attribute of a module or class that is not its own."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
 from typing import Any
+
+from memprof.patching.import_hook import ImportHook
 
 Patch = tuple[Any, str, Any]
 """Owner, name of the attribute, replacement."""
@@ -15,12 +17,22 @@ _MISSING = object()
 
 
 class PatchSet:
-    """Attributes replaced for the length of a run, restored in reverse order."""
+    """A context manager: attributes that are replaced inside, and put back, in reverse order, when it is left.
+
+    Every one of them is put back, also if another cannot be.
+    """
 
     def __init__(self) -> None:
         self._undo: list[tuple[Any, str, Any, Any]] = []
         self._modules: set[str] = set()
         """Those that had been imported before anything was replaced."""
+        self._hook: ImportHook | None = None
+
+    def __enter__(self) -> PatchSet:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.undo()
 
     def set(self, owner: Any, name: str, value: Any) -> None:
         """Replace `owner.name` by `value`."""
@@ -33,8 +45,18 @@ class PatchSet:
         for owner, name, value in patches:
             self.set(owner, name, value)
 
+    def on_import(self, name: str, patches: Callable[[ModuleType], Iterable[Patch]]) -> None:
+        """Set `patches` of the module `name`: at once if it has been imported, else as soon as it has run."""
+        if name in sys.modules:
+            self.set_all(patches(sys.modules[name]))
+            return
+        if self._hook is None:
+            self._hook = ImportHook()
+            sys.meta_path.insert(0, self._hook)
+        self._hook.add(name, lambda module: self.set_all(patches(module)))
+
     @contextlib.contextmanager
-    def lifted(self) -> Iterator[None]:
+    def suspended(self) -> Iterator[None]:
         """Inside, what was replaced is as it was before; afterwards as it is now."""
         with contextlib.ExitStack() as back:  # one that cannot be put back keeps no other from it
             for owner, name, before, _ in reversed(self._undo):
@@ -48,6 +70,9 @@ class PatchSet:
         Args:
             but_below: modules whose file lies below this folder keep what they took; none if it is empty.
         """
+        hook, self._hook = self._hook, None
+        if hook in sys.meta_path:  # unless the program took it out
+            sys.meta_path.remove(hook)
         undo, self._undo = self._undo, []
         with contextlib.ExitStack() as back:  # one that cannot be put back keeps no other from it
             for owner, name, before, _ in undo:

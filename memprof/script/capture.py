@@ -22,6 +22,7 @@ from memprof.script.loops import Position, planned_steps, position
 from memprof.script.stop import Progress, StopRun, stopping_from_threads
 from memprof.script.threads import ThreadWatch
 from memprof.script.worst_batch import WorstBatch
+from memprof.stand_ins.extension import StandInExtension
 from memprof.trace.events import EventKind, Failure, FailureKind, Trace, is_card
 from memprof.virtual import VirtualGpu
 from memprof.virtual.ranks.channel import Channel
@@ -192,7 +193,9 @@ def ask(program: Program, place: Place, gpu: Gpu) -> Start | ScriptOutcome:
     Raises:
         UsageError: there is no such process, or too few cards for it.
     """
-    with VirtualGpu(gpu, cards=place.cards or 1) if program.has_launcher else contextlib.nullcontext():
+    if not program.has_launcher:
+        return program.start(place)
+    with VirtualGpu(gpu, cards=place.cards or 1, extensions=[StandInExtension()]):
         return program.start(place)
 
 
@@ -208,12 +211,9 @@ def _run(
         return program.run(rule, handlers, start)
     with stopping_from_threads() as stop:
         watch = ThreadWatch(stop)
-        patches = PatchSet()
-        patches.set_all(watch.patches())
-        try:
+        with PatchSet() as patches:
+            patches.set_all(watch.patches())
             outcome = program.run(rule, handlers, start)
-        finally:
-            patches.undo()
     if watch.error is None:
         return outcome
     return ScriptOutcome(Ended.ERROR, 1, watch.error, kept=(outcome.kept, outcome.error))

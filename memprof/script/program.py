@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from memprof.errors import MemprofError, UsageError
+from memprof.patching.patch_set import PatchSet
 from memprof.script.stop import Ended, ScriptOutcome, StopRule, StopRun
 
 if TYPE_CHECKING:
@@ -176,12 +177,12 @@ class Program:
         sys.argv = ["-m" if self.is_module else self.name, *self.arguments]  # while packages around it are imported
         folder = os.getcwd() if self.is_module else str(Path(self.name).resolve().parent)
         sys.path.insert(0, folder)
-        os._exit = exit_now
         try:
-            yield
+            with PatchSet() as patches:
+                patches.set(os, "_exit", exit_now)
+                yield
         finally:
             sys.argv, sys.path[:] = argv, path
-            os._exit = leave
 
 
 def _end_fork(outcome: ScriptOutcome) -> NoReturn:

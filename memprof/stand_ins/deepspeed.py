@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from memprof.patching.patch_set import Patch
 from memprof.stand_ins.packages import WITHOUT
 from memprof.stand_ins.registry import stand_in
 from memprof.stand_ins.tools import on_card, written
@@ -172,17 +173,14 @@ class _Compiled:
     multi_tensor_adam = staticmethod(multi_tensor_adam)
 
 
-def patches(assume: Callable[[str], None]) -> dict[str, Callable[[Any], Iterator[tuple[Any, str, Any]]]]:
-    """Module of the installed package -> what gives the patches for it: the fused kernel is not compiled."""
+def patches(module: Any, assume: Callable[[str], None]) -> Iterator[Patch]:
+    """Replace what compiles the fused kernel of an installed package, in deepspeed.ops.op_builder.fused_adam."""
 
-    def builder(module: Any) -> Iterator[tuple[Any, str, Any]]:
-        def load(self: Any, verbose: bool = True) -> Any:
-            assume(_NOT_COMPILED)
-            return _Compiled
+    def load(self: Any, verbose: bool = True) -> Any:
+        assume(_NOT_COMPILED)
+        return _Compiled
 
-        yield module.FusedAdamBuilder, "load", load
-
-    return {"deepspeed.ops.op_builder.fused_adam": builder}
+    yield module.FusedAdamBuilder, "load", load
 
 
 _NOT_COMPILED = (

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
+from memprof.patching.patch_set import Patch
 from memprof.stand_ins import registry
 from memprof.stand_ins.registry import stand_in
 from memprof.stand_ins.tools import absent, refused
@@ -92,16 +93,12 @@ def get_locked_kernel(
 _HINT = f"kernels of the hub that are known: {', '.join(sorted(_KNOWN))}"
 
 
-def patches() -> dict[str, Callable[[Any], Iterator[tuple[Any, str, Any]]]]:
-    """Module of the installed package -> what gives the patches for it: kernels that are known are not fetched."""
-
-    def by_name(module: Any) -> Iterator[tuple[Any, str, Any]]:
-        for name, ours in (("get_kernel", get_kernel), ("has_kernel", has_kernel)):
-            real = getattr(module, name, None)
-            if real is not None:
-                yield module, name, _known_first(real, ours)
-
-    return {"kernels.load": by_name, "kernels.utils": by_name}
+def patches(module: Any) -> Iterator[Patch]:
+    """Replace what fetches kernels in a module of the installed package: those that are known are not fetched."""
+    for name, ours in (("get_kernel", get_kernel), ("has_kernel", has_kernel)):
+        real = getattr(module, name, None)
+        if real is not None:
+            yield module, name, _known_first(real, ours)
 
 
 def _known_first(real: Any, ours: Any) -> Any:

@@ -9,12 +9,14 @@ made by somebody else; when compiled code runs, it allocates as an eager call do
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from types import CellType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from memprof.patching.patch_set import Patch
 
 _NAME = "memprof_stand_ins::call"
 
@@ -138,7 +140,8 @@ def keep(function: Any) -> None:
         torch.compiler.allow_in_graph(function)
 
 
-def prepare() -> None:
-    """Dynamo is there now: it is told of those that were kept before."""
+def prepare() -> Iterator[Patch]:
+    """Tell dynamo, which is there now, of those that were kept before; nothing is replaced."""
     for function in _functions:
         torch.compiler.allow_in_graph(function)
+    yield from ()

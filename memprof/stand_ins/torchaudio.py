@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from memprof.patching.patch_set import Patch
 from memprof.stand_ins.packages import WITHOUT
 from memprof.virtual.kernels import audio
 
@@ -57,23 +58,19 @@ def _given(value: Any) -> Any:
     return value
 
 
-def patches(assume: Callable[[str], None]) -> dict[str, Callable[[Any], Iterator[tuple[Any, str, Any]]]]:
-    """Module of torchaudio -> what gives the patches (owner, name, replacement) for it, once it is imported."""
+def patches(module: Any, assume: Callable[[str], None]) -> Iterator[Patch]:
+    """Replace what loads libraries in `module`, torchaudio._extension.utils: those that do not load."""
+    real = module._load_lib
 
-    def libraries(module: Any) -> Iterator[tuple[Any, str, Any]]:
-        real = module._load_lib
+    def load(lib: str) -> bool:
+        try:
+            return bool(real(lib))
+        except OSError:
+            if lib not in _LIBRARIES:
+                raise
+        assume(_NOT_LOADED)
+        _define()
+        audio.register_loaded()
+        return True
 
-        def load(lib: str) -> bool:
-            try:
-                return bool(real(lib))
-            except OSError:
-                if lib not in _LIBRARIES:
-                    raise
-            assume(_NOT_LOADED)
-            _define()
-            audio.register_loaded()
-            return True
-
-        yield module, "_load_lib", load
-
-    return {"torchaudio._extension.utils": libraries}
+    yield module, "_load_lib", load

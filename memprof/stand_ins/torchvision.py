@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from memprof.patching.patch_set import Patch
 from memprof.stand_ins.packages import WITHOUT
 
 _NAMESPACE = "torchvision"
@@ -64,14 +65,10 @@ def define() -> torch.library.Library:
     return library
 
 
-def patches(assume: Callable[[str], None]) -> dict[str, Callable[[Any], Iterator[tuple[Any, str, Any]]]]:
-    """Module of torchvision -> what gives the patches (owner, name, replacement) for it, once it is imported."""
-
-    def extension(module: Any) -> Iterator[tuple[Any, str, Any]]:
-        if not module._has_ops():
-            assume(_NOT_LOADED)
-            define()
-            yield module, "_has_ops", lambda: True
-            yield module, "_check_cuda_version", lambda: -1  # as of a build without CUDA
-
-    return {"torchvision.extension": extension}
+def patches(module: Any, assume: Callable[[str], None]) -> Iterator[Patch]:
+    """Replace what `module`, torchvision.extension, says of its library, where that does not load."""
+    if not module._has_ops():
+        assume(_NOT_LOADED)
+        define()
+        yield module, "_has_ops", lambda: True
+        yield module, "_check_cuda_version", lambda: -1  # as of a build without CUDA

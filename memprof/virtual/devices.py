@@ -24,6 +24,7 @@ from memprof.virtual.autocast import Autocast
 from memprof.virtual.calls import in_place, tensors_of
 from memprof.virtual.edges.interchange import Interchange
 from memprof.virtual.host_kinds import HostKinds
+from memprof.virtual.kernels import registry
 from memprof.virtual.machine import Machine
 from memprof.virtual.mixed import RECURRENT, MixedDevices
 from memprof.virtual.torch_cuda.driver import legacy_name, legacy_type
@@ -62,6 +63,11 @@ class DeviceMode(TorchFunctionMode):
         self.interchange = Interchange(recording, self._to, recording.values.assume, self)
         self.kinds = HostKinds(recording, self._given)
         self._mixed = MixedDevices(recording, self._believed, self._to, self.kinds)
+        self.is_off = False
+        """In a forked child: what is asked is done as without this mode."""
+        self._run_for_cuda: list[Any] = []
+        self._run_in_float32: list[Any] = []
+        """Operators of libraries that were registered for this run."""
         self._factories = torch.utils._device._device_constructors()
         chosen = {func: self._choosing(choose) for func, choose in composites.items()}
         self._handlers: dict[Any, Callable[..., Any]] = {
@@ -99,6 +105,8 @@ class DeviceMode(TorchFunctionMode):
         }
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.is_off:
+            return func(*args, **(kwargs or {}))
         try:
             if types and torch._C._is_torch_function_enabled():
                 answers = [kind for kind in types if issubclass(kind, _Tensor) and _answers(kind)]
@@ -153,9 +161,18 @@ class DeviceMode(TorchFunctionMode):
             args = kwargs = arg = result = tensor = None
             raise
 
+    def of_thread(self, recording: Machine) -> DeviceMode:
+        """The function mode of another thread, whose dispatch mode is `recording`."""
+        mode = DeviceMode(recording, registry.composites(recording))
+        mode.interchange.share(self.interchange)
+        mode.run_cuda_kernels_of(self._run_for_cuda)
+        mode.run_in_float32(self._run_in_float32)
+        return mode
+
     def run_cuda_kernels_of(self, operators: Iterable[Any]) -> None:
         """For tensors on the card, run what is registered for CUDA of these operators, which is Python code."""
         for operator in operators:
+            self._run_for_cuda.append(operator)
             run = functools.partial(self._run_cuda_kernel, operator)
             self._handlers[operator] = run
             if operator._overloadname == "default":
@@ -164,6 +181,7 @@ class DeviceMode(TorchFunctionMode):
     def run_in_float32(self, operators: Iterable[Any]) -> None:
         """Autocast runs these operators of a library in float32, and gives what the first tensor was of."""
         for operator in operators:
+            self._run_in_float32.append(operator)
             self._handlers[operator] = self._handlers[operator.default] = functools.partial(self._in_float32, operator)
 
     def _in_float32(self, operator: Any, *args: Any, **kwargs: Any) -> Any:

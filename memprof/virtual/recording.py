@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
+from memprof.monitor.probe import no_card
+from memprof.patching.patch_set import PatchSet
 from memprof.trace.events import GPU, HOST, NONE, is_card
 from memprof.virtual import layout_cache as layout
 from memprof.virtual.calls import (
@@ -69,14 +71,9 @@ _FACTORIES: dict[str, Any] = {name: getattr(torch, name) for name in ("empty", "
 @contextlib.contextmanager
 def _own_factories() -> Iterator[None]:
     """Inside, torch's factories are torch's own: a program may have others there while it builds a model (nanotron)."""
-    replaced = {name: getattr(torch, name) for name in _FACTORIES}
-    for name, factory in _FACTORIES.items():
-        setattr(torch, name, factory)
-    try:
+    with PatchSet() as patches:
+        patches.set_all((torch, name, factory) for name, factory in _FACTORIES.items())
         yield
-    finally:
-        for name, factory in replaced.items():
-            setattr(torch, name, factory)
 
 
 class RecordingMode(Machine):
@@ -96,7 +93,9 @@ class RecordingMode(Machine):
         """None: the workload has torch's optimizers alone."""
         self.cast: Callable[[Any, Any, Any], tuple[Any, Any]] | None = None
         """Autocast, while a backward pass runs inside its region: no function mode sees what the engine calls."""
-        self.function_mode: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        self.is_off = False
+        """In a forked child: operators run as without this mode."""
+        self.function_mode: Any = contextlib.nullcontext()
         """By which an operator in Python sees the card."""
 
     @classmethod
@@ -106,7 +105,16 @@ class RecordingMode(Machine):
 
     # -- every operator ---------------------------------------------------------------------------------------------
 
+    def _refuse_virtual(self, args: Any, kwargs: Any) -> None:
+        """In a forked child there is no virtual GPU, whose tensors have no data."""
+        for value in tensors_of([*args, *(kwargs or {}).values()]):
+            if value.is_meta and self.device_of(value) != "meta":
+                raise not_yet("uses, in another process, a tensor of the virtual GPU, which has no data", no_card.HINT)
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.is_off:
+            self._refuse_virtual(args, kwargs)
+            return func(*args, **(kwargs or {}))
         if self.recorder.threads and not self.in_turn:
             return self.run_in_turn(func, types, args, kwargs)
         if torch.empty is not _FACTORIES["empty"]:

@@ -17,8 +17,7 @@ from torch.nn.modules.module import (
 )
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from memprof.patching.imports import watch_imports
-from memprof.patching.patch_set import PatchSet
+from memprof.patching.patch_set import Patch, PatchSet
 from memprof.trace.events import Owner, Phase, PhaseKind, Role, Trace
 from memprof.watch import zero
 from memprof.watch.modules import ModuleTracker, own_name
@@ -128,8 +127,8 @@ class Watch(ABC):
         """Patch and hook whatever shows what the program does."""
         self._patches.set_all(self.phases.patches())
         imports = {**self.phases.of_imports(), **zero.of_imports(self.phases, self.claim)}
-        later = {name: lambda of=of: self._patches.set_all(of()) for name, of in imports.items()}
-        self._stack.enter_context(watch_imports(later))
+        for name, of in imports.items():
+            self._patches.on_import(name, functools.partial(_ignoring_module, of))
         self._patches.set(nn.Module, "__call__", self.wrap_module_call(nn.Module.__call__))
         self._patch_moves()
         for register, role in (
@@ -279,6 +278,10 @@ class Watch(ABC):
         finally:
             self._patches.undo()
             self._roots.clear()
+
+
+def _ignoring_module(of: Callable[[], Iterable[Patch]], module: object) -> Iterable[Patch]:
+    return of()
 
 
 def _is_weight_or_made(tensor: torch.Tensor) -> bool:

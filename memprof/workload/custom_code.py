@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
 from memprof.errors import UsageError, first_line
+from memprof.patching.patch_set import PatchSet
 
 
 def reference_of(config: Mapping[str, Any], architecture: str) -> str | None:
@@ -37,15 +38,14 @@ def may_not_leave(what: str) -> Iterator[None]:
             leave(status)
         raise SystemExit(status)
 
-    os._exit = exit_now
-    try:
-        yield
-    except SystemExit as end:
-        raise UsageError(
-            f"{what} ends the program", value=f"exit code {end.code}", hint="let it return a model instead"
-        ) from end
-    finally:
-        os._exit = leave
+    with PatchSet() as patches:
+        patches.set(os, "_exit", exit_now)
+        try:
+            yield
+        except SystemExit as end:
+            raise UsageError(
+                f"{what} ends the program", value=f"exit code {end.code}", hint="let it return a model instead"
+            ) from end
 
 
 def check_trusted(reference: str, where: str, *, trusted: bool) -> str:

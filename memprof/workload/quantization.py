@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from memprof.errors import first_line, not_installed
+from memprof.patching.patch_set import PatchSet
 from memprof.spec import TargetSpec
 from memprof.workload import stored_weights
 from memprof.workload.formats import Stored
@@ -79,11 +80,9 @@ def _compiling_later() -> Iterator[None]:
 
         return called
 
-    torch.compile = compile_later
-    try:
+    with PatchSet() as patches:
+        patches.set(torch, "compile", compile_later)
         yield
-    finally:
-        torch.compile = compiler
 
 
 def load_quantized(

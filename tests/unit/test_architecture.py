@@ -165,3 +165,72 @@ def test_no_module_is_loaded_in_a_circle():
     modules = {name.removesuffix(".__init__"): path for path, name in found.items()}
     loads = {name: _imported_at_load(ast.parse(path.read_text()), modules) for name, path in modules.items()}
     assert len(list(graphlib.TopologicalSorter(loads).static_order())) == len(modules) > 200
+
+
+# -- who replaces what ------------------------------------------------------------------------------------------------
+
+_OF_THE_PROCESS = {"sys"}
+"""Its own state, which a program sets: arguments, streams, the hook for what nobody catches."""
+_STANDS_ALONE = "memprof/monitor/probe/"
+"""What runs in other processes, where there is no memprof."""
+
+
+def _foreign(tree: ast.Module) -> set[str]:
+    """Names in a file that are modules, classes or functions of others."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {name.asname or name.name.partition(".")[0] for name in node.names if "memprof" not in name.name}
+        elif isinstance(node, ast.ImportFrom) and "memprof" not in (node.module or ""):
+            found |= {name.asname or name.name for name in node.names}
+    return found - _OF_THE_PROCESS
+
+
+def _replaced(tree: ast.Module) -> list[str]:
+    """Attributes of these that the file sets or deletes."""
+    foreign = _foreign(tree)
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, (ast.Store, ast.Del)):
+            owner: ast.expr = node
+            while isinstance(owner, (ast.Attribute, ast.Subscript)):
+                owner = owner.value
+            if isinstance(owner, ast.Name) and owner.id in foreign:
+                found.append(ast.unparse(node))
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "delattr"):
+            owner = node.args[0]
+            while isinstance(owner, (ast.Attribute, ast.Subscript)):
+                owner = owner.value
+            if isinstance(owner, ast.Name) and owner.id in foreign:
+                found.append(ast.unparse(node))
+        elif isinstance(node, ast.Attribute) and node.attr == "__class__" and isinstance(node.ctx, ast.Store):
+            found.append(ast.unparse(node))
+    return found
+
+
+def test_attributes_of_others_are_replaced_by_a_patch_set_alone() -> None:
+    found = {
+        f"{file.relative_to(ROOT)}: {what}"
+        for file in sorted((ROOT / "memprof").rglob("*.py"))
+        if not str(file.relative_to(ROOT)).startswith((_STANDS_ALONE, "memprof/patching/"))
+        for what in _replaced(ast.parse(file.read_text(encoding="utf-8")))
+    }
+    assert not found
+
+
+@pytest.mark.parametrize(
+    "line", ["torch.empty = None", "del torch.empty", "torch.nn.Module.x = 1", "setattr(torch, 'empty', None)"]
+)
+def test_a_replacement_by_hand_is_seen(line: str) -> None:
+    assert _replaced(ast.parse(f"import torch\n{line}"))
+
+
+def test_the_virtual_gpu_is_a_loop_over_its_parts() -> None:
+    tree = ast.parse((ROOT / "memprof/virtual/gpu.py").read_text(encoding="utf-8"))
+    own = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and "memprof" in (node.module or "")]
+    assert len(own) <= 15
+
+
+def test_the_virtual_gpu_knows_no_stand_in() -> None:
+    for file in (ROOT / "memprof/virtual").rglob("*.py"):
+        assert "stand_ins." not in file.read_text(encoding="utf-8"), file

@@ -23,7 +23,6 @@ from typing import Any
 import torch
 
 from memprof.patching.patch_set import PatchSet
-from memprof.stand_ins import in_graph
 from memprof.virtual.compiled.graphs import Graphs
 from memprof.virtual.compiled.lifting import Lifting
 from memprof.virtual.compiled.origins import Origins
@@ -60,7 +59,7 @@ _AOT = {
 _EAGER_BACKENDS = ("cudagraphs",)
 _OWN_FOLDERS = tuple(f"{__file__.rsplit('/', 3)[0]}/{name}/" for name in ("virtual", "stand_ins", "watch"))
 _CACHE = "TORCHINDUCTOR_CACHE_DIR"
-_OWN = ("memprof.virtual", "memprof.watch")
+_OWN = ("memprof.virtual", "memprof.stand_ins", "memprof.watch")
 
 
 class Compiler:
@@ -128,7 +127,7 @@ class Compiler:
             self._assume(COMPILED)
             if options.get("fullgraph") and isinstance(model, torch.nn.Module):
                 # What Dynamo is to trace as one is the module's own call, and not the one that is watched.
-                with self._patches.lifted():
+                with self._patches.suspended():
                     return original(model, **options)
             return original(model, **options)
 
@@ -172,7 +171,7 @@ class Compiler:
             self._why_not = f", for there is no folder to write its code in ({error})"
 
     def _prepare(self) -> None:
-        with self._patches.lifted():
+        with self._patches.suspended():
             import torch._functorch.config
             import torch._inductor.compile_fx
             from torch._dynamo import trace_rules
@@ -205,7 +204,6 @@ class Compiler:
         self._stack.callback(self._forget, list(trace_rules.SKIP_DIRS))
         for name in _OWN:
             trace_rules.add(name)
-        in_graph.prepare()
         self._stack.enter_context(program_side.constants(type(self._properties)))
 
     def _forget(self, skipped: list[str]) -> None:
@@ -214,7 +212,7 @@ class Compiler:
 
         trace_rules.SKIP_DIRS[:] = skipped
         trace_rules._recompile_re()
-        with self._patches.lifted():
+        with self._patches.suspended():
             torch._dynamo.reset()
 
     def _watch_frames(self) -> None:

@@ -63,7 +63,7 @@ class Lifting:
     def _lift(self) -> None:
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._without_modes())
-            stack.enter_context(self._patches.lifted())
+            stack.enter_context(self._patches.suspended())
             stack.enter_context(self._instead())
             self._held = stack.pop_all()
 

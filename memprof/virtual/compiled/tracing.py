@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from memprof.patching.patch_set import PatchSet
-from memprof.virtual import python_functions
 from memprof.virtual.autocast import Autocast
+from memprof.virtual.edges import python_functions
 from memprof.virtual.kernels import registry
 from memprof.virtual.machine import Machine
 
@@ -139,15 +139,14 @@ class Choices(TorchFunctionMode):
     @contextlib.contextmanager
     def made(self) -> Iterator[None]:
         """Inside, functions run on traced tensors as on the card's."""
-        patches = PatchSet()
-        patches.set_all(python_functions.run_inside())
-        patches.set(torch.Tensor, "to", _staying(torch.Tensor.to))
-        try:
-            with self:
-                yield
-        finally:
-            self._autocast.clear_cache()
-            patches.undo()
+        with PatchSet() as patches:
+            patches.set_all(python_functions.run_inside())
+            patches.set(torch.Tensor, "to", _staying(torch.Tensor.to))
+            try:
+                with self:
+                    yield
+            finally:
+                self._autocast.clear_cache()
 
 
 def _is_cuda(value: Any) -> bool:

@@ -16,12 +16,12 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from memprof.errors import MemprofError
 from memprof.monitor import probe
-from memprof.monitor.probe.sitecustomize import HIDDEN, REFUSALS, SEPARATOR, STAND_INS
+from memprof.monitor.probe.sitecustomize import HIDDEN, REFUSALS, SEPARATOR
 from memprof.patching.patch_set import Patch
 from memprof.virtual.limits import not_yet
 
@@ -48,11 +48,11 @@ class Children:
     """A context manager: the processes that are started inside.
 
     Args:
-        stand_ins: packages that are stood in for there too, if they are not installed.
+        environment: variables that each of them is given.
     """
 
-    def __init__(self, stand_ins: Iterable[str] = ()) -> None:
-        self._stand_ins = " ".join(stand_ins)
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self._environment = environment
         self.file = ""
         """Where they tell what they were refused."""
         self._process = 0
@@ -73,7 +73,7 @@ class Children:
             self._ended.set()
             if self._handler is not None:
                 signal.signal(_SIGNAL, self._handler)
-        for name in (REFUSALS, STAND_INS):
+        for name in (REFUSALS, *self._environment):
             os.environ.pop(name, None)
         path = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder != probe.FOLDER]
         os.environ["PYTHONPATH"] = os.pathsep.join(path)
@@ -159,9 +159,8 @@ class Children:
 
     def _told(self, environment: Mapping[Any, Any]) -> dict[str, str]:
         """An environment in which a Python finds the probe."""
-        told = {os.fsdecode(name): os.fsdecode(value) for name, value in environment.items()} | {REFUSALS: self.file}
-        if self._stand_ins:
-            told[STAND_INS] = self._stand_ins
+        told = {os.fsdecode(name): os.fsdecode(value) for name, value in environment.items()}
+        told |= {REFUSALS: self.file, **self._environment}
         path = told.get("PYTHONPATH")
         if path is None or probe.FOLDER not in path.split(os.pathsep):
             told["PYTHONPATH"] = probe.python_path(path)

@@ -8,30 +8,37 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
 
 import torch
 
+from memprof.patching.extension import Extension
+from memprof.patching.patch_set import Patch
+from memprof.virtual.install_context import InstallContext
 from memprof.watch.failure import KernelError, TracingError
 
 
-def patches(assume: Callable[[str], None]) -> Iterator[tuple[Any, str, Any]]:
-    """The patches (owner, name, replacement) by which kernels allocate as they do there."""
-    fake = sys.modules.get("torch._subclasses.fake_tensor")
-    if fake is not None:
-        yield fake.FakeTensorMode, "from_tensor", _no_tracing(fake.FakeTensorMode.from_tensor)
-    flex = sys.modules.get("torch._higher_order_ops.flex_attention")
-    if flex is not None:
-        yield flex.FlexAttentionHOP, "__call__", _flex_attention(assume)
+class CompiledCode(Extension):
+    """What compilers make, or ask tensors for, without torch.compile."""
+
+    imports = ("triton.testing",)  # by then Triton's driver is there, which packages ask at once
+
+    def patches(self, context: InstallContext) -> Iterator[Patch]:
+        """Refuse tracing of the program's own, and have flex_attention allocate as its kernel does."""
+        fake = sys.modules.get("torch._subclasses.fake_tensor")
+        if fake is not None:
+            yield fake.FakeTensorMode, "from_tensor", _no_tracing(fake.FakeTensorMode.from_tensor)
+        flex = sys.modules.get("torch._higher_order_ops.flex_attention")
+        if flex is not None:
+            yield flex.FlexAttentionHOP, "__call__", _flex_attention(context.assume)
+
+    def patches_of(self, module: ModuleType, context: InstallContext) -> Iterator[Patch]:
+        """Replace the launches of Triton's kernels: they are passed over, or named, and the run ends."""
+        yield from _of_triton(context.note_written if context.passes_kernels else None)
 
 
-def triton_patches(written: Callable[[torch.Tensor], None] | None = None) -> Iterator[tuple[Any, str, Any]]:
-    """The patches of Triton's launchers; nothing while Triton is not imported.
-
-    Args:
-        written: None: a kernel is named when it is launched, and the run ends. Else kernels are not launched, and this
-            is told of each tensor on the card that one was given: what it holds is not known from then on.
-    """
+def _of_triton(written: Callable[[torch.Tensor], None] | None) -> Iterator[Patch]:
     passed_over = None if written is None else _PassedOver(written)
     for module_name, names in _LAUNCHERS.items():
         module = sys.modules.get(module_name)

@@ -12,20 +12,26 @@ from typing import Any
 
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from memprof.patching.extension import Extension
+from memprof.patching.patch_set import Patch
+from memprof.virtual.install_context import InstallContext
 from memprof.virtual.machine import Machine
 
 
-def patches() -> Iterator[tuple[Any, str, Any]]:
-    """The patches (owner, name, replacement) of what torch has imported of them.
+class ControlFlow(Extension):
+    """Those operators of control flow that torch has imported.
 
-    It is the operators' dispatch that is replaced, and not their names: torch.compile, which each function calls for
-    itself, writes the operator into its graph and has the name from nowhere.
+    It is their dispatch that is replaced, and not their names: torch.compile, which each function calls for itself,
+    writes the operator into its graph and has the name from nowhere.
     """
-    kernels: dict[str, Callable[..., Any]] = {"cond": _cond, "while_loop": _while_loop, "scan": _scan}
-    for name, dense in kernels.items():
-        operator = getattr(sys.modules.get(f"torch._higher_order_ops.{name}"), f"{name}_op", None)
-        if operator is not None:
-            yield operator, "dispatch", _plainly(operator.dispatch, dense)
+
+    def patches(self, context: InstallContext) -> Iterator[Patch]:
+        """Replace the dispatch of each by its dense kernel."""
+        kernels: dict[str, Callable[..., Any]] = {"cond": _cond, "while_loop": _while_loop, "scan": _scan}
+        for name, dense in kernels.items():
+            operator = getattr(sys.modules.get(f"torch._higher_order_ops.{name}"), f"{name}_op", None)
+            if operator is not None:
+                yield operator, "dispatch", _plainly(operator.dispatch, dense)
 
 
 def _plainly(dispatch: Callable[..., Any], dense: Callable[..., Any]) -> Callable[..., Any]:

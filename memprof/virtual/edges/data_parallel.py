@@ -17,21 +17,27 @@ import torch.cuda.nccl
 import torch.nn.parallel
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
+from memprof.patching.extension import Extension
+from memprof.patching.patch_set import Patch
+from memprof.virtual.install_context import InstallContext
 from memprof.virtual.kernels.copies import suggested_format
 
 _Tensors = Sequence[torch.Tensor]
 
 
-def patches() -> Iterator[tuple[Any, str, Any]]:
-    """The patches (owner, name, replacement)."""
-    yield torch._C, "_broadcast", _broadcast
-    yield torch._C, "_broadcast_coalesced", _broadcast_coalesced
-    yield torch._C, "_scatter", _scatter
-    yield torch._C, "_gather", _gather
-    yield torch.cuda.nccl, "is_available", _has_nccl
-    yield torch.cuda.nccl, "reduce", _reduce
-    # The package has a function of the module's name.
-    yield sys.modules["torch.nn.parallel.parallel_apply"], "threading", _Threads
+class DataParallel(Extension):
+    """What `nn.DataParallel` and `torch.cuda.comm` call."""
+
+    def patches(self, context: InstallContext) -> Iterator[Patch]:
+        """Replace its copies between GPUs by plain ones, and its threads by none."""
+        yield torch._C, "_broadcast", _broadcast
+        yield torch._C, "_broadcast_coalesced", _broadcast_coalesced
+        yield torch._C, "_scatter", _scatter
+        yield torch._C, "_gather", _gather
+        yield torch.cuda.nccl, "is_available", _has_nccl
+        yield torch.cuda.nccl, "reduce", _reduce
+        # The package has a function of the module's name.
+        yield sys.modules["torch.nn.parallel.parallel_apply"], "threading", _Threads
 
 
 class _InTurn:

@@ -9,54 +9,56 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from memprof.virtual.values import Values
+from memprof.patching.extension import Extension
+from memprof.patching.patch_set import Patch
+from memprof.virtual.install_context import InstallContext
 
 _PREPARES = "_prepare_special_tokens"
 _NAME = "_beam_search_has_unfinished_sequences"
 _STOPPED = "next_token_hits_stopping_criteria"
 
 
-def patches(values: Values, assume: Callable[[str], None]) -> Iterator[tuple[Any, str, Any]]:
-    """The patches (owner, name, replacement), once transformers.generation.utils is imported.
+class Generation(Extension):
+    """`generate()` of transformers."""
 
-    Args:
-        values: what is known.
-        assume: told what is assumed.
-    """
-    mixin = sys.modules["transformers.generation.utils"].GenerationMixin
-    prepare = getattr(mixin, _PREPARES, None)
-    if prepare is not None:
+    imports = ("transformers.generation.utils",)
 
-        @functools.wraps(prepare)
-        def prepared(self: Any, generation_config: Any, *args: Any, **kwargs: Any) -> Any:
-            for ends in (generation_config.eos_token_id, generation_config.pad_token_id):
-                values.ends.update(ends if isinstance(ends, (list, tuple)) else [] if ends is None else [int(ends)])
-            return prepare(self, generation_config, *args, **kwargs)
+    def patches_of(self, module: ModuleType, context: InstallContext) -> Iterator[Patch]:
+        """Replace what asks for scores, and note the tokens that end or pad a text."""
+        mixin, values = module.GenerationMixin, context.values
+        prepare = getattr(mixin, _PREPARES, None)
+        if prepare is not None:
 
-        yield mixin, _PREPARES, prepared
-    original = getattr(mixin, _NAME, None)
-    if original is None or _STOPPED not in inspect.signature(original).parameters:  # releases differ
-        return
-    signature = inspect.signature(original)
+            @functools.wraps(prepare)
+            def prepared(self: Any, generation_config: Any, *args: Any, **kwargs: Any) -> Any:
+                for ends in (generation_config.eos_token_id, generation_config.pad_token_id):
+                    values.ends.update(ends if isinstance(ends, (list, tuple)) else [] if ends is None else [int(ends)])
+                return prepare(self, generation_config, *args, **kwargs)
 
-    def known(tensor: Any) -> Any:
-        with torch._C.DisableTorchFunction(), _disable_current_modes():
-            return tensor if not isinstance(tensor, torch.Tensor) else values.get(tensor.detach())
+            yield mixin, _PREPARES, prepared
+        original = getattr(mixin, _NAME, None)
+        if original is None or _STOPPED not in inspect.signature(original).parameters:  # releases differ
+            return
+        signature = inspect.signature(original)
 
-    def has_unfinished(*args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)  # for what it allocates
-        if known(result) is not None:
-            return result
-        assume("Beam search goes on to the longest text that it may make: scores are not known.")
-        stopped = known(signature.bind(*args, **kwargs).arguments[_STOPPED])
-        return stopped is None or not bool(stopped.all())
+        def known(tensor: Any) -> Any:
+            with torch._C.DisableTorchFunction(), _disable_current_modes():
+                return tensor if not isinstance(tensor, torch.Tensor) else values.get(tensor.detach())
 
-    static = isinstance(inspect.getattr_static(mixin, _NAME), staticmethod)
-    yield mixin, _NAME, staticmethod(has_unfinished) if static else has_unfinished
+        def has_unfinished(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)  # for what it allocates
+            if known(result) is not None:
+                return result
+            context.assume("Beam search goes on to the longest text that it may make: scores are not known.")
+            stopped = known(signature.bind(*args, **kwargs).arguments[_STOPPED])
+            return stopped is None or not bool(stopped.all())
+
+        static = isinstance(inspect.getattr_static(mixin, _NAME), staticmethod)
+        yield mixin, _NAME, staticmethod(has_unfinished) if static else has_unfinished

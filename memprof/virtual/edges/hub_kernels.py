@@ -17,6 +17,10 @@ from typing import Any
 
 import torch
 
+from memprof.patching.extension import Extension
+from memprof.patching.patch_set import Patch
+from memprof.virtual.install_context import InstallContext
+
 _FP8 = (
     "Float8 blocks are multiplied by the hub's Triton kernel (finegrained-fp8), which quantizes its input as it reads "
     "it and allocates its result alone; DeepGEMM, which needs a CUDA toolkit to compile, is not taken."
@@ -32,43 +36,52 @@ _BLOCK_SIZES = (16, 32, 64, 128)
 """Rows of a tile, for each of which the routing has a table (triton_kernels/routing.py, ExptData.block_ms)."""
 
 
-def patches(assume: Callable[[str], None]) -> dict[str, Callable[[Any], Iterator[tuple[Any, str, Any]]]]:
-    """Module of transformers -> what gives the patches (owner, name, replacement) for it, once it is imported."""
+class HubKernels(Extension):
+    """What transformers fetches them by."""
 
-    def finegrained_fp8(module: Any) -> Iterator[tuple[Any, str, Any]]:
-        if hasattr(module, "FineGrainedFP8"):
-            kernels = module.FineGrainedFP8(_matmul, _batched_matmul, _grouped_matmul)
-            yield module, "_FINEGRAINED_FP8", kernels
-            yield module, "load_finegrained_fp8_kernel", _saying(lambda: kernels, _FP8, assume)
+    imports = (
+        "transformers.integrations.finegrained_fp8",
+        "transformers.integrations.gguf.kernels",
+        "transformers.integrations.hub_kernels",
+        "transformers.quantizers.quantizer_mxfp4",
+    )
 
-    def gguf(module: Any) -> Iterator[tuple[Any, str, Any]]:
-        yield module, "get_gguf_kernel", _saying(lambda: _GGUF_KERNELS, _GGUF, assume)
-        yield module, "_gguf_kernel", _GGUF_KERNELS
+    def patches_of(self, module: Any, context: InstallContext) -> Iterator[Patch]:
+        """Replace what fetches kernels in one of these modules."""
+        of = {"finegrained_fp8": _float8, "kernels": _gguf, "hub_kernels": _by_name, "quantizer_mxfp4": _mxfp4}
+        yield from of[module.__name__.rpartition(".")[2]](module, context.assume)
 
-    def mxfp4(module: Any) -> Iterator[tuple[Any, str, Any]]:
-        for name in ("is_kernels_available", "is_triton_available"):
-            if hasattr(module, name):
-                yield module, name, lambda *args, **kwargs: True
 
-    def hub(module: Any) -> Iterator[tuple[Any, str, Any]]:
-        fetch = getattr(module, "get_kernel", None)
-        if fetch is None:  # older releases of transformers fetch no kernels for experts
-            return
+def _float8(module: Any, assume: Callable[[str], None]) -> Iterator[Patch]:
+    if hasattr(module, "FineGrainedFP8"):
+        kernels = module.FineGrainedFP8(_matmul, _batched_matmul, _grouped_matmul)
+        yield module, "_FINEGRAINED_FP8", kernels
+        yield module, "load_finegrained_fp8_kernel", _saying(lambda: kernels, _FP8, assume)
 
-        def get_kernel(name: str, *args: Any, **kwargs: Any) -> Any:
-            if name.rpartition("/")[2] != "gpt-oss-triton-kernels":
-                return fetch(name, *args, **kwargs)
-            assume(_MXFP4)
-            return _TRITON_KERNELS
 
-        yield module, "get_kernel", get_kernel
+def _gguf(module: Any, assume: Callable[[str], None]) -> Iterator[Patch]:
+    yield module, "get_gguf_kernel", _saying(lambda: _GGUF_KERNELS, _GGUF, assume)
+    yield module, "_gguf_kernel", _GGUF_KERNELS
 
-    return {
-        "transformers.integrations.finegrained_fp8": finegrained_fp8,
-        "transformers.integrations.gguf.kernels": gguf,
-        "transformers.integrations.hub_kernels": hub,
-        "transformers.quantizers.quantizer_mxfp4": mxfp4,
-    }
+
+def _mxfp4(module: Any, assume: Callable[[str], None]) -> Iterator[Patch]:
+    for name in ("is_kernels_available", "is_triton_available"):
+        if hasattr(module, name):
+            yield module, name, lambda *args, **kwargs: True
+
+
+def _by_name(module: Any, assume: Callable[[str], None]) -> Iterator[Patch]:
+    fetch = getattr(module, "get_kernel", None)
+    if fetch is None:  # older releases of transformers fetch no kernels for experts
+        return
+
+    def get_kernel(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name.rpartition("/")[2] != "gpt-oss-triton-kernels":
+            return fetch(name, *args, **kwargs)
+        assume(_MXFP4)
+        return _TRITON_KERNELS
+
+    yield module, "get_kernel", get_kernel
 
 
 def _saying(made: Callable[[], Any], sentence: str, assume: Callable[[str], None]) -> Callable[[], Any]:

@@ -14,12 +14,16 @@ import itertools
 import random
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch.utils.data import IterDataPipe, MapDataPipe, dataloader
 from torch.utils.data import _utils as utils
 
+from memprof.patching.extension import Extension
+from memprof.patching.patch_set import Patch, PatchSet
+from memprof.virtual.install_context import InstallContext
 from memprof.virtual.limits import HostOnly
 
 _COPIED_ELEMENTS = 1 << 16
@@ -30,21 +34,28 @@ _IN_PROCESS = (
 )
 
 
-def patches(assume: Callable[[str], None], on_card: Callable[[torch.Tensor], bool]) -> Iterator[tuple[Any, str, Any]]:
-    """The patches (owner, name, replacement) that keep loaders from starting processes and threads."""
+class Loaders(Extension):
+    """Data loaders, which start no processes and threads."""
 
-    class InProcessIter(_InProcessIter):
-        host_only = HostOnly(on_card)
+    def patches(self, context: InstallContext) -> Iterator[Patch]:
+        """Replace the iterator over batches of workers."""
 
-        def __init__(self, loader: Any) -> None:
-            assume(_IN_PROCESS)
-            super().__init__(loader)
+        class InProcessIter(_InProcessIter):
+            host_only = HostOnly(context.is_on_card)
 
-    yield dataloader, "_MultiProcessingDataLoaderIter", InProcessIter
+            def __init__(self, loader: Any) -> None:
+                context.assume(_IN_PROCESS)
+                super().__init__(loader)
+
+        yield dataloader, "_MultiProcessingDataLoaderIter", InProcessIter
+
+    def around(self, context: InstallContext) -> AbstractContextManager[None]:
+        """Return what has batches collated in this process."""
+        return _collating_here()
 
 
 @contextlib.contextmanager
-def collating_here() -> Iterator[None]:
+def _collating_here() -> Iterator[None]:
     """torch's own collate function, seeing a worker, would stack batches into shared memory, past the modes."""
     functions = utils.collate.default_collate_fn_map
     original = functions.get(torch.Tensor)
@@ -209,12 +220,9 @@ def _sharding(init: Any, world_size: int, rank: int) -> Callable[[int], None]:
 
 @contextlib.contextmanager
 def _worker_info(info: Any) -> Iterator[None]:
-    outer = utils.worker._worker_info
-    utils.worker._worker_info = info
-    try:
+    with PatchSet() as patches:
+        patches.set(utils.worker, "_worker_info", info)
         yield
-    finally:
-        utils.worker._worker_info = outer
 
 
 def _seed(base_seed: int, number: int) -> None:

@@ -6,6 +6,7 @@ raise by themselves when they find no card, failure.py recognises by its words.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -13,43 +14,44 @@ from typing import Any, NoReturn
 import torch
 import torch.cuda.profiler
 
+from memprof.patching.extension import Extension
+from memprof.patching.patch_set import Patch
+from memprof.virtual.install_context import InstallContext
 from memprof.virtual.limits import not_yet
 from memprof.watch.failure import KernelError
 
-COMPILED = "CUDA kernels that are compiled at run time"
+_COMPILED = "CUDA kernels that are compiled at run time"
 _array_interface: Any = torch.Tensor.__cuda_array_interface__
 
 
-def patches(
-    on_card: Callable[[torch.Tensor], bool], written: Callable[[torch.Tensor], None] | None = None
-) -> Iterator[tuple[Any, str, Any]]:
-    """The patches (owner, name, replacement).
+class Native(Extension):
+    """Where torch hands tensors, or code of the program's, to CUDA itself."""
 
-    Args:
-        on_card: whether a tensor is on the card.
-        written: told each tensor that a kernel compiled at run time may have written, whose launch is then passed over;
-            None: it ends the run.
-    """
+    def patches(self, context: InstallContext) -> Iterator[Patch]:
+        """Replace these ends of torch: a kernel that is compiled at run time is passed over, or ends the run."""
 
-    def array_interface(tensor: torch.Tensor) -> Any:
-        if on_card(tensor):
-            raise KernelError(
-                "__cuda_array_interface__ hands the tensor's data on the card to another library",
-                "the CUDA array interface",
-            )
-        return _array_interface.fget(tensor)
+        def array_interface(tensor: torch.Tensor) -> Any:
+            if context.is_on_card(tensor):
+                raise KernelError(
+                    "__cuda_array_interface__ hands the tensor's data on the card to another library",
+                    "the CUDA array interface",
+                )
+            return _array_interface.fget(tensor)
 
-    yield torch.Tensor, "__cuda_array_interface__", property(array_interface)
-    yield torch._C, "_cuda_jiterator_compile_and_launch_kernel", _kernel("torch.cuda.jiterator")
-    compiles = _kernel("torch.cuda._compile_kernel")
-    yield torch.cuda, "_compile_kernel", compiles if written is None else lambda *args, **kwargs: _Compiled(written)
-    for owner in (torch.cuda, torch.cuda.memory):
-        for name, what in _ALLOCATORS.items():
-            if hasattr(owner, name):
-                yield owner, name, _allocator(name, what)
-    for owner in (torch.cuda, torch.cuda.profiler):
-        yield owner, "cudart", _runtime
-        yield owner, "check_error", lambda result: None
+        def compile_kernel(*args: Any, **kwargs: Any) -> _Compiled:
+            return _Compiled(functools.partial(context.note_written, by=_COMPILED))
+
+        yield torch.Tensor, "__cuda_array_interface__", property(array_interface)
+        yield torch._C, "_cuda_jiterator_compile_and_launch_kernel", _kernel("torch.cuda.jiterator")
+        compiles = compile_kernel if context.passes_kernels else _kernel("torch.cuda._compile_kernel")
+        yield torch.cuda, "_compile_kernel", compiles
+        for owner in (torch.cuda, torch.cuda.memory):
+            for name, what in _ALLOCATORS.items():
+                if hasattr(owner, name):
+                    yield owner, name, _allocator(name, what)
+        for owner in (torch.cuda, torch.cuda.profiler):
+            yield owner, "cudart", _runtime
+            yield owner, "check_error", lambda result: None
 
 
 def _kernel(name: str) -> Callable[..., NoReturn]:

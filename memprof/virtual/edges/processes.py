@@ -23,10 +23,11 @@ from torch.utils._pytree import tree_leaves
 
 from memprof.errors import MemprofError
 from memprof.monitor.probe import no_card
-from memprof.virtual.devices import DeviceMode
+from memprof.patching.extension import Extension
+from memprof.patching.patch_set import Patch
+from memprof.virtual.install_context import InstallContext
 from memprof.virtual.limits import SEND_NUMBERS, not_yet, note_from_here, refused
 from memprof.virtual.ranks import joining
-from memprof.virtual.recording import RecordingMode
 
 _SPAWN_INLINE = "torch.multiprocessing.spawn with one process: its function runs in this process."
 _SPAWN_ONE = "torch.multiprocessing.spawn with {} processes: the function of one of them runs, in this process."
@@ -37,7 +38,7 @@ _registered = False
 
 
 @contextlib.contextmanager
-def left_in_children(leave: Callable[[], None]) -> Iterator[None]:
+def _left_in_children(leave: Callable[[], None]) -> Iterator[None]:
     """Call `leave` in every child that is forked inside."""
     global _leave, _registered
     if not _registered:
@@ -56,56 +57,37 @@ def _after_fork() -> None:
         _leave()
 
 
-def switch_off(function_mode: DeviceMode, recording: RecordingMode, file: str) -> None:
-    """In a forked child: the modes stay on their stacks, where code that is running expects them, and do nothing.
-
-    Args:
-        function_mode: the one.
-        recording: the other.
-        file: where the child tells what it was refused.
-    """
-    function_mode.__class__ = _NoDeviceMode
-    recording.__class__ = _NoRecordingMode
+def _switch_off(context: InstallContext) -> None:
+    """In a forked child: the modes stay on their stacks, where code that is running expects them, and do nothing."""
+    context.function_mode.is_off = context.recording.is_off = True
+    file = context.children.file
     note_from_here(lambda problem, hint, line: no_card.tell(file, problem, hint))
     no_card.refuse(torch.cuda, file, lambda problem: MemprofError(problem, hint=no_card.HINT))
 
 
-class _NoDeviceMode(DeviceMode):
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **kwargs) if kwargs else func(*args)
+class Processes(Extension):
+    """What starts processes, and talks to them."""
 
+    def patches(self, context: InstallContext) -> Iterator[Patch]:
+        """Replace queues between processes, and what starts a rank for each GPU."""
+        for queue in (multiprocessing.queues.Queue, multiprocessing.queues.SimpleQueue):
+            yield queue, "put", _putting(queue.put, context.recording.is_virtual)
+        pool = concurrent.futures.ThreadPoolExecutor
+        yield pool, "submit", _submitting(pool.submit)
+        for name in ("spawn", "start_processes"):
+            yield torch.multiprocessing, name, _inline(getattr(torch.multiprocessing, name), context)
+        yield from context.children.patches()
 
-class _NoRecordingMode(RecordingMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for value in tree_leaves((args, kwargs)):
-            if isinstance(value, torch.Tensor) and value.is_meta and self.device_of(value) != "meta":
-                raise not_yet("uses, in another process, a tensor of the virtual GPU, which has no data", no_card.HINT)
-        return func(*args, **kwargs) if kwargs else func(*args)
+    @contextlib.contextmanager
+    def around(self, context: InstallContext) -> Iterator[None]:
+        """Tell Pythons that are started what they do not have; switch the virtual GPU off in those that are forked."""
 
+        def leave() -> None:
+            context.leave_in_child()
+            _switch_off(context)
 
-def patches(
-    assume: Callable[[str], None],
-    recording: RecordingMode,
-    cards: int = 1,
-    rank: int = 0,
-    *,
-    exactly: bool = False,
-) -> Iterator[tuple[Any, str, Any]]:
-    """The patches (owner, name, replacement) of what starts processes, and talks to them.
-
-    Args:
-        assume: told what the run rests on.
-        recording: what the program allocates.
-        cards: how many there are: the program starts a rank for each.
-        rank: the one that this process is.
-        exactly: all of them run, and the program may not start fewer.
-    """
-    for queue in (multiprocessing.queues.Queue, multiprocessing.queues.SimpleQueue):
-        yield queue, "put", _putting(queue.put, recording.is_virtual)
-    yield concurrent.futures.ThreadPoolExecutor, "submit", _submitting(concurrent.futures.ThreadPoolExecutor.submit)
-    for name in ("spawn", "start_processes"):
-        original = getattr(torch.multiprocessing, name)
-        yield torch.multiprocessing, name, _inline(original, assume, recording, cards, rank, exactly=exactly)
+        with context.children, _left_in_children(leave):
+            yield
 
 
 def _putting(original: Callable[..., Any], is_virtual: Callable[[torch.Tensor], bool]) -> Callable[..., Any]:
@@ -136,16 +118,10 @@ def _submitting(original: Callable[..., Any]) -> Callable[..., Any]:
     return submit
 
 
-def _inline(
-    original: Callable[..., Any],
-    assume: Callable[[str], None],
-    recording: RecordingMode,
-    cards: int,
-    rank: int,
-    *,
-    exactly: bool,
-) -> Callable[..., Any]:
+def _inline(original: Callable[..., Any], context: InstallContext) -> Callable[..., Any]:
     """`torch.multiprocessing.spawn` of as many processes as there are cards, or fewer: this is one of them."""
+    assume, recording, cards = context.assume, context.recording, context.cards.number
+    exactly = context.channel is not None  # all of them run, and the program may not start fewer
 
     def spawn(
         fn: Callable[..., Any], args: Any = (), nprocs: int = 1, join: bool = True, *rest: Any, **options: Any
@@ -168,7 +144,7 @@ def _inline(
             assume(_SPAWN_INLINE if nprocs == 1 else _SPAWN_ONE.format(nprocs))
         first = len(recording.recorder.trace.storages)
         with joining.groups_end_with_the_run():
-            fn(rank % nprocs, *args)
+            fn(context.rank % nprocs, *args)
         # The next one is a process of its own.
         gc.collect()
         recording.process_ended(first)

@@ -18,18 +18,15 @@ import sys
 import sysconfig
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import FrameType
-from typing import TYPE_CHECKING
 
 from torch.utils import _python_dispatch as dispatch
 
+from memprof.patching.extension import Extension
 from memprof.patching.patch_set import Patch
+from memprof.virtual.install_context import InstallContext
 from memprof.watch.recorder import Recorder
-
-if TYPE_CHECKING:
-    from memprof.virtual.devices import DeviceMode
-    from memprof.virtual.recording import RecordingMode
 
 _STDLIB = sysconfig.get_path("stdlib") + os.sep
 _HERE = os.path.dirname(__file__) + os.sep
@@ -39,29 +36,15 @@ _ORDER = (
 )
 
 
-class Threads:
-    """Those of one run.
+class Threads(Extension):
+    """Threads of the program: each has modes of its own, which begin with its first tensor."""
 
-    Args:
-        recording: the mode of the thread that entered the virtual GPU.
-        modes: makes the function mode of another thread, of a copy of `recording`.
-        assume: told that there are any, once one has used a tensor.
-    """
-
-    def __init__(
-        self,
-        recording: RecordingMode,
-        modes: Callable[[RecordingMode], DeviceMode],
-        assume: Callable[[str], None],
-    ) -> None:
-        self._recording = recording
-        self._modes = modes
-        self._assume = assume
+    def __init__(self) -> None:
         self._simulated: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
         self._numbers: set[int] = set()
 
-    def patches(self) -> Iterator[Patch]:
-        """The patches (owner, name, replacement) of what every thread begins with."""
+    def patches(self, context: InstallContext) -> Iterator[Patch]:
+        """Replace what every thread begins with."""
         start, bootstrap = threading.Thread.start, "_bootstrap_inner"
         original = getattr(threading.Thread, bootstrap)
 
@@ -71,7 +54,7 @@ class Threads:
             start(thread)
 
         def run(thread: threading.Thread) -> None:
-            with self._entered(thread) if thread in self._simulated else contextlib.nullcontext():
+            with self._entered(context) if thread in self._simulated else contextlib.nullcontext():
                 original(thread)
 
         starting.__name__ = starting.__qualname__ = start.__name__
@@ -79,17 +62,18 @@ class Threads:
         yield threading.Thread, bootstrap, run
 
     @contextlib.contextmanager
-    def _entered(self, thread: threading.Thread) -> Iterator[None]:
-        recording = copy.copy(self._recording)
+    def _entered(self, context: InstallContext) -> Iterator[None]:
+        recording = copy.copy(context.recording)
         dispatch.TorchDispatchMode.__init__(recording)  # what a mode remembers of those around it is its thread's
         with recording.recorder.lock:
             # A handle of cuBLAS is the next thread's when its own has ended (CublasHandlePool.cpp).
             number = next(one for one in itertools.count(1) if one not in self._numbers)
             self._numbers.add(number)
         recording.thread, recording.in_turn = f"thread {number}", False
-        recording.begins = lambda: self._assume(_ORDER)
+        recording.begins = lambda: context.assume(_ORDER)
         recording.recorder.stand_aside()
-        with self._modes(recording):
+        recording.function_mode = context.function_mode.of_thread(recording)
+        with recording.function_mode:
             dispatch._push_mode(recording)
             try:
                 yield

@@ -23,6 +23,8 @@ from typing import Any
 
 import torch
 
+from memprof.patching.patch_set import Patch
+
 _KERNELS = "bitsandbytes.backends.cuda.ops"
 _FUNCTIONS = "bitsandbytes.functional"
 _NAMESPACE = "bitsandbytes::"
@@ -45,17 +47,12 @@ class NoKernels:
         return kernel
 
 
-def is_loaded() -> bool:
-    """Whether the program has imported bitsandbytes."""
-    return _FUNCTIONS in sys.modules
-
-
-def load_error_is_silent() -> tuple[Any, str, Any]:
+def load_error_is_silent() -> Patch:
     """The patch for its complaint, twenty lines of traceback, that a machine without CUDA has no library for CUDA."""
     return logging.getLogger("bitsandbytes.cextension"), "disabled", True
 
 
-def patches(assume: Callable[[str], None]) -> Iterator[tuple[Any, str, Any]]:
+def patches(assume: Callable[[str], None]) -> Iterator[Patch]:
     """The patches (owner, name, replacement) that let bitsandbytes run without its native library.
 
     Nothing if it has not been imported, or is of a release without torch operators (before 0.46).

@@ -8,19 +8,30 @@ a parameter does not reach: of thousands of ranks that would be all of it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
 
 import torch
 
+from memprof.patching.extension import Extension
+from memprof.patching.patch_set import Patch
+from memprof.virtual.install_context import InstallContext
 
-def patches() -> dict[str, Callable[[Any], Iterator[tuple[Any, str, Any]]]]:
-    """By module, the patches (owner, name, replacement) once it is imported."""
-    return {
-        "torch.distributed.tensor._sharding_prop": _of_propagation,
-        "torch.distributed.tensor._ops.single_dim_strategy": _of_strategies,
-        "torch.distributed._functional_collectives": _of_collectives,
-        "torch.distributed.fsdp._fully_shard._fsdp_param": _of_shards,
-    }
+
+class DTensors(Extension):
+    """DTensor, and what is built on it, once they are imported."""
+
+    imports = (
+        "torch.distributed.tensor._sharding_prop",
+        "torch.distributed.tensor._ops.single_dim_strategy",
+        "torch.distributed._functional_collectives",
+        "torch.distributed.fsdp._fully_shard._fsdp_param",
+    )
+
+    def patches_of(self, module: ModuleType, context: InstallContext) -> Iterator[Patch]:
+        """Replace what is asked in one of these modules."""
+        of = dict(zip(self.imports, (_of_propagation, _of_strategies, _of_collectives, _of_shards), strict=True))
+        yield from of[module.__name__](module)
 
 
 def _of_propagation(module: Any) -> Iterator[tuple[Any, str, Any]]:

@@ -13,16 +13,20 @@ import os
 import sys
 import urllib.parse
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.cuda.nccl
 import torch.distributed as dist
 
+from memprof.patching.extension import Extension
+from memprof.patching.patch_set import Patch
 from memprof.trace.facts import RankFacts
 from memprof.virtual.card import nccl_version, torch_release
+from memprof.virtual.install_context import InstallContext
 from memprof.virtual.limits import refused
-from memprof.virtual.ranks import objects, stores
+from memprof.virtual.ranks import stores
 from memprof.virtual.ranks.alone import Alone
 from memprof.virtual.ranks.channel import Channel
 from memprof.virtual.ranks.group import BACKEND, Group
@@ -37,6 +41,28 @@ _REPLACED = frozenset({"nccl", "gloo", "mpi", "ucc", "undefined"})
 _TIMEOUT = datetime.timedelta(minutes=10)
 _OUTSIDE = "What NCCL takes of the card outside the caching allocator is not known, and not counted."
 _ONE_PROCESS = "torch.distributed runs with one process: collectives change nothing."
+
+
+class ProcessGroups(Extension):
+    """`torch.distributed`, and its groups, which end with the run."""
+
+    def patches(self, context: InstallContext) -> Iterator[Patch]:
+        """Replace what joins groups and makes them."""
+        joining = Joining(
+            context.cards.number * context.nodes,
+            context.others,
+            context.is_on_card,
+            context.recorder,
+            context.assume,
+            context.note_joined,
+            context.channel,
+            context.recording.meter.sent,
+        )
+        yield from joining.patches()
+
+    def around(self, context: InstallContext) -> AbstractContextManager[None]:
+        """Return what destroys groups that the program leaves behind."""
+        return groups_end_with_the_run()
 
 
 class Joining:
@@ -75,8 +101,8 @@ class Joining:
         self._found = RankFacts()
         """What the program has joined as."""
 
-    def patches(self) -> Iterator[tuple[Any, str, Any]]:
-        """The patches (owner, name, replacement) of what joins groups and makes them."""
+    def patches(self) -> Iterator[Patch]:
+        """Replace what joins groups and makes them."""
         if _c10d is None:
             return
         starting = self._starting(dist.init_process_group)
@@ -90,7 +116,6 @@ class Joining:
             for name in ("TCPStore", "FileStore"):
                 if hasattr(owner, name):
                     yield owner, name, self._store
-        yield from objects.patches(self._others)
         yield dist, "is_nccl_available", lambda: True
         yield torch.cuda.nccl, "version", lambda: nccl_version(torch_release())
         if hasattr(dist, "Logger"):  # of DistributedDataParallel: it has no timers for such tensors, and says so

@@ -7,19 +7,39 @@ What a rank sends that runs, and what is gathered, goes through torch's own code
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch.distributed as dist
 
+from memprof.patching.extension import Extension
+from memprof.patching.patch_set import Patch
+from memprof.virtual.install_context import InstallContext
 from memprof.virtual.limits import not_yet
 from memprof.virtual.ranks.alone import Alone
 
 _c10d: Any = getattr(dist, "distributed_c10d", None)
 
 
-def patches(others: Alone) -> Iterator[tuple[Any, str, Any]]:
-    """The patches (owner, name, replacement) of what takes objects of one other rank."""
+class ObjectsOfRanks(Extension):
+    """What takes objects of other ranks; checkpoints and optimizer states that are spread over them."""
+
+    imports = ("torch.distributed.checkpoint.default_planner", "torch.distributed.fsdp._optim_utils")
+
+    def patches(self, context: InstallContext) -> Iterator[Patch]:
+        """Replace what receives an object of one other rank."""
+        if _c10d is not None:
+            yield from _of_objects(context.others)
+
+    def patches_of(self, module: ModuleType, context: InstallContext) -> Iterator[Patch]:
+        """Replace what asks the other ranks for their parts of a checkpoint, or of an optimizer's state."""
+        if module.__name__.endswith("default_planner"):
+            yield from _of_checkpoints(context.others)
+        else:
+            yield from _of_optimizer_states()
+
+
+def _of_objects(others: Alone) -> Iterator[Patch]:
     received = {
         name: _from_one(getattr(dist, name), others) for name in ("broadcast_object_list", "scatter_object_list")
     }
@@ -45,7 +65,7 @@ def patches(others: Alone) -> Iterator[tuple[Any, str, Any]]:
             yield owner, "recv_object_list", recv_object_list
 
 
-def checkpoint_patches(others: Alone) -> Iterator[tuple[Any, str, Any]]:
+def _of_checkpoints(others: Alone) -> Iterator[Patch]:
     """Once distributed checkpoints are imported: they are of this rank's parts, without a plan of the others'."""
     from torch.distributed.checkpoint import default_planner as planner
     from torch.distributed.checkpoint.utils import _DistWrapper as Wrapper
@@ -69,7 +89,7 @@ def checkpoint_patches(others: Alone) -> Iterator[tuple[Any, str, Any]]:
     yield planner, validate.__name__, of_all
 
 
-def fsdp_patches() -> Iterator[tuple[Any, str, Any]]:
+def _of_optimizer_states() -> Iterator[Patch]:
     """Once states of optimizers of FSDP1 are imported: those of other ranks' parts have the names of their parameters,
     which have no element on this one and so no state."""
     from torch.distributed.fsdp import _optim_utils as states

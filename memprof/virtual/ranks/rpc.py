@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
+from memprof.patching.extension import Extension
+from memprof.patching.patch_set import Patch
+from memprof.virtual.install_context import InstallContext
 from memprof.virtual.limits import not_yet
 
 
-def patches() -> dict[str, Callable[[Any], Iterator[tuple[Any, str, Any]]]]:
-    """By module, the patches (owner, name, replacement) once it is imported."""
-    return {"torch.distributed.rpc": _of_rpc}
+class Rpc(Extension):
+    """`torch.distributed.rpc`, once it is imported."""
+
+    imports = ("torch.distributed.rpc",)
+
+    def patches_of(self, module: ModuleType, context: InstallContext) -> Iterator[Patch]:
+        """Replace what joins a group that is larger than this process."""
+        yield from _of_rpc(module)
 
 
-def _of_rpc(module: Any) -> Iterator[tuple[Any, str, Any]]:
+def _of_rpc(module: Any) -> Iterator[Patch]:
     original = getattr(module, "init_rpc", None)  # not in every build
     if original is None:
         return

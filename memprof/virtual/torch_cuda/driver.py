@@ -1,21 +1,20 @@
-"""What stands below `torch.cuda` in a CUDA build: functions of `torch._C`, generators on the card, tensor types, NVML.
+"""What stands below `torch.cuda` in a CUDA build: functions of `torch._C`, generators on the card and
+tensor types.
 
 A CPU build has none of it; where there is a CUDA build, none of it reaches a real card.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from memprof.catalog import Gpu
 from memprof.virtual.cards import Cards
 
-_UUID = "00000000-0000-0000-0000-000000000000"
+UUID = "00000000-0000-0000-0000-000000000000"
 _RNG_STATE_BYTES = 16
 """Seed and offset of the Philox generator (CUDAGeneratorImpl.cpp, get_state)."""
 _MIB = 1 << 20
@@ -207,53 +206,6 @@ def driver_patches(cards: Cards) -> Iterator[tuple[Any, str, Any]]:
     for name, dtype in LEGACY_TYPES.items():
         yield torch.cuda, name, _legacy_type(name, dtype)
     yield from _default_type_patches()
-
-
-# -- NVML --------------------------------------------------------------------------------------------------------------
-
-
-def nvml_patches(gpu: Gpu, cards: Cards, used_bytes: Callable[[str], int]) -> Iterator[tuple[Any, str, Any]]:
-    """The patches of `pynvml`, once it is imported: what a program reads there about its card.
-
-    Args:
-        gpu: the card.
-        cards: how many there are.
-        used_bytes: what is in use on one of them.
-    """
-    pynvml = sys.modules["pynvml"]
-    handles = [SimpleNamespace(index=index) for index in range(cards.number)]
-
-    def memory(device: Any, version: Any = None) -> Any:
-        used = used_bytes(cards.named(device.index))
-        return SimpleNamespace(total=gpu.total_bytes, used=used, free=max(0, gpu.total_bytes - used), reserved=0)
-
-    def processes(device: Any) -> list[Any]:
-        import os
-
-        return [
-            SimpleNamespace(pid=os.getpid(), usedGpuMemory=used_bytes(cards.named(device.index)), gpuInstanceId=None)
-        ]
-
-    answers: dict[str, Any] = {
-        "nvmlInit": lambda: None,
-        "nvmlInitWithFlags": lambda flags: None,
-        "nvmlShutdown": lambda: None,
-        "nvmlDeviceGetCount": lambda: cards.number,
-        "nvmlDeviceGetHandleByIndex": lambda index: handles[cards.index(index)],
-        "nvmlDeviceGetHandleByUUID": lambda uuid: handles[0],
-        "nvmlDeviceGetIndex": lambda device: device.index,
-        "nvmlDeviceGetName": lambda device: gpu.name,
-        "nvmlDeviceGetUUID": lambda device: f"GPU-{_UUID}",
-        "nvmlDeviceGetMemoryInfo": memory,
-        "nvmlDeviceGetUtilizationRates": lambda device: SimpleNamespace(gpu=0, memory=0),
-        "nvmlDeviceGetTemperature": lambda device, sensor=0: 0,
-        "nvmlDeviceGetPowerUsage": lambda device: 0,
-        "nvmlDeviceGetCudaComputeCapability": lambda device: list(gpu.compute_capability),
-        "nvmlDeviceGetComputeRunningProcesses": processes,
-    }
-    for name, answer in answers.items():
-        if hasattr(pynvml, name):
-            yield pynvml, name, answer
 
 
 # -- what kernels are told of a multiprocessor ------------------------------------------------------------------------

@@ -14,6 +14,9 @@ from typing import Any
 
 import torch
 
+from memprof.patching.extension import Extension
+from memprof.patching.patch_set import Patch
+from memprof.virtual.install_context import InstallContext
 from memprof.virtual.limits import not_yet
 from memprof.watch.recorder import Recorder
 
@@ -120,24 +123,27 @@ class MemPool:
             self.pools.leave(self.id)
 
 
-def patches(recorder: Recorder, assume: Callable[[str], None]) -> Iterator[tuple[Any, str, Any]]:
-    """The patches (owner, name, replacement) of graphs and pools."""
-    pools = Pools(recorder)
-    graph = type("CUDAGraph", (CudaGraph,), {"assume": staticmethod(assume), "pools": pools})
-    pool = type("MemPool", (MemPool,), {"pools": pools})
+class GraphsAndPools(Extension):
+    """`torch.cuda.CUDAGraph`, `MemPool` and what uses them."""
 
-    @contextlib.contextmanager
-    def use_mem_pool(pool: MemPool, device: Any = None) -> Iterator[None]:
-        pools.begin(pool.id, of_thread=True)
-        try:
-            yield
-        finally:
-            pools.end()
+    def patches(self, context: InstallContext) -> Iterator[Patch]:
+        """Replace them by those of this run."""
+        pools = Pools(context.recorder)
+        graph = type("CUDAGraph", (CudaGraph,), {"assume": staticmethod(context.assume), "pools": pools})
+        pool = type("MemPool", (MemPool,), {"pools": pools})
 
-    replaced = {"CUDAGraph": graph, "MemPool": pool, "use_mem_pool": use_mem_pool, "graph_pool_handle": pools.new}
-    for owner in (torch.cuda, torch.cuda.graphs, torch.cuda.memory):
-        for name, value in replaced.items():
-            if hasattr(owner, name):
-                yield owner, name, value
-    if not hasattr(torch._C, "_host_emptyCache"):  # a CPU build; torch.cuda.graph calls it
-        yield torch._C, "_host_emptyCache", lambda: None
+        @contextlib.contextmanager
+        def use_mem_pool(pool: MemPool, device: Any = None) -> Iterator[None]:
+            pools.begin(pool.id, of_thread=True)
+            try:
+                yield
+            finally:
+                pools.end()
+
+        replaced = {"CUDAGraph": graph, "MemPool": pool, "use_mem_pool": use_mem_pool, "graph_pool_handle": pools.new}
+        for owner in (torch.cuda, torch.cuda.graphs, torch.cuda.memory):
+            for name, value in replaced.items():
+                if hasattr(owner, name):
+                    yield owner, name, value
+        if not hasattr(torch._C, "_host_emptyCache"):  # a CPU build; torch.cuda.graph calls it
+            yield torch._C, "_host_emptyCache", lambda: None

@@ -10,6 +10,7 @@ import torch
 
 from memprof.catalog import find_gpu
 from memprof.errors import MemprofError
+from memprof.stand_ins.extension import StandInExtension
 from memprof.virtual import VirtualGpu
 
 CARD = find_gpu("a100-80gb")
@@ -18,7 +19,7 @@ ROWS, COLUMNS = 600, 512
 
 @pytest.fixture
 def gpu() -> Iterator[VirtualGpu]:
-    with VirtualGpu(CARD, workspaces=False) as virtual:
+    with VirtualGpu(CARD, workspaces=False, extensions=[StandInExtension()]) as virtual:
         yield virtual
 
 
@@ -243,7 +244,7 @@ def test_amp_copies_the_weights_of_a_recurrent_layer_into_one_tensor(gpu: Virtua
 
 def test_functions_are_as_they_were_when_the_run_has_ended() -> None:
     before = torch.nn.functional.linear, torch.Tensor.__add__, torch.nn.modules.rnn._VF
-    with VirtualGpu(CARD):
+    with VirtualGpu(CARD, extensions=[StandInExtension()]):
         from apex import amp
 
         model = torch.nn.Linear(4, 4).cuda()

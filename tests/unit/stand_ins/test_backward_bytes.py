@@ -15,11 +15,12 @@ from typing import Any
 
 import pytest
 import torch
-from tests.unit.virtual.stand_ins.test_flash_attention import half, single, tensor
 
 from memprof.catalog import find_gpu
 from memprof.stand_ins import registry, tools
+from memprof.stand_ins.extension import StandInExtension
 from memprof.virtual import VirtualGpu
+from tests.unit.stand_ins.test_flash_attention import half, single, tensor
 
 FOLDER = Path(registry.__file__).parent
 EDGES, NODES, CHANNELS = 1000, 100, 16
@@ -230,7 +231,7 @@ ELSEWHERE = {
 
 @pytest.fixture
 def gpu() -> Iterator[VirtualGpu]:
-    with VirtualGpu(find_gpu("h100-80gb"), workspaces=False) as gpu:
+    with VirtualGpu(find_gpu("h100-80gb"), workspaces=False, extensions=[StandInExtension()]) as gpu:
         yield gpu
 
 
@@ -277,5 +278,5 @@ def test_each_stand_in_with_a_backward_has_a_test_of_its_bytes() -> None:
     assert set(sites()) == tested
     for name in ELSEWHERE.values():
         module, _, function = name.partition(".")
-        found = getattr(importlib.import_module(f"tests.unit.virtual.stand_ins.{module}"), function)
+        found = getattr(importlib.import_module(f"tests.unit.stand_ins.{module}"), function)
         assert re.search(r"backward\(|autograd\.grad\(", inspect.getsource(found)), name

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.unit.virtual.stand_ins.test_apex import layer, measured
 
 from memprof.catalog import find_gpu
 from memprof.errors import MemprofError
+from memprof.stand_ins.extension import StandInExtension
 from memprof.virtual import VirtualGpu
+from tests.unit.stand_ins.test_apex import layer, measured
 
 CARD = find_gpu("a100-80gb")
 NUMBER = 600 * 512
@@ -20,7 +21,7 @@ NUMBER = 600 * 512
 
 @pytest.fixture
 def gpu() -> Iterator[VirtualGpu]:
-    with VirtualGpu(CARD, workspaces=False) as virtual:
+    with VirtualGpu(CARD, workspaces=False, extensions=[StandInExtension()]) as virtual:
         yield virtual
 
 
@@ -87,7 +88,7 @@ def test_of_an_installed_package_the_kernel_is_stood_in_for(tmp_path: Path, monk
     )
     monkeypatch.syspath_prepend(tmp_path)
     try:
-        with VirtualGpu(CARD, workspaces=False) as gpu:
+        with VirtualGpu(CARD, workspaces=False, extensions=[StandInExtension()]) as gpu:
             import deepspeed
             from deepspeed.ops.op_builder.fused_adam import FusedAdamBuilder
 

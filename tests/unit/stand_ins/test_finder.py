@@ -17,6 +17,7 @@ import memprof
 from memprof.catalog import find_gpu
 from memprof.errors import MemprofError, UsageError
 from memprof.stand_ins import registry
+from memprof.stand_ins.extension import StandInExtension
 from memprof.stand_ins.packages import NOT_STOOD_IN, PACKAGES
 from memprof.virtual import VirtualGpu
 
@@ -31,7 +32,7 @@ except ImportError:
 
 @pytest.fixture
 def gpu() -> Iterator[VirtualGpu]:
-    with VirtualGpu(CARD, workspaces=False) as virtual:
+    with VirtualGpu(CARD, workspaces=False, extensions=[StandInExtension()]) as virtual:
         yield virtual
 
 
@@ -53,7 +54,7 @@ def said(gpu: VirtualGpu) -> list[str]:
 
 def test_the_programs_own_import_finds_one_and_nothing_is_left() -> None:
     finders = list(sys.meta_path)
-    with VirtualGpu(CARD) as gpu:
+    with VirtualGpu(CARD, extensions=[StandInExtension()]) as gpu:
         import flash_attn
         from flash_attn.bert_padding import unpad_input
 
@@ -69,7 +70,7 @@ def test_the_programs_own_import_finds_one_and_nothing_is_left() -> None:
 
 
 def test_a_stand_in_that_is_kept_is_refused_after_the_run() -> None:
-    with VirtualGpu(CARD):
+    with VirtualGpu(CARD, extensions=[StandInExtension()]):
         from flash_attn import flash_attn_func
     with pytest.raises(MemprofError, match="no virtual GPU is active"):
         flash_attn_func(*[torch.zeros(1, 8, 2, 64, dtype=torch.bfloat16)] * 3)
@@ -86,7 +87,7 @@ def test_a_real_package_is_used(packages: Path, package: str) -> None:
             (packages / folder / "__init__.py").touch()
         file.write_text("real = True\n")
     (packages / "library_that_looks.py").write_text(PROBE.replace("flash_attn", package))
-    with VirtualGpu(CARD) as gpu:
+    with VirtualGpu(CARD, extensions=[StandInExtension()]) as gpu:
         for name in [package, *modules]:
             found = importlib.import_module(name)
             assert found.real, name
@@ -184,7 +185,7 @@ def test_anybody_can_add_one() -> None:
         memprof.stand_in("made_up_norm.ops.norm", source="another")(norm)
     with pytest.raises(UsageError, match="name in a module"):
         memprof.stand_in("made_up_norm", source="another")(norm)
-    with VirtualGpu(CARD, workspaces=False) as gpu:
+    with VirtualGpu(CARD, workspaces=False, extensions=[StandInExtension()]) as gpu:
         from made_up_norm import ops
         from made_up_norm.ops import other
 
@@ -213,7 +214,7 @@ def test_a_package_brings_its_own(packages: Path) -> None:
     (info / "entry_points.txt").write_text("[memprof.stand_ins]\nmade_up_norm = made_up_norm_for_memprof\n")
     registry._load.cache_clear()
     try:
-        with VirtualGpu(CARD):
+        with VirtualGpu(CARD, extensions=[StandInExtension()]):
             from made_up_norm import norm
 
             assert norm(torch.zeros(3, device="cuda")).shape == (3,)

@@ -10,6 +10,7 @@ import torch
 
 from memprof.catalog import find_gpu
 from memprof.errors import MemprofError
+from memprof.stand_ins.extension import StandInExtension
 from memprof.virtual import VirtualGpu
 
 CARD = find_gpu("h100-80gb")
@@ -21,7 +22,7 @@ STATE = 16
 
 @pytest.fixture
 def gpu() -> Iterator[VirtualGpu]:
-    with VirtualGpu(CARD, workspaces=False) as virtual:
+    with VirtualGpu(CARD, workspaces=False, extensions=[StandInExtension()]) as virtual:
         yield virtual
 
 

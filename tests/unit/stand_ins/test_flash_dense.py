@@ -6,11 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from tests.unit.virtual.stand_ins.test_flash_attention import backward, half, measured, single, tensor
 
 from memprof.catalog import find_gpu
 from memprof.errors import MemprofError
+from memprof.stand_ins.extension import StandInExtension
 from memprof.virtual import VirtualGpu
+from tests.unit.stand_ins.test_flash_attention import backward, half, measured, single, tensor
 
 ROWS, WIDTH, INNER, SMS = 1024, 256, 1024, 108
 WORKSPACE = 4 * 2**20
@@ -18,7 +19,7 @@ WORKSPACE = 4 * 2**20
 
 @pytest.fixture
 def gpu() -> Iterator[VirtualGpu]:
-    with VirtualGpu(find_gpu("a100-80gb"), workspaces=False) as virtual:
+    with VirtualGpu(find_gpu("a100-80gb"), workspaces=False, extensions=[StandInExtension()]) as virtual:
         yield virtual
 
 
@@ -53,7 +54,7 @@ def test_what_a_network_keeps_by_its_level(level: int, kept: int) -> None:
 
 
 def test_on_hopper_gelu_is_a_kernel_of_its_own() -> None:
-    with VirtualGpu(find_gpu("h100-80gb"), workspaces=False):
+    with VirtualGpu(find_gpu("h100-80gb"), workspaces=False, extensions=[StandInExtension()]):
         from flash_attn.ops.fused_dense import FusedMLP
 
         network = FusedMLP(WIDTH, INNER).cuda().bfloat16()

@@ -13,6 +13,7 @@ import torch
 from memprof.catalog import find_gpu
 from memprof.errors import MemprofError
 from memprof.stand_ins import hub
+from memprof.stand_ins.extension import StandInExtension
 from memprof.virtual import VirtualGpu
 
 CARD = find_gpu("h100-80gb")
@@ -20,7 +21,7 @@ CARD = find_gpu("h100-80gb")
 
 @pytest.fixture
 def gpu() -> Iterator[VirtualGpu]:
-    with VirtualGpu(CARD, workspaces=False) as virtual:
+    with VirtualGpu(CARD, workspaces=False, extensions=[StandInExtension()]) as virtual:
         yield virtual
 
 
@@ -64,7 +65,7 @@ def test_the_installed_package_is_asked_for_the_others() -> None:
     asked: list[str] = []
     real: Any = ModuleType("kernels.load")
     real.get_kernel = real.has_kernel = lambda repo_id, **how: asked.append(repo_id)
-    for owner, name, replacement in hub.patches()["kernels.load"](real):
+    for owner, name, replacement in hub.patches(real):
         setattr(owner, name, replacement)
     assert real.get_kernel("kernels-community/flash-attn3", version=1).flash_attn_interface.flash_attn_func
     assert not asked

@@ -12,6 +12,7 @@ from torch import nn
 import memprof
 from memprof.catalog import find_gpu
 from memprof.stand_ins import registry
+from memprof.stand_ins.extension import StandInExtension
 from memprof.virtual import VirtualGpu
 
 pytest.importorskip("triton", reason="Inductor writes no kernels for a card without it")
@@ -38,7 +39,7 @@ class Attention(nn.Module):
 
 def run(compiled: Callable[[Any], Any]) -> tuple[list[int], list[str]]:
     """Sizes of the float32 tensors that two steps make beyond the first megabyte, and what the run rests on."""
-    with VirtualGpu(CARD, workspaces=False) as gpu:
+    with VirtualGpu(CARD, workspaces=False, extensions=[StandInExtension()]) as gpu:
         model = Attention().cuda().bfloat16()
         first = len(gpu.trace.storages)
         call = compiled(model)
@@ -76,7 +77,7 @@ def test_what_shares_memory_with_an_argument_still_does() -> None:
         return memprof.kernel(forward, backward, x)
 
     try:
-        with VirtualGpu(CARD, workspaces=False) as gpu:
+        with VirtualGpu(CARD, workspaces=False, extensions=[StandInExtension()]) as gpu:
             import made_up
 
             call = torch.compile(lambda x: made_up.halves(x * 2).sum(), fullgraph=True)

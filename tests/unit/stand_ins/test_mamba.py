@@ -6,11 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from tests.unit.virtual.stand_ins.test_flash_attention import backward, half, measured, single, tensor
 
 from memprof.catalog import find_gpu
 from memprof.errors import MemprofError
+from memprof.stand_ins.extension import StandInExtension
 from memprof.virtual import VirtualGpu
+from tests.unit.stand_ins.test_flash_attention import backward, half, measured, single, tensor
 
 CARD = find_gpu("a100-80gb")
 BATCH, CHANNELS, TIME, STATES = 2, 64, 3000, 16
@@ -20,7 +21,7 @@ CHUNKS = 2
 
 @pytest.fixture
 def gpu() -> Iterator[VirtualGpu]:
-    with VirtualGpu(CARD, workspaces=False) as virtual:
+    with VirtualGpu(CARD, workspaces=False, extensions=[StandInExtension()]) as virtual:
         yield virtual
 
 

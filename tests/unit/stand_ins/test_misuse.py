@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from memprof.catalog import find_gpu
+from memprof.stand_ins.extension import StandInExtension
 from memprof.virtual import VirtualGpu
 
 
 @pytest.fixture
 def gpu() -> Iterator[VirtualGpu]:
-    with VirtualGpu(find_gpu("h100-80gb"), workspaces=False) as gpu:
+    with VirtualGpu(find_gpu("h100-80gb"), workspaces=False, extensions=[StandInExtension()]) as gpu:
         yield gpu
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from memprof.catalog import find_gpu
+from memprof.stand_ins.extension import StandInExtension
 from memprof.virtual import VirtualGpu
 
 EDGES, NODES, CHANNELS = 10_000, 1_000, 16
@@ -16,7 +17,7 @@ OF_EDGES, OF_NODES = EDGES * CHANNELS * 4, NODES * CHANNELS * 4
 
 @pytest.fixture
 def gpu() -> Iterator[VirtualGpu]:
-    with VirtualGpu(find_gpu("a100-80gb"), workspaces=False) as gpu:
+    with VirtualGpu(find_gpu("a100-80gb"), workspaces=False, extensions=[StandInExtension()]) as gpu:
         yield gpu
 
 

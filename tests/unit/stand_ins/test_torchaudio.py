@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from tests.unit.virtual.stand_ins.test_apex import measured
 
 from memprof.catalog import find_gpu
+from memprof.stand_ins.extension import StandInExtension
 from memprof.virtual import VirtualGpu
+from tests.unit.stand_ins.test_apex import measured
 
 UTILITIES = """
 def _load_lib(lib):
@@ -44,7 +45,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def gpu(package: None) -> Iterator[VirtualGpu]:
-    with VirtualGpu(find_gpu("a100-80gb"), workspaces=False) as gpu:
+    with VirtualGpu(find_gpu("a100-80gb"), workspaces=False, extensions=[StandInExtension()]) as gpu:
         import torchaudio
 
         assert torchaudio._extension.aligns and torchaudio._extension.version is None
@@ -95,5 +96,5 @@ def test_a_filter_writes_where_it_is_told(gpu: VirtualGpu) -> None:
 
 @pytest.mark.usefixtures("package")
 def test_without_stand_ins_it_cannot_be_imported() -> None:
-    with VirtualGpu(find_gpu("a100-80gb"), stand_ins=False), pytest.raises(OSError, match="Could not load"):
+    with VirtualGpu(find_gpu("a100-80gb")), pytest.raises(OSError, match="Could not load"):
         import torchaudio  # noqa: F401

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from memprof.catalog import find_gpu
+from memprof.stand_ins.extension import StandInExtension
 from memprof.virtual import VirtualGpu
 
 EXTENSION = """
@@ -50,7 +51,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_operators_that_cannot_be_loaded_are_stood_in_for(tmp_path: Path) -> None:
     # As the real one does: importing it fails where its operators are not defined.
     (tmp_path / "torchvision/__init__.py").write_text(PACKAGE + REGISTERS, encoding="utf-8")
-    with VirtualGpu(find_gpu("a100-80gb"), workspaces=False) as gpu:
+    with VirtualGpu(find_gpu("a100-80gb"), workspaces=False, extensions=[StandInExtension()]) as gpu:
         import torchvision
 
         assert torchvision.extension._has_ops()
@@ -68,7 +69,7 @@ def test_operators_that_cannot_be_loaded_are_stood_in_for(tmp_path: Path) -> Non
 
 @pytest.mark.usefixtures("package")
 def test_without_stand_ins_they_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    with VirtualGpu(find_gpu("a100-80gb"), stand_ins=False) as gpu:
+    with VirtualGpu(find_gpu("a100-80gb")) as gpu:
         import torchvision.extension as extension
 
         assert not extension._has_ops()
@@ -83,7 +84,7 @@ def test_operators_that_are_there_stay_the_real_ones(monkeypatch: pytest.MonkeyP
     import torchvision.extension as extension
 
     monkeypatch.setattr(extension, "_has_ops", loaded)
-    with VirtualGpu(find_gpu("a100-80gb")) as gpu:
+    with VirtualGpu(find_gpu("a100-80gb"), extensions=[StandInExtension()]) as gpu:
         seen: Any = extension._has_ops
     assert seen is loaded
     assert not any("torchvision" in line for line in gpu.trace.assumptions)

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from tests.unit.virtual.stand_ins.test_flash_attention import backward, half, measured, single, tensor
 
 from memprof.catalog import find_gpu
 from memprof.errors import MemprofError
+from memprof.stand_ins.extension import StandInExtension
 from memprof.virtual import VirtualGpu
+from tests.unit.stand_ins.test_flash_attention import backward, half, measured, single, tensor
 
 CARD = find_gpu("h100-80gb")
 ROWS, SIZE, WIDE = 512, 256, 1024
@@ -20,7 +21,7 @@ HEADS, HEAD = 4, 64
 
 @pytest.fixture
 def gpu() -> Iterator[VirtualGpu]:
-    with VirtualGpu(CARD, workspaces=False) as virtual:
+    with VirtualGpu(CARD, workspaces=False, extensions=[StandInExtension()]) as virtual:
         yield virtual
 
 
@@ -63,7 +64,7 @@ def test_in_float8_it_saves_the_transposed_input_and_both_forms_of_the_weight(gp
 
 
 def test_a_card_that_multiplies_any_layout_transposes_nothing() -> None:
-    with VirtualGpu(find_gpu("b200"), workspaces=False):
+    with VirtualGpu(find_gpu("b200"), workspaces=False, extensions=[StandInExtension()]):
         import transformer_engine.pytorch as te
 
         linear = layer("Linear", SIZE, WIDE, bias=False)
@@ -158,7 +159,7 @@ def test_a_layer_with_dropout_keeps_its_masks(gpu: VirtualGpu) -> None:
 
 
 def test_the_workspace_of_its_products_is_kept() -> None:
-    with VirtualGpu(CARD):
+    with VirtualGpu(CARD, extensions=[StandInExtension()]):
         linear = layer("Linear", SIZE, WIDE, bias=False)
         x = tensor(ROWS, SIZE)
         assert measured(lambda: linear(x))[0] == half(ROWS, WIDE) + 32 * 1024 * 1024 + 1024
@@ -187,7 +188,7 @@ def test_what_is_not_known_is_refused_by_name(gpu: VirtualGpu) -> None:
 
 
 def test_a_card_without_float8_says_so() -> None:
-    with VirtualGpu(find_gpu("a100-80gb")):
+    with VirtualGpu(find_gpu("a100-80gb"), extensions=[StandInExtension()]):
         import transformer_engine.pytorch as te
 
         assert not te.is_fp8_available() and te.is_bf16_available()

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.unit.virtual.stand_ins.test_flash_attention import backward, half, measured, single, tensor
 
 from memprof.catalog import find_gpu
 from memprof.errors import MemprofError
+from memprof.stand_ins.extension import StandInExtension
 from memprof.virtual import VirtualGpu
+from tests.unit.stand_ins.test_flash_attention import backward, half, measured, single, tensor
 
 BATCH, TOKENS, HEADS = 2, 1000, 16
 SUMS = single(BATCH, HEADS, TOKENS)
@@ -16,7 +17,7 @@ SUMS = single(BATCH, HEADS, TOKENS)
 
 @pytest.mark.parametrize("card", ["h100-80gb", "a100-80gb"])
 def test_flash_attention_3_and_its_sums(card: str) -> None:
-    with VirtualGpu(find_gpu(card), workspaces=False):
+    with VirtualGpu(find_gpu(card), workspaces=False, extensions=[StandInExtension()]):
         import xformers
         from xformers.ops import LowerTriangularMask, memory_efficient_attention
 
@@ -31,7 +32,7 @@ def test_flash_attention_3_and_its_sums(card: str) -> None:
 
 
 def test_small_heads_and_dropout_take_flash_attention_2() -> None:
-    with VirtualGpu(find_gpu("a100-80gb"), workspaces=False):
+    with VirtualGpu(find_gpu("a100-80gb"), workspaces=False, extensions=[StandInExtension()]):
         from xformers.ops import memory_efficient_attention
 
         q, k, v = (tensor(BATCH, TOKENS, HEADS, 40) for _ in range(3))
@@ -45,7 +46,7 @@ def test_small_heads_and_dropout_take_flash_attention_2() -> None:
 
 
 def test_gradients_of_a_packed_tensor_are_one() -> None:
-    with VirtualGpu(find_gpu("a100-80gb"), workspaces=False):
+    with VirtualGpu(find_gpu("a100-80gb"), workspaces=False, extensions=[StandInExtension()]):
         from xformers.ops import memory_efficient_attention, unbind
 
         packed = tensor(BATCH, TOKENS, HEADS, 3, 64)
@@ -56,7 +57,7 @@ def test_gradients_of_a_packed_tensor_are_one() -> None:
 
 
 def test_without_a_gradient_sums_are_dropped_and_what_is_not_known_is_refused() -> None:
-    with VirtualGpu(find_gpu("a100-80gb"), workspaces=False):
+    with VirtualGpu(find_gpu("a100-80gb"), workspaces=False, extensions=[StandInExtension()]):
         from xformers.ops import memory_efficient_attention
         from xformers.ops.fmha.attn_bias import BlockDiagonalGappyKeysMask
 
@@ -76,7 +77,7 @@ def test_sequences_one_after_another(card: str) -> None:
     """As DINOv2 has them: pictures of two sizes in one call (BlockDiagonalMask.from_tensor_list)."""
     lengths, heads, size = [257] * 2 + [50] * 8, 6, 64
     total = sum(lengths)
-    with VirtualGpu(find_gpu(card), workspaces=False):
+    with VirtualGpu(find_gpu(card), workspaces=False, extensions=[StandInExtension()]):
         from xformers.ops import fmha, memory_efficient_attention
 
         pictures = [tensor(2, 257, heads, 3 * size), tensor(8, 50, heads, 3 * size)]
@@ -99,7 +100,7 @@ def test_sequences_one_after_another(card: str) -> None:
 
 def test_sequences_with_dropout_take_flash_attention_2() -> None:
     lengths, heads, size = [300, 200], 4, 64
-    with VirtualGpu(find_gpu("a100-80gb"), workspaces=False):
+    with VirtualGpu(find_gpu("a100-80gb"), workspaces=False, extensions=[StandInExtension()]):
         from xformers.ops import memory_efficient_attention
         from xformers.ops.fmha.attn_bias import BlockDiagonalMask
 
@@ -115,7 +116,7 @@ def test_sequences_with_dropout_take_flash_attention_2() -> None:
 @pytest.mark.parametrize(("dtype", "wanted"), [(torch.float32, False), (torch.bfloat16, True)])
 def test_a_tensor_as_bias_takes_pytorchs_efficient_attention(dtype: torch.dtype, wanted: bool) -> None:
     """Sums of rows are padded to 32; the bias has a gradient if it asks for one."""
-    with VirtualGpu(find_gpu("a100-80gb"), workspaces=False):
+    with VirtualGpu(find_gpu("a100-80gb"), workspaces=False, extensions=[StandInExtension()]):
         from xformers.ops import memory_efficient_attention
 
         q, k, v = (tensor(BATCH, 992, 4, 64, dtype=dtype) for _ in range(3))
@@ -130,7 +131,7 @@ def test_a_tensor_as_bias_takes_pytorchs_efficient_attention(dtype: torch.dtype,
 
 
 def test_cards_before_ampere_take_pytorchs_efficient_attention() -> None:
-    with VirtualGpu(find_gpu("v100-32gb"), workspaces=False):
+    with VirtualGpu(find_gpu("v100-32gb"), workspaces=False, extensions=[StandInExtension()]):
         from xformers.ops import LowerTriangularMask, memory_efficient_attention
 
         q, k, v = (tensor(1, 1000, 4, 64, dtype=torch.float16) for _ in range(3))
@@ -142,7 +143,7 @@ def test_cards_before_ampere_take_pytorchs_efficient_attention() -> None:
 
 
 def test_keys_in_a_cache_have_no_backward() -> None:
-    with VirtualGpu(find_gpu("h100-80gb"), workspaces=False):
+    with VirtualGpu(find_gpu("h100-80gb"), workspaces=False, extensions=[StandInExtension()]):
         from xformers.ops import memory_efficient_attention
         from xformers.ops.fmha import BlockDiagonalMask
         from xformers.ops.fmha.attn_bias import BlockDiagonalCausalWithOffsetPaddedKeysMask
@@ -164,7 +165,7 @@ def test_keys_in_a_cache_have_no_backward() -> None:
 def test_a_checkpoint_may_keep_what_attention_gave(size: int, operator: str) -> None:
     """Selective checkpoints name the operator that the real package defines (as Meta's lingua does)."""
     checkpoint = pytest.importorskip("torch.utils.checkpoint")
-    with VirtualGpu(find_gpu("h100-80gb"), workspaces=False) as gpu:
+    with VirtualGpu(find_gpu("h100-80gb"), workspaces=False, extensions=[StandInExtension()]) as gpu:
         import xformers.ops as xops
 
         kept = getattr(torch.ops, operator).flash_fwd.default
@@ -194,7 +195,7 @@ def test_a_checkpoint_may_keep_what_attention_gave(size: int, operator: str) -> 
 
 
 def test_the_profiler_takes_nothing() -> None:
-    with VirtualGpu(find_gpu("h100-80gb")) as gpu:
+    with VirtualGpu(find_gpu("h100-80gb"), extensions=[StandInExtension()]) as gpu:
         import xformers.profiler
         from xformers.profiler import MemSnapshotsProfiler, PyTorchProfiler
 
@@ -213,7 +214,7 @@ def test_the_profiler_takes_nothing() -> None:
 def test_swiglu_keeps_both_gates_and_makes_their_product_again(packed: bool, bias: bool) -> None:
     """The input, x1 and x2 (csrc/swiglu/swiglu_packedw.cpp; ops/swiglu_op.py, _SwiGLUFusedFunc)."""
     rows, width, inner = 1024, 256, 512
-    with VirtualGpu(find_gpu("a100-80gb"), workspaces=False):
+    with VirtualGpu(find_gpu("a100-80gb"), workspaces=False, extensions=[StandInExtension()]):
         import xformers.ops as xops
 
         layer = xops.SwiGLU(width, inner, bias=bias, _pack_weights=packed).cuda().bfloat16()
@@ -228,7 +229,7 @@ def test_swiglu_keeps_both_gates_and_makes_their_product_again(packed: bool, bia
 
 
 def test_swiglu_elsewhere_is_three_linear_layers() -> None:
-    with VirtualGpu(find_gpu("a100-80gb"), workspaces=False):
+    with VirtualGpu(find_gpu("a100-80gb"), workspaces=False, extensions=[StandInExtension()]):
         import xformers.ops as xops
 
         layer = xops.SwiGLU(256, 512, bias=False).cuda()
@@ -242,7 +243,7 @@ def test_swiglu_under_autocast_casts_each_weight(packed: bool) -> None:
     """As TinyLlama trains: weights in float32. Packed ones are saved as they were cast; others autocast keeps till its
     end, and they are cast again in the backward."""
     rows, width, inner = 1024, 256, 512
-    with VirtualGpu(find_gpu("a100-80gb"), workspaces=False):
+    with VirtualGpu(find_gpu("a100-80gb"), workspaces=False, extensions=[StandInExtension()]):
         import xformers.ops as xops
 
         layer = xops.SwiGLU(width, inner, bias=False, _pack_weights=packed).cuda()
@@ -268,7 +269,7 @@ def test_swiglu_under_autocast_casts_each_weight(packed: bool) -> None:
 def test_rows_by_an_index_as_stochastic_depth_has_them() -> None:
     """Each way: gradients of the sources, of the scaling one for each element, which autograd sums up."""
     rows, width = 1000, 384
-    with VirtualGpu(find_gpu("a100-80gb"), workspaces=False):
+    with VirtualGpu(find_gpu("a100-80gb"), workspaces=False, extensions=[StandInExtension()]):
         from xformers.ops import index_select_cat, scaled_index_add
 
         sources = [tensor(8, 200 * width), tensor(16, 50 * width)]

@@ -32,6 +32,7 @@ from memprof.flows.capture import capture_virtual
 from memprof.spec import TargetSpec
 from memprof.trace.events import Trace
 from memprof.virtual import VirtualGpu
+from memprof.virtual.edges.past_the_modes import PastTheModes
 from memprof.workload.models import find_source
 from memprof.workload.step import Workload
 from tests.processes import ROOT, python
@@ -237,11 +238,11 @@ def test_something_is_patched_inside() -> None:
 def test_failed_entry_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     before, before_state = attributes(), state()
 
-    def broken(self: VirtualGpu, mode: object) -> None:
+    def broken(self: PastTheModes, context: object) -> None:
         raise ZeroDivisionError("entry")
 
     with monkeypatch.context() as patch:
-        patch.setattr(VirtualGpu, "_watch_autocast", broken)
+        patch.setattr(PastTheModes, "around", broken)
         with pytest.raises(ZeroDivisionError), VirtualGpu(GPU):
             pass
     assert [key for key, value in attributes().items() if value is not before[key] and value != before[key]] == []

@@ -357,6 +357,6 @@ def test_patches_that_cannot_be_put_back_keep_no_others() -> None:
     patches.set(other, "kind", "second")
     patches.set(one, "name", "after")
     patches.set(other, "kind", "third")
-    with pytest.raises(AttributeError), patches.lifted():
+    with pytest.raises(AttributeError), patches.suspended():
         raise AssertionError
     assert other.kind == "third"

@@ -14,6 +14,7 @@ from memprof.catalog import find_gpu
 from memprof.errors import MemprofError
 from memprof.monitor import probe
 from memprof.monitor.probe import no_card
+from memprof.stand_ins.extension import StandInExtension
 from memprof.trace.events import FailureKind
 from memprof.virtual import VirtualGpu
 from tests.lanes import by_day
@@ -87,15 +88,14 @@ def test_it_is_none_the_wiser() -> None:
 
 def test_what_they_were_refused_is_the_failure_of_the_run() -> None:
     with VirtualGpu(CARD) as gpu:
-        code = (
-            f"import runpy; runpy.run_path({no_card.__file__!r})['tell']({gpu._children.file!r}, 'a problem', 'a hint')"
-        )
+        told = f"{gpu._context.children.file!r}, 'a problem', 'a hint'"
+        code = f"import runpy; runpy.run_path({no_card.__file__!r})['tell']({told})"
         subprocess.run([PYTHON, "-c", code], check=True)
     failure = gpu.trace.failure
     assert failure is not None and failure.kind is FailureKind.REFUSED
     assert (failure.message, failure.hint, failure.source) == ("a problem", "a hint", None)
-    no_card.tell(gpu._children.file, "too late", None)
-    assert not os.path.exists(gpu._children.file)
+    no_card.tell(gpu._context.children.file, "too late", None)
+    assert not os.path.exists(gpu._context.children.file)
 
 
 def test_a_program_does_not_replace_itself() -> None:
@@ -158,12 +158,12 @@ def test_a_program_that_is_imported_again_finds_its_stand_ins(
     monkeypatch.syspath_prepend(str(tmp_path))
     told = []
     for stand_ins in (True, False):
-        with VirtualGpu(CARD, stand_ins=stand_ins):
+        with VirtualGpu(CARD, extensions=[StandInExtension()] if stand_ins else []):
             code = "import multiprocessing, imported_again; print(imported_again.xformers.__version__)"
             done = subprocess.run([PYTHON, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path)
             told.append(done.stdout.strip() or done.stderr.strip().splitlines()[-1])
     assert told == ["0.0.32.post2", "ModuleNotFoundError: No module named 'xformers'"]
-    with VirtualGpu(CARD):
+    with VirtualGpu(CARD, extensions=[StandInExtension()]):
         import imported_again
 
         queue = multiprocessing.get_context(way).SimpleQueue()

@@ -16,8 +16,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from memprof.patching.patch_set import Patch
 from memprof.stand_ins import registry
 from memprof.virtual.calls import tensors_of
+from memprof.virtual.install_context import InstallContext
 from memprof.virtual.limits import not_yet
 
 PASSED = (
@@ -85,37 +87,26 @@ class _Extension(ModuleType):
         return _refused(f"{self.__name__}.{name}")
 
 
-def patches(
-    written: Callable[[torch.Tensor], None],
-    assume: Callable[[str], None],
-    replace: Callable[[Any, str, Any], None],
-) -> dict[str, Callable[[Any], Iterator[tuple[Any, str, Any]]]]:
-    """Module -> what gives the patches (owner, name, replacement) for it, once it is imported.
+def patches(module: Any, context: InstallContext) -> Iterator[Patch]:
+    """Replace what builds extensions in `module`, torch.utils.cpp_extension."""
+    written, assume, replace = context.forget_values, context.assume, context.run_patches.set
+    build, build_inline = module.load, module.load_inline
 
-    Args:
-        written: told each tensor that a function may have written.
-        assume: told which extension is passed over.
-        replace: sets an attribute until the run ends.
-    """
+    def load(name: str, sources: str | Sequence[str], *args: Any, **options: Any) -> Any:
+        paths = [Path(source) for source in _listed(sources)]
+        if not (options.get("with_cuda") or any(path.suffix in (".cu", ".cuh") for path in paths)):
+            return build(name, sources, *args, **options)
+        return extension(name, [path.read_text(encoding="utf-8", errors="replace") for path in paths], (), options)
 
-    def cpp_extension(module: Any) -> Iterator[tuple[Any, str, Any]]:
-        build, build_inline = module.load, module.load_inline
+    def load_inline(
+        name: str, cpp_sources: Any, cuda_sources: Any = None, functions: Any = None, *args: Any, **options: Any
+    ) -> Any:
+        if not (options.get("with_cuda") or cuda_sources):
+            return build_inline(name, cpp_sources, cuda_sources, functions, *args, **options)
+        return extension(name, [*_listed(cpp_sources), *_listed(cuda_sources)], _listed(functions), options)
 
-        def load(name: str, sources: str | Sequence[str], *args: Any, **options: Any) -> Any:
-            paths = [Path(source) for source in _listed(sources)]
-            if not (options.get("with_cuda") or any(path.suffix in (".cu", ".cuh") for path in paths)):
-                return build(name, sources, *args, **options)
-            return extension(name, [path.read_text(encoding="utf-8", errors="replace") for path in paths], (), options)
-
-        def load_inline(
-            name: str, cpp_sources: Any, cuda_sources: Any = None, functions: Any = None, *args: Any, **options: Any
-        ) -> Any:
-            if not (options.get("with_cuda") or cuda_sources):
-                return build_inline(name, cpp_sources, cuda_sources, functions, *args, **options)
-            return extension(name, [*_listed(cpp_sources), *_listed(cuda_sources)], _listed(functions), options)
-
-        yield module, "load", load
-        yield module, "load_inline", load_inline
+    yield module, "load", load
+    yield module, "load_inline", load_inline
 
     def extension(name: str, texts: Sequence[str], functions: Sequence[str], options: dict[str, Any]) -> Any:
         made = _Extension(name)
@@ -136,8 +127,6 @@ def patches(
                 written(tensor)
 
         return function
-
-    return {"torch.utils.cpp_extension": cpp_extension}
 
 
 def _listed(given: str | Sequence[str] | None) -> list[str]:

@@ -8,7 +8,8 @@ import memprof
 from memprof.catalog import find_gpu
 from memprof.errors import MemprofError
 from memprof.stand_ins import registry
-from memprof.virtual.edges.extensions import Binding, bindings
+from memprof.stand_ins.cpp_extensions import Binding, bindings
+from memprof.stand_ins.extension import StandInExtension
 from memprof.virtual.gpu import VirtualGpu
 
 torch = pytest.importorskip("torch")
@@ -75,7 +76,7 @@ def test_what_the_sources_bind():
 
 @pytest.fixture
 def card():
-    with VirtualGpu(find_gpu("h100-80gb"), passes_kernels=True) as card:
+    with VirtualGpu(find_gpu("h100-80gb"), passes_kernels=True, extensions=[StandInExtension()]) as card:
         yield card
 
 
@@ -99,7 +100,7 @@ def test_functions_that_return_nothing_are_passed_over(card, sources):
 
 
 def test_operators_are_there_until_the_run_ends(sources):
-    with VirtualGpu(find_gpu("h100-80gb"), passes_kernels=True):
+    with VirtualGpu(find_gpu("h100-80gb"), passes_kernels=True, extensions=[StandInExtension()]):
         from torch.utils.cpp_extension import load
 
         paths = [str(sources / "library.cpp"), str(sources / "kernels.cu")]

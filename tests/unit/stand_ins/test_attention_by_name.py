@@ -8,6 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils.import_utils import is_flash_attn_2_available
 
 from memprof.catalog import find_gpu
+from memprof.stand_ins.extension import StandInExtension
 from memprof.virtual import VirtualGpu
 
 CARD = find_gpu("h100-80gb")
@@ -25,7 +26,7 @@ def llama(attention: str) -> LlamaForCausalLM:
     ("flash_attention_2", "flash_attn"), ("flash_attention_3", "flash_attn_interface"),
 ])  # fmt: skip
 def test_a_model_that_asks_for_it_by_name(attention: str, package: str) -> None:
-    with VirtualGpu(CARD) as gpu:
+    with VirtualGpu(CARD, extensions=[StandInExtension()]) as gpu:
         assert not is_flash_attn_2_available()
         model = llama(attention)
         assert model.config._attn_implementation == attention
@@ -39,11 +40,11 @@ def test_a_model_that_asks_for_it_by_name(attention: str, package: str) -> None:
 
 
 def test_it_is_asked_for_without() -> None:
-    with VirtualGpu(CARD, stand_ins=False), pytest.raises(ImportError, match="FlashAttention2"):
+    with VirtualGpu(CARD), pytest.raises(ImportError, match="FlashAttention2"):
         llama("flash_attention_2")
 
 
 def test_a_model_that_does_not_ask_runs_without() -> None:
-    with VirtualGpu(CARD) as gpu:
+    with VirtualGpu(CARD, extensions=[StandInExtension()]) as gpu:
         llama("sdpa")
     assert not any(" a stub" in line for line in gpu.trace.assumptions)

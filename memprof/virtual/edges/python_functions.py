@@ -13,10 +13,21 @@ from typing import Any
 
 import torch
 
+from memprof.patching.extension import Extension
+from memprof.patching.patch_set import Patch
 from memprof.virtual.devices import DeviceMode
+from memprof.virtual.install_context import InstallContext
 
 
-def run_inside() -> Iterator[tuple[Any, str, Any]]:
+class PythonFunctions(Extension):
+    """The functions of torch that are written in Python."""
+
+    def patches(self, context: InstallContext) -> Iterator[Patch]:
+        """Replace what they ask before they hand themselves to a mode."""
+        yield from run_inside()
+
+
+def run_inside() -> Iterator[Patch]:
     """The patches (owner, name, replacement) that make torch's Python functions run under an active function mode."""
     functions = {name: getattr(torch._C, f"_{name}") for name in _REPLACEMENTS}
     for module_name in sys.modules.keys() - _ASKED:  # of the thousands that transformers brings, each is asked once

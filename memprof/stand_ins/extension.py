@@ -1,0 +1,53 @@
+"""What stand-ins put in place for a run: the finder of packages that are not installed, and parts of installed ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from types import ModuleType
+from typing import Any
+
+from memprof.monitor.probe.sitecustomize import STAND_INS
+from memprof.patching.extension import Extension
+from memprof.patching.patch_set import Patch
+from memprof.stand_ins import attention_by_name, cpp_extensions, deepspeed, hub, in_graph, torchaudio, torchvision
+from memprof.stand_ins.finder import StandIns
+from memprof.stand_ins.packages import PACKAGES
+from memprof.virtual.install_context import InstallContext
+
+
+class StandInExtension(Extension):
+    """All of them; a virtual GPU that is not given this has none."""
+
+    def __init__(self) -> None:
+        self._stand_ins: StandIns | None = None
+        self._of_modules: Mapping[str, Callable[[Any, InstallContext], Iterator[Patch]]] = {
+            "transformers.modeling_utils": lambda module, context: attention_by_name.patches(module, self._choose),
+            "kernels.load": lambda module, context: hub.patches(module),
+            "kernels.utils": lambda module, context: hub.patches(module),
+            "torchvision.extension": lambda module, context: torchvision.patches(module, context.assume),
+            "torchaudio._extension.utils": lambda module, context: torchaudio.patches(module, context.assume),
+            "deepspeed.ops.op_builder.fused_adam": lambda module, context: deepspeed.patches(module, context.assume),
+            "torch.utils.cpp_extension": _of_extensions,
+            "torch._inductor.compile_fx": lambda module, context: in_graph.prepare(),
+        }
+        self.imports = tuple(self._of_modules)
+        self.environment = {STAND_INS: " ".join(PACKAGES)}
+
+    def around(self, context: InstallContext) -> AbstractContextManager[None]:
+        """Return what has imports of packages that are not installed find their stand-ins."""
+        self._stand_ins = StandIns(context.assume, context.forget_values, context.keep_workspace)
+        return self._stand_ins.entered()
+
+    def patches_of(self, module: ModuleType, context: InstallContext) -> Iterator[Patch]:
+        """Replace the parts of an installed package that cannot run without a GPU."""
+        yield from self._of_modules[module.__name__](module, context)
+
+    def _choose(self, package: str) -> None:
+        if self._stand_ins is not None:
+            self._stand_ins.choose(package)
+
+
+def _of_extensions(module: Any, context: InstallContext) -> Iterator[Patch]:
+    if context.passes_kernels:
+        yield from cpp_extensions.patches(module, context)

@@ -1,0 +1,87 @@
+"""What torch does with a tensor where no mode sees it: methods in Python, functions in C++ that ask for its device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from memprof.patching.extension import Extension
+from memprof.patching.patch_set import Patch
+from memprof.virtual.devices import DeviceMode
+from memprof.virtual.install_context import InstallContext
+
+
+class PastTheModes(Extension):
+    """Reading and writing of data, groups by device, hooks of saved tensors, and autocast in a backward pass."""
+
+    def __init__(self) -> None:
+        self._mode: DeviceMode | None = None
+
+    def patches(self, context: InstallContext) -> Iterator[Patch]:
+        """Replace each by what the function mode answers."""
+        mode = self._mode = context.function_mode
+        yield from mode.interchange.patches()
+        yield torch._tensor_str, "_str", mode.repr_of(torch._tensor_str._str)
+        by_device = "_group_tensors_by_device_and_dtype"
+        yield torch._C, by_device, mode.grouping(getattr(torch._C, by_device))
+        compatible = "_has_compatible_shallow_copy_type"
+        yield torch, compatible, mode.shares_data(getattr(torch, compatible))
+        yield from mode.kinds.patches()
+        yield _of_saved_tensors(mode)
+        yield from _of_autocast(context)
+
+    def around(self, context: InstallContext) -> AbstractContextManager[None]:
+        """Return what has safetensors files opened by the interchange."""
+        return context.function_mode.interchange.safetensors.opening()
+
+    def leave_in_child(self) -> None:
+        """Let the child open such files by itself."""
+        if self._mode is not None:
+            self._mode.interchange.safetensors.is_off = True
+
+
+def _of_saved_tensors(mode: DeviceMode) -> Patch:
+    """Saved-tensor hooks (checkpointing, save_on_cpu) are called from inside C++ functions, where the function mode is
+    off: there they would see meta tensors, and checkpointing would find that devices have changed."""
+    original = torch._C._autograd._push_saved_tensors_default_hooks
+
+    def under_mode(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def call(value: Any) -> Any:
+            if torch._C._len_torch_function_stack():
+                return hook(value)
+            with mode:
+                return hook(value)
+
+        return call
+
+    def push(pack: Callable[[Any], Any], unpack: Callable[[Any], Any]) -> None:
+        original(under_mode(pack), under_mode(unpack))
+
+    return torch._C._autograd, "_push_saved_tensors_default_hooks", push
+
+
+def _of_autocast(context: InstallContext) -> Iterator[Patch]:
+    """The half copies of weights live as long as the outermost autocast region."""
+    mode, recording = context.function_mode, context.recording
+    original = torch.clear_autocast_cache
+
+    def clear() -> None:
+        original()
+        mode.autocast.clear_cache()
+
+    yield torch, "clear_autocast_cache", clear
+    run_backward = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        # A dispatch mode runs with autocast off; what the engine calls inside a region is cast all the same.
+        outer = recording.cast
+        recording.cast = mode.autocast.cast if torch.is_autocast_enabled("cuda") else None
+        try:
+            return run_backward(*args, **kwargs)
+        finally:
+            recording.cast = outer
+
+    yield torch.autograd, "_engine_run_backward", run
