@@ -74,6 +74,9 @@ def parse_snapshot(data: bytes, name: str = "snapshot") -> Snapshot:
     for magic, what in COMPRESSED.items():
         if data.startswith(magic):
             raise UsageError(f"the snapshot is compressed ({what})", value=name, hint="unpack it first")
+    if data.lstrip()[:1] == b"{":
+        hint = f"memprof show FILE shows a report that memprof wrote with --json; {HINT}"
+        raise UsageError("not a memory snapshot: the file is JSON", value=name, hint=hint)
     if len(data) >= _LARGE:
         with contextlib.suppress(NotRegular, _WrongStructure):  # what is wrong with it, the other way says
             from memprof.trace.pickled_events import load_events_apart

@@ -11,13 +11,14 @@ from torch import nn
 
 from memprof.errors import UsageError
 from memprof.workload.lengths import Lengths
+from memprof.workload.loss import INPUTS_HINT
 from memprof.workload.models import ModelSource
 
 Batch = dict[str, Any]
 
 
 class Feeder:
-    """Makes the batches of one run and takes the loss from what the model returns."""
+    """Makes the batches of one run."""
 
     def __init__(
         self,
@@ -47,7 +48,6 @@ class Feeder:
             self.host_batch: Callable[[], Batch] = self._padded_tokens
             return
         self.context_length = context_length or min(2048, source.max_positions or 2048)
-        self._has_targets = source.task != "other"
         makers: dict[str, Callable[[], Batch]] = {
             "causal-lm": self._tokens,
             "masked-lm": self._tokens,
@@ -154,7 +154,7 @@ class Feeder:
             return lambda: dict(model.memprof_inputs(self.batch_size, self.context_length))
         names = list(inspect.signature(model.forward).parameters)
         if not names:
-            raise UsageError("the model's forward takes no input", value=type(model).__name__, hint=_INPUTS_HINT)
+            raise UsageError("the model's forward takes no input", value=type(model).__name__, hint=INPUTS_HINT)
         layers = (module for module in model.modules() if isinstance(module, _INPUT_LAYERS))
         first = next((layer for layer in layers if any(True for _ in layer.parameters(recurse=False))), None)
         label_name = next((name for name in names if name in ("labels", "targets", "target", "y")), None)
@@ -179,36 +179,12 @@ class Feeder:
             raise UsageError(
                 "what the model takes as input cannot be told from its first layer",
                 value=type(model).__name__,
-                hint=_INPUTS_HINT,
+                hint=INPUTS_HINT,
             )
         self.assumptions.append(f"Input {names[0]!r}: {_parameter_dtype(model)} {shape}, from the model's first layer.")
         return lambda: {names[0]: torch.zeros(shape, dtype=_parameter_dtype(model))}
 
-    def loss(self, outputs: Any, batch: Batch) -> torch.Tensor:
-        """The scalar to differentiate: the model's own loss if it returns one."""
-        loss = getattr(outputs, "loss", None)
-        if loss is None and isinstance(outputs, dict):
-            loss = outputs.get("loss")
-        if isinstance(loss, torch.Tensor):
-            return loss
-        tensors = _tensors(outputs)
-        scalar = next((t for t in tensors if t.dim() == 0 and t.requires_grad), None)
-        if scalar is not None:
-            return scalar
-        result = next((t for t in tensors if t.is_floating_point() and t.requires_grad), None)
-        if result is None:
-            raise UsageError(
-                "the model returns nothing that can be trained", value=type(outputs).__name__, hint=_INPUTS_HINT
-            )
-        ids = next((v for v in batch.values() if isinstance(v, torch.Tensor) and v.dtype == torch.int64), None)
-        if self._has_targets and ids is not None and result.dim() == ids.dim() + 1 and result.shape[:-1] == ids.shape:
-            self.assumptions.append("Loss: cross_entropy over the output's last dimension (the model returns no loss).")
-            return nn.functional.cross_entropy(result.flatten(0, -2), ids.flatten())
-        self.assumptions.append("Loss: the mean of the output (the model returns no loss).")
-        return result.mean()
 
-
-_INPUTS_HINT = "give the model a method memprof_inputs(batch_size, context_length) that returns forward's arguments"
 _SOUND_SAMPLES = 160_000
 _INPUT_LAYERS = (nn.Embedding, nn.Linear, nn.Conv2d, nn.RNNBase)
 
@@ -221,13 +197,3 @@ def _text_positions(model: nn.Module) -> int | None:
 
 def _parameter_dtype(model: nn.Module) -> torch.dtype:
     return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, (list, tuple)):
-        return [tensor for part in value for tensor in _tensors(part)]
-    return []

@@ -24,7 +24,7 @@ import torch
 
 from memprof.cache.inputs import files_of_modules, note_files
 from memprof.device.host import available_bytes
-from memprof.errors import MemprofError
+from memprof.errors import MemprofError, UsageError
 
 VARIABLE = "MEMPROF_PROCESSES"
 """At most so many at once; 1: none is forked."""
@@ -40,11 +40,16 @@ def number_of_workers() -> int:
 
     On Linux alone: elsewhere the libraries' own threads do not outlive a fork. Nor do those of autograd where torch
     sees a GPU (`track_bad_autograd_forks`, torch/csrc/autograd/engine.cpp).
+
+    Raises:
+        UsageError: MEMPROF_PROCESSES is no number from 1 on.
     """
+    asked = os.environ.get(VARIABLE, "").strip()
+    if asked and (not asked.isdecimal() or int(asked) < 1):
+        raise UsageError(f"{VARIABLE} is no number of processes", value=asked, hint="1, 2, ...; or leave it unset")
     if sys.platform != "linux" or multiprocessing.parent_process() is not None or torch.cuda.device_count():
         return 1
-    asked = os.environ.get(VARIABLE, "")
-    most = int(asked) if asked.isdigit() else len(os.sched_getaffinity(0))
+    most = int(asked) if asked else len(os.sched_getaffinity(0))
     free = available_bytes()
     return max(1, most if free is None else min(most, free // PROCESS_BYTES))
 

@@ -20,6 +20,7 @@ from memprof.errors import UsageError
 from memprof.spec import Mode, TargetSpec
 from memprof.workload.device import Device
 from memprof.workload.layers import find_layers
+from memprof.workload.loss import loss_of_logits
 from memprof.workload.plan import Plan
 from memprof.workload.stages import Pipeline, Stage
 
@@ -74,10 +75,7 @@ class Spread:
     def pipeline(self, stage: nn.Module, model: Any, example: tuple[int, int], device: Device) -> Pipeline:
         """The schedule that runs `stage` of `model` on micro-batches of so many sequences and tokens."""
         ranks = self._mesh["stages"]
-
-        def loss(logits: torch.Tensor, labels: torch.Tensor) -> Any:
-            return model.loss_function(logits=logits, labels=labels, vocab_size=model.config.vocab_size)
-
+        loss = loss_of_logits(model)
         return Pipeline(
             stage, self.plan, ranks.get_local_rank(), ranks.get_group(), example, model.config, loss, device
         )

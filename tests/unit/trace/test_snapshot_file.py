@@ -283,6 +283,12 @@ def test_compressed_files_are_named():
         parse_snapshot(packed.getvalue())
 
 
+def test_a_report_in_json_is_named():
+    with pytest.raises(UsageError, match="the file is JSON") as error:
+        parse_snapshot(b' {"memprof_version": "0.1.0"}')
+    assert "memprof show" in str(error.value.hint)
+
+
 def test_missing_file_and_folder(tmp_path):
     for path in (tmp_path / "none.pickle", tmp_path):
         with pytest.raises(UsageError, match="cannot read the snapshot"):

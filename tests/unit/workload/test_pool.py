@@ -106,6 +106,13 @@ def test_none_is_forked_where_that_is_not_safe(monkeypatch, why):
     assert run_all([functools.partial(here, number) for number in range(2)]) == [(0, True), (1, True)]
 
 
+@pytest.mark.parametrize("asked", ["0", "-1", "abc", "1.5"])
+def test_a_number_of_processes_is_one(monkeypatch, asked):
+    monkeypatch.setenv("MEMPROF_PROCESSES", asked)
+    with pytest.raises(UsageError, match="MEMPROF_PROCESSES is no number of processes"):
+        number_of_workers()
+
+
 def test_as_many_as_there_are_cores(monkeypatch):
     monkeypatch.delenv("MEMPROF_PROCESSES")
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 5})

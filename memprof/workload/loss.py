@@ -1,0 +1,73 @@
+"""Where a training step takes its loss: the number that `backward()` is called on.
+
+A model of transformers that is given labels computes its loss inside `forward`; `loss_of` finds it there. A model of
+another kind returns its outputs, of which `loss_of` makes one. The last stage of a pipeline is given logits, and
+`loss_of_logits` says what transformers' `forward` would have made of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from memprof.errors import UsageError
+from memprof.workload.models import ModelSource
+
+INPUTS_HINT = "give the model a method memprof_inputs(batch_size, context_length) that returns forward's arguments"
+
+
+def loss_of(outputs: Any, batch: dict[str, Any], source: ModelSource, assume: Callable[[str], None]) -> torch.Tensor:
+    """Return the scalar to differentiate: the model's own loss if it returns one.
+
+    Args:
+        outputs: what `forward` returned.
+        batch: what it was given.
+        source: what the model is.
+        assume: told what the loss is if the model returns none.
+
+    Raises:
+        UsageError: nothing that the model returns requires a gradient.
+    """
+    loss = getattr(outputs, "loss", None)
+    if loss is None and isinstance(outputs, dict):
+        loss = outputs.get("loss")
+    if isinstance(loss, torch.Tensor):
+        return loss
+    tensors = _tensors(outputs)
+    scalar = next((t for t in tensors if t.dim() == 0 and t.requires_grad), None)
+    if scalar is not None:
+        return scalar
+    result = next((t for t in tensors if t.is_floating_point() and t.requires_grad), None)
+    if result is None:
+        raise UsageError(
+            "the model returns nothing that can be trained", value=type(outputs).__name__, hint=INPUTS_HINT
+        )
+    ids = next((v for v in batch.values() if isinstance(v, torch.Tensor) and v.dtype == torch.int64), None)
+    has_targets = source.task != "other"
+    if has_targets and ids is not None and result.dim() == ids.dim() + 1 and result.shape[:-1] == ids.shape:
+        assume("Loss: cross_entropy over the output's last dimension (the model returns no loss).")
+        return nn.functional.cross_entropy(result.flatten(0, -2), ids.flatten())
+    assume("Loss: the mean of the output (the model returns no loss).")
+    return result.mean()
+
+
+def loss_of_logits(model: Any) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """Return the loss function of logits and labels that a language model of transformers calls in its `forward`."""
+
+    def loss(logits: torch.Tensor, labels: torch.Tensor) -> Any:
+        return model.loss_function(logits=logits, labels=labels, vocab_size=model.config.vocab_size)
+
+    return loss
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        return [tensor for part in value for tensor in _tensors(part)]
+    return []
