@@ -212,15 +212,17 @@ _GAP = (
 def _no_verdict(ended: Ended, exit_code: int, failure: Failure | None = None) -> MemprofError:
     """The error of a program that ended before it put anything on the GPU; `failure` is what it raised."""
     from memprof.script import Ended
-    from memprof.trace.events import FailureKind
+    from memprof.trace.events import NOT_SIMULATED
 
     problem = "no verdict: nothing was put on the GPU"
-    if failure is not None and ended is Ended.ERROR:
+    if failure is not None and ended in (Ended.ERROR, Ended.NOT_SIMULATED):
         where = "" if failure.source is None else f" at {failure.source}"
+        of_memprof = failure.kind in NOT_SIMULATED
+        what = "the simulation stopped" if of_memprof else "the script failed"
         return MemprofError(
             problem,
-            value=f"the script failed{where}: {failure.error}: {failure.message}",
-            hint=failure.hint or (_GAP if failure.kind is FailureKind.GAP else "correct its error, which is above"),
+            value=f"{what}{where}: {failure.error}: {failure.message}",
+            hint=failure.hint or (_GAP if of_memprof else "correct its error, which is above"),
         )
     how, hint = {
         Ended.TIMEOUT: ("the script was stopped by --timeout", "give it more seconds"),

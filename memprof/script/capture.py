@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import sys
 import time
@@ -23,7 +24,7 @@ from memprof.script.stop import Progress, StopRun, stopping_from_threads
 from memprof.script.threads import ThreadWatch
 from memprof.script.worst_batch import WorstBatch
 from memprof.stand_ins.extension import StandInExtension
-from memprof.trace.events import EventKind, Failure, FailureKind, Trace, is_card
+from memprof.trace.events import NOT_SIMULATED, EventKind, Failure, FailureKind, Trace, is_card
 from memprof.virtual import VirtualGpu
 from memprof.virtual.ranks.channel import Channel
 from memprof.watch.failure import ended_by_refusal, measured_failure, refusal
@@ -167,6 +168,8 @@ def capture_script(
         outcome = ScriptOutcome(Ended.ERROR, 1, device.error, kept=outcome.kept)
         error = device.error
     trace = device.trace
+    if outcome.ended is Ended.ERROR and trace.failure is not None and trace.failure.kind in NOT_SIMULATED:
+        outcome = dataclasses.replace(outcome, ended=Ended.NOT_SIMULATED)
     full = ended_by_refusal(error)
     if isinstance(device, MeasuredDevice) and isinstance(error, (Exception, KeyboardInterrupt)):
         trace.failure = measured_failure(error, device.phase_of(error))

@@ -365,6 +365,19 @@ class FailureKind(enum.StrEnum):
     OTHER_RANK = "other rank"  # ranks of the program do not agree, or another one failed
 
 
+NOT_SIMULATED = frozenset(
+    {
+        FailureKind.GAP,
+        FailureKind.NO_META_KERNEL,
+        FailureKind.CUSTOM_KERNEL,
+        FailureKind.TRACING,
+        FailureKind.OTHER_THREAD,
+        FailureKind.UNKNOWN_VALUE,
+    }
+)
+"""Kinds of an error that the program meets on the virtual GPU alone: it is not the program's own."""
+
+
 class Failure(NamedTuple):
     """The run ended before its time; everything in the trace is what happened until then."""
 

@@ -40,7 +40,8 @@ _NEW = frozenset({_aten.new_empty, _aten.new_zeros, _aten.new_ones, _aten.new_fu
 
 _MAKES_SPARSE = frozenset(
     {
-        _aten._to_sparse, _aten._to_sparse_csr, _aten._sparse_coo_tensor_with_dims_and_tensors,
+        _aten._to_sparse, _aten._to_sparse_csr, _aten._to_sparse_csc, _aten._to_sparse_bsr, _aten._to_sparse_bsc,
+        _aten._sparse_coo_tensor_with_dims_and_tensors,
         _aten._sparse_compressed_tensor_unsafe, _aten._sparse_coo_tensor_unsafe, _aten.sparse_compressed_tensor,
         _aten.sparse_coo_tensor,
     }

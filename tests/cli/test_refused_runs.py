@@ -248,3 +248,14 @@ def test_handlers_of_atexit_see_the_card(tmp_path):
     done = ran(tmp_path, text, "--json")
     assert done.exit_code == 0 and done.stderr == "first\nbye True True\n"
     assert json.loads(done.stdout)["peak"]["allocated_bytes"] >= 4 << 20, "it is a part of the run"
+
+
+def test_an_operator_without_a_kernel_is_not_the_scripts_failure(memprof, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch\nx = torch.zeros(64, device='cuda')\ntorch.library.define('mine::op', '(Tensor x) -> Tensor')\n"
+        "torch.ops.mine.op(x)\n"
+    )
+    done = memprof("run", "--json", script)
+    assert done.exit_code == 1
+    assert (done.json["program"]["ended"], done.json["failure"]["kind"]) == ("not simulated", "no meta kernel")

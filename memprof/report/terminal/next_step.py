@@ -13,7 +13,7 @@ from memprof.remedies.catalog import EXPANDABLE_SEGMENTS
 from memprof.report.documents.report import Document
 from memprof.report.terminal.console import Command, dim, section
 from memprof.spec import TargetSpec
-from memprof.trace.events import FailureKind
+from memprof.trace.events import NOT_SIMULATED, FailureKind
 from memprof.trace.facts import ProgramFacts, Target
 
 if TYPE_CHECKING:  # a report of a run needs neither
@@ -121,7 +121,7 @@ def _after_run(document: Document, program: ProgramFacts) -> tuple[str, str] | N
         return run_command(spec.edit(**changes), program.command, *more)
 
     if document.failure is not None:
-        if document.failure.kind == FailureKind.REFUSED:
+        if document.failure.kind == FailureKind.REFUSED or document.failure.kind in NOT_SIMULATED:
             return "what cannot be simulated", "memprof help limitations"
         return "how a script is run, and what may stop it", "memprof help run"
     if document.verdict.fits is None and alone:

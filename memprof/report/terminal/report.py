@@ -31,7 +31,7 @@ from memprof.report.terminal.tensors import origin, told_apart
 from memprof.report.terminal.timeline import Timeline
 from memprof.spec import Mode
 from memprof.stand_ins.packages import WITHOUT
-from memprof.trace.events import FailureKind, short_source
+from memprof.trace.events import NOT_SIMULATED, FailureKind, short_source
 from memprof.trace.facts import ProgramFacts, Target
 from memprof.units import MIB, format_bytes, format_count, gib, spell_numbers
 
@@ -272,6 +272,11 @@ def _memory_verdict(document: Document) -> RenderableType:
         if failure.kind == FailureKind.OTHER_RANK:
             seen = f"{failure.message}. It needed {need} until then"
             return _said("Stopped", "bold red", f"{seen}{_over(verdict)} The rest is not known.")
+        if failure.kind in NOT_SIMULATED:
+            what = failure.error if failure.op is None else f"{failure.op} ({failure.error})"
+            stopped = f"the run stopped in {failure.phase}, at {what}"
+            rest = f"It needed {need} until then{_over(verdict)} The rest is not known."
+            return _said("Not simulated", "bold red", f"{stopped}. {rest}")
         stopped = f"the run stopped in {failure.phase} with {failure.error}; it needed {need} until then"
         return _said("Failed", "bold red", f"{stopped}{_over(verdict)} What is above and below is the run up to there.")
     if verdict.fits is None:

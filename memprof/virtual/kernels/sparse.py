@@ -103,7 +103,11 @@ def coalesce(launch: Launch) -> Any:
 @of_sparse(_aten._to_sparse)
 def to_sparse(launch: Launch) -> Any:
     """The places of what is not zero, and those elements (native/TensorConversions.cpp, dense_to_sparse)."""
-    dense = launch.args[0]
+    dense, layout = launch.args[0], launch.kwargs.get("layout") or torch.sparse_coo
+    if layout is torch.sparse_csr:
+        return to_sparse_csr(launch)
+    if layout is not torch.sparse_coo or len(launch.args) > 1:
+        return NotImplemented
     with launch.inside():
         places = _aten.nonzero.default(dense).t()
     return assembled(
@@ -128,6 +132,12 @@ def to_sparse_csr(launch: Launch) -> Any:
             values = source.flatten().index_select(0, mask.flatten().nonzero().view(-1))
         begins = _aten._convert_indices_from_coo_to_csr.default(rows, len(source))
     return assembled(torch.sparse_csr, 0, [begins, columns, values], source.size(), True)
+
+
+@of_sparse(_aten._to_sparse_csc, _aten._to_sparse_bsr, _aten._to_sparse_bsc)
+def to_other_layouts(launch: Launch) -> Any:
+    """Not simulated."""
+    return NotImplemented
 
 
 @of_sparse(_aten._sparse_sum)

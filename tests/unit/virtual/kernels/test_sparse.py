@@ -284,6 +284,26 @@ def test_what_the_host_does_takes_nothing_of_the_gpu(gpu: VirtualGpu) -> None:
     assert on_card(gpu) == []
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("size", [8, 2048])
+def test_a_dense_tensor_becomes_what_is_asked_for(gpu: VirtualGpu, size: int) -> None:
+    for dense in (torch.ones(size, size), torch.ones(size, size, device="cuda")):
+        assert dense.to_sparse(layout=torch.sparse_csr).cuda().layout is torch.sparse_csr
+        assert dense.to_sparse(layout=torch.sparse_coo).cuda().layout is torch.sparse_coo
+
+
+@pytest.mark.parametrize("name", ["to_sparse_csc", "to_sparse_bsr", "to_sparse_bsc"])
+def test_other_layouts_are_not_simulated(gpu: VirtualGpu, name: str) -> None:
+    blocks = [] if name == "to_sparse_csc" else [(4, 4)]
+    with pytest.raises(MemprofError, match=rf"not yet: .* gives a sparse tensor to aten\._{name}"):
+        getattr(torch.ones(2048, 2048, device="cuda"), name)(*blocks)
+
+
+def test_sparse_dimensions_of_ones_choice_are_not_simulated(gpu: VirtualGpu) -> None:
+    with pytest.raises(MemprofError, match=r"not yet: .* gives a sparse tensor to aten\._to_sparse"):
+        torch.ones(2048, 2048, device="cuda").to_sparse(1)
+
+
 def test_rows_that_are_added_up_are_no_more_than_there_are(gpu: VirtualGpu) -> None:
     made = torch.sparse_coo_tensor(torch.randint(0, 16, (1, 1 << 18)), torch.randn(1 << 18), (16,))
     assert made.coalesce()._nnz() == 16
