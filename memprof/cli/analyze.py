@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from memprof.cli.exits import Exit
-from memprof.cli.options import Reading, again
+from memprof.cli.options import Reading, reuse_option
 from memprof.cli.output import Paged, Tabled, print_json
 from memprof.cli.progress import long_work
 
@@ -34,9 +34,11 @@ class By(enum.StrEnum):
 class Request(Tabled, Paged):
     """What is looked at."""
 
-    top: int = again("top")
-    shown_card: int | None = again("shown_card", unset="all of them")
-    alloc_conf: str | None = again("alloc_conf", note="The requests are replayed under them.", unset="those of the run")
+    top: int = reuse_option("top")
+    shown_card: int | None = reuse_option("shown_card", unset="all of them")
+    alloc_conf: str | None = reuse_option(
+        "alloc_conf", note="The requests are replayed under them.", unset="those of the run"
+    )
 
 
 def analyze(

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from memprof.cli.exits import Exit
-from memprof.cli.options import Reading, again
+from memprof.cli.options import Reading, reuse_option
 from memprof.cli.output import Reported, print_json
 from memprof.cli.progress import long_work
 from memprof.spec import option
@@ -29,7 +29,7 @@ class Request(Reported):
     tolerance: str = option(
         "0", "Comparison", "How much totals may differ: 0.1%, 16MiB or a number of bytes.", metavar="AMOUNT"
     )
-    top: int = again("top")
+    top: int = reuse_option("top")
 
 
 def compare(

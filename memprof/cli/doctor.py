@@ -10,7 +10,7 @@ from typing import Annotated, BinaryIO
 
 import typer
 
-from memprof.cli.options import STDIN, Reading, again
+from memprof.cli.options import STDIN, Reading, reuse_option
 from memprof.cli.output import Output, print_json
 from memprof.cli.progress import Progress
 from memprof.cli.streams import say
@@ -28,9 +28,11 @@ memprof doctor --env
 class Request(Output):
     """The run that died, as far as it is known: its dimensions name the tensor."""
 
-    model: str | None = again("model", default=None, note="The one that ran. Here no code: its sizes alone are read.")
-    batch_size: int | None = again("batch_size", default=None, unset="not known")
-    context_length: int | None = again("context_length", unset="not known")
+    model: str | None = reuse_option(
+        "model", default=None, note="The one that ran. Here no code: its sizes alone are read."
+    )
+    batch_size: int | None = reuse_option("batch_size", default=None, unset="not known")
+    context_length: int | None = reuse_option("context_length", unset="not known")
 
 
 def doctor(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from memprof.cli.options import OUTPUT, again
+from memprof.cli.options import OUTPUT, reuse_option
 from memprof.cli.output import Explained, print_json
 from memprof.cli.progress import long_work
 from memprof.cli.streams import say
@@ -29,29 +29,29 @@ CLOSED_FORM_OPTIMIZERS = tuple(name for name in OPTIMIZERS if name != "adafactor
 class Request(Explained):
     """What is asked: a model by one of three descriptions, how it is used, and the cards to judge by."""
 
-    params: str | None = again("params")
-    model: str | None = again("model", default=None, note="Here no code: its sizes alone are read.")
-    model_is_size: bool = again("model_is_size")
-    dtype: str | None = again("dtype", note="The column to look at.", unset="bfloat16")
-    quantize: str | None = again(
+    params: str | None = reuse_option("params")
+    model: str | None = reuse_option("model", default=None, note="Here no code: its sizes alone are read.")
+    model_is_size: bool = reuse_option("model_is_size")
+    dtype: str | None = reuse_option("dtype", note="The column to look at.", unset="bfloat16")
+    quantize: str | None = reuse_option(
         "quantize", note="The same; fp8, gptq and awq are stored checkpoints', for inference.",
         choices=BITSANDBYTES_FORMATS + FORMATS,
     )  # fmt: skip
-    context_length: int | None = again("context_length")
-    batch_size: int = again("batch_size", note="On each card.")
-    lengths: str | None = again("lengths")
+    context_length: int | None = reuse_option("context_length")
+    batch_size: int = reuse_option("batch_size", note="On each card.")
+    lengths: str | None = reuse_option("lengths")
     empties_cache: bool = option(
         False, "Memory", "With --lengths: torch.cuda.empty_cache() is called in the loop, or segments are expandable."
     )
-    new_tokens: int | None = again("new_tokens", unset="1: the prompt alone")
-    lora_rank: int = again("lora_rank", default=DEFAULT_LORA_RANK)
-    lora_targets: str | None = again("lora_targets")
-    optimizer: str = again("optimizer", choices=CLOSED_FORM_OPTIMIZERS)
-    optimizer_impl: str | None = again("optimizer_impl", choices=("foreach", "fused"))
-    gpu: str | None = again("gpu", default=None, unset="each of the catalog")
-    gpu_vram_bytes: int | None = again("gpu_vram_bytes")
-    gpus: int = again("gpus", note="Training is spread over them: DDP, ZeRO stages and FSDP.")
-    parallel: str | None = again(
+    new_tokens: int | None = reuse_option("new_tokens", unset="1: the prompt alone")
+    lora_rank: int = reuse_option("lora_rank", default=DEFAULT_LORA_RANK)
+    lora_targets: str | None = reuse_option("lora_targets")
+    optimizer: str = reuse_option("optimizer", choices=CLOSED_FORM_OPTIMIZERS)
+    optimizer_impl: str | None = reuse_option("optimizer_impl", choices=("foreach", "fused"))
+    gpu: str | None = reuse_option("gpu", default=None, unset="each of the catalog")
+    gpu_vram_bytes: int | None = reuse_option("gpu_vram_bytes")
+    gpus: int = reuse_option("gpus", note="Training is spread over them: DDP, ZeRO stages and FSDP.")
+    parallel: str | None = reuse_option(
         "parallel", note="In closed form, of the rank that needs most.", unset="DDP, ZeRO stages and FSDP side by side"
     )
     chunked_loss: bool = option(

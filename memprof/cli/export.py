@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from memprof.cli.options import Reading, again
+from memprof.cli.options import Reading, reuse_option
 from memprof.cli.output import Output, print_json
 from memprof.cli.progress import long_work
 from memprof.cli.streams import say
@@ -23,7 +23,7 @@ memprof export snapshot.pickle --to run.json
 class Request(Output):
     """How it is said, and what may be replaced."""
 
-    force: bool = again("force")
+    force: bool = reuse_option("force")
 
 
 def export(

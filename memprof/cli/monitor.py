@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from memprof.cli.options import again
+from memprof.cli.options import reuse_option
 from memprof.cli.output import Output
 from memprof.errors import MemprofError, UsageError
 
@@ -28,7 +28,7 @@ MIN_INTERVAL = 0.05
 class Request(Output):
     """What may be replaced."""
 
-    force: bool = again("force")
+    force: bool = reuse_option("force")
 
 
 def monitor(

@@ -101,7 +101,7 @@ class Reading:
     )  # fmt: skip
 
 
-def again(name: str, **changes: Any) -> Any:
+def reuse_option(name: str, **changes: Any) -> Any:
     """Return an option of `TargetSpec` or `Shared` as a field of another dataclass, as `repeat_option` does."""
     return repeat_option(name, of=TargetSpec if name in TargetSpec.__dataclass_fields__ else Shared, **changes)
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from memprof.cli import settings
 from memprof.cli.exits import Exit
-from memprof.cli.options import FILES, OUTPUT, again
+from memprof.cli.options import FILES, OUTPUT, reuse_option
 from memprof.cli.streams import say
 from memprof.errors import MemprofError
 from memprof.spec import option
@@ -68,7 +68,7 @@ class Tabled(Output):
         "Write every table into this folder too, each a CSV file; those of an earlier run there are replaced.",
         metavar="FOLDER",
     )
-    force: bool = again("force")
+    force: bool = reuse_option("force")
     folder: Path | None = dataclasses.field(default=None, init=False)
     """The same, also once the script has gone to another folder."""
 
@@ -107,7 +107,7 @@ class Paged(Output):
     html: Path | None = option(
         None, FILES, "Write a page to look at into this file too: any browser opens it, offline.", metavar="FILE"
     )
-    force: bool = again("force")
+    force: bool = reuse_option("force")
     page: Path | None = dataclasses.field(default=None, init=False)
     """The same, also once the script has gone to another folder."""
 

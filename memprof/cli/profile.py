@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from memprof.cli import settings
-from memprof.cli.options import Remedies, again
+from memprof.cli.options import Remedies, reuse_option
 from memprof.cli.output import Saved, exit_code, print_document, say_kept
 from memprof.cli.progress import Progress, long_work
 from memprof.errors import RunFailedError, UsageError
@@ -30,11 +30,11 @@ memprof profile --model path/to/model.py:build_model --fix chunked-loss
 class How(Remedies):
     """What is asked beside the target."""
 
-    device: str = again(
+    device: str = reuse_option(
         "device", default="auto", choices=("auto", *DEVICES),
         note="auto: cuda if there is one and the run fits what is free there, else virtual.",
     )  # fmt: skip
-    cache: bool = again("cache")
+    cache: bool = reuse_option("cache")
 
 
 def profile(context: typer.Context, spec: TargetSpec, how: How, output: Saved) -> None:

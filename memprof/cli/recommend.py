@@ -10,7 +10,7 @@ import typer
 
 from memprof.cli import settings
 from memprof.cli.exits import Exit
-from memprof.cli.options import OUTPUT, again, spec_of
+from memprof.cli.options import OUTPUT, reuse_option, spec_of
 from memprof.cli.output import Explained, Paged, print_json, say_kept
 from memprof.cli.progress import Progress, long_work
 from memprof.cli.streams import say
@@ -36,25 +36,25 @@ _SEARCHED = "what gives up least and fits"
 class Request(Explained, Paged):
     """What is asked: a model and a goal, or neither; a card, or the one that is here."""
 
-    model: str | None = again("model", default=None)
-    model_is_size: bool = again("model_is_size")
-    trust_remote_code: bool = again("trust_remote_code")
-    mode: Mode = again("mode")
-    adapter: str | None = again("adapter")
-    dtype: str | None = again("dtype", unset=_SEARCHED)
-    amp: str | None = again("amp", unset=_SEARCHED)
-    quantize: str | None = again(
+    model: str | None = reuse_option("model", default=None)
+    model_is_size: bool = reuse_option("model_is_size")
+    trust_remote_code: bool = reuse_option("trust_remote_code")
+    mode: Mode = reuse_option("mode")
+    adapter: str | None = reuse_option("adapter")
+    dtype: str | None = reuse_option("dtype", unset=_SEARCHED)
+    amp: str | None = reuse_option("amp", unset=_SEARCHED)
+    quantize: str | None = reuse_option(
         "quantize", note="With --adapter lora: QLoRA.", choices=BITSANDBYTES_FORMATS, unset=_SEARCHED
     )
-    context_length: int | None = again("context_length")
+    context_length: int | None = reuse_option("context_length")
     effective_batch: int | None = option(
         None, "Batch", "Sequences in an optimizer step, all its micro-batches together.", metavar="COUNT",
         is_count=True, unset="8",
     )  # fmt: skip
-    batch_size: int | None = again("batch_size", default=None, unset="searched; 1 in inference")
-    lora_rank: int | None = again("lora_rank")
-    lora_targets: str | None = again("lora_targets")
-    lengths: str | None = again(
+    batch_size: int | None = reuse_option("batch_size", default=None, unset="searched; 1 in inference")
+    lora_rank: int | None = reuse_option("lora_rank")
+    lora_targets: str | None = reuse_option("lora_targets")
+    lengths: str | None = reuse_option(
         "lengths", note="A file may be .jsonl or .parquet. Foretells the step at which memory runs out.",
     )  # fmt: skip
     lengths_column: str | None = option(None, "Data", "Which column has the lengths, or the tokens.", metavar="NAME")
@@ -62,11 +62,11 @@ class Request(Explained, Paged):
         None, "Data", "Run what was found over so many batches of --lengths: whether all fit, and what they reserve.",
         metavar="COUNT", is_count=True,
     )  # fmt: skip
-    gpu: str = again("gpu")
-    gpu_vram_bytes: int | None = again("gpu_vram_bytes")
-    gpus: int = again("gpus", note="How the model is spread over them, and the least number that does.")
-    host_memory_bytes: int = again("host_memory_bytes", default=HOST_BYTES, unset="256")
-    cache: bool = again("cache")
+    gpu: str = reuse_option("gpu")
+    gpu_vram_bytes: int | None = reuse_option("gpu_vram_bytes")
+    gpus: int = reuse_option("gpus", note="How the model is spread over them, and the least number that does.")
+    host_memory_bytes: int = reuse_option("host_memory_bytes", default=HOST_BYTES, unset="256")
+    cache: bool = reuse_option("cache")
     snippet: str | None = option(
         None,
         OUTPUT,

@@ -14,7 +14,7 @@ import typer
 
 from memprof.cli.child import continue_in_child, tell_exit_code
 from memprof.cli.exits import Exit
-from memprof.cli.options import Remedies, again
+from memprof.cli.options import Remedies, reuse_option
 from memprof.cli.output import Saved, exit_code, print_document
 from memprof.cli.progress import Progress
 from memprof.cli.streams import say, script_output, tell
@@ -42,7 +42,7 @@ class Request(RunSpec, Remedies, Saved):
     """What is asked of a script, and of its report."""
 
     module: bool = option(False, "Script", "SCRIPT is the name of a module, as for `python -m`.", flag="-m")
-    lengths: str | None = again("lengths", hidden=True)
+    lengths: str | None = reuse_option("lengths", hidden=True)
 
     def spec(self) -> RunSpec:
         """What decides the run."""

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from memprof.cli.options import Reading, again
+from memprof.cli.options import Reading, reuse_option
 from memprof.cli.output import Reported, exit_code, print_document, print_json
 from memprof.cli.streams import say
 
@@ -22,9 +22,9 @@ memprof show run.memprof --alloc-conf expandable_segments:True
 class Shown(Reported):
     """How the report is made anew."""
 
-    alloc_conf: str | None = again("alloc_conf", unset="those of the run")
-    shown_card: int | None = again("shown_card")
-    rank: int | None = again("rank")
+    alloc_conf: str | None = reuse_option("alloc_conf", unset="those of the run")
+    shown_card: int | None = reuse_option("shown_card")
+    rank: int | None = reuse_option("rank")
 
 
 def show(

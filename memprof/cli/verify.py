@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from memprof.cli.exits import Exit
-from memprof.cli.options import again
+from memprof.cli.options import reuse_option
 from memprof.cli.output import Output, print_json
 from memprof.cli.progress import Progress
 
@@ -22,7 +22,7 @@ memprof verify bfloat16 --model gpt2 --seeds 3
 class Request(Output):
     """What may run of the models."""
 
-    trust_remote_code: bool = again("trust_remote_code")
+    trust_remote_code: bool = reuse_option("trust_remote_code")
 
 
 def verify(

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from memprof.cli.exits import Exit
-from memprof.cli.options import again, spec_of
+from memprof.cli.options import reuse_option, spec_of
 from memprof.cli.output import Output, print_json
 from memprof.cli.progress import long_work
 from memprof.errors import UsageError
@@ -36,20 +36,20 @@ class Request(Output):
         "99,99.9", "Vocabulary", "Percentages of the text that caps are to cover.", metavar="PERCENTAGES"
     )
     cap: int | None = option(None, "Vocabulary", "A cap of this many tokens as well.", metavar="TOKENS")
-    trust_remote_code: bool = again("trust_remote_code")
-    vocab_size: int | None = again(
+    trust_remote_code: bool = reuse_option("trust_remote_code")
+    vocab_size: int | None = reuse_option(
         "vocab_size", note="It is the one before.", unset="all words; with a tokenizer the model's"
     )
-    model: str | None = again("model", default=None, note="What the caps save in training it is simulated.")
-    params: str | None = again("params")
-    context_length: int | None = again("context_length")
-    batch_size: int = again("batch_size")
-    dtype: str | None = again("dtype")
-    amp: str | None = again("amp")
-    optimizer: str = again("optimizer")
-    gpu: str = again("gpu")
-    gpu_vram_bytes: int | None = again("gpu_vram_bytes")
-    top: int = again("top")
+    model: str | None = reuse_option("model", default=None, note="What the caps save in training it is simulated.")
+    params: str | None = reuse_option("params")
+    context_length: int | None = reuse_option("context_length")
+    batch_size: int = reuse_option("batch_size")
+    dtype: str | None = reuse_option("dtype")
+    amp: str | None = reuse_option("amp")
+    optimizer: str = reuse_option("optimizer")
+    gpu: str = reuse_option("gpu")
+    gpu_vram_bytes: int | None = reuse_option("gpu_vram_bytes")
+    top: int = reuse_option("top")
 
 
 def vocab(
