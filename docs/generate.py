@@ -36,7 +36,7 @@ import typer
 
 from memprof.cli import settings
 from memprof.cli.exits import MEANINGS, OF_OTHERS
-from memprof.cli.options import panels_of
+from memprof.cli.options import EXAMPLES
 
 ROOT = Path(__file__).resolve().parent.parent
 CLI_PAGE = ROOT / "docs" / "cli.md"
@@ -78,11 +78,11 @@ def _sections(command: Any, name: str, parent: Any, *, level: int) -> list[str]:
     result = [] if parent is None else [f"{'#' * level} `{context.command_path}`\n"]
     usage = " ".join([context.command_path, *command.collect_usage_pieces(context)])
     result += [_paragraphs(command.help or ""), f"```text\n{usage}\n```\n"]
-    for title, parameters in panels_of(command, context).items():
+    for title, parameters in panels(command, context).items():
         rows = [_row(parameter, context) for parameter in parameters]
         result.append("\n".join([f"| {title} | default | what it does |", "|---|---|---|", *rows]) + "\n")
     if command.epilog:
-        result.append(f"```bash\n{command.epilog}\n```\n")
+        result.append(f"```bash\n{command.epilog.removeprefix(EXAMPLES).strip()}\n```\n")
     for child_name, child in getattr(command, "commands", {}).items():
         if not child.hidden:
             result += _sections(child, child_name, context, level=level if parent is None else level + 1)
@@ -95,21 +95,34 @@ def _paragraphs(text: str) -> str:
     return "\n\n".join(" ".join(block.split()) for block in blocks).strip() + "\n"
 
 
+def panels(command: Any, context: Any) -> dict[str, list[Any]]:
+    """The arguments and options of a command, under the headings that its --help has."""
+    found: dict[str, list[Any]] = {"Arguments": [], "Options": []}
+    for parameter in command.get_params(context) if context.parent is None else command.params:  # --help, once
+        if not parameter.hidden:
+            title = "Arguments" if parameter.param_type_name == "argument" else "Options"
+            found.setdefault(parameter.rich_help_panel or title, []).append(parameter)
+    return {title: parameters for title, parameters in found.items() if parameters}
+
+
 def _row(parameter: Any, context: Any) -> str:
     if parameter.param_type_name == "argument":
         spelling = " ".join(parameter.get_usage_pieces(context))
-        text = getattr(parameter, "help", None) or ""
     else:
-        spelling, text = parameter.get_help_record(context)
-    text = " ".join(text.split())
-    # click and the help texts write extras in the same manner: "[default: 1]", "[required]".
-    extras = _EXTRA.findall(text)
-    default = ", ".join(f"`{extra}`" if found and " " not in extra else extra for found, extra in extras)
-    cells = (f"`{spelling}`", default, _EXTRA.sub("", text).strip())
+        spelling, _ = parameter.get_help_record(context)
+    cells = (f"`{spelling}`", _default(parameter), " ".join((parameter.help or "").split()))
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
-_EXTRA = re.compile(r"\[(default: )?([^\[\]]*)\]$")
+def _default(parameter: Any) -> str:
+    """What is taken where the parameter is not given, as --help says it."""
+    if parameter.required:
+        return "required" if parameter.param_type_name == "option" else ""
+    in_words = isinstance(parameter.show_default, str)
+    default = parameter.show_default if in_words else parameter.default
+    if default is None or default is False:
+        return ""
+    return f"{default}" if " " in str(default) else f"`{default}`"
 
 
 # -- Python ------------------------------------------------------------------------------------------------------------

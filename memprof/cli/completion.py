@@ -7,6 +7,7 @@ for zsh answers from the second press of the tab key on.
 from __future__ import annotations
 
 import contextlib
+import io
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,6 @@ from typer import completion
 from memprof.cli.streams import say
 from memprof.errors import MemprofError
 
-_scripts: Any = completion  # what it takes from elsewhere it does not declare
 _PLACES = {
     "bash": (".bash_completions/{}.sh", ".bashrc", "source '{}'"),
     "zsh": (".zfunc/_{}", ".zshrc", "fpath+=~/.zfunc; autoload -Uz compinit; compinit"),
@@ -63,15 +63,16 @@ def _answer(theirs: Callable[..., Any], context: Any, option: Any, value: Any) -
             shell = shellingham.detect_shell()[0]
     if context.resilient_parsing or shell not in _PLACES:
         return theirs(context, option, value)
-    say(f"{shell} completion installed in {_install(shell, str(context.find_root().info_name))}")
+    with contextlib.redirect_stdout(io.StringIO()) as shown, contextlib.suppress(SystemExit):
+        completion.show_callback(context, option, shell)  # the script that --show-completion prints
+    say(f"{shell} completion installed in {_install(shell, str(context.find_root().info_name), shown.getvalue())}")
     say("Completion will take effect once you restart the terminal")
     raise typer.Exit
 
 
-def _install(shell: str, program: str) -> Path:
+def _install(shell: str, program: str, script: str) -> Path:
     place, started, line = _PLACES[shell]
-    variable = f"_{program.replace('-', '_').upper()}_COMPLETE"
-    script = _scripts.get_completion_script(prog_name=program, complete_var=variable, shell=shell)
+    script = script.strip()
     if shell == "zsh":
         script += _ZSH_ANSWER.format(script.partition("()")[0].split()[-1])
     try:

@@ -25,7 +25,9 @@ _FOLDERS = (_PACKAGE / "_docs", Path(str(_PACKAGE)).parent / "docs")
 
 def help(
     output: Listed,
-    topic: Annotated[str | None, typer.Argument(help="A page's name. [default: list them]", metavar="TOPIC")] = None,
+    topic: Annotated[
+        str | None, typer.Argument(help="A page's name.", show_default="list them", metavar="TOPIC")
+    ] = None,
 ) -> None:
     """Show a page of the documentation: lengths, remedies, limitations and others."""
     files = (file for folder in _FOLDERS if folder.is_dir() for file in folder.iterdir())

@@ -18,6 +18,7 @@ import typer
 import memprof
 from memprof.cli.child import allow_child, tell_exit_code
 from memprof.cli.completion import install_itself
+from memprof.cli.exits import MEANINGS, OF_OTHERS
 from memprof.cli.options import Commands, add
 from memprof.cli.streams import give_up, prepare, say
 
@@ -26,25 +27,29 @@ COMMANDS = (
     "verify", "vocab", "monitor", "cache", "help", "recipes",
 )  # fmt: skip
 """In the order of --help. Each is a module here, with a function of its name, or an `app` with commands of its own; its
-`EXAMPLES` stand in its --help, its `SETTINGS`, if it has any, are click's for the command's context."""
+`EXAMPLES` stand in its --help, its `SETTINGS`, if it has any, are those of the command's context."""
 
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-
-_LIKE: dict[str, Any] = {"pretty_exceptions_enable": False, "rich_markup_mode": None}
 
 
 def _module(name: str) -> ModuleType:
     return importlib.import_module(f"memprof.cli.{name}")
 
 
+def _about(name: str) -> str:
+    """Return what a command does, without making it."""
+    module = _module(name)
+    return str(module.app.info.help) if hasattr(module, "app") else inspect.getdoc(getattr(module, name)) or ""
+
+
 def _command(name: str) -> Any:
-    """A command of this program, as click has it."""
+    """Return a command of this program, as typer makes it."""
     module = _module(name)
     if hasattr(module, "app"):
         made = typer.main.get_command(module.app)
         made.name = name
         return made
-    alone = typer.Typer(add_completion=False, **_LIKE)
+    alone = typer.Typer(add_completion=False)
     add(alone, name, getattr(module, name), getattr(module, "SETTINGS", None), module.EXAMPLES)
     return typer.main.get_command(alone)
 
@@ -85,10 +90,21 @@ class Program(Commands):
         """Their names."""
         return list(COMMANDS)
 
-    def about(self, name: str) -> str:
-        """What a command does, read off its function."""
-        module = _module(name)
-        return str(module.app.info.help) if hasattr(module, "app") else inspect.getdoc(getattr(module, name)) or ""
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write what each command does: the whole first paragraph, read off its function."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, " ".join(_about(name).split("\n\n")[0].split())) for name in COMMANDS])
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        """Write the exit codes, and where more is said."""
+        with formatter.section("Exit codes"):
+            formatter.write_dl([(str(int(code)), meaning) for code, meaning in MEANINGS.items()])
+            formatter.write_paragraph()
+            formatter.write_text(OF_OTHERS)
+        formatter.write_paragraph()
+        formatter.write_text(
+            "Defaults of options stand in memprof.toml, or in [tool.memprof] of pyproject.toml: memprof help cli."
+        )
 
 
 app = typer.Typer(
@@ -97,7 +113,8 @@ app = typer.Typer(
     no_args_is_help=True,
     cls=Program,
     context_settings={"help_option_names": ["-h", "--help"]},
-    **_LIKE,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # rich takes longer to import than all that the list of commands needs
 )
 
 

@@ -35,7 +35,7 @@ def monitor(
     request: Request,
     command: Annotated[
         list[str] | None,
-        typer.Argument(metavar="-- COMMAND", help="What to start and watch. [default: the cards alone]"),
+        typer.Argument(metavar="-- COMMAND", help="What to start and watch.", show_default="the cards alone"),
     ] = None,
     interval: Annotated[float, typer.Option(help="Between two samples.", metavar="SECONDS")] = 1.0,
     log: Annotated[Path | None, typer.Option(help="Write a line per sample to this CSV file.", metavar="FILE")] = None,

@@ -23,7 +23,7 @@ import typer.core
 
 from memprof.cli import settings
 from memprof.cli.completion import names_of
-from memprof.cli.exits import MEANINGS, OF_OTHERS, Exit
+from memprof.cli.exits import Exit
 from memprof.cli.numbers import check_numbers
 from memprof.cli.streams import give_up, say, tell
 from memprof.device.ceiling import ceiling
@@ -34,14 +34,16 @@ from memprof.units import parse_gib
 
 OUTPUT = "Output"
 FILES = "Files"
-_Refused: Any = typer.BadParameter.__bases__[0]
-"""Arguments that cannot be parsed; some releases of typer have a click of their own."""
+EXAMPLES = "Examples:"
+_LAST_PANELS = ("Remedies", settings.PANEL, FILES, OUTPUT)
 _NOT_ABOUT_THE_RUN = ("torchao", "torch.utils._pytree", "bitsandbytes.backends.cpu.ops")
 """What these log when a library imports them."""
 STDIN = Path("-")
 _KEYWORD = inspect.Parameter.KEYWORD_ONLY
-_DEBUG = typer.Option("--debug", help="Show the whole traceback of an error.", rich_help_panel=OUTPUT)
-_NO_COLOR = typer.Option("--no-color", help="Print without colours, as NO_COLOR=1 does.", rich_help_panel=OUTPUT)
+_OF_ALL = {
+    "debug": typer.Option("--debug", help="Show the whole traceback of an error.", rich_help_panel=OUTPUT),
+    "no_color": typer.Option("--no-color", help="Print without colours, as NO_COLOR=1 does.", rich_help_panel=OUTPUT),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +124,7 @@ def _parsing(ctx: Any, words: Sequence[str]) -> Iterator[None]:
     as_json = "--json" in words
     try:
         yield
-    except _Refused as error:
+    except typer.TyperException as error:
         if not as_json or ctx.resilient_parsing:
             raise
         tell(UsageError(error.format_message(), hint=f"{ctx.command_path} --help"), as_json=True)
@@ -133,50 +135,52 @@ def _parsing(ctx: Any, words: Sequence[str]) -> Iterator[None]:
 
 
 class Command(typer.core.TyperCommand):
-    """A command whose --help has a section for each panel; typer's own needs rich, which takes as long as the rest."""
+    """A command whose options may stand in files too."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Take the command's arguments, and what a file says of the others."""
+        """Take the command's arguments, and what files say of options that are not among them."""
         with _parsing(ctx, args):
-            words = self._from_settings(ctx, args)
+            settings.taken = ()
+            words: list[str] = []
+            left = super().parse_args(ctx, [*args])
+            if not ctx.resilient_parsing:
+                words = self._from_settings(ctx)
+                if words:
+                    left = super().parse_args(ctx, [*words, *args])
+                if ctx.params["save_config"] is not None:
+                    self._save_settings(ctx)
             settings.words = (str(self.name), *words, *args)
-            left = super().parse_args(ctx, [*words, *args])
-            if ctx.params.get("save_config") is not None and not ctx.resilient_parsing:
-                self._save_settings(ctx, [*words, *args])
             return left
 
-    def _from_settings(self, ctx: Any, args: list[str]) -> list[str]:
-        """What files and a preset say of options that are not among the arguments, as words before them."""
-        settings.taken = ()
-        if ctx.resilient_parsing:
-            return []
-        asked = self.make_parser(ctx).parse_args(list(args))[0]
-        given = {_excluded_by(name) for name in asked}
+    def _from_settings(self, ctx: Any) -> list[str]:
+        """Return what files and a preset say of options that are not among the arguments, as words before them."""
+        given = {_excluded_by(name) for name in _given(ctx)}
         found = []
-        for path, values in self._sources(ctx, asked):
+        for path, values in self._sources(ctx):
             words = []
             for one in self.params:
                 value = values.get(_spelt(one), False)
                 if value is not False and _excluded_by(str(one.name)) not in given:
-                    words.append(f"--{_spelt(one)}" if value is True else f"--{_spelt(one)}={value}")
+                    words += _words(one, value)
                     given.add(_excluded_by(str(one.name)))
             if words:
                 found.append(settings.Taken(path, tuple(words)))
         settings.taken = tuple(reversed(found))
         return [word for one in settings.taken for word in one.words]
 
-    def _sources(self, ctx: Any, asked: Mapping[str, Any]) -> Iterator[tuple[Path | str, Mapping[str, Any]]]:
-        """Where options may come from beside the command line, the strongest first."""
+    def _sources(self, ctx: Any) -> Iterator[tuple[Path | str, Mapping[str, Any]]]:
+        """Yield where options may come from beside the command line, the strongest first."""
         name, read = str(self.name), settings.read()
-        if read is None and asked.get("config") is None and asked.get("preset") is None:
+        config, preset = ctx.params["config"], ctx.params["preset"]
+        if read is None and config is None and preset is None:
             return
         # Of all commands, each of which is imported for it.
         commands: dict[str, Any] = getattr(ctx.find_root().command, "commands", {})
         known = {name: {_spelt(one) for one in command.params} for name, command in commands.items()}
-        if (config := asked.get("config")) is not None:
+        if config is not None:
             path = Path(config)
             yield path, settings.defaults(path, settings.read_named(path), name, known, named=True)
-        if (preset := asked.get("preset")) is not None:
+        if preset is not None:
             if preset not in settings.PRESETS:
                 raise unknown_name("--preset", str(preset), settings.PRESETS)
             values = {key: value for key, value in settings.PRESETS[preset].items() if key in known[name]}
@@ -186,14 +190,13 @@ class Command(typer.core.TyperCommand):
         if read is not None:
             yield read[0], settings.defaults(*read, name, known)
 
-    def _save_settings(self, ctx: Any, words: list[str]) -> None:
+    def _save_settings(self, ctx: Any) -> None:
         """Write the options that are in force, but those by which files are written, as a file for `--config`."""
-        raw = self.make_parser(ctx).parse_args(list(words))[0]
-        options = {str(one.name): one for one in self.params if one.param_type_name == "option"}
+        options = {str(one.name): _spelt(one) for one in self.params if one.param_type_name == "option"}
         values = {
-            _spelt(options[name]): _plain(value)
-            for name, value in raw.items()
-            if name in options and not settings.is_for_the_command_line(_spelt(options[name]))
+            options[name]: _plain(ctx.params[name])
+            for name in _given(ctx)
+            if name in options and not settings.is_for_the_command_line(options[name])
         }
         settings.write_named(Path(str(ctx.params["save_config"])), str(self.name), values)
 
@@ -206,20 +209,9 @@ class Command(typer.core.TyperCommand):
             logging.getLogger(name).setLevel(logging.ERROR)
         return super().invoke(ctx)
 
-    def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write arguments and options."""
-        for title, parameters in panels_of(self, ctx).items():
-            with formatter.section(title):
-                formatter.write_dl([parameter.get_help_record(ctx) for parameter in parameters])
-
-    def format_epilog(self, ctx: Any, formatter: Any) -> None:
-        """Write the examples, as they are."""
-        with formatter.section("Examples"):
-            formatter.write("".join(f"  {line}\n" for line in (self.epilog or "").splitlines()))
-
 
 class Commands(typer.core.TyperGroup):
-    """Commands under one name; --help has their whole summaries, and of the program itself the exit codes."""
+    """Commands under one name."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Take what stands before the command's name."""
@@ -231,31 +223,18 @@ class Commands(typer.core.TyperGroup):
         with _parsing(ctx, args):
             return super().resolve_command(ctx, args)
 
-    def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write what each command does."""
-        with formatter.section("Commands"):
-            texts = {name: self.about(name).split("\n\n")[0] for name in self.commands}
-            formatter.write_dl([(name, " ".join(text.split())) for name, text in texts.items()])
 
-    def about(self, name: str) -> str:
-        """What a command does; its first paragraph is the summary."""
-        return self.commands[name].help or ""
-
-    def format_epilog(self, ctx: Any, formatter: Any) -> None:
-        """Write the exit codes, and where more is said."""
-        if ctx.parent is None:
-            with formatter.section("Exit codes"):
-                formatter.write_dl([(str(int(code)), meaning) for code, meaning in MEANINGS.items()])
-                formatter.write_paragraph()
-                formatter.write_text(OF_OTHERS)
-            formatter.write_paragraph()
-            formatter.write_text(
-                "Defaults of options stand in memprof.toml, or in [tool.memprof] of pyproject.toml: memprof help cli."
-            )
+def _given(ctx: Any) -> list[str]:
+    """Return the names of the parameters that the command line sets."""
+    return [name for name in ctx.params if ctx.get_parameter_source(name).name == "COMMANDLINE"]
 
 
 def _plain(value: Any) -> Any:
-    """A word of the command line as a file has it: a number as one, where it is spelt as Python spells it."""
+    """Return a value as a file has it: a number as one, also where it is a word that Python spells so."""
+    if isinstance(value, bool | int | float):
+        return value
+    if isinstance(value, list | tuple):
+        return ",".join(map(str, value))
     for kind in (int, float):
         try:
             number = kind(value)
@@ -263,37 +242,30 @@ def _plain(value: Any) -> Any:
             continue
         if str(number) == value:
             return number
-    return value if isinstance(value, bool) else str(value)
+    return str(value)
 
 
 def _spelt(parameter: Any) -> str:
-    """An option as a file of settings has it."""
+    """Return an option as a file of settings has it."""
     return str(parameter.opts[-1]).lstrip("-")
 
 
+def _words(parameter: Any, value: Any) -> list[str]:
+    """Return the option with a value of a file, as the command line has it; one that may be repeated, for each part."""
+    if value is True:
+        return [f"--{_spelt(parameter)}"]
+    parts = str(value).split(",") if parameter.multiple else [value]
+    return [f"--{_spelt(parameter)}={part}" for part in parts]
+
+
 def _excluded_by(name: str) -> str:
-    """The option that may not be given beside this one; itself if there is none."""
+    """Return the option that may not be given beside this one; itself if there is none."""
     about = options_of(TargetSpec).get(name)
     return _INSTEAD_OF.get(name) or (about.instead_of if about else None) or name
 
 
 _INSTEAD_OF = {"params": "model", "ladder": "fix", "until_exit": "steps"}
 """Beside those of `TargetSpec`: what the command line says of one puts aside what a file says of the other."""
-
-
-def panels_of(command: Any, context: Any) -> dict[str, list[Any]]:
-    """A command's parameters under the headings that --help has."""
-    found: dict[str, list[Any]] = {}
-    for parameter in command.get_params(context):
-        title = "Arguments" if parameter.param_type_name == "argument" else "Options"
-        if parameter.name == "help" and OUTPUT in found:
-            title = OUTPUT
-        if not getattr(parameter, "hidden", False):
-            found.setdefault(getattr(parameter, "rich_help_panel", None) or title, []).append(parameter)
-    if found.keys() <= {"Arguments", OUTPUT, settings.PANEL}:  # nothing of its own but --debug, --help and their like
-        return {"Options" if title == OUTPUT else title: rows for title, rows in found.items()}
-    last = ("Remedies", settings.PANEL, FILES, OUTPUT)
-    return dict(sorted(found.items(), key=lambda panel: last.index(panel[0]) if panel[0] in last else -1))
 
 
 def add(
@@ -303,8 +275,15 @@ def add(
     settings: dict[str, Any] | None = None,
     examples: str = "",
 ) -> None:
-    """Make `function` the command `name`; `settings` are click's for its context, each line of `examples` one use."""
-    app.command(name, cls=Command, context_settings=settings, epilog=examples.strip())(_flat(function))
+    """Make `function` the command `name`; `settings` are those of its context, each line of `examples` one use."""
+    paragraphs = (inspect.getdoc(function) or "").split("\n\n")
+    app.command(
+        name,
+        cls=Command,
+        context_settings=settings,
+        help="\n\n".join(" ".join(one.split()) for one in paragraphs),
+        epilog=f"{EXAMPLES}\n{examples.strip()}",
+    )(_flat(function))
 
 
 def _flat(function: Callable[..., None]) -> Callable[..., None]:
@@ -317,17 +296,21 @@ def _flat(function: Callable[..., None]) -> Callable[..., None]:
         if parameter.name not in groups
     }
     owners: dict[str, str] = {}
+    panels: dict[str, str] = {}
     for group, kind in groups.items():
         types = get_type_hints(kind)
         for name, about in options_of(kind).items():
             owners[name] = group  # of two that have the same option, the later
+            panels[name] = about.panel
             parameters[name] = _parameter(name, types[name], about, kind.__dataclass_fields__[name].default)
     for name, about in settings.OPTIONS.items():
+        panels[name] = settings.PANEL
         parameters[name] = inspect.Parameter(name, _KEYWORD, default=None, annotation=Annotated[str | None, about])
-    parameters["debug"] = inspect.Parameter("debug", _KEYWORD, default=False, annotation=Annotated[bool, _DEBUG])
-    parameters["no_color"] = inspect.Parameter(
-        "no_color", _KEYWORD, default=False, annotation=Annotated[bool, _NO_COLOR]
-    )
+    for name, about in _OF_ALL.items():
+        panels[name] = OUTPUT
+        parameters[name] = inspect.Parameter(name, _KEYWORD, default=False, annotation=Annotated[bool, about])
+    # --help has the panels in the order of their first options.
+    in_order = sorted(parameters.values(), key=lambda one: _panel_order(panels.get(one.name, "")))
 
     @functools.wraps(function)
     def call(*, debug: bool, no_color: bool, **values: Any) -> None:
@@ -359,9 +342,13 @@ def _flat(function: Callable[..., None]) -> Callable[..., None]:
             tell(error, as_json=not is_told and any(values.get("as_json") for values in given.values()))
             raise typer.Exit(error.exit_code) from None
 
-    call.__signature__ = inspect.Signature(list(parameters.values()))  # type: ignore[attr-defined]
-    call.__annotations__ = {name: parameter.annotation for name, parameter in parameters.items()}
+    call.__signature__ = inspect.Signature(in_order)  # type: ignore[attr-defined]
+    call.__annotations__ = {parameter.name: parameter.annotation for parameter in in_order}
     return call
+
+
+def _panel_order(panel: str) -> int:
+    return _LAST_PANELS.index(panel) if panel in _LAST_PANELS else -1
 
 
 @contextlib.contextmanager
@@ -379,21 +366,26 @@ def _colours(*, wanted: bool) -> Iterator[None]:
 
 
 def _parameter(name: str, kind: Any, about: Option, default: object) -> inspect.Parameter:
-    """The parameter that typer makes an option of. What is not given is None, or False for a flag."""
+    """Return the parameter that typer makes an option of.
+
+    What is not given is False for a flag, None where words say what is taken then, or else the field's default.
+    """
     is_flag = kind is bool and about.instead_of is None
-    text = about.help.format(choices=(" or " if len(about.choices) == 2 else ", ").join(about.choices))
-    unset = about.unset or (None if default is None or kind is bool else str(default)) or None
+    in_words = about.unset or (str(default) if about.parse and default is not None else None)
     info = typer.Option(
         *filter(None, (about.short, about.flag)),
-        help=text if unset is None else f"{text} [default: {unset}]",
+        help=about.help.format(choices=(" or " if len(about.choices) == 2 else ", ").join(about.choices)),
+        show_default=in_words or True,
         metavar=about.metavar,
         rich_help_panel=about.panel,
         hidden=not about.panel,
         autocompletion=names_of(name, about.choices),
     )
+    if is_flag:
+        return inspect.Parameter(name, _KEYWORD, default=False, annotation=Annotated[bool, info])
+    value = None if in_words or kind is bool or default == "" else default
     kind = str if about.parse or kind is bool else kind
-    annotation = Annotated[bool, info] if is_flag else Annotated[kind | None, info]
-    return inspect.Parameter(name, _KEYWORD, default=False if is_flag else None, annotation=annotation)
+    return inspect.Parameter(name, _KEYWORD, default=value, annotation=Annotated[kind | None, info])
 
 
 def _build(kind: Any, values: Mapping[str, Any]) -> Any:

@@ -26,7 +26,6 @@ app = typer.Typer(
     help="Case studies of real reports: list them, run them, copy them.",
     no_args_is_help=True,
     add_completion=False,
-    rich_markup_mode=None,
 )
 
 Name = Annotated[str, typer.Argument(help="A recipe by its folder's name, its number, or a part that no other has.")]

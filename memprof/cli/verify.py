@@ -28,13 +28,14 @@ class Request(Output):
 def verify(
     request: Request,
     remedies: Annotated[
-        list[str] | None, typer.Argument(metavar="[REMEDY]...", help="The remedies to verify. [default: all]")
+        list[str] | None, typer.Argument(metavar="[REMEDY]...", help="The remedies to verify.", show_default="all")
     ] = None,
     model: Annotated[
         list[str] | None,
         typer.Option(
             help="One of the small gpt2, llama, gemma2 and handwritten, or a causal language model that "
-            "`memprof profile` takes; may be repeated. [default: the four small ones]",
+            "`memprof profile` takes; may be repeated.",
+            show_default="the four small ones",
             metavar="MODEL",
         ),
     ] = None,

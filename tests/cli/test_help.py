@@ -32,8 +32,8 @@ def test_every_command_has_examples_that_are_right(memprof, monkeypatch, name):
     shown = memprof(*name.split(), "-h").stdout
     assert shown == memprof(*name.split(), "--help").stdout
     assert max(map(len, shown.splitlines())) <= 80
-    examples = shown.partition("\nExamples:\n")[2].splitlines()
-    assert examples and all(line.startswith(f"  memprof {name}") for line in examples)
+    examples = [line.strip() for line in shown.partition("\n Examples:")[2].splitlines() if line.strip()]
+    assert examples and all(line.startswith(f"memprof {name}") for line in examples)
     for line in examples:
         _check(line.split()[1:])
 

@@ -6,14 +6,16 @@ from dataclasses import dataclass
 
 import pytest
 import typer
+from rich.markup import render
 
 from memprof.cli.main import COMMANDS, app
-from memprof.cli.options import Remedies, add, panels_of
+from memprof.cli.options import Remedies, add
 from memprof.device.cards import NvmlCard, Reading
 from memprof.errors import MemprofError, UsageError
 from memprof.flows import present
 from memprof.flows import profile as flow
 from memprof.spec import TargetSpec, option, options_of
+from tests.cli.panels import panels_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +30,7 @@ class Toy(TargetSpec):
 
 def started(function, *arguments):
     """Runs `function` as the only command of a program; its exit code."""
-    program = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+    program = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     program.callback()(lambda: None)
     add(program, "ask", function)
     with pytest.raises(SystemExit) as stopped:
@@ -62,10 +64,10 @@ def test_it_is_in_the_help_under_its_panel(capsys, monkeypatch):
         """Ask."""
 
     assert started(ask, "--help") == 0
-    shown = capsys.readouterr().out
-    batch, toy = (shown[shown.index(f"\n{panel}:") :].split("\n\n")[0] for panel in ("Batch", "Toy"))
-    assert "--warmup <int>" in batch and "Steps that are not looked at. [default: 3]" in " ".join(batch.split())
-    assert "given or sorted. [default: given]" in toy and "--no-pinned " in toy and "--budget" in toy
+    panels = panels_of(capsys.readouterr().out)
+    batch, toy = (" ".join(" ".join(panels[name]).split()) for name in ("Batch", "Toy"))
+    assert "--warmup <int> Steps that are not looked at. [default: 3]" in batch
+    assert "given or sorted. [default: (given)]" in toy and "--no-pinned " in toy and "--budget" in toy
 
 
 @pytest.mark.parametrize(
@@ -111,18 +113,26 @@ def test_profile_asks_for_all_of_the_spec():
 
 def test_help_is_readable_at_80_columns(memprof, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    lines = memprof("profile", "--help").stdout.splitlines()
-    assert max(map(len, lines)) <= 80
-    panels = [line.rstrip(":") for line in lines if line.endswith(":") and not line.startswith(" ")]
-    assert panels == [
-        "Model", "Batch", "Precision", "Training", "Adapters", "NPT", "Compiling", "Memory", "Card", "Remedies",
-        "Settings", "Files", "Output", "Examples",
+    shown = memprof("profile", "--help").stdout
+    assert max(map(len, shown.splitlines())) <= 80
+    panels = panels_of(shown)
+    assert list(panels) == [
+        "Options", "Model", "Batch", "Precision", "Training", "Adapters", "NPT", "Compiling", "Memory", "Card",
+        "Remedies", "Settings", "Files", "Output",
     ]  # fmt: skip
-    command = commands()["profile"]
-    shown = panels_of(command, command.context_class(command))
-    assert max(map(len, shown.values())) <= 8
-    flags = [word for line in lines for word in line.split()[:1] if line.startswith("  -")]
-    assert len(flags) == len(set(flags)) == sum(map(len, shown.values()))
+    flags = {name: [line.split()[0] for line in lines if line.startswith("-")] for name, lines in panels.items()}
+    assert max(map(len, flags.values())) <= 8
+    listed = [flag for found in flags.values() for flag in found]
+    of_all = [option.opts[-1] for option in commands()["profile"].params if not option.hidden]
+    assert sorted(listed) == sorted([*of_all, "--help"])
+
+
+def test_every_text_is_shown_as_it_is_written():
+    """None has what rich reads as a style or a picture."""
+    for command in commands().values():
+        for one in (command, *getattr(command, "commands", {}).values()):
+            for text in (one.help, one.epilog, *(parameter.help for parameter in one.params)):
+                assert render(text or "").plain == (text or "")
 
 
 def test_a_command_is_a_module_and_a_name_in_the_list():
@@ -157,7 +167,7 @@ def test_the_default_card_is_the_one_that_is_here(monkeypatch, here, taken):
     assert (spec.gpu, spec.gpu_vram_bytes) == ("t4", None)
     for command in ("profile", "run", "recommend", "vocab"):
         (shown,) = (one for one in commands()[command].params if one.name == "gpu")
-        assert shown.help.endswith("[default: the one that is here, else h100-80gb]")
+        assert shown.show_default == "the one that is here, else h100-80gb"
 
 
 def test_a_card_that_is_named_is_simulated(memprof, monkeypatch):

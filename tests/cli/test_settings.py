@@ -170,6 +170,19 @@ def test_a_saved_config_is_the_command_again(memprof, folder, name):
     assert refused.exit_code == 2 and "replaces no file" in refused.stderr
 
 
+def test_a_saved_config_has_what_was_given_more_than_once(memprof, folder):
+    file = folder / "mine.yaml"
+    asked = ("verify", "bfloat16", "--model", "none-1", "--model", "none-2")
+    assert "none-1" in memprof(*asked, "--save-config", file).stderr
+    shown = memprof("verify", "bfloat16", "--config", file)
+    assert "--model=none-1 --model=none-2" in shown.stdout and "none-1" in shown.stderr
+
+
+def test_help_is_shown_where_a_file_is_wrong(memprof, folder):
+    write(folder, "gpu = ")
+    assert memprof("estimate", "--help").exit_code == 0
+
+
 def test_what_is_nearer_wins(memprof, folder):
     write(folder, 'gpu = "t4"\ndtype = "float32"\nbatch-size = 3')
     write(folder, "gpu: l4\nestimate:\n  context_length: 64\n", "mine.yaml")
