@@ -10,8 +10,8 @@ from memprof.cli.output import Explained, print_json
 from memprof.cli.progress import long_work
 from memprof.cli.streams import say
 from memprof.errors import UsageError
-from memprof.estimate.methods import FORMATS
-from memprof.spec import BITSANDBYTES_FORMATS, DEFAULT_LORA_RANK, OPTIMIZERS, option
+from memprof.estimate.options import EstimateOptions
+from memprof.spec import option
 
 if TYPE_CHECKING:
     from memprof.estimate.table import Estimate, Simulated
@@ -22,41 +22,22 @@ memprof estimate --model llama-3.1-8b --context-length 8192 --gpu rtx-4090
 memprof estimate --model-size 70B --gpus 8 --parallel tp=8
 """
 
-CLOSED_FORM_OPTIMIZERS = tuple(name for name in OPTIMIZERS if name != "adafactor")
-
 
 @dataclass(frozen=True, kw_only=True)
-class Request(Explained):
-    """What is asked: a model by one of three descriptions, how it is used, and the cards to judge by."""
+class Asked(Explained):
+    """A model by one of three descriptions, and the cards to judge by."""
 
     params: str | None = reuse_option("params")
     model: str | None = reuse_option("model", default=None, note="Here no code: its sizes alone are read.")
     model_is_size: bool = reuse_option("model_is_size")
-    dtype: str | None = reuse_option("dtype", note="The column to look at.", unset="bfloat16")
-    quantize: str | None = reuse_option(
-        "quantize", note="The same; fp8, gptq and awq are stored checkpoints', for inference.",
-        choices=BITSANDBYTES_FORMATS + FORMATS,
-    )  # fmt: skip
-    context_length: int | None = reuse_option("context_length")
-    batch_size: int = reuse_option("batch_size", note="On each card.")
-    lengths: str | None = reuse_option("lengths")
-    empties_cache: bool = option(
-        False, "Memory", "With --lengths: torch.cuda.empty_cache() is called in the loop, or segments are expandable."
-    )
-    new_tokens: int | None = reuse_option("new_tokens", unset="1: the prompt alone")
-    lora_rank: int = reuse_option("lora_rank", default=DEFAULT_LORA_RANK)
-    lora_targets: str | None = reuse_option("lora_targets")
-    optimizer: str = reuse_option("optimizer", choices=CLOSED_FORM_OPTIMIZERS)
-    optimizer_impl: str | None = reuse_option("optimizer_impl", choices=("foreach", "fused"))
     gpu: str | None = reuse_option("gpu", default=None, unset="each of the catalog")
     gpu_vram_bytes: int | None = reuse_option("gpu_vram_bytes")
-    gpus: int = reuse_option("gpus", note="Training is spread over them: DDP, ZeRO stages and FSDP.")
-    parallel: str | None = reuse_option(
-        "parallel", note="In closed form, of the rank that needs most.", unset="DDP, ZeRO stages and FSDP side by side"
-    )
-    chunked_loss: bool = option(
-        False, "Memory", "Training computes its loss some tokens at a time (--fix chunked-loss)."
-    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request(EstimateOptions, Asked):
+    """The same, and how the model is used."""
+
     exact: bool = option(False, OUTPUT, "Run the same on the virtual GPU as well, and show both, term by term.")
 
 
@@ -93,22 +74,7 @@ def estimate(request: Request) -> None:
         subject = from_params(request.params)
     else:
         subject = (from_size if request.model_is_size else from_model)(str(request.model))
-    answer = build_estimate(
-        subject,
-        dtype=request.quantize or request.dtype,
-        context_length=request.context_length,
-        batch_size=request.batch_size,
-        lora_rank=request.lora_rank,
-        lora_targets=request.lora_targets,
-        optimizer=request.optimizer,
-        fused=request.optimizer_impl == "fused",
-        new_tokens=request.new_tokens,
-        lengths=request.lengths,
-        empties_cache=request.empties_cache,
-        gpus=request.gpus,
-        parallel=request.parallel,
-        chunked_loss=request.chunked_loss,
-    )
+    answer = build_estimate(subject, request)
     cards = list_gpus() if request.gpu is None else (find_gpu(request.gpu),)
     if request.gpu_vram_bytes is not None:
         cards = (custom_gpu(request.gpu_vram_bytes),)

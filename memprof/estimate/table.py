@@ -16,17 +16,19 @@ from memprof.device.context import CONTEXT_BYTES, LARGEST_CONTEXT_BYTES
 from memprof.errors import UsageError, unknown_name
 from memprof.estimate.geometry import Subject
 from memprof.estimate.methods import COLUMNS, FORMATS, METHODS, Method, Plan
+from memprof.estimate.options import EstimateOptions
 from memprof.estimate.peaks import moments
 from memprof.estimate.ranks import ALONE, Rank
 from memprof.estimate.spread import ranks_in
 from memprof.estimate.state import CUBLAS_WORKSPACE, CUBLAS_WORKSPACE_HOPPER, QUANTIZED_STATES, STATES, Moment
-from memprof.spec import DEFAULT_LORA_RANK, MANY_STEPS
+from memprof.spec import MANY_STEPS
 from memprof.workload.lengths import parse_lengths
 
 FITS, BORDERLINE, NO = "fits", "borderline", "no"
 KINDS = ALLOCATED, RESERVED, DEVICE_USED = "allocated", "reserved", "device used"
 """Kinds of figures that are published: torch.cuda.max_memory_allocated, max_memory_reserved, and nvidia-smi's."""
 DEFAULT_CONTEXT = 2048
+_AS_USUAL = EstimateOptions()
 _OF_BITSANDBYTES = {"nf4": "int4", "fp4": "int4"}
 """The columns of what --quantize names; one of 4 bits takes as much as the other."""
 
@@ -221,60 +223,36 @@ def highest_cell(subject: Subject, plan: Plan, batch_size: int, context_length: 
     return max(found, key=lambda cell: cell.allocated_bytes)
 
 
-def build_estimate(
-    subject: Subject,
-    *,
-    dtype: str | None = None,
-    context_length: int | None = None,
-    batch_size: int = 1,
-    lora_rank: int = DEFAULT_LORA_RANK,
-    lora_targets: str | None = None,
-    optimizer: str = "adamw",
-    fused: bool = False,
-    new_tokens: int | None = None,
-    lengths: str | None = None,
-    empties_cache: bool = False,
-    gpus: int = 1,
-    parallel: str | None = None,
-    chunked_loss: bool = False,
-) -> Estimate:
-    """Every method in every dtype.
+def build_estimate(subject: Subject, options: EstimateOptions = _AS_USUAL) -> Estimate:
+    """Compute every method in every dtype, for `subject` used as `options` say.
 
-    Args:
-        dtype: the column to look at, or what weights are quantized to; None: bfloat16.
-        context_length: tokens per sequence; None: 2,048, or what the model has positions for if that is less.
-        batch_size: sequences per micro-batch and card.
-        lora_targets: modules to adapt, as PEFT's target_modules; None: those that PEFT chooses.
-        optimizer: of the rows that have none of their own; one of peaks.STATES.
-        fused: it makes no temporaries.
-        new_tokens: generated after the prompt, in inference.
-        lengths: samples whose lengths vary, as `--lengths` has them; the longest batch is what counts.
-        empties_cache: and the program gives back what the allocator keeps, or keeps it in expandable segments.
-        gpus: cards to spread training over.
-        parallel: how, as `--parallel` has it; None: by each of the usual strategies.
-        chunked_loss: the loss is computed some tokens at a time.
+    The context length, if none is given, is 2,048 tokens, or what the model has positions for if that is less. Of
+    `lengths` the longest batch is what counts.
 
     Raises:
         UsageError: a value is out of range.
     """
-    new_tokens = 1 if new_tokens is None else new_tokens
-    counts = {"--batch-size": batch_size, "--lora-rank": lora_rank, "--gpus": gpus, "--new-tokens": new_tokens}
+    new_tokens = 1 if options.new_tokens is None else options.new_tokens
+    batch_size, gpus, parallel = options.batch_size, options.gpus, options.parallel
+    counts = {"--batch-size": batch_size, "--lora-rank": options.lora_rank, "--gpus": gpus, "--new-tokens": new_tokens}
     for flag, value in counts.items():
         if value < 1:
             raise UsageError(f"{flag} must be at least 1", value=value, hint="give a positive whole number")
-    if optimizer not in STATES | QUANTIZED_STATES:
-        raise unknown_name("--optimizer", optimizer, (*STATES, *QUANTIZED_STATES))
-    if lengths is None:
-        context = _context(subject, context_length)
+    if options.optimizer not in STATES | QUANTIZED_STATES:
+        raise unknown_name("--optimizer", options.optimizer, (*STATES, *QUANTIZED_STATES))
+    if options.lengths is None:
+        context = _context(subject, options.context_length)
     else:
-        context = _longest(subject, lengths, context_length, batch_size)
+        context = _longest(subject, options.lengths, options.context_length, batch_size)
+    dtype = options.quantize or options.dtype
     column = "bfloat16" if dtype is None else column_of(dtype)
     columns = tuple(dict.fromkeys((*COLUMNS, column)))
 
     def cell(method: Method, column: str, rank: Rank, strategy: str = "") -> Cell | None:
         plan = Plan(
-            method, column, lora_rank, lora_targets, optimizer, fused, new_tokens, lengths is not None, empties_cache,
-            chunked_loss and method.trains,
+            method, column, options.lora_rank, options.lora_targets, options.optimizer,
+            options.optimizer_impl == "fused", new_tokens, options.lengths is not None, options.empties_cache,
+            options.chunked_loss and method.trains,
         )  # fmt: skip
         if parallel is not None and strategy == parallel:
             return highest_cell(subject, plan, batch_size, context, parallel, gpus)
@@ -297,7 +275,7 @@ def build_estimate(
         for strategy, rank in (STRATEGIES if parallel is None else [(parallel, lambda n: ALONE)])
         if method.applies(column) and (made := cell(method, column, rank(gpus), strategy)) is not None
     )
-    return Estimate(subject, column, batch_size, context, lora_rank, lengths, gpus, cells, sharded)
+    return Estimate(subject, column, batch_size, context, options.lora_rank, options.lengths, gpus, cells, sharded)
 
 
 def _longest(subject: Subject, lengths: str, asked: int | None, batch_size: int) -> int:

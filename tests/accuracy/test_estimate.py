@@ -9,6 +9,7 @@ from memprof.catalog import custom_gpu
 from memprof.device.context import CONTEXT_BYTES
 from memprof.estimate.geometry import from_model, from_params
 from memprof.estimate.methods import BY_KEY, Plan
+from memprof.estimate.options import EstimateOptions
 from memprof.estimate.table import DEVICE_USED, FITS, KINDS, NO, band_of, build_estimate
 from memprof.flows.estimate import simulate
 from tests.accuracy.published.rows import read_rows
@@ -34,7 +35,7 @@ SAMPLE = [
 def compared(model, method, dtype, batch_size, context_length, **asked):
     """The closed form of a case, and its run."""
     subject = from_model(model)
-    answer = build_estimate(subject, context_length=context_length, batch_size=batch_size, **asked)
+    answer = build_estimate(subject, EstimateOptions(context_length=context_length, batch_size=batch_size, **asked))
     cell = answer.cells[method, dtype]
     return cell, simulate(subject, cell.plan, batch_size, answer.context_length)
 
@@ -61,7 +62,7 @@ def test_within_the_stated_band(model, method, dtype, batch_size, context_length
         pytest.param(("smollm-135m", "inference", "bfloat16", 1, 16), {"new_tokens": 700}, marks=pytest.mark.nightly),
         (("pythia-70m", "lora", "bfloat16", 1, 512), {"lora_targets": "all-linear", "lora_rank": 64}),
         (("pythia-70m", "full-checkpointing", "float32", 1, 64), {"optimizer": "adagrad"}),
-        (("pythia-70m", "full-checkpointing", "float32", 1, 64), {"fused": True}),
+        (("pythia-70m", "full-checkpointing", "float32", 1, 64), {"optimizer_impl": "fused"}),
     ],
 )
 def test_what_is_asked_beside_the_shape(case, asked):
@@ -81,7 +82,7 @@ def test_padding_keeps_a_mask_in_each_layer(tmp_path):
     lengths = tmp_path / "lengths.txt"
     lengths.write_text("200 512 300 400")
     subject = from_model("smollm-135m")
-    answer = build_estimate(subject, lengths=str(lengths), batch_size=2)
+    answer = build_estimate(subject, EstimateOptions(lengths=str(lengths), batch_size=2))
     cell = answer.cells["lora", "bfloat16"]
     run = simulate(subject, cell.plan, 2, answer.context_length, lengths=str(lengths), steps=3)
     assert cell.peak.terms["activations"] == pytest.approx(run.categories["activations"], rel=0.01)
@@ -99,6 +100,6 @@ def test_published_figures(shared_dir):
 
 def test_a_number_of_parameters_is_simulated_in_its_shape():
     subject = from_params("30M")
-    cell = build_estimate(subject, context_length=512).cells["full", "bfloat16"]
+    cell = build_estimate(subject, EstimateOptions(context_length=512)).cells["full", "bfloat16"]
     run = simulate(subject, Plan(BY_KEY["full"], "bfloat16"), 1, 512)
     assert cell.allocated_bytes == pytest.approx(run.allocated_bytes, rel=0.05)

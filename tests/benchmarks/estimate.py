@@ -23,6 +23,7 @@ from pathlib import Path
 
 from memprof.estimate.geometry import from_model
 from memprof.estimate.methods import BY_KEY, Plan
+from memprof.estimate.options import EstimateOptions
 from memprof.estimate.table import DEVICE_USED, Cell, build_estimate
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -98,7 +99,7 @@ def cell_of(model: str, method: str, dtype: str, batch_size: int, context: int, 
     """The closed form of a case."""
     subject = from_model(model)
     shape = {"context_length": context, "batch_size": batch_size, "lengths": lengths or None}
-    return build_estimate(subject, **shape).cells[method, dtype]  # type: ignore[arg-type]
+    return build_estimate(subject, EstimateOptions(**shape)).cells[method, dtype]  # type: ignore[arg-type]
 
 
 def measure(model: str, method: str, dtype: str, batch_size: int, context_length: int, lengths: str = "") -> Row:

@@ -27,6 +27,7 @@ from typing import Any
 from memprof.catalog import find_gpu
 from memprof.device.context import CONTEXT_BYTES, LARGEST_CONTEXT_BYTES
 from memprof.estimate.geometry import Subject, from_model
+from memprof.estimate.options import EstimateOptions
 from memprof.estimate.table import ALLOCATED, DEVICE_USED, KINDS, RESERVED, _bands, build_estimate
 from tests.accuracy.published.rows import UNITS, Row, TableError, read_rows
 from tests.benchmarks.estimate import BANDS, PAGE
@@ -147,7 +148,8 @@ def _torchtune(row: Row) -> Question | str:
         }
         if row.method not in shapes:
             return RECIPE
-        asked = {"batch_size": 2, "fused": True, **shapes[row.method]}  # recipes/configs/llama3_2/3B_full.yaml
+        # recipes/configs/llama3_2/3B_full.yaml
+        asked = {"batch_size": 2, "optimizer_impl": "fused", **shapes[row.method]}
         return Question("llama-3.2-3b", "full", "bfloat16", ALLOCATED, asked=asked)
     if row.method == "full FT":
         return RECIPE
@@ -181,7 +183,8 @@ def _torchao(row: Row) -> Question:
     """torchtune's full fine-tuning: Alpaca, checkpointed (recipes/configs/llama2/7B_full_low_memory.yaml)."""
     optimizers = {"bnb 8-bit": "adamw-8bit", "ao 8-bit": "torchao-adamw-8bit", "ao 4-bit": "torchao-adamw-4bit"}
     optimizer = optimizers.get(row.method, "adamw")
-    asked = {"batch_size": 2, "lengths": ALPACA, "optimizer": optimizer, "fused": "fused" in row.method}
+    implementation = "fused" if "fused" in row.method else None
+    asked = {"batch_size": 2, "lengths": ALPACA, "optimizer": optimizer, "optimizer_impl": implementation}
     return Question("llama-2-7b", "full-checkpointing", "bfloat16", ALLOCATED, 2**30, asked=asked)
 
 
@@ -237,7 +240,8 @@ def answer(row: Row, question: Question) -> Asked:
     """The closed form's answer to a row's question."""
     model = question.model
     subject = from_model(model) if isinstance(model, str) else _configured(json.dumps(model))
-    cell = build_estimate(subject, dtype=question.dtype, **question.asked).cells[question.method, question.dtype]
+    answer = build_estimate(subject, EstimateOptions(dtype=question.dtype, **question.asked))
+    cell = answer.cells[question.method, question.dtype]
     card = find_gpu(question.card) if question.card else None
     figures = cell.figures(card)
     source = next(marker for marker in _SOURCES if marker in row.source)

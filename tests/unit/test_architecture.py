@@ -88,7 +88,17 @@ def _rooms(modules: set[str]) -> set[str]:
     return {name for name in names if not any(other.startswith(f"{name}.") for other in names)}
 
 
-BASE = {"errors", "run_spec", "spec", "units", "version", "device.ceiling", "device.host", "estimate.methods"}
+BASE = {
+    "errors",
+    "run_spec",
+    "spec",
+    "units",
+    "version",
+    "device.ceiling",
+    "device.host",
+    "estimate.methods",
+    "estimate.options",
+}
 """What options are made of."""
 
 
@@ -128,6 +138,20 @@ def test_nor_does_a_search_over_eager_runs():
 
 def _check_eager(modules):
     assert not modules & {"torch._inductor.compile_fx", "pandas", "sklearn", "torchvision", "bitsandbytes", "peft"}
+
+
+def test_the_command_line_uses_no_private_name_of_typer():
+    """Nor click, of which typer has a copy of its own that another release may change."""
+    wrong = []
+    for path in (ROOT / "memprof/cli").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                imported = [f"{getattr(node, 'module', '')}.{name.name}.".removeprefix(".") for name in node.names]
+                wrong += [(path.name, name) for name in imported if name.startswith("click.") or "._" in name]
+            elif isinstance(node, ast.Attribute) and not ast.unparse(node.value).startswith(("self", "os", "_parent")):
+                is_private = node.attr.startswith("_") and not node.attr.startswith("__")
+                wrong += [(path.name, node.attr)] if is_private or node.attr in ("__bases__", "make_parser") else []
+    assert not wrong
 
 
 def test_heavy_imports_would_be_noticed():

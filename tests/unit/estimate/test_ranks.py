@@ -9,6 +9,7 @@ import pytest
 from memprof.errors import UsageError
 from memprof.estimate.geometry import from_model
 from memprof.estimate.methods import BY_KEY, Plan
+from memprof.estimate.options import EstimateOptions
 from memprof.estimate.ranks import rank_of
 from memprof.estimate.table import build_estimate, highest_cell
 from memprof.workload.plan import parse_plan
@@ -68,7 +69,7 @@ def test_a_chunked_loss_takes_less():
 
 def test_a_plan_is_a_column_of_the_estimate():
     subject = from_model("llama-3.1-8b")
-    answer = build_estimate(subject, gpus=4, parallel="tp=2,fsdp=2")
+    answer = build_estimate(subject, EstimateOptions(gpus=4, parallel="tp=2,fsdp=2"))
     assert {cell.strategy for cell in answer.sharded} == {"tp=2,fsdp=2"}
     assert {cell.method.key for cell in answer.sharded} >= {"full", "full-checkpointing", "mixed"}
 

@@ -9,6 +9,7 @@ from memprof.device.context import CONTEXT_BYTES
 from memprof.errors import UsageError
 from memprof.estimate.geometry import from_model, from_params
 from memprof.estimate.methods import COLUMNS, METHODS
+from memprof.estimate.options import EstimateOptions
 from memprof.estimate.table import (
     ALLOCATED,
     BORDERLINE,
@@ -51,10 +52,10 @@ def test_what_depends_on_the_shape_is_marked():
 )
 def test_more_tokens_take_no_less(model, batch_size, context_length):
     subject = from_model(model)
-    small = build_estimate(subject, batch_size=batch_size, context_length=context_length)
+    small = build_estimate(subject, EstimateOptions(batch_size=batch_size, context_length=context_length))
     for larger in (
-        build_estimate(subject, batch_size=batch_size + 1, context_length=context_length),
-        build_estimate(subject, batch_size=batch_size, context_length=context_length + 1),
+        build_estimate(subject, EstimateOptions(batch_size=batch_size + 1, context_length=context_length)),
+        build_estimate(subject, EstimateOptions(batch_size=batch_size, context_length=context_length + 1)),
     ):
         assert small.cells.keys() == larger.cells.keys()
         for key, cell in small.cells.items():
@@ -137,7 +138,7 @@ def test_bands_say_what_they_rest_on():
 def test_generated_tokens_make_the_cache_longer():
     subject = from_model("qwen3-4b")
     prompt, generated = (
-        build_estimate(subject, context_length=1, new_tokens=count).cells["inference", "bfloat16"]
+        build_estimate(subject, EstimateOptions(context_length=1, new_tokens=count)).cells["inference", "bfloat16"]
         for count in (1, 2048)
     )
     assert generated.peak.name == "last token"
@@ -149,7 +150,7 @@ def test_generated_tokens_make_the_cache_longer():
 def test_lora_targets_are_counted():
     subject = from_model("llama-3.2-1b")
     sizes = [
-        build_estimate(subject, lora_targets=targets, context_length=16).cells["lora", "bfloat16"].peak
+        build_estimate(subject, EstimateOptions(lora_targets=targets, context_length=16)).cells["lora", "bfloat16"].peak
         for targets in (None, "q_proj,v_proj", "self_attn.q_proj, self_attn.v_proj", "all-linear")
     ]
     assert sizes[0] == sizes[1] == sizes[2]
@@ -157,7 +158,7 @@ def test_lora_targets_are_counted():
     assert sizes[0].terms["optimizer state"] == 2 * 4 * 16 * 8 * (2048 + 2048 + 2048 + 512)
     assert sizes[3].terms["optimizer state"] > 3 * sizes[0].terms["optimizer state"]
     with pytest.raises(UsageError, match="lora-targets"):
-        build_estimate(subject, lora_targets="c_attn")
+        build_estimate(subject, EstimateOptions(lora_targets="c_attn"))
     assert from_model("gpt2").geometry.lora_targets("c_proj") == ("o", "down")
 
 
@@ -166,7 +167,7 @@ def test_lora_targets_are_counted():
 )
 def test_stored_formats_are_for_inference(dtype, bits):
     subject = from_model("llama-3.1-8b")
-    answer = build_estimate(subject, dtype=dtype)
+    answer = build_estimate(subject, EstimateOptions(dtype=dtype))
     assert {method for method, column in answer.cells if column == dtype} == {"weights", "inference"}
     geometry = subject.geometry
     weights = answer.cells["weights", dtype].allocated_bytes - 2 * (8_030_261_248 - geometry.linear_parameters)
@@ -177,11 +178,11 @@ def test_optimizers_have_states_of_their_own():
     subject = from_model("pythia-70m")
 
     def states(**asked):
-        peak = build_estimate(subject, context_length=16, **asked).cells["full", "float32"].moments[-1]
+        peak = build_estimate(subject, EstimateOptions(context_length=16, **asked)).cells["full", "float32"].moments[-1]
         return tuple(peak.terms[name] / (4 * subject.num_parameters) for name in ("optimizer state", "temporaries"))
 
     assert states() == (2, 1)
-    assert states(fused=True) == (2, 0)
+    assert states(optimizer_impl="fused") == (2, 0)
     assert states(optimizer="sgd-momentum") == (1, 0)
     assert states(optimizer="paged-adamw-8bit") == (0, 0)
     with pytest.raises(UsageError, match="optimizer"):
@@ -191,18 +192,19 @@ def test_optimizers_have_states_of_their_own():
 def test_lengths_that_vary_take_what_the_longest_batch_takes(tmp_path):
     path = tmp_path / "lengths.txt"
     path.write_text("10 200 30 40")
-    answer = build_estimate(from_model("gpt2"), lengths=str(path), batch_size=2)
+    answer = build_estimate(from_model("gpt2"), EstimateOptions(lengths=str(path), batch_size=2))
     assert answer.context_length == 200
     cell = answer.cells["full", "bfloat16"]
-    constant = build_estimate(from_model("gpt2"), context_length=200, batch_size=2).cells["full", "bfloat16"]
+    options = EstimateOptions(context_length=200, batch_size=2)
+    constant = build_estimate(from_model("gpt2"), options).cells["full", "bfloat16"]
     assert cell.allocated_bytes >= constant.allocated_bytes
     assert cell.reserved_bytes > 1.2 * constant.reserved_bytes
-    emptied = build_estimate(from_model("gpt2"), lengths=str(path), batch_size=2, empties_cache=True)
+    emptied = build_estimate(from_model("gpt2"), EstimateOptions(lengths=str(path), batch_size=2, empties_cache=True))
     assert emptied.cells["full", "bfloat16"].reserved_bytes < cell.reserved_bytes
 
 
 def test_spreading_takes_less_of_each_card():
-    answer = build_estimate(from_model("llama-3.1-8b"), gpus=8)
+    answer = build_estimate(from_model("llama-3.1-8b"), EstimateOptions(gpus=8))
     full = [cell.allocated_bytes for cell in answer.sharded if cell.method.key == "full-checkpointing"]
     assert full == sorted(full, reverse=True)
     alone = answer.cells["full-checkpointing", "bfloat16"].allocated_bytes
@@ -231,10 +233,10 @@ def test_the_column_of_what_is_asked(asked, column):
 )
 def test_wrong_values_are_refused(wrong):
     with pytest.raises(UsageError):
-        build_estimate(from_model("gpt2"), **wrong)
+        build_estimate(from_model("gpt2"), EstimateOptions(**wrong))
 
 
 def test_positions_that_a_model_lacks_are_refused():
     with pytest.raises(UsageError, match="positions for 1,024"):
-        build_estimate(from_model("gpt2"), context_length=1025)
+        build_estimate(from_model("gpt2"), EstimateOptions(context_length=1025))
     assert build_estimate(from_model("gpt2")).context_length == 1024
