@@ -36,7 +36,6 @@ import typer
 
 from memprof.cli import settings
 from memprof.cli.exits import MEANINGS, OF_OTHERS
-from memprof.cli.options import EXAMPLES
 
 ROOT = Path(__file__).resolve().parent.parent
 CLI_PAGE = ROOT / "docs" / "cli.md"
@@ -82,7 +81,8 @@ def _sections(command: Any, name: str, parent: Any, *, level: int) -> list[str]:
         rows = [_row(parameter, context) for parameter in parameters]
         result.append("\n".join([f"| {title} | default | what it does |", "|---|---|---|", *rows]) + "\n")
     if command.epilog:
-        result.append(f"```bash\n{command.epilog.removeprefix(EXAMPLES).strip()}\n```\n")
+        _, examples = command.epilog.split("\n", 1)
+        result.append(f"```bash\n{examples}\n```\n")
     for child_name, child in getattr(command, "commands", {}).items():
         if not child.hidden:
             result += _sections(child, child_name, context, level=level if parent is None else level + 1)

@@ -34,7 +34,6 @@ from memprof.units import parse_gib
 
 OUTPUT = "Output"
 FILES = "Files"
-EXAMPLES = "Examples:"
 _LAST_PANELS = ("Remedies", settings.PANEL, FILES, OUTPUT)
 _NOT_ABOUT_THE_RUN = ("torchao", "torch.utils._pytree", "bitsandbytes.backends.cpu.ops")
 """What these log when a library imports them."""
@@ -282,7 +281,7 @@ def add(
         cls=Command,
         context_settings=settings,
         help="\n\n".join(" ".join(one.split()) for one in paragraphs),
-        epilog=f"{EXAMPLES}\n{examples.strip()}",
+        epilog=f"Examples:\n{examples.strip()}",
     )(_flat(function))
 
 

@@ -147,7 +147,8 @@ def test_the_command_line_uses_no_private_name_of_typer():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import | ast.ImportFrom):
                 imported = [f"{getattr(node, 'module', '')}.{name.name}.".removeprefix(".") for name in node.names]
-                wrong += [(path.name, name) for name in imported if name.startswith("click.") or "._" in name]
+                of_typer = [name for name in imported if name.startswith(("click.", "typer."))]
+                wrong += [(path.name, name) for name in of_typer if name.startswith("click.") or "._" in name]
             elif isinstance(node, ast.Attribute) and not ast.unparse(node.value).startswith(("self", "os", "_parent")):
                 is_private = node.attr.startswith("_") and not node.attr.startswith("__")
                 wrong += [(path.name, node.attr)] if is_private or node.attr in ("__bases__", "make_parser") else []
