@@ -79,7 +79,7 @@ class ProfiledGpu:
     @property
     def allocated_bytes(self) -> int:
         """Bytes that tensors hold on the card now, or on all cards (inside the block)."""
-        return self._virtual.recorder.live_bytes
+        return self._virtual.recorder.storages.live_bytes
 
     @property
     def trace(self) -> Trace:

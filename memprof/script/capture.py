@@ -28,7 +28,7 @@ from memprof.trace.events import NOT_SIMULATED, EventKind, Failure, FailureKind,
 from memprof.virtual import VirtualGpu
 from memprof.virtual.ranks.channel import Channel
 from memprof.watch.failure import ended_by_refusal, measured_failure, refusal
-from memprof.watch.recorder import Recorder
+from memprof.watch.program_code import is_program
 
 
 class _Seen:
@@ -146,7 +146,7 @@ def capture_script(
     try:
         device.__enter__()
         patches = PatchSet()
-        handlers = ExitHandlers(Recorder.is_program)
+        handlers = ExitHandlers(is_program)
         try:
             patches.set_all(handlers.patches())
             if worst_batch:

@@ -21,7 +21,7 @@ from typing import Any
 
 from memprof.script import program
 from memprof.watch.frames import local_variables
-from memprof.watch.recorder import Recorder
+from memprof.watch.program_code import is_program
 
 _Loop = ast.For | ast.AsyncFor | ast.While
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -72,7 +72,7 @@ def position(step: int, frame: FrameType | None) -> Position:
     """Read the loops around the line that `frame` is at, and around those that called it."""
     loops: list[Loop] = []
     while frame is not None and frame.f_code.co_filename != program.__file__:  # what runs the program is not its own
-        if Recorder.is_program(frame.f_code):
+        if is_program(frame.f_code):
             loops[:0] = _loops_of(frame)
         frame = frame.f_back
     return Position(step, tuple(loops))

@@ -147,7 +147,7 @@ class DeviceMode(TorchFunctionMode):
                     result = self._on("meta", func, args, {**(kwargs or {}), "device": _META})
                     for tensor in tensors_of(result):
                         if not tensor.numel():
-                            self._recording.uncounted[tensor.untyped_storage()] = "meta"
+                            self._recording.recorder.storages.uncounted[tensor.untyped_storage()] = "meta"
                     return result
             for position, arg in enumerate(args):
                 if type(arg) is torch.device and arg.type == "cuda":
@@ -260,7 +260,8 @@ class DeviceMode(TorchFunctionMode):
             return self.interchange.read(value).clone()
         with _disable_current_modes():
             virtual = torch.empty_like(value, device=_META)
-        self._recording.record([virtual], "aten.clone", self._recording.recorder.place(sys._getframe(1)), HOST)
+        place = self._recording.recorder.attribution.place(sys._getframe(1))
+        self._recording.record([virtual], "aten.clone", place, HOST)
         if self._recording.values.wants(virtual):
             self._recording.values.set(virtual, value)
         return virtual

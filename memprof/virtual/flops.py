@@ -89,7 +89,7 @@ class Meter:
         self._count(place)
 
     def _count(self, place: int, calls: int = 1) -> None:
-        counts = self._counts.setdefault(self._recorder.phase_index, [])
+        counts = self._counts.setdefault(self._recorder.writer.phase_index, [])
         if place >= len(counts):
             counts.extend([0] * (place + 1 - len(counts)))
         counts[place] += calls
@@ -122,7 +122,7 @@ class Meter:
 
     def finish(self) -> list[Work]:
         """All that was counted."""
-        index = self._recorder.op_index
+        index = self._recorder.writer.op_index
         totals: Counter[tuple[int, tuple[Any, ...]]] = Counter()
         for phase, counts in self._counts.items():
             for cost, count in zip(self._costs, counts, strict=False):

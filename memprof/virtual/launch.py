@@ -57,7 +57,7 @@ class Launch:
 
     def maker_of(self, tensor: torch.Tensor) -> str:
         """The operator that allocated `tensor`; empty if that is not known."""
-        trace, index = self._machine.recorder.trace, self._machine.recorder.index_of(tensor)
+        trace, index = self._machine.recorder.trace, self._machine.recorder.storages.index_of(tensor)
         return trace.op(trace.storages[index]) if index != NONE else ""
 
     def record(self, *tensors: torch.Tensor | None, op: str | None = None, device: str | None = None) -> None:
@@ -161,5 +161,7 @@ class Launch:
 
     def accumulates_in_place(self) -> bool:
         """Whether this addition is the engine's, to a gradient that nobody else holds: see engine.py."""
-        made = self._machine.recorder.made_by_node(self.args[0].untyped_storage())
+        recorder = self._machine.recorder
+        index = recorder.storages.live.get(self.args[0].untyped_storage()._cdata, NONE)
+        made = recorder.attribution.is_made_by_node(index)
         return self._machine.accumulation.is_in_place(self.args, self.kwargs, made)

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from memprof.errors import MemprofError
 from memprof.monitor.probe import no_card
 from memprof.virtual.calls import tensors_of
-from memprof.watch.recorder import Recorder
+from memprof.watch.program_code import is_program
 
 IN_WORKER = "uses CUDA in a worker process of a DataLoader"
 SEND_NUMBERS = "send numbers (`.item()`, `.tolist()`) or shapes instead"
@@ -64,7 +64,7 @@ def program_line() -> str:
     """The line that runs now: `file:line function`, outside torch and memprof."""
     frame = sys._getframe(1)
     while frame is not None:
-        if Recorder.is_program(frame.f_code):
+        if is_program(frame.f_code):
             return f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}"
         frame = frame.f_back  # type: ignore[assignment]
     return "the program"

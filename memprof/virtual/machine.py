@@ -26,8 +26,6 @@ from memprof.watch.forward import Place
 from memprof.watch.recorder import Recorder
 from memprof.watch.wrappers import parts_of_sparse, unwrapped
 
-# An extension that asks C++ for the data gets an error; a null pointer would end the process.
-_forbid_data = torch._C._set_throw_on_mutable_data_ptr
 _NoTorchFunction = torch._C.DisableTorchFunction
 REAL = "real"
 """What is asked for where a tensor is to have data."""
@@ -44,7 +42,7 @@ class Machine(TorchDispatchMode):
         self.values = values
         self.card = card
         self.cards = cards
-        self.workspaces = workspaces and recorder.counts_hidden
+        self.workspaces = workspaces and recorder.storages.counts_hidden
         """Whether what libraries take for a call is counted."""
         self.factory_device: str | None = None
         """Set by the function mode around a factory call: the device that the program asked for."""
@@ -65,21 +63,15 @@ class Machine(TorchDispatchMode):
         """Results of collectives -> what these were given."""
         self._node_cards: dict[int, str] = {}
         """Of several cards: number of an autograd node -> the one that it was made on."""
-        self.uncounted: weakref.WeakKeyDictionary[torch.UntypedStorage, str] = weakref.WeakKeyDictionary()
-        """Where storages are that take no memory: those without bytes that are on the meta device for the program, too,
-        on the host, or on a later card, and virtual copies of real host tensors (host_kinds.py)."""
         self._host_copies: set[int] = set()
         """Numbers of autograd nodes."""
-        self._host: set[int] = set()
-        self._elsewhere: dict[int, str] = {}
-        """Storages of other cards than the first."""
         self._host_sources: dict[int, tuple[Any, int]] = {}
         self.meter = Meter(recorder, self.device_of)
 
     def run_in_turn(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator while no other thread runs one. When the run is over, threads of it end at their next."""
-        with self.recorder.lock:
-            if self.thread and self.recorder.closed:
+        with self.recorder.writer.lock:
+            if self.thread and self.recorder.writer.closed:
                 raise SystemExit
             if self.begins is not None:
                 self.begins()
@@ -97,11 +89,11 @@ class Machine(TorchDispatchMode):
             yield
             return
         self.in_turn = False
-        self.recorder.lock.release()
+        self.recorder.writer.lock.release()
         try:
             yield
         finally:
-            self.recorder.lock.acquire()
+            self.recorder.writer.lock.acquire()
             self.in_turn = True
 
     def allocating(self, operator: Operator, call: Call, place: Place) -> Any:
@@ -115,16 +107,11 @@ class Machine(TorchDispatchMode):
         tensor = unwrapped(tensor)
         if tensor.layout is not torch.strided:
             tensor = parts_of_sparse(tensor)[-1]
-        return self.device_of_storage(tensor.untyped_storage())
+        return self.recorder.storages.device_of(tensor.untyped_storage())
 
     def device_of_storage(self, storage: torch.UntypedStorage) -> str:
         """The same of a storage on torch's meta device."""
-        address = storage._cdata
-        if address not in self.recorder.live:
-            # Empty tensors take no memory and are not tracked; but for those that the program asked of the meta device
-            # itself, they are taken for the program's own.
-            return self.uncounted.get(storage, "meta" if storage.nbytes() else GPU)
-        return HOST if address in self._host else self._elsewhere.get(address, GPU)
+        return self.recorder.storages.device_of(storage)
 
     def is_on_card(self, tensor: torch.Tensor) -> bool:
         """Whether the program believes `tensor` to be on the card."""
@@ -159,50 +146,36 @@ class Machine(TorchDispatchMode):
     def forget(self, address: int) -> None:
         """The storage at `address` died."""
         self.values.drop(address)
-        self._host.discard(address)
-        self._elsewhere.pop(address, None)
 
     # -- recording --------------------------------------------------------------------------------------------------
 
     def record(self, tensors: list[torch.Tensor], op: str, place: Place, device: str) -> None:
         """Record the storages of `tensors` that are not known yet."""
-        live = self.recorder.live
-        for tensor in tensors:
-            storage = tensor.untyped_storage()
-            if storage._cdata not in live and tensor.is_meta and storage.nbytes():
-                _forbid_data(tensor)
-                self.recorder.allocate(storage, tensor.size(), tensor.dtype, device, op, place)
-                if device == HOST:
-                    self._host.add(storage._cdata)
-                elif device != GPU:
-                    self._elsewhere[storage._cdata] = device
-            elif device != GPU and tensor.is_meta and not storage.nbytes() and (device == HOST or is_card(device)):
-                self.uncounted[storage] = device
+        self.recorder.storages.record(tensors, op, place, device)
 
     def record_real(self, tensor: torch.Tensor, op: str, place: Place) -> None:
         """Record a new host tensor that has data: too small to be virtual, yet a model may have many."""
-        storage = tensor.untyped_storage()
-        if storage.nbytes() >= HOST_COUNTED_BYTES and storage._cdata not in self.recorder.live:
-            self.recorder.allocate(storage, tensor.size(), tensor.dtype, HOST, op, place)
+        storage, storages = tensor.untyped_storage(), self.recorder.storages
+        if storage.nbytes() >= HOST_COUNTED_BYTES and storage._cdata not in storages.live:
+            storages.allocate(storage, tensor.size(), tensor.dtype, HOST, op, place)
 
     def record_copy(self, copy: torch.Tensor) -> None:
         """A virtual copy of a real host tensor stands for that one: it is on the host, and takes no memory."""
         storage = copy.untyped_storage()
-        self.uncounted[storage] = HOST
+        self.recorder.storages.uncounted[storage] = HOST
         weakref.finalize(storage, self.values.drop, storage._cdata).atexit = False
 
     def resized(self, storage: torch.UntypedStorage, device: str, place: Place) -> None:
         """The program resized a storage of `device` itself."""
-        index = self.recorder.live.get(storage._cdata)
+        storages = self.recorder.storages
+        index = storages.live.get(storage._cdata)
         if index is not None:
-            self.recorder.release(index)
+            storages.free(index)
             self.values.drop(storage._cdata)
         if storage.nbytes():
-            self.recorder.allocate(storage, (storage.nbytes(),), torch.uint8, device, "storage.resize_", place)
-            if is_card(device) and device != GPU:
-                self._elsewhere[storage._cdata] = device
+            storages.allocate(storage, (storage.nbytes(),), torch.uint8, device, "storage.resize_", place)
         elif device != GPU:
-            self.uncounted[storage] = device
+            storages.uncounted[storage] = device
 
     def hidden(
         self, sizes: Iterable[int], op: str, place: Place, device: str = GPU
@@ -213,9 +186,10 @@ class Machine(TorchDispatchMode):
 
     @contextlib.contextmanager
     def _held(self, sizes: list[int], op: str, place: Place, device: str) -> Iterator[None]:
+        storages = self.recorder.storages
         with contextlib.ExitStack() as taken:  # given back in reverse, as C++ destroys what a function holds
             for size in sizes:
-                taken.callback(self.recorder.free_hidden, self.recorder.allocate_hidden(size, op, place, device))
+                taken.callback(storages.free_hidden, storages.allocate_hidden(size, op, place, device))
             yield
 
     def transients(self, sizes: Iterable[int], op: str, place: Place, device: str = GPU) -> None:
@@ -243,11 +217,11 @@ class Machine(TorchDispatchMode):
 
     def note_mixed(self, op: str, tensors: list[torch.Tensor], place: Place | None = None) -> None:
         """On a real GPU this call raises: keep what it was given, and where from."""
-        place = place or self.recorder.place(sys._getframe(1))
+        place = place or self.recorder.attribution.place(sys._getframe(1))
         self.recorder.trace.mismatches.append(
             DeviceMismatch(
                 len(self.recorder.trace.events),
-                self.recorder.op_index(op),
+                self.recorder.writer.op_index(op),
                 place.module,
                 place.source,
                 tuple(self._operand(tensor) for tensor in tensors),
@@ -259,7 +233,7 @@ class Machine(TorchDispatchMode):
         storage = tensor.untyped_storage()
         source = -1
         if tensor.is_meta:
-            index = self.recorder.live.get(storage._cdata)
+            index = self.recorder.storages.live.get(storage._cdata)
             if index is not None:
                 source = self.recorder.trace.storages[index].source
         else:

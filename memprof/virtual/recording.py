@@ -115,7 +115,7 @@ class RecordingMode(Machine):
         if self.is_off:
             self._refuse_virtual(args, kwargs)
             return func(*args, **(kwargs or {}))
-        if self.recorder.threads and not self.in_turn:
+        if self.recorder.writer.threads and not self.in_turn:
             return self.run_in_turn(func, types, args, kwargs)
         if torch.empty is not _FACTORIES["empty"]:
             with _own_factories():
@@ -145,7 +145,8 @@ class RecordingMode(Machine):
                     if self.cards.several:
                         self.note_node(self.device_of(args[0]))
                     result = func(*args, **kwargs) if kwargs else func(*args)
-                    self.recorder.note_forward(self.recorder.place(sys._getframe(1)))
+                    attribution = self.recorder.attribution
+                    attribution.note_forward(attribution.place(sys._getframe(1)))
                     return result
                 if self.cast is not None and called_by_engine():
                     with self:
@@ -156,17 +157,17 @@ class RecordingMode(Machine):
                     updates = None
                 if updates is not None:
                     updates.operator_runs(call.tensors)
-                place = self.recorder.place(sys._getframe(1))
+                place = self.recorder.attribution.place(sys._getframe(1))
                 if call.sparse or call.quantized or operator.makes_sparse:
                     return self._of_parts(operator, call, place)
                 if self.recorder.streams.several and call.on_gpu:
-                    self.recorder.lend(call.tensors)
+                    self.recorder.record_stream_use(call.tensors)
                 if self.cards.several:
                     settle_card(self, operator, call, place)
                 mixed = (call.real and call.device) or (call.on_host and call.on_gpu)
                 if mixed and not operator.mixes_devices:
                     self._check_devices(operator, call, place)
-                self.recorder.note_forward(place)
+                self.recorder.attribution.note_forward(place)
                 if operator.writes_part and self.caches.looks:
                     self.caches.written(args[0])
                 elif operator.joins and self.caches.looks:
@@ -246,9 +247,10 @@ class RecordingMode(Machine):
                     call.real.append(arg)
             elif arg.is_meta:
                 call.key.append((arg.size(), arg.stride(), arg.dtype))
-                address = arg.untyped_storage()._cdata
-                if address in self.recorder.live:
-                    if address in self._host:
+                recorder = self.recorder
+                index = recorder.storages.live.get(arg.untyped_storage()._cdata)
+                if index is not None:
+                    if recorder.trace.storages[index].device == HOST:
                         call.on_host = True
                     else:
                         call.on_gpu = True
@@ -361,7 +363,8 @@ class RecordingMode(Machine):
             self._take_workspace(operator, place, call.card)
         address = target.untyped_storage()._cdata if target.is_meta else NONE
         # The program's own meta tensors hold nothing; they die unseen, and others come to lie where they were.
-        if address in self.recorder.live and (self.values.knows(address) or call.func.overloadpacket in OVERWRITES):
+        is_live = address in self.recorder.storages.live
+        if is_live and (self.values.knows(address) or call.func.overloadpacket in OVERWRITES):
             self.values.write(call.func, call.args, call.kwargs, target)
         try:
             key: Any = tuple(call.key)
@@ -452,11 +455,11 @@ class RecordingMode(Machine):
 
     def _grown(self, tensor: torch.Tensor, operator: Operator, place: Place) -> None:
         """An operator resized `tensor`'s storage: on CUDA the old block is given back and a new one taken."""
-        storage = tensor.untyped_storage()
-        index = self.recorder.live.get(storage._cdata)
-        device = self.uncounted.get(storage, GPU) if index is None else self.recorder.trace.storages[index].device
+        storage, storages = tensor.untyped_storage(), self.recorder.storages
+        index = storages.live.get(storage._cdata)
+        device = storages.uncounted.get(storage, GPU) if index is None else self.recorder.trace.storages[index].device
         if index is not None:
-            self.recorder.release(index)
+            storages.free(index)
         if storage.nbytes():
             self.record([tensor], operator.name, place, device)
 
@@ -494,12 +497,12 @@ class RecordingMode(Machine):
         thread = "backward" if in_backward() else self.thread or "forward"
         thread = f"{thread} {card} {self.recorder.streams.current(card)}"
         if thread not in self._taken_workspaces:
-            self._taken_workspaces[thread] = self.recorder.allocate_hidden(
+            self._taken_workspaces[thread] = self.recorder.storages.allocate_hidden(
                 self._workspace.num_bytes, "cublas workspace", place, card
             )
         lt = "lt " + thread
         if operator.uses_cublaslt and self._workspace.lt_num_bytes and lt not in self._taken_workspaces:
-            self._taken_workspaces[lt] = self.recorder.allocate_hidden(
+            self._taken_workspaces[lt] = self.recorder.storages.allocate_hidden(
                 self._workspace.lt_num_bytes, "cublaslt workspace", place, card
             )
 
@@ -507,13 +510,13 @@ class RecordingMode(Machine):
         """Give back those that cuBLAS has: the next product takes them again (CublasHandlePool.cpp,
         `clearCublasWorkspaces`)."""
         for index in self._taken_workspaces.values():
-            self.recorder.free_hidden(index)
+            self.recorder.storages.free_hidden(index)
         self._taken_workspaces.clear()
 
     def process_ended(self, first: int) -> None:
         """As of the recorder, with what libraries took."""
         self.clear_workspaces()
-        self.recorder.process_ended(first)
+        self.recorder.storages.end_process(first)
 
     # -- device mismatch --------------------------------------------------------------------------------------------
 
@@ -556,7 +559,7 @@ class RecordingMode(Machine):
         target = call.args[0]
         if not isinstance(target, torch.Tensor) or not called_by_engine():
             return None
-        index = self.recorder.live.get(target.untyped_storage()._cdata)
+        index = self.recorder.storages.live.get(target.untyped_storage()._cdata)
         if index is None:
             return None
         if call.func in FILLS_ZEROS:

@@ -69,7 +69,7 @@ class Caches:
             new = next(
                 (i for i in range(before, len(trace.storages)) if trace.op(trace.storages[i]) == "aten.cat"), NONE
             )
-            if self._recorder.is_alive(new):
+            if self._recorder.storages.is_alive(new):
                 self._keep(old)
                 self._keep(new)
         returned = self._indices([result])
@@ -85,7 +85,7 @@ class Caches:
 
     def written(self, target: torch.Tensor) -> None:
         """An operator of WRITES writes into `target`."""
-        index = self._recorder.index_of(target)
+        index = self._recorder.storages.index_of(target)
         if not NONE < index < self._begins[-1] or not _holds_numbers(target):
             return
         whole = target.untyped_storage().nbytes() == target.numel() * target.itemsize
@@ -95,7 +95,7 @@ class Caches:
     def joins(self, parts: list[torch.Tensor]) -> None:
         """`parts` are about to be joined to one tensor."""
         for part in parts:
-            index = self._recorder.index_of(part)
+            index = self._recorder.storages.index_of(part)
             if self.is_older(index) and _holds_numbers(part):
                 self._joined.append((index, len(self._recorder.trace.storages)))
 
@@ -108,7 +108,7 @@ class Caches:
         return made.module != NONE and maker >= 0 and self._roots[maker] == self._roots[-1]
 
     def _keep(self, index: int) -> None:
-        self._recorder.keeps(index)
+        self._recorder.owners.mark_kv_cache(index)
         storage = self._recorder.trace.storages[index]
         if storage.module != NONE:
             self._lines.add(_line(storage))
@@ -116,7 +116,9 @@ class Caches:
     def _indices(self, values: Any) -> set[int]:
         """Of the tensors with numbers in `values`, containers looked into."""
         with torch._C.DisableTorchFunction():
-            found = {self._recorder.index_of(tensor) for tensor in tensors_in(values) if _holds_numbers(tensor)}
+            found = {
+                self._recorder.storages.index_of(tensor) for tensor in tensors_in(values) if _holds_numbers(tensor)
+            }
         return found - {NONE}
 
 

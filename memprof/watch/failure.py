@@ -21,6 +21,7 @@ from torch import nn
 from memprof.errors import MemprofError, first_line, text_of
 from memprof.trace.events import NONE, Failure, FailureKind, Phase, PhaseKind
 from memprof.watch.modules import MODULE_CALL
+from memprof.watch.program_code import is_program
 from memprof.watch.recorder import Recorder
 
 
@@ -99,7 +100,7 @@ def describe(
         elif frame.f_code is MODULE_CALL:
             index = frame.f_locals.get("index")
             module = module if index is None else index  # None: it raised before the module was known
-        elif recorder.is_program(frame.f_code):
+        elif is_program(frame.f_code):
             lines.append(f"{frame.f_code.co_filename}:{step.tb_lineno} {frame.f_code.co_name}")
     source = lines[-1] if lines else None
     if isinstance(error, MemprofError):
@@ -134,7 +135,7 @@ def empty_frames(error: BaseException) -> None:
     """
     for step in _steps(error.__traceback__):
         code = step.tb_frame.f_code
-        if code is MODULE_CALL or code.co_name == "__torch_dispatch__" or Recorder.is_program(code):
+        if code is MODULE_CALL or code.co_name == "__torch_dispatch__" or is_program(code):
             continue
         with contextlib.suppress(RuntimeError):  # it still runs: the caller's
             step.tb_frame.clear()
@@ -238,7 +239,7 @@ def measured_failure(error: BaseException, phase: Phase) -> Failure:
     lines = [
         f"{step.tb_frame.f_code.co_filename}:{step.tb_lineno} {step.tb_frame.f_code.co_name}"
         for step in _steps(error.__traceback__)
-        if Recorder.is_program(step.tb_frame.f_code)
+        if is_program(step.tb_frame.f_code)
     ]
     source = lines[-1] if lines else None
     if isinstance(error, MemprofError):
@@ -281,7 +282,7 @@ def _is_gap(text: str, frames: Iterable[FrameType]) -> bool:
     """
     if not _SPEAKS_OF_META.search(text):
         return False
-    programs = {frame.f_code.co_filename for frame in frames if Recorder.is_program(frame.f_code)}
+    programs = {frame.f_code.co_filename for frame in frames if is_program(frame.f_code)}
     return not any("meta" in line for name in programs for line in linecache.getlines(name))
 
 

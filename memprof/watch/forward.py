@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from memprof.trace.events import NONE
 
 
-@dataclass(slots=True, eq=False)
-class Place:
+class Place(NamedTuple):
     """Where in the program an operator runs: indices as in `Storage`."""
 
     module: int
@@ -21,9 +20,9 @@ class Forward(threading.local):
     """Where the operators of one thread ran forward, by the numbers that autograd gives in it."""
 
     def __init__(self) -> None:
+        # Number of an operator's node, ascending, and where the operator ran.
         self.sequence: list[int] = []
         self.places: list[Place] = []
+        # The node that runs backward, and the number of storages there were when it began.
         self.node = NONE
         self.node_start = 0
-        self.aside = False
-        """Whether what this thread takes belongs to no phase of the others."""

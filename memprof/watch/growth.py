@@ -77,7 +77,7 @@ class GrowthWatch:
             self._calls_begin = len(trace.storages)
         # torch.autograd.Function makes a node under no_grad, too, on which nothing hangs.
         number = _sequence_number() if torch.is_grad_enabled() else None
-        self._call = (len(trace.events), index, self._recorder.caller(), module.training, number)
+        self._call = (len(trace.events), index, self._recorder.attribution.caller(), module.training, number)
 
     def call_returned(self, result: Any) -> None:
         """That call returns `result`."""
@@ -86,7 +86,7 @@ class GrowthWatch:
         (begin, module, source, training, number), self._call = self._call, None
         with torch._C.DisableTorchFunction():
             returned = list(tensors_in(result))
-            outputs = {self._recorder.index_of(tensor) for tensor in returned} - {NONE}
+            outputs = {self._recorder.storages.index_of(tensor) for tensor in returned} - {NONE}
             has_graph = number is not None and (not returned or any(tensor.requires_grad for tensor in returned))
         trace = self._recorder.trace
         nodes = _sequence_number() - number if number is not None and has_graph else 0
@@ -107,7 +107,7 @@ class GrowthWatch:
     # -- what is done -----------------------------------------------------------------------------------------------
 
     def _step_begins(self) -> None:
-        step = self._recorder.phase.step
+        step = self._recorder.writer.phase.step
         if step > self._step:
             self._step = step
             self._search.step_began()
@@ -115,7 +115,7 @@ class GrowthWatch:
     def _step_ended(self) -> None:
         # A step may have several optimizers: one look a step.
         self._search.step_ended()
-        step = self._recorder.phase.step
+        step = self._recorder.writer.phase.step
         if self._loop_begin == NONE or step == self._ended:
             return
         self._ended = step
@@ -130,7 +130,7 @@ class GrowthWatch:
         """What piles up between calls: outputs, and what the program makes of them. What modules keep for themselves (a
         KV cache) is theirs; of a call with gradients, the graph is not."""
         storages = self._recorder.trace.storages
-        for index in self._recorder.live.values():
+        for index in self._recorder.storages.live.values():
             if nodes or storages[index].module == NONE or index in self._outputs:
                 yield index
 
@@ -143,7 +143,7 @@ class GrowthWatch:
         """Bytes on the card by key, of what was made from `first` on and may pile up."""
         trace = self._recorder.trace
         held: dict[_Key, int] = defaultdict(int)
-        for index in self._recorder.live.values() if among is None else among:
+        for index in self._recorder.storages.live.values() if among is None else among:
             if index >= first and self._may_pile_up(index):
                 storage = trace.storages[index]
                 if storage.device != HOST:
@@ -164,7 +164,7 @@ class GrowthWatch:
         self._explained |= grown
         trace = self._recorder.trace
         targets: dict[int, _Key] = {}
-        for index in self._recorder.live.values():
+        for index in self._recorder.storages.live.values():
             storage = trace.storages[index]
             key = self._key(storage)
             if index >= first and key in grown and self._may_pile_up(index) and storage.device != HOST:

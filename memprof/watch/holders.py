@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader
 
 from memprof.trace.events import NONE, Holder
 from memprof.watch.frames import local_variables
+from memprof.watch.program_code import is_program
 from memprof.watch.recorder import Recorder
 from memprof.watch.source_lines import line_of_class, line_of_code, line_that_fills
 
@@ -147,7 +148,7 @@ class Search:
             # What is computed of a sum goes back as far, and is not what keeps it.
             own = [found for found, nodes in sums.values() if not any(node in sums for node in nodes[1:])]
             return [
-                self._holder(found, {self._recorder.index_of(found.held)} - {NONE}, [found.held], variables)
+                self._holder(found, {self._recorder.storages.index_of(found.held)} - {NONE}, [found.held], variables)
                 for found in own
             ]
 
@@ -156,7 +157,7 @@ class Search:
         result = {}
         for value in gc.get_objects():
             if issubclass(type(value), torch.Tensor):
-                index = self._recorder.index_of(value)
+                index = self._recorder.storages.index_of(value)
                 if index in targets:
                     result[id(value)] = (value, index)
         return result
@@ -223,7 +224,7 @@ class _Variables:
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
             code = frame.f_code
-            if recorder.is_program(code):
+            if is_program(code):
                 self.codes.append(code)
                 values = local_variables(frame)
                 self._add(values, code)

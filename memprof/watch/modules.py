@@ -21,12 +21,11 @@ _LISTS = (nn.ModuleList, nn.ModuleDict)
 """Are not called; what is in them is."""
 
 
-class _Here(threading.local):
-    """What one thread runs."""
-
+class _ThreadState(threading.local):
+    # The innermost module that the thread runs.
     module = NONE
+    # The one called from outside all others last; the program may let go of it after that call.
     root: weakref.ref[nn.Module] | None = None
-    """Called from outside all others; the program may let go of it after its last call."""
 
 
 class ModuleTracker:
@@ -37,7 +36,8 @@ class ModuleTracker:
         self._places: dict[str, list[int]] = {}
         """Path -> where it stands in the table, as far as that was looked through (`_placed`)."""
         self._placed = 0
-        self._here = _Here()
+        # What the thread runs that asks for it.
+        self.thread = _ThreadState()
         self.listener: Callable[[EventKind, int], None] = lambda kind, module: None
         self.on_root: Callable[[nn.Module], None] = lambda root: None
         self.on_outermost: Callable[[nn.Module, int, Any, Any], None] = lambda module, index, args, kwargs: None
@@ -52,12 +52,12 @@ class ModuleTracker:
     @property
     def current(self) -> int:
         """Index of the innermost module that this thread runs, NONE outside all modules."""
-        return self._here.module
+        return self.thread.module
 
     # Its frames name the module that was running when something raised: see failure.py.
     def wrap_call(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """The replacement for `nn.Module.__call__`."""
-        tracker, here = self, self._here
+        tracker, here = self, self.thread
 
         def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             index = tracker._known.get(self)
@@ -88,7 +88,7 @@ class ModuleTracker:
 
     def _root(self) -> nn.Module | None:
         """The one that was called from outside all others last."""
-        return None if self._here.root is None else self._here.root()
+        return None if self.thread.root is None else self.thread.root()
 
     def module_of(self, parameter: torch.Tensor) -> int:
         """Index of the module that owns `parameter`, NONE if it is not known."""

@@ -70,6 +70,12 @@ class Streams:
         self._here = _Here()
         self._clocks: defaultdict[tuple[str, int], Clock] = defaultdict(dict)
         """What each stream has waited for."""
+        # The stream of the last allocation in the trace.
+        self._of_trace = 0
+        # Storage -> its stream, of those that were taken on another than the default one.
+        self._of_storage: dict[int, int] = {}
+        # Storages and streams that the autograd engine has lent them to.
+        self._lent: set[tuple[int, int]] = set()
 
     def current(self, card: str) -> int:
         """The stream of `card` that is current now; 0 is the default one."""
@@ -94,6 +100,27 @@ class Streams:
         self._enter(node._sequence_nr())
         here = self._here
         return None if card in here.in_node else here.made[card].of(here.node)
+
+    def note_allocation(self, index: int, card: str) -> None:
+        """Append the change of stream, if storage `index`, whose allocation comes next, is taken on another than the
+        last: on the current one of `card`."""
+        stream = self.current(card)
+        if stream:
+            self._of_storage[index] = stream
+        if stream != self._of_trace:
+            self._of_trace = stream
+            self._append(EventKind.STREAM, stream)
+
+    def lend_to_node(self, index: int) -> None:
+        """Append that the autograd node which is running works on a storage, if its stream is not that on which the
+        storage was made: the engine has lent it and made the node's stream wait (`InputBuffer::add` of
+        autograd/input_buffer.cpp)."""
+        card, made_on = self._trace.storages[index].device, self._of_storage.get(index, 0)
+        stream = None if card == "cpu" else self.of_node(card)
+        if stream is not None and stream != made_on and (index, stream) not in self._lent:
+            self._lent.add((index, stream))
+            self.use(index, stream)
+            self.wait(self.now(card, made_on), (card, stream))
 
     def select(self, card: str, stream: int) -> None:
         """Make `stream` the current one of `card`."""

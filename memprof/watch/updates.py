@@ -85,7 +85,7 @@ class Updates:
     def operator_runs(self, read: Sequence[torch.Tensor]) -> None:
         """An operator on the GPU is about to run, and is given these. One that has nothing to do with the update which
         was made comes after the step, and so does one that makes an autograd graph."""
-        if self._recorder.phase.kind is not PhaseKind.OPTIMIZER_STEP:
+        if self._recorder.writer.phase.kind is not PhaseKind.OPTIMIZER_STEP:
             return
         builds_graph = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in read)
         if builds_graph or not any(map(self._is_of_step, self._indices(read))):
@@ -119,8 +119,8 @@ class Updates:
     # -- what is done -----------------------------------------------------------------------------------------------
 
     def _step(self) -> None:
-        if self._recorder.phase.kind is PhaseKind.OTHER:
-            self._recorder.rename_phase(PhaseKind.OPTIMIZER_STEP)
+        if self._recorder.writer.phase.kind is PhaseKind.OTHER:
+            self._recorder.writer.rename_phase(PhaseKind.OPTIMIZER_STEP)
             trace = self._recorder.trace
             owners = trace.owners.items()
             self._shapes = {trace.storages[index].shape for index, owner in owners if owner.role is Role.PARAMETER}
@@ -129,9 +129,11 @@ class Updates:
 
     def _look_for_new_parameters(self) -> None:
         """A program may give its parameters new tensors (`p.data = p.data - 0.1 * p.grad`): no operator writes them."""
-        if self._phases.optimizers or self._recorder.phase.kind is PhaseKind.OPTIMIZER_STEP:
+        if self._phases.optimizers or self._recorder.writer.phase.kind is PhaseKind.OPTIMIZER_STEP:
             return
-        made = {index for index in self._of_gradients if index >= self._begin and self._recorder.is_alive(index)}
+        made = {
+            index for index in self._of_gradients if index >= self._begin and self._recorder.storages.is_alive(index)
+        }
         if made:
             self._name_parameters()
             if any(self._role(index) is Role.PARAMETER for index in made):
@@ -142,7 +144,7 @@ class Updates:
         trace, begin = self._recorder.trace, self._begin
         anew = (self._fed & self._left) - self._cleared
         self._kinds |= {self._kind(index) for index in anew}
-        left = {index for index in self._of_gradients if self._recorder.is_alive(index)}
+        left = {index for index in self._of_gradients if self._recorder.storages.is_alive(index)}
         state = (self._fed & self._written - self._cleared) | anew
         state |= {index for index in left if index >= begin and self._kind(index) in self._kinds}
         for index in state:
@@ -183,4 +185,4 @@ class Updates:
         return self._managed
 
     def _indices(self, tensors: Iterable[torch.Tensor]) -> list[int]:
-        return [index for index in map(self._recorder.index_of, tensors) if index != NONE]
+        return [index for index in map(self._recorder.storages.index_of, tensors) if index != NONE]

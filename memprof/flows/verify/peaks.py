@@ -71,7 +71,7 @@ def simulated_peak(program: Callable[[str], None], *, workspaces: bool, reserved
     with VirtualGpu(find_gpu(DEFAULT_GPU), workspaces=workspaces, allocator_settings=settings) as gpu:
         program("cuda")
     if not reserved:
-        return gpu.recorder.peak_bytes
+        return gpu.recorder.storages.peak_bytes
     return replay_on_card(gpu.trace, None, settings.now.config, settings.now.release).required_reserved_bytes
 
 

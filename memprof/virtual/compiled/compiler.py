@@ -30,7 +30,7 @@ from memprof.virtual.compiled.telling import Telling
 from memprof.virtual.edges.compiled import BLOCK_MASK, block_mask, is_block_mask
 from memprof.virtual.machine import Machine
 from memprof.virtual.torch_cuda.driver import driver_patches
-from memprof.watch.recorder import GENERATED
+from memprof.watch.program_code import GENERATED, is_program
 
 COMPILED = (
     "torch.compile compiles for the card, down to the code around its kernels, which allocates as it does there; "
@@ -226,7 +226,7 @@ class Compiler:
         call, skipped = catcher.__call__, convert_frame.ConvertFrameReturn  # type: ignore[attr-defined]
 
         def compile_frame(self_: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
-            if _is_own(sys._getframe(1)) and not self._machine.recorder.is_program(frame.f_code):
+            if _is_own(sys._getframe(1)) and not is_program(frame.f_code):
                 return skipped()
             self.install()
             outer, self._frame = self._frame, _named(frame.f_code)

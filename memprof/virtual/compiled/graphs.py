@@ -50,7 +50,7 @@ class Graphs:
 
     def note_sizes(self) -> None:
         """The program calls a function with sizes that it was not yet called with."""
-        line = self._recorder.place(sys._getframe(1)).source
+        line = self._recorder.attribution.place(sys._getframe(1)).source
         trace = self._recorder.trace
         if line != NONE:
             self._sizes[trace.sources[line]] += 1
@@ -62,7 +62,7 @@ class Graphs:
         """What `compiled` gives, with memory of the pool; and copies of the inputs with these numbers."""
         if not self._pool:
             self._pool = torch.cuda.graph_pool_handle()[0]
-        before = self._recorder.take_from(self._pool, of_thread=False)
+        before = self._recorder.active_pool.select(self._pool, of_thread=False)
         try:
             copies = [
                 torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
@@ -70,7 +70,7 @@ class Graphs:
             ]
             return compiled(inputs), copies
         finally:
-            self._recorder.take_from(before[0], of_thread=before[1])
+            self._recorder.active_pool.select(before[0], of_thread=before[1])
 
 
 class _Graph:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from memprof.trace.events import NONE
 from memprof.watch.forward import Place
+from memprof.watch.program_code import is_program_file
 from memprof.watch.recorder import Recorder
 
 _ALLOCATION = re.compile(r"^\s*(\w+) = ")
@@ -64,7 +65,7 @@ class Origins:
         place = self._places.get(key)
         if place is None:
             recorder = self._recorder
-            source = recorder.line(origin.source) if origin.source else known.source
+            source = recorder.attribution.line(origin.source) if origin.source else known.source
             place = Place(recorder.modules.below(known.module, origin.module), source, NONE)
             self._places[key] = place
         return origin.op, Place(place.module, place.source, known.forward_event)
@@ -98,6 +99,6 @@ def origin_of(node: Any) -> Origin | None:
     modules = meta.get("nn_module_stack") or meta.get("fwd_nn_module_stack") or {}
     path = next((_ROOT.sub("", str(found[0])) for found in reversed(list(modules.values()))), "")
     frames = list(_FRAME.finditer(meta.get("stack_trace") or ""))
-    own = [frame for frame in frames if Recorder.is_program_file(frame["file"])]
+    own = [frame for frame in frames if is_program_file(frame["file"])]
     source = f"{own[-1]['file']}:{own[-1]['line']} {own[-1]['function']}" if own else ""
     return Origin(f"aten.{_operator(node)}", path, source)

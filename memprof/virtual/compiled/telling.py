@@ -17,6 +17,7 @@ from memprof.trace.events import CompiledKeeps, Compiling, GraphEnd
 from memprof.units import format_bytes
 from memprof.virtual.compiled.lifting import Lifting
 from memprof.virtual.compiled.saved import Kept
+from memprof.watch.program_code import is_program, is_program_file
 from memprof.watch.recorder import Recorder
 
 _NUMBERS = re.compile(r"\d+")
@@ -101,7 +102,7 @@ class Telling:
     def _again(self, code: Any, reasons: list[str]) -> None:
         if not reasons or code not in self._compiled:
             return
-        if not Recorder.is_program(code) or code.co_name.startswith(_RESUMED):
+        if not is_program(code) or code.co_name.startswith(_RESUMED):
             return
         reason = reasons[-1].partition(": ")[2].partition("\n")[0] or reasons[-1]
         reason = reason.partition("  # ")[0].strip().rstrip(".")
@@ -115,7 +116,7 @@ class Telling:
         )
 
     def _broken(self, reason: Any, module: Any) -> None:
-        frames = [frame for frame in reason.user_stack if Recorder.is_program_file(frame.filename)]
+        frames = [frame for frame in reason.user_stack if is_program_file(frame.filename)]
         if not frames:
             return
         at = f"{frames[-1].filename}:{frames[-1].lineno}"

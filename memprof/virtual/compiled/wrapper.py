@@ -64,7 +64,7 @@ def patches(machine: Machine, origins: Origins, made: Callable[[str], None]) -> 
         with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
             made = torch.empty_strided(size, stride, dtype=dtype, device=_META)
             frame = sys._getframe(1)
-            op, place = origins.place(frame, machine.recorder.place(frame))
+            op, place = origins.place(frame, machine.recorder.attribution.place(frame))
             machine.record([made], op, place, machine.cards.named())
         return made
 

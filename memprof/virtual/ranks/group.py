@@ -157,14 +157,14 @@ class Group(_ProcessGroup):
     def allreduce(self, tensors: _Tensors, opts: Any = None) -> Any:
         """In place."""
         self._sends("allreduce", tensors, 2 * self._but_own)
-        self._recorder.reduced(tensors)
+        self._recorder.owners.mark_reduced(tensors)
         waits = [self._others.all_reduce(tensor, _reduction(opts), self.place) for tensor in tensors]
         return self._done(tensors, waits=waits)
 
     def reduce(self, tensors: _Tensors, opts: Any = None) -> Any:
         """To one rank."""
         self._sends("reduce", tensors, 1)
-        self._recorder.reduced(tensors)
+        self._recorder.owners.mark_reduced(tensors)
         root = 0 if opts is None else opts.rootRank
         waits = [self._others.reduce(tensor, _reduction(opts), root, self.place) for tensor in tensors]
         return self._done(tensors, waits=waits)
@@ -191,7 +191,7 @@ class Group(_ProcessGroup):
         waits = []
         for parts, tensor in zip(outputs, inputs, strict=True):
             made.append(self._flat(parts, tensor))
-            self._recorder.gathered(parts, [tensor])
+            self._recorder.owners.mark_gathered(parts, [tensor])
             waits.append(self._others.all_gather(Parts(parts), tensor, self.place))
         return self._done(made if made[0] is not None else outputs, inputs, waits)
 
@@ -233,7 +233,7 @@ class Group(_ProcessGroup):
         if output.numel() != tensor.numel() * self._size:
             raise ValueError("output tensor size must be equal to world_size times input tensor size")
         self._sends("allgather", [output], self._but_own)
-        self._recorder.gathered([output], [tensor])
+        self._recorder.owners.mark_gathered([output], [tensor])
         parts = _pieces(output, self._size)
         return self._done([output], tensor, [self._others.all_gather(parts, tensor, self.place)])
 
@@ -241,7 +241,7 @@ class Group(_ProcessGroup):
         if tensor.numel() != output.numel() * self._size:
             raise ValueError("input tensor must be the same size as output size times world size")
         self._sends("reduce_scatter", [tensor], self._but_own)
-        self._recorder.reduced([tensor])
+        self._recorder.owners.mark_reduced([tensor])
         parts = _pieces(tensor, self._size)
         waits = [self._others.reduce_scatter(output, parts, _reduction(opts), self.place)]
         return self._done([output], tensor, waits)

@@ -248,7 +248,7 @@ class _Answers:
         return lambda device=None: self._of(device).stats()[name]
 
     def empty_cache(self) -> None:
-        self._recorder.empty_cache()
+        self._recorder.writer.append_empty_cache()
 
     def mem_get_info(self, device: Any = None) -> tuple[int, int]:
         statistics = self._memory.of(self._cards.devices[self._cards.use(device)]).stats()
@@ -312,7 +312,7 @@ class _Answers:
 
     def record_stream(self, tensor: torch.Tensor, stream: Any) -> None:
         for part in parts_of_sparse(tensor) or [tensor]:
-            index = self._recorder.index_of(part)
+            index = self._recorder.storages.index_of(part)
             if index != NONE:
                 self._recorder.streams.use(index, stream.stream_id)
 

@@ -64,14 +64,14 @@ class _LivingTensors:
         """Allocated, active, requested and reserved are the same."""
         found: dict[str, int] = {}
         for kind in ("allocated_bytes", "active_bytes", "requested_bytes", "reserved_bytes"):
-            found[f"{kind}.all.current"] = self._recorder.live_bytes
-            found[f"{kind}.all.peak"] = self._recorder.peak_bytes
+            found[f"{kind}.all.current"] = self._recorder.storages.live_bytes
+            found[f"{kind}.all.peak"] = self._recorder.storages.peak_bytes
         found["num_ooms"] = found["num_alloc_retries"] = 0
         return found
 
     def reset_peak(self) -> None:
         """From here on."""
-        self._recorder.peak_bytes = self._recorder.live_bytes
+        self._recorder.storages.peak_bytes = self._recorder.storages.live_bytes
 
     def reset_accumulated(self) -> None:
         """Nothing is accumulated."""
@@ -171,8 +171,8 @@ class SettingsOfRun:
         """For the whole run."""
         self._settings.set(alloc_conf)
         self._memory.settings_changed()
-        if self._recorder.peak_bytes:
+        if self._recorder.storages.peak_bytes:
             self._assume(
                 f"The allocator's settings {alloc_conf!r} hold from the first allocation on; the program set them when "
-                f"{self._recorder.live_bytes:,} bytes were on the card."
+                f"{self._recorder.storages.live_bytes:,} bytes were on the card."
             )

@@ -47,16 +47,16 @@ class Pools:
         """One less does: without any, what is free in it may be given back."""
         self._users[pool[0]] -= 1
         if not self._users[pool[0]]:
-            self._recorder.pool_is_free(pool[0])
+            self._recorder.active_pool.append_release(pool[0])
 
     def begin(self, pool: Handle, *, of_thread: bool) -> None:
         """Take memory from it; `of_thread`: not what backward passes take, which run in threads of their own."""
-        self._outer.append(self._recorder.take_from(pool[0], of_thread=of_thread))
+        self._outer.append(self._recorder.active_pool.select(pool[0], of_thread=of_thread))
 
     def end(self) -> None:
         """Take it from where it was taken before."""
         number, of_thread = self._outer.pop()
-        self._recorder.take_from(number, of_thread=of_thread)
+        self._recorder.active_pool.select(number, of_thread=of_thread)
 
 
 class CudaGraph:

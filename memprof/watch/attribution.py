@@ -1,0 +1,118 @@
+"""To which module, source line and forward operator an allocation is attributed."""
+
+from __future__ import annotations
+
+import bisect
+import sys
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+
+from memprof.trace.events import NONE, Trace
+from memprof.watch.forward import Forward, Place
+from memprof.watch.modules import ModuleTracker
+from memprof.watch.program_code import is_program
+
+# Makes a named tuple without the Python function that its class has for that.
+_new: Any = tuple.__new__
+_sequence_number = torch._C._autograd._get_sequence_nr
+_current_node = torch._C._current_autograd_node
+_current_graph_task = torch._C._current_graph_task_id
+
+
+class Attribution:
+    """Finds the place in the program at which an operator runs.
+
+    A backward operator is attributed to the forward operator that it differentiates, found by the sequence number that
+    autograd gives to both.
+    """
+
+    def __init__(self, trace: Trace, modules: ModuleTracker) -> None:
+        self._trace = trace
+        self._modules = modules
+        self._running = modules.thread
+        self._forward = Forward()
+        self._line_index: dict[str, int] = {}
+        self._source_index: dict[tuple[CodeType, int], int] = {}
+        # The same by the `id` of the code and the place in it: a code's hash goes through all that it holds.
+        self._source_at: dict[tuple[int, int], int] = {}
+        # Code objects by `id`, and whether they are the program's.
+        self._codes: dict[int, tuple[CodeType, bool]] = {}
+
+    def place(self, frame: FrameType | None) -> Place:
+        """Return where the program is; `frame` is the innermost frame to consider.
+
+        Modules that run inside a backward pass (recomputation) count as themselves.
+        """
+        module = self._running.module
+        if module == NONE and _current_graph_task() != -1:
+            node = _current_node()
+            if node is not None:
+                return self._place_of_node(node, frame)
+        return _new(Place, (module, self._source(frame), NONE))  # type: ignore[no-any-return]
+
+    def _place_of_node(self, node: Any, frame: FrameType | None) -> Place:
+        number, forward = node._sequence_nr(), self._forward
+        if number != forward.node:
+            forward.node = number
+            forward.node_start = len(self._trace.storages)
+        position = bisect.bisect_right(forward.sequence, number)
+        if position < len(forward.places):
+            return forward.places[position]
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            return Place(self._modules.module_of(variable), NONE, NONE)
+        return Place(NONE, self._source(frame), NONE)
+
+    def note_forward(self, place: Place) -> None:
+        """Attribute backward operators to `place` that get the sequence number of the operator which runs there."""
+        number, forward = _sequence_number(), self._forward
+        sequence = forward.sequence
+        if not sequence or sequence[-1] < number:
+            sequence.append(number)
+            forward.places.append(_new(Place, (place.module, place.source, len(self._trace.events))))
+
+    def is_made_by_node(self, index: int) -> bool:
+        """Return whether the autograd node that is running made the storage of this index."""
+        return index >= self._forward.node_start
+
+    # -- source lines -----------------------------------------------------------------------------------------------
+
+    def caller(self) -> int:
+        """Return the index of the line outside torch and memprof that is running now."""
+        return self._source(sys._getframe(1))
+
+    def line(self, text: str) -> int:
+        """Return the index of a line, as `file:number function`, in the trace, which has it from here on."""
+        index = self._line_index.get(text)
+        if index is None:
+            index = self._line_index[text] = len(self._trace.sources)
+            self._trace.sources.append(text)
+        return index
+
+    def _source(self, frame: FrameType | None) -> int:
+        codes = self._codes
+        while frame is not None:
+            code = frame.f_code
+            known = codes.get(id(code))
+            if known is None:
+                known = codes[id(code)] = (code, is_program(code))
+            if known[1]:
+                at = (id(code), frame.f_lasti)
+                index = self._source_at.get(at)
+                if index is None:
+                    index = self._source_at[at] = self._line_of(code, frame.f_lineno)
+                return index
+            frame = frame.f_back
+        return NONE
+
+    def _line_of(self, code: CodeType, number: int) -> int:
+        index = self._source_index.get((code, number))
+        if index is None:
+            index = self._source_index[code, number] = self.line(f"{code.co_filename}:{number} {code.co_name}")
+        return index
+
+    def clear(self) -> None:
+        """Forget which operators ran forward."""
+        self._forward = Forward()

@@ -1,0 +1,33 @@
+"""Which code is the program's, and which is Python's, torch's or memprof's."""
+
+from __future__ import annotations
+
+import sysconfig
+from types import CodeType
+
+import torch
+import typing_extensions
+
+_TORCH_DIR = str(torch.__path__[0])
+# torch wraps functions in it that have another name now.
+_DEPRECATIONS = typing_extensions.__file__
+_PYTHON_DIR = sysconfig.get_path("stdlib")
+_MEMPROF_DIR = __file__.rsplit("/watch/", 1)[0]
+_OWN_WORKLOADS = _MEMPROF_DIR + "/workload/"
+GENERATED: list[str] = []
+"""Folders that a compiler writes code into, while there are any."""
+
+
+def is_program(code: CodeType) -> bool:
+    """Return whether `code` is the program's; memprof's own workloads are programs."""
+    return is_program_file(code.co_filename)
+
+
+def is_program_file(name: str) -> bool:
+    """Return whether the code in the file `name` is the program's."""
+    if name.startswith(_PYTHON_DIR) and "-packages" not in name:
+        return False
+    return not (
+        name.startswith((_TORCH_DIR, _DEPRECATIONS, "<frozen", "<string>", "<eval_with_key>", *GENERATED))
+        or (name.startswith(_MEMPROF_DIR) and not name.startswith(_OWN_WORKLOADS))
+    )
