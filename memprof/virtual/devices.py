@@ -262,8 +262,8 @@ class DeviceMode(TorchFunctionMode):
             virtual = torch.empty_like(value, device=_META)
         place = self._recording.recorder.attribution.place(sys._getframe(1))
         self._recording.record([virtual], "aten.clone", place, HOST)
-        if self._recording.values.wants(virtual):
-            self._recording.values.set(virtual, value)
+        if self._recording.values.store.is_trackable(virtual):
+            self._recording.values.store.set(virtual, value)
         return virtual
 
     def shares_data(self, original: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
@@ -388,12 +388,12 @@ class DeviceMode(TorchFunctionMode):
         _Tensor.__setitem__(tensor, index, value)
 
     def _nonfinite(self, func: Any, tensor: torch.Tensor) -> torch.Tensor:
-        """Unknown numbers are finite (values.py): composites would compare them first, and lose that."""
+        """Unknown numbers are finite (values/policy.py): composites would compare them first, and lose that."""
         result: torch.Tensor = func(tensor)
         values = self._recording.values
         with _NoTorchFunction(), _disable_current_modes():
-            if result.is_meta and values.get(tensor.detach()) is None:
-                values.set_uniform(result, _NONFINITE[func])
+            if result.is_meta and values.store.get(tensor.detach()) is None:
+                values.store.set_uniform(result, _NONFINITE[func])
         return result
 
     # -- what a tensor says of itself -------------------------------------------------------------------------------
@@ -526,7 +526,7 @@ class DeviceMode(TorchFunctionMode):
                 device = self._recording.device_of(tensor) if virtual else "meta"
                 if device == "meta":
                     return original(tensor, **kwargs)
-                known = self._recording.values.get(tensor.detach())
+                known = self._recording.values.store.get(tensor.detach())
                 if known is None and tensor.dim() == 0:
                     known = self.interchange.read(tensor)
                 kind = type(tensor) if type(tensor) is not torch.nn.Parameter else _Tensor  # torch says "tensor" of it

@@ -10,7 +10,7 @@ virtual, else real. autograd compares devices, so that a tensor's gradient and w
   of the kind of what it belongs to, if that is on the host as well. One from another device is refused, as by CUDA.
 
 These copies are no memory of the program: nothing of them is recorded. A real gradient that came from a virtual one
-holds the numbers that are known of it, else ones (values.py).
+holds the numbers that are known of it, else ones (values/policy.py).
 """
 
 from __future__ import annotations

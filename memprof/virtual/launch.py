@@ -97,8 +97,8 @@ class Launch:
             if not isinstance(value, torch.Tensor):
                 return value
             lifted = self.new(value.shape, value.dtype)
-            if not value.is_meta and self.values.wants(lifted):
-                self.values.set(lifted, value)
+            if not value.is_meta and self.values.store.is_trackable(lifted):
+                self.values.store.set(lifted, value)
             return lifted
 
         return tree_map(lift, result)

@@ -145,7 +145,7 @@ class Machine(TorchDispatchMode):
 
     def forget(self, address: int) -> None:
         """The storage at `address` died."""
-        self.values.drop(address)
+        self.values.store.drop(address)
 
     # -- recording --------------------------------------------------------------------------------------------------
 
@@ -163,7 +163,7 @@ class Machine(TorchDispatchMode):
         """A virtual copy of a real host tensor stands for that one: it is on the host, and takes no memory."""
         storage = copy.untyped_storage()
         self.recorder.storages.uncounted[storage] = HOST
-        weakref.finalize(storage, self.values.drop, storage._cdata).atexit = False
+        weakref.finalize(storage, self.values.store.drop, storage._cdata).atexit = False
 
     def resized(self, storage: torch.UntypedStorage, device: str, place: Place) -> None:
         """The program resized a storage of `device` itself."""
@@ -171,7 +171,7 @@ class Machine(TorchDispatchMode):
         index = storages.live.get(storage._cdata)
         if index is not None:
             storages.free(index)
-            self.values.drop(storage._cdata)
+            self.values.store.drop(storage._cdata)
         if storage.nbytes():
             storages.allocate(storage, (storage.nbytes(),), torch.uint8, device, "storage.resize_", place)
         elif device != GPU:

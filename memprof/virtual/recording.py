@@ -348,7 +348,7 @@ class RecordingMode(Machine):
             outputs = [part for one in outputs for part in parts_of_sparse(one) or [one]]
         if target is not None:
             self.record(outputs, operator.name, place, target)
-            self.values.learn(call.func, call.args, call.kwargs, outputs)
+            self.values.propagate(call.func, call.args, call.kwargs, outputs)
         return result
 
     def _in_place(self, operator: Operator, call: Call, place: Place) -> Any:
@@ -364,7 +364,7 @@ class RecordingMode(Machine):
         address = target.untyped_storage()._cdata if target.is_meta else NONE
         # The program's own meta tensors hold nothing; they die unseen, and others come to lie where they were.
         is_live = address in self.recorder.storages.live
-        if is_live and (self.values.knows(address) or call.func.overloadpacket in OVERWRITES):
+        if is_live and (self.values.store.knows(address) or call.func.overloadpacket in OVERWRITES):
             self.values.write(call.func, call.args, call.kwargs, target)
         try:
             key: Any = tuple(call.key)
@@ -404,7 +404,7 @@ class RecordingMode(Machine):
         known = None
         if len(outs) == 1 and isinstance(call.kwargs.get("out"), torch.Tensor):
             written = torch.empty(0, dtype=outs[0].dtype)
-            known = self.values.compute(call.func, call.args, {**call.kwargs, "out": written})
+            known = self.values.evaluator.compute(call.func, call.args, {**call.kwargs, "out": written})
         with self.hidden(copies, operator.name, place, call.card):
             if operator.uses_cublas and call.on_gpu:
                 self._take_workspace(operator, place, call.card)
@@ -415,12 +415,17 @@ class RecordingMode(Machine):
                     raise
                 return self._filled(call)
         for out, size in zip(outs, before, strict=True):
-            self.values.drop(out.untyped_storage()._cdata)
+            self.values.store.drop(out.untyped_storage()._cdata)
             if out.untyped_storage().nbytes() != size:
                 self._grown(out, operator, place)
         whole = len(outs) == 1 and outs[0].untyped_storage().nbytes() == outs[0].numel() * outs[0].element_size()
-        if whole and isinstance(known, torch.Tensor) and known.shape == outs[0].shape and self.values.wants(outs[0]):
-            self.values.set(outs[0], known)
+        if (
+            whole
+            and isinstance(known, torch.Tensor)
+            and known.shape == outs[0].shape
+            and self.values.store.is_trackable(outs[0])
+        ):
+            self.values.store.set(outs[0], known)
         return result
 
     def _into_out(self, operator: Operator, call: Call) -> Any:
@@ -451,7 +456,7 @@ class RecordingMode(Machine):
     def _forget_written(self, call: Call) -> None:
         """What `call` writes into is no longer known."""
         for tensor in tensors_of(written(call)):
-            self.values.drop(tensor.untyped_storage()._cdata)
+            self.values.store.drop(tensor.untyped_storage()._cdata)
 
     def _grown(self, tensor: torch.Tensor, operator: Operator, place: Place) -> None:
         """An operator resized `tensor`'s storage: on CUDA the old block is given back and a new one taken."""
@@ -472,10 +477,12 @@ class RecordingMode(Machine):
             result = call.func(*call.args, **{**kwargs, "device": _META})
             made = tensors_of(result)
             self.record(made, operator.name, place, HOST)
-            self.values.learn(call.func, call.args, kwargs, made)
+            self.values.propagate(call.func, call.args, kwargs, made)
             if operator.packet in EMPTY:
                 for tensor in made:
-                    self.values.set_uniform(tensor, 0)  # the program may fill it where no mode sees it, as an array
+                    self.values.store.set_uniform(
+                        tensor, 0
+                    )  # the program may fill it where no mode sees it, as an array
             return result
         result = call.func(*call.args, **kwargs)
         for tensor in tensors_of(result):
@@ -541,8 +548,8 @@ class RecordingMode(Machine):
 
         def lend(tensor: torch.Tensor, moved: torch.Tensor) -> None:
             self.record_copy(moved)  # a sparse result may be made of it
-            if self.values.wants(moved):
-                self.values.set(moved, tensor)
+            if self.values.store.is_trackable(moved):
+                self.values.store.set(moved, tensor)
 
         call.args, call.kwargs = all_meta(call.args, lend), all_meta(call.kwargs, lend)
         call.key = [id(call.func)]

@@ -68,7 +68,7 @@ class Geometry(NamedTuple):
 class Shadow:
     """The elements of one storage, in a row."""
 
-    __slots__ = ("_flat", "_make", "is_awaited", "num_bytes", "steps")
+    __slots__ = ("_flat", "_make", "has_pending_readers", "num_bytes", "steps")
 
     def __init__(
         self, num_bytes: int, flat: torch.Tensor | None, make: Callable[[], torch.Tensor | None] | None = None
@@ -78,7 +78,7 @@ class Shadow:
         """That count as held."""
         self._flat = flat
         self._make = make
-        self.is_awaited = False
+        self.has_pending_readers = False
         """Whether another that is to be made reads this one, which must not change before."""
         self.steps = 0
         """How many are to be made for this one, one after the other."""

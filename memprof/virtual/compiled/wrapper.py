@@ -76,7 +76,7 @@ def patches(machine: Machine, origins: Origins, made: Callable[[str], None]) -> 
         return tensor if is_aligned else utils.clone_preserve_strides(tensor)
 
     def written(tensor: torch.Tensor) -> None:
-        machine.values.drop(tensor.untyped_storage()._cdata)
+        machine.values.store.drop(tensor.untyped_storage()._cdata)
 
     def triton(compiler: Any, name: str, source: str, device_str: str = "cuda") -> Kernel:
         made(source)

@@ -202,7 +202,7 @@ def _forget_statistics(launch: Launch) -> None:
     """Running statistics are updated in place, which the schema does not say: their values are no longer known."""
     for tensor in launch.args[3:5]:
         if isinstance(tensor, torch.Tensor) and tensor.is_meta:
-            launch.values.drop(tensor.untyped_storage()._cdata)
+            launch.values.store.drop(tensor.untyped_storage()._cdata)
 
 
 @kernel(_aten.native_batch_norm_backward)

@@ -21,14 +21,14 @@ _TOO_LARGE = (
 @kernel(_aten.equal, on_host=True)
 def equal(launch: Launch) -> Any:
     """Read by the host; false where the values are not known."""
-    known = launch.values.compute(launch.func, launch.args, launch.kwargs)
+    known = launch.values.evaluator.compute(launch.func, launch.args, launch.kwargs)
     return known is not None and bool(torch.as_tensor(known).all())
 
 
 @kernel(_aten.allclose, on_host=True)
 def allclose(launch: Launch) -> Any:
     """All of isclose, read by the host (native/TensorCompare.cpp, allclose); true where the values are not known."""
-    known = launch.values.compute(launch.func, launch.args, launch.kwargs)
+    known = launch.values.evaluator.compute(launch.func, launch.args, launch.kwargs)
     if launch.call.on_gpu:
         with launch.inside():
             _aten.isclose.default(*launch.args, **launch.kwargs).all()
@@ -52,7 +52,7 @@ def by_value(launch: Launch) -> Any:
     if max(length, data.numel()) * torch.int64.itemsize > budget.MAX_TENSOR_BYTES:
         launch.values.assume(_TOO_LARGE)
         return tree_map(lambda made: launch.new(made.shape, made.dtype), _made(launch, data, length))
-    result = launch.values.compute(launch.func, launch.args, launch.kwargs)
+    result = launch.values.evaluator.compute(launch.func, launch.args, launch.kwargs)
     if result is None:
         result = launch.func(_stand_in(launch, data), *launch.args[1:], **launch.kwargs)
     return launch.known(result)
@@ -63,15 +63,15 @@ def _length(launch: Launch, data: torch.Tensor) -> int:
     packet = launch.operator.packet
     if packet is _aten.bincount:
         least = launch.argument(2, "minlength", 0)
-        known = launch.values.get(data)
+        known = launch.values.store.get(data)
         if known is not None:
             return max(least, 1 + int(known.max()) if known.numel() else 0)
         return least or data.numel()
     if packet is _aten.repeat_interleave:
         size = launch.argument(1, "output_size")
-        known = launch.values.get(data) if size is None else None
+        known = launch.values.store.get(data) if size is None else None
         return size if size is not None else data.numel() if known is None else int(known.sum())
-    if launch.values.is_uniform(data):
+    if launch.values.store.is_uniform(data):
         return min(1, data.numel())
     dim = launch.argument(1 if packet is _aten.unique_dim else 3, "dim") if packet is not _aten._unique2 else None
     return data.numel() if dim is None or not data.dim() else data.shape[dim]

@@ -158,7 +158,7 @@ def convolution(launch: Launch) -> Any:
                 _take_workspace(launch, data4d, weight4d, result, result, layout)
             elif not (depthwise or (result.shape[2:] == data4d.shape[2:] and math.prod(weight.shape[2:]) == 1)):
                 launch.transients(_columns_bytes(data4d, weight4d, result, transposed))
-    launch.values.learn(launch.func, launch.args, launch.kwargs, [result])
+    launch.values.propagate(launch.func, launch.args, launch.kwargs, [result])
     return result.squeeze(2) if one_dimensional else result
 
 

@@ -103,12 +103,12 @@ def observed(launch: Launch) -> Any:
         else:
             _aten.aminmax.default(dense)
         for observer in observers:
-            launch.values.drop(observer.untyped_storage()._cdata)
+            launch.values.store.drop(observer.untyped_storage()._cdata)
         if not by_row:
             return _aten._fake_quantize_per_tensor_affine_cachemask_tensor_qparams.default(
                 data, *observers[2:], is_on, least, most
             )
-        if launch.values.read(is_on).any():
+        if launch.values.policy.read(is_on).any():
             return _aten.fake_quantize_per_channel_affine_cachemask.default(data, *observers[2:], axis, least, most)
         mask = torch.ones_like(data, dtype=torch.bool)
         return data.clone(), mask

@@ -25,7 +25,7 @@ def nonzero(launch: Launch) -> Any:
     mask = launch.args[0]
     if not mask.is_meta:
         return NotImplemented
-    result = launch.known(launch.values.selected(mask))
+    result = launch.known(launch.values.policy.selected(mask))
     if launch.call.on_gpu:
         launch.wait()
         launch.transients(*sorting.nonzero(mask))
@@ -41,8 +41,8 @@ def index(launch: Launch) -> Any:
         # A host tensor may not be indexed by device tensors: the CPU kernel would read memory that is not there.
         if launch.call.on_gpu:
             launch.note_mismatch()
-        real = [None if i is None else launch.values.read(i) for i in indices]
-        rest = [launch.values.read(a) if isinstance(a, torch.Tensor) else a for a in launch.args[2:]]
+        real = [None if i is None else launch.values.policy.read(i) for i in indices]
+        rest = [launch.values.policy.read(a) if isinstance(a, torch.Tensor) else a for a in launch.args[2:]]
         return launch.func(launch.args[0], real, *rest, **launch.kwargs)
     if isinstance(value, torch.Tensor) and not value.is_meta and value.numel() > 1 and launch.args[0].is_meta:
         # One number may be on the host, several may not (native/TensorAdvancedIndexing.cpp).
@@ -57,7 +57,7 @@ def index(launch: Launch) -> Any:
         # A clone, and the same of it (index_put).
         result = torch.empty_like(launch.args[0])
         launch.record(result)
-        launch.values.learn(launch.func, launch.args, launch.kwargs, [result])
+        launch.values.propagate(launch.func, launch.args, launch.kwargs, [result])
         return result
     expanded: list[torch.Tensor | None] = []
     selected: list[torch.Tensor | None] = []
@@ -66,7 +66,7 @@ def index(launch: Launch) -> Any:
             expanded.append(index)
             selected.append(index)
             continue
-        columns = launch.values.selected(index)
+        columns = launch.values.policy.selected(index)
         if _writes_fewer(launch, index, columns):
             columns = columns[: launch.args[2].shape[0]]
         if launch.device != HOST:
@@ -84,7 +84,7 @@ def index(launch: Launch) -> Any:
         return launch.func(*args, **launch.kwargs)
     result = launch.func(*args, **launch.kwargs)
     launch.record(*tensors_of(result))
-    launch.values.learn(launch.func, known, launch.kwargs, tensors_of(result))
+    launch.values.propagate(launch.func, known, launch.kwargs, tensors_of(result))
     return result
 
 
@@ -93,7 +93,7 @@ def _writes_fewer(launch: Launch, mask: torch.Tensor, columns: torch.Tensor) -> 
     value = launch.args[2] if len(launch.args) > 2 else None
     if value is None or value.numel() < 2 or value.dim() != 1 + launch.args[0].dim() - mask.dim():
         return False
-    return 1 < value.shape[0] < len(columns) and launch.values.get(mask) is None
+    return 1 < value.shape[0] < len(columns) and launch.values.store.get(mask) is None
 
 
 def _fills_a_mask(launch: Launch, masks: list[torch.Tensor]) -> bool:

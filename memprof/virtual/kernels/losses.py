@@ -137,7 +137,7 @@ def ctc_loss_of_lengths(
     lengths = (input_lengths, target_lengths)
     if not machine.is_on_card(log_probs) or not all(isinstance(each, torch.Tensor) for each in lengths):
         return NotImplemented
-    known = [machine.values.get(each) for each in lengths]
+    known = [machine.values.store.get(each) for each in lengths]
     if all(each is not None for each in known):
         lengths = tuple(each.tolist() for each in known)
     return torch.ctc_loss(log_probs, targets, *lengths, *options, **named)
@@ -151,7 +151,9 @@ def ctc_loss(launch: Launch) -> Any:
         return NotImplemented
     frames, batch = log_probs.shape[0], log_probs.shape[1]
     known = (
-        launch.values.get(target_lengths) if isinstance(target_lengths, torch.Tensor) else torch.tensor(target_lengths)
+        launch.values.store.get(target_lengths)
+        if isinstance(target_lengths, torch.Tensor)
+        else torch.tensor(target_lengths)
     )
     if known is not None:
         longest = int(known.max()) if known.numel() else 0

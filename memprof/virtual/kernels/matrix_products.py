@@ -105,7 +105,7 @@ def grouped_mm(launch: Launch) -> Any:
 def scaled_mm_out(launch: Launch) -> Any:
     """Into a tensor that is there, as compiled code calls it; there is no meta kernel for that."""
     out = launch.kwargs["out"]
-    launch.values.drop(out.untyped_storage()._cdata)
+    launch.values.store.drop(out.untyped_storage()._cdata)
     return out
 
 

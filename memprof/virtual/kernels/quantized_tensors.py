@@ -162,7 +162,7 @@ def quantize(launch: Launch) -> Any:
     size = [1] if dynamic else [0] * data.dim()
     if launch.operator.packet is _aten.quantize_per_channel:
         size[rest[2]] = data.shape[rest[2]]
-    known = [launch.values.read(value) if isinstance(value, torch.Tensor) else value for value in rest]
+    known = [launch.values.policy.read(value) if isinstance(value, torch.Tensor) else value for value in rest]
     sample = launch.func(torch.ones(size, dtype=data.dtype), *known)
     if not sample.is_quantized:
         with launch.inside():

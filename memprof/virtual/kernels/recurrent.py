@@ -171,7 +171,7 @@ def flatten_weight(launch: Launch) -> Any:
         for weight, part in zip(
             weights, packing.views(buffer, [weight.shape for weight in weights], per_layer), strict=True
         ):
-            launch.values.drop(weight.untyped_storage()._cdata)
+            launch.values.store.drop(weight.untyped_storage()._cdata)
             weight.set_(part)
     return buffer
 

@@ -163,7 +163,7 @@ def compressed(launch: Launch) -> Any:
     indices, plain, values, *size = launch.args
     if not size:
         with launch.inside():
-            largest = launch.values.read(_aten.max.default(plain)).item()
+            largest = launch.values.policy.read(_aten.max.default(plain)).item()
         layout, dims = launch.kwargs["layout"], indices.dim()
         block = values.shape[dims : dims + 2] if layout in (torch.sparse_bsr, torch.sparse_bsc) else (1, 1)
         counts = indices.shape[-1] - 1, int(largest) + 1
@@ -210,7 +210,7 @@ def add(launch: Launch) -> Any:
         if not second.is_coalesced():
             scaled = launch.argument(2, "alpha", 1) != 1
             launch.transients(8 * indices.shape[1], values.numel() * values.element_size() * scaled)
-        launch.values.drop(result.untyped_storage()._cdata)
+        launch.values.store.drop(result.untyped_storage()._cdata)
         return result
     if launch.operator.name.endswith("_"):
         return NotImplemented

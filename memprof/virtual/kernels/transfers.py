@@ -22,7 +22,7 @@ def local_scalar(launch: Launch) -> Any:
     """`item()`."""
     if launch.args[0].is_meta:
         launch.wait()
-    return launch.values.read(launch.args[0]).item()
+    return launch.values.policy.read(launch.args[0]).item()
 
 
 @kernel(_aten.lift_fresh, on_host=True)
@@ -59,8 +59,8 @@ def to_copy(launch: Launch) -> Any:
             launch.record_copy(result)
         elif launch.asked_device != "meta":
             launch.record(result, device=HOST if launch.returns_to_host else None)
-        if launch.asked_device != "meta" and launch.values.wants(result):
-            launch.values.set(result, source.to(dtype))
+        if launch.asked_device != "meta" and launch.values.store.is_trackable(result):
+            launch.values.store.set(result, source.to(dtype))
         return result
     if is_real_gradient(launch):
         launch.note_source(source)
@@ -69,12 +69,12 @@ def to_copy(launch: Launch) -> Any:
     # What is not known of several elements stays so (`scores.cpu() < 0.5` is a mask like any other), and so does which
     # token was chosen.
     several = source.numel() > 1
-    unknown = launch.values.get(source) is None
-    virtual = (unknown and (large or several)) or (large and launch.values.is_uniform(source))
-    if virtual or launch.values.tokens.among([source]):
+    unknown = launch.values.store.get(source) is None
+    virtual = (unknown and (large or several)) or (large and launch.values.store.is_uniform(source))
+    if virtual or launch.values.store.tokens.among([source]):
         result = torch.empty_like(source, dtype=dtype)
         launch.record(result, device=HOST)
-        launch.values.learn(launch.func, launch.args, launch.kwargs, [result])
+        launch.values.propagate(launch.func, launch.args, launch.kwargs, [result])
         return result
     return _read(launch, source, dtype)
 
@@ -86,7 +86,7 @@ def is_real_gradient(launch: Launch) -> bool:
 
 
 def _read(launch: Launch, source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    result = launch.values.read(source).to(dtype, copy=True)
+    result = launch.values.policy.read(source).to(dtype, copy=True)
     launch.record_real(result)
     return result
 
@@ -105,7 +105,7 @@ def copy_(launch: Launch) -> Any:
         launch.values.write(launch.func, (target, source), {}, target)
         return target
     if source.is_meta:
-        target.copy_(launch.values.read(source))
+        target.copy_(launch.values.policy.read(source))
         return target
     return NotImplemented
 

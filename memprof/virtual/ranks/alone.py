@@ -104,7 +104,7 @@ class Alone:
         """`tensor` goes to one other rank."""
         if self._known.knows(tensor) and is_small(tensor):
             with torch._C.DisableTorchFunction(), _disable_current_modes():
-                known = self._values.get(tensor.detach())
+                known = self._values.store.get(tensor.detach())
                 if known is not None:
                     self._sent[tensor.shape, tensor.dtype] = known.clone()
         return None

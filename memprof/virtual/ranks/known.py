@@ -77,7 +77,7 @@ class Known:
 
     def knows(self, tensor: torch.Tensor) -> bool:
         """Whether something is known of what `tensor` holds."""
-        return not has_no_data(tensor) or self._values.knows(tensor.untyped_storage()._cdata)
+        return not has_no_data(tensor) or self._values.store.knows(tensor.untyped_storage()._cdata)
 
     def read(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """What it holds, in memory that is not to be written to; None: that is not known, or is too much to be told."""
@@ -85,8 +85,8 @@ class Known:
             return None
         with torch._C.DisableTorchFunction(), _disable_current_modes():
             tensor = tensor.detach()
-            if not tensor.is_meta or is_small(tensor) or self._values.is_uniform(tensor):
-                return self._values.get(tensor)
+            if not tensor.is_meta or is_small(tensor) or self._values.store.is_uniform(tensor):
+                return self._values.store.get(tensor)
         return None
 
     def write(self, function: Any, target: torch.Tensor, *arguments: Any) -> None:
@@ -112,7 +112,7 @@ class Known:
     def drop(self, target: torch.Tensor) -> None:
         """What `target` holds is not known any more."""
         if has_no_data(target):
-            self._values.drop(target.untyped_storage()._cdata)
+            self._values.store.drop(target.untyped_storage()._cdata)
 
 
 def has_no_data(tensor: torch.Tensor) -> bool:

@@ -13,7 +13,7 @@ from memprof.catalog import find_gpu
 from memprof.stand_ins import torchvision as torchvision_operators
 from memprof.virtual import VirtualGpu, budget
 from memprof.virtual.kernels import detection
-from memprof.virtual.values import Values
+from memprof.virtual.values.evaluation import Evaluator
 from tests.lanes import by_day
 from tests.unit.virtual.test_values import setitem, written
 
@@ -227,7 +227,7 @@ def test_large_floats_are_computed_when_they_are_read(gpu: VirtualGpu, name: str
 
 
 def test_what_nothing_reads_is_not_computed(gpu: VirtualGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Values, "_pay", lambda self, work: pytest.fail("computed"))
+    monkeypatch.setattr(Evaluator, "_charge_budget", lambda self, work: pytest.fail("computed"))
     table = torch.outer(torch.arange(1 << 12, device="cuda").float(), torch.ones(1 << 8, device="cuda")).cos()
     (torch.randn(1 << 12, 1 << 8, device="cuda") * table).sum()
 
@@ -257,7 +257,7 @@ def test_what_is_moved_is_not_computed_for_it(gpu: VirtualGpu, monkeypatch: pyte
     source = (torch.arange(1 << 20, device="cuda").float() / 4).cos()
     whole = source.clone()
     with monkeypatch.context() as patch:
-        patch.setattr(Values, "_pay", lambda self, work: pytest.fail("computed"))
+        patch.setattr(Evaluator, "_charge_budget", lambda self, work: pytest.fail("computed"))
         host = torch.empty(1 << 20, dtype=torch.bfloat16, pin_memory=True)
         host.copy_(source)
         back = host.to("cuda", non_blocking=True)
@@ -274,8 +274,8 @@ def test_what_is_moved_is_not_computed_for_it(gpu: VirtualGpu, monkeypatch: pyte
 
 def test_the_same_mask_is_made_once_and_is_each_ones_own(gpu: VirtualGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
-    call = Values._call
-    monkeypatch.setattr(Values, "_call", lambda self, func, *rest: (made.append(func), call(self, func, *rest))[1])
+    call = Evaluator._call
+    monkeypatch.setattr(Evaluator, "_call", lambda self, func, *rest: (made.append(func), call(self, func, *rest))[1])
 
     def mask(value: int = 1, diagonal: int = 0) -> torch.Tensor:
         return torch.full((SIDE, SIDE), value, dtype=torch.bool, device="cuda").tril(diagonal)

@@ -1,0 +1,163 @@
+"""Computes operators of known tensors on the CPU, at once or when something reads the result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from memprof.virtual import budget
+from memprof.virtual.budget import is_integer, is_linear, is_small, work_of
+from memprof.virtual.calls import tensors_of
+from memprof.virtual.collective_bytes import COLLECTIVES
+from memprof.virtual.shadows import MOST_STEPS, Geometry, Later, Shadow, threads_for
+from memprof.virtual.values.store import ValueStore
+
+
+class Evaluator:
+    """Runs operators on what a store knows, within a budget of work for the whole run.
+
+    Args:
+        store: what is known.
+        assume: told what the run then rests on.
+    """
+
+    def __init__(self, store: ValueStore, assume: Callable[[str], None]) -> None:
+        self._store = store
+        self._assume = assume
+        self._work = 0
+        self._draws = 0
+
+    def compute(self, func: Any, args: Any, kwargs: Any, made: Any = ()) -> Any:
+        """Return what `func` gives, really computed, or None if an input is not known or it is too much work.
+
+        Args:
+            func: an operator's overload.
+            args: its arguments.
+            kwargs: its keyword arguments.
+            made: meta tensors like its results, where they are there.
+        """
+        if not self.are_known((args, kwargs)):
+            return None
+        if not self.is_within_budget(func, [*tensors_of([*args, *kwargs.values()]), *made]):
+            return None
+        return self._call(func, args, kwargs)
+
+    def defer(self, func: Any, args: Any, kwargs: Any, output: torch.Tensor) -> bool:
+        """Compute a large `output` of floats or bytes when something reads it: most, such as positions, images and
+        quantized weights, decide nothing. Returns whether it is such a one."""
+        drawn = torch.Tag.nondeterministic_seeded in func.tags
+        decides = is_integer(output) and output.dtype not in (torch.int8, torch.uint8)
+        if is_small(output) or decides or drawn or not is_linear(func) or not self._store.is_trackable(output):
+            return False
+        given: list[Shadow] = []
+        work = work_of(func, [*tensors_of([*args, *kwargs.values()]), output])
+        try:
+            args, kwargs = self._later((args, kwargs), given)
+        except LookupError:
+            return False
+        steps = 1 + max((shadow.steps for shadow in given), default=0)
+        if steps > MOST_STEPS:
+            return False
+        geometry = Geometry.of(output)
+
+        def make() -> torch.Tensor | None:
+            known = self._call(func, args, kwargs) if self._charge_budget(work) else None
+            return None if known is None or known.shape != geometry.size else geometry.spread(known)
+
+        self._store.keep(output.untyped_storage(), None, make).steps = steps
+        for shadow in given:
+            shadow.has_pending_readers = True
+        return True
+
+    def are_known(self, value: Any) -> bool:
+        """Return whether the values of every tensor in `value`, collections looked into, are known or may be once they
+        are computed."""
+        if isinstance(value, torch.Tensor):
+            return self._store.may_have(value)
+        if isinstance(value, dict):
+            value = list(value.values())
+        if isinstance(value, (list, tuple)):
+            for part in value:
+                if not self.are_known(part):
+                    return False
+        return True
+
+    def known(self, value: Any) -> Any:
+        """Return `value` with the real tensors in place of those on the GPU.
+
+        Raises:
+            LookupError: one of them is not known.
+        """
+        if isinstance(value, (torch.Tensor, Later)):
+            known = value.read() if isinstance(value, Later) else self._store.get(value)
+            if known is None:
+                raise LookupError
+            return known
+        if isinstance(value, (list, tuple)):
+            return [self.known(part) for part in value]
+        if isinstance(value, dict):
+            return {key: self.known(part) for key, part in value.items()}
+        return value
+
+    def is_within_budget(self, func: Any, tensors: list[torch.Tensor]) -> bool:
+        """Return whether the work is little, or linear and within what is left for the run, from which it is taken.
+
+        Args:
+            func: an operator's overload.
+            tensors: what it is given, and then what it makes.
+        """
+        if all(is_small(tensor) for tensor in tensors):
+            return True
+        work = work_of(func, tensors)
+        moderate = work <= budget.MODERATE_ELEMENTS and all(is_small(t) or is_integer(t) for t in tensors)
+        return (moderate or is_linear(func)) and self._charge_budget(work)
+
+    def _charge_budget(self, work: int) -> bool:
+        if self._work + work > budget.MAX_WORK:
+            self._assume("Masks and indices made late in the run are not computed: there were too many large ones.")
+            return False
+        self._work += work
+        return True
+
+    def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"}
+        if "device" in kwargs:
+            kwargs["device"] = torch.device("cpu")
+        try:
+            known, kwargs = self.known((args, kwargs))
+            if torch.Tag.nondeterministic_seeded in func.tags:
+                return self._draw(func, known, kwargs)
+            with threads_for(max((tensor.numel() for tensor in tensors_of(known)), default=0)):
+                result = func(*known, **kwargs)
+            if func.namespace == COLLECTIVES and func.overloadpacket is not torch.ops._c10d_functional.wait_tensor:
+                for tensor in tensors_of(result):  # torch keeps those that are not waited for
+                    torch.ops._c10d_functional.wait_tensor(tensor)
+            return self._store.tokens.compared(func, args, known, result)
+        except (LookupError, RuntimeError, NotImplementedError):
+            # The CPU cannot do it, or the same call on the meta tensors is about to raise the user's own error.
+            return None
+
+    def _draw(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Random integers, the same in every run and without touching the program's generator; floats are unknown."""
+        kwargs = {name: value for name, value in kwargs.items() if name != "generator"}
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(self._draws)
+            self._draws += 1
+            result = func(*args, **kwargs)
+        return None if any(part.is_floating_point() for part in tensors_of(result)) else result
+
+    def _later(self, value: Any, given: list[Shadow]) -> Any:
+        """`value` with what stands for its tensors when they are gone; the shadows that are yet to be read."""
+        if isinstance(value, torch.Tensor):
+            shadow = self._store.shadow_of(value) if value.is_meta else None
+            if shadow is None:
+                return self.known(value) if value.is_meta else value.clone()
+            given.append(shadow)
+            return Later(shadow, Geometry.of(value))
+        if isinstance(value, (list, tuple)):
+            return [self._later(part, given) for part in value]
+        if isinstance(value, dict):
+            return {key: self._later(part, given) for key, part in value.items()}
+        return value

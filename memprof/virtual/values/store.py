@@ -1,0 +1,169 @@
+"""What is known of the contents of each storage on the virtual GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from memprof.virtual import budget
+from memprof.virtual.budget import is_small
+from memprof.virtual.shadows import Geometry, Shadow, untouched
+from memprof.virtual.tokens import ChosenTokens
+
+
+class ValueStore:
+    """Keeps the values of tensors, by the address of their storage.
+
+    Of a storage it has either all elements in a row (a `Shadow`), or the one value that all of them have, or, of a mask
+    that is too large to compute, its density alone: the part of its elements that is true, spread evenly.
+    """
+
+    def __init__(self) -> None:
+        self._shadows: dict[int, Shadow] = {}
+        self._uniform: dict[int, torch.Tensor] = {}
+        self._densities: dict[int, float] = {}
+        self._held_bytes = 0
+        self.tokens = ChosenTokens()
+
+    def drop(self, address: int) -> None:
+        """Forget the storage at `address`: it died, or its contents are no longer known."""
+        shadow = self._shadows.pop(address, None)
+        if shadow is not None:
+            self._held_bytes -= shadow.num_bytes
+        self._uniform.pop(address, None)
+        self._densities.pop(address, None)
+        self.tokens.drop(address)
+
+    def knows(self, address: int) -> bool:
+        """Return whether something is known of the storage at `address`, if only its density."""
+        return address in self._shadows or address in self._uniform or address in self._densities
+
+    def may_have(self, value: Any) -> bool:
+        """Return whether the values of a tensor are known, or may be once they are computed; of anything else, True."""
+        if not isinstance(value, torch.Tensor) or not value.is_meta or not value.numel():
+            return True
+        address = value.untyped_storage()._cdata
+        return address in self._shadows or address in self._uniform
+
+    def is_trackable(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor of this dtype and size is worth keeping, and there is room for it."""
+        if is_small(tensor):
+            return True
+        num_bytes = tensor.untyped_storage().nbytes()
+        return num_bytes <= budget.MAX_TENSOR_BYTES and self._held_bytes + num_bytes <= budget.MAX_SHADOW_BYTES
+
+    # -- all elements -----------------------------------------------------------------------------------------------
+
+    def get(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return the real tensor behind `tensor` (a real tensor is its own), None if its contents are not known."""
+        if not tensor.is_meta:
+            return tensor
+        if not tensor.numel():
+            return torch.empty(tensor.shape, dtype=tensor.dtype)
+        uniform = self._uniform.get(tensor.untyped_storage()._cdata)
+        if uniform is not None and uniform.dtype == tensor.dtype:
+            return uniform.expand(tensor.shape)
+        flat = self.flat(tensor.untyped_storage())
+        return None if flat is None else Geometry.of(tensor).view(flat)
+
+    def flat(self, storage: torch.UntypedStorage) -> torch.Tensor | None:
+        """Return what the whole of `storage` holds, in memory of its own; None if that is not known."""
+        value = self._uniform.get(storage._cdata)
+        if value is not None:
+            if value != 0 and storage.nbytes() > budget.MAX_TENSOR_BYTES:
+                return None
+            self.materialize(storage)
+        shadow = self._shadows.get(storage._cdata)
+        flat = None if shadow is None else shadow.flat()
+        if shadow is not None and flat is not None and not shadow.num_bytes:
+            shadow.num_bytes = storage.nbytes()  # now that it is made
+            self._held_bytes += shadow.num_bytes
+        return flat
+
+    def shadow_of(self, tensor: torch.Tensor) -> Shadow | None:
+        """Return the elements of the storage of a tensor on torch's meta device, which may have to be computed."""
+        return self._shadows.get(tensor.untyped_storage()._cdata)
+
+    def set(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
+        """Say that `tensor`, which owns its whole storage, holds `value` (of the same shape and dtype)."""
+        if not tensor.numel():
+            return
+        if value.numel() == 1 or (value.dim() and not any(value.stride())):
+            self.set_uniform(tensor, value.as_strided((), ()) if value.dim() else value)
+            return
+        self.keep(tensor.untyped_storage(), Geometry.of(tensor).spread(value))
+
+    def keep(
+        self,
+        storage: torch.UntypedStorage,
+        flat: torch.Tensor | None,
+        make: Callable[[], torch.Tensor | None] | None = None,
+    ) -> Shadow:
+        """Say that `storage` holds these elements in a row, or what `make` gives when they are read."""
+        self.drop(storage._cdata)
+        return self._hold(storage, Shadow(0 if make else storage.nbytes(), flat, make))
+
+    def _hold(self, storage: torch.UntypedStorage, shadow: Shadow) -> Shadow:
+        self._shadows[storage._cdata] = shadow
+        self._held_bytes += shadow.num_bytes
+        return shadow
+
+    def writable(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return the real tensor behind `tensor` in memory that the program may write to; what it writes is what the
+        tensor holds. None if its contents are not known."""
+        flat = self.make_writable(tensor.untyped_storage())
+        return None if flat is None else self.get(tensor)
+
+    def make_writable(self, storage: torch.UntypedStorage) -> torch.Tensor | None:
+        """Return what the whole of `storage` holds, to be changed: what is yet to be computed of it still reads what it
+        held before. None if that is not known."""
+        flat, shadow = self.flat(storage), self._shadows.get(storage._cdata)
+        if flat is not None and shadow is not None and shadow.has_pending_readers:
+            flat = flat.clone()
+            self._shadows[storage._cdata] = Shadow(shadow.num_bytes, flat)
+        return flat
+
+    # -- one value for all ------------------------------------------------------------------------------------------
+
+    def is_uniform(self, tensor: torch.Tensor) -> bool:
+        """Return whether all elements are known to be alike."""
+        return tensor.untyped_storage()._cdata in self._uniform
+
+    def set_uniform(self, tensor: torch.Tensor, value: Any) -> None:
+        """Say that all elements of `tensor`, which owns its whole storage, are `value`, a number or a tensor of one."""
+        if tensor.numel():
+            address = tensor.untyped_storage()._cdata
+            self.drop(address)
+            if isinstance(value, torch.Tensor):
+                self._uniform[address] = value.to(tensor.dtype, copy=True)
+            else:
+                self._uniform[address] = torch.full((), value, dtype=tensor.dtype)
+
+    def uniform_value(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return the value of all elements, without dimensions; None if they differ or are not known."""
+        if not tensor.is_meta:
+            return tensor.reshape(()) if tensor.numel() == 1 else None
+        known = self._uniform.get(tensor.untyped_storage()._cdata)
+        if known is None and tensor.numel() == 1:
+            known = self.get(tensor)
+        return None if known is None or known.dtype != tensor.dtype else known.reshape(())
+
+    def materialize(self, storage: torch.UntypedStorage) -> None:
+        """Make of the one value for all elements a value for each; zeros take no memory until they are written."""
+        value = self._uniform.pop(storage._cdata)
+        flat = untouched(storage.nbytes() // value.element_size(), value.dtype)
+        if value != 0:
+            flat.fill_(value)
+        self._hold(storage, Shadow(storage.nbytes(), flat))
+
+    # -- the density of a mask --------------------------------------------------------------------------------------
+
+    def density_of(self, tensor: torch.Tensor) -> float | None:
+        """Return the part of a mask's elements that is true, from 0 to 1, where nothing else is known of it."""
+        return self._densities.get(tensor.untyped_storage()._cdata)
+
+    def set_density(self, tensor: torch.Tensor, density: float) -> None:
+        """Say that this part of a mask's elements, from 0 to 1, is true, spread evenly."""
+        self._densities[tensor.untyped_storage()._cdata] = density
