@@ -155,11 +155,36 @@ class DeviceMode(TorchFunctionMode):
                     return self._on(card, func, (*args[:position], _META, *args[position + 1 :]), kwargs or {})
             if len(args) > 1 and isinstance(args[1], _Tensor) and args[1].requires_grad and in_place(func):
                 args = self._mixed.writable(func, args, kwargs or {})
-            return self._mixed.on_one_device(func, args, kwargs or {})
+            return self._run(func, args, kwargs or {})
         except BaseException as error:
             empty_frames(error)
             args = kwargs = arg = result = tensor = None
             raise
+
+    def _run(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run `func`, and again with all tensors on the GPU if it mixed devices and cannot go on so."""
+        args, kwargs = self.kinds.alike(func, args, kwargs)
+        recording = self._recording
+        mismatches = recording.recorder.trace.mismatches
+        before = len(mismatches)
+        try:
+            # As `MixedDevices.inside` does, which would be one more frame below every operator.
+            outer, recording.calling = recording.calling, args
+            try:
+                result = func(*args, **kwargs)
+            finally:
+                recording.calling = outer
+        except RuntimeError as error:
+            if not self._mixed.is_mismatch(error, func, args, kwargs, noted=len(mismatches) > before):
+                raise
+            numbers = True
+        else:
+            # On the way back the host tensor would be given a gradient on the GPU.
+            if len(mismatches) == before or in_place(func) or not any(t.requires_grad for t in tensors_of(result)):
+                return result
+            del result
+            numbers = False
+        return self._mixed.run_moved(func, args, kwargs, numbers=numbers)
 
     def of_thread(self, recording: Machine) -> DeviceMode:
         """The function mode of another thread, whose dispatch mode is `recording`."""
@@ -186,7 +211,7 @@ class DeviceMode(TorchFunctionMode):
 
     def _in_float32(self, operator: Any, *args: Any, **kwargs: Any) -> Any:
         if not _autocast_enabled("cuda"):
-            return self._mixed.on_one_device(operator, args, kwargs)
+            return self._run(operator, args, kwargs)
         given = tensors_of([*args, *kwargs.values()])[0].dtype
         args, kwargs = self.autocast.in_float32(args, kwargs)
         with self, torch.autocast("cuda", enabled=False):
@@ -204,7 +229,7 @@ class DeviceMode(TorchFunctionMode):
 
     def _choosing(self, choose: Callable[..., Any]) -> Callable[..., Any]:
         """A composite's choice, made again with all tensors on the card if it mixed devices."""
-        return lambda *args, **kwargs: self._mixed.on_one_device(choose, args, kwargs)
+        return lambda *args, **kwargs: self._run(choose, args, kwargs)
 
     def _set_data(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
         """`p.data = p.data.cuda()` changes the very tensor; between a real and a virtual one only a swap can."""
@@ -343,7 +368,7 @@ class DeviceMode(TorchFunctionMode):
         `device` if one is named, values first (utils/tensor_new.cpp)."""
         device = torch.utils._device.CURRENT_DEVICE if device is None else self._make_device(device)
         if device is None:
-            return self._mixed.on_one_device(func, *self.kinds.all_virtual((args, kwargs)))
+            return self._run(func, *self.kinds.all_virtual((args, kwargs)))
         parts: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
         tensors = [name for name, part in parts.items() if isinstance(part, _Tensor)]
         for name in tensors[-1:] + tensors[:-1]:
@@ -510,7 +535,7 @@ class DeviceMode(TorchFunctionMode):
         with _NoTorchFunction():
             is_wrapper = tensor.is_cuda  # as a subclass has itself made; the method would take a guard of that card
         copy = _aten.copy_.default if is_wrapper else _Tensor.copy_
-        return self._mixed.on_one_device(copy, (tensor, source, non_blocking), {})
+        return self._run(copy, (tensor, source, non_blocking), {})
 
     def _to_cpu(self, tensor: torch.Tensor, **kwargs: Any) -> Any:
         return self._to(tensor, _CPU, **kwargs)

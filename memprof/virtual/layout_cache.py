@@ -6,19 +6,21 @@ after layer. A layout is everything a meta tensor has: size, stride and dtype.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 _META = torch.device("meta")
-_empty_strided = torch.empty_strided
 
 UNCACHED = object()
 """Says that outputs of this call must not be remembered."""
 
 
-def describe(result: Any) -> Any:
-    """The layout of `result`, to `build` it again from; UNCACHED if it holds anything but new, plain meta tensors."""
+def maker_of(result: Any) -> Any:
+    """Return what makes new meta tensors of the layout of `result` when it is called; UNCACHED if that holds anything
+    but new, plain meta tensors."""
     if isinstance(result, torch.Tensor):
         if not result.is_meta or type(result) is not torch.Tensor or result.storage_offset():
             return UNCACHED
@@ -27,30 +29,20 @@ def describe(result: Any) -> Any:
         numel_in_storage = result.untyped_storage().nbytes() // result.element_size()
         if numel_in_storage != _extent(result):
             return UNCACHED
-        return (result.size(), result.stride(), result.dtype)
+        return functools.partial(torch.empty_strided, result.size(), result.stride(), dtype=result.dtype, device=_META)
     if isinstance(result, (list, tuple)):
-        parts = [None if part is None else describe(part) for part in result]
-        if any(part is UNCACHED for part in parts):
+        makers = [None if part is None else maker_of(part) for part in result]
+        if any(maker is UNCACHED for maker in makers):
             return UNCACHED
         tensors = [part for part in result if isinstance(part, torch.Tensor)]
         if len({tensor.untyped_storage()._cdata for tensor in tensors}) != len(tensors):
             return UNCACHED
-        return parts if isinstance(result, list) else _TupleLayout(parts)
+        return functools.partial(_make_all, list if isinstance(result, list) else tuple, makers)
     return UNCACHED
 
 
-class _TupleLayout(list[Any]):
-    """A tuple of outputs, told apart from one output's layout (itself a tuple)."""
-
-
-def build(layout: Any) -> Any:
-    """New meta tensors of a layout that `describe` gave."""
-    if layout is None:
-        return None
-    if isinstance(layout, tuple):
-        return _empty_strided(layout[0], layout[1], dtype=layout[2], device=_META)
-    parts = [build(part) for part in layout]
-    return tuple(parts) if isinstance(layout, _TupleLayout) else parts
+def _make_all(kind: type, makers: list[Callable[[], Any] | None]) -> Any:
+    return kind(None if make is None else make() for make in makers)
 
 
 def _extent(tensor: torch.Tensor) -> int:

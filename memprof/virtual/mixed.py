@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 from memprof.errors import text_of
 from memprof.trace.events import HOST, is_card
 from memprof.trace.mismatch import mismatch_error
-from memprof.virtual.calls import Call, Operator, in_place, tensors_of
+from memprof.virtual.calls import Call, Operator, tensors_of
 from memprof.virtual.host_kinds import HostKinds
 from memprof.virtual.machine import Machine
 from memprof.watch.forward import Place
@@ -40,33 +40,31 @@ class MixedDevices:
         self._to = to
         self._kinds = kinds
 
-    def on_one_device(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """`func`, run again with all tensors on the card if it mixed devices and cannot go on so."""
-        recording = self._recording
-        args, kwargs = self._kinds.alike(func, args, kwargs)
-        mismatches = recording.recorder.trace.mismatches
-        before, numbers = len(mismatches), True
-        try:
-            # As `inside` does, which would be one more frame below every operator.
-            outer, recording.calling = recording.calling, args
-            try:
-                result = func(*args, **kwargs)
-            finally:
-                recording.calling = outer
-        except RuntimeError as error:
-            # C++ compares the devices above all operators, or a meta kernel does; theirs are other words for it.
-            if not _DEVICES.search(text_of(error)) or not self._is_mixed([*args, *kwargs.values()]):
-                raise
-            if len(mismatches) == before:
-                with _NoTorchFunction():
-                    tensors = tensors_of([*args, *kwargs.values()])
-                    recording.note_mixed(f"aten.{func.__name__}", tensors)
-        else:
-            # On the way back the host tensor would be given a gradient on the card.
-            if len(mismatches) == before or in_place(func) or not any(t.requires_grad for t in tensors_of(result)):
-                return result
-            del result
-            numbers = False
+    def is_mismatch(
+        self, error: RuntimeError, func: Callable[..., Any], args: Any, kwargs: Any, *, noted: bool
+    ) -> bool:
+        """Return whether `func` raised `error` because these arguments mix devices, which is noted in the trace.
+
+        C++ compares the devices above all operators, or a meta kernel does; theirs are other words for it.
+
+        Args:
+            error: what it raised.
+            func: what was called.
+            args: its arguments.
+            kwargs: its keyword arguments.
+            noted: whether an operator inside it has noted the mismatch already.
+        """
+        if not _DEVICES.search(text_of(error)) or not self._is_mixed([*args, *kwargs.values()]):
+            return False
+        if not noted:
+            with _NoTorchFunction():
+                tensors = tensors_of([*args, *kwargs.values()])
+                self._recording.note_mixed(f"aten.{func.__name__}", tensors)
+        return True
+
+    def run_moved(self, func: Callable[..., Any], args: Any, kwargs: Any, *, numbers: bool) -> Any:
+        """Run a call that mixed devices with its host tensors moved to the GPU, where autograd sees it; those without
+        dimensions too if `numbers`."""
         args, kwargs = self._moved((args, kwargs), [*args, *kwargs.values()], numbers)
         return func(*args, **kwargs)
 

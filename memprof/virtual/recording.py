@@ -19,7 +19,6 @@ from torch.utils._pytree import tree_map_only
 from memprof.monitor.probe import no_card
 from memprof.patching.patch_set import PatchSet
 from memprof.trace.events import GPU, HOST, NONE, is_card
-from memprof.virtual import layout_cache as layout
 from memprof.virtual.calls import (
     HOST_VIRTUAL_BYTES,
     MOVES_STORAGE,
@@ -41,6 +40,7 @@ from memprof.virtual.kernels import in_place_backward as formulas
 from memprof.virtual.kernels import matrix_products, quantized_tensors, registry, sparse
 from memprof.virtual.kernels.expansion import dispatch_of_python
 from memprof.virtual.launch import Launch
+from memprof.virtual.layout_cache import UNCACHED, maker_of
 from memprof.virtual.limits import not_yet
 from memprof.virtual.machine import Machine
 from memprof.virtual.mixed import settle_card
@@ -86,7 +86,8 @@ class RecordingMode(Machine):
         self._taken_workspaces: dict[str, int] = {}
         self._operators: dict[int, Operator] = {}
         """By the `id` of the overload, which each keeps alive: its own hash is a function in Python."""
-        self._layouts: dict[Any, Any] = {}
+        # What a call is known by -> what makes tensors like its outputs.
+        self._makers: dict[Any, Callable[[], Any]] = {}
         self._done_in_place: dict[Any, bool] = {}
         self.caches = Caches(recorder)
         self.updates: Updates | None = None
@@ -128,7 +129,7 @@ class RecordingMode(Machine):
             return NotImplemented
         try:
             with _NoTorchFunction():
-                operator = self._operator(func)
+                operator = self._operators.get(id(func)) or self._operator(func)
                 if operator.expansion is not None:
                     if operator.in_python:
                         with (
@@ -329,25 +330,23 @@ class RecordingMode(Machine):
         try:
             # What an operator makes of no floating point number at all has the program's default dtype.
             key: Any = (torch.get_default_dtype(), *call.key)
-            known = self._layouts.get(key)
+            make = self._makers.get(key)
         except TypeError:  # an unhashable argument, such as a generator or a symbolic value
-            key = known = None
-        if known is None:
+            key = make = None
+        if make is None:
             result = run_on_meta(call)
-            described = layout.describe(result)
-            if described is not layout.UNCACHED and key is not None:
+            maker = maker_of(result)
+            if maker is not UNCACHED and key is not None:
                 inputs = {t.untyped_storage()._cdata for t in call.tensors if t.is_meta}
-                if any(t.untyped_storage()._cdata in inputs for t in tensors_of(result)):
-                    described = layout.UNCACHED
-            if described is not layout.UNCACHED and key is not None:
-                self._layouts[key] = described
+                if not any(t.untyped_storage()._cdata in inputs for t in tensors_of(result)):
+                    self._makers[key] = maker
         else:
-            result = layout.build(known)
+            result = make()
         outputs = tensors_of(result)
-        if known is None:
+        if make is None:
             outputs = [part for one in outputs for part in parts_of_sparse(one) or [one]]
         if target is not None:
-            self.record(outputs, operator.name, place, target)
+            self.recorder.storages.record(outputs, operator.name, place, target)
             self.values.propagate(call.func, call.args, call.kwargs, outputs)
         return result
 
@@ -401,7 +400,7 @@ class RecordingMode(Machine):
         outs = [t for t in tensors_of(list(call.kwargs.values())) if t.is_meta]
         before = [t.untyped_storage().nbytes() for t in outs]
         copies = operator.input_copies(call.args) if operator.input_copies and call.on_gpu else ()
-        known = None
+        known: Any = None
         if len(outs) == 1 and isinstance(call.kwargs.get("out"), torch.Tensor):
             written = torch.empty(0, dtype=outs[0].dtype)
             known = self.values.evaluator.compute(call.func, call.args, {**call.kwargs, "out": written})
@@ -419,12 +418,8 @@ class RecordingMode(Machine):
             if out.untyped_storage().nbytes() != size:
                 self._grown(out, operator, place)
         whole = len(outs) == 1 and outs[0].untyped_storage().nbytes() == outs[0].numel() * outs[0].element_size()
-        if (
-            whole
-            and isinstance(known, torch.Tensor)
-            and known.shape == outs[0].shape
-            and self.values.store.is_trackable(outs[0])
-        ):
+        is_new_value = whole and isinstance(known, torch.Tensor) and known.shape == outs[0].shape
+        if is_new_value and self.values.store.is_trackable(outs[0]):
             self.values.store.set(outs[0], known)
         return result
 
@@ -479,10 +474,8 @@ class RecordingMode(Machine):
             self.record(made, operator.name, place, HOST)
             self.values.propagate(call.func, call.args, kwargs, made)
             if operator.packet in EMPTY:
-                for tensor in made:
-                    self.values.store.set_uniform(
-                        tensor, 0
-                    )  # the program may fill it where no mode sees it, as an array
+                for tensor in made:  # which the program may fill where no mode sees it, as an array
+                    self.values.store.set_uniform(tensor, 0)
             return result
         result = call.func(*call.args, **kwargs)
         for tensor in tensors_of(result):
