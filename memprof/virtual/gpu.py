@@ -86,7 +86,7 @@ class VirtualGpu(Watch):
         super().__init__()
         self.gpu = gpu
         self.recorder = Recorder(self.modules)
-        self.recorder.counts_hidden = not tensors_only
+        self.recorder.storages.counts_hidden = not tensors_only
         self._unknown_read: tuple[int, str] | None = None
         self._only_show: dict[int, bool] = {}
         """Lines that have read an unknown value, and whether all that they do is to show it."""
@@ -115,12 +115,12 @@ class VirtualGpu(Watch):
             leave_in_child=self._leave_in_child,
         )
         if refuses:
-            self.recorder.refusal = self._refusal
-        self._context.values.on_unknown = self._note_unknown
+            self.recorder.storages.refusal = self._refusal
+        self._context.values.policy.on_unknown = self._note_unknown
         self.recording = self._context.recording
         self._updates = self.recording.updates = Updates(self.recorder, self.phases, self._name_parameters)
         self._updates.on_step = lambda: self._growth.phase_begins(PhaseKind.OPTIMIZER_STEP, in_step=True)
-        self.recorder.on_death = self.recording.forget
+        self.recorder.storages.on_death = self._context.values.store.drop
         self.modules.on_outermost_return = self._outermost_return
 
     @property
@@ -134,7 +134,7 @@ class VirtualGpu(Watch):
     @property
     def held_bytes(self) -> int:
         """Bytes on the card now."""
-        return self.recorder.live_bytes
+        return self.recorder.storages.live_bytes
 
     @property
     def num_events(self) -> int:
@@ -193,7 +193,7 @@ class VirtualGpu(Watch):
         self._remove()
 
     def _note_unknown(self, tensor: torch.Tensor, told: str) -> None:
-        where = self.recorder.caller()
+        where = self.recorder.attribution.caller()
         if where not in self._only_show:
             self._only_show[where] = where != NONE and only_shows(self.recorder.trace.sources[where])
         if not self._only_show[where]:
@@ -242,11 +242,11 @@ class VirtualGpu(Watch):
     @property
     def current_phase(self) -> Phase:
         """The phase that is running."""
-        return self.recorder.phase
+        return self.recorder.writer.phase
 
     def begin_phase(self, kind: PhaseKind, step: int, micro_batch: int) -> None:
         """From here on, what happens belongs to this phase."""
-        self.recorder.begin_phase(kind, step, micro_batch)
+        self.recorder.writer.begin_phase(kind, step, micro_batch)
 
     def _phase_recognised(self, kind: PhaseKind, step: int, micro_batch: int) -> None:
         self._updates.phase_begins(kind)
@@ -261,8 +261,8 @@ class VirtualGpu(Watch):
 
     def claim_input(self, tensor: torch.Tensor) -> None:
         """`tensor` was given to a model."""
-        if self.recorder.made_outside_modules(tensor):
-            self.recorder.own(tensor, Owner(Role.INPUT, ""))
+        if self.recorder.owners.is_made_outside_modules(tensor):
+            self.recorder.owners.set_owner(tensor, Owner(Role.INPUT, ""))
 
     def _outermost_return(self, result: Any) -> None:
         """That call returns."""
@@ -272,11 +272,12 @@ class VirtualGpu(Watch):
 
     def claim(self, tensor: torch.Tensor, owner: Owner) -> None:
         """`tensor` has this role, as the workload knows."""
-        self.recorder.own(tensor, owner)
+        self.recorder.owners.set_owner(tensor, owner)
 
     def _name_parameters(self) -> None:
         super()._name_parameters()
-        if self.recorder.communicates and self.phases.backwards:  # before, wrappers do not know all of themselves
+        # Before the first backward pass, wrappers do not know all of themselves.
+        if self.recorder.owners.names_communication and self.phases.backwards:
             self._note_sharding()
 
     def _note_sharding(self) -> None:

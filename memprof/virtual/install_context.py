@@ -155,17 +155,17 @@ class InstallContext:
 
     def forget_values(self, tensor: torch.Tensor) -> None:
         """Note that nothing is known any more of the numbers in `tensor`."""
-        self.values.drop(tensor.untyped_storage()._cdata)
+        self.values.store.drop(tensor.untyped_storage()._cdata)
 
     def keep_workspace(self, num_bytes: int, name: str) -> None:
         """Allocate a workspace that a library keeps on the current GPU."""
         if self.recording.workspaces:
-            place = self.recorder.place(sys._getframe(1))
-            self.recorder.allocate_hidden(num_bytes, name, place, self.cards.named())
+            place = self.recorder.attribution.place(sys._getframe(1))
+            self.recorder.storages.allocate_hidden(num_bytes, name, place, self.cards.named())
 
     def note_joined(self, rank: RankFacts) -> None:
         """Note as which rank the program has joined a group."""
-        self.recorder.communicates = True
+        self.recorder.owners.name_communication()
         if rank.world_size > 1:
             trace = self.recorder.trace
             trace.facts = dataclasses.replace(trace.facts, rank=rank)

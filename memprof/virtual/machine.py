@@ -109,10 +109,6 @@ class Machine(TorchDispatchMode):
             tensor = parts_of_sparse(tensor)[-1]
         return self.recorder.storages.device_of(tensor.untyped_storage())
 
-    def device_of_storage(self, storage: torch.UntypedStorage) -> str:
-        """The same of a storage on torch's meta device."""
-        return self.recorder.storages.device_of(storage)
-
     def is_on_card(self, tensor: torch.Tensor) -> bool:
         """Whether the program believes `tensor` to be on the card."""
         with _NoTorchFunction():
@@ -142,10 +138,6 @@ class Machine(TorchDispatchMode):
         """Whether the node that is running is that of a copy of a virtual host tensor."""
         node = torch._C._current_autograd_node()
         return node is not None and node._sequence_nr() in self._host_copies
-
-    def forget(self, address: int) -> None:
-        """The storage at `address` died."""
-        self.values.store.drop(address)
 
     # -- recording --------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,6 @@ from memprof.trace.events import NONE
 from memprof.watch.attribution import Attribution
 from memprof.watch.modules import ModuleTracker
 from memprof.watch.owners import OwnerTable
-from memprof.watch.program_code import is_program_file
 from memprof.watch.storage_table import StorageTable
 from memprof.watch.trace_writer import TraceWriter
 
@@ -41,35 +40,6 @@ class Recorder:
             index = self.storages.live.get(tensor.untyped_storage()._cdata, NONE)
             if index != NONE and self.trace.storages[index].phase == self.writer.phase_index:
                 self.streams.lend_to_node(index)
-
-    # -- as the virtual GPU and its edges name them yet ---------------------------------------------------------------
-
-    place = property(lambda self: self.attribution.place)
-    caller = property(lambda self: self.attribution.caller)
-    live = property(lambda self: self.storages.live)
-    live_bytes = property(lambda self: self.storages.live_bytes)
-    peak_bytes = property(
-        lambda self: self.storages.peak_bytes, lambda self, value: setattr(self.storages, "peak_bytes", value)
-    )
-    index_of = property(lambda self: self.storages.index_of)
-    allocate_hidden = property(lambda self: self.storages.allocate_hidden)
-    counts_hidden = property(
-        lambda self: self.storages.counts_hidden, lambda self, value: setattr(self.storages, "counts_hidden", value)
-    )
-    refusal = property(lambda self: self.storages.refusal, lambda self, value: setattr(self.storages, "refusal", value))
-    on_death = property(
-        lambda self: self.storages.on_death, lambda self, value: setattr(self.storages, "on_death", value)
-    )
-    communicates = property(
-        lambda self: self.owners.names_communication, lambda self, value: self.owners.name_communication()
-    )
-    own = property(lambda self: self.owners.set_owner)
-    made_outside_modules = property(lambda self: self.owners.is_made_outside_modules)
-    phase = property(lambda self: self.writer.phase)
-    begin_phase = property(lambda self: self.writer.begin_phase)
-    lock = property(lambda self: self.writer.lock)
-    stand_aside = property(lambda self: self.writer.mark_worker_thread)
-    is_program_file = staticmethod(is_program_file)
 
     def stop(self) -> None:
         """Record nothing from now on, and still know which storages were living."""

@@ -144,7 +144,7 @@ class Checkpoints:
             return storage
         if not storage.nbytes():
             return torch.UntypedStorage(0)
-        known = self._recording.values.flat(storage) if storage.nbytes() < HOST_VIRTUAL_BYTES else None
+        known = self._recording.values.store.flat(storage) if storage.nbytes() < HOST_VIRTUAL_BYTES else None
         if known is None or not is_small(known):
             return None
         with _NoTorchFunction():
@@ -154,12 +154,12 @@ class Checkpoints:
     def _location(self, storage: torch.UntypedStorage) -> str:
         if storage.device.type != "meta":
             return str(_FORM.location_tag(storage))
-        device = self._recording.device_of_storage(storage)
+        device = self._recording.recorder.storages.device_of(storage)
         return device if is_card(device) else "cpu"
 
     def _note_host_copy(self, num_bytes: int) -> None:
         """A storage of the card passes through host memory on its way to the file and from it."""
-        place = self._recording.recorder.place(sys._getframe(1))
+        place = self._recording.recorder.attribution.place(sys._getframe(1))
         self._recording.transients((num_bytes,), "torch.save", place, HOST)
 
     # -- loading ------------------------------------------------------------------------------------------------------
@@ -242,7 +242,7 @@ class Checkpoints:
             return made.untyped_storage()
 
     def _place(self) -> Any:
-        return self._recording.recorder.place(sys._getframe(1))
+        return self._recording.recorder.attribution.place(sys._getframe(1))
 
     @contextlib.contextmanager
     def _of(self, dtype: torch.dtype) -> Iterator[None]:
@@ -266,12 +266,12 @@ class Checkpoints:
         made = self._new(storage.nbytes(), dtype, self._recording.cards.named(device))
         with _NoTorchFunction(), _disable_current_modes():
             copy = torch.empty(0, dtype=dtype, device=_META).set_(made)  # type: ignore[call-overload]
-            if not (is_small(copy) or (values.wants(copy) and not dtype.is_floating_point)):
+            if not (is_small(copy) or (values.store.is_trackable(copy) and not dtype.is_floating_point)):
                 return made
             real = storage.device.type != "meta"
-            known = torch.empty(0, dtype=dtype).set_(storage) if real else values.flat(storage)  # type: ignore[call-overload]
+            known = torch.empty(0, dtype=dtype).set_(storage) if real else values.store.flat(storage)  # type: ignore[call-overload]
             if known is not None and known.dtype == dtype and known.numel() == copy.numel():
-                values.set(copy, known)
+                values.store.set(copy, known)
         return made
 
     def _loading_old_files(self, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,8 +1,8 @@
 """Text generation of transformers where it asks for scores, which are not known here.
 
 Beam search ends as soon as no open beam can better a finished one. Of unknown scores that would be read as no
-(values.py), after the first token; here it goes on to the longest text that was asked for, which takes the most memory.
-And the tokens that end or pad a text are noted, so that none of them is chosen.
+(values/policy.py), after the first token; here it goes on to the longest text that was asked for, which takes the most
+memory. And the tokens that end or pad a text are noted, so that none of them is chosen.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ class Generation(Extension):
             @functools.wraps(prepare)
             def prepared(self: Any, generation_config: Any, *args: Any, **kwargs: Any) -> Any:
                 for ends in (generation_config.eos_token_id, generation_config.pad_token_id):
-                    values.ends.update(ends if isinstance(ends, (list, tuple)) else [] if ends is None else [int(ends)])
+                    values.policy.ends.update(
+                        ends if isinstance(ends, (list, tuple)) else [] if ends is None else [int(ends)]
+                    )
                 return prepare(self, generation_config, *args, **kwargs)
 
             yield mixin, _PREPARES, prepared
@@ -50,7 +52,7 @@ class Generation(Extension):
 
         def known(tensor: Any) -> Any:
             with torch._C.DisableTorchFunction(), _disable_current_modes():
-                return tensor if not isinstance(tensor, torch.Tensor) else values.get(tensor.detach())
+                return tensor if not isinstance(tensor, torch.Tensor) else values.store.get(tensor.detach())
 
         def has_unfinished(*args: Any, **kwargs: Any) -> Any:
             result = original(*args, **kwargs)  # for what it allocates

@@ -1,8 +1,8 @@
 """What programs do with tensors beside computing: pointers, numpy, DLPack, pickles, pinned and shared memory.
 
 A tensor of the virtual GPU, or a large one of the host, has no data. Each of these ways to reach it either gives what a
-real run gives, with numbers by the policy of values.py, or raises an error that says what cannot be done; none may end
-the process. Pointers lead to reserved pages that read as zeros, one range for each storage that was asked.
+real run gives, with numbers by a policy (values/policy.py), or raises an error that says what cannot be done; none may
+end the process. Pointers lead to reserved pages that read as zeros, one range for each storage that was asked.
 """
 
 from __future__ import annotations
@@ -111,9 +111,9 @@ class Interchange:
             tensor = tensor.detach()
             with _disable_current_modes():
                 values = self._recording.values
-                if tensor.numel() * tensor.element_size() < HOST_VIRTUAL_BYTES or values.get(tensor) is not None:
-                    return values.read(tensor)
-                return values.read(torch.empty((), dtype=tensor.dtype, device=_META)).expand(tensor.shape)
+                if tensor.numel() * tensor.element_size() < HOST_VIRTUAL_BYTES or values.store.get(tensor) is not None:
+                    return values.policy.read(tensor)
+                return values.policy.read(torch.empty((), dtype=tensor.dtype, device=_META)).expand(tensor.shape)
 
     def _tolist(self, tensor: _Tensor) -> Any:
         value = self.read(tensor)
@@ -135,7 +135,7 @@ class Interchange:
                     "memory first."
                 )
             with _disable_current_modes():
-                own = self._recording.values.writable(tensor.detach()) if not force else None
+                own = self._recording.values.store.writable(tensor.detach()) if not force else None
                 return (self.read(tensor) if own is None else own).numpy()
 
     def _array(self, tensor: _Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -158,7 +158,7 @@ class Interchange:
 
     def _storage_ptr(self, storage: torch.UntypedStorage) -> int:
         """Unique per storage and aligned: code compares addresses (tied weights) and checks alignment."""
-        if storage._cdata not in self._recording.recorder.live:
+        if storage._cdata not in self._recording.recorder.storages.live:
             return _storage_data_ptr(storage)
         known = self._pages.get(storage)
         if known is None or (known[0] is not None and len(known[0]) < storage.nbytes()):
@@ -237,7 +237,7 @@ class Interchange:
     def _parts(self, tensor: _Tensor, device: str) -> tuple[Callable[..., _Tensor], tuple[Any, ...]]:
         """What makes a virtual tensor again where it is read, and of what."""
         with _NoTorchFunction():
-            known = self._recording.values.get(tensor.detach()) if is_small(tensor) else None
+            known = self._recording.values.store.get(tensor.detach()) if is_small(tensor) else None
             if known is not None:
                 known = known.clone()
                 return torch._utils._rebuild_device_tensor_from_cpu_tensor, (
@@ -262,7 +262,7 @@ class Interchange:
             *stride, device = stride
         with _NoTorchFunction(), _disable_current_modes():
             tensor = torch.empty_strided(size, stride, dtype=dtype, device=_META, requires_grad=requires_grad)
-        place = self._recording.recorder.place(sys._getframe(1))
+        place = self._recording.recorder.attribution.place(sys._getframe(1))
         self._recording.record([tensor], "pickle.loads", place, device)
         return tensor
 

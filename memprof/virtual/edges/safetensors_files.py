@@ -98,7 +98,7 @@ class SafetensorsFiles:
     def _numbers(self, tensor: torch.Tensor) -> torch.Tensor | None:
         with _disable_current_modes():
             large = tensor.numel() * tensor.element_size() >= HOST_VIRTUAL_BYTES or not is_small(tensor)
-            return None if large and tensor.is_meta else self._recording.values.get(tensor.detach())
+            return None if large and tensor.is_meta else self._recording.values.store.get(tensor.detach())
 
     def _serialize(self, flat: Any, metadata: Any = None) -> bytes:
         return self._shell(flat, metadata) if isinstance(flat, _Shell) else _real_serialize(flat, metadata=metadata)
@@ -115,7 +115,7 @@ class SafetensorsFiles:
         header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
         data: list[bytes] = []
         recorder = self._recording.recorder
-        place = recorder.place(sys._getframe(1))
+        place = recorder.attribution.place(sys._getframe(1))
         at = 0
         with _NoTorchFunction():
             # All are copied to the host before the first is written.
@@ -156,7 +156,7 @@ class SafetensorsFiles:
             with _disable_current_modes():
                 made = torch.empty(shape, dtype=dtype, device=_META)
             if device.type != "meta":
-                place = self._recording.recorder.place(sys._getframe(1))
+                place = self._recording.recorder.attribution.place(sys._getframe(1))
                 on = self._recording.cards.named(device) if device.type == "cuda" else HOST
                 self._recording.record([made], _OP, place, on)
         return made
@@ -164,7 +164,7 @@ class SafetensorsFiles:
     def place(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         """A tensor that was read, where it is wanted."""
         with _NoTorchFunction():
-            self._recording.record_real(tensor, _OP, self._recording.recorder.place(sys._getframe(1)))
+            self._recording.record_real(tensor, _OP, self._recording.recorder.attribution.place(sys._getframe(1)))
         return tensor if device.type == "cpu" else tensor.to(device)
 
 

@@ -53,18 +53,18 @@ def patches(recording: Machine) -> Iterator[tuple[Any, str, Any]]:
     def resize_(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
         """On CUDA the old block is given back, and another one taken (native/cuda/Resize.cpp)."""
         with _NoTorchFunction():
-            device = recording.device_of_storage(storage) if storage.device.type == "meta" else "meta"
+            device = recording.recorder.storages.device_of(storage) if storage.device.type == "meta" else "meta"
             before = storage.nbytes()
             result: torch.UntypedStorage = _resize(storage, size)
             if device != "meta" and storage.nbytes() != before:
-                recording.resized(storage, device, recording.recorder.place(sys._getframe(1)))
+                recording.resized(storage, device, recording.recorder.attribution.place(sys._getframe(1)))
             return result
 
     def getitem(storage: torch.UntypedStorage, index: Any) -> Any:
         """A slice of a storage is memory of it, which a storage without data has no pointer into."""
         if not isinstance(index, slice) or storage.device.type != "meta":
             return _getitem(storage, index)
-        device = recording.device_of_storage(storage)
+        device = recording.recorder.storages.device_of(storage)
         start, stop, step = index.indices(storage.nbytes())
         if device == "meta" or step != 1:
             return _getitem(storage, index)

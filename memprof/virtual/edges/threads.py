@@ -26,7 +26,7 @@ from torch.utils import _python_dispatch as dispatch
 from memprof.patching.extension import Extension
 from memprof.patching.patch_set import Patch
 from memprof.virtual.install_context import InstallContext
-from memprof.watch.recorder import Recorder
+from memprof.watch.program_code import is_program_file
 
 _STDLIB = sysconfig.get_path("stdlib") + os.sep
 _HERE = os.path.dirname(__file__) + os.sep
@@ -65,13 +65,13 @@ class Threads(Extension):
     def _entered(self, context: InstallContext) -> Iterator[None]:
         recording = copy.copy(context.recording)
         dispatch.TorchDispatchMode.__init__(recording)  # what a mode remembers of those around it is its thread's
-        with recording.recorder.lock:
+        with recording.recorder.writer.lock:
             # A handle of cuBLAS is the next thread's when its own has ended (CublasHandlePool.cpp).
             number = next(one for one in itertools.count(1) if one not in self._numbers)
             self._numbers.add(number)
         recording.thread, recording.in_turn = f"thread {number}", False
         recording.begins = lambda: context.assume(_ORDER)
-        recording.recorder.stand_aside()
+        recording.recorder.writer.mark_worker_thread()
         recording.function_mode = context.function_mode.of_thread(recording)
         with recording.function_mode:
             dispatch._push_mode(recording)
@@ -95,4 +95,4 @@ def is_of_program(frame: FrameType | None) -> bool:
             break
         frame = frame.f_back
     name = "" if frame is None else frame.f_code.co_filename
-    return Recorder.is_program_file(name)
+    return is_program_file(name)

@@ -32,20 +32,6 @@ class Values:
         self.policy = UnknownPolicy(self.store, assume)
         self._triangles = uniform.TriangleCache(self.store)
 
-    # -- as the virtual GPU and its edges name them yet ---------------------------------------------------------------
-
-    get = property(lambda self: self.store.get)
-    set = property(lambda self: self.store.set)
-    drop = property(lambda self: self.store.drop)
-    flat = property(lambda self: self.store.flat)
-    writable = property(lambda self: self.store.writable)
-    wants = property(lambda self: self.store.is_trackable)
-    read = property(lambda self: self.policy.read)
-    ends = property(lambda self: self.policy.ends)
-    on_unknown = property(
-        lambda self: self.policy.on_unknown, lambda self, value: setattr(self.policy, "on_unknown", value)
-    )
-
     def propagate(self, func: Any, args: Any, kwargs: Any, outputs: list[torch.Tensor]) -> None:
         """Give the new tensors `outputs` of `func` their values, if they can be known or assumed."""
         self._propagate(func, args, kwargs, outputs)

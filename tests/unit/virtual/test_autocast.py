@@ -194,7 +194,7 @@ def test_weights_are_cast_once_a_region() -> None:
                 layer(x)
                 layer(x)
             assert [s.num_bytes for s in storages[before:]] == [64 * 32 * 2, 4 * 32 * 2, 4 * 32 * 2]
-        live = gpu.recorder.live_bytes
+        live = gpu.recorder.storages.live_bytes
     assert live == 64 * 32 * 4 + 4 * 64 * 2
 
 

@@ -67,7 +67,7 @@ def test_modules_move(gpu, move):
     module = move(nn.Linear(4, 4))
     assert module.weight.device == CUDA
     assert module.bias.is_cuda
-    assert gpu.recorder.live_bytes == 4 * 4 * 4 + 4 * 4
+    assert gpu.recorder.storages.live_bytes == 4 * 4 * 4 + 4 * 4
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_tensors_from_data(gpu, make, values):
     tensor = make()
     assert tensor.device == CUDA
     assert tensor.tolist() == values
-    assert gpu.recorder.live_bytes == tensor.numel() * tensor.element_size()
+    assert gpu.recorder.storages.live_bytes == tensor.numel() * tensor.element_size()
 
 
 def test_tensors_from_data_under_a_device_context(gpu):
@@ -238,12 +238,12 @@ def test_a_linear_layer_adds_its_bias_in_place_where_it_is_no_single_product(gpu
 def test_saved_tensors_wait_in_pinned_host_memory(gpu, size):
     assert torch.empty(size, pin_memory=True).device.type == "cpu"
     weight = nn.Parameter(torch.ones(size, device="cuda"))
-    before = gpu.recorder.live_bytes
+    before = gpu.recorder.storages.live_bytes
     with torch.autograd.graph.save_on_cpu(pin_memory=True):
         kept = (weight * 2).exp()
     assert kept.requires_grad
     # exp keeps its result, which is the one tensor that is still on the card.
-    assert gpu.recorder.live_bytes - before == 4 * size
+    assert gpu.recorder.storages.live_bytes - before == 4 * size
 
 
 def test_a_mask_is_filled_with_a_number_without_indices():

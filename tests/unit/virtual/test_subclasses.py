@@ -109,7 +109,7 @@ def test_a_model_is_trained_on_it(kind: type, gpu: VirtualGpu) -> None:
     outside = F.dropout(images, 0.1)
     model(outside)
     with torch._C.DisableTorchFunction():
-        assert gpu.trace.owners[gpu.recorder.index_of(outside)].role is Role.INPUT
+        assert gpu.trace.owners[gpu.recorder.storages.index_of(outside)].role is Role.INPUT
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -289,7 +289,7 @@ class TestMemory:
     ], ids=["cat", "matmul", "getitem", "refused"])  # fmt: skip
     def test_what_a_function_of_torch_was_given_is_not_held_while_the_error_is(self, run) -> None:
         gpu = VirtualGpu(GPU)
-        gpu.recorder.refusal = lambda device: "full" if gpu.recorder.live_bytes > 4 << 30 else None
+        gpu.recorder.storages.refusal = lambda device: "full" if gpu.recorder.storages.live_bytes > 4 << 30 else None
         with gpu:
             x = torch.zeros(4, 64, 64, device="cuda")
             before = torch.cuda.memory_allocated()
@@ -334,7 +334,7 @@ class TestMemory:
             model(x)
             with pytest.raises(RuntimeError):
                 model(x)
-            old = gpu.recorder.index_of(model.kept)
+            old = gpu.recorder.storages.index_of(model.kept)
             model(x)
             assert gpu.trace.owners.get(old) is None
 

@@ -173,7 +173,7 @@ def peak_bytes(train: bool, **options: object) -> int:
     with VirtualGpu(find_gpu("h100-80gb"), tensors_only=True) as gpu:
         made = ModulatedDelta(512, 1024, 4, **options).to("cuda")
         hidden, attention = (torch.randn(2, 64, 512, device="cuda", requires_grad=train) for _ in range(2))
-        before = gpu.recorder.live_bytes
+        before = gpu.recorder.storages.live_bytes
         result = made(hidden, attention)
         if train:
             result.sum().backward()

@@ -62,7 +62,7 @@ def test_attention_that_returns_weights_makes_the_scores_of_every_head(gpu):
 def test_the_fast_path_gives_the_same_memory_back(gpu):
     layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 256, batch_first=True).cuda().eval()
     data = torch.randn(BATCH, LENGTH, WIDTH, device="cuda")
-    before = gpu.recorder.live_bytes
+    before = gpu.recorder.storages.live_bytes
     with torch.no_grad():
         result = layer(data)
-    assert gpu.recorder.live_bytes - before == 4 * result.numel()
+    assert gpu.recorder.storages.live_bytes - before == 4 * result.numel()

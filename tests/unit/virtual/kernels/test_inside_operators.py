@@ -50,7 +50,7 @@ def test_binary_cross_entropy_with_logits_shows_its_temporaries(gpu):
     # The releases have different formulas; all of them have 1 - y, more than one temporary, and a mean at the end.
     *temporaries, last = since.sizes()
     assert len(temporaries) > 1 and set(temporaries) == {FLOATS} and last == 4
-    assert gpu.recorder.live_bytes == 2 * FLOATS
+    assert gpu.recorder.storages.live_bytes == 2 * FLOATS
 
 
 def test_logsumexp_takes_a_difference_as_large_as_the_input(gpu):
@@ -73,28 +73,28 @@ def test_operators_that_make_their_result_alone_keep_their_name(gpu):
 @pytest.mark.parametrize("loss", [nn.functional.mse_loss, nn.functional.smooth_l1_loss])
 def test_a_structured_loss_makes_two_and_keeps_one(gpu, loss):
     data, target = torch.randn(N, device="cuda"), torch.rand(N, device="cuda")
-    before, since = gpu.recorder.live_bytes, Since(gpu)
+    before, since = gpu.recorder.storages.live_bytes, Since(gpu)
     result = loss(data, target)
     assert result.shape == () and since.sizes() == [FLOATS, FLOATS]
-    assert gpu.recorder.live_bytes - before == FLOATS
+    assert gpu.recorder.storages.live_bytes - before == FLOATS
     del result
-    assert gpu.recorder.live_bytes == before
+    assert gpu.recorder.storages.live_bytes == before
 
 
 def test_binary_cross_entropy_keeps_memory_as_large_as_its_input(gpu):
     data, target = torch.rand(N, device="cuda"), torch.rand(N, device="cuda")
-    before, since = gpu.recorder.live_bytes, Since(gpu)
+    before, since = gpu.recorder.storages.live_bytes, Since(gpu)
     result = nn.functional.binary_cross_entropy(data, target)
     assert result.shape == () and since.sizes() == [FLOATS, 4]
-    assert gpu.recorder.live_bytes - before == FLOATS
+    assert gpu.recorder.storages.live_bytes - before == FLOATS
 
 
 def test_huber_loss_keeps_the_number_alone(gpu):
     data, target = torch.rand(N, device="cuda"), torch.rand(N, device="cuda")
-    before, since = gpu.recorder.live_bytes, Since(gpu)
+    before, since = gpu.recorder.storages.live_bytes, Since(gpu)
     result = nn.functional.huber_loss(data, target)
     assert since.sizes() == [FLOATS, 4]
-    assert gpu.recorder.live_bytes - before == result.element_size()
+    assert gpu.recorder.storages.live_bytes - before == result.element_size()
 
 
 def test_without_reduction_a_loss_is_one_tensor(gpu):

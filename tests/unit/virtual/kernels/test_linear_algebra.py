@@ -39,11 +39,11 @@ def test_least_squares_keep_the_rows_of_the_residuals():
     with VirtualGpu(GPU, workspaces=False) as gpu:
         for rows, columns in ((4096, 1024), (1024, 4096)):
             matrix, other = torch.randn(rows, columns, device="cuda"), torch.randn(rows, 8, device="cuda")
-            before = gpu.recorder.live_bytes
+            before = gpu.recorder.storages.live_bytes
             made = torch.linalg.lstsq(matrix, other)
             residuals = 4 * 8 if rows > columns else 0
-            assert gpu.recorder.live_bytes - before == 4 * 8 * 4096 + residuals
+            assert gpu.recorder.storages.live_bytes - before == 4 * 8 * 4096 + residuals
             copies = (1 if rows > columns else 2) * 4 * rows * columns
-            assert gpu.recorder.peak_bytes - before == 4 + 4 * 8 * 4096 + copies + 4 * 1024
+            assert gpu.recorder.storages.peak_bytes - before == 4 + 4 * 8 * 4096 + copies + 4 * 1024
             assert made.solution.shape == (columns, 8)
             del made

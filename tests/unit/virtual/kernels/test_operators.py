@@ -47,14 +47,14 @@ def test_ctc_loss_keeps_alpha_for_the_longest_target(gpu):
     log_probs = torch.randn(FRAMES, BATCH, CLASSES, device="cuda")
     targets = torch.ones(BATCH, 7, dtype=torch.int64, device="cuda")
     lengths = torch.tensor([FRAMES, FRAMES], device="cuda"), torch.tensor([5, 4], device="cuda")
-    before = gpu.recorder.live_bytes
+    before = gpu.recorder.storages.live_bytes
     loss, alpha = torch.ops.aten._ctc_loss(log_probs, targets, *lengths)
     # The longest target that there is, not the width of the padded matrix: as the real operator does.
     real = torch.ops.aten._ctc_loss(
         torch.randn(FRAMES, BATCH, CLASSES), torch.ones(BATCH, 7, dtype=torch.int64), (FRAMES, FRAMES), (5, 4)
     )
     assert [loss.shape, alpha.shape] == [each.shape for each in real]
-    assert gpu.recorder.live_bytes - before == 4 * (loss.numel() + alpha.numel())
+    assert gpu.recorder.storages.live_bytes - before == 4 * (loss.numel() + alpha.numel())
 
 
 def test_ctc_targets_of_unknown_length_are_as_long_as_they_can_be(gpu):

@@ -24,7 +24,7 @@ def gpu():
 
 
 def alive(gpu):
-    return gpu.recorder.live_bytes
+    return gpu.recorder.storages.live_bytes
 
 
 def train(optimizer, parameters, steps=2):
@@ -81,11 +81,11 @@ def test_4_bit_layer(gpu, double):
 
     states = torch.zeros(4096, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     held = alive(gpu)
-    gpu.recorder.peak_bytes = held
+    gpu.recorder.storages.peak_bytes = held
     product = layer(states)
     # Nothing but the product is left, and the weight was unpacked beside it.
     assert alive(gpu) - held == product.nbytes
-    assert gpu.recorder.peak_bytes - held >= product.nbytes + 2 * weights
+    assert gpu.recorder.storages.peak_bytes - held >= product.nbytes + 2 * weights
     product.backward(product)
     assert states.grad.shape == states.shape
 
@@ -97,10 +97,10 @@ def test_how_4_bit_products_run_depends_on_the_card():
         with VirtualGpu(find_gpu(card), tensors_only=True) as gpu:
             layer = bnb.nn.Linear4bit(4096, 4096, bias=False, compute_dtype=torch.bfloat16).to("cuda")
             states = torch.zeros(rows, 4096, device="cuda", dtype=torch.bfloat16)
-            held = gpu.recorder.peak_bytes = gpu.recorder.live_bytes
+            held = gpu.recorder.storages.peak_bytes = gpu.recorder.storages.live_bytes
             with torch.no_grad():
                 layer(states)
-            return gpu.recorder.peak_bytes - held
+            return gpu.recorder.storages.peak_bytes - held
 
     unpacked = 2 * 4096 * 4096
     for card in ("h100-80gb", "rtx-4090"):
@@ -116,11 +116,11 @@ def test_8_bit_layer(gpu):
     assert alive(gpu) - before == 1024 * 2048 + 4 * 2048
     states = torch.zeros(256, 1024, device="cuda", dtype=torch.float16, requires_grad=True)
     held = alive(gpu)
-    gpu.recorder.peak_bytes = held
+    gpu.recorder.storages.peak_bytes = held
     product = layer(states)
     assert alive(gpu) - held == product.nbytes
     # The product in 32-bit integers, before it is scaled, beside the input in 8 bits with a scale for each row.
-    assert gpu.recorder.peak_bytes - held == 4 * 256 * 2048 + product.nbytes + 256 * 1024 + 4 * 256
+    assert gpu.recorder.storages.peak_bytes - held == 4 * 256 * 2048 + product.nbytes + 256 * 1024 + 4 * 256
     product.backward(product)
     assert states.grad.dtype == torch.float16
 
@@ -186,5 +186,5 @@ def test_state_of_torchao(name, per_number, block):
         table = 4 * (256 if per_number == 2 else 16)
         scales = 2 * 4 * (numbers // block)
         assert alive(gpu) == before  # the optimizer is gone
-        assert gpu.recorder.peak_bytes - before == per_number * numbers + scales + 2 * table + parameter.nbytes
+        assert gpu.recorder.storages.peak_bytes - before == per_number * numbers + scales + 2 * table + parameter.nbytes
     assert any("one compiled kernel" in sentence for sentence in gpu.trace.assumptions)

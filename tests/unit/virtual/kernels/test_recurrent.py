@@ -36,13 +36,13 @@ def test_parameters_share_one_buffer_with_room_for_both_biases(gpu, kind, option
     layer = kind(INPUT, HIDDEN, **options).cuda()
     parameters = list(layer.parameters())
     (buffer,) = storages(parameters)
-    live = [gpu.trace.storages[index] for address, index in gpu.recorder.live.items() if address == buffer]
+    live = [gpu.trace.storages[index] for address, index in gpu.recorder.storages.live.items() if address == buffer]
     gates = {nn.LSTM: 4, nn.GRU: 3, nn.RNN: 1}[kind]
     biases = options.get("num_layers", 1) * (2 if options.get("bidirectional") else 1) * 2 * gates * HIDDEN
     matrices = sum(parameter.numel() for parameter in parameters if parameter.dim() == 2)
     assert [storage.num_bytes for storage in live] == [4 * (matrices + biases)]
     # The storages that the parameters had before are gone: nothing else lives.
-    assert gpu.recorder.live_bytes == live[0].num_bytes
+    assert gpu.recorder.storages.live_bytes == live[0].num_bytes
     assert len({parameter.data_ptr() for parameter in parameters}) == len(parameters)
     assert all(parameter.is_contiguous() and parameter.is_cuda for parameter in parameters)
 

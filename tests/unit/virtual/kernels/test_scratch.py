@@ -181,7 +181,7 @@ def test_many_indices_of_an_embedding_take_a_row_for_every_part_of_equal_ones(gp
     # 4,000 / 10 and at most 1,000 different ones: 1,400 rows of 16 in float32.
     assert sizes[-2:] == [8 * 1400, 4 * 1400 * 16]
     assert sizes[4] == 32_000
-    live = gpu.recorder.live_bytes
+    live = gpu.recorder.storages.live_bytes
     parts = [table.weight, table.weight.grad, indices, grad, result]
     assert live == sum(part.numel() * part.element_size() for part in parts)
 
@@ -215,10 +215,10 @@ def test_cublas_copies_matrices_without_neighbours_in_rows_or_columns(matrix, co
 def test_a_copy_for_cublas_lives_while_the_product_is_made(gpu):
     data = torch.randn(8, 32, device="cuda")[:, ::2]
     other = torch.randn(16, 4, device="cuda")
-    first, before = len(gpu.trace.storages), gpu.recorder.live_bytes
+    first, before = len(gpu.trace.storages), gpu.recorder.storages.live_bytes
     product = data @ other
     assert made(gpu, first, "mm") == [4 * 8 * 16]
-    assert gpu.recorder.live_bytes - before == 4 * product.numel()
+    assert gpu.recorder.storages.live_bytes - before == 4 * product.numel()
 
 
 def test_nothing_hidden_is_counted_on_request():

@@ -220,7 +220,7 @@ def test_each_spawned_process_begins_anew() -> None:
         kept = torch.ones(MIB, device="cuda")
         for _ in range(2):
             torch.multiprocessing.spawn(_joins, args=(2,), nprocs=2)
-            assert gpu.recorder.live_bytes == kept.nbytes
+            assert gpu.recorder.storages.live_bytes == kept.nbytes
         assert not dist.is_initialized()
 
 
