@@ -44,8 +44,8 @@ from memprof.virtual.layout_cache import UNCACHED, maker_of
 from memprof.virtual.limits import not_yet
 from memprof.virtual.machine import Machine
 from memprof.virtual.mixed import settle_card
-from memprof.virtual.unknowns import EMPTY
 from memprof.virtual.values import Values
+from memprof.virtual.values.unknowns import EMPTY
 from memprof.watch.caches import Caches
 from memprof.watch.failure import empty_frames
 from memprof.watch.forward import Place

@@ -24,9 +24,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memprof.trace.events import HOST, is_card
-from memprof.virtual.budget import is_small
 from memprof.virtual.calls import HOST_COUNTED_BYTES, HOST_VIRTUAL_BYTES
 from memprof.virtual.machine import Machine
+from memprof.virtual.values.budget import is_small
 
 _NoTorchFunction = torch._C.DisableTorchFunction
 _META = torch.device("meta")

@@ -20,13 +20,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memprof.trace.events import GPU, HOST, card_index, is_card
-from memprof.virtual.budget import is_small
 from memprof.virtual.calls import HOST_VIRTUAL_BYTES, tensors_of
 from memprof.virtual.edges import profiler, storages
 from memprof.virtual.edges.checkpoints import Checkpoints, as_method
 from memprof.virtual.edges.safetensors_files import SafetensorsFiles
 from memprof.virtual.machine import Machine
-from memprof.virtual.shadows import PAGES
+from memprof.virtual.values.budget import is_small
+from memprof.virtual.values.shadows import PAGES
 from memprof.watch.failure import KernelError
 from memprof.watch.wrappers import has_memory
 

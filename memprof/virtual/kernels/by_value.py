@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from memprof.virtual import budget
 from memprof.virtual.kernels.registry import kernel
 from memprof.virtual.launch import Launch
+from memprof.virtual.values import budget
 
 _aten = torch.ops.aten
 _TOO_LARGE = (

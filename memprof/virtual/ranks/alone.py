@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from memprof.virtual.budget import is_small
 from memprof.virtual.limits import program_line
 from memprof.virtual.ranks.known import Known, Parts, Place, has_no_data
 from memprof.virtual.values import Values
+from memprof.virtual.values.budget import is_small
 
 _aten = torch.ops.aten
 _EQUAL = "taken to be equal on all ranks, as it is on this one"

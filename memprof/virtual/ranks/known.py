@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from memprof.virtual.budget import is_small
 from memprof.virtual.values import Values
+from memprof.virtual.values.budget import is_small
 
 _aten = torch.ops.aten
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from memprof.virtual import budget
-from memprof.virtual.budget import is_integer, is_linear, is_small, work_of
 from memprof.virtual.calls import tensors_of
 from memprof.virtual.collective_bytes import COLLECTIVES
-from memprof.virtual.shadows import MOST_STEPS, Geometry, Later, Shadow, threads_for
+from memprof.virtual.values import budget
+from memprof.virtual.values.budget import is_integer, is_linear, is_small, work_of
+from memprof.virtual.values.shadows import MOST_STEPS, Geometry, Later, Shadow, threads_for
 from memprof.virtual.values.store import ValueStore
 
 

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from memprof.virtual import budget, unknowns
-from memprof.virtual.budget import is_integer, is_small
-from memprof.virtual.shadows import threads_for
+from memprof.virtual.values import budget, unknowns
+from memprof.virtual.values.budget import is_integer, is_small
+from memprof.virtual.values.shadows import threads_for
 from memprof.virtual.values.store import ValueStore
 
 _aten = torch.ops.aten
@@ -107,7 +107,7 @@ class UnknownPolicy:
             store.set(outputs[-1], assumed)
             return
         if density is not None and density < 1.0:
-            if packet in unknowns.KEEP_SHARE:
+            if packet in unknowns.KEEP_DENSITY:
                 store.set_density(outputs[-1], density)
             return
         if store.get(args[0]) is None and store.is_trackable(outputs[-1]):

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from memprof.virtual import budget
-from memprof.virtual.budget import is_small
-from memprof.virtual.shadows import Geometry, Shadow, untouched
-from memprof.virtual.tokens import ChosenTokens
+from memprof.virtual.values import budget
+from memprof.virtual.values.budget import is_small
+from memprof.virtual.values.shadows import Geometry, Shadow, untouched
+from memprof.virtual.values.tokens import ChosenTokens
 
 
 class ValueStore:

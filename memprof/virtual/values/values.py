@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 
-from memprof.virtual.budget import is_integer, is_small
 from memprof.virtual.calls import OVERWRITES
-from memprof.virtual.unknowns import UNIFORM
 from memprof.virtual.values import uniform
+from memprof.virtual.values.budget import is_integer, is_small
 from memprof.virtual.values.evaluation import Evaluator
 from memprof.virtual.values.policy import UnknownPolicy
 from memprof.virtual.values.store import ValueStore
+from memprof.virtual.values.triangles import TriangleCache
+from memprof.virtual.values.unknowns import UNIFORM
 
 _aten = torch.ops.aten
 
@@ -30,7 +31,7 @@ class Values:
         self.store = ValueStore()
         self.evaluator = Evaluator(self.store, assume)
         self.policy = UnknownPolicy(self.store, assume)
-        self._triangles = uniform.TriangleCache(self.store)
+        self._triangles = TriangleCache(self.store)
 
     def propagate(self, func: Any, args: Any, kwargs: Any, outputs: list[torch.Tensor]) -> None:
         """Give the new tensors `outputs` of `func` their values, if they can be known or assumed."""

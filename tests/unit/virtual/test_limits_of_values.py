@@ -11,8 +11,9 @@ import torch
 
 from memprof.catalog import find_gpu
 from memprof.stand_ins import torchvision as torchvision_operators
-from memprof.virtual import VirtualGpu, budget
+from memprof.virtual import VirtualGpu
 from memprof.virtual.kernels import detection
+from memprof.virtual.values import budget
 from memprof.virtual.values.evaluation import Evaluator
 from tests.lanes import by_day
 from tests.unit.virtual.test_values import setitem, written

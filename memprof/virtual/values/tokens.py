@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from memprof.virtual import unknowns
 from memprof.virtual.calls import tensors_of
+from memprof.virtual.values import unknowns
 
 _aten = torch.ops.aten
 

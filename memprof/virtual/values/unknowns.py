@@ -1,4 +1,4 @@
-"""What stands for values that are not known: choices spread evenly, and masks of which only the share is known."""
+"""What stands for values that are not known: choices spread evenly, and masks of which only the density is known."""
 
 from __future__ import annotations
 
@@ -73,16 +73,16 @@ _TWO_FORMS = frozenset({_aten.max, _aten.min, _aten.median, _aten.nanmedian})
 """These choose only in the overloads that give values and indices."""
 
 
-def counted(overload: Any, args: Any, output: torch.Tensor, share: float) -> torch.Tensor | None:
-    """What an operator makes of a mask, `args[0]`, of which a `share` is true, evenly; None if it does not count."""
+def counted(overload: Any, args: Any, output: torch.Tensor, density: float) -> torch.Tensor | None:
+    """What an operator makes of a mask, `args[0]`, of which a `density` is true, evenly; None if it does not count."""
     packet, data = overload.overloadpacket, args[0]
     if packet in _COUNTS and not output.is_floating_point():
-        total = round(share * data.numel())
+        total = round(density * data.numel())
         each, rest = divmod(total, max(1, output.numel()))
         return (each + (torch.arange(output.numel()) < rest)).to(output.dtype).reshape(output.shape)
-    if packet is _aten._to_copy and share == 1.0 and not output.is_floating_point():
+    if packet is _aten._to_copy and density == 1.0 and not output.is_floating_point():
         return torch.ones((), dtype=output.dtype).expand(output.shape)
-    if packet is _aten.cumsum and share == 1.0:  # one row stands for all
+    if packet is _aten.cumsum and density == 1.0:  # one row stands for all
         shape = data.movedim(args[1], -1).shape if data.dim() else torch.Size([1])
         sums = torch.arange(1, shape[-1] + 1, dtype=output.dtype).expand(shape)
         return sums.movedim(-1, args[1]) if data.dim() else sums.reshape(())
@@ -90,14 +90,14 @@ def counted(overload: Any, args: Any, output: torch.Tensor, share: float) -> tor
 
 
 _COUNTS = frozenset({_aten.sum, _aten.count_nonzero})
-KEEP_SHARE = frozenset({_aten._to_copy, _aten.clone, _aten.ne, _aten.eq, _aten.gt, _aten.ge})
-"""Of zeros and ones, these make zeros and ones of the same share (compared with 0 or 1, as masks are)."""
+KEEP_DENSITY = frozenset({_aten._to_copy, _aten.clone, _aten.ne, _aten.eq, _aten.gt, _aten.ge})
+"""Of zeros and ones, these make zeros and ones of the same density (compared with 0 or 1, as masks are)."""
 
 
-def spread(shape: torch.Size, share: float) -> torch.Tensor:
-    """Indices, as `nonzero` gives them, of a `share` of a tensor's elements, spread evenly."""
+def spread(shape: torch.Size, density: float) -> torch.Tensor:
+    """Indices, as `nonzero` gives them, of a `density` of a tensor's elements, spread evenly."""
     total = shape.numel()
-    number = round(share * total)
+    number = round(density * total)
     flat = (torch.arange(number) * total).div(max(1, number), rounding_mode="floor")
     return torch.stack(torch.unravel_index(flat, shape), dim=1) if shape else flat.new_zeros(number, 0)
 

@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 
-from memprof.virtual import unknowns
+from memprof.virtual.values import unknowns
 
 MAX_TENSOR_BYTES = 1 << 30
 """Shadows take up to this much each (a routing mask of 131,072 tokens, 8 choices and 128 experts in int64)..."""
 MAX_SHADOW_BYTES = 1 << 31
 """... and this much together."""
-LENT_BYTES = 1 << 26
+MAX_TRIANGLE_BYTES = 1 << 26
 """A mask up to this size is kept for the next layer that makes the same."""
 MAX_WORK = 1 << 33
 """Elements visited in computing large tensors over a run (some ten seconds of one core)."""
