@@ -6,6 +6,8 @@
 * in docs/remedies.md, the tables between `<!-- table of remedies -->` and `<!-- end of table -->`, from the table of
   remedies;
 * in docs/stand-ins.md, the table between `<!-- table of stand-ins -->` and `<!-- end of table -->`, from the stand-ins;
+* in docs/releases.md, the table between `<!-- table of private names -->` and `<!-- end of table -->`, from
+  memprof/torch_private;
 * in README.md and below docs/, the text between `<!-- output of: COMMAND -->` and `<!-- end of output -->`: what
   COMMAND prints; with `<!-- output of: COMMAND; before: TEXT -->` only the lines before the first that begins with
   TEXT, and with `; from: TEXT` in front of that only those from the first that does; and between
@@ -42,6 +44,7 @@ CLI_PAGE = ROOT / "docs" / "cli.md"
 PYTHON_PAGE = ROOT / "docs" / "python.md"
 REMEDIES_PAGE = ROOT / "docs" / "remedies.md"
 STAND_INS_PAGE = ROOT / "docs" / "stand-ins.md"
+RELEASES_PAGE = ROOT / "docs" / "releases.md"
 WIDTH = 110
 """Columns of the outputs shown."""
 
@@ -272,6 +275,25 @@ def with_stand_ins(page: str) -> str:
     return _with(page, "<!-- table of stand-ins -->\n", table_of_stand_ins())
 
 
+# -- private names of torch --------------------------------------------------------------------------------------------
+
+
+def table_of_private_names() -> str:
+    """Each private name of torch that memprof uses: the first release that has it, and what is done without."""
+    from memprof.torch_private.check import PRIVATE_NAMES
+
+    rows = ["| name | in torch since | of builds with | without it |", "|---|---|---|---|"]
+    for name in sorted(PRIVATE_NAMES, key=str):
+        cells = (f"`{name}`", name.since or "2.8 or earlier", name.build, name.without or "this torch is refused")
+        rows.append("| " + " | ".join(cells).replace("|  |", "| |") + " |")
+    return "\n".join(rows)
+
+
+def with_private_names(page: str) -> str:
+    """The page on releases with its table as it is now."""
+    return _with(page, "<!-- table of private names -->\n", table_of_private_names())
+
+
 # -- outputs -----------------------------------------------------------------------------------------------------------
 
 
@@ -370,6 +392,7 @@ def main() -> int:
     wanted[PYTHON_PAGE] = python_reference()
     wanted[REMEDIES_PAGE] = with_table(REMEDIES_PAGE.read_text(encoding="utf-8"))
     wanted[STAND_INS_PAGE] = with_stand_ins(STAND_INS_PAGE.read_text(encoding="utf-8"))
+    wanted[RELEASES_PAGE] = with_private_names(RELEASES_PAGE.read_text(encoding="utf-8"))
     for page in pages_with_outputs():
         wanted[page] = with_outputs(wanted.get(page) or page.read_text(encoding="utf-8"), slow=options.slow)
     stale = [page for page, text in wanted.items() if not page.exists() or page.read_text(encoding="utf-8") != text]

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from memprof.allocator.config import UNLIMITED, VARIABLES, AllocatorConfig, parse_config
@@ -76,6 +79,31 @@ def read_host() -> Host:
     return Host(memory_bytes(), available_bytes(), shm_total, shm_free, locked, _cgroup_limit())
 
 
+@dataclass(frozen=True, slots=True)
+class PrivateNames:
+    """The private names of torch that memprof uses.
+
+    Attributes:
+        number: of all that a build of torch like the installed one may have.
+        missing: those that the installed torch lacks -> what memprof does without; empty text: it refuses that torch.
+        error: why torch could not be asked; empty if it was.
+    """
+
+    number: int = 0
+    missing: Mapping[str, str] = field(default_factory=dict)
+    error: str = ""
+
+
+def read_private_names() -> PrivateNames:
+    """Ask the installed torch for the private names, in a process of its own: the doctor imports no torch."""
+    command = [sys.executable, "-m", "memprof.torch_private"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        return PrivateNames(error=(done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1])
+    found = json.loads(done.stdout.splitlines()[-1])
+    return PrivateNames(found["number"], found["missing"])
+
+
 def _cgroup_limit() -> int | None:
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:
@@ -92,6 +120,7 @@ def check_installation(
     cards: Reading | None = None,
     host: Host | None = None,
     version: Callable[[str], str | None] | None = None,
+    names: PrivateNames | None = None,
 ) -> Installation:
     """Facts of this machine and what is wrong with them; what is given is taken instead of what is read here.
 
@@ -104,13 +133,16 @@ def check_installation(
     findings = [Check("error", note) for note in environment.notes]
     if environment.torch_version is None:
         findings.append(Check("note", "torch is not installed in this Python", "run memprof where your training runs"))
+    else:
+        names = read_private_names() if names is None else names
+        findings += _private_names(names, f"torch {environment.torch_version}")
     findings += check_settings(environment.variables, _release(environment))
     findings += _cards(cards)
     findings += _host(host)
     findings += _libraries(version)
     order = {"error": 0, "warning": 1, "note": 2}
     return Installation(
-        tuple(_facts(environment, cards, host, version)),
+        tuple(_facts(environment, cards, host, version, names)),
         tuple(sorted(findings, key=lambda check: order[check.severity])),
     )
 
@@ -122,8 +154,29 @@ def _release(environment: Environment) -> Release:
         return LATEST
 
 
+def _private_names(names: PrivateNames, torch: str) -> Iterator[Check]:
+    if names.error:
+        yield Check("error", f"{torch} cannot be imported: {names.error}", "mend or reinstall it")
+    by_effect: dict[str, list[str]] = {}
+    for name, without in names.missing.items():
+        by_effect.setdefault(without, []).append(name)
+    for without, missing in by_effect.items():
+        if without:
+            yield Check("note", f"{torch} lacks {', '.join(missing)}", f"without: {without}")
+        else:
+            yield Check(
+                "error",
+                f"{torch} lacks {', '.join(missing)}: memprof refuses it",
+                "install a release that docs/releases.md lists",
+            )
+
+
 def _facts(
-    environment: Environment, cards: Reading, host: Host, version: Callable[[str], str | None]
+    environment: Environment,
+    cards: Reading,
+    host: Host,
+    version: Callable[[str], str | None],
+    names: PrivateNames | None,
 ) -> list[tuple[str, str]]:
     build = environment.torch_cuda and f"CUDA {environment.torch_cuda}"
     build = build or (environment.torch_hip and f"ROCm {environment.torch_hip}") or "the CPU alone"
@@ -131,6 +184,8 @@ def _facts(
         ("torch", f"{environment.torch_version}, for {build}" if environment.torch_version else "not installed"),
         ("driver", environment.driver_version or "none"),
     ]
+    if names is not None and names.number:
+        facts.append(("private names of torch", f"{names.number - len(names.missing)} of {names.number} are there"))
     if environment.driver_cuda:
         facts.append(("newest CUDA it runs", environment.driver_cuda))
     for card in cards.cards:

@@ -92,14 +92,14 @@ def row(python: Path, folder: Path) -> tuple[list[str], list[str]]:
     return [*json.loads(asked.stdout), *map(str, counts)], names
 
 
-def page(rows: list[list[str]]) -> str:
-    """The page with these rows, oldest torch first."""
+def page(rows: list[list[str]], rest: str = "") -> str:
+    """The page with these rows, oldest torch first, and behind them what docs/generate.py has there."""
 
     def line(cells: list[str] | tuple[str, ...]) -> str:
         return "| " + " | ".join(cell or "none" for cell in cells) + " |"
 
     ordered = sorted(rows, key=lambda cells: [[int(n) for n in re.findall(r"\d+", cell)][:3] for cell in cells[:2]])
-    return _HEADER + "\n".join([line(_TITLES), "|---" * 6 + "|---:" * 3 + "|", *map(line, ordered)]) + "\n"
+    return _HEADER + "\n".join([line(_TITLES), "|---" * 6 + "|---:" * 3 + "|", *map(line, ordered)]) + "\n" + rest
 
 
 def rows_of(text: str) -> list[list[str]]:
@@ -119,8 +119,10 @@ def main() -> int:
         with tempfile.TemporaryDirectory(prefix="memprof-releases-") as folder:
             python = options.python or install(pair, Path(folder) / "environment")
             cells, failed = row(python, Path(folder))
-        rows = rows_of(PAGE.read_text(encoding="utf-8")) if PAGE.exists() else []
-        PAGE.write_text(page([one for one in rows if one[:2] != cells[:2]] + [cells]), encoding="utf-8")
+        text = PAGE.read_text(encoding="utf-8") if PAGE.exists() else ""
+        rows = [one for one in rows_of(text) if one[:2] != cells[:2]]
+        rest = "".join(text.partition("\n## ")[1:])
+        PAGE.write_text(page([*rows, cells], rest), encoding="utf-8")
         print(dict(zip(_TITLES, cells, strict=True)), *failed, sep="\n")
         all_failed += failed
     return 1 if all_failed else 0

@@ -7,7 +7,14 @@ import pytest
 from memprof.allocator import release_for
 from memprof.device.cards import CardProcess, NvmlCard, Reading
 from memprof.device.environment import Environment
-from memprof.doctor.installation import Host, check_installation, check_settings, read_host, version_tuple
+from memprof.doctor.installation import (
+    Host,
+    PrivateNames,
+    check_installation,
+    check_settings,
+    read_host,
+    version_tuple,
+)
 
 GIB, MIB = 1 << 30, 1 << 20
 
@@ -65,7 +72,7 @@ def test_cards_in_use_small_shared_memory_and_a_job_limit():
     host = Host(
         total=128 * GIB, available=64 * GIB, shm_total=64 * MIB, shm_free=64 * MIB, locked=None, cgroup=16 * GIB
     )
-    checked = check_installation(environment(), Reading((card,)), host, lambda name: None)
+    checked = check_installation(environment(), Reading((card,)), host, lambda name: None, PrivateNames())
     text = " | ".join(finding.problem for finding in checked.findings)
     assert "python old.py (pid 42, 69.00 GiB)" in text
     assert "/dev/shm has 64.00 MiB" in text
@@ -76,7 +83,7 @@ def test_cards_in_use_small_shared_memory_and_a_job_limit():
 
 def test_a_build_that_does_not_fit_the_driver_is_an_error():
     note = "torch is built for CUDA 13.0, and the driver runs CUDA 12.4 at most"
-    checked = check_installation(environment(notes=(note,)), Reading(), Host(), lambda name: None)
+    checked = check_installation(environment(notes=(note,)), Reading(), Host(), lambda name: None, PrivateNames())
     assert (checked.findings[0].severity, checked.findings[0].problem) == ("error", note)
 
 
@@ -92,7 +99,7 @@ def test_a_build_that_does_not_fit_the_driver_is_an_error():
     ],
 )
 def test_libraries_known_to_take_more_than_they_should(versions: dict[str, str], words: str | None):
-    checked = check_installation(environment(), Reading(), Host(), versions.get)
+    checked = check_installation(environment(), Reading(), Host(), versions.get, PrivateNames())
     found = [finding for finding in checked.findings if finding.source]
     assert [words in finding.problem for finding in found] == ([] if words is None else [True])
     assert all(finding.source.startswith("github.com/") for finding in found)
@@ -103,6 +110,26 @@ def test_this_machine_can_be_looked_at():
     assert host.total is None or host.total > 0
     checked = check_installation()
     assert dict(checked.facts)["torch"]
+    known, _, number = dict(checked.facts)["private names of torch"].removesuffix(" are there").partition(" of ")
+    assert 0 < int(known) <= int(number)
+    assert not [check for check in checked.findings if "memprof refuses it" in check.problem]
+
+
+def test_private_names_that_torch_lacks():
+    names = PrivateNames(9, {"torch._C._a": "", "torch._dynamo.b": "it runs eagerly", "torch._C._c": ""})
+    checked = check_installation(environment(), Reading(), Host(), lambda name: None, names)
+    assert ("private names of torch", "6 of 9 are there") in checked.facts
+    refused, without = checked.findings
+    assert (refused.severity, refused.problem) == (
+        "error", "torch 2.13.0+cu130 lacks torch._C._a, torch._C._c: memprof refuses it",
+    )  # fmt: skip
+    assert (without.severity, without.hint) == ("note", "without: it runs eagerly")
+
+
+def test_a_torch_that_cannot_be_imported_is_said():
+    names = PrivateNames(error="ImportError: libcudart.so.13: cannot open shared object file")
+    (check,) = check_installation(environment(), Reading(), Host(), lambda name: None, names).findings
+    assert "cannot be imported: ImportError: libcudart.so.13" in check.problem
 
 
 def test_versions_are_compared_as_numbers():

@@ -1,0 +1,24 @@
+"""Private names of autograd: its engine, its profiler, and the transformations of torch.func."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from memprof.torch_private.names import PrivateName, bind
+
+# Asked for each operator.
+current_autograd_node: Callable[[], Any] = bind("torch._C:_current_autograd_node")
+current_graph_task_id: Callable[[], int] = bind("torch._C:_current_graph_task_id")
+get_sequence_nr: Callable[[], int] = bind("torch._C:_autograd._get_sequence_nr")
+is_functorch_wrapped_tensor: Callable[[Any], bool] = bind("torch._C:_functorch.is_functorch_wrapped_tensor")
+get_unwrapped: Callable[[Any], Any] = bind("torch._C:_functorch.get_unwrapped")
+
+set_grad_enabled: Any = bind("torch._C:_set_grad_enabled")
+profiler_enabled: Callable[[], bool] = bind("torch._C:_autograd._profiler_enabled")
+ProfilerState: Any = bind("torch._C:_profiler.ProfilerState")
+
+# Both name one function: torch.autograd calls the first, and tensors the second.
+engine_run_backward = PrivateName("torch.autograd:_engine_run_backward")
+engine_run_backward_of_graph = PrivateName("torch.autograd.graph:_engine_run_backward")
+push_saved_tensors_default_hooks = PrivateName("torch._C:_autograd._push_saved_tensors_default_hooks")

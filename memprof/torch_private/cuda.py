@@ -1,0 +1,87 @@
+"""Private names below `torch.cuda` and `torch.accelerator`: what a build for CUDA has there, and a CPU build lacks.
+
+The virtual GPU puts functions of its own in their place, on either build: the owner is there, and the name need not be.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from memprof.torch_private.names import PrivateName
+
+_NEVER_CALLED = "memprof's own is put there all the same, and what torch calls instead is not replaced"
+_of_cuda = partial(PrivateName, without=_NEVER_CALLED, build="CUDA")
+_replaced = partial(PrivateName, without=_NEVER_CALLED)
+
+# -- devices -------------------------------------------------------------------------------------------------------
+
+init = _of_cuda("torch._C:_cuda_init")
+is_in_bad_fork = _of_cuda("torch._C:_cuda_isInBadFork")
+has_primary_context = _of_cuda("torch._C:_cuda_hasPrimaryContext")
+get_device_count = _of_cuda("torch._C:_cuda_getDeviceCount")
+get_device = _of_cuda("torch._C:_cuda_getDevice")
+set_device = _of_cuda("torch._C:_cuda_setDevice")
+exchange_device = _of_cuda("torch._C:_cuda_exchangeDevice")
+maybe_exchange_device = _of_cuda("torch._C:_cuda_maybeExchangeDevice")
+can_device_access_peer = _of_cuda("torch._C:_cuda_canDeviceAccessPeer")
+synchronize = _of_cuda("torch._C:_cuda_synchronize")
+sleep = _of_cuda("torch._C:_cuda_sleep")
+ipc_collect = _of_cuda("torch._C:_cuda_ipc_collect")
+get_current_raw_stream = _of_cuda("torch._C:_cuda_getCurrentRawStream")
+get_current_blas_handle = _of_cuda("torch._C:_cuda_getCurrentBlasHandle")
+get_current_solver_handle = _of_cuda("torch._C:_cuda_getCurrentSolverHandle", since="2.13")
+get_sync_debug_mode = _of_cuda("torch._C:_cuda_get_sync_debug_mode")
+set_sync_debug_mode = _of_cuda("torch._C:_cuda_set_sync_debug_mode")
+jiterator_compile_and_launch_kernel = _of_cuda("torch._C:_cuda_jiterator_compile_and_launch_kernel")
+broadcast = _of_cuda("torch._C:_broadcast")
+broadcast_coalesced = _of_cuda("torch._C:_broadcast_coalesced")
+gather = _of_cuda("torch._C:_gather")
+scatter = _of_cuda("torch._C:_scatter")
+
+accelerator_get_accelerator = _replaced("torch._C:_accelerator_getAccelerator")
+get_accelerator = _replaced("torch._C:_get_accelerator")
+accelerator_get_device_index = _replaced("torch._C:_accelerator_getDeviceIndex")
+accelerator_set_device_index = _replaced("torch._C:_accelerator_setDeviceIndex")
+accelerator_exchange_device = _replaced("torch._C:_accelerator_exchangeDevice")
+accelerator_maybe_exchange_device = _replaced("torch._C:_accelerator_maybeExchangeDevice")
+accelerator_synchronize_device = _replaced("torch._C:_accelerator_synchronizeDevice")
+
+exchange_device_of_torch = _replaced("torch.cuda:_exchange_device")
+maybe_exchange_device_of_torch = _replaced("torch.cuda:_maybe_exchange_device")
+is_compiled = _replaced("torch.cuda:_is_compiled")
+initialized = _replaced("torch.cuda:_initialized")
+cached_device_count = _replaced("torch.cuda:_cached_device_count")
+get_device_properties = _of_cuda("torch.cuda:_get_device_properties")
+compile_kernel = _replaced("torch.cuda:_compile_kernel")
+nvtx = _replaced("torch.cuda.nvtx:_nvtx")
+
+# -- memory --------------------------------------------------------------------------------------------------------
+
+get_allocator_backend = _of_cuda("torch._C:_cuda_getAllocatorBackend")
+host_memory_stats = _of_cuda("torch._C:_cuda_hostMemoryStats")
+reset_accumulated_host_memory_stats = _of_cuda("torch._C:_cuda_resetAccumulatedHostMemoryStats")
+reset_peak_host_memory_stats = _of_cuda("torch._C:_cuda_resetPeakHostMemoryStats")
+clear_cublas_workspaces = _of_cuda("torch._C:_cuda_clearCublasWorkspaces")
+memory_snapshot = _of_cuda("torch._C:_cuda_memorySnapshot")
+allocator_state = _of_cuda("torch._C:_cuda_CUDAAllocator_AllocatorState")
+set_cached_tensors_enabled = _replaced("torch._C:_set_cached_tensors_enabled")
+host_empty_cache = _of_cuda("torch._C:_host_emptyCache", since="2.11")
+accelerator_empty_host_cache = _replaced("torch._C:_accelerator_emptyHostCache", since="2.12")
+
+_OWN_PEAKS = "a program that resets its peaks by it takes memprof's with them"
+memory_stats = PrivateName("torch._C:_cuda_memoryStats", without=_OWN_PEAKS, build="CUDA")
+reset_peak_memory_stats = PrivateName("torch._C:_cuda_resetPeakMemoryStats", without=_OWN_PEAKS, build="CUDA")
+accelerator_get_device_stats = PrivateName("torch._C:_accelerator_getDeviceStats", without=_OWN_PEAKS, since="2.9")
+accelerator_reset_peak_stats = PrivateName("torch._C:_accelerator_resetPeakStats", without=_OWN_PEAKS, since="2.9")
+
+_BY_VARIABLE = "the allocator's settings are set by the older name, and read from the environment"
+accelerator_get_allocator_settings = PrivateName(
+    "torch._C:_accelerator_getAllocatorSettings", without=_BY_VARIABLE, since="2.12"
+)
+accelerator_set_allocator_settings = PrivateName(
+    "torch._C:_accelerator_setAllocatorSettings", without=_BY_VARIABLE, since="2.10"
+)
+set_allocator_settings = PrivateName("torch.cuda.memory:_set_allocator_settings")
+
+record_memory_history = PrivateName("torch.cuda.memory:_record_memory_history")
+snapshot = PrivateName("torch.cuda.memory:_snapshot")
