@@ -117,6 +117,11 @@ def test_the_tables_of_remedies_are_current():
     assert "| `chunked-loss` |" in text and "| `chunk_size` | `chunked-loss` |" in text
 
 
+def test_the_table_of_private_names_is_current():
+    text = _generate().RELEASES_PAGE.read_text(encoding="utf-8")
+    assert text == _generate().with_private_names(text), "docs/releases.md is out of date: run `make docs`"
+
+
 def test_the_table_of_stand_ins_is_current_and_says_what_is_counted():
     text = _generate().STAND_INS_PAGE.read_text(encoding="utf-8")
     assert text == _generate().with_stand_ins(text), "docs/stand-ins.md is out of date: run `make docs`"

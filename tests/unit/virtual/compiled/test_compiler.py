@@ -383,6 +383,16 @@ def test_a_release_without_a_hook_runs_eagerly_and_is_told(monkeypatch: pytest.M
     assert f"for torch {torch.__version__} is not prepared for it" in line and "TensorMeta" in line
 
 
+def test_a_release_without_what_every_run_needs_runs_eagerly_and_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch._dynamo.convert_frame
+
+    monkeypatch.delattr("torch._dynamo.convert_frame.ConvertFrameReturn")
+    with VirtualGpu(CARD) as gpu:
+        assert torch.compile(lambda x: x * 2)(torch.arange(3, device="cuda")).tolist() == [0, 2, 4]
+    (line,) = eager_lines(gpu)
+    assert "is not prepared for it" in line and "ConvertFrameReturn" in line
+
+
 def test_by_request_nothing_is_compiled() -> None:
     with VirtualGpu(CARD, compiles=False) as gpu:
         since = len(gpu.trace.events)

@@ -113,7 +113,7 @@ def test_float32_in_three_dimensions_is_copied_with_tf32(monkeypatch):
     copies = sum(numel_bytes(shape, SINGLE) for shape in shapes)
     assert asked(A100, *shapes, dtype=SINGLE).num_bytes == copies
     assert int((2 * copies) / GIB) == 17
-    monkeypatch.setattr(torch._C, "_get_cudnn_allow_tf32", lambda: False)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     assert asked(A100, *shapes, dtype=SINGLE).num_bytes < GIB
 
 

@@ -35,6 +35,20 @@ def rank(number: int, size: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Vi
         yield gpu
 
 
+def test_layouts_of_another_rank_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In torch before 2.11 too, which has no function that forgets them all."""
+    monkeypatch.delattr("torch.distributed.tensor.debug._clear_sharding_prop_cache", raising=False)
+    known = DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_info
+    _clear_sharding_prop_cache()
+    for number, before in ((0, 0), (3, 0)):
+        with rank(number, 4, monkeypatch):
+            mesh = init_device_mesh("cuda", (2, 2), mesh_dim_names=("dp", "tp"))
+            tensor = distribute_tensor(torch.ones(4, 4, device="cuda"), mesh["dp"], [Shard(0)])
+            assert known().currsize == before
+            assert (tensor + tensor).to_local().shape == (2, 4)
+            assert known().currsize > before
+
+
 def test_a_mesh_joins_where_the_program_has_not(monkeypatch: pytest.MonkeyPatch) -> None:
     with rank(1, 4, monkeypatch):
         mesh = init_device_mesh("cuda", (2, 2), mesh_dim_names=("dp", "tp"))
