@@ -31,6 +31,7 @@ from memprof.ledger.ledger import EmptyTraceError
 from memprof.remedies.catalog import STEPS
 from memprof.report.documents.report import Document
 from memprof.spec import TargetSpec
+from memprof.torch_private import inductor
 from memprof.trace.events import Trace
 from memprof.trace.facts import Target
 from memprof.units import format_bytes
@@ -76,7 +77,7 @@ def happened(
     return _ran(spec, progress)
 
 
-COMPILER = "torch._inductor.compile_fx"
+COMPILER = inductor.compile_fx.module
 """What is there once something was compiled."""
 _has_compiled = False
 """Whether this process has, or the one that it was forked from."""

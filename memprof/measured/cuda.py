@@ -14,6 +14,7 @@ from memprof.device.nvml import card_use
 from memprof.errors import MemprofError, UsageError, first_line
 from memprof.measured.history import Difference, History
 from memprof.patching.patch_set import Patch
+from memprof.torch_private import cuda
 from memprof.units import format_bytes
 
 MAX_ENTRIES = 2_000_000
@@ -121,7 +122,7 @@ def history_goes_on(original: Callable[..., None]) -> Iterator[Patch]:
             options.pop("clear_history", None)
             original(enabled, *args[:2], **{**options, "max_entries": MAX_ENTRIES})  # the third is max_entries
 
-    yield torch.cuda.memory, "_record_memory_history", record
+    yield cuda.record_memory_history.patch(record)
 
 
 def why_incomplete(

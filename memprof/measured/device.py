@@ -25,6 +25,9 @@ from memprof.measured.outside import Outside
 from memprof.measured.peaks import SharedPeaks
 from memprof.measured.quiet import quiet_profiler
 from memprof.patching.patch_set import Patch
+from memprof.torch_private import autograd
+from memprof.torch_private import cuda as private_cuda
+from memprof.torch_private.check import refuse_missing
 from memprof.trace.events import CPU, GPU, HOST, NONE, EventKind, ModuleRole, Owner, Phase, PhaseKind, Role, Trace
 from memprof.trace.facts import Facts
 from memprof.trace.snapshot import Action
@@ -78,6 +81,7 @@ class MeasuredDevice(Watch):
     # -- in and out -------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> MeasuredDevice:
+        refuse_missing()
         try:
             self._install()
         except BaseException:
@@ -97,7 +101,7 @@ class MeasuredDevice(Watch):
             end_ns = time.time_ns()
             with self._noting_errors():
                 if self.records_history:
-                    self.snapshot = torch.cuda.memory._snapshot()
+                    self.snapshot = private_cuda.snapshot()
             with self._noting_errors():
                 results = self._stop()
                 if results is not None:
@@ -121,7 +125,7 @@ class MeasuredDevice(Watch):
             self.error = self.error or error.with_traceback(None)
 
     def _install(self) -> None:
-        if torch._C._autograd._profiler_enabled():
+        if autograd.profiler_enabled():
             raise _one_profiler("memprof was started inside another profiler")
         self._watch_program()
         self.modules.listener = self._module_event
@@ -156,10 +160,9 @@ class MeasuredDevice(Watch):
         return profiler.profiler.kineto_results
 
     def _begin_history(self) -> None:
-        memory = torch.cuda.memory
-        self._before = live_blocks(memory._snapshot(), self._card)
+        self._before = live_blocks(private_cuda.snapshot(), self._card)
         self._before_bytes = self._peaks.requested_bytes(self._card)
-        record = memory._record_memory_history
+        record = private_cuda.record_memory_history.get()
         self._stack.callback(record, enabled=None)
         self._patches.set_all(cuda.history_goes_on(record))
         # Without stacks, which cost time; "python": others load a library for those of C++ all the same.
@@ -224,7 +227,7 @@ class MeasuredDevice(Watch):
 
     def claim_input(self, tensor: torch.Tensor) -> None:
         """`tensor` was given to a model; merge.py sees whether a module made it."""
-        if tensor.layout is torch.strided and not torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        if tensor.layout is torch.strided and not autograd.is_functorch_wrapped_tensor(tensor):
             self.claim(tensor, Owner(Role.INPUT, ""))
 
     def _module_event(self, kind: EventKind, module: int) -> None:

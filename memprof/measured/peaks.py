@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
-
 from memprof.patching.patch_set import Patch
+from memprof.torch_private import cuda
 
-_READ = ("_cuda_memoryStats", "_accelerator_getDeviceStats")
-_RESET = ("_cuda_resetPeakMemoryStats", "_accelerator_resetPeakStats")
+_READ = (cuda.memory_stats, cuda.accelerator_get_device_stats)
+_RESET = (cuda.reset_peak_memory_stats, cuda.accelerator_reset_peak_stats)
 """What `torch.cuda.memory` and `torch.accelerator.memory` call, both for the same counters."""
 
 
@@ -22,8 +21,8 @@ class SharedPeaks:
     """memprof's own reading of the counters, and patches in which the program's go on as if it were alone."""
 
     def __init__(self) -> None:
-        self._read: Callable[[int], dict[str, Any]] = getattr(torch._C, _READ[0], lambda device: {})
-        self._reset: Callable[[int], None] = getattr(torch._C, _RESET[0], lambda device: None)
+        self._read: Callable[[int], dict[str, Any]] = _READ[0].get(lambda device: {})
+        self._reset: Callable[[int], None] = _RESET[0].get(lambda device: None)
         self._ours: dict[int, int] = {}
         """By card, bytes: the peak that the program's resets took from memprof."""
         self._programs: dict[int, dict[str, Any]] = {}
@@ -43,10 +42,10 @@ class SharedPeaks:
 
     def patches(self) -> Iterator[Patch]:
         """The functions that a program's calls come down to."""
-        for name in (one for one in _READ if hasattr(torch._C, one)):
-            yield torch._C, name, self._wrap_read(getattr(torch._C, name))
-        for name in (one for one in _RESET if hasattr(torch._C, one)):
-            yield torch._C, name, self._wrap_reset(getattr(torch._C, name))
+        for name in (one for one in _READ if one.exists()):
+            yield name.patch(self._wrap_read(name.get()))
+        for name in (one for one in _RESET if one.exists()):
+            yield name.patch(self._wrap_reset(name.get()))
 
     def _wrap_read(self, original: Callable[[int], dict[str, Any]]) -> Callable[[int], dict[str, Any]]:
         return lambda device: _highest(original(device), self._programs.get(device, {}))

@@ -12,6 +12,7 @@ from torch import nn
 from memprof.errors import UsageError
 from memprof.remedies.applied import Changes, Forward, runs_in
 from memprof.remedies.catalog.remedy import Numerics, Remedy
+from memprof.torch_private import inductor
 from memprof.workload.layers import find_layers
 
 
@@ -54,11 +55,11 @@ def _why_not(model: nn.Module) -> tuple[str, str] | None:
     where = next((parameter.device.type for parameter in model.parameters()), "cpu")
     if where != "cpu":
         return None if _has_triton() else ("no Triton", "pip install triton")
-    from torch._inductor import cpp_builder, exc
-
+    if not (inductor.get_cpp_compiler.exists() and inductor.InvalidCxxCompiler.exists()):
+        return None
     try:
-        cpp_builder.get_cpp_compiler()
-    except exc.InvalidCxxCompiler:
+        inductor.get_cpp_compiler()
+    except inductor.InvalidCxxCompiler.get():
         return "no compiler of C++", "install g++ or clang++, or name one by CXX"
     return None
 

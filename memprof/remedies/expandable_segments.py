@@ -16,6 +16,7 @@ from memprof.errors import UsageError, first_line
 from memprof.remedies.applied import Changes
 from memprof.remedies.catalog import EXPANDABLE_SEGMENTS
 from memprof.remedies.catalog.remedy import EVERY_TIER, Numerics, Remedy
+from memprof.torch_private import cuda
 
 _KEY = "expandable_segments:"
 
@@ -69,7 +70,7 @@ def install(model: nn.Module, changes: Changes) -> None:
 
 def current_settings() -> str:
     """The settings in force, as text: those last set in the process, else the environment's; empty for none."""
-    get = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
+    get = cuda.accelerator_get_allocator_settings.get(None)
     if get is not None:
         with contextlib.suppress(RuntimeError):
             return str(get())
@@ -84,7 +85,7 @@ def split_settings(text: str) -> list[str]:
 def _setter() -> Callable[[str], None]:
     """torch's own function, as it is now: on a virtual GPU, that one's."""
     # Its name before torch 2.10, and with a warning since, is the second.
-    own = getattr(torch._C, "_accelerator_setAllocatorSettings", None) or torch.cuda.memory._set_allocator_settings
+    own = cuda.accelerator_set_allocator_settings.get(None) or cuda.set_allocator_settings.get()
 
     def set_settings(text: str) -> None:
         with warnings.catch_warnings():

@@ -17,9 +17,10 @@ from typing import Any
 
 import torch
 from torch.nn import functional
-from torch.utils._pytree import tree_map
 
 from memprof.remedies.head_loss import LogitsStep, Rows, row_losses
+from memprof.torch_private import tensors
+from memprof.torch_private.pytree import tree_map
 
 _Tensor = torch.Tensor
 _META = torch.device("meta")
@@ -75,7 +76,7 @@ class LazyLogits(torch.Tensor):
         if class_dim == 1:
             shape = [shape[0], shape[2], shape[1]]
         # "meta": it has no memory. What Python asks of its device is answered by `_HANDLERS`.
-        self: LazyLogits = _Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=_META)  # type: ignore[attr-defined]
+        self: LazyLogits = tensors.make_wrapper_subclass(cls, shape, dtype=dtype, device=_META)
         self._hidden, self._weight, self._bias, self._policy = hidden, weight, bias, policy
         self._steps, self._class_dim, self._hooks, self._whole = steps, class_dim, hooks, None
         return self
@@ -150,7 +151,7 @@ def _plain(func: Any) -> Callable[..., Any]:
     """What the tensor without memory knows: its shape and dtype."""
 
     def answer(*args: Any, **kwargs: Any) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
     return answer
@@ -354,7 +355,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
         for name in ("device", "is_cuda", "is_cpu", "is_meta")
     },
     _Tensor.requires_grad.__get__: _requires_grad,  # type: ignore[attr-defined]
-    _Tensor._base.__get__: lambda self: NotImplemented if _started(self) else None,  # type: ignore[union-attr]
+    tensors.base_of_tensor.__get__: lambda self: NotImplemented if _started(self) else None,  # type: ignore[union-attr]
     _Tensor.register_hook: _register_hook,
     **{
         func: _plain(func)

@@ -18,17 +18,18 @@ import torch
 from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from memprof.errors import UsageError
 from memprof.remedies.applied import Changes, at_least
 from memprof.remedies.catalog.remedy import EVERY_TIER, Numerics, Remedy
+from memprof.torch_private import kernels, tensors
+from memprof.torch_private.pytree import tree_flatten, tree_unflatten
 
 _CROSS_ENTROPY = (
     functional.cross_entropy,
     functional.nll_loss,
-    torch._C._nn.cross_entropy_loss,
-    torch._C._nn.nll_loss_nd,
+    kernels.cross_entropy_loss,
+    kernels.nll_loss_nd,
 )
 _LABELS = ("labels", "targets", "target", "y")
 
@@ -75,7 +76,7 @@ def install(
     if loss is not None and not callable(loss):
         raise UsageError("loss must be a function from outputs and batch to the loss", value=type(loss).__name__)
     for name, module in model.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+        if isinstance(module, tensors.BatchNorm):
             raise UsageError(
                 "micro-batch does not apply: a module's result depends on all rows of a batch",
                 value=f"{name} ({type(module).__name__})",

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from memprof.errors import UsageError
 from memprof.remedies.applied import Changes, Forward, runs_in
 from memprof.remedies.catalog.remedy import Numerics, Remedy, Tier
+from memprof.torch_private.pytree import tree_flatten, tree_unflatten
 from memprof.workload.layers import find_layers, without_caches
 
 

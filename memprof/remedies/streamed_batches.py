@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, StackDataset
 
 from memprof.errors import UsageError
 from memprof.remedies.applied import Changes, at_least
 from memprof.remedies.catalog.remedy import Numerics, Remedy
+from memprof.torch_private.pytree import tree_map
 
 
 @Remedy(

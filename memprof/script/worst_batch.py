@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from memprof.patching.patch_set import Patch
+from memprof.torch_private.pytree import tree_leaves
 from memprof.watch.phases import Phases
 
 MAX_SECONDS = 30.0

@@ -13,6 +13,7 @@ from memprof.patching.patch_set import Patch
 from memprof.stand_ins import attention_by_name, cpp_extensions, deepspeed, hub, in_graph, torchaudio, torchvision
 from memprof.stand_ins.finder import StandIns
 from memprof.stand_ins.packages import PACKAGES
+from memprof.torch_private import inductor
 from memprof.virtual.install_context import InstallContext
 
 
@@ -29,7 +30,7 @@ class StandInExtension(Extension):
             "torchaudio._extension.utils": lambda module, context: torchaudio.patches(module, context.assume),
             "deepspeed.ops.op_builder.fused_adam": lambda module, context: deepspeed.patches(module, context.assume),
             "torch.utils.cpp_extension": _of_extensions,
-            "torch._inductor.compile_fx": lambda module, context: in_graph.prepare(),
+            inductor.compile_fx.module: lambda module, context: in_graph.prepare(),
         }
         self.imports = tuple(self._of_modules)
         self.environment = {STAND_INS: " ".join(PACKAGES)}

@@ -8,15 +8,15 @@ made by somebody else; when compiled code runs, it allocates as an eager call do
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Iterator
 from types import CellType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from memprof.patching.patch_set import Patch
+from memprof.torch_private import dynamo
+from memprof.torch_private.pytree import tree_flatten, tree_unflatten
 
 _NAME = "memprof_stand_ins::call"
 
@@ -104,8 +104,10 @@ def _storage(tensor: torch.Tensor) -> int:
 
 def is_traced(values: Iterable[Any]) -> bool:
     """Whether a graph is being made of what is done with these."""
-    functional = sys.modules.get("torch._subclasses.functional_tensor")
-    return functional is not None and any(isinstance(value, functional.FunctionalTensor) for value in values)
+    if not dynamo.FunctionalTensor.is_imported():
+        return False
+    functional = dynamo.FunctionalTensor.get()
+    return any(isinstance(value, functional) for value in values)
 
 
 def called(function: Any, *args: Any) -> Any:
@@ -136,7 +138,7 @@ def forget() -> None:
 def keep(function: Any) -> None:
     """A graph takes `function` as one operator."""
     _functions.append(function)
-    if "torch._dynamo.decorators" in sys.modules:
+    if dynamo.allow_in_graph.is_imported():
         torch.compiler.allow_in_graph(function)
 
 

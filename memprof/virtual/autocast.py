@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from memprof.torch_private import dispatch, kernels
+
 _LOWER_PRECISION = frozenset(
     [
         "_convolution", "conv1d", "conv2d", "conv3d", "conv_tbc", "conv_transpose1d", "conv_transpose2d",
@@ -71,8 +73,8 @@ def registered() -> frozenset[str]:
     """Names of the operators that this torch release autocasts on CUDA."""
     return frozenset(
         name.removeprefix("aten::").partition(".")[0]
-        for name in torch._C._dispatch_get_all_op_names()
-        if name.startswith("aten::") and torch._C._dispatch_has_kernel_for_dispatch_key(name, "AutocastCUDA")
+        for name in dispatch.dispatch_get_all_op_names()
+        if name.startswith("aten::") and dispatch.dispatch_has_kernel_for_dispatch_key(name, "AutocastCUDA")
     )
 
 
@@ -114,7 +116,7 @@ class Autocast:
         if "out" in kwargs:  # in no list, as in-place operators are in none
             return args, kwargs
         if members is _RECURRENT:
-            if torch._C._get_cudnn_enabled() and args[0].dtype is not torch.bfloat16:
+            if kernels.get_cudnn_enabled() and args[0].dtype is not torch.bfloat16:
                 return args, kwargs
             members = _LOWER_PRECISION
         if members is _LOWER_PRECISION:

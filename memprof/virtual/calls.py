@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
 
+from memprof.torch_private.pytree import tree_map_only
 from memprof.trace.events import GPU, HOST
 from memprof.virtual import shapes
 from memprof.virtual.device_rules import mixes, takes_numbers_of_host

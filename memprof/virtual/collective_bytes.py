@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-import torch.distributed as dist
-
+from memprof.torch_private import distributed
 from memprof.virtual.calls import Call
 
 COLLECTIVES: Final = "_c10d_functional"
@@ -44,5 +43,5 @@ _SHARES: Final = {
 
 def _group(named: Any) -> Any:
     """The group, by its name or itself: releases of torch differ."""
-    resolve: Any = getattr(dist.distributed_c10d, "_resolve_process_group", None)
+    resolve: Any = distributed.resolve_process_group.get(None)
     return resolve(named) if isinstance(named, str) else named

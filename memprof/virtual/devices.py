@@ -15,10 +15,10 @@ from types import GetSetDescriptorType
 from typing import Any
 
 import torch
-import torch.utils._device
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import _disable_current_modes
 
+from memprof.torch_private import autograd, dispatch, kernels, tensors
+from memprof.torch_private.dispatch import disable_current_modes
 from memprof.trace.events import HOST, card_index, is_card
 from memprof.virtual.autocast import Autocast
 from memprof.virtual.calls import in_place, tensors_of
@@ -38,10 +38,11 @@ _SCRIPTED = (
 )
 _META = torch.device("meta")
 _CPU = torch.device("cpu")
-_CUDA_KERNEL = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
+_CUDA_KERNEL = torch.DispatchKeySet(torch.DispatchKey.CUDA)
 _aten = torch.ops.aten
-_NoTorchFunction = torch._C.DisableTorchFunction
+_NoTorchFunction = torch.DisableTorchFunction
 _autocast_enabled = torch.is_autocast_enabled
+_default: Any = dispatch.default_device.get()
 
 
 class _Devices(dict[str, torch.device]):
@@ -68,7 +69,7 @@ class DeviceMode(TorchFunctionMode):
         self._run_for_cuda: list[Any] = []
         self._run_in_float32: list[Any] = []
         """Operators of libraries that were registered for this run."""
-        self._factories = torch.utils._device._device_constructors()
+        self._factories = dispatch.device_constructors()
         chosen = {func: self._choosing(choose) for func, choose in composites.items()}
         self._handlers: dict[Any, Callable[..., Any]] = {
             **{func: func for func in _MAKES_NOTHING},
@@ -92,7 +93,7 @@ class DeviceMode(TorchFunctionMode):
             _Tensor.grad.__set__: self._set_grad,  # type: ignore[union-attr]
             _Tensor.__getitem__: self._choosing(self._getitem),
             _Tensor.__setitem__: self._setitem,
-            torch._C._nn._parse_to: _parse_to,
+            kernels.parse_to: _parse_to,
             torch.device: self._make_device,
             **{func: functools.partial(self._sparse, func) for func in _MAKE_SPARSE},
             torch.tensor: self._tensor,
@@ -108,7 +109,7 @@ class DeviceMode(TorchFunctionMode):
         if self.is_off:
             return func(*args, **(kwargs or {}))
         try:
-            if types and torch._C._is_torch_function_enabled():
+            if types and dispatch.is_torch_function_enabled():
                 answers = [kind for kind in types if issubclass(kind, _Tensor) and _answers(kind)]
                 for kind in answers:
                     # What a subclass then calls is the program's own, under this mode.
@@ -135,7 +136,7 @@ class DeviceMode(TorchFunctionMode):
                 return result
             if device is None and func in self._factories:
                 # `with torch.device("cuda")` and torch.set_default_device act below this mode, too late to redirect.
-                device = torch.utils._device.CURRENT_DEVICE
+                device = _default.CURRENT_DEVICE
             if device is not None:
                 wanted = torch.device(device) if isinstance(device, str) else device
                 if isinstance(wanted, int) or wanted.type == "cuda":
@@ -240,11 +241,11 @@ class DeviceMode(TorchFunctionMode):
             other = value.detach().requires_grad_(tensor.requires_grad)
             if tensor.grad is not None:
                 # A module that moves its parameters puts the gradient's data into it next: it has to be there.
-                with _disable_current_modes():
+                with disable_current_modes():
                     other.grad = torch.empty_like(other)
             # Class and attributes stay, and hooks that are set anew. So does what a graph has saved of the old one
             # (`weight_norm` makes one when the model is built), for which torch.utils.swap_tensors would refuse.
-            torch._C._swap_tensor_impl(tensor, other)
+            tensors.swap_tensor_impl(tensor, other)
             for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
                 setattr(tensor, hooks, getattr(tensor, hooks))
 
@@ -283,7 +284,7 @@ class DeviceMode(TorchFunctionMode):
             return self.kinds.like(value, tensor)
         if value.is_meta:
             return self.interchange.read(value).clone()
-        with _disable_current_modes():
+        with disable_current_modes():
             virtual = torch.empty_like(value, device=_META)
         place = self._recording.recorder.attribution.place(sys._getframe(1))
         self._recording.record([virtual], "aten.clone", place, HOST)
@@ -366,7 +367,7 @@ class DeviceMode(TorchFunctionMode):
     def _sparse(self, func: Any, *args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
         """A sparse tensor of indices and values, which have to be of one kind. Those that are tensors are moved to
         `device` if one is named, values first (utils/tensor_new.cpp)."""
-        device = torch.utils._device.CURRENT_DEVICE if device is None else self._make_device(device)
+        device = _default.CURRENT_DEVICE if device is None else self._make_device(device)
         if device is None:
             return self._run(func, *self.kinds.all_virtual((args, kwargs)))
         parts: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
@@ -383,7 +384,7 @@ class DeviceMode(TorchFunctionMode):
     def _placed(self, tensor: torch.Tensor, device: Any) -> torch.Tensor:
         """A tensor just made on the host, on the device that was asked for."""
         if device is None:
-            device = torch.utils._device.CURRENT_DEVICE
+            device = _default.CURRENT_DEVICE
         return tensor if device is None else self._to(tensor, device)
 
     def _getitem(self, tensor: torch.Tensor, index: Any) -> Any:
@@ -416,7 +417,7 @@ class DeviceMode(TorchFunctionMode):
         """Unknown numbers are finite (values/policy.py): composites would compare them first, and lose that."""
         result: torch.Tensor = func(tensor)
         values = self._recording.values
-        with _NoTorchFunction(), _disable_current_modes():
+        with _NoTorchFunction(), disable_current_modes():
             if result.is_meta and values.store.get(tensor.detach()) is None:
                 values.store.set_uniform(result, _NONFINITE[func])
         return result
@@ -505,14 +506,14 @@ class DeviceMode(TorchFunctionMode):
         devices that it knows of, which are both meta."""
 
         def send(inputs: Any, outputs: Any) -> Any:
-            with contextlib.nullcontext() if torch._C._len_torch_function_stack() else self:
+            with contextlib.nullcontext() if dispatch.len_torch_function_stack() else self:
                 return tuple(None if gradient is None else self._sent(gradient, device) for gradient in inputs)
 
         return send
 
     def _given(self, gradient: torch.Tensor, device: str) -> torch.Tensor:
         """`gradient` on the device that the engine wants it on; whichever function runs, this mode sees it."""
-        with contextlib.nullcontext() if torch._C._len_torch_function_stack() else self:
+        with contextlib.nullcontext() if dispatch.len_torch_function_stack() else self:
             return gradient.to(device)
 
     def _sent(self, gradient: torch.Tensor, device: str) -> torch.Tensor:
@@ -597,7 +598,7 @@ def _parse_to(*args: Any, **kwargs: Any) -> Any:
         args = (torch.device("cuda", args[0]), *args[1:])
     if isinstance(kwargs.get("device"), int):
         kwargs["device"] = torch.device("cuda", kwargs["device"])
-    return torch._C._nn._parse_to(*args, **kwargs)
+    return kernels.parse_to(*args, **kwargs)
 
 
 @functools.cache
@@ -613,10 +614,10 @@ _MAKE_SPARSE = (
 )
 _MAKES_NOTHING: frozenset[Any] = frozenset(
     {
-        *(value.__get__ for value in vars(torch._C.TensorBase).values() if isinstance(value, GetSetDescriptorType)),
+        *(value.__get__ for value in vars(tensors.TensorBase).values() if isinstance(value, GetSetDescriptorType)),
         *(_Tensor.dim, _Tensor.size, _Tensor.stride, _Tensor.numel, _Tensor.element_size, _Tensor.is_contiguous),
         *(_Tensor.is_floating_point, _Tensor.is_complex, torch.is_floating_point, torch.is_complex),
-        torch._C._set_grad_enabled,
+        autograd.set_grad_enabled,
     }
 )
 """What only asks; half of what a program calls. An attribute may be a view."""

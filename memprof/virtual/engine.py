@@ -15,10 +15,12 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-_use_count = torch.Tensor._use_count  # type: ignore[attr-defined]
-_storage_use_count = torch._C._storage_Use_Count
+from memprof.torch_private import autograd, tensors
+from memprof.torch_private.dispatch import TorchDispatchMode
+
+_use_count = tensors.use_count
+_storage_use_count = tensors.storage_use_count
 _aten = torch.ops.aten
 FILLS_ZEROS: dict[Any, Any] = {
     _aten.index_put.default: _aten.index_put_.default,
@@ -31,7 +33,7 @@ FILLS_ZEROS: dict[Any, Any] = {
     _aten.masked_scatter.default: _aten.masked_scatter_.default,
 }
 """Out-of-place operator of a backward formula -> what a plain run calls on the zeros that it has just made."""
-_ENGINE = torch.autograd.graph._engine_run_backward.__code__
+_ENGINE = autograd.engine_run_backward_of_graph.get().__code__
 
 
 class _Probe(TorchDispatchMode):
@@ -40,7 +42,7 @@ class _Probe(TorchDispatchMode):
     counts = (0, 0)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.add.Tensor and torch._C._current_graph_task_id() != -1:
+        if func is torch.ops.aten.add.Tensor and autograd.current_graph_task_id() != -1:
             self.counts = _counts(args[0])
         return func(*args, **(kwargs or {}))
 
@@ -91,14 +93,14 @@ class Accumulation:
 
 def _feeds_distinct_inputs() -> bool:
     """Whether the autograd node that is running has at most one gradient for each input of another."""
-    node = torch._C._current_autograd_node()
+    node = autograd.current_autograd_node()
     targets = [] if node is None else [target for target in node.next_functions if target[0] is not None]
     return len(set(targets)) == len(targets)
 
 
 def in_backward() -> bool:
     """Whether the autograd engine is running."""
-    return torch._C._current_graph_task_id() != -1
+    return autograd.current_graph_task_id() != -1
 
 
 def called_by_engine() -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +14,8 @@ from torch import nn
 from memprof.catalog import Gpu
 from memprof.errors import MemprofError, UsageError
 from memprof.patching.extension import Extension, extensions_in
+from memprof.torch_private import autograd, dynamo
+from memprof.torch_private.check import refuse_missing
 from memprof.trace.events import NONE, Failure, Owner, Phase, PhaseKind, Role, Trace
 from memprof.virtual.install_context import InstallContext
 from memprof.virtual.kernels import quantized
@@ -154,6 +155,7 @@ class VirtualGpu(Watch):
         global _active
         if _active is not None:
             raise MemprofError("a virtual GPU is already active", hint=_active.instead_of_another)
+        refuse_missing()
         _active = self
         if self._context.cards.several:
             copy = "directly" if self._context.cards.are_peers else "through buffers, as GeForce cards do"
@@ -223,10 +225,9 @@ class VirtualGpu(Watch):
             self._unwatch()
         finally:
             self.recorder.close()
-            fake = sys.modules.get("torch._subclasses.fake_tensor")
-            if fake is not None:
+            if dynamo.FakeTensorMode.is_imported():
                 # Its results say which card was current, that of a rank among them; the cache is one for the process.
-                fake.FakeTensorMode.cache_clear()
+                dynamo.FakeTensorMode.get().cache_clear()
 
     def _leave_in_child(self) -> None:
         """This is a forked child: nothing of the virtual GPU acts here."""
@@ -256,7 +257,7 @@ class VirtualGpu(Watch):
     def _outermost_call(self, module: nn.Module, index: int, args: Any, kwargs: Any) -> None:
         super()._outermost_call(module, index, args, kwargs)
         self.recording.caches.call_begins(index, (*args, *kwargs.values()))
-        if self.phases.recognises and torch._C._current_graph_task_id() == -1:
+        if self.phases.recognises and autograd.current_graph_task_id() == -1:
             self._growth.call_begins(module, index)
 
     def claim_input(self, tensor: torch.Tensor) -> None:
@@ -267,7 +268,7 @@ class VirtualGpu(Watch):
     def _outermost_return(self, result: Any) -> None:
         """That call returns."""
         self.recording.caches.call_returned(result)
-        if self.phases.recognises and torch._C._current_graph_task_id() == -1:
+        if self.phases.recognises and autograd.current_graph_task_id() == -1:
             self._growth.call_returned(result)
 
     def claim(self, tensor: torch.Tensor, owner: Owner) -> None:

@@ -22,8 +22,9 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map_only
 
+from memprof.torch_private import autograd as private_autograd
+from memprof.torch_private.pytree import tree_leaves, tree_map_only
 from memprof.trace.events import HOST, is_card
 from memprof.virtual.calls import in_place, tensors_of
 from memprof.virtual.machine import REAL, Machine
@@ -33,7 +34,7 @@ _Tensor = torch.Tensor
 _aten = torch.ops.aten
 _META = torch.device("meta")
 _CPU = torch.device("cpu")
-_NoTorchFunction = torch._C.DisableTorchFunction
+_NoTorchFunction = torch.DisableTorchFunction
 _is_grad_enabled = torch.is_grad_enabled
 _linear = torch.nn.functional.linear
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -143,7 +144,7 @@ class HostKinds:
     def patches(self) -> Iterator[tuple[Any, str, Any]]:
         """The patches (owner, name, replacement)."""
         autograd = torch.autograd
-        yield autograd, "_engine_run_backward", self._starting(autograd._engine_run_backward)  # type: ignore[attr-defined]
+        yield private_autograd.engine_run_backward.patch(self._starting(private_autograd.engine_run_backward.get()))
         yield autograd.Function, "apply", self._applying(autograd.Function.__dict__["apply"])
         backward = autograd.function.BackwardCFunction
         for name in ("apply", "apply_boxed"):

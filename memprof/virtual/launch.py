@@ -7,8 +7,8 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
 
+from memprof.torch_private.pytree import tree_map
 from memprof.trace.events import HOST, NONE
 from memprof.virtual.calls import Call, Operator
 from memprof.virtual.machine import Machine

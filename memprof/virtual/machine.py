@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from memprof.torch_private import autograd
+from memprof.torch_private.dispatch import TorchDispatchMode
 from memprof.trace.events import GPU, HOST, DeviceMismatch, Operand, Workspace, is_card
 from memprof.virtual.calls import HOST_COUNTED_BYTES, Call, Operator
 from memprof.virtual.card import Card
@@ -26,11 +27,11 @@ from memprof.watch.forward import Place
 from memprof.watch.recorder import Recorder
 from memprof.watch.wrappers import parts_of_sparse, unwrapped
 
-_NoTorchFunction = torch._C.DisableTorchFunction
+_NoTorchFunction = torch.DisableTorchFunction
 REAL = "real"
 """What is asked for where a tensor is to have data."""
 _NONE_HELD = contextlib.nullcontext()
-_sequence_number = torch._C._autograd._get_sequence_nr
+_sequence_number = autograd.get_sequence_nr
 
 
 class Machine(TorchDispatchMode):
@@ -126,7 +127,7 @@ class Machine(TorchDispatchMode):
 
     def card_of_node(self) -> str:
         """Where C++ makes a tensor of no other: in a backward pass on the card of the node, else on the current one."""
-        node = torch._C._current_autograd_node()
+        node = autograd.current_autograd_node()
         return self.cards.named() if node is None else self._node_cards.get(node._sequence_nr(), self.cards.named())
 
     def note_source(self, tensor: torch.Tensor) -> None:
@@ -136,7 +137,7 @@ class Machine(TorchDispatchMode):
 
     def returns_to_host(self) -> bool:
         """Whether the node that is running is that of a copy of a virtual host tensor."""
-        node = torch._C._current_autograd_node()
+        node = autograd.current_autograd_node()
         return node is not None and node._sequence_nr() in self._host_copies
 
     # -- recording --------------------------------------------------------------------------------------------------

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
 
 from memprof.errors import text_of
+from memprof.torch_private.pytree import tree_map
 from memprof.trace.events import HOST, is_card
 from memprof.trace.mismatch import mismatch_error
 from memprof.virtual.calls import Call, Operator, tensors_of
@@ -23,7 +23,7 @@ from memprof.watch.forward import Place
 
 _Tensor = torch.Tensor
 _aten = torch.ops.aten
-_NoTorchFunction = torch._C.DisableTorchFunction
+_NoTorchFunction = torch.DisableTorchFunction
 _DEVICES = re.compile("device|backend of indices")
 """How torch's errors speak of devices; the latter of parts of a sparse tensor."""
 MIXES_CARDS = frozenset({_aten.copy_, _aten._to_copy, _aten.set_, _aten.resize_as_})

@@ -14,10 +14,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
 
 from memprof.monitor.probe import no_card
 from memprof.patching.patch_set import PatchSet
+from memprof.torch_private import dispatch
+from memprof.torch_private.pytree import tree_map_only
 from memprof.trace.events import GPU, HOST, NONE, is_card
 from memprof.virtual.calls import (
     HOST_VIRTUAL_BYTES,
@@ -57,10 +58,10 @@ _META = torch.device("meta")
 _STRIDED = torch.strided
 _STORAGES = (torch.UntypedStorage, torch.TypedStorage)
 _Tensor = torch.Tensor
-_NoTorchFunction = torch._C.DisableTorchFunction
-_dispatch_mode = torch._C._get_dispatch_mode
-_FAKE = torch._C._TorchDispatchModeKey.FAKE
-_NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
+_NoTorchFunction = torch.DisableTorchFunction
+_dispatch_mode = dispatch.get_dispatch_mode
+_FAKE = dispatch.TorchDispatchModeKey.FAKE
+_NO_DISPATCH = dispatch.disabled_torch_dispatch_impl
 registry.load()
 
 
@@ -133,7 +134,7 @@ class RecordingMode(Machine):
                 if operator.expansion is not None:
                     if operator.in_python:
                         with (
-                            torch._C._EnableTorchFunction(),
+                            dispatch.EnableTorchFunction(),
                             dispatch_of_python(),
                             self.function_mode,
                             self,

@@ -15,8 +15,10 @@ from typing import Any
 
 import torch
 
-_Key = torch._C.DispatchKey
-_has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+from memprof.torch_private import dispatch
+
+_Key = torch.DispatchKey
+_has_kernel = dispatch.dispatch_has_kernel_for_dispatch_key
 _aten = torch.ops.aten
 _empty_like = _aten.empty_like.default
 _META = torch.device("meta")
@@ -89,7 +91,7 @@ _STRIDES: dict[Any, Callable[[Any, torch.Tensor], tuple[int, ...]]] = {
 @contextlib.contextmanager
 def made_in_cpp() -> Iterator[None]:
     """Inside, what is made like another has its strides (native/TensorFactories.cpp, empty_like), whoever asks."""
-    for_meta: Any = torch._C._dispatch_library("IMPL", "aten", "Meta", __file__, 0)
+    for_meta: Any = dispatch.dispatch_library("IMPL", "aten", "Meta", __file__, 0)
     in_python = _empty_like.py_kernels.get(_Key.Meta)
 
     def empty_like(tensor: torch.Tensor, **options: Any) -> Any:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import torch
-
+from memprof.torch_private import autograd
 from memprof.trace.events import Event, EventKind, Trace
 
-_current_graph_task = torch._C._current_graph_task_id
+_current_graph_task = autograd.current_graph_task_id
 
 
 class ActivePool:

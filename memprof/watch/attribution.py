@@ -7,8 +7,7 @@ import sys
 from types import CodeType, FrameType
 from typing import Any
 
-import torch
-
+from memprof.torch_private import autograd
 from memprof.trace.events import NONE, Trace
 from memprof.watch.forward import Forward, Place
 from memprof.watch.modules import ModuleTracker
@@ -16,9 +15,9 @@ from memprof.watch.program_code import is_program
 
 # Makes a named tuple without the Python function that its class has for that.
 _new: Any = tuple.__new__
-_sequence_number = torch._C._autograd._get_sequence_nr
-_current_node = torch._C._current_autograd_node
-_current_graph_task = torch._C._current_graph_task_id
+_sequence_number = autograd.get_sequence_nr
+_current_node = autograd.current_autograd_node
+_current_graph_task = autograd.current_graph_task_id
 
 
 class Attribution:

@@ -115,7 +115,7 @@ class Caches:
 
     def _indices(self, values: Any) -> set[int]:
         """Of the tensors with numbers in `values`, containers looked into."""
-        with torch._C.DisableTorchFunction():
+        with torch.DisableTorchFunction():
             found = {
                 self._recorder.storages.index_of(tensor) for tensor in tensors_in(values) if _holds_numbers(tensor)
             }

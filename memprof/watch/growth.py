@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from memprof.torch_private import autograd
 from memprof.trace.events import HOST, MADE_ANEW, NONE, Forward, PhaseKind, Storage
 from memprof.watch.caches import tensors_in
 from memprof.watch.holders import Search
@@ -25,7 +26,7 @@ MIN_CALL_BYTES = 64 << 10
 MAX_SEARCHES = 8
 """In one run. Each looks through all objects of the process, some tens of milliseconds."""
 
-_sequence_number = torch._C._autograd._get_sequence_nr
+_sequence_number = autograd.get_sequence_nr
 _Key = tuple[int, int, int, str, int, PhaseKind]
 """Operator, line, module, dtype and number of dimensions: what makes the counterparts of one tensor in other steps."""
 
@@ -84,7 +85,7 @@ class GrowthWatch:
         if self._call is None:
             return
         (begin, module, source, training, number), self._call = self._call, None
-        with torch._C.DisableTorchFunction():
+        with torch.DisableTorchFunction():
             returned = list(tensors_in(result))
             outputs = {self._recorder.storages.index_of(tensor) for tensor in returned} - {NONE}
             has_graph = number is not None and (not returned or any(tensor.requires_grad for tensor in returned))

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from memprof.torch_private import autograd
 from memprof.trace.events import NONE, Holder
 from memprof.watch.frames import local_variables
 from memprof.watch.program_code import is_program
@@ -89,13 +90,13 @@ class Search:
 
     def step_began(self) -> None:
         """A step begins."""
-        self._step_begins.append(torch._C._autograd._get_sequence_nr())
+        self._step_begins.append(autograd.get_sequence_nr())
         self._step_ends.append(_IN_FORWARD_ORDER)
 
     def step_ended(self) -> None:
         """An optimizer has stepped: the step's last one, as far as is known."""
         if self._step_ends:
-            self._step_ends[-1] = torch._C._autograd._get_sequence_nr()
+            self._step_ends[-1] = autograd.get_sequence_nr()
 
     def holders_of(self, targets: Mapping[int, object]) -> list[Holder]:
         """Who keeps these storages (by index, with what their counterparts have in common), the fullest first.
@@ -103,7 +104,7 @@ class Search:
         Of counterparts, one holder is named, which must have most of the older ones: the last of them are in variables
         as well. A variable that is the tensor itself must have all, as in `all = torch.cat([all, out])`.
         """
-        with torch._C.DisableTorchFunction():
+        with torch.DisableTorchFunction():
             tensors = self._tensors_of(targets)
             variables = _Variables(self._recorder)
             found = _climb(tensors, variables)
@@ -134,7 +135,7 @@ class Search:
 
     def running_sums(self) -> list[Holder]:
         """Variables, and attributes of variables, whose graph goes back over several steps: `total = total + loss`."""
-        with torch._C.DisableTorchFunction():
+        with torch.DisableTorchFunction():
             variables = _Variables(self._recorder)
             sums: dict[Any, tuple[_Found, list[Any]]] = {}
             for name, value in variables.tensors:

@@ -50,7 +50,7 @@ class OwnerTable:
     def set_owner(self, tensor: torch.Tensor, owner: Owner) -> None:
         """Give `tensor`'s storage a role. The first name stays, so that a tied weight keeps its own; what has none yet
         may get one, and what a model is fed with, or a collective has made, may turn out to be trained."""
-        with torch._C.DisableTorchFunction():  # what is read here would each pass through the program's modes
+        with torch.DisableTorchFunction():  # what is read here would each pass through the program's modes
             for part in parts_of_sparse(tensor) or [tensor]:
                 index = self._storages.index_of(part)
                 if index != NONE:

@@ -32,6 +32,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from memprof.patching.patch_set import Patch
+from memprof.torch_private import autograd, tensors
 from memprof.trace.events import Phase, PhaseKind
 
 _PER_STEP = (PhaseKind.FORWARD, PhaseKind.BACKWARD, PhaseKind.EVALUATION, PhaseKind.DECODE)
@@ -117,7 +118,7 @@ class Phases:
 
     def forward(self, module: nn.Module) -> None:
         """`module` is called from outside all others."""
-        if not self.recognises or torch._C._current_graph_task_id() != -1:
+        if not self.recognises or autograd.current_graph_task_id() != -1:
             return
         if next(module.parameters(), None) is None:  # a loss, an activation: part of what is going on
             self.built()
@@ -180,7 +181,7 @@ class Phases:
 
     def forward_raised(self, error: BaseException) -> None:
         """A module that was called from outside all others has raised."""
-        if self.recognises and torch._C._current_graph_task_id() == -1:
+        if self.recognises and autograd.current_graph_task_id() == -1:
             self.on_raise(error)
             self.go_on()
 
@@ -306,7 +307,7 @@ class Phases:
 
     def patches(self) -> Iterator[Patch]:
         """The patches (owner, name, replacement) that see what has no hook. Backward passes are the caller's to see."""
-        yield nn.Module, "_apply", self._wrap(nn.Module._apply, PhaseKind.MODEL)
+        yield tensors.apply_of_module.patch(self._wrap(tensors.apply_of_module.get(), PhaseKind.MODEL))
         yield torch, "save", self._wrap(torch.save, PhaseKind.CHECKPOINT)
         yield Optimizer, "__init__", self._wrap_optimizer(Optimizer.__init__)
         for kind in _below(Optimizer):

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 import torch
 
+from memprof.torch_private import autograd
 from memprof.trace.events import NONE
 from memprof.watch.attribution import Attribution
 from memprof.watch.modules import ModuleTracker
@@ -17,7 +18,7 @@ from memprof.watch.owners import OwnerTable
 from memprof.watch.storage_table import StorageTable
 from memprof.watch.trace_writer import TraceWriter
 
-_current_graph_task = torch._C._current_graph_task_id
+_current_graph_task = autograd.current_graph_task_id
 
 
 class Recorder:

@@ -12,13 +12,14 @@ from typing import Any
 
 import torch
 
+from memprof.torch_private import tensors
 from memprof.trace.events import GPU, HOST, NONE, is_card
 from memprof.watch.forward import Place
 from memprof.watch.trace_writer import TraceWriter
 from memprof.watch.wrappers import unwrapped
 
 # An extension that asks C++ for the data gets an error; a null pointer would end the process.
-_forbid_data = torch._C._set_throw_on_mutable_data_ptr
+_forbid_data = tensors.set_throw_on_mutable_data_ptr
 
 
 class _StorageRef(weakref.ref):  # type: ignore[type-arg]

@@ -11,12 +11,11 @@ import threading
 from bisect import bisect_right
 from collections import defaultdict
 
-import torch
-
+from memprof.torch_private import autograd
 from memprof.trace.events import Done, Event, EventKind, Trace, Use, Wait
 
-_current_node = torch._C._current_autograd_node
-_sequence_number = torch._C._autograd._get_sequence_nr
+_current_node = autograd.current_autograd_node
+_sequence_number = autograd.get_sequence_nr
 _NO_NUMBER = (1 << 64) - 1
 """Of an AccumulateGrad."""
 

@@ -18,6 +18,7 @@ from torch.nn.modules.module import (
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from memprof.patching.patch_set import Patch, PatchSet
+from memprof.torch_private import autograd, tensors
 from memprof.trace.events import Owner, Phase, PhaseKind, Role, Trace
 from memprof.watch import zero
 from memprof.watch.modules import ModuleTracker, own_name
@@ -149,9 +150,9 @@ class Watch(ABC):
     def _outermost_call(self, module: nn.Module, index: int, args: Any, kwargs: Any) -> None:
         """A module is called from outside all others."""
         self.phases.forward(module)
-        told = self.phases.recognises and torch._C._current_graph_task_id() == -1
+        told = self.phases.recognises and autograd.current_graph_task_id() == -1
         if told and next(module.parameters(), None) is not None:  # a loss has none
-            with torch._C.DisableTorchFunction():
+            with torch.DisableTorchFunction():
                 self._claim_inputs((*args, *kwargs.values()))
 
     def _claim_inputs(self, values: Iterable[Any]) -> None:
@@ -169,7 +170,7 @@ class Watch(ABC):
 
     def _patch_moves(self) -> None:
         """A module that is moved has weights, be it called or not: an average, a model whose parts are called."""
-        original = nn.Module._apply
+        original = tensors.apply_of_module.get()
         inside = False
 
         def _apply(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -184,7 +185,7 @@ class Watch(ABC):
                 self._claim_unnamed(module.parameters(), Role.PARAMETER)
                 self._claim_unnamed(module.buffers(), Role.BUFFER)
 
-        self._patches.set(nn.Module, "_apply", _apply)
+        self._patches.set(*tensors.apply_of_module.patch(_apply))
 
     def _note_registered(self, role: Role, module: nn.Module, name: str, tensor: torch.Tensor | None) -> None:
         """A module is given a weight, by which it is known if the run ends before the module is called."""
@@ -202,10 +203,10 @@ class Watch(ABC):
                 self._claim_unnamed([tensor], role)
 
     def _patch_backward(self) -> None:
-        original = torch.autograd.graph._engine_run_backward
+        original = autograd.engine_run_backward_of_graph.get()
 
         def run_backward(*args: Any, **kwargs: Any) -> Any:
-            nested = torch._C._current_graph_task_id() != -1
+            nested = autograd.current_graph_task_id() != -1
             leaves: list[torch.Tensor] = []
             if not nested:
                 self.phases.backward()
@@ -227,7 +228,7 @@ class Watch(ABC):
                     self._claim_unnamed((leaf.grad for leaf in leaves if leaf.grad is not None), Role.GRADIENT)
                     ended()
 
-        self._patches.set(torch.autograd, "_engine_run_backward", run_backward)
+        self._patches.set(*autograd.engine_run_backward.patch(run_backward))
 
     # -- names ------------------------------------------------------------------------------------------------------
 
@@ -239,7 +240,7 @@ class Watch(ABC):
 
     def _name_parameters(self) -> None:
         """Claim the parameters, gradients and buffers of the run's models, and what its optimizers step on."""
-        with torch._C.DisableTorchFunction():  # each attribute that is read would pass through the program's modes
+        with torch.DisableTorchFunction():  # each attribute that is read would pass through the program's modes
             for optimizer in self.phases.optimizers:
                 for group in optimizer.param_groups:
                     self._claim_unnamed(group["params"], Role.PARAMETER)

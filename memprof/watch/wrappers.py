@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import torch
 
-_functorch = torch._C._functorch
-_NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
+from memprof.torch_private import autograd, dispatch
+
+_NO_DISPATCH = dispatch.disabled_torch_dispatch_impl
 _PART = {"DTensor": "_local_tensor", "AsyncCollectiveTensor": "elem"}
 """Class of a tensor of torch.distributed -> the attribute that is this rank's part of it."""
 
@@ -18,14 +19,14 @@ def has_memory(tensor: torch.Tensor) -> bool:
 
 def is_wrapped(tensor: torch.Tensor) -> bool:
     """Whether a transformation of torch.func has it wrapped."""
-    return bool(_functorch.is_functorch_wrapped_tensor(tensor))
+    return bool(autograd.is_functorch_wrapped_tensor(tensor))
 
 
 def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor inside the wrappers of torch.func, of which there is one for each transformation, and of
     torch.distributed; else `tensor`."""
-    while _functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = _functorch.get_unwrapped(tensor)
+    while autograd.is_functorch_wrapped_tensor(tensor):
+        tensor = autograd.get_unwrapped(tensor)
     part = _PART.get(type(tensor).__name__)
     return tensor if part is None else unwrapped(getattr(tensor, part))
 

@@ -18,6 +18,7 @@ from torch import nn
 
 from memprof.errors import UsageError
 from memprof.spec import Mode, TargetSpec
+from memprof.torch_private import distributed
 from memprof.workload.device import Device
 from memprof.workload.layers import find_layers
 from memprof.workload.loss import loss_of_logits
@@ -202,10 +203,10 @@ class Spread:
             with attending(self._of("sequence").get_group()):
                 yield own
             return
-        from torch.distributed.tensor.experimental import _attention, context_parallel
+        from torch.distributed.tensor.experimental import context_parallel
 
         tensors = list(batch.values())
-        options: Any = getattr(_attention, "_cp_options", None)
+        options = distributed.cp_options.get()
         balanced = options.enable_load_balance
         # Else positions are out of order, and transformers makes a mask: it takes a sequence for several packed ones.
         options.enable_load_balance = False

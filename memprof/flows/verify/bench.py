@@ -11,7 +11,6 @@ import contextlib
 import copy
 import functools
 import math
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +29,7 @@ from memprof.remedies.applied import apply
 from memprof.remedies.catalog import REMEDIES, Numerics, Remedy, find_remedies
 from memprof.remedies.micro_batch import MicroBatches
 from memprof.report.documents.verification import Deviation, RemedyPeak, Verification
+from memprof.torch_private import dynamo
 from memprof.workload.pool import number_of_workers
 from memprof.workload.step import quiet_transformers
 
@@ -144,8 +144,7 @@ def _deviations_of(
 
 def _forget_compiled() -> None:
     """Dynamo compiles a function a few times, and then runs it as it is: also the layers of the next model."""
-    dynamo = sys.modules.get("torch._dynamo")
-    if dynamo is not None:
+    if dynamo.reset.is_imported():
         dynamo.reset()
 
 

@@ -23,13 +23,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from memprof.patching.patch_set import PatchSet
+from memprof.torch_private import inductor
+
 COMPILER = (
-    "torch._inductor.compile_fx", "torch._inductor.async_compile", "torch._inductor.codegen.cpp",
-    "torch._inductor.codegen.triton", "torch._inductor.codegen.wrapper_fxir", "torch._inductor.codegen.halide",
-    "torch._inductor.codegen.pallas", "torch._inductor.codegen.memory_planning",
-    "torch._inductor.fx_passes.joint_graph", "torch._inductor.fx_passes.post_grad",
-    "torch._inductor.fx_passes.pre_grad", "torch._inductor.compiler_bisector", "torch._export",
-    "torch.distributed.tensor.experimental", "torch.utils.cpp_extension", "sympy.physics.units", "sympy.tensor.tensor",
+    *(name.module for name in inductor.MODULES), "torch.distributed.tensor.experimental",
+    "torch.utils.cpp_extension", "sympy.physics.units", "sympy.tensor.tensor",
 )  # fmt: skip
 """What the first graph that is compiled imports."""
 _CPP = ".cpp"
@@ -62,34 +61,33 @@ def kernels_together() -> Iterator[None]:
 
     In a release of torch that compiles otherwise nothing is different.
     """
-    from torch._inductor import async_compile, codecache
-
     waiting = _Together()
-    compiler: Any = async_compile.AsyncCompile
-    if not hasattr(codecache, "_worker_compile_cpp"):
+    needed = (
+        inductor.worker_compile_cpp, inductor.cpp_pybinding, inductor.wait, inductor.load_pybinding_async,
+        inductor.LambdaFuture, inductor.CppBuilder,
+    )  # fmt: skip
+    if not all(name.exists() for name in needed):
         yield
         return
-    one, wait = compiler.cpp_pybinding, compiler.wait
+    wait = inductor.wait.get()
 
-    class Kernel(codecache.LambdaFuture):  # type: ignore[misc]
+    class Kernel(inductor.LambdaFuture.get()):  # type: ignore[misc]
         """A kernel that is called where nobody has waited for it compiles itself."""
 
         def __call__(self, *args: Any) -> Any:
             return self.result()(*args)
 
     def cpp_pybinding(self: Any, argtypes: list[str], source_code: str) -> Any:
-        load = codecache.CppPythonBindingsCodeCache.load_pybinding_async
+        load = inductor.load_pybinding_async.get()
         return Kernel(load(argtypes, source_code, submit_fn=waiting.submit))
 
     def wait_for_all(self: Any, scope: dict[str, Any]) -> None:
         scope.update({name: value.result() for name, value in scope.items() if isinstance(value, Kernel)})
         wait(self, scope)
 
-    compiler.cpp_pybinding, compiler.wait = cpp_pybinding, wait_for_all
-    try:
+    with PatchSet() as patches:
+        patches.set_all([inductor.cpp_pybinding.patch(cpp_pybinding), inductor.wait.patch(wait_for_all)])
         yield
-    finally:
-        compiler.cpp_pybinding, compiler.wait = one, wait
 
 
 def header_beside() -> Callable[[], None]:
@@ -111,13 +109,12 @@ def header_beside() -> Callable[[], None]:
 
 
 def _ask_for_header() -> None:
-    from torch._inductor import codecache
 
     with contextlib.suppress(Exception):  # who needs a kernel asks again, and is told
-        codecache.CppPythonBindingsCodeCache.load_pybinding_async([], _NO_KERNEL, submit_fn=lambda compile_one: None)
+        inductor.load_pybinding_async([], _NO_KERNEL, submit_fn=lambda compile_one: None)
         # The keys of its caches: hashes of torch's own files and of Triton's.
-        codecache.torch_key()
-        codecache.CacheBase.get_system()
+        inductor.torch_key()
+        inductor.get_system()
 
 
 class _Together:
@@ -156,7 +153,6 @@ def _files(builder: Any) -> tuple[str, str]:
 
 
 def _compile(builders: list[Any]) -> None:
-    from torch._inductor import cpp_builder
 
     targets = {target: source for source, target in map(_files, builders)}  # equal kernels are one file
     # A folder of its own: what is interrupted leaves no half a library where Inductor looks for a whole one.
@@ -165,7 +161,7 @@ def _compile(builders: list[Any]) -> None:
         path = Path(folder, "kernels").with_suffix(_CPP)
         path.write_text(_text(targets))
         option = builders[0]._build_option
-        all_of_them = cpp_builder.CppBuilder("kernels", str(path), option, output_dir=folder)
+        all_of_them = inductor.CppBuilder("kernels", str(path), option, output_dir=folder)
         all_of_them.build()
         for target in targets:
             _put(all_of_them.get_target_file_path(), target)

@@ -13,6 +13,7 @@ from memprof.errors import MemprofError
 from memprof.flows.verify.kernels import COMPILER, header_beside, kernels_together
 from memprof.flows.verify.specimens import Specimen
 from memprof.remedies.catalog import Remedy
+from memprof.torch_private import inductor
 from memprof.workload.pool import run_all
 from memprof.workload.quantization import import_quietly
 
@@ -40,9 +41,8 @@ def compiled_here(chosen: Sequence[Remedy], *, several: bool) -> Iterator[Callab
     if not several or not any(remedy.compiles for remedy in chosen):
         yield lambda: None
         return
-    import torch._inductor.config as inductor
 
-    with inductor.patch(compile_threads=1), kernels_together():
+    with inductor.config.get().patch(compile_threads=1), kernels_together():
         yield header_beside()
 
 

@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter, tree_map
+
+from memprof.torch_private.dispatch import TorchDispatchMode
+from memprof.torch_private.pytree import tree_iter, tree_map
 
 _SMALLER = frozenset({torch.float32, torch.float16, torch.bfloat16})
 _CASTS = frozenset({torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16})

@@ -19,6 +19,7 @@ from memprof.stand_ins.apex.casts import casts, install, without
 from memprof.stand_ins.apex.multi_tensor import CHUNK, multi_tensor_step
 from memprof.stand_ins.registry import stand_in
 from memprof.stand_ins.tools import at_end, kept, on_card, refused
+from memprof.torch_private import tensors
 
 _AT = "NVIDIA/apex@25.05:apex/amp/"
 _LEVELS: dict[str, dict[str, Any]] = {
@@ -125,7 +126,7 @@ def _cast_model(model: nn.Module, options: dict[str, Any], outputs: Any) -> None
 def _cast_without_batch_norms(model: nn.Module, dtype: torch.dtype) -> None:
     """convert_network: each tensor alone."""
     for module in model.modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.affine:
+        if isinstance(module, tensors.BatchNorm) and module.affine:
             continue
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
             if tensor.dtype.is_floating_point:

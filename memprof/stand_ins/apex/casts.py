@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 from torch.nn import functional
-from torch.nn.modules import rnn
 
 from memprof.patching.patch_set import PatchSet
 from memprof.stand_ins.registry import stand_in
 from memprof.stand_ins.tools import kept
+from memprof.torch_private import kernels
 
 
 def _names(text: str) -> list[str]:
@@ -269,8 +269,10 @@ def install() -> PatchSet:
         why = f"Cannot call in-place method {name}_ on fp16 Tensors."
         around(torch.Tensor, [f"{name}_"], functools.partial(_not_in_half, why=why, alone=True))
     around(torch.Tensor, [f"{name}_" for name in (*_HALF_METHODS, *_PROMOTED_METHODS)], _to_first)
-    patches.set(rnn, "_VF", _Layers(rnn._VF))  # type: ignore[attr-defined]
-    patches.set(rnn, "_rnn_impls", {name: layer_in_half(function) for name, function in rnn._rnn_impls.items()})
+    patches.set(*kernels.VF_of_rnn.patch(_Layers(kernels.VF_of_rnn.get())))
+    patches.set(
+        *kernels.rnn_impls.patch({name: layer_in_half(function) for name, function in kernels.rnn_impls.get().items()})
+    )
     around(functional, ["binary_cross_entropy"], functools.partial(_not_in_half, why=_BANNED, alone=False))
     casts().active = True
     casts().flag = torch.tensor([0], dtype=torch.int, device="cuda")

@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
-import torch
-
+from memprof.torch_private import cuda, dynamo, inductor
 from memprof.virtual.cards import Cards
 
 
@@ -21,8 +20,6 @@ def patches(cards: Cards, properties: Any, drivers: list[tuple[Any, str, Any]]) 
         properties: of one of them.
         drivers: what stands for the driver in the run.
     """
-    from torch._dynamo import device_interface
-    from torch.utils import _triton
 
     def returning(value: Any) -> Callable[..., Any]:
         return lambda *args, **kwargs: value
@@ -30,19 +27,20 @@ def patches(cards: Cards, properties: Any, drivers: list[tuple[Any, str, Any]]) 
     # Streams of an accelerator are asked for wherever there is one.
     yield from (patch for patch in drivers if patch[1].startswith("_cuda") or patch[1] == "default_generators")
     # torch built for CUDA would ask a driver that is not there which of its devices is current.
-    yield torch._C, "_accelerator_getAccelerator", returning(None)
-    for name in ("exchange_device", "maybe_exchange_device"):
-        yield torch.cuda, f"_{name}", lambda device: cards.select(device)
-        yield device_interface.CudaInterface, name, staticmethod(cards.select)
-    yield torch.cuda, "_is_compiled", returning(True)
-    yield torch.cuda, "_initialized", True
-    yield torch.cuda, "_cached_device_count", cards.number
-    yield torch.cuda, "_get_device_properties", returning(properties)
-    yield device_interface, "get_cuda_stream", returning(0)
-    yield device_interface, "caching_worker_device_properties", {"cuda": [properties] * cards.number}
-    yield device_interface, "caching_worker_current_devices", {}
-    yield device_interface.CudaInterface, "get_raw_stream", staticmethod(returning(0))
-    yield _triton, "triton_hash_with_backend", returning("memprof")
+    yield cuda.accelerator_get_accelerator.patch(returning(None))
+    for name in (cuda.exchange_device_of_torch, cuda.maybe_exchange_device_of_torch):
+        yield name.patch(lambda device: cards.select(device))
+    for name in (dynamo.cuda_exchange_device, dynamo.cuda_maybe_exchange_device):
+        yield name.patch(staticmethod(cards.select))
+    yield cuda.is_compiled.patch(returning(True))
+    yield cuda.initialized.patch(True)
+    yield cuda.cached_device_count.patch(cards.number)
+    yield cuda.get_device_properties.patch(returning(properties))
+    yield dynamo.get_cuda_stream.patch(returning(0))
+    yield dynamo.caching_worker_device_properties.patch({"cuda": [properties] * cards.number})
+    yield dynamo.caching_worker_current_devices.patch({})
+    yield dynamo.cuda_get_raw_stream.patch(staticmethod(returning(0)))
+    yield inductor.triton_hash_with_backend.patch(returning("memprof"))
     triton = sys.modules.get("triton.runtime.driver")
     if triton is not None:
         # Asked for the target of the program's own kernels, whose first form says which arguments they write.

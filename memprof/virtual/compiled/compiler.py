@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from memprof.patching.patch_set import PatchSet
+from memprof.torch_private import dynamo, inductor
 from memprof.virtual.compiled.graphs import Graphs
 from memprof.virtual.compiled.lifting import Lifting
 from memprof.virtual.compiled.origins import Origins
@@ -137,11 +138,11 @@ class Compiler:
     def entered(self) -> Iterator[None]:
         """Inside, what was compiled before is compiled for the card; afterwards nothing of that is left."""
         with contextlib.ExitStack() as stack:
-            if "torch._dynamo.convert_frame" in sys.modules:
+            if dynamo.catch_errors.is_imported():
+                if not self._why_not:
+                    self._attempt(self._watch_frames)
                 if self._why_not:
                     stack.enter_context(torch.compiler.set_stance("force_eager"))
-                else:
-                    self._watch_frames()
             try:
                 yield
             finally:
@@ -157,11 +158,14 @@ class Compiler:
 
     def install(self) -> None:
         """Import the compiler, and put what it runs in in place."""
-        if self._is_installed:
-            return
-        self._is_installed = True
+        if not self._is_installed:
+            self._is_installed = True
+            self._attempt(self._prepare)
+
+    def _attempt(self, prepare: Callable[[], None]) -> None:
+        """Prepare for compiling; what torch or this machine lacks for it is why nothing is compiled."""
         try:
-            self._prepare()
+            prepare()
         except (ImportError, AttributeError) as error:
             # Releases of torch differ in what is private, and some are built without a compiler.
             self._own.undo()
@@ -172,15 +176,12 @@ class Compiler:
 
     def _prepare(self) -> None:
         with self._patches.suspended():
-            import torch._functorch.config
-            import torch._inductor.compile_fx
-            from torch._dynamo import trace_rules
-            from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
-
+            for needed in (dynamo.functorch_config, inductor.compile_fx):
+                needed.get()  # imports it
             # Tables of torch's functions, made when they are first asked for, and kept for good.
-            trace_rules.get_torch_obj_rule_map()
-            if hasattr(TorchInGraphFunctionVariable, "_get_handlers"):
-                TorchInGraphFunctionVariable._get_handlers()
+            dynamo.get_torch_obj_rule_map()
+            if dynamo.get_handlers.exists():
+                dynamo.get_handlers()
         from memprof.virtual.compiled import program_side, saved, tracing, wrapper
 
         self._properties = torch.cuda.get_device_properties(0)
@@ -201,44 +202,40 @@ class Compiler:
         self._stack.callback(GENERATED.remove, self._folder)
         self._stack.callback(_set_cache, os.environ.get(_CACHE))
         _set_cache(self._folder)
-        self._stack.callback(self._forget, list(trace_rules.SKIP_DIRS))
+        self._stack.callback(self._forget, list(dynamo.SKIP_DIRS.get()))
         for name in _OWN:
-            trace_rules.add(name)
+            dynamo.skip_module(name)
         self._stack.enter_context(program_side.constants(type(self._properties)))
 
     def _forget(self, skipped: list[str]) -> None:
         """Nothing that was compiled here is run after the run."""
-        from torch._dynamo import trace_rules
 
-        trace_rules.SKIP_DIRS[:] = skipped
-        trace_rules._recompile_re()
+        dynamo.SKIP_DIRS.get()[:] = skipped
+        dynamo.recompile_re()
         with self._patches.suspended():
-            torch._dynamo.reset()
+            dynamo.reset()
 
     def _watch_frames(self) -> None:
         """Dynamo is entered without memprof's modes, which it would not compile under."""
-        from torch._dynamo import convert_frame, exc
-        from torch._dynamo import utils as dynamo_utils
-
-        catcher = convert_frame.CatchErrorsWrapper
-        if "memprof" in catcher.__call__.__module__:
+        call, skipped = dynamo.catch_errors.get(), dynamo.ConvertFrameReturn.get()
+        if "memprof" in call.__module__:
             return
-        call, skipped = catcher.__call__, convert_frame.ConvertFrameReturn  # type: ignore[attr-defined]
+        counters = dynamo.counters.get()
 
         def compile_frame(self_: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
             if _is_own(sys._getframe(1)) and not is_program(frame.f_code):
                 return skipped()
             self.install()
             outer, self._frame = self._frame, _named(frame.f_code)
-            begun, is_left = dynamo_utils.counters["frames"]["total"], False
+            begun, is_left = counters["frames"]["total"], False
             try:
                 with self._timed(), self._lifted():
                     made = call(self_, frame, *args, **kwargs)
-                is_left = made.guarded_code is None and dynamo_utils.counters["frames"]["total"] == begun  # not traced
+                is_left = made.guarded_code is None and counters["frames"]["total"] == begun  # not traced
                 if made.frame_exec_strategy.cur_action.name == "RUN_ONLY":
                     self._telling.limited(self._frame)
                 return made
-            except exc.InternalTorchDynamoError as error:
+            except dynamo.InternalTorchDynamoError.get() as error:
                 self._fall_back(error)
                 return skipped()
             finally:
@@ -246,7 +243,7 @@ class Compiler:
                 if self._lifted.is_down and not is_left:
                     gc.collect()  # Python's collector does it while torch compiles: what it traced with ends in cycles
 
-        self._own.set(catcher, "__call__", compile_frame)
+        self._own.set(*dynamo.catch_errors.patch(compile_frame))
 
     @contextlib.contextmanager
     def _timed(self) -> Iterator[None]:
@@ -265,14 +262,11 @@ class Compiler:
 
     def _hooks(self) -> Iterator[tuple[Any, str, Any]]:
         """The patches of Dynamo and Inductor for as long as the run lasts."""
-        from torch._dynamo import guards, output_graph
-        from torch._dynamo import utils as dynamo_utils
-        from torch._inductor import compile_fx, graph
 
         lifted, made = self._lifted, self._choices.made
-        build = guards.CheckFunctionManager.__init__
-        run, compile_graph = dynamo_utils.run_node, output_graph.OutputGraph.call_user_compiler
-        whole, inner = compile_fx.compile_fx, compile_fx.compile_fx_inner
+        build = dynamo.build_guards.get()
+        run, compile_graph = dynamo.run_node.get(), dynamo.call_user_compiler.get()
+        whole, inner = inductor.compile_fx.get(), inductor.compile_fx_inner.get()
 
         def build_guards(manager: Any, code: Any, output_graph: Any = None, *args: Any, **kwargs: Any) -> None:
             # They are checked where the program runs, in what it sees of torch.
@@ -315,19 +309,19 @@ class Compiler:
                 self._fall_back(error)
                 return kept
 
-        yield guards.CheckFunctionManager, "__init__", build_guards
-        yield guards.GuardBuilder, "TORCH_FUNCTION_STATE", lambda builder, guard: None
-        yield dynamo_utils, "run_node", run_node
-        yield output_graph.OutputGraph, "call_user_compiler", call_user_compiler
-        yield compile_fx, "compile_fx", compile_whole
-        to_module = graph.GraphLowering.compile_to_module
+        yield dynamo.build_guards.patch(build_guards)
+        yield dynamo.guard_on_torch_function_state.patch(lambda builder, guard: None)
+        yield dynamo.run_node.patch(run_node)
+        yield dynamo.call_user_compiler.patch(call_user_compiler)
+        yield inductor.compile_fx.patch(compile_whole)
+        to_module = inductor.compile_to_module.get()
 
         def compile_to_module(lowered: Any) -> Any:
             module = to_module(lowered)
             self._origins.note(lowered, str(module.__file__))
             return module
 
-        yield graph.GraphLowering, "compile_to_module", compile_to_module
+        yield inductor.compile_to_module.patch(compile_to_module)
 
     def _settings(self, asked: dict[str, Any] | None) -> tuple[dict[str, Any], bool]:
         """The program's own settings of Inductor without those that need a card; whether it asks for CUDA graphs."""
@@ -340,14 +334,12 @@ class Compiler:
     @contextlib.contextmanager
     def _compiling(self) -> Iterator[None]:
         """What is in place while torch compiles."""
-        import torch._dynamo.config as dynamo
-        import torch._functorch.config as functorch
-        import torch._inductor.config as inductor
-
         from memprof.virtual.compiled import card, convolutions, tracing
 
-        self._graphs_for_all = bool(inductor.triton.cudagraphs)
-        timed = [name for name in _TIMED if getattr(inductor, name, False)]
+        of_dynamo, of_aot = dynamo.config.get(), dynamo.functorch_config.get()
+        of_inductor = inductor.config.get()
+        self._graphs_for_all = bool(of_inductor.triton.cudagraphs)
+        timed = [name for name in _TIMED if getattr(of_inductor, name, False)]
         if timed:
             self._assume(_BY_TIME.format(", ".join(timed)))
         own = PatchSet()
@@ -357,9 +349,9 @@ class Compiler:
             own.set_all(convolutions.patches(self._machine.card))
             own.set_all(card.patches(self._machine.cards, self._properties, self._drivers))
             with (
-                dynamo.patch(_known(dynamo, _DYNAMO)),
-                inductor.patch(_known(inductor, _INDUCTOR)),
-                functorch.patch(_known(functorch, _AOT)),
+                of_dynamo.patch(_known(of_dynamo, _DYNAMO)),
+                of_inductor.patch(_known(of_inductor, _INDUCTOR)),
+                of_aot.patch(_known(of_aot, _AOT)),
                 warnings.catch_warnings(),
             ):
                 # Dynamo asks results of layers for it; that is nobody's mistake.
@@ -372,9 +364,8 @@ class Compiler:
 
 def _forget_triton() -> None:
     """Let torch see anew what Triton can do: it keeps the answer for good, and here the card is there for a while."""
-    from torch.utils import _triton
 
-    for function in vars(_triton).values():
+    for function in vars(inductor.triton.get()).values():
         if hasattr(function, "cache_clear"):
             function.cache_clear()
 

@@ -10,26 +10,25 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch._prims_common import suggest_memory_format
 
+from memprof.torch_private import dynamo
 from memprof.virtual.card import Card
 from memprof.virtual.kernels.convolution import cudnn_format, is_depthwise, padding_too_big, uses_cudnn
 
-_ASKED = ("_select_conv_backend", "_conv_determine_backend_memory_format")
-"""By torch/_subclasses/fake_impls.py, `conv`."""
 _CUDNN = ("Cudnn", "CudnnTranspose")
 
 
 def patches(card: Card) -> Iterator[tuple[Any, str, Any]]:
     """The patches (owner, name, replacement) by which the card says what it runs."""
-    if all(hasattr(torch._C, name) for name in _ASKED):
-        yield torch._C, _ASKED[0], _selecting(card, getattr(torch._C, _ASKED[0]))
-        yield torch._C, _ASKED[1], _in_layout_of(getattr(torch._C, _ASKED[1]))
+    select, determine = dynamo.select_conv_backend, dynamo.conv_determine_backend_memory_format
+    if select.exists() and determine.exists():  # torch/_subclasses/fake_impls.py, `conv`, asks them
+        yield select.patch(_selecting(card, select.get()))
+        yield determine.patch(_in_layout_of(determine.get()))
 
 
 def _selecting(card: Card, of_host: Callable[..., Any]) -> Callable[..., Any]:
     """native/Convolution.cpp, `_select_conv_backend`, as far as layouts go."""
-    backends = torch._C._ConvBackend  # type: ignore[attr-defined]
+    backends = dynamo.ConvBackend.get()
 
     def select(*args: Any, **named: Any) -> Any:
         rest = dict(zip(("input", "weight"), args, strict=False)) | named  # releases differ in which have names
@@ -57,4 +56,4 @@ def _in_layout_of(of_host: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _layout(data: torch.Tensor, weight: torch.Tensor) -> torch.memory_format:
-    return cudnn_format(data, weight, suggest_memory_format)
+    return cudnn_format(data, weight, dynamo.suggest_memory_format.get())

@@ -7,11 +7,9 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
-from torch.overrides import _pop_mode, _push_mode
-from torch.utils import _python_dispatch
-
 from memprof.patching.patch_set import PatchSet
+from memprof.torch_private import dispatch
+from memprof.torch_private.dispatch import pop_function_mode, push_function_mode
 
 
 class Lifting:
@@ -74,19 +72,19 @@ class Lifting:
 
     @contextlib.contextmanager
     def _without_modes(self) -> Iterator[None]:
-        functions = [_pop_mode() for _ in range(torch._C._len_torch_function_stack())]
-        operators = [_python_dispatch._pop_mode() for _ in range(torch._C._len_torch_dispatch_stack())]
-        _stack(functions, _push_mode, self._modes)
-        _stack(operators, _python_dispatch._push_mode, self._modes)
+        functions = [pop_function_mode() for _ in range(dispatch.len_torch_function_stack())]
+        operators = [dispatch.pop_dispatch_mode() for _ in range(dispatch.len_torch_dispatch_stack())]
+        _stack(functions, push_function_mode, self._modes)
+        _stack(operators, dispatch.push_dispatch_mode, self._modes)
         try:
             yield
         finally:
-            for _ in range(torch._C._len_torch_function_stack()):
-                _pop_mode()
-            for _ in range(torch._C._len_torch_dispatch_stack()):
-                _python_dispatch._pop_mode()
-            _stack(functions, _push_mode)
-            _stack(operators, _python_dispatch._push_mode)
+            for _ in range(dispatch.len_torch_function_stack()):
+                pop_function_mode()
+            for _ in range(dispatch.len_torch_dispatch_stack()):
+                dispatch.pop_dispatch_mode()
+            _stack(functions, push_function_mode)
+            _stack(operators, dispatch.push_dispatch_mode)
 
 
 def _stack(popped: list[Any], push: Callable[[Any], None], without: tuple[object, ...] = ()) -> None:

@@ -6,8 +6,8 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch.overrides import _get_current_function_mode_stack
-
+from memprof.torch_private import dynamo
+from memprof.torch_private.dispatch import get_current_function_mode_stack
 from memprof.virtual.compiled.lifting import Lifting
 
 _ONE_GRAPH = "Backward passes are not compiled as one graph here (compiled autograd), and run as without."
@@ -21,10 +21,8 @@ def patches(lifted: Lifting, function_mode: Any, assume: Callable[[str], None]) 
         function_mode: of the run, which Dynamo does not know of.
         assume: told what the run rests on.
     """
-    from torch._dynamo import compiled_autograd, utils
-    from torch._dynamo.variables.optimizer import OptimizerVariable
 
-    yield from _of_optimizers(OptimizerVariable, lifted)
+    yield from _of_optimizers(dynamo.OptimizerVariable.get(), lifted)
     yield from _of_streams()
 
     @contextlib.contextmanager
@@ -32,32 +30,29 @@ def patches(lifted: Lifting, function_mode: Any, assume: Callable[[str], None]) 
         assume(_ONE_GRAPH)
         yield
 
-    yield compiled_autograd, "_enable", enable
-    replace = getattr(utils, "set_torch_function_mode_stack", None)
+    yield dynamo.enable_compiled_autograd.patch(enable)
+    replace = dynamo.set_torch_function_mode_stack.get(None)
     if replace is not None:
 
         def set_modes(modes: list[Any]) -> None:
             # Compiled code that has entered or left a mode lays down the stack as it was when it was compiled.
-            own = [mode for mode in _get_current_function_mode_stack() if mode is function_mode]
+            own = [mode for mode in get_current_function_mode_stack() if mode is function_mode]
             replace([*(mode for mode in own if mode not in modes), *modes])
 
-        yield utils, "set_torch_function_mode_stack", set_modes
+        yield dynamo.set_torch_function_mode_stack.patch(set_modes)
 
 
 @contextlib.contextmanager
 def constants(kind: type) -> Iterator[None]:
     """Inside, a value of this type is a constant for Dynamo, as a card's properties are."""
-    from torch._dynamo.utils import common_constant_types
-    from torch._dynamo.variables.builder import SourcelessBuilder
-    from torch._dynamo.variables.constant import ConstantVariable
-
-    common_constant_types.add(kind)
-    handlers = getattr(SourcelessBuilder, "_type_handlers", {})
-    handlers[kind] = lambda tracer, value: ConstantVariable.create(value)
+    constant_types, variable = dynamo.common_constant_types.get(), dynamo.ConstantVariable.get()
+    constant_types.add(kind)
+    handlers = dynamo.type_handlers.get({})
+    handlers[kind] = lambda tracer, value: variable.create(value)
     try:
         yield
     finally:
-        common_constant_types.discard(kind)
+        constant_types.discard(kind)
         handlers.pop(kind, None)
 
 
@@ -102,17 +97,13 @@ def _of_streams() -> Iterator[tuple[Any, str, Any]]:
 
     Dynamo would give up the whole function.
     """
-    from torch._dynamo.exc import Unsupported
-
-    try:
-        from torch._dynamo.variables.streams import StreamContextVariable
-    except ImportError:  # releases in which graphs have no streams
+    make = dynamo.create_stream_context.get(None)
+    if make is None:
         return
-    make = StreamContextVariable.create
 
     def create(tracer: Any, stream: Any, **kwargs: Any) -> Any:
         if not hasattr(stream, "user_object_index"):
-            raise Unsupported("a stream is entered")
+            raise dynamo.Unsupported("a stream is entered")
         return make(tracer, stream, **kwargs)
 
-    yield StreamContextVariable, "create", staticmethod(create)
+    yield dynamo.create_stream_context.patch(staticmethod(create))

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from memprof.torch_private import inductor
 from memprof.virtual.compiled.origins import origin_of
 
-_PARTITIONER = "min_cut_rematerialization_partition"
 MIN_BYTES = 1 << 20
 """In one call of a graph: less is not noted."""
 _FORWARD = ("is_forward", "must_be_in_forward")
@@ -38,9 +38,7 @@ def patches(told: Callable[[list[Kept], int], None]) -> Iterator[tuple[Any, str,
     Args:
         told: of each graph that keeps more than eager code would: what, the largest first, and how much more in all.
     """
-    from torch._inductor import compile_fx
-
-    partition: Any = vars(compile_fx)[_PARTITIONER]
+    partition = inductor.min_cut_rematerialization_partition.get()
 
     def partitioned(joint: Any, inputs: Any, *args: Any, num_fwd_outputs: int, **options: Any) -> Any:
         eager, again = _eagerly(joint.graph)
@@ -55,7 +53,7 @@ def patches(told: Callable[[list[Kept], int], None]) -> Iterator[tuple[Any, str,
             told([_kept(node, node.name in again) for node in nodes if _num_bytes(node) >= MIN_BYTES], more)
         return forward, backward
 
-    yield compile_fx, _PARTITIONER, partitioned
+    yield inductor.min_cut_rematerialization_partition.patch(partitioned)
 
 
 def _eagerly(graph: Any) -> tuple[dict[str, int], set[str]]:

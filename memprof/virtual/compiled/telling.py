@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from memprof.torch_private import dynamo
 from memprof.trace.events import CompiledKeeps, Compiling, GraphEnd
 from memprof.units import format_bytes
 from memprof.virtual.compiled.lifting import Lifting
@@ -49,10 +50,9 @@ class Telling:
 
     def patches(self) -> Iterator[tuple[Any, str, Any]]:
         """The patches (owner, name, replacement) of Dynamo."""
-        from torch._dynamo import convert_frame, output_graph
 
-        reasons_of = convert_frame.get_and_maybe_log_recompilation_reasons  # type: ignore[attr-defined]
-        cut, compile_graph = output_graph.OutputGraph.compile_subgraph, output_graph.OutputGraph.call_user_compiler
+        reasons_of = dynamo.get_and_maybe_log_recompilation_reasons.get()
+        cut, compile_graph = dynamo.compile_subgraph.get(), dynamo.call_user_compiler.get()
 
         def reasons(entries: Any, frame: Any, *args: Any, **kwargs: Any) -> list[str]:
             # Guards fail where the program runs, in what it sees of torch.
@@ -71,9 +71,9 @@ class Telling:
                 self._broken(self._break, module)
             return compile_graph(graph, module, *args, **kwargs)
 
-        yield convert_frame, "get_and_maybe_log_recompilation_reasons", reasons
-        yield output_graph.OutputGraph, "compile_subgraph", compile_subgraph
-        yield output_graph.OutputGraph, "call_user_compiler", call_user_compiler
+        yield dynamo.get_and_maybe_log_recompilation_reasons.patch(reasons)
+        yield dynamo.compile_subgraph.patch(compile_subgraph)
+        yield dynamo.call_user_compiler.patch(call_user_compiler)
 
     def took(self, seconds: float) -> None:
         """Torch compiled for so long."""
@@ -93,7 +93,7 @@ class Telling:
 
     def limited(self, name: str) -> None:
         """The function of this name (and place) was compiled as often as Dynamo allows."""
-        limit = getattr(torch._dynamo.config, "recompile_limit", None) or torch._dynamo.config.cache_size_limit
+        limit = dynamo.config.get().recompile_limit
         self._assume(
             f"{name} was compiled {limit} times (torch._dynamo.config.recompile_limit), and for whatever fits none of "
             "them runs eagerly, as on a card."

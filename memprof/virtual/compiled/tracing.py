@@ -11,15 +11,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch._prims
 import torch.fx
-from torch._subclasses import fake_tensor, functional_tensor, meta_utils
 from torch.fx.experimental import proxy_tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
 
 from memprof.patching.patch_set import PatchSet
+from memprof.torch_private import dispatch, dynamo, inductor, tensors
+from memprof.torch_private.dispatch import TorchDispatchMode
+from memprof.torch_private.pytree import tree_map
 from memprof.virtual.autocast import Autocast
 from memprof.virtual.edges import python_functions
 from memprof.virtual.kernels import registry
@@ -27,15 +26,16 @@ from memprof.virtual.machine import Machine
 
 _META = torch.device("meta")
 _CPU = torch.device("cpu")
-_device_in_c: Callable[[torch.Tensor], torch.device] = torch._C.TensorBase.device.__get__  # type: ignore[attr-defined]
+_FAKE = dispatch.TorchDispatchModeKey.FAKE
+_device_in_c: Callable[[torch.Tensor], torch.device] = tensors.TensorBase.device.__get__
 
 
 def patches(machine: Machine) -> Iterator[tuple[Any, str, Any]]:
     """The patches (owner, name, replacement) by which virtual tensors are traced as those of the card."""
-    make: Callable[..., Any] = torch.Tensor._make_subclass
-    wrap: Callable[..., Any] = torch.Tensor._make_wrapper_subclass
-    new = fake_tensor.FakeTensor.__new__
-    describe = meta_utils.MetaTensorDescriber.describe_tensor
+    make, wrap = tensors.make_subclass.get(), tensors.make_wrapper_subclass.get()
+    fake, new = dynamo.FakeTensor.get(), dynamo.new_fake_tensor.get()
+    functional, inside = dynamo.FunctionalTensor.get(), dynamo.from_functional_tensor.get()
+    describe, layout = dynamo.describe_tensor.get(), dynamo.TensorMeta.get()
 
     def make_subclass(cls: Any, data: Any, require_grad: bool = False, **kwargs: Any) -> Any:
         keys = kwargs.get("device_for_backend_keys")
@@ -45,10 +45,10 @@ def patches(machine: Machine) -> Iterator[tuple[Any, str, Any]]:
 
     def make_wrapper(cls: Any, *args: Any, **kwargs: Any) -> Any:
         made = wrap(cls, *args, **kwargs)
-        if cls is not functional_tensor.FunctionalTensor or _device_in_c(made) != _META:
+        if cls is not functional or _device_in_c(made) != _META:
             return made
         # Its own class would be asked for the copy, and know of no functionalization yet.
-        with torch._C._DisableTorchDispatch():
+        with dispatch.DisableTorchDispatch():
             return make(cls, made, made.requires_grad, device_for_backend_keys=torch.device(machine.cards.named()))
 
     def relabelled(cls: Any, fake_mode: Any, elem: Any, *args: Any, **kwargs: Any) -> Any:
@@ -60,36 +60,31 @@ def patches(machine: Machine) -> Iterator[tuple[Any, str, Any]]:
 
     def describe_tensor(describer: Any, tensor: torch.Tensor, **kwargs: Any) -> Any:
         made = describe(describer, tensor, **kwargs)
-        if type(tensor) is not fake_tensor.FakeTensor and tensor.is_meta:
+        if type(tensor) is not fake and tensor.is_meta:
             believed = machine.device_of(tensor)
             if believed != "meta":
                 object.__setattr__(made, "device", torch.device(believed))
         return made
 
     def tensor_meta(*args: Any, **kwargs: Any) -> Any:
-        if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is None and _is_cuda(kwargs.get("device")):
+        if dispatch.get_dispatch_mode(_FAKE) is None and _is_cuda(kwargs.get("device")):
             kwargs["device"] = _META
         return layout(*args, **kwargs)
 
-    layout = torch._prims.TensorMeta
-    from torch._inductor.fx_passes import joint_graph
-
-    folder = joint_graph.UniformValueConstantFolder
-    yield folder, "_deduce_value", _on_host(folder._deduce_value)
-    yield torch._prims, "TensorMeta", tensor_meta
-    functional = functional_tensor.FunctionalTensor
-    for mode in (functional_tensor.FunctionalTensorMode, proxy_tensor.ProxyTorchDispatchMode):
+    yield inductor.deduce_value.patch(_on_host(inductor.deduce_value.get()))
+    yield dynamo.TensorMeta.patch(tensor_meta)
+    for mode in (dynamo.FunctionalTensorMode.get(), proxy_tensor.ProxyTorchDispatchMode):
         yield mode, "__torch_dispatch__", _naming_card(mode.__torch_dispatch__, machine)
-    yield functional, "device", property(lambda tensor: torch._from_functional_tensor(tensor.elem).device)
-    yield functional, "is_meta", property(lambda tensor: torch._from_functional_tensor(tensor.elem).is_meta)
-    yield torch.Tensor, "_make_wrapper_subclass", staticmethod(make_wrapper)
-    yield torch.Tensor, "_make_subclass", staticmethod(make_subclass)
-    yield fake_tensor.FakeTensor, "__new__", staticmethod(relabelled)
-    yield meta_utils.MetaTensorDescriber, "describe_tensor", describe_tensor
-    yield fake_tensor.FakeTensor, "is_meta", property(lambda fake: fake.device.type == "meta")
-    yield fake_tensor, "init_gpu_context", lambda *device: None
-    yield fake_tensor.FakeTensorMode, "avoid_device_init", True
-    yield torch._C, "_ensureCUDADeviceGuardSet", lambda: None
+    yield dynamo.device_of_functional_tensor.patch(property(lambda tensor: inside(tensor.elem).device))
+    yield dynamo.is_meta_of_functional_tensor.patch(property(lambda tensor: inside(tensor.elem).is_meta))
+    yield tensors.make_wrapper_subclass.patch(staticmethod(make_wrapper))
+    yield tensors.make_subclass.patch(staticmethod(make_subclass))
+    yield dynamo.new_fake_tensor.patch(staticmethod(relabelled))
+    yield dynamo.describe_tensor.patch(describe_tensor)
+    yield dynamo.is_meta_of_fake_tensor.patch(property(lambda fake: fake.device.type == "meta"))
+    yield dynamo.init_gpu_context.patch(lambda *device: None)
+    yield dynamo.avoid_device_init.patch(True)
+    yield dynamo.ensure_cuda_device_guard_set.patch(lambda: None)
 
 
 def _naming_card(dispatch: Callable[..., Any], machine: Machine) -> Callable[..., Any]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from memprof.torch_private import dispatch, dynamo, inductor
 from memprof.virtual.compiled.origins import UNKNOWN, Origins
 from memprof.virtual.machine import Machine
 
@@ -42,7 +43,7 @@ class Kernel:
     def run(self, *args: Any, **kwargs: Any) -> None:
         """As it is called by the wrapper."""
         tensors = {at: value for at, value in enumerate(args) if isinstance(value, torch.Tensor)}
-        with torch._C.DisableTorchFunction():  # what asks for sizes is not the program
+        with torch.DisableTorchFunction():  # what asks for sizes is not the program
             for at in self._outputs:
                 if at in tensors:
                     self._written(tensors[at])
@@ -57,11 +58,9 @@ def patches(machine: Machine, origins: Origins, made: Callable[[str], None]) -> 
         origins: of its buffers.
         made: told the source of each kernel.
     """
-    from torch._inductor import async_compile, utils
-    from torch._inductor.codegen import cpp
 
     def empty_strided(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
-        with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+        with torch.DisableTorchFunction(), dispatch.DisableTorchDispatch():
             made = torch.empty_strided(size, stride, dtype=dtype, device=_META)
             frame = sys._getframe(1)
             op, place = origins.place(frame, machine.recorder.attribution.place(frame))
@@ -71,9 +70,9 @@ def patches(machine: Machine, origins: Origins, made: Callable[[str], None]) -> 
     def copy_if_misaligned(tensor: Any) -> Any:
         if not isinstance(tensor, torch.Tensor):
             return tensor
-        with torch._C.DisableTorchFunction():
+        with torch.DisableTorchFunction():
             is_aligned = tensor.storage_offset() * tensor.element_size() % _ALIGNMENT == 0
-        return tensor if is_aligned else utils.clone_preserve_strides(tensor)
+        return tensor if is_aligned else inductor.clone_preserve_strides(tensor)
 
     def written(tensor: torch.Tensor) -> None:
         machine.values.store.drop(tensor.untyped_storage()._cdata)
@@ -85,14 +84,13 @@ def patches(machine: Machine, origins: Origins, made: Callable[[str], None]) -> 
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError("part of it runs on the CPU")
 
-    for name in ("codegen_node", "codegen_template"):
-        yield cpp.CppScheduling, name, refuse
-    guards = torch._C._dynamo.guards
-    yield guards, "_empty_strided_cuda", empty_strided
-    if hasattr(guards, "copy_if_misaligned"):
-        yield guards, "copy_if_misaligned", copy_if_misaligned
-    yield async_compile.AsyncCompile, "triton", triton
-    yield async_compile.AsyncCompile, "wait", lambda compiler, scope: None
+    for name in (inductor.codegen_node, inductor.codegen_template):
+        yield name.patch(refuse)
+    yield inductor.empty_strided_cuda.patch(empty_strided)
+    if inductor.copy_if_misaligned.exists():
+        yield inductor.copy_if_misaligned.patch(copy_if_misaligned)
+    yield inductor.compile_triton.patch(triton)
+    yield inductor.wait.patch(lambda compiler, scope: None)
 
 
 def add_rules(mode: type) -> None:
@@ -100,7 +98,6 @@ def add_rules(mode: type) -> None:
 
     No number is drawn here, and the states are on the host (torch/_prims/rng_prims.py).
     """
-    from torch._prims import rng_prims
 
     def saving(active: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
         with active:
@@ -119,6 +116,6 @@ def add_rules(mode: type) -> None:
         "graphsafe_run_with_rng_state": with_generator,
     }  # fmt: skip
     for name, rule in rules.items():
-        operator = getattr(rng_prims, name, None)
+        operator = getattr(dynamo.rng_prims.get(), name, None)
         if operator is not None and mode not in operator.python_key_table:
             operator.py_impl(mode)(rule)

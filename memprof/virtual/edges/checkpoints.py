@@ -21,14 +21,15 @@ from typing import Any, cast
 import torch
 import torch.serialization
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import _disable_current_modes
 
+from memprof.torch_private import dispatch, tensors
+from memprof.torch_private.dispatch import disable_current_modes
 from memprof.trace.events import HOST, is_card
 from memprof.virtual.calls import HOST_COUNTED_BYTES, HOST_VIRTUAL_BYTES
 from memprof.virtual.machine import Machine
 from memprof.virtual.values.budget import is_small
 
-_NoTorchFunction = torch._C.DisableTorchFunction
+_NoTorchFunction = torch.DisableTorchFunction
 _META = torch.device("meta")
 _FORM = torch.serialization
 _storage_to = torch.UntypedStorage.to
@@ -59,9 +60,9 @@ class Checkpoints:
 
     def patches(self) -> Iterator[tuple[Any, str, Any]]:
         """The patches (owner, name, replacement)."""
-        yield _FORM, "_save", self._save
-        yield _FORM, "_load", self._load
-        yield _FORM, "_legacy_load", self._loading_old_files(_FORM._legacy_load)
+        yield tensors.save.patch(self._save)
+        yield tensors.load.patch(self._load)
+        yield tensors.legacy_load.patch(self._loading_old_files(tensors.legacy_load.get()))
         yield torch, "save", self._in_new_form(torch.save)
         yield _FORM, "save", torch.save
         yield torch.UntypedStorage, "to", as_method(self._storage_to)
@@ -113,7 +114,7 @@ class Checkpoints:
         outer, self.saving = self.saving, True
         try:
             # A thread that writes checkpoints sees no modes, and would find tensors on the meta device.
-            with contextlib.nullcontext() if torch._C._len_torch_function_stack() else self._mode:
+            with contextlib.nullcontext() if dispatch.len_torch_function_stack() else self._mode:
                 Pickler(pickled, protocol=pickle_protocol).dump(obj)
         finally:
             self.saving = outer
@@ -135,7 +136,7 @@ class Checkpoints:
         if self._location(storage).startswith("cuda"):
             self._note_host_copy(storage.nbytes())
         if data is not None:
-            with _NoTorchFunction(), _disable_current_modes():
+            with _NoTorchFunction(), disable_current_modes():
                 file.write_record(name, data, data.nbytes())
 
     def _data(self, storage: torch.UntypedStorage) -> torch.UntypedStorage | None:
@@ -176,7 +177,7 @@ class Checkpoints:
         """What `torch.serialization._load` does; a mapped file (`overall_storage`) is read as any other."""
         # From 2.15 on it is said here, too, and not for the unpickler.
         trust = {"weights_only": options.pop("weights_only")} if "weights_only" in options else {}
-        restore = _FORM._get_restore_location(map_location)
+        restore = tensors.get_restore_location(map_location)
         to_meta = map_location is not None and not callable(map_location) and str(map_location) == "meta"
         loaded: dict[str, Any] = {}
         records = set(file.get_all_records())
@@ -206,13 +207,13 @@ class Checkpoints:
         with _current_functions():
             unpickler = Unpickler(io.BytesIO(file.get_record(pickle_file)), **options)
             unpickler.persistent_load = persistent_load
-            _FORM._serialization_tls.map_location = map_location
+            tensors.serialization_tls.map_location = map_location
             try:
                 result = unpickler.load()
             finally:
-                _FORM._serialization_tls.map_location = None
+                tensors.serialization_tls.map_location = None
                 loaded.clear()
-        torch._utils._validate_loaded_sparse_tensors(**trust)
+        tensors.validate_loaded_sparse_tensors(**trust)
         return result
 
     def _read(
@@ -220,7 +221,7 @@ class Checkpoints:
     ) -> torch.UntypedStorage:
         """The storage of a record on the host: real if it is worth reading, else without data."""
         if name in records and (num_bytes < HOST_VIRTUAL_BYTES or dtype in READ):
-            with _NoTorchFunction(), _disable_current_modes():
+            with _NoTorchFunction(), disable_current_modes():
                 data = file.get_storage_from_record(name, num_bytes, torch.UntypedStorage)
                 storage: torch.UntypedStorage = data._typed_storage()._untyped_storage
                 if swap:
@@ -236,7 +237,7 @@ class Checkpoints:
 
     def _new(self, num_bytes: int, dtype: torch.dtype, device: str) -> torch.UntypedStorage:
         with _NoTorchFunction():
-            with _disable_current_modes():
+            with disable_current_modes():
                 made = torch.empty(num_bytes // dtype.itemsize, dtype=dtype, device=_META)
             self._recording.record([made], "torch.load", self._place(), device)
             return made.untyped_storage()
@@ -264,7 +265,7 @@ class Checkpoints:
         """A copy of `storage` on a card; its numbers are kept if they are few, or integers."""
         values, dtype = self._recording.values, self._dtype
         made = self._new(storage.nbytes(), dtype, self._recording.cards.named(device))
-        with _NoTorchFunction(), _disable_current_modes():
+        with _NoTorchFunction(), disable_current_modes():
             copy = torch.empty(0, dtype=dtype, device=_META).set_(made)  # type: ignore[call-overload]
             if not (is_small(copy) or (values.store.is_trackable(copy) and not dtype.is_floating_point)):
                 return made
@@ -278,7 +279,7 @@ class Checkpoints:
         """Files from before torch 1.6 make their storages before they read them: read on the host, then moved."""
 
         def load(f: Any, map_location: Any, pickle_module: Any, **options: Any) -> Any:
-            restore = _FORM._get_restore_location(map_location)
+            restore = tensors.get_restore_location(map_location)
             on_card: dict[int, torch.UntypedStorage] = {}
 
             def place(storage: Any, location: str) -> Any:
@@ -315,7 +316,7 @@ def as_method(function: Callable[..., Any]) -> Callable[..., Any]:
 @contextlib.contextmanager
 def _current_functions() -> Iterator[None]:
     """The unpickler of `weights_only` remembers the functions that were there when it was first asked."""
-    allowed = torch._weights_only_unpickler._get_allowed_globals
+    allowed = tensors.get_allowed_globals
     allowed.cache_clear()
     try:
         yield

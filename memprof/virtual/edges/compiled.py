@@ -15,6 +15,7 @@ import torch
 
 from memprof.patching.extension import Extension
 from memprof.patching.patch_set import Patch
+from memprof.torch_private import dispatch, dynamo
 from memprof.virtual.install_context import InstallContext
 from memprof.watch.failure import KernelError, TracingError
 
@@ -26,12 +27,11 @@ class CompiledCode(Extension):
 
     def patches(self, context: InstallContext) -> Iterator[Patch]:
         """Refuse tracing of the program's own, and have flex_attention allocate as its kernel does."""
-        fake = sys.modules.get("torch._subclasses.fake_tensor")
-        if fake is not None:
-            yield fake.FakeTensorMode, "from_tensor", _no_tracing(fake.FakeTensorMode.from_tensor)
-        flex = sys.modules.get("torch._higher_order_ops.flex_attention")
-        if flex is not None:
-            yield flex.FlexAttentionHOP, "__call__", _flex_attention(context.assume)
+        fake, flex = dynamo.from_tensor, dispatch.call_flex_attention
+        if fake.is_imported() and fake.exists():
+            yield fake.patch(_no_tracing(fake.get()))
+        if flex.is_imported() and flex.exists():
+            yield flex.patch(_flex_attention(context.assume))
 
     def patches_of(self, module: ModuleType, context: InstallContext) -> Iterator[Patch]:
         """Replace the launches of Triton's kernels: they are passed over, or named, and the run ends."""
@@ -143,7 +143,7 @@ def _without_data(kernel: Any, args: Any, kwargs: Any, passed_over: _PassedOver 
     Raises:
         KernelError: it is, and kernels are not to be passed over.
     """
-    with torch._C.DisableTorchFunction():
+    with torch.DisableTorchFunction():
         given = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor) and value.is_meta]
     if not given:
         return False
@@ -200,13 +200,11 @@ def block_mask(
     by block in registers and writes two numbers a block. Run as its own code instead it makes the mask itself,
     [queries x keys]; and to compile it here would end the run's own function mode, beside the one that it enters.
     """
-    from torch.nn.attention import flex_attention as flex
-
     rows, columns = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else BLOCK_SIZE
     shape = (B or 1, H or 1, -(-Q_LEN // rows), -(-KV_LEN // columns))
     where = torch.accelerator.current_accelerator() if device is None else device
     partial, full = (torch.empty(shape, dtype=torch.int8, device=where) for _ in range(2))
-    return flex._create_sparse_block_from_block_mask(  # type: ignore[attr-defined]
+    return dispatch.create_sparse_block_from_block_mask(
         (partial, full if separate_full_blocks else None), mask_mod, (Q_LEN, KV_LEN), rows, columns
     )
 

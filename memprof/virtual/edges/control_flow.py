@@ -6,14 +6,14 @@ Each has an operator of its own for tracing, which asks dispatch modes for a rul
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch.utils._python_dispatch import _get_current_dispatch_mode
-
 from memprof.patching.extension import Extension
 from memprof.patching.patch_set import Patch
+from memprof.torch_private import dispatch
+from memprof.torch_private.dispatch import get_current_dispatch_mode
+from memprof.torch_private.names import PrivateName
 from memprof.virtual.install_context import InstallContext
 from memprof.virtual.machine import Machine
 
@@ -27,18 +27,21 @@ class ControlFlow(Extension):
 
     def patches(self, context: InstallContext) -> Iterator[Patch]:
         """Replace the dispatch of each by its dense kernel."""
-        kernels: dict[str, Callable[..., Any]] = {"cond": _cond, "while_loop": _while_loop, "scan": _scan}
+        kernels: dict[PrivateName, Callable[..., Any]] = {
+            dispatch.dispatch_cond: _cond,
+            dispatch.dispatch_while_loop: _while_loop,
+            dispatch.dispatch_scan: _scan,
+        }
         for name, dense in kernels.items():
-            operator = getattr(sys.modules.get(f"torch._higher_order_ops.{name}"), f"{name}_op", None)
-            if operator is not None:
-                yield operator, "dispatch", _plainly(operator.dispatch, dense)
+            if name.is_imported() and name.exists():
+                yield name.patch(_plainly(name.get(), dense))
 
 
 def _plainly(dispatch: Callable[..., Any], dense: Callable[..., Any]) -> Callable[..., Any]:
     """`dense` where a virtual GPU would be asked for a rule; `dispatch` where a tracer would."""
 
     def dispatched(key: Any, *args: Any, **kwargs: Any) -> Any:
-        mode = _get_current_dispatch_mode()
+        mode = get_current_dispatch_mode()
         return dense(*args, **kwargs) if isinstance(mode, Machine) else dispatch(key, *args, **kwargs)
 
     return dispatched
@@ -58,6 +61,4 @@ def _while_loop(
 
 
 def _scan(combine_fn: Callable[..., Any], init: Any, xs: Any, additional_inputs: Any = ()) -> Any:
-    return sys.modules["torch._higher_order_ops.scan"].generic_scan(
-        combine_fn, init, xs, additional_inputs=additional_inputs
-    )
+    return dispatch.generic_scan(combine_fn, init, xs, additional_inputs=additional_inputs)

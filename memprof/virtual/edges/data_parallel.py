@@ -15,10 +15,11 @@ from typing import Any
 import torch
 import torch.cuda.nccl
 import torch.nn.parallel
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from memprof.patching.extension import Extension
 from memprof.patching.patch_set import Patch
+from memprof.torch_private import cuda
+from memprof.torch_private.tensors import flatten_dense_tensors, unflatten_dense_tensors
 from memprof.virtual.install_context import InstallContext
 from memprof.virtual.kernels.copies import suggested_format
 
@@ -30,10 +31,10 @@ class DataParallel(Extension):
 
     def patches(self, context: InstallContext) -> Iterator[Patch]:
         """Replace its copies between GPUs by plain ones, and its threads by none."""
-        yield torch._C, "_broadcast", _broadcast
-        yield torch._C, "_broadcast_coalesced", _broadcast_coalesced
-        yield torch._C, "_scatter", _scatter
-        yield torch._C, "_gather", _gather
+        yield cuda.broadcast.patch(_broadcast)
+        yield cuda.broadcast_coalesced.patch(_broadcast_coalesced)
+        yield cuda.scatter.patch(_scatter)
+        yield cuda.gather.patch(_gather)
         yield torch.cuda.nccl, "is_available", _has_nccl
         yield torch.cuda.nccl, "reduce", _reduce
         # The package has a function of the module's name.
@@ -76,9 +77,9 @@ def _broadcast_coalesced(tensors: _Tensors, devices: Sequence[int], buffer_size:
     copies[0] = dict(enumerate(tensors))
     for group in _groups(tensors, buffer_size):
         parts = [tensors[index].detach() for index in group]
-        flat = parts[0].contiguous().view(-1) if len(parts) == 1 else _flatten_dense_tensors(parts)
+        flat = parts[0].contiguous().view(-1) if len(parts) == 1 else flatten_dense_tensors(parts)
         for place, sent in enumerate(_broadcast(flat, devices)[1:], 1):
-            copies[place].update(zip(group, (p.detach() for p in _unflatten_dense_tensors(sent, parts)), strict=True))
+            copies[place].update(zip(group, (p.detach() for p in unflatten_dense_tensors(sent, parts)), strict=True))
     return [[found[index] for index in range(len(tensors))] for found in copies]
 
 

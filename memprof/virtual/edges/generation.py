@@ -14,10 +14,10 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from memprof.patching.extension import Extension
 from memprof.patching.patch_set import Patch
+from memprof.torch_private.dispatch import disable_current_modes
 from memprof.virtual.install_context import InstallContext
 
 _PREPARES = "_prepare_special_tokens"
@@ -51,7 +51,7 @@ class Generation(Extension):
         signature = inspect.signature(original)
 
         def known(tensor: Any) -> Any:
-            with torch._C.DisableTorchFunction(), _disable_current_modes():
+            with torch.DisableTorchFunction(), disable_current_modes():
                 return tensor if not isinstance(tensor, torch.Tensor) else values.store.get(tensor.detach())
 
         def has_unfinished(*args: Any, **kwargs: Any) -> Any:

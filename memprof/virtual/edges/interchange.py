@@ -17,8 +17,9 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import _disable_current_modes
 
+from memprof.torch_private import tensors
+from memprof.torch_private.dispatch import disable_current_modes
 from memprof.trace.events import GPU, HOST, card_index, is_card
 from memprof.virtual.calls import HOST_VIRTUAL_BYTES, tensors_of
 from memprof.virtual.edges import profiler, storages
@@ -32,7 +33,7 @@ from memprof.watch.wrappers import has_memory
 
 _Tensor = torch.Tensor
 _META = torch.device("meta")
-_NoTorchFunction = torch._C.DisableTorchFunction
+_NoTorchFunction = torch.DisableTorchFunction
 _storage_data_ptr = torch.UntypedStorage.data_ptr
 
 
@@ -95,11 +96,11 @@ class Interchange:
         yield from storages.patches(self._recording)
         yield from profiler.patches()
         yield torch.Tensor, "__reduce_ex__", as_method(self._reduce)
-        for name, function in (
-            ("_rebuild_meta_tensor_no_storage", self._rebuild),
-            ("_rebuild_device_tensor_from_cpu_tensor", self._rebuild_known),
+        for rebuild, function in (
+            (tensors.rebuild_meta_tensor_no_storage, self._rebuild),
+            (tensors.rebuild_device_tensor_from_cpu_tensor, self._rebuild_known),
         ):
-            yield torch._utils, name, _named_as(getattr(torch._utils, name), function)
+            yield rebuild.patch(_named_as(rebuild.get(), function))
 
     # -- values -----------------------------------------------------------------------------------------------------
 
@@ -109,7 +110,7 @@ class Interchange:
             if not tensor.is_meta:
                 return tensor
             tensor = tensor.detach()
-            with _disable_current_modes():
+            with disable_current_modes():
                 values = self._recording.values
                 if tensor.numel() * tensor.element_size() < HOST_VIRTUAL_BYTES or values.store.get(tensor) is not None:
                     return values.policy.read(tensor)
@@ -134,7 +135,7 @@ class Interchange:
                     f"can't convert {device} device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host "
                     "memory first."
                 )
-            with _disable_current_modes():
+            with disable_current_modes():
                 own = self._recording.values.store.writable(tensor.detach()) if not force else None
                 return (self.read(tensor) if own is None else own).numpy()
 
@@ -170,7 +171,7 @@ class Interchange:
             if tensor.is_meta and is_card(self._recording.device_of(tensor)):
                 raise KernelError("DLPack hands the tensor's data on the card to another library", "the DLPack export")
             value = self.read(tensor)
-            with _disable_current_modes():
+            with disable_current_modes():
                 return _export(value, **kwargs)
 
     def _dlpack_device(self, tensor: _Tensor) -> Any:
@@ -229,10 +230,10 @@ class Interchange:
             if device == "meta":
                 return _reduce_ex(tensor, protocol)
             function, arguments = self._parts(tensor, device)
-            state = torch._utils._get_obj_state(tensor)
+            state = tensors.get_obj_state(tensor)
             if type(tensor) is _Tensor and not state:
                 return function, arguments
-            return torch._tensor._rebuild_from_type_v2, (function, type(tensor), arguments, state)
+            return tensors.rebuild_from_type_v2, (function, type(tensor), arguments, state)
 
     def _parts(self, tensor: _Tensor, device: str) -> tuple[Callable[..., _Tensor], tuple[Any, ...]]:
         """What makes a virtual tensor again where it is read, and of what."""
@@ -240,7 +241,7 @@ class Interchange:
             known = self._recording.values.store.get(tensor.detach()) if is_small(tensor) else None
             if known is not None:
                 known = known.clone()
-                return torch._utils._rebuild_device_tensor_from_cpu_tensor, (
+                return tensors.rebuild_device_tensor_from_cpu_tensor.get(), (
                     known,
                     tensor.dtype,
                     device,
@@ -249,7 +250,7 @@ class Interchange:
             # A list of strides tells a host tensor from one of the first card; another card's name stands behind them.
             elsewhere = () if device in (GPU, HOST) else (device,)
             stride = list(tensor.stride()) if device == HOST else (*tensor.stride(), *elsewhere)
-            return torch._utils._rebuild_meta_tensor_no_storage, (
+            return tensors.rebuild_meta_tensor_no_storage.get(), (
                 tensor.dtype,
                 tensor.size(),
                 stride,
@@ -260,7 +261,7 @@ class Interchange:
         device = HOST if isinstance(stride, list) else GPU
         if stride and isinstance(stride[-1], str):
             *stride, device = stride
-        with _NoTorchFunction(), _disable_current_modes():
+        with _NoTorchFunction(), disable_current_modes():
             tensor = torch.empty_strided(size, stride, dtype=dtype, device=_META, requires_grad=requires_grad)
         place = self._recording.recorder.attribution.place(sys._getframe(1))
         self._recording.record([tensor], "pickle.loads", place, device)

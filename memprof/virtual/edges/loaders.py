@@ -18,11 +18,11 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch.utils.data import IterDataPipe, MapDataPipe, dataloader
-from torch.utils.data import _utils as utils
+from torch.utils.data import IterDataPipe, MapDataPipe
 
 from memprof.patching.extension import Extension
 from memprof.patching.patch_set import Patch, PatchSet
+from memprof.torch_private import loaders
 from memprof.virtual.install_context import InstallContext
 from memprof.virtual.limits import HostOnly
 
@@ -47,7 +47,7 @@ class Loaders(Extension):
                 context.assume(_IN_PROCESS)
                 super().__init__(loader)
 
-        yield dataloader, "_MultiProcessingDataLoaderIter", InProcessIter
+        yield loaders.MultiProcessingDataLoaderIter.patch(InProcessIter)
 
     def around(self, context: InstallContext) -> AbstractContextManager[None]:
         """Return what has batches collated in this process."""
@@ -57,7 +57,7 @@ class Loaders(Extension):
 @contextlib.contextmanager
 def _collating_here() -> Iterator[None]:
     """torch's own collate function, seeing a worker, would stack batches into shared memory, past the modes."""
-    functions = utils.collate.default_collate_fn_map
+    functions = loaders.default_collate_fn_map.get()
     original = functions.get(torch.Tensor)
     if original is None:
         yield
@@ -74,7 +74,7 @@ def _collating_here() -> Iterator[None]:
         functions[torch.Tensor] = original
 
 
-class _InProcessIter(dataloader._BaseDataLoaderIter):  # type: ignore[misc]
+class _InProcessIter(loaders.BaseDataLoaderIter.get()):  # type: ignore[misc]
     """What `_MultiProcessingDataLoaderIter` yields, in its order."""
 
     host_only: HostOnly
@@ -118,7 +118,7 @@ class _InProcessIter(dataloader._BaseDataLoaderIter):  # type: ignore[misc]
             try:
                 data = worker.fetch(index)
             except StopIteration:
-                if self._dataset_kind != dataloader._DatasetKind.Iterable:
+                if self._dataset_kind != loaders.DatasetKind.get().Iterable:
                     raise
                 worker.active = False
                 self._assign()
@@ -127,7 +127,7 @@ class _InProcessIter(dataloader._BaseDataLoaderIter):  # type: ignore[misc]
                 self._assign()
                 raise
             self._assign()
-            return utils.pin_memory.pin_memory(data, self._pin_memory_device) if self._pin_memory else data
+            return loaders.pin_memory(data, self._pin_memory_device) if self._pin_memory else data
         raise StopIteration
 
 
@@ -144,7 +144,7 @@ class _Worker:
         self._fetching = (loader._dataset_kind, loader._auto_collation, loader._collate_fn, loader._drop_last)
         self._seeds = loader._base_seed, number
         self._random: Any = None
-        self._info = utils.worker.WorkerInfo(
+        self._info = loaders.WorkerInfo(
             id=number, num_workers=loader._num_workers, seed=loader._base_seed + number, dataset=self._dataset
         )
 
@@ -161,7 +161,9 @@ class _Worker:
                 init(self._number)
             if self.fetcher is None:
                 kind, collated, collate, drop_last = self._fetching
-                self.fetcher = dataloader._DatasetKind.create_fetcher(kind, self._dataset, collated, collate, drop_last)
+                self.fetcher = loaders.DatasetKind.get().create_fetcher(
+                    kind, self._dataset, collated, collate, drop_last
+                )
             return self.fetcher.fetch(index)
 
     @contextlib.contextmanager
@@ -215,13 +217,13 @@ def _replica(value: Any, done: dict[int, Any]) -> Any:
 
 def _sharding(init: Any, world_size: int, rank: int) -> Callable[[int], None]:
     """Data pipes are sharded by the worker's number before the program's own function is called."""
-    return lambda number: dataloader._sharding_worker_init_fn(init, world_size, rank, number)
+    return lambda number: loaders.sharding_worker_init_fn(init, world_size, rank, number)
 
 
 @contextlib.contextmanager
 def _worker_info(info: Any) -> Iterator[None]:
     with PatchSet() as patches:
-        patches.set(utils.worker, "_worker_info", info)
+        patches.set(*loaders.worker_info.patch(info))
         yield
 
 
@@ -229,8 +231,8 @@ def _seed(base_seed: int, number: int) -> None:
     """As `_worker_loop` seeds (torch/utils/data/_utils/worker.py)."""
     random.seed(base_seed + number)
     torch.default_generator.manual_seed(base_seed + number)
-    if "numpy" in sys.modules and hasattr(utils.worker, "_generate_state"):
-        sys.modules["numpy"].random.seed(utils.worker._generate_state(base_seed, number))
+    if "numpy" in sys.modules and loaders.generate_state.exists():
+        sys.modules["numpy"].random.seed(loaders.generate_state(base_seed, number))
 
 
 def _random_state() -> tuple[Any, torch.Tensor, Any]:

@@ -16,6 +16,7 @@ import torch.cuda.profiler
 
 from memprof.patching.extension import Extension
 from memprof.patching.patch_set import Patch
+from memprof.torch_private import cuda
 from memprof.virtual.install_context import InstallContext
 from memprof.virtual.limits import not_yet
 from memprof.watch.failure import KernelError
@@ -42,9 +43,9 @@ class Native(Extension):
             return _Compiled(functools.partial(context.note_written, by=_COMPILED))
 
         yield torch.Tensor, "__cuda_array_interface__", property(array_interface)
-        yield torch._C, "_cuda_jiterator_compile_and_launch_kernel", _kernel("torch.cuda.jiterator")
+        yield cuda.jiterator_compile_and_launch_kernel.patch(_kernel("torch.cuda.jiterator"))
         compiles = compile_kernel if context.passes_kernels else _kernel("torch.cuda._compile_kernel")
-        yield torch.cuda, "_compile_kernel", compiles
+        yield cuda.compile_kernel.patch(compiles)
         for owner in (torch.cuda, torch.cuda.memory):
             for name, what in _ALLOCATORS.items():
                 if hasattr(owner, name):

@@ -10,6 +10,7 @@ import torch
 
 from memprof.patching.extension import Extension
 from memprof.patching.patch_set import Patch
+from memprof.torch_private import autograd, dispatch, tensors
 from memprof.virtual.devices import DeviceMode
 from memprof.virtual.install_context import InstallContext
 
@@ -24,11 +25,11 @@ class PastTheModes(Extension):
         """Replace each by what the function mode answers."""
         mode = self._mode = context.function_mode
         yield from mode.interchange.patches()
-        yield torch._tensor_str, "_str", mode.repr_of(torch._tensor_str._str)
-        by_device = "_group_tensors_by_device_and_dtype"
-        yield torch._C, by_device, mode.grouping(getattr(torch._C, by_device))
-        compatible = "_has_compatible_shallow_copy_type"
-        yield torch, compatible, mode.shares_data(getattr(torch, compatible))
+        yield tensors.str_of_tensor.patch(mode.repr_of(tensors.str_of_tensor.get()))
+        by_device = tensors.group_tensors_by_device_and_dtype
+        yield by_device.patch(mode.grouping(by_device.get()))
+        compatible = tensors.has_compatible_shallow_copy_type
+        yield compatible.patch(mode.shares_data(compatible.get()))
         yield from mode.kinds.patches()
         yield _of_saved_tensors(mode)
         yield from _of_autocast(context)
@@ -46,11 +47,11 @@ class PastTheModes(Extension):
 def _of_saved_tensors(mode: DeviceMode) -> Patch:
     """Saved-tensor hooks (checkpointing, save_on_cpu) are called from inside C++ functions, where the function mode is
     off: there they would see meta tensors, and checkpointing would find that devices have changed."""
-    original = torch._C._autograd._push_saved_tensors_default_hooks
+    original = autograd.push_saved_tensors_default_hooks.get()
 
     def under_mode(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def call(value: Any) -> Any:
-            if torch._C._len_torch_function_stack():
+            if dispatch.len_torch_function_stack():
                 return hook(value)
             with mode:
                 return hook(value)
@@ -60,7 +61,7 @@ def _of_saved_tensors(mode: DeviceMode) -> Patch:
     def push(pack: Callable[[Any], Any], unpack: Callable[[Any], Any]) -> None:
         original(under_mode(pack), under_mode(unpack))
 
-    return torch._C._autograd, "_push_saved_tensors_default_hooks", push
+    return autograd.push_saved_tensors_default_hooks.patch(push)
 
 
 def _of_autocast(context: InstallContext) -> Iterator[Patch]:
@@ -73,7 +74,7 @@ def _of_autocast(context: InstallContext) -> Iterator[Patch]:
         mode.autocast.clear_cache()
 
     yield torch, "clear_autocast_cache", clear
-    run_backward = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+    run_backward = autograd.engine_run_backward.get()
 
     def run(*args: Any, **kwargs: Any) -> Any:
         # A dispatch mode runs with autocast off; what the engine calls inside a region is cast all the same.
@@ -84,4 +85,4 @@ def _of_autocast(context: InstallContext) -> Iterator[Patch]:
         finally:
             recording.cast = outer
 
-    yield torch.autograd, "_engine_run_backward", run
+    yield autograd.engine_run_backward.patch(run)

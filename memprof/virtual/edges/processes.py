@@ -19,12 +19,13 @@ from typing import Any
 import torch
 import torch.multiprocessing
 from torch.multiprocessing.spawn import ProcessException
-from torch.utils._pytree import tree_leaves
 
 from memprof.errors import MemprofError
 from memprof.monitor.probe import no_card
 from memprof.patching.extension import Extension
 from memprof.patching.patch_set import Patch
+from memprof.torch_private import dispatch
+from memprof.torch_private.pytree import tree_leaves
 from memprof.virtual.install_context import InstallContext
 from memprof.virtual.limits import SEND_NUMBERS, not_yet, note_from_here, refused
 from memprof.virtual.ranks import joining
@@ -106,7 +107,7 @@ def _submitting(original: Callable[..., Any]) -> Callable[..., Any]:
     are then read before the first is converted, which is as far ahead as threads can be."""
 
     def submit(pool: Any, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        if getattr(function, "__module__", None) not in _READ_AHEAD or not torch._C._len_torch_function_stack():
+        if getattr(function, "__module__", None) not in _READ_AHEAD or not dispatch.len_torch_function_stack():
             return original(pool, function, *args, **kwargs)
         future: concurrent.futures.Future[Any] = concurrent.futures.Future()
         try:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.autograd.profiler as autograd_profiler
 
+from memprof.torch_private import autograd
 from memprof.workload.quantization import import_quietly
 
 _LATE = ("torch.utils.flop_counter",)
@@ -25,7 +26,7 @@ def patches() -> Iterator[tuple[Any, str, Any]]:
         for name in _LATE:
             import_quietly(name)
         original(profiler, *args, **kwargs)
-        kinds = torch._C._profiler.ProfilerState
+        kinds = autograd.ProfilerState
         if getattr(profiler, "profiler_kind", None) == kinds.KINETO_GPU_FALLBACK:
             # It would ask for a CUDA event at each operator, and write a page of warnings where none can be had.
             profiler.profiler_kind = kinds.KINETO

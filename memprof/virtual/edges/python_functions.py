@@ -15,6 +15,7 @@ import torch
 
 from memprof.patching.extension import Extension
 from memprof.patching.patch_set import Patch
+from memprof.torch_private import dispatch
 from memprof.virtual.devices import DeviceMode
 from memprof.virtual.install_context import InstallContext
 
@@ -29,7 +30,7 @@ class PythonFunctions(Extension):
 
 def run_inside() -> Iterator[Patch]:
     """The patches (owner, name, replacement) that make torch's Python functions run under an active function mode."""
-    functions = {name: getattr(torch._C, f"_{name}") for name in _REPLACEMENTS}
+    functions = {name: getattr(dispatch, name) for name in _REPLACEMENTS}
     for module_name in sys.modules.keys() - _ASKED:  # of the thousands that transformers brings, each is asked once
         module = sys.modules.get(module_name)
         if module is None:
@@ -54,22 +55,22 @@ _CALLS: dict[str, list[str]] = {}
 def _overridden(tensors: Any) -> bool:
     """Whether a tensor subclass wants the call, or a mode of the program's own, as torch asks it
     (`check_has_torch_function` of torch/csrc/utils/disable_torch_function.cpp)."""
-    depth = torch._C._len_torch_function_stack()
-    innermost = torch._C._get_function_stack_at(depth - 1) if depth else None
+    depth = dispatch.len_torch_function_stack()
+    innermost = dispatch.get_function_stack_at(depth - 1) if depth else None
     if (
         innermost is not None
         and not isinstance(innermost, DeviceMode)
-        and not torch._C._is_torch_function_all_disabled()
+        and not dispatch.is_torch_function_all_disabled()
     ):
         return True
-    if not torch._C._is_torch_function_enabled():  # a subclass runs the function itself
+    if not dispatch.is_torch_function_enabled():  # a subclass runs the function itself
         return False
     for tensor in tensors:
         kind = type(tensor)
         if kind is torch.Tensor or kind is torch.nn.Parameter:
             continue
         handler = getattr(kind, "__torch_function__", None)
-        if handler not in (None, torch._C._disabled_torch_function_impl) and handler != torch.Tensor.__torch_function__:
+        if handler not in (None, dispatch.disabled_torch_function_impl) and handler != torch.Tensor.__torch_function__:
             return True
     return False
 
@@ -81,4 +82,4 @@ _REPLACEMENTS: dict[str, Any] = {
 }
 for _replacement in _REPLACEMENTS.values():
     # TorchScript does not compile these where a function of torch calls them, but has an operator in their place.
-    torch.jit._builtins._register_builtin(_replacement, "aten::has_torch_function")  # type: ignore[attr-defined]
+    dispatch.register_builtin(_replacement, "aten::has_torch_function")

@@ -22,16 +22,16 @@ from typing import Any
 import safetensors
 import safetensors.torch
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from memprof.patching.everywhere import bound_everywhere
+from memprof.torch_private.dispatch import disable_current_modes
 from memprof.trace.events import HOST, is_card
 from memprof.virtual.calls import HOST_VIRTUAL_BYTES
 from memprof.virtual.edges.checkpoints import EMPTY, READ, SHELLS, UNREAD
 from memprof.virtual.machine import Machine
 from memprof.virtual.values.budget import is_small
 
-_NoTorchFunction = torch._C.DisableTorchFunction
+_NoTorchFunction = torch.DisableTorchFunction
 _META = torch.device("meta")
 _MARK = f", in an {EMPTY}"
 _LARGEST_HEADER = 100_000_000
@@ -96,7 +96,7 @@ class SafetensorsFiles:
             return bool(virtual) and self._recording.device_of(tensor) != "meta" and self._numbers(tensor) is None
 
     def _numbers(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        with _disable_current_modes():
+        with disable_current_modes():
             large = tensor.numel() * tensor.element_size() >= HOST_VIRTUAL_BYTES or not is_small(tensor)
             return None if large and tensor.is_meta else self._recording.values.store.get(tensor.detach())
 
@@ -126,7 +126,7 @@ class SafetensorsFiles:
                 numbers = self._numbers(tensor)
                 content = b""
                 if numbers is not None:
-                    with _disable_current_modes():
+                    with disable_current_modes():
                         content = bytes(numbers.contiguous().reshape(-1).view(torch.uint8).numpy())
                 code = _CODES[tensor.dtype]
                 header[name] = {
@@ -153,7 +153,7 @@ class SafetensorsFiles:
     def make(self, shape: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A tensor whose data is not read."""
         with _NoTorchFunction():
-            with _disable_current_modes():
+            with disable_current_modes():
                 made = torch.empty(shape, dtype=dtype, device=_META)
             if device.type != "meta":
                 place = self._recording.recorder.attribution.place(sys._getframe(1))
@@ -224,7 +224,7 @@ class _File:
     def read(self, name: str, dtype: torch.dtype, entry: dict[str, Any], index: Any) -> torch.Tensor:
         """`tensor[index]` on the device that the file was opened for."""
         shape = entry["shape"]
-        with _NoTorchFunction(), _disable_current_modes():
+        with _NoTorchFunction(), disable_current_modes():
             layout = torch.empty(shape, dtype=dtype, device=_META)[index]
             size = layout.numel() * dtype.itemsize
             large = size >= (_MOST_READ_BYTES if dtype in READ else HOST_VIRTUAL_BYTES)

@@ -15,7 +15,7 @@ _deepcopy = torch.Tensor.__deepcopy__
 _resize = torch.UntypedStorage.resize_
 _getitem = torch.UntypedStorage.__getitem__
 _set: Any = torch.Tensor.set_
-_NoTorchFunction = torch._C.DisableTorchFunction
+_NoTorchFunction = torch.DisableTorchFunction
 
 
 def patches(recording: Machine) -> Iterator[tuple[Any, str, Any]]:

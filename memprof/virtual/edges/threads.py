@@ -21,10 +21,9 @@ import weakref
 from collections.abc import Iterator
 from types import FrameType
 
-from torch.utils import _python_dispatch as dispatch
-
 from memprof.patching.extension import Extension
 from memprof.patching.patch_set import Patch
+from memprof.torch_private import dispatch
 from memprof.virtual.install_context import InstallContext
 from memprof.watch.program_code import is_program_file
 
@@ -74,11 +73,11 @@ class Threads(Extension):
         recording.recorder.writer.mark_worker_thread()
         recording.function_mode = context.function_mode.of_thread(recording)
         with recording.function_mode:
-            dispatch._push_mode(recording)
+            dispatch.push_dispatch_mode(recording)
             try:
                 yield
             finally:
-                dispatch._pop_mode()
+                dispatch.pop_dispatch_mode()
                 self._numbers.discard(number)
 
 

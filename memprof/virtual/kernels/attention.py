@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from memprof.torch_private import kernels
 from memprof.virtual.card import Card, cudnn_version
 from memprof.virtual.kernels.dropout import dropout
 from memprof.virtual.kernels.registry import composite, kernel, scratch
@@ -46,7 +47,7 @@ def prefers_cudnn(card: Card) -> bool:
     return cudnn_version(card.release) > 91_500 and card.compute_capability[0] in (9, 10)
 
 
-@composite(torch._C._nn.scaled_dot_product_attention)
+@composite(kernels.scaled_dot_product_attention)
 def attention(
     machine: Machine,
     query: torch.Tensor,
@@ -130,7 +131,7 @@ def backend(
 
 def _order(card: Card) -> tuple[str, ...]:
     """The order that the program set, or the default, in which cuDNN may come first."""
-    numbers = torch._C._get_sdp_priority_order() if hasattr(torch._C, "_get_sdp_priority_order") else [1, 2, 0, 3]
+    numbers = kernels.get_sdp_priority_order()
     order = tuple(dict.fromkeys(_NAMES[number] for number in numbers if number in _NAMES))  # 2.8 names one twice
     if order == _DEFAULT_ORDER and prefers_cudnn(card):
         return ("cudnn", "flash", "efficient", "math")
@@ -236,7 +237,7 @@ def _math_attention(
     scores = query @ (key.transpose(-2, -1) * root)
     if attn_mask is not None:
         scores.add_(attn_mask)
-    scores = torch._safe_softmax(scores, -1)
+    scores = kernels.safe_softmax(scores, -1)
     if dropout_p > 0:
         dropped = dropout(machine, scores, dropout_p)
         scores = torch.dropout(scores, dropout_p, True) if dropped is NotImplemented else dropped

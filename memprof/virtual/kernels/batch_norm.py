@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from memprof.torch_private import kernels
 from memprof.virtual.kernels.copies import suggested_format
 from memprof.virtual.kernels.registry import composite, kernel
 from memprof.virtual.launch import Launch
@@ -38,7 +39,7 @@ def uses_cudnn(
     training: bool,
 ) -> bool:
     """Whether CUDA hands this batch norm to cuDNN (_select_batch_norm_backend): never in bfloat16."""
-    if not torch._C._get_cudnn_enabled() or data.dtype is torch.bfloat16 or weight is None or bias is None:
+    if not kernels.get_cudnn_enabled() or data.dtype is torch.bfloat16 or weight is None or bias is None:
         return False
     statistics = running_mean is not None and running_var is not None
     none = running_mean is None and running_var is None and training

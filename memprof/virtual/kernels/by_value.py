@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
 
+from memprof.torch_private.pytree import tree_map
 from memprof.virtual.kernels.registry import kernel
 from memprof.virtual.launch import Launch
 from memprof.virtual.values import budget

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch.distributed as dist
-
+from memprof.torch_private import distributed
 from memprof.virtual.kernels.registry import kernel
 from memprof.virtual.launch import Launch
 
-if dist.is_available():
-    from torch.distributed import _functional_collectives as functional
+_AsyncCollectiveTensor: Any = distributed.AsyncCollectiveTensor.get(None)
+"""None in a build of torch without torch.distributed."""
 
 
 @kernel("_c10d_functional.all_gather_into_tensor", "_c10d_functional.all_to_all_single")
@@ -37,4 +36,4 @@ def wait_tensor(launch: Launch) -> Any:
 @kernel("_c10d_functional._wrap_tensor_autograd", on_host=True)
 def wrap_tensor(launch: Launch) -> Any:
     """The same tensor, which is waited for where it is first used (torch/distributed/_functional_collectives.py)."""
-    return functional.AsyncCollectiveTensor(launch.args[0])
+    return _AsyncCollectiveTensor(launch.args[0])

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from memprof.torch_private import kernels
 from memprof.virtual.card import Card, cudnn_version
 from memprof.virtual.kernels import convolution_workspace
 from memprof.virtual.kernels.copies import contiguous, suggested_format
@@ -57,7 +58,7 @@ def is_depthwise(data: torch.Tensor, weight: torch.Tensor, transposed: bool, gro
 
 def uses_cudnn(card: Card, data: torch.Tensor, weight: torch.Tensor, padding_too_big: bool) -> bool:
     """Whether the convolution is cuDNN's (ConvParams::use_cudnn); else torch's own kernels run."""
-    if not torch._C._get_cudnn_enabled() or padding_too_big:
+    if not kernels.get_cudnn_enabled() or padding_too_big:
         return False
     if torch.bfloat16 in (data.dtype, weight.dtype) and card.compute_capability < (8, 0):
         return False

@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 import torch
 
+from memprof.torch_private import kernels
 from memprof.virtual.card import Card
 
 RULE = (
@@ -102,4 +103,4 @@ def workspace(
 
 
 def _tf32(card: Card, data: torch.Tensor) -> bool:
-    return data.dtype is torch.float32 and card.compute_capability >= (8, 0) and torch._C._get_cudnn_allow_tf32()
+    return data.dtype is torch.float32 and card.compute_capability >= (8, 0) and kernels.get_cudnn_allow_tf32()

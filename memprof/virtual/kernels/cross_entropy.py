@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 
+from memprof.torch_private import kernels
 from memprof.virtual.kernels.registry import composite
 from memprof.virtual.machine import Machine
 
-_nll_loss: Callable[..., torch.Tensor] = torch._C._nn.nll_loss_nd
+_nll_loss: Callable[..., torch.Tensor] = kernels.nll_loss_nd
 
 
-@composite(torch._C._nn.cross_entropy_loss)
+@composite(kernels.cross_entropy_loss)
 def cross_entropy(
     machine: Machine,
     input: torch.Tensor,
@@ -46,7 +47,7 @@ def pairwise_distance(
     """Under autocast the norm inside gives float32 (native/Distance.cpp)."""
     if not _autocasts(machine, x1):
         return NotImplemented
-    return torch._VF.norm(x1 - x2 + eps, p, -1, keepdim, dtype=torch.float32)  # type: ignore[attr-defined]
+    return kernels.norm(x1 - x2 + eps, p, -1, keepdim, dtype=torch.float32)
 
 
 def _autocasts(machine: Machine, input: torch.Tensor) -> bool:

@@ -10,14 +10,15 @@ from typing import Any
 
 import torch
 
+from memprof.torch_private import kernels
 from memprof.virtual.kernels.attention import attention, backend
 from memprof.virtual.kernels.registry import composite
 from memprof.virtual.machine import Machine
 
-_linear = torch._C._nn.linear
+_linear = kernels.linear
 
 
-@composite(torch._native_multi_head_attention)
+@composite(kernels.native_multi_head_attention)
 def multi_head_attention(
     machine: Machine,
     query: torch.Tensor,
@@ -52,7 +53,7 @@ def multi_head_attention(
     del projected
     queries, keys, values = packed.unbind(0)
     scores = torch.bmm(queries, keys.transpose(1, 2)).view(batch, num_heads, length, length)
-    weights = torch.softmax(scores, -1) if mask is None else torch._masked_softmax(scores, mask, 3, mask_type)
+    weights = torch.softmax(scores, -1) if mask is None else kernels.masked_softmax(scores, mask, 3, mask_type)
     del scores
     torch.bmm(weights.view(-1, length, length), values, out=queries)
     if not need_weights:
@@ -64,7 +65,7 @@ def multi_head_attention(
     return result, weights.sum(1).div_(num_heads) if average_attn_weights else weights
 
 
-@composite(torch._transformer_encoder_layer_fwd)
+@composite(kernels.transformer_encoder_layer_fwd)
 def layer(
     machine: Machine,
     src: torch.Tensor,
@@ -116,7 +117,7 @@ def layer(
     residual = x
     if norm_first:
         x = torch.layer_norm(x, shape, *second)
-    hidden = torch._addmm_activation(ffn_bias_1, x.reshape(-1, embed_dim), ffn_weight_1.t(), use_gelu=use_gelu)
+    hidden = kernels.addmm_activation(ffn_bias_1, x.reshape(-1, embed_dim), ffn_weight_1.t(), use_gelu=use_gelu)
     x = _linear(hidden.view(*src.shape[:-1], -1), ffn_weight_2, ffn_bias_2)
     del hidden
     x.add_(residual)

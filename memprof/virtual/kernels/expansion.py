@@ -15,11 +15,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._library.custom_ops import OPDEFS
 
+from memprof.torch_private import dispatch
+from memprof.torch_private.dispatch import OPDEFS
 from memprof.virtual.kernels.registry import looked_into
 
-_has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+_has_kernel = dispatch.dispatch_has_kernel_for_dispatch_key
 _EXPLICIT = ("CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional")
 
 _OPERATORS = (
@@ -44,7 +45,7 @@ _OPERATORS = (
 )  # fmt: skip
 """Operators without a CUDA kernel whose device-independent C++ allocates more than the result, by source file."""
 looked_into.mark(*(f"aten.{name}" for name in _OPERATORS))
-_AUTOCAST_IS_OFF = torch._C._dispatch_tls_local_exclude_set()
+_AUTOCAST_IS_OFF = dispatch.dispatch_tls_local_exclude_set()
 """What torch leaves out of every dispatch outside of autocast."""
 _TORCHS_OWN = "torch_nn"
 """The namespace of operators that torch has in Python (nn/modules/linear_cross_entropy.py)."""
@@ -68,8 +69,8 @@ def in_python(func: Any) -> Callable[..., Any] | None:
 def dispatch_of_python() -> Any:
     """Dispatch as it is inside an operator that is Python: under a mode all keys of features are off, and torch then
     compiles nothing that makes a tensor of numbers. What differentiates is off by grad mode, which is off there."""
-    excluded, included = torch._C._dispatch_tls_local_exclude_set(), torch._C._dispatch_tls_local_include_set()
-    return torch._C._ForceDispatchKeyGuard(included, excluded & _AUTOCAST_IS_OFF)
+    excluded, included = dispatch.dispatch_tls_local_exclude_set(), dispatch.dispatch_tls_local_include_set()
+    return dispatch.ForceDispatchKeyGuard(included, excluded & _AUTOCAST_IS_OFF)
 
 
 def expansion(func: Any) -> Callable[..., Any] | None:
@@ -86,13 +87,13 @@ def expansion(func: Any) -> Callable[..., Any] | None:
     name = func.name()
     if func.namespace == "fsdp":
         # fully_shard's own: Python, the same on every device, which calls torch's operators.
-        return functools.partial(func._op_dk, torch._C.DispatchKey.CUDA)
+        return functools.partial(func._op_dk, torch.DispatchKey.CUDA)
     if _has_kernel(name, "CPU"):
         return None
     explicit = [key for key in _EXPLICIT if _has_kernel(name, key)]
     if explicit:
-        key = getattr(torch._C.DispatchKey, explicit[0])
+        key = getattr(torch.DispatchKey, explicit[0])
         return functools.partial(func._op_dk, key) if func.overloadpacket in looked_into else None
     if not _has_kernel(name, "CompositeImplicitAutograd"):
         return None
-    return functools.partial(func._op_dk, torch._C.DispatchKey.CompositeImplicitAutograd)
+    return functools.partial(func._op_dk, torch.DispatchKey.CompositeImplicitAutograd)

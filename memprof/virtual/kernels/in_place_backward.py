@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from memprof.torch_private import autograd
+
 _aten = torch.ops.aten
 
 _EVENLY = {_aten.logical_and.default: _aten.logical_and_.default}
@@ -45,7 +47,7 @@ def in_place(func: Any, args: Any, made_by: str) -> Any:
 
     `made_by` names the operator whose result the first argument is. Broadcasting, which needs a new result, is left.
     """
-    node = torch._C._current_autograd_node()
+    node = autograd.current_autograd_node()
     table = None if node is None else IN_PLACE.get(node.name())
     if table is None or func not in table:
         return None

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from memprof.torch_private import kernels
 from memprof.virtual.engine import in_backward
 from memprof.virtual.kernels.registry import composite, input_copies, kernel, uses_cublas, uses_cublaslt
 from memprof.virtual.launch import Launch
@@ -18,7 +19,7 @@ from memprof.watch.wrappers import is_wrapped
 
 _aten = torch.ops.aten
 _META = torch.device("meta")
-_linear = torch._C._nn.linear
+_linear = kernels.linear
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -120,7 +121,7 @@ def addmm_of_two_dtypes(launch: Launch) -> Any:
 def _is_addmm_of_two_dtypes_known() -> bool:
     """Whether torch has a meta kernel of its own for it, as 2.13 has; that of 2.11 takes the dtype for `beta`
     (torch/_decomp/decompositions.py)."""
-    return hasattr(torch._decomp.decompositions, "addmm_dtype")
+    return kernels.addmm_dtype.exists()
 
 
 class _OnMeta:

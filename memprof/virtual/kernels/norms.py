@@ -41,7 +41,7 @@ def fused_rms_norm(launch: Launch) -> Any:
     data, shape, weight = launch.args[:3]
     if launch.device == HOST:
         with launch.inside():
-            return launch.func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *launch.args)
+            return launch.func._op_dk(torch.DispatchKey.CompositeImplicitAutograd, *launch.args)
     with launch.scratch(*contiguous(data, weight)):
         return launch.new(data.shape, data.dtype), launch.new(*_row_statistics(data, shape))
 

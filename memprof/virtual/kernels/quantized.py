@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from memprof.patching.patch_set import Patch
+from memprof.torch_private import dispatch
 
 _KERNELS = "bitsandbytes.backends.cuda.ops"
 _FUNCTIONS = "bitsandbytes.functional"
@@ -88,8 +89,8 @@ _operators: list[Any] = []
 def operators() -> Iterator[Any]:
     """The operators of bitsandbytes that have a kernel for CUDA; after `patches`, which has them registered."""
     if not _operators:  # registered once, for good; torch takes its time to name its thousands of operators
-        for name in torch._C._dispatch_get_all_op_names():
-            if name.startswith(_NAMESPACE) and torch._C._dispatch_has_computed_kernel_for_dispatch_key(name, "CUDA"):
+        for name in dispatch.dispatch_get_all_op_names():
+            if name.startswith(_NAMESPACE) and dispatch.dispatch_has_computed_kernel_for_dispatch_key(name, "CUDA"):
                 packet, _, overload = name.removeprefix(_NAMESPACE).partition(".")
                 _operators.append(getattr(getattr(torch.ops.bitsandbytes, packet), overload or "default"))
     yield from _operators

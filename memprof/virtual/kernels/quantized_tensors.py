@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from memprof.torch_private import dispatch
 from memprof.trace.events import HOST
 from memprof.virtual.device_rules import lacks_quantized_kernel
 from memprof.virtual.kernels.copies import contiguous, suggested_format
@@ -21,8 +22,8 @@ from memprof.virtual.limits import not_yet
 
 _aten = torch.ops.aten
 _META = torch.device("meta")
-_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.QuantizedCPU)
-_has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+_CPU = torch.DispatchKeySet(torch.DispatchKey.QuantizedCPU)
+_has_kernel = dispatch.dispatch_has_kernel_for_dispatch_key
 _COMPOSITES = ("CompositeExplicitAutograd", "CompositeImplicitAutograd")
 
 _PER_TENSOR, _PER_CHANNEL_FLOATS = 0, 4
@@ -66,7 +67,7 @@ def run(launch: Launch) -> Any:
     for key in _COMPOSITES:
         if _has_kernel(name, key):
             with launch.inside():
-                return launch.func._op_dk(getattr(torch._C.DispatchKey, key), *launch.args, **launch.kwargs)
+                return launch.func._op_dk(getattr(torch.DispatchKey, key), *launch.args, **launch.kwargs)
     raise not_yet(f"gives a quantized tensor to {launch.operator.name}", "dequantize it: `.dequantize()`")
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from memprof.torch_private import kernels
 from memprof.virtual.kernels.copies import contiguous
 from memprof.virtual.kernels.registry import composite, kernel
 from memprof.virtual.launch import Launch
@@ -40,11 +41,11 @@ COPIED_WEIGHTS = "Recurrent weights that are not parts of one buffer are copied 
 
 def is_acceptable(tensor: torch.Tensor) -> bool:
     """cudnn_is_acceptable: on the card, not bfloat16, and cuDNN enabled."""
-    return torch._C._get_cudnn_enabled() and tensor.is_cuda and tensor.dtype in DTYPES and tensor.numel() > 0
+    return kernels.get_cudnn_enabled() and tensor.is_cuda and tensor.dtype in DTYPES and tensor.numel() > 0
 
 
 def _run(name: str, machine: Machine, data: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    acceptable = torch._C._get_cudnn_enabled() and data.dtype in DTYPES and data.numel() > 0
+    acceptable = kernels.get_cudnn_enabled() and data.dtype in DTYPES and data.numel() > 0
     if kwargs or not acceptable or not machine.is_on_card(data):
         return NotImplemented
     if isinstance(args[2], (list, tuple)):  # packed sequences: the third of the arguments is the weights
@@ -138,7 +139,7 @@ class Packing:
 
     def buffer_of(self, weights: Sequence[torch.Tensor]) -> torch.Tensor | None:
         """The buffer whose parts these weights are (try_get_weight_buf), or None."""
-        with torch._C.DisableTorchFunction():
+        with torch.DisableTorchFunction():
             first = weights[0].detach()
             storage = first.untyped_storage()
             if storage.nbytes() < self.numel * first.element_size():

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from memprof.torch_private import kernels
 from memprof.virtual.card import Card
 from memprof.virtual.kernels.copies import contiguous
 from memprof.virtual.kernels.registry import composite, input_copies, kernel, scratch
@@ -85,7 +86,7 @@ def unfold_backward(args: Any, card: Card) -> list[int]:
     return [8 * sizes[dim]] if step < size and sizes else []
 
 
-@composite(torch._C._nn.one_hot)
+@composite(kernels.one_hot)
 def one_hot(machine: Machine, input: torch.Tensor, num_classes: int = -1) -> Any:
     """Ones scattered into zeros; on meta tensors C++ would compare with a range (native/Onehot.cpp)."""
     if not machine.is_on_card(input) or not input.numel() or input.dtype is not torch.int64:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from memprof.torch_private import dispatch
 from memprof.virtual.kernels.norms import HAS_FUSED_RMS_NORM, meta_rms_norm
 
 _aten = torch.ops.aten
@@ -25,7 +26,7 @@ def kept_whole() -> Iterator[None]:
     """Inside, the dispatch modes see these operators."""
     library = torch.library.Library("aten", "IMPL", "AutogradMeta")
     # torch.library refuses a kernel for an operator that is taken apart.
-    for_meta: Any = torch._C._dispatch_library("IMPL", "aten", "Meta", __file__, 0)
+    for_meta: Any = dispatch.dispatch_library("IMPL", "aten", "Meta", __file__, 0)
     try:
         if HAS_FUSED_RMS_NORM:
             for_meta.impl("_fused_rms_norm", "Meta", meta_rms_norm, False)
@@ -39,7 +40,7 @@ def kept_whole() -> Iterator[None]:
 
 def _below_autograd(operator: Any) -> Callable[..., Any]:
     def hand_on(*args: Any) -> Any:
-        with torch._C._AutoDispatchBelowAutograd():
+        with dispatch.AutoDispatchBelowAutograd():
             return operator(*args)
 
     return hand_on

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
+from memprof.torch_private.dispatch import disable_current_modes
 from memprof.virtual.limits import program_line
 from memprof.virtual.ranks.known import Known, Parts, Place, has_no_data
 from memprof.virtual.values import Values
@@ -103,7 +103,7 @@ class Alone:
     def send(self, tensor: torch.Tensor, to: int, tag: int, place: Place) -> Finish:
         """`tensor` goes to one other rank."""
         if self._known.knows(tensor) and is_small(tensor):
-            with torch._C.DisableTorchFunction(), _disable_current_modes():
+            with torch.DisableTorchFunction(), disable_current_modes():
                 known = self._values.store.get(tensor.detach())
                 if known is not None:
                     self._sent[tensor.shape, tensor.dtype] = known.clone()

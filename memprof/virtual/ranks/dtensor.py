@@ -15,6 +15,7 @@ import torch
 
 from memprof.patching.extension import Extension
 from memprof.patching.patch_set import Patch
+from memprof.torch_private import distributed
 from memprof.virtual.install_context import InstallContext
 
 
@@ -22,10 +23,10 @@ class DTensors(Extension):
     """DTensor, and what is built on it, once they are imported."""
 
     imports = (
-        "torch.distributed.tensor._sharding_prop",
-        "torch.distributed.tensor._ops.single_dim_strategy",
-        "torch.distributed._functional_collectives",
-        "torch.distributed.fsdp._fully_shard._fsdp_param",
+        distributed.propagate_tensor_meta_non_cached.module,
+        distributed.tree_map_only_of_strategies.module,
+        distributed.AsyncCollectiveTensor.module,
+        distributed.chunk_with_empty.module,
     )
 
     def patches_of(self, module: ModuleType, context: InstallContext) -> Iterator[Patch]:
@@ -35,8 +36,7 @@ class DTensors(Extension):
 
 
 def _of_propagation(module: Any) -> Iterator[tuple[Any, str, Any]]:
-    owner, name = module.ShardingPropagator, "_propagate_tensor_meta_non_cached"
-    original = getattr(owner, name, None)
+    original = distributed.propagate_tensor_meta_non_cached.get(None)
     if original is None:
         return
 
@@ -48,10 +48,10 @@ def _of_propagation(module: Any) -> Iterator[tuple[Any, str, Any]]:
             return None  # in place: the original would run it on fake tensors, to the same answer
         return original(propagator, schema)
 
-    yield owner, name, propagate
-    flag = getattr(module, "_propagate_use_strided_shard_flag", None)
-    if flag is not None:
-        yield module, flag.__name__, _of_strided_alone(flag, module._StridedShard)
+    yield distributed.propagate_tensor_meta_non_cached.patch(propagate)
+    flag = distributed.propagate_use_strided_shard_flag
+    if flag.exists():
+        yield flag.patch(_of_strided_alone(flag.get(), distributed.StridedShard.get()))
 
 
 def _of_strided_alone(flag: Callable[[Any, Any], None], strided: type) -> Callable[[Any, Any], None]:
@@ -70,7 +70,7 @@ def _of_strided_alone(flag: Callable[[Any, Any], None], strided: type) -> Callab
 
 
 def _of_strategies(module: Any) -> Iterator[tuple[Any, str, Any]]:
-    original = getattr(module, "tree_map_only", None)
+    original = distributed.tree_map_only_of_strategies.get(None)
     if original is None:
         return
 
@@ -85,11 +85,11 @@ def _of_strategies(module: Any) -> Iterator[tuple[Any, str, Any]]:
             )
         return original(kind, function, tree, is_leaf=is_leaf)
 
-    yield module, "tree_map_only", tree_map_only
+    yield distributed.tree_map_only_of_strategies.patch(tree_map_only)
 
 
 def _of_shards(module: Any) -> Iterator[tuple[Any, str, Any]]:
-    original = getattr(module, "_chunk_with_empty", None)
+    original = distributed.chunk_with_empty.get(None)
     if original is None:
         return
 
@@ -99,16 +99,15 @@ def _of_shards(module: Any) -> Iterator[tuple[Any, str, Any]]:
         missing = num_chunks - len(chunks)
         return chunks + [chunks[0].new_empty(0)] * missing if missing else chunks
 
-    yield module, "_chunk_with_empty", chunk_with_empty
+    yield distributed.chunk_with_empty.patch(chunk_with_empty)
 
 
 def _of_collectives(module: Any) -> Iterator[tuple[Any, str, Any]]:
-    owner = module.AsyncCollectiveTensor
-    original = owner.__new__
+    original = distributed.new_async_collective_tensor.get()
 
     def make(*args: Any) -> Any:
         # A view of one in a DTensor gets the storage of what is in it, which C++ compares by the device: both on meta.
-        with torch._C.DisableTorchFunction():
+        with torch.DisableTorchFunction():
             return original(*args)
 
-    yield owner, "__new__", staticmethod(make)
+    yield distributed.new_async_collective_tensor.patch(staticmethod(make))

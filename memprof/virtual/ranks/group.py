@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from memprof.torch_private import distributed
 from memprof.virtual.ranks.alone import Alone
 from memprof.virtual.ranks.known import Parts, Place
 from memprof.watch.recorder import Recorder
@@ -19,7 +20,6 @@ from memprof.watch.recorder import Recorder
 BACKEND = "memprof_rank"
 _ProcessGroup: Any = getattr(dist, "ProcessGroup", object)
 _Work: Any = getattr(dist, "Work", object)
-_c10d: Any = getattr(dist, "distributed_c10d", None)
 _Tensors = Sequence[torch.Tensor]
 
 
@@ -116,7 +116,7 @@ class Group(_ProcessGroup):
     @property
     def group_name(self) -> str:
         """The name by which operators of torch find it."""
-        return str(_c10d._world.pg_names[self])
+        return str(distributed.world.get().pg_names[self])
 
     @property
     def _device_types(self) -> list[torch.device]:

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from memprof.patching.extension import Extension
 from memprof.patching.patch_set import Patch
+from memprof.torch_private import distributed
 from memprof.trace.facts import RankFacts
 from memprof.virtual.card import nccl_version, torch_release
 from memprof.virtual.install_context import InstallContext
@@ -110,8 +111,8 @@ class Joining:
             for name, joining in (("init_process_group", starting), ("split_group", _split_group)):
                 if hasattr(owner, name):
                     yield owner, name, joining
-        yield _c10d, "_new_process_group_helper", self._creating(_c10d._new_process_group_helper)
-        yield _c10d, "_store_based_barrier", lambda *args, **options: None
+        yield distributed.new_process_group_helper.patch(self._creating(distributed.new_process_group_helper.get()))
+        yield distributed.store_based_barrier.patch(lambda *args, **options: None)
         for owner in (dist, _c10d):
             for name in ("TCPStore", "FileStore"):
                 if hasattr(owner, name):
@@ -193,8 +194,8 @@ class Joining:
             if isinstance(group, Group):
                 # What the program reads as its backend.
                 name = "nccl" if asked == "undefined" else asked
-                _c10d._world.pg_map[group] = (name, _c10d._world.pg_map[group][1])
-                _c10d._world.pg_backend_config[group] = str(_c10d.BackendConfig(_c10d.Backend(name)))
+                distributed.world.get().pg_map[group] = (name, distributed.world.get().pg_map[group][1])
+                distributed.world.get().pg_backend_config[group] = str(_c10d.BackendConfig(_c10d.Backend(name)))
             return group, prefix
 
         return create
@@ -209,9 +210,9 @@ def _forget_layouts(place: Place) -> None:
     another rank, run after this one, is in other groups."""
     found = place.ranks, place.rank in range(len(place.ranks))
     if _GROUPS.get(place.name, found) != found and "torch.distributed.tensor" in sys.modules:
-        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-
-        _clear_sharding_prop_cache()
+        distributed.op_dispatcher.get().sharding_propagator.propagate_op_sharding.cache_clear()
+        if distributed.clear_fast_path_sharding_prop_cache.exists():
+            distributed.clear_fast_path_sharding_prop_cache()
         _GROUPS.clear()
     _GROUPS[place.name] = found
 

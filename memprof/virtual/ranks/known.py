@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
+from memprof.torch_private.dispatch import disable_current_modes
 from memprof.virtual.values import Values
 from memprof.virtual.values.budget import is_small
 
@@ -83,7 +83,7 @@ class Known:
         """What it holds, in memory that is not to be written to; None: that is not known, or is too much to be told."""
         if not self.knows(tensor):
             return None
-        with torch._C.DisableTorchFunction(), _disable_current_modes():
+        with torch.DisableTorchFunction(), disable_current_modes():
             tensor = tensor.detach()
             if not tensor.is_meta or is_small(tensor) or self._values.store.is_uniform(tensor):
                 return self._values.store.get(tensor)
@@ -91,7 +91,7 @@ class Known:
 
     def write(self, function: Any, target: torch.Tensor, *arguments: Any) -> None:
         """Run an operator in place on what `target` holds."""
-        with torch.no_grad(), torch._C.DisableTorchFunction(), _disable_current_modes():
+        with torch.no_grad(), torch.DisableTorchFunction(), disable_current_modes():
             if target.is_meta:
                 self._values.write(function, (target, *arguments), {}, target)
             else:
@@ -105,7 +105,7 @@ class Known:
         if held is None:
             self.drop(target)
         else:
-            with torch._C.DisableTorchFunction(), _disable_current_modes():
+            with torch.DisableTorchFunction(), disable_current_modes():
                 held = held.reshape(target.shape)
             self.write(_aten.copy_.default, target, held)
 
@@ -117,5 +117,5 @@ class Known:
 
 def has_no_data(tensor: torch.Tensor) -> bool:
     """What the tensor is, not what the program is told of it."""
-    with torch._C.DisableTorchFunction():
+    with torch.DisableTorchFunction():
         return tensor.is_meta

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from memprof.patching.extension import Extension
 from memprof.patching.patch_set import Patch
+from memprof.torch_private import distributed
 from memprof.virtual.install_context import InstallContext
 from memprof.virtual.limits import not_yet
 from memprof.virtual.ranks.alone import Alone
@@ -24,7 +25,7 @@ _c10d: Any = getattr(dist, "distributed_c10d", None)
 class ObjectsOfRanks(Extension):
     """What takes objects of other ranks; checkpoints and optimizer states that are spread over them."""
 
-    imports = ("torch.distributed.checkpoint.default_planner", "torch.distributed.fsdp._optim_utils")
+    imports = (distributed.validate_global_plan.module, distributed.map_param_key_to_optim_keys.module)
 
     def patches(self, context: InstallContext) -> Iterator[Patch]:
         """Replace what receives an object of one other rank."""
@@ -67,10 +68,10 @@ def _of_objects(others: Alone) -> Iterator[Patch]:
 
 def _of_checkpoints(others: Alone) -> Iterator[Patch]:
     """Once distributed checkpoints are imported: they are of this rank's parts, without a plan of the others'."""
-    from torch.distributed.checkpoint import default_planner as planner
-    from torch.distributed.checkpoint.utils import _DistWrapper as Wrapper
-
-    original = Wrapper.__init__
+    original = distributed.init_dist_wrapper.get(None)
+    validate = distributed.validate_global_plan.get(None)
+    if original is None or validate is None:
+        return
 
     def __init__(wrapper: Any, group: Any, *rest: Any) -> None:
         if dist.is_initialized() and others.has(dist.get_process_group_ranks(group)):
@@ -78,23 +79,22 @@ def _of_checkpoints(others: Alone) -> Iterator[Patch]:
         else:
             original(wrapper, None, False, 0)
 
-    yield Wrapper, "__init__", __init__
-    validate: Any = planner._validate_global_plan
+    yield distributed.init_dist_wrapper.patch(__init__)
     # Parts of other ranks are missing: what it says of a plan without tensors.
 
     def of_all(*given: Any) -> Any:
         is_whole = dist.is_initialized() and others.has(range(dist.get_world_size()))
         return validate(*given) if is_whole else validate([], SimpleNamespace(state_dict_metadata={}))
 
-    yield planner, validate.__name__, of_all
+    yield distributed.validate_global_plan.patch(of_all)
 
 
 def _of_optimizer_states() -> Iterator[Patch]:
     """Once states of optimizers of FSDP1 are imported: those of other ranks' parts have the names of their parameters,
     which have no element on this one and so no state."""
-    from torch.distributed.fsdp import _optim_utils as states
-
-    original: Any = states._map_param_key_to_optim_keys
+    original = distributed.map_param_key_to_optim_keys.get(None)
+    if original is None:
+        return
 
     def keys(state: dict[str, Any], group: Any, parameters: dict[Any, Any], *rest: Any, **options: Any) -> Any:
         own = state["state"]
@@ -103,7 +103,7 @@ def _of_optimizer_states() -> Iterator[Patch]:
         known = original({**state, "state": {**theirs, **own}}, group, parameters, *rest[:2], merge_keys=True)
         return known[0], {name: key for name, key in known[1].items() if key in own}
 
-    yield states, original.__name__, keys
+    yield distributed.map_param_key_to_optim_keys.patch(keys)
 
 
 _NOT_KNOWN = "Objects that a rank sends which does not run are not known: lists that take them stay as they are"

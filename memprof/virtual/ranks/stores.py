@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
+from memprof.torch_private import distributed
 from memprof.virtual.limits import not_yet
 from memprof.virtual.ranks.channel import Channel
 
-_HashStore: Any = getattr(torch._C, "_distributed_c10d", None) and torch._C._distributed_c10d.HashStore
+_HashStore: Any = distributed.HashStore.get(None)
 _Store: Any = getattr(dist, "Store", object)
 
 

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
+from memprof.torch_private.dispatch import disable_current_modes
 from memprof.virtual.limits import program_line
 from memprof.virtual.ranks.alone import Alone, Finish
 from memprof.virtual.ranks.channel import Call, Channel, Payload
@@ -193,7 +193,7 @@ class Together(Alone):
         at = place.name, place.ranks
         number = self._calls.get(at, 0)
         self._calls[at] = number + numbered
-        with torch._C.DisableTorchFunction():
+        with torch.DisableTorchFunction():
             shapes = list(dict.fromkeys(f"{list(tensor.shape)}" for tensor in tensors))
             dtypes = ", ".join(dict.fromkeys(str(tensor.dtype).removeprefix("torch.") for tensor in tensors))
         many = f"{len(tensors)} x " if len(tensors) > 1 else ""
@@ -225,7 +225,7 @@ def _reduced(given: Sequence[torch.Tensor | None], reduction: str) -> torch.Tens
     known = [one for one in given if one is not None]
     if len(known) < len(given) or reduction not in _REDUCED:
         return None
-    with torch._C.DisableTorchFunction(), _disable_current_modes():
+    with torch.DisableTorchFunction(), disable_current_modes():
         total = functools.reduce(_REDUCED[reduction], known)
         if reduction == "AVG":
             total = total / len(known) if total.is_floating_point() else total // len(known)
@@ -236,7 +236,7 @@ def _packed(tensor: torch.Tensor | None) -> Payload:
     """Dtype, shape and bytes: of one element where all are alike."""
     if tensor is None:
         return None
-    with torch._C.DisableTorchFunction(), _disable_current_modes():
+    with torch.DisableTorchFunction(), disable_current_modes():
         shape = tuple(tensor.shape)
         if tensor.numel() and not any(tensor.stride()):
             tensor = tensor.as_strided((1,), (1,))
@@ -248,7 +248,7 @@ def _unpacked(payload: Payload) -> torch.Tensor | None:
     if payload is None:
         return None
     dtype, shape, given = payload
-    with torch._C.DisableTorchFunction(), _disable_current_modes():
+    with torch.DisableTorchFunction(), disable_current_modes():
         if not given:
             return torch.empty(shape, dtype=dtype)
         flat = torch.frombuffer(bytearray(given), dtype=dtype)

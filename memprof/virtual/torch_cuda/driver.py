@@ -12,12 +12,15 @@ from typing import Any
 
 import torch
 
+from memprof.torch_private import cuda
+from memprof.torch_private.names import PrivateName
 from memprof.virtual.cards import Cards
 
 UUID = "00000000-0000-0000-0000-000000000000"
 _RNG_STATE_BYTES = 16
 """Seed and offset of the Philox generator (CUDAGeneratorImpl.cpp, get_state)."""
 _MIB = 1 << 20
+_Generator = torch.Generator
 
 
 def rng_state() -> torch.Tensor:
@@ -27,10 +30,10 @@ def rng_state() -> torch.Tensor:
 
 class _OfAnyGenerator(type):
     def __instancecheck__(cls, found: object) -> bool:
-        return isinstance(found, torch._C.Generator)
+        return isinstance(found, _Generator)
 
 
-class CudaGenerator(torch._C.Generator):
+class CudaGenerator(_Generator):
     """`torch.Generator("cuda")`: keeps its seed, and draws nothing."""
 
     card = 0
@@ -78,7 +81,7 @@ def _generators(cards: Cards) -> type:
         def __new__(cls, device: Any = None) -> Any:
             if isinstance(device, int) or (device is not None and torch.device(device).type == "cuda"):
                 return card_generator(cards.index(device))
-            return torch._C.Generator() if device is None else torch._C.Generator(device)
+            return _Generator() if device is None else _Generator(device)
 
     return Generator
 
@@ -157,34 +160,34 @@ def driver_patches(cards: Cards) -> Iterator[tuple[Any, str, Any]]:
     def returning(value: Any) -> Callable[..., Any]:
         return lambda *args, **kwargs: value
 
-    functions: dict[str, Any] = {
-        "_cuda_getDeviceCount": cards.number,
-        "_cuda_init": None,
-        "_cuda_isInBadFork": False,
-        "_cuda_hasPrimaryContext": True,
-        "_cuda_synchronize": None,
-        "_cuda_canDeviceAccessPeer": cards.several and cards.are_peers,
-        "_cuda_getCurrentRawStream": 0,
-        "_cuda_getCurrentBlasHandle": 0,
-        "_cuda_getCurrentSolverHandle": 0,
-        "_cuda_getAllocatorBackend": "native",
-        "_cuda_get_sync_debug_mode": 0,
-        "_cuda_set_sync_debug_mode": None,
-        "_cuda_hostMemoryStats": {},
-        "_cuda_resetAccumulatedHostMemoryStats": None,
-        "_cuda_resetPeakHostMemoryStats": None,
-        "_cuda_ipc_collect": None,
-        "_cuda_sleep": None,
+    answers: dict[PrivateName, Any] = {
+        cuda.get_device_count: cards.number,
+        cuda.init: None,
+        cuda.is_in_bad_fork: False,
+        cuda.has_primary_context: True,
+        cuda.synchronize: None,
+        cuda.can_device_access_peer: cards.several and cards.are_peers,
+        cuda.get_current_raw_stream: 0,
+        cuda.get_current_blas_handle: 0,
+        cuda.get_current_solver_handle: 0,
+        cuda.get_allocator_backend: "native",
+        cuda.get_sync_debug_mode: 0,
+        cuda.set_sync_debug_mode: None,
+        cuda.host_memory_stats: {},
+        cuda.reset_accumulated_host_memory_stats: None,
+        cuda.reset_peak_host_memory_stats: None,
+        cuda.ipc_collect: None,
+        cuda.sleep: None,
         # Imported by torch._dynamo.reset() where there is a card (torch/_inductor/cudagraph_trees.py).
-        "_cuda_CUDAAllocator_AllocatorState": None,
-        "_set_cached_tensors_enabled": None,
-        "_accelerator_synchronizeDevice": None,
-        "_accelerator_emptyHostCache": None,
-        "_accelerator_getAccelerator": torch.device("cuda"),
-        "_get_accelerator": torch.device("cuda"),
-    }  # fmt: skip
-    for name, value in functions.items():
-        yield torch._C, name, returning(value)
+        cuda.allocator_state: None,
+        cuda.set_cached_tensors_enabled: None,
+        cuda.accelerator_synchronize_device: None,
+        cuda.accelerator_empty_host_cache: None,
+        cuda.accelerator_get_accelerator: torch.device("cuda"),
+        cuda.get_accelerator: torch.device("cuda"),
+    }
+    for asked, value in answers.items():
+        yield asked.patch(returning(value))
 
     def current() -> int:
         return cards.current
@@ -192,15 +195,16 @@ def driver_patches(cards: Cards) -> Iterator[tuple[Any, str, Any]]:
     def select(device: Any) -> None:
         cards.select(device)
 
-    yield from ((torch._C, name, current) for name in ("_cuda_getDevice", "_accelerator_getDeviceIndex"))
-    yield from ((torch._C, name, select) for name in ("_cuda_setDevice", "_accelerator_setDeviceIndex"))
-    for name in ("_cuda_exchangeDevice", "_cuda_maybeExchangeDevice"):
-        yield torch._C, name, cards.select
-    for name in ("_exchange_device", "_maybe_exchange_device"):
-        yield torch.cuda, name, lambda device: cards.select(device)
-    for name in ("_accelerator_exchangeDevice", "_accelerator_maybeExchangeDevice"):
-        if hasattr(torch._C, name):  # releases differ
-            yield torch._C, name, cards.select
+    for asked in (cuda.get_device, cuda.accelerator_get_device_index):
+        yield asked.patch(current)
+    for asked in (cuda.set_device, cuda.accelerator_set_device_index):
+        yield asked.patch(select)
+    for asked in (cuda.exchange_device, cuda.maybe_exchange_device):
+        yield asked.patch(cards.select)
+    for asked in (cuda.exchange_device_of_torch, cuda.maybe_exchange_device_of_torch):
+        yield asked.patch(lambda device: cards.select(device))
+    for asked in (cuda.accelerator_exchange_device, cuda.accelerator_maybe_exchange_device):
+        yield asked.patch(cards.select)
     yield torch, "Generator", _generators(cards)
     yield torch.cuda, "default_generators", tuple(map(card_generator, range(cards.number)))
     for name, dtype in LEGACY_TYPES.items():

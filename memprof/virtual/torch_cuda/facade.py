@@ -12,6 +12,7 @@ import torch.backends.cudnn.rnn
 
 from memprof.patching.extension import Extension
 from memprof.patching.patch_set import Patch
+from memprof.torch_private import cuda, kernels
 from memprof.trace.events import NONE
 from memprof.virtual.card import cuda_version, cudnn_version, max_threads_per_sm, torch_release
 from memprof.virtual.install_context import InstallContext
@@ -163,17 +164,17 @@ def _of_accelerator(cuda: dict[str, Any]) -> dict[str, Any]:
 
 def _of_allocator(answers: _Answers, context: InstallContext) -> Iterator[Patch]:
     """Its snapshot, its settings, and the workspaces that torch keeps in it."""
-    yield torch.cuda.memory, "_record_memory_history", answers.history.record
+    yield cuda.record_memory_history.patch(answers.history.record)
     # What memory_snapshot, _snapshot and _dump_snapshot read.
-    yield torch._C, "_cuda_memorySnapshot", answers.snapshot
-    yield torch._C, "_cuda_clearCublasWorkspaces", context.recording.clear_workspaces
-    yield torch.cuda.memory, "_set_allocator_settings", _distinct(context.settings.set)
-    for name, value in (
-        ("_accelerator_setAllocatorSettings", context.settings.set),
-        ("_accelerator_getAllocatorSettings", context.settings.get),
+    yield cuda.memory_snapshot.patch(answers.snapshot)
+    yield cuda.clear_cublas_workspaces.patch(context.recording.clear_workspaces)
+    yield cuda.set_allocator_settings.patch(_distinct(context.settings.set))
+    for asked, answer in (
+        (cuda.accelerator_set_allocator_settings, context.settings.set),
+        (cuda.accelerator_get_allocator_settings, context.settings.get),
     ):
-        if hasattr(torch._C, name):  # releases differ
-            yield torch._C, name, value
+        if asked.exists():  # releases differ
+            yield asked.patch(answer)
 
 
 def _of_builds() -> Iterator[Patch]:
@@ -185,7 +186,7 @@ def _of_builds() -> Iterator[Patch]:
         rangeEnd=_returning(None),
         markA=_returning(None),
     )
-    yield torch.cuda.nvtx, "_nvtx", nvtx
+    yield cuda.nvtx.patch(nvtx)
     if torch.version.cuda is None:  # a CPU build; programs read off it whether bfloat16 can be
         yield torch.version, "cuda", cuda_version(torch_release())
         yield torch.backends.cuda, "is_built", _returning(True)
@@ -193,7 +194,7 @@ def _of_builds() -> Iterator[Patch]:
     yield torch.backends.cudnn, "version", _returning(cudnn_version(torch_release()))
     yield torch.backends.cudnn, "is_acceptable", is_acceptable
     yield torch.backends.cudnn.rnn, "get_cudnn_mode", lambda mode: MODES[mode.lower()]
-    yield torch, "_use_cudnn_rnn_flatten_weight", _returning(True)
+    yield kernels.use_cudnn_rnn_flatten_weight.patch(_returning(True))
 
 
 class _Answers:

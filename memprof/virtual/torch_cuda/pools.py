@@ -16,6 +16,7 @@ import torch
 
 from memprof.patching.extension import Extension
 from memprof.patching.patch_set import Patch
+from memprof.torch_private import cuda
 from memprof.virtual.install_context import InstallContext
 from memprof.virtual.limits import not_yet
 from memprof.watch.recorder import Recorder
@@ -145,5 +146,5 @@ class GraphsAndPools(Extension):
             for name, value in replaced.items():
                 if hasattr(owner, name):
                     yield owner, name, value
-        if not hasattr(torch._C, "_host_emptyCache"):  # a CPU build; torch.cuda.graph calls it
-            yield torch._C, "_host_emptyCache", lambda: None
+        if not cuda.host_empty_cache.exists():  # a CPU build; torch.cuda.graph calls it
+            yield cuda.host_empty_cache.patch(lambda: None)
