@@ -14,8 +14,6 @@ from torch import nn
 from memprof.catalog import Gpu
 from memprof.errors import MemprofError, UsageError
 from memprof.patching.extension import Extension, extensions_in
-from memprof.torch_private import autograd, dynamo
-from memprof.torch_private.check import refuse_missing
 from memprof.trace.events import NONE, Failure, Owner, Phase, PhaseKind, Role, Trace
 from memprof.virtual.install_context import InstallContext
 from memprof.virtual.kernels import quantized
@@ -155,7 +153,6 @@ class VirtualGpu(Watch):
         global _active
         if _active is not None:
             raise MemprofError("a virtual GPU is already active", hint=_active.instead_of_another)
-        refuse_missing()
         _active = self
         if self._context.cards.several:
             copy = "directly" if self._context.cards.are_peers else "through buffers, as GeForce cards do"
@@ -225,9 +222,6 @@ class VirtualGpu(Watch):
             self._unwatch()
         finally:
             self.recorder.close()
-            if dynamo.FakeTensorMode.is_imported():
-                # Its results say which card was current, that of a rank among them; the cache is one for the process.
-                dynamo.FakeTensorMode.get().cache_clear()
 
     def _leave_in_child(self) -> None:
         """This is a forked child: nothing of the virtual GPU acts here."""
@@ -257,7 +251,7 @@ class VirtualGpu(Watch):
     def _outermost_call(self, module: nn.Module, index: int, args: Any, kwargs: Any) -> None:
         super()._outermost_call(module, index, args, kwargs)
         self.recording.caches.call_begins(index, (*args, *kwargs.values()))
-        if self.phases.recognises and autograd.current_graph_task_id() == -1:
+        if self._recognizes_calls:
             self._growth.call_begins(module, index)
 
     def claim_input(self, tensor: torch.Tensor) -> None:
@@ -268,7 +262,7 @@ class VirtualGpu(Watch):
     def _outermost_return(self, result: Any) -> None:
         """That call returns."""
         self.recording.caches.call_returned(result)
-        if self.phases.recognises and autograd.current_graph_task_id() == -1:
+        if self._recognizes_calls:
             self._growth.call_returned(result)
 
     def claim(self, tensor: torch.Tensor, owner: Owner) -> None:

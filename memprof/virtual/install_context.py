@@ -12,6 +12,7 @@ import torch
 
 from memprof.catalog import Gpu
 from memprof.patching.patch_set import PatchSet
+from memprof.torch_private.check import refuse_missing
 from memprof.trace.events import Trace
 from memprof.trace.facts import RankFacts
 from memprof.virtual.card import Card
@@ -112,7 +113,11 @@ class InstallContext:
             settings: of the caching allocator; None: a text.
             environment: variables that Pythons find which the program starts.
             given: the other attributes.
+
+        Raises:
+            MemprofError: torch lacks a private name that the virtual GPU cannot do without.
         """
+        refuse_missing()
         # Several GeForce cards do not read each other's memory: NVIDIA's driver has it off.
         cards = Cards(number_of_cards, recorder.trace.cards, are_peers="GeForce" not in gpu.name)
         values = Values(assume)

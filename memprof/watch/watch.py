@@ -147,11 +147,15 @@ class Watch(ABC):
         """A phase begins in a program that does not name its own."""
         self.begin_phase(kind, step, micro_batch)
 
+    @property
+    def _recognizes_calls(self) -> bool:
+        """Whether the program names no phases of its own, and what is called now is no part of a backward pass."""
+        return self.phases.recognises and autograd.current_graph_task_id() == -1
+
     def _outermost_call(self, module: nn.Module, index: int, args: Any, kwargs: Any) -> None:
         """A module is called from outside all others."""
         self.phases.forward(module)
-        told = self.phases.recognises and autograd.current_graph_task_id() == -1
-        if told and next(module.parameters(), None) is not None:  # a loss has none
+        if self._recognizes_calls and next(module.parameters(), None) is not None:  # a loss has none
             with torch.DisableTorchFunction():
                 self._claim_inputs((*args, *kwargs.values()))
 

@@ -6,6 +6,7 @@ first call and ends the run, or, where the caller of VirtualGpu vouches for the 
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType
@@ -32,6 +33,15 @@ class CompiledCode(Extension):
             yield fake.patch(_no_tracing(fake.get()))
         if flex.is_imported() and flex.exists():
             yield flex.patch(_flex_attention(context.assume))
+
+    @contextlib.contextmanager
+    def around(self, context: InstallContext) -> Iterator[None]:
+        """Forget results of fake tensors after the run: they say which GPU was current, and the process keeps them."""
+        try:
+            yield
+        finally:
+            if dynamo.FakeTensorMode.is_imported():
+                dynamo.FakeTensorMode.get().cache_clear()
 
     def patches_of(self, module: ModuleType, context: InstallContext) -> Iterator[Patch]:
         """Replace the launches of Triton's kernels: they are passed over, or named, and the run ends."""
