@@ -33,6 +33,7 @@ def verify(
     model: Annotated[
         list[str] | None,
         typer.Option(
+            "--model",
             help="One of the small gpt2, llama, gemma2 and handwritten, or a causal language model that "
             "`memprof profile` takes; may be repeated.",
             show_default="the four small ones",
