@@ -101,7 +101,7 @@ def measured(series: Series, repeat: int) -> Iterator[Point]:
     """Its points, one after another."""
     with tempfile.TemporaryDirectory() as folder:
         for at in series.points:
-            command = Command(series.command(at, Path(folder)), None)
+            command = Command(series.command(at, Path(folder)))
             runs: list[Took] = [took(command, ROOT, "off") for _ in range(repeat)]
             seconds = statistics.median(run.processor_seconds for run in runs)
             yield Point(at, seconds, max(run.peak_bytes for run in runs))
