@@ -57,15 +57,16 @@ def next_step(
     left: Sequence[str],
     asked: dict[str, int],
     not_applied: dict[str, str],
+    most: int = MAX_RUNS,
 ) -> tuple[Fix, LadderRun] | None:
-    """The first remedy in question that saves something, and the run with it.
+    """The first remedy in question that saves something, and the run with it; at the `most` so many runs are made.
 
     One that saved nothing is asked once more at a later row, when something else decides the peak.
     """
     candidates = [name for name in _in_question(run, left) if asked.get(name, 0) < 2]
     candidates.sort(key=lambda name: asked.get(name, 0))  # stable: those never asked first
     for name in candidates:
-        if (run.fits and STEPS[name].trains_another) or len(runs) >= MAX_RUNS:
+        if (run.fits and STEPS[name].trains_another) or len(runs) >= most:
             continue
         fix = Fix(STEPS[name])
         asked[name] = asked.get(name, 0) + 1

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from memprof.errors import MemprofError, RunFailedError, UsageError
-from memprof.flows.ladder.climb import next_step
+from memprof.flows.ladder.climb import MAX_RUNS, next_step
 from memprof.flows.ladder.runs import LadderRun, Runs, with_ladder
-from memprof.remedies.catalog import REMEDIES, helping, tiers, why_not_together
+from memprof.remedies.catalog import REMEDIES, Numerics, helping, tiers, why_not_together
 from memprof.remedies.fixes import Fix
 from memprof.report.documents.report import Document
 from memprof.trace.events import Trace
@@ -16,6 +16,8 @@ from memprof.units import format_bytes
 
 CHEAPER = 0.005
 """A set is cheaper than another if its step takes less time by this share."""
+# Categories of which a remedy that keeps the numbers frees nothing but what it says that it saves.
+_LASTING = ("activations", "logits and loss")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +40,12 @@ def search(runs: Runs, sets: Sequence[tuple[str, Sequence[str]]] | None = None) 
 
 
 def find(runs: Runs, sets: Sequence[tuple[str, Sequence[str]]] | None = None) -> Found:
-    """The cheapest set of remedies that was found to fit the card.
+    """Return the cheapest set of remedies that was found to fit the GPU.
 
-    Of the first kind of set that fits with all of it on, remedies are taken one by one against what is in the way,
-    until it fits; then those that proved needless go, and those that make a step longer are replaced if others do.
-    Cheap is what adds least to the time of a step at the card's published rates.
+    Of the first kind of set that fits, remedies are taken one by one against what is in the way, until it fits; then
+    those that proved needless go, and those that make a step longer are replaced if others do. Cheap is what adds least
+    to the time of a step at the GPU's published rates. Of the first kind the one by one is tried at once, since it is
+    most often enough; of those after it, and where it was not, a run with all of the kind says whether it can be.
 
     Raises:
         RunFailedError: as `profile`.
@@ -54,30 +57,32 @@ def find(runs: Runs, sets: Sequence[tuple[str, Sequence[str]]] | None = None) ->
     sets = tiers() if sets is None else sets
     if runs.original.is_stopped and not _mends(names for _, names in sets):
         return Found((), f"{_MISMATCH}, and no remedy here mends that: the findings say where")
-    for _, names in sets:
+    for place, (_, names) in enumerate(sets):
         left = [name for name in names if name not in runs.on_now()]
-        everything, run = _all_of(runs, left, not_applied)
-        # What does not go with the rest may save more, or be cheaper, than what it does not go with.
-        others = [name for name in left if _conflict(name, everything)]
-        if run is not None and others and not run.fits:
-            instead = _all_of(runs, sorted(left, key=lambda name: name not in others), not_applied)
-            if instead[1] is not None and instead[1].needed_bytes < run.needed_bytes:
-                everything, run = instead
-                others = [name for name in left if _conflict(name, everything)]
-        if run is None:
-            continue
-        if run.fits:
-            all_of_it = [*everything, *(Fix(REMEDIES[name]) for name in others)]
-            chosen = _cheaper(runs, _needed(runs, _enough(runs, everything, all_of_it, not_applied)), all_of_it)
-            for fix in chosen:
-                not_applied.pop(fix.remedy.name, None)
-            steps = [chosen[:count] for count in range(1, len(chosen) + 1)]
-            taken = {fix.remedy.name for fix in chosen}
-            not_applied |= {name: said for name in left if name not in taken and (said := _conflict(name, chosen))}
-            given_up = next(given_up for given_up, names in sets if taken <= {*names})
-            return Found(_that_apply(runs, steps), _reason(runs, chosen, given_up), not_applied)
-        if least is None or run.needed_bytes < least[0].needed_bytes:
-            least = run, everything
+        together, among = _together(runs, left, not_applied)
+        chosen = None
+        if place == 0 and not _is_too_much(runs, together):
+            passed_over: dict[str, str] = {}
+            chosen = _enough(runs, among, passed_over)
+            not_applied |= {} if chosen is None else passed_over
+        if chosen is None:
+            everything, among, run = _most_of(runs, left, not_applied)
+            if run is None:
+                continue
+            if not run.fits:
+                if least is None or run.needed_bytes < least[0].needed_bytes:
+                    least = run, everything
+                continue
+            chosen = (_enough(runs, among, not_applied) if place else None) or everything
+        applying = [fix for fix in among if not not_applied.get(fix.remedy.name, "").startswith(fix.remedy.name)]
+        chosen = _cheaper(runs, _needed(runs, chosen), applying)
+        for fix in chosen:
+            not_applied.pop(fix.remedy.name, None)
+        steps = [chosen[:count] for count in range(1, len(chosen) + 1)]
+        taken = {fix.remedy.name for fix in chosen}
+        not_applied |= {name: said for name in left if name not in taken and (said := _conflict(name, chosen))}
+        given_up = next(given_up for given_up, names in sets if taken <= {*names})
+        return Found(_that_apply(runs, steps), _reason(runs, chosen, given_up), not_applied)
     if least is None:
         return Found((), "no remedy applies to this run", not_applied)
     needed = format_bytes(least[0].needed_bytes)
@@ -85,6 +90,23 @@ def find(runs: Runs, sets: Sequence[tuple[str, Sequence[str]]] | None = None) ->
     if least[0].is_stopped:
         why_none = f"{_MISMATCH} with each set: the findings say where"
     return Found([least[1]], f"{why_none}, with all of these", not_applied)
+
+
+def _most_of(
+    runs: Runs, names: Sequence[str], not_applied: dict[str, str]
+) -> tuple[list[Fix], list[Fix], LadderRun | None]:
+    """Return as many of `names` as apply together, all that apply, and the run with the former.
+
+    What does not go with the rest may save more, or be cheaper, than what it does not go with.
+    """
+    everything, run = _all_of(runs, names, not_applied)
+    others = [name for name in names if _conflict(name, everything)]
+    if run is not None and others and not run.fits:
+        instead = _all_of(runs, sorted(names, key=lambda name: name not in others), not_applied)
+        if instead[1] is not None and instead[1].needed_bytes < run.needed_bytes:
+            everything, run = instead
+            others = [name for name in names if _conflict(name, everything)]
+    return everything, [*everything, *(Fix(REMEDIES[name]) for name in others)], run
 
 
 _MISMATCH = "tensors of two devices meet"
@@ -101,25 +123,40 @@ def _conflict(name: str, fixes: Sequence[Fix]) -> str:
     return next((f"does not go with {other}: {reason}" for other, reason in found if reason), "")
 
 
-def _enough(runs: Runs, everything: list[Fix], among: list[Fix], not_applied: dict[str, str]) -> list[Fix]:
-    """One fix of `among` after another against what is in the way, until it fits; `everything` if nothing less does."""
+def _enough(runs: Runs, among: list[Fix], not_applied: dict[str, str]) -> list[Fix] | None:
+    """Return one fix of `among` after another against what is in the way, until it fits; None if it never does."""
     left = [fix.remedy.name for fix in among]
     fixes: list[Fix] = []
-    run = runs.original
+    run, most = runs.original, len(runs) + MAX_RUNS
     asked: dict[str, int] = {}
     while not run.fits:
-        step = next_step(runs, run, fixes, left, asked, not_applied)
+        step = next_step(runs, run, fixes, left, asked, not_applied, most)
         if step is None:
-            return everything
+            return None
         fix, run = step
         fixes.append(fix)
         left.remove(fix.remedy.name)
     return fixes
 
 
+def _least_bytes(runs: Runs, fixes: Sequence[Fix]) -> int:
+    """Return what a run with these holds at once at least: at the original's peak, what none of them frees."""
+    if any(fix.remedy.numerics is not Numerics.EXACT for fix in fixes):
+        return 0  # tensors of another dtype are smaller, whatever they are for
+    freed = {category for fix in fixes for category in (*fix.remedy.saves, *fix.remedy.ladder_against)}
+    held = runs.original.document.peak.categories
+    return sum(held.get(category, 0) for category in _LASTING if category not in freed)
+
+
+def _is_too_much(runs: Runs, fixes: Sequence[Fix]) -> bool:
+    """Whether a run with these need not be made to know that it does not fit."""
+    usable = runs.original.document.device.usable_bytes
+    return usable is not None and _least_bytes(runs, fixes) > usable
+
+
 def _needed(runs: Runs, fixes: list[Fix]) -> list[Fix]:
     """Without those that it fits without; what was put on last is asked first, for the others led there."""
-    runs.make(_without_one(fixes))
+    runs.make(rest for rest in _without_one(fixes) if not _is_too_much(runs, rest))
     for fix in reversed(fixes):
         rest = [other for other in fixes if other is not fix]
         if rest and _answers(runs, rest) is not None:
@@ -134,14 +171,13 @@ def _cheaper(runs: Runs, fixes: list[Fix], among: list[Fix]) -> list[Fix]:
     """
     best = runs.with_fixes(fixes)
     others = [fix for fix in among if fix not in fixes]
-    runs.make(_without_one(fixes))
-    for dear in [fix for fix in fixes if _price(runs, fix, fixes) > CHEAPER * best.seconds]:
+    instead = [(fix, [other for other in others if {*other.remedy.saves} & {*fix.remedy.saves}]) for fix in fixes]
+    least = CHEAPER * best.seconds
+    for dear, alike in [(fix, alike) for fix, alike in instead if alike and _price(runs, fix, fixes) > least]:
         rest = [fix for fix in fixes if fix is not dear]
-        for other in others:
-            if not set(other.remedy.saves) & set(dear.remedy.saves):
-                continue
+        for other in alike:
             candidates = ([*rest, other], [*fixes, other])
-            runs.make(candidates)
+            runs.make(candidate for candidate in candidates if not _is_too_much(runs, candidate))
             for candidate in candidates:
                 run = _answers(runs, candidate)
                 if run is not None and run.seconds < best.seconds * (1 - CHEAPER):
@@ -154,16 +190,18 @@ def _without_one(fixes: list[Fix]) -> list[list[Fix]]:
 
 
 def _price(runs: Runs, fix: Fix, fixes: list[Fix]) -> float:
-    """What a fix adds to the time of a step, the others being on."""
-    rest = [other for other in fixes if other is not fix]
+    """Return the seconds that a fix adds to a step, those before it being on: their runs are rows of the answer."""
+    before = fixes[: fixes.index(fix)]
     try:
-        return runs.with_fixes(fixes).seconds - (runs.with_fixes(rest) if rest else runs.original).seconds
+        return runs.with_fixes([*before, fix]).seconds - (runs.with_fixes(before) if before else runs.original).seconds
     except MemprofError:
         return 0.0
 
 
 def _answers(runs: Runs, fixes: list[Fix]) -> LadderRun | None:
     """The run with these, if it is an answer; None if it is none, or they do not apply together."""
+    if _is_too_much(runs, fixes):
+        return None
     try:
         run = runs.with_fixes(fixes)
     except MemprofError:
@@ -192,8 +230,8 @@ def _that_apply(runs: Runs, steps: Sequence[Sequence[Fix]]) -> list[Sequence[Fix
     return [*kept, *steps[-1:]]
 
 
-def _all_of(runs: Runs, names: Sequence[str], not_applied: dict[str, str]) -> tuple[list[Fix], LadderRun | None]:
-    """As many of `names` as apply together, and the run with them."""
+def _together(runs: Runs, names: Sequence[str], not_applied: dict[str, str]) -> tuple[list[Fix], list[Fix]]:
+    """Return as many of `names` as go together, as far as that can be told without a run, and all that apply."""
     fixes: list[Fix] = []
     for name in names:
         if _conflict(name, fixes):
@@ -204,11 +242,17 @@ def _all_of(runs: Runs, names: Sequence[str], not_applied: dict[str, str]) -> tu
             not_applied[name] = error.line
             continue
         fixes.append(Fix(REMEDIES[name]))
+    return fixes, [*fixes, *(Fix(REMEDIES[name]) for name in names if _conflict(name, fixes))]
+
+
+def _all_of(runs: Runs, names: Sequence[str], not_applied: dict[str, str]) -> tuple[list[Fix], LadderRun | None]:
+    """As many of `names` as apply together, and the run with them."""
+    fixes, _ = _together(runs, names, not_applied)
     while fixes:
         try:
             return fixes, runs.with_fixes(fixes)
         except UsageError as error:
-            # The message begins with the name of the one that does not apply to this model.
+            # The message begins with the name of the one that does not apply to this model, here and in `find`.
             guilty = next((fix for fix in fixes if fix.remedy.name in str(error)), fixes[-1])
             not_applied[guilty.remedy.name] = error.line
             fixes.remove(guilty)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from memprof.errors import MemprofError
 from memprof.flows.ladder.climb import climb
 from memprof.flows.ladder.runs import SpecRuns
-from memprof.flows.ladder.search import search
+from memprof.flows.ladder.search import _is_too_much, _least_bytes, search
 from memprof.flows.profile import profile
-from memprof.remedies.catalog import REMEDIES
+from memprof.remedies.catalog import REMEDIES, tiers
 from memprof.remedies.fixes import Fix
 from memprof.spec import TargetSpec
 
@@ -59,3 +61,47 @@ def test_what_cannot_be_made_says_so_when_it_is_asked_for(monkeypatch):
     with pytest.raises(MemprofError, match="no such loss"):
         runs.with_fixes(loss)
     assert runs.with_fixes(checkpoints).trace.events and not runs._ready
+
+
+def fixes_of(*names: str) -> list[Fix]:
+    return [Fix(REMEDIES[name]) for name in names]
+
+
+def test_what_is_not_run_could_not_fit():
+    """Activations and logits that no remedy of a set frees are there in its run, whatever else it does."""
+    runs = SpecRuns(TargetSpec(model="pythia-70m", batch_size=4, context_length=512))
+    held = runs.original.document.peak.categories
+    exact = [name for name in tiers()[0][1] if name not in runs.on_now()]
+    for names in ([name] for name in exact):
+        try:
+            run = runs.with_fixes(fixes_of(*names))
+        except MemprofError:
+            continue
+        assert _least_bytes(runs, fixes_of(*names)) <= run.document.peak.allocated_bytes, names
+    assert _least_bytes(runs, fixes_of("chunked-loss")) == held["activations"] > 0
+    assert _least_bytes(runs, fixes_of("activation-checkpointing")) == held["logits and loss"] > 0
+    assert _least_bytes(runs, fixes_of("chunked-loss", "activation-checkpointing")) == 0
+    assert _least_bytes(runs, fixes_of("amp-bfloat16")) == 0  # it makes all tensors smaller
+
+
+@pytest.mark.parametrize(("usable", "too_much"), [(1000, False), (999, True), (None, False)])
+def test_what_fills_the_gpu_to_the_last_byte_is_run(usable, too_much):
+    peak = SimpleNamespace(categories={"activations": 1000, "logits and loss": 500, "parameters": 7000})
+    document = SimpleNamespace(peak=peak, device=SimpleNamespace(usable_bytes=usable))
+    runs = SimpleNamespace(original=SimpleNamespace(document=document))
+    assert _is_too_much(runs, fixes_of("chunked-loss")) is too_much
+
+
+def test_only_runs_that_decide_something_are_made():
+    """Neither all of a kind that is enough one by one, nor what the trace of the original tells not to fit."""
+    spec = TargetSpec(model="pythia-70m", batch_size=8, context_length=2048, gpu_vram_bytes=2 << 30)
+    runs = SpecRuns(spec)
+    usable = runs.original.document.device.usable_bytes
+    held = runs.original.document.peak.categories
+    assert min(held["activations"], held["logits and loss"]) > usable
+    _, document = search(runs, [("the same numbers", ("chunked-loss", "activation-checkpointing", "fused-optimizer"))])
+    assert document.verdict.fits
+    assert sorted(document.ladder[-1].remedies) == ["activation-checkpointing", "chunked-loss"]
+    assert document.ladder_reason.startswith("it fits with ")
+    assert ", and without any one of them it does not" in document.ladder_reason
+    assert len(runs) == 3  # the original, and the two rows after it
