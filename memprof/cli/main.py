@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import errno
-import gc
 import importlib
 import inspect
 import signal
@@ -158,10 +157,6 @@ def run(arguments: list[str] | None = None) -> NoReturn:
         sys.exit(1)
     finally:
         if ends_process:
-            # Looking for garbage among the millions of objects of torch and transformers on the way out takes as long
-            # as a fifth of the whole command. But nanobind (Triton's, from release 3.9) says of what is left: leaked.
-            by_nanobind = any(kind.__module__ == "nanobind" for kind in type.__subclasses__(type))
-            (gc.unfreeze if by_nanobind else gc.freeze)()
             left = sys.exc_info()[1]
             if isinstance(left, SystemExit) and isinstance(left.code, int):
                 tell_exit_code(left.code)

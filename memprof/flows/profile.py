@@ -35,7 +35,7 @@ from memprof.torch_private import inductor
 from memprof.trace.events import Trace
 from memprof.trace.facts import Target
 from memprof.units import format_bytes
-from memprof.watch.collection import look_through_no_more
+from memprof.watch.collection import freeze_libraries
 from memprof.workload.plan import parse_plan
 
 
@@ -79,8 +79,6 @@ def happened(
 
 COMPILER = inductor.compile_fx.module
 """What is there once something was compiled."""
-_has_compiled = False
-"""Whether this process has, or the one that it was forked from."""
 
 
 def compiles(spec: TargetSpec) -> bool:
@@ -94,7 +92,6 @@ def _ran(spec: TargetSpec, progress: Callable[[str], None]) -> Trace:
     Raises:
         MemprofError: as `profile`.
     """
-    global _has_compiled
     # Here and not above: reading a capture and answering --help need no torch.
     from memprof.flows.capture import capture_measured, capture_virtual
     from memprof.workload.models import find_source
@@ -113,8 +110,7 @@ def _ran(spec: TargetSpec, progress: Callable[[str], None]) -> Trace:
         switch_on = on_spec.switch_on
     if compiles(spec):
         importlib.import_module(COMPILER)
-        look_through_no_more(after_runs=_has_compiled)  # garbage is looked for when something has been compiled
-        _has_compiled = True
+        freeze_libraries()  # garbage is looked for when something has been compiled
     failed: RunFailedError | None = None
     workload = Workload(spec, source, switch_on)
     try:

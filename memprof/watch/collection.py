@@ -20,13 +20,12 @@ def no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def look_through_no_more(*, after_runs: bool = False) -> None:
-    """Where the collector is off, as in memprof's own commands: what is there now is left out of every later search
-    for garbage. Torch and the libraries are half a million objects that live for good.
+def freeze_libraries() -> None:
+    """Let garbage go, and leave what remains out of every later search for it.
 
-    `after_runs`: but for garbage, which is let go of first. Imports leave none that is worth the search.
+    Does so where the collector is off, as in memprof's own commands: torch and the libraries are millions of objects
+    that live for good, and each search would look through them.
     """
     if not gc.isenabled():
-        if after_runs:
-            gc.collect()
+        gc.collect()
         gc.freeze()

@@ -15,6 +15,7 @@ def find_limit(
     high: int,
     grain: int = 1,
     begin: int | None = None,
+    likely: int | None = None,
     beyond: int = 0,
 ) -> Bound:
     """The largest number from `low` to `high` for which no more than `available` is needed.
@@ -30,6 +31,7 @@ def find_limit(
         high: the largest number.
         grain: the step between two numbers.
         begin: where to look first.
+        likely: where to look next if that fits, and outward from there, until one fits and one does not.
         beyond: so many numbers past the first that does not fit are tried as well, and the search goes on from one
             that fits: rounding may make a number need less than the one before it.
     """
@@ -47,11 +49,11 @@ def find_limit(
         below, above = low, begin
     else:
         return Bound(None, low)
+    if likely is not None:
+        below, above = _around(likely, fits, below, above, high, grain)
     tries = 0
     while True:
-        first, last = (below // grain + 1) * grain, (above - 1) // grain * grain
-        if above > high:
-            first, last = min(first, high), high
+        first, last = _numbers_between(below, above, high, grain)
         if below >= last:
             further = [above + grain * place for place in range(1, beyond + 1)]
             later = next((number for number in further if number <= high and fits(number)), None)
@@ -69,6 +71,29 @@ def find_limit(
             below = number
         else:
             above = number
+
+
+def _numbers_between(below: int, above: int, high: int, grain: int) -> tuple[int, int]:
+    """Return the first and the last that may be tried, where `below` fits and `above` does not, or is beyond `high`."""
+    first, last = (below // grain + 1) * grain, (above - 1) // grain * grain
+    return (min(first, high), high) if above > high else (first, last)
+
+
+def _around(likely: int, fits: Callable[[int], bool], below: int, above: int, high: int, grain: int) -> tuple[int, int]:
+    """Return the same two closer together: outward from `likely`, twice as far each time, until it lies between."""
+    side: bool | None = None
+    distance = 0
+    while True:
+        first, last = _numbers_between(below, above, high, grain)
+        if below >= last:
+            return below, above
+        number = likely + (distance if side else -distance)
+        number = min(max(number if number >= last else number // grain * grain, first), last)
+        before, side = side, fits(number)
+        below, above = (number, above) if side else (below, number)
+        if before not in (None, side):
+            return below, above
+        distance = 2 * distance or grain
 
 
 def _by_slope(known: dict[int, int], available: int, otherwise: int) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -17,6 +16,7 @@ from memprof.flows.recommend.outcome import Asked, SimulatedRun
 from memprof.flows.several import warm
 from memprof.report.documents.recommendation import Bound
 from memprof.spec import TargetSpec
+from memprof.watch.collection import freeze_libraries
 
 Answer = TypeVar("Answer")
 
@@ -47,7 +47,6 @@ class Simulator:
         self._known: dict[tuple[TargetSpec, int], SimulatedRun] = {}
         self._ready: dict[tuple[TargetSpec, int], SimulatedRun | MemprofError] = {}
         """What was run at once with others and not yet asked for."""
-        self._is_warm = False
 
     def __len__(self) -> int:
         """How many runs were made."""
@@ -79,16 +78,7 @@ class Simulator:
             self._progress("importing torch and the model's code")
             return
         warm(spec, self._progress)
-        self._collect()
-
-    def _collect(self) -> None:
-        """The command line switches the collector off, and what a run leaves in circles must go before the next. It is
-        young; the libraries' own objects, millions that live for good, are never looked through."""
-        if self._is_warm:
-            gc.collect(0)
-            return
-        gc.freeze()
-        self._is_warm = True
+        freeze_libraries()
 
     def make(self, questions: Iterable[tuple[TargetSpec, int]]) -> None:
         """Run these at once, on all cores; they count when they are asked for (`run`)."""
@@ -141,6 +131,7 @@ class Simulator:
         begin: int,
         high: int,
         grain: int = 1,
+        likely: int | None = None,
     ) -> Bound:
         """The largest number for which the run of `spec_of` fits, and the next (`find_limit`): both were run.
 
@@ -151,7 +142,7 @@ class Simulator:
         def needed(number: int) -> int:
             return self.needed_bytes(spec_of(number), label_of(number), micro_batches)
 
-        return find_limit(needed, self.gpu.total_bytes, low=1, high=high, grain=grain, begin=begin)
+        return find_limit(needed, self.gpu.total_bytes, low=1, high=high, grain=grain, begin=begin, likely=likely)
 
     def _counted(self, needed_bytes: int, *, fits: bool) -> int:
         available = self.gpu.total_bytes
@@ -159,7 +150,7 @@ class Simulator:
 
     def _run(self, spec: TargetSpec, micro_batches: int) -> SimulatedRun:
         outcome = self._asked.of(happened(spec), spec, micro_batches)
-        self._collect()
+        freeze_libraries()  # what a run leaves in circles goes before the next
         return outcome
 
 

@@ -19,7 +19,8 @@ def test_finds_the_last_that_fits(rises, available, data):
         asked.append(number)
         return needs[number - 1]
 
-    limit = find_limit(needed, available, low=1, high=len(needs), begin=begin)
+    likely = data.draw(st.none() | st.integers(-3, len(needs) + 3))
+    limit = find_limit(needed, available, low=1, high=len(needs), begin=begin, likely=likely)
     expected = bisect.bisect_right(needs, available)
     assert limit.largest == (expected or None)
     assert limit.first_too_large == (expected + 1 if expected < len(needs) else None)
@@ -43,6 +44,22 @@ def test_a_straight_line_takes_few_runs(grain):
     assert limit.largest == min(exact, grain * 4000)
     assert limit.first_too_large == (None if exact > grain * 4000 else limit.largest + grain)
     assert len(asked) <= 14
+
+
+@pytest.mark.parametrize(
+    ("likely", "asked_then"),
+    [(3000, [3000, 3001]), (3001, [3001, 3000]), (2999, [2999, 3000, 3001]), (2998, [2998, 2999, 3000, 3002, 3001])],
+)
+def test_what_is_likely_is_looked_at_next(likely, asked_then):
+    asked = []
+
+    def needed(number):
+        asked.append(number)
+        return 1_000_000 + 1000 * number
+
+    limit = find_limit(needed, 4_000_000, low=1, high=100_000, begin=8, likely=likely)
+    assert (limit.largest, limit.first_too_large) == (3000, 3001)
+    assert asked == [8, *asked_then]
 
 
 def test_nothing_fits():
