@@ -10,6 +10,7 @@ from memprof.catalog import Gpu, ModelEntry, list_models
 from memprof.command_line import profile_command
 from memprof.errors import MemprofError, UsageError
 from memprof.flows.cards import device_facts, virtual_card
+from memprof.flows.recommend.closed_form import likely_limit, needed_bytes
 from memprof.flows.recommend.outcome import SimulatedRun
 from memprof.flows.recommend.plans import Goal, Plan, base_spec, half_of
 from memprof.flows.recommend.simulator import Simulator
@@ -30,7 +31,7 @@ class Task:
 
     Attributes:
         least_bytes: of a parameter, whatever else the run takes: what cannot fit is not run.
-        likely_bytes: of a parameter, to begin the search with.
+        likely_bytes: of a parameter, to begin the search with where the closed form does not know a model.
     """
 
     name: str
@@ -124,7 +125,7 @@ def _largest(runs: Simulator, spec: TargetSpec, task: Task, context_length: int)
         outcome = outcomes[entry.key]
         return None if outcome is None else outcome.fits
 
-    begin = max(sum(entry.num_parameters * task.likely_bytes <= usable for entry in entries) - 1, 0)
+    begin = _begin(runs, [(entry, _spec(spec, task, entry, context_length)) for entry in entries], task)
     place = next((place for place in range(begin, -1, -1) if fits(place)), None)
     for higher in range(begin + 1 if place == begin else len(entries), len(entries)):
         answer = fits(higher)
@@ -156,6 +157,25 @@ def _largest(runs: Simulator, spec: TargetSpec, task: Task, context_length: int)
     )
 
 
+def _begin(runs: Simulator, ways: list[tuple[ModelEntry, TargetSpec]], task: Task) -> int:
+    """Return where to look first: the last of the models that should fit by the closed form, looked for from where
+    their parameters alone point."""
+
+    def should_fit(place: int) -> bool:
+        entry, spec = ways[place]
+        needed = needed_bytes(task.plan, spec)
+        if needed is None:
+            return entry.num_parameters * task.likely_bytes <= runs.usable_bytes
+        return needed <= runs.gpu.total_bytes
+
+    place = max(sum(entry.num_parameters * task.likely_bytes <= runs.usable_bytes for entry, _ in ways) - 1, 0)
+    while place + 1 < len(ways) and should_fit(place + 1):
+        place += 1
+    while place > 0 and not should_fit(place):
+        place -= 1
+    return place
+
+
 def _spec(spec: TargetSpec, task: Task, entry: ModelEntry, context_length: int) -> TargetSpec:
     length = min(context_length, (entry.max_positions or context_length) - 2 * (task.plan.goal is Goal.INFER))
     base = base_spec(task.plan.goal, spec.edit(model=entry.key, context_length=length))
@@ -171,6 +191,11 @@ def _longest(
 
     if high <= at:
         return at, None
+
+    def needed(length: int) -> int | None:
+        return needed_bytes(task.plan, _spec(spec, task, entry, length))
+
+    likely = likely_limit(needed, runs.gpu.total_bytes, at, high, GRAIN)
     try:
         limit = runs.limit(
             lambda length: _spec(spec, task, entry, length),
@@ -178,6 +203,7 @@ def _longest(
             begin=at,
             high=high,
             grain=GRAIN,
+            likely=likely,
         )
     except MemprofError:
         return at, None

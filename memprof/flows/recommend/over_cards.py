@@ -13,10 +13,11 @@ from memprof.errors import MemprofError, UsageError
 from memprof.estimate.geometry import Subject
 from memprof.flows.cards import device_facts, virtual_card
 from memprof.flows.recommend import card_scripts
+from memprof.flows.recommend.closed_form import subject_of
 from memprof.flows.recommend.plans import Goal, Plan, base_spec, tiers
 from memprof.flows.recommend.search import Question, Tried, choice_of, on_front
 from memprof.flows.recommend.simulator import Simulator
-from memprof.flows.recommend.ways import Way, plans_over, subject_of, ways_of
+from memprof.flows.recommend.ways import Way, plans_over, ways_of
 from memprof.flows.several import at_once
 from memprof.ledger.bridge import NCCL_GROUP_BYTES
 from memprof.report.documents.recommendation import Alternative, Choice, Recommendation

@@ -11,16 +11,13 @@ from dataclasses import dataclass, replace
 
 from memprof.catalog import Gpu
 from memprof.errors import UsageError
-from memprof.estimate.geometry import Geometry, Subject, from_model, from_size
-from memprof.estimate.methods import BY_KEY
-from memprof.estimate.methods import Plan as Estimated
+from memprof.estimate.geometry import Geometry, Subject
 from memprof.estimate.table import highest_cell
+from memprof.flows.recommend.closed_form import estimated
 from memprof.flows.recommend.plans import Activations, Goal, Plan
 from memprof.spec import TargetSpec
 from memprof.workload.plan import Plan as Spread
 from memprof.workload.plan import check_plan, parse_plan
-
-_METHODS = {(Goal.FULL, "amp"): "mixed", (Goal.FULL, "half"): "full", (Goal.FULL, "float32"): "full"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +51,6 @@ class Way:
         """The run of it."""
         made = self.plan.spec(base, self.micro_batch, self.accumulation)
         return made.edit(parallel=self.parallel, gpus=self.spread.size) if self.spread.size > 1 else made
-
-
-def subject_of(spec: TargetSpec) -> Subject | None:
-    """The model as the closed form knows it; None if it does not, or knows nothing but its weights."""
-    try:
-        found = (from_size if spec.model_is_size else from_model)(spec.model)
-    except UsageError:
-        return None
-    return found if found.geometry is not None else None
 
 
 def plans_over(gpus: int) -> list[str]:
@@ -117,17 +105,7 @@ def _way(
     if subject is None or subject.geometry is None or base.context_length is None:
         lean = (plan.activations is not Activations.KEPT) + plan.chunked_loss
         return Way(plan, parallel, spread, size, times, None, lean + 1 / size)
-    key = "lora" if plan.goal is Goal.LORA else _METHODS[plan.goal, plan.precision]
-    checkpointed = plan.activations is Activations.CHECKPOINTED
-    estimated = Estimated(
-        BY_KEY[f"{key}-checkpointing" if checkpointed else key],
-        "float32" if plan.precision == "float32" else plan.half,
-        lora_rank=base.lora_rank or 8,
-        lora_targets=base.lora_targets,
-        fused=True,
-        chunked_loss=plan.chunked_loss,
-    )
-    cell = highest_cell(subject, estimated, size, base.context_length, parallel, spread.size)
+    cell = highest_cell(subject, estimated(plan, base), size, base.context_length, parallel, spread.size)
     context = cell.device_bytes - cell.reserved_bytes
     seconds = _seconds(subject.geometry, plan, spread, size * base.context_length, times, base.context_length, gpu)
     return Way(plan, parallel, spread, size, times, cell.allocated_bytes + context, seconds)

@@ -11,11 +11,12 @@ from memprof.catalog import find_gpu
 from memprof.errors import UsageError
 from memprof.flows.profile import profile
 from memprof.flows.recommend.card_scripts import accelerate_script, accelerate_yaml, fully_shard_script, torchtitan_toml
+from memprof.flows.recommend.closed_form import subject_of
 from memprof.flows.recommend.over_cards import recommend_over_cards
 from memprof.flows.recommend.plans import Activations, Goal, Plan, base_spec
 from memprof.flows.recommend.search import Question
 from memprof.flows.recommend.snippet import loaded_model
-from memprof.flows.recommend.ways import Way, plans_over, subject_of, ways_of
+from memprof.flows.recommend.ways import Way, plans_over, ways_of
 from memprof.spec import TargetSpec
 from memprof.workload.plan import parse_plan
 from tests.processes import python

@@ -1,0 +1,63 @@
+"""What the closed form says of a plan leads a search to the runs that decide."""
+
+from __future__ import annotations
+
+import pytest
+
+from memprof.catalog import find_gpu
+from memprof.flows.profile import profile
+from memprof.flows.recommend.closed_form import likely_limit, needed_bytes
+from memprof.flows.recommend.largest import _begin, _spec, candidates, tasks
+from memprof.flows.recommend.plans import Goal, Plan, base_spec
+from memprof.flows.recommend.simulator import Simulator
+from memprof.spec import TargetSpec
+
+SPEC = TargetSpec(model="pythia-70m", context_length=512)
+
+
+@pytest.mark.parametrize(
+    ("available", "high", "expected"),
+    [
+        (6000, 9000, 4096),
+        (6120, 9000, 5120),  # to the byte
+        (6119, 9000, 4096),
+        (3500, 9000, 3072),  # the first beyond what fits is to be looked at, also if it should not fit
+        (10_000, 9000, 9000),
+        (9999, 9000, 8192),
+        (3000, 2500, 2500),
+    ],
+)
+def test_where_to_look(available, high, expected):
+    assert likely_limit(lambda number: 1000 + number, available, 2048, high, 1024) == expected
+
+
+def test_what_it_does_not_know_is_left_to_the_search():
+    assert likely_limit(lambda number: None, 1, 1, 2, 1) is None
+    assert needed_bytes(Plan(Goal.FULL, "amp", "bfloat16", "adamw"), SPEC.edit(model="vit-base")) is None
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(Goal.INFER, "half", "bfloat16"),
+        Plan(Goal.LORA, "half", "bfloat16", "adamw").leanest(),
+        Plan(Goal.FULL, "amp", "bfloat16", "adamw").leanest(),
+        Plan(Goal.FULL, "half", "bfloat16", "adamw"),
+    ],
+    ids=lambda plan: plan.label(),
+)
+def test_it_is_near_what_is_run(plan):
+    spec = base_spec(plan.goal, SPEC)
+    needed, document = needed_bytes(plan, spec), profile(plan.spec(spec, 1), explained=False)[1]
+    allocated = document.peak.allocated_bytes + document.device.context_bytes
+    assert needed == pytest.approx(allocated, rel=0.1)
+
+
+def test_a_search_begins_with_what_should_fit():
+    runs = Simulator(find_gpu("rtx-4090"), lambda doing: None)
+    for task in tasks(runs.gpu):
+        ways = [(entry, _spec(SPEC.edit(context_length=2048), task, entry, 2048)) for entry in candidates()]
+        place = _begin(runs, ways, task)
+        needed = [needed_bytes(task.plan, spec) for _, spec in ways]
+        assert needed[place] is None or needed[place] <= runs.gpu.total_bytes
+        assert needed[place + 1] is None or needed[place + 1] > runs.gpu.total_bytes
