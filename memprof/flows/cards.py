@@ -11,8 +11,8 @@ from memprof.allocator import CardMemory, LiveAllocator, Settings
 from memprof.catalog import Gpu, custom_gpu, find_gpu
 from memprof.device.context import CONTEXT_BYTES
 from memprof.device.host import memory_bytes, processor_name
-from memprof.recording.from_trace import snapshot_of
 from memprof.report.export.memory_viz import as_plain
+from memprof.snapshots.from_trace import snapshot_of
 from memprof.spec import TargetSpec
 from memprof.trace.events import Trace
 from memprof.trace.facts import DeviceFacts

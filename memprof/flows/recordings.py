@@ -20,12 +20,12 @@ from memprof.allocator import AllocatorConfig, CardMemory, config_from_environme
 from memprof.device.ceiling import MEMORY_PER_BYTE, REGULAR_PER_BYTE, allow_more, ceiling_bytes
 from memprof.errors import UsageError
 from memprof.flows.each_rank import rank_of
-from memprof.recording.from_trace import Converted, Slice, snapshot_of
-from memprof.recording.recording import Recording, Steps, recordings
-from memprof.recording.slices import annotated, event_times, name_stages, slices_of
-from memprof.recording.steps import LEAST_STEPS, find_steps
 from memprof.report.documents.analysis import Analysis
 from memprof.report.documents.analysis_build import Origin, Question, build_analysis
+from memprof.snapshots.from_trace import Converted, Slice, snapshot_of
+from memprof.snapshots.recording import Recording, Steps, recordings
+from memprof.snapshots.slices import annotated, event_times, name_stages, slices_of
+from memprof.snapshots.steps import LEAST_STEPS, find_steps
 from memprof.trace.columns import OOM
 from memprof.trace.events import CPU, EventKind, Trace
 from memprof.trace.files import check_place

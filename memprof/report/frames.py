@@ -17,10 +17,6 @@ from memprof.ledger.batches import BatchStep, ReservedOverSteps
 from memprof.ledger.ledger import LiveTensor, Row
 from memprof.ledger.stage_amounts import Stage
 from memprof.ledger.steps import TrainingStep
-from memprof.recording.occupancy import Group
-from memprof.recording.refusals import Refusal
-from memprof.recording.steps import Leak
-from memprof.recording.what_if import ReplayOutcome
 from memprof.report.documents import analysis as a
 from memprof.report.documents import comparison as c
 from memprof.report.documents import report as r
@@ -28,6 +24,10 @@ from memprof.report.documents.cards import CardRow
 from memprof.report.documents.ladder import Rung
 from memprof.report.documents.ranks import RankRow
 from memprof.report.documents.shown import Shown
+from memprof.snapshots.occupancy import Group
+from memprof.snapshots.refusals import Refusal
+from memprof.snapshots.steps import Leak
+from memprof.snapshots.what_if import ReplayOutcome
 from memprof.trace.plain import json_fields, to_plain
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """The function mode: makes meta tensors look like `cuda:0` to Python code, and sends requests for CUDA to meta.
 
 Property reads (`t.device`, `t.is_cuda`) are answered with the device that the program believes in; device arguments
-that name CUDA become meta, and the recording mode is told what was asked for. Composite functions whose choices C++
+that name CUDA become meta, and the allocation tracker is told what was asked for. Composite functions whose choices C++
 makes by device before any dispatch mode sees them are chosen in kernels/.
 """
 
@@ -57,13 +57,13 @@ _DEVICES = _Devices()
 class DeviceMode(TorchFunctionMode):
     """Answers for the virtual GPU at the level of torch functions."""
 
-    def __init__(self, recording: Machine, composites: dict[Any, Callable[..., Any]]) -> None:
+    def __init__(self, tracker: Machine, composites: dict[Any, Callable[..., Any]]) -> None:
         super().__init__()
-        self._recording = recording
+        self._tracker = tracker
         self.autocast = Autocast(lambda tensor: is_card(self._believed(tensor)))
-        self.interchange = Interchange(recording, self._to, recording.values.assume, self)
-        self.kinds = HostKinds(recording, self._given)
-        self._mixed = MixedDevices(recording, self._believed, self._to, self.kinds)
+        self.interchange = Interchange(tracker, self._to, tracker.values.assume, self)
+        self.kinds = HostKinds(tracker, self._given)
+        self._mixed = MixedDevices(tracker, self._believed, self._to, self.kinds)
         self.is_off = False
         """In a forked child: what is asked is done as without this mode."""
         self._run_for_cuda: list[Any] = []
@@ -143,16 +143,16 @@ class DeviceMode(TorchFunctionMode):
                     kwargs = {**(kwargs or {}), "device": _META}
                     for name in ("pin_memory", "generator"):  # neither goes with meta tensors
                         kwargs.pop(name, None)
-                    return self._on(self._recording.cards.named(wanted), func, args, kwargs)
+                    return self._on(self._tracker.cards.named(wanted), func, args, kwargs)
                 if wanted.type == "meta":
                     result = self._on("meta", func, args, {**(kwargs or {}), "device": _META})
                     for tensor in tensors_of(result):
                         if not tensor.numel():
-                            self._recording.recorder.storages.uncounted[tensor.untyped_storage()] = "meta"
+                            self._tracker.recorder.storages.uncounted[tensor.untyped_storage()] = "meta"
                     return result
             for position, arg in enumerate(args):
                 if type(arg) is torch.device and arg.type == "cuda":
-                    card = self._recording.cards.named(arg)
+                    card = self._tracker.cards.named(arg)
                     return self._on(card, func, (*args[:position], _META, *args[position + 1 :]), kwargs or {})
             if len(args) > 1 and isinstance(args[1], _Tensor) and args[1].requires_grad and in_place(func):
                 args = self._mixed.writable(func, args, kwargs or {})
@@ -165,16 +165,16 @@ class DeviceMode(TorchFunctionMode):
     def _run(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run `func`, and again with all tensors on the GPU if it mixed devices and cannot go on so."""
         args, kwargs = self.kinds.alike(func, args, kwargs)
-        recording = self._recording
-        mismatches = recording.recorder.trace.mismatches
+        tracker = self._tracker
+        mismatches = tracker.recorder.trace.mismatches
         before = len(mismatches)
         try:
             # As `MixedDevices.inside` does, which would be one more frame below every operator.
-            outer, recording.calling = recording.calling, args
+            outer, tracker.calling = tracker.calling, args
             try:
                 result = func(*args, **kwargs)
             finally:
-                recording.calling = outer
+                tracker.calling = outer
         except RuntimeError as error:
             if not self._mixed.is_mismatch(error, func, args, kwargs, noted=len(mismatches) > before):
                 raise
@@ -187,9 +187,9 @@ class DeviceMode(TorchFunctionMode):
             numbers = False
         return self._mixed.run_moved(func, args, kwargs, numbers=numbers)
 
-    def of_thread(self, recording: Machine) -> DeviceMode:
-        """The function mode of another thread, whose dispatch mode is `recording`."""
-        mode = DeviceMode(recording, registry.composites(recording))
+    def of_thread(self, tracker: Machine) -> DeviceMode:
+        """The function mode of another thread, whose dispatch mode is `tracker`."""
+        mode = DeviceMode(tracker, registry.composites(tracker))
         mode.interchange.share(self.interchange)
         mode.run_cuda_kernels_of(self._run_for_cuda)
         mode.run_in_float32(self._run_in_float32)
@@ -286,10 +286,10 @@ class DeviceMode(TorchFunctionMode):
             return self.interchange.read(value).clone()
         with disable_current_modes():
             virtual = torch.empty_like(value, device=_META)
-        place = self._recording.recorder.attribution.place(sys._getframe(1))
-        self._recording.record([virtual], "aten.clone", place, HOST)
-        if self._recording.values.store.is_trackable(virtual):
-            self._recording.values.store.set(virtual, value)
+        place = self._tracker.recorder.attribution.place(sys._getframe(1))
+        self._tracker.record([virtual], "aten.clone", place, HOST)
+        if self._tracker.values.store.is_trackable(virtual):
+            self._tracker.values.store.set(virtual, value)
         return virtual
 
     def shares_data(self, original: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
@@ -300,17 +300,17 @@ class DeviceMode(TorchFunctionMode):
         def compatible(tensor: torch.Tensor, other: torch.Tensor) -> bool:
             moving = sys._getframe(1).f_back  # nn.Module._apply, which asks through a function of its own
             if moving is not None and isinstance(moving.f_locals.get("self"), torch.jit.ScriptModule):
-                self._recording.values.assume(_SCRIPTED)
+                self._tracker.values.assume(_SCRIPTED)
                 return original(tensor, other)
             with _NoTorchFunction():
                 one_is_virtual = tensor.is_meta != other.is_meta
-                believed = {self._recording.device_of(tensor), self._recording.device_of(other)}
+                believed = {self._tracker.device_of(tensor), self._tracker.device_of(other)}
             return (one_is_virtual and "meta" not in believed) or original(tensor, other)
 
         return compatible
 
     def _on(self, device: str, func: Any, args: Any, kwargs: Any) -> Any:
-        with self._recording.asked_for(device):
+        with self._tracker.asked_for(device):
             return func(*args, **kwargs)
 
     def _make_device(self, *args: Any, **kwargs: Any) -> torch.device:
@@ -377,8 +377,8 @@ class DeviceMode(TorchFunctionMode):
         args, kwargs = self.kinds.all_virtual(
             ([parts[index] for index in range(len(args))], {n: parts[n] for n in kwargs})
         )
-        virtual = device.type != HOST or any(map(self._recording.is_virtual, tensors_of([*args, *kwargs.values()])))
-        wanted = self._recording.cards.named(device) if device.type == "cuda" else device.type
+        virtual = device.type != HOST or any(map(self._tracker.is_virtual, tensors_of([*args, *kwargs.values()])))
+        wanted = self._tracker.cards.named(device) if device.type == "cuda" else device.type
         return self._on(wanted, func, args, {**kwargs, "device": _META if virtual else _CPU})
 
     def _placed(self, tensor: torch.Tensor, device: Any) -> torch.Tensor:
@@ -416,7 +416,7 @@ class DeviceMode(TorchFunctionMode):
     def _nonfinite(self, func: Any, tensor: torch.Tensor) -> torch.Tensor:
         """Unknown numbers are finite (values/policy.py): composites would compare them first, and lose that."""
         result: torch.Tensor = func(tensor)
-        values = self._recording.values
+        values = self._tracker.values
         with _NoTorchFunction(), disable_current_modes():
             if result.is_meta and values.store.get(tensor.detach()) is None:
                 values.store.set_uniform(result, _NONFINITE[func])
@@ -426,14 +426,14 @@ class DeviceMode(TorchFunctionMode):
 
     def _believed(self, tensor: torch.Tensor) -> str:
         with _NoTorchFunction():
-            return self._recording.device_of(tensor)
+            return self._tracker.device_of(tensor)
 
     def _device(self, tensor: torch.Tensor) -> torch.device:
         with _NoTorchFunction():
             tensor = unwrapped(tensor)
             if not tensor.is_meta:
                 return tensor.device
-            believed = self._recording.device_of(tensor)
+            believed = self._tracker.device_of(tensor)
         return _DEVICES[believed]
 
     def _is_cuda(self, tensor: torch.Tensor) -> bool:
@@ -478,7 +478,7 @@ class DeviceMode(TorchFunctionMode):
             wanted = believed
         else:
             other = "meta" if device.type == "meta" else HOST
-            wanted = self._recording.cards.named(device) if device.type == "cuda" else other
+            wanted = self._tracker.cards.named(device) if device.type == "cuda" else other
         dtype = dtype or tensor.dtype
         if wanted == believed and dtype == tensor.dtype and not copy and not rest.get("memory_format"):
             return tensor
@@ -526,7 +526,7 @@ class DeviceMode(TorchFunctionMode):
 
     def _copy_(self, tensor: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
         """Between cards, the source is moved first where it needs a gradient, which then finds its way back."""
-        several = self._recording.cards.several
+        several = self._tracker.cards.several
         if several and isinstance(source, _Tensor) and source.requires_grad and torch.is_grad_enabled():
             ends = self._believed(source), self._believed(tensor)
             if ends[0] != ends[1] and all(map(is_card, ends)):
@@ -549,10 +549,10 @@ class DeviceMode(TorchFunctionMode):
         def _str(tensor: torch.Tensor, **kwargs: Any) -> str:
             with _NoTorchFunction():
                 virtual = has_memory(tensor) and tensor.is_meta
-                device = self._recording.device_of(tensor) if virtual else "meta"
+                device = self._tracker.device_of(tensor) if virtual else "meta"
                 if device == "meta":
                     return original(tensor, **kwargs)
-                known = self._recording.values.store.get(tensor.detach())
+                known = self._tracker.values.store.get(tensor.detach())
                 if known is None and tensor.dim() == 0:
                     known = self.interchange.read(tensor)
                 kind = type(tensor) if type(tensor) is not torch.nn.Parameter else _Tensor  # torch says "tensor" of it

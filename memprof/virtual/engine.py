@@ -3,8 +3,8 @@
 The engine adds up gradients that meet at one tensor. Where it holds the only reference to the first one, it adds the
 second in place (torch/csrc/autograd/input_buffer.cpp, `accumulate`), but not while a dispatch mode is active: then it
 calls `add` and allocates. Several backward formulas do likewise (torch/csrc/autograd/FunctionsManual.cpp, wherever it
-asks `areAnyTensorSubclassLike`): they fill a new tensor of zeros in place, or out of place under a mode. The recording
-mode sees those calls and does what a plain eager run does.
+asks `areAnyTensorSubclassLike`): they fill a new tensor of zeros in place, or out of place under a mode. The allocation
+tracker sees those calls and does what a plain eager run does.
 """
 
 from __future__ import annotations

@@ -116,8 +116,8 @@ class VirtualGpu(Watch):
         if refuses:
             self.recorder.storages.refusal = self._refusal
         self._context.values.policy.on_unknown = self._note_unknown
-        self.recording = self._context.recording
-        self._updates = self.recording.updates = Updates(self.recorder, self.phases, self._name_parameters)
+        self.tracker = self._context.tracker
+        self._updates = self.tracker.updates = Updates(self.recorder, self.phases, self._name_parameters)
         self._updates.on_step = lambda: self._growth.phase_begins(PhaseKind.OPTIMIZER_STEP, in_step=True)
         self.recorder.storages.on_death = self._context.values.store.drop
         self.modules.on_outermost_return = self._outermost_return
@@ -126,7 +126,7 @@ class VirtualGpu(Watch):
     def trace(self) -> Trace:
         """What has been recorded."""
         trace = self.recorder.trace
-        trace.work = self.recording.meter.finish()
+        trace.work = self.tracker.meter.finish()
         self._tell(trace)
         return trace
 
@@ -185,7 +185,7 @@ class VirtualGpu(Watch):
                 self.recorder,
                 self.phase_of(error),
                 self._unknown_read,
-                type(self.recording).__torch_dispatch__.__code__,
+                type(self.tracker).__torch_dispatch__.__code__,
             )
         if error is None and self.phases.recognises:
             self._growth.run_ends()
@@ -213,7 +213,7 @@ class VirtualGpu(Watch):
             for name in extension.imports:
                 self._patches.on_import(name, functools.partial(extension.patches_of, context=context))
         self._stack.enter_context(context.function_mode)
-        self._stack.enter_context(self.recording)
+        self._stack.enter_context(self.tracker)
 
     def _remove(self) -> None:
         global _active
@@ -250,7 +250,7 @@ class VirtualGpu(Watch):
 
     def _outermost_call(self, module: nn.Module, index: int, args: Any, kwargs: Any) -> None:
         super()._outermost_call(module, index, args, kwargs)
-        self.recording.caches.call_begins(index, (*args, *kwargs.values()))
+        self.tracker.caches.call_begins(index, (*args, *kwargs.values()))
         if self._recognizes_calls:
             self._growth.call_begins(module, index)
 
@@ -261,7 +261,7 @@ class VirtualGpu(Watch):
 
     def _outermost_return(self, result: Any) -> None:
         """That call returns."""
-        self.recording.caches.call_returned(result)
+        self.tracker.caches.call_returned(result)
         if self._recognizes_calls:
             self._growth.call_returned(result)
 

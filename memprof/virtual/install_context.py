@@ -24,7 +24,6 @@ from memprof.virtual.limits import Note
 from memprof.virtual.ranks.alone import Alone
 from memprof.virtual.ranks.channel import Channel
 from memprof.virtual.ranks.together import Together
-from memprof.virtual.recording import RecordingMode
 from memprof.virtual.torch_cuda.memory import (
     AllocatorSettings,
     Memory,
@@ -32,6 +31,7 @@ from memprof.virtual.torch_cuda.memory import (
     SettingsOfRun,
     UnusedSettings,
 )
+from memprof.virtual.tracker import AllocationTracker
 from memprof.virtual.values import Values
 from memprof.watch.recorder import Recorder
 
@@ -49,7 +49,7 @@ class InstallContext:
         rank: which of them this process is where the program starts them itself.
         channel: to the ranks that run together with this one; None: it is alone.
         others: what the other ranks contribute.
-        recording: the dispatch mode.
+        tracker: the dispatch mode.
         function_mode: the function mode.
         memory: what answers questions about memory.
         settings: of the caching allocator.
@@ -70,7 +70,7 @@ class InstallContext:
     rank: int
     channel: Channel | None
     others: Alone
-    recording: RecordingMode
+    tracker: AllocationTracker
     function_mode: DeviceMode
     memory: Memory
     settings: AllocatorSettings
@@ -121,15 +121,15 @@ class InstallContext:
         # Several GeForce cards do not read each other's memory: NVIDIA's driver has it off.
         cards = Cards(number_of_cards, recorder.trace.cards, are_peers="GeForce" not in gpu.name)
         values = Values(assume)
-        recording = RecordingMode(recorder, values, Card.of(gpu), cards, workspaces)
-        recording.function_mode = function_mode = DeviceMode(recording, registry.composites(recording))
+        tracker = AllocationTracker(recorder, values, Card.of(gpu), cards, workspaces)
+        tracker.function_mode = function_mode = DeviceMode(tracker, registry.composites(tracker))
         answers = Memory(recorder, memory)
         return cls(
             gpu=gpu,
             cards=cards,
             channel=channel,
             others=Alone(assume, values) if channel is None else Together(assume, values, channel),
-            recording=recording,
+            tracker=tracker,
             function_mode=function_mode,
             memory=answers,
             settings=SettingsOfRun(settings or UnusedSettings(), answers, recorder, assume),
@@ -142,16 +142,16 @@ class InstallContext:
     @property
     def recorder(self) -> Recorder:
         """Who writes the trace."""
-        return self.recording.recorder
+        return self.tracker.recorder
 
     @property
     def values(self) -> Values:
         """What is known of the numbers in tensors."""
-        return self.recording.values
+        return self.tracker.values
 
     def is_on_card(self, tensor: torch.Tensor) -> bool:
         """Say whether a tensor is on one of the GPUs."""
-        return self.recording.is_on_card(tensor)
+        return self.tracker.is_on_card(tensor)
 
     def note_written(self, tensor: torch.Tensor, by: str = "Triton kernels") -> None:
         """Note that a kernel which is passed over was given `tensor`, and may have written it."""
@@ -164,7 +164,7 @@ class InstallContext:
 
     def keep_workspace(self, num_bytes: int, name: str) -> None:
         """Allocate a workspace that a library keeps on the current GPU."""
-        if self.recording.workspaces:
+        if self.tracker.workspaces:
             place = self.recorder.attribution.place(sys._getframe(1))
             self.recorder.storages.allocate_hidden(num_bytes, name, place, self.cards.named())
 

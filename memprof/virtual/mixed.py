@@ -33,9 +33,9 @@ class MixedDevices:
     """`believed` says which device the program takes a tensor to be on, `to` moves a tensor."""
 
     def __init__(
-        self, recording: Machine, believed: Callable[[torch.Tensor], str], to: Callable[..., Any], kinds: HostKinds
+        self, tracker: Machine, believed: Callable[[torch.Tensor], str], to: Callable[..., Any], kinds: HostKinds
     ) -> None:
-        self._recording = recording
+        self._tracker = tracker
         self._believed = believed
         self._to = to
         self._kinds = kinds
@@ -59,7 +59,7 @@ class MixedDevices:
         if not noted:
             with _NoTorchFunction():
                 tensors = tensors_of([*args, *kwargs.values()])
-                self._recording.note_mixed(f"aten.{func.__name__}", tensors)
+                self._tracker.note_mixed(f"aten.{func.__name__}", tensors)
         return True
 
     def run_moved(self, func: Callable[..., Any], args: Any, kwargs: Any, *, numbers: bool) -> Any:
@@ -77,7 +77,7 @@ class MixedDevices:
         host = any(isinstance(a, _Tensor) and a.dim() and self._believed(a) == HOST for a in args[1:])
         if not (host and torch.is_grad_enabled() and isinstance(target, _Tensor) and is_card(self._believed(target))):
             return args
-        mismatches = self._recording.recorder.trace.mismatches
+        mismatches = self._tracker.recorder.trace.mismatches
         before = len(mismatches)
         with torch.no_grad():
             func(target.detach(), *(a.detach() if isinstance(a, _Tensor) else a for a in args[1:]), **kwargs)
@@ -90,7 +90,7 @@ class MixedDevices:
         """
         if not is_card(self._believed(tensor)) or self._believed(value) != HOST:
             return value
-        mismatches = self._recording.recorder.trace.mismatches
+        mismatches = self._tracker.recorder.trace.mismatches
         before = len(mismatches)
         with torch.no_grad():
             _Tensor.__setitem__(tensor.detach(), index, value.detach())
@@ -105,7 +105,7 @@ class MixedDevices:
         tensors = [tensor for tensor in tensors_of(list(args)) if tensor.is_floating_point()]
         if self._is_mixed([tensor for tensor in tensors if tensor.dim()]):
             with _NoTorchFunction():
-                self._recording.note_mixed(op, [tensors[0], *(t for t in tensors[1:] if not t.is_meta)][:2])
+                self._tracker.note_mixed(op, [tensors[0], *(t for t in tensors[1:] if not t.is_meta)][:2])
             args = tuple(
                 arg if isinstance(arg, _Tensor) and not arg.is_floating_point() else self._moved(arg, tensors)
                 for arg in args
@@ -117,13 +117,13 @@ class MixedDevices:
         return HOST in devices and any(map(is_card, devices))
 
     def inside(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """`func`, of which the recording mode knows what it was given: C++ makes tensors after those."""
-        recording = self._recording
-        outer, recording.calling = recording.calling, args
+        """`func`, of which the allocation tracker knows what it was given: C++ makes tensors after those."""
+        tracker = self._tracker
+        outer, tracker.calling = tracker.calling, args
         try:
             return func(*args, **kwargs)
         finally:
-            recording.calling = outer
+            tracker.calling = outer
 
     def _moved(self, value: Any, beside: Any, numbers: bool = False) -> Any:
         """Arguments of a call that mixed devices, its host tensors moved, where autograd sees it, to the card of the

@@ -22,7 +22,7 @@ from typing import BinaryIO
 
 from memprof.report.export.memory_viz import as_plain
 from memprof.trace.snapshot import Frame, Snapshot, SnapshotEvent, Stack
-from tests.unit.recording.builder import CALL, MAIN, MIB, Program
+from tests.unit.snapshots.builder import CALL, MAIN, MIB, Program
 
 SECONDS_PER_100_MB = 6
 MEMORY_PER_100_MB = (4 << 30) // 10

@@ -30,7 +30,7 @@ TESTS = (
     "tests/unit/virtual/kernels",
     "tests/unit/virtual/edges/test_checkpoints.py",
     "tests/unit/virtual/test_autocast.py",
-    "tests/unit/virtual/test_recording.py",
+    "tests/unit/virtual/test_tracker.py",
     "tests/unit/virtual/test_restoration.py",
     "tests/unit/workload/test_modes.py",
     "tests/unit/workload/test_quantization.py",

@@ -13,7 +13,7 @@ import pytest
 
 from memprof.report.export.memory_viz import as_plain, write_snapshot
 from tests.cli.test_errors import assert_refused
-from tests.unit.recording.builder import MIB, Program, stack, training
+from tests.unit.snapshots.builder import MIB, Program, stack, training
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from memprof.trace.facts import DeviceFacts, Facts
 from memprof.trace.io import save_trace
 from tests.cli.conftest import Result
 from tests.golden.test_report import training_run
-from tests.unit.recording.builder import MIB, training
+from tests.unit.snapshots.builder import MIB, training
 
 FOREIGN = "[/x][proj]\x1b]0;title\x07\x1b[31m\r\x9b2J\u202e\u200b:smile:"
 SHOWN = r"[/x][proj]\x1b]0;title\x07\x1b[31m\r\x9b2J\u202e\u200b:smile:"

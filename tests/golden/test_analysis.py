@@ -8,14 +8,14 @@ import json
 import pytest
 
 from memprof.allocator import parse_config
-from memprof.recording.recording import recordings
-from memprof.recording.steps import find_steps
 from memprof.report.documents.analysis import Analysis
 from memprof.report.documents.analysis_build import Origin, Question, build_analysis
 from memprof.report.terminal.analysis import view
 from memprof.report.terminal.console import text_of
+from memprof.snapshots.recording import recordings
+from memprof.snapshots.steps import find_steps
 from tests.golden.test_report import check
-from tests.unit.recording.builder import training
+from tests.unit.snapshots.builder import training
 
 
 def document(**question) -> Analysis:

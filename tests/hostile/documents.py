@@ -14,7 +14,7 @@ from memprof.report.export.memory_viz import as_plain
 from memprof.trace.facts import DeviceFacts, Facts
 from memprof.trace.io import save_trace
 from tests.golden.test_report import training_run
-from tests.unit.recording.builder import training
+from tests.unit.snapshots.builder import training
 
 TINY = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 16, "intermediate_size": 32,

@@ -8,11 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from memprof.allocator.recorded import Difference
-from memprof.recording.occupancy import Fragmentation, Group
-from memprof.recording.refusals import Refusal
-from memprof.recording.steps import Leak
-from memprof.recording.what_if import WhatIf
 from memprof.report.documents.shown import Shown
+from memprof.snapshots.occupancy import Fragmentation, Group
+from memprof.snapshots.refusals import Refusal
+from memprof.snapshots.steps import Leak
+from memprof.snapshots.what_if import WhatIf
 
 SCHEMA = 1
 

@@ -9,12 +9,6 @@ from dataclasses import asdict, dataclass, fields
 from memprof.allocator import AllocatorConfig
 from memprof.allocator.pools import pool_name
 from memprof.errors import UsageError
-from memprof.recording.occupancy import BY, SegmentUse, fragmentation, group
-from memprof.recording.origins import NO_FRAMES
-from memprof.recording.recording import BEFORE, NEVER, Life, Recording
-from memprof.recording.refusals import refusals
-from memprof.recording.steps import find_leaks
-from memprof.recording.what_if import what_if
 from memprof.report.documents.analysis import (
     SCHEMA,
     Amounts,
@@ -29,6 +23,12 @@ from memprof.report.documents.analysis import (
     StepsRow,
     TimelineRow,
 )
+from memprof.snapshots.occupancy import BY, SegmentUse, fragmentation, group
+from memprof.snapshots.origins import NO_FRAMES
+from memprof.snapshots.recording import BEFORE, NEVER, Life, Recording
+from memprof.snapshots.refusals import refusals
+from memprof.snapshots.steps import find_leaks
+from memprof.snapshots.what_if import what_if
 from memprof.trace.columns import ALLOC, OOM, SNAPSHOT
 from memprof.units import format_bytes
 from memprof.version import __version__

@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from memprof.recording.from_trace import Slice
-from memprof.recording.recording import Recording
+from memprof.snapshots.from_trace import Slice
+from memprof.snapshots.recording import Recording
 from memprof.trace.files import Form, write_whole
 from memprof.version import __version__
 

@@ -12,10 +12,10 @@ from memprof.ledger.categories import Category
 from memprof.ledger.ledger import LiveTensor
 from memprof.ledger.stage_amounts import Stage
 from memprof.ledger.stages import at_stage
-from memprof.recording.occupancy import fragmentation, group
-from memprof.recording.recording import Recording
 from memprof.report.documents.comparison import Side, TensorSide
 from memprof.report.documents.report import Document
+from memprof.snapshots.occupancy import fragmentation, group
+from memprof.snapshots.recording import Recording
 from memprof.trace.events import without_numbers
 from memprof.trace.facts import Target, target_to_json
 from memprof.trace.snapshot import Action

@@ -12,8 +12,6 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from memprof.recording.refusals import Refusal
-from memprof.recording.what_if import WhatIf
 from memprof.report.documents.analysis import (
     Amounts,
     Analysis,
@@ -26,6 +24,8 @@ from memprof.report.documents.analysis import (
 from memprof.report.terminal.cells import curve, unit_for
 from memprof.report.terminal.console import dim, heading, section, table
 from memprof.report.terminal.next_step import after_analysis, render_next
+from memprof.snapshots.refusals import Refusal
+from memprof.snapshots.what_if import WhatIf
 from memprof.trace.events import short_source
 from memprof.units import format_bytes
 

@@ -20,7 +20,7 @@ class TorchCompile(Extension):
     def patches(self, context: InstallContext) -> Iterator[Patch]:
         """Replace `torch.compile`."""
         self._compiler = Compiler(
-            context.recording, context.function_mode, context.run_patches, context.assume, is_on=context.compiles
+            context.tracker, context.function_mode, context.run_patches, context.assume, is_on=context.compiles
         )
         yield from self._compiler.patches()
 

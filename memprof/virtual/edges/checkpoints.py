@@ -49,8 +49,8 @@ READ = frozenset({torch.bool, torch.int16, torch.int32, torch.int64})
 class Checkpoints:
     """Files of torch's, for one virtual GPU."""
 
-    def __init__(self, recording: Machine, assume: Callable[[str], None], mode: TorchFunctionMode) -> None:
-        self._recording = recording
+    def __init__(self, tracker: Machine, assume: Callable[[str], None], mode: TorchFunctionMode) -> None:
+        self._tracker = tracker
         self._mode = mode
         self._assume = assume
         self._dtype = torch.uint8
@@ -145,7 +145,7 @@ class Checkpoints:
             return storage
         if not storage.nbytes():
             return torch.UntypedStorage(0)
-        known = self._recording.values.store.flat(storage) if storage.nbytes() < HOST_VIRTUAL_BYTES else None
+        known = self._tracker.values.store.flat(storage) if storage.nbytes() < HOST_VIRTUAL_BYTES else None
         if known is None or not is_small(known):
             return None
         with _NoTorchFunction():
@@ -155,13 +155,13 @@ class Checkpoints:
     def _location(self, storage: torch.UntypedStorage) -> str:
         if storage.device.type != "meta":
             return str(_FORM.location_tag(storage))
-        device = self._recording.recorder.storages.device_of(storage)
+        device = self._tracker.recorder.storages.device_of(storage)
         return device if is_card(device) else "cpu"
 
     def _note_host_copy(self, num_bytes: int) -> None:
         """A storage of the card passes through host memory on its way to the file and from it."""
-        place = self._recording.recorder.attribution.place(sys._getframe(1))
-        self._recording.transients((num_bytes,), "torch.save", place, HOST)
+        place = self._tracker.recorder.attribution.place(sys._getframe(1))
+        self._tracker.transients((num_bytes,), "torch.save", place, HOST)
 
     # -- loading ------------------------------------------------------------------------------------------------------
 
@@ -227,7 +227,7 @@ class Checkpoints:
                 if swap:
                     storage.byteswap(dtype)
                 if num_bytes >= HOST_COUNTED_BYTES:
-                    self._recording.record_real(data, "torch.load", self._place())
+                    self._tracker.record_real(data, "torch.load", self._place())
             return storage
         if name not in records and EMPTY not in name and num_bytes:
             raise pickle.UnpicklingError(f"this checkpoint is damaged: it has no record {name!r}")
@@ -239,11 +239,11 @@ class Checkpoints:
         with _NoTorchFunction():
             with disable_current_modes():
                 made = torch.empty(num_bytes // dtype.itemsize, dtype=dtype, device=_META)
-            self._recording.record([made], "torch.load", self._place(), device)
+            self._tracker.record([made], "torch.load", self._place(), device)
             return made.untyped_storage()
 
     def _place(self) -> Any:
-        return self._recording.recorder.attribution.place(sys._getframe(1))
+        return self._tracker.recorder.attribution.place(sys._getframe(1))
 
     @contextlib.contextmanager
     def _of(self, dtype: torch.dtype) -> Iterator[None]:
@@ -263,8 +263,8 @@ class Checkpoints:
 
     def _to_card(self, storage: torch.UntypedStorage, device: Any = None, **unused: Any) -> torch.UntypedStorage:
         """A copy of `storage` on a card; its numbers are kept if they are few, or integers."""
-        values, dtype = self._recording.values, self._dtype
-        made = self._new(storage.nbytes(), dtype, self._recording.cards.named(device))
+        values, dtype = self._tracker.values, self._dtype
+        made = self._new(storage.nbytes(), dtype, self._tracker.cards.named(device))
         with _NoTorchFunction(), disable_current_modes():
             copy = torch.empty(0, dtype=dtype, device=_META).set_(made)  # type: ignore[call-overload]
             if not (is_small(copy) or (values.store.is_trackable(copy) and not dtype.is_floating_point)):

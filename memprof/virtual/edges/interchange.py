@@ -42,15 +42,15 @@ class Interchange:
 
     def __init__(
         self,
-        recording: Machine,
+        tracker: Machine,
         move: Callable[[_Tensor, Any], _Tensor],
         assume: Callable[[str], None],
         mode: TorchFunctionMode,
     ) -> None:
-        self._recording = recording
+        self._tracker = tracker
         self._move = move
-        self.checkpoints = Checkpoints(recording, assume, mode)
-        self.safetensors = SafetensorsFiles(recording, assume)
+        self.checkpoints = Checkpoints(tracker, assume, mode)
+        self.safetensors = SafetensorsFiles(tracker, assume)
         self._pages: weakref.WeakKeyDictionary[torch.UntypedStorage, tuple[mmap.mmap | None, int]] = (
             weakref.WeakKeyDictionary()
         )
@@ -93,7 +93,7 @@ class Interchange:
         yield torch, "from_dlpack", self._from_dlpack
         yield from self.checkpoints.patches()
         yield from self.safetensors.patches()
-        yield from storages.patches(self._recording)
+        yield from storages.patches(self._tracker)
         yield from profiler.patches()
         yield torch.Tensor, "__reduce_ex__", as_method(self._reduce)
         for rebuild, function in (
@@ -111,7 +111,7 @@ class Interchange:
                 return tensor
             tensor = tensor.detach()
             with disable_current_modes():
-                values = self._recording.values
+                values = self._tracker.values
                 if tensor.numel() * tensor.element_size() < HOST_VIRTUAL_BYTES or values.store.get(tensor) is not None:
                     return values.policy.read(tensor)
                 return values.policy.read(torch.empty((), dtype=tensor.dtype, device=_META)).expand(tensor.shape)
@@ -129,14 +129,14 @@ class Interchange:
                 raise RuntimeError(
                     "Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead."
                 )
-            device = self._recording.device_of(tensor)
+            device = self._tracker.device_of(tensor)
             if is_card(device) and not force:
                 raise TypeError(
                     f"can't convert {device} device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host "
                     "memory first."
                 )
             with disable_current_modes():
-                own = self._recording.values.store.writable(tensor.detach()) if not force else None
+                own = self._tracker.values.store.writable(tensor.detach()) if not force else None
                 return (self.read(tensor) if own is None else own).numpy()
 
     def _array(self, tensor: _Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -159,7 +159,7 @@ class Interchange:
 
     def _storage_ptr(self, storage: torch.UntypedStorage) -> int:
         """Unique per storage and aligned: code compares addresses (tied weights) and checks alignment."""
-        if storage._cdata not in self._recording.recorder.storages.live:
+        if storage._cdata not in self._tracker.recorder.storages.live:
             return _storage_data_ptr(storage)
         known = self._pages.get(storage)
         if known is None or (known[0] is not None and len(known[0]) < storage.nbytes()):
@@ -168,14 +168,14 @@ class Interchange:
 
     def _dlpack(self, tensor: _Tensor, **kwargs: Any) -> Any:
         with _NoTorchFunction():
-            if tensor.is_meta and is_card(self._recording.device_of(tensor)):
+            if tensor.is_meta and is_card(self._tracker.device_of(tensor)):
                 raise KernelError("DLPack hands the tensor's data on the card to another library", "the DLPack export")
             value = self.read(tensor)
             with disable_current_modes():
                 return _export(value, **kwargs)
 
     def _dlpack_device(self, tensor: _Tensor) -> Any:
-        device = self._recording.device_of(tensor)
+        device = self._tracker.device_of(tensor)
         return (2, card_index(device)) if tensor.is_meta and is_card(device) else (1, 0)  # kDLCUDA, kDLCPU of dlpack.h
 
     def _from_dlpack(self, external: Any, **kwargs: Any) -> _Tensor:
@@ -191,7 +191,7 @@ class Interchange:
         with _NoTorchFunction():
             if self._is_pinned(tensor):
                 return tensor
-            if tensor.is_meta and is_card(self._recording.device_of(tensor)):
+            if tensor.is_meta and is_card(self._tracker.device_of(tensor)):
                 raise RuntimeError("cannot pin 'torch.cuda.FloatTensor' only dense CPU tensors can be pinned")
             pinned = tensor.clone(memory_format=torch.contiguous_format)
             self.note_pinned(pinned)
@@ -217,7 +217,7 @@ class Interchange:
         with _NoTorchFunction():
             if not tensor.is_meta:
                 return _is_shared(tensor)
-            return is_card(self._recording.device_of(tensor)) or tensor.untyped_storage() in self._shared
+            return is_card(self._tracker.device_of(tensor)) or tensor.untyped_storage() in self._shared
 
     # -- pickles ------------------------------------------------------------------------------------------------------
 
@@ -226,7 +226,7 @@ class Interchange:
         if self.checkpoints.saving:
             return _reduce_ex(tensor, protocol)  # by its storage, under the modes: it is on the card
         with _NoTorchFunction():
-            device = self._recording.device_of(tensor) if has_memory(tensor) and tensor.is_meta else "meta"
+            device = self._tracker.device_of(tensor) if has_memory(tensor) and tensor.is_meta else "meta"
             if device == "meta":
                 return _reduce_ex(tensor, protocol)
             function, arguments = self._parts(tensor, device)
@@ -238,7 +238,7 @@ class Interchange:
     def _parts(self, tensor: _Tensor, device: str) -> tuple[Callable[..., _Tensor], tuple[Any, ...]]:
         """What makes a virtual tensor again where it is read, and of what."""
         with _NoTorchFunction():
-            known = self._recording.values.store.get(tensor.detach()) if is_small(tensor) else None
+            known = self._tracker.values.store.get(tensor.detach()) if is_small(tensor) else None
             if known is not None:
                 known = known.clone()
                 return tensors.rebuild_device_tensor_from_cpu_tensor.get(), (
@@ -263,8 +263,8 @@ class Interchange:
             *stride, device = stride
         with _NoTorchFunction(), disable_current_modes():
             tensor = torch.empty_strided(size, stride, dtype=dtype, device=_META, requires_grad=requires_grad)
-        place = self._recording.recorder.attribution.place(sys._getframe(1))
-        self._recording.record([tensor], "pickle.loads", place, device)
+        place = self._tracker.recorder.attribution.place(sys._getframe(1))
+        self._tracker.record([tensor], "pickle.loads", place, device)
         return tensor
 
     def _rebuild_known(self, data: _Tensor, dtype: torch.dtype, device: str, requires_grad: bool) -> _Tensor:

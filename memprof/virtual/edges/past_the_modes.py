@@ -66,7 +66,7 @@ def _of_saved_tensors(mode: DeviceMode) -> Patch:
 
 def _of_autocast(context: InstallContext) -> Iterator[Patch]:
     """The half copies of weights live as long as the outermost autocast region."""
-    mode, recording = context.function_mode, context.recording
+    mode, tracker = context.function_mode, context.tracker
     original = torch.clear_autocast_cache
 
     def clear() -> None:
@@ -78,11 +78,11 @@ def _of_autocast(context: InstallContext) -> Iterator[Patch]:
 
     def run(*args: Any, **kwargs: Any) -> Any:
         # A dispatch mode runs with autocast off; what the engine calls inside a region is cast all the same.
-        outer = recording.cast
-        recording.cast = mode.autocast.cast if torch.is_autocast_enabled("cuda") else None
+        outer = tracker.cast
+        tracker.cast = mode.autocast.cast if torch.is_autocast_enabled("cuda") else None
         try:
             return run_backward(*args, **kwargs)
         finally:
-            recording.cast = outer
+            tracker.cast = outer
 
     yield autograd.engine_run_backward.patch(run)

@@ -60,7 +60,7 @@ def _after_fork() -> None:
 
 def _switch_off(context: InstallContext) -> None:
     """In a forked child: the modes stay on their stacks, where code that is running expects them, and do nothing."""
-    context.function_mode.is_off = context.recording.is_off = True
+    context.function_mode.is_off = context.tracker.is_off = True
     file = context.children.file
     note_from_here(lambda problem, hint, line: no_card.tell(file, problem, hint))
     no_card.refuse(torch.cuda, file, lambda problem: MemprofError(problem, hint=no_card.HINT))
@@ -72,7 +72,7 @@ class Processes(Extension):
     def patches(self, context: InstallContext) -> Iterator[Patch]:
         """Replace queues between processes, and what starts a rank for each GPU."""
         for queue in (multiprocessing.queues.Queue, multiprocessing.queues.SimpleQueue):
-            yield queue, "put", _putting(queue.put, context.recording.is_virtual)
+            yield queue, "put", _putting(queue.put, context.tracker.is_virtual)
         pool = concurrent.futures.ThreadPoolExecutor
         yield pool, "submit", _submitting(pool.submit)
         for name in ("spawn", "start_processes"):
@@ -121,7 +121,7 @@ def _submitting(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _inline(original: Callable[..., Any], context: InstallContext) -> Callable[..., Any]:
     """`torch.multiprocessing.spawn` of as many processes as there are cards, or fewer: this is one of them."""
-    assume, recording, cards = context.assume, context.recording, context.cards.number
+    assume, tracker, cards = context.assume, context.tracker, context.cards.number
     exactly = context.channel is not None  # all of them run, and the program may not start fewer
 
     def spawn(
@@ -143,12 +143,12 @@ def _inline(original: Callable[..., Any], context: InstallContext) -> Callable[.
                 ) from error
         if not exactly:
             assume(_SPAWN_INLINE if nprocs == 1 else _SPAWN_ONE.format(nprocs))
-        first = len(recording.recorder.trace.storages)
+        first = len(tracker.recorder.trace.storages)
         with joining.groups_end_with_the_run():
             fn(context.rank % nprocs, *args)
         # The next one is a process of its own.
         gc.collect()
-        recording.process_ended(first)
+        tracker.process_ended(first)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         return None if join else _Done()

@@ -52,8 +52,8 @@ _real_serialize_file = safetensors.serialize_file
 class SafetensorsFiles:
     """Files of safetensors, for one virtual GPU."""
 
-    def __init__(self, recording: Machine, assume: Callable[[str], None]) -> None:
-        self._recording = recording
+    def __init__(self, tracker: Machine, assume: Callable[[str], None]) -> None:
+        self._tracker = tracker
         self.assume = assume
         self.is_off = False
         """Whether this is a forked child, in which files are read as they are."""
@@ -93,12 +93,12 @@ class SafetensorsFiles:
         """Whether `tensor` is one of ours whose numbers are not known."""
         with _NoTorchFunction():
             virtual = isinstance(tensor, torch.Tensor) and tensor.is_meta and tensor.numel()
-            return bool(virtual) and self._recording.device_of(tensor) != "meta" and self._numbers(tensor) is None
+            return bool(virtual) and self._tracker.device_of(tensor) != "meta" and self._numbers(tensor) is None
 
     def _numbers(self, tensor: torch.Tensor) -> torch.Tensor | None:
         with disable_current_modes():
             large = tensor.numel() * tensor.element_size() >= HOST_VIRTUAL_BYTES or not is_small(tensor)
-            return None if large and tensor.is_meta else self._recording.values.store.get(tensor.detach())
+            return None if large and tensor.is_meta else self._tracker.values.store.get(tensor.detach())
 
     def _serialize(self, flat: Any, metadata: Any = None) -> bytes:
         return self._shell(flat, metadata) if isinstance(flat, _Shell) else _real_serialize(flat, metadata=metadata)
@@ -114,14 +114,14 @@ class SafetensorsFiles:
         self.assume(SHELLS)
         header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
         data: list[bytes] = []
-        recorder = self._recording.recorder
+        recorder = self._tracker.recorder
         place = recorder.attribution.place(sys._getframe(1))
         at = 0
         with _NoTorchFunction():
             # All are copied to the host before the first is written.
             tensors = flat.tensors.values()
-            copies = [tensor.nbytes for tensor in tensors if is_card(self._recording.device_of(tensor))]
-        with _NoTorchFunction(), self._recording.hidden(copies, _OP, place, HOST):
+            copies = [tensor.nbytes for tensor in tensors if is_card(self._tracker.device_of(tensor))]
+        with _NoTorchFunction(), self._tracker.hidden(copies, _OP, place, HOST):
             for name, tensor in flat.tensors.items():
                 numbers = self._numbers(tensor)
                 content = b""
@@ -156,15 +156,15 @@ class SafetensorsFiles:
             with disable_current_modes():
                 made = torch.empty(shape, dtype=dtype, device=_META)
             if device.type != "meta":
-                place = self._recording.recorder.attribution.place(sys._getframe(1))
-                on = self._recording.cards.named(device) if device.type == "cuda" else HOST
-                self._recording.record([made], _OP, place, on)
+                place = self._tracker.recorder.attribution.place(sys._getframe(1))
+                on = self._tracker.cards.named(device) if device.type == "cuda" else HOST
+                self._tracker.record([made], _OP, place, on)
         return made
 
     def place(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         """A tensor that was read, where it is wanted."""
         with _NoTorchFunction():
-            self._recording.record_real(tensor, _OP, self._recording.recorder.attribution.place(sys._getframe(1)))
+            self._tracker.record_real(tensor, _OP, self._tracker.recorder.attribution.place(sys._getframe(1)))
         return tensor if device.type == "cpu" else tensor.to(device)
 
 

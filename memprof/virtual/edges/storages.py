@@ -18,7 +18,7 @@ _set: Any = torch.Tensor.set_
 _NoTorchFunction = torch.DisableTorchFunction
 
 
-def patches(recording: Machine) -> Iterator[tuple[Any, str, Any]]:
+def patches(tracker: Machine) -> Iterator[tuple[Any, str, Any]]:
     """The patches (owner, name, replacement)."""
 
     def deepcopy(tensor: torch.Tensor, memo: dict[Any, Any]) -> Any:
@@ -28,7 +28,7 @@ def patches(recording: Machine) -> Iterator[tuple[Any, str, Any]]:
         """
         if id(tensor) in memo:
             return memo[id(tensor)]
-        if not tensor.is_leaf or not recording.is_virtual(tensor):
+        if not tensor.is_leaf or not tracker.is_virtual(tensor):
             return _deepcopy(tensor, memo)  # which says what is wrong with one that is no leaf
         if tensor.is_quantized:
             return memo.setdefault(id(tensor), tensor.clone())
@@ -53,18 +53,18 @@ def patches(recording: Machine) -> Iterator[tuple[Any, str, Any]]:
     def resize_(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
         """On CUDA the old block is given back, and another one taken (native/cuda/Resize.cpp)."""
         with _NoTorchFunction():
-            device = recording.recorder.storages.device_of(storage) if storage.device.type == "meta" else "meta"
+            device = tracker.recorder.storages.device_of(storage) if storage.device.type == "meta" else "meta"
             before = storage.nbytes()
             result: torch.UntypedStorage = _resize(storage, size)
             if device != "meta" and storage.nbytes() != before:
-                recording.resized(storage, device, recording.recorder.attribution.place(sys._getframe(1)))
+                tracker.resized(storage, device, tracker.recorder.attribution.place(sys._getframe(1)))
             return result
 
     def getitem(storage: torch.UntypedStorage, index: Any) -> Any:
         """A slice of a storage is memory of it, which a storage without data has no pointer into."""
         if not isinstance(index, slice) or storage.device.type != "meta":
             return _getitem(storage, index)
-        device = recording.recorder.storages.device_of(storage)
+        device = tracker.recorder.storages.device_of(storage)
         start, stop, step = index.indices(storage.nbytes())
         if device == "meta" or step != 1:
             return _getitem(storage, index)

@@ -62,18 +62,18 @@ class Threads(Extension):
 
     @contextlib.contextmanager
     def _entered(self, context: InstallContext) -> Iterator[None]:
-        recording = copy.copy(context.recording)
-        dispatch.TorchDispatchMode.__init__(recording)  # what a mode remembers of those around it is its thread's
-        with recording.recorder.writer.lock:
+        tracker = copy.copy(context.tracker)
+        dispatch.TorchDispatchMode.__init__(tracker)  # what a mode remembers of those around it is its thread's
+        with tracker.recorder.writer.lock:
             # A handle of cuBLAS is the next thread's when its own has ended (CublasHandlePool.cpp).
             number = next(one for one in itertools.count(1) if one not in self._numbers)
             self._numbers.add(number)
-        recording.thread, recording.in_turn = f"thread {number}", False
-        recording.begins = lambda: context.assume(_ORDER)
-        recording.recorder.writer.mark_worker_thread()
-        recording.function_mode = context.function_mode.of_thread(recording)
-        with recording.function_mode:
-            dispatch.push_dispatch_mode(recording)
+        tracker.thread, tracker.in_turn = f"thread {number}", False
+        tracker.begins = lambda: context.assume(_ORDER)
+        tracker.recorder.writer.mark_worker_thread()
+        tracker.function_mode = context.function_mode.of_thread(tracker)
+        with tracker.function_mode:
+            dispatch.push_dispatch_mode(tracker)
             try:
                 yield
             finally:

@@ -1,4 +1,4 @@
-"""Composite operators that reach the recording mode whole, and those of them that are looked into.
+"""Composite operators that reach the allocation tracker whole, and those of them that are looked into.
 
 An operator whose kernel is the same for every device (CompositeExplicitAutograd in native_functions.yaml) has its own
 derivative, so autograd hands it on undivided; what its C++ allocates inside would go unseen. Most of them make their

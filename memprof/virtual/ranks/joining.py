@@ -57,7 +57,7 @@ class ProcessGroups(Extension):
             context.assume,
             context.note_joined,
             context.channel,
-            context.recording.meter.sent,
+            context.tracker.meter.sent,
         )
         yield from joining.patches()
 

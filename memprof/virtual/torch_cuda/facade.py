@@ -167,7 +167,7 @@ def _of_allocator(answers: _Answers, context: InstallContext) -> Iterator[Patch]
     yield cuda.record_memory_history.patch(answers.history.record)
     # What memory_snapshot, _snapshot and _dump_snapshot read.
     yield cuda.memory_snapshot.patch(answers.snapshot)
-    yield cuda.clear_cublas_workspaces.patch(context.recording.clear_workspaces)
+    yield cuda.clear_cublas_workspaces.patch(context.tracker.clear_workspaces)
     yield cuda.set_allocator_settings.patch(_distinct(context.settings.set))
     for asked, answer in (
         (cuda.accelerator_set_allocator_settings, context.settings.set),

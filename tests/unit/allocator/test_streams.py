@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memprof.allocator import Completion, TraceReplay, replay_on_card
-from memprof.recording.from_trace import snapshot_of
+from memprof.snapshots.from_trace import snapshot_of
 from memprof.trace.events import EventKind
 from memprof.trace.snapshot import Action
 from tests.lanes import examples

@@ -95,7 +95,7 @@ def test_a_last_dimension_that_is_strided_is_left_to_math():
 @pytest.fixture
 def gpu():
     gpu = VirtualGpu(find_gpu("h100-80gb"), workspaces=False)
-    gpu.recording.card = dataclasses.replace(gpu.recording.card, release=(2, 11))
+    gpu.tracker.card = dataclasses.replace(gpu.tracker.card, release=(2, 11))
     with gpu:
         yield gpu
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from memprof.allocator.rebuild import Range, Ranges
 from memprof.allocator.rounding import SMALL_BUFFER
 from memprof.ledger.categories import Category
-from memprof.recording.recording import Life, Recording
+from memprof.snapshots.recording import Life, Recording
 from memprof.trace.columns import SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP
 from memprof.trace.events import without_numbers
 from memprof.units import KIB, MIB

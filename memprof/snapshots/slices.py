@@ -5,9 +5,9 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable
 
-from memprof.recording.from_trace import Slice
-from memprof.recording.origins import UNKNOWN
-from memprof.recording.recording import BEFORE, Recording
+from memprof.snapshots.from_trace import Slice
+from memprof.snapshots.origins import UNKNOWN
+from memprof.snapshots.recording import BEFORE, Recording
 from memprof.trace.columns import NO_TIME
 
 

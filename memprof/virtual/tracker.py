@@ -77,7 +77,7 @@ def _own_factories() -> Iterator[None]:
         yield
 
 
-class RecordingMode(Machine):
+class AllocationTracker(Machine):
     """Runs the program's operators on the virtual GPU."""
 
     def __init__(self, recorder: Recorder, values: Values, card: Card, cards: Cards, workspaces: bool) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from memprof.allocator import AllocatorConfig, Block, CachingAllocator, Completion
 from memprof.allocator.blocks import DEFAULT_POOL, PoolId
 from memprof.allocator.rebuild import OTHER_STREAM, Range, completes_at_once
-from memprof.recording.recording import BEFORE, Recording
+from memprof.snapshots.recording import BEFORE, Recording
 from memprof.trace.columns import ALLOC, FREE_COMPLETED, FREE_REQUESTED, OOM
 
 

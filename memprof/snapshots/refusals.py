@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from memprof.allocator.rounding import FRAGMENTED_SHARE, SMALL_SIZE, round_size, segment_size
-from memprof.recording.occupancy import fragmentation
-from memprof.recording.origins import origin_of
-from memprof.recording.recording import Recording
 from memprof.remedies.catalog import EXPANDABLE_SEGMENTS
+from memprof.snapshots.occupancy import fragmentation
+from memprof.snapshots.origins import origin_of
+from memprof.snapshots.recording import Recording
 from memprof.trace.columns import OOM
 from memprof.units import format_bytes
 

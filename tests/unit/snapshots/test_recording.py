@@ -7,15 +7,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memprof.allocator import parse_config
-from memprof.recording.occupancy import fragmentation, group
-from memprof.recording.recording import BEFORE, NEVER, recordings
-from memprof.recording.refusals import refusals
-from memprof.recording.steps import find_leaks, find_steps
-from memprof.recording.what_if import what_if
 from memprof.report.documents.analysis_build import Origin, Question, build_analysis
+from memprof.snapshots.occupancy import fragmentation, group
+from memprof.snapshots.recording import BEFORE, NEVER, recordings
+from memprof.snapshots.refusals import refusals
+from memprof.snapshots.steps import find_leaks, find_steps
+from memprof.snapshots.what_if import what_if
 from memprof.trace.snapshot import Frame
 from tests.lanes import examples
-from tests.unit.recording.builder import (
+from tests.unit.snapshots.builder import (
     ACTIVATION,
     GRADIENT,
     INPUT,

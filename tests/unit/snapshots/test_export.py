@@ -15,11 +15,11 @@ from memprof.allocator import AllocatorConfig, CardMemory, parse_config, replay_
 from memprof.errors import MemprofError, UsageError
 from memprof.flows.compare import open_run
 from memprof.flows.recordings import export_file, open_file
-from memprof.recording.from_trace import snapshot_of
-from memprof.recording.recording import recordings
-from memprof.recording.slices import event_times, slices_of
 from memprof.report.export.memory_viz import as_plain, write_snapshot
 from memprof.report.export.perfetto import as_trace_events
+from memprof.snapshots.from_trace import snapshot_of
+from memprof.snapshots.recording import recordings
+from memprof.snapshots.slices import event_times, slices_of
 from memprof.trace.events import NONE, Event, EventKind, Phase, PhaseKind, Storage, Trace
 from memprof.trace.facts import DeviceFacts, Facts
 from memprof.trace.io import save_trace
@@ -27,7 +27,7 @@ from memprof.trace.snapshot import Action
 from memprof.trace.snapshot_file import parse_snapshot, read_snapshot
 from tests.golden.test_report import training_run
 from tests.lanes import at_night, examples
-from tests.unit.recording.builder import MIB, training
+from tests.unit.snapshots.builder import MIB, training
 
 SETTINGS = ("", "expandable_segments:True", "max_split_size_mb:40", "roundup_power2_divisions:4")
 

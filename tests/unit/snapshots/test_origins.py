@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from memprof.recording.origins import UNKNOWN, guess, origin_of
+from memprof.snapshots.origins import UNKNOWN, guess, origin_of
 from memprof.trace.snapshot import Frame
-from tests.unit.recording.builder import stack
+from tests.unit.snapshots.builder import stack
 
 SITE = "/venv/lib/python3.12/site-packages"
 WORKSPACE = Frame("", 0, "at::cuda::getCUDABlasLtWorkspace()")

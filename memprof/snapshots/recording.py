@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from memprof.allocator import Recorded, replay_snapshot
 from memprof.allocator.rounding import round_size
 from memprof.ledger.categories import Category
-from memprof.recording.origins import UNKNOWN, Origin, Part, calls_of, guess, origin_of
+from memprof.snapshots.origins import UNKNOWN, Origin, Part, calls_of, guess, origin_of
 from memprof.trace.columns import (
     ALLOC,
     FREE_COMPLETED,

@@ -26,7 +26,7 @@ from memprof.allocator.caching import UNKNOWN_SPACE
 from memprof.allocator.replay import order_streams, private_pool
 from memprof.ledger.categories import categorize
 from memprof.ledger.stages import spans
-from memprof.recording.origins import OUTSIDE_MODULES, Origin, Part
+from memprof.snapshots.origins import OUTSIDE_MODULES, Origin, Part
 from memprof.trace.events import NONE, Event, EventKind, PhaseKind, Storage, Trace
 from memprof.trace.snapshot import (
     Action,

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from itertools import pairwise, takewhile
 
 from memprof.ledger.categories import Category
-from memprof.recording.origins import MODULE_CALLS, package_of
-from memprof.recording.recording import BEFORE, NEVER, Life, Recording, Steps
+from memprof.snapshots.origins import MODULE_CALLS, package_of
+from memprof.snapshots.recording import BEFORE, NEVER, Life, Recording, Steps
 from memprof.trace.snapshot import Frame, Stack
 
 LEAST_STEPS = 3
