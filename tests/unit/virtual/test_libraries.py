@@ -11,7 +11,7 @@ from torch import nn
 from memprof.catalog import find_gpu
 from memprof.trace.events import EventKind
 from memprof.virtual import VirtualGpu
-from tests.unit.virtual.test_recording import Watch, ones
+from tests.unit.virtual.test_tracker import Watch, ones
 
 
 @pytest.fixture
