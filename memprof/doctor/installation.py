@@ -1,4 +1,4 @@
-"""`memprof doctor --env`: what in this installation costs memory or makes errors about it, without importing torch."""
+"""`memprof doctor --env`: what in this installation costs memory or makes errors about it. It imports no torch."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def _private_names(names: PrivateNames, torch: str) -> Iterator[Check]:
             yield Check(
                 "error",
                 f"{torch} lacks {', '.join(missing)}: memprof refuses it",
-                "install a release that docs/releases.md lists",
+                "install a release that `memprof help releases` lists",
             )
 
 

@@ -119,5 +119,5 @@ def refusal(missing: list[PrivateName]) -> MemprofError:
     return MemprofError(
         "this release of torch lacks private names that memprof needs",
         value=f"torch {torch.__version__}: {missing[0]}{others}",
-        hint="install a release that docs/releases.md lists; `memprof doctor --env` names all that are missing",
+        hint="install a release that `memprof help releases` lists; `memprof doctor --env` names all that are missing",
     )
