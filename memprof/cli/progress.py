@@ -89,8 +89,10 @@ def long_work(*, quiet: bool = False) -> Progress:
 
 
 def _leave_garbage() -> None:
-    """Have Python look for none on the way out."""
-    if "triton" in sys.modules:
-        gc.unfreeze()  # its nanobind, from release 3.9, says of what is left: leaked
-    else:
-        gc.freeze()
+    """Have Python look for none on the way out.
+
+    Libraries that are made with nanobind (Triton from release 3.9) write to stderr about what of theirs is left: where
+    its metaclass is there, Python looks.
+    """
+    by_nanobind = any(kind.__module__ == "nanobind" for kind in type.__subclasses__(type))
+    (gc.unfreeze if by_nanobind else gc.freeze)()

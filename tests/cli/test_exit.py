@@ -8,18 +8,16 @@ import pytest
 LEFT = """
 import gc
 import sys
-import types
 from memprof.cli.main import run
 from memprof.cli.progress import long_work
 
-class Left:
+class Left(metaclass=type("nb_meta", (type,), {{"__module__": "{module}"}})):
     def __del__(self):
         print("let go")
 
 gc.disable()
 left = Left()
 left.itself = left
-sys.modules[{module!r}] = types.ModuleType({module!r})
 if {is_long}:
     long_work(quiet=True)
 sys.argv = ["memprof", "--version"]
@@ -33,7 +31,7 @@ run()
     [
         (False, "another", True),
         (True, "another", False),
-        (True, "triton", True),  # whose nanobind writes to stderr about what is left
+        (True, "nanobind", True),
     ],
 )
 def test_garbage_is_left_where_much_was_made(is_long, module, let_go):
