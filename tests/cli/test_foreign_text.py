@@ -208,6 +208,7 @@ def test_every_text_passes_one_place() -> None:
             "cli/progress.py",
             "report/terminal/recommendation.py",
             "script/program.py",
+            "torch_private/__main__.py",
         ],
         r"from_markup|from_ansi|markup=True": [],
     }
