@@ -47,8 +47,8 @@ class _Made:
         return self.streams[bisect_right(self.numbers, number) - 1]
 
 
-class _Here(threading.local):
-    """Of one thread: which streams are current, and on which its autograd nodes were made."""
+class _ThreadState(threading.local):
+    """Keeps which streams of a thread are current, and on which its autograd nodes were made."""
 
     def __init__(self) -> None:
         self.current: dict[str, int] = {}
@@ -66,7 +66,7 @@ class Streams:
         self.several = False
         """Whether the program has ever left the default stream."""
         self._closed = False
-        self._here = _Here()
+        self._thread = _ThreadState()
         self._clocks: defaultdict[tuple[str, int], Clock] = defaultdict(dict)
         """What each stream has waited for."""
         # The stream of the last allocation in the trace.
@@ -80,7 +80,7 @@ class Streams:
         """The stream of `card` that is current now; 0 is the default one."""
         if not self.several:
             return 0
-        here, node = self._here, _current_node()
+        here, node = self._thread, _current_node()
         made = here.made[card]
         if node is None:
             stream = here.current.get(card, 0)
@@ -97,7 +97,7 @@ class Streams:
         if node is None:
             return None
         self._enter(node._sequence_nr())
-        here = self._here
+        here = self._thread
         return None if card in here.in_node else here.made[card].of(here.node)
 
     def note_allocation(self, index: int, card: str) -> None:
@@ -124,7 +124,7 @@ class Streams:
     def select(self, card: str, stream: int) -> None:
         """Make `stream` the current one of `card`."""
         self.several = self.several or stream != 0
-        here, node = self._here, _current_node()
+        here, node = self._thread, _current_node()
         if node is None:
             here.current[card] = stream
         else:
@@ -133,7 +133,7 @@ class Streams:
         here.made[card].note(stream)
 
     def _enter(self, number: int) -> None:
-        here = self._here
+        here = self._thread
         if number not in (here.node, _NO_NUMBER):
             here.node = number
             here.in_node = {}

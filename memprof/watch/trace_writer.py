@@ -154,7 +154,7 @@ class TraceWriter:
         return index
 
     def close(self) -> None:
-        """Append nothing of phases, modules, streams and pools from now on; frees are no more told either."""
+        """Append no module calls, streams and pools from now on, nor (storage_table.py) frees of storages that die."""
         self.closed = True
         self.streams.close()
         self.active_pool.close()
