@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import math
 
@@ -87,11 +88,16 @@ def _matches(context: Context) -> dict[int, tuple[int, int, int]]:
     maps = feature_maps(trace)
     lengths = {context.context_length} if context.context_length else set()
     computes = computing(trace)
+    below: dict[str, list[tuple[int, ...]]] = collections.defaultdict(list)  # a module's path -> its parameters' shapes
+    for name, shape in named:
+        parts = name.split(".")
+        for end in range(len(parts)):
+            below[".".join(parts[:end])].append(shape)
 
     @functools.cache
     def sizes_in(module: str) -> tuple[set[int], dict[int, tuple[int, int]]]:
         """Return dimensions of the parameters of a module ("": of all), and their matrices by number of elements."""
-        shapes = [shape for name, shape in named if not module or name.startswith(f"{module}.")]
+        shapes = below.get(module, [])
         matrices = {shape[-2:] for shape in shapes if len(shape) >= 2 and min(shape[-2:]) >= MIN_DIM}
         matrices |= {(columns, rows) for rows, columns in matrices}
         sizes = {size for shape in shapes for size in shape if size >= MIN_DIM and size != words}
