@@ -15,7 +15,7 @@ from memprof.patching.patch_set import Patch
 
 
 class Extension:
-    """What is put in place for a run, and taken away after it. One is made for each run.
+    """A part of what is put in place for a run, and taken away after it. One is made for each run.
 
     `context` is what all of them are given of the run (memprof/virtual/install_context.py).
     """

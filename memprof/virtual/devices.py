@@ -66,8 +66,8 @@ class DeviceMode(TorchFunctionMode):
         self._mixed = MixedDevices(tracker, self._believed, self._to, self.kinds)
         self.is_off = False
         """In a forked child: what is asked is done as without this mode."""
-        self._run_for_cuda: list[Any] = []
-        self._run_in_float32: list[Any] = []
+        self._cuda_operators: list[Any] = []
+        self._float32_operators: list[Any] = []
         """Operators of libraries that were registered for this run."""
         self._factories = dispatch.device_constructors()
         chosen = {func: self._choosing(choose) for func, choose in composites.items()}
@@ -191,14 +191,14 @@ class DeviceMode(TorchFunctionMode):
         """The function mode of another thread, whose dispatch mode is `tracker`."""
         mode = DeviceMode(tracker, registry.composites(tracker))
         mode.interchange.share(self.interchange)
-        mode.run_cuda_kernels_of(self._run_for_cuda)
-        mode.run_in_float32(self._run_in_float32)
+        mode.run_cuda_kernels_of(self._cuda_operators)
+        mode.run_in_float32(self._float32_operators)
         return mode
 
     def run_cuda_kernels_of(self, operators: Iterable[Any]) -> None:
         """For tensors on the card, run what is registered for CUDA of these operators, which is Python code."""
         for operator in operators:
-            self._run_for_cuda.append(operator)
+            self._cuda_operators.append(operator)
             run = functools.partial(self._run_cuda_kernel, operator)
             self._handlers[operator] = run
             if operator._overloadname == "default":
@@ -207,7 +207,7 @@ class DeviceMode(TorchFunctionMode):
     def run_in_float32(self, operators: Iterable[Any]) -> None:
         """Autocast runs these operators of a library in float32, and gives what the first tensor was of."""
         for operator in operators:
-            self._run_in_float32.append(operator)
+            self._float32_operators.append(operator)
             self._handlers[operator] = self._handlers[operator.default] = functools.partial(self._in_float32, operator)
 
     def _in_float32(self, operator: Any, *args: Any, **kwargs: Any) -> Any:

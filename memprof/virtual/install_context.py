@@ -141,12 +141,12 @@ class InstallContext:
 
     @property
     def recorder(self) -> Recorder:
-        """Who writes the trace."""
+        """Return what writes the trace."""
         return self.tracker.recorder
 
     @property
     def values(self) -> Values:
-        """What is known of the numbers in tensors."""
+        """Return what is known of the numbers in tensors."""
         return self.tracker.values
 
     def is_on_card(self, tensor: torch.Tensor) -> bool:

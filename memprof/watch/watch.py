@@ -149,7 +149,7 @@ class Watch(ABC):
 
     @property
     def _recognizes_calls(self) -> bool:
-        """Whether the program names no phases of its own, and what is called now is no part of a backward pass."""
+        """Return whether the program names no phases of its own, and no backward pass is running."""
         return self.phases.recognises and autograd.current_graph_task_id() == -1
 
     def _outermost_call(self, module: nn.Module, index: int, args: Any, kwargs: Any) -> None:

@@ -1,8 +1,8 @@
 """Where a training step takes its loss: the number that `backward()` is called on.
 
-A model of transformers that is given labels computes its loss inside `forward`; `loss_of` finds it there. A model of
-another kind returns its outputs, of which `loss_of` makes one. The last stage of a pipeline is given logits, and
-`loss_of_logits` says what transformers' `forward` would have made of them.
+A model of transformers that is given labels computes its loss inside `forward`; `compute_loss` finds it there. A model
+of another kind returns its outputs, of which `compute_loss` makes one. The last stage of a pipeline is given logits:
+`logits_loss_function` gives what transformers' `forward` would have computed of them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from memprof.workload.models import ModelSource
 INPUTS_HINT = "give the model a method memprof_inputs(batch_size, context_length) that returns forward's arguments"
 
 
-def loss_of(outputs: Any, batch: dict[str, Any], source: ModelSource, assume: Callable[[str], None]) -> torch.Tensor:
+def compute_loss(
+    outputs: Any, batch: dict[str, Any], source: ModelSource, assume: Callable[[str], None]
+) -> torch.Tensor:
     """Return the scalar to differentiate: the model's own loss if it returns one.
 
     Args:
@@ -54,7 +56,7 @@ def loss_of(outputs: Any, batch: dict[str, Any], source: ModelSource, assume: Ca
     return result.mean()
 
 
-def loss_of_logits(model: Any) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+def logits_loss_function(model: Any) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
     """Return the loss function of logits and labels that a language model of transformers calls in its `forward`."""
 
     def loss(logits: torch.Tensor, labels: torch.Tensor) -> Any:

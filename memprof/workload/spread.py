@@ -21,7 +21,7 @@ from memprof.spec import Mode, TargetSpec
 from memprof.torch_private import distributed
 from memprof.workload.device import Device
 from memprof.workload.layers import find_layers
-from memprof.workload.loss import loss_of_logits
+from memprof.workload.loss import logits_loss_function
 from memprof.workload.plan import Plan
 from memprof.workload.stages import Pipeline, Stage
 
@@ -76,7 +76,7 @@ class Spread:
     def pipeline(self, stage: nn.Module, model: Any, example: tuple[int, int], device: Device) -> Pipeline:
         """The schedule that runs `stage` of `model` on micro-batches of so many sequences and tokens."""
         ranks = self._mesh["stages"]
-        loss = loss_of_logits(model)
+        loss = logits_loss_function(model)
         return Pipeline(
             stage, self.plan, ranks.get_local_rank(), ranks.get_group(), example, model.config, loss, device
         )

@@ -22,7 +22,7 @@ from memprof.workload.device import Device
 from memprof.workload.inputs import Feeder
 from memprof.workload.layers import find_layers
 from memprof.workload.lengths import parse_lengths
-from memprof.workload.loss import loss_of
+from memprof.workload.loss import compute_loss
 from memprof.workload.models import ModelSource
 from memprof.workload.optimizers import optimizer_over, require_optimizer
 from memprof.workload.plan import check_plan, parse_plan
@@ -254,7 +254,7 @@ class Workload:
                 batch = self._own_part(device, shared, batch, step, micro_batch)
             with device.phase(PhaseKind.FORWARD, step, micro_batch), self._autocast(device.name):
                 outputs = model(**batch)
-                loss = loss_of(outputs, batch, self.source, feeder.assumptions.append)
+                loss = compute_loss(outputs, batch, self.source, feeder.assumptions.append)
                 if self.spec.gradient_accumulation > 1:
                     loss = loss / self.spec.gradient_accumulation
             with device.phase(PhaseKind.BACKWARD, step, micro_batch):
@@ -289,7 +289,7 @@ class Workload:
                 batch = self._own_part(device, shared, batch, step, 1)
                 with torch.no_grad(), self._autocast(device.name):
                     outputs = model(**batch)
-                    loss = loss_of(outputs, batch, self.source, feeder.assumptions.append)
+                    loss = compute_loss(outputs, batch, self.source, feeder.assumptions.append)
                 # A validation loop sums its losses up as numbers.
                 loss.item()
                 del batch, outputs, loss

@@ -58,9 +58,10 @@ _AOT = {
     "force_non_lazy_backward_lowering": True,  # what cannot be compiled is known before the forward has run
 }
 _EAGER_BACKENDS = ("cudagraphs",)
-_OWN_FOLDERS = tuple(f"{__file__.rsplit('/', 3)[0]}/{name}/" for name in ("virtual", "stand_ins", "watch"))
+_OWN = ("virtual", "stand_ins", "watch", "patching", "torch_private")
+"""Packages of memprof that the program passes through without knowing; models and fixes are compiled as its own."""
+_OWN_FOLDERS = tuple(f"{__file__.rsplit('/', 3)[0]}/{name}/" for name in _OWN)
 _CACHE = "TORCHINDUCTOR_CACHE_DIR"
-_OWN = ("memprof.virtual", "memprof.stand_ins", "memprof.watch")
 
 
 class Compiler:
@@ -204,7 +205,7 @@ class Compiler:
         _set_cache(self._folder)
         self._stack.callback(self._forget, list(dynamo.SKIP_DIRS.get()))
         for name in _OWN:
-            dynamo.skip_module(name)
+            dynamo.skip_module(f"memprof.{name}")
         self._stack.enter_context(program_side.constants(type(self._properties)))
 
     def _forget(self, skipped: list[str]) -> None:

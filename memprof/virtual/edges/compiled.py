@@ -22,7 +22,7 @@ from memprof.watch.failure import KernelError, TracingError
 
 
 class CompiledCode(Extension):
-    """What compilers make, or ask tensors for, without torch.compile."""
+    """Kernels and traces that are made without torch.compile."""
 
     imports = ("triton.testing",)  # by then Triton's driver is there, which packages ask at once
 

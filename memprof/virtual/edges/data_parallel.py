@@ -27,7 +27,7 @@ _Tensors = Sequence[torch.Tensor]
 
 
 class DataParallel(Extension):
-    """What `nn.DataParallel` and `torch.cuda.comm` call."""
+    """The copies between GPUs of `nn.DataParallel` and `torch.cuda.comm`."""
 
     def patches(self, context: InstallContext) -> Iterator[Patch]:
         """Replace its copies between GPUs by plain ones, and its threads by none."""

@@ -37,7 +37,7 @@ _BLOCK_SIZES = (16, 32, 64, 128)
 
 
 class HubKernels(Extension):
-    """What transformers fetches them by."""
+    """The functions of transformers that fetch kernels."""
 
     imports = (
         "transformers.integrations.finegrained_fp8",

@@ -67,7 +67,7 @@ def _switch_off(context: InstallContext) -> None:
 
 
 class Processes(Extension):
-    """What starts processes, and talks to them."""
+    """Starts of processes, and queues between them."""
 
     def patches(self, context: InstallContext) -> Iterator[Patch]:
         """Replace queues between processes, and what starts a rank for each GPU."""

@@ -23,7 +23,7 @@ _c10d: Any = getattr(dist, "distributed_c10d", None)
 
 
 class ObjectsOfRanks(Extension):
-    """What takes objects of other ranks; checkpoints and optimizer states that are spread over them."""
+    """Receipt of objects from other ranks; checkpoints and optimizer states that are spread over them."""
 
     imports = (distributed.validate_global_plan.module, distributed.map_param_key_to_optim_keys.module)
 

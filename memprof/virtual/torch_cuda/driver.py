@@ -1,5 +1,4 @@
-"""What stands below `torch.cuda` in a CUDA build: functions of `torch._C`, generators on the card and
-tensor types.
+"""What stands below `torch.cuda` in a CUDA build: functions of `torch._C`, generators, tensor types.
 
 A CPU build has none of it; where there is a CUDA build, none of it reaches a real card.
 """

@@ -163,7 +163,7 @@ def _of_accelerator(cuda: dict[str, Any]) -> dict[str, Any]:
 
 
 def _of_allocator(answers: _Answers, context: InstallContext) -> Iterator[Patch]:
-    """Its snapshot, its settings, and the workspaces that torch keeps in it."""
+    """Yield the patches of the allocator: its snapshot and settings, and the workspaces that torch keeps in it."""
     yield cuda.record_memory_history.patch(answers.history.record)
     # What memory_snapshot, _snapshot and _dump_snapshot read.
     yield cuda.memory_snapshot.patch(answers.snapshot)
@@ -178,7 +178,7 @@ def _of_allocator(answers: _Answers, context: InstallContext) -> Iterator[Patch]
 
 
 def _of_builds() -> Iterator[Patch]:
-    """What tells that torch was built with CUDA, cuDNN and NVTX."""
+    """Yield the patches by which torch looks built with CUDA, cuDNN and NVTX."""
     nvtx = SimpleNamespace(
         rangePushA=_returning(0),
         rangePop=_returning(0),

@@ -32,7 +32,7 @@ from memprof.flows.capture import capture_virtual
 from memprof.spec import TargetSpec
 from memprof.trace.events import Trace
 from memprof.virtual import VirtualGpu
-from memprof.virtual.edges.past_the_modes import PastTheModes
+from memprof.virtual.edges.mode_bypasses import ModeBypasses
 from memprof.workload.models import find_source
 from memprof.workload.step import Workload
 from tests.processes import ROOT, python
@@ -238,11 +238,11 @@ def test_something_is_patched_inside() -> None:
 def test_failed_entry_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     before, before_state = attributes(), state()
 
-    def broken(self: PastTheModes, context: object) -> None:
+    def broken(self: ModeBypasses, context: object) -> None:
         raise ZeroDivisionError("entry")
 
     with monkeypatch.context() as patch:
-        patch.setattr(PastTheModes, "around", broken)
+        patch.setattr(ModeBypasses, "around", broken)
         with pytest.raises(ZeroDivisionError), VirtualGpu(GPU):
             pass
     assert [key for key, value in attributes().items() if value is not before[key] and value != before[key]] == []

@@ -15,7 +15,7 @@ from memprof.virtual.devices import DeviceMode
 from memprof.virtual.install_context import InstallContext
 
 
-class PastTheModes(Extension):
+class ModeBypasses(Extension):
     """Reading and writing of data, groups by device, hooks of saved tensors, and autocast in a backward pass."""
 
     def __init__(self) -> None:
