@@ -4,6 +4,7 @@
 # make nightly  what make test leaves out: 2,200 hostile inputs (docs/security.md), long stories, more programs and examples
 # make lint     the same without tests;  make format  mends what ruff can
 # make docs     regenerates docs/cli.md, and the outputs and figures shown in README.md and docs/
+# make site     builds the documentation as a site into build/site
 # make accuracy the published figures beside simulated ones, row by row, into docs/accuracy.md (minutes)
 # make truth    on a machine with a CUDA card: records tests/accuracy/cases there, and compares their simulation
 # make gpu      on a machine with a GPU: all that ten minutes there can measure, into out/ (tests/gpu); on any other machine
@@ -25,7 +26,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := demo
-.PHONY: demo check quick-tests test day-tests nightly lint format docs accuracy truth gpu bench matrix clean
+.PHONY: demo check quick-tests test day-tests nightly lint format docs site accuracy truth gpu bench matrix clean
 
 # Exit code 3 is the verdict "does not fit", which is the true answer here; any other failure is one.
 demo: $(VENV)/.stamp
@@ -53,6 +54,7 @@ lint: $(VENV)/.stamp-dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/deptry .
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 format: $(VENV)/.stamp-dev
 	$(BIN)/ruff check --fix .
@@ -61,6 +63,9 @@ format: $(VENV)/.stamp-dev
 docs: $(VENV)/.stamp-dev
 	$(BIN)/python -m docs.generate
 	$(BIN)/python -m docs.pictures
+
+site: $(VENV)/.stamp-dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 accuracy: $(VENV)/.stamp-dev
 	$(BIN)/python -m tests.benchmarks.accuracy --write

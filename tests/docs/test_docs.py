@@ -237,12 +237,12 @@ def test_the_map_of_the_package_is_true():
 
 
 def test_every_finding_is_explained():
-    concepts = (ROOT / "docs" / "concepts.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "findings.md").read_text(encoding="utf-8")
     sources = [file.read_text(encoding="utf-8") for file in (ROOT / "memprof" / "findings").glob("*.py")]
     findings = {name for source in sources for name in re.findall(r'Finding\(\s*"([\w-]+)"', source)}
     assert len(findings) > 5
     for name in findings:
-        assert f"| `{name}` |" in concepts, f"{name} is not explained in docs/concepts.md"
+        assert f"| `{name}` |" in page, f"{name} is not explained in docs/findings.md"
 
 
 def test_nothing_names_a_place_on_one_machine():
