@@ -82,10 +82,9 @@ gpu:
 	exec "$${GPU_DAY_PYTHON:-$$at_hand}" -m tests.gpu
 
 bench: $(VENV)/.stamp
-	$(BIN)/python -m tests.benchmarks.simulate
-	$(BIN)/python -m tests.benchmarks.replay
-	$(BIN)/python -m tests.benchmarks.dry_run
 	$(BIN)/python -m tests.benchmarks.commands
+	$(BIN)/python -m tests.benchmarks.overhead
+	$(BIN)/python -m tests.benchmarks.replay
 	$(BIN)/python -m tests.benchmarks.growth --repeat 1
 
 matrix: $(VENV)/.stamp-dev
