@@ -5,7 +5,7 @@
 # make lint     the same without tests;  make format  mends what ruff can
 # make docs     regenerates docs/cli.md, and the outputs and figures shown in README.md and docs/
 # make site     builds the documentation as a site into build/site
-# make accuracy the published figures beside simulated ones, row by row, into docs/accuracy.md (minutes)
+# make accuracy the published figures beside simulated ones, row by row, into docs/accuracy-tables.md (minutes)
 # make truth    on a machine with a CUDA card: records tests/accuracy/cases there, and compares their simulation
 # make gpu      on a machine with a GPU: all that ten minutes there can measure, into out/ (tests/gpu); on any other machine
 #               GPU_DAY_DEVICE=cpu make gpu tries its logic

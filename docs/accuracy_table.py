@@ -1,4 +1,4 @@
-"""Prints a table of docs/accuracy.md: published memory of training runs beside that of the virtual GPU.
+"""Prints a table of docs/accuracy-tables.md: published memory of training runs beside that of the virtual GPU.
 
 The runs are those of tests/accuracy/test_training_rows.py. The published figures are read from
 shared/published_memory.csv beside the checkout. Without it, or without the libraries of the quantized rows (the

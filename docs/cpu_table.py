@@ -1,4 +1,4 @@
-"""Writes the table of docs/accuracy.md that compares the virtual GPU with the CPU's own events (about a minute).
+"""Writes the table of docs/accuracy-tables.md that compares the virtual GPU with the CPU's own events (about a minute).
 
 The models, ways to train and the comparison are those of tests/accuracy/test_against_cpu.py, whose tests check too that
 every row of the table is current.
@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "accuracy.md"
+PAGE = ROOT / "docs" / "accuracy-tables.md"
 _TABLE = re.compile(
     r"(?P<begin><!-- table of: python docs/cpu_table.py -->\n).*?(?P<end><!-- end of table -->)", re.DOTALL
 )

@@ -129,7 +129,7 @@ def phase_peaks(trace: Trace) -> dict[PhaseKind, int]:
 
 
 def line(row: Row, simulated: Simulated) -> str:
-    """One line of the table in docs/accuracy.md."""
+    """One line of the table in docs/accuracy-tables.md."""
     decode, copy, missing = simulated.decode / MIB, simulated.key_copy / MIB, row.missing / MIB
     figures = f"{row.mib:>10,.0f}{decode:>12,.1f}{decode / row.mib - 1:>+8.2%}{copy:>10,.1f}{missing:>9,.1f}"
     left = (decode - copy + missing) / row.mib - 1

@@ -183,7 +183,7 @@ def way_of(name: str) -> tuple[str, str]:
 
 
 def row(model: str, what: str, comparison: Comparison) -> str:
-    """One row of the table in docs/accuracy.md, which docs/cpu_table.py writes."""
+    """One row of the table in docs/accuracy-tables.md, which docs/cpu_table.py writes."""
     frees = sum(change.free for change in comparison.virtual)
     left_out = [f"{count} `{op.removeprefix('aten::')}`" for op, count in sorted(comparison.left_out.items())]
     equal = "yes" if [c[:3] for c in comparison.virtual] == [c[:3] for c in comparison.cpu] else "no"
@@ -195,7 +195,7 @@ def check_documented(wanted: str) -> None:
     """The page is of the pinned releases; with others, models run other operators."""
     pinned = dict(line.split("==") for line in _lines("constraints.txt") if "==" in line and not line.startswith("#"))
     if all(importlib.metadata.version(name).split("+")[0] == pinned[name] for name in ("torch", "transformers")):
-        assert wanted in _lines("docs/accuracy.md"), f"not in docs/accuracy.md (python docs/cpu_table.py): {wanted}"
+        assert wanted in _lines("docs/accuracy-tables.md"), f"not in the page (python docs/cpu_table.py): {wanted}"
 
 
 def _lines(name: str) -> list[str]:

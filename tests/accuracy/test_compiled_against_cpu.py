@@ -26,7 +26,7 @@ pytestmark = [
     pytest.mark.nightly,  # half a minute of it for each model; tests/unit/virtual/compiled is in every run
 ]
 COMPILED = ("perceptron", "gpt2", "llama", "qwen3", "gemma2", "bert", "lora", "t5", "bart", "rnn", "gru", "lstm")
-"""Equal to the end. deberta, mixtral, vit, mixer and convolutions are not: docs/accuracy.md says how."""
+"""Equal to the end. deberta, mixtral, vit, mixer and convolutions are not: docs/accuracy-tables.md says how."""
 
 
 def without_numbers(changes: list[Change]) -> list[tuple[bool, int, int]]:

@@ -1,6 +1,7 @@
 """torchtune's table of techniques, whose layers were compiled: what the card took at most, published and computed here.
 
-Source and recipes: tests/accuracy/published/torchtune.py. docs/accuracy.md has all rows, and what eager layers take.
+Source and recipes: tests/accuracy/published/torchtune.py. docs/accuracy-tables.md has all rows, and what eager layers
+take.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from tests.accuracy.inference_rows import NEW_TOKENS, SHARED, Row
 TABLE = SHARED / "published_memory.csv"
 pytestmark = pytest.mark.skipif(not TABLE.is_file(), reason=f"no shared data: {TABLE} is not there")
 
-DOCS = Path(__file__).resolve().parents[2] / "docs" / "accuracy.md"
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "accuracy-tables.md"
 KV_BYTES_PER_TOKEN = {
     "qwen3-0.6b": 28 * 8 * 128 * 2 * 2,
     "qwen3-4b": 36 * 8 * 128 * 2 * 2,

@@ -150,7 +150,7 @@ def test_ranks(program: str, tmp_path: Path) -> None:
 
 
 def _row(program: str, ranks: list[Ranks]) -> str:
-    """Of the table in docs/accuracy.md."""
+    """Of the table in docs/accuracy-tables.md."""
 
     def told(numbers: Iterable[int]) -> str:
         texts = [f"{number:,}" for number in numbers]

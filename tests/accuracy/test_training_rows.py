@@ -61,8 +61,8 @@ OFFLOADED = Recipe(chunked_loss=True, checkpointing=True, optimizer_in_backward=
 LORA = Recipe(chunked_loss=True, checkpointing=True, offloading=True, lora_rank=64)
 EIGHT_BIT = dataclasses.replace(OFFLOADED, eight_bit="torchao")
 FOUR_BIT_LORA = dataclasses.replace(LORA, in_4_bits=True)
-COMPILED_HEAD = "compiled: at the peak, the head's backward, are tensors that compiled code may not make"
-COMPILED_LAYERS = "compiled layers keep fewer activations than the eager ones that are simulated"
+COMPILED_HEAD = "compiled: compiled code may not make some tensors of the peak, the head's backward"
+COMPILED_LAYERS = "compiled layers keep fewer activations than the simulated eager ones"
 
 ROWS = [
     Row("Qwen/Qwen2.5-0.5B-Instruct", "lora", QWEN),

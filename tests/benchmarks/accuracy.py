@@ -1,13 +1,13 @@
-"""Published memory figures beside simulated ones, row by row: the tables of docs/accuracy.md.
+"""Published memory figures beside simulated ones, row by row: the tables of docs/accuracy-tables.md.
 
     python -m tests.benchmarks.accuracy [FILE.csv] [--write] [--only TEXT] [--processes N] [--offline] [--keep FILE]
 
 FILE.csv: a table of published figures (tests/accuracy/published/rows.py has its columns); without it, that of
 shared/published_memory.csv beside the checkout. Every row comes out again: predicted, or with the reason why not. With
---write the tables go to docs/accuracy.md, between its marks; else they are printed. Unless --offline, what is not here
-is fetched into .cache/accuracy/: packages that a row's run needs, by pip (Triton is 190 MB), and the sources' own code,
-by git. --keep FILE: predictions are added to FILE as they are done, and those in it are not computed again, so that a
-sweep can be run in parts.
+--write the tables go to docs/accuracy-tables.md, between its marks; else they are printed. Unless --offline, what is
+not here is fetched into .cache/accuracy/: packages that a row's run needs, by pip (Triton is 190 MB), and the sources'
+own code, by git. --keep FILE: predictions are added to FILE as they are done, and those in it are not computed again,
+so that a sweep can be run in parts.
 
 Exit codes: 0; 1 the table cannot be read; 4 there is no table.
 """
@@ -32,7 +32,7 @@ from tests.accuracy.published.rows import Row, TableError, read_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = ROOT.parent / "shared" / "published_memory.csv"
-PAGE = ROOT / "docs" / "accuracy.md"
+PAGE = ROOT / "docs" / "accuracy-tables.md"
 BEGIN, END = (
     "<!-- published figures: python -m tests.benchmarks.accuracy --write -->",
     "<!-- end of published figures -->",
@@ -148,7 +148,7 @@ def main() -> None:
     """Read the table, predict its rows, and print or write the result."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("table", type=Path, nargs="?", default=TABLE, metavar="FILE.csv")
-    parser.add_argument("--write", action="store_true", help="put the tables into docs/accuracy.md")
+    parser.add_argument("--write", action="store_true", help="put the tables into docs/accuracy-tables.md")
     parser.add_argument("--only", default="", metavar="TEXT", help="only rows whose source or model contains TEXT")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--offline", action="store_true", help="fetch no packages and no code")

@@ -1,7 +1,7 @@
 """The closed form of `memprof estimate --parallel` against simulated ranks, over the catalog.
 
     python -m tests.benchmarks.estimate_ranks            # the table
-    python -m tests.benchmarks.estimate_ranks --write    # ... and into docs/accuracy.md
+    python -m tests.benchmarks.estimate_ranks --write    # ... and into docs/accuracy-tables.md
     python -m tests.benchmarks.estimate_ranks --models llama-3.2-1b --plans fsdp,tp=2
 
 Each case is two simulated training steps of one rank of each kind that the plan has, on cards without limit. The error
@@ -25,7 +25,7 @@ from memprof.estimate.methods import BY_KEY, Plan
 from memprof.estimate.table import highest_cell
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "accuracy.md"
+PAGE = ROOT / "docs" / "accuracy-tables.md"
 BEGIN, END = "<!-- table of: python -m tests.benchmarks.estimate_ranks --write -->\n", "<!-- end of table -->"
 
 MODELS = (
@@ -110,7 +110,7 @@ def read_rows(path: Path) -> list[Row]:
 
 def table(rows: Sequence[Row]) -> str:
     """The distribution of the errors, in Markdown."""
-    lines = ["| plan | cards | runs | median error | 90% within | from | to |", "|---|---:|---:|---:|---:|---:|---:|"]
+    lines = ["| plan | GPUs | runs | median error | 90% within | from | to |", "|---|---:|---:|---:|---:|---:|---:|"]
     groups = {(plan, gpus): [row for row in rows if (row.plan, row.gpus) == (plan, gpus)] for plan, gpus in PLANS}
     for name, mine in [*((f"`{plan}` | {gpus}", mine) for (plan, gpus), mine in groups.items()), ("**all** |", rows)]:
         if not mine:
@@ -138,7 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--models", default=",".join(MODELS), help="separated by commas")
     parser.add_argument("--plans", default=";".join(plan for plan, _ in PLANS), help="separated by semicolons")
     parser.add_argument("--rows", type=Path, help="a file of results to go on with, and to add to")
-    parser.add_argument("--write", action="store_true", help="write docs/accuracy.md")
+    parser.add_argument("--write", action="store_true", help="write docs/accuracy-tables.md")
     options = parser.parse_args(arguments)
     rows: list[Row] = []
     if options.rows and options.rows.exists():

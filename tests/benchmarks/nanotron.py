@@ -1,4 +1,4 @@
-"""nanotron's published grid beside its own program on virtual cards: the table of docs/accuracy.md.
+"""nanotron's published grid beside its own program on virtual cards: the table of docs/accuracy-tables.md.
 
     python -m tests.benchmarks.nanotron --fetched FOLDER [--only TEXT] [--keep FILE] [--write]
 
@@ -30,7 +30,7 @@ from tests.programs.other_kernels import OLD_TRANSFORMERS, tiny_llama
 from tests.programs.program import ROOT, Program, run
 
 TABLE = ROOT.parent / "shared" / "published_parallel.csv"
-PAGE = ROOT / "docs" / "accuracy.md"
+PAGE = ROOT / "docs" / "accuracy-tables.md"
 MARKS = "<!-- nanotron: python -m tests.benchmarks.nanotron --write -->\n", "<!-- end of nanotron -->\n"
 FIGURES = {
     "steady": "in use between steps",
@@ -121,7 +121,7 @@ def published() -> dict[Run, dict[str, float]]:
 
 def table(rows: Mapping[Run, Mapping[str, float]], answers: Mapping[str, dict[str, float] | str]) -> str:
     """Published, simulated and signed errors, and what is not predicted."""
-    lines = ["| run | what | published, MiB | here | signed error |", "|---|---|---:|---:|---:|"]
+    lines = ["| run | what | published, MiB | simulated | signed error |", "|---|---|---:|---:|---:|"]
     errors, missing = [], []
     for one, figures in sorted(rows.items(), key=lambda item: (item[0].pipeline, item[0])):
         answer = answers.get(one.name, "not run")
@@ -135,7 +135,7 @@ def table(rows: Mapping[Run, Mapping[str, float]], answers: Mapping[str, dict[st
     number = sum(map(len, rows.values()))
     within = sum(abs(error) <= 0.01 for error in errors)
     summary = (
-        f"{len(errors)} of {number} rows are predicted: median of the errors without their sign "
+        f"{len(errors)} of {number} rows are predicted: median absolute error "
         f"{statistics.median(map(abs, errors)):.2%}, {within} within 1%, from {min(errors):+.2%} to {max(errors):+.2%}."
         if errors
         else f"None of {number} rows is predicted."

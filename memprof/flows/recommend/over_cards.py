@@ -31,7 +31,7 @@ MOST_RUNS = 5
 MOST_LEANEST = 2
 """Of those that need least, where what is quickest fits only just."""
 SLACK = 1.03
-"""What by the closed form is over the card by less is run: its bands are in docs/accuracy.md."""
+"""What by the closed form is over the card by less is run: its bands are in docs/accuracy-tables.md."""
 MOST_CARDS = 1024
 MOST_FEWEST = 3
 """Runs that the least number of cards may take."""

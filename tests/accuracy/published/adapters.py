@@ -20,8 +20,8 @@ from tests.accuracy.published.rows import Row
 SOURCE = Checkout("DaoyuanLi2816/can-i-finetune-this", "053ce9e115b213e0ded3634e00d564ef97561f9b")
 CATALOG = {"Qwen/Qwen2.5-0.5B-Instruct": "qwen2.5-0.5b", "Qwen/Qwen2.5-1.5B-Instruct": "qwen2.5-1.5b"}
 _BLOCKS = (
-    "the same at every other reading of the run: the first forward reserves {} more there (torch 2.6, and a "
-    "transformers that the file does not name), where what is allocated differs by less than 2 MiB"
+    "the same at every other reading of the run: the measured first forward reserves {} more (torch 2.6, and a "
+    "transformers that the file does not name), while allocated memory differs by less than 2 MiB"
 )
 _MORE = {"3.7949": "116 MiB", "6.2812": "168 MiB"}
 

@@ -19,9 +19,9 @@ PAGE_CONTEXT = 1343 * MIB
 """The page's first reading."""
 STEPS = 3
 _EAGER = (
-    "the page has torch 1 and transformers 4 of 2022, and here it is today's model: 1,492 MiB are about one matrix of "
-    "attention scores more in each of the 24 layers (64 MiB); NVML also has the kernels and workspaces of cuBLAS, "
-    "which were loaded after the page's first reading"
+    "the page used torch 1 and transformers 4 of 2022, and the simulation uses today's model: 1,492 MiB are about one "
+    "more matrix of attention scores in each of the 24 layers (64 MiB); NVML also counts the kernels and workspaces of "
+    "cuBLAS, which were loaded after the page's first reading"
 )
 
 
@@ -33,7 +33,7 @@ def page(row: Row) -> Prediction:
             unit_bytes=MIB,
             differs=VERSIONS,
             explanation="the context: 426 MiB are counted, as with drivers that load a kernel when it is first called; "
-            "before CUDA 11.7 all of torch's kernels were loaded at once",
+            "before CUDA 11.7 all kernels of torch were loaded at once",
         )
     trains = row.method.startswith("train")
     done = run(_train if trains else _weights, CARDS[row.gpu])

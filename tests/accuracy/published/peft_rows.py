@@ -27,14 +27,14 @@ EXPERIMENTS = {"lora": "lora/llama-3.2-3B-rank32", "full-finetuning": "full-fine
 MEAN_TOKENS, DEVIATION, LONGEST = 208.9, 94.7, 768
 STEPS = 160
 """Of 5,000: the cache is emptied every 10, and nothing else carries over."""
-_PADDING = "lengths are drawn: five tokens more or less in the longest text of a batch are 0.1%"
+_PADDING = "lengths are sampled: five tokens more or less in the longest text of a batch are 0.1%"
 _TAIL = (
-    f"own code over {STEPS} of 5,000 steps; the longest texts decide, and those of a lognormal of the same mean and "
-    "spread are longer than texts of at most 1,300 characters"
+    f"own code over {STEPS} of 5,000 steps; the longest texts decide, and those of a lognormal distribution of the "
+    "same mean and spread are longer than texts of at most 1,300 characters"
 )
 _EVALUATION = (
-    "the run's maximum is that of an evaluation, which generates up to 300 tokens for 50 texts of GSM8K at once: their "
-    "lengths are in no file of the source, whose code reads the texts from the hub"
+    "the run's maximum is that of an evaluation, which generates up to 300 tokens for 50 texts of GSM8K at once: no "
+    "file of the source has their lengths, because its code reads the texts from the hub"
 )
 
 

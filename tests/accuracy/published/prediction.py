@@ -40,12 +40,12 @@ CARDS = {
 """A table's name of a card -> the catalog's. The RTX 4070 Ti SUPER (Ada, 16 GB) is not in the catalog: the Ada card of
 its capacity stands in; that decides cuBLAS's workspace, which is the same, and nothing else."""
 FORMAT = "weights in a format of kernels that are not simulated: {}"
-RANKS = "needs several ranks, which `memprof profile` does not have"
+RANKS = "needs several ranks, and this sweep runs one process"
 
-COMPILED = "compiled there, eager here"
+COMPILED = "the source is compiled, the simulation is eager"
 VERSIONS = "other releases of torch or transformers"
-UNSAID = "what was measured, or with what, is not said, or contradicted by its source"
-DRAWN = "lengths are drawn: the source has their mean and spread, and not each (all 5,000 steps: docs/lengths.md)"
+UNSAID = "the source does not say what was measured or with what, or contradicts itself"
+DRAWN = "lengths are sampled: the source has only their mean and spread (all 5,000 steps: docs/lengths.md)"
 """Why code and versions of a predicted row are not those of its source: `Prediction.differs`. By source and metric, and
 never by whether the figure is met."""
 

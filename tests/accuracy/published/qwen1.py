@@ -29,12 +29,12 @@ RANK, DROPOUT, MICRO_BATCHES = 64, 0.05, 8
 SIMULATED_MICRO_BATCHES = 2
 """The second and all later ones are alike: gradients are there already."""
 EPSILON = 1e-6
-_UNKNOWN = "what the table measures is not said; compared with reserved and a context of 0.42 GiB"
+_UNKNOWN = "the source does not say what the table measures; compared with reserved and a context of 0.42 GiB"
 
 _UNPINNED = (
-    "what the table measures is not said, and neither PEFT nor DeepSpeed was pinned: adapters of PEFT 0.5 (float32) "
-    "are simulated, those of 0.6 (bfloat16) take 0.9 to 1.8 GiB less up to 2,048 tokens, and 5.6 less at 8,192; the "
-    "model's own code is on the hub alone"
+    "the source does not say what the table measures, and pins neither PEFT nor DeepSpeed: adapters of PEFT 0.5 "
+    "(float32) are simulated; those of 0.6 (bfloat16) take 0.9 to 1.8 GiB less up to 2,048 tokens, and 5.6 less at "
+    "8,192; the model's own code is only on the hub"
 )
 
 

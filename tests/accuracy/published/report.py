@@ -13,12 +13,12 @@ MISS, FAR = 0.001, 0.01
 
 
 def tables(outcomes: Sequence[Outcome]) -> str:
-    """Everything that docs/accuracy.md shows of a sweep."""
+    """Return everything that docs/accuracy-tables.md shows of a sweep."""
     predicted = [outcome for outcome in outcomes if outcome.error is not None]
     parts = [
         _heading(outcomes, predicted),
         _summary(outcomes),
-        "### Why code or versions are not the source's\n",
+        "### Why code or versions differ\n",
         _classes(predicted),
         "### Differences above 0.1%\n",
         _misses(predicted),
@@ -50,19 +50,20 @@ def _summary(outcomes: Sequence[Outcome]) -> str:
     matched = [outcome for outcome in outcomes if _matches(outcome)]
     others = [outcome for outcome in outcomes if outcome.error is not None and not _matches(outcome)]
     lines = [
-        "| source | rows | predicted | exact | median | median of sizes | within 0.1% | within 1% | worst "
+        "| source | rows | predicted | exact | median error | median absolute error | within 0.1% | within 1% | worst "
         "| under-predicted |",
         "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
         *(_line(name, group) for name, group in _by_source(outcomes).items()),
         _line("**all**", outcomes),
         _line("**code and versions match**", matched),
-        _line("**they do not**", others),
+        _line("**code or versions differ**", others),
         "",
-        "Differences are (simulated - published) / published, with their sign; *median of sizes* is without it. One "
-        "within the rounding of the published figure is none (*exact*). *Under-predicted*: the share of rows whose "
-        "simulated figure is below. *Code and versions match*: what ran is the source's own code, or was compared with "
-        "it line by line, eager as there. That is said by source and metric, not by result: rows whose code, release "
-        "or options differ, or are not known, are in the table below, those that are met among them.\n",
+        "An error is (simulated - published) / published, with its sign; an absolute error is without it. A difference "
+        "within the rounding of the published figure counts as none (*exact*). *Under-predicted* is the share of rows "
+        "whose simulated figure is lower. *Code and versions match*: the run used the source's own code, or code that "
+        "was compared with it line by line, eager as in the source. This is decided by source and metric, and not by "
+        "result: rows whose code, release or options differ or are unknown are in the next table, including those that "
+        "agree.\n",
     ]
     return "\n".join(lines)
 
@@ -88,7 +89,7 @@ def _classes(predicted: Iterable[Outcome]) -> str:
     groups: dict[str, list[Outcome]] = collections.defaultdict(list)
     for outcome in predicted:
         groups[outcome.prediction.differs].append(outcome)
-    lines = ["| | rows | lines of the table | median | worst |", "|---|---:|---|---:|---:|"]
+    lines = ["| reason | rows | lines of the table | median error | worst |", "|---|---:|---|---:|---:|"]
     for why, group in groups.items():
         if why:
             errors = [outcome.error for outcome in group if outcome.error is not None]
@@ -115,7 +116,7 @@ def _figures(outcome: Outcome) -> tuple[str, str, str]:
 
 
 def _misses(predicted: Iterable[Outcome]) -> str:
-    lines = ["| row | published | simulated | | bytes | explanation |", "|---|---:|---:|---:|---:|---|"]
+    lines = ["| row | published | simulated | error | bytes | explanation |", "|---|---:|---:|---:|---:|---|"]
     for outcome in predicted:
         assert outcome.error is not None and outcome.prediction.num_bytes is not None
         if abs(outcome.error) > MISS:
@@ -130,7 +131,7 @@ def _misses(predicted: Iterable[Outcome]) -> str:
 def _rows(predicted: Iterable[Outcome]) -> str:
     lines = []
     for name, group in _by_source(predicted).items():
-        lines += [f"**{name}**", "", "| row | metric | published | simulated | |", "|---|---|---:|---:|---:|"]
+        lines += [f"**{name}**", "", "| row | metric | published | simulated | error |", "|---|---|---:|---:|---:|"]
         for outcome in group:
             cells = [outcome.row.title, outcome.row.metric, *_figures(outcome)]
             lines.append("| " + " | ".join(cells) + " |")

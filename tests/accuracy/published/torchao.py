@@ -26,16 +26,17 @@ from tests.accuracy.published.prediction import CARDS, COMPILED, UNSAID, Predict
 from tests.accuracy.published.rows import Row
 
 _FUSED = (
-    "compiled: model and optimizer step are fused there (torchao's step always is), and eager here, where the step "
-    "unpacks a parameter's state into tensors of its own"
+    "the source compiles model and optimizer step (torchao's step always is compiled); the simulated step is eager and "
+    "unpacks a parameter's state into separate tensors"
 )
 _IMAGES = (
-    "the script as published crops to 224 pixels, for which this model of 518 needs an option of timm's that is not "
-    "given; dynamic_img_size is taken (img_size=224 has 3.4 MB less of each of parameter, gradient and state)"
+    "the published script crops to 224 pixels, for which this model of 518 needs an option of timm that the script "
+    "does not give; dynamic_img_size is assumed (with img_size=224, parameters, gradients and states are 3.4 MB "
+    "smaller each)"
 )
 _STREAM = (
-    f"{_IMAGES}; and a gradient's block is free when its copy to the host is done, which is a matter of time and not "
-    "of the program: one of this model's is up to 25 MB"
+    f"{_IMAGES}; and a gradient's block is free when its copy to the host is done, which depends on timing: a "
+    "gradient of this model is up to 25 MB"
 )
 _UNKNOWN_TEXTS = (
     "Alpaca's texts are padded batch by batch, and neither batch size nor lengths are given: the peak of logits and "

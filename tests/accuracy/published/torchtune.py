@@ -26,21 +26,20 @@ from tests.accuracy.published.prediction import (
 from tests.accuracy.published.rows import Row
 from tests.accuracy.torchtune_recipe import LLAMA_2_7B, LLAMA_3_1_8B, Recipe
 
-_LAYERS = "torch.compile: the eager layers that are simulated keep 327 MiB more in each of 28 layers"
-_WHOLE = "compiled whole (torchtune/training/_compile.py), where the simulated model is eager"
+_LAYERS = "torch.compile: the simulated layers are eager, and each of 28 keeps 327 MiB more"
+_WHOLE = "compiled as a whole (torchtune/training/_compile.py); the simulated model is eager"
 _ONE_LAYER = (
-    "torch.compile: at the peak one layer is computed again, of which the compiled one keeps 327 MiB less "
-    "(row + compile)"
+    "torch.compile: at the peak one layer is recomputed, and a compiled layer keeps 327 MiB less (row + compile)"
 )
 _HEAD = (
-    "torch.compile: at the peak, the head's backward, there are {}: what of it compiled code makes in place is not "
-    "known"
+    "torch.compile: live at the peak, the head's backward, are {}; which of them compiled code writes in place is "
+    "not known"
 )
 _LOSS = _HEAD.format("eight chunks of logits, a gradient of 250 MiB and a float32 copy of 96 MiB for the last norm")
 _EMBEDDING = _HEAD.format("two gradients of the tied embedding (751 MiB each), their sum and those of the logits")
 _STATES = (
     "torchao's step is always compiled, and what it holds for the 394 million numbers of the tied embedding is not "
-    "simulated (one float32 copy of them is 1.47 GiB); in bitsandbytes and torchao alike the states alone are 5.88 GiB "
+    "simulated (one float32 copy of them is 1.47 GiB); in both bitsandbytes and torchao the states alone are 5.88 GiB "
     "smaller than those of the row before, and the published rows differ by 4.2 GiB"
 )
 _OFFLOADED = Recipe(chunked_loss=True, checkpointing=True, optimizer_in_backward=True, offloading=True)
@@ -117,22 +116,23 @@ def llama_2(row: Row) -> Prediction:
 
 
 _NOT_REPEATED = (
-    "the source contradicts itself: its pull request 961 measured 20.2 GB on one card and 22.3 on another for this "
+    "the source contradicts itself: its pull request 961 measured 20.2 GB on one GPU and 22.3 on another for this "
     "configuration and length, and the table has 24.1"
 )
 _NEIGHBOUR = (
-    "not repeated by the source, whose pull request 961 has 20.2 and 22.3 GB for the neighbouring row (full FT, 24.1 "
+    "not confirmed by the source, whose pull request 961 has 20.2 and 22.3 GB for the neighbouring row (full FT, 24.1 "
     "in the table); the table before it, two weeks older, has 17.2 GB for this recipe with two texts"
 )
 _UNPACKING = (
-    "compiled, as the table's footnote says: unpacking 4-bit weights and the layers' temporaries are eager here"
+    "compiled, as the table's footnote says: unpacking 4-bit weights and the layers' temporaries are eager in the "
+    "simulation"
 )
 
 
 def tutorial(row: Row) -> Prediction:
     return not_predicted(
         "peak reserved over Alpaca, whose texts are padded batch by batch: it is that of the longest batch, and "
-        "the configuration's order is one of chance (shuffle: True, seed: null)"
+        "the configuration's order is random (shuffle: True, seed: null)"
     )
 
 

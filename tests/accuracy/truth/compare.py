@@ -23,9 +23,8 @@ from tests.accuracy.truth.record import INDEX, read_index
 
 HERE = Path(__file__).resolve().parent
 NONE_YET = (
-    "No truth captures yet: no card has been recorded. `make truth` on a machine with a CUDA card records the cases of "
-    "[tests/accuracy/cases](../tests/accuracy/cases/__init__.py), and this section then has them beside their "
-    "simulation."
+    "There are no truth captures yet: no GPU has been recorded. `make truth` on a machine with a CUDA GPU records the "
+    "cases of `tests/accuracy/cases/__init__.py`, and this section then shows them beside their simulation."
 )
 _LIBRARIES = ("torch", "transformers")  # their releases decide what a run allocates
 
@@ -122,7 +121,7 @@ def streams(measured: Trace, simulated: Trace) -> str:
 
 
 def section(cases: Mapping[str, TargetSpec], root: Path = HERE) -> str:
-    """What docs/accuracy.md says of the truth captures."""
+    """Return what docs/accuracy-tables.md says about the truth captures."""
     recorded = folders(root)
     if not recorded:
         return NONE_YET
