@@ -7,7 +7,7 @@ In turn with each, `import torch` runs alone in the same environment: the ratio 
 machine's speed changes from one minute to the next. Byte code is on disk before the first.
 
 A bar that is not met is printed as missed. Exit code 1 if one of those that were met when they were last measured
-(docs/performance.md has the figures) is exceeded by more than noise.
+(docs/performance-tables.md has the figures) is exceeded by more than noise.
 
 `libraries` is what every run of a model of transformers imports, memprof or not.
 """
