@@ -26,7 +26,7 @@ def _cases() -> list[object]:
     ]
 
 
-INPUTS = {"bombs, before each reader": len(_cases())}
+INPUTS = {"bombs, for each reader": len(_cases())}
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""docs/security.md says how many hostile inputs there are, as the tests count them.
+"""docs/security.md says how many adversarial inputs there are, as the tests count them.
 
 `MEMPROF_BLESS=1 pytest tests/hostile/test_counts.py` writes the table anew.
 """
@@ -26,8 +26,8 @@ def counted() -> dict[str, int]:
 def test_the_table_is_current() -> None:
     inputs = counted()
     rows = [f"| {name} | {number:,} |" for name, number in inputs.items()]
-    total = f"| all | {sum(inputs.values()):,} |"
-    wanted = "\n".join(["| hostile inputs | number |", "|---|---:|", *rows, total, ""])
+    total = f"| total | {sum(inputs.values()):,} |"
+    wanted = "\n".join(["| adversarial inputs | number |", "|---|---:|", *rows, total, ""])
     text = PAGE.read_text(encoding="utf-8")
     if os.environ.get("MEMPROF_BLESS"):
         PAGE.write_text(_TABLE.sub(lambda _: wanted, text), encoding="utf-8")

@@ -43,10 +43,10 @@ ENVIRONMENTS: dict[str, dict[str, str]] = {
 FACTORIES = ("sys.exit(0)", "sys.exit()", "sys.exit(3)", "os._exit(0)", "raise SystemExit('x')", "raise GeneratorExit")
 MOMENTS = 15
 INPUTS = {
-    "streams that are closed, full or gone": len(STREAMS) * len(COMMANDS),
+    "closed, full or broken streams": len(STREAMS) * len(COMMANDS),
     "environments": len(ENVIRONMENTS) * 2 + 3,
-    "factories that leave": len(FACTORIES) * 2,
-    "moments of Ctrl-C": MOMENTS,
+    "model factories that exit": len(FACTORIES) * 2,
+    "Ctrl-C at different moments": MOMENTS,
 }
 
 
