@@ -59,7 +59,7 @@ def _row(program: Program, result: Result) -> str:
     wrong = result.wrong(program)
     told = f"wrong: {program.known or wrong}" if wrong else ", ".join(["fits", *sorted(result.findings())])
     peak = result.report["peak"]["allocated_bytes"] / 2**20 if result.report else None
-    command = f"a loop of ours, `drivers/{program.command.split()[0]}`" if program.driver else f"`{program.command}`"
+    command = f"own loop, `drivers/{program.command.split()[0]}`" if program.driver else f"`{program.command}`"
     source = f"{program.repository} {program.commit[:7]}"
     shown = f"{peak:,.0f} MiB" if peak else ""
     return f"| {program.name} | {source} | {command} | {told} | {shown} | {result.seconds:.0f} s |"
