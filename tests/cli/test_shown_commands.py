@@ -56,12 +56,15 @@ def build_model():
 """
 SCRIPT = """
 import torch
+import transformers
 
-model = torch.nn.Linear(8, 8).cuda()
+model = transformers.LlamaForCausalLM(transformers.AutoConfig.from_pretrained("path/to/config.json")).cuda()
 optimizer = torch.optim.SGD(model.parameters())
+tokens = torch.zeros(1, 64, dtype=torch.int64, device="cuda")
 for step in range(2):
-    model(torch.ones(4, 8, device="cuda")).sum().backward()
+    model(input_ids=tokens, labels=tokens).loss.backward()
     optimizer.step()
+    optimizer.zero_grad()
 """
 TEXT = "a b c\nb c\n" * 9
 
