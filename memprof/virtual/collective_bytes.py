@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any, Final
 
 from memprof.torch_private import distributed
-from memprof.virtual.calls import Call
+from memprof.virtual.calls import OperatorCall
 
 COLLECTIVES: Final = "_c10d_functional"
 """Their namespace."""
 
 
-def bytes_sent(call: Call) -> int:
+def bytes_sent(call: OperatorCall) -> int:
     """Bytes that leave this card in a call of one, as nccl-tests has it for rings (PERFORMANCE.md, bus bandwidth).
 
     A sum takes twice what is given but for one rank's part of it, a gathering what the others lack, and of what goes

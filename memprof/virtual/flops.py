@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from memprof.trace.events import GPU, HOST, Work, is_card
-from memprof.virtual.calls import OVERWRITES, Call, Kind, Operator, tensors_of
+from memprof.virtual.calls import OVERWRITES, Kind, OperatorCall, OpInfo, tensors_of
 from memprof.virtual.collective_bytes import COLLECTIVES, bytes_sent
 from memprof.watch.recorder import Recorder
 from memprof.watch.wrappers import parts_of_sparse
@@ -49,7 +49,7 @@ class Meter:
         self._counts: dict[int, list[int]] = {}
         """Phase -> for each place in `_costs`, how often."""
 
-    def count(self, operator: Operator, call: Call, result: Any) -> None:
+    def count(self, operator: OpInfo, call: OperatorCall, result: Any) -> None:
         """One call of an operator that is no view."""
         try:
             # The key alone does not tell devices; only a few calls are on the host, and a copy goes either way.
@@ -94,7 +94,7 @@ class Meter:
             counts.extend([0] * (place + 1 - len(counts)))
         counts[place] += calls
 
-    def _cost(self, operator: Operator, call: Call, result: Any) -> tuple[Any, ...] | None:
+    def _cost(self, operator: OpInfo, call: OperatorCall, result: Any) -> tuple[Any, ...] | None:
         """Operator, device, dtype, operations, bytes read and written, to the card, from it, and to other cards."""
         outputs = tensors_of(result)
         made_here = set(map(id, outputs))
@@ -174,7 +174,7 @@ def _causal_place(func: Any) -> int | None:
     return names.index("is_causal") if "is_causal" in names else None
 
 
-def _operations(call: Call, result: Any) -> int:
+def _operations(call: OperatorCall, result: Any) -> int:
     formula = _formulas().get(call.func.overloadpacket)
     if formula is None:
         return 0
@@ -191,7 +191,7 @@ def _operations(call: Call, result: Any) -> int:
     return operations
 
 
-def _heads_of_its_own(call: Call) -> list[Any]:
+def _heads_of_its_own(call: OperatorCall) -> list[Any]:
     """The arguments, where several heads of a query share a key as if each had its own: torch's formulas of attention
     know no others before release 2.12, and a shape is as good to them as a tensor."""
     args = list(call.args)
@@ -207,7 +207,7 @@ def _argument_place(func: Any, name: str) -> int:
     return [argument.name for argument in func._schema.arguments].index(name)
 
 
-def _query_and_key(call: Call) -> tuple[int, int]:
+def _query_and_key(call: OperatorCall) -> tuple[int, int]:
     """Their lengths: where they differ, a causal mask hides less than half."""
     query, key = (call.args[_argument_place(call.func, name)] for name in ("query", "key"))
     return query.shape[-2], key.shape[-2]

@@ -27,8 +27,8 @@ from memprof.torch_private import autograd as private_autograd
 from memprof.torch_private.pytree import tree_leaves, tree_map_only
 from memprof.trace.events import HOST, is_card
 from memprof.virtual.calls import in_place, tensors_of
+from memprof.virtual.legacy_types import legacy_name
 from memprof.virtual.machine import REAL, Machine
-from memprof.virtual.torch_cuda.driver import legacy_name
 
 _Tensor = torch.Tensor
 _aten = torch.ops.aten

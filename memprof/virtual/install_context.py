@@ -17,7 +17,7 @@ from memprof.trace.events import Trace
 from memprof.trace.facts import RankFacts
 from memprof.virtual.card import Card
 from memprof.virtual.cards import Cards
-from memprof.virtual.devices import DeviceMode
+from memprof.virtual.devices import FunctionMode
 from memprof.virtual.edges.children import Children
 from memprof.virtual.kernels import registry
 from memprof.virtual.limits import Note
@@ -31,7 +31,7 @@ from memprof.virtual.torch_cuda.memory import (
     SettingsOfRun,
     UnusedSettings,
 )
-from memprof.virtual.tracker import AllocationTracker
+from memprof.virtual.tracker import DispatchMode
 from memprof.virtual.values import Values
 from memprof.watch.recorder import Recorder
 
@@ -70,8 +70,8 @@ class InstallContext:
     rank: int
     channel: Channel | None
     others: Alone
-    tracker: AllocationTracker
-    function_mode: DeviceMode
+    tracker: DispatchMode
+    function_mode: FunctionMode
     memory: Memory
     settings: AllocatorSettings
     context_bytes: int
@@ -121,8 +121,8 @@ class InstallContext:
         # Several GeForce cards do not read each other's memory: NVIDIA's driver has it off.
         cards = Cards(number_of_cards, recorder.trace.cards, are_peers="GeForce" not in gpu.name)
         values = Values(assume)
-        tracker = AllocationTracker(recorder, values, Card.of(gpu), cards, workspaces)
-        tracker.function_mode = function_mode = DeviceMode(tracker, registry.composites(tracker))
+        tracker = DispatchMode(recorder, values, Card.of(gpu), cards, workspaces)
+        tracker.function_mode = function_mode = FunctionMode(tracker, registry.composites(tracker))
         answers = Memory(recorder, memory)
         return cls(
             gpu=gpu,

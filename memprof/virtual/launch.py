@@ -10,7 +10,8 @@ import torch
 
 from memprof.torch_private.pytree import tree_map
 from memprof.trace.events import HOST, NONE
-from memprof.virtual.calls import Call, Operator
+from memprof.virtual.calls import OperatorCall, OpInfo
+from memprof.virtual.device_checks import note_mismatch
 from memprof.virtual.machine import Machine
 from memprof.watch.forward import Place
 
@@ -26,7 +27,7 @@ class Launch:
 
     __slots__ = ("_machine", "args", "call", "card", "func", "kwargs", "operator", "place", "values")
 
-    def __init__(self, machine: Machine, operator: Operator, call: Call, place: Place) -> None:
+    def __init__(self, machine: Machine, operator: OpInfo, call: OperatorCall, place: Place) -> None:
         self._machine = machine
         self.operator = operator
         self.call = call
@@ -83,12 +84,12 @@ class Launch:
 
     def note_source(self, tensor: torch.Tensor) -> None:
         """This is a copy of `tensor` between the kinds of host tensors, and its gradient goes back."""
-        self._machine.note_source(tensor)
+        self._machine.nodes.note_copy(self._machine.device_of(tensor))
 
     @property
     def returns_to_host(self) -> bool:
         """Whether the engine copies a gradient back to a virtual tensor of the host."""
-        return self._machine.returns_to_host()
+        return self._machine.nodes.returns_to_host()
 
     def known(self, result: Any) -> Any:
         """Return new tensors that hold what the real ones of `result` hold; one on meta says a shape alone."""
@@ -141,7 +142,7 @@ class Launch:
 
     def note_mismatch(self) -> None:
         """On a real card this call raises, for where its tensors live."""
-        self._machine.note_mixed(self.operator.name, self.call.tensors, self.place)
+        note_mismatch(self._machine, self.operator.name, self.call.tensors, self.place)
 
     # -- what the program and the engine are about ------------------------------------------------------------------
 
