@@ -8,9 +8,9 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
+# Name -> modules that were seen not to have it: thousands, and looking again at each run's ends would cost more than
+# all else that is done there.
 _WITHOUT: defaultdict[str, set[str]] = defaultdict(set)
-"""Name -> modules that were seen not to have it: thousands, and looking again at each run's ends would cost more than
-all else that is done there."""
 
 
 @contextlib.contextmanager

@@ -8,8 +8,7 @@ from typing import Any, NoReturn
 
 from memprof.errors import MemprofError
 
-PRIVATE_NAMES: list[PrivateName] = []
-"""Those of the files that have been imported."""
+PRIVATE_NAMES: list[PrivateName] = []  # those of the files that have been imported
 
 
 class PrivateName:

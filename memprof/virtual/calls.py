@@ -21,10 +21,9 @@ _STRIDED = torch.strided
 _Tensor = torch.Tensor
 _STORAGES = (torch.UntypedStorage, torch.TypedStorage)
 
+# Host tensors from this size on are virtual too: an 8B model built on the CPU must not fill a laptop's memory.
 HOST_VIRTUAL_BYTES = 1 << 20
-"""Host tensors from this size on are virtual too: an 8B model built on the CPU must not fill a laptop's memory."""
-HOST_COUNTED_BYTES = 1 << 12
-"""Host tensors from this size on are counted; what is smaller is not worth an event."""
+HOST_COUNTED_BYTES = 1 << 12  # host tensors from this size on are counted; what is smaller is not worth an event
 
 MOVES_STORAGE = frozenset({_aten.set_, _aten.resize_, _aten.resize_as_})
 OVERWRITES = frozenset({_aten.fill_, _aten.zero_, _aten.copy_})

@@ -12,10 +12,9 @@ import torch
 from memprof.errors import UsageError
 from memprof.trace.events import GPU
 
-_MOST = 120
-"""C10_COMPILE_TIME_MAX_GPUS (c10/cuda/CUDAMacros.h): torch counts no further on Linux."""
+_MOST = 120  # C10_COMPILE_TIME_MAX_GPUS (c10/cuda/CUDAMacros.h): torch counts no further on Linux
+# c10/cuda/CUDAException.cpp.
 _NO_SUCH_CARD = "CUDA error: invalid device ordinal\nGPU device may be out of range, do you have enough GPUs?"
-"""c10/cuda/CUDAException.cpp."""
 
 
 class _Here(threading.local):

@@ -7,8 +7,7 @@ from typing import Any, Final
 from memprof.torch_private import distributed
 from memprof.virtual.calls import OperatorCall
 
-COLLECTIVES: Final = "_c10d_functional"
-"""Their namespace."""
+COLLECTIVES: Final = "_c10d_functional"  # their namespace
 
 
 def bytes_sent(call: OperatorCall) -> int:
@@ -33,12 +32,12 @@ def bytes_sent(call: OperatorCall) -> int:
     return round(given * _SHARES[name](ranks))
 
 
+# Of what is given: of what is gathered a rank gives one part and sends it on for all the others.
 _SHARES: Final = {
     "all_reduce": lambda ranks: 2 * (ranks - 1) / ranks,
     "all_gather_into_tensor": lambda ranks: ranks - 1,
     "reduce_scatter_tensor": lambda ranks: (ranks - 1) / ranks,
 }
-"""Of what is given: of what is gathered a rank gives one part and sends it on for all the others."""
 
 
 def _group(named: Any) -> Any:

@@ -18,6 +18,7 @@ import torch
 
 _aten = torch.ops.aten
 
+# Operators whose tensors may live on different devices (kernels/indexing.py checks those of index).
 _MIXES = frozenset(
     {
         _aten._pack_padded_sequence, _aten.copy_, _aten._to_copy, _aten._foreach_copy_, _aten._foreach_copy,
@@ -27,7 +28,6 @@ _MIXES = frozenset(
         _aten.empty_like, _aten.zeros_like, _aten.ones_like, _aten.full_like, _aten.rand_like, _aten.randn_like,
     }
 )  # fmt: skip
-"""Operators whose tensors may live on different devices (kernels/indexing.py checks those of index)."""
 
 
 def mixes(func: Any) -> bool:

@@ -219,6 +219,7 @@ def _answers(kind: type) -> bool:
     return kind is not _Tensor and hasattr(kind.__torch_function__, "__func__")  # type: ignore[attr-defined]
 
 
+# What only asks; half of what a program calls. An attribute may be a view.
 _MAKES_NOTHING: frozenset[Any] = frozenset(
     {
         *(value.__get__ for value in vars(tensors.TensorBase).values() if isinstance(value, GetSetDescriptorType)),
@@ -227,7 +228,6 @@ _MAKES_NOTHING: frozenset[Any] = frozenset(
         autograd.set_grad_enabled,
     }
 )
-"""What only asks; half of what a program calls. An attribute may be a view."""
 _NONFINITE: dict[Any, bool] = {
     torch.isfinite: True,
     _Tensor.isfinite: True,

@@ -22,6 +22,7 @@ from memprof.torch_private.dispatch import TorchDispatchMode
 _use_count = tensors.use_count
 _storage_use_count = tensors.storage_use_count
 _aten = torch.ops.aten
+# Out-of-place operator of a backward formula -> what a plain run calls on the zeros that it has just made.
 FILLS_ZEROS: dict[Any, Any] = {
     _aten.index_put.default: _aten.index_put_.default,
     _aten.scatter_add.default: _aten.scatter_add_.default,
@@ -32,7 +33,6 @@ FILLS_ZEROS: dict[Any, Any] = {
     _aten.index_fill.int_Scalar: _aten.index_fill_.int_Scalar,
     _aten.masked_scatter.default: _aten.masked_scatter_.default,
 }
-"""Out-of-place operator of a backward formula -> what a plain run calls on the zeros that it has just made."""
 _ENGINE = autograd.engine_run_backward_of_graph.get().__code__
 
 

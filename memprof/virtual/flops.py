@@ -23,13 +23,13 @@ from memprof.workload.quantization import import_quietly
 
 _aten = torch.ops.aten
 _COPIES = frozenset({_aten._to_copy, _aten.copy_})
+# Memory that is made and neither read nor written.
 _TOUCHES_NOTHING = frozenset(
     {
         _aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided, _aten.resize_,
         _aten.set_,
     }
 )  # fmt: skip
-"""Memory that is made and neither read nor written."""
 
 
 class Meter:
@@ -44,10 +44,9 @@ class Meter:
         self._recorder = recorder
         self._device_of = device_of
         self._costs: list[tuple[Any, ...]] = []
+        # What a call is known by -> its place in `_costs`; None if it costs nothing.
         self._known: dict[Any, int | None] = {}
-        """What a call is known by -> its place in `_costs`; None if it costs nothing."""
-        self._counts: dict[int, list[int]] = {}
-        """Phase -> for each place in `_costs`, how often."""
+        self._counts: dict[int, list[int]] = {}  # phase -> for each place in `_costs`, how often
 
     def count(self, operator: OpInfo, call: OperatorCall, result: Any) -> None:
         """One call of an operator that is no view."""

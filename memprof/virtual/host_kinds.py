@@ -59,8 +59,8 @@ class HostKinds:
     def __init__(self, machine: Machine, move: Callable[[_Tensor, str], _Tensor]) -> None:
         self._machine = machine
         self._move = move
+        # Nodes of Functions written in Python -> where the tensors are that these were given, by argument.
         self._inputs: weakref.WeakKeyDictionary[Any, dict[int, _Where | None]] = weakref.WeakKeyDictionary()
-        """Nodes of Functions written in Python -> where the tensors are that these were given, by argument."""
 
     def alike(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The arguments of `func`, of one kind if a gradient is to pass between real and virtual ones."""

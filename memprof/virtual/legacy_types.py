@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+# Names of tensor types from before there were dtypes.
 LEGACY_TYPES = {
     "FloatTensor": torch.float32,
     "DoubleTensor": torch.float64,
@@ -18,7 +19,6 @@ LEGACY_TYPES = {
     "ByteTensor": torch.uint8,
     "BoolTensor": torch.bool,
 }
-"""Names of tensor types from before there were dtypes."""
 _LEGACY_NAMES = {dtype: name for name, dtype in LEGACY_TYPES.items()}
 
 

@@ -17,8 +17,8 @@ from memprof.watch.program_code import is_program
 
 IN_WORKER = "uses CUDA in a worker process of a DataLoader"
 SEND_NUMBERS = "send numbers (`.item()`, `.tolist()`) or shapes instead"
+# Told what is refused: the problem, what to do instead, and the line.
 Note = Callable[[str, str | None, str | None], None]
-"""Told what is refused: the problem, what to do instead, and the line."""
 _note: Note | None = None
 
 

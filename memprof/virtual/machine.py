@@ -28,8 +28,7 @@ from memprof.watch.recorder import Recorder
 from memprof.watch.wrappers import parts_of_sparse, unwrapped
 
 _NoTorchFunction = torch.DisableTorchFunction
-REAL = "real"
-"""What is asked for where a tensor is to have data."""
+REAL = "real"  # what is asked for where a tensor is to have data
 _NONE_HELD = contextlib.nullcontext()
 
 

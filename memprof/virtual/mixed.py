@@ -19,8 +19,8 @@ from memprof.virtual.machine import Machine
 
 _Tensor = torch.Tensor
 _NoTorchFunction = torch.DisableTorchFunction
+# How torch's errors speak of devices; the latter of parts of a sparse tensor.
 _DEVICES = re.compile("device|backend of indices")
-"""How torch's errors speak of devices; the latter of parts of a sparse tensor."""
 
 
 class MixedDevices:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from memprof.patching.patch_set import PatchSet
+from memprof.virtual.install_context import GpuOptions
 from memprof.virtual.ranks.alone import Alone
 from memprof.virtual.ranks.joining import Joining
 from memprof.virtual.values import Values
@@ -101,8 +103,13 @@ def _joining() -> Joining:
     def silent(told: Any) -> None:
         pass
 
-    recorder = Recorder(ModuleTracker())
-    return Joining(1, Alone(silent, Values(silent)), lambda tensor: False, recorder, silent)
+    meter, others = SimpleNamespace(sent=None), Alone(silent, Values(silent))
+    context: Any = SimpleNamespace(
+        channel=None, assume=silent, note_joined=silent, cards=SimpleNamespace(number=1), options=GpuOptions(),
+        others=others, is_on_card=lambda tensor: False, recorder=Recorder(ModuleTracker()),
+        tracker=SimpleNamespace(meter=meter),
+    )  # fmt: skip
+    return Joining(context)
 
 
 def program(way: str, started: PatchSet) -> Program:

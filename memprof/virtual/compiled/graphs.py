@@ -22,8 +22,7 @@ TOLD = (
     "nothing else. A replay is counted as taking again from the pool what was captured."
 )
 _SKIPPED = "Compiled code of {} runs without CUDA graphs, as on a card: {}."
-_CAPTURED_AT = 2
-"""Which call of a function, with sizes that it was not yet called with, is captured."""
+_CAPTURED_AT = 2  # which call of a function, with sizes that it was not yet called with, is captured
 
 
 class Graphs:

@@ -19,12 +19,10 @@ from memprof.watch.recorder import Recorder
 
 _ALLOCATION = re.compile(r"^\s*(\w+) = ")
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+), in (?P<function>\S+)$', re.MULTILINE)
-_ROOT = re.compile(r"^L\[[^\]]*\](\._orig_mod)?\.?")
-"""How Dynamo names what it compiles."""
+_ROOT = re.compile(r"^L\[[^\]]*\](\._orig_mod)?\.?")  # how Dynamo names what it compiles
+# Operators that lay out another's result.
 _MOVES = frozenset({"view", "reshape", "permute", "transpose", "t", "unsqueeze", "squeeze", "expand", "slice", "alias"})
-"""Operators that lay out another's result."""
-UNKNOWN = "compiled kernel"
-"""What is said of a buffer without a node."""
+UNKNOWN = "compiled kernel"  # what is said of a buffer without a node
 
 
 class Origin(NamedTuple):

@@ -17,14 +17,13 @@ from memprof.torch_private import dynamo
 from memprof.trace.events import CompiledKeeps, Compiling, GraphEnd
 from memprof.units import format_bytes
 from memprof.virtual.compiled.lifting import Lifting
-from memprof.virtual.compiled.saved import Kept
+from memprof.virtual.compiled.saved import SavedResult, traced_bytes
 from memprof.watch.program_code import is_program, is_program_file
 from memprof.watch.recorder import Recorder
 
 _NUMBERS = re.compile(r"\d+")
 _LONGEST = 160
-_RESUMED = "torch_dynamo_resume_in"
-"""How Dynamo calls what follows a break; it is compiled again where its function is."""
+_RESUMED = "torch_dynamo_resume_in"  # how Dynamo calls what follows a break; it is compiled again where its function is
 
 
 class Telling:
@@ -41,8 +40,8 @@ class Telling:
         self._recorder = recorder
         self._assume = assume
         self._told: set[tuple[Any, str]] = set()
+        # Code of functions that were compiled in this run: Dynamo keeps what it compiled in runs before, too.
         self._compiled: set[Any] = set()
-        """Code of functions that were compiled in this run: Dynamo keeps what it compiled in runs before, too."""
         self._break: Any = None
         self._seconds = 0.0
         self._kernels: set[str] = set()
@@ -84,7 +83,7 @@ class Telling:
         """Inductor wrote this one."""
         self._kernels.add(source)
 
-    def keeps_more(self, kept: list[Kept], more_bytes: int) -> None:
+    def keeps_more(self, kept: list[SavedResult], more_bytes: int) -> None:
         """A graph keeps these for its backward, and so many bytes more in all than eager code would."""
         self._graphs += 1
         for one, count in Counter(kept).items():
@@ -134,16 +133,9 @@ class Telling:
 
 def _left(module: torch.fx.GraphModule) -> int:
     """Bytes of what a graph gives and was not given."""
-    given = [node.meta.get("example_value") for node in module.graph.nodes if node.op == "placeholder"]
+    inputs = {id(node.meta.get("example_value")) for node in module.graph.nodes if node.op == "placeholder"}
     output = next(node for node in module.graph.nodes if node.op == "output")
-    results = [node.meta.get("example_value") for node in output.all_input_nodes]
-    tensors = {id(value): value for value in results if isinstance(value, torch.Tensor)}
-    inputs = {id(value) for value in given}
-    return sum(_bytes(tensor) for key, tensor in tensors.items() if key not in inputs)
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    number = tensor.element_size()
-    for size in tensor.shape:
-        number *= size if isinstance(size, int) else size.node.hint or 0
-    return number
+    results = {
+        id(value): value for node in output.all_input_nodes if (value := node.meta.get("example_value")) is not None
+    }
+    return sum(traced_bytes(value) for key, value in results.items() if key not in inputs)

@@ -15,8 +15,7 @@ from memprof.virtual.machine import Machine
 
 _META = torch.device("meta")
 _SIGNATURE = re.compile(r"^def \w+\((.*?)\):", re.MULTILINE | re.DOTALL)
-_ALIGNMENT = 16
-"""Bytes that generated kernels take an input to be aligned to (torch/_inductor/utils.py)."""
+_ALIGNMENT = 16  # bytes that generated kernels take an input to be aligned to (torch/_inductor/utils.py)
 _READ_AND_WRITTEN = "in_out_ptr"
 _WRITTEN = ("out_ptr", _READ_AND_WRITTEN)
 

@@ -15,31 +15,22 @@ from typing import Any, NamedTuple, NoReturn
 
 from memprof.virtual.limits import not_yet, program_line
 
-Payload = Any
-"""What is known of the tensors that a rank gives, in plain Python."""
+Payload = Any  # what is known of the tensors that a rank gives, in plain Python
 
 
-class Call(NamedTuple):
+class CollectiveCall(NamedTuple):
     """What a rank calls: two that do not agree in `key` meet in an error."""
 
     group: str
-    ranks: tuple[int, ...]
-    """Of the program, in the group's order."""
-    number: int
-    """How many calls of this group there were before on this rank."""
-    name: str
-    """all_reduce, and so on."""
-    detail: str
-    """The reduction, or the rank that it is from or to."""
+    ranks: tuple[int, ...]  # of the program, in the group's order
+    number: int  # how many calls of this group there were before on this rank
+    name: str  # all_reduce, and so on
+    detail: str  # the reduction, or the rank that it is from or to
     dtype: str
-    gives: tuple[int, ...]
-    """Elements to each rank of the group."""
-    takes: tuple[int, ...]
-    """Elements from each."""
-    text: str
-    """All of this as one says it."""
-    line: str
-    """Of the program: `file:line function`."""
+    gives: tuple[int, ...]  # elements to each rank of the group
+    takes: tuple[int, ...]  # elements from each
+    text: str  # all of this as one says it
+    line: str  # of the program: `file:line function`
 
     @property
     def key(self) -> tuple[str, str, str]:
@@ -66,10 +57,8 @@ class Channel:
         self._connection = connection
         self.rank, self.ranks, self.size = rank, tuple(ranks), size
         self._process, self._thread = os.getpid(), threading.get_ident()
-        self.stop: Callable[[str], NoReturn] = _no_more
-        """Called where this rank is told to end: with why."""
-        self.told: str | None = None
-        """Why, once it was."""
+        self.stop: Callable[[str], NoReturn] = _no_more  # called where this rank is told to end: with why
+        self.told: str | None = None  # why, once it was told
 
     def tell(self, *message: Any) -> None:
         """Without an answer."""
@@ -94,16 +83,16 @@ class Channel:
             self.stop(answer)
         return answer
 
-    def meet(self, call: Call, payload: Payload) -> Callable[[], dict[int, Payload]]:
+    def meet(self, call: CollectiveCall, payload: Payload) -> Callable[[], dict[int, Payload]]:
         """Contribute to a collective; what is returned waits for the others, and gives what each contributes."""
         self.tell("call", call, payload)
         return lambda: self.ask("collect", call.place)  # type: ignore[no-any-return]
 
-    def send(self, to: int, tag: int, call: Call, payload: Payload) -> None:
+    def send(self, to: int, tag: int, call: CollectiveCall, payload: Payload) -> None:
         """To another rank of the program."""
         self.tell("send", to, tag, call, payload)
 
-    def receive(self, source: int | None, tag: int, call: Call) -> tuple[int, Payload]:
+    def receive(self, source: int | None, tag: int, call: CollectiveCall) -> tuple[int, Payload]:
         """From another, or from any: from which, and what."""
         return self.ask("receive", source, tag, call)  # type: ignore[no-any-return]
 

@@ -13,9 +13,8 @@ import torch
 import torch.distributed as dist
 
 from memprof.torch_private import distributed
-from memprof.virtual.ranks.alone import Alone
-from memprof.virtual.ranks.known import Parts, Place
-from memprof.watch.recorder import Recorder
+from memprof.virtual.install_context import InstallContext
+from memprof.virtual.ranks.known import GroupRank, Parts
 
 BACKEND = "memprof_rank"
 _ProcessGroup: Any = getattr(dist, "ProcessGroup", object)
@@ -23,7 +22,7 @@ _Work: Any = getattr(dist, "Work", object)
 _Tensors = Sequence[torch.Tensor]
 
 
-class Done(_Work):
+class CompletedWork(_Work):
     """The handle of work that is done when it is waited for. What it was given lives until then, what it made as long
     as the handle does (`stashed_for_allocator_safety_`, `outputs_`)."""
 
@@ -69,43 +68,31 @@ class Done(_Work):
         return future
 
 
-class Group(_ProcessGroup):
+class RankGroup(_ProcessGroup):
     """A rank of several.
 
     Args:
         place: which.
         backend: as the program asked for it.
-        others: what the other ranks contribute.
-        on_card: whether a tensor is on a card.
-        sent: told what a call sends from this card to others: its name, a tensor, and how many bytes.
-        recorder: told what is gathered and reduced.
+        context: of the run, which says what the other ranks contribute.
     """
 
     supports_splitting = supports_coalescing = True
     supports_time_estimate = False
 
-    def __init__(
-        self,
-        place: Place,
-        backend: str,
-        others: Alone,
-        on_card: Callable[[torch.Tensor], bool],
-        sent: Callable[[str, torch.Tensor, int], None],
-        recorder: Recorder,
-    ) -> None:
+    def __init__(self, place: GroupRank, backend: str, context: InstallContext) -> None:
         super().__init__(place.rank, place.size)
         self.place = place
         self._rank, self._size = place.rank, place.size
         self._backend = backend
-        self._others = others
-        self._on_card = on_card
-        self._sent = sent
-        self._recorder = recorder
-        self._stream: Any = None
-        """NCCL's own, for what is sent to one rank."""
+        self._others = context.others
+        self._on_card = context.is_on_card
+        self._sent = context.tracker.meter.sent
+        self._owners = context.recorder.owners
+        self._stream: Any = None  # NCCL's own, for what is sent to one rank
         self._calls = 0
+        # What is to be waited for at the end of a group of calls (`_coalescing_manager`).
         self._coalesced: list[Callable[..., Any]] | None = None
-        """What is to be waited for at the end of a group of calls (`_coalescing_manager`)."""
 
     # -- what it says of itself -------------------------------------------------------------------------------------
 
@@ -130,14 +117,13 @@ class Group(_ProcessGroup):
         return "nccl" in self._backend or self._backend == "undefined"
 
     def getBackendName(self) -> str:  # noqa: N802
-        """As torch asks for it."""
+        """Return it as torch asks for it."""
         return BACKEND
+
+    _get_backend_name = getBackendName
 
     def _get_backend(self, device: Any) -> Any:
         return self
-
-    def _get_backend_name(self) -> str:
-        return BACKEND
 
     def _set_sequence_number_for_group(self) -> None:
         self._calls = 0
@@ -150,21 +136,21 @@ class Group(_ProcessGroup):
 
     def _end_coalescing(self, device: Any) -> Any:
         waits, self._coalesced = self._coalesced, None
-        return Done([], waits=waits or ())
+        return CompletedWork([], waits=waits or ())
 
     # -- collectives ------------------------------------------------------------------------------------------------
 
     def allreduce(self, tensors: _Tensors, opts: Any = None) -> Any:
         """In place."""
         self._sends("allreduce", tensors, 2 * self._but_own)
-        self._recorder.owners.mark_reduced(tensors)
+        self._owners.mark_reduced(tensors)
         waits = [self._others.all_reduce(tensor, _reduction(opts), self.place) for tensor in tensors]
         return self._done(tensors, waits=waits)
 
     def reduce(self, tensors: _Tensors, opts: Any = None) -> Any:
         """To one rank."""
         self._sends("reduce", tensors, 1)
-        self._recorder.owners.mark_reduced(tensors)
+        self._owners.mark_reduced(tensors)
         root = 0 if opts is None else opts.rootRank
         waits = [self._others.reduce(tensor, _reduction(opts), root, self.place) for tensor in tensors]
         return self._done(tensors, waits=waits)
@@ -191,7 +177,7 @@ class Group(_ProcessGroup):
         waits = []
         for parts, tensor in zip(outputs, inputs, strict=True):
             made.append(self._flat(parts, tensor))
-            self._recorder.owners.mark_gathered(parts, [tensor])
+            self._owners.mark_gathered(parts, [tensor])
             waits.append(self._others.all_gather(Parts(parts), tensor, self.place))
         return self._done(made if made[0] is not None else outputs, inputs, waits)
 
@@ -233,7 +219,7 @@ class Group(_ProcessGroup):
         if output.numel() != tensor.numel() * self._size:
             raise ValueError("output tensor size must be equal to world_size times input tensor size")
         self._sends("allgather", [output], self._but_own)
-        self._recorder.owners.mark_gathered([output], [tensor])
+        self._owners.mark_gathered([output], [tensor])
         parts = _pieces(output, self._size)
         return self._done([output], tensor, [self._others.all_gather(parts, tensor, self.place)])
 
@@ -241,7 +227,7 @@ class Group(_ProcessGroup):
         if tensor.numel() != output.numel() * self._size:
             raise ValueError("input tensor must be the same size as output size times world size")
         self._sends("reduce_scatter", [tensor], self._but_own)
-        self._recorder.owners.mark_reduced([tensor])
+        self._owners.mark_reduced([tensor])
         parts = _pieces(tensor, self._size)
         waits = [self._others.reduce_scatter(output, parts, _reduction(opts), self.place)]
         return self._done([output], tensor, waits)
@@ -269,15 +255,12 @@ class Group(_ProcessGroup):
         waits = [self._others.send(tensor, rank, tag, self.place) for tensor in tensors]
         return self._done(tensors, waits=[*self._lent(tensors), *waits])
 
-    def recv(self, tensors: _Tensors, rank: int, tag: int = 0) -> Any:
-        """From one rank."""
-        return self._received(tensors, rank, tag)
-
     def recv_anysource(self, tensors: _Tensors, tag: int = 0) -> Any:
-        """From whoever sends first."""
-        return self._received(tensors, None, tag)
+        """Receive from whoever sends first."""
+        return self.recv(tensors, None, tag)
 
-    def _received(self, tensors: _Tensors, rank: int | None, tag: int) -> Any:
+    def recv(self, tensors: _Tensors, rank: int | None, tag: int = 0) -> Any:
+        """Receive from one rank."""
         waits = [self._others.receive(tensor, rank, tag, self.place) for tensor in tensors]
         return self._done(tensors, waits=[*self._lent(tensors), *waits])
 
@@ -321,7 +304,7 @@ class Group(_ProcessGroup):
 
     def _done(self, made: Any, given: Any = (), waits: Sequence[Any] = ()) -> Any:
         self._calls += 1
-        done = Done(made, given, [wait for wait in waits if wait is not None])
+        done = CompletedWork(made, given, [wait for wait in waits if wait is not None])
         if self._coalesced is not None:
             self._coalesced.append(done.wait)
         return done

@@ -17,14 +17,12 @@ from memprof.virtual.values.budget import is_small
 _aten = torch.ops.aten
 
 
-class Place(NamedTuple):
+class GroupRank(NamedTuple):
     """Where this rank is in a group."""
 
     name: str
-    ranks: tuple[int, ...]
-    """Of the program, in the group's order."""
-    rank: int
-    """This one's number in the group."""
+    ranks: tuple[int, ...]  # of the program, in the group's order
+    rank: int  # this one's number in the group
 
     @property
     def size(self) -> int:

@@ -17,8 +17,7 @@ from memprof.virtual.cards import Cards
 from memprof.virtual.legacy_types import LEGACY_TYPES, legacy_type
 
 UUID = "00000000-0000-0000-0000-000000000000"
-_RNG_STATE_BYTES = 16
-"""Seed and offset of the Philox generator (CUDAGeneratorImpl.cpp, get_state)."""
+_RNG_STATE_BYTES = 16  # seed and offset of the Philox generator (CUDAGeneratorImpl.cpp, get_state)
 _MIB = 1 << 20
 _Generator = torch.Generator
 
@@ -123,11 +122,13 @@ def _default_type_patches() -> Iterator[tuple[Any, str, Any]]:
     yield torch.Tensor, "__new__", __new__
 
 
+def returning(value: Any) -> Callable[..., Any]:
+    """Return a function that gives `value`, whatever it is given."""
+    return lambda *args, **kwargs: value
+
+
 def driver_patches(cards: Cards) -> Iterator[tuple[Any, str, Any]]:
     """The patches (owner, name, replacement) of a build that has CUDA, below `torch.cuda`."""
-
-    def returning(value: Any) -> Callable[..., Any]:
-        return lambda *args, **kwargs: value
 
     answers: dict[PrivateName, Any] = {
         cuda.get_device_count: cards.number,
@@ -155,25 +156,15 @@ def driver_patches(cards: Cards) -> Iterator[tuple[Any, str, Any]]:
         cuda.accelerator_get_accelerator: torch.device("cuda"),
         cuda.get_accelerator: torch.device("cuda"),
     }
-    for asked, value in answers.items():
-        yield asked.patch(returning(value))
-
-    def current() -> int:
-        return cards.current
-
-    def select(device: Any) -> None:
-        cards.select(device)
-
+    yield from (asked.patch(returning(value)) for asked, value in answers.items())
     for asked in (cuda.get_device, cuda.accelerator_get_device_index):
-        yield asked.patch(current)
-    for asked in (cuda.set_device, cuda.accelerator_set_device_index):
-        yield asked.patch(select)
-    for asked in (cuda.exchange_device, cuda.maybe_exchange_device):
-        yield asked.patch(cards.select)
-    for asked in (cuda.exchange_device_of_torch, cuda.maybe_exchange_device_of_torch):
+        yield asked.patch(lambda: cards.current)
+    for asked in (
+        cuda.set_device, cuda.accelerator_set_device_index, cuda.exchange_device, cuda.maybe_exchange_device,
+        cuda.accelerator_exchange_device, cuda.accelerator_maybe_exchange_device, cuda.exchange_device_of_torch,
+        cuda.maybe_exchange_device_of_torch,
+    ):  # fmt: skip
         yield asked.patch(lambda device: cards.select(device))
-    for asked in (cuda.accelerator_exchange_device, cuda.accelerator_maybe_exchange_device):
-        yield asked.patch(cards.select)
     yield torch, "Generator", _generators(cards)
     yield torch.cuda, "default_generators", tuple(map(card_generator, range(cards.number)))
     for name, dtype in LEGACY_TYPES.items():

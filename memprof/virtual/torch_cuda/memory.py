@@ -39,39 +39,24 @@ class AllocatorSettings(Protocol):
         """As PYTORCH_CUDA_ALLOC_CONF."""
 
 
-class UnusedSettings:
-    """Settings where there is no allocator: a text."""
-
-    def __init__(self) -> None:
-        self._text = ""
-
-    def get(self) -> str:
-        """What was set last."""
-        return self._text
-
-    def set(self, alloc_conf: str) -> None:
-        """Remembered."""
-        self._text = alloc_conf
-
-
 class _LivingTensors:
     """Statistics without an allocator: the bytes of the tensors that are alive."""
 
     def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
+        self._storages = recorder.storages
 
     def stats(self) -> dict[str, int]:
         """Allocated, active, requested and reserved are the same."""
         found: dict[str, int] = {}
         for kind in ("allocated_bytes", "active_bytes", "requested_bytes", "reserved_bytes"):
-            found[f"{kind}.all.current"] = self._recorder.storages.live_bytes
-            found[f"{kind}.all.peak"] = self._recorder.storages.peak_bytes
+            found[f"{kind}.all.current"] = self._storages.live_bytes
+            found[f"{kind}.all.peak"] = self._storages.peak_bytes
         found["num_ooms"] = found["num_alloc_retries"] = 0
         return found
 
     def reset_peak(self) -> None:
         """From here on."""
-        self._recorder.storages.peak_bytes = self._recorder.storages.live_bytes
+        self._storages.peak_bytes = self._storages.live_bytes
 
     def reset_accumulated(self) -> None:
         """Nothing is accumulated."""
@@ -85,7 +70,7 @@ class _LivingTensors:
         return {"segments": [], "device_traces": [], "allocator_settings": {}, "external_annotations": []}
 
 
-class Memory:
+class AllocatorAnswers:
     """The statistics of a run's cards, made when they are first asked for, and again when the settings have changed.
 
     Args:
@@ -152,27 +137,37 @@ class SettingsOfRun:
     """The allocator's settings; a run has one configuration, and says so where the program changes it late.
 
     Args:
-        settings: the same, without a run.
+        settings: of an allocator; None: there is none, and they are a text.
         memory: told that they are others than before.
         recorder: who writes the trace.
         assume: told what the run rests on.
     """
 
     def __init__(
-        self, settings: AllocatorSettings, memory: Memory, recorder: Recorder, assume: Callable[[str], None]
+        self,
+        settings: AllocatorSettings | None,
+        memory: AllocatorAnswers,
+        recorder: Recorder,
+        assume: Callable[[str], None],
     ) -> None:
         self._settings = settings
+        self._text = ""
         self._memory = memory
-        self._recorder = recorder
+        self._storages = recorder.storages
         self._assume = assume
-        self.get = settings.get
+
+    def get(self) -> str:
+        """Return the text that was set last; empty for torch's defaults."""
+        return self._text if self._settings is None else self._settings.get()
 
     def set(self, alloc_conf: str) -> None:
-        """For the whole run."""
-        self._settings.set(alloc_conf)
+        """Set them for the whole run."""
+        self._text = alloc_conf
+        if self._settings is not None:
+            self._settings.set(alloc_conf)
         self._memory.settings_changed()
-        if self._recorder.storages.peak_bytes:
+        if self._storages.peak_bytes:
             self._assume(
                 f"The allocator's settings {alloc_conf!r} hold from the first allocation on; the program set them when "
-                f"{self._recorder.storages.live_bytes:,} bytes were on the card."
+                f"{self._storages.live_bytes:,} bytes were on the card."
             )

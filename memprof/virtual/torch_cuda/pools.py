@@ -31,8 +31,7 @@ class Pools:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._made = 0
-        self._users = Counter[int]()
-        """Graphs and MemPools that keep a pool."""
+        self._users = Counter[int]()  # graphs and MemPools that keep a pool
         self._outer: list[tuple[int, bool]] = []
 
     def new(self) -> Handle:

@@ -17,13 +17,11 @@ from memprof.trace.events import Trace
 from memprof.watch.streams import Clock, Streams
 
 _HostStream, _HostEvent = torch.Stream, torch.Event
-_POOL = 32
-"""Streams of one priority."""
+_POOL = 32  # streams of one priority
 _PRIORITIES = 4
+# Of each card and priority, how many were made.
 _MADE: defaultdict[tuple[int, int], Iterator[int]] = defaultdict(itertools.count)
-"""Of each card and priority, how many were made."""
-_log = Streams(Trace())
-"""Who is told of waits: of the run that goes on."""
+_log = Streams(Trace())  # who is told of waits: of the run that goes on
 
 
 def _is_host(device: Any) -> bool:
