@@ -29,7 +29,6 @@ def bound_everywhere(name: str, original: Any, replacement: Any) -> Iterator[Non
 
 
 def _rebind(modules: set[str], name: str, old: Any, new: Any) -> set[str]:
-    """Those in which it was done."""
     changed = set()
     for module_name in modules:
         module = sys.modules.get(module_name)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from memprof.errors import MemprofError
 from memprof.trace.events import short_source
 from memprof.units import spell_numbers
-from memprof.virtual.ranks.channel import CollectiveCall, Payload
+from memprof.virtual.peers.channel import CollectiveCall, Payload
 
 PEER = "another rank"
 """Why a rank is stopped that has done nothing wrong itself."""

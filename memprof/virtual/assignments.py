@@ -27,16 +27,7 @@ _SCRIPTED = (
 
 
 class Assignments:
-    """What the program assigns, of the device and the kind that the engine wants.
-
-    Args:
-        tracker: on which it runs.
-        answers: what tensors say of their device.
-        to: moves a tensor.
-        mixed: what mixes devices.
-        kinds: what makes host tensors alike.
-        read: gives a real tensor to show the program.
-    """
+    """What the program assigns, of the device and the kind that the engine wants."""
 
     def __init__(
         self,

@@ -74,7 +74,7 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 def registered() -> frozenset[str]:
-    """Names of the operators that this torch release autocasts on CUDA."""
+    """Return the names of the operators that this torch release autocasts on CUDA."""
     return frozenset(
         name.removeprefix("aten::").partition(".")[0]
         for name in dispatch.dispatch_get_all_op_names()
@@ -83,11 +83,7 @@ def registered() -> frozenset[str]:
 
 
 class Autocast:
-    """Casts arguments while `torch.autocast("cuda")` is on.
-
-    Args:
-        on_gpu: whether a tensor is on the virtual GPU.
-    """
+    """Casts arguments while `torch.autocast("cuda")` is on."""
 
     def __init__(self, on_gpu: Callable[[torch.Tensor], bool]) -> None:
         self._on_gpu = on_gpu
@@ -102,7 +98,7 @@ class Autocast:
         self._cache.clear()
 
     def cast(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """The arguments with which CUDA's autocast would call `func`."""
+        """Return the arguments with which CUDA's autocast would call `func`."""
         if func not in self._policies:
             self._policies[func] = self._policy(func)
         members = self._policies[func]
@@ -133,7 +129,7 @@ class Autocast:
         )
 
     def in_float32(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """The arguments of an operator of a library that autocast runs in float32."""
+        """Return the arguments of an operator of a library that autocast runs in float32."""
         return self._arguments(args, kwargs, torch.float32)
 
     def _policy(self, func: Any) -> frozenset[str] | None:
@@ -169,7 +165,7 @@ class Autocast:
         )
 
     def _arguments(self, args: Any, kwargs: Any, dtype: torch.dtype) -> tuple[Any, Any]:
-        """The last argument is cast first.
+        """Cast the last argument first.
 
         C++ leaves the order open in which `WrapFunction_` of aten/src/ATen/autocast_mode.h evaluates the casts; GCC,
         which builds torch's packages for Linux, goes from right to left. Members of a list are cast in their order.
@@ -211,7 +207,7 @@ class Autocast:
 
 @functools.cache
 def _caches_with_gradient() -> bool:
-    """Whether a weight first cast under no_grad has a gradient later in the region: torch releases differ.
+    """Return whether a weight first cast under no_grad has a gradient later in the region: torch releases differ.
 
     Those in which it has one cache nothing in inference mode, whose tensors can have none (issue 158232). The cache is
     one for all devices, so that the CPU's tells.

@@ -147,13 +147,13 @@ class OperatorCall:
 
     @property
     def device(self) -> str | None:
-        """The virtual device of the inputs: a card, HOST, or None if none of them is virtual."""
+        """Return the virtual device of the inputs: a card, HOST, or None if none of them is virtual."""
         if self.on_gpu:
             return self.card
         return HOST if self.on_host else None
 
     def factory_bytes(self) -> int:
-        """Bytes of what a factory is about to make, by a shape or after a tensor; 0 if it is none or sparse."""
+        """Return the bytes that a factory is about to make, by a shape or after a tensor; 0 if it is none or sparse."""
         if self.kwargs.get("layout") not in (None, torch.strided):
             return 0
         packet = self.func.overloadpacket
@@ -171,7 +171,7 @@ class OperatorCall:
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
-    """The tensors in a result or an argument, lists looked into."""
+    """Return the tensors in a result or an argument, lists looked into."""
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, (list, tuple)):
@@ -180,13 +180,13 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
 
 
 def in_place(func: Any) -> bool:
-    """Whether the name of `func` says that it changes its first argument."""
+    """Return whether the name of `func` says that it changes its first argument."""
     name = getattr(func, "__name__", "")
     return name.endswith("_") and not name.endswith("__")
 
 
 def fills_arguments(func: Any) -> bool:
-    """Whether an operator of a library returns nothing but arguments that it writes: in place, or with `out`.
+    """Return whether an operator of a library returns nothing but arguments that it writes: in place, or with `out`.
 
     torch's own are asked otherwise: theirs resize what they are to write into.
     """
@@ -198,26 +198,25 @@ _OF_TORCH = ("aten", "prims", "prim")
 
 
 def _arguments(call: OperatorCall) -> list[tuple[Any, Any]]:
-    """Each argument of the schema that `call` has, and its value."""
     arguments = call.func._schema.arguments
     given = {one.name: value for one, value in zip(arguments, call.args, strict=False)} | call.kwargs
     return [(one, given[one.name]) for one in arguments if one.name in given]
 
 
 def written(call: OperatorCall) -> list[Any]:
-    """What `call` writes into."""
+    """Return what `call` writes into."""
     return [value for one, value in _arguments(call) if one.is_write]
 
 
 def given_back(call: OperatorCall) -> Any:
-    """What an operator returns that returns what it writes into."""
+    """Return what an operator returns that returns what it writes into."""
     into = {frozenset(one.alias_info.before_set): value for one, value in _arguments(call) if one.is_write}
     results = [into[frozenset(one.alias_info.before_set)] for one in call.func._schema.returns]
     return tuple(results) if len(results) > 1 else results[0] if results else None
 
 
 def run_on_meta(call: OperatorCall) -> Any:
-    """The operator run on meta tensors. Some meta kernels do not take what CUDA's do, a number on the host."""
+    """Run an operator on meta tensors. Some meta kernels do not take what CUDA's do, a number on the host."""
     try:
         return shapes.run(call.func, call.args, call.kwargs)
     except RuntimeError:

@@ -50,11 +50,11 @@ class Cards:
 
     @property
     def current(self) -> int:
-        """The number of the card that is current in this thread."""
+        """Return the number of the card that is current in this thread."""
         return self._here.card
 
     def index(self, device: Any = None) -> int:
-        """The number of the card that the program names so; the current one if it names none.
+        """Return the number of the card that the program names so; the current one if it names none.
 
         Raises:
             RuntimeError: there is no such card.
@@ -72,11 +72,11 @@ class Cards:
         return int(device)
 
     def named(self, device: Any = None) -> str:
-        """The same as the trace has it."""
+        """Return the name of that GPU, as the trace has it."""
         return self.devices[self.index(device)] if self.several else GPU
 
     def use(self, device: Any = None) -> int:
-        """The number of that card, of which the driver makes a context now if it has none."""
+        """Return the number of that card, of which the driver makes a context now if it has none."""
         index = self.index(device)
         if self.several:
             self._used[self.devices[index]] = True

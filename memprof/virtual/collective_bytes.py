@@ -41,6 +41,6 @@ _SHARES: Final = {
 
 
 def _group(named: Any) -> Any:
-    """The group, by its name or itself: releases of torch differ."""
+    """Return the group, by its name or itself: releases of torch differ."""
     resolve: Any = distributed.resolve_process_group.get(None)
     return resolve(named) if isinstance(named, str) else named

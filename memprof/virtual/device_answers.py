@@ -88,7 +88,7 @@ class DeviceAnswers:
         return _str
 
     def grouping(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """The replacement for `torch._C._group_tensors_by_device_and_dtype`, whose groups name their device.
+        """Return the replacement for `torch._C._group_tensors_by_device_and_dtype`, whose groups name their device.
 
         Optimizers and gradient clipping choose by it the operators on whole lists. What is all "meta" may be of two
         devices, and tensors of the host may be real or virtual.

@@ -31,17 +31,17 @@ _MIXES = frozenset(
 
 
 def mixes(func: Any) -> bool:
-    """Whether the tensors of this operator may live anywhere."""
+    """Return whether the tensors of this operator may live anywhere."""
     return func.overloadpacket in _MIXES
 
 
 def takes_numbers_of_host(func: Any) -> bool:
-    """Whether the CUDA kernel of `func` takes a tensor without dimensions from the host."""
+    """Return whether the CUDA kernel of `func` takes a tensor without dimensions from the host."""
     return func.name() not in _checked()
 
 
 def lacks_quantized_kernel(name: str) -> str:
-    """The overload that CUDA does not find for quantized tensors where `name` is called; none if it finds it."""
+    """Return the overload that CUDA does not find for quantized tensors where `name` is called; none if it finds it."""
     entry = _entries().get(name, "")
     delegate = re.search(r"structured_delegate: (\S+)", entry)
     if re.search(r"QuantizedCUDA|: Composite|    Composite", entry) or not (delegate or "  dispatch:" in entry):

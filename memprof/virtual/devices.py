@@ -21,7 +21,6 @@ from memprof.virtual.assignments import Assignments
 from memprof.virtual.autocast import Autocast
 from memprof.virtual.calls import in_place, tensors_of
 from memprof.virtual.device_answers import DeviceAnswers
-from memprof.virtual.edges.interchange import Interchange
 from memprof.virtual.kernels import registry
 from memprof.virtual.machine import Machine
 from memprof.virtual.mixed import RECURRENT, MixedDevices
@@ -38,17 +37,23 @@ _default: Any = dispatch.default_device.get()
 
 
 class FunctionMode(TorchFunctionMode):
-    """Answers for the virtual GPU at the level of torch functions."""
+    """Answers for the virtual GPU at the level of torch functions.
 
-    def __init__(self, tracker: Machine, composites: dict[Any, Callable[..., Any]]) -> None:
+    Args:
+        tracker: on which they run.
+        make_interchange: makes what reaches a tensor's data (edges/interchange.py).
+    """
+
+    def __init__(self, tracker: Machine, make_interchange: Callable[..., Any]) -> None:
         super().__init__()
+        self._make_interchange = make_interchange
         self._tracker = tracker
         self.answers = answers = DeviceAnswers(tracker)
         self._moves = moves = Moves(tracker, answers, self, self._run)
         self.kinds = moves.kinds
         self._mixed = mixed = MixedDevices(tracker, answers.believed, moves.to, self.kinds)
         self.autocast = Autocast(tracker.is_on_card)
-        self.interchange = Interchange(tracker, moves.to, tracker.values.assume, self)
+        self.interchange = make_interchange(tracker, moves.to, tracker.values.assume, self)
         read, note_pinned = self.interchange.read, self.interchange.note_pinned
         self.assignments = Assignments(tracker, answers, moves.to, mixed, self.kinds, read)
         made = TensorsFromData(tracker, answers, moves, mixed, self._run, read, note_pinned)
@@ -57,7 +62,7 @@ class FunctionMode(TorchFunctionMode):
         self._cuda_operators: list[Any] = []
         self._float32_operators: list[Any] = []
         self._factories = dispatch.device_constructors()
-        chosen = {func: self._choosing(choose) for func, choose in composites.items()}
+        chosen = {func: self._choosing(choose) for func, choose in registry.composites(tracker).items()}
         self._handlers: dict[Any, Callable[..., Any]] = {
             **{func: func for func in _MAKES_NOTHING},
             **chosen,
@@ -154,8 +159,8 @@ class FunctionMode(TorchFunctionMode):
         return self._mixed.run_moved(func, args, kwargs, numbers=numbers)
 
     def of_thread(self, tracker: Machine) -> FunctionMode:
-        """The function mode of another thread, whose dispatch mode is `tracker`."""
-        mode = FunctionMode(tracker, registry.composites(tracker))
+        """Return the function mode of another thread, whose dispatch mode is `tracker`."""
+        mode = FunctionMode(tracker, self._make_interchange)
         mode.interchange.share(self.interchange)
         mode.run_cuda_kernels_of(self._cuda_operators)
         mode.run_in_float32(self._float32_operators)
@@ -199,7 +204,7 @@ class FunctionMode(TorchFunctionMode):
             return func(*args, **kwargs)
 
     def _choosing(self, choose: Callable[..., Any]) -> Callable[..., Any]:
-        """A composite's choice, made again with all tensors on the card if it mixed devices."""
+        """Return a composite's choice, made again with all tensors on the card if it mixed devices."""
         return lambda *args, **kwargs: self._run(choose, args, kwargs)
 
     def _nonfinite(self, func: Any, tensor: torch.Tensor) -> torch.Tensor:

@@ -33,12 +33,7 @@ _TOUCHES_NOTHING = frozenset(
 
 
 class Meter:
-    """Counts equal calls while the run goes on, and says afterwards what they amount to.
-
-    Args:
-        recorder: knows the phase that is running, and gets the result.
-        device_of: the device that the program believes a tensor to be on.
-    """
+    """Counts equal calls while the run goes on, and says afterwards what they amount to."""
 
     def __init__(self, recorder: Recorder, device_of: Callable[[torch.Tensor], str]) -> None:
         self._recorder = recorder
@@ -80,7 +75,6 @@ class Meter:
             self._one((name, self._device_of(tensors[0]), _dtype(tensors[0]), 0, moved, 0, 0, 0))
 
     def _one(self, cost: tuple[Any, ...]) -> None:
-        """A call that costs this."""
         place = self._known.setdefault(cost, len(self._costs))
         assert place is not None
         if place == len(self._costs):
@@ -138,7 +132,7 @@ def _dtype(tensor: torch.Tensor) -> str:
 
 
 def _num_bytes(tensor: torch.Tensor) -> int:
-    """What there is to read: an expanded tensor is smaller in memory than its shape says."""
+    """Return what there is to read: an expanded tensor is smaller in memory than its shape says."""
     if tensor.layout is not torch.strided:
         return sum(map(_num_bytes, parts_of_sparse(tensor)))
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
@@ -157,13 +151,13 @@ def _formulas() -> dict[Any, Any]:
 
 
 def _product(*args: Any, **kwargs: Any) -> int:
-    """A product of matrices: each number of the left one meets each column of the right one."""
+    """Count a product of matrices: each number of the left one meets each column of the right one."""
     left, right = [arg for arg in args if isinstance(arg, torch.Tensor)][-2:]
     return 2 * left.numel() * int(right.shape[-1] if right.dim() > 1 else 1)
 
 
 def _grouped_mm(left: torch.Tensor, right: torch.Tensor, *args: Any, **kwargs: Any) -> int:
-    """Each row meets one matrix of several."""
+    """Count a product in which each row meets one matrix of several."""
     return 2 * left.numel() * int(right.shape[-1])
 
 

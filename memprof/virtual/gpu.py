@@ -15,6 +15,7 @@ from memprof.catalog import Gpu
 from memprof.errors import MemprofError, UsageError
 from memprof.patching.extension import Extension, extensions_in
 from memprof.trace.events import NONE, Failure, Owner, Phase, PhaseKind, Role, Trace
+from memprof.virtual.edges.interchange import Interchange
 from memprof.virtual.install_context import GpuOptions, InstallContext
 from memprof.virtual.kernels import quantized
 from memprof.watch import sharding
@@ -67,6 +68,7 @@ class VirtualGpu(Watch):
             environment={name: value for one in extensions for name, value in one.environment.items()},
             refused=self._note_refused,
             leave_in_child=self._leave_in_child,
+            make_interchange=Interchange,
         )
         if self._options.refuses:
             self.recorder.storages.refusal = self._refusal
@@ -79,7 +81,7 @@ class VirtualGpu(Watch):
 
     @property
     def trace(self) -> Trace:
-        """What has been recorded."""
+        """Return what has been recorded."""
         trace = self.recorder.trace
         trace.work = self.tracker.meter.finish()
         self._tell(trace)
@@ -87,7 +89,7 @@ class VirtualGpu(Watch):
 
     @property
     def held_bytes(self) -> int:
-        """Bytes on the card now."""
+        """Return the bytes on the GPU now."""
         return self.recorder.storages.live_bytes
 
     @property
@@ -97,7 +99,7 @@ class VirtualGpu(Watch):
 
     @property
     def refused(self) -> Failure | None:
-        """What the program was refused first, or a process of its own, whether or not it went on without."""
+        """Return what the program was refused first, or a process of its own, whether or not it went on without."""
         for problem, hint in self._context.children.refused() if self._refused is None else ():
             self._note_refused(problem, hint, None)
         return self._refused
@@ -191,7 +193,7 @@ class VirtualGpu(Watch):
 
     @property
     def current_phase(self) -> Phase:
-        """The phase that is running."""
+        """Return the phase that is running."""
         return self.recorder.writer.phase
 
     def begin_phase(self, kind: PhaseKind, step: int, micro_batch: int) -> None:
@@ -242,5 +244,5 @@ class VirtualGpu(Watch):
             trace.facts = dataclasses.replace(trace.facts, groups=tuple(dict.fromkeys((*trace.facts.groups, *groups))))
 
     def parts(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """The tensors that a quantized `tensor` keeps beside its own data, or instead of it."""
+        """Return the tensors that a quantized `tensor` keeps beside its own data, or instead of it."""
         return quantized.parts(tensor)

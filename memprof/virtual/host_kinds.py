@@ -63,7 +63,7 @@ class HostKinds:
         self._inputs: weakref.WeakKeyDictionary[Any, dict[int, _Where | None]] = weakref.WeakKeyDictionary()
 
     def alike(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """The arguments of `func`, of one kind if a gradient is to pass between real and virtual ones."""
+        """Return the arguments of `func`, of one kind if a gradient is to pass between real and virtual ones."""
         if not _is_grad_enabled():
             return args, kwargs
         if in_place(func) and args and isinstance(args[0], _Tensor) and self._is_real(args[0]):
@@ -106,12 +106,12 @@ class HostKinds:
             return moved
 
     def like(self, tensor: _Tensor, other: _Tensor) -> _Tensor:
-        """A host tensor, made of the kind that another is of."""
+        """Return a host tensor made of the kind that another is of."""
         with _NoTorchFunction():
             return self._of_kind(tensor, other.is_meta)  # type: ignore[no-any-return]
 
     def _of_kind(self, gradient: Any, is_virtual: bool) -> Any:
-        """A gradient, made of the kind of what it belongs to; anything but a host tensor as it is."""
+        """Return a gradient, made of the kind of what it belongs to; anything but a host tensor as it is."""
         if type(gradient) not in _PLAIN:
             return gradient
         with _NoTorchFunction():
@@ -122,12 +122,12 @@ class HostKinds:
             return self.to_real(gradient) if self._is_virtual(gradient) else gradient
 
     def to_virtual(self, tensor: _Tensor) -> _Tensor:
-        """A virtual copy of a real host tensor, with its numbers; autograd sees the copy."""
+        """Return a virtual copy of a real host tensor, with its numbers; autograd sees the copy."""
         with _NoTorchFunction(), self._machine.asked_for(HOST):
             return _aten._to_copy.default(tensor, device=_META)  # type: ignore[no-any-return]
 
     def to_real(self, tensor: _Tensor) -> _Tensor:
-        """A real copy of a virtual host tensor, with numbers by the policy; autograd sees the copy."""
+        """Return a real copy of a virtual host tensor, with numbers by the policy; autograd sees the copy."""
         with _NoTorchFunction(), self._machine.asked_for(REAL):
             return _aten._to_copy.default(tensor, device=_CPU)  # type: ignore[no-any-return]
 
@@ -142,7 +142,7 @@ class HostKinds:
     # -- gradients that Python code hands to the engine ---------------------------------------------------------------
 
     def patches(self) -> Iterator[tuple[Any, str, Any]]:
-        """The patches (owner, name, replacement)."""
+        """Yield the patches (owner, name, replacement)."""
         autograd = torch.autograd
         yield private_autograd.engine_run_backward.patch(self._starting(private_autograd.engine_run_backward.get()))
         yield autograd.Function, "apply", self._applying(autograd.Function.__dict__["apply"])
@@ -155,7 +155,7 @@ class HostKinds:
             yield owner, name, self._hooking_modules(getattr(owner, name))
 
     def _starting(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """The replacement for what starts the engine: gradients are like the tensors that they belong to."""
+        """Return the replacement for what starts the engine: gradients are like the tensors that they belong to."""
 
         def run_backward(outputs: Any, gradients: Any, *args: Any, **kwargs: Any) -> Any:
             alike = tuple(
@@ -167,7 +167,7 @@ class HostKinds:
         return run_backward
 
     def _applying(self, original: Any) -> Any:
-        """The replacement for `Function.apply`, which keeps where the tensors that it is given are."""
+        """Return the replacement for `Function.apply`, which keeps where the tensors that it is given are."""
 
         @functools.wraps(original.__func__)  # TorchScript reads the signature of a Function that it calls
         def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -200,7 +200,7 @@ class HostKinds:
         return apply
 
     def _hooking(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """The replacement for `Tensor.register_hook`: what a hook returns is like what it was given."""
+        """Return the replacement for `Tensor.register_hook`: what a hook returns is like what it was given."""
 
         @functools.wraps(original)  # subclasses are told of this one, and know the original
         def register_hook(tensor: _Tensor, hook: Callable[[_Tensor], Any]) -> Any:
@@ -240,7 +240,7 @@ class HostKinds:
         return register
 
     def _changed(self, gradient: Any, changed: Any, name: str) -> Any:
-        """What the hook `name` returned for `gradient`, as torch/csrc/autograd/python_hook.cpp takes it.
+        """Return what the hook `name` returned for `gradient`, as torch/csrc/autograd/python_hook.cpp takes it.
 
         Raises:
             RuntimeError: it is on another device.
@@ -283,14 +283,14 @@ class HostKinds:
 
 
 def _by_position(forward: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, ...]:
-    """The arguments of a Function, of which each has a gradient."""
+    """Return the arguments of a Function, of which each has a gradient."""
     bound = inspect.signature(forward).bind(*args, **kwargs)
     bound.apply_defaults()
     return bound.args
 
 
 def _follows_real(values: Any) -> bool:
-    """Whether autograd follows one of these that has data."""
+    """Return whether autograd follows one of these that has data."""
     for value in values:
         if isinstance(value, _Tensor):
             if not value.is_meta and value.requires_grad and value.dim():

@@ -6,6 +6,7 @@ import dataclasses
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -14,21 +15,20 @@ from memprof.patching.patch_set import PatchSet
 from memprof.torch_private.check import refuse_missing
 from memprof.trace.events import Trace
 from memprof.trace.facts import RankFacts
-from memprof.virtual.card import Card
-from memprof.virtual.cards import Cards
-from memprof.virtual.devices import FunctionMode
-from memprof.virtual.edges.children import Children
-from memprof.virtual.kernels import registry
-from memprof.virtual.limits import Note
-from memprof.virtual.ranks.alone import Alone
-from memprof.virtual.ranks.channel import Channel
-from memprof.virtual.ranks.together import Together
-from memprof.virtual.torch_cuda.memory import (
+from memprof.virtual.allocator_answers import (
     AllocatorAnswers,
     AllocatorSettings,
     MemoryStatistics,
     SettingsOfRun,
 )
+from memprof.virtual.card import Card
+from memprof.virtual.cards import Cards
+from memprof.virtual.children import Children
+from memprof.virtual.devices import FunctionMode
+from memprof.virtual.limits import Note
+from memprof.virtual.peers.alone import Alone
+from memprof.virtual.peers.channel import Channel
+from memprof.virtual.peers.together import Together
 from memprof.virtual.tracker import DispatchMode
 from memprof.virtual.values import Values
 from memprof.watch.recorder import Recorder
@@ -74,6 +74,7 @@ class InstallContext:
         environment: variables that Pythons find which the program starts.
         refused: told what the program is refused: the problem, what to do instead, and the line.
         leave_in_child: called in a process that is forked in the run.
+        make_interchange: see FunctionMode.
 
     Raises:
         MemprofError: torch lacks a private name that the virtual GPU cannot do without.
@@ -89,6 +90,7 @@ class InstallContext:
         environment: Mapping[str, str],
         refused: Note,
         leave_in_child: Callable[[], None],
+        make_interchange: Callable[..., Any],
     ) -> None:
         refuse_missing()
         self.gpu, self.options, self.run_patches = gpu, options, run_patches
@@ -97,7 +99,7 @@ class InstallContext:
         self.cards = Cards(options.cards, recorder.trace.cards, are_peers="GeForce" not in gpu.name)
         values = Values(assume)
         self.tracker = DispatchMode(recorder, values, Card.of(gpu), self.cards, options.workspaces)
-        self.function_mode = FunctionMode(self.tracker, registry.composites(self.tracker))
+        self.function_mode = FunctionMode(self.tracker, make_interchange)
         self.tracker.function_mode = self.function_mode
         self.memory = AllocatorAnswers(recorder, options.memory)
         self.settings = SettingsOfRun(options.allocator_settings, self.memory, recorder, assume)

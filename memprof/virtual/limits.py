@@ -33,19 +33,19 @@ def noting(note: Note) -> Iterator[None]:
 
 
 def note_from_here(note: Note | None) -> None:
-    """The same, until another is told; None: nobody is."""
+    """Tell `note` what is refused, until another is told; None: nobody is."""
     global _note
     _note = note
 
 
 def not_yet(what: str, hint: str) -> MemprofError:
-    """The error for what the program's innermost line does."""
+    """Return the error for what the program's innermost line does."""
     line = program_line()
     return _noted(_error(line, what, hint), hint, line)
 
 
 def refused(what: str, hint: str) -> MemprofError:
-    """The same for what does not go on a card either, as the run was asked for."""
+    """Return the error for what does not go on a GPU either, as the run was asked for."""
     line = program_line()
     return _noted(MemprofError(f"{line} {what}", hint=hint), hint, line)
 
@@ -61,7 +61,7 @@ def _error(line: str, what: str, hint: str) -> MemprofError:
 
 
 def program_line() -> str:
-    """The line that runs now: `file:line function`, outside torch and memprof."""
+    """Return the line that runs now: `file:line function`, outside torch and memprof."""
     frame = sys._getframe(1)
     while frame is not None:
         if is_program(frame.f_code):

@@ -72,7 +72,7 @@ class Machine(TorchDispatchMode):
         raise NotImplementedError
 
     def device_of(self, tensor: torch.Tensor) -> str:
-        """The device that the program believes `tensor` to be on."""
+        """Return the device that the program believes `tensor` to be on."""
         if not tensor.is_meta:
             return str(tensor.device)
         tensor = unwrapped(tensor)
@@ -81,12 +81,12 @@ class Machine(TorchDispatchMode):
         return self.recorder.storages.device_of(tensor.untyped_storage())
 
     def is_on_card(self, tensor: torch.Tensor) -> bool:
-        """Whether the program believes `tensor` to be on the card."""
+        """Return whether the program believes `tensor` to be on the card."""
         with _NoTorchFunction():
             return is_card(self.device_of(tensor))
 
     def is_virtual(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` stands for one that has data in a real run."""
+        """Return whether `tensor` stands for one that has data in a real run."""
         with _NoTorchFunction():
             return tensor.is_meta and self.device_of(tensor) != "meta"
 
@@ -123,7 +123,7 @@ class Machine(TorchDispatchMode):
     def hidden(
         self, sizes: Iterable[int], op: str, place: Place, device: str = GPU
     ) -> contextlib.AbstractContextManager[None]:
-        """Memory on a card that no tensor shows, for as long as something runs; sizes in bytes, 0 is none."""
+        """Take memory on a GPU that no tensor shows, for as long as something runs; sizes in bytes, 0 is none."""
         wanted = [size for size in sizes if size]
         return self._held(wanted, op, place, device) if wanted else _NONE_HELD
 

@@ -40,13 +40,6 @@ class MixedDevices:
         """Return whether `func` raised `error` because these arguments mix devices, which is noted in the trace.
 
         C++ compares the devices above all operators, or a meta kernel does; theirs are other words for it.
-
-        Args:
-            error: what it raised.
-            func: what was called.
-            args: its arguments.
-            kwargs: its keyword arguments.
-            noted: whether an operator inside it has noted the mismatch already.
         """
         if not _DEVICES.search(text_of(error)) or not self._is_mixed([*args, *kwargs.values()]):
             return False

@@ -24,14 +24,7 @@ _NoTorchFunction = torch.DisableTorchFunction
 
 
 class Moves:
-    """What moves a tensor.
-
-    Args:
-        tracker: on which it runs.
-        answers: what tensors say of their device.
-        mode: under which hooks of the engine run.
-        run: calls a function, and again with all tensors on the GPU if it mixed devices.
-    """
+    """Functions that move a tensor."""
 
     def __init__(
         self, tracker: Machine, answers: DeviceAnswers, mode: TorchFunctionMode, run: Callable[..., Any]
@@ -97,7 +90,7 @@ class Moves:
         return self._copied(tensor, believed, wanted, dtype=dtype, device=device_argument, **kwargs)
 
     def _copied(self, tensor: torch.Tensor, believed: str, wanted: str, **kwargs: Any) -> torch.Tensor:
-        """A copy on another device, whose gradient finds its way back."""
+        """Return a copy on another device, whose gradient finds its way back."""
         with self._tracker.asked_for(wanted):
             made: torch.Tensor = _aten._to_copy.default(tensor, **kwargs)
         if made.grad_fn is not None and made.is_meta and tensor.is_meta and "meta" not in (believed, wanted):
@@ -123,7 +116,7 @@ class Moves:
             return gradient.to(device)
 
     def _sent(self, gradient: torch.Tensor, device: str) -> torch.Tensor:
-        """The gradient of a virtual tensor on `device`, which is as virtual."""
+        """Return the gradient of a virtual tensor on `device`, which is as virtual."""
         believed = self._believed(gradient)
         if device != HOST or believed == HOST:
             return gradient.to(device)
@@ -149,7 +142,7 @@ class Moves:
 
 
 def _parse_to(*args: Any, **kwargs: Any) -> Any:
-    """The arguments of a `.to()`; a bare index is an index of CUDA devices."""
+    """Return the arguments of a `.to()`; a bare index is an index of CUDA devices."""
     if args and isinstance(args[0], int) and not isinstance(args[0], bool):
         args = (torch.device("cuda", args[0]), *args[1:])
     if isinstance(kwargs.get("device"), int):

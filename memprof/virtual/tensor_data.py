@@ -78,7 +78,6 @@ class TensorsFromData:
         return result.requires_grad_() if requires_grad else result
 
     def _plain(self, data: Any) -> Any:
-        """Data with the numbers of the tensors in it."""
         if isinstance(data, torch.Tensor):
             return self._read(data).tolist()
         return [self._plain(part) for part in data] if isinstance(data, (list, tuple)) else data
@@ -122,7 +121,7 @@ class TensorsFromData:
             return func(*args, **{**kwargs, "device": _META if virtual else _CPU})  # type: ignore[no-any-return]
 
     def _placed(self, tensor: torch.Tensor, device: Any) -> torch.Tensor:
-        """A tensor just made on the host, on the device that was asked for."""
+        """Return a tensor that was just made on the host, on the device that was asked for."""
         if device is None:
             device = _default.CURRENT_DEVICE
         return tensor if device is None else self._to(tensor, device)

@@ -190,7 +190,7 @@ class DispatchMode(Machine):
             raise
 
     def _of_parts(self, operator: OpInfo, call: OperatorCall, place: Place) -> Any:
-        """An operator of sparse or quantized tensors: torch's own on the host, else as kernels/ has it."""
+        """Run an operator of sparse or quantized tensors: torch's own on the host, else as kernels/ has it."""
         moves = call.kwargs.get("device") is not None and call.kwargs["device"].type == "meta"
         if call.device is None and not moves:
             return call.func(*call.args, **call.kwargs)
@@ -268,7 +268,6 @@ class DispatchMode(Machine):
         return result
 
     def _run(self, operator: OpInfo, call: OperatorCall, place: Place, target: str | None) -> Any:
-        """Run `call` on meta tensors and record its new storages."""
         try:
             # What an operator makes of no floating point number at all has the program's default dtype.
             key: Any = (torch.get_default_dtype(), *call.key)
@@ -293,7 +292,7 @@ class DispatchMode(Machine):
         return result
 
     def _on_cpu(self, operator: OpInfo, call: OperatorCall, place: Place) -> Any:
-        """A host operator: really run, unless its result is large; then it is virtual as well."""
+        """Run a host operator for real, unless its result is large: then that is virtual as well."""
         # Pinning asks the CUDA driver; to the card it makes no difference.
         kwargs = {name: value for name, value in call.kwargs.items() if name != "pin_memory"}
         # Where a backward formula names the host, what it makes is for the gradient of a real tensor.

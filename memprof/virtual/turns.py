@@ -9,13 +9,7 @@ from memprof.watch.trace_writer import TraceWriter
 
 
 class Turn:
-    """One thread's turn.
-
-    Args:
-        writer: whose lock the thread holds in its turn.
-        thread: the name of one that the program has started; empty: the first.
-        begin: called in the first turn of such a thread.
-    """
+    """One thread's turn."""
 
     def __init__(self, writer: TraceWriter, thread: str = "", begin: Callable[[], None] | None = None) -> None:
         self._writer = writer

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from memprof.patching.patch_set import PatchSet
 from memprof.virtual.install_context import GpuOptions
-from memprof.virtual.ranks.alone import Alone
+from memprof.virtual.peers.alone import Alone
 from memprof.virtual.ranks.joining import Joining
 from memprof.virtual.values import Values
 from memprof.watch.modules import ModuleTracker

@@ -14,13 +14,7 @@ from memprof.virtual.torch_cuda.driver import returning
 
 
 def patches(cards: Cards, properties: Any, drivers: list[tuple[Any, str, Any]]) -> Iterator[tuple[Any, str, Any]]:
-    """The patches (owner, name, replacement).
-
-    Args:
-        cards: how many there are, and which is current.
-        properties: of one of them.
-        drivers: what stands for the driver in the run.
-    """
+    """Yield the patches (owner, name, replacement)."""
 
     # Streams of an accelerator are asked for wherever there is one.
     yield from (patch for patch in drivers if patch[1].startswith("_cuda") or patch[1] == "default_generators")

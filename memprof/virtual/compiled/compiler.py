@@ -93,7 +93,6 @@ class Compiler(Extension):
         original = torch.compile
 
         def compile_(model: Any = None, **options: Any) -> Any:
-            """`torch.compile` as a function and as a decorator, with and without options."""
             known = _FUSED.get(getattr(model, "__name__", ""))
             if known and model.__module__.partition(".")[0] == "torchao":
                 self._assume(known)
@@ -193,8 +192,6 @@ class Compiler(Extension):
         self._stack.enter_context(program_side.constants(type(self._properties)))
 
     def _forget(self, skipped: list[str]) -> None:
-        """Nothing that was compiled here is run after the run."""
-
         dynamo.SKIP_DIRS.get()[:] = skipped
         dynamo.recompile_re()
         with self._patches.suspended():
@@ -246,8 +243,6 @@ class Compiler(Extension):
         self._assume(f"{self._frame} is not compiled here and runs eagerly: {reason[:200] or kind}.")
 
     def _hooks(self) -> Iterator[Patch]:
-        """The patches of Dynamo and Inductor for as long as the run lasts."""
-
         lifted, made = self._lifted, self._choices.made
         build = dynamo.build_guards.get()
         whole, inner = inductor.compile_fx.get(), inductor.compile_fx_inner.get()
@@ -313,7 +308,6 @@ class Compiler(Extension):
 
     @contextlib.contextmanager
     def _compiling(self) -> Iterator[None]:
-        """What is in place while torch compiles."""
         from memprof.virtual.compiled import card, convolutions, tracing
 
         of_dynamo, of_aot = dynamo.config.get(), dynamo.functorch_config.get()
@@ -358,23 +352,20 @@ def _set_cache(folder: str | None) -> None:
 
 
 def _known(module: Any, settings: dict[str, Any]) -> dict[str, Any]:
-    """Those of the settings that this release has."""
     names = set(module.get_config_copy()) if hasattr(module, "get_config_copy") else set(module._config)
     return {name: value for name, value in settings.items() if name in names}
 
 
 def _named(code: Any) -> str:
-    """What a line says of the function that is compiled."""
     return f"{code.co_qualname} ({code.co_filename}:{code.co_firstlineno})"
 
 
 def _is_own(frame: Any) -> bool:
-    """Whether this is memprof's code that the program passes through."""
     return frame.f_code.co_filename.startswith(_OWN_FOLDERS)
 
 
 def _is_on_card(model: Any, inputs: Any) -> bool:
-    """Whether anything of a graph is on the card: the rest of the host's work is run for its results."""
+    """Return whether anything of a graph is on the card: the rest of the host's work is run for its results."""
     values = [*inputs, *(node.meta.get("example_value") for node in model.graph.nodes)]
     return any(isinstance(value, torch.Tensor) and value.device.type == "cuda" for value in values)
 

@@ -19,7 +19,7 @@ _CUDNN = ("Cudnn", "CudnnTranspose")
 
 
 def patches(card: Card) -> Iterator[tuple[Any, str, Any]]:
-    """The patches (owner, name, replacement) by which the card says what it runs."""
+    """Yield the patches (owner, name, replacement) by which the card says what it runs."""
     select, determine = dynamo.select_conv_backend, dynamo.conv_determine_backend_memory_format
     if select.exists() and determine.exists():  # torch/_subclasses/fake_impls.py, `conv`, asks them
         yield select.patch(_selecting(card, select.get()))

@@ -58,7 +58,7 @@ class Graphs:
     def run(
         self, compiled: Callable[[list[Any]], Any], inputs: list[Any], copied: Iterable[int]
     ) -> tuple[Any, list[Any]]:
-        """What `compiled` gives, with memory of the pool; and copies of the inputs with these numbers."""
+        """Return what `compiled` gives, with memory of the pool; and copies of the inputs with these numbers."""
         if not self._pool:
             self._pool = torch.cuda.graph_pool_handle()[0]
         before = self._recorder.active_pool.select(self._pool, of_thread=False)

@@ -48,12 +48,7 @@ class Origins:
         self._buffers[file] = {name: origin for name, node in _nodes(graph) if (origin := origin_of(node)) is not None}
 
     def place(self, frame: FrameType | None, known: Place) -> tuple[str, Place]:
-        """Operator and place of the allocation in generated code that `frame` is called from.
-
-        Args:
-            frame: the innermost to consider.
-            known: the place of the compiled code as such.
-        """
+        """Return operator and place of the allocation in generated code that `frame` is called from."""
         while frame is not None and not frame.f_code.co_filename.startswith(self._folder()):
             frame = frame.f_back
         origin = None if frame is None else self._origin(frame.f_code.co_filename, frame.f_lineno)
@@ -78,7 +73,7 @@ class Origins:
 
 
 def _nodes(graph: Any) -> Iterator[tuple[str, Any]]:
-    """Each buffer of a lowered graph, and the node whose result it holds."""
+    """Yield each buffer of a lowered graph, and the node whose result it holds."""
     for name, buffer in graph.name_to_buffer.items():
         nodes = list(getattr(buffer, "origins", ()))
         node = getattr(buffer, "origin_node", None) or next(iter(nodes), None)

@@ -33,7 +33,7 @@ class SavedResult(NamedTuple):
 
 
 def patches(told: Callable[[list[SavedResult], int], None]) -> Iterator[tuple[Any, str, Any]]:
-    """The patch (owner, name, replacement) of the partitioner.
+    """Yield the patch (owner, name, replacement) of the partitioner.
 
     Args:
         told: of each graph that keeps more than eager code would: what, the largest first, and how much more in all.
@@ -57,7 +57,7 @@ def patches(told: Callable[[list[SavedResult], int], None]) -> Iterator[tuple[An
 
 
 def _eagerly(graph: Any) -> tuple[dict[str, int], set[str]]:
-    """Names and bytes of what autograd has saved; names of what the backward computes again."""
+    """Return the names and bytes of what autograd has saved; names of what the backward computes again."""
     saved: dict[str, int] = {}
     again: set[str] = set()
     numbers: dict[Any, int] = {}  # what is computed -> its number
@@ -81,7 +81,7 @@ def _eagerly(graph: Any) -> tuple[dict[str, int], set[str]]:
 
 
 def _bases(nodes: Iterable[Any]) -> Iterator[Any]:
-    """The nodes that made the memory in which these lie, but for what the graph was given."""
+    """Yield the nodes that made the memory in which these lie, but for what the graph was given."""
     for node in nodes:
         while isinstance(node, torch.fx.Node) and node.args and _is_view(node):
             node = node.args[0]

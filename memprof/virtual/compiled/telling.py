@@ -27,13 +27,7 @@ _RESUMED = "torch_dynamo_resume_in"  # how Dynamo calls what follows a break; it
 
 
 class Telling:
-    """Notes recompilations and breaks of a run.
-
-    Args:
-        lifted: by which guards are looked at as the program runs them.
-        recorder: whose trace has where graphs end.
-        assume: told what the run rests on.
-    """
+    """Notes recompilations and breaks of a run."""
 
     def __init__(self, lifted: Lifting, recorder: Recorder, assume: Callable[[str], None]) -> None:
         self._lifted = lifted
@@ -48,7 +42,7 @@ class Telling:
         self._graphs = 0
 
     def patches(self) -> Iterator[tuple[Any, str, Any]]:
-        """The patches (owner, name, replacement) of Dynamo."""
+        """Yield the patches (owner, name, replacement) of Dynamo."""
 
         reasons_of = dynamo.get_and_maybe_log_recompilation_reasons.get()
         cut, compile_graph = dynamo.compile_subgraph.get(), dynamo.call_user_compiler.get()
@@ -132,7 +126,6 @@ class Telling:
 
 
 def _left(module: torch.fx.GraphModule) -> int:
-    """Bytes of what a graph gives and was not given."""
     inputs = {id(node.meta.get("example_value")) for node in module.graph.nodes if node.op == "placeholder"}
     output = next(node for node in module.graph.nodes if node.op == "output")
     results = {

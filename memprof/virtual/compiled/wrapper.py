@@ -50,13 +50,7 @@ class Kernel:
 
 
 def patches(machine: Machine, origins: Origins, made: Callable[[str], None]) -> Iterator[tuple[Any, str, Any]]:
-    """The patches (owner, name, replacement) of what a generated wrapper takes from torch.
-
-    Args:
-        machine: on which it runs.
-        origins: of its buffers.
-        made: told the source of each kernel.
-    """
+    """Yield the patches (owner, name, replacement) of what a generated wrapper takes from torch."""
 
     def empty_strided(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
         with torch.DisableTorchFunction(), dispatch.DisableTorchDispatch():

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from memprof.torch_private import distributed
 from memprof.virtual.install_context import InstallContext
-from memprof.virtual.ranks.known import GroupRank, Parts
+from memprof.virtual.peers.known import GroupRank, Parts
 
 BACKEND = "memprof_rank"
 _ProcessGroup: Any = getattr(dist, "ProcessGroup", object)
@@ -44,7 +44,6 @@ class CompletedWork(_Work):
     synchronize = block_current_stream = wait
 
     def _source_rank(self) -> int:
-        """Who sent a message that anybody might have."""
         return int(self._source)
 
     def is_completed(self) -> bool:
@@ -57,11 +56,11 @@ class CompletedWork(_Work):
         """None was raised."""
 
     def result(self) -> Any:
-        """What it made."""
+        """Return what it made."""
         return self._made
 
     def get_future(self) -> Any:
-        """The same, as a future: what is to be called with it is called at once."""
+        """Return the result as a future: what is to be called with it is called at once."""
         self.wait()
         future: torch.futures.Future[Any] = torch.futures.Future()
         future.set_result(self._made)
@@ -69,13 +68,7 @@ class CompletedWork(_Work):
 
 
 class RankGroup(_ProcessGroup):
-    """A rank of several.
-
-    Args:
-        place: which.
-        backend: as the program asked for it.
-        context: of the run, which says what the other ranks contribute.
-    """
+    """A rank of several."""
 
     supports_splitting = supports_coalescing = True
     supports_time_estimate = False
@@ -102,12 +95,12 @@ class RankGroup(_ProcessGroup):
 
     @property
     def group_name(self) -> str:
-        """The name by which operators of torch find it."""
+        """Return the name by which operators of torch find it."""
         return str(distributed.world.get().pg_names[self])
 
     @property
     def _device_types(self) -> list[torch.device]:
-        """Those that it has a backend for: objects are sent from the host if it is one, else from the card."""
+        """Return those that it has a backend for: objects are sent from the host if it is one, else from the card."""
         of_backend = {"nccl": ["cuda"], "gloo": ["cpu", "cuda"], "mpi": ["cpu", "cuda"]}
         named = [part.partition(":")[0] for part in self._backend.split(",") if ":" in part]
         return [torch.device(kind) for kind in named or of_backend.get(self._backend, ["cpu", "cuda"])]
@@ -203,7 +196,7 @@ class RankGroup(_ProcessGroup):
         return self._done(outputs, inputs, [self._others.scatter(outputs[0], parts, root, self.place)])
 
     def alltoall(self, outputs: _Tensors, inputs: _Tensors, opts: Any = None) -> Any:
-        """Each gives each."""
+        """Give each rank what each has for it."""
         self._sends("alltoall", inputs, self._but_own)
         return self._done(outputs, inputs, [self._others.all_to_all(Parts(outputs), Parts(inputs), self.place)])
 
@@ -318,7 +311,6 @@ def _reduction(opts: Any) -> str:
 
 
 def _pieces(tensor: torch.Tensor, size: int) -> Parts:
-    """Of as many elements each, whatever its shape."""
     return Parts([tensor], size) if tensor.dim() == 1 else _Flat([tensor], size)
 
 

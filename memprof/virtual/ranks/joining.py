@@ -27,9 +27,9 @@ from memprof.trace.facts import RankFacts
 from memprof.virtual.card import nccl_version, torch_release
 from memprof.virtual.install_context import InstallContext
 from memprof.virtual.limits import refused
+from memprof.virtual.peers.known import GroupRank
 from memprof.virtual.ranks import stores
 from memprof.virtual.ranks.group import BACKEND, RankGroup
-from memprof.virtual.ranks.known import GroupRank
 
 _c10d: Any = getattr(dist, "distributed_c10d", None)  # None in a build of torch without it
 _OF_HOSTS = ("gloo", "mpi")  # backends that take as many processes on a card as there are
@@ -201,7 +201,7 @@ def groups_end_with_the_run() -> Iterator[None]:
 
 
 def _said(name: str, init_method: str | None) -> int | None:
-    """A number that a program does not give as an argument; None if it is not said."""
+    """Return a number that a program does not give as an argument; None if it is not set."""
     query = urllib.parse.parse_qs(urllib.parse.urlparse(init_method or "").query)
     text = query.get(name, [os.environ.get(name.upper(), "")])[0]
     return int(text) if text.isdigit() else None

@@ -17,7 +17,7 @@ from memprof.patching.patch_set import Patch
 from memprof.torch_private import distributed
 from memprof.virtual.install_context import InstallContext
 from memprof.virtual.limits import not_yet
-from memprof.virtual.ranks.alone import Alone
+from memprof.virtual.peers.alone import Alone
 
 _c10d: Any = getattr(dist, "distributed_c10d", None)
 

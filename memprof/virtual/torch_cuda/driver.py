@@ -23,7 +23,7 @@ _Generator = torch.Generator
 
 
 def rng_state() -> torch.Tensor:
-    """The state of the card's generator: its numbers are not drawn, so that it never changes."""
+    """Return the state of the card's generator: its numbers are not drawn, so that it never changes."""
     return torch.zeros(_RNG_STATE_BYTES, dtype=torch.uint8)
 
 
@@ -39,7 +39,7 @@ class CudaGenerator(_Generator):
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        """The card."""
+        """Return the card."""
         return torch.device("cuda", self.card)
 
     def get_state(self) -> torch.Tensor:
@@ -74,8 +74,6 @@ def card_generator(card: int) -> CudaGenerator:
 
 
 def _generators(cards: Cards) -> type:
-    """`torch.Generator`, on the cards as well."""
-
     class Generator(metaclass=_OfAnyGenerator):
         def __new__(cls, device: Any = None) -> Any:
             if isinstance(device, int) or (device is not None and torch.device(device).type == "cuda"):
@@ -128,7 +126,7 @@ def returning(value: Any) -> Callable[..., Any]:
 
 
 def driver_patches(cards: Cards) -> Iterator[tuple[Any, str, Any]]:
-    """The patches (owner, name, replacement) of a build that has CUDA, below `torch.cuda`."""
+    """Yield the patches (owner, name, replacement) of a build that has CUDA, below `torch.cuda`."""
 
     answers: dict[PrivateName, Any] = {
         cuda.get_device_count: cards.number,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,8 @@ import torch.backends.cudnn.rnn
 from memprof.patching.extension import Extension
 from memprof.patching.patch_set import Patch
 from memprof.torch_private import cuda, kernels
-from memprof.trace.events import NONE
+from memprof.trace.events import NONE, Trace
+from memprof.virtual.allocator_answers import MemoryStatistics
 from memprof.virtual.card import cuda_version, cudnn_version, max_threads_per_sm, torch_release
 from memprof.virtual.install_context import InstallContext
 from memprof.virtual.kernels.recurrent import MODES, is_acceptable
@@ -28,7 +30,6 @@ from memprof.virtual.torch_cuda.driver import (
     rng_state,
     shared_memory_bytes,
 )
-from memprof.virtual.torch_cuda.memory import History, MemoryStatistics
 from memprof.watch.wrappers import parts_of_sparse
 
 # Functions that torch.cuda has from torch.cuda.random.
@@ -134,8 +135,6 @@ def _of_torch_cuda(answers: _Answers, context: InstallContext) -> dict[str, Any]
     )
 
     class Device:
-        """`with torch.cuda.device(1)`."""
-
         def __init__(self, device: Any = None) -> None:
             self.idx = cards.index(device)
             self.prev_idx = -1
@@ -205,6 +204,42 @@ def _of_builds() -> Iterator[Patch]:
     yield kernels.use_cudnn_rnn_flatten_weight.patch(returning(True))
 
 
+class _History:
+    """What `torch.cuda.memory._record_memory_history` asks for: nothing before it is called, a ring of the last
+    entries, and nothing once it is disabled (torch/csrc/cuda/memory_snapshot.cpp; c10/cuda/CUDACachingAllocator.cpp,
+    recordHistory)."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
+        self._begin: int | None = None
+        self._most = 0
+
+    def record(
+        self,
+        enabled: str | bool | None = "all",
+        context: Any = "all",
+        stacks: Any = "all",
+        max_entries: int = sys.maxsize,
+        device: Any = None,
+        clear_history: bool = False,
+        trace_alloc_max_entries: int = 1,
+        **unused: object,
+    ) -> None:
+        """As torch's; a boolean chooses the signature that it had before, with one entry unless told."""
+        if not enabled:
+            self._begin = None
+            return
+        if self._begin is None or clear_history:
+            self._begin = len(self._trace.events)
+        self._most = max_entries if enabled == "all" else trace_alloc_max_entries if enabled is True else 1
+
+    def cut(self, snapshot: dict[str, Any]) -> dict[str, Any]:
+        """Return the snapshot with as much of the history as was asked for; `time_us` counts the trace's events."""
+        begin = len(self._trace.events) if self._begin is None else self._begin
+        traces = [[e for e in trace if e["time_us"] >= begin][-self._most :] for trace in snapshot["device_traces"]]
+        return {**snapshot, "device_traces": traces}
+
+
 class _Answers:
     """Functions of `torch.cuda`, under their names there."""
 
@@ -212,7 +247,7 @@ class _Answers:
         self._context = context
         self._cards, self._streams = context.cards, context.recorder.streams
         self._fraction = 1.0
-        self.history = History(context.recorder.trace)
+        self.history = _History(context.recorder.trace)
 
     # -- devices ------------------------------------------------------------------------------------------------------
 
@@ -226,7 +261,7 @@ class _Answers:
         self._streams.wait_for_all(self._cards.devices[self._cards.use(device)])
 
     def of_any_device(self, value: Any) -> Callable[..., Any]:
-        """A function that gives `value` for each of the GPUs, which are alike."""
+        """Return a function that gives `value` for each of the GPUs, which are alike."""
 
         def answer(device: Any = None) -> Any:
             try:
@@ -249,7 +284,6 @@ class _Answers:
         return self._context.memory.of(self._cards.named(device))
 
     def statistic(self, name: str) -> Callable[..., int]:
-        """A function that gives this one of a device."""
         return lambda device=None: self._of(device).stats()[name]
 
     def empty_cache(self) -> None:

@@ -35,7 +35,7 @@ class Pools:
         self._outer: list[tuple[int, bool]] = []
 
     def new(self) -> Handle:
-        """A pool that nobody has used yet."""
+        """Return a pool that nobody has used yet."""
         self._made += 1
         return (self._made, 0)
 
@@ -81,7 +81,7 @@ class CudaGraph:
         self.pools.end()
 
     def pool(self) -> Handle:
-        """The graph's pool, for others to share."""
+        """Return the graph's pool, for others to share."""
         return self._pool or (0, 0)
 
     def reset(self) -> None:

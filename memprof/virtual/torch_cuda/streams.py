@@ -38,20 +38,17 @@ class _InOrder:
         self.device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
 
     def _work(self) -> Clock:
-        """What is done when this is."""
+        """Return what is done when this is."""
         raise NotImplementedError
 
     def query(self) -> bool:
-        """Everything has completed, of which the program knows now."""
         self.synchronize()
         return True
 
     def synchronize(self) -> None:
-        """The host waits."""
         _log.wait(self._work(), None)
 
     def wait(self, stream: Any = None) -> None:
-        """A stream waits, the current one unless given."""
         waiter = torch.cuda.current_stream(self.device) if stream is None else stream
         _log.wait(self._work(), _key(waiter))
 
@@ -99,7 +96,7 @@ class Stream(_InOrder):
         return _log.now(*_key(self))
 
     def record_event(self, event: Any = None) -> Any:
-        """The event, or a new one."""
+        """Return the event, or a new one."""
         event = CudaEvent() if event is None else event
         event.record(self)
         return event
@@ -158,16 +155,11 @@ class ExternalStream(CudaStream):
 
 
 def _key(stream: Any) -> tuple[str, int]:
-    """The card of a stream, as the trace has it, and its number."""
     return str(stream.device), stream.stream_id
 
 
 def patches(log: Streams) -> Iterator[tuple[Any, str, Any]]:
-    """The patches (owner, name, replacement): classes stay classes, each under the names that torch gives it.
-
-    Args:
-        log: who is told of waits.
-    """
+    """Yield the patches (owner, name, replacement): classes stay classes, each under the names that torch gives it."""
     global _log
     _log = log
     _MADE.clear()

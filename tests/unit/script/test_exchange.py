@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from memprof.script.exchange import PEER, STEPS, Exchange
-from memprof.virtual.ranks.channel import CollectiveCall
+from memprof.virtual.peers.channel import CollectiveCall
 
 WORLD = (0, 1, 2)
 

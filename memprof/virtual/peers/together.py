@@ -16,9 +16,9 @@ import torch
 
 from memprof.torch_private.dispatch import disable_current_modes
 from memprof.virtual.limits import program_line
-from memprof.virtual.ranks.alone import Alone, Finish
-from memprof.virtual.ranks.channel import Channel, CollectiveCall, Payload
-from memprof.virtual.ranks.known import GroupRank, Parts
+from memprof.virtual.peers.alone import Alone, Finish
+from memprof.virtual.peers.channel import Channel, CollectiveCall, Payload
+from memprof.virtual.peers.known import GroupRank, Parts
 from memprof.virtual.values import Values
 
 _REDUCED: dict[str, Callable[[Any, Any], Any]] = {
@@ -34,13 +34,7 @@ _REDUCED: dict[str, Callable[[Any, Any], Any]] = {
 
 
 class Together(Alone):
-    """A rank among others.
-
-    Args:
-        assume: told what the run rests on.
-        values: what is known of tensors.
-        channel: the line to the others.
-    """
+    """A rank among others."""
 
     def __init__(self, assume: Callable[[str], None], values: Values, channel: Channel) -> None:
         super().__init__(assume, values)
@@ -48,7 +42,7 @@ class Together(Alone):
         self._calls: dict[tuple[str, tuple[int, ...]], int] = {}
 
     def has(self, ranks: Sequence[int]) -> bool:
-        """Whether these ranks of the program are there."""
+        """Return whether these ranks of the program are there."""
         return set(ranks) <= set(self._channel.ranks)
 
     def all_reduce(self, tensor: torch.Tensor, reduction: str, place: GroupRank) -> Finish:
@@ -74,7 +68,7 @@ class Together(Alone):
         return given if root == place.rank else lambda: self._known.put(tensor, given()[root][0])
 
     def all_gather(self, parts: Parts, tensor: torch.Tensor, place: GroupRank) -> Finish:
-        """Each part takes what a rank gives."""
+        """Give each part what a rank gives."""
         given = self._meet("all_gather", [tensor], place, (tensor.numel(),) * place.size, parts.sizes)
         return lambda: self._put(parts, [one[0] for one in given()])
 
@@ -100,7 +94,7 @@ class Together(Alone):
         return lambda: self._known.put(output, given()[root][place.rank])
 
     def all_to_all(self, outputs: Parts, inputs: Parts, place: GroupRank) -> Finish:
-        """Each gives each."""
+        """Give each rank what each has for it."""
         pieces = self._pieces(inputs, place)
         given = self._meet("all_to_all", pieces, place, inputs.sizes, outputs.sizes, of=inputs)
         return lambda: self._put(outputs, [one[place.rank] for one in given()])
@@ -180,7 +174,6 @@ class Together(Alone):
         return CollectiveCall(*at, number, name, detail, dtypes, tuple(gives), tuple(takes), text, program_line())
 
     def _pieces(self, parts: Parts, place: GroupRank) -> Sequence[torch.Tensor]:
-        """The parts, where something is known of them."""
         known = any(map(self._known.knows, parts.tensors))
         return parts.each() if known else [parts.tensors[0]] * place.size
 
@@ -195,7 +188,6 @@ class Together(Alone):
 
 
 def _to(root: int, number: int, place: GroupRank) -> tuple[int, ...]:
-    """So many elements to or from one rank, and none else."""
     return tuple(number if rank == root else 0 for rank in range(place.size))
 
 

@@ -13,7 +13,7 @@ import torch
 
 from memprof.torch_private.dispatch import disable_current_modes
 from memprof.virtual.limits import program_line
-from memprof.virtual.ranks.known import GroupRank, Known, Parts, has_no_data
+from memprof.virtual.peers.known import GroupRank, Known, Parts, has_no_data
 from memprof.virtual.values import Values
 from memprof.virtual.values.budget import is_small
 
@@ -26,12 +26,7 @@ Finish = Callable[[], object] | None
 
 
 class Alone:
-    """A rank without others.
-
-    Args:
-        assume: told what the run rests on.
-        values: what is known of tensors.
-    """
+    """A rank without others."""
 
     def __init__(self, assume: Callable[[str], None], values: Values) -> None:
         self._assume = assume
@@ -44,7 +39,7 @@ class Alone:
     # -- what a group asks for; `place` is this rank's in it ----------------------------------------------------------
 
     def has(self, ranks: Sequence[int]) -> bool:
-        """Whether these ranks of the program are there."""
+        """Return whether these ranks of the program are there."""
         return False
 
     def all_reduce(self, tensor: torch.Tensor, reduction: str, place: GroupRank) -> Finish:
@@ -65,7 +60,7 @@ class Alone:
         return None
 
     def all_gather(self, parts: Parts, tensor: torch.Tensor, place: GroupRank) -> Finish:
-        """Each part takes what a rank gives."""
+        """Give each part what a rank gives."""
         if any(map(self._known.knows, (tensor, *parts.tensors))):
             self._gather(parts.each(), tensor)
         return None

@@ -34,24 +34,17 @@ class CollectiveCall(NamedTuple):
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """What is the same on all ranks."""
+        """Return what is the same on all ranks."""
         return self.name, self.detail, self.dtype
 
     @property
     def place(self) -> tuple[str, tuple[int, ...], int]:
-        """What meets."""
+        """Return what calls that meet have in common."""
         return self.group, self.ranks, self.number
 
 
 class Channel:
-    """The line of one rank.
-
-    Args:
-        connection: to where the ranks meet.
-        rank: this one.
-        ranks: all that run.
-        size: of the whole program.
-    """
+    """The line of one rank."""
 
     def __init__(self, connection: Connection, rank: int, ranks: Sequence[int], size: int) -> None:
         self._connection = connection
@@ -72,7 +65,7 @@ class Channel:
             os._exit(1)
 
     def ask(self, *message: Any) -> Any:
-        """The answer, which may take as long as other ranks do."""
+        """Return the answer, which may take as long as other ranks do."""
         self.tell(*message)
         try:
             told, answer = pickle.loads(self._connection.recv_bytes())
@@ -97,11 +90,11 @@ class Channel:
         return self.ask("receive", source, tag, call)  # type: ignore[no-any-return]
 
     def store(self, name: str, *arguments: Any) -> Any:
-        """An operation on the store that all share."""
+        """Run an operation on the store that all share."""
         return self.ask("store", name, arguments, program_line())
 
     def agrees(self, enough: bool) -> bool:
-        """Whether all ranks have shown enough, as this one has or has not, after a step of its own."""
+        """Return whether all ranks have shown enough, as this one has or has not, after a step of its own."""
         return bool(self.ask("step", enough))
 
 
