@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -91,12 +89,3 @@ class Cards:
         if wanted != before:
             self._here.card = self.use(wanted)
         return before
-
-    @contextlib.contextmanager
-    def selected(self, device: Any) -> Iterator[None]:
-        """Inside, that card is the current one."""
-        before = self.select(device)
-        try:
-            yield
-        finally:
-            self._here.card = before

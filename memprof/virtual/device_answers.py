@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,13 +16,7 @@ _Tensor = torch.Tensor
 _NoTorchFunction = torch.DisableTorchFunction
 
 
-class _Devices(dict[str, torch.device]):
-    def __missing__(self, name: str) -> torch.device:
-        device = self[name] = torch.device(name)
-        return device
-
-
-_DEVICES = _Devices()
+_device_named = functools.cache(torch.device)
 
 
 class DeviceAnswers:
@@ -52,7 +47,7 @@ class DeviceAnswers:
             if not tensor.is_meta:
                 return tensor.device
             believed = self._tracker.device_of(tensor)
-        return _DEVICES[believed]
+        return _device_named(believed)
 
     def _is_cuda(self, tensor: torch.Tensor) -> bool:
         return is_card(self.believed(tensor))

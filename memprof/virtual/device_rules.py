@@ -19,7 +19,7 @@ import torch
 _aten = torch.ops.aten
 
 # Operators whose tensors may live on different devices (kernels/indexing.py checks those of index).
-_MIXES = frozenset(
+MIXES_DEVICES = frozenset(
     {
         _aten._pack_padded_sequence, _aten.copy_, _aten._to_copy, _aten._foreach_copy_, _aten._foreach_copy,
         _aten.resize_as_,
@@ -28,11 +28,6 @@ _MIXES = frozenset(
         _aten.empty_like, _aten.zeros_like, _aten.ones_like, _aten.full_like, _aten.rand_like, _aten.randn_like,
     }
 )  # fmt: skip
-
-
-def mixes(func: Any) -> bool:
-    """Return whether the tensors of this operator may live anywhere."""
-    return func.overloadpacket in _MIXES
 
 
 def takes_numbers_of_host(func: Any) -> bool:

@@ -219,8 +219,8 @@ class FunctionMode(TorchFunctionMode):
 
 @functools.cache
 def _answers(kind: type) -> bool:
-    """Whether a tensor class has a `__torch_function__` in Python, its own or what Tensor has for subclasses; that of a
-    parameter is in C, and does nothing."""
+    """Return whether a tensor class has a `__torch_function__` in Python, its own or what Tensor has for subclasses;
+    that of a parameter is in C, and does nothing."""
     return kind is not _Tensor and hasattr(kind.__torch_function__, "__func__")  # type: ignore[attr-defined]
 
 

@@ -161,46 +161,31 @@ def _grouped_mm(left: torch.Tensor, right: torch.Tensor, *args: Any, **kwargs: A
     return 2 * left.numel() * int(right.shape[-1])
 
 
-@functools.cache
-def _causal_place(func: Any) -> int | None:
-    names = [argument.name for argument in func._schema.arguments]
-    return names.index("is_causal") if "is_causal" in names else None
-
-
 def _operations(call: OperatorCall, result: Any) -> int:
     formula = _formulas().get(call.func.overloadpacket)
     if formula is None:
         return 0
+    places, args = _places(call.func), list(call.args)
     try:
-        operations = int(formula(*_heads_of_its_own(call), **call.kwargs, out_val=result))
+        if call.func.overloadpacket.__name__.startswith("_scaled_dot_product"):
+            # Where several heads of a query share a key, as if each had its own: torch's formulas of attention know no
+            # others before release 2.12, and a shape is as good to them as a tensor.
+            for place in (places["key"], places["value"]):
+                *batch, _, length, width = args[place].shape
+                args[place] = torch.Size((*batch, args[places["query"]].shape[-3], length, width))
+        operations = int(formula(*args, **call.kwargs, out_val=result))
     except (TypeError, ValueError, IndexError, AttributeError, AssertionError):
         return 0  # torch's formula does not know this overload, or these shapes
-    place = _causal_place(call.func)
-    if place is not None:
-        causal = call.args[place] if place < len(call.args) else call.kwargs.get("is_causal", False)
-        query, key = _query_and_key(call)
-        if causal and query == key:
+    if "is_causal" in places:
+        at = places["is_causal"]
+        causal = call.args[at] if at < len(call.args) else call.kwargs.get("is_causal", False)
+        # Where their lengths differ, a causal mask hides less than half.
+        if causal and call.args[places["query"]].shape[-2] == call.args[places["key"]].shape[-2]:
             operations //= 2
     return operations
 
 
-def _heads_of_its_own(call: OperatorCall) -> list[Any]:
-    """The arguments, where several heads of a query share a key as if each had its own: torch's formulas of attention
-    know no others before release 2.12, and a shape is as good to them as a tensor."""
-    args = list(call.args)
-    if call.func.overloadpacket.__name__.startswith("_scaled_dot_product"):
-        query, key, value = (_argument_place(call.func, name) for name in ("query", "key", "value"))
-        for place in (key, value):
-            *batch, _, length, width = args[place].shape
-            args[place] = torch.Size((*batch, args[query].shape[-3], length, width))
-    return args
-
-
-def _argument_place(func: Any, name: str) -> int:
-    return [argument.name for argument in func._schema.arguments].index(name)
-
-
-def _query_and_key(call: OperatorCall) -> tuple[int, int]:
-    """Their lengths: where they differ, a causal mask hides less than half."""
-    query, key = (call.args[_argument_place(call.func, name)] for name in ("query", "key"))
-    return query.shape[-2], key.shape[-2]
+@functools.cache
+def _places(func: Any) -> dict[str, int]:
+    """Name of an argument -> its place."""
+    return {argument.name: place for place, argument in enumerate(func._schema.arguments)}

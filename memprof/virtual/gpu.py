@@ -49,9 +49,9 @@ class VirtualGpu(Watch):
     def __init__(self, gpu: Gpu, *, extensions: Sequence[Extension] = (), **options: Any) -> None:
         super().__init__()
         self.gpu = gpu
-        self._options = GpuOptions(**options)
+        chosen = GpuOptions(**options)
         self.recorder = Recorder(self.modules)
-        self.recorder.storages.counts_hidden = not self._options.tensors_only
+        self.recorder.storages.counts_hidden = not chosen.tensors_only
         self._unknown_read: tuple[int, str] | None = None
         # Lines that have read an unknown value, and whether all that they do is to show it.
         self._only_show: dict[int, bool] = {}
@@ -61,7 +61,7 @@ class VirtualGpu(Watch):
         self._roots_noted = 0  # of so many models it is known how they are spread over ranks
         self._context = InstallContext(
             gpu,
-            self._options,
+            chosen,
             self.recorder,
             self._patches,
             self.assume,
@@ -70,7 +70,7 @@ class VirtualGpu(Watch):
             leave_in_child=self._leave_in_child,
             make_interchange=Interchange,
         )
-        if self._options.refuses:
+        if chosen.refuses:
             self.recorder.storages.refusal = self._refusal
         self._context.values.policy.on_unknown = self._note_unknown
         self.tracker = self._context.tracker

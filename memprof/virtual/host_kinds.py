@@ -67,7 +67,10 @@ class HostKinds:
         if not _is_grad_enabled():
             return args, kwargs
         if in_place(func) and args and isinstance(args[0], _Tensor) and self._is_real(args[0]):
-            return self._made_real(args, kwargs)
+            with _NoTorchFunction():
+                return tree_map_only(
+                    _Tensor, lambda one: self._of_kind(one, False) if one.requires_grad else one, (args, kwargs)
+                )
         if not _follows_real(args) and not (kwargs and _follows_real(tuple(kwargs.values()))):
             return args, kwargs
         if not any(self._is_virtual(tensor) for tensor in tensors_of([*args, *kwargs.values()])):
@@ -83,8 +86,7 @@ class HostKinds:
             if getattr(func, "__wrapped__", func) is not _linear:  # addmm(bias, input, weight.t()), native/Linear.cpp
                 followed.reverse()
             copies = {id(tensor): self.to_virtual(tensor) for tensor in followed}
-            moved: tuple[Any, Any] = tree_map_only(_Tensor, lambda one: copies.get(id(one), one), (args, kwargs))
-            return moved
+            return tree_map_only(_Tensor, lambda one: copies.get(id(one), one), (args, kwargs))
 
     def all_virtual(self, args: Any, only: Callable[[_Tensor], bool] = lambda tensor: True) -> Any:
         """Arguments of a function that compares devices in C++: those of the host that are of interest, virtual if
@@ -97,18 +99,10 @@ class HostKinds:
                 _Tensor, lambda one: self.to_virtual(one) if only(one) and self._is_real(one) else one, args
             )
 
-    def _made_real(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        def move(tensor: _Tensor) -> _Tensor:
-            return self.to_real(tensor) if tensor.requires_grad and self._is_virtual(tensor) else tensor
-
-        with _NoTorchFunction():
-            moved: tuple[Any, Any] = tree_map_only(_Tensor, move, (args, kwargs))
-            return moved
-
     def like(self, tensor: _Tensor, other: _Tensor) -> _Tensor:
         """Return a host tensor made of the kind that another is of."""
         with _NoTorchFunction():
-            return self._of_kind(tensor, other.is_meta)  # type: ignore[no-any-return]
+            return self._of_kind(tensor, other.is_meta)
 
     def _of_kind(self, gradient: Any, is_virtual: bool) -> Any:
         """Return a gradient, made of the kind of what it belongs to; anything but a host tensor as it is."""
@@ -124,12 +118,12 @@ class HostKinds:
     def to_virtual(self, tensor: _Tensor) -> _Tensor:
         """Return a virtual copy of a real host tensor, with its numbers; autograd sees the copy."""
         with _NoTorchFunction(), self._machine.asked_for(HOST):
-            return _aten._to_copy.default(tensor, device=_META)  # type: ignore[no-any-return]
+            return _aten._to_copy.default(tensor, device=_META)
 
     def to_real(self, tensor: _Tensor) -> _Tensor:
         """Return a real copy of a virtual host tensor, with numbers by the policy; autograd sees the copy."""
         with _NoTorchFunction(), self._machine.asked_for(REAL):
-            return _aten._to_copy.default(tensor, device=_CPU)  # type: ignore[no-any-return]
+            return _aten._to_copy.default(tensor, device=_CPU)
 
     def _is_virtual(self, tensor: _Tensor) -> bool:
         with _NoTorchFunction():

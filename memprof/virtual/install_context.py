@@ -97,29 +97,16 @@ class InstallContext:
         self.assume, self.refused, self.leave_in_child = assume, refused, leave_in_child
         # Several GeForce cards do not read each other's memory: NVIDIA's driver has it off.
         self.cards = Cards(options.cards, recorder.trace.cards, are_peers="GeForce" not in gpu.name)
-        values = Values(assume)
-        self.tracker = DispatchMode(recorder, values, Card.of(gpu), self.cards, options.workspaces)
+        self.recorder, self.values = recorder, Values(assume)
+        self.tracker = DispatchMode(recorder, self.values, Card.of(gpu), self.cards, options.workspaces)
         self.function_mode = FunctionMode(self.tracker, make_interchange)
         self.tracker.function_mode = self.function_mode
+        self.is_on_card = self.tracker.is_on_card
         self.memory = AllocatorAnswers(recorder, options.memory)
         self.settings = SettingsOfRun(options.allocator_settings, self.memory, recorder, assume)
         self.channel = channel = options.channel
-        self.others = Alone(assume, values) if channel is None else Together(assume, values, channel)
+        self.others = Alone(assume, self.values) if channel is None else Together(assume, self.values, channel)
         self.children = Children(environment)
-
-    @property
-    def recorder(self) -> Recorder:
-        """Return what writes the trace."""
-        return self.tracker.recorder
-
-    @property
-    def values(self) -> Values:
-        """Return what is known of the numbers in tensors."""
-        return self.tracker.values
-
-    def is_on_card(self, tensor: torch.Tensor) -> bool:
-        """Say whether a tensor is on one of the GPUs."""
-        return self.tracker.is_on_card(tensor)
 
     def note_written(self, tensor: torch.Tensor, by: str = "Triton kernels") -> None:
         """Note that a kernel which is passed over was given `tensor`, and may have written it."""

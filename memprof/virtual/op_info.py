@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from memprof.virtual.calls import Kind, OpInfo
-from memprof.virtual.device_rules import mixes
+from memprof.virtual.device_rules import MIXES_DEVICES
 from memprof.virtual.engine import FILLS_ZEROS
 from memprof.virtual.kernels import registry
 from memprof.virtual.kernels.expansion import expansion, in_python
@@ -49,7 +49,7 @@ def describe_operator(func: Any) -> OpInfo:
         scratch=registry.scratch.get(packet),
         uses_cublas=packet in registry.uses_cublas,
         uses_cublaslt=packet in registry.uses_cublaslt,
-        mixes_devices=mixes(func),
+        mixes_devices=packet in MIXES_DEVICES,
         makes_sparse=packet in _MAKES_SPARSE,
         joins=packet is _aten.cat,
         maybe_in_place=func in CANDIDATES or func in FILLS_ZEROS,

@@ -99,8 +99,7 @@ class TensorsFromData:
             return torch.sparse_coo_tensor(*args, dtype=tensor.dtype, check_invariants=False)
         if args and isinstance(args[0], (list, tuple)) and not isinstance(args[0], torch.Size):
             return self._new_tensor(tensor, args[0], **kwargs)
-        made: torch.Tensor = self._mixed.inside(_Tensor.new, (tensor, *args), kwargs)
-        return made
+        return self._mixed.inside(_Tensor.new, (tensor, *args), kwargs)
 
     def _sparse(self, func: Any, *args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
         """A sparse tensor of indices and values, which have to be of one kind. Those that are tensors are moved to
@@ -118,7 +117,7 @@ class TensorsFromData:
         virtual = device.type != HOST or any(map(self._tracker.is_virtual, tensors_of([*args, *kwargs.values()])))
         wanted = self._tracker.cards.named(device) if device.type == "cuda" else device.type
         with self._tracker.asked_for(wanted):
-            return func(*args, **{**kwargs, "device": _META if virtual else _CPU})  # type: ignore[no-any-return]
+            return func(*args, **{**kwargs, "device": _META if virtual else _CPU})
 
     def _placed(self, tensor: torch.Tensor, device: Any) -> torch.Tensor:
         """Return a tensor that was just made on the host, on the device that was asked for."""

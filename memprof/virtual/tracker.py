@@ -168,18 +168,15 @@ class DispatchMode(Machine):
                     plain = self._on_plain_run(call)
                     if plain is not None:
                         call.func, call.key[0] = plain, id(plain)
-                        operator = self._operator(plain)
+                        operator = self._operators.get(id(plain)) or self._operator(plain)
+                result = NotImplemented
                 if operator.handler is not None and (call.on_gpu or operator.anywhere):
                     result = operator.handler(Launch(self, operator, call, place))
-                    if result is not NotImplemented:
-                        self.meter.count(operator, call, result)
-                        if updates is not None:
-                            _note_update(updates, call, result)
-                        return result
-                if operator.kind is Kind.IN_PLACE:
-                    result = self._in_place.run(self, operator, call, place)
-                else:
-                    result = self.allocating(operator, call, place)
+                if result is NotImplemented:
+                    if operator.kind is Kind.IN_PLACE:
+                        result = self._in_place.run(self, operator, call, place)
+                    else:
+                        result = self.allocating(operator, call, place)
                 self.meter.count(operator, call, result)
                 if updates is not None:
                     _note_update(updates, call, result)
@@ -210,13 +207,10 @@ class DispatchMode(Machine):
         return result
 
     def _operator(self, func: Any) -> OpInfo:
-        operator = self._operators.get(id(func))
-        if operator is None:
-            operator = self._operators[id(func)] = describe_operator(func)
-        return operator
+        return self._operators.setdefault(id(func), describe_operator(func))
 
     def _device_of_caller(self, call: OperatorCall) -> str:
-        """Of what a C++ function makes inside, from the options of a tensor that it was given: that tensor's."""
+        """Return the device of what a C++ function makes inside after a tensor that it was given."""
         if self.cards.several and in_backward():
             return call.card
         devices = [self.device_of(tensor) for tensor in tensors_of(list(self.calling)) if tensor.is_meta]

@@ -49,7 +49,7 @@ def _selecting(card: Card, of_host: Callable[..., Any]) -> Callable[..., Any]:
 def _in_layout_of(of_host: Callable[..., Any]) -> Callable[..., Any]:
     def determine(data: torch.Tensor, weight: torch.Tensor, backend: Any) -> torch.memory_format:
         if data.device.type != "cuda":
-            return of_host(data, weight, backend)  # type: ignore[no-any-return]
+            return of_host(data, weight, backend)
         return _layout(data, weight) if backend.name in _CUDNN else torch.contiguous_format
 
     return determine

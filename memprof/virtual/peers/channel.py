@@ -76,19 +76,6 @@ class Channel:
             self.stop(answer)
         return answer
 
-    def meet(self, call: CollectiveCall, payload: Payload) -> Callable[[], dict[int, Payload]]:
-        """Contribute to a collective; what is returned waits for the others, and gives what each contributes."""
-        self.tell("call", call, payload)
-        return lambda: self.ask("collect", call.place)  # type: ignore[no-any-return]
-
-    def send(self, to: int, tag: int, call: CollectiveCall, payload: Payload) -> None:
-        """To another rank of the program."""
-        self.tell("send", to, tag, call, payload)
-
-    def receive(self, source: int | None, tag: int, call: CollectiveCall) -> tuple[int, Payload]:
-        """From another, or from any: from which, and what."""
-        return self.ask("receive", source, tag, call)  # type: ignore[no-any-return]
-
     def store(self, name: str, *arguments: Any) -> Any:
         """Run an operation on the store that all share."""
         return self.ask("store", name, arguments, program_line())

@@ -109,7 +109,7 @@ class Together(Alone):
             call = self._call(
                 "send", [tensor], place, (tensor.numel(),), (), f"to rank {place.ranks[to]}", numbered=False
             )
-            self._channel.send(place.ranks[to], tag, call, _packed(self._known.read(tensor)))
+            self._channel.tell("send", place.ranks[to], tag, call, _packed(self._known.read(tensor)))
         return None
 
     def receive(self, tensor: torch.Tensor, source: int | None, tag: int, place: GroupRank) -> Finish:
@@ -121,7 +121,7 @@ class Together(Alone):
         call = self._call("recv", [tensor], place, (), (tensor.numel(),), detail, numbered=False)
 
         def finish() -> int:
-            sender, payload = self._channel.receive(whom, tag, call)
+            sender, payload = self._channel.ask("receive", whom, tag, call)
             self._known.put(tensor, _unpacked(payload))
             return place.ranks.index(sender)
 
@@ -142,10 +142,10 @@ class Together(Alone):
         """Contribute `tensors`; what is returned waits, and gives what each rank of the group contributes."""
         shown = tensors if of is None else of.tensors
         call = self._call(name, shown, place, gives, takes, detail)
-        wait = self._channel.meet(call, [_packed(self._known.read(tensor)) for tensor in tensors])
+        self._channel.tell("call", call, [_packed(self._known.read(tensor)) for tensor in tensors])
 
         def given() -> list[list[torch.Tensor | None]]:
-            found = wait()
+            found: dict[int, Payload] = self._channel.ask("collect", call.place)
             speaks = next(rank for rank in place.ranks if rank in found)
             return [[_unpacked(one) for one in found[rank if rank in found else speaks]] for rank in place.ranks]
 

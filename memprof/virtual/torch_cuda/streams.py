@@ -16,7 +16,6 @@ import torch
 from memprof.trace.events import Trace
 from memprof.watch.streams import Clock, Streams
 
-_HostStream, _HostEvent = torch.Stream, torch.Event
 _POOL = 32  # streams of one priority
 _PRIORITIES = 4
 # Of each card and priority, how many were made.
@@ -24,14 +23,14 @@ _MADE: defaultdict[tuple[int, int], Iterator[int]] = defaultdict(itertools.count
 _log = Streams(Trace())  # who is told of waits: of the run that goes on
 
 
-def _is_host(device: Any) -> bool:
-    if device is None or isinstance(device, int):
-        return False
-    return torch.device(device).type == "cpu"
-
-
 class _InOrder:
     """What a stream and an event have in common: all that they stand for has happened."""
+
+    _host_kind: Any  # torch's own class
+
+    def __new__(cls, device: Any = None, *args: Any, **kwargs: Any) -> Any:
+        is_host = isinstance(device, (str, torch.device)) and torch.device(device).type == "cpu"
+        return cls._host_kind("cpu") if is_host else super().__new__(cls)
 
     def __init__(self, device: Any = None) -> None:
         index = device if isinstance(device, int) else None if device is None else torch.device(device).index
@@ -59,8 +58,7 @@ class Stream(_InOrder):
     A new one is the next of a pool of its priority, in turn (c10/cuda/CUDAStream.cpp).
     """
 
-    def __new__(cls, device: Any = None, *args: Any, **kwargs: Any) -> Any:  # noqa: D102
-        return _HostStream("cpu") if _is_host(device) else super().__new__(cls)
+    _host_kind: Any = torch.Stream
 
     def __init__(self, device: Any = None, priority: int = 0, *, stream_id: int | None = None, **rest: Any) -> None:
         super().__init__(device)
@@ -111,6 +109,7 @@ class Stream(_InOrder):
 class Event(_InOrder):
     """`torch.Event`: of the card, unless the host's is asked for."""
 
+    _host_kind: Any = torch.Event
     event_id = cuda_event = 0
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -124,11 +123,6 @@ class Event(_InOrder):
         """Behind what a stream was given until now, the current one unless given."""
         behind: Any = torch.cuda.current_stream() if stream is None else stream
         self._recorded = behind._work()
-
-    def __new__(cls, device: Any = None, *args: Any, **kwargs: Any) -> Any:  # noqa: D102
-        return (
-            _HostEvent("cpu") if isinstance(device, (str, torch.device)) and _is_host(device) else super().__new__(cls)
-        )
 
     def elapsed_time(self, other: Any) -> float:
         """Milliseconds between two events: one, as any number that is not known, so that rates can be computed."""
