@@ -53,7 +53,7 @@ class OpInfo:
     name: str
     kind: Kind
     handler: Callable[..., Any] | None  # its kernel of kernels/
-    anywhere: bool  # whether that runs without any tensor on a GPU, too
+    runs_on_any_device: bool  # whether that runs without any tensor on a GPU, too
     expansion: Callable[..., Any] | None  # runs the operators inside of it; None: it runs as one
     in_python: bool
     input_copies: Callable[..., Any] | None
@@ -62,9 +62,9 @@ class OpInfo:
     uses_cublaslt: bool
     mixes_devices: bool
     makes_sparse: bool
-    joins: bool
+    is_cat: bool
     maybe_in_place: bool  # in a backward pass without modes
-    writes_part: bool
+    is_partial_write: bool
 
     def takes_of_host(self, tensor: torch.Tensor) -> bool:
         """Return whether the kernel on a GPU takes this tensor of the host."""

@@ -26,9 +26,9 @@ from memprof.virtual.cards import Cards
 from memprof.virtual.children import Children
 from memprof.virtual.devices import FunctionMode
 from memprof.virtual.limits import Note
-from memprof.virtual.peers.alone import Alone
+from memprof.virtual.peers.alone import SingleRankBackend
 from memprof.virtual.peers.channel import Channel
-from memprof.virtual.peers.together import Together
+from memprof.virtual.peers.together import MultiRankBackend
 from memprof.virtual.tracker import DispatchMode
 from memprof.virtual.values import Values
 from memprof.watch.recorder import Recorder
@@ -105,7 +105,11 @@ class InstallContext:
         self.memory = AllocatorAnswers(recorder, options.memory)
         self.settings = SettingsOfRun(options.allocator_settings, self.memory, recorder, assume)
         self.channel = channel = options.channel
-        self.others = Alone(assume, self.values) if channel is None else Together(assume, self.values, channel)
+        self.others = (
+            SingleRankBackend(assume, self.values)
+            if channel is None
+            else MultiRankBackend(assume, self.values, channel)
+        )
         self.children = Children(environment)
 
     def note_written(self, tensor: torch.Tensor, by: str = "Triton kernels") -> None:

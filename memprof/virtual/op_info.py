@@ -42,7 +42,7 @@ def describe_operator(func: Any) -> OpInfo:
         name=func._schema.name.replace("::", "."),
         kind=kind,
         handler=handler,
-        anywhere=packet in registry.anywhere or func in registry.anywhere,
+        runs_on_any_device=packet in registry.anywhere or func in registry.anywhere,
         expansion=expanded,
         in_python=expanded is not None and in_python(func) is not None,
         input_copies=registry.input_copies.get(packet),
@@ -51,7 +51,7 @@ def describe_operator(func: Any) -> OpInfo:
         uses_cublaslt=packet in registry.uses_cublaslt,
         mixes_devices=packet in MIXES_DEVICES,
         makes_sparse=packet in _MAKES_SPARSE,
-        joins=packet is _aten.cat,
+        is_cat=packet is _aten.cat,
         maybe_in_place=func in CANDIDATES or func in FILLS_ZEROS,
-        writes_part=packet in WRITES,
+        is_partial_write=packet in WRITES,
     )

@@ -151,7 +151,7 @@ class DispatchMode(Machine):
                     updates.operator_runs(call.tensors)
                 place = self.recorder.attribution.place(sys._getframe(1))
                 if call.sparse or call.quantized or operator.makes_sparse:
-                    return self._of_parts(operator, call, place)
+                    return self._run_sparse_or_quantized(operator, call, place)
                 if self.recorder.streams.several and call.on_gpu:
                     self.recorder.record_stream_use(call.tensors)
                 if self.cards.several:
@@ -160,9 +160,9 @@ class DispatchMode(Machine):
                 if mixed and not operator.mixes_devices:
                     check_devices(self, operator, call, place)
                 self.recorder.attribution.note_forward(place)
-                if operator.writes_part and self.caches.looks:
+                if operator.is_partial_write and self.caches.looks:
                     self.caches.written(args[0])
-                elif operator.joins and self.caches.looks:
+                elif operator.is_cat and self.caches.looks:
                     self.caches.joins(args[0])
                 if operator.maybe_in_place and in_backward():
                     plain = self._on_plain_run(call)
@@ -170,7 +170,7 @@ class DispatchMode(Machine):
                         call.func, call.key[0] = plain, id(plain)
                         operator = self._operators.get(id(plain)) or self._operator(plain)
                 result = NotImplemented
-                if operator.handler is not None and (call.on_gpu or operator.anywhere):
+                if operator.handler is not None and (call.on_gpu or operator.runs_on_any_device):
                     result = operator.handler(Launch(self, operator, call, place))
                 if result is NotImplemented:
                     if operator.kind is Kind.IN_PLACE:
@@ -186,7 +186,7 @@ class DispatchMode(Machine):
             args = kwargs = call = result = None  # type: ignore[assignment]
             raise
 
-    def _of_parts(self, operator: OpInfo, call: OperatorCall, place: Place) -> Any:
+    def _run_sparse_or_quantized(self, operator: OpInfo, call: OperatorCall, place: Place) -> Any:
         """Run an operator of sparse or quantized tensors: torch's own on the host, else as kernels/ has it."""
         moves = call.kwargs.get("device") is not None and call.kwargs["device"].type == "meta"
         if call.device is None and not moves:

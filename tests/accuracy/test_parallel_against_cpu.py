@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from memprof.patching.patch_set import PatchSet
 from memprof.virtual.install_context import GpuOptions
-from memprof.virtual.peers.alone import Alone
+from memprof.virtual.peers.alone import SingleRankBackend
 from memprof.virtual.ranks.joining import Joining
 from memprof.virtual.values import Values
 from memprof.watch.modules import ModuleTracker
@@ -103,7 +103,7 @@ def _joining() -> Joining:
     def silent(told: Any) -> None:
         pass
 
-    meter, others = SimpleNamespace(sent=None), Alone(silent, Values(silent))
+    meter, others = SimpleNamespace(sent=None), SingleRankBackend(silent, Values(silent))
     context: Any = SimpleNamespace(
         channel=None, assume=silent, note_joined=silent, cards=SimpleNamespace(number=1), options=GpuOptions(),
         others=others, is_on_card=lambda tensor: False, recorder=Recorder(ModuleTracker()),

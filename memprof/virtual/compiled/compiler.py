@@ -28,7 +28,7 @@ from memprof.torch_private import dynamo, inductor
 from memprof.virtual.compiled.graphs import Graphs
 from memprof.virtual.compiled.lifting import Lifting
 from memprof.virtual.compiled.origins import Origins
-from memprof.virtual.compiled.telling import Telling
+from memprof.virtual.compiled.telling import CompileDiagnostics
 from memprof.virtual.edges.compiled import BLOCK_MASK, block_mask, is_block_mask
 from memprof.virtual.install_context import InstallContext
 from memprof.virtual.torch_cuda.driver import driver_patches
@@ -85,7 +85,7 @@ class Compiler(Extension):
         self._lifted = Lifting(self._patches, (self._machine, self._function_mode), self._compiling)
         self._origins = Origins(context.recorder, lambda: self._folder)
         self._graphs = Graphs(context.recorder, self._assume)
-        self._telling = Telling(self._lifted, context.recorder, self._assume)
+        self._diagnostics = CompileDiagnostics(self._lifted, context.recorder, self._assume)
 
     def patches(self, context: InstallContext) -> Iterator[Patch]:
         """Replace `torch.compile`; `nn.Module.compile` calls it."""
@@ -173,10 +173,10 @@ class Compiler(Extension):
         self._choices = tracing.Choices(self._machine)
         self._watch_frames()
         self._own.set_all(self._hooks())
-        self._own.set_all(self._telling.patches())
-        self._own.set_all(saved.patches(self._telling.keeps_more))
+        self._own.set_all(self._diagnostics.patches())
+        self._own.set_all(saved.patches(self._diagnostics.keeps_more))
         self._own.set_all(program_side.patches(self._lifted, self._function_mode, self._assume))
-        self._own.set_all(wrapper.patches(self._machine, self._origins, self._telling.kernel))
+        self._own.set_all(wrapper.patches(self._machine, self._origins, self._diagnostics.note_kernel))
         wrapper.add_rules(type(self._machine))
         with self._lifted():
             pass  # what a release lacks is missed here, and not when the program runs
@@ -215,7 +215,7 @@ class Compiler(Extension):
                     made = call(self_, frame, *args, **kwargs)
                 is_left = made.guarded_code is None and counters["frames"]["total"] == begun  # not traced
                 if made.frame_exec_strategy.cur_action.name == "RUN_ONLY":
-                    self._telling.limited(self._frame)
+                    self._diagnostics.note_recompile_limit(self._frame)
                 return made
             except dynamo.InternalTorchDynamoError.get() as error:
                 self._fall_back(error)
@@ -235,7 +235,7 @@ class Compiler(Extension):
             yield
         finally:
             if is_outer:
-                self._telling.took(time.perf_counter() - began)
+                self._diagnostics.add_compile_time(time.perf_counter() - began)
 
     def _fall_back(self, error: BaseException) -> None:
         reason = str(error).strip().partition("\n")[0].rstrip(".")

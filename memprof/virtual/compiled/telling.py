@@ -26,7 +26,7 @@ _LONGEST = 160
 _RESUMED = "torch_dynamo_resume_in"  # how Dynamo calls what follows a break; it is compiled again where its function is
 
 
-class Telling:
+class CompileDiagnostics:
     """Notes recompilations and breaks of a run."""
 
     def __init__(self, lifted: Lifting, recorder: Recorder, assume: Callable[[str], None]) -> None:
@@ -68,12 +68,12 @@ class Telling:
         yield dynamo.compile_subgraph.patch(compile_subgraph)
         yield dynamo.call_user_compiler.patch(call_user_compiler)
 
-    def took(self, seconds: float) -> None:
+    def add_compile_time(self, seconds: float) -> None:
         """Torch compiled for so long."""
         self._seconds += seconds
         self._recorder.trace.compiling = Compiling(round(self._seconds, 3), len(self._kernels))
 
-    def kernel(self, source: str) -> None:
+    def note_kernel(self, source: str) -> None:
         """Inductor wrote this one."""
         self._kernels.add(source)
 
@@ -84,7 +84,7 @@ class Telling:
             found = CompiledKeeps(self._graphs, more_bytes, one.op, one.source, one.num_bytes, count, one.again)
             self._recorder.trace.compiled_keeps.append(found)
 
-    def limited(self, name: str) -> None:
+    def note_recompile_limit(self, name: str) -> None:
         """The function of this name (and place) was compiled as often as Dynamo allows."""
         limit = dynamo.config.get().recompile_limit
         self._assume(

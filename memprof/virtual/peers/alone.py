@@ -25,7 +25,7 @@ _UNCHANGED = ("AVG", "MIN", "MAX", "BAND", "BOR")  # reductions that give equal 
 Finish = Callable[[], object] | None
 
 
-class Alone:
+class SingleRankBackend:
     """A rank without others."""
 
     def __init__(self, assume: Callable[[str], None], values: Values) -> None:

@@ -16,7 +16,7 @@ import torch
 
 from memprof.torch_private.dispatch import disable_current_modes
 from memprof.virtual.limits import program_line
-from memprof.virtual.peers.alone import Alone, Finish
+from memprof.virtual.peers.alone import Finish, SingleRankBackend
 from memprof.virtual.peers.channel import Channel, CollectiveCall, Payload
 from memprof.virtual.peers.known import GroupRank, Parts
 from memprof.virtual.values import Values
@@ -33,7 +33,7 @@ _REDUCED: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-class Together(Alone):
+class MultiRankBackend(SingleRankBackend):
     """A rank among others."""
 
     def __init__(self, assume: Callable[[str], None], values: Values, channel: Channel) -> None:

@@ -135,14 +135,14 @@ class RankGroup(_ProcessGroup):
 
     def allreduce(self, tensors: _Tensors, opts: Any = None) -> Any:
         """In place."""
-        self._sends("allreduce", tensors, 2 * self._but_own)
+        self._note_sent("allreduce", tensors, 2 * self._share_of_others)
         self._owners.mark_reduced(tensors)
         waits = [self._others.all_reduce(tensor, _reduction(opts), self.place) for tensor in tensors]
         return self._done(tensors, waits=waits)
 
     def reduce(self, tensors: _Tensors, opts: Any = None) -> Any:
         """To one rank."""
-        self._sends("reduce", tensors, 1)
+        self._note_sent("reduce", tensors, 1)
         self._owners.mark_reduced(tensors)
         root = 0 if opts is None else opts.rootRank
         waits = [self._others.reduce(tensor, _reduction(opts), root, self.place) for tensor in tensors]
@@ -150,7 +150,7 @@ class RankGroup(_ProcessGroup):
 
     def broadcast(self, tensors: _Tensors, opts: Any = None) -> Any:
         """From one rank."""
-        self._sends("broadcast", tensors, 1)
+        self._note_sent("broadcast", tensors, 1)
         root = 0 if opts is None else opts.rootRank
         return self._done(tensors, waits=[self._others.broadcast(tensor, root, self.place) for tensor in tensors])
 
@@ -165,7 +165,7 @@ class RankGroup(_ProcessGroup):
 
     def allgather(self, outputs: Sequence[_Tensors], inputs: _Tensors, opts: Any = None) -> Any:
         """NCCL gathers tensors of one size into one, and copies the parts out of it."""
-        self._sends("allgather", [part for parts in outputs for part in parts], self._but_own)
+        self._note_sent("allgather", [part for parts in outputs for part in parts], self._share_of_others)
         made: list[Any] = []
         waits = []
         for parts, tensor in zip(outputs, inputs, strict=True):
@@ -176,7 +176,7 @@ class RankGroup(_ProcessGroup):
 
     def reduce_scatter(self, outputs: _Tensors, inputs: Sequence[_Tensors], opts: Any = None) -> Any:
         """NCCL scatters tensors of one size from one, into which they are copied."""
-        self._sends("reduce_scatter", [part for parts in inputs for part in parts], self._but_own)
+        self._note_sent("reduce_scatter", [part for parts in inputs for part in parts], self._share_of_others)
         flat, waits = [], []
         for tensor, parts in zip(outputs, inputs, strict=True):
             flat.append(self._flat(parts, tensor))
@@ -197,21 +197,21 @@ class RankGroup(_ProcessGroup):
 
     def alltoall(self, outputs: _Tensors, inputs: _Tensors, opts: Any = None) -> Any:
         """Give each rank what each has for it."""
-        self._sends("alltoall", inputs, self._but_own)
+        self._note_sent("alltoall", inputs, self._share_of_others)
         return self._done(outputs, inputs, [self._others.all_to_all(Parts(outputs), Parts(inputs), self.place)])
 
     def alltoall_base(
         self, output: Any, tensor: Any, out_splits: Any = (), in_splits: Any = (), opts: Any = None
     ) -> Any:
         """The same with the parts in one tensor, one after the other along its first dimension."""
-        self._sends("alltoall", [tensor], self._but_own)
+        self._note_sent("alltoall", [tensor], self._share_of_others)
         takes, gives = Parts([output], self._size, out_splits), Parts([tensor], self._size, in_splits)
         return self._done([output], tensor, [self._others.all_to_all(takes, gives, self.place)])
 
     def _allgather_base(self, output: Any, tensor: Any, opts: Any = None) -> Any:
         if output.numel() != tensor.numel() * self._size:
             raise ValueError("output tensor size must be equal to world_size times input tensor size")
-        self._sends("allgather", [output], self._but_own)
+        self._note_sent("allgather", [output], self._share_of_others)
         self._owners.mark_gathered([output], [tensor])
         parts = _pieces(output, self._size)
         return self._done([output], tensor, [self._others.all_gather(parts, tensor, self.place)])
@@ -219,7 +219,7 @@ class RankGroup(_ProcessGroup):
     def _reduce_scatter_base(self, output: Any, tensor: Any, opts: Any = None) -> Any:
         if tensor.numel() != output.numel() * self._size:
             raise ValueError("input tensor must be the same size as output size times world size")
-        self._sends("reduce_scatter", [tensor], self._but_own)
+        self._note_sent("reduce_scatter", [tensor], self._share_of_others)
         self._owners.mark_reduced([tensor])
         parts = _pieces(tensor, self._size)
         waits = [self._others.reduce_scatter(output, parts, _reduction(opts), self.place)]
@@ -237,16 +237,16 @@ class RankGroup(_ProcessGroup):
 
     def allgather_coalesced(self, outputs: Sequence[_Tensors], inputs: _Tensors, opts: Any = None) -> Any:
         """Lists of parts: of each rank, one of each tensor."""
-        self._sends("allgather", [part for parts in outputs for part in parts], self._but_own)
+        self._note_sent("allgather", [part for parts in outputs for part in parts], self._share_of_others)
         each = zip(zip(*outputs, strict=True), inputs, strict=True)
         waits = [self._others.all_gather(Parts(parts), tensor, self.place) for parts, tensor in each]
         return self._done(outputs, inputs, waits)
 
     def send(self, tensors: _Tensors, rank: int, tag: int = 0) -> Any:
         """To one rank, which takes it in its time."""
-        self._sends("send", tensors, 1)
+        self._note_sent("send", tensors, 1)
         waits = [self._others.send(tensor, rank, tag, self.place) for tensor in tensors]
-        return self._done(tensors, waits=[*self._lent(tensors), *waits])
+        return self._done(tensors, waits=[*self._use_stream_of_nccl(tensors), *waits])
 
     def recv_anysource(self, tensors: _Tensors, tag: int = 0) -> Any:
         """Receive from whoever sends first."""
@@ -255,9 +255,9 @@ class RankGroup(_ProcessGroup):
     def recv(self, tensors: _Tensors, rank: int | None, tag: int = 0) -> Any:
         """Receive from one rank."""
         waits = [self._others.receive(tensor, rank, tag, self.place) for tensor in tensors]
-        return self._done(tensors, waits=[*self._lent(tensors), *waits])
+        return self._done(tensors, waits=[*self._use_stream_of_nccl(tensors), *waits])
 
-    def _lent(self, tensors: _Tensors) -> list[Callable[[], None]]:
+    def _use_stream_of_nccl(self, tensors: _Tensors) -> list[Callable[[], None]]:
         """What one rank is sent is lent to a stream of NCCL's (`pointToPoint`); collectives lend nothing from torch 2.8
         on. What is returned is to be called once the program waits."""
         tensors = [tensor for tensor in tensors if self._has_nccl and self._on_card(tensor)]
@@ -278,14 +278,14 @@ class RankGroup(_ProcessGroup):
     all_gather_single_coalesced = allgather_into_tensor_coalesced
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
 
-    def _sends(self, name: str, tensors: _Tensors, share: float) -> None:
+    def _note_sent(self, name: str, tensors: _Tensors, share: float) -> None:
         """`share` of `tensors` leaves this card, as nccl-tests has it for rings (PERFORMANCE.md, bus bandwidth)."""
         for tensor in tensors:
             if self._size > 1 and self._on_card(tensor):
                 self._sent(f"c10d.{name}", tensor, round(tensor.numel() * tensor.element_size() * share))
 
     @property
-    def _but_own(self) -> float:
+    def _share_of_others(self) -> float:
         """Of what is spread evenly over the ranks, the share of the others."""
         return (self._size - 1) / self._size
 

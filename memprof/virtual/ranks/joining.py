@@ -93,8 +93,8 @@ class Joining:
             *rest: Any,
             **options: Any,
         ) -> None:
-            size = world_size if world_size > 0 else _said("world_size", init_method)
-            place = rank if rank >= 0 else _said("rank", init_method)
+            size = world_size if world_size > 0 else _read_setting("world_size", init_method)
+            place = rank if rank >= 0 else _read_setting("rank", init_method)
             if size is None or (size > 1 and place is None) or str(backend) == "fake":  # torch says what is missing
                 self._context.note_joined(RankFacts())
                 original(backend, init_method, timeout, world_size, rank, store, group_name, *rest, **options)
@@ -200,7 +200,7 @@ def groups_end_with_the_run() -> Iterator[None]:
             dist.destroy_process_group()
 
 
-def _said(name: str, init_method: str | None) -> int | None:
+def _read_setting(name: str, init_method: str | None) -> int | None:
     """Return a number that a program does not give as an argument; None if it is not set."""
     query = urllib.parse.parse_qs(urllib.parse.urlparse(init_method or "").query)
     text = query.get(name, [os.environ.get(name.upper(), "")])[0]

@@ -17,7 +17,7 @@ from memprof.patching.patch_set import Patch
 from memprof.torch_private import distributed
 from memprof.virtual.install_context import InstallContext
 from memprof.virtual.limits import not_yet
-from memprof.virtual.peers.alone import Alone
+from memprof.virtual.peers.alone import SingleRankBackend
 
 _c10d: Any = getattr(dist, "distributed_c10d", None)
 
@@ -40,7 +40,7 @@ class ObjectsOfRanks(Extension):
             yield from _of_optimizer_states()
 
 
-def _of_objects(others: Alone) -> Iterator[Patch]:
+def _of_objects(others: SingleRankBackend) -> Iterator[Patch]:
     received = {
         name: _from_one(getattr(dist, name), others) for name in ("broadcast_object_list", "scatter_object_list")
     }
@@ -63,7 +63,7 @@ def _of_objects(others: Alone) -> Iterator[Patch]:
             yield owner, "recv_object_list", recv_object_list
 
 
-def _of_checkpoints(others: Alone) -> Iterator[Patch]:
+def _of_checkpoints(others: SingleRankBackend) -> Iterator[Patch]:
     """Once distributed checkpoints are imported: they are of this rank's parts, without a plan of the others'."""
     original = distributed.init_dist_wrapper.get(None)
     validate = distributed.validate_global_plan.get(None)
@@ -106,7 +106,7 @@ def _of_optimizer_states() -> Iterator[Patch]:
 _NOT_KNOWN = "Objects that a rank sends which does not run are not known: lists that take them stay as they are"
 
 
-def _from_one(original: Callable[..., Any], others: Alone) -> Callable[..., Any]:
+def _from_one(original: Callable[..., Any], others: SingleRankBackend) -> Callable[..., Any]:
     at = 2 if original.__name__ == "scatter_object_list" else 1
 
     def send(*args: Any, **options: Any) -> Any:
