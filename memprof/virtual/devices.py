@@ -37,7 +37,7 @@ _default: Any = dispatch.default_device.get()
 
 
 class FunctionMode(TorchFunctionMode):
-    """Answers for the virtual GPU at the level of torch functions.
+    """Answers for the virtual GPU at the level of torch functions; its attributes are parts with answers of one kind.
 
     Args:
         tracker: on which they run.
@@ -49,7 +49,7 @@ class FunctionMode(TorchFunctionMode):
         self._make_interchange = make_interchange
         self._tracker = tracker
         self.answers = answers = DeviceAnswers(tracker)
-        self._moves = moves = Moves(tracker, answers, self, self._run)
+        moves = Moves(tracker, answers, self, self._run)
         self.kinds = moves.kinds
         self._mixed = mixed = MixedDevices(tracker, answers.believed, moves.to, self.kinds)
         self.autocast = Autocast(tracker.is_on_card)

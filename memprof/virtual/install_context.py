@@ -63,7 +63,7 @@ class GpuOptions:
 
 
 class InstallContext:
-    """A run on a virtual GPU, as extensions see it (memprof/patching/extension.py): all that it consists of.
+    """A run on a virtual GPU, as extensions see it (memprof/patching/extension.py): an attribute for each of its parts.
 
     Args:
         gpu: the model of each GPU.

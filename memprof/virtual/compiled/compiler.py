@@ -65,7 +65,7 @@ _CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 class Compiler(Extension):
-    """`torch.compile` of one run."""
+    """`torch.compile` of one run: its parts, of which each patches another place of torch, and what it compiles now."""
 
     def __init__(self) -> None:
         self._own = PatchSet()

@@ -43,18 +43,18 @@ class SingleRankBackend:
         return False
 
     def all_reduce(self, tensor: torch.Tensor, reduction: str, place: GroupRank) -> Finish:
-        """In place, over ranks that have it alike."""
+        """Reduce in place, over ranks that have it alike."""
         self._reduce(tensor, reduction, place.size)
         return None
 
     def reduce(self, tensor: torch.Tensor, reduction: str, root: int, place: GroupRank) -> Finish:
-        """To one rank; what the others have then is not said, and stays."""
+        """Reduce to one rank; what the others have then is not said, and stays."""
         if root == place.rank:
             self._reduce(tensor, reduction, place.size)
         return None
 
     def broadcast(self, tensor: torch.Tensor, root: int, place: GroupRank) -> Finish:
-        """From one rank, whose tensor is like this one's."""
+        """Broadcast from one rank, whose tensor is like this one's."""
         if root != place.rank and self._known.knows(tensor):
             self.say("broadcast", "What another rank broadcasts is taken to be what this one has itself")
         return None
@@ -66,7 +66,7 @@ class SingleRankBackend:
         return None
 
     def gather(self, parts: Parts | None, tensor: torch.Tensor, root: int, place: GroupRank) -> Finish:
-        """To one rank: the others have no parts."""
+        """Gather to one rank: the others have no parts."""
         return None if parts is None else self.all_gather(parts, tensor, place)
 
     def reduce_scatter(self, output: torch.Tensor, parts: Parts, reduction: str, place: GroupRank) -> Finish:
@@ -77,7 +77,7 @@ class SingleRankBackend:
         return None
 
     def scatter(self, output: torch.Tensor, parts: Parts | None, root: int, place: GroupRank) -> Finish:
-        """From one rank: the others have no parts."""
+        """Scatter from one rank: the others have no parts."""
         if parts is None:
             self._forget(output, "scatter", "is given by a scatter of another")
         else:
@@ -91,7 +91,7 @@ class SingleRankBackend:
         return None
 
     def barrier(self, place: GroupRank) -> Finish:
-        """All have come."""
+        """Wait until all have come."""
         return None
 
     def send(self, tensor: torch.Tensor, to: int, tag: int, place: GroupRank) -> Finish:

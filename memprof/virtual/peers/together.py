@@ -46,13 +46,13 @@ class MultiRankBackend(SingleRankBackend):
         return set(ranks) <= set(self._channel.ranks)
 
     def all_reduce(self, tensor: torch.Tensor, reduction: str, place: GroupRank) -> Finish:
-        """In place."""
+        """Reduce in place."""
         sizes = (tensor.numel(),) * place.size
         given = self._meet("all_reduce", [tensor], place, sizes, sizes, reduction)
         return lambda: self._known.put(tensor, _reduced([one[0] for one in given()], reduction))
 
     def reduce(self, tensor: torch.Tensor, reduction: str, root: int, place: GroupRank) -> Finish:
-        """To one rank."""
+        """Reduce to one rank."""
         gives = _to(root, tensor.numel(), place)
         takes = (tensor.numel() if root == place.rank else 0,) * place.size
         given = self._meet("reduce", [tensor], place, gives, takes, f"{reduction} to rank {place.ranks[root]}")
@@ -61,7 +61,7 @@ class MultiRankBackend(SingleRankBackend):
         return lambda: self._known.put(tensor, _reduced([one[0] for one in given()], reduction))
 
     def broadcast(self, tensor: torch.Tensor, root: int, place: GroupRank) -> Finish:
-        """From one rank."""
+        """Broadcast from one rank."""
         gives = (tensor.numel() if root == place.rank else 0,) * place.size
         takes = _to(root, tensor.numel(), place)
         given = self._meet("broadcast", [tensor], place, gives, takes, f"from rank {place.ranks[root]}")
@@ -73,7 +73,7 @@ class MultiRankBackend(SingleRankBackend):
         return lambda: self._put(parts, [one[0] for one in given()])
 
     def gather(self, parts: Parts | None, tensor: torch.Tensor, root: int, place: GroupRank) -> Finish:
-        """To one rank: the others have no parts."""
+        """Gather to one rank: the others have no parts."""
         gives = _to(root, tensor.numel(), place)
         takes = (0,) * place.size if parts is None else parts.sizes
         given = self._meet("gather", [tensor], place, gives, takes, f"to rank {place.ranks[root]}")
@@ -86,7 +86,7 @@ class MultiRankBackend(SingleRankBackend):
         return lambda: self._known.put(output, _reduced([one[place.rank] for one in given()], reduction))
 
     def scatter(self, output: torch.Tensor, parts: Parts | None, root: int, place: GroupRank) -> Finish:
-        """From one rank: the others have no parts."""
+        """Scatter from one rank: the others have no parts."""
         gives = (0,) * place.size if parts is None else parts.sizes
         pieces = [output] * place.size if parts is None else self._pieces(parts, place)
         takes = _to(root, output.numel(), place)
@@ -100,11 +100,11 @@ class MultiRankBackend(SingleRankBackend):
         return lambda: self._put(outputs, [one[place.rank] for one in given()])
 
     def barrier(self, place: GroupRank) -> Finish:
-        """All have come."""
+        """Wait until all have come."""
         return self._meet("barrier", [], place, (), ())
 
     def send(self, tensor: torch.Tensor, to: int, tag: int, place: GroupRank) -> Finish:
-        """To one other rank, which need not be there yet: it does not wait."""
+        """Send to one other rank, which need not be there yet: it does not wait."""
         if self.has([place.ranks[to]]):
             call = self._call(
                 "send", [tensor], place, (tensor.numel(),), (), f"to rank {place.ranks[to]}", numbered=False
@@ -113,7 +113,7 @@ class MultiRankBackend(SingleRankBackend):
         return None
 
     def receive(self, tensor: torch.Tensor, source: int | None, tag: int, place: GroupRank) -> Finish:
-        """From one other rank."""
+        """Receive from one other rank."""
         whom = None if source is None else place.ranks[source]
         if whom is not None and not self.has([whom]):
             return super().receive(tensor, source, tag, place)

@@ -47,13 +47,13 @@ class CompletedWork(_Work):
         return int(self._source)
 
     def is_completed(self) -> bool:
-        """It is."""
+        """Return whether it is done, as it always is."""
         return True
 
     is_success = is_completed
 
     def exception(self) -> None:
-        """None was raised."""
+        """Return none."""
 
     def result(self) -> Any:
         """Return what it made."""
@@ -68,7 +68,7 @@ class CompletedWork(_Work):
 
 
 class RankGroup(_ProcessGroup):
-    """A rank of several."""
+    """A rank of several: a method for each that torch calls of a process group."""
 
     supports_splitting = supports_coalescing = True
     supports_time_estimate = False
@@ -141,7 +141,7 @@ class RankGroup(_ProcessGroup):
         return self._done(tensors, waits=waits)
 
     def reduce(self, tensors: _Tensors, opts: Any = None) -> Any:
-        """To one rank."""
+        """Reduce to one rank."""
         self._note_sent("reduce", tensors, 1)
         self._owners.mark_reduced(tensors)
         root = 0 if opts is None else opts.rootRank
@@ -149,7 +149,7 @@ class RankGroup(_ProcessGroup):
         return self._done(tensors, waits=waits)
 
     def broadcast(self, tensors: _Tensors, opts: Any = None) -> Any:
-        """From one rank."""
+        """Broadcast from one rank."""
         self._note_sent("broadcast", tensors, 1)
         root = 0 if opts is None else opts.rootRank
         return self._done(tensors, waits=[self._others.broadcast(tensor, root, self.place) for tensor in tensors])
@@ -160,7 +160,7 @@ class RankGroup(_ProcessGroup):
         return self._done(made, waits=[self._others.barrier(self.place)])
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        """All have come."""
+        """Wait until all have come."""
         self._done([], waits=[self._others.barrier(self.place)]).wait()
 
     def allgather(self, outputs: Sequence[_Tensors], inputs: _Tensors, opts: Any = None) -> Any:
@@ -184,13 +184,13 @@ class RankGroup(_ProcessGroup):
         return self._done(outputs, (flat, inputs), waits)
 
     def gather(self, outputs: Sequence[_Tensors], inputs: _Tensors, opts: Any = None) -> Any:
-        """To one rank: the others give no lists."""
+        """Gather to one rank: the others give no lists."""
         root = self._rank if opts is None else opts.rootRank
         parts = Parts(outputs[0]) if outputs else None
         return self._done(outputs, inputs, [self._others.gather(parts, inputs[0], root, self.place)])
 
     def scatter(self, outputs: _Tensors, inputs: Sequence[_Tensors], opts: Any = None) -> Any:
-        """From one rank: the others give no lists."""
+        """Scatter from one rank: the others give no lists."""
         root = self._rank if opts is None else opts.rootRank
         parts = Parts(inputs[0]) if inputs else None
         return self._done(outputs, inputs, [self._others.scatter(outputs[0], parts, root, self.place)])
@@ -203,7 +203,7 @@ class RankGroup(_ProcessGroup):
     def alltoall_base(
         self, output: Any, tensor: Any, out_splits: Any = (), in_splits: Any = (), opts: Any = None
     ) -> Any:
-        """The same with the parts in one tensor, one after the other along its first dimension."""
+        """Exchange the parts of one tensor, which lie one after the other along its first dimension."""
         self._note_sent("alltoall", [tensor], self._share_of_others)
         takes, gives = Parts([output], self._size, out_splits), Parts([tensor], self._size, in_splits)
         return self._done([output], tensor, [self._others.all_to_all(takes, gives, self.place)])
@@ -226,24 +226,24 @@ class RankGroup(_ProcessGroup):
         return self._done([output], tensor, waits)
 
     def allgather_into_tensor_coalesced(self, outputs: _Tensors, inputs: _Tensors, opts: Any = None) -> Any:
-        """One by one."""
+        """Run one by one."""
         each = [self._allgather_base(output, tensor) for output, tensor in zip(outputs, inputs, strict=True)]
         return self._done(outputs, inputs, [one.wait for one in each])
 
     def reduce_scatter_tensor_coalesced(self, outputs: _Tensors, inputs: _Tensors, opts: Any = None) -> Any:
-        """One by one."""
+        """Run one by one."""
         each = [self._reduce_scatter_base(output, tensor, opts) for output, tensor in zip(outputs, inputs, strict=True)]
         return self._done(outputs, inputs, [one.wait for one in each])
 
     def allgather_coalesced(self, outputs: Sequence[_Tensors], inputs: _Tensors, opts: Any = None) -> Any:
-        """Lists of parts: of each rank, one of each tensor."""
+        """Gather lists of parts: of each rank, one of each tensor."""
         self._note_sent("allgather", [part for parts in outputs for part in parts], self._share_of_others)
         each = zip(zip(*outputs, strict=True), inputs, strict=True)
         waits = [self._others.all_gather(Parts(parts), tensor, self.place) for parts, tensor in each]
         return self._done(outputs, inputs, waits)
 
     def send(self, tensors: _Tensors, rank: int, tag: int = 0) -> Any:
-        """To one rank, which takes it in its time."""
+        """Send to one rank, which takes it in its time."""
         self._note_sent("send", tensors, 1)
         waits = [self._others.send(tensor, rank, tag, self.place) for tensor in tensors]
         return self._done(tensors, waits=[*self._use_stream_of_nccl(tensors), *waits])
