@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -100,15 +100,10 @@ parameters, the order in which their gradients came, which of them were used."""
 
 
 def _joining() -> Joining:
-    def silent(told: Any) -> None:
-        pass
-
-    meter, others = SimpleNamespace(sent=None), SingleRankBackend(silent, Values(silent))
-    context: Any = SimpleNamespace(
-        channel=None, assume=silent, note_joined=silent, cards=SimpleNamespace(number=1), options=GpuOptions(),
-        others=others, is_on_card=lambda tensor: False, recorder=Recorder(ModuleTracker()),
-        tracker=SimpleNamespace(meter=meter),
-    )  # fmt: skip
+    assume = MagicMock()
+    others = SingleRankBackend(assume, Values(assume))
+    context = MagicMock(channel=None, options=GpuOptions(), others=others, recorder=Recorder(ModuleTracker()))
+    context.cards.number, context.is_on_card.return_value = 1, False
     return Joining(context)
 
 
