@@ -14,7 +14,7 @@ from memprof.measured.outside import Outside
 from memprof.stand_ins.extension import StandInExtension
 from memprof.trace.events import EventKind, FailureKind, ModuleRole, PhaseKind, Trace
 from memprof.virtual import VirtualGpu
-from memprof.virtual.torch_cuda.memory import AllocatorSettings, MemoryStatistics
+from memprof.virtual.allocator_answers import AllocatorSettings, MemoryStatistics
 from memprof.watch.collection import no_collection
 from memprof.watch.failure import measured_failure
 from memprof.workload.chance import kept_chance

@@ -28,7 +28,7 @@ from memprof.trace.facts import ProgramFacts, RankFacts
 
 if TYPE_CHECKING:
     from memprof.script.launchers import Start
-    from memprof.virtual.ranks.channel import Channel
+    from memprof.virtual.peers.channel import Channel
 
 BEYOND = (
     "The script ended where the card was full: what it would need after that was not seen (--beyond goes on past it)."

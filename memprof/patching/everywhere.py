@@ -8,9 +8,9 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
+# Name -> modules that were seen not to have it: thousands, and looking again at each run's ends would cost more than
+# all else that is done there.
 _WITHOUT: defaultdict[str, set[str]] = defaultdict(set)
-"""Name -> modules that were seen not to have it: thousands, and looking again at each run's ends would cost more than
-all else that is done there."""
 
 
 @contextlib.contextmanager
@@ -29,7 +29,6 @@ def bound_everywhere(name: str, original: Any, replacement: Any) -> Iterator[Non
 
 
 def _rebind(modules: set[str], name: str, old: Any, new: Any) -> set[str]:
-    """Those in which it was done."""
     changed = set()
     for module_name in modules:
         module = sys.modules.get(module_name)

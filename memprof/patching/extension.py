@@ -20,10 +20,8 @@ class Extension:
     `context` is what all of them are given of the run (memprof/virtual/install_context.py).
     """
 
-    imports: tuple[str, ...] = ()
-    """Modules of others that the program may import."""
-    environment: Mapping[str, str] = {}
-    """Variables that Pythons find which the program starts."""
+    imports: tuple[str, ...] = ()  # modules of others that the program may import
+    environment: Mapping[str, str] = {}  # variables that Pythons find which the program starts
 
     def patches(self, context: Any) -> Iterator[Patch]:
         """Give the patches (owner, name, replacement) that are in place from the beginning of the run on."""

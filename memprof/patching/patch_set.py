@@ -10,8 +10,7 @@ from typing import Any
 
 from memprof.patching.import_hook import ImportHook
 
-Patch = tuple[Any, str, Any]
-"""Owner, name of the attribute, replacement."""
+Patch = tuple[Any, str, Any]  # owner, name of the attribute, replacement
 
 _MISSING = object()
 
@@ -24,8 +23,7 @@ class PatchSet:
 
     def __init__(self) -> None:
         self._undo: list[tuple[Any, str, Any, Any]] = []
-        self._modules: set[str] = set()
-        """Those that had been imported before anything was replaced."""
+        self._modules: set[str] = set()  # those that had been imported before anything was replaced
         self._hook: ImportHook | None = None
 
     def __enter__(self) -> PatchSet:

@@ -26,7 +26,7 @@ from memprof.script.worst_batch import WorstBatch
 from memprof.stand_ins.extension import StandInExtension
 from memprof.trace.events import NOT_SIMULATED, EventKind, Failure, FailureKind, Trace, is_card
 from memprof.virtual import VirtualGpu
-from memprof.virtual.ranks.channel import Channel
+from memprof.virtual.peers.channel import Channel
 from memprof.watch.failure import ended_by_refusal, measured_failure, refusal
 from memprof.watch.program_code import is_program
 

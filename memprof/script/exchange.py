@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from memprof.errors import MemprofError
 from memprof.trace.events import short_source
 from memprof.units import spell_numbers
-from memprof.virtual.ranks.channel import Call, Payload
+from memprof.virtual.peers.channel import CollectiveCall, Payload
 
 PEER = "another rank"
 """Why a rank is stopped that has done nothing wrong itself."""
@@ -33,7 +33,7 @@ class _Waiting(NamedTuple):
 
     what: str
     of: Any
-    call: Call | None
+    call: CollectiveCall | None
     line: str
 
 
@@ -55,11 +55,11 @@ class Exchange:
         self._stop: str | None = None
         self.problem: MemprofError | None = None
         """What was found wrong between ranks."""
-        self._slots: dict[Any, dict[int, tuple[Call, Payload]]] = defaultdict(dict)
+        self._slots: dict[Any, dict[int, tuple[CollectiveCall, Payload]]] = defaultdict(dict)
         self._taken: dict[Any, set[int]] = defaultdict(set)
-        self._mail: dict[tuple[Any, int, int, int], deque[tuple[Call, Payload]]] = defaultdict(deque)
+        self._mail: dict[tuple[Any, int, int, int], deque[tuple[CollectiveCall, Payload]]] = defaultdict(deque)
         """By group, sender, receiver and tag."""
-        self._last: dict[int, Call] = {}
+        self._last: dict[int, CollectiveCall] = {}
         self._keys: dict[str, bytes] = {}
 
     @property
@@ -112,7 +112,7 @@ class Exchange:
             "see what these do; --timeout stops a run after so many seconds",
         )
 
-    def _hear_call(self, rank: int, call: Call, payload: Payload) -> None:
+    def _hear_call(self, rank: int, call: CollectiveCall, payload: Payload) -> None:
         slot = self._slots[call.place]
         slot[rank] = call, payload
         self._last[rank] = call
@@ -123,11 +123,11 @@ class Exchange:
         call, _ = self._slots[place][rank]
         self._wait(rank, _Waiting("collect", place, call, call.line))
 
-    def _hear_send(self, rank: int, to: int, tag: int, call: Call, payload: Payload) -> None:
+    def _hear_send(self, rank: int, to: int, tag: int, call: CollectiveCall, payload: Payload) -> None:
         self._mail[call.place[:2], rank, to, tag].append((call, payload))
         self._last[rank] = call
 
-    def _hear_receive(self, rank: int, source: int | None, tag: int, call: Call) -> None:
+    def _hear_receive(self, rank: int, source: int | None, tag: int, call: CollectiveCall) -> None:
         self._last[rank] = call
         self._wait(rank, _Waiting("receive", (source, tag), call, call.line))
 
@@ -199,7 +199,7 @@ class Exchange:
                     self._differ(sender, sent, rank, call)
                 return
 
-    def _is_full(self, call: Call | None) -> bool:
+    def _is_full(self, call: CollectiveCall | None) -> bool:
         assert call is not None
         return len(self._slots[call.place]) == len(self._there(call.ranks))
 
@@ -208,7 +208,7 @@ class Exchange:
 
     # -- what is wrong ------------------------------------------------------------------------------------------------
 
-    def _check(self, slot: dict[int, tuple[Call, Payload]]) -> None:
+    def _check(self, slot: dict[int, tuple[CollectiveCall, Payload]]) -> None:
         """Once all have called that will: so what is said does not depend on who came first."""
         lowest = min(slot)
         call = slot[lowest][0]
@@ -224,7 +224,7 @@ class Exchange:
                         self._differ(giver, gives, taker, takes, f"{gives.gives[to]:,} against {takes.takes[at]:,}")
                         return
 
-    def _differ(self, one: int, call: Call, other: int, another: Call, sizes: str = "") -> None:
+    def _differ(self, one: int, call: CollectiveCall, other: int, another: CollectiveCall, sizes: str = "") -> None:
         (one, call), (other, another) = sorted([(one, call), (other, another)], key=lambda pair: pair[0])
         elements = f" ({sizes} elements)" if sizes else ""
         self.fail(
@@ -267,7 +267,7 @@ class Exchange:
         return f"a store for {waiting.of!r} at {short_source(waiting.line)}"
 
 
-def _said(call: Call) -> str:
+def _said(call: CollectiveCall) -> str:
     return f"{call.text} at {short_source(call.line)}"
 
 

@@ -28,8 +28,8 @@ from memprof.errors import MemprofError, UsageError
 from memprof.script.exchange import PEER, Exchange
 from memprof.script.stop import Ended, StopRun
 from memprof.units import format_bytes
-from memprof.virtual.edges.children import refusals_of
-from memprof.virtual.ranks.channel import Channel
+from memprof.virtual.children import refusals_of
+from memprof.virtual.peers.channel import Channel
 
 LONGEST_WAIT = 600.0
 """Seconds that a rank may wait for one that runs: as long as NCCL's watchdog does (kProcessGroupNCCLDefaultTimeout of

@@ -50,5 +50,5 @@ class StandInExtension(Extension):
 
 
 def _of_extensions(module: Any, context: InstallContext) -> Iterator[Patch]:
-    if context.passes_kernels:
+    if context.options.passes_kernels:
         yield from cpp_extensions.patches(module, context)

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from memprof.torch_private import (  # noqa: F401, importing them lists their names
-    autograd,
-    cuda,
-    dispatch,
-    distributed,
-    dynamo,
-    inductor,
-    kernels,
-    loaders,
-    pytree,
-    tensors,
-)
+import importlib
+import os
+import pkgutil
+
 from memprof.torch_private.names import PRIVATE_NAMES, PrivateName, refusal
+
+for _file in pkgutil.iter_modules([os.path.dirname(__file__)]):  # importing one lists its names
+    if _file.name not in ("__main__", "check"):
+        importlib.import_module(f"{__package__}.{_file.name}")
 
 
 def expected_names() -> list[PrivateName]:

@@ -2,37 +2,34 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from memprof.torch_private.names import PrivateName
 
-_AS_IT_IS = "torch's own function runs: the same result, slower or with a device that C++ refuses"
+_c10d = partial(PrivateName, build="distributed")
+_as_it_is = partial(
+    PrivateName, without="torch's own function runs: the same result, slower or with a device that C++ refuses"
+)
 _AS_RANKS_RUN = "torch's own function runs, which asks ranks that do not run"
 
-HashStore = PrivateName("torch._C:_distributed_c10d.HashStore", build="distributed")
-new_process_group_helper = PrivateName(
-    "torch.distributed.distributed_c10d:_new_process_group_helper", build="distributed"
-)
-store_based_barrier = PrivateName("torch.distributed.distributed_c10d:_store_based_barrier", build="distributed")
-world = PrivateName("torch.distributed.distributed_c10d:_world", build="distributed")
+HashStore = _c10d("torch._C:_distributed_c10d.HashStore")
+new_process_group_helper = _c10d("torch.distributed.distributed_c10d:_new_process_group_helper")
+store_based_barrier = _c10d("torch.distributed.distributed_c10d:_store_based_barrier")
+world = _c10d("torch.distributed.distributed_c10d:_world")
 resolve_process_group = PrivateName(
     "torch.distributed.distributed_c10d:_resolve_process_group", without="collectives are given groups, not their names"
 )
 
-AsyncCollectiveTensor = PrivateName(
-    "torch.distributed._functional_collectives:AsyncCollectiveTensor", build="distributed"
+AsyncCollectiveTensor = _c10d("torch.distributed._functional_collectives:AsyncCollectiveTensor")
+new_async_collective_tensor = _c10d("torch.distributed._functional_collectives:AsyncCollectiveTensor.__new__")
+propagate_tensor_meta_non_cached = _as_it_is(
+    "torch.distributed.tensor._sharding_prop:ShardingPropagator._propagate_tensor_meta_non_cached"
 )
-new_async_collective_tensor = PrivateName(
-    "torch.distributed._functional_collectives:AsyncCollectiveTensor.__new__", build="distributed"
+propagate_use_strided_shard_flag = _as_it_is(
+    "torch.distributed.tensor._sharding_prop:_propagate_use_strided_shard_flag", since="2.12"
 )
-propagate_tensor_meta_non_cached = PrivateName(
-    "torch.distributed.tensor._sharding_prop:ShardingPropagator._propagate_tensor_meta_non_cached", without=_AS_IT_IS
-)
-propagate_use_strided_shard_flag = PrivateName(
-    "torch.distributed.tensor._sharding_prop:_propagate_use_strided_shard_flag", without=_AS_IT_IS, since="2.12"
-)
-StridedShard = PrivateName("torch.distributed.tensor._sharding_prop:_StridedShard", without=_AS_IT_IS, since="2.10")
-tree_map_only_of_strategies = PrivateName(
-    "torch.distributed.tensor._ops.single_dim_strategy:tree_map_only", without=_AS_IT_IS, since="2.11"
-)
+StridedShard = _as_it_is("torch.distributed.tensor._sharding_prop:_StridedShard", since="2.10")
+tree_map_only_of_strategies = _as_it_is("torch.distributed.tensor._ops.single_dim_strategy:tree_map_only", since="2.11")
 op_dispatcher = PrivateName(
     "torch.distributed.tensor:DTensor._op_dispatcher",
     without="a run of several ranks that use DTensor ends with an error",
@@ -46,7 +43,7 @@ cp_options = PrivateName(
     "torch.distributed.tensor.experimental._attention:_cp_options",
     without="a run with ring attention ends with an error",
 )
-chunk_with_empty = PrivateName("torch.distributed.fsdp._fully_shard._fsdp_param:_chunk_with_empty", without=_AS_IT_IS)
+chunk_with_empty = _as_it_is("torch.distributed.fsdp._fully_shard._fsdp_param:_chunk_with_empty")
 map_param_key_to_optim_keys = PrivateName(
     "torch.distributed.fsdp._optim_utils:_map_param_key_to_optim_keys", without=_AS_RANKS_RUN
 )

@@ -44,6 +44,7 @@ get_system = _one_by_one("torch._inductor.codecache:CacheBase.get_system")
 torch_key = _one_by_one("torch._inductor.codecache:torch_key")
 CppBuilder = _one_by_one("torch._inductor.cpp_builder:CppBuilder")
 
+# What compiling imports in the course of it.
 MODULES = tuple(
     map(
         partial(PrivateName, without="`memprof verify` does not import it before it starts threads and processes"),
@@ -56,4 +57,3 @@ MODULES = tuple(
         ),
     )
 )  # fmt: skip
-"""What compiling imports in the course of it."""

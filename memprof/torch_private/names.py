@@ -8,8 +8,7 @@ from typing import Any, NoReturn
 
 from memprof.errors import MemprofError
 
-PRIVATE_NAMES: list[PrivateName] = []
-"""Those of the files that have been imported."""
+PRIVATE_NAMES: list[PrivateName] = []  # those of the files that have been imported
 
 
 class PrivateName:
@@ -84,9 +83,7 @@ def bind(path: str, *, without: str = "", since: str = "") -> Any:
     """Return what a private name names, for good: for what is called often and is never replaced.
 
     Args:
-        path: see PrivateName; of a module that `import torch` imports.
-        without: see PrivateName.
-        since: see PrivateName.
+        path: see PrivateName, as of the others; of a module that `import torch` imports.
 
     Returns:
         Of a name that torch lacks: None if memprof does without, else what refuses this torch when it is used.
@@ -101,14 +98,10 @@ class _Missing:
     def __init__(self, name: PrivateName) -> None:
         self._name = name
 
-    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise refusal([self._name])
 
-    def __getattr__(self, attribute: str) -> NoReturn:
-        raise refusal([self._name])
-
-    def __mro_entries__(self, bases: Any) -> NoReturn:
-        raise refusal([self._name])
+    __call__ = __getattr__ = __mro_entries__ = _refuse
 
 
 def refusal(missing: list[PrivateName]) -> MemprofError:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from memprof.torch_private import dispatch, kernels
+from memprof.torch_private.pytree import tree_leaves
 
 _LOWER_PRECISION = frozenset(
     [
@@ -42,10 +43,10 @@ _FLOAT32 = frozenset(
         "upsample_trilinear3d", "upsample_bicubic2d", "_upsample_bicubic2d_aa", "linalg_matrix_sqrth",
     ]
 )  # fmt: skip
+# These compute and return float32 from the half input itself: `dtype` is set, nothing is cast before.
 _FLOAT32_RESULT = frozenset(
     ["prod", "softmax", "log_softmax", "cumprod", "cumsum", "linalg_vector_norm", "linalg_matrix_norm", "sum", "norm"]
 )
-"""These compute and return float32 from the half input itself: `dtype` is set, nothing is cast before."""
 _WIDEST = frozenset(
     [
         "addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "vdot", "grid_sampler", "index_put", "tensordot",
@@ -53,24 +54,27 @@ _WIDEST = frozenset(
     ]
 )  # fmt: skip
 _REFUSED = frozenset({"binary_cross_entropy"})
+# Cast where cuDNN does not run them; where it does, recurrent.py casts their weights into one buffer.
 _RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
-"""Cast where cuDNN does not run them; where it does, recurrent.py casts their weights into one buffer."""
 _COMPOSITES = {
     "lstm": _RECURRENT, "gru": _RECURRENT, "rnn_tanh": _RECURRENT, "rnn_relu": _RECURRENT, "nll_loss_nd": _FLOAT32,
     "linalg_norm": _FLOAT32_RESULT, "inner": _WIDEST,
 }  # fmt: skip
+# Other names of listed operators.
 _OPERATORS = {
     "__matmul__": "matmul", "__rmatmul__": "matmul", "__pow__": "pow", "__rpow__": "pow", "arccos": "acos",
     "arcsin": "asin", "linalg_matmul": "matmul", "special_erfinv": "erfinv", "special_expm1": "expm1",
     "special_log1p": "log1p", "special_log_softmax": "log_softmax", "special_logsumexp": "logsumexp",
     "special_softmax": "softmax",
 }  # fmt: skip
-"""Other names of listed operators."""
+POLICIES = {
+    name: members for members in (_LOWER_PRECISION, _FLOAT32, _FLOAT32_RESULT, _WIDEST, _REFUSED) for name in members
+}
 _HALF = (torch.float16, torch.bfloat16)
 
 
 def registered() -> frozenset[str]:
-    """Names of the operators that this torch release autocasts on CUDA."""
+    """Return the names of the operators that this torch release autocasts on CUDA."""
     return frozenset(
         name.removeprefix("aten::").partition(".")[0]
         for name in dispatch.dispatch_get_all_op_names()
@@ -78,27 +82,15 @@ def registered() -> frozenset[str]:
     )
 
 
-def policy(name: str) -> frozenset[str] | None:
-    """The list that an operator is in, by its name; None if in none."""
-    for members in (_LOWER_PRECISION, _FLOAT32, _FLOAT32_RESULT, _WIDEST, _REFUSED):
-        if name in members:
-            return members
-    return None
-
-
 class Autocast:
-    """Casts arguments while `torch.autocast("cuda")` is on.
-
-    Args:
-        on_gpu: whether a tensor is on the virtual GPU.
-    """
+    """Casts arguments while `torch.autocast("cuda")` is on."""
 
     def __init__(self, on_gpu: Callable[[torch.Tensor], bool]) -> None:
         self._on_gpu = on_gpu
         self._registered: frozenset[str] | None = None
         self._policies: dict[Any, frozenset[str] | None] = {}
+        # By the identity of a weight: the weight, so that it lives on, and its half copy.
         self._cache: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        """By the identity of a weight: the weight, so that it lives on, and its half copy."""
         self._caches_with_gradient = _caches_with_gradient()
 
     def clear_cache(self) -> None:
@@ -106,7 +98,7 @@ class Autocast:
         self._cache.clear()
 
     def cast(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """The arguments with which CUDA's autocast would call `func`."""
+        """Return the arguments with which CUDA's autocast would call `func`."""
         if func not in self._policies:
             self._policies[func] = self._policy(func)
         members = self._policies[func]
@@ -137,7 +129,7 @@ class Autocast:
         )
 
     def in_float32(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """The arguments of an operator of a library that autocast runs in float32."""
+        """Return the arguments of an operator of a library that autocast runs in float32."""
         return self._arguments(args, kwargs, torch.float32)
 
     def _policy(self, func: Any) -> frozenset[str] | None:
@@ -147,7 +139,7 @@ class Autocast:
             return _COMPOSITES[name]
         if self._registered is None:
             self._registered = registered()
-        return policy(name) if name in self._registered else None
+        return POLICIES.get(name) if name in self._registered else None
 
     def _widest(self, args: Any, kwargs: Any) -> torch.dtype:
         """`promote_type` of aten/src/ATen/autocast_mode.h: float32 once there is one; another half dtype only after it.
@@ -156,7 +148,7 @@ class Autocast:
             RuntimeError: there is a half dtype that is not the region's.
         """
         widest = lower = torch.get_autocast_dtype("cuda")
-        for tensor in _flat((args, kwargs)):
+        for tensor in tree_leaves((args, kwargs)):
             if not self._eligible(tensor) or widest is torch.float32:
                 continue
             if tensor.dtype not in (torch.float32, lower):
@@ -173,7 +165,7 @@ class Autocast:
         )
 
     def _arguments(self, args: Any, kwargs: Any, dtype: torch.dtype) -> tuple[Any, Any]:
-        """The last argument is cast first.
+        """Cast the last argument first.
 
         C++ leaves the order open in which `WrapFunction_` of aten/src/ATen/autocast_mode.h evaluates the casts; GCC,
         which builds torch's packages for Linux, goes from right to left. Members of a list are cast in their order.
@@ -215,7 +207,7 @@ class Autocast:
 
 @functools.cache
 def _caches_with_gradient() -> bool:
-    """Whether a weight first cast under no_grad has a gradient later in the region: torch releases differ.
+    """Return whether a weight first cast under no_grad has a gradient later in the region: torch releases differ.
 
     Those in which it has one cache nothing in inference mode, whose tensors can have none (issue 158232). The cache is
     one for all devices, so that the CPU's tells.
@@ -226,11 +218,3 @@ def _caches_with_gradient() -> bool:
         with torch.no_grad():
             data @ weight
         return (data @ weight).requires_grad
-
-
-def _flat(value: Any) -> list[Any]:
-    if isinstance(value, (list, tuple)):
-        return [leaf for part in value for leaf in _flat(part)]
-    if isinstance(value, dict):
-        return _flat(list(value.values()))
-    return [value]

@@ -10,7 +10,7 @@ from memprof.catalog import Gpu
 
 
 def max_threads_per_sm(compute_capability: tuple[int, int]) -> int:
-    """Threads that a multiprocessor can hold (CUDA C++ programming guide, table of technical specifications)."""
+    """Return the threads that a multiprocessor can hold (CUDA C++ programming guide, technical specifications)."""
     major, minor = compute_capability
     if (major, minor) == (7, 5):
         return 1024
@@ -18,18 +18,18 @@ def max_threads_per_sm(compute_capability: tuple[int, int]) -> int:
 
 
 def torch_release() -> tuple[int, int]:
-    """Major and minor number of the installed torch."""
+    """Return the major and minor number of the installed torch."""
     major, minor = torch.__version__.split(".")[:2]
     return int(major), int(minor)
 
 
 def cudnn_version(release: tuple[int, int]) -> int:
-    """The cuDNN that PyPI's wheel of a torch release brings along (9.10.2 until 2.10, 9.19.0 from 2.11 on)."""
+    """Return the cuDNN that PyPI's wheel of a torch release brings along (9.10.2 until 2.10, 9.19.0 from 2.11 on)."""
     return 91_900 if release >= (2, 11) else 91_002
 
 
 def cuda_version(release: tuple[int, int]) -> str:
-    """The CUDA that PyPI's wheel of a torch release is built with (12.8 until 2.10, 13.0 from 2.11 on)."""
+    """Return the CUDA that PyPI's wheel of a torch release is built with (12.8 until 2.10, 13.0 from 2.11 on)."""
     return "13.0" if release >= (2, 11) else "12.8"
 
 
@@ -49,6 +49,6 @@ class Card:
 
     @classmethod
     def of(cls, gpu: Gpu) -> Card:
-        """The facts of a card of the catalog under the installed torch."""
+        """Return the facts of a card of the catalog under the installed torch."""
         capability = gpu.compute_capability
         return cls(capability, gpu.num_sms, max_threads_per_sm(capability), torch_release())

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,10 +10,9 @@ import torch
 from memprof.errors import UsageError
 from memprof.trace.events import GPU
 
-_MOST = 120
-"""C10_COMPILE_TIME_MAX_GPUS (c10/cuda/CUDAMacros.h): torch counts no further on Linux."""
+_MOST = 120  # C10_COMPILE_TIME_MAX_GPUS (c10/cuda/CUDAMacros.h): torch counts no further on Linux
+# c10/cuda/CUDAException.cpp.
 _NO_SUCH_CARD = "CUDA error: invalid device ordinal\nGPU device may be out of range, do you have enough GPUs?"
-"""c10/cuda/CUDAException.cpp."""
 
 
 class _Here(threading.local):
@@ -51,11 +48,11 @@ class Cards:
 
     @property
     def current(self) -> int:
-        """The number of the card that is current in this thread."""
+        """Return the number of the card that is current in this thread."""
         return self._here.card
 
     def index(self, device: Any = None) -> int:
-        """The number of the card that the program names so; the current one if it names none.
+        """Return the number of the card that the program names so; the current one if it names none.
 
         Raises:
             RuntimeError: there is no such card.
@@ -73,11 +70,11 @@ class Cards:
         return int(device)
 
     def named(self, device: Any = None) -> str:
-        """The same as the trace has it."""
+        """Return the name of that GPU, as the trace has it."""
         return self.devices[self.index(device)] if self.several else GPU
 
     def use(self, device: Any = None) -> int:
-        """The number of that card, of which the driver makes a context now if it has none."""
+        """Return the number of that card, of which the driver makes a context now if it has none."""
         index = self.index(device)
         if self.several:
             self._used[self.devices[index]] = True
@@ -92,12 +89,3 @@ class Cards:
         if wanted != before:
             self._here.card = self.use(wanted)
         return before
-
-    @contextlib.contextmanager
-    def selected(self, device: Any) -> Iterator[None]:
-        """Inside, that card is the current one."""
-        before = self.select(device)
-        try:
-            yield
-        finally:
-            self._here.card = before

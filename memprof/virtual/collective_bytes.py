@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import Any, Final
 
 from memprof.torch_private import distributed
-from memprof.virtual.calls import Call
+from memprof.virtual.calls import OperatorCall
 
-COLLECTIVES: Final = "_c10d_functional"
-"""Their namespace."""
+COLLECTIVES: Final = "_c10d_functional"  # their namespace
 
 
-def bytes_sent(call: Call) -> int:
+def bytes_sent(call: OperatorCall) -> int:
     """Bytes that leave this card in a call of one, as nccl-tests has it for rings (PERFORMANCE.md, bus bandwidth).
 
     A sum takes twice what is given but for one rank's part of it, a gathering what the others lack, and of what goes
@@ -33,15 +32,15 @@ def bytes_sent(call: Call) -> int:
     return round(given * _SHARES[name](ranks))
 
 
+# Of what is given: of what is gathered a rank gives one part and sends it on for all the others.
 _SHARES: Final = {
     "all_reduce": lambda ranks: 2 * (ranks - 1) / ranks,
     "all_gather_into_tensor": lambda ranks: ranks - 1,
     "reduce_scatter_tensor": lambda ranks: (ranks - 1) / ranks,
 }
-"""Of what is given: of what is gathered a rank gives one part and sends it on for all the others."""
 
 
 def _group(named: Any) -> Any:
-    """The group, by its name or itself: releases of torch differ."""
+    """Return the group, by its name or itself: releases of torch differ."""
     resolve: Any = distributed.resolve_process_group.get(None)
     return resolve(named) if isinstance(named, str) else named

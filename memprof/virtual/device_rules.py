@@ -18,7 +18,8 @@ import torch
 
 _aten = torch.ops.aten
 
-_MIXES = frozenset(
+# Operators whose tensors may live on different devices (kernels/indexing.py checks those of index).
+MIXES_DEVICES = frozenset(
     {
         _aten._pack_padded_sequence, _aten.copy_, _aten._to_copy, _aten._foreach_copy_, _aten._foreach_copy,
         _aten.resize_as_,
@@ -27,21 +28,15 @@ _MIXES = frozenset(
         _aten.empty_like, _aten.zeros_like, _aten.ones_like, _aten.full_like, _aten.rand_like, _aten.randn_like,
     }
 )  # fmt: skip
-"""Operators whose tensors may live on different devices (kernels/indexing.py checks those of index)."""
-
-
-def mixes(func: Any) -> bool:
-    """Whether the tensors of this operator may live anywhere."""
-    return func.overloadpacket in _MIXES
 
 
 def takes_numbers_of_host(func: Any) -> bool:
-    """Whether the CUDA kernel of `func` takes a tensor without dimensions from the host."""
+    """Return whether the CUDA kernel of `func` takes a tensor without dimensions from the host."""
     return func.name() not in _checked()
 
 
 def lacks_quantized_kernel(name: str) -> str:
-    """The overload that CUDA does not find for quantized tensors where `name` is called; none if it finds it."""
+    """Return the overload that CUDA does not find for quantized tensors where `name` is called; none if it finds it."""
     entry = _entries().get(name, "")
     delegate = re.search(r"structured_delegate: (\S+)", entry)
     if re.search(r"QuantizedCUDA|: Composite|    Composite", entry) or not (delegate or "  dispatch:" in entry):

@@ -22,6 +22,7 @@ from memprof.torch_private.dispatch import TorchDispatchMode
 _use_count = tensors.use_count
 _storage_use_count = tensors.storage_use_count
 _aten = torch.ops.aten
+# Out-of-place operator of a backward formula -> what a plain run calls on the zeros that it has just made.
 FILLS_ZEROS: dict[Any, Any] = {
     _aten.index_put.default: _aten.index_put_.default,
     _aten.scatter_add.default: _aten.scatter_add_.default,
@@ -32,7 +33,6 @@ FILLS_ZEROS: dict[Any, Any] = {
     _aten.index_fill.int_Scalar: _aten.index_fill_.int_Scalar,
     _aten.masked_scatter.default: _aten.masked_scatter_.default,
 }
-"""Out-of-place operator of a backward formula -> what a plain run calls on the zeros that it has just made."""
 _ENGINE = autograd.engine_run_backward_of_graph.get().__code__
 
 
@@ -71,7 +71,7 @@ class Accumulation:
         self._sole_owner = _sole_owner()
 
     def is_in_place(self, args: Any, kwargs: Any, made_by_node: bool) -> bool:
-        """Whether `add(*args)` is the engine adding to a gradient that nobody else holds.
+        """Return whether `add(*args)` is the engine adding to a gradient that nobody else holds.
 
         A backward formula may add to a temporary of its own as well, and does so out of place; such a temporary was
         made by the node that is running (`made_by_node`). The engine adds to what that node made only if the node has
@@ -92,19 +92,19 @@ class Accumulation:
 
 
 def _feeds_distinct_inputs() -> bool:
-    """Whether the autograd node that is running has at most one gradient for each input of another."""
+    """Return whether the autograd node that is running has at most one gradient for each input of another."""
     node = autograd.current_autograd_node()
     targets = [] if node is None else [target for target in node.next_functions if target[0] is not None]
     return len(set(targets)) == len(targets)
 
 
 def in_backward() -> bool:
-    """Whether the autograd engine is running."""
+    """Return whether the autograd engine is running."""
     return autograd.current_graph_task_id() != -1
 
 
 def called_by_engine() -> bool:
-    """Whether the engine's C++ called the operator: no hook, custom backward or recomputation in between."""
+    """Return whether the engine's C++ called the operator: no hook, custom backward or recomputation in between."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_TRANSPARENT):
         frame = frame.f_back

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from memprof.trace.events import GPU, HOST, Work, is_card
-from memprof.virtual.calls import OVERWRITES, Call, Kind, Operator, tensors_of
+from memprof.virtual.calls import OVERWRITES, Kind, OperatorCall, OpInfo, tensors_of
 from memprof.virtual.collective_bytes import COLLECTIVES, bytes_sent
 from memprof.watch.recorder import Recorder
 from memprof.watch.wrappers import parts_of_sparse
@@ -23,33 +23,27 @@ from memprof.workload.quantization import import_quietly
 
 _aten = torch.ops.aten
 _COPIES = frozenset({_aten._to_copy, _aten.copy_})
+# Memory that is made and neither read nor written.
 _TOUCHES_NOTHING = frozenset(
     {
         _aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided, _aten.resize_,
         _aten.set_,
     }
 )  # fmt: skip
-"""Memory that is made and neither read nor written."""
 
 
 class Meter:
-    """Counts equal calls while the run goes on, and says afterwards what they amount to.
-
-    Args:
-        recorder: knows the phase that is running, and gets the result.
-        device_of: the device that the program believes a tensor to be on.
-    """
+    """Counts equal calls while the run goes on, and says afterwards what they amount to."""
 
     def __init__(self, recorder: Recorder, device_of: Callable[[torch.Tensor], str]) -> None:
         self._recorder = recorder
         self._device_of = device_of
         self._costs: list[tuple[Any, ...]] = []
+        # What a call is known by -> its place in `_costs`; None if it costs nothing.
         self._known: dict[Any, int | None] = {}
-        """What a call is known by -> its place in `_costs`; None if it costs nothing."""
-        self._counts: dict[int, list[int]] = {}
-        """Phase -> for each place in `_costs`, how often."""
+        self._counts: dict[int, list[int]] = {}  # phase -> for each place in `_costs`, how often
 
-    def count(self, operator: Operator, call: Call, result: Any) -> None:
+    def count(self, operator: OpInfo, call: OperatorCall, result: Any) -> None:
         """One call of an operator that is no view."""
         try:
             # The key alone does not tell devices; only a few calls are on the host, and a copy goes either way.
@@ -81,7 +75,6 @@ class Meter:
             self._one((name, self._device_of(tensors[0]), _dtype(tensors[0]), 0, moved, 0, 0, 0))
 
     def _one(self, cost: tuple[Any, ...]) -> None:
-        """A call that costs this."""
         place = self._known.setdefault(cost, len(self._costs))
         assert place is not None
         if place == len(self._costs):
@@ -94,7 +87,7 @@ class Meter:
             counts.extend([0] * (place + 1 - len(counts)))
         counts[place] += calls
 
-    def _cost(self, operator: Operator, call: Call, result: Any) -> tuple[Any, ...] | None:
+    def _cost(self, operator: OpInfo, call: OperatorCall, result: Any) -> tuple[Any, ...] | None:
         """Operator, device, dtype, operations, bytes read and written, to the card, from it, and to other cards."""
         outputs = tensors_of(result)
         made_here = set(map(id, outputs))
@@ -139,7 +132,7 @@ def _dtype(tensor: torch.Tensor) -> str:
 
 
 def _num_bytes(tensor: torch.Tensor) -> int:
-    """What there is to read: an expanded tensor is smaller in memory than its shape says."""
+    """Return what there is to read: an expanded tensor is smaller in memory than its shape says."""
     if tensor.layout is not torch.strided:
         return sum(map(_num_bytes, parts_of_sparse(tensor)))
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
@@ -158,56 +151,41 @@ def _formulas() -> dict[Any, Any]:
 
 
 def _product(*args: Any, **kwargs: Any) -> int:
-    """A product of matrices: each number of the left one meets each column of the right one."""
+    """Count a product of matrices: each number of the left one meets each column of the right one."""
     left, right = [arg for arg in args if isinstance(arg, torch.Tensor)][-2:]
     return 2 * left.numel() * int(right.shape[-1] if right.dim() > 1 else 1)
 
 
 def _grouped_mm(left: torch.Tensor, right: torch.Tensor, *args: Any, **kwargs: Any) -> int:
-    """Each row meets one matrix of several."""
+    """Count a product in which each row meets one matrix of several."""
     return 2 * left.numel() * int(right.shape[-1])
 
 
-@functools.cache
-def _causal_place(func: Any) -> int | None:
-    names = [argument.name for argument in func._schema.arguments]
-    return names.index("is_causal") if "is_causal" in names else None
-
-
-def _operations(call: Call, result: Any) -> int:
+def _operations(call: OperatorCall, result: Any) -> int:
     formula = _formulas().get(call.func.overloadpacket)
     if formula is None:
         return 0
+    places, args = _places(call.func), list(call.args)
     try:
-        operations = int(formula(*_heads_of_its_own(call), **call.kwargs, out_val=result))
+        if call.func.overloadpacket.__name__.startswith("_scaled_dot_product"):
+            # Where several heads of a query share a key, as if each had its own: torch's formulas of attention know no
+            # others before release 2.12, and a shape is as good to them as a tensor.
+            for place in (places["key"], places["value"]):
+                *batch, _, length, width = args[place].shape
+                args[place] = torch.Size((*batch, args[places["query"]].shape[-3], length, width))
+        operations = int(formula(*args, **call.kwargs, out_val=result))
     except (TypeError, ValueError, IndexError, AttributeError, AssertionError):
         return 0  # torch's formula does not know this overload, or these shapes
-    place = _causal_place(call.func)
-    if place is not None:
-        causal = call.args[place] if place < len(call.args) else call.kwargs.get("is_causal", False)
-        query, key = _query_and_key(call)
-        if causal and query == key:
+    if "is_causal" in places:
+        at = places["is_causal"]
+        causal = call.args[at] if at < len(call.args) else call.kwargs.get("is_causal", False)
+        # Where their lengths differ, a causal mask hides less than half.
+        if causal and call.args[places["query"]].shape[-2] == call.args[places["key"]].shape[-2]:
             operations //= 2
     return operations
 
 
-def _heads_of_its_own(call: Call) -> list[Any]:
-    """The arguments, where several heads of a query share a key as if each had its own: torch's formulas of attention
-    know no others before release 2.12, and a shape is as good to them as a tensor."""
-    args = list(call.args)
-    if call.func.overloadpacket.__name__.startswith("_scaled_dot_product"):
-        query, key, value = (_argument_place(call.func, name) for name in ("query", "key", "value"))
-        for place in (key, value):
-            *batch, _, length, width = args[place].shape
-            args[place] = torch.Size((*batch, args[query].shape[-3], length, width))
-    return args
-
-
-def _argument_place(func: Any, name: str) -> int:
-    return [argument.name for argument in func._schema.arguments].index(name)
-
-
-def _query_and_key(call: Call) -> tuple[int, int]:
-    """Their lengths: where they differ, a causal mask hides less than half."""
-    query, key = (call.args[_argument_place(call.func, name)] for name in ("query", "key"))
-    return query.shape[-2], key.shape[-2]
+@functools.cache
+def _places(func: Any) -> dict[str, int]:
+    """Name of an argument -> its place."""
+    return {argument.name: place for place, argument in enumerate(func._schema.arguments)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,10 +15,9 @@ from memprof.catalog import Gpu
 from memprof.errors import MemprofError, UsageError
 from memprof.patching.extension import Extension, extensions_in
 from memprof.trace.events import NONE, Failure, Owner, Phase, PhaseKind, Role, Trace
-from memprof.virtual.install_context import InstallContext
+from memprof.virtual.edges.interchange import Interchange
+from memprof.virtual.install_context import GpuOptions, InstallContext
 from memprof.virtual.kernels import quantized
-from memprof.virtual.ranks.channel import Channel
-from memprof.virtual.torch_cuda.memory import AllocatorSettings, MemoryStatistics
 from memprof.watch import sharding
 from memprof.watch.failure import describe, ended_by_refusal, refusal
 from memprof.watch.growth import GrowthWatch
@@ -27,8 +26,8 @@ from memprof.watch.source_lines import only_shows
 from memprof.watch.updates import Updates
 from memprof.watch.watch import Watch
 
+# Where the extensions are that every virtual GPU has.
 _FOLDERS = tuple(f"memprof.virtual.{name}" for name in ("torch_cuda", "edges", "ranks", "compiled"))
-"""Where the extensions are that every virtual GPU has."""
 _active: VirtualGpu | None = None
 
 
@@ -36,84 +35,42 @@ class VirtualGpu(Watch):
     """A context manager in which `cuda:0` is a virtual card and every allocation on it is recorded.
 
     Args:
-        gpu: the card to be.
-        cards: how many of them this process sees; of several, `memory` must tell them apart.
-        nodes: machines with so many cards, on which the program may have a rank for each.
-        rank: which of them the program is where it starts them itself.
-        channel: to the ranks that run together with this one; None: it is alone.
-        context_bytes: what the CUDA context takes of it.
-        workspaces: whether to count library workspaces (cuBLAS, cuDNN's convolutions).
-        tensors_only: count neither these nor any other memory that no tensor shows.
-        memory: what answers a program that asks for memory statistics, given the trace that is being recorded; asked
-            for only then. None: the bytes of living tensors.
-        passes_kernels: what a Triton kernel's launch does. False: the run ends there, with the kernel's name. True: it
-            is passed over, which is right for kernels that only write tensors that they are given: memory is theirs to
-            fill and not to allocate. What autotuning takes for its timings is counted.
-        allocator_settings: what the program reads and sets as the settings of its caching allocator.
-        refuses: whether a request that the card has no room for raises torch.OutOfMemoryError, as `memory` says it.
-            False: the run goes on, so that its whole need is known.
-        compiles: whether torch.compile compiles for the card. False: what it is given runs eagerly.
-        extensions: what else is put in place, beside what the folders of this room have.
+        gpu: the GPU to be.
+        extensions: what is put in place beside what the folders of this package have.
+        options: those of GpuOptions.
 
     Raises:
         MemprofError: a virtual GPU is already active.
     """
 
-    name = "cuda"
-    """Where its tensors are, as the program says it."""
-    instead_of_another = "leave it before entering another"
-    """What a program can do that enters another inside this one."""
+    name = "cuda"  # where its tensors are, as the program says it
+    instead_of_another = "leave it before entering another"  # what a program can do that enters another inside this one
 
-    def __init__(
-        self,
-        gpu: Gpu,
-        *,
-        cards: int = 1,
-        nodes: int = 1,
-        rank: int = 0,
-        channel: Channel | None = None,
-        context_bytes: int = 0,
-        workspaces: bool = True,
-        tensors_only: bool = False,
-        memory: Callable[[Trace], MemoryStatistics] | None = None,
-        passes_kernels: bool = False,
-        allocator_settings: AllocatorSettings | None = None,
-        refuses: bool = False,
-        compiles: bool = True,
-        extensions: Sequence[Extension] = (),
-    ) -> None:
+    def __init__(self, gpu: Gpu, *, extensions: Sequence[Extension] = (), **options: Any) -> None:
         super().__init__()
         self.gpu = gpu
+        chosen = GpuOptions(**options)
         self.recorder = Recorder(self.modules)
-        self.recorder.storages.counts_hidden = not tensors_only
+        self.recorder.storages.counts_hidden = not chosen.tensors_only
         self._unknown_read: tuple[int, str] | None = None
+        # Lines that have read an unknown value, and whether all that they do is to show it.
         self._only_show: dict[int, bool] = {}
-        """Lines that have read an unknown value, and whether all that they do is to show it."""
         self._growth = GrowthWatch(self.recorder)
         self._extensions = [*(kind() for kind in extensions_in(*_FOLDERS)), *extensions]
         self._refused: Failure | None = None
-        self._roots_noted = 0
-        """Of so many models it is known how they are spread over ranks."""
-        self._context = InstallContext.build(
+        self._roots_noted = 0  # of so many models it is known how they are spread over ranks
+        self._context = InstallContext(
             gpu,
+            chosen,
             self.recorder,
             self._patches,
             self.assume,
-            number_of_cards=cards,
-            nodes=nodes,
-            rank=rank,
-            channel=channel,
-            context_bytes=context_bytes,
-            workspaces=workspaces,
-            memory=memory,
-            passes_kernels=passes_kernels,
-            settings=allocator_settings,
-            compiles=compiles,
             environment={name: value for one in extensions for name, value in one.environment.items()},
             refused=self._note_refused,
             leave_in_child=self._leave_in_child,
+            make_interchange=Interchange,
         )
-        if refuses:
+        if chosen.refuses:
             self.recorder.storages.refusal = self._refusal
         self._context.values.policy.on_unknown = self._note_unknown
         self.tracker = self._context.tracker
@@ -124,7 +81,7 @@ class VirtualGpu(Watch):
 
     @property
     def trace(self) -> Trace:
-        """What has been recorded."""
+        """Return what has been recorded."""
         trace = self.recorder.trace
         trace.work = self.tracker.meter.finish()
         self._tell(trace)
@@ -132,7 +89,7 @@ class VirtualGpu(Watch):
 
     @property
     def held_bytes(self) -> int:
-        """Bytes on the card now."""
+        """Return the bytes on the GPU now."""
         return self.recorder.storages.live_bytes
 
     @property
@@ -142,7 +99,7 @@ class VirtualGpu(Watch):
 
     @property
     def refused(self) -> Failure | None:
-        """What the program was refused first, or a process of its own, whether or not it went on without."""
+        """Return what the program was refused first, or a process of its own, whether or not it went on without."""
         for problem, hint in self._context.children.refused() if self._refused is None else ():
             self._note_refused(problem, hint, None)
         return self._refused
@@ -236,7 +193,7 @@ class VirtualGpu(Watch):
 
     @property
     def current_phase(self) -> Phase:
-        """The phase that is running."""
+        """Return the phase that is running."""
         return self.recorder.writer.phase
 
     def begin_phase(self, kind: PhaseKind, step: int, micro_batch: int) -> None:
@@ -287,5 +244,5 @@ class VirtualGpu(Watch):
             trace.facts = dataclasses.replace(trace.facts, groups=tuple(dict.fromkeys((*trace.facts.groups, *groups))))
 
     def parts(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """The tensors that a quantized `tensor` keeps beside its own data, or instead of it."""
+        """Return the tensors that a quantized `tensor` keeps beside its own data, or instead of it."""
         return quantized.parts(tensor)

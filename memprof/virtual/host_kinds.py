@@ -27,8 +27,8 @@ from memprof.torch_private import autograd as private_autograd
 from memprof.torch_private.pytree import tree_leaves, tree_map_only
 from memprof.trace.events import HOST, is_card
 from memprof.virtual.calls import in_place, tensors_of
+from memprof.virtual.legacy_types import legacy_name
 from memprof.virtual.machine import REAL, Machine
-from memprof.virtual.torch_cuda.driver import legacy_name
 
 _Tensor = torch.Tensor
 _aten = torch.ops.aten
@@ -59,15 +59,18 @@ class HostKinds:
     def __init__(self, machine: Machine, move: Callable[[_Tensor, str], _Tensor]) -> None:
         self._machine = machine
         self._move = move
+        # Nodes of Functions written in Python -> where the tensors are that these were given, by argument.
         self._inputs: weakref.WeakKeyDictionary[Any, dict[int, _Where | None]] = weakref.WeakKeyDictionary()
-        """Nodes of Functions written in Python -> where the tensors are that these were given, by argument."""
 
     def alike(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """The arguments of `func`, of one kind if a gradient is to pass between real and virtual ones."""
+        """Return the arguments of `func`, of one kind if a gradient is to pass between real and virtual ones."""
         if not _is_grad_enabled():
             return args, kwargs
         if in_place(func) and args and isinstance(args[0], _Tensor) and self._is_real(args[0]):
-            return self._made_real(args, kwargs)
+            with _NoTorchFunction():
+                return tree_map_only(
+                    _Tensor, lambda one: self._of_kind(one, False) if one.requires_grad else one, (args, kwargs)
+                )
         if not _follows_real(args) and not (kwargs and _follows_real(tuple(kwargs.values()))):
             return args, kwargs
         if not any(self._is_virtual(tensor) for tensor in tensors_of([*args, *kwargs.values()])):
@@ -83,8 +86,7 @@ class HostKinds:
             if getattr(func, "__wrapped__", func) is not _linear:  # addmm(bias, input, weight.t()), native/Linear.cpp
                 followed.reverse()
             copies = {id(tensor): self.to_virtual(tensor) for tensor in followed}
-            moved: tuple[Any, Any] = tree_map_only(_Tensor, lambda one: copies.get(id(one), one), (args, kwargs))
-            return moved
+            return tree_map_only(_Tensor, lambda one: copies.get(id(one), one), (args, kwargs))
 
     def all_virtual(self, args: Any, only: Callable[[_Tensor], bool] = lambda tensor: True) -> Any:
         """Arguments of a function that compares devices in C++: those of the host that are of interest, virtual if
@@ -97,21 +99,13 @@ class HostKinds:
                 _Tensor, lambda one: self.to_virtual(one) if only(one) and self._is_real(one) else one, args
             )
 
-    def _made_real(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        def move(tensor: _Tensor) -> _Tensor:
-            return self.to_real(tensor) if tensor.requires_grad and self._is_virtual(tensor) else tensor
-
-        with _NoTorchFunction():
-            moved: tuple[Any, Any] = tree_map_only(_Tensor, move, (args, kwargs))
-            return moved
-
     def like(self, tensor: _Tensor, other: _Tensor) -> _Tensor:
-        """A host tensor, made of the kind that another is of."""
+        """Return a host tensor made of the kind that another is of."""
         with _NoTorchFunction():
-            return self._of_kind(tensor, other.is_meta)  # type: ignore[no-any-return]
+            return self._of_kind(tensor, other.is_meta)
 
     def _of_kind(self, gradient: Any, is_virtual: bool) -> Any:
-        """A gradient, made of the kind of what it belongs to; anything but a host tensor as it is."""
+        """Return a gradient, made of the kind of what it belongs to; anything but a host tensor as it is."""
         if type(gradient) not in _PLAIN:
             return gradient
         with _NoTorchFunction():
@@ -122,14 +116,14 @@ class HostKinds:
             return self.to_real(gradient) if self._is_virtual(gradient) else gradient
 
     def to_virtual(self, tensor: _Tensor) -> _Tensor:
-        """A virtual copy of a real host tensor, with its numbers; autograd sees the copy."""
+        """Return a virtual copy of a real host tensor, with its numbers; autograd sees the copy."""
         with _NoTorchFunction(), self._machine.asked_for(HOST):
-            return _aten._to_copy.default(tensor, device=_META)  # type: ignore[no-any-return]
+            return _aten._to_copy.default(tensor, device=_META)
 
     def to_real(self, tensor: _Tensor) -> _Tensor:
-        """A real copy of a virtual host tensor, with numbers by the policy; autograd sees the copy."""
+        """Return a real copy of a virtual host tensor, with numbers by the policy; autograd sees the copy."""
         with _NoTorchFunction(), self._machine.asked_for(REAL):
-            return _aten._to_copy.default(tensor, device=_CPU)  # type: ignore[no-any-return]
+            return _aten._to_copy.default(tensor, device=_CPU)
 
     def _is_virtual(self, tensor: _Tensor) -> bool:
         with _NoTorchFunction():
@@ -142,7 +136,7 @@ class HostKinds:
     # -- gradients that Python code hands to the engine ---------------------------------------------------------------
 
     def patches(self) -> Iterator[tuple[Any, str, Any]]:
-        """The patches (owner, name, replacement)."""
+        """Yield the patches (owner, name, replacement)."""
         autograd = torch.autograd
         yield private_autograd.engine_run_backward.patch(self._starting(private_autograd.engine_run_backward.get()))
         yield autograd.Function, "apply", self._applying(autograd.Function.__dict__["apply"])
@@ -155,7 +149,7 @@ class HostKinds:
             yield owner, name, self._hooking_modules(getattr(owner, name))
 
     def _starting(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """The replacement for what starts the engine: gradients are like the tensors that they belong to."""
+        """Return the replacement for what starts the engine: gradients are like the tensors that they belong to."""
 
         def run_backward(outputs: Any, gradients: Any, *args: Any, **kwargs: Any) -> Any:
             alike = tuple(
@@ -167,7 +161,7 @@ class HostKinds:
         return run_backward
 
     def _applying(self, original: Any) -> Any:
-        """The replacement for `Function.apply`, which keeps where the tensors that it is given are."""
+        """Return the replacement for `Function.apply`, which keeps where the tensors that it is given are."""
 
         @functools.wraps(original.__func__)  # TorchScript reads the signature of a Function that it calls
         def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -200,7 +194,7 @@ class HostKinds:
         return apply
 
     def _hooking(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """The replacement for `Tensor.register_hook`: what a hook returns is like what it was given."""
+        """Return the replacement for `Tensor.register_hook`: what a hook returns is like what it was given."""
 
         @functools.wraps(original)  # subclasses are told of this one, and know the original
         def register_hook(tensor: _Tensor, hook: Callable[[_Tensor], Any]) -> Any:
@@ -240,7 +234,7 @@ class HostKinds:
         return register
 
     def _changed(self, gradient: Any, changed: Any, name: str) -> Any:
-        """What the hook `name` returned for `gradient`, as torch/csrc/autograd/python_hook.cpp takes it.
+        """Return what the hook `name` returned for `gradient`, as torch/csrc/autograd/python_hook.cpp takes it.
 
         Raises:
             RuntimeError: it is on another device.
@@ -283,14 +277,14 @@ class HostKinds:
 
 
 def _by_position(forward: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, ...]:
-    """The arguments of a Function, of which each has a gradient."""
+    """Return the arguments of a Function, of which each has a gradient."""
     bound = inspect.signature(forward).bind(*args, **kwargs)
     bound.apply_defaults()
     return bound.args
 
 
 def _follows_real(values: Any) -> bool:
-    """Whether autograd follows one of these that has data."""
+    """Return whether autograd follows one of these that has data."""
     for value in values:
         if isinstance(value, _Tensor):
             if not value.is_meta and value.requires_grad and value.dim():

@@ -15,143 +15,102 @@ from memprof.patching.patch_set import PatchSet
 from memprof.torch_private.check import refuse_missing
 from memprof.trace.events import Trace
 from memprof.trace.facts import RankFacts
-from memprof.virtual.card import Card
-from memprof.virtual.cards import Cards
-from memprof.virtual.devices import DeviceMode
-from memprof.virtual.edges.children import Children
-from memprof.virtual.kernels import registry
-from memprof.virtual.limits import Note
-from memprof.virtual.ranks.alone import Alone
-from memprof.virtual.ranks.channel import Channel
-from memprof.virtual.ranks.together import Together
-from memprof.virtual.torch_cuda.memory import (
+from memprof.virtual.allocator_answers import (
+    AllocatorAnswers,
     AllocatorSettings,
-    Memory,
     MemoryStatistics,
     SettingsOfRun,
-    UnusedSettings,
 )
-from memprof.virtual.tracker import AllocationTracker
+from memprof.virtual.card import Card
+from memprof.virtual.cards import Cards
+from memprof.virtual.children import Children
+from memprof.virtual.devices import FunctionMode
+from memprof.virtual.limits import Note
+from memprof.virtual.peers.alone import SingleRankBackend
+from memprof.virtual.peers.channel import Channel
+from memprof.virtual.peers.together import MultiRankBackend
+from memprof.virtual.tracker import DispatchMode
 from memprof.virtual.values import Values
 from memprof.watch.recorder import Recorder
 
 _NOT_LAUNCHED = "{} are not launched: what they write is unknown, and they allocate nothing."
 
 
-@dataclass
-class InstallContext:
-    """A run on a virtual GPU, as extensions see it (memprof/patching/extension.py).
+@dataclass(frozen=True)
+class GpuOptions:
+    """What a virtual GPU is to be, beside its model."""
 
-    Attributes:
+    cards: int = 1  # how many of them this process sees; of several, `memory` must tell them apart
+    nodes: int = 1  # machines with so many GPUs, on which the program may have a rank for each
+    rank: int = 0  # which of them the program is where it starts them itself
+    channel: Channel | None = None  # to the ranks that run together with this one; None: it is alone
+    context_bytes: int = 0  # what the CUDA context takes
+    workspaces: bool = True  # whether to count library workspaces (cuBLAS, cuDNN's convolutions)
+    tensors_only: bool = False  # count neither these nor any other memory that no tensor shows
+    # What answers a program that asks for memory statistics, given the trace that is being recorded; asked for only
+    # then. None: the bytes of living tensors.
+    memory: Callable[[Trace], MemoryStatistics] | None = None
+    # What a Triton kernel's launch does. False: the run ends there, with the kernel's name. True: it is passed over,
+    # which is right for kernels that only write tensors that they are given: memory is theirs to fill and not to
+    # allocate. What autotuning takes for its timings is counted.
+    passes_kernels: bool = False
+    # What the program reads and sets as the settings of its caching allocator; None: a text.
+    allocator_settings: AllocatorSettings | None = None
+    # Whether a request that the GPU has no room for raises torch.OutOfMemoryError, as `memory` says it. False: the run
+    # goes on, so that its whole need is known.
+    refuses: bool = False
+    compiles: bool = True  # whether torch.compile compiles for the GPU. False: what it is given runs eagerly
+
+
+class InstallContext:
+    """A run on a virtual GPU, as extensions see it (memprof/patching/extension.py): an attribute for each of its parts.
+
+    Args:
         gpu: the model of each GPU.
-        cards: how many there are, and which is current.
-        nodes: machines with so many.
-        rank: which of them this process is where the program starts them itself.
-        channel: to the ranks that run together with this one; None: it is alone.
-        others: what the other ranks contribute.
-        tracker: the dispatch mode.
-        function_mode: the function mode.
-        memory: what answers questions about memory.
-        settings: of the caching allocator.
-        context_bytes: what the CUDA context takes.
-        passes_kernels: whether kernels that only write tensors that they are given are passed over; False: they end
-            the run.
-        compiles: whether torch.compile compiles for the GPU.
+        options: what else it is to be.
+        recorder: who writes the trace.
+        run_patches: set until the run ends.
         assume: told what the run rests on.
+        environment: variables that Pythons find which the program starts.
         refused: told what the program is refused: the problem, what to do instead, and the line.
         leave_in_child: called in a process that is forked in the run.
-        run_patches: set until the run ends.
-        children: processes that the program starts.
+        make_interchange: see FunctionMode.
+
+    Raises:
+        MemprofError: torch lacks a private name that the virtual GPU cannot do without.
     """
 
-    gpu: Gpu
-    cards: Cards
-    nodes: int
-    rank: int
-    channel: Channel | None
-    others: Alone
-    tracker: AllocationTracker
-    function_mode: DeviceMode
-    memory: Memory
-    settings: AllocatorSettings
-    context_bytes: int
-    passes_kernels: bool
-    compiles: bool
-    assume: Callable[[str], None]
-    refused: Note
-    leave_in_child: Callable[[], None]
-    run_patches: PatchSet
-    children: Children
-
-    @classmethod
-    def build(
-        cls,
+    def __init__(
+        self,
         gpu: Gpu,
+        options: GpuOptions,
         recorder: Recorder,
         run_patches: PatchSet,
         assume: Callable[[str], None],
-        *,
-        number_of_cards: int,
-        channel: Channel | None,
-        workspaces: bool,
-        memory: Callable[[Trace], MemoryStatistics] | None,
-        settings: AllocatorSettings | None,
         environment: Mapping[str, str],
-        **given: Any,
-    ) -> InstallContext:
-        """Make what a run consists of: its GPUs, its modes, what answers for its allocator; `given` are attributes.
-
-        Args:
-            gpu: the model of each GPU.
-            recorder: who writes the trace.
-            run_patches: set until the run ends.
-            assume: told what the run rests on.
-            number_of_cards: how many GPUs this process sees.
-            channel: to the ranks that run together with this one; None: it is alone.
-            workspaces: whether to count what CUDA's libraries take for themselves.
-            memory: makes what answers questions about memory; None: the bytes of living tensors do.
-            settings: of the caching allocator; None: a text.
-            environment: variables that Pythons find which the program starts.
-            given: the other attributes.
-
-        Raises:
-            MemprofError: torch lacks a private name that the virtual GPU cannot do without.
-        """
+        refused: Note,
+        leave_in_child: Callable[[], None],
+        make_interchange: Callable[..., Any],
+    ) -> None:
         refuse_missing()
+        self.gpu, self.options, self.run_patches = gpu, options, run_patches
+        self.assume, self.refused, self.leave_in_child = assume, refused, leave_in_child
         # Several GeForce cards do not read each other's memory: NVIDIA's driver has it off.
-        cards = Cards(number_of_cards, recorder.trace.cards, are_peers="GeForce" not in gpu.name)
-        values = Values(assume)
-        tracker = AllocationTracker(recorder, values, Card.of(gpu), cards, workspaces)
-        tracker.function_mode = function_mode = DeviceMode(tracker, registry.composites(tracker))
-        answers = Memory(recorder, memory)
-        return cls(
-            gpu=gpu,
-            cards=cards,
-            channel=channel,
-            others=Alone(assume, values) if channel is None else Together(assume, values, channel),
-            tracker=tracker,
-            function_mode=function_mode,
-            memory=answers,
-            settings=SettingsOfRun(settings or UnusedSettings(), answers, recorder, assume),
-            assume=assume,
-            run_patches=run_patches,
-            children=Children(environment),
-            **given,
+        self.cards = Cards(options.cards, recorder.trace.cards, are_peers="GeForce" not in gpu.name)
+        self.recorder, self.values = recorder, Values(assume)
+        self.tracker = DispatchMode(recorder, self.values, Card.of(gpu), self.cards, options.workspaces)
+        self.function_mode = FunctionMode(self.tracker, make_interchange)
+        self.tracker.function_mode = self.function_mode
+        self.is_on_card = self.tracker.is_on_card
+        self.memory = AllocatorAnswers(recorder, options.memory)
+        self.settings = SettingsOfRun(options.allocator_settings, self.memory, recorder, assume)
+        self.channel = channel = options.channel
+        self.others = (
+            SingleRankBackend(assume, self.values)
+            if channel is None
+            else MultiRankBackend(assume, self.values, channel)
         )
-
-    @property
-    def recorder(self) -> Recorder:
-        """Return what writes the trace."""
-        return self.tracker.recorder
-
-    @property
-    def values(self) -> Values:
-        """Return what is known of the numbers in tensors."""
-        return self.tracker.values
-
-    def is_on_card(self, tensor: torch.Tensor) -> bool:
-        """Say whether a tensor is on one of the GPUs."""
-        return self.tracker.is_on_card(tensor)
+        self.children = Children(environment)
 
     def note_written(self, tensor: torch.Tensor, by: str = "Triton kernels") -> None:
         """Note that a kernel which is passed over was given `tensor`, and may have written it."""
@@ -177,4 +136,4 @@ class InstallContext:
 
     def used_bytes(self, device: str) -> int:
         """Return what is in use on a GPU, as nvidia-smi says it."""
-        return self.context_bytes + self.memory.of(device).stats()["reserved_bytes.all.current"]
+        return self.options.context_bytes + self.memory.of(device).stats()["reserved_bytes.all.current"]

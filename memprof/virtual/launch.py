@@ -10,7 +10,8 @@ import torch
 
 from memprof.torch_private.pytree import tree_map
 from memprof.trace.events import HOST, NONE
-from memprof.virtual.calls import Call, Operator
+from memprof.virtual.calls import OperatorCall, OpInfo
+from memprof.virtual.device_checks import note_mismatch
 from memprof.virtual.machine import Machine
 from memprof.watch.forward import Place
 
@@ -26,7 +27,7 @@ class Launch:
 
     __slots__ = ("_machine", "args", "call", "card", "func", "kwargs", "operator", "place", "values")
 
-    def __init__(self, machine: Machine, operator: Operator, call: Call, place: Place) -> None:
+    def __init__(self, machine: Machine, operator: OpInfo, call: OperatorCall, place: Place) -> None:
         self._machine = machine
         self.operator = operator
         self.call = call
@@ -38,25 +39,25 @@ class Launch:
         self.values = machine.values
 
     def argument(self, position: int, name: str, default: Any = None) -> Any:
-        """An argument that may be given by position, by name or not at all."""
+        """Return an argument that may be given by position, by name or not at all."""
         return self.args[position] if len(self.args) > position else self.kwargs.get(name, default)
 
     @property
     def device(self) -> str:
-        """Where the results live: with the inputs, on the card if none of them is virtual."""
+        """Return where the results live: with the inputs, on the card if none of them is virtual."""
         return self.call.device or self.call.card
 
     @property
     def lacks_peers(self) -> bool:
-        """Whether there are several cards, which do not read each other's memory."""
+        """Return whether there are several cards, which do not read each other's memory."""
         return self._machine.cards.several and not self._machine.cards.are_peers
 
     def device_of(self, tensor: torch.Tensor) -> str:
-        """The device that the program believes `tensor` to be on."""
+        """Return the device that the program believes `tensor` to be on."""
         return self._machine.device_of(tensor)
 
     def maker_of(self, tensor: torch.Tensor) -> str:
-        """The operator that allocated `tensor`; empty if that is not known."""
+        """Return the operator that allocated `tensor`; empty if that is not known."""
         trace, index = self._machine.recorder.trace, self._machine.recorder.storages.index_of(tensor)
         return trace.op(trace.storages[index]) if index != NONE else ""
 
@@ -68,13 +69,13 @@ class Launch:
     def new(
         self, shape: Any, dtype: torch.dtype, layout: torch.memory_format = torch.contiguous_format
     ) -> torch.Tensor:
-        """A new tensor, recorded."""
+        """Return a new tensor, recorded."""
         made = torch.empty(shape, dtype=dtype, device=_META, memory_format=layout)
         self.record(made)
         return made
 
     def record_real(self, tensor: torch.Tensor) -> None:
-        """The same of a host tensor that has data."""
+        """Record a host tensor that has data."""
         self._machine.record_real(tensor, self.operator.name, self.place)
 
     def record_copy(self, tensor: torch.Tensor) -> None:
@@ -83,12 +84,12 @@ class Launch:
 
     def note_source(self, tensor: torch.Tensor) -> None:
         """This is a copy of `tensor` between the kinds of host tensors, and its gradient goes back."""
-        self._machine.note_source(tensor)
+        self._machine.nodes.note_copy(self._machine.device_of(tensor))
 
     @property
     def returns_to_host(self) -> bool:
-        """Whether the engine copies a gradient back to a virtual tensor of the host."""
-        return self._machine.returns_to_host()
+        """Return whether the engine copies a gradient back to a virtual tensor of the host."""
+        return self._machine.nodes.returns_to_host()
 
     def known(self, result: Any) -> Any:
         """Return new tensors that hold what the real ones of `result` hold; one on meta says a shape alone."""
@@ -132,7 +133,7 @@ class Launch:
         self._machine.not_waited_for.pop(result.untyped_storage(), None)
 
     def run(self) -> Any:
-        """The operator run and recorded as one without a kernel of its own."""
+        """Run and record the operator as one without a kernel of its own."""
         return self._machine.allocating(self.operator, self.call, self.place)
 
     def inside(self) -> AbstractContextManager[Any]:
@@ -141,13 +142,13 @@ class Launch:
 
     def note_mismatch(self) -> None:
         """On a real card this call raises, for where its tensors live."""
-        self._machine.note_mixed(self.operator.name, self.call.tensors, self.place)
+        note_mismatch(self._machine, self.operator.name, self.call.tensors, self.place)
 
     # -- what the program and the engine are about ------------------------------------------------------------------
 
     @property
     def asked_device(self) -> str | None:
-        """The device that the program named in the factory call that is running."""
+        """Return the device that the program named in the factory call that is running."""
         return self._machine.factory_device
 
     def asked_for(self, device: str) -> AbstractContextManager[None]:
@@ -156,11 +157,11 @@ class Launch:
 
     @property
     def adds_bias(self) -> bool:
-        """Whether this is part of a linear layer with a bias."""
+        """Return whether this is part of a linear layer with a bias."""
         return self._machine.adds_bias
 
     def accumulates_in_place(self) -> bool:
-        """Whether this addition is the engine's, to a gradient that nobody else holds: see engine.py."""
+        """Return whether this addition is the engine's, to a gradient that nobody else holds: see engine.py."""
         recorder = self._machine.recorder
         index = recorder.storages.live.get(self.args[0].untyped_storage()._cdata, NONE)
         made = recorder.attribution.is_made_by_node(index)

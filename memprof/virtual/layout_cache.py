@@ -14,8 +14,7 @@ import torch
 
 _META = torch.device("meta")
 
-UNCACHED = object()
-"""Says that outputs of this call must not be remembered."""
+UNCACHED = object()  # says that outputs of this call must not be remembered
 
 
 def maker_of(result: Any) -> Any:

@@ -17,8 +17,8 @@ from memprof.watch.program_code import is_program
 
 IN_WORKER = "uses CUDA in a worker process of a DataLoader"
 SEND_NUMBERS = "send numbers (`.item()`, `.tolist()`) or shapes instead"
+# Told what is refused: the problem, what to do instead, and the line.
 Note = Callable[[str, str | None, str | None], None]
-"""Told what is refused: the problem, what to do instead, and the line."""
 _note: Note | None = None
 
 
@@ -33,35 +33,31 @@ def noting(note: Note) -> Iterator[None]:
 
 
 def note_from_here(note: Note | None) -> None:
-    """The same, until another is told; None: nobody is."""
+    """Tell `note` what is refused, until another is told; None: nobody is."""
     global _note
     _note = note
 
 
 def not_yet(what: str, hint: str) -> MemprofError:
-    """The error for what the program's innermost line does."""
-    line = program_line()
-    return _noted(_error(line, what, hint), hint, line)
+    """Return the error for what the program's innermost line does."""
+    return _refuse(what, hint, "not yet: ")
 
 
 def refused(what: str, hint: str) -> MemprofError:
-    """The same for what does not go on a card either, as the run was asked for."""
+    """Return the error for what does not go on a GPU either, as the run was asked for."""
+    return _refuse(what, hint)
+
+
+def _refuse(what: str, hint: str, prefix: str = "") -> MemprofError:
     line = program_line()
-    return _noted(MemprofError(f"{line} {what}", hint=hint), hint, line)
-
-
-def _noted(error: MemprofError, hint: str, line: str) -> MemprofError:
+    error = MemprofError(f"{prefix}{line} {what}", hint=hint)
     if _note is not None:
         _note(error.problem, hint, line)
     return error
 
 
-def _error(line: str, what: str, hint: str) -> MemprofError:
-    return MemprofError(f"not yet: {line} {what}", hint=hint)
-
-
 def program_line() -> str:
-    """The line that runs now: `file:line function`, outside torch and memprof."""
+    """Return the line that runs now: `file:line function`, outside torch and memprof."""
     frame = sys._getframe(1)
     while frame is not None:
         if is_program(frame.f_code):
@@ -81,5 +77,5 @@ class HostOnly(TorchFunctionMode):
         result = func(*args, **kwargs) if kwargs else func(*args)
         if any(self._on_card(tensor) for tensor in tensors_of(result)):
             # Not noted: a forked worker fails so on a card too, and a program that catches this goes on as there.
-            raise _error(program_line(), IN_WORKER, no_card.HINT)
+            raise MemprofError(f"not yet: {program_line()} {IN_WORKER}", hint=no_card.HINT)
         return result

@@ -1,8 +1,5 @@
-"""Calls that mix devices.
-
-Of a card and the host they are noted as mismatches, then run again with every tensor on the card, as the program meant;
-of two cards they raise what CUDA raises, for which card was meant is not known.
-"""
+"""Functions whose tensors are on the host and on a GPU: noted as mismatches, and run again with all on the GPU, as the
+program meant."""
 
 from __future__ import annotations
 
@@ -15,18 +12,15 @@ import torch
 from memprof.errors import text_of
 from memprof.torch_private.pytree import tree_map
 from memprof.trace.events import HOST, is_card
-from memprof.trace.mismatch import mismatch_error
-from memprof.virtual.calls import Call, Operator, tensors_of
+from memprof.virtual.calls import tensors_of
+from memprof.virtual.device_checks import note_mismatch
 from memprof.virtual.host_kinds import HostKinds
 from memprof.virtual.machine import Machine
-from memprof.watch.forward import Place
 
 _Tensor = torch.Tensor
-_aten = torch.ops.aten
 _NoTorchFunction = torch.DisableTorchFunction
+# How torch's errors speak of devices; the latter of parts of a sparse tensor.
 _DEVICES = re.compile("device|backend of indices")
-"""How torch's errors speak of devices; the latter of parts of a sparse tensor."""
-MIXES_CARDS = frozenset({_aten.copy_, _aten._to_copy, _aten.set_, _aten.resize_as_})
 
 
 class MixedDevices:
@@ -46,20 +40,13 @@ class MixedDevices:
         """Return whether `func` raised `error` because these arguments mix devices, which is noted in the trace.
 
         C++ compares the devices above all operators, or a meta kernel does; theirs are other words for it.
-
-        Args:
-            error: what it raised.
-            func: what was called.
-            args: its arguments.
-            kwargs: its keyword arguments.
-            noted: whether an operator inside it has noted the mismatch already.
         """
         if not _DEVICES.search(text_of(error)) or not self._is_mixed([*args, *kwargs.values()]):
             return False
         if not noted:
             with _NoTorchFunction():
                 tensors = tensors_of([*args, *kwargs.values()])
-                self._tracker.note_mixed(f"aten.{func.__name__}", tensors)
+                note_mismatch(self._tracker, f"aten.{func.__name__}", tensors)
         return True
 
     def run_moved(self, func: Callable[..., Any], args: Any, kwargs: Any, *, numbers: bool) -> Any:
@@ -105,7 +92,7 @@ class MixedDevices:
         tensors = [tensor for tensor in tensors_of(list(args)) if tensor.is_floating_point()]
         if self._is_mixed([tensor for tensor in tensors if tensor.dim()]):
             with _NoTorchFunction():
-                self._tracker.note_mixed(op, [tensors[0], *(t for t in tensors[1:] if not t.is_meta)][:2])
+                note_mismatch(self._tracker, op, [tensors[0], *(t for t in tensors[1:] if not t.is_meta)][:2])
             args = tuple(
                 arg if isinstance(arg, _Tensor) and not arg.is_floating_point() else self._moved(arg, tensors)
                 for arg in args
@@ -136,28 +123,6 @@ class MixedDevices:
             return part
 
         return tree_map(move, value)
-
-
-def settle_card(machine: Machine, operator: Operator, call: Call, place: Place) -> None:
-    """Say on which of several cards `call` runs: that of its first tensor, else the one that was asked for.
-
-    Raises:
-        RuntimeError: its tensors are on two cards, and no kernel takes that.
-    """
-    meant = [tensor for tensor in call.tensors if tensor.is_meta]
-    # What is empty has no memory that would say where it is, unless the program made it itself.
-    devices = map(machine.device_of, [tensor for tensor in meant if tensor.numel()] or meant)
-    on = list(filter(is_card, devices))
-    if not on:
-        asked = machine.factory_device
-        call.card = asked if asked is not None and is_card(asked) else machine.card_of_node()
-        return
-    call.card = on[0]
-    machine.note_node(on[0])
-    # Lists of tensors are gone through one by one where they are on several cards (native/ForeachUtils.h).
-    if len(set(on)) > 1 and operator.packet not in MIXES_CARDS and not operator.name.startswith("aten._foreach_"):
-        machine.note_mixed(operator.name, call.tensors, place)
-        raise RuntimeError(mismatch_error(operator.name, machine.recorder.trace.mismatches[-1].operands))
 
 
 RECURRENT: dict[str, Callable[..., Any]] = {

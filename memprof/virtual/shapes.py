@@ -67,6 +67,7 @@ def _contiguous(args: Any, made: torch.Tensor) -> tuple[int, ...]:
     return torch.empty(made.size(), device=_META).stride()
 
 
+# Operator -> the strides of its result, the first of several, by its arguments.
 _STRIDES: dict[Any, Callable[[Any, torch.Tensor], tuple[int, ...]]] = {
     # native/Activation.cpp, native/BinaryOps.cpp, native/TensorFactories.cpp, native/Loss.cpp
     **dict.fromkeys((_aten.relu, _aten.angle), lambda args, made: by_iterator(args[0])),
@@ -85,7 +86,6 @@ _STRIDES: dict[Any, Callable[[Any, torch.Tensor], tuple[int, ...]]] = {
     # native/group_norm.cpp, native/cuda/layer_norm_kernel.cu, native/Distributions.cpp
     **dict.fromkeys((_aten.native_group_norm, _aten.native_layer_norm, _aten.normal), _contiguous),
 }  # fmt: skip
-"""Operator -> the strides of its result, the first of several, by its arguments."""
 
 
 @contextlib.contextmanager

@@ -19,32 +19,31 @@ from memprof.monitor.probe import no_card
 from memprof.patching.patch_set import PatchSet
 from memprof.torch_private import dispatch
 from memprof.torch_private.pytree import tree_map_only
-from memprof.trace.events import GPU, HOST, NONE, is_card
+from memprof.trace.events import HOST, is_card
 from memprof.virtual.calls import (
     HOST_VIRTUAL_BYTES,
-    MOVES_STORAGE,
     OVERWRITES,
-    Call,
     Kind,
-    Operator,
-    all_meta,
-    fills_arguments,
-    given_back,
+    OperatorCall,
+    OpInfo,
     run_on_meta,
     tensors_of,
     written,
 )
 from memprof.virtual.card import Card
 from memprof.virtual.cards import Cards
+from memprof.virtual.cublas_workspaces import CublasWorkspaces
+from memprof.virtual.device_checks import breaks_rule, check_devices, note_mismatch, settle_card
 from memprof.virtual.engine import FILLS_ZEROS, called_by_engine, in_backward
+from memprof.virtual.in_place import InPlaceOperators
 from memprof.virtual.kernels import in_place_backward as formulas
-from memprof.virtual.kernels import matrix_products, quantized_tensors, registry, sparse
+from memprof.virtual.kernels import quantized_tensors, sparse
 from memprof.virtual.kernels.expansion import dispatch_of_python
 from memprof.virtual.launch import Launch
 from memprof.virtual.layout_cache import UNCACHED, maker_of
 from memprof.virtual.limits import not_yet
 from memprof.virtual.machine import Machine
-from memprof.virtual.mixed import settle_card
+from memprof.virtual.op_info import describe_operator
 from memprof.virtual.values import Values
 from memprof.virtual.values.unknowns import EMPTY
 from memprof.watch.caches import Caches
@@ -55,16 +54,11 @@ from memprof.watch.updates import Updates
 from memprof.watch.wrappers import parts_of_sparse
 
 _META = torch.device("meta")
-_STRIDED = torch.strided
-_STORAGES = (torch.UntypedStorage, torch.TypedStorage)
 _Tensor = torch.Tensor
 _NoTorchFunction = torch.DisableTorchFunction
 _dispatch_mode = dispatch.get_dispatch_mode
 _FAKE = dispatch.TorchDispatchModeKey.FAKE
 _NO_DISPATCH = dispatch.disabled_torch_dispatch_impl
-registry.load()
-
-
 _OVERWRITES = OVERWRITES | {torch.ops.aten._foreach_zero_, torch.ops.aten._foreach_copy_}
 _FACTORIES: dict[str, Any] = {name: getattr(torch, name) for name in ("empty", "zeros", "ones", "full")}
 
@@ -77,28 +71,23 @@ def _own_factories() -> Iterator[None]:
         yield
 
 
-class AllocationTracker(Machine):
+class DispatchMode(Machine):
     """Runs the program's operators on the virtual GPU."""
 
     def __init__(self, recorder: Recorder, values: Values, card: Card, cards: Cards, workspaces: bool) -> None:
         super().__init__(recorder, values, card, cards, workspaces)
-        self._workspace: matrix_products.CublasWorkspace | None = None
-        """Its size is settled by the first product: the program may set the environment before."""
-        self._taken_workspaces: dict[str, int] = {}
-        self._operators: dict[int, Operator] = {}
-        """By the `id` of the overload, which each keeps alive: its own hash is a function in Python."""
+        # By the `id` of the overload, which each keeps alive: its own hash is a function in Python.
+        self._operators: dict[int, OpInfo] = {}
         # What a call is known by -> what makes tensors like its outputs.
         self._makers: dict[Any, Callable[[], Any]] = {}
-        self._done_in_place: dict[Any, bool] = {}
+        self._in_place = InPlaceOperators()
+        self._cublas = CublasWorkspaces()
         self.caches = Caches(recorder)
-        self.updates: Updates | None = None
-        """None: the workload has torch's optimizers alone."""
+        self.updates: Updates | None = None  # None: the workload has torch's optimizers alone
+        # Autocast, while a backward pass runs inside its region: no function mode sees what the engine calls.
         self.cast: Callable[[Any, Any, Any], tuple[Any, Any]] | None = None
-        """Autocast, while a backward pass runs inside its region: no function mode sees what the engine calls."""
-        self.is_off = False
-        """In a forked child: operators run as without this mode."""
-        self.function_mode: Any = contextlib.nullcontext()
-        """By which an operator in Python sees the card."""
+        self.is_off = False  # in a forked child, where operators run as without this mode
+        self.function_mode: Any = contextlib.nullcontext()  # by which an operator in Python sees the GPU
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -117,8 +106,9 @@ class AllocationTracker(Machine):
         if self.is_off:
             self._refuse_virtual(args, kwargs)
             return func(*args, **(kwargs or {}))
-        if self.recorder.writer.threads and not self.in_turn:
-            return self.run_in_turn(func, types, args, kwargs)
+        if self.recorder.writer.threads and not self.turn.is_taken:
+            with self.turn.taken():
+                return self.__torch_dispatch__(func, types, args, kwargs)
         if torch.empty is not _FACTORIES["empty"]:
             with _own_factories():
                 return self.__torch_dispatch__(func, types, args, kwargs)
@@ -138,14 +128,14 @@ class AllocationTracker(Machine):
                             dispatch_of_python(),
                             self.function_mode,
                             self,
-                            self.out_of_turn(),
+                            self.turn.suspended(),
                         ):
                             return operator.expansion(*args, **(kwargs or {}))
                     with self:
                         return operator.expansion(*args, **(kwargs or {}))
                 if operator.kind is Kind.VIEW and operator.handler is None and not args[0].is_quantized:
                     if self.cards.several:
-                        self.note_node(self.device_of(args[0]))
+                        self.nodes.note_card(self.device_of(args[0]))
                     result = func(*args, **kwargs) if kwargs else func(*args)
                     attribution = self.recorder.attribution
                     attribution.note_forward(attribution.place(sys._getframe(1)))
@@ -153,7 +143,7 @@ class AllocationTracker(Machine):
                 if self.cast is not None and called_by_engine():
                     with self:
                         args, kwargs = self.cast(operator.packet, args, kwargs)
-                call = self._looked_over(func, args, kwargs)
+                call = OperatorCall(func, args, kwargs or {}, self)
                 updates = self.updates
                 if updates is not None and not (updates.looks and (call.on_gpu or "device" in call.kwargs)):
                     updates = None
@@ -161,35 +151,32 @@ class AllocationTracker(Machine):
                     updates.operator_runs(call.tensors)
                 place = self.recorder.attribution.place(sys._getframe(1))
                 if call.sparse or call.quantized or operator.makes_sparse:
-                    return self._of_parts(operator, call, place)
+                    return self._run_sparse_or_quantized(operator, call, place)
                 if self.recorder.streams.several and call.on_gpu:
                     self.recorder.record_stream_use(call.tensors)
                 if self.cards.several:
                     settle_card(self, operator, call, place)
                 mixed = (call.real and call.device) or (call.on_host and call.on_gpu)
                 if mixed and not operator.mixes_devices:
-                    self._check_devices(operator, call, place)
+                    check_devices(self, operator, call, place)
                 self.recorder.attribution.note_forward(place)
-                if operator.writes_part and self.caches.looks:
+                if operator.is_partial_write and self.caches.looks:
                     self.caches.written(args[0])
-                elif operator.joins and self.caches.looks:
+                elif operator.is_cat and self.caches.looks:
                     self.caches.joins(args[0])
                 if operator.maybe_in_place and in_backward():
                     plain = self._on_plain_run(call)
                     if plain is not None:
                         call.func, call.key[0] = plain, id(plain)
-                        operator = self._operator(plain)
-                if operator.handler is not None and (call.on_gpu or operator.anywhere):
+                        operator = self._operators.get(id(plain)) or self._operator(plain)
+                result = NotImplemented
+                if operator.handler is not None and (call.on_gpu or operator.runs_on_any_device):
                     result = operator.handler(Launch(self, operator, call, place))
-                    if result is not NotImplemented:
-                        self.meter.count(operator, call, result)
-                        if updates is not None:
-                            _note_update(updates, call, result)
-                        return result
-                if operator.kind is Kind.IN_PLACE:
-                    result = self._in_place(operator, call, place)
-                else:
-                    result = self.allocating(operator, call, place)
+                if result is NotImplemented:
+                    if operator.kind is Kind.IN_PLACE:
+                        result = self._in_place.run(self, operator, call, place)
+                    else:
+                        result = self.allocating(operator, call, place)
                 self.meter.count(operator, call, result)
                 if updates is not None:
                     _note_update(updates, call, result)
@@ -199,18 +186,19 @@ class AllocationTracker(Machine):
             args = kwargs = call = result = None  # type: ignore[assignment]
             raise
 
-    def _of_parts(self, operator: Operator, call: Call, place: Place) -> Any:
-        """An operator of sparse or quantized tensors: torch's own on the host, else as kernels/ has it."""
+    def _run_sparse_or_quantized(self, operator: OpInfo, call: OperatorCall, place: Place) -> Any:
+        """Run an operator of sparse or quantized tensors: torch's own on the host, else as kernels/ has it."""
         moves = call.kwargs.get("device") is not None and call.kwargs["device"].type == "meta"
         if call.device is None and not moves:
             return call.func(*call.args, **call.kwargs)
         if call.quantized:
             return quantized_tensors.run(Launch(self, operator, call, place))
-        if call.on_gpu and self._breaks_rule(operator, call):
-            self.note_mixed(operator.name, call.tensors, place)
+        if call.on_gpu and breaks_rule(self, operator, call):
+            note_mismatch(self, operator.name, call.tensors, place)
         if call.real and call.device is not None:
             with self, self.asked_for(HOST):
-                call = self._looked_over(call.func, *tree_map_only(_Tensor, _as_virtual, (call.args, call.kwargs)))
+                args, kwargs = tree_map_only(_Tensor, _as_virtual, (call.args, call.kwargs))
+                call = OperatorCall(call.func, args, kwargs, self)
         launch = Launch(self, operator, call, place)
         kernel = sparse.of_sparse.get(operator.packet)
         result = NotImplemented if kernel is None else kernel(launch)
@@ -218,71 +206,18 @@ class AllocationTracker(Machine):
             raise not_yet(f"gives a sparse tensor to {operator.name}", "make it dense: `.to_dense()`")
         return result
 
-    def _operator(self, func: Any) -> Operator:
-        operator = self._operators.get(id(func))
-        if operator is None:
-            operator = self._operators[id(func)] = Operator(func)
-        return operator
+    def _operator(self, func: Any) -> OpInfo:
+        return self._operators.setdefault(id(func), describe_operator(func))
 
-    def _looked_over(self, func: Any, args: Any, kwargs: Any) -> Call:
-        call = Call(func, args, kwargs or {})
-        for arg in args:
-            self._look(arg, call)
-        if kwargs:
-            for name, arg in kwargs.items():
-                call.key.append(name)
-                self._look(arg, call)
-        return call
-
-    def _look(self, arg: Any, call: Call) -> None:
-        if isinstance(arg, _Tensor):
-            call.tensors.append(arg)
-            if arg.layout is not _STRIDED or arg.is_quantized:
-                call.sparse |= arg.layout is not _STRIDED
-                call.quantized |= arg.is_quantized
-                device = self.device_of(arg)
-                call.on_gpu |= is_card(device)
-                call.on_host |= device == HOST and arg.is_meta
-                call.on_meta |= device == "meta"
-                call.key.append(object())  # not to be remembered
-                if not arg.is_meta:
-                    call.real.append(arg)
-            elif arg.is_meta:
-                call.key.append((arg.size(), arg.stride(), arg.dtype))
-                recorder = self.recorder
-                index = recorder.storages.live.get(arg.untyped_storage()._cdata)
-                if index is not None:
-                    if recorder.trace.storages[index].device == HOST:
-                        call.on_host = True
-                    else:
-                        call.on_gpu = True
-                else:  # an empty one, or one that is on meta for the program, too
-                    device = self.device_of(arg)
-                    call.on_gpu |= is_card(device)
-                    call.on_host |= device == HOST
-                    call.on_meta |= device == "meta"
-            else:
-                call.real.append(arg)
-                call.key.append(("real", arg.size(), arg.dtype))
-        elif isinstance(arg, (list, tuple)):
-            call.key.append(len(arg))
-            for part in arg:
-                self._look(part, call)
-        elif isinstance(arg, _STORAGES):
-            call.key.append(arg.nbytes())  # the storage itself would live as long as what is remembered by the key
-        else:
-            call.key.append(arg.__class__)
-            call.key.append(arg)
-
-    def _device_of_caller(self, call: Call) -> str:
-        """Of what a C++ function makes inside, from the options of a tensor that it was given: that tensor's."""
+    def _device_of_caller(self, call: OperatorCall) -> str:
+        """Return the device of what a C++ function makes inside after a tensor that it was given."""
         if self.cards.several and in_backward():
             return call.card
         devices = [self.device_of(tensor) for tensor in tensors_of(list(self.calling)) if tensor.is_meta]
         on_cards = [device for device in devices if is_card(device)]
         return on_cards[0] if on_cards else HOST if HOST in devices else call.card
 
-    def _target_device(self, call: Call) -> str | None:
+    def _target_device(self, call: OperatorCall) -> str | None:
         """Where new storages of this call live: a card, HOST, "real" on the CPU, or None for a genuine meta tensor."""
         device = call.kwargs.get("device")
         if device is not None:
@@ -306,7 +241,7 @@ class AllocationTracker(Machine):
 
     # -- the three kinds --------------------------------------------------------------------------------------------
 
-    def allocating(self, operator: Operator, call: Call, place: Place) -> Any:
+    def allocating(self, operator: OpInfo, call: OperatorCall, place: Place) -> Any:
         """Run an operator that makes new storages, and record them with what its kernel takes beside them."""
         target = self._target_device(call)
         if target == "real":
@@ -318,7 +253,7 @@ class AllocationTracker(Machine):
             # The output comes first: cuBLAS takes its workspace inside the call.
             result = self._run(operator, call, place, target)
             with self.hidden(copies, operator.name, place, target):
-                self._take_workspace(operator, place, target)
+                self.take_workspace(operator, place, target)
             return result
         with self.hidden(copies, operator.name, place, target):
             sizes = operator.scratch(call.args, self.card) if operator.scratch else ()
@@ -326,8 +261,7 @@ class AllocationTracker(Machine):
             self.transients(sizes, operator.name, place, target)
         return result
 
-    def _run(self, operator: Operator, call: Call, place: Place, target: str | None) -> Any:
-        """Run `call` on meta tensors and record its new storages."""
+    def _run(self, operator: OpInfo, call: OperatorCall, place: Place, target: str | None) -> Any:
         try:
             # What an operator makes of no floating point number at all has the program's default dtype.
             key: Any = (torch.get_default_dtype(), *call.key)
@@ -351,121 +285,8 @@ class AllocationTracker(Machine):
             self.values.propagate(call.func, call.args, call.kwargs, outputs)
         return result
 
-    def _in_place(self, operator: Operator, call: Call, place: Place) -> Any:
-        target = call.args[0] if call.args and isinstance(call.args[0], torch.Tensor) else None
-        if call.real and not (call.on_gpu or call.on_host or call.on_meta):
-            return call.func(*call.args, **call.kwargs)
-        if target is None or "out" in call.kwargs:
-            return self._foreach_or_out(operator, call, place)
-        if operator.scratch is not None and call.on_gpu:
-            self.transients(operator.scratch(call.args, self.card), operator.name, place, call.card)
-        if operator.uses_cublas and call.on_gpu:
-            self._take_workspace(operator, place, call.card)
-        address = target.untyped_storage()._cdata if target.is_meta else NONE
-        # The program's own meta tensors hold nothing; they die unseen, and others come to lie where they were.
-        is_live = address in self.recorder.storages.live
-        if is_live and (self.values.store.knows(address) or call.func.overloadpacket in OVERWRITES):
-            self.values.write(call.func, call.args, call.kwargs, target)
-        try:
-            key: Any = tuple(call.key)
-            if key in self._done_in_place:
-                return target
-        except TypeError:
-            key = None
-        storage = target.untyped_storage()
-        before = storage.nbytes()
-        layout_before = (target.size(), target.stride())
-        try:
-            result = run_on_meta(call)
-        except NotImplementedError:
-            if not fills_arguments(call.func):
-                raise
-            return self._filled(call)
-        # One that only took over another storage (set_) has made none.
-        if storage.nbytes() != before and target.untyped_storage()._cdata == storage._cdata:
-            self._grown(target, operator, place)
-        if result is not target and call.on_gpu:
-            # It writes into one argument and returns something new all the same (rrelu_with_noise).
-            self.record([made for made in tensors_of(result) if made is not target], operator.name, place, call.card)
-        # What changes the tensor itself (t_, squeeze_) must be done every time.
-        unchanged = (target.size(), target.stride()) == layout_before and operator.packet not in MOVES_STORAGE
-        if key is not None and result is target and unchanged and target.untyped_storage().nbytes() == before:
-            self._done_in_place[key] = True
-        return result
-
-    def _foreach_or_out(self, operator: Operator, call: Call, place: Place) -> Any:
-        """In-place operators on lists (the optimizers') and those with `out=`."""
-        if operator.name.startswith(("aten._foreach_", "aten._fused_")) and not call.real:
-            self._forget_written(call)
-            return None
-        outs = [t for t in tensors_of(list(call.kwargs.values())) if t.is_meta]
-        before = [t.untyped_storage().nbytes() for t in outs]
-        copies = operator.input_copies(call.args) if operator.input_copies and call.on_gpu else ()
-        known: Any = None
-        if len(outs) == 1 and isinstance(call.kwargs.get("out"), torch.Tensor):
-            written = torch.empty(0, dtype=outs[0].dtype)
-            known = self.values.evaluator.compute(call.func, call.args, {**call.kwargs, "out": written})
-        with self.hidden(copies, operator.name, place, call.card):
-            if operator.uses_cublas and call.on_gpu:
-                self._take_workspace(operator, place, call.card)
-            try:
-                result = self._into_out(operator, call)
-            except NotImplementedError:
-                if not fills_arguments(call.func):
-                    raise
-                return self._filled(call)
-        for out, size in zip(outs, before, strict=True):
-            self.values.store.drop(out.untyped_storage()._cdata)
-            if out.untyped_storage().nbytes() != size:
-                self._grown(out, operator, place)
-        whole = len(outs) == 1 and outs[0].untyped_storage().nbytes() == outs[0].numel() * outs[0].element_size()
-        is_new_value = whole and isinstance(known, torch.Tensor) and known.shape == outs[0].shape
-        if is_new_value and self.values.store.is_trackable(outs[0]):
-            self.values.store.set(outs[0], known)
-        return result
-
-    def _into_out(self, operator: Operator, call: Call) -> Any:
-        """The call itself, which does nothing to meta tensors where it once did nothing to such as these."""
-        out = call.kwargs.get("out")
-        if not isinstance(out, torch.Tensor) or call.real or operator.packet in MOVES_STORAGE:
-            return call.func(*call.args, **call.kwargs)
-        try:
-            key: Any = tuple(call.key)
-            if key in self._done_in_place:
-                return out
-        except TypeError:
-            key = None
-        before = out.size(), out.stride(), out.untyped_storage().nbytes()
-        result = call.func(*call.args, **call.kwargs)
-        if key is not None and result is out and (out.size(), out.stride(), out.untyped_storage().nbytes()) == before:
-            self._done_in_place[key] = True
-        return result
-
-    def _filled(self, call: Call) -> Any:
-        self.values.assume(
-            f"{call.func._schema.name} has no kernel that works without data: as it returns nothing but what it is "
-            "given, it fills that and allocates nothing."
-        )
-        self._forget_written(call)
-        return given_back(call)
-
-    def _forget_written(self, call: Call) -> None:
-        """What `call` writes into is no longer known."""
-        for tensor in tensors_of(written(call)):
-            self.values.store.drop(tensor.untyped_storage()._cdata)
-
-    def _grown(self, tensor: torch.Tensor, operator: Operator, place: Place) -> None:
-        """An operator resized `tensor`'s storage: on CUDA the old block is given back and a new one taken."""
-        storage, storages = tensor.untyped_storage(), self.recorder.storages
-        index = storages.live.get(storage._cdata)
-        device = storages.uncounted.get(storage, GPU) if index is None else self.recorder.trace.storages[index].device
-        if index is not None:
-            storages.free(index)
-        if storage.nbytes():
-            self.record([tensor], operator.name, place, device)
-
-    def _on_cpu(self, operator: Operator, call: Call, place: Place) -> Any:
-        """A host operator: really run, unless its result is large; then it is virtual as well."""
+    def _on_cpu(self, operator: OpInfo, call: OperatorCall, place: Place) -> Any:
+        """Run a host operator for real, unless its result is large: then that is virtual as well."""
         # Pinning asks the CUDA driver; to the card it makes no difference.
         kwargs = {name: value for name, value in call.kwargs.items() if name != "pin_memory"}
         # Where a backward formula names the host, what it makes is for the gradient of a real tensor.
@@ -482,80 +303,25 @@ class AllocationTracker(Machine):
         for tensor in tensors_of(result):
             if tensor.dim() and not tensor.is_meta and tensor.layout is torch.strided:
                 storage = tensor.untyped_storage()
-                self._host_sources[storage._cdata] = (weakref.ref(storage), place.source)
+                self.host_sources[storage._cdata] = (weakref.ref(storage), place.source)
                 self.record_real(tensor, operator.name, place)
         return result
 
-    def _take_workspace(self, operator: Operator, place: Place, card: str) -> None:
-        if not self.workspaces:
-            return
-        if self._workspace is None:
-            self._workspace = matrix_products.CublasWorkspace.of(self.card.compute_capability, self.card.release)
-        if not self._workspace.permanent:
-            self.transients([self._workspace.num_bytes], operator.name, place, card)
-            return
-        # One for each handle, of which a thread has its own on each card, and stream.
-        thread = "backward" if in_backward() else self.thread or "forward"
-        thread = f"{thread} {card} {self.recorder.streams.current(card)}"
-        if thread not in self._taken_workspaces:
-            self._taken_workspaces[thread] = self.recorder.storages.allocate_hidden(
-                self._workspace.num_bytes, "cublas workspace", place, card
-            )
-        lt = "lt " + thread
-        if operator.uses_cublaslt and self._workspace.lt_num_bytes and lt not in self._taken_workspaces:
-            self._taken_workspaces[lt] = self.recorder.storages.allocate_hidden(
-                self._workspace.lt_num_bytes, "cublaslt workspace", place, card
-            )
+    def take_workspace(self, operator: OpInfo, place: Place, card: str) -> None:
+        """Take what cuBLAS needs for a call of its own, unless it has it."""
+        if self.workspaces:
+            self._cublas.take(self, operator, place, card)
 
     def clear_workspaces(self) -> None:
-        """Give back those that cuBLAS has: the next product takes them again (CublasHandlePool.cpp,
-        `clearCublasWorkspaces`)."""
-        for index in self._taken_workspaces.values():
-            self.recorder.storages.free_hidden(index)
-        self._taken_workspaces.clear()
+        """Free the workspaces of cuBLAS."""
+        self._cublas.clear(self)
 
     def process_ended(self, first: int) -> None:
-        """As of the recorder, with what libraries took."""
+        """Free what a process of the program's took from storage number `first` on, with what libraries took."""
         self.clear_workspaces()
         self.recorder.storages.end_process(first)
 
-    # -- device mismatch --------------------------------------------------------------------------------------------
-
-    def _check_devices(self, operator: Operator, call: Call, place: Place) -> None:
-        """A breach of CUDA's rule (device_rules.py) is noted, and the run goes on as if the host tensors had been
-        moved."""
-        if not call.on_gpu:
-            # Host tensors among themselves: the small ones are real, the large ones virtual; no mismatch.
-            if any(t.dim() for t in call.real):
-                self._virtualise(call)
-            return
-        if self._breaks_rule(operator, call):
-            self.note_mixed(operator.name, call.tensors, place)
-            self._virtualise(call)
-
-    def _breaks_rule(self, operator: Operator, call: Call) -> bool:
-        strangers = [*call.real, *(t for t in call.tensors if t.is_meta and self.device_of(t) == HOST)]
-        return not operator.mixes_devices and not all(operator.takes_of_host(tensor) for tensor in strangers)
-
-    def _virtualise(self, call: Call) -> None:
-        """Replace the real host tensors of `call` by meta ones, so that it can run on meta."""
-
-        def lend(tensor: torch.Tensor, moved: torch.Tensor) -> None:
-            self.record_copy(moved)  # a sparse result may be made of it
-            if self.values.store.is_trackable(moved):
-                self.values.store.set(moved, tensor)
-
-        call.args, call.kwargs = all_meta(call.args, lend), all_meta(call.kwargs, lend)
-        call.key = [id(call.func)]
-        call.tensors = []
-        call.real = []
-        for arg in call.args:
-            self._look(arg, call)
-        for name, arg in call.kwargs.items():
-            call.key.append(name)
-            self._look(arg, call)
-
-    def _on_plain_run(self, call: Call) -> Any:
+    def _on_plain_run(self, call: OperatorCall) -> Any:
         """The operator in place that a backward formula calls on a plain run where `call` is out of place; or None."""
         target = call.args[0]
         if not isinstance(target, torch.Tensor) or not called_by_engine():
@@ -575,7 +341,7 @@ def _as_virtual(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.is_meta else torch.ops.aten._to_copy.default(tensor, device=_META)
 
 
-def _note_update(updates: Updates, call: Call, result: Any) -> None:
+def _note_update(updates: Updates, call: OperatorCall, result: Any) -> None:
     """Tell what `call` has read, written and made to who looks for updates of parameters."""
     into = tensors_of(written(call))
     overwrites = call.func.overloadpacket in _OVERWRITES

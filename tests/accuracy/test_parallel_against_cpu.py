@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from memprof.patching.patch_set import PatchSet
-from memprof.virtual.ranks.alone import Alone
+from memprof.virtual.install_context import GpuOptions
+from memprof.virtual.peers.alone import SingleRankBackend
 from memprof.virtual.ranks.joining import Joining
 from memprof.virtual.values import Values
 from memprof.watch.modules import ModuleTracker
@@ -98,11 +100,11 @@ parameters, the order in which their gradients came, which of them were used."""
 
 
 def _joining() -> Joining:
-    def silent(told: Any) -> None:
-        pass
-
-    recorder = Recorder(ModuleTracker())
-    return Joining(1, Alone(silent, Values(silent)), lambda tensor: False, recorder, silent)
+    assume = MagicMock()
+    others = SingleRankBackend(assume, Values(assume))
+    context = MagicMock(channel=None, options=GpuOptions(), others=others, recorder=Recorder(ModuleTracker()))
+    context.cards.number, context.is_on_card.return_value = 1, False
+    return Joining(context)
 
 
 def program(way: str, started: PatchSet) -> Program:

@@ -4,25 +4,17 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 from memprof.torch_private import cuda, dynamo, inductor
 from memprof.virtual.cards import Cards
+from memprof.virtual.torch_cuda.driver import returning
 
 
 def patches(cards: Cards, properties: Any, drivers: list[tuple[Any, str, Any]]) -> Iterator[tuple[Any, str, Any]]:
-    """The patches (owner, name, replacement).
-
-    Args:
-        cards: how many there are, and which is current.
-        properties: of one of them.
-        drivers: what stands for the driver in the run.
-    """
-
-    def returning(value: Any) -> Callable[..., Any]:
-        return lambda *args, **kwargs: value
+    """Yield the patches (owner, name, replacement)."""
 
     # Streams of an accelerator are asked for wherever there is one.
     yield from (patch for patch in drivers if patch[1].startswith("_cuda") or patch[1] == "default_generators")

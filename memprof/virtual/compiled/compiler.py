@@ -22,14 +22,15 @@ from typing import Any
 
 import torch
 
-from memprof.patching.patch_set import PatchSet
+from memprof.patching.extension import Extension
+from memprof.patching.patch_set import Patch, PatchSet
 from memprof.torch_private import dynamo, inductor
 from memprof.virtual.compiled.graphs import Graphs
 from memprof.virtual.compiled.lifting import Lifting
 from memprof.virtual.compiled.origins import Origins
-from memprof.virtual.compiled.telling import Telling
+from memprof.virtual.compiled.telling import CompileDiagnostics
 from memprof.virtual.edges.compiled import BLOCK_MASK, block_mask, is_block_mask
-from memprof.virtual.machine import Machine
+from memprof.virtual.install_context import InstallContext
 from memprof.virtual.torch_cuda.driver import driver_patches
 from memprof.watch.program_code import GENERATED, is_program
 
@@ -40,6 +41,7 @@ COMPILED = (
 EAGER = "torch.compile runs eagerly here{}: compiled code fuses operators and as a rule needs less."
 _BY_TIME = "Inductor is not asked to time kernels against each other ({}): cuBLAS and its own first choice are taken."
 _TIMED = ("max_autotune", "max_autotune_gemm", "max_autotune_pointwise", "coordinate_descent_tuning")
+# Settings of Inductor while it compiles: nothing is kept for other processes, or timed.
 _INDUCTOR = {
     "fx_graph_cache": False,
     "fx_graph_remote_cache": False,
@@ -49,67 +51,48 @@ _INDUCTOR = {
     "triton.autotune_at_compile_time": False,
     **dict.fromkeys(_TIMED, False),
 }
-"""Settings of Inductor while it compiles: nothing is kept for other processes, or timed."""
-_DYNAMO = {"run_gc_after_compile": False}
-"""All garbage is looked for once it has compiled, and not a part of it before."""
+_DYNAMO = {"run_gc_after_compile": False}  # all garbage is looked for once it has compiled, and not a part of it before
 _AOT = {
     "enable_autograd_cache": False,
     "enable_remote_autograd_cache": False,
     "force_non_lazy_backward_lowering": True,  # what cannot be compiled is known before the forward has run
 }
 _EAGER_BACKENDS = ("cudagraphs",)
+# Packages of memprof that the program passes through without knowing; models and fixes are compiled as its own.
 _OWN = ("virtual", "stand_ins", "watch", "patching", "torch_private")
-"""Packages of memprof that the program passes through without knowing; models and fixes are compiled as its own."""
 _OWN_FOLDERS = tuple(f"{__file__.rsplit('/', 3)[0]}/{name}/" for name in _OWN)
 _CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
 
-class Compiler:
-    """`torch.compile` of one run.
+class Compiler(Extension):
+    """`torch.compile` of one run: its parts, of which each patches another place of torch, and what it compiles now."""
 
-    Args:
-        machine: on which compiled code runs.
-        function_mode: by which the program sees it.
-        patches: of the run, lifted while torch compiles.
-        assume: told what the run rests on.
-        is_on: whether anything is compiled.
-    """
-
-    def __init__(
-        self,
-        machine: Machine,
-        function_mode: Any,
-        patches: PatchSet,
-        assume: Callable[[str], None],
-        *,
-        is_on: bool,
-    ) -> None:
-        self._machine = machine
-        self._function_mode = function_mode
-        self._patches = patches
-        self._assume = assume
-        self._why_not = "" if is_on else ", as asked for"
-        if is_on and "triton" not in sys.modules and importlib.util.find_spec("triton") is None:
-            self._why_not = ", for Triton is not installed"
-        self._lifted = Lifting(patches, (machine, function_mode), self._compiling)
-        self._properties: Any = None
-        self._drivers: list[tuple[Any, str, Any]] = []
+    def __init__(self) -> None:
         self._own = PatchSet()
         self._stack = contextlib.ExitStack()
         self._is_installed = False
         self._frame = "a function"
         self._folder = ""
-        self._origins = Origins(machine.recorder, lambda: self._folder)
-        self._graphs = Graphs(machine.recorder, assume)
+        self._drivers: list[Patch] = []
         self._graphs_for_all = False
-        self._telling = Telling(self._lifted, machine.recorder, assume)
 
-    def patches(self) -> Iterator[tuple[Any, str, Any]]:
-        """The patch (owner, name, replacement) of `torch.compile`; `nn.Module.compile` calls it."""
+    def _begin(self, context: InstallContext) -> None:
+        self._machine, self._function_mode = context.tracker, context.function_mode
+        self._patches, self._assume = context.run_patches, context.assume
+        self._why_not = "" if context.options.compiles else ", as asked for"
+        if context.options.compiles and "triton" not in sys.modules and importlib.util.find_spec("triton") is None:
+            self._why_not = ", for Triton is not installed"
+        self._lifted = Lifting(self._patches, (self._machine, self._function_mode), self._compiling)
+        self._origins = Origins(context.recorder, lambda: self._folder)
+        self._graphs = Graphs(context.recorder, self._assume)
+        self._diagnostics = CompileDiagnostics(self._lifted, context.recorder, self._assume)
+
+    def patches(self, context: InstallContext) -> Iterator[Patch]:
+        """Replace `torch.compile`; `nn.Module.compile` calls it."""
+        self._begin(context)
         original = torch.compile
 
         def compile_(model: Any = None, **options: Any) -> Any:
-            """`torch.compile` as a function and as a decorator, with and without options."""
             known = _FUSED.get(getattr(model, "__name__", ""))
             if known and model.__module__.partition(".")[0] == "torchao":
                 self._assume(known)
@@ -136,8 +119,8 @@ class Compiler:
         yield torch, "compile", compile_
 
     @contextlib.contextmanager
-    def entered(self) -> Iterator[None]:
-        """Inside, what was compiled before is compiled for the card; afterwards nothing of that is left."""
+    def around(self, context: InstallContext) -> Iterator[None]:
+        """Have compiled for the GPU what was compiled before; leave nothing of that afterwards."""
         with contextlib.ExitStack() as stack:
             if dynamo.catch_errors.is_imported():
                 if not self._why_not:
@@ -151,7 +134,7 @@ class Compiler:
                 self._stack.close()
 
     def leave_in_child(self) -> None:
-        """This is a forked child: its files are the parent's."""
+        """Take the compiler's own patches back: its files are the parent's."""
         self._own.undo()
         self._stack.pop_all()
 
@@ -190,10 +173,10 @@ class Compiler:
         self._choices = tracing.Choices(self._machine)
         self._watch_frames()
         self._own.set_all(self._hooks())
-        self._own.set_all(self._telling.patches())
-        self._own.set_all(saved.patches(self._telling.keeps_more))
+        self._own.set_all(self._diagnostics.patches())
+        self._own.set_all(saved.patches(self._diagnostics.keeps_more))
         self._own.set_all(program_side.patches(self._lifted, self._function_mode, self._assume))
-        self._own.set_all(wrapper.patches(self._machine, self._origins, self._telling.kernel))
+        self._own.set_all(wrapper.patches(self._machine, self._origins, self._diagnostics.note_kernel))
         wrapper.add_rules(type(self._machine))
         with self._lifted():
             pass  # what a release lacks is missed here, and not when the program runs
@@ -209,8 +192,6 @@ class Compiler:
         self._stack.enter_context(program_side.constants(type(self._properties)))
 
     def _forget(self, skipped: list[str]) -> None:
-        """Nothing that was compiled here is run after the run."""
-
         dynamo.SKIP_DIRS.get()[:] = skipped
         dynamo.recompile_re()
         with self._patches.suspended():
@@ -234,7 +215,7 @@ class Compiler:
                     made = call(self_, frame, *args, **kwargs)
                 is_left = made.guarded_code is None and counters["frames"]["total"] == begun  # not traced
                 if made.frame_exec_strategy.cur_action.name == "RUN_ONLY":
-                    self._telling.limited(self._frame)
+                    self._diagnostics.note_recompile_limit(self._frame)
                 return made
             except dynamo.InternalTorchDynamoError.get() as error:
                 self._fall_back(error)
@@ -254,19 +235,16 @@ class Compiler:
             yield
         finally:
             if is_outer:
-                self._telling.took(time.perf_counter() - began)
+                self._diagnostics.add_compile_time(time.perf_counter() - began)
 
     def _fall_back(self, error: BaseException) -> None:
         reason = str(error).strip().partition("\n")[0].rstrip(".")
         kind = type(error).__name__
         self._assume(f"{self._frame} is not compiled here and runs eagerly: {reason[:200] or kind}.")
 
-    def _hooks(self) -> Iterator[tuple[Any, str, Any]]:
-        """The patches of Dynamo and Inductor for as long as the run lasts."""
-
+    def _hooks(self) -> Iterator[Patch]:
         lifted, made = self._lifted, self._choices.made
         build = dynamo.build_guards.get()
-        run, compile_graph = dynamo.run_node.get(), dynamo.call_user_compiler.get()
         whole, inner = inductor.compile_fx.get(), inductor.compile_fx_inner.get()
 
         def build_guards(manager: Any, code: Any, output_graph: Any = None, *args: Any, **kwargs: Any) -> None:
@@ -274,25 +252,21 @@ class Compiler:
             with lifted.put_back():
                 build(manager, code, output_graph, *args, **kwargs)
 
-        def run_node(*args: Any, **kwargs: Any) -> Any:
-            with made():
-                return run(*args, **kwargs)
+        def with_choices(function: Callable[..., Any]) -> Callable[..., Any]:
+            def run(*args: Any, **kwargs: Any) -> Any:
+                with made():
+                    return function(*args, **kwargs)
 
-        def call_user_compiler(*args: Any, **kwargs: Any) -> Any:
-            with made():
-                return compile_graph(*args, **kwargs)
+            return run
 
         def compile_inner(graph: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             with self._timed(), lifted():
                 return inner(graph, inputs, *args, **kwargs)
 
-        def compile_graphed(name: str) -> Callable[..., Any]:
-            def compile_it(graph: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-                compiled = compile_inner(graph, inputs, *args, **kwargs)
-                self._graphs.keep(compiled, kwargs, name)
-                return compiled
-
-            return compile_it
+        def compile_graphed(graph: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            compiled = compile_inner(graph, inputs, *args, **kwargs)
+            self._graphs.keep(compiled, kwargs, self._frame)
+            return compiled
 
         def compile_whole(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             if "inner_compile" in kwargs:  # of itself, with the settings that it was given
@@ -301,7 +275,7 @@ class Compiler:
                 return model
             asked, graphed = self._settings(kwargs.get("config_patches"))
             kwargs["config_patches"] = asked
-            compile_it = compile_graphed(self._frame) if graphed else compile_inner
+            compile_it = compile_graphed if graphed else compile_inner
             kept = torch.fx.GraphModule(model, copy.deepcopy(model.graph))  # what compiles it may change it
             try:
                 with lifted():
@@ -312,8 +286,8 @@ class Compiler:
 
         yield dynamo.build_guards.patch(build_guards)
         yield dynamo.guard_on_torch_function_state.patch(lambda builder, guard: None)
-        yield dynamo.run_node.patch(run_node)
-        yield dynamo.call_user_compiler.patch(call_user_compiler)
+        for name in (dynamo.run_node, dynamo.call_user_compiler):
+            yield name.patch(with_choices(name.get()))
         yield inductor.compile_fx.patch(compile_whole)
         to_module = inductor.compile_to_module.get()
 
@@ -334,7 +308,6 @@ class Compiler:
 
     @contextlib.contextmanager
     def _compiling(self) -> Iterator[None]:
-        """What is in place while torch compiles."""
         from memprof.virtual.compiled import card, convolutions, tracing
 
         of_dynamo, of_aot = dynamo.config.get(), dynamo.functorch_config.get()
@@ -379,32 +352,29 @@ def _set_cache(folder: str | None) -> None:
 
 
 def _known(module: Any, settings: dict[str, Any]) -> dict[str, Any]:
-    """Those of the settings that this release has."""
     names = set(module.get_config_copy()) if hasattr(module, "get_config_copy") else set(module._config)
     return {name: value for name, value in settings.items() if name in names}
 
 
 def _named(code: Any) -> str:
-    """What a line says of the function that is compiled."""
     return f"{code.co_qualname} ({code.co_filename}:{code.co_firstlineno})"
 
 
 def _is_own(frame: Any) -> bool:
-    """Whether this is memprof's code that the program passes through."""
     return frame.f_code.co_filename.startswith(_OWN_FOLDERS)
 
 
 def _is_on_card(model: Any, inputs: Any) -> bool:
-    """Whether anything of a graph is on the card: the rest of the host's work is run for its results."""
+    """Return whether anything of a graph is on the card: the rest of the host's work is run for its results."""
     values = [*inputs, *(node.meta.get("example_value") for node in model.graph.nodes)]
     return any(isinstance(value, torch.Tensor) and value.device.type == "cuda" for value in values)
 
 
+# Functions of torchao (torchao/optim/adam.py) that only write into their arguments, and are always compiled. Inductor
+# makes one kernel of this one: all else is elementwise around two maxima over a block of state. Tracing it for each
+# parameter's shape would take longer than the rest of a run.
 _FUSED = {
     "single_param_adam": (
         "torchao's optimizers update each parameter in one compiled kernel: nothing is allocated beside their state."
     )
 }
-"""Functions of torchao (torchao/optim/adam.py) that only write into their arguments, and are always compiled. Inductor
-makes one kernel of this one: all else is elementwise around two maxima over a block of state. Tracing it for each
-parameter's shape would take longer than the rest of a run."""

@@ -19,7 +19,7 @@ _CUDNN = ("Cudnn", "CudnnTranspose")
 
 
 def patches(card: Card) -> Iterator[tuple[Any, str, Any]]:
-    """The patches (owner, name, replacement) by which the card says what it runs."""
+    """Yield the patches (owner, name, replacement) by which the card says what it runs."""
     select, determine = dynamo.select_conv_backend, dynamo.conv_determine_backend_memory_format
     if select.exists() and determine.exists():  # torch/_subclasses/fake_impls.py, `conv`, asks them
         yield select.patch(_selecting(card, select.get()))
@@ -49,7 +49,7 @@ def _selecting(card: Card, of_host: Callable[..., Any]) -> Callable[..., Any]:
 def _in_layout_of(of_host: Callable[..., Any]) -> Callable[..., Any]:
     def determine(data: torch.Tensor, weight: torch.Tensor, backend: Any) -> torch.memory_format:
         if data.device.type != "cuda":
-            return of_host(data, weight, backend)  # type: ignore[no-any-return]
+            return of_host(data, weight, backend)
         return _layout(data, weight) if backend.name in _CUDNN else torch.contiguous_format
 
     return determine

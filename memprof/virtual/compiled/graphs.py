@@ -22,8 +22,7 @@ TOLD = (
     "nothing else. A replay is counted as taking again from the pool what was captured."
 )
 _SKIPPED = "Compiled code of {} runs without CUDA graphs, as on a card: {}."
-_CAPTURED_AT = 2
-"""Which call of a function, with sizes that it was not yet called with, is captured."""
+_CAPTURED_AT = 2  # which call of a function, with sizes that it was not yet called with, is captured
 
 
 class Graphs:
@@ -59,7 +58,7 @@ class Graphs:
     def run(
         self, compiled: Callable[[list[Any]], Any], inputs: list[Any], copied: Iterable[int]
     ) -> tuple[Any, list[Any]]:
-        """What `compiled` gives, with memory of the pool; and copies of the inputs with these numbers."""
+        """Return what `compiled` gives, with memory of the pool; and copies of the inputs with these numbers."""
         if not self._pool:
             self._pool = torch.cuda.graph_pool_handle()[0]
         before = self._recorder.active_pool.select(self._pool, of_thread=False)

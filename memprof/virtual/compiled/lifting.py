@@ -13,13 +13,7 @@ from memprof.torch_private.dispatch import pop_function_mode, push_function_mode
 
 
 class Lifting:
-    """Takes the run's patches and modes away, and puts what compiling needs in their place.
-
-    Args:
-        patches: of the run.
-        modes: its own, of functions and of operators; others that the program has entered stay.
-        instead: what is in place inside; entered once, however deep the calls are nested.
-    """
+    """Takes the run's patches and modes away, and puts what compiling needs in their place."""
 
     def __init__(
         self, patches: PatchSet, modes: tuple[object, ...], instead: Callable[[], AbstractContextManager[Any]]
@@ -31,7 +25,7 @@ class Lifting:
 
     @property
     def is_down(self) -> bool:
-        """Whether nothing is lifted now."""
+        """Return whether nothing is lifted now."""
         return self._held is None
 
     @contextlib.contextmanager

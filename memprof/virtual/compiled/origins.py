@@ -19,12 +19,10 @@ from memprof.watch.recorder import Recorder
 
 _ALLOCATION = re.compile(r"^\s*(\w+) = ")
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+), in (?P<function>\S+)$', re.MULTILINE)
-_ROOT = re.compile(r"^L\[[^\]]*\](\._orig_mod)?\.?")
-"""How Dynamo names what it compiles."""
+_ROOT = re.compile(r"^L\[[^\]]*\](\._orig_mod)?\.?")  # how Dynamo names what it compiles
+# Operators that lay out another's result.
 _MOVES = frozenset({"view", "reshape", "permute", "transpose", "t", "unsqueeze", "squeeze", "expand", "slice", "alias"})
-"""Operators that lay out another's result."""
-UNKNOWN = "compiled kernel"
-"""What is said of a buffer without a node."""
+UNKNOWN = "compiled kernel"  # what is said of a buffer without a node
 
 
 class Origin(NamedTuple):
@@ -50,12 +48,7 @@ class Origins:
         self._buffers[file] = {name: origin for name, node in _nodes(graph) if (origin := origin_of(node)) is not None}
 
     def place(self, frame: FrameType | None, known: Place) -> tuple[str, Place]:
-        """Operator and place of the allocation in generated code that `frame` is called from.
-
-        Args:
-            frame: the innermost to consider.
-            known: the place of the compiled code as such.
-        """
+        """Return operator and place of the allocation in generated code that `frame` is called from."""
         while frame is not None and not frame.f_code.co_filename.startswith(self._folder()):
             frame = frame.f_back
         origin = None if frame is None else self._origin(frame.f_code.co_filename, frame.f_lineno)
@@ -80,7 +73,7 @@ class Origins:
 
 
 def _nodes(graph: Any) -> Iterator[tuple[str, Any]]:
-    """Each buffer of a lowered graph, and the node whose result it holds."""
+    """Yield each buffer of a lowered graph, and the node whose result it holds."""
     for name, buffer in graph.name_to_buffer.items():
         nodes = list(getattr(buffer, "origins", ()))
         node = getattr(buffer, "origin_node", None) or next(iter(nodes), None)

@@ -14,13 +14,7 @@ _ONE_GRAPH = "Backward passes are not compiled as one graph here (compiled autog
 
 
 def patches(lifted: Lifting, function_mode: Any, assume: Callable[[str], None]) -> Iterator[tuple[Any, str, Any]]:
-    """The patches (owner, name, replacement) of Dynamo.
-
-    Args:
-        lifted: by which memprof is away while Dynamo compiles.
-        function_mode: of the run, which Dynamo does not know of.
-        assume: told what the run rests on.
-    """
+    """Yield the patches (owner, name, replacement) of Dynamo."""
 
     yield from _of_optimizers(dynamo.OptimizerVariable.get(), lifted)
     yield from _of_streams()
@@ -57,7 +51,7 @@ def constants(kind: type) -> Iterator[None]:
 
 
 def _of_optimizers(variable: Any, lifted: Lifting) -> Iterator[tuple[Any, str, Any]]:
-    """A compiled optimizer makes its state when it is compiled, by its own `_init_group`."""
+    """Let a compiled optimizer make its state when it is compiled, by its own `_init_group`."""
     call = variable.call_method
 
     def call_method(self: Any, tracer: Any, name: str, *args: Any, **kwargs: Any) -> Any:
@@ -93,7 +87,7 @@ def _of_optimizers(variable: Any, lifted: Lifting) -> Iterator[tuple[Any, str, A
 
 
 def _of_streams() -> Iterator[tuple[Any, str, Any]]:
-    """A graph ends where the program enters a stream: those of the run are not of torch's own class.
+    """End a graph where the program enters a stream: those of the run are not of torch's own class.
 
     Dynamo would give up the whole function.
     """

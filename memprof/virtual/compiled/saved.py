@@ -8,6 +8,7 @@ computes again what it does not want kept (a `torch.autograd.Function` written t
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -17,13 +18,12 @@ import torch
 from memprof.torch_private import inductor
 from memprof.virtual.compiled.origins import origin_of
 
-MIN_BYTES = 1 << 20
-"""In one call of a graph: less is not noted."""
+MIN_BYTES = 1 << 20  # in one call of a graph: less is not noted
+# Tags of nodes that were traced before the backward began; what passes have put there since has none.
 _FORWARD = ("is_forward", "must_be_in_forward")
-"""Tags of nodes that were traced before the backward began; what passes have put there since has none."""
 
 
-class Kept(NamedTuple):
+class SavedResult(NamedTuple):
     """One result of a compiled graph, as `CompiledKeeps` has several."""
 
     source: str
@@ -32,8 +32,8 @@ class Kept(NamedTuple):
     again: bool
 
 
-def patches(told: Callable[[list[Kept], int], None]) -> Iterator[tuple[Any, str, Any]]:
-    """The patch (owner, name, replacement) of the partitioner.
+def patches(told: Callable[[list[SavedResult], int], None]) -> Iterator[tuple[Any, str, Any]]:
+    """Yield the patch (owner, name, replacement) of the partitioner.
 
     Args:
         told: of each graph that keeps more than eager code would: what, the largest first, and how much more in all.
@@ -57,7 +57,7 @@ def patches(told: Callable[[list[Kept], int], None]) -> Iterator[tuple[Any, str,
 
 
 def _eagerly(graph: Any) -> tuple[dict[str, int], set[str]]:
-    """Names and bytes of what autograd has saved; names of what the backward computes again."""
+    """Return the names and bytes of what autograd has saved; names of what the backward computes again."""
     saved: dict[str, int] = {}
     again: set[str] = set()
     numbers: dict[Any, int] = {}  # what is computed -> its number
@@ -81,7 +81,7 @@ def _eagerly(graph: Any) -> tuple[dict[str, int], set[str]]:
 
 
 def _bases(nodes: Iterable[Any]) -> Iterator[Any]:
-    """The nodes that made the memory in which these lie, but for what the graph was given."""
+    """Yield the nodes that made the memory in which these lie, but for what the graph was given."""
     for node in nodes:
         while isinstance(node, torch.fx.Node) and node.args and _is_view(node):
             node = node.args[0]
@@ -96,15 +96,19 @@ def _is_view(node: Any) -> bool:
 
 
 def _num_bytes(node: Any) -> int:
-    value = node.meta.get("val")
+    return traced_bytes(node.meta.get("val"))
+
+
+def traced_bytes(value: Any) -> int:
+    """Return the bytes of a traced tensor, at the sizes that it was traced with; 0 for another value."""
     if not isinstance(value, torch.Tensor):
         return 0
-    number = value.element_size()
-    for size in value.shape:
-        number *= size if isinstance(size, int) else size.node.hint or 0
-    return number
+    sizes = (size if isinstance(size, int) else size.node.hint or 0 for size in value.shape)
+    return math.prod(sizes, start=value.element_size())
 
 
-def _kept(node: Any, again: bool) -> Kept:
+def _kept(node: Any, again: bool) -> SavedResult:
     origin = origin_of(node)
-    return Kept(origin.source if origin else "", origin.op if origin else str(node.target), _num_bytes(node), again)
+    return SavedResult(
+        origin.source if origin else "", origin.op if origin else str(node.target), _num_bytes(node), again
+    )

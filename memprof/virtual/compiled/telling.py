@@ -17,39 +17,32 @@ from memprof.torch_private import dynamo
 from memprof.trace.events import CompiledKeeps, Compiling, GraphEnd
 from memprof.units import format_bytes
 from memprof.virtual.compiled.lifting import Lifting
-from memprof.virtual.compiled.saved import Kept
+from memprof.virtual.compiled.saved import SavedResult, traced_bytes
 from memprof.watch.program_code import is_program, is_program_file
 from memprof.watch.recorder import Recorder
 
 _NUMBERS = re.compile(r"\d+")
 _LONGEST = 160
-_RESUMED = "torch_dynamo_resume_in"
-"""How Dynamo calls what follows a break; it is compiled again where its function is."""
+_RESUMED = "torch_dynamo_resume_in"  # how Dynamo calls what follows a break; it is compiled again where its function is
 
 
-class Telling:
-    """Notes recompilations and breaks of a run.
-
-    Args:
-        lifted: by which guards are looked at as the program runs them.
-        recorder: whose trace has where graphs end.
-        assume: told what the run rests on.
-    """
+class CompileDiagnostics:
+    """Notes recompilations and breaks of a run."""
 
     def __init__(self, lifted: Lifting, recorder: Recorder, assume: Callable[[str], None]) -> None:
         self._lifted = lifted
         self._recorder = recorder
         self._assume = assume
         self._told: set[tuple[Any, str]] = set()
+        # Code of functions that were compiled in this run: Dynamo keeps what it compiled in runs before, too.
         self._compiled: set[Any] = set()
-        """Code of functions that were compiled in this run: Dynamo keeps what it compiled in runs before, too."""
         self._break: Any = None
         self._seconds = 0.0
         self._kernels: set[str] = set()
         self._graphs = 0
 
     def patches(self) -> Iterator[tuple[Any, str, Any]]:
-        """The patches (owner, name, replacement) of Dynamo."""
+        """Yield the patches (owner, name, replacement) of Dynamo."""
 
         reasons_of = dynamo.get_and_maybe_log_recompilation_reasons.get()
         cut, compile_graph = dynamo.compile_subgraph.get(), dynamo.call_user_compiler.get()
@@ -75,23 +68,23 @@ class Telling:
         yield dynamo.compile_subgraph.patch(compile_subgraph)
         yield dynamo.call_user_compiler.patch(call_user_compiler)
 
-    def took(self, seconds: float) -> None:
+    def add_compile_time(self, seconds: float) -> None:
         """Torch compiled for so long."""
         self._seconds += seconds
         self._recorder.trace.compiling = Compiling(round(self._seconds, 3), len(self._kernels))
 
-    def kernel(self, source: str) -> None:
+    def note_kernel(self, source: str) -> None:
         """Inductor wrote this one."""
         self._kernels.add(source)
 
-    def keeps_more(self, kept: list[Kept], more_bytes: int) -> None:
+    def keeps_more(self, kept: list[SavedResult], more_bytes: int) -> None:
         """A graph keeps these for its backward, and so many bytes more in all than eager code would."""
         self._graphs += 1
         for one, count in Counter(kept).items():
             found = CompiledKeeps(self._graphs, more_bytes, one.op, one.source, one.num_bytes, count, one.again)
             self._recorder.trace.compiled_keeps.append(found)
 
-    def limited(self, name: str) -> None:
+    def note_recompile_limit(self, name: str) -> None:
         """The function of this name (and place) was compiled as often as Dynamo allows."""
         limit = dynamo.config.get().recompile_limit
         self._assume(
@@ -133,17 +126,9 @@ class Telling:
 
 
 def _left(module: torch.fx.GraphModule) -> int:
-    """Bytes of what a graph gives and was not given."""
-    given = [node.meta.get("example_value") for node in module.graph.nodes if node.op == "placeholder"]
+    inputs = {id(node.meta.get("example_value")) for node in module.graph.nodes if node.op == "placeholder"}
     output = next(node for node in module.graph.nodes if node.op == "output")
-    results = [node.meta.get("example_value") for node in output.all_input_nodes]
-    tensors = {id(value): value for value in results if isinstance(value, torch.Tensor)}
-    inputs = {id(value) for value in given}
-    return sum(_bytes(tensor) for key, tensor in tensors.items() if key not in inputs)
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    number = tensor.element_size()
-    for size in tensor.shape:
-        number *= size if isinstance(size, int) else size.node.hint or 0
-    return number
+    results = {
+        id(value): value for node in output.all_input_nodes if (value := node.meta.get("example_value")) is not None
+    }
+    return sum(traced_bytes(value) for key, value in results.items() if key not in inputs)

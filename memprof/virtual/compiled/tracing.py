@@ -31,7 +31,7 @@ _device_in_c: Callable[[torch.Tensor], torch.device] = tensors.TensorBase.device
 
 
 def patches(machine: Machine) -> Iterator[tuple[Any, str, Any]]:
-    """The patches (owner, name, replacement) by which virtual tensors are traced as those of the card."""
+    """Yield the patches (owner, name, replacement) by which virtual tensors are traced as those of the card."""
     make, wrap = tensors.make_subclass.get(), tensors.make_wrapper_subclass.get()
     fake, new = dynamo.FakeTensor.get(), dynamo.new_fake_tensor.get()
     functional, inside = dynamo.FunctionalTensor.get(), dynamo.from_functional_tensor.get()

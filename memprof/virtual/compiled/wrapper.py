@@ -15,8 +15,7 @@ from memprof.virtual.machine import Machine
 
 _META = torch.device("meta")
 _SIGNATURE = re.compile(r"^def \w+\((.*?)\):", re.MULTILINE | re.DOTALL)
-_ALIGNMENT = 16
-"""Bytes that generated kernels take an input to be aligned to (torch/_inductor/utils.py)."""
+_ALIGNMENT = 16  # bytes that generated kernels take an input to be aligned to (torch/_inductor/utils.py)
 _READ_AND_WRITTEN = "in_out_ptr"
 _WRITTEN = ("out_ptr", _READ_AND_WRITTEN)
 
@@ -51,13 +50,7 @@ class Kernel:
 
 
 def patches(machine: Machine, origins: Origins, made: Callable[[str], None]) -> Iterator[tuple[Any, str, Any]]:
-    """The patches (owner, name, replacement) of what a generated wrapper takes from torch.
-
-    Args:
-        machine: on which it runs.
-        origins: of its buffers.
-        made: told the source of each kernel.
-    """
+    """Yield the patches (owner, name, replacement) of what a generated wrapper takes from torch."""
 
     def empty_strided(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
         with torch.DisableTorchFunction(), dispatch.DisableTorchDispatch():
@@ -99,23 +92,23 @@ def add_rules(mode: type) -> None:
     No number is drawn here, and the states are on the host (torch/_prims/rng_prims.py).
     """
 
-    def saving(active: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
-        with active:
-            return torch.cuda.get_rng_state(), operator(*args, **kwargs)
+    rules: dict[str, Callable[..., Any]] = {
+        "run_and_save_rng_state": lambda operator, *args, **given: (
+            torch.cuda.get_rng_state(),
+            operator(*args, **given),
+        ),
+        "run_with_rng_state": lambda state, operator, *args, **given: operator(*args, **given),
+        "graphsafe_run_with_rng_state": lambda operator, *args, rng_state=None, **given: operator(*args, **given),
+    }
 
-    def with_state(active: Any, state: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
-        with active:
-            return operator(*args, **kwargs)
+    def under_mode(rule: Callable[..., Any]) -> Callable[..., Any]:
+        def run(active: Any, *args: Any, **kwargs: Any) -> Any:
+            with active:
+                return rule(*args, **kwargs)
 
-    def with_generator(active: Any, operator: Any, *args: Any, rng_state: Any = None, **kwargs: Any) -> Any:
-        with active:
-            return operator(*args, **kwargs)
+        return run
 
-    rules = {
-        "run_and_save_rng_state": saving, "run_with_rng_state": with_state,
-        "graphsafe_run_with_rng_state": with_generator,
-    }  # fmt: skip
     for name, rule in rules.items():
         operator = getattr(dynamo.rng_prims.get(), name, None)
         if operator is not None and mode not in operator.python_key_table:
-            operator.py_impl(mode)(rule)
+            operator.py_impl(mode)(under_mode(rule))

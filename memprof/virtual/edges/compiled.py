@@ -45,7 +45,7 @@ class CompiledCode(Extension):
 
     def patches_of(self, module: ModuleType, context: InstallContext) -> Iterator[Patch]:
         """Replace the launches of Triton's kernels: they are passed over, or named, and the run ends."""
-        yield from _of_triton(context.note_written if context.passes_kernels else None)
+        yield from _of_triton(context.note_written if context.options.passes_kernels else None)
 
 
 def _of_triton(written: Callable[[torch.Tensor], None] | None) -> Iterator[Patch]:

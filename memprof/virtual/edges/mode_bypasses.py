@@ -11,7 +11,7 @@ import torch
 from memprof.patching.extension import Extension
 from memprof.patching.patch_set import Patch
 from memprof.torch_private import autograd, dispatch, tensors
-from memprof.virtual.devices import DeviceMode
+from memprof.virtual.devices import FunctionMode
 from memprof.virtual.install_context import InstallContext
 
 
@@ -19,17 +19,17 @@ class ModeBypasses(Extension):
     """Reading and writing of data, groups by device, hooks of saved tensors, and autocast in a backward pass."""
 
     def __init__(self) -> None:
-        self._mode: DeviceMode | None = None
+        self._mode: FunctionMode | None = None
 
     def patches(self, context: InstallContext) -> Iterator[Patch]:
         """Replace each by what the function mode answers."""
         mode = self._mode = context.function_mode
         yield from mode.interchange.patches()
-        yield tensors.str_of_tensor.patch(mode.repr_of(tensors.str_of_tensor.get()))
+        yield tensors.str_of_tensor.patch(mode.answers.repr_of(tensors.str_of_tensor.get(), mode.interchange.read))
         by_device = tensors.group_tensors_by_device_and_dtype
-        yield by_device.patch(mode.grouping(by_device.get()))
+        yield by_device.patch(mode.answers.grouping(by_device.get()))
         compatible = tensors.has_compatible_shallow_copy_type
-        yield compatible.patch(mode.shares_data(compatible.get()))
+        yield compatible.patch(mode.assignments.shares_data(compatible.get()))
         yield from mode.kinds.patches()
         yield _of_saved_tensors(mode)
         yield from _of_autocast(context)
@@ -44,7 +44,7 @@ class ModeBypasses(Extension):
             self._mode.interchange.safetensors.is_off = True
 
 
-def _of_saved_tensors(mode: DeviceMode) -> Patch:
+def _of_saved_tensors(mode: FunctionMode) -> Patch:
     """Saved-tensor hooks (checkpointing, save_on_cpu) are called from inside C++ functions, where the function mode is
     off: there they would see meta tensors, and checkpointing would find that devices have changed."""
     original = autograd.push_saved_tensors_default_hooks.get()

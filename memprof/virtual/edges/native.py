@@ -44,7 +44,7 @@ class Native(Extension):
 
         yield torch.Tensor, "__cuda_array_interface__", property(array_interface)
         yield cuda.jiterator_compile_and_launch_kernel.patch(_kernel("torch.cuda.jiterator"))
-        compiles = compile_kernel if context.passes_kernels else _kernel("torch.cuda._compile_kernel")
+        compiles = compile_kernel if context.options.passes_kernels else _kernel("torch.cuda._compile_kernel")
         yield cuda.compile_kernel.patch(compiles)
         for owner in (torch.cuda, torch.cuda.memory):
             for name, what in _ALLOCATORS.items():

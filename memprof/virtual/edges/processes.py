@@ -145,7 +145,7 @@ def _inline(original: Callable[..., Any], context: InstallContext) -> Callable[.
             assume(_SPAWN_INLINE if nprocs == 1 else _SPAWN_ONE.format(nprocs))
         first = len(tracker.recorder.trace.storages)
         with joining.groups_end_with_the_run():
-            fn(context.rank % nprocs, *args)
+            fn(context.options.rank % nprocs, *args)
         # The next one is a process of its own.
         gc.collect()
         tracker.process_ended(first)

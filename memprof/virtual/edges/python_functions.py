@@ -16,7 +16,7 @@ import torch
 from memprof.patching.extension import Extension
 from memprof.patching.patch_set import Patch
 from memprof.torch_private import dispatch
-from memprof.virtual.devices import DeviceMode
+from memprof.virtual.devices import FunctionMode
 from memprof.virtual.install_context import InstallContext
 
 
@@ -59,7 +59,7 @@ def _overridden(tensors: Any) -> bool:
     innermost = dispatch.get_function_stack_at(depth - 1) if depth else None
     if (
         innermost is not None
-        and not isinstance(innermost, DeviceMode)
+        and not isinstance(innermost, FunctionMode)
         and not dispatch.is_torch_function_all_disabled()
     ):
         return True

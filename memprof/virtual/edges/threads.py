@@ -25,6 +25,7 @@ from memprof.patching.extension import Extension
 from memprof.patching.patch_set import Patch
 from memprof.torch_private import dispatch
 from memprof.virtual.install_context import InstallContext
+from memprof.virtual.turns import Turn
 from memprof.watch.program_code import is_program_file
 
 _STDLIB = sysconfig.get_path("stdlib") + os.sep
@@ -68,8 +69,7 @@ class Threads(Extension):
             # A handle of cuBLAS is the next thread's when its own has ended (CublasHandlePool.cpp).
             number = next(one for one in itertools.count(1) if one not in self._numbers)
             self._numbers.add(number)
-        tracker.thread, tracker.in_turn = f"thread {number}", False
-        tracker.begins = lambda: context.assume(_ORDER)
+        tracker.turn = Turn(tracker.recorder.writer, f"thread {number}", lambda: context.assume(_ORDER))
         tracker.recorder.writer.mark_worker_thread()
         tracker.function_mode = context.function_mode.of_thread(tracker)
         with tracker.function_mode:

@@ -1,5 +1,5 @@
-"""One rank of a program that is written for many.
+"""`torch.distributed` for one rank of a program that is written for many.
 
 `joining.py` gives the program its process groups. `group.py` is such a group: what its collectives allocate on this
-rank. `alone.py` says what the others contribute where there are none: what this rank has itself.
+rank. What the others contribute says `memprof/virtual/peers`.
 """

@@ -32,10 +32,10 @@ class DTensors(Extension):
     def patches_of(self, module: ModuleType, context: InstallContext) -> Iterator[Patch]:
         """Replace what is asked in one of these modules."""
         of = dict(zip(self.imports, (_of_propagation, _of_strategies, _of_collectives, _of_shards), strict=True))
-        yield from of[module.__name__](module)
+        yield from of[module.__name__]()
 
 
-def _of_propagation(module: Any) -> Iterator[tuple[Any, str, Any]]:
+def _of_propagation() -> Iterator[tuple[Any, str, Any]]:
     original = distributed.propagate_tensor_meta_non_cached.get(None)
     if original is None:
         return
@@ -69,7 +69,7 @@ def _of_strided_alone(flag: Callable[[Any, Any], None], strided: type) -> Callab
     return propagate
 
 
-def _of_strategies(module: Any) -> Iterator[tuple[Any, str, Any]]:
+def _of_strategies() -> Iterator[tuple[Any, str, Any]]:
     original = distributed.tree_map_only_of_strategies.get(None)
     if original is None:
         return
@@ -88,7 +88,7 @@ def _of_strategies(module: Any) -> Iterator[tuple[Any, str, Any]]:
     yield distributed.tree_map_only_of_strategies.patch(tree_map_only)
 
 
-def _of_shards(module: Any) -> Iterator[tuple[Any, str, Any]]:
+def _of_shards() -> Iterator[tuple[Any, str, Any]]:
     original = distributed.chunk_with_empty.get(None)
     if original is None:
         return
@@ -102,7 +102,7 @@ def _of_shards(module: Any) -> Iterator[tuple[Any, str, Any]]:
     yield distributed.chunk_with_empty.patch(chunk_with_empty)
 
 
-def _of_collectives(module: Any) -> Iterator[tuple[Any, str, Any]]:
+def _of_collectives() -> Iterator[tuple[Any, str, Any]]:
     original = distributed.new_async_collective_tensor.get()
 
     def make(*args: Any) -> Any:

@@ -13,9 +13,8 @@ import torch
 import torch.distributed as dist
 
 from memprof.torch_private import distributed
-from memprof.virtual.ranks.alone import Alone
-from memprof.virtual.ranks.known import Parts, Place
-from memprof.watch.recorder import Recorder
+from memprof.virtual.install_context import InstallContext
+from memprof.virtual.peers.known import GroupRank, Parts
 
 BACKEND = "memprof_rank"
 _ProcessGroup: Any = getattr(dist, "ProcessGroup", object)
@@ -23,7 +22,7 @@ _Work: Any = getattr(dist, "Work", object)
 _Tensors = Sequence[torch.Tensor]
 
 
-class Done(_Work):
+class CompletedWork(_Work):
     """The handle of work that is done when it is waited for. What it was given lives until then, what it made as long
     as the handle does (`stashed_for_allocator_safety_`, `outputs_`)."""
 
@@ -45,67 +44,48 @@ class Done(_Work):
     synchronize = block_current_stream = wait
 
     def _source_rank(self) -> int:
-        """Who sent a message that anybody might have."""
         return int(self._source)
 
     def is_completed(self) -> bool:
-        """It is."""
+        """Return whether it is done, as it always is."""
         return True
 
     is_success = is_completed
 
     def exception(self) -> None:
-        """None was raised."""
+        """Return none."""
 
     def result(self) -> Any:
-        """What it made."""
+        """Return what it made."""
         return self._made
 
     def get_future(self) -> Any:
-        """The same, as a future: what is to be called with it is called at once."""
+        """Return the result as a future: what is to be called with it is called at once."""
         self.wait()
         future: torch.futures.Future[Any] = torch.futures.Future()
         future.set_result(self._made)
         return future
 
 
-class Group(_ProcessGroup):
-    """A rank of several.
-
-    Args:
-        place: which.
-        backend: as the program asked for it.
-        others: what the other ranks contribute.
-        on_card: whether a tensor is on a card.
-        sent: told what a call sends from this card to others: its name, a tensor, and how many bytes.
-        recorder: told what is gathered and reduced.
-    """
+class RankGroup(_ProcessGroup):
+    """A rank of several: a method for each that torch calls of a process group."""
 
     supports_splitting = supports_coalescing = True
     supports_time_estimate = False
 
-    def __init__(
-        self,
-        place: Place,
-        backend: str,
-        others: Alone,
-        on_card: Callable[[torch.Tensor], bool],
-        sent: Callable[[str, torch.Tensor, int], None],
-        recorder: Recorder,
-    ) -> None:
+    def __init__(self, place: GroupRank, backend: str, context: InstallContext) -> None:
         super().__init__(place.rank, place.size)
         self.place = place
         self._rank, self._size = place.rank, place.size
         self._backend = backend
-        self._others = others
-        self._on_card = on_card
-        self._sent = sent
-        self._recorder = recorder
-        self._stream: Any = None
-        """NCCL's own, for what is sent to one rank."""
+        self._others = context.others
+        self._on_card = context.is_on_card
+        self._sent = context.tracker.meter.sent
+        self._owners = context.recorder.owners
+        self._stream: Any = None  # NCCL's own, for what is sent to one rank
         self._calls = 0
+        # What is to be waited for at the end of a group of calls (`_coalescing_manager`).
         self._coalesced: list[Callable[..., Any]] | None = None
-        """What is to be waited for at the end of a group of calls (`_coalescing_manager`)."""
 
     # -- what it says of itself -------------------------------------------------------------------------------------
 
@@ -115,12 +95,12 @@ class Group(_ProcessGroup):
 
     @property
     def group_name(self) -> str:
-        """The name by which operators of torch find it."""
+        """Return the name by which operators of torch find it."""
         return str(distributed.world.get().pg_names[self])
 
     @property
     def _device_types(self) -> list[torch.device]:
-        """Those that it has a backend for: objects are sent from the host if it is one, else from the card."""
+        """Return those that it has a backend for: objects are sent from the host if it is one, else from the card."""
         of_backend = {"nccl": ["cuda"], "gloo": ["cpu", "cuda"], "mpi": ["cpu", "cuda"]}
         named = [part.partition(":")[0] for part in self._backend.split(",") if ":" in part]
         return [torch.device(kind) for kind in named or of_backend.get(self._backend, ["cpu", "cuda"])]
@@ -130,14 +110,13 @@ class Group(_ProcessGroup):
         return "nccl" in self._backend or self._backend == "undefined"
 
     def getBackendName(self) -> str:  # noqa: N802
-        """As torch asks for it."""
+        """Return it as torch asks for it."""
         return BACKEND
+
+    _get_backend_name = getBackendName
 
     def _get_backend(self, device: Any) -> Any:
         return self
-
-    def _get_backend_name(self) -> str:
-        return BACKEND
 
     def _set_sequence_number_for_group(self) -> None:
         self._calls = 0
@@ -150,28 +129,28 @@ class Group(_ProcessGroup):
 
     def _end_coalescing(self, device: Any) -> Any:
         waits, self._coalesced = self._coalesced, None
-        return Done([], waits=waits or ())
+        return CompletedWork([], waits=waits or ())
 
     # -- collectives ------------------------------------------------------------------------------------------------
 
     def allreduce(self, tensors: _Tensors, opts: Any = None) -> Any:
         """In place."""
-        self._sends("allreduce", tensors, 2 * self._but_own)
-        self._recorder.owners.mark_reduced(tensors)
+        self._note_sent("allreduce", tensors, 2 * self._share_of_others)
+        self._owners.mark_reduced(tensors)
         waits = [self._others.all_reduce(tensor, _reduction(opts), self.place) for tensor in tensors]
         return self._done(tensors, waits=waits)
 
     def reduce(self, tensors: _Tensors, opts: Any = None) -> Any:
-        """To one rank."""
-        self._sends("reduce", tensors, 1)
-        self._recorder.owners.mark_reduced(tensors)
+        """Reduce to one rank."""
+        self._note_sent("reduce", tensors, 1)
+        self._owners.mark_reduced(tensors)
         root = 0 if opts is None else opts.rootRank
         waits = [self._others.reduce(tensor, _reduction(opts), root, self.place) for tensor in tensors]
         return self._done(tensors, waits=waits)
 
     def broadcast(self, tensors: _Tensors, opts: Any = None) -> Any:
-        """From one rank."""
-        self._sends("broadcast", tensors, 1)
+        """Broadcast from one rank."""
+        self._note_sent("broadcast", tensors, 1)
         root = 0 if opts is None else opts.rootRank
         return self._done(tensors, waits=[self._others.broadcast(tensor, root, self.place) for tensor in tensors])
 
@@ -181,23 +160,23 @@ class Group(_ProcessGroup):
         return self._done(made, waits=[self._others.barrier(self.place)])
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        """All have come."""
+        """Wait until all have come."""
         self._done([], waits=[self._others.barrier(self.place)]).wait()
 
     def allgather(self, outputs: Sequence[_Tensors], inputs: _Tensors, opts: Any = None) -> Any:
         """NCCL gathers tensors of one size into one, and copies the parts out of it."""
-        self._sends("allgather", [part for parts in outputs for part in parts], self._but_own)
+        self._note_sent("allgather", [part for parts in outputs for part in parts], self._share_of_others)
         made: list[Any] = []
         waits = []
         for parts, tensor in zip(outputs, inputs, strict=True):
             made.append(self._flat(parts, tensor))
-            self._recorder.owners.mark_gathered(parts, [tensor])
+            self._owners.mark_gathered(parts, [tensor])
             waits.append(self._others.all_gather(Parts(parts), tensor, self.place))
         return self._done(made if made[0] is not None else outputs, inputs, waits)
 
     def reduce_scatter(self, outputs: _Tensors, inputs: Sequence[_Tensors], opts: Any = None) -> Any:
         """NCCL scatters tensors of one size from one, into which they are copied."""
-        self._sends("reduce_scatter", [part for parts in inputs for part in parts], self._but_own)
+        self._note_sent("reduce_scatter", [part for parts in inputs for part in parts], self._share_of_others)
         flat, waits = [], []
         for tensor, parts in zip(outputs, inputs, strict=True):
             flat.append(self._flat(parts, tensor))
@@ -205,83 +184,80 @@ class Group(_ProcessGroup):
         return self._done(outputs, (flat, inputs), waits)
 
     def gather(self, outputs: Sequence[_Tensors], inputs: _Tensors, opts: Any = None) -> Any:
-        """To one rank: the others give no lists."""
+        """Gather to one rank: the others give no lists."""
         root = self._rank if opts is None else opts.rootRank
         parts = Parts(outputs[0]) if outputs else None
         return self._done(outputs, inputs, [self._others.gather(parts, inputs[0], root, self.place)])
 
     def scatter(self, outputs: _Tensors, inputs: Sequence[_Tensors], opts: Any = None) -> Any:
-        """From one rank: the others give no lists."""
+        """Scatter from one rank: the others give no lists."""
         root = self._rank if opts is None else opts.rootRank
         parts = Parts(inputs[0]) if inputs else None
         return self._done(outputs, inputs, [self._others.scatter(outputs[0], parts, root, self.place)])
 
     def alltoall(self, outputs: _Tensors, inputs: _Tensors, opts: Any = None) -> Any:
-        """Each gives each."""
-        self._sends("alltoall", inputs, self._but_own)
+        """Give each rank what each has for it."""
+        self._note_sent("alltoall", inputs, self._share_of_others)
         return self._done(outputs, inputs, [self._others.all_to_all(Parts(outputs), Parts(inputs), self.place)])
 
     def alltoall_base(
         self, output: Any, tensor: Any, out_splits: Any = (), in_splits: Any = (), opts: Any = None
     ) -> Any:
-        """The same with the parts in one tensor, one after the other along its first dimension."""
-        self._sends("alltoall", [tensor], self._but_own)
+        """Exchange the parts of one tensor, which lie one after the other along its first dimension."""
+        self._note_sent("alltoall", [tensor], self._share_of_others)
         takes, gives = Parts([output], self._size, out_splits), Parts([tensor], self._size, in_splits)
         return self._done([output], tensor, [self._others.all_to_all(takes, gives, self.place)])
 
     def _allgather_base(self, output: Any, tensor: Any, opts: Any = None) -> Any:
         if output.numel() != tensor.numel() * self._size:
             raise ValueError("output tensor size must be equal to world_size times input tensor size")
-        self._sends("allgather", [output], self._but_own)
-        self._recorder.owners.mark_gathered([output], [tensor])
+        self._note_sent("allgather", [output], self._share_of_others)
+        self._owners.mark_gathered([output], [tensor])
         parts = _pieces(output, self._size)
         return self._done([output], tensor, [self._others.all_gather(parts, tensor, self.place)])
 
     def _reduce_scatter_base(self, output: Any, tensor: Any, opts: Any = None) -> Any:
         if tensor.numel() != output.numel() * self._size:
             raise ValueError("input tensor must be the same size as output size times world size")
-        self._sends("reduce_scatter", [tensor], self._but_own)
-        self._recorder.owners.mark_reduced([tensor])
+        self._note_sent("reduce_scatter", [tensor], self._share_of_others)
+        self._owners.mark_reduced([tensor])
         parts = _pieces(tensor, self._size)
         waits = [self._others.reduce_scatter(output, parts, _reduction(opts), self.place)]
         return self._done([output], tensor, waits)
 
     def allgather_into_tensor_coalesced(self, outputs: _Tensors, inputs: _Tensors, opts: Any = None) -> Any:
-        """One by one."""
+        """Run one by one."""
         each = [self._allgather_base(output, tensor) for output, tensor in zip(outputs, inputs, strict=True)]
         return self._done(outputs, inputs, [one.wait for one in each])
 
     def reduce_scatter_tensor_coalesced(self, outputs: _Tensors, inputs: _Tensors, opts: Any = None) -> Any:
-        """One by one."""
+        """Run one by one."""
         each = [self._reduce_scatter_base(output, tensor, opts) for output, tensor in zip(outputs, inputs, strict=True)]
         return self._done(outputs, inputs, [one.wait for one in each])
 
     def allgather_coalesced(self, outputs: Sequence[_Tensors], inputs: _Tensors, opts: Any = None) -> Any:
-        """Lists of parts: of each rank, one of each tensor."""
-        self._sends("allgather", [part for parts in outputs for part in parts], self._but_own)
+        """Gather lists of parts: of each rank, one of each tensor."""
+        self._note_sent("allgather", [part for parts in outputs for part in parts], self._share_of_others)
         each = zip(zip(*outputs, strict=True), inputs, strict=True)
         waits = [self._others.all_gather(Parts(parts), tensor, self.place) for parts, tensor in each]
         return self._done(outputs, inputs, waits)
 
     def send(self, tensors: _Tensors, rank: int, tag: int = 0) -> Any:
-        """To one rank, which takes it in its time."""
-        self._sends("send", tensors, 1)
+        """Send to one rank, which takes it in its time."""
+        self._note_sent("send", tensors, 1)
         waits = [self._others.send(tensor, rank, tag, self.place) for tensor in tensors]
-        return self._done(tensors, waits=[*self._lent(tensors), *waits])
-
-    def recv(self, tensors: _Tensors, rank: int, tag: int = 0) -> Any:
-        """From one rank."""
-        return self._received(tensors, rank, tag)
+        return self._done(tensors, waits=[*self._use_stream_of_nccl(tensors), *waits])
 
     def recv_anysource(self, tensors: _Tensors, tag: int = 0) -> Any:
-        """From whoever sends first."""
-        return self._received(tensors, None, tag)
+        """Receive from whoever sends first."""
+        return self.recv(tensors, None, tag)
 
-    def _received(self, tensors: _Tensors, rank: int | None, tag: int) -> Any:
+    def recv(self, tensors: _Tensors, rank: int | None, tag: int = 0) -> Any:
+        """Receive from one rank."""
         waits = [self._others.receive(tensor, rank, tag, self.place) for tensor in tensors]
-        return self._done(tensors, waits=[*self._lent(tensors), *waits])
+        return self._done(tensors, waits=[*self._use_stream_of_nccl(tensors), *waits])
 
-    def _lent(self, tensors: _Tensors) -> list[Callable[[], None]]:
+    def _use_stream_of_nccl(self, tensors: _Tensors) -> list[Callable[[], None]]:
         """What one rank is sent is lent to a stream of NCCL's (`pointToPoint`); collectives lend nothing from torch 2.8
         on. What is returned is to be called once the program waits."""
         tensors = [tensor for tensor in tensors if self._has_nccl and self._on_card(tensor)]
@@ -302,14 +278,14 @@ class Group(_ProcessGroup):
     all_gather_single_coalesced = allgather_into_tensor_coalesced
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
 
-    def _sends(self, name: str, tensors: _Tensors, share: float) -> None:
+    def _note_sent(self, name: str, tensors: _Tensors, share: float) -> None:
         """`share` of `tensors` leaves this card, as nccl-tests has it for rings (PERFORMANCE.md, bus bandwidth)."""
         for tensor in tensors:
             if self._size > 1 and self._on_card(tensor):
                 self._sent(f"c10d.{name}", tensor, round(tensor.numel() * tensor.element_size() * share))
 
     @property
-    def _but_own(self) -> float:
+    def _share_of_others(self) -> float:
         """Of what is spread evenly over the ranks, the share of the others."""
         return (self._size - 1) / self._size
 
@@ -321,7 +297,7 @@ class Group(_ProcessGroup):
 
     def _done(self, made: Any, given: Any = (), waits: Sequence[Any] = ()) -> Any:
         self._calls += 1
-        done = Done(made, given, [wait for wait in waits if wait is not None])
+        done = CompletedWork(made, given, [wait for wait in waits if wait is not None])
         if self._coalesced is not None:
             self._coalesced.append(done.wait)
         return done
@@ -335,7 +311,6 @@ def _reduction(opts: Any) -> str:
 
 
 def _pieces(tensor: torch.Tensor, size: int) -> Parts:
-    """Of as many elements each, whatever its shape."""
     return Parts([tensor], size) if tensor.dim() == 1 else _Flat([tensor], size)
 
 

@@ -27,17 +27,12 @@ from memprof.trace.facts import RankFacts
 from memprof.virtual.card import nccl_version, torch_release
 from memprof.virtual.install_context import InstallContext
 from memprof.virtual.limits import refused
+from memprof.virtual.peers.known import GroupRank
 from memprof.virtual.ranks import stores
-from memprof.virtual.ranks.alone import Alone
-from memprof.virtual.ranks.channel import Channel
-from memprof.virtual.ranks.group import BACKEND, Group
-from memprof.virtual.ranks.known import Place
-from memprof.watch.recorder import Recorder
+from memprof.virtual.ranks.group import BACKEND, RankGroup
 
-_c10d: Any = getattr(dist, "distributed_c10d", None)
-"""None in a build of torch without it."""
-_OF_HOSTS = ("gloo", "mpi")
-"""Backends that take as many processes on a card as there are."""
+_c10d: Any = getattr(dist, "distributed_c10d", None)  # None in a build of torch without it
+_OF_HOSTS = ("gloo", "mpi")  # backends that take as many processes on a card as there are
 _REPLACED = frozenset({"nccl", "gloo", "mpi", "ucc", "undefined"})
 _TIMEOUT = datetime.timedelta(minutes=10)
 _OUTSIDE = "What NCCL takes of the card outside the caching allocator is not known, and not counted."
@@ -49,17 +44,7 @@ class ProcessGroups(Extension):
 
     def patches(self, context: InstallContext) -> Iterator[Patch]:
         """Replace what joins groups and makes them."""
-        joining = Joining(
-            context.cards.number * context.nodes,
-            context.others,
-            context.is_on_card,
-            context.recorder,
-            context.assume,
-            context.note_joined,
-            context.channel,
-            context.tracker.meter.sent,
-        )
-        yield from joining.patches()
+        yield from Joining(context).patches()
 
     def around(self, context: InstallContext) -> AbstractContextManager[None]:
         """Return what destroys groups that the program leaves behind."""
@@ -67,40 +52,12 @@ class ProcessGroups(Extension):
 
 
 class Joining:
-    """What `torch.distributed` is to a program.
+    """What `torch.distributed` is to a program."""
 
-    Args:
-        most_ranks: cards that there are, on all machines.
-        others: what the other ranks contribute.
-        on_card: whether a tensor is on a card.
-        recorder: told what is gathered and reduced.
-        assume: told what the run rests on.
-        joined: told of the first group of the program.
-        channel: to the ranks that run together with this one; None: it is alone.
-    """
-
-    def __init__(
-        self,
-        most_ranks: int,
-        others: Alone,
-        on_card: Callable[[torch.Tensor], bool],
-        recorder: Recorder,
-        assume: Callable[[str], None],
-        joined: Callable[[RankFacts], None] = lambda rank: None,
-        channel: Channel | None = None,
-        sent: Callable[[str, torch.Tensor, int], None] = lambda name, tensor, num_bytes: None,
-    ) -> None:
-        self._sent = sent
-        self._most_ranks = most_ranks
-        self._others = others
-        self._on_card = on_card
-        self._recorder = recorder
-        self._assume = assume
-        self._joined = joined
-        self._channel = channel
-        self._store = stores.kind(channel)
-        self._found = RankFacts()
-        """What the program has joined as."""
+    def __init__(self, context: InstallContext) -> None:
+        self._context = context
+        self._store = stores.kind(context.channel)
+        self._found = RankFacts()  # what the program has joined as
 
     def patches(self) -> Iterator[Patch]:
         """Replace what joins groups and makes them."""
@@ -136,19 +93,19 @@ class Joining:
             *rest: Any,
             **options: Any,
         ) -> None:
-            size = world_size if world_size > 0 else _said("world_size", init_method)
-            place = rank if rank >= 0 else _said("rank", init_method)
+            size = world_size if world_size > 0 else _read_setting("world_size", init_method)
+            place = rank if rank >= 0 else _read_setting("rank", init_method)
             if size is None or (size > 1 and place is None) or str(backend) == "fake":  # torch says what is missing
-                self._joined(RankFacts())
+                self._context.note_joined(RankFacts())
                 original(backend, init_method, timeout, world_size, rank, store, group_name, *rest, **options)
                 return
             found = RankFacts(place or 0, size, without_nccl=str(backend) in _OF_HOSTS)
             self._check(found, str(backend))
             if not found.without_nccl:
-                self._assume(_OUTSIDE)
+                self._context.assume(_OUTSIDE)
             if size == 1:
-                self._assume(_ONE_PROCESS)
-            self._joined(found)
+                self._context.assume(_ONE_PROCESS)
+            self._context.note_joined(found)
             self._found = found
             # Neither a store of the network nor what only NCCL understands (pg_options, device_id).
             where = {} if backend == "mpi" else {"store": self._store(), "rank": found.rank, "world_size": size}
@@ -159,12 +116,13 @@ class Joining:
     def _check(self, found: RankFacts, backend: str) -> None:
         if not found.rank < found.world_size:
             raise refused(f"is rank {found.rank} of {found.world_size}, and there is none", "ranks count from 0")
-        if found.world_size > self._most_ranks and backend not in _OF_HOSTS:
+        most_ranks = self._context.cards.number * self._context.options.nodes
+        if found.world_size > most_ranks and backend not in _OF_HOSTS:
             raise refused(
-                f"joins a group of {found.world_size} processes, and there are cards for {self._most_ranks}",
+                f"joins a group of {found.world_size} processes, and there are cards for {most_ranks}",
                 f"memprof run --gpus {found.world_size}, or with --nodes: so many on each machine",
             )
-        channel = self._channel
+        channel = self._context.channel
         if channel is not None and (found.rank, found.world_size) != (channel.rank, channel.size):
             raise refused(
                 f"joins as rank {found.rank} of {found.world_size}, where rank {channel.rank} of {channel.size} runs",
@@ -181,17 +139,15 @@ class Joining:
             more.pop("backend_options", None)
             if self._found.without_nccl and asked not in _OF_HOSTS:
                 self._found = dataclasses.replace(self._found, without_nccl=False)
-                self._joined(self._found)
-                self._assume(_OUTSIDE)
+                self._context.note_joined(self._found)
+                self._context.assume(_OUTSIDE)
             if size < 0:  # of MPI, which would say that itself
                 size, rank, store = self._found.world_size, self._found.rank, self._store()
-            place = Place(str(group_name), tuple(ranks or range(size)), rank)
+            place = GroupRank(str(group_name), tuple(ranks or range(size)), rank)
             _forget_layouts(place)
-            with _registered(
-                lambda *given: Group(place, asked, self._others, self._on_card, self._sent, self._recorder)
-            ):
+            with _registered(lambda *given: RankGroup(place, asked, self._context)):
                 group, prefix = original(size, rank, ranks, _c10d.Backend(BACKEND), store, group_name, *rest, **more)
-            if isinstance(group, Group):
+            if isinstance(group, RankGroup):
                 # What the program reads as its backend.
                 name = "nccl" if asked == "undefined" else asked
                 distributed.world.get().pg_map[group] = (name, distributed.world.get().pg_map[group][1])
@@ -201,11 +157,11 @@ class Joining:
         return create
 
 
+# By name: the ranks of the last group of that name in this process, and whether it had this one.
 _GROUPS: dict[str, tuple[tuple[int, ...], bool]] = {}
-"""By name: the ranks of the last group of that name in this process, and whether it had this one."""
 
 
-def _forget_layouts(place: Place) -> None:
+def _forget_layouts(place: GroupRank) -> None:
     """DTensor keeps what an operator does to meshes of equal shape, with the names of their groups, for the process:
     another rank, run after this one, is in other groups."""
     found = place.ranks, place.rank in range(len(place.ranks))
@@ -244,8 +200,8 @@ def groups_end_with_the_run() -> Iterator[None]:
             dist.destroy_process_group()
 
 
-def _said(name: str, init_method: str | None) -> int | None:
-    """A number that a program does not give as an argument; None if it is not said."""
+def _read_setting(name: str, init_method: str | None) -> int | None:
+    """Return a number that a program does not give as an argument; None if it is not set."""
     query = urllib.parse.parse_qs(urllib.parse.urlparse(init_method or "").query)
     text = query.get(name, [os.environ.get(name.upper(), "")])[0]
     return int(text) if text.isdigit() else None

@@ -17,7 +17,7 @@ from memprof.patching.patch_set import Patch
 from memprof.torch_private import distributed
 from memprof.virtual.install_context import InstallContext
 from memprof.virtual.limits import not_yet
-from memprof.virtual.ranks.alone import Alone
+from memprof.virtual.peers.alone import SingleRankBackend
 
 _c10d: Any = getattr(dist, "distributed_c10d", None)
 
@@ -40,7 +40,7 @@ class ObjectsOfRanks(Extension):
             yield from _of_optimizer_states()
 
 
-def _of_objects(others: Alone) -> Iterator[Patch]:
+def _of_objects(others: SingleRankBackend) -> Iterator[Patch]:
     received = {
         name: _from_one(getattr(dist, name), others) for name in ("broadcast_object_list", "scatter_object_list")
     }
@@ -48,10 +48,7 @@ def _of_objects(others: Alone) -> Iterator[Patch]:
     receive: Any = getattr(dist, "recv_object_list", None)
 
     def recv_object_list(*args: Any, **options: Any) -> Any:
-        source = args[1] if len(args) > 1 else options.get("src")
-        group = args[2] if len(args) > 2 else options.get("group")
-        if options.get("group_src") is not None:
-            source = _c10d.get_global_rank(group or dist.group.WORLD, options["group_src"])
+        source, group = _sender(1, args, options)
         if others.has([source] if source is not None else dist.get_process_group_ranks(group)):
             return receive(*args, **options)
         raise not_yet(
@@ -66,7 +63,7 @@ def _of_objects(others: Alone) -> Iterator[Patch]:
             yield owner, "recv_object_list", recv_object_list
 
 
-def _of_checkpoints(others: Alone) -> Iterator[Patch]:
+def _of_checkpoints(others: SingleRankBackend) -> Iterator[Patch]:
     """Once distributed checkpoints are imported: they are of this rank's parts, without a plan of the others'."""
     original = distributed.init_dist_wrapper.get(None)
     validate = distributed.validate_global_plan.get(None)
@@ -109,18 +106,23 @@ def _of_optimizer_states() -> Iterator[Patch]:
 _NOT_KNOWN = "Objects that a rank sends which does not run are not known: lists that take them stay as they are"
 
 
-def _from_one(original: Callable[..., Any], others: Alone) -> Callable[..., Any]:
+def _from_one(original: Callable[..., Any], others: SingleRankBackend) -> Callable[..., Any]:
     at = 2 if original.__name__ == "scatter_object_list" else 1
-    """Place of the sender among the arguments; the group follows."""
 
     def send(*args: Any, **options: Any) -> Any:
-        source = args[at] if len(args) > at else options.get("src")
-        group = args[at + 1] if len(args) > at + 1 else options.get("group")
-        if options.get("group_src") is not None:
-            source = _c10d.get_global_rank(group or dist.group.WORLD, options["group_src"])
+        source, group = _sender(at, args, options)
         if dist.get_rank() == (source or 0) or dist.get_rank(group) < 0 or others.has([source or 0]):
             return original(*args, **options)
         others.say("objects", _NOT_KNOWN)
         return None
 
     return send
+
+
+def _sender(at: int, args: Any, options: Any) -> tuple[int | None, Any]:
+    """Return the rank that sends, and the group, which follows it at this place of the arguments."""
+    source = args[at] if len(args) > at else options.get("src")
+    group = args[at + 1] if len(args) > at + 1 else options.get("group")
+    if options.get("group_src") is not None:
+        source = _c10d.get_global_rank(group or dist.group.WORLD, options["group_src"])
+    return source, group

@@ -20,23 +20,19 @@ class Rpc(Extension):
 
     def patches_of(self, module: ModuleType, context: InstallContext) -> Iterator[Patch]:
         """Replace what joins a group that is larger than this process."""
-        yield from _of_rpc(module)
+        original = getattr(module, "init_rpc", None)  # not in every build
+        if original is None:
+            return
 
+        def init_rpc(
+            name: str, backend: Any = None, rank: int = -1, world_size: int | None = None, *rest: Any, **options: Any
+        ) -> Any:
+            size = int(os.environ.get("WORLD_SIZE", 1)) if world_size is None else world_size
+            if size > 1:
+                raise not_yet(
+                    f"calls other processes by torch.distributed.rpc ({name} of {size})",
+                    "run the part that trains without it, as a process of its own",
+                )
+            return original(name, backend, rank, world_size, *rest, **options)
 
-def _of_rpc(module: Any) -> Iterator[Patch]:
-    original = getattr(module, "init_rpc", None)  # not in every build
-    if original is None:
-        return
-
-    def init_rpc(
-        name: str, backend: Any = None, rank: int = -1, world_size: int | None = None, *rest: Any, **options: Any
-    ) -> Any:
-        size = int(os.environ.get("WORLD_SIZE", 1)) if world_size is None else world_size
-        if size > 1:
-            raise not_yet(
-                f"calls other processes by torch.distributed.rpc ({name} of {size})",
-                "run the part that trains without it, as a process of its own",
-            )
-        return original(name, backend, rank, world_size, *rest, **options)
-
-    yield module, "init_rpc", init_rpc
+        yield module, "init_rpc", init_rpc

@@ -8,14 +8,14 @@ import torch.distributed as dist
 
 from memprof.torch_private import distributed
 from memprof.virtual.limits import not_yet
-from memprof.virtual.ranks.channel import Channel
+from memprof.virtual.peers.channel import Channel
 
 _HashStore: Any = distributed.HashStore.get(None)
 _Store: Any = getattr(dist, "Store", object)
 
 
 def kind(channel: Channel | None) -> Any:
-    """The class that stands for TCPStore and FileStore."""
+    """Return the class that stands for TCPStore and FileStore."""
     if channel is None:
         return _Own
 
@@ -35,12 +35,10 @@ class _Own(_HashStore or object):  # type: ignore[misc]
         super().__init__()
 
     def get(self, key: str) -> Any:
-        """What this process has put there."""
         self.wait([key])
         return super().get(key)
 
     def wait(self, keys: list[str], *timeout: Any) -> None:
-        """Nothing comes later."""
         if not self.check(keys):
             raise not_yet(f"waits for {keys} of another process in a store", "have this rank put it there as well")
 
@@ -56,19 +54,16 @@ class _Shared(_Store):  # type: ignore[misc]
         return self._channel.store(operation, f"{self._name}/{key}", *more)
 
     def set(self, key: str, value: Any) -> None:
-        """Put there, in place of what is."""
         self._ask("set", key, _bytes(value))
 
     def get(self, key: str) -> Any:
-        """Waits until it is there."""
         return self._ask("get", key)
 
     def add(self, key: str, amount: int) -> Any:
-        """A number, and what is added to it; the sum."""
+        """Add to a number, and return the sum."""
         return self._ask("add", key, amount)
 
     def append(self, key: str, value: Any) -> None:
-        """At the end of what is there."""
         self._ask("append", key, _bytes(value))
 
     def compare_set(self, key: str, expected: Any, desired: Any) -> Any:
@@ -76,40 +71,32 @@ class _Shared(_Store):  # type: ignore[misc]
         return self._ask("compare_set", key, _bytes(expected), _bytes(desired))
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all are there."""
         return all(self._ask("check", key) for key in keys)
 
     def wait(self, keys: list[str], *timeout: Any) -> None:
-        """Until all are there."""
         for key in keys:
             self._ask("get", key)
 
     def multi_get(self, keys: list[str]) -> list[Any]:
-        """One after the other."""
         return [self.get(key) for key in keys]
 
     def multi_set(self, keys: list[str], values: list[Any]) -> None:
-        """One after the other."""
         for key, value in zip(keys, values, strict=True):
             self.set(key, value)
 
     def delete_key(self, key: str) -> bool:
-        """Whether there was such a key."""
         return bool(self._ask("delete", key))
 
     def num_keys(self) -> int:
-        """How many there are."""
         return int(self._ask("count", ""))
 
     def has_extended_api(self) -> bool:
-        """It has append and the others."""
         return True
 
     def set_timeout(self, timeout: Any) -> None:
         """Nobody waits for what cannot come."""
 
     def clone(self) -> Any:
-        """The same."""
         return self
 
     deleteKey, getNumKeys, hasExtendedApi = delete_key, num_keys, has_extended_api  # noqa: N815

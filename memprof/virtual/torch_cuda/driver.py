@@ -14,16 +14,16 @@ import torch
 from memprof.torch_private import cuda
 from memprof.torch_private.names import PrivateName
 from memprof.virtual.cards import Cards
+from memprof.virtual.legacy_types import LEGACY_TYPES, legacy_type
 
 UUID = "00000000-0000-0000-0000-000000000000"
-_RNG_STATE_BYTES = 16
-"""Seed and offset of the Philox generator (CUDAGeneratorImpl.cpp, get_state)."""
+_RNG_STATE_BYTES = 16  # seed and offset of the Philox generator (CUDAGeneratorImpl.cpp, get_state)
 _MIB = 1 << 20
 _Generator = torch.Generator
 
 
 def rng_state() -> torch.Tensor:
-    """The state of the card's generator: its numbers are not drawn, so that it never changes."""
+    """Return the state of the card's generator: its numbers are not drawn, so that it never changes."""
     return torch.zeros(_RNG_STATE_BYTES, dtype=torch.uint8)
 
 
@@ -39,7 +39,7 @@ class CudaGenerator(_Generator):
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        """The card."""
+        """Return the card."""
         return torch.device("cuda", self.card)
 
     def get_state(self) -> torch.Tensor:
@@ -74,8 +74,6 @@ def card_generator(card: int) -> CudaGenerator:
 
 
 def _generators(cards: Cards) -> type:
-    """`torch.Generator`, on the cards as well."""
-
     class Generator(metaclass=_OfAnyGenerator):
         def __new__(cls, device: Any = None) -> Any:
             if isinstance(device, int) or (device is not None and torch.device(device).type == "cuda"):
@@ -102,37 +100,6 @@ def _legacy_type(name: str, dtype: torch.dtype) -> type:
     return OfDtype(name, (), {"__new__": __new__, "__module__": "torch.cuda", "dtype": dtype, "is_cuda": True})
 
 
-LEGACY_TYPES = {
-    "FloatTensor": torch.float32,
-    "DoubleTensor": torch.float64,
-    "HalfTensor": torch.float16,
-    "BFloat16Tensor": torch.bfloat16,
-    "LongTensor": torch.int64,
-    "IntTensor": torch.int32,
-    "ShortTensor": torch.int16,
-    "CharTensor": torch.int8,
-    "ByteTensor": torch.uint8,
-    "BoolTensor": torch.bool,
-}
-"""Names of tensor types from before there were dtypes."""
-_LEGACY_NAMES = {dtype: name for name, dtype in LEGACY_TYPES.items()}
-
-
-def legacy_name(dtype: torch.dtype, *, on_card: bool) -> str:
-    """Return what `tensor.type()` says, as `torch.cuda.FloatTensor`."""
-    name = _LEGACY_NAMES.get(dtype, str(dtype).removeprefix("torch."))
-    return f"torch.cuda.{name}" if on_card else f"torch.{name}"
-
-
-def legacy_type(kind: Any) -> tuple[str, torch.dtype] | None:
-    """(device, dtype) of such a type, given as a class or by its name; None if `kind` is none."""
-    name = kind if isinstance(kind, str) else f"{getattr(kind, '__module__', '')}.{getattr(kind, '__name__', '')}"
-    where, _, last = name.rpartition(".")
-    device = {"torch": "cpu", "torch.cuda": "cuda"}.get(where)
-    dtype = LEGACY_TYPES.get(last)
-    return None if device is None or dtype is None else (device, dtype)
-
-
 def _default_type_patches() -> Iterator[tuple[Any, str, Any]]:
     """`torch.set_default_tensor_type`, and `torch.Tensor(...)`, which makes tensors of that type."""
     chosen: list[Any] = []
@@ -153,11 +120,13 @@ def _default_type_patches() -> Iterator[tuple[Any, str, Any]]:
     yield torch.Tensor, "__new__", __new__
 
 
-def driver_patches(cards: Cards) -> Iterator[tuple[Any, str, Any]]:
-    """The patches (owner, name, replacement) of a build that has CUDA, below `torch.cuda`."""
+def returning(value: Any) -> Callable[..., Any]:
+    """Return a function that gives `value`, whatever it is given."""
+    return lambda *args, **kwargs: value
 
-    def returning(value: Any) -> Callable[..., Any]:
-        return lambda *args, **kwargs: value
+
+def driver_patches(cards: Cards) -> Iterator[tuple[Any, str, Any]]:
+    """Yield the patches (owner, name, replacement) of a build that has CUDA, below `torch.cuda`."""
 
     answers: dict[PrivateName, Any] = {
         cuda.get_device_count: cards.number,
@@ -185,25 +154,15 @@ def driver_patches(cards: Cards) -> Iterator[tuple[Any, str, Any]]:
         cuda.accelerator_get_accelerator: torch.device("cuda"),
         cuda.get_accelerator: torch.device("cuda"),
     }
-    for asked, value in answers.items():
-        yield asked.patch(returning(value))
-
-    def current() -> int:
-        return cards.current
-
-    def select(device: Any) -> None:
-        cards.select(device)
-
+    yield from (asked.patch(returning(value)) for asked, value in answers.items())
     for asked in (cuda.get_device, cuda.accelerator_get_device_index):
-        yield asked.patch(current)
-    for asked in (cuda.set_device, cuda.accelerator_set_device_index):
-        yield asked.patch(select)
-    for asked in (cuda.exchange_device, cuda.maybe_exchange_device):
-        yield asked.patch(cards.select)
-    for asked in (cuda.exchange_device_of_torch, cuda.maybe_exchange_device_of_torch):
+        yield asked.patch(lambda: cards.current)
+    for asked in (
+        cuda.set_device, cuda.accelerator_set_device_index, cuda.exchange_device, cuda.maybe_exchange_device,
+        cuda.accelerator_exchange_device, cuda.accelerator_maybe_exchange_device, cuda.exchange_device_of_torch,
+        cuda.maybe_exchange_device_of_torch,
+    ):  # fmt: skip
         yield asked.patch(lambda device: cards.select(device))
-    for asked in (cuda.accelerator_exchange_device, cuda.accelerator_maybe_exchange_device):
-        yield asked.patch(cards.select)
     yield torch, "Generator", _generators(cards)
     yield torch.cuda, "default_generators", tuple(map(card_generator, range(cards.number)))
     for name, dtype in LEGACY_TYPES.items():

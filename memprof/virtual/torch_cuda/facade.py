@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import collections
+import functools
+import sys
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -13,21 +15,29 @@ import torch.backends.cudnn.rnn
 from memprof.patching.extension import Extension
 from memprof.patching.patch_set import Patch
 from memprof.torch_private import cuda, kernels
-from memprof.trace.events import NONE
+from memprof.trace.events import NONE, Trace
+from memprof.virtual.allocator_answers import MemoryStatistics
 from memprof.virtual.card import cuda_version, cudnn_version, max_threads_per_sm, torch_release
 from memprof.virtual.install_context import InstallContext
 from memprof.virtual.kernels.recurrent import MODES, is_acceptable
 from memprof.virtual.limits import not_yet
 from memprof.virtual.torch_cuda import streams
-from memprof.virtual.torch_cuda.driver import UUID, Properties, driver_patches, rng_state, shared_memory_bytes
-from memprof.virtual.torch_cuda.memory import History, MemoryStatistics
+from memprof.virtual.torch_cuda.driver import (
+    UUID,
+    Properties,
+    driver_patches,
+    returning,
+    rng_state,
+    shared_memory_bytes,
+)
 from memprof.watch.wrappers import parts_of_sparse
 
+# Functions that torch.cuda has from torch.cuda.random.
 _OF_RANDOM = (
     "get_rng_state", "get_rng_state_all", "initial_seed", "manual_seed", "manual_seed_all", "seed", "seed_all",
     "set_rng_state", "set_rng_state_all",
 )  # fmt: skip
-"""Functions that torch.cuda has from torch.cuda.random."""
+# Functions of `torch.cuda` that give the same whatever they are given: do nothing, give 0, give True.
 _CONSTANT: dict[str, Any] = {
     **dict.fromkeys(
         ("init", "_lazy_init", "ipc_collect", "manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state",
@@ -40,21 +50,21 @@ _CONSTANT: dict[str, Any] = {
     "is_current_stream_capturing": False,
     "list_gpu_processes": "no processes are running",
 }  # fmt: skip
-"""Functions of `torch.cuda` that give the same whatever they are given: do nothing, give 0, give True."""
+# Functions that give one of the caching allocator's statistics.
 _STATISTICS = {
     "memory_allocated": "allocated_bytes.all.current",
     "max_memory_allocated": "allocated_bytes.all.peak",
     "memory_reserved": "reserved_bytes.all.current",
     "max_memory_reserved": "reserved_bytes.all.peak",
 }
-"""Functions that give one of the caching allocator's statistics."""
+# Functions that are methods of `_Answers`.
 _ANSWERED = (
     "current_device", "set_device", "synchronize", "empty_cache", "mem_get_info", "memory_stats",
     "memory_stats_as_nested_dict", "reset_peak_memory_stats", "reset_accumulated_memory_stats", "device_memory_used",
     "set_per_process_memory_fraction", "get_per_process_memory_fraction", "set_stream", "current_stream",
     "default_stream", "get_rng_state", "get_rng_state_all",
 )  # fmt: skip
-"""Functions that are methods of `_Answers`."""
+# Function of `torch.accelerator` -> the one of `torch.cuda` that it is; releases differ in which they have.
 _ACCELERATOR = {
     "current_device_index": "current_device",
     "current_device_idx": "current_device",
@@ -71,7 +81,6 @@ _ACCELERATOR = {
         )
     },
 }  # fmt: skip
-"""Function of `torch.accelerator` -> the one of `torch.cuda` that it is; releases differ in which they have."""
 _FRACTION = "per_process_memory_fraction"
 
 
@@ -126,8 +135,6 @@ def _of_torch_cuda(answers: _Answers, context: InstallContext) -> dict[str, Any]
     )
 
     class Device:
-        """`with torch.cuda.device(1)`."""
-
         def __init__(self, device: Any = None) -> None:
             self.idx = cards.index(device)
             self.prev_idx = -1
@@ -139,12 +146,12 @@ def _of_torch_cuda(answers: _Answers, context: InstallContext) -> dict[str, Any]
             cards.select(self.prev_idx)
 
     return {
-        **{name: _returning(value) for name, value in _CONSTANT.items()},
+        **{name: returning(value) for name, value in _CONSTANT.items()},
         **{name: answers.statistic(key) for name, key in _STATISTICS.items()},
         **{name: getattr(answers, name) for name in _ANSWERED},
         "device": Device,
-        "device_count": _returning(cards.number),
-        "get_arch_list": _returning([f"sm_{major}{minor}"]),
+        "device_count": returning(cards.number),
+        "get_arch_list": returning([f"sm_{major}{minor}"]),
         "get_device_name": answers.of_any_device(gpu.name),
         "get_device_capability": answers.of_any_device((major, minor)),
         "get_device_properties": answers.of_any_device(properties),
@@ -154,7 +161,7 @@ def _of_torch_cuda(answers: _Answers, context: InstallContext) -> dict[str, Any]
 def _of_accelerator(cuda: dict[str, Any]) -> dict[str, Any]:
     return {
         **{name: cuda[known] for name, known in _ACCELERATOR.items()},
-        "current_accelerator": _returning(torch.device("cuda")),
+        "current_accelerator": returning(torch.device("cuda")),
         "get_device_capability": _refusing(
             "asks torch.accelerator for its capability", "ask torch.cuda for the card's"
         ),
@@ -180,35 +187,67 @@ def _of_allocator(answers: _Answers, context: InstallContext) -> Iterator[Patch]
 def _of_builds() -> Iterator[Patch]:
     """Yield the patches by which torch looks built with CUDA, cuDNN and NVTX."""
     nvtx = SimpleNamespace(
-        rangePushA=_returning(0),
-        rangePop=_returning(0),
-        rangeStartA=_returning(0),
-        rangeEnd=_returning(None),
-        markA=_returning(None),
+        rangePushA=returning(0),
+        rangePop=returning(0),
+        rangeStartA=returning(0),
+        rangeEnd=returning(None),
+        markA=returning(None),
     )
     yield cuda.nvtx.patch(nvtx)
     if torch.version.cuda is None:  # a CPU build; programs read off it whether bfloat16 can be
         yield torch.version, "cuda", cuda_version(torch_release())
-        yield torch.backends.cuda, "is_built", _returning(True)
-    yield torch.backends.cudnn, "is_available", _returning(True)
-    yield torch.backends.cudnn, "version", _returning(cudnn_version(torch_release()))
+        yield torch.backends.cuda, "is_built", returning(True)
+    yield torch.backends.cudnn, "is_available", returning(True)
+    yield torch.backends.cudnn, "version", returning(cudnn_version(torch_release()))
     yield torch.backends.cudnn, "is_acceptable", is_acceptable
     yield torch.backends.cudnn.rnn, "get_cudnn_mode", lambda mode: MODES[mode.lower()]
-    yield kernels.use_cudnn_rnn_flatten_weight.patch(_returning(True))
+    yield kernels.use_cudnn_rnn_flatten_weight.patch(returning(True))
+
+
+class _History:
+    """What `torch.cuda.memory._record_memory_history` asks for: nothing before it is called, a ring of the last
+    entries, and nothing once it is disabled (torch/csrc/cuda/memory_snapshot.cpp; c10/cuda/CUDACachingAllocator.cpp,
+    recordHistory)."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
+        self._begin: int | None = None
+        self._most = 0
+
+    def record(
+        self,
+        enabled: str | bool | None = "all",
+        context: Any = "all",
+        stacks: Any = "all",
+        max_entries: int = sys.maxsize,
+        device: Any = None,
+        clear_history: bool = False,
+        trace_alloc_max_entries: int = 1,
+        **unused: object,
+    ) -> None:
+        """As torch's; a boolean chooses the signature that it had before, with one entry unless told."""
+        if not enabled:
+            self._begin = None
+            return
+        if self._begin is None or clear_history:
+            self._begin = len(self._trace.events)
+        self._most = max_entries if enabled == "all" else trace_alloc_max_entries if enabled is True else 1
+
+    def cut(self, snapshot: dict[str, Any]) -> dict[str, Any]:
+        """Return the snapshot with as much of the history as was asked for; `time_us` counts the trace's events."""
+        begin = len(self._trace.events) if self._begin is None else self._begin
+        traces = [[e for e in trace if e["time_us"] >= begin][-self._most :] for trace in snapshot["device_traces"]]
+        return {**snapshot, "device_traces": traces}
 
 
 class _Answers:
     """Functions of `torch.cuda`, under their names there."""
 
     def __init__(self, context: InstallContext) -> None:
-        self._gpu = context.gpu
-        self._cards = context.cards
-        self._recorder = context.recorder
-        self._memory = context.memory
-        self._settings = context.settings
-        self._context_bytes = context.context_bytes
+        self._context = context
+        self._cards, self._streams = context.cards, context.recorder.streams
         self._fraction = 1.0
-        self.history = History(context.recorder.trace)
+        self.history = _History(context.recorder.trace)
 
     # -- devices ------------------------------------------------------------------------------------------------------
 
@@ -219,10 +258,10 @@ class _Answers:
         self._cards.select(device)
 
     def synchronize(self, device: Any = None) -> None:
-        self._recorder.streams.wait_for_all(self._cards.devices[self._cards.use(device)])
+        self._streams.wait_for_all(self._cards.devices[self._cards.use(device)])
 
     def of_any_device(self, value: Any) -> Callable[..., Any]:
-        """A function that gives `value` for each of the GPUs, which are alike."""
+        """Return a function that gives `value` for each of the GPUs, which are alike."""
 
         def answer(device: Any = None) -> Any:
             try:
@@ -242,19 +281,17 @@ class _Answers:
     # -- memory -------------------------------------------------------------------------------------------------------
 
     def _of(self, device: Any) -> MemoryStatistics:
-        return self._memory.of(self._cards.named(device))
+        return self._context.memory.of(self._cards.named(device))
 
     def statistic(self, name: str) -> Callable[..., int]:
-        """A function that gives this one of a device."""
         return lambda device=None: self._of(device).stats()[name]
 
     def empty_cache(self) -> None:
-        self._recorder.writer.append_empty_cache()
+        self._context.recorder.writer.append_empty_cache()
 
     def mem_get_info(self, device: Any = None) -> tuple[int, int]:
-        statistics = self._memory.of(self._cards.devices[self._cards.use(device)]).stats()
-        total = self._gpu.total_bytes
-        return max(0, total - self._context_bytes - statistics["reserved_bytes.all.current"]), total
+        total = self._context.gpu.total_bytes
+        return max(0, total - self._context.used_bytes(self._cards.devices[self._cards.use(device)])), total
 
     def device_memory_used(self, device: Any = None) -> int:
         free, total = self.mem_get_info(device)
@@ -267,10 +304,7 @@ class _Answers:
         nested: dict[str, Any] = {}
         for name, value in self._of(device).stats().items():
             *path, last = name.split(".")
-            inner = nested
-            for part in path:
-                inner = inner.setdefault(part, {})
-            inner[last] = value
+            functools.reduce(lambda inner, part: inner.setdefault(part, {}), path, nested)[last] = value
         return nested
 
     def reset_peak_memory_stats(self, device: Any = None) -> None:
@@ -285,14 +319,14 @@ class _Answers:
         if not 0 <= value <= 1:
             raise ValueError(f"Invalid fraction value: {value}. Allowed range: 0~1")
         self._fraction = value
-        kept = [part for part in self._settings.get().split(",") if part and not part.startswith(_FRACTION)]
-        self._settings.set(",".join([*kept, f"{_FRACTION}:{value}"]))
+        kept = [part for part in self._context.settings.get().split(",") if part and not part.startswith(_FRACTION)]
+        self._context.settings.set(",".join([*kept, f"{_FRACTION}:{value}"]))
 
     def get_per_process_memory_fraction(self, device: Any = None) -> float:
         return self._fraction
 
     def snapshot(self, *args: Any) -> dict[str, Any]:
-        made = [self._memory.of(device).snapshot() for device in self._cards.devices]
+        made = [self._context.memory.of(device).snapshot() for device in self._cards.devices]
         segments = [{**one, "device": index} for index, each in enumerate(made) for one in each["segments"]]
         traces = [trace for each in made for trace in each["device_traces"]]
         return self.history.cut({**made[0], "segments": segments, "device_traces": traces})
@@ -301,25 +335,21 @@ class _Answers:
 
     def set_stream(self, stream: Any) -> None:
         if stream is not None:
-            self._recorder.streams.select(self._cards.named(stream.device), stream.stream_id)
+            self._streams.select(self._cards.named(stream.device), stream.stream_id)
             self._cards.select(stream.device)
 
     def current_stream(self, device: Any = None) -> streams.CudaStream:
         named = self._cards.named(device)
-        return streams.CudaStream(named, stream_id=self._recorder.streams.current(named))
+        return streams.CudaStream(named, stream_id=self._streams.current(named))
 
     def default_stream(self, device: Any = None) -> streams.CudaStream:
         return streams.CudaStream(self._cards.named(device), stream_id=0)
 
     def record_stream(self, tensor: torch.Tensor, stream: Any) -> None:
         for part in parts_of_sparse(tensor) or [tensor]:
-            index = self._recorder.storages.index_of(part)
+            index = self._context.recorder.storages.index_of(part)
             if index != NONE:
-                self._recorder.streams.use(index, stream.stream_id)
-
-
-def _returning(value: Any) -> Callable[..., Any]:
-    return lambda *args, **kwargs: value
+                self._streams.use(index, stream.stream_id)
 
 
 def _refusing(what: str, hint: str) -> Callable[..., Any]:

@@ -25,23 +25,20 @@ Handle = tuple[int, int]
 _GRAPHS = "CUDA graphs: what is captured runs once, as plain code; a replay takes nothing and computes nothing."
 
 
-class Pools:
+class _Pools:
     """The private pools of a run, by number from 1."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._made = 0
-        self._users = Counter[int]()
-        """Graphs and MemPools that keep a pool."""
+        self._users = Counter[int]()  # graphs and MemPools that keep a pool
         self._outer: list[tuple[int, bool]] = []
 
     def new(self) -> Handle:
-        """A pool that nobody has used yet."""
         self._made += 1
         return (self._made, 0)
 
     def keep(self, pool: Handle) -> None:
-        """One more keeps it."""
         self._users[pool[0]] += 1
 
     def leave(self, pool: Handle) -> None:
@@ -55,15 +52,14 @@ class Pools:
         self._outer.append(self._recorder.active_pool.select(pool[0], of_thread=of_thread))
 
     def end(self) -> None:
-        """Take it from where it was taken before."""
         number, of_thread = self._outer.pop()
         self._recorder.active_pool.select(number, of_thread=of_thread)
 
 
-class CudaGraph:
+class _CudaGraph:
     """`torch.cuda.CUDAGraph`."""
 
-    pools: Pools
+    pools: _Pools
     assume: Callable[[str], None]
 
     def __init__(self, keep_graph: bool = False) -> None:
@@ -71,22 +67,18 @@ class CudaGraph:
         self._pool: Handle | None = None
 
     def capture_begin(self, pool: Any = None, *args: Any, **kwargs: Any) -> None:
-        """From here on, what is taken is the graph's."""
         self.reset()
         self._pool = self.pools.new() if pool is None else pool
         self.pools.keep(self._pool)
         self.pools.begin(self._pool, of_thread=False)
 
     def capture_end(self) -> None:
-        """Until here."""
         self.pools.end()
 
     def pool(self) -> Handle:
-        """The graph's pool, for others to share."""
         return self._pool or (0, 0)
 
     def reset(self) -> None:
-        """The graph is gone."""
         pool, self._pool = self._pool, None
         if pool is not None:
             self.pools.leave(pool)
@@ -100,10 +92,10 @@ class CudaGraph:
     replay = instantiate = enable_debug_mode = debug_dump = _nothing
 
 
-class MemPool:
+class _MemPool:
     """`torch.cuda.MemPool`."""
 
-    pools: Pools
+    pools: _Pools
 
     def __init__(self, allocator: Any = None, use_on_oom: bool = False, no_split: bool = False) -> None:
         if allocator is not None:
@@ -129,12 +121,12 @@ class GraphsAndPools(Extension):
 
     def patches(self, context: InstallContext) -> Iterator[Patch]:
         """Replace them by those of this run."""
-        pools = Pools(context.recorder)
-        graph = type("CUDAGraph", (CudaGraph,), {"assume": staticmethod(context.assume), "pools": pools})
-        pool = type("MemPool", (MemPool,), {"pools": pools})
+        pools = _Pools(context.recorder)
+        graph = type("CUDAGraph", (_CudaGraph,), {"assume": staticmethod(context.assume), "pools": pools})
+        pool = type("MemPool", (_MemPool,), {"pools": pools})
 
         @contextlib.contextmanager
-        def use_mem_pool(pool: MemPool, device: Any = None) -> Iterator[None]:
+        def use_mem_pool(pool: _MemPool, device: Any = None) -> Iterator[None]:
             pools.begin(pool.id, of_thread=True)
             try:
                 yield

@@ -16,44 +16,38 @@ import torch
 from memprof.trace.events import Trace
 from memprof.watch.streams import Clock, Streams
 
-_HostStream, _HostEvent = torch.Stream, torch.Event
-_POOL = 32
-"""Streams of one priority."""
+_POOL = 32  # streams of one priority
 _PRIORITIES = 4
+# Of each card and priority, how many were made.
 _MADE: defaultdict[tuple[int, int], Iterator[int]] = defaultdict(itertools.count)
-"""Of each card and priority, how many were made."""
-_log = Streams(Trace())
-"""Who is told of waits: of the run that goes on."""
-
-
-def _is_host(device: Any) -> bool:
-    if device is None or isinstance(device, int):
-        return False
-    return torch.device(device).type == "cpu"
+_log = Streams(Trace())  # who is told of waits: of the run that goes on
 
 
 class _InOrder:
     """What a stream and an event have in common: all that they stand for has happened."""
+
+    _host_kind: Any  # torch's own class
+
+    def __new__(cls, device: Any = None, *args: Any, **kwargs: Any) -> Any:
+        is_host = isinstance(device, (str, torch.device)) and torch.device(device).type == "cpu"
+        return cls._host_kind("cpu") if is_host else super().__new__(cls)
 
     def __init__(self, device: Any = None) -> None:
         index = device if isinstance(device, int) else None if device is None else torch.device(device).index
         self.device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
 
     def _work(self) -> Clock:
-        """What is done when this is."""
+        """Return what is done when this is."""
         raise NotImplementedError
 
     def query(self) -> bool:
-        """Everything has completed, of which the program knows now."""
         self.synchronize()
         return True
 
     def synchronize(self) -> None:
-        """The host waits."""
         _log.wait(self._work(), None)
 
     def wait(self, stream: Any = None) -> None:
-        """A stream waits, the current one unless given."""
         waiter = torch.cuda.current_stream(self.device) if stream is None else stream
         _log.wait(self._work(), _key(waiter))
 
@@ -64,8 +58,7 @@ class Stream(_InOrder):
     A new one is the next of a pool of its priority, in turn (c10/cuda/CUDAStream.cpp).
     """
 
-    def __new__(cls, device: Any = None, *args: Any, **kwargs: Any) -> Any:  # noqa: D102
-        return _HostStream("cpu") if _is_host(device) else super().__new__(cls)
+    _host_kind: Any = torch.Stream
 
     def __init__(self, device: Any = None, priority: int = 0, *, stream_id: int | None = None, **rest: Any) -> None:
         super().__init__(device)
@@ -101,7 +94,7 @@ class Stream(_InOrder):
         return _log.now(*_key(self))
 
     def record_event(self, event: Any = None) -> Any:
-        """The event, or a new one."""
+        """Return the event, or a new one."""
         event = CudaEvent() if event is None else event
         event.record(self)
         return event
@@ -116,6 +109,7 @@ class Stream(_InOrder):
 class Event(_InOrder):
     """`torch.Event`: of the card, unless the host's is asked for."""
 
+    _host_kind: Any = torch.Event
     event_id = cuda_event = 0
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -129,11 +123,6 @@ class Event(_InOrder):
         """Behind what a stream was given until now, the current one unless given."""
         behind: Any = torch.cuda.current_stream() if stream is None else stream
         self._recorded = behind._work()
-
-    def __new__(cls, device: Any = None, *args: Any, **kwargs: Any) -> Any:  # noqa: D102
-        return (
-            _HostEvent("cpu") if isinstance(device, (str, torch.device)) and _is_host(device) else super().__new__(cls)
-        )
 
     def elapsed_time(self, other: Any) -> float:
         """Milliseconds between two events: one, as any number that is not known, so that rates can be computed."""
@@ -160,16 +149,11 @@ class ExternalStream(CudaStream):
 
 
 def _key(stream: Any) -> tuple[str, int]:
-    """The card of a stream, as the trace has it, and its number."""
     return str(stream.device), stream.stream_id
 
 
 def patches(log: Streams) -> Iterator[tuple[Any, str, Any]]:
-    """The patches (owner, name, replacement): classes stay classes, each under the names that torch gives it.
-
-    Args:
-        log: who is told of waits.
-    """
+    """Yield the patches (owner, name, replacement): classes stay classes, each under the names that torch gives it."""
     global _log
     _log = log
     _MADE.clear()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from memprof.script.exchange import PEER, STEPS, Exchange
-from memprof.virtual.ranks.channel import Call
+from memprof.virtual.peers.channel import CollectiveCall
 
 WORLD = (0, 1, 2)
 
@@ -32,10 +32,10 @@ class Meeting:
 
 def call(
     line: int, name: str = "all_reduce", number: int = 0, *, numel: int = 4, ranks: tuple[int, ...] = WORLD, **more: Any
-) -> Call:
+) -> CollectiveCall:
     sizes = (numel,) * len(ranks)
     fields = {"detail": "SUM", "dtype": "int64", "gives": sizes, "takes": sizes, "text": f"{name} of [{numel}]"} | more
-    return Call("0", ranks, number, name=name, line=f"/home/a/train.py:{line} main", **fields)
+    return CollectiveCall("0", ranks, number, name=name, line=f"/home/a/train.py:{line} main", **fields)
 
 
 def test_a_collective_is_there_once_all_have_called_it():

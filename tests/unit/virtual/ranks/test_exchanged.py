@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from memprof.virtual.ranks.together import _packed, _unpacked
+from memprof.virtual.peers.together import _packed, _unpacked
 
 TENSORS = {
     "a number": torch.tensor(5),

@@ -13,94 +13,88 @@ import torch
 
 from memprof.torch_private.dispatch import disable_current_modes
 from memprof.virtual.limits import program_line
-from memprof.virtual.ranks.known import Known, Parts, Place, has_no_data
+from memprof.virtual.peers.known import GroupRank, Known, Parts, has_no_data
 from memprof.virtual.values import Values
 from memprof.virtual.values.budget import is_small
 
 _aten = torch.ops.aten
 _EQUAL = "taken to be equal on all ranks, as it is on this one"
-_UNCHANGED = ("AVG", "MIN", "MAX", "BAND", "BOR")
-"""Reductions that give equal numbers back."""
+_UNCHANGED = ("AVG", "MIN", "MAX", "BAND", "BOR")  # reductions that give equal numbers back
+# Called when the program waits for what it asked for, which is there then; of a message gives the sender. None: it is
+# there already.
 Finish = Callable[[], object] | None
-"""Called when the program waits for what it asked for, which is there then; of a message gives the sender. None: it is
-there already."""
 
 
-class Alone:
-    """A rank without others.
-
-    Args:
-        assume: told what the run rests on.
-        values: what is known of tensors.
-    """
+class SingleRankBackend:
+    """A rank without others."""
 
     def __init__(self, assume: Callable[[str], None], values: Values) -> None:
         self._assume = assume
         self._values = values
         self._known = Known(values)
         self._said: set[str] = set()
+        # What this rank sent last, by shape and dtype, where that is little and known.
         self._sent: dict[Any, torch.Tensor] = {}
-        """What this rank sent last, by shape and dtype, where that is little and known."""
 
     # -- what a group asks for; `place` is this rank's in it ----------------------------------------------------------
 
     def has(self, ranks: Sequence[int]) -> bool:
-        """Whether these ranks of the program are there."""
+        """Return whether these ranks of the program are there."""
         return False
 
-    def all_reduce(self, tensor: torch.Tensor, reduction: str, place: Place) -> Finish:
-        """In place, over ranks that have it alike."""
+    def all_reduce(self, tensor: torch.Tensor, reduction: str, place: GroupRank) -> Finish:
+        """Reduce in place, over ranks that have it alike."""
         self._reduce(tensor, reduction, place.size)
         return None
 
-    def reduce(self, tensor: torch.Tensor, reduction: str, root: int, place: Place) -> Finish:
-        """To one rank; what the others have then is not said, and stays."""
+    def reduce(self, tensor: torch.Tensor, reduction: str, root: int, place: GroupRank) -> Finish:
+        """Reduce to one rank; what the others have then is not said, and stays."""
         if root == place.rank:
             self._reduce(tensor, reduction, place.size)
         return None
 
-    def broadcast(self, tensor: torch.Tensor, root: int, place: Place) -> Finish:
-        """From one rank, whose tensor is like this one's."""
+    def broadcast(self, tensor: torch.Tensor, root: int, place: GroupRank) -> Finish:
+        """Broadcast from one rank, whose tensor is like this one's."""
         if root != place.rank and self._known.knows(tensor):
             self.say("broadcast", "What another rank broadcasts is taken to be what this one has itself")
         return None
 
-    def all_gather(self, parts: Parts, tensor: torch.Tensor, place: Place) -> Finish:
-        """Each part takes what a rank gives."""
+    def all_gather(self, parts: Parts, tensor: torch.Tensor, place: GroupRank) -> Finish:
+        """Give each part what a rank gives."""
         if any(map(self._known.knows, (tensor, *parts.tensors))):
             self._gather(parts.each(), tensor)
         return None
 
-    def gather(self, parts: Parts | None, tensor: torch.Tensor, root: int, place: Place) -> Finish:
-        """To one rank: the others have no parts."""
+    def gather(self, parts: Parts | None, tensor: torch.Tensor, root: int, place: GroupRank) -> Finish:
+        """Gather to one rank: the others have no parts."""
         return None if parts is None else self.all_gather(parts, tensor, place)
 
-    def reduce_scatter(self, output: torch.Tensor, parts: Parts, reduction: str, place: Place) -> Finish:
+    def reduce_scatter(self, output: torch.Tensor, parts: Parts, reduction: str, place: GroupRank) -> Finish:
         """This rank's part of each, reduced."""
         if any(map(self._known.knows, (output, *parts.tensors))):
             self._copy(output, parts.each()[place.rank])
             self._reduce(output, reduction, place.size)
         return None
 
-    def scatter(self, output: torch.Tensor, parts: Parts | None, root: int, place: Place) -> Finish:
-        """From one rank: the others have no parts."""
+    def scatter(self, output: torch.Tensor, parts: Parts | None, root: int, place: GroupRank) -> Finish:
+        """Scatter from one rank: the others have no parts."""
         if parts is None:
             self._forget(output, "scatter", "is given by a scatter of another")
         else:
             self._copy(output, parts.each()[place.rank])
         return None
 
-    def all_to_all(self, outputs: Parts, inputs: Parts, place: Place) -> Finish:
+    def all_to_all(self, outputs: Parts, inputs: Parts, place: GroupRank) -> Finish:
         """What each sends this rank is what this one sends itself."""
         if any(map(self._known.knows, (*outputs.tensors, *inputs.tensors))):
             self._gather(outputs.each(), inputs.each()[place.rank])
         return None
 
-    def barrier(self, place: Place) -> Finish:
-        """All have come."""
+    def barrier(self, place: GroupRank) -> Finish:
+        """Wait until all have come."""
         return None
 
-    def send(self, tensor: torch.Tensor, to: int, tag: int, place: Place) -> Finish:
+    def send(self, tensor: torch.Tensor, to: int, tag: int, place: GroupRank) -> Finish:
         """`tensor` goes to one other rank."""
         if self._known.knows(tensor) and is_small(tensor):
             with torch.DisableTorchFunction(), disable_current_modes():
@@ -109,7 +103,7 @@ class Alone:
                     self._sent[tensor.shape, tensor.dtype] = known.clone()
         return None
 
-    def receive(self, tensor: torch.Tensor, source: int | None, tag: int, place: Place) -> Finish:
+    def receive(self, tensor: torch.Tensor, source: int | None, tag: int, place: GroupRank) -> Finish:
         """`tensor` is sent by one other rank: it is what this one has sent, as a vote that goes round."""
         sent = self._sent.get((tensor.shape, tensor.dtype))
         if sent is None:

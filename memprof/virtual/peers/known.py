@@ -17,14 +17,12 @@ from memprof.virtual.values.budget import is_small
 _aten = torch.ops.aten
 
 
-class Place(NamedTuple):
+class GroupRank(NamedTuple):
     """Where this rank is in a group."""
 
     name: str
-    ranks: tuple[int, ...]
-    """Of the program, in the group's order."""
-    rank: int
-    """This one's number in the group."""
+    ranks: tuple[int, ...]  # of the program, in the group's order
+    rank: int  # this one's number in the group
 
     @property
     def size(self) -> int:
@@ -59,24 +57,20 @@ class Parts:
         return tuple(whole // rows * length for length in self._splits)
 
     def each(self) -> Sequence[torch.Tensor]:
-        """The parts."""
+        """Return the parts."""
         if not self._pieces:
             return self.tensors
         return self.tensors[0].split(list(self._splits)) if self._splits else self.tensors[0].chunk(self._pieces)
 
 
 class Known:
-    """Reads and writes it.
-
-    Args:
-        values: what is known of tensors.
-    """
+    """Access to what is known of them."""
 
     def __init__(self, values: Values) -> None:
         self._values = values
 
     def knows(self, tensor: torch.Tensor) -> bool:
-        """Whether something is known of what `tensor` holds."""
+        """Return whether something is known of what `tensor` holds."""
         return not has_no_data(tensor) or self._values.store.knows(tensor.untyped_storage()._cdata)
 
     def read(self, tensor: torch.Tensor) -> torch.Tensor | None:
@@ -116,6 +110,6 @@ class Known:
 
 
 def has_no_data(tensor: torch.Tensor) -> bool:
-    """What the tensor is, not what the program is told of it."""
+    """Return what the tensor is, not what the program is told of it."""
     with torch.DisableTorchFunction():
         return tensor.is_meta

@@ -15,61 +15,43 @@ from typing import Any, NamedTuple, NoReturn
 
 from memprof.virtual.limits import not_yet, program_line
 
-Payload = Any
-"""What is known of the tensors that a rank gives, in plain Python."""
+Payload = Any  # what is known of the tensors that a rank gives, in plain Python
 
 
-class Call(NamedTuple):
+class CollectiveCall(NamedTuple):
     """What a rank calls: two that do not agree in `key` meet in an error."""
 
     group: str
-    ranks: tuple[int, ...]
-    """Of the program, in the group's order."""
-    number: int
-    """How many calls of this group there were before on this rank."""
-    name: str
-    """all_reduce, and so on."""
-    detail: str
-    """The reduction, or the rank that it is from or to."""
+    ranks: tuple[int, ...]  # of the program, in the group's order
+    number: int  # how many calls of this group there were before on this rank
+    name: str  # all_reduce, and so on
+    detail: str  # the reduction, or the rank that it is from or to
     dtype: str
-    gives: tuple[int, ...]
-    """Elements to each rank of the group."""
-    takes: tuple[int, ...]
-    """Elements from each."""
-    text: str
-    """All of this as one says it."""
-    line: str
-    """Of the program: `file:line function`."""
+    gives: tuple[int, ...]  # elements to each rank of the group
+    takes: tuple[int, ...]  # elements from each
+    text: str  # all of this as one says it
+    line: str  # of the program: `file:line function`
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """What is the same on all ranks."""
+        """Return what is the same on all ranks."""
         return self.name, self.detail, self.dtype
 
     @property
     def place(self) -> tuple[str, tuple[int, ...], int]:
-        """What meets."""
+        """Return what calls that meet have in common."""
         return self.group, self.ranks, self.number
 
 
 class Channel:
-    """The line of one rank.
-
-    Args:
-        connection: to where the ranks meet.
-        rank: this one.
-        ranks: all that run.
-        size: of the whole program.
-    """
+    """The line of one rank."""
 
     def __init__(self, connection: Connection, rank: int, ranks: Sequence[int], size: int) -> None:
         self._connection = connection
         self.rank, self.ranks, self.size = rank, tuple(ranks), size
         self._process, self._thread = os.getpid(), threading.get_ident()
-        self.stop: Callable[[str], NoReturn] = _no_more
-        """Called where this rank is told to end: with why."""
-        self.told: str | None = None
-        """Why, once it was."""
+        self.stop: Callable[[str], NoReturn] = _no_more  # called where this rank is told to end: with why
+        self.told: str | None = None  # why, once it was told
 
     def tell(self, *message: Any) -> None:
         """Without an answer."""
@@ -83,7 +65,7 @@ class Channel:
             os._exit(1)
 
     def ask(self, *message: Any) -> Any:
-        """The answer, which may take as long as other ranks do."""
+        """Return the answer, which may take as long as other ranks do."""
         self.tell(*message)
         try:
             told, answer = pickle.loads(self._connection.recv_bytes())
@@ -94,25 +76,12 @@ class Channel:
             self.stop(answer)
         return answer
 
-    def meet(self, call: Call, payload: Payload) -> Callable[[], dict[int, Payload]]:
-        """Contribute to a collective; what is returned waits for the others, and gives what each contributes."""
-        self.tell("call", call, payload)
-        return lambda: self.ask("collect", call.place)  # type: ignore[no-any-return]
-
-    def send(self, to: int, tag: int, call: Call, payload: Payload) -> None:
-        """To another rank of the program."""
-        self.tell("send", to, tag, call, payload)
-
-    def receive(self, source: int | None, tag: int, call: Call) -> tuple[int, Payload]:
-        """From another, or from any: from which, and what."""
-        return self.ask("receive", source, tag, call)  # type: ignore[no-any-return]
-
     def store(self, name: str, *arguments: Any) -> Any:
-        """An operation on the store that all share."""
+        """Run an operation on the store that all share."""
         return self.ask("store", name, arguments, program_line())
 
     def agrees(self, enough: bool) -> bool:
-        """Whether all ranks have shown enough, as this one has or has not, after a step of its own."""
+        """Return whether all ranks have shown enough, as this one has or has not, after a step of its own."""
         return bool(self.ask("step", enough))
 
 

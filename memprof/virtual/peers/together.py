@@ -16,9 +16,9 @@ import torch
 
 from memprof.torch_private.dispatch import disable_current_modes
 from memprof.virtual.limits import program_line
-from memprof.virtual.ranks.alone import Alone, Finish
-from memprof.virtual.ranks.channel import Call, Channel, Payload
-from memprof.virtual.ranks.known import Known, Parts, Place
+from memprof.virtual.peers.alone import Finish, SingleRankBackend
+from memprof.virtual.peers.channel import Channel, CollectiveCall, Payload
+from memprof.virtual.peers.known import GroupRank, Parts
 from memprof.virtual.values import Values
 
 _REDUCED: dict[str, Callable[[Any, Any], Any]] = {
@@ -33,115 +33,87 @@ _REDUCED: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-class Together(Alone):
-    """A rank among others.
-
-    Args:
-        assume: told what the run rests on.
-        values: what is known of tensors.
-        channel: the line to the others.
-    """
+class MultiRankBackend(SingleRankBackend):
+    """A rank among others."""
 
     def __init__(self, assume: Callable[[str], None], values: Values, channel: Channel) -> None:
         super().__init__(assume, values)
         self._channel = channel
-        self._known = Known(values)
         self._calls: dict[tuple[str, tuple[int, ...]], int] = {}
 
     def has(self, ranks: Sequence[int]) -> bool:
-        """Whether these ranks of the program are there."""
+        """Return whether these ranks of the program are there."""
         return set(ranks) <= set(self._channel.ranks)
 
-    def all_reduce(self, tensor: torch.Tensor, reduction: str, place: Place) -> Finish:
-        """In place."""
+    def all_reduce(self, tensor: torch.Tensor, reduction: str, place: GroupRank) -> Finish:
+        """Reduce in place."""
         sizes = (tensor.numel(),) * place.size
         given = self._meet("all_reduce", [tensor], place, sizes, sizes, reduction)
         return lambda: self._known.put(tensor, _reduced([one[0] for one in given()], reduction))
 
-    def reduce(self, tensor: torch.Tensor, reduction: str, root: int, place: Place) -> Finish:
-        """To one rank."""
+    def reduce(self, tensor: torch.Tensor, reduction: str, root: int, place: GroupRank) -> Finish:
+        """Reduce to one rank."""
         gives = _to(root, tensor.numel(), place)
         takes = (tensor.numel() if root == place.rank else 0,) * place.size
         given = self._meet("reduce", [tensor], place, gives, takes, f"{reduction} to rank {place.ranks[root]}")
+        if root != place.rank:
+            return given
+        return lambda: self._known.put(tensor, _reduced([one[0] for one in given()], reduction))
 
-        def finish() -> None:
-            found = given()
-            if root == place.rank:
-                self._known.put(tensor, _reduced([one[0] for one in found], reduction))
-
-        return finish
-
-    def broadcast(self, tensor: torch.Tensor, root: int, place: Place) -> Finish:
-        """From one rank."""
+    def broadcast(self, tensor: torch.Tensor, root: int, place: GroupRank) -> Finish:
+        """Broadcast from one rank."""
         gives = (tensor.numel() if root == place.rank else 0,) * place.size
         takes = _to(root, tensor.numel(), place)
         given = self._meet("broadcast", [tensor], place, gives, takes, f"from rank {place.ranks[root]}")
+        return given if root == place.rank else lambda: self._known.put(tensor, given()[root][0])
 
-        def finish() -> None:
-            found = given()
-            if root != place.rank:
-                self._known.put(tensor, found[root][0])
-
-        return finish
-
-    def all_gather(self, parts: Parts, tensor: torch.Tensor, place: Place) -> Finish:
-        """Each part takes what a rank gives."""
+    def all_gather(self, parts: Parts, tensor: torch.Tensor, place: GroupRank) -> Finish:
+        """Give each part what a rank gives."""
         given = self._meet("all_gather", [tensor], place, (tensor.numel(),) * place.size, parts.sizes)
         return lambda: self._put(parts, [one[0] for one in given()])
 
-    def gather(self, parts: Parts | None, tensor: torch.Tensor, root: int, place: Place) -> Finish:
-        """To one rank: the others have no parts."""
+    def gather(self, parts: Parts | None, tensor: torch.Tensor, root: int, place: GroupRank) -> Finish:
+        """Gather to one rank: the others have no parts."""
         gives = _to(root, tensor.numel(), place)
         takes = (0,) * place.size if parts is None else parts.sizes
         given = self._meet("gather", [tensor], place, gives, takes, f"to rank {place.ranks[root]}")
+        return given if parts is None else lambda: self._put(parts, [one[0] for one in given()])
 
-        def finish() -> None:
-            found = given()
-            if parts is not None:
-                self._put(parts, [one[0] for one in found])
-
-        return finish
-
-    def reduce_scatter(self, output: torch.Tensor, parts: Parts, reduction: str, place: Place) -> Finish:
+    def reduce_scatter(self, output: torch.Tensor, parts: Parts, reduction: str, place: GroupRank) -> Finish:
         """This rank's part of each, reduced."""
         takes = (output.numel(),) * place.size
         given = self._meet("reduce_scatter", self._pieces(parts, place), place, parts.sizes, takes, reduction, of=parts)
         return lambda: self._known.put(output, _reduced([one[place.rank] for one in given()], reduction))
 
-    def scatter(self, output: torch.Tensor, parts: Parts | None, root: int, place: Place) -> Finish:
-        """From one rank: the others have no parts."""
+    def scatter(self, output: torch.Tensor, parts: Parts | None, root: int, place: GroupRank) -> Finish:
+        """Scatter from one rank: the others have no parts."""
         gives = (0,) * place.size if parts is None else parts.sizes
         pieces = [output] * place.size if parts is None else self._pieces(parts, place)
         takes = _to(root, output.numel(), place)
         given = self._meet("scatter", pieces, place, gives, takes, f"from rank {place.ranks[root]}", of=Parts([output]))
         return lambda: self._known.put(output, given()[root][place.rank])
 
-    def all_to_all(self, outputs: Parts, inputs: Parts, place: Place) -> Finish:
-        """Each gives each."""
+    def all_to_all(self, outputs: Parts, inputs: Parts, place: GroupRank) -> Finish:
+        """Give each rank what each has for it."""
         pieces = self._pieces(inputs, place)
         given = self._meet("all_to_all", pieces, place, inputs.sizes, outputs.sizes, of=inputs)
         return lambda: self._put(outputs, [one[place.rank] for one in given()])
 
-    def barrier(self, place: Place) -> Finish:
-        """All have come."""
-        given = self._meet("barrier", [], place, (), ())
+    def barrier(self, place: GroupRank) -> Finish:
+        """Wait until all have come."""
+        return self._meet("barrier", [], place, (), ())
 
-        def finish() -> None:
-            given()
-
-        return finish
-
-    def send(self, tensor: torch.Tensor, to: int, tag: int, place: Place) -> Finish:
-        """To one other rank, which need not be there yet: it does not wait."""
+    def send(self, tensor: torch.Tensor, to: int, tag: int, place: GroupRank) -> Finish:
+        """Send to one other rank, which need not be there yet: it does not wait."""
         if self.has([place.ranks[to]]):
             call = self._call(
                 "send", [tensor], place, (tensor.numel(),), (), f"to rank {place.ranks[to]}", numbered=False
             )
-            self._channel.send(place.ranks[to], tag, call, _packed(self._known.read(tensor)))
+            self._channel.tell("send", place.ranks[to], tag, call, _packed(self._known.read(tensor)))
         return None
 
-    def receive(self, tensor: torch.Tensor, source: int | None, tag: int, place: Place) -> Finish:
-        """From one other rank."""
+    def receive(self, tensor: torch.Tensor, source: int | None, tag: int, place: GroupRank) -> Finish:
+        """Receive from one other rank."""
         whom = None if source is None else place.ranks[source]
         if whom is not None and not self.has([whom]):
             return super().receive(tensor, source, tag, place)
@@ -149,7 +121,7 @@ class Together(Alone):
         call = self._call("recv", [tensor], place, (), (tensor.numel(),), detail, numbered=False)
 
         def finish() -> int:
-            sender, payload = self._channel.receive(whom, tag, call)
+            sender, payload = self._channel.ask("receive", whom, tag, call)
             self._known.put(tensor, _unpacked(payload))
             return place.ranks.index(sender)
 
@@ -161,7 +133,7 @@ class Together(Alone):
         self,
         name: str,
         tensors: Sequence[torch.Tensor],
-        place: Place,
+        place: GroupRank,
         gives: Sequence[int],
         takes: Sequence[int],
         detail: str = "",
@@ -170,10 +142,10 @@ class Together(Alone):
         """Contribute `tensors`; what is returned waits, and gives what each rank of the group contributes."""
         shown = tensors if of is None else of.tensors
         call = self._call(name, shown, place, gives, takes, detail)
-        wait = self._channel.meet(call, [_packed(self._known.read(tensor)) for tensor in tensors])
+        self._channel.tell("call", call, [_packed(self._known.read(tensor)) for tensor in tensors])
 
         def given() -> list[list[torch.Tensor | None]]:
-            found = wait()
+            found: dict[int, Payload] = self._channel.ask("collect", call.place)
             speaks = next(rank for rank in place.ranks if rank in found)
             return [[_unpacked(one) for one in found[rank if rank in found else speaks]] for rank in place.ranks]
 
@@ -183,13 +155,13 @@ class Together(Alone):
         self,
         name: str,
         tensors: Sequence[torch.Tensor],
-        place: Place,
+        place: GroupRank,
         gives: Sequence[int],
         takes: Sequence[int],
         detail: str = "",
         *,
         numbered: bool = True,
-    ) -> Call:
+    ) -> CollectiveCall:
         at = place.name, place.ranks
         number = self._calls.get(at, 0)
         self._calls[at] = number + numbered
@@ -199,10 +171,9 @@ class Together(Alone):
         many = f"{len(tensors)} x " if len(tensors) > 1 else ""
         what = f" of {many}{' and '.join(shapes[:3])} {dtypes}" if tensors else ""
         text = f"{name}{what}" + (f", {detail}" if detail else "")
-        return Call(*at, number, name, detail, dtypes, tuple(gives), tuple(takes), text, program_line())
+        return CollectiveCall(*at, number, name, detail, dtypes, tuple(gives), tuple(takes), text, program_line())
 
-    def _pieces(self, parts: Parts, place: Place) -> Sequence[torch.Tensor]:
-        """The parts, where something is known of them."""
+    def _pieces(self, parts: Parts, place: GroupRank) -> Sequence[torch.Tensor]:
         known = any(map(self._known.knows, parts.tensors))
         return parts.each() if known else [parts.tensors[0]] * place.size
 
@@ -216,8 +187,7 @@ class Together(Alone):
             self._known.put(parts.tensors[0], torch.cat(known) if len(known) == len(given) else None)
 
 
-def _to(root: int, number: int, place: Place) -> tuple[int, ...]:
-    """So many elements to or from one rank, and none else."""
+def _to(root: int, number: int, place: GroupRank) -> tuple[int, ...]:
     return tuple(number if rank == root else 0 for rank in range(place.size))
 
 

@@ -1,0 +1,163 @@
+"""Assignments to tensors: to their elements, by an index, and to `.data` and `.grad`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from memprof.torch_private import tensors
+from memprof.torch_private.dispatch import disable_current_modes
+from memprof.trace.events import HOST, is_card
+from memprof.virtual.device_answers import DeviceAnswers
+from memprof.virtual.host_kinds import HostKinds
+from memprof.virtual.machine import Machine
+from memprof.virtual.mixed import MixedDevices
+
+_Tensor = torch.Tensor
+_META = torch.device("meta")
+_CPU = torch.device("cpu")
+_NoTorchFunction = torch.DisableTorchFunction
+_SCRIPTED = (
+    "TorchScript runs operator by operator. On a card it joins operators on single elements into kernels (NNC) from "
+    "the second or third call on, and what is between them is not kept then."
+)
+
+
+class Assignments:
+    """What the program assigns, of the device and the kind that the engine wants."""
+
+    def __init__(
+        self,
+        tracker: Machine,
+        answers: DeviceAnswers,
+        to: Callable[..., Any],
+        mixed: MixedDevices,
+        kinds: HostKinds,
+        read: Callable[[torch.Tensor], torch.Tensor],
+    ) -> None:
+        self._tracker = tracker
+        self._believed = answers.believed
+        self._device = answers.device
+        self._to = to
+        self._mixed = mixed
+        self._kinds = kinds
+        self._read = read
+
+    def handlers(self) -> dict[Any, Callable[..., Any]]:
+        """Return function -> replacement, for the function mode."""
+        return {
+            _Tensor.data.__set__: self._set_data,  # type: ignore[attr-defined]
+            _Tensor.grad.__set__: self._set_grad,  # type: ignore[union-attr]
+            _Tensor.__setitem__: self._setitem,
+        }
+
+    def getitem(self, tensor: torch.Tensor, index: Any) -> Any:
+        """Run `tensor[index]`."""
+        if _has_list(index):
+            index = self._indices(tensor, index)
+        return _Tensor.__getitem__(tensor, index)
+
+    def _indices(self, tensor: torch.Tensor, index: Any) -> Any:
+        """Lists of numbers in an index become tensors beside `tensor` (python_variable_indexing.cpp,
+        sequenceToVariable), which C++ would make where no mode sees them."""
+        if isinstance(index, tuple):
+            return tuple(self._indices(tensor, part) if type(part) is list else part for part in index)
+        if not index or not all(type(part) in (int, bool) for part in index):
+            return index
+        return self._to(torch.tensor(index, device=_CPU), self._device(tensor))
+
+    def _setitem(self, tensor: torch.Tensor, index: Any, value: Any) -> None:
+        if _has_list(index):
+            index = self._indices(tensor, index)
+        if isinstance(value, (bool, int, float)) and is_card(self._believed(tensor)):
+            # For a CUDA tensor the number stays on the host (torch/csrc/autograd/python_variable_indexing.cpp).
+            value = torch.tensor(value, dtype=tensor.dtype, device=_CPU)
+        elif isinstance(value, _Tensor) and value.requires_grad and torch.is_grad_enabled():
+            value = self._mixed.assignable(tensor, index, value)
+            if self._believed(tensor) == HOST == self._believed(value):
+                value = self._kinds.like(value, tensor)
+        _Tensor.__setitem__(tensor, index, value)
+
+    def _set_data(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
+        """`p.data = p.data.cuda()` changes the very tensor; between a real and a virtual one only a swap can."""
+        with _NoTorchFunction():
+            if tensor.is_meta == value.is_meta:
+                tensor.data = value
+                return
+            other = value.detach().requires_grad_(tensor.requires_grad)
+            if tensor.grad is not None:
+                # A module that moves its parameters puts the gradient's data into it next: it has to be there.
+                with disable_current_modes():
+                    other.grad = torch.empty_like(other)
+            # Class and attributes stay, and hooks that are set anew. So does what a graph has saved of the old one
+            # (`weight_norm` makes one when the model is built), for which torch.utils.swap_tensors would refuse.
+            tensors.swap_tensor_impl(tensor, other)
+            for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+                setattr(tensor, hooks, getattr(tensor, hooks))
+
+    def _set_grad(self, tensor: torch.Tensor, value: torch.Tensor | None) -> None:
+        """A gradient has data where its tensor has: small tensors on the host may have, whatever came from the card.
+
+        Raises:
+            RuntimeError: it is on another device, in the words of torch/csrc/autograd/python_variable.cpp.
+        """
+        with _NoTorchFunction():
+            if isinstance(value, _Tensor) and value.dtype == tensor.dtype:
+                was, got = self._device(tensor).type, self._device(value).type
+                if was != got:
+                    raise RuntimeError(
+                        f"attempting to assign a gradient with device type '{got}' to a tensor with device type "
+                        f"'{was}'. Please ensure that the gradient and the tensor are on the same device"
+                    )
+            if isinstance(value, _Tensor) and value.is_meta != tensor.is_meta and self._believed(tensor) == HOST:
+                value = self._as_real_as(tensor, value)
+            tensor.grad = value
+
+    def _as_real_as(self, tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        if hasattr(value, "__tensor_flatten__"):
+            names, context = value.__tensor_flatten__()
+            parts = {name: getattr(value, name) for name in names}
+            for name, part in parts.items():
+                if isinstance(part, _Tensor):
+                    parts[name] = self._as_real_as(getattr(tensor, name), part)
+            made: torch.Tensor = type(value).__tensor_unflatten__(  # type: ignore[attr-defined]
+                parts, context, value.size(), value.stride()
+            )
+            return made
+        if value.is_meta == tensor.is_meta:
+            return value
+        if value.layout is not torch.strided:
+            return self._kinds.like(value, tensor)
+        if value.is_meta:
+            return self._read(value).clone()
+        with disable_current_modes():
+            virtual = torch.empty_like(value, device=_META)
+        place = self._tracker.recorder.attribution.place(sys._getframe(1))
+        self._tracker.record([virtual], "aten.clone", place, HOST)
+        if self._tracker.values.store.is_trackable(virtual):
+            self._tracker.values.store.set(virtual, value)
+        return virtual
+
+    def shares_data(self, original: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
+        """The replacement for `torch._has_compatible_shallow_copy_type`, by which a module moved to the card decides
+        whether its parameters stay the same objects: between host and card they do, also if only one is virtual. Those
+        of a scripted module are held by C++, which has to be given the new ones."""
+
+        def compatible(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+            moving = sys._getframe(1).f_back  # nn.Module._apply, which asks through a function of its own
+            if moving is not None and isinstance(moving.f_locals.get("self"), torch.jit.ScriptModule):
+                self._tracker.values.assume(_SCRIPTED)
+                return original(tensor, other)
+            with _NoTorchFunction():
+                one_is_virtual = tensor.is_meta != other.is_meta
+                believed = {self._tracker.device_of(tensor), self._tracker.device_of(other)}
+            return (one_is_virtual and "meta" not in believed) or original(tensor, other)
+
+        return compatible
+
+
+def _has_list(index: Any) -> bool:
+    return type(index) is list or (type(index) is tuple and any(type(part) is list for part in index))

@@ -1,0 +1,107 @@
+"""What tensors say of their device: that on which the program believes them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from memprof.trace.events import HOST, card_index, is_card
+from memprof.virtual.machine import Machine
+from memprof.watch.wrappers import has_memory, unwrapped
+
+_Tensor = torch.Tensor
+_NoTorchFunction = torch.DisableTorchFunction
+
+
+_device_named = functools.cache(torch.device)
+
+
+class DeviceAnswers:
+    """Attributes and functions that tell a tensor's device, as the program is to see it."""
+
+    def __init__(self, tracker: Machine) -> None:
+        self._tracker = tracker
+
+    def handlers(self) -> dict[Any, Callable[..., Any]]:
+        """Return function -> replacement, for the function mode."""
+        return {
+            _Tensor.device.__get__: self.device,  # type: ignore[attr-defined]
+            _Tensor.is_cuda.__get__: self._is_cuda,  # type: ignore[attr-defined]
+            _Tensor.is_cpu.__get__: self._is_cpu,  # type: ignore[attr-defined]
+            _Tensor.is_meta.__get__: self._is_meta,  # type: ignore[attr-defined]
+            _Tensor.get_device: self._get_device,
+        }
+
+    def believed(self, tensor: torch.Tensor) -> str:
+        """Return the device that the program believes `tensor` to be on."""
+        with _NoTorchFunction():
+            return self._tracker.device_of(tensor)
+
+    def device(self, tensor: torch.Tensor) -> torch.device:
+        """Return that device, for Python."""
+        with _NoTorchFunction():
+            tensor = unwrapped(tensor)
+            if not tensor.is_meta:
+                return tensor.device
+            believed = self._tracker.device_of(tensor)
+        return _device_named(believed)
+
+    def _is_cuda(self, tensor: torch.Tensor) -> bool:
+        return is_card(self.believed(tensor))
+
+    def _is_cpu(self, tensor: torch.Tensor) -> bool:
+        return self.believed(tensor) == HOST
+
+    def _is_meta(self, tensor: torch.Tensor) -> bool:
+        return self.believed(tensor) == "meta"
+
+    def _get_device(self, tensor: torch.Tensor) -> int:
+        believed = self.believed(tensor)
+        return card_index(believed) if is_card(believed) else -1
+
+    def repr_of(self, original: Callable[..., str], read: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., str]:
+        """The replacement for `torch._tensor_str._str`, which takes all modes off before it looks at the data."""
+
+        def _str(tensor: torch.Tensor, **kwargs: Any) -> str:
+            with _NoTorchFunction():
+                virtual = has_memory(tensor) and tensor.is_meta
+                device = self._tracker.device_of(tensor) if virtual else "meta"
+                if device == "meta":
+                    return original(tensor, **kwargs)
+                known = self._tracker.values.store.get(tensor.detach())
+                if known is None and tensor.dim() == 0:
+                    known = read(tensor)
+                kind = type(tensor) if type(tensor) is not torch.nn.Parameter else _Tensor  # torch says "tensor" of it
+                if known is None:
+                    name = "tensor" if kind is _Tensor else kind.__name__
+                    return f"{name}(..., device='{device}', size={tuple(tensor.shape)}, dtype={tensor.dtype})"
+                return f"{original(known.as_subclass(kind), **kwargs)[:-1]}, device='{device}')"
+
+        return _str
+
+    def grouping(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the replacement for `torch._C._group_tensors_by_device_and_dtype`, whose groups name their device.
+
+        Optimizers and gradient clipping choose by it the operators on whole lists. What is all "meta" may be of two
+        devices, and tensors of the host may be real or virtual.
+        """
+
+        def group(tensor_lists: Any, with_indices: bool = False) -> Any:
+            groups: dict[Any, Any] = {}
+            for (_, dtype), (lists, indices) in original(tensor_lists, with_indices).items():
+                for column, tensor in enumerate(lists[0]):
+                    key = (self.device(tensor), dtype)
+                    if key not in groups:
+                        groups[key] = ([[] for _ in lists], [])
+                    parts, numbers = groups[key]
+                    for part, members in zip(parts, lists, strict=True):
+                        if members:
+                            part.append(members[column])
+                    if indices:
+                        numbers.append(indices[column])
+            return groups
+
+        return group

@@ -1,0 +1,152 @@
+"""Operators that write into what they are given: in place, with `out=`, or on lists, as the optimizers' do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from memprof.trace.events import GPU, NONE
+from memprof.virtual.calls import (
+    MOVES_STORAGE,
+    OVERWRITES,
+    OperatorCall,
+    OpInfo,
+    fills_arguments,
+    given_back,
+    run_on_meta,
+    tensors_of,
+    written,
+)
+from memprof.virtual.machine import Machine
+from memprof.watch.forward import Place
+
+
+class InPlaceOperators:
+    """Runs them on meta tensors, and records the storages that they resize."""
+
+    def __init__(self) -> None:
+        self._changes_nothing: set[Any] = set()  # keys of calls that do nothing to meta tensors
+
+    def run(self, machine: Machine, operator: OpInfo, call: OperatorCall, place: Place) -> Any:
+        """Run one call, and return its result."""
+        target = call.args[0] if call.args and isinstance(call.args[0], torch.Tensor) else None
+        if call.real and not (call.on_gpu or call.on_host or call.on_meta):
+            return call.func(*call.args, **call.kwargs)
+        if target is None or "out" in call.kwargs:
+            return self._run_on_lists_or_out(machine, operator, call, place)
+        if operator.scratch is not None and call.on_gpu:
+            machine.transients(operator.scratch(call.args, machine.card), operator.name, place, call.card)
+        if operator.uses_cublas and call.on_gpu:
+            machine.take_workspace(operator, place, call.card)
+        address = target.untyped_storage()._cdata if target.is_meta else NONE
+        # The program's own meta tensors hold nothing; they die unseen, and others come to lie where they were.
+        is_live = address in machine.recorder.storages.live
+        if is_live and (machine.values.store.knows(address) or call.func.overloadpacket in OVERWRITES):
+            machine.values.write(call.func, call.args, call.kwargs, target)
+        key, changes_nothing = self._find(call)
+        if changes_nothing:
+            return target
+        storage, before, layout = target.untyped_storage(), target.untyped_storage().nbytes(), _layout(target)
+        try:
+            result = run_on_meta(call)
+        except NotImplementedError:
+            if not fills_arguments(call.func):
+                raise
+            return _fill(machine, call)
+        # One that only took over another storage (set_) has made none.
+        if storage.nbytes() != before and target.untyped_storage()._cdata == storage._cdata:
+            _record_growth(machine, target, operator, place)
+        if result is not target and call.on_gpu:
+            # It writes into one argument and returns something new all the same (rrelu_with_noise).
+            made = [tensor for tensor in tensors_of(result) if tensor is not target]
+            machine.record(made, operator.name, place, call.card)
+        # What changes the tensor itself (t_, squeeze_) must be done every time.
+        is_unchanged = result is target and operator.packet not in MOVES_STORAGE and _layout(target) == layout
+        if key is not None and is_unchanged:
+            self._changes_nothing.add(key)
+        return result
+
+    def _run_on_lists_or_out(self, machine: Machine, operator: OpInfo, call: OperatorCall, place: Place) -> Any:
+        if operator.name.startswith(("aten._foreach_", "aten._fused_")) and not call.real:
+            _forget_written(machine, call)
+            return None
+        outs = [t for t in tensors_of(list(call.kwargs.values())) if t.is_meta]
+        before = [t.untyped_storage().nbytes() for t in outs]
+        copies = operator.input_copies(call.args) if operator.input_copies and call.on_gpu else ()
+        known: Any = None
+        if len(outs) == 1 and isinstance(call.kwargs.get("out"), torch.Tensor):
+            empty = torch.empty(0, dtype=outs[0].dtype)
+            known = machine.values.evaluator.compute(call.func, call.args, {**call.kwargs, "out": empty})
+        with machine.hidden(copies, operator.name, place, call.card):
+            if operator.uses_cublas and call.on_gpu:
+                machine.take_workspace(operator, place, call.card)
+            try:
+                result = self._run_into_out(operator, call)
+            except NotImplementedError:
+                if not fills_arguments(call.func):
+                    raise
+                return _fill(machine, call)
+        store = machine.values.store
+        for out, size in zip(outs, before, strict=True):
+            store.drop(out.untyped_storage()._cdata)
+            if out.untyped_storage().nbytes() != size:
+                _record_growth(machine, out, operator, place)
+        whole = len(outs) == 1 and outs[0].untyped_storage().nbytes() == outs[0].numel() * outs[0].element_size()
+        is_new_value = whole and isinstance(known, torch.Tensor) and known.shape == outs[0].shape
+        if is_new_value and store.is_trackable(outs[0]):
+            store.set(outs[0], known)
+        return result
+
+    def _run_into_out(self, operator: OpInfo, call: OperatorCall) -> Any:
+        """Run the call itself, which does nothing to meta tensors where it once did nothing to such as these."""
+        out = call.kwargs.get("out")
+        if not isinstance(out, torch.Tensor) or call.real or operator.packet in MOVES_STORAGE:
+            return call.func(*call.args, **call.kwargs)
+        key, changes_nothing = self._find(call)
+        if changes_nothing:
+            return out
+        before = _layout(out)
+        result = call.func(*call.args, **call.kwargs)
+        if key is not None and result is out and _layout(out) == before:
+            self._changes_nothing.add(key)
+        return result
+
+    def _find(self, call: OperatorCall) -> tuple[Any, bool]:
+        """Return what equal calls have in common, None if it cannot be hashed, and whether they do nothing."""
+        key = tuple(call.key)
+        try:
+            return key, key in self._changes_nothing
+        except TypeError:  # an argument such as a generator or a symbolic value
+            return None, False
+
+
+def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.size(), tensor.stride(), tensor.untyped_storage().nbytes()
+
+
+def _fill(machine: Machine, call: OperatorCall) -> Any:
+    """Take a call without a kernel for meta tensors as one that fills its arguments."""
+    machine.values.assume(
+        f"{call.func._schema.name} has no kernel that works without data: as it returns nothing but what it is "
+        "given, it fills that and allocates nothing."
+    )
+    _forget_written(machine, call)
+    return given_back(call)
+
+
+def _forget_written(machine: Machine, call: OperatorCall) -> None:
+    """Note that what `call` writes into is no longer known."""
+    for tensor in tensors_of(written(call)):
+        machine.values.store.drop(tensor.untyped_storage()._cdata)
+
+
+def _record_growth(machine: Machine, tensor: torch.Tensor, operator: OpInfo, place: Place) -> None:
+    """Record that an operator resized `tensor`'s storage: on CUDA the old block is freed and a new one taken."""
+    storage, storages = tensor.untyped_storage(), machine.recorder.storages
+    index = storages.live.get(storage._cdata)
+    device = storages.uncounted.get(storage, GPU) if index is None else machine.recorder.trace.storages[index].device
+    if index is not None:
+        storages.free(index)
+    if storage.nbytes():
+        machine.record([tensor], operator.name, place, device)

@@ -1,0 +1,37 @@
+"""Tensor types from before there were dtypes, as `torch.cuda.FloatTensor`, by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+# Names of tensor types from before there were dtypes.
+LEGACY_TYPES = {
+    "FloatTensor": torch.float32,
+    "DoubleTensor": torch.float64,
+    "HalfTensor": torch.float16,
+    "BFloat16Tensor": torch.bfloat16,
+    "LongTensor": torch.int64,
+    "IntTensor": torch.int32,
+    "ShortTensor": torch.int16,
+    "CharTensor": torch.int8,
+    "ByteTensor": torch.uint8,
+    "BoolTensor": torch.bool,
+}
+_LEGACY_NAMES = {dtype: name for name, dtype in LEGACY_TYPES.items()}
+
+
+def legacy_name(dtype: torch.dtype, *, on_card: bool) -> str:
+    """Return what `tensor.type()` says, as `torch.cuda.FloatTensor`."""
+    name = _LEGACY_NAMES.get(dtype, str(dtype).removeprefix("torch."))
+    return f"torch.cuda.{name}" if on_card else f"torch.{name}"
+
+
+def legacy_type(kind: Any) -> tuple[str, torch.dtype] | None:
+    """(device, dtype) of such a type, given as a class or by its name; None if `kind` is none."""
+    name = kind if isinstance(kind, str) else f"{getattr(kind, '__module__', '')}.{getattr(kind, '__name__', '')}"
+    where, _, last = name.rpartition(".")
+    device = {"torch": "cpu", "torch.cuda": "cuda"}.get(where)
+    dtype = LEGACY_TYPES.get(last)
+    return None if device is None or dtype is None else (device, dtype)

@@ -1,0 +1,150 @@
+"""Moves and copies of tensors between devices, whose gradients find their way back."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from memprof.torch_private import dispatch, kernels
+from memprof.trace.events import HOST, is_card
+from memprof.virtual.device_answers import DeviceAnswers
+from memprof.virtual.host_kinds import HostKinds
+from memprof.virtual.legacy_types import legacy_name, legacy_type
+from memprof.virtual.machine import Machine
+
+_Tensor = torch.Tensor
+_META = torch.device("meta")
+_CPU = torch.device("cpu")
+_aten = torch.ops.aten
+_NoTorchFunction = torch.DisableTorchFunction
+
+
+class Moves:
+    """Functions that move a tensor."""
+
+    def __init__(
+        self, tracker: Machine, answers: DeviceAnswers, mode: TorchFunctionMode, run: Callable[..., Any]
+    ) -> None:
+        self._tracker = tracker
+        self._believed = answers.believed
+        self._device = answers.device
+        self._mode = mode
+        self._run = run
+        self.kinds = HostKinds(tracker, self._given)
+
+    def handlers(self) -> dict[Any, Callable[..., Any]]:
+        """Return function -> replacement, for the function mode."""
+        return {
+            kernels.parse_to: _parse_to,
+            _Tensor.type: self._type,
+            _Tensor.to: self.to,
+            _Tensor.type_as: self.to,
+            _Tensor.cuda: self._to_cuda,
+            _Tensor.cpu: self._to_cpu,
+            _Tensor.copy_: self._copy_,
+        }
+
+    def _type(self, tensor: torch.Tensor, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
+        if dtype is None:
+            return legacy_name(tensor.dtype, on_card=is_card(self._believed(tensor)))
+        named = legacy_type(dtype)
+        return _Tensor.type(tensor, dtype, non_blocking) if named is None else self.to(tensor, *named)
+
+    def to(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Run `Tensor.to`."""
+        other = args[0] if args and isinstance(args[0], torch.Tensor) else kwargs.get("other")
+        if other is not None:
+            device: Any = self._device(other)
+            dtype: Any = other.dtype
+            rest = {name: kwargs[name] for name in ("copy", "memory_format") if name in kwargs}
+            copy = kwargs.get("copy", False)
+            non_blocking = kwargs.get("non_blocking", args[1] if len(args) > 1 else False)
+        else:
+            # Two flags by position are non_blocking and copy, and torch's parser does not take the second.
+            both = len(args) > 1 and isinstance(args[-1], bool) and isinstance(args[-2], bool)
+            copy = args[-1] if both else bool(kwargs.get("copy", False))
+            device, dtype, non_blocking, memory_format = _parse_to(
+                *(args[:-1] if both else args), **{name: value for name, value in kwargs.items() if name != "copy"}
+            )
+            rest = {"memory_format": memory_format} if memory_format is not None else {}
+        believed = self._believed(tensor)
+        if device is None:
+            wanted = believed
+        else:
+            other = "meta" if device.type == "meta" else HOST
+            wanted = self._tracker.cards.named(device) if device.type == "cuda" else other
+        dtype = dtype or tensor.dtype
+        if wanted == believed and dtype == tensor.dtype and not copy and not rest.get("memory_format"):
+            return tensor
+        if wanted == believed:
+            # No move: torch does it, on whatever the tensor really is.
+            return _Tensor.to(tensor, dtype, copy=copy, **{k: v for k, v in rest.items() if k != "copy"})
+        device_argument = _CPU if wanted == HOST else _META
+        kwargs = {"memory_format": rest["memory_format"]} if rest.get("memory_format") is not None else {}
+        if non_blocking:
+            kwargs["non_blocking"] = True
+        return self._copied(tensor, believed, wanted, dtype=dtype, device=device_argument, **kwargs)
+
+    def _copied(self, tensor: torch.Tensor, believed: str, wanted: str, **kwargs: Any) -> torch.Tensor:
+        """Return a copy on another device, whose gradient finds its way back."""
+        with self._tracker.asked_for(wanted):
+            made: torch.Tensor = _aten._to_copy.default(tensor, **kwargs)
+        if made.grad_fn is not None and made.is_meta and tensor.is_meta and "meta" not in (believed, wanted):
+            made.grad_fn.register_hook(self._sending_back(believed))
+        return made
+
+    def _to_cuda(self, tensor: torch.Tensor, device: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
+        return self.to(tensor, "cuda" if device is None else device, non_blocking=non_blocking, **kwargs)
+
+    def _sending_back(self, device: str) -> Callable[..., Any]:
+        """A hook on a copy from one device to another: the gradient goes where the copied tensor is. C++ compares the
+        devices that it knows of, which are both meta."""
+
+        def send(inputs: Any, outputs: Any) -> Any:
+            with contextlib.nullcontext() if dispatch.len_torch_function_stack() else self._mode:
+                return tuple(None if gradient is None else self._sent(gradient, device) for gradient in inputs)
+
+        return send
+
+    def _given(self, gradient: torch.Tensor, device: str) -> torch.Tensor:
+        """`gradient` on the device that the engine wants it on; whichever function runs, this mode sees it."""
+        with contextlib.nullcontext() if dispatch.len_torch_function_stack() else self._mode:
+            return gradient.to(device)
+
+    def _sent(self, gradient: torch.Tensor, device: str) -> torch.Tensor:
+        """Return the gradient of a virtual tensor on `device`, which is as virtual."""
+        believed = self._believed(gradient)
+        if device != HOST or believed == HOST:
+            return gradient.to(device)
+        with _NoTorchFunction():
+            return self._copied(gradient, believed, HOST, device=_META)
+
+    def _copy_(self, tensor: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        """Between cards, the source is moved first where it needs a gradient, which then finds its way back."""
+        several = self._tracker.cards.several
+        if several and isinstance(source, _Tensor) and source.requires_grad and torch.is_grad_enabled():
+            ends = self._believed(source), self._believed(tensor)
+            if ends[0] != ends[1] and all(map(is_card, ends)):
+                source = self.to(source, ends[1])
+        elif isinstance(source, _Tensor) and source.requires_grad and self._believed(tensor) == self._believed(source):
+            source = self.kinds.like(source, tensor)
+        with _NoTorchFunction():
+            is_wrapper = tensor.is_cuda  # as a subclass has itself made; the method would take a guard of that card
+        copy = _aten.copy_.default if is_wrapper else _Tensor.copy_
+        return self._run(copy, (tensor, source, non_blocking), {})
+
+    def _to_cpu(self, tensor: torch.Tensor, **kwargs: Any) -> Any:
+        return self.to(tensor, _CPU, **kwargs)
+
+
+def _parse_to(*args: Any, **kwargs: Any) -> Any:
+    """Return the arguments of a `.to()`; a bare index is an index of CUDA devices."""
+    if args and isinstance(args[0], int) and not isinstance(args[0], bool):
+        args = (torch.device("cuda", args[0]), *args[1:])
+    if isinstance(kwargs.get("device"), int):
+        kwargs["device"] = torch.device("cuda", kwargs["device"])
+    return kernels.parse_to(*args, **kwargs)

@@ -1,0 +1,57 @@
+"""What is known of each operator: what it does with storages, and what kernels/ has for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from memprof.virtual.calls import Kind, OpInfo
+from memprof.virtual.device_rules import MIXES_DEVICES
+from memprof.virtual.engine import FILLS_ZEROS
+from memprof.virtual.kernels import registry
+from memprof.virtual.kernels.expansion import expansion, in_python
+from memprof.virtual.kernels.in_place_backward import CANDIDATES
+from memprof.watch.caches import WRITES
+
+_aten = torch.ops.aten
+_ALIASES = frozenset({_aten._unsafe_view, _aten.lift_fresh, _aten.detach, _aten.alias})
+_MAKES_SPARSE = frozenset(
+    {
+        _aten._to_sparse, _aten._to_sparse_csr, _aten._to_sparse_csc, _aten._to_sparse_bsr, _aten._to_sparse_bsc,
+        _aten._sparse_coo_tensor_with_dims_and_tensors,
+        _aten._sparse_compressed_tensor_unsafe, _aten._sparse_coo_tensor_unsafe, _aten.sparse_compressed_tensor,
+        _aten.sparse_coo_tensor,
+    }
+)  # fmt: skip
+registry.load()
+
+
+def describe_operator(func: Any) -> OpInfo:
+    """Return what is known of an overload."""
+    packet = func.overloadpacket
+    if packet in _ALIASES or func.is_view:
+        kind = Kind.VIEW
+    else:
+        kind = Kind.IN_PLACE if func._schema.is_mutable else Kind.ALLOCATES
+    handler = registry.kernel_of(packet) or registry.kernel_of(func)
+    expanded = expansion(func) if handler is None else None
+    return OpInfo(
+        func=func,
+        packet=packet,
+        name=func._schema.name.replace("::", "."),
+        kind=kind,
+        handler=handler,
+        runs_on_any_device=packet in registry.anywhere or func in registry.anywhere,
+        expansion=expanded,
+        in_python=expanded is not None and in_python(func) is not None,
+        input_copies=registry.input_copies.get(packet),
+        scratch=registry.scratch.get(packet),
+        uses_cublas=packet in registry.uses_cublas,
+        uses_cublaslt=packet in registry.uses_cublaslt,
+        mixes_devices=packet in MIXES_DEVICES,
+        makes_sparse=packet in _MAKES_SPARSE,
+        is_cat=packet is _aten.cat,
+        maybe_in_place=func in CANDIDATES or func in FILLS_ZEROS,
+        is_partial_write=packet in WRITES,
+    )

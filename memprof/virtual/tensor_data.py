@@ -1,0 +1,133 @@
+"""Tensors that the program makes of its own data, numbers and lists among them, on the device that it names."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from memprof.torch_private import dispatch
+from memprof.trace.events import HOST
+from memprof.virtual.calls import tensors_of
+from memprof.virtual.device_answers import DeviceAnswers
+from memprof.virtual.machine import Machine
+from memprof.virtual.mixed import MixedDevices
+from memprof.virtual.moves import Moves
+
+_Tensor = torch.Tensor
+_META = torch.device("meta")
+_CPU = torch.device("cpu")
+_default: Any = dispatch.default_device.get()
+_MAKE_SPARSE = (
+    *(torch.sparse_coo_tensor, torch.sparse_csr_tensor, torch.sparse_csc_tensor),
+    *(torch.sparse_bsr_tensor, torch.sparse_bsc_tensor, torch.sparse_compressed_tensor),
+)
+
+
+class TensorsFromData:
+    """What makes them: on the host first, and moved from there."""
+
+    def __init__(
+        self,
+        tracker: Machine,
+        answers: DeviceAnswers,
+        moves: Moves,
+        mixed: MixedDevices,
+        run: Callable[..., Any],
+        read: Callable[[torch.Tensor], torch.Tensor],
+        note_pinned: Callable[[torch.Tensor], None],
+    ) -> None:
+        self._tracker = tracker
+        self._device = answers.device
+        self._to = moves.to
+        self._kinds = moves.kinds
+        self._mixed = mixed
+        self._run = run
+        self._read = read
+        self._note_pinned = note_pinned
+
+    def handlers(self) -> dict[Any, Callable[..., Any]]:
+        """Return function -> replacement, for the function mode."""
+        return {
+            torch.device: _make_device,
+            **{func: functools.partial(self._sparse, func) for func in _MAKE_SPARSE},
+            torch.tensor: self._tensor,
+            torch.as_tensor: self._as_tensor,
+            torch.asarray: self._as_tensor,
+            _Tensor.new_tensor: self._new_tensor,
+            _Tensor.new: self._new,
+        }
+
+    def _tensor(
+        self, data: Any, *, dtype: Any = None, device: Any = None, requires_grad: bool = False, pin_memory: bool = False
+    ) -> torch.Tensor:
+        if isinstance(data, torch.Tensor):
+            target = self._device(data) if device is None else device
+            result = self._to(data.detach(), target, dtype, copy=True)
+            return result.requires_grad_() if requires_grad else result
+        try:
+            result = torch.tensor(data, dtype=dtype, device=_CPU)
+        except (RuntimeError, TypeError):
+            result = torch.tensor(self._plain(data), dtype=dtype, device=_CPU)  # of a list that holds tensors
+        result = self._placed(result, device)
+        if pin_memory:
+            self._note_pinned(result)
+        # Functions that torch.func transforms may make tensors, and not call requires_grad_.
+        return result.requires_grad_() if requires_grad else result
+
+    def _plain(self, data: Any) -> Any:
+        if isinstance(data, torch.Tensor):
+            return self._read(data).tolist()
+        return [self._plain(part) for part in data] if isinstance(data, (list, tuple)) else data
+
+    def _as_tensor(self, data: Any, dtype: Any = None, device: Any = None, **kwargs: Any) -> torch.Tensor:
+        if isinstance(data, torch.Tensor):
+            return self._to(data, self._device(data) if device is None else device, dtype)
+        return self._placed(torch.as_tensor(data, dtype=dtype, device=_CPU), device)
+
+    def _new_tensor(
+        self, tensor: torch.Tensor, data: Any, dtype: Any = None, device: Any = None, requires_grad: bool = False
+    ) -> torch.Tensor:
+        target = self._device(tensor) if device is None else device
+        return self._tensor(data, dtype=dtype or tensor.dtype, device=target, requires_grad=requires_grad)
+
+    def _new(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Of numbers, if it is given any; of indices and values, if `tensor` is sparse; else of a shape."""
+        if tensor.layout is torch.sparse_coo and args:
+            return torch.sparse_coo_tensor(*args, dtype=tensor.dtype, check_invariants=False)
+        if args and isinstance(args[0], (list, tuple)) and not isinstance(args[0], torch.Size):
+            return self._new_tensor(tensor, args[0], **kwargs)
+        return self._mixed.inside(_Tensor.new, (tensor, *args), kwargs)
+
+    def _sparse(self, func: Any, *args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
+        """A sparse tensor of indices and values, which have to be of one kind. Those that are tensors are moved to
+        `device` if one is named, values first (utils/tensor_new.cpp)."""
+        device = _default.CURRENT_DEVICE if device is None else _make_device(device)
+        if device is None:
+            return self._run(func, *self._kinds.all_virtual((args, kwargs)))
+        parts: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+        tensors = [name for name, part in parts.items() if isinstance(part, _Tensor)]
+        for name in tensors[-1:] + tensors[:-1]:
+            parts[name] = self._to(parts[name], device)
+        args, kwargs = self._kinds.all_virtual(
+            ([parts[index] for index in range(len(args))], {n: parts[n] for n in kwargs})
+        )
+        virtual = device.type != HOST or any(map(self._tracker.is_virtual, tensors_of([*args, *kwargs.values()])))
+        wanted = self._tracker.cards.named(device) if device.type == "cuda" else device.type
+        with self._tracker.asked_for(wanted):
+            return func(*args, **{**kwargs, "device": _META if virtual else _CPU})
+
+    def _placed(self, tensor: torch.Tensor, device: Any) -> torch.Tensor:
+        """Return a tensor that was just made on the host, on the device that was asked for."""
+        if device is None:
+            device = _default.CURRENT_DEVICE
+        return tensor if device is None else self._to(tensor, device)
+
+
+def _make_device(*args: Any, **kwargs: Any) -> torch.device:
+    """Make a device; a bare index is an index of CUDA devices."""
+    if len(args) == 1 and not kwargs and isinstance(args[0], int):
+        return torch.device("cuda", args[0])
+    return torch.device(*args, **kwargs)
