@@ -15,8 +15,8 @@ from memprof.catalog import Gpu
 from memprof.errors import MemprofError, UsageError
 from memprof.patching.extension import Extension, extensions_in
 from memprof.trace.events import NONE, Failure, Owner, Phase, PhaseKind, Role, Trace
+from memprof.virtual.edges import bitsandbytes
 from memprof.virtual.install_context import InstallContext
-from memprof.virtual.kernels import quantized
 from memprof.virtual.ranks.channel import Channel
 from memprof.virtual.torch_cuda.memory import AllocatorSettings, MemoryStatistics
 from memprof.watch import sharding
@@ -288,4 +288,4 @@ class VirtualGpu(Watch):
 
     def parts(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """The tensors that a quantized `tensor` keeps beside its own data, or instead of it."""
-        return quantized.parts(tensor)
+        return bitsandbytes.parts(tensor)
