@@ -10,7 +10,7 @@ from memprof.device.context import CONTEXT_BYTES
 from memprof.errors import MemprofError, RunFailedError
 from memprof.flows.how_far import telling
 from memprof.measured import MeasuredDevice
-from memprof.measured.outside import Outside
+from memprof.measured.cuda import Outside
 from memprof.stand_ins.extension import StandInExtension
 from memprof.trace.events import EventKind, FailureKind, ModuleRole, PhaseKind, Trace
 from memprof.virtual import VirtualGpu

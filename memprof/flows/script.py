@@ -94,7 +94,7 @@ def capture_run(
         channel: to the others that run together with it; None: it is alone.
     """
     from memprof.measured import MeasuredDevice
-    from memprof.measured.outside import Outside
+    from memprof.measured.cuda import Outside
     from memprof.remedies.from_outside import Switch
     from memprof.script.capture import capture_script
     from memprof.stand_ins.extension import StandInExtension

@@ -1,4 +1,4 @@
-"""The CUDA card that a run is measured on."""
+"""The CUDA GPU that a run is measured on, and torch's peak counters, shared by the program and memprof."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Any, NamedTuple
 import torch
 
 from memprof.device.context import CONTEXT_BYTES
-from memprof.device.nvml import card_use
+from memprof.device.nvml import Nvml, card_use
 from memprof.errors import MemprofError, UsageError, first_line
 from memprof.measured.history import Difference, History
 from memprof.patching.patch_set import Patch
 from memprof.torch_private import cuda
+from memprof.trace.facts import NvmlFacts, OtherProcess
 from memprof.units import format_bytes
 
-MAX_ENTRIES = 2_000_000
-"""Of the allocator's history; a run that has more loses its beginning."""
+MAX_ENTRIES = 2_000_000  # of the allocator's history; a run that has more loses its beginning
+# Has torch ask the driver's library whether there is a GPU, in place of CUDA.
 _ASK_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
-"""Has torch ask the driver's library whether there is a GPU, in place of CUDA."""
 
 
 class CudaCard(NamedTuple):
@@ -28,10 +28,9 @@ class CudaCard(NamedTuple):
 
     name: str
     total_bytes: int
-    usable_bytes: int
-    """For torch's allocator: what is free, and what it holds already. Other processes have the rest."""
+    usable_bytes: int  # For torch's allocator: what is free, and what it holds already. Other processes have the rest.
+    # Of this process outside the allocator. NVML says it; where it may not name processes, the usual size is taken.
     context_bytes: int
-    """Of this process outside the allocator. NVML says it; where it may not name processes, the usual size is taken."""
 
 
 def cuda_card() -> CudaCard:
@@ -40,9 +39,7 @@ def cuda_card() -> CudaCard:
     Raises:
         MemprofError: there is none, or CUDA cannot use it.
     """
-    why = why_no_cuda()
-    if why is not None:
-        raise MemprofError("there is no CUDA card to measure on", value=why, hint="leave out --device cuda, or say cpu")
+    _refuse_without_cuda()
     try:
         name = torch.cuda.get_device_properties(torch.cuda.current_device()).name
         free, total = torch.cuda.mem_get_info()
@@ -59,16 +56,20 @@ def cuda_card() -> CudaCard:
         ) from None
 
 
+def _refuse_without_cuda() -> None:
+    why = why_no_cuda()
+    if why is not None:
+        raise MemprofError("there is no CUDA card to measure on", value=why, hint="leave out --device cuda, or say cpu")
+
+
 def check_cards(number: int) -> None:
-    """Whether this machine has so many cards. They are not used, so that processes may be forked that do.
+    """Return whether this machine has so many cards. They are not used, so that processes may be forked that do.
 
     Raises:
         MemprofError: it has none that CUDA can use.
         UsageError: it has fewer.
     """
-    why = why_no_cuda()
-    if why is not None:
-        raise MemprofError("there is no CUDA card to measure on", value=why, hint="leave out --device cuda, or say cpu")
+    _refuse_without_cuda()
     if torch.cuda.device_count() < number:
         raise UsageError(
             f"{number} processes are to be measured on a card each", value=f"{torch.cuda.device_count()} are here",
@@ -111,7 +112,7 @@ def check_allocator() -> None:
         )  # fmt: skip
 
 
-def history_goes_on(original: Callable[..., None]) -> Iterator[Patch]:
+def keep_recording_history(original: Callable[..., None]) -> Iterator[Patch]:
     """Let a program record the allocator's history too, for which there is one switch: memprof's own goes on."""
 
     @functools.wraps(original)
@@ -130,11 +131,7 @@ def why_incomplete(
 ) -> MemprofError | None:
     """Return why what was recorded is no account of the GPU's memory; None if it is one.
 
-    Args:
-        history: of the run.
-        difference: between the history and torch's counters.
-        missing: bytes that the snapshot of the end has and the history has not, or the other way round.
-        max_entries: that the allocator keeps.
+    `difference` is that to torch's counters, and `missing` the bytes by which the snapshot of the end differs.
     """
     if history.num_entries >= max_entries:
         return MemprofError(
@@ -154,3 +151,94 @@ def why_incomplete(
         "not all that the run did to the GPU's memory was recorded", value=says,
         hint="simulate: leave out --device; and please report this, with the program",
     )  # fmt: skip
+
+
+class Outside:
+    """A context manager: what is on the GPU beside torch's own segments, as NVML sees it during a run."""
+
+    def __init__(self) -> None:
+        self._nvml = Nvml()
+        self._card: int | str = 0
+
+    def __enter__(self) -> Outside:
+        self._card = nvml_card()
+        self._nvml.__enter__()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._nvml.__exit__(None, None, None)
+
+    def used_bytes(self) -> int | None:
+        """Of the whole card, by everybody; None: NVML cannot be asked."""
+        return self._nvml.use(self._card).used_bytes
+
+    def facts(self) -> NvmlFacts:
+        """What the bridge (ledger/bridge.py) makes of this moment."""
+        use = self._nvml.use(self._card)
+        others = [process for process in use.by_process if process.pid != os.getpid()]
+        seen = tuple(OtherProcess(process.pid, process.name, process.used_bytes) for process in others)
+        return NvmlFacts(
+            reserved_bytes=torch.cuda.memory_reserved(), process_bytes=use.own_bytes, used_bytes=use.used_bytes,
+            processes=None if use.used_bytes is None else seen, note=use.note,
+        )  # fmt: skip
+
+
+_READ = (cuda.memory_stats, cuda.accelerator_get_device_stats)
+# What `torch.cuda.memory` and `torch.accelerator.memory` call, both for the same counters.
+_RESET = (cuda.reset_peak_memory_stats, cuda.accelerator_reset_peak_stats)
+
+
+class SharedPeaks:
+    """memprof's own reading of the peak counters, and patches in which the program's go on as if it were alone.
+
+    There is one set for a process and a GPU. What a reset of the one takes away from the other is kept here for it.
+    """
+
+    def __init__(self) -> None:
+        self._read: Callable[[int], dict[str, Any]] = _READ[0].get(lambda device: {})
+        self._reset: Callable[[int], None] = _RESET[0].get(lambda device: None)
+        self._ours: dict[int, int] = {}  # by card, bytes: the peak that the program's resets took from memprof
+        self._programs: dict[int, dict[str, Any]] = {}  # by card: the peaks that memprof's resets took from the program
+
+    def take(self, device: int) -> int:
+        """The most that was allocated on the card since this was last called, in bytes."""
+        stats = self._read(device)
+        self._programs[device] = _highest(stats, self._programs.get(device, {}))
+        self._reset(device)
+        return max(_peak(stats), self._ours.pop(device, 0))
+
+    def requested_bytes(self, device: int) -> int:
+        """Return what is allocated on the GPU now, as it was asked for, in bytes."""
+        return self._read(device)["requested_bytes"]["all"]["current"]
+
+    def patches(self) -> Iterator[Patch]:
+        """The functions that a program's calls come down to."""
+        for names, wrap in ((_READ, self._wrap_read), (_RESET, self._wrap_reset)):
+            yield from (name.patch(wrap(name.get())) for name in names if name.exists())
+
+    def _wrap_read(self, original: Callable[[int], dict[str, Any]]) -> Callable[[int], dict[str, Any]]:
+        return lambda device: _highest(original(device), self._programs.get(device, {}))
+
+    def _wrap_reset(self, original: Callable[[int], None]) -> Callable[[int], None]:
+        def reset(device: int) -> None:
+            self._ours[device] = max(_peak(self._read(device)), self._ours.get(device, 0))
+            self._programs.pop(device, None)
+            original(device)
+
+        return reset
+
+
+def _peak(stats: dict[str, Any]) -> int:
+    return stats["allocated_bytes"]["all"]["peak"]
+
+
+def _highest(stats: dict[str, Any], kept: dict[str, Any]) -> dict[str, Any]:
+    """`stats` with each peak at least as high as in `kept`."""
+    found = {}
+    for name, value in stats.items():
+        if isinstance(value, dict):
+            value = _highest(value, kept.get(name, {}))
+        elif name == "peak":
+            value = max(value, kept.get(name, 0))
+        found[name] = value
+    return found

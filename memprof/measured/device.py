@@ -16,14 +16,11 @@ from torch.profiler import ProfilerActivity
 
 from memprof.errors import MemprofError
 from memprof.measured import cuda
-from memprof.measured.events import put_together
+from memprof.measured.cuda import Outside, SharedPeaks
 from memprof.measured.history import History, Reading, largest_difference, live_blocks, read_history
-from memprof.measured.marks import Counters, Marks
-from memprof.measured.merge import merge
-from memprof.measured.operators import Profile, read_events
-from memprof.measured.outside import Outside
-from memprof.measured.peaks import SharedPeaks
-from memprof.measured.quiet import quiet_profiler
+from memprof.measured.marks import Claim, Counters, Mark, Marks
+from memprof.measured.merge import collect_allocations, merge
+from memprof.measured.operators import Profile, quiet_profiler, read_events
 from memprof.patching.patch_set import Patch
 from memprof.torch_private import autograd
 from memprof.torch_private import cuda as private_cuda
@@ -37,8 +34,8 @@ from memprof.watch.wrappers import unwrapped
 _PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 _STATM = Path("/proc/self/statm")
 _NO_COUNTERS = (None, None, None, None)
+# Modules at whose beginning and end resident memory is read; on a card, reading would wait for its work.
 _READ_AT = (ModuleRole.LAYER, ModuleRole.HEAD)
-"""Modules at whose beginning and end resident memory is read; on a card, reading would wait for its work."""
 
 
 class MeasuredDevice(Watch):
@@ -59,26 +56,20 @@ class MeasuredDevice(Watch):
         self._sources: dict[str, int] = {}
         self._module_sources: list[int] = []
         self._profiler: Any = None
+        # What this thread does has a parent in the profiler's tree; a GPU's allocations without one are not in it.
         self._whole_run = torch.profiler.record_function("memprof: the run")
-        """What this thread does has a parent in the profiler's tree; a GPU's allocations without one are not in it."""
         self._phase = Phase(PhaseKind.OTHER, 0, 0)
         self._peaks = SharedPeaks()
-        self._card = 0
-        """The GPU that was current when the run began."""
-        self._before: dict[int, int] = {}
-        """Blocks that were allocated on it then: bytes asked for, by address."""
-        self._before_bytes = 0
-        """The same by torch's counter."""
+        self._card = 0  # the GPU that was current when the run began
+        self._before: dict[int, int] = {}  # blocks that were allocated on it then: bytes asked for, by address
+        self._before_bytes = 0  # the same by torch's counter
         self._readings: list[Reading] = []
         self.records_history = name == "cuda"
-        self.snapshot: dict[str, Any] | None = None
-        """Of torch's allocator, with its history; after a run on CUDA."""
+        self.snapshot: dict[str, Any] | None = None  # of torch's allocator, with its history; after a run on CUDA
+        # Why there is no measurement, or only the run's beginning: what CUDA said when its counters were read, which is
+        # often what a kernel of the program did before; or tensors on another card.
         self.error: Exception | None = None
-        """Why there is no measurement, or only the run's beginning: what CUDA said when its counters were read, which
-        is often what a kernel of the program did before; or tensors on another card."""
         self.trace = Trace(source="measured", modules=self.modules.table, device=CPU if name == "cpu" else GPU)
-
-    # -- in and out -------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> MeasuredDevice:
         refuse_missing()
@@ -108,13 +99,11 @@ class MeasuredDevice(Watch):
                     profile = read_events(results.experimental_event_tree(), end_ns)
         if self.snapshot is not None:
             history = self._history(profile, self.snapshot)
-        never_entered = len(self.modules.table) - len(self._module_sources)
-        self._module_sources += [NONE] * never_entered
-        trace = self.trace
-        trace.sources = list(self._sources)
-        recorded = put_together(profile, history, self._marks.gone)
-        merge(trace, self._marks, recorded, self._module_sources)
-        self._tell(trace)
+        self._module_sources += [NONE] * (len(self.modules.table) - len(self._module_sources))  # those never entered
+        self.trace.sources = list(self._sources)
+        recorded = collect_allocations(profile, history, self._marks.gone)
+        merge(self.trace, self._marks, recorded, self._module_sources)
+        self._tell(self.trace)
 
     @contextlib.contextmanager
     def _noting_errors(self) -> Iterator[None]:
@@ -164,35 +153,28 @@ class MeasuredDevice(Watch):
         self._before_bytes = self._peaks.requested_bytes(self._card)
         record = private_cuda.record_memory_history.get()
         self._stack.callback(record, enabled=None)
-        self._patches.set_all(cuda.history_goes_on(record))
+        self._patches.set_all(cuda.keep_recording_history(record))
         # Without stacks, which cost time; "python": others load a library for those of C++ all the same.
         record(enabled="all", context=None, stacks="python", max_entries=cuda.MAX_ENTRIES)
 
     def _history(self, profile: Profile, snapshot: dict[str, Any]) -> History:
-        """What the allocator of this GPU recorded; `error` says what is not in it."""
+        """Return what the allocator of this GPU recorded; `error` says what is not in it."""
         here = f"cuda:{self._card}"
-        traces = snapshot["device_traces"]
-        took = [
-            number for number, entries in enumerate(traces) if any(one["action"] == Action.ALLOC for one in entries)
-        ]
-        others = [f"cuda:{number}" for number in took if number != self._card]
+        traces = enumerate(snapshot["device_traces"])
+        took = [number for number, entries in traces if any(one["action"] == Action.ALLOC for one in entries)]
+        others = [number for number in took if number != self._card]
         if others:
-            number = others[0].rpartition(":")[2]
+            names = " and ".join(f"cuda:{number}" for number in others)
             self.error = self.error or MemprofError(
-                f"the program has tensors on {' and '.join(others)}, and one GPU is measured, {here}",
-                value=others[0],
-                hint=f"CUDA_VISIBLE_DEVICES={number} shows a program that GPU alone, as cuda:0",
-            )
+                f"the program has tensors on {names}, and one GPU is measured, {here}", value=f"cuda:{others[0]}",
+                hint=f"CUDA_VISIBLE_DEVICES={others[0]} shows a program that GPU alone, as cuda:0",
+            )  # fmt: skip
         history = read_history(snapshot, self._card, [one for one in profile.memory if one.device == here])
         if self.error is None:
-            self.error = cuda.why_incomplete(
-                history,
-                largest_difference(history, self._readings, self._before_bytes),
-                history.missing(live_blocks(snapshot, self._card), self._before),
-            )
+            difference = largest_difference(history, self._readings, self._before_bytes)
+            missing = history.missing(live_blocks(snapshot, self._card), self._before)
+            self.error = cuda.why_incomplete(history, difference, missing)
         return history
-
-    # -- what a workload tells --------------------------------------------------------------------------------------
 
     @property
     def current_phase(self) -> Phase:
@@ -204,8 +186,7 @@ class MeasuredDevice(Watch):
         self._phase = Phase(kind, step, micro_batch)
         self._marks.begin_phase(self._phase)
 
-    num_events = None
-    """Not counted before the run has ended: torch's profiler has them."""
+    num_events = None  # not counted before the run has ended: torch's profiler has them
 
     @property
     def held_bytes(self) -> int:
@@ -223,7 +204,8 @@ class MeasuredDevice(Watch):
         storage = tensor.untyped_storage()
         if storage.device.type == HOST:
             self._marks.watch(storage)
-        self._marks.claim(storage.data_ptr(), owner, tuple(tensor.shape), dtype, on_host=on_host)
+        claim = Claim(time.time_ns(), storage.data_ptr(), owner, tuple(tensor.shape), dtype, on_host)
+        self._marks.claims.append(claim)
 
     def claim_input(self, tensor: torch.Tensor) -> None:
         """`tensor` was given to a model; merge.py sees whether a module made it."""
@@ -233,9 +215,7 @@ class MeasuredDevice(Watch):
     def _module_event(self, kind: EventKind, module: int) -> None:
         if self.name == "cpu" and self.modules.table[module].role in _READ_AT:
             self._marks.reading()
-        self._marks.module(kind, module)
-
-    # -- what is watched --------------------------------------------------------------------------------------------
+        self._marks.marks.append(Mark(time.time_ns(), kind, module))
 
     def wrap_module_call(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Notes where each module's forward is defined as well: what takes the place of the line that allocated."""
@@ -256,13 +236,8 @@ class MeasuredDevice(Watch):
         for index in range(len(module_sources), len(self.modules.table)):
             module = known.get(index)
             code = getattr(getattr(type(module), "forward", None), "__code__", None)
-            if code is None:
-                module_sources.append(NONE)
-                continue
-            line = f"{code.co_filename}:{code.co_firstlineno} forward"
-            module_sources.append(sources.setdefault(line, len(sources)))
-
-    # -- counters ---------------------------------------------------------------------------------------------------
+            line = f"{code.co_filename}:{code.co_firstlineno} forward" if code is not None else ""
+            module_sources.append(sources.setdefault(line, len(sources)) if line else NONE)
 
     def _read_cuda(self) -> Counters:
         card, used = self._card, None
@@ -290,11 +265,8 @@ def _other_profilers() -> Iterator[Patch]:
 
 
 def _one_profiler(what: str) -> MemprofError:
-    return MemprofError(
-        what,
-        value="one profiler at a time can record, and a measured run is recorded by it",
-        hint="take one of the two out, or simulate: leave out --device",
-    )
+    why = "one profiler at a time can record, and a measured run is recorded by it"
+    return MemprofError(what, value=why, hint="take one of the two out, or simulate: leave out --device")
 
 
 def resident_bytes() -> int | None:

@@ -13,29 +13,38 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, NamedTuple
 
-from memprof.measured.operators import OUTSIDE, Place, Seen
+from memprof.measured.operators import OUTSIDE, MemoryEvent, Origin
 from memprof.trace.snapshot import Action, BlockState
 
-DEFAULT_POOL = (0, 0)
-"""As the allocator calls it; others are private to CUDA graphs and memory pools."""
+DEFAULT_STREAM = 0
+DEFAULT_POOL = (0, 0)  # as the allocator calls it; others are private to CUDA graphs and memory pools
 _TAKEN_AND_FREED = (Action.ALLOC, Action.FREE_REQUESTED)
+# Between the clocks, which count the processor's ticks and are brought to the time of day each by itself: 0.1 ms were
+# seen on a busy machine. What is not recorded is missing for longer.
 _SLACK_NS = 2_000_000
-"""Between the clocks, which count the processor's ticks and are brought to the time of day each by itself: 0.1 ms were
-seen on a busy machine. What is not recorded is missing for longer."""
 
 
 @dataclass(slots=True)
-class Life:
-    """One allocation, as `events.Allocation`."""
+class Allocation:
+    """One allocation, and its free if there was one."""
 
     time_ns: int
     address: int
     num_bytes: int
-    stream: int
-    pool: tuple[int, int]
-    place: Place
+    device: str
+    origin: Origin = OUTSIDE
+    stream: int = DEFAULT_STREAM  # as the driver calls it
+    pool: tuple[int, int] = DEFAULT_POOL
     freed_ns: int | None = None
+    # When the allocator could hand it out again, where that was later: other streams were still using it.
     released_ns: int | None = None
+    shape: tuple[int, ...] | None = None
+    dtype: str | None = None
+
+    @property
+    def is_temporary(self) -> bool:
+        """Return whether its own operator freed it again: a kernel's scratch memory, which no tensor shows."""
+        return self.freed_ns is not None and 0 < self.freed_ns <= self.origin.op_end_ns
 
 
 @dataclass(slots=True)
@@ -43,26 +52,18 @@ class History:
     """What was recorded of one GPU."""
 
     device: str
-    lives: list[Life] = field(default_factory=list)
-    """In the allocator's order."""
-    retired: list[tuple[int, tuple[int, int]]] = field(default_factory=list)
-    """As `events.Recorded.retired`."""
+    allocations: list[Allocation] = field(default_factory=list)  # in the allocator's order
+    retired: list[tuple[int, tuple[int, int]]] = field(default_factory=list)  # as `events.Recorded.retired`
+    # After each allocation and free: its time, and the bytes that were asked for and not freed since the beginning.
+    # Below 0 once memory is freed that was there before.
     held: list[tuple[int, int]] = field(default_factory=list)
-    """After each allocation and free: its time, and the bytes that were asked for and not freed since the beginning.
-    Below 0 once memory is freed that was there before."""
-    num_entries: int = 0
-    """Of the recording."""
-    unmatched: int = 0
-    """Allocations and frees that the profiler saw and the allocator did not record."""
+    num_entries: int = 0  # of the recording
+    unmatched: int = 0  # allocations and frees that the profiler saw and the allocator did not record
 
     def missing(self, blocks: Mapping[int, int], before: Mapping[int, int]) -> int:
-        """Return how many bytes are in the GPU's blocks and not in the history, or the other way round.
-
-        Args:
-            blocks: as `live_blocks`, when the run ended.
-            before: the same when it began: what became of these is not looked at.
-        """
-        alive = {life.address: life.num_bytes for life in self.lives if life.freed_ns is None}
+        """Return how many bytes are in the GPU's `blocks` when the run ended and not in the history, or the other way
+        round. What became of those that were there `before` is not looked at."""
+        alive = {one.address: one.num_bytes for one in self.allocations if one.freed_ns is None}
         return sum(
             max(alive.get(address, 0), blocks.get(address, 0))
             for address in alive.keys() | blocks.keys()
@@ -82,40 +83,33 @@ class Difference(NamedTuple):
     """What torch's counters and the recorded history do not agree on."""
 
     time_ns: int
-    counted_bytes: int
-    """Asked for and not freed since the run's beginning, by torch's counters."""
-    recorded_bytes: int
-    """The same by the allocations and frees that were recorded."""
+    counted_bytes: int  # asked for and not freed since the run's beginning, by torch's counters
+    recorded_bytes: int  # the same by the allocations and frees that were recorded
 
 
-def read_history(snapshot: Mapping[str, Any], card: int, seen: Sequence[Seen]) -> History:
-    """Read what was recorded of one GPU.
-
-    Args:
-        snapshot: as torch.cuda.memory._snapshot gives it.
-        card: the GPU's number.
-        seen: what the profiler saw on it, in order of time.
-    """
+def read_history(snapshot: Mapping[str, Any], card: int, seen: Sequence[MemoryEvent]) -> History:
+    """Read what a snapshot (torch.cuda.memory._snapshot) has of one GPU; `seen` is the profiler's, in order of time."""
     recorded = snapshot["device_traces"][card]
     entries = [entry for entry in recorded if "addr" in entry]
     pools = _Pools(snapshot, card)
-    times, places, unmatched = _laid_over(entries, seen)
+    times, origins, unmatched = _matched(entries, seen)
     found = History(f"cuda:{card}", num_entries=len(recorded), unmatched=unmatched)
-    alive: dict[int, Life] = {}
-    freed: dict[int, tuple[int, Life]] = {}
+    alive: dict[int, Allocation] = {}
+    freed: dict[int, tuple[int, Allocation]] = {}
     private: set[tuple[int, int]] = set()
     held = 0
     for number, (entry, time_ns) in enumerate(zip(entries, times, strict=True)):
         action, address, size = entry["action"], entry["addr"], entry["size"]
         pool = pools.of(entry)
         if action == Action.ALLOC:
-            life = Life(time_ns, address, size, entry["stream"], pool, places.get(number, OUTSIDE))
+            origin = origins.get(number, OUTSIDE)
+            allocation = Allocation(time_ns, address, size, found.device, origin, entry["stream"], pool)
             before = alive.pop(address, None)
             if before is not None:
                 before.freed_ns = time_ns
                 held -= before.num_bytes
-            alive[address] = life
-            found.lives.append(life)
+            alive[address] = allocation
+            found.allocations.append(allocation)
             held += size
         elif action == Action.FREE_REQUESTED:
             gone = alive.pop(address, None)
@@ -136,13 +130,8 @@ def read_history(snapshot: Mapping[str, Any], card: int, seen: Sequence[Seen]) -
 
 
 def largest_difference(history: History, readings: Iterable[Reading], before_bytes: int) -> Difference | None:
-    """Return where the counters are furthest from what was recorded, None if they agree at every reading.
-
-    Args:
-        history: of the GPU.
-        readings: of torch's `requested_bytes`.
-        before_bytes: that counter when the run began.
-    """
+    """Return where the counters are furthest from what was recorded, None if they agree at every reading of torch's
+    `requested_bytes`, which had `before_bytes` when the run began."""
     times = [time_ns for time_ns, _ in history.held]
     found, largest = None, 0
     for from_ns, to_ns, requested in readings:
@@ -187,14 +176,14 @@ class _Pools:
         return DEFAULT_POOL
 
 
-def _laid_over(entries: Sequence[Mapping[str, Any]], seen: Sequence[Seen]) -> tuple[list[int], dict[int, Place], int]:
-    """The time of each entry in nanoseconds, the operators around those that the profiler saw, and how many it saw
-    that are not here."""
+def _matched(entries: Sequence[Any], seen: Sequence[MemoryEvent]) -> tuple[list[int], dict[int, Origin], int]:
+    """Return the time of each entry in nanoseconds, the operators around those that the profiler saw, and how many it
+    saw that are not here."""
     ours: dict[tuple[int, bool], list[int]] = defaultdict(list)
     for number, entry in enumerate(entries):
         if entry["action"] in _TAKEN_AND_FREED:
             ours[entry["addr"], entry["action"] == Action.ALLOC].append(number)
-    theirs: dict[tuple[int, bool], list[Seen]] = defaultdict(list)
+    theirs: dict[tuple[int, bool], list[MemoryEvent]] = defaultdict(list)
     for one in seen:
         theirs[one.address, one.num_bytes >= 0].append(one)
     coarse = [entry["time_us"] * 1000 for entry in entries]
@@ -206,20 +195,20 @@ def _laid_over(entries: Sequence[Mapping[str, Any]], seen: Sequence[Seen]) -> tu
     ]
     skew = int(median(ahead)) if ahead else 0
     times = [time_ns + skew for time_ns in coarse]
-    places: dict[int, Place] = {}
+    origins: dict[int, Origin] = {}
     unmatched = 0
     for key, some in theirs.items():
         numbers = ours.get(key, [])
         unmatched += max(len(some) - len(numbers), 0)
         for number, one in _nearest(some, numbers, times):
-            places[number], times[number] = one.place, one.time_ns
+            origins[number], times[number] = one.origin, one.time_ns
     # The allocator's order is right; nothing happens at the same time as something else.
     for number in range(1, len(times)):
         times[number] = max(times[number], times[number - 1] + 1)
-    return times, places, unmatched
+    return times, origins, unmatched
 
 
-def _nearest(some: Sequence[Seen], numbers: Sequence[int], times: Sequence[int]) -> list[tuple[int, Seen]]:
+def _nearest(some: list[MemoryEvent], numbers: list[int], times: list[int]) -> list[tuple[int, MemoryEvent]]:
     """Pair what the profiler saw at one address, in order, with the entries that are nearest in time."""
     pairs, at = [], 0
     for position, one in enumerate(some):

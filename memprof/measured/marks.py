@@ -20,8 +20,7 @@ class Mark(NamedTuple):
 
     time_ns: int
     kind: EventKind
-    ref: int
-    """Index of the phase, or of the module."""
+    ref: int  # index of the phase, or of the module
 
 
 class Claim(NamedTuple):
@@ -32,8 +31,7 @@ class Claim(NamedTuple):
     owner: Owner
     shape: tuple[int, ...]
     dtype: str
-    on_host: bool
-    """It stays in host memory whatever the device (an optimizer's step count)."""
+    on_host: bool  # it stays in host memory whatever the device (an optimizer's step count)
 
 
 class Gone(NamedTuple):
@@ -44,8 +42,8 @@ class Gone(NamedTuple):
     address: int
 
 
+# What the device and the process held, as in `Sample`: allocated, its peak, reserved, used of the device, resident.
 Counters = tuple[int | None, int | None, int | None, int | None, int | None]
-"""What the device and the process held, as in `Sample`: allocated, its peak, reserved, used of the device, resident."""
 
 
 class Marks:
@@ -57,22 +55,13 @@ class Marks:
         self.marks: list[Mark] = []
         self.claims: list[Claim] = []
         self.gone: list[Gone] = []
-        self.readings: list[tuple[int, Counters]] = []
-        """Each with its time, in nanoseconds."""
+        self.readings: list[tuple[int, Counters]] = []  # each with its time, in nanoseconds
 
     def begin_phase(self, phase: Phase) -> None:
         """From here on, what happens belongs to `phase`."""
         self.reading()
         self.phases.append(phase)
         self.marks.append(Mark(time.time_ns(), EventKind.PHASE, len(self.phases) - 1))
-
-    def module(self, kind: EventKind, module: int) -> None:
-        """A module's forward begins or ends."""
-        self.marks.append(Mark(time.time_ns(), kind, module))
-
-    def claim(self, address: int, owner: Owner, shape: tuple[int, ...], dtype: str, *, on_host: bool = False) -> None:
-        """The storage at `address` has a role from now on."""
-        self.claims.append(Claim(time.time_ns(), address, owner, shape, dtype, on_host))
 
     def watch(self, storage: torch.UntypedStorage) -> None:
         """Note when `storage` is gone: if another thread lets go of it, the profiler does not see that."""

@@ -1,34 +1,80 @@
-"""Marks and allocations of a measured run, put in order of time: the Trace."""
+"""Marks and allocations of a measured run, put in order of time: the Trace.
+
+Allocations on the CPU are the profiler's. It is told of nothing in threads that the program starts, so that a free may
+be missing: a life ends at the latest when its address is handed out again, or when a storage that was watched is gone.
+Those on a GPU are the allocator's own history, which misses nothing, with the profiler's operators laid over it.
+"""
 
 from __future__ import annotations
 
 import bisect
 from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
-from memprof.measured.events import DEFAULT_STREAM, Allocation, Recorded
-from memprof.measured.history import DEFAULT_POOL
-from memprof.measured.marks import Claim, Marks
-from memprof.trace.events import (
-    CPU,
-    HOST,
-    NONE,
-    Done,
-    Event,
-    EventKind,
-    Owner,
-    Role,
-    Sample,
-    Storage,
-    Trace,
-    Use,
-    Wait,
-    is_card,
-)
+from memprof.measured.history import DEFAULT_POOL, DEFAULT_STREAM, Allocation, History
+from memprof.measured.marks import Claim, Gone, Marks
+from memprof.measured.operators import MemoryEvent, Profile, TensorInput
+from memprof.trace.events import HOST, NONE, Done, Event, EventKind, Role, Sample, Storage, Trace, Use, Wait, is_card
 
+# Of what happened in the same nanosecond.
 _RELEASE_ORDER, _FREE_ORDER, _RETIRE_ORDER, _MARK_ORDER, _ALLOC_ORDER = range(5)
-"""Of what happened in the same nanosecond."""
-_FIRST_AWAITED = 1 << 20
-"""Numbers of streams from here on are none of the program's."""
+_FIRST_AWAITED = 1 << 20  # numbers of streams from here on are none of the program's
+
+
+@dataclass(slots=True)
+class Recorded:
+    """All of one run, in order of time."""
+
+    allocations: list[Allocation] = field(default_factory=list)
+    forward: list[tuple[int, int]] = field(default_factory=list)  # as `Profile.forward`
+    # Private pools, with the time from which the allocator could give back their segments.
+    retired: list[tuple[int, tuple[int, int]]] = field(default_factory=list)
+
+
+def collect_allocations(profile: Profile, history: History | None = None, gone: Iterable[Gone] = ()) -> Recorded:
+    """Make the allocations of a run; `gone` are storages in host memory that were watched."""
+    allocations = _of_profile(profile, gone, without=None if history is None else "cuda")
+    retired = []
+    if history is not None:
+        allocations += history.allocations
+        retired = history.retired
+    allocations.sort(key=lambda allocation: allocation.time_ns)
+    for allocation in allocations:
+        _describe(allocation, profile.uses.get(allocation.address, ()), profile.end_ns)
+    return Recorded(allocations, profile.forward, retired)
+
+
+def _of_profile(profile: Profile, gone: Iterable[Gone], without: str | None) -> list[Allocation]:
+    found: list[Allocation] = []
+    alive: dict[tuple[str, int], Allocation] = {}
+    # At one time, what is gone comes before what takes its address.
+    steps: list[tuple[int, int, MemoryEvent | Gone]] = [(one.gone_ns, 0, one) for one in gone]
+    steps += [(one.time_ns, 1, one) for one in profile.memory if without is None or not one.device.startswith(without)]
+    for time_ns, _, one in sorted(steps, key=lambda step: step[:2]):
+        key = ("cpu", one.address) if isinstance(one, Gone) else (one.device, one.address)
+        before = alive.get(key)
+        if before is not None and not (isinstance(one, Gone) and before.time_ns > one.seen_ns):
+            before.freed_ns = time_ns
+            del alive[key]
+        if isinstance(one, MemoryEvent) and one.num_bytes >= 0:
+            alive[key] = Allocation(time_ns, one.address, one.num_bytes, one.device, one.origin)
+            found.append(alive[key])
+    return found
+
+
+def _describe(allocation: Allocation, uses: Iterable[TensorInput], end_ns: int) -> None:
+    """Shape and dtype, from the first use of the memory that covers it, or else from the first."""
+    end = end_ns if allocation.freed_ns is None else allocation.freed_ns
+    first = None
+    for use in uses:
+        if allocation.time_ns <= use.time_ns <= end:
+            if use.num_bytes == allocation.num_bytes:
+                allocation.shape, allocation.dtype = use.shape, use.dtype
+                return
+            first = first or use
+    if first is not None:
+        allocation.dtype = first.dtype
 
 
 class _Merge:
@@ -38,18 +84,17 @@ class _Merge:
         self.trace = trace
         self._marks = marks
         self._recorded = recorded
-        self._module_sources = sources
-        """Line of each module's forward, as an index of the trace's sources."""
+        self._module_sources = sources  # line of each module's forward, as an index of the trace's sources
         self._ops: dict[str, int] = {}
         self._lines = {line: index for index, line in enumerate(trace.sources)}
         self._phase = NONE
         self._modules: list[int] = []
+        # The driver's name of a stream -> its number in the trace; pools: the allocator's.
         self._streams = {DEFAULT_STREAM: 0}
-        """The driver's name of a stream -> its number in the trace; pools: the allocator's."""
         self._pools = {DEFAULT_POOL: 0}
         self._current = {EventKind.STREAM: 0, EventKind.POOL: 0}
+        # Storage -> the stream that stands for whatever its memory waits for, which no recording names.
         self._awaited: dict[int, int] = {}
-        """Storage -> the stream that stands for whatever its memory waits for, which no recording names."""
 
     def run(self) -> None:
         recorded, marks, events = self._recorded, self._marks, self.trace.events
@@ -80,7 +125,7 @@ class _Merge:
                 item = recorded.allocations[number]
                 if not item.num_bytes or self._phase == NONE:
                     continue
-                self._take_on(item)
+                self._switch_stream_and_pool(item)
                 index_of[number] = self._storage(item, places, claims.get(number, ()))
                 events.append(Event(EventKind.ALLOC, index_of[number]))
             elif number not in index_of:
@@ -110,7 +155,7 @@ class _Merge:
                 order.append((allocation.released_ns, _RELEASE_ORDER, number))
         return sorted(order)
 
-    def _take_on(self, item: Allocation) -> None:
+    def _switch_stream_and_pool(self, item: Allocation) -> None:
         """What is taken next is on the stream and from the pool of `item`."""
         if not is_card(item.device):
             return
@@ -144,10 +189,8 @@ class _Merge:
         found: dict[int, list[Claim]] = defaultdict(list)
         for claim in self._marks.claims:
             for number in reversed(by_address.get(claim.address, ())):
-                allocation = self._recorded.allocations[number]
-                if allocation.time_ns <= claim.time_ns and (
-                    allocation.freed_ns is None or allocation.freed_ns > claim.time_ns
-                ):
+                item = self._recorded.allocations[number]
+                if item.time_ns <= claim.time_ns and (item.freed_ns is None or item.freed_ns > claim.time_ns):
                     found[number].append(claim)
                     break
         return found
@@ -157,38 +200,29 @@ class _Merge:
         index = len(trace.storages)
         module = self._modules[-1] if self._modules else NONE
         source = self._module_sources[module] if module != NONE else NONE
-        if item.place.source is not None:
-            source = self._lines.setdefault(item.place.source, len(self._lines))
+        if item.origin.source is not None:
+            source = self._lines.setdefault(item.origin.source, len(self._lines))
         forward_event = NONE
-        if item.place.sequence in places and not self._modules:
+        if item.origin.sequence in places and not self._modules:
             # A backward operator belongs to the module whose forward it differentiates.
-            forward_event, module = places[item.place.sequence]
+            forward_event, module = places[item.origin.sequence]
             source = self._module_sources[module] if module != NONE else NONE
         # Measured on the CPU, all that the program does is on the device in question.
-        device = trace.device if trace.device == CPU or is_card(item.device) else HOST
+        device = trace.device if is_card(item.device) or not is_card(trace.device) else HOST
         shape, dtype = item.shape, item.dtype
         if self._modules:  # what a module makes and another model is given is no input
             claims = [claim for claim in claims if claim.owner.role is not Role.INPUT]
         if claims:
             claim = next((one for one in claims if one.owner.name), claims[0])
-            trace.owners[index] = Owner(*claim.owner)
+            trace.owners[index] = claim.owner
             shape, dtype = claim.shape, claim.dtype
             if claim.on_host:
                 device = HOST
-        trace.storages.append(
-            Storage(
-                item.num_bytes,
-                shape if shape is not None else (item.num_bytes,),
-                dtype if dtype is not None else "uint8",
-                device,
-                self._ops.setdefault(item.place.op, len(self._ops)),
-                module,
-                source,
-                self._phase,
-                forward_event,
-                hidden=not claims and item.is_temporary,
-            )
-        )
+        if shape is None:
+            shape = (item.num_bytes,)
+        made_by = (self._ops.setdefault(item.origin.op, len(self._ops)), module, source, self._phase, forward_event)
+        hidden = not claims and item.is_temporary
+        trace.storages.append(Storage(item.num_bytes, shape, dtype or "uint8", device, *made_by, hidden=hidden))
         return index
 
 

@@ -8,12 +8,17 @@ an event without a parent is put into the tree only if its device is the CPU.
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 
+# Inside another operator these allocate on its behalf, or not at all.
 _FACTORIES = frozenset(
     f"aten::{name}"
     for name in (
@@ -21,38 +26,33 @@ _FACTORIES = frozenset(
         "to", "contiguous", "lift_fresh", "detach", "expand", "as_strided", "view", "reshape", "copy_", "resolve_conj",
     )
 )  # fmt: skip
-"""Inside another operator these allocate on its behalf, or not at all."""
 _ENGINE = "autograd::engine::evaluate_function"
 
 
-class Place(NamedTuple):
+class Origin(NamedTuple):
     """Where in the program memory was allocated or freed."""
 
-    op: str = ""
-    """The operator that it is for, as in `aten.mm`; empty outside operators."""
-    op_end_ns: int = 0
-    """When that operator returned; 0 outside operators."""
-    sequence: int = -1
-    """Of the autograd node that is being differentiated; -1 outside backward passes."""
+    op: str = ""  # the operator that it is for, as in `aten.mm`; empty outside operators
+    op_end_ns: int = 0  # when that operator returned; 0 outside operators
+    sequence: int = -1  # of the autograd node that is being differentiated; -1 outside backward passes
+    # `file:line function` of the innermost line outside torch; None if no stacks were recorded.
     source: str | None = None
-    """`file:line function` of the innermost line outside torch; None if no stacks were recorded."""
 
 
-OUTSIDE = Place()
+OUTSIDE = Origin()
 
 
-class Seen(NamedTuple):
+class MemoryEvent(NamedTuple):
     """One allocation or free."""
 
     time_ns: int
     device: str
     address: int
-    num_bytes: int
-    """Of its block; negative: it was freed."""
-    place: Place
+    num_bytes: int  # of its block; negative: it was freed
+    origin: Origin
 
 
-class Use(NamedTuple):
+class TensorInput(NamedTuple):
     """An operator was given a tensor."""
 
     time_ns: int
@@ -65,34 +65,25 @@ class Use(NamedTuple):
 class Profile:
     """All that the profiler saw of one run."""
 
-    memory: list[Seen] = field(default_factory=list)
-    """In order of time."""
-    uses: dict[int, list[Use]] = field(default_factory=dict)
-    """Of the storage at an address."""
+    memory: list[MemoryEvent] = field(default_factory=list)  # in order of time
+    uses: dict[int, list[TensorInput]] = field(default_factory=dict)  # of the storage at an address
+    # Sequence number and time of operators that autograd differentiates, ascending by number.
     forward: list[tuple[int, int]] = field(default_factory=list)
-    """Sequence number and time of operators that autograd differentiates, ascending by number."""
-    end_ns: int = 0
-    """When the run ended."""
+    end_ns: int = 0  # when the run ended
 
 
 def read_events(tree: list[Any], end_ns: int) -> Profile:
-    """Read what the profiler saw.
-
-    Args:
-        tree: as `kineto_results.experimental_event_tree()` gives it.
-        end_ns: when the run ended.
-    """
-    memory: list[Seen] = []
-    uses: dict[int, list[Use]] = defaultdict(list)
+    """Read what the profiler saw until `end_ns`, of `kineto_results.experimental_event_tree()`."""
+    memory: list[MemoryEvent] = []
+    uses: dict[int, list[TensorInput]] = defaultdict(list)
     forward: list[tuple[int, int]] = []
     stack: list[tuple[Any, tuple[Any, ...], int, str | None]] = [(root, (), -1, None) for root in reversed(tree)]
     while stack:
         node, ops, sequence, source = stack.pop()
         kind = node.typed[0].name
         if kind == "Allocation":
-            fields = node.extra_fields
-            place = _place(ops, sequence, source)
-            memory.append(Seen(node.start_time_ns, str(fields.device), fields.ptr, fields.alloc_size, place))
+            fields, origin = node.extra_fields, _origin(ops, sequence, source)
+            memory.append(MemoryEvent(node.start_time_ns, str(fields.device), fields.ptr, fields.alloc_size, origin))
             continue
         if kind.startswith("Py"):
             caller = node.extra_fields.caller
@@ -122,12 +113,12 @@ def ascending(pairs: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return sorted(dict(sorted(pairs)).items())
 
 
-def _place(ops: tuple[Any, ...], sequence: int, source: str | None) -> Place:
+def _origin(ops: tuple[Any, ...], sequence: int, source: str | None) -> Origin:
     """The innermost operator that computes something; the outermost if none does."""
     if not ops:
-        return Place(sequence=sequence, source=source)
+        return Origin(sequence=sequence, source=source)
     op = next((op for op in reversed(ops) if op.name not in _FACTORIES), ops[0])
-    return Place(op.name.replace("::", "."), op.end_time_ns, sequence, source)
+    return Origin(op.name.replace("::", "."), op.end_time_ns, sequence, source)
 
 
 def _is_program(file_name: str) -> bool:
@@ -137,11 +128,26 @@ def _is_program(file_name: str) -> bool:
     return not file_name.startswith(("torch/", "memprof/", "<frozen", "<string>", "contextlib.py", "functools.py"))
 
 
-def _note_uses(value: Any, time_ns: int, uses: dict[int, list[Use]]) -> None:
+def _note_uses(value: Any, time_ns: int, uses: dict[int, list[TensorInput]]) -> None:
     if isinstance(value, list):
         for part in value:
             _note_uses(part, time_ns, uses)
     elif hasattr(value, "storage_data_ptr") and value.storage_data_ptr:
         dtype, shape = value.dtype, tuple(value.sizes)
         num_bytes = torch.Size(shape).numel() * dtype.itemsize
-        uses[value.storage_data_ptr].append(Use(time_ns, shape, str(dtype).removeprefix("torch."), num_bytes))
+        uses[value.storage_data_ptr].append(TensorInput(time_ns, shape, str(dtype).removeprefix("torch."), num_bytes))
+
+
+@contextlib.contextmanager
+def quiet_profiler() -> Iterator[None]:
+    """Keep what the profiler's library writes, past Python, when it starts and stops: nothing goes to stderr inside."""
+    sys.stderr.flush()
+    kept = os.dup(2)
+    try:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 2)
+        os.close(nowhere)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)

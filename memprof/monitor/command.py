@@ -12,13 +12,13 @@ import shlex
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from memprof.device.processes import own_peak_bytes
 from memprof.errors import MemprofError
 
+# siginfo's si_code is this or below if a process sent the signal, and above if the kernel did (a terminal's keys).
 _FROM_A_PROCESS = 0
-"""siginfo's si_code is this or below if a process sent the signal, and above if the kernel did (a terminal's keys)."""
 _SENT_ON = ("SIGINT", "SIGQUIT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
 
 
@@ -46,8 +46,7 @@ class Signals:
         self._taken = {number for number in numbers if signal.getsignal(number) != signal.SIG_IGN}
         self._taken.add(signal.SIGCHLD)
         self._before: dict[int, object] = {}
-        self._mask: set[int | signal.Signals] | None = None
-        """What was blocked before `hold`."""
+        self._mask: set[int | signal.Signals] | None = None  # what was blocked before `hold`
 
     def __enter__(self) -> Signals:
         # A handler is reset in a started program, a blocked signal is not: it is blocked only once the command runs.
@@ -100,10 +99,8 @@ class Command:
     def ending(self) -> str:
         """How it ended, in a few words."""
         code = self._process.poll()
-        if code is None:
-            return "still runs"
-        if code >= 0:
-            return f"ended with exit code {code}"
+        if code is None or code >= 0:
+            return "still runs" if code is None else f"ended with exit code {code}"
         try:
             name = signal.Signals(-code).name
         except ValueError:
@@ -124,14 +121,6 @@ class Command:
         number = information.si_signo
         if information.si_code <= _FROM_A_PROCESS and number not in (signal.SIGCHLD, signal.SIGTSTP):
             self._process.send_signal(number)
-
-
-def wait_until(moment: float, signals: Signals, handle: Callable[[signal.struct_siginfo], bool]) -> None:
-    """Wait until `now` says `moment`, or `handle` is true of a signal that came."""
-    while (left := moment - now()) > 0:
-        information = signals.wait(left)
-        if information is not None and handle(information):
-            return
 
 
 now = time.monotonic

@@ -15,12 +15,7 @@ FORM = Form("log", "--log", lambda begin, end: begin.startswith(b"time,elapsed_s
 
 
 class Log:
-    """A CSV file that is begun anew. It never raises: `note` says in one line what is wrong.
-
-    Args:
-        file: where to; left out, nothing is written.
-        header: the columns.
-    """
+    """A CSV file that is begun anew, if one is given. It never raises: `note` says in one line what is wrong."""
 
     def __init__(self, file: Path | None, header: Sequence[str]) -> None:
         self._file = file

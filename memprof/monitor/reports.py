@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -58,10 +59,8 @@ class Reporter:
     started: float
     rank: int | None
     devices: dict[int, _Device] = field(default_factory=dict)
-    heard: bool = True
-    """Since the last sample."""
-    error: str = ""
-    """Why its allocator can be read no more."""
+    heard: bool = True  # since the last sample
+    error: str = ""  # why its allocator can be read no more
 
     def allocators(self) -> tuple[Allocator, ...]:
         """As of the last message."""
@@ -169,26 +168,18 @@ class Reports:
 
     def collect(self) -> dict[int, tuple[bool, int | None, tuple[Allocator, ...]]]:
         """By pid: whether it was heard of since the last call, its rank, and its allocators; begins a new interval."""
+        found = {}
         with self._lock:
-            found = {
-                pid: (reporter.heard, reporter.rank, reporter.allocators()) for pid, reporter in self._reporters.items()
-            }
-            for reporter in self._reporters.values():
+            for pid, reporter in self._reporters.items():
+                found[pid] = (reporter.heard, reporter.rank, reporter.allocators())
                 reporter.next_interval()
         return found
 
     def _listen(self, listening: socket.socket) -> None:
-        while True:
-            try:
-                data = listening.recv(_LARGEST)
-            except OSError:
-                return
-            if data == _END:
-                return
-            try:
-                self._take(json.loads(data))
-            except (ValueError, KeyError, TypeError, AttributeError):
-                continue  # not from a probe
+        with contextlib.suppress(OSError):
+            while (data := listening.recv(_LARGEST)) != _END:
+                with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):  # not from a probe
+                    self._take(json.loads(data))
 
     def _take(self, message: dict[str, Any]) -> None:
         pid, started = int(message["pid"]), float(message["started"])

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from memprof.device.nvml import Nvml
 from memprof.device.processes import ProcessTree
-from memprof.monitor.command import Command, Signals, now, wait_until
+from memprof.monitor.command import Command, Signals, now
 from memprof.monitor.log import Log
 from memprof.monitor.reports import Reports
 from memprof.monitor.sample import Peaks, Sample, Watched, csv_header, csv_row
@@ -34,22 +34,15 @@ class View(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class MonitorOutcome:
-    """How it ended.
+    """How it ended."""
 
-    Attributes:
-        exit_code: the command's own, 128 + n if signal n killed it; without a command 0, 1 if there
-            was no GPU to watch, or that of a signal.
-        command: as a shell would take it; empty without one.
-        elapsed: seconds.
-        notes: what could not be seen or written at the end, one line each.
-    """
-
+    # The command's own, 128 + n if signal n killed it; without one 0, 1 if there was no GPU to watch, or a signal's.
     exit_code: int
-    command: str
+    command: str  # as a shell would take it; empty without one
     ending: str
-    elapsed: float
+    elapsed: float  # seconds
     peaks: Peaks
-    notes: tuple[str, ...]
+    notes: tuple[str, ...]  # what could not be seen or written at the end, one line each
 
 
 def monitor(
@@ -63,12 +56,7 @@ def monitor(
 ) -> MonitorOutcome:
     """Watch the cards, and a command if there is one, until it ends, or until a signal without one.
 
-    Args:
-        arguments: the command; empty: the cards alone.
-        view: what shows the samples.
-        interval: seconds between two.
-        log: a CSV file to write.
-        once: take one sample and return.
+    Every `interval` seconds a sample is shown, and written into the CSV file `log`; with `once` there is one.
 
     Raises:
         CommandError: the command cannot be started.
@@ -108,27 +96,16 @@ def monitor(
         code = command.exit_code if command is not None else int(not first.cards)
         if command is None and stopped_by and stopped_by != signal.SIGINT:
             code = 128 + stopped_by
-        outcome = MonitorOutcome(
-            exit_code=code or 0,
-            command=command.text if command is not None else "",
-            ending=command.ending() if command is not None else "",
-            elapsed=watch.elapsed,
-            peaks=peaks,
-            notes=(file.note,) if file.note else (),
-        )
+        text, ending = (command.text, command.ending()) if command is not None else ("", "")
+        outcome = MonitorOutcome(code or 0, text, ending, watch.elapsed, peaks, (file.note,) if file.note else ())
         view.close(outcome)
     return outcome
 
 
 def _loop(
-    watch: _Watch,
-    command: Command | None,
-    signals: Signals,
-    view: View,
-    interval: float,
-    record: Callable[[Sample], None],
+    watch: _Watch, command: Command | None, signals: Signals, view: View, interval: float, record: Callable[..., None]
 ) -> int:
-    """Until the command has ended, or a signal without one: the signal."""
+    """Record samples until the command has ended, or a signal came without one; return that signal."""
     received = 0
 
     def handle(information: signal.struct_siginfo) -> bool:
@@ -148,7 +125,10 @@ def _loop(
     while True:
         # Asked before each wait: of a command that ended before signals were held back, none comes.
         if command is None or command.exit_code is None:
-            wait_until(due, signals, handle)
+            while (left := due - now()) > 0:
+                information = signals.wait(left)
+                if information is not None and handle(information):
+                    break
         if received or (command is not None and command.exit_code is not None):
             return received
         record(watch.sample())
@@ -191,15 +171,8 @@ class _Watch:
         # Those that have ended since the last sample and were heard of in between count once more.
         for pid in sorted(running.keys() | {pid for pid, (heard, *_) in told.items() if heard}):
             process = running.get(pid)
+            name, resident = self._names.get(pid, f"process {pid}"), process.resident_bytes if process else 0
             _, rank, allocators = told.get(pid, (False, None, ()))
-            watched.append(
-                Watched(
-                    pid=pid,
-                    name=self._names.get(pid, f"process {pid}"),
-                    resident_bytes=process.resident_bytes if process is not None else 0,
-                    peak_resident_bytes=process.peak_resident_bytes if process is not None else None,
-                    rank=rank,
-                    allocators=allocators,
-                )
-            )
+            peak = process.peak_resident_bytes if process else None
+            watched.append(Watched(pid, name, resident, peak, rank, allocators))
         return tuple(watched)

@@ -18,69 +18,46 @@ from memprof.trace.plain import Plain
 
 @dataclass(frozen=True, slots=True)
 class Allocator:
-    """One process's CUDA allocator on one device.
+    """One process's CUDA allocator on one device."""
 
-    Attributes:
-        device: CUDA's ordinal in that process.
-        name, uuid, total_bytes: of the card, empty and 0 if torch does not say.
-        requested_bytes: of living tensors, as asked for; None on releases that do not count it.
-        allocated_bytes: of their blocks.
-        reserved_bytes: held from the driver.
-        interval_peak_allocated_bytes: the highest since the last sample, and so `interval_peak_reserved_bytes`.
-        max_allocated_bytes: the highest since the process began, and so `max_reserved_bytes`.
-        num_alloc_retries: times that the card was full, and giving the cache back was enough.
-        num_ooms: out-of-memory errors.
-    """
-
-    device: int
+    device: int  # CUDA's ordinal in that process
+    # Of the card: empty and 0 if torch does not say.
     name: str
     uuid: str
     total_bytes: int
-    requested_bytes: int | None
-    allocated_bytes: int
-    reserved_bytes: int
+    requested_bytes: int | None  # of living tensors, as asked for; None on releases that do not count it
+    allocated_bytes: int  # of their blocks
+    reserved_bytes: int  # held from the driver
+    # The highest since the last sample, and since the process began.
     interval_peak_allocated_bytes: int
     interval_peak_reserved_bytes: int
     max_allocated_bytes: int
     max_reserved_bytes: int
-    num_alloc_retries: int = 0
-    num_ooms: int = 0
+    num_alloc_retries: int = 0  # times that the card was full, and giving the cache back was enough
+    num_ooms: int = 0  # out-of-memory errors
 
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """One process of the command.
-
-    Attributes:
-        rank: of a distributed run (RANK), None if it has none or has not initialised CUDA.
-        resident_bytes: host memory, pages shared with other processes counted in full; 0 once it has ended.
-        peak_resident_bytes: the highest of that so far.
-        allocators: of the devices that it has used.
-    """
+    """One process of the command."""
 
     pid: int
     name: str
-    resident_bytes: int
-    peak_resident_bytes: int | None
-    rank: int | None = None
-    allocators: tuple[Allocator, ...] = ()
+    resident_bytes: int  # host memory, pages shared with other processes counted in full; 0 once it has ended
+    peak_resident_bytes: int | None  # the highest of that so far
+    rank: int | None = None  # of a distributed run (RANK), None if it has none or has not initialised CUDA
+    allocators: tuple[Allocator, ...] = ()  # of the devices that it has used
 
 
 @dataclass(frozen=True, slots=True)
 class Sample(Plain):
-    """One moment.
+    """One moment."""
 
-    Attributes:
-        time: seconds since the epoch.
-        elapsed: seconds since memprof began to watch.
-        notes: what cannot be seen, one line each.
-    """
-
-    time: float
-    elapsed: float
+    time: float  # seconds since the epoch
+    elapsed: float  # seconds since memprof began to watch
     cards: tuple[NvmlCard, ...] = ()
     processes: tuple[Watched, ...] = ()
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # what cannot be seen, one line each
 
     @property
     def allocators(self) -> tuple[Allocator, ...]:
@@ -113,8 +90,7 @@ class Peaks:
     allocated_bytes: int | None = None
     reserved_bytes: int | None = None
     resident_bytes: int = 0
-    cards: dict[int, int] = field(default_factory=dict)
-    """Used bytes by NVML's index."""
+    cards: dict[int, int] = field(default_factory=dict)  # used bytes by NVML's index
 
     def add(self, sample: Sample) -> None:
         """Take a sample in."""
@@ -130,9 +106,6 @@ class Peaks:
 
 def _highest(one: int | None, other: int | None) -> int | None:
     return max((amount for amount in (one, other) if amount is not None), default=None)
-
-
-# -- one line of CSV ---------------------------------------------------------------------------------------------------
 
 
 def csv_header(card_indices: Iterable[int]) -> list[str]:

@@ -17,7 +17,7 @@ import torch
 
 from memprof.patching.patch_set import Patch
 from memprof.stand_ins.packages import WITHOUT
-from memprof.virtual.kernels import audio
+from memprof.virtual.kernels import registry
 
 SCHEMAS = {
     "rnnt_loss_forward": (
@@ -70,7 +70,7 @@ def patches(module: Any, assume: Callable[[str], None]) -> Iterator[Patch]:
                 raise
         assume(_NOT_LOADED)
         _define()
-        audio.register_loaded()
+        registry.register_library("torchaudio")
         return True
 
     yield module, "_load_lib", load

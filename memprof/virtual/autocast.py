@@ -5,7 +5,7 @@ arguments of a call before it is made, by the lists of torch's documentation (Au
 can autocast to ..."); which of them a torch release really has is asked of its dispatcher.
 
 What differs from torch: a C++ function that calls a listed operator inside itself is listed here by its own name
-(`_COMPOSITES`; kernels/cross_entropy.py has others), since the call inside is not seen. What is not listed there
+(`_COMPOSITES`; kernels/losses.py has others), since the call inside is not seen. What is not listed there
 (matrix_power, cov, corrcoef, trapezoid) runs in the dtype of its input, and so does an overload called by its full
 name (torch.ops.aten.mm.default).
 """

@@ -25,18 +25,15 @@ from memprof.monitor.probe.sitecustomize import HIDDEN, REFUSALS, SEPARATOR
 from memprof.patching.patch_set import Patch
 from memprof.virtual.limits import not_yet
 
+# Functions of `os` that are given an environment, and as which of their arguments; the program's come before it.
 _ENVIRONMENT_AT = {"posix_spawn": 2, "posix_spawnp": 2, "spawnve": 3, "spawnvpe": 3}
-"""Functions of `os` that are given an environment, and as which of their arguments; the program's come before it."""
-_SIGNAL = signal.SIGURG
-"""One that does nothing else."""
-_LONGEST_WAIT = 5.0
-"""Seconds that a program may wait once a process of its own was refused what it asked for."""
-_IDLE = 0.05
-"""Seconds of a processor that waiting takes at most."""
+_SIGNAL = signal.SIGURG  # one that does nothing else
+_LONGEST_WAIT = 5.0  # seconds that a program may wait once a process of its own was refused what it asked for
+_IDLE = 0.05  # seconds of a processor that waiting takes at most
 _PYTHON = re.compile(r"(.*[/\\])?python[\d.]*(\.exe)?")
 _SHOW = "nvidia-smi"
+# Of Python: letters that take no value, and one that does.
 _OPTION = re.compile("-(?=[^-])([^cmWX]*)([cmWX]?)(.*)", re.DOTALL)
-"""Of Python: letters that take no value, and one that does."""
 
 
 def refusals_of(process: int) -> str:
@@ -45,26 +42,20 @@ def refusals_of(process: int) -> str:
 
 
 class Children:
-    """A context manager: the processes that are started inside.
-
-    Args:
-        environment: variables that each of them is given.
-    """
+    """A context manager: the processes that are started inside, each of which is given the `environment`."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._environment = environment
-        self.file = ""
-        """Where they tell what they were refused."""
+        self.file = ""  # where they tell what they were refused
         self._process = 0
         self._ended = threading.Event()
-        self._handler: Any = None
-        """What the signal did before that ends a wait in vain."""
+        self._handler: Any = None  # what the signal did before that ends a wait in vain
 
     def __enter__(self) -> Children:
         opened, self.file = tempfile.mkstemp(prefix=refusals_of(os.getpid()))
         os.close(opened)
         self._process = os.getpid()
-        os.environ.update(self._told(os.environ))
+        os.environ.update(self._add_probe(os.environ))
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -91,18 +82,18 @@ class Children:
 
         def __init__(started: Any, *args: Any, **options: Any) -> None:
             if options.get("env") is not None:
-                options["env"] = self._told(options["env"])
+                options["env"] = self._add_probe(options["env"])
             command = args[0] if args else options.get("args")
+            changed = None
             if command == [_SHOW] and shutil.which(_SHOW) is None:  # as programs do for their log
-                command = ["echo", f"{_SHOW} is not on this machine: memprof runs the program on a virtual card"]
-                args = (command, *args[1:])
-                options.pop("args", None)
-            if isinstance(command, (list, tuple)) and not options.get("shell"):
-                command, environment = _heard(command, options.get("env") or os.environ)
+                changed = ["echo", f"{_SHOW} is not on this machine: memprof runs the program on a virtual card"]
+            elif isinstance(command, (list, tuple)) and not options.get("shell"):
+                heard, environment = _drop_isolation_flags(command, options.get("env") or os.environ)
                 if environment is not None:
-                    options["env"] = environment
-                    args = (command, *args[1:])
-                    options.pop("args", None)
+                    changed, options["env"] = heard, environment
+            if changed is not None:
+                args = (changed, *args[1:])
+                options.pop("args", None)
             popen(started, *args, **options)
 
         yield subprocess.Popen, "__init__", __init__
@@ -110,18 +101,18 @@ class Children:
 
         def starting(process: Any) -> None:
             start(process)
-            self._watch_waiting()
+            self._interrupt_endless_wait()
 
         yield multiprocessing.process.BaseProcess, "start", starting
         flags: Any = getattr(subprocess, "_args_from_interpreter_flags")  # noqa: B009 - not in its stubs
         # With these multiprocessing starts Pythons like this one.
         yield subprocess, flags.__name__, lambda: [flag for flag in flags() if flag not in ("-I", "-E")]
         for name, at in _ENVIRONMENT_AT.items():
-            yield os, name, self._starting(getattr(os, name), at)
+            yield os, name, self._wrap_spawn(getattr(os, name), at)
         for name in ("execv", "execve"):  # all others call these
-            yield os, name, _replacing(getattr(os, name))
+            yield os, name, _wrap_exec(getattr(os, name))
 
-    def _watch_waiting(self) -> None:
+    def _interrupt_endless_wait(self) -> None:
         """End the wait of a program for what a process that was refused will never send: what its queues, pipes and
         events wait for has no end of its own."""
         if self._handler is not None or threading.current_thread() is not threading.main_thread():
@@ -147,17 +138,17 @@ class Children:
                 signal.pthread_kill(thread, _SIGNAL)
                 return
 
-    def _starting(self, original: Callable[..., Any], at: int) -> Callable[..., Any]:
+    def _wrap_spawn(self, original: Callable[..., Any], at: int) -> Callable[..., Any]:
         def start(*args: Any, **options: Any) -> Any:
             if len(args) <= at:
                 return original(*args, **options)
-            told = self._told(args[at])
-            command, environment = _heard(args[at - 1], told)
+            told = self._add_probe(args[at])
+            command, environment = _drop_isolation_flags(args[at - 1], told)
             return original(*args[: at - 1], command, environment or told, *args[at + 1 :], **options)
 
         return start
 
-    def _told(self, environment: Mapping[Any, Any]) -> dict[str, str]:
+    def _add_probe(self, environment: Mapping[Any, Any]) -> dict[str, str]:
         """An environment in which a Python finds the probe."""
         told = {os.fsdecode(name): os.fsdecode(value) for name, value in environment.items()}
         told |= {REFUSALS: self.file, **self._environment}
@@ -167,19 +158,21 @@ class Children:
         return told
 
 
-def _replacing(original: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_exec(original: Callable[..., Any]) -> Callable[..., Any]:
     process, execve = os.getpid(), os.execve
 
     def replace(path: Any, *args: Any) -> Any:
         if os.getpid() != process:  # as in os.spawnv
-            command, environment = _heard(args[0], args[1] if len(args) > 1 else os.environ)
+            command, environment = _drop_isolation_flags(args[0], args[1] if len(args) > 1 else os.environ)
             return original(path, *args) if environment is None else execve(path, command, environment)
         raise not_yet(f"puts {os.fsdecode(path)} in its own place (os.exec)", "give memprof run that program itself")
 
     return replace
 
 
-def _heard(command: Sequence[Any], environment: Mapping[Any, Any]) -> tuple[list[Any], dict[str, str] | None]:
+def _drop_isolation_flags(
+    command: Sequence[Any], environment: Mapping[Any, Any]
+) -> tuple[list[Any], dict[str, str] | None]:
     """The same command and an environment for a Python that is told to hear none (-I, -E), but for the probe; for any
     other program None. What is kept from it is there again for those that it starts."""
     if not command or not _PYTHON.fullmatch(os.fsdecode(command[0])):

@@ -15,9 +15,9 @@ from memprof.catalog import Gpu
 from memprof.errors import MemprofError, UsageError
 from memprof.patching.extension import Extension, extensions_in
 from memprof.trace.events import NONE, Failure, Owner, Phase, PhaseKind, Role, Trace
+from memprof.virtual.edges import bitsandbytes
 from memprof.virtual.edges.interchange import Interchange
 from memprof.virtual.install_context import GpuOptions, InstallContext
-from memprof.virtual.kernels import quantized
 from memprof.watch import sharding
 from memprof.watch.failure import describe, ended_by_refusal, refusal
 from memprof.watch.growth import GrowthWatch
@@ -245,4 +245,4 @@ class VirtualGpu(Watch):
 
     def parts(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Return the tensors that a quantized `tensor` keeps beside its own data, or instead of it."""
-        return quantized.parts(tensor)
+        return bitsandbytes.parts(tensor)

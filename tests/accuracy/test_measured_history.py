@@ -12,10 +12,9 @@ import pytest
 
 from memprof.allocator import replay_snapshot
 from memprof.allocator.replay import TraceReplay
-from memprof.measured.events import put_together
 from memprof.measured.history import History, live_blocks, read_history
 from memprof.measured.marks import Mark, Marks
-from memprof.measured.merge import merge
+from memprof.measured.merge import collect_allocations, merge
 from memprof.measured.operators import Profile
 from memprof.trace.events import EventKind, Phase, PhaseKind, Trace
 from memprof.trace.snapshot_file import read_snapshot
@@ -43,7 +42,7 @@ def _gpus(snapshot: dict[str, Any]) -> Iterator[tuple[int, History, dict[int, in
     for card, entries in enumerate(snapshot["device_traces"]):
         if any(entry["action"] == "alloc" for entry in entries):
             history = read_history(snapshot, card, [])
-            seen = {life.address for life in history.lives}
+            seen = {life.address for life in history.allocations}
             yield card, history, {at: size for at, size in live_blocks(snapshot, card).items() if at not in seen}
 
 
@@ -52,7 +51,7 @@ def test_what_is_alive_at_the_end_is_what_the_allocator_holds(snapshots: dict[Pa
     for path, snapshot in snapshots.items():
         for card, history, before in _gpus(snapshot):
             assert history.missing(live_blocks(snapshot, card), before) == 0, path.name
-            lives += len(history.lives)
+            lives += len(history.allocations)
     assert lives > 60_000
 
 
@@ -67,7 +66,7 @@ def test_replayed_it_reserves_what_the_card_reserved(snapshots: dict[Path, dict[
             marks = Marks(lambda: (None, None, None, None, None))
             marks.phases, marks.marks = [Phase(PhaseKind.OTHER, 0, 0)], [Mark(0, EventKind.PHASE, 0)]
             trace = Trace(source="measured", device=history.device)
-            merge(trace, marks, put_together(Profile(), history), [])
+            merge(trace, marks, collect_allocations(Profile(), history), [])
             replay = TraceReplay(trace, config=replays[card].config)
             replay.advance()
             reserved = sum(one["total_size"] for one in snapshot["segments"] if one["device"] == card)

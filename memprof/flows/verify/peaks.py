@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 from memprof.allocator import Settings, SettingsInForce, replay_on_card
 from memprof.catalog import DEFAULT_GPU, find_gpu
 from memprof.flows.verify.specimens import Specimen
-from memprof.measured.quiet import quiet_profiler
+from memprof.measured.operators import quiet_profiler
 from memprof.remedies.applied import apply
 from memprof.remedies.catalog import Remedy
 from memprof.remedies.micro_batch import MicroBatches

@@ -30,12 +30,10 @@ if TYPE_CHECKING:
 
 SOCKET = "MEMPROF_MONITOR_SOCKET"
 INTERVAL = "MEMPROF_MONITOR_INTERVAL"
-REFUSALS = "MEMPROF_REFUSALS"
-"""A file of the run that started this process."""
-STAND_INS = "MEMPROF_STAND_INS"
-"""Packages that the run stands in for, where they are not installed."""
+REFUSALS = "MEMPROF_REFUSALS"  # a file of the run that started this process
+STAND_INS = "MEMPROF_STAND_INS"  # packages that the run stands in for, where they are not installed
+# What a Python that was told to ignore its environment (-I, -E) finds there all the same, once the probe is in it.
 HIDDEN = "MEMPROF_HIDDEN"
-"""What a Python that was told to ignore its environment (-I, -E) finds there all the same, once the probe is in it."""
 SEPARATOR = "\x1f"
 _LONGEST_ERROR = 200
 _FOLDER = os.path.dirname(__file__)
@@ -136,12 +134,7 @@ class _Sender:
         self._last: dict[int, Any] | None = None
         self._devices: dict[int, Any] = {}
         self._num_devices = -1
-        self._identity = {
-            "pid": self._pid,
-            "started": time.time(),
-            "rank": os.environ.get("RANK"),
-            "local_rank": os.environ.get("LOCAL_RANK"),
-        }
+        self._identity = {"pid": self._pid, "started": time.time(), "rank": os.environ.get("RANK")}
         self._address = address
         # Python's sockets are not inherited by programs started from here; a forked process has it and does not use it.
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -159,8 +152,7 @@ class _Sender:
     def _give_up(self, error: Exception) -> None:
         text = f"{type(error).__name__}: {error}".splitlines()[0][:_LONGEST_ERROR]
         try:
-            message: dict[str, Any] = dict(self._identity, devices={}, cards={}, error=text)
-            self._socket.sendto(self._encode(message).encode(), self._address)
+            self._send(devices={}, cards={}, error=text)
         except Exception:  # memprof has gone, or the program is at its end
             return
 
@@ -178,21 +170,20 @@ class _Sender:
         """Send what has changed; whether to go on."""
         # At the end the thread may be halfway: its older counters must not be sent after the newest.
         with self._turn:
-            return self._tell_in_turn()
+            counters = self._read()
+            if counters is None or counters == self._last:
+                return True
+            try:
+                self._send(devices=counters, cards=self._devices)
+            except BlockingIOError:  # memprof is behind: the counters are cumulative, the next message says as much
+                return True
+            except OSError:
+                return False
+            self._last = counters
+            return True
 
-    def _tell_in_turn(self) -> bool:
-        counters = self._read()
-        if counters is None or counters == self._last:
-            return True
-        message = dict(self._identity, devices=counters, cards=self._devices)
-        try:
-            self._socket.sendto(self._encode(message).encode(), self._address)
-        except BlockingIOError:  # memprof is behind: the counters are cumulative, the next message says as much
-            return True
-        except OSError:
-            return False
-        self._last = counters
-        return True
+    def _send(self, **message: "Any") -> None:
+        self._socket.sendto(self._encode(dict(self._identity, **message)).encode(), self._address)
 
     def _read(self) -> "dict[int, Any] | None":
         cuda = self._cuda
@@ -209,7 +200,7 @@ class _Sender:
                 continue
             counters[device] = {
                 name: [stats[name]["all"]["current"], stats[name]["all"]["peak"]]
-                for name in ("requested_bytes", "allocated_bytes", "active_bytes", "reserved_bytes")
+                for name in ("requested_bytes", "allocated_bytes", "reserved_bytes")
                 if name in stats
             }
             counters[device]["num_alloc_retries"] = stats.get("num_alloc_retries", 0)

@@ -33,17 +33,16 @@ _NoTorchFunction = torch.DisableTorchFunction
 _META = torch.device("meta")
 _FORM = torch.serialization
 _storage_to = torch.UntypedStorage.to
-_storage_cuda = torch.UntypedStorage.cuda
 
+# What stands in a file in place of data.
 EMPTY = "empty shell that memprof wrote on a virtual GPU: this file holds no weights"
-"""What stands in a file in place of data."""
 SHELLS = (
     "Checkpoints are written as empty shells: names, shapes and types without the data of tensors that have none here. "
     "On a virtual GPU they load as what they were; anywhere else, loading them is an error."
 )
 UNREAD = "Large tensors of checkpoints are not read: what they hold is unknown, like all that is computed from it."
+# Types whose large storages are read all the same: tokens, indices and masks decide what a program does.
 READ = frozenset({torch.bool, torch.int16, torch.int32, torch.int64})
-"""Types whose large storages are read all the same: tokens, indices and masks decide what a program does."""
 
 
 class Checkpoints:
@@ -53,30 +52,26 @@ class Checkpoints:
         self._tracker = tracker
         self._mode = mode
         self._assume = assume
-        self._dtype = torch.uint8
-        """Of the storage that is being loaded."""
+        self._dtype = torch.uint8  # of the storage that is being loaded
+        # Whether tensors are being pickled for a file of torch's, in which storages stand by themselves.
         self.saving = False
-        """Whether tensors are being pickled for a file of torch's, in which storages stand by themselves."""
 
     def patches(self) -> Iterator[tuple[Any, str, Any]]:
         """The patches (owner, name, replacement)."""
         yield tensors.save.patch(self._save)
         yield tensors.load.patch(self._load)
         yield tensors.legacy_load.patch(self._loading_old_files(tensors.legacy_load.get()))
-        yield torch, "save", self._in_new_form(torch.save)
-        yield _FORM, "save", torch.save
-        yield torch.UntypedStorage, "to", as_method(self._storage_to)
-        yield torch.UntypedStorage, "cuda", as_method(self._to_card)
+        original = torch.save
 
-    # -- saving -------------------------------------------------------------------------------------------------------
-
-    def _in_new_form(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
             # The old form has no place for a storage without data.
             kwargs.pop("_use_new_zipfile_serialization", None)
             original(obj, f, *args[:2], **kwargs)
 
-        return save
+        for owner in (torch, _FORM):
+            yield owner, "save", save
+        yield torch.UntypedStorage, "to", as_method(self._storage_to)
+        yield torch.UntypedStorage, "cuda", as_method(self._to_card)
 
     def _save(
         self, obj: Any, file: Any, pickle_module: Any, pickle_protocol: Any, without_byte_order: bool = False
@@ -119,25 +114,21 @@ class Checkpoints:
         finally:
             self.saving = outer
         records: list[tuple[str, Any]] = [("data.pkl", pickled.getvalue())]
-        if not without_byte_order:
-            records.append(("byteorder", sys.byteorder))
+        records += [] if without_byte_order else [("byteorder", sys.byteorder)]
         if any(self._data(storage) is None for storage in storages.values()):
             self._assume(SHELLS)
             records.append(("memprof", f"Each storage without a record is an {EMPTY}.\n"))
         for name, content in records:
             file.write_record(name, content, len(content))
         for key, storage in storages.items():
-            self._write(file, f"data/{key}", storage)
+            data = self._data(storage)
+            if self._location(storage).startswith("cuda"):  # it passes through host memory
+                self._tracker.transients((storage.nbytes(),), "torch.save", self._place(), HOST)
+            if data is not None:
+                with _NoTorchFunction(), disable_current_modes():
+                    file.write_record(f"data/{key}", data, data.nbytes())
         # A class is a cycle, and this one sees the table: it must not keep the storages until the next collection.
         storages.clear()
-
-    def _write(self, file: Any, name: str, storage: torch.UntypedStorage) -> None:
-        data = self._data(storage)
-        if self._location(storage).startswith("cuda"):
-            self._note_host_copy(storage.nbytes())
-        if data is not None:
-            with _NoTorchFunction(), disable_current_modes():
-                file.write_record(name, data, data.nbytes())
 
     def _data(self, storage: torch.UntypedStorage) -> torch.UntypedStorage | None:
         """What to write of `storage`: itself if it is real, the known numbers of a small one, else nothing."""
@@ -158,23 +149,11 @@ class Checkpoints:
         device = self._tracker.recorder.storages.device_of(storage)
         return device if is_card(device) else "cpu"
 
-    def _note_host_copy(self, num_bytes: int) -> None:
-        """A storage of the card passes through host memory on its way to the file and from it."""
-        place = self._tracker.recorder.attribution.place(sys._getframe(1))
-        self._tracker.transients((num_bytes,), "torch.save", place, HOST)
-
-    # -- loading ------------------------------------------------------------------------------------------------------
-
     def _load(
-        self,
-        file: Any,
-        map_location: Any,
-        pickle_module: Any,
-        pickle_file: str = "data.pkl",
-        overall_storage: Any = None,
-        **options: Any,
+        self, file: Any, map_location: Any, pickle_module: Any, pickle_file: str = "data.pkl", **options: Any
     ) -> Any:
         """What `torch.serialization._load` does; a mapped file (`overall_storage`) is read as any other."""
+        options.pop("overall_storage", None)
         # From 2.15 on it is said here, too, and not for the unpickler.
         trust = {"weights_only": options.pop("weights_only")} if "weights_only" in options else {}
         restore = tensors.get_restore_location(map_location)
@@ -252,8 +231,6 @@ class Checkpoints:
             yield
         finally:
             self._dtype = outer
-
-    # -- storages that move -------------------------------------------------------------------------------------------
 
     def _storage_to(self, storage: torch.UntypedStorage, *, device: Any, non_blocking: bool = False) -> Any:
         target = torch.device(device) if isinstance(device, str) else device

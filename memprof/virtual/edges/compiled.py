@@ -7,6 +7,7 @@ first call and ends the run, or, where the caller of VirtualGpu vouches for the 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType
@@ -30,7 +31,7 @@ class CompiledCode(Extension):
         """Refuse tracing of the program's own, and have flex_attention allocate as its kernel does."""
         fake, flex = dynamo.from_tensor, dispatch.call_flex_attention
         if fake.is_imported() and fake.exists():
-            yield fake.patch(_no_tracing(fake.get()))
+            yield fake.patch(_refuse_tracing(fake.get()))
         if flex.is_imported() and flex.exists():
             yield flex.patch(_flex_attention(context.assume))
 
@@ -45,11 +46,11 @@ class CompiledCode(Extension):
 
     def patches_of(self, module: ModuleType, context: InstallContext) -> Iterator[Patch]:
         """Replace the launches of Triton's kernels: they are passed over, or named, and the run ends."""
-        yield from _of_triton(context.note_written if context.options.passes_kernels else None)
+        yield from _triton_patches(context.note_written if context.options.passes_kernels else None)
 
 
-def _of_triton(written: Callable[[torch.Tensor], None] | None) -> Iterator[Patch]:
-    passed_over = None if written is None else _PassedOver(written)
+def _triton_patches(written: Callable[[torch.Tensor], None] | None) -> Iterator[Patch]:
+    passed_over = None if written is None else _SkippedLaunches(written)
     for module_name, names in _LAUNCHERS.items():
         module = sys.modules.get(module_name)
         for name, method in names.items():
@@ -81,15 +82,15 @@ class _CudaUtils:
 
 
 _DRIVER = "triton.backends.nvidia.driver"
+# A launch `kernel[grid](...)` is `KernelInterface.__getitem__`, and ends in `run` of one of these (triton/runtime);
+# some releases make `run` an attribute of the instance, which the first of them precedes.
 _LAUNCHERS = {
     "triton.runtime.jit": {"KernelInterface": "__getitem__", "JITFunction": "run"},
     "triton.runtime.autotuner": {"Autotuner": "run", "Heuristics": "run"},
 }
-"""A launch `kernel[grid](...)` is `KernelInterface.__getitem__`, and ends in `run` of one of these (triton/runtime);
-some releases make `run` an attribute of the instance, which the first of them precedes."""
 
 
-class _PassedOver:
+class _SkippedLaunches:
     """Launches of one run that do nothing.
 
     An autotuner times each of its configurations once for each of its keys (triton/runtime/autotuner.py of 3.4 to 3.7).
@@ -128,10 +129,10 @@ class _PassedOver:
             tuner.nargs = None
 
 
-def _subscript(original: Callable[..., Any], passed_over: _PassedOver | None) -> Callable[..., Any]:
+def _subscript(original: Callable[..., Any], passed_over: _SkippedLaunches | None) -> Callable[..., Any]:
     def __getitem__(kernel: Any, grid: Any) -> Any:
         def launch(*args: Any, **kwargs: Any) -> Any:
-            if _without_data(kernel, args, kwargs, passed_over):
+            if _lacks_data(kernel, args, kwargs, passed_over):
                 return None
             return original(kernel, grid)(*args, **kwargs)
 
@@ -140,15 +141,15 @@ def _subscript(original: Callable[..., Any], passed_over: _PassedOver | None) ->
     return __getitem__
 
 
-def _run(original: Callable[..., Any], passed_over: _PassedOver | None) -> Callable[..., Any]:
+def _run(original: Callable[..., Any], passed_over: _SkippedLaunches | None) -> Callable[..., Any]:
     def run(kernel: Any, *args: Any, **kwargs: Any) -> Any:
-        return None if _without_data(kernel, args, kwargs, passed_over) else original(kernel, *args, **kwargs)
+        return None if _lacks_data(kernel, args, kwargs, passed_over) else original(kernel, *args, **kwargs)
 
     return run
 
 
-def _without_data(kernel: Any, args: Any, kwargs: Any, passed_over: _PassedOver | None) -> bool:
-    """Whether a kernel is given tensors without data, so that it cannot be launched.
+def _lacks_data(kernel: Any, args: Any, kwargs: Any, passed_over: _SkippedLaunches | None) -> bool:
+    """Return whether a kernel is given tensors without data, so that it cannot be launched.
 
     Raises:
         KernelError: it is, and kernels are not to be passed over.
@@ -168,7 +169,7 @@ def _without_data(kernel: Any, args: Any, kwargs: Any, passed_over: _PassedOver 
     raise KernelError(f"the Triton kernel {full} was launched with tensors that have no data", full)
 
 
-def _no_tracing(original: Callable[..., Any]) -> Callable[..., Any]:
+def _refuse_tracing(original: Callable[..., Any]) -> Callable[..., Any]:
     """Fake tensors made from those "on cuda" abort the process where there is no card (no device guard exists)."""
 
     def from_tensor(mode: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -179,44 +180,33 @@ def _no_tracing(original: Callable[..., Any]) -> Callable[..., Any]:
     return from_tensor
 
 
-# -- flex attention -------------------------------------------------------------------------------------------------
-
-
+_FLEX = "torch.nn.attention.flex_attention"
 BLOCK_MASK = (
     "create_block_mask, compiled, makes no mask of every pair of positions: what its blocks are is kept, and not known."
 )
 
 
 def is_block_mask(function: Any) -> bool:
-    """Whether it is torch's own `create_block_mask`."""
-    flex = sys.modules.get("torch.nn.attention.flex_attention")
+    """Return whether it is torch's own `create_block_mask`."""
+    flex = sys.modules.get(_FLEX)
     return flex is not None and function is flex.create_block_mask
 
 
-def block_mask(
-    mask_mod: Any,
-    B: int | None,  # noqa: N803, the names that torch has
-    H: int | None,  # noqa: N803
-    Q_LEN: int,  # noqa: N803
-    KV_LEN: int,  # noqa: N803
-    device: Any = None,
-    BLOCK_SIZE: int | tuple[int, int] = 128,  # noqa: N803
-    _compile: bool = False,
-    separate_full_blocks: bool = True,
-    *others: Any,
-    **options: Any,
-) -> Any:
-    """A `BlockMask` as the compiled `create_block_mask` allocates it: a kernel asks `mask_mod` of every pair, sums up
-    by block in registers and writes two numbers a block. Run as its own code instead it makes the mask itself,
+def block_mask(*args: Any, **kwargs: Any) -> Any:
+    """Return a `BlockMask` as the compiled `create_block_mask` allocates it: a kernel asks `mask_mod` of every pair,
+    sums up by block in registers and writes two numbers a block. Run as its own code instead it makes the mask itself,
     [queries x keys]; and to compile it here would end the run's own function mode, beside the one that it enters.
     """
-    rows, columns = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else BLOCK_SIZE
-    shape = (B or 1, H or 1, -(-Q_LEN // rows), -(-KV_LEN // columns))
-    where = torch.accelerator.current_accelerator() if device is None else device
+    bound = inspect.signature(sys.modules[_FLEX].create_block_mask).bind(*args, **kwargs)
+    bound.apply_defaults()
+    given = bound.arguments
+    size, queries, keys = given["BLOCK_SIZE"], given["Q_LEN"], given["KV_LEN"]
+    rows, columns = (size, size) if isinstance(size, int) else size
+    shape = (given["B"] or 1, given["H"] or 1, -(-queries // rows), -(-keys // columns))
+    where = torch.accelerator.current_accelerator() if given["device"] is None else given["device"]
     partial, full = (torch.empty(shape, dtype=torch.int8, device=where) for _ in range(2))
-    return dispatch.create_sparse_block_from_block_mask(
-        (partial, full if separate_full_blocks else None), mask_mod, (Q_LEN, KV_LEN), rows, columns
-    )
+    blocks = (partial, full if given.get("separate_full_blocks", True) else None)
+    return dispatch.create_sparse_block_from_block_mask(blocks, given["mask_mod"], (queries, keys), rows, columns)
 
 
 def _flex_attention(assume: Callable[[str], None]) -> Callable[..., Any]:

@@ -6,6 +6,7 @@ Each has an operator of its own for tracing, which asks dispatch modes for a rul
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,7 +14,6 @@ from memprof.patching.extension import Extension
 from memprof.patching.patch_set import Patch
 from memprof.torch_private import dispatch
 from memprof.torch_private.dispatch import get_current_dispatch_mode
-from memprof.torch_private.names import PrivateName
 from memprof.virtual.install_context import InstallContext
 from memprof.virtual.machine import Machine
 
@@ -26,25 +26,17 @@ class ControlFlow(Extension):
     """
 
     def patches(self, context: InstallContext) -> Iterator[Patch]:
-        """Replace the dispatch of each by its dense kernel."""
-        kernels: dict[PrivateName, Callable[..., Any]] = {
-            dispatch.dispatch_cond: _cond,
-            dispatch.dispatch_while_loop: _while_loop,
-            dispatch.dispatch_scan: _scan,
-        }
-        for name, dense in kernels.items():
+        """Replace the dispatch of each by its dense kernel where a virtual GPU, and no tracer, is asked for a rule."""
+        names = (dispatch.dispatch_cond, dispatch.dispatch_while_loop, dispatch.dispatch_scan)
+        kernels: tuple[Callable[..., Any], ...] = (_cond, _while_loop, _scan)
+        for name, dense in zip(names, kernels, strict=True):
             if name.is_imported() and name.exists():
-                yield name.patch(_plainly(name.get(), dense))
+                yield name.patch(functools.partial(_run, name.get(), dense))
 
 
-def _plainly(dispatch: Callable[..., Any], dense: Callable[..., Any]) -> Callable[..., Any]:
-    """`dense` where a virtual GPU would be asked for a rule; `dispatch` where a tracer would."""
-
-    def dispatched(key: Any, *args: Any, **kwargs: Any) -> Any:
-        mode = get_current_dispatch_mode()
-        return dense(*args, **kwargs) if isinstance(mode, Machine) else dispatch(key, *args, **kwargs)
-
-    return dispatched
+def _run(by_key: Callable[..., Any], dense: Callable[..., Any], key: Any, *args: Any, **kwargs: Any) -> Any:
+    is_virtual = isinstance(get_current_dispatch_mode(), Machine)
+    return dense(*args, **kwargs) if is_virtual else by_key(key, *args, **kwargs)
 
 
 def _cond(pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], operands: Any) -> Any:

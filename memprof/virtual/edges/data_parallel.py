@@ -7,6 +7,7 @@ torch/csrc/utils/tensor_flatten.cpp.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
@@ -41,7 +42,7 @@ class DataParallel(Extension):
         yield sys.modules["torch.nn.parallel.parallel_apply"], "threading", _Threads
 
 
-class _InTurn:
+class _SynchronousThread:
     """A thread that does its work when it is started."""
 
     def __init__(self, target: Callable[..., None], args: Any = ()) -> None:
@@ -55,13 +56,7 @@ class _InTurn:
         pass
 
 
-class _NoLock:
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *exc: object) -> None: ...
-
-
-_Threads = SimpleNamespace(Thread=_InTurn, Lock=_NoLock)
+_Threads = SimpleNamespace(Thread=_SynchronousThread, Lock=contextlib.nullcontext)
 
 
 def _broadcast(tensor: torch.Tensor, devices: Sequence[int]) -> list[torch.Tensor]:
@@ -105,10 +100,7 @@ def _scatter(
     streams of their own, if the caller has some."""
     chunks = list(tensor.chunk(len(devices), dim) if chunk_sizes is None else tensor.split(list(chunk_sizes), dim))
     for place, device in enumerate(devices[: len(chunks)]):
-        if streams is not None and streams[place] is not None:
-            with streams[place]:
-                chunks[place] = chunks[place].to(f"cuda:{device}", non_blocking=True)
-        else:
+        with (streams[place] if streams else None) or contextlib.nullcontext():
             chunks[place] = chunks[place].to(f"cuda:{device}", non_blocking=True)
     return tuple(chunks)
 
@@ -129,7 +121,7 @@ def _gather(tensors: _Tensors, dim: int, destination: int | None = None) -> torc
 
 
 def _has_nccl(tensors: _Tensors) -> bool:
-    """Whether NCCL takes these: dense, in order, each on a card of its own."""
+    """Return whether NCCL takes these: dense, in order, each on a card of its own."""
     devices = [tensor.get_device() for tensor in tensors]
     plain = all(tensor.is_cuda and not tensor.is_sparse and tensor.is_contiguous() for tensor in tensors)
     return plain and len(set(devices)) == len(devices)

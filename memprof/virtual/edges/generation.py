@@ -39,9 +39,8 @@ class Generation(Extension):
             @functools.wraps(prepare)
             def prepared(self: Any, generation_config: Any, *args: Any, **kwargs: Any) -> Any:
                 for ends in (generation_config.eos_token_id, generation_config.pad_token_id):
-                    values.policy.ends.update(
-                        ends if isinstance(ends, (list, tuple)) else [] if ends is None else [int(ends)]
-                    )
+                    several = ends if isinstance(ends, (list, tuple)) else [] if ends is None else [int(ends)]
+                    values.policy.ends.update(several)
                 return prepare(self, generation_config, *args, **kwargs)
 
             yield mixin, _PREPARES, prepared

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -32,8 +32,8 @@ _GGUF = (
 )
 _GGUF_TYPES = frozenset(range(2, 30))
 _HOPPER_TILE = 64
+# Rows of a tile, for each of which the routing has a table (triton_kernels/routing.py, ExptData.block_ms).
 _BLOCK_SIZES = (16, 32, 64, 128)
-"""Rows of a tile, for each of which the routing has a table (triton_kernels/routing.py, ExptData.block_ms)."""
 
 
 class HubKernels(Extension):
@@ -48,73 +48,51 @@ class HubKernels(Extension):
 
     def patches_of(self, module: Any, context: InstallContext) -> Iterator[Patch]:
         """Replace what fetches kernels in one of these modules."""
-        of = {"finegrained_fp8": _float8, "kernels": _gguf, "hub_kernels": _by_name, "quantizer_mxfp4": _mxfp4}
-        yield from of[module.__name__.rpartition(".")[2]](module, context.assume)
+        name, assume = module.__name__.rpartition(".")[2], context.assume
+        if name == "finegrained_fp8" and hasattr(module, "FineGrainedFP8"):
+            kernels = module.FineGrainedFP8(_matmul, _batched_matmul, _grouped_matmul)
+            yield module, "_FINEGRAINED_FP8", kernels
+            yield module, "load_finegrained_fp8_kernel", _fetching(kernels, _FP8, assume)
+        elif name == "kernels":
+            yield module, "get_gguf_kernel", _fetching(_GGUF_KERNELS, _GGUF, assume)
+            yield module, "_gguf_kernel", _GGUF_KERNELS
+        elif name == "quantizer_mxfp4":
+            for asks in ("is_kernels_available", "is_triton_available"):
+                if hasattr(module, asks):
+                    yield module, asks, lambda *args, **kwargs: True
+        elif hasattr(module, "get_kernel"):  # older releases of transformers fetch no kernels for experts
+            yield module, "get_kernel", _by_name(module.get_kernel, assume)
 
 
-def _float8(module: Any, assume: Callable[[str], None]) -> Iterator[Patch]:
-    if hasattr(module, "FineGrainedFP8"):
-        kernels = module.FineGrainedFP8(_matmul, _batched_matmul, _grouped_matmul)
-        yield module, "_FINEGRAINED_FP8", kernels
-        yield module, "load_finegrained_fp8_kernel", _saying(lambda: kernels, _FP8, assume)
-
-
-def _gguf(module: Any, assume: Callable[[str], None]) -> Iterator[Patch]:
-    yield module, "get_gguf_kernel", _saying(lambda: _GGUF_KERNELS, _GGUF, assume)
-    yield module, "_gguf_kernel", _GGUF_KERNELS
-
-
-def _mxfp4(module: Any, assume: Callable[[str], None]) -> Iterator[Patch]:
-    for name in ("is_kernels_available", "is_triton_available"):
-        if hasattr(module, name):
-            yield module, name, lambda *args, **kwargs: True
-
-
-def _by_name(module: Any, assume: Callable[[str], None]) -> Iterator[Patch]:
-    fetch = getattr(module, "get_kernel", None)
-    if fetch is None:  # older releases of transformers fetch no kernels for experts
-        return
-
+def _by_name(fetch: Callable[..., Any], assume: Callable[[str], None]) -> Callable[..., Any]:
     def get_kernel(name: str, *args: Any, **kwargs: Any) -> Any:
         if name.rpartition("/")[2] != "gpt-oss-triton-kernels":
             return fetch(name, *args, **kwargs)
         assume(_MXFP4)
         return _TRITON_KERNELS
 
-    yield module, "get_kernel", get_kernel
+    return get_kernel
 
 
-def _saying(made: Callable[[], Any], sentence: str, assume: Callable[[str], None]) -> Callable[[], Any]:
+def _fetching(kernels: Any, sentence: str, assume: Callable[[str], None]) -> Callable[[], Any]:
     def call() -> Any:
         assume(sentence)
-        return made()
+        return kernels
 
     return call
 
 
-# -- float8 in blocks ----------------------------------------------------------------------------------------------
-
-
 def _matmul(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    scales: torch.Tensor,
-    block_size: Any,
-    output_dtype: torch.dtype | None = None,
-    activation_scale: torch.Tensor | None = None,
+    a: torch.Tensor, b: torch.Tensor, scales: Any, block_size: Any, output_dtype: Any = None, *of: Any, **named: Any
 ) -> torch.Tensor:
     """matmul.py: blocks are quantized on the way in; with one scale for the whole weight, rows are before."""
-    quantized = None
-    if block_size is None or list(block_size) == list(b.shape):
-        quantized = _rows_quantized(a)
+    rows = scale = None
+    if block_size is None or list(block_size) == list(b.shape):  # in float8, and a scale for each (fp8_act_quant)
+        rows = torch.empty_like(a, dtype=torch.float8_e4m3fn)
+        scale = a.new_empty((*a.shape[:-1], 1), dtype=torch.float32)
     result = a.new_empty((*a.shape[:-1], b.shape[-2]), dtype=output_dtype or torch.float32)
-    del quantized
+    del rows, scale
     return result
-
-
-def _rows_quantized(a: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """utils.py, fp8_act_quant: the rows in float8, and a scale for each."""
-    return torch.empty_like(a, dtype=torch.float8_e4m3fn), a.new_empty((*a.shape[:-1], 1), dtype=torch.float32)
 
 
 def _batched_matmul(a: torch.Tensor, b: torch.Tensor, scales: torch.Tensor, **rest: Any) -> torch.Tensor:
@@ -129,80 +107,46 @@ def _grouped_matmul(a: torch.Tensor, b: torch.Tensor, scales: torch.Tensor, **re
     return result
 
 
-# -- GGUF ----------------------------------------------------------------------------------------------------------
-
-
-def _unpacked(weight: torch.Tensor, kind: int, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
-    return weight.new_empty((rows, columns), dtype=dtype)
-
-
-def _rows(weight: torch.Tensor, indices: torch.Tensor, kind: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
-    return weight.new_empty((indices.numel(), columns), dtype=dtype)
-
-
-def _vectors(weight: torch.Tensor, x: torch.Tensor, kind: int, columns: int) -> torch.Tensor:
-    """In float32, whatever the input is (integrations/gguf/utils.py, GgufLinear.forward)."""
-    return x.new_empty((x.shape[0], columns), dtype=torch.float32)
-
-
-def _of_experts(weight: torch.Tensor, x: torch.Tensor, ids: torch.Tensor, kind: int, columns: int) -> torch.Tensor:
-    return x.new_empty((*ids.shape, columns), dtype=torch.float32)
-
-
+# Results alone; those of products in float32, whatever the input is (integrations/gguf/utils.py, GgufLinear.forward).
 _GGUF_KERNELS = SimpleNamespace(
-    mul_mat_vec=_vectors,
-    mul_mat_id=_of_experts,
-    dequantize=_unpacked,
-    get_rows=_rows,
+    mul_mat_vec=lambda weight, x, kind, columns: x.new_empty((x.shape[0], columns), dtype=torch.float32),
+    mul_mat_id=lambda weight, x, ids, kind, columns: x.new_empty((*ids.shape, columns), dtype=torch.float32),
+    dequantize=lambda weight, kind, rows, columns, dtype: weight.new_empty((rows, columns), dtype=dtype),
+    get_rows=lambda weight, ids, kind, columns, dtype: weight.new_empty((ids.numel(), columns), dtype=dtype),
     gemv_types=_GGUF_TYPES,
     supports=_GGUF_TYPES.__contains__,
 )
 
 
-# -- MXFP4 ---------------------------------------------------------------------------------------------------------
+class _Strided:
+    """A weight that lies as it is (tensor_details/layout.py)."""
 
 
-class _Layout:
-    """How a kernel wants a weight to lie (tensor_details/layout.py)."""
-
-
-class _Strided(_Layout):
-    """As it is."""
-
-
-class _HopperValues(_Layout):
+class _HopperValues:
     """hopper_value.py: tiles of 64 x 64 bytes, in an order of the matrix unit's; both dimensions are padded to them."""
 
 
-class _Weight:
+def _weight(data: torch.Tensor, dtype: Any = None) -> Any:
     """tensor.py, Tensor: a tensor's bytes in some layout; transformers overwrites its shape."""
-
-    def __init__(self, data: torch.Tensor) -> None:
-        self.data = data
-        self.shape = data.shape
-
-    @property
-    def device(self) -> torch.device:
-        """Where it is."""
-        return self.data.device
+    return SimpleNamespace(data=data, shape=data.shape, device=data.device)
 
 
-def _default_layout(mx_axis: int) -> tuple[type[_Layout], dict[str, Any]]:
+def _default_layout(mx_axis: int) -> tuple[type, dict[str, Any]]:
     hopper = torch.cuda.get_device_capability()[0] == 9
-    return (_HopperValues if hopper else _Strided), ({"mx_axis": mx_axis} if hopper else {})
+    return (_HopperValues, {"mx_axis": mx_axis}) if hopper else (_Strided, {})
 
 
-def _converted(weight: _Weight, layout: type[_Layout], **options: Any) -> _Weight:
-    """The weight in another layout. Hopper's takes a padded copy, one in the order of the tiles, and, as the bits are
-    interleaved four bytes at a time, integers of 32 bits of which six are alive at once."""
+def _converted(weight: Any, layout: type, **options: Any) -> Any:
+    """Return the weight in another layout. Hopper's takes a padded copy, one in the order of the tiles, and, as bits
+    are interleaved four bytes at a time, integers of 32 bits of which six are alive at once."""
     if layout is not _HopperValues:
-        return _Weight(weight.data)
+        return _weight(weight.data)
     data = weight.data.transpose(-1, -2)
     rows, columns = data.shape[-2:]
     data = torch.nn.functional.pad(data, (0, -columns % _HOPPER_TILE, 0, -rows % _HOPPER_TILE))
     data = data.clone()
     integers = [data.new_empty(data.numel() // 4, dtype=torch.int32) for _ in range(6)]
-    return _Weight(integers[0].view(torch.uint8))
+    return _weight(integers[0].view(torch.uint8))
 
 
 def _routing(logits: torch.Tensor, active: int, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
@@ -230,29 +174,20 @@ def _tables(histogram: torch.Tensor, experts: int, gates: int) -> Any:
     return histogram, offsets, histogram.new_empty((len(_BLOCK_SIZES), -(-most // 512) * 512), dtype=torch.int32)
 
 
-class _Indices:
-    def __init__(self, src_indx: torch.Tensor, dst_indx: torch.Tensor) -> None:
-        self.src_indx = src_indx
-        self.dst_indx = dst_indx
+class _Indices(NamedTuple):
+    src_indx: torch.Tensor
+    dst_indx: torch.Tensor
 
 
-def _expert_matmul(
-    x: torch.Tensor,
-    weight: _Weight,
-    bias: torch.Tensor,
-    routing: Any,
-    gather_indx: _Indices | None = None,
-    scatter_indx: _Indices | None = None,
-    fused_activation: Any = None,
-    **rest: Any,
-) -> torch.Tensor:
+def _expert_matmul(x: torch.Tensor, weight: Any, bias: torch.Tensor, routing: Any, **options: Any) -> torch.Tensor:
     """matmul_ogs.py, init_allocation: the result, and before tokens are summed over their experts all products."""
-    rows = x.shape[-2] if gather_indx is None else gather_indx.src_indx.shape[0]
+    gather, activation = options.get("gather_indx"), options.get("fused_activation")
+    scatters = options.get("scatter_indx") is not None
+    rows = x.shape[-2] if gather is None else gather.src_indx.shape[0]
     columns = weight.shape[-1]
-    halves = 1 if fused_activation is None else fused_activation.reduction
-    sums = rows if scatter_indx is None else rows // routing.n_expts_act
-    result = x.new_empty((sums, columns // halves))
-    products = None if scatter_indx is None else x.new_empty((rows, columns))
+    sums = rows // routing.n_expts_act if scatters else rows
+    result = x.new_empty((sums, columns // (1 if activation is None else activation.reduction)))
+    products = x.new_empty((rows, columns)) if scatters else None
     del products
     return result
 
@@ -276,9 +211,7 @@ _TRITON_KERNELS = SimpleNamespace(
         ),
         compute_expt_data_torch=_tables,
     ),
-    tensor=SimpleNamespace(
-        FP4=None, convert_layout=_converted, wrap_torch_tensor=lambda data, dtype=None: _Weight(data)
-    ),
+    tensor=SimpleNamespace(FP4=None, convert_layout=_converted, wrap_torch_tensor=_weight),
     tensor_details=SimpleNamespace(
         layout=SimpleNamespace(StridedLayout=_Strided, make_default_matmul_mxfp4_w_layout=_default_layout)
     ),

@@ -22,7 +22,7 @@ from memprof.torch_private import tensors
 from memprof.torch_private.dispatch import disable_current_modes
 from memprof.trace.events import GPU, HOST, card_index, is_card
 from memprof.virtual.calls import HOST_VIRTUAL_BYTES, tensors_of
-from memprof.virtual.edges import profiler, storages
+from memprof.virtual.edges import storages
 from memprof.virtual.edges.checkpoints import Checkpoints, as_method
 from memprof.virtual.edges.safetensors_files import SafetensorsFiles
 from memprof.virtual.machine import Machine
@@ -41,11 +41,7 @@ class Interchange:
     """The ways in which a program reaches a tensor's data, for one virtual GPU."""
 
     def __init__(
-        self,
-        tracker: Machine,
-        move: Callable[[_Tensor, Any], _Tensor],
-        assume: Callable[[str], None],
-        mode: TorchFunctionMode,
+        self, tracker: Machine, move: Callable[..., _Tensor], assume: Callable[[str], None], mode: TorchFunctionMode
     ) -> None:
         self._tracker = tracker
         self._move = move
@@ -94,15 +90,9 @@ class Interchange:
         yield from self.checkpoints.patches()
         yield from self.safetensors.patches()
         yield from storages.patches(self._tracker)
-        yield from profiler.patches()
         yield torch.Tensor, "__reduce_ex__", as_method(self._reduce)
-        for rebuild, function in (
-            (tensors.rebuild_meta_tensor_no_storage, self._rebuild),
-            (tensors.rebuild_device_tensor_from_cpu_tensor, self._rebuild_known),
-        ):
-            yield rebuild.patch(_named_as(rebuild.get(), function))
-
-    # -- values -----------------------------------------------------------------------------------------------------
+        yield _named_as(tensors.rebuild_meta_tensor_no_storage, self._rebuild)
+        yield _named_as(tensors.rebuild_device_tensor_from_cpu_tensor, self._rebuild_known)
 
     def read(self, tensor: _Tensor) -> _Tensor:
         """A real tensor to show the program; an unknown large one is one number, spread over the shape."""
@@ -146,8 +136,6 @@ class Interchange:
         array = self._numpy(tensor)
         return array if not args or args[0] is None else array.astype(args[0], copy=False)
 
-    # -- pointers ---------------------------------------------------------------------------------------------------
-
     def _data_ptr(self, tensor: _Tensor) -> int:
         with _NoTorchFunction():
             if not tensor.is_meta:
@@ -184,8 +172,6 @@ class Interchange:
         with _NoTorchFunction():
             return _from_dlpack(external, **kwargs)
 
-    # -- pinned and shared memory -------------------------------------------------------------------------------------
-
     def _pin_memory(self, tensor: _Tensor, *args: Any, **kwargs: Any) -> _Tensor:
         """A copy in pinned memory: the source lives on beside it, as in a real run."""
         with _NoTorchFunction():
@@ -219,8 +205,6 @@ class Interchange:
                 return _is_shared(tensor)
             return is_card(self._tracker.device_of(tensor)) or tensor.untyped_storage() in self._shared
 
-    # -- pickles ------------------------------------------------------------------------------------------------------
-
     def _reduce(self, tensor: _Tensor, protocol: Any) -> Any:
         """A pickle says what a tensor is, and its numbers where they are known."""
         if self.checkpoints.saving:
@@ -240,22 +224,13 @@ class Interchange:
         with _NoTorchFunction():
             known = self._tracker.values.store.get(tensor.detach()) if is_small(tensor) else None
             if known is not None:
-                known = known.clone()
-                return tensors.rebuild_device_tensor_from_cpu_tensor.get(), (
-                    known,
-                    tensor.dtype,
-                    device,
-                    tensor.requires_grad,
-                )
+                arguments = (known.clone(), tensor.dtype, device, tensor.requires_grad)
+                return tensors.rebuild_device_tensor_from_cpu_tensor.get(), arguments
             # A list of strides tells a host tensor from one of the first card; another card's name stands behind them.
             elsewhere = () if device in (GPU, HOST) else (device,)
             stride = list(tensor.stride()) if device == HOST else (*tensor.stride(), *elsewhere)
-            return tensors.rebuild_meta_tensor_no_storage.get(), (
-                tensor.dtype,
-                tensor.size(),
-                stride,
-                tensor.requires_grad,
-            )
+            made_of = (tensor.dtype, tensor.size(), stride, tensor.requires_grad)
+            return tensors.rebuild_meta_tensor_no_storage.get(), made_of
 
     def _rebuild(self, dtype: torch.dtype, size: Any, stride: Any, requires_grad: bool) -> _Tensor:
         device = HOST if isinstance(stride, list) else GPU
@@ -274,8 +249,6 @@ class Interchange:
 
 _reduce_ex = _Tensor.__reduce_ex__
 _from_dlpack = torch.utils.dlpack.from_dlpack
-
-
 _array = _Tensor.__array__
 _share_memory = _Tensor.share_memory_
 _is_shared = _Tensor.is_shared
@@ -291,6 +264,6 @@ def _reserve(storage: torch.UntypedStorage) -> tuple[mmap.mmap | None, int]:
     return pages, ctypes.addressof(ctypes.c_char.from_buffer(pages))
 
 
-def _named_as(original: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
-    """A replacement that pickles by the original's name."""
-    return functools.wraps(original)(lambda *args: function(*args))
+def _named_as(name: Any, function: Callable[..., Any]) -> tuple[Any, str, Any]:
+    """Return the patch of a function that pickles refer to by its name."""
+    return name.patch(functools.wraps(name.get())(lambda *args: function(*args)))

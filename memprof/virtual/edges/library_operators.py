@@ -8,7 +8,7 @@ from types import ModuleType
 from memprof.patching.extension import Extension
 from memprof.patching.patch_set import Patch
 from memprof.virtual.install_context import InstallContext
-from memprof.virtual.kernels import audio, detection
+from memprof.virtual.kernels import detection, registry
 
 
 class LibraryOperators(Extension):
@@ -18,9 +18,7 @@ class LibraryOperators(Extension):
 
     def patches_of(self, module: ModuleType, context: InstallContext) -> Iterator[Patch]:
         """Register what these operators allocate; nothing is replaced."""
+        registry.register_library(module.__name__)
         if module.__name__ == "torchvision":
-            detection.register_loaded()
             context.function_mode.run_in_float32(detection.autocast_in_float32())
-        else:
-            audio.register_loaded()
         yield from ()

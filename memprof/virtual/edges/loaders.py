@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import itertools
 import random
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -26,8 +26,8 @@ from memprof.torch_private import loaders
 from memprof.virtual.install_context import InstallContext
 from memprof.virtual.limits import HostOnly
 
+# Containers of a dataset up to this length are copied for each worker: they may be state. Longer ones are data.
 _COPIED_ELEMENTS = 1 << 16
-"""Containers of a dataset up to this length are copied for each worker: they may be state. Longer ones are data."""
 _IN_PROCESS = (
     "Batches of DataLoader workers are made in the training process, one at a time when they are asked for: those that "
     "workers keep ready (prefetch_factor for each) are not counted in host memory."
@@ -49,29 +49,24 @@ class Loaders(Extension):
 
         yield loaders.MultiProcessingDataLoaderIter.patch(InProcessIter)
 
-    def around(self, context: InstallContext) -> AbstractContextManager[None]:
-        """Return what has batches collated in this process."""
-        return _collating_here()
+    @contextlib.contextmanager
+    def around(self, context: InstallContext) -> Iterator[None]:
+        """Have batches collated in this process.
 
+        torch's own function, seeing a worker, would stack batches into shared memory, past the modes.
+        """
+        functions = loaders.default_collate_fn_map.get()
+        original = functions[torch.Tensor]
 
-@contextlib.contextmanager
-def _collating_here() -> Iterator[None]:
-    """torch's own collate function, seeing a worker, would stack batches into shared memory, past the modes."""
-    functions = loaders.default_collate_fn_map.get()
-    original = functions.get(torch.Tensor)
-    if original is None:
-        yield
-        return
+        def stack(batch: Any, **kwargs: Any) -> Any:
+            with _worker_info(None):
+                return original(batch, **kwargs)
 
-    def stack(batch: Any, **kwargs: Any) -> Any:
-        with _worker_info(None):
-            return original(batch, **kwargs)
-
-    functions[torch.Tensor] = stack
-    try:
-        yield
-    finally:
-        functions[torch.Tensor] = original
+        functions[torch.Tensor] = stack
+        try:
+            yield
+        finally:
+            functions[torch.Tensor] = original
 
 
 class _InProcessIter(loaders.BaseDataLoaderIter.get()):  # type: ignore[misc]
@@ -84,7 +79,8 @@ class _InProcessIter(loaders.BaseDataLoaderIter.get()):  # type: ignore[misc]
         self._prefetch_factor = loader.prefetch_factor
         init = loader.worker_init_fn
         if isinstance(self._dataset, (IterDataPipe, MapDataPipe)):
-            init = _sharding(init, self._world_size, self._rank)
+            # Data pipes are sharded by the worker's number before the program's own function is called.
+            init = functools.partial(loaders.sharding_worker_init_fn, init, self._world_size, self._rank)
         self._workers = [_Worker(self, number, init) for number in range(self._num_workers)]
         self._reset(loader, first_iter=True)
 
@@ -173,35 +169,29 @@ class _Worker:
         if self._random is None:
             _seed(*self._seeds)
         else:
-            _set_random_state(self._random)
+            _set_random_state(*self._random)
         try:
             yield
         finally:
             self._random = _random_state()
-            _set_random_state(outside)
+            _set_random_state(*outside)
 
 
-def replica(dataset: Any) -> Any:
-    """`dataset` as a process of its own has it: what a worker sets on it, or on the datasets inside it, no other sees.
+def replica(value: Any, done: dict[int, Any] | None = None) -> Any:
+    """Return a dataset as a process of its own has it: what a worker sets on it, or on those inside it, no other sees.
 
-    Data is shared: tensors, arrays, and containers that are too long to be state.
+    Data is shared: tensors, arrays, and containers that are too long to be state. `done` has by `id` what is copied.
     """
-    return _replica(dataset, {})
-
-
-def _replica(value: Any, done: dict[int, Any]) -> Any:
+    done = {} if done is None else done
     if id(value) in done:
         return done[id(value)]
     if type(value) in (list, dict, set, collections.deque) and len(value) <= _COPIED_ELEMENTS:
-        copied: Any
+        copied: Any = value.copy()
+        done[id(value)] = copied
         if isinstance(value, dict):
-            copied = done[id(value)] = {}
-            copied.update((key, _replica(part, done)) for key, part in value.items())
+            copied.update((key, replica(part, done)) for key, part in value.items())
         elif isinstance(value, list):
-            copied = done[id(value)] = []
-            copied.extend(_replica(part, done) for part in value)
-        else:
-            copied = done[id(value)] = value.copy()
+            copied[:] = [replica(part, done) for part in value]
         return copied
     if not isinstance(value, torch.utils.data.Dataset) or not hasattr(value, "__dict__"):
         return value
@@ -211,13 +201,8 @@ def _replica(value: Any, done: dict[int, Any]) -> Any:
     except TypeError:  # a class that is partly in C
         return value
     done[id(value)] = copied
-    vars(copied).update((name, _replica(part, done)) for name, part in vars(value).items())
+    vars(copied).update((name, replica(part, done)) for name, part in vars(value).items())
     return copied
-
-
-def _sharding(init: Any, world_size: int, rank: int) -> Callable[[int], None]:
-    """Data pipes are sharded by the worker's number before the program's own function is called."""
-    return lambda number: loaders.sharding_worker_init_fn(init, world_size, rank, number)
 
 
 @contextlib.contextmanager
@@ -240,8 +225,7 @@ def _random_state() -> tuple[Any, torch.Tensor, Any]:
     return random.getstate(), torch.default_generator.get_state(), None if numpy is None else numpy.random.get_state()
 
 
-def _set_random_state(state: tuple[Any, torch.Tensor, Any]) -> None:
-    python, generator, numpy = state
+def _set_random_state(python: Any, generator: torch.Tensor, numpy: Any) -> None:
     random.setstate(python)
     torch.default_generator.set_state(generator)
     if numpy is not None:

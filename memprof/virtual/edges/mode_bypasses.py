@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+import torch.autograd.profiler as autograd_profiler
 
 from memprof.patching.extension import Extension
 from memprof.patching.patch_set import Patch
 from memprof.torch_private import autograd, dispatch, tensors
 from memprof.virtual.devices import FunctionMode
 from memprof.virtual.install_context import InstallContext
+from memprof.workload.quantization import import_quietly
 
 
 class ModeBypasses(Extension):
@@ -31,8 +34,9 @@ class ModeBypasses(Extension):
         compatible = tensors.has_compatible_shallow_copy_type
         yield compatible.patch(mode.assignments.shares_data(compatible.get()))
         yield from mode.kinds.patches()
-        yield _of_saved_tensors(mode)
-        yield from _of_autocast(context)
+        yield _saved_tensor_patch(mode)
+        yield from _autocast_patches(context)
+        yield from _profiler_patches()
 
     def around(self, context: InstallContext) -> AbstractContextManager[None]:
         """Return what has safetensors files opened by the interchange."""
@@ -44,7 +48,7 @@ class ModeBypasses(Extension):
             self._mode.interchange.safetensors.is_off = True
 
 
-def _of_saved_tensors(mode: FunctionMode) -> Patch:
+def _saved_tensor_patch(mode: FunctionMode) -> Patch:
     """Saved-tensor hooks (checkpointing, save_on_cpu) are called from inside C++ functions, where the function mode is
     off: there they would see meta tensors, and checkpointing would find that devices have changed."""
     original = autograd.push_saved_tensors_default_hooks.get()
@@ -64,7 +68,7 @@ def _of_saved_tensors(mode: FunctionMode) -> Patch:
     return autograd.push_saved_tensors_default_hooks.patch(push)
 
 
-def _of_autocast(context: InstallContext) -> Iterator[Patch]:
+def _autocast_patches(context: InstallContext) -> Iterator[Patch]:
     """The half copies of weights live as long as the outermost autocast region."""
     mode, tracker = context.function_mode, context.tracker
     original = torch.clear_autocast_cache
@@ -86,3 +90,24 @@ def _of_autocast(context: InstallContext) -> Iterator[Patch]:
             tracker.cast = outer
 
     yield autograd.engine_run_backward.patch(run)
+
+
+def _profiler_patches() -> Iterator[Patch]:
+    """`torch.profiler` in the program: what runs here runs on the host, and there is no GPU to record."""
+    original = autograd_profiler.profile.__init__
+
+    @functools.wraps(original)
+    def __init__(profiler: Any, *args: Any, **kwargs: Any) -> None:
+        # memprof imports it while operators run. torch's tracer keeps names of code objects that it sees, not these:
+        # of a module's own code, which is gone after its import, it reads freed memory at the end.
+        import_quietly("torch.utils.flop_counter")
+        original(profiler, *args, **kwargs)
+        kinds = autograd.ProfilerState
+        if getattr(profiler, "profiler_kind", None) == kinds.KINETO_GPU_FALLBACK:
+            # It would ask for a CUDA event at each operator, and write a page of warnings where none can be had.
+            profiler.profiler_kind = kinds.KINETO
+        activities = getattr(profiler, "kineto_activities", None)
+        if activities:
+            activities.discard(torch.profiler.ProfilerActivity.CUDA)
+
+    yield autograd_profiler.profile, "__init__", __init__

@@ -21,7 +21,6 @@ from memprof.virtual.install_context import InstallContext
 from memprof.virtual.limits import not_yet
 from memprof.watch.failure import KernelError
 
-_COMPILED = "CUDA kernels that are compiled at run time"
 _array_interface: Any = torch.Tensor.__cuda_array_interface__
 
 
@@ -33,19 +32,16 @@ class Native(Extension):
 
         def array_interface(tensor: torch.Tensor) -> Any:
             if context.is_on_card(tensor):
-                raise KernelError(
-                    "__cuda_array_interface__ hands the tensor's data on the card to another library",
-                    "the CUDA array interface",
-                )
+                problem = "__cuda_array_interface__ hands the tensor's data on the card to another library"
+                raise KernelError(problem, "the CUDA array interface")
             return _array_interface.fget(tensor)
-
-        def compile_kernel(*args: Any, **kwargs: Any) -> _Compiled:
-            return _Compiled(functools.partial(context.note_written, by=_COMPILED))
 
         yield torch.Tensor, "__cuda_array_interface__", property(array_interface)
         yield cuda.jiterator_compile_and_launch_kernel.patch(_kernel("torch.cuda.jiterator"))
-        compiles = compile_kernel if context.options.passes_kernels else _kernel("torch.cuda._compile_kernel")
-        yield cuda.compile_kernel.patch(compiles)
+        compiled = _Compiled(functools.partial(context.note_written, by="CUDA kernels that are compiled at run time"))
+        refuses = _kernel("torch.cuda._compile_kernel")
+        passes = context.options.passes_kernels
+        yield cuda.compile_kernel.patch((lambda *args, **kwargs: compiled) if passes else refuses)
         for owner in (torch.cuda, torch.cuda.memory):
             for name, what in _ALLOCATORS.items():
                 if hasattr(owner, name):
@@ -88,20 +84,11 @@ def _allocator(name: str, what: str) -> type:
 
 
 def _runtime() -> Any:
-    """`torch.cuda.cudart()`: calls that only tell the driver or a profiler something."""
-    success = SimpleNamespace(success=0)
-
-    def done(*args: Any, **kwargs: Any) -> int:
-        return 0
-
-    return SimpleNamespace(
-        cudaError=success,
-        cudaProfilerStart=done,
-        cudaProfilerStop=done,
-        cudaHostRegister=done,
-        cudaHostUnregister=done,
-        cudaMemGetInfo=lambda device=0: torch.cuda.mem_get_info(device),
-    )
+    """Stand for `torch.cuda.cudart()`: calls that only tell the driver or a profiler something."""
+    telling = ("cudaProfilerStart", "cudaProfilerStop", "cudaHostRegister", "cudaHostUnregister")
+    calls: dict[str, Any] = dict.fromkeys(telling, lambda *args, **kwargs: 0)
+    calls["cudaMemGetInfo"] = lambda device=0: torch.cuda.mem_get_info(device)
+    return SimpleNamespace(cudaError=SimpleNamespace(success=0), **calls)
 
 
 _ALLOCATORS = {

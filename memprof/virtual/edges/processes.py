@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import functools
 import gc
 import multiprocessing.queues
 import os
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -27,39 +29,24 @@ from memprof.patching.patch_set import Patch
 from memprof.torch_private import dispatch
 from memprof.torch_private.pytree import tree_leaves
 from memprof.virtual.install_context import InstallContext
-from memprof.virtual.limits import SEND_NUMBERS, not_yet, note_from_here, refused
+from memprof.virtual.limits import SEND_NUMBERS, not_yet, note_from_here, noting, refused
 from memprof.virtual.ranks import joining
 
 _SPAWN_INLINE = "torch.multiprocessing.spawn with one process: its function runs in this process."
 _SPAWN_ONE = "torch.multiprocessing.spawn with {} processes: the function of one of them runs, in this process."
-_READ_AHEAD = frozenset({"transformers.core_model_loading"})
-"""Modules whose jobs for threads make tensors on the card."""
-_leave: Callable[[], None] | None = None
-_registered = False
+_READ_AHEAD = frozenset({"transformers.core_model_loading"})  # modules whose jobs for threads make tensors on the card
+_in_child: list[Callable[[], None]] = []  # called in a child that is forked
 
 
-@contextlib.contextmanager
-def _left_in_children(leave: Callable[[], None]) -> Iterator[None]:
-    """Call `leave` in every child that is forked inside."""
-    global _leave, _registered
-    if not _registered:
-        # It cannot be taken back: without an active GPU it does nothing.
-        os.register_at_fork(after_in_child=_after_fork)
-        _registered = True
-    _leave = leave
-    try:
-        yield
-    finally:
-        _leave = None
+@functools.cache
+def _watch_forks() -> None:
+    """Have `_in_child` called in every child; that cannot be taken back, and without an active GPU it does nothing."""
+    os.register_at_fork(after_in_child=lambda: [leave() for leave in _in_child])
 
 
-def _after_fork() -> None:
-    if _leave is not None:
-        _leave()
-
-
-def _switch_off(context: InstallContext) -> None:
+def _disable_in_child(context: InstallContext) -> None:
     """In a forked child: the modes stay on their stacks, where code that is running expects them, and do nothing."""
+    context.leave_in_child()
     context.function_mode.is_off = context.tracker.is_off = True
     file = context.children.file
     note_from_here(lambda problem, hint, line: no_card.tell(file, problem, hint))
@@ -72,26 +59,30 @@ class Processes(Extension):
     def patches(self, context: InstallContext) -> Iterator[Patch]:
         """Replace queues between processes, and what starts a rank for each GPU."""
         for queue in (multiprocessing.queues.Queue, multiprocessing.queues.SimpleQueue):
-            yield queue, "put", _putting(queue.put, context.tracker.is_virtual)
+            yield queue, "put", _wrap_put(queue.put, context.tracker.is_virtual)
         pool = concurrent.futures.ThreadPoolExecutor
-        yield pool, "submit", _submitting(pool.submit)
+        yield pool, "submit", _wrap_submit(pool.submit)
         for name in ("spawn", "start_processes"):
-            yield torch.multiprocessing, name, _inline(getattr(torch.multiprocessing, name), context)
+            yield torch.multiprocessing, name, _wrap_spawn(getattr(torch.multiprocessing, name), context)
         yield from context.children.patches()
 
     @contextlib.contextmanager
     def around(self, context: InstallContext) -> Iterator[None]:
-        """Tell Pythons that are started what they do not have; switch the virtual GPU off in those that are forked."""
+        """Tell Pythons that are started what they do not have; switch the virtual GPU off in those that are forked.
 
-        def leave() -> None:
-            context.leave_in_child()
-            _switch_off(context)
+        What is refused is noted: a program may catch the error and go on as on no GPU.
+        """
 
-        with context.children, _left_in_children(leave):
-            yield
+        _watch_forks()
+        _in_child.append(functools.partial(_disable_in_child, context))
+        with noting(context.refused), context.children:
+            try:
+                yield
+            finally:
+                _in_child.pop()
 
 
-def _putting(original: Callable[..., Any], is_virtual: Callable[[torch.Tensor], bool]) -> Callable[..., Any]:
+def _wrap_put(original: Callable[..., Any], is_virtual: Callable[[torch.Tensor], bool]) -> Callable[..., Any]:
     """A queue's own thread pickles what is put; there an error would be lost, and the other side would wait."""
 
     def put(queue: Any, obj: Any, *args: Any, **kwargs: Any) -> None:
@@ -102,7 +93,7 @@ def _putting(original: Callable[..., Any], is_virtual: Callable[[torch.Tensor], 
     return put
 
 
-def _submitting(original: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_submit(original: Callable[..., Any]) -> Callable[..., Any]:
     """Threads of libraries that read weights ahead come in any order. What they do is done at once instead: all tensors
     are then read before the first is converted, which is as far ahead as threads can be."""
 
@@ -119,7 +110,7 @@ def _submitting(original: Callable[..., Any]) -> Callable[..., Any]:
     return submit
 
 
-def _inline(original: Callable[..., Any], context: InstallContext) -> Callable[..., Any]:
+def _wrap_spawn(original: Callable[..., Any], context: InstallContext) -> Callable[..., Any]:
     """`torch.multiprocessing.spawn` of as many processes as there are cards, or fewer: this is one of them."""
     assume, tracker, cards = context.assume, context.tracker, context.cards.number
     exactly = context.channel is not None  # all of them run, and the program may not start fewer
@@ -151,20 +142,7 @@ def _inline(original: Callable[..., Any], context: InstallContext) -> Callable[.
         tracker.process_ended(first)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-        return None if join else _Done()
+        # Else the context of a process that has ended.
+        return None if join else SimpleNamespace(processes=(), join=lambda *args, **options: True, pids=list)
 
     return spawn
-
-
-class _Done:
-    """A process context whose process has ended."""
-
-    processes: tuple[Any, ...] = ()
-
-    def join(self, timeout: float | None = None, grace_period: float | None = None) -> bool:
-        """All have ended."""
-        return True
-
-    def pids(self) -> list[int]:
-        """None are left."""
-        return []

@@ -48,20 +48,16 @@ def run_inside() -> Iterator[Patch]:
 
 
 _ASKED: set[str] = set()
-_CALLS: dict[str, list[str]] = {}
-"""Module -> which of torch's three questions about overriding it has imported, if any."""
+_CALLS: dict[str, list[str]] = {}  # module -> which of torch's three questions about overriding it has imported, if any
 
 
 def _overridden(tensors: Any) -> bool:
-    """Whether a tensor subclass wants the call, or a mode of the program's own, as torch asks it
+    """Return whether a tensor subclass wants the call, or a mode of the program's own, as torch asks it
     (`check_has_torch_function` of torch/csrc/utils/disable_torch_function.cpp)."""
     depth = dispatch.len_torch_function_stack()
     innermost = dispatch.get_function_stack_at(depth - 1) if depth else None
-    if (
-        innermost is not None
-        and not isinstance(innermost, FunctionMode)
-        and not dispatch.is_torch_function_all_disabled()
-    ):
+    is_of_program = innermost is not None and not isinstance(innermost, FunctionMode)
+    if is_of_program and not dispatch.is_torch_function_all_disabled():
         return True
     if not dispatch.is_torch_function_enabled():  # a subclass runs the function itself
         return False

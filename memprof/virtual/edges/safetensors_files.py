@@ -17,6 +17,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import safetensors
@@ -34,14 +35,13 @@ from memprof.virtual.values.budget import is_small
 _NoTorchFunction = torch.DisableTorchFunction
 _META = torch.device("meta")
 _MARK = f", in an {EMPTY}"
-_LARGEST_HEADER = 100_000_000
-"""As safetensors itself refuses longer ones."""
+_LARGEST_HEADER = 100_000_000  # as safetensors itself refuses longer ones
+# Of one tensor of the types that are read whatever their size: far above any data set's tokens.
 _MOST_READ_BYTES = 1 << 28
-"""Of one tensor of the types that are read whatever their size: far above any data set's tokens."""
 _OP = "safetensors"
 _TYPES: dict[str, torch.dtype] = {
     **{code: dtype for code, dtype in safetensors.torch._TYPES.items() if dtype is not None},
-    **{code: getattr(torch, name) for code, name in {"F8_E8M0": "float8_e8m0fnu"}.items() if hasattr(torch, name)},
+    "F8_E8M0": torch.float8_e8m0fnu,
 }
 _CODES = {dtype: code for code, dtype in _TYPES.items()}
 _real_open = safetensors.safe_open
@@ -55,8 +55,7 @@ class SafetensorsFiles:
     def __init__(self, tracker: Machine, assume: Callable[[str], None]) -> None:
         self._tracker = tracker
         self.assume = assume
-        self.is_off = False
-        """Whether this is a forked child, in which files are read as they are."""
+        self.is_off = False  # whether this is a forked child, in which files are read as they are
 
     def patches(self) -> Iterator[tuple[Any, str, Any]]:
         """The patches (owner, name, replacement)."""
@@ -70,8 +69,6 @@ class SafetensorsFiles:
     def opening(self) -> AbstractContextManager[None]:
         """Inside, `safe_open` is ours."""
         return bound_everywhere("safe_open", _real_open, self._open)
-
-    # -- writing ------------------------------------------------------------------------------------------------------
 
     def _flattening(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def flatten(tensors: dict[str, torch.Tensor], *rest: Any) -> Any:
@@ -90,7 +87,7 @@ class SafetensorsFiles:
         return flatten
 
     def _is_shell(self, tensor: Any) -> bool:
-        """Whether `tensor` is one of ours whose numbers are not known."""
+        """Return whether `tensor` is one of ours whose numbers are not known."""
         with _NoTorchFunction():
             virtual = isinstance(tensor, torch.Tensor) and tensor.is_meta and tensor.numel()
             return bool(virtual) and self._tracker.device_of(tensor) != "meta" and self._numbers(tensor) is None
@@ -104,43 +101,35 @@ class SafetensorsFiles:
         return self._shell(flat, metadata) if isinstance(flat, _Shell) else _real_serialize(flat, metadata=metadata)
 
     def _serialize_file(self, flat: Any, filename: Any, metadata: Any = None) -> None:
-        if not isinstance(flat, _Shell):
+        if isinstance(flat, _Shell):
+            Path(filename).write_bytes(self._shell(flat, metadata))
+        else:
             _real_serialize_file(flat, filename, metadata=metadata)
-            return
-        with open(filename, "wb") as file:
-            file.write(self._shell(flat, metadata))
 
     def _shell(self, flat: _Shell, metadata: dict[str, str] | None) -> bytes:
         self.assume(SHELLS)
         header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
         data: list[bytes] = []
-        recorder = self._tracker.recorder
-        place = recorder.attribution.place(sys._getframe(1))
+        place = self._tracker.recorder.attribution.place(sys._getframe(1))
         at = 0
         with _NoTorchFunction():
             # All are copied to the host before the first is written.
-            tensors = flat.tensors.values()
-            copies = [tensor.nbytes for tensor in tensors if is_card(self._tracker.device_of(tensor))]
+            copies = [tensor.nbytes for tensor in flat.values() if is_card(self._tracker.device_of(tensor))]
         with _NoTorchFunction(), self._tracker.hidden(copies, _OP, place, HOST):
-            for name, tensor in flat.tensors.items():
+            for name, tensor in flat.items():
                 numbers = self._numbers(tensor)
                 content = b""
                 if numbers is not None:
                     with disable_current_modes():
                         content = bytes(numbers.contiguous().reshape(-1).view(torch.uint8).numpy())
-                code = _CODES[tensor.dtype]
-                header[name] = {
-                    "dtype": code if numbers is not None else code + _MARK,
-                    "shape": list(tensor.shape),
-                    "data_offsets": [at, at + len(content)],
-                }
+                code = _CODES[tensor.dtype] + (_MARK if numbers is None else "")
+                offsets = [at, at + len(content)]
+                header[name] = {"dtype": code, "shape": list(tensor.shape), "data_offsets": offsets}
                 data.append(content)
                 at += len(content)
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)
         return struct.pack("<Q", len(text)) + text + b"".join(data)
-
-    # -- reading ------------------------------------------------------------------------------------------------------
 
     def _open(self, filename: Any, framework: str, device: Any = "cpu", **options: Any) -> Any:
         """`safetensors.safe_open`."""
@@ -168,11 +157,8 @@ class SafetensorsFiles:
         return tensor if device.type == "cpu" else tensor.to(device)
 
 
-class _Shell:
+class _Shell(dict[str, torch.Tensor]):
     """Tensors on their way into a file."""
-
-    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
-        self.tensors = tensors
 
 
 class _File:
@@ -205,7 +191,7 @@ class _File:
 
     def get_tensor(self, name: str) -> torch.Tensor:
         """The tensor `name`."""
-        return _Slice(self, name, self._entry(name))[...]
+        return self.get_slice(name)[...]
 
     def get_tensors(self) -> dict[str, torch.Tensor]:
         """All of them."""
@@ -213,15 +199,11 @@ class _File:
 
     def get_slice(self, name: str) -> _Slice:
         """The tensor `name`, not read yet."""
-        return _Slice(self, name, self._entry(name))
-
-    def _entry(self, name: str) -> dict[str, Any]:
         if name not in self._entries:
             raise safetensors.SafetensorError(f"File does not contain tensor {name}")
-        entry: dict[str, Any] = self._entries[name]
-        return entry
+        return _Slice(self, self._entries[name])
 
-    def read(self, name: str, dtype: torch.dtype, entry: dict[str, Any], index: Any) -> torch.Tensor:
+    def read(self, dtype: torch.dtype, entry: dict[str, Any], index: Any) -> torch.Tensor:
         """`tensor[index]` on the device that the file was opened for."""
         shape = entry["shape"]
         with _NoTorchFunction(), disable_current_modes():
@@ -239,9 +221,8 @@ class _File:
 class _Slice:
     """A tensor of a file, to be indexed: what is not asked for is not read."""
 
-    def __init__(self, file: _File, name: str, entry: dict[str, Any]) -> None:
+    def __init__(self, file: _File, entry: dict[str, Any]) -> None:
         self._file = file
-        self._name = name
         self._entry = entry
         self._code = entry["dtype"].removesuffix(_MARK)
 
@@ -254,7 +235,7 @@ class _Slice:
         return str(self._code)
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        return self._file.read(self._name, _TYPES[self._code], self._entry, index)
+        return self._file.read(_TYPES[self._code], self._entry, index)
 
 
 def _header(filename: Any) -> dict[str, Any] | None:
@@ -274,7 +255,7 @@ def _header(filename: Any) -> dict[str, Any] | None:
 
 
 def _is_whole(entries: list[Any], data_bytes: int) -> bool:
-    """Whether the tensors have types that we know, and fill the file's data one after the other."""
+    """Return whether the tensors have types that we know, and fill the file's data one after the other."""
     at = 0
     try:
         for entry in sorted(entries, key=lambda entry: entry["data_offsets"]):

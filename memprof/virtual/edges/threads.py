@@ -49,7 +49,9 @@ class Threads(Extension):
         original = getattr(threading.Thread, bootstrap)
 
         def starting(thread: threading.Thread) -> None:
-            if is_of_program(sys._getframe(1)) and not _is_of_queue(thread):
+            target = getattr(thread, "_target", None)
+            is_of_queue = getattr(target, "__module__", "") == "multiprocessing.queues"  # what it writes with
+            if is_of_program(sys._getframe(1)) and not is_of_queue:
                 self._simulated.add(thread)
             start(thread)
 
@@ -81,14 +83,8 @@ class Threads(Extension):
                 self._numbers.discard(number)
 
 
-def _is_of_queue(thread: threading.Thread) -> bool:
-    """What a queue between processes writes with."""
-    target = getattr(thread, "_target", None)
-    return getattr(target, "__module__", "") == "multiprocessing.queues"
-
-
 def is_of_program(frame: FrameType | None) -> bool:
-    """Whether a thread is started by the program or one of its libraries, and not by torch or memprof."""
+    """Return whether a thread is started by the program or one of its libraries, and not by torch or memprof."""
     while frame is not None and frame.f_code.co_filename.startswith((_STDLIB, _HERE, "<frozen")):
         if "-packages" in frame.f_code.co_filename:
             break

@@ -1,5 +1,8 @@
 """Scaled dot-product attention: the backend that CUDA chooses, and what cuDNN's takes.
 
+And the fast paths of `nn.MultiheadAttention` and `nn.TransformerEncoderLayer` in evaluation, step by step: each is one
+operator, which on meta tensors shows its result alone (native/transformers/transformer.cpp and cuda/attention.cu).
+
 Sources: native/transformers/cuda/sdp_utils.cpp (choice), native/transformers/attention.cpp (the paths),
 native/transformers/cuda/attention.cu and native/cudnn/MHA.cpp (cuDNN), attention_backward.cu and flash_attn/ in
 native/transformers/cuda (the other backward passes), and for cuDNN's workspace cudnn-frontend,
@@ -9,26 +12,24 @@ node/scaled_dot_product_flash_attention.h.
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from memprof.torch_private import kernels
 from memprof.virtual.card import Card, cudnn_version
-from memprof.virtual.kernels.dropout import dropout
-from memprof.virtual.kernels.registry import composite, kernel, scratch
+from memprof.virtual.kernels.activations import dropout
+from memprof.virtual.kernels.registry import META, aten, composite, kernel, scratch
 from memprof.virtual.launch import Launch
 from memprof.virtual.machine import Machine
 
-_aten = torch.ops.aten
-_META = torch.device("meta")
 _HALF = (torch.float16, torch.bfloat16)
 
-_NAMES = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}
-"""Numbers of `torch.nn.attention.SDPBackend`."""
+_NAMES = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}  # numbers of `torch.nn.attention.SDPBackend`
 _DEFAULT_ORDER = ("flash", "efficient", "math", "cudnn")
+# Release from which the memory-efficient kernel takes grouped queries (pull request 191085, summer 2026).
 _EFFICIENT_GROUPS_SINCE = (2, 15)
-"""Release from which the memory-efficient kernel takes grouped queries (pull request 191085, summer 2026)."""
 
 WORKSPACE = (
     "The backward workspace of cuDNN's attention is counted as its open frontend sizes it (gradient of the queries and "
@@ -47,62 +48,58 @@ def prefers_cudnn(card: Card) -> bool:
     return cudnn_version(card.release) > 91_500 and card.compute_capability[0] in (9, 10)
 
 
+@dataclass
+class Attention:
+    """The arguments of `scaled_dot_product_attention`."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    attn_mask: torch.Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+
+    @property
+    def needs_grad(self) -> bool:
+        """Return whether a backward pass will follow."""
+        return torch.is_grad_enabled() and any(t.requires_grad for t in (self.query, self.key, self.value))
+
+
 @composite(kernels.scaled_dot_product_attention)
-def attention(
-    machine: Machine,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Any:
-    """`scaled_dot_product_attention` as the chosen backend runs it."""
+def attention(machine: Machine, *args: Any, **kwargs: Any) -> Any:
+    """Run `scaled_dot_product_attention` as the chosen backend does."""
+    call = Attention(*args, **kwargs)
+    query, key, value, mask = call.query, call.key, call.value, call.attn_mask
     if not machine.is_on_card(query):
         return NotImplemented
-    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
-    chosen = backend(machine.card, query, key, value, attn_mask, dropout_p, is_causal, needs_grad, enable_gqa)
+    chosen = backend(machine.card, call)
     machine.values.assume(f"Attention runs on the {chosen} backend of scaled_dot_product_attention.")
     if chosen == "math":
-        return _math_attention(machine, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        return _math_attention(machine, call)
     head_dim = query.shape[-1]
-    if scale is None:
-        scale = head_dim**-0.5
+    scale = head_dim**-0.5 if call.scale is None else call.scale
     if chosen == "flash":
-        query, key, value = (_padded(tensor) for tensor in (query, key, value))
-        result = _aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)
+        padded = (_padded(tensor) for tensor in (query, key, value))
+        result = aten._scaled_dot_product_flash_attention(*padded, call.dropout_p, call.is_causal, scale=scale)
         return result[0][..., :head_dim] if result[0].shape[-1] != head_dim else result[0]
+    needs_grad = call.needs_grad
     if chosen == "cudnn":
         if needs_grad:
             machine.values.assume(WORKSPACE)
-        if attn_mask is not None and attn_mask.dtype is torch.bool:
-            attn_mask = _additive(attn_mask, query)
-        result = _aten._scaled_dot_product_cudnn_attention(
-            query, key, value, attn_mask, needs_grad, dropout_p, is_causal, scale=scale
-        )
-        return result[0]
-    if attn_mask is not None:
-        attn_mask = _additive_mask(attn_mask, query, key)
-    result = _aten._scaled_dot_product_efficient_attention(
-        query, key, value, attn_mask, needs_grad, dropout_p, is_causal, scale=scale
-    )
-    return result[0]
+        if mask is not None and mask.dtype is torch.bool:
+            mask = _additive(mask, query)
+        operator = aten._scaled_dot_product_cudnn_attention
+    else:
+        mask = None if mask is None else _additive_mask(mask, query, key)
+        operator = aten._scaled_dot_product_efficient_attention
+    return operator(query, key, value, mask, needs_grad, call.dropout_p, call.is_causal, scale=scale)[0]
 
 
-def backend(
-    card: Card,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    needs_grad: bool,
-    enable_gqa: bool = False,
-) -> str:
-    """The first backend, in CUDA's order, that is enabled and can do it (select_sdp_backend)."""
+def backend(card: Card, call: Attention) -> str:
+    """Return the first backend, in CUDA's order, that is enabled and can do it (select_sdp_backend)."""
+    query, key, value = call.query, call.key, call.value
     fused = (
         query.dim() == key.dim() == value.dim() == 4
         and all(tensor.stride(-1) == 1 or tensor.shape[-1] == 1 for tensor in (query, key, value))
@@ -111,19 +108,16 @@ def backend(
     )
     heads = query.shape[1], key.shape[1], value.shape[1] if value.dim() > 1 else 0
     grouped = fused and not heads[0] == heads[1] == heads[2]
-    if grouped and not (enable_gqa and heads[1] == heads[2] and heads[0] % heads[1] == 0):
+    if grouped and not (call.enable_gqa and heads[1] == heads[2] and heads[0] % heads[1] == 0):
         fused = False
     for name in _order(card):
         if name == "math":
-            if torch.backends.cuda.math_sdp_enabled():
-                return name
-        elif name == "cudnn":
-            if fused and _cudnn_can(card, query, key, value, attn_mask, dropout_p):
-                return name
-        elif name == "flash":
-            if fused and _flash_can(card, query, key, value, attn_mask, dropout_p, is_causal, needs_grad):
-                return name
-        elif fused and _efficient_can(card, query, key, value, grouped):
+            possible = torch.backends.cuda.math_sdp_enabled()
+        elif name == "efficient":
+            possible = fused and _efficient_can(card, call, grouped)
+        else:
+            possible = fused and (_cudnn_can if name == "cudnn" else _flash_can)(card, call)
+        if possible:
             return name
     # As scaled_dot_product_attention says it when the allowed backends cannot do it.
     raise RuntimeError("No available kernel. Aborting execution.")
@@ -138,15 +132,9 @@ def _order(card: Card) -> tuple[str, ...]:
     return order
 
 
-def _cudnn_can(
-    card: Card,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None,
-    dropout_p: float,
-) -> bool:
+def _cudnn_can(card: Card, call: Attention) -> bool:
     """can_use_cudnn_attention; heads of up to 128 (192 with values of 128 on compute capability 9.0 and 10)."""
+    query, key, value, mask = call.query, call.key, call.value, call.attn_mask
     dims = query.shape[-1], value.shape[-1]
     major, minor = card.compute_capability
     limit = 192 if dims == (192, 128) and (major == 10 or (major, minor) == (9, 0)) else 128
@@ -154,45 +142,40 @@ def _cudnn_can(
         torch.backends.cuda.cudnn_sdp_enabled()
         and (8, 0) <= (major, minor) <= (12, 1)
         and query.dtype in _HALF
-        and not (attn_mask is not None and attn_mask.requires_grad)
-        and not (torch.are_deterministic_algorithms_enabled() and not _only_warns())
+        and not (mask is not None and mask.requires_grad)
+        and not _must_be_deterministic()
         and query.shape[-1] == key.shape[-1]
         and max(dims) <= limit
         and all(dim % 8 == 0 for dim in dims)
         and key.shape[2] != 1
-        and not (dropout_p > 0 and query.shape[2] == 1)
+        and not (call.dropout_p > 0 and query.shape[2] == 1)
     )
 
 
-def _flash_can(
-    card: Card,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    needs_grad: bool,
-) -> bool:
+def _flash_can(card: Card, call: Attention) -> bool:
     """can_use_flash_attention."""
-    head_dim = query.shape[-1]
+    query, key, value, head_dim = call.query, call.key, call.value, call.query.shape[-1]
     capability = card.compute_capability
     small_shared_memory = capability in ((8, 6), (8, 9), (12, 0), (12, 1))
     return (
         torch.backends.cuda.flash_sdp_enabled()
         and capability >= (8, 0)
-        and attn_mask is None
+        and call.attn_mask is None
         and query.dtype in _HALF
         and query.shape[-1] == key.shape[-1] == value.shape[-1]
         and head_dim <= 256
-        and not (is_causal and query.shape[-2] != key.shape[-2])
-        and not (needs_grad and small_shared_memory and (192 < head_dim <= 224 or (head_dim > 224 and dropout_p > 0)))
+        and not (call.is_causal and query.shape[-2] != key.shape[-2])
+        and not (
+            small_shared_memory
+            and (192 < head_dim <= 224 or (head_dim > 224 and call.dropout_p > 0))
+            and call.needs_grad
+        )
     )
 
 
-def _efficient_can(card: Card, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grouped: bool) -> bool:
+def _efficient_can(card: Card, call: Attention, grouped: bool) -> bool:
     """can_use_mem_efficient_attention."""
-    capability = card.compute_capability
+    query, key, value, capability = call.query, call.key, call.value, card.compute_capability
     half = query.dtype in _HALF
     alignment = 8 if half else 4 if capability >= (8, 0) else 1
     return (
@@ -206,37 +189,28 @@ def _efficient_can(card: Card, query: torch.Tensor, key: torch.Tensor, value: to
     )
 
 
-def _math_attention(
-    machine: Machine,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-) -> torch.Tensor:
+def _math_attention(machine: Machine, call: Attention) -> torch.Tensor:
     """The generic path, operator by operator as `_scaled_dot_product_attention_math` runs without modes.
 
     Under a mode C++ would add the mask out of place and take the CPU's dropout
     (aten/src/ATen/native/transformers/attention.cpp).
     """
+    query, key, value, mask, dropout_p = call.query, call.key, call.value, call.attn_mask, call.dropout_p
     dtype = query.dtype
-    if dtype in (torch.float16, torch.bfloat16) and not torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed():
+    if dtype in _HALF and not torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed():
         query, key, value = query.float(), key.float(), value.float()
-    root = (query.shape[-1] ** -0.5 if scale is None else scale) ** 0.5
+    root = (query.shape[-1] ** -0.5 if call.scale is None else call.scale) ** 0.5
     query = query * root
-    if is_causal:
-        attn_mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
-    if attn_mask is not None and attn_mask.dtype is torch.bool:
-        attn_mask = _additive(attn_mask, query)
-    if enable_gqa and key.shape[1] != query.shape[1]:
+    if call.is_causal:
+        mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
+    if mask is not None and mask.dtype is torch.bool:
+        mask = _additive(mask, query)
+    if call.enable_gqa and key.shape[1] != query.shape[1]:
         groups = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     scores = query @ (key.transpose(-2, -1) * root)
-    if attn_mask is not None:
-        scores.add_(attn_mask)
+    if mask is not None:
+        scores.add_(mask)
     scores = kernels.safe_softmax(scores, -1)
     if dropout_p > 0:
         dropped = dropout(machine, scores, dropout_p)
@@ -269,18 +243,15 @@ def _additive_mask(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -
     return mask.expand(query.shape[0], query.shape[1], query.shape[-2], key.shape[-2])
 
 
-def _only_warns() -> bool:
-    return torch.is_deterministic_algorithms_warn_only_enabled()
-
-
-# -- the operators -----------------------------------------------------------------------------------------------------
+def _must_be_deterministic() -> bool:
+    return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
 
 
 def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-@scratch(_aten._scaled_dot_product_flash_attention_backward)
+@scratch(aten._scaled_dot_product_flash_attention_backward)
 def flash_attention_backward(args: Any, card: Card) -> list[int]:
     """Accumulators of the flash attention backward: dq in float32 and the row sums softmax_d (flash_api.cpp, mha_bwd).
 
@@ -296,45 +267,36 @@ def flash_attention_backward(args: Any, card: Card) -> list[int]:
     return sizes
 
 
-@scratch(_aten._scaled_dot_product_efficient_attention_backward)
+@scratch(aten._scaled_dot_product_efficient_attention_backward)
 def efficient_attention_backward(args: Any, card: Card) -> list[int]:
     """Of the memory-efficient attention's backward, by what SDPA passes to it."""
     (batch, heads, queries, _), keys = args[1].shape, args[2].shape[2]
     return _efficient_backward(args[1], args[3], card, (batch, queries), (batch, heads, queries, keys), args[9])
 
 
-@kernel(_aten._efficient_attention_backward)
+@kernel(aten._efficient_attention_backward)
 def efficient_attention_backward_of_any(launch: Launch) -> Any:
     """The same, by the operator that libraries call; with `cu_seqlens` its batch is of sequences one after another."""
     query, key, value, bias = launch.args[1:5]
     bounds = launch.args[6]
     batch, rows, heads, _ = query.shape
     sequences = (batch, rows, key.shape[1]) if bounds is None else (bounds.shape[0] - 1, *launch.args[8:10])
-    made = [torch.empty(one.shape, dtype=one.dtype, device=_META) for one in (query, key, value)]
+    made = [launch.new(one.shape, one.dtype) for one in (query, key, value)]
     of_bias = None
     if launch.args[15]:  # the last dimension is aligned to 16
-        shape = (*bias.shape[:-1], _round_up(bias.shape[-1], 16))
-        of_bias = torch.empty(shape, dtype=bias.dtype, device=_META)
-    launch.record(*made, of_bias)
+        of_bias = launch.new((*bias.shape[:-1], _round_up(bias.shape[-1], 16)), bias.dtype)
     blocks = (sequences[0], heads, *sequences[1:])
     launch.transients(*_efficient_backward(query, value, launch.card, (batch, rows), blocks, launch.args[11]))
     return *made, of_bias if of_bias is None else of_bias[..., : bias.shape[-1]]
 
 
 def _efficient_backward(
-    query: torch.Tensor,
-    value: torch.Tensor,
-    card: Card,
-    rows: tuple[int, int],
-    blocks: tuple[int, int, int, int],
-    dropout_p: float,
+    query: torch.Tensor, value: torch.Tensor, card: Card, rows: Any, blocks: Any, dropout_p: float
 ) -> list[int]:
     """Row sums in float32 and a workspace (attention_backward.cu, mem_eff_attention/kernel_backward.h, workspace_size):
     gradients of queries in tiles, and those of keys and values where registers do not hold them in half precision.
 
-    Args:
-        rows: batch and queries, of which there is a sum for each head.
-        blocks: sequences, heads, and the most queries and keys of one.
+    `rows` are batch and queries; `blocks` are sequences, heads, and the most queries and keys of one.
     """
     batch, heads, queries, keys = blocks
     head, head_v, half = query.shape[-1], value.shape[-1], query.dtype in _HALF
@@ -346,10 +308,10 @@ def _efficient_backward(
     elements = 0
     if half and not in_registers:
         splits = min(splits, 200 // (batch * heads))
-    if splits < 1 or (torch.are_deterministic_algorithms_enabled() and not _only_warns()):
+    if splits < 1 or _must_be_deterministic():
         splits = 1
     if half and not in_registers:
-        elements += splits * block_j * (_round_up(head, block_i) + _round_up(head_v, block_i))
+        elements = splits * block_j * (_round_up(head, block_i) + _round_up(head_v, block_i))
     if card.compute_capability >= (7, 0) or half:
         elements += -(-queries // block_i) * -(-head // block_j) * (4 + block_i * block_j)
     sums = 4 * rows[0] * heads * rows[1]
@@ -384,23 +346,23 @@ def _matching(query: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     for dim in sorted(range(len(shape)), key=query.stride):
         strides[dim] = step
         step *= shape[dim]
-    return torch.empty_strided(shape, strides, dtype=query.dtype, device=_META)
+    return torch.empty_strided(shape, strides, dtype=query.dtype, device=META)
 
 
-@kernel(_aten._scaled_dot_product_cudnn_attention)
+@kernel(aten._scaled_dot_product_cudnn_attention)
 def cudnn_attention(launch: Launch) -> Any:
     """Seed and offset of the dropout, used or not, the output, and for a backward the row sums in float32."""
     query, key, value = launch.args[:3]
     needs_sums = launch.args[4]
     batch, heads, length, _ = query.shape
-    seed, offset = (torch.empty((), dtype=torch.int64, device=_META) for _ in range(2))
+    seed, offset = (torch.empty((), dtype=torch.int64, device=META) for _ in range(2))
     output = _matching(query, (batch, heads, length, value.shape[-1]))
-    sums = torch.empty(batch, heads, length, 1, dtype=torch.float32, device=_META) if needs_sums else None
+    sums = torch.empty(batch, heads, length, 1, dtype=torch.float32, device=META) if needs_sums else None
     launch.record(seed, offset, output, sums)
     return output, sums, None, None, length, key.shape[2], seed, offset, None
 
 
-@kernel(_aten._scaled_dot_product_cudnn_attention_backward)
+@kernel(aten._scaled_dot_product_cudnn_attention_backward)
 def cudnn_attention_backward(launch: Launch) -> Any:
     """The gradients, and as workspace that of the queries in float32 with a row sum for each of them."""
     query, key, value = launch.args[1:4]
@@ -408,3 +370,82 @@ def cudnn_attention_backward(launch: Launch) -> Any:
     launch.record(*grads)
     launch.transients(4 * query[..., 0].numel() * (query.shape[-1] + 1))
     return grads
+
+
+_linear = kernels.linear
+
+
+@composite(kernels.native_multi_head_attention)
+def multi_head_attention(
+    machine: Machine,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    embed_dim: int,
+    num_heads: int,
+    qkv_weight: torch.Tensor,
+    qkv_bias: torch.Tensor,
+    proj_weight: torch.Tensor,
+    proj_bias: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    need_weights: bool = True,
+    average_attn_weights: bool = True,
+    mask_type: int | None = None,
+) -> Any:
+    """Through a fused kernel where one can, else with the scores of every head."""
+    same = query is key and key is value
+    if not machine.is_on_card(query) or query.is_nested or not same or not query.numel():
+        return NotImplemented
+    batch, length, _ = query.shape
+    width = embed_dim // num_heads
+    if width % 8 == 0 and not need_weights and mask is None:
+        heads = query.view(batch, -1, num_heads, width).transpose(1, 2)
+        if backend(machine.card, Attention(heads, heads, heads)) != "math":
+            parts = _linear(query, qkv_weight, qkv_bias).chunk(3, -1)
+            queries, keys, values = (part.view(batch, -1, num_heads, width).transpose(1, 2) for part in parts)
+            result = attention(machine, queries, keys, values).transpose(1, 2).reshape(batch, -1, embed_dim)
+            return _linear(result, proj_weight, proj_bias), None
+    projected = torch.matmul(query, qkv_weight.t())
+    packed = projected.new_empty((3, batch * num_heads, length, width))
+    del projected
+    queries, keys, values = packed.unbind(0)
+    scores = torch.bmm(queries, keys.transpose(1, 2)).view(batch, num_heads, length, length)
+    weights = torch.softmax(scores, -1) if mask is None else kernels.masked_softmax(scores, mask, 3, mask_type)
+    del scores
+    torch.bmm(weights.view(-1, length, length), values, out=queries)
+    if not need_weights:
+        del weights
+    context = queries.view(batch, num_heads, length, width).transpose(1, 2).reshape(batch, length, embed_dim)
+    result = _linear(context, proj_weight, proj_bias)
+    if not need_weights:
+        return result, None
+    return result, weights.sum(1).div_(num_heads) if average_attn_weights else weights
+
+
+@composite(kernels.transformer_encoder_layer_fwd)
+def layer(machine: Machine, src: torch.Tensor, embed_dim: int, num_heads: int, *rest: Any) -> Any:
+    """Run attention, both norms and the feed-forward network; the activation is part of a matrix product.
+
+    `rest` are weight and bias of both projections, whether to use GELU, whether the norm comes first, epsilon, weight
+    and bias of both norms and of both linear layers, the mask and its type (_transformer_encoder_layer_fwd).
+    """
+    projections, (use_gelu, norm_first, eps), norms, linears = rest[:4], rest[4:7], rest[7:11], rest[11:15]
+    mask, mask_type = (*rest[15:], None, None)[:2]
+    if not machine.is_on_card(src) or src.is_nested or not src.numel():
+        return NotImplemented
+    shape = (embed_dim,)
+    first, second = (*norms[:2], eps), (*norms[2:], eps)
+    x = torch.layer_norm(src, shape, *first) if norm_first else src
+    options: tuple[Any, ...] = (*projections, mask, False, True, mask_type)
+    x = multi_head_attention(machine, x, x, x, embed_dim, num_heads, *options)[0]
+    x.add_(src)
+    if not norm_first:
+        x = torch.layer_norm(x, shape, *first)
+    residual = x
+    if norm_first:
+        x = torch.layer_norm(x, shape, *second)
+    hidden = kernels.addmm_activation(linears[1], x.reshape(-1, embed_dim), linears[0].t(), use_gelu=use_gelu)
+    x = _linear(hidden.view(*src.shape[:-1], -1), *linears[2:])
+    del hidden
+    x.add_(residual)
+    return x if norm_first else torch.layer_norm(x, shape, *second)

@@ -10,12 +10,10 @@ from typing import Any
 
 import torch
 
-from memprof.virtual.kernels.registry import kernel
+from memprof.virtual.kernels.registry import aten, kernel
 from memprof.virtual.launch import Launch
 
-_aten = torch.ops.aten
-_FRAMES_KEPT = 100
-"""Of which forced_align keeps where they come from, until the host has them (kBackPtrBufferSize)."""
+_FRAMES_KEPT = 100  # of which forced_align keeps where they come from, until the host has them (kBackPtrBufferSize)
 
 
 def _check(holds: bool, message: str) -> None:
@@ -23,6 +21,7 @@ def _check(holds: bool, message: str) -> None:
         raise RuntimeError(message)
 
 
+@kernel("torchaudio.rnnt_loss_forward")
 def rnnt_loss(launch: Launch) -> Any:
     """A cost for each sequence, and the gradient of the logits, which is made at once; workspaces beside them:
     denominators, two logarithms, alphas and betas of each place in float32, two counters of each target."""
@@ -41,15 +40,16 @@ def rnnt_loss(launch: Launch) -> Any:
     batch, time, target, _ = logits.shape
     with launch.inside():
         for each in lengths:
-            _aten.amax.default(each)
-        costs = _aten.new_empty.default(logits, [batch])
+            aten.amax.default(each)
+        costs = aten.new_empty.default(logits, [batch])
         gradients = torch.empty_like(logits)
-        counters = _aten.new_empty.default(logits, [2 * batch * target], dtype=torch.int32)
-        of_places = _aten.new_empty.default(logits, [5 * batch * time * target], dtype=torch.float32)
+        counters = aten.new_empty.default(logits, [2 * batch * target], dtype=torch.int32)
+        of_places = aten.new_empty.default(logits, [5 * batch * time * target], dtype=torch.float32)
     del counters, of_places
     return costs, gradients
 
 
+@kernel("torchaudio.forced_align")
 def forced_align(launch: Launch) -> Any:
     """The path; while it runs, the last two frames, and twice where a hundred come from."""
     scores, targets, *lengths = launch.args[:4]
@@ -66,16 +66,17 @@ def forced_align(launch: Launch) -> Any:
     time, states = scores.shape[1], 2 * targets.shape[1] + 1
     with launch.inside():
         for each in lengths:
-            _aten.amax.default(each)
-        sources = _aten.new_empty.default(scores, [min(_FRAMES_KEPT, time), states], dtype=torch.int8)
-        alphas, copy = _aten.new_empty.default(scores, [2, states]), None
+            aten.amax.default(each)
+        sources = aten.new_empty.default(scores, [min(_FRAMES_KEPT, time), states], dtype=torch.int8)
+        alphas, copy = aten.new_empty.default(scores, [2, states]), None
         for _ in range(-(-time // _FRAMES_KEPT)):
-            copy = _aten.clone.default(sources)
+            copy = aten.clone.default(sources)
         del sources, alphas, copy
-        paths = _aten.new_empty.default(scores, [1, time], dtype=targets.dtype)
+        paths = aten.new_empty.default(scores, [1, time], dtype=targets.dtype)
     return paths, scores
 
 
+@kernel("torchaudio._lfilter_core_loop")
 def lfilter_core_loop(launch: Launch) -> Any:
     """Written where it lies; nothing is taken."""
     signal, coefficients, padded = launch.args[:3]
@@ -84,18 +85,3 @@ def lfilter_core_loop(launch: Launch) -> Any:
     _check(signal.is_contiguous() and coefficients.is_contiguous() and padded.is_contiguous(), "expected contiguous")
     _check(signal.shape[2] + coefficients.shape[1] - 1 == padded.shape[2], "lengths do not match")
     return padded
-
-
-def register_loaded() -> None:
-    """Register the operators, once torchaudio has been imported."""
-    for name, entry in OPERATORS.items():
-        found = getattr(torch.ops.torchaudio, name, None)
-        if found is not None and found not in _registered:
-            _registered.add(found)
-            kernel(found)(entry)
-
-
-OPERATORS = {
-    "rnnt_loss_forward": rnnt_loss, "forced_align": forced_align, "_lfilter_core_loop": lfilter_core_loop,
-}  # fmt: skip
-_registered: set[Any] = set()

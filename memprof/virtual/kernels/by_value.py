@@ -1,4 +1,4 @@
-"""Operators whose result, or its shape, depends on values."""
+"""Operators whose result, its shape or strides depend on values or are changed in place."""
 
 from __future__ import annotations
 
@@ -7,42 +7,35 @@ from typing import Any
 import torch
 
 from memprof.torch_private.pytree import tree_map
-from memprof.virtual.kernels.registry import kernel
+from memprof.virtual.kernels.registry import aten, kernel
 from memprof.virtual.launch import Launch
 from memprof.virtual.values import budget
 
-_aten = torch.ops.aten
 _TOO_LARGE = (
     "A result of unique, bincount or repeat_interleave beyond 1 GiB is not computed: it is as large as the values say, "
     "and as if all elements differed where they are not known."
 )
 
 
-@kernel(_aten.equal, on_host=True)
+@kernel(aten.equal, on_host=True)
 def equal(launch: Launch) -> Any:
     """Read by the host; false where the values are not known."""
     known = launch.values.evaluator.compute(launch.func, launch.args, launch.kwargs)
     return known is not None and bool(torch.as_tensor(known).all())
 
 
-@kernel(_aten.allclose, on_host=True)
+@kernel(aten.allclose, on_host=True)
 def allclose(launch: Launch) -> Any:
     """All of isclose, read by the host (native/TensorCompare.cpp, allclose); true where the values are not known."""
     known = launch.values.evaluator.compute(launch.func, launch.args, launch.kwargs)
     if launch.call.on_gpu:
         with launch.inside():
-            _aten.isclose.default(*launch.args, **launch.kwargs).all()
+            aten.isclose.default(*launch.args, **launch.kwargs).all()
     return True if known is None else known
 
 
-@kernel(
-    _aten._unique2,
-    _aten.unique_dim,
-    _aten.unique_consecutive,
-    _aten.bincount,
-    _aten.repeat_interleave.Tensor,  # its other overloads call this one
-    on_host=True,
-)
+@kernel(aten._unique2, aten.unique_dim, aten.unique_consecutive, aten.bincount, on_host=True)
+@kernel(aten.repeat_interleave.Tensor, on_host=True)  # its other overloads call this one
 def by_value(launch: Launch) -> Any:
     """Run on the values, or as if all elements differed."""
     if not (launch.call.on_gpu or launch.call.on_host):
@@ -61,19 +54,19 @@ def by_value(launch: Launch) -> Any:
 def _length(launch: Launch, data: torch.Tensor) -> int:
     """Return the number of rows of the result: what the values say, or as many as there can well be."""
     packet = launch.operator.packet
-    if packet is _aten.bincount:
+    if packet is aten.bincount:
         least = launch.argument(2, "minlength", 0)
         known = launch.values.store.get(data)
         if known is not None:
             return max(least, 1 + int(known.max()) if known.numel() else 0)
         return least or data.numel()
-    if packet is _aten.repeat_interleave:
+    if packet is aten.repeat_interleave:
         size = launch.argument(1, "output_size")
         known = launch.values.store.get(data) if size is None else None
         return size if size is not None else data.numel() if known is None else int(known.sum())
     if launch.values.store.is_uniform(data):
         return min(1, data.numel())
-    dim = launch.argument(1 if packet is _aten.unique_dim else 3, "dim") if packet is not _aten._unique2 else None
+    dim = launch.argument(1 if packet is aten.unique_dim else 3, "dim") if packet is not aten._unique2 else None
     return data.numel() if dim is None or not data.dim() else data.shape[dim]
 
 
@@ -81,19 +74,17 @@ def _made(launch: Launch, data: torch.Tensor, length: int) -> Any:
     """Return meta tensors of the shapes that the operator makes: `length` rows, and what is asked beside them."""
     packet = launch.operator.packet
     numbers = torch.empty(length, dtype=torch.int64, device="meta")
-    if packet is _aten.repeat_interleave:
+    if packet is aten.repeat_interleave:
         return numbers.to(data.dtype)
-    if packet is _aten.bincount:
+    if packet is aten.bincount:
         weights = launch.argument(1, "weights")
         return numbers if weights is None else numbers.to(torch.float if weights.dtype is torch.float else torch.double)
-    dim, inverse, counts = {
-        _aten._unique2: (None, launch.argument(2, "return_inverse", False), launch.argument(3, "return_counts", False)),
-        _aten.unique_dim: (launch.argument(1, "dim"), True, True),  # it makes them whatever is asked
-        _aten.unique_consecutive: (
-            launch.argument(3, "dim"), launch.argument(1, "return_inverse", False),
-            launch.argument(2, "return_counts", False),
-        ),
-    }[packet]  # fmt: skip
+    if packet is aten.unique_dim:  # it makes them whatever is asked
+        dim, inverse, counts = launch.argument(1, "dim"), True, True
+    else:
+        at = 2 if packet is aten._unique2 else 1
+        dim = None if packet is aten._unique2 else launch.argument(3, "dim")
+        inverse, counts = launch.argument(at, "return_inverse", False), launch.argument(at + 1, "return_counts", False)
     if dim is None:
         rows, places = data.new_empty(length), data.shape
     else:
@@ -101,26 +92,38 @@ def _made(launch: Launch, data: torch.Tensor, length: int) -> Any:
         shape[dim] = length
         rows, places = data.new_empty(shape), data.shape[dim : dim + 1 or None]
     nothing = numbers[:0]
-    return (
-        rows,
-        torch.empty(places, dtype=torch.int64, device="meta") if inverse else nothing,
-        numbers if counts else nothing,
-    )
+    where = torch.empty(places, dtype=torch.int64, device="meta") if inverse else nothing
+    return rows, where, numbers if counts else nothing
 
 
 def _stand_in(launch: Launch, data: torch.Tensor) -> torch.Tensor:
     """Values of which the result is as large as it can well be."""
     packet, name = launch.operator.packet, launch.operator.name
-    if packet is _aten.repeat_interleave:
+    if packet is aten.repeat_interleave:
         size = launch.argument(1, "output_size")
         each, rest = divmod(data.numel() if size is None else size, max(1, data.numel()))
         launch.values.assume(f"{name} of unknown repeats: as if all were alike, one each unless the size is given.")
         return (each + (torch.arange(data.numel()) < rest)).to(data.dtype)
     numbers = torch.arange(data.numel())
-    least = launch.argument(2, "minlength", 0) if packet is _aten.bincount else 0
+    least = launch.argument(2, "minlength", 0) if packet is aten.bincount else 0
     if least:
         launch.values.assume(f"{name} of unknown values: as if they were spread evenly below its minlength.")
         numbers %= least
     else:
         launch.values.assume(f"{name} of unknown values: as if all elements differed.")
     return numbers.reshape(data.shape).to(data.dtype)
+
+
+@kernel(aten.t_, aten.transpose_, aten.swapaxes_, aten.swapdims_, on_host=True)
+@kernel(aten.squeeze_, aten.unsqueeze_, aten.as_strided_, aten.detach_, on_host=True)
+def restride(launch: Launch) -> Any:
+    """These change the very tensor: to be done each time, however often seen before."""
+    return launch.func(*launch.args, **launch.kwargs)
+
+
+@kernel(aten._efficientzerotensor, on_host=True)
+def zero_tensor(launch: Launch) -> Any:
+    """Zeros that have a shape and no memory on any device (native/TensorFactories.cpp, _efficientzerotensor)."""
+    result = launch.func(*launch.args, **launch.kwargs)
+    result.untyped_storage().resize_(0)
+    return result

@@ -2,6 +2,24 @@
 
 The meta kernels know no device and give contiguous outputs; on CUDA the layout follows the input and the weight.
 Sources: native/Convolution.cpp, native/ConvUtils.h, native/cudnn/ConvShared.cpp, native/cuda/DepthwiseConv2d.cu.
+
+The workspaces of cuDNN's convolutions: a rule where public measurements agree on one, and a bound.
+
+torch runs the first plan of cuDNN's heuristics whose workspace it can allocate, takes it beside the result and gives it
+back before the call returns (native/cudnn/Conv_v8.cpp, run_conv_plan). Which plan that is, cuDNN does not publish. What
+others measured, with torch.backends.cudnn.benchmark off and cuDNN 8 or 9 unless said otherwise, is this:
+
+* **half precision, channels first**: the kernels for tensor cores work channels-last. Data, output and weight are
+  copied, with channels rounded up to 16 bytes. To the byte: the forward of a Conv3d from 64 to 32 channels on an A100
+  (github.com/pytorch/pytorch/issues/95024). Within what was printed: ten sizes of a Conv2d (123533), a Conv3d (136479).
+  The gradient of the weight takes partial sums too: six sizes of a Conv2d from 4 to 4 channels, to the same byte in
+  two programs (Liger-Kernel's benchmark of multi-token attention, RTX 3090).
+* **float32**: the weight is laid out anew and one value is taken for each channel of what is made. To the byte with the
+  two constants below: six convolutions of 5x5 in one recording (torch 2.3, Ampere, TF32 on). Kernels of one point take
+  nothing, except in one of two recordings, where they took 4 or 128 MiB.
+* **float32 in three dimensions** with TF32: as in half precision (one figure, 17 GiB: 128947, A100).
+
+Nothing was found for channels-last tensors, whose kernels need no copies, for groups, or for compute capability 9 on.
 """
 
 from __future__ import annotations
@@ -10,32 +28,26 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from memprof.torch_private import kernels
 from memprof.virtual.card import Card, cudnn_version
-from memprof.virtual.kernels import convolution_workspace
 from memprof.virtual.kernels.copies import contiguous, suggested_format
 from memprof.virtual.kernels.reductions import opmath, reduction_buffers
-from memprof.virtual.kernels.registry import kernel
+from memprof.virtual.kernels.registry import META, aten, kernel
 from memprof.virtual.launch import Launch
 
-_aten = torch.ops.aten
-_META = torch.device("meta")
 _CONTIGUOUS = torch.contiguous_format
 
 
 def cudnn_format(
-    first: torch.Tensor,
-    second: torch.Tensor,
-    suggested: Callable[[torch.Tensor], torch.memory_format] = suggested_format,
+    first: torch.Tensor, second: torch.Tensor, suggested: Callable[[Any], torch.memory_format] = suggested_format
 ) -> torch.memory_format:
-    """The layout that cuDNN works in (cudnn_conv_suggest_memory_format): channels-last if either tensor is.
+    """Return the layout that cuDNN works in (cudnn_conv_suggest_memory_format): channels-last if either tensor is.
 
-    Args:
-        suggested: says it of one tensor; another than this is for sizes that are symbols.
+    `suggested` says it of one tensor; another than this is for sizes that are symbols.
     """
     if torch.float64 in (first.dtype, second.dtype):
         return _CONTIGUOUS
@@ -47,7 +59,7 @@ def _in_layout(tensor: torch.Tensor, layout: torch.memory_format) -> torch.Tenso
     """The tensor, or what its copy in this layout looks like."""
     if tensor.is_contiguous(memory_format=layout):
         return tensor
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device=_META, memory_format=layout)
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=META, memory_format=layout)
 
 
 def is_depthwise(data: torch.Tensor, weight: torch.Tensor, transposed: bool, groups: int) -> bool:
@@ -57,7 +69,7 @@ def is_depthwise(data: torch.Tensor, weight: torch.Tensor, transposed: bool, gro
 
 
 def uses_cudnn(card: Card, data: torch.Tensor, weight: torch.Tensor, padding_too_big: bool) -> bool:
-    """Whether the convolution is cuDNN's (ConvParams::use_cudnn); else torch's own kernels run."""
+    """Return whether the convolution is cuDNN's (ConvParams::use_cudnn); else torch's own kernels run."""
     if not kernels.get_cudnn_enabled() or padding_too_big:
         return False
     if torch.bfloat16 in (data.dtype, weight.dtype) and card.compute_capability < (8, 0):
@@ -70,20 +82,10 @@ def uses_cudnn(card: Card, data: torch.Tensor, weight: torch.Tensor, padding_too
 
 
 @functools.lru_cache(maxsize=4096)
-def _output_shape(data: torch.Size, weight: torch.Size, dtype: torch.dtype, *parameters: Any) -> torch.Size:
-    """The shape by the meta kernel, which also checks the arguments."""
-    bias, *rest = parameters
-    result = _aten.convolution.default(
-        torch.empty(data, dtype=dtype, device=_META),
-        torch.empty(weight, dtype=dtype, device=_META),
-        None if bias is None else torch.empty(bias, dtype=dtype, device=_META),
-        *rest,
-    )
-    return result.shape  # type: ignore[no-any-return]
-
-
-def _hashable(value: Any) -> Any:
-    return tuple(value) if isinstance(value, (list, tuple)) else value
+def _output_shape(data: torch.Size, weight: torch.Size, dtype: torch.dtype, bias: Any, *rest: Any) -> torch.Size:
+    """Return the shape by the meta kernel, which also checks the arguments."""
+    made = (None if size is None else torch.empty(size, dtype=dtype, device=META) for size in (data, weight, bias))
+    return aten.convolution.default(*made, *rest).shape  # type: ignore[no-any-return]
 
 
 def _two_dimensional(tensor: torch.Tensor) -> torch.Tensor:
@@ -92,53 +94,38 @@ def _two_dimensional(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def padding_too_big(stride: Any, output_padding: Any) -> bool:
-    """Whether a transposed convolution is padded by a step or more (ConvParams::is_output_padding_big)."""
-    return any(padding >= step for padding, step in zip(output_padding, _as_many(stride, output_padding), strict=True))
-
-
-def _as_many(values: Any, like: Any) -> list[int]:
-    return list(values) * len(like) if len(values) == 1 else list(values)
+    """Return whether a transposed convolution is padded by a step or more (ConvParams::is_output_padding_big)."""
+    steps = list(stride) * (len(output_padding) if len(stride) == 1 else 1)
+    return any(padding >= step for padding, step in zip(output_padding, steps, strict=True))
 
 
 def _columns_bytes(data: torch.Tensor, weight: torch.Tensor, output: torch.Tensor, transposed: bool) -> int:
-    """What torch's own kernels lay out one image in, to multiply matrices: each point of the kernel at each position.
-
-    Sources: native/cuda/ConvolutionMM2d.cu, NaiveDilatedConvolution.cu (all over three dimensions),
-    NaiveConvolutionTranspose2d.cu.
-    """
+    """Return the bytes that torch's own kernels lay one image out in, to multiply matrices: each point of the kernel at
+    each position (native/cuda/ConvolutionMM2d.cu, NaiveConvolutionTranspose2d.cu; in 3D NaiveDilatedConvolution.cu)."""
     positions = math.prod((data if transposed else output).shape[2:])
     return math.prod(weight.shape[1:]) * positions * data.element_size()
 
 
 def _take_workspace(
-    launch: Launch,
-    data: torch.Tensor,
-    weight: torch.Tensor,
-    output: torch.Tensor,
-    made: torch.Tensor,
-    layout: torch.memory_format,
+    launch: Launch, tensors: tuple[torch.Tensor, ...], made: torch.Tensor, layout: torch.memory_format
 ) -> None:
-    """cuDNN's own memory for one call, which makes one of the three."""
+    """Take cuDNN's own memory for one call, which makes one of data, weight and output."""
     if torch.backends.cudnn.benchmark:
-        launch.values.assume(convolution_workspace.BENCHMARK)
-    launch.values.assume(convolution_workspace.RULE)
+        launch.values.assume(BENCHMARK)
+    launch.values.assume(RULE)
     last = layout is not _CONTIGUOUS
-    launch.workspace(*convolution_workspace.workspace(launch.card, data, weight, output, made, last=last))
+    data, weight, output = tensors
+    launch.workspace(*workspace(launch.card, data, weight, output, made, last=last))
 
 
-@kernel(_aten.convolution)
+@kernel(aten.convolution)
 def convolution(launch: Launch) -> Any:
     """The output in cuDNN's layout; the bias is added to it in place (native/Convolution.cpp, _convolution)."""
-    data, weight, bias, stride, padding, dilation, transposed, output_padding, groups = launch.args
+    data, weight, bias, stride, _, _, transposed, output_padding, groups = launch.args
     if not data.is_meta or not weight.is_meta or data.dim() != weight.dim() or not data.numel():
         return NotImplemented
-    shape = _output_shape(
-        data.shape,
-        weight.shape,
-        data.dtype,
-        None if bias is None else bias.shape,
-        *map(_hashable, (stride, padding, dilation, transposed, output_padding, groups)),
-    )
+    sizes = (tuple(each) if isinstance(each, list) else each for each in launch.args[3:])
+    shape = _output_shape(data.shape, weight.shape, data.dtype, None if bias is None else bias.shape, *sizes)
     one_dimensional = data.dim() == 3
     flat = _in_layout(data, _CONTIGUOUS) if one_dimensional else data
     data4d, weight4d = _two_dimensional(flat), _two_dimensional(weight)
@@ -147,23 +134,19 @@ def convolution(launch: Launch) -> Any:
     cudnn = uses_cudnn(launch.card, data, weight, too_big)
     layout = cudnn_format(data4d, weight4d) if cudnn else _CONTIGUOUS
     cudnn = cudnn and (not depthwise or layout is not _CONTIGUOUS)
-    if not cudnn:
-        layout = _CONTIGUOUS
-    with (
-        launch.scratch(*contiguous(data) if one_dimensional else ()),
-        launch.scratch(*contiguous(data4d, layout=layout)),
-    ):
+    flattened = contiguous(data) if one_dimensional else []
+    with launch.scratch(*flattened, *contiguous(data4d, layout=layout)):
         result = launch.new((*shape[:2], 1, shape[2]) if one_dimensional else shape, data.dtype, layout)
         with launch.scratch(*contiguous(weight4d, layout=layout)):
             if cudnn:
-                _take_workspace(launch, data4d, weight4d, result, result, layout)
+                _take_workspace(launch, (data4d, weight4d, result), result, layout)
             elif not (depthwise or (result.shape[2:] == data4d.shape[2:] and math.prod(weight.shape[2:]) == 1)):
                 launch.transients(_columns_bytes(data4d, weight4d, result, transposed))
     launch.values.propagate(launch.func, launch.args, launch.kwargs, [result])
     return result.squeeze(2) if one_dimensional else result
 
 
-@kernel(_aten.convolution_backward)
+@kernel(aten.convolution_backward)
 def convolution_backward(launch: Launch) -> Any:
     """Gradients in the layouts that cuDNN gives them (native/Convolution.cpp, convolution_backward).
 
@@ -197,12 +180,7 @@ def convolution_backward(launch: Launch) -> Any:
 
 
 def _cudnn_backward(
-    launch: Launch,
-    grad: torch.Tensor,
-    data: torch.Tensor,
-    weight: torch.Tensor,
-    layout: torch.memory_format,
-    mask: Any,
+    launch: Launch, grad: torch.Tensor, data: torch.Tensor, weight: torch.Tensor, layout: torch.memory_format, mask: Any
 ) -> tuple[torch.Tensor | None, ...]:
     """native/cudnn/ConvShared.cpp, cudnn_convolution_backward; a transposed convolution does likewise."""
     grad_data = grad_weight = None
@@ -217,23 +195,17 @@ def _cudnn_backward(
             chosen = cudnn_format(grad, weight)
             grad_data = launch.new(data.shape, grad.dtype, chosen)
             with launch.scratch(*contiguous(weight, grad, layout=chosen)):
-                _take_workspace(launch, grad_data, weight, grad, grad_data, chosen)
+                _take_workspace(launch, (grad_data, weight, grad), grad_data, chosen)
         if mask[1]:
             chosen = cudnn_format(data, grad)
             with launch.scratch(*contiguous(grad, data, layout=chosen)):
                 grad_weight = launch.new(weight.shape, grad.dtype, chosen)
-                _take_workspace(launch, data, grad_weight, grad, grad_weight, chosen)
+                _take_workspace(launch, (data, grad_weight, grad), grad_weight, chosen)
     return grad_data, grad_weight
 
 
 def _native_backward(
-    launch: Launch,
-    grad: torch.Tensor,
-    data: torch.Tensor,
-    weight: torch.Tensor,
-    mask: Any,
-    *,
-    weight_first: bool,
+    launch: Launch, grad: torch.Tensor, data: torch.Tensor, weight: torch.Tensor, mask: Any, *, weight_first: bool
 ) -> tuple[torch.Tensor | None, ...]:
     """torch's own kernels work on contiguous tensors (native/cuda/DepthwiseConv2d.cu)."""
     grads: list[torch.Tensor | None] = [None, None]
@@ -243,3 +215,68 @@ def _native_backward(
                 with launch.scratch(*contiguous((weight, data)[which])):
                     grads[which] = launch.new((data, weight)[which].shape, grad.dtype)
     return tuple(grads)
+
+
+RULE = (
+    "The workspaces of cuDNN's convolutions, gone when each call returns, follow what was measured on cards of compute "
+    "capability 8: for half precision that is not channels-last copies in the layout of the tensor cores, for float32 "
+    "one of the weight. Which kernel cuDNN takes is not published."
+)
+BENCHMARK = (
+    "torch.backends.cudnn.benchmark is on: while algorithms are tried, a convolution takes the largest workspace that "
+    "any of them asks for, up to what the card has left. That is not counted."
+)
+
+_ALIGNMENT_BYTES = 16
+# Of the gradient of a weight in half precision: 7 to 11 such parts in the six sizes, 10 in the two largest.
+_PARTIAL_SUMS_BYTES = 10 * 98_352
+_FEW_CHANNELS = 16
+_FEW_CHANNELS_BYTES = 32 << 10  # where what is made has no more channels than that
+_UNALIGNED_BYTES = 2 << 10  # in float32 where channels are no multiple of 16 bytes
+_ACCUMULATORS_BYTES = 64 << 10  # of one multiprocessor: a tile of 128 x 128 sums in float32, the bound of what is split
+
+
+class Workspace(NamedTuple):
+    """What a convolution takes beside its result, in bytes."""
+
+    num_bytes: int  # by the rule
+    most_bytes: int  # the bound: the most that was measured of a convolution of its kind
+
+
+def _padded_bytes(tensor: torch.Tensor, dims: tuple[int, ...] = (1,)) -> int:
+    """Bytes of a copy whose channels are rounded up."""
+    step = _ALIGNMENT_BYTES // tensor.element_size()
+    sizes = (-(-size // step) * step if dim in dims else size for dim, size in enumerate(tensor.shape))
+    return math.prod(sizes) * tensor.element_size()
+
+
+def workspace(
+    card: Card, data: torch.Tensor, weight: torch.Tensor, output: torch.Tensor, made: torch.Tensor, *, last: bool
+) -> Workspace:
+    """Return the workspace of one call, which makes one of `data`, `weight` and `output`, or of their gradients.
+
+    `last` says whether it runs in a channels-last layout.
+    """
+    half = data.element_size() == 2
+    by_weight = made is weight
+    tf32 = data.dtype is torch.float32 and card.compute_capability >= (8, 0) and kernels.get_cudnn_allow_tf32()
+    on_tensor_cores = card.compute_capability >= (7, 0) if half else tf32
+    copied = [_padded_bytes(data), _padded_bytes(output), _padded_bytes(weight, (0, 1))]
+    # cuDNN 7.6 on a V100 kept what it made in half precision in float32: pytorch/pytorch issues 31500 and 50990.
+    twice = 0 if by_weight else _padded_bytes(made)
+    sums = card.num_sms * _ACCUMULATORS_BYTES if by_weight else 0
+    most_bytes = sum(copied) + twice + max(sums, _FEW_CHANNELS_BYTES + _UNALIGNED_BYTES)
+    channels = made.shape[1]
+    few = _FEW_CHANNELS_BYTES if channels <= _FEW_CHANNELS else 0
+    if half and by_weight and on_tensor_cores:
+        num_bytes = _PARTIAL_SUMS_BYTES + few + (0 if last else sum(copied))
+    elif last or not (on_tensor_cores or data.dtype is torch.float32):
+        num_bytes = 0
+    elif half or (on_tensor_cores and weight.dim() == 5):
+        num_bytes = sum(copied)
+    elif math.prod(weight.shape[2:]) == 1:
+        num_bytes = 0
+    else:
+        unaligned = any(tensor.shape[1] % 4 for tensor in (data, output))
+        num_bytes = weight.numel() * 4 + channels * 4 + few + (_UNALIGNED_BYTES if unaligned else 0)
+    return Workspace(num_bytes, max(num_bytes, most_bytes))

@@ -1,11 +1,10 @@
-"""Copies that CUDA kernels make of their inputs, and the memory formats that decide whether they do.
-
-What several families of kernels ask.
-"""
+"""Copies that CUDA kernels make of their inputs, and the memory formats that decide whether they do."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -16,6 +15,16 @@ def contiguous(*tensors: torch.Tensor | None, layout: torch.memory_format = _CON
     """Bytes of the copies that `Tensor.contiguous` makes of these tensors; None is no tensor."""
     others = (t for t in tensors if t is not None and not t.is_contiguous(memory_format=layout))
     return [t.numel() * t.element_size() for t in others]
+
+
+def copies_of(*positions: int) -> Callable[..., list[int]]:
+    """Return the formula of an operator that makes contiguous copies of the tensors among these arguments."""
+
+    def formula(args: Any, card: Any = None) -> list[int]:
+        given = (args[position] for position in positions if position < len(args))
+        return contiguous(*(arg for arg in given if isinstance(arg, torch.Tensor)))
+
+    return formula
 
 
 def suggested_format(tensor: torch.Tensor) -> torch.memory_format:

@@ -6,44 +6,38 @@ box_iou_rotated_kernel.cu) of pytorch/vision@v0.28.0.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from memprof.virtual.card import Card
-from memprof.virtual.kernels.copies import contiguous
-from memprof.virtual.kernels.registry import kernel, scratch
+from memprof.virtual.kernels.copies import contiguous, copies_of
+from memprof.virtual.kernels.registry import aten, kernel, scratch
 from memprof.virtual.launch import Launch
 
-_aten = torch.ops.aten
 _BOXES_PER_BLOCK = 64
-_MOST_IMAGES = 32
-"""That a deformable convolution takes at a time (kMaxParallelImgs)."""
+_MOST_IMAGES = 32  # that a deformable convolution takes at a time (kMaxParallelImgs)
 
 
+@kernel("torchvision.nms", on_host=True)
 def nms(launch: Launch) -> Any:
-    """Non-maximum suppression: unknown boxes do not overlap, all are kept; for each box one bit for every other.
-
-    CUDA sorts the scores, and keeps for each box one bit for every other.
-    """
+    """Keep every box, as unknown ones do not overlap; CUDA sorts the scores, and has a bit for each pair."""
     boxes, scores = launch.args[:2]
     if not (launch.call.on_gpu or launch.call.on_host):
         return NotImplemented
     launch.values.assume("Non-maximum suppression keeps every box: where they lie is not known.")
     with launch.inside():
-        order = _aten.sort.stable(scores, stable=True, dim=0, descending=True)[1]
-        ranked = _aten.index_select.default(boxes, 0, order)
+        order = aten.sort.stable(scores, stable=True, dim=0, descending=True)[1]
+        ranked = aten.index_select.default(boxes, 0, order)
         count = boxes.shape[0]
-        bits = _aten.new_empty.default(order, [count * -(-count // _BOXES_PER_BLOCK)])
-        kept = _aten.new_empty.default(order, [count], dtype=torch.bool)
+        bits = aten.new_empty.default(order, [count * -(-count // _BOXES_PER_BLOCK)])
+        kept = aten.new_empty.default(order, [count], dtype=torch.bool)
         kept.logical_or_(ranked.select(1, 0) >= 0)
-        result = _aten.masked_select.default(order, kept)
+        result = aten.masked_select.default(order, kept)
     del bits
     return result
 
 
+@kernel("torchvision.box_iou_rotated")
 def box_iou_rotated(launch: Launch) -> Any:
     """A number in float32 for each pair of boxes."""
     boxes, others = launch.args[:2]
@@ -52,25 +46,18 @@ def box_iou_rotated(launch: Launch) -> Any:
     if boxes.dtype != others.dtype:
         raise RuntimeError("boxes1 and boxes2 must have the same dtype")
     with launch.inside():
-        made = _aten.new_empty.default(boxes, [len(boxes) * len(others)], dtype=torch.float32)
+        made = aten.new_empty.default(boxes, [len(boxes) * len(others)], dtype=torch.float32)
         return made.view(len(boxes), len(others))
 
 
-def regions(args: Any, card: Card) -> list[int]:
-    """The output, and what says where it is from; while it runs, contiguous copies of features and boxes."""
-    return contiguous(*(arg for arg in args if isinstance(arg, torch.Tensor)))
+# Contiguous copies of features and boxes; in the backward of boxes and of what was largest, or of gradient and boxes.
+_POOLED = ("roi_align", "ps_roi_align", "roi_pool", "ps_roi_pool")
+scratch(*(f"torchvision.{name}" for name in _POOLED))(copies_of(0, 1))
+scratch("torchvision._roi_align_backward", "torchvision._roi_pool_backward")(copies_of(1, 2))
+scratch("torchvision._ps_roi_align_backward", "torchvision._ps_roi_pool_backward")(copies_of(0, 1))
 
 
-def regions_backward(args: Any, card: Card) -> list[int]:
-    """The gradient of the features; contiguous copies of boxes, and of what was the largest."""
-    return regions(args[1:], card)
-
-
-def positions_backward(args: Any, card: Card) -> list[int]:
-    """The gradient of the features; contiguous copies of the gradient given, other than of regions, and of boxes."""
-    return contiguous(*args[:2])
-
-
+@kernel("torchvision.deform_conv2d")
 def deform_conv2d(launch: Launch) -> Any:
     """Products with windows of several images are added up, put in order in another tensor, and given the bias."""
     data, weight, offset, mask, bias = launch.args[:5]
@@ -79,17 +66,18 @@ def deform_conv2d(launch: Launch) -> Any:
     shape = (data.shape[0], weight.shape[0], *offset.shape[2:])
     with launch.scratch(*contiguous(data, offset, weight, mask, bias)), launch.inside():
         ordered, summed = data.new_zeros(shape), data.new_zeros(shape)
-        columns, filters = _columns(data, weight, offset), _rows(weight)
+        columns, filters = _columns(data, weight, offset), weight.flatten(1)
         summed.view(-1, weight.shape[0], columns.shape[1])[0].addmm_(filters, columns[: filters.shape[1]])
         return ordered + bias.view(1, -1, 1, 1)
 
 
+@kernel("torchvision._deform_conv2d_backward")
 def deform_conv2d_backward(launch: Launch) -> Any:
     """Gradients of input, offset and mask; then of the weight, by a gradient in another order; then of the bias."""
     grad, data, weight, offset, mask, bias = launch.args[:6]
     if not data.is_meta or not data.numel():
         return NotImplemented
-    images, filters = _images(data), _rows(weight)
+    images, filters = _images(data), weight.flatten(1)
     with launch.scratch(*contiguous(grad, data, weight, offset, mask, bias)), launch.inside():
         of_inputs = [torch.zeros_like(each, memory_format=torch.contiguous_format) for each in (data, offset, mask)]
         grouped = grad.contiguous().view(-1, images, *grad.shape[1:]).transpose(1, 2)
@@ -99,7 +87,7 @@ def deform_conv2d_backward(launch: Launch) -> Any:
         of_weight = torch.zeros_like(weight, memory_format=torch.contiguous_format)
         ordered = grouped.contiguous()
         columns = _columns(data, weight, offset)
-        _rows(of_weight).addmm_(ordered[0].reshape(grad.shape[1], -1), columns[: filters.shape[1]].t())
+        of_weight.flatten(1).addmm_(ordered[0].reshape(grad.shape[1], -1), columns[: filters.shape[1]].t())
         del ordered, columns
         return of_inputs[0], of_weight, *of_inputs[1:], torch.ones_like(bias) * grad.sum((0, 2, 3))
 
@@ -115,36 +103,10 @@ def _columns(data: torch.Tensor, weight: torch.Tensor, offset: torch.Tensor) -> 
     return data.new_empty((rows, _images(data) * offset.shape[2] * offset.shape[3]))
 
 
-def _rows(weight: torch.Tensor) -> torch.Tensor:
-    return weight.reshape(weight.shape[0], -1)
-
-
-def register_loaded() -> None:
-    """Register the operators, once torchvision has been imported."""
-    for register, entries in OPERATORS:
-        for name, entry in entries.items():
-            found = getattr(torch.ops.torchvision, name, None)
-            if found is not None and found not in _registered:
-                _registered.add(found)
-                register(found)(entry)
-
-
 def autocast_in_float32() -> list[Any]:
-    """Those that are here of the operators with a kernel for autocast (torchvision/csrc/ops/autocast).
+    """Return those that are here of the operators with a kernel for autocast (torchvision/csrc/ops/autocast).
 
     Computed in float32, all but the numbers of boxes are cast to what the first tensor was of.
     """
     names = ("nms", "deform_conv2d", *_POOLED)
     return [found for name in names if (found := getattr(torch.ops.torchvision, name, None)) is not None]
-
-
-_POOLED = ("roi_align", "ps_roi_align", "roi_pool", "ps_roi_pool")
-OPERATORS: tuple[tuple[Callable[..., Any], dict[str, Callable[..., Any]]], ...] = (
-    (functools.partial(kernel, on_host=True), {"nms": nms}),
-    (kernel, {"box_iou_rotated": box_iou_rotated}),
-    (kernel, {"deform_conv2d": deform_conv2d, "_deform_conv2d_backward": deform_conv2d_backward}),
-    (scratch, dict.fromkeys(_POOLED, regions)),
-    (scratch, dict.fromkeys(("_roi_align_backward", "_roi_pool_backward"), regions_backward)),
-    (scratch, dict.fromkeys(("_ps_roi_align_backward", "_ps_roi_pool_backward"), positions_backward)),
-)
-_registered: set[Any] = set()

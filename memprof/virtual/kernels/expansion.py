@@ -22,7 +22,9 @@ from memprof.virtual.kernels.registry import looked_into
 
 _has_kernel = dispatch.dispatch_has_kernel_for_dispatch_key
 _EXPLICIT = ("CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional")
+_IMPLICIT = "CompositeImplicitAutograd"
 
+# Operators without a CUDA kernel whose device-independent C++ allocates more than the result, by source file.
 _OPERATORS = (
     # native/Loss.cpp
     "binary_cross_entropy_with_logits", "soft_margin_loss", "soft_margin_loss_backward",
@@ -43,14 +45,12 @@ _OPERATORS = (
     # native/Linear.cpp, native/BatchLinearAlgebra.cpp, native/LinearAlgebra.cpp, native/SpectralOps.cpp
     "_trilinear", "cholesky_solve", "linalg_pinv", "fft_fftfreq", "fft_rfftfreq",
 )  # fmt: skip
-"""Operators without a CUDA kernel whose device-independent C++ allocates more than the result, by source file."""
 looked_into.mark(*(f"aten.{name}" for name in _OPERATORS))
+# What torch leaves out of every dispatch outside of autocast.
 _AUTOCAST_IS_OFF = dispatch.dispatch_tls_local_exclude_set()
-"""What torch leaves out of every dispatch outside of autocast."""
-_TORCHS_OWN = "torch_nn"
-"""The namespace of operators that torch has in Python (nn/modules/linear_cross_entropy.py)."""
+_TORCHS_OWN = "torch_nn"  # the namespace of operators that torch has in Python (nn/modules/linear_cross_entropy.py)
+# That of memprof's own, whose bodies compute what one kernel would (workload/attention): it allocates results.
 _KERNELS = "memprof"
-"""That of memprof's own, whose bodies compute what one kernel would (workload/attention): it allocates results."""
 
 
 def in_python(func: Any) -> Callable[..., Any] | None:
@@ -90,10 +90,7 @@ def expansion(func: Any) -> Callable[..., Any] | None:
         return functools.partial(func._op_dk, torch.DispatchKey.CUDA)
     if _has_kernel(name, "CPU"):
         return None
-    explicit = [key for key in _EXPLICIT if _has_kernel(name, key)]
-    if explicit:
-        key = getattr(torch.DispatchKey, explicit[0])
-        return functools.partial(func._op_dk, key) if func.overloadpacket in looked_into else None
-    if not _has_kernel(name, "CompositeImplicitAutograd"):
+    key = next((key for key in (*_EXPLICIT, _IMPLICIT) if _has_kernel(name, key)), None)
+    if key is None or (key != _IMPLICIT and func.overloadpacket not in looked_into):
         return None
-    return functools.partial(func._op_dk, torch.DispatchKey.CompositeImplicitAutograd)
+    return functools.partial(func._op_dk, getattr(torch.DispatchKey, key))

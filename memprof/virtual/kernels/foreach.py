@@ -8,19 +8,15 @@ from typing import Any
 import torch
 
 from memprof.virtual.kernels.reductions import opmath
-from memprof.virtual.kernels.registry import input_copies, kernel
+from memprof.virtual.kernels.registry import aten, input_copies, kernel
 from memprof.virtual.launch import Launch
 
-_aten = torch.ops.aten
-
-_CHUNK = 65_536
-"""Elements of a tensor that a block of a multi-tensor kernel takes (native/cuda/MultiTensorApply.cuh)."""
-_TILE_BYTES = 2_048
-"""What a block of the kernel of `_chunk_cat` copies (native/cuda/TensorShape.cu)."""
-_GLOBAL_NORM = hasattr(_aten, "_foreach_global_norm")
+_CHUNK = 65_536  # elements of a tensor that a block of a multi-tensor kernel takes (native/cuda/MultiTensorApply.cuh)
+_TILE_BYTES = 2_048  # what a block of the kernel of `_chunk_cat` copies (native/cuda/TensorShape.cu)
+_GLOBAL_NORM = hasattr(aten, "_foreach_global_norm")
 
 
-@input_copies(_aten._foreach_norm)
+@input_copies(aten._foreach_norm)
 def foreach_norm(args: Any) -> list[int]:
     """A float32 norm for each chunk of each tensor, as many as the largest tensor has (native/cuda/ForeachReduceOp.cu).
 
@@ -38,7 +34,7 @@ def foreach_norm(args: Any) -> list[int]:
     return [item * len(tensors) * chunks, *([item * 320, tensors[0].element_size()] if _GLOBAL_NORM else [])]
 
 
-@kernel(_aten._chunk_cat)
+@kernel(aten._chunk_cat)
 def chunk_cat(launch: Launch) -> Any:
     """Where each block of the kernel finds what it copies: one number for it, six for each tensor and two more, packed
     and given back before the result is made (native/cuda/TensorShape.cu, get_chunk_cat_metadata).
@@ -49,12 +45,8 @@ def chunk_cat(launch: Launch) -> Any:
     dim, chunks = launch.argument(1, "dim"), launch.argument(2, "num_chunks")
     first, out = tensors[0], launch.kwargs.get("out", tensors[0])
     casts = first.dtype is torch.bfloat16 and out.dtype is torch.float32
-    if (first.dtype is out.dtype or casts) and all(map(_is_dense, tensors)):
+    if (first.dtype is out.dtype or casts) and all(map(aten.is_non_overlapping_and_dense, tensors)):
         sizes = [-(-t.size(dim) // chunks) * math.prod(t.shape[dim + 1 :]) * out.element_size() for t in tensors]
         blocks = sum(-(-size // _TILE_BYTES) for size in sizes)
         launch.transients(8 * (blocks + 6 * len(tensors) + 2))
     return NotImplemented
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    return bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))

@@ -13,11 +13,10 @@ from typing import Any
 import torch
 
 from memprof.torch_private import autograd
+from memprof.virtual.kernels.registry import aten
 
-_aten = torch.ops.aten
-
-_EVENLY = {_aten.logical_and.default: _aten.logical_and_.default}
-_LOGITS = {_aten.sub.Tensor: _aten.sub_.Tensor, _aten.mul.Tensor: _aten.mul_.Tensor}
+_EVENLY = {aten.logical_and.default: aten.logical_and_.default}
+# Name of an autograd node -> operator out of place -> the same in place.
 IN_PLACE: dict[str, dict[Any, Any]] = {
     # evenly_distribute_backward, the branch of CUDA
     "MaxBackward1": _EVENLY,
@@ -26,20 +25,19 @@ IN_PLACE: dict[str, dict[Any, Any]] = {
     "NanmedianBackward0": _EVENLY,
     # clamp_backward, clamp_backward_min_max
     "ClampBackward0": {
-        _aten.logical_and.default: _aten.logical_and_.default,
-        _aten.logical_or.default: _aten.logical_or_.default,
+        aten.logical_and.default: aten.logical_and_.default,
+        aten.logical_or.default: aten.logical_or_.default,
     },
-    "Atan2Backward0": {_aten.masked_fill.Scalar: _aten.masked_fill_.Scalar},
-    "AminmaxBackward0": {_aten.add.Tensor: _aten.add_.Tensor},
-    "TraceBackward0": {_aten.index_fill.int_Tensor: _aten.index_fill_.int_Tensor},
+    "Atan2Backward0": {aten.masked_fill.Scalar: aten.masked_fill_.Scalar},
+    "AminmaxBackward0": {aten.add.Tensor: aten.add_.Tensor},
+    "TraceBackward0": {aten.index_fill.int_Tensor: aten.index_fill_.int_Tensor},
     # binary_cross_entropy_target_backward
-    "BinaryCrossEntropyBackward0": {_aten.mul.Tensor: _aten.mul_.Tensor},
+    "BinaryCrossEntropyBackward0": {aten.mul.Tensor: aten.mul_.Tensor},
     # binary_cross_entropy_with_logits_backward and its like for the target
-    "BinaryCrossEntropyWithLogitsBackward0": _LOGITS,
+    "BinaryCrossEntropyWithLogitsBackward0": {aten.sub.Tensor: aten.sub_.Tensor, aten.mul.Tensor: aten.mul_.Tensor},
 }
-"""Name of an autograd node -> operator out of place -> the same in place."""
+# The operators that occur in the table: what to look out for.
 CANDIDATES = frozenset(operator for table in IN_PLACE.values() for operator in table)
-"""The operators that occur in the table: what to look out for."""
 
 
 def in_place(func: Any, args: Any, made_by: str) -> Any:
@@ -52,9 +50,9 @@ def in_place(func: Any, args: Any, made_by: str) -> Any:
     if table is None or func not in table:
         return None
     # The target's gradient without pos_weight is `-self * grad_output` on every device.
-    if made_by == "aten.neg" and func is _aten.mul.Tensor:
+    if made_by == "aten.neg" and func is aten.mul.Tensor:
         return None
-    if func is _aten.index_fill.int_Tensor:
+    if func is aten.index_fill.int_Tensor:
         return table[func]
     first = args[0]
     shapes = [arg.shape for arg in args if isinstance(arg, torch.Tensor)]

@@ -1,7 +1,14 @@
-"""Indexing by tensors and masks: the indices that CUDA makes of a mask, and the sort before it adds at indices."""
+"""Indexing by tensors and masks, and embeddings: indices that CUDA makes of a mask, the sort before it adds at indices.
+
+The backward pass of an embedding sorts the indices and sums the rows of equal ones in steps. For more than 3,072
+indices the sums of every part of a run of equal indices are kept in float32, a row each: room for them is made for the
+worst case, whatever the indices are, so that with a large vocabulary it is gigabytes.
+Sources: native/cuda/Embedding.cu, native/cuda/EmbeddingBackwardKernel.cu.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import Any
 
@@ -11,15 +18,12 @@ from memprof.trace.events import HOST
 from memprof.virtual.calls import Kind, tensors_of
 from memprof.virtual.card import Card
 from memprof.virtual.kernels import sorting
-from memprof.virtual.kernels.copies import contiguous
-from memprof.virtual.kernels.registry import kernel, scratch
+from memprof.virtual.kernels.copies import contiguous, copies_of
+from memprof.virtual.kernels.registry import META, aten, input_copies, kernel, scratch
 from memprof.virtual.launch import Launch
 
-_aten = torch.ops.aten
-_META = torch.device("meta")
 
-
-@kernel(_aten.nonzero, on_host=True)
+@kernel(aten.nonzero, on_host=True)
 def nonzero(launch: Launch) -> Any:
     """The indices, and what CUDA takes to count and select them."""
     mask = launch.args[0]
@@ -32,7 +36,7 @@ def nonzero(launch: Launch) -> Any:
     return result
 
 
-@kernel(_aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_, on_host=True)
+@kernel(aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_, on_host=True)
 def index(launch: Launch) -> Any:
     """Indexing by a mask is indexing by its nonzero indices, which CUDA allocates for the time of the call."""
     indices = launch.args[1]
@@ -73,7 +77,7 @@ def index(launch: Launch) -> Any:
             launch.wait()
             launch.transients(*sorting.nonzero(index))
         # One tensor of all coordinates, whose columns are the indices (IndexingUtils.h, expandTensors).
-        virtual = torch.empty(tuple(columns.shape)[::-1], dtype=torch.int64, device=_META)
+        virtual = torch.empty(tuple(columns.shape)[::-1], dtype=torch.int64, device=META)
         launch.record(virtual, op="aten.nonzero")
         expanded += virtual.unbind(0)
         selected += columns.unbind(1)
@@ -101,16 +105,14 @@ def _fills_a_mask(launch: Launch, masks: list[torch.Tensor]) -> bool:
     is on the host, as Python's are (native/TensorAdvancedIndexing.cpp, canDispatchToMaskedFill)."""
     value, accumulates = launch.args[2], launch.argument(3, "accumulate", False)
     alone = len(masks) == 1 and all(index is None or index is masks[0] for index in launch.args[1])
-    return alone and not accumulates and value.numel() == 1 and (not value.is_meta or _is_of_python(launch, value))
+    if accumulates or not alone or value.numel() != 1:
+        return False
+    # In code below an operator (DTensor's), where no function mode sees an assignment, C++ takes a virtual tensor to be
+    # on no GPU, and puts Python's number there (python_variable_indexing.cpp).
+    return not value.is_meta or launch.maker_of(value) == "aten.scalar_tensor"
 
 
-def _is_of_python(launch: Launch, value: torch.Tensor) -> bool:
-    """Whether a number on the card is one that C++ has put there: in code below an operator (DTensor's), where no
-    function mode sees an assignment, it takes a virtual tensor to be on no card (python_variable_indexing.cpp)."""
-    return launch.maker_of(value) == "aten.scalar_tensor"
-
-
-@scratch(_aten.index_put, _aten.index_put_, _aten._index_put_impl_)
+@scratch(aten.index_put, aten.index_put_, aten._index_put_impl_)
 def index_put_accumulate(args: Any, card: Card) -> list[int]:
     """Adding at indices sorts them (native/cuda/Indexing.cu, index_put_with_sort_kernel).
 
@@ -136,13 +138,11 @@ def index_put_accumulate(args: Any, card: Card) -> list[int]:
     return [*linear, *copied, *[8 * count] * 3, sort]
 
 
-@scratch(_aten.pow)
-def pow_of_number(args: Any, card: Card) -> list[int]:
-    """A number to the power of a tensor becomes a tensor on the card, a double (native/Pow.cpp, pow.Scalar)."""
-    return [] if isinstance(args[0], torch.Tensor) or args[0] == 1 else [8]
+# A number to the power of a tensor becomes a tensor on the GPU, a double (native/Pow.cpp, pow.Scalar).
+scratch(aten.pow)(lambda args, card: [] if isinstance(args[0], torch.Tensor) or args[0] == 1 else [8])
 
 
-@kernel(_aten.masked_fill, _aten.masked_fill_, on_host=True)
+@kernel(aten.masked_fill, aten.masked_fill_, on_host=True)
 def masked_fill(launch: Launch) -> Any:
     """CUDA fills with a number that lies on the host (native/cuda/Indexing.cu); the meta kernel would not take it."""
     data, mask, value = launch.args
@@ -152,7 +152,7 @@ def masked_fill(launch: Launch) -> Any:
         return launch.func.overloadpacket.Scalar(data, mask, value.item())
 
 
-@kernel(_aten.masked_select, on_host=True)
+@kernel(aten.masked_select, on_host=True)
 def masked_select(launch: Launch) -> Any:
     """Indexing by the mask, broadcast (native/cuda/IndexKernel.cpp, masked_select_out_cuda_impl)."""
     data, mask = launch.args
@@ -160,10 +160,10 @@ def masked_select(launch: Launch) -> Any:
         return NotImplemented
     data, mask = torch.broadcast_tensors(*(t.unsqueeze(0) if t.dim() == 0 else t for t in (data, mask)))
     with launch.inside():
-        return _aten.index.Tensor(data, [mask])
+        return aten.index.Tensor(data, [mask])
 
 
-@scratch(_aten.scatter_reduce, _aten.scatter_reduce_)
+@scratch(aten.scatter_reduce, aten.scatter_reduce_)
 def scatter_reduce(args: Any, card: Card) -> list[int]:
     """The mean counts what came together (native/TensorAdvancedIndexing.cpp, scatter_reduce_two)."""
     data, source, reduce = args[0], args[3], args[4]
@@ -173,10 +173,48 @@ def scatter_reduce(args: Any, card: Card) -> list[int]:
     return [source.numel() * item, data.numel() * item, data.numel()]
 
 
-@scratch(_aten.masked_scatter, _aten.masked_scatter_)
+@scratch(aten.masked_scatter, aten.masked_scatter_)
 def masked_scatter(args: Any, card: Card) -> list[int]:
     """Where each selected element's source lies: a scan of the mask as int64, and contiguous copies of the mask, as it
     is broadcast, and of the source (native/cuda/IndexKernel.cu)."""
     mask, source = torch.broadcast_tensors(args[1], args[0])[0], args[2]
     count = mask.numel()
     return [8 * count, *contiguous(mask, source), sorting.scan_scratch(count, 8)]
+
+
+# Indices that cannot be viewed flat are copied (native/Embedding.cpp, embedding).
+embedding_copy = input_copies(aten.embedding)(copies_of(1))
+
+_FEW_INDICES = 3072
+_ROWS_PER_PART = 10  # rows of equal indices that one thread adds up (NROWS_PER_THREAD)
+
+
+@kernel(aten.embedding_dense_backward)
+def embedding_dense_backward(launch: Launch) -> Any:
+    """The gradient of the table, dense, and what sorting and summing takes."""
+    grad, indices, rows, _, by_frequency = launch.args
+    if not (grad.is_meta and indices.is_meta):
+        return NotImplemented
+    count, item, width = indices.numel(), indices.element_size(), grad.shape[-1]
+    many = count > _FEW_INDICES or by_frequency
+    with contextlib.ExitStack() as held:
+
+        def hold(*sizes: int) -> None:
+            held.enter_context(launch.scratch(*sizes))
+
+        hold(*contiguous(indices, grad))
+        if many:
+            hold(count * item, count * item)  # the indices sorted, and where each was
+            launch.transients(count * item, sorting.radix_sort_scratch(count, item, item, 8 * item, launch.card))
+            if by_frequency:
+                hold(count * item)
+        result = launch.new((rows, width), grad.dtype)
+        if many and count:
+            segments = min(count, rows)
+            parts = count // _ROWS_PER_PART + segments
+            hold(count * item, 8)
+            launch.transients(sorting.scan_scratch(count, 4))
+            hold(segments * item, segments * item)
+            launch.transients(sorting.scan_scratch(segments, item))
+            hold(8, parts * item, parts * width * max(4, grad.element_size()))
+    return result

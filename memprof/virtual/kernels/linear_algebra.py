@@ -1,4 +1,4 @@
-"""Solvers and factorisations of linear algebra."""
+"""Solvers, factorisations and distances of linear algebra."""
 
 from __future__ import annotations
 
@@ -7,35 +7,31 @@ from typing import Any
 
 import torch
 
-from memprof.virtual.card import Card
-from memprof.virtual.kernels.registry import kernel, scratch
+from memprof.virtual.kernels.copies import contiguous
+from memprof.virtual.kernels.registry import META, aten, kernel, scratch
 from memprof.virtual.launch import Launch
 
-_aten = torch.ops.aten
-_META = torch.device("meta")
+_FEW_ROWS = 25
 
 
-@kernel(_aten.geqrf, on_host=True)
+@kernel(aten.geqrf, on_host=True)
 def geqrf(launch: Launch) -> Any:
     """A matrix in columns like the input, and one factor for each reflector (native/BatchLinearAlgebra.cpp, geqrf)."""
     data = launch.args[0]
     if not data.is_meta:
         return NotImplemented
     *batch, rows, columns = data.shape
-    factored = torch.empty(*batch, columns, rows, dtype=data.dtype, device=_META).mT
-    factors = torch.empty(*batch, min(rows, columns), dtype=data.dtype, device=_META)
+    factored = torch.empty(*batch, columns, rows, dtype=data.dtype, device=META).mT
+    factors = torch.empty(*batch, min(rows, columns), dtype=data.dtype, device=META)
     launch.record(factored, factors)
     return factored, factors
 
 
-@scratch(_aten._cholesky_solve_helper)
-def cholesky_solve(args: Any, card: Card) -> list[int]:
-    """A copy of the factor in columns, and the error flag (native/cuda/linalg/BatchLinearAlgebra.cpp)."""
-    factor = args[1]
-    return [factor.numel() * factor.element_size(), 4]
+# A copy of the factor in columns, and the error flag (native/cuda/linalg/BatchLinearAlgebra.cpp).
+scratch(aten._cholesky_solve_helper)(lambda args, card: [args[1].nbytes, 4])
 
 
-@kernel(_aten.linalg_lstsq)
+@kernel(aten.linalg_lstsq)
 def lstsq(launch: Launch) -> Any:
     """Solve least squares by QR ("gels"), which is the one driver on a card and finds no rank and no singular values.
 
@@ -49,8 +45,7 @@ def lstsq(launch: Launch) -> Any:
         RuntimeError: as torch says it, of another driver and of shapes that do not go together.
     """
     matrix, other = launch.args[:2]
-    driver = launch.kwargs.get("driver")
-    if driver is not None and driver.lower() != "gels":
+    if (launch.kwargs.get("driver") or "gels").lower() != "gels":
         raise RuntimeError("torch.linalg.lstsq: `driver` other than `gels` is not supported on CUDA")
     _check_lstsq(matrix, other)
     *batch, rows, columns = matrix.shape
@@ -67,12 +62,8 @@ def lstsq(launch: Launch) -> Any:
         real = matrix.dtype.to_real()
         residuals = launch.new((*whole, sides) if rows > columns else (0,), real)
     solution = solution[..., :columns, :]
-    return (
-        solution.squeeze(-1) if is_vector else solution,
-        residuals,
-        launch.new((0,), torch.long),
-        launch.new((0,), real),
-    )
+    solution = solution.squeeze(-1) if is_vector else solution
+    return solution, residuals, launch.new((0,), torch.long), launch.new((0,), real)
 
 
 def _check_lstsq(matrix: torch.Tensor, other: torch.Tensor) -> None:
@@ -80,14 +71,31 @@ def _check_lstsq(matrix: torch.Tensor, other: torch.Tensor) -> None:
     if matrix.dim() < 2:
         raise RuntimeError(f"{name}input must have at least 2 dimensions.")
     if matrix.dtype is not other.dtype:
-        raise RuntimeError(
-            f"{name}Expected input and other to have the same dtype, but got input's dtype {matrix.dtype} and other's "
-            f"dtype {other.dtype}"
-        )
+        found = f"but got input's dtype {matrix.dtype} and other's dtype {other.dtype}"
+        raise RuntimeError(f"{name}Expected input and other to have the same dtype, {found}")
     missing = matrix.dim() - other.dim()
     if other.dim() < 1 or missing not in (0, 1):
-        raise RuntimeError(
-            f"{name}input.dim() must be greater or equal to other.dim() and (input.dim() - other.dim()) <= 1"
-        )
-    if matrix.size(-2) != other.size(-1 if missing else -2):
-        raise RuntimeError(f"{name}input.size(-2) should match other.size({-1 if missing else -2})")
+        dims = "input.dim() must be greater or equal to other.dim() and (input.dim() - other.dim()) <= 1"
+        raise RuntimeError(f"{name}{dims}")
+    rows = -1 if missing else -2
+    if matrix.size(-2) != other.size(rows):
+        raise RuntimeError(f"{name}input.size(-2) should match other.size({rows})")
+
+
+@kernel(aten._cdist_forward)
+def cdist(launch: Launch) -> Any:
+    """Of batches made equal and contiguous; Euclidean ones of many rows by a matrix product.
+
+    Source: native/Distance.cpp, cdist_impl.
+    """
+    *rows, p = launch.args[:3]
+    mode = launch.argument(3, "compute_mode") or 0
+    batch = torch.broadcast_shapes(*(each.shape[:-2] for each in rows))
+    expanded = [each.expand(*batch, *each.shape[-2:]) for each in rows]
+    if not all(each.numel() for each in rows):
+        return NotImplemented
+    with launch.scratch(*contiguous(*expanded)):
+        if p == 2 and (mode == 1 or (mode == 0 and any(each.shape[-2] > _FEW_ROWS for each in rows))):
+            with launch.inside():
+                return aten._euclidean_dist.default(*expanded)
+        return launch.run()

@@ -2,6 +2,8 @@
 
 The element-wise loss is as large as the input, and no meta kernel makes it. Sources: native/Loss.cpp,
 native/cuda/Loss.cu, native/cuda/MultiMarginLoss.cu, native/cuda/MultiLabelMarginCriterion.cu.
+
+Cross entropy and the pairwise distance stand here for autocast, which casts what their C++ calls inside.
 """
 
 from __future__ import annotations
@@ -10,20 +12,19 @@ from typing import Any
 
 import torch
 
-from memprof.virtual.card import Card
-from memprof.virtual.kernels.copies import contiguous
+from memprof.torch_private import kernels
+from memprof.virtual.kernels.copies import copies_of
 from memprof.virtual.kernels.reductions import opmath, reduction_buffers
-from memprof.virtual.kernels.registry import composite, kernel, scratch
+from memprof.virtual.kernels.registry import aten, composite, kernel, scratch
 from memprof.virtual.launch import Launch
+from memprof.virtual.machine import Machine
 
-_aten = torch.ops.aten
-_META = torch.device("meta")
-_NONE = 0
-"""`at::Reduction`: none is 0, the mean 1, the sum 2."""
+_NONE, _SUM = 0, 2  # `at::Reduction`; the mean is 1
+_Weight = torch.Tensor | None
 
 
-def _stays_whole(launch: Launch, reduction_at: int) -> bool:
-    """Whether the loss is not reduced, or runs on the host: then the meta kernel does."""
+def _is_unreduced(launch: Launch, reduction_at: int) -> bool:
+    """Return whether the loss is not reduced, or runs on the host: then the meta kernel does."""
     return bool(launch.call.real) or launch.argument(reduction_at, "reduction", 1) == _NONE
 
 
@@ -32,16 +33,16 @@ def _reduce(launch: Launch, loss: torch.Tensor) -> None:
     launch.transients(*reduction_buffers(loss, None, opmath(loss), launch.card))
 
 
-@kernel(_aten.mse_loss, _aten.smooth_l1_loss)
+@kernel(aten.mse_loss, aten.smooth_l1_loss)
 def structured(launch: Launch) -> Any:
     """mse_loss and smooth_l1_loss: two tensors like the loss before its reduction (Loss.cpp).
 
     The first is the result, which is allocated before it is known to be a scalar and keeps its memory. The other is
     what is reduced. Both are laid out as an element-wise operator on input and target gives.
     """
-    if _stays_whole(launch, 2):
+    if _is_unreduced(launch, 2):
         return NotImplemented
-    result = _aten.sub.Tensor(*launch.args[:2])
+    result = aten.sub.Tensor(*launch.args[:2])
     loss = torch.empty_like(result)
     launch.record(result, loss)
     _reduce(launch, loss)
@@ -53,43 +54,32 @@ def _as_scalar(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.set_(tensor.untyped_storage(), 0, (), ())  # type: ignore[call-overload, no-any-return]
 
 
-@kernel(_aten.huber_loss)
-def huber_loss(launch: Launch) -> Any:
-    """The loss like the input, then its mean or sum (Loss.cpp)."""
-    if _stays_whole(launch, 2):
-        return NotImplemented
-    loss = torch.empty_like(launch.args[0])
-    launch.record(loss)
-    result = launch.new((), loss.dtype)
-    _reduce(launch, loss)
-    return result
-
-
-@kernel(_aten.binary_cross_entropy)
-def binary_cross_entropy(launch: Launch) -> Any:
-    """The loss, whose mean or sum is copied back into it: a scalar with memory as large as the input (Loss.cu)."""
-    if _stays_whole(launch, 3):
+@kernel(aten.huber_loss, aten.binary_cross_entropy)
+def reduced_loss(launch: Launch) -> Any:
+    """The loss like the input, then its mean or sum (Loss.cpp). In binary_cross_entropy it is copied back: the result
+    is a scalar with memory as large as the input (Loss.cu)."""
+    is_copied = launch.operator.packet is aten.binary_cross_entropy
+    if _is_unreduced(launch, 3 if is_copied else 2):
         return NotImplemented
     loss = torch.empty_like(launch.args[0])
     launch.record(loss)
     reduced = launch.new((), loss.dtype)
     _reduce(launch, loss)
-    del reduced  # it has been copied back
-    return _as_scalar(loss)
+    return _as_scalar(loss) if is_copied else reduced
 
 
-@kernel(_aten.multi_margin_loss)
+@kernel(aten.multi_margin_loss)
 def multi_margin_loss(launch: Launch) -> Any:
     """A loss for each sample, summed (MultiMarginLoss.cu)."""
     data = launch.args[0]
-    if data.dim() < 2 or _stays_whole(launch, 5):
+    if data.dim() < 2 or _is_unreduced(launch, 5):
         return NotImplemented
     result = launch.new((), data.dtype)
-    _sum_of_samples(launch, data)
+    _reduce(launch, launch.new(data.shape[0], data.dtype))
     return result
 
 
-@kernel(_aten.multilabel_margin_loss_forward)
+@kernel(aten.multilabel_margin_loss_forward)
 def multilabel_margin_loss_forward(launch: Launch) -> Any:
     """A loss for each sample, summed, and which classes are targets (MultiLabelMarginCriterion.cu)."""
     data, target, reduction = launch.args
@@ -99,21 +89,12 @@ def multilabel_margin_loss_forward(launch: Launch) -> Any:
     result = launch.new(shape, data.dtype)
     is_target = launch.new(target.shape, data.dtype)
     if reduction != _NONE and data.dim() == 2:
-        _sum_of_samples(launch, data)
+        _reduce(launch, launch.new(data.shape[0], data.dtype))
     return result, is_target
 
 
-def _sum_of_samples(launch: Launch, data: torch.Tensor) -> None:
-    losses = launch.new(data.shape[0], data.dtype)
-    _reduce(launch, losses)
-
-
-@kernel(
-    _aten.multi_margin_loss_backward,
-    _aten.multilabel_margin_loss_backward,
-    _aten.fractional_max_pool3d_backward,
-    on_host=True,
-)
+@kernel(aten.multi_margin_loss_backward, aten.multilabel_margin_loss_backward, on_host=True)
+@kernel(aten.fractional_max_pool3d_backward, on_host=True)
 def gradient_of_input(launch: Launch) -> Any:
     """Backward operators without a meta kernel: a contiguous gradient of the shape of the input, argument number 1."""
     data = launch.args[1]
@@ -124,13 +105,7 @@ def gradient_of_input(launch: Launch) -> Any:
 
 @composite(torch.ctc_loss)
 def ctc_loss_of_lengths(
-    machine: Any,
-    log_probs: torch.Tensor,
-    targets: torch.Tensor,
-    input_lengths: Any,
-    target_lengths: Any,
-    *options: Any,
-    **named: Any,
+    machine: Any, log_probs: Any, targets: Any, input_lengths: Any, target_lengths: Any, *rest: Any, **named: Any
 ) -> Any:
     """Lengths given as tensors are read by the host, wherever they are (native/LossCTC.cpp, ctc_loss); where they are
     not known they stay tensors, and on the card."""
@@ -140,21 +115,18 @@ def ctc_loss_of_lengths(
     known = [machine.values.store.get(each) for each in lengths]
     if all(each is not None for each in known):
         lengths = tuple(each.tolist() for each in known)
-    return torch.ctc_loss(log_probs, targets, *lengths, *options, **named)
+    return torch.ctc_loss(log_probs, targets, *lengths, *rest, **named)
 
 
-@kernel(_aten._ctc_loss, on_host=True)
+@kernel(aten._ctc_loss, on_host=True)
 def ctc_loss(launch: Launch) -> Any:
     """Loss per sample and the alignments' log probabilities alpha (native/cuda/LossCTC.cu, ctc_loss_gpu_template)."""
     log_probs, targets, _, target_lengths = launch.args[:4]
     if not log_probs.is_meta:
         return NotImplemented
     frames, batch = log_probs.shape[0], log_probs.shape[1]
-    known = (
-        launch.values.store.get(target_lengths)
-        if isinstance(target_lengths, torch.Tensor)
-        else torch.tensor(target_lengths)
-    )
+    is_tensor = isinstance(target_lengths, torch.Tensor)
+    known = launch.values.store.get(target_lengths) if is_tensor else torch.tensor(target_lengths)
     if known is not None:
         longest = int(known.max()) if known.numel() else 0
     else:
@@ -166,7 +138,7 @@ def ctc_loss(launch: Launch) -> Any:
     return launch.new(batch, log_probs.dtype), alpha
 
 
-@kernel(_aten._ctc_loss_backward, on_host=True)
+@kernel(aten._ctc_loss_backward, on_host=True)
 def ctc_loss_backward(launch: Launch) -> Any:
     """A gradient like the log probabilities; beta, as large as alpha, lives while it runs (native/cuda/LossCTC.cu)."""
     log_probs, alpha = launch.args[1], launch.args[6]
@@ -178,28 +150,95 @@ def ctc_loss_backward(launch: Launch) -> Any:
     return result
 
 
-@scratch(_aten.nll_loss_forward)
-def nll_loss(args: Any, card: Card) -> list[int]:
-    """Contiguous copies of input, target and weight (native/cuda/Loss.cu)."""
-    return contiguous(*args[:3])
+# native/cuda/Loss.cu: input, target and weight; then target, input, gradient and weight.
+scratch(aten.nll_loss_forward)(copies_of(0, 1, 2))
+scratch(aten.nll_loss_backward)(copies_of(2, 1, 0, 3))
 
 
-@scratch(_aten.nll_loss_backward)
-def nll_loss_backward(args: Any, card: Card) -> list[int]:
-    """Likewise, and of the gradient."""
-    grad, data, target, weight = args[:4]
-    return contiguous(target, data, grad, weight)
+# Of images, if they are reduced; else of the weight alone (native/cuda/NLLLoss2d.cu).
+scratch(aten.nll_loss2d_forward)(lambda args, card: (copies_of(0, 2, 1) if args[3] else copies_of(2))(args))
+scratch(aten.nll_loss2d_backward)(lambda args, card: (copies_of(2, 3) if args[4] else copies_of(3))(args))
 
 
-@scratch(_aten.nll_loss2d_forward)
-def nll_loss2d(args: Any, card: Card) -> list[int]:
-    """Of images, if they are reduced; else of the weight alone (native/cuda/NLLLoss2d.cu)."""
-    data, target, weight, reduction = args[:4]
-    return contiguous(data, weight, target) if reduction else contiguous(weight)
+@composite(kernels.cross_entropy_loss)
+def cross_entropy(
+    machine: Machine,
+    input: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    reduction: int = 1,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> Any:
+    """Under autocast the log-softmax inside keeps its dtype, and what follows it is cast (native/LossNLL.cpp)."""
+    if not _autocasts(machine, input):
+        return NotImplemented
+    classes = 1 if input.dim() > 1 else 0
+    log_softmax = torch.log_softmax(input, classes, dtype=input.dtype)
+    if target.shape == input.shape:
+        return _probability_loss(log_softmax, target, weight, reduction, classes, label_smoothing)
+    # The arguments are cast from right to left: see autocast.py.
+    nll_weight = None if weight is None else weight.float()
+    nll_loss = kernels.nll_loss_nd(log_softmax.float(), target, nll_weight, reduction, ignore_index)
+    if not label_smoothing:
+        return nll_loss
+    smooth_loss = _smooth_loss(log_softmax, target, weight, reduction, ignore_index, classes)
+    return (1 - label_smoothing) * nll_loss + smooth_loss * (label_smoothing / input.shape[classes])
 
 
-@scratch(_aten.nll_loss2d_backward)
-def nll_loss2d_backward(args: Any, card: Card) -> list[int]:
-    """Of target and weight."""
-    target, weight, reduction = args[2:5]
-    return contiguous(target, weight) if reduction else contiguous(weight)
+@composite(torch.pairwise_distance)
+def pairwise_distance(
+    machine: Machine, x1: torch.Tensor, x2: torch.Tensor, p: float = 2, eps: float = 1e-6, keepdim: bool = False
+) -> Any:
+    """Under autocast the norm inside gives float32 (native/Distance.cpp)."""
+    if not _autocasts(machine, x1):
+        return NotImplemented
+    return kernels.norm(x1 - x2 + eps, p, -1, keepdim, dtype=torch.float32)
+
+
+def _autocasts(machine: Machine, input: torch.Tensor) -> bool:
+    """Return whether a reduction of `input` inside a C++ function would be made in float32 by autocast."""
+    half = input.dtype in (torch.float16, torch.bfloat16)
+    return half and torch.is_autocast_enabled("cuda") and machine.is_on_card(input)
+
+
+def _probability_loss(
+    log_softmax: torch.Tensor, target: torch.Tensor, weight: _Weight, reduction: int, classes: int, smoothing: float
+) -> torch.Tensor:
+    """Cross entropy with probabilities for a target: `cross_entropy_loss_prob_target`, its sums in float32."""
+    if smoothing > 0:
+        target = target * (1 - smoothing) + smoothing / log_softmax.shape[classes]
+    weight = None if weight is None else _by_class(weight, log_softmax, classes)
+    product = log_softmax * target
+    if weight is not None:
+        product = product * weight
+    if reduction == _NONE:
+        return -_sum(product, classes)
+    total = -_sum(product)
+    return total if reduction == _SUM else total / (log_softmax.numel() / log_softmax.shape[classes])
+
+
+def _smooth_loss(
+    log_softmax: torch.Tensor, target: torch.Tensor, weight: _Weight, reduction: int, ignore_index: int, classes: int
+) -> torch.Tensor:
+    """What label smoothing adds: the second half of `cross_entropy_loss_label_smoothing`, its sums in float32."""
+    weighted = log_softmax if weight is None else log_softmax * _by_class(weight, log_softmax, classes)
+    loss = -_sum(weighted, classes)
+    ignored = target == ignore_index
+    loss.masked_fill_(ignored, 0.0)
+    if reduction == _NONE:
+        return loss
+    if reduction == _SUM:
+        return _sum(loss)
+    # The divisor is computed first.
+    chosen = ~ignored
+    count = chosen.sum() if weight is None else _sum(weight.gather(0, target.masked_select(chosen).flatten()))
+    return _sum(loss) / count
+
+
+def _by_class(weight: torch.Tensor, input: torch.Tensor, classes: int) -> torch.Tensor:
+    return weight.view([-1 if dim == classes else 1 for dim in range(input.dim())])
+
+
+def _sum(input: torch.Tensor, *dims: int) -> torch.Tensor:
+    return input.sum(dims, dtype=torch.float32) if dims else input.sum(dtype=torch.float32)

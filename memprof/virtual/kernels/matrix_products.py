@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from memprof.torch_private import kernels
 from memprof.virtual.engine import in_backward
-from memprof.virtual.kernels.registry import composite, input_copies, kernel, uses_cublas, uses_cublaslt
+from memprof.virtual.kernels.registry import META, aten, composite, input_copies, kernel, uses_cublas, uses_cublaslt
 from memprof.virtual.launch import Launch
 from memprof.virtual.machine import Machine
 from memprof.watch.wrappers import is_wrapped
 
-_aten = torch.ops.aten
-_META = torch.device("meta")
 _linear = kernels.linear
 
 KIB = 1 << 10
@@ -27,15 +25,14 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class CublasWorkspace:
-    """How torch's cuBLAS handles take their workspace (aten/src/ATen/cuda/CublasHandlePool.cpp).
+    """How torch's cuBLAS handles take their workspace, in bytes (aten/src/ATen/cuda/CublasHandlePool.cpp).
 
     Until torch 2.14 a handle keeps its workspace for good, one per thread and stream: the autograd thread's first
     matrix product takes a second one. From 2.15 on it is taken and freed around every call.
     """
 
     num_bytes: int
-    lt_num_bytes: int
-    """The separate workspace of cuBLASLt (products with a bias); 0 where it shares the other one."""
+    lt_num_bytes: int  # the separate workspace of cuBLASLt (products with a bias); 0 where it shares the other one
     permanent: bool
 
     @classmethod
@@ -43,8 +40,7 @@ class CublasWorkspace:
         """The workspace of a card under a torch release; CUBLAS_WORKSPACE_CONFIG overrides the size."""
         big = compute_capability[0] == 9 or (compute_capability[0] in (10, 12) and torch_version >= (2, 12))
         num_bytes = 4096 * 8 * KIB if big else (4096 * 2 + 16 * 8) * KIB
-        setting = os.environ.get("CUBLAS_WORKSPACE_CONFIG", "")
-        pairs = re.findall(r":(\d+):(\d+)", setting)
+        pairs = re.findall(r":(\d+):(\d+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
         if pairs:
             num_bytes = sum(int(size) * int(count) for size, count in pairs) * KIB
         permanent = torch_version < (2, 15) or os.environ.get("TORCH_CUBLAS_WORKSPACE_CACHE") == "1"
@@ -52,14 +48,14 @@ class CublasWorkspace:
 
 
 uses_cublas.mark(
-    *(_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten.addbmm, _aten.mv, _aten.addmv, _aten.dot, _aten.vdot),
-    *(_aten.addmm_, _aten.baddbmm_, _aten.addbmm_, _aten.addmv_),
+    *(aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.addbmm, aten.mv, aten.addmv, aten.dot, aten.vdot),
+    *(aten.addmm_, aten.baddbmm_, aten.addbmm_, aten.addmv_),
 )
-uses_cublaslt.mark(_aten.addmm, _aten.addmm_, _aten._addmm_activation)
+uses_cublaslt.mark(aten.addmm, aten.addmm_, aten._addmm_activation)
 
 
-def _as_cublas_takes_it(tensor: torch.Tensor) -> bool:
-    """Whether a matrix, or each of a batch, has rows or columns that are neighbours (native/cuda/Blas.cpp)."""
+def _is_taken_by_cublas(tensor: torch.Tensor) -> bool:
+    """Return whether a matrix, or each of a batch, has rows or columns that are neighbours (native/cuda/Blas.cpp)."""
     *_, rows, columns = tensor.shape
     *_, row_step, step = tensor.stride()
     if (step == 1 and row_step >= columns) or (row_step == 1 and step >= rows):
@@ -67,21 +63,13 @@ def _as_cublas_takes_it(tensor: torch.Tensor) -> bool:
     return (rows == 1 and step == 1) or (columns == 1 and row_step == 1) or (tensor.is_contiguous() and row_step > 0)
 
 
-def _matrix_copies(first: int) -> Callable[[Any], list[int]]:
+def _matrix_copies(first: int, args: Any) -> list[int]:
     """Copies of the two matrices from argument number `first` on, where cuBLAS cannot take them as they are."""
-
-    def formula(args: Any) -> list[int]:
-        return [
-            matrix.numel() * matrix.element_size()
-            for matrix in args[first : first + 2]
-            if not _as_cublas_takes_it(matrix) and matrix.numel()
-        ]
-
-    return formula
+    return [matrix.nbytes for matrix in args[first : first + 2] if not _is_taken_by_cublas(matrix)]
 
 
-input_copies(_aten.mm, _aten.bmm)(_matrix_copies(0))
-input_copies(_aten.addmm, _aten.baddbmm)(_matrix_copies(1))
+input_copies(aten.mm, aten.bmm)(partial(_matrix_copies, 0))
+input_copies(aten.addmm, aten.baddbmm)(partial(_matrix_copies, 1))
 
 
 @kernel("aten._grouped_mm", on_host=True)
@@ -93,16 +81,16 @@ def grouped_mm(launch: Launch) -> Any:
 
     def as_bfloat16(value: Any) -> Any:
         if isinstance(value, torch.Tensor) and value.is_floating_point():
-            return torch.empty_strided(value.size(), value.stride(), dtype=torch.bfloat16, device=_META)
+            return torch.empty_strided(value.size(), value.stride(), dtype=torch.bfloat16, device=META)
         return torch.bfloat16 if value is dtype else value
 
     shape = launch.func(*map(as_bfloat16, launch.args), **{k: as_bfloat16(v) for k, v in launch.kwargs.items()})
-    result = torch.empty_strided(shape.size(), shape.stride(), dtype=dtype, device=_META)
+    result = torch.empty_strided(shape.size(), shape.stride(), dtype=dtype, device=META)
     launch.record(result)
     return result
 
 
-@kernel(_aten._scaled_mm.out)
+@kernel(aten._scaled_mm.out)
 def scaled_mm_out(launch: Launch) -> Any:
     """Into a tensor that is there, as compiled code calls it; there is no meta kernel for that."""
     out = launch.kwargs["out"]
@@ -110,18 +98,14 @@ def scaled_mm_out(launch: Launch) -> Any:
     return out
 
 
-@kernel(_aten.addmm.dtype, _aten.addmm.dtype_out)
+@kernel(aten.addmm.dtype, aten.addmm.dtype_out)
 def addmm_of_two_dtypes(launch: Launch) -> Any:
     """Two in half precision, and the result in float32."""
-    if not _is_addmm_of_two_dtypes_known():
+    # torch has a meta kernel of its own for it in 2.13; that of 2.11 takes the dtype for `beta`
+    # (torch/_decomp/decompositions.py).
+    if not kernels.addmm_dtype.exists():
         launch.call.func = _OnMeta(launch.func)
     return NotImplemented
-
-
-def _is_addmm_of_two_dtypes_known() -> bool:
-    """Whether torch has a meta kernel of its own for it, as 2.13 has; that of 2.11 takes the dtype for `beta`
-    (torch/_decomp/decompositions.py)."""
-    return kernels.addmm_dtype.exists()
 
 
 class _OnMeta:
@@ -138,7 +122,7 @@ class _OnMeta:
         if not one.is_meta:  # numbers that are known are computed
             return self._operator(*args, **kwargs)
         size, out = (one.size(0), other.size(1)), kwargs.get("out")
-        return torch.empty(size, dtype=out_dtype, device=_META) if out is None else out.resize_(size)
+        return torch.empty(size, dtype=out_dtype, device=META) if out is None else out.resize_(size)
 
 
 @composite(_linear)
@@ -155,7 +139,7 @@ def linear(
         machine.adds_bias = False
 
 
-@kernel(_aten.add, on_host=True)
+@kernel(aten.add, on_host=True)
 def add(launch: Launch) -> Any:
     """The engine's own accumulation of two gradients is in place on a run without modes: see engine.py."""
     if in_backward():
@@ -164,12 +148,9 @@ def add(launch: Launch) -> Any:
         launch.args[0].add_(launch.args[1])
         return launch.args[0]
     # The other way round, and so no result of a product, is what vmap makes of an addmm.
-    if launch.adds_bias and _holds_sum(launch.args[0], launch.args[1]):
+    one, other = launch.args[:2]
+    if launch.adds_bias and one.shape == torch.broadcast_shapes(one.shape, other.shape):
         # Autograd sees an addition (of `linear`, above), so it is given another tensor on the same storage.
-        launch.args[0].add_(launch.args[1])
-        return launch.args[0].detach()
+        one.add_(other)
+        return one.detach()
     return NotImplemented
-
-
-def _holds_sum(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.shape == torch.broadcast_shapes(one.shape, other.shape)

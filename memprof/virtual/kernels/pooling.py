@@ -1,75 +1,98 @@
-"""Pooling and windows: copies of what is not laid out as their kernels take it.
+"""Pooling, upsampling, windows and padding: copies of what is not laid out as their kernels take it.
 
 Sources: native/cuda/AveragePool2d.cu and 3d, DilatedMaxPool2d.cu and 3d, AdaptiveAveragePooling.cu and 3d,
-AdaptiveMaxPooling2d.cu and 3d, MaxUnpooling.cu, Im2Col.cu, Col2Im.cu. Fractional pooling, grid samples and padding by
-replication take any strides.
+AdaptiveMaxPooling2d.cu and 3d, MaxUnpooling.cu, Im2Col.cu, Col2Im.cu, ReflectionPad.cu. Fractional pooling, grid
+samples and padding by replication (ReplicationPadding.cu: packed accessors) take any strides.
 """
 
 from __future__ import annotations
 
+import math
+from functools import partial
 from typing import Any
 
 import torch
 
 from memprof.virtual.card import Card
-from memprof.virtual.kernels.copies import contiguous, suggested_format
-from memprof.virtual.kernels.registry import input_copies, scratch
+from memprof.virtual.kernels.copies import contiguous, copies_of, suggested_format
+from memprof.virtual.kernels.registry import aten, input_copies, scratch
 
-_aten = torch.ops.aten
-
-
-@scratch(_aten.avg_pool2d, _aten.max_pool2d_with_indices, _aten.max_pool3d_with_indices)
-def pool(args: Any, card: Card) -> list[int]:
-    """Of the input, in the layout that it is nearest to."""
-    return contiguous(args[0], layout=suggested_format(args[0]))
+# In the layout that the input is nearest to.
+scratch(aten.avg_pool2d, aten.max_pool2d_with_indices, aten.max_pool3d_with_indices)(
+    lambda args, card: contiguous(args[0], layout=suggested_format(args[0]))
+)
 
 
-@scratch(_aten.avg_pool2d_backward, _aten.max_pool2d_with_indices_backward, _aten.max_pool3d_with_indices_backward)
+@scratch(aten.avg_pool2d_backward, aten.max_pool2d_with_indices_backward, aten.max_pool3d_with_indices_backward)
 def pool_backward(args: Any, card: Card) -> list[int]:
     """Of input, gradient and indices, in the input's layout."""
-    return contiguous(args[1], args[0], *_indices(args), layout=suggested_format(args[1]))
+    indices = (arg for arg in args[2:] if isinstance(arg, torch.Tensor))
+    return contiguous(args[1], args[0], *indices, layout=suggested_format(args[1]))
 
 
-def _indices(args: Any) -> list[torch.Tensor]:
-    return [arg for arg in args[2:] if isinstance(arg, torch.Tensor)]
+scratch(aten.avg_pool3d, aten.avg_pool3d_backward, aten._adaptive_avg_pool3d_backward)(copies_of(0))
+scratch(aten.adaptive_max_pool2d_backward, aten.adaptive_max_pool3d_backward)(copies_of(0, 2))
+scratch(aten.reflection_pad1d, aten.reflection_pad2d, aten.reflection_pad3d)(copies_of(0))
+scratch(*(getattr(aten, f"reflection_pad{dims}d_backward") for dims in (1, 2, 3)))(copies_of(0))
+input_copies(aten.max_unpool2d, aten.max_unpool3d, aten.im2col, aten.col2im)(copies_of(0, 1))
 
 
-@scratch(_aten.avg_pool3d, _aten.avg_pool3d_backward, _aten._adaptive_avg_pool3d_backward)
-def contiguous_only(args: Any, card: Card) -> list[int]:
-    """Of the input, and on the way back of the gradient."""
-    return contiguous(args[0])
-
-
-@scratch(_aten._adaptive_avg_pool2d_backward)
+@scratch(aten._adaptive_avg_pool2d_backward)
 def adaptive_average_backward(args: Any, card: Card) -> list[int]:
     """Of the gradient, unless the input is channels-last."""
     return contiguous(args[0]) if suggested_format(args[1]) is torch.contiguous_format else []
 
 
-@scratch(_aten.adaptive_max_pool2d, _aten.adaptive_max_pool3d)
-def adaptive_max(args: Any, card: Card) -> list[int]:
+@scratch(aten.adaptive_max_pool2d, aten.adaptive_max_pool3d)
+def adaptive_max(args: Any, card: Card | None = None) -> list[int]:
     """Of a batch; one sample may have any strides."""
-    return _of_batch(args)
-
-
-@input_copies(_aten._adaptive_avg_pool2d, _aten._adaptive_avg_pool3d)
-def adaptive_average(args: Any) -> list[int]:
-    """Likewise, before the result is made; what is channels-last stays so in two dimensions."""
-    channels_last = args[0].dim() == 4 and suggested_format(args[0]) is not torch.contiguous_format
-    return [] if channels_last else _of_batch(args)
-
-
-def _of_batch(args: Any) -> list[int]:
     return contiguous(args[0]) if args[0].dim() == len(args[1]) + 2 else []
 
 
-@scratch(_aten.adaptive_max_pool2d_backward, _aten.adaptive_max_pool3d_backward)
-def adaptive_max_backward(args: Any, card: Card) -> list[int]:
-    """Of gradient and indices."""
-    return contiguous(args[0], *_indices(args))
+@input_copies(aten._adaptive_avg_pool2d, aten._adaptive_avg_pool3d)
+def adaptive_average(args: Any) -> list[int]:
+    """Likewise, before the result is made; what is channels-last stays so in two dimensions."""
+    channels_last = args[0].dim() == 4 and suggested_format(args[0]) is not torch.contiguous_format
+    return [] if channels_last else adaptive_max(args)
 
 
-@input_copies(_aten.max_unpool2d, _aten.max_unpool3d, _aten.im2col, _aten.col2im)
-def before_the_result(args: Any) -> list[int]:
-    """Of all inputs."""
-    return contiguous(*(arg for arg in args if isinstance(arg, torch.Tensor)))
+# With fewer channels nearest upsampling has no kernel for channels-last (native/cuda/UpSampleNearest2d.cu).
+_FEWEST_CHANNELS_LAST = 4
+
+
+def _image(size_at: int, args: Any, card: Card) -> list[int]:
+    """The copy of the source, and before it a contiguous result where the result (of the size given) is none."""
+    source, result = args[0], (*args[0].shape[:2], *args[size_at][-2:])
+    if tuple(source.shape) == result or not source.numel():
+        return []
+    if suggested_format(source) is torch.contiguous_format:
+        return contiguous(source)
+    if source.shape[1] < _FEWEST_CHANNELS_LAST:
+        return [math.prod(result) * source.element_size(), *contiguous(source)]
+    dense = source.is_contiguous(memory_format=torch.channels_last)
+    return [] if dense else [source.numel() * source.element_size()]
+
+
+# Nearest upsampling works on contiguous or channels-last images (native/cuda/UpSampleNearest2d.cu), and so do its
+# backward, whose result is as large as the input was, and the bilinear one's (UpSampleBilinear2d.cu). Forward, the
+# kernels of all others take any strides.
+upsample_nearest2d = scratch(aten.upsample_nearest2d, aten._upsample_nearest_exact2d)(partial(_image, 1))
+upsample_2d_backward = partial(_image, 2)
+scratch(aten.upsample_nearest2d_backward, aten._upsample_nearest_exact2d_backward)(upsample_2d_backward)
+scratch(aten.upsample_bilinear2d_backward)(upsample_2d_backward)
+# Rows are upsampled contiguous, and so are their gradients (native/cuda/UpSampleNearest1d.cu).
+scratch(aten.upsample_nearest1d, aten.upsample_nearest1d_backward)(copies_of(0))
+scratch(aten._upsample_nearest_exact1d, aten._upsample_nearest_exact1d_backward)(copies_of(0))
+
+
+def _volume(size_at: int, args: Any, card: Card) -> list[int]:
+    """The copy of the source, and before it a contiguous result where the result (laid out as the source) is none."""
+    source, result = args[0], (*args[0].shape[:2], *args[size_at][-3:])
+    is_plain = suggested_format(source) is torch.contiguous_format
+    return contiguous(source) if is_plain else [math.prod(result) * source.element_size(), *contiguous(source)]
+
+
+# Volumes and their gradients are made contiguous (native/cuda/UpSampleNearest3d.cu,
+# upsample_nearest3d_out_cuda_template).
+scratch(aten.upsample_nearest3d, aten._upsample_nearest_exact3d)(partial(_volume, 1))
+scratch(aten.upsample_nearest3d_backward, aten._upsample_nearest_exact3d_backward)(partial(_volume, 2))

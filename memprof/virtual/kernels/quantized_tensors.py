@@ -4,10 +4,14 @@ On the card and in virtual host memory they are torch's for the meta device, eac
 tensors in their turn where there is one for each channel. What only keeps the books (views, scales, schemes) is the
 same C++ for every device, and is run as for the CPU. Sources: quantized/Quantizer.cpp, native/quantized/QTensor.cpp and
 TensorFactories.cpp, native/quantized/cuda.
+
+And fake quantization, which training for quantized weights runs (floats rounded as integers would be): torch has no
+meta kernels for it. FakeQuantPerTensorAffine.cpp, FakeQuantPerChannelAffine.cpp and cuda/FusedObsFakeQuant.cu there.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -16,35 +20,31 @@ from memprof.torch_private import dispatch
 from memprof.trace.events import HOST
 from memprof.virtual.device_rules import lacks_quantized_kernel
 from memprof.virtual.kernels.copies import contiguous, suggested_format
-from memprof.virtual.kernels.registry import Table, kernel
+from memprof.virtual.kernels.registry import META, Table, aten, kernel
 from memprof.virtual.launch import Launch
 from memprof.virtual.limits import not_yet
 
-_aten = torch.ops.aten
-_META = torch.device("meta")
 _CPU = torch.DispatchKeySet(torch.DispatchKey.QuantizedCPU)
 _has_kernel = dispatch.dispatch_has_kernel_for_dispatch_key
-_COMPOSITES = ("CompositeExplicitAutograd", "CompositeImplicitAutograd")
 
-_PER_TENSOR, _PER_CHANNEL_FLOATS = 0, 4
-"""Schemes, as operators give them (c10/core/QScheme.h)."""
+_PER_TENSOR, _PER_CHANNEL_FLOATS = 0, 4  # schemes, as operators give them (c10/core/QScheme.h)
+# What CUDA's kernels are called.
 _BY_SCHEME = {0: "per_tensor_affine", 1: "per_channel_affine", 4: "per_channel_float_qparams"}
-"""What CUDA's kernels are called."""
+# The types that CUDA's kernels take (Dispatch.h, AT_DISPATCH_QINT_TYPES), and of what their bytes are.
 _PLAIN = {torch.qint8: torch.int8, torch.quint8: torch.uint8, torch.qint32: torch.int32}
-"""The types that CUDA's kernels take (Dispatch.h, AT_DISPATCH_QINT_TYPES), and of what their bytes are."""
 
 _SMALLER_THAN_BYTES = {torch.quint4x2: "QUInt4x2", torch.quint2x4: "QUInt2x4"}
 
+# Function of (launch), called where an operand is quantized and virtual.
 of_quantized = Table("kernel for quantized tensors")
-"""Function of (launch), called where an operand is quantized and virtual."""
-_BOOKS = frozenset(
+# One function of C++ for the CPU and for CUDA, which makes what it makes by other operators.
+_DEVICE_INDEPENDENT = frozenset(
     {
-        *(_aten.view, _aten.as_strided, _aten._reshape_alias, _aten.unfold, _aten.squeeze, _aten.unsqueeze),
-        *(_aten.qscheme, _aten.q_scale, _aten.q_zero_point, _aten.q_per_channel_scales, _aten.q_per_channel_axis),
-        *(_aten.q_per_channel_zero_points, _aten.empty_quantized, _aten.empty_like, _aten.set_, _aten.max, _aten.min),
+        *(aten.view, aten.as_strided, aten._reshape_alias, aten.unfold, aten.squeeze, aten.unsqueeze),
+        *(aten.qscheme, aten.q_scale, aten.q_zero_point, aten.q_per_channel_scales, aten.q_per_channel_axis),
+        *(aten.q_per_channel_zero_points, aten.empty_quantized, aten.empty_like, aten.set_, aten.max, aten.min),
     }
 )
-"""One function of C++ for the CPU and for CUDA, which makes what it makes by other operators."""
 
 
 def run(launch: Launch) -> Any:
@@ -61,10 +61,10 @@ def run(launch: Launch) -> Any:
     found = of_quantized.get(launch.operator.packet)
     if found is not None:
         return found(launch)
-    if launch.operator.packet in _BOOKS:
+    if launch.operator.packet in _DEVICE_INDEPENDENT:
         with launch.inside():
             return launch.func.redispatch(_CPU, *launch.args, **launch.kwargs)
-    for key in _COMPOSITES:
+    for key in ("CompositeExplicitAutograd", "CompositeImplicitAutograd"):
         if _has_kernel(name, key):
             with launch.inside():
                 return launch.func._op_dk(getattr(torch.DispatchKey, key), *launch.args, **launch.kwargs)
@@ -91,7 +91,7 @@ def _layout(tensor: torch.Tensor) -> torch.memory_format:
 
 
 def _scheme(tensor: torch.Tensor) -> int:
-    return _aten.qscheme.default.redispatch(_CPU, tensor)  # type: ignore[no-any-return]
+    return aten.qscheme.default.redispatch(_CPU, tensor)  # type: ignore[no-any-return]
 
 
 def _parameters(tensor: torch.Tensor) -> dict[str, Any]:
@@ -101,37 +101,32 @@ def _parameters(tensor: torch.Tensor) -> dict[str, Any]:
         return operator.default.redispatch(_CPU, tensor)
 
     if _scheme(tensor) == _PER_TENSOR:
-        return {"scale": ask(_aten.q_scale), "zero_point": ask(_aten.q_zero_point)}
+        return {"scale": ask(aten.q_scale), "zero_point": ask(aten.q_zero_point)}
     return {
-        "scales": ask(_aten.q_per_channel_scales),
-        "zero_points": ask(_aten.q_per_channel_zero_points),
-        "axis": ask(_aten.q_per_channel_axis),
+        "scales": ask(aten.q_per_channel_scales),
+        "zero_points": ask(aten.q_per_channel_zero_points),
+        "axis": ask(aten.q_per_channel_axis),
     }
 
 
 def _empty(
-    launch: Launch,
-    size: Any,
-    dtype: torch.dtype,
-    layout: torch.memory_format,
-    device: str | None = None,
-    **parameters: Any,
+    launch: Launch, size: Any, dtype: torch.dtype, layout: torch.memory_format, device: Any = None, **parameters: Any
 ) -> Any:
-    """A new quantized tensor. Scales for channels are kept as float64 and int64, or in float32 both
+    """Return a new quantized tensor. Scales for channels are kept as float64 and int64, or in float32 both
     (make_per_channel_affine_quantizer)."""
-    operator = _aten._empty_affine_quantized
+    operator = aten._empty_affine_quantized
     if "axis" in parameters:
-        operator = _aten._empty_per_channel_affine_quantized
+        operator = aten._empty_per_channel_affine_quantized
         floats = parameters["zero_points"].is_floating_point()
         with launch.inside():
             for name, kept in (("scales", torch.float64), ("zero_points", torch.int64)):
                 parameters[name] = parameters[name].to(torch.float32 if floats else kept).contiguous()
-    made = operator.default.redispatch(_CPU, size, dtype=dtype, device=_META, memory_format=layout, **parameters)
+    made = operator.default.redispatch(_CPU, size, dtype=dtype, device=META, memory_format=layout, **parameters)
     launch.record(made, device=device)
     return made
 
 
-@kernel(_aten._empty_affine_quantized, _aten._empty_per_channel_affine_quantized, on_host=True)
+@kernel(aten._empty_affine_quantized, aten._empty_per_channel_affine_quantized, on_host=True)
 def empty(launch: Launch) -> Any:
     """Bytes without values."""
     device = launch.kwargs.get("device")
@@ -143,17 +138,15 @@ def empty(launch: Launch) -> Any:
     return _empty(launch, launch.args[0], launch.kwargs["dtype"], layout, **named)
 
 
-@kernel(_aten.quantize_per_tensor, _aten.quantize_per_channel, _aten.quantize_per_tensor_dynamic, on_host=True)
+@kernel(aten.quantize_per_tensor, aten.quantize_per_channel, aten.quantize_per_tensor_dynamic, on_host=True)
 def quantize(launch: Launch) -> Any:
     """The bytes, and after them the data made contiguous; dynamic quantization reads its extremes before."""
     data, *rest = launch.args
-    if not isinstance(data, torch.Tensor):
-        if launch.device != HOST and launch.call.on_gpu:
-            raise _no_kernel(launch.func.name(), "CUDA")
+    if not isinstance(data, torch.Tensor) and launch.device != HOST and launch.call.on_gpu:
+        raise _no_kernel(launch.func.name(), "CUDA")
+    if not isinstance(data, torch.Tensor) or not data.is_meta:
         return launch.func(*launch.args)
-    if not data.is_meta:
-        return launch.func(*launch.args)
-    dynamic = launch.operator.packet is _aten.quantize_per_tensor_dynamic
+    dynamic = launch.operator.packet is aten.quantize_per_tensor_dynamic
     if dynamic:
         with launch.inside():
             dense = data.contiguous()
@@ -161,7 +154,7 @@ def quantize(launch: Launch) -> Any:
             del dense
     # A small tensor of the host, quantized likewise, says by which quantizer, and what is wrong with the arguments.
     size = [1] if dynamic else [0] * data.dim()
-    if launch.operator.packet is _aten.quantize_per_channel:
+    if launch.operator.packet is aten.quantize_per_channel:
         size[rest[2]] = data.shape[rest[2]]
     known = [launch.values.policy.read(value) if isinstance(value, torch.Tensor) else value for value in rest]
     sample = launch.func(torch.ones(size, dtype=data.dtype), *known)
@@ -175,13 +168,12 @@ def quantize(launch: Launch) -> Any:
         parameters.update(scales=rest[0], zero_points=rest[1])
     layout = _layout(data) if _scheme(sample) != _PER_CHANNEL_FLOATS else torch.contiguous_format
     made = _empty(launch, data.shape, sample.dtype, layout, **parameters)
-    if launch.device != HOST:
-        launch.transients(*contiguous(data, layout=layout))
+    launch.transients(*contiguous(data, layout=layout))
     return made
 
 
 @kernel("aten._make_per_tensor_quantized_tensor", "aten._make_per_channel_quantized_tensor")
-def made_of_integers(launch: Launch) -> Any:
+def from_integers(launch: Launch) -> Any:
     """The same bytes with a quantizer (native/quantized/cuda/MakePerTensorQuantizedTensor.cu)."""
     data, *rest = launch.args
     names = ("scale", "zero_point") if len(rest) == 2 else ("scales", "zero_points", "axis")
@@ -189,7 +181,7 @@ def made_of_integers(launch: Launch) -> Any:
     return _empty(launch, data.shape, dtype, torch.contiguous_format, **dict(zip(names, rest, strict=True)))
 
 
-@kernel(_aten.dequantize)
+@kernel(aten.dequantize)
 def dequantize_floats(launch: Launch) -> Any:
     """Of a tensor that is not quantized."""
     if not isinstance(launch.args[0], torch.Tensor):
@@ -198,18 +190,17 @@ def dequantize_floats(launch: Launch) -> Any:
         return launch.args[0].to(torch.float32)
 
 
-@of_quantized(_aten.dequantize)
+@of_quantized(aten.dequantize)
 def dequantize(launch: Launch) -> Any:
     """Floats, and after them the bytes made contiguous."""
     data = launch.args[0]
     layout = _layout(data)
     result = launch.new(data.shape, torch.float32, layout)
-    if launch.device != HOST:
-        launch.transients(*contiguous(data, layout=layout))
+    launch.transients(*contiguous(data, layout=layout))
     return result
 
 
-@of_quantized(_aten.int_repr)
+@of_quantized(aten.int_repr)
 def int_repr(launch: Launch) -> Any:
     """The bytes as integers (native/quantized/cuda/IntReprQuant.cu)."""
     data = launch.args[0]
@@ -218,19 +209,19 @@ def int_repr(launch: Launch) -> Any:
     return launch.new(data.shape, _PLAIN[data.dtype], suggested_format(data))
 
 
-@of_quantized(_aten.clone, _aten.flip, _aten.index_select)
-def alike(launch: Launch) -> Any:
+@of_quantized(aten.clone, aten.flip, aten.index_select)
+def same_quantizer(launch: Launch) -> Any:
     """Another one by the same quantizer."""
     data, *rest = launch.args
     size, layout = list(data.shape), launch.kwargs.get("memory_format") or torch.contiguous_format
-    if launch.operator.packet is _aten.index_select:
+    if launch.operator.packet is aten.index_select:
         size[rest[0]] = rest[1].numel()
-    elif layout is torch.preserve_format or launch.operator.packet is _aten.flip:
+    elif layout is torch.preserve_format or launch.operator.packet is aten.flip:
         layout = suggested_format(data)
     return _empty(launch, size, data.dtype, layout, **_parameters(data))
 
 
-@of_quantized(_aten._to_copy)
+@of_quantized(aten._to_copy)
 def to_copy(launch: Launch) -> Any:
     """To another device with the scales (TensorConversions.cpp, empty_quantized); what comes back holds ones."""
     data, device = launch.args[0], launch.kwargs.get("device")
@@ -241,11 +232,11 @@ def to_copy(launch: Launch) -> Any:
     with launch.inside():
         for name in ("scales", "zero_points"):
             if name in parameters:
-                parameters[name] = _aten._to_copy.default(parameters[name], **moved)
+                parameters[name] = aten._to_copy.default(parameters[name], **moved)
     if device is None or device.type == "meta":
         target = launch.asked_device if device is not None else None
         return _empty(launch, data.shape, data.dtype, suggested_format(data), target, **parameters)
-    operator = _aten._empty_per_channel_affine_quantized if "axis" in parameters else _aten._empty_affine_quantized
+    operator = aten._empty_per_channel_affine_quantized if "axis" in parameters else aten._empty_affine_quantized
     made = operator(data.shape, dtype=data.dtype, **parameters).fill_(1.0)
     launch.record_real(made)
     return made
@@ -257,7 +248,7 @@ _NOT_TO_FLOATS = (
 )
 
 
-@of_quantized(_aten.copy_)
+@of_quantized(aten.copy_)
 def copy_(launch: Launch) -> Any:
     """Into a quantized tensor (native/Copy.cpp, copy_impl)."""
     if not launch.args[0].is_quantized:
@@ -265,47 +256,41 @@ def copy_(launch: Launch) -> Any:
     return launch.args[0]
 
 
-@of_quantized(_aten.fill_)
-def fill_(launch: Launch) -> Any:
-    """From floats of the same size (native/Fill.cpp, fill_quantized_)."""
-    if launch.device != HOST:
+@of_quantized(aten.masked_fill_, aten._index_put_impl_, aten.relu_, aten.fill_)
+def in_place(launch: Launch) -> Any:
+    """Nothing is made, but to fill: that is from floats of the same size (native/Fill.cpp, fill_quantized_)."""
+    if launch.operator.packet is aten.fill_:
         launch.transients(4 * launch.args[0].numel())
     return launch.args[0]
 
 
-@of_quantized(_aten.masked_fill_, _aten._index_put_impl_, _aten.relu_)
-def in_place(launch: Launch) -> Any:
-    """Nothing is made."""
-    return launch.args[0]
-
-
-@of_quantized(_aten.gelu, _aten._adaptive_avg_pool2d)
+@of_quantized(aten.gelu, aten._adaptive_avg_pool2d)
 def in_floats(launch: Launch) -> Any:
     """Dequantized, computed and quantized again (native/quantized/cuda/Activation.cpp, cudnn/Pooling.cpp)."""
     data, *rest = launch.args
     with launch.inside():
-        floats = _aten.dequantize.self(data)
+        floats = aten.dequantize.self(data)
         result = launch.func(floats, *rest)
-        return _aten.quantize_per_tensor.default(result, *_parameters(data).values(), data.dtype)
+        return aten.quantize_per_tensor.default(result, *_parameters(data).values(), data.dtype)
 
 
-@of_quantized(_aten.relu)
+@of_quantized(aten.relu)
 def relu(launch: Launch) -> Any:
     """By its integers, where they are above the zero point (native/quantized/cuda/Activation.cpp)."""
     scale, zero_point = _parameters(launch.args[0]).values()
     with launch.inside():
-        integers = _aten.int_repr.default(launch.args[0])
+        integers = aten.int_repr.default(launch.args[0])
         mask = integers > zero_point
-        above = _aten.where.ScalarOther(mask, integers, zero_point)
-        return _aten._make_per_tensor_quantized_tensor.default(above, scale, zero_point)
+        above = aten.where.ScalarOther(mask, integers, zero_point)
+        return aten._make_per_tensor_quantized_tensor.default(above, scale, zero_point)
 
 
-@of_quantized(_aten.quantized_max_pool2d, "quantized.max_pool2d")
+@of_quantized(aten.quantized_max_pool2d, "quantized.max_pool2d")
 def max_pool2d(launch: Launch) -> Any:
     """Of images with their channels last, which a copy has if they have not (native/quantized/cudnn/Pooling.cpp)."""
     data, *rest = launch.args
     layout = torch.channels_last if data.dim() == 4 else torch.contiguous_format
-    size = _aten.max_pool2d_with_indices(torch.empty(data.shape, device=_META), *rest)[0].shape
+    size = aten.max_pool2d_with_indices(torch.empty(data.shape, device=META), *rest)[0].shape
     with launch.scratch(*contiguous(data, layout=layout)):
         return _empty(launch, size, torch.qint8, layout, **_parameters(data))
 
@@ -319,3 +304,98 @@ def add(launch: Launch) -> Any:
         made = _empty(launch, data.shape, torch.qint8, torch.contiguous_format, scale=scale, zero_point=zero_point)
         launch.transients(floats, floats)
     return made
+
+
+@kernel(aten.fake_quantize_per_tensor_affine_cachemask, aten._fake_quantize_per_tensor_affine_cachemask_tensor_qparams)
+def per_tensor(launch: Launch) -> Any:
+    """The result, and which elements were in range."""
+    data, *rest = launch.args
+    if not any(isinstance(argument, torch.Tensor) for argument in rest):
+        launch.func(torch.empty(0), *rest)  # which says what is wrong with the range
+    return _result_and_mask(launch, data)
+
+
+def _result_and_mask(launch: Launch, data: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    with launch.inside():
+        return torch.empty_like(data), torch.empty_like(data, dtype=torch.bool)
+
+
+@kernel(aten.fake_quantize_per_channel_affine_cachemask)
+def per_channel(launch: Launch) -> Any:
+    """The same, after the host has read the extremes of integer zero points."""
+    data, _, zero_point = launch.args[:3]
+    if not zero_point.is_floating_point():
+        with launch.inside():
+            aten.aminmax.default(zero_point)
+    return _result_and_mask(launch, data)
+
+
+@kernel(aten._fake_quantize_learnable_per_tensor_affine)
+def learnable_per_tensor(launch: Launch) -> Any:
+    """By a scale and a zero point that the host reads."""
+    data, _, _, least, most = launch.args[:5]
+    with launch.inside():
+        return aten.fake_quantize_per_tensor_affine_cachemask.default(data, 1.0, least, least, most)[0]
+
+
+@kernel(aten._fake_quantize_learnable_per_channel_affine)
+def learnable_per_channel(launch: Launch) -> Any:
+    """By rounded zero points."""
+    data, scale, zero_point, axis, least, most = launch.args[:6]
+    with launch.inside():
+        rounded = zero_point.round().clamp_(least, most).to(torch.int32)
+        return aten.fake_quantize_per_channel_affine_cachemask.default(data, scale, rounded, axis, least, most)[0]
+
+
+@kernel(
+    aten._fake_quantize_learnable_per_tensor_affine_backward,
+    aten._fake_quantize_learnable_per_channel_affine_backward,
+)
+def learnable_backward(launch: Launch) -> Any:
+    """Gradients of scale and zero point are as large as the data, before they are summed."""
+    grad, data, scale, zero_point = launch.args[:4]
+    with launch.inside():
+        if launch.operator.packet is aten._fake_quantize_learnable_per_tensor_affine_backward:
+            gradients = [torch.empty_like(data) for _ in range(3)]
+            return gradients[0], *(each.sum().unsqueeze(0) for each in gradients[1:])
+        axis, least, most = launch.args[4:7]
+        if data.dtype is torch.bfloat16:
+            grad, data, scale, zero_point = (each.float() for each in (grad, data, scale, zero_point))
+        rounded = zero_point.round().clamp_(least, most)
+        extremes = aten.aminmax.default(rounded)
+        gradients = [torch.empty_like(data) for _ in range(3)]
+        others = [dim for dim in range(data.dim()) if dim != axis]
+        result = gradients[0], *(each.sum(others) for each in gradients[1:])
+        del extremes
+        return result
+
+
+@kernel(aten._fused_moving_avg_obs_fq_helper)
+def observe(launch: Launch) -> Any:
+    """The data's extremes move the range, which the result is then made by; unused buffers get their size here."""
+    data, _, is_on, *observers = launch.args[:7]
+    least, most, axis = launch.args[8:11]
+    by_row = launch.argument(11, "per_row_fake_quant", False)
+    with launch.inside():
+        dense = data.contiguous()
+        if by_row:
+            rows = data if data.dim() == 2 else data.transpose(0, axis).flatten(1)
+            if not observers[0].numel():
+                for observer, value in zip(observers, (math.inf, -math.inf, None, None), strict=True):
+                    observer.resize_(data.shape[axis])
+                    if value is not None:
+                        observer.fill_(value)
+            aten.aminmax.default(rows, dim=1)
+            del rows
+        else:
+            aten.aminmax.default(dense)
+        for observer in observers:
+            launch.values.store.drop(observer.untyped_storage()._cdata)
+        if not by_row:
+            return aten._fake_quantize_per_tensor_affine_cachemask_tensor_qparams.default(
+                data, *observers[2:], is_on, least, most
+            )
+        if launch.values.policy.read(is_on).any():
+            return aten.fake_quantize_per_channel_affine_cachemask.default(data, *observers[2:], axis, least, most)
+        mask = torch.ones_like(data, dtype=torch.bool)
+        return data.clone(), mask

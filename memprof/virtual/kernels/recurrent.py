@@ -14,21 +14,16 @@ import torch
 
 from memprof.torch_private import kernels
 from memprof.virtual.kernels.copies import contiguous
-from memprof.virtual.kernels.registry import composite, kernel
+from memprof.virtual.kernels.registry import META, aten, composite, kernel
 from memprof.virtual.launch import Launch
 from memprof.virtual.machine import Machine
 
-_aten = torch.ops.aten
-_META = torch.device("meta")
-
-MODES = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}
-"""Kind of layer -> its number in cuDNN (cudnnRNNMode_t)."""
+MODES = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}  # kind of layer -> its number in cuDNN (cudnnRNNMode_t)
+# Hidden-sized vectors that the backward needs of a time step: the gates, an LSTM's cell, a GRU's hidden candidate.
 _KEPT_FOR_BACKWARD = {0: 1, 1: 1, 2: 5, 3: 4}
-"""Hidden-sized vectors that the backward needs of a time step: the gates, an LSTM's cell, a GRU's hidden candidate."""
 _GATES = {0: 1, 1: 1, 2: 4, 3: 3}
 DTYPES = (torch.float16, torch.float32, torch.float64)
 DROPOUT_STATE_BYTES = 2 << 20
-_DROPOUT_STATE = "state of cuDNN's dropout"
 
 RESERVE = (
     "Recurrent layers run on cuDNN, which keeps a reserve space for the backward pass: counted is what it cannot do "
@@ -73,24 +68,9 @@ def _run(name: str, machine: Machine, data: torch.Tensor, *args: Any, **kwargs: 
         buffer, weights = _cast(machine, packing, weights, per_layer, half)
     elif buffer is None:
         assume(COPIED_WEIGHTS)
-    output, hy, cy, _, _ = _aten._cudnn_rnn(
-        data,
-        weights,
-        per_layer,
-        buffer,
-        hx,
-        cx,
-        MODES[name],
-        size,
-        projected,
-        layers,
-        batch_first,
-        dropout,
-        training,
-        bidirectional,
-        sizes,
-        _dropout_state(machine, machine.device_of(data)) if training and dropout > 0 else None,
-    )
+    state = _dropout_state(machine, machine.device_of(data)) if training and dropout > 0 else None
+    options = (MODES[name], size, projected, layers, batch_first, dropout, training, bidirectional, sizes, state)
+    output, hy, cy, _, _ = aten._cudnn_rnn(data, weights, per_layer, buffer, hx, cx, *options)
     return (output, hy, cy) if name == "lstm" else (output, hy)
 
 
@@ -100,20 +80,18 @@ for _name in MODES:
 
 def _dropout_state(machine: Machine, device: str) -> torch.Tensor:
     """The state of cuDNN's random numbers: made once on each card, kept for good (get_dropout_state)."""
-    key = f"{_DROPOUT_STATE} {device}"
+    key = f"state of cuDNN's dropout {device}"
     if key not in machine.kept:
         machine.values.assume(DROPOUT)
         with machine.asked_for(device):
-            machine.kept[key] = torch.empty(DROPOUT_STATE_BYTES, dtype=torch.uint8, device=_META)
+            machine.kept[key] = torch.empty(DROPOUT_STATE_BYTES, dtype=torch.uint8, device=META)
     return machine.kept[key]
 
 
-def _cast(
-    machine: Machine, packing: Packing, weights: list[torch.Tensor], per_layer: int, dtype: torch.dtype
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
+def _cast(machine: Machine, packing: Packing, weights: list[torch.Tensor], per_layer: int, dtype: torch.dtype) -> Any:
     """Under autocast the weights are copied into a new half-precision buffer at every call."""
     with machine.asked_for(machine.device_of(weights[0])):
-        buffer = torch.zeros(packing.numel, dtype=dtype, device=_META)
+        buffer = torch.zeros(packing.numel, dtype=dtype, device=META)
     views = packing.views(buffer, [weight.shape for weight in weights], per_layer)
     # Tensors of their own that share the buffer, not views of it, so that each has its own gradient.
     parts = [view.detach() for view in views]
@@ -129,13 +107,10 @@ class Packing:
         directions = 2 if bidirectional else 1
         rows = _GATES[mode] * hidden_size
         out = projected or hidden_size
-        matrices = 0
-        for layer in range(layers):
-            inputs = input_size if layer == 0 else out * directions
-            matrices += directions * (rows * (inputs + out) + projected * hidden_size)
-        self._matrices = matrices
+        inputs = input_size + (layers - 1) * out * directions
+        self._matrices = matrices = directions * (rows * (inputs + layers * out) + layers * projected * hidden_size)
+        # Elements of the buffer: it has room for both biases even where the layer has none.
         self.numel = matrices + layers * directions * 2 * rows
-        """Elements of the buffer: it has room for both biases even where the layer has none."""
 
     def buffer_of(self, weights: Sequence[torch.Tensor]) -> torch.Tensor | None:
         """The buffer whose parts these weights are (try_get_weight_buf), or None."""
@@ -159,19 +134,15 @@ class Packing:
         return parts
 
 
-# -- the operators ----------------------------------------------------------------------------------------------------
-
-
-@kernel(_aten._cudnn_rnn_flatten_weight, on_host=True)
+@kernel(aten._cudnn_rnn_flatten_weight, on_host=True)
 def flatten_weight(launch: Launch) -> Any:
     """A new buffer; every parameter becomes a part of it, and its own storage is dropped."""
     weights, per_layer, input_size, kind, hidden_size, projected, layers, _, bidirectional = launch.args
     packing = Packing(kind, input_size, hidden_size, projected, layers, bidirectional)
     buffer = launch.new(packing.numel, weights[0].dtype)
     with torch.no_grad():
-        for weight, part in zip(
-            weights, packing.views(buffer, [weight.shape for weight in weights], per_layer), strict=True
-        ):
+        parts = packing.views(buffer, [weight.shape for weight in weights], per_layer)
+        for weight, part in zip(weights, parts, strict=True):
             launch.values.store.drop(weight.untyped_storage()._cdata)
             weight.set_(part)
     return buffer
@@ -183,7 +154,7 @@ def _shapes(args: Any) -> tuple[int, int, int, int]:
     directions = 2 if bidirectional else 1
     if sizes:
         return len(sizes), sizes[0], directions, data.shape[0]
-    steps, batch = (data.shape[1], data.shape[0]) if batch_first else (data.shape[0], data.shape[1])
+    steps, batch = data.shape[1::-1] if batch_first else data.shape[:2]
     return steps, batch, directions, 0
 
 
@@ -195,7 +166,7 @@ def _reserve_bytes(args: Any) -> int:
     return int((rows or steps * batch) * directions * vectors * data.element_size())
 
 
-@kernel(_aten._cudnn_rnn)
+@kernel(aten._cudnn_rnn)
 def cudnn_rnn(launch: Launch) -> Any:
     """Output, last hidden and cell states, and in training the reserve space."""
     args = launch.args
@@ -216,12 +187,11 @@ def cudnn_rnn(launch: Launch) -> Any:
     return (output.transpose(0, 1) if turned else output), hy, cy, reserve, buffer
 
 
-@kernel(_aten._cudnn_rnn_backward)
+@kernel(aten._cudnn_rnn_backward)
 def cudnn_rnn_backward(launch: Launch) -> Any:
-    """Gradients of the input, the states and, as parts of one buffer, the weights.
+    """Gradients of the input, the states and, as parts of one buffer, the weights; those not given are zeros meanwhile.
 
-    Gradients that did not arrive are zeros for the time of the call; a batch-first input is transposed again, for the
-    gradient of the input and once more for that of the weights.
+    A batch-first input is transposed again, for the gradient of the input and once more for that of the weights.
     """
     data, weights, per_layer, buffer, hx, cx, output, *grads = launch.args[:10]
     kind, size, projected, layers, batch_first, _, _, bidirectional, sizes, _, _, mask = launch.args[10:]
@@ -245,7 +215,7 @@ def cudnn_rnn_backward(launch: Launch) -> Any:
     return (grad_data.transpose(0, 1) if turned else grad_data), grad_hx, grad_cx, grad_weights
 
 
-@kernel(_aten._pack_padded_sequence, on_host=True)
+@kernel(aten._pack_padded_sequence, on_host=True)
 def pack_padded_sequence(launch: Launch) -> Any:
     """Rows of stretches of equal batch size, copied where they are not neighbours, then joined (PackedSequence.cpp).
 

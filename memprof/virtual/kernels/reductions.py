@@ -11,29 +11,24 @@ from typing import Any
 import torch
 
 from memprof.virtual.card import Card, torch_release
-from memprof.virtual.kernels.registry import scratch
-
-_aten = torch.ops.aten
+from memprof.virtual.kernels.registry import aten, scratch
 
 _SPLIT_THREADS = 512
 _MIN_VALUES_PER_THREAD = 16
 _MAX_VALUES_PER_THREAD = 256
 _INT32_MAX = 2**31 - 1
-_PAIR_BYTES = 16
-"""A value and its int64 position, aligned to 8 bytes."""
+_PAIR_BYTES = 16  # a value and its int64 position, aligned to 8 bytes
 
 
 @dataclass(frozen=True)
 class Reduction:
     """A reduction as its kernel sees it: dimensions by rising stride, the reduced ones first, neighbours merged."""
 
-    reduced: tuple[tuple[int, int], ...]
-    """(size, stride in elements) of the reduced dimensions."""
+    reduced: tuple[tuple[int, int], ...]  # (size, stride in elements) of the reduced dimensions
     kept: tuple[tuple[int, int], ...]
     item_bytes: int
     accumulator_bytes: int
-    values_per_load: int = 4
-    """What a thread loads at once along a contiguous reduced dimension (the kernel's vt0)."""
+    values_per_load: int = 4  # what a thread loads at once along a contiguous reduced dimension (the kernel's vt0)
 
     @classmethod
     def of(cls, tensor: torch.Tensor, dims: Any, accumulator_bytes: int, values_per_load: int = 4) -> Reduction:
@@ -43,14 +38,13 @@ class Reduction:
         contiguous; reduced ones by the stride of the input.
         """
         rank = tensor.dim()
-        wanted = _as_list(dims)
+        wanted = [] if dims is None or isinstance(dims, bool) else [dims] if isinstance(dims, int) else list(dims)
         chosen = {dim % rank for dim in wanted} if wanted and rank else set(range(rank))
         order = [dim for dim in reversed(range(rank)) if tensor.size(dim) != 1]
         reduced = [(tensor.size(dim), tensor.stride(dim)) for dim in order if dim in chosen]
         kept = [(tensor.size(dim), tensor.stride(dim)) for dim in order if dim not in chosen]
-        return cls(
-            _merged(_by_stride(reduced)), _merged(kept), tensor.element_size(), accumulator_bytes, values_per_load
-        )
+        merged = _merged(_by_stride(reduced)), _merged(kept)
+        return cls(*merged, tensor.element_size(), accumulator_bytes, values_per_load)
 
     def split(self) -> list[Reduction]:
         """The parts that 32-bit indices can address, each of which is a launch of its own (halves of the widest)."""
@@ -89,7 +83,7 @@ class Reduction:
                 vector = self._output_vector()
                 width //= vector
         limit = _SPLIT_THREADS // vector
-        widest, highest = min(_power_of_two(width), limit), min(_power_of_two(height), limit)
+        widest, highest = min(power_of_two(width), limit), min(power_of_two(height), limit)
         rows = min(highest, limit // min(widest, 32))
         columns = min(widest, limit // rows)
         step_input, step_output = (columns, 1) if along_inputs else (1, columns)
@@ -100,9 +94,8 @@ class Reduction:
         target = num_sms * (threads_per_sm // (columns * rows))
         if values < _MAX_VALUES_PER_THREAD or grid > target:
             return []
-        blocks = max(
-            min(-(-target // grid), -(-values // _MIN_VALUES_PER_THREAD)), -(-values // _MAX_VALUES_PER_THREAD)
-        )
+        blocks = min(-(-target // grid), -(-values // _MIN_VALUES_PER_THREAD))
+        blocks = max(blocks, -(-values // _MAX_VALUES_PER_THREAD))
         if blocks <= 1:
             return []
         staged = self.accumulator_bytes * outputs * blocks
@@ -112,12 +105,6 @@ class Reduction:
         """How many neighbouring outputs a thread makes (get_output_vec_size): 4, 2 or 1, dividing every stride."""
         numbers = [self.kept[0][0], *(stride for _, stride in self.reduced), *(stride for _, stride in self.kept[1:])]
         return next(vector for vector in (4, 2, 1) if all(number % vector == 0 for number in numbers))
-
-
-def _as_list(dims: Any) -> list[int]:
-    if dims is None or isinstance(dims, bool):
-        return []
-    return [dims] if isinstance(dims, int) else list(dims)
 
 
 def _by_stride(pairs: list[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -147,7 +134,8 @@ def _merged(pairs: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
     return tuple(merged)
 
 
-def _power_of_two(value: int) -> int:
+def power_of_two(value: int) -> int:
+    """Return the largest power of two up to `value`, which is 1 if that is none."""
     return 1 << (value.bit_length() - 1) if value > 0 else 1
 
 
@@ -186,11 +174,10 @@ def _reduction(
 def reduction_buffers(
     tensor: torch.Tensor, dims: Any, accumulator_bytes: int, card: Card, values_per_load: int = 4
 ) -> list[int]:
-    """Buffers of a reduction; where one of half precision, or of values with positions, takes several launches, first
-    what is carried between them, for which the result has no room (Reduce.cuh, AccumulationBuffer).
+    """Return the buffers of a reduction; where one of half precision, or of values with positions, takes several
+    launches, first what is carried between them, for which the result has no room (Reduce.cuh, AccumulationBuffer).
 
-    Launches follow one another, and each gives its buffers back before the next (Reduce.cuh, gpu_reduce_kernel, calls
-    itself for every part): what is held at once is the largest launch's.
+    Each launch gives its buffers back before the next (gpu_reduce_kernel calls itself for every part).
     """
     if tensor.numel() < 2:
         return []
@@ -207,35 +194,24 @@ def _buffers(part: Reduction, num_sms: int, threads_per_sm: int) -> tuple[int, .
     return tuple(part.buffers(num_sms, threads_per_sm))
 
 
-def _own(tensor: torch.Tensor) -> int:
-    return tensor.element_size()
-
-
 def _pair(tensor: torch.Tensor) -> int:
     """A value and its int64 index, aligned to 8 bytes; max() and min() without a dimension keep no index."""
     return _PAIR_BYTES
 
 
-def _index(tensor: torch.Tensor) -> int:
-    """A value and its int64 index; unlike max and min, argmax and argmin keep it without a dimension as well."""
-    return _PAIR_BYTES
-
-
-def _welford(tensor: torch.Tensor) -> int:
-    """Mean, sum of squares, an int32 count and the count as a real number (native/SharedReduceOps.h, WelfordData)."""
-    return 32 if tensor.dtype is torch.float64 else 16
-
-
+# Sum and mean of half precision load eight values at once since torch 2.10 (pull request 165055).
 _HALVES_PER_LOAD = 8 if torch_release() >= (2, 10) else 4
-"""Sum and mean of half precision load eight values at once since torch 2.10 (pull request 165055)."""
 
 # By the type in which the operators on gpu_reduce_kernel (native/cuda/Reduce*Kernel.cu) accumulate.
-scratch(_aten.sum)(_reduction(opmath, half_per_load=_HALVES_PER_LOAD, cast=True))
-scratch(_aten.prod)(_reduction(opmath, cast=True))
-scratch(_aten.nansum)(_reduction(opmath))
-scratch(_aten.mean)(_reduction(opmath, half_per_load=_HALVES_PER_LOAD))
-scratch(_aten.linalg_vector_norm)(_reduction(opmath, dims_at=2))
-scratch(_aten.amax, _aten.amin, _aten.any, _aten.all)(_reduction(_own))
-scratch(_aten.max, _aten.min)(_reduction(_pair))
-scratch(_aten.argmax, _aten.argmin)(_reduction(_index))
-scratch(_aten.var, _aten.std, _aten.var_mean, _aten.std_mean)(_reduction(_welford, values_per_load=2))
+scratch(aten.sum)(_reduction(opmath, half_per_load=_HALVES_PER_LOAD, cast=True))
+scratch(aten.prod)(_reduction(opmath, cast=True))
+scratch(aten.nansum)(_reduction(opmath))
+scratch(aten.mean)(_reduction(opmath, half_per_load=_HALVES_PER_LOAD))
+scratch(aten.linalg_vector_norm)(_reduction(opmath, dims_at=2))
+scratch(aten.amax, aten.amin, aten.any, aten.all)(_reduction(torch.Tensor.element_size))
+scratch(aten.max, aten.min)(_reduction(_pair))
+scratch(aten.argmax, aten.argmin)(_reduction(lambda tensor: _PAIR_BYTES))  # an index without a dimension as well
+# Mean, sum of squares, an int32 count and the count as a real number (native/SharedReduceOps.h, WelfordData).
+scratch(aten.var, aten.std, aten.var_mean, aten.std_mean)(
+    _reduction(lambda tensor: 32 if tensor.dtype is torch.float64 else 16, values_per_load=2)
+)

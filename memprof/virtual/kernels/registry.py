@@ -12,8 +12,8 @@
     @composite(torch.dropout)        what CUDA runs for a function that chooses by device in C++, above all operators;
     def dropout(machine, input, ..): NotImplemented where the function itself is to run
 
-A new file in this folder is found by itself. An operator that some releases of torch lack is named by a string,
-`"aten._safe_softmax"`, and passed over where it is absent.
+A new file in this folder is found by itself. An operator that some releases of torch lack, or that a library defines,
+is named by a string, `"torchvision.nms"`, and passed over until it is there.
 
 Beside each constant or formula stands the file of PyTorch that it is from; `SOURCE_TAG` says of which release.
 """
@@ -32,17 +32,17 @@ import memprof.virtual.kernels as families
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
+aten: Any = torch.ops.aten
+META = torch.device("meta")
+
+# The release of PyTorch whose files are named, here and in all of memprof; those below native/ lie in aten/src/ATen.
+# That each is a file of this release was seen in its wheels, for the CPU and for CUDA 13.0: the tests list how, in
+# sources_of_v2.13.0.txt. Headers were read there. The text of all others (.cpp, .cu) was not at hand as of the tag: it
+# was read in single versions from the repository's history. What differs between releases is said beside it; recordings
+# under 2.6, 2.11 and 2.13 bear the formulas out.
 SOURCE_TAG = "v2.13.0"
-"""The release of PyTorch whose files are named, here and in all of memprof; those below native/ lie in aten/src/ATen.
 
-That each is a file of this release was seen in its wheels, for the CPU and for CUDA 13.0: the tests list how, in
-sources_of_v2.13.0.txt. Headers were read there. The text of all others (.cpp, .cu) was not at hand as of the tag: it
-was read in single versions from the repository's history. What differs between releases is said beside it; recordings
-under 2.6, 2.11 and 2.13 bear the formulas out.
-"""
-
-ABSENT: set[str] = set()
-"""Operators that were named by a string and are not in this release of torch."""
+ABSENT: dict[str, list[tuple[Table, Any]]] = {}  # operators that were named by a string and are not there -> entries
 
 
 class Table:
@@ -52,13 +52,10 @@ class Table:
         self._role = role
         self._entries: dict[Any, Any] = {}
         self.get = self._entries.get
+        self.items = self._entries.items
 
     def __contains__(self, operator: Any) -> bool:
         return operator in self._entries
-
-    def items(self) -> list[tuple[Any, Any]]:
-        """All that is registered."""
-        return list(self._entries.items())
 
     def add(self, operator: Any, entry: Any) -> None:
         """Register one operator, or torch function.
@@ -68,7 +65,7 @@ class Table:
         """
         found = _named(operator) if isinstance(operator, str) else operator
         if found is None:
-            ABSENT.add(operator)
+            ABSENT.setdefault(operator, []).append((self, entry))
         elif found in self._entries:
             names = [getattr(each, "__qualname__", str(each)) for each in (self._entries[found], entry)]
             raise ValueError(f"{found} has two entries as {self._role}: {names[0]} and {names[1]}")
@@ -76,7 +73,7 @@ class Table:
             self._entries[found] = entry
 
     def mark(self, *operators: Any) -> None:
-        """Register operators of which nothing more is to be said."""
+        """Register operators of which nothing else is registered."""
         for operator in operators:
             self.add(operator, True)
 
@@ -92,16 +89,13 @@ class Table:
 
 
 _kernels = Table("kernel")
+# Function of (args, card): sizes, taken one after the other once the result is there.
 scratch = Table("scratch formula")
-"""Function of (args, card): sizes, taken one after the other once the result is there."""
-input_copies = Table("input copies")
-"""Function of (args): sizes, taken before the result, or before cuBLAS's workspace."""
-composite = Table("composite")
-"""Function of (machine, *arguments)."""
+input_copies = Table("input copies")  # function of (args): sizes, taken before the result, or before cuBLAS's workspace
+composite = Table("composite")  # function of (machine, *arguments)
 uses_cublas = Table("user of cuBLAS")
 uses_cublaslt = Table("user of cuBLASLt")
-looked_into = Table("composite that is looked into")
-"""See expansion.py."""
+looked_into = Table("composite that is looked into")  # see expansion.py
 anywhere = Table("kernel for any device")
 
 
@@ -136,6 +130,13 @@ def load() -> None:
     """Import every file of the folder, each of which registers what it holds."""
     for module in pkgutil.iter_modules(families.__path__):
         importlib.import_module(f"{families.__name__}.{module.name}")
+
+
+def register_library(namespace: str) -> None:
+    """Register the operators of a library that has been imported."""
+    for name in [name for name in ABSENT if name.startswith(f"{namespace}.") and _named(name) is not None]:
+        for table, entry in ABSENT.pop(name):
+            table.add(name, entry)
 
 
 def _named(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Scratch memory of operators that sort, select and scan: CUB's, and the buffers that torch puts around it.
+"""Operators that sort, select, count and scan: CUB's scratch memory, and what their CUDA kernels call inside.
 
 CUB computes its sizes from launch policies that differ by card: the tiles here are those of compute capabilities 8.0
 and 9.0 (cub/device/dispatch/tuning/tuning_radix_sort.cuh, Policy800 and Policy900, and dispatch_scan.cuh). They move
@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 
+from memprof.torch_private import kernels
 from memprof.virtual.card import Card
-from memprof.virtual.kernels.copies import contiguous
-from memprof.virtual.kernels.registry import scratch
-
-_aten = torch.ops.aten
+from memprof.virtual.kernels.copies import contiguous, copies_of
+from memprof.virtual.kernels.registry import META, aten, composite, input_copies, kernel, scratch
+from memprof.virtual.launch import Launch
+from memprof.virtual.machine import Machine
 
 _ALIGNMENT = 256
 _DIGITS = 256
@@ -24,8 +25,8 @@ _DIGIT_BITS = 8
 _SINGLE_TILE_ITEMS = 256 * 9
 _ONESWEEP_THREADS = 384
 _MAX_PORTION = (1 << 28) - 1
+# torch counts elements in 64 bits (aten/src/ATen/cuda/cub.h, radix_sort_pairs), and CUB its offsets as it is asked.
 _OFFSET_BYTES = 8
-"""torch counts elements in 64 bits (aten/src/ATen/cuda/cub.h, radix_sort_pairs), and CUB its offsets as it is asked."""
 _SCAN_TILE = 128 * 15
 _SMALL_SORT = 4096
 _INT_MAX = 2**31 - 1
@@ -50,16 +51,9 @@ def radix_sort_scratch(count: int, key_bytes: int, value_bytes: int, bits: int, 
     portion = _MAX_PORTION // tile * tile
     portions = -(-count // portion)
     blocks = -(-min(count, portion) // tile)
-    twice = passes > 1
-    return _together(
-        [
-            portions * passes * _DIGITS * _OFFSET_BYTES,
-            blocks * _DIGITS * 4,
-            count * key_bytes if twice else 0,
-            count * value_bytes if twice else 0,
-            portions * passes * 4,
-        ]
-    )
+    second = [count * key_bytes, count * value_bytes] if passes > 1 else []
+    bins = portions * passes * _DIGITS * _OFFSET_BYTES, blocks * _DIGITS * 4
+    return _together([*bins, *second, portions * passes * 4])
 
 
 def _onesweep_items(key_bytes: int, value_bytes: int, card: Card) -> int:
@@ -96,7 +90,7 @@ def _sort_buffers(data: torch.Tensor, dim: int, card: Card) -> list[int]:
     if length <= _SMALL_SORT:
         return [8 * length]
     buffers: list[int] = []
-    dense_last = data.stride(dim) == 1 and _is_dense(data)
+    dense_last = data.stride(dim) == 1 and data.untyped_storage().nbytes() == count * item
     if not dense_last:
         buffers.append(count * item)
         if dim != data.dim() - 1:  # neither result has the sorted dimension last: both are made so first
@@ -112,11 +106,7 @@ def _sort_buffers(data: torch.Tensor, dim: int, card: Card) -> list[int]:
     return [*buffers, 8 * at_once, _together([at_once * item, at_once * 8])]
 
 
-def _is_dense(tensor: torch.Tensor) -> bool:
-    return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
-
-
-@scratch(_aten.sort)
+@scratch(aten.sort)
 def sort(args: Any, card: Card) -> list[int]:
     """`sort` and `argsort`; a dimension given by keyword (stable sorts) is taken to be the last."""
     return _sort_buffers(args[0], _dim(args, 1, args[0].dim()), card)
@@ -128,7 +118,7 @@ _REGISTERS_PER_SM = 65_536
 _MULTIBLOCK = ((20, 20_000), (40, 10_000), (80, 8_000), (199, 5_000), (799, 3_000), (4_000, 800))
 
 
-@scratch(_aten.topk)
+@scratch(aten.topk)
 def topk(args: Any, card: Card) -> list[int]:
     """native/cuda/TensorTopK.cu: long slices are searched by several blocks; a sort of the k follows for k > 4,096."""
     data, k = args[0], args[1]
@@ -148,40 +138,23 @@ def topk(args: Any, card: Card) -> list[int]:
     per_block = max(4, min(items, 64)) * _TOPK_BLOCK_THREADS
     blocks = slices * -(-length // per_block)
     radix = max(4, data.element_size())
-    return [
-        *copied,
-        slices * data.element_size(),
-        4 * slices,
-        8 * slices,
-        2 * slices * radix,
-        blocks * _DIGITS * 2,
-        4 * blocks,
-        4 * blocks,
-        scan_scratch(blocks, 4),
-        *tail,
-    ]
+    of_slices = [slices * data.element_size(), 4 * slices, 8 * slices, 2 * slices * radix]
+    return [*copied, *of_slices, blocks * _DIGITS * 2, 4 * blocks, 4 * blocks, scan_scratch(blocks, 4), *tail]
 
 
-@scratch(_aten.cummax, _aten.cummin)
-def scan_with_indices(args: Any, card: Card) -> list[int]:
-    """A contiguous copy of the input (native/cuda/ScanUtils.cuh, scan_dim_with_indices)."""
-    return contiguous(args[0])
+# native/cuda/ScanUtils.cuh, scan_dim_with_indices; native/cuda/Bucketization.cu: numbers and boundaries
+scratch(aten.cummax, aten.cummin)(copies_of(0))
+scratch(aten.searchsorted, aten.bucketize)(copies_of(0, 1))
 
 
-@scratch(_aten.mode)
+@scratch(aten.mode)
 def mode(args: Any, card: Card) -> list[int]:
     """The input with the dimension looked along last, contiguous (native/cuda/TensorModeKernel.cpp)."""
     data = args[0]
     return contiguous(data.transpose(_dim(args, 1, data.dim()), -1)) if data.dim() else []
 
 
-@scratch(_aten.searchsorted, _aten.bucketize)
-def searchsorted(args: Any, card: Card) -> list[int]:
-    """Contiguous copies of numbers and boundaries, where they are none (native/cuda/Bucketization.cu)."""
-    return contiguous(*(arg for arg in args[:2] if isinstance(arg, torch.Tensor)))
-
-
-@scratch(_aten.cumsum, _aten.cumprod, _aten.logcumsumexp, _aten._logcumsumexp)
+@scratch(aten.cumsum, aten.cumprod, aten.logcumsumexp, aten._logcumsumexp)
 def scan(args: Any, card: Card) -> list[int]:
     """native/cuda/ScanUtils.cuh: along the only dimension by CUB, else by torch's kernels, on contiguous inputs.
 
@@ -205,18 +178,16 @@ def nonzero(data: torch.Tensor) -> list[int]:
     return [*contiguous(data), 4, scan_scratch(data.numel(), 4)] if data.numel() else []
 
 
-@scratch(_aten.multinomial)
+@scratch(aten.multinomial)
 def multinomial(args: Any, card: Card) -> list[int]:
     """Exponential variates like the probabilities; for many draws with replacement sums of them (Distributions.cpp)."""
     weights, draws = args[0], args[1]
-    replacement = len(args) > 2 and args[2]
-    if replacement and draws > 1:
-        # Cumulative, normalised probabilities (native/cuda/MultinomialKernel.cu).
-        return 2 * [weights.numel() * weights.element_size()]
-    return [weights.numel() * weights.element_size()]
+    replaces = len(args) > 2 and args[2]
+    # Cumulative, normalised probabilities (native/cuda/MultinomialKernel.cu).
+    return (2 if replaces and draws > 1 else 1) * [weights.numel() * weights.element_size()]
 
 
-@scratch(_aten.randperm)
+@scratch(aten.randperm)
 def randperm(args: Any, card: Card) -> list[int]:
     """The range, random keys twice, and a sort by them (native/cuda/Randperm.cu)."""
     count = args[0]
@@ -225,3 +196,81 @@ def randperm(args: Any, card: Card) -> list[int]:
     bits = min(64, math.ceil(math.log2(count - (6 * count * count + 1) / (math.log(0.9) * 12))))
     key = 4 if bits <= 32 else 8
     return [8 * count, key * count, key * count, radix_sort_scratch(count, key, 8, bits, card)]
+
+
+@kernel(aten.median, aten.nanmedian)
+def median(launch: Launch) -> Any:
+    """The median of all elements: from a sorted copy (native/cuda/Sorting.cpp, median_impl)."""
+    if launch.func not in (aten.median.default, aten.nanmedian.default) or not launch.args[0].numel():
+        return NotImplemented
+    data = launch.args[0]
+    with launch.inside():
+        ordered = aten.sort.default(data.reshape(-1))[0]
+        if launch.operator.packet is aten.median:
+            middle = ordered[(data.numel() - 1) // 2]
+            return torch.where(ordered[-1].isnan(), ordered[-1], middle)
+        position = aten.rsub.Scalar(ordered.isnan().sum(), data.numel() - 1).div(2).to(torch.int64)
+        return aten.index.Tensor(ordered, [position])
+
+
+@kernel(aten.isin)
+def isin(launch: Launch) -> Any:
+    """Few test elements are compared with each element, many are sorted (native/TensorCompare.cpp, isin)."""
+    if launch.func is not aten.isin.Tensor_Tensor or launch.call.real:
+        return NotImplemented
+    elements, tests = launch.args[:2]
+    invert = launch.kwargs.get("invert", False)
+    if not elements.numel() or tests.numel() >= 10 * elements.numel() ** 0.145:
+        return NotImplemented
+    with launch.inside():
+        result = torch.empty(elements.shape, dtype=torch.bool, device=META)
+        compared = tests.view([1] * elements.dim() + [-1])
+        column = elements.unsqueeze(-1)
+        found = column.ne(compared).all(-1) if invert else column.eq(compared).any(-1)
+        return result.copy_(found)
+
+
+@kernel(aten.count_nonzero)
+def count_nonzero(launch: Launch) -> Any:
+    """The sum of what differs from zero (native/TensorAdvancedIndexing.cpp, count_nonzero_cuda)."""
+    if "out" in launch.kwargs:
+        return NotImplemented
+    dims = launch.argument(1, "dim")
+    dims = [dims] if isinstance(dims, int) else dims
+    with launch.inside():
+        return aten.sum.dim_IntList(aten.ne.Scalar(launch.args[0], 0), dims)
+
+
+@kernel(aten.roll)
+def roll(launch: Launch) -> Any:
+    """Several dimensions are rolled one after the other, each into a new tensor (native/TensorTransformations.h)."""
+    data, shifts = launch.args[:2]
+    dims = launch.argument(2, "dims", [])
+    if len(dims) < 2 or "out" in launch.kwargs:
+        return NotImplemented
+    with launch.inside():
+        for shift, dim in zip(shifts, dims, strict=True):
+            data = aten.roll.default(data, [shift], [dim])
+    return data
+
+
+# A single dimension is rolled from contiguous memory (native/cuda/TensorTransformations.cu).
+input_copies(aten.roll)(copies_of(0))
+
+
+@scratch(aten.unfold_backward)
+def unfold_backward(args: Any, card: Card) -> list[int]:
+    """Where windows overlap, the positions along the unfolded dimension (native/UnfoldBackward.h)."""
+    sizes, dim, size, step = args[1:5]
+    return [8 * sizes[dim]] if step < size and sizes else []
+
+
+@composite(kernels.one_hot)
+def one_hot(machine: Machine, input: torch.Tensor, num_classes: int = -1) -> Any:
+    """Ones scattered into zeros; on meta tensors C++ would compare with a range (native/Onehot.cpp)."""
+    if not machine.is_on_card(input) or not input.numel() or input.dtype is not torch.int64:
+        return NotImplemented
+    if num_classes == -1:
+        num_classes = int(input.max().item()) + 1
+    result = torch.zeros((*input.shape, num_classes), dtype=torch.int64, device=input.device)
+    return result.scatter_(-1, input.unsqueeze(-1), 1)

@@ -10,82 +10,69 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from memprof.trace.events import HOST
-from memprof.virtual.kernels.registry import Table, kernel
+from memprof.virtual.kernels.registry import META, Table, aten, kernel
 from memprof.virtual.kernels.sorting import radix_sort_scratch
 from memprof.virtual.kernels.transfers import is_real_gradient
 from memprof.virtual.launch import Launch
 from memprof.virtual.machine import REAL
 from memprof.watch.wrappers import parts_of_sparse
 
-_aten = torch.ops.aten
-_META = torch.device("meta")
-_CPU = torch.device("cpu")
-
+# Function of (launch), called where an operand is sparse and virtual, or a sparse result is to be made of one.
 of_sparse = Table("kernel for sparse tensors")
-"""Function of (launch), called where an operand is sparse and virtual, or a sparse result is to be made of one."""
 
 
 def _with_parts(sparse: torch.Tensor, parts: list[torch.Tensor], size: Any = None, coalesced: bool = False) -> Any:
-    """A sparse tensor like `sparse` around other indices and values."""
-    return assembled(
-        sparse.layout, sparse.sparse_dim() if len(parts) == 2 else 0, parts, size or sparse.size(), coalesced
-    )
+    """Return a sparse tensor like `sparse` around other indices and values."""
+    sparse_dims = sparse.sparse_dim() if len(parts) == 2 else 0
+    return _sparse(sparse.layout, sparse_dims, parts, size or sparse.size(), coalesced)
 
 
-def assembled(layout: torch.layout, sparse_dims: int, parts: list[torch.Tensor], size: Any, coalesced: bool) -> Any:
-    """A sparse tensor of these indices and values."""
+def _sparse(layout: torch.layout, sparse_dims: int, parts: list[torch.Tensor], size: Any, coalesced: bool) -> Any:
+    """Return a sparse tensor of these indices and values."""
     values = parts[-1]
     options: dict[str, Any] = {"dtype": values.dtype, "layout": layout, "device": values.device}
     if len(parts) == 3:
-        return _aten._sparse_compressed_tensor_unsafe.default(*parts, size, **options)
-    dense_dims = len(size) - sparse_dims
-    return _aten._sparse_coo_tensor_with_dims_and_tensors.default(
-        sparse_dims, dense_dims, size, *parts, **options, is_coalesced=coalesced
-    )
+        return aten._sparse_compressed_tensor_unsafe.default(*parts, size, **options)
+    dims = sparse_dims, len(size) - sparse_dims
+    make = aten._sparse_coo_tensor_with_dims_and_tensors.default
+    return make(*dims, size, *parts, **options, is_coalesced=coalesced)
 
 
-@of_sparse(_aten._to_copy, _aten.clone)
-def copied(launch: Launch) -> Any:
+@of_sparse(aten._to_copy, aten.clone)
+def copy(launch: Launch) -> Any:
     """A copy of the indices and of the values; of these alone the dtype changes."""
     sparse, kwargs = launch.args[0], {k: v for k, v in launch.kwargs.items() if k in ("device", "dtype")}
     *indices, values = parts_of_sparse(sparse)
     of_indices = {k: v for k, v in kwargs.items() if k == "device"}
     coalesced = sparse.layout is torch.sparse_coo and sparse.is_coalesced()
-    if values.is_meta and kwargs.get("device") == _CPU:
-        return _home(launch, sparse, kwargs, coalesced)
-    with launch.inside():
-        parts = [launch.func(index, **of_indices) for index in indices] + [launch.func(values, **kwargs)]
+    if values.is_meta and kwargs.get("device") == torch.device("cpu"):
+        # A copy on the host is virtual, its indices as well, if its values are not known.
+        with launch.inside(), launch.asked_for(REAL) if is_real_gradient(launch) else contextlib.nullcontext():
+            made = launch.func(values, **kwargs)
+        with launch.inside(), launch.asked_for(HOST if made.is_meta else REAL):
+            parts = [*(launch.func(index, device=made.device) for index in indices), made]
+    else:
+        with launch.inside():
+            parts = [launch.func(index, **of_indices) for index in indices] + [launch.func(values, **kwargs)]
     return _with_parts(sparse, parts, coalesced=coalesced)
 
 
-def _home(launch: Launch, sparse: torch.Tensor, kwargs: dict[str, Any], coalesced: bool) -> Any:
-    """A copy on the host: virtual, its indices as well, if its values are not known."""
-    *indices, values = parts_of_sparse(sparse)
-    with launch.inside(), launch.asked_for(REAL) if is_real_gradient(launch) else contextlib.nullcontext():
-        made = launch.func(values, **kwargs)
-    with launch.inside(), launch.asked_for(HOST if made.is_meta else REAL):
-        parts = [*(launch.func(index, device=made.device) for index in indices), made]
-    return _with_parts(sparse, parts, coalesced=coalesced)
-
-
-@of_sparse(_aten._sparse_coo_tensor_with_dims_and_tensors, _aten._sparse_compressed_tensor_unsafe, _aten.detach)
-@of_sparse(_aten.sparse_coo_tensor, _aten._coalesced_, _aten._sparse_coo_tensor_unsafe, _aten.is_coalesced, _aten._nnz)
-@of_sparse(_aten.sparse_dim, _aten.dense_dim, _aten._dimI, _aten._dimV)
-def around(launch: Launch) -> Any:
+@of_sparse(aten._sparse_coo_tensor_with_dims_and_tensors, aten._sparse_compressed_tensor_unsafe, aten.detach)
+@of_sparse(aten.sparse_coo_tensor, aten._coalesced_, aten._sparse_coo_tensor_unsafe, aten.is_coalesced, aten._nnz)
+@of_sparse(aten.sparse_dim, aten.dense_dim, aten._dimI, aten._dimV)
+def pass_through(launch: Launch) -> Any:
     """Nothing is made but the tensor around indices and values."""
     return launch.func(*launch.args, **launch.kwargs)
 
 
-@of_sparse(_aten._coalesce)
+@of_sparse(aten._coalesce)
 def coalesce(launch: Launch) -> Any:
-    """Sorted and added up: as many rows as there are different indices, which is taken to be all, or all that there can
-    be.
+    """Sort and add up: as many rows as there are different indices, which is taken to be all, or all that there can be.
 
     _coalesce_sparse_cuda takes flat indices, where each was, which are the first of their kind; new values, indices.
     """
@@ -100,7 +87,7 @@ def coalesce(launch: Launch) -> Any:
     return _with_parts(sparse, [launch.new((len(indices), different), indices.dtype), added], coalesced=True)
 
 
-@of_sparse(_aten._to_sparse)
+@of_sparse(aten._to_sparse)
 def to_sparse(launch: Launch) -> Any:
     """The places of what is not zero, and those elements (native/TensorConversions.cpp, dense_to_sparse)."""
     dense, layout = launch.args[0], launch.kwargs.get("layout") or torch.sparse_coo
@@ -109,13 +96,12 @@ def to_sparse(launch: Launch) -> Any:
     if layout is not torch.sparse_coo or len(launch.args) > 1:
         return NotImplemented
     with launch.inside():
-        places = _aten.nonzero.default(dense).t()
-    return assembled(
-        torch.sparse_coo, dense.dim(), [places, launch.new(places.shape[1:], dense.dtype)], dense.size(), True
-    )
+        places = aten.nonzero.default(dense).t()
+    values = launch.new(places.shape[1:], dense.dtype)
+    return _sparse(torch.sparse_coo, dense.dim(), [places, values], dense.size(), True)
 
 
-@of_sparse(_aten._to_sparse_csr)
+@of_sparse(aten._to_sparse_csr)
 def to_sparse_csr(launch: Launch) -> Any:
     """Of a coalesced tensor the columns and values as they are, and where each row begins; of a dense one its elements
     that are not zero (native/TensorConversions.cpp, coo_to_sparse_csr, dense_to_sparse_compressed)."""
@@ -127,20 +113,14 @@ def to_sparse_csr(launch: Launch) -> Any:
             indices, values = parts_of_sparse(source.coalesce())
             rows, columns = indices
         else:
-            mask = _aten.ne.Scalar(source, 0)
-            rows, columns = _aten.nonzero.default(mask).unbind(1)
+            mask = aten.ne.Scalar(source, 0)
+            rows, columns = aten.nonzero.default(mask).unbind(1)
             values = source.flatten().index_select(0, mask.flatten().nonzero().view(-1))
-        begins = _aten._convert_indices_from_coo_to_csr.default(rows, len(source))
-    return assembled(torch.sparse_csr, 0, [begins, columns, values], source.size(), True)
+        begins = aten._convert_indices_from_coo_to_csr.default(rows, len(source))
+    return _sparse(torch.sparse_csr, 0, [begins, columns, values], source.size(), True)
 
 
-@of_sparse(_aten._to_sparse_csc, _aten._to_sparse_bsr, _aten._to_sparse_bsc)
-def to_other_layouts(launch: Launch) -> Any:
-    """Not simulated."""
-    return NotImplemented
-
-
-@of_sparse(_aten._sparse_sum)
+@of_sparse(aten._sparse_sum)
 def sparse_sum(launch: Launch) -> Any:
     """Values, and the indices that are left, are copied and coalesced (native/sparse/SparseTensorMath.cpp)."""
     sparse, dims = launch.args[0], {dim % launch.args[0].dim() for dim in launch.args[1]}
@@ -153,50 +133,49 @@ def sparse_sum(launch: Launch) -> Any:
             return added.sum(0)
         kept = indices.clone() if len(left) == len(indices) else indices[left]
         size = [size for dim, size in enumerate(sparse.shape) if dim not in dims]
-        return assembled(torch.sparse_coo, len(left), [kept, added], size, False).coalesce()
+        return _sparse(torch.sparse_coo, len(left), [kept, added], size, False).coalesce()
 
 
-@of_sparse(_aten.sparse_compressed_tensor)
-def compressed(launch: Launch) -> Any:
+@of_sparse(aten.sparse_compressed_tensor)
+def compressed_tensor(launch: Launch) -> Any:
     """Nothing is made but the tensor. Where no size is given, it is that of the compressed indices and of the largest
     plain one (native/sparse/SparseCsrTensor.cpp, _estimate_sparse_compressed_tensor_size)."""
     indices, plain, values, *size = launch.args
     if not size:
         with launch.inside():
-            largest = launch.values.policy.read(_aten.max.default(plain)).item()
+            largest = launch.values.policy.read(aten.max.default(plain)).item()
         layout, dims = launch.kwargs["layout"], indices.dim()
         block = values.shape[dims : dims + 2] if layout in (torch.sparse_bsr, torch.sparse_bsc) else (1, 1)
         counts = indices.shape[-1] - 1, int(largest) + 1
         rows, columns = counts if layout in (torch.sparse_csr, torch.sparse_bsr) else counts[::-1]
         dense = values.shape[dims + 2 * (block != (1, 1)) :]
         size = [(*indices.shape[:-1], rows * block[0], columns * block[1], *dense)]
-    return _aten._sparse_compressed_tensor_unsafe.default(indices, plain, values, *size, **launch.kwargs)
+    return aten._sparse_compressed_tensor_unsafe.default(indices, plain, values, *size, **launch.kwargs)
 
 
-@kernel(_aten._embedding_bag_backward, on_host=True)
+@kernel(aten._embedding_bag_backward, on_host=True)
 def embedding_bag_backward(launch: Launch) -> Any:
     """The gradient for sparse=True: a row for each index (native/EmbeddingBag.cpp, _embedding_bag_sparse_backward)."""
     grad, indices, offsets, bags, sizes, _, weights, by_frequency, mode, is_sparse, *rest = launch.args
     if not is_sparse or launch.call.device is None:
         return NotImplemented
     rest = [*rest, launch.kwargs.get("padding_idx", -1)] if len(rest) < 2 else rest
+    given = (grad, indices, offsets, bags, sizes, weights, by_frequency, mode, *rest)
     with launch.inside():
-        return _aten._embedding_bag_sparse_backward.default(
-            grad, indices, offsets, bags, sizes, weights, by_frequency, mode, *rest
-        )
+        return aten._embedding_bag_sparse_backward.default(*given)
 
 
-@of_sparse(_aten.sparse_mask)
+@of_sparse(aten.sparse_mask)
 def sparse_mask(launch: Launch) -> Any:
     """The dense tensor's values at the mask's indices."""
     dense, mask = launch.args[:2]
     *indices, values = parts_of_sparse(mask)
     with launch.inside():
-        copies = [_aten.clone.default(index) for index in indices]
+        copies = [aten.clone.default(index) for index in indices]
     return _with_parts(mask, [*copies, launch.new(values.shape, dense.dtype)])
 
 
-@of_sparse(_aten.add, _aten.sub, _aten.add_, _aten.sub_)
+@of_sparse(aten.add, aten.sub, aten.add_, aten.sub_)
 def add(launch: Launch) -> Any:
     """Sparse to dense: one index for each row if rows may be equal (add_out_dense_sparse_cuda). Sparse to sparse: the
     indices and values of both, one after the other."""
@@ -206,7 +185,7 @@ def add(launch: Launch) -> Any:
     if first.layout is torch.strided:
         indices, values = parts_of_sparse(second)
         with launch.inside():
-            result = first if launch.operator.name.endswith("_") else _aten.clone.default(first)
+            result = first if launch.operator.name.endswith("_") else aten.clone.default(first)
         if not second.is_coalesced():
             scaled = launch.argument(2, "alpha", 1) != 1
             launch.transients(8 * indices.shape[1], values.numel() * values.element_size() * scaled)
@@ -216,11 +195,11 @@ def add(launch: Launch) -> Any:
         return NotImplemented
     both = zip(parts_of_sparse(first), parts_of_sparse(second), (1, 0), strict=True)
     with launch.inside():
-        return _with_parts(first, [_aten.cat.default([one, other], dim) for one, other, dim in both])
+        return _with_parts(first, [aten.cat.default([one, other], dim) for one, other, dim in both])
 
 
-@of_sparse(_aten.mul, _aten.div, _aten.neg, _aten.mul_, _aten.div_)
-def of_values(launch: Launch) -> Any:
+@of_sparse(aten.mul, aten.div, aten.neg, aten.mul_, aten.div_)
+def map_values(launch: Launch) -> Any:
     """The same of the values, by a number."""
     sparse, *rest = launch.args
     if rest and isinstance(rest[0], torch.Tensor) and rest[0].dim():
@@ -230,34 +209,32 @@ def of_values(launch: Launch) -> Any:
         result = launch.func(values, *rest, **launch.kwargs)
         if result is values:
             return sparse
-        return _with_parts(sparse, [*(_aten.clone.default(index) for index in indices), result])
+        return _with_parts(sparse, [*(aten.clone.default(index) for index in indices), result])
 
 
-@of_sparse(_aten.t, _aten.transpose)
+@of_sparse(aten.t, aten.transpose)
 def transpose(launch: Launch) -> Any:
     """Indices and values are copied."""
     sparse = launch.args[0]
     if sparse.layout is not torch.sparse_coo or sparse.sparse_dim() != 2 or sparse.dim() != 2:
         return NotImplemented
     with launch.inside():
-        return _with_parts(sparse, [_aten.clone.default(part) for part in parts_of_sparse(sparse)], sparse.shape[::-1])
+        return _with_parts(sparse, [aten.clone.default(part) for part in parts_of_sparse(sparse)], sparse.shape[::-1])
 
 
-@of_sparse(*(_aten.mm, _aten.addmm, _aten.bmm, _aten.mv, _aten._sparse_addmm, _aten._to_dense, _aten.sum))
+@of_sparse(*(aten.mm, aten.addmm, aten.bmm, aten.mv, aten._sparse_addmm, aten._to_dense, aten.sum))
 def dense_result(launch: Launch) -> Any:
     """What is dense whatever its operands are: as if all were."""
 
     def filled(value: Any) -> Any:
         if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
-            return torch.empty(value.shape, dtype=value.dtype, device=_META)
+            return torch.empty(value.shape, dtype=value.dtype, device=META)
         return value
 
     args = [filled(arg) for arg in launch.args]
-    if launch.func.overloadpacket is _aten._to_dense:
+    if launch.func.overloadpacket is aten._to_dense:
         return launch.new(args[0].shape, launch.argument(1, "dtype") or args[0].dtype)
-    func: Callable[..., Any] = launch.func
-    if launch.func.overloadpacket is _aten._sparse_addmm:
-        func = _aten.addmm.default
-    result = func(*args, **launch.kwargs)
+    is_addmm = launch.func.overloadpacket is aten._sparse_addmm
+    result = (aten.addmm.default if is_addmm else launch.func)(*args, **launch.kwargs)
     launch.record(result)
     return result

@@ -1,4 +1,7 @@
-"""Copies between host and card, and reads of values by the program."""
+"""Copies between host and GPU, reads of values by the program, and collectives, as DTensor calls them.
+
+Meta kernels of collectives make the results that CUDA's make. Waiting, and what hands a result on, makes nothing.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +9,16 @@ from typing import Any
 
 import torch
 
+from memprof.torch_private import distributed
 from memprof.trace.events import HOST, is_card
 from memprof.virtual.calls import HOST_VIRTUAL_BYTES
 from memprof.virtual.engine import called_by_engine
-from memprof.virtual.kernels.registry import kernel
+from memprof.virtual.kernels.registry import META, aten, kernel
 from memprof.virtual.launch import Launch
 from memprof.virtual.machine import REAL
 
-_aten = torch.ops.aten
-_META = torch.device("meta")
 
-
-@kernel(_aten._local_scalar_dense, on_host=True)
+@kernel(aten._local_scalar_dense, on_host=True)
 def local_scalar(launch: Launch) -> Any:
     """`item()`."""
     if launch.args[0].is_meta:
@@ -25,7 +26,7 @@ def local_scalar(launch: Launch) -> Any:
     return launch.values.policy.read(launch.args[0]).item()
 
 
-@kernel(_aten.lift_fresh, on_host=True)
+@kernel(aten.lift_fresh, on_host=True)
 def lift_fresh(launch: Launch) -> Any:
     """The last act of `torch.tensor` and its like (utils/tensor_new.cpp), which make the tensor where no mode sees it.
 
@@ -37,24 +38,25 @@ def lift_fresh(launch: Launch) -> Any:
     return launch.func(*launch.args, **launch.kwargs)
 
 
-@kernel(_aten._to_copy, on_host=True)
+@kernel(aten._to_copy, on_host=True)
 def to_copy(launch: Launch) -> Any:
     """`to` another device: values go to the card as far as they are known, and come back as far as they are."""
     source = launch.args[0]
     device = launch.kwargs.get("device")
+    non_blocking = launch.kwargs.get("non_blocking", False)
     to_host = device is not None and (device.type == "cpu" or launch.asked_device == HOST)
-    if device is not None and launch.call.on_gpu == to_host:
-        _wait(launch, launch.kwargs.get("non_blocking", False))
+    if device is not None and launch.call.on_gpu == to_host and not non_blocking:
+        launch.wait()  # for the current stream (native/cuda/Copy.cu, copy_kernel_cuda)
     if source.is_meta and device is not None and device.type == "meta" and launch.lacks_peers:
         made = launch.run()
-        _between_cards(launch, made, source, launch.kwargs.get("non_blocking", False))
+        _between_cards(launch, made, source, non_blocking)
         return made
     if device is None or (device.type == "cpu") == (not source.is_meta) or (device.type == "meta" and source.is_meta):
         return NotImplemented
     dtype = launch.kwargs.get("dtype") or source.dtype
     if not source.is_meta:
         # Host to GPU: the values travel along.
-        result = torch.empty_like(source, dtype=dtype, device=_META)
+        result = torch.empty_like(source, dtype=dtype, device=META)
         if launch.asked_device == HOST:
             launch.record_copy(result)
         elif launch.asked_device != "meta":
@@ -80,7 +82,7 @@ def to_copy(launch: Launch) -> Any:
 
 
 def is_real_gradient(launch: Launch) -> bool:
-    """Whether a copy to the host is of a gradient whose tensor is real: the engine asks for the device of that
+    """Return whether a copy to the host is of a gradient whose tensor is real: the engine asks for the device of that
     (host_kinds.py)."""
     return launch.asked_device == REAL or called_by_engine()
 
@@ -91,15 +93,16 @@ def _read(launch: Launch, source: torch.Tensor, dtype: torch.dtype) -> torch.Ten
     return result
 
 
-@kernel(_aten.copy_, on_host=True)
+@kernel(aten.copy_, on_host=True)
 def copy_(launch: Launch) -> Any:
     """`copy_` from one device to another."""
     target, source = launch.args[0], launch.args[1]
-    if launch.call.on_gpu and (launch.call.on_host or launch.call.real):
-        _wait(launch, launch.argument(2, "non_blocking", False))
-    if target.is_meta == source.is_meta and target.is_meta:
+    non_blocking = launch.argument(2, "non_blocking", False)
+    if launch.call.on_gpu and (launch.call.on_host or launch.call.real) and not non_blocking:
+        launch.wait()
+    if target.is_meta and source.is_meta:
         if launch.lacks_peers:
-            _between_cards(launch, target, source, launch.argument(2, "non_blocking", False))
+            _between_cards(launch, target, source, non_blocking)
         return NotImplemented
     if target.is_meta:
         launch.values.write(launch.func, (target, source), {}, target)
@@ -108,13 +111,6 @@ def copy_(launch: Launch) -> Any:
         target.copy_(launch.values.policy.read(source))
         return target
     return NotImplemented
-
-
-def _wait(launch: Launch, non_blocking: bool) -> None:
-    """A copy between host and card has the host wait for the current stream, unless it was told not to
-    (native/cuda/Copy.cu, copy_kernel_cuda)."""
-    if not non_blocking:
-        launch.wait()
 
 
 def _between_cards(launch: Launch, target: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> None:
@@ -133,3 +129,31 @@ def _between_cards(launch: Launch, target: torch.Tensor, source: torch.Tensor, n
         gathered.append(sent)
     with launch.scratch(*([] if received else [sent]), card=ends[0]):
         launch.transients(*gathered, card=ends[1])
+
+
+# None in a build of torch without torch.distributed.
+_AsyncCollectiveTensor: Any = distributed.AsyncCollectiveTensor.get(None)
+
+
+@kernel("_c10d_functional.all_gather_into_tensor", "_c10d_functional.all_to_all_single")
+def kept_collective(launch: Launch) -> Any:
+    """What it is given lives until its result is waited for: NCCL's work keeps it, and torch the work
+    (ProcessGroupNCCL.hpp, `stashed_for_allocator_safety_`; torch/csrc/distributed/c10d/Functional.cpp)."""
+    result = launch.run()
+    launch.keep_until_waited(result, launch.args[0])
+    return result
+
+
+@kernel("_c10d_functional.wait_tensor", on_host=True)
+def wait_tensor(launch: Launch) -> Any:
+    """Gives back the tensor that it is given (torch/csrc/distributed/c10d/Functional.cpp)."""
+    if not launch.args[0].is_meta:
+        return NotImplemented
+    launch.waited(launch.args[0])
+    return launch.args[0]
+
+
+@kernel("_c10d_functional._wrap_tensor_autograd", on_host=True)
+def wrap_tensor(launch: Launch) -> Any:
+    """The same tensor, which is waited for where it is first used (torch/distributed/_functional_collectives.py)."""
+    return _AsyncCollectiveTensor(launch.args[0])

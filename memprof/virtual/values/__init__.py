@@ -6,8 +6,8 @@ schedules) is really computed, on the CPU beside its meta tensor (a *shadow*); t
 real run takes. A tensor whose elements are all alike takes one number, whatever its size. What derives from
 floating-point data is unknown, and reads of it follow a fixed policy (policy.py), stated in the run's assumptions.
 
-store.py keeps what is known of each storage, evaluation.py computes an operator of known tensors, uniform.py does so
-where the elements of each are all alike, and values.py decides which of them a new or changed tensor takes.
+store.py keeps what is known of each storage, evaluation.py computes an operator of known tensors, and values.py decides
+what a new or changed tensor takes: that, or the one value of elements that are all alike.
 """
 
 from memprof.virtual.values.values import Values

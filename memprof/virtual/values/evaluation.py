@@ -16,12 +16,7 @@ from memprof.virtual.values.store import ValueStore
 
 
 class Evaluator:
-    """Runs operators on what a store knows, within a budget of work for the whole run.
-
-    Args:
-        store: what is known.
-        assume: told what the run then rests on.
-    """
+    """Runs operators on what a store knows, within a budget of work for the whole run; `assume` is told its limits."""
 
     def __init__(self, store: ValueStore, assume: Callable[[str], None]) -> None:
         self._store = store
@@ -30,13 +25,9 @@ class Evaluator:
         self._draws = 0
 
     def compute(self, func: Any, args: Any, kwargs: Any, made: Any = ()) -> Any:
-        """Return what `func` gives, really computed, or None if an input is not known or it is too much work.
+        """Return what the overload `func` gives, or None if an input is not known or it is too much work.
 
-        Args:
-            func: an operator's overload.
-            args: its arguments.
-            kwargs: its keyword arguments.
-            made: meta tensors like its results, where they are there.
+        `made` are meta tensors like its results, where they are there.
         """
         if not self.are_known((args, kwargs)):
             return None
@@ -76,13 +67,8 @@ class Evaluator:
         are computed."""
         if isinstance(value, torch.Tensor):
             return self._store.may_have(value)
-        if isinstance(value, dict):
-            value = list(value.values())
-        if isinstance(value, (list, tuple)):
-            for part in value:
-                if not self.are_known(part):
-                    return False
-        return True
+        parts = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+        return all(self.are_known(part) for part in parts)
 
     def known(self, value: Any) -> Any:
         """Return `value` with the real tensors in place of those on the GPU.
@@ -90,23 +76,19 @@ class Evaluator:
         Raises:
             LookupError: one of them is not known.
         """
-        if isinstance(value, (torch.Tensor, Later)):
-            known = value.read() if isinstance(value, Later) else self._store.get(value)
+
+        def real(part: Any) -> torch.Tensor:
+            known = part.read() if isinstance(part, Later) else self._store.get(part)
             if known is None:
                 raise LookupError
             return known
-        if isinstance(value, (list, tuple)):
-            return [self.known(part) for part in value]
-        if isinstance(value, dict):
-            return {key: self.known(part) for key, part in value.items()}
-        return value
+
+        return _replaced(value, real)
 
     def is_within_budget(self, func: Any, tensors: list[torch.Tensor]) -> bool:
         """Return whether the work is little, or linear and within what is left for the run, from which it is taken.
 
-        Args:
-            func: an operator's overload.
-            tensors: what it is given, and then what it makes.
+        `tensors` are what `func` is given, and then what it makes.
         """
         if all(is_small(tensor) for tensor in tensors):
             return True
@@ -149,15 +131,23 @@ class Evaluator:
         return None if any(part.is_floating_point() for part in tensors_of(result)) else result
 
     def _later(self, value: Any, given: list[Shadow]) -> Any:
-        """`value` with what stands for its tensors when they are gone; the shadows that are yet to be read."""
-        if isinstance(value, torch.Tensor):
-            shadow = self._store.shadow_of(value) if value.is_meta else None
+        """Return `value` with what stands for its tensors when they are gone; `given` gets the shadows to be read."""
+
+        def later(tensor: torch.Tensor) -> Any:
+            shadow = self._store.shadow_of(tensor) if tensor.is_meta else None
             if shadow is None:
-                return self.known(value) if value.is_meta else value.clone()
+                return self.known(tensor) if tensor.is_meta else tensor.clone()
             given.append(shadow)
-            return Later(shadow, Geometry.of(value))
-        if isinstance(value, (list, tuple)):
-            return [self._later(part, given) for part in value]
-        if isinstance(value, dict):
-            return {key: self._later(part, given) for key, part in value.items()}
-        return value
+            return Later(shadow, Geometry.of(tensor))
+
+        return _replaced(value, later)
+
+
+def _replaced(value: Any, replace: Callable[[Any], Any]) -> Any:
+    if isinstance(value, (torch.Tensor, Later)):
+        return replace(value)
+    if isinstance(value, (list, tuple)):
+        return [_replaced(part, replace) for part in value]
+    if isinstance(value, dict):
+        return {key: _replaced(part, replace) for key, part in value.items()}
+    return value

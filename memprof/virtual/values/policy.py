@@ -30,12 +30,7 @@ TOO_MANY_INDICES = (
 
 
 class UnknownPolicy:
-    """Says what a program reads, selects and chooses where a store does not know it.
-
-    Args:
-        store: what is known.
-        assume: told what the run then rests on.
-    """
+    """Says what a program reads, selects and chooses where a store does not know it; `assume` is told of it."""
 
     def __init__(self, store: ValueStore, assume: Callable[[str], None]) -> None:
         self._store = store
@@ -115,8 +110,8 @@ class UnknownPolicy:
                 chosen = unknowns.choices(func, args, kwargs, outputs, self.ends)
             if chosen is not None:
                 self._assume(unknowns.CHOICES)
-                store.set(outputs[-1], chosen.indices)
-                store.tokens.mark(outputs[-1], chosen.tokens)
+                store.set(outputs[-1], chosen[0])
+                store.tokens.mark(outputs[-1], chosen[1])
 
     def _density(self, tensor: torch.Tensor) -> float | None:
         """The part of a mask's elements that is true, where not more is known; None if this is no such mask."""

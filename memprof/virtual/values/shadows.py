@@ -10,15 +10,16 @@ from typing import NamedTuple
 
 import torch
 
-MOST_STEPS = 64
-"""So many operators are put off one after the other; the next is computed at once."""
-MOST_ALONE = 1 << 20
-"""Elements that one thread has gone through before others are awake."""
+MOST_STEPS = 64  # so many operators are put off one after the other; the next is computed at once
+MOST_ALONE = 1 << 20  # elements that one thread has gone through before others are awake
 
+# Pages that cost nothing until they are written to (MAP_NORESERVE, in Python's mmap from 3.13 on).
 PAGES = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (0x4000 if sys.platform == "linux" else 0)
-"""Pages that cost nothing until they are written to (MAP_NORESERVE, in Python's mmap from 3.13 on)."""
-_MAPPED_BYTES = 1 << 16
-"""Shadows of zeros from this size on are pages that the system makes when they are written."""
+_MAPPED_BYTES = 1 << 16  # shadows of zeros from this size on are pages that the system makes when they are written
+
+
+# Makes what a storage holds when it is read; None: it is not known after all.
+Make = Callable[[], torch.Tensor | None]
 
 
 @contextlib.contextmanager
@@ -36,8 +37,7 @@ def threads_for(num_elements: int) -> Iterator[None]:
 class Geometry(NamedTuple):
     """Where a tensor lies in its storage, which it does not keep alive."""
 
-    num_elements: int
-    """Of the whole storage."""
+    num_elements: int  # of the whole storage
     dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
@@ -70,18 +70,13 @@ class Shadow:
 
     __slots__ = ("_flat", "_make", "has_pending_readers", "num_bytes", "steps")
 
-    def __init__(
-        self, num_bytes: int, flat: torch.Tensor | None, make: Callable[[], torch.Tensor | None] | None = None
-    ):
-        """What is there, or what makes it when it is read (None then: it is not known after all)."""
-        self.num_bytes = num_bytes
-        """That count as held."""
+    def __init__(self, num_bytes: int, flat: torch.Tensor | None, make: Make | None = None):
+        self.num_bytes = num_bytes  # that count as held
         self._flat = flat
         self._make = make
+        # Whether another that is to be made reads this one, which must not change before.
         self.has_pending_readers = False
-        """Whether another that is to be made reads this one, which must not change before."""
-        self.steps = 0
-        """How many are to be made for this one, one after the other."""
+        self.steps = 0  # how many are to be made for this one, one after the other
 
     def flat(self) -> torch.Tensor | None:
         """All elements, in memory of its own; None if they are not known."""

@@ -1,16 +1,23 @@
-"""What is known of the contents of each storage on the virtual GPU."""
+"""What is known of the contents of each storage on the virtual GPU, chosen tokens among it.
+
+A token that unknown scores have chosen is a number that stands for many. It is followed through integers made of it, so
+that a comparison with a token that the program names (the end of a text, padding) finds it unlike.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from memprof.virtual.values import budget
+from memprof.virtual.calls import tensors_of
+from memprof.virtual.values import budget, unknowns
 from memprof.virtual.values.budget import is_small
-from memprof.virtual.values.shadows import Geometry, Shadow, untouched
-from memprof.virtual.values.tokens import ChosenTokens
+from memprof.virtual.values.shadows import Geometry, Make, Shadow, untouched
+
+_aten = torch.ops.aten
+# By which a program asks whether a token is one that it names.
+_COMPARISONS = frozenset({_aten.eq, _aten.ne, _aten.isin, _aten.equal})
 
 
 class ValueStore:
@@ -54,8 +61,6 @@ class ValueStore:
         num_bytes = tensor.untyped_storage().nbytes()
         return num_bytes <= budget.MAX_TENSOR_BYTES and self._held_bytes + num_bytes <= budget.MAX_SHADOW_BYTES
 
-    # -- all elements -----------------------------------------------------------------------------------------------
-
     def get(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return the real tensor behind `tensor` (a real tensor is its own), None if its contents are not known."""
         if not tensor.is_meta:
@@ -95,12 +100,7 @@ class ValueStore:
             return
         self.keep(tensor.untyped_storage(), Geometry.of(tensor).spread(value))
 
-    def keep(
-        self,
-        storage: torch.UntypedStorage,
-        flat: torch.Tensor | None,
-        make: Callable[[], torch.Tensor | None] | None = None,
-    ) -> Shadow:
+    def keep(self, storage: torch.UntypedStorage, flat: torch.Tensor | None, make: Make | None = None) -> Shadow:
         """Say that `storage` holds these elements in a row, or what `make` gives when they are read."""
         self.drop(storage._cdata)
         return self._hold(storage, Shadow(0 if make else storage.nbytes(), flat, make))
@@ -125,8 +125,6 @@ class ValueStore:
             self._shadows[storage._cdata] = Shadow(shadow.num_bytes, flat)
         return flat
 
-    # -- one value for all ------------------------------------------------------------------------------------------
-
     def is_uniform(self, tensor: torch.Tensor) -> bool:
         """Return whether all elements are known to be alike."""
         return tensor.untyped_storage()._cdata in self._uniform
@@ -134,12 +132,10 @@ class ValueStore:
     def set_uniform(self, tensor: torch.Tensor, value: Any) -> None:
         """Say that all elements of `tensor`, which owns its whole storage, are `value`, a number or a tensor of one."""
         if tensor.numel():
-            address = tensor.untyped_storage()._cdata
+            address, dtype = tensor.untyped_storage()._cdata, tensor.dtype
             self.drop(address)
-            if isinstance(value, torch.Tensor):
-                self._uniform[address] = value.to(tensor.dtype, copy=True)
-            else:
-                self._uniform[address] = torch.full((), value, dtype=tensor.dtype)
+            is_tensor = isinstance(value, torch.Tensor)
+            self._uniform[address] = value.to(dtype, copy=True) if is_tensor else torch.full((), value, dtype=dtype)
 
     def uniform_value(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return the value of all elements, without dimensions; None if they differ or are not known."""
@@ -158,8 +154,6 @@ class ValueStore:
             flat.fill_(value)
         self._hold(storage, Shadow(storage.nbytes(), flat))
 
-    # -- the density of a mask --------------------------------------------------------------------------------------
-
     def density_of(self, tensor: torch.Tensor) -> float | None:
         """Return the part of a mask's elements that is true, from 0 to 1, where nothing else is known of it."""
         return self._densities.get(tensor.untyped_storage()._cdata)
@@ -167,3 +161,48 @@ class ValueStore:
     def set_density(self, tensor: torch.Tensor, density: float) -> None:
         """Say that this part of a mask's elements, from 0 to 1, is true, spread evenly."""
         self._densities[tensor.untyped_storage()._cdata] = density
+
+
+class ChosenTokens:
+    """The numbers that stand for chosen tokens in the tensors of a run, by the address of their storage."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[int, range] = {}
+
+    def drop(self, address: int) -> None:
+        """Forget the storage at `address`, which died or holds something else."""
+        self._numbers.pop(address, None)
+
+    def among(self, value: Any) -> range:
+        """Return the numbers in `value`, one tensor or several, that stand for chosen tokens; none for most."""
+        if not self._numbers:
+            return range(0)
+        found = [self._numbers.get(t.untyped_storage()._cdata) for t in tensors_of(value) if t.is_meta]
+        ranges = [numbers for numbers in found if numbers]
+        return range(min(r.start for r in ranges), max(r.stop for r in ranges)) if ranges else range(0)
+
+    def mark(self, tensor: torch.Tensor, numbers: range) -> None:
+        """Say that `numbers` stand for chosen tokens in `tensor`."""
+        if numbers:
+            self._numbers[tensor.untyped_storage()._cdata] = numbers
+
+    def hand_on(self, func: Any, args: Any, kwargs: Any, made: list[torch.Tensor]) -> None:
+        """Say that integers made of chosen tokens have such among them."""
+        if not self._numbers:
+            return
+        given = args[1:] if func.overloadpacket in unknowns.UNIFORM else args
+        numbers = self.among([*given, *kwargs.values()])
+        for tensor in made:
+            if not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool):
+                self.mark(tensor, numbers)
+
+    def compared(self, func: Any, args: Any, known: Any, result: Any) -> Any:
+        """Return `result`, which `func` gave of `known` arguments, with a chosen token equal to none that is named."""
+        if not self._numbers or func.overloadpacket not in _COMPARISONS:
+            return result
+        left, right = (self.among([arg]) for arg in args[:2])
+        if bool(left) == bool(right):
+            return result
+        number, chosen = torch.as_tensor(known[0]), left or right
+        unknown = (number >= chosen.start) & (number < chosen.stop)
+        return result | unknown if func.overloadpacket is _aten.ne else result & ~unknown

@@ -7,14 +7,12 @@ from typing import Any
 
 import torch
 
-from memprof.virtual.calls import OVERWRITES
-from memprof.virtual.values import uniform
+from memprof.virtual.calls import OVERWRITES, tensors_of
+from memprof.virtual.values import budget, unknowns
 from memprof.virtual.values.budget import is_integer, is_small
 from memprof.virtual.values.evaluation import Evaluator
 from memprof.virtual.values.policy import UnknownPolicy
 from memprof.virtual.values.store import ValueStore
-from memprof.virtual.values.triangles import TriangleCache
-from memprof.virtual.values.unknowns import UNIFORM
 
 _aten = torch.ops.aten
 
@@ -31,7 +29,7 @@ class Values:
         self.store = ValueStore()
         self.evaluator = Evaluator(self.store, assume)
         self.policy = UnknownPolicy(self.store, assume)
-        self._triangles = TriangleCache(self.store)
+        self._triangles = _TriangleCache(self.store)
 
     def propagate(self, func: Any, args: Any, kwargs: Any, outputs: list[torch.Tensor]) -> None:
         """Give the new tensors `outputs` of `func` their values, if they can be known or assumed."""
@@ -40,12 +38,12 @@ class Values:
 
     def _propagate(self, func: Any, args: Any, kwargs: Any, outputs: list[torch.Tensor]) -> None:
         store = self.store
-        if func.overloadpacket in UNIFORM:
-            uniform.fill(store, func, args, kwargs, outputs)
+        if func.overloadpacket in unknowns.UNIFORM:
+            _fill(store, func, args, kwargs, outputs)
             return
         if outputs and args and not is_integer(outputs[-1]) and not store.may_have(args[0]):
             return  # most operators: floats of what is not known
-        if uniform.follow(store, func, args, kwargs, outputs):
+        if _follow(store, func, args, kwargs, outputs):
             return
         result = None
         if self.evaluator.are_known((args, kwargs)) and any(store.is_trackable(output) for output in outputs):
@@ -91,7 +89,7 @@ class Values:
             store.set_uniform(target, 0 if packet is _aten.zero_ else self.evaluator.known(others[0]))
             return
         one = store.uniform_value(target) if whole else None
-        if one is not None and not is_small(target) and uniform.follow(store, func, args, kwargs, [target]):
+        if one is not None and not is_small(target) and _follow(store, func, args, kwargs, [target]):
             return
         moves = whole and packet is _aten.copy_ and others[0].is_meta and others[0].shape == target.shape
         # As a new tensor would be: what is moved to the host and back is rarely read.
@@ -109,3 +107,74 @@ class Values:
         store.make_writable(target.untyped_storage())
         if self.evaluator.compute(func, args, kwargs) is None:
             self.policy.record_density(func, args, target)
+
+
+def _fill(store: ValueStore, func: Any, args: Any, kwargs: Any, outputs: list[torch.Tensor]) -> None:
+    """Note the one value of what `func`, one of `unknowns.UNIFORM` (`zeros`, `full`, ...), fills."""
+    packet = func.overloadpacket
+    value = unknowns.UNIFORM[packet](args, kwargs)
+    value = store.get(value) if isinstance(value, torch.Tensor) else value
+    for output in outputs:
+        if value is not None and (packet not in unknowns.EMPTY or is_small(output) or is_integer(output)):
+            store.set_uniform(output, value)
+
+
+def _follow(store: ValueStore, func: Any, args: Any, kwargs: Any, outputs: list[torch.Tensor]) -> bool:
+    """Note the one value of the output of `func`, where it works on single elements of tensors that are alike; returns
+    whether it does."""
+    packet = func.overloadpacket
+    if len(outputs) != 1 or not args or not isinstance(args[0], torch.Tensor) or is_small(args[0]):
+        return False
+    first = store.uniform_value(args[0])
+    if first is None:
+        return False
+    if packet is _aten.sum or packet is _aten.count_nonzero:
+        if first.is_floating_point() or not outputs[0].numel():
+            return False
+        times = args[0].numel() // outputs[0].numel()
+        store.set_uniform(outputs[0], (first != 0 if packet is _aten.count_nonzero else first) * times)
+        return True
+    if packet is _aten._to_copy or packet in unknowns.ANY_ELEMENT:
+        store.set_uniform(outputs[0], first)
+        return True
+    if torch.Tag.pointwise not in func.tags or torch.Tag.nondeterministic_seeded in func.tags:
+        return False
+    ones = [store.uniform_value(arg) if isinstance(arg, torch.Tensor) else arg for arg in args]
+    if any(one is None and arg is not None for one, arg in zip(ones, args, strict=True)):
+        return False
+    if tensors_of(list(kwargs.values())) or any(isinstance(arg, (list, tuple)) for arg in args):
+        return False
+    try:
+        store.set_uniform(outputs[0], func(*ones, **{k: v for k, v in kwargs.items() if k != "memory_format"}))
+    except (RuntimeError, IndexError, NotImplementedError):
+        return False
+    return True
+
+
+class _TriangleCache:
+    """Keeps the last triangle of a matrix of one value: attention makes the same mask in every layer."""
+
+    def __init__(self, store: ValueStore) -> None:
+        self._store = store
+        self._last: tuple[Any, torch.Tensor] | None = None
+
+    def key_of(self, func: Any, args: Any, kwargs: Any, output: torch.Tensor) -> Any:
+        """Return what the triangle `output` is made of; None if it is none to be kept."""
+        if func.overloadpacket not in (_aten.tril, _aten.triu):
+            return None
+        one = self._store.uniform_value(args[0])
+        if one is None or kwargs or output.numel() * output.element_size() > budget.MAX_TRIANGLE_BYTES:
+            return None
+        return func, one.item(), output.dtype, output.size(), output.stride(), *args[1:]
+
+    def elements(self, key: Any) -> torch.Tensor | None:
+        """Return the elements of the triangle that was kept, if it is made of the same."""
+        return self._last[1] if key is not None and self._last is not None and self._last[0] == key else None
+
+    def keep(self, key: Any, output: torch.Tensor) -> None:
+        """Keep what `output` holds for the next; whoever writes into either has a copy of its own."""
+        shadow = self._store.shadow_of(output)
+        flat = None if shadow is None else shadow.flat()
+        if shadow is not None and flat is not None:
+            shadow.has_pending_readers = True
+            self._last = key, flat

@@ -21,7 +21,7 @@ import torch
 from memprof.device.nvml import Nvml
 from memprof.flows.cards import allocator_settings, measured_device_facts
 from memprof.measured import MeasuredDevice
-from memprof.measured.outside import Outside
+from memprof.measured.cuda import Outside
 from memprof.spec import TargetSpec
 from memprof.trace.events import Trace
 from memprof.trace.facts import Target

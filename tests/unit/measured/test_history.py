@@ -4,9 +4,9 @@ import pytest
 
 from memprof.measured.cuda import why_incomplete
 from memprof.measured.history import Difference, History, Reading, largest_difference, read_history
-from memprof.measured.operators import Place, Seen
+from memprof.measured.operators import MemoryEvent, Origin
 
-MM, RELU = Place("aten.mm", 9_000_000), Place("aten.relu", 9_000_000)
+MM, RELU = Origin("aten.mm", 9_000_000), Origin("aten.relu", 9_000_000)
 
 
 def snapshot(*entries, segments=()):
@@ -16,7 +16,7 @@ def snapshot(*entries, segments=()):
 
 
 def seen(time_ns, address, num_bytes, place=MM):
-    return Seen(time_ns, "cuda:0", address, num_bytes, place)
+    return MemoryEvent(time_ns, "cuda:0", address, num_bytes, place)
 
 
 def test_operators_are_those_of_the_same_address_nearest_in_time():
@@ -24,25 +24,25 @@ def test_operators_are_those_of_the_same_address_nearest_in_time():
     times = (10, 1000, 2000, 3000)
     entries = [one for at in times for one in (("alloc", 1, 100, at), ("free_requested", 1, 100, at + 5))]
     history = read_history(snapshot(*entries), 0, [seen(1_000_400, 1, 512), seen(3_000_400, 1, 512, RELU)])
-    assert [life.place.op for life in history.lives] == ["", "aten.mm", "", "aten.relu"]
+    assert [life.origin.op for life in history.allocations] == ["", "aten.mm", "", "aten.relu"]
 
 
 def test_the_clocks_may_differ():
     entries = ("alloc", 1, 100, 10), ("alloc", 2, 100, 20), ("alloc", 3, 100, 30)
     history = read_history(snapshot(*entries), 0, [seen(110_000, 1, 512), seen(130_000, 3, 512)])
-    assert [life.time_ns for life in history.lives] == [110_000, 120_000, 130_000]
+    assert [life.time_ns for life in history.allocations] == [110_000, 120_000, 130_000]
 
 
 def test_the_allocators_order_is_kept_within_a_microsecond():
     entries = ("alloc", 1, 100, 7), ("free_requested", 1, 100, 7), ("alloc", 1, 50, 7)
     history = read_history(snapshot(*entries), 0, [])
-    assert [(life.time_ns, life.freed_ns) for life in history.lives] == [(7000, 7001), (7002, None)]
+    assert [(life.time_ns, life.freed_ns) for life in history.allocations] == [(7000, 7001), (7002, None)]
     assert history.held == [(7000, 100), (7001, 0), (7002, 50)]
 
 
 def test_a_life_ends_when_its_address_is_handed_out_again():
     history = read_history(snapshot(("alloc", 1, 100, 1), ("alloc", 1, 50, 2)), 0, [])
-    assert [life.freed_ns for life in history.lives] == [2000, None]
+    assert [life.freed_ns for life in history.allocations] == [2000, None]
     assert history.held[-1] == (2000, 50)
 
 
@@ -57,7 +57,7 @@ def test_pools_are_those_of_segments_where_entries_do_not_say():
     ]
     entries = [("alloc", address, 8, address) for address in (99, 100, 149, 150, 200)]
     history = read_history(snapshot(*entries, segments=segments), 0, [])
-    assert [life.pool for life in history.lives] == [(0, 0), (0, 1), (0, 1), (0, 0), (0, 0)]
+    assert [life.pool for life in history.allocations] == [(0, 0), (0, 1), (0, 1), (0, 0), (0, 0)]
 
 
 @pytest.mark.parametrize(

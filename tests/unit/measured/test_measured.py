@@ -18,12 +18,11 @@ from memprof.flows.capture import capture_measured
 from memprof.ledger.categories import Category
 from memprof.measured import MeasuredDevice
 from memprof.measured import device as measured_device
-from memprof.measured.events import Allocation, Recorded, put_together
-from memprof.measured.history import read_history
+from memprof.measured.cuda import Outside
+from memprof.measured.history import Allocation, read_history
 from memprof.measured.marks import Claim, Mark, Marks
-from memprof.measured.merge import merge
-from memprof.measured.operators import Place, Profile, read_events
-from memprof.measured.outside import Outside
+from memprof.measured.merge import Recorded, collect_allocations, merge
+from memprof.measured.operators import Origin, Profile, read_events
 from memprof.spec import TargetSpec
 from memprof.trace.events import (
     CPU,
@@ -207,11 +206,11 @@ def test_merging_puts_events_in_order_of_time_and_inside_their_modules():
     marks.reading()
     recorded = Recorded(
         [
-            Allocation(5, 0x9, 64, "cuda:0", Place("aten.empty", 6)),  # before the first phase
-            Allocation(30, 0xA, 512, "cuda:0", Place("aten.mm", 35), freed_ns=60, shape=(128,), dtype="float32"),
-            Allocation(31, 0xC, 32, "cuda:0", Place("aten.mm", 35), freed_ns=34),
-            Allocation(55, 0xB, 16, "cuda:0", Place("aten.mm", 56, 7)),
-            Allocation(57, 0xD, 8, "cpu", Place("aten.empty", 58)),
+            Allocation(5, 0x9, 64, "cuda:0", Origin("aten.empty", 6)),  # before the first phase
+            Allocation(30, 0xA, 512, "cuda:0", Origin("aten.mm", 35), freed_ns=60, shape=(128,), dtype="float32"),
+            Allocation(31, 0xC, 32, "cuda:0", Origin("aten.mm", 35), freed_ns=34),
+            Allocation(55, 0xB, 16, "cuda:0", Origin("aten.mm", 56, 7)),
+            Allocation(57, 0xD, 8, "cpu", Origin("aten.empty", 58)),
         ],
         forward=[(7, 29)],
     )
@@ -324,13 +323,13 @@ def test_a_models_run_is_the_same_from_the_allocators_history(model_file, monkey
         }
         for one in events
     ]  # fmt: skip
-    inside = [one for one in events if one.place.op]
+    inside = [one for one in events if one.origin.op]
     assert 20 < len(events) - len(inside) < len(events) / 2
     history = read_history({"device_traces": [entries], "segments": []}, 0, inside)
-    from_history = put_together(Profile(), history).allocations
-    from_profile = put_together(Profile(events)).allocations
-    assert [(one.num_bytes, one.place.op, one.is_temporary) for one in from_history] == [
-        (one.num_bytes, one.place.op, one.is_temporary) for one in from_profile
+    from_history = collect_allocations(Profile(), history).allocations
+    from_profile = collect_allocations(Profile(events)).allocations
+    assert [(one.num_bytes, one.origin.op, one.is_temporary) for one in from_history] == [
+        (one.num_bytes, one.origin.op, one.is_temporary) for one in from_profile
     ]
     ends = [sorted(one.freed_ns for one in found if one.freed_ns) for found in (from_history, from_profile)]
     assert len(ends[0]) == len(ends[1]) and max(abs(a - b) for a, b in zip(*ends, strict=True)) < 2000

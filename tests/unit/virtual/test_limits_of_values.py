@@ -12,7 +12,7 @@ import torch
 from memprof.catalog import find_gpu
 from memprof.stand_ins import torchvision as torchvision_operators
 from memprof.virtual import VirtualGpu
-from memprof.virtual.kernels import detection
+from memprof.virtual.kernels import registry
 from memprof.virtual.values import budget
 from memprof.virtual.values.evaluation import Evaluator
 from tests.lanes import by_day
@@ -176,7 +176,7 @@ def test_small_and_large_host_tensors_keep_their_values_together(gpu: VirtualGpu
 def test_suppression_keeps_every_box(gpu: VirtualGpu) -> None:
     if not hasattr(torch.ops.torchvision, "nms"):
         torchvision_operators.define()
-    detection.register_loaded()
+    registry.register_library("torchvision")
     boxes, scores = torch.randn(1000, 4, device="cuda"), torch.randn(1000, device="cuda")
     kept = torch.ops.torchvision.nms(boxes, scores, 0.5)
     assert sorted(kept.tolist()) == list(range(1000))

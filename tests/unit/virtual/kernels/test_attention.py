@@ -27,8 +27,8 @@ def backend(
 ):
     """The backend for meta tensors of these shapes on card `on`."""
     shapes = query, key or query, value or key or query
-    tensors = [torch.empty(shape, dtype=dtype, device="meta") for shape in shapes]
-    return attention.backend(on, *tensors, mask, dropout, False, grad, gqa)
+    tensors = [torch.empty(shape, dtype=dtype, device="meta", requires_grad=grad) for shape in shapes]
+    return attention.backend(on, attention.Attention(*tensors, mask, dropout, enable_gqa=gqa))
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from memprof.catalog import find_gpu
 from memprof.ledger.workspaces import Workspaces
 from memprof.virtual import VirtualGpu
 from memprof.virtual.card import Card
-from memprof.virtual.kernels.convolution_workspace import workspace
+from memprof.virtual.kernels.convolution import workspace
 
 A100, V100, RTX_3090, P100 = (Card.of(find_gpu(name)) for name in ("a100-80gb", "v100-16gb", "rtx-3090", "p100"))
 HALF, SINGLE = torch.float16, torch.float32

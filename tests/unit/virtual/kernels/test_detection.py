@@ -14,7 +14,7 @@ import torch
 from memprof.catalog import find_gpu
 from memprof.stand_ins import torchvision as torchvision_operators
 from memprof.virtual import VirtualGpu
-from memprof.virtual.kernels import detection
+from memprof.virtual.kernels import detection, registry
 
 IS_HERE = importlib.util.find_spec("torchvision") is not None
 WHY = "torchvision is not installed: its models of detection did not run"
@@ -27,7 +27,7 @@ def gpu() -> Iterator[VirtualGpu]:
     else:
         _defined()
     with VirtualGpu(find_gpu("a100-80gb"), workspaces=False) as gpu:
-        detection.register_loaded()
+        registry.register_library("torchvision")
         yield gpu
 
 
@@ -174,7 +174,7 @@ def _target(name: str) -> dict[str, Any]:
 
 def test_autocast_pools_regions_in_float32(gpu: VirtualGpu) -> None:
     """And gives what the features were of; boxes are kept by numbers."""
-    detection.register_loaded()
+    registry.register_library("torchvision")
     gpu.tracker.function_mode.run_in_float32(detection.autocast_in_float32())
     features, boxes = torch.randn(2, 8, 16, 16, device="cuda").half(), torch.zeros(3, 5, device="cuda")
     rest = (1.0, 7, 7, 2, False)

@@ -10,7 +10,7 @@ from memprof.catalog import find_gpu
 from memprof.ledger.ledger import build_ledger
 from memprof.virtual import VirtualGpu
 from memprof.virtual.card import Card, max_threads_per_sm
-from memprof.virtual.kernels import attention, embedding, foreach, indexing, norms, softmax, sorting, upsampling
+from memprof.virtual.kernels import activations, attention, foreach, indexing, norms, pooling, sorting
 from memprof.virtual.kernels.matrix_products import CublasWorkspace
 from memprof.virtual.kernels.reductions import Reduction, reduction_buffers
 
@@ -255,18 +255,18 @@ def test_adding_at_indices_takes_what_was_recorded() -> None:
 
 
 def test_safe_softmax_keeps_a_mask_of_scores_and_one_of_rows() -> None:
-    assert softmax.safe_softmax((empty(2, 4, 16, 32), -1), CARD) == [4096, 128]
+    assert activations.safe_softmax((empty(2, 4, 16, 32), -1), CARD) == [4096, 128]
 
 
 def test_the_backward_of_softmax_multiplies_gradient_and_output_first() -> None:
     output = empty(4, 8)
-    assert softmax.softmax_backward((empty(4, 8), output, -1, torch.float32), CARD) == [128]
+    assert activations.softmax_backward((empty(4, 8), output, -1, torch.float32), CARD) == [128]
     # What is laid out otherwise is copied, an expanded gradient and a transposed output too.
-    assert softmax.softmax_backward((empty(8, 4).t(), empty(8, 4).t(), -1, torch.float32), CARD) == [128, 128, 128]
-    assert softmax.softmax_backward((empty(1).expand(4, 8), output, -1, torch.float32), CARD) == [128]
-    assert softmax.log_softmax_backward((empty(4, 8), output, -1, torch.float32), CARD) == []
-    assert softmax.log_softmax_backward((empty(1).expand(4, 8), output, -1, torch.float32), CARD) == [128]
-    assert softmax.softmax((empty(8, 4).t(), -1, False), CARD) == [128]
+    assert activations.softmax_backward((empty(8, 4).t(), empty(8, 4).t(), -1, torch.float32), CARD) == [128, 128, 128]
+    assert activations.softmax_backward((empty(1).expand(4, 8), output, -1, torch.float32), CARD) == [128]
+    assert activations.log_softmax_backward((empty(4, 8), output, -1, torch.float32), CARD) == []
+    assert activations.log_softmax_backward((empty(1).expand(4, 8), output, -1, torch.float32), CARD) == [128]
+    assert activations.softmax((empty(8, 4).t(), -1, False), CARD) == [128]
 
 
 def test_the_backward_of_eager_attention_peaks_with_the_product() -> None:
@@ -284,8 +284,8 @@ def test_copies_of_inputs_are_made_only_where_needed() -> None:
     assert sorting.scan((empty(2, 10, dtype=torch.int64), 0), CARD) == []
     assert sorting.scan((empty(2, 10), 0), CARD) == []
     indices = empty(4, 8, dtype=torch.int64)
-    assert embedding.embedding_copy((None, indices)) == []
-    assert embedding.embedding_copy((None, indices.t())) == [256]
+    assert indexing.embedding_copy((None, indices)) == []
+    assert indexing.embedding_copy((None, indices.t())) == [256]
 
 
 def test_foreach_norm_takes_a_partial_norm_for_every_chunk() -> None:
@@ -296,16 +296,16 @@ def test_foreach_norm_takes_a_partial_norm_for_every_chunk() -> None:
 
 def test_upsampling_copies_what_is_neither_contiguous_nor_channels_last() -> None:
     strided, last = empty(2, 8, 6, 6)[:, :4], empty(2, 4, 6, 6).to(memory_format=torch.channels_last)
-    assert upsampling.upsample_2d_backward((strided, [6, 6], [2, 4, 3, 3]), CARD) == [2 * 4 * 6 * 6 * 4]
-    assert upsampling.upsample_2d_backward((last, [6, 6], [2, 4, 3, 3]), CARD) == []
-    assert upsampling.upsample_2d_backward((strided, [6, 6], [2, 4, 6, 6]), CARD) == []
-    assert upsampling.upsample_nearest2d((strided, [12, 12]), CARD) == [2 * 4 * 6 * 6 * 4]
-    assert upsampling.upsample_nearest2d((last, [12, 12]), CARD) == []
+    assert pooling.upsample_2d_backward((strided, [6, 6], [2, 4, 3, 3]), CARD) == [2 * 4 * 6 * 6 * 4]
+    assert pooling.upsample_2d_backward((last, [6, 6], [2, 4, 3, 3]), CARD) == []
+    assert pooling.upsample_2d_backward((strided, [6, 6], [2, 4, 6, 6]), CARD) == []
+    assert pooling.upsample_nearest2d((strided, [12, 12]), CARD) == [2 * 4 * 6 * 6 * 4]
+    assert pooling.upsample_nearest2d((last, [12, 12]), CARD) == []
 
 
 def test_upsampling_of_few_channels_has_no_kernel_for_channels_last() -> None:
     images = empty(2, 3, 6, 6).to(memory_format=torch.channels_last)
-    assert upsampling.upsample_nearest2d((images, [12, 12]), CARD) == [2 * 3 * 144 * 4, 2 * 3 * 36 * 4]
+    assert pooling.upsample_nearest2d((images, [12, 12]), CARD) == [2 * 3 * 144 * 4, 2 * 3 * 36 * 4]
 
 
 def test_parameters_of_norms_that_are_not_contiguous_are_copied() -> None:
