@@ -29,7 +29,6 @@ from memprof.allocator.driver import SimulatedDriver
 from memprof.allocator.live import LiveAllocator
 from memprof.allocator.messages import OomReport, OutOfMemory, format_size
 from memprof.allocator.on_card import Needs, OnCard, needs_of, replay_on_card, without_allocator
-from memprof.allocator.pools import SegmentLayout
 from memprof.allocator.recorded import Recorded, replay_snapshot
 from memprof.allocator.releases import release_for
 from memprof.allocator.replay import CardMemory, Timeline, TraceReplay
@@ -38,7 +37,7 @@ from memprof.allocator.streams import Completion
 
 __all__ = [
     "AllocatorConfig", "Block", "CachingAllocator", "CardMemory", "Completion", "LiveAllocator", "Needs", "OnCard",
-    "OomReport", "OutOfMemory", "Recorded", "SegmentLayout", "Settings", "SettingsInForce", "SimulatedDriver",
+    "OomReport", "OutOfMemory", "Recorded", "Settings", "SettingsInForce", "SimulatedDriver",
     "Timeline", "TraceReplay", "config_from_environment", "format_size", "needs_of", "parse_config",
     "release_for", "replay_on_card", "replay_snapshot", "without_allocator",
 ]  # fmt: skip

@@ -8,23 +8,23 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 
 from memprof.allocator import reclaim
-from memprof.allocator.blocks import ADDRESS_BITS, DEFAULT_POOL, Block, PoolId, StreamPool, absorb_next
+from memprof.allocator.blocks import ADDRESS_BITS, Block, StreamPool, absorb_next
 from memprof.allocator.config import AllocatorConfig
 from memprof.allocator.driver import Driver, SimulatedDriver
 from memprof.allocator.messages import ONE_EXABYTE, OomReport, OutOfMemory
-from memprof.allocator.pools import PrivatePool, SegmentLayout, layout_of
+from memprof.allocator.pools import PrivatePool, layout_of
 from memprof.allocator.releases import LATEST, Release
 from memprof.allocator.rounding import MIN_BLOCK, SMALL_SIZE, round_size, segment_size
 from memprof.allocator.segments import Segments
 from memprof.allocator.stats import Counters, Statistics
 from memprof.allocator.streams import Completion, PendingFrees
 from memprof.errors import UsageError
+from memprof.trace.snapshot import DEFAULT_POOL, PoolId, SnapshotSegment
 
-SPLIT_SLACK = SMALL_SIZE
-"""A block of the large pool is split when more than this would be left over."""
+SPLIT_SLACK = SMALL_SIZE  # A block of the large pool is split when more than this would be left over
 
+# Address space of an expandable segment when the card's memory is not known: more than any card has.
 UNKNOWN_SPACE = 1 << 50
-"""Address space of an expandable segment when the card's memory is not known: more than any card has."""
 
 
 class CachingAllocator:
@@ -60,8 +60,7 @@ class CachingAllocator:
             )
         self.release = release
         self.counts = counts
-        self.device = 0
-        """The card's number, as messages have it."""
+        self.device = 0  # the card's number, as messages have it
         self.driver = SimulatedDriver(total_bytes) if driver is None else driver
         self.pending = PendingFrees(self._free_block, completion)
         self.statistics = Statistics()
@@ -82,8 +81,7 @@ class CachingAllocator:
         )
         self.default_pool = PrivatePool(DEFAULT_POOL, self.statistics)
         self.pools: dict[PoolId, PrivatePool] = {DEFAULT_POOL: self.default_pool}
-        self.retired: list[PrivatePool] = []
-        """Private pools that nothing keeps (`graph_pools_freeable`)."""
+        self.retired: list[PrivatePool] = []  # private pools that nothing keeps (`graph_pools_freeable`)
         self.max_split_size = config.max_split_size
         self.divisions = config.roundup_power2_divisions
         self._rounded: dict[int, int] = {}
@@ -318,13 +316,15 @@ class CachingAllocator:
         if num_bytes >= ONE_EXABYTE:
             raise OutOfMemory(self._report(num_bytes, num_bytes), self.release)
         if self.gc_enabled:
-            reclaim.collect_garbage(self)
+            assert self.allowed_bytes is not None
+            threshold = int(self.config.garbage_collection_threshold * self.allowed_bytes)
+            reclaim.collect_garbage(self.segment_store, self.default_pool.large, threshold)
         segment = segment_size(size, self.config.large_segment_size)
         block = self._ask_driver(owner, size, segment)
-        if block is None and reclaim.release_available(self, owner, size):
+        if block is None and reclaim.release_oversize(self.segment_store, owner, size):
             block = self._ask_driver(owner, size, segment)
         if block is None:
-            reclaim.release_cached(self)
+            self.empty_cache()
             self.statistics.num_alloc_retries += 1
             block = self._ask_driver(owner, size, segment)
         if block is None:
@@ -375,10 +375,6 @@ class CachingAllocator:
                 block.uses = set()
             block.uses.add(stream)
 
-    def complete(self, block: Block) -> None:
-        """All work on the freed `block` is done, whatever `completion` says."""
-        self.pending.complete(block)
-
     def synchronize(self) -> None:
         """`synchronize_and_free_events`: wait for the work of all streams."""
         self.statistics.num_sync_all_streams += 1
@@ -387,8 +383,11 @@ class CachingAllocator:
     # -- cache, pools, figures -------------------------------------------------------------------------------------
 
     def empty_cache(self) -> None:
-        """torch.cuda.empty_cache: give back every segment that is wholly free."""
-        reclaim.release_cached(self)
+        """Release every segment that is wholly free, of the default and of retired pools (`release_cached_blocks`)."""
+        self.synchronize()
+        for pool in (self.default_pool, *self.retired):
+            reclaim.release_pool(self.segment_store, pool.large)
+            reclaim.release_pool(self.segment_store, pool.small)
 
     def create_pool(self, pool: PoolId) -> PrivatePool:
         """The private pool (torch.cuda.MemPool, CUDA graphs), new if need be; until it is retired, none goes back."""
@@ -423,7 +422,7 @@ class CachingAllocator:
         """What torch.cuda.memory_stats() would return."""
         return self.statistics.as_dict(self.config.reported_max_split_size)
 
-    def segments(self) -> list[SegmentLayout]:
+    def segments(self) -> list[SnapshotSegment]:
         """Every segment and its blocks by address, as torch.cuda.memory_snapshot(): one entry per mapped run."""
         return layout_of(self.segment_store.live.values())
 

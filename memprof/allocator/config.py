@@ -16,11 +16,10 @@ from memprof.allocator.rounding import DIVISION_ENTRIES, LARGE_SEGMENT
 from memprof.errors import UsageError, nearest
 from memprof.units import GIB, MIB
 
-UNLIMITED = (1 << 64) - 1
-"""max_split_size when it is not set (SIZE_MAX)."""
+UNLIMITED = (1 << 64) - 1  # max_split_size when it is not set (SIZE_MAX)
 
+# The first of them that is set counts; releases before 2.9 know the first alone.
 VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-"""The first of them that is set counts; releases before 2.9 know the first alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,15 +33,12 @@ class AllocatorConfig:
     large_segment_size: int = LARGE_SEGMENT
     per_process_memory_fraction: float = 1.0
     throw_on_cudamalloc_oom: bool = False
+    # Address space of one expandable segment, as a fraction of the card's memory; as bytes, which counts more.
     expandable_segments_reserve: float = 9 / 8
-    """Address space of one expandable segment, as a fraction of the card's memory; or"""
     expandable_segments_reserve_bytes: int | None = None
-    """... as bytes, which counts more."""
-    roundup_power2_divisions: tuple[int, ...] = ()
-    """One entry per octave from 1 MiB up (16 of them); empty: off."""
+    roundup_power2_divisions: tuple[int, ...] = ()  # one entry per octave from 1 MiB up (16 of them); empty: off
     backend: str = "native"
-    text: str = ""
-    """What it was read from."""
+    text: str = ""  # what it was read from
 
     @property
     def reported_max_split_size(self) -> int:

@@ -10,14 +10,11 @@ from __future__ import annotations
 from bisect import insort
 from typing import Protocol
 
-GRANULARITY = 2 << 20
-"""The driver backs memory with pages of 2 MiB."""
+GRANULARITY = 2 << 20  # the driver backs memory with pages of 2 MiB
 
-FIRST_ADDRESS = 0x7F0000000000
-"""Where cudaMalloc starts; recorded addresses on Linux lie near here."""
+FIRST_ADDRESS = 0x7F0000000000  # where cudaMalloc starts; recorded addresses on Linux lie near here
 
-FIRST_RESERVATION = 0x10000000000
-"""Where the address space of expandable segments starts, apart from cudaMalloc's."""
+FIRST_RESERVATION = 0x10000000000  # where the address space of expandable segments starts, apart from cudaMalloc's
 
 
 class Driver(Protocol):
@@ -57,8 +54,7 @@ class SimulatedDriver:
         self.total_bytes = total_bytes
         self.other_bytes = other_bytes
         self.used_bytes = 0
-        self.refusals = 0
-        """Requests that did not fit."""
+        self.refusals = 0  # requests that did not fit
         self._top = FIRST_ADDRESS
         self._next_reservation = FIRST_RESERVATION
         self._holes: list[tuple[int, int]] = []  # (address, size), sorted, never adjacent

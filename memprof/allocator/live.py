@@ -9,8 +9,8 @@ from memprof.allocator.replay import CardMemory, TraceReplay
 from memprof.allocator.rounding import SMALL_BUFFER, SMALL_SIZE
 from memprof.trace.events import Trace
 
+# What `resetAccumulatedStats` of c10/cuda/CUDACachingAllocator.cpp sets to zero, beside `.allocated` and `.freed`.
 _COUNTS = ("num_alloc_retries", "num_ooms", "num_sync_all_streams", "num_device_alloc", "num_device_free")
-"""What `resetAccumulatedStats` of c10/cuda/CUDACachingAllocator.cpp sets to zero, beside `.allocated` and `.freed`."""
 
 
 class LiveAllocator:
@@ -19,15 +19,13 @@ class LiveAllocator:
     def __init__(
         self, trace: Trace, card: CardMemory, config: AllocatorConfig | None = None, release: Release = LATEST
     ) -> None:
-        self._room = 0
-        """What can certainly still be reserved."""
+        self._room = 0  # what can certainly still be reserved
         self._large_segment = (config or AllocatorConfig()).large_segment_size
         self._trace = trace
         self._card = card
         self._release = release
         self._replay = TraceReplay(trace, card, config, release)
-        self._before: dict[str, int] = {}
-        """Accumulated counters at their last reset."""
+        self._before: dict[str, int] = {}  # accumulated counters at their last reset
 
     def refusal(self) -> str | None:
         """What torch.OutOfMemoryError says if the card refuses the request that is the last event; None: it is served.

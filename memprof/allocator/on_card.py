@@ -7,34 +7,29 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from memprof.allocator.config import AllocatorConfig
-from memprof.allocator.pools import BlockLayout, SegmentLayout
 from memprof.allocator.releases import LATEST, Release
 from memprof.allocator.replay import CardMemory, FirstOom, Timeline, TimelinePeak, TraceReplay
 from memprof.allocator.streams import Completion
 from memprof.trace.events import EventKind, Trace
+from memprof.trace.snapshot import BlockState, SnapshotBlock, SnapshotSegment
 
-Layout = tuple[list[SegmentLayout], dict[int, int]]
-"""Segments and blocks at a moment, and the storage in each block by its address."""
+# Segments and blocks at a moment, and the storage in each block by its address.
+Layout = tuple[list[SnapshotSegment], dict[int, int]]
 
 
 class Needs(NamedTuple):
     """What a run comes to, in short."""
 
-    required_reserved_bytes: int
-    """As in OnCard."""
-    fits: bool
-    """True without a card."""
-    allocated_bytes: int
-    """The most that tensors take, as the allocator rounds it on a card without limit."""
+    required_reserved_bytes: int  # as in OnCard
+    fits: bool  # True without a card
+    allocated_bytes: int  # the most that tensors take, as the allocator rounds it on a card without limit
 
 
 class StreamBounds(NamedTuple):
     """The most that is reserved if what other streams used is free as soon, and as late, as it can be."""
 
-    soonest_bytes: int
-    """It is free at once."""
-    latest_bytes: int
-    """It is free only once the host has waited for those streams."""
+    soonest_bytes: int  # it is free at once
+    latest_bytes: int  # it is free only once the host has waited for those streams
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,21 +40,17 @@ class OnCard:
     card: CardMemory | None
     config: AllocatorConfig
     release: Release
-    timeline: Timeline
-    """If it fits (or without a card), what the run holds on this card; else, on a card without limit."""
-    first_oom: FirstOom | None
-    """The request that this card refuses; None: it fits."""
+    timeline: Timeline  # if it fits (or without a card), what the run holds on this card; else, on a card without limit
+    first_oom: FirstOom | None  # the request that this card refuses; None: it fits
+    # Times that the allocator gave its whole cache back, because the card was full, and could serve the request.
     retries: int
-    """Times that the allocator gave its whole cache back, because the card was full, and could serve the request."""
+    # The most that is reserved on a card without limit: so much, and nothing is ever given back to make room. Requests
+    # that the program was refused and went on without are not in it.
     required_reserved_bytes: int
-    """The most that is reserved on a card without limit: so much, and nothing is ever given back to make room. Requests
-    that the program was refused and went on without are not in it."""
-    rounds: bool = True
-    """Whether requests are rounded to blocks; in host memory they are not."""
-    bounds: StreamBounds | None = None
-    """Of `required_reserved_bytes`; None: no stream uses another's memory."""
+    rounds: bool = True  # whether requests are rounded to blocks; in host memory they are not
+    bounds: StreamBounds | None = None  # of `required_reserved_bytes`; None: no stream uses another's memory
+    # By event: those that were asked for, since each may take a replay.
     _layouts: dict[int, Layout] = field(default_factory=dict, repr=False, compare=False)
-    """By event: those that were asked for, since each may take a replay."""
 
     def layout_at(self, event: int) -> Layout:
         """Segments and blocks after `event` of the timeline's run, and the storage in each block by its address."""
@@ -99,22 +90,23 @@ class OnCard:
                 owners.pop(addresses[ref], None)
         held = sorted(owners)
         reserved, begin = timeline.reserved[event], 0
-        segments: list[SegmentLayout] = []
+        segments: list[SnapshotSegment] = []
         for segment in timeline.segments:
             if reserved <= 0:
                 break
             reserved -= segment.size
-            blocks: list[BlockLayout] = []
+            blocks: list[SnapshotBlock] = []
             at, end = segment.address, segment.address + segment.size
             while begin < len(held) and held[begin] < end:
                 address, ref = held[begin], owners[held[begin]]
                 if address > at:
-                    blocks.append(BlockLayout(at, address - at, 0, "inactive"))
-                blocks.append(BlockLayout(address, timeline.blocks[ref], storages[ref].num_bytes, "active_allocated"))
-                at = address + timeline.blocks[ref]
+                    blocks.append(SnapshotBlock(at, address - at, 0, BlockState.INACTIVE))
+                size, requested = timeline.blocks[ref], storages[ref].num_bytes
+                blocks.append(SnapshotBlock(address, size, requested, BlockState.ALLOCATED))
+                at = address + size
                 begin += 1
             if at < end:
-                blocks.append(BlockLayout(at, end - at, 0, "inactive"))
+                blocks.append(SnapshotBlock(at, end - at, 0, BlockState.INACTIVE))
             segments.append(segment._replace(blocks=tuple(blocks)))
         return None if reserved or begin < len(held) else (segments, owners)
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from dataclasses import dataclass, field
 
-from memprof.allocator.blocks import Block, PoolId, StreamPool, split_right
+from memprof.allocator.blocks import Block, StreamPool, split_right
 from memprof.allocator.caching import CachingAllocator
 from memprof.allocator.config import AllocatorConfig
 from memprof.allocator.rounding import SMALL_BUFFER, SMALL_SIZE, round_size
@@ -32,10 +32,9 @@ from memprof.trace.columns import (
     SEGMENT_UNMAP,
     EventColumns,
 )
-from memprof.trace.snapshot import BlockState, SnapshotSegment
+from memprof.trace.snapshot import BlockState, PoolId, SnapshotSegment
 
-OTHER_STREAM = -1
-"""Which stream a late free waited for is not recorded."""
+OTHER_STREAM = -1  # which stream a late free waited for is not recorded
 
 
 def completes_at_once(events: EventColumns, index: int) -> bool:
@@ -52,10 +51,8 @@ class LiveBlock:
 
     address: int
     requested: int
-    size: int | None
-    """None if no record gives it."""
-    pending: bool
-    """Its free had been asked for, and waited for other streams."""
+    size: int | None  # None if no record gives it
+    pending: bool  # its free had been asked for, and waited for other streams
 
 
 @dataclass(slots=True)
@@ -81,12 +78,11 @@ class State:
 
     ranges: list[Range] = field(default_factory=list)
     live: dict[int, LiveBlock] = field(default_factory=dict)
-    ambiguous: int = 0
-    """Blocks whose end no record gives."""
+    ambiguous: int = 0  # blocks whose end no record gives
+    # Addresses known to be of an expandable segment, by its stream and whether it is of the small pool; sorted.
     spaces: dict[tuple[int, bool], list[int]] = field(default_factory=dict)
-    """Addresses known to be of an expandable segment, by its stream and whether it is of the small pool; sorted."""
+    # Where events and final segments do not fit together: then the trace is not whole.
     contradictions: list[str] = field(default_factory=list)
-    """Where events and final segments do not fit together: then the trace is not whole."""
 
 
 def state_before(segments: list[SnapshotSegment], events: EventColumns, config: AllocatorConfig | None = None) -> State:
@@ -103,8 +99,8 @@ def state_before(segments: list[SnapshotSegment], events: EventColumns, config: 
                 final.append(LiveBlock(block.address, requested, block.size, pending))
     # By address: the event that ended the block's life, or the place from the end in `final`, which is below 0.
     live = {block.address: place for place, block in enumerate(final, -len(final))}
+    # Addresses of blocks whose free completes, and has not been asked for yet.
     waiting = {block.address for block in final if block.pending}
-    """Addresses of blocks whose free completes, and has not been asked for yet."""
     actions, addresses = events.actions, events.addresses
     for index in range(len(events) - 1, -1, -1):
         action, address = actions[index], addresses[index]

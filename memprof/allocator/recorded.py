@@ -12,11 +12,10 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from memprof.allocator.blocks import DEFAULT_POOL, Block, PoolId
+from memprof.allocator.blocks import Block
 from memprof.allocator.caching import CachingAllocator
 from memprof.allocator.config import AllocatorConfig, config_from_settings
 from memprof.allocator.messages import OutOfMemory
-from memprof.allocator.pools import SegmentLayout
 from memprof.allocator.rebuild import OTHER_STREAM, State, completes_at_once, restore, state_before
 from memprof.allocator.recorded_driver import RETURNS, TAKES, RecordedDriver
 from memprof.allocator.rounding import MIN_BLOCK, SMALL_SIZE, round_size
@@ -32,10 +31,9 @@ from memprof.trace.columns import (
     SNAPSHOT,
     EventColumns,
 )
-from memprof.trace.snapshot import Action, Snapshot, SnapshotEvent, SnapshotSegment
+from memprof.trace.snapshot import DEFAULT_POOL, Action, PoolId, Snapshot, SnapshotEvent, SnapshotSegment
 
-MAX_READINGS = 64
-"""Replays of one trace at most."""
+MAX_READINGS = 64  # replays of one trace at most
 
 _ENDS = (Action.ALLOC, Action.OOM)
 _STOPS = frozenset(CODES[action] for action in (*_ENDS, Action.FREE_REQUESTED))
@@ -58,20 +56,17 @@ class Recorded:
     """What became of the replay of one device's trace."""
 
     device: int
-    allocations: int
-    """In the whole trace."""
-    identical_addresses: int
-    """Allocations before the first difference."""
+    allocations: int  # in the whole trace
+    identical_addresses: int  # allocations before the first difference
     final_layout_identical: bool
     first_difference: Difference | None
+    # The settings that were in force, as far as the file says.
     config: AllocatorConfig = field(repr=False, default_factory=AllocatorConfig)
-    """The settings that were in force, as far as the file says."""
-    start: State = field(repr=False, default_factory=State)
-    """Segments and live blocks before the first event."""
+    start: State = field(repr=False, default_factory=State)  # segments and live blocks before the first event
+    # Bytes of the block that each allocation was given, for the first `identical_addresses` of them.
     block_sizes: array[int] = field(repr=False, default_factory=lambda: array("q"))
-    """Bytes of the block that each allocation was given, for the first `identical_addresses` of them."""
+    # Events before which the program called empty_cache, or did what amounts to it.
     flushes: tuple[int, ...] = field(repr=False, default=())
-    """Events before which the program called empty_cache, or did what amounts to it."""
 
     @property
     def exact(self) -> bool:
@@ -122,8 +117,8 @@ class _Replay:
 
     def __init__(self, snapshot: Snapshot, device: int, total_bytes: int | None, forced: dict[int, bool]) -> None:
         self.forced = forced
+        # By event: whether what is recorded there was taken to be the next request's own doing.
         self.choices: dict[int, bool] = {}
-        """By event: whether what is recorded there was taken to be the next request's own doing."""
         self.device = device
         self.final = [segment for segment in snapshot.segments if segment.device == device]
         trace = EventColumns.of(snapshot.traces[device] if device < len(snapshot.traces) else [])
@@ -324,7 +319,7 @@ class _Replay:
     def complete(self, address: int) -> None:
         block = self.pending.pop(address, None)
         if block is not None and block.events:  # else a wait within the allocator has found it done
-            self.allocator.complete(block)
+            self.allocator.pending.complete(block)
 
     def free(self, index: int) -> int:
         """The free at `index`; how many of the events after it belong to it."""
@@ -379,7 +374,7 @@ _Blocks = tuple[tuple[int, int, str], ...]
 _Layout = list[tuple[int, int, int, bool, bool, _Blocks]]
 
 
-def _layout(segments: Sequence[SnapshotSegment | SegmentLayout]) -> _Layout:
+def _layout(segments: Sequence[SnapshotSegment]) -> _Layout:
     return [
         (s.address, s.size, s.stream, s.is_small, s.expandable, tuple((b.address, b.size, b.state) for b in s.blocks))
         for s in segments

@@ -11,8 +11,7 @@ from memprof.trace.snapshot import Action, SnapshotEvent
 TAKES = (Action.SEGMENT_ALLOC, Action.SEGMENT_MAP)
 RETURNS = (Action.SEGMENT_FREE, Action.SEGMENT_UNMAP)
 
-_FOREIGN = 1 << 56
-"""Addresses for segments that the recording did not take."""
+_FOREIGN = 1 << 56  # addresses for segments that the recording did not take
 
 
 class RecordedDriver:
@@ -22,12 +21,9 @@ class RecordedDriver:
         self.events = events
         self.large_segment = large_segment
         self.stream = 0
-        self.small = False
-        """What the request is for: set before each."""
-        self.spaces: dict[int, int] = {}
-        """Reservations by address, with their sizes."""
-        self.live: Mapping[int, object] = {}
-        """By address: the segments that there are."""
+        self.small = False  # what the request is for: set before each
+        self.spaces: dict[int, int] = {}  # reservations by address, with their sizes
+        self.live: Mapping[int, object] = {}  # by address: the segments that there are
         self.at = 0
         self.problem: str | None = None
         self._foreign = _FOREIGN

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from memprof.errors import UsageError
 
 OLDEST = (2, 0)
-NEWEST = (2, 15)
-"""The newest release that was looked at; later ones are taken to agree with it."""
+NEWEST = (2, 15)  # the newest release that was looked at; later ones are taken to agree with it
 
 
+# Settings of the allocator that not all releases have, and the first that does.
 _SINCE = {
     "per_process_memory_fraction": (2, 10),
     "large_segment_size_mb": (2, 11),  # in the headers of 2.12.1, not in those of 2.10.0
@@ -23,7 +23,6 @@ _SINCE = {
     "expandable_segments_reserve": (2, 15),
     "expandable_segments_reserve_by_class": (2, 15),
 }
-"""Settings of the allocator that not all releases have, and the first that does."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,17 +10,17 @@ from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from memprof.allocator.blocks import DEFAULT_POOL, Block, PoolId
+from memprof.allocator.blocks import Block
 from memprof.allocator.caching import CachingAllocator
 from memprof.allocator.config import AllocatorConfig
 from memprof.allocator.driver import SimulatedDriver
 from memprof.allocator.messages import OomReport, OutOfMemory
-from memprof.allocator.pools import SegmentLayout
 from memprof.allocator.releases import LATEST, Release
 from memprof.allocator.streams import Completion
 from memprof.errors import MemprofError
 from memprof.trace.events import Event, EventKind, Trace, card_index
 from memprof.trace.facts import DeviceFacts
+from memprof.trace.snapshot import DEFAULT_POOL, PoolId, SnapshotSegment
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +37,7 @@ class FirstOom:
 
     event: int
     report: OomReport
-    message: str
-    """What torch prints there."""
+    message: str  # what torch prints there
 
 
 @dataclass(slots=True)
@@ -48,30 +47,26 @@ class Timeline:
     requested: array[int] = field(default_factory=lambda: array("q"))
     allocated: array[int] = field(default_factory=lambda: array("q"))
     reserved: array[int] = field(default_factory=lambda: array("q"))
+    # Within an event the allocator may hold more than after it, when it gives segments back to get another.
     peak_reserved: TimelinePeak = TimelinePeak()
-    """Within an event the allocator may hold more than after it, when it gives segments back to get another."""
     first_oom: FirstOom | None = None
+    # Times that the whole cache was given back because the driver refused (num_alloc_retries), apart from requests that
+    # were refused all the same and that the program went on without.
     retries: int = 0
-    """Times that the whole cache was given back because the driver refused (num_alloc_retries), apart from requests
-    that were refused all the same and that the program went on without."""
-    stats: dict[str, int] = field(default_factory=dict)
-    """torch.cuda.memory_stats() at the end."""
-    segments: list[SegmentLayout] = field(default_factory=list)
-    """Segments and blocks at the end: what is fragmented, and where."""
+    stats: dict[str, int] = field(default_factory=dict)  # torch.cuda.memory_stats() at the end
+    # Segments and blocks at the end: what is fragmented, and where.
+    segments: list[SnapshotSegment] = field(default_factory=list)
+    # Of a trace: bytes of the block that each storage was given; those of other devices and empty ones have none.
     blocks: dict[int, int] = field(default_factory=dict)
-    """Of a trace: bytes of the block that each storage was given; those of other devices and empty ones have none."""
-    addresses: dict[int, int] = field(default_factory=dict)
-    """Of the same blocks."""
+    addresses: dict[int, int] = field(default_factory=dict)  # of the same blocks
 
 
 @dataclass(frozen=True, slots=True)
 class CardMemory:
     """What the allocator may take of a card."""
 
-    total_bytes: int
-    """As CUDA reports it."""
-    context_bytes: int
-    """Taken outside the allocator: the CUDA context, other users."""
+    total_bytes: int  # as CUDA reports it
+    context_bytes: int  # taken outside the allocator: the CUDA context, other users
 
     @property
     def usable_bytes(self) -> int:
@@ -142,12 +137,9 @@ class TraceReplay:
         self.trace = trace
         self.timeline = Timeline()
         self.event = 0
-        self.live: dict[int, Block] = {}
-        """Blocks of the storages that are alive, by storage."""
-        self.stream = 0
-        """On which memory is taken where the replay has come to."""
-        self.pool = DEFAULT_POOL
-        """From which."""
+        self.live: dict[int, Block] = {}  # blocks of the storages that are alive, by storage
+        self.stream = 0  # on which memory is taken where the replay has come to
+        self.pool = DEFAULT_POOL  # from which
         self._has_limit = card is not None
         self._retries_in_vain = 0
 

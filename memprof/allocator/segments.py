@@ -29,10 +29,8 @@ class Segments:
         self.large_segment = large_segment
         self.max_split_size = max_split_size
         self.address_space = address_space
-        self.total_bytes = 0
-        """total_allocated_memory: what the driver has given."""
-        self.live: dict[int, Segment] = {}
-        """By address."""
+        self.total_bytes = 0  # total_allocated_memory: what the driver has given
+        self.live: dict[int, Segment] = {}  # by address
 
     def allocate(self, owner: StreamPool, size: int) -> Block | None:
         """One cudaMalloc of `size` bytes as one block that is not free; None when the driver refuses."""

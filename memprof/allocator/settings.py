@@ -21,11 +21,10 @@ class Settings:
         UsageError: the configuration asks for another allocator (backend:cudaMallocAsync).
     """
 
-    torch: str | None = None
-    """Version of torch; None: not known, the newest that memprof knows is taken."""
+    torch: str | None = None  # version of torch; None: not known, the newest that memprof knows is taken
     config: AllocatorConfig = field(default_factory=AllocatorConfig)
+    # The flag or environment variable that the configuration came from; None: torch's defaults.
     origin: str | None = None
-    """The flag or environment variable that the configuration came from; None: torch's defaults."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot be replayed before the run, not after it."""

@@ -18,15 +18,13 @@ class Counters:
     allocation_peak: int = 0
     allocated_bytes: int = 0
     allocated_bytes_peak: int = 0
-    mallocs: int = 0
-    """What was ever handed out: of a size class, as are the next two."""
+    mallocs: int = 0  # what was ever handed out: of a size class, as are the next two
     mallocs_bytes: int = 0
     mallocs_requested: int = 0
-    waiting: int = 0
-    """Freed by the program, and in use by other streams: what is active beside what is handed out."""
+    waiting: int = 0  # freed by the program, and in use by other streams: what is active beside what is handed out
     waiting_bytes: int = 0
+    # The most that were active when something waited; where nothing does, the most is that of `allocation`.
     noted_active: int = 0
-    """The most that were active when something waited; where nothing does, the most is that of `allocation`."""
     noted_active_bytes: int = 0
     requested_bytes: int = 0
     requested_bytes_peak: int = 0
@@ -106,6 +104,7 @@ class Counters:
         self.noted_active, self.noted_active_bytes = self.active, self.active_bytes
 
 
+# torch's counters, and what counts all that was ever added to each.
 _ADDED = {
     "allocation": "mallocs",
     "segment": "segment_added",
@@ -117,7 +116,6 @@ _ADDED = {
     "inactive_split_bytes": "inactive_split_bytes_added",
     "requested_bytes": "mallocs_requested",
 }
-"""torch's counters, and what counts all that was ever added to each."""
 
 
 @dataclass(slots=True, eq=False)
@@ -148,10 +146,8 @@ class Statistics:
     num_oom_rejections: int = 0
     num_ooms: int = 0
     num_sync_all_streams: int = 0
-    oversize_allocations: Tally = field(default_factory=Tally)
-    """Blocks of at least max_split_size that are handed out."""
-    oversize_segments: Tally = field(default_factory=Tally)
-    """Segments of that size that came from the driver."""
+    oversize_allocations: Tally = field(default_factory=Tally)  # blocks of at least max_split_size that are handed out
+    oversize_segments: Tally = field(default_factory=Tally)  # segments of that size that came from the driver
 
     def reset_peak(self) -> None:
         """`resetPeakStats`: every peak is what there is now."""

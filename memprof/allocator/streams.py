@@ -35,12 +35,9 @@ class PendingFrees:
         self.release = release
         self.completion = completion
         self.queues: dict[int, deque[_Marker]] = {}
-        self.passed: dict[int, int] = {}
-        """Of each stream, the time before which all its work is known to be done."""
-        self.now = 0
-        """When what is freed is freed: the caller's own clock."""
-        self.requested_bytes = 0
-        """Of the blocks that wait, as they were asked for."""
+        self.passed: dict[int, int] = {}  # of each stream, the time before which all its work is known to be done
+        self.now = 0  # when what is freed is freed: the caller's own clock
+        self.requested_bytes = 0  # of the blocks that wait, as they were asked for
 
     def add(self, block: Block) -> None:
         """`block` is freed and has stream uses."""

@@ -18,17 +18,16 @@ from memprof.ledger.categories import Category
 from memprof.trace.events import Storage, Trace
 from memprof.units import GIB, format_bytes
 
+# Shorter sequences have small scores, and their lengths are easily those of something else (head dimensions).
 MIN_LENGTH = 256
-"""Shorter sequences have small scores, and their lengths are easily those of something else (head dimensions)."""
 
 MIN_SHARE = 0.05
-MIN_BYTES = GIB
-"""Found when above one of the two."""
+MIN_BYTES = GIB  # found when above one of the two
 
 _PRODUCTS = {"aten.mm", "aten.bmm", "aten.baddbmm", "aten.addmm", "aten.cat"}
 _LINEAR = {"aten.mm", "aten.addmm"}
+# Operators that make images, or begin like those that do: the height and width may be a program's choice.
 _IMAGES = ("aten.convolution", "aten.upsample_", "aten.grid_sampler_")
-"""Operators that make images, or begin like those that do: the height and width may be a program's choice."""
 _MASK_DTYPES = {"bool", "uint8", "int64", "int32", "int8"}
 
 
@@ -112,8 +111,7 @@ def score_storages(context: Context) -> dict[int, str]:
         if draws[storage.op] or (category is Category.INPUTS and len(storage.shape) == 4 and storage.dtype != "bool")
     }
     candidates: list[tuple[int, Storage]] = []
-    attended: set[tuple[int, ...]] = set()
-    """Of scores: how many there are, queries and keys."""
+    attended: set[tuple[int, ...]] = set()  # of scores: how many there are, queries and keys
     for index, storage in enumerate(trace.storages):
         shape = storage.shape
         if (

@@ -11,8 +11,7 @@ from memprof.trace.events import CompiledKeeps
 from memprof.units import MIB, format_bytes
 
 MIN_BYTES = 64 * MIB
-MIN_SHARE = 0.05
-"""Of the peak."""
+MIN_SHARE = 0.05  # of the peak
 MOST_SHOWN = 4
 _SETTINGS = "torch._functorch.config"
 

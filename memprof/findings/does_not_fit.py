@@ -9,8 +9,7 @@ from memprof.ledger.stages import Span, at_stage
 from memprof.trace.events import PhaseKind
 from memprof.units import format_bytes
 
-MIN_SHARE = 0.05
-"""A category below this share of the peak is not worth a remedy."""
+MIN_SHARE = 0.05  # A category below this share of the peak is not worth a remedy
 
 
 @rule(30)

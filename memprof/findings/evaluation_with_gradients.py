@@ -14,15 +14,14 @@ from memprof.findings.evidence import (
     tensor_evidence,
 )
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
-from memprof.findings.growth import Pile, by_holder, holder_evidence, kept_by, piles, piles_evidence
+from memprof.findings.growth import LeakGroup, by_holder, find_leaks, holder_evidence, kept_by, leak_evidence
 from memprof.trace.events import NONE, Forward, Holder
 from memprof.units import format_bytes
 
+# That are kept at their most; and per call, of what is kept without a graph: less is a decoder's tokens.
 MIN_BYTES = 64 << 10
-"""That are kept at their most; and per call, of what is kept without a graph: less is a decoder's tokens."""
 
-WARNING_SHARE = 0.05
-"""Of the peak: what is less is a note."""
+WARNING_SHARE = 0.05  # of the peak: what is less is a note
 
 
 @rule(70)
@@ -78,7 +77,7 @@ def _finding(context: Context, certain: list[list[Forward]], num_bytes: int) -> 
     at = file_and_line(source)
     share = percent(num_bytes, context.ledger.peak_bytes)
     longest = max(certain, key=len)
-    grown = piles(
+    grown = find_leaks(
         context, made_in(context, longest[0].begin, longest[-1].end), [forward.end - 1 for forward in longest]
     )
     groups = _told(by_holder(trace, grown))
@@ -96,16 +95,16 @@ def _finding(context: Context, certain: list[list[Forward]], num_bytes: int) -> 
     return Finding("evaluation-with-gradients", severity, title, num_bytes, tuple(evidence), ())
 
 
-def _told(groups: dict[Holder | None, list[Pile]]) -> dict[Holder | None, list[Pile]]:
+def _told(groups: dict[Holder | None, list[LeakGroup]]) -> dict[Holder | None, list[LeakGroup]]:
     """What is to be told of by itself: a holder of tensors without a graph keeps those alone, be they tokens."""
     return {
         holder: group
         for holder, group in groups.items()
-        if holder is None or holder.nodes or sum(pile.per_round for pile in group) >= MIN_BYTES
+        if holder is None or holder.nodes or sum(leak.per_round for leak in group) >= MIN_BYTES
     }
 
 
-def _growth(context: Context, loop: list[Forward], groups: dict[Holder | None, list[Pile]]) -> list[Evidence]:
+def _growth(context: Context, loop: list[Forward], groups: dict[Holder | None, list[LeakGroup]]) -> list[Evidence]:
     """What piles up from call to call, and whose graph keeps it."""
     trace = context.ledger.trace
     evidence = []
@@ -120,7 +119,7 @@ def _growth(context: Context, loop: list[Forward], groups: dict[Holder | None, l
         else:
             why = "for the outputs are kept with their graph" if holder.nodes else "kept without a graph"
             evidence += [Evidence(f"it piles up from call to call, {why}:"), holder_evidence(holder)]
-        evidence += piles_evidence(trace, group, "call")
+        evidence += leak_evidence(trace, group, "call")
     return evidence
 
 

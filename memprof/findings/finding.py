@@ -59,24 +59,21 @@ class Context:
     """Hold what rules look at; they change nothing."""
 
     ledger: Ledger
+    # What the card offers to the allocator: capacity minus CUDA context; None if there is no card to judge by.
     usable_bytes: int | None
-    """What the card offers to the allocator: capacity minus CUDA context; None if there is no card to judge by."""
     card: str = ""
-    spec: TargetSpec | None = None
-    """None when the trace is not of `memprof profile` (a script, a snapshot)."""
-    fixes: tuple[str, ...] = ()
-    """Remedies that were switched on in a script from outside: names, or NAME=VALUE."""
+    spec: TargetSpec | None = None  # None when the trace is not of `memprof profile` (a script, a snapshot)
+    fixes: tuple[str, ...] = ()  # remedies that were switched on in a script from outside: names, or NAME=VALUE
     vocab_size: int | None = None
     asked_vocab_size: int | None = None
     context_length: int | None = None
     max_positions: int | None = None
-    streams: StreamMemory | None = None
-    """None: the run stayed on one stream."""
+    streams: StreamMemory | None = None  # None: the run stayed on one stream
+    # Births and deaths of the ledger's storages, for all rules to share.
     lives: Lives = field(init=False, repr=False, compare=False)
-    """Births and deaths of the ledger's storages, for all rules to share."""
 
+    # What functions that are asked `once` have answered.
     known: dict[Callable[[Context], Any], Any] = field(init=False, repr=False, compare=False, default_factory=dict)
-    """What functions that are asked `once` have answered."""
 
     def __post_init__(self) -> None:
         """Follow the storages' lives; by the base class's way, for the dataclass is frozen."""
@@ -98,10 +95,8 @@ def once(of: Callable[[Context], _Answer]) -> Callable[[Context], _Answer]:
 
 Rule = Callable[[Context], list[Finding]]
 
-RULES: dict[int, Rule] = {}
-"""All rules by their places: in this order they are asked."""
-DECIDING: set[int] = set()
-"""The places of those that lead a search over many runs."""
+RULES: dict[int, Rule] = {}  # all rules by their places: in this order they are asked
+DECIDING: set[int] = set()  # the places of those that lead a search over many runs
 
 
 def rule(place: int, *, decides: bool = False) -> Callable[[Rule], Rule]:

@@ -7,8 +7,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from memprof.allocator import Needs, OnCard, SegmentLayout
-from memprof.allocator.blocks import DEFAULT_POOL
+from memprof.allocator import Needs, OnCard
 from memprof.findings.does_not_fit import stage_text
 from memprof.findings.evidence import (
     file_and_line,
@@ -22,18 +21,17 @@ from memprof.findings.evidence import (
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
 from memprof.remedies.catalog import EXPANDABLE_SEGMENTS
 from memprof.trace.events import Trace
+from memprof.trace.snapshot import DEFAULT_POOL, SnapshotSegment
 from memprof.units import MIB, format_bytes
 
 MIN_BYTES = 256 * MIB
+# Found when the most that is reserved is more than the most that tensors take by at least both, and always when the run
+# would fit without. Blocks that are kept for the next step when a peak is over are no fragmentation.
 MIN_SHARE = 0.05
-"""Found when the most that is reserved is more than the most that tensors take by at least both, and always when the
-run would fit without. Blocks that are kept for the next step when a peak is over are no fragmentation."""
 
-MIN_GAIN = 0.1
-"""Expandable segments are no remedy if they save less than this share of it, unless the run then fits."""
+MIN_GAIN = 0.1  # expandable segments are no remedy if they save less than this share of it, unless the run then fits
 
-MOST_SHOWN = 5
-"""Kinds of segments in the evidence."""
+MOST_SHOWN = 5  # kinds of segments in the evidence
 
 
 class _Pinned(NamedTuple):
@@ -42,8 +40,7 @@ class _Pinned(NamedTuple):
     size: int
     free: int
     largest: int
-    storages: tuple[int, ...]
-    """The living tensors of one of them."""
+    storages: tuple[int, ...]  # the living tensors of one of them
 
 
 @rule(80)
@@ -84,7 +81,7 @@ def find(context: Context) -> list[Finding]:
     return [Finding("fragmentation", severity, title, gap, tuple(evidence), remedies)]
 
 
-def _kept(segments: list[SegmentLayout]) -> list[Evidence]:
+def _kept(segments: list[SnapshotSegment]) -> list[Evidence]:
     """How much of it cannot be given back, and how much can."""
     segments = [segment for segment in segments if segment.pool_id == DEFAULT_POOL]
     whole = [segment.size for segment in segments if not segment.allocated]
@@ -107,7 +104,7 @@ def _kept(segments: list[SegmentLayout]) -> list[Evidence]:
     return lines
 
 
-def _of_graphs(trace: Trace, segments: list[SegmentLayout]) -> list[Evidence]:
+def _of_graphs(trace: Trace, segments: list[SnapshotSegment]) -> list[Evidence]:
     """What private pools hold of it, and which functions' CUDA graphs are for the most sizes."""
     free = [segment.size - segment.allocated for segment in segments if segment.pool_id != DEFAULT_POOL]
     if not sum(free):
@@ -125,7 +122,7 @@ def _of_graphs(trace: Trace, segments: list[SegmentLayout]) -> list[Evidence]:
     return lines
 
 
-def _pinned(trace: Trace, segments: list[SegmentLayout], owners: Mapping[int, int]) -> list[Evidence]:
+def _pinned(trace: Trace, segments: list[SnapshotSegment], owners: Mapping[int, int]) -> list[Evidence]:
     """The segments with most of what cannot be given back, alike ones together."""
     kinds: dict[tuple[object, ...], list[_Pinned]] = defaultdict(list)
     for segment in segments:

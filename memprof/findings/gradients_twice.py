@@ -8,8 +8,7 @@ from memprof.findings.groups import DDP, communicated, fix, has, is_worth, line_
 from memprof.trace.events import Role
 from memprof.units import format_bytes
 
-MOST_SHOWN = 3
-"""Kinds of gradients in the evidence."""
+MOST_SHOWN = 3  # kinds of gradients in the evidence
 
 
 @rule(86)

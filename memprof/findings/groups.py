@@ -14,8 +14,7 @@ from memprof.trace.facts import ShardedGroup
 from memprof.units import MIB
 
 MIN_BYTES = 64 * MIB
-MIN_SHARE = 0.02
-"""Found when the run's peak would be lower by at least both, the latter of the peak."""
+MIN_SHARE = 0.02  # found when the run's peak would be lower by at least both, the latter of the peak
 
 DDP, FSDP1, FSDP2 = "DistributedDataParallel", "FullyShardedDataParallel", "fully_shard"
 _WRAPPERS = re.compile(r"(?<![^.])(module|_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)(\.|$)")

@@ -29,39 +29,34 @@ from memprof.units import format_bytes
 
 _JOINS = ("aten.cat", "aten.stack")
 
+# Per training step, of tensors that carry no graph: less is a metric that is kept as a tensor.
 MIN_STEP_BYTES = 64 << 10
-"""Per training step, of tensors that carry no graph: less is a metric that is kept as a tensor."""
 
+# Two cannot show that tensors pile up: what waits for its successor looks the same. A sum whose graph goes back over
+# both steps they can.
 MIN_STEPS = 3
-"""Two cannot show that tensors pile up: what waits for its successor looks the same. A sum whose graph goes back over
-both steps they can."""
 
-MOST_SHOWN = 6
-"""Kinds of tensors in the evidence."""
+MOST_SHOWN = 6  # kinds of tensors in the evidence
 
-MIN_RISES = 3
-"""Of the number of counterparts that are made anew: two may be batches that happen to have more parts."""
+MIN_RISES = 3  # of the number of counterparts that are made anew: two may be batches that happen to have more parts
 
-MAX_ROUNDS = 10_000_000
-"""Runs are shorter: a card that lasts for more is not filled."""
+MAX_ROUNDS = 10_000_000  # runs are shorter: a card that lasts for more is not filled
 
+# Operator and line, as indices of the trace; and the module's path without its numbers.
 Key = tuple[int, int, str | None]
-"""Operator and line, as indices of the trace; and the module's path without its numbers."""
 
 
 @dataclass(frozen=True, slots=True)
-class Pile:
-    """Counterparts that pile up."""
+class LeakGroup:
+    """Counterparts that pile up, and are kept by one holder."""
 
     key: Key
-    storages: tuple[int, ...]
-    """Alive at the end of the last round."""
+    storages: tuple[int, ...]  # alive at the end of the last round
+    # Of their blocks that outlived the round which made them, beyond those at the end of the first round.
     num_bytes: int
-    """Of their blocks that outlived the round which made them, beyond those at the end of the first round."""
-    per_round: int
-    """Bytes that a round adds: in the middle where each adds some, else on average."""
+    per_round: int  # bytes that a round adds: in the middle where each adds some, else on average
+    # Whether each round makes all of them again, so that the old and the new are alive together for a moment.
     made_anew: bool = False
-    """Whether each round makes all of them again, so that the old and the new are alive together for a moment."""
 
 
 def key_of(trace: Trace, index: int) -> Key:
@@ -70,7 +65,7 @@ def key_of(trace: Trace, index: int) -> Key:
     return storage.op, storage.source, module_pattern(trace, storage)
 
 
-def piles(context: Context, storages: Iterable[int], moments: Sequence[int]) -> list[Pile]:
+def find_leaks(context: Context, storages: Iterable[int], moments: Sequence[int]) -> list[LeakGroup]:
     """Those of `storages` that grow, the most expensive first; `moments` are the last events of the rounds."""
     lives = context.lives
     groups: dict[Key, list[int]] = defaultdict(list)
@@ -90,12 +85,12 @@ def piles(context: Context, storages: Iterable[int], moments: Sequence[int]) -> 
             grown = grows(curve)
         if grown:
             alive = lives.at(moments[-1], members).storages
-            result.append(Pile(key, alive, curve[-1] - curve[0], _per_round(curve), made_anew))
-    return sorted(result, key=lambda pile: -pile.num_bytes)
+            result.append(LeakGroup(key, alive, curve[-1] - curve[0], _per_round(curve), made_anew))
+    return sorted(result, key=lambda leak: -leak.num_bytes)
 
 
 @once
-def piles_of_steps(context: Context) -> dict[Holder | None, list[Pile]]:
+def find_leaks_of_steps(context: Context) -> dict[Holder | None, list[LeakGroup]]:
     """Find what piles up over the training steps, by who keeps it.
 
     What has a role (buffers, optimizer state that is made late) may grow as it likes, but for parameters that training
@@ -116,7 +111,7 @@ def piles_of_steps(context: Context) -> dict[Holder | None, list[Pile]]:
         and not storage.hidden
         and (index not in trace.owners or index in counted)
     ]
-    found = piles(context, candidates, [step.end - 1 for step in steps]) if len(steps) >= MIN_STEPS else []
+    found = find_leaks(context, candidates, [step.end - 1 for step in steps]) if len(steps) >= MIN_STEPS else []
     groups = by_holder(trace, found)
     for holder in trace.holders:
         if is_running_sum(holder) and same_holder(holder) not in {same_holder(one) for one in groups}:
@@ -211,16 +206,16 @@ def keys_of(trace: Trace, holder: Holder) -> set[Key]:
     }
 
 
-def by_holder(trace: Trace, grown: list[Pile]) -> dict[Holder | None, list[Pile]]:
-    """Group the piles by their holders, each as it was seen with the largest graph; None: it was not seen."""
-    members = {pile.key for pile in grown}
-    groups: dict[Holder | None, list[Pile]] = defaultdict(list)
-    for pile in grown:
-        holder = holder_of(trace, pile, members)
+def by_holder(trace: Trace, grown: list[LeakGroup]) -> dict[Holder | None, list[LeakGroup]]:
+    """Group the leaks by their holders, each as it was seen with the largest graph; None: it was not seen."""
+    members = {leak.key for leak in grown}
+    groups: dict[Holder | None, list[LeakGroup]] = defaultdict(list)
+    for leak in grown:
+        holder = holder_of(trace, leak, members)
         if holder is not None:
             alike = [one for one in trace.holders if same_holder(one) == same_holder(holder)]
             holder = max(alike, key=lambda one: one.nodes)
-        groups[holder].append(pile)
+        groups[holder].append(leak)
     return groups
 
 
@@ -232,12 +227,12 @@ def same_holder(holder: Holder | None) -> tuple[object, ...]:
 # -- who keeps it ---------------------------------------------------------------------------------------------------
 
 
-def holder_of(trace: Trace, pile: Pile, members: set[Key]) -> Holder | None:
-    """Who keeps a pile: whoever was seen holding tensors of its kind; else the largest graph of those that have one.
+def holder_of(trace: Trace, leak: LeakGroup, members: set[Key]) -> Holder | None:
+    """Who keeps a leak: whoever was seen holding tensors of its kind; else the largest graph of those that have one.
 
     `members` are the keys of everything that grows.
     """
-    own = [holder for holder in trace.holders if pile.key in keys_of(trace, holder)]
+    own = [holder for holder in trace.holders if leak.key in keys_of(trace, holder)]
     if own:
         return max(own, key=lambda holder: len(holder.storages))
     graphs = [h for h in trace.holders if h.nodes and (keys_of(trace, h) & members or is_running_sum(h))]
@@ -287,31 +282,31 @@ def holder_evidence(holder: Holder | None) -> Evidence:
     return Evidence(text, source=holder.source)
 
 
-def piles_evidence(trace: Trace, group: Sequence[Pile], per: str) -> list[Evidence]:
+def leak_evidence(trace: Trace, group: Sequence[LeakGroup], per: str) -> list[Evidence]:
     """Say what piles up, the most first; of more than MOST_SHOWN the others in one line."""
-    ordered = sorted(group, key=lambda pile: -pile.per_round)
-    lines = [_pile_evidence(trace, pile, per) for pile in ordered[:MOST_SHOWN]]
+    ordered = sorted(group, key=lambda leak: -leak.per_round)
+    lines = [_group_evidence(trace, leak, per) for leak in ordered[:MOST_SHOWN]]
     others = ordered[MOST_SHOWN:]
     if others:
-        num_bytes = sum(pile.per_round for pile in others)
+        num_bytes = sum(leak.per_round for leak in others)
         text = f"and {plural(len(others), 'kind')} of tensors more: {format_bytes(num_bytes)} more a {per}"
         lines.append(Evidence(text, num_bytes=num_bytes))
     return lines
 
 
-def _pile_evidence(trace: Trace, pile: Pile, per: str) -> Evidence:
+def _group_evidence(trace: Trace, leak: LeakGroup, per: str) -> Evidence:
     """What piles up: a tensor, its line, bytes per round, how many are alive."""
     # The largest, of equal ones the last: one line may join logits, labels and losses.
-    shown = max(pile.storages, key=lambda index: (trace.storages[index].num_bytes, index))
+    shown = max(leak.storages, key=lambda index: (trace.storages[index].num_bytes, index))
     storage = trace.storages[shown]
     module = module_pattern(trace, storage)
     inside = f"in {module} " if module else ""
     text = (
         f"{format_shape(storage.shape)} {storage.dtype} by {trace.op(storage)} {inside}at "
-        f"{file_and_line(trace.source_line(storage))}: {format_bytes(pile.per_round)} more a {per}, "
-        f"{plural(len(pile.storages), 'tensor')} alive at the last"
+        f"{file_and_line(trace.source_line(storage))}: {format_bytes(leak.per_round)} more a {per}, "
+        f"{plural(len(leak.storages), 'tensor')} alive at the last"
     )
-    return tensor_evidence(trace, shown, text, num_bytes=pile.per_round)
+    return tensor_evidence(trace, shown, text, num_bytes=leak.per_round)
 
 
 def until_full(context: Context, per_round: int, per: str) -> Evidence | None:

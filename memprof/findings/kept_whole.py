@@ -7,8 +7,7 @@ from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
 from memprof.findings.groups import FSDP1, FSDP2, fix, gathered, is_worth, line_of, spread, whole_bytes
 from memprof.units import format_bytes
 
-AT_ONCE = 2
-"""Groups that are whole at once without it: the one that computes, and the next."""
+AT_ONCE = 2  # groups that are whole at once without it: the one that computes, and the next
 
 
 @rule(89)

@@ -21,11 +21,9 @@ from memprof.ledger.categories import Category, is_half_of
 from memprof.trace.events import Storage, Trace
 from memprof.units import GIB, format_bytes
 
-MIN_SHARE = 0.10
-"""Of the run's peak: below it, logits do not decide what fits."""
+MIN_SHARE = 0.10  # of the run's peak: below it, logits do not decide what fits
 
-MIN_BYTES = GIB
-"""Below it no card of today is in trouble."""
+MIN_BYTES = GIB  # below it no card of today is in trouble
 
 _PRODUCTS = {"aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten.linear", "aten.matmul"}
 _COPIES = {"aten.clone", "aten.copy", "aten.contiguous", "aten.constant_pad_nd", "aten.slice_copy"}

@@ -8,12 +8,10 @@ from memprof.ledger.categories import Category
 from memprof.trace.events import PhaseKind, Role
 from memprof.units import format_bytes
 
-MIN_STATE_SHARE = 0.01
-"""Of the peak: below it the state's precision does not matter (SGD without momentum, LoRA)."""
+MIN_STATE_SHARE = 0.01  # of the peak: below it the state's precision does not matter (SGD without momentum, LoRA)
 
 MIN_TEMPORARIES_SHARE = 0.05
-MIN_TEMPORARIES_BYTES = 64 << 20
-"""Found when they take more than both: that share of the peak, and so much."""
+MIN_TEMPORARIES_BYTES = 64 << 20  # found when they take more than both: that share of the peak, and so much
 
 
 @rule(130)

@@ -14,8 +14,7 @@ from memprof.findings.groups import FSDP1, FSDP2, communicated, fix, gathered, i
 from memprof.trace.events import EventKind, Role
 from memprof.units import format_bytes
 
-AHEAD = 1
-"""Groups that are enough for a collective to run while a group computes."""
+AHEAD = 1  # groups that are enough for a collective to run while a group computes
 _LAYER = re.compile(r"((?:\D+\.)?\d+)\.")
 
 

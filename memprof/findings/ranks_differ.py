@@ -15,11 +15,9 @@ from memprof.ledger.ledger import LiveTensor
 from memprof.units import MIB, format_bytes
 
 MIN_BYTES = 256 * MIB
-MIN_SHARE = 0.05
-"""Found when the fullest rank takes more than the mean of all by both, the latter of what it takes."""
+MIN_SHARE = 0.05  # found when the fullest rank takes more than the mean of all by both, the latter of what it takes
 
-MOST_SHOWN = 3
-"""Categories, and kinds of tensors, in the evidence."""
+MOST_SHOWN = 3  # categories, and kinds of tensors, in the evidence
 
 
 class RankPeak(NamedTuple):

@@ -11,11 +11,9 @@ from memprof.trace.events import Role
 from memprof.trace.facts import ShardedGroup
 from memprof.units import format_bytes
 
-WHOLE_SHARE = 0.9
-"""State is whole if it has at least so many elements for each parameter's."""
+WHOLE_SHARE = 0.9  # state is whole if it has at least so many elements for each parameter's
 
-MIN_SHARE = 0.05
-"""Of the peak, which would be lower by as much: this edit is larger than those of other findings."""
+MIN_SHARE = 0.05  # of the peak, which would be lower by as much: this edit is larger than those of other findings
 
 MOST_SHOWN = 3
 

@@ -9,11 +9,9 @@ from memprof.trace.events import EventKind, Trace
 from memprof.units import MIB, format_bytes
 
 MIN_BYTES = 256 * MIB
-MIN_SHARE = 0.05
-"""Found when the streams cost at least both, and always when the run would fit on one."""
+MIN_SHARE = 0.05  # found when the streams cost at least both, and always when the run would fit on one
 
-MOST_SHOWN = 4
-"""Streams in the evidence."""
+MOST_SHOWN = 4  # streams in the evidence
 
 
 @rule(85)

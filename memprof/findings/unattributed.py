@@ -8,8 +8,7 @@ from memprof.ledger.categories import Category
 from memprof.ledger.ledger import LiveTensor
 from memprof.units import format_bytes
 
-MIN_SHARE = 0.01
-"""Of the peak: more than this, and the table of categories misleads."""
+MIN_SHARE = 0.01  # of the peak: more than this, and the table of categories misleads
 
 MOST_SHOWN = 5
 

@@ -10,16 +10,14 @@ from memprof.findings.evidence import percent, plural
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
 from memprof.findings.groups import FSDP1, FSDP2, communicated, fix, gathered, is_worth, line_of, plain, spread
 from memprof.findings.groups import whole_bytes as bytes_of
-from memprof.findings.lives import Less
+from memprof.findings.lives import Saving
 from memprof.trace.events import NONE, PhaseKind, Role
 from memprof.trace.facts import ShardedGroup
 from memprof.units import format_bytes
 
-AT_ONCE = 2
-"""Layers that are whole at once where each is wrapped: the one that computes, and the next."""
+AT_ONCE = 2  # layers that are whole at once where each is wrapped: the one that computes, and the next
 
-NEARLY = 0.9
-"""What has such a share of a group's elements, or bytes, is made for all of it."""
+NEARLY = 0.9  # what has such a share of a group's elements, or bytes, is made for all of it
 
 
 _LAYER = re.compile(r"((?:\D+\.)?\d+)\.")
@@ -77,13 +75,13 @@ def _classes(context: Context, layers: dict[str, int]) -> list[str]:
     return sorted({one.class_name for one in context.ledger.trace.modules if plain(one.path) in layers})
 
 
-def _less(context: Context, group: ShardedGroup, beyond: set[str], share: float) -> list[Less]:
+def _less(context: Context, group: ShardedGroup, beyond: set[str], share: float) -> list[Saving]:
     """Of the group's parameters while they are gathered, of their whole gradients, of what both are sent in, and of
     what an FSDP module moves to the card and lays flat when it is made."""
     trace, lives = context.ledger.trace, context.lives
     elements = NEARLY * sum(map(math.prod, group.shapes))
     prefixes = tuple(f"{layer}." for layer in beyond)
-    less: list[Less] = []
+    less: list[Saving] = []
     for index in (index for own in gathered(context, [group]) for index in own):
         flat = trace.storages[index].num_bytes >= NEARLY * sum(bytes_of(group).values())
         less += lives.without([index], share if flat else float(plain(trace.owners[index].name).startswith(prefixes)))

@@ -19,8 +19,7 @@ from memprof.trace.events import NONE, ModuleRole, Storage, Trace
 from memprof.units import GIB, format_bytes
 
 MIN_BYTES = GIB
-MIN_SHARE = 0.05
-"""Found when the copies of one line take at least one of the two at their most."""
+MIN_SHARE = 0.05  # found when the copies of one line take at least one of the two at their most
 
 
 @rule(120)

@@ -9,8 +9,7 @@ from memprof.ledger.categories import Category
 from memprof.trace.events import Role
 from memprof.units import format_bytes
 
-TOLERANCE = 128
-"""Words: vocabularies are padded up to a multiple of this for the matrix units, and that is no fault."""
+TOLERANCE = 128  # words: vocabularies are padded up to a multiple of this for the matrix units, and that is no fault
 
 
 @rule(140)

@@ -25,15 +25,13 @@ from memprof.findings.finding import Context, Finding, Severity, rule
 from memprof.findings.groups import plain
 from memprof.units import GIB, format_bytes
 
-MIN_DIM = 256
-"""Smaller matrices are heads, ranks and states: an activation that is [tokens x 64 x 64] is nothing odd."""
+MIN_DIM = 256  # smaller matrices are heads, ranks and states: an activation that is [tokens x 64 x 64] is nothing odd
 
+# With fewer, a matrix for each token is a matrix for each sequence or expert: the remedy, not the problem.
 MIN_TOKENS = 16
-"""With fewer, a matrix for each token is a matrix for each sequence or expert: the remedy, not the problem."""
 
 MIN_BYTES = GIB
-MIN_SHARE = 0.05
-"""It is found when it takes more than one of these two."""
+MIN_SHARE = 0.05  # it is found when it takes more than one of these two
 
 
 @rule(90, decides=True)

@@ -13,8 +13,7 @@ from memprof.ledger.steps import TrainingStep
 from memprof.remedies.catalog import EXPANDABLE_SEGMENTS
 from memprof.trace.events import EventKind, Trace
 
-FEWEST = 5
-"""Steps of a program of which it can be said that they differ."""
+FEWEST = 5  # steps of a program of which it can be said that they differ
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,21 +13,21 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from memprof.allocator.pools import SegmentLayout, pool_name
+from memprof.allocator.pools import pool_name
 from memprof.allocator.rounding import SMALL_BUFFER
 from memprof.ledger.ledger import Ledger
 from memprof.ledger.stages import Span
 from memprof.trace.events import CPU, Trace
 from memprof.trace.facts import NvmlFacts, OtherProcess
+from memprof.trace.snapshot import SnapshotSegment
 from memprof.units import MIB
 
+# What NCCL takes of the card for a group of processes that communicates: the least and the most that others measured.
+# 544 MB for two A100 and 688 MB for more (github.com/NVIDIA/nccl/issues/964), about 1.6 GB (.../issues/864). It grows
+# with channels, algorithms and peers; send and receive take more.
 NCCL_GROUP_BYTES = (544 * MIB, 1_600_000_000)
-"""What NCCL takes of the card for a group of processes that communicates: the least and the most that others measured.
-544 MB for two A100 and 688 MB for more (github.com/NVIDIA/nccl/issues/964), about 1.6 GB (.../issues/864). It grows
-with channels, algorithms and peers; send and receive take more."""
 
-MOST_SEGMENTS = 5
-"""Kinds of segments that are listed, those with most free memory."""
+MOST_SEGMENTS = 5  # kinds of segments that are listed, those with most free memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +187,7 @@ def _moment(ledger: Ledger, event: int, span: Span, reserved: int, outside: dict
     )
 
 
-def _pools(segments: list[SegmentLayout], large_unit: int) -> tuple[PoolUse, ...]:
+def _pools(segments: list[SnapshotSegment], large_unit: int) -> tuple[PoolUse, ...]:
     names = sorted({(segment.pool_id, not segment.is_small) for segment in segments})
     found = []
     for pool_id, is_large in names:
@@ -209,7 +209,7 @@ def _pools(segments: list[SegmentLayout], large_unit: int) -> tuple[PoolUse, ...
     return tuple(found)
 
 
-def _free_segments(segments: list[SegmentLayout]) -> tuple[FreeSegments, ...]:
+def _free_segments(segments: list[SnapshotSegment]) -> tuple[FreeSegments, ...]:
     alike: Counter[tuple[str, int, int, bool, bool]] = Counter()
     for one in segments:
         free = one.size - one.allocated

@@ -215,8 +215,7 @@ class _ForTheNext:
     """Tells what is made between two steps for the next one: batches, targets, noise."""
 
     def __init__(self, trace: Trace) -> None:
-        self._begins: list[int] = []
-        """The first forward of each step."""
+        self._begins: list[int] = []  # the first forward of each step
         seen: set[int] = set()
         for time, phase in trace.begun():
             if phase.kind is PhaseKind.FORWARD and phase.step not in seen:

@@ -56,26 +56,19 @@ class Ledger:
     trace: Trace
     spans: list[Span]
     stages: list[Stage]
-    categories: list[Category]
-    """Of every storage, by index."""
-    run: OnCard = field(repr=False)
-    """The allocator's replay."""
-    allocated: array[int] = field(repr=False)
-    """Allocated bytes after every event."""
+    categories: list[Category]  # of every storage, by index
+    run: OnCard = field(repr=False)  # the allocator's replay
+    allocated: array[int] = field(repr=False)  # allocated bytes after every event
     peak_event: int
     peak_bytes: int
     peak_stage: Span
-    live: list[LiveTensor]
-    """What was alive at the peak, largest first."""
+    live: list[LiveTensor]  # what was alive at the peak, largest first
     rows: list[Row]
-    host: list[int] = field(repr=False)
-    """Bytes of tensors in host memory after every event."""
+    host: list[int] = field(repr=False)  # bytes of tensors in host memory after every event
     peak_reserved_bytes: int
-    peak_reserved_event: int
-    """The first event that reached it."""
+    peak_reserved_event: int  # the first event that reached it
     peak_reserved_stage: Span
-    out_of_memory: OutOfMemory | None
-    """None: the run fits the card, or there is none to judge by."""
+    out_of_memory: OutOfMemory | None  # None: the run fits the card, or there is none to judge by
 
     @property
     def host_peak_bytes(self) -> int:

@@ -11,8 +11,7 @@ from memprof.ledger.ledger import Ledger
 from memprof.trace.events import NONE, EventKind
 
 MOMENTS = 100
-LEAST_SHARE = 0.01
-"""Of the peak: a category that never takes more is left out."""
+LEAST_SHARE = 0.01  # of the peak: a category that never takes more is left out
 FRAGMENTATION = "fragmentation"
 
 

@@ -19,20 +19,13 @@ class OutOfMemory:
 
     event: int
     stage: Span
-    storage: int
-    """What was asked for."""
-    tried_bytes: int
-    """Of the segment that the driver refused."""
-    limit_bytes: int
-    """That may be reserved."""
-    in_use_bytes: int
-    """Of blocks handed out."""
-    reserved_bytes: int
-    """Of segments; what is more than in use is free, but in pieces that are too small, or pinned."""
-    free_bytes: int
-    """Of the card, too few for the segment."""
-    message: str
-    """What torch prints."""
+    storage: int  # what was asked for
+    tried_bytes: int  # of the segment that the driver refused
+    limit_bytes: int  # that may be reserved
+    in_use_bytes: int  # of blocks handed out
+    reserved_bytes: int  # of segments; what is more than in use is free, but in pieces that are too small, or pinned
+    free_bytes: int  # of the card, too few for the segment
+    message: str  # what torch prints
 
 
 @dataclass(frozen=True, slots=True)

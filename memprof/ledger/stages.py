@@ -20,8 +20,7 @@ _WHOLE_PHASE = {
     PhaseKind.CHECKPOINT: "checkpoint",
     PhaseKind.OTHER: "other",
 }
-_EVALUATION = "evaluation "
-"""Before the name of a stage of a forward that is followed by no backward."""
+_EVALUATION = "evaluation "  # before the name of a stage of a forward that is followed by no backward
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +33,8 @@ class Span:
     micro_batch: int
     begin: int
     end: int
-    stack: str = ""
-    """For a layer: the path of its stack; layers of one stack that cost the same are shown as one row."""
-    index: int = NONE
-    """For a layer: its number in the stack."""
+    stack: str = ""  # for a layer: the path of its stack; layers of one stack that cost the same are shown as one row
+    index: int = NONE  # for a layer: its number in the stack
 
     @property
     def is_logits_or_loss(self) -> bool:
@@ -140,8 +137,7 @@ def without_widths(trace: Trace, words: Iterable[int]) -> set[int]:
     return {number for number in words if taken_in[number] < _MIN_WEIGHTS}
 
 
-_MIN_WEIGHTS = 2
-"""That take in as many features as a model is wide."""
+_MIN_WEIGHTS = 2  # that take in as many features as a model is wide
 _PRODUCTS = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten._scaled_mm")
 
 

@@ -12,13 +12,13 @@ from memprof.trace.events import (
     CPU,
     HOST,
     NONE,
-    Done,
     Event,
     EventKind,
     Owner,
     Role,
     Sample,
     Storage,
+    StreamEvent,
     Trace,
     Use,
     Wait,
@@ -133,7 +133,7 @@ class _Merge:
     def _release(self, storage: int) -> None:
         trace = self.trace
         trace.events.append(Event(EventKind.WAIT, len(trace.waits)))
-        done = Done(trace.device, self._awaited[storage], len(trace.events))
+        done = StreamEvent(trace.device, self._awaited[storage], len(trace.events))
         trace.waits.append(Wait(by_host=True, done=(done,)))
 
     def _claims(self) -> dict[int, list[Claim]]:

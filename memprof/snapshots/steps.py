@@ -19,17 +19,13 @@ from memprof.snapshots.origins import MODULE_CALLS, package_of
 from memprof.snapshots.recording import BEFORE, NEVER, Life, Recording, Steps
 from memprof.trace.snapshot import Frame, Stack
 
-LEAST_STEPS = 3
-"""Fewer cannot show that something goes on."""
+LEAST_STEPS = 3  # fewer cannot show that something goes on
 
-UNEVEN = 0.1
-"""How much distances between steps may differ, as a share of the longest."""
+UNEVEN = 0.1  # how much distances between steps may differ, as a share of the longest
 
-COVERED = 0.5
-"""Share of the recording that the steps must make up."""
+COVERED = 0.5  # share of the recording that the steps must make up
 
-CANDIDATES = 10
-"""Numbers of steps that are tried, the likeliest first."""
+CANDIDATES = 10  # numbers of steps that are tried, the likeliest first
 
 _BUILDING = (Category.PARAMETERS, Category.OPTIMIZER_STATE)
 _ROOTS = frozenset(("<module>", "_run_code", "_bootstrap", "_bootstrap_inner", "run_path", "main"))

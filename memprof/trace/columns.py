@@ -19,8 +19,8 @@ CODES = {action: code for code, action in enumerate(ACTIONS)}
 ALLOC, FREE_REQUESTED, FREE_COMPLETED = CODES[Action.ALLOC], CODES[Action.FREE_REQUESTED], CODES[Action.FREE_COMPLETED]
 SEGMENT_ALLOC, SEGMENT_MAP = CODES[Action.SEGMENT_ALLOC], CODES[Action.SEGMENT_MAP]
 SEGMENT_FREE, SEGMENT_UNMAP = CODES[Action.SEGMENT_FREE], CODES[Action.SEGMENT_UNMAP]
+# Actions as the column has them.
 OOM, SNAPSHOT, ANNOTATE = CODES[Action.OOM], CODES[Action.SNAPSHOT], CODES[Action.ANNOTATE]
-"""Actions as the column has them."""
 
 NO_TIME = -1
 COLUMNS = ("actions", "addresses", "sizes", "streams", "times", "pools", "stacks")
@@ -44,18 +44,13 @@ class EventColumns(Sequence[SnapshotEvent]):
     )
 
     def __init__(self) -> None:
-        self.actions = array("B")
-        """Places in ACTIONS."""
+        self.actions = array("B")  # places in ACTIONS
         self.addresses = array("Q")
-        self.sizes = array("Q")
-        """Bytes."""
+        self.sizes = array("Q")  # bytes
         self.streams = array("Q")
-        self.times = array("q")
-        """Microseconds, or NO_TIME."""
-        self.pools = array("I")
-        """Places in `pool_ids`; 0 is the default pool."""
-        self.stacks = array("I")
-        """Places in `known_stacks`; 0 is the empty stack."""
+        self.times = array("q")  # microseconds, or NO_TIME
+        self.pools = array("I")  # places in `pool_ids`; 0 is the default pool
+        self.stacks = array("I")  # places in `known_stacks`; 0 is the empty stack
         self.pool_ids: list[tuple[int, int]] = [(0, 0)]
         self.known_stacks: list[Stack] = [()]
         self._stack_ids: dict[int, int] = {}
@@ -190,5 +185,4 @@ class Cut(NamedTuple):
     """Events that were cut out of a file: `rows.stacks` are places in `lists`, and 0 is no frames."""
 
     rows: EventColumns
-    lists: list[object]
-    """As they were unpickled."""
+    lists: list[object]  # as they were unpickled

@@ -14,8 +14,7 @@ from memprof.trace.one_thread import np
 from memprof.trace.snapshot import Action
 
 _MOST_LAYOUTS = 8
-_LONGEST_FIELDS = 1 << 12
-"""Bytes of an event before its frames, at most: 255 of each text."""
+_LONGEST_FIELDS = 1 << 12  # bytes of an event before its frames, at most: 255 of each text
 
 MEMOIZE, TEXT, GET, LONG_GET = 0x94, 0x8C, ord("h"), ord("j")
 
@@ -43,10 +42,8 @@ class Batch(NamedTuple):
     start: _Array
     end: _Array
     ok: _Array
-    memos: _Array
-    """Entries that it makes in the memo before that of its list."""
-    frames: _Array
-    """Where its frames are; 0: it has none."""
+    memos: _Array  # entries that it makes in the memo before that of its list
+    frames: _Array  # where its frames are; 0: it has none
     reference: _Array
     columns: dict[str, _Array]
 
@@ -63,14 +60,11 @@ class Forms:
         self.data = data
         self.rows = rows
         self.bytes = np.frombuffer(data, np.uint8)
-        self.words = np.ndarray((len(data) - 8,), "<u8", data, 0, (1,))
-        """Eight bytes from each place on."""
+        self.words = np.ndarray((len(data) - 8,), "<u8", data, 0, (1,))  # eight bytes from each place on
         self.layouts: list[_Layout] = []
-        self.texts: dict[int, bytes] = {}
-        """By memo entry; empty where it means nothing here."""
+        self.texts: dict[int, bytes] = {}  # by memo entry; empty where it means nothing here
         self.actions: dict[int, int] = {}
-        self.pairs: dict[int, tuple[int, int]] = {}
-        """By memo entry: what may be a pool."""
+        self.pairs: dict[int, tuple[int, int]] = {}  # by memo entry: what may be a pool
         self.tables = _Tables.made()
 
     def learn(self, entry: int, text: bytes) -> bool:
@@ -264,14 +258,12 @@ class Forms:
 class _Tables(NamedTuple):
     """By opcode, as arrays of 256: of values as events have them."""
 
+    # Bytes with the opcode, beside what `has_length` adds; 0: not of a value. A text is followed by MEMOIZE.
     widths: _Array
-    """Bytes with the opcode, beside what `has_length` adds; 0: not of a value. A text is followed by MEMOIZE."""
     has_length: _Array
     number_bytes: _Array
-    masks: _Array
-    """Of a reference: the bits of its entry."""
-    bytes: _Array
-    """Not by opcode: the bits of so many bytes."""
+    masks: _Array  # of a reference: the bits of its entry
+    bytes: _Array  # not by opcode: the bits of so many bytes
 
     @classmethod
     def made(cls) -> _Tables:
@@ -286,11 +278,11 @@ class _Tables(NamedTuple):
         return cls(widths, has_length, numbers, masks, np.array([(1 << 8 * n) - 1 for n in range(9)], np.uint64))
 
 
+# Bytes of values with their opcodes, beside what their length adds.
 _VALUES = {
     ord("K"): 2, ord("M"): 3, ord("J"): 5, GET: 2, LONG_GET: 5, ord("N"): 1, 0x88: 1, 0x89: 1, ord("G"): 9, 0x8A: 2,
     TEXT: 3,
 }  # fmt: skip
-"""Bytes of values with their opcodes, beside what their length adds."""
 
 
 def _size_of_value(data: bytes, at: int, role: str) -> int | None:

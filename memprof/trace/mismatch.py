@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from memprof.trace.events import HOST, Operand
 
+# Names of the tensors of matrix products; torch checks these in order against the first (common_device_check_failure in
+# c10), and says which one differs.
 _ARGUMENTS = {
     "aten.mm": ("self", "mat2"),
     "aten.bmm": ("self", "mat2"),
     "aten.addmm": ("self", "mat1", "mat2"),
     "aten.baddbmm": ("self", "batch1", "batch2"),
 }
-"""Names of the tensors of matrix products; torch checks these in order against the first (common_device_check_failure
-in c10), and says which one differs."""
 _INDEXES = ("aten.index", "aten.index_put", "aten.index_put_", "aten._index_put_impl_")
 _START = "Expected all tensors to be on the same device, but"
 

@@ -20,10 +20,8 @@ from collections.abc import Iterable
 from typing import Any, Self, TypeVar
 
 T = TypeVar("T")
-_MOST = 1 << 63
-"""Whole numbers are below: more than any card's bytes, and what converts to a float."""
-_LONGEST = 10_000
-"""Characters of a name, a command or a message."""
+_MOST = 1 << 63  # whole numbers are below: more than any card's bytes, and what converts to a float
+_LONGEST = 10_000  # characters of a name, a command or a message
 
 
 def json_name(name: str | None, *, last: bool = False) -> dict[str, Any]:

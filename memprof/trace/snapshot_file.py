@@ -30,9 +30,9 @@ from memprof.trace.snapshot import (
 
 HINT = 'a snapshot is written by torch.cuda.memory._dump_snapshot("snapshot.pickle")'
 
+# What a block or an event takes of a file at least (torch's take 40), and a frame in a list. A small file can name the
+# same one over and over.
 _RECORD_BYTES, _FRAME_BYTES = 8, 2
-"""What a block or an event takes of a file at least (torch's take 40), and a frame in a list. A small file can name the
-same one over and over."""
 
 COMPRESSED = {
     b"\x1f\x8b": "gzip",
@@ -42,8 +42,8 @@ COMPRESSED = {
     b"\x28\xb5\x2f\xfd": "zstd",
 }
 
+# Bytes of a file from which on events are read as columns: importing numpy takes as long as 1 MB of them.
 _LARGE = 1 << 21
-"""Bytes of a file from which on events are read as columns: importing numpy takes as long as 1 MB of them."""
 
 _DEFAULT_POOL = (0, 0)
 _STATES = {state.value: state for state in BlockState} | {"active_awaiting_free": BlockState.PENDING_FREE}
@@ -114,8 +114,7 @@ class _Reader:
     def __init__(self, size: int, cut: Cut | None = None) -> None:
         self.left = size
         self.cut = cut
-        self.events = EventColumns()
-        """Holds no events, but the stacks of those of all devices."""
+        self.events = EventColumns()  # holds no events, but the stacks of those of all devices
         self.frames: dict[int, Frame] = {}
         self.stacks: dict[int, Stack] = {}
         self.same_frames: dict[Frame, Frame] = {}
