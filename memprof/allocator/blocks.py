@@ -57,14 +57,14 @@ class Pool:
     streams: dict[int, StreamPool] = field(default_factory=dict)
 
     def of_stream(self, stream: int) -> StreamPool:
-        """The free blocks of `stream`, made on its first use."""
+        """Return the free blocks of `stream`, which are made on its first use."""
         found = self.streams.get(stream)
         if found is None:
             found = self.streams[stream] = StreamPool(self, stream)
         return found
 
     def free_blocks(self) -> list[Block]:
-        """Every free block in the allocator's order: stream, size, address."""
+        """Return every free block in the allocator's order: stream, size, address."""
         return [self.streams[s].blocks[key] for s in sorted(self.streams) for key in self.streams[s].keys]
 
 

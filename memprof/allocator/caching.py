@@ -10,7 +10,7 @@ from bisect import bisect_left, insort
 from memprof.allocator import reclaim
 from memprof.allocator.blocks import ADDRESS_BITS, Block, StreamPool, absorb_next
 from memprof.allocator.config import AllocatorConfig
-from memprof.allocator.driver import Driver, SimulatedDriver
+from memprof.allocator.driver import UNKNOWN_SPACE, Driver, SimulatedDriver
 from memprof.allocator.messages import ONE_EXABYTE, OomReport, OutOfMemory
 from memprof.allocator.pools import PrivatePool, layout_of
 from memprof.allocator.releases import LATEST, Release
@@ -22,9 +22,6 @@ from memprof.errors import UsageError
 from memprof.trace.snapshot import DEFAULT_POOL, PoolId, SnapshotSegment
 
 SPLIT_SLACK = SMALL_SIZE  # A block of the large pool is split when more than this would be left over
-
-# Address space of an expandable segment when the card's memory is not known: more than any card has.
-UNKNOWN_SPACE = 1 << 50
 
 
 class CachingAllocator:
@@ -91,7 +88,7 @@ class CachingAllocator:
     # -- malloc and free -------------------------------------------------------------------------------------------
 
     def malloc(self, num_bytes: int, stream: int = 0, pool: PoolId = DEFAULT_POOL) -> Block:
-        """A block for `num_bytes` (at least 1: empty tensors take none), usable on `stream` (`malloc`).
+        """Return a block for `num_bytes` (at least 1: empty tensors take none), usable on `stream` (`malloc`).
 
         Raises:
             OutOfMemory: the driver refused, and nothing that is cached could be given back to make room.
@@ -295,7 +292,7 @@ class CachingAllocator:
         return block
 
     def needs_driver(self, size: int, stream: int, pool: PoolId = DEFAULT_POOL) -> bool:
-        """Whether a request of `size` bytes (rounded) could not be served without asking the driver."""
+        """Return whether a request of `size` bytes (rounded) could not be served without asking the driver."""
         sized = self.pools[pool].small if size <= SMALL_SIZE else self.pools[pool].large
         owner = sized.of_stream(stream)
         block = self._search(owner, size)
@@ -396,7 +393,7 @@ class CachingAllocator:
         return self.pools[pool]
 
     def enter_pool(self, pool: PoolId) -> PoolId:
-        """The pool to give to `malloc`, which is there from now on."""
+        """Return the pool to give to `malloc`, which is there from now on."""
         if pool == DEFAULT_POOL:
             return DEFAULT_POOL
         self.create_pool(pool)
@@ -419,11 +416,11 @@ class CachingAllocator:
         return self.statistics.all
 
     def stats(self) -> dict[str, int]:
-        """What torch.cuda.memory_stats() would return."""
+        """Return what torch.cuda.memory_stats() would return."""
         return self.statistics.as_dict(self.config.reported_max_split_size)
 
     def segments(self) -> list[SnapshotSegment]:
-        """Every segment and its blocks by address, as torch.cuda.memory_snapshot(): one entry per mapped run."""
+        """Return every segment and its blocks by address, as torch.cuda.memory_snapshot(): one entry per mapped run."""
         return layout_of(self.segment_store.live.values())
 
 

@@ -76,7 +76,7 @@ def parse_config(text: str, release: Release = LATEST, *, origin: str = VARIABLE
 
 
 def config_from_settings(settings: Mapping[str, object]) -> AllocatorConfig:
-    """The settings that a snapshot reports (`allocator_settings`); defaults where it says nothing.
+    """Return the settings that a snapshot reports (`allocator_settings`); defaults where it says nothing.
 
     Raises:
         UsageError: its settings string is one that torch would refuse.
@@ -103,6 +103,13 @@ def config_from_settings(settings: Mapping[str, object]) -> AllocatorConfig:
     return replace(config, **changes)  # type: ignore[arg-type]
 
 
+_FLAGS = (
+    "expandable_segments", "release_lock_on_cudamalloc", "release_lock_on_hipmalloc", "pinned_use_cuda_host_register",
+    "pinned_use_hip_host_register", "pinned_use_background_threads", "pinned_free_catch_all",
+    "graph_capture_record_stream_reuse", "throw_on_cudamalloc_oom",
+)  # fmt: skip
+
+
 class _Parser:
     """One pass over the tokens: words, and the characters , : [ ] between them."""
 
@@ -114,7 +121,7 @@ class _Parser:
         self.at = 0
         self.found: dict[str, object] = {}
         self.limited: dict[str, int] = {}
-        readers: dict[str, Callable[[str], object]] = {
+        readers: dict[str, Callable[[str], object]] = dict.fromkeys(_FLAGS, self._flag) | {
             "backend": lambda key: self._word(key, "native", "cudaMallocAsync"),
             "max_split_size_mb": self._split_limit,
             "max_non_split_rounding_mb": self._split_limit,
@@ -122,23 +129,14 @@ class _Parser:
                 key, "more than 0 and less than 1", lambda value: 0 < value < 1
             ),
             "roundup_power2_divisions": self._roundup_power2_divisions,
-            "expandable_segments": self._flag,
-            "release_lock_on_cudamalloc": self._flag,
-            "release_lock_on_hipmalloc": self._flag,
-            "pinned_use_cuda_host_register": self._flag,
-            "pinned_use_hip_host_register": self._flag,
-            "pinned_use_background_threads": self._flag,
             "pinned_num_register_threads": lambda key: self._integer(
                 key, "a power of 2 up to 128", lambda value: _is_power_of_2(value) and value <= 128
             ),
             "pinned_reserve_segment_size_mb": lambda key: self._integer(key, "MiB, more than 0", bool),
-            "pinned_free_catch_all": self._flag,
-            "graph_capture_record_stream_reuse": self._flag,
             "large_segment_size_mb": lambda key: self._megabytes(key, 10, inclusive=False),
             "per_process_memory_fraction": lambda key: self._float(
                 key, "between 0 and 1", lambda value: 0 <= value <= 1
             ),
-            "throw_on_cudamalloc_oom": self._flag,
             "expandable_segments_reserve": self._reserve,
             "expandable_segments_reserve_by_class": self._reserve_by_class,
         }

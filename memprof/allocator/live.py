@@ -40,7 +40,7 @@ class LiveAllocator:
         self._room -= self._largest_segment(num_bytes)
         if self._room >= 0:
             return None
-        replay.skip(last)
+        replay.advance(last, writes=False)
         replay.event = last + 1
         try:
             replay.live[ref] = replay.allocator.malloc(num_bytes, replay.stream)
@@ -50,7 +50,7 @@ class LiveAllocator:
         return None
 
     def _free(self) -> int:
-        """Bytes that may still be reserved."""
+        """Return bytes that may still be reserved."""
         allocator = self._replay.allocator
         limit = self._card.usable_bytes if allocator.allowed_bytes is None else allocator.allowed_bytes
         return min(limit, self._card.usable_bytes) - allocator.statistics.all.reserved_bytes
@@ -70,7 +70,7 @@ class LiveAllocator:
 
     def reset_peak(self) -> None:
         """torch.cuda.reset_peak_memory_stats()."""
-        self._replay.skip()
+        self._replay.advance(writes=False)
         self._replay.allocator.statistics.reset_peak()
 
     def reset_accumulated(self) -> None:
@@ -79,5 +79,5 @@ class LiveAllocator:
         self._before = {name: now[name] for name in now if name.endswith((".allocated", ".freed")) or name in _COUNTS}
 
     def _now(self) -> dict[str, int]:
-        self._replay.skip()
+        self._replay.advance(writes=False)
         return self._replay.allocator.stats()

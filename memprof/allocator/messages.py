@@ -15,7 +15,7 @@ ONE_EXABYTE = 1 << 60  # requests of at least this size are refused outright (`a
 
 
 def format_size(num_bytes: int) -> str:
-    """A size as torch prints it: two decimals, and a unit that goes on to its next at more than 1,024."""
+    """Return a size as torch prints it: two decimals, and a unit that goes on to its next at more than 1,024."""
     if num_bytes <= KIB:
         return f"{num_bytes} bytes"
     if num_bytes <= MIB:
@@ -45,7 +45,7 @@ class OomReport:
         return replace(self, process_bytes=self.reserved_bytes + context_bytes)
 
     def message(self, release: Release = LATEST) -> str:
-        """What torch.cuda.OutOfMemoryError says in `release`."""
+        """Return what torch.cuda.OutOfMemoryError says in `release`."""
         allowed = "" if self.allowed_bytes is None else f"{format_size(self.allowed_bytes)} allowed; "
         if self.requested_bytes >= ONE_EXABYTE:
             return "CUDA out of memory. Tried to allocate more than 1EB memory."

@@ -11,7 +11,7 @@ from memprof.allocator.releases import LATEST, Release
 from memprof.allocator.replay import CardMemory, FirstOom, Timeline, TimelinePeak, TraceReplay
 from memprof.allocator.streams import Completion
 from memprof.trace.events import EventKind, Trace
-from memprof.trace.snapshot import BlockState, SnapshotBlock, SnapshotSegment
+from memprof.trace.snapshot import SnapshotSegment
 
 # Segments and blocks at a moment, and the storage in each block by its address.
 Layout = tuple[list[SnapshotSegment], dict[int, int]]
@@ -58,57 +58,15 @@ class OnCard:
         return self._layouts[event]
 
     def prepare_layouts(self, events: Iterable[int]) -> None:
-        """Find the layouts after several events, in one replay where they take one, for `layout_at`."""
-        for event in set(events) - self._layouts.keys():
-            if (noted := self._noted(event)) is not None:
-                self._layouts[event] = noted
+        """Find the layouts after several events, for `layout_at`, in one replay."""
         wanted = sorted(set(events) - self._layouts.keys())
         if not wanted:
             return
         limited = self.card is not None and self.first_oom is None
         replay = TraceReplay(self.trace, self.card if limited else None, self.config, self.release, counts=False)
         for event in wanted:
-            replay.skip(event + 1)
+            replay.advance(event + 1, writes=False)
             self._layouts[event] = _layout(replay)
-
-    def _noted(self, event: int) -> Layout | None:
-        """The layout after `event` as the timeline tells it, in a tenth of the time of a replay: where segments only
-        came, those that were there are the first by address, and what is free between two blocks is one block.
-
-        None where segments went back or grew in place, or where blocks wait for streams.
-        """
-        timeline, storages = self.timeline, self.trace.storages
-        if self.config.expandable_segments or self.trace.uses or timeline.stats.get("num_device_free", 1):
-            return None
-        addresses, owners = timeline.addresses, dict[int, int]()
-        alloc, dead = EventKind.ALLOC, EventKind.FREE
-        for kind, ref in self.trace.events[: event + 1]:
-            if kind is alloc:
-                if ref in addresses:
-                    owners[addresses[ref]] = ref
-            elif kind is dead and ref in addresses:
-                owners.pop(addresses[ref], None)
-        held = sorted(owners)
-        reserved, begin = timeline.reserved[event], 0
-        segments: list[SnapshotSegment] = []
-        for segment in timeline.segments:
-            if reserved <= 0:
-                break
-            reserved -= segment.size
-            blocks: list[SnapshotBlock] = []
-            at, end = segment.address, segment.address + segment.size
-            while begin < len(held) and held[begin] < end:
-                address, ref = held[begin], owners[held[begin]]
-                if address > at:
-                    blocks.append(SnapshotBlock(at, address - at, 0, BlockState.INACTIVE))
-                size, requested = timeline.blocks[ref], storages[ref].num_bytes
-                blocks.append(SnapshotBlock(address, size, requested, BlockState.ALLOCATED))
-                at = address + size
-                begin += 1
-            if at < end:
-                blocks.append(SnapshotBlock(at, end - at, 0, BlockState.INACTIVE))
-            segments.append(segment._replace(blocks=tuple(blocks)))
-        return None if reserved or begin < len(held) else (segments, owners)
 
     def layout_at_oom(self) -> Layout:
         """As `layout_at`, when the card refuses the request, and what could be given back has been.
@@ -119,24 +77,24 @@ class OnCard:
         if self.first_oom is None:
             raise ValueError("the run fits")
         replay = TraceReplay(self.trace, self.card, self.config, self.release, counts=False)
-        replay.skip(self.first_oom.event)
+        replay.advance(self.first_oom.event, writes=False)
         replay.allocator.empty_cache()
         return _layout(replay)
 
     @property
     def fits(self) -> bool:
-        """Whether nothing is refused; True without a card."""
+        """Return whether nothing is refused; True without a card."""
         return self.first_oom is None
 
     def under(self, config: AllocatorConfig) -> Needs:
-        """What the same run would need with other settings."""
+        """Return what the same run would need with other settings."""
         return needs_of(self.trace, self.card, config, self.release)
 
 
 def needs_of(trace: Trace, card: CardMemory | None, config: AllocatorConfig, release: Release = LATEST) -> Needs:
-    """What `trace` needs, in a fraction of the time of `replay_on_card`."""
+    """Return what `trace` needs, in a fraction of the time of `replay_on_card`."""
     replay = TraceReplay(trace, None, config, release)
-    replay.skip()
+    replay.advance(writes=False)
     counters = replay.allocator.counters
     required = counters.reserved_bytes_peak
     fits = True
@@ -145,7 +103,7 @@ def needs_of(trace: Trace, card: CardMemory | None, config: AllocatorConfig, rel
         fits = required <= limit
         if not fits and counters.allocated_bytes_peak <= limit:  # perhaps by giving the cache back
             limited = TraceReplay(trace, card, config, release, counts=False)
-            limited.skip()
+            limited.advance(writes=False)
             fits = limited.timeline.first_oom is None
     return Needs(required, fits, counters.allocated_bytes_peak)
 
@@ -185,7 +143,7 @@ def _bounds(trace: Trace, config: AllocatorConfig, release: Release) -> StreamBo
     most: list[int] = []
     for completion in (Completion.IMMEDIATE, Completion.AT_SYNC):
         replay = TraceReplay(trace, None, config, release, completion, counts=False)
-        replay.skip()
+        replay.advance(writes=False)
         most.append(replay.allocator.counters.reserved_bytes_peak)
     return StreamBounds(*most)
 
@@ -195,7 +153,7 @@ def _layout(replay: TraceReplay) -> Layout:
 
 
 def without_allocator(trace: Trace) -> OnCard:
-    """A run in host memory: what is requested is allocated, and there is no cache to reserve."""
+    """Return a run in host memory: what is requested is allocated, and there is no cache to reserve."""
     timeline = Timeline()
     now, most = 0, TimelinePeak()
     for time, (kind, ref) in enumerate(trace.events):

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from memprof.allocator.blocks import Block
 from memprof.allocator.caching import CachingAllocator
 from memprof.allocator.config import AllocatorConfig, config_from_settings
+from memprof.allocator.driver import RETURNS, TAKES, RecordedDriver
 from memprof.allocator.messages import OutOfMemory
 from memprof.allocator.rebuild import OTHER_STREAM, State, completes_at_once, restore, state_before
-from memprof.allocator.recorded_driver import RETURNS, TAKES, RecordedDriver
 from memprof.allocator.rounding import MIN_BLOCK, SMALL_SIZE, round_size
 from memprof.allocator.segments import whole_units
 from memprof.allocator.streams import Completion
@@ -70,7 +70,7 @@ class Recorded:
 
     @property
     def exact(self) -> bool:
-        """Whether everything came out as recorded."""
+        """Return whether everything came out as recorded."""
         return self.final_layout_identical and self.identical_addresses == self.allocations
 
 
@@ -220,7 +220,7 @@ class _Replay:
         return index
 
     def between(self, start: int) -> int:
-        """Events from `start` that neither request nor free: the next request's own doing, or done before it.
+        """Return events from `start` that neither request nor free: the next request's own doing, or done before it.
 
         Returns:
             The index to go on at.
@@ -322,7 +322,7 @@ class _Replay:
             self.allocator.pending.complete(block)
 
     def free(self, index: int) -> int:
-        """The free at `index`; how many of the events after it belong to it."""
+        """Free what the event at `index` does; return how many of the events after it belong to it."""
         address = self.events.addresses[index]
         block = self.live.pop(address, None)
         if block is None:
@@ -358,7 +358,7 @@ class _Replay:
             self.first = Difference(self.device, place, problem, self.reason())
 
     def reason(self) -> str:
-        """What in the file explains a difference."""
+        """Return what in the file explains a difference."""
         if self.state.contradictions:
             return f"the trace is not whole: {self.state.contradictions[0]}"
         if self.state.ambiguous:
@@ -370,12 +370,8 @@ class _Replay:
         return ""
 
 
-_Blocks = tuple[tuple[int, int, str], ...]
-_Layout = list[tuple[int, int, int, bool, bool, _Blocks]]
-
-
-def _layout(segments: Sequence[SnapshotSegment]) -> _Layout:
+def _layout(segments: Sequence[SnapshotSegment]) -> list[tuple[object, ...]]:
     return [
-        (s.address, s.size, s.stream, s.is_small, s.expandable, tuple((b.address, b.size, b.state) for b in s.blocks))
+        (s.address, s.size, s.stream, s.is_small, s.expandable, [(b.address, b.size, b.state) for b in s.blocks])
         for s in segments
     ]

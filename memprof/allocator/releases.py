@@ -32,7 +32,7 @@ class Release:
     version: tuple[int, int]
 
     def knows(self, setting: str) -> bool:
-        """Whether it has this setting of the allocator."""
+        """Return whether it has this setting of the allocator."""
         return self.version >= _SINCE.get(setting, OLDEST)
 
     @property
@@ -51,12 +51,12 @@ class Release:
 
     @property
     def capacity_phrase(self) -> str:
-        """How the out-of-memory message introduces the capacity; 2.1 has a letter too few."""
+        """Return how the out-of-memory message introduces the capacity; 2.1 has a letter too few."""
         return "has a total capacty of" if self.version == (2, 1) else "has a total capacity of"
 
     @property
     def oom_advice(self) -> str:
-        """The end of the out-of-memory message."""
+        """Return the end of the out-of-memory message."""
         head = " If reserved but unallocated memory is large try setting"
         see = " to avoid fragmentation.  See documentation for Memory Management "
         old_url = " (https://pytorch.org/docs/stable/notes/cuda.html#environment-variables)"
@@ -78,7 +78,7 @@ class Release:
 
 
 def release_for(version: str) -> Release:
-    """The profile of a version such as "2.6.0+cu124".
+    """Return the profile of a version such as "2.6.0+cu124".
 
     Raises:
         UsageError: it is no version, or older than 2.0.

@@ -70,7 +70,7 @@ class CardMemory:
 
     @property
     def usable_bytes(self) -> int:
-        """What is left to reserve."""
+        """Return what is left to reserve."""
         return max(self.total_bytes - self.context_bytes, 0)
 
     @classmethod
@@ -105,7 +105,7 @@ def order_streams(
 
 
 def private_pool(number: int) -> PoolId:
-    """The pool that a trace calls by this number; 0 is the default one."""
+    """Return the pool that a trace calls by this number; 0 is the default one."""
     return (number, 0) if number else DEFAULT_POOL
 
 
@@ -163,7 +163,7 @@ class TraceReplay:
 
     @property
     def was_limited(self) -> bool:
-        """Whether the card (or a fraction of it that was set) ever decided anything."""
+        """Return whether the card (or a fraction of it that was set) ever decided anything."""
         limited = self.allocator.allowed_bytes is not None or self.timeline.first_oom is not None
         return limited or self.driver.refusals > 0
 
@@ -179,7 +179,7 @@ class TraceReplay:
         self.event += 1
 
     def finish(self) -> Timeline:
-        """The timeline with its statistics and final layout."""
+        """Return the timeline with its statistics and final layout."""
         timeline = self.timeline
         timeline.stats = self.allocator.stats()
         timeline.retries = self.allocator.statistics.num_alloc_retries - self._retries_in_vain
@@ -197,20 +197,14 @@ class TraceReplay:
         except OutOfMemory:
             self._retries_in_vain += self.allocator.statistics.num_alloc_retries - before
 
-    def skip(self, end: int | None = None) -> None:
-        """Replay as `advance`, but write no timeline: a third faster, for who wants the allocator's state alone."""
-        self._play(end, writes=False)
-
-    def advance(self, end: int | None = None, *, stop_at_oom: bool = False) -> None:
+    def advance(self, end: int | None = None, *, stop_at_oom: bool = False, writes: bool = True) -> None:
         """Replay the events that have not been, up to `end` (exclusive; None: all that there are).
 
         Args:
             end: an index of the trace's events.
             stop_at_oom: stop after the event of the first out-of-memory error.
+            writes: False for who wants the allocator's state alone, a third faster: the timeline stays empty.
         """
-        self._play(end, writes=True, stop_at_oom=stop_at_oom)
-
-    def _play(self, end: int | None, *, writes: bool, stop_at_oom: bool = False) -> None:
         storages, refused, live = self.trace.storages, self.trace.refused, self.live
         blocks, addresses = self.timeline.blocks, self.timeline.addresses
         malloc, free, end_event = self.malloc, self.allocator.free, self.end_event

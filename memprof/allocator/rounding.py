@@ -32,7 +32,7 @@ FRAGMENTED_SHARE = 0.1
 
 
 def round_size(num_bytes: int, divisions: Sequence[int] = ()) -> int:
-    """Bytes of the block that a request of `num_bytes` is given.
+    """Return bytes of the block that a request of `num_bytes` is given.
 
     Requests of 0 bytes never reach the allocator and take nothing. `divisions` is `roundup_power2_divisions`, one entry
     per octave from 1 MiB up; empty when the setting is off.
@@ -49,7 +49,7 @@ def round_size(num_bytes: int, divisions: Sequence[int] = ()) -> int:
 
 
 def segment_size(block_bytes: int, large_segment: int = LARGE_SEGMENT) -> int:
-    """Bytes of the segment that is asked of the driver for a block of `block_bytes` (already rounded)."""
+    """Return bytes of the segment that is asked of the driver for a block of `block_bytes` (already rounded)."""
     if block_bytes <= SMALL_SIZE:
         return SMALL_BUFFER
     if block_bytes < MIN_LARGE_ALLOC:

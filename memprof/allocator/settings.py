@@ -39,7 +39,7 @@ class Settings:
     def resolve(
         cls, alloc_conf: str | None, torch: str | None, *, flag: str = "--alloc-conf", environ: Mapping[str, str]
     ) -> Settings:
-        """What torch `torch` would take: `alloc_conf` if it is given, else the environment's.
+        """Return what torch `torch` would take: `alloc_conf` if it is given, else the environment's.
 
         Raises:
             UsageError: torch would refuse the configuration.
@@ -51,12 +51,12 @@ class Settings:
 
     @property
     def facts(self) -> AllocatorFacts:
-        """What the trace keeps of them."""
+        """Return what the trace keeps of them."""
         return AllocatorFacts(self.torch, self.alloc_conf, self.origin)
 
     @classmethod
     def from_facts(cls, facts: AllocatorFacts | None) -> Settings:
-        """The reverse of `facts`; the newest release's defaults for a capture that does not say."""
+        """Return the reverse of `facts`; the newest release's defaults for a capture that does not say."""
         found = cls() if facts is None else cls(facts.torch)
         if facts is None or facts.alloc_conf is None:
             return found
@@ -65,7 +65,7 @@ class Settings:
 
     @property
     def alloc_conf(self) -> str | None:
-        """The configuration's text; None: torch's defaults."""
+        """Return the configuration's text; None: torch's defaults."""
         return self.config.text if self.origin is not None else None
 
     def changed(self, alloc_conf: str) -> Settings:

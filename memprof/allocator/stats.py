@@ -43,7 +43,7 @@ class Counters:
 
     @property
     def active(self) -> int:
-        """Blocks that are in use, by the program or by a stream."""
+        """Return the number of blocks that are in use, by the program or by a stream."""
         return self.allocation + self.waiting
 
     @property
@@ -53,12 +53,12 @@ class Counters:
 
     @property
     def active_peak(self) -> int:
-        """The most at once."""
+        """Return the most at once."""
         return max(self.allocation_peak, self.noted_active)
 
     @property
     def active_bytes_peak(self) -> int:
-        """The most bytes at once."""
+        """Return the most bytes at once."""
         return max(self.allocated_bytes_peak, self.noted_active_bytes)
 
     def wait(self, count: int, num_bytes: int) -> None:
@@ -72,18 +72,13 @@ class Counters:
         self.noted_active_bytes = max(self.noted_active_bytes, self.active_bytes)
 
     def reserve(self, num_bytes: int, segments: int) -> None:
-        """A segment came from the driver (segments=1), or memory was mapped into an expandable one (0)."""
+        """Count bytes from the driver, with a segment or (0) mapped into one; below 0: released to it."""
         self.reserved_bytes += num_bytes
-        self.reserved_bytes_added += num_bytes
+        self.reserved_bytes_added += max(num_bytes, 0)
         self.reserved_bytes_peak = max(self.reserved_bytes_peak, self.reserved_bytes)
         self.segment += segments
-        self.segment_added += segments
+        self.segment_added += max(segments, 0)
         self.segment_peak = max(self.segment_peak, self.segment)
-
-    def unreserve(self, num_bytes: int, segments: int) -> None:
-        """The reverse of `reserve`."""
-        self.reserved_bytes -= num_bytes
-        self.segment -= segments
 
     def change_inactive_split(self, count: int, num_bytes: int) -> None:
         """Free pieces of segments that are partly in use: more (positive) or fewer."""
@@ -157,7 +152,7 @@ class Statistics:
             tally.peak = tally.current
 
     def as_dict(self, max_split_size: int) -> dict[str, int]:
-        """The flat dictionary of `torch.cuda.memory_stats()`, its keys sorted.
+        """Return the flat dictionary of `torch.cuda.memory_stats()`, its keys sorted.
 
         Args:
             max_split_size: bytes; -1 when unlimited, as torch reports it.

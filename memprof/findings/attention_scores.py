@@ -4,15 +4,7 @@ from __future__ import annotations
 
 import math
 
-from memprof.findings.evidence import (
-    computing,
-    input_shapes,
-    percent,
-    plural,
-    tensors_evidence,
-    vocabulary,
-    would_help,
-)
+from memprof.findings.evidence import computing, input_shapes, percent, plural, tensors_evidence, vocabulary, would_help
 from memprof.findings.finding import Context, Evidence, Finding, Severity, once, rule
 from memprof.ledger.categories import Category
 from memprof.trace.events import Storage, Trace
@@ -33,7 +25,7 @@ _MASK_DTYPES = {"bool", "uint8", "int64", "int32", "int8"}
 
 @rule(110)
 def find(context: Context) -> list[Finding]:
-    """One finding for scores and masks together; `num_bytes` is their largest sum at one moment."""
+    """Return one finding for scores and masks together; `num_bytes` is their largest sum at one moment."""
     trace, lives = context.ledger.trace, context.lives
     kinds = score_storages(context)
     if not kinds:
@@ -79,7 +71,7 @@ def find(context: Context) -> list[Finding]:
 
 @once
 def score_storages(context: Context) -> dict[int, str]:
-    """Storages that are [..., queries, keys], each as "scores" or "mask".
+    """Return storages that are [..., queries, keys], each as "scores" or "mask".
 
     That a tensor ends in two sequence lengths proves nothing: the features may be as many as the tokens, or they are an
     image. Scores are believed only where a softmax over [queries, keys] was seen, in a program with images of this size
@@ -148,7 +140,7 @@ def score_storages(context: Context) -> dict[int, str]:
 
 
 def _outputs_of_layers(trace: Trace) -> set[int]:
-    """How many columns products of two matrices have, and none of a batch of matrices has, as scores are."""
+    """Return how many columns products of two matrices have, and none of a batch of matrices has, as scores are."""
     wide = {storage.shape[-1] for storage in trace.storages if trace.op(storage) in _LINEAR and len(storage.shape) == 2}
     return wide - {storage.shape[-1] for storage in trace.storages if trace.op(storage) in _PRODUCTS - _LINEAR}
 

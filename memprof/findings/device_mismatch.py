@@ -10,7 +10,7 @@ from memprof.trace.mismatch import mismatch_error, odd_one_out
 
 @rule(20, decides=True)
 def find(context: Context) -> list[Finding]:
-    """One finding for each line at which devices meet; equal ones of other layers and steps are counted."""
+    """Return one finding for each line at which devices meet; equal ones of other layers and steps are counted."""
     trace = context.ledger.trace
     groups: dict[tuple[object, ...], list[DeviceMismatch]] = {}
     for mismatch in trace.mismatches:

@@ -14,7 +14,7 @@ MIN_SHARE = 0.05  # A category below this share of the peak is not worth a remed
 
 @rule(30)
 def find(context: Context) -> list[Finding]:
-    """The first allocation that the card cannot serve; `num_bytes` is what the peak lacks."""
+    """Return the first allocation that the card cannot serve; `num_bytes` is what the peak lacks."""
     usable = context.usable_bytes
     ledger = context.ledger
     out = ledger.out_of_memory
@@ -61,12 +61,12 @@ def find(context: Context) -> list[Finding]:
 
 
 def stage_text(span: Span) -> str:
-    """The stage and its step: "layer 3 of step 1"."""
+    """Return the stage and its step: "layer 3 of step 1"."""
     return at_stage("the inputs" if span.name == "inputs" else span.name, span.step, span.micro_batch)
 
 
 def _remedies(context: Context) -> tuple[str, ...]:
-    """Those of the dominating category first."""
+    """Return those of the dominating category first."""
     ledger = context.ledger
     problems = []
     for category, num_bytes in ledger.by_category().items():

@@ -4,15 +4,8 @@ from __future__ import annotations
 
 import bisect
 
-from memprof.findings.calls import caches_of, loops, made_in, training_times
-from memprof.findings.evidence import (
-    file_and_line,
-    format_shape,
-    module_pattern,
-    percent,
-    plural,
-    tensor_evidence,
-)
+from memprof.findings.calls import loops, made_in, training_times
+from memprof.findings.evidence import file_and_line, format_shape, module_pattern, percent, plural, tensor_evidence
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
 from memprof.findings.growth import LeakGroup, by_holder, find_leaks, holder_evidence, kept_by, leak_evidence
 from memprof.trace.events import NONE, Forward, Holder
@@ -52,7 +45,7 @@ def find(context: Context) -> list[Finding]:
 
 
 def _kept(context: Context, loop: list[Forward], trained: list[int]) -> list[int] | None:
-    """What these calls left behind beside their outputs; None if a backward may have used it."""
+    """Return what these calls left behind beside their outputs; None if a backward may have used it."""
     deaths, end = context.lives.deaths, len(context.ledger.trace.events)
     kept: list[int] = []
     for forward in loop:
@@ -96,7 +89,7 @@ def _finding(context: Context, certain: list[list[Forward]], num_bytes: int) -> 
 
 
 def _told(groups: dict[Holder | None, list[LeakGroup]]) -> dict[Holder | None, list[LeakGroup]]:
-    """What is to be told of by itself: a holder of tensors without a graph keeps those alone, be they tokens."""
+    """Return what is to be told of by itself: a holder of tensors without a graph keeps those alone, be they tokens."""
     return {
         holder: group
         for holder, group in groups.items()
@@ -105,7 +98,7 @@ def _told(groups: dict[Holder | None, list[LeakGroup]]) -> dict[Holder | None, l
 
 
 def _growth(context: Context, loop: list[Forward], groups: dict[Holder | None, list[LeakGroup]]) -> list[Evidence]:
-    """What piles up from call to call, and whose graph keeps it."""
+    """Return what piles up from call to call, and whose graph keeps it."""
     trace = context.ledger.trace
     evidence = []
     for holder, group in groups.items():
@@ -124,12 +117,12 @@ def _growth(context: Context, loop: list[Forward], groups: dict[Holder | None, l
 
 
 def _cache(context: Context, loop: list[Forward]) -> Evidence | None:
-    """The largest of the keys and values that these calls made and that are there after the last.
+    """Return the largest of the keys and values that these calls made and that are there after the last.
 
     None if those of the last call alone are: a cache that is kept without its graph leaves no older ones.
     """
     trace, lives = context.ledger.trace, context.lives
-    there = lives.at(loop[-1].end - 1, caches_of(context, loop[0].begin, loop[-1].end)).storages
+    there = lives.at(loop[-1].end - 1, made_in(context, loop[0].begin, loop[-1].end, caches=True)).storages
     if all(lives.births[index] >= loop[-1].begin for index in there):
         return None
     shown = max(there, key=lambda index: (trace.storages[index].num_bytes, index))

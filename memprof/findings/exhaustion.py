@@ -79,14 +79,14 @@ class _Forecast:
     last_step: int | None  # the step at which its holder is full; None: it has no limit
 
     def added_in(self, step: int, seen: int) -> tuple[int, ...]:
-        """Sizes of what `step`, of which there are `seen` in the record, adds."""
+        """Return sizes of what `step`, of which there are `seen` in the record, adds."""
         if self.last_step is not None and step > self.last_step:
             return ()
         return self.sizes[(step - seen - 1) % len(self.sizes)]
 
 
 def _leaks(context: Context, steps: Sequence[TrainingStep]) -> list[_Forecast]:
-    """All groups; those of a holder with a limit end when it is full."""
+    """Return all groups; those of a holder with a limit end when it is full."""
     storages, births = context.ledger.trace.storages, context.lives.births
     ends = [step.end - 1 for step in steps]
     found = []
@@ -107,7 +107,7 @@ def _leaks(context: Context, steps: Sequence[TrainingStep]) -> list[_Forecast]:
 
 
 def _run_out(context: Context, steps: Sequence[TrainingStep], leaks: Sequence[_Forecast], usable: int) -> int | None:
-    """The number of the step in which a request fails; None: none does."""
+    """Return the number of the step in which a request fails; None: none does."""
     seen = steps[-1].step
     per_step = sum(leak.group.per_round for leak in leaks)
     allocated = context.ledger.allocated
@@ -130,7 +130,7 @@ def _run_out(context: Context, steps: Sequence[TrainingStep], leaks: Sequence[_F
 
 
 def _first_refused(continued: _Continuation, first: int, last: int) -> int | None:
-    """The first step from `first` to `last` whose requests fail, to within `TOLERANCE`; None: none does."""
+    """Return the first step from `first` to `last` whose requests fail, to within `TOLERANCE`; None: none does."""
     if continued.fits(last):
         return None
     fitting, refused = first - 1, last
@@ -174,7 +174,7 @@ class _Continuation:
         return needs_of(trace, run.card, run.config, run.release).fits
 
     def _step(self, trace: Trace) -> Iterator[Event]:
-        """The events of the template with storages of their own, which are added to `trace`."""
+        """Return the events of the template with storages of their own, which are added to `trace`."""
         lives, template = self._context.lives, self._template
         renamed: dict[int, int] = {}
         left = self._left_by_last_step()
@@ -192,7 +192,7 @@ class _Continuation:
                 yield Event(kind, ref)
 
     def _left_by_last_step(self) -> Mapping[tuple[int, int], list[int]]:
-        """What the last step left for the next and does not pile up, by what it looks like, oldest first."""
+        """Return what the last step left for the next and does not pile up, by what it looks like, oldest first."""
         lives, end = self._context.lives, len(self._trace.events)
         kept = {index for leak in self._leaks for index in leak.group.storages}
         left: dict[tuple[int, int], list[int]] = defaultdict(list)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from memprof.findings.evidence import HALF_DTYPES, half_dtype, percent, tensors_evidence
+from memprof.findings.evidence import HALF_DTYPES, half_dtype, tensors_evidence
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
-from memprof.findings.groups import FSDP1, FSDP2, communicated, fix, is_worth, line_of, spread
+from memprof.findings.groups import FSDP1, FSDP2, communicated, fix, is_worth, line_of, lower_peak, spread
 from memprof.units import format_bytes
 
 
@@ -23,7 +23,7 @@ def find(context: Context) -> list[Finding]:
         return []
     title = (
         f"{half} gradients are reduced in float32: {format_bytes(lives.most(sent).num_bytes)} of copies alive at once; "
-        f"in {half} the peak is about {format_bytes(saved)} ({percent(saved, context.ledger.peak_bytes)}) lower"
+        f"in {half} {lower_peak(context, saved)}"
     )
     if groups:
         policy = "MixedPrecisionPolicy" if groups[0].api == FSDP2 else "MixedPrecision"

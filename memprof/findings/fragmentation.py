@@ -82,7 +82,7 @@ def find(context: Context) -> list[Finding]:
 
 
 def _kept(segments: list[SnapshotSegment]) -> list[Evidence]:
-    """How much of it cannot be given back, and how much can."""
+    """Return how much of it cannot be given back, and how much can."""
     segments = [segment for segment in segments if segment.pool_id == DEFAULT_POOL]
     whole = [segment.size for segment in segments if not segment.allocated]
     free = [segment.size - segment.allocated for segment in segments if 0 < segment.allocated < segment.size]
@@ -105,7 +105,7 @@ def _kept(segments: list[SnapshotSegment]) -> list[Evidence]:
 
 
 def _of_graphs(trace: Trace, segments: list[SnapshotSegment]) -> list[Evidence]:
-    """What private pools hold of it, and which functions' CUDA graphs are for the most sizes."""
+    """Return what private pools hold of it, and which functions' CUDA graphs are for the most sizes."""
     free = [segment.size - segment.allocated for segment in segments if segment.pool_id != DEFAULT_POOL]
     if not sum(free):
         return []
@@ -123,7 +123,7 @@ def _of_graphs(trace: Trace, segments: list[SnapshotSegment]) -> list[Evidence]:
 
 
 def _pinned(trace: Trace, segments: list[SnapshotSegment], owners: Mapping[int, int]) -> list[Evidence]:
-    """The segments with most of what cannot be given back, alike ones together."""
+    """Return the segments with most of what cannot be given back, alike ones together."""
     kinds: dict[tuple[object, ...], list[_Pinned]] = defaultdict(list)
     for segment in segments:
         free = segment.size - segment.allocated
@@ -137,7 +137,7 @@ def _pinned(trace: Trace, segments: list[SnapshotSegment], owners: Mapping[int, 
 
 
 def _kind(trace: Trace, alike: list[_Pinned]) -> Evidence:
-    """A line on segments that are alike, and the largest tensor that pins one of them."""
+    """Return a line on segments that are alike, and the largest tensor that pins one of them."""
     first = alike[0]
     largest = max(first.storages, key=lambda index: trace.storages[index].num_bytes)
     each = " each" if len(alike) > 1 else ""
@@ -162,7 +162,7 @@ def _what(trace: Trace, index: int) -> str:
 
 
 def _evaluated(run: OnCard, other: Needs, *, cut_short: bool) -> Evidence:
-    """What the replay with expandable segments came to."""
+    """Return what the replay with expandable segments came to."""
     before, after = run.required_reserved_bytes, other.required_reserved_bytes
     text = f"with {EXPANDABLE_SEGMENTS} the run reserves {format_bytes(after)} instead of {format_bytes(before)}"
     if run.card is not None:

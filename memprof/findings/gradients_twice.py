@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from memprof.findings.evidence import percent, tensors_evidence
+from memprof.findings.evidence import owned, tensors_evidence
 from memprof.findings.finding import Context, Finding, Severity, rule
-from memprof.findings.groups import DDP, communicated, fix, has, is_worth, line_of, spread
+from memprof.findings.groups import DDP, communicated, fix, has, is_worth, line_of, lower_peak, spread
 from memprof.trace.events import Role
 from memprof.units import format_bytes
 
@@ -19,7 +19,7 @@ def find(context: Context) -> list[Finding]:
     findings = []
     for group in spread(context, DDP):
         is_own = has(group)
-        gradients = [i for i, owner in trace.owners.items() if owner.role is Role.GRADIENT and is_own(owner.name)]
+        gradients = [index for index, name in owned(trace, Role.GRADIENT).items() if is_own(name)]
         saved = 0 if group.views or not buckets else lives.saved(lives.without(gradients))
         if not is_worth(context, saved):
             continue
@@ -27,8 +27,7 @@ def find(context: Context) -> list[Finding]:
         in_buckets = lives.at(most.event, buckets).num_bytes
         title = (
             f"Gradients exist twice: {format_bytes(most.num_bytes)} in `.grad` beside {format_bytes(in_buckets)} in "
-            f"the buckets of DistributedDataParallel; as views of these the peak is about {format_bytes(saved)} "
-            f"({percent(saved, context.ledger.peak_bytes)}) lower"
+            f"the buckets of DistributedDataParallel; as views of these {lower_peak(context, saved)}"
         )
         line = line_of(trace, group)
         lines = (

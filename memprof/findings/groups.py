@@ -7,11 +7,11 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 
-from memprof.findings.evidence import file_and_line
+from memprof.findings.evidence import file_and_line, parameters, percent
 from memprof.findings.finding import Context, Evidence
 from memprof.trace.events import Role, Trace
 from memprof.trace.facts import ShardedGroup
-from memprof.units import MIB
+from memprof.units import MIB, format_bytes
 
 MIN_BYTES = 64 * MIB
 MIN_SHARE = 0.02  # found when the run's peak would be lower by at least both, the latter of the peak
@@ -22,7 +22,7 @@ _SIZES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
 
 
 def plain(name: str) -> str:
-    """The name of a module or a parameter as the model has it, without what wrappers add."""
+    """Return the name of a module or a parameter as the model has it, without what wrappers add."""
     return _WRAPPERS.sub("", name).rstrip(".")
 
 
@@ -31,8 +31,13 @@ def is_worth(context: Context, saved: int) -> bool:
     return saved >= MIN_BYTES and saved >= MIN_SHARE * context.ledger.peak_bytes
 
 
+def lower_peak(context: Context, saved: int) -> str:
+    """Return the end of a title: by how much the peak would be lower."""
+    return f"the peak is about {format_bytes(saved)} ({percent(saved, context.ledger.peak_bytes)}) lower"
+
+
 def spread(context: Context, *apis: str) -> list[ShardedGroup]:
-    """The groups of several ranks that one of `apis` made."""
+    """Return the groups of several ranks that one of `apis` made."""
     return [group for group in context.ledger.trace.facts.groups if group.api in apis and group.ranks > 1]
 
 
@@ -78,12 +83,12 @@ def communicated(trace: Trace, purpose: str) -> list[int]:
 
 
 def line_of(trace: Trace, group: ShardedGroup) -> str | None:
-    """The program's line that made the group: it allocated what the rank keeps of it. None: not seen."""
+    """Return the program's line that made the group: it allocated what the rank keeps of it. None: not seen."""
     if group.api == DDP:
         made = communicated(trace, "gradient bucket")
     else:
         is_own = has(group)
-        made = [i for i, owner in trace.owners.items() if owner.role is Role.PARAMETER and is_own(owner.name)]
+        made = [index for index, name in parameters(trace).items() if is_own(name)]
     return next((line for index in made if (line := trace.source_line(trace.storages[index])) is not None), None)
 
 

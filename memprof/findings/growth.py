@@ -66,7 +66,7 @@ def key_of(trace: Trace, index: int) -> Key:
 
 
 def find_leaks(context: Context, storages: Iterable[int], moments: Sequence[int]) -> list[LeakGroup]:
-    """Those of `storages` that grow, the most expensive first; `moments` are the last events of the rounds."""
+    """Return those of `storages` that grow, the most expensive first; `moments` are the last events of the rounds."""
     lives = context.lives
     groups: dict[Key, list[int]] = defaultdict(list)
     for index in storages:
@@ -120,13 +120,13 @@ def find_leaks_of_steps(context: Context) -> dict[Holder | None, list[LeakGroup]
 
 
 def _replaced(trace: Trace) -> set[int]:
-    """Inputs, and gradients that are not the last of their parameter."""
+    """Return inputs, and gradients that are not the last of their parameter."""
     last = {owner.name: index for index, owner in trace.owners.items() if owner.role is Role.GRADIENT}
     return {index for index, owner in trace.owners.items() if owner.role in MADE_ANEW and last.get(owner.name) != index}
 
 
 def _further_models(trace: Trace, births: Sequence[int], begin: int) -> set[int]:
-    """Parameters that are made from event `begin` on, and if there are any, what optimizers keep then.
+    """Return parameters that are made from event `begin` on, and if there are any, what optimizers keep then.
 
     State alone that is made late is that of parameters which got their first gradient late.
     """
@@ -138,7 +138,7 @@ def _further_models(trace: Trace, births: Sequence[int], begin: int) -> set[int]
 
 
 def rounds_without(context: Context, members: list[int], moments: Sequence[int]) -> int:
-    """The rounds at the end in which none of `members` was made."""
+    """Return the rounds at the end in which none of `members` was made."""
     return len(moments) - 1 - bisect.bisect_left(moments, max(context.lives.births[index] for index in members))
 
 
@@ -163,7 +163,7 @@ def _are_more_each_time(context: Context, members: list[int], moments: Sequence[
 
 
 def _per_round(curve: Sequence[int]) -> int:
-    """Bytes that a round adds, from the first that adds any."""
+    """Return bytes that a round adds, from the first that adds any."""
     first = next(at for at, (before, after) in enumerate(pairwise(curve)) if after > before)
     grown = curve[first:]
     is_steady = all(after > before for before, after in pairwise(grown))
@@ -171,12 +171,12 @@ def _per_round(curve: Sequence[int]) -> int:
 
 
 def _median_rise(curve: Sequence[int]) -> int:
-    """What a round adds, in the middle of those that add any."""
+    """Return what a round adds, in the middle of those that add any."""
     return statistics.median_low([after - before for before, after in pairwise(curve) if after > before])
 
 
 def _curve(context: Context, members: list[int], moments: Sequence[int], *, lasting: bool) -> list[int]:
-    """Bytes of `members` at each moment; `lasting`: of those alone that were there at the moment before."""
+    """Return bytes of `members` at each moment; `lasting`: of those alone that were there at the moment before."""
     lives = context.lives
     changes: list[tuple[int, int]] = []
     for index in members:
@@ -245,13 +245,13 @@ def is_running_sum(holder: Holder) -> bool:
 
 
 def called(holder: Holder) -> str:
-    """The holder for a sentence: list `losses`."""
+    """Return the holder for a sentence: list `losses`."""
     kind = holder.kind or "variable"
     return f"{'attribute' if kind == 'variable' and '.' in holder.name else kind} `{holder.name}`"
 
 
 def kept_by(*holders: Holder | None) -> str:
-    """The holders that were seen, for a title, and the lines that fill them."""
+    """Return the holders that were seen, for a title, and the lines that fill them."""
     seen = [
         called(holder) + (f" ({file_and_line(holder.source)})" if holder.fills else "")
         for holder in holders
@@ -268,7 +268,7 @@ def fix_evidence(holder: Holder | None, what: str) -> Evidence:
 
 
 def holder_evidence(holder: Holder | None) -> Evidence:
-    """Where it is kept."""
+    """Return where it is kept."""
     if holder is None:
         return Evidence(
             "what keeps them was not seen: no variable, attribute or container of the program that was found"
@@ -295,7 +295,7 @@ def leak_evidence(trace: Trace, group: Sequence[LeakGroup], per: str) -> list[Ev
 
 
 def _group_evidence(trace: Trace, leak: LeakGroup, per: str) -> Evidence:
-    """What piles up: a tensor, its line, bytes per round, how many are alive."""
+    """Return what piles up: a tensor, its line, bytes per round, how many are alive."""
     # The largest, of equal ones the last: one line may join logits, labels and losses.
     shown = max(leak.storages, key=lambda index: (trace.storages[index].num_bytes, index))
     storage = trace.storages[shown]

@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from memprof.allocator.rounding import round_size
 from memprof.ledger.ledger import Ledger
-from memprof.trace.events import EventKind
 
 
 class LiveSet(NamedTuple):
@@ -35,16 +34,7 @@ class Lives:
     def __init__(self, ledger: Ledger) -> None:
         """Read the whole trace of `ledger` once."""
         trace = ledger.trace
-        end = len(trace.events)
-        # A storage that was never allocated (a broken or cut trace) is born when everything is over.
-        self.births = births = [end] * len(trace.storages)
-        self.deaths = deaths = [end] * len(trace.storages)
-        alloc, free = EventKind.ALLOC, EventKind.FREE
-        for time, (kind, ref) in enumerate(trace.events):
-            if kind is alloc:
-                births[ref] = time
-            elif kind is free:
-                deaths[ref] = time
+        self.births, self.deaths = births, deaths = trace.lifetimes()
         self._allocated = [round_size(s.num_bytes) if s.device == trace.device else 0 for s in trace.storages]
         self._curve = ledger.allocated
         peak = ledger.peak_event
@@ -56,11 +46,11 @@ class Lives:
         )
 
     def sum_bytes(self, storages: Iterable[int]) -> int:
-        """Bytes of the blocks of these storages; host memory counts nothing."""
+        """Return bytes of the blocks of these storages; host memory counts nothing."""
         return sum(self._allocated[index] for index in storages)
 
     def at(self, time: int, storages: Iterable[int]) -> LiveSet:
-        """Those of `storages` that are alive after the event at `time`."""
+        """Return those of `storages` that are alive after the event at `time`."""
         alive = tuple(index for index in storages if self.births[index] <= time < self.deaths[index])
         return LiveSet(self.sum_bytes(alive), time, alive)
 
@@ -97,7 +87,7 @@ class Lives:
         return result
 
     def most(self, storages: Iterable[int]) -> LiveSet:
-        """The moment at which the bytes of `storages` sum to the most, the earliest if there are several."""
+        """Return the moment at which the bytes of `storages` sum to the most, the earliest if there are several."""
         known = list(storages)
         changes = [(self.births[index], self._allocated[index]) for index in known]
         changes += [(self.deaths[index], -self._allocated[index]) for index in known]

@@ -31,7 +31,7 @@ _COPIES = {"aten.clone", "aten.copy", "aten.contiguous", "aten.constant_pad_nd",
 
 @rule(100)
 def find(context: Context) -> list[Finding]:
-    """One finding for all of them; `num_bytes` is their largest sum at one moment."""
+    """Return one finding for all of them; `num_bytes` is their largest sum at one moment."""
     copies = logits_storages(context)
     if not copies:
         return []
@@ -67,7 +67,7 @@ def find(context: Context) -> list[Finding]:
 
 
 def logits_storages(context: Context) -> list[int]:
-    """Every tensor with one value for each word: logits, their casts, log-softmax, and the gradients of these.
+    """Return every tensor with one value for each word: logits, their casts, log-softmax, and the gradients of these.
 
     Known by their last dimension. A head that is kept as [features x vocabulary] has that too, so what has the shape
     of a parameter, and what has an owner, is left out.

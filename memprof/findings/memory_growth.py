@@ -71,7 +71,7 @@ def _title(holder: Holder | None, per_step: int, num_steps: int) -> str:
 
 
 def _graph(context: Context, holder: Holder, group: list[LeakGroup]) -> Evidence:
-    """What the graph that hangs on the kept tensors keeps in turn."""
+    """Return what the graph that hangs on the kept tensors keeps in turn."""
     steps = plural(holder.node_steps, "step")
     nodes = f"an autograd graph hangs on it: {plural(holder.nodes, 'node')} from {steps} when it was looked at"
     saved = _saved(context, holder, group)
@@ -83,7 +83,7 @@ def _graph(context: Context, holder: Holder, group: list[LeakGroup]) -> Evidence
 
 
 def _saved(context: Context, holder: Holder, group: list[LeakGroup]) -> int:
-    """Bytes per step that the graph keeps: what piles up and is not in the holder itself."""
+    """Return bytes per step that the graph keeps: what piles up and is not in the holder itself."""
     own = keys_of(context.ledger.trace, holder)
     return sum(leak.per_round for leak in group if leak.key not in own) if holder.nodes else 0
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from memprof.findings.evidence import half_dtype, parameters, percent, plural, tensors_evidence, would_help
+from memprof.findings.evidence import half_dtype, owned, parameters, percent, plural, tensors_evidence, would_help
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
 from memprof.ledger.categories import Category
 from memprof.trace.events import PhaseKind, Role
@@ -30,14 +30,9 @@ def _float32_state(context: Context) -> list[Finding]:
     # A state is its own parameter's: with some layers in float32 (norms, a router), so is theirs.
     full = {trace.storages[index].shape for index in parameters(trace) if trace.storages[index].dtype == "float32"}
     # Step counters are float32 scalars whatever the precision.
-    state = [
-        index
-        for index, owner in trace.owners.items()
-        if owner.role is Role.OPTIMIZER_STATE
-        and trace.storages[index].dtype == "float32"
-        and trace.storages[index].shape
-        and trace.storages[index].shape not in full
-    ]
+    names = owned(trace, Role.OPTIMIZER_STATE)
+    float32 = [index for index in names if trace.storages[index].dtype == "float32"]
+    state = [index for index in float32 if trace.storages[index].shape and trace.storages[index].shape not in full]
     most = lives.most(state)
     extra = most.num_bytes // 2
     if extra <= MIN_STATE_SHARE * ledger.peak_bytes:
@@ -46,7 +41,7 @@ def _float32_state(context: Context) -> list[Finding]:
         f"Optimizer state is float32 while the parameters are {half}: {format_bytes(most.num_bytes)}, "
         f"{format_bytes(extra)} more than in {half} ({percent(extra, ledger.peak_bytes)} of the peak)"
     )
-    lines = tensors_evidence(context, state, most.event, lambda index: trace.owners[index].name)
+    lines = tensors_evidence(context, state, most.event, names.__getitem__)
     remedies = would_help(context, "float32-optimizer-state")
     return [Finding("float32-optimizer-state", Severity.NOTE, title, extra, lines, remedies)]
 

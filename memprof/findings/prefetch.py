@@ -10,7 +10,18 @@ from memprof.allocator import TraceReplay
 from memprof.allocator.streams import Completion
 from memprof.findings.evidence import percent, plural, tensors_evidence
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
-from memprof.findings.groups import FSDP1, FSDP2, communicated, fix, gathered, is_worth, line_of, plain, spread
+from memprof.findings.groups import (
+    FSDP1,
+    FSDP2,
+    communicated,
+    fix,
+    gathered,
+    is_worth,
+    line_of,
+    lower_peak,
+    plain,
+    spread,
+)
 from memprof.trace.events import EventKind, Role
 from memprof.units import format_bytes
 
@@ -33,15 +44,10 @@ def _explicit(context: Context) -> list[Finding]:
     if not is_worth(context, saved):
         return []
     most = max(group.ahead for group in groups)
-    title = (
-        f"{plural(most, 'group')} are gathered ahead of their turn: with one the peak is about {format_bytes(saved)} "
-        f"({percent(saved, context.ledger.peak_bytes)}) lower"
-    )
+    title = f"{plural(most, 'group')} are gathered ahead of their turn: with one {lower_peak(context, saved)}"
+    do = "give set_modules_to_forward_prefetch and set_modules_to_backward_prefetch one module each"
     lines = (
-        fix(
-            line_of(trace, groups[0]),
-            "give set_modules_to_forward_prefetch and set_modules_to_backward_prefetch one module each",
-        ),
+        fix(line_of(trace, groups[0]), do),
         *tensors_evidence(context, sent, lives.most(sent).event, lambda index: "all-gather")[:3],
     )
     return [Finding("prefetch-too-deep", Severity.WARNING, title, saved, lines, ())]
@@ -81,12 +87,12 @@ def _latest_without(context: Context, lent: set[int]) -> int:
     ]
     changed = dataclasses.replace(trace, events=events)
     replay = TraceReplay(changed, None, run.config, run.release, Completion.AT_SYNC, counts=False)
-    replay.skip()
+    replay.advance(writes=False)
     return replay.allocator.counters.reserved_bytes_peak
 
 
 def _by_hand(context: Context) -> list[Finding]:
-    """A program that gathers parameters itself, layer by layer: more layers are whole at once than two."""
+    """Return a program that gathers parameters itself, layer by layer: more layers are whole at once than two."""
     trace, lives = context.ledger.trace, context.lives
     if trace.facts.groups:
         return []
@@ -105,13 +111,11 @@ def _by_hand(context: Context) -> list[Finding]:
     first = max(whole.storages, key=lambda index: trace.storages[index].num_bytes)
     title = (
         f"Parameters of {at_once} layers are whole at once, {format_bytes(whole.num_bytes)}: with one gathered ahead "
-        f"the peak is about {format_bytes(saved)} ({percent(saved, context.ledger.peak_bytes)}) lower"
+        f"{lower_peak(context, saved)}"
     )
+    do = "gather a layer when the one before it begins, and give each back once it is done"
     lines = (
-        fix(
-            trace.source_line(trace.storages[first]),
-            "gather a layer when the one before it begins, and give each back once it is done",
-        ),
+        fix(trace.source_line(trace.storages[first]), do),
         *tensors_evidence(context, whole.storages, whole.event, lambda index: "gathered")[:3],
     )
     return [Finding("prefetch-too-deep", Severity.WARNING, title, saved, lines, ())]

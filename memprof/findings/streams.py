@@ -45,7 +45,7 @@ def _evaluated(found: StreamMemory, *, fits: bool) -> Evidence:
 
 
 def _of_stream(trace: Trace, share: StreamShare, largest: dict[int, int]) -> Evidence:
-    """A line on one stream, and the largest tensor that was ever taken on it."""
+    """Return a line on one stream, and the largest tensor that was ever taken on it."""
     waits = f", {format_bytes(share.waiting_bytes)} waiting for other streams" if share.waiting_bytes else ""
     text = (
         f"{f'stream {share.stream}' if share.stream else 'the default stream'}: {format_bytes(share.reserved_bytes)} "
@@ -63,7 +63,7 @@ def _of_stream(trace: Trace, share: StreamShare, largest: dict[int, int]) -> Evi
 
 
 def _largest(trace: Trace) -> dict[int, int]:
-    """Of each stream, the largest storage that was taken on it."""
+    """Return the largest storage that was taken on each stream."""
     found: dict[int, int] = {}
     stream, storages = 0, trace.storages
     for kind, ref in trace.events:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
-from memprof.findings.evidence import percent, tensors_evidence
+from memprof.findings.evidence import owned, tensors_evidence
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
-from memprof.findings.groups import FSDP1, FSDP2, fix, has, is_worth, line_of, spread
+from memprof.findings.groups import FSDP1, FSDP2, fix, has, is_worth, line_of, lower_peak, spread
 from memprof.trace.events import PhaseKind, Role
 from memprof.units import format_bytes
 
@@ -23,9 +23,8 @@ def find(context: Context) -> list[Finding]:
         whole = {math.prod(shape) for shape in group.shapes} | {sum(map(math.prod, group.shapes))}
         own = [
             index
-            for index, owner in trace.owners.items()
-            if owner.role is Role.GRADIENT
-            and is_own(owner.name)
+            for index, name in owned(trace, Role.GRADIENT).items()
+            if is_own(name)
             and math.prod(trace.storages[index].shape) in whole
             and any(lives.births[index] < time < lives.deaths[index] for time in ends)
         ]
@@ -37,10 +36,9 @@ def find(context: Context) -> list[Finding]:
     most = lives.most(found)
     title = (
         f"Gradients of sharded parameters wait, whole, for the last micro-batch: {format_bytes(most.num_bytes)}; "
-        f"reduced in each, the peak is about {format_bytes(saved)} ({percent(saved, context.ledger.peak_bytes)}) lower"
+        f"reduced in each, {lower_peak(context, saved)}"
     )
-    own_api = groups[0].api == FSDP2
-    said = "set_requires_gradient_sync(False)" if own_api else "no_sync()"
+    said = "set_requires_gradient_sync(False)" if groups[0].api == FSDP2 else "no_sync()"
     lines = (
         fix(line_of(trace, groups[0]), f"accumulate without {said}"),
         Evidence("it costs a reduce-scatter of all gradients in each micro-batch"),

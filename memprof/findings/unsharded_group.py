@@ -6,10 +6,21 @@ import math
 import re
 from collections import defaultdict
 
-from memprof.findings.evidence import percent, plural
+from memprof.findings.evidence import plural
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
-from memprof.findings.groups import FSDP1, FSDP2, communicated, fix, gathered, is_worth, line_of, plain, spread
-from memprof.findings.groups import whole_bytes as bytes_of
+from memprof.findings.groups import (
+    FSDP1,
+    FSDP2,
+    communicated,
+    fix,
+    gathered,
+    is_worth,
+    line_of,
+    lower_peak,
+    plain,
+    spread,
+    whole_bytes,
+)  # fmt: skip
 from memprof.findings.lives import Saving
 from memprof.trace.events import NONE, PhaseKind, Role
 from memprof.trace.facts import ShardedGroup
@@ -25,7 +36,7 @@ _LAYER = re.compile(r"((?:\D+\.)?\d+)\.")
 
 @rule(88)
 def find(context: Context) -> list[Finding]:
-    """One finding for each group; `num_bytes` is by how much the peak would be lower with its layers wrapped."""
+    """Return one finding for each group; `num_bytes` is by how much the peak would be lower with its layers wrapped."""
     trace, lives = context.ledger.trace, context.lives
     findings = []
     for group in spread(context, FSDP1, FSDP2):
@@ -34,7 +45,7 @@ def find(context: Context) -> list[Finding]:
         if len(layers) <= AT_ONCE:
             continue
         beyond = set(sorted(layers, key=lambda layer: -layers[layer])[AT_ONCE:])
-        whole = sum(bytes_of(group).values())
+        whole = sum(whole_bytes(group).values())
         share = sum(layers[layer] for layer in beyond) / whole
         saved = lives.saved(_less(context, group, beyond, share))
         if not is_worth(context, saved):
@@ -43,8 +54,7 @@ def find(context: Context) -> list[Finding]:
         name = f"`{group.module}`" if group.module else "The root"
         title = (
             f"{name} is one FSDP group of {format_bytes(whole)}, with {plural(len(layers), 'layer')} of "
-            f"{' and '.join(lists)} gathered at once: with each layer wrapped the peak is about {format_bytes(saved)} "
-            f"({percent(saved, context.ledger.peak_bytes)}) lower"
+            f"{' and '.join(lists)} gathered at once: with each layer wrapped {lower_peak(context, saved)}"
         )
         line = line_of(trace, group)
         if group.api == FSDP2:
@@ -62,9 +72,9 @@ def find(context: Context) -> list[Finding]:
 
 
 def _layers(group: ShardedGroup) -> dict[str, int]:
-    """Bytes of each layer that has parameters in the group: a module of a list, by its number in the names."""
+    """Return bytes of each layer that has parameters in the group: a module of a list, by its number in the names."""
     found: dict[str, int] = defaultdict(int)
-    for name, num_bytes in bytes_of(group).items():
+    for name, num_bytes in whole_bytes(group).items():
         layer = _LAYER.match(name)
         if layer is not None and layer[1] != group.module:
             found[layer[1]] += num_bytes
@@ -83,7 +93,7 @@ def _less(context: Context, group: ShardedGroup, beyond: set[str], share: float)
     prefixes = tuple(f"{layer}." for layer in beyond)
     less: list[Saving] = []
     for index in (index for own in gathered(context, [group]) for index in own):
-        flat = trace.storages[index].num_bytes >= NEARLY * sum(bytes_of(group).values())
+        flat = trace.storages[index].num_bytes >= NEARLY * sum(whole_bytes(group).values())
         less += lives.without([index], share if flat else float(plain(trace.owners[index].name).startswith(prefixes)))
     sent = [*communicated(trace, "all-gather"), *communicated(trace, "reduce-scatter")]
     less += lives.without((one for one in sent if math.prod(trace.storages[one].shape) >= elements), share)

@@ -5,14 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 from memprof.findings.attention_scores import score_storages
-from memprof.findings.evidence import (
-    file_and_line,
-    half_dtype,
-    is_forward,
-    percent,
-    tensors_evidence,
-    vocabulary,
-)
+from memprof.findings.evidence import file_and_line, half_dtype, is_forward, percent, tensors_evidence, vocabulary
 from memprof.findings.finding import Context, Finding, Severity, rule
 from memprof.ledger.categories import Category
 from memprof.trace.events import NONE, ModuleRole, Storage, Trace
@@ -24,7 +17,7 @@ MIN_SHARE = 0.05  # found when the copies of one line take at least one of the t
 
 @rule(120)
 def find(context: Context) -> list[Finding]:
-    """One finding for each source line; `num_bytes` is the largest sum of its copies at one moment.
+    """Return one finding for each source line; `num_bytes` is the largest sum of its copies at one moment.
 
     A trace does not say what dtype an operator was given: a float32 tensor that `aten._to_copy` made in the forward
     pass of a model whose parameters are half is taken for an upcast. Logits are left to the rule `logits-explosion`,

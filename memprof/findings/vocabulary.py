@@ -67,5 +67,5 @@ def find(context: Context) -> list[Finding]:
 
 
 def _beyond(num_bytes: int, rows: int, asked: int) -> int:
-    """Bytes of the rows after the first `asked`."""
+    """Return bytes of the rows after the first `asked`."""
     return num_bytes * max(0, rows - asked) // rows

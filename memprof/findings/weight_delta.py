@@ -36,7 +36,7 @@ MIN_SHARE = 0.05  # it is found when it takes more than one of these two
 
 @rule(90, decides=True)
 def find(context: Context) -> list[Finding]:
-    """One finding for all such tensors; `num_bytes` is their largest sum at one moment."""
+    """Return one finding for all such tensors; `num_bytes` is their largest sum at one moment."""
     matches = _matches(context)
     if not matches:
         return []

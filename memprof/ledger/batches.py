@@ -59,7 +59,7 @@ class Batches:
 
 
 def batches(run: OnCard, allocated: Sequence[int], trained: Sequence[TrainingStep] = ()) -> Batches | None:
-    """The batches of a run; None if they are all alike.
+    """Return the batches of a run; None if they are all alike.
 
     Args:
         run: through its allocator.
@@ -104,7 +104,7 @@ def _batches(
 
 
 def _steps(trace: Trace) -> Iterator[tuple[int, int, int]]:
-    """Each step's number, its first event, and the first that is no longer its own."""
+    """Return each step's number, its first event, and the first that is no longer its own."""
     begins = {0: 0}
     for time, (kind, ref) in enumerate(trace.events):
         if kind is EventKind.PHASE:
@@ -117,7 +117,7 @@ def _steps(trace: Trace) -> Iterator[tuple[int, int, int]]:
 def _reserved(
     run: OnCard, spans: Sequence[tuple[int, int, int]], config: AllocatorConfig, gives_back: bool = False
 ) -> list[int]:
-    """The most that is reserved in each step on a card without limit, by other settings."""
+    """Return the most that is reserved in each step on a card without limit, by other settings."""
     replay = TraceReplay(run.trace, None, config, run.release)
     most = []
     for _, begin, end in spans:

@@ -118,7 +118,7 @@ class Bridge:
 
 
 def build_bridge(ledger: Ledger) -> Bridge | None:
-    """The bridge of a run; None if it was on no card (a CPU), where there is neither context nor driver."""
+    """Return the bridge of a run; None if it was on no card (a CPU), where there is neither context nor driver."""
     if ledger.trace.device == CPU:
         return None
     reserved, allocated = ledger.peak_reserved_event, ledger.peak_event
@@ -134,13 +134,13 @@ def build_bridge(ledger: Ledger) -> Bridge | None:
 
 
 def _has_unseen_nccl(trace: Trace) -> bool:
-    """A measured run has it among its libraries."""
+    """Return whether NCCL takes memory that is not known; a measured run has it among its libraries."""
     rank = trace.facts.rank
     return trace.source == "simulated" and rank is not None and rank.world_size > 1 and not rank.without_nccl
 
 
 def _outside(trace: Trace) -> dict[str, int | None]:
-    """What is on the card beside torch's segments: the steps of every moment."""
+    """Return what is on the card beside torch's segments: the steps of every moment."""
     seen, context = trace.facts.nvml or NvmlFacts(), trace.facts.device.context_bytes
     used, process, reserved = seen.used_bytes, seen.process_bytes, seen.reserved_bytes
     libraries = None if process is None or reserved is None else max(process - reserved - context, 0)
@@ -152,7 +152,7 @@ def _outside(trace: Trace) -> dict[str, int | None]:
 
 
 def _beside_torch(trace: Trace, context: int) -> int | None:
-    """What the samples of a measured run have beside reserved memory and the context, where most is reserved."""
+    """Return what the samples of a measured run have beside reserved memory and the context, where most is reserved."""
     seen = [
         (sample.reserved_bytes, sample.device_used_bytes)
         for sample in trace.samples

@@ -72,7 +72,7 @@ class Ledger:
 
     @property
     def host_peak_bytes(self) -> int:
-        """The most that tensors take in host memory."""
+        """Return the most that tensors take in host memory."""
         return max(self.host, default=0)
 
     def by_category(self) -> dict[Category, int]:
@@ -83,7 +83,7 @@ class Ledger:
         return dict(sums.most_common())
 
     def span_at(self, time: int) -> Span:
-        """The stage that the event at `time` belongs to."""
+        """Return the stage that the event at `time` belongs to."""
         return _span_at(self.spans, time)
 
 
@@ -174,7 +174,7 @@ def _out_of_memory(trace: Trace, oom: FirstOom | None, spans: list[Span]) -> Out
 
 
 def _host_curve(trace: Trace) -> list[int]:
-    """Bytes of tensors in host memory after every event."""
+    """Return bytes of tensors in host memory after every event."""
     host: list[int] = []
     storages, alloc, free = trace.storages, EventKind.ALLOC, EventKind.FREE
     now = 0
@@ -186,7 +186,7 @@ def _host_curve(trace: Trace) -> list[int]:
 
 
 def alive_at(trace: Trace, time: int) -> list[int]:
-    """Indices of the GPU storages alive after the event at `time`."""
+    """Return indices of the GPU storages alive after the event at `time`."""
     alive: dict[int, None] = {}
     storages, alloc, free = trace.storages, EventKind.ALLOC, EventKind.FREE
     for kind, ref in trace.events[: time + 1]:

@@ -73,7 +73,7 @@ class Stage:
 
 
 def stages_of(trace: Trace, run: OnCard, spans: list[Span], host: list[int], oom: OutOfMemory | None) -> list[Stage]:
-    """The stages of a run, which are at `spans`; `host`: bytes in host memory after every event."""
+    """Return the stages of a run, which are at `spans`; `host`: bytes in host memory after every event."""
     timeline, context = run.timeline, trace.facts.device.context_bytes
     peaks = _measured_peaks(trace, timeline.allocated, spans)
     allocated, requested, reserved = timeline.allocated, timeline.requested, timeline.reserved
@@ -105,7 +105,7 @@ def stages_of(trace: Trace, run: OnCard, spans: list[Span], host: list[int], oom
 
 
 def _measured_peaks(trace: Trace, allocated: Sequence[int], spans: list[Span]) -> dict[int, int]:
-    """The peaks that were read off the card, by the beginning of the span that each is of."""
+    """Return the peaks that were read off the card, by the beginning of the span that each is of."""
     begins = [span.begin for span in spans]
     found: dict[int, int] = {}
     since = 0
@@ -121,7 +121,7 @@ def _measured_peaks(trace: Trace, allocated: Sequence[int], spans: list[Span]) -
 
 
 def _measured(trace: Trace, span: Span) -> dict[str, Any]:
-    """What was read off the device and the clock; nothing for a simulated run."""
+    """Return what was read off the device and the clock; nothing for a simulated run."""
     if not trace.times:
         return {}
     samples = [sample for sample in trace.samples if span.begin <= sample.event < span.end]

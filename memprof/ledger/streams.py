@@ -52,7 +52,7 @@ class StreamMemory:
         if len(numbers) < 2 and run.bounds is None:
             return None
         replay = TraceReplay(_on_one_stream(trace), None, run.config, run.release, counts=False)
-        replay.skip()
+        replay.advance(writes=False)
         return cls(
             streams=tuple(_share(number, [one for one in segments if one.stream == number]) for number in numbers),
             reserved_bytes=run.required_reserved_bytes,

@@ -21,7 +21,7 @@ from memprof.allocator import (
     OutOfMemory,
     SimulatedDriver,
 )
-from memprof.allocator.caching import UNKNOWN_SPACE
+from memprof.allocator.driver import UNKNOWN_SPACE
 from memprof.allocator.replay import order_streams, private_pool
 from memprof.ledger.categories import categorize
 from memprof.ledger.stages import spans
@@ -231,7 +231,7 @@ class _Origins:
         return known
 
     def origin(self, ref: int, storage: Storage) -> Origin:
-        """What the trace knows of a storage."""
+        """Return what the trace knows of a storage."""
         path = self.trace.module_path(storage)
         owner = self.trace.owners.get(ref)
         part = _PARTS.get(self.trace.phases[storage.phase].kind, Part.FORWARD)
@@ -302,7 +302,7 @@ def _settings(config: AllocatorConfig) -> dict[str, Any]:
 
 
 def _annotations(found: list[Slice]) -> list[dict[str, object]]:
-    """The stages as torch writes record_function: a START and an END each."""
+    """Return the stages as torch writes record_function: a START and an END each."""
     notes: list[dict[str, object]] = []
     for one in found:
         if one.track == "stages":

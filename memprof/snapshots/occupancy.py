@@ -52,7 +52,7 @@ class SegmentUse(Range):
 
     @property
     def free(self) -> int:
-        """Bytes of its free blocks."""
+        """Return bytes of its free blocks."""
         return self.size - self.used
 
     @property
@@ -62,7 +62,7 @@ class SegmentUse(Range):
 
     @property
     def is_nearly_empty(self) -> bool:
-        """Whether a few live blocks keep it."""
+        """Return whether a few live blocks keep it."""
         return 0 < self.used < NEARLY_EMPTY * (self.size - self.releasable)
 
 
@@ -125,7 +125,7 @@ def _key(life: Life, by: str) -> str:
 
 
 def segments_at(recording: Recording, event: int, alive: list[Life]) -> list[SegmentUse]:
-    """The segments after `event`, by address, filled with `alive`."""
+    """Return the segments after `event`, by address, filled with `alive`."""
     ranges = Ranges(recording.final, recording.replay.config)
     for later in reversed(recording.events.places(SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP)):
         if later <= event:

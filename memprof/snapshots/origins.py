@@ -39,11 +39,7 @@ class Origin:
     in_module: bool = False
 
 
-_NO_MODULE = {
-    Part.FORWARD: OUTSIDE_MODULES,
-    Part.BACKWARD: "(backward)",
-    Part.OPTIMIZER: "(optimizer)",
-}
+_NO_MODULE = {Part.FORWARD: OUTSIDE_MODULES, Part.BACKWARD: "(backward)", Part.OPTIMIZER: "(optimizer)"}
 
 UNKNOWN = Origin(NO_FRAMES, "", NO_FRAMES, Part.FORWARD, Category.UNATTRIBUTED)
 
@@ -90,7 +86,7 @@ _KV_CACHE = re.compile(r"cache_utils|cache_engine|kv_?cache", re.IGNORECASE)
 
 
 def origin_of(stack: Stack) -> Origin:
-    """What `stack` (innermost first) says; UNKNOWN if it is empty."""
+    """Return what `stack` (innermost first) says; UNKNOWN if it is empty."""
     if not stack:
         return UNKNOWN
     native: list[str] = []  # C++ below the innermost Python line
@@ -124,7 +120,7 @@ def _is_python(frame: Frame) -> bool:
 
 
 def package_of(filename: str) -> str:
-    """The installed package that a file belongs to; "" for the user's own, "python" for the standard library."""
+    """Return the installed package that a file belongs to; "" for the user's own, "python" for the standard library."""
     found = _LIBRARIES.search(filename)
     if found:
         return found[1]
@@ -135,7 +131,7 @@ def package_of(filename: str) -> str:
 
 
 def _source(python: list[Frame], node: str, op: str) -> str:
-    """The innermost line that is neither torch's nor plumbing; else whatever tells most of where this was."""
+    """Return the innermost line that is neither torch's nor plumbing; else whatever tells most of where this was."""
     for frame in python:
         package = package_of(frame.filename)
         if package not in _PLUMBING and package != "python":
@@ -149,7 +145,7 @@ def _source(python: list[Frame], node: str, op: str) -> str:
 
 
 def _modules(python: list[Frame]) -> tuple[list[str], Frame | None]:
-    """The calls of modules, outermost first, and the frame of the innermost one's forward.
+    """Return the calls of modules, outermost first, and the frame of the innermost one's forward.
 
     A module's `_call_impl` stands right outside its forward, whose file and line stand for the module.
     """
@@ -224,7 +220,7 @@ def calls_of(origin: Origin) -> list[tuple[str, str]]:
 
 
 def guess(origin: Origin, *, outlives: bool, saved: bool = False, kept_bytes: int | None = None) -> Category:
-    """The use of a block.
+    """Return the use of a block.
 
     Args:
         origin: where it comes from.

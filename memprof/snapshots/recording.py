@@ -76,7 +76,7 @@ class Recording:
 
     @property
     def end(self) -> int:
-        """The last event; BEFORE if there is none."""
+        """Return the last event; BEFORE if there is none."""
         return len(self.events) - 1
 
     def at(self, event: int) -> tuple[int, int, int]:
@@ -86,7 +86,7 @@ class Recording:
         return self.requested[event], self.allocated[event], self.reserved[event]
 
     def peak(self, column: str = "allocated") -> tuple[int, int]:
-        """The largest value of a column, and the first event that reached it."""
+        """Return the largest value of a column, and the first event that reached it."""
         values: array[int] = getattr(self, column)
         before = self.start[("requested", "allocated", "reserved").index(column)]
         highest = max(values, default=before)
@@ -95,12 +95,12 @@ class Recording:
         return highest, values.index(highest)
 
     def alive(self, event: int) -> list[Life]:
-        """Blocks in use after `event`, in order of birth."""
+        """Return blocks in use after `event`, in order of birth."""
         return [life for life in self.lives if life.born <= event < life.gone]
 
 
 def recordings(snapshot: Snapshot, origins: Sequence[Origin | None] | None = None) -> list[Recording]:
-    """Each device of `snapshot`.
+    """Return each device of `snapshot`.
 
     Args:
         snapshot: the file.

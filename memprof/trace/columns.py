@@ -94,7 +94,7 @@ class EventColumns(Sequence[SnapshotEvent]):
         self.actions.append(CODES[event.action])
 
     def pool(self, pool_id: tuple[int, int]) -> int:
-        """The number of a pool."""
+        """Return the number of a pool."""
         known = self._pool_numbers.get(pool_id)
         if known is None:
             known = self._pool_numbers[pool_id] = len(self.pool_ids)
@@ -102,7 +102,7 @@ class EventColumns(Sequence[SnapshotEvent]):
         return known
 
     def stack(self, frames: Stack) -> int:
-        """The number of a stack, by its identity: readers make equal ones once."""
+        """Return the number of a stack, by its identity: readers make equal ones once."""
         if not frames:
             return 0
         known = self._stack_ids.get(id(frames))
@@ -112,7 +112,7 @@ class EventColumns(Sequence[SnapshotEvent]):
         return known
 
     def without(self, *codes: int) -> tuple[EventColumns, Sequence[int]]:
-        """The events of other actions, and their places in these."""
+        """Return the events of other actions, and their places in these."""
         places: Sequence[int] = range(len(self))
         if not any(code in self.actions for code in codes):
             return self, places
@@ -123,7 +123,7 @@ class EventColumns(Sequence[SnapshotEvent]):
         return found, places
 
     def places(self, *codes: int) -> list[int]:
-        """Where the events of these actions are, in order."""
+        """Return where the events of these actions are, in order."""
         found: list[int] = []
         actions = self.actions.tobytes()
         for code in codes:

@@ -78,7 +78,7 @@ class Forms:
         return matters
 
     def parse(self, start: _Array, memo: int) -> Batch:
-        """What stands at `start`, where every candidate begins; what it means is known of those that are `ok`.
+        """Return what stands at `start`, where every candidate begins; what it means is known of those that are `ok`.
 
         Args:
             start: bytes, rising.
@@ -106,7 +106,7 @@ class Forms:
             tried += 1
 
     def _learn(self, at: int) -> _Layout | None:
-        """The layout of the event at `at`, of which nothing is known; None: it has none."""
+        """Return the layout of the event at `at`, of which nothing is known; None: it has none."""
         keys, roles = [], []
         data, at = self.data, at + 3
         while data[at] != ord("u"):
@@ -182,15 +182,8 @@ class Forms:
         if "time" in found:
             batch.columns["times"][good] = found["time"][ok].astype(np.int64)
 
-    def _number(
-        self,
-        at: _Array,
-        word: _Array,
-        code: _Array,
-        given: _Array,
-        ok: _Array,
-    ) -> _Array:
-        """The numbers at `at`, which are from 0 to 2^63 where they stay ok."""
+    def _number(self, at: _Array, word: _Array, code: _Array, given: _Array, ok: _Array) -> _Array:
+        """Return the numbers at `at`, which are from 0 to 2^63 where they stay ok."""
         long = code == 0x8A
         size = np.where(long, given, self.tables.number_bytes[code])
         ok &= (size > 0) & (size <= 8)
@@ -201,7 +194,7 @@ class Forms:
         return value
 
     def _is_ascii(self, at: _Array, size: _Array) -> _Array:
-        """Whether so many bytes at each place are; what other texts say, the unpickler finds out."""
+        """Return whether so many bytes at each place are; what other texts say, the unpickler finds out."""
         plain = np.ones(len(at), bool)
         for begin in range(0, int(size.max()), 8):
             bits = self.tables.bytes[np.clip(size - begin, 0, 8)] & np.uint64(0x8080808080808080)
@@ -209,7 +202,7 @@ class Forms:
         return plain
 
     def _pools(self, at: _Array, ok: _Array, memos: _Array, found: dict[str, Any]) -> _Array:
-        """The pools at `at`, a reference or a pair of two bytes, and where they end."""
+        """Return the pools at `at`, a reference or a pair of two bytes, and where they end."""
         word = self.words[at]
         code = (word & np.uint64(255)).astype(np.int64)
         refers = (code == GET) | (code == LONG_GET)
@@ -227,14 +220,7 @@ class Forms:
         width: _Array = np.where(here, 6, np.where(code == GET, 2, np.where(code == LONG_GET, 5, 0)))
         return at + width
 
-    def _frames(
-        self,
-        frames: _Array,
-        at: _Array,
-        following: _Array,
-        batch: Batch,
-        rows: _Array,
-    ) -> _Array:
+    def _frames(self, frames: _Array, at: _Array, following: _Array, batch: Batch, rows: _Array) -> _Array:
         """Write where events end, and what their frames are; which of them do end."""
         if not frames.any():
             batch.end[rows], batch.frames[rows], batch.reference[rows] = at + 1, 0, -1
@@ -286,7 +272,7 @@ _VALUES = {
 
 
 def _size_of_value(data: bytes, at: int, role: str) -> int | None:
-    """Bytes of the value at `at`; None: it is none that an event has."""
+    """Return bytes of the value at `at`; None: it is none that an event has."""
     if role == "pool" and data[at] == ord("K"):
         return 6
     width = _VALUES.get(data[at])

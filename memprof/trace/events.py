@@ -25,12 +25,12 @@ CPU = "cpu:0"  # the device of a run that is measured on the CPU. What belongs t
 
 
 def is_card(device: str) -> bool:
-    """Whether a device is a card."""
+    """Return whether a device is a card."""
     return device.startswith("cuda")
 
 
 def card_index(device: str) -> int:
-    """The number of a card: 1 of `cuda:1`."""
+    """Return the number of a card: 1 of `cuda:1`."""
     return int(device.removeprefix("cuda:"))
 
 
@@ -96,7 +96,7 @@ class Module(NamedTuple):
 
     @property
     def number(self) -> int:
-        """A layer's place in its list.
+        """Return a layer's place in its list.
 
         Raises:
             ValueError: it is in none.
@@ -388,20 +388,31 @@ class Trace:
     others: list[Trace] = field(default_factory=list)
 
     def on(self, device: str) -> Trace:
-        """The same run, seen from another card; what is recorded from now on is in both."""
+        """Return the same run, seen from another card; what is recorded from now on is in both."""
         return dataclasses.replace(self, device=device)
 
     def begun(self) -> list[tuple[int, Phase]]:
-        """The phases in order, each with the event at which it begins."""
+        """Return the phases in order, each with the event at which it begins."""
         phase, phases = EventKind.PHASE, self.phases
         return [(time, phases[ref]) for time, (kind, ref) in enumerate(self.events) if kind is phase]
 
+    def lifetimes(self) -> tuple[list[int], list[int]]:
+        """Return the events at which each storage was allocated, and freed; the end of the trace if it never was."""
+        births, deaths = ([len(self.events)] * len(self.storages) for _ in range(2))
+        alloc, free = EventKind.ALLOC, EventKind.FREE
+        for time, (kind, ref) in enumerate(self.events):
+            if kind is alloc:
+                births[ref] = time
+            elif kind is free:
+                deaths[ref] = time
+        return births, deaths
+
     def op(self, storage: Storage) -> str:
-        """The operator that allocated `storage`."""
+        """Return the operator that allocated `storage`."""
         return self.ops[storage.op]
 
     def module_path(self, storage: Storage) -> str | None:
-        """Path of the module that `storage` belongs to: None outside every module, "" in the root's own code."""
+        """Return path of the module that `storage` belongs to: None outside every module, "" in the root's own code."""
         return None if storage.module == NONE else self.modules[storage.module].path
 
     def source_line(self, storage: Storage) -> str | None:
@@ -413,7 +424,7 @@ _LAYER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)")
 
 
 def without_numbers(path: str) -> str:
-    """A module's path, or the name of what is in it, with layer numbers replaced by `*`: alike in all layers."""
+    """Return a module's path, or the name of what is in it, with layer numbers replaced by `*`: alike in all layers."""
     return _LAYER.sub("*", path)
 
 

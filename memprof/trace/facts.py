@@ -42,17 +42,17 @@ class Target(Plain):
 
     @property
     def spec(self) -> TargetSpec:
-        """The spec, with nothing left open that can be asked for."""
+        """Return the spec, with nothing left open that can be asked for."""
         return self.asked.edit(**_askable({name: getattr(self, name) for name in _BOTH}))
 
     def to_json(self) -> dict[str, Any]:
-        """Both in one object, and what was asked of that which turned out."""
+        """Return both in one object, and what was asked of that which turned out."""
         asked = {name: to_plain(getattr(self.asked, name)) for name in _BOTH}
         return {**to_plain(self.asked), **super(Target, self).to_json(), "asked": asked}
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Target:
-        """The reverse; of what early releases wrote as JSON, what turned out counts as asked."""
+        """Return the reverse; of what early releases wrote as JSON, what turned out counts as asked."""
         asked = from_plain(TargetSpec, _askable({**values, **values.get("asked", {})}))
         return cls(asked, **fields_from_plain(cls, values))
 

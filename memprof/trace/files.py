@@ -29,7 +29,7 @@ class Form:
 
 
 def table_form(name: str, option: str, header: bytes) -> Form:
-    """A CSV file of which memprof's own are known by their first line."""
+    """Return a CSV file of which memprof's own are known by their first line."""
     return Form(name, option, lambda begin, end: begin.startswith(header + b"\n"))
 
 

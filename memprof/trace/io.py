@@ -140,7 +140,7 @@ class _Time(NamedTuple):
 
 
 def _traces(document: dict[str, Any]) -> Trace:
-    """What is said to be the same as an earlier rank's shares it."""
+    """Return the first rank's trace with the others; what is said to be the same as an earlier one's is shared."""
     found = [_trace(document)]
     for other in document.get("others", []):
         if "same_as" in other:

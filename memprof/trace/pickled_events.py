@@ -47,7 +47,7 @@ _Array = np.ndarray[Any, Any]
 
 
 def load_events_apart(data: bytes) -> tuple[object, Cut]:
-    """The value in `data`, with `Run`s in place of events, and the events.
+    """Return the value in `data`, with `Run`s in place of events, and the events.
 
     Raises:
         NotRegular: use `load_plain`, which says what is wrong with it, if anything is.
@@ -90,7 +90,7 @@ class _Cutter:
         return value, Cut(self.rows, [[], *lists])
 
     def _first_event(self) -> bytes:
-        """How an event begins. What is before the first one is walked."""
+        """Return how an event begins. What is before the first one is walked."""
         if self.data[:1] != b"\x80" or self.data[1] < 4:
             raise NotRegular("the memo is not numbered in order")
         while True:
@@ -235,7 +235,7 @@ class _Cutter:
         return end
 
     def _numbers(self, which: list[int], froms: list[int], tos: list[int], news: list[int]) -> list[int]:
-        """Of each list its number, up to one that holds more than references.
+        """Return the number of each list, up to one that holds more than references.
 
         Args:
             which: the rows; their lists are bytes `froms` to `tos` of the file.
@@ -260,15 +260,7 @@ class _Cutter:
     def _leave(self, batch: Batch, begin: int, end: int) -> None:
         self.out.append(self.data[int(batch.start[begin]) : int(batch.end[end - 1])])
 
-    def _cut_rows(
-        self,
-        batch: Batch,
-        begin: int,
-        end: int,
-        inline: _Array,
-        stacks: _Array,
-        list_entry: _Array,
-    ) -> None:
+    def _cut_rows(self, batch: Batch, begin: int, end: int, inline: _Array, stacks: _Array, list_entry: _Array) -> None:
         """Events whose lists are all known, or referred to."""
         self.list_at[list_entry[inline]] = stacks[inline]
         if end - begin < _SHORT_RUN:
@@ -298,7 +290,7 @@ class _Cutter:
 
 
 def _get(entry: int) -> bytes:
-    """The opcode that takes this entry from the memo."""
+    """Return the opcode that takes this entry from the memo."""
     return bytes((GET, entry)) if entry < 256 else struct.pack("<ci", b"j", entry)
 
 

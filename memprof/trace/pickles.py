@@ -29,7 +29,7 @@ class NotRegular(Exception):
 
 
 def load_plain(data: bytes) -> object:
-    """The value in `data`: dicts, lists, tuples, strings, bytes, numbers of up to 64 bits, booleans and None.
+    """Return the value in `data`: dicts, lists, tuples, strings, bytes, numbers of up to 64 bits, booleans and None.
 
     Raises:
         ForbiddenGlobal: it asks for anything else.
@@ -119,7 +119,7 @@ def _walk(data: bytes) -> None:
 
 
 def after_opcode(data: bytes, at: int) -> int:
-    """Where the opcode at `at` of `data` and its argument end; it is not the last one.
+    """Return where the opcode at `at` of `data` and its argument end; it is not the last one.
 
     Raises:
         BrokenPickle: it is none, or its argument is cut off or huge.

@@ -66,7 +66,7 @@ def read_snapshot(path: Path) -> Snapshot:
 
 
 def parse_snapshot(data: bytes, name: str = "snapshot") -> Snapshot:
-    """The snapshot in `data`; `name` is what errors call it.
+    """Return the snapshot in `data`; `name` is what errors call it.
 
     Raises:
         UsageError: it is no snapshot.
@@ -168,7 +168,7 @@ class _Reader:
         return found
 
     def plain(self, raw: object, what: str, *, depth: int = 1) -> dict[str, object]:
-        """What is kept as it is, but for containers deeper in it: they may hold themselves."""
+        """Return what is kept as it is, but for containers deeper in it: they may hold themselves."""
         item = _mapping(raw, what)
         self.spend(_RECORD_BYTES * len(item))
         kept: dict[str, object] = {}
@@ -284,7 +284,7 @@ class _Reader:
 
 
 def _show(value: object) -> str:
-    """A value for a message; containers and huge numbers by their type alone, which cannot take forever."""
+    """Return a value for a message; containers and huge numbers by their type alone, which cannot take forever."""
     if isinstance(value, str):
         return repr(value[:40])
     if value is None or isinstance(value, bool | float) or (isinstance(value, int) and value.bit_length() <= 128):

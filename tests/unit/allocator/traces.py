@@ -64,7 +64,7 @@ class StreamScript(Script):
     def active(self, completion: Completion = Completion.ORDERED) -> int:
         """MiB that are not free, after what another request finds done."""
         replay = TraceReplay(self.trace, None, completion=completion)
-        replay.skip()
+        replay.advance(writes=False)
         replay.allocator.free(replay.malloc(1))
         return replay.allocator.counters.active_bytes // MIB
 
