@@ -19,8 +19,7 @@ class Segment:
     size: int
     expandable: bool = False
     unit: int = 0  # mapping granularity of an expandable segment
-    # Its first block. Blocks grow to the right and split off at the right, so this one stays.
-    first: Block = field(init=False)
+    first: Block = field(init=False)  # stays: blocks grow to the right and split off at the right
 
 
 @dataclass(slots=True, eq=False, repr=False)

@@ -70,11 +70,7 @@ class CachingAllocator:
         if reserve is None:  # without a limit of memory, the reservation must not be one either
             reserve = int(total * config.expandable_segments_reserve) if total else UNKNOWN_SPACE
         self.segment_store = Segments(
-            self.driver,
-            self.statistics,
-            large_segment=config.large_segment_size,
-            max_split_size=config.max_split_size,
-            address_space=reserve,
+            self.driver, self.statistics, config.large_segment_size, config.max_split_size, address_space=reserve
         )
         self.default_pool = PrivatePool(DEFAULT_POOL, self.statistics)
         self.pools: dict[PoolId, PrivatePool] = {DEFAULT_POOL: self.default_pool}
@@ -391,13 +387,6 @@ class CachingAllocator:
         if pool not in self.pools:
             self.pools[pool] = PrivatePool(pool, self.statistics)
         return self.pools[pool]
-
-    def enter_pool(self, pool: PoolId) -> PoolId:
-        """Return the pool to give to `malloc`, which is there from now on."""
-        if pool == DEFAULT_POOL:
-            return DEFAULT_POOL
-        self.create_pool(pool)
-        return pool
 
     def retire_pool(self, pool: PoolId) -> None:
         """Nothing keeps the pool any more: what is free in it may be given back (`releasePool`)."""

@@ -18,8 +18,7 @@ from memprof.units import GIB, MIB
 
 UNLIMITED = (1 << 64) - 1  # max_split_size when it is not set (SIZE_MAX)
 
-# The first of them that is set counts; releases before 2.9 know the first alone.
-VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # the first that is set counts
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,14 +46,10 @@ class LiveAllocator:
             replay.live[ref] = replay.allocator.malloc(num_bytes, replay.stream)
         except OutOfMemory as error:
             return error.report.of_process(self._card.context_bytes).message(self._release)
-        self._room = self._free()
+        usable, allowed = self._card.usable_bytes, replay.allocator.allowed_bytes
+        limit = usable if allowed is None else min(allowed, usable)
+        self._room = limit - replay.allocator.counters.reserved_bytes
         return None
-
-    def _free(self) -> int:
-        """Return bytes that may still be reserved."""
-        allocator = self._replay.allocator
-        limit = self._card.usable_bytes if allocator.allowed_bytes is None else allocator.allowed_bytes
-        return min(limit, self._card.usable_bytes) - allocator.statistics.all.reserved_bytes
 
     def _largest_segment(self, num_bytes: int) -> int:
         """No request makes the allocator reserve more than this: so long as there is room for all of them, none is

@@ -13,8 +13,7 @@ from memprof.allocator.streams import Completion
 from memprof.trace.events import EventKind, Trace
 from memprof.trace.snapshot import SnapshotSegment
 
-# Segments and blocks at a moment, and the storage in each block by its address.
-Layout = tuple[list[SnapshotSegment], dict[int, int]]
+Layout = tuple[list[SnapshotSegment], dict[int, int]]  # and the storage in each block by its address
 
 
 class Needs(NamedTuple):
@@ -42,15 +41,13 @@ class OnCard:
     release: Release
     timeline: Timeline  # if it fits (or without a card), what the run holds on this card; else, on a card without limit
     first_oom: FirstOom | None  # the request that this card refuses; None: it fits
-    # Times that the allocator gave its whole cache back, because the card was full, and could serve the request.
-    retries: int
+    retries: int  # times that the allocator released its whole cache for a request, and could serve it
     # The most that is reserved on a card without limit: so much, and nothing is ever given back to make room. Requests
     # that the program was refused and went on without are not in it.
     required_reserved_bytes: int
     rounds: bool = True  # whether requests are rounded to blocks; in host memory they are not
     bounds: StreamBounds | None = None  # of `required_reserved_bytes`; None: no stream uses another's memory
-    # By event: those that were asked for, since each may take a replay.
-    _layouts: dict[int, Layout] = field(default_factory=dict, repr=False, compare=False)
+    _layouts: dict[int, Layout] = field(default_factory=dict, repr=False, compare=False)  # by event
 
     def layout_at(self, event: int) -> Layout:
         """Segments and blocks after `event` of the timeline's run, and the storage in each block by its address."""

@@ -12,8 +12,6 @@ from memprof.trace.snapshot import DEFAULT_POOL, BlockState, PoolId, SnapshotBlo
 class PrivatePool:
     """`PrivatePool`; the default pool is one that never ends."""
 
-    __slots__ = ("large", "small")
-
     def __init__(self, pool_id: PoolId, statistics: Statistics) -> None:
         self.small = Pool(pool_id, is_small=True, counters=statistics.small_pool, total=statistics.all)
         self.large = Pool(pool_id, is_small=False, counters=statistics.large_pool, total=statistics.all)

@@ -86,8 +86,7 @@ class State:
     ambiguous: int = 0  # blocks whose end no record gives
     # Addresses known to be of an expandable segment, by its stream and whether it is of the small pool; sorted.
     spaces: dict[tuple[int, bool], list[int]] = field(default_factory=dict)
-    # Where events and final segments do not fit together: then the trace is not whole.
-    contradictions: list[str] = field(default_factory=list)
+    contradictions: list[str] = field(default_factory=list)  # if any, the trace is not whole
 
 
 def state_before(segments: list[SnapshotSegment], events: EventColumns, config: AllocatorConfig) -> State:

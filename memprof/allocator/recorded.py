@@ -60,13 +60,10 @@ class Recorded:
     identical_addresses: int  # allocations before the first difference
     final_layout_identical: bool
     first_difference: Difference | None
-    # The settings that were in force, as far as the file says.
-    config: AllocatorConfig = field(repr=False, default_factory=AllocatorConfig)
+    config: AllocatorConfig = field(repr=False, default_factory=AllocatorConfig)  # as far as the file says
     start: State = field(repr=False, default_factory=State)  # segments and live blocks before the first event
-    # Bytes of the block that each allocation was given, for the first `identical_addresses` of them.
-    block_sizes: array[int] = field(repr=False, default_factory=lambda: array("q"))
-    # Events before which the program called empty_cache, or did what amounts to it.
-    flushes: tuple[int, ...] = field(repr=False, default=())
+    block_sizes: array[int] = field(repr=False, default_factory=lambda: array("q"))  # bytes of the first blocks
+    flushes: tuple[int, ...] = field(repr=False, default=())  # events before which the program called empty_cache
 
     @property
     def exact(self) -> bool:
@@ -117,8 +114,7 @@ class _Replay:
 
     def __init__(self, snapshot: Snapshot, device: int, total_bytes: int | None, forced: dict[int, bool]) -> None:
         self.forced = forced
-        # By event: whether what is recorded there was taken to be the next request's own doing.
-        self.choices: dict[int, bool] = {}
+        self.choices: dict[int, bool] = {}  # by event: whether it was taken to be the next request's own doing
         self.device = device
         self.final = [segment for segment in snapshot.segments if segment.device == device]
         trace = EventColumns.of(snapshot.traces[device] if device < len(snapshot.traces) else [])

@@ -57,24 +57,15 @@ class Release:
     @property
     def oom_advice(self) -> str:
         """Return the end of the out-of-memory message."""
-        head = " If reserved but unallocated memory is large try setting"
-        see = " to avoid fragmentation.  See documentation for Memory Management "
-        old_url = " (https://pytorch.org/docs/stable/notes/cuda.html#environment-variables)"
-        new_url = (
-            " (https://docs.pytorch.org/docs/stable/notes/cuda.html"
-            "#optimizing-memory-usage-with-pytorch-cuda-alloc-conf)"
-        )
-        if self.version < (2, 1):
-            return (
-                " If reserved memory is >> allocated memory try setting max_split_size_mb" + see
-            ) + "and PYTORCH_CUDA_ALLOC_CONF"
+        head, see = "If reserved but unallocated memory is large", "to avoid fragmentation.  See documentation for"
         if self.version < (2, 2):
-            return head + " max_split_size_mb" + see + "and PYTORCH_CUDA_ALLOC_CONF"
-        if self.version < (2, 10):
-            return head + " PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" + see + old_url
-        if self.version < (2, 11):
-            return head + " PYTORCH_ALLOC_CONF=expandable_segments:True" + see + old_url
-        return head + " PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" + see + new_url
+            head = "If reserved memory is >> allocated memory" if self.version < (2, 1) else head
+            return f" {head} try setting max_split_size_mb {see} Memory Management and PYTORCH_CUDA_ALLOC_CONF"
+        variable = "PYTORCH_ALLOC_CONF" if self.version == (2, 10) else "PYTORCH_CUDA_ALLOC_CONF"
+        page = "pytorch.org/docs/stable/notes/cuda.html#environment-variables"
+        if self.version >= (2, 11):
+            page = "docs.pytorch.org/docs/stable/notes/cuda.html#optimizing-memory-usage-with-pytorch-cuda-alloc-conf"
+        return f" {head} try setting {variable}=expandable_segments:True {see} Memory Management  (https://{page})"
 
 
 def release_for(version: str) -> Release:

@@ -47,17 +47,14 @@ class Timeline:
     requested: array[int] = field(default_factory=lambda: array("q"))
     allocated: array[int] = field(default_factory=lambda: array("q"))
     reserved: array[int] = field(default_factory=lambda: array("q"))
-    # Within an event the allocator may hold more than after it, when it gives segments back to get another.
-    peak_reserved: TimelinePeak = TimelinePeak()
+    peak_reserved: TimelinePeak = TimelinePeak()  # within an event more may be held than after it
     first_oom: FirstOom | None = None
     # Times that the whole cache was given back because the driver refused (num_alloc_retries), apart from requests that
     # were refused all the same and that the program went on without.
     retries: int = 0
     stats: dict[str, int] = field(default_factory=dict)  # torch.cuda.memory_stats() at the end
-    # Segments and blocks at the end: what is fragmented, and where.
-    segments: list[SnapshotSegment] = field(default_factory=list)
-    # Of a trace: bytes of the block that each storage was given; those of other devices and empty ones have none.
-    blocks: dict[int, int] = field(default_factory=dict)
+    segments: list[SnapshotSegment] = field(default_factory=list)  # segments and blocks at the end
+    blocks: dict[int, int] = field(default_factory=dict)  # bytes of the block of each storage of this device
     addresses: dict[int, int] = field(default_factory=dict)  # of the same blocks
 
 
@@ -235,7 +232,8 @@ class TraceReplay:
             elif kind is moved:
                 self.stream = ref
             elif kind is EventKind.POOL:
-                self.pool = self.allocator.enter_pool(private_pool(ref))
+                self.pool = private_pool(ref)
+                self.allocator.create_pool(self.pool)
             elif kind is EventKind.POOL_FREE:
                 self.allocator.retire_pool(private_pool(ref))
             elif several:

@@ -6,31 +6,25 @@ Source: `alloc_block`, `release_block`, `map_block`, `unmap_block`, `find_expand
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 from memprof.allocator.blocks import Block, Segment, StreamPool, absorb_next, split_right
 from memprof.allocator.driver import Driver
 from memprof.allocator.rounding import SMALL_BUFFER
 from memprof.allocator.stats import Statistics
 
 
+@dataclass(slots=True, eq=False)
 class Segments:
-    """All segments of one device.
+    """All segments of one device."""
 
-    Args:
-        large_segment: bytes of `large_segment_size_mb`, the mapping unit of the large pool.
-        max_split_size: from this size on a segment counts as oversize.
-        address_space: bytes of an expandable segment's reservation, before it is rounded up to whole units.
-    """
-
-    def __init__(
-        self, driver: Driver, statistics: Statistics, *, large_segment: int, max_split_size: int, address_space: int
-    ) -> None:
-        self.driver = driver
-        self.statistics = statistics
-        self.large_segment = large_segment
-        self.max_split_size = max_split_size
-        self.address_space = address_space
-        self.total_bytes = 0  # total_allocated_memory: what the driver has given
-        self.live: dict[int, Segment] = {}  # by address
+    driver: Driver
+    statistics: Statistics
+    large_segment: int  # bytes of `large_segment_size_mb`, the mapping unit of the large pool
+    max_split_size: int  # from this size on a segment counts as oversize
+    address_space: int  # bytes of an expandable segment's reservation, before it is rounded up to whole units
+    total_bytes: int = 0  # total_allocated_memory: what the driver has given
+    live: dict[int, Segment] = field(default_factory=dict)  # by address
 
     def allocate(self, owner: StreamPool, size: int) -> Block | None:
         """Return one cudaMalloc of `size` bytes as one block that is not free; None when the driver refuses."""

@@ -23,8 +23,7 @@ class Settings:
 
     torch: str | None = None  # version of torch; None: not known, the newest that memprof knows is taken
     config: AllocatorConfig = field(default_factory=AllocatorConfig)
-    # The flag or environment variable that the configuration came from; None: torch's defaults.
-    origin: str | None = None
+    origin: str | None = None  # flag or environment variable that `config` came from; None: torch's defaults
 
     def __post_init__(self) -> None:
         """Refuse what cannot be replayed before the run, not after it."""

@@ -23,8 +23,7 @@ class Counters:
     mallocs_requested: int = 0
     waiting: int = 0  # freed by the program, and in use by other streams: what is active beside what is handed out
     waiting_bytes: int = 0
-    # The most that were active when something waited; where nothing does, the most is that of `allocation`.
-    noted_active: int = 0
+    noted_active: int = 0  # the most that were active when something waited; else it is the most of `allocation`
     noted_active_bytes: int = 0
     requested_bytes: int = 0
     requested_bytes_peak: int = 0

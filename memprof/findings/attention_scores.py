@@ -10,16 +10,14 @@ from memprof.ledger.categories import Category
 from memprof.trace.events import Storage, Trace
 from memprof.units import GIB, format_bytes
 
-# Shorter sequences have small scores, and their lengths are easily those of something else (head dimensions).
-MIN_LENGTH = 256
+MIN_LENGTH = 256  # shorter sequences have small scores, and are easily taken for head dimensions
 
 MIN_SHARE = 0.05
 MIN_BYTES = GIB  # found when above one of the two
 
 _PRODUCTS = {"aten.mm", "aten.bmm", "aten.baddbmm", "aten.addmm", "aten.cat"}
 _LINEAR = {"aten.mm", "aten.addmm"}
-# Operators that make images, or begin like those that do: the height and width may be a program's choice.
-_IMAGES = ("aten.convolution", "aten.upsample_", "aten.grid_sampler_")
+_IMAGES = ("aten.convolution", "aten.upsample_", "aten.grid_sampler_")  # prefixes of operators that make images
 _MASK_DTYPES = {"bool", "uint8", "int64", "int32", "int8"}
 
 

@@ -8,11 +8,10 @@ from memprof.findings.calls import loops, made_in, training_times
 from memprof.findings.evidence import file_and_line, format_shape, module_pattern, percent, plural, tensor_evidence
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
 from memprof.findings.growth import LeakGroup, by_holder, find_leaks, holder_evidence, kept_by, leak_evidence
-from memprof.trace.events import NONE, Forward, Holder
+from memprof.trace.events import Forward, Holder
 from memprof.units import format_bytes
 
-# That are kept at their most; and per call, of what is kept without a graph: less is a decoder's tokens.
-MIN_BYTES = 64 << 10
+MIN_BYTES = 64 << 10  # kept at their most, or per call without a graph: less is a decoder's tokens
 
 WARNING_SHARE = 0.05  # of the peak: what is less is a note
 
@@ -66,7 +65,7 @@ def _finding(context: Context, certain: list[list[Forward]], num_bytes: int) -> 
     trace = context.ledger.trace
     calls = [forward for loop in certain for forward in loop]
     name = trace.modules[calls[0].module].class_name
-    source = None if calls[0].source == NONE else trace.sources[calls[0].source]
+    source = trace.source_at(calls[0].source)
     at = file_and_line(source)
     share = percent(num_bytes, context.ledger.peak_bytes)
     longest = max(certain, key=len)

@@ -74,8 +74,7 @@ class _Forecast:
     """A group of leaks, and what later steps add to it."""
 
     group: LeakGroup
-    # Bytes requested of what each step but the first has added, in order: later steps do the same in turn.
-    sizes: tuple[tuple[int, ...], ...]
+    sizes: tuple[tuple[int, ...], ...]  # bytes that each step but the first has added; later steps do the same in turn
     last_step: int | None  # the step at which its holder is full; None: it has no limit
 
     def added_in(self, step: int, seen: int) -> tuple[int, ...]:
@@ -143,31 +142,23 @@ def _first_refused(continued: _Continuation, first: int, last: int) -> int | Non
     return refused
 
 
+@dataclass(frozen=True, slots=True)
 class _Continuation:
-    """The record, gone on with by one more step after others that only leave behind what they leave.
+    """The record, gone on with by one more step after others that only leave behind what they leave."""
 
-    Args:
-        template: the step whose events the last one has.
-        last: the last step in the record.
-    """
-
-    def __init__(
-        self, context: Context, template: TrainingStep, leaks: Sequence[_Forecast], last: TrainingStep
-    ) -> None:
-        self._context = context
-        self._trace = context.ledger.trace
-        self._leaks = leaks
-        self._last = last
-        self._template = template
+    context: Context
+    template: TrainingStep  # whose events the last one has
+    leaks: Sequence[_Forecast]
+    last: TrainingStep  # in the record
 
     def fits(self, step: int) -> bool:
         """Return whether no request fails up to the end of `step`."""
-        run = self._context.ledger.run
-        trace = dataclasses.replace(self._trace, events=list(self._trace.events), storages=list(self._trace.storages))
-        like = trace.storages[self._leaks[0].group.storages[0]]
-        for number in range(self._last.step + 1, step):
-            for leak in self._leaks:
-                for num_bytes in leak.added_in(number, self._last.step):
+        run, record = self.context.ledger.run, self.context.ledger.trace
+        trace = dataclasses.replace(record, events=list(record.events), storages=list(record.storages))
+        like = trace.storages[self.leaks[0].group.storages[0]]
+        for number in range(self.last.step + 1, step):
+            for leak in self.leaks:
+                for num_bytes in leak.added_in(number, self.last.step):
                     trace.events.append(Event(EventKind.ALLOC, len(trace.storages)))
                     trace.storages.append(like._replace(num_bytes=num_bytes))
         trace.events += self._step(trace)
@@ -175,10 +166,10 @@ class _Continuation:
 
     def _step(self, trace: Trace) -> Iterator[Event]:
         """Return the events of the template with storages of their own, which are added to `trace`."""
-        lives, template = self._context.lives, self._template
+        lives, template = self.context.lives, self.template
         renamed: dict[int, int] = {}
         left = self._left_by_last_step()
-        for kind, ref in self._trace.events[template.begin : template.end]:
+        for kind, ref in self.context.ledger.trace.events[template.begin : template.end]:
             if kind is EventKind.ALLOC:
                 renamed[ref] = len(trace.storages)
                 trace.storages.append(trace.storages[ref])
@@ -186,22 +177,20 @@ class _Continuation:
             elif kind is EventKind.FREE:
                 if ref in renamed:
                     yield Event(kind, renamed.pop(ref))
-                elif lives.births[ref] < template.begin and (same := left[_looks(trace, ref)]):
-                    yield Event(kind, same.pop(0))  # what the step before had left for this one
+                elif lives.births[ref] < template.begin:
+                    storage = trace.storages[ref]
+                    if same := left[storage.num_bytes, storage.op]:
+                        yield Event(kind, same.pop(0))  # what the step before had left for this one
             else:
                 yield Event(kind, ref)
 
     def _left_by_last_step(self) -> Mapping[tuple[int, int], list[int]]:
-        """Return what the last step left for the next and does not pile up, by what it looks like, oldest first."""
-        lives, end = self._context.lives, len(self._trace.events)
-        kept = {index for leak in self._leaks for index in leak.group.storages}
+        """Return what the last step left for the next and does not pile up, by size and operator, oldest first."""
+        lives, trace = self.context.lives, self.context.ledger.trace
+        end = len(trace.events)
+        kept = {index for leak in self.leaks for index in leak.group.storages}
         left: dict[tuple[int, int], list[int]] = defaultdict(list)
-        for index, storage in enumerate(self._trace.storages):
-            if self._last.begin <= lives.births[index] < end <= lives.deaths[index] and index not in kept:
+        for index, storage in enumerate(trace.storages):
+            if self.last.begin <= lives.births[index] < end <= lives.deaths[index] and index not in kept:
                 left[storage.num_bytes, storage.op].append(index)
         return left
-
-
-def _looks(trace: Trace, index: int) -> tuple[int, int]:
-    """Size and operator: what a storage has in common with its counterpart of another step."""
-    return trace.storages[index].num_bytes, trace.storages[index].op

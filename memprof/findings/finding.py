@@ -59,8 +59,7 @@ class Context:
     """Hold what rules look at; they change nothing."""
 
     ledger: Ledger
-    # What the card offers to the allocator: capacity minus CUDA context; None if there is no card to judge by.
-    usable_bytes: int | None
+    usable_bytes: int | None  # capacity of the GPU minus CUDA context; None if there is none to judge by
     card: str = ""
     spec: TargetSpec | None = None  # None when the trace is not of `memprof profile` (a script, a snapshot)
     fixes: tuple[str, ...] = ()  # remedies that were switched on in a script from outside: names, or NAME=VALUE
@@ -69,8 +68,7 @@ class Context:
     context_length: int | None = None
     max_positions: int | None = None
     streams: StreamMemory | None = None  # None: the run stayed on one stream
-    # Births and deaths of the ledger's storages, for all rules to share.
-    lives: Lives = field(init=False, repr=False, compare=False)
+    lives: Lives = field(init=False, repr=False, compare=False)  # shared by all rules
 
     # What functions that are asked `once` have answered.
     known: dict[Callable[[Context], Any], Any] = field(init=False, repr=False, compare=False, default_factory=dict)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import NamedTuple
 
 from memprof.allocator import Needs, OnCard
 from memprof.findings.does_not_fit import stage_text
@@ -32,15 +31,6 @@ MIN_SHARE = 0.05
 MIN_GAIN = 0.1  # expandable segments are no remedy if they save less than this share of it, unless the run then fits
 
 MOST_SHOWN = 5  # kinds of segments in the evidence
-
-
-class _Pinned(NamedTuple):
-    """Segments that are alike: so large, so much of it free, held by such tensors."""
-
-    size: int
-    free: int
-    largest: int
-    storages: tuple[int, ...]  # the living tensors of one of them
 
 
 @rule(80)
@@ -123,31 +113,31 @@ def _of_graphs(trace: Trace, segments: list[SnapshotSegment]) -> list[Evidence]:
 
 
 def _pinned(trace: Trace, segments: list[SnapshotSegment], owners: Mapping[int, int]) -> list[Evidence]:
-    """Return the segments with most of what cannot be given back, alike ones together."""
-    kinds: dict[tuple[object, ...], list[_Pinned]] = defaultdict(list)
+    """Return the segments with most of what cannot be released, alike ones together."""
+    kinds: dict[tuple[object, ...], list[SnapshotSegment]] = defaultdict(list)
+    held: dict[SnapshotSegment, list[int]] = {}
     for segment in segments:
-        free = segment.size - segment.allocated
-        if not free or not segment.allocated:
-            continue
-        held = tuple(owners[block.address] for block in segment.blocks if block.address in owners)
-        kind = (segment.size, free, len(held), *sorted({_what(trace, index) for index in held}))
-        kinds[kind].append(_Pinned(segment.size, free, segment.largest_free, held))
-    most = sorted(kinds.values(), key=lambda alike: -sum(segment.free for segment in alike))
-    return [_kind(trace, alike) for alike in most[:MOST_SHOWN]]
+        if 0 < segment.allocated < segment.size:
+            own = held[segment] = [owners[block.address] for block in segment.blocks if block.address in owners]
+            what = sorted({_what(trace, index) for index in own})
+            kinds[segment.size, segment.allocated, len(own), *what].append(segment)
+    most = sorted(kinds.values(), key=lambda alike: -sum(segment.size - segment.allocated for segment in alike))
+    return [_kind(trace, alike, held[alike[0]]) for alike in most[:MOST_SHOWN]]
 
 
-def _kind(trace: Trace, alike: list[_Pinned]) -> Evidence:
+def _kind(trace: Trace, alike: list[SnapshotSegment], storages: list[int]) -> Evidence:
     """Return a line on segments that are alike, and the largest tensor that pins one of them."""
     first = alike[0]
-    largest = max(first.storages, key=lambda index: trace.storages[index].num_bytes)
+    free = first.size - first.allocated
+    largest = max(storages, key=lambda index: trace.storages[index].num_bytes)
     each = " each" if len(alike) > 1 else ""
-    others = f" and {len(first.storages) - 1} more" if len(first.storages) > 1 else ""
-    pieces = "" if first.largest == first.free else f", at most {format_bytes(first.largest)} in one piece"
+    others = f" and {len(storages) - 1} more" if len(storages) > 1 else ""
+    pieces = "" if first.largest_free == free else f", at most {format_bytes(first.largest_free)} in one piece"
     text = (
-        f"{plural(len(alike), 'segment')} of {format_bytes(first.size)}: {format_bytes(first.free)} free{each}{pieces}"
+        f"{plural(len(alike), 'segment')} of {format_bytes(first.size)}: {format_bytes(free)} free{each}{pieces}"
         f"; pinned by {_what(trace, largest)}{others}"
     )
-    return tensor_evidence(trace, largest, text, num_bytes=sum(segment.free for segment in alike))
+    return tensor_evidence(trace, largest, text, num_bytes=free * len(alike))
 
 
 def _what(trace: Trace, index: int) -> str:

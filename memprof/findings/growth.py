@@ -29,8 +29,7 @@ from memprof.units import format_bytes
 
 _JOINS = ("aten.cat", "aten.stack")
 
-# Per training step, of tensors that carry no graph: less is a metric that is kept as a tensor.
-MIN_STEP_BYTES = 64 << 10
+MIN_STEP_BYTES = 64 << 10  # per step, of tensors without a graph: less is a metric that is kept as a tensor
 
 # Two cannot show that tensors pile up: what waits for its successor looks the same. A sum whose graph goes back over
 # both steps they can.
@@ -42,8 +41,7 @@ MIN_RISES = 3  # of the number of counterparts that are made anew: two may be ba
 
 MAX_ROUNDS = 10_000_000  # runs are shorter: a card that lasts for more is not filled
 
-# Operator and line, as indices of the trace; and the module's path without its numbers.
-Key = tuple[int, int, str | None]
+Key = tuple[int, int, str | None]  # indices of operator and line in the trace; the module's path without numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +50,9 @@ class LeakGroup:
 
     key: Key
     storages: tuple[int, ...]  # alive at the end of the last round
-    # Of their blocks that outlived the round which made them, beyond those at the end of the first round.
-    num_bytes: int
+    num_bytes: int  # of blocks that outlived the round which made them, beyond those at the end of the first
     per_round: int  # bytes that a round adds: in the middle where each adds some, else on average
-    # Whether each round makes all of them again, so that the old and the new are alive together for a moment.
-    made_anew: bool = False
+    made_anew: bool = False  # each round makes all of them again: the old and the new are alive together for a moment
 
 
 def key_of(trace: Trace, index: int) -> Key:

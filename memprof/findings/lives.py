@@ -29,8 +29,6 @@ class Saving(NamedTuple):
 class Lives:
     """Birth and death of every storage, as events; what never dies has the end of the trace as its death."""
 
-    __slots__ = ("_allocated", "_curve", "at_peak", "births", "deaths")
-
     def __init__(self, ledger: Ledger) -> None:
         """Read the whole trace of `ledger` once."""
         trace = ledger.trace

@@ -50,7 +50,7 @@ def find(context: Context) -> list[Finding]:
             continue
         norm = all(_in_norm(trace, trace.storages[index]) for index in indices)
         why = "; the model's own numerics: its norms compute in float32" if norm else ""
-        line = file_and_line(None if source == NONE else trace.sources[source])
+        line = file_and_line(trace.source_at(source))
         at_peak = lives.at(context.ledger.peak_event, indices)
         title = (
             f"{half} activations copied to float32 at {line}: {format_bytes(most.num_bytes)} alive at once, "

@@ -27,8 +27,7 @@ from memprof.units import GIB, format_bytes
 
 MIN_DIM = 256  # smaller matrices are heads, ranks and states: an activation that is [tokens x 64 x 64] is nothing odd
 
-# With fewer, a matrix for each token is a matrix for each sequence or expert: the remedy, not the problem.
-MIN_TOKENS = 16
+MIN_TOKENS = 16  # fewer are sequences or experts: a matrix for each is the remedy, not the problem
 
 MIN_BYTES = GIB
 MIN_SHARE = 0.05  # it is found when it takes more than one of these two

@@ -188,7 +188,8 @@ def _convert(trace: Trace, config: AllocatorConfig, card: CardMemory | None, *, 
         elif kind is EventKind.STREAM:
             driver.stream = ref
         elif kind is EventKind.POOL:
-            pool = allocator.enter_pool(private_pool(ref))
+            pool = private_pool(ref)
+            allocator.create_pool(pool)
         elif kind is EventKind.POOL_FREE:
             allocator.retire_pool(private_pool(ref))
         else:

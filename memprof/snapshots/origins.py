@@ -30,8 +30,7 @@ class Part(StrEnum):
 class Origin:
     """Where a block comes from."""
 
-    # `file:line function`: the innermost line of the user; an autograd node or a C++ function if there is none.
-    source: str
+    source: str  # `file:line function`: the innermost line of the user; else an autograd node or a C++ function
     op: str  # the operator or autograd node; empty if the stack has no C++ frames
     module: str  # the chain of module calls, outermost first, as far as the stack shows it
     part: Part

@@ -70,8 +70,7 @@ class Recording:
     start: tuple[int, int, int] = (0, 0, 0)  # requested, allocated and reserved before the first event
     orphans: int = 0  # events that do not fit to what went before: parts of the recording are lost
     steps: Steps | None = None  # where steps begin, if that could be told
-    # Names of stretches of events, from begin up to end, exclusive; an inner one after those around it.
-    stages: list[tuple[str, int, int]] = field(default_factory=list)
+    stages: list[tuple[str, int, int]] = field(default_factory=list)  # name, begin, end (exclusive); outer ones first
     exact_origins: bool = False  # modules and categories are known, not guessed: a capture of memprof
 
     @property

@@ -29,20 +29,6 @@ COLUMNS = ("actions", "addresses", "sizes", "streams", "times", "pools", "stacks
 class EventColumns(Sequence[SnapshotEvent]):
     """Events in order. As a sequence it gives records, which are made when they are asked for."""
 
-    __slots__ = (
-        "_pool_numbers",
-        "_stack_ids",
-        "actions",
-        "addresses",
-        "known_stacks",
-        "pool_ids",
-        "pools",
-        "sizes",
-        "stacks",
-        "streams",
-        "times",
-    )
-
     def __init__(self) -> None:
         self.actions = array("B")  # places in ACTIONS
         self.addresses = array("Q")

@@ -24,8 +24,21 @@ _ROLES = {
     b"action": "action", b"addr": "address", b"device_free": "free", b"size": "size", b"stream": "stream",
     b"time_us": "time", b"pool_id": "pool", b"frames": "frames",
 }  # fmt: skip
-_NUMBERS = ("address", "free", "size", "stream", "time")
 _ACTIONS = {action.value.encode(): code for action, code in CODES.items()}
+# Bytes of values with their opcodes, beside what their length adds.
+_VALUES = {
+    ord("K"): 2, ord("M"): 3, ord("J"): 5, GET: 2, LONG_GET: 5, ord("N"): 1, 0x88: 1, 0x89: 1, ord("G"): 9, 0x8A: 2,
+    TEXT: 3,
+}  # fmt: skip
+_INTEGERS = {ord("K"): 1, ord("M"): 2, ord("J"): 4}  # bytes of numbers
+_REFERENCES = {GET: 0xFF, LONG_GET: 0xFFFFFFFF}  # bits of the entry
+# The same by opcode: an array of 256 each. A text is followed by MEMOIZE.
+_WIDTHS, _NUMBER_BYTES, _MASKS = (
+    np.array([table.get(code, 0) for code in range(256)], kind)
+    for table, kind in ((_VALUES, np.int64), (_INTEGERS, np.int64), (_REFERENCES, np.uint64))
+)
+_HAS_LENGTH = np.isin(np.arange(256), (TEXT, 0x8A))
+_BYTE_MASKS = np.array([(1 << 8 * count) - 1 for count in range(9)], np.uint64)  # the bits of so many bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +78,6 @@ class Forms:
         self.texts: dict[int, bytes] = {}  # by memo entry; empty where it means nothing here
         self.actions: dict[int, int] = {}
         self.pairs: dict[int, tuple[int, int]] = {}  # by memo entry: what may be a pool
-        self.tables = _Tables.made()
 
     def learn(self, entry: int, text: bytes) -> bool:
         """That a memo entry is a text; whether that means something here."""
@@ -149,9 +161,9 @@ class Forms:
             word = words[at]
             code = (word & np.uint64(255)).astype(np.int64)
             given = ((word >> np.uint64(8)) & np.uint64(255)).astype(np.int64)
-            width = self.tables.widths[code] + np.where(self.tables.has_length[code], given, 0)
+            width = _WIDTHS[code] + np.where(_HAS_LENGTH[code], given, 0)
             if role == "other":
-                ok &= (width > 0) & ((word >> np.uint64(8)) & self.tables.masks[code] < max(memo, 1))
+                ok &= (width > 0) & ((word >> np.uint64(8)) & _MASKS[code] < max(memo, 1))
                 text = code == TEXT
                 memos += text
                 ok &= ~text | self._is_ascii(at + 2, np.where(text, given, 0))
@@ -159,7 +171,7 @@ class Forms:
                 ok &= ~text | (self.bytes[np.minimum(at + width - 1, len(self.bytes) - 1)] == MEMOIZE)
             elif role == "action":
                 ok &= (code == GET) | (code == LONG_GET)
-                found[role] = (word >> np.uint64(8)) & self.tables.masks[code]
+                found[role] = (word >> np.uint64(8)) & _MASKS[code]
             else:
                 found[role] = self._number(at, word, code, given, ok)
             at = at + np.where(ok, width, 0)
@@ -185,10 +197,10 @@ class Forms:
     def _number(self, at: _Array, word: _Array, code: _Array, given: _Array, ok: _Array) -> _Array:
         """Return the numbers at `at`, which are from 0 to 2^63 where they stay ok."""
         long = code == 0x8A
-        size = np.where(long, given, self.tables.number_bytes[code])
+        size = np.where(long, given, _NUMBER_BYTES[code])
         ok &= (size > 0) & (size <= 8)
         size = np.clip(size, 1, 8)
-        value: _Array = np.where(long, self.words[at + 2], word >> np.uint64(8)) & self.tables.bytes[size]
+        value: _Array = np.where(long, self.words[at + 2], word >> np.uint64(8)) & _BYTE_MASKS[size]
         signed = long | (code == ord("J"))
         ok &= ~signed | (value >> (np.uint64(8) * size.astype(np.uint64) - np.uint64(1)) == 0)
         return value
@@ -197,7 +209,7 @@ class Forms:
         """Return whether so many bytes at each place are; what other texts say, the unpickler finds out."""
         plain = np.ones(len(at), bool)
         for begin in range(0, int(size.max()), 8):
-            bits = self.tables.bytes[np.clip(size - begin, 0, 8)] & np.uint64(0x8080808080808080)
+            bits = _BYTE_MASKS[np.clip(size - begin, 0, 8)] & np.uint64(0x8080808080808080)
             plain &= (self.words[at + begin] & bits) == 0
         return plain
 
@@ -206,7 +218,7 @@ class Forms:
         word = self.words[at]
         code = (word & np.uint64(255)).astype(np.int64)
         refers = (code == GET) | (code == LONG_GET)
-        entry = np.where(refers, (word >> np.uint64(8)) & self.tables.masks[code], 0)
+        entry = np.where(refers, (word >> np.uint64(8)) & _MASKS[code], 0)
         here = (word & np.uint64(0xFFFF00FF00FF)) == int.from_bytes(b"K\0K\0\x86\x94", "little")
         pair = np.where(here, word & np.uint64(0xFF00FF00), 0)
         number = np.full(len(at), -1, np.int64)
@@ -236,39 +248,9 @@ class Forms:
         # A list that is there is taken to end where the next event begins; `_numbers` looks whether it does.
         batch.end[rows] = np.where(refers, end + 1, following)
         batch.frames[rows] = at
-        batch.reference[rows] = np.where(refers, (word >> np.uint64(8)) & self.tables.masks[code], 0).astype(np.int64)
+        batch.reference[rows] = np.where(refers, (word >> np.uint64(8)) & _MASKS[code], 0).astype(np.int64)
         batch.reference[rows[listed]] = -1
         return ends
-
-
-class _Tables(NamedTuple):
-    """By opcode, as arrays of 256: of values as events have them."""
-
-    # Bytes with the opcode, beside what `has_length` adds; 0: not of a value. A text is followed by MEMOIZE.
-    widths: _Array
-    has_length: _Array
-    number_bytes: _Array
-    masks: _Array  # of a reference: the bits of its entry
-    bytes: _Array  # not by opcode: the bits of so many bytes
-
-    @classmethod
-    def made(cls) -> _Tables:
-        widths, numbers, masks = np.zeros(256, np.int64), np.zeros(256, np.int64), np.zeros(256, np.uint64)
-        for code, width in _VALUES.items():
-            widths[code] = width
-        for code, size in ((ord("K"), 1), (ord("M"), 2), (ord("J"), 4)):
-            numbers[code] = size
-        masks[GET], masks[LONG_GET] = 0xFF, 0xFFFFFFFF
-        has_length = np.zeros(256, bool)
-        has_length[[TEXT, 0x8A]] = True
-        return cls(widths, has_length, numbers, masks, np.array([(1 << 8 * n) - 1 for n in range(9)], np.uint64))
-
-
-# Bytes of values with their opcodes, beside what their length adds.
-_VALUES = {
-    ord("K"): 2, ord("M"): 3, ord("J"): 5, GET: 2, LONG_GET: 5, ord("N"): 1, 0x88: 1, 0x89: 1, ord("G"): 9, 0x8A: 2,
-    TEXT: 3,
-}  # fmt: skip
 
 
 def _size_of_value(data: bytes, at: int, role: str) -> int | None:

@@ -142,8 +142,7 @@ class Role(enum.StrEnum):
     UNSHARDED = "unsharded parameter"  # A parameter of which each rank has a part, whole for as long as it is used
 
 
-# What each step has of its own; the rest of what has a role is there for the whole run.
-MADE_ANEW = frozenset({Role.INPUT, Role.GRADIENT})
+MADE_ANEW = frozenset({Role.INPUT, Role.GRADIENT})  # by each step; all else that has a role is there for the whole run
 
 
 class Owner(NamedTuple):
@@ -160,8 +159,7 @@ class Work(NamedTuple):
     op: int  # index in Trace.ops
     device: str
     dtype: str
-    # Floating-point operations of one call: a product and its sum are two; 0 for what is no product of matrices.
-    operations: int
+    operations: int  # floating-point operations of one call (a product and its sum are two), of products of matrices
     num_bytes: int  # read and written by one call
     to_device_bytes: int  # copied from host memory to the card by one call
     to_host_bytes: int
@@ -257,8 +255,7 @@ class Holder(NamedTuple):
     storages: tuple[int, ...]  # those that it holds, itself or through what is in it
     nodes: int  # Autograd nodes that hang on its tensors; 0: they carry no graph
     node_steps: int  # how many different steps made these nodes
-    # The length of the only data loader in the functions that were running then; None if that is not known.
-    batches: int | None
+    batches: int | None  # length of the only data loader in the functions that were running; None: not known
 
 
 class GraphEnd(NamedTuple):
@@ -349,8 +346,7 @@ class Trace:
 
     source: str = "simulated"
     device: str = GPU  # the device whose memory is profiled: GPU, another card, or CPU
-    # Of a program that had several cards: device -> whether it was used, so that it has a CUDA context.
-    cards: dict[str, bool] = field(default_factory=dict)
+    cards: dict[str, bool] = field(default_factory=dict)  # of several: whether each was used, and has a CUDA context
     events: list[Event] = field(default_factory=list)
     storages: list[Storage] = field(default_factory=list)
     ops: list[str] = field(default_factory=list)
@@ -360,8 +356,7 @@ class Trace:
     owners: dict[int, Owner] = field(default_factory=dict)
     mismatches: list[DeviceMismatch] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)  # of a measured run
-    # Of a measured run: when each event happened, in nanoseconds since the first.
-    times: list[int] = field(default_factory=list)
+    times: list[int] = field(default_factory=list)  # of a measured run: nanoseconds of each event since the first
     work: list[Work] = field(default_factory=list)  # empty if it was not counted
     workspaces: list[Workspace] = field(default_factory=list)  # of a simulated run
     uses: list[Use] = field(default_factory=list)
@@ -384,8 +379,7 @@ class Trace:
     compiled_keeps: list[CompiledKeeps] = field(default_factory=list)
     graphed: list[Graphed] = field(default_factory=list)
     compiling: Compiling | None = None  # None: nothing was compiled, or it was not noted
-    # Of a program whose ranks ran together: the other ranks; what is the same in them is shared.
-    others: list[Trace] = field(default_factory=list)
+    others: list[Trace] = field(default_factory=list)  # the other ranks that ran together; what is equal is shared
 
     def on(self, device: str) -> Trace:
         """Return the same run, seen from another card; what is recorded from now on is in both."""
@@ -417,7 +411,11 @@ class Trace:
 
     def source_line(self, storage: Storage) -> str | None:
         """`file:line function` that allocated `storage`, None if no line outside torch was running."""
-        return None if storage.source == NONE else self.sources[storage.source]
+        return self.source_at(storage.source)
+
+    def source_at(self, index: int) -> str | None:
+        """Return the source of this index; None for NONE."""
+        return None if index == NONE else self.sources[index]
 
 
 _LAYER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)")

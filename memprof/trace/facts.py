@@ -176,8 +176,7 @@ class Facts(Plain):
     allocator: AllocatorFacts | None = None  # None: a capture of an early release
     nvml: NvmlFacts | None = None
     rank: RankFacts | None = None  # None: a program of one process
-    # How torch.distributed spreads the models, as they were after the first backward pass.
-    groups: tuple[ShardedGroup, ...] = ()
+    groups: tuple[ShardedGroup, ...] = ()  # as they were after the first backward pass
 
     def to_json(self) -> dict[str, Any]:
         """As a capture has it."""

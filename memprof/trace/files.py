@@ -24,8 +24,7 @@ class Form:
 
     name: str  # in errors, such as "capture"
     option: str  # with which its place is chosen
-    # Whether a file with this begin and this end is one of that kind that memprof wrote.
-    is_ours: Callable[[bytes, bytes], bool]
+    is_ours: Callable[[bytes, bytes], bool]  # of a file's begin and end: whether memprof wrote it
 
 
 def table_form(name: str, option: str, header: bytes) -> Form:

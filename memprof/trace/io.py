@@ -33,8 +33,7 @@ _FORMAT = "memprof capture"
 CAPTURE = Form("capture", "--save", lambda begin, end: _is_capture(begin))
 # As long as the run: read row by row, without a look at each value's type.
 _LONG = ("events", "storages", "owners", "work", "times", "others")
-# Python's objects for a byte of JSON, at most: an empty list of 56 bytes, and its place in another, for three.
-_MEMORY_PER_BYTE = 25
+_MEMORY_PER_BYTE = 25  # of JSON, at most: an empty list of 56 bytes and its place in another, for three
 _DEVICE = re.compile(r"cuda:[0-9]{1,4}|cpu:0")
 _WRITTEN = "give a file that `memprof profile --save` or `memprof run --save` wrote"
 

@@ -59,8 +59,7 @@ class PlainUnpickler(pickle.Unpickler):
 _UNKNOWN, _TWO_LINES, _INDEX4, _TUPLE, _LONG, _NUMBER = -100, -101, -102, -103, -104, -105
 _LONG_BYTES = 9  # of a number, with its sign: of longer ones, any number have one hash
 _NUMBER_CHARACTERS = 24
-# Beside pairs of short numbers, which name memory pools: of others one can make any number with one hash.
-MOST_TUPLES = 10_000
+MOST_TUPLES = 10_000  # beside pairs of short numbers (pool ids): of others one can make any number with one hash
 _NEVER = ("EMPTY_SET", "FROZENSET", "LONG4")
 _SHORT = rb"(?:K.|M..|J....)"
 _PAIR = rb"%b{2}\x86|\(%b{2}t" % (_SHORT, _SHORT)

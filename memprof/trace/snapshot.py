@@ -119,13 +119,10 @@ class Snapshot:
     """A whole snapshot file."""
 
     segments: list[SnapshotSegment] = field(default_factory=list)
-    # By device; empty lists where nothing was recorded.
-    traces: list[Sequence[SnapshotEvent]] = field(default_factory=list)
-    # `allocator_settings`; empty in files of torch 2.3 and before.
-    settings: dict[str, object] = field(default_factory=dict)
+    traces: list[Sequence[SnapshotEvent]] = field(default_factory=list)  # by device
+    settings: dict[str, object] = field(default_factory=dict)  # empty in files of torch 2.3 and before
     annotations: list[dict[str, object]] = field(default_factory=list)  # `external_annotations`
-    # simulated or measured: whose run it is. torch's own files are of measured ones; memprof's exports say it.
-    source: str = "measured"
+    source: str = "measured"  # or simulated: memprof's exports say it
 
     @property
     def devices(self) -> list[int]:

@@ -42,8 +42,7 @@ COMPRESSED = {
     b"\x28\xb5\x2f\xfd": "zstd",
 }
 
-# Bytes of a file from which on events are read as columns: importing numpy takes as long as 1 MB of them.
-_LARGE = 1 << 21
+_LARGE = 1 << 21  # bytes of a file that is read as columns: importing numpy takes as long as 1 MB of events
 
 _DEFAULT_POOL = (0, 0)
 _STATES = {state.value: state for state in BlockState} | {"active_awaiting_free": BlockState.PENDING_FREE}
