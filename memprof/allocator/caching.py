@@ -27,6 +27,8 @@ SPLIT_SLACK = SMALL_SIZE  # A block of the large pool is split when more than th
 class CachingAllocator:
     """Replays the decisions of torch's CUDA caching allocator, block by block.
 
+    Its attributes are those of torch's, and what malloc reads of `config` at each call.
+
     Args:
         total_bytes: capacity of the card (cudaMemGetInfo's total); None: without limit.
         driver: where segments come from; a SimulatedDriver of `total_bytes` unless given.

@@ -110,7 +110,7 @@ def _replay_device(snapshot: Snapshot, device: int, total_bytes: int | None) -> 
 
 
 class _Replay:
-    """One device's trace."""
+    """One device's trace: what was recorded, the allocator, and what a loop over nearly all events needs at hand."""
 
     def __init__(self, snapshot: Snapshot, device: int, total_bytes: int | None, forced: dict[int, bool]) -> None:
         self.forced = forced

@@ -65,7 +65,10 @@ class FreeSegments:
 
 @dataclass(frozen=True, slots=True)
 class BridgeMoment:
-    """The steps at one moment: each is a difference, in bytes, between the amounts before and after it."""
+    """The steps at one moment: each is a difference, in bytes, between the amounts before and after it.
+
+    Its attributes are names of the JSON, one for each step and amount.
+    """
 
     stage: str
     step: int

@@ -11,7 +11,7 @@ from memprof.allocator.replay import FirstOom
 from memprof.allocator.rounding import round_size
 from memprof.errors import MemprofError
 from memprof.ledger.categories import Category, categorize
-from memprof.ledger.stage_amounts import OutOfMemory, Stage, stages_of
+from memprof.ledger.stage_amounts import OutOfMemoryMoment, Stage, stages_of
 from memprof.ledger.stages import Span, spans
 from memprof.trace.events import HOST, EventKind, Trace, without_numbers
 from memprof.trace.plain import json_name
@@ -51,7 +51,7 @@ class Row:
 
 @dataclass(slots=True)
 class Ledger:
-    """Everything that the report says about memory, as integers."""
+    """Everything that the report says about memory, as integers: an attribute for each figure that is shown."""
 
     trace: Trace
     spans: list[Span]
@@ -68,7 +68,7 @@ class Ledger:
     peak_reserved_bytes: int
     peak_reserved_event: int  # the first event that reached it
     peak_reserved_stage: Span
-    out_of_memory: OutOfMemory | None  # None: the run fits the card, or there is none to judge by
+    out_of_memory: OutOfMemoryMoment | None  # None: the run fits the card, or there is none to judge by
 
     @property
     def host_peak_bytes(self) -> int:
@@ -155,12 +155,12 @@ def _span_at(spans: list[Span], time: int) -> Span:
     return next(span for span in spans if span.begin <= time < span.end)
 
 
-def _out_of_memory(trace: Trace, oom: FirstOom | None, spans: list[Span]) -> OutOfMemory | None:
+def _out_of_memory(trace: Trace, oom: FirstOom | None, spans: list[Span]) -> OutOfMemoryMoment | None:
     if oom is None:
         return None
     report = oom.report
     available = report.free_bytes + report.reserved_bytes
-    return OutOfMemory(
+    return OutOfMemoryMoment(
         event=oom.event,
         stage=_span_at(spans, oom.event),
         storage=trace.events[oom.event].ref,

@@ -14,7 +14,7 @@ from memprof.trace.plain import json_name
 
 
 @dataclass(frozen=True, slots=True)
-class OutOfMemory:
+class OutOfMemoryMoment:
     """Where the card is full: the first request that it cannot serve."""
 
     event: int
@@ -30,7 +30,10 @@ class OutOfMemory:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One stage, in the order of the run; bytes of blocks handed out."""
+    """One stage, in the order of the run; bytes of blocks handed out.
+
+    Its attributes are names of the JSON, one for each amount.
+    """
 
     name: str
     step: int
@@ -72,7 +75,9 @@ class Stage:
     kind: PhaseKind = field(default=PhaseKind.OTHER, metadata=json_name(None))
 
 
-def stages_of(trace: Trace, run: OnCard, spans: list[Span], host: list[int], oom: OutOfMemory | None) -> list[Stage]:
+def stages_of(
+    trace: Trace, run: OnCard, spans: list[Span], host: list[int], oom: OutOfMemoryMoment | None
+) -> list[Stage]:
     """Return the stages of a run, which are at `spans`; `host`: bytes in host memory after every event."""
     timeline, context = run.timeline, trace.facts.device.context_bytes
     peaks = _measured_peaks(trace, timeline.allocated, spans)

@@ -177,7 +177,6 @@ class _ForwardSpans:
         self._goes_on = goes_on
         self._stacks = sorted({module.stack for module in trace.modules if module.role is ModuleRole.LAYER})
         self._reads_tokens = _reads_tokens(trace.modules)
-        self._parts = _in_parts(trace.modules)
         self.spans: list[Span] = []
         self._begin = begin
         self._seen_layer = ""
@@ -187,7 +186,6 @@ class _ForwardSpans:
         calls = (EventKind.ENTER, EventKind.EXIT)
         # A forward that goes on after something else (a checkpoint) without a module: its model was left before.
         self._left_root = not _has(trace, begin, end, *calls)
-        self._trains = trace.trains or any(phase.kind is PhaseKind.BACKWARD for phase in trace.phases)
         depth = 0
         for time in range(begin, end):
             event = trace.events[time]
@@ -251,7 +249,8 @@ class _ForwardSpans:
         elif self._left_root and self._goes_on and not self._seen_head:
             name = "own code"  # of the program, between two models: an encoder and a decoder
         elif over:
-            name = "loss" if self._trains else "output"
+            trains = self._trace.trains or any(phase.kind is PhaseKind.BACKWARD for phase in self._trace.phases)
+            name = "loss" if trains else "output"
         elif following is None and not self._seen_layer and self._is_compiled(end):
             name = "forward"  # of a whole model: its parts were not called
         elif not self._stacks or not self._reads_tokens:
@@ -277,11 +276,11 @@ class _ForwardSpans:
 
     def _is_compiled(self, end: int) -> bool:
         """Return whether what parts of the model make is made here, although none of them was called."""
-        events = self._trace.events[self._begin : end]
-        if any(event.kind is EventKind.ENTER and event.ref in self._parts for event in events):
+        events, storages = self._trace.events[self._begin : end], self._trace.storages
+        parts = _in_parts(self._trace.modules)
+        if any(event.kind is EventKind.ENTER and event.ref in parts for event in events):
             return False
-        storages = self._trace.storages
-        return any(event.kind is EventKind.ALLOC and storages[event.ref].module in self._parts for event in events)
+        return any(event.kind is EventKind.ALLOC and storages[event.ref].module in parts for event in events)
 
     def _made_since_norm(self, end: int) -> list[int]:
         """Return storages of the model's own code after its last norm, or its last layer."""

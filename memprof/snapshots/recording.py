@@ -55,7 +55,7 @@ class Steps:
 
 @dataclass(slots=True)
 class Recording:
-    """What one device did."""
+    """What one device did: its recording, and all that replay and stacks tell of it, for views to read."""
 
     device: int
     events: EventColumns

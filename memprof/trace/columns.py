@@ -160,14 +160,14 @@ class EventColumns(Sequence[SnapshotEvent]):
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """Stands in a list for events that were cut out of it: rows of `Cut`."""
+class CutRange:
+    """Stands in a list for events that were cut out of it: rows of `CutEvents`."""
 
     first: int
     count: int
 
 
-class Cut(NamedTuple):
+class CutEvents(NamedTuple):
     """Events that were cut out of a file: `rows.stacks` are places in `lists`, and 0 is no frames."""
 
     rows: EventColumns

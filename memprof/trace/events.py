@@ -341,7 +341,8 @@ class Failure(NamedTuple):
 class Trace:
     """The whole record of one run.
 
-    `events` is the time axis. What is no event (versions, card, what was asked for) is in `facts`.
+    `events` is the time axis, and each other attribute a table of the capture. What is no event (versions, card, what
+    was asked for) is in `facts`.
     """
 
     source: str = "simulated"

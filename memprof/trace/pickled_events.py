@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
-from memprof.trace.columns import Cut, EventColumns, Run
+from memprof.trace.columns import CutEvents, CutRange, EventColumns
 from memprof.trace.event_forms import GET, MEMOIZE, TEXT, Batch, Forms
 from memprof.trace.one_thread import np
 from memprof.trace.pickles import MOST_TUPLES, STOP, NotRegular, PlainUnpickler, after_opcode, fixed_opcodes
@@ -46,8 +46,8 @@ _STAND_IN = b"\x96\x01\0\0\0\0\0\0\0x"
 _Array = np.ndarray[Any, Any]
 
 
-def load_events_apart(data: bytes) -> tuple[object, Cut]:
-    """Return the value in `data`, with `Run`s in place of events, and the events.
+def load_events_apart(data: bytes) -> tuple[object, CutEvents]:
+    """Return the value in `data`, with `CutRange`s in place of events, and the events.
 
     Raises:
         NotRegular: use `load_plain`, which says what is wrong with it, if anything is.
@@ -76,7 +76,7 @@ class _Cutter:
         self.tails: list[bytes] = [b""]  # of each, what puts it into the memo again
         self.list_at = np.full(1 << 16, -1, np.int32)  # by memo entry: which list it is; -1: not known to be one
 
-    def load(self) -> tuple[object, Cut]:
+    def load(self) -> tuple[object, CutEvents]:
         """See `load_events_apart`."""
         self._cut_all(re.compile(re.escape(self._first_event())))
         self._walk(len(self.data))
@@ -87,7 +87,7 @@ class _Cutter:
         made = b"".join(self.out)
         self.out.clear()
         value, lists = _Unpickler(io.BytesIO(made)).load()
-        return value, Cut(self.rows, [[], *lists])
+        return value, CutEvents(self.rows, [[], *lists])
 
     def _first_event(self) -> bytes:
         """Return how an event begins. What is before the first one is walked."""
@@ -295,6 +295,6 @@ def _get(entry: int) -> bytes:
 
 
 class _Unpickler(PlainUnpickler):
-    def persistent_load(self, pid: object) -> Run:
+    def persistent_load(self, pid: object) -> CutRange:
         assert isinstance(pid, tuple)  # the file's own are refused
-        return Run(*pid)
+        return CutRange(*pid)

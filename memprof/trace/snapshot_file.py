@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from memprof.errors import UsageError
-from memprof.trace.columns import Cut, EventColumns, Run
+from memprof.trace.columns import CutEvents, CutRange, EventColumns
 from memprof.trace.pickles import BrokenPickle, ForbiddenGlobal, NotRegular, load_plain
 from memprof.trace.plain import cut
 from memprof.trace.snapshot import (
@@ -110,7 +110,7 @@ class _Reader:
         cut: events that are already columns.
     """
 
-    def __init__(self, size: int, cut: Cut | None = None) -> None:
+    def __init__(self, size: int, cut: CutEvents | None = None) -> None:
         self.left = size
         self.cut = cut
         self.events = EventColumns()  # holds no events, but the stacks of those of all devices
@@ -148,7 +148,7 @@ class _Reader:
                 raise _WrongStructure(f"the segments at {before.address:#x} and {after.address:#x} overlap")
         return found
 
-    def number_stacks(self, cut: Cut) -> None:
+    def number_stacks(self, cut: CutEvents) -> None:
         """Give stacks and pools of events that were cut out the numbers that those of all have."""
         stacks = array("I", [self.events.stack(self.stack(raw)) for raw in cut.lists])
         cut.rows.stacks = array("I", map(stacks.__getitem__, cut.rows.stacks))
@@ -159,7 +159,7 @@ class _Reader:
     def trace(self, items: Sequence[object]) -> EventColumns:
         found = EventColumns.sharing(self.events)
         for item in items:
-            if type(item) is Run and self.cut is not None:
+            if type(item) is CutRange and self.cut is not None:
                 self.spend(_RECORD_BYTES * item.count)
                 found.extend(self.cut.rows, item.first, item.first + item.count)
             else:
