@@ -147,7 +147,7 @@ class _Replay:
     def run(self) -> Recorded:
         index, count = 0, len(self.events)
         while self.first is None:
-            index = self.usual(index)
+            index = self.replay_plain_requests(index)
             if index == count:
                 break
             action = self.events.actions[index]
@@ -157,7 +157,7 @@ class _Replay:
                 self.request(index, index)
                 index += 1
             else:
-                index = self.between(index)
+                index = self.replay_driver_events(index)
         identical = self.first is None and _layout(self.final) == _layout(self.allocator.segments())
         if not identical:
             self.differs(len(self.events), "the final layout is another one")
@@ -173,7 +173,7 @@ class _Replay:
             flushes=tuple(self.flushes),
         )
 
-    def usual(self, index: int) -> int:
+    def replay_plain_requests(self, index: int) -> int:
         """Requests of the default pool and frees that complete at once, from `index` on: nearly all of a recording.
 
         Returns:
@@ -194,11 +194,11 @@ class _Replay:
                 try:
                     block = malloc(size, stream)
                 except OutOfMemory:
-                    self.answered(index, None)
+                    self.check_answer(index, None)
                     return index + 1
                 index += 1
                 if block.address != address or driver.problem is not None:
-                    self.answered(index - 1, block)
+                    self.check_answer(index - 1, block)
                     return index
                 live[address] = block
                 sizes.append(block.size)
@@ -215,7 +215,7 @@ class _Replay:
                 return index
         return index
 
-    def between(self, start: int) -> int:
+    def replay_driver_events(self, start: int) -> int:
         """Return events from `start` that neither request nor free: the next request's own doing, or done before it.
 
         Returns:
@@ -226,7 +226,7 @@ class _Replay:
             end += 1
         window = self.events[start:end]
         last = self.events[end] if end < len(self.events) else None
-        own = last is not None and last.action in _ENDS and self.is_own(window, last)
+        own = last is not None and last.action in _ENDS and self.belongs_to_request(window, last)
         if last is not None and last.action in _ENDS and any(event.action not in TAKES for event in window):
             own = self.choices[start] = self.forced.get(start, own)
         if own:
@@ -247,7 +247,7 @@ class _Replay:
         self.check_driver(start, end)
         return end
 
-    def is_own(self, window: list[SnapshotEvent], last: SnapshotEvent) -> bool:
+    def belongs_to_request(self, window: list[SnapshotEvent], last: SnapshotEvent) -> bool:
         """Whether the request `last` did what is in `window`: then it found no free block, and went to the driver."""
         actions = {event.action for event in window}
         if last.action is Action.ALLOC and not actions & {*TAKES} and not self.kept_edge(window, last):
@@ -293,9 +293,9 @@ class _Replay:
         with contextlib.suppress(OutOfMemory):
             block = self.allocator.malloc(event.size, event.stream, self.pool_of(event))
         completed = [other.address for other in self.events[start:index] if other.action is Action.FREE_COMPLETED]
-        self.answered(index, block, completed)
+        self.check_answer(index, block, completed)
 
-    def answered(self, index: int, block: Block | None, completed: Sequence[int] = ()) -> None:
+    def check_answer(self, index: int, block: Block | None, completed: Sequence[int] = ()) -> None:
         """What the allocator answered to the request at `index`, and the frees that completed meanwhile."""
         event = self.events[index]
         self.check_driver(index, index)

@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import math
 
-from memprof.findings.evidence import computing, input_shapes, percent, plural, tensors_evidence, vocabulary, would_help
-from memprof.findings.finding import Context, Evidence, Finding, Severity, once, rule
+from memprof.findings.evidence import (
+    computing,
+    input_shapes,
+    percent,
+    plural,
+    suggest_fixes,
+    tensors_evidence,
+    vocabulary,
+)
+from memprof.findings.finding import Context, Evidence, Finding, Severity, cache_per_context, rule
 from memprof.ledger.categories import Category
 from memprof.trace.events import Storage, Trace
 from memprof.units import GIB, format_bytes
@@ -50,7 +58,7 @@ def find(context: Context) -> list[Finding]:
             num_bytes=at_peak.num_bytes,
         ),
     ]
-    remedies = would_help(context, "attention-scores")
+    remedies = suggest_fixes(context, "attention-scores")
     if any(trace.op(trace.storages[index]) == "aten._safe_softmax" for index in kinds):
         # Only the math path of scaled_dot_product_attention calls this softmax: asking for SDPA again changes nothing.
         lines.append(
@@ -60,14 +68,14 @@ def find(context: Context) -> list[Finding]:
                 op="aten._safe_softmax",
             )
         )
-        remedies = would_help(context, "attention-scores of sdpa")
+        remedies = suggest_fixes(context, "attention-scores of sdpa")
     elif "scores" in kinds.values() and not any(trace.op(trace.storages[index]) in _PRODUCTS for index in kinds):
         # No products of queries and keys, as in a graph attention's sums of two terms: no fused kernel computes these.
         remedies = ()
     return [Finding("attention-scores", Severity.WARNING, title, most.num_bytes, tuple(lines), remedies)]
 
 
-@once
+@cache_per_context
 def score_storages(context: Context) -> dict[int, str]:
     """Return storages that are [..., queries, keys], each as "scores" or "mask".
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from memprof.findings.evidence import file_and_line, format_shape, would_help
+from memprof.findings.evidence import file_and_line, format_shape, suggest_fixes
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
 from memprof.trace.events import NONE, DeviceMismatch, Operand, Trace, is_card, without_numbers
 from memprof.trace.mismatch import mismatch_error, odd_one_out
@@ -16,7 +16,7 @@ def find(context: Context) -> list[Finding]:
     for mismatch in trace.mismatches:
         tensors = tuple((o.device, len(o.shape), o.dtype, o.source) for o in mismatch.operands)
         groups.setdefault((mismatch.op, mismatch.source, tensors), []).append(mismatch)
-    remedies = would_help(context, "device-mismatch")
+    remedies = suggest_fixes(context, "device-mismatch")
     return [
         _finding(trace, group, remedies if any(not is_card(one.device) for one in group[0].operands) else ())
         for group in groups.values()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from memprof.findings.evidence import file_and_line, format_shape, percent, tensor_evidence, would_help
+from memprof.findings.evidence import file_and_line, format_shape, percent, suggest_fixes, tensor_evidence
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
 from memprof.ledger.categories import Category
 from memprof.ledger.stages import Span, at_stage
@@ -74,4 +74,4 @@ def _remedies(context: Context) -> tuple[str, ...]:
             continue
         in_step = category is Category.TEMPORARIES and ledger.peak_stage.kind is PhaseKind.OPTIMIZER_STEP
         problems.append("optimizer-step-temporaries" if in_step else category.value)
-    return would_help(context, *problems)
+    return suggest_fixes(context, *problems)

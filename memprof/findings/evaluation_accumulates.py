@@ -11,9 +11,9 @@ from memprof.findings.growth import (
     find_leaks_of_steps,
     fix_evidence,
     holder_evidence,
-    kept_by,
+    holder_key,
+    holders_phrase,
     leak_evidence,
-    same_holder,
     until_full,
 )
 from memprof.trace.events import NONE, Forward, Holder
@@ -43,12 +43,12 @@ def find(context: Context) -> list[Finding]:
             if trace.storages[index].module == NONE or index in outputs
         ]
         groups = by_holder(trace, find_leaks(context, candidates, [forward.end - 1 for forward in loop]))
-        told = {same_holder(holder) for holder in find_leaks_of_steps(context)} if groups else set()
+        told = {holder_key(holder) for holder in find_leaks_of_steps(context)} if groups else set()
         kept = {
             holder: group
             for holder, group in groups.items()
             if _per_call(group) >= MIN_BYTES
-            and (holder is None or (holder.limit is None and same_holder(holder) not in told))
+            and (holder is None or (holder.limit is None and holder_key(holder) not in told))
         }
         left = sum(context.lives.sum_bytes(leak.storages) for group in kept.values() for leak in group)
         before = found.get(loop[0].module)
@@ -67,7 +67,7 @@ def _finding(context: Context, loop: list[Forward], kept: dict[Holder | None, li
     per_call = sum(map(_per_call, kept.values()))
     title = (
         f"Outputs of {len(loop)} calls of {name} without gradients stay on the card: {format_bytes(per_call)} more a "
-        f"call, {format_bytes(left)} after the last{kept_by(*kept)}"
+        f"call, {format_bytes(left)} after the last{holders_phrase(*kept)}"
     )
     evidence = []
     for holder, group in kept.items():

@@ -7,7 +7,7 @@ import bisect
 from memprof.findings.calls import loops, made_in, training_times
 from memprof.findings.evidence import file_and_line, format_shape, module_pattern, percent, plural, tensor_evidence
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
-from memprof.findings.growth import LeakGroup, by_holder, find_leaks, holder_evidence, kept_by, leak_evidence
+from memprof.findings.growth import LeakGroup, by_holder, find_leaks, holder_evidence, holders_phrase, leak_evidence
 from memprof.trace.events import Forward, Holder
 from memprof.units import format_bytes
 
@@ -75,7 +75,7 @@ def _finding(context: Context, certain: list[list[Forward]], num_bytes: int) -> 
     groups = _told(by_holder(trace, grown))
     title = (
         f"Evaluation with gradients: {plural(len(calls), 'call')} of {name} in eval mode at {at}, which keep up to "
-        f"{format_bytes(num_bytes)} ({share} of the peak) for a backward that never comes{kept_by(*groups)}"
+        f"{format_bytes(num_bytes)} ({share} of the peak) for a backward that never comes{holders_phrase(*groups)}"
     )
     nodes = max(forward.nodes for forward in calls)
     evidence = [

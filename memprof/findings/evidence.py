@@ -6,7 +6,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
-from memprof.findings.finding import Context, Evidence, once
+from memprof.findings.finding import Context, Evidence, cache_per_context
 from memprof.ledger.categories import Category
 from memprof.ledger.ledger import LiveTensor
 from memprof.ledger.stages import without_widths, words_of
@@ -59,7 +59,7 @@ def module_pattern(trace: Trace, storage: Storage) -> str | None:
 # -- remedies -------------------------------------------------------------------------------------------------------
 
 
-def would_help(context: Context, *problems: str) -> tuple[str, ...]:
+def suggest_fixes(context: Context, *problems: str) -> tuple[str, ...]:
     """Return remedies against these (categories, findings), best first: not in force, and of use beside what is."""
     spec = context.spec
     on = {fix.partition("=")[0] for fix in context.fixes} & set(REMEDIES)
@@ -232,7 +232,7 @@ def vocabulary(context: Context) -> int | None:
     return max((trace.storages[index].shape[0] for index in vocabulary_tables(trace)), default=words_of(trace))
 
 
-@once
+@cache_per_context
 def input_shapes(context: Context) -> set[tuple[int, ...]]:
     """Return shapes (batch, ..., tokens) of what the model is fed with, without the features of a token.
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from memprof.allocator import needs_of
-from memprof.findings.finding import Context, once
+from memprof.findings.finding import Context, cache_per_context
 from memprof.findings.growth import MIN_STEP_BYTES, LeakGroup, find_leaks_of_steps
 from memprof.ledger.steps import TrainingStep, training_steps
 from memprof.trace.events import Event, EventKind, Trace
@@ -47,7 +47,7 @@ class Growth:
         return self.program_steps is None or self.program_steps >= self.runs_out_step
 
 
-@once
+@cache_per_context
 def growth_of(context: Context) -> Growth | None:
     """Predict when the memory that training steps leave behind runs out.
 

@@ -78,7 +78,7 @@ class Context:
         object.__setattr__(self, "lives", Lives(self.ledger))
 
 
-def once(of: Callable[[Context], _Answer]) -> Callable[[Context], _Answer]:
+def cache_per_context(of: Callable[[Context], _Answer]) -> Callable[[Context], _Answer]:
     """Keep what several rules ask of a whole trace, found out when the first does. Nobody changes the answer."""
 
     @functools.wraps(of)

@@ -14,8 +14,8 @@ from memprof.findings.evidence import (
     module_pattern,
     percent,
     plural,
+    suggest_fixes,
     tensor_evidence,
-    would_help,
 )
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
 from memprof.remedies.catalog import EXPANDABLE_SEGMENTS
@@ -56,7 +56,7 @@ def find(context: Context) -> list[Finding]:
         other = run.under(dataclasses.replace(run.config, expandable_segments=True))
         saved = run.required_reserved_bytes - other.required_reserved_bytes
         if saved >= MIN_GAIN * gap or other.fits > run.fits:
-            remedies = would_help(context, "fragmentation")
+            remedies = suggest_fixes(context, "fragmentation")
         evidence.append(_evaluated(run, other, cut_short=ledger.trace.cut_short))
     evidence += _pinned(ledger.trace, segments, owners)
     title = f"Fragmentation: {format_bytes(gap)} of the {format_bytes(reserved)} reserved in {stage_text(stage)} are "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from memprof.findings.evidence import owned, tensors_evidence
 from memprof.findings.finding import Context, Finding, Severity, rule
-from memprof.findings.groups import DDP, communicated, fix, has, is_worth, line_of, lower_peak, spread
+from memprof.findings.groups import communicated, ddp_groups, fix_at, is_worth, line_of, lower_peak, parameter_filter
 from memprof.trace.events import Role
 from memprof.units import format_bytes
 
@@ -17,10 +17,10 @@ def find(context: Context) -> list[Finding]:
     trace, lives = context.ledger.trace, context.lives
     buckets = communicated(trace, "gradient bucket")
     findings = []
-    for group in spread(context, DDP):
-        is_own = has(group)
+    for group in ddp_groups(context):
+        is_own = parameter_filter(group)
         gradients = [index for index, name in owned(trace, Role.GRADIENT).items() if is_own(name)]
-        saved = 0 if group.views or not buckets else lives.saved(lives.without(gradients))
+        saved = 0 if group.views or not buckets else lives.peak_reduction(lives.savings(gradients))
         if not is_worth(context, saved):
             continue
         most = lives.most(gradients)
@@ -31,7 +31,7 @@ def find(context: Context) -> list[Finding]:
         )
         line = line_of(trace, group)
         lines = (
-            fix(line, "DistributedDataParallel(..., gradient_as_bucket_view=True)"),
+            fix_at(line, "DistributedDataParallel(..., gradient_as_bucket_view=True)"),
             *tensors_evidence(context, buckets, most.event, lambda index: "bucket")[:MOST_SHOWN],
             *tensors_evidence(context, gradients, most.event, lambda index: "gradient")[:MOST_SHOWN],
         )

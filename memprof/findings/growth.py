@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from memprof.findings.evidence import file_and_line, format_shape, module_pattern, plural, tensor_evidence
-from memprof.findings.finding import Context, Evidence, once
+from memprof.findings.finding import Context, Evidence, cache_per_context
 from memprof.ledger.steps import training_steps
 from memprof.trace.events import MADE_ANEW, Holder, Role, Trace
 from memprof.units import format_bytes
@@ -85,7 +85,7 @@ def find_leaks(context: Context, storages: Iterable[int], moments: Sequence[int]
     return sorted(result, key=lambda leak: -leak.num_bytes)
 
 
-@once
+@cache_per_context
 def find_leaks_of_steps(context: Context) -> dict[Holder | None, list[LeakGroup]]:
     """Find what piles up over the training steps, by who keeps it.
 
@@ -110,7 +110,7 @@ def find_leaks_of_steps(context: Context) -> dict[Holder | None, list[LeakGroup]
     found = find_leaks(context, candidates, [step.end - 1 for step in steps]) if len(steps) >= MIN_STEPS else []
     groups = by_holder(trace, found)
     for holder in trace.holders:
-        if is_running_sum(holder) and same_holder(holder) not in {same_holder(one) for one in groups}:
+        if is_running_sum(holder) and holder_key(holder) not in {holder_key(one) for one in groups}:
             groups[holder] = []
     return groups
 
@@ -195,10 +195,7 @@ def _curve(context: Context, members: list[int], moments: Sequence[int], *, last
 def keys_of(trace: Trace, holder: Holder) -> set[Key]:
     """Return the keys of the tensors that a holder was seen with, at any time."""
     return {
-        key_of(trace, index)
-        for one in trace.holders
-        if same_holder(one) == same_holder(holder)
-        for index in one.storages
+        key_of(trace, index) for one in trace.holders if holder_key(one) == holder_key(holder) for index in one.storages
     }
 
 
@@ -209,13 +206,13 @@ def by_holder(trace: Trace, grown: list[LeakGroup]) -> dict[Holder | None, list[
     for leak in grown:
         holder = holder_of(trace, leak, members)
         if holder is not None:
-            alike = [one for one in trace.holders if same_holder(one) == same_holder(holder)]
+            alike = [one for one in trace.holders if holder_key(one) == holder_key(holder)]
             holder = max(alike, key=lambda one: one.nodes)
         groups[holder].append(leak)
     return groups
 
 
-def same_holder(holder: Holder | None) -> tuple[object, ...]:
+def holder_key(holder: Holder | None) -> tuple[object, ...]:
     """Return what is equal in one holder that was seen several times."""
     return () if holder is None else (holder.kind, holder.name, holder.source)
 
@@ -240,16 +237,16 @@ def is_running_sum(holder: Holder) -> bool:
     return not holder.kind and holder.node_steps > 1
 
 
-def called(holder: Holder) -> str:
+def describe_holder(holder: Holder) -> str:
     """Return the holder for a sentence: list `losses`."""
     kind = holder.kind or "variable"
     return f"{'attribute' if kind == 'variable' and '.' in holder.name else kind} `{holder.name}`"
 
 
-def kept_by(*holders: Holder | None) -> str:
+def holders_phrase(*holders: Holder | None) -> str:
     """Return the holders that were seen, for a title, and the lines that fill them."""
     seen = [
-        called(holder) + (f" ({file_and_line(holder.source)})" if holder.fills else "")
+        describe_holder(holder) + (f" ({file_and_line(holder.source)})" if holder.fills else "")
         for holder in holders
         if holder is not None
     ]
@@ -270,11 +267,11 @@ def holder_evidence(holder: Holder | None) -> Evidence:
             "what keeps them was not seen: no variable, attribute or container of the program that was found"
         )
     if holder.fills:
-        text = f"kept by {called(holder)}, filled at {file_and_line(holder.source)}"
+        text = f"kept by {describe_holder(holder)}, filled at {file_and_line(holder.source)}"
     elif holder.source is not None:
-        text = f"kept by {called(holder)} of {file_and_line(holder.source)}"
+        text = f"kept by {describe_holder(holder)} of {file_and_line(holder.source)}"
     else:
-        text = f"kept by {called(holder)}"
+        text = f"kept by {describe_holder(holder)}"
     return Evidence(text, source=holder.source)
 
 

@@ -52,7 +52,7 @@ class Lives:
         alive = tuple(index for index in storages if self.births[index] <= time < self.deaths[index])
         return LiveSet(self.sum_bytes(alive), time, alive)
 
-    def saved(self, less: Sequence[Saving]) -> int:
+    def peak_reduction(self, less: Sequence[Saving]) -> int:
         """By how much the run's peak would be lower if these bytes were never there, all else being equal."""
         changes = [(one.begin, -one.num_bytes) for one in less] + [(one.end, one.num_bytes) for one in less]
         changes.sort()
@@ -64,13 +64,13 @@ class Lives:
             now += change
         return max(max(self._curve) - highest, 0)
 
-    def without(self, storages: Iterable[int], share: float = 1.0) -> list[Saving]:
+    def savings(self, storages: Iterable[int], share: float = 1.0) -> list[Saving]:
         """So much of each of `storages` for as long as it lives."""
         return [
             Saving(self.births[index], self.deaths[index], int(self._allocated[index] * share)) for index in storages
         ]
 
-    def beyond(self, sets: Iterable[Sequence[int]], keep: int, *, oldest: bool = False) -> list[Saving]:
+    def savings_beyond(self, sets: Iterable[Sequence[int]], keep: int, *, oldest: bool = False) -> list[Saving]:
         """Return what sets of storages take beyond the `keep` of them made last (or first), at every moment."""
         lives = [
             (min(self.births[one] for one in own), max(self.deaths[one] for one in own), self.sum_bytes(own))

@@ -12,9 +12,9 @@ from memprof.findings.evidence import (
     parameters,
     percent,
     plural,
+    suggest_fixes,
     tensors_evidence,
     vocabulary,
-    would_help,
 )
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
 from memprof.ledger.categories import Category, is_half_of
@@ -62,7 +62,7 @@ def find(context: Context) -> list[Finding]:
         num_bytes=at_peak.num_bytes,
     )
     lines = tensors_evidence(context, copies, most.event, lambda index: describe(trace, trace.storages[index]))
-    remedies = would_help(context, Category.LOGITS_AND_LOSS)
+    remedies = suggest_fixes(context, Category.LOGITS_AND_LOSS)
     return [Finding("logits-explosion", Severity.WARNING, title, most.num_bytes, (*lines, summary), remedies)]
 
 

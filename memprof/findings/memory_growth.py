@@ -11,7 +11,7 @@ from memprof.findings.growth import (
     find_leaks_of_steps,
     fix_evidence,
     holder_evidence,
-    kept_by,
+    holders_phrase,
     keys_of,
     leak_evidence,
 )
@@ -63,7 +63,7 @@ def _finding(
 
 
 def _title(holder: Holder | None, per_step: int, num_steps: int) -> str:
-    by = kept_by(holder)
+    by = holders_phrase(holder)
     if not per_step:
         return f"The graph of every step stays alive{by}: it takes host memory, and nothing on the GPU"
     what = f"Memory grows by {format_bytes(per_step)} a step in {num_steps} steps"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from memprof.findings.evidence import half_dtype, owned, parameters, percent, plural, tensors_evidence, would_help
+from memprof.findings.evidence import half_dtype, owned, parameters, percent, plural, suggest_fixes, tensors_evidence
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
 from memprof.ledger.categories import Category
 from memprof.trace.events import PhaseKind, Role
@@ -42,7 +42,7 @@ def _float32_state(context: Context) -> list[Finding]:
         f"{format_bytes(extra)} more than in {half} ({percent(extra, ledger.peak_bytes)} of the peak)"
     )
     lines = tensors_evidence(context, state, most.event, names.__getitem__)
-    remedies = would_help(context, "float32-optimizer-state")
+    remedies = suggest_fixes(context, "float32-optimizer-state")
     return [Finding("float32-optimizer-state", Severity.NOTE, title, extra, lines, remedies)]
 
 
@@ -74,5 +74,5 @@ def _step_temporaries(context: Context) -> list[Finding]:
     if trace.updates_itself:
         text = "fix: update one parameter after another, or by an optimizer of torch.optim with fused=True"
         lines.append(Evidence(text, source=trace.source_line(trace.storages[temporaries[0]])))
-    remedies = would_help(context, "optimizer-step-temporaries")
+    remedies = suggest_fixes(context, "optimizer-step-temporaries")
     return [Finding("optimizer-step-temporaries", Severity.WARNING, title, num_bytes, tuple(lines), remedies)]

@@ -6,7 +6,7 @@ import math
 
 from memprof.findings.evidence import owned, plural, tensors_evidence
 from memprof.findings.finding import Context, Finding, Severity, rule
-from memprof.findings.groups import DDP, fix, is_worth, lower_peak, spread
+from memprof.findings.groups import ddp_groups, fix_at, is_worth, lower_peak
 from memprof.trace.events import Role
 from memprof.trace.facts import ShardedGroup
 from memprof.units import format_bytes
@@ -22,7 +22,7 @@ MOST_SHOWN = 3
 def find(context: Context) -> list[Finding]:
     """`num_bytes` is by how much the peak would be lower on the rank that keeps the largest part."""
     trace, lives = context.ledger.trace, context.lives
-    groups = spread(context, DDP)
+    groups = ddp_groups(context)
     names = owned(trace, Role.OPTIMIZER_STATE)
     state = [index for index in names if trace.storages[index].device == trace.device]
     if not groups or not state:
@@ -33,7 +33,7 @@ def find(context: Context) -> list[Finding]:
         return []
     part = _largest_part([math.prod(shape) for shape in group.shapes], group.ranks)
     share = 1 - part / _elements(group)
-    saved = lives.saved(lives.without(state, share))
+    saved = lives.peak_reduction(lives.savings(state, share))
     if not is_worth(context, saved) or saved < MIN_SHARE * context.ledger.peak_bytes:
         return []
     most = lives.most(state)
@@ -44,7 +44,7 @@ def find(context: Context) -> list[Finding]:
     )
     line = trace.source_line(trace.storages[max(most.storages, key=lambda index: trace.storages[index].num_bytes)])
     lines = (
-        fix(line, "step a ZeroRedundancyOptimizer(model.parameters(), optimizer_class=...), or use fully_shard"),
+        fix_at(line, "step a ZeroRedundancyOptimizer(model.parameters(), optimizer_class=...), or use fully_shard"),
         *tensors_evidence(context, state, most.event, names.__getitem__)[:MOST_SHOWN],
     )
     return [Finding("optimizer-state-not-sharded", Severity.NOTE, title, saved, lines, ())]

@@ -6,7 +6,7 @@ import math
 
 from memprof.findings.evidence import owned, tensors_evidence
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
-from memprof.findings.groups import FSDP1, FSDP2, fix, has, is_worth, line_of, lower_peak, spread
+from memprof.findings.groups import FSDP2, fix_at, fsdp_groups, is_worth, line_of, lower_peak, parameter_filter
 from memprof.trace.events import PhaseKind, Role
 from memprof.units import format_bytes
 
@@ -15,11 +15,11 @@ from memprof.units import format_bytes
 def find(context: Context) -> list[Finding]:
     """`num_bytes` is by how much the peak would be lower if each micro-batch's gradients were reduced at once."""
     trace, lives = context.ledger.trace, context.lives
-    groups = spread(context, FSDP1, FSDP2)
+    groups = fsdp_groups(context)
     ends = [time for time, phase in trace.begun() if phase.kind is PhaseKind.FORWARD]
     found, least = [], 1.0
     for group in groups:
-        is_own = has(group)
+        is_own = parameter_filter(group)
         whole = {math.prod(shape) for shape in group.shapes} | {sum(map(math.prod, group.shapes))}
         own = [
             index
@@ -30,7 +30,7 @@ def find(context: Context) -> list[Finding]:
         ]
         found += own
         least = min(least, 1 - 1 / group.ranks) if own else least
-    saved = lives.saved(lives.without(found, least))
+    saved = lives.peak_reduction(lives.savings(found, least))
     if not is_worth(context, saved):
         return []
     most = lives.most(found)
@@ -40,7 +40,7 @@ def find(context: Context) -> list[Finding]:
     )
     said = "set_requires_gradient_sync(False)" if groups[0].api == FSDP2 else "no_sync()"
     lines = (
-        fix(line_of(trace, groups[0]), f"accumulate without {said}"),
+        fix_at(line_of(trace, groups[0]), f"accumulate without {said}"),
         Evidence("it costs a reduce-scatter of all gradients in each micro-batch"),
         *tensors_evidence(context, found, most.event, lambda index: "whole gradient")[:3],
     )

@@ -9,18 +9,17 @@ from collections import defaultdict
 from memprof.findings.evidence import plural
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
 from memprof.findings.groups import (
-    FSDP1,
     FSDP2,
     communicated,
-    fix,
+    fix_at,
+    fsdp_groups,
     gathered,
     is_worth,
     line_of,
     lower_peak,
-    plain,
-    spread,
+    strip_wrappers,
     whole_bytes,
-)  # fmt: skip
+)
 from memprof.findings.lives import Saving
 from memprof.trace.events import NONE, PhaseKind, Role
 from memprof.trace.facts import ShardedGroup
@@ -39,7 +38,7 @@ def find(context: Context) -> list[Finding]:
     """Return one finding for each group; `num_bytes` is by how much the peak would be lower with its layers wrapped."""
     trace, lives = context.ledger.trace, context.lives
     findings = []
-    for group in spread(context, FSDP1, FSDP2):
+    for group in fsdp_groups(context):
         layers = _layers(group)
         stacks = {layer.rpartition(".")[0] for layer in layers}
         if len(layers) <= AT_ONCE:
@@ -47,7 +46,7 @@ def find(context: Context) -> list[Finding]:
         beyond = set(sorted(layers, key=lambda layer: -layers[layer])[AT_ONCE:])
         whole = sum(whole_bytes(group).values())
         share = sum(layers[layer] for layer in beyond) / whole
-        saved = lives.saved(_less(context, group, beyond, share))
+        saved = lives.peak_reduction(_less(context, group, beyond, share))
         if not is_worth(context, saved):
             continue
         lists = [f"model.{one}".rstrip(".") for one in sorted(stacks)]
@@ -64,7 +63,7 @@ def find(context: Context) -> list[Finding]:
         largest = max(layers.values())
         most = max((lives.most(own) for own in gathered(context, [group])), key=lambda one: one.num_bytes)
         lines = (
-            fix(line, what),
+            fix_at(line, what),
             Evidence(f"whole at once: {format_bytes(most.num_bytes)} of it; a layer has {format_bytes(largest)}"),
         )
         findings.append(Finding("unsharded-group", Severity.WARNING, title, saved, lines, ()))
@@ -82,7 +81,7 @@ def _layers(group: ShardedGroup) -> dict[str, int]:
 
 
 def _classes(context: Context, layers: dict[str, int]) -> list[str]:
-    return sorted({one.class_name for one in context.ledger.trace.modules if plain(one.path) in layers})
+    return sorted({one.class_name for one in context.ledger.trace.modules if strip_wrappers(one.path) in layers})
 
 
 def _less(context: Context, group: ShardedGroup, beyond: set[str], share: float) -> list[Saving]:
@@ -94,16 +93,18 @@ def _less(context: Context, group: ShardedGroup, beyond: set[str], share: float)
     less: list[Saving] = []
     for index in (index for own in gathered(context, [group]) for index in own):
         flat = trace.storages[index].num_bytes >= NEARLY * sum(whole_bytes(group).values())
-        less += lives.without([index], share if flat else float(plain(trace.owners[index].name).startswith(prefixes)))
+        less += lives.savings(
+            [index], share if flat else float(strip_wrappers(trace.owners[index].name).startswith(prefixes))
+        )
     sent = [*communicated(trace, "all-gather"), *communicated(trace, "reduce-scatter")]
-    less += lives.without((one for one in sent if math.prod(trace.storages[one].shape) >= elements), share)
+    less += lives.savings((one for one in sent if math.prod(trace.storages[one].shape) >= elements), share)
     shapes = set(group.shapes)
     moved = (
         index
         for index in communicated(trace, "")
         if trace.storages[index].shape in shapes or math.prod(trace.storages[index].shape) >= elements
     )
-    less += lives.without(moved, share)
+    less += lives.savings(moved, share)
     for index, storage in enumerate(trace.storages):
         if trace.phases[storage.phase].kind is not PhaseKind.BACKWARD or storage.hidden:
             continue
@@ -111,8 +112,8 @@ def _less(context: Context, group: ShardedGroup, beyond: set[str], share: float)
         if owner is not None and owner.role is not Role.GRADIENT:
             continue
         if storage.shape in shapes and storage.module != NONE:
-            path = plain(trace.modules[storage.module].path) + "."
-            less += lives.without([index], float(path.startswith(prefixes)))
+            path = strip_wrappers(trace.modules[storage.module].path) + "."
+            less += lives.savings([index], float(path.startswith(prefixes)))
         elif len(storage.shape) == 1 and storage.shape[0] >= elements:
-            less += lives.without([index], share)
+            less += lives.savings([index], share)
     return less

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from memprof.findings.evidence import format_shape, percent, tensor_evidence, vocabulary_tables, would_help
+from memprof.findings.evidence import format_shape, percent, suggest_fixes, tensor_evidence, vocabulary_tables
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
 from memprof.findings.logits import logits_storages
 from memprof.ledger.categories import Category
@@ -62,7 +62,7 @@ def find(context: Context) -> list[Finding]:
         for kind, num_bytes in extra.items()
         if num_bytes
     ]
-    remedies = would_help(context, "vocabulary-larger-than-asked")
+    remedies = suggest_fixes(context, "vocabulary-larger-than-asked")
     return [Finding("vocabulary-larger-than-asked", Severity.WARNING, title, total, tuple(evidence), remedies)]
 
 
