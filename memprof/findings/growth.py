@@ -21,7 +21,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from memprof.findings.evidence import file_and_line, format_shape, module_pattern, plural, tensor_evidence
+from memprof.findings.evidence import file_and_line, format_shape, module_pattern, owned, plural, tensor_evidence
 from memprof.findings.finding import Context, Evidence, cache_per_context
 from memprof.ledger.steps import training_steps
 from memprof.trace.events import MADE_ANEW, Holder, Role, Trace
@@ -117,7 +117,7 @@ def find_leaks_of_steps(context: Context) -> dict[Holder | None, list[LeakGroup]
 
 def _replaced(trace: Trace) -> set[int]:
     """Return inputs, and gradients that are not the last of their parameter."""
-    last = {owner.name: index for index, owner in trace.owners.items() if owner.role is Role.GRADIENT}
+    last = {name: index for index, name in owned(trace, Role.GRADIENT).items()}
     return {index for index, owner in trace.owners.items() if owner.role in MADE_ANEW and last.get(owner.name) != index}
 
 
@@ -126,11 +126,11 @@ def _further_models(trace: Trace, births: Sequence[int], begin: int) -> set[int]
 
     State alone that is made late is that of parameters which got their first gradient late.
     """
-    made = {role: set[int]() for role in (Role.PARAMETER, Role.OPTIMIZER_STATE)}
-    for index, owner in trace.owners.items():
-        if owner.role in made and births[index] >= begin:
-            made[owner.role].add(index)
-    return made[Role.PARAMETER] | made[Role.OPTIMIZER_STATE] if made[Role.PARAMETER] else set()
+    models, states = (
+        {index for index in owned(trace, role) if births[index] >= begin}
+        for role in (Role.PARAMETER, Role.OPTIMIZER_STATE)
+    )
+    return models | states if models else set()
 
 
 def rounds_without(context: Context, members: list[int], moments: Sequence[int]) -> int:
@@ -263,16 +263,11 @@ def fix_evidence(holder: Holder | None, what: str) -> Evidence:
 def holder_evidence(holder: Holder | None) -> Evidence:
     """Return where it is kept."""
     if holder is None:
-        return Evidence(
-            "what keeps them was not seen: no variable, attribute or container of the program that was found"
-        )
-    if holder.fills:
-        text = f"kept by {describe_holder(holder)}, filled at {file_and_line(holder.source)}"
-    elif holder.source is not None:
-        text = f"kept by {describe_holder(holder)} of {file_and_line(holder.source)}"
-    else:
-        text = f"kept by {describe_holder(holder)}"
-    return Evidence(text, source=holder.source)
+        text = "what keeps them was not seen: no variable, attribute or container of the program that was found"
+        return Evidence(text)
+    how = ", filled at" if holder.fills else " of"
+    where = "" if holder.source is None else f"{how} {file_and_line(holder.source)}"
+    return Evidence(f"kept by {describe_holder(holder)}{where}", source=holder.source)
 
 
 def leak_evidence(trace: Trace, group: Sequence[LeakGroup], per: str) -> list[Evidence]:

@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise
 from memprof.allocator import AllocatorConfig, OnCard, TraceReplay
 from memprof.ledger.steps import TrainingStep
 from memprof.remedies.catalog import EXPANDABLE_SEGMENTS
-from memprof.trace.events import EventKind, Trace
+from memprof.trace.events import Trace
 
 FEWEST = 5  # steps of a program of which it can be said that they differ
 
@@ -105,11 +105,10 @@ def _batches(
 
 def _steps(trace: Trace) -> Iterator[tuple[int, int, int]]:
     """Return each step's number, its first event, and the first that is no longer its own."""
-    begins = {0: 0}
-    for time, (kind, ref) in enumerate(trace.events):
-        if kind is EventKind.PHASE:
-            begins.setdefault(trace.phases[ref].step, time)
-    del begins[0]
+    begins: dict[int, int] = {}
+    for time, phase in trace.begun():
+        if phase.step:
+            begins.setdefault(phase.step, time)
     for (number, begin), (_, end) in pairwise([*begins.items(), (0, len(trace.events))]):
         yield number, begin, end
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from itertools import islice, pairwise
 
 from memprof.trace.events import NONE, EventKind, Module, ModuleRole, PhaseKind, Role, Trace
 
@@ -47,14 +46,12 @@ def spans(trace: Trace) -> list[Span]:
 
     They cover every allocation and free, without overlap.
     """
-    boundaries = [time for time, event in enumerate(trace.events) if event.kind is EventKind.PHASE]
-    boundaries.append(len(trace.events))
     result: list[Span] = []
     heads = _lone_heads(trace)
-    for begin, end in pairwise(boundaries):
-        phase = trace.phases[trace.events[begin].ref]
+    phases = trace.begun()
+    for (begin, phase), (end, following) in zip(phases, [*phases[1:], (len(trace.events), None)], strict=True):
         if phase.kind in (PhaseKind.FORWARD, PhaseKind.EVALUATION):
-            goes_on = end < len(trace.events) and trace.phases[trace.events[end].ref] == phase
+            goes_on = following == phase
             if goes_on and phase.kind is PhaseKind.EVALUATION:  # and no other batch for the same model
                 goes_on = _first_call(trace, begin) != _first_call(trace, end)
             result += _ForwardSpans(trace, begin, end, heads, goes_on=goes_on).spans
@@ -74,7 +71,8 @@ def spans(trace: Trace) -> list[Span]:
 
 
 def _first_call(trace: Trace, begin: int) -> int:
-    return next((event.ref for event in islice(trace.events, begin, None) if event.kind is EventKind.ENTER), NONE)
+    events = (trace.events[time] for time in range(begin, len(trace.events)))
+    return next((event.ref for event in events if event.kind is EventKind.ENTER), NONE)
 
 
 def _has(trace: Trace, begin: int, end: int, *kinds: EventKind) -> bool:
