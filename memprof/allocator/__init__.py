@@ -1,23 +1,10 @@
-"""The CUDA caching allocator, replayed in plain Python: what a run reserves, block by block.
+"""The CUDA caching allocator, replayed in plain Python: what a run reserves, block by block (docs/allocator.md).
 
-    from memprof.allocator import CachingAllocator, CardMemory, parse_config, replay_on_card
-
-    run = replay_on_card(trace, CardMemory(total_bytes=80 << 30, context_bytes=426 << 20), parse_config(""))
-    run.first_oom, run.timeline          # as a report wants it: the card's verdict, and what the run holds
-    timeline = run.timeline
-    timeline.peak_reserved.num_bytes     # the most that was held of the card, and .event where it was reached
-    timeline.reserved[i]                 # after event i of the trace; also .requested, .allocated
-    timeline.first_oom                   # None if it fits; else .event, .report (bytes) and .message (torch's text)
-    timeline.segments                    # the segments and blocks at the end
-
-    allocator = CachingAllocator(total_bytes=24 << 30)
-    block = allocator.malloc(45 << 20)   # raises OutOfMemory
-    allocator.free(block)
-    allocator.stats()["reserved_bytes.all.peak"]
+    timeline = replay_on_card(trace, CardMemory(total_bytes=80 << 30, context_bytes=426 << 20)).timeline
+    timeline.peak_reserved.num_bytes, timeline.reserved[event], timeline.first_oom
 
     for device in replay_snapshot(read_snapshot(path)):  # memprof.trace.snapshot_file; a recording of torch
-        device.exact                     # every address and the final layout came out as recorded; if not:
-        device.first_difference          # .event, .problem, and .reason: what in the file explains it
+        device.exact, device.first_difference
 
 A run that does not fit is gone on with on a card without limit, so `peak_reserved` is then its whole need.
 """
@@ -29,7 +16,6 @@ from memprof.allocator.driver import SimulatedDriver
 from memprof.allocator.live import LiveAllocator
 from memprof.allocator.messages import OomReport, OutOfMemory, format_size
 from memprof.allocator.on_card import Needs, OnCard, needs_of, replay_on_card, without_allocator
-from memprof.allocator.pools import SegmentLayout
 from memprof.allocator.recorded import Recorded, replay_snapshot
 from memprof.allocator.releases import release_for
 from memprof.allocator.replay import CardMemory, Timeline, TraceReplay
@@ -38,7 +24,7 @@ from memprof.allocator.streams import Completion
 
 __all__ = [
     "AllocatorConfig", "Block", "CachingAllocator", "CardMemory", "Completion", "LiveAllocator", "Needs", "OnCard",
-    "OomReport", "OutOfMemory", "Recorded", "SegmentLayout", "Settings", "SettingsInForce", "SimulatedDriver",
+    "OomReport", "OutOfMemory", "Recorded", "Settings", "SettingsInForce", "SimulatedDriver",
     "Timeline", "TraceReplay", "config_from_environment", "format_size", "needs_of", "parse_config",
     "release_for", "replay_on_card", "replay_snapshot", "without_allocator",
 ]  # fmt: skip

@@ -6,14 +6,9 @@ from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 
 from memprof.allocator.stats import Counters
+from memprof.trace.snapshot import PoolId
 
-ADDRESS_BITS = 57
-"""Bits of a virtual address (5-level paging); a free block's key is `size << ADDRESS_BITS | address`."""
-
-PoolId = tuple[int, int]
-"""`MempoolId_t`: (0, 0) is the default pool."""
-
-DEFAULT_POOL: PoolId = (0, 0)
+ADDRESS_BITS = 57  # bits of a virtual address (5-level paging); a free block's key is `size << ADDRESS_BITS | address`
 
 
 @dataclass(slots=True, eq=False)
@@ -23,10 +18,8 @@ class Segment:
     address: int
     size: int
     expandable: bool = False
-    unit: int = 0
-    """Mapping granularity of an expandable segment."""
-    first: Block = field(init=False)
-    """Its first block. Blocks grow to the right and split off at the right, so this one stays."""
+    unit: int = 0  # mapping granularity of an expandable segment
+    first: Block = field(init=False)  # stays: blocks grow to the right and split off at the right
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -40,16 +33,11 @@ class Block:
     prev: Block | None
     next: Block | None
     requested: int = 0
-    free: bool = False
-    """True when it is in the free blocks of its owner, or unmapped: what may merge and be handed out."""
-    mapped: bool = True
-    """False for a stretch of an expandable segment's address space without memory."""
-    events: int = 0
-    """Work of other streams that has to finish before it is free again."""
-    uses: set[int] | None = None
-    """Streams given to record_stream."""
-    gc_base: int = 0
-    """Searches of its pool when it became free; garbage collection takes the difference for its age."""
+    free: bool = False  # True when it is in the free blocks of its owner, or unmapped: what may merge and be handed out
+    mapped: bool = True  # False for a stretch of an expandable segment's address space without memory
+    events: int = 0  # work of other streams that has to finish before it is free again
+    uses: set[int] | None = None  # streams given to record_stream
+    gc_base: int = 0  # searches of its pool when it became free; garbage collection takes the difference for its age
 
     def __repr__(self) -> str:
         state = "unmapped" if not self.mapped else "free" if self.free else "active"
@@ -64,19 +52,18 @@ class Pool:
     is_small: bool
     counters: Counters
     total: Counters
-    calls: int = 0
-    """get_free_blocks_call_count: counted while garbage collection is on."""
+    calls: int = 0  # get_free_blocks_call_count: counted while garbage collection is on
     streams: dict[int, StreamPool] = field(default_factory=dict)
 
     def of_stream(self, stream: int) -> StreamPool:
-        """The free blocks of `stream`, made on its first use."""
+        """Return the free blocks of `stream`, which are made on its first use."""
         found = self.streams.get(stream)
         if found is None:
             found = self.streams[stream] = StreamPool(self, stream)
         return found
 
     def free_blocks(self) -> list[Block]:
-        """Every free block in the allocator's order: stream, size, address."""
+        """Return every free block in the allocator's order: stream, size, address."""
         return [self.streams[s].blocks[key] for s in sorted(self.streams) for key in self.streams[s].keys]
 
 

@@ -8,27 +8,26 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 
 from memprof.allocator import reclaim
-from memprof.allocator.blocks import ADDRESS_BITS, DEFAULT_POOL, Block, PoolId, StreamPool, absorb_next
+from memprof.allocator.blocks import ADDRESS_BITS, Block, StreamPool, absorb_next
 from memprof.allocator.config import AllocatorConfig
-from memprof.allocator.driver import Driver, SimulatedDriver
+from memprof.allocator.driver import UNKNOWN_SPACE, Driver, SimulatedDriver
 from memprof.allocator.messages import ONE_EXABYTE, OomReport, OutOfMemory
-from memprof.allocator.pools import PrivatePool, SegmentLayout, layout_of
+from memprof.allocator.pools import PrivatePool, layout_of
 from memprof.allocator.releases import LATEST, Release
 from memprof.allocator.rounding import MIN_BLOCK, SMALL_SIZE, round_size, segment_size
 from memprof.allocator.segments import Segments
 from memprof.allocator.stats import Counters, Statistics
 from memprof.allocator.streams import Completion, PendingFrees
 from memprof.errors import UsageError
+from memprof.trace.snapshot import DEFAULT_POOL, PoolId, SnapshotSegment
 
-SPLIT_SLACK = SMALL_SIZE
-"""A block of the large pool is split when more than this would be left over."""
-
-UNKNOWN_SPACE = 1 << 50
-"""Address space of an expandable segment when the card's memory is not known: more than any card has."""
+SPLIT_SLACK = SMALL_SIZE  # A block of the large pool is split when more than this would be left over
 
 
 class CachingAllocator:
     """Replays the decisions of torch's CUDA caching allocator, block by block.
+
+    Its attributes are those of torch's, and what malloc reads of `config` at each call.
 
     Args:
         total_bytes: capacity of the card (cudaMemGetInfo's total); None: without limit.
@@ -60,8 +59,7 @@ class CachingAllocator:
             )
         self.release = release
         self.counts = counts
-        self.device = 0
-        """The card's number, as messages have it."""
+        self.device = 0  # the card's number, as messages have it
         self.driver = SimulatedDriver(total_bytes) if driver is None else driver
         self.pending = PendingFrees(self._free_block, completion)
         self.statistics = Statistics()
@@ -74,16 +72,11 @@ class CachingAllocator:
         if reserve is None:  # without a limit of memory, the reservation must not be one either
             reserve = int(total * config.expandable_segments_reserve) if total else UNKNOWN_SPACE
         self.segment_store = Segments(
-            self.driver,
-            self.statistics,
-            large_segment=config.large_segment_size,
-            max_split_size=config.max_split_size,
-            address_space=reserve,
+            self.driver, self.statistics, config.large_segment_size, config.max_split_size, address_space=reserve
         )
         self.default_pool = PrivatePool(DEFAULT_POOL, self.statistics)
         self.pools: dict[PoolId, PrivatePool] = {DEFAULT_POOL: self.default_pool}
-        self.retired: list[PrivatePool] = []
-        """Private pools that nothing keeps (`graph_pools_freeable`)."""
+        self.retired: list[PrivatePool] = []  # private pools that nothing keeps (`graph_pools_freeable`)
         self.max_split_size = config.max_split_size
         self.divisions = config.roundup_power2_divisions
         self._rounded: dict[int, int] = {}
@@ -93,7 +86,7 @@ class CachingAllocator:
     # -- malloc and free -------------------------------------------------------------------------------------------
 
     def malloc(self, num_bytes: int, stream: int = 0, pool: PoolId = DEFAULT_POOL) -> Block:
-        """A block for `num_bytes` (at least 1: empty tensors take none), usable on `stream` (`malloc`).
+        """Return a block for `num_bytes` (at least 1: empty tensors take none), usable on `stream` (`malloc`).
 
         Raises:
             OutOfMemory: the driver refused, and nothing that is cached could be given back to make room.
@@ -297,7 +290,7 @@ class CachingAllocator:
         return block
 
     def needs_driver(self, size: int, stream: int, pool: PoolId = DEFAULT_POOL) -> bool:
-        """Whether a request of `size` bytes (rounded) could not be served without asking the driver."""
+        """Return whether a request of `size` bytes (rounded) could not be served without asking the driver."""
         sized = self.pools[pool].small if size <= SMALL_SIZE else self.pools[pool].large
         owner = sized.of_stream(stream)
         block = self._search(owner, size)
@@ -318,13 +311,15 @@ class CachingAllocator:
         if num_bytes >= ONE_EXABYTE:
             raise OutOfMemory(self._report(num_bytes, num_bytes), self.release)
         if self.gc_enabled:
-            reclaim.collect_garbage(self)
+            assert self.allowed_bytes is not None
+            threshold = int(self.config.garbage_collection_threshold * self.allowed_bytes)
+            reclaim.collect_garbage(self.segment_store, self.default_pool.large, threshold)
         segment = segment_size(size, self.config.large_segment_size)
         block = self._ask_driver(owner, size, segment)
-        if block is None and reclaim.release_available(self, owner, size):
+        if block is None and reclaim.release_oversize(self.segment_store, owner, size):
             block = self._ask_driver(owner, size, segment)
         if block is None:
-            reclaim.release_cached(self)
+            self.empty_cache()
             self.statistics.num_alloc_retries += 1
             block = self._ask_driver(owner, size, segment)
         if block is None:
@@ -375,10 +370,6 @@ class CachingAllocator:
                 block.uses = set()
             block.uses.add(stream)
 
-    def complete(self, block: Block) -> None:
-        """All work on the freed `block` is done, whatever `completion` says."""
-        self.pending.complete(block)
-
     def synchronize(self) -> None:
         """`synchronize_and_free_events`: wait for the work of all streams."""
         self.statistics.num_sync_all_streams += 1
@@ -387,21 +378,17 @@ class CachingAllocator:
     # -- cache, pools, figures -------------------------------------------------------------------------------------
 
     def empty_cache(self) -> None:
-        """torch.cuda.empty_cache: give back every segment that is wholly free."""
-        reclaim.release_cached(self)
+        """Release every segment that is wholly free, of the default and of retired pools (`release_cached_blocks`)."""
+        self.synchronize()
+        for pool in (self.default_pool, *self.retired):
+            reclaim.release_pool(self.segment_store, pool.large)
+            reclaim.release_pool(self.segment_store, pool.small)
 
     def create_pool(self, pool: PoolId) -> PrivatePool:
         """The private pool (torch.cuda.MemPool, CUDA graphs), new if need be; until it is retired, none goes back."""
         if pool not in self.pools:
             self.pools[pool] = PrivatePool(pool, self.statistics)
         return self.pools[pool]
-
-    def enter_pool(self, pool: PoolId) -> PoolId:
-        """The pool to give to `malloc`, which is there from now on."""
-        if pool == DEFAULT_POOL:
-            return DEFAULT_POOL
-        self.create_pool(pool)
-        return pool
 
     def retire_pool(self, pool: PoolId) -> None:
         """Nothing keeps the pool any more: what is free in it may be given back (`releasePool`)."""
@@ -420,11 +407,11 @@ class CachingAllocator:
         return self.statistics.all
 
     def stats(self) -> dict[str, int]:
-        """What torch.cuda.memory_stats() would return."""
+        """Return what torch.cuda.memory_stats() would return."""
         return self.statistics.as_dict(self.config.reported_max_split_size)
 
-    def segments(self) -> list[SegmentLayout]:
-        """Every segment and its blocks by address, as torch.cuda.memory_snapshot(): one entry per mapped run."""
+    def segments(self) -> list[SnapshotSegment]:
+        """Return every segment and its blocks by address, as torch.cuda.memory_snapshot(): one entry per mapped run."""
         return layout_of(self.segment_store.live.values())
 
 

@@ -16,11 +16,9 @@ from memprof.allocator.rounding import DIVISION_ENTRIES, LARGE_SEGMENT
 from memprof.errors import UsageError, nearest
 from memprof.units import GIB, MIB
 
-UNLIMITED = (1 << 64) - 1
-"""max_split_size when it is not set (SIZE_MAX)."""
+UNLIMITED = (1 << 64) - 1  # max_split_size when it is not set (SIZE_MAX)
 
-VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-"""The first of them that is set counts; releases before 2.9 know the first alone."""
+VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # the first that is set counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,15 +32,12 @@ class AllocatorConfig:
     large_segment_size: int = LARGE_SEGMENT
     per_process_memory_fraction: float = 1.0
     throw_on_cudamalloc_oom: bool = False
+    # Address space of one expandable segment, as a fraction of the card's memory; as bytes, which counts more.
     expandable_segments_reserve: float = 9 / 8
-    """Address space of one expandable segment, as a fraction of the card's memory; or"""
     expandable_segments_reserve_bytes: int | None = None
-    """... as bytes, which counts more."""
-    roundup_power2_divisions: tuple[int, ...] = ()
-    """One entry per octave from 1 MiB up (16 of them); empty: off."""
+    roundup_power2_divisions: tuple[int, ...] = ()  # one entry per octave from 1 MiB up (16 of them); empty: off
     backend: str = "native"
-    text: str = ""
-    """What it was read from."""
+    text: str = ""  # what it was read from
 
     @property
     def reported_max_split_size(self) -> int:
@@ -80,7 +75,7 @@ def parse_config(text: str, release: Release = LATEST, *, origin: str = VARIABLE
 
 
 def config_from_settings(settings: Mapping[str, object]) -> AllocatorConfig:
-    """The settings that a snapshot reports (`allocator_settings`); defaults where it says nothing.
+    """Return the settings that a snapshot reports (`allocator_settings`); defaults where it says nothing.
 
     Raises:
         UsageError: its settings string is one that torch would refuse.
@@ -107,6 +102,13 @@ def config_from_settings(settings: Mapping[str, object]) -> AllocatorConfig:
     return replace(config, **changes)  # type: ignore[arg-type]
 
 
+_FLAGS = (
+    "expandable_segments", "release_lock_on_cudamalloc", "release_lock_on_hipmalloc", "pinned_use_cuda_host_register",
+    "pinned_use_hip_host_register", "pinned_use_background_threads", "pinned_free_catch_all",
+    "graph_capture_record_stream_reuse", "throw_on_cudamalloc_oom",
+)  # fmt: skip
+
+
 class _Parser:
     """One pass over the tokens: words, and the characters , : [ ] between them."""
 
@@ -118,7 +120,7 @@ class _Parser:
         self.at = 0
         self.found: dict[str, object] = {}
         self.limited: dict[str, int] = {}
-        readers: dict[str, Callable[[str], object]] = {
+        readers: dict[str, Callable[[str], object]] = dict.fromkeys(_FLAGS, self._flag) | {
             "backend": lambda key: self._word(key, "native", "cudaMallocAsync"),
             "max_split_size_mb": self._split_limit,
             "max_non_split_rounding_mb": self._split_limit,
@@ -126,23 +128,14 @@ class _Parser:
                 key, "more than 0 and less than 1", lambda value: 0 < value < 1
             ),
             "roundup_power2_divisions": self._roundup_power2_divisions,
-            "expandable_segments": self._flag,
-            "release_lock_on_cudamalloc": self._flag,
-            "release_lock_on_hipmalloc": self._flag,
-            "pinned_use_cuda_host_register": self._flag,
-            "pinned_use_hip_host_register": self._flag,
-            "pinned_use_background_threads": self._flag,
             "pinned_num_register_threads": lambda key: self._integer(
                 key, "a power of 2 up to 128", lambda value: _is_power_of_2(value) and value <= 128
             ),
             "pinned_reserve_segment_size_mb": lambda key: self._integer(key, "MiB, more than 0", bool),
-            "pinned_free_catch_all": self._flag,
-            "graph_capture_record_stream_reuse": self._flag,
             "large_segment_size_mb": lambda key: self._megabytes(key, 10, inclusive=False),
             "per_process_memory_fraction": lambda key: self._float(
                 key, "between 0 and 1", lambda value: 0 <= value <= 1
             ),
-            "throw_on_cudamalloc_oom": self._flag,
             "expandable_segments_reserve": self._reserve,
             "expandable_segments_reserve_by_class": self._reserve_by_class,
         }

@@ -1,48 +1,28 @@
-"""Where segments come from: the CUDA driver, or what stands in for it.
+"""Where segments come from: a simulated CUDA driver, or the recorded answers of a real one.
 
 The driver's addresses are the one input of the allocator that its own rules do not give. They decide between free
-blocks of equal size, nothing else. A simulation takes `SimulatedDriver`; the replay of a snapshot takes the addresses
-from the recording (recorded.py).
+blocks of equal size, nothing else.
 """
 
 from __future__ import annotations
 
 from bisect import insort
-from typing import Protocol
+from collections.abc import Mapping
 
-GRANULARITY = 2 << 20
-"""The driver backs memory with pages of 2 MiB."""
+from memprof.trace.columns import FREE_COMPLETED, SEGMENT_MAP, EventColumns
+from memprof.trace.snapshot import Action, SnapshotEvent
 
-FIRST_ADDRESS = 0x7F0000000000
-"""Where cudaMalloc starts; recorded addresses on Linux lie near here."""
+GRANULARITY = 2 << 20  # the driver backs memory with pages of 2 MiB
 
-FIRST_RESERVATION = 0x10000000000
-"""Where the address space of expandable segments starts, apart from cudaMalloc's."""
+FIRST_ADDRESS = 0x7F0000000000  # where cudaMalloc starts; recorded addresses on Linux lie near here
 
+FIRST_RESERVATION = 0x10000000000  # where the address space of expandable segments starts, apart from cudaMalloc's
+UNKNOWN_SPACE = 1 << 50  # address space of an expandable segment when the card's memory is not known
 
-class Driver(Protocol):
-    """What the allocator asks of the driver."""
+TAKES = (Action.SEGMENT_ALLOC, Action.SEGMENT_MAP)
+RETURNS = (Action.SEGMENT_FREE, Action.SEGMENT_UNMAP)
 
-    def malloc(self, size: int) -> int | None:
-        """cudaMalloc: an address, or None when the memory is not there."""
-
-    def free(self, address: int, size: int) -> None:
-        """cudaFree of a whole segment."""
-
-    def reserve(self, size: int) -> int:
-        """cuMemAddressReserve: address space without memory."""
-
-    def unreserve(self, address: int, size: int) -> None:
-        """cuMemAddressFree."""
-
-    def map(self, address: int, size: int) -> bool:
-        """cuMemCreate and cuMemMap of all of `size`, or of nothing (False)."""
-
-    def unmap(self, address: int, size: int) -> None:
-        """cuMemUnmap and cuMemRelease."""
-
-    def memory_info(self) -> tuple[int, int]:
-        """cudaMemGetInfo: free and total bytes."""
+_FOREIGN = 1 << 56  # addresses for segments that the recording did not take
 
 
 class SimulatedDriver:
@@ -57,8 +37,7 @@ class SimulatedDriver:
         self.total_bytes = total_bytes
         self.other_bytes = other_bytes
         self.used_bytes = 0
-        self.refusals = 0
-        """Requests that did not fit."""
+        self.refusals = 0  # requests that did not fit
         self._top = FIRST_ADDRESS
         self._next_reservation = FIRST_RESERVATION
         self._holes: list[tuple[int, int]] = []  # (address, size), sorted, never adjacent
@@ -68,7 +47,7 @@ class SimulatedDriver:
         self.total_bytes = None
 
     def malloc(self, size: int) -> int | None:
-        """See Driver."""
+        """cudaMalloc: an address, or None when the memory is not there."""
         size = -(-size // GRANULARITY) * GRANULARITY
         if not self._take(size):
             return None
@@ -84,7 +63,7 @@ class SimulatedDriver:
         return address
 
     def free(self, address: int, size: int) -> None:
-        """See Driver."""
+        """cudaFree of a whole segment."""
         size = -(-size // GRANULARITY) * GRANULARITY
         self.used_bytes -= size
         insort(self._holes, (address, size))
@@ -98,24 +77,24 @@ class SimulatedDriver:
         self._holes[index] = (address, size)
 
     def reserve(self, size: int) -> int:
-        """See Driver."""
+        """cuMemAddressReserve: address space without memory."""
         address = self._next_reservation
         self._next_reservation += -(-size // GRANULARITY) * GRANULARITY
         return address
 
     def unreserve(self, address: int, size: int) -> None:
-        """See Driver."""
+        """cuMemAddressFree."""
 
     def map(self, address: int, size: int) -> bool:
-        """See Driver."""
+        """cuMemCreate and cuMemMap of all of `size`, or of nothing (False)."""
         return self._take(size)
 
     def unmap(self, address: int, size: int) -> None:
-        """See Driver."""
+        """cuMemUnmap and cuMemRelease."""
         self.used_bytes -= size
 
     def memory_info(self) -> tuple[int, int]:
-        """See Driver. Without a limit: nothing is free of what is in use."""
+        """cudaMemGetInfo: free and total bytes. Without a limit: nothing is free of what is in use."""
         used = self.used_bytes + self.other_bytes
         total = used if self.total_bytes is None else self.total_bytes
         return max(total - used, 0), total
@@ -126,3 +105,107 @@ class SimulatedDriver:
             return False
         self.used_bytes += size
         return True
+
+
+class RecordedDriver:
+    """Answers as the recorded driver did. `at` moves through the segment events."""
+
+    def __init__(self, events: EventColumns, large_segment: int) -> None:
+        self.events = events
+        self.large_segment = large_segment
+        self.stream = 0
+        self.small = False  # what the request is for: set before each
+        self.spaces: dict[int, int] = {}  # reservations by address, with their sizes
+        self.live: Mapping[int, object] = {}  # by address: the segments that there are
+        self.at = 0
+        self.problem: str | None = None
+        self._foreign = _FOREIGN
+
+    def malloc(self, size: int) -> int | None:
+        """Return the address of the next recorded segment; None if the recorded driver refused."""
+        event = self.next()
+        if event is not None and event.action is Action.SEGMENT_ALLOC and event.size == size:
+            self.at += 1
+            if event.address not in self.live:
+                return event.address
+            self.differs(f"a segment was taken at {event.address:#x}, where there is one")
+            return self._new(size)
+        if event is not None and (event.action in RETURNS or event.action is Action.OOM):
+            return None
+        self.differs(f"a segment of {size} bytes was not taken")
+        return self._new(size)
+
+    def free(self, address: int, size: int) -> None:
+        """Must be the next recorded one."""
+        self._given_back(Action.SEGMENT_FREE, address, size)
+
+    def reserve(self, size: int) -> int:
+        """Where the next recorded mapping for this stream and pool is; it may be far off, if this one is refused."""
+        events = self.events
+        for at in events.places(SEGMENT_MAP):
+            address = events.addresses[at]
+            if (
+                at >= self.at
+                and not self._taken(address)
+                and events.streams[at] == self.stream
+                and (events.sizes[at] % self.large_segment != 0) == self.small
+            ):
+                self.spaces[address] = size
+                return address
+        address = self._new(size)
+        self.spaces[address] = size
+        return address
+
+    def unreserve(self, address: int, size: int) -> None:
+        """Not recorded."""
+        del self.spaces[address]
+
+    def map(self, address: int, size: int) -> bool:
+        """Return whether the recorded driver had the memory."""
+        event = self.next()
+        if event is not None and event.action is Action.SEGMENT_MAP and (event.address, event.size) == (address, size):
+            self.at += 1
+            return True
+        if event is not None and (event.action in RETURNS or event.action is Action.OOM):
+            return False
+        self.differs(f"{size} bytes at {address:#x} were not mapped")
+        return True
+
+    def unmap(self, address: int, size: int) -> None:
+        """Must be the next recorded one."""
+        self._given_back(Action.SEGMENT_UNMAP, address, size)
+
+    def memory_info(self) -> tuple[int, int]:
+        """Return nothing: the memory of the GPU is not recorded."""
+        return 0, 0
+
+    def _given_back(self, action: Action, address: int, size: int) -> None:
+        event = self.next()
+        if event is not None and (event.action, event.address, event.size) == (action, address, size):
+            self.at += 1
+        else:
+            self.differs(f"{size} bytes at {address:#x} were not given back here")
+
+    def next(self) -> SnapshotEvent | None:
+        """Return the next event of the driver's, or of what ends a request."""
+        while self.at < len(self.events) and self.events.actions[self.at] == FREE_COMPLETED:
+            self.at += 1
+        return self.events[self.at] if self.at < len(self.events) else None
+
+    def differs(self, problem: str) -> None:
+        """Remember the first difference."""
+        self.problem = self.problem or problem
+
+    def _taken(self, address: int) -> bool:
+        """Return whether a reservation is there; of one whose size is not known, only its beginning says so."""
+        return any(
+            address == base or (size < UNKNOWN_SPACE and base <= address < base + size)
+            for base, size in self.spaces.items()
+        )
+
+    def _new(self, size: int) -> int:
+        self._foreign += size
+        return self._foreign - size
+
+
+Driver = SimulatedDriver | RecordedDriver

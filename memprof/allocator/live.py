@@ -9,8 +9,8 @@ from memprof.allocator.replay import CardMemory, TraceReplay
 from memprof.allocator.rounding import SMALL_BUFFER, SMALL_SIZE
 from memprof.trace.events import Trace
 
+# What `resetAccumulatedStats` of c10/cuda/CUDACachingAllocator.cpp sets to zero, beside `.allocated` and `.freed`.
 _COUNTS = ("num_alloc_retries", "num_ooms", "num_sync_all_streams", "num_device_alloc", "num_device_free")
-"""What `resetAccumulatedStats` of c10/cuda/CUDACachingAllocator.cpp sets to zero, beside `.allocated` and `.freed`."""
 
 
 class LiveAllocator:
@@ -19,15 +19,13 @@ class LiveAllocator:
     def __init__(
         self, trace: Trace, card: CardMemory, config: AllocatorConfig | None = None, release: Release = LATEST
     ) -> None:
-        self._room = 0
-        """What can certainly still be reserved."""
+        self._room = 0  # what can certainly still be reserved
         self._large_segment = (config or AllocatorConfig()).large_segment_size
         self._trace = trace
         self._card = card
         self._release = release
         self._replay = TraceReplay(trace, card, config, release)
-        self._before: dict[str, int] = {}
-        """Accumulated counters at their last reset."""
+        self._before: dict[str, int] = {}  # accumulated counters at their last reset
 
     def refusal(self) -> str | None:
         """What torch.OutOfMemoryError says if the card refuses the request that is the last event; None: it is served.
@@ -42,20 +40,16 @@ class LiveAllocator:
         self._room -= self._largest_segment(num_bytes)
         if self._room >= 0:
             return None
-        replay.skip(last)
+        replay.advance(last, writes=False)
         replay.event = last + 1
         try:
             replay.live[ref] = replay.allocator.malloc(num_bytes, replay.stream)
         except OutOfMemory as error:
             return error.report.of_process(self._card.context_bytes).message(self._release)
-        self._room = self._free()
+        usable, allowed = self._card.usable_bytes, replay.allocator.allowed_bytes
+        limit = usable if allowed is None else min(allowed, usable)
+        self._room = limit - replay.allocator.counters.reserved_bytes
         return None
-
-    def _free(self) -> int:
-        """Bytes that may still be reserved."""
-        allocator = self._replay.allocator
-        limit = self._card.usable_bytes if allocator.allowed_bytes is None else allocator.allowed_bytes
-        return min(limit, self._card.usable_bytes) - allocator.statistics.all.reserved_bytes
 
     def _largest_segment(self, num_bytes: int) -> int:
         """No request makes the allocator reserve more than this: so long as there is room for all of them, none is
@@ -72,7 +66,7 @@ class LiveAllocator:
 
     def reset_peak(self) -> None:
         """torch.cuda.reset_peak_memory_stats()."""
-        self._replay.skip()
+        self._replay.advance(writes=False)
         self._replay.allocator.statistics.reset_peak()
 
     def reset_accumulated(self) -> None:
@@ -81,5 +75,5 @@ class LiveAllocator:
         self._before = {name: now[name] for name in now if name.endswith((".allocated", ".freed")) or name in _COUNTS}
 
     def _now(self) -> dict[str, int]:
-        self._replay.skip()
+        self._replay.advance(writes=False)
         return self._replay.allocator.stats()

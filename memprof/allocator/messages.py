@@ -11,12 +11,11 @@ from memprof.allocator.releases import LATEST, Release
 from memprof.errors import MemprofError
 from memprof.units import GIB, KIB, MIB
 
-ONE_EXABYTE = 1 << 60
-"""Requests of at least this size are refused outright (`allocate` in CUDACachingAllocator.cpp)."""
+ONE_EXABYTE = 1 << 60  # requests of at least this size are refused outright (`allocate` in CUDACachingAllocator.cpp)
 
 
 def format_size(num_bytes: int) -> str:
-    """A size as torch prints it: two decimals, and a unit that goes on to its next at more than 1,024."""
+    """Return a size as torch prints it: two decimals, and a unit that goes on to its next at more than 1,024."""
     if num_bytes <= KIB:
         return f"{num_bytes} bytes"
     if num_bytes <= MIB:
@@ -30,20 +29,15 @@ def format_size(num_bytes: int) -> str:
 class OomReport:
     """The figures of an out-of-memory error, in bytes."""
 
-    requested_bytes: int
-    """What the program asked for; the message does not show it."""
-    tried_bytes: int
-    """The segment that the driver refused: the message's "Tried to allocate"."""
+    requested_bytes: int  # what the program asked for; the message does not show it
+    tried_bytes: int  # the segment that the driver refused: the message's "Tried to allocate"
     total_bytes: int
     free_bytes: int
-    allocated_bytes: int
-    """Blocks handed out, and free ones inside private pools."""
+    allocated_bytes: int  # blocks handed out, and free ones inside private pools
     reserved_bytes: int
     private_pool_bytes: int = 0
-    allowed_bytes: int | None = None
-    """Limit set by a memory fraction."""
-    process_bytes: int | None = None
-    """What NVML shows for this process."""
+    allowed_bytes: int | None = None  # limit set by a memory fraction
+    process_bytes: int | None = None  # what NVML shows for this process
     device: int = 0
 
     def of_process(self, context_bytes: int) -> OomReport:
@@ -51,7 +45,7 @@ class OomReport:
         return replace(self, process_bytes=self.reserved_bytes + context_bytes)
 
     def message(self, release: Release = LATEST) -> str:
-        """What torch.cuda.OutOfMemoryError says in `release`."""
+        """Return what torch.cuda.OutOfMemoryError says in `release`."""
         allowed = "" if self.allowed_bytes is None else f"{format_size(self.allowed_bytes)} allowed; "
         if self.requested_bytes >= ONE_EXABYTE:
             return "CUDA out of memory. Tried to allocate more than 1EB memory."

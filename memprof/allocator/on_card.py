@@ -7,34 +7,28 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from memprof.allocator.config import AllocatorConfig
-from memprof.allocator.pools import BlockLayout, SegmentLayout
 from memprof.allocator.releases import LATEST, Release
 from memprof.allocator.replay import CardMemory, FirstOom, Timeline, TimelinePeak, TraceReplay
 from memprof.allocator.streams import Completion
 from memprof.trace.events import EventKind, Trace
+from memprof.trace.snapshot import SnapshotSegment
 
-Layout = tuple[list[SegmentLayout], dict[int, int]]
-"""Segments and blocks at a moment, and the storage in each block by its address."""
+Layout = tuple[list[SnapshotSegment], dict[int, int]]  # and the storage in each block by its address
 
 
 class Needs(NamedTuple):
     """What a run comes to, in short."""
 
-    required_reserved_bytes: int
-    """As in OnCard."""
-    fits: bool
-    """True without a card."""
-    allocated_bytes: int
-    """The most that tensors take, as the allocator rounds it on a card without limit."""
+    required_reserved_bytes: int  # as in OnCard
+    fits: bool  # True without a card
+    allocated_bytes: int  # the most that tensors take, as the allocator rounds it on a card without limit
 
 
 class StreamBounds(NamedTuple):
     """The most that is reserved if what other streams used is free as soon, and as late, as it can be."""
 
-    soonest_bytes: int
-    """It is free at once."""
-    latest_bytes: int
-    """It is free only once the host has waited for those streams."""
+    soonest_bytes: int  # it is free at once
+    latest_bytes: int  # it is free only once the host has waited for those streams
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,21 +39,15 @@ class OnCard:
     card: CardMemory | None
     config: AllocatorConfig
     release: Release
-    timeline: Timeline
-    """If it fits (or without a card), what the run holds on this card; else, on a card without limit."""
-    first_oom: FirstOom | None
-    """The request that this card refuses; None: it fits."""
-    retries: int
-    """Times that the allocator gave its whole cache back, because the card was full, and could serve the request."""
+    timeline: Timeline  # if it fits (or without a card), what the run holds on this card; else, on a card without limit
+    first_oom: FirstOom | None  # the request that this card refuses; None: it fits
+    retries: int  # times that the allocator released its whole cache for a request, and could serve it
+    # The most that is reserved on a card without limit: so much, and nothing is ever given back to make room. Requests
+    # that the program was refused and went on without are not in it.
     required_reserved_bytes: int
-    """The most that is reserved on a card without limit: so much, and nothing is ever given back to make room. Requests
-    that the program was refused and went on without are not in it."""
-    rounds: bool = True
-    """Whether requests are rounded to blocks; in host memory they are not."""
-    bounds: StreamBounds | None = None
-    """Of `required_reserved_bytes`; None: no stream uses another's memory."""
-    _layouts: dict[int, Layout] = field(default_factory=dict, repr=False, compare=False)
-    """By event: those that were asked for, since each may take a replay."""
+    rounds: bool = True  # whether requests are rounded to blocks; in host memory they are not
+    bounds: StreamBounds | None = None  # of `required_reserved_bytes`; None: no stream uses another's memory
+    _layouts: dict[int, Layout] = field(default_factory=dict, repr=False, compare=False)  # by event
 
     def layout_at(self, event: int) -> Layout:
         """Segments and blocks after `event` of the timeline's run, and the storage in each block by its address."""
@@ -67,56 +55,15 @@ class OnCard:
         return self._layouts[event]
 
     def prepare_layouts(self, events: Iterable[int]) -> None:
-        """Find the layouts after several events, in one replay where they take one, for `layout_at`."""
-        for event in set(events) - self._layouts.keys():
-            if (noted := self._noted(event)) is not None:
-                self._layouts[event] = noted
+        """Find the layouts after several events, for `layout_at`, in one replay."""
         wanted = sorted(set(events) - self._layouts.keys())
         if not wanted:
             return
         limited = self.card is not None and self.first_oom is None
         replay = TraceReplay(self.trace, self.card if limited else None, self.config, self.release, counts=False)
         for event in wanted:
-            replay.skip(event + 1)
+            replay.advance(event + 1, writes=False)
             self._layouts[event] = _layout(replay)
-
-    def _noted(self, event: int) -> Layout | None:
-        """The layout after `event` as the timeline tells it, in a tenth of the time of a replay: where segments only
-        came, those that were there are the first by address, and what is free between two blocks is one block.
-
-        None where segments went back or grew in place, or where blocks wait for streams.
-        """
-        timeline, storages = self.timeline, self.trace.storages
-        if self.config.expandable_segments or self.trace.uses or timeline.stats.get("num_device_free", 1):
-            return None
-        addresses, owners = timeline.addresses, dict[int, int]()
-        alloc, dead = EventKind.ALLOC, EventKind.FREE
-        for kind, ref in self.trace.events[: event + 1]:
-            if kind is alloc:
-                if ref in addresses:
-                    owners[addresses[ref]] = ref
-            elif kind is dead and ref in addresses:
-                owners.pop(addresses[ref], None)
-        held = sorted(owners)
-        reserved, begin = timeline.reserved[event], 0
-        segments: list[SegmentLayout] = []
-        for segment in timeline.segments:
-            if reserved <= 0:
-                break
-            reserved -= segment.size
-            blocks: list[BlockLayout] = []
-            at, end = segment.address, segment.address + segment.size
-            while begin < len(held) and held[begin] < end:
-                address, ref = held[begin], owners[held[begin]]
-                if address > at:
-                    blocks.append(BlockLayout(at, address - at, 0, "inactive"))
-                blocks.append(BlockLayout(address, timeline.blocks[ref], storages[ref].num_bytes, "active_allocated"))
-                at = address + timeline.blocks[ref]
-                begin += 1
-            if at < end:
-                blocks.append(BlockLayout(at, end - at, 0, "inactive"))
-            segments.append(segment._replace(blocks=tuple(blocks)))
-        return None if reserved or begin < len(held) else (segments, owners)
 
     def layout_at_oom(self) -> Layout:
         """As `layout_at`, when the card refuses the request, and what could be given back has been.
@@ -127,24 +74,24 @@ class OnCard:
         if self.first_oom is None:
             raise ValueError("the run fits")
         replay = TraceReplay(self.trace, self.card, self.config, self.release, counts=False)
-        replay.skip(self.first_oom.event)
+        replay.advance(self.first_oom.event, writes=False)
         replay.allocator.empty_cache()
         return _layout(replay)
 
     @property
     def fits(self) -> bool:
-        """Whether nothing is refused; True without a card."""
+        """Return whether nothing is refused; True without a card."""
         return self.first_oom is None
 
     def under(self, config: AllocatorConfig) -> Needs:
-        """What the same run would need with other settings."""
+        """Return what the same run would need with other settings."""
         return needs_of(self.trace, self.card, config, self.release)
 
 
 def needs_of(trace: Trace, card: CardMemory | None, config: AllocatorConfig, release: Release = LATEST) -> Needs:
-    """What `trace` needs, in a fraction of the time of `replay_on_card`."""
+    """Return what `trace` needs, in a fraction of the time of `replay_on_card`."""
     replay = TraceReplay(trace, None, config, release)
-    replay.skip()
+    replay.advance(writes=False)
     counters = replay.allocator.counters
     required = counters.reserved_bytes_peak
     fits = True
@@ -153,7 +100,7 @@ def needs_of(trace: Trace, card: CardMemory | None, config: AllocatorConfig, rel
         fits = required <= limit
         if not fits and counters.allocated_bytes_peak <= limit:  # perhaps by giving the cache back
             limited = TraceReplay(trace, card, config, release, counts=False)
-            limited.skip()
+            limited.advance(writes=False)
             fits = limited.timeline.first_oom is None
     return Needs(required, fits, counters.allocated_bytes_peak)
 
@@ -193,7 +140,7 @@ def _bounds(trace: Trace, config: AllocatorConfig, release: Release) -> StreamBo
     most: list[int] = []
     for completion in (Completion.IMMEDIATE, Completion.AT_SYNC):
         replay = TraceReplay(trace, None, config, release, completion, counts=False)
-        replay.skip()
+        replay.advance(writes=False)
         most.append(replay.allocator.counters.reserved_bytes_peak)
     return StreamBounds(*most)
 
@@ -203,7 +150,7 @@ def _layout(replay: TraceReplay) -> Layout:
 
 
 def without_allocator(trace: Trace) -> OnCard:
-    """A run in host memory: what is requested is allocated, and there is no cache to reserve."""
+    """Return a run in host memory: what is requested is allocated, and there is no cache to reserve."""
     timeline = Timeline()
     now, most = 0, TimelinePeak()
     for time, (kind, ref) in enumerate(trace.events):

@@ -15,9 +15,9 @@ block of the large pool keeps up to 1 MiB that it did not ask for (from max_spli
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from memprof.allocator.blocks import Block, PoolId, StreamPool, split_right
+from memprof.allocator.blocks import Block, StreamPool, split_right
 from memprof.allocator.caching import CachingAllocator
 from memprof.allocator.config import AllocatorConfig
 from memprof.allocator.rounding import SMALL_BUFFER, SMALL_SIZE, round_size
@@ -32,14 +32,13 @@ from memprof.trace.columns import (
     SEGMENT_UNMAP,
     EventColumns,
 )
-from memprof.trace.snapshot import BlockState, SnapshotSegment
+from memprof.trace.snapshot import BlockState, PoolId, SnapshotSegment
 
-OTHER_STREAM = -1
-"""Which stream a late free waited for is not recorded."""
+OTHER_STREAM = -1  # which stream a late free waited for is not recorded
 
 
 def completes_at_once(events: EventColumns, index: int) -> bool:
-    """Whether the free that the event at `index` asks for is done at once: no other stream held it up."""
+    """Return whether the free that the event at `index` asks for is done at once: no other stream held it up."""
     after = index + 1
     if after == len(events) or events.actions[after] != FREE_COMPLETED:
         return False
@@ -52,10 +51,8 @@ class LiveBlock:
 
     address: int
     requested: int
-    size: int | None
-    """None if no record gives it."""
-    pending: bool
-    """Its free had been asked for, and waited for other streams."""
+    size: int | None  # None if no record gives it
+    pending: bool  # its free had been asked for, and waited for other streams
 
 
 @dataclass(slots=True)
@@ -69,9 +66,14 @@ class Range:
     pool_id: PoolId
     expandable: bool
 
+    @property
+    def end(self) -> int:
+        """Return the first address behind it."""
+        return self.address + self.size
+
     @classmethod
     def of(cls, found: SnapshotSegment) -> Range:
-        """Where `found` lies."""
+        """Return where `found` lies."""
         return cls(found.address, found.size, found.stream, found.is_small, found.pool_id, found.expandable)
 
 
@@ -81,17 +83,14 @@ class State:
 
     ranges: list[Range] = field(default_factory=list)
     live: dict[int, LiveBlock] = field(default_factory=dict)
-    ambiguous: int = 0
-    """Blocks whose end no record gives."""
+    ambiguous: int = 0  # blocks whose end no record gives
+    # Addresses known to be of an expandable segment, by its stream and whether it is of the small pool; sorted.
     spaces: dict[tuple[int, bool], list[int]] = field(default_factory=dict)
-    """Addresses known to be of an expandable segment, by its stream and whether it is of the small pool; sorted."""
-    contradictions: list[str] = field(default_factory=list)
-    """Where events and final segments do not fit together: then the trace is not whole."""
+    contradictions: list[str] = field(default_factory=list)  # if any, the trace is not whole
 
 
-def state_before(segments: list[SnapshotSegment], events: EventColumns, config: AllocatorConfig | None = None) -> State:
+def state_before(segments: list[SnapshotSegment], events: EventColumns, config: AllocatorConfig) -> State:
     """Undo `events` (one device, oldest first) from the final `segments`, under the settings `config`."""
-    config = AllocatorConfig() if config is None else config
     state = State()
     ranges = Ranges(segments, config)
     final: list[LiveBlock] = []
@@ -103,8 +102,8 @@ def state_before(segments: list[SnapshotSegment], events: EventColumns, config: 
                 final.append(LiveBlock(block.address, requested, block.size, pending))
     # By address: the event that ended the block's life, or the place from the end in `final`, which is below 0.
     live = {block.address: place for place, block in enumerate(final, -len(final))}
+    # Addresses of blocks whose free completes, and has not been asked for yet.
     waiting = {block.address for block in final if block.pending}
-    """Addresses of blocks whose free completes, and has not been asked for yet."""
     actions, addresses = events.actions, events.addresses
     for index in range(len(events) - 1, -1, -1):
         action, address = actions[index], addresses[index]
@@ -157,7 +156,7 @@ class Ranges:
             self._add(Range.of(segment))
 
     def sorted(self) -> list[Range]:
-        """All of them by address."""
+        """Return all of them by address."""
         return [self.by_address[address] for address in sorted(self.by_address)]
 
     def is_small(self, mapped: int) -> bool:
@@ -165,7 +164,7 @@ class Ranges:
         return mapped % self.large_segment != 0
 
     def undo(self, events: EventColumns, index: int) -> str | None:
-        """What is wrong with the event at `index`, or None."""
+        """Return what is wrong with the event at `index`, or None."""
         action, address, size = events.actions[index], events.addresses[index], events.sizes[index]
         if action == SEGMENT_ALLOC:
             found = self.by_address.get(address)
@@ -174,13 +173,13 @@ class Ranges:
             self._remove(found)
         elif action == SEGMENT_MAP:
             found = self._at(address)
-            if found is None or not found.expandable or _end(found) < address + size:
+            if found is None or not found.expandable or found.end < address + size:
                 return f"maps memory at {address:#x} that is not there afterwards"
             self._remove(found)
             if address > found.address:
-                self._add(_part(found, found.address, address))
-            if address + size < _end(found):
-                self._add(_part(found, address + size, _end(found)))
+                self._add(replace(found, size=address - found.address))
+            if address + size < found.end:
+                self._add(replace(found, address=address + size, size=found.end - address - size))
         elif action in (SEGMENT_FREE, SEGMENT_UNMAP):
             at = bisect_left(self.order, address)
             if self._at(address) is not None or (at < len(self.order) and self.order[at] < address + size) or not size:
@@ -196,20 +195,21 @@ class Ranges:
         return None
 
     def _joined(self, run: Range) -> Range:
-        """The expandable `run` with the mapped runs that touch it, which are taken out."""
+        """Return the expandable `run` with the mapped runs that touch it, which are taken out."""
         at = bisect_left(self.order, run.address)
         touching = [self.by_address[address] for address in self.order[max(at - 1, 0) : at + 1]]
         for other in touching:
-            if other.expandable and (_end(other) == run.address or _end(run) == other.address):
-                run = _part(other, min(run.address, other.address), max(_end(run), _end(other)))
+            if other.expandable and (other.end == run.address or run.end == other.address):
+                begin = min(run.address, other.address)
+                run = replace(other, address=begin, size=max(run.end, other.end) - begin)
                 self._remove(other)
         return run
 
     def _at(self, address: int) -> Range | None:
-        """The range that `address` lies in."""
+        """Return the range that `address` lies in."""
         at = bisect_right(self.order, address) - 1
         found = self.by_address[self.order[at]] if at >= 0 else None
-        return found if found is not None and address < _end(found) else None
+        return found if found is not None and address < found.end else None
 
     def _add(self, run: Range) -> None:
         self.by_address[run.address] = run
@@ -218,14 +218,6 @@ class Ranges:
     def _remove(self, run: Range) -> None:
         del self.by_address[run.address]
         del self.order[bisect_left(self.order, run.address)]
-
-
-def _end(run: Range) -> int:
-    return run.address + run.size
-
-
-def _part(run: Range, begin: int, end: int) -> Range:
-    return Range(begin, end - begin, run.stream, run.is_small, run.pool_id, run.expandable)
 
 
 def _measure(state: State, events: EventColumns, config: AllocatorConfig) -> None:
@@ -237,11 +229,11 @@ def _measure(state: State, events: EventColumns, config: AllocatorConfig) -> Non
         block = state.live[address]
         at = bisect_right(starts, address) - 1
         run = state.ranges[at] if at >= 0 else None
-        if run is None or _end(run) <= address:
+        if run is None or run.end <= address:
             state.contradictions.append(f"the block at {address:#x} is in no segment")
             del state.live[address]
             continue
-        limit = _end(run)
+        limit = run.end
         if index + 1 < len(addresses):
             limit = min(limit, addresses[index + 1])
         known = block.size is not None
@@ -284,7 +276,7 @@ def _measure_by_neighbours(state: State, events: EventColumns, open_ends: list[t
 
 
 def restore(allocator: CachingAllocator, state: State) -> dict[int, Block]:
-    """Put `allocator`, which is fresh, into `state`; its live blocks by address."""
+    """Put `allocator`, which is fresh and keeps no counts, into `state`; return its live blocks by address."""
     live = sorted(state.live)
     found: dict[int, Block] = {}
     previous: tuple[Range, Block] | None = None
@@ -298,18 +290,17 @@ def restore(allocator: CachingAllocator, state: State) -> dict[int, Block]:
             previous = (run, tail)
         else:
             block = store.adopt(owner, run.address, run.size)
-        store.total_bytes += run.size
-        for counters in (owner.counters, owner.total):
-            counters.reserve(run.size, 0 if run.expandable else 1)
-        for address in live[bisect_left(live, run.address) : bisect_left(live, _end(run))]:
+        store.count(owner, run.size, 0 if run.expandable else 1)
+        for address in live[bisect_left(live, run.address) : bisect_left(live, run.end)]:
             known = state.live[address]
             assert known.size is not None
             if address > block.address:
                 following = split_right(block, address - block.address)
-                _leave_free(block)
+                owner.insert(block)
                 block = following
             rest = split_right(block, known.size) if known.size < block.size else None
-            _take(block, known, found)
+            block.requested = known.requested
+            found[address] = block
             if known.pending:
                 block.uses = {OTHER_STREAM}
                 allocator.pending.add(block)
@@ -317,14 +308,14 @@ def restore(allocator: CachingAllocator, state: State) -> dict[int, Block]:
                 break
             block = rest
         else:
-            _leave_free(block)
+            owner.insert(block)
     return found
 
 
 def _restore_run(
     store: Segments, owner: StreamPool, run: Range, state: State, previous: tuple[Range, Block] | None
 ) -> tuple[Block, Block]:
-    """The block of the mapped `run`, in no list, and the unmapped block behind it.
+    """Return the block of the mapped `run`, in no list, and the unmapped block behind it.
 
     Runs of one pool and stream that follow each other are taken to lie in one reservation.
     """
@@ -345,7 +336,7 @@ def _restore_run(
 
 
 def _base(run: Range, state: State) -> int:
-    """The lowest address known of the reservation of `run`: nothing else lies between."""
+    """Return the lowest address known of the reservation of `run`: nothing else lies between."""
     others = [other.address for other in state.ranges if not (other.expandable and _same_space(other, run))]
     for key, known in state.spaces.items():
         if key != (run.stream, run.is_small):
@@ -356,29 +347,3 @@ def _base(run: Range, state: State) -> int:
 
 def _same_space(before: Range, run: Range) -> bool:
     return (before.stream, before.is_small, before.pool_id) == (run.stream, run.is_small, run.pool_id)
-
-
-def _leave_free(block: Block) -> None:
-    block.owner.insert(block)
-    if not block.segment.expandable and (block.prev is not None or block.next is not None):
-        for counters in (block.owner.counters, block.owner.total):
-            counters.change_inactive_split(1, block.size)
-
-
-def _take(block: Block, known: LiveBlock, found: dict[int, Block]) -> None:
-    block.requested = known.requested
-    found[block.address] = block
-    block.owner.counters.mallocs += 1
-    block.owner.counters.mallocs_bytes += block.size
-    block.owner.counters.mallocs_requested += known.requested
-    for counters in (block.owner.counters, block.owner.total):
-        counters.requested_bytes += known.requested
-        counters.requested_bytes_peak = counters.requested_bytes
-        if known.pending:
-            counters.wait(1, block.size)
-        else:
-            counters.allocation += 1
-            counters.allocated_bytes += block.size
-            counters.allocation_peak = counters.allocation
-            counters.allocated_bytes_peak = counters.allocated_bytes
-        counters.note_active()

@@ -12,13 +12,12 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from memprof.allocator.blocks import DEFAULT_POOL, Block, PoolId
+from memprof.allocator.blocks import Block
 from memprof.allocator.caching import CachingAllocator
 from memprof.allocator.config import AllocatorConfig, config_from_settings
+from memprof.allocator.driver import RETURNS, TAKES, RecordedDriver
 from memprof.allocator.messages import OutOfMemory
-from memprof.allocator.pools import SegmentLayout
 from memprof.allocator.rebuild import OTHER_STREAM, State, completes_at_once, restore, state_before
-from memprof.allocator.recorded_driver import RETURNS, TAKES, RecordedDriver
 from memprof.allocator.rounding import MIN_BLOCK, SMALL_SIZE, round_size
 from memprof.allocator.segments import whole_units
 from memprof.allocator.streams import Completion
@@ -32,10 +31,9 @@ from memprof.trace.columns import (
     SNAPSHOT,
     EventColumns,
 )
-from memprof.trace.snapshot import Action, Snapshot, SnapshotEvent, SnapshotSegment
+from memprof.trace.snapshot import DEFAULT_POOL, Action, PoolId, Snapshot, SnapshotEvent, SnapshotSegment
 
-MAX_READINGS = 64
-"""Replays of one trace at most."""
+MAX_READINGS = 64  # replays of one trace at most
 
 _ENDS = (Action.ALLOC, Action.OOM)
 _STOPS = frozenset(CODES[action] for action in (*_ENDS, Action.FREE_REQUESTED))
@@ -58,24 +56,18 @@ class Recorded:
     """What became of the replay of one device's trace."""
 
     device: int
-    allocations: int
-    """In the whole trace."""
-    identical_addresses: int
-    """Allocations before the first difference."""
+    allocations: int  # in the whole trace
+    identical_addresses: int  # allocations before the first difference
     final_layout_identical: bool
     first_difference: Difference | None
-    config: AllocatorConfig = field(repr=False, default_factory=AllocatorConfig)
-    """The settings that were in force, as far as the file says."""
-    start: State = field(repr=False, default_factory=State)
-    """Segments and live blocks before the first event."""
-    block_sizes: array[int] = field(repr=False, default_factory=lambda: array("q"))
-    """Bytes of the block that each allocation was given, for the first `identical_addresses` of them."""
-    flushes: tuple[int, ...] = field(repr=False, default=())
-    """Events before which the program called empty_cache, or did what amounts to it."""
+    config: AllocatorConfig = field(repr=False, default_factory=AllocatorConfig)  # as far as the file says
+    start: State = field(repr=False, default_factory=State)  # segments and live blocks before the first event
+    block_sizes: array[int] = field(repr=False, default_factory=lambda: array("q"))  # bytes of the first blocks
+    flushes: tuple[int, ...] = field(repr=False, default=())  # events before which the program called empty_cache
 
     @property
     def exact(self) -> bool:
-        """Whether everything came out as recorded."""
+        """Return whether everything came out as recorded."""
         return self.final_layout_identical and self.identical_addresses == self.allocations
 
 
@@ -118,12 +110,11 @@ def _replay_device(snapshot: Snapshot, device: int, total_bytes: int | None) -> 
 
 
 class _Replay:
-    """One device's trace."""
+    """One device's trace: what was recorded, the allocator, and what a loop over nearly all events needs at hand."""
 
     def __init__(self, snapshot: Snapshot, device: int, total_bytes: int | None, forced: dict[int, bool]) -> None:
         self.forced = forced
-        self.choices: dict[int, bool] = {}
-        """By event: whether what is recorded there was taken to be the next request's own doing."""
+        self.choices: dict[int, bool] = {}  # by event: whether it was taken to be the next request's own doing
         self.device = device
         self.final = [segment for segment in snapshot.segments if segment.device == device]
         trace = EventColumns.of(snapshot.traces[device] if device < len(snapshot.traces) else [])
@@ -156,7 +147,7 @@ class _Replay:
     def run(self) -> Recorded:
         index, count = 0, len(self.events)
         while self.first is None:
-            index = self.usual(index)
+            index = self.replay_plain_requests(index)
             if index == count:
                 break
             action = self.events.actions[index]
@@ -166,7 +157,7 @@ class _Replay:
                 self.request(index, index)
                 index += 1
             else:
-                index = self.between(index)
+                index = self.replay_driver_events(index)
         identical = self.first is None and _layout(self.final) == _layout(self.allocator.segments())
         if not identical:
             self.differs(len(self.events), "the final layout is another one")
@@ -182,7 +173,7 @@ class _Replay:
             flushes=tuple(self.flushes),
         )
 
-    def usual(self, index: int) -> int:
+    def replay_plain_requests(self, index: int) -> int:
         """Requests of the default pool and frees that complete at once, from `index` on: nearly all of a recording.
 
         Returns:
@@ -203,11 +194,11 @@ class _Replay:
                 try:
                     block = malloc(size, stream)
                 except OutOfMemory:
-                    self.answered(index, None)
+                    self.check_answer(index, None)
                     return index + 1
                 index += 1
                 if block.address != address or driver.problem is not None:
-                    self.answered(index - 1, block)
+                    self.check_answer(index - 1, block)
                     return index
                 live[address] = block
                 sizes.append(block.size)
@@ -224,8 +215,8 @@ class _Replay:
                 return index
         return index
 
-    def between(self, start: int) -> int:
-        """Events from `start` that neither request nor free: the next request's own doing, or done before it.
+    def replay_driver_events(self, start: int) -> int:
+        """Return events from `start` that neither request nor free: the next request's own doing, or done before it.
 
         Returns:
             The index to go on at.
@@ -235,7 +226,7 @@ class _Replay:
             end += 1
         window = self.events[start:end]
         last = self.events[end] if end < len(self.events) else None
-        own = last is not None and last.action in _ENDS and self.is_own(window, last)
+        own = last is not None and last.action in _ENDS and self.belongs_to_request(window, last)
         if last is not None and last.action in _ENDS and any(event.action not in TAKES for event in window):
             own = self.choices[start] = self.forced.get(start, own)
         if own:
@@ -256,7 +247,7 @@ class _Replay:
         self.check_driver(start, end)
         return end
 
-    def is_own(self, window: list[SnapshotEvent], last: SnapshotEvent) -> bool:
+    def belongs_to_request(self, window: list[SnapshotEvent], last: SnapshotEvent) -> bool:
         """Whether the request `last` did what is in `window`: then it found no free block, and went to the driver."""
         actions = {event.action for event in window}
         if last.action is Action.ALLOC and not actions & {*TAKES} and not self.kept_edge(window, last):
@@ -302,9 +293,9 @@ class _Replay:
         with contextlib.suppress(OutOfMemory):
             block = self.allocator.malloc(event.size, event.stream, self.pool_of(event))
         completed = [other.address for other in self.events[start:index] if other.action is Action.FREE_COMPLETED]
-        self.answered(index, block, completed)
+        self.check_answer(index, block, completed)
 
-    def answered(self, index: int, block: Block | None, completed: Sequence[int] = ()) -> None:
+    def check_answer(self, index: int, block: Block | None, completed: Sequence[int] = ()) -> None:
         """What the allocator answered to the request at `index`, and the frees that completed meanwhile."""
         event = self.events[index]
         self.check_driver(index, index)
@@ -324,10 +315,10 @@ class _Replay:
     def complete(self, address: int) -> None:
         block = self.pending.pop(address, None)
         if block is not None and block.events:  # else a wait within the allocator has found it done
-            self.allocator.complete(block)
+            self.allocator.pending.complete(block)
 
     def free(self, index: int) -> int:
-        """The free at `index`; how many of the events after it belong to it."""
+        """Free what the event at `index` does; return how many of the events after it belong to it."""
         address = self.events.addresses[index]
         block = self.live.pop(address, None)
         if block is None:
@@ -363,7 +354,7 @@ class _Replay:
             self.first = Difference(self.device, place, problem, self.reason())
 
     def reason(self) -> str:
-        """What in the file explains a difference."""
+        """Return what in the file explains a difference."""
         if self.state.contradictions:
             return f"the trace is not whole: {self.state.contradictions[0]}"
         if self.state.ambiguous:
@@ -375,12 +366,8 @@ class _Replay:
         return ""
 
 
-_Blocks = tuple[tuple[int, int, str], ...]
-_Layout = list[tuple[int, int, int, bool, bool, _Blocks]]
-
-
-def _layout(segments: Sequence[SnapshotSegment | SegmentLayout]) -> _Layout:
+def _layout(segments: Sequence[SnapshotSegment]) -> list[tuple[object, ...]]:
     return [
-        (s.address, s.size, s.stream, s.is_small, s.expandable, tuple((b.address, b.size, b.state) for b in s.blocks))
+        (s.address, s.size, s.stream, s.is_small, s.expandable, [(b.address, b.size, b.state) for b in s.blocks])
         for s in segments
     ]

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from memprof.errors import UsageError
 
 OLDEST = (2, 0)
-NEWEST = (2, 15)
-"""The newest release that was looked at; later ones are taken to agree with it."""
+NEWEST = (2, 15)  # the newest release that was looked at; later ones are taken to agree with it
 
 
+# Settings of the allocator that not all releases have, and the first that does.
 _SINCE = {
     "per_process_memory_fraction": (2, 10),
     "large_segment_size_mb": (2, 11),  # in the headers of 2.12.1, not in those of 2.10.0
@@ -23,7 +23,6 @@ _SINCE = {
     "expandable_segments_reserve": (2, 15),
     "expandable_segments_reserve_by_class": (2, 15),
 }
-"""Settings of the allocator that not all releases have, and the first that does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +32,7 @@ class Release:
     version: tuple[int, int]
 
     def knows(self, setting: str) -> bool:
-        """Whether it has this setting of the allocator."""
+        """Return whether it has this setting of the allocator."""
         return self.version >= _SINCE.get(setting, OLDEST)
 
     @property
@@ -52,34 +51,25 @@ class Release:
 
     @property
     def capacity_phrase(self) -> str:
-        """How the out-of-memory message introduces the capacity; 2.1 has a letter too few."""
+        """Return how the out-of-memory message introduces the capacity; 2.1 has a letter too few."""
         return "has a total capacty of" if self.version == (2, 1) else "has a total capacity of"
 
     @property
     def oom_advice(self) -> str:
-        """The end of the out-of-memory message."""
-        head = " If reserved but unallocated memory is large try setting"
-        see = " to avoid fragmentation.  See documentation for Memory Management "
-        old_url = " (https://pytorch.org/docs/stable/notes/cuda.html#environment-variables)"
-        new_url = (
-            " (https://docs.pytorch.org/docs/stable/notes/cuda.html"
-            "#optimizing-memory-usage-with-pytorch-cuda-alloc-conf)"
-        )
-        if self.version < (2, 1):
-            return (
-                " If reserved memory is >> allocated memory try setting max_split_size_mb" + see
-            ) + "and PYTORCH_CUDA_ALLOC_CONF"
+        """Return the end of the out-of-memory message."""
+        head, see = "If reserved but unallocated memory is large", "to avoid fragmentation.  See documentation for"
         if self.version < (2, 2):
-            return head + " max_split_size_mb" + see + "and PYTORCH_CUDA_ALLOC_CONF"
-        if self.version < (2, 10):
-            return head + " PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" + see + old_url
-        if self.version < (2, 11):
-            return head + " PYTORCH_ALLOC_CONF=expandable_segments:True" + see + old_url
-        return head + " PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" + see + new_url
+            head = "If reserved memory is >> allocated memory" if self.version < (2, 1) else head
+            return f" {head} try setting max_split_size_mb {see} Memory Management and PYTORCH_CUDA_ALLOC_CONF"
+        variable = "PYTORCH_ALLOC_CONF" if self.version == (2, 10) else "PYTORCH_CUDA_ALLOC_CONF"
+        page = "pytorch.org/docs/stable/notes/cuda.html#environment-variables"
+        if self.version >= (2, 11):
+            page = "docs.pytorch.org/docs/stable/notes/cuda.html#optimizing-memory-usage-with-pytorch-cuda-alloc-conf"
+        return f" {head} try setting {variable}=expandable_segments:True {see} Memory Management  (https://{page})"
 
 
 def release_for(version: str) -> Release:
-    """The profile of a version such as "2.6.0+cu124".
+    """Return the profile of a version such as "2.6.0+cu124".
 
     Raises:
         UsageError: it is no version, or older than 2.0.

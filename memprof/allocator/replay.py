@@ -10,17 +10,17 @@ from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from memprof.allocator.blocks import DEFAULT_POOL, Block, PoolId
+from memprof.allocator.blocks import Block
 from memprof.allocator.caching import CachingAllocator
 from memprof.allocator.config import AllocatorConfig
 from memprof.allocator.driver import SimulatedDriver
 from memprof.allocator.messages import OomReport, OutOfMemory
-from memprof.allocator.pools import SegmentLayout
 from memprof.allocator.releases import LATEST, Release
 from memprof.allocator.streams import Completion
 from memprof.errors import MemprofError
 from memprof.trace.events import Event, EventKind, Trace, card_index
 from memprof.trace.facts import DeviceFacts
+from memprof.trace.snapshot import DEFAULT_POOL, PoolId, SnapshotSegment
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +37,7 @@ class FirstOom:
 
     event: int
     report: OomReport
-    message: str
-    """What torch prints there."""
+    message: str  # what torch prints there
 
 
 @dataclass(slots=True)
@@ -48,34 +47,27 @@ class Timeline:
     requested: array[int] = field(default_factory=lambda: array("q"))
     allocated: array[int] = field(default_factory=lambda: array("q"))
     reserved: array[int] = field(default_factory=lambda: array("q"))
-    peak_reserved: TimelinePeak = TimelinePeak()
-    """Within an event the allocator may hold more than after it, when it gives segments back to get another."""
+    peak_reserved: TimelinePeak = TimelinePeak()  # within an event more may be held than after it
     first_oom: FirstOom | None = None
+    # Times that the whole cache was given back because the driver refused (num_alloc_retries), apart from requests that
+    # were refused all the same and that the program went on without.
     retries: int = 0
-    """Times that the whole cache was given back because the driver refused (num_alloc_retries), apart from requests
-    that were refused all the same and that the program went on without."""
-    stats: dict[str, int] = field(default_factory=dict)
-    """torch.cuda.memory_stats() at the end."""
-    segments: list[SegmentLayout] = field(default_factory=list)
-    """Segments and blocks at the end: what is fragmented, and where."""
-    blocks: dict[int, int] = field(default_factory=dict)
-    """Of a trace: bytes of the block that each storage was given; those of other devices and empty ones have none."""
-    addresses: dict[int, int] = field(default_factory=dict)
-    """Of the same blocks."""
+    stats: dict[str, int] = field(default_factory=dict)  # torch.cuda.memory_stats() at the end
+    segments: list[SnapshotSegment] = field(default_factory=list)  # segments and blocks at the end
+    blocks: dict[int, int] = field(default_factory=dict)  # bytes of the block of each storage of this device
+    addresses: dict[int, int] = field(default_factory=dict)  # of the same blocks
 
 
 @dataclass(frozen=True, slots=True)
 class CardMemory:
     """What the allocator may take of a card."""
 
-    total_bytes: int
-    """As CUDA reports it."""
-    context_bytes: int
-    """Taken outside the allocator: the CUDA context, other users."""
+    total_bytes: int  # as CUDA reports it
+    context_bytes: int  # taken outside the allocator: the CUDA context, other users
 
     @property
     def usable_bytes(self) -> int:
-        """What is left to reserve."""
+        """Return what is left to reserve."""
         return max(self.total_bytes - self.context_bytes, 0)
 
     @classmethod
@@ -110,7 +102,7 @@ def order_streams(
 
 
 def private_pool(number: int) -> PoolId:
-    """The pool that a trace calls by this number; 0 is the default one."""
+    """Return the pool that a trace calls by this number; 0 is the default one."""
     return (number, 0) if number else DEFAULT_POOL
 
 
@@ -142,12 +134,9 @@ class TraceReplay:
         self.trace = trace
         self.timeline = Timeline()
         self.event = 0
-        self.live: dict[int, Block] = {}
-        """Blocks of the storages that are alive, by storage."""
-        self.stream = 0
-        """On which memory is taken where the replay has come to."""
-        self.pool = DEFAULT_POOL
-        """From which."""
+        self.live: dict[int, Block] = {}  # blocks of the storages that are alive, by storage
+        self.stream = 0  # on which memory is taken where the replay has come to
+        self.pool = DEFAULT_POOL  # from which
         self._has_limit = card is not None
         self._retries_in_vain = 0
 
@@ -171,7 +160,7 @@ class TraceReplay:
 
     @property
     def was_limited(self) -> bool:
-        """Whether the card (or a fraction of it that was set) ever decided anything."""
+        """Return whether the card (or a fraction of it that was set) ever decided anything."""
         limited = self.allocator.allowed_bytes is not None or self.timeline.first_oom is not None
         return limited or self.driver.refusals > 0
 
@@ -187,7 +176,7 @@ class TraceReplay:
         self.event += 1
 
     def finish(self) -> Timeline:
-        """The timeline with its statistics and final layout."""
+        """Return the timeline with its statistics and final layout."""
         timeline = self.timeline
         timeline.stats = self.allocator.stats()
         timeline.retries = self.allocator.statistics.num_alloc_retries - self._retries_in_vain
@@ -205,20 +194,14 @@ class TraceReplay:
         except OutOfMemory:
             self._retries_in_vain += self.allocator.statistics.num_alloc_retries - before
 
-    def skip(self, end: int | None = None) -> None:
-        """Replay as `advance`, but write no timeline: a third faster, for who wants the allocator's state alone."""
-        self._play(end, writes=False)
-
-    def advance(self, end: int | None = None, *, stop_at_oom: bool = False) -> None:
+    def advance(self, end: int | None = None, *, stop_at_oom: bool = False, writes: bool = True) -> None:
         """Replay the events that have not been, up to `end` (exclusive; None: all that there are).
 
         Args:
             end: an index of the trace's events.
             stop_at_oom: stop after the event of the first out-of-memory error.
+            writes: False for who wants the allocator's state alone, a third faster: the timeline stays empty.
         """
-        self._play(end, writes=True, stop_at_oom=stop_at_oom)
-
-    def _play(self, end: int | None, *, writes: bool, stop_at_oom: bool = False) -> None:
         storages, refused, live = self.trace.storages, self.trace.refused, self.live
         blocks, addresses = self.timeline.blocks, self.timeline.addresses
         malloc, free, end_event = self.malloc, self.allocator.free, self.end_event
@@ -249,7 +232,8 @@ class TraceReplay:
             elif kind is moved:
                 self.stream = ref
             elif kind is EventKind.POOL:
-                self.pool = self.allocator.enter_pool(private_pool(ref))
+                self.pool = private_pool(ref)
+                self.allocator.create_pool(self.pool)
             elif kind is EventKind.POOL_FREE:
                 self.allocator.retire_pool(private_pool(ref))
             elif several:

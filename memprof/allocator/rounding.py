@@ -10,36 +10,29 @@ from collections.abc import Sequence
 
 from memprof.units import MIB
 
-MIN_BLOCK = 512
-"""kMinBlockSize: every block is a multiple of it."""
+MIN_BLOCK = 512  # kMinBlockSize: every block is a multiple of it
 
-SMALL_SIZE = MIB
-"""kSmallSize: blocks up to it (inclusive) come from the small pool."""
+SMALL_SIZE = MIB  # kSmallSize: blocks up to it (inclusive) come from the small pool
 
-SMALL_BUFFER = 2 * MIB
-"""kSmallBuffer: segment of the small pool, and mapping unit of its expandable segments."""
+SMALL_BUFFER = 2 * MIB  # kSmallBuffer: segment of the small pool, and mapping unit of its expandable segments
 
-LARGE_SEGMENT = 20 * MIB
-"""kLargeBuffer, default of `large_segment_size_mb`: segment for blocks below MIN_LARGE_ALLOC."""
+LARGE_SEGMENT = 20 * MIB  # kLargeBuffer, default of `large_segment_size_mb`: segment for blocks below MIN_LARGE_ALLOC
 
-MIN_LARGE_ALLOC = 10 * MIB
-"""kMinLargeAlloc: a block of at least this size gets a segment of its own size."""
+MIN_LARGE_ALLOC = 10 * MIB  # kMinLargeAlloc: a block of at least this size gets a segment of its own size
 
-ROUND_LARGE = 2 * MIB
-"""kRoundLarge: such a segment is rounded up to a multiple of it."""
+ROUND_LARGE = 2 * MIB  # kRoundLarge: such a segment is rounded up to a multiple of it
 
-DIVISION_ENTRIES = 16
-"""kRoundUpPowerOfTwoIntervals: octaves of `roundup_power2_divisions`, from 1 MiB up."""
+DIVISION_ENTRIES = 16  # kRoundUpPowerOfTwoIntervals: octaves of `roundup_power2_divisions`, from 1 MiB up
 
+# Of what is reserved, unused: from here on a refusal is laid to fragmentation, if the request would fit into what is
+# unused and what the card has free. Capacities of 16 simulated runs were lowered step by step: where that was not
+# enough, expandable segments let none of 57 refused runs go on to its end; where it was, 7 of 61 with less than this
+# share, 28 of 122 with more.
 FRAGMENTED_SHARE = 0.1
-"""Of what is reserved, unused: from here on a refusal is laid to fragmentation, if the request would fit into what is
-unused and what the card has free. Capacities of 16 simulated runs were lowered step by step: where that was not enough,
-expandable segments let none of 57 refused runs go on to its end; where it was, 7 of 61 with less than this share, 28 of
-122 with more."""
 
 
 def round_size(num_bytes: int, divisions: Sequence[int] = ()) -> int:
-    """Bytes of the block that a request of `num_bytes` is given.
+    """Return bytes of the block that a request of `num_bytes` is given.
 
     Requests of 0 bytes never reach the allocator and take nothing. `divisions` is `roundup_power2_divisions`, one entry
     per octave from 1 MiB up; empty when the setting is off.
@@ -56,7 +49,7 @@ def round_size(num_bytes: int, divisions: Sequence[int] = ()) -> int:
 
 
 def segment_size(block_bytes: int, large_segment: int = LARGE_SEGMENT) -> int:
-    """Bytes of the segment that is asked of the driver for a block of `block_bytes` (already rounded)."""
+    """Return bytes of the segment that is asked of the driver for a block of `block_bytes` (already rounded)."""
     if block_bytes <= SMALL_SIZE:
         return SMALL_BUFFER
     if block_bytes < MIN_LARGE_ALLOC:

@@ -6,50 +6,48 @@ Source: `alloc_block`, `release_block`, `map_block`, `unmap_block`, `find_expand
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 from memprof.allocator.blocks import Block, Segment, StreamPool, absorb_next, split_right
 from memprof.allocator.driver import Driver
 from memprof.allocator.rounding import SMALL_BUFFER
 from memprof.allocator.stats import Statistics
 
 
+@dataclass(slots=True, eq=False)
 class Segments:
-    """All segments of one device.
+    """All segments of one device."""
 
-    Args:
-        large_segment: bytes of `large_segment_size_mb`, the mapping unit of the large pool.
-        max_split_size: from this size on a segment counts as oversize.
-        address_space: bytes of an expandable segment's reservation, before it is rounded up to whole units.
-    """
-
-    def __init__(
-        self, driver: Driver, statistics: Statistics, *, large_segment: int, max_split_size: int, address_space: int
-    ) -> None:
-        self.driver = driver
-        self.statistics = statistics
-        self.large_segment = large_segment
-        self.max_split_size = max_split_size
-        self.address_space = address_space
-        self.total_bytes = 0
-        """total_allocated_memory: what the driver has given."""
-        self.live: dict[int, Segment] = {}
-        """By address."""
+    driver: Driver
+    statistics: Statistics
+    large_segment: int  # bytes of `large_segment_size_mb`, the mapping unit of the large pool
+    max_split_size: int  # from this size on a segment counts as oversize
+    address_space: int  # bytes of an expandable segment's reservation, before it is rounded up to whole units
+    total_bytes: int = 0  # total_allocated_memory: what the driver has given
+    live: dict[int, Segment] = field(default_factory=dict)  # by address
 
     def allocate(self, owner: StreamPool, size: int) -> Block | None:
-        """One cudaMalloc of `size` bytes as one block that is not free; None when the driver refuses."""
+        """Return one cudaMalloc of `size` bytes as one block that is not free; None when the driver refuses."""
         address = self.driver.malloc(size)
         if address is None:
             return None
-        self.total_bytes += size
-        block = self.adopt(owner, address, size)
         if size >= self.max_split_size:
             self.statistics.oversize_segments.add()
-        owner.counters.reserve(size, 1)
-        owner.total.reserve(size, 1)
-        self.statistics.num_device_alloc += 1
-        return block
+        self.count(owner, size, 1)
+        return self.adopt(owner, address, size)
+
+    def count(self, owner: StreamPool, num_bytes: int, segments: int) -> None:
+        """Count what the driver gave; below 0: what it got back."""
+        self.total_bytes += num_bytes
+        owner.counters.reserve(num_bytes, segments)
+        owner.total.reserve(num_bytes, segments)
+        if num_bytes > 0:
+            self.statistics.num_device_alloc += 1
+        else:
+            self.statistics.num_device_free += 1
 
     def adopt(self, owner: StreamPool, address: int, size: int, *, expandable: bool = False) -> Block:
-        """A segment that is there, as one block in no list."""
+        """Return a segment that is there, as one block in no list."""
         segment = Segment(address, size, expandable=expandable, unit=self.unit(owner) if expandable else 0)
         block = segment.first = Block(address, size, owner, segment, None, None)
         self.live[address] = segment
@@ -59,23 +57,20 @@ class Segments:
         """cudaFree of the segment that the free `block` fills."""
         owner, size = block.owner, block.size
         self.driver.free(block.address, size)
-        self.total_bytes -= size
-        owner.counters.unreserve(size, 1)
-        owner.total.unreserve(size, 1)
         if size >= self.max_split_size:
             self.statistics.oversize_segments.current -= 1
-        self.statistics.num_device_free += 1
+        self.count(owner, -size, -1)
         owner.remove(block)
         del self.live[block.address]
 
     # -- expandable segments ---------------------------------------------------------------------------------------
 
     def unit(self, owner: StreamPool) -> int:
-        """Bytes that are mapped at a time."""
+        """Return bytes that are mapped at a time."""
         return SMALL_BUFFER if owner.is_small else self.large_segment
 
     def grow(self, owner: StreamPool, size: int) -> Block | None:
-        """A block of at least `size` bytes, made by mapping memory; not free. None when the driver refuses.
+        """Return a block of at least `size` bytes, made by mapping memory; not free. None when the driver refuses.
 
         What was mapped before the refusal stays, as free memory.
         """
@@ -119,17 +114,14 @@ class Segments:
             absorb_next(left)
             middle = left
         owner.insert_unmapped(middle)
-        self.total_bytes -= end - begin
-        owner.counters.unreserve(end - begin, 0)
-        owner.total.unreserve(end - begin, 0)
-        self.statistics.num_device_free += 1
+        self.count(owner, begin - end, 0)
         if middle.prev is None and middle.next is None:
             owner.remove_unmapped(middle)
             del self.live[segment.address]
             self.driver.unreserve(segment.address, segment.size)
 
     def find_room(self, owner: StreamPool, size: int) -> Block | None:
-        """The first stretch of free and unmapped blocks that holds `size`, in address order."""
+        """Return the first stretch of free and unmapped blocks that holds `size`, in address order."""
         for address in owner.unmapped:
             block = owner.unmapped_blocks[address]
             if block.prev is not None and block.prev.free:
@@ -144,7 +136,7 @@ class Segments:
         return None
 
     def _reserve(self, owner: StreamPool) -> Block:
-        """A new expandable segment: one block of address space without memory."""
+        """Return a new expandable segment: one block of address space without memory."""
         unit = self.unit(owner)
         space = -(-self.address_space // unit) * unit
         block = self.adopt(owner, self.driver.reserve(space), space, expandable=True)
@@ -171,15 +163,12 @@ class Segments:
             absorb_next(left)
             block = left
         owner.insert(block)
-        self.total_bytes += size
-        owner.counters.reserve(size, 0)
-        owner.total.reserve(size, 0)
-        self.statistics.num_device_alloc += 1
+        self.count(owner, size, 0)
         return block
 
 
 def whole_units(block: Block) -> tuple[int, int]:
-    """Begin and end of the whole mapping units inside a block; begin >= end if there is none."""
+    """Return begin and end of the whole mapping units inside a block; begin >= end if there is none."""
     base, unit = block.segment.address, block.segment.unit
     begin = base + -(-(block.address - base) // unit) * unit
     return begin, base + (block.address + block.size - base) // unit * unit

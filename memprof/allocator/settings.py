@@ -21,11 +21,9 @@ class Settings:
         UsageError: the configuration asks for another allocator (backend:cudaMallocAsync).
     """
 
-    torch: str | None = None
-    """Version of torch; None: not known, the newest that memprof knows is taken."""
+    torch: str | None = None  # version of torch; None: not known, the newest that memprof knows is taken
     config: AllocatorConfig = field(default_factory=AllocatorConfig)
-    origin: str | None = None
-    """The flag or environment variable that the configuration came from; None: torch's defaults."""
+    origin: str | None = None  # flag or environment variable that `config` came from; None: torch's defaults
 
     def __post_init__(self) -> None:
         """Refuse what cannot be replayed before the run, not after it."""
@@ -40,7 +38,7 @@ class Settings:
     def resolve(
         cls, alloc_conf: str | None, torch: str | None, *, flag: str = "--alloc-conf", environ: Mapping[str, str]
     ) -> Settings:
-        """What torch `torch` would take: `alloc_conf` if it is given, else the environment's.
+        """Return what torch `torch` would take: `alloc_conf` if it is given, else the environment's.
 
         Raises:
             UsageError: torch would refuse the configuration.
@@ -52,12 +50,12 @@ class Settings:
 
     @property
     def facts(self) -> AllocatorFacts:
-        """What the trace keeps of them."""
+        """Return what the trace keeps of them."""
         return AllocatorFacts(self.torch, self.alloc_conf, self.origin)
 
     @classmethod
     def from_facts(cls, facts: AllocatorFacts | None) -> Settings:
-        """The reverse of `facts`; the newest release's defaults for a capture that does not say."""
+        """Return the reverse of `facts`; the newest release's defaults for a capture that does not say."""
         found = cls() if facts is None else cls(facts.torch)
         if facts is None or facts.alloc_conf is None:
             return found
@@ -66,7 +64,7 @@ class Settings:
 
     @property
     def alloc_conf(self) -> str | None:
-        """The configuration's text; None: torch's defaults."""
+        """Return the configuration's text; None: torch's defaults."""
         return self.config.text if self.origin is not None else None
 
     def changed(self, alloc_conf: str) -> Settings:

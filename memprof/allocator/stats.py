@@ -18,15 +18,12 @@ class Counters:
     allocation_peak: int = 0
     allocated_bytes: int = 0
     allocated_bytes_peak: int = 0
-    mallocs: int = 0
-    """What was ever handed out: of a size class, as are the next two."""
+    mallocs: int = 0  # what was ever handed out: of a size class, as are the next two
     mallocs_bytes: int = 0
     mallocs_requested: int = 0
-    waiting: int = 0
-    """Freed by the program, and in use by other streams: what is active beside what is handed out."""
+    waiting: int = 0  # freed by the program, and in use by other streams: what is active beside what is handed out
     waiting_bytes: int = 0
-    noted_active: int = 0
-    """The most that were active when something waited; where nothing does, the most is that of `allocation`."""
+    noted_active: int = 0  # the most that were active when something waited; else it is the most of `allocation`
     noted_active_bytes: int = 0
     requested_bytes: int = 0
     requested_bytes_peak: int = 0
@@ -45,7 +42,7 @@ class Counters:
 
     @property
     def active(self) -> int:
-        """Blocks that are in use, by the program or by a stream."""
+        """Return the number of blocks that are in use, by the program or by a stream."""
         return self.allocation + self.waiting
 
     @property
@@ -55,12 +52,12 @@ class Counters:
 
     @property
     def active_peak(self) -> int:
-        """The most at once."""
+        """Return the most at once."""
         return max(self.allocation_peak, self.noted_active)
 
     @property
     def active_bytes_peak(self) -> int:
-        """The most bytes at once."""
+        """Return the most bytes at once."""
         return max(self.allocated_bytes_peak, self.noted_active_bytes)
 
     def wait(self, count: int, num_bytes: int) -> None:
@@ -74,18 +71,13 @@ class Counters:
         self.noted_active_bytes = max(self.noted_active_bytes, self.active_bytes)
 
     def reserve(self, num_bytes: int, segments: int) -> None:
-        """A segment came from the driver (segments=1), or memory was mapped into an expandable one (0)."""
+        """Count bytes from the driver, with a segment or (0) mapped into one; below 0: released to it."""
         self.reserved_bytes += num_bytes
-        self.reserved_bytes_added += num_bytes
+        self.reserved_bytes_added += max(num_bytes, 0)
         self.reserved_bytes_peak = max(self.reserved_bytes_peak, self.reserved_bytes)
         self.segment += segments
-        self.segment_added += segments
+        self.segment_added += max(segments, 0)
         self.segment_peak = max(self.segment_peak, self.segment)
-
-    def unreserve(self, num_bytes: int, segments: int) -> None:
-        """The reverse of `reserve`."""
-        self.reserved_bytes -= num_bytes
-        self.segment -= segments
 
     def change_inactive_split(self, count: int, num_bytes: int) -> None:
         """Free pieces of segments that are partly in use: more (positive) or fewer."""
@@ -106,6 +98,7 @@ class Counters:
         self.noted_active, self.noted_active_bytes = self.active, self.active_bytes
 
 
+# torch's counters, and what counts all that was ever added to each.
 _ADDED = {
     "allocation": "mallocs",
     "segment": "segment_added",
@@ -117,7 +110,6 @@ _ADDED = {
     "inactive_split_bytes": "inactive_split_bytes_added",
     "requested_bytes": "mallocs_requested",
 }
-"""torch's counters, and what counts all that was ever added to each."""
 
 
 @dataclass(slots=True, eq=False)
@@ -148,10 +140,8 @@ class Statistics:
     num_oom_rejections: int = 0
     num_ooms: int = 0
     num_sync_all_streams: int = 0
-    oversize_allocations: Tally = field(default_factory=Tally)
-    """Blocks of at least max_split_size that are handed out."""
-    oversize_segments: Tally = field(default_factory=Tally)
-    """Segments of that size that came from the driver."""
+    oversize_allocations: Tally = field(default_factory=Tally)  # blocks of at least max_split_size that are handed out
+    oversize_segments: Tally = field(default_factory=Tally)  # segments of that size that came from the driver
 
     def reset_peak(self) -> None:
         """`resetPeakStats`: every peak is what there is now."""
@@ -161,7 +151,7 @@ class Statistics:
             tally.peak = tally.current
 
     def as_dict(self, max_split_size: int) -> dict[str, int]:
-        """The flat dictionary of `torch.cuda.memory_stats()`, its keys sorted.
+        """Return the flat dictionary of `torch.cuda.memory_stats()`, its keys sorted.
 
         Args:
             max_split_size: bytes; -1 when unlimited, as torch reports it.

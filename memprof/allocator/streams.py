@@ -35,12 +35,9 @@ class PendingFrees:
         self.release = release
         self.completion = completion
         self.queues: dict[int, deque[_Marker]] = {}
-        self.passed: dict[int, int] = {}
-        """Of each stream, the time before which all its work is known to be done."""
-        self.now = 0
-        """When what is freed is freed: the caller's own clock."""
-        self.requested_bytes = 0
-        """Of the blocks that wait, as they were asked for."""
+        self.completed_before: dict[int, int] = {}  # by stream: a time
+        self.now = 0  # when what is freed is freed: the caller's own clock
+        self.requested_bytes = 0  # of the blocks that wait, as they were asked for
 
     def add(self, block: Block) -> None:
         """`block` is freed and has stream uses."""
@@ -54,7 +51,7 @@ class PendingFrees:
     def order(self, stream: int, time: int, *, by_host: bool) -> None:
         """The host, or another stream, has been made to wait for what `stream` was given before `time`."""
         if by_host or self.completion is not Completion.AT_SYNC:
-            self.passed[stream] = max(self.passed.get(stream, 0), time)
+            self.completed_before[stream] = max(self.completed_before.get(stream, 0), time)
 
     def end_phase(self, time: int) -> None:
         """A phase of the run has ended."""
@@ -66,13 +63,13 @@ class PendingFrees:
         if self.completion is Completion.IMMEDIATE:
             self.synchronize()
             return
-        for stream in self.queues.keys() & self.passed.keys():
-            self._look(stream, self.passed[stream])
+        for stream in self.queues.keys() & self.completed_before.keys():
+            self._pop_completed(stream, self.completed_before[stream])
 
     def synchronize(self) -> None:
         """Wait for all of them."""
         for stream in list(self.queues):
-            self._look(stream, None)
+            self._pop_completed(stream, None)
 
     def complete(self, block: Block) -> None:
         """All work on `block` is done, whatever `completion` says."""
@@ -82,20 +79,20 @@ class PendingFrees:
                 self.queues[stream] = left
             else:
                 del self.queues[stream]
-        self._done(block)
+        self._release_block(block)
 
-    def _look(self, stream: int, before: int | None) -> None:
+    def _pop_completed(self, stream: int, before: int | None) -> None:
         """Take the events of `stream` from before a time as done; None: all."""
         queue = self.queues[stream]
         while queue and (before is None or queue[0].time < before):
             block = queue.popleft().block
             block.events -= 1
             if not block.events:
-                self._done(block)
+                self._release_block(block)
         if not queue:
             del self.queues[stream]
 
-    def _done(self, block: Block) -> None:
+    def _release_block(self, block: Block) -> None:
         block.uses = None
         block.events = 0
         self.requested_bytes -= block.requested

@@ -9,32 +9,29 @@ from memprof.findings.evidence import (
     input_shapes,
     percent,
     plural,
+    suggest_fixes,
     tensors_evidence,
     vocabulary,
-    would_help,
 )
-from memprof.findings.finding import Context, Evidence, Finding, Severity, once, rule
+from memprof.findings.finding import Context, Evidence, Finding, Severity, cache_per_context, rule
 from memprof.ledger.categories import Category
 from memprof.trace.events import Storage, Trace
 from memprof.units import GIB, format_bytes
 
-MIN_LENGTH = 256
-"""Shorter sequences have small scores, and their lengths are easily those of something else (head dimensions)."""
+MIN_LENGTH = 256  # shorter sequences have small scores, and are easily taken for head dimensions
 
 MIN_SHARE = 0.05
-MIN_BYTES = GIB
-"""Found when above one of the two."""
+MIN_BYTES = GIB  # found when above one of the two
 
 _PRODUCTS = {"aten.mm", "aten.bmm", "aten.baddbmm", "aten.addmm", "aten.cat"}
 _LINEAR = {"aten.mm", "aten.addmm"}
-_IMAGES = ("aten.convolution", "aten.upsample_", "aten.grid_sampler_")
-"""Operators that make images, or begin like those that do: the height and width may be a program's choice."""
+_IMAGES = ("aten.convolution", "aten.upsample_", "aten.grid_sampler_")  # prefixes of operators that make images
 _MASK_DTYPES = {"bool", "uint8", "int64", "int32", "int8"}
 
 
 @rule(110)
 def find(context: Context) -> list[Finding]:
-    """One finding for scores and masks together; `num_bytes` is their largest sum at one moment."""
+    """Return one finding for scores and masks together; `num_bytes` is their largest sum at one moment."""
     trace, lives = context.ledger.trace, context.lives
     kinds = score_storages(context)
     if not kinds:
@@ -61,7 +58,7 @@ def find(context: Context) -> list[Finding]:
             num_bytes=at_peak.num_bytes,
         ),
     ]
-    remedies = would_help(context, "attention-scores")
+    remedies = suggest_fixes(context, "attention-scores")
     if any(trace.op(trace.storages[index]) == "aten._safe_softmax" for index in kinds):
         # Only the math path of scaled_dot_product_attention calls this softmax: asking for SDPA again changes nothing.
         lines.append(
@@ -71,16 +68,16 @@ def find(context: Context) -> list[Finding]:
                 op="aten._safe_softmax",
             )
         )
-        remedies = would_help(context, "attention-scores of sdpa")
+        remedies = suggest_fixes(context, "attention-scores of sdpa")
     elif "scores" in kinds.values() and not any(trace.op(trace.storages[index]) in _PRODUCTS for index in kinds):
         # No products of queries and keys, as in a graph attention's sums of two terms: no fused kernel computes these.
         remedies = ()
     return [Finding("attention-scores", Severity.WARNING, title, most.num_bytes, tuple(lines), remedies)]
 
 
-@once
+@cache_per_context
 def score_storages(context: Context) -> dict[int, str]:
-    """Storages that are [..., queries, keys], each as "scores" or "mask".
+    """Return storages that are [..., queries, keys], each as "scores" or "mask".
 
     That a tensor ends in two sequence lengths proves nothing: the features may be as many as the tokens, or they are an
     image. Scores are believed only where a softmax over [queries, keys] was seen, in a program with images of this size
@@ -112,8 +109,7 @@ def score_storages(context: Context) -> dict[int, str]:
         if draws[storage.op] or (category is Category.INPUTS and len(storage.shape) == 4 and storage.dtype != "bool")
     }
     candidates: list[tuple[int, Storage]] = []
-    attended: set[tuple[int, ...]] = set()
-    """Of scores: how many there are, queries and keys."""
+    attended: set[tuple[int, ...]] = set()  # of scores: how many there are, queries and keys
     for index, storage in enumerate(trace.storages):
         shape = storage.shape
         if (
@@ -150,7 +146,7 @@ def score_storages(context: Context) -> dict[int, str]:
 
 
 def _outputs_of_layers(trace: Trace) -> set[int]:
-    """How many columns products of two matrices have, and none of a batch of matrices has, as scores are."""
+    """Return how many columns products of two matrices have, and none of a batch of matrices has, as scores are."""
     wide = {storage.shape[-1] for storage in trace.storages if trace.op(storage) in _LINEAR and len(storage.shape) == 2}
     return wide - {storage.shape[-1] for storage in trace.storages if trace.op(storage) in _PRODUCTS - _LINEAR}
 

@@ -13,7 +13,7 @@ _TRAINING = (PhaseKind.BACKWARD, PhaseKind.OPTIMIZER_STEP)
 
 
 def training_times(trace: Trace) -> list[int]:
-    """The events at which a backward or an optimizer's step begins."""
+    """Return the events at which a backward or an optimizer's step begins."""
     return [time for time, phase in trace.begun() if phase.kind in _TRAINING]
 
 
@@ -35,26 +35,19 @@ def loops(trace: Trace, wanted: Callable[[Forward], bool]) -> list[list[Forward]
     return result
 
 
-def made_in(context: Context, begin: int, end: int) -> list[int]:
-    """Storages on the card that were made from `begin` to before `end`, without a role and no KV cache."""
-    ledger = context.ledger
-    return [
-        index
-        for index in _made_on_card(context, begin, end)
-        if index not in ledger.trace.owners and ledger.categories[index] is not Category.KV_CACHE
-    ]
+def made_in(context: Context, begin: int, end: int, *, caches: bool = False) -> list[int]:
+    """Return the storages on the GPU that were made from event `begin` to before `end`, without a role.
 
-
-def caches_of(context: Context, begin: int, end: int) -> list[int]:
-    """Keys and values on the card that were made from `begin` to before `end`."""
-    categories = context.ledger.categories
-    return [index for index in _made_on_card(context, begin, end) if categories[index] is Category.KV_CACHE]
-
-
-def _made_on_card(context: Context, begin: int, end: int) -> list[int]:
-    trace, births = context.ledger.trace, context.lives.births
+    Args:
+        caches: those of the KV cache, whatever their role; else they are left out.
+    """
+    trace, births, categories = context.ledger.trace, context.lives.births, context.ledger.categories
     return [
         index
         for index, storage in enumerate(trace.storages)
-        if begin <= births[index] < end and storage.device == trace.device and not storage.hidden
+        if begin <= births[index] < end
+        and storage.device == trace.device
+        and not storage.hidden
+        and caches is (categories[index] is Category.KV_CACHE)
+        and (caches or index not in trace.owners)
     ]

@@ -11,8 +11,7 @@ from memprof.trace.events import CompiledKeeps
 from memprof.units import MIB, format_bytes
 
 MIN_BYTES = 64 * MIB
-MIN_SHARE = 0.05
-"""Of the peak."""
+MIN_SHARE = 0.05  # of the peak
 MOST_SHOWN = 4
 _SETTINGS = "torch._functorch.config"
 
@@ -63,7 +62,7 @@ def _evidence(one: CompiledKeeps, count: int) -> Evidence:
 
 
 def _fix(shown: Sequence[tuple[CompiledKeeps, int]]) -> Evidence:
-    """What was seen to help: the settings of the partitioner."""
+    """Return what was seen to help: the settings of the partitioner."""
     text = f"fix: {_SETTINGS}.activation_memory_budget below 1 has even products computed again"
     if any(one.again for one, _ in shown):
         text += f"; with {_SETTINGS}.cse = False the backward stays as it is written"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from memprof.findings.evidence import file_and_line, format_shape, would_help
+from memprof.findings.evidence import file_and_line, format_shape, suggest_fixes
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
 from memprof.trace.events import NONE, DeviceMismatch, Operand, Trace, is_card, without_numbers
 from memprof.trace.mismatch import mismatch_error, odd_one_out
@@ -10,13 +10,13 @@ from memprof.trace.mismatch import mismatch_error, odd_one_out
 
 @rule(20, decides=True)
 def find(context: Context) -> list[Finding]:
-    """One finding for each line at which devices meet; equal ones of other layers and steps are counted."""
+    """Return one finding for each line at which devices meet; equal ones of other layers and steps are counted."""
     trace = context.ledger.trace
     groups: dict[tuple[object, ...], list[DeviceMismatch]] = {}
     for mismatch in trace.mismatches:
         tensors = tuple((o.device, len(o.shape), o.dtype, o.source) for o in mismatch.operands)
         groups.setdefault((mismatch.op, mismatch.source, tensors), []).append(mismatch)
-    remedies = would_help(context, "device-mismatch")
+    remedies = suggest_fixes(context, "device-mismatch")
     return [
         _finding(trace, group, remedies if any(not is_card(one.device) for one in group[0].operands) else ())
         for group in groups.values()
@@ -27,18 +27,18 @@ def _finding(trace: Trace, group: list[DeviceMismatch], remedies: tuple[str, ...
     mismatch = group[0]
     op = trace.ops[mismatch.op]
     module = None if mismatch.module == NONE else trace.modules[mismatch.module].path
-    met = _line(trace, mismatch.source)
+    met = trace.source_at(mismatch.source)
     stranger, other = odd_one_out(mismatch.operands)
     times = f", {len(group)} times" if len(group) > 1 else ""
     inside = "" if module is None else f" in {without_numbers(module) or 'the model'}"
     title = (
         f"Device mismatch: {op} at {file_and_line(met)} is given {other.device} and {stranger.device}; "
         f"{format_shape(stranger.shape)} {stranger.dtype} was made on {stranger.device} at "
-        f"{file_and_line(_line(trace, stranger.source))}"
+        f"{file_and_line(trace.source_at(stranger.source))}"
     )
     evidence = [Evidence(f"{op} met them at {file_and_line(met)}{inside}{times}", module=module, op=op, source=met)]
     for operand in mismatch.operands:
-        made = _line(trace, operand.source)
+        made = trace.source_at(operand.source)
         text = f"{format_shape(operand.shape)} {operand.dtype} on {operand.device}, made at {made or 'an unknown line'}"
         evidence.append(
             Evidence(text, shape=operand.shape, dtype=operand.dtype, source=made, device=operand.device, module=module)
@@ -46,12 +46,12 @@ def _finding(trace: Trace, group: list[DeviceMismatch], remedies: tuple[str, ...
     evidence.append(
         Evidence(f"on a real GPU: RuntimeError: {mismatch_error(op, mismatch.operands)}", op=op, source=met)
     )
-    evidence.append(Evidence(_fix(trace, stranger, other, met), source=_line(trace, stranger.source) or met))
+    evidence.append(Evidence(_fix(trace, stranger, other, met), source=trace.source_at(stranger.source) or met))
     return Finding("device-mismatch", Severity.ERROR, title, None, tuple(evidence), remedies)
 
 
 def _fix(trace: Trace, stranger: Operand, other: Operand, met: str | None) -> str:
-    made = _line(trace, stranger.source)
+    made = trace.source_at(stranger.source)
     move = f"move it with .to(<the {other.device} tensor>.device) before {file_and_line(met)}"
     if is_card(stranger.device) and is_card(other.device):
         return f"fix: {move}"
@@ -61,7 +61,3 @@ def _fix(trace: Trace, stranger: Operand, other: Operand, met: str | None) -> st
         f"fix: at {file_and_line(made)} create it with device=<the {other.device} tensor>.device; if a module keeps "
         f"it, register_buffer() lets model.to() take it along; else {move}"
     )
-
-
-def _line(trace: Trace, source: int) -> str | None:
-    return None if source == NONE else trace.sources[source]

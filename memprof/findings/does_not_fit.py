@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from memprof.findings.evidence import file_and_line, format_shape, percent, tensor_evidence, would_help
+from memprof.findings.evidence import file_and_line, format_shape, percent, suggest_fixes, tensor_evidence
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
 from memprof.ledger.categories import Category
 from memprof.ledger.stages import Span, at_stage
 from memprof.trace.events import PhaseKind
 from memprof.units import format_bytes
 
-MIN_SHARE = 0.05
-"""A category below this share of the peak is not worth a remedy."""
+MIN_SHARE = 0.05  # A category below this share of the peak is not worth a remedy
 
 
 @rule(30)
 def find(context: Context) -> list[Finding]:
-    """The first allocation that the card cannot serve; `num_bytes` is what the peak lacks."""
+    """Return the first allocation that the card cannot serve; `num_bytes` is what the peak lacks."""
     usable = context.usable_bytes
     ledger = context.ledger
     out = ledger.out_of_memory
@@ -62,12 +61,12 @@ def find(context: Context) -> list[Finding]:
 
 
 def stage_text(span: Span) -> str:
-    """The stage and its step: "layer 3 of step 1"."""
+    """Return the stage and its step: "layer 3 of step 1"."""
     return at_stage("the inputs" if span.name == "inputs" else span.name, span.step, span.micro_batch)
 
 
 def _remedies(context: Context) -> tuple[str, ...]:
-    """Those of the dominating category first."""
+    """Return those of the dominating category first."""
     ledger = context.ledger
     problems = []
     for category, num_bytes in ledger.by_category().items():
@@ -75,4 +74,4 @@ def _remedies(context: Context) -> tuple[str, ...]:
             continue
         in_step = category is Category.TEMPORARIES and ledger.peak_stage.kind is PhaseKind.OPTIMIZER_STEP
         problems.append("optimizer-step-temporaries" if in_step else category.value)
-    return would_help(context, *problems)
+    return suggest_fixes(context, *problems)

@@ -5,25 +5,23 @@ from __future__ import annotations
 from memprof.findings.calls import loops, made_in
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
 from memprof.findings.growth import (
-    Pile,
+    LeakGroup,
     by_holder,
+    find_leaks,
+    find_leaks_of_steps,
     fix_evidence,
     holder_evidence,
-    kept_by,
-    piles,
-    piles_evidence,
-    piles_of_steps,
-    same_holder,
+    holder_key,
+    holders_phrase,
+    leak_evidence,
     until_full,
 )
 from memprof.trace.events import NONE, Forward, Holder
 from memprof.units import format_bytes
 
-MIN_BYTES = 64 << 10
-"""Per call: less is a decoder's tokens, or a metric."""
+MIN_BYTES = 64 << 10  # per call: less is a decoder's tokens, or a metric
 
-WARNING_BYTES = 1 << 20
-"""Per call: what is less is a note."""
+WARNING_BYTES = 1 << 20  # per call: what is less is a note
 
 _TRAINER = "transformers/trainer"
 
@@ -44,36 +42,36 @@ def find(context: Context) -> list[Finding]:
             for index in made_in(context, loop[0].begin, loop[-1].end)
             if trace.storages[index].module == NONE or index in outputs
         ]
-        groups = by_holder(trace, piles(context, candidates, [forward.end - 1 for forward in loop]))
-        told = {same_holder(holder) for holder in piles_of_steps(context)} if groups else set()
+        groups = by_holder(trace, find_leaks(context, candidates, [forward.end - 1 for forward in loop]))
+        told = {holder_key(holder) for holder in find_leaks_of_steps(context)} if groups else set()
         kept = {
             holder: group
             for holder, group in groups.items()
             if _per_call(group) >= MIN_BYTES
-            and (holder is None or (holder.limit is None and same_holder(holder) not in told))
+            and (holder is None or (holder.limit is None and holder_key(holder) not in told))
         }
-        left = sum(context.lives.sum_bytes(pile.storages) for group in kept.values() for pile in group)
+        left = sum(context.lives.sum_bytes(leak.storages) for group in kept.values() for leak in group)
         before = found.get(loop[0].module)
         if kept and (before is None or left > (before.num_bytes or 0)):
             found[loop[0].module] = _finding(context, loop, kept, left)
     return list(found.values())
 
 
-def _per_call(group: list[Pile]) -> int:
-    return sum(pile.per_round for pile in group)
+def _per_call(group: list[LeakGroup]) -> int:
+    return sum(leak.per_round for leak in group)
 
 
-def _finding(context: Context, loop: list[Forward], kept: dict[Holder | None, list[Pile]], left: int) -> Finding:
+def _finding(context: Context, loop: list[Forward], kept: dict[Holder | None, list[LeakGroup]], left: int) -> Finding:
     trace = context.ledger.trace
     name = trace.modules[loop[0].module].class_name
     per_call = sum(map(_per_call, kept.values()))
     title = (
         f"Outputs of {len(loop)} calls of {name} without gradients stay on the card: {format_bytes(per_call)} more a "
-        f"call, {format_bytes(left)} after the last{kept_by(*kept)}"
+        f"call, {format_bytes(left)} after the last{holders_phrase(*kept)}"
     )
     evidence = []
     for holder, group in kept.items():
-        evidence += [holder_evidence(holder), *piles_evidence(trace, group, "call")]
+        evidence += [holder_evidence(holder), *leak_evidence(trace, group, "call")]
     batches = next((holder.batches for holder in kept if holder is not None and holder.batches is not None), None)
     if batches is not None:
         whole = batches * per_call
@@ -87,10 +85,10 @@ def _finding(context: Context, loop: list[Forward], kept: dict[Holder | None, li
     return Finding("evaluation-accumulates", severity, title, left, tuple(evidence), ())
 
 
-def _fix(context: Context, holder: Holder | None, group: list[Pile]) -> Evidence:
+def _fix(context: Context, holder: Holder | None, group: list[LeakGroup]) -> Evidence:
     trace = context.ledger.trace
     lines = [None if holder is None else holder.source]
-    lines += [trace.source_line(trace.storages[pile.storages[-1]]) for pile in group]
+    lines += [trace.source_line(trace.storages[leak.storages[-1]]) for leak in group]
     if any(line is not None and _TRAINER in line.replace("\\", "/") for line in lines):
         return Evidence(
             "fix: give the Trainer preprocess_logits_for_metrics (such as an argmax, so that no logits are kept), or "

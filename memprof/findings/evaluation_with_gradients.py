@@ -4,25 +4,16 @@ from __future__ import annotations
 
 import bisect
 
-from memprof.findings.calls import caches_of, loops, made_in, training_times
-from memprof.findings.evidence import (
-    file_and_line,
-    format_shape,
-    module_pattern,
-    percent,
-    plural,
-    tensor_evidence,
-)
+from memprof.findings.calls import loops, made_in, training_times
+from memprof.findings.evidence import file_and_line, format_shape, module_pattern, percent, plural, tensor_evidence
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
-from memprof.findings.growth import Pile, by_holder, holder_evidence, kept_by, piles, piles_evidence
-from memprof.trace.events import NONE, Forward, Holder
+from memprof.findings.growth import LeakGroup, by_holder, find_leaks, holder_evidence, holders_phrase, leak_evidence
+from memprof.trace.events import Forward, Holder
 from memprof.units import format_bytes
 
-MIN_BYTES = 64 << 10
-"""That are kept at their most; and per call, of what is kept without a graph: less is a decoder's tokens."""
+MIN_BYTES = 64 << 10  # kept at their most, or per call without a graph: less is a decoder's tokens
 
-WARNING_SHARE = 0.05
-"""Of the peak: what is less is a note."""
+WARNING_SHARE = 0.05  # of the peak: what is less is a note
 
 
 @rule(70)
@@ -53,7 +44,7 @@ def find(context: Context) -> list[Finding]:
 
 
 def _kept(context: Context, loop: list[Forward], trained: list[int]) -> list[int] | None:
-    """What these calls left behind beside their outputs; None if a backward may have used it."""
+    """Return what these calls left behind beside their outputs; None if a backward may have used it."""
     deaths, end = context.lives.deaths, len(context.ledger.trace.events)
     kept: list[int] = []
     for forward in loop:
@@ -74,17 +65,17 @@ def _finding(context: Context, certain: list[list[Forward]], num_bytes: int) -> 
     trace = context.ledger.trace
     calls = [forward for loop in certain for forward in loop]
     name = trace.modules[calls[0].module].class_name
-    source = None if calls[0].source == NONE else trace.sources[calls[0].source]
+    source = trace.source_at(calls[0].source)
     at = file_and_line(source)
     share = percent(num_bytes, context.ledger.peak_bytes)
     longest = max(certain, key=len)
-    grown = piles(
+    grown = find_leaks(
         context, made_in(context, longest[0].begin, longest[-1].end), [forward.end - 1 for forward in longest]
     )
     groups = _told(by_holder(trace, grown))
     title = (
         f"Evaluation with gradients: {plural(len(calls), 'call')} of {name} in eval mode at {at}, which keep up to "
-        f"{format_bytes(num_bytes)} ({share} of the peak) for a backward that never comes{kept_by(*groups)}"
+        f"{format_bytes(num_bytes)} ({share} of the peak) for a backward that never comes{holders_phrase(*groups)}"
     )
     nodes = max(forward.nodes for forward in calls)
     evidence = [
@@ -96,17 +87,17 @@ def _finding(context: Context, certain: list[list[Forward]], num_bytes: int) -> 
     return Finding("evaluation-with-gradients", severity, title, num_bytes, tuple(evidence), ())
 
 
-def _told(groups: dict[Holder | None, list[Pile]]) -> dict[Holder | None, list[Pile]]:
-    """What is to be told of by itself: a holder of tensors without a graph keeps those alone, be they tokens."""
+def _told(groups: dict[Holder | None, list[LeakGroup]]) -> dict[Holder | None, list[LeakGroup]]:
+    """Return what is to be told of by itself: a holder of tensors without a graph keeps those alone, be they tokens."""
     return {
         holder: group
         for holder, group in groups.items()
-        if holder is None or holder.nodes or sum(pile.per_round for pile in group) >= MIN_BYTES
+        if holder is None or holder.nodes or sum(leak.per_round for leak in group) >= MIN_BYTES
     }
 
 
-def _growth(context: Context, loop: list[Forward], groups: dict[Holder | None, list[Pile]]) -> list[Evidence]:
-    """What piles up from call to call, and whose graph keeps it."""
+def _growth(context: Context, loop: list[Forward], groups: dict[Holder | None, list[LeakGroup]]) -> list[Evidence]:
+    """Return what piles up from call to call, and whose graph keeps it."""
     trace = context.ledger.trace
     evidence = []
     for holder, group in groups.items():
@@ -120,17 +111,17 @@ def _growth(context: Context, loop: list[Forward], groups: dict[Holder | None, l
         else:
             why = "for the outputs are kept with their graph" if holder.nodes else "kept without a graph"
             evidence += [Evidence(f"it piles up from call to call, {why}:"), holder_evidence(holder)]
-        evidence += piles_evidence(trace, group, "call")
+        evidence += leak_evidence(trace, group, "call")
     return evidence
 
 
 def _cache(context: Context, loop: list[Forward]) -> Evidence | None:
-    """The largest of the keys and values that these calls made and that are there after the last.
+    """Return the largest of the keys and values that these calls made and that are there after the last.
 
     None if those of the last call alone are: a cache that is kept without its graph leaves no older ones.
     """
     trace, lives = context.ledger.trace, context.lives
-    there = lives.at(loop[-1].end - 1, caches_of(context, loop[0].begin, loop[-1].end)).storages
+    there = lives.at(loop[-1].end - 1, made_in(context, loop[0].begin, loop[-1].end, caches=True)).storages
     if all(lives.births[index] >= loop[-1].begin for index in there):
         return None
     shown = max(there, key=lambda index: (trace.storages[index].num_bytes, index))

@@ -6,8 +6,9 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
-from memprof.findings.finding import Context, Evidence, once
+from memprof.findings.finding import Context, Evidence, cache_per_context
 from memprof.ledger.categories import Category
+from memprof.ledger.ledger import LiveTensor
 from memprof.ledger.stages import without_widths, words_of
 from memprof.remedies.catalog import REMEDIES, Remedy, helping, in_force, why_not_together, why_useless
 from memprof.trace.events import NONE, ModuleRole, PhaseKind, Role, Storage, Trace, short_source, without_numbers
@@ -29,12 +30,12 @@ _POSITIONS = re.compile(r"(^|[._])(pos|pe(\.|$))|wpe|token_type|patch", re.IGNOR
 
 
 def format_shape(shape: Sequence[int]) -> str:
-    """A shape for a sentence: [131072 x 151936]."""
+    """Return a shape for a sentence: [131072 x 151936]."""
     return "[" + " x ".join(map(str, shape)) + "]"
 
 
 def file_and_line(source: str | None) -> str:
-    """Where a source `file:line function` is, for a sentence; the whole path is in the evidence's `source`."""
+    """Return where a source `file:line function` is, for a sentence; the whole path is in the evidence's `source`."""
     return "an unknown line" if source is None else short_source(source)
 
 
@@ -50,7 +51,7 @@ def plural(count: int, noun: str) -> str:
 
 
 def module_pattern(trace: Trace, storage: Storage) -> str | None:
-    """Path of the storage's module with layer numbers replaced by `*`; None outside modules."""
+    """Return path of the storage's module with layer numbers replaced by `*`; None outside modules."""
     path = trace.module_path(storage)
     return None if path is None else without_numbers(path)
 
@@ -58,8 +59,8 @@ def module_pattern(trace: Trace, storage: Storage) -> str | None:
 # -- remedies -------------------------------------------------------------------------------------------------------
 
 
-def would_help(context: Context, *problems: str) -> tuple[str, ...]:
-    """Remedies against these (categories, findings), best first: not in force, and of use beside what is."""
+def suggest_fixes(context: Context, *problems: str) -> tuple[str, ...]:
+    """Return remedies against these (categories, findings), best first: not in force, and of use beside what is."""
     spec = context.spec
     on = {fix.partition("=")[0] for fix in context.fixes} & set(REMEDIES)
     on |= set() if spec is None else set(in_force(spec))
@@ -94,7 +95,7 @@ def would_help(context: Context, *problems: str) -> tuple[str, ...]:
 
 
 def tensor_evidence(trace: Trace, index: int, text: str, *, num_bytes: int | None = None) -> Evidence:
-    """Evidence that points at one storage; `num_bytes` replaces its own bytes where several are meant."""
+    """Return evidence that points at one storage; `num_bytes` replaces its own bytes where several are meant."""
     storage = trace.storages[index]
     return Evidence(
         text=text,
@@ -108,10 +109,16 @@ def tensor_evidence(trace: Trace, index: int, text: str, *, num_bytes: int | Non
     )
 
 
+def live_evidence(tensor: LiveTensor, text: str, *, num_bytes: int) -> Evidence:
+    """Return evidence that points at equal tensors of the ledger."""
+    shape, dtype, module = tensor.shape, tensor.dtype, tensor.module
+    return Evidence(text, num_bytes, shape, dtype, module, tensor.op, tensor.source)
+
+
 def tensors_evidence(
     context: Context, storages: Iterable[int], moment: int, label: Callable[[int], str]
 ) -> tuple[Evidence, ...]:
-    """One line for each kind of tensor among `storages`, most expensive first.
+    """Return one line for each kind of tensor among `storages`, most expensive first.
 
     Equal tensors (of other layers, other steps) are one kind. `num_bytes` of the line is that of one tensor, and the
     text says how many live at `moment` (an event) and at the peak.
@@ -162,13 +169,18 @@ def is_forward(trace: Trace, storage: Storage) -> bool:
     return kind is PhaseKind.FORWARD
 
 
+def owned(trace: Trace, role: Role) -> dict[int, str]:
+    """Return the names of what has this role, by storage."""
+    return {index: owner.name for index, owner in trace.owners.items() if owner.role is role}
+
+
 def parameters(trace: Trace) -> dict[int, str]:
-    """Names of the parameters, by storage."""
-    return {index: owner.name for index, owner in trace.owners.items() if owner.role is Role.PARAMETER}
+    """Return the names of the parameters, by storage."""
+    return owned(trace, Role.PARAMETER)
 
 
 def half_dtype(context: Context) -> str | None:
-    """The half precision that most bytes of the parameters are in; None if they are not in half precision.
+    """Return the half precision that most bytes of the parameters are in; None if they are not in half precision.
 
     A trace does not record the dtypes that an operator was given, so this stands for "the model computes in half".
     """
@@ -220,9 +232,9 @@ def vocabulary(context: Context) -> int | None:
     return max((trace.storages[index].shape[0] for index in vocabulary_tables(trace)), default=words_of(trace))
 
 
-@once
+@cache_per_context
 def input_shapes(context: Context) -> set[tuple[int, ...]]:
-    """Shapes (batch, ..., tokens) of what the model is fed with, without the features of a token.
+    """Return shapes (batch, ..., tokens) of what the model is fed with, without the features of a token.
 
     Known from the specification, from integer inputs, from float inputs [batch, tokens, features] less the last
     dimension, and from what an embedding gave out.

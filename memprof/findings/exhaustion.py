@@ -16,16 +16,14 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from memprof.allocator import needs_of
-from memprof.findings.finding import Context, once
-from memprof.findings.growth import MIN_STEP_BYTES, Pile, piles_of_steps
+from memprof.findings.finding import Context, cache_per_context
+from memprof.findings.growth import MIN_STEP_BYTES, LeakGroup, find_leaks_of_steps
 from memprof.ledger.steps import TrainingStep, training_steps
 from memprof.trace.events import Event, EventKind, Trace
 
-MAX_STEPS = 1_000_000
-"""A run of more steps is not expected: what lasts longer is no verdict."""
+MAX_STEPS = 1_000_000  # A run of more steps is not expected: what lasts longer is no verdict
 
-TOLERANCE = 0.01
-"""Of the predicted step: bisection ends there."""
+TOLERANCE = 0.01  # of the predicted step: bisection ends there
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +47,7 @@ class Growth:
         return self.program_steps is None or self.program_steps >= self.runs_out_step
 
 
-@once
+@cache_per_context
 def growth_of(context: Context) -> Growth | None:
     """Predict when the memory that training steps leave behind runs out.
 
@@ -61,7 +59,7 @@ def growth_of(context: Context) -> Growth | None:
         return None
     steps = training_steps(ledger.trace, ledger.allocated)
     leaks = _leaks(context, steps)
-    per_step = sum(leak.pile.per_round for leak in leaks)
+    per_step = sum(leak.group.per_round for leak in leaks)
     if per_step < MIN_STEP_BYTES:
         return None
     runs_out = _run_out(context, steps, leaks, usable)
@@ -72,54 +70,52 @@ def growth_of(context: Context) -> Growth | None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Leak:
-    """A pile, and what later steps add to it."""
+class _Forecast:
+    """A group of leaks, and what later steps add to it."""
 
-    pile: Pile
-    sizes: tuple[tuple[int, ...], ...]
-    """Bytes requested of what each step but the first has added, in order: later steps do the same in turn."""
-    last_step: int | None
-    """The step at which its holder is full; None: it has no limit."""
+    group: LeakGroup
+    sizes: tuple[tuple[int, ...], ...]  # bytes that each step but the first has added; later steps do the same in turn
+    last_step: int | None  # the step at which its holder is full; None: it has no limit
 
     def added_in(self, step: int, seen: int) -> tuple[int, ...]:
-        """Sizes of what `step`, of which there are `seen` in the record, adds."""
+        """Return sizes of what `step`, of which there are `seen` in the record, adds."""
         if self.last_step is not None and step > self.last_step:
             return ()
         return self.sizes[(step - seen - 1) % len(self.sizes)]
 
 
-def _leaks(context: Context, steps: Sequence[TrainingStep]) -> list[_Leak]:
-    """All piles; those of a holder with a limit end when it is full."""
+def _leaks(context: Context, steps: Sequence[TrainingStep]) -> list[_Forecast]:
+    """Return all groups; those of a holder with a limit end when it is full."""
     storages, births = context.ledger.trace.storages, context.lives.births
     ends = [step.end - 1 for step in steps]
     found = []
-    for holder, piles in piles_of_steps(context).items():
-        for pile in piles:
+    for holder, groups in find_leaks_of_steps(context).items():
+        for group in groups:
             by_step: dict[int, list[int]] = defaultdict(list)
-            for index in pile.storages:
+            for index in group.storages:
                 by_step[bisect.bisect_left(ends, births[index])].append(storages[index].num_bytes)
-            if pile.made_anew:
-                sizes: tuple[tuple[int, ...], ...] = ((pile.per_round,),)
+            if group.made_anew:
+                sizes: tuple[tuple[int, ...], ...] = ((group.per_round,),)
             else:
                 sizes = tuple(tuple(by_step[number]) for number in range(1, len(steps)))
             limit = None if holder is None else holder.limit
-            full = None if limit is None else math.ceil(limit * len(steps) / max(len(pile.storages), 1))
+            full = None if limit is None else math.ceil(limit * len(steps) / max(len(group.storages), 1))
             if full is None or full > len(steps):
-                found.append(_Leak(pile, sizes, full))
+                found.append(_Forecast(group, sizes, full))
     return found
 
 
-def _run_out(context: Context, steps: Sequence[TrainingStep], leaks: Sequence[_Leak], usable: int) -> int | None:
-    """The number of the step in which a request fails; None: none does."""
+def _run_out(context: Context, steps: Sequence[TrainingStep], leaks: Sequence[_Forecast], usable: int) -> int | None:
+    """Return the number of the step in which a request fails; None: none does."""
     seen = steps[-1].step
-    per_step = sum(leak.pile.per_round for leak in leaks)
+    per_step = sum(leak.group.per_round for leak in leaks)
     allocated = context.ledger.allocated
     later = steps[1:]
     # What each step took at most, as if all were the last one.
     needs = [max(allocated[one.begin : one.end]) + per_step * (len(later) - at) for at, one in enumerate(later, 1)]
     worst = max(range(len(later)), key=needs.__getitem__)
     slope = per_step
-    if any(leak.pile.made_anew for leak in leaks):  # the old and the new are alive together, perhaps at the peak
+    if any(leak.group.made_anew for leak in leaks):  # the old and the new are alive together, perhaps at the peak
         rises = sorted(after.peak_bytes - before.peak_bytes for before, after in pairwise(later))
         slope = min(max(rises[len(rises) // 2] if rises else 0, per_step), 2 * per_step)
     most = seen + 1 + max(usable - needs[worst], 0) // slope
@@ -133,7 +129,7 @@ def _run_out(context: Context, steps: Sequence[TrainingStep], leaks: Sequence[_L
 
 
 def _first_refused(continued: _Continuation, first: int, last: int) -> int | None:
-    """The first step from `first` to `last` whose requests fail, to within `TOLERANCE`; None: none does."""
+    """Return the first step from `first` to `last` whose requests fail, to within `TOLERANCE`; None: none does."""
     if continued.fits(last):
         return None
     fitting, refused = first - 1, last
@@ -146,40 +142,34 @@ def _first_refused(continued: _Continuation, first: int, last: int) -> int | Non
     return refused
 
 
+@dataclass(frozen=True, slots=True)
 class _Continuation:
-    """The record, gone on with by one more step after others that only leave behind what they leave.
+    """The record, gone on with by one more step after others that only leave behind what they leave."""
 
-    Args:
-        template: the step whose events the last one has.
-        last: the last step in the record.
-    """
-
-    def __init__(self, context: Context, template: TrainingStep, leaks: Sequence[_Leak], last: TrainingStep) -> None:
-        self._context = context
-        self._trace = context.ledger.trace
-        self._leaks = leaks
-        self._last = last
-        self._template = template
+    context: Context
+    template: TrainingStep  # whose events the last one has
+    leaks: Sequence[_Forecast]
+    last: TrainingStep  # in the record
 
     def fits(self, step: int) -> bool:
         """Return whether no request fails up to the end of `step`."""
-        run = self._context.ledger.run
-        trace = dataclasses.replace(self._trace, events=list(self._trace.events), storages=list(self._trace.storages))
-        like = trace.storages[self._leaks[0].pile.storages[0]]
-        for number in range(self._last.step + 1, step):
-            for leak in self._leaks:
-                for num_bytes in leak.added_in(number, self._last.step):
+        run, record = self.context.ledger.run, self.context.ledger.trace
+        trace = dataclasses.replace(record, events=list(record.events), storages=list(record.storages))
+        like = trace.storages[self.leaks[0].group.storages[0]]
+        for number in range(self.last.step + 1, step):
+            for leak in self.leaks:
+                for num_bytes in leak.added_in(number, self.last.step):
                     trace.events.append(Event(EventKind.ALLOC, len(trace.storages)))
                     trace.storages.append(like._replace(num_bytes=num_bytes))
         trace.events += self._step(trace)
         return needs_of(trace, run.card, run.config, run.release).fits
 
     def _step(self, trace: Trace) -> Iterator[Event]:
-        """The events of the template with storages of their own, which are added to `trace`."""
-        lives, template = self._context.lives, self._template
+        """Return the events of the template with storages of their own, which are added to `trace`."""
+        lives, template = self.context.lives, self.template
         renamed: dict[int, int] = {}
         left = self._left_by_last_step()
-        for kind, ref in self._trace.events[template.begin : template.end]:
+        for kind, ref in self.context.ledger.trace.events[template.begin : template.end]:
             if kind is EventKind.ALLOC:
                 renamed[ref] = len(trace.storages)
                 trace.storages.append(trace.storages[ref])
@@ -187,22 +177,20 @@ class _Continuation:
             elif kind is EventKind.FREE:
                 if ref in renamed:
                     yield Event(kind, renamed.pop(ref))
-                elif lives.births[ref] < template.begin and (same := left[_looks(trace, ref)]):
-                    yield Event(kind, same.pop(0))  # what the step before had left for this one
+                elif lives.births[ref] < template.begin:
+                    storage = trace.storages[ref]
+                    if same := left[storage.num_bytes, storage.op]:
+                        yield Event(kind, same.pop(0))  # what the step before had left for this one
             else:
                 yield Event(kind, ref)
 
     def _left_by_last_step(self) -> Mapping[tuple[int, int], list[int]]:
-        """What the last step left for the next and does not pile up, by what it looks like, oldest first."""
-        lives, end = self._context.lives, len(self._trace.events)
-        kept = {index for leak in self._leaks for index in leak.pile.storages}
+        """Return what the last step left for the next and does not pile up, by size and operator, oldest first."""
+        lives, trace = self.context.lives, self.context.ledger.trace
+        end = len(trace.events)
+        kept = {index for leak in self.leaks for index in leak.group.storages}
         left: dict[tuple[int, int], list[int]] = defaultdict(list)
-        for index, storage in enumerate(self._trace.storages):
-            if self._last.begin <= lives.births[index] < end <= lives.deaths[index] and index not in kept:
+        for index, storage in enumerate(trace.storages):
+            if self.last.begin <= lives.births[index] < end <= lives.deaths[index] and index not in kept:
                 left[storage.num_bytes, storage.op].append(index)
         return left
-
-
-def _looks(trace: Trace, index: int) -> tuple[int, int]:
-    """Size and operator: what a storage has in common with its counterpart of another step."""
-    return trace.storages[index].num_bytes, trace.storages[index].op

@@ -59,31 +59,26 @@ class Context:
     """Hold what rules look at; they change nothing."""
 
     ledger: Ledger
-    usable_bytes: int | None
-    """What the card offers to the allocator: capacity minus CUDA context; None if there is no card to judge by."""
+    usable_bytes: int | None  # capacity of the GPU minus CUDA context; None if there is none to judge by
     card: str = ""
-    spec: TargetSpec | None = None
-    """None when the trace is not of `memprof profile` (a script, a snapshot)."""
-    fixes: tuple[str, ...] = ()
-    """Remedies that were switched on in a script from outside: names, or NAME=VALUE."""
+    spec: TargetSpec | None = None  # None when the trace is not of `memprof profile` (a script, a snapshot)
+    fixes: tuple[str, ...] = ()  # remedies that were switched on in a script from outside: names, or NAME=VALUE
     vocab_size: int | None = None
     asked_vocab_size: int | None = None
     context_length: int | None = None
     max_positions: int | None = None
-    streams: StreamMemory | None = None
-    """None: the run stayed on one stream."""
-    lives: Lives = field(init=False, repr=False, compare=False)
-    """Births and deaths of the ledger's storages, for all rules to share."""
+    streams: StreamMemory | None = None  # None: the run stayed on one stream
+    lives: Lives = field(init=False, repr=False, compare=False)  # shared by all rules
 
+    # What functions that are asked `once` have answered.
     known: dict[Callable[[Context], Any], Any] = field(init=False, repr=False, compare=False, default_factory=dict)
-    """What functions that are asked `once` have answered."""
 
     def __post_init__(self) -> None:
         """Follow the storages' lives; by the base class's way, for the dataclass is frozen."""
         object.__setattr__(self, "lives", Lives(self.ledger))
 
 
-def once(of: Callable[[Context], _Answer]) -> Callable[[Context], _Answer]:
+def cache_per_context(of: Callable[[Context], _Answer]) -> Callable[[Context], _Answer]:
     """Keep what several rules ask of a whole trace, found out when the first does. Nobody changes the answer."""
 
     @functools.wraps(of)
@@ -98,10 +93,8 @@ def once(of: Callable[[Context], _Answer]) -> Callable[[Context], _Answer]:
 
 Rule = Callable[[Context], list[Finding]]
 
-RULES: dict[int, Rule] = {}
-"""All rules by their places: in this order they are asked."""
-DECIDING: set[int] = set()
-"""The places of those that lead a search over many runs."""
+RULES: dict[int, Rule] = {}  # all rules by their places: in this order they are asked
+DECIDING: set[int] = set()  # the places of those that lead a search over many runs
 
 
 def rule(place: int, *, decides: bool = False) -> Callable[[Rule], Rule]:

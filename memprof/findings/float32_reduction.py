@@ -2,34 +2,34 @@
 
 from __future__ import annotations
 
-from memprof.findings.evidence import HALF_DTYPES, half_dtype, percent, tensors_evidence
+from memprof.findings.evidence import HALF_DTYPES, half_dtype, tensors_evidence
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
-from memprof.findings.groups import FSDP1, FSDP2, communicated, fix, is_worth, line_of, spread
+from memprof.findings.groups import FSDP2, communicated, fix_at, fsdp_groups, is_worth, line_of, lower_peak
 from memprof.units import format_bytes
 
 
 @rule(92)
 def find(context: Context) -> list[Finding]:
     """`num_bytes` is by how much the peak would be lower with copies of half the size, or without the program's own."""
-    groups = [group for group in spread(context, FSDP1, FSDP2) if group.dtype in HALF_DTYPES]
+    groups = [group for group in fsdp_groups(context) if group.dtype in HALF_DTYPES]
     trace, lives = context.ledger.trace, context.lives
     half = groups[0].dtype if groups else half_dtype(context)
     sent = [one for one in communicated(trace, "reduce-scatter") if trace.storages[one].dtype == "float32"]
     if half is None or not sent:
         return []
     # A copy that the program makes itself can be left out.
-    saved = lives.saved(lives.without(sent, 0.5 if groups else 1.0))
+    saved = lives.peak_reduction(lives.savings(sent, 0.5 if groups else 1.0))
     if not is_worth(context, saved):
         return []
     title = (
         f"{half} gradients are reduced in float32: {format_bytes(lives.most(sent).num_bytes)} of copies alive at once; "
-        f"in {half} the peak is about {format_bytes(saved)} ({percent(saved, context.ledger.peak_bytes)}) lower"
+        f"in {half} {lower_peak(context, saved)}"
     )
     if groups:
         policy = "MixedPrecisionPolicy" if groups[0].api == FSDP2 else "MixedPrecision"
-        do = fix(line_of(trace, groups[0]), f"{policy}(reduce_dtype=torch.{half})")
+        do = fix_at(line_of(trace, groups[0]), f"{policy}(reduce_dtype=torch.{half})")
     else:
-        do = fix(trace.source_line(trace.storages[sent[0]]), f"reduce the {half} gradients themselves")
+        do = fix_at(trace.source_line(trace.storages[sent[0]]), f"reduce the {half} gradients themselves")
     lines = (
         do,
         Evidence(f"sums over the ranks are then rounded to {half}: training may suffer"),

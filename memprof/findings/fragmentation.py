@@ -5,10 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import NamedTuple
 
-from memprof.allocator import Needs, OnCard, SegmentLayout
-from memprof.allocator.blocks import DEFAULT_POOL
+from memprof.allocator import Needs, OnCard
 from memprof.findings.does_not_fit import stage_text
 from memprof.findings.evidence import (
     file_and_line,
@@ -16,34 +14,23 @@ from memprof.findings.evidence import (
     module_pattern,
     percent,
     plural,
+    suggest_fixes,
     tensor_evidence,
-    would_help,
 )
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
 from memprof.remedies.catalog import EXPANDABLE_SEGMENTS
 from memprof.trace.events import Trace
+from memprof.trace.snapshot import DEFAULT_POOL, SnapshotSegment
 from memprof.units import MIB, format_bytes
 
 MIN_BYTES = 256 * MIB
+# Found when the most that is reserved is more than the most that tensors take by at least both, and always when the run
+# would fit without. Blocks that are kept for the next step when a peak is over are no fragmentation.
 MIN_SHARE = 0.05
-"""Found when the most that is reserved is more than the most that tensors take by at least both, and always when the
-run would fit without. Blocks that are kept for the next step when a peak is over are no fragmentation."""
 
-MIN_GAIN = 0.1
-"""Expandable segments are no remedy if they save less than this share of it, unless the run then fits."""
+MIN_GAIN = 0.1  # expandable segments are no remedy if they save less than this share of it, unless the run then fits
 
-MOST_SHOWN = 5
-"""Kinds of segments in the evidence."""
-
-
-class _Pinned(NamedTuple):
-    """Segments that are alike: so large, so much of it free, held by such tensors."""
-
-    size: int
-    free: int
-    largest: int
-    storages: tuple[int, ...]
-    """The living tensors of one of them."""
+MOST_SHOWN = 5  # kinds of segments in the evidence
 
 
 @rule(80)
@@ -69,7 +56,7 @@ def find(context: Context) -> list[Finding]:
         other = run.under(dataclasses.replace(run.config, expandable_segments=True))
         saved = run.required_reserved_bytes - other.required_reserved_bytes
         if saved >= MIN_GAIN * gap or other.fits > run.fits:
-            remedies = would_help(context, "fragmentation")
+            remedies = suggest_fixes(context, "fragmentation")
         evidence.append(_evaluated(run, other, cut_short=ledger.trace.cut_short))
     evidence += _pinned(ledger.trace, segments, owners)
     title = f"Fragmentation: {format_bytes(gap)} of the {format_bytes(reserved)} reserved in {stage_text(stage)} are "
@@ -84,8 +71,8 @@ def find(context: Context) -> list[Finding]:
     return [Finding("fragmentation", severity, title, gap, tuple(evidence), remedies)]
 
 
-def _kept(segments: list[SegmentLayout]) -> list[Evidence]:
-    """How much of it cannot be given back, and how much can."""
+def _kept(segments: list[SnapshotSegment]) -> list[Evidence]:
+    """Return how much of it cannot be given back, and how much can."""
     segments = [segment for segment in segments if segment.pool_id == DEFAULT_POOL]
     whole = [segment.size for segment in segments if not segment.allocated]
     free = [segment.size - segment.allocated for segment in segments if 0 < segment.allocated < segment.size]
@@ -107,8 +94,8 @@ def _kept(segments: list[SegmentLayout]) -> list[Evidence]:
     return lines
 
 
-def _of_graphs(trace: Trace, segments: list[SegmentLayout]) -> list[Evidence]:
-    """What private pools hold of it, and which functions' CUDA graphs are for the most sizes."""
+def _of_graphs(trace: Trace, segments: list[SnapshotSegment]) -> list[Evidence]:
+    """Return what private pools hold of it, and which functions' CUDA graphs are for the most sizes."""
     free = [segment.size - segment.allocated for segment in segments if segment.pool_id != DEFAULT_POOL]
     if not sum(free):
         return []
@@ -125,32 +112,32 @@ def _of_graphs(trace: Trace, segments: list[SegmentLayout]) -> list[Evidence]:
     return lines
 
 
-def _pinned(trace: Trace, segments: list[SegmentLayout], owners: Mapping[int, int]) -> list[Evidence]:
-    """The segments with most of what cannot be given back, alike ones together."""
-    kinds: dict[tuple[object, ...], list[_Pinned]] = defaultdict(list)
+def _pinned(trace: Trace, segments: list[SnapshotSegment], owners: Mapping[int, int]) -> list[Evidence]:
+    """Return the segments with most of what cannot be released, alike ones together."""
+    kinds: dict[tuple[object, ...], list[SnapshotSegment]] = defaultdict(list)
+    held: dict[SnapshotSegment, list[int]] = {}
     for segment in segments:
-        free = segment.size - segment.allocated
-        if not free or not segment.allocated:
-            continue
-        held = tuple(owners[block.address] for block in segment.blocks if block.address in owners)
-        kind = (segment.size, free, len(held), *sorted({_what(trace, index) for index in held}))
-        kinds[kind].append(_Pinned(segment.size, free, segment.largest_free, held))
-    most = sorted(kinds.values(), key=lambda alike: -sum(segment.free for segment in alike))
-    return [_kind(trace, alike) for alike in most[:MOST_SHOWN]]
+        if 0 < segment.allocated < segment.size:
+            own = held[segment] = [owners[block.address] for block in segment.blocks if block.address in owners]
+            what = sorted({_what(trace, index) for index in own})
+            kinds[segment.size, segment.allocated, len(own), *what].append(segment)
+    most = sorted(kinds.values(), key=lambda alike: -sum(segment.size - segment.allocated for segment in alike))
+    return [_kind(trace, alike, held[alike[0]]) for alike in most[:MOST_SHOWN]]
 
 
-def _kind(trace: Trace, alike: list[_Pinned]) -> Evidence:
-    """A line on segments that are alike, and the largest tensor that pins one of them."""
+def _kind(trace: Trace, alike: list[SnapshotSegment], storages: list[int]) -> Evidence:
+    """Return a line on segments that are alike, and the largest tensor that pins one of them."""
     first = alike[0]
-    largest = max(first.storages, key=lambda index: trace.storages[index].num_bytes)
+    free = first.size - first.allocated
+    largest = max(storages, key=lambda index: trace.storages[index].num_bytes)
     each = " each" if len(alike) > 1 else ""
-    others = f" and {len(first.storages) - 1} more" if len(first.storages) > 1 else ""
-    pieces = "" if first.largest == first.free else f", at most {format_bytes(first.largest)} in one piece"
+    others = f" and {len(storages) - 1} more" if len(storages) > 1 else ""
+    pieces = "" if first.largest_free == free else f", at most {format_bytes(first.largest_free)} in one piece"
     text = (
-        f"{plural(len(alike), 'segment')} of {format_bytes(first.size)}: {format_bytes(first.free)} free{each}{pieces}"
+        f"{plural(len(alike), 'segment')} of {format_bytes(first.size)}: {format_bytes(free)} free{each}{pieces}"
         f"; pinned by {_what(trace, largest)}{others}"
     )
-    return tensor_evidence(trace, largest, text, num_bytes=sum(segment.free for segment in alike))
+    return tensor_evidence(trace, largest, text, num_bytes=free * len(alike))
 
 
 def _what(trace: Trace, index: int) -> str:
@@ -165,7 +152,7 @@ def _what(trace: Trace, index: int) -> str:
 
 
 def _evaluated(run: OnCard, other: Needs, *, cut_short: bool) -> Evidence:
-    """What the replay with expandable segments came to."""
+    """Return what the replay with expandable segments came to."""
     before, after = run.required_reserved_bytes, other.required_reserved_bytes
     text = f"with {EXPANDABLE_SEGMENTS} the run reserves {format_bytes(after)} instead of {format_bytes(before)}"
     if run.card is not None:

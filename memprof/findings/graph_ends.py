@@ -7,8 +7,7 @@ from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
 from memprof.units import MIB, format_bytes
 
 MIN_BYTES = 64 * MIB
-MIN_SHARE = 0.05
-"""Of the peak: below, fusing across the break would change little."""
+MIN_SHARE = 0.05  # of the peak: below, fusing across the break would change little
 MOST_SHOWN = 4
 
 

@@ -7,23 +7,22 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 
-from memprof.findings.evidence import file_and_line
+from memprof.findings.evidence import file_and_line, parameters, percent
 from memprof.findings.finding import Context, Evidence
 from memprof.trace.events import Role, Trace
 from memprof.trace.facts import ShardedGroup
-from memprof.units import MIB
+from memprof.units import MIB, format_bytes
 
 MIN_BYTES = 64 * MIB
-MIN_SHARE = 0.02
-"""Found when the run's peak would be lower by at least both, the latter of the peak."""
+MIN_SHARE = 0.02  # found when the run's peak would be lower by at least both, the latter of the peak
 
 DDP, FSDP1, FSDP2 = "DistributedDataParallel", "FullyShardedDataParallel", "fully_shard"
 _WRAPPERS = re.compile(r"(?<![^.])(module|_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)(\.|$)")
 _SIZES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
 
 
-def plain(name: str) -> str:
-    """The name of a module or a parameter as the model has it, without what wrappers add."""
+def strip_wrappers(name: str) -> str:
+    """Return the name of a module or a parameter as the model has it, without what wrappers add."""
     return _WRAPPERS.sub("", name).rstrip(".")
 
 
@@ -32,9 +31,19 @@ def is_worth(context: Context, saved: int) -> bool:
     return saved >= MIN_BYTES and saved >= MIN_SHARE * context.ledger.peak_bytes
 
 
-def spread(context: Context, *apis: str) -> list[ShardedGroup]:
-    """The groups of several ranks that one of `apis` made."""
-    return [group for group in context.ledger.trace.facts.groups if group.api in apis and group.ranks > 1]
+def lower_peak(context: Context, saved: int) -> str:
+    """Return the end of a title: by how much the peak would be lower."""
+    return f"the peak is about {format_bytes(saved)} ({percent(saved, context.ledger.peak_bytes)}) lower"
+
+
+def ddp_groups(context: Context) -> list[ShardedGroup]:
+    """Return the groups of several ranks that DistributedDataParallel made."""
+    return [group for group in context.ledger.trace.facts.groups if group.api == DDP and group.ranks > 1]
+
+
+def fsdp_groups(context: Context) -> list[ShardedGroup]:
+    """Return the groups of several ranks that FSDP made, of either API."""
+    return [group for group in context.ledger.trace.facts.groups if group.api in (FSDP1, FSDP2) and group.ranks > 1]
 
 
 def whole_bytes(group: ShardedGroup) -> dict[str, int]:
@@ -43,10 +52,10 @@ def whole_bytes(group: ShardedGroup) -> dict[str, int]:
     return {name: size * math.prod(shape) for name, shape in zip(group.parameters, group.shapes, strict=True)}
 
 
-def has(group: ShardedGroup) -> Callable[[str], bool]:
+def parameter_filter(group: ShardedGroup) -> Callable[[str], bool]:
     """Return whether a name is of a parameter of the group, or of the flat one that FSDP makes of them all."""
     names = {*group.parameters, f"{group.module}._flat_param".lstrip(".")}
-    return lambda name: plain(name) in names
+    return lambda name: strip_wrappers(name) in names
 
 
 def gathered(context: Context, groups: Iterable[ShardedGroup]) -> list[list[int]]:
@@ -55,11 +64,11 @@ def gathered(context: Context, groups: Iterable[ShardedGroup]) -> list[list[int]
     of_name: dict[str, list[int]] = defaultdict(list)
     for index, owner in trace.owners.items():
         if owner.role is Role.UNSHARDED and trace.storages[index].device == trace.device:
-            of_name[plain(owner.name)].append(index)
+            of_name[strip_wrappers(owner.name)].append(index)
     result: list[list[int]] = []
     for group in groups:
         times: dict[int, list[int]] = defaultdict(list)
-        for name in filter(has(group), of_name):
+        for name in filter(parameter_filter(group), of_name):
             for ordinal, index in enumerate(sorted(of_name[name], key=context.lives.births.__getitem__)):
                 times[ordinal].append(index)
         result += times.values()
@@ -79,15 +88,15 @@ def communicated(trace: Trace, purpose: str) -> list[int]:
 
 
 def line_of(trace: Trace, group: ShardedGroup) -> str | None:
-    """The program's line that made the group: it allocated what the rank keeps of it. None: not seen."""
+    """Return the program's line that made the group: it allocated what the rank keeps of it. None: not seen."""
     if group.api == DDP:
         made = communicated(trace, "gradient bucket")
     else:
-        is_own = has(group)
-        made = [i for i, owner in trace.owners.items() if owner.role is Role.PARAMETER and is_own(owner.name)]
+        is_own = parameter_filter(group)
+        made = [index for index, name in parameters(trace).items() if is_own(name)]
     return next((line for index in made if (line := trace.source_line(trace.storages[index])) is not None), None)
 
 
-def fix(line: str | None, what: str) -> Evidence:
+def fix_at(line: str | None, what: str) -> Evidence:
     """Say what to do, at the program's line."""
     return Evidence(f"fix at {file_and_line(line)}: {what}", source=line)

@@ -21,47 +21,38 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from memprof.findings.evidence import file_and_line, format_shape, module_pattern, plural, tensor_evidence
-from memprof.findings.finding import Context, Evidence, once
+from memprof.findings.evidence import file_and_line, format_shape, module_pattern, owned, plural, tensor_evidence
+from memprof.findings.finding import Context, Evidence, cache_per_context
 from memprof.ledger.steps import training_steps
 from memprof.trace.events import MADE_ANEW, Holder, Role, Trace
 from memprof.units import format_bytes
 
 _JOINS = ("aten.cat", "aten.stack")
 
-MIN_STEP_BYTES = 64 << 10
-"""Per training step, of tensors that carry no graph: less is a metric that is kept as a tensor."""
+MIN_STEP_BYTES = 64 << 10  # per step, of tensors without a graph: less is a metric that is kept as a tensor
 
+# Two cannot show that tensors pile up: what waits for its successor looks the same. A sum whose graph goes back over
+# both steps they can.
 MIN_STEPS = 3
-"""Two cannot show that tensors pile up: what waits for its successor looks the same. A sum whose graph goes back over
-both steps they can."""
 
-MOST_SHOWN = 6
-"""Kinds of tensors in the evidence."""
+MOST_SHOWN = 6  # kinds of tensors in the evidence
 
-MIN_RISES = 3
-"""Of the number of counterparts that are made anew: two may be batches that happen to have more parts."""
+MIN_RISES = 3  # of the number of counterparts that are made anew: two may be batches that happen to have more parts
 
-MAX_ROUNDS = 10_000_000
-"""Runs are shorter: a card that lasts for more is not filled."""
+MAX_ROUNDS = 10_000_000  # runs are shorter: a card that lasts for more is not filled
 
-Key = tuple[int, int, str | None]
-"""Operator and line, as indices of the trace; and the module's path without its numbers."""
+Key = tuple[int, int, str | None]  # indices of operator and line in the trace; the module's path without numbers
 
 
 @dataclass(frozen=True, slots=True)
-class Pile:
-    """Counterparts that pile up."""
+class LeakGroup:
+    """Counterparts that pile up, and are kept by one holder."""
 
     key: Key
-    storages: tuple[int, ...]
-    """Alive at the end of the last round."""
-    num_bytes: int
-    """Of their blocks that outlived the round which made them, beyond those at the end of the first round."""
-    per_round: int
-    """Bytes that a round adds: in the middle where each adds some, else on average."""
-    made_anew: bool = False
-    """Whether each round makes all of them again, so that the old and the new are alive together for a moment."""
+    storages: tuple[int, ...]  # alive at the end of the last round
+    num_bytes: int  # of blocks that outlived the round which made them, beyond those at the end of the first
+    per_round: int  # bytes that a round adds: in the middle where each adds some, else on average
+    made_anew: bool = False  # each round makes all of them again: the old and the new are alive together for a moment
 
 
 def key_of(trace: Trace, index: int) -> Key:
@@ -70,8 +61,8 @@ def key_of(trace: Trace, index: int) -> Key:
     return storage.op, storage.source, module_pattern(trace, storage)
 
 
-def piles(context: Context, storages: Iterable[int], moments: Sequence[int]) -> list[Pile]:
-    """Those of `storages` that grow, the most expensive first; `moments` are the last events of the rounds."""
+def find_leaks(context: Context, storages: Iterable[int], moments: Sequence[int]) -> list[LeakGroup]:
+    """Return those of `storages` that grow, the most expensive first; `moments` are the last events of the rounds."""
     lives = context.lives
     groups: dict[Key, list[int]] = defaultdict(list)
     for index in storages:
@@ -90,12 +81,12 @@ def piles(context: Context, storages: Iterable[int], moments: Sequence[int]) -> 
             grown = grows(curve)
         if grown:
             alive = lives.at(moments[-1], members).storages
-            result.append(Pile(key, alive, curve[-1] - curve[0], _per_round(curve), made_anew))
-    return sorted(result, key=lambda pile: -pile.num_bytes)
+            result.append(LeakGroup(key, alive, curve[-1] - curve[0], _per_round(curve), made_anew))
+    return sorted(result, key=lambda leak: -leak.num_bytes)
 
 
-@once
-def piles_of_steps(context: Context) -> dict[Holder | None, list[Pile]]:
+@cache_per_context
+def find_leaks_of_steps(context: Context) -> dict[Holder | None, list[LeakGroup]]:
     """Find what piles up over the training steps, by who keeps it.
 
     What has a role (buffers, optimizer state that is made late) may grow as it likes, but for parameters that training
@@ -116,34 +107,34 @@ def piles_of_steps(context: Context) -> dict[Holder | None, list[Pile]]:
         and not storage.hidden
         and (index not in trace.owners or index in counted)
     ]
-    found = piles(context, candidates, [step.end - 1 for step in steps]) if len(steps) >= MIN_STEPS else []
+    found = find_leaks(context, candidates, [step.end - 1 for step in steps]) if len(steps) >= MIN_STEPS else []
     groups = by_holder(trace, found)
     for holder in trace.holders:
-        if is_running_sum(holder) and same_holder(holder) not in {same_holder(one) for one in groups}:
+        if is_running_sum(holder) and holder_key(holder) not in {holder_key(one) for one in groups}:
             groups[holder] = []
     return groups
 
 
 def _replaced(trace: Trace) -> set[int]:
-    """Inputs, and gradients that are not the last of their parameter."""
-    last = {owner.name: index for index, owner in trace.owners.items() if owner.role is Role.GRADIENT}
+    """Return inputs, and gradients that are not the last of their parameter."""
+    last = {name: index for index, name in owned(trace, Role.GRADIENT).items()}
     return {index for index, owner in trace.owners.items() if owner.role in MADE_ANEW and last.get(owner.name) != index}
 
 
 def _further_models(trace: Trace, births: Sequence[int], begin: int) -> set[int]:
-    """Parameters that are made from event `begin` on, and if there are any, what optimizers keep then.
+    """Return parameters that are made from event `begin` on, and if there are any, what optimizers keep then.
 
     State alone that is made late is that of parameters which got their first gradient late.
     """
-    made = {role: set[int]() for role in (Role.PARAMETER, Role.OPTIMIZER_STATE)}
-    for index, owner in trace.owners.items():
-        if owner.role in made and births[index] >= begin:
-            made[owner.role].add(index)
-    return made[Role.PARAMETER] | made[Role.OPTIMIZER_STATE] if made[Role.PARAMETER] else set()
+    models, states = (
+        {index for index in owned(trace, role) if births[index] >= begin}
+        for role in (Role.PARAMETER, Role.OPTIMIZER_STATE)
+    )
+    return models | states if models else set()
 
 
 def rounds_without(context: Context, members: list[int], moments: Sequence[int]) -> int:
-    """The rounds at the end in which none of `members` was made."""
+    """Return the rounds at the end in which none of `members` was made."""
     return len(moments) - 1 - bisect.bisect_left(moments, max(context.lives.births[index] for index in members))
 
 
@@ -168,7 +159,7 @@ def _are_more_each_time(context: Context, members: list[int], moments: Sequence[
 
 
 def _per_round(curve: Sequence[int]) -> int:
-    """Bytes that a round adds, from the first that adds any."""
+    """Return bytes that a round adds, from the first that adds any."""
     first = next(at for at, (before, after) in enumerate(pairwise(curve)) if after > before)
     grown = curve[first:]
     is_steady = all(after > before for before, after in pairwise(grown))
@@ -176,12 +167,12 @@ def _per_round(curve: Sequence[int]) -> int:
 
 
 def _median_rise(curve: Sequence[int]) -> int:
-    """What a round adds, in the middle of those that add any."""
+    """Return what a round adds, in the middle of those that add any."""
     return statistics.median_low([after - before for before, after in pairwise(curve) if after > before])
 
 
 def _curve(context: Context, members: list[int], moments: Sequence[int], *, lasting: bool) -> list[int]:
-    """Bytes of `members` at each moment; `lasting`: of those alone that were there at the moment before."""
+    """Return bytes of `members` at each moment; `lasting`: of those alone that were there at the moment before."""
     lives = context.lives
     changes: list[tuple[int, int]] = []
     for index in members:
@@ -204,27 +195,24 @@ def _curve(context: Context, members: list[int], moments: Sequence[int], *, last
 def keys_of(trace: Trace, holder: Holder) -> set[Key]:
     """Return the keys of the tensors that a holder was seen with, at any time."""
     return {
-        key_of(trace, index)
-        for one in trace.holders
-        if same_holder(one) == same_holder(holder)
-        for index in one.storages
+        key_of(trace, index) for one in trace.holders if holder_key(one) == holder_key(holder) for index in one.storages
     }
 
 
-def by_holder(trace: Trace, grown: list[Pile]) -> dict[Holder | None, list[Pile]]:
-    """Group the piles by their holders, each as it was seen with the largest graph; None: it was not seen."""
-    members = {pile.key for pile in grown}
-    groups: dict[Holder | None, list[Pile]] = defaultdict(list)
-    for pile in grown:
-        holder = holder_of(trace, pile, members)
+def by_holder(trace: Trace, grown: list[LeakGroup]) -> dict[Holder | None, list[LeakGroup]]:
+    """Group the leaks by their holders, each as it was seen with the largest graph; None: it was not seen."""
+    members = {leak.key for leak in grown}
+    groups: dict[Holder | None, list[LeakGroup]] = defaultdict(list)
+    for leak in grown:
+        holder = holder_of(trace, leak, members)
         if holder is not None:
-            alike = [one for one in trace.holders if same_holder(one) == same_holder(holder)]
+            alike = [one for one in trace.holders if holder_key(one) == holder_key(holder)]
             holder = max(alike, key=lambda one: one.nodes)
-        groups[holder].append(pile)
+        groups[holder].append(leak)
     return groups
 
 
-def same_holder(holder: Holder | None) -> tuple[object, ...]:
+def holder_key(holder: Holder | None) -> tuple[object, ...]:
     """Return what is equal in one holder that was seen several times."""
     return () if holder is None else (holder.kind, holder.name, holder.source)
 
@@ -232,12 +220,12 @@ def same_holder(holder: Holder | None) -> tuple[object, ...]:
 # -- who keeps it ---------------------------------------------------------------------------------------------------
 
 
-def holder_of(trace: Trace, pile: Pile, members: set[Key]) -> Holder | None:
-    """Who keeps a pile: whoever was seen holding tensors of its kind; else the largest graph of those that have one.
+def holder_of(trace: Trace, leak: LeakGroup, members: set[Key]) -> Holder | None:
+    """Who keeps a leak: whoever was seen holding tensors of its kind; else the largest graph of those that have one.
 
     `members` are the keys of everything that grows.
     """
-    own = [holder for holder in trace.holders if pile.key in keys_of(trace, holder)]
+    own = [holder for holder in trace.holders if leak.key in keys_of(trace, holder)]
     if own:
         return max(own, key=lambda holder: len(holder.storages))
     graphs = [h for h in trace.holders if h.nodes and (keys_of(trace, h) & members or is_running_sum(h))]
@@ -249,16 +237,16 @@ def is_running_sum(holder: Holder) -> bool:
     return not holder.kind and holder.node_steps > 1
 
 
-def called(holder: Holder) -> str:
-    """The holder for a sentence: list `losses`."""
+def describe_holder(holder: Holder) -> str:
+    """Return the holder for a sentence: list `losses`."""
     kind = holder.kind or "variable"
     return f"{'attribute' if kind == 'variable' and '.' in holder.name else kind} `{holder.name}`"
 
 
-def kept_by(*holders: Holder | None) -> str:
-    """The holders that were seen, for a title, and the lines that fill them."""
+def holders_phrase(*holders: Holder | None) -> str:
+    """Return the holders that were seen, for a title, and the lines that fill them."""
     seen = [
-        called(holder) + (f" ({file_and_line(holder.source)})" if holder.fills else "")
+        describe_holder(holder) + (f" ({file_and_line(holder.source)})" if holder.fills else "")
         for holder in holders
         if holder is not None
     ]
@@ -273,45 +261,40 @@ def fix_evidence(holder: Holder | None, what: str) -> Evidence:
 
 
 def holder_evidence(holder: Holder | None) -> Evidence:
-    """Where it is kept."""
+    """Return where it is kept."""
     if holder is None:
-        return Evidence(
-            "what keeps them was not seen: no variable, attribute or container of the program that was found"
-        )
-    if holder.fills:
-        text = f"kept by {called(holder)}, filled at {file_and_line(holder.source)}"
-    elif holder.source is not None:
-        text = f"kept by {called(holder)} of {file_and_line(holder.source)}"
-    else:
-        text = f"kept by {called(holder)}"
-    return Evidence(text, source=holder.source)
+        text = "what keeps them was not seen: no variable, attribute or container of the program that was found"
+        return Evidence(text)
+    how = ", filled at" if holder.fills else " of"
+    where = "" if holder.source is None else f"{how} {file_and_line(holder.source)}"
+    return Evidence(f"kept by {describe_holder(holder)}{where}", source=holder.source)
 
 
-def piles_evidence(trace: Trace, group: Sequence[Pile], per: str) -> list[Evidence]:
+def leak_evidence(trace: Trace, group: Sequence[LeakGroup], per: str) -> list[Evidence]:
     """Say what piles up, the most first; of more than MOST_SHOWN the others in one line."""
-    ordered = sorted(group, key=lambda pile: -pile.per_round)
-    lines = [_pile_evidence(trace, pile, per) for pile in ordered[:MOST_SHOWN]]
+    ordered = sorted(group, key=lambda leak: -leak.per_round)
+    lines = [_group_evidence(trace, leak, per) for leak in ordered[:MOST_SHOWN]]
     others = ordered[MOST_SHOWN:]
     if others:
-        num_bytes = sum(pile.per_round for pile in others)
+        num_bytes = sum(leak.per_round for leak in others)
         text = f"and {plural(len(others), 'kind')} of tensors more: {format_bytes(num_bytes)} more a {per}"
         lines.append(Evidence(text, num_bytes=num_bytes))
     return lines
 
 
-def _pile_evidence(trace: Trace, pile: Pile, per: str) -> Evidence:
-    """What piles up: a tensor, its line, bytes per round, how many are alive."""
+def _group_evidence(trace: Trace, leak: LeakGroup, per: str) -> Evidence:
+    """Return what piles up: a tensor, its line, bytes per round, how many are alive."""
     # The largest, of equal ones the last: one line may join logits, labels and losses.
-    shown = max(pile.storages, key=lambda index: (trace.storages[index].num_bytes, index))
+    shown = max(leak.storages, key=lambda index: (trace.storages[index].num_bytes, index))
     storage = trace.storages[shown]
     module = module_pattern(trace, storage)
     inside = f"in {module} " if module else ""
     text = (
         f"{format_shape(storage.shape)} {storage.dtype} by {trace.op(storage)} {inside}at "
-        f"{file_and_line(trace.source_line(storage))}: {format_bytes(pile.per_round)} more a {per}, "
-        f"{plural(len(pile.storages), 'tensor')} alive at the last"
+        f"{file_and_line(trace.source_line(storage))}: {format_bytes(leak.per_round)} more a {per}, "
+        f"{plural(len(leak.storages), 'tensor')} alive at the last"
     )
-    return tensor_evidence(trace, shown, text, num_bytes=pile.per_round)
+    return tensor_evidence(trace, shown, text, num_bytes=leak.per_round)
 
 
 def until_full(context: Context, per_round: int, per: str) -> Evidence | None:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from memprof.findings.evidence import percent, plural
+from memprof.findings.evidence import plural
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
-from memprof.findings.groups import FSDP1, FSDP2, fix, gathered, is_worth, line_of, spread, whole_bytes
+from memprof.findings.groups import FSDP2, fix_at, fsdp_groups, gathered, is_worth, line_of, lower_peak, whole_bytes
 from memprof.units import format_bytes
 
-AT_ONCE = 2
-"""Groups that are whole at once without it: the one that computes, and the next."""
+AT_ONCE = 2  # groups that are whole at once without it: the one that computes, and the next
 
 
 @rule(89)
 def find(context: Context) -> list[Finding]:
     """`num_bytes` is by how much the peak would be lower if each group were sharded again after its forward."""
-    groups = [group for group in spread(context, FSDP1, FSDP2) if group.kept]
-    saved = context.lives.saved(context.lives.beyond(gathered(context, groups), AT_ONCE))
+    groups = [group for group in fsdp_groups(context) if group.kept]
+    saved = context.lives.peak_reduction(context.lives.savings_beyond(gathered(context, groups), AT_ONCE))
     if len(groups) <= AT_ONCE or not is_worth(context, saved):
         return []
     own = groups[0].api == FSDP2
@@ -23,13 +22,11 @@ def find(context: Context) -> list[Finding]:
     traffic = sum(num_bytes for group in groups for num_bytes in whole_bytes(group).values())
     title = (
         f"{plural(len(groups), 'group')} of parameters stay whole from the forward to the backward ({said}): sharded "
-        f"in between, the peak is about {format_bytes(saved)} ({percent(saved, context.ledger.peak_bytes)}) lower"
+        f"in between, {lower_peak(context, saved)}"
     )
+    do = "reshard_after_forward=True" if own else "ShardingStrategy.FULL_SHARD"
     lines = (
-        fix(
-            line_of(context.ledger.trace, groups[0]),
-            "reshard_after_forward=True" if own else "ShardingStrategy.FULL_SHARD",
-        ),
+        fix_at(line_of(context.ledger.trace, groups[0]), do),
         Evidence(f"it costs a second all-gather in each step: {format_bytes(traffic)} more to receive", traffic),
     )
     return [Finding("kept-unsharded", Severity.NOTE, title, saved, lines, ())]

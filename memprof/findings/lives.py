@@ -8,20 +8,17 @@ from typing import NamedTuple
 
 from memprof.allocator.rounding import round_size
 from memprof.ledger.ledger import Ledger
-from memprof.trace.events import EventKind
 
 
-class Together(NamedTuple):
+class LiveSet(NamedTuple):
     """The storages of a set that are alive at one moment."""
 
-    num_bytes: int
-    """Sum of their blocks, rounded as the allocator does."""
-    event: int
-    """The moment, as an index of Trace.events."""
+    num_bytes: int  # sum of their blocks, rounded as the allocator does
+    event: int  # the moment, as an index of Trace.events
     storages: tuple[int, ...]
 
 
-class Less(NamedTuple):
+class Saving(NamedTuple):
     """Bytes that would not be there from one event until before another."""
 
     begin: int
@@ -32,41 +29,30 @@ class Less(NamedTuple):
 class Lives:
     """Birth and death of every storage, as events; what never dies has the end of the trace as its death."""
 
-    __slots__ = ("_allocated", "_curve", "at_peak", "births", "deaths")
-
     def __init__(self, ledger: Ledger) -> None:
         """Read the whole trace of `ledger` once."""
         trace = ledger.trace
-        end = len(trace.events)
-        # A storage that was never allocated (a broken or cut trace) is born when everything is over.
-        self.births = births = [end] * len(trace.storages)
-        self.deaths = deaths = [end] * len(trace.storages)
-        alloc, free = EventKind.ALLOC, EventKind.FREE
-        for time, (kind, ref) in enumerate(trace.events):
-            if kind is alloc:
-                births[ref] = time
-            elif kind is free:
-                deaths[ref] = time
+        self.births, self.deaths = births, deaths = trace.lifetimes()
         self._allocated = [round_size(s.num_bytes) if s.device == trace.device else 0 for s in trace.storages]
         self._curve = ledger.allocated
         peak = ledger.peak_event
+        # Storages on the GPU that are alive at the peak of the run.
         self.at_peak = frozenset(
             i
             for i, birth in enumerate(births)
             if birth <= peak < deaths[i] and trace.storages[i].device == trace.device
         )
-        """Storages on the GPU that are alive at the peak of the run."""
 
     def sum_bytes(self, storages: Iterable[int]) -> int:
-        """Bytes of the blocks of these storages; host memory counts nothing."""
+        """Return bytes of the blocks of these storages; host memory counts nothing."""
         return sum(self._allocated[index] for index in storages)
 
-    def at(self, time: int, storages: Iterable[int]) -> Together:
-        """Those of `storages` that are alive after the event at `time`."""
+    def at(self, time: int, storages: Iterable[int]) -> LiveSet:
+        """Return those of `storages` that are alive after the event at `time`."""
         alive = tuple(index for index in storages if self.births[index] <= time < self.deaths[index])
-        return Together(self.sum_bytes(alive), time, alive)
+        return LiveSet(self.sum_bytes(alive), time, alive)
 
-    def saved(self, less: Sequence[Less]) -> int:
+    def peak_reduction(self, less: Sequence[Saving]) -> int:
         """By how much the run's peak would be lower if these bytes were never there, all else being equal."""
         changes = [(one.begin, -one.num_bytes) for one in less] + [(one.end, one.num_bytes) for one in less]
         changes.sort()
@@ -78,11 +64,13 @@ class Lives:
             now += change
         return max(max(self._curve) - highest, 0)
 
-    def without(self, storages: Iterable[int], share: float = 1.0) -> list[Less]:
+    def savings(self, storages: Iterable[int], share: float = 1.0) -> list[Saving]:
         """So much of each of `storages` for as long as it lives."""
-        return [Less(self.births[index], self.deaths[index], int(self._allocated[index] * share)) for index in storages]
+        return [
+            Saving(self.births[index], self.deaths[index], int(self._allocated[index] * share)) for index in storages
+        ]
 
-    def beyond(self, sets: Iterable[Sequence[int]], keep: int, *, oldest: bool = False) -> list[Less]:
+    def savings_beyond(self, sets: Iterable[Sequence[int]], keep: int, *, oldest: bool = False) -> list[Saving]:
         """Return what sets of storages take beyond the `keep` of them made last (or first), at every moment."""
         lives = [
             (min(self.births[one] for one in own), max(self.deaths[one] for one in own), self.sum_bytes(own))
@@ -93,11 +81,11 @@ class Lives:
         for begin, end in pairwise(times):
             alive = sorted((one for one in lives if one[0] <= begin and end <= one[1]), reverse=not oldest)
             if rest := sum(num_bytes for _, _, num_bytes in alive[keep:]):
-                result.append(Less(begin, end, rest))
+                result.append(Saving(begin, end, rest))
         return result
 
-    def most(self, storages: Iterable[int]) -> Together:
-        """The moment at which the bytes of `storages` sum to the most, the earliest if there are several."""
+    def most(self, storages: Iterable[int]) -> LiveSet:
+        """Return the moment at which the bytes of `storages` sum to the most, the earliest if there are several."""
         known = list(storages)
         changes = [(self.births[index], self._allocated[index]) for index in known]
         changes += [(self.deaths[index], -self._allocated[index]) for index in known]

@@ -12,20 +12,18 @@ from memprof.findings.evidence import (
     parameters,
     percent,
     plural,
+    suggest_fixes,
     tensors_evidence,
     vocabulary,
-    would_help,
 )
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
 from memprof.ledger.categories import Category, is_half_of
 from memprof.trace.events import Storage, Trace
 from memprof.units import GIB, format_bytes
 
-MIN_SHARE = 0.10
-"""Of the run's peak: below it, logits do not decide what fits."""
+MIN_SHARE = 0.10  # of the run's peak: below it, logits do not decide what fits
 
-MIN_BYTES = GIB
-"""Below it no card of today is in trouble."""
+MIN_BYTES = GIB  # below it no card of today is in trouble
 
 _PRODUCTS = {"aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten.linear", "aten.matmul"}
 _COPIES = {"aten.clone", "aten.copy", "aten.contiguous", "aten.constant_pad_nd", "aten.slice_copy"}
@@ -33,7 +31,7 @@ _COPIES = {"aten.clone", "aten.copy", "aten.contiguous", "aten.constant_pad_nd",
 
 @rule(100)
 def find(context: Context) -> list[Finding]:
-    """One finding for all of them; `num_bytes` is their largest sum at one moment."""
+    """Return one finding for all of them; `num_bytes` is their largest sum at one moment."""
     copies = logits_storages(context)
     if not copies:
         return []
@@ -64,12 +62,12 @@ def find(context: Context) -> list[Finding]:
         num_bytes=at_peak.num_bytes,
     )
     lines = tensors_evidence(context, copies, most.event, lambda index: describe(trace, trace.storages[index]))
-    remedies = would_help(context, Category.LOGITS_AND_LOSS)
+    remedies = suggest_fixes(context, Category.LOGITS_AND_LOSS)
     return [Finding("logits-explosion", Severity.WARNING, title, most.num_bytes, (*lines, summary), remedies)]
 
 
 def logits_storages(context: Context) -> list[int]:
-    """Every tensor with one value for each word: logits, their casts, log-softmax, and the gradients of these.
+    """Return every tensor with one value for each word: logits, their casts, log-softmax, and the gradients of these.
 
     Known by their last dimension. A head that is kept as [features x vocabulary] has that too, so what has the shape
     of a parameter, and what has an owner, is left out.

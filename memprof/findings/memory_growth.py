@@ -7,20 +7,19 @@ from memprof.findings.exhaustion import Growth, growth_of
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
 from memprof.findings.growth import (
     MIN_STEP_BYTES,
-    Pile,
+    LeakGroup,
+    find_leaks_of_steps,
     fix_evidence,
     holder_evidence,
-    kept_by,
+    holders_phrase,
     keys_of,
-    piles_evidence,
-    piles_of_steps,
+    leak_evidence,
 )
 from memprof.ledger.steps import training_steps
 from memprof.trace.events import Holder
 from memprof.units import format_bytes
 
-WARNING_BYTES = 1 << 20
-"""Per step: what is less is a note."""
+WARNING_BYTES = 1 << 20  # per step: what is less is a note
 
 
 @rule(50)
@@ -33,24 +32,24 @@ def find(context: Context) -> list[Finding]:
     growth = growth_of(context)
     return [
         _finding(context, holder, group, len(steps), growth)
-        for holder, group in piles_of_steps(context).items()
+        for holder, group in find_leaks_of_steps(context).items()
         if _is_told(holder, group, growth)
     ]
 
 
-def _is_told(holder: Holder | None, group: list[Pile], growth: Growth | None) -> bool:
+def _is_told(holder: Holder | None, group: list[LeakGroup], growth: Growth | None) -> bool:
     if holder is not None and holder.limit is not None:
         return growth is not None and growth.runs_out
-    return sum(pile.per_round for pile in group) >= MIN_STEP_BYTES or (holder is not None and holder.nodes > 0)
+    return sum(leak.per_round for leak in group) >= MIN_STEP_BYTES or (holder is not None and holder.nodes > 0)
 
 
 def _finding(
-    context: Context, holder: Holder | None, group: list[Pile], num_steps: int, growth: Growth | None
+    context: Context, holder: Holder | None, group: list[LeakGroup], num_steps: int, growth: Growth | None
 ) -> Finding:
-    per_step = sum(pile.per_round for pile in group)
+    per_step = sum(leak.per_round for leak in group)
     trace = context.ledger.trace
     evidence = [holder_evidence(holder)]
-    evidence += piles_evidence(trace, group, "step")
+    evidence += leak_evidence(trace, group, "step")
     if holder is not None and holder.nodes:
         evidence.append(_graph(context, holder, group))
     if growth is not None and growth.runs_out_step is not None and per_step:
@@ -59,20 +58,20 @@ def _finding(
     severity = Severity.WARNING if per_step >= WARNING_BYTES else Severity.NOTE
     if growth is not None and growth.runs_out and per_step >= MIN_STEP_BYTES:
         severity = Severity.ERROR
-    num_bytes = sum(pile.num_bytes for pile in group) or None
+    num_bytes = sum(leak.num_bytes for leak in group) or None
     return Finding("memory-growth", severity, _title(holder, per_step, num_steps), num_bytes, tuple(evidence), ())
 
 
 def _title(holder: Holder | None, per_step: int, num_steps: int) -> str:
-    by = kept_by(holder)
+    by = holders_phrase(holder)
     if not per_step:
         return f"The graph of every step stays alive{by}: it takes host memory, and nothing on the GPU"
     what = f"Memory grows by {format_bytes(per_step)} a step in {num_steps} steps"
     return f"{what}: tensors of each step stay alive{by}"
 
 
-def _graph(context: Context, holder: Holder, group: list[Pile]) -> Evidence:
-    """What the graph that hangs on the kept tensors keeps in turn."""
+def _graph(context: Context, holder: Holder, group: list[LeakGroup]) -> Evidence:
+    """Return what the graph that hangs on the kept tensors keeps in turn."""
     steps = plural(holder.node_steps, "step")
     nodes = f"an autograd graph hangs on it: {plural(holder.nodes, 'node')} from {steps} when it was looked at"
     saved = _saved(context, holder, group)
@@ -83,10 +82,10 @@ def _graph(context: Context, holder: Holder, group: list[Pile]) -> Evidence:
     return Evidence(text, num_bytes=saved or None, source=holder.source)
 
 
-def _saved(context: Context, holder: Holder, group: list[Pile]) -> int:
-    """Bytes per step that the graph keeps: what piles up and is not in the holder itself."""
+def _saved(context: Context, holder: Holder, group: list[LeakGroup]) -> int:
+    """Return bytes per step that the graph keeps: what piles up and is not in the holder itself."""
     own = keys_of(context.ledger.trace, holder)
-    return sum(pile.per_round for pile in group if pile.key not in own) if holder.nodes else 0
+    return sum(leak.per_round for leak in group if leak.key not in own) if holder.nodes else 0
 
 
 def _fix(holder: Holder | None, kept: int) -> Evidence:

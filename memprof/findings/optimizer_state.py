@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from memprof.findings.evidence import half_dtype, parameters, percent, plural, tensors_evidence, would_help
+from memprof.findings.evidence import half_dtype, owned, parameters, percent, plural, suggest_fixes, tensors_evidence
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
 from memprof.ledger.categories import Category
 from memprof.trace.events import PhaseKind, Role
 from memprof.units import format_bytes
 
-MIN_STATE_SHARE = 0.01
-"""Of the peak: below it the state's precision does not matter (SGD without momentum, LoRA)."""
+MIN_STATE_SHARE = 0.01  # of the peak: below it the state's precision does not matter (SGD without momentum, LoRA)
 
 MIN_TEMPORARIES_SHARE = 0.05
-MIN_TEMPORARIES_BYTES = 64 << 20
-"""Found when they take more than both: that share of the peak, and so much."""
+MIN_TEMPORARIES_BYTES = 64 << 20  # found when they take more than both: that share of the peak, and so much
 
 
 @rule(130)
@@ -32,14 +30,9 @@ def _float32_state(context: Context) -> list[Finding]:
     # A state is its own parameter's: with some layers in float32 (norms, a router), so is theirs.
     full = {trace.storages[index].shape for index in parameters(trace) if trace.storages[index].dtype == "float32"}
     # Step counters are float32 scalars whatever the precision.
-    state = [
-        index
-        for index, owner in trace.owners.items()
-        if owner.role is Role.OPTIMIZER_STATE
-        and trace.storages[index].dtype == "float32"
-        and trace.storages[index].shape
-        and trace.storages[index].shape not in full
-    ]
+    names = owned(trace, Role.OPTIMIZER_STATE)
+    float32 = [index for index in names if trace.storages[index].dtype == "float32"]
+    state = [index for index in float32 if trace.storages[index].shape and trace.storages[index].shape not in full]
     most = lives.most(state)
     extra = most.num_bytes // 2
     if extra <= MIN_STATE_SHARE * ledger.peak_bytes:
@@ -48,8 +41,8 @@ def _float32_state(context: Context) -> list[Finding]:
         f"Optimizer state is float32 while the parameters are {half}: {format_bytes(most.num_bytes)}, "
         f"{format_bytes(extra)} more than in {half} ({percent(extra, ledger.peak_bytes)} of the peak)"
     )
-    lines = tensors_evidence(context, state, most.event, lambda index: trace.owners[index].name)
-    remedies = would_help(context, "float32-optimizer-state")
+    lines = tensors_evidence(context, state, most.event, names.__getitem__)
+    remedies = suggest_fixes(context, "float32-optimizer-state")
     return [Finding("float32-optimizer-state", Severity.NOTE, title, extra, lines, remedies)]
 
 
@@ -81,5 +74,5 @@ def _step_temporaries(context: Context) -> list[Finding]:
     if trace.updates_itself:
         text = "fix: update one parameter after another, or by an optimizer of torch.optim with fused=True"
         lines.append(Evidence(text, source=trace.source_line(trace.storages[temporaries[0]])))
-    remedies = would_help(context, "optimizer-step-temporaries")
+    remedies = suggest_fixes(context, "optimizer-step-temporaries")
     return [Finding("optimizer-step-temporaries", Severity.WARNING, title, num_bytes, tuple(lines), remedies)]

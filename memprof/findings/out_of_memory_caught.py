@@ -11,7 +11,7 @@ from memprof.units import format_bytes
 
 @rule(40)
 def find(context: Context) -> list[Finding]:
-    """All refused requests that the program went on without; `num_bytes` is the largest of them."""
+    """Return all refused requests that the program went on without; `num_bytes` is the largest of them."""
     caught = caught_errors(context.ledger)
     if not caught:
         return []

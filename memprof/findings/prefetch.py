@@ -10,12 +10,20 @@ from memprof.allocator import TraceReplay
 from memprof.allocator.streams import Completion
 from memprof.findings.evidence import percent, plural, tensors_evidence
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
-from memprof.findings.groups import FSDP1, FSDP2, communicated, fix, gathered, is_worth, line_of, plain, spread
+from memprof.findings.groups import (
+    communicated,
+    fix_at,
+    fsdp_groups,
+    gathered,
+    is_worth,
+    line_of,
+    lower_peak,
+    strip_wrappers,
+)
 from memprof.trace.events import EventKind, Role
 from memprof.units import format_bytes
 
-AHEAD = 1
-"""Groups that are enough for a collective to run while a group computes."""
+AHEAD = 1  # groups that are enough for a collective to run while a group computes
 _LAYER = re.compile(r"((?:\D+\.)?\d+)\.")
 
 
@@ -27,22 +35,17 @@ def find(context: Context) -> list[Finding]:
 
 def _explicit(context: Context) -> list[Finding]:
     """`set_modules_to_forward_prefetch` and its like with several modules."""
-    groups = [group for group in spread(context, FSDP2) if group.ahead > AHEAD]
+    groups = [group for group in fsdp_groups(context) if group.ahead > AHEAD]
     trace, lives = context.ledger.trace, context.lives
     sent = communicated(trace, "all-gather")
-    saved = lives.saved(lives.beyond([[one] for one in sent], AHEAD + 1, oldest=True)) if groups else 0
+    saved = lives.peak_reduction(lives.savings_beyond([[one] for one in sent], AHEAD + 1, oldest=True)) if groups else 0
     if not is_worth(context, saved):
         return []
     most = max(group.ahead for group in groups)
-    title = (
-        f"{plural(most, 'group')} are gathered ahead of their turn: with one the peak is about {format_bytes(saved)} "
-        f"({percent(saved, context.ledger.peak_bytes)}) lower"
-    )
+    title = f"{plural(most, 'group')} are gathered ahead of their turn: with one {lower_peak(context, saved)}"
+    do = "give set_modules_to_forward_prefetch and set_modules_to_backward_prefetch one module each"
     lines = (
-        fix(
-            line_of(trace, groups[0]),
-            "give set_modules_to_forward_prefetch and set_modules_to_backward_prefetch one module each",
-        ),
+        fix_at(line_of(trace, groups[0]), do),
         *tensors_evidence(context, sent, lives.most(sent).event, lambda index: "all-gather")[:3],
     )
     return [Finding("prefetch-too-deep", Severity.WARNING, title, saved, lines, ())]
@@ -50,7 +53,7 @@ def _explicit(context: Context) -> list[Finding]:
 
 def _unlimited(context: Context) -> list[Finding]:
     """`limit_all_gathers=False`: freed parameters wait for the card, and others are gathered in the meantime."""
-    groups = [group for group in spread(context, FSDP1) if group.unlimited]
+    groups = [group for group in fsdp_groups(context) if group.unlimited]
     run = context.ledger.run
     if not groups or run.bounds is None:
         return []
@@ -63,7 +66,7 @@ def _unlimited(context: Context) -> list[Finding]:
         f"parameters take up to {format_bytes(more)} more of what is reserved ({percent(more, at_once)})"
     )
     lines = (
-        fix(line_of(context.ledger.trace, groups[0]), "leave limit_all_gathers as it is, True"),
+        fix_at(line_of(context.ledger.trace, groups[0]), "leave limit_all_gathers as it is, True"),
         Evidence(
             f"reserved if what was gathered is free at once: {format_bytes(at_once)}; only once the host has waited: "
             f"{format_bytes(run.bounds.latest_bytes)}",
@@ -82,12 +85,12 @@ def _latest_without(context: Context, lent: set[int]) -> int:
     ]
     changed = dataclasses.replace(trace, events=events)
     replay = TraceReplay(changed, None, run.config, run.release, Completion.AT_SYNC, counts=False)
-    replay.skip()
+    replay.advance(writes=False)
     return replay.allocator.counters.reserved_bytes_peak
 
 
 def _by_hand(context: Context) -> list[Finding]:
-    """A program that gathers parameters itself, layer by layer: more layers are whole at once than two."""
+    """Return a program that gathers parameters itself, layer by layer: more layers are whole at once than two."""
     trace, lives = context.ledger.trace, context.lives
     if trace.facts.groups:
         return []
@@ -95,10 +98,10 @@ def _by_hand(context: Context) -> list[Finding]:
     seen: Counter[str] = Counter()
     for index, owner in trace.owners.items():
         if owner.role is Role.UNSHARDED and trace.storages[index].device == trace.device:
-            layer = _LAYER.match(plain(owner.name))
+            layer = _LAYER.match(strip_wrappers(owner.name))
             seen[owner.name] += 1
             layers[layer[1] if layer else owner.name, seen[owner.name]].append(index)
-    saved = lives.saved(lives.beyond(layers.values(), AHEAD + 1))
+    saved = lives.peak_reduction(lives.savings_beyond(layers.values(), AHEAD + 1))
     if not is_worth(context, saved):
         return []
     whole = lives.most(index for own in layers.values() for index in own)
@@ -106,13 +109,11 @@ def _by_hand(context: Context) -> list[Finding]:
     first = max(whole.storages, key=lambda index: trace.storages[index].num_bytes)
     title = (
         f"Parameters of {at_once} layers are whole at once, {format_bytes(whole.num_bytes)}: with one gathered ahead "
-        f"the peak is about {format_bytes(saved)} ({percent(saved, context.ledger.peak_bytes)}) lower"
+        f"{lower_peak(context, saved)}"
     )
+    do = "gather a layer when the one before it begins, and give each back once it is done"
     lines = (
-        fix(
-            trace.source_line(trace.storages[first]),
-            "gather a layer when the one before it begins, and give each back once it is done",
-        ),
+        fix_at(trace.source_line(trace.storages[first]), do),
         *tensors_evidence(context, whole.storages, whole.event, lambda index: "gathered")[:3],
     )
     return [Finding("prefetch-too-deep", Severity.WARNING, title, saved, lines, ())]

@@ -9,17 +9,15 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from memprof.findings.evidence import file_and_line, format_shape, percent
+from memprof.findings.evidence import file_and_line, format_shape, live_evidence, percent
 from memprof.findings.finding import Evidence, Finding, Severity
 from memprof.ledger.ledger import LiveTensor
 from memprof.units import MIB, format_bytes
 
 MIN_BYTES = 256 * MIB
-MIN_SHARE = 0.05
-"""Found when the fullest rank takes more than the mean of all by both, the latter of what it takes."""
+MIN_SHARE = 0.05  # found when the fullest rank takes more than the mean of all by both, the latter of what it takes
 
-MOST_SHOWN = 3
-"""Categories, and kinds of tensors, in the evidence."""
+MOST_SHOWN = 3  # categories, and kinds of tensors, in the evidence
 
 
 class RankPeak(NamedTuple):
@@ -69,7 +67,7 @@ def _of_category(name: str, most: RankPeak, least: RankPeak, fullest: int, leane
 
 
 def _only_of(most: RankPeak, least: RankPeak) -> list[tuple[LiveTensor, int]]:
-    """Kinds of tensors of which the fullest rank has more, with the bytes, the largest first."""
+    """Return kinds of tensors of which the fullest rank has more, with the bytes, the largest first."""
     there = Counter[tuple[object, ...]]()
     for tensor in least.tensors:
         there[_kind(tensor)] += tensor.allocated_bytes
@@ -86,7 +84,4 @@ def _of_tensor(tensor: LiveTensor, num_bytes: int, rank: int) -> Evidence:
         f"{tensor.count} x {format_shape(tensor.shape)} {tensor.dtype}, {tensor.category}, by {tensor.op} at "
         f"{file_and_line(tensor.source)}: {format_bytes(num_bytes)} more on rank {rank}"
     )
-    return Evidence(
-        text, num_bytes=num_bytes, shape=tensor.shape, dtype=tensor.dtype, module=tensor.module, op=tensor.op,
-        source=tensor.source,
-    )  # fmt: skip
+    return live_evidence(tensor, text, num_bytes=num_bytes)

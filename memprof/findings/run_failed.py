@@ -9,7 +9,7 @@ from memprof.trace.events import Failure, FailureKind
 
 @rule(10)
 def find(context: Context) -> list[Finding]:
-    """One finding if the run failed; its bytes are unknown, for what it would have gone on to take is."""
+    """Return one finding if the run failed; its bytes are unknown, for what it would have gone on to take is."""
     failure = context.ledger.trace.failure
     if failure is None:
         return []
@@ -40,27 +40,22 @@ def _title(failure: Failure) -> str:
     where = f"in {failure.phase}, at {file_and_line(failure.source)}"
     if failure.module:
         where += f" in {failure.module}"
-    op = failure.op or "an operation"
-    if failure.kind is FailureKind.NO_META_KERNEL:
-        return f"The run stops {where}: {op} cannot be simulated, for it has no kernel that works without data"
-    if failure.kind is FailureKind.CUSTOM_KERNEL:
-        what = f"the custom kernel {failure.op}" if failure.op else "a custom kernel"
-        return f"The run stops {where}: {what} needs data and a real GPU"
-    if failure.kind is FailureKind.TRACING:
-        return f"The run stops {where}: tracing a model (torch.export) is not simulated"
-    if failure.kind is FailureKind.OTHER_THREAD:
-        return f"The run stops {where}: CUDA was used in a thread that does not see the virtual GPU"
-    if failure.kind is FailureKind.UNKNOWN_VALUE:
-        return f"The run stops {where}: {failure.error} after a decision by a value that is not computed"
-    if failure.kind is FailureKind.OUT_OF_MEMORY:
-        return f"The run stops {where}: memory ran out"
-    if failure.kind is FailureKind.INTERRUPTED:
-        return f"The run stops {where}: it was interrupted"
-    if failure.kind is FailureKind.GAP:
-        return f"The run stops {where}: a gap of the virtual GPU, not an error of the program ({failure.error})"
-    return f"The run stops {where}: {failure.error}"
+    kernel = f"the custom kernel {failure.op}" if failure.op else "a custom kernel"
+    why = _WHYS[failure.kind].format(op=failure.op or "an operation", kernel=kernel, error=failure.error)
+    return f"The run stops {where}: {why}"
 
 
+_WHYS = {
+    FailureKind.NO_META_KERNEL: "{op} cannot be simulated, for it has no kernel that works without data",
+    FailureKind.CUSTOM_KERNEL: "{kernel} needs data and a real GPU",
+    FailureKind.TRACING: "tracing a model (torch.export) is not simulated",
+    FailureKind.OTHER_THREAD: "CUDA was used in a thread that does not see the virtual GPU",
+    FailureKind.UNKNOWN_VALUE: "{error} after a decision by a value that is not computed",
+    FailureKind.OUT_OF_MEMORY: "memory ran out",
+    FailureKind.INTERRUPTED: "it was interrupted",
+    FailureKind.GAP: "a gap of the virtual GPU, not an error of the program ({error})",
+    FailureKind.ERROR: "{error}",
+}
 _FIXES = {
     FailureKind.NO_META_KERNEL: (
         "register a kernel that says what the operator allocates (torch.library.register_fake, or an implementation "

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import math
 
-from memprof.findings.evidence import percent, plural, tensors_evidence
+from memprof.findings.evidence import owned, plural, tensors_evidence
 from memprof.findings.finding import Context, Finding, Severity, rule
-from memprof.findings.groups import DDP, fix, is_worth, spread
+from memprof.findings.groups import ddp_groups, fix_at, is_worth, lower_peak
 from memprof.trace.events import Role
 from memprof.trace.facts import ShardedGroup
 from memprof.units import format_bytes
 
-WHOLE_SHARE = 0.9
-"""State is whole if it has at least so many elements for each parameter's."""
+WHOLE_SHARE = 0.9  # state is whole if it has at least so many elements for each parameter's
 
-MIN_SHARE = 0.05
-"""Of the peak, which would be lower by as much: this edit is larger than those of other findings."""
+MIN_SHARE = 0.05  # of the peak, which would be lower by as much: this edit is larger than those of other findings
 
 MOST_SHOWN = 3
 
@@ -24,12 +22,9 @@ MOST_SHOWN = 3
 def find(context: Context) -> list[Finding]:
     """`num_bytes` is by how much the peak would be lower on the rank that keeps the largest part."""
     trace, lives = context.ledger.trace, context.lives
-    groups = spread(context, DDP)
-    state = [
-        index
-        for index, owner in trace.owners.items()
-        if owner.role is Role.OPTIMIZER_STATE and trace.storages[index].device == trace.device
-    ]
+    groups = ddp_groups(context)
+    names = owned(trace, Role.OPTIMIZER_STATE)
+    state = [index for index in names if trace.storages[index].device == trace.device]
     if not groups or not state:
         return []
     group = max(groups, key=_elements)
@@ -38,20 +33,19 @@ def find(context: Context) -> list[Finding]:
         return []
     part = _largest_part([math.prod(shape) for shape in group.shapes], group.ranks)
     share = 1 - part / _elements(group)
-    saved = lives.saved(lives.without(state, share))
-    peak_bytes = context.ledger.peak_bytes
-    if not is_worth(context, saved) or saved < MIN_SHARE * peak_bytes:
+    saved = lives.peak_reduction(lives.savings(state, share))
+    if not is_worth(context, saved) or saved < MIN_SHARE * context.ledger.peak_bytes:
         return []
     most = lives.most(state)
     title = (
         f"Optimizer state is whole on each of {plural(group.ranks, 'rank')}: {format_bytes(most.num_bytes)}; sharded "
-        f"(ZeRO-1), a rank keeps at most {format_bytes(int(most.num_bytes * (1 - share)))}, and the peak is about "
-        f"{format_bytes(saved)} ({percent(saved, peak_bytes)}) lower"
+        f"(ZeRO-1), a rank keeps at most {format_bytes(int(most.num_bytes * (1 - share)))}, and "
+        f"{lower_peak(context, saved)}"
     )
     line = trace.source_line(trace.storages[max(most.storages, key=lambda index: trace.storages[index].num_bytes)])
     lines = (
-        fix(line, "step a ZeroRedundancyOptimizer(model.parameters(), optimizer_class=...), or use fully_shard"),
-        *tensors_evidence(context, state, most.event, lambda index: trace.owners[index].name)[:MOST_SHOWN],
+        fix_at(line, "step a ZeroRedundancyOptimizer(model.parameters(), optimizer_class=...), or use fully_shard"),
+        *tensors_evidence(context, state, most.event, names.__getitem__)[:MOST_SHOWN],
     )
     return [Finding("optimizer-state-not-sharded", Severity.NOTE, title, saved, lines, ())]
 
@@ -61,7 +55,7 @@ def _elements(group: ShardedGroup) -> int:
 
 
 def _largest_part(sizes: list[int], ranks: int) -> int:
-    """Elements of the fullest rank: the largest parameter goes to the rank that has least, and so on
+    """Return elements of the fullest rank: the largest parameter goes to the rank that has least, and so on
     (ZeroRedundancyOptimizer._partition_parameters)."""
     parts = [0] * ranks
     for size in sorted(sizes, reverse=True):

@@ -9,11 +9,9 @@ from memprof.trace.events import EventKind, Trace
 from memprof.units import MIB, format_bytes
 
 MIN_BYTES = 256 * MIB
-MIN_SHARE = 0.05
-"""Found when the streams cost at least both, and always when the run would fit on one."""
+MIN_SHARE = 0.05  # found when the streams cost at least both, and always when the run would fit on one
 
-MOST_SHOWN = 4
-"""Streams in the evidence."""
+MOST_SHOWN = 4  # streams in the evidence
 
 
 @rule(85)
@@ -47,7 +45,7 @@ def _evaluated(found: StreamMemory, *, fits: bool) -> Evidence:
 
 
 def _of_stream(trace: Trace, share: StreamShare, largest: dict[int, int]) -> Evidence:
-    """A line on one stream, and the largest tensor that was ever taken on it."""
+    """Return a line on one stream, and the largest tensor that was ever taken on it."""
     waits = f", {format_bytes(share.waiting_bytes)} waiting for other streams" if share.waiting_bytes else ""
     text = (
         f"{f'stream {share.stream}' if share.stream else 'the default stream'}: {format_bytes(share.reserved_bytes)} "
@@ -65,7 +63,7 @@ def _of_stream(trace: Trace, share: StreamShare, largest: dict[int, int]) -> Evi
 
 
 def _largest(trace: Trace) -> dict[int, int]:
-    """Of each stream, the largest storage that was taken on it."""
+    """Return the largest storage that was taken on each stream."""
     found: dict[int, int] = {}
     stream, storages = 0, trace.storages
     for kind, ref in trace.events:

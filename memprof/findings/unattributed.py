@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from memprof.findings.evidence import file_and_line, format_shape, percent
+from memprof.findings.evidence import file_and_line, format_shape, live_evidence, percent
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
 from memprof.ledger.categories import Category
 from memprof.ledger.ledger import LiveTensor
 from memprof.units import format_bytes
 
-MIN_SHARE = 0.01
-"""Of the peak: more than this, and the table of categories misleads."""
+MIN_SHARE = 0.01  # of the peak: more than this, and the table of categories misleads
 
 MOST_SHOWN = 5
 
@@ -33,13 +32,8 @@ def _line(tensor: LiveTensor) -> Evidence:
         why = "made where no line outside torch was running"
     else:
         why = "made outside every phase that memprof knows and owned by no parameter, buffer, gradient or optimizer"
-    return Evidence(
+    text = (
         f"{tensor.count} of {format_shape(tensor.shape)} {tensor.dtype}, {format_bytes(tensor.num_bytes)} each, by "
-        f"{tensor.op} at {file_and_line(tensor.source)}: {why}",
-        num_bytes=tensor.num_bytes,
-        shape=tensor.shape,
-        dtype=tensor.dtype,
-        module=tensor.module,
-        op=tensor.op,
-        source=tensor.source,
+        f"{tensor.op} at {file_and_line(tensor.source)}: {why}"
     )
+    return live_evidence(tensor, text, num_bytes=tensor.num_bytes)

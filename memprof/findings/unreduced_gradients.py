@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
-from memprof.findings.evidence import percent, tensors_evidence
+from memprof.findings.evidence import owned, tensors_evidence
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
-from memprof.findings.groups import FSDP1, FSDP2, fix, has, is_worth, line_of, spread
+from memprof.findings.groups import FSDP2, fix_at, fsdp_groups, is_worth, line_of, lower_peak, parameter_filter
 from memprof.trace.events import PhaseKind, Role
 from memprof.units import format_bytes
 
@@ -15,34 +15,32 @@ from memprof.units import format_bytes
 def find(context: Context) -> list[Finding]:
     """`num_bytes` is by how much the peak would be lower if each micro-batch's gradients were reduced at once."""
     trace, lives = context.ledger.trace, context.lives
-    groups = spread(context, FSDP1, FSDP2)
+    groups = fsdp_groups(context)
     ends = [time for time, phase in trace.begun() if phase.kind is PhaseKind.FORWARD]
     found, least = [], 1.0
     for group in groups:
-        is_own = has(group)
+        is_own = parameter_filter(group)
         whole = {math.prod(shape) for shape in group.shapes} | {sum(map(math.prod, group.shapes))}
         own = [
             index
-            for index, owner in trace.owners.items()
-            if owner.role is Role.GRADIENT
-            and is_own(owner.name)
+            for index, name in owned(trace, Role.GRADIENT).items()
+            if is_own(name)
             and math.prod(trace.storages[index].shape) in whole
             and any(lives.births[index] < time < lives.deaths[index] for time in ends)
         ]
         found += own
         least = min(least, 1 - 1 / group.ranks) if own else least
-    saved = lives.saved(lives.without(found, least))
+    saved = lives.peak_reduction(lives.savings(found, least))
     if not is_worth(context, saved):
         return []
     most = lives.most(found)
     title = (
         f"Gradients of sharded parameters wait, whole, for the last micro-batch: {format_bytes(most.num_bytes)}; "
-        f"reduced in each, the peak is about {format_bytes(saved)} ({percent(saved, context.ledger.peak_bytes)}) lower"
+        f"reduced in each, {lower_peak(context, saved)}"
     )
-    own_api = groups[0].api == FSDP2
-    said = "set_requires_gradient_sync(False)" if own_api else "no_sync()"
+    said = "set_requires_gradient_sync(False)" if groups[0].api == FSDP2 else "no_sync()"
     lines = (
-        fix(line_of(trace, groups[0]), f"accumulate without {said}"),
+        fix_at(line_of(trace, groups[0]), f"accumulate without {said}"),
         Evidence("it costs a reduce-scatter of all gradients in each micro-batch"),
         *tensors_evidence(context, found, most.event, lambda index: "whole gradient")[:3],
     )

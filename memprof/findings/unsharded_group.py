@@ -6,20 +6,28 @@ import math
 import re
 from collections import defaultdict
 
-from memprof.findings.evidence import percent, plural
+from memprof.findings.evidence import plural
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
-from memprof.findings.groups import FSDP1, FSDP2, communicated, fix, gathered, is_worth, line_of, plain, spread
-from memprof.findings.groups import whole_bytes as bytes_of
-from memprof.findings.lives import Less
+from memprof.findings.groups import (
+    FSDP2,
+    communicated,
+    fix_at,
+    fsdp_groups,
+    gathered,
+    is_worth,
+    line_of,
+    lower_peak,
+    strip_wrappers,
+    whole_bytes,
+)
+from memprof.findings.lives import Saving
 from memprof.trace.events import NONE, PhaseKind, Role
 from memprof.trace.facts import ShardedGroup
 from memprof.units import format_bytes
 
-AT_ONCE = 2
-"""Layers that are whole at once where each is wrapped: the one that computes, and the next."""
+AT_ONCE = 2  # layers that are whole at once where each is wrapped: the one that computes, and the next
 
-NEARLY = 0.9
-"""What has such a share of a group's elements, or bytes, is made for all of it."""
+NEARLY = 0.9  # what has such a share of a group's elements, or bytes, is made for all of it
 
 
 _LAYER = re.compile(r"((?:\D+\.)?\d+)\.")
@@ -27,26 +35,25 @@ _LAYER = re.compile(r"((?:\D+\.)?\d+)\.")
 
 @rule(88)
 def find(context: Context) -> list[Finding]:
-    """One finding for each group; `num_bytes` is by how much the peak would be lower with its layers wrapped."""
+    """Return one finding for each group; `num_bytes` is by how much the peak would be lower with its layers wrapped."""
     trace, lives = context.ledger.trace, context.lives
     findings = []
-    for group in spread(context, FSDP1, FSDP2):
+    for group in fsdp_groups(context):
         layers = _layers(group)
         stacks = {layer.rpartition(".")[0] for layer in layers}
         if len(layers) <= AT_ONCE:
             continue
         beyond = set(sorted(layers, key=lambda layer: -layers[layer])[AT_ONCE:])
-        whole = sum(bytes_of(group).values())
+        whole = sum(whole_bytes(group).values())
         share = sum(layers[layer] for layer in beyond) / whole
-        saved = lives.saved(_less(context, group, beyond, share))
+        saved = lives.peak_reduction(_less(context, group, beyond, share))
         if not is_worth(context, saved):
             continue
         lists = [f"model.{one}".rstrip(".") for one in sorted(stacks)]
         name = f"`{group.module}`" if group.module else "The root"
         title = (
             f"{name} is one FSDP group of {format_bytes(whole)}, with {plural(len(layers), 'layer')} of "
-            f"{' and '.join(lists)} gathered at once: with each layer wrapped the peak is about {format_bytes(saved)} "
-            f"({percent(saved, context.ledger.peak_bytes)}) lower"
+            f"{' and '.join(lists)} gathered at once: with each layer wrapped {lower_peak(context, saved)}"
         )
         line = line_of(trace, group)
         if group.api == FSDP2:
@@ -56,7 +63,7 @@ def find(context: Context) -> list[Finding]:
         largest = max(layers.values())
         most = max((lives.most(own) for own in gathered(context, [group])), key=lambda one: one.num_bytes)
         lines = (
-            fix(line, what),
+            fix_at(line, what),
             Evidence(f"whole at once: {format_bytes(most.num_bytes)} of it; a layer has {format_bytes(largest)}"),
         )
         findings.append(Finding("unsharded-group", Severity.WARNING, title, saved, lines, ()))
@@ -64,9 +71,9 @@ def find(context: Context) -> list[Finding]:
 
 
 def _layers(group: ShardedGroup) -> dict[str, int]:
-    """Bytes of each layer that has parameters in the group: a module of a list, by its number in the names."""
+    """Return bytes of each layer that has parameters in the group: a module of a list, by its number in the names."""
     found: dict[str, int] = defaultdict(int)
-    for name, num_bytes in bytes_of(group).items():
+    for name, num_bytes in whole_bytes(group).items():
         layer = _LAYER.match(name)
         if layer is not None and layer[1] != group.module:
             found[layer[1]] += num_bytes
@@ -74,28 +81,30 @@ def _layers(group: ShardedGroup) -> dict[str, int]:
 
 
 def _classes(context: Context, layers: dict[str, int]) -> list[str]:
-    return sorted({one.class_name for one in context.ledger.trace.modules if plain(one.path) in layers})
+    return sorted({one.class_name for one in context.ledger.trace.modules if strip_wrappers(one.path) in layers})
 
 
-def _less(context: Context, group: ShardedGroup, beyond: set[str], share: float) -> list[Less]:
+def _less(context: Context, group: ShardedGroup, beyond: set[str], share: float) -> list[Saving]:
     """Of the group's parameters while they are gathered, of their whole gradients, of what both are sent in, and of
     what an FSDP module moves to the card and lays flat when it is made."""
     trace, lives = context.ledger.trace, context.lives
     elements = NEARLY * sum(map(math.prod, group.shapes))
     prefixes = tuple(f"{layer}." for layer in beyond)
-    less: list[Less] = []
+    less: list[Saving] = []
     for index in (index for own in gathered(context, [group]) for index in own):
-        flat = trace.storages[index].num_bytes >= NEARLY * sum(bytes_of(group).values())
-        less += lives.without([index], share if flat else float(plain(trace.owners[index].name).startswith(prefixes)))
+        flat = trace.storages[index].num_bytes >= NEARLY * sum(whole_bytes(group).values())
+        less += lives.savings(
+            [index], share if flat else float(strip_wrappers(trace.owners[index].name).startswith(prefixes))
+        )
     sent = [*communicated(trace, "all-gather"), *communicated(trace, "reduce-scatter")]
-    less += lives.without((one for one in sent if math.prod(trace.storages[one].shape) >= elements), share)
+    less += lives.savings((one for one in sent if math.prod(trace.storages[one].shape) >= elements), share)
     shapes = set(group.shapes)
     moved = (
         index
         for index in communicated(trace, "")
         if trace.storages[index].shape in shapes or math.prod(trace.storages[index].shape) >= elements
     )
-    less += lives.without(moved, share)
+    less += lives.savings(moved, share)
     for index, storage in enumerate(trace.storages):
         if trace.phases[storage.phase].kind is not PhaseKind.BACKWARD or storage.hidden:
             continue
@@ -103,8 +112,8 @@ def _less(context: Context, group: ShardedGroup, beyond: set[str], share: float)
         if owner is not None and owner.role is not Role.GRADIENT:
             continue
         if storage.shape in shapes and storage.module != NONE:
-            path = plain(trace.modules[storage.module].path) + "."
-            less += lives.without([index], float(path.startswith(prefixes)))
+            path = strip_wrappers(trace.modules[storage.module].path) + "."
+            less += lives.savings([index], float(path.startswith(prefixes)))
         elif len(storage.shape) == 1 and storage.shape[0] >= elements:
-            less += lives.without([index], share)
+            less += lives.savings([index], share)
     return less

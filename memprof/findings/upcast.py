@@ -5,27 +5,19 @@ from __future__ import annotations
 from collections import defaultdict
 
 from memprof.findings.attention_scores import score_storages
-from memprof.findings.evidence import (
-    file_and_line,
-    half_dtype,
-    is_forward,
-    percent,
-    tensors_evidence,
-    vocabulary,
-)
+from memprof.findings.evidence import file_and_line, half_dtype, is_forward, percent, tensors_evidence, vocabulary
 from memprof.findings.finding import Context, Finding, Severity, rule
 from memprof.ledger.categories import Category
 from memprof.trace.events import NONE, ModuleRole, Storage, Trace
 from memprof.units import GIB, format_bytes
 
 MIN_BYTES = GIB
-MIN_SHARE = 0.05
-"""Found when the copies of one line take at least one of the two at their most."""
+MIN_SHARE = 0.05  # found when the copies of one line take at least one of the two at their most
 
 
 @rule(120)
 def find(context: Context) -> list[Finding]:
-    """One finding for each source line; `num_bytes` is the largest sum of its copies at one moment.
+    """Return one finding for each source line; `num_bytes` is the largest sum of its copies at one moment.
 
     A trace does not say what dtype an operator was given: a float32 tensor that `aten._to_copy` made in the forward
     pass of a model whose parameters are half is taken for an upcast. Logits are left to the rule `logits-explosion`,
@@ -58,7 +50,7 @@ def find(context: Context) -> list[Finding]:
             continue
         norm = all(_in_norm(trace, trace.storages[index]) for index in indices)
         why = "; the model's own numerics: its norms compute in float32" if norm else ""
-        line = file_and_line(None if source == NONE else trace.sources[source])
+        line = file_and_line(trace.source_at(source))
         at_peak = lives.at(context.ledger.peak_event, indices)
         title = (
             f"{half} activations copied to float32 at {line}: {format_bytes(most.num_bytes)} alive at once, "

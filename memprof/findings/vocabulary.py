@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from memprof.findings.evidence import format_shape, percent, tensor_evidence, vocabulary_tables, would_help
+from memprof.findings.evidence import format_shape, percent, suggest_fixes, tensor_evidence, vocabulary_tables
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
 from memprof.findings.logits import logits_storages
 from memprof.ledger.categories import Category
 from memprof.trace.events import Role
 from memprof.units import format_bytes
 
-TOLERANCE = 128
-"""Words: vocabularies are padded up to a multiple of this for the matrix units, and that is no fault."""
+TOLERANCE = 128  # words: vocabularies are padded up to a multiple of this for the matrix units, and that is no fault
 
 
 @rule(140)
@@ -63,10 +62,10 @@ def find(context: Context) -> list[Finding]:
         for kind, num_bytes in extra.items()
         if num_bytes
     ]
-    remedies = would_help(context, "vocabulary-larger-than-asked")
+    remedies = suggest_fixes(context, "vocabulary-larger-than-asked")
     return [Finding("vocabulary-larger-than-asked", Severity.WARNING, title, total, tuple(evidence), remedies)]
 
 
 def _beyond(num_bytes: int, rows: int, asked: int) -> int:
-    """Bytes of the rows after the first `asked`."""
+    """Return bytes of the rows after the first `asked`."""
     return num_bytes * max(0, rows - asked) // rows

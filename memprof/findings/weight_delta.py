@@ -17,28 +17,25 @@ from memprof.findings.evidence import (
     parameters,
     percent,
     plural,
+    suggest_fixes,
     tensors_evidence,
     vocabulary,
-    would_help,
 )
 from memprof.findings.finding import Context, Finding, Severity, rule
-from memprof.findings.groups import plain
+from memprof.findings.groups import strip_wrappers
 from memprof.units import GIB, format_bytes
 
-MIN_DIM = 256
-"""Smaller matrices are heads, ranks and states: an activation that is [tokens x 64 x 64] is nothing odd."""
+MIN_DIM = 256  # smaller matrices are heads, ranks and states: an activation that is [tokens x 64 x 64] is nothing odd
 
-MIN_TOKENS = 16
-"""With fewer, a matrix for each token is a matrix for each sequence or expert: the remedy, not the problem."""
+MIN_TOKENS = 16  # fewer are sequences or experts: a matrix for each is the remedy, not the problem
 
 MIN_BYTES = GIB
-MIN_SHARE = 0.05
-"""It is found when it takes more than one of these two."""
+MIN_SHARE = 0.05  # it is found when it takes more than one of these two
 
 
 @rule(90, decides=True)
 def find(context: Context) -> list[Finding]:
-    """One finding for all such tensors; `num_bytes` is their largest sum at one moment."""
+    """Return one finding for all such tensors; `num_bytes` is their largest sum at one moment."""
     matches = _matches(context)
     if not matches:
         return []
@@ -64,7 +61,7 @@ def find(context: Context) -> list[Finding]:
         return f"{tokens} tokens x {format_shape((rows, columns))}"
 
     lines = tensors_evidence(context, matches, most.event, label)
-    remedies = would_help(context, "weight-delta-per-token")
+    remedies = suggest_fixes(context, "weight-delta-per-token")
     return [Finding("weight-delta-per-token", Severity.WARNING, title, most.num_bytes, lines, remedies)]
 
 
@@ -79,7 +76,7 @@ def _matches(context: Context) -> dict[int, tuple[int, int, int]]:
     S x S scores, and maps of images.
     """
     trace = context.ledger.trace
-    named = [(plain(name), trace.storages[index].shape) for index, name in parameters(trace).items()]
+    named = [(strip_wrappers(name), trace.storages[index].shape) for index, name in parameters(trace).items()]
     weights = {math.prod(shape) for _, shape in named}
     words = vocabulary(context)
     # One number a sample is a label or a time: taken for text, the batch would be its tokens.
@@ -125,7 +122,7 @@ def _matches(context: Context) -> dict[int, tuple[int, int, int]]:
         if any(count % before_last == 0 for count in counts):
             possible = []
         if possible or before_last in counts:
-            sizes, products = sizes_in(plain(trace.module_path(storage) or ""))
+            sizes, products = sizes_in(strip_wrappers(trace.module_path(storage) or ""))
             for tokens, rows in possible:
                 if {rows, columns} <= sizes and not (rows == columns and rows in {tokens, *lengths}):
                     result[index] = (tokens, rows, columns)

@@ -11,10 +11,9 @@ from itertools import accumulate, pairwise
 from memprof.allocator import AllocatorConfig, OnCard, TraceReplay
 from memprof.ledger.steps import TrainingStep
 from memprof.remedies.catalog import EXPANDABLE_SEGMENTS
-from memprof.trace.events import EventKind, Trace
+from memprof.trace.events import Trace
 
-FEWEST = 5
-"""Steps of a program of which it can be said that they differ."""
+FEWEST = 5  # steps of a program of which it can be said that they differ
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +59,7 @@ class Batches:
 
 
 def batches(run: OnCard, allocated: Sequence[int], trained: Sequence[TrainingStep] = ()) -> Batches | None:
-    """The batches of a run; None if they are all alike.
+    """Return the batches of a run; None if they are all alike.
 
     Args:
         run: through its allocator.
@@ -105,12 +104,11 @@ def _batches(
 
 
 def _steps(trace: Trace) -> Iterator[tuple[int, int, int]]:
-    """Each step's number, its first event, and the first that is no longer its own."""
-    begins = {0: 0}
-    for time, (kind, ref) in enumerate(trace.events):
-        if kind is EventKind.PHASE:
-            begins.setdefault(trace.phases[ref].step, time)
-    del begins[0]
+    """Return each step's number, its first event, and the first that is no longer its own."""
+    begins: dict[int, int] = {}
+    for time, phase in trace.begun():
+        if phase.step:
+            begins.setdefault(phase.step, time)
     for (number, begin), (_, end) in pairwise([*begins.items(), (0, len(trace.events))]):
         yield number, begin, end
 
@@ -118,7 +116,7 @@ def _steps(trace: Trace) -> Iterator[tuple[int, int, int]]:
 def _reserved(
     run: OnCard, spans: Sequence[tuple[int, int, int]], config: AllocatorConfig, gives_back: bool = False
 ) -> list[int]:
-    """The most that is reserved in each step on a card without limit, by other settings."""
+    """Return the most that is reserved in each step on a card without limit, by other settings."""
     replay = TraceReplay(run.trace, None, config, run.release)
     most = []
     for _, begin, end in spans:

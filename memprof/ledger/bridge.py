@@ -13,21 +13,21 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from memprof.allocator.pools import SegmentLayout, pool_name
+from memprof.allocator.pools import pool_name
 from memprof.allocator.rounding import SMALL_BUFFER
 from memprof.ledger.ledger import Ledger
 from memprof.ledger.stages import Span
 from memprof.trace.events import CPU, Trace
 from memprof.trace.facts import NvmlFacts, OtherProcess
+from memprof.trace.snapshot import SnapshotSegment
 from memprof.units import MIB
 
+# What NCCL takes of the card for a group of processes that communicates: the least and the most that others measured.
+# 544 MB for two A100 and 688 MB for more (github.com/NVIDIA/nccl/issues/964), about 1.6 GB (.../issues/864). It grows
+# with channels, algorithms and peers; send and receive take more.
 NCCL_GROUP_BYTES = (544 * MIB, 1_600_000_000)
-"""What NCCL takes of the card for a group of processes that communicates: the least and the most that others measured.
-544 MB for two A100 and 688 MB for more (github.com/NVIDIA/nccl/issues/964), about 1.6 GB (.../issues/864). It grows
-with channels, algorithms and peers; send and receive take more."""
 
-MOST_SEGMENTS = 5
-"""Kinds of segments that are listed, those with most free memory."""
+MOST_SEGMENTS = 5  # kinds of segments that are listed, those with most free memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,10 @@ class FreeSegments:
 
 @dataclass(frozen=True, slots=True)
 class BridgeMoment:
-    """The steps at one moment: each is a difference, in bytes, between the amounts before and after it."""
+    """The steps at one moment: each is a difference, in bytes, between the amounts before and after it.
+
+    Its attributes are names of the JSON, one for each step and amount.
+    """
 
     stage: str
     step: int
@@ -118,7 +121,7 @@ class Bridge:
 
 
 def build_bridge(ledger: Ledger) -> Bridge | None:
-    """The bridge of a run; None if it was on no card (a CPU), where there is neither context nor driver."""
+    """Return the bridge of a run; None if it was on no card (a CPU), where there is neither context nor driver."""
     if ledger.trace.device == CPU:
         return None
     reserved, allocated = ledger.peak_reserved_event, ledger.peak_event
@@ -134,13 +137,13 @@ def build_bridge(ledger: Ledger) -> Bridge | None:
 
 
 def _has_unseen_nccl(trace: Trace) -> bool:
-    """A measured run has it among its libraries."""
+    """Return whether NCCL takes memory that is not known; a measured run has it among its libraries."""
     rank = trace.facts.rank
     return trace.source == "simulated" and rank is not None and rank.world_size > 1 and not rank.without_nccl
 
 
 def _outside(trace: Trace) -> dict[str, int | None]:
-    """What is on the card beside torch's segments: the steps of every moment."""
+    """Return what is on the card beside torch's segments: the steps of every moment."""
     seen, context = trace.facts.nvml or NvmlFacts(), trace.facts.device.context_bytes
     used, process, reserved = seen.used_bytes, seen.process_bytes, seen.reserved_bytes
     libraries = None if process is None or reserved is None else max(process - reserved - context, 0)
@@ -152,7 +155,7 @@ def _outside(trace: Trace) -> dict[str, int | None]:
 
 
 def _beside_torch(trace: Trace, context: int) -> int | None:
-    """What the samples of a measured run have beside reserved memory and the context, where most is reserved."""
+    """Return what the samples of a measured run have beside reserved memory and the context, where most is reserved."""
     seen = [
         (sample.reserved_bytes, sample.device_used_bytes)
         for sample in trace.samples
@@ -187,7 +190,7 @@ def _moment(ledger: Ledger, event: int, span: Span, reserved: int, outside: dict
     )
 
 
-def _pools(segments: list[SegmentLayout], large_unit: int) -> tuple[PoolUse, ...]:
+def _pools(segments: list[SnapshotSegment], large_unit: int) -> tuple[PoolUse, ...]:
     names = sorted({(segment.pool_id, not segment.is_small) for segment in segments})
     found = []
     for pool_id, is_large in names:
@@ -209,7 +212,7 @@ def _pools(segments: list[SegmentLayout], large_unit: int) -> tuple[PoolUse, ...
     return tuple(found)
 
 
-def _free_segments(segments: list[SegmentLayout]) -> tuple[FreeSegments, ...]:
+def _free_segments(segments: list[SnapshotSegment]) -> tuple[FreeSegments, ...]:
     alike: Counter[tuple[str, int, int, bool, bool]] = Counter()
     for one in segments:
         free = one.size - one.allocated

@@ -36,6 +36,8 @@ _ALLOC, _FREE, _PHASE = EventKind.ALLOC, EventKind.FREE, EventKind.PHASE
 _BESIDE = (PhaseKind.MODEL, PhaseKind.OTHER, PhaseKind.OPTIMIZER, PhaseKind.OPTIMIZER_STEP)
 # Where its use is not seen: in a measured run, or before it is used.
 _KV_CACHE = re.compile(r"cache_utils\.py|kv_?cache", re.IGNORECASE)
+# Stages of a model between its last layer and its loss, in no module that has a stage.
+_AFTER_LAYERS = ("final norm", "before the head", "own code")
 _TIED = (ModuleRole.HEAD, ModuleRole.EMBEDDING)
 _OF_ROLE = {
     Role.PARAMETER: Category.PARAMETERS,
@@ -50,7 +52,7 @@ _OF_ROLE = {
 
 
 def categorize(trace: Trace, spans: list[Span]) -> list[Category]:
-    """The category of every storage of the trace, by index."""
+    """Return the category of every storage of the trace, by index."""
     begins = [span.begin for span in spans]
     outlives = _outlives_its_module(trace)
     first_forward = next((s.begin for s in spans if s.kind is PhaseKind.FORWARD), len(trace.events))
@@ -59,8 +61,7 @@ def categorize(trace: Trace, spans: list[Span]) -> list[Category]:
     if first_forward == len(trace.events):  # what a run that ended in building its model had not given to it yet
         owned = (index for index, owner in trace.owners.items() if owner.role is Role.PARAMETER)
         made_weights = {(trace.storages[index].source, trace.storages[index].op) for index in owned}
-    births = {ref: time for time, (kind, ref) in enumerate(trace.events) if kind is _ALLOC}
-    deaths = {ref: time for time, (kind, ref) in enumerate(trace.events) if kind is _FREE}
+    births, deaths = trace.lifetimes()
     copies = _copies_of_weights(trace, deaths)
     differentiated = {storage.forward_event for storage in trace.storages}
     backwards = [span.begin for span in spans if span.kind is PhaseKind.BACKWARD]
@@ -84,15 +85,15 @@ def categorize(trace: Trace, spans: list[Span]) -> list[Category]:
         return spans[position] if position >= 0 and time < spans[position].end else None
 
     def is_logits(storage: Storage, time: int) -> bool:
-        """Whether `storage`, which is made at `time` or of what was, is of the logits or the loss."""
+        """Return whether `storage`, which is made at `time` or of what was, is of the logits or the loss."""
         span = span_at(time)
         cast = trace.op(storage) == "aten._to_copy"
         if span is None or (cast and (storage.shape in weights or is_half_of(storage, weights))):
             return False  # the latter is the head's weight, cast by autocast
         # A head that is no module of its own (an einsum, a module of the program's): one value for each word. And what
         # a program makes of logits that it was given, as `.float()` does.
-        width = widest if span.is_output else rows if span.is_whole_forward else words if span.is_after_layers else None
-        return span.is_logits_or_loss or (
+        width = {"output": widest, "forward": rows, **dict.fromkeys(_AFTER_LAYERS, words)}.get(span.plain_name)
+        return span.plain_name in ("logits", "loss") or (
             width is not None
             and len(storage.shape) > 1
             and storage.shape[-1] == width
@@ -142,9 +143,9 @@ def categorize(trace: Trace, spans: list[Span]) -> list[Category]:
             return Category.ACTIVATIONS if index in outlives else Category.TEMPORARIES
         if birth in differentiated:  # of a program without modules
             following = bisect.bisect_left(backwards, birth)
-            passes = following < len(backwards) and backwards[following] < deaths.get(index, len(trace.events))
+            passes = following < len(backwards) and backwards[following] < deaths[index]
             return Category.ACTIVATIONS if passes else Category.TEMPORARIES
-        if by_program(storage) and (birth < first_forward or fed.step(birth, deaths.get(index))):
+        if by_program(storage) and (birth < first_forward or fed.step(birth, deaths[index])):
             return Category.INPUTS
         return Category.UNATTRIBUTED
 
@@ -152,7 +153,7 @@ def categorize(trace: Trace, spans: list[Span]) -> list[Category]:
 
 
 def is_half_of(storage: Storage, weights: set[tuple[int, ...]]) -> bool:
-    """Whether it may be one of the weights, of these shapes, in half precision and transposed.
+    """Return whether it may be one of the weights, of these shapes, in half precision and transposed.
 
     So compiled code casts them under autocast.
     """
@@ -160,12 +161,12 @@ def is_half_of(storage: Storage, weights: set[tuple[int, ...]]) -> bool:
 
 
 def _is_bucket(trace: Trace, storage: Storage) -> bool:
-    """Whether DistributedDataParallel made it for gradients."""
+    """Return whether DistributedDataParallel made it for gradients."""
     maker = trace.modules[storage.module].class_name
     return maker == "DistributedDataParallel" and trace.op(storage) == "aten.empty" and len(storage.shape) == 1
 
 
-def _copies_of_weights(trace: Trace, deaths: dict[int, int]) -> set[int]:
+def _copies_of_weights(trace: Trace, deaths: list[int]) -> set[int]:
     """Weights that no module has: a moving average, a checkpoint that was loaded, the fast weights of MAML.
 
     One line makes them, outside every model's parts, in shapes of parameters alone: at least half of these shapes and
@@ -191,7 +192,7 @@ def _copies_of_weights(trace: Trace, deaths: dict[int, int]) -> set[int]:
             and storage.source != NONE
             and not storage.hidden
             and index not in trace.owners
-            and deaths.get(index, never) > ends.get(storage.phase, never - 1)
+            and deaths[index] > ends.get(storage.phase, never - 1)
         ):
             made[storage.source, storage.op, storage.phase].append(index)
     result: set[int] = set()
@@ -215,23 +216,20 @@ class _ForTheNext:
     """Tells what is made between two steps for the next one: batches, targets, noise."""
 
     def __init__(self, trace: Trace) -> None:
-        self._begins: list[int] = []
-        """The first forward of each step."""
+        self._begins: list[int] = []  # the first forward of each step
         seen: set[int] = set()
         for time, phase in trace.begun():
             if phase.kind is PhaseKind.FORWARD and phase.step not in seen:
                 seen.add(phase.step)
                 self._begins.append(time)
 
-    def step(self, birth: int, death: int | None) -> bool:
-        """Whether what lives so long is there when a step begins, and gone when the second after it does."""
-        first = bisect.bisect(self._begins, birth)
-        last = len(self._begins) if death is None else bisect.bisect(self._begins, death)
-        return last - first == 1
+    def step(self, birth: int, death: int) -> bool:
+        """Return whether what lives so long is there when a step begins, and gone when the second after it does."""
+        return bisect.bisect(self._begins, death) - bisect.bisect(self._begins, birth) == 1
 
 
 def _outlives_its_module(trace: Trace) -> set[int]:
-    """Storages that were still alive when the module call that made them ended: what a module leaves behind.
+    """Return storages that were still alive when the module call that made them ended: what a module leaves behind.
 
     What dies inside the call that made it is a temporary; in the code of no module, everything outlives, and so does
     what is alive when the run is cut short.

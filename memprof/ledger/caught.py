@@ -29,27 +29,14 @@ class CaughtError:
 
 
 def caught_errors(ledger: Ledger) -> list[CaughtError]:
-    """All of them, in the order of the run."""
+    """Return all of them, in the order of the run."""
     trace = ledger.trace
     refused = frozenset(trace.refused)
-    if not refused:
-        return []
     found = []
     for time, (kind, ref) in enumerate(trace.events):
         if kind is EventKind.ALLOC and ref in refused:
             stage, storage = ledger.span_at(time), trace.storages[ref]
-            found.append(
-                CaughtError(
-                    stage.name,
-                    stage.step,
-                    storage.num_bytes,
-                    storage.shape,
-                    storage.dtype,
-                    trace.op(storage),
-                    trace.module_path(storage),
-                    trace.source_line(storage),
-                    ledger.allocated[time],
-                    time,
-                )
-            )
+            what = (storage.num_bytes, storage.shape, storage.dtype, trace.op(storage))
+            where = (trace.module_path(storage), trace.source_line(storage))
+            found.append(CaughtError(stage.name, stage.step, *what, *where, ledger.allocated[time], time))
     return found

@@ -11,7 +11,7 @@ from memprof.allocator.replay import FirstOom
 from memprof.allocator.rounding import round_size
 from memprof.errors import MemprofError
 from memprof.ledger.categories import Category, categorize
-from memprof.ledger.stage_amounts import OutOfMemory, Stage, stages_of
+from memprof.ledger.stage_amounts import OutOfMemoryMoment, Stage, stages_of
 from memprof.ledger.stages import Span, spans
 from memprof.trace.events import HOST, EventKind, Trace, without_numbers
 from memprof.trace.plain import json_name
@@ -51,35 +51,28 @@ class Row:
 
 @dataclass(slots=True)
 class Ledger:
-    """Everything that the report says about memory, as integers."""
+    """Everything that the report says about memory, as integers: an attribute for each figure that is shown."""
 
     trace: Trace
     spans: list[Span]
     stages: list[Stage]
-    categories: list[Category]
-    """Of every storage, by index."""
-    run: OnCard = field(repr=False)
-    """The allocator's replay."""
-    allocated: array[int] = field(repr=False)
-    """Allocated bytes after every event."""
+    categories: list[Category]  # of every storage, by index
+    run: OnCard = field(repr=False)  # the allocator's replay
+    allocated: array[int] = field(repr=False)  # allocated bytes after every event
     peak_event: int
     peak_bytes: int
     peak_stage: Span
-    live: list[LiveTensor]
-    """What was alive at the peak, largest first."""
+    live: list[LiveTensor]  # what was alive at the peak, largest first
     rows: list[Row]
-    host: list[int] = field(repr=False)
-    """Bytes of tensors in host memory after every event."""
+    host: list[int] = field(repr=False)  # bytes of tensors in host memory after every event
     peak_reserved_bytes: int
-    peak_reserved_event: int
-    """The first event that reached it."""
+    peak_reserved_event: int  # the first event that reached it
     peak_reserved_stage: Span
-    out_of_memory: OutOfMemory | None
-    """None: the run fits the card, or there is none to judge by."""
+    out_of_memory: OutOfMemoryMoment | None  # None: the run fits the card, or there is none to judge by
 
     @property
     def host_peak_bytes(self) -> int:
-        """The most that tensors take in host memory."""
+        """Return the most that tensors take in host memory."""
         return max(self.host, default=0)
 
     def by_category(self) -> dict[Category, int]:
@@ -90,7 +83,7 @@ class Ledger:
         return dict(sums.most_common())
 
     def span_at(self, time: int) -> Span:
-        """The stage that the event at `time` belongs to."""
+        """Return the stage that the event at `time` belongs to."""
         return _span_at(self.spans, time)
 
 
@@ -162,12 +155,12 @@ def _span_at(spans: list[Span], time: int) -> Span:
     return next(span for span in spans if span.begin <= time < span.end)
 
 
-def _out_of_memory(trace: Trace, oom: FirstOom | None, spans: list[Span]) -> OutOfMemory | None:
+def _out_of_memory(trace: Trace, oom: FirstOom | None, spans: list[Span]) -> OutOfMemoryMoment | None:
     if oom is None:
         return None
     report = oom.report
     available = report.free_bytes + report.reserved_bytes
-    return OutOfMemory(
+    return OutOfMemoryMoment(
         event=oom.event,
         stage=_span_at(spans, oom.event),
         storage=trace.events[oom.event].ref,
@@ -181,7 +174,7 @@ def _out_of_memory(trace: Trace, oom: FirstOom | None, spans: list[Span]) -> Out
 
 
 def _host_curve(trace: Trace) -> list[int]:
-    """Bytes of tensors in host memory after every event."""
+    """Return bytes of tensors in host memory after every event."""
     host: list[int] = []
     storages, alloc, free = trace.storages, EventKind.ALLOC, EventKind.FREE
     now = 0
@@ -193,7 +186,7 @@ def _host_curve(trace: Trace) -> list[int]:
 
 
 def alive_at(trace: Trace, time: int) -> list[int]:
-    """Indices of the GPU storages alive after the event at `time`."""
+    """Return indices of the GPU storages alive after the event at `time`."""
     alive: dict[int, None] = {}
     storages, alloc, free = trace.storages, EventKind.ALLOC, EventKind.FREE
     for kind, ref in trace.events[: time + 1]:

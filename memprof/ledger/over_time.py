@@ -11,8 +11,7 @@ from memprof.ledger.ledger import Ledger
 from memprof.trace.events import NONE, EventKind
 
 MOMENTS = 100
-LEAST_SHARE = 0.01
-"""Of the peak: a category that never takes more is left out."""
+LEAST_SHARE = 0.01  # of the peak: a category that never takes more is left out
 FRAGMENTATION = "fragmentation"
 
 
@@ -38,7 +37,7 @@ class OverTime:
 
 
 def over_time(ledger: Ledger) -> OverTime:
-    """The moments of a ledger's run."""
+    """Return the moments of a ledger's run."""
     count, least = len(ledger.allocated), LEAST_SHARE * ledger.peak_bytes
     events = fullest(ledger.allocated, MOMENTS, ledger.peak_event)
     held, most = by_category(ledger, events)
@@ -71,7 +70,7 @@ def fullest(allocated: Sequence[int], most: int, peak: int) -> list[int]:
 
 
 def by_category(ledger: Ledger, events: Sequence[int]) -> tuple[dict[str, list[int]], dict[str, int]]:
-    """Bytes of each category after each of these rising events, and the most that it has after any.
+    """Return bytes of each category after each of these rising events, and the most that it has after any.
 
     They sum to what is allocated: what blocks have beyond their tensors' rounded sizes is fragmentation.
     """

@@ -14,30 +14,26 @@ from memprof.trace.plain import json_name
 
 
 @dataclass(frozen=True, slots=True)
-class OutOfMemory:
+class OutOfMemoryMoment:
     """Where the card is full: the first request that it cannot serve."""
 
     event: int
     stage: Span
-    storage: int
-    """What was asked for."""
-    tried_bytes: int
-    """Of the segment that the driver refused."""
-    limit_bytes: int
-    """That may be reserved."""
-    in_use_bytes: int
-    """Of blocks handed out."""
-    reserved_bytes: int
-    """Of segments; what is more than in use is free, but in pieces that are too small, or pinned."""
-    free_bytes: int
-    """Of the card, too few for the segment."""
-    message: str
-    """What torch prints."""
+    storage: int  # what was asked for
+    tried_bytes: int  # of the segment that the driver refused
+    limit_bytes: int  # that may be reserved
+    in_use_bytes: int  # of blocks handed out
+    reserved_bytes: int  # of segments; what is more than in use is free, but in pieces that are too small, or pinned
+    free_bytes: int  # of the card, too few for the segment
+    message: str  # what torch prints
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One stage, in the order of the run; bytes of blocks handed out."""
+    """One stage, in the order of the run; bytes of blocks handed out.
+
+    Its attributes are names of the JSON, one for each amount.
+    """
 
     name: str
     step: int
@@ -79,8 +75,10 @@ class Stage:
     kind: PhaseKind = field(default=PhaseKind.OTHER, metadata=json_name(None))
 
 
-def stages_of(trace: Trace, run: OnCard, spans: list[Span], host: list[int], oom: OutOfMemory | None) -> list[Stage]:
-    """The stages of a run, which are at `spans`; `host`: bytes in host memory after every event."""
+def stages_of(
+    trace: Trace, run: OnCard, spans: list[Span], host: list[int], oom: OutOfMemoryMoment | None
+) -> list[Stage]:
+    """Return the stages of a run, which are at `spans`; `host`: bytes in host memory after every event."""
     timeline, context = run.timeline, trace.facts.device.context_bytes
     peaks = _measured_peaks(trace, timeline.allocated, spans)
     allocated, requested, reserved = timeline.allocated, timeline.requested, timeline.reserved
@@ -112,7 +110,7 @@ def stages_of(trace: Trace, run: OnCard, spans: list[Span], host: list[int], oom
 
 
 def _measured_peaks(trace: Trace, allocated: Sequence[int], spans: list[Span]) -> dict[int, int]:
-    """The peaks that were read off the card, by the beginning of the span that each is of."""
+    """Return the peaks that were read off the card, by the beginning of the span that each is of."""
     begins = [span.begin for span in spans]
     found: dict[int, int] = {}
     since = 0
@@ -128,7 +126,7 @@ def _measured_peaks(trace: Trace, allocated: Sequence[int], spans: list[Span]) -
 
 
 def _measured(trace: Trace, span: Span) -> dict[str, Any]:
-    """What was read off the device and the clock; nothing for a simulated run."""
+    """Return what was read off the device and the clock; nothing for a simulated run."""
     if not trace.times:
         return {}
     samples = [sample for sample in trace.samples if span.begin <= sample.event < span.end]

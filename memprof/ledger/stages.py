@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 from memprof.trace.events import NONE, EventKind, Module, ModuleRole, PhaseKind, Role, Trace
 
@@ -20,8 +19,7 @@ _WHOLE_PHASE = {
     PhaseKind.CHECKPOINT: "checkpoint",
     PhaseKind.OTHER: "other",
 }
-_EVALUATION = "evaluation "
-"""Before the name of a stage of a forward that is followed by no backward."""
+_EVALUATION = "evaluation "  # before the name of a stage of a forward that is followed by no backward
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,45 +32,26 @@ class Span:
     micro_batch: int
     begin: int
     end: int
-    stack: str = ""
-    """For a layer: the path of its stack; layers of one stack that cost the same are shown as one row."""
-    index: int = NONE
-    """For a layer: its number in the stack."""
+    stack: str = ""  # for a layer: the path of its stack; layers of one stack that cost the same are shown as one row
+    index: int = NONE  # for a layer: its number in the stack
 
     @property
-    def is_logits_or_loss(self) -> bool:
-        """Whether what is made here is counted as logits and loss."""
-        return self.name.removeprefix(_EVALUATION) in ("logits", "loss")
-
-    @property
-    def is_after_layers(self) -> bool:
-        """Whether a model may be here between its last layer and its loss, in no module that has a stage."""
-        return self.name.removeprefix(_EVALUATION) in ("final norm", "before the head", "own code")
-
-    @property
-    def is_output(self) -> bool:
-        """Whether a program is here with what a model gave it and does not differentiate."""
-        return self.name.removeprefix(_EVALUATION) == "output"
-
-    @property
-    def is_whole_forward(self) -> bool:
-        """Whether a model's parts are not told apart here, as of one that was compiled."""
-        return self.name.removeprefix(_EVALUATION) == "forward"
+    def plain_name(self) -> str:
+        """Return the name, without saying that it is of an evaluation."""
+        return self.name.removeprefix(_EVALUATION)
 
 
 def spans(trace: Trace) -> list[Span]:
-    """The stages of a run, in order; stretches in which no memory moved are left out.
+    """Return the stages of a run, in order; stretches in which no memory moved are left out.
 
     They cover every allocation and free, without overlap.
     """
-    boundaries = [time for time, event in enumerate(trace.events) if event.kind is EventKind.PHASE]
-    boundaries.append(len(trace.events))
     result: list[Span] = []
     heads = _lone_heads(trace)
-    for begin, end in pairwise(boundaries):
-        phase = trace.phases[trace.events[begin].ref]
+    phases = trace.begun()
+    for (begin, phase), (end, following) in zip(phases, [*phases[1:], (len(trace.events), None)], strict=True):
         if phase.kind in (PhaseKind.FORWARD, PhaseKind.EVALUATION):
-            goes_on = end < len(trace.events) and trace.phases[trace.events[end].ref] == phase
+            goes_on = following == phase
             if goes_on and phase.kind is PhaseKind.EVALUATION:  # and no other batch for the same model
                 goes_on = _first_call(trace, begin) != _first_call(trace, end)
             result += _ForwardSpans(trace, begin, end, heads, goes_on=goes_on).spans
@@ -81,14 +60,14 @@ def spans(trace: Trace) -> list[Span]:
             span = Span(name, phase.kind, phase.step, phase.micro_batch, begin, end)
             if result and (
                 # What a function's return frees belongs to the stage that the function did.
-                (phase.kind is PhaseKind.OTHER and not _has(trace, span, EventKind.ALLOC))
+                (phase.kind is PhaseKind.OTHER and not _has(trace, begin, end, EventKind.ALLOC))
                 # A model is built, an optimizer made for it, and then the model moved to the card.
                 or (phase.kind is PhaseKind.MODEL and result[-1].name == name and result[-1].step == phase.step)
             ):
                 result[-1] = replace(result[-1], end=end)
             else:
                 result.append(span)
-    return [span for span in result if _has(trace, span, EventKind.ALLOC) or _has(trace, span, EventKind.FREE)]
+    return [span for span in result if _has(trace, span.begin, span.end, EventKind.ALLOC, EventKind.FREE)]
 
 
 def _first_call(trace: Trace, begin: int) -> int:
@@ -96,12 +75,12 @@ def _first_call(trace: Trace, begin: int) -> int:
     return next((event.ref for event in events if event.kind is EventKind.ENTER), NONE)
 
 
-def _has(trace: Trace, span: Span, kind: EventKind) -> bool:
-    return any(trace.events[time].kind is kind for time in range(span.begin, span.end))
+def _has(trace: Trace, begin: int, end: int, *kinds: EventKind) -> bool:
+    return any(trace.events[time].kind in kinds for time in range(begin, end))
 
 
 def at_stage(name: str, step: int, micro_batch: int = 0) -> str:
-    """A stage with its step, if it is in one, and its micro-batch, if it is not the first."""
+    """Return a stage with its step, if it is in one, and its micro-batch, if it is not the first."""
     micro = f", micro-batch {micro_batch}" if micro_batch > 1 else ""
     return (f"{name} of step {step}" if step else name) + micro
 
@@ -119,7 +98,7 @@ def words_of(trace: Trace) -> int | None:
 
 
 def _rows_of_tables(trace: Trace) -> int | None:
-    """The rows of a model's largest embedding that are not the model's width."""
+    """Return the rows of a model's largest embedding that are not the model's width."""
     tables = {f"{module.path}.weight" for module in trace.modules if module.role is ModuleRole.EMBEDDING}
     rows = (trace.storages[index].shape[0] for index, owner in trace.owners.items() if owner.name in tables)
     return max(without_widths(trace, rows), default=None)
@@ -140,8 +119,7 @@ def without_widths(trace: Trace, words: Iterable[int]) -> set[int]:
     return {number for number in words if taken_in[number] < _MIN_WEIGHTS}
 
 
-_MIN_WEIGHTS = 2
-"""That take in as many features as a model is wide."""
+_MIN_WEIGHTS = 2  # that take in as many features as a model is wide
 _PRODUCTS = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten._scaled_mm")
 
 
@@ -165,7 +143,7 @@ def _lone_heads(trace: Trace) -> dict[int, Module]:
 
 
 def _tree(modules: list[Module], root: int) -> list[Module]:
-    """A root and what is below it: they stand together in the table."""
+    """Return a root and what is below it: they stand together in the table."""
     following = (index for index in range(root + 1, len(modules)) if modules[index].role is ModuleRole.ROOT)
     return modules[root : next(following, len(modules))]
 
@@ -197,7 +175,6 @@ class _ForwardSpans:
         self._goes_on = goes_on
         self._stacks = sorted({module.stack for module in trace.modules if module.role is ModuleRole.LAYER})
         self._reads_tokens = _reads_tokens(trace.modules)
-        self._parts = _in_parts(trace.modules)
         self.spans: list[Span] = []
         self._begin = begin
         self._seen_layer = ""
@@ -206,8 +183,7 @@ class _ForwardSpans:
         self._norm_end = 0
         calls = (EventKind.ENTER, EventKind.EXIT)
         # A forward that goes on after something else (a checkpoint) without a module: its model was left before.
-        self._left_root = not any(trace.events[time].kind in calls for time in range(begin, end))
-        self._trains = trace.trains or any(phase.kind is PhaseKind.BACKWARD for phase in trace.phases)
+        self._left_root = not _has(trace, begin, end, *calls)
         depth = 0
         for time in range(begin, end):
             event = trace.events[time]
@@ -248,13 +224,13 @@ class _ForwardSpans:
         self._begin = end
 
     def _goes_on_with(self, module: Module) -> bool:
-        """Whether `module` is of the list whose module was called last."""
+        """Return whether `module` is of the list whose module was called last."""
         if module.role is ModuleRole.CHILD:
-            return bool(self.spans) and self.spans[-1].name.removeprefix(_EVALUATION) == self._child_name(module)
+            return bool(self.spans) and self.spans[-1].plain_name == self._child_name(module)
         return module.stack == self._seen_layer
 
     def _child_name(self, module: Module) -> str:
-        """A child by its path and class; what is in a list of several kinds by those of the list."""
+        """Return a child by its path and class; what is in a list of several kinds by those of the list."""
         path = module.stack or module.path
         kind = next((one.class_name for one in self._trace.modules if one.path == path), "") if module.stack else ""
         return f"{path} {kind or module.class_name}"
@@ -271,7 +247,8 @@ class _ForwardSpans:
         elif self._left_root and self._goes_on and not self._seen_head:
             name = "own code"  # of the program, between two models: an encoder and a decoder
         elif over:
-            name = "loss" if self._trains else "output"
+            trains = self._trace.trains or any(phase.kind is PhaseKind.BACKWARD for phase in self._trace.phases)
+            name = "loss" if trains else "output"
         elif following is None and not self._seen_layer and self._is_compiled(end):
             name = "forward"  # of a whole model: its parts were not called
         elif not self._stacks or not self._reads_tokens:
@@ -288,32 +265,30 @@ class _ForwardSpans:
         else:
             name = f"{self._stack_name(following.stack)}embedding"
         last = self.spans[-1] if self.spans else None
-        frees = name == "own code" and not self._allocates(end)  # what a child is done with
-        if last is not None and (frees or last.name.removeprefix(_EVALUATION) == name):
+        # What a child is done with is freed in the model's own code.
+        frees = name == "own code" and not _has(self._trace, self._begin, end, EventKind.ALLOC)
+        if last is not None and (frees or last.plain_name == name):
             self._extend(end)
         else:
             self._add(name, end)
 
     def _is_compiled(self, end: int) -> bool:
-        """Whether what parts of the model make is made here, although none of them was called."""
-        events = self._trace.events[self._begin : end]
-        if any(event.kind is EventKind.ENTER and event.ref in self._parts for event in events):
+        """Return whether what parts of the model make is made here, although none of them was called."""
+        events, storages = self._trace.events[self._begin : end], self._trace.storages
+        parts = _in_parts(self._trace.modules)
+        if any(event.kind is EventKind.ENTER and event.ref in parts for event in events):
             return False
-        storages = self._trace.storages
-        return any(event.kind is EventKind.ALLOC and storages[event.ref].module in self._parts for event in events)
+        return any(event.kind is EventKind.ALLOC and storages[event.ref].module in parts for event in events)
 
     def _made_since_norm(self, end: int) -> list[int]:
-        """Storages of the model's own code after its last norm, or its last layer."""
+        """Return storages of the model's own code after its last norm, or its last layer."""
         events = self._trace.events[max(self._norm_end, self._begin) : end]
         return [event.ref for event in events if event.kind is EventKind.ALLOC]
 
     def _makes_logits(self, end: int) -> bool:
-        """Whether one of them is one value for each word."""
+        """Return whether one of them is one value for each word."""
         storages, words = self._trace.storages, _rows_of_tables(self._trace)
         return any(storages[index].shape[1:][-1:] == (words,) for index in self._made_since_norm(end))
-
-    def _allocates(self, end: int) -> bool:
-        return any(event.kind is EventKind.ALLOC for event in self._trace.events[self._begin : end])
 
     def _module(self, end: int, module: Module) -> None:
         if module.role is ModuleRole.HEAD:

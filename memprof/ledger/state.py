@@ -23,7 +23,7 @@ class ModelState:
 
 
 def model_state(trace: Trace) -> ModelState:
-    """Of a whole run."""
+    """Return the most of each over a whole run."""
     roles = (Role.PARAMETER, Role.GRADIENT, Role.OPTIMIZER_STATE, Role.BUFFER)
     now, most = dict.fromkeys(roles, 0), dict.fromkeys(roles, 0)
     tensors = most_tensors = 0

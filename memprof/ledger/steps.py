@@ -27,7 +27,7 @@ class TrainingStep:
 
 
 def training_steps(trace: Trace, allocated: Sequence[int]) -> list[TrainingStep]:
-    """The steps that ran to their end, in order; `allocated`: bytes after every event."""
+    """Return the steps that ran to their end, in order; `allocated`: bytes after every event."""
     phases = trace.begun()
     ends: dict[int, int] = {}
     counted = array("q", allocated)

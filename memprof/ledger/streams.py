@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from memprof.allocator import SegmentLayout, TraceReplay
+from memprof.allocator import TraceReplay
 from memprof.ledger.ledger import Ledger
 from memprof.trace.events import EventKind, Trace
+from memprof.trace.snapshot import BlockState, SnapshotSegment
 
 _OF_STREAMS = (EventKind.STREAM, EventKind.USE, EventKind.WAIT)
 
@@ -51,7 +52,7 @@ class StreamMemory:
         if len(numbers) < 2 and run.bounds is None:
             return None
         replay = TraceReplay(_on_one_stream(trace), None, run.config, run.release, counts=False)
-        replay.skip()
+        replay.advance(writes=False)
         return cls(
             streams=tuple(_share(number, [one for one in segments if one.stream == number]) for number in numbers),
             reserved_bytes=run.required_reserved_bytes,
@@ -66,7 +67,7 @@ def _on_one_stream(trace: Trace) -> Trace:
     return dataclasses.replace(trace, events=events, uses=[], waits=[])
 
 
-def _share(stream: int, segments: list[SegmentLayout]) -> StreamShare:
+def _share(stream: int, segments: list[SnapshotSegment]) -> StreamShare:
     reserved, allocated = sum(one.size for one in segments), sum(one.allocated for one in segments)
-    waiting = sum(block.size for one in segments for block in one.blocks if block.state == "active_pending_free")
+    waiting = sum(block.size for one in segments for block in one.blocks if block.state is BlockState.PENDING_FREE)
     return StreamShare(stream, reserved, allocated, waiting, reserved - allocated - waiting)

@@ -31,8 +31,5 @@ class Workspaces:
         return cls(
             taken.get(peak_event, 0),
             max((num_bytes for event, num_bytes in enumerate(allocated) if event not in taken), default=0),
-            max(
-                allocated[peak_event],
-                *(allocated[one.event - 1] + round_size(one.most_bytes) for one in calls),
-            ),
+            max(allocated[peak_event], *(allocated[one.event - 1] + round_size(one.most_bytes) for one in calls)),
         )

@@ -15,7 +15,20 @@ from dataclasses import dataclass, field
 from memprof.measured.history import DEFAULT_POOL, DEFAULT_STREAM, Allocation, History
 from memprof.measured.marks import Claim, Gone, Marks
 from memprof.measured.operators import MemoryEvent, Profile, TensorInput
-from memprof.trace.events import HOST, NONE, Done, Event, EventKind, Role, Sample, Storage, Trace, Use, Wait, is_card
+from memprof.trace.events import (
+    HOST,
+    NONE,
+    Event,
+    EventKind,
+    Role,
+    Sample,
+    Storage,
+    StreamEvent,
+    Trace,
+    Use,
+    Wait,
+    is_card,
+)
 
 # Of what happened in the same nanosecond.
 _RELEASE_ORDER, _FREE_ORDER, _RETIRE_ORDER, _MARK_ORDER, _ALLOC_ORDER = range(5)
@@ -178,7 +191,7 @@ class _Merge:
     def _release(self, storage: int) -> None:
         trace = self.trace
         trace.events.append(Event(EventKind.WAIT, len(trace.waits)))
-        done = Done(trace.device, self._awaited[storage], len(trace.events))
+        done = StreamEvent(trace.device, self._awaited[storage], len(trace.events))
         trace.waits.append(Wait(by_host=True, done=(done,)))
 
     def _claims(self) -> dict[int, list[Claim]]:

@@ -21,27 +21,25 @@ from memprof.allocator import (
     OutOfMemory,
     SimulatedDriver,
 )
-from memprof.allocator.blocks import DEFAULT_POOL
-from memprof.allocator.caching import UNKNOWN_SPACE
+from memprof.allocator.driver import UNKNOWN_SPACE
 from memprof.allocator.replay import order_streams, private_pool
 from memprof.ledger.categories import categorize
 from memprof.ledger.stages import spans
 from memprof.snapshots.origins import OUTSIDE_MODULES, Origin, Part
 from memprof.trace.events import NONE, Event, EventKind, PhaseKind, Storage, Trace
 from memprof.trace.snapshot import (
+    DEFAULT_POOL,
     Action,
     BlockState,
     Frame,
     Snapshot,
-    SnapshotBlock,
     SnapshotEvent,
     SnapshotSegment,
     Stack,
 )
 
 _SOURCE = re.compile(r"(.*):(\d+)(?: (.*))?$", re.DOTALL)
-_OWN_LINES = "/memprof/workload/"
-"""The step that memprof itself runs for `memprof profile`."""
+_OWN_LINES = "/memprof/workload/"  # the step that memprof itself runs for `memprof profile`
 _PARTS = {
     PhaseKind.BACKWARD: Part.BACKWARD,
     PhaseKind.OPTIMIZER_STEP: Part.OPTIMIZER,
@@ -65,11 +63,9 @@ class Converted:
     """A trace turned into a snapshot, and what a snapshot has no place for."""
 
     snapshot: Snapshot
-    origins: list[Origin | None]
-    """Of each allocation, in order."""
+    origins: list[Origin | None]  # of each allocation, in order
     slices: list[Slice] = field(default_factory=list)
-    steps: list[int] = field(default_factory=list)
-    """Events of the snapshot at which a training step begins."""
+    steps: list[int] = field(default_factory=list)  # events of the snapshot at which a training step begins
 
 
 class _WritingDriver(SimulatedDriver):
@@ -81,8 +77,7 @@ class _WritingDriver(SimulatedDriver):
         self.time = 0
         self.stack: Stack = ()
         self.stream = 0
-        self._streams: list[tuple[int, int]] = []
-        """Where memory was taken, and on which stream."""
+        self._streams: list[tuple[int, int]] = []  # where memory was taken, and on which stream
 
     def malloc(self, size: int) -> int | None:
         address = super().malloc(size)
@@ -193,7 +188,8 @@ def _convert(trace: Trace, config: AllocatorConfig, card: CardMemory | None, *, 
         elif kind is EventKind.STREAM:
             driver.stream = ref
         elif kind is EventKind.POOL:
-            pool = allocator.enter_pool(private_pool(ref))
+            pool = private_pool(ref)
+            allocator.create_pool(pool)
         elif kind is EventKind.POOL_FREE:
             allocator.retire_pool(private_pool(ref))
         else:
@@ -236,7 +232,7 @@ class _Origins:
         return known
 
     def origin(self, ref: int, storage: Storage) -> Origin:
-        """What the trace knows of a storage."""
+        """Return what the trace knows of a storage."""
         path = self.trace.module_path(storage)
         owner = self.trace.owners.get(ref)
         part = _PARTS.get(self.trace.phases[storage.phase].kind, Part.FORWARD)
@@ -282,21 +278,13 @@ def _module_name(trace: Trace, ref: int) -> str:
 
 
 def _segments(allocator: CachingAllocator, stacks: dict[int, Stack]) -> list[SnapshotSegment]:
+    """Return the final layout, with the stack of each block in use."""
     return [
-        SnapshotSegment(
-            0,
-            *segment[:6],  # all that the two have in common
+        segment._replace(
             blocks=tuple(
-                SnapshotBlock(
-                    block.address,
-                    block.size,
-                    block.requested,
-                    BlockState(block.state),
-                    stacks[block.address] if block.state != BlockState.INACTIVE else (),
-                )
+                block if block.state is BlockState.INACTIVE else block._replace(frames=stacks[block.address])
                 for block in segment.blocks
-            ),
-            frames=(),
+            )
         )
         for segment in allocator.segments()
     ]
@@ -315,7 +303,7 @@ def _settings(config: AllocatorConfig) -> dict[str, Any]:
 
 
 def _annotations(found: list[Slice]) -> list[dict[str, object]]:
-    """The stages as torch writes record_function: a START and an END each."""
+    """Return the stages as torch writes record_function: a START and an END each."""
     notes: list[dict[str, object]] = []
     for one in found:
         if one.track == "stages":

@@ -14,11 +14,9 @@ from memprof.trace.columns import SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, SEGM
 from memprof.trace.events import without_numbers
 from memprof.units import KIB, MIB
 
-NEARLY_EMPTY = 0.25
-"""A segment with less than this share in use is worth naming with what keeps it."""
+NEARLY_EMPTY = 0.25  # A segment with less than this share in use is worth naming with what keeps it
 
-BY = ("frame", "module", "category", "size")
-"""What blocks can be grouped by."""
+BY = ("frame", "module", "category", "size")  # what blocks can be grouped by
 
 _SIZE_CLASSES = (
     (512, "512 bytes"), (64 * KIB, "to 64 KiB"), (MIB, "to 1 MiB"), (10 * MIB, "1 to 10 MiB"),
@@ -47,15 +45,14 @@ class SegmentUse(Range):
 
     used: int
     largest_free: int
+    # Free bytes that torch.cuda.empty_cache() gives back: the whole segment if nothing lives in it, and of an
+    # expandable one every free mapping unit.
     releasable: int
-    """Free bytes that torch.cuda.empty_cache() gives back: the whole segment if nothing lives in it, and of an
-    expandable one every free mapping unit."""
-    live: tuple[Life, ...]
-    """Its blocks in use, by address."""
+    live: tuple[Life, ...]  # its blocks in use, by address
 
     @property
     def free(self) -> int:
-        """Bytes of its free blocks."""
+        """Return bytes of its free blocks."""
         return self.size - self.used
 
     @property
@@ -65,7 +62,7 @@ class SegmentUse(Range):
 
     @property
     def is_nearly_empty(self) -> bool:
-        """Whether a few live blocks keep it."""
+        """Return whether a few live blocks keep it."""
         return 0 < self.used < NEARLY_EMPTY * (self.size - self.releasable)
 
 
@@ -128,7 +125,7 @@ def _key(life: Life, by: str) -> str:
 
 
 def segments_at(recording: Recording, event: int, alive: list[Life]) -> list[SegmentUse]:
-    """The segments after `event`, by address, filled with `alive`."""
+    """Return the segments after `event`, by address, filled with `alive`."""
     ranges = Ranges(recording.final, recording.replay.config)
     for later in reversed(recording.events.places(SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP)):
         if later <= event:

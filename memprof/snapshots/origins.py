@@ -30,54 +30,46 @@ class Part(StrEnum):
 class Origin:
     """Where a block comes from."""
 
-    source: str
-    """`file:line function`: the innermost line of the user; an autograd node or a C++ function if there is none."""
-    op: str
-    """The operator or autograd node; empty if the stack has no C++ frames."""
-    module: str
-    """The chain of module calls, outermost first, as far as the stack shows it."""
+    source: str  # `file:line function`: the innermost line of the user; else an autograd node or a C++ function
+    op: str  # the operator or autograd node; empty if the stack has no C++ frames
+    module: str  # the chain of module calls, outermost first, as far as the stack shows it
     part: Part
-    category: Category | None
-    """If the stack alone tells it; else the block's life decides."""
+    category: Category | None  # if the stack alone tells it; else the block's life decides
     in_module: bool = False
 
 
-_NO_MODULE = {
-    Part.FORWARD: OUTSIDE_MODULES,
-    Part.BACKWARD: "(backward)",
-    Part.OPTIMIZER: "(optimizer)",
-}
+_NO_MODULE = {Part.FORWARD: OUTSIDE_MODULES, Part.BACKWARD: "(backward)", Part.OPTIMIZER: "(optimizer)"}
 
 UNKNOWN = Origin(NO_FRAMES, "", NO_FRAMES, Part.FORWARD, Category.UNATTRIBUTED)
 
 _LIBRARIES = re.compile(r"[/\\](?:site|dist)-packages[/\\]([^/\\.]+)")
 _STANDARD = re.compile(r"[/\\]lib[/\\]python3[^/\\]*[/\\](?!(?:site|dist)-packages)|[/\\]runpy\.py$|^<frozen")
+# Packages whose lines say nothing of what the program was doing.
 _PLUMBING = frozenset((
     "torch", "functorch", "triton", "einops", "einx", "opt_einsum", "jaxtyping", "beartype", "typeguard", "accelerate",
     "nvtx", "decorator",
 ))  # fmt: skip
-"""Packages whose lines say nothing of what the program was doing."""
+# Code that torch.compile, torch.fx, einx and dataclasses write, and nobody reads. In a cache anywhere Inductor calls a
+# file by the hash of its text (torch/_inductor/codecache.py).
 _GENERATED = re.compile(r"/torchinductor_[^/]*/|/([a-z2-7]{2})/c\1[a-z2-7]{49}\.py$|^<eval_with_key>|^<torch|^<string>")
-"""Code that torch.compile, torch.fx, einx and dataclasses write, and nobody reads. In a cache anywhere Inductor calls a
-file by the hash of its text (torch/_inductor/codecache.py)."""
 _SOURCE_TREES = ("/torch/nn/", "/torch/optim/", "/torch/utils/", "/torch/autograd/", "/torch/_", "/torch/functional.py")
 
 _OP = re.compile(r"^at::_ops::(\w+?)::(?:call|redispatch)\(")
 _NODE = re.compile(r"torch::autograd::(?:generated::)?(?:\(anonymous namespace\)::)?(\w+)::apply\(")
 # All that is allocated inside the wrappers of at::cuda::blas is workspace: results are allocated by their callers.
 _WORKSPACE = re.compile(r"[Ww]orkspace|getCurrentCUDABlas|cublasLt|cudnn.*run_conv_plan|\bat::cuda::blas::")
+# The default of a cuBLAS handle on GPUs other than Hopper, 8.125 MiB (`parseChosenWorkspaceSize` of
+# aten/src/ATen/cuda/CublasHandlePool.cpp). Hopper's, 32 MiB, is the size of many tensors and tells nothing.
 CUBLAS_WORKSPACE_BYTES = (4096 * 2 + 16 * 8) << 10
-"""The default of a cuBLAS handle on GPUs other than Hopper, 8.125 MiB (`parseChosenWorkspaceSize` of
-aten/src/ATen/cuda/CublasHandlePool.cpp). Hopper's, 32 MiB, is the size of many tensors and tells nothing."""
 _COMMUNICATION = re.compile(r"\bc10d::|ProcessGroup|::Reducer::|nccl", re.IGNORECASE)
 _OPTIMIZER_FILE = re.compile(r"optim|adam|sgd|lion|muon|shampoo|adafactor|lamb(?!da)", re.IGNORECASE)
 _OPTIMIZER_NAMES = frozenset(("step", "__init__", "_init_group", "init_group", "init_state", "add_param_group"))
+# What the overload adds to an operator's C++ name: mul_Tensor, sum_dim_IntList, empty_memory_format.
 _OVERLOAD = re.compile(r"_(?:[A-Z]\w*|dim(?:_\w+)?|dtype(?:_\w+)?|memory_format|generator\w*|vec|start(?:_\w+)?)$")
-"""What the overload adds to an operator's C++ name: mul_Tensor, sum_dim_IntList, empty_memory_format."""
+# Functions that stand between a module's call and its own forward.
 _WRAPPERS = frozenset(
     ("wrapper", "wrapped", "wrapped_func", "new_forward", "decorate_context", "inner", "decorator", "_fn")
 )
-"""Functions that stand between a module's call and its own forward."""
 MODULE_CALLS = frozenset(("_call_impl", "_wrapped_call_impl", "_slow_forward"))
 _MODEL_BUILDING = frozenset((
     "__init__", "reset_parameters", "_apply", "convert", "load_state_dict", "from_pretrained", "_load_from_state_dict",
@@ -93,7 +85,7 @@ _KV_CACHE = re.compile(r"cache_utils|cache_engine|kv_?cache", re.IGNORECASE)
 
 
 def origin_of(stack: Stack) -> Origin:
-    """What `stack` (innermost first) says; UNKNOWN if it is empty."""
+    """Return what `stack` (innermost first) says; UNKNOWN if it is empty."""
     if not stack:
         return UNKNOWN
     native: list[str] = []  # C++ below the innermost Python line
@@ -127,7 +119,7 @@ def _is_python(frame: Frame) -> bool:
 
 
 def package_of(filename: str) -> str:
-    """The installed package that a file belongs to; "" for the user's own, "python" for the standard library."""
+    """Return the installed package that a file belongs to; "" for the user's own, "python" for the standard library."""
     found = _LIBRARIES.search(filename)
     if found:
         return found[1]
@@ -138,7 +130,7 @@ def package_of(filename: str) -> str:
 
 
 def _source(python: list[Frame], node: str, op: str) -> str:
-    """The innermost line that is neither torch's nor plumbing; else whatever tells most of where this was."""
+    """Return the innermost line that is neither torch's nor plumbing; else whatever tells most of where this was."""
     for frame in python:
         package = package_of(frame.filename)
         if package not in _PLUMBING and package != "python":
@@ -152,7 +144,7 @@ def _source(python: list[Frame], node: str, op: str) -> str:
 
 
 def _modules(python: list[Frame]) -> tuple[list[str], Frame | None]:
-    """The calls of modules, outermost first, and the frame of the innermost one's forward.
+    """Return the calls of modules, outermost first, and the frame of the innermost one's forward.
 
     A module's `_call_impl` stands right outside its forward, whose file and line stand for the module.
     """
@@ -227,7 +219,7 @@ def calls_of(origin: Origin) -> list[tuple[str, str]]:
 
 
 def guess(origin: Origin, *, outlives: bool, saved: bool = False, kept_bytes: int | None = None) -> Category:
-    """The use of a block.
+    """Return the use of a block.
 
     Args:
         origin: where it comes from.

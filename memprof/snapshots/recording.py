@@ -24,11 +24,9 @@ from memprof.trace.columns import (
 )
 from memprof.trace.snapshot import BlockState, Snapshot, SnapshotSegment, Stack
 
-NEVER = 1 << 62
-"""As an event: after the end of the recording."""
+NEVER = 1 << 62  # as an event: after the end of the recording
 
-BEFORE = -1
-"""As an event: before the recording began."""
+BEFORE = -1  # as an event: before the recording began
 
 
 @dataclass(slots=True)
@@ -43,52 +41,41 @@ class Life:
     stack: Stack
     origin: Origin
     category: Category = Category.UNATTRIBUTED
-    freed: int = NEVER
-    """When the program gave it back."""
-    gone: int = NEVER
-    """When its memory could be used again: later than `freed` if another stream still worked on it."""
+    freed: int = NEVER  # when the program gave it back
+    gone: int = NEVER  # when its memory could be used again: later than `freed` if another stream still worked on it
 
 
 @dataclass(frozen=True, slots=True)
 class Steps:
     """Where steps begin."""
 
-    begins: tuple[int, ...]
-    """Events, rising; the last step may be cut short."""
-    found_by: str
-    """For people: how they were recognised."""
+    begins: tuple[int, ...]  # events, rising; the last step may be cut short
+    found_by: str  # for people: how they were recognised
 
 
 @dataclass(slots=True)
 class Recording:
-    """What one device did."""
+    """What one device did: its recording, and all that replay and stacks tell of it, for views to read."""
 
     device: int
     events: EventColumns
     final: list[SnapshotSegment]
     replay: Recorded
-    lives: list[Life] = field(default_factory=list)
-    """In order of birth; those of the beginning first, by address."""
+    lives: list[Life] = field(default_factory=list)  # in order of birth; those of the beginning first, by address
+    # After each event, of blocks that are in use or wait for other streams (torch's `requested_bytes`).
     requested: array[int] = field(default_factory=lambda: array("q"))
-    """After each event, of blocks that are in use or wait for other streams (torch's `requested_bytes`)."""
+    # After each event, of blocks handed out (`allocated_bytes`).
     allocated: array[int] = field(default_factory=lambda: array("q"))
-    """After each event, of blocks handed out (`allocated_bytes`)."""
-    reserved: array[int] = field(default_factory=lambda: array("q"))
-    """After each event, of segments (`reserved_bytes`)."""
-    start: tuple[int, int, int] = (0, 0, 0)
-    """Requested, allocated and reserved before the first event."""
-    orphans: int = 0
-    """Events that do not fit to what went before: parts of the recording are lost."""
-    steps: Steps | None = None
-    """Where steps begin, if that could be told."""
-    stages: list[tuple[str, int, int]] = field(default_factory=list)
-    """Names of stretches of events, from begin up to end, exclusive; an inner one after those around it."""
-    exact_origins: bool = False
-    """Modules and categories are known, not guessed: a capture of memprof."""
+    reserved: array[int] = field(default_factory=lambda: array("q"))  # after each event, of segments (`reserved_bytes`)
+    start: tuple[int, int, int] = (0, 0, 0)  # requested, allocated and reserved before the first event
+    orphans: int = 0  # events that do not fit to what went before: parts of the recording are lost
+    steps: Steps | None = None  # where steps begin, if that could be told
+    stages: list[tuple[str, int, int]] = field(default_factory=list)  # name, begin, end (exclusive); outer ones first
+    exact_origins: bool = False  # modules and categories are known, not guessed: a capture of memprof
 
     @property
     def end(self) -> int:
-        """The last event; BEFORE if there is none."""
+        """Return the last event; BEFORE if there is none."""
         return len(self.events) - 1
 
     def at(self, event: int) -> tuple[int, int, int]:
@@ -98,7 +85,7 @@ class Recording:
         return self.requested[event], self.allocated[event], self.reserved[event]
 
     def peak(self, column: str = "allocated") -> tuple[int, int]:
-        """The largest value of a column, and the first event that reached it."""
+        """Return the largest value of a column, and the first event that reached it."""
         values: array[int] = getattr(self, column)
         before = self.start[("requested", "allocated", "reserved").index(column)]
         highest = max(values, default=before)
@@ -107,12 +94,12 @@ class Recording:
         return highest, values.index(highest)
 
     def alive(self, event: int) -> list[Life]:
-        """Blocks in use after `event`, in order of birth."""
+        """Return blocks in use after `event`, in order of birth."""
         return [life for life in self.lives if life.born <= event < life.gone]
 
 
 def recordings(snapshot: Snapshot, origins: Sequence[Origin | None] | None = None) -> list[Recording]:
-    """Each device of `snapshot`.
+    """Return each device of `snapshot`.
 
     Args:
         snapshot: the file.
@@ -130,8 +117,7 @@ class _Walk:
     def __init__(self, snapshot: Snapshot, replay: Recorded, origins: Sequence[Origin | None] | None) -> None:
         device = replay.device
         self.origins = origins
-        self.known: dict[int, Origin] = {}
-        """By identity of the stack: hashing a hundred frames for each block is dear."""
+        self.known: dict[int, Origin] = {}  # by identity of the stack: hashing a hundred frames for each block is dear
         self.interned: dict[Origin, Origin] = {}
         final = [segment for segment in snapshot.segments if segment.device == device]
         events = EventColumns.of(snapshot.traces[device] if device < len(snapshot.traces) else [])

@@ -39,7 +39,7 @@ class Refusal:
 
 
 def refusals(recording: Recording) -> list[Refusal]:
-    """Every out-of-memory error of `recording`, in order."""
+    """Return every out-of-memory error of `recording`, in order."""
     return [_explain(recording, index) for index in recording.events.places(OOM)]
 
 

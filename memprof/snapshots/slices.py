@@ -12,7 +12,7 @@ from memprof.trace.columns import NO_TIME
 
 
 def event_times(recording: Recording) -> list[int]:
-    """Microseconds of each event, never falling; the event's number where the file has no clock."""
+    """Return microseconds of each event, never falling; the event's number where the file has no clock."""
     times: list[int] = []
     latest = 0
     for number, time in enumerate(recording.events.times):
@@ -31,7 +31,7 @@ def name_stages(recording: Recording, stages: Iterable[Slice]) -> None:
 
 
 def annotated(recording: Recording, annotations: Iterable[dict[str, object]]) -> list[Slice]:
-    """What torch.profiler.record_function and the optimizer annotated on this device."""
+    """Return what torch.profiler.record_function and the optimizer annotated on this device."""
     begun: dict[str, list[int]] = {}
     found: list[Slice] = []
     for note in annotations:
@@ -46,7 +46,7 @@ def annotated(recording: Recording, annotations: Iterable[dict[str, object]]) ->
 
 
 def slices_of(recording: Recording, annotations: Iterable[dict[str, object]] = ()) -> list[Slice]:
-    """What annotations and stacks say of a snapshot's time.
+    """Return what annotations and stacks say of a snapshot's time.
 
     Without a clock or annotations, stages are the parts of a step (forward, backward, optimizer step). A module's slice
     reaches from the first to the last allocation that was made in it without another between.

@@ -19,17 +19,13 @@ from memprof.snapshots.origins import MODULE_CALLS, package_of
 from memprof.snapshots.recording import BEFORE, NEVER, Life, Recording, Steps
 from memprof.trace.snapshot import Frame, Stack
 
-LEAST_STEPS = 3
-"""Fewer cannot show that something goes on."""
+LEAST_STEPS = 3  # fewer cannot show that something goes on
 
-UNEVEN = 0.1
-"""How much distances between steps may differ, as a share of the longest."""
+UNEVEN = 0.1  # how much distances between steps may differ, as a share of the longest
 
-COVERED = 0.5
-"""Share of the recording that the steps must make up."""
+COVERED = 0.5  # share of the recording that the steps must make up
 
-CANDIDATES = 10
-"""Numbers of steps that are tried, the likeliest first."""
+CANDIDATES = 10  # numbers of steps that are tried, the likeliest first
 
 _BUILDING = (Category.PARAMETERS, Category.OPTIMIZER_STATE)
 _ROOTS = frozenset(("<module>", "_run_code", "_bootstrap", "_bootstrap_inner", "run_path", "main"))
@@ -52,7 +48,7 @@ class Leak:
 
 
 def find_steps(recording: Recording, annotations: Iterable[dict[str, object]] = ()) -> Steps | None:
-    """The steps of `recording`; None if fewer than LEAST_STEPS can be told apart."""
+    """Return the steps of `recording`; None if fewer than LEAST_STEPS can be told apart."""
     return _annotated(recording, annotations) or _periodic(recording)
 
 
@@ -106,7 +102,7 @@ def _python(stack: Stack) -> list[Frame]:
 
 
 def _is_whole(frames: list[Frame]) -> bool:
-    """Whether a stack reaches to where the program begins; deep ones are cut off by torch."""
+    """Return whether a stack reaches to where the program begins; deep ones are cut off by torch."""
     return bool(frames) and frames[-1].name in _ROOTS and any(not package_of(frame.filename) for frame in frames)
 
 
@@ -118,14 +114,14 @@ def _is_regular(at: list[int]) -> bool:
 
 
 def _share_a_module(stacks: Iterable[list[Frame]]) -> bool:
-    """Whether all stacks that are whole lie within one and the same call of a module."""
+    """Return whether all stacks that are whole lie within one and the same call of a module."""
     whole = [frames[::-1] for frames in stacks if _is_whole(frames)]
     common = takewhile(lambda frames: len(set(frames)) == 1, zip(*whole, strict=False))
     return not whole or any(frames[0].name in MODULE_CALLS for frames in common)
 
 
 def find_leaks(recording: Recording, steps: Steps) -> list[Leak]:
-    """What steps leave behind for good, largest first.
+    """Return what steps leave behind for good, largest first.
 
     Blocks of one line count if at least two steps, and more than half of all but the last, left some of them for a
     whole further step and to the end. What replaces its predecessor each step (gradients, optimizer state) does not.

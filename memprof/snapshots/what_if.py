@@ -10,10 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from memprof.allocator import AllocatorConfig, Block, CachingAllocator, Completion
-from memprof.allocator.blocks import DEFAULT_POOL, PoolId
 from memprof.allocator.rebuild import OTHER_STREAM, Range, completes_at_once
 from memprof.snapshots.recording import BEFORE, Recording
 from memprof.trace.columns import ALLOC, FREE_COMPLETED, FREE_REQUESTED, OOM
+from memprof.trace.snapshot import DEFAULT_POOL, PoolId
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ def _replay(recording: Recording, config: AllocatorConfig) -> ReplayOutcome:
         elif action == FREE_COMPLETED:
             pending = waiting.pop(address, None)
             if pending is not None and pending.events:
-                allocator.complete(pending)
+                allocator.pending.complete(pending)
     stats = allocator.stats()
     return ReplayOutcome(
         settings=config.text or "the defaults",

@@ -19,8 +19,8 @@ CODES = {action: code for code, action in enumerate(ACTIONS)}
 ALLOC, FREE_REQUESTED, FREE_COMPLETED = CODES[Action.ALLOC], CODES[Action.FREE_REQUESTED], CODES[Action.FREE_COMPLETED]
 SEGMENT_ALLOC, SEGMENT_MAP = CODES[Action.SEGMENT_ALLOC], CODES[Action.SEGMENT_MAP]
 SEGMENT_FREE, SEGMENT_UNMAP = CODES[Action.SEGMENT_FREE], CODES[Action.SEGMENT_UNMAP]
+# Actions as the column has them.
 OOM, SNAPSHOT, ANNOTATE = CODES[Action.OOM], CODES[Action.SNAPSHOT], CODES[Action.ANNOTATE]
-"""Actions as the column has them."""
 
 NO_TIME = -1
 COLUMNS = ("actions", "addresses", "sizes", "streams", "times", "pools", "stacks")
@@ -29,33 +29,14 @@ COLUMNS = ("actions", "addresses", "sizes", "streams", "times", "pools", "stacks
 class EventColumns(Sequence[SnapshotEvent]):
     """Events in order. As a sequence it gives records, which are made when they are asked for."""
 
-    __slots__ = (
-        "_pool_numbers",
-        "_stack_ids",
-        "actions",
-        "addresses",
-        "known_stacks",
-        "pool_ids",
-        "pools",
-        "sizes",
-        "stacks",
-        "streams",
-        "times",
-    )
-
     def __init__(self) -> None:
-        self.actions = array("B")
-        """Places in ACTIONS."""
+        self.actions = array("B")  # places in ACTIONS
         self.addresses = array("Q")
-        self.sizes = array("Q")
-        """Bytes."""
+        self.sizes = array("Q")  # bytes
         self.streams = array("Q")
-        self.times = array("q")
-        """Microseconds, or NO_TIME."""
-        self.pools = array("I")
-        """Places in `pool_ids`; 0 is the default pool."""
-        self.stacks = array("I")
-        """Places in `known_stacks`; 0 is the empty stack."""
+        self.times = array("q")  # microseconds, or NO_TIME
+        self.pools = array("I")  # places in `pool_ids`; 0 is the default pool
+        self.stacks = array("I")  # places in `known_stacks`; 0 is the empty stack
         self.pool_ids: list[tuple[int, int]] = [(0, 0)]
         self.known_stacks: list[Stack] = [()]
         self._stack_ids: dict[int, int] = {}
@@ -99,7 +80,7 @@ class EventColumns(Sequence[SnapshotEvent]):
         self.actions.append(CODES[event.action])
 
     def pool(self, pool_id: tuple[int, int]) -> int:
-        """The number of a pool."""
+        """Return the number of a pool."""
         known = self._pool_numbers.get(pool_id)
         if known is None:
             known = self._pool_numbers[pool_id] = len(self.pool_ids)
@@ -107,7 +88,7 @@ class EventColumns(Sequence[SnapshotEvent]):
         return known
 
     def stack(self, frames: Stack) -> int:
-        """The number of a stack, by its identity: readers make equal ones once."""
+        """Return the number of a stack, by its identity: readers make equal ones once."""
         if not frames:
             return 0
         known = self._stack_ids.get(id(frames))
@@ -117,7 +98,7 @@ class EventColumns(Sequence[SnapshotEvent]):
         return known
 
     def without(self, *codes: int) -> tuple[EventColumns, Sequence[int]]:
-        """The events of other actions, and their places in these."""
+        """Return the events of other actions, and their places in these."""
         places: Sequence[int] = range(len(self))
         if not any(code in self.actions for code in codes):
             return self, places
@@ -128,7 +109,7 @@ class EventColumns(Sequence[SnapshotEvent]):
         return found, places
 
     def places(self, *codes: int) -> list[int]:
-        """Where the events of these actions are, in order."""
+        """Return where the events of these actions are, in order."""
         found: list[int] = []
         actions = self.actions.tobytes()
         for code in codes:
@@ -179,16 +160,15 @@ class EventColumns(Sequence[SnapshotEvent]):
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """Stands in a list for events that were cut out of it: rows of `Cut`."""
+class CutRange:
+    """Stands in a list for events that were cut out of it: rows of `CutEvents`."""
 
     first: int
     count: int
 
 
-class Cut(NamedTuple):
+class CutEvents(NamedTuple):
     """Events that were cut out of a file: `rows.stacks` are places in `lists`, and 0 is no frames."""
 
     rows: EventColumns
-    lists: list[object]
-    """As they were unpickled."""
+    lists: list[object]  # as they were unpickled

@@ -14,8 +14,7 @@ from memprof.trace.one_thread import np
 from memprof.trace.snapshot import Action
 
 _MOST_LAYOUTS = 8
-_LONGEST_FIELDS = 1 << 12
-"""Bytes of an event before its frames, at most: 255 of each text."""
+_LONGEST_FIELDS = 1 << 12  # bytes of an event before its frames, at most: 255 of each text
 
 MEMOIZE, TEXT, GET, LONG_GET = 0x94, 0x8C, ord("h"), ord("j")
 
@@ -25,8 +24,21 @@ _ROLES = {
     b"action": "action", b"addr": "address", b"device_free": "free", b"size": "size", b"stream": "stream",
     b"time_us": "time", b"pool_id": "pool", b"frames": "frames",
 }  # fmt: skip
-_NUMBERS = ("address", "free", "size", "stream", "time")
 _ACTIONS = {action.value.encode(): code for action, code in CODES.items()}
+# Bytes of values with their opcodes, beside what their length adds.
+_VALUES = {
+    ord("K"): 2, ord("M"): 3, ord("J"): 5, GET: 2, LONG_GET: 5, ord("N"): 1, 0x88: 1, 0x89: 1, ord("G"): 9, 0x8A: 2,
+    TEXT: 3,
+}  # fmt: skip
+_INTEGERS = {ord("K"): 1, ord("M"): 2, ord("J"): 4}  # bytes of numbers
+_REFERENCES = {GET: 0xFF, LONG_GET: 0xFFFFFFFF}  # bits of the entry
+# The same by opcode: an array of 256 each. A text is followed by MEMOIZE.
+_WIDTHS, _NUMBER_BYTES, _MASKS = (
+    np.array([table.get(code, 0) for code in range(256)], kind)
+    for table, kind in ((_VALUES, np.int64), (_INTEGERS, np.int64), (_REFERENCES, np.uint64))
+)
+_HAS_LENGTH = np.isin(np.arange(256), (TEXT, 0x8A))
+_BYTE_MASKS = np.array([(1 << 8 * count) - 1 for count in range(9)], np.uint64)  # the bits of so many bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +55,8 @@ class Batch(NamedTuple):
     start: _Array
     end: _Array
     ok: _Array
-    memos: _Array
-    """Entries that it makes in the memo before that of its list."""
-    frames: _Array
-    """Where its frames are; 0: it has none."""
+    memos: _Array  # entries that it makes in the memo before that of its list
+    frames: _Array  # where its frames are; 0: it has none
     reference: _Array
     columns: dict[str, _Array]
 
@@ -63,15 +73,11 @@ class Forms:
         self.data = data
         self.rows = rows
         self.bytes = np.frombuffer(data, np.uint8)
-        self.words = np.ndarray((len(data) - 8,), "<u8", data, 0, (1,))
-        """Eight bytes from each place on."""
+        self.words = np.ndarray((len(data) - 8,), "<u8", data, 0, (1,))  # eight bytes from each place on
         self.layouts: list[_Layout] = []
-        self.texts: dict[int, bytes] = {}
-        """By memo entry; empty where it means nothing here."""
+        self.texts: dict[int, bytes] = {}  # by memo entry; empty where it means nothing here
         self.actions: dict[int, int] = {}
-        self.pairs: dict[int, tuple[int, int]] = {}
-        """By memo entry: what may be a pool."""
-        self.tables = _Tables.made()
+        self.pairs: dict[int, tuple[int, int]] = {}  # by memo entry: what may be a pool
 
     def learn(self, entry: int, text: bytes) -> bool:
         """That a memo entry is a text; whether that means something here."""
@@ -84,7 +90,7 @@ class Forms:
         return matters
 
     def parse(self, start: _Array, memo: int) -> Batch:
-        """What stands at `start`, where every candidate begins; what it means is known of those that are `ok`.
+        """Return what stands at `start`, where every candidate begins; what it means is known of those that are `ok`.
 
         Args:
             start: bytes, rising.
@@ -112,7 +118,7 @@ class Forms:
             tried += 1
 
     def _learn(self, at: int) -> _Layout | None:
-        """The layout of the event at `at`, of which nothing is known; None: it has none."""
+        """Return the layout of the event at `at`, of which nothing is known; None: it has none."""
         keys, roles = [], []
         data, at = self.data, at + 3
         while data[at] != ord("u"):
@@ -155,9 +161,9 @@ class Forms:
             word = words[at]
             code = (word & np.uint64(255)).astype(np.int64)
             given = ((word >> np.uint64(8)) & np.uint64(255)).astype(np.int64)
-            width = self.tables.widths[code] + np.where(self.tables.has_length[code], given, 0)
+            width = _WIDTHS[code] + np.where(_HAS_LENGTH[code], given, 0)
             if role == "other":
-                ok &= (width > 0) & ((word >> np.uint64(8)) & self.tables.masks[code] < max(memo, 1))
+                ok &= (width > 0) & ((word >> np.uint64(8)) & _MASKS[code] < max(memo, 1))
                 text = code == TEXT
                 memos += text
                 ok &= ~text | self._is_ascii(at + 2, np.where(text, given, 0))
@@ -165,7 +171,7 @@ class Forms:
                 ok &= ~text | (self.bytes[np.minimum(at + width - 1, len(self.bytes) - 1)] == MEMOIZE)
             elif role == "action":
                 ok &= (code == GET) | (code == LONG_GET)
-                found[role] = (word >> np.uint64(8)) & self.tables.masks[code]
+                found[role] = (word >> np.uint64(8)) & _MASKS[code]
             else:
                 found[role] = self._number(at, word, code, given, ok)
             at = at + np.where(ok, width, 0)
@@ -188,38 +194,31 @@ class Forms:
         if "time" in found:
             batch.columns["times"][good] = found["time"][ok].astype(np.int64)
 
-    def _number(
-        self,
-        at: _Array,
-        word: _Array,
-        code: _Array,
-        given: _Array,
-        ok: _Array,
-    ) -> _Array:
-        """The numbers at `at`, which are from 0 to 2^63 where they stay ok."""
+    def _number(self, at: _Array, word: _Array, code: _Array, given: _Array, ok: _Array) -> _Array:
+        """Return the numbers at `at`, which are from 0 to 2^63 where they stay ok."""
         long = code == 0x8A
-        size = np.where(long, given, self.tables.number_bytes[code])
+        size = np.where(long, given, _NUMBER_BYTES[code])
         ok &= (size > 0) & (size <= 8)
         size = np.clip(size, 1, 8)
-        value: _Array = np.where(long, self.words[at + 2], word >> np.uint64(8)) & self.tables.bytes[size]
+        value: _Array = np.where(long, self.words[at + 2], word >> np.uint64(8)) & _BYTE_MASKS[size]
         signed = long | (code == ord("J"))
         ok &= ~signed | (value >> (np.uint64(8) * size.astype(np.uint64) - np.uint64(1)) == 0)
         return value
 
     def _is_ascii(self, at: _Array, size: _Array) -> _Array:
-        """Whether so many bytes at each place are; what other texts say, the unpickler finds out."""
+        """Return whether so many bytes at each place are; what other texts say, the unpickler finds out."""
         plain = np.ones(len(at), bool)
         for begin in range(0, int(size.max()), 8):
-            bits = self.tables.bytes[np.clip(size - begin, 0, 8)] & np.uint64(0x8080808080808080)
+            bits = _BYTE_MASKS[np.clip(size - begin, 0, 8)] & np.uint64(0x8080808080808080)
             plain &= (self.words[at + begin] & bits) == 0
         return plain
 
     def _pools(self, at: _Array, ok: _Array, memos: _Array, found: dict[str, Any]) -> _Array:
-        """The pools at `at`, a reference or a pair of two bytes, and where they end."""
+        """Return the pools at `at`, a reference or a pair of two bytes, and where they end."""
         word = self.words[at]
         code = (word & np.uint64(255)).astype(np.int64)
         refers = (code == GET) | (code == LONG_GET)
-        entry = np.where(refers, (word >> np.uint64(8)) & self.tables.masks[code], 0)
+        entry = np.where(refers, (word >> np.uint64(8)) & _MASKS[code], 0)
         here = (word & np.uint64(0xFFFF00FF00FF)) == int.from_bytes(b"K\0K\0\x86\x94", "little")
         pair = np.where(here, word & np.uint64(0xFF00FF00), 0)
         number = np.full(len(at), -1, np.int64)
@@ -233,14 +232,7 @@ class Forms:
         width: _Array = np.where(here, 6, np.where(code == GET, 2, np.where(code == LONG_GET, 5, 0)))
         return at + width
 
-    def _frames(
-        self,
-        frames: _Array,
-        at: _Array,
-        following: _Array,
-        batch: Batch,
-        rows: _Array,
-    ) -> _Array:
+    def _frames(self, frames: _Array, at: _Array, following: _Array, batch: Batch, rows: _Array) -> _Array:
         """Write where events end, and what their frames are; which of them do end."""
         if not frames.any():
             batch.end[rows], batch.frames[rows], batch.reference[rows] = at + 1, 0, -1
@@ -256,45 +248,13 @@ class Forms:
         # A list that is there is taken to end where the next event begins; `_numbers` looks whether it does.
         batch.end[rows] = np.where(refers, end + 1, following)
         batch.frames[rows] = at
-        batch.reference[rows] = np.where(refers, (word >> np.uint64(8)) & self.tables.masks[code], 0).astype(np.int64)
+        batch.reference[rows] = np.where(refers, (word >> np.uint64(8)) & _MASKS[code], 0).astype(np.int64)
         batch.reference[rows[listed]] = -1
         return ends
 
 
-class _Tables(NamedTuple):
-    """By opcode, as arrays of 256: of values as events have them."""
-
-    widths: _Array
-    """Bytes with the opcode, beside what `has_length` adds; 0: not of a value. A text is followed by MEMOIZE."""
-    has_length: _Array
-    number_bytes: _Array
-    masks: _Array
-    """Of a reference: the bits of its entry."""
-    bytes: _Array
-    """Not by opcode: the bits of so many bytes."""
-
-    @classmethod
-    def made(cls) -> _Tables:
-        widths, numbers, masks = np.zeros(256, np.int64), np.zeros(256, np.int64), np.zeros(256, np.uint64)
-        for code, width in _VALUES.items():
-            widths[code] = width
-        for code, size in ((ord("K"), 1), (ord("M"), 2), (ord("J"), 4)):
-            numbers[code] = size
-        masks[GET], masks[LONG_GET] = 0xFF, 0xFFFFFFFF
-        has_length = np.zeros(256, bool)
-        has_length[[TEXT, 0x8A]] = True
-        return cls(widths, has_length, numbers, masks, np.array([(1 << 8 * n) - 1 for n in range(9)], np.uint64))
-
-
-_VALUES = {
-    ord("K"): 2, ord("M"): 3, ord("J"): 5, GET: 2, LONG_GET: 5, ord("N"): 1, 0x88: 1, 0x89: 1, ord("G"): 9, 0x8A: 2,
-    TEXT: 3,
-}  # fmt: skip
-"""Bytes of values with their opcodes, beside what their length adds."""
-
-
 def _size_of_value(data: bytes, at: int, role: str) -> int | None:
-    """Bytes of the value at `at`; None: it is none that an event has."""
+    """Return bytes of the value at `at`; None: it is none that an event has."""
     if role == "pool" and data[at] == ord("K"):
         return 6
     width = _VALUES.get(data[at])

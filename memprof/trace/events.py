@@ -15,25 +15,22 @@ from typing import NamedTuple
 
 from memprof.trace.facts import Facts
 
-NONE = -1
-"""An index that points nowhere: no module, no source, no forward event."""
+NONE = -1  # an index that points nowhere: no module, no source, no forward event
 
-GPU = "cuda:0"
-"""The device whose memory is profiled; of several cards, the first."""
+GPU = "cuda:0"  # the device whose memory is profiled; of several cards, the first
 
 HOST = "cpu"
 
-CPU = "cpu:0"
-"""The device of a run that is measured on the CPU. What belongs to the host on any device stays `HOST`."""
+CPU = "cpu:0"  # the device of a run that is measured on the CPU. What belongs to the host on any device stays `HOST`.
 
 
 def is_card(device: str) -> bool:
-    """Whether a device is a card."""
+    """Return whether a device is a card."""
     return device.startswith("cuda")
 
 
 def card_index(device: str) -> int:
-    """The number of a card: 1 of `cuda:1`."""
+    """Return the number of a card: 1 of `cuda:1`."""
     return int(device.removeprefix("cuda:"))
 
 
@@ -63,24 +60,16 @@ class Event(NamedTuple):
 class Storage(NamedTuple):
     """One allocation, from birth to death: the memory behind one or more tensors."""
 
-    num_bytes: int
-    """Bytes requested, before the allocator rounds."""
-    shape: tuple[int, ...]
-    """Shape of the tensor that the storage was allocated for."""
+    num_bytes: int  # bytes requested, before the allocator rounds
+    shape: tuple[int, ...]  # shape of the tensor that the storage was allocated for
     dtype: str
     device: str
-    op: int
-    """Index in Trace.ops."""
-    module: int
-    """Index in Trace.modules; in a backward pass, the module whose forward is being differentiated."""
-    source: int
-    """Index in Trace.sources: the innermost line outside torch and memprof."""
-    phase: int
-    """Index in Trace.phases."""
-    forward_event: int
-    """In a backward pass, the event at which the differentiated operator ran forward; else NONE."""
-    hidden: bool
-    """True for memory that CUDA libraries take and no tensor shows (workspaces, kernel temporaries)."""
+    op: int  # index in Trace.ops
+    module: int  # index in Trace.modules; in a backward pass, the module whose forward is being differentiated
+    source: int  # index in Trace.sources: the innermost line outside torch and memprof
+    phase: int  # index in Trace.phases
+    forward_event: int  # in a backward pass, the event at which the differentiated operator ran forward; else NONE
+    hidden: bool  # True for memory that CUDA libraries take and no tensor shows (workspaces, kernel temporaries)
 
 
 class ModuleRole(enum.StrEnum):
@@ -98,17 +87,16 @@ class ModuleRole(enum.StrEnum):
 class Module(NamedTuple):
     """One nn.Module of the run."""
 
-    path: str
-    """Qualified name below its root, such as `model.layers.3.mlp`; empty for the root."""
+    path: str  # qualified name below its root, such as `model.layers.3.mlp`; empty for the root
     class_name: str
     role: ModuleRole
+    # The path of the list that it is in: of a layer, such as `model.layers`; of a child, if the list holds modules of
+    # several kinds and is not called itself.
     stack: str
-    """The path of the list that it is in: of a layer, such as `model.layers`; of a child, if the list holds modules of
-    several kinds and is not called itself."""
 
     @property
     def number(self) -> int:
-        """A layer's place in its list.
+        """Return a layer's place in its list.
 
         Raises:
             ValueError: it is in none.
@@ -149,14 +137,12 @@ class Role(enum.StrEnum):
     OPTIMIZER_STATE = "optimizer state"
     INPUT = "input"
     KV_CACHE = "KV cache"
+    # Taken by torch.distributed: buckets, what is gathered or scattered, what collectives lay flat.
     COMMUNICATION = "communication"
-    """Taken by torch.distributed: buckets, what is gathered or scattered, what collectives lay flat."""
-    UNSHARDED = "unsharded parameter"
-    """A parameter of which each rank has a part, whole for as long as it is used."""
+    UNSHARDED = "unsharded parameter"  # A parameter of which each rank has a part, whole for as long as it is used
 
 
-MADE_ANEW = frozenset({Role.INPUT, Role.GRADIENT})
-"""What each step has of its own; the rest of what has a role is there for the whole run."""
+MADE_ANEW = frozenset({Role.INPUT, Role.GRADIENT})  # by each step; all else that has a role is there for the whole run
 
 
 class Owner(NamedTuple):
@@ -169,34 +155,25 @@ class Owner(NamedTuple):
 class Work(NamedTuple):
     """What equal calls of one operator did in one phase."""
 
-    phase: int
-    """Index in Trace.phases."""
-    op: int
-    """Index in Trace.ops."""
+    phase: int  # index in Trace.phases
+    op: int  # index in Trace.ops
     device: str
     dtype: str
-    operations: int
-    """Floating-point operations of one call: a product and its sum are two; 0 for what is no product of matrices."""
-    num_bytes: int
-    """Read and written by one call."""
-    to_device_bytes: int
-    """Copied from host memory to the card by one call."""
+    operations: int  # floating-point operations of one call (a product and its sum are two), of products of matrices
+    num_bytes: int  # read and written by one call
+    to_device_bytes: int  # copied from host memory to the card by one call
     to_host_bytes: int
-    calls: int
-    """How many there were."""
-    link_bytes: int = 0
-    """Sent to other cards by one call."""
+    calls: int  # how many there were
+    link_bytes: int = 0  # sent to other cards by one call
 
 
 class Workspace(NamedTuple):
     """Memory that a library took for one call and gave back at once: its size is a rule's, and not known."""
 
-    event: int
-    """Events before it: that of its allocation, unless `num_bytes` is 0."""
+    event: int  # events before it: that of its allocation, unless `num_bytes` is 0
     device: str
     num_bytes: int
-    most_bytes: int
-    """The bound of what it may be."""
+    most_bytes: int  # the bound of what it may be
 
 
 class Use(NamedTuple):
@@ -206,7 +183,7 @@ class Use(NamedTuple):
     stream: int
 
 
-class Done(NamedTuple):
+class StreamEvent(NamedTuple):
     """What a stream of a card was given before an event."""
 
     device: str
@@ -218,26 +195,19 @@ class Wait(NamedTuple):
     """The host, or a stream, was made to wait for work of streams. Noted once a trace has a `Use`."""
 
     by_host: bool
-    done: tuple[Done, ...]
-    """Also what the awaited streams themselves had waited for."""
+    done: tuple[StreamEvent, ...]  # also what the awaited streams themselves had waited for
 
 
 class Sample(NamedTuple):
     """Counters of a measured run, read between two events; None: not known."""
 
-    event: int
-    """The last event before it; -1 before the first."""
-    seconds: float
-    """Since the run's beginning."""
-    allocated_bytes: int | None
-    """As torch counts it."""
-    peak_allocated_bytes: int | None
-    """The highest since the sample before."""
+    event: int  # the last event before it; -1 before the first
+    seconds: float  # since the run's beginning
+    allocated_bytes: int | None  # as torch counts it
+    peak_allocated_bytes: int | None  # the highest since the sample before
     reserved_bytes: int | None
-    device_used_bytes: int | None
-    """Of the whole card, by everybody."""
-    resident_bytes: int | None
-    """Resident memory of the process."""
+    device_used_bytes: int | None  # of the whole card, by everybody
+    resident_bytes: int | None  # resident memory of the process
 
 
 class Operand(NamedTuple):
@@ -262,91 +232,66 @@ class DeviceMismatch(NamedTuple):
 class Forward(NamedTuple):
     """One call of a module from outside all others, in a program that names no phases of its own."""
 
-    begin: int
-    """Events before the call; `end`: before its return."""
+    begin: int  # events before the call; `end`: before its return
     end: int
-    module: int
-    """Index in Trace.modules."""
-    source: int
-    """Index in Trace.sources: the line that calls it."""
-    training: bool
-    """The module's own flag."""
-    nodes: int
-    """Autograd nodes that the call made: 0 without gradients."""
-    outputs: tuple[int, ...]
-    """The storages of the tensors that it returned."""
+    module: int  # index in Trace.modules
+    source: int  # index in Trace.sources: the line that calls it
+    training: bool  # the module's own flag
+    nodes: int  # Autograd nodes that the call made: 0 without gradients
+    outputs: tuple[int, ...]  # the storages of the tensors that it returned
 
 
 class Holder(NamedTuple):
     """What of the program keeps tensors alive that pile up, as seen while it ran."""
 
-    event: int
-    """Events before it was looked for."""
-    kind: str
-    """Class of the container, such as `list`; "" if a variable or an attribute is the tensor itself."""
-    name: str
-    """As the program says it: `losses`, or `Meter.values` for an attribute of an object of class Meter."""
+    event: int  # events before it was looked for
+    kind: str  # class of the container, such as `list`; "" if a variable or an attribute is the tensor itself
+    name: str  # as the program says it: `losses`, or `Meter.values` for an attribute of an object of class Meter
+    # `file:line function` of the line that puts tensors there; where it cannot be read off the code, of the variable's
+    # function or the attribute's class. None: no source code.
     source: str | None
-    """`file:line function` of the line that puts tensors there; where it cannot be read off the code, of the variable's
-    function or the attribute's class. None: no source code."""
-    fills: bool
-    """Whether `source` is that line."""
-    limit: int | None
-    """How many it can hold (a deque with maxlen); None: any number."""
-    storages: tuple[int, ...]
-    """Those that it holds, itself or through what is in it."""
-    nodes: int
-    """Autograd nodes that hang on its tensors; 0: they carry no graph."""
-    node_steps: int
-    """How many different steps made these nodes."""
-    batches: int | None
-    """The length of the only data loader in the functions that were running then; None if that is not known."""
+    fills: bool  # whether `source` is that line
+    limit: int | None  # how many it can hold (a deque with maxlen); None: any number
+    storages: tuple[int, ...]  # those that it holds, itself or through what is in it
+    nodes: int  # Autograd nodes that hang on its tensors; 0: they carry no graph
+    node_steps: int  # how many different steps made these nodes
+    batches: int | None  # length of the only data loader in the functions that were running; None: not known
 
 
 class GraphEnd(NamedTuple):
     """Where a graph of torch.compile ends although its function goes on."""
 
-    source: str
-    """`file:line function` of the program."""
+    source: str  # `file:line function` of the program
     why: str
-    num_bytes: int
-    """What the graph leaves in memory there for what follows."""
+    num_bytes: int  # what the graph leaves in memory there for what follows
 
 
 class CompiledKeeps(NamedTuple):
     """Results of one operator that a compiled graph keeps for its backward, and eager code would not."""
 
-    graph: int
-    """Of those that keep more, which one."""
-    more_bytes: int
-    """What each call of that graph keeps in all, less what eager code would keep."""
+    graph: int  # of those that keep more, which one
+    more_bytes: int  # what each call of that graph keeps in all, less what eager code would keep
     op: str
-    source: str
-    """`file:line function` of the program; "" if that is not known."""
-    num_bytes: int
-    """Of one result; a call has `times` of them."""
+    source: str  # `file:line function` of the program; "" if that is not known
+    num_bytes: int  # of one result; a call has `times` of them
     times: int
-    again: bool
-    """Whether the program's own backward computes it again."""
+    again: bool  # whether the program's own backward computes it again
 
 
 class Graphed(NamedTuple):
     """Compiled code that runs in CUDA graphs."""
 
-    source: str
-    """`file:line function` of the program that is compiled, or that calls code of a library's."""
+    source: str  # `file:line function` of the program that is compiled, or that calls code of a library's
+    # Of inputs that it was called with, compiled again or not: each has graphs of its own, in a pool that all graphs
+    # share and nothing else takes from.
     sizes: int
-    """Of inputs that it was called with, compiled again or not: each has graphs of its own, in a pool that all graphs
-    share and nothing else takes from."""
 
 
 class Compiling(NamedTuple):
     """What torch.compile took in a run, on the machine that the run was made on."""
 
-    seconds: float
-    """Of Dynamo, AOTAutograd and Inductor, down to the code around kernels; these are not made."""
-    kernels: int
-    """Different ones that Inductor wrote."""
+    seconds: float  # of Dynamo, AOTAutograd and Inductor, down to the code around kernels; these are not made
+    kernels: int  # different ones that Inductor wrote
 
 
 class FailureKind(enum.StrEnum):
@@ -365,6 +310,7 @@ class FailureKind(enum.StrEnum):
     OTHER_RANK = "other rank"  # ranks of the program do not agree, or another one failed
 
 
+# Kinds of an error that the program meets on the virtual GPU alone: it is not the program's own.
 NOT_SIMULATED = frozenset(
     {
         FailureKind.GAP,
@@ -375,43 +321,33 @@ NOT_SIMULATED = frozenset(
         FailureKind.UNKNOWN_VALUE,
     }
 )
-"""Kinds of an error that the program meets on the virtual GPU alone: it is not the program's own."""
 
 
 class Failure(NamedTuple):
     """The run ended before its time; everything in the trace is what happened until then."""
 
     kind: FailureKind
-    phase: str
-    """What was being done, such as `forward of step 1`."""
-    error: str
-    """Class of the exception."""
-    message: str
-    """Its first line."""
-    op: str | None
-    """Operator or kernel that could not run, such as `mylib.fused_rope`."""
-    module: str | None
-    """Path of the module whose code was running; "" is the root itself, None outside every module."""
-    source: str | None
-    """`file:line function` of the program."""
-    read: str | None
-    """For an unknown value: the line that read it, and what it was told."""
-    hint: str | None = None
-    """What to do, where that is known."""
+    phase: str  # what was being done, such as `forward of step 1`
+    error: str  # class of the exception
+    message: str  # its first line
+    op: str | None  # operator or kernel that could not run, such as `mylib.fused_rope`
+    module: str | None  # path of the module whose code was running; "" is the root itself, None outside every module
+    source: str | None  # `file:line function` of the program
+    read: str | None  # for an unknown value: the line that read it, and what it was told
+    hint: str | None = None  # what to do, where that is known
 
 
 @dataclass(slots=True)
 class Trace:
     """The whole record of one run.
 
-    `events` is the time axis. What is no event (versions, card, what was asked for) is in `facts`.
+    `events` is the time axis, and each other attribute a table of the capture. What is no event (versions, card, what
+    was asked for) is in `facts`.
     """
 
     source: str = "simulated"
-    device: str = GPU
-    """The device whose memory is profiled: GPU, another card, or CPU."""
-    cards: dict[str, bool] = field(default_factory=dict)
-    """Of a program that had several cards: device -> whether it was used, so that it has a CUDA context."""
+    device: str = GPU  # the device whose memory is profiled: GPU, another card, or CPU
+    cards: dict[str, bool] = field(default_factory=dict)  # of several: whether each was used, and has a CUDA context
     events: list[Event] = field(default_factory=list)
     storages: list[Storage] = field(default_factory=list)
     ops: list[str] = field(default_factory=list)
@@ -420,69 +356,74 @@ class Trace:
     phases: list[Phase] = field(default_factory=list)
     owners: dict[int, Owner] = field(default_factory=dict)
     mismatches: list[DeviceMismatch] = field(default_factory=list)
-    samples: list[Sample] = field(default_factory=list)
-    """Of a measured run."""
-    times: list[int] = field(default_factory=list)
-    """Of a measured run: when each event happened, in nanoseconds since the first."""
-    work: list[Work] = field(default_factory=list)
-    """Empty if it was not counted."""
-    workspaces: list[Workspace] = field(default_factory=list)
-    """Of a simulated run."""
+    samples: list[Sample] = field(default_factory=list)  # of a measured run
+    times: list[int] = field(default_factory=list)  # of a measured run: nanoseconds of each event since the first
+    work: list[Work] = field(default_factory=list)  # empty if it was not counted
+    workspaces: list[Workspace] = field(default_factory=list)  # of a simulated run
     uses: list[Use] = field(default_factory=list)
     waits: list[Wait] = field(default_factory=list)
     assumptions: list[str] = field(default_factory=list)
     facts: Facts = field(default_factory=Facts)
-    failure: Failure | None = None
-    """None if the run came to its end."""
+    failure: Failure | None = None  # None if the run came to its end
+    # Whether a program that names no phases of its own has called a model with gradients; it may not have come to a
+    # backward.
     trains: bool = False
-    """Whether a program that names no phases of its own has called a model with gradients; it may not have come to a
-    backward."""
+    # Whether the program updates parameters itself, by no optimizer of torch's (those of a simulated run).
     updates_itself: bool = False
-    """Whether the program updates parameters itself, by no optimizer of torch's (those of a simulated run)."""
-    cut_short: bool = False
-    """Whether the program ended where the card was full: at the last request for its memory."""
+    cut_short: bool = False  # whether the program ended where the card was full: at the last request for its memory
+    # Storages that the card had no room for, where the program was told so (torch.OutOfMemoryError) and went on. Each
+    # has an ALLOC, when it was asked for, and a FREE right after it.
     refused: list[int] = field(default_factory=list)
-    """Storages that the card had no room for, where the program was told so (torch.OutOfMemoryError) and went on. Each
-    has an ALLOC, when it was asked for, and a FREE right after it."""
-    forwards: list[Forward] = field(default_factory=list)
-    """Of a program that names no phases of its own."""
-    holders: list[Holder] = field(default_factory=list)
-    """Of what piled up."""
+    forwards: list[Forward] = field(default_factory=list)  # of a program that names no phases of its own
+    holders: list[Holder] = field(default_factory=list)  # of what piled up
     graph_ends: list[GraphEnd] = field(default_factory=list)
     compiled_keeps: list[CompiledKeeps] = field(default_factory=list)
     graphed: list[Graphed] = field(default_factory=list)
-    compiling: Compiling | None = None
-    """None: nothing was compiled, or it was not noted."""
-    others: list[Trace] = field(default_factory=list)
-    """Of a program whose ranks ran together: the other ranks; what is the same in them is shared."""
+    compiling: Compiling | None = None  # None: nothing was compiled, or it was not noted
+    others: list[Trace] = field(default_factory=list)  # the other ranks that ran together; what is equal is shared
 
     def on(self, device: str) -> Trace:
-        """The same run, seen from another card; what is recorded from now on is in both."""
+        """Return the same run, seen from another card; what is recorded from now on is in both."""
         return dataclasses.replace(self, device=device)
 
     def begun(self) -> list[tuple[int, Phase]]:
-        """The phases in order, each with the event at which it begins."""
+        """Return the phases in order, each with the event at which it begins."""
         phase, phases = EventKind.PHASE, self.phases
         return [(time, phases[ref]) for time, (kind, ref) in enumerate(self.events) if kind is phase]
 
+    def lifetimes(self) -> tuple[list[int], list[int]]:
+        """Return the events at which each storage was allocated, and freed; the end of the trace if it never was."""
+        births, deaths = ([len(self.events)] * len(self.storages) for _ in range(2))
+        alloc, free = EventKind.ALLOC, EventKind.FREE
+        for time, (kind, ref) in enumerate(self.events):
+            if kind is alloc:
+                births[ref] = time
+            elif kind is free:
+                deaths[ref] = time
+        return births, deaths
+
     def op(self, storage: Storage) -> str:
-        """The operator that allocated `storage`."""
+        """Return the operator that allocated `storage`."""
         return self.ops[storage.op]
 
     def module_path(self, storage: Storage) -> str | None:
-        """Path of the module that `storage` belongs to: None outside every module, "" in the root's own code."""
+        """Return path of the module that `storage` belongs to: None outside every module, "" in the root's own code."""
         return None if storage.module == NONE else self.modules[storage.module].path
 
     def source_line(self, storage: Storage) -> str | None:
         """`file:line function` that allocated `storage`, None if no line outside torch was running."""
-        return None if storage.source == NONE else self.sources[storage.source]
+        return self.source_at(storage.source)
+
+    def source_at(self, index: int) -> str | None:
+        """Return the source of this index; None for NONE."""
+        return None if index == NONE else self.sources[index]
 
 
 _LAYER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)")
 
 
 def without_numbers(path: str) -> str:
-    """A module's path, or the name of what is in it, with layer numbers replaced by `*`: alike in all layers."""
+    """Return a module's path, or the name of what is in it, with layer numbers replaced by `*`: alike in all layers."""
     return _LAYER.sub("*", path)
 
 

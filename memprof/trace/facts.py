@@ -42,17 +42,17 @@ class Target(Plain):
 
     @property
     def spec(self) -> TargetSpec:
-        """The spec, with nothing left open that can be asked for."""
+        """Return the spec, with nothing left open that can be asked for."""
         return self.asked.edit(**_askable({name: getattr(self, name) for name in _BOTH}))
 
     def to_json(self) -> dict[str, Any]:
-        """Both in one object, and what was asked of that which turned out."""
+        """Return both in one object, and what was asked of that which turned out."""
         asked = {name: to_plain(getattr(self.asked, name)) for name in _BOTH}
         return {**to_plain(self.asked), **super(Target, self).to_json(), "asked": asked}
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Target:
-        """The reverse; of what early releases wrote as JSON, what turned out counts as asked."""
+        """Return the reverse; of what early releases wrote as JSON, what turned out counts as asked."""
         asked = from_plain(TargetSpec, _askable({**values, **values.get("asked", {})}))
         return cls(asked, **fields_from_plain(cls, values))
 
@@ -65,8 +65,8 @@ def _askable(values: dict[str, Any]) -> dict[str, Any]:
 _BOTH = [one.name for one in dataclasses.fields(Target) if one.name in TargetSpec.__dataclass_fields__]
 
 
+# How a program may end (`memprof.script.Ended`).
 ENDINGS = ("steps", "exit", "timeout", "error", "not simulated", "refused", "another rank", "interrupted")
-"""How a program may end (`memprof.script.Ended`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,26 +109,16 @@ class RankFacts:
 class ShardedGroup:
     """Parameters that torch.distributed communicates together: of one call of fully_shard, one FSDP or DDP module."""
 
-    api: str
-    """`fully_shard`, `FullyShardedDataParallel` or `DistributedDataParallel`, which keeps them whole."""
-    module: str
-    """Path of the module that was given; "" is the root."""
-    ranks: int
-    """So many have a part of each, or in DDP all of it."""
-    parameters: tuple[str, ...]
-    """Their names, as the model has them."""
-    shapes: tuple[tuple[int, ...], ...]
-    """Of each parameter, whole."""
-    dtype: str
-    """In which they are gathered."""
-    views: bool = False
-    """DDP: whether gradients lie in its buckets (gradient_as_bucket_view)."""
-    kept: bool = False
-    """Whether the program asked for them to stay whole between forward and backward."""
-    ahead: int = 0
-    """Groups that are gathered while this one computes, as the program asked; 0: as FSDP has it."""
-    unlimited: bool = False
-    """FullyShardedDataParallel: whether any number may be gathered ahead (limit_all_gathers)."""
+    api: str  # `fully_shard`, `FullyShardedDataParallel` or `DistributedDataParallel`, which keeps them whole
+    module: str  # path of the module that was given; "" is the root
+    ranks: int  # so many have a part of each, or in DDP all of it
+    parameters: tuple[str, ...]  # their names, as the model has them
+    shapes: tuple[tuple[int, ...], ...]  # of each parameter, whole
+    dtype: str  # in which they are gathered
+    views: bool = False  # DDP: whether gradients lie in its buckets (gradient_as_bucket_view)
+    kept: bool = False  # whether the program asked for them to stay whole between forward and backward
+    ahead: int = 0  # groups that are gathered while this one computes, as the program asked; 0: as FSDP has it
+    unlimited: bool = False  # FullyShardedDataParallel: whether any number may be gathered ahead (limit_all_gathers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,16 +157,11 @@ class OtherProcess:
 class NvmlFacts:
     """What NVML saw at the end of a measured run, in bytes; None: it cannot be asked, or may not say."""
 
-    reserved_bytes: int | None = None
-    """What torch had reserved when NVML was asked."""
-    process_bytes: int | None = None
-    """Of this process."""
-    used_bytes: int | None = None
-    """Of the card."""
-    processes: tuple[OtherProcess, ...] | None = None
-    """The others on the card."""
-    note: str = ""
-    """Why something is None."""
+    reserved_bytes: int | None = None  # what torch had reserved when NVML was asked
+    process_bytes: int | None = None  # of this process
+    used_bytes: int | None = None  # of the card
+    processes: tuple[OtherProcess, ...] | None = None  # the others on the card
+    note: str = ""  # why something is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,17 +170,13 @@ class Facts(Plain):
 
     command: str = ""
     memprof_version: str = __version__
-    target: Target | None = None
-    """None: a script or a function of the user's, which has no spec."""
+    target: Target | None = None  # None: a script or a function of the user's, which has no spec
     program: ProgramFacts | None = None
     device: DeviceFacts = DeviceFacts()
-    allocator: AllocatorFacts | None = None
-    """None: a capture of an early release."""
+    allocator: AllocatorFacts | None = None  # None: a capture of an early release
     nvml: NvmlFacts | None = None
-    rank: RankFacts | None = None
-    """None: a program of one process."""
-    groups: tuple[ShardedGroup, ...] = ()
-    """How torch.distributed spreads the models, as they were after the first backward pass."""
+    rank: RankFacts | None = None  # None: a program of one process
+    groups: tuple[ShardedGroup, ...] = ()  # as they were after the first backward pass
 
     def to_json(self) -> dict[str, Any]:
         """As a capture has it."""

@@ -15,24 +15,20 @@ from pathlib import Path
 
 from memprof.errors import MemprofError, UsageError
 
-_LOOK_BYTES = 4096
-"""So much of a file's begin and of its end says whether memprof wrote it."""
+_LOOK_BYTES = 4096  # so much of a file's begin and of its end says whether memprof wrote it
 
 
 @dataclass(frozen=True)
 class Form:
     """A kind of file that memprof writes."""
 
-    name: str
-    """In errors, such as "capture"."""
-    option: str
-    """With which its place is chosen."""
-    is_ours: Callable[[bytes, bytes], bool]
-    """Whether a file with this begin and this end is one of that kind that memprof wrote."""
+    name: str  # in errors, such as "capture"
+    option: str  # with which its place is chosen
+    is_ours: Callable[[bytes, bytes], bool]  # of a file's begin and end: whether memprof wrote it
 
 
 def table_form(name: str, option: str, header: bytes) -> Form:
-    """A CSV file of which memprof's own are known by their first line."""
+    """Return a CSV file of which memprof's own are known by their first line."""
     return Form(name, option, lambda begin, end: begin.startswith(header + b"\n"))
 
 

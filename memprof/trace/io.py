@@ -22,19 +22,18 @@ from memprof.trace.files import Form, write_whole
 from memprof.trace.plain import fields_from_plain, from_plain, rows_from_plain
 from memprof.units import format_bytes
 
+# The newest schema that is read. 2 has EMPTY_CACHE events, 3 STREAM events and COMMUNICATION, 4 USE and WAIT, 5 ranks,
+# UNSHARDED and POOL; a capture is written as the first that has what is in it, so that older releases read it.
 SCHEMA = 5
-"""The newest schema that is read. 2 has EMPTY_CACHE events, 3 STREAM events and COMMUNICATION, 4 USE and WAIT, 5
-ranks, UNSHARDED and POOL; a capture is written as the first that has what is in it, so that older releases read it."""
 _SINCE = {EventKind.EMPTY_CACHE: 2, EventKind.STREAM: 3, Role.COMMUNICATION: 3, EventKind.USE: 4, Role.UNSHARDED: 5}
 _SINCE |= {EventKind.POOL: 5, EventKind.POOL_FREE: 5}
 _WITH_RANKS = 5
 
 _FORMAT = "memprof capture"
 CAPTURE = Form("capture", "--save", lambda begin, end: _is_capture(begin))
+# As long as the run: read row by row, without a look at each value's type.
 _LONG = ("events", "storages", "owners", "work", "times", "others")
-"""As long as the run: read row by row, without a look at each value's type."""
-_MEMORY_PER_BYTE = 25
-"""Python's objects for a byte of JSON, at most: an empty list of 56 bytes, and its place in another, for three."""
+_MEMORY_PER_BYTE = 25  # of JSON, at most: an empty list of 56 bytes and its place in another, for three
 _DEVICE = re.compile(r"cuda:[0-9]{1,4}|cpu:0")
 _WRITTEN = "give a file that `memprof profile --save` or `memprof run --save` wrote"
 
@@ -140,7 +139,7 @@ class _Time(NamedTuple):
 
 
 def _traces(document: dict[str, Any]) -> Trace:
-    """What is said to be the same as an earlier rank's shares it."""
+    """Return the first rank's trace with the others; what is said to be the same as an earlier one's is shared."""
     found = [_trace(document)]
     for other in document.get("others", []):
         if "same_as" in other:

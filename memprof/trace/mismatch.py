@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from memprof.trace.events import HOST, Operand
 
+# Names of the tensors of matrix products; torch checks these in order against the first (common_device_check_failure in
+# c10), and says which one differs.
 _ARGUMENTS = {
     "aten.mm": ("self", "mat2"),
     "aten.bmm": ("self", "mat2"),
     "aten.addmm": ("self", "mat1", "mat2"),
     "aten.baddbmm": ("self", "batch1", "batch2"),
 }
-"""Names of the tensors of matrix products; torch checks these in order against the first (common_device_check_failure
-in c10), and says which one differs."""
 _INDEXES = ("aten.index", "aten.index_put", "aten.index_put_", "aten._index_put_impl_")
 _START = "Expected all tensors to be on the same device, but"
 
 
 def mismatch_error(op: str, operands: tuple[Operand, ...]) -> str:
-    """The message: element-wise operators (TensorIterator) name the devices, matrix products an argument."""
+    """Return the message: element-wise operators (TensorIterator) name the devices, matrix products an argument."""
     names = _ARGUMENTS.get(op, ())
     first = operands[0].device
     for name, operand in zip(names, operands, strict=False):
@@ -32,7 +32,7 @@ def mismatch_error(op: str, operands: tuple[Operand, ...]) -> str:
 
 
 def odd_one_out(operands: tuple[Operand, ...]) -> tuple[Operand, Operand]:
-    """The tensor that is in the wrong place, and one that is not: the host's is the wrong one."""
+    """Return the tensor that is in the wrong place, and one that is not: the host's is the wrong one."""
     # A 0-dimensional host tensor may mix, so that it is never the stranger if there is another.
     on_host = sorted((o for o in operands if not o.device.startswith("cuda")), key=lambda o: not o.shape)
     on_gpu = [o for o in operands if o.device.startswith("cuda")]

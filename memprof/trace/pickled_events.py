@@ -24,33 +24,30 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
-from memprof.trace.columns import Cut, EventColumns, Run
+from memprof.trace.columns import CutEvents, CutRange, EventColumns
 from memprof.trace.event_forms import GET, MEMOIZE, TEXT, Batch, Forms
 from memprof.trace.one_thread import np
 from memprof.trace.pickles import MOST_TUPLES, STOP, NotRegular, PlainUnpickler, after_opcode, fixed_opcodes
 
 _FIRST_BATCH, _BATCH = 64, 1 << 16
-_SHORT_RUN = 12
-"""Events: fewer in a row are left to the unpickler."""
-_MOST_STACKS = 1 << 18
-"""Lists that are remembered by their bytes; of more, each is left to the unpickler."""
+_SHORT_RUN = 12  # events: fewer in a row are left to the unpickler
+_MOST_STACKS = 1 << 18  # lists that are remembered by their bytes; of more, each is left to the unpickler
 
 _FRAME = 0x95
 _REF = rb"(?:h.|j.{4})"
 _LIST = re.compile(rb"\]\x94(?:\(%b+e|%ba)?" % (_REF, _REF), re.DOTALL)
 _RUN = re.compile(b"(?:" + fixed_opcodes(b"\x94\x95PQqrp") + b"){0,10000}+", re.DOTALL)
 _ENDS_IN_PAIR = re.compile(b"(?:" + fixed_opcodes(b"\x94\x95PQqrp") + rb"){0,200}K(.)K(.)", re.DOTALL)
-_REFUSED = frozenset(b"PQqrp")
-"""Names that only we may give, and memo entries at a place of the file's choice."""
+_REFUSED = frozenset(b"PQqrp")  # names that only we may give, and memo entries at a place of the file's choice
+# What the memo has for each dictionary and text that was cut out: a bytearray. It is neither a key nor a value of a
+# snapshot, so that nothing that refers to one of them is read.
 _STAND_IN = b"\x96\x01\0\0\0\0\0\0\0x"
-"""What the memo has for each dictionary and text that was cut out: a bytearray. It is neither a key nor a value of a
-snapshot, so that nothing that refers to one of them is read."""
 
 _Array = np.ndarray[Any, Any]
 
 
-def load_events_apart(data: bytes) -> tuple[object, Cut]:
-    """The value in `data`, with `Run`s in place of events, and the events.
+def load_events_apart(data: bytes) -> tuple[object, CutEvents]:
+    """Return the value in `data`, with `CutRange`s in place of events, and the events.
 
     Raises:
         NotRegular: use `load_plain`, which says what is wrong with it, if anything is.
@@ -69,24 +66,17 @@ class _Cutter:
         self.data = data
         self.rows = EventColumns()
         self.forms = Forms(data, self.rows)
-        self.at = 0
-        """Opcodes before it are done with."""
-        self.memo = 0
-        """Entries in the memo."""
+        self.at = 0  # opcodes before it are done with
+        self.memo = 0  # entries in the memo
         self.num_tuples = 0
         self.out: list[bytes] = []
-        self.learned = False
-        """Whether `forms` knows more than when the batch was parsed."""
-        self.known: dict[bytes, int] = {}
-        """Lists by their bytes, which hold references alone."""
-        self.sources: list[int] = [0]
-        """Of each list, a memo entry that holds it; 0: none yet."""
-        self.tails: list[bytes] = [b""]
-        """Of each, what puts it into the memo again."""
-        self.list_at = np.full(1 << 16, -1, np.int32)
-        """By memo entry: which list it is; -1: not known to be one."""
+        self.learned = False  # whether `forms` knows more than when the batch was parsed
+        self.known: dict[bytes, int] = {}  # lists by their bytes, which hold references alone
+        self.sources: list[int] = [0]  # of each list, a memo entry that holds it; 0: none yet
+        self.tails: list[bytes] = [b""]  # of each, what puts it into the memo again
+        self.list_at = np.full(1 << 16, -1, np.int32)  # by memo entry: which list it is; -1: not known to be one
 
-    def load(self) -> tuple[object, Cut]:
+    def load(self) -> tuple[object, CutEvents]:
         """See `load_events_apart`."""
         self._cut_all(re.compile(re.escape(self._first_event())))
         self._walk(len(self.data))
@@ -97,10 +87,10 @@ class _Cutter:
         made = b"".join(self.out)
         self.out.clear()
         value, lists = _Unpickler(io.BytesIO(made)).load()
-        return value, Cut(self.rows, [[], *lists])
+        return value, CutEvents(self.rows, [[], *lists])
 
     def _first_event(self) -> bytes:
-        """How an event begins. What is before the first one is walked."""
+        """Return how an event begins. What is before the first one is walked."""
         if self.data[:1] != b"\x80" or self.data[1] < 4:
             raise NotRegular("the memo is not numbered in order")
         while True:
@@ -227,8 +217,7 @@ class _Cutter:
                     return end
             stacks[which] = numbers
         after = np.cumsum(batch.memos[begin:end] + inline) + self.memo
-        list_entry = after - 1
-        """Of those with a list: its entry in the memo."""
+        list_entry = after - 1  # of those with a list: its entry in the memo
         self.memo = int(after[-1])
         if self.memo >= len(self.list_at):
             self.list_at = np.append(self.list_at, np.full(self.memo, -1, np.int32))
@@ -246,7 +235,7 @@ class _Cutter:
         return end
 
     def _numbers(self, which: list[int], froms: list[int], tos: list[int], news: list[int]) -> list[int]:
-        """Of each list its number, up to one that holds more than references.
+        """Return the number of each list, up to one that holds more than references.
 
         Args:
             which: the rows; their lists are bytes `froms` to `tos` of the file.
@@ -271,15 +260,7 @@ class _Cutter:
     def _leave(self, batch: Batch, begin: int, end: int) -> None:
         self.out.append(self.data[int(batch.start[begin]) : int(batch.end[end - 1])])
 
-    def _cut_rows(
-        self,
-        batch: Batch,
-        begin: int,
-        end: int,
-        inline: _Array,
-        stacks: _Array,
-        list_entry: _Array,
-    ) -> None:
+    def _cut_rows(self, batch: Batch, begin: int, end: int, inline: _Array, stacks: _Array, list_entry: _Array) -> None:
         """Events whose lists are all known, or referred to."""
         self.list_at[list_entry[inline]] = stacks[inline]
         if end - begin < _SHORT_RUN:
@@ -309,11 +290,11 @@ class _Cutter:
 
 
 def _get(entry: int) -> bytes:
-    """The opcode that takes this entry from the memo."""
+    """Return the opcode that takes this entry from the memo."""
     return bytes((GET, entry)) if entry < 256 else struct.pack("<ci", b"j", entry)
 
 
 class _Unpickler(PlainUnpickler):
-    def persistent_load(self, pid: object) -> Run:
+    def persistent_load(self, pid: object) -> CutRange:
         assert isinstance(pid, tuple)  # the file's own are refused
-        return Run(*pid)
+        return CutRange(*pid)

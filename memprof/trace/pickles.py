@@ -29,7 +29,7 @@ class NotRegular(Exception):
 
 
 def load_plain(data: bytes) -> object:
-    """The value in `data`: dicts, lists, tuples, strings, bytes, numbers of up to 64 bits, booleans and None.
+    """Return the value in `data`: dicts, lists, tuples, strings, bytes, numbers of up to 64 bits, booleans and None.
 
     Raises:
         ForbiddenGlobal: it asks for anything else.
@@ -57,11 +57,9 @@ class PlainUnpickler(pickle.Unpickler):
 
 
 _UNKNOWN, _TWO_LINES, _INDEX4, _TUPLE, _LONG, _NUMBER = -100, -101, -102, -103, -104, -105
-_LONG_BYTES = 9
-"""Of a number, with its sign: of longer ones, any number have one hash."""
+_LONG_BYTES = 9  # of a number, with its sign: of longer ones, any number have one hash
 _NUMBER_CHARACTERS = 24
-MOST_TUPLES = 10_000
-"""Beside pairs of short numbers, which name memory pools: of others one can make any number with one hash."""
+MOST_TUPLES = 10_000  # beside pairs of short numbers (pool ids): of others one can make any number with one hash
 _NEVER = ("EMPTY_SET", "FROZENSET", "LONG4")
 _SHORT = rb"(?:K.|M..|J....)"
 _PAIR = rb"%b{2}\x86|\(%b{2}t" % (_SHORT, _SHORT)
@@ -96,8 +94,8 @@ def fixed_opcodes(without: bytes = b"") -> bytes:
     return b"|".join(kinds)
 
 
+# As many as follow each other: nearly all of a snapshot.
 _FIXED_RUN = re.compile(b"(?:" + _PAIR + b"|" + fixed_opcodes() + b"){0,10000}+", re.DOTALL)
-"""As many as follow each other: nearly all of a snapshot."""
 
 
 def _walk(data: bytes) -> None:
@@ -120,7 +118,7 @@ def _walk(data: bytes) -> None:
 
 
 def after_opcode(data: bytes, at: int) -> int:
-    """Where the opcode at `at` of `data` and its argument end; it is not the last one.
+    """Return where the opcode at `at` of `data` and its argument end; it is not the last one.
 
     Raises:
         BrokenPickle: it is none, or its argument is cut off or huge.

@@ -20,10 +20,8 @@ from collections.abc import Iterable
 from typing import Any, Self, TypeVar
 
 T = TypeVar("T")
-_MOST = 1 << 63
-"""Whole numbers are below: more than any card's bytes, and what converts to a float."""
-_LONGEST = 10_000
-"""Characters of a name, a command or a message."""
+_MOST = 1 << 63  # whole numbers are below: more than any card's bytes, and what converts to a float
+_LONGEST = 10_000  # characters of a name, a command or a message
 
 
 def json_name(name: str | None, *, last: bool = False) -> dict[str, Any]:
@@ -35,7 +33,7 @@ def json_name(name: str | None, *, last: bool = False) -> dict[str, Any]:
 
 
 def cut(text: str) -> str:
-    """A text of a file, no longer than anybody reads: a name of megabytes takes minutes to be shown."""
+    """Return a text of a file, no longer than anybody reads: a name of megabytes takes minutes to be shown."""
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
@@ -50,7 +48,7 @@ class Plain:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Self:
-        """The reverse of `to_json`. Names that are not known are left out; a missing one has its default.
+        """Return the reverse of `to_json`. Names that are not known are left out; a missing one has its default.
 
         Raises:
             ValueError: a value is missing, or not of its field's type.
@@ -77,7 +75,7 @@ def _by_name(instance: Any) -> dict[str, Any]:
 
 
 def from_plain(kind: Any, value: Any) -> Any:
-    """What `to_plain` made of a value of type `kind`.
+    """Return what `to_plain` made of a value of type `kind`.
 
     Raises:
         ValueError: it is none.
@@ -115,7 +113,7 @@ def from_plain(kind: Any, value: Any) -> Any:
 
 
 def fields_from_plain(kind: type, values: Any) -> dict[str, Any]:
-    """The fields of a dataclass that are in `values`, by their own names.
+    """Return the fields of a dataclass that are in `values`, by their own names.
 
     Raises:
         ValueError: one is not of its field's type.
@@ -138,7 +136,7 @@ def _instance(kind: type[T], values: Any) -> T:
 
 
 def rows_from_plain(kind: Any, rows: Any) -> list[Any]:
-    """A long table: rows of a NamedTuple, whose values are looked at a column at a time. Lists become tuples.
+    """Return a long table: rows of a NamedTuple, whose values are looked at a column at a time. Lists become tuples.
 
     Raises:
         ValueError: a value is not of its column's type, a whole number beyond 64 bits, or a row has not as many.
@@ -176,7 +174,7 @@ def _row_types(kind: Any) -> list[Any]:
 
 @functools.cache
 def json_fields(kind: Any) -> list[tuple[dataclasses.Field[Any], str, Any]]:
-    """The fields of a dataclass that are in JSON, in its order: field, name in JSON and type."""
+    """Return the fields of a dataclass that are in JSON, in its order: field, name in JSON and type."""
     hints = typing.get_type_hints(kind)
     fields = sorted(dataclasses.fields(kind), key=lambda field: field.metadata.get("last", False))
     named = [(field, field.metadata.get("json", field.name)) for field in fields]

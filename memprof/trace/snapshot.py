@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+# In a file that memprof wrote, beside torch's own keys: whose run it is (`source`), and memprof's `version`.
 EXPORT_KEY = "memprof"
-"""In a file that memprof wrote, beside torch's own keys: whose run it is (`source`), and memprof's `version`."""
 
 
 class Frame(NamedTuple):
@@ -23,6 +23,9 @@ class Frame(NamedTuple):
 
 
 Stack = tuple[Frame, ...]
+
+PoolId = tuple[int, int]  # `MempoolId_t`
+DEFAULT_POOL: PoolId = (0, 0)
 
 
 class Action(enum.StrEnum):
@@ -53,10 +56,9 @@ class SnapshotBlock(NamedTuple):
 
     address: int
     size: int
-    requested: int | None
-    """Bytes the program asked for; None in files that do not say."""
+    requested: int | None  # bytes the program asked for, 0 when it is free; None in files that do not say
     state: BlockState
-    frames: Stack
+    frames: Stack = ()
 
 
 class SnapshotSegment(NamedTuple):
@@ -67,22 +69,47 @@ class SnapshotSegment(NamedTuple):
     size: int
     stream: int
     is_small: bool
-    pool_id: tuple[int, int]
+    pool_id: PoolId
     expandable: bool
     blocks: tuple[SnapshotBlock, ...]
-    frames: Stack
+    frames: Stack = ()
+
+    @property
+    def allocated(self) -> int:
+        """Return the bytes of its blocks that are handed out."""
+        return sum(block.size for block in self.blocks if block.state is BlockState.ALLOCATED)
+
+    @property
+    def largest_free(self) -> int:
+        """Return the bytes of its largest free block."""
+        return max((block.size for block in self.blocks if block.state is BlockState.INACTIVE), default=0)
+
+    def releasable(self, unit: int) -> int:
+        """Return the free bytes that `torch.cuda.empty_cache()` releases: all if nothing is in use, else none.
+
+        A private pool keeps its own.
+
+        Args:
+            unit: bytes that an expandable segment maps at a time; of such a one every free unit is released
+                (`ExpandableSegment::unmap` of c10/cuda/CUDACachingAllocator.cpp).
+        """
+        if self.pool_id != DEFAULT_POOL:
+            return 0
+        free = [block for block in self.blocks if block.state is BlockState.INACTIVE]
+        if not self.expandable:
+            return self.size if len(free) == len(self.blocks) else 0
+        begins = [(block.address - self.address, block.size) for block in free]  # runs begin at whole units
+        return sum(max((begin + size) // unit - -(-begin // unit), 0) * unit for begin, size in begins)
 
 
 class SnapshotEvent(NamedTuple):
     """One entry of a device's trace."""
 
     action: Action
-    address: int
-    """Of the block or segment; for OOM, the free bytes of the device."""
-    size: int
-    """Bytes requested, for blocks; bytes of the segment, for segments."""
+    address: int  # of the block or segment; for OOM, the free bytes of the device
+    size: int  # bytes requested, for blocks; bytes of the segment, for segments
     stream: int
-    pool_id: tuple[int, int]
+    pool_id: PoolId
     time_us: int | None
     frames: Stack
 
@@ -92,14 +119,10 @@ class Snapshot:
     """A whole snapshot file."""
 
     segments: list[SnapshotSegment] = field(default_factory=list)
-    traces: list[Sequence[SnapshotEvent]] = field(default_factory=list)
-    """By device; empty lists where nothing was recorded."""
-    settings: dict[str, object] = field(default_factory=dict)
-    """`allocator_settings`; empty in files of torch 2.3 and before."""
-    annotations: list[dict[str, object]] = field(default_factory=list)
-    """`external_annotations`."""
-    source: str = "measured"
-    """simulated or measured: whose run it is. torch's own files are of measured ones; memprof's exports say it."""
+    traces: list[Sequence[SnapshotEvent]] = field(default_factory=list)  # by device
+    settings: dict[str, object] = field(default_factory=dict)  # empty in files of torch 2.3 and before
+    annotations: list[dict[str, object]] = field(default_factory=list)  # `external_annotations`
+    source: str = "measured"  # or simulated: memprof's exports say it
 
     @property
     def devices(self) -> list[int]:

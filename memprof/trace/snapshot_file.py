@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from memprof.errors import UsageError
-from memprof.trace.columns import Cut, EventColumns, Run
+from memprof.trace.columns import CutEvents, CutRange, EventColumns
 from memprof.trace.pickles import BrokenPickle, ForbiddenGlobal, NotRegular, load_plain
 from memprof.trace.plain import cut
 from memprof.trace.snapshot import (
@@ -30,9 +30,9 @@ from memprof.trace.snapshot import (
 
 HINT = 'a snapshot is written by torch.cuda.memory._dump_snapshot("snapshot.pickle")'
 
+# What a block or an event takes of a file at least (torch's take 40), and a frame in a list. A small file can name the
+# same one over and over.
 _RECORD_BYTES, _FRAME_BYTES = 8, 2
-"""What a block or an event takes of a file at least (torch's take 40), and a frame in a list. A small file can name the
-same one over and over."""
 
 COMPRESSED = {
     b"\x1f\x8b": "gzip",
@@ -42,8 +42,7 @@ COMPRESSED = {
     b"\x28\xb5\x2f\xfd": "zstd",
 }
 
-_LARGE = 1 << 21
-"""Bytes of a file from which on events are read as columns: importing numpy takes as long as 1 MB of them."""
+_LARGE = 1 << 21  # bytes of a file that is read as columns: importing numpy takes as long as 1 MB of events
 
 _DEFAULT_POOL = (0, 0)
 _STATES = {state.value: state for state in BlockState} | {"active_awaiting_free": BlockState.PENDING_FREE}
@@ -66,7 +65,7 @@ def read_snapshot(path: Path) -> Snapshot:
 
 
 def parse_snapshot(data: bytes, name: str = "snapshot") -> Snapshot:
-    """The snapshot in `data`; `name` is what errors call it.
+    """Return the snapshot in `data`; `name` is what errors call it.
 
     Raises:
         UsageError: it is no snapshot.
@@ -111,11 +110,10 @@ class _Reader:
         cut: events that are already columns.
     """
 
-    def __init__(self, size: int, cut: Cut | None = None) -> None:
+    def __init__(self, size: int, cut: CutEvents | None = None) -> None:
         self.left = size
         self.cut = cut
-        self.events = EventColumns()
-        """Holds no events, but the stacks of those of all devices."""
+        self.events = EventColumns()  # holds no events, but the stacks of those of all devices
         self.frames: dict[int, Frame] = {}
         self.stacks: dict[int, Stack] = {}
         self.same_frames: dict[Frame, Frame] = {}
@@ -150,7 +148,7 @@ class _Reader:
                 raise _WrongStructure(f"the segments at {before.address:#x} and {after.address:#x} overlap")
         return found
 
-    def number_stacks(self, cut: Cut) -> None:
+    def number_stacks(self, cut: CutEvents) -> None:
         """Give stacks and pools of events that were cut out the numbers that those of all have."""
         stacks = array("I", [self.events.stack(self.stack(raw)) for raw in cut.lists])
         cut.rows.stacks = array("I", map(stacks.__getitem__, cut.rows.stacks))
@@ -161,7 +159,7 @@ class _Reader:
     def trace(self, items: Sequence[object]) -> EventColumns:
         found = EventColumns.sharing(self.events)
         for item in items:
-            if type(item) is Run and self.cut is not None:
+            if type(item) is CutRange and self.cut is not None:
                 self.spend(_RECORD_BYTES * item.count)
                 found.extend(self.cut.rows, item.first, item.first + item.count)
             else:
@@ -169,7 +167,7 @@ class _Reader:
         return found
 
     def plain(self, raw: object, what: str, *, depth: int = 1) -> dict[str, object]:
-        """What is kept as it is, but for containers deeper in it: they may hold themselves."""
+        """Return what is kept as it is, but for containers deeper in it: they may hold themselves."""
         item = _mapping(raw, what)
         self.spend(_RECORD_BYTES * len(item))
         kept: dict[str, object] = {}
@@ -285,7 +283,7 @@ class _Reader:
 
 
 def _show(value: object) -> str:
-    """A value for a message; containers and huge numbers by their type alone, which cannot take forever."""
+    """Return a value for a message; containers and huge numbers by their type alone, which cannot take forever."""
     if isinstance(value, str):
         return repr(value[:40])
     if value is None or isinstance(value, bool | float) or (isinstance(value, int) and value.bit_length() <= 128):

@@ -12,7 +12,7 @@ from bisect import bisect_right
 from collections import defaultdict
 
 from memprof.torch_private import autograd
-from memprof.trace.events import Done, Event, EventKind, Trace, Use, Wait
+from memprof.trace.events import Event, EventKind, StreamEvent, Trace, Use, Wait
 
 _current_node = autograd.current_autograd_node
 _sequence_number = autograd.get_sequence_nr
@@ -156,7 +156,9 @@ class Streams:
         if not done or self._closed:
             return
         self._append(EventKind.WAIT, len(self._trace.waits))
-        self._trace.waits.append(Wait(waiter is None, tuple(Done(*stream, time) for stream, time in done.items())))
+        self._trace.waits.append(
+            Wait(waiter is None, tuple(StreamEvent(*stream, time) for stream, time in done.items()))
+        )
         if waiter is not None:
             known = self._clocks[waiter]
             for stream, time in done.items():

@@ -16,7 +16,7 @@ from memprof.ledger.bridge import Bridge
 from memprof.ledger.caught import CaughtError, caught_errors
 from memprof.ledger.ledger import Ledger, LiveTensor, Row
 from memprof.ledger.over_time import OverTime
-from memprof.ledger.stage_amounts import OutOfMemory, Stage
+from memprof.ledger.stage_amounts import OutOfMemoryMoment, Stage
 from memprof.ledger.state import ModelState, model_state
 from memprof.ledger.steps import TrainingStep, training_steps
 from memprof.ledger.streams import StreamMemory
@@ -287,7 +287,7 @@ def _host_assumptions(limit: int | None) -> tuple[str, ...]:
     return () if limit is None else (f"The machine has {format_bytes(limit)} of host memory (--host-memory).",)
 
 
-def _fits(trace: Trace, oom: OutOfMemory | None, host_over_bytes: int, growth: Growth | None) -> bool | None:
+def _fits(trace: Trace, oom: OutOfMemoryMoment | None, host_over_bytes: int, growth: Growth | None) -> bool | None:
     """False also if memory ran out while it was measured, will run out as it grows, or host memory is not enough."""
     runs_out = growth is not None and growth.runs_out and trace.failure is None
     if (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from memprof.allocator import AllocatorConfig, Block, CachingAllocator, Completion, OutOfMemory, SimulatedDriver
-from memprof.trace.snapshot import Action, BlockState, Snapshot, SnapshotBlock, SnapshotEvent, SnapshotSegment
+from memprof.trace.snapshot import Action, Snapshot, SnapshotEvent
 
 
 class RecordingDriver(SimulatedDriver):
@@ -76,26 +76,9 @@ class Recorder:
 
     def snapshot(self, last: int | None = None) -> Snapshot:
         """What a recording of the `last` events (all, unless given) would be."""
-        segments = [
-            SnapshotSegment(
-                device=0,
-                address=segment.address,
-                size=segment.size,
-                stream=segment.stream,
-                is_small=segment.is_small,
-                pool_id=segment.pool_id,
-                expandable=segment.expandable,
-                blocks=tuple(
-                    SnapshotBlock(block.address, block.size, block.requested, BlockState(block.state), ())
-                    for block in segment.blocks
-                ),
-                frames=(),
-            )
-            for segment in self.allocator.segments()
-        ]
         events = self.events if last is None else self.events[len(self.events) - last :]
         settings: dict[str, object] = {"PYTORCH_CUDA_ALLOC_CONF": self.config.text}
-        return Snapshot(segments, [list(events)], settings)
+        return Snapshot(self.allocator.segments(), [list(events)], settings)
 
     def _completed(self, block: Block) -> None:
         self.write(Action.FREE_COMPLETED, block.address, block.requested, block.owner.stream)

@@ -166,7 +166,7 @@ def test_decisions_do_not_depend_on_what_is_counted(text, seed, limited):
     trace, outcomes = random_program(seed), []
     for counts in (True, False):
         replay = TraceReplay(trace, CARD if limited else None, parse_config(text), counts=counts)
-        replay.skip()
+        replay.advance(writes=False)
         counters, oom = replay.allocator.counters, replay.timeline.first_oom
         places = [(ref, block.address, block.size) for ref, block in replay.live.items()]
         reserved = (counters.reserved_bytes, counters.reserved_bytes_peak)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from memprof.allocator import CachingAllocator, Completion, OutOfMemory, SegmentLayout, parse_config
+from memprof.allocator import CachingAllocator, Completion, OutOfMemory, parse_config
 from memprof.allocator.rounding import round_size, segment_size
+from memprof.trace.snapshot import SnapshotSegment
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
@@ -14,7 +15,7 @@ def allocator(settings: str = "", total: int | None = 80 * GIB, **options: objec
     return CachingAllocator(total, parse_config(settings), **options)
 
 
-def sizes(segment: SegmentLayout) -> list[tuple[int, bool]]:
+def sizes(segment: SnapshotSegment) -> list[tuple[int, bool]]:
     return [(block.size, block.state != "inactive") for block in segment.blocks]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from memprof.allocator import Completion, TraceReplay
-from memprof.trace.events import GPU, NONE, Done, Event, EventKind, Phase, PhaseKind, Storage, Trace, Use, Wait
+from memprof.trace.events import GPU, NONE, Event, EventKind, Phase, PhaseKind, Storage, StreamEvent, Trace, Use, Wait
 
 MIB = 1 << 20
 
@@ -59,12 +59,12 @@ class StreamScript(Script):
     def wait(self, stream: int, *, by_host: bool, before: int | None = None) -> None:
         before = len(self.trace.events) if before is None else before
         self.add(EventKind.WAIT, len(self.trace.waits))
-        self.trace.waits.append(Wait(by_host, (Done(GPU, stream, before),)))
+        self.trace.waits.append(Wait(by_host, (StreamEvent(GPU, stream, before),)))
 
     def active(self, completion: Completion = Completion.ORDERED) -> int:
         """MiB that are not free, after what another request finds done."""
         replay = TraceReplay(self.trace, None, completion=completion)
-        replay.skip()
+        replay.advance(writes=False)
         replay.allocator.free(replay.malloc(1))
         return replay.allocator.counters.active_bytes // MIB
 

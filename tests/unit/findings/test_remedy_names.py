@@ -12,7 +12,7 @@ import memprof.findings
 from memprof.ledger.categories import Category
 from memprof.remedies.catalog import REMEDIES, helping
 
-ASK = ("would_help", "helping", "_against", "_only")
+ASK = ("suggest_fixes", "helping", "_against", "_only")
 
 
 def problems(package) -> set[str]:

@@ -10,7 +10,7 @@ from torch import nn
 import memprof
 from memprof.catalog import find_gpu
 from memprof.errors import UsageError
-from memprof.findings.evidence import would_help
+from memprof.findings.evidence import suggest_fixes
 from memprof.flows.account import analyze
 from memprof.flows.ladder.climb import climb
 from memprof.flows.ladder.runs import Runs, SpecRuns, apply_fixes
@@ -53,9 +53,9 @@ def test_what_it_saves_and_costs_is_of_its_own_run(ladder: Any) -> None:
 def test_it_is_recommended_until_something_is_compiled() -> None:
     b = Builder()
     b.new(1 << 20)
-    assert "compile" in would_help(b.context(), "activations")
+    assert "compile" in suggest_fixes(b.context(), "activations")
     b.trace.compiling = Compiling(1.0, 5)
-    assert "compile" not in would_help(b.context(), "activations")
+    assert "compile" not in suggest_fixes(b.context(), "activations")
 
 
 def test_without_triton_it_does_not_apply(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ import memprof
 import memprof.remedies
 from memprof.catalog import find_gpu
 from memprof.errors import MemprofError
-from memprof.findings.evidence import would_help
+from memprof.findings.evidence import suggest_fixes
 from memprof.flows.account import analyze
 from memprof.flows.cards import allocator_settings, device_facts
 from memprof.flows.ladder.climb import climb
@@ -181,8 +181,8 @@ def test_one_file_is_all_that_a_remedy_takes(toy, monkeypatch):
     assert ladder()[0] == "toy" and tiers()[0][1][0] == "toy"
     b = Builder()
     b.new(1 << 20)
-    assert would_help(b.context(), "fragmentation") == ("toy", "expandable-segments")
-    assert would_help(b.context(spec=spec), "fragmentation") == ("expandable-segments",)
+    assert suggest_fixes(b.context(), "fragmentation") == ("toy", "expandable-segments")
+    assert suggest_fixes(b.context(spec=spec), "fragmentation") == ("expandable-segments",)
     _, document = climb(_Runs())
     assert [rung.added for rung in document.ladder] == [None, "toy"] and document.ladder[-1].fits
     monkeypatch.setattr(_Runs, "check", lambda self, fixes: None)

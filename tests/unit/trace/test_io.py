@@ -14,7 +14,6 @@ from memprof.spec import TargetSpec
 from memprof.trace.events import (
     NONE,
     DeviceMismatch,
-    Done,
     Event,
     EventKind,
     Forward,
@@ -27,6 +26,7 @@ from memprof.trace.events import (
     PhaseKind,
     Role,
     Storage,
+    StreamEvent,
     Trace,
     Use,
     Wait,
@@ -76,7 +76,7 @@ def test_what_is_new_in_it_decides_the_schema(tmp_path: Path) -> None:
     group = ShardedGroup("fully_shard", "", 8, ("weight",), ((2, 3),), "bfloat16", kept=True)
     whole.facts = dataclasses.replace(whole.facts, groups=(group,))
     lent.uses.append(Use(0, 33))
-    lent.waits.append(Wait(True, (Done("cuda:0", 33, 1),)))
+    lent.waits.append(Wait(True, (StreamEvent("cuda:0", 33, 1),)))
     lent.events += [Event(EventKind.USE, 0), Event(EventKind.WAIT, 0)]
     buckets.owners[0] = Owner(Role.COMMUNICATION, "")
     emptied.events.append(Event(EventKind.EMPTY_CACHE, 0))

@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 import memprof
-from memprof.allocator import SegmentLayout, replay_on_card
+from memprof.allocator import replay_on_card
 from memprof.api import ProfiledGpu
 from memprof.trace.events import EventKind
 from memprof.trace.io import load_trace
+from memprof.trace.snapshot import SnapshotSegment
 
 MIB = 1 << 20
 
@@ -76,7 +77,7 @@ def test_graphed_callables() -> None:
     assert {one.pool_id for one in segments(gpu)} != {(0, 0)}
 
 
-def segments(gpu: ProfiledGpu) -> list[SegmentLayout]:
+def segments(gpu: ProfiledGpu) -> list[SnapshotSegment]:
     """All of them, at the end."""
     return replay_on_card(gpu.trace, None).layout_at(len(gpu.trace.events) - 1)[0]
 
