@@ -45,7 +45,7 @@ def _module(repository: str) -> ModuleType:
     if inner:
         setattr(made, inner, made)
 
-    def __getattr__(attribute: str) -> Any:
+    def __getattr__(attribute: str):
         if attribute.startswith("__") or not registry.is_public(package, attribute):
             raise AttributeError(f"module {repository!r} has no attribute {attribute!r}")
         return absent(package, attribute)
@@ -56,9 +56,8 @@ def _module(repository: str) -> ModuleType:
 
 @_load("get_kernel")
 def get_kernel(
-    repo_id: str, *, revision: Any = None, version: Any = None, backend: Any = None, user_agent: Any = None,
-    trust_remote_code: Any = False, check_arch: Any = True,
-) -> ModuleType:  # fmt: skip
+    repo_id, *, revision=None, version=None, backend=None, user_agent=None, trust_remote_code=False, check_arch=True
+):
     """A kernel of the hub, by its repository: its stand-in."""
     if repo_id not in _KNOWN:
         raise refused("kernels.get_kernel", f"{repo_id!r}, a compiled kernel", _HINT)
@@ -66,10 +65,7 @@ def get_kernel(
 
 
 @_load("has_kernel")
-def has_kernel(
-    repo_id: str, *, revision: Any = None, version: Any = None, backend: Any = None, trust_remote_code: Any = False,
-    check_arch: Any = True,
-) -> bool:  # fmt: skip
+def has_kernel(repo_id, *, revision=None, version=None, backend=None, trust_remote_code=False, check_arch=True):
     """Whether the hub has one for this card. Of those that are not known here nobody can say."""
     if repo_id not in _KNOWN:
         raise refused("kernels.has_kernel", f"{repo_id!r}, a compiled kernel", _HINT)
@@ -77,15 +73,13 @@ def has_kernel(
 
 
 @_load("load_kernel")
-def load_kernel(repo_id: str, *, lockfile: Any, backend: Any = None) -> ModuleType:
+def load_kernel(repo_id, *, lockfile, backend=None):
     """A kernel that was fetched before: its stand-in."""
     return get_kernel(repo_id, backend=backend)
 
 
 @_load("get_locked_kernel")
-def get_locked_kernel(
-    repo_id: str, *, lockfile: Any, trust_remote_code: Any = False, user_agent: Any = None
-) -> ModuleType:
+def get_locked_kernel(repo_id, *, lockfile, trust_remote_code=False, user_agent=None):
     """A kernel whose version a file says: its stand-in."""
     return get_kernel(repo_id)
 
@@ -93,7 +87,7 @@ def get_locked_kernel(
 _HINT = f"kernels of the hub that are known: {', '.join(sorted(_KNOWN))}"
 
 
-def patches(module: Any) -> Iterator[Patch]:
+def patches(module) -> Iterator[Patch]:
     """Replace what fetches kernels in a module of the installed package: those that are known are not fetched."""
     for name, ours in (("get_kernel", get_kernel), ("has_kernel", has_kernel)):
         real = getattr(module, name, None)
@@ -101,9 +95,9 @@ def patches(module: Any) -> Iterator[Patch]:
             yield module, name, _known_first(real, ours)
 
 
-def _known_first(real: Any, ours: Any) -> Any:
+def _known_first(real, ours):
     @functools.wraps(real)
-    def call(repo_id: str, *args: Any, **kwargs: Any) -> Any:
+    def call(repo_id: str, *args, **kwargs):
         return ours(repo_id) if repo_id in _KNOWN else real(repo_id, *args, **kwargs)
 
     return call

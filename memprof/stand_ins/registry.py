@@ -80,6 +80,16 @@ def stand_in(*names: str, source: str, in_graph: bool = False) -> Callable[[_Obj
     return register
 
 
+def register_in(*modules: str, source: str, in_graph: bool = False) -> Callable[[_Object], _Object]:
+    """Return a decorator that registers what follows, by its own name, in each of `modules`, as `stand_in` does."""
+
+    def register(value: _Object) -> _Object:
+        names = (f"{module}.{value.__name__}" for module in modules)  # type: ignore[attr-defined]
+        return stand_in(*names, source=source, in_graph=in_graph)(value)
+
+    return register
+
+
 def unregister(package: str) -> None:
     """Forget what was registered for `package`."""
     for module in [name for name in _modules if _is_in(name, package)]:

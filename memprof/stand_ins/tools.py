@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
@@ -12,6 +12,7 @@ from memprof.errors import MemprofError
 from memprof.stand_ins import in_graph
 from memprof.virtual import limits
 
+HALF = (torch.float16, torch.bfloat16)
 _Kept = TypeVar("_Kept")
 _Tensors = torch.Tensor | tuple[torch.Tensor, ...]
 Forward = Callable[..., tuple[_Tensors, tuple[torch.Tensor | None, ...]]]
@@ -19,8 +20,6 @@ Backward = Callable[..., tuple[torch.Tensor | None, ...]]
 _used: Callable[[str], None] | None = None
 _written: Callable[[torch.Tensor], None] | None = None
 _takes: Callable[[int, str], None] | None = None
-
-
 _tuned: set[tuple[str, Any]] = set()
 _kept: dict[Any, Any] = {}
 _ends = ExitStack()
@@ -122,6 +121,21 @@ def must(holds: bool, name: str, what: str) -> None:
         raise RuntimeError(f"{name} expects {what}")
 
 
+def last_contiguous(tensor: Any) -> Any:
+    """Return a copy of a tensor whose last dimension has steps, and any other as it is (maybe_contiguous)."""
+    return tensor.contiguous() if tensor is not None and tensor.stride(-1) != 1 else tensor
+
+
+def autocast_dtype(otherwise: torch.dtype) -> torch.dtype:
+    """Return the type that autocast casts to on a GPU, or `otherwise` where it is off."""
+    return torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else otherwise
+
+
+def num_multiprocessors() -> int:
+    """Return how many multiprocessors the current GPU has."""
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+
+
 def written(*tensors: torch.Tensor) -> None:
     """A kernel has written these where they lie: what they hold is not known from here on."""
     if _written is not None:
@@ -183,6 +197,18 @@ def refused(name: str, what: str, hint: str = "") -> MemprofError:
         hint: what to do instead.
     """
     return limits.not_yet(f"calls {name} with {what}, which memprof's stand-in does not know", hint or _HINT)
+
+
+def refuse(name: str, reasons: Mapping[str, Any]) -> None:
+    """Raise the error of `refused` for the first of `reasons`, an argument as the program gave it, that holds."""
+    for what, holds in reasons.items():
+        if holds:
+            raise refused(name, what)
+
+
+def refuse_given(name: str, **options: Any) -> None:
+    """Raise the error of `refused` for the first of `options` that is not None."""
+    refuse(name, {f"`{option}`": value is not None for option, value in options.items()})
 
 
 def not_here(name: str) -> MemprofError:

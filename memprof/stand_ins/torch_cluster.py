@@ -54,20 +54,14 @@ def _without_loops(edges: torch.Tensor, loop: bool, flow: str) -> torch.Tensor:
 
 
 @_public("knn", "knn")
-def knn(
-    x: torch.Tensor, y: torch.Tensor, k: int, batch_x: Any = None, batch_y: Any = None, cosine: bool = False,
-    num_workers: int = 1, batch_size: Any = None,
-) -> torch.Tensor:  # fmt: skip
+def knn(x, y, k, batch_x=None, batch_y=None, cosine=False, num_workers=1, batch_size=None):
     """[2, points of y times k]: as many neighbours as there may be; lists of both, what was found, and what is kept."""
     on_card("torch_cluster.knn", x, y, batch_x, batch_y)
     return _near(x, y, k, (batch_x, batch_y), batch_size)
 
 
 @_public("knn_graph", "knn")
-def knn_graph(
-    x: torch.Tensor, k: int, batch: Any = None, loop: bool = False, flow: str = "source_to_target",
-    cosine: bool = False, num_workers: int = 1, batch_size: Any = None,
-) -> torch.Tensor:  # fmt: skip
+def knn_graph(x, k, batch=None, loop=False, flow="source_to_target", cosine=False, num_workers=1, batch_size=None):
     """Of points among themselves; one more is looked for where a point is not its own neighbour."""
     on_card("torch_cluster.knn_graph", x, batch)
     edges = knn(x, x, k if loop else k + 1, batch, batch, cosine, num_workers, batch_size)
@@ -75,10 +69,7 @@ def knn_graph(
 
 
 @_public("radius", "radius")
-def radius(
-    x: torch.Tensor, y: torch.Tensor, r: float, batch_x: Any = None, batch_y: Any = None, max_num_neighbors: int = 32,
-    num_workers: int = 1, batch_size: Any = None,
-) -> torch.Tensor:  # fmt: skip
+def radius(x, y, r, batch_x=None, batch_y=None, max_num_neighbors=32, num_workers=1, batch_size=None):
     """[2, points of y times the most neighbours], as knn."""
     on_card("torch_cluster.radius", x, y, batch_x, batch_y)
     return _near(x, y, max_num_neighbors, (batch_x, batch_y), batch_size)
@@ -86,9 +77,8 @@ def radius(
 
 @_public("radius_graph", "radius")
 def radius_graph(
-    x: torch.Tensor, r: float, batch: Any = None, loop: bool = False, max_num_neighbors: int = 32,
-    flow: str = "source_to_target", num_workers: int = 1, batch_size: Any = None,
-) -> torch.Tensor:  # fmt: skip
+    x, r, batch=None, loop=False, max_num_neighbors=32, flow="source_to_target", num_workers=1, batch_size=None
+):
     """As radius, of points among themselves."""
     on_card("torch_cluster.radius_graph", x, batch)
     most = max_num_neighbors if loop else max_num_neighbors + 1
@@ -96,10 +86,7 @@ def radius_graph(
 
 
 @_public("fps", "fps")
-def fps(
-    src: torch.Tensor, batch: Any = None, ratio: Any = None, random_start: bool = True, batch_size: Any = None,
-    ptr: Any = None,
-) -> torch.Tensor:  # fmt: skip
+def fps(src, batch=None, ratio=None, random_start=True, batch_size=None, ptr=None):
     """So many of each group, one after another the farthest from those that were taken."""
     on_card("torch_cluster.fps", src, batch)
     share = ratio

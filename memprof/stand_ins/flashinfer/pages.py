@@ -5,8 +5,6 @@ Sources: flashinfer/page.py, cascade.py and utils.py (_unpack_paged_kv_cache) of
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from memprof.stand_ins.flashinfer.layers import public
@@ -21,7 +19,7 @@ def check_layout(kv_layout: str) -> None:
         raise KeyError(f"Invalid kv_layout {kv_layout}")
 
 
-def unpacked(cache: Any, kv_layout: str) -> tuple[torch.Tensor, torch.Tensor]:
+def unpacked(cache, kv_layout: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of four dimensions, of a tensor of both or of a pair."""
     at = -3 if kv_layout == "NHD" else -2
     if isinstance(cache, tuple):
@@ -39,15 +37,13 @@ def unpacked(cache: Any, kv_layout: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @public("page", "get_seq_lens")
-def get_seq_lens(kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_size: int) -> torch.Tensor:
+def get_seq_lens(kv_indptr, kv_last_page_len, page_size):
     """Tokens of each sequence: one number each, by torch's functions."""
     return torch.clamp(kv_indptr[1:] - kv_indptr[:-1] - 1, min=0) * page_size + kv_last_page_len
 
 
 @public("page", "get_batch_indices_positions")
-def get_batch_indices_positions(
-    append_indptr: torch.Tensor, seq_lens: torch.Tensor, nnz: int, batch_indices: Any = None, positions: Any = None
-) -> Any:
+def get_batch_indices_positions(append_indptr, seq_lens, nnz, batch_indices=None, positions=None):
     """Two integers of each new token: its sequence, and where it is in it."""
     on_card("flashinfer.get_batch_indices_positions", append_indptr, seq_lens)
     found = []
@@ -62,10 +58,9 @@ def get_batch_indices_positions(
 
 @public("page", "append_paged_kv_cache")
 def append_paged_kv_cache(
-    append_key: torch.Tensor, append_value: torch.Tensor, batch_indices: torch.Tensor, positions: torch.Tensor,
-    paged_kv_cache: Any, kv_indices: torch.Tensor, kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor,
-    kv_layout: str = "NHD",
-) -> None:  # fmt: skip
+    append_key, append_value, batch_indices, positions, paged_kv_cache, kv_indices, kv_indptr, kv_last_page_len,
+    kv_layout="NHD",
+):  # fmt: skip
     """Pages are written where they lie; lists of numbers are copied where they are not int32."""
     check_layout(kv_layout)
     caches = unpacked(paged_kv_cache, kv_layout)
@@ -75,15 +70,14 @@ def append_paged_kv_cache(
 
 @public("page", "append_paged_mla_kv_cache")
 def append_paged_mla_kv_cache(
-    append_ckv: torch.Tensor, append_kpe: torch.Tensor, batch_indices: torch.Tensor, positions: torch.Tensor,
-    ckv_cache: Any, kpe_cache: Any, kv_indices: torch.Tensor, kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor,
-) -> None:  # fmt: skip
+    append_ckv, append_kpe, batch_indices, positions, ckv_cache, kpe_cache, kv_indices, kv_indptr, kv_last_page_len
+):
     """As append_paged_kv_cache, for latent keys and values and the rotated part of keys."""
     _appended("append_paged_mla_kv_cache", (ckv_cache, kpe_cache), (append_ckv, append_kpe), positions, batch_indices,
               kv_indices, kv_indptr, kv_last_page_len)  # fmt: skip
 
 
-def _appended(name: str, caches: Any, new: tuple[torch.Tensor, ...], *numbers: torch.Tensor) -> None:
+def _appended(name: str, caches, new: tuple[torch.Tensor, ...], *numbers: torch.Tensor) -> None:
     on_card(f"flashinfer.{name}", *caches, *new, *numbers)
     for cache, tokens in zip(caches, new, strict=True):
         if cache.dtype != tokens.dtype or cache.shape[-1] != tokens.shape[-1]:
@@ -94,7 +88,7 @@ def _appended(name: str, caches: Any, new: tuple[torch.Tensor, ...], *numbers: t
 
 
 @public("cascade", "merge_state")
-def merge_state(v_a: torch.Tensor, s_a: torch.Tensor, v_b: torch.Tensor, s_b: torch.Tensor) -> Any:
+def merge_state(v_a, s_a, v_b, s_b):
     """Two parts of attention put together, and the logarithms of their sums in float32."""
     on_card("flashinfer.merge_state", v_a, s_a, v_b, s_b)
     s_a, s_b = s_a.float(), s_b.float()
@@ -102,9 +96,7 @@ def merge_state(v_a: torch.Tensor, s_a: torch.Tensor, v_b: torch.Tensor, s_b: to
 
 
 @public("cascade", "merge_state_in_place")
-def merge_state_in_place(
-    v: torch.Tensor, s: torch.Tensor, v_other: torch.Tensor, s_other: torch.Tensor, mask: Any = None
-) -> None:
+def merge_state_in_place(v, s, v_other, s_other, mask=None):
     """Two parts of attention put together in the first; logarithms of sums are copied where they are not float32."""
     on_card("flashinfer.merge_state_in_place", v, s, v_other, s_other, mask)
     s, s_other = s.float(), s_other.float()
@@ -112,7 +104,7 @@ def merge_state_in_place(
 
 
 @public("cascade", "merge_states")
-def merge_states(v: torch.Tensor, s: torch.Tensor) -> Any:
+def merge_states(v, s):
     """Any number of parts of attention put together, and the logarithms of their sums in float32."""
     on_card("flashinfer.merge_states", v, s)
     s = s.float()

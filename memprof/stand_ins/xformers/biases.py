@@ -29,11 +29,11 @@ def _public(name: str, *others: str) -> Callable[[Any], Any]:
 class AttentionBias:
     """What all of them are: nothing is taken unless its kind says so."""
 
-    def to(self, device: Any) -> Any:
+    def to(self, device):
         """Itself, where it has no tensor."""
         return self
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         if name.startswith("__"):
             raise AttributeError(name)
         raise not_here(f"xformers.ops.fmha.attn_bias.{type(self).__name__}.{name}")
@@ -43,7 +43,7 @@ class AttentionBias:
 class LowerTriangularMask(AttentionBias):
     """Causal, from the first key: nothing is taken."""
 
-    def add_bias(self, bias: torch.Tensor) -> LowerTriangularMaskWithTensorBias:
+    def add_bias(self, bias):
         """The same with a tensor that is added."""
         return LowerTriangularMaskWithTensorBias(bias)
 
@@ -52,10 +52,10 @@ class LowerTriangularMask(AttentionBias):
 class LowerTriangularMaskWithTensorBias(LowerTriangularMask):
     """Causal, and a tensor of its caller is added."""
 
-    def __init__(self, bias: torch.Tensor) -> None:
+    def __init__(self, bias):
         self._bias = bias
 
-    def to(self, device: Any) -> Any:
+    def to(self, device):
         """With its tensor there."""
         return type(self)(self._bias.to(device))
 
@@ -68,7 +68,7 @@ class LocalAttentionFromBottomRightMask(AttentionBias):
     window_left: int
     window_right: int
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         for side in ("left", "right"):
             if getattr(self, f"window_{side}") < 0:
                 raise ValueError(f"Invalid window_{side}={getattr(self, f'window_{side}')}")
@@ -78,7 +78,7 @@ class LocalAttentionFromBottomRightMask(AttentionBias):
 class LowerTriangularFromBottomRightMask(AttentionBias):
     """Causal, from the last key: nothing is taken."""
 
-    def make_local_attention(self, window_size: int) -> LowerTriangularFromBottomRightLocalAttentionMask:
+    def make_local_attention(self, window_size):
         """The same in a window."""
         return LowerTriangularFromBottomRightLocalAttentionMask(window_size)
 
@@ -90,7 +90,7 @@ class LowerTriangularFromBottomRightLocalAttentionMask(LowerTriangularFromBottom
 
     _window_size: int
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         _is_window(self._window_size)
 
 
@@ -102,7 +102,7 @@ def _is_window(size: int) -> None:
 # -- sequences one after another -----------------------------------------------------------------------------------
 
 
-def _sent(numbers: Iterable[int], device: Any) -> torch.Tensor:
+def _sent(numbers: Iterable[int], device) -> torch.Tensor:
     made = torch.tensor(list(numbers), dtype=torch.int32, pin_memory=torch.device(device).type != "cpu")
     return made.to(device, non_blocking=True)
 
@@ -117,18 +117,18 @@ class _SeqLenInfo:
     min_seqlen: int
     seqstart_py: list[int]
 
-    def to(self, device: Any) -> Any:
+    def to(self, device):
         """With its tensors there."""
         held = {field.name: getattr(self, field.name) for field in fields(self)}
         moved: Any = {name: one.to(device) for name, one in held.items() if isinstance(one, torch.Tensor)}
         return replace(self, **moved)
 
-    def intervals(self) -> Iterable[tuple[int, int]]:
+    def intervals(self):
         """Begin and end of each."""
         yield from pairwise(self.seqstart_py)
 
     @classmethod
-    def from_seqlens(cls, seqlens: Iterable[int], *, device: Any = None) -> Any:
+    def from_seqlens(cls, seqlens, *, device=None):
         """Of so many tokens each."""
         lengths, starts = list(seqlens), [0]
         for length in lengths:
@@ -136,7 +136,7 @@ class _SeqLenInfo:
         most, least = max(lengths, default=-1), min(lengths, default=-1)
         return cls(_sent(starts, device or "cuda"), most, least, starts)
 
-    def split(self, x: torch.Tensor, batch_sizes: Sequence[int] | None = None) -> list[torch.Tensor]:
+    def split(self, x, batch_sizes=None):
         """[1, tokens, *] -> a tensor of each batch, a view."""
         if self.seqstart_py[-1] != x.shape[1] or x.shape[0] != 1:
             raise ValueError(f"Invalid `torch.Tensor` of shape {x.shape}, expected (1, {self.seqstart_py[-1]}, *)")
@@ -157,13 +157,13 @@ class _PaddedSeqLenInfo(_SeqLenInfo):
     seqlen_py: list[int]
     padding: int
 
-    def intervals(self) -> Iterable[tuple[int, int]]:
+    def intervals(self):
         """Begin and end of each."""
         for (start, _), length in zip(super().intervals(), self.seqlen_py, strict=True):
             yield start, start + length
 
     @classmethod
-    def from_seqlens_padded(cls, seqlens: Sequence[int], padding: int, *, device: Any = None) -> Any:
+    def from_seqlens_padded(cls, seqlens, padding, *, device=None):
         """Of so many keys each, in rooms of `padding`."""
         assert all(length <= padding for length in seqlens), f"Seqlens {seqlens} Padding {padding}"
         device, starts = device or "cuda", list(range(0, len(seqlens) * padding + 1, padding))
@@ -180,14 +180,12 @@ class BlockDiagonalMask(AttentionBias):
     k_seqinfo: Any
     _batch_sizes: Sequence[int] | None = None
 
-    def to(self, device: Any) -> Any:
+    def to(self, device):
         """With its lengths there."""
         return replace(self, q_seqinfo=self.q_seqinfo.to(device), k_seqinfo=self.k_seqinfo.to(device))
 
     @classmethod
-    def from_seqlens(
-        cls: type[_Self], q_seqlen: Sequence[int], kv_seqlen: Sequence[int] | None = None, *, device: Any = None
-    ) -> _Self:
+    def from_seqlens(cls, q_seqlen, kv_seqlen=None, *, device=None):
         """Of so many tokens each."""
         assert kv_seqlen is None or len(q_seqlen) == len(kv_seqlen)
         of_queries = _SeqLenInfo.from_seqlens(q_seqlen, device=device)
@@ -196,17 +194,14 @@ class BlockDiagonalMask(AttentionBias):
         return cls(of_queries, _SeqLenInfo.from_seqlens(kv_seqlen, device=device))
 
     @classmethod
-    def from_tensor_list(cls: type[_Self], tensors: Sequence[torch.Tensor]) -> tuple[_Self, torch.Tensor]:
+    def from_tensor_list(cls, tensors):
         """Of the rows of each, and all of them as one tensor [1, tokens, *]: a copy."""
         made = cls.from_seqlens([x.shape[1] for x in tensors for _ in range(x.shape[0])])
         made._batch_sizes = [x.shape[0] for x in tensors]
         return made, _joined(tensors)
 
     @classmethod
-    def from_tensor_lists_qkv(
-        cls: type[_Self], tensors_q: Sequence[torch.Tensor], tensors_k: Sequence[torch.Tensor],
-        tensors_v: Sequence[torch.Tensor] | None = None,
-    ) -> tuple[_Self, torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    def from_tensor_lists_qkv(cls, tensors_q, tensors_k, tensors_v=None):
         """The same of queries, keys and values."""
         assert len(tensors_q) == len(tensors_k) and (tensors_v is None or len(tensors_v) == len(tensors_q))
         lengths = ([x.shape[1] for x in tensors for _ in range(x.shape[0])] for tensors in (tensors_q, tensors_k))
@@ -214,34 +209,32 @@ class BlockDiagonalMask(AttentionBias):
         made._batch_sizes = [x.shape[0] for x in tensors_q]
         return made, _joined(tensors_q), _joined(tensors_k), None if tensors_v is None else _joined(tensors_v)
 
-    def split_queries(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    def split_queries(self, tensor):
         """[1, tokens, *] -> a tensor of each batch, a view."""
         return self.q_seqinfo.split(tensor, self._batch_sizes)  # type: ignore[no-any-return]
 
-    def split_kv(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    def split_kv(self, tensor):
         """The same by the lengths of keys."""
         return self.k_seqinfo.split(tensor, self._batch_sizes)  # type: ignore[no-any-return]
 
-    def split(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    def split(self, tensor):
         """The same where queries and keys have the same lengths."""
         assert self.q_seqinfo is self.k_seqinfo
         return self.split_queries(tensor)
 
-    def make_causal(self) -> BlockDiagonalCausalMask:
+    def make_causal(self):
         """Each causal, from its first key."""
         return BlockDiagonalCausalMask(self.q_seqinfo, self.k_seqinfo, self._batch_sizes)
 
-    def make_causal_from_bottomright(self) -> BlockDiagonalCausalFromBottomRightMask:
+    def make_causal_from_bottomright(self):
         """Each causal, from its last key."""
         return BlockDiagonalCausalFromBottomRightMask(self.q_seqinfo, self.k_seqinfo, self._batch_sizes)
 
-    def make_local_attention(self, window_size: int) -> BlockDiagonalCausalLocalAttentionMask:
+    def make_local_attention(self, window_size):
         """Each causal in a window, from its first key."""
         return BlockDiagonalCausalLocalAttentionMask(self.q_seqinfo, self.k_seqinfo, self._batch_sizes, window_size)
 
-    def make_local_attention_from_bottomright(
-        self, window_size: int
-    ) -> BlockDiagonalCausalLocalAttentionFromBottomRightMask:
+    def make_local_attention_from_bottomright(self, window_size):
         """Each causal in a window, from its last key."""
         return BlockDiagonalCausalLocalAttentionFromBottomRightMask(
             self.q_seqinfo, self.k_seqinfo, self._batch_sizes, window_size
@@ -263,7 +256,7 @@ class BlockDiagonalCausalMask(BlockDiagonalMask):
 class BlockDiagonalCausalFromBottomRightMask(BlockDiagonalMask):
     """Sequences that do not see each other, each causal from its last key."""
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         spans = zip(self.q_seqinfo.intervals(), self.k_seqinfo.intervals(), strict=False)
         for number, ((begin, end), (first, last)) in enumerate(spans):
             if last - first < end - begin:
@@ -280,7 +273,7 @@ class BlockDiagonalCausalLocalAttentionMask(BlockDiagonalCausalMask):
 
     _window_size: int = 0
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         _is_window(self._window_size)
 
 
@@ -291,7 +284,7 @@ class BlockDiagonalCausalLocalAttentionFromBottomRightMask(BlockDiagonalCausalFr
 
     _window_size: int = 0
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         super().__post_init__()
         _is_window(self._window_size)
 
@@ -304,15 +297,12 @@ class BlockDiagonalPaddedKeysMask(AttentionBias):
     q_seqinfo: Any
     k_seqinfo: Any
 
-    def to(self, device: Any) -> Any:
+    def to(self, device):
         """With its lengths there."""
         return type(self)(self.q_seqinfo.to(device), self.k_seqinfo.to(device))
 
     @classmethod
-    def from_seqlens(
-        cls, q_seqlen: Sequence[int], kv_padding: int, kv_seqlen: Sequence[int], causal_diagonal: Any = None, *,
-        device: Any = None,
-    ) -> Any:  # fmt: skip
+    def from_seqlens(cls, q_seqlen, kv_padding, kv_seqlen, causal_diagonal=None, *, device=None):
         """Of so many queries and keys each."""
         assert kv_seqlen is None or len(q_seqlen) == len(kv_seqlen), (q_seqlen, kv_seqlen)
         of_keys = _PaddedSeqLenInfo.from_seqlens_padded(kv_seqlen, kv_padding, device=device)
