@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from memprof.errors import UsageError
 from memprof.remedies.applied import Changes, Forward
 from memprof.remedies.catalog.remedy import BUT_STREAMED_WEIGHTS, Numerics, Remedy
 
@@ -40,9 +39,7 @@ def install(model: nn.Module, changes: Changes, *, keep_on_host: str | None = No
         UsageError: the model has no parameters or buffers whose device could be meant.
     """
     if _device_of(model) is None:
-        raise UsageError(
-            "device-placement does not apply: the model has no parameters or buffers", value=type(model).__name__
-        )
+        raise changes.does_not_apply("the model has no parameters or buffers", model)
     kept = tuple(part.strip() for part in keep_on_host.split(",")) if keep_on_host else ()
     moved = move_strays(model, kept, changes)
     own = [module for module in model.modules() if module is model or not _is_torchs(module)]

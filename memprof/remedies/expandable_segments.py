@@ -40,19 +40,14 @@ def install(model: nn.Module, changes: Changes) -> None:
     # Older releases know one variable; the other is the general name of newer ones.
     line = f"export {VARIABLES[0]}={EXPANDABLE_SEGMENTS}"
     if not torch.cuda.is_available():
-        raise UsageError(
-            "expandable-segments does not apply: torch has no CUDA device here",
-            value=f"torch {torch.__version__}",
-            hint=f"where it has one, before the program starts: {line}",
-        )
+        hint = f"where it has one, before the program starts: {line}"
+        raise changes.does_not_apply("torch has no CUDA device here", f"torch {torch.__version__}", hint)
     before = current_settings()
     parts = split_settings(before)
     if any(part.replace(" ", "").lower() == EXPANDABLE_SEGMENTS.lower() for part in parts):
-        raise UsageError("expandable-segments is already on", value=before)
+        raise changes.already_on(before)
     if any(part.startswith("backend:") and part != "backend:native" for part in parts):
-        raise UsageError(
-            "expandable-segments does not apply: the allocator is not torch's own", value=before, hint="backend:native"
-        )
+        raise changes.does_not_apply("the allocator is not torch's own", before, "backend:native")
     wanted = ",".join([*(part for part in parts if not part.startswith(_KEY)), EXPANDABLE_SEGMENTS])
     back = before if any(part.startswith(_KEY) for part in parts) else ",".join([*parts, _KEY + "False"])
     set_settings = _setter()

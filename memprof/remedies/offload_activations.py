@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from memprof.errors import UsageError
 from memprof.remedies.applied import Changes, Forward, at_least, runs_in
 from memprof.remedies.catalog.remedy import BUT_STREAMED_WEIGHTS, Numerics, Remedy
 from memprof.remedies.compiled import Compiled
@@ -34,7 +33,7 @@ def install(model: nn.Module, changes: Changes, *, min_bytes: int = MIN_BYTES) -
     layers = find_layers(model, changes.remedy)
     for name, module in layers:
         if runs_in(module, Offloaded):
-            raise UsageError("cpu-offload-activations is already on", value=name)
+            raise changes.already_on(name)
         changes.set_attribute(module, "forward", Offloaded(module, min_bytes))
     changes.note(f"saved tensors of {len(layers)} layers wait in host memory: {layers[0][0]} to {layers[-1][0]}")
 

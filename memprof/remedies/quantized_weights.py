@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -129,20 +130,16 @@ def _replace(
 ) -> None:
     """Put what `make` gives in the place of each linear layer but the head and what shares its weight with others."""
     kept = _head(model)
-    owners: dict[int, int] = {}
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            owners[id(parameter)] = owners.get(id(parameter), 0) + 1
-    chosen: list[tuple[nn.Module, str, nn.Module]] = []
-    for parent in model.modules():
-        for name, module in parent.named_children():
-            if _is_linear(module) and module is not kept and owners[id(module.weight)] == 1:
-                chosen.append((parent, name, module))
+    owners = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
+    chosen = [
+        (parent, name, module)
+        for parent in model.modules()
+        for name, module in parent.named_children()
+        if _is_linear(module) and module is not kept and owners[id(module.weight)] == 1
+    ]
     if not chosen:
-        raise UsageError(
-            f"{changes.remedy} does not apply: no linear layer beside the head", value=type(model).__name__,
-            hint="quantized layers are not quantized again",
-        )  # fmt: skip
+        hint = "quantized layers are not quantized again"
+        raise changes.does_not_apply("no linear layer beside the head", model, hint)
     would_freeze = [parameter for *_, module in chosen for parameter in module.parameters()]
     refuse_gradients(would_freeze, changes.remedy, type(model).__name__, "of layers that would be frozen")
     before = after = 0

@@ -9,13 +9,12 @@ is asked here too (`patches`).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import ModuleType
-from typing import Any
 
 from memprof.patching.patch_set import Patch
 from memprof.stand_ins import registry
-from memprof.stand_ins.registry import stand_in
+from memprof.stand_ins.registry import register_in
 from memprof.stand_ins.tools import absent, refused
 
 _FLASH_2 = ("flash_attn", "")
@@ -32,8 +31,7 @@ _KNOWN = {
 """Repository of the hub -> the package that it builds, and the module in it that has its functions."""
 
 
-def _load(name: str) -> Callable[[Any], Any]:
-    return stand_in(f"kernels.load.{name}", f"kernels.{name}", source="huggingface/kernels@v0.17.2:src/kernels/load.py")
+_load = register_in("kernels.load", "kernels", source="huggingface/kernels@v0.17.2:src/kernels/load.py")
 
 
 @functools.cache
@@ -54,7 +52,7 @@ def _module(repository: str) -> ModuleType:
     return made
 
 
-@_load("get_kernel")
+@_load
 def get_kernel(
     repo_id, *, revision=None, version=None, backend=None, user_agent=None, trust_remote_code=False, check_arch=True
 ):
@@ -64,7 +62,7 @@ def get_kernel(
     return _module(repo_id)
 
 
-@_load("has_kernel")
+@_load
 def has_kernel(repo_id, *, revision=None, version=None, backend=None, trust_remote_code=False, check_arch=True):
     """Whether the hub has one for this card. Of those that are not known here nobody can say."""
     if repo_id not in _KNOWN:
@@ -72,13 +70,13 @@ def has_kernel(repo_id, *, revision=None, version=None, backend=None, trust_remo
     return True
 
 
-@_load("load_kernel")
+@_load
 def load_kernel(repo_id, *, lockfile, backend=None):
     """A kernel that was fetched before: its stand-in."""
     return get_kernel(repo_id, backend=backend)
 
 
-@_load("get_locked_kernel")
+@_load
 def get_locked_kernel(repo_id, *, lockfile, trust_remote_code=False, user_agent=None):
     """A kernel whose version a file says: its stand-in."""
     return get_kernel(repo_id)

@@ -11,15 +11,15 @@ from typing import Any
 
 import torch
 
-from memprof.stand_ins.registry import stand_in
+from memprof.stand_ins.registry import register_in
 from memprof.stand_ins.tools import must, on_card, written
 
 _AT = "rusty1s/pytorch_cluster@1.6.3:"
 
 
-def _public(name: str, file: str) -> Callable[[Any], Any]:
+def _public(file: str) -> Callable[[Any], Any]:
     source = f"{_AT}torch_cluster/{file}.py, csrc/cuda/{file}_cuda.cu"
-    return stand_in(f"torch_cluster.{file}.{name}", f"torch_cluster.{name}", source=source)
+    return register_in(f"torch_cluster.{file}", "torch_cluster", source=source)
 
 
 def _near(x: torch.Tensor, y: torch.Tensor, most: int, batches: tuple[Any, Any], number: int | None) -> torch.Tensor:
@@ -53,14 +53,14 @@ def _without_loops(edges: torch.Tensor, loop: bool, flow: str) -> torch.Tensor:
     return torch.stack([row, col], dim=0)
 
 
-@_public("knn", "knn")
+@_public("knn")
 def knn(x, y, k, batch_x=None, batch_y=None, cosine=False, num_workers=1, batch_size=None):
     """[2, points of y times k]: as many neighbours as there may be; lists of both, what was found, and what is kept."""
     on_card("torch_cluster.knn", x, y, batch_x, batch_y)
     return _near(x, y, k, (batch_x, batch_y), batch_size)
 
 
-@_public("knn_graph", "knn")
+@_public("knn")
 def knn_graph(x, k, batch=None, loop=False, flow="source_to_target", cosine=False, num_workers=1, batch_size=None):
     """Of points among themselves; one more is looked for where a point is not its own neighbour."""
     on_card("torch_cluster.knn_graph", x, batch)
@@ -68,14 +68,14 @@ def knn_graph(x, k, batch=None, loop=False, flow="source_to_target", cosine=Fals
     return _without_loops(edges, loop, flow)
 
 
-@_public("radius", "radius")
+@_public("radius")
 def radius(x, y, r, batch_x=None, batch_y=None, max_num_neighbors=32, num_workers=1, batch_size=None):
     """[2, points of y times the most neighbours], as knn."""
     on_card("torch_cluster.radius", x, y, batch_x, batch_y)
     return _near(x, y, max_num_neighbors, (batch_x, batch_y), batch_size)
 
 
-@_public("radius_graph", "radius")
+@_public("radius")
 def radius_graph(
     x, r, batch=None, loop=False, max_num_neighbors=32, flow="source_to_target", num_workers=1, batch_size=None
 ):
@@ -85,7 +85,7 @@ def radius_graph(
     return _without_loops(radius(x, x, r, batch, batch, most, num_workers, batch_size), loop, flow)
 
 
-@_public("fps", "fps")
+@_public("fps")
 def fps(src, batch=None, ratio=None, random_start=True, batch_size=None, ptr=None):
     """So many of each group, one after another the farthest from those that were taken."""
     on_card("torch_cluster.fps", src, batch)

@@ -44,6 +44,17 @@ def _rows(index: torch.Tensor, dim_size: int | None) -> int:
     return int(index.max()) + 1 if index.numel() else 0
 
 
+def _check(name: str, src: torch.Tensor, index: torch.Tensor) -> None:
+    on_card(name, src, index)
+    must(index.dtype == torch.int64, name, "an index of int64")
+
+
+def _output(values: torch.Tensor, size: list[int], into: torch.Tensor | None) -> torch.Tensor:
+    made = values.new_empty(size) if into is None else into.contiguous()
+    written(made)
+    return made
+
+
 # -- by an index of each element -----------------------------------------------------------------------------------
 
 
@@ -56,8 +67,7 @@ def scatter_sum(src, index, dim=-1, out=None, dim_size=None):
         size = list(src.size())
         size[dim] = _rows(index, dim_size)
         out = torch.zeros(size, dtype=src.dtype, device=src.device)
-    made: torch.Tensor = out.scatter_add_(dim, index, src)
-    return made
+    return out.scatter_add_(dim, index, src)
 
 
 @_public("scatter_add", "scatter")
@@ -68,8 +78,7 @@ def scatter_add(src, index, dim=-1, out=None, dim_size=None):
 
 def _reduced(name: str, src: torch.Tensor, index: torch.Tensor, dim: int, given, dim_size) -> tuple[torch.Tensor, ...]:
     """scatter_cuda: the output, and for the least and the largest where they are from."""
-    on_card(f"torch_scatter.scatter_{name}", src, index)
-    must(index.dtype == torch.int64, f"torch_scatter.scatter_{name}", "an index of int64")
+    _check(f"torch_scatter.scatter_{name}", src, index)
     dim, shape = src.dim() + dim if dim < 0 else dim, src.shape
 
     def forward(values: torch.Tensor, where: torch.Tensor, into):
@@ -78,8 +87,7 @@ def _reduced(name: str, src: torch.Tensor, index: torch.Tensor, dim: int, given,
         size = list(values.size())
         if into is None:
             size[dim] = _rows(where, dim_size)
-        made = torch.empty(size, dtype=values.dtype, device=values.device) if into is None else into.contiguous()
-        written(made)
+        made = _output(values, size, into)
         if name == "mul":
             return made, (values, where, made)
         place = torch.empty_like(made, dtype=torch.int64)
@@ -106,22 +114,18 @@ def _to_places(gradient: torch.Tensor, place: torch.Tensor, shape: torch.Size, d
     return made.scatter_(dim, place, gradient).narrow(dim, 0, size[dim] - 1)
 
 
-@_public("scatter_mul", "scatter")
-def scatter_mul(src, index, dim=-1, out=None, dim_size=None):
-    """Products; saved are the input and they."""
-    return _reduced("mul", src, index, dim, out, dim_size)[0]
+def _register_scatter(name: str, text: str) -> Callable[..., Any]:
+    def scatter(src, index, dim=-1, out=None, dim_size=None):
+        made = _reduced(name, src, index, dim, out, dim_size)
+        return made if name in _LEAST else made[0]
+
+    scatter.__doc__ = text
+    return _public(f"scatter_{name}", "scatter")(scatter)  # type: ignore[no-any-return]
 
 
-@_public("scatter_min", "scatter")
-def scatter_min(src, index, dim=-1, out=None, dim_size=None):
-    """The least of each, and where it is."""
-    return _reduced("min", src, index, dim, out, dim_size)
-
-
-@_public("scatter_max", "scatter")
-def scatter_max(src, index, dim=-1, out=None, dim_size=None):
-    """The largest of each, and where it is."""
-    return _reduced("max", src, index, dim, out, dim_size)
+scatter_mul = _register_scatter("mul", "Products; saved are the input and they.")
+scatter_min = _register_scatter("min", "The least of each, and where it is.")
+scatter_max = _register_scatter("max", "The largest of each, and where it is.")
 
 
 @_public("scatter_mean", "scatter")
@@ -162,8 +166,7 @@ def _segments(
     name: str, src: torch.Tensor, index: torch.Tensor, given, reduce: str, *, csr: bool, dim_size=None
 ) -> tuple[torch.Tensor, ...]:
     """segment_csr_cuda, segment_coo_cuda: the output; where the least or largest is from, or by an index the counts."""
-    on_card(f"torch_scatter.{name}", src, index)
-    must(index.dtype == torch.int64, f"torch_scatter.{name}", "an index of int64")
+    _check(f"torch_scatter.{name}", src, index)
     dim, shape = index.dim() - 1, src.shape
 
     def forward(values: torch.Tensor, where: torch.Tensor, into):
@@ -173,8 +176,7 @@ def _segments(
         size = list(values.size())
         if into is None:
             size[dim] = max(where.size(dim) - 1, 0) if csr else _rows(where.select(dim, -1), dim_size)
-        made = torch.empty(size, dtype=values.dtype, device=values.device) if into is None else into.contiguous()
-        written(made)
+        made = _output(values, size, into)
         if reduce in _LEAST:
             place = torch.empty(made.shape, dtype=torch.int64, device=made.device)
             if not csr and into is None:
@@ -206,42 +208,43 @@ def _segments(
     return result if isinstance(result, tuple) else (result,)
 
 
-@_public("segment_sum_csr", "segment_csr")
-def segment_sum_csr(src, indptr, out=None):
-    """Sums of segments."""
-    return _segments("segment_sum_csr", src, indptr, out, "sum", csr=True)[0]
+def _register_segments(reduce: str, of_csr: str, of_coo: str) -> None:
+    """Register a reduction by where each segment begins, and by a sorted index; both with a text of what they count."""
+    kind = "sum" if reduce == "add" else reduce
+
+    def by_csr(src, indptr, out=None):
+        made = _segments(f"segment_{kind}_csr", src, indptr, out, kind, csr=True)
+        return made if kind in _LEAST else made[0]
+
+    def by_coo(src, index, out=None, dim_size=None):
+        made = _segments(f"segment_{kind}_coo", src, index, out, kind, csr=False, dim_size=dim_size)
+        return made if kind in _LEAST else made[0]
+
+    for by, function, text in (("csr", by_csr, of_csr), ("coo", by_coo, of_coo)):
+        function.__doc__ = text
+        _public(f"segment_{reduce}_{by}", f"segment_{by}")(function)
 
 
-@_public("segment_add_csr", "segment_csr")
-def segment_add_csr(src, indptr, out=None):
-    """Sums of segments."""
-    return _segments("segment_sum_csr", src, indptr, out, "sum", csr=True)[0]
+for _reduce, *_texts in (
+    ("sum", "Sums of segments.", "Sums of segments."),
+    ("add", "Sums of segments.", "Sums of segments."),
+    ("mean", "Means of segments; counts are made in the backward.", "Means of segments; the counts are saved."),
+    ("min", *["The least of each segment, and where it is."] * 2),
+    ("max", *["The largest of each segment, and where it is."] * 2),
+):
+    _register_segments(_reduce, *_texts)
 
 
-@_public("segment_mean_csr", "segment_csr")
-def segment_mean_csr(src, indptr, out=None):
-    """Means of segments; counts are made in the backward."""
-    return _segments("segment_mean_csr", src, indptr, out, "mean", csr=True)[0]
-
-
-@_public("segment_min_csr", "segment_csr")
-def segment_min_csr(src, indptr, out=None):
-    """The least of each segment, and where it is."""
-    return _segments("segment_min_csr", src, indptr, out, "min", csr=True)
-
-
-@_public("segment_max_csr", "segment_csr")
-def segment_max_csr(src, indptr, out=None):
-    """The largest of each segment, and where it is."""
-    return _segments("segment_max_csr", src, indptr, out, "max", csr=True)
+def _checked_reduce(reduce: str) -> str:
+    if reduce not in ("sum", "add", "mean", *_LEAST):
+        raise ValueError
+    return "sum" if reduce == "add" else reduce
 
 
 @_public("segment_csr", "segment_csr")
 def segment_csr(src, indptr, out=None, reduce="sum"):
     """One of segment_sum_csr, mean, min and max."""
-    reduce = "sum" if reduce == "add" else reduce
-    if reduce not in ("sum", "mean", *_LEAST):
-        raise ValueError
+    reduce = _checked_reduce(reduce)
     return _segments(f"segment_{reduce}_csr", src, indptr, out, reduce, csr=True)[0]
 
 
@@ -251,42 +254,10 @@ def gather_csr(src, indptr, out=None):
     return _gathered("gather_csr", src, indptr, out, int(indptr.flatten()[-1]) if out is None and src.numel() else 0)
 
 
-@_public("segment_sum_coo", "segment_coo")
-def segment_sum_coo(src, index, out=None, dim_size=None):
-    """Sums of segments."""
-    return _segments("segment_sum_coo", src, index, out, "sum", csr=False, dim_size=dim_size)[0]
-
-
-@_public("segment_add_coo", "segment_coo")
-def segment_add_coo(src, index, out=None, dim_size=None):
-    """Sums of segments."""
-    return _segments("segment_sum_coo", src, index, out, "sum", csr=False, dim_size=dim_size)[0]
-
-
-@_public("segment_mean_coo", "segment_coo")
-def segment_mean_coo(src, index, out=None, dim_size=None):
-    """Means of segments; the counts are saved."""
-    return _segments("segment_mean_coo", src, index, out, "mean", csr=False, dim_size=dim_size)[0]
-
-
-@_public("segment_min_coo", "segment_coo")
-def segment_min_coo(src, index, out=None, dim_size=None):
-    """The least of each segment, and where it is."""
-    return _segments("segment_min_coo", src, index, out, "min", csr=False, dim_size=dim_size)
-
-
-@_public("segment_max_coo", "segment_coo")
-def segment_max_coo(src, index, out=None, dim_size=None):
-    """The largest of each segment, and where it is."""
-    return _segments("segment_max_coo", src, index, out, "max", csr=False, dim_size=dim_size)
-
-
 @_public("segment_coo", "segment_coo")
 def segment_coo(src, index, out=None, dim_size=None, reduce="sum"):
     """One of segment_sum_coo, mean, min and max."""
-    reduce = "sum" if reduce == "add" else reduce
-    if reduce not in ("sum", "mean", *_LEAST):
-        raise ValueError
+    reduce = _checked_reduce(reduce)
     return _segments(f"segment_{reduce}_coo", src, index, out, reduce, csr=False, dim_size=dim_size)[0]
 
 
@@ -297,24 +268,21 @@ def gather_coo(src, index, out=None):
 
 
 def _gathered(name: str, src: torch.Tensor, index: torch.Tensor, given, number: int) -> torch.Tensor:
-    on_card(f"torch_scatter.{name}", src, index)
-    must(index.dtype == torch.int64, f"torch_scatter.{name}", "an index of int64")
+    _check(f"torch_scatter.{name}", src, index)
     dim, shape = index.dim() - 1, src.shape
 
     def forward(values: torch.Tensor, where: torch.Tensor, into):
         values = values.contiguous()
         size = list(values.size())
         size[dim] = number
-        made = torch.empty(size, dtype=values.dtype, device=values.device) if into is None else into.contiguous()
-        written(made)
+        made = _output(values, size, into)
         return made, (where,)
 
     def backward(saved, gradient: torch.Tensor):
         gradient = gradient.contiguous()
         return torch.empty(shape, dtype=gradient.dtype, device=gradient.device), None, None
 
-    found: torch.Tensor = kernel(forward, backward, src, index, given)
-    return found
+    return kernel(forward, backward, src, index, given)
 
 
 # -- of these -------------------------------------------------------------------------------------------------------
@@ -370,8 +338,7 @@ def scatter_logsumexp(src, index, dim=-1, out=None, dim_size=None, eps=1e-12):
     if out is not None:
         out = out.sub_(largest).exp_()
     total = scatter_sum(centered.exp_(), index, dim, out, size[dim])
-    made: torch.Tensor = total.add_(eps).log_().add_(largest)
-    return made.nan_to_num_(neginf=0.0)
+    return total.add_(eps).log_().add_(largest).nan_to_num_(neginf=0.0)
 
 
 @_composite("scatter_std", "std")
@@ -390,5 +357,4 @@ def scatter_std(src, index, dim=-1, out=None, dim_size=None, unbiased=True):
     var = var * var
     out = scatter_sum(var, index, dim, out, dim_size)
     count = count.sub(1).clamp_(1) if unbiased else count
-    made: torch.Tensor = out.div(count + 1e-6).sqrt()
-    return made
+    return out.div(count + 1e-6).sqrt()

@@ -67,7 +67,7 @@ def swiglu(x, y):
 
 
 def _made(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
-    known = {"gelu_approx": partial(functional.gelu, approximate="tanh"), "sqrelu": sqrelu_fwd}
+    known: dict[str, Any] = {"gelu_approx": partial(functional.gelu, approximate="tanh"), "sqrelu": sqrelu_fwd}
     return known.get(name, functional.relu)
 
 

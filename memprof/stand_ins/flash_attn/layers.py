@@ -248,6 +248,8 @@ def rms_norm_fn(
 class RMSNorm(nn.Module):
     """rms_norm_fn with a weight of its own."""
 
+    norm = staticmethod(rms_norm_fn)
+
     def __init__(self, hidden_size, eps=1e-5, dropout_p=0.0, zero_centered_weight=False, device=None, dtype=None):
         super().__init__()
         self.eps, self.zero_centered_weight = eps, zero_centered_weight
@@ -263,9 +265,9 @@ class RMSNorm(nn.Module):
     def forward(self, x, residual=None, prenorm=False, residual_in_fp32=False):
         """rms_norm_fn."""
         dropout = self.drop.p if self.drop is not None and self.training else 0.0
-        return rms_norm_fn(
-            x, self.weight, self.bias, residual=residual, eps=self.eps, dropout_p=dropout, prenorm=prenorm,
-            residual_in_fp32=residual_in_fp32, zero_centered_weight=self.zero_centered_weight,
+        return self.norm(
+            x, self.weight, self.bias, residual=residual, dropout_p=dropout, prenorm=prenorm,
+            residual_in_fp32=residual_in_fp32,
         )  # fmt: skip
 
 

@@ -63,28 +63,13 @@ def rms_norm_fn(
 
 
 @_public(f"{_NORMS}.RMSNorm")
-class RMSNorm(nn.Module):
+class RMSNorm(layers.RMSNorm):
     """rms_norm_fn with a weight of its own."""
 
+    norm = staticmethod(rms_norm_fn)
+
     def __init__(self, hidden_size, eps=1e-5, dropout_p=0.0, device=None, dtype=None):
-        super().__init__()
-        self.eps = eps
-        self.drop = nn.Dropout(dropout_p) if dropout_p > 0 else None
-        self.weight = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
-        self.register_parameter("bias", None)
-        self.reset_parameters()
-
-    def reset_parameters(self):
-        """Ones."""
-        nn.init.ones_(self.weight)
-
-    def forward(self, x, residual=None, prenorm=False, residual_in_fp32=False):
-        """rms_norm_fn."""
-        dropout = self.drop.p if self.drop is not None and self.training else 0.0
-        return rms_norm_fn(
-            x, self.weight, self.bias, residual=residual, eps=self.eps, dropout_p=dropout, prenorm=prenorm,
-            residual_in_fp32=residual_in_fp32,
-        )  # fmt: skip
+        super().__init__(hidden_size, eps, dropout_p, device=device, dtype=dtype)
 
 
 @_public("mamba_ssm.modules.mlp.GatedMLP")

@@ -100,10 +100,9 @@ def mamba_inner_fn(
 
     def forward(*given):
         packed, kernel_weight, kernel_bias, x_weight, step_weight, out_weight, out_bias, a, d, bias = given
-        x_weight, step_weight, out_weight, out_bias = (
-            None if one is None else one.to(autocast_dtype(one.dtype))
-            for one in (x_weight, step_weight, out_weight, out_bias)
-        )
+        weights = (x_weight, step_weight, out_weight)
+        x_weight, step_weight, out_weight = (one.to(autocast_dtype(one.dtype)) for one in weights)
+        out_bias = None if out_bias is None else out_bias.to(autocast_dtype(out_bias.dtype))
         packed = last_contiguous(packed)
         x, gate = packed.chunk(2, dim=1)
         kernel_weight = kernel_weight.squeeze(1)

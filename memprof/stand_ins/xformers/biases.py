@@ -6,26 +6,24 @@ are not known here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
 
-from memprof.stand_ins.registry import stand_in
+from memprof.stand_ins.registry import register_in
 from memprof.stand_ins.tools import not_here
 
 _MODULE = "xformers.ops.fmha.attn_bias"
 _Self = TypeVar("_Self", bound="BlockDiagonalMask")
+_SOURCE = "facebookresearch/xformers@v0.0.32.post2:xformers/ops/fmha/attn_bias.py"
+_public = register_in(_MODULE, source=_SOURCE)
+_of_ops = register_in(_MODULE, "xformers.ops.fmha", "xformers.ops", source=_SOURCE)
 
 
-def _public(name: str, *others: str) -> Callable[[Any], Any]:
-    source = "facebookresearch/xformers@v0.0.32.post2:xformers/ops/fmha/attn_bias.py"
-    return stand_in(f"{_MODULE}.{name}", *others, source=source)
-
-
-@_public("AttentionBias", "xformers.ops.fmha.AttentionBias", "xformers.ops.AttentionBias")
+@_of_ops
 class AttentionBias:
     """What all of them are: nothing is taken unless its kind says so."""
 
@@ -39,7 +37,7 @@ class AttentionBias:
         raise not_here(f"xformers.ops.fmha.attn_bias.{type(self).__name__}.{name}")
 
 
-@_public("LowerTriangularMask", "xformers.ops.fmha.LowerTriangularMask", "xformers.ops.LowerTriangularMask")
+@_of_ops
 class LowerTriangularMask(AttentionBias):
     """Causal, from the first key: nothing is taken."""
 
@@ -48,7 +46,7 @@ class LowerTriangularMask(AttentionBias):
         return LowerTriangularMaskWithTensorBias(bias)
 
 
-@_public("LowerTriangularMaskWithTensorBias")
+@_public
 class LowerTriangularMaskWithTensorBias(LowerTriangularMask):
     """Causal, and a tensor of its caller is added."""
 
@@ -60,7 +58,7 @@ class LowerTriangularMaskWithTensorBias(LowerTriangularMask):
         return type(self)(self._bias.to(device))
 
 
-@_public("LocalAttentionFromBottomRightMask")
+@_public
 @dataclass
 class LocalAttentionFromBottomRightMask(AttentionBias):
     """A window around each query, counted from the last key: nothing is taken."""
@@ -74,7 +72,7 @@ class LocalAttentionFromBottomRightMask(AttentionBias):
                 raise ValueError(f"Invalid window_{side}={getattr(self, f'window_{side}')}")
 
 
-@_public("LowerTriangularFromBottomRightMask")
+@_public
 class LowerTriangularFromBottomRightMask(AttentionBias):
     """Causal, from the last key: nothing is taken."""
 
@@ -83,7 +81,7 @@ class LowerTriangularFromBottomRightMask(AttentionBias):
         return LowerTriangularFromBottomRightLocalAttentionMask(window_size)
 
 
-@_public("LowerTriangularFromBottomRightLocalAttentionMask")
+@_public
 @dataclass
 class LowerTriangularFromBottomRightLocalAttentionMask(LowerTriangularFromBottomRightMask):
     """Causal in a window, from the last key: nothing is taken."""
@@ -107,7 +105,7 @@ def _sent(numbers: Iterable[int], device) -> torch.Tensor:
     return made.to(device, non_blocking=True)
 
 
-@_public("_SeqLenInfo")
+@_public
 @dataclass
 class _SeqLenInfo:
     """Where each sequence begins, in int32 on the card and in a list."""
@@ -148,7 +146,7 @@ class _SeqLenInfo:
         return [piece.reshape(size, -1, *piece.shape[2:]) for size, piece in zip(sizes, pieces, strict=True)]
 
 
-@_public("_PaddedSeqLenInfo")
+@_public
 @dataclass
 class _PaddedSeqLenInfo(_SeqLenInfo):
     """Each has as much room, of which the first `seqlen` keys are there."""
@@ -171,7 +169,7 @@ class _PaddedSeqLenInfo(_SeqLenInfo):
         return cls(_sent(starts, device), max(seqlens), min(seqlens), starts, lengths, list(seqlens), padding)
 
 
-@_public("BlockDiagonalMask", "xformers.ops.fmha.BlockDiagonalMask")
+@register_in(_MODULE, "xformers.ops.fmha", source=_SOURCE)
 @dataclass
 class BlockDiagonalMask(AttentionBias):
     """Sequences that do not see each other: where each begins, in int32."""
@@ -224,34 +222,35 @@ class BlockDiagonalMask(AttentionBias):
 
     def make_causal(self):
         """Each causal, from its first key."""
-        return BlockDiagonalCausalMask(self.q_seqinfo, self.k_seqinfo, self._batch_sizes)
+        return self._as(BlockDiagonalCausalMask)
 
     def make_causal_from_bottomright(self):
         """Each causal, from its last key."""
-        return BlockDiagonalCausalFromBottomRightMask(self.q_seqinfo, self.k_seqinfo, self._batch_sizes)
+        return self._as(BlockDiagonalCausalFromBottomRightMask)
 
     def make_local_attention(self, window_size):
         """Each causal in a window, from its first key."""
-        return BlockDiagonalCausalLocalAttentionMask(self.q_seqinfo, self.k_seqinfo, self._batch_sizes, window_size)
+        return self._as(BlockDiagonalCausalLocalAttentionMask, window_size)
 
     def make_local_attention_from_bottomright(self, window_size):
         """Each causal in a window, from its last key."""
-        return BlockDiagonalCausalLocalAttentionFromBottomRightMask(
-            self.q_seqinfo, self.k_seqinfo, self._batch_sizes, window_size
-        )
+        return self._as(BlockDiagonalCausalLocalAttentionFromBottomRightMask, window_size)
+
+    def _as(self, kind, *window_size: int):
+        return kind(self.q_seqinfo, self.k_seqinfo, self._batch_sizes, *window_size)
 
 
 def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat([x.reshape(1, -1, *x.shape[2:]) for x in tensors], dim=1)
 
 
-@_public("BlockDiagonalCausalMask")
+@_public
 @dataclass
 class BlockDiagonalCausalMask(BlockDiagonalMask):
     """Sequences that do not see each other, each causal from its first key."""
 
 
-@_public("BlockDiagonalCausalFromBottomRightMask")
+@_public
 @dataclass
 class BlockDiagonalCausalFromBottomRightMask(BlockDiagonalMask):
     """Sequences that do not see each other, each causal from its last key."""
@@ -266,7 +265,7 @@ class BlockDiagonalCausalFromBottomRightMask(BlockDiagonalMask):
                 )
 
 
-@_public("BlockDiagonalCausalLocalAttentionMask")
+@_public
 @dataclass
 class BlockDiagonalCausalLocalAttentionMask(BlockDiagonalCausalMask):
     """Sequences that do not see each other, each causal in a window."""
@@ -277,7 +276,7 @@ class BlockDiagonalCausalLocalAttentionMask(BlockDiagonalCausalMask):
         _is_window(self._window_size)
 
 
-@_public("BlockDiagonalCausalLocalAttentionFromBottomRightMask")
+@_public
 @dataclass
 class BlockDiagonalCausalLocalAttentionFromBottomRightMask(BlockDiagonalCausalFromBottomRightMask):
     """Sequences that do not see each other, each causal in a window from its last key."""
@@ -289,7 +288,7 @@ class BlockDiagonalCausalLocalAttentionFromBottomRightMask(BlockDiagonalCausalFr
         _is_window(self._window_size)
 
 
-@_public("BlockDiagonalPaddedKeysMask")
+@_public
 @dataclass
 class BlockDiagonalPaddedKeysMask(AttentionBias):
     """Keys of each sequence in a room of its own, as in a cache: beginnings and lengths in int32; no backward."""
@@ -309,7 +308,7 @@ class BlockDiagonalPaddedKeysMask(AttentionBias):
         return cls(_SeqLenInfo.from_seqlens(q_seqlen, device=device), of_keys)
 
 
-@_public("BlockDiagonalCausalWithOffsetPaddedKeysMask")
+@_public
 @dataclass
 class BlockDiagonalCausalWithOffsetPaddedKeysMask(BlockDiagonalPaddedKeysMask):
     """The same, each causal from its last key; no backward."""
