@@ -16,8 +16,8 @@ from torch import nn
 from memprof.errors import MemprofError, UsageError
 from memprof.remedies.catalog import check_conflicts, find_remedies, options_by_remedy
 
+# What is switched on in each model, oldest first.
 _applied: weakref.WeakKeyDictionary[nn.Module, list[Applied]] = weakref.WeakKeyDictionary()
-"""What is switched on in each model, oldest first."""
 
 
 @dataclass(frozen=True)

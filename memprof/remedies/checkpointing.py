@@ -16,6 +16,7 @@ from memprof.remedies.catalog.remedy import BUT_STREAMED_WEIGHTS, Numerics, Reme
 from memprof.workload.layers import find_layers, find_modules, without_caches
 
 _aten = torch.ops.aten
+# What costs most to compute again.
 _KEPT_OPERATORS = [
     getattr(_aten, name).default
     for name in (
@@ -25,7 +26,6 @@ _KEPT_OPERATORS = [
     )
     if hasattr(_aten, name)  # releases differ
 ]  # fmt: skip
-"""What costs most to compute again."""
 
 
 _POLICIES: dict[str, Callable[[], Any]] = {
@@ -51,12 +51,8 @@ _POLICIES: dict[str, Callable[[], Any]] = {
 def install(
     model: nn.Module, changes: Changes, *, every: int = 1, modules: str | None = None, policy: str = "full"
 ) -> None:
-    """Switch it on.
-
-    Raises:
-        UsageError: it is on already; there are no layers, or no such modules; `every` is out of range; an unknown
-            policy.
-    """
+    """Switch it on. Raises UsageError: it is on already; there are no layers, or no such modules; `every` is out of
+    range; an unknown policy."""
     if policy not in _POLICIES:
         raise unknown_name("policy", policy, _POLICIES)
     # Its name in transformers today, and before.

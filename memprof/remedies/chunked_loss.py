@@ -20,11 +20,11 @@ from memprof.remedies.head_loss import Rows
 from memprof.remedies.lazy_logits import LazyLogits, Policy
 from memprof.units import GIB, parse_gib
 
+# A product with a vocabulary of 152k has 1,177 rows then: enough for the card to compute, not to wait for memory (the
+# sum of weight gradients is read and written once per chunk).
 CHUNK_BYTES = GIB
-"""A product with a vocabulary of 152k has 1,177 rows then: enough for the card to compute, not to wait for memory (the
-sum of weight gradients is read and written once per chunk)."""
+# Full logits above this are chunked by threshold="auto"; or above an eighth of a smaller card's memory.
 THRESHOLD_BYTES = 10 * GIB
-"""Full logits above this are chunked by threshold="auto"; or above an eighth of a smaller card's memory."""
 _LABELS = ("labels", "label", "targets", "target", "lm_labels")
 _HEADS = ("lm_head", "embed_out", "output_projection", "unembed", "output", "head")
 
@@ -53,12 +53,9 @@ def install(
     threshold: int | str = 0,
     head: str | None = None,
 ) -> None:
-    """Switch it on; see `memprof.remedies.catalog` for the options.
-
-    Raises:
-        UsageError: an option is out of range; the model has no linear head, or its forward takes no labels; the head
-            has hooks, or a forward of its own, which would not see what they expect.
-    """
+    """Switch it on; see `memprof.remedies.catalog` for the options. Raises UsageError: an option is out of range; the
+    model has no linear head, or its forward takes no labels; the head has hooks, or a forward of its own, which would
+    not see what they expect."""
     if chunk_size is not None:
         at_least(1, "chunk_size", chunk_size, " token", "such as chunk_size=4096")
     rows = Rows(chunk_size, _bytes("chunk_bytes", CHUNK_BYTES if chunk_bytes is None else chunk_bytes, 1))
@@ -80,8 +77,7 @@ class _State:
 
     rows: Rows
     threshold: int | None
-    labelled: list[bool] = field(default_factory=list)
-    """One entry per forward of the model that is under way."""
+    labelled: list[bool] = field(default_factory=list)  # one entry per forward of the model that is under way
 
     @property
     def policy(self) -> Policy:

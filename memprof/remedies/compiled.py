@@ -67,8 +67,7 @@ def _why_not(model: nn.Module) -> tuple[str, str] | None:
 class Compiled(Forward):
     """The forward of a module, compiled when it is first called; a copy compiles its own."""
 
-    DERIVED = ("_compiled",)
-    """Of what a layer has, which others of its kind may not have yet."""
+    DERIVED = ("_compiled",)  # of what a layer has, which others of its kind may not have yet
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)

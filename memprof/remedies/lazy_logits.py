@@ -133,7 +133,6 @@ def _whole(part: Any, reason: str) -> Any:
     return part.materialize(reason) if isinstance(part, LazyLogits) else part
 
 
-# -- what is answered without the logits ---------------------------------------------------------------------
 # A handler returns NotImplemented for what it does not know; the full logits answer then.
 
 
@@ -155,10 +154,6 @@ def _plain(func: Any) -> Callable[..., Any]:
             return func(*args, **kwargs)
 
     return answer
-
-
-def _same(self: LazyLogits, *args: Any, **kwargs: Any) -> Any:
-    return self if not args and not kwargs else NotImplemented
 
 
 def _detach(self: LazyLogits) -> Any:
@@ -381,7 +376,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
         )
     },
     functional.tanh: _tanh(False),
-    _Tensor.contiguous: _same,
+    _Tensor.contiguous: lambda self, *args, **kwargs: NotImplemented if args or kwargs else self,
     _Tensor.view: _reshape,
     _Tensor.mT.__get__: lambda self: _swap(self, 1, 2),  # type: ignore[attr-defined]
     _Tensor.__getitem__: _getitem,

@@ -67,11 +67,8 @@ def install(
     ignore_index: int = -100,
     loss: Callable[[Any, Any], torch.Tensor] | None = None,
 ) -> None:
-    """Make the step, a `MicroBatches`; it is the result.
-
-    Raises:
-        UsageError: the model normalises over the rows of a batch, or `micro_batch_size` is out of range.
-    """
+    """Make the step, a `MicroBatches`; it is the result. Raises UsageError: the model normalises over the rows of a
+    batch, or `micro_batch_size` is out of range."""
     at_least(1, "micro_batch_size", micro_batch_size)
     if loss is not None and not callable(loss):
         raise UsageError("loss must be a function from outputs and batch to the loss", value=type(loss).__name__)

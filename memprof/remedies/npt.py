@@ -23,11 +23,8 @@ from memprof.workload.npt import NptComponent
     ladder=30, search=20, tiers=EVERY_TIER, helps={"weight-delta-per-token": 10, "doctor: weight delta": 10},
 )  # fmt: skip
 def install_low_rank(model: nn.Module, changes: Changes) -> None:
-    """Switch every component to the form that makes no delta.
-
-    Raises:
-        UsageError: there are none, or all have that form already.
-    """
+    """Switch every component to the form that makes no delta. Raises UsageError: there are none, or all have that form
+    already."""
     components = _components(model, changes)
     chosen = [component for component in components if component.mode != "low-rank"]
     if not chosen:
@@ -46,11 +43,8 @@ def install_low_rank(model: nn.Module, changes: Changes) -> None:
     conflicts={"activation-checkpointing": "layers that run again keep no delta"}, ladder=40,
 )  # fmt: skip
 def install_offload(model: nn.Module, changes: Changes) -> None:
-    """Keep the delta of every dense component in host memory between its forward and its backward.
-
-    Raises:
-        UsageError: there are no components, or one in another mode, which keeps no delta.
-    """
+    """Keep the delta of every dense component in host memory between its forward and its backward. Raises UsageError:
+    there are no components, or one in another mode, which keeps no delta."""
     components = _components(model, changes)
     for component in components:
         if component.mode != "dense":

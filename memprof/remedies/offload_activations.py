@@ -12,8 +12,7 @@ from memprof.remedies.catalog.remedy import BUT_STREAMED_WEIGHTS, Numerics, Reme
 from memprof.remedies.compiled import Compiled
 from memprof.workload.layers import find_layers
 
-MIN_BYTES = 1 << 20
-"""Smaller tensors stay: a copy costs more time than they save memory."""
+MIN_BYTES = 1 << 20  # smaller tensors stay: a copy costs more time than they save memory
 
 
 @Remedy(
@@ -24,11 +23,7 @@ MIN_BYTES = 1 << 20
     main_option="min_bytes", training_only=True, ladder=130, outside=70, search=100, tiers=BUT_STREAMED_WEIGHTS,
 )  # fmt: skip
 def install(model: nn.Module, changes: Changes, *, min_bytes: int = MIN_BYTES) -> None:
-    """Switch it on.
-
-    Raises:
-        UsageError: the model has no layers, or `min_bytes` is negative.
-    """
+    """Switch it on. Raises UsageError: the model has no layers, or `min_bytes` is negative."""
     at_least(0, "min_bytes", min_bytes)
     layers = find_layers(model, changes.remedy)
     for name, module in layers:

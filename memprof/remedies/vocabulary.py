@@ -20,11 +20,8 @@ from memprof.remedies.chunked_loss import find_head
     helps={"logits and loss": 20, "vocabulary-larger-than-asked": 10},
 )  # fmt: skip
 def install(model: nn.Module, changes: Changes, *, vocab_size: int) -> None:
-    """Cut the vocabulary to `vocab_size` tokens.
-
-    Raises:
-        UsageError: there is no embedding or linear head, or the cap is not below the vocabulary.
-    """
+    """Cut the vocabulary to `vocab_size` tokens. Raises UsageError: there is no embedding or linear head, or the cap is
+    not below the vocabulary."""
     tell = getattr(model, "get_input_embeddings", None)
     embedding = tell() if tell is not None else next((m for m in model.modules() if isinstance(m, nn.Embedding)), None)
     if not isinstance(embedding, nn.Embedding):

@@ -60,7 +60,6 @@ class FusedAdam(fused_optimizers.FusedOptimizer):
         self.multi_tensor_adam = multi_tensor_adam
 
     def step(self, closure=None, grads=None, output_params=None, scale=None, grad_norms=None, grad_scaler=None):  # type: ignore[override]
-        """One kernel for each type of a group's parameters."""
         self._refuse_arguments(grads, output_params, scale, grad_norms)
         loss = None if closure is None else closure()
         for group in self.param_groups:
@@ -101,7 +100,6 @@ class DeepSpeedCPUAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None):
-        """Each parameter alone, where it lies."""
         return self._stepped(closure, lambda parameter: parameter)
 
     @torch.no_grad()

@@ -16,6 +16,7 @@ import importlib.util
 import os
 import sys
 import sysconfig
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import FrameType, ModuleType
@@ -28,8 +29,8 @@ from memprof.virtual import limits
 
 _STDLIB = sysconfig.get_path("stdlib") + os.sep
 _MEMPROF = str(Path(registry.__file__).parents[1]) + os.sep
+# Modules that remember, in functions with caches, which packages there are.
 _CACHES = ("transformers.utils.import_utils", "peft.import_utils")
-"""Modules that remember, in functions with caches, which packages there are."""
 
 
 class NoStandIn(MemprofError, ModuleNotFoundError):
@@ -56,8 +57,7 @@ class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self._takes = takes
         self._chosen: set[str] = set()
         self._used: set[str] = set()
-        self._missed: dict[str, str] = {}
-        """Package -> the module of a library that was told that it is not there."""
+        self._missed: dict[str, str] = {}  # package -> the module of a library that was told that it is not there
         self._asks_others = False
         self._is_found = False
 
@@ -225,22 +225,17 @@ def is_own(file: str) -> bool:
 
 def _asking() -> FrameType | None:
     """Who imports, or asks for a module: the innermost frame outside Python's library and memprof."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame, _ in traceback.walk_stack(sys._getframe(1)):
         file = frame.f_code.co_filename
-        library = file.startswith((_STDLIB, "<frozen", _MEMPROF)) and "-packages" not in file.removeprefix(_MEMPROF)
-        if not library:
+        if not file.startswith((_STDLIB, "<frozen", _MEMPROF)) or "-packages" in file.removeprefix(_MEMPROF):
             return frame
-        frame = frame.f_back
     return None
 
 
 def _looks() -> bool:
     """Whether importlib.util.find_spec asks, and not an import."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not importlib.util.find_spec.__code__:
-        frame = frame.f_back
-    return frame is not None
+    frames = traceback.walk_stack(sys._getframe(1))
+    return any(frame.f_code is importlib.util.find_spec.__code__ for frame, _ in frames)
 
 
 def _forget_answers() -> None:

@@ -35,8 +35,8 @@ class _Call(NamedTuple):
     max_seqlen_q: int | None = None
     max_seqlen_k: int | None = None
     page_table: torch.Tensor | None = None
+    # Lengths in use, and what pads on the left: any of them makes the call one of varying lengths.
     others: tuple[torch.Tensor | None, ...] = ()
-    """Lengths in use, and what pads on the left: any of them makes the call one of varying lengths."""
     scheduler_metadata: torch.Tensor | None = None
 
     @property
@@ -85,9 +85,6 @@ def _masks(call: _Call, sizes: _Sizes) -> tuple[bool, bool]:
         right = 0
     causal = left < 0 and right == 0
     return causal, (left >= 0 or right >= 0) and not causal
-
-
-# -- the kernels ---------------------------------------------------------------------------------------------------
 
 
 def _splits(sizes: _Sizes, call: _Call, element: int) -> int:
@@ -194,9 +191,6 @@ def _backward(gradient, query, key, value, out, call: _Call) -> None:
         locks = [query.new_empty(of_keys, dtype=torch.int32) for _ in range(2)]
         del locks
     del scratch
-
-
-# -- what a program calls ------------------------------------------------------------------------------------------
 
 
 def _check(name: str, attention_chunk: int, *tensors: torch.Tensor) -> None:

@@ -18,7 +18,6 @@ class MultiTensorApply:
         self.chunk_size = chunk_size
 
     def __call__(self, op, noop_flag_buffer, tensor_lists, *args):
-        """Return the kernel's own result."""
         return op(self.chunk_size, noop_flag_buffer, tensor_lists, *args)
 
 

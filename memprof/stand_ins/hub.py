@@ -19,6 +19,7 @@ from memprof.stand_ins.tools import absent, refused
 
 _FLASH_2 = ("flash_attn", "")
 _FLASH_3 = ("flash_attn_interface", "flash_attn_interface")
+# Repository of the hub -> the package that it builds, and the module in it that has its functions.
 _KNOWN = {
     "kernels-community/flash-attn": _FLASH_2,
     "kernels-community/flash-attn2": _FLASH_2,
@@ -28,7 +29,6 @@ _KNOWN = {
     "kernels-community/causal-conv1d": ("causal_conv1d", ""),
     "kernels-community/mamba-ssm": ("mamba_ssm", ""),
 }
-"""Repository of the hub -> the package that it builds, and the module in it that has its functions."""
 
 
 _load = register_in("kernels.load", "kernels", source="huggingface/kernels@v0.17.2:src/kernels/load.py")

@@ -26,8 +26,7 @@ class _Place(NamedTuple):
 
     given: bool
     number: int
-    view: tuple[Any, Any, int] | None
-    """Its sizes, strides and offset there; None: it is the whole."""
+    view: tuple[Any, Any, int] | None  # its sizes, strides and offset there; None: it is the whole
 
 
 class _Call:
@@ -91,10 +90,8 @@ class _Call:
         return tree_unflatten([leaf(place) for place in self._result], self._made)
 
 
-_calls: list[_Call] = []
-"""By the number that a graph has of each."""
-_functions: list[Any] = []
-"""What is one operator of a graph."""
+_calls: list[_Call] = []  # by the number that a graph has of each
+_functions: list[Any] = []  # what is one operator of a graph
 _operator: Any = None
 
 

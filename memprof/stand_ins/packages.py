@@ -53,21 +53,20 @@ PACKAGES = {
         Package("xformers", "xformers", "0.0.32.post2", "facebookresearch/xformers@v0.0.32.post2"),
     )
 }
+# Those whose Python is there, and whose compiled operators are stood in for where they cannot be loaded.
 INSTALLED = (
     Package("torchaudio", "torchaudio", "2.11.0", "pytorch/audio@v2.11.0:src/libtorchaudio"),
     Package("torchvision", "torchvision", "0.28.0", "pytorch/vision@v0.28.0:torchvision/csrc/ops"),
 )
-"""Those whose Python is there, and whose compiled operators are stood in for where they cannot be loaded."""
+# Packages that need a card to be built and have no stand-in: refused by name. How large most of their outputs are hangs
+# on numbers: points in a voxel, triangles under a pixel.
 NOT_STOOD_IN = (
     "pytorch3d", "MinkowskiEngine", "spconv", "torchsparse", "torch_sparse", "torch_spline_conv", "pyg_lib",
     "nvdiffrast", "tinycudann", "diff_gaussian_rasterization", "simple_knn", "gsplat", "natten",
 )  # fmt: skip
-"""Packages that need a card to be built and have no stand-in: refused by name. How large
-most of their outputs are hangs on numbers: points in a voxel, triangles under a pixel."""
-WITHOUT = "(--no-stand-ins does without)."
-"""How the sentence of each stub ends that a run rests on."""
+WITHOUT = "(--no-stand-ins does without)."  # how the sentence of each stub ends that a run rests on
+# Entry points of packages that bring their own: NAME = MODULE, which registers them when it is imported.
 GROUP = "memprof.stand_ins"
-"""Entry points of packages that bring their own: NAME = MODULE, which registers them when it is imported."""
 
 
 @functools.cache

@@ -23,8 +23,7 @@ class StandIn(NamedTuple):
     source: str
 
 
-_modules: dict[str, dict[str, StandIn]] = {}
-"""Module -> name in it -> what replaces it."""
+_modules: dict[str, dict[str, StandIn]] = {}  # module -> name in it -> what replaces it
 
 
 def stand_in(*names: str, source: str, in_graph: bool = False) -> Callable[[_Object], _Object]:

@@ -144,12 +144,7 @@ def written(*tensors: torch.Tensor) -> None:
 
 
 def workspace(name: str, num_bytes: int) -> None:
-    """A package takes a workspace at its first call on a card, and keeps it for the length of the run.
-
-    Args:
-        name: what it is called in a report.
-        num_bytes: its size.
-    """
+    """A package takes a workspace, which reports call `name`, at its first call on a card, and keeps it for the run."""
     key = ("workspace", name, torch.cuda.current_device())
     if key not in _kept and _takes is not None:
         _kept[key] = None
@@ -157,12 +152,7 @@ def workspace(name: str, num_bytes: int) -> None:
 
 
 def kept(key: Any, make: Callable[[], _Kept]) -> _Kept:
-    """What a package makes at the first call and keeps for the length of a run, as a table.
-
-    Args:
-        key: of which there is one.
-        make: makes it.
-    """
+    """Return what a package makes at the first call and keeps for the length of a run, as a table: one for each key."""
     if key not in _kept:
         _kept[key] = make()
     found: _Kept = _kept[key]
@@ -178,10 +168,6 @@ def autotuned(kernel_name: str, key: Any) -> None:
     """A Triton kernel under `triton.autotune` is launched: with a new key its configurations are timed, and before
     each run 256 MiB are written, so that the card's cache is empty (triton/testing.py, do_bench; for CUDA
     backends/nvidia/driver.py, get_empty_cache_for_benchmark).
-
-    Args:
-        kernel_name: which.
-        key: by which the kernel's choice is remembered, in one run.
     """
     if (kernel_name, key) not in _tuned:
         _tuned.add((kernel_name, key))
@@ -189,13 +175,7 @@ def autotuned(kernel_name: str, key: Any) -> None:
 
 
 def refused(name: str, what: str, hint: str = "") -> MemprofError:
-    """The error for an argument of a stand-in by which memory would be another, and which is not known here.
-
-    Args:
-        name: "package.function".
-        what: the argument, as the program gave it.
-        hint: what to do instead.
-    """
+    """Return the error for `what`, an argument of `name` ("package.function") by which memory would be another."""
     return limits.not_yet(f"calls {name} with {what}, which memprof's stand-in does not know", hint or _HINT)
 
 
@@ -212,15 +192,14 @@ def refuse_given(name: str, **options: Any) -> None:
 
 
 def not_here(name: str) -> MemprofError:
-    """The error for a name of a real package that has no stand-in."""
+    """Return the error for a name of a real package that has no stub."""
     return limits.not_yet(f"uses {name}, which is not installed and has no stand-in", _HINT)
 
 
 _HINT = "install the package, or add a stand-in (memprof help stand-ins); --no-stand-ins does without all"
 
 
-_OF_SIGNATURES = "_partialmethod"
-"""What inspect.signature asks each callable for: looking at one is no use of it."""
+_OF_SIGNATURES = "_partialmethod"  # what inspect.signature asks each callable for: looking at one is no use of it
 
 
 class _Absent(type):

@@ -55,9 +55,6 @@ def _output(values: torch.Tensor, size: list[int], into: torch.Tensor | None) ->
     return made
 
 
-# -- by an index of each element -----------------------------------------------------------------------------------
-
-
 @_public("scatter_sum", "scatter")
 def scatter_sum(src, index, dim=-1, out=None, dim_size=None):
     """Sums, into `out` or into zeros, by torch's own operator."""
@@ -157,9 +154,6 @@ _SCATTERS: dict[str, Callable[..., Any]] = {
     "sum": scatter_sum, "add": scatter_sum, "mul": scatter_mul, "mean": scatter_mean, "min": scatter_min,
     "max": scatter_max,
 }  # fmt: skip
-
-
-# -- by a sorted index, or by where each segment begins -------------------------------------------------------------
 
 
 def _segments(
@@ -283,9 +277,6 @@ def _gathered(name: str, src: torch.Tensor, index: torch.Tensor, given, number: 
         return torch.empty(shape, dtype=gradient.dtype, device=gradient.device), None, None
 
     return kernel(forward, backward, src, index, given)
-
-
-# -- of these -------------------------------------------------------------------------------------------------------
 
 
 def _of_floats(name: str, src: torch.Tensor) -> None:

@@ -13,12 +13,10 @@ from memprof.spec import TargetSpec
 class Numerics(StrEnum):
     """What a remedy does to the numbers of a run."""
 
+    # The same mathematics: it differs from the original by rounding alone, and no more than the original does.
     EXACT = "exact"
-    """The same mathematics: it differs from the original by rounding alone, and no more than the original does."""
-    APPROXIMATE = "approximate"
-    """Numbers of lower precision: deviations that `memprof verify` shows."""
-    DIFFERENT = "different"
-    """Another model is trained: fewer weights, or a smaller vocabulary."""
+    APPROXIMATE = "approximate"  # numbers of lower precision: deviations that `memprof verify` shows
+    DIFFERENT = "different"  # another model is trained: fewer weights, or a smaller vocabulary
 
 
 class Tier(StrEnum):
@@ -34,8 +32,7 @@ class Tier(StrEnum):
     QUANTIZED_ADAPTER = "an adapter on the frozen model in 4 bits"
 
 
-VALUE: Final = "{value}"
-"""In `Remedy.edits`: the value of the main option."""
+VALUE: Final = "{value}"  # in `Remedy.edits`: the value of the main option
 # What several entries say.
 EVERY_TIER: Final = tuple(Tier)
 BUT_STREAMED_WEIGHTS: Final = tuple(tier for tier in Tier if tier is not Tier.STREAMED_WEIGHTS)

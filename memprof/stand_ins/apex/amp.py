@@ -49,8 +49,6 @@ class _State(NamedTuple):
     enabled: bool
     masters: bool
     scalers: list[_Scaler]
-    casts: bool = False
-    """Whether functions are cast around, as at O1."""
 
 
 def _states() -> list[_State]:
@@ -93,15 +91,12 @@ def initialize(
         at_end(install().undo)
         for optimizer in _listed(optimizers):
             optimizer.step = types.MethodType(without(optimizer.step), optimizer)
-    _states()[:] = [_State(True, bool(options["master_weights"]), scalers, around)]
+    _states()[:] = [_State(True, bool(options["master_weights"]), scalers)]
     return models if optimizers is None or optimizers == [] else (models, optimizers)
 
 
 def _listed(given) -> list[Any]:
     return [] if given is None else list(given) if isinstance(given, list) else [given]
-
-
-# -- models --------------------------------------------------------------------------------------------------------
 
 
 def _cast_model(model: nn.Module, options: dict[str, Any], outputs) -> None:
@@ -150,9 +145,6 @@ def _to(dtype: torch.dtype, value):
     return value
 
 
-# -- optimizers ----------------------------------------------------------------------------------------------------
-
-
 class _Stash:
     """What is kept of an optimizer's parameters: those in half precision with their copies, and the others."""
 
@@ -194,15 +186,11 @@ class _Stash:
 
     def after_backward(self, scaler: _Scaler) -> None:
         """Gradients in half precision go, unscaled, to those of the copies; others stay where they are."""
-        new: list[tuple[torch.Tensor, torch.Tensor]] = []
-        added: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for half, master in zip(self.halves, self.masters, strict=True):
-            if half.grad is None:
-                continue
-            (new if master.grad is None else added).append((half, master))
+        pairs = [pair for pair in zip(self.halves, self.masters, strict=True) if pair[0].grad is not None]
+        for _, master in pairs:
             if master.grad is None:
                 master.grad = torch.empty_like(master)
-        for pairs in filter(None, (new, added)):
+        if pairs:
             multi_tensor_step(CHUNK, scaler.overflow, [[h.grad for h, _ in pairs], [m.grad for _, m in pairs]])
         if scaler.scale != 1.0 or scaler.dynamic:
             for parameter, gradient in zip(self.others, self.gradients, strict=True):
@@ -243,9 +231,6 @@ def _adopt(optimizer, masters: bool) -> None:
 
     optimizer.step = types.MethodType(new_step, optimizer)
     optimizer.zero_grad = types.MethodType(zero_grad, optimizer)
-
-
-# -- losses --------------------------------------------------------------------------------------------------------
 
 
 @_public("handle")

@@ -69,9 +69,6 @@ def casts() -> Casts:
     return kept("apex.amp.casts", Casts)
 
 
-# -- what is cast ---------------------------------------------------------------------------------------------------
-
-
 def _half(x: torch.Tensor) -> torch.Tensor:
     return x if x.dtype == torch.float16 or not x.is_cuda else x.half()
 
@@ -117,9 +114,6 @@ def _remembered(value):
     if found is None or (torch.is_grad_enabled() and value.requires_grad != found.requires_grad):
         found = cache[value] = value.half()
     return found
-
-
-# -- wrappers -------------------------------------------------------------------------------------------------------
 
 
 def _is_inside() -> bool:
@@ -246,9 +240,6 @@ def layer_in_half(function):
     return call
 
 
-# -- where they are put ---------------------------------------------------------------------------------------------
-
-
 def install() -> PatchSet:
     """Put the casts around everything; undone by what is returned."""
     patches = PatchSet()
@@ -297,9 +288,6 @@ def without(step):
         return result
 
     return call
-
-
-# -- what a program casts by itself ----------------------------------------------------------------------------------
 
 
 _public = register_in("apex.amp.amp", "apex.amp", source="NVIDIA/apex@25.05:apex/amp/amp.py")

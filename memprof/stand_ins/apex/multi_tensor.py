@@ -18,8 +18,7 @@ from memprof.stand_ins.registry import stand_in
 from memprof.stand_ins.tools import on_card, written
 
 _ADAM = "lr beta1 beta2 epsilon step mode bias_correction weight_decay"
-_PARTS = 320
-"""Sums that blocks of threads write, in float32 (multi_tensor_l2norm_cuda)."""
+_PARTS = 320  # sums that blocks of threads write, in float32 (multi_tensor_l2norm_cuda)
 _Lists = list[list[torch.Tensor]]
 _FIRST = ("chunk_size", "noop_flag", "tensor_lists")
 

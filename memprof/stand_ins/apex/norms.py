@@ -18,8 +18,7 @@ from memprof.stand_ins.tools import HALF, autocast_dtype, kernel, on_card
 
 _MODULE = "apex.normalization.fused_layer_norm"
 _SOURCE = "NVIDIA/apex@25.05:apex/normalization/fused_layer_norm.py, csrc/layer_norm_cuda_kernel.cu"
-_PARTS = 16
-"""Of the gradients of weight and bias, summed in the end (part_size)."""
+_PARTS = 16  # of the gradients of weight and bias, summed in the end (part_size)
 _inner = register_in(_MODULE, source=_SOURCE)
 _public = register_in(_MODULE, "apex.normalization", source=_SOURCE)
 
@@ -139,14 +138,12 @@ class _Norm(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Ones and zeros."""
         if self.elementwise_affine:
             nn.init.ones_(self.weight)
             if not self.is_rms:
                 nn.init.zeros_(self.bias)
 
     def extra_repr(self) -> str:
-        """What `print` shows."""
         return f"{self.normalized_shape}, eps={self.eps}, elementwise_affine={self.elementwise_affine}"
 
     def forward(self, input):

@@ -51,7 +51,6 @@ class FusedAdam(FusedOptimizer):
         self._dummy_overflow_buf = torch.tensor([0], dtype=torch.int, device="cuda")
 
     def step(self, closure=None, grads=None, output_params=None, scale=None, grad_norms=None, grad_scaler=None):  # type: ignore[override]
-        """One kernel for each type of parameters."""
         self._refuse_arguments(grads, output_params, scale, grad_norms)
         loss = None if closure is None else closure()
         for group, masters in zip(self.param_groups, self.param_groups_master, strict=True):
@@ -110,7 +109,6 @@ class FusedLAMB(FusedOptimizer):
         self.use_nvlamb = use_nvlamb
 
     def step(self, closure=None):
-        """The norms, then a kernel for each type of parameters and group."""
         loss = None if closure is None else closure()
         everything = [p for group in self.param_groups for p in self._with_gradients(group)]
         device = self.param_groups[0]["params"][0].device
@@ -154,7 +152,6 @@ class FusedSGD(FusedOptimizer):
         self._dummy_overflow_buf = torch.tensor([0], dtype=torch.int, device=first.device)
 
     def step(self, closure=None):
-        """A kernel for each type of parameters."""
         refuse("apex.optimizers.FusedSGD", {"master weights of apex.amp": hasattr(self, "_amp_stash")})
         loss = None if closure is None else closure()
         for group in self.param_groups:

@@ -62,11 +62,8 @@ def padded(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def check(name: str, *tensors: torch.Tensor) -> None:
-    """What flash_api.cpp refuses too: other dtypes, heads that are too large or do not divide.
-
-    Raises:
-        RuntimeError: one of these.
-    """
+    """What flash_api.cpp refuses too: other dtypes, heads that are too large or do not divide. Raises RuntimeError: one
+    of these."""
     on_card(name, *tensors)
     query, key = tensors[0], tensors[-1]
     if query.dtype not in HALF:
@@ -78,9 +75,6 @@ def check(name: str, *tensors: torch.Tensor) -> None:
     if len(tensors) > 1 and query.shape[-2] % key.shape[-2]:
         raise RuntimeError("Number of heads in key/value must divide number of heads in query")
     must(all(tensor.shape[-1] == query.shape[-1] for tensor in tensors), name, "heads of one size")
-
-
-# -- the kernels ---------------------------------------------------------------------------------------------------
 
 
 def efficient_split(blocks: int, sms: int, numbers: Iterable[int]) -> int:
@@ -172,9 +166,6 @@ def _backward(
             torch.sum(each.view(*key.shape[:-2], shared, heads // shared, head), dim=-2, out=total)
     del accumulated
     return sums
-
-
-# -- what a program calls ------------------------------------------------------------------------------------------
 
 
 def _call(name: str, inputs: tuple[torch.Tensor, ...], *given):

@@ -132,7 +132,6 @@ class FusedDense(nn.Linear):
         self.return_residual = return_residual
 
     def forward(self, x, process_group=None):  # type: ignore[override]
-        """fused_dense_func."""
         return fused_dense_func(x, self.weight, self.bias, self.return_residual, process_group)
 
 
@@ -215,7 +214,6 @@ class FusedMLP(nn.Module):
         self.fc2 = nn.Linear(inner, out_features or in_features, bias=bias2, device=device, dtype=dtype)
 
     def forward(self, x, process_group=None):
-        """fused_mlp_func."""
         heuristic = self.heuristic
         if heuristic == "auto":
             hopper = torch.cuda.get_device_capability("cuda") == (9, 0)

@@ -51,9 +51,6 @@ def cross_entropy_backward(grad_loss, logits, max_log_sum_exp, labels, smoothing
     return logits
 
 
-# -- norms ---------------------------------------------------------------------------------------------------------
-
-
 def _fits_norm(name: str, x: torch.Tensor, gamma: torch.Tensor) -> None:
     must(x.dim() == 2 and x.is_contiguous(), name, "contiguous rows")
     must(gamma.numel() == x.shape[1], name, f"weights of {x.shape[1]}")
@@ -96,9 +93,6 @@ def dropout_add_ln_bwd(
     of_scale = [] if colscale_ is None else [torch.empty_like(colscale_)]
     parts = [x.new_empty((num_multiprocessors(), cols), dtype=torch.float32) for _ in range(2 + len(of_scale))]
     return [*made, *parts[:2], *of_scale, *parts[2:]]
-
-
-# -- products ------------------------------------------------------------------------------------------------------
 
 
 def _for_product(name: str, *tensors) -> torch.Tensor:

@@ -26,11 +26,7 @@ from memprof.stand_ins.tools import (
 
 _AT = "Dao-AILab/flash-attention@v2.8.3:flash_attn/"
 _NORMS = "flash_attn.ops.triton.layer_norm"
-_PARTS = 8
-"""Of the gradient of a norm's weight, for each multiprocessor (sm_count in _layer_norm_bwd_impl)."""
-
-
-# -- rotary positions ----------------------------------------------------------------------------------------------
+_PARTS = 8  # of the gradient of a norm's weight, for each multiprocessor (sm_count in _layer_norm_bwd_impl)
 
 
 @stand_in("flash_attn.ops.triton.rotary.apply_rotary", source=_AT + "ops/triton/rotary.py")
@@ -143,7 +139,6 @@ class RotaryEmbedding(nn.Module):
         self._tables["sin_k"] = (torch.sin(freqs) / scale).to(dtype)
 
     def forward(self, qkv, kv=None, seqlen_offset=0, max_seqlen=None, num_heads_q=None):
-        """In place."""
         tokens = qkv.shape[1]
         if max_seqlen is not None:
             self._update_cos_sin_cache(max_seqlen, device=qkv.device, dtype=qkv.dtype)
@@ -155,9 +150,6 @@ class RotaryEmbedding(nn.Module):
         turned = apply_rotary_emb(qkv, cos, sin, self.interleaved, True, seqlen_offset)
         of_keys = (cos, sin) if cos_k is None else (cos_k, sin_k)
         return turned, apply_rotary_emb_kv_(kv, *of_keys, self.interleaved, seqlen_offset)
-
-
-# -- norms ---------------------------------------------------------------------------------------------------------
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
@@ -259,19 +251,14 @@ class RMSNorm(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self):
-        """Ones, or zeros where one is added."""
         nn.init.constant_(self.weight, 0.0 if self.zero_centered_weight else 1.0)
 
     def forward(self, x, residual=None, prenorm=False, residual_in_fp32=False):
-        """rms_norm_fn."""
         dropout = self.drop.p if self.drop is not None and self.training else 0.0
         return self.norm(
             x, self.weight, self.bias, residual=residual, dropout_p=dropout, prenorm=prenorm,
             residual_in_fp32=residual_in_fp32,
         )  # fmt: skip
-
-
-# -- cross-entropy -------------------------------------------------------------------------------------------------
 
 
 @stand_in("flash_attn.ops.triton.cross_entropy.cross_entropy_loss", source=_AT + "ops/triton/cross_entropy.py")
@@ -317,7 +304,6 @@ class CrossEntropyLoss(nn.Module):
         self.inplace_backward, self.process_group, self.return_z_loss = inplace_backward, process_group, return_z_loss
 
     def forward(self, input, target, precomputed_lse=None):
-        """The loss, and if asked for the z-loss."""
         losses = cross_entropy_loss(
             input, target, precomputed_lse, self.label_smoothing, self.logit_scale, self.lse_square_scale,
             self.ignore_index, self.inplace_backward, self.process_group,

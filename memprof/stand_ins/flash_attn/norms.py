@@ -114,13 +114,11 @@ class _Layer(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Ones, and zeros."""
         nn.init.ones_(self.weight)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
     def forward(self, x0, residual=None):
-        """The norm of the sum."""
         dropout_p = self.p if self.training else 0.0
         return _norm(
             x0, residual, self.weight, self.bias, None, None, dropout_p, self.residual_in_fp32, self.prenorm,
@@ -150,5 +148,4 @@ class RMSNorm(_Layer):
         super().__init__(hidden_size, eps=eps, device=device, dtype=dtype)
 
     def forward(self, x):  # type: ignore[override]
-        """rms_norm."""
         return super().forward(x)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 
 import torch
 
@@ -21,12 +22,12 @@ _LENGTHS = 32768
 _POSITIONS = ("NONE", "ROPE_LLAMA", "ALIBI")
 _KNOWN_BACKENDS = ("auto", "fa2", "fa3")
 _BYTES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8)
+# Those of a decoding plan that may still be given by position.
 _LATER_OPTIONS = (
     "pos_encoding_mode", "window_left", "logits_soft_cap", "q_data_type", "kv_data_type", "o_data_type", "data_type",
     "sm_scale", "rope_scale", "rope_theta", "non_blocking", "block_tables", "seq_lens", "fixed_split_size",
     "disable_split_kv", "q_len_per_req",
 )  # fmt: skip
-"""Those of a decoding plan that may still be given by position."""
 
 
 def _check_positions(pos_encoding_mode: str) -> None:
@@ -59,9 +60,6 @@ def _scaled(out: torch.Tensor, scale) -> torch.Tensor:
     return out if scale is None or (isinstance(scale, float) and scale == 1.0) else out.mul_(scale)
 
 
-# -- one sequence ----------------------------------------------------------------------------------------------------
-
-
 @public("decode", "single_decode_with_kv_cache")
 def single_decode_with_kv_cache(
     q, k, v, kv_layout="NHD", pos_encoding_mode="NONE", use_tensor_cores=False, q_scale=None, k_scale=None,
@@ -74,15 +72,7 @@ def single_decode_with_kv_cache(
     _check_positions(pos_encoding_mode)
     check_layout(kv_layout)
     _check_shapes(name, q, 2, k, v)
-    workspace = torch.empty(_SINGLE_BYTES, dtype=torch.uint8, device=q.device)
-    sums = torch.empty((q.shape[0],), dtype=torch.float32, device=q.device) if return_lse else None
-    out = torch.empty_like(q)
-    slopes = _slopes(q.shape[0], q.device) if pos_encoding_mode == "ALIBI" else None
-    del slopes
-    if v_scale is not None:
-        out *= v_scale
-    del workspace
-    return (out, sums) if return_lse else out
+    return _attend_to_one(q, lambda: torch.empty_like(q), pos_encoding_mode, return_lse, v_scale)
 
 
 @public("prefill", "single_prefill_with_kv_cache")
@@ -101,10 +91,17 @@ def single_prefill_with_kv_cache(
     _check_unknown(name, kv_cache_sf=kv_cache_sf, custom_mask=None if packed_custom_mask is not None else custom_mask)
     _check_known(name, dtypes=(q.dtype, k.dtype))
     _check_shapes(name, q, 3, k, v)
+    shape = (*q.shape[:-1], v.shape[-1])
+    made = functools.partial(torch.empty, shape, dtype=o_dtype or q.dtype, device=q.device)
+    return _attend_to_one(q, made, pos_encoding_mode, return_lse, v_scale)
+
+
+def _attend_to_one(q: torch.Tensor, made: Callable[[], torch.Tensor], positions: str, return_lse: bool, v_scale):
+    """Of queries [..., heads, size]: the output, and 32 MiB while it runs."""
     workspace = torch.empty(_SINGLE_BYTES, dtype=torch.uint8, device=q.device)
-    sums = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if return_lse else None
-    out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=o_dtype or q.dtype, device=q.device)
-    slopes = _slopes(q.shape[1], q.device) if pos_encoding_mode == "ALIBI" else None
+    sums = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device) if return_lse else None
+    out = made()
+    slopes = _slopes(q.shape[-2], q.device) if positions == "ALIBI" else None
     del slopes
     out = _scaled(out, v_scale)
     del workspace
@@ -123,13 +120,14 @@ def _check_shapes(name: str, q: torch.Tensor, dimensions: int, k: torch.Tensor, 
         raise RuntimeError(f"flashinfer.{name}: heads of {q.shape[-1]} in q, of {k.shape[-1]} in k")
 
 
-# -- batches ----------------------------------------------------------------------------------------------------------
-
-
 class _Wrapper:
     """What all have: the program's workspace, one of 8 MiB for numbers, and its copy in the host's pinned memory."""
 
     _name = ""
+
+    def __init_subclass__(cls) -> None:
+        cls._name = cls._name or cls.__name__
+        cls.begin_forward, cls.run_return_lse = cls.plan, functools.partialmethod(cls.run, return_lse=True)  # type: ignore[attr-defined]
 
     def _begin(self, workspace: torch.Tensor, kv_layout: str, use_cuda_graph: bool, backend: str) -> None:
         on_card(f"flashinfer.{self._name}", workspace)
@@ -151,7 +149,6 @@ class _Wrapper:
         return self._use_cuda_graph
 
     def reset_workspace_buffer(self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor) -> None:
-        """Others in their place."""
         self._float_workspace_buffer, self._int_workspace_buffer = float_workspace_buffer, int_workspace_buffer
         self._pin_memory_int_workspace_buffer = torch.empty(
             int_workspace_buffer.shape, dtype=int_workspace_buffer.dtype, pin_memory=True
@@ -231,8 +228,6 @@ def _check_given(tensor: torch.Tensor, shape, dtype: torch.dtype, name: str) -> 
 class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
     """A token for each sequence: the output; 8 MiB, lists of numbers and slopes of heads are kept."""
 
-    _name = "BatchDecodeWithPagedKVCacheWrapper"
-
     def __init__(
         self, float_workspace_buffer, kv_layout="NHD", use_cuda_graph=False, use_tensor_cores=False,
         paged_kv_indptr_buffer=None, paged_kv_indices_buffer=None, paged_kv_last_page_len_buffer=None, backend="auto",
@@ -253,14 +248,12 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
 
     @property
     def use_tensor_cores(self):
-        """Whether the kernel is that of several tokens."""
         return self._use_tensor_cores
 
     def plan(
         self, indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size,
         *deprecated_positional_args, **kwargs,
     ):  # fmt: skip
-        """Where each sequence's pages are."""
         if len(deprecated_positional_args) > len(_LATER_OPTIONS):
             raise TypeError(f"{self._name}.plan() accepts at most {len(_LATER_OPTIONS)} more arguments by position")
         given = dict(zip(_LATER_OPTIONS, deprecated_positional_args, strict=False))
@@ -268,8 +261,6 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         if twice:
             raise TypeError(f"{self._name}.plan() got multiple values for argument {min(twice)!r}")
         self._planned(indptr, indices, last_page_len, page_size, **given, **kwargs)
-
-    begin_forward = plan
 
     def _planned(
         self, indptr, indices, last_page_len, page_size, *, pos_encoding_mode="NONE", window_left=-1, window_right=0,
@@ -299,7 +290,6 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         enable_pdl=None, window_left=None, sinks=None, q_len_per_req=None, skip_softmax_threshold_scale_factor=None,
         kv_cache_sf=None,
     ):  # fmt: skip
-        """The output, and with `return_lse` the logarithms of sums."""
         _check_unknown(f"{self._name}.run", kv_cache_sf=kv_cache_sf)
         keys, values = unpacked(paged_kv_cache, self._kv_layout)
         self._check_run(q, keys, values, *args)
@@ -307,13 +297,10 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
             raise ValueError(f"q.shape[0] ({q.shape[0]}) does not match batch_size * q_len_per_req")
         return self._attended(q, values, out, lse, return_lse, v_scale)
 
-    run_return_lse = functools.partialmethod(run, return_lse=True)
-
     def forward(
         self, q, paged_kv_cache, pos_encoding_mode="NONE", q_scale=None, k_scale=None, v_scale=None, window_left=-1,
         logits_soft_cap=None, sm_scale=None, rope_scale=None, rope_theta=None,
     ):  # fmt: skip
-        """run, as it was called."""
         return self.run(q, paged_kv_cache, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
 
 
@@ -321,8 +308,6 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
 class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
     """Any number of tokens for each sequence, keys and values in pages: an output of zeros; 8 MiB, lengths of 32,768
     sequences, lists of numbers and slopes of heads are kept."""
-
-    _name = "BatchPrefillWithPagedKVCacheWrapper"
 
     def __init__(
         self, float_workspace_buffer, kv_layout="NHD", use_cuda_graph=False, qo_indptr_buf=None,
@@ -346,7 +331,6 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
         seq_lens=None, seq_lens_q=None, block_tables=None, max_token_per_sequence=None, max_sequence_kv=None,
         fixed_split_size=None, disable_split_kv=False,
     ):  # fmt: skip
-        """Where each sequence's tokens and pages are."""
         _check_unknown(f"{self._name}.plan", custom_mask=custom_mask, packed_custom_mask=packed_custom_mask)
         _check_positions(pos_encoding_mode)
         self._place(non_blocking, qo_indptr=qo_indptr, paged_kv_indptr=paged_kv_indptr,
@@ -360,25 +344,19 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
                 seq_lens = get_seq_lens(paged_kv_indptr.to("cpu"), paged_kv_last_page_len.to("cpu"), page_size)
             self._kv_lens_buffer[:sequences].copy_(seq_lens.cpu().flatten(), non_blocking=non_blocking)
 
-    begin_forward = plan
-
     def run(
         self, q, paged_kv_cache, *args, q_scale=None, k_scale=None, v_scale=None, out=None, lse=None, return_lse=False,
         enable_pdl=None, window_left=None, sinks=None, kv_cache_sf=None, skip_softmax_threshold_scale_factor=None,
     ):  # fmt: skip
-        """The output, and with `return_lse` the logarithms of sums."""
         _check_unknown(f"{self._name}.run", kv_cache_sf=kv_cache_sf)
         keys, values = unpacked(paged_kv_cache, self._kv_layout)
         self._check_run(q, keys, values, *args)
         return self._attended(q, values, out, lse, return_lse, v_scale, zeros=True)
 
-    run_return_lse = functools.partialmethod(run, return_lse=True)
-
     def forward(
         self, q, paged_kv_cache, causal=False, pos_encoding_mode="NONE", use_fp16_qk_reduction=False, k_scale=None,
         v_scale=None, window_left=-1, logits_soft_cap=None, sm_scale=None, rope_scale=None, rope_theta=None,
     ):  # fmt: skip
-        """run, as it was called."""
         return self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale)
 
 
@@ -386,8 +364,6 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
 class BatchPrefillWithRaggedKVCacheWrapper(_Wrapper):
     """Any number of tokens for each sequence, keys and values in a row: the output; 8 MiB, lists of numbers and slopes
     of heads are kept."""
-
-    _name = "BatchPrefillWithRaggedKVCacheWrapper"
 
     def __init__(
         self, float_workspace_buffer, kv_layout="NHD", use_cuda_graph=False, qo_indptr_buf=None, kv_indptr_buf=None,
@@ -405,7 +381,6 @@ class BatchPrefillWithRaggedKVCacheWrapper(_Wrapper):
         max_item_len_ptr=None, fixed_split_size=None, disable_split_kv=False, seq_lens=None, seq_lens_q=None,
         max_token_per_sequence=None, max_sequence_kv=None, v_indptr=None, o_indptr=None,
     ):  # fmt: skip
-        """Where each sequence begins."""
         _check_unknown(f"{self._name}.plan", custom_mask=custom_mask, packed_custom_mask=packed_custom_mask)
         refuse(f"flashinfer.{self._name}.plan", {"use_fp16_qk_reduction=True": use_fp16_qk_reduction})
         _check_positions(pos_encoding_mode)
@@ -416,8 +391,6 @@ class BatchPrefillWithRaggedKVCacheWrapper(_Wrapper):
         self._others = {key: given.to(self.device) for key, given in others.items() if given is not None}
         self._types(q_data_type, kv_data_type, o_data_type)
 
-    begin_forward = plan
-
     def run(
         self, q, k, v, *args, q_scale=None, k_scale=None, v_scale=None, o_scale=None, out=None, lse=None,
         return_lse=False, enable_pdl=None, kv_cache_sf=None,
@@ -427,11 +400,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(_Wrapper):
         self._check_run(q, k, v, *args)
         return self._attended(q, v, out, lse, return_lse, dtype=q.dtype if out is None else None)
 
-    run_return_lse = functools.partialmethod(run, return_lse=True)
-
     def forward(
         self, q, k, v, causal=False, pos_encoding_mode="NONE", use_fp16_qk_reduction=False, window_left=-1,
         logits_soft_cap=None, sm_scale=None, rope_scale=None, rope_theta=None,
     ):  # fmt: skip
-        """run, as it was called."""
         return self.run(q, k, v)

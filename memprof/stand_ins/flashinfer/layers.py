@@ -21,9 +21,6 @@ def public(module: str, name: str, file: str = "") -> Callable[[Any], Any]:
     return stand_in(f"flashinfer.{module}.{name}", f"flashinfer.{name}", source=f"{_AT}{file or module + '.py'}")
 
 
-# -- gates ----------------------------------------------------------------------------------------------------------
-
-
 def _gate(name: str) -> Callable[..., Any]:
     def gate(input, out=None, enable_pdl=None):
         """A tensor of half the last dimension."""
@@ -44,8 +41,6 @@ def _gate(name: str) -> Callable[..., Any]:
 for _name in ("silu_and_mul", "gelu_tanh_and_mul", "gelu_and_mul"):
     public("activation", _name)(_gate(_name))
 
-
-# -- norms ----------------------------------------------------------------------------------------------------------
 
 _NORM = "norm/__init__.py"
 
@@ -83,9 +78,6 @@ _register_rms_norms("gemma_")
 def layernorm(input, gemma, beta, eps=1e-6):
     """A tensor like the input."""
     return _normed("layernorm", input, gemma, None)
-
-
-# -- rotations ------------------------------------------------------------------------------------------------------
 
 
 def _turned(name: str, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

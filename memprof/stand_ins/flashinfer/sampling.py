@@ -11,8 +11,7 @@ from memprof.stand_ins.flashinfer.layers import public
 from memprof.stand_ins.tools import kept, on_card, refused
 
 _ROW_STATES = 1024 * 1024
-_MOST_FEW, _LEAST_LARGE = 256, 65536
-"""So few of so large a vocabulary are found first, and sampled from alone."""
+_MOST_FEW, _LEAST_LARGE = 256, 65536  # so few of so large a vocabulary are found first, and sampled from alone
 _BLACKWELL = 10
 
 

@@ -108,23 +108,26 @@ class Block(nn.Module):
             self.norm2, self.mlp = norm_cls(dim), mlp_cls(dim)
 
     def forward(self, hidden_states, residual=None, inference_params=None, **mixer_kwargs):
-        """What the layer gave, and the residual."""
-        hidden_states, residual = self._summed(self.norm, hidden_states, residual)
+        hidden_states, residual = _normed(self, self.norm, hidden_states, residual, prenorm=True)
         hidden_states = self.mixer(hidden_states, inference_params=inference_params, **mixer_kwargs)
         if self.mlp is not None:
-            hidden_states, residual = self._summed(self.norm2, hidden_states, residual)
+            hidden_states, residual = _normed(self, self.norm2, hidden_states, residual, prenorm=True)
             hidden_states = self.mlp(hidden_states)
         return hidden_states, residual
 
-    def _summed(self, norm, x, residual):
-        if self.fused_add_norm:
-            return layer_norm_fn(
-                x, norm.weight, norm.bias, residual=residual, prenorm=True, residual_in_fp32=self.residual_in_fp32,
-                eps=norm.eps, is_rms_norm=isinstance(norm, RMSNorm),
-            )  # fmt: skip
-        residual = x if residual is None else x + residual
-        x = norm(residual.to(dtype=norm.weight.dtype))
-        return x, residual.to(torch.float32) if self.residual_in_fp32 else residual
+
+def _normed(of: Block | MixerModel, norm, x, residual, *, prenorm: bool):
+    """The norm of the sum with a residual, by one kernel or by operators, and with `prenorm` the sum."""
+    if of.fused_add_norm:
+        return layer_norm_fn(
+            x, norm.weight, norm.bias, residual=residual, prenorm=prenorm, residual_in_fp32=of.residual_in_fp32,
+            eps=norm.eps, is_rms_norm=isinstance(norm, RMSNorm),
+        )  # fmt: skip
+    residual = x if residual is None else x + residual
+    x = norm(residual.to(dtype=norm.weight.dtype))
+    if not prenorm:
+        return x
+    return x, residual.to(torch.float32) if of.residual_in_fp32 else residual
 
 
 @_public("mamba_ssm.models.config_mamba.MambaConfig")
@@ -163,13 +166,9 @@ def create_block(
         raise not_here("mamba_ssm.modules.mamba2.Mamba2")
     network = partial(GatedMLP, hidden_features=d_intermediate, out_features=d_model, **of)
     block = Block(
-        d_model,
-        partial(Mamba, layer_idx=layer_idx, **told, **of),
-        network if d_intermediate else nn.Identity,
-        norm_cls=partial(RMSNorm if rms_norm else nn.LayerNorm, eps=norm_epsilon, **of),
-        fused_add_norm=fused_add_norm,
-        residual_in_fp32=residual_in_fp32,
-    )
+        d_model, partial(Mamba, layer_idx=layer_idx, **told, **of), network if d_intermediate else nn.Identity,
+        partial(RMSNorm if rms_norm else nn.LayerNorm, eps=norm_epsilon, **of), fused_add_norm, residual_in_fp32,
+    )  # fmt: skip
     block.layer_idx = layer_idx
     return block
 
@@ -214,14 +213,7 @@ class MixerModel(nn.Module):
         hidden_states, residual = self.embedding(input_ids), None
         for layer in self.layers:
             hidden_states, residual = layer(hidden_states, residual, inference_params=inference_params, **mixer_kwargs)
-        norm = self.norm_f
-        if not self.fused_add_norm:
-            residual = hidden_states if residual is None else hidden_states + residual
-            return norm(residual.to(dtype=norm.weight.dtype))
-        return layer_norm_fn(
-            hidden_states, norm.weight, norm.bias, eps=norm.eps, residual=residual, prenorm=False,
-            residual_in_fp32=self.residual_in_fp32, is_rms_norm=isinstance(norm, RMSNorm),
-        )  # fmt: skip
+        return _normed(self, self.norm_f, hidden_states, residual, prenorm=False)
 
 
 @_public(f"{_MODEL}.MambaLMHeadModel", "mamba_ssm.MambaLMHeadModel")
@@ -243,24 +235,20 @@ class MambaLMHeadModel(nn.Module):
         self.tie_weights()
 
     def tie_weights(self):
-        """One weight for both."""
         if self.config.tie_embeddings:
             self.lm_head.weight = self.backbone.embedding.weight
 
     def forward(self, input_ids, position_ids=None, inference_params=None, num_last_tokens=0, **mixer_kwargs):
-        """Logits, as `.logits`."""
         hidden_states = self.backbone(input_ids, inference_params=inference_params, **mixer_kwargs)
         if num_last_tokens > 0:
             hidden_states = hidden_states[:, -num_last_tokens:]
         return _Output(logits=self.lm_head(hidden_states))
 
     def generate(self, *args, **kwargs):
-        """Decoding is not known here."""
         raise refused("mamba_ssm.MambaLMHeadModel.generate", "decoding")
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name, device=None, dtype=None, **kwargs):
-        """By files of the hub."""
         from transformers.utils import CONFIG_NAME, WEIGHTS_NAME
         from transformers.utils.hub import cached_file
 
@@ -271,7 +259,6 @@ class MambaLMHeadModel(nn.Module):
         return model
 
     def save_pretrained(self, save_directory):
-        """Weights and configuration, as files."""
         folder = Path(save_directory)
         folder.mkdir(parents=True, exist_ok=True)
         torch.save(self.state_dict(), folder / "pytorch_model.bin")

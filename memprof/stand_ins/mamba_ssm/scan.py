@@ -19,8 +19,7 @@ from memprof.stand_ins.tools import autocast_dtype, kernel, last_contiguous, mus
 
 _AT = "state-spaces/mamba@v2.3.2.post1:mamba_ssm/"
 _SCAN = "mamba_ssm.ops.selective_scan_interface"
-_CHUNK = 2048
-"""Steps of time after which a state is kept (n_chunks in selective_scan.cpp)."""
+_CHUNK = 2048  # steps of time after which a state is kept (n_chunks in selective_scan.cpp)
 
 
 def _scan(u: torch.Tensor, delta: torch.Tensor, a: torch.Tensor, z) -> tuple[torch.Tensor, ...]:

@@ -17,7 +17,7 @@ from torch import nn
 
 from memprof.stand_ins.tools import HALF, kept, kernel, on_card, refuse
 from memprof.stand_ins.transformer_engine.linear import LayerNormLinear, Linear
-from memprof.stand_ins.transformer_engine.precision import in_force, te
+from memprof.stand_ins.transformer_engine.precision import te
 
 _DOT = "transformer_engine.pytorch.DotProductAttention"
 _MASKS = ("causal", "causal_bottom_right", "no_mask")
@@ -267,8 +267,6 @@ class MultiheadAttention(nn.Module):
         max_seqlen_kv=None, fast_zero_fill=True, pad_between_seqs=None,
     ):  # fmt: skip
         """[tokens, batch, channels] by "sbhd"."""
-        recipe = in_force()
-        assert recipe is None or not getattr(recipe, "fp8_dpa", False)
         normed = None
         if self.input_layernorm:
             mixed = self.layernorm_qkv(hidden_states, is_first_microbatch=is_first_microbatch)

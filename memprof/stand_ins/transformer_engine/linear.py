@@ -19,8 +19,8 @@ from memprof.stand_ins.transformer_engine.precision import Quantized, Recipe, qu
 
 _WORKSPACE = 4 * 1024 * 1024
 _WORKSPACE_HOPPER = 32 * 1024 * 1024 + 1024
+# Rows that one partial sum of a bias' gradient stands for: on cards that take any layout, and on others.
 _PARTS_ROWS = {True: 128, False: 256}
-"""Rows that one partial sum of a bias' gradient stands for: on cards that take any layout, and on others."""
 _NORMALIZATIONS = ("LayerNorm", "RMSNorm")
 
 

@@ -65,7 +65,6 @@ class _Norm(nn.Module):
             self.reset_parameters()
 
     def reset_parameters(self, defer_init=None) -> None:
-        """Ones and zeros."""
         if self.weight.device.type == "meta":
             for name, parameter in list(self.named_parameters()):
                 self.register_parameter(name, nn.Parameter(torch.empty_like(parameter, device="cuda")))

@@ -51,12 +51,10 @@ class Recipe:
 
     @classmethod
     def delayed(cls):
-        """By the largest values of the steps before."""
         return issubclass(cls, DelayedScaling)
 
     @classmethod
     def float8_current_scaling(cls):
-        """By the largest value of the tensor itself."""
         return issubclass(cls, Float8CurrentScaling)
 
 
@@ -126,22 +124,12 @@ def turned(x: Quantized) -> Quantized:
     return Quantized(x.rows, x.rows.new_empty(shape), x.scale)
 
 
-# -- where it is in force ------------------------------------------------------------------------------------------
-
-
-class State(NamedTuple):
-    """Of the innermost region."""
-
-    enabled: bool = False
-    recipe: Recipe | None = None
-
-
-_state = State()
+_in_force: Recipe | None = None
 
 
 def in_force() -> Recipe | None:
     """The recipe by which products are in float8 now."""
-    return _state.recipe if _state.enabled else None
+    return _in_force
 
 
 @te("quantization")
@@ -155,18 +143,18 @@ class autocast:  # noqa: N801
         unknown = not known or recipe.fp8_dpa or recipe.fp8_mha or recipe.backward_override
         if enabled:
             refuse(name, {"calibrating=True": calibrating, f"the recipe {recipe}": unknown})
-        self._inside, self._outside = State(bool(enabled), recipe), _state
+        self._inside, self._outside = recipe if enabled else None, _in_force
 
     def __enter__(self):
-        global _state
-        if self._inside.enabled and not is_fp8_available():
+        global _in_force
+        if self._inside is not None and not is_fp8_available():
             raise AssertionError(is_fp8_available(True)[1])
-        self._outside, _state = _state, self._inside
+        self._outside, _in_force = _in_force, self._inside
         return self
 
     def __exit__(self, exc_type, exc_val, exc_tb):
-        global _state
-        _state = self._outside
+        global _in_force
+        _in_force = self._outside
 
 
 @te("quantization")

@@ -20,8 +20,8 @@ from memprof.stand_ins.tools import HALF, kernel, not_here, on_card, refuse, ref
 from memprof.stand_ins.xformers import biases
 
 _SOURCE = "facebookresearch/xformers@v0.0.32.post2:xformers/ops/fmha"
+# Of FlashAttention 3 (SUPPORTED_MIN_K in flash3.py), and the largest of both.
 _LEAST_HEAD, _LEAST_HEAD_BACKWARD, _MOST_HEAD = 32, 64, 256
-"""Of FlashAttention 3 (SUPPORTED_MIN_K in flash3.py), and the largest of both."""
 _DENSE = (
     type(None), biases.LowerTriangularMask, biases.LowerTriangularFromBottomRightMask,
     biases.LowerTriangularFromBottomRightLocalAttentionMask, biases.LocalAttentionFromBottomRightMask,
@@ -114,11 +114,8 @@ class _Chosen(NamedTuple):
 
 
 def _chosen(name: str, query: torch.Tensor, key: torch.Tensor, bias, p: float, needs: bool) -> _Chosen:
-    """dispatch.py: the first of the list that takes all of it; the backward's is chosen in the forward.
-
-    Raises:
-        NotImplementedError: none does.
-    """
+    """dispatch.py: the first of the list that takes all of it; the backward's is chosen in the forward. Raises
+    NotImplementedError: none does."""
     capability, size = torch.cuda.get_device_capability(query.device), query.shape[-1]
     from_first = isinstance(bias, (biases.LowerTriangularMask, biases.BlockDiagonalCausalMask))
     bounds = _Bounds.of(bias, query, key)

@@ -28,7 +28,6 @@ class AttentionBias:
     """What all of them are: nothing is taken unless its kind says so."""
 
     def to(self, device):
-        """Itself, where it has no tensor."""
         return self
 
     def __getattr__(self, name):
@@ -42,7 +41,6 @@ class LowerTriangularMask(AttentionBias):
     """Causal, from the first key: nothing is taken."""
 
     def add_bias(self, bias):
-        """The same with a tensor that is added."""
         return LowerTriangularMaskWithTensorBias(bias)
 
 
@@ -54,7 +52,6 @@ class LowerTriangularMaskWithTensorBias(LowerTriangularMask):
         self._bias = bias
 
     def to(self, device):
-        """With its tensor there."""
         return type(self)(self._bias.to(device))
 
 
@@ -77,7 +74,6 @@ class LowerTriangularFromBottomRightMask(AttentionBias):
     """Causal, from the last key: nothing is taken."""
 
     def make_local_attention(self, window_size):
-        """The same in a window."""
         return LowerTriangularFromBottomRightLocalAttentionMask(window_size)
 
 
@@ -97,9 +93,6 @@ def _is_window(size: int) -> None:
         raise ValueError(f"Expected `window_size > 0`, but window_size={size}")
 
 
-# -- sequences one after another -----------------------------------------------------------------------------------
-
-
 def _sent(numbers: Iterable[int], device) -> torch.Tensor:
     made = torch.tensor(list(numbers), dtype=torch.int32, pin_memory=torch.device(device).type != "cpu")
     return made.to(device, non_blocking=True)
@@ -116,18 +109,15 @@ class _SeqLenInfo:
     seqstart_py: list[int]
 
     def to(self, device):
-        """With its tensors there."""
         held = {field.name: getattr(self, field.name) for field in fields(self)}
         moved: Any = {name: one.to(device) for name, one in held.items() if isinstance(one, torch.Tensor)}
         return replace(self, **moved)
 
     def intervals(self):
-        """Begin and end of each."""
         yield from pairwise(self.seqstart_py)
 
     @classmethod
     def from_seqlens(cls, seqlens, *, device=None):
-        """Of so many tokens each."""
         lengths, starts = list(seqlens), [0]
         for length in lengths:
             starts.append(starts[-1] + length)
@@ -156,7 +146,6 @@ class _PaddedSeqLenInfo(_SeqLenInfo):
     padding: int
 
     def intervals(self):
-        """Begin and end of each."""
         for (start, _), length in zip(super().intervals(), self.seqlen_py, strict=True):
             yield start, start + length
 
@@ -179,12 +168,10 @@ class BlockDiagonalMask(AttentionBias):
     _batch_sizes: Sequence[int] | None = None
 
     def to(self, device):
-        """With its lengths there."""
         return replace(self, q_seqinfo=self.q_seqinfo.to(device), k_seqinfo=self.k_seqinfo.to(device))
 
     @classmethod
     def from_seqlens(cls, q_seqlen, kv_seqlen=None, *, device=None):
-        """Of so many tokens each."""
         assert kv_seqlen is None or len(q_seqlen) == len(kv_seqlen)
         of_queries = _SeqLenInfo.from_seqlens(q_seqlen, device=device)
         if kv_seqlen is None or q_seqlen == kv_seqlen:
@@ -200,7 +187,6 @@ class BlockDiagonalMask(AttentionBias):
 
     @classmethod
     def from_tensor_lists_qkv(cls, tensors_q, tensors_k, tensors_v=None):
-        """The same of queries, keys and values."""
         assert len(tensors_q) == len(tensors_k) and (tensors_v is None or len(tensors_v) == len(tensors_q))
         lengths = ([x.shape[1] for x in tensors for _ in range(x.shape[0])] for tensors in (tensors_q, tensors_k))
         made = cls.from_seqlens(*lengths)
@@ -212,28 +198,22 @@ class BlockDiagonalMask(AttentionBias):
         return self.q_seqinfo.split(tensor, self._batch_sizes)  # type: ignore[no-any-return]
 
     def split_kv(self, tensor):
-        """The same by the lengths of keys."""
         return self.k_seqinfo.split(tensor, self._batch_sizes)  # type: ignore[no-any-return]
 
     def split(self, tensor):
-        """The same where queries and keys have the same lengths."""
         assert self.q_seqinfo is self.k_seqinfo
         return self.split_queries(tensor)
 
     def make_causal(self):
-        """Each causal, from its first key."""
         return self._as(BlockDiagonalCausalMask)
 
     def make_causal_from_bottomright(self):
-        """Each causal, from its last key."""
         return self._as(BlockDiagonalCausalFromBottomRightMask)
 
     def make_local_attention(self, window_size):
-        """Each causal in a window, from its first key."""
         return self._as(BlockDiagonalCausalLocalAttentionMask, window_size)
 
     def make_local_attention_from_bottomright(self, window_size):
-        """Each causal in a window, from its last key."""
         return self._as(BlockDiagonalCausalLocalAttentionFromBottomRightMask, window_size)
 
     def _as(self, kind, *window_size: int):
@@ -297,12 +277,10 @@ class BlockDiagonalPaddedKeysMask(AttentionBias):
     k_seqinfo: Any
 
     def to(self, device):
-        """With its lengths there."""
         return type(self)(self.q_seqinfo.to(device), self.k_seqinfo.to(device))
 
     @classmethod
     def from_seqlens(cls, q_seqlen, kv_padding, kv_seqlen, causal_diagonal=None, *, device=None):
-        """Of so many queries and keys each."""
         assert kv_seqlen is None or len(q_seqlen) == len(kv_seqlen), (q_seqlen, kv_seqlen)
         of_keys = _PaddedSeqLenInfo.from_seqlens_padded(kv_seqlen, kv_padding, device=device)
         return cls(_SeqLenInfo.from_seqlens(q_seqlen, device=device), of_keys)

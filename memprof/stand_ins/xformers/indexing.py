@@ -27,12 +27,8 @@ class _Add(torch.autograd.Function):
     def backward(ctx, gradient):
         _, scaling, source = ctx.saved_tensors
         of_source = torch.empty_like(source)
-        return (
-            gradient,
-            None,
-            of_source,
-            None if scaling is None else source.new_empty(source.shape, dtype=scaling.dtype),
-        )
+        of_scaling = None if scaling is None else source.new_empty(source.shape, dtype=scaling.dtype)
+        return gradient, None, of_source, of_scaling
 
 
 @stand_in("xformers.ops.indexing.scaled_index_add", "xformers.ops.scaled_index_add", source=_SOURCE)

@@ -47,7 +47,6 @@ class _Profile:
         self.output_dir = output_dir
 
     def __enter__(self):
-        """Itself."""
         return self
 
     def __exit__(self, *error):

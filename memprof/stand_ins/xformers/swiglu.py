@@ -10,10 +10,9 @@ from typing import Any
 import torch
 
 from memprof.stand_ins.registry import stand_in
-from memprof.stand_ins.tools import on_card, refused
+from memprof.stand_ins.tools import HALF, autocast_dtype, on_card, refuse
 
 _SWIGLU = "facebookresearch/xformers@v0.0.32.post2:xformers/ops/swiglu_op.py, xformers/csrc/swiglu"
-_HALF = (torch.float16, torch.bfloat16)
 
 
 class _Unbind(torch.autograd.Function):
@@ -51,8 +50,7 @@ def _together(tensors, dim: int) -> torch.Tensor | None:
 @stand_in("xformers.ops.unbind", source="facebookresearch/xformers@v0.0.32.post2:xformers/ops/unbind.py")
 def unbind(x, dim):
     """As torch.unbind, whose gradients are one tensor where they lie side by side."""
-    made: tuple[torch.Tensor, ...] = _Unbind.apply(x, dim)
-    return made
+    return _Unbind.apply(x, dim)
 
 
 class _Fused(torch.autograd.Function):
@@ -65,7 +63,7 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w1, b1, w2, b2, w3, b3):
         linear = torch.nn.functional.linear
-        ctx.dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else w1.dtype
+        ctx.dtype = autocast_dtype(w1.dtype)
         if w1.dtype == ctx.dtype:
             x1, x2, hidden = (x.new_empty(x.shape[0], w1.shape[0], dtype=ctx.dtype) for _ in range(3))
         else:
@@ -133,11 +131,10 @@ def swiglu(x, w1, b1, w2, b2, w3, b3, *, op=None):
     """Fused on half precision from compute capability 8 on, else three linear layers."""
     name = "xformers.ops.swiglu"
     on_card(name, x, w1, w2, w3)
-    if op is not None:
-        raise refused(name, "op")
+    refuse(name, {"op": op is not None})
     shape, x = x.shape[:-1], x.reshape(-1, x.shape[-1])
-    cast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else w1.dtype
-    if torch.cuda.get_device_capability() >= (8, 0) and (x.dtype in _HALF or cast in _HALF):
+    cast = autocast_dtype(w1.dtype)
+    if torch.cuda.get_device_capability() >= (8, 0) and (x.dtype in HALF or cast in HALF):
         if cast != w1.dtype and _together((w1, w2), 0) is not None:
             w1, w2 = _Cast.apply(w1, w2, cast)
             x, w3 = x.to(cast), w3.to(cast)
