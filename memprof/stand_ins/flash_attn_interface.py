@@ -22,7 +22,7 @@ _SOURCE = "Dao-AILab/flash-attention@v2.8.3:hopper/flash_attn_interface.py, hopp
 _public = register_in(_NAME, source=_SOURCE, in_graph=True)
 
 
-class _Call(NamedTuple):
+class HopperOptions(NamedTuple):
     """What is asked of one call, beside the tensors."""
 
     causal: bool = False
@@ -55,7 +55,7 @@ class _Sizes(NamedTuple):
     head_v: int
 
     @classmethod
-    def of(cls, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: _Call) -> _Sizes:
+    def of(cls, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: HopperOptions) -> _Sizes:
         bounds, table = call.cu_seqlens_q, call.page_table
         batch = query.shape[0] if bounds is None else bounds.shape[0] - 1
         queries = query.shape[1] if bounds is None else int(call.max_seqlen_q or 0)
@@ -76,7 +76,7 @@ def _arch() -> int:
     return 10 * major + minor
 
 
-def _masks(call: _Call, sizes: _Sizes) -> tuple[bool, bool]:
+def _masks(call: HopperOptions, sizes: _Sizes) -> tuple[bool, bool]:
     """Whether the kernel is the causal one, and whether it is one of a window (set_params_fprop)."""
     left, right = call.window_size
     left = -1 if left >= sizes.keys - 1 else left
@@ -87,7 +87,7 @@ def _masks(call: _Call, sizes: _Sizes) -> tuple[bool, bool]:
     return causal, (left >= 0 or right >= 0) and not causal
 
 
-def _splits(sizes: _Sizes, call: _Call, element: int) -> int:
+def _splits(sizes: _Sizes, call: HopperOptions, element: int) -> int:
     """get_num_splits: into how many parts the keys are split, on Hopper."""
     causal, local = _masks(call, sizes)
     head, head_v = _rounded_head(sizes.head), _rounded_head(sizes.head_v)
@@ -125,7 +125,7 @@ def _tile(head: int, head_v: int, causal: bool, local: bool, element: int, paged
     return by_head.get(head, (128, 64 if local else 80))
 
 
-def _forward(query, key, value, call: _Call) -> tuple[torch.Tensor, ...]:
+def _forward(query, key, value, call: HopperOptions) -> tuple[torch.Tensor, ...]:
     """mha_fwd: output, log of the sums, and where the keys are split the parts of both."""
     query, key = last_contiguous(query), last_contiguous(key)
     if value.stride(-1) != 1 and value.stride(-3) != 1:
@@ -164,7 +164,7 @@ def _blocks(arch: int, head: int, causal: bool, local: bool, softcap: float) -> 
     return 128 if head <= 64 else 64, 128 if head <= 128 else 80 if head <= 192 else 64
 
 
-def _backward(gradient, query, key, value, out, call: _Call) -> None:
+def _backward(gradient, query, key, value, out, call: HopperOptions) -> None:
     """mha_bwd beside the three gradients: two sums of rows, what accumulates the queries' gradient in float32, and, if
     heads share keys and values, theirs."""
     gradient, query, key, value, out = map(last_contiguous, (gradient, query, key, value, out))
@@ -218,7 +218,7 @@ def _check(name: str, attention_chunk: int, *tensors: torch.Tensor) -> None:
         must("varlen" in name or query.dim() == 4, name, "queries of 4 dimensions")
 
 
-def _call(name: str, attention_chunk: int, inputs: tuple[torch.Tensor, ...], call: _Call, heads: int = 0):
+def _call(name: str, attention_chunk: int, inputs: tuple[torch.Tensor, ...], call: HopperOptions, heads: int = 0):
     """Saved for the backward: queries, keys, values, the output, its sums, and what says where sequences end."""
     _check(f"{_NAME}.{name}", attention_chunk, *inputs)
     number, packed = len(inputs), inputs[0].shape
@@ -254,7 +254,7 @@ def flash_attn_func(
     window_size=(-1, -1), attention_chunk=0, softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False, sm_margin=0,
 ):  # fmt: skip
     """[batch, tokens, heads, size] each: the output, sums of rows, a scheduler's numbers, accumulators."""
-    call = _Call(causal, window_size, softcap, num_splits, deterministic)
+    call = HopperOptions(causal, window_size, softcap, num_splits, deterministic)
     return _call("flash_attn_func", attention_chunk, (q, k, v), call)
 
 
@@ -264,7 +264,7 @@ def flash_attn_qkvpacked_func(
     attention_chunk=0, softcap=0.0, deterministic=False, num_heads_q=None, sm_margin=0,
 ):  # fmt: skip
     """All three as [batch, tokens, 3, heads, size], or side by side as [batch, tokens, heads, size]: one gradient."""
-    call = _Call(causal, window_size, softcap, 1, deterministic)
+    call = HopperOptions(causal, window_size, softcap, 1, deterministic)
     return _call("flash_attn_qkvpacked_func", attention_chunk, (qkv,), call, num_heads_q or 0)
 
 
@@ -275,7 +275,7 @@ def flash_attn_varlen_func(
     softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False, sm_margin=0,
 ):  # fmt: skip
     """[tokens, heads, size] each, as flash_attn_func."""
-    call = _Call(
+    call = HopperOptions(
         causal, window_size, softcap, num_splits, deterministic, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
         max_seqlen_k, others=(seqused_q, seqused_k),
     )  # fmt: skip
@@ -294,7 +294,7 @@ def flash_attn_with_kvcache(
     _check(f"{_NAME}.flash_attn_with_kvcache", attention_chunk, q, k_cache)
     if isinstance(cache_seqlens, int):
         cache_seqlens = torch.full((k_cache.shape[0],), cache_seqlens, dtype=torch.int32, device=k_cache.device)
-    call = _Call(
+    call = HopperOptions(
         causal, window_size, softcap, num_splits, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q,
         page_table=page_table, others=(None, cache_seqlens, cache_leftpad), scheduler_metadata=scheduler_metadata,
     )  # fmt: skip

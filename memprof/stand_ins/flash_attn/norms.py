@@ -6,6 +6,9 @@ Dao-AILab/flash-attention@v2.8.3. Subsets of rows and two residuals at once are 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -67,34 +70,29 @@ def layer_norm(x, weight, bias, epsilon):
     return _norm(x, None, weight, bias, None, None, 0.0)
 
 
-@_layer
-def dropout_add_layer_norm(
-    x0, residual, weight, bias, dropout_p, epsilon, rowscale=None, layerscale=None, prenorm=False,
-    residual_in_fp32=False, return_dropout_mask=False,
-):  # fmt: skip
-    """The sum of the input, with dropout, and a residual, and its norm; a mask of bytes, two numbers a row."""
-    return _norm(
-        x0, residual, weight, bias, rowscale, layerscale, dropout_p, residual_in_fp32, prenorm, False,
-        return_dropout_mask,
-    )  # fmt: skip
+def _of_sum(name: str, is_rms: bool, text: str) -> Callable[..., Any]:
+    def dropout_add_norm(
+        x0, residual, weight, bias, dropout_p, epsilon, rowscale=None, layerscale=None, prenorm=False,
+        residual_in_fp32=False, return_dropout_mask=False,
+    ):  # fmt: skip
+        return _norm(
+            x0, residual, weight, bias, rowscale, layerscale, dropout_p, residual_in_fp32, prenorm, is_rms,
+            return_dropout_mask,
+        )  # fmt: skip
+
+    dropout_add_norm.__name__, dropout_add_norm.__doc__ = name, text
+    return dropout_add_norm
+
+
+_SUM = "The sum of the input, with dropout, and a residual, and its norm; a mask of bytes, two numbers a row."
+_layer(_of_sum("dropout_add_layer_norm", False, _SUM))
+_rms(_of_sum("dropout_add_rms_norm", True, "The same with RMS norm."))
 
 
 @_rms
 def rms_norm(x, weight, epsilon):
     """RMS norm: two numbers a row, gradients of parameters in parts."""
     return _norm(x, None, weight, None, None, None, 0.0, is_rms_norm=True)
-
-
-@_rms
-def dropout_add_rms_norm(
-    x0, residual, weight, bias, dropout_p, epsilon, rowscale=None, layerscale=None, prenorm=False,
-    residual_in_fp32=False, return_dropout_mask=False,
-):  # fmt: skip
-    """The same with RMS norm."""
-    return _norm(
-        x0, residual, weight, bias, rowscale, layerscale, dropout_p, residual_in_fp32, prenorm, True,
-        return_dropout_mask,
-    )  # fmt: skip
 
 
 class _Layer(nn.Module):

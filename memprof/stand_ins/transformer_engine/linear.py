@@ -45,7 +45,7 @@ def free(tensor: torch.Tensor | None) -> None:
 def from_gradient(gradient: torch.Tensor, recipe: Recipe | None, has_bias: bool, dtype: torch.dtype):
     """grad_output_preprocess: the gradient of an output, in float8 if products are, and then that of the bias."""
     if recipe is None:
-        return Quantized(gradient, None, None), None
+        return Quantized(gradient), None
     if not has_bias:
         return quantized(gradient, columns=True, by_now=recipe.float8_current_scaling()), None
     of_bias = gradient.new_empty(gradient.shape[-1], dtype=dtype)
@@ -102,8 +102,12 @@ class Base(nn.Module):
             )
         return given.contiguous(), dtype, recipe
 
-    def _in_float8(self, name: str, weight: torch.Tensor, recipe: Recipe, first, columns: bool) -> Quantized:
-        """quantize_weight: again in each forward, or kept while micro-batches are told apart."""
+    def _matrix(
+        self, name: str, weight: torch.Tensor, dtype: torch.dtype, recipe: Recipe | None, first, columns: bool
+    ) -> Quantized:
+        """A weight as products take it; quantize_weight: again in each forward, or kept by micro-batches."""
+        if recipe is None:
+            return Quantized(weight.to(dtype))
         found = self._weights.get(name) if first is not None else None
         if found is None:
             found = quantized(weight, columns=columns, by_now=recipe.float8_current_scaling())
@@ -207,14 +211,13 @@ class Linear(_Weights):
 
         def fore(x: torch.Tensor, w: torch.Tensor, b):
             if recipe is None:
-                given, matrix = Quantized(cast(x, dtype), None, None), Quantized(cast(w, dtype), None, None)
+                given = Quantized(cast(x, dtype))
             else:
-                by_now = recipe.float8_current_scaling()
-                given = quantized(x, columns=grads and to_weight, by_now=by_now)
-                matrix = self._in_float8("weight", w, recipe, is_first_microbatch, grads and to_input)
+                given = quantized(x, columns=grads and to_weight, by_now=recipe.float8_current_scaling())
+            matrix = self._matrix("weight", w, dtype, recipe, is_first_microbatch, grads and to_input)
             shift = cast(b, dtype)
             out = product(x.shape[:-1], w.shape[0], dtype, x)
-            kept_input = given.for_backward() if to_weight else Quantized(None, None, None)
+            kept_input = given.for_backward() if to_weight else Quantized()
             return out, (*kept_input, *matrix, shift)
 
         def back(saved, gradient: torch.Tensor):
@@ -224,7 +227,7 @@ class Linear(_Weights):
             of_input = product(shape[:-1], shape[-1], dtype, gradient) if to_input else None
             if not to_weight:
                 return of_input, None, of_bias
-            given, got = turned(given) if recipe else given, turned(got) if recipe else got
+            given, got = turned(recipe, given, got)
             of_weight = product((wide,), narrow, dtype, gradient)
             if inside and of_bias is None:
                 of_bias = gradient.new_empty(wide, dtype=dtype)
@@ -275,14 +278,14 @@ class LayerNormLinear(_Weights):
             made, statistics = norms.forward(x, is_rms, None if gives_both else recipe, columns=columns)
             normed = made if isinstance(made, torch.Tensor) else None
             if recipe is None:
-                given, matrix = Quantized(made, None, None), Quantized(cast(w, dtype), None, None)
+                given = Quantized(made)
             else:
                 by_now = recipe.float8_current_scaling()
                 given = made if normed is None else quantized(made, columns=columns, by_now=by_now)
-                matrix = self._in_float8("weight", w, recipe, is_first_microbatch, grads)
+            matrix = self._matrix("weight", w, dtype, recipe, is_first_microbatch, grads)
             shift = cast(b, dtype)
             out = product(inp.shape[:-1], w.shape[0], dtype, x)
-            saved = given.for_backward() if to_weight else Quantized(None, None, None)
+            saved = given.for_backward() if to_weight else Quantized()
             outputs = (out, normed.view(inp.shape)) if gives_both and normed is not None else out
             return outputs, (x, *saved, *matrix, *statistics, shift, scales[0])
 
@@ -293,7 +296,7 @@ class LayerNormLinear(_Weights):
             through = product(x.shape[:-1], x.shape[-1], dtype, gradient)
             of_weight = None
             if to_weight:
-                given, got = turned(given) if recipe else given, turned(got) if recipe else got
+                given, got = turned(recipe, given, got)
                 of_weight = product((wide,), narrow, dtype, gradient)
                 if inside and of_bias is None:
                     of_bias = gradient.new_empty(wide, dtype=dtype)

@@ -84,17 +84,13 @@ class LayerNormMLP(Base):
             x = cast(x.view(-1, x.shape[-1]), dtype)
             scales = [cast(one, dtype) for one in of_norm]
             made, statistics = norms.forward(x, is_rms, recipe, columns=grads)
-            if recipe is None:
-                given = Quantized(made, None, None)
-                first, second = (Quantized(cast(w, dtype), None, None) for w in (w1, w2))
-            else:
-                given = made
-                first = self._in_float8("fc1_weight", w1, recipe, is_first_microbatch, grads)
-                second = self._in_float8("fc2_weight", w2, recipe, is_first_microbatch, grads)
+            given = Quantized(made) if recipe is None else made
+            first = self._matrix("fc1_weight", w1, dtype, recipe, is_first_microbatch, grads)
+            second = self._matrix("fc2_weight", w2, dtype, recipe, is_first_microbatch, grads)
             shifts = [cast(one, dtype) for one in (b1, b2)]
             inner = product((x.shape[0],), w1.shape[0], dtype, x)
             if recipe is None:
-                active = Quantized(inner.new_empty((x.shape[0], w2.shape[1])), None, None)
+                active = Quantized(inner.new_empty((x.shape[0], w2.shape[1])))
             else:
                 shape = inner[:, : w2.shape[1]]
                 active = quantized(shape, columns=False, by_now=False)
@@ -110,8 +106,7 @@ class LayerNormMLP(Base):
             gradient = gradient.reshape(-1, gradient.shape[-1]).contiguous()
             got, of_second = from_gradient(gradient, recipe, adds_second, dtype)
             through = product((x.shape[0],), narrow, dtype, gradient)
-            if recipe is not None:
-                active, got = turned(active), turned(got)
+            active, got = turned(recipe, active, got)
             of_w2 = product((rows,), narrow, dtype, gradient)
             if adds_second and of_second is None:
                 of_second = gradient.new_empty(rows, dtype=dtype)
@@ -122,7 +117,7 @@ class LayerNormMLP(Base):
                 # Fused with the product where it is not with the bias: what goes through is the activation's already.
                 inward = through if fuses and not with_bias else torch.empty_like(inner)
                 of_first = inner.new_empty(wide) if self.use_bias and with_bias else None
-                came = Quantized(inward, None, None)
+                came = Quantized(inward)
             elif recipe.delayed() and activation in _PLAIN:
                 came, of_first = from_gradient(inner, recipe, True, dtype)
             else:
@@ -131,8 +126,7 @@ class LayerNormMLP(Base):
                 del inward
             free(inner)
             inwards = product((x.shape[0],), size, dtype, gradient)
-            if recipe is not None:
-                given, came = turned(given), turned(came)
+            given, came = turned(recipe, given, came)
             of_w1 = product((wide,), size, dtype, gradient)
             if self.use_bias and of_first is None:
                 of_first = gradient.new_empty(wide, dtype=dtype)

@@ -7,7 +7,7 @@ Float8CurrentScalingQuantizer) and common/transformer_engine.cpp (nvte_is_non_tn
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple
@@ -89,9 +89,9 @@ class Float8CurrentScaling(Recipe):
 class Quantized(NamedTuple):
     """A tensor in float8: as it is, transposed, and its inverse scale."""
 
-    rows: torch.Tensor | None
-    columns: torch.Tensor | None
-    scale: torch.Tensor | None
+    rows: torch.Tensor | None = None
+    columns: torch.Tensor | None = None
+    scale: torch.Tensor | None = None
 
     def for_backward(self) -> Quantized:
         """What a product for a weight's gradient needs."""
@@ -116,12 +116,13 @@ def quantized(x: torch.Tensor, *, columns: bool, rows: bool = True, by_now: bool
     return Quantized(data, turned, scale)
 
 
-def turned(x: Quantized) -> Quantized:
-    """With what products for a weight's gradient read (_create_transpose)."""
-    if x.columns is not None or takes_any_layout() or x.rows is None:
-        return x
-    shape = (x.rows.shape[-1], *x.rows.shape[:-1])
-    return Quantized(x.rows, x.rows.new_empty(shape), x.scale)
+def turned(recipe: Recipe | None, *given: Quantized) -> Iterator[Quantized]:
+    """Yield tensors with what products in float8 for a weight's gradient read (_create_transpose)."""
+    for x in given:
+        if recipe is None or x.columns is not None or takes_any_layout() or x.rows is None:
+            yield x
+        else:
+            yield Quantized(x.rows, x.rows.new_empty((x.rows.shape[-1], *x.rows.shape[:-1])), x.scale)
 
 
 _in_force: Recipe | None = None

@@ -207,7 +207,7 @@ def _flash_3(
 ):  # fmt: skip
     """fmha/flash3.py, mha_fwd: output and log of the sums."""
     _knows("xformers_flash3.flash_fwd", leftpad_k, block_table, use_kvsplit or None)
-    call = fa3._Call(
+    call = fa3.HopperOptions(
         causal=is_causal, window_size=(window_left, window_right), cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, others=(None, seqused_k),
     )  # fmt: skip
@@ -305,7 +305,7 @@ def _flash(chosen: _Chosen, bias, bounds: _Bounds, p: float, scale: float, toget
             d_q, d_k, d_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         if chosen.backward == 3:
             queries, keys = ends if bounds.queries is not None else (None, None)
-            call = fa3._Call(causal, window, 0.0, 1, False, bounds.queries, bounds.keys, queries, keys)
+            call = fa3.HopperOptions(causal, window, 0.0, 1, False, bounds.queries, bounds.keys, queries, keys)
             fa3._backward(gradient, q, k, v, out, call)
         else:
             lengths = _lengths(bounds.queries, bounds.keys, *ends)
