@@ -109,7 +109,7 @@ def patches(module: Any, context: InstallContext) -> Iterator[Patch]:
         made = _Extension(name)
         for library, function, is_void in bindings(name, "\n".join(texts), functions):
             full = f"{library or name}.{function}"
-            known = registry.held(library or name).get(function)
+            known = registry.stubs_in(library or name).get(function)
             call = known or (passed(full) if is_void else _refused(full))
             if library is None:
                 setattr(made, function, call)

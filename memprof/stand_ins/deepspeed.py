@@ -16,7 +16,7 @@ from memprof.patching.patch_set import Patch
 from memprof.stand_ins import fused_optimizers
 from memprof.stand_ins.packages import WITHOUT
 from memprof.stand_ins.registry import stand_in
-from memprof.stand_ins.tools import on_card, written
+from memprof.stand_ins.tools import check_on_gpu, mark_written
 
 _AT = "deepspeedai/DeepSpeed@v0.19.5:deepspeed/ops/adam/"
 _ON_CARD = (torch.float16, torch.bfloat16, torch.float32)
@@ -34,9 +34,9 @@ _apply = stand_in(f"{_NAME}.fused_adam.multi_tensor_applier", source=f"{_AT}fuse
 
 def multi_tensor_adam(chunk_size: int, flag: torch.Tensor, lists: list[list[torch.Tensor]], *options) -> None:
     """The kernel: it writes parameters and both moments, and allocates nothing."""
-    on_card("deepspeed.ops.adam.FusedAdam", flag, *(tensor for each in lists for tensor in each))
+    check_on_gpu("deepspeed.ops.adam.FusedAdam", flag, *(tensor for each in lists for tensor in each))
     for each in lists[1:]:
-        written(*each)
+        mark_written(*each)
 
 
 @stand_in(f"{_NAME}.fused_adam.FusedAdam", f"{_NAME}.FusedAdam", source=f"{_AT}fused_adam.py")
@@ -108,7 +108,7 @@ class DeepSpeedCPUAdam(torch.optim.Optimizer):
         return self._stepped(closure, lambda parameter: subgroup_id)
 
     def _stepped(self, closure, key):
-        on_card("deepspeed.ops.adam.DeepSpeedCPUAdam")
+        check_on_gpu("deepspeed.ops.adam.DeepSpeedCPUAdam")
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -45,7 +45,7 @@ class StandInExtension(Extension):
     def around(self, context: InstallContext) -> AbstractContextManager[None]:
         """Return what has imports of packages that are not installed find their stand-ins."""
         self._stand_ins = StandIns(context)
-        return self._stand_ins.entered()
+        return self._stand_ins.active()
 
     def patches_of(self, module: ModuleType, context: InstallContext) -> Iterator[Patch]:
         """Replace the parts of an installed package that cannot run without a GPU."""

@@ -12,7 +12,15 @@ import torch
 
 from memprof.stand_ins.flash_attn.attention import efficient_split, round_up
 from memprof.stand_ins.registry import register_in
-from memprof.stand_ins.tools import kernel, last_contiguous, must, num_multiprocessors, on_card, refuse, written
+from memprof.stand_ins.tools import (
+    check_on_gpu,
+    kernel,
+    last_contiguous,
+    mark_written,
+    num_multiprocessors,
+    refuse,
+    require,
+)
 
 _HEADS = (64, 96, 128, 192, 256)
 _L2 = 50 * 1024 * 1024
@@ -201,7 +209,7 @@ def _check(name: str, attention_chunk: int, *tensors: torch.Tensor) -> None:
         RuntimeError: a dtype or a size of heads that it does not take, or a card before Ampere.
     """
     refuse(name, {f"attention_chunk={attention_chunk}": attention_chunk})
-    on_card(name, *tensors)
+    check_on_gpu(name, *tensors)
     dtype, head = tensors[0].dtype, tensors[0].shape[-1]
     if _arch() < 80:
         raise RuntimeError("FlashAttention only supports Ampere GPUs or newer.")
@@ -211,11 +219,11 @@ def _check(name: str, attention_chunk: int, *tensors: torch.Tensor) -> None:
         raise RuntimeError(f"head_size {head} is not supported by FlashAttention 3: at most 256, a multiple of 8")
     if len(tensors) == 3:
         query, key, value = tensors
-        must(all(tensor.dtype == dtype for tensor in tensors), name, "query, key and value of one dtype")
-        must(key.shape[-1] == head, name, "queries and keys of one size of heads")
-        must(key.shape[:-1] == value.shape[:-1], name, "keys and values of one shape but the size of heads")
-        must(query.shape[-2] % key.shape[-2] == 0, name, "heads of keys that divide those of queries")
-        must("varlen" in name or query.dim() == 4, name, "queries of 4 dimensions")
+        require(all(tensor.dtype == dtype for tensor in tensors), name, "query, key and value of one dtype")
+        require(key.shape[-1] == head, name, "queries and keys of one size of heads")
+        require(key.shape[:-1] == value.shape[:-1], name, "keys and values of one shape but the size of heads")
+        require(query.shape[-2] % key.shape[-2] == 0, name, "heads of keys that divide those of queries")
+        require("varlen" in name or query.dim() == 4, name, "queries of 4 dimensions")
 
 
 def _call(name: str, attention_chunk: int, inputs: tuple[torch.Tensor, ...], call: HopperOptions, heads: int = 0):
@@ -300,7 +308,7 @@ def flash_attn_with_kvcache(
     )  # fmt: skip
     new = [last_contiguous(tensor) for tensor in (k, v)]
     if k is not None:
-        written(k_cache, v_cache)
+        mark_written(k_cache, v_cache)
     made = _forward(q, k_cache, v_cache, call)
     del new
     return made if return_softmax_lse else made[0]

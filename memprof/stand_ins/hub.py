@@ -15,7 +15,7 @@ from types import ModuleType
 from memprof.patching.patch_set import Patch
 from memprof.stand_ins import registry
 from memprof.stand_ins.registry import register_in
-from memprof.stand_ins.tools import absent, refused
+from memprof.stand_ins.tools import make_placeholder, unsupported_error
 
 _FLASH_2 = ("flash_attn", "")
 _FLASH_3 = ("flash_attn_interface", "flash_attn_interface")
@@ -39,14 +39,14 @@ def _module(repository: str) -> ModuleType:
     """What the hub's kernel is as a module: its functions, and the module that they are in."""
     package, inner = _KNOWN[repository]
     made = ModuleType(repository.rpartition("/")[2].replace("-", "_"))
-    vars(made).update(registry.held(package))
+    vars(made).update(registry.stubs_in(package))
     if inner:
         setattr(made, inner, made)
 
     def __getattr__(attribute: str):
         if attribute.startswith("__") or not registry.is_public(package, attribute):
             raise AttributeError(f"module {repository!r} has no attribute {attribute!r}")
-        return absent(package, attribute)
+        return make_placeholder(package, attribute)
 
     made.__getattr__ = __getattr__  # type: ignore[method-assign]
     return made
@@ -58,7 +58,7 @@ def get_kernel(
 ):
     """A kernel of the hub, by its repository: its stand-in."""
     if repo_id not in _KNOWN:
-        raise refused("kernels.get_kernel", f"{repo_id!r}, a compiled kernel", _HINT)
+        raise unsupported_error("kernels.get_kernel", f"{repo_id!r}, a compiled kernel", _HINT)
     return _module(repo_id)
 
 
@@ -66,7 +66,7 @@ def get_kernel(
 def has_kernel(repo_id, *, revision=None, version=None, backend=None, trust_remote_code=False, check_arch=True):
     """Whether the hub has one for this card. Of those that are not known here nobody can say."""
     if repo_id not in _KNOWN:
-        raise refused("kernels.has_kernel", f"{repo_id!r}, a compiled kernel", _HINT)
+        raise unsupported_error("kernels.has_kernel", f"{repo_id!r}, a compiled kernel", _HINT)
     return True
 
 

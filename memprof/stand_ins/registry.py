@@ -95,7 +95,7 @@ def unregister(package: str) -> None:
         del _modules[module]
 
 
-def knows(package: str) -> bool:
+def has_stubs(package: str) -> bool:
     """Whether there are stand-ins for a package; loads them."""
     return _load(package) or any(_is_in(module, package) for module in _modules)
 
@@ -113,7 +113,7 @@ def has_module(name: str) -> bool:
     return any(_is_in(module, name) for module in known)
 
 
-def held(module: str) -> dict[str, Any]:
+def stubs_in(module: str) -> dict[str, Any]:
     """What stands in for the names of a module."""
     return {name: one.value for name, one in modules(module.partition(".")[0]).get(module, {}).items()}
 

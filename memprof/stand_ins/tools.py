@@ -27,7 +27,7 @@ FLUSHED_BYTES = 256 * 1024 * 1024
 
 
 @contextmanager
-def in_run(used: Callable[[str], None], context: InstallContext) -> Iterator[None]:
+def active(used: Callable[[str], None], context: InstallContext) -> Iterator[None]:
     """Stubs may be called inside: `used` is told the package of each, `context` what they write and keep."""
     global _used, _context
     _used, _context = used, context
@@ -90,7 +90,7 @@ class _Kernel(torch.autograd.Function):
         return None, None, *ctx.run(ctx.saved_tensors, *gradients)
 
 
-def on_card(name: str, *tensors: torch.Tensor | None) -> None:
+def check_on_gpu(name: str, *tensors: torch.Tensor | None) -> None:
     """A stand-in was called: `name`, "package.function", on these tensors.
 
     Raises:
@@ -108,7 +108,7 @@ def on_card(name: str, *tensors: torch.Tensor | None) -> None:
     _used(name.partition(".")[0])
 
 
-def must(holds: bool, name: str, what: str) -> None:
+def require(holds: bool, name: str, what: str) -> None:
     """What the real one checks too.
 
     Raises:
@@ -133,14 +133,14 @@ def num_multiprocessors() -> int:
     return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
 
 
-def written(*tensors: torch.Tensor) -> None:
+def mark_written(*tensors: torch.Tensor) -> None:
     """A kernel has written these where they lie: what they hold is not known from here on."""
     if _context is not None:
         for tensor in tensors:
             _context.forget_values(tensor)
 
 
-def workspace(name: str, num_bytes: int) -> None:
+def reserve_workspace(name: str, num_bytes: int) -> None:
     """A package takes a workspace, which reports call `name`, at its first call on a card, and keeps it for the run."""
     key = ("workspace", name, torch.cuda.current_device())
     if key not in _kept and _context is not None:
@@ -148,7 +148,7 @@ def workspace(name: str, num_bytes: int) -> None:
         _context.keep_workspace(num_bytes, name)
 
 
-def kept(key: Any, make: Callable[[], _Kept]) -> _Kept:
+def keep_for_run(key: Any, make: Callable[[], _Kept]) -> _Kept:
     """Return what a package makes at the first call and keeps for the length of a run, as a table: one for each key."""
     if key not in _kept:
         _kept[key] = make()
@@ -156,12 +156,12 @@ def kept(key: Any, make: Callable[[], _Kept]) -> _Kept:
     return found
 
 
-def at_end(undo: Callable[[], None]) -> None:
+def call_at_end(undo: Callable[[], None]) -> None:
     """`undo` is called when the run ends: for what a package changes in others."""
     _ends.callback(undo)
 
 
-def autotuned(kernel_name: str, key: Any) -> None:
+def count_autotuning(kernel_name: str, key: Any) -> None:
     """A Triton kernel under `triton.autotune` is launched: with a new key its configurations are timed, and before
     each run 256 MiB are written, so that the card's cache is empty (triton/testing.py, do_bench; for CUDA
     backends/nvidia/driver.py, get_empty_cache_for_benchmark).
@@ -171,7 +171,7 @@ def autotuned(kernel_name: str, key: Any) -> None:
         torch.empty(FLUSHED_BYTES // 4, dtype=torch.int32, device="cuda")
 
 
-def refused(name: str, what: str, hint: str = "") -> MemprofError:
+def unsupported_error(name: str, what: str, hint: str = "") -> MemprofError:
     """Return the error for `what`, an argument of `name` ("package.function") by which memory would be another."""
     return limits.not_yet(f"calls {name} with {what}, which memprof's stand-in does not know", hint or _HINT)
 
@@ -180,7 +180,7 @@ def refuse(name: str, reasons: Mapping[str, Any]) -> None:
     """Raise the error of `refused` for the first of `reasons`, an argument as the program gave it, that holds."""
     for what, holds in reasons.items():
         if holds:
-            raise refused(name, what)
+            raise unsupported_error(name, what)
 
 
 def refuse_given(name: str, **options: Any) -> None:
@@ -188,7 +188,7 @@ def refuse_given(name: str, **options: Any) -> None:
     refuse(name, {f"`{option}`": value is not None for option, value in options.items()})
 
 
-def not_here(name: str) -> MemprofError:
+def missing_stub_error(name: str) -> MemprofError:
     """Return the error for a name of a real package that has no stub."""
     return limits.not_yet(f"uses {name}, which is not installed and has no stand-in", _HINT)
 
@@ -205,19 +205,19 @@ class _Absent(type):
     _refused_name: str
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        raise not_here(cls._refused_name)
+        raise missing_stub_error(cls._refused_name)
 
     def __getattr__(cls, name: str) -> Any:
         if (name.startswith("__") and name.endswith("__")) or name == _OF_SIGNATURES:
             raise AttributeError(name)
-        raise not_here(f"{cls._refused_name}.{name}")
+        raise missing_stub_error(f"{cls._refused_name}.{name}")
 
 
-def absent(module: str, name: str) -> Any:
+def make_placeholder(module: str, name: str) -> Any:
     """What can be imported in the place of `module.name`, and is refused by name where it is used."""
 
     def refuse(cls: type, /, **kwargs: Any) -> None:
-        raise not_here(f"{module}.{name}")
+        raise missing_stub_error(f"{module}.{name}")
 
     made = _Absent(name, (), {"__module__": module, "__init_subclass__": classmethod(refuse)})
     made._refused_name = f"{module}.{name}"

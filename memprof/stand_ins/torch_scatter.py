@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from memprof.stand_ins.registry import stand_in
-from memprof.stand_ins.tools import kernel, must, on_card, written
+from memprof.stand_ins.tools import check_on_gpu, kernel, mark_written, require
 
 _AT = "rusty1s/pytorch_scatter@2.1.2:"
 _LEAST = ("min", "max")
@@ -45,20 +45,20 @@ def _rows(index: torch.Tensor, dim_size: int | None) -> int:
 
 
 def _check(name: str, src: torch.Tensor, index: torch.Tensor) -> None:
-    on_card(name, src, index)
-    must(index.dtype == torch.int64, name, "an index of int64")
+    check_on_gpu(name, src, index)
+    require(index.dtype == torch.int64, name, "an index of int64")
 
 
 def _output(values: torch.Tensor, size: list[int], into: torch.Tensor | None) -> torch.Tensor:
     made = values.new_empty(size) if into is None else into.contiguous()
-    written(made)
+    mark_written(made)
     return made
 
 
 @_public("scatter_sum", "scatter")
 def scatter_sum(src, index, dim=-1, out=None, dim_size=None):
     """Sums, into `out` or into zeros, by torch's own operator."""
-    on_card("torch_scatter.scatter_sum", src, index)
+    check_on_gpu("torch_scatter.scatter_sum", src, index)
     index = broadcast(index, src, dim)
     if out is None:
         size = list(src.size())

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from memprof.stand_ins.apex.casts import casts, install, without
+from memprof.stand_ins.apex.casts import casts, install, suspend_casts
 from memprof.stand_ins.apex.multi_tensor import multi_tensor_step
 from memprof.stand_ins.fused_optimizers import CHUNK
 from memprof.stand_ins.registry import register_in
-from memprof.stand_ins.tools import at_end, kept, on_card, refused
+from memprof.stand_ins.tools import call_at_end, check_on_gpu, keep_for_run, unsupported_error
 from memprof.torch_private import tensors
 
 _AT = "NVIDIA/apex@25.05:apex/amp/"
@@ -53,7 +53,7 @@ class _State(NamedTuple):
 
 def _states() -> list[_State]:
     """Of the last call of `initialize` in this run."""
-    return kept("apex.amp", list)
+    return keep_for_run("apex.amp", list)
 
 
 def _public(file: str) -> Callable[[Any], Any]:
@@ -70,13 +70,15 @@ def initialize(
     if not enabled:
         _states()[:] = [_State(False, False, [])]
         return models if optimizers is None else (models, optimizers)
-    on_card("apex.amp.initialize")
+    check_on_gpu("apex.amp.initialize")
     if opt_level not in _LEVELS:
         raise RuntimeError(f"Unexpected optimization level {opt_level}. Options are 'O0', 'O1', 'O2', 'O3'.")
     around = opt_level == "O1" if patch_torch_functions is None else bool(patch_torch_functions)
     if around != (opt_level == "O1"):
         hint = 'functions are patched at opt_level="O1" and at no other: leave patch_torch_functions out'
-        raise refused("apex.amp.initialize", f"patch_torch_functions={patch_torch_functions} at {opt_level}", hint)
+        raise unsupported_error(
+            "apex.amp.initialize", f"patch_torch_functions={patch_torch_functions} at {opt_level}", hint
+        )
     given = {"cast_model_type": cast_model_type, "keep_batchnorm_fp32": keep_batchnorm_fp32}
     given |= {"master_weights": master_weights, "loss_scale": loss_scale}
     options = _LEVELS[opt_level] | {name: value for name, value in given.items() if value is not None}
@@ -88,9 +90,9 @@ def initialize(
         _adopt(optimizer, bool(options["master_weights"]))
     scalers = [_Scaler(options["loss_scale"], max_loss_scale) for _ in range(num_losses)]
     if around:
-        at_end(install().undo)
+        call_at_end(install().undo)
         for optimizer in _listed(optimizers):
-            optimizer.step = types.MethodType(without(optimizer.step), optimizer)
+            optimizer.step = types.MethodType(suspend_casts(optimizer.step), optimizer)
     _states()[:] = [_State(True, bool(options["master_weights"]), scalers)]
     return models if optimizers is None or optimizers == [] else (models, optimizers)
 

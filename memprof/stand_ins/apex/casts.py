@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from memprof.patching.patch_set import PatchSet
 from memprof.stand_ins.registry import register_in
-from memprof.stand_ins.tools import kept
+from memprof.stand_ins.tools import keep_for_run
 from memprof.torch_private import kernels
 
 
@@ -66,7 +66,7 @@ class Casts:
 
 def casts() -> Casts:
     """Those of this run."""
-    return kept("apex.amp.casts", Casts)
+    return keep_for_run("apex.amp.casts", Casts)
 
 
 def _half(x: torch.Tensor) -> torch.Tensor:
@@ -105,7 +105,7 @@ def _rebuilt(how: _Cast, value):
     return type(value)([_rebuilt(how, each) for each in value]) if isinstance(value, (tuple, list)) else how(value)
 
 
-def _remembered(value):
+def _cast_once(value):
     """A parameter in float32 as it was cast before; whether it needs a gradient has to be the same while there are."""
     if not isinstance(value, torch.nn.Parameter) or value.dtype != torch.float32 or not value.is_cuda:
         return value
@@ -148,7 +148,7 @@ def _to(function, how: Callable[[Any], Any]):
         if not casts().active or _is_inside():
             return function(*args, **kwargs)
         if how is _to_half:
-            args, kwargs = _mapped(_remembered, args, kwargs)
+            args, kwargs = _mapped(_cast_once, args, kwargs)
         cast, named = _mapped(how, args, kwargs)
         return function(*cast, **named)
 
@@ -278,7 +278,7 @@ def install() -> PatchSet:
     return patches
 
 
-def without(step):
+def suspend_casts(step):
     """A step of an optimizer, in which nothing is cast."""
 
     def call(self, *args, **kwargs):

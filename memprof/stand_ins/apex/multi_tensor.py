@@ -15,7 +15,7 @@ import torch
 
 from memprof.stand_ins import fused_optimizers
 from memprof.stand_ins.registry import stand_in
-from memprof.stand_ins.tools import on_card, written
+from memprof.stand_ins.tools import check_on_gpu, mark_written
 
 _ADAM = "lr beta1 beta2 epsilon step mode bias_correction weight_decay"
 _PARTS = 320  # sums that blocks of threads write, in float32 (multi_tensor_l2norm_cuda)
@@ -81,22 +81,22 @@ def norms(chunk: int, lists: _Lists, per_tensor: bool) -> tuple[torch.Tensor, to
 @_of_kernels("multi_tensor_l2norm_mp", "multi_tensor_l2norm_kernel_mp.cu", "per_tensor_python")
 def multi_tensor_l2norm(chunk_size, noop_flag, tensor_lists, per_tensor=False):
     """A norm, with 320 sums of blocks of threads, and, if asked for, one of each tensor."""
-    on_card("amp_C.multi_tensor_l2norm", *tensor_lists[0])
+    check_on_gpu("amp_C.multi_tensor_l2norm", *tensor_lists[0])
     return norms(chunk_size, tensor_lists, bool(per_tensor))
 
 
 @_of_kernels("multi_tensor_scale", "multi_tensor_scale_kernel.cu", "scale")
 def multi_tensor_scale(chunk_size, noop_flag, tensor_lists, *options) -> None:
     """The second list is written, and the flag where a number is not finite."""
-    on_card("amp_C.multi_tensor_scale", *tensor_lists[0])
-    written(*tensor_lists[1])
+    check_on_gpu("amp_C.multi_tensor_scale", *tensor_lists[0])
+    mark_written(*tensor_lists[1])
 
 
 @_of_kernels("multi_tensor_axpby", "multi_tensor_axpby_kernel.cu", "a b arg_to_check")
 def multi_tensor_axpby(chunk_size, noop_flag, tensor_lists, *options) -> None:
     """The third list is written."""
-    on_card("amp_C.multi_tensor_axpby", *tensor_lists[0])
-    written(*tensor_lists[2])
+    check_on_gpu("amp_C.multi_tensor_axpby", *tensor_lists[0])
+    mark_written(*tensor_lists[2])
 
 
 @_of_kernels("multi_tensor_adam", "multi_tensor_adam.cu", _ADAM)
@@ -109,9 +109,9 @@ def multi_tensor_axpby(chunk_size, noop_flag, tensor_lists, *options) -> None:
 @_of_kernels("multi_tensor_adagrad", "multi_tensor_adagrad.cu", "lr epsilon mode weight_decay")
 def multi_tensor_step(chunk_size, noop_flag, tensor_lists, *options) -> None:
     """All lists but the gradients, which come first, are written."""
-    on_card("amp_C.multi_tensor_adam", *tensor_lists[0])
+    check_on_gpu("amp_C.multi_tensor_adam", *tensor_lists[0])
     for tensors in tensor_lists[1:]:
-        written(*tensors)
+        mark_written(*tensors)
 
 
 @_of_kernels(
@@ -121,9 +121,9 @@ def multi_tensor_step(chunk_size, noop_flag, tensor_lists, *options) -> None:
 )  # fmt: skip
 def multi_tensor_lamb(chunk_size, noop_flag, tensor_lists, *options) -> None:
     """Norms of each parameter and of each update; all lists are written, gradients too, which hold the updates."""
-    on_card("amp_C.multi_tensor_lamb", *tensor_lists[0])
+    check_on_gpu("amp_C.multi_tensor_lamb", *tensor_lists[0])
     of_parameters = norms(chunk_size, tensor_lists[1:2], True)
     of_updates = norms(chunk_size, tensor_lists[:1], True)
     for tensors in tensor_lists:
-        written(*tensors)
+        mark_written(*tensors)
     del of_parameters, of_updates

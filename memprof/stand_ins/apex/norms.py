@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional
 
 from memprof.stand_ins.registry import register_in
-from memprof.stand_ins.tools import HALF, autocast_dtype, kernel, on_card
+from memprof.stand_ins.tools import HALF, autocast_dtype, check_on_gpu, kernel
 
 _MODULE = "apex.normalization.fused_layer_norm"
 _SOURCE = "NVIDIA/apex@25.05:apex/normalization/fused_layer_norm.py, csrc/layer_norm_cuda_kernel.cu"
@@ -34,7 +34,7 @@ def _norm(
 
     Saved are the input, or if memory is to be saved the output, the parameters, and a number a row, or two.
     """
-    on_card("apex.fused_layer_norm", input)
+    check_on_gpu("apex.fused_layer_norm", input)
     if tuple(input.shape[input.dim() - len(shape) :]) != tuple(shape):
         wanted, got = list(shape), list(input.shape)
         raise RuntimeError(

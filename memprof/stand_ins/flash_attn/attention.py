@@ -13,7 +13,15 @@ from typing import NamedTuple
 import torch
 
 from memprof.stand_ins.registry import register_in, stand_in
-from memprof.stand_ins.tools import HALF, kernel, last_contiguous, must, num_multiprocessors, on_card, written
+from memprof.stand_ins.tools import (
+    HALF,
+    check_on_gpu,
+    kernel,
+    last_contiguous,
+    mark_written,
+    num_multiprocessors,
+    require,
+)
 
 _SOURCE = "Dao-AILab/flash-attention@v2.8.3:flash_attn/flash_attn_interface.py, csrc/flash_attn/flash_api.cpp"
 _MODULE = "flash_attn.flash_attn_interface"
@@ -64,7 +72,7 @@ def padded(tensor: torch.Tensor) -> torch.Tensor:
 def check(name: str, *tensors: torch.Tensor) -> None:
     """What flash_api.cpp refuses too: other dtypes, heads that are too large or do not divide. Raises RuntimeError: one
     of these."""
-    on_card(name, *tensors)
+    check_on_gpu(name, *tensors)
     query, key = tensors[0], tensors[-1]
     if query.dtype not in HALF:
         raise RuntimeError("FlashAttention only support fp16 and bf16 data type")
@@ -74,7 +82,7 @@ def check(name: str, *tensors: torch.Tensor) -> None:
         raise RuntimeError("FlashAttention forward only supports head dimension at most 256")
     if len(tensors) > 1 and query.shape[-2] % key.shape[-2]:
         raise RuntimeError("Number of heads in key/value must divide number of heads in query")
-    must(all(tensor.shape[-1] == query.shape[-1] for tensor in tensors), name, "heads of one size")
+    require(all(tensor.shape[-1] == query.shape[-1] for tensor in tensors), name, "heads of one size")
 
 
 def efficient_split(blocks: int, sms: int, numbers: Iterable[int]) -> int:
@@ -178,12 +186,12 @@ def _call(name: str, inputs: tuple[torch.Tensor, ...], *given):
     check(name, *inputs)
     head, number, lengths = inputs[0].shape[-1], len(inputs), options.lengths
     packed, rows = number < 3, 4 if lengths is None else 3
-    must(inputs[0].dim() == rows + (number == 1), name, f"queries of {rows} dimensions")
+    require(inputs[0].dim() == rows + (number == 1), name, f"queries of {rows} dimensions")
     if lengths is None:
-        must(inputs[-1].dim() == rows + packed, name, f"keys of {rows + packed} dimensions")
-        must(inputs[0].shape[0] == inputs[-1].shape[0], name, "queries and keys of one batch size")
+        require(inputs[-1].dim() == rows + packed, name, f"keys of {rows + packed} dimensions")
+        require(inputs[0].shape[0] == inputs[-1].shape[0], name, "queries and keys of one batch size")
     else:
-        must(all(each.dtype == torch.int32 for each in lengths[:2]), name, "cu_seqlens of dtype int32")
+        require(all(each.dtype == torch.int32 for each in lengths[:2]), name, "cu_seqlens of dtype int32")
 
     def forward(*tensors: torch.Tensor):
         query, key, value = map(padded, _unpacked(tensors))
@@ -302,7 +310,7 @@ def flash_attn_with_kvcache(
     sums = q.new_empty((batch, heads, queries), dtype=torch.float32)
     new = [padded(tensor) for tensor in (k, v) if tensor is not None]
     if new:
-        written(k_cache, v_cache)
+        mark_written(k_cache, v_cache)
     rows, of = (groups, shared) if swapped else (queries, heads)
     parts = _split_buffers(q, batch, of, round_up(size, 8), rows, keys, num_splits)
     if size % 8:

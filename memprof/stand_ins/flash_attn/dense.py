@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from memprof.stand_ins.flash_attn import extensions
 from memprof.stand_ins.registry import register_in
-from memprof.stand_ins.tools import HALF, autocast_dtype, kernel, on_card, refuse
+from memprof.stand_ins.tools import HALF, autocast_dtype, check_on_gpu, kernel, refuse
 
 _MODULE = "flash_attn.ops.fused_dense"
 _ACTIVATIONS = ("gelu_approx", "relu", "sqrelu")
@@ -57,7 +57,7 @@ def swiglu(x, y):
     """Both are saved; one kernel each way."""
 
     def forward(x: torch.Tensor, y: torch.Tensor):
-        on_card("flash_attn.ops.activations.swiglu", x, y)
+        check_on_gpu("flash_attn.ops.activations.swiglu", x, y)
         return torch.empty_like(x), (x, y)
 
     def backward(saved, gradient: torch.Tensor):
@@ -102,7 +102,7 @@ def fused_dense_func(x, weight, bias=None, return_residual=False, process_group=
     wanted = [one is not None and one.requires_grad for one in (x, weight, bias)]
 
     def forward(x, weight, bias):
-        on_card("flash_attn.ops.fused_dense.fused_dense_func", x, weight)
+        check_on_gpu("flash_attn.ops.fused_dense.fused_dense_func", x, weight)
         x, weight, bias = _in_autocast(x, weight, bias)
         out = functional.linear(x, weight, bias)
         saved = (x, weight) if wanted[1] else (weight,)
@@ -160,7 +160,7 @@ def fused_mlp_func(
         return extensions.linear_act_forward(_rows(x), weight, bias, is_gelu, save, heuristic)  # type: ignore[no-any-return]
 
     def forward(*given):
-        on_card("flash_attn.ops.fused_dense.fused_mlp_func", given[0], given[1], given[3])
+        check_on_gpu("flash_attn.ops.fused_dense.fused_mlp_func", given[0], given[1], given[3])
         x, weight1, bias1, weight2, bias2 = _in_autocast(*given)
         after, *before = inner(x, weight1, bias1, bool(save_pre_act))
         out = functional.linear(after, weight2, bias2).reshape(*x.shape[:-1], -1)

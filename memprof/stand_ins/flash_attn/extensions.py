@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from memprof.stand_ins.registry import stand_in
-from memprof.stand_ins.tools import HALF, must, num_multiprocessors, on_card, written
+from memprof.stand_ins.tools import HALF, check_on_gpu, mark_written, num_multiprocessors, require
 
 _AT = "Dao-AILab/flash-attention@"
 _NORM = f"{_AT}v2.8.3:csrc/layer_norm/ln_api.cpp"
@@ -22,19 +22,19 @@ _LOSS = f"{_AT}v2.8.2:csrc/xentropy/interface.cpp, csrc/xentropy/xentropy_kernel
 @stand_in("rotary_emb.apply_rotary", source=f"{_AT}v2.8.2:csrc/rotary/rotary.cpp")
 def apply_rotary(x1, x2, cos, sin, out1, out2, conj):
     """Written into what it is given."""
-    on_card("rotary_emb.apply_rotary", x1, x2, cos, sin, out1, out2)
-    must(x1.dtype == cos.dtype == out1.dtype, "rotary_emb.apply_rotary", "one dtype")
-    must(x1.shape == x2.shape and cos.shape == sin.shape, "rotary_emb.apply_rotary", "halves of one shape")
-    written(out1, out2)
+    check_on_gpu("rotary_emb.apply_rotary", x1, x2, cos, sin, out1, out2)
+    require(x1.dtype == cos.dtype == out1.dtype, "rotary_emb.apply_rotary", "one dtype")
+    require(x1.shape == x2.shape and cos.shape == sin.shape, "rotary_emb.apply_rotary", "halves of one shape")
+    mark_written(out1, out2)
 
 
 @stand_in("xentropy_cuda_lib.forward", source=_LOSS)
 def cross_entropy(input, labels, smoothing, total_classes=-1):
     """A loss and a log of sums for each row, in float32."""
     name = "xentropy_cuda_lib.forward"
-    on_card(name, input, labels)
-    must(input.dim() == 2 and labels.shape == input.shape[:1], name, "a label for each row of logits")
-    must(labels.dtype == torch.int64 and input.is_contiguous(), name, "labels of int64 and contiguous logits")
+    check_on_gpu(name, input, labels)
+    require(input.dim() == 2 and labels.shape == input.shape[:1], name, "a label for each row of logits")
+    require(labels.dtype == torch.int64 and input.is_contiguous(), name, "labels of int64 and contiguous logits")
     sums = torch.empty_like(labels, dtype=torch.float32)
     return [torch.empty_like(sums), sums]
 
@@ -43,18 +43,18 @@ def cross_entropy(input, labels, smoothing, total_classes=-1):
 def cross_entropy_backward(grad_loss, logits, max_log_sum_exp, labels, smoothing, inplace, total_classes=-1):
     """The gradient of the logits, in their place if it is asked for."""
     name = "xentropy_cuda_lib.backward"
-    on_card(name, grad_loss, logits, max_log_sum_exp, labels)
-    must(grad_loss.dtype == torch.float32, name, "gradients of float32")
+    check_on_gpu(name, grad_loss, logits, max_log_sum_exp, labels)
+    require(grad_loss.dtype == torch.float32, name, "gradients of float32")
     if not inplace:
         return torch.empty_like(logits)
-    written(logits)
+    mark_written(logits)
     return logits
 
 
 def _fits_norm(name: str, x: torch.Tensor, gamma: torch.Tensor) -> None:
-    must(x.dim() == 2 and x.is_contiguous(), name, "contiguous rows")
-    must(gamma.numel() == x.shape[1], name, f"weights of {x.shape[1]}")
-    must(x.shape[1] % 8 == 0 and x.shape[1] <= 8192, name, "rows of at most 8192 elements, a multiple of 8")
+    require(x.dim() == 2 and x.is_contiguous(), name, "contiguous rows")
+    require(gamma.numel() == x.shape[1], name, f"weights of {x.shape[1]}")
+    require(x.shape[1] % 8 == 0 and x.shape[1] <= 8192, name, "rows of at most 8192 elements, a multiple of 8")
 
 
 @stand_in("dropout_layer_norm.dropout_add_ln_fwd", source=_NORM)
@@ -64,7 +64,7 @@ def dropout_add_ln_fwd(
 ):  # fmt: skip
     """The norm; the sum of input and residual, where it is not the input; a mask of bytes; two numbers a row."""
     name = "dropout_layer_norm.dropout_add_ln_fwd"
-    on_card(name, x0, residual_, gamma, beta_)
+    check_on_gpu(name, x0, residual_, gamma, beta_)
     _fits_norm(name, x0, gamma)
     rows, cols = (x0 if x0_subset_ is None else x0_subset_).shape[0], x0.shape[1]
     kind = residual_.dtype if residual_ is not None else torch.float32 if residual_in_fp32 else x0.dtype
@@ -84,7 +84,7 @@ def dropout_add_ln_bwd(
 ):  # fmt: skip
     """Gradients of the input, of the residual and of all parameters, the latter in parts first, which are given too."""
     name = "dropout_layer_norm.dropout_add_ln_bwd"
-    on_card(name, dz, x, gamma)
+    check_on_gpu(name, dz, x, gamma)
     _fits_norm(name, x, gamma)
     cols = x.shape[1]
     d_x0 = x.new_empty((x.shape[0] if x0_subset_ is None else x0_numrows, cols), dtype=dz.dtype)
@@ -97,10 +97,10 @@ def dropout_add_ln_bwd(
 
 def _for_product(name: str, *tensors) -> torch.Tensor:
     """What they refuse; then the workspace of cuBLASLt, which lives as long as the call."""
-    on_card(name, *tensors)
+    check_on_gpu(name, *tensors)
     given = [one for one in tensors if one is not None]
-    must(given[0].dtype in HALF and given[0].dtype == given[1].dtype, name, "half precision")
-    must(all(one.is_contiguous() for one in given), name, "contiguous tensors")
+    require(given[0].dtype in HALF and given[0].dtype == given[1].dtype, name, "half precision")
+    require(all(one.is_contiguous() for one in given), name, "contiguous tensors")
     large = torch.cuda.get_device_capability(given[0].device) >= (9, 0)
     return torch.empty((32 if large else 4) * 2**20, dtype=torch.uint8, device=given[0].device)
 

@@ -13,15 +13,15 @@ from torch import nn
 
 from memprof.stand_ins.registry import stand_in
 from memprof.stand_ins.tools import (
-    autotuned,
+    check_on_gpu,
+    count_autotuning,
     kernel,
     last_contiguous,
-    must,
+    mark_written,
     num_multiprocessors,
-    on_card,
     refuse,
     refuse_given,
-    written,
+    require,
 )
 
 _AT = "Dao-AILab/flash-attention@v2.8.3:flash_attn/"
@@ -34,14 +34,14 @@ def apply_rotary(
     x, cos, sin, seqlen_offsets=0, cu_seqlens=None, max_seqlen=None, interleaved=False, inplace=False, conjugate=False
 ):
     """A tensor like `x`, or `x` itself; what of a head is not turned is copied."""
-    on_card("flash_attn.apply_rotary", x, cos, sin)
-    must(cos.shape == sin.shape, "flash_attn.apply_rotary", "cosines and sines of one shape")
-    must(2 * cos.shape[-1] <= x.shape[-1] <= 256, "flash_attn.apply_rotary", "rotary_dim <= headdim <= 256")
+    check_on_gpu("flash_attn.apply_rotary", x, cos, sin)
+    require(cos.shape == sin.shape, "flash_attn.apply_rotary", "cosines and sines of one shape")
+    require(2 * cos.shape[-1] <= x.shape[-1] <= 256, "flash_attn.apply_rotary", "rotary_dim <= headdim <= 256")
     longest = x.shape[1] if cu_seqlens is None else max_seqlen
-    must(longest is not None, "flash_attn.apply_rotary", "max_seqlen with cu_seqlens")
-    must(cos.shape[0] >= longest, "flash_attn.apply_rotary", "seqlen_ro >= seqlen")
+    require(longest is not None, "flash_attn.apply_rotary", "max_seqlen with cu_seqlens")
+    require(cos.shape[0] >= longest, "flash_attn.apply_rotary", "seqlen_ro >= seqlen")
     if inplace:
-        written(x)
+        mark_written(x)
         return x
     output = torch.empty_like(x)
     turned = 2 * cos.shape[-1]
@@ -75,8 +75,8 @@ def apply_rotary_emb_qkv_(qkv, cos, sin, cos_k=None, sin_k=None, interleaved=Fal
     """
 
     def forward(given, *tables):
-        on_card("flash_attn.apply_rotary_emb_qkv_", given)
-        written(given)
+        check_on_gpu("flash_attn.apply_rotary_emb_qkv_", given)
+        mark_written(given)
         offsets = seqlen_offsets if isinstance(seqlen_offsets, torch.Tensor) else None
         return given, (*tables, offsets)
 
@@ -172,9 +172,9 @@ def norm(
     key = (shape[-1], residual is not None, stream, is_rms, bias is not None, kind)
 
     def forward(given, scale, shift, before):
-        on_card(name, given)
+        check_on_gpu(name, given)
         for one in (scale, shift):
-            must(one is None or one.shape == shape[-1:], name, f"weights of {shape[-1]}")
+            require(one is None or one.shape == shape[-1:], name, f"weights of {shape[-1]}")
         rows = _rows(given)
         output = torch.empty_like(rows, dtype=out_dtype)
         summed = rows
@@ -184,7 +184,7 @@ def norm(
         mean = None if is_rms else rows.new_empty(number, dtype=torch.float32)
         deviation = rows.new_empty(number, dtype=torch.float32)
         seeds = torch.randint(2**32, (number,), device=rows.device, dtype=torch.int64) if dropout_p > 0 else None
-        autotuned(f"{name} forward", key)
+        count_autotuning(f"{name} forward", key)
         saved = (summed, scale.contiguous(), shift, seeds, mean, deviation)
         result = output.reshape(shape)
         return ((result, summed.reshape(shape)) if prenorm else result), saved
@@ -198,7 +198,7 @@ def norm(
         sums = (num_multiprocessors() * parts_of_sm, shape[-1])
         parameters = [one for one in (scale, shift) if one is not None]
         parts = [summed.new_empty(sums, dtype=torch.float32) for _ in parameters]
-        autotuned(f"{name} backward", key)
+        count_autotuning(f"{name} backward", key)
         of_parameters = [part.sum(0).to(one.dtype) for part, one in zip(parts, parameters, strict=True)]
         of_both = (*of_parameters, *(None,) * (2 - len(parameters)))
         return made.reshape(shape), *of_both, of_residual.reshape(shape) if adds else None
@@ -271,8 +271,8 @@ def cross_entropy_loss(
     refuse("flash_attn.ops.triton.cross_entropy.cross_entropy_loss", {"a process group of several": several})
 
     def forward(given, chosen):
-        on_card("flash_attn.cross_entropy_loss", given, chosen)
-        must(chosen.shape == given.shape[:1], "flash_attn.cross_entropy_loss", "a label for each row of logits")
+        check_on_gpu("flash_attn.cross_entropy_loss", given, chosen)
+        require(chosen.shape == given.shape[:1], "flash_attn.cross_entropy_loss", "a label for each row of logits")
         given = last_contiguous(given)
         losses = given.new_empty(given.shape[0], dtype=torch.float32)
         known = precomputed_lse is not None and logit_scale == 1.0 and label_smoothing == 0.0
@@ -281,7 +281,7 @@ def cross_entropy_loss(
 
     def backward(saved, *gradients):
         if inplace_backward:
-            written(saved[0])
+            mark_written(saved[0])
         return (saved[0] if inplace_backward else torch.empty_like(saved[0])), None
 
     losses, z_losses = kernel(forward, backward, logits, labels)

@@ -11,7 +11,7 @@ import torch
 from torch.nn.functional import pad
 
 from memprof.stand_ins.registry import register_in
-from memprof.stand_ins.tools import kernel, on_card
+from memprof.stand_ins.tools import check_on_gpu, kernel
 
 _public = register_in("flash_attn.bert_padding", source="Dao-AILab/flash-attention@v2.8.3:flash_attn/bert_padding.py")
 
@@ -24,7 +24,7 @@ def _repeated(indices: torch.Tensor, columns: int) -> torch.Tensor:
 @_public
 def index_first_axis(input, indices):
     """Rows, by gather; the backward scatters into zeros."""
-    on_card("flash_attn.bert_padding.index_first_axis")
+    check_on_gpu("flash_attn.bert_padding.index_first_axis")
 
     def forward(given: torch.Tensor, chosen: torch.Tensor):
         others = given.shape[1:]
@@ -45,7 +45,7 @@ def index_first_axis(input, indices):
 @_public
 def index_put_first_axis(values, indices, first_axis_dim):
     """Rows of zeros, written by an index; the backward reads them."""
-    on_card("flash_attn.bert_padding.index_put_first_axis")
+    check_on_gpu("flash_attn.bert_padding.index_put_first_axis")
 
     def forward(given: torch.Tensor, chosen: torch.Tensor):
         output = given.new_zeros((first_axis_dim, *given.shape[1:]))
@@ -58,7 +58,7 @@ def index_put_first_axis(values, indices, first_axis_dim):
 @_public
 def index_first_axis_residual(input, indices):
     """Rows, by an index, and the input itself; the backward adds into the gradient of the latter."""
-    on_card("flash_attn.bert_padding.index_first_axis_residual")
+    check_on_gpu("flash_attn.bert_padding.index_first_axis_residual")
 
     def backward(saved: tuple[torch.Tensor, ...], gradient: torch.Tensor, of_input: torch.Tensor):
         chosen = saved[0].reshape(-1, *(1,) * (gradient.ndim - 1)).expand_as(gradient)

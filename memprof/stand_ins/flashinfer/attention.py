@@ -14,7 +14,7 @@ import torch
 
 from memprof.stand_ins.flashinfer.layers import public
 from memprof.stand_ins.flashinfer.pages import check_layout, get_seq_lens, unpacked
-from memprof.stand_ins.tools import kept, on_card, refuse, refused, written
+from memprof.stand_ins.tools import check_on_gpu, keep_for_run, mark_written, refuse, unsupported_error
 
 _SINGLE_BYTES = 32 * 1024 * 1024
 _INT_BYTES = 8 * 1024 * 1024
@@ -38,7 +38,7 @@ def _check_positions(pos_encoding_mode: str) -> None:
 def _check_unknown(name: str, **given) -> None:
     for option, value in given.items():
         if value is not None:
-            raise refused(f"flashinfer.{name}", f"{option}={value!r}" if isinstance(value, str) else option)
+            raise unsupported_error(f"flashinfer.{name}", f"{option}={value!r}" if isinstance(value, str) else option)
 
 
 def _check_known(name: str, backend: str = "auto", dtypes: tuple[torch.dtype, ...] = ()) -> None:
@@ -68,7 +68,7 @@ def single_decode_with_kv_cache(
 ):  # fmt: skip
     """Of one token: the output, and 32 MiB while it runs."""
     name = "single_decode_with_kv_cache"
-    on_card(f"flashinfer.{name}", q, k, v)
+    check_on_gpu(f"flashinfer.{name}", q, k, v)
     _check_positions(pos_encoding_mode)
     check_layout(kv_layout)
     _check_shapes(name, q, 2, k, v)
@@ -84,7 +84,7 @@ def single_prefill_with_kv_cache(
 ):  # fmt: skip
     """Of one sequence: the output, and 32 MiB while it runs."""
     name = "single_prefill_with_kv_cache"
-    on_card(f"flashinfer.{name}", q, k, v, packed_custom_mask)
+    check_on_gpu(f"flashinfer.{name}", q, k, v, packed_custom_mask)
     _check_positions(pos_encoding_mode)
     check_layout(kv_layout)
     _check_known(name, backend)
@@ -130,7 +130,7 @@ class _Wrapper:
         cls.begin_forward, cls.run_return_lse = cls.plan, functools.partialmethod(cls.run, return_lse=True)  # type: ignore[attr-defined]
 
     def _begin(self, workspace: torch.Tensor, kv_layout: str, use_cuda_graph: bool, backend: str) -> None:
-        on_card(f"flashinfer.{self._name}", workspace)
+        check_on_gpu(f"flashinfer.{self._name}", workspace)
         check_layout(kv_layout)
         _check_known(self._name, backend)
         if workspace.numel() and workspace.data_ptr() % 16:
@@ -178,7 +178,7 @@ class _Wrapper:
         self._is_planned = True
 
     def _check_run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others) -> None:
-        on_card(f"flashinfer.{self._name}", q, k, v)
+        check_on_gpu(f"flashinfer.{self._name}", q, k, v)
         if not self._is_planned:
             raise AssertionError("plan info is not initialized")
         for name, tensor, dtype in (("q", q, self._q_dtype), ("k", k, self._kv_dtype)):
@@ -202,9 +202,9 @@ class _Wrapper:
             out = (torch.zeros if zeros else torch.empty)(shape, dtype=dtype, device=q.device)
         else:
             _check_given(out, shape, dtype, "out")
-        written(out)
+        mark_written(out)
         heads = q.shape[1]
-        kept(("flashinfer", "slopes", heads, self.device), lambda: _slopes(heads, self.device))
+        keep_for_run(("flashinfer", "slopes", heads, self.device), lambda: _slopes(heads, self.device))
         out = _scaled(out, v_scale)
         return (out, lse) if return_lse else out
 

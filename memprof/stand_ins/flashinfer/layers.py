@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from memprof.stand_ins.registry import stand_in
-from memprof.stand_ins.tools import on_card, written
+from memprof.stand_ins.tools import check_on_gpu, mark_written
 
 _AT = "flashinfer-ai/flashinfer@v0.6.17:flashinfer/"
 
@@ -24,7 +24,7 @@ def public(module: str, name: str, file: str = "") -> Callable[[Any], Any]:
 def _gate(name: str) -> Callable[..., Any]:
     def gate(input, out=None, enable_pdl=None):
         """A tensor of half the last dimension."""
-        on_card(f"flashinfer.{name}", input, out)
+        check_on_gpu(f"flashinfer.{name}", input, out)
         if input.shape[-1] * input.dtype.itemsize % 16:
             raise ValueError("The pointers must be multiple of 16 bytes.")
         shape = (*input.shape[:-1], input.shape[-1] // 2)
@@ -32,7 +32,7 @@ def _gate(name: str) -> Callable[..., Any]:
             return torch.empty(shape, device=input.device, dtype=input.dtype)
         if out.shape != shape:
             raise AssertionError(f"{tuple(out.shape)} != {shape}")
-        written(out)
+        mark_written(out)
         return out
 
     return gate
@@ -46,12 +46,12 @@ _NORM = "norm/__init__.py"
 
 
 def _normed(name: str, input: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
-    on_card(f"flashinfer.{name}", input, weight, out)
+    check_on_gpu(f"flashinfer.{name}", input, weight, out)
     if weight.shape != input.shape[-1:]:
         raise RuntimeError(f"flashinfer.{name}: a weight of {tuple(weight.shape)} for rows of {input.shape[-1]}")
     if out is None:
         return torch.empty_like(input)
-    written(out)
+    mark_written(out)
     return out
 
 
@@ -82,14 +82,14 @@ def layernorm(input, gemma, beta, eps=1e-6):
 
 def _turned(name: str, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Tensors like queries and keys."""
-    on_card(f"flashinfer.{name}", *tensors)
+    check_on_gpu(f"flashinfer.{name}", *tensors)
     return tuple(map(torch.empty_like, tensors))
 
 
 def _turned_in_place(name: str, *tensors: torch.Tensor) -> None:
     """Queries and keys are written where they lie."""
-    on_card(f"flashinfer.{name}", *tensors)
-    written(*tensors)
+    check_on_gpu(f"flashinfer.{name}", *tensors)
+    mark_written(*tensors)
 
 
 def _register_rotations(suffix: str, turn: Callable[..., Any]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from memprof.stand_ins.flashinfer.layers import public
-from memprof.stand_ins.tools import on_card, written
+from memprof.stand_ins.tools import check_on_gpu, mark_written
 
 LAYOUTS = ("NHD", "HND")
 
@@ -45,13 +45,13 @@ def get_seq_lens(kv_indptr, kv_last_page_len, page_size):
 @public("page", "get_batch_indices_positions")
 def get_batch_indices_positions(append_indptr, seq_lens, nnz, batch_indices=None, positions=None):
     """Two integers of each new token: its sequence, and where it is in it."""
-    on_card("flashinfer.get_batch_indices_positions", append_indptr, seq_lens)
+    check_on_gpu("flashinfer.get_batch_indices_positions", append_indptr, seq_lens)
     found = []
     for given in (batch_indices, positions):
         made = torch.empty((nnz,), device=append_indptr.device, dtype=torch.int32) if given is None else given
         if made.shape != (nnz,) or made.dtype != torch.int32:
             raise ValueError(f"expected ({nnz},) of torch.int32, got {tuple(made.shape)} of {made.dtype}")
-        written(made)
+        mark_written(made)
         found.append(made)
     return tuple(found)
 
@@ -78,19 +78,19 @@ def append_paged_mla_kv_cache(
 
 
 def _appended(name: str, caches, new: tuple[torch.Tensor, ...], *numbers: torch.Tensor) -> None:
-    on_card(f"flashinfer.{name}", *caches, *new, *numbers)
+    check_on_gpu(f"flashinfer.{name}", *caches, *new, *numbers)
     for cache, tokens in zip(caches, new, strict=True):
         if cache.dtype != tokens.dtype or cache.shape[-1] != tokens.shape[-1]:
             raise RuntimeError(f"flashinfer.{name}: {tokens.dtype} of {tokens.shape[-1]} into pages of {cache.dtype} of {cache.shape[-1]}")  # fmt: skip  # noqa: E501
     copies = [each.int() for each in numbers]
-    written(*caches)
+    mark_written(*caches)
     del copies
 
 
 @public("cascade", "merge_state")
 def merge_state(v_a, s_a, v_b, s_b):
     """Two parts of attention put together, and the logarithms of their sums in float32."""
-    on_card("flashinfer.merge_state", v_a, s_a, v_b, s_b)
+    check_on_gpu("flashinfer.merge_state", v_a, s_a, v_b, s_b)
     s_a, s_b = s_a.float(), s_b.float()
     return torch.empty_like(v_a), torch.empty_like(s_a)
 
@@ -98,15 +98,15 @@ def merge_state(v_a, s_a, v_b, s_b):
 @public("cascade", "merge_state_in_place")
 def merge_state_in_place(v, s, v_other, s_other, mask=None):
     """Two parts of attention put together in the first; logarithms of sums are copied where they are not float32."""
-    on_card("flashinfer.merge_state_in_place", v, s, v_other, s_other, mask)
+    check_on_gpu("flashinfer.merge_state_in_place", v, s, v_other, s_other, mask)
     s, s_other = s.float(), s_other.float()
-    written(v, s)
+    mark_written(v, s)
 
 
 @public("cascade", "merge_states")
 def merge_states(v, s):
     """Any number of parts of attention put together, and the logarithms of their sums in float32."""
-    on_card("flashinfer.merge_states", v, s)
+    check_on_gpu("flashinfer.merge_states", v, s)
     s = s.float()
     length, _, heads, size = v.size()
     merged = torch.empty(length, heads, size, dtype=v.dtype, device=v.device)

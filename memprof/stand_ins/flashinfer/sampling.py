@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from memprof.stand_ins.flashinfer.layers import public
-from memprof.stand_ins.tools import kept, on_card, refused
+from memprof.stand_ins.tools import check_on_gpu, keep_for_run, unsupported_error
 
 _ROW_STATES = 1024 * 1024
 _MOST_FEW, _LEAST_LARGE = 256, 65536  # so few of so large a vocabulary are found first, and sampled from alone
@@ -17,13 +17,13 @@ _BLACKWELL = 10
 
 def _buffer(name: str, like: torch.Tensor) -> torch.Tensor:
     """What the package makes once for a card, and keeps."""
-    return kept(
+    return keep_for_run(
         ("flashinfer", name, like.device), lambda: torch.empty(_ROW_STATES, dtype=torch.uint8, device=like.device)
     )
 
 
 def _check(name: str, rows: torch.Tensor, check_nan: bool) -> None:
-    on_card(f"flashinfer.{name}", rows)
+    check_on_gpu(f"flashinfer.{name}", rows)
     if rows.dim() != 2:
         raise RuntimeError(f"flashinfer.{name}: expected two dimensions, got {rows.dim()}")
     if check_nan and torch.any(torch.isnan(rows)):
@@ -147,7 +147,7 @@ def _few(
     name: str, rows: torch.Tensor, top_k: int, top_p, deterministic: bool, check_nan: bool, *, valid: bool, logits: bool
 ):
     if not deterministic and torch.cuda.get_device_capability(rows.device)[0] == _BLACKWELL:
-        raise refused(f"flashinfer.{name}", "deterministic=False on a card of compute capability 10.0")
+        raise unsupported_error(f"flashinfer.{name}", "deterministic=False on a card of compute capability 10.0")
     _buffer("radix_topk_row_states", rows)
     values = torch.empty(rows.size(0), top_k, dtype=rows.dtype, device=rows.device)
     places = torch.empty(rows.size(0), top_k, dtype=torch.int32, device=rows.device).long()

@@ -23,7 +23,7 @@ from torch.nn import functional as F  # noqa: N812
 from memprof.stand_ins.flash_attn import layers
 from memprof.stand_ins.mamba_ssm.scan import Mamba
 from memprof.stand_ins.registry import stand_in
-from memprof.stand_ins.tools import not_here, refuse_given, refused
+from memprof.stand_ins.tools import missing_stub_error, refuse_given, unsupported_error
 
 _MODEL = "mamba_ssm.models.mixer_seq_simple"
 _NORMS = "mamba_ssm.ops.triton.layer_norm"
@@ -156,14 +156,14 @@ def create_block(
 ):  # fmt: skip
     """A layer of the first Mamba, with a norm, and a network if one is asked for."""
     if layer_idx in (attn_layer_idx or ()):
-        raise not_here("mamba_ssm.modules.mha.MHA")
+        raise missing_stub_error("mamba_ssm.modules.mha.MHA")
     of: dict[str, Any] = {"device": device, "dtype": dtype}
     told = copy.deepcopy(ssm_cfg) if ssm_cfg is not None else {}
     layer = told.pop("layer", "Mamba1")
     if layer not in ("Mamba1", "Mamba2"):
         raise ValueError(f"Invalid ssm_layer: {layer}, only support Mamba1 and Mamba2")
     if layer == "Mamba2":
-        raise not_here("mamba_ssm.modules.mamba2.Mamba2")
+        raise missing_stub_error("mamba_ssm.modules.mamba2.Mamba2")
     network = partial(GatedMLP, hidden_features=d_intermediate, out_features=d_model, **of)
     block = Block(
         d_model, partial(Mamba, layer_idx=layer_idx, **told, **of), network if d_intermediate else nn.Identity,
@@ -245,7 +245,7 @@ class MambaLMHeadModel(nn.Module):
         return _Output(logits=self.lm_head(hidden_states))
 
     def generate(self, *args, **kwargs):
-        raise refused("mamba_ssm.MambaLMHeadModel.generate", "decoding")
+        raise unsupported_error("mamba_ssm.MambaLMHeadModel.generate", "decoding")
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name, device=None, dtype=None, **kwargs):

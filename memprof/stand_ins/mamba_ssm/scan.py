@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from memprof.stand_ins import causal_conv1d
 from memprof.stand_ins.registry import stand_in
-from memprof.stand_ins.tools import autocast_dtype, kernel, last_contiguous, must, on_card, refuse, refuse_given
+from memprof.stand_ins.tools import autocast_dtype, check_on_gpu, kernel, last_contiguous, refuse, refuse_given, require
 
 _AT = "state-spaces/mamba@v2.3.2.post1:mamba_ssm/"
 _SCAN = "mamba_ssm.ops.selective_scan_interface"
@@ -49,11 +49,11 @@ def selective_scan_fn(
 ):
     """[batch, channels, time]; saved are the inputs, states of each chunk of time, and with a gate the output."""
     name = "mamba_ssm.selective_scan_fn"
-    on_card(name, u, delta, A)
+    check_on_gpu(name, u, delta, A)
     refuse(name, {"complex numbers": A.is_complex()})
-    must(u.dim() == 3 and delta.shape == u.shape, name, "u and delta of [batch, channels, time]")
-    must(A.dim() == 2 and A.shape[0] == u.shape[1], name, "A of [channels, states]")
-    must(z is None or z.shape == u.shape, name, "z as u is")
+    require(u.dim() == 3 and delta.shape == u.shape, name, "u and delta of [batch, channels, time]")
+    require(A.dim() == 2 and A.shape[0] == u.shape[1], name, "A of [channels, states]")
+    require(z is None or z.shape == u.shape, name, "z as u is")
     flat = B.dim() == 3, C.dim() == 3
 
     def forward(*given):
@@ -89,7 +89,7 @@ def mamba_inner_fn(
     """Convolution, projections, scan and the projection out. What the convolution and the step sizes gave is computed
     again in the backward (checkpoint_lvl=1)."""
     name = "mamba_ssm.mamba_inner_fn"
-    on_card(name, xz, A)
+    check_on_gpu(name, xz, A)
     refuse_given(
         name, B=B, C=C, B_proj_bias=B_proj_bias, C_proj_bias=C_proj_bias, b_rms_weight=b_rms_weight,
         c_rms_weight=c_rms_weight, dt_rms_weight=dt_rms_weight,

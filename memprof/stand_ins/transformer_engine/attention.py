@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memprof.stand_ins.tools import HALF, kept, kernel, on_card, refuse
+from memprof.stand_ins.tools import HALF, check_on_gpu, keep_for_run, kernel, refuse
 from memprof.stand_ins.transformer_engine.linear import LayerNormLinear, Linear
 from memprof.stand_ins.transformer_engine.precision import te
 
@@ -89,7 +89,7 @@ class DotProductAttention(nn.Module):
         score_mod_bprop=None, score_mod_tensors=None, score_mod_bprop_tensors=None,
     ):  # fmt: skip
         """Saved are queries, keys and values, the output, a sum for each row and the random state."""
-        on_card(_DOT, query_layer, key_layer, value_layer)
+        check_on_gpu(_DOT, query_layer, key_layer, value_layer)
         form = qkv_format or self.qkv_format
         mask = (attn_mask_type or self.attn_mask_type).replace(",", "_")
         flash = "flash_attn" in sys.modules and os.environ.get("NVTE_FLASH_ATTN", "1") != "0"
@@ -117,7 +117,7 @@ class DotProductAttention(nn.Module):
             return torch.empty(batch + 1, dtype=torch.int32, device=query.device)
 
         for length in {tokens, value.shape[1 - batch_at]}:
-            kept(("transformer_engine.cu_seqlens", batch, length, str(query.device)), lengths)
+            keep_for_run(("transformer_engine.cu_seqlens", batch, length, str(query.device)), lengths)
         grads = torch.is_grad_enabled()
 
         def fore(*tensors: torch.Tensor):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memprof.stand_ins.tools import autocast_dtype, kernel, on_card, refuse, workspace
+from memprof.stand_ins.tools import autocast_dtype, check_on_gpu, kernel, refuse, reserve_workspace
 from memprof.stand_ins.transformer_engine import norms, precision
 from memprof.stand_ins.transformer_engine.precision import Quantized, Recipe, quantized, te, turned
 
@@ -27,7 +27,7 @@ _NORMALIZATIONS = ("LayerNorm", "RMSNorm")
 def product(rows, columns: int, dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
     """general_gemm: its result; the workspace is taken once and kept."""
     hopper = torch.cuda.get_device_capability() >= (9, 0)
-    workspace("transformer_engine workspace", _WORKSPACE_HOPPER if hopper else _WORKSPACE)
+    reserve_workspace("transformer_engine workspace", _WORKSPACE_HOPPER if hopper else _WORKSPACE)
     return torch.empty((*rows, columns), dtype=dtype, device=like.device)
 
 
@@ -79,7 +79,7 @@ class Base(nn.Module):
     def _prepare(self, given: torch.Tensor, **refused: Any) -> tuple[torch.Tensor, torch.dtype, Recipe | None]:
         """prepare_forward: the input, the type of products, and the recipe of float8."""
         refuse(self._real_name, refused)
-        on_card(self._real_name, given)
+        check_on_gpu(self._real_name, given)
         dtype = autocast_dtype(given.dtype)
         if not torch.is_autocast_enabled():
             for name, parameter in self.named_parameters():

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memprof.stand_ins.tools import autocast_dtype, kernel, num_multiprocessors, on_card
+from memprof.stand_ins.tools import autocast_dtype, check_on_gpu, kernel, num_multiprocessors
 from memprof.stand_ins.transformer_engine.precision import Recipe, quantized, te
 
 _Made = tuple[Any, tuple[torch.Tensor, ...]]
@@ -74,7 +74,7 @@ class _Norm(nn.Module):
 
     def forward(self, input):
         """Over the last dimensions; saved are the input, in autocast's type, and the numbers of the rows."""
-        on_card(f"transformer_engine.pytorch.{type(self).__name__}", input)
+        check_on_gpu(f"transformer_engine.pytorch.{type(self).__name__}", input)
         dtype = autocast_dtype(self.weight.dtype)
         is_rms, shape = self.is_rms, input.shape
 

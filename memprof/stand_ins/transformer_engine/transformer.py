@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memprof.stand_ins.tools import autocast_dtype, kernel, on_card, refuse
+from memprof.stand_ins.tools import autocast_dtype, check_on_gpu, kernel, refuse
 from memprof.stand_ins.transformer_engine.attention import MultiheadAttention
 from memprof.stand_ins.transformer_engine.mlp import LayerNormMLP
 from memprof.stand_ins.transformer_engine.norms import LayerNorm, RMSNorm
@@ -100,7 +100,7 @@ class TransformerLayer(nn.Module):
         cu_seqlens_kv_padded=None, max_seqlen_q=None, max_seqlen_kv=None, fast_zero_fill=True, pad_between_seqs=None,
     ):  # fmt: skip
         """[tokens, batch, channels] by "sbhd"."""
-        on_card(_NAME, hidden_states)
+        check_on_gpu(_NAME, hidden_states)
         hidden_states = hidden_states.contiguous()
         hidden_states = hidden_states.to(autocast_dtype(hidden_states.dtype))
         dropout = self.hidden_dropout if self.training else 0.0

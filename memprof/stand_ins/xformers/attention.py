@@ -16,7 +16,7 @@ import torch
 from memprof.stand_ins import flash_attn_interface as fa3
 from memprof.stand_ins.flash_attn import attention as fa2
 from memprof.stand_ins.registry import stand_in
-from memprof.stand_ins.tools import HALF, kernel, not_here, on_card, refuse, refused
+from memprof.stand_ins.tools import HALF, check_on_gpu, kernel, missing_stub_error, refuse, unsupported_error
 from memprof.stand_ins.xformers import biases
 
 _SOURCE = "facebookresearch/xformers@v0.0.32.post2:xformers/ops/fmha"
@@ -74,7 +74,7 @@ def _window_size(bias) -> int | None:
 
 def _checked(name: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias, op) -> None:
     """What the real one refuses (Inputs.validate_inputs), and what is not known here, by name."""
-    on_card(name, query, key, value)
+    check_on_gpu(name, query, key, value)
     three = (query, key, value)
     if any(tensor.dim() != query.dim() for tensor in three):
         raise ValueError("Query/Key/Value should all have BMGHK, BMHK or BMK shape.")
@@ -86,7 +86,7 @@ def _checked(name: str, query: torch.Tensor, key: torch.Tensor, value: torch.Ten
         raise ValueError("Expected batch_size=1 when using block-diagonal bias")
     added = _tensor_of(bias)
     if added is not None:
-        on_card(name, added)
+        check_on_gpu(name, added)
         shape = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
         if query.dim() == 4 and added.shape != shape:
             raise ValueError(f"Invalid shape for attention bias: {tuple(added.shape)} (expected {shape})")
@@ -140,7 +140,7 @@ def _chosen(name: str, query: torch.Tensor, key: torch.Tensor, bias, p: float, n
     alone = not needs and key.stride(-2) == 0 and key.shape[-2] > 1
     if alone and query.shape[1] <= 32 and key.shape[1] >= 256 and query.shape[0] * query.shape[2] < 64:
         if isinstance(bias, _BLOCKS) or not flash:
-            raise refused(name, "one head of keys for few queries, which Triton's kernel runs")
+            raise unsupported_error(name, "one head of keys for few queries, which Triton's kernel runs")
         third = False
     forward = (3 if third else 2) if flash else 0
     if not needs:
@@ -149,7 +149,7 @@ def _chosen(name: str, query: torch.Tensor, key: torch.Tensor, bias, p: float, n
         raise NotImplementedError("No operator found for `memory_efficient_attention_backward`")
     small = p > 0 and size > 224 and capability not in ((8, 0), (9, 0))
     if flash and small:
-        raise refused(name, f"dropout on heads of {size}, whose backward is CUTLASS's")
+        raise unsupported_error(name, f"dropout on heads of {size}, whose backward is CUTLASS's")
     return _Chosen(forward, (3 if third and size >= _LEAST_HEAD_BACKWARD else 2) if flash else 0)
 
 
@@ -170,7 +170,7 @@ def _operator(name: str, schema: str) -> Callable[[Callable[..., Any]], Any]:
 
 def _knows(name: str, *of_others) -> None:
     if any(one is not None for one in of_others):
-        raise refused(f"torch.ops.{name}", "pages, or keys that are padded on the left or split")
+        raise unsupported_error(f"torch.ops.{name}", "pages, or keys that are padded on the left or split")
 
 
 def _lengths(queries, keys, most_queries: int, most_keys: int) -> fa2.Lengths | None:
@@ -220,7 +220,7 @@ class _Named(type):
     def __getattr__(cls, name: str):
         if name.startswith("_"):
             raise AttributeError(name)
-        raise not_here(f"{cls.__module__}.{cls.__name__}.{name}")
+        raise missing_stub_error(f"{cls.__module__}.{cls.__name__}.{name}")
 
 
 for _kind, _found in {"flash": "xformers_flash", "flash3": "xformers_flash3"}.items():
@@ -239,7 +239,7 @@ def memory_efficient_attention(query, key, value, attn_bias=None, p=0.0, scale=N
     name = "xformers.ops.memory_efficient_attention"
     _checked(name, query, key, value, attn_bias, op)
     if output_dtype not in (None, query.dtype):
-        raise refused(name, f"output_dtype={output_dtype}")
+        raise unsupported_error(name, f"output_dtype={output_dtype}")
     shape, size, added = query.shape, query.shape[-1], _tensor_of(attn_bias)
     if query.dim() == 3:
         query, key, value = (tensor.unsqueeze(2) for tensor in (query, key, value))

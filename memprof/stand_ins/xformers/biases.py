@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from memprof.stand_ins.registry import register_in
-from memprof.stand_ins.tools import not_here
+from memprof.stand_ins.tools import missing_stub_error
 
 _MODULE = "xformers.ops.fmha.attn_bias"
 _Self = TypeVar("_Self", bound="BlockDiagonalMask")
@@ -33,7 +33,7 @@ class AttentionBias:
     def __getattr__(self, name):
         if name.startswith("__"):
             raise AttributeError(name)
-        raise not_here(f"xformers.ops.fmha.attn_bias.{type(self).__name__}.{name}")
+        raise missing_stub_error(f"xformers.ops.fmha.attn_bias.{type(self).__name__}.{name}")
 
 
 @_of_ops

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from memprof.stand_ins.registry import stand_in
-from memprof.stand_ins.tools import kernel, must, on_card, written
+from memprof.stand_ins.tools import check_on_gpu, kernel, mark_written, require
 
 _SOURCE = "facebookresearch/xformers@v0.0.32.post2:xformers/ops/indexing.py"
 
@@ -18,7 +18,7 @@ class _Add(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, index, source, scaling):
-        written(x)
+        mark_written(x)
         ctx.mark_dirty(x)
         ctx.save_for_backward(index, scaling, source)
         return x
@@ -35,8 +35,8 @@ class _Add(torch.autograd.Function):
 def scaled_index_add(input, index, source, scaling=None, alpha=1.0):
     """Added in place; the gradient of `scaling` is one for each element of `source`."""
     name = "xformers.ops.scaled_index_add"
-    on_card(name, input, index, source, scaling)
-    must(input.shape[1:] == source.shape[1:], name, "rows of one shape")
+    check_on_gpu(name, input, index, source, scaling)
+    require(input.shape[1:] == source.shape[1:], name, "rows of one shape")
     return _Add.apply(input, index, source, scaling)  # type: ignore[no-any-return]
 
 
@@ -46,7 +46,7 @@ def index_select_cat(sources, indices):
     shapes = [source.shape for source in sources]
 
     def forward(*given: torch.Tensor):
-        on_card("xformers.ops.index_select_cat", *given)
+        check_on_gpu("xformers.ops.index_select_cat", *given)
         of = given[len(shapes) :]
         elements = sum(len(index) * shape[1] for shape, index in zip(shapes, of, strict=True))
         return given[0].new_empty(elements), of

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from memprof.stand_ins.registry import stand_in
-from memprof.stand_ins.tools import HALF, autocast_dtype, on_card, refuse
+from memprof.stand_ins.tools import HALF, autocast_dtype, check_on_gpu, refuse
 
 _SWIGLU = "facebookresearch/xformers@v0.0.32.post2:xformers/ops/swiglu_op.py, xformers/csrc/swiglu"
 
@@ -130,7 +130,7 @@ def _of_weight(gradient: torch.Tensor, x: torch.Tensor, bias: bool) -> tuple[tor
 def swiglu(x, w1, b1, w2, b2, w3, b3, *, op=None):
     """Fused on half precision from compute capability 8 on, else three linear layers."""
     name = "xformers.ops.swiglu"
-    on_card(name, x, w1, w2, w3)
+    check_on_gpu(name, x, w1, w2, w3)
     refuse(name, {"op": op is not None})
     shape, x = x.shape[:-1], x.reshape(-1, x.shape[-1])
     cast = autocast_dtype(w1.dtype)
