@@ -68,7 +68,7 @@ class FusedAdam(fused_optimizers.FusedOptimizer):
             group.setdefault("step", 0)
             rows = []
             state: dict[str, Any] = {}
-            for parameter in self._with_gradients(group):
+            for parameter in self._with_gradients(group, _ON_CARD):
                 state = _begun(self.state[parameter], parameter, parameter.dtype, group["step"])
                 rows.append((parameter.grad.data, parameter.data, state["exp_avg"], state["exp_avg_sq"]))  # type: ignore[union-attr]
             for lists in self._by_dtype(rows, _ON_CARD):

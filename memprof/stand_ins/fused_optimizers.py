@@ -32,12 +32,15 @@ class FusedOptimizer(Optimizer):
         """Gradients are dropped, or filled with zeros."""
         super().zero_grad(set_to_none=self.set_grad_none)
 
-    def _with_gradients(self, group: dict[str, Any]) -> Iterable[torch.Tensor]:
+    def _with_gradients(self, group: dict[str, Any], dtypes: tuple[torch.dtype, ...] = ()) -> Iterable[torch.Tensor]:
         for parameter in group["params"]:
-            if parameter.grad is not None and parameter.grad.is_sparse:
+            if parameter.grad is None:
+                continue
+            if parameter.grad.is_sparse:
                 raise RuntimeError(self.sparse)
-            if parameter.grad is not None:
-                yield parameter
+            if dtypes and parameter.dtype not in dtypes:
+                raise RuntimeError(self.other_dtype.format(parameter.dtype))
+            yield parameter
 
     def _by_dtype(self, rows: Iterable[tuple[Any, ...]], dtypes: tuple[torch.dtype, ...]) -> list[list[Any]]:
         """Lists of (gradient, parameter, states ...), transposed, for each type of parameters that there is."""

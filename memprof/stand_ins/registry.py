@@ -72,6 +72,8 @@ def stand_in(*names: str, source: str, in_graph: bool = False) -> Callable[[_Obj
             others[attribute] = StandIn(value, source)
         if isinstance(value, type) or hasattr(value, "__code__"):
             value.__module__ = names[0].rpartition(".")[0]
+        if hasattr(value, "__code__"):
+            value.__name__ = names[0].rpartition(".")[2]  # type: ignore[attr-defined]
         if in_graph:
             graphs.keep(value)
         return value
