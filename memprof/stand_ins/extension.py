@@ -44,7 +44,7 @@ class StandInExtension(Extension):
 
     def around(self, context: InstallContext) -> AbstractContextManager[None]:
         """Return what has imports of packages that are not installed find their stand-ins."""
-        self._stand_ins = StandIns(context)
+        self._stand_ins = StandIns(context.assume, context.forget_values, context.keep_workspace)
         return self._stand_ins.active()
 
     def patches_of(self, module: ModuleType, context: InstallContext) -> Iterator[Patch]:

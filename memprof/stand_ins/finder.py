@@ -17,7 +17,7 @@ import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
@@ -26,7 +26,6 @@ from memprof.errors import MemprofError
 from memprof.stand_ins import registry, tools
 from memprof.stand_ins.packages import NOT_STOOD_IN, PACKAGES, WITHOUT
 from memprof.virtual import limits
-from memprof.virtual.install_context import InstallContext
 
 _STDLIB = sysconfig.get_path("stdlib") + os.sep
 _MEMPROF = str(Path(registry.__file__).parents[1]) + os.sep
@@ -42,11 +41,20 @@ class NoStandIn(MemprofError, ModuleNotFoundError):
 
 
 class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """The stubs of one run; its `context` is told, once for each package, that it is replaced by one."""
+    """The stubs of one run, or of a process that a program starts anew.
 
-    def __init__(self, context: InstallContext) -> None:
-        self._context = context
-        self._assume = context.assume
+    Args:
+        assume: told, once for each package, that it is replaced by a stub.
+        written: told each tensor that a stub writes in place.
+        takes: told the bytes of a workspace that a package keeps for the length of the run, and its name.
+    """
+
+    def __init__(
+        self, assume: Callable[[str], None], written: Callable[[Any], None], takes: Callable[[int, str], None]
+    ) -> None:
+        self._assume = assume
+        self._written = written
+        self._takes = takes
         self._chosen: set[str] = set()
         self._used: set[str] = set()
         self._missed: dict[str, str] = {}  # package -> the module of a library that was told that it is not there
@@ -58,7 +66,7 @@ class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         """Inside, the program's imports find stand-ins; afterwards nothing of them is left in `sys`."""
         sys.meta_path.append(self)
         try:
-            with tools.active(self._use, self._context):
+            with tools.active(self._use, self._written, self._takes):
                 yield
         finally:
             sys.meta_path.remove(self)

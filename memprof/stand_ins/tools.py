@@ -11,7 +11,6 @@ import torch
 from memprof.errors import MemprofError
 from memprof.stand_ins import in_graph
 from memprof.virtual import limits
-from memprof.virtual.install_context import InstallContext
 
 HALF = (torch.float16, torch.bfloat16)
 _Kept = TypeVar("_Kept")
@@ -19,7 +18,8 @@ _Tensors = torch.Tensor | tuple[torch.Tensor, ...]
 Forward = Callable[..., tuple[_Tensors, tuple[torch.Tensor | None, ...]]]
 Backward = Callable[..., tuple[torch.Tensor | None, ...]]
 _used: Callable[[str], None] | None = None
-_context: InstallContext | None = None
+_written: Callable[[torch.Tensor], None] | None = None
+_takes: Callable[[int, str], None] | None = None
 _tuned: set[tuple[str, Any]] = set()
 _kept: dict[Any, Any] = {}
 _ends = ExitStack()
@@ -27,15 +27,18 @@ FLUSHED_BYTES = 256 * 1024 * 1024
 
 
 @contextmanager
-def active(used: Callable[[str], None], context: InstallContext) -> Iterator[None]:
-    """Stubs may be called inside: `used` is told the package of each, `context` what they write and keep."""
-    global _used, _context
-    _used, _context = used, context
+def active(
+    used: Callable[[str], None], written: Callable[[torch.Tensor], None], takes: Callable[[int, str], None]
+) -> Iterator[None]:
+    """Stubs may be called inside: `used` is told the package of each, `written` what they write in place, `takes` the
+    workspaces that they keep."""
+    global _used, _written, _takes
+    _used, _written, _takes = used, written, takes
     try:
         yield
     finally:
         _ends.close()
-        _used = _context = None
+        _used = _written = _takes = None
         _tuned.clear()
         _kept.clear()
         in_graph.forget()
@@ -135,17 +138,17 @@ def num_multiprocessors() -> int:
 
 def mark_written(*tensors: torch.Tensor) -> None:
     """A kernel has written these where they lie: what they hold is not known from here on."""
-    if _context is not None:
+    if _written is not None:
         for tensor in tensors:
-            _context.forget_values(tensor)
+            _written(tensor)
 
 
 def reserve_workspace(name: str, num_bytes: int) -> None:
     """A package takes a workspace, which reports call `name`, at its first call on a card, and keeps it for the run."""
     key = ("workspace", name, torch.cuda.current_device())
-    if key not in _kept and _context is not None:
+    if key not in _kept and _takes is not None:
         _kept[key] = None
-        _context.keep_workspace(num_bytes, name)
+        _takes(num_bytes, name)
 
 
 def keep_for_run(key: Any, make: Callable[[], _Kept]) -> _Kept:
