@@ -16,8 +16,8 @@ from torch import nn
 from memprof.errors import MemprofError, UsageError
 from memprof.remedies.catalog import check_conflicts, find_remedies, options_by_remedy
 
+# What is switched on in each model, oldest first.
 _applied: weakref.WeakKeyDictionary[nn.Module, list[Applied]] = weakref.WeakKeyDictionary()
-"""What is switched on in each model, oldest first."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +106,18 @@ class Changes:
     def note(self, what: str) -> None:
         """Say what was changed."""
         self._applied.changes.append(Change(self.remedy, what))
+
+    def does_not_apply(self, why: str, value: object, hint: str | None = None) -> UsageError:
+        """Return the error of a remedy that cannot be switched on here; of a module, `value` is its class."""
+        return self._refused(f"does not apply: {why}", value, hint)
+
+    def already_on(self, value: object, hint: str | None = None) -> UsageError:
+        """Return the error of a remedy that is on already; of a module, `value` is its class."""
+        return self._refused("is already on", value, hint)
+
+    def _refused(self, why: str, value: object, hint: str | None) -> UsageError:
+        shown = type(value).__name__ if isinstance(value, nn.Module) else value
+        return UsageError(f"{self.remedy} {why}", value=shown, hint=hint)
 
     def on_undo(self, action: Callable[[], None]) -> None:
         """Have `action` run when this is undone; the last recorded runs first."""
@@ -225,6 +237,12 @@ def at_least(least: int, name: str, value: Any, unit: str = "", hint: str | None
     """Raises UsageError unless the option's `value` is a whole number of `least` or more."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise UsageError(f"{name} must be at least {least}{unit}", value=repr(value), hint=hint)
+
+
+def in_range(name: str, value: Any, most: int, what: str = "") -> None:
+    """Raise UsageError unless the option's `value` is a whole number from 1 to `most`, which `what` explains."""
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+        raise UsageError(f"{name} is out of range", value=repr(value), hint=f"1 to {most:,}{what}")
 
 
 class Forward:

@@ -21,24 +21,17 @@ _FUSED = ("sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
     words={"doctor: attention": "attention that keeps no scores: attn_implementation='sdpa'"},
 )  # fmt: skip
 def install(model: nn.Module, changes: Changes) -> None:
-    """Switch it on.
-
-    Raises:
-        UsageError: it is on already, or the model does not know it.
-    """
+    """Switch it on. Raises UsageError: it is on already, or the model does not know it."""
     config = getattr(model, "config", None)
     switch = getattr(model, "set_attn_implementation", None)
     if config is None or switch is None:
-        raise UsageError(
-            "sdpa-attention does not apply: the model cannot switch its attention",
-            value=type(model).__name__,
-            hint="call torch.nn.functional.scaled_dot_product_attention in its attention",
-        )
+        hint = "call torch.nn.functional.scaled_dot_product_attention in its attention"
+        raise changes.does_not_apply("the model cannot switch its attention", model, hint)
     before = config._attn_implementation
     if before in OWN_ATTENTIONS:
-        raise UsageError("sdpa-attention does not apply: it is attention to all keys", value=f"--attention {before}")
+        raise changes.does_not_apply("it is attention to all keys", f"--attention {before}")
     if before in _FUSED:
-        raise UsageError("sdpa-attention is already on", value=f"attn_implementation={before!r}")
+        raise changes.already_on(f"attn_implementation={before!r}")
     changes.on_undo(lambda: switch(before))
     try:
         switch("sdpa")

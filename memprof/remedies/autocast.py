@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from memprof.errors import UsageError
 from memprof.remedies.applied import Changes, Forward
 from memprof.remedies.catalog.remedy import Numerics, Remedy, Tier
 from memprof.remedies.optimizers import refuse_gradients
@@ -44,7 +43,7 @@ def install(model: nn.Module, changes: Changes) -> None:
     dtype: torch.dtype = getattr(torch, changes.remedy.removeprefix("amp-"))
     parameters = [parameter for parameter in model.parameters() if parameter.is_floating_point()]
     if not parameters:
-        raise UsageError(f"{changes.remedy} does not apply: the model has no parameters", value=type(model).__name__)
+        raise changes.does_not_apply("the model has no parameters", model)
     halves = [parameter for parameter in parameters if parameter.dtype in (torch.float16, torch.bfloat16)]
     refuse_gradients(halves, changes.remedy, type(model).__name__, "of another dtype")
     for parameter in halves:
@@ -52,12 +51,11 @@ def install(model: nn.Module, changes: Changes) -> None:
     if halves:
         changes.note(f"{len(halves)} parameters became float32")
     changes.set_attribute(model, "forward", _Autocast(model, dtype))
-    name = str(dtype).removeprefix("torch.")
+    scales = ""
     if dtype == torch.float16:
         changes.result(torch.amp.GradScaler(parameters[0].device.type))
-        changes.note(f"forward under autocast to {name}; scale the loss with the GradScaler in the results")
-    else:
-        changes.note(f"forward under autocast to {name}")
+        scales = "; scale the loss with the GradScaler in the results"
+    changes.note(f"forward under autocast to {str(dtype).removeprefix('torch.')}{scales}")
 
 
 class _Autocast(Forward):

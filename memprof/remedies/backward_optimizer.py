@@ -26,11 +26,8 @@ from memprof.remedies.optimizers import make_optimizer, refuse_gradients, traine
     ladder=80, search=60, tiers=SAME_UPDATES,
 )  # fmt: skip
 def install(model: nn.Module, changes: Changes, *, optimizer: Callable[[list[nn.Parameter]], Optimizer]) -> None:
-    """Switch it on; the result is a `BackwardOptimizer`.
-
-    Raises:
-        UsageError: nothing is trained, gradients exist already, or the factory makes no optimizer.
-    """
+    """Switch it on; the result is a `BackwardOptimizer`. Raises UsageError: nothing is trained, gradients exist
+    already, or the factory makes no optimizer."""
     parameters = trained_parameters(model, changes.remedy)
     refuse_gradients(parameters, changes.remedy, type(model).__name__)
     optimizers = [make_optimizer(optimizer, [parameter]) for parameter in parameters]

@@ -8,18 +8,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import (
-    checkpoint,
-    create_selective_checkpoint_contexts,
-    noop_context_fn,
-)
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
-from memprof.errors import UsageError, unknown_name
-from memprof.remedies.applied import Changes, Forward, runs_in
+from memprof.errors import unknown_name
+from memprof.remedies.applied import Changes, Forward, in_range, runs_in
 from memprof.remedies.catalog.remedy import BUT_STREAMED_WEIGHTS, Numerics, Remedy
 from memprof.workload.layers import find_layers, find_modules, without_caches
 
 _aten = torch.ops.aten
+# What costs most to compute again.
 _KEPT_OPERATORS = [
     getattr(_aten, name).default
     for name in (
@@ -29,7 +26,6 @@ _KEPT_OPERATORS = [
     )
     if hasattr(_aten, name)  # releases differ
 ]  # fmt: skip
-"""What costs most to compute again."""
 
 
 _POLICIES: dict[str, Callable[[], Any]] = {
@@ -55,34 +51,24 @@ _POLICIES: dict[str, Callable[[], Any]] = {
 def install(
     model: nn.Module, changes: Changes, *, every: int = 1, modules: str | None = None, policy: str = "full"
 ) -> None:
-    """Switch it on.
-
-    Raises:
-        UsageError: it is on already; there are no layers, or no such modules; `every` is out of range; an unknown
-            policy.
-    """
+    """Switch it on. Raises UsageError: it is on already; there are no layers, or no such modules; `every` is out of
+    range; an unknown policy."""
     if policy not in _POLICIES:
         raise unknown_name("policy", policy, _POLICIES)
     # Its name in transformers today, and before.
-    names = [
-        name for name in ("is_activation_checkpointing", "is_gradient_checkpointing") if hasattr(type(model), name)
-    ]
-    if names and getattr(model, names[0]):
-        raise UsageError(
-            "activation-checkpointing is already on",
-            value=type(model).__name__,
-            hint="gradient_checkpointing_disable()",
-        )
+    names = ("is_activation_checkpointing", "is_gradient_checkpointing")
+    known = [name for name in names if hasattr(type(model), name)]
+    if known and getattr(model, known[0]):
+        raise changes.already_on(model, "gradient_checkpointing_disable()")
     if modules is not None:
         chosen = find_modules(model, modules, "activation-checkpointing")
     else:
         layers = find_layers(model, "activation-checkpointing")
-        if not isinstance(every, int) or isinstance(every, bool) or not 1 <= every <= len(layers):
-            raise UsageError("every is out of range", value=repr(every), hint=f"1 to {len(layers)}, the model's layers")
+        in_range("every", every, len(layers), ", the model's layers")
         chosen = layers[every - 1 :: every]
     for name, module in chosen:
         if runs_in(module, _Checkpointed):
-            raise UsageError("activation-checkpointing is already on", value=name)
+            raise changes.already_on(name)
         changes.set_attribute(module, "forward", _Checkpointed(module, _POLICIES[policy]))
     but = "" if policy == "full" else ", but for matrix products and attention, whose results are kept"
     changes.note(f"{len(chosen)} modules run again in the backward: {chosen[0][0]} to {chosen[-1][0]}{but}")

@@ -20,11 +20,11 @@ from memprof.remedies.head_loss import Rows
 from memprof.remedies.lazy_logits import LazyLogits, Policy
 from memprof.units import GIB, parse_gib
 
+# A product with a vocabulary of 152k has 1,177 rows then: enough for the card to compute, not to wait for memory (the
+# sum of weight gradients is read and written once per chunk).
 CHUNK_BYTES = GIB
-"""A product with a vocabulary of 152k has 1,177 rows then: enough for the card to compute, not to wait for memory (the
-sum of weight gradients is read and written once per chunk)."""
+# Full logits above this are chunked by threshold="auto"; or above an eighth of a smaller card's memory.
 THRESHOLD_BYTES = 10 * GIB
-"""Full logits above this are chunked by threshold="auto"; or above an eighth of a smaller card's memory."""
 _LABELS = ("labels", "label", "targets", "target", "lm_labels")
 _HEADS = ("lm_head", "embed_out", "output_projection", "unembed", "output", "head")
 
@@ -53,20 +53,17 @@ def install(
     threshold: int | str = 0,
     head: str | None = None,
 ) -> None:
-    """Switch it on; see `memprof.remedies.catalog` for the options.
-
-    Raises:
-        UsageError: an option is out of range; the model has no linear head, or its forward takes no labels; the head
-            has hooks, or a forward of its own, which would not see what they expect.
-    """
+    """Switch it on; see `memprof.remedies.catalog` for the options. Raises UsageError: an option is out of range; the
+    model has no linear head, or its forward takes no labels; the head has hooks, or a forward of its own, which would
+    not see what they expect."""
     if chunk_size is not None:
         at_least(1, "chunk_size", chunk_size, " token", "such as chunk_size=4096")
     rows = Rows(chunk_size, _bytes("chunk_bytes", CHUNK_BYTES if chunk_bytes is None else chunk_bytes, 1))
     limit = None if threshold == "auto" else _bytes("threshold", threshold, 0)
     name, module = find_head(model, head)
-    _check_head(name, module)
+    _check_head(name, module, changes)
     assert isinstance(module, nn.Linear)
-    labels = _label_argument(model)
+    labels = _label_argument(model, changes)
     state = _State(rows, limit)
     changes.set_attribute(module, "forward", _HeadForward(module, state))
     changes.set_attribute(model, "forward", _ModelForward(model, labels, state))
@@ -80,8 +77,7 @@ class _State:
 
     rows: Rows
     threshold: int | None
-    labelled: list[bool] = field(default_factory=list)
-    """One entry per forward of the model that is under way."""
+    labelled: list[bool] = field(default_factory=list)  # one entry per forward of the model that is under way
 
     @property
     def policy(self) -> Policy:
@@ -171,27 +167,20 @@ def find_head(model: nn.Module, name: str | None = None) -> tuple[str, nn.Module
     return next((found for found, module in modules.items() if module is head), "head"), head
 
 
-def _check_head(name: str, head: nn.Module) -> None:
+def _check_head(name: str, head: nn.Module, changes: Changes) -> None:
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
-        raise UsageError(
-            "chunked-loss does not apply: the head is no plain torch.nn.Linear",
-            value=f"{name}: {type(head).__module__}.{type(head).__qualname__}",
-            hint="apply it before the head is wrapped, or leave the head out (quantization, adapters)",
-        )
-    hooks = [
-        kind
-        for kind in ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-        if getattr(head, kind, None)
-    ]
+        kind = f"{name}: {type(head).__module__}.{type(head).__qualname__}"
+        hint = "apply it before the head is wrapped, or leave the head out (quantization, adapters)"
+        raise changes.does_not_apply("the head is no plain torch.nn.Linear", kind, hint)
+    kinds = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
+    hooks = [kind for kind in kinds if getattr(head, f"_{kind}", None)]
     if hooks or "forward" in vars(head):
-        raise UsageError(
-            "chunked-loss does not apply: the head has hooks, which expect the full logits",
-            value=f"{name}: {', '.join(kind.strip('_') for kind in hooks) or 'a forward of its own'}",
-            hint="remove them, or apply it before they are registered",
-        )
+        found = f"{name}: {', '.join(hooks) or 'a forward of its own'}"
+        hint = "remove them, or apply it before they are registered"
+        raise changes.does_not_apply("the head has hooks, which expect the full logits", found, hint)
 
 
-def _label_argument(model: nn.Module) -> str | None:
+def _label_argument(model: nn.Module, changes: Changes) -> str | None:
     """The name of the labels in the model's forward; None if it takes any keyword."""
     parameters = inspect.signature(model.forward).parameters
     for name in _LABELS:
@@ -199,11 +188,9 @@ def _label_argument(model: nn.Module) -> str | None:
             return name
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
         return None
-    raise UsageError(
-        "chunked-loss does not apply: the model computes no loss",
-        value=f"{type(model).__name__}.forward({', '.join(parameters)})",
-        hint=f"its forward must take one of {', '.join(_LABELS)} and call torch's cross_entropy",
-    )
+    called = f"{type(model).__name__}.forward({', '.join(parameters)})"
+    hint = f"its forward must take one of {', '.join(_LABELS)} and call torch's cross_entropy"
+    raise changes.does_not_apply("the model computes no loss", called, hint)
 
 
 def _bytes(name: str, value: int | str, least: int) -> int:

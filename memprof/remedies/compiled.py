@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from memprof.errors import UsageError
 from memprof.remedies.applied import Changes, Forward, runs_in
 from memprof.remedies.catalog.remedy import Numerics, Remedy
 from memprof.torch_private import inductor
@@ -38,11 +37,11 @@ def install(model: nn.Module, changes: Changes) -> None:
     """
     why_not = _why_not(model)
     if why_not is not None:
-        raise UsageError("compile does not apply: Inductor cannot run here", value=why_not[0], hint=why_not[1])
+        raise changes.does_not_apply("Inductor cannot run here", *why_not)
     layers = find_layers(model, changes.remedy)
     for name, module in layers:
         if runs_in(module, Compiled) or getattr(module, "_compiled_call_impl", None) is not None:
-            raise UsageError("compile is already on", value=name)
+            raise changes.already_on(name)
         changes.set_attribute(module, "forward", Compiled(module))
     changes.note(f"{len(layers)} layers are compiled when they are first called: {layers[0][0]} to {layers[-1][0]}")
 
@@ -54,7 +53,8 @@ def _why_not(model: nn.Module) -> tuple[str, str] | None:
     """
     where = next((parameter.device.type for parameter in model.parameters()), "cpu")
     if where != "cpu":
-        return None if _has_triton() else ("no Triton", "pip install triton")
+        has_triton = "triton" in sys.modules or importlib.util.find_spec("triton") is not None
+        return None if has_triton else ("no Triton", "pip install triton")
     if not (inductor.get_cpp_compiler.exists() and inductor.InvalidCxxCompiler.exists()):
         return None
     try:
@@ -64,15 +64,10 @@ def _why_not(model: nn.Module) -> tuple[str, str] | None:
     return None
 
 
-def _has_triton() -> bool:
-    return "triton" in sys.modules or importlib.util.find_spec("triton") is not None
-
-
 class Compiled(Forward):
     """The forward of a module, compiled when it is first called; a copy compiles its own."""
 
-    DERIVED = ("_compiled",)
-    """Of what a layer has, which others of its kind may not have yet."""
+    DERIVED = ("_compiled",)  # of what a layer has, which others of its kind may not have yet
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)

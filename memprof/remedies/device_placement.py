@@ -15,13 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from memprof.errors import UsageError
 from memprof.remedies.applied import Changes, Forward
 from memprof.remedies.catalog.remedy import BUT_STREAMED_WEIGHTS, Numerics, Remedy
 
 _OWN = ("_parameters", "_buffers", "_modules")
-_DEPTH = 3
-"""Containers inside one another that are looked into."""
+_DEPTH = 3  # containers inside one another that are looked into
 _CONTAINERS = (dict, list, tuple)
 
 
@@ -34,18 +32,13 @@ _CONTAINERS = (dict, list, tuple)
     ladder=10, search=10, tiers=BUT_STREAMED_WEIGHTS, helps={"device-mismatch": 10},
 )  # fmt: skip
 def install(model: nn.Module, changes: Changes, *, keep_on_host: str | None = None) -> None:
-    """Switch it on.
-
-    Raises:
-        UsageError: the model has no parameters or buffers whose device could be meant.
-    """
+    """Switch it on. Raises UsageError: the model has no parameters or buffers whose device could be meant."""
     if _device_of(model) is None:
-        raise UsageError(
-            "device-placement does not apply: the model has no parameters or buffers", value=type(model).__name__
-        )
+        raise changes.does_not_apply("the model has no parameters or buffers", model)
     kept = tuple(part.strip() for part in keep_on_host.split(",")) if keep_on_host else ()
     moved = move_strays(model, kept, changes)
-    own = [module for module in model.modules() if module is model or not _is_torchs(module)]
+    # The forward of torch's modules makes nothing in the wrong place.
+    own = [m for m in model.modules() if m is model or type(m).__module__.partition(".")[0] != "torch"]
     for module in own:
         changes.set_attribute(module, "forward", _Placed(module, kept, module is model))
     names = f": {', '.join(moved)}" if moved else ""
@@ -94,11 +87,6 @@ class _Placed(Forward):
             return self._forward(*args, **kwargs)
         with torch.device(device):
             return self._forward(*args, **kwargs)
-
-
-def _is_torchs(module: nn.Module) -> bool:
-    """Whether its forward is torch's, which makes nothing in the wrong place."""
-    return type(module).__module__.partition(".")[0] == "torch"
 
 
 def _device_of(module: nn.Module) -> torch.device | None:

@@ -24,19 +24,13 @@ from memprof.remedies.optimizers import trained_parameters
     edit="memprof.remedies.spec_edits:eight_bit_optimizer", on=lambda spec: "8bit" in spec.optimizer,
     ladder=110, search=110, tiers=(Tier.QUANTIZED_STATES,),
     helps={
-        "optimizer state": 10,
-        "float32-optimizer-state": 10,
-        "optimizer-step-temporaries": 20,
-        "doctor: parameters": 20,
-        "doctor: smaller": 40,
+        "optimizer state": 10, "float32-optimizer-state": 10, "optimizer-step-temporaries": 20,
+        "doctor: parameters": 20, "doctor: smaller": 40,
     },
 )  # fmt: skip
 def install(model: nn.Module, changes: Changes, *, learning_rate: float = 1e-4) -> None:
-    """Make the optimizer; it is the result of this remedy.
-
-    Raises:
-        UsageError: neither package is installed, or nothing is trained.
-    """
+    """Make the optimizer; it is the result of this remedy. Raises UsageError: neither package is installed, or nothing
+    is trained."""
     parameters = trained_parameters(model, changes.remedy)
     package, make = _find()
     changes.result(make(parameters, lr=learning_rate))

@@ -6,7 +6,6 @@ import contextlib
 import os
 import re
 import warnings
-from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -40,22 +39,25 @@ def install(model: nn.Module, changes: Changes) -> None:
     # Older releases know one variable; the other is the general name of newer ones.
     line = f"export {VARIABLES[0]}={EXPANDABLE_SEGMENTS}"
     if not torch.cuda.is_available():
-        raise UsageError(
-            "expandable-segments does not apply: torch has no CUDA device here",
-            value=f"torch {torch.__version__}",
-            hint=f"where it has one, before the program starts: {line}",
-        )
+        hint = f"where it has one, before the program starts: {line}"
+        raise changes.does_not_apply("torch has no CUDA device here", f"torch {torch.__version__}", hint)
     before = current_settings()
     parts = split_settings(before)
     if any(part.replace(" ", "").lower() == EXPANDABLE_SEGMENTS.lower() for part in parts):
-        raise UsageError("expandable-segments is already on", value=before)
+        raise changes.already_on(before)
     if any(part.startswith("backend:") and part != "backend:native" for part in parts):
-        raise UsageError(
-            "expandable-segments does not apply: the allocator is not torch's own", value=before, hint="backend:native"
-        )
+        raise changes.does_not_apply("the allocator is not torch's own", before, "backend:native")
     wanted = ",".join([*(part for part in parts if not part.startswith(_KEY)), EXPANDABLE_SEGMENTS])
     back = before if any(part.startswith(_KEY) for part in parts) else ",".join([*parts, _KEY + "False"])
-    set_settings = _setter()
+    # torch's own function, as it is now: on a virtual GPU, that one's. Its name before torch 2.10, and with a warning
+    # since, is the second.
+    own = cuda.accelerator_set_allocator_settings.get(None) or cuda.set_allocator_settings.get()
+
+    def set_settings(text: str) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            own(text)
+
     changes.on_undo(lambda: set_settings(back))
     try:
         set_settings(wanted)
@@ -80,16 +82,3 @@ def current_settings() -> str:
 def split_settings(text: str) -> list[str]:
     """The settings of a string, such as "a:1,b:[c:2,d:3]", one by one: commas in brackets belong to a value."""
     return re.findall(r"(?:\[[^\]]*\]|[^,])+", text.replace(" ", ""))
-
-
-def _setter() -> Callable[[str], None]:
-    """torch's own function, as it is now: on a virtual GPU, that one's."""
-    # Its name before torch 2.10, and with a warning since, is the second.
-    own = cuda.accelerator_set_allocator_settings.get(None) or cuda.set_allocator_settings.get()
-
-    def set_settings(text: str) -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)
-            own(text)
-
-    return set_settings

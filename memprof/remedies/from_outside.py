@@ -39,12 +39,11 @@ class Switch:
                     hint="it changes parameters or the optimizer: write memprof.apply(model, ...) in the script; from "
                     f"outside there are {', '.join(from_outside())}",
                 )
+        # What is to be added to the allocator's settings.
         self.alloc_conf = ",".join(fix.remedy.alloc_conf for fix in self._fixes if fix.remedy.alloc_conf)
-        """What is to be added to the allocator's settings."""
         self._in_models = [fix for fix in self._fixes if not fix.remedy.alloc_conf]
         self._seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self.changes: list[str] = []
-        """What was changed, in words."""
+        self.changes: list[str] = []  # what was changed, in words
 
     def before_forward(self, model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
         """`model` is about to be called from outside all others; `optimizers` are the program's.
@@ -69,11 +68,7 @@ class Switch:
 
 
 def _optimizer_of(model: nn.Module, optimizers: Iterable[Optimizer], remedy: Remedy) -> Optimizer:
-    """The one that trains `model`.
-
-    Raises:
-        UsageError: there is none yet.
-    """
+    """The one that trains `model`. Raises UsageError: there is none yet."""
     own = {id(parameter) for parameter in model.parameters()}
     for optimizer in optimizers:
         if any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):

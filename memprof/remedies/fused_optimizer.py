@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from memprof.errors import UsageError
 from memprof.remedies.applied import Changes
 from memprof.remedies.catalog.remedy import ONE_OPTIMIZER, OPTIMIZER, SAME_UPDATES, Numerics, Remedy
 from memprof.remedies.optimizers import adamw, make_optimizer, trained_parameters
@@ -30,10 +29,7 @@ from memprof.remedies.optimizers import adamw, make_optimizer, trained_parameter
     helps={"optimizer-step-temporaries": 10},
 )  # fmt: skip
 def install(
-    model: nn.Module,
-    changes: Changes,
-    *,
-    optimizer: Optimizer | Callable[[list[nn.Parameter]], Optimizer] = adamw,
+    model: nn.Module, changes: Changes, *, optimizer: Optimizer | Callable[[list[nn.Parameter]], Optimizer] = adamw
 ) -> None:
     """Switch the optimizer, one that is there (which keeps its state) or is made now, to its fused implementation.
 
@@ -46,17 +42,17 @@ def install(
     made = optimizer if isinstance(optimizer, Optimizer) else make_optimizer(optimizer, parameters)
     name = type(made).__name__
     if not all("fused" in group for group in made.param_groups):
-        raise UsageError("fused-optimizer does not apply: there is no fused implementation", value=name)
+        raise changes.does_not_apply("there is no fused implementation", name)
     groups = [group for group in made.param_groups if not group["fused"]]
     if not groups and made is optimizer:
-        raise UsageError("fused-optimizer is already on", value=name)
+        raise changes.already_on(name)
     for group in groups:
         if group.get("differentiable"):
-            raise UsageError("fused-optimizer does not apply: it is not differentiable", value=name)
+            raise changes.does_not_apply("it is not differentiable", name)
         if not all(parameter.is_floating_point() for parameter in group["params"]):
-            raise UsageError("fused-optimizer does not apply: parameters are not real numbers", value=name)
+            raise changes.does_not_apply("parameters are not real numbers", name)
     if name == "Adagrad" and any(p.is_cuda for group in groups for p in group["params"]):
-        raise UsageError("fused-optimizer does not apply: there is no fused implementation for CUDA", value=name)
+        raise changes.does_not_apply("there is no fused implementation for CUDA", name)
     for group in groups:
         for key, value in (("fused", True), ("foreach", False)):
             if key in group:

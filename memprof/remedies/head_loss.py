@@ -149,38 +149,23 @@ class _RowLosses(torch.autograd.Function):
         hidden, weight, bias, safe, ignored, normalizers = ctx.saved_tensors
         # Not multiplied by 0: when all rows are ignored the mean's gradient is infinite.
         scale = grads[0].to(normalizers.dtype).masked_fill(ignored, 0).unsqueeze(1)
+        normalizers = normalizers.unsqueeze(1)
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         with _no_autocast():
-            return _gradients(ctx, hidden, weight, bias, safe, normalizers.unsqueeze(1), scale)
-
-
-def _gradients(
-    ctx: Any,
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    target: torch.Tensor,
-    normalizers: torch.Tensor,
-    scale: torch.Tensor,
-) -> tuple[Any, ...]:
-    needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-    grad_hidden = torch.empty_like(hidden) if needs_hidden else None
-    grad_weight = _Sum(weight, len(hidden) <= ctx.size) if needs_weight else None
-    grad_bias = torch.zeros_like(bias, dtype=normalizers.dtype) if needs_bias and bias is not None else None
-    for part in _parts(len(hidden), ctx.size):
-        grad = _logits_gradient(ctx, hidden[part], weight, bias, target[part], normalizers[part], scale[part])
-        if grad_bias is not None:
-            grad_bias.add_(grad.sum(0, dtype=grad_bias.dtype))
-        if grad_hidden is not None:
-            torch.mm(grad, weight, out=grad_hidden[part])
-        if grad_weight is not None:
-            grad_weight.add_product(grad, hidden[part])
-        del grad
-    return (
-        grad_hidden,
-        None if grad_weight is None else grad_weight.result(),
-        None if grad_bias is None or bias is None else grad_bias.to(bias.dtype),
-        *(None,) * 5,
-    )
+            grad_hidden = torch.empty_like(hidden) if needs_hidden else None
+            grad_weight = _Sum(weight, len(hidden) <= ctx.size) if needs_weight else None
+            grad_bias = torch.zeros_like(bias, dtype=normalizers.dtype) if needs_bias and bias is not None else None
+            for part in _parts(len(hidden), ctx.size):
+                grad = _logits_gradient(ctx, hidden[part], weight, bias, safe[part], normalizers[part], scale[part])
+                if grad_bias is not None:
+                    grad_bias.add_(grad.sum(0, dtype=grad_bias.dtype))
+                if grad_hidden is not None:
+                    torch.mm(grad, weight, out=grad_hidden[part])
+                if grad_weight is not None:
+                    grad_weight.add_product(grad, hidden[part])
+                del grad
+            of_weight = None if grad_weight is None else grad_weight.result()
+            return grad_hidden, of_weight, None if grad_bias is None else grad_bias.to(bias.dtype), *(None,) * 5
 
 
 def _logits_gradient(
@@ -250,8 +235,8 @@ class _Sum:
         return self._sum.to(self._weight.dtype)
 
 
+# Products of half precision into float32, on CUDA alone (torch >= 2.8).
 _MIXED_PRODUCT = "dtype_out" in torch.ops.aten.addmm.overloads()
-"""Products of half precision into float32, on CUDA alone (torch >= 2.8)."""
 
 
 @contextlib.contextmanager

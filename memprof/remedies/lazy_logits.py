@@ -28,15 +28,10 @@ _META = torch.device("meta")
 
 @dataclass
 class Policy:
-    """What the lazy logits of one model share.
+    """What the lazy logits of one model share."""
 
-    Args:
-        rows: how many rows of logits exist at a time.
-        on_materialize: called when full logits are made after all, with the name of what asked for them.
-    """
-
-    rows: Rows
-    on_materialize: Callable[[str], None]
+    rows: Rows  # how many rows of logits exist at a time
+    on_materialize: Callable[[str], None]  # called when full logits are made after all, with the name of what asks
 
 
 class LazyLogits(torch.Tensor):
@@ -116,15 +111,15 @@ class LazyLogits(torch.Tensor):
             self._whole = x if self._class_dim == -1 else x.transpose(1, 2)
         return self._whole
 
-    def _like(self, *, hidden: torch.Tensor | None = None, step: LogitsStep | None = None) -> LazyLogits:
-        steps = self._steps if step is None else (*self._steps, step)
-        hidden = self._hidden if hidden is None else hidden
-        return LazyLogits(hidden, self._weight, self._bias, self._policy, steps, self._class_dim, self._hooks)
+    def _like(self, **changes: Any) -> LazyLogits:
+        """Return these logits with other arguments of the class."""
+        names = ("hidden", "weight", "bias", "policy", "steps", "class_dim", "hooks")
+        return LazyLogits(**{name: getattr(self, f"_{name}") for name in names} | changes)
 
-    def _after(self, step: LogitsStep, in_place: bool) -> LazyLogits:
+    def _after(self, step: LogitsStep, in_place: bool = False) -> LazyLogits:
         """The logits after one more operation."""
         if not in_place:
-            return self._like(step=step)
+            return self._like(steps=(*self._steps, step))
         self._steps = (*self._steps, step)
         return self
 
@@ -133,7 +128,6 @@ def _whole(part: Any, reason: str) -> Any:
     return part.materialize(reason) if isinstance(part, LazyLogits) else part
 
 
-# -- what is answered without the logits ---------------------------------------------------------------------
 # A handler returns NotImplemented for what it does not know; the full logits answer then.
 
 
@@ -157,15 +151,11 @@ def _plain(func: Any) -> Callable[..., Any]:
     return answer
 
 
-def _same(self: LazyLogits, *args: Any, **kwargs: Any) -> Any:
-    return self if not args and not kwargs else NotImplemented
-
-
 def _detach(self: LazyLogits) -> Any:
     if _started(self):
         return NotImplemented
     bias = None if self._bias is None else self._bias.detach()
-    return LazyLogits(self._hidden.detach(), self._weight.detach(), bias, self._policy, self._steps)
+    return self._like(hidden=self._hidden.detach(), weight=self._weight.detach(), bias=bias, hooks=())
 
 
 def _reshape(self: LazyLogits, *sizes: Any, **kwargs: Any) -> Any:
@@ -208,7 +198,7 @@ def _swap(self: LazyLogits, first: Any, second: Any) -> Any:
     """To the shape that `cross_entropy` calls K-dimensional: batch x vocabulary x tokens."""
     if _started(self) or self.dim() != 3 or {first % 3, second % 3} != {1, 2}:
         return NotImplemented
-    return LazyLogits(self._hidden, self._weight, self._bias, self._policy, self._steps, 1, self._hooks)
+    return self._like(class_dim=1)
 
 
 def _permute(self: LazyLogits, *dims: Any) -> Any:
@@ -238,7 +228,7 @@ def _getitem(self: LazyLogits, index: Any) -> Any:
     if (begin, end) == (0, self.shape[-1]):
         return self._like(hidden=hidden)
     bias = None if self._bias is None else self._bias[begin:end]
-    return LazyLogits(hidden, self._weight[begin:end], bias, self._policy, self._steps, hooks=self._hooks)
+    return self._like(hidden=hidden, weight=self._weight[begin:end], bias=bias)
 
 
 def _is_mask(part: Any) -> bool:
@@ -252,7 +242,7 @@ def _cast(dtype: torch.dtype) -> Callable[..., Any]:
 def _to_dtype(self: LazyLogits, dtype: torch.dtype) -> Any:
     if _started(self) or not dtype.is_floating_point:
         return NotImplemented
-    return self if dtype == self.dtype else self._like(step=LogitsStep("cast", dtype))
+    return self if dtype == self.dtype else self._after(LogitsStep("cast", dtype))
 
 
 def _to(self: LazyLogits, *args: Any, **kwargs: Any) -> Any:
@@ -381,7 +371,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
         )
     },
     functional.tanh: _tanh(False),
-    _Tensor.contiguous: _same,
+    _Tensor.contiguous: lambda self, *args, **kwargs: NotImplemented if args or kwargs else self,
     _Tensor.view: _reshape,
     _Tensor.mT.__get__: lambda self: _swap(self, 1, 2),  # type: ignore[attr-defined]
     _Tensor.__getitem__: _getitem,

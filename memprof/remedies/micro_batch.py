@@ -67,21 +67,16 @@ def install(
     ignore_index: int = -100,
     loss: Callable[[Any, Any], torch.Tensor] | None = None,
 ) -> None:
-    """Make the step, a `MicroBatches`; it is the result.
-
-    Raises:
-        UsageError: the model normalises over the rows of a batch, or `micro_batch_size` is out of range.
-    """
+    """Make the step, a `MicroBatches`; it is the result. Raises UsageError: the model normalises over the rows of a
+    batch, or `micro_batch_size` is out of range."""
     at_least(1, "micro_batch_size", micro_batch_size)
     if loss is not None and not callable(loss):
         raise UsageError("loss must be a function from outputs and batch to the loss", value=type(loss).__name__)
     for name, module in model.named_modules():
         if isinstance(module, tensors.BatchNorm):
-            raise UsageError(
-                "micro-batch does not apply: a module's result depends on all rows of a batch",
-                value=f"{name} ({type(module).__name__})",
-                hint="torch.nn.GroupNorm, or other normalisation of single rows, has no such statistics",
-            )
+            why, kind = "a module's result depends on all rows of a batch", type(module).__name__
+            hint = "torch.nn.GroupNorm, or other normalisation of single rows, has no such statistics"
+            raise changes.does_not_apply(why, f"{name} ({kind})", hint)
     changes.result(MicroBatches(model, micro_batch_size, shift_labels, ignore_index, loss))
     changes.note(
         f"{micro_batch_size} rows at a time: loss = applied.results['micro-batch'](**batch) is forward and backward"

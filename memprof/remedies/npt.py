@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from memprof.errors import UsageError
 from memprof.remedies.applied import Changes
 from memprof.remedies.catalog.remedy import EVERY_TIER, Numerics, Remedy
 from memprof.remedies.offload_activations import Offloaded
@@ -24,15 +23,12 @@ from memprof.workload.npt import NptComponent
     ladder=30, search=20, tiers=EVERY_TIER, helps={"weight-delta-per-token": 10, "doctor: weight delta": 10},
 )  # fmt: skip
 def install_low_rank(model: nn.Module, changes: Changes) -> None:
-    """Switch every component to the form that makes no delta.
-
-    Raises:
-        UsageError: there are none, or all have that form already.
-    """
-    components = _components(model, changes.remedy)
+    """Switch every component to the form that makes no delta. Raises UsageError: there are none, or all have that form
+    already."""
+    components = _components(model, changes)
     chosen = [component for component in components if component.mode != "low-rank"]
     if not chosen:
-        raise UsageError("low-rank-npt is already on", value=f"{len(components)} components in mode low-rank")
+        raise changes.already_on(f"{len(components)} components in mode low-rank")
     modes = ", ".join(sorted({component.mode for component in chosen}))
     for component in chosen:
         changes.set_attribute(component, "mode", "low-rank")
@@ -47,32 +43,23 @@ def install_low_rank(model: nn.Module, changes: Changes) -> None:
     conflicts={"activation-checkpointing": "layers that run again keep no delta"}, ladder=40,
 )  # fmt: skip
 def install_offload(model: nn.Module, changes: Changes) -> None:
-    """Keep the delta of every dense component in host memory between its forward and its backward.
-
-    Raises:
-        UsageError: there are no components, or one in another mode, which keeps no delta.
-    """
-    components = _components(model, changes.remedy)
+    """Keep the delta of every dense component in host memory between its forward and its backward. Raises UsageError:
+    there are no components, or one in another mode, which keeps no delta."""
+    components = _components(model, changes)
     for component in components:
         if component.mode != "dense":
-            raise UsageError(
-                "cpu-offload-npt-delta does not apply: no delta is kept between forward and backward",
-                value=f"mode {component.mode}",
-                hint="it is for components in mode dense",
-            )
+            why, hint = "no delta is kept between forward and backward", "it is for components in mode dense"
+            raise changes.does_not_apply(why, f"mode {component.mode}", hint)
     for component in components:
         changes.set_attribute(component, "forward", _DeltaOffloaded(component))
     changes.note(f"the weight deltas of {len(components)} NPT components wait in host memory")
 
 
-def _components(model: nn.Module, remedy: str) -> list[NptComponent]:
+def _components(model: nn.Module, changes: Changes) -> list[NptComponent]:
     found = [module for module in model.modules() if isinstance(module, NptComponent)]
     if not found:
-        raise UsageError(
-            f"{remedy} does not apply: the model has no NPT component",
-            value=type(model).__name__,
-            hint="components are those of memprof.workload.npt, put there by add_npt or --npt",
-        )
+        hint = "components are those of memprof.workload.npt, put there by add_npt or --npt"
+        raise changes.does_not_apply("the model has no NPT component", model, hint)
     return found
 
 

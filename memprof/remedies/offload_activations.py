@@ -7,14 +7,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from memprof.errors import UsageError
 from memprof.remedies.applied import Changes, Forward, at_least, runs_in
 from memprof.remedies.catalog.remedy import BUT_STREAMED_WEIGHTS, Numerics, Remedy
 from memprof.remedies.compiled import Compiled
 from memprof.workload.layers import find_layers
 
-MIN_BYTES = 1 << 20
-"""Smaller tensors stay: a copy costs more time than they save memory."""
+MIN_BYTES = 1 << 20  # smaller tensors stay: a copy costs more time than they save memory
 
 
 @Remedy(
@@ -25,16 +23,12 @@ MIN_BYTES = 1 << 20
     main_option="min_bytes", training_only=True, ladder=130, outside=70, search=100, tiers=BUT_STREAMED_WEIGHTS,
 )  # fmt: skip
 def install(model: nn.Module, changes: Changes, *, min_bytes: int = MIN_BYTES) -> None:
-    """Switch it on.
-
-    Raises:
-        UsageError: the model has no layers, or `min_bytes` is negative.
-    """
+    """Switch it on. Raises UsageError: the model has no layers, or `min_bytes` is negative."""
     at_least(0, "min_bytes", min_bytes)
     layers = find_layers(model, changes.remedy)
     for name, module in layers:
         if runs_in(module, Offloaded):
-            raise UsageError("cpu-offload-activations is already on", value=name)
+            raise changes.already_on(name)
         changes.set_attribute(module, "forward", Offloaded(module, min_bytes))
     changes.note(f"saved tensors of {len(layers)} layers wait in host memory: {layers[0][0]} to {layers[-1][0]}")
 

@@ -45,11 +45,8 @@ def install(
     optimizer: Callable[[list[nn.Parameter]], Optimizer] = adamw,
     offload_gradients: bool = False,
 ) -> None:
-    """Make the optimizer, a `HostOptimizer`; it is the result.
-
-    Raises:
-        UsageError: nothing is trained, or the function makes no optimizer over the parameters that it is given.
-    """
+    """Make the optimizer, a `HostOptimizer`; it is the result. Raises UsageError: nothing is trained, or the function
+    makes no optimizer over the parameters that it is given."""
     parameters = trained_parameters(model, changes.remedy)
     made = HostOptimizer(parameters, optimizer)
     if offload_gradients:

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
-from memprof.errors import UsageError
 from memprof.remedies.applied import Changes, Forward, runs_in
 from memprof.remedies.catalog.remedy import Numerics, Remedy, Tier
+from memprof.remedies.optimizers import refuse_gradients
 from memprof.torch_private.pytree import tree_flatten, tree_unflatten
 from memprof.workload.layers import find_layers, without_caches
 
@@ -35,25 +36,17 @@ from memprof.workload.layers import find_layers, without_caches
     search=110, tiers=(Tier.STREAMED_WEIGHTS,), helps={"gradients": 20, "parameters": 20, "doctor: smaller": 70},
 )  # fmt: skip
 def install(model: nn.Module, changes: Changes) -> None:
-    """Move the layers to host memory.
-
-    Raises:
-        UsageError: there are no layers; layers share parameters; there are gradients.
-    """
+    """Move the layers to host memory. Raises UsageError: there are no layers; layers share parameters; there are
+    gradients."""
     layers = find_layers(model, changes.remedy)
-    counts: dict[int, int] = {}
+    counts: Counter[int] = Counter()
     for name, layer in layers:
         if runs_in(layer, _Streamed):
-            raise UsageError("cpu-offload-weights is already on", value=name)
-        for parameter in layer.parameters():
-            counts[id(parameter)] = counts.get(id(parameter), 0) + 1
-            if parameter.grad is not None:
-                raise UsageError(
-                    "cpu-offload-weights does not apply: there are gradients already",
-                    hint="call model.zero_grad() first",
-                )
-    if any(count > 1 for count in counts.values()):
-        raise UsageError("cpu-offload-weights does not apply: layers share parameters", value=type(model).__name__)
+            raise changes.already_on(name)
+        refuse_gradients(layer.parameters(), changes.remedy, None)
+        counts.update(map(id, layer.parameters()))
+    if counts and max(counts.values()) > 1:
+        raise changes.does_not_apply("layers share parameters", model)
     moved = 0
     for _, layer in layers:
         for parameter in layer.parameters():

@@ -7,7 +7,6 @@ import re
 import torch
 from torch import nn
 
-from memprof.errors import UsageError
 from memprof.remedies.applied import Changes
 from memprof.remedies.catalog.remedy import WEIGHTS, Numerics, Remedy, Tier
 from memprof.remedies.optimizers import refuse_gradients
@@ -49,10 +48,8 @@ def install(model: nn.Module, changes: Changes) -> None:
         UsageError: all have the dtype already, or there are gradients of another.
     """
     dtype: torch.dtype = getattr(torch, changes.remedy)
-    kept = [
-        *(getattr(model, "_keep_in_fp32_modules", None) or ()),
-        *(getattr(model, "_keep_in_fp32_modules_strict", None) or ()),
-    ]
+    lists = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
+    kept = [name for each in lists for name in getattr(model, each, None) or ()]
     keep = re.compile("|".join(rf"(?:^|\.){name}(?:$|\.)" for name in kept)) if kept else None
     chosen = [
         parameter
@@ -60,7 +57,7 @@ def install(model: nn.Module, changes: Changes) -> None:
         if parameter.is_floating_point() and parameter.dtype != dtype and not (keep and keep.search(name))
     ]
     if not chosen:
-        raise UsageError(f"{changes.remedy} is already on", value=f"every parameter is {changes.remedy}")
+        raise changes.already_on(f"every parameter is {changes.remedy}")
     refuse_gradients(chosen, changes.remedy, type(model).__name__, "of another dtype")
     before = ", ".join(sorted({str(parameter.dtype).removeprefix("torch.") for parameter in chosen}))
     for parameter in chosen:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -17,8 +18,8 @@ from memprof.remedies.optimizers import refuse_gradients
 from memprof.remedies.trained import DEFAULT_RANK, install_lora
 from memprof.workload.quantization import import_quietly
 
+# Activations from this size on stay in half precision: LLM.int8's own, and transformers' default.
 OUTLIER_THRESHOLD = 6.0
-"""Activations from this size on stay in half precision: LLM.int8's own, and transformers' default."""
 _QUANT_TYPES = ("nf4", "fp4")
 
 
@@ -36,11 +37,8 @@ _QUANT_TYPES = ("nf4", "fp4")
     on=lambda spec: spec.adapter is None and spec.quantize == "int8",
 )  # fmt: skip
 def install_8_bit(model: nn.Module, changes: Changes) -> None:
-    """Quantize the linear layers to LLM.int8.
-
-    Raises:
-        UsageError: bitsandbytes is not installed, or there is nothing to quantize.
-    """
+    """Quantize the linear layers to LLM.int8. Raises UsageError: bitsandbytes is not installed, or there is nothing to
+    quantize."""
     bnb = _bitsandbytes(changes.remedy)
 
     def make(weight: torch.Tensor, bias: nn.Parameter | None) -> nn.Module:
@@ -68,11 +66,8 @@ def install_8_bit(model: nn.Module, changes: Changes) -> None:
     helps={"doctor: weights": 20, "doctor: spilled": 10},
 )  # fmt: skip
 def install_4_bit(model: nn.Module, changes: Changes, *, quant_type: str = "nf4", double_quant: bool = True) -> None:
-    """Quantize the linear layers to 4 bits; products are computed in the dtype that the weights had.
-
-    Raises:
-        UsageError: bitsandbytes is not installed, an option is out of range, or there is nothing to quantize.
-    """
+    """Quantize the linear layers to 4 bits; products are computed in the dtype that the weights had. Raises UsageError:
+    bitsandbytes is not installed, an option is out of range, or there is nothing to quantize."""
     if quant_type not in _QUANT_TYPES:
         raise UsageError("unknown quant_type", value=repr(quant_type), hint=f"one of {', '.join(_QUANT_TYPES)}")
     bnb = _bitsandbytes(changes.remedy)
@@ -115,11 +110,8 @@ def install_qlora(
     lora_rank: int = DEFAULT_RANK,
     lora_targets: str | None = None,
 ) -> None:
-    """`install_4_bit`, then LoRA by PEFT; norms, embedding and head keep their dtype.
-
-    Raises:
-        UsageError: as either of the two.
-    """
+    """`install_4_bit`, then LoRA by PEFT; norms, embedding and head keep their dtype. Raises UsageError: as either of
+    the two."""
     install_4_bit(model, changes, quant_type=quant_type, double_quant=double_quant)
     install_lora(model, changes, lora_rank=lora_rank, lora_targets=lora_targets)
 
@@ -129,20 +121,16 @@ def _replace(
 ) -> None:
     """Put what `make` gives in the place of each linear layer but the head and what shares its weight with others."""
     kept = _head(model)
-    owners: dict[int, int] = {}
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            owners[id(parameter)] = owners.get(id(parameter), 0) + 1
-    chosen: list[tuple[nn.Module, str, nn.Module]] = []
-    for parent in model.modules():
-        for name, module in parent.named_children():
-            if _is_linear(module) and module is not kept and owners[id(module.weight)] == 1:
-                chosen.append((parent, name, module))
+    owners = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
+    chosen = [
+        (parent, name, module)
+        for parent in model.modules()
+        for name, module in parent.named_children()
+        if _is_linear(module) and module is not kept and owners[id(module.weight)] == 1
+    ]
     if not chosen:
-        raise UsageError(
-            f"{changes.remedy} does not apply: no linear layer beside the head", value=type(model).__name__,
-            hint="quantized layers are not quantized again",
-        )  # fmt: skip
+        hint = "quantized layers are not quantized again"
+        raise changes.does_not_apply("no linear layer beside the head", model, hint)
     would_freeze = [parameter for *_, module in chosen for parameter in module.parameters()]
     refuse_gradients(would_freeze, changes.remedy, type(model).__name__, "of layers that would be frozen")
     before = after = 0
@@ -170,10 +158,8 @@ def _head(model: nn.Module) -> nn.Module | None:
 
 
 def _is_linear(module: nn.Module) -> bool:
-    if type(module) is nn.Linear:
-        return True
-    conv = getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None)
-    return conv is not None and type(module) is conv
+    conv = getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", nn.Linear)
+    return type(module) in (nn.Linear, conv)
 
 
 def _bitsandbytes(remedy: str) -> Any:

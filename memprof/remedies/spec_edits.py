@@ -19,8 +19,8 @@ from memprof.remedies.catalog import Remedy
 from memprof.spec import Mode, TargetSpec
 
 Target = Mapping[str, Any]
+# Classes of modules whose results depend on all rows of a batch, as they train.
 _OF_ALL_ROWS = re.compile(r"(Sync)?BatchNorm([1-3]d)?")
-"""Classes of modules whose results depend on all rows of a batch, as they train."""
 
 
 def useless(remedy: Remedy, value: object, why: str) -> UsageError:

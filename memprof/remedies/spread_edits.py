@@ -19,8 +19,8 @@ from memprof.spec import TargetSpec
 from memprof.workload.models import find_source
 from memprof.workload.plan import Plan, check_plan, parse_plan
 
+# Which direction of the plan each step is.
 _SHARED: Final = {"ulysses": "ulysses", "ring-attention": "context", "tensor-parallel": "tensor"}
-"""Which direction of the plan each step is."""
 
 
 def shard(spec: TargetSpec, remedy: Remedy, value: Any, target: Mapping[str, Any]) -> TargetSpec:

@@ -28,11 +28,8 @@ from memprof.torch_private.pytree import tree_map
     helps={"doctor: host memory": 10},
 )  # fmt: skip
 def install(model: nn.Module, changes: Changes, *, dataset: Any, batch_size: int = 1) -> None:
-    """Make the batches' iterable, a `StreamedBatches`; it is the result.
-
-    Raises:
-        UsageError: `dataset` is no collection of samples, or `batch_size` is out of range.
-    """
+    """Make the batches' iterable, a `StreamedBatches`; it is the result. Raises UsageError: `dataset` is no collection
+    of samples, or `batch_size` is out of range."""
     batches = StreamedBatches(dataset, batch_size, model)
     changes.result(batches)
     changes.note(f"{len(batches):,} batches of {batch_size} are made one at a time, from {batches.samples:,} samples")

@@ -22,11 +22,7 @@ DEFAULT_RANK = 8
     edits={"freeze": VALUE}, on=lambda spec: spec.freeze is not None,
 )  # fmt: skip
 def install_freeze(model: nn.Module, changes: Changes, *, frozen: str) -> None:
-    """Stop the training of the parameters that the patterns name.
-
-    Raises:
-        UsageError: a pattern names no parameter.
-    """
+    """Stop the training of the parameters that the patterns name. Raises UsageError: a pattern names no parameter."""
     chosen = named_parameters(model, frozen, "freeze: a pattern names no parameter")
     _keep_flags(model, changes)
     for parameter in chosen:
@@ -48,11 +44,8 @@ def install_freeze(model: nn.Module, changes: Changes, *, frozen: str) -> None:
 def install_lora(
     model: nn.Module, changes: Changes, *, lora_rank: int = DEFAULT_RANK, lora_targets: str | None = None
 ) -> None:
-    """Freeze the model, and put trained matrices beside its linear layers, with PEFT.
-
-    Raises:
-        UsageError: PEFT is not installed, or does not know what to adapt; the rank is out of range.
-    """
+    """Freeze the model, and put trained matrices beside its linear layers, with PEFT. Raises UsageError: PEFT is not
+    installed, or does not know what to adapt; the rank is out of range."""
     try:
         peft = import_quietly("peft")
     except ImportError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from memprof.errors import UsageError
-from memprof.remedies.applied import Changes
+from memprof.remedies.applied import Changes, in_range
 from memprof.remedies.catalog.remedy import WEIGHTS, Numerics, Remedy
 from memprof.remedies.chunked_loss import find_head
 
@@ -20,27 +20,21 @@ from memprof.remedies.chunked_loss import find_head
     helps={"logits and loss": 20, "vocabulary-larger-than-asked": 10},
 )  # fmt: skip
 def install(model: nn.Module, changes: Changes, *, vocab_size: int) -> None:
-    """Cut the vocabulary to `vocab_size` tokens.
-
-    Raises:
-        UsageError: there is no embedding or linear head, or the cap is not below the vocabulary.
-    """
+    """Cut the vocabulary to `vocab_size` tokens. Raises UsageError: there is no embedding or linear head, or the cap is
+    not below the vocabulary."""
     tell = getattr(model, "get_input_embeddings", None)
     embedding = tell() if tell is not None else next((m for m in model.modules() if isinstance(m, nn.Embedding)), None)
     if not isinstance(embedding, nn.Embedding):
-        raise UsageError("vocabulary-cap does not apply: the model has no token embedding", value=type(model).__name__)
+        raise changes.does_not_apply("the model has no token embedding", model)
     _, head = find_head(model)
     if not isinstance(head, nn.Linear):
-        raise UsageError("vocabulary-cap does not apply: the head is no torch.nn.Linear", value=type(head).__name__)
+        raise changes.does_not_apply("the head is no torch.nn.Linear", head)
     for name, owner in (("embedding", embedding), ("head", head)):
         if owner._parameters.get("weight") is None:
-            raise UsageError(
-                f"vocabulary-cap does not apply: the {name}'s weight is computed", value=type(owner).__name__,
-                hint="apply it before the weight is parametrized",
-            )  # fmt: skip
+            hint = "apply it before the weight is parametrized"
+            raise changes.does_not_apply(f"the {name}'s weight is computed", owner, hint)
     before = embedding.num_embeddings
-    if not isinstance(vocab_size, int) or isinstance(vocab_size, bool) or not 1 <= vocab_size < before:
-        raise UsageError("vocab_size is out of range", value=repr(vocab_size), hint=f"1 to {before - 1:,}")
+    in_range("vocab_size", vocab_size, before - 1)
     if embedding.padding_idx is not None and embedding.padding_idx >= vocab_size:
         raise UsageError(
             "vocab_size leaves no room for the padding token", value=repr(vocab_size),

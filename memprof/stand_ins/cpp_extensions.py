@@ -27,8 +27,7 @@ PASSED = (
     "code allocates is not counted."
 )
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
-_JOINED = re.compile(r'"\s*\n\s*"')
-"""Between two literals that C++ makes one."""
+_JOINED = re.compile(r'"\s*\n\s*"')  # between two literals that C++ makes one
 _BLOCK = re.compile(r"\b(PYBIND11_MODULE|TORCH_LIBRARY|TORCH_LIBRARY_FRAGMENT)\s*\(\s*(\w+)\s*,\s*(\w+)\s*\)\s*\{")
 _NO_TYPES = frozenset({"return", "else", "new", "throw", "case", "goto", "co_return", "typename"})
 
@@ -36,11 +35,9 @@ _NO_TYPES = frozenset({"return", "else", "new", "throw", "case", "goto", "co_ret
 class Binding(NamedTuple):
     """A function that an extension has."""
 
-    library: str | None
-    """Of torch.ops; None: it is the Python module's."""
+    library: str | None  # of torch.ops; None: it is the Python module's
     name: str
-    is_void: bool
-    """It returns nothing, as far as the sources say."""
+    is_void: bool  # it returns nothing, as far as the sources say
 
 
 def bindings(name: str, source: str, functions: Sequence[str] = ()) -> Iterator[Binding]:
@@ -112,7 +109,7 @@ def patches(module: Any, context: InstallContext) -> Iterator[Patch]:
         made = _Extension(name)
         for library, function, is_void in bindings(name, "\n".join(texts), functions):
             full = f"{library or name}.{function}"
-            known = registry.held(library or name).get(function)
+            known = registry.stubs_in(library or name).get(function)
             call = known or (passed(full) if is_void else _refused(full))
             if library is None:
                 setattr(made, function, call)

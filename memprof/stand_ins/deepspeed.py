@@ -13,46 +13,43 @@ from typing import Any
 import torch
 
 from memprof.patching.patch_set import Patch
+from memprof.stand_ins import fused_optimizers
 from memprof.stand_ins.packages import WITHOUT
 from memprof.stand_ins.registry import stand_in
-from memprof.stand_ins.tools import on_card, written
+from memprof.stand_ins.tools import check_on_gpu, mark_written
 
 _AT = "deepspeedai/DeepSpeed@v0.19.5:deepspeed/ops/adam/"
-_CHUNK = 2048 * 32
 _ON_CARD = (torch.float16, torch.bfloat16, torch.float32)
 _NAME = "deepspeed.ops.adam"
 
 
 @stand_in(f"{_NAME}.multi_tensor_apply.MultiTensorApply", source=f"{_AT}multi_tensor_apply.py")
-class MultiTensorApply:
+class MultiTensorApply(fused_optimizers.MultiTensorApply):
     """Calls a kernel with a size of chunks: nothing is taken."""
 
-    def __init__(self, chunk_size: Any) -> None:
-        self.chunk_size = chunk_size
 
-    def __call__(self, op: Any, noop_flag_buffer: Any, tensor_lists: Any, *args: Any) -> Any:
-        """The kernel's own result."""
-        return op(self.chunk_size, noop_flag_buffer, tensor_lists, *args)
+_applier = MultiTensorApply(fused_optimizers.CHUNK)
+_apply = stand_in(f"{_NAME}.fused_adam.multi_tensor_applier", source=f"{_AT}fused_adam.py")(_applier)
 
 
-_apply = stand_in(f"{_NAME}.fused_adam.multi_tensor_applier", source=f"{_AT}fused_adam.py")(MultiTensorApply(_CHUNK))
-
-
-def multi_tensor_adam(chunk_size: int, flag: torch.Tensor, lists: list[list[torch.Tensor]], *options: Any) -> None:
+def multi_tensor_adam(chunk_size: int, flag: torch.Tensor, lists: list[list[torch.Tensor]], *options) -> None:
     """The kernel: it writes parameters and both moments, and allocates nothing."""
-    on_card("deepspeed.ops.adam.FusedAdam", flag, *(tensor for each in lists for tensor in each))
+    check_on_gpu("deepspeed.ops.adam.FusedAdam", flag, *(tensor for each in lists for tensor in each))
     for each in lists[1:]:
-        written(*each)
+        mark_written(*each)
 
 
 @stand_in(f"{_NAME}.fused_adam.FusedAdam", f"{_NAME}.FusedAdam", source=f"{_AT}fused_adam.py")
-class FusedAdam(torch.optim.Optimizer):
+class FusedAdam(fused_optimizers.FusedOptimizer):
     """Two moments in the type of each parameter, and one call of a kernel for each type of a group."""
 
+    sparse = "FusedAdam does not support sparse gradients"
+    other_dtype = "FusedAdam only support fp16, bf16 and fp32."
+
     def __init__(
-        self, params: Any, lr: Any = 1e-3, bias_correction: Any = True, betas: Any = (0.9, 0.999), eps: Any = 1e-8,
-        adam_w_mode: Any = True, weight_decay: Any = 0.0, amsgrad: Any = False, set_grad_none: Any = True,
-    ) -> None:  # fmt: skip
+        self, params, lr=1e-3, bias_correction=True, betas=(0.9, 0.999), eps=1e-8, adam_w_mode=True, weight_decay=0.0,
+        amsgrad=False, set_grad_none=True,
+    ):  # fmt: skip
         if amsgrad:
             raise RuntimeError("FusedAdam does not support the AMSGrad variant.")
         defaults = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps}
@@ -62,39 +59,21 @@ class FusedAdam(torch.optim.Optimizer):
         self._dummy_overflow_buf = torch.tensor([0], dtype=torch.int, device="cuda")
         self.multi_tensor_adam = multi_tensor_adam
 
-    def zero_grad(self) -> None:  # type: ignore[override]
-        """Gradients are dropped, or filled with zeros."""
-        super().zero_grad(set_to_none=self.set_grad_none)
-
-    def step(
-        self, closure: Any = None, grads: Any = None, output_params: Any = None, scale: Any = None,
-        grad_norms: Any = None, grad_scaler: Any = None,
-    ) -> Any:  # type: ignore[override]  # fmt: skip
-        """One kernel for each type of a group's parameters."""
-        if any(one is not None for one in (grads, output_params, scale, grad_norms)):
-            raise RuntimeError("FusedAdam has been updated: call step() with no arguments.")
+    def step(self, closure=None, grads=None, output_params=None, scale=None, grad_norms=None, grad_scaler=None):  # type: ignore[override]
+        self._refuse_arguments(grads, output_params, scale, grad_norms)
         loss = None if closure is None else closure()
         for group in self.param_groups:
             if not group["params"]:
                 continue
             group.setdefault("step", 0)
-            rows: dict[torch.dtype, list[Any]] = {}
+            rows = []
             state: dict[str, Any] = {}
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                if parameter.grad.is_sparse:
-                    raise RuntimeError("FusedAdam does not support sparse gradients")
-                if parameter.dtype not in _ON_CARD:
-                    raise RuntimeError("FusedAdam only support fp16, bf16 and fp32.")
+            for parameter in self._with_gradients(group, _ON_CARD):
                 state = _begun(self.state[parameter], parameter, parameter.dtype, group["step"])
-                row = (parameter.grad.data, parameter.data, state["exp_avg"], state["exp_avg_sq"])
-                rows.setdefault(parameter.dtype, []).append(row)
-            for dtype in _ON_CARD:
-                if dtype in rows:
-                    state["step"] += 1  # of the last parameter, as there
-                    lists = list(map(list, zip(*rows[dtype], strict=True)))
-                    _apply(self.multi_tensor_adam, self._dummy_overflow_buf, lists, group["lr"], *group["betas"])
+                rows.append((parameter.grad.data, parameter.data, state["exp_avg"], state["exp_avg_sq"]))  # type: ignore[union-attr]
+            for lists in self._by_dtype(rows, _ON_CARD):
+                state["step"] += 1  # of the last parameter, as there
+                _apply(self.multi_tensor_adam, self._dummy_overflow_buf, lists, group["lr"], *group["betas"])
         return loss
 
 
@@ -111,27 +90,25 @@ class DeepSpeedCPUAdam(torch.optim.Optimizer):
     """Parameters, gradients and both moments lie in the host's memory; nothing is on the card. It computes."""
 
     def __init__(
-        self, model_params: Any, lr: Any = 1e-3, bias_correction: Any = True, betas: Any = (0.9, 0.999),
-        eps: Any = 1e-8, weight_decay: Any = 0, amsgrad: Any = False, adamw_mode: Any = True,
-        fp32_optimizer_states: Any = True,
-    ) -> None:  # fmt: skip
+        self, model_params, lr=1e-3, bias_correction=True, betas=(0.9, 0.999), eps=1e-8, weight_decay=0, amsgrad=False,
+        adamw_mode=True, fp32_optimizer_states=True,
+    ):  # fmt: skip
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(model_params, defaults | {"bias_correction": bias_correction, "amsgrad": amsgrad})
         self.adam_w_mode = adamw_mode
         self.fp32_optimizer_states = fp32_optimizer_states
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        """Each parameter alone, where it lies."""
+    def step(self, closure=None):
         return self._stepped(closure, lambda parameter: parameter)
 
     @torch.no_grad()
-    def step_subgroup(self, subgroup_id: int, closure: Any = None) -> Any:
+    def step_subgroup(self, subgroup_id, closure=None):
         """With the moments that are kept under a number."""
         return self._stepped(closure, lambda parameter: subgroup_id)
 
-    def _stepped(self, closure: Any, key: Callable[[torch.Tensor], Any]) -> Any:
-        on_card("deepspeed.ops.adam.DeepSpeedCPUAdam")
+    def _stepped(self, closure, key):
+        check_on_gpu("deepspeed.ops.adam.DeepSpeedCPUAdam")
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -151,7 +128,7 @@ class DeepSpeedCPUAdam(torch.optim.Optimizer):
                 self._update(group, parameter.data, parameter.grad.data, state)
         return loss
 
-    def _update(self, group: dict[str, Any], data: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any]) -> None:
+    def _update(self, group, data, gradient, state):
         """Adam_Optimizer::Step_1, in float32."""
         (first, second), rate, decay = group["betas"], group["lr"], group["weight_decay"]
         corrects = group["bias_correction"]
@@ -173,10 +150,10 @@ class _Compiled:
     multi_tensor_adam = staticmethod(multi_tensor_adam)
 
 
-def patches(module: Any, assume: Callable[[str], None]) -> Iterator[Patch]:
+def patches(module, assume: Callable[[str], None]) -> Iterator[Patch]:
     """Replace what compiles the fused kernel of an installed package, in deepspeed.ops.op_builder.fused_adam."""
 
-    def load(self: Any, verbose: bool = True) -> Any:
+    def load(self, verbose: bool = True):
         assume(_NOT_COMPILED)
         return _Compiled
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from types import ModuleType
@@ -10,11 +12,16 @@ from typing import Any
 from memprof.monitor.probe.sitecustomize import STAND_INS
 from memprof.patching.extension import Extension
 from memprof.patching.patch_set import Patch
-from memprof.stand_ins import attention_by_name, cpp_extensions, deepspeed, hub, in_graph, torchaudio, torchvision
+from memprof.stand_ins import cpp_extensions, deepspeed, hub, in_graph, torchaudio, torchvision
 from memprof.stand_ins.finder import StandIns
 from memprof.stand_ins.packages import PACKAGES
 from memprof.torch_private import inductor
 from memprof.virtual.install_context import InstallContext
+
+# `attn_implementation`, or `config._attn_implementation` -> the package of its kernels.
+_ATTENTION = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
+# Models that import transformers' `_flash_attention_forward` only if, when they are imported, a package is there.
+_ASK_WHEN_IMPORTED = ("gpt_neo", "bark", "gptj", "falcon")
 
 
 class StandInExtension(Extension):
@@ -23,7 +30,7 @@ class StandInExtension(Extension):
     def __init__(self) -> None:
         self._stand_ins: StandIns | None = None
         self._of_modules: Mapping[str, Callable[[Any, InstallContext], Iterator[Patch]]] = {
-            "transformers.modeling_utils": lambda module, context: attention_by_name.patches(module, self._choose),
+            "transformers.modeling_utils": lambda module, context: _attention_by_name(module, self._choose),
             "kernels.load": lambda module, context: hub.patches(module),
             "kernels.utils": lambda module, context: hub.patches(module),
             "torchvision.extension": lambda module, context: torchvision.patches(module, context.assume),
@@ -38,7 +45,7 @@ class StandInExtension(Extension):
     def around(self, context: InstallContext) -> AbstractContextManager[None]:
         """Return what has imports of packages that are not installed find their stand-ins."""
         self._stand_ins = StandIns(context.assume, context.forget_values, context.keep_workspace)
-        return self._stand_ins.entered()
+        return self._stand_ins.active()
 
     def patches_of(self, module: ModuleType, context: InstallContext) -> Iterator[Patch]:
         """Replace the parts of an installed package that cannot run without a GPU."""
@@ -52,3 +59,29 @@ class StandInExtension(Extension):
 def _of_extensions(module: Any, context: InstallContext) -> Iterator[Patch]:
     if context.options.passes_kernels:
         yield from cpp_extensions.patches(module, context)
+
+
+def _attention_by_name(module: Any, choose: Callable[[str], None]) -> Iterator[Patch]:
+    """Replace what chooses attention by an argument of transformers.modeling_utils; `choose` is told the package."""
+    method = "_check_and_adjust_attn_implementation"
+    original = getattr(module.PreTrainedModel, method, None)
+    if original is None:
+        return
+
+    @functools.wraps(original)
+    def check(model: Any, attn_implementation: Any, *args: Any, **kwargs: Any) -> Any:
+        name = attn_implementation.removeprefix("paged|") if isinstance(attn_implementation, str) else None
+        if name in _ATTENTION:
+            choose(_ATTENTION[name])
+            _late_imports()
+        return original(model, attn_implementation, *args, **kwargs)
+
+    yield module.PreTrainedModel, method, check
+
+
+def _late_imports() -> None:
+    utilities = sys.modules.get("transformers.modeling_flash_attention_utils")
+    for name in _ASK_WHEN_IMPORTED:
+        module = sys.modules.get(f"transformers.models.{name}.modeling_{name}")
+        if module is not None and not hasattr(module, "_flash_attention_forward"):
+            module._flash_attention_forward = utilities._flash_attention_forward  # type: ignore[attr-defined, union-attr]

@@ -1,6 +1,6 @@
 """Where `import` finds stand-ins: last of all places, so only where the real package is not, and for as long as a run.
 
-Who asks decides. The program's own code finds them, in try/except as well: it is written for a machine that has the
+Who frame decides. The program's own code finds them, in try/except as well: it is written for a machine that has the
 package. A library that looks whether a package is there (T5 of transformers 4 looks for apex) is told that it is not,
 and does what it does without; from when on the program has chosen a package, by an import of its own or by an argument
 that names it (`attn_implementation="flash_attention_2"`), it is there for everybody.
@@ -16,6 +16,7 @@ import importlib.util
 import os
 import sys
 import sysconfig
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import FrameType, ModuleType
@@ -28,8 +29,8 @@ from memprof.virtual import limits
 
 _STDLIB = sysconfig.get_path("stdlib") + os.sep
 _MEMPROF = str(Path(registry.__file__).parents[1]) + os.sep
+# Modules that remember, in functions with caches, which packages there are.
 _CACHES = ("transformers.utils.import_utils", "peft.import_utils")
-"""Modules that remember, in functions with caches, which packages there are."""
 
 
 class NoStandIn(MemprofError, ModuleNotFoundError):
@@ -40,11 +41,11 @@ class NoStandIn(MemprofError, ModuleNotFoundError):
 
 
 class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """The stand-ins of one run.
+    """The stubs of one run, or of a process that a program starts anew.
 
     Args:
-        assume: told, once for each package, that it is stood in for.
-        written: told each tensor that a stand-in writes in place.
+        assume: told, once for each package, that it is replaced by a stub.
+        written: told each tensor that a stub writes in place.
         takes: told the bytes of a workspace that a package keeps for the length of the run, and its name.
     """
 
@@ -56,17 +57,16 @@ class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self._takes = takes
         self._chosen: set[str] = set()
         self._used: set[str] = set()
-        self._missed: dict[str, str] = {}
-        """Package -> the module of a library that was told that it is not there."""
+        self._missed: dict[str, str] = {}  # package -> the module of a library that was told that it is not there
         self._asks_others = False
         self._is_found = False
 
     @contextlib.contextmanager
-    def entered(self) -> Iterator[None]:
+    def active(self) -> Iterator[None]:
         """Inside, the program's imports find stand-ins; afterwards nothing of them is left in `sys`."""
         sys.meta_path.append(self)
         try:
-            with tools.in_run(self._use, self._written, self._takes):
+            with tools.active(self._use, self._written, self._takes):
                 yield
         finally:
             sys.meta_path.remove(self)
@@ -74,14 +74,14 @@ class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
                 if getattr(getattr(module, "__spec__", None), "loader", None) is self:
                     del sys.modules[name]
             if self._chosen:
-                _forget_answers()
+                _clear_availability_caches()
 
     def choose(self, package: str) -> None:
         """The program wants `package`: from now on it is there for libraries too, if it is not installed."""
-        if package in self._chosen or not registry.knows(package) or self._is_installed(package):
+        if package in self._chosen or not registry.has_stubs(package) or self._is_installed(package):
             return
         self._chosen.add(package)
-        _forget_answers()
+        _clear_availability_caches()
         if package in PACKAGES:
             self._assume(f"{package} is not installed: the program finds a stub of it.")
         else:  # a stub of somebody else's, which does not tell that it is called
@@ -115,22 +115,22 @@ class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             self._asks_others = False
 
     def _may_have(self, package: str) -> bool:
-        """Whether who asks now gets `package`."""
+        """Whether who frame now gets `package`."""
         known = PACKAGES.get(package)
         if package in self._chosen and (known is None or known.for_libraries):
             return True
-        asks = _asking()
-        if asks is None or not registry.knows(package):
+        frame = _importing_frame()
+        if frame is None or not registry.has_stubs(package):
             return False
-        if is_own(asks.f_code.co_filename):
+        if is_program_file(frame.f_code.co_filename):
             self.choose(package)
             return package in self._chosen
-        name = asks.f_globals.get("__name__", asks.f_code.co_filename)
+        name = frame.f_globals.get("__name__", frame.f_code.co_filename)
         if not name.startswith(_CACHES):
             self._missed.setdefault(package, name)
         return False
 
-    # -- what the import system asks --------------------------------------------------------------------------------
+    # -- what the import system frame --------------------------------------------------------------------------------
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         """Of a module that no other finder has; None: it is not there."""
@@ -147,8 +147,13 @@ class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def _refuse(self, package: str) -> None:
         """An import of the program's own; who looks whether the package is there is told that it is not."""
-        asks = _asking()
-        if asks is None or not is_own(asks.f_code.co_filename) or registry.knows(package) or _looks():
+        frame = _importing_frame()
+        if (
+            frame is None
+            or not is_program_file(frame.f_code.co_filename)
+            or registry.has_stubs(package)
+            or _is_find_spec_call()
+        ):
             return
         self._assume(f"{package} is not installed and has no stand-in: the program was told that it is missing.")
         raise NoStandIn(
@@ -164,7 +169,7 @@ class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def exec_module(self, module: ModuleType) -> None:
         """What is registered, and everything else of the real module as names that are refused where they are used."""
         name = module.__name__
-        vars(module).update(registry.held(name))
+        vars(module).update(registry.stubs_in(name))
         known = PACKAGES.get(name)
         if known is not None:
             module.__version__ = known.version  # type: ignore[attr-defined]
@@ -174,10 +179,10 @@ class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             if not attribute.startswith("__") and registry.has_module(f"{name}.{attribute}"):
                 if public and registry.is_listed(name):
                     return importlib.import_module(f"{name}.{attribute}")  # the package itself imports it
-                public = False  # `from package import module` asks here first
+                public = False  # `from package import module` frame here first
             if attribute.startswith("__") or not public:
                 raise AttributeError(f"module {name!r} has no attribute {attribute!r}")
-            made = vars(module)[attribute] = tools.absent(name, attribute)
+            made = vars(module)[attribute] = tools.make_placeholder(name, attribute)
             return made
 
         module.__getattr__ = __getattr__  # type: ignore[method-assign]
@@ -211,7 +216,7 @@ class _Distribution(importlib.metadata.Distribution):
         return Path(os.devnull) / path
 
 
-def is_own(file: str) -> bool:
+def is_program_file(file: str) -> bool:
     """Whether a file is the program's own: not of an installed package, unless that is what runs (`-m package`)."""
     if file.startswith((_MEMPROF, "<frozen")):
         return False
@@ -223,27 +228,22 @@ def is_own(file: str) -> bool:
     return bool(runs) and f"-packages{os.sep}{runs}{os.sep}" in file
 
 
-def _asking() -> FrameType | None:
-    """Who imports, or asks for a module: the innermost frame outside Python's library and memprof."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+def _importing_frame() -> FrameType | None:
+    """Who imports, or frame for a module: the innermost frame outside Python's library and memprof."""
+    for frame, _ in traceback.walk_stack(sys._getframe(1)):
         file = frame.f_code.co_filename
-        library = file.startswith((_STDLIB, "<frozen", _MEMPROF)) and "-packages" not in file.removeprefix(_MEMPROF)
-        if not library:
+        if not file.startswith((_STDLIB, "<frozen", _MEMPROF)) or "-packages" in file.removeprefix(_MEMPROF):
             return frame
-        frame = frame.f_back
     return None
 
 
-def _looks() -> bool:
-    """Whether importlib.util.find_spec asks, and not an import."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not importlib.util.find_spec.__code__:
-        frame = frame.f_back
-    return frame is not None
+def _is_find_spec_call() -> bool:
+    """Whether importlib.util.find_spec frame, and not an import."""
+    frames = traceback.walk_stack(sys._getframe(1))
+    return any(frame.f_code is importlib.util.find_spec.__code__ for frame, _ in frames)
 
 
-def _forget_answers() -> None:
+def _clear_availability_caches() -> None:
     """Which packages there are is another answer now."""
     for name in _CACHES:
         for value in list(vars(sys.modules.get(name, ModuleType(name))).values()):

@@ -6,25 +6,31 @@ and tile_size.h, of Dao-AILab/flash-attention@v2.8.3. Float8 changes nothing but
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from memprof.stand_ins.registry import stand_in
-from memprof.stand_ins.tools import kernel, must, on_card, refused, written
+from memprof.stand_ins.flash_attn.attention import efficient_split, round_up
+from memprof.stand_ins.registry import register_in
+from memprof.stand_ins.tools import (
+    check_on_gpu,
+    kernel,
+    last_contiguous,
+    mark_written,
+    num_multiprocessors,
+    refuse,
+    require,
+)
 
 _HEADS = (64, 96, 128, 192, 256)
 _L2 = 50 * 1024 * 1024
 _MOST_SPLIT_BATCH = 992
+_NAME = "flash_attn_interface"
+_SOURCE = "Dao-AILab/flash-attention@v2.8.3:hopper/flash_attn_interface.py, hopper/flash_api.cpp"
+_public = register_in(_NAME, source=_SOURCE, in_graph=True)
 
 
-def _public(name: str) -> Callable[[Any], Any]:
-    source = "Dao-AILab/flash-attention@v2.8.3:hopper/flash_attn_interface.py, hopper/flash_api.cpp"
-    return stand_in(f"flash_attn_interface.{name}", source=source, in_graph="cache" not in name)
-
-
-class _Call(NamedTuple):
+class HopperOptions(NamedTuple):
     """What is asked of one call, beside the tensors."""
 
     causal: bool = False
@@ -37,8 +43,8 @@ class _Call(NamedTuple):
     max_seqlen_q: int | None = None
     max_seqlen_k: int | None = None
     page_table: torch.Tensor | None = None
+    # Lengths in use, and what pads on the left: any of them makes the call one of varying lengths.
     others: tuple[torch.Tensor | None, ...] = ()
-    """Lengths in use, and what pads on the left: any of them makes the call one of varying lengths."""
     scheduler_metadata: torch.Tensor | None = None
 
     @property
@@ -57,7 +63,7 @@ class _Sizes(NamedTuple):
     head_v: int
 
     @classmethod
-    def of(cls, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: _Call) -> _Sizes:
+    def of(cls, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: HopperOptions) -> _Sizes:
         bounds, table = call.cu_seqlens_q, call.page_table
         batch = query.shape[0] if bounds is None else bounds.shape[0] - 1
         queries = query.shape[1] if bounds is None else int(call.max_seqlen_q or 0)
@@ -66,10 +72,6 @@ class _Sizes(NamedTuple):
         else:
             keys = key.shape[1] if table is None else table.shape[1] * key.shape[1]
         return cls(batch, queries, keys, query.shape[-2], key.shape[-2], query.shape[-1], value.shape[-1])
-
-
-def _last_contiguous(tensor: Any) -> Any:
-    return tensor.contiguous() if tensor is not None and tensor.stride(-1) != 1 else tensor
 
 
 def _rounded_head(size: int) -> int:
@@ -82,7 +84,7 @@ def _arch() -> int:
     return 10 * major + minor
 
 
-def _masks(call: _Call, sizes: _Sizes) -> tuple[bool, bool]:
+def _masks(call: HopperOptions, sizes: _Sizes) -> tuple[bool, bool]:
     """Whether the kernel is the causal one, and whether it is one of a window (set_params_fprop)."""
     left, right = call.window_size
     left = -1 if left >= sizes.keys - 1 else left
@@ -93,10 +95,7 @@ def _masks(call: _Call, sizes: _Sizes) -> tuple[bool, bool]:
     return causal, (left >= 0 or right >= 0) and not causal
 
 
-# -- the kernels ---------------------------------------------------------------------------------------------------
-
-
-def _splits(sizes: _Sizes, call: _Call, element: int) -> int:
+def _splits(sizes: _Sizes, call: HopperOptions, element: int) -> int:
     """get_num_splits: into how many parts the keys are split, on Hopper."""
     causal, local = _masks(call, sizes)
     head, head_v = _rounded_head(sizes.head), _rounded_head(sizes.head_v)
@@ -109,14 +108,13 @@ def _splits(sizes: _Sizes, call: _Call, element: int) -> int:
     bytes_of_head = sizes.keys * (sizes.head + sizes.head_v) * element
     one_batch = call.varies and sizes.batch <= _MOST_SPLIT_BATCH
     total = (1 if one_batch else sizes.batch) * sizes.shared * blocks
-    sms = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+    sms = num_multiprocessors()
     if total >= 0.8 * sms:
         long = bytes_of_head > _L2 and blocks >= 2 * sms and not (causal or local)
         return min(-(-bytes_of_head // _L2), 128) if long else 1
     if key_blocks <= 4:
         return 1
-    efficiency = [(total * n / sms) / -(-(total * n) // sms) for n in range(1, min(128, sms, key_blocks) + 1)]
-    return next(n for n, value in enumerate(efficiency, 1) if value >= 0.85 * max(efficiency))
+    return efficient_split(total, sms, range(1, min(128, sms, key_blocks) + 1))
 
 
 def _tile(head: int, head_v: int, causal: bool, local: bool, element: int, paged: bool) -> tuple[int, int]:
@@ -135,9 +133,9 @@ def _tile(head: int, head_v: int, causal: bool, local: bool, element: int, paged
     return by_head.get(head, (128, 64 if local else 80))
 
 
-def _forward(query: Any, key: Any, value: Any, call: _Call) -> tuple[torch.Tensor, ...]:
+def _forward(query, key, value, call: HopperOptions) -> tuple[torch.Tensor, ...]:
     """mha_fwd: output, log of the sums, and where the keys are split the parts of both."""
-    query, key = _last_contiguous(query), _last_contiguous(key)
+    query, key = last_contiguous(query), last_contiguous(key)
     if value.stride(-1) != 1 and value.stride(-3) != 1:
         value = value.contiguous()
     sizes = _Sizes.of(query, key, value, call)
@@ -174,28 +172,26 @@ def _blocks(arch: int, head: int, causal: bool, local: bool, softcap: float) -> 
     return 128 if head <= 64 else 64, 128 if head <= 128 else 80 if head <= 192 else 64
 
 
-def _backward(gradient: Any, query: Any, key: Any, value: Any, out: Any, call: _Call) -> None:
+def _backward(gradient, query, key, value, out, call: HopperOptions) -> None:
     """mha_bwd beside the three gradients: two sums of rows, what accumulates the queries' gradient in float32, and, if
     heads share keys and values, theirs."""
-    gradient, query, key, value, out = map(_last_contiguous, (gradient, query, key, value, out))
+    gradient, query, key, value, out = map(last_contiguous, (gradient, query, key, value, out))
     sizes = _Sizes.of(query, key, value, call)
     head = _rounded_head(max(sizes.head, sizes.head_v))
     causal, local = _masks(call, sizes)
     rows, columns = _blocks(_arch(), head, causal, local, call.softcap)
-    shared = (sizes.batch, sizes.shared)
     if call.varies:
         tokens = query.shape[0] if call.cu_seqlens_q is not None else sizes.batch * sizes.queries
         others = key.shape[0] if call.cu_seqlens_k is not None else sizes.batch * sizes.keys
-        lines: tuple[int, ...] = (sizes.heads, -(-(tokens + sizes.batch * rows) // rows) * rows)
-        shared = (sizes.shared,)  # type: ignore[assignment]
-        key_lines = -(-(others + sizes.batch * columns) // columns) * columns
+        lines: tuple[int, ...] = (sizes.heads, round_up(tokens + sizes.batch * rows, rows))
+        key_lines: tuple[int, ...] = (sizes.shared, round_up(others + sizes.batch * columns, columns))
     else:
-        lines = (sizes.batch, sizes.heads, -(-sizes.queries // rows) * rows)
-        key_lines = -(-sizes.keys // columns) * columns
+        lines = (sizes.batch, sizes.heads, round_up(sizes.queries, rows))
+        key_lines = (sizes.batch, sizes.shared, round_up(sizes.keys, columns))
     scratch = [query.new_empty(lines, dtype=torch.float32) for _ in range(2)]
     scratch.append(query.new_empty((*lines, head), dtype=torch.float32))
     if sizes.shared != sizes.heads:
-        scratch += [query.new_zeros((*shared, key_lines, head), dtype=torch.float32) for _ in range(2)]
+        scratch += [query.new_zeros((*key_lines, head), dtype=torch.float32) for _ in range(2)]
     blocks = (-(-sizes.queries // rows), sizes.batch, sizes.heads)
     scratch.append(query.new_empty(blocks, dtype=torch.int32))
     if sizes.shared != sizes.heads and call.deterministic:
@@ -205,16 +201,15 @@ def _backward(gradient: Any, query: Any, key: Any, value: Any, out: Any, call: _
     del scratch
 
 
-# -- what a program calls ------------------------------------------------------------------------------------------
-
-
-def _check(name: str, *tensors: torch.Tensor) -> None:
+def _check(name: str, attention_chunk: int, *tensors: torch.Tensor) -> None:
     """What flash_api.cpp refuses too.
 
     Raises:
+        MemprofError: attention in chunks, which is not known here.
         RuntimeError: a dtype or a size of heads that it does not take, or a card before Ampere.
     """
-    on_card(f"flash_attn_interface.{name}", *tensors)
+    refuse(name, {f"attention_chunk={attention_chunk}": attention_chunk})
+    check_on_gpu(name, *tensors)
     dtype, head = tensors[0].dtype, tensors[0].shape[-1]
     if _arch() < 80:
         raise RuntimeError("FlashAttention only supports Ampere GPUs or newer.")
@@ -224,44 +219,32 @@ def _check(name: str, *tensors: torch.Tensor) -> None:
         raise RuntimeError(f"head_size {head} is not supported by FlashAttention 3: at most 256, a multiple of 8")
     if len(tensors) == 3:
         query, key, value = tensors
-        must(
-            all(tensor.dtype == dtype for tensor in tensors),
-            f"flash_attn_interface.{name}",
-            "query, key and value of one dtype",
-        )
-        must(key.shape[-1] == head, f"flash_attn_interface.{name}", "queries and keys of one size of heads")
-        must(
-            key.shape[:-1] == value.shape[:-1],
-            f"flash_attn_interface.{name}",
-            "keys and values of one shape but the size of heads",
-        )
-        must(
-            query.shape[-2] % key.shape[-2] == 0,
-            f"flash_attn_interface.{name}",
-            "heads of keys that divide those of queries",
-        )
-        must("varlen" in name or query.dim() == 4, f"flash_attn_interface.{name}", "queries of 4 dimensions")
+        require(all(tensor.dtype == dtype for tensor in tensors), name, "query, key and value of one dtype")
+        require(key.shape[-1] == head, name, "queries and keys of one size of heads")
+        require(key.shape[:-1] == value.shape[:-1], name, "keys and values of one shape but the size of heads")
+        require(query.shape[-2] % key.shape[-2] == 0, name, "heads of keys that divide those of queries")
+        require("varlen" in name or query.dim() == 4, name, "queries of 4 dimensions")
 
 
-def _call(name: str, inputs: tuple[Any, ...], call: _Call, heads: int | None = None) -> Any:
+def _call(name: str, attention_chunk: int, inputs: tuple[torch.Tensor, ...], call: HopperOptions, heads: int = 0):
     """Saved for the backward: queries, keys, values, the output, its sums, and what says where sequences end."""
-    _check(name, *inputs)
+    _check(f"{_NAME}.{name}", attention_chunk, *inputs)
     number, packed = len(inputs), inputs[0].shape
 
-    def unpacked(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
+    def unpacked(tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         if len(tensors) == 3:
             return tensors
         if tensors[0].dim() == 5:
             return tensors[0].unbind(-3)
-        shared = (tensors[0].shape[2] - (heads or 0)) // 2
+        shared = (tensors[0].shape[2] - heads) // 2
         return tensors[0].split([heads, shared, shared], dim=-2)
 
-    def forward(*tensors: torch.Tensor) -> Any:
+    def forward(*tensors: torch.Tensor):
         query, key, value = unpacked(tensors)
         out, sums = _forward(query, key, value, call)[:2]
         return out, (query, key, value, out, sums, call.cu_seqlens_q, call.cu_seqlens_k, *call.others[:2])
 
-    def backward(saved: tuple[torch.Tensor, ...], gradient: torch.Tensor) -> Any:
+    def backward(saved: tuple[torch.Tensor, ...], gradient: torch.Tensor):
         query, key, value, out = saved[:4]
         if number == 3:
             made: tuple[torch.Tensor, ...] = tuple(map(torch.empty_like, (query, key, value)))
@@ -273,73 +256,59 @@ def _call(name: str, inputs: tuple[Any, ...], call: _Call, heads: int | None = N
     return kernel(forward, backward, *inputs)
 
 
-@_public("flash_attn_func")
+@_public
 def flash_attn_func(
-    q: Any, k: Any, v: Any, softmax_scale: Any = None, causal: Any = False, qv: Any = None, q_descale: Any = None,
-    k_descale: Any = None, v_descale: Any = None, window_size: Any = (-1, -1), attention_chunk: Any = 0,
-    softcap: Any = 0.0, num_splits: Any = 1, pack_gqa: Any = None, deterministic: Any = False, sm_margin: Any = 0,
-) -> Any:  # fmt: skip
+    q, k, v, softmax_scale=None, causal=False, qv=None, q_descale=None, k_descale=None, v_descale=None,
+    window_size=(-1, -1), attention_chunk=0, softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False, sm_margin=0,
+):  # fmt: skip
     """[batch, tokens, heads, size] each: the output, sums of rows, a scheduler's numbers, accumulators."""
-    _know(attention_chunk, "flash_attn_func")
-    return _call("flash_attn_func", (q, k, v), _Call(causal, window_size, softcap, num_splits, deterministic))
+    call = HopperOptions(causal, window_size, softcap, num_splits, deterministic)
+    return _call("flash_attn_func", attention_chunk, (q, k, v), call)
 
 
-@_public("flash_attn_qkvpacked_func")
+@_public
 def flash_attn_qkvpacked_func(
-    qkv: Any, softmax_scale: Any = None, causal: Any = False, q_descale: Any = None, k_descale: Any = None,
-    v_descale: Any = None, window_size: Any = (-1, -1), attention_chunk: Any = 0, softcap: Any = 0.0,
-    deterministic: Any = False, num_heads_q: Any = None, sm_margin: Any = 0,
-) -> Any:  # fmt: skip
+    qkv, softmax_scale=None, causal=False, q_descale=None, k_descale=None, v_descale=None, window_size=(-1, -1),
+    attention_chunk=0, softcap=0.0, deterministic=False, num_heads_q=None, sm_margin=0,
+):  # fmt: skip
     """All three as [batch, tokens, 3, heads, size], or side by side as [batch, tokens, heads, size]: one gradient."""
-    _know(attention_chunk, "flash_attn_qkvpacked_func")
-    call = _Call(causal, window_size, softcap, 1, deterministic)
-    return _call("flash_attn_qkvpacked_func", (qkv,), call, num_heads_q)
+    call = HopperOptions(causal, window_size, softcap, 1, deterministic)
+    return _call("flash_attn_qkvpacked_func", attention_chunk, (qkv,), call, num_heads_q or 0)
 
 
-@_public("flash_attn_varlen_func")
+@_public
 def flash_attn_varlen_func(
-    q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: Any, max_seqlen_k: Any,
-    seqused_q: Any = None, seqused_k: Any = None, softmax_scale: Any = None, causal: Any = False, qv: Any = None,
-    q_descale: Any = None, k_descale: Any = None, v_descale: Any = None, window_size: Any = (-1, -1),
-    attention_chunk: Any = 0, softcap: Any = 0.0, num_splits: Any = 1, pack_gqa: Any = None,
-    deterministic: Any = False, sm_margin: Any = 0,
-) -> Any:  # fmt: skip
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q=None, seqused_k=None, softmax_scale=None,
+    causal=False, qv=None, q_descale=None, k_descale=None, v_descale=None, window_size=(-1, -1), attention_chunk=0,
+    softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False, sm_margin=0,
+):  # fmt: skip
     """[tokens, heads, size] each, as flash_attn_func."""
-    _know(attention_chunk, "flash_attn_varlen_func")
-    call = _Call(
+    call = HopperOptions(
         causal, window_size, softcap, num_splits, deterministic, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
         max_seqlen_k, others=(seqused_q, seqused_k),
     )  # fmt: skip
-    return _call("flash_attn_varlen_func", (q, k, v), call)
+    return _call("flash_attn_varlen_func", attention_chunk, (q, k, v), call)
 
 
-@_public("flash_attn_with_kvcache")
+@register_in(_NAME, source=_SOURCE)
 def flash_attn_with_kvcache(
-    q: Any, k_cache: Any, v_cache: Any, k: Any = None, v: Any = None, qv: Any = None, rotary_cos: Any = None,
-    rotary_sin: Any = None, cache_seqlens: Any = None, cache_batch_idx: Any = None, cache_leftpad: Any = None,
-    page_table: Any = None, cu_seqlens_q: Any = None, cu_seqlens_k_new: Any = None, max_seqlen_q: Any = None,
-    rotary_seqlens: Any = None, q_descale: Any = None, k_descale: Any = None, v_descale: Any = None,
-    softmax_scale: Any = None, causal: Any = False, window_size: Any = (-1, -1), attention_chunk: Any = 0,
-    softcap: Any = 0.0, rotary_interleaved: Any = True, scheduler_metadata: Any = None, num_splits: Any = 0,
-    pack_gqa: Any = None, sm_margin: Any = 0, return_softmax_lse: Any = False,
-) -> Any:  # fmt: skip
+    q, k_cache, v_cache, k=None, v=None, qv=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None,
+    cache_batch_idx=None, cache_leftpad=None, page_table=None, cu_seqlens_q=None, cu_seqlens_k_new=None,
+    max_seqlen_q=None, rotary_seqlens=None, q_descale=None, k_descale=None, v_descale=None, softmax_scale=None,
+    causal=False, window_size=(-1, -1), attention_chunk=0, softcap=0.0, rotary_interleaved=True,
+    scheduler_metadata=None, num_splits=0, pack_gqa=None, sm_margin=0, return_softmax_lse=False,
+):  # fmt: skip
     """The cache is filled where it lies; there is no backward."""
-    _know(attention_chunk, "flash_attn_with_kvcache")
-    _check("flash_attn_with_kvcache", q, k_cache)
+    _check(f"{_NAME}.flash_attn_with_kvcache", attention_chunk, q, k_cache)
     if isinstance(cache_seqlens, int):
         cache_seqlens = torch.full((k_cache.shape[0],), cache_seqlens, dtype=torch.int32, device=k_cache.device)
-    call = _Call(
+    call = HopperOptions(
         causal, window_size, softcap, num_splits, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q,
         page_table=page_table, others=(None, cache_seqlens, cache_leftpad), scheduler_metadata=scheduler_metadata,
     )  # fmt: skip
-    new = [_last_contiguous(tensor) for tensor in (k, v)]
+    new = [last_contiguous(tensor) for tensor in (k, v)]
     if k is not None:
-        written(k_cache, v_cache)
+        mark_written(k_cache, v_cache)
     made = _forward(q, k_cache, v_cache, call)
     del new
     return made if return_softmax_lse else made[0]
-
-
-def _know(attention_chunk: int, name: str) -> None:
-    if attention_chunk:
-        raise refused(f"flash_attn_interface.{name}", f"attention_chunk={attention_chunk}")

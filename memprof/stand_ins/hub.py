@@ -9,17 +9,17 @@ is asked here too (`patches`).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import ModuleType
-from typing import Any
 
 from memprof.patching.patch_set import Patch
 from memprof.stand_ins import registry
-from memprof.stand_ins.registry import stand_in
-from memprof.stand_ins.tools import absent, refused
+from memprof.stand_ins.registry import register_in
+from memprof.stand_ins.tools import make_placeholder, unsupported_error
 
 _FLASH_2 = ("flash_attn", "")
 _FLASH_3 = ("flash_attn_interface", "flash_attn_interface")
+# Repository of the hub -> the package that it builds, and the module in it that has its functions.
 _KNOWN = {
     "kernels-community/flash-attn": _FLASH_2,
     "kernels-community/flash-attn2": _FLASH_2,
@@ -29,11 +29,9 @@ _KNOWN = {
     "kernels-community/causal-conv1d": ("causal_conv1d", ""),
     "kernels-community/mamba-ssm": ("mamba_ssm", ""),
 }
-"""Repository of the hub -> the package that it builds, and the module in it that has its functions."""
 
 
-def _load(name: str) -> Callable[[Any], Any]:
-    return stand_in(f"kernels.load.{name}", f"kernels.{name}", source="huggingface/kernels@v0.17.2:src/kernels/load.py")
+_load = register_in("kernels.load", "kernels", source="huggingface/kernels@v0.17.2:src/kernels/load.py")
 
 
 @functools.cache
@@ -41,51 +39,45 @@ def _module(repository: str) -> ModuleType:
     """What the hub's kernel is as a module: its functions, and the module that they are in."""
     package, inner = _KNOWN[repository]
     made = ModuleType(repository.rpartition("/")[2].replace("-", "_"))
-    vars(made).update(registry.held(package))
+    vars(made).update(registry.stubs_in(package))
     if inner:
         setattr(made, inner, made)
 
-    def __getattr__(attribute: str) -> Any:
+    def __getattr__(attribute: str):
         if attribute.startswith("__") or not registry.is_public(package, attribute):
             raise AttributeError(f"module {repository!r} has no attribute {attribute!r}")
-        return absent(package, attribute)
+        return make_placeholder(package, attribute)
 
     made.__getattr__ = __getattr__  # type: ignore[method-assign]
     return made
 
 
-@_load("get_kernel")
+@_load
 def get_kernel(
-    repo_id: str, *, revision: Any = None, version: Any = None, backend: Any = None, user_agent: Any = None,
-    trust_remote_code: Any = False, check_arch: Any = True,
-) -> ModuleType:  # fmt: skip
+    repo_id, *, revision=None, version=None, backend=None, user_agent=None, trust_remote_code=False, check_arch=True
+):
     """A kernel of the hub, by its repository: its stand-in."""
     if repo_id not in _KNOWN:
-        raise refused("kernels.get_kernel", f"{repo_id!r}, a compiled kernel", _HINT)
+        raise unsupported_error("kernels.get_kernel", f"{repo_id!r}, a compiled kernel", _HINT)
     return _module(repo_id)
 
 
-@_load("has_kernel")
-def has_kernel(
-    repo_id: str, *, revision: Any = None, version: Any = None, backend: Any = None, trust_remote_code: Any = False,
-    check_arch: Any = True,
-) -> bool:  # fmt: skip
+@_load
+def has_kernel(repo_id, *, revision=None, version=None, backend=None, trust_remote_code=False, check_arch=True):
     """Whether the hub has one for this card. Of those that are not known here nobody can say."""
     if repo_id not in _KNOWN:
-        raise refused("kernels.has_kernel", f"{repo_id!r}, a compiled kernel", _HINT)
+        raise unsupported_error("kernels.has_kernel", f"{repo_id!r}, a compiled kernel", _HINT)
     return True
 
 
-@_load("load_kernel")
-def load_kernel(repo_id: str, *, lockfile: Any, backend: Any = None) -> ModuleType:
+@_load
+def load_kernel(repo_id, *, lockfile, backend=None):
     """A kernel that was fetched before: its stand-in."""
     return get_kernel(repo_id, backend=backend)
 
 
-@_load("get_locked_kernel")
-def get_locked_kernel(
-    repo_id: str, *, lockfile: Any, trust_remote_code: Any = False, user_agent: Any = None
-) -> ModuleType:
+@_load
+def get_locked_kernel(repo_id, *, lockfile, trust_remote_code=False, user_agent=None):
     """A kernel whose version a file says: its stand-in."""
     return get_kernel(repo_id)
 
@@ -93,7 +85,7 @@ def get_locked_kernel(
 _HINT = f"kernels of the hub that are known: {', '.join(sorted(_KNOWN))}"
 
 
-def patches(module: Any) -> Iterator[Patch]:
+def patches(module) -> Iterator[Patch]:
     """Replace what fetches kernels in a module of the installed package: those that are known are not fetched."""
     for name, ours in (("get_kernel", get_kernel), ("has_kernel", has_kernel)):
         real = getattr(module, name, None)
@@ -101,9 +93,9 @@ def patches(module: Any) -> Iterator[Patch]:
             yield module, name, _known_first(real, ours)
 
 
-def _known_first(real: Any, ours: Any) -> Any:
+def _known_first(real, ours):
     @functools.wraps(real)
-    def call(repo_id: str, *args: Any, **kwargs: Any) -> Any:
+    def call(repo_id: str, *args, **kwargs):
         return ours(repo_id) if repo_id in _KNOWN else real(repo_id, *args, **kwargs)
 
     return call

@@ -21,16 +21,15 @@ from memprof.torch_private.pytree import tree_flatten, tree_unflatten
 _NAME = "memprof_stand_ins::call"
 
 
-class _Place(NamedTuple):
+class _TensorSource(NamedTuple):
     """Where a tensor of a result lies: in an argument, or in what the operator gives."""
 
     given: bool
     number: int
-    view: tuple[Any, Any, int] | None
-    """Its sizes, strides and offset there; None: it is the whole."""
+    view: tuple[Any, Any, int] | None  # its sizes, strides and offset there; None: it is the whole
 
 
-class _Call:
+class _GraphCall:
     """One call that is in a graph: of what, with what beside tensors, and how its result is put together.
 
     Tensors that the function has from around it are arguments too: another call of the graph has others there.
@@ -76,14 +75,14 @@ class _Call:
             number = (given[address] if same is None else same) if is_given else numbers[address]
             whole = same is not None or leaf is base
             view = None if whole else (tuple(leaf.shape), tuple(leaf.stride()), int(leaf.storage_offset()))
-            self._result.append(_Place(is_given, number, view))
+            self._result.append(_TensorSource(is_given, number, view))
         return list(new.values())
 
     def result(self, made: list[torch.Tensor]) -> Any:
         """What the function gives, of what the operator gave."""
 
         def leaf(place: Any) -> Any:
-            if not isinstance(place, _Place):
+            if not isinstance(place, _TensorSource):
                 return place
             tensor = (self.tensors if place.given else made)[place.number]
             return tensor if place.view is None else torch.as_strided(tensor, *place.view)
@@ -91,10 +90,8 @@ class _Call:
         return tree_unflatten([leaf(place) for place in self._result], self._made)
 
 
-_calls: list[_Call] = []
-"""By the number that a graph has of each."""
-_functions: list[Any] = []
-"""What is one operator of a graph."""
+_calls: list[_GraphCall] = []  # by the number that a graph has of each
+_functions: list[Any] = []  # what is one operator of a graph
 _operator: Any = None
 
 
@@ -112,7 +109,7 @@ def is_traced(values: Iterable[Any]) -> bool:
 
 def called(function: Any, *args: Any) -> Any:
     """Call `function`, which makes new tensors and writes into none, as one operator of the graph that is traced."""
-    call = _Call(function, args)
+    call = _GraphCall(function, args)
     _calls.append(call)
     return call.result(_registered()(len(_calls) - 1, call.tensors))
 

@@ -13,56 +13,35 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Package:
-    """One of them.
+    """One of them."""
 
-    Attributes:
-        name: as it is imported.
-        distribution: as it is installed, and asked for its version.
-        version: the release whose allocations are taken.
-        source: where it was read, REPOSITORY@TAG.
-    """
+    name: str  # as it is imported
+    distribution: str  # as it is installed, and asked for its version
+    version: str  # the release whose allocations are taken
+    source: str  # where it was read, REPOSITORY@TAG
+    made_in: str = ""  # the file of memprof/stand_ins; empty: that of its name
+    for_libraries: bool = True  # whether libraries find it too, once the program has chosen it
 
-    name: str
-    distribution: str
-    version: str
-    source: str
-    made_in: str = ""
-    """The file of memprof/stand_ins; empty: that of its name."""
-    for_libraries: bool = True
-    """Whether libraries find it too, once the program has chosen it."""
+
+_FLASH = "Dao-AILab/flash-attention@"
+
+
+def _beside_flash(name: str, version: str, source: str) -> Package:
+    """Return a module that flash-attention's repository builds beside the package."""
+    return Package(name, name.replace("_", "-"), version, _FLASH + source, "flash_attn")
 
 
 PACKAGES = {
     package.name: package
     for package in (
-        Package("flash_attn", "flash-attn", "2.8.3", "Dao-AILab/flash-attention@v2.8.3"),
-        Package(
-            "dropout_layer_norm",
-            "dropout-layer-norm",
-            "0.1",
-            "Dao-AILab/flash-attention@v2.8.3:csrc/layer_norm/ln_api.cpp",
-            "flash_attn",
-        ),
-        Package(
-            "fused_dense_lib",
-            "fused-dense-lib",
-            "0.0.0",
-            "Dao-AILab/flash-attention@v2.8.3:csrc/fused_dense_lib/fused_dense.cpp",
-            "flash_attn",
-        ),
-        Package(
-            "rotary_emb", "rotary-emb", "0.1", "Dao-AILab/flash-attention@v2.8.2:csrc/rotary/rotary.cpp", "flash_attn"
-        ),
-        Package(
-            "xentropy_cuda_lib",
-            "xentropy-cuda-lib",
-            "0.1",
-            "Dao-AILab/flash-attention@v2.8.2:csrc/xentropy/interface.cpp",
-            "flash_attn",
-        ),
+        Package("flash_attn", "flash-attn", "2.8.3", f"{_FLASH}v2.8.3"),
+        _beside_flash("dropout_layer_norm", "0.1", "v2.8.3:csrc/layer_norm/ln_api.cpp"),
+        _beside_flash("fused_dense_lib", "0.0.0", "v2.8.3:csrc/fused_dense_lib/fused_dense.cpp"),
+        _beside_flash("rotary_emb", "0.1", "v2.8.2:csrc/rotary/rotary.cpp"),
+        _beside_flash("xentropy_cuda_lib", "0.1", "v2.8.2:csrc/xentropy/interface.cpp"),
         Package("amp_C", "apex", "0.1", "NVIDIA/apex@25.05:csrc/amp_C_frontend.cpp", "apex"),
         Package("apex", "apex", "0.1", "NVIDIA/apex@25.05"),
-        Package("flash_attn_interface", "flash-attn-3", "3.0.0b1", "Dao-AILab/flash-attention@v2.8.3:hopper"),
+        Package("flash_attn_interface", "flash-attn-3", "3.0.0b1", f"{_FLASH}v2.8.3:hopper"),
         Package("causal_conv1d", "causal-conv1d", "1.6.1", "Dao-AILab/causal-conv1d@v1.6.1.post4"),
         Package("deepspeed", "deepspeed", "0.19.5", "deepspeedai/DeepSpeed@v0.19.5:deepspeed", for_libraries=False),
         Package("flashinfer", "flashinfer-python", "0.6.17", "flashinfer-ai/flashinfer@v0.6.17:flashinfer"),
@@ -74,21 +53,20 @@ PACKAGES = {
         Package("xformers", "xformers", "0.0.32.post2", "facebookresearch/xformers@v0.0.32.post2"),
     )
 }
+# Those whose Python is there, and whose compiled operators are stood in for where they cannot be loaded.
 INSTALLED = (
     Package("torchaudio", "torchaudio", "2.11.0", "pytorch/audio@v2.11.0:src/libtorchaudio"),
     Package("torchvision", "torchvision", "0.28.0", "pytorch/vision@v0.28.0:torchvision/csrc/ops"),
 )
-"""Those whose Python is there, and whose compiled operators are stood in for where they cannot be loaded."""
+# Packages that need a card to be built and have no stand-in: refused by name. How large most of their outputs are hangs
+# on numbers: points in a voxel, triangles under a pixel.
 NOT_STOOD_IN = (
     "pytorch3d", "MinkowskiEngine", "spconv", "torchsparse", "torch_sparse", "torch_spline_conv", "pyg_lib",
     "nvdiffrast", "tinycudann", "diff_gaussian_rasterization", "simple_knn", "gsplat", "natten",
 )  # fmt: skip
-"""Packages that need a card to be built and have no stand-in: refused by name. How large
-most of their outputs are hangs on numbers: points in a voxel, triangles under a pixel."""
-WITHOUT = "(--no-stand-ins does without)."
-"""How the sentence of each stub ends that a run rests on."""
+WITHOUT = "(--no-stand-ins does without)."  # how the sentence of each stub ends that a run rests on
+# Entry points of packages that bring their own: NAME = MODULE, which registers them when it is imported.
 GROUP = "memprof.stand_ins"
-"""Entry points of packages that bring their own: NAME = MODULE, which registers them when it is imported."""
 
 
 @functools.cache

@@ -23,8 +23,7 @@ class StandIn(NamedTuple):
     source: str
 
 
-_modules: dict[str, dict[str, StandIn]] = {}
-"""Module -> name in it -> what replaces it."""
+_modules: dict[str, dict[str, StandIn]] = {}  # module -> name in it -> what replaces it
 
 
 def stand_in(*names: str, source: str, in_graph: bool = False) -> Callable[[_Object], _Object]:
@@ -73,9 +72,21 @@ def stand_in(*names: str, source: str, in_graph: bool = False) -> Callable[[_Obj
             others[attribute] = StandIn(value, source)
         if isinstance(value, type) or hasattr(value, "__code__"):
             value.__module__ = names[0].rpartition(".")[0]
+        if hasattr(value, "__code__"):
+            value.__name__ = names[0].rpartition(".")[2]  # type: ignore[attr-defined]
         if in_graph:
             graphs.keep(value)
         return value
+
+    return register
+
+
+def register_in(*modules: str, source: str, in_graph: bool = False) -> Callable[[_Object], _Object]:
+    """Return a decorator that registers what follows, by its own name, in each of `modules`, as `stand_in` does."""
+
+    def register(value: _Object) -> _Object:
+        names = (f"{module}.{value.__name__}" for module in modules)  # type: ignore[attr-defined]
+        return stand_in(*names, source=source, in_graph=in_graph)(value)
 
     return register
 
@@ -86,7 +97,7 @@ def unregister(package: str) -> None:
         del _modules[module]
 
 
-def knows(package: str) -> bool:
+def has_stubs(package: str) -> bool:
     """Whether there are stand-ins for a package; loads them."""
     return _load(package) or any(_is_in(module, package) for module in _modules)
 
@@ -104,7 +115,7 @@ def has_module(name: str) -> bool:
     return any(_is_in(module, name) for module in known)
 
 
-def held(module: str) -> dict[str, Any]:
+def stubs_in(module: str) -> dict[str, Any]:
     """What stands in for the names of a module."""
     return {name: one.value for name, one in modules(module.partition(".")[0]).get(module, {}).items()}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
@@ -12,6 +12,7 @@ from memprof.errors import MemprofError
 from memprof.stand_ins import in_graph
 from memprof.virtual import limits
 
+HALF = (torch.float16, torch.bfloat16)
 _Kept = TypeVar("_Kept")
 _Tensors = torch.Tensor | tuple[torch.Tensor, ...]
 Forward = Callable[..., tuple[_Tensors, tuple[torch.Tensor | None, ...]]]
@@ -19,8 +20,6 @@ Backward = Callable[..., tuple[torch.Tensor | None, ...]]
 _used: Callable[[str], None] | None = None
 _written: Callable[[torch.Tensor], None] | None = None
 _takes: Callable[[int, str], None] | None = None
-
-
 _tuned: set[tuple[str, Any]] = set()
 _kept: dict[Any, Any] = {}
 _ends = ExitStack()
@@ -28,11 +27,11 @@ FLUSHED_BYTES = 256 * 1024 * 1024
 
 
 @contextmanager
-def in_run(
+def active(
     used: Callable[[str], None], written: Callable[[torch.Tensor], None], takes: Callable[[int, str], None]
 ) -> Iterator[None]:
-    """Stand-ins may be called inside: `used` is told the package of each, `written` what they write in place, `takes`
-    the workspaces that they keep."""
+    """Stubs may be called inside: `used` is told the package of each, `written` what they write in place, `takes` the
+    workspaces that they keep."""
     global _used, _written, _takes
     _used, _written, _takes = used, written, takes
     try:
@@ -94,7 +93,7 @@ class _Kernel(torch.autograd.Function):
         return None, None, *ctx.run(ctx.saved_tensors, *gradients)
 
 
-def on_card(name: str, *tensors: torch.Tensor | None) -> None:
+def check_on_gpu(name: str, *tensors: torch.Tensor | None) -> None:
     """A stand-in was called: `name`, "package.function", on these tensors.
 
     Raises:
@@ -112,7 +111,7 @@ def on_card(name: str, *tensors: torch.Tensor | None) -> None:
     _used(name.partition(".")[0])
 
 
-def must(holds: bool, name: str, what: str) -> None:
+def require(holds: bool, name: str, what: str) -> None:
     """What the real one checks too.
 
     Raises:
@@ -122,79 +121,85 @@ def must(holds: bool, name: str, what: str) -> None:
         raise RuntimeError(f"{name} expects {what}")
 
 
-def written(*tensors: torch.Tensor) -> None:
+def last_contiguous(tensor: Any) -> Any:
+    """Return a copy of a tensor whose last dimension has steps, and any other as it is (maybe_contiguous)."""
+    return tensor.contiguous() if tensor is not None and tensor.stride(-1) != 1 else tensor
+
+
+def autocast_dtype(otherwise: torch.dtype) -> torch.dtype:
+    """Return the type that autocast casts to on a GPU, or `otherwise` where it is off."""
+    return torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else otherwise
+
+
+def num_multiprocessors() -> int:
+    """Return how many multiprocessors the current GPU has."""
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+
+
+def mark_written(*tensors: torch.Tensor) -> None:
     """A kernel has written these where they lie: what they hold is not known from here on."""
     if _written is not None:
         for tensor in tensors:
             _written(tensor)
 
 
-def workspace(name: str, num_bytes: int) -> None:
-    """A package takes a workspace at its first call on a card, and keeps it for the length of the run.
-
-    Args:
-        name: what it is called in a report.
-        num_bytes: its size.
-    """
+def reserve_workspace(name: str, num_bytes: int) -> None:
+    """A package takes a workspace, which reports call `name`, at its first call on a card, and keeps it for the run."""
     key = ("workspace", name, torch.cuda.current_device())
     if key not in _kept and _takes is not None:
         _kept[key] = None
         _takes(num_bytes, name)
 
 
-def kept(key: Any, make: Callable[[], _Kept]) -> _Kept:
-    """What a package makes at the first call and keeps for the length of a run, as a table.
-
-    Args:
-        key: of which there is one.
-        make: makes it.
-    """
+def keep_for_run(key: Any, make: Callable[[], _Kept]) -> _Kept:
+    """Return what a package makes at the first call and keeps for the length of a run, as a table: one for each key."""
     if key not in _kept:
         _kept[key] = make()
     found: _Kept = _kept[key]
     return found
 
 
-def at_end(undo: Callable[[], None]) -> None:
+def call_at_end(undo: Callable[[], None]) -> None:
     """`undo` is called when the run ends: for what a package changes in others."""
     _ends.callback(undo)
 
 
-def autotuned(kernel_name: str, key: Any) -> None:
+def count_autotuning(kernel_name: str, key: Any) -> None:
     """A Triton kernel under `triton.autotune` is launched: with a new key its configurations are timed, and before
     each run 256 MiB are written, so that the card's cache is empty (triton/testing.py, do_bench; for CUDA
     backends/nvidia/driver.py, get_empty_cache_for_benchmark).
-
-    Args:
-        kernel_name: which.
-        key: by which the kernel's choice is remembered, in one run.
     """
     if (kernel_name, key) not in _tuned:
         _tuned.add((kernel_name, key))
         torch.empty(FLUSHED_BYTES // 4, dtype=torch.int32, device="cuda")
 
 
-def refused(name: str, what: str, hint: str = "") -> MemprofError:
-    """The error for an argument of a stand-in by which memory would be another, and which is not known here.
-
-    Args:
-        name: "package.function".
-        what: the argument, as the program gave it.
-        hint: what to do instead.
-    """
+def unsupported_error(name: str, what: str, hint: str = "") -> MemprofError:
+    """Return the error for `what`, an argument of `name` ("package.function") by which memory would be another."""
     return limits.not_yet(f"calls {name} with {what}, which memprof's stand-in does not know", hint or _HINT)
 
 
-def not_here(name: str) -> MemprofError:
-    """The error for a name of a real package that has no stand-in."""
+def refuse(name: str, reasons: Mapping[str, Any]) -> None:
+    """Raise the error of `refused` for the first of `reasons`, an argument as the program gave it, that holds."""
+    for what, holds in reasons.items():
+        if holds:
+            raise unsupported_error(name, what)
+
+
+def refuse_given(name: str, **options: Any) -> None:
+    """Raise the error of `refused` for the first of `options` that is not None."""
+    refuse(name, {f"`{option}`": value is not None for option, value in options.items()})
+
+
+def missing_stub_error(name: str) -> MemprofError:
+    """Return the error for a name of a real package that has no stub."""
     return limits.not_yet(f"uses {name}, which is not installed and has no stand-in", _HINT)
 
 
 _HINT = "install the package, or add a stand-in (memprof help stand-ins); --no-stand-ins does without all"
 
 
-_OF_SIGNATURES = "_partialmethod"
-"""What inspect.signature asks each callable for: looking at one is no use of it."""
+_OF_SIGNATURES = "_partialmethod"  # what inspect.signature asks each callable for: looking at one is no use of it
 
 
 class _Absent(type):
@@ -203,19 +208,19 @@ class _Absent(type):
     _refused_name: str
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        raise not_here(cls._refused_name)
+        raise missing_stub_error(cls._refused_name)
 
     def __getattr__(cls, name: str) -> Any:
         if (name.startswith("__") and name.endswith("__")) or name == _OF_SIGNATURES:
             raise AttributeError(name)
-        raise not_here(f"{cls._refused_name}.{name}")
+        raise missing_stub_error(f"{cls._refused_name}.{name}")
 
 
-def absent(module: str, name: str) -> Any:
+def make_placeholder(module: str, name: str) -> Any:
     """What can be imported in the place of `module.name`, and is refused by name where it is used."""
 
     def refuse(cls: type, /, **kwargs: Any) -> None:
-        raise not_here(f"{module}.{name}")
+        raise missing_stub_error(f"{module}.{name}")
 
     made = _Absent(name, (), {"__module__": module, "__init_subclass__": classmethod(refuse)})
     made._refused_name = f"{module}.{name}"

@@ -11,15 +11,15 @@ from typing import Any
 
 import torch
 
-from memprof.stand_ins.registry import stand_in
-from memprof.stand_ins.tools import must, on_card, written
+from memprof.stand_ins.registry import register_in
+from memprof.stand_ins.tools import check_on_gpu, mark_written, require
 
 _AT = "rusty1s/pytorch_cluster@1.6.3:"
 
 
-def _public(name: str, file: str) -> Callable[[Any], Any]:
+def _public(file: str) -> Callable[[Any], Any]:
     source = f"{_AT}torch_cluster/{file}.py, csrc/cuda/{file}_cuda.cu"
-    return stand_in(f"torch_cluster.{file}.{name}", f"torch_cluster.{name}", source=source)
+    return register_in(f"torch_cluster.{file}", "torch_cluster", source=source)
 
 
 def _near(x: torch.Tensor, y: torch.Tensor, most: int, batches: tuple[Any, Any], number: int | None) -> torch.Tensor:
@@ -28,8 +28,8 @@ def _near(x: torch.Tensor, y: torch.Tensor, most: int, batches: tuple[Any, Any],
         return torch.empty(2, 0, dtype=torch.long, device=x.device)
     x = (x.view(-1, 1) if x.dim() == 1 else x).contiguous()
     y = (y.view(-1, 1) if y.dim() == 1 else y).contiguous()
-    must(x.size(1) == y.size(1), "torch_cluster", "x and y of as many coordinates")
-    must(x.is_floating_point(), "torch_cluster", f"floating-point numbers, not {x.dtype}")
+    require(x.size(1) == y.size(1), "torch_cluster", "x and y of as many coordinates")
+    require(x.is_floating_point(), "torch_cluster", f"floating-point numbers, not {x.dtype}")
     if number is None:
         number = max([1, *(int(batch.max()) + 1 for batch in batches if batch is not None)])
     if number > 1:
@@ -38,9 +38,9 @@ def _near(x: torch.Tensor, y: torch.Tensor, most: int, batches: tuple[Any, Any],
     else:
         ends = [torch.arange(0, len(points) + 1, len(points), device=x.device) for points in (x, y)]
     row, col = (torch.full((y.size(0) * most,), -1, dtype=torch.int64, device=x.device) for _ in range(2))
-    written(row, col)
+    mark_written(row, col)
     mask = row != -1
-    written(mask)
+    mark_written(mask)
     del ends
     return torch.stack([row.masked_select(mask), col.masked_select(mask)], dim=0)
 
@@ -53,55 +53,42 @@ def _without_loops(edges: torch.Tensor, loop: bool, flow: str) -> torch.Tensor:
     return torch.stack([row, col], dim=0)
 
 
-@_public("knn", "knn")
-def knn(
-    x: torch.Tensor, y: torch.Tensor, k: int, batch_x: Any = None, batch_y: Any = None, cosine: bool = False,
-    num_workers: int = 1, batch_size: Any = None,
-) -> torch.Tensor:  # fmt: skip
+@_public("knn")
+def knn(x, y, k, batch_x=None, batch_y=None, cosine=False, num_workers=1, batch_size=None):
     """[2, points of y times k]: as many neighbours as there may be; lists of both, what was found, and what is kept."""
-    on_card("torch_cluster.knn", x, y, batch_x, batch_y)
+    check_on_gpu("torch_cluster.knn", x, y, batch_x, batch_y)
     return _near(x, y, k, (batch_x, batch_y), batch_size)
 
 
-@_public("knn_graph", "knn")
-def knn_graph(
-    x: torch.Tensor, k: int, batch: Any = None, loop: bool = False, flow: str = "source_to_target",
-    cosine: bool = False, num_workers: int = 1, batch_size: Any = None,
-) -> torch.Tensor:  # fmt: skip
+@_public("knn")
+def knn_graph(x, k, batch=None, loop=False, flow="source_to_target", cosine=False, num_workers=1, batch_size=None):
     """Of points among themselves; one more is looked for where a point is not its own neighbour."""
-    on_card("torch_cluster.knn_graph", x, batch)
+    check_on_gpu("torch_cluster.knn_graph", x, batch)
     edges = knn(x, x, k if loop else k + 1, batch, batch, cosine, num_workers, batch_size)
     return _without_loops(edges, loop, flow)
 
 
-@_public("radius", "radius")
-def radius(
-    x: torch.Tensor, y: torch.Tensor, r: float, batch_x: Any = None, batch_y: Any = None, max_num_neighbors: int = 32,
-    num_workers: int = 1, batch_size: Any = None,
-) -> torch.Tensor:  # fmt: skip
+@_public("radius")
+def radius(x, y, r, batch_x=None, batch_y=None, max_num_neighbors=32, num_workers=1, batch_size=None):
     """[2, points of y times the most neighbours], as knn."""
-    on_card("torch_cluster.radius", x, y, batch_x, batch_y)
+    check_on_gpu("torch_cluster.radius", x, y, batch_x, batch_y)
     return _near(x, y, max_num_neighbors, (batch_x, batch_y), batch_size)
 
 
-@_public("radius_graph", "radius")
+@_public("radius")
 def radius_graph(
-    x: torch.Tensor, r: float, batch: Any = None, loop: bool = False, max_num_neighbors: int = 32,
-    flow: str = "source_to_target", num_workers: int = 1, batch_size: Any = None,
-) -> torch.Tensor:  # fmt: skip
+    x, r, batch=None, loop=False, max_num_neighbors=32, flow="source_to_target", num_workers=1, batch_size=None
+):
     """As radius, of points among themselves."""
-    on_card("torch_cluster.radius_graph", x, batch)
+    check_on_gpu("torch_cluster.radius_graph", x, batch)
     most = max_num_neighbors if loop else max_num_neighbors + 1
     return _without_loops(radius(x, x, r, batch, batch, most, num_workers, batch_size), loop, flow)
 
 
-@_public("fps", "fps")
-def fps(
-    src: torch.Tensor, batch: Any = None, ratio: Any = None, random_start: bool = True, batch_size: Any = None,
-    ptr: Any = None,
-) -> torch.Tensor:  # fmt: skip
+@_public("fps")
+def fps(src, batch=None, ratio=None, random_start=True, batch_size=None, ptr=None):
     """So many of each group, one after another the farthest from those that were taken."""
-    on_card("torch_cluster.fps", src, batch)
+    check_on_gpu("torch_cluster.fps", src, batch)
     share = ratio
     if not isinstance(ratio, torch.Tensor):
         share = torch.tensor(0.5 if ratio is None else ratio, dtype=src.dtype, device=src.device)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from memprof.stand_ins.registry import stand_in
-from memprof.stand_ins.tools import kernel, must, on_card, written
+from memprof.stand_ins.tools import check_on_gpu, kernel, mark_written, require
 
 _AT = "rusty1s/pytorch_scatter@2.1.2:"
 _LEAST = ("min", "max")
@@ -30,7 +30,7 @@ def _composite(name: str, file: str) -> Callable[[Any], Any]:
 
 
 @stand_in("torch_scatter.utils.broadcast", source=f"{_AT}torch_scatter/utils.py")
-def broadcast(src: torch.Tensor, other: torch.Tensor, dim: int) -> torch.Tensor:
+def broadcast(src, other, dim):
     """A view of `src` as large as `other`."""
     dim = other.dim() + dim if dim < 0 else dim
     if src.dim() == 1:
@@ -44,48 +44,47 @@ def _rows(index: torch.Tensor, dim_size: int | None) -> int:
     return int(index.max()) + 1 if index.numel() else 0
 
 
-# -- by an index of each element -----------------------------------------------------------------------------------
+def _check(name: str, src: torch.Tensor, index: torch.Tensor) -> None:
+    check_on_gpu(name, src, index)
+    require(index.dtype == torch.int64, name, "an index of int64")
+
+
+def _output(values: torch.Tensor, size: list[int], into: torch.Tensor | None) -> torch.Tensor:
+    made = values.new_empty(size) if into is None else into.contiguous()
+    mark_written(made)
+    return made
 
 
 @_public("scatter_sum", "scatter")
-def scatter_sum(
-    src: torch.Tensor, index: torch.Tensor, dim: int = -1, out: Any = None, dim_size: Any = None
-) -> torch.Tensor:
+def scatter_sum(src, index, dim=-1, out=None, dim_size=None):
     """Sums, into `out` or into zeros, by torch's own operator."""
-    on_card("torch_scatter.scatter_sum", src, index)
+    check_on_gpu("torch_scatter.scatter_sum", src, index)
     index = broadcast(index, src, dim)
     if out is None:
         size = list(src.size())
         size[dim] = _rows(index, dim_size)
         out = torch.zeros(size, dtype=src.dtype, device=src.device)
-    made: torch.Tensor = out.scatter_add_(dim, index, src)
-    return made
+    return out.scatter_add_(dim, index, src)
 
 
 @_public("scatter_add", "scatter")
-def scatter_add(
-    src: torch.Tensor, index: torch.Tensor, dim: int = -1, out: Any = None, dim_size: Any = None
-) -> torch.Tensor:
+def scatter_add(src, index, dim=-1, out=None, dim_size=None):
     """As scatter_sum."""
     return scatter_sum(src, index, dim, out, dim_size)
 
 
-def _reduced(
-    name: str, src: torch.Tensor, index: torch.Tensor, dim: int, given: Any, dim_size: Any
-) -> tuple[torch.Tensor, ...]:
+def _reduced(name: str, src: torch.Tensor, index: torch.Tensor, dim: int, given, dim_size) -> tuple[torch.Tensor, ...]:
     """scatter_cuda: the output, and for the least and the largest where they are from."""
-    on_card(f"torch_scatter.scatter_{name}", src, index)
-    must(index.dtype == torch.int64, f"torch_scatter.scatter_{name}", "an index of int64")
+    _check(f"torch_scatter.scatter_{name}", src, index)
     dim, shape = src.dim() + dim if dim < 0 else dim, src.shape
 
-    def forward(values: torch.Tensor, where: torch.Tensor, into: Any) -> Any:
+    def forward(values: torch.Tensor, where: torch.Tensor, into):
         where = broadcast(where, values, dim)
         values = values.contiguous()
         size = list(values.size())
         if into is None:
             size[dim] = _rows(where, dim_size)
-        made = torch.empty(size, dtype=values.dtype, device=values.device) if into is None else into.contiguous()
-        written(made)
+        made = _output(values, size, into)
         if name == "mul":
             return made, (values, where, made)
         place = torch.empty_like(made, dtype=torch.int64)
@@ -93,7 +92,7 @@ def _reduced(
             made.masked_fill_(made == 0, 0)
         return (made, place), (where, place)
 
-    def backward(saved: Any, gradient: torch.Tensor, *others: Any) -> Any:
+    def backward(saved, gradient: torch.Tensor, *others):
         if name == "mul":
             values, where, made = saved
             found = torch.gather(gradient * made, dim, where).div_(values)
@@ -112,30 +111,22 @@ def _to_places(gradient: torch.Tensor, place: torch.Tensor, shape: torch.Size, d
     return made.scatter_(dim, place, gradient).narrow(dim, 0, size[dim] - 1)
 
 
-@_public("scatter_mul", "scatter")
-def scatter_mul(
-    src: torch.Tensor, index: torch.Tensor, dim: int = -1, out: Any = None, dim_size: Any = None
-) -> torch.Tensor:
-    """Products; saved are the input and they."""
-    return _reduced("mul", src, index, dim, out, dim_size)[0]
+def _register_scatter(name: str, text: str) -> Callable[..., Any]:
+    def scatter(src, index, dim=-1, out=None, dim_size=None):
+        made = _reduced(name, src, index, dim, out, dim_size)
+        return made if name in _LEAST else made[0]
+
+    scatter.__doc__ = text
+    return _public(f"scatter_{name}", "scatter")(scatter)  # type: ignore[no-any-return]
 
 
-@_public("scatter_min", "scatter")
-def scatter_min(src: torch.Tensor, index: torch.Tensor, dim: int = -1, out: Any = None, dim_size: Any = None) -> Any:
-    """The least of each, and where it is."""
-    return _reduced("min", src, index, dim, out, dim_size)
-
-
-@_public("scatter_max", "scatter")
-def scatter_max(src: torch.Tensor, index: torch.Tensor, dim: int = -1, out: Any = None, dim_size: Any = None) -> Any:
-    """The largest of each, and where it is."""
-    return _reduced("max", src, index, dim, out, dim_size)
+scatter_mul = _register_scatter("mul", "Products; saved are the input and they.")
+scatter_min = _register_scatter("min", "The least of each, and where it is.")
+scatter_max = _register_scatter("max", "The largest of each, and where it is.")
 
 
 @_public("scatter_mean", "scatter")
-def scatter_mean(
-    src: torch.Tensor, index: torch.Tensor, dim: int = -1, out: Any = None, dim_size: Any = None
-) -> torch.Tensor:
+def scatter_mean(src, index, dim=-1, out=None, dim_size=None):
     """Sums, divided where they lie by counts."""
     out = scatter_sum(src, index, dim, out, dim_size)
     number = out.size(dim)
@@ -150,9 +141,7 @@ def scatter_mean(
 
 
 @_public("scatter", "scatter")
-def scatter(
-    src: torch.Tensor, index: torch.Tensor, dim: int = -1, out: Any = None, dim_size: Any = None, reduce: str = "sum"
-) -> torch.Tensor:
+def scatter(src, index, dim=-1, out=None, dim_size=None, reduce="sum"):
     """One of scatter_sum, mul, mean, min and max."""
     one = _SCATTERS.get(reduce)
     if one is None:
@@ -167,26 +156,21 @@ _SCATTERS: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 
 
-# -- by a sorted index, or by where each segment begins -------------------------------------------------------------
-
-
 def _segments(
-    name: str, src: torch.Tensor, index: torch.Tensor, given: Any, reduce: str, *, csr: bool, dim_size: Any = None
+    name: str, src: torch.Tensor, index: torch.Tensor, given, reduce: str, *, csr: bool, dim_size=None
 ) -> tuple[torch.Tensor, ...]:
     """segment_csr_cuda, segment_coo_cuda: the output; where the least or largest is from, or by an index the counts."""
-    on_card(f"torch_scatter.{name}", src, index)
-    must(index.dtype == torch.int64, f"torch_scatter.{name}", "an index of int64")
+    _check(f"torch_scatter.{name}", src, index)
     dim, shape = index.dim() - 1, src.shape
 
-    def forward(values: torch.Tensor, where: torch.Tensor, into: Any) -> Any:
+    def forward(values: torch.Tensor, where: torch.Tensor, into):
         above = values.shape[: dim + (not csr)]
         where = where.expand((*above, where.shape[-1]) if csr else above)
         values = values.contiguous()
         size = list(values.size())
         if into is None:
             size[dim] = max(where.size(dim) - 1, 0) if csr else _rows(where.select(dim, -1), dim_size)
-        made = torch.empty(size, dtype=values.dtype, device=values.device) if into is None else into.contiguous()
-        written(made)
+        made = _output(values, size, into)
         if reduce in _LEAST:
             place = torch.empty(made.shape, dtype=torch.int64, device=made.device)
             if not csr and into is None:
@@ -198,7 +182,7 @@ def _segments(
         made.div_(counts.masked_fill_(counts < 1, 1)[(..., *(None,) * (made.dim() - counts.dim()))])
         return made, (index, counts)
 
-    def backward(saved: Any, gradient: torch.Tensor, *others: Any) -> Any:
+    def backward(saved, gradient: torch.Tensor, *others):
         if reduce in _LEAST:
             return _to_places(gradient, saved[1], shape, dim), None, None
         gradient = gradient.contiguous()
@@ -218,120 +202,81 @@ def _segments(
     return result if isinstance(result, tuple) else (result,)
 
 
-@_public("segment_sum_csr", "segment_csr")
-def segment_sum_csr(src: torch.Tensor, indptr: torch.Tensor, out: Any = None) -> torch.Tensor:
-    """Sums of segments."""
-    return _segments("segment_sum_csr", src, indptr, out, "sum", csr=True)[0]
+def _register_segments(reduce: str, of_csr: str, of_coo: str) -> None:
+    """Register a reduction by where each segment begins, and by a sorted index; both with a text of what they count."""
+    kind = "sum" if reduce == "add" else reduce
+
+    def by_csr(src, indptr, out=None):
+        made = _segments(f"segment_{kind}_csr", src, indptr, out, kind, csr=True)
+        return made if kind in _LEAST else made[0]
+
+    def by_coo(src, index, out=None, dim_size=None):
+        made = _segments(f"segment_{kind}_coo", src, index, out, kind, csr=False, dim_size=dim_size)
+        return made if kind in _LEAST else made[0]
+
+    for by, function, text in (("csr", by_csr, of_csr), ("coo", by_coo, of_coo)):
+        function.__doc__ = text
+        _public(f"segment_{reduce}_{by}", f"segment_{by}")(function)
 
 
-@_public("segment_add_csr", "segment_csr")
-def segment_add_csr(src: torch.Tensor, indptr: torch.Tensor, out: Any = None) -> torch.Tensor:
-    """Sums of segments."""
-    return _segments("segment_sum_csr", src, indptr, out, "sum", csr=True)[0]
+for _reduce, *_texts in (
+    ("sum", "Sums of segments.", "Sums of segments."),
+    ("add", "Sums of segments.", "Sums of segments."),
+    ("mean", "Means of segments; counts are made in the backward.", "Means of segments; the counts are saved."),
+    ("min", *["The least of each segment, and where it is."] * 2),
+    ("max", *["The largest of each segment, and where it is."] * 2),
+):
+    _register_segments(_reduce, *_texts)
 
 
-@_public("segment_mean_csr", "segment_csr")
-def segment_mean_csr(src: torch.Tensor, indptr: torch.Tensor, out: Any = None) -> torch.Tensor:
-    """Means of segments; counts are made in the backward."""
-    return _segments("segment_mean_csr", src, indptr, out, "mean", csr=True)[0]
-
-
-@_public("segment_min_csr", "segment_csr")
-def segment_min_csr(src: torch.Tensor, indptr: torch.Tensor, out: Any = None) -> Any:
-    """The least of each segment, and where it is."""
-    return _segments("segment_min_csr", src, indptr, out, "min", csr=True)
-
-
-@_public("segment_max_csr", "segment_csr")
-def segment_max_csr(src: torch.Tensor, indptr: torch.Tensor, out: Any = None) -> Any:
-    """The largest of each segment, and where it is."""
-    return _segments("segment_max_csr", src, indptr, out, "max", csr=True)
+def _checked_reduce(reduce: str) -> str:
+    if reduce not in ("sum", "add", "mean", *_LEAST):
+        raise ValueError
+    return "sum" if reduce == "add" else reduce
 
 
 @_public("segment_csr", "segment_csr")
-def segment_csr(src: torch.Tensor, indptr: torch.Tensor, out: Any = None, reduce: str = "sum") -> torch.Tensor:
+def segment_csr(src, indptr, out=None, reduce="sum"):
     """One of segment_sum_csr, mean, min and max."""
-    reduce = "sum" if reduce == "add" else reduce
-    if reduce not in ("sum", "mean", *_LEAST):
-        raise ValueError
+    reduce = _checked_reduce(reduce)
     return _segments(f"segment_{reduce}_csr", src, indptr, out, reduce, csr=True)[0]
 
 
 @_public("gather_csr", "segment_csr")
-def gather_csr(src: torch.Tensor, indptr: torch.Tensor, out: Any = None) -> torch.Tensor:
+def gather_csr(src, indptr, out=None):
     """A row for each element of its segment: the last number says how many there are."""
     return _gathered("gather_csr", src, indptr, out, int(indptr.flatten()[-1]) if out is None and src.numel() else 0)
 
 
-@_public("segment_sum_coo", "segment_coo")
-def segment_sum_coo(src: torch.Tensor, index: torch.Tensor, out: Any = None, dim_size: Any = None) -> torch.Tensor:
-    """Sums of segments."""
-    return _segments("segment_sum_coo", src, index, out, "sum", csr=False, dim_size=dim_size)[0]
-
-
-@_public("segment_add_coo", "segment_coo")
-def segment_add_coo(src: torch.Tensor, index: torch.Tensor, out: Any = None, dim_size: Any = None) -> torch.Tensor:
-    """Sums of segments."""
-    return _segments("segment_sum_coo", src, index, out, "sum", csr=False, dim_size=dim_size)[0]
-
-
-@_public("segment_mean_coo", "segment_coo")
-def segment_mean_coo(src: torch.Tensor, index: torch.Tensor, out: Any = None, dim_size: Any = None) -> torch.Tensor:
-    """Means of segments; the counts are saved."""
-    return _segments("segment_mean_coo", src, index, out, "mean", csr=False, dim_size=dim_size)[0]
-
-
-@_public("segment_min_coo", "segment_coo")
-def segment_min_coo(src: torch.Tensor, index: torch.Tensor, out: Any = None, dim_size: Any = None) -> Any:
-    """The least of each segment, and where it is."""
-    return _segments("segment_min_coo", src, index, out, "min", csr=False, dim_size=dim_size)
-
-
-@_public("segment_max_coo", "segment_coo")
-def segment_max_coo(src: torch.Tensor, index: torch.Tensor, out: Any = None, dim_size: Any = None) -> Any:
-    """The largest of each segment, and where it is."""
-    return _segments("segment_max_coo", src, index, out, "max", csr=False, dim_size=dim_size)
-
-
 @_public("segment_coo", "segment_coo")
-def segment_coo(
-    src: torch.Tensor, index: torch.Tensor, out: Any = None, dim_size: Any = None, reduce: str = "sum"
-) -> torch.Tensor:
+def segment_coo(src, index, out=None, dim_size=None, reduce="sum"):
     """One of segment_sum_coo, mean, min and max."""
-    reduce = "sum" if reduce == "add" else reduce
-    if reduce not in ("sum", "mean", *_LEAST):
-        raise ValueError
+    reduce = _checked_reduce(reduce)
     return _segments(f"segment_{reduce}_coo", src, index, out, reduce, csr=False, dim_size=dim_size)[0]
 
 
 @_public("gather_coo", "segment_coo")
-def gather_coo(src: torch.Tensor, index: torch.Tensor, out: Any = None) -> torch.Tensor:
+def gather_coo(src, index, out=None):
     """A row for each index."""
     return _gathered("gather_coo", src, index, out, index.shape[-1])
 
 
-def _gathered(name: str, src: torch.Tensor, index: torch.Tensor, given: Any, number: int) -> torch.Tensor:
-    on_card(f"torch_scatter.{name}", src, index)
-    must(index.dtype == torch.int64, f"torch_scatter.{name}", "an index of int64")
+def _gathered(name: str, src: torch.Tensor, index: torch.Tensor, given, number: int) -> torch.Tensor:
+    _check(f"torch_scatter.{name}", src, index)
     dim, shape = index.dim() - 1, src.shape
 
-    def forward(values: torch.Tensor, where: torch.Tensor, into: Any) -> Any:
+    def forward(values: torch.Tensor, where: torch.Tensor, into):
         values = values.contiguous()
         size = list(values.size())
         size[dim] = number
-        made = torch.empty(size, dtype=values.dtype, device=values.device) if into is None else into.contiguous()
-        written(made)
+        made = _output(values, size, into)
         return made, (where,)
 
-    def backward(saved: Any, gradient: torch.Tensor) -> Any:
+    def backward(saved, gradient: torch.Tensor):
         gradient = gradient.contiguous()
         return torch.empty(shape, dtype=gradient.dtype, device=gradient.device), None, None
 
-    found: torch.Tensor = kernel(forward, backward, src, index, given)
-    return found
-
-
-# -- of these -------------------------------------------------------------------------------------------------------
+    return kernel(forward, backward, src, index, given)
 
 
 def _of_floats(name: str, src: torch.Tensor) -> None:
@@ -343,7 +288,7 @@ def _of_floats(name: str, src: torch.Tensor) -> None:
 
 
 @_composite("scatter_softmax", "softmax")
-def scatter_softmax(src: torch.Tensor, index: torch.Tensor, dim: int = -1, dim_size: Any = None) -> torch.Tensor:
+def scatter_softmax(src, index, dim=-1, dim_size=None):
     """Softmax over the elements of each row: what its source names lives until it ends."""
     _of_floats("scatter_softmax", src)
     index = broadcast(index, src, dim)
@@ -357,9 +302,7 @@ def scatter_softmax(src: torch.Tensor, index: torch.Tensor, dim: int = -1, dim_s
 
 
 @_composite("scatter_log_softmax", "softmax")
-def scatter_log_softmax(
-    src: torch.Tensor, index: torch.Tensor, dim: int = -1, eps: float = 1e-12, dim_size: Any = None
-) -> torch.Tensor:
+def scatter_log_softmax(src, index, dim=-1, eps=1e-12, dim_size=None):
     """The logarithm of scatter_softmax."""
     _of_floats("scatter_log_softmax", src)
     index = broadcast(index, src, dim)
@@ -372,9 +315,7 @@ def scatter_log_softmax(
 
 
 @_composite("scatter_logsumexp", "logsumexp")
-def scatter_logsumexp(
-    src: torch.Tensor, index: torch.Tensor, dim: int = -1, out: Any = None, dim_size: Any = None, eps: float = 1e-12
-) -> torch.Tensor:
+def scatter_logsumexp(src, index, dim=-1, out=None, dim_size=None, eps=1e-12):
     """The logarithm of the sum of each row's powers."""
     _of_floats("scatter_logsumexp", src)
     index = broadcast(index, src, dim)
@@ -388,15 +329,11 @@ def scatter_logsumexp(
     if out is not None:
         out = out.sub_(largest).exp_()
     total = scatter_sum(centered.exp_(), index, dim, out, size[dim])
-    made: torch.Tensor = total.add_(eps).log_().add_(largest)
-    return made.nan_to_num_(neginf=0.0)
+    return total.add_(eps).log_().add_(largest).nan_to_num_(neginf=0.0)
 
 
 @_composite("scatter_std", "std")
-def scatter_std(
-    src: torch.Tensor, index: torch.Tensor, dim: int = -1, out: Any = None, dim_size: Any = None,
-    unbiased: bool = True,
-) -> torch.Tensor:  # fmt: skip
+def scatter_std(src, index, dim=-1, out=None, dim_size=None, unbiased=True):
     """Standard deviations: counts, means, and squares of each element."""
     dim_size = dim_size if out is None else out.size(dim)
     dim = src.dim() + dim if dim < 0 else dim
@@ -411,5 +348,4 @@ def scatter_std(
     var = var * var
     out = scatter_sum(var, index, dim, out, dim_size)
     count = count.sub(1).clamp_(1) if unbiased else count
-    made: torch.Tensor = out.div(count + 1e-6).sqrt()
-    return made
+    return out.div(count + 1e-6).sqrt()

@@ -50,12 +50,8 @@ def _define() -> tuple[torch.library.Library, torch.library.Library]:
         library.define(name + schema)
     for name, result, value in (("is_align_available", "bool", True), ("cuda_version", "int?", None)):
         own.define(f"{name}() -> {result}")
-        own.impl(name, functools.partial(_given, value), "CompositeImplicitAutograd")
+        own.impl(name, lambda value=value: value, "CompositeImplicitAutograd")
     return library, own
-
-
-def _given(value: Any) -> Any:
-    return value
 
 
 def patches(module: Any, assume: Callable[[str], None]) -> Iterator[Patch]:

@@ -188,7 +188,8 @@ def own_rows(package: str) -> dict[str, str]:
 
 
 def _methods(ours: type) -> Iterator[tuple[str, str]]:
-    for method, function in vars(ours).items():
+    own = [vars(kind) for kind in reversed(ours.__mro__) if "torch" not in kind.__module__.split(".")]
+    for method, function in {name: value for each in own for name, value in each.items()}.items():
         plain = function.__func__ if isinstance(function, (staticmethod, classmethod)) else function
         written_out = inspect.isfunction(plain) and not plain.__code__.co_filename.startswith("<")  # else a dataclass's
         if written_out and (method in ("__init__", "forward") or not method.startswith("_")):

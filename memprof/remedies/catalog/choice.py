@@ -38,8 +38,7 @@ def helping(problem: str) -> list[Remedy]:
     )
 
 
-EXPANDABLE_SEGMENTS: Final = helping("fragmentation")[0].alloc_conf
-"""The allocator's setting against fragmentation."""
+EXPANDABLE_SEGMENTS: Final = helping("fragmentation")[0].alloc_conf  # the allocator's setting against fragmentation
 
 
 def _by_place(places: Iterable[tuple[int | None, Remedy]]) -> list[str]:

@@ -9,11 +9,11 @@ from memprof.errors import not_installed
 from memprof.remedies.catalog.remedy import Remedy
 from memprof.spec import BITSANDBYTES_FORMATS, BITSANDBYTES_OPTIMIZERS, TORCHAO_OPTIMIZERS, TargetSpec
 
+# Package -> the extra of memprof that brings it.
 EXTRAS = {
     "peft": "adapters", "bitsandbytes": "quantization", "torchao": "quantization", "accelerate": "quantization",
     "pyarrow": "parquet", "plotly": "html",
 }  # fmt: skip
-"""Package -> the extra of memprof that brings it."""
 
 
 def check_installed(spec: TargetSpec | None, remedies: Sequence[Remedy] = ()) -> None:

@@ -13,12 +13,10 @@ from memprof.spec import TargetSpec
 class Numerics(StrEnum):
     """What a remedy does to the numbers of a run."""
 
+    # The same mathematics: it differs from the original by rounding alone, and no more than the original does.
     EXACT = "exact"
-    """The same mathematics: it differs from the original by rounding alone, and no more than the original does."""
-    APPROXIMATE = "approximate"
-    """Numbers of lower precision: deviations that `memprof verify` shows."""
-    DIFFERENT = "different"
-    """Another model is trained: fewer weights, or a smaller vocabulary."""
+    APPROXIMATE = "approximate"  # numbers of lower precision: deviations that `memprof verify` shows
+    DIFFERENT = "different"  # another model is trained: fewer weights, or a smaller vocabulary
 
 
 class Tier(StrEnum):
@@ -34,8 +32,7 @@ class Tier(StrEnum):
     QUANTIZED_ADAPTER = "an adapter on the frozen model in 4 bits"
 
 
-VALUE: Final = "{value}"
-"""In `Remedy.edits`: the value of the main option."""
+VALUE: Final = "{value}"  # in `Remedy.edits`: the value of the main option
 # What several entries say.
 EVERY_TIER: Final = tuple(Tier)
 BUT_STREAMED_WEIGHTS: Final = tuple(tier for tier in Tier if tier is not Tier.STREAMED_WEIGHTS)
@@ -61,80 +58,52 @@ class Remedy:
     """One remedy: it stands as a decorator above the function that changes a model, in a file of `memprof/remedies`.
 
     Places are numbers that order remedies; the smallest comes first.
-
-    Args:
-        name: as the user writes it.
-        order: its place among those that are switched on together.
-        changes: what it does, in one line.
-        saves: the categories of memory that shrink.
-        cost: what is paid for it, in one line.
-        numerics: what it does to the numbers.
-        options: its options, name to meaning; the defaults are those of `memprof.apply`.
-        main_option: the option that the value of NAME=VALUE is for; none: it takes no value.
-        main_type: of this value: a whole number, or text in which "+" stands for a comma.
-        named_values: words that NAME=VALUE takes too, each with the options that it stands for.
-        required: options without which it cannot be applied.
-        conflicts: remedies that it does not go with, each with the reason.
-        packages: what is needed beside torch: each of them, and of "one or other" either.
-        training_only: it is of no use where nothing is trained.
-        trains_another: what is learnt changes: it is asked only where nothing else is enough.
-        accumulates: whether it goes with gradients that add up over micro-batches.
-        for_float32: it is for parameters in float32.
-        makes_room_first: it is applied before the model is moved to the card, which need not hold all of it.
-        for_models: the models of `memprof verify` that it is for alone; empty: for all others.
-        bench: the table of `memprof verify` in which deviations from lower precision stand.
-        ladder: its place in `--ladder`, if it is tried there.
-        outside: its place among those that can be switched on from outside a script, if it is one.
-        search: its place in `--fix auto`.
-        tiers: the kinds of sets of that search that it belongs to.
-        ladder_against: categories against which it is tried beside those that it saves.
-        helps: what it is recommended against, with its place: categories of memory, findings, cases of the doctor.
-        words: what the doctor says of it in a case, where that is not `changes`.
-        alloc_conf: the setting of the caching allocator that it is.
-        edits: fields of the spec that it replaces, as data.
-        built_so: `edits` are for models that memprof builds; a model of the user's own is changed by `install`.
-        edit: "module:function" that edits the spec where data cannot, in a module without torch. With neither, the spec
-            names the remedy in `fixes`, and it is applied to the model.
-        on: whether a spec has it in force, where neither `fixes`, `edits` nor `alloc_conf` tell.
-        compiles: it is torch.compile: how long that takes is told, and a run that compiles has it on.
-        useless_if: values of the spec's fields with which it does nothing, each with the reason.
-        install: "module:function" that it stands above; the table fills it in.
     """
 
-    name: str
-    order: int
-    changes: str
-    saves: tuple[str, ...]
-    cost: str
-    numerics: Numerics
-    install: str = ""
+    name: str  # as the user writes it
+    order: int  # its place among those that are switched on together
+    changes: str  # what it does, in one line
+    saves: tuple[str, ...]  # the categories of memory that shrink
+    cost: str  # what is paid for it, in one line
+    numerics: Numerics  # what it does to the numbers
+    install: str = ""  # "module:function" that it stands above; the table fills it in
+    # its options, name to meaning; the defaults are those of `memprof.apply`
     options: Mapping[str, str] = field(default_factory=dict)
-    main_option: str = ""
-    main_type: type[int | str] = int
+    main_option: str = ""  # the option that the value of NAME=VALUE is for; none: it takes no value
+    main_type: type[int | str] = int  # of this value: a whole number, or text in which "+" stands for a comma
+    # words that NAME=VALUE takes too, each with the options that it stands for
     named_values: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
-    required: tuple[str, ...] = ()
+    required: tuple[str, ...] = ()  # options without which it cannot be applied
+    # remedies that it does not go with, each with the reason
     conflicts: Mapping[str, str] = field(default_factory=dict)
-    packages: tuple[str, ...] = ()
-    training_only: bool = False
-    trains_another: bool = False
-    accumulates: bool = True
-    for_float32: bool = False
-    makes_room_first: bool = False
-    for_models: str = ""
-    bench: str = ""
-    ladder: int | None = None
-    outside: int | None = None
-    search: int = 0
-    tiers: tuple[Tier, ...] = ()
-    ladder_against: tuple[str, ...] = ()
+    packages: tuple[str, ...] = ()  # what is needed beside torch: each of them, and of "one or other" either
+    training_only: bool = False  # it is of no use where nothing is trained
+    trains_another: bool = False  # what is learnt changes: it is asked only where nothing else is enough
+    accumulates: bool = True  # whether it goes with gradients that add up over micro-batches
+    for_float32: bool = False  # it is for parameters in float32
+    makes_room_first: bool = False  # it is applied before the model is moved to the card, which need not hold all of it
+    for_models: str = ""  # the models of `memprof verify` that it is for alone; empty: for all others
+    bench: str = ""  # the table of `memprof verify` in which deviations from lower precision stand
+    ladder: int | None = None  # its place in `--ladder`, if it is tried there
+    outside: int | None = None  # its place among those that can be switched on from outside a script, if it is one
+    search: int = 0  # its place in `--fix auto`
+    tiers: tuple[Tier, ...] = ()  # the kinds of sets of that search that it belongs to
+    ladder_against: tuple[str, ...] = ()  # categories against which it is tried beside those that it saves
+    # what it is recommended against, with its place: categories of memory, findings, cases of the doctor
     helps: Mapping[str, int] = field(default_factory=dict)
+    # what the doctor says of it in a case, where that is not `changes`
     words: Mapping[str, str] = field(default_factory=dict)
-    alloc_conf: str = ""
-    edits: Mapping[str, object] = field(default_factory=dict)
+    alloc_conf: str = ""  # the setting of the caching allocator that it is
+    edits: Mapping[str, object] = field(default_factory=dict)  # fields of the spec that it replaces, as data
+    # `edits` are for models that memprof builds; a model of the user's own is changed by `install`
     built_so: bool = False
+    # "module:function" that edits the spec where data cannot, in a module without torch. With neither, the spec names
+    # the remedy in `fixes`, and it is applied to the model
     edit: str = ""
+    # whether a spec has it in force, where neither `fixes`, `edits` nor `alloc_conf` tell
     on: Callable[[TargetSpec], bool] | None = None
-    compiles: bool = False
+    compiles: bool = False  # it is torch.compile: how long that takes is told, and a run that compiles has it on
+    # values of the spec's fields with which it does nothing, each with the reason
     useless_if: Mapping[str, tuple[object, str]] = field(default_factory=dict)
 
     def __call__(self, install: _Function) -> _Function:

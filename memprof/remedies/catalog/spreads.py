@@ -12,8 +12,7 @@ from memprof.remedies.catalog.remedy import WEIGHTS, Numerics, Remedy
 from memprof.remedies.catalog.table import REMEDIES
 from memprof.spec import TargetSpec
 
-BESIDE: Final = "ddp"
-"""The plan that such steps begin at: a replica on each card, with sequences of its own."""
+BESIDE: Final = "ddp"  # the plan that such steps begin at: a replica on each card, with sequences of its own
 _RANKS: Final = {"ranks": "cards that share it; as many as can if not given"}
 _SEQUENCE: Final = "cards that share a sequence share one way"
 
@@ -54,5 +53,4 @@ _ENTRIES: Final = (
 )  # fmt: skip
 
 SPREADS: Final = {entry.name: entry for entry in _ENTRIES}
-STEPS: Final = {**SPREADS, **REMEDIES}
-"""All that a ladder over several cards may have."""
+STEPS: Final = {**SPREADS, **REMEDIES}  # all that a ladder over several cards may have

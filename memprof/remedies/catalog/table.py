@@ -65,5 +65,5 @@ def in_order(entries: Iterable[Remedy]) -> dict[str, Remedy]:
     return found
 
 
+# In the order in which they are switched on, whatever the order in which they were named.
 REMEDIES = in_order(read_entries(importlib.resources.files("memprof") / "remedies"))
-"""In the order in which they are switched on, whatever the order in which they were named."""

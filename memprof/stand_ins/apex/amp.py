@@ -9,34 +9,36 @@ from __future__ import annotations
 import contextlib
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from memprof.stand_ins.apex.casts import casts, install, without
-from memprof.stand_ins.apex.multi_tensor import CHUNK, multi_tensor_step
-from memprof.stand_ins.registry import stand_in
-from memprof.stand_ins.tools import at_end, kept, on_card, refused
+from memprof.stand_ins.apex.casts import casts, install, suspend_casts
+from memprof.stand_ins.apex.multi_tensor import multi_tensor_step
+from memprof.stand_ins.fused_optimizers import CHUNK
+from memprof.stand_ins.registry import register_in
+from memprof.stand_ins.tools import call_at_end, check_on_gpu, keep_for_run, unsupported_error
 from memprof.torch_private import tensors
 
 _AT = "NVIDIA/apex@25.05:apex/amp/"
 _LEVELS: dict[str, dict[str, Any]] = {
-    "O0": {"cast_model_type": torch.float32, "keep_batchnorm_fp32": None, "master_weights": False, "loss_scale": 1.0},
-    "O1": {"cast_model_type": None, "keep_batchnorm_fp32": None, "master_weights": None, "loss_scale": "dynamic"},
-    "O2": {
-        "cast_model_type": torch.float16, "keep_batchnorm_fp32": True, "master_weights": True, "loss_scale": "dynamic",
-    },
-    "O3": {"cast_model_type": torch.float16, "keep_batchnorm_fp32": False, "master_weights": False, "loss_scale": 1.0},
-}  # fmt: skip
+    name: dict(zip(("cast_model_type", "keep_batchnorm_fp32", "master_weights", "loss_scale"), values, strict=True))
+    for name, values in {
+        "O0": (torch.float32, None, False, 1.0),
+        "O1": (None, None, None, "dynamic"),
+        "O2": (torch.float16, True, True, "dynamic"),
+        "O3": (torch.float16, False, False, 1.0),
+    }.items()
+}
 _FIRST_SCALE = 2.0**16
 
 
 class _Scaler:
     """Of one loss; the flag of overflows is on the card."""
 
-    def __init__(self, scale: Any, most: float) -> None:
+    def __init__(self, scale, most: float) -> None:
         self.dynamic = scale == "dynamic"
         self.scale = min(most, _FIRST_SCALE) if self.dynamic else float(scale)
         self.overflow = torch.tensor([0], dtype=torch.int, device="cuda")
@@ -47,37 +49,36 @@ class _State(NamedTuple):
     enabled: bool
     masters: bool
     scalers: list[_Scaler]
-    casts: bool = False
-    """Whether functions are cast around, as at O1."""
 
 
 def _states() -> list[_State]:
     """Of the last call of `initialize` in this run."""
-    return kept("apex.amp", list)
+    return keep_for_run("apex.amp", list)
 
 
-def _public(name: str, file: str) -> Callable[[Any], Any]:
-    return stand_in(f"apex.amp.{file}.{name}", f"apex.amp.{name}", source=f"{_AT}{file}.py")
+def _public(file: str) -> Callable[[Any], Any]:
+    return register_in(f"apex.amp.{file}", "apex.amp", source=f"{_AT}{file}.py")
 
 
-@_public("initialize", "frontend")
+@_public("frontend")
 def initialize(
-    models: Any, optimizers: Any = None, enabled: Any = True, opt_level: Any = "O1", cast_model_type: Any = None,
-    patch_torch_functions: Any = None, keep_batchnorm_fp32: Any = None, master_weights: Any = None,
-    loss_scale: Any = None, cast_model_outputs: Any = None, num_losses: Any = 1, verbosity: Any = 1,
-    min_loss_scale: Any = None, max_loss_scale: Any = 2.0**24,
-) -> Any:  # fmt: skip
+    models, optimizers=None, enabled=True, opt_level="O1", cast_model_type=None, patch_torch_functions=None,
+    keep_batchnorm_fp32=None, master_weights=None, loss_scale=None, cast_model_outputs=None, num_losses=1, verbosity=1,
+    min_loss_scale=None, max_loss_scale=2.0**24,
+):  # fmt: skip
     """Models cast, optimizers that step copies of weights in float32, functions cast at O1, flags of overflows."""
     if not enabled:
         _states()[:] = [_State(False, False, [])]
         return models if optimizers is None else (models, optimizers)
-    on_card("apex.amp.initialize")
+    check_on_gpu("apex.amp.initialize")
     if opt_level not in _LEVELS:
         raise RuntimeError(f"Unexpected optimization level {opt_level}. Options are 'O0', 'O1', 'O2', 'O3'.")
     around = opt_level == "O1" if patch_torch_functions is None else bool(patch_torch_functions)
     if around != (opt_level == "O1"):
         hint = 'functions are patched at opt_level="O1" and at no other: leave patch_torch_functions out'
-        raise refused("apex.amp.initialize", f"patch_torch_functions={patch_torch_functions} at {opt_level}", hint)
+        raise unsupported_error(
+            "apex.amp.initialize", f"patch_torch_functions={patch_torch_functions} at {opt_level}", hint
+        )
     given = {"cast_model_type": cast_model_type, "keep_batchnorm_fp32": keep_batchnorm_fp32}
     given |= {"master_weights": master_weights, "loss_scale": loss_scale}
     options = _LEVELS[opt_level] | {name: value for name, value in given.items() if value is not None}
@@ -89,21 +90,18 @@ def initialize(
         _adopt(optimizer, bool(options["master_weights"]))
     scalers = [_Scaler(options["loss_scale"], max_loss_scale) for _ in range(num_losses)]
     if around:
-        at_end(install().undo)
+        call_at_end(install().undo)
         for optimizer in _listed(optimizers):
-            optimizer.step = types.MethodType(without(optimizer.step), optimizer)
-    _states()[:] = [_State(True, bool(options["master_weights"]), scalers, around)]
+            optimizer.step = types.MethodType(suspend_casts(optimizer.step), optimizer)
+    _states()[:] = [_State(True, bool(options["master_weights"]), scalers)]
     return models if optimizers is None or optimizers == [] else (models, optimizers)
 
 
-def _listed(given: Any) -> list[Any]:
+def _listed(given) -> list[Any]:
     return [] if given is None else list(given) if isinstance(given, list) else [given]
 
 
-# -- models --------------------------------------------------------------------------------------------------------
-
-
-def _cast_model(model: nn.Module, options: dict[str, Any], outputs: Any) -> None:
+def _cast_model(model: nn.Module, options: dict[str, Any], outputs) -> None:
     dtype = options["cast_model_type"]
     if dtype:
         if options["keep_batchnorm_fp32"] in (True, "True"):
@@ -115,7 +113,7 @@ def _cast_model(model: nn.Module, options: dict[str, Any], outputs: Any) -> None
         return
     forward = model.forward
 
-    def cast(*args: Any, **kwargs: Any) -> Any:
+    def cast(*args, **kwargs):
         if dtype:
             args, kwargs = _to(dtype, args), _to(dtype, kwargs)
         return _to(outputs, forward(*args, **kwargs))
@@ -135,7 +133,7 @@ def _cast_without_batch_norms(model: nn.Module, dtype: torch.dtype) -> None:
             module.flatten_parameters()
 
 
-def _to(dtype: torch.dtype, value: Any) -> Any:
+def _to(dtype: torch.dtype, value):
     if isinstance(value, torch.Tensor):
         return value.to(dtype) if value.is_floating_point() else value
     if isinstance(value, str):
@@ -147,9 +145,6 @@ def _to(dtype: torch.dtype, value: Any) -> Any:
     if isinstance(value, Iterable):
         return type(value)(_to(dtype, one) for one in value)  # type: ignore[call-arg]
     return value
-
-
-# -- optimizers ----------------------------------------------------------------------------------------------------
 
 
 class _Stash:
@@ -164,7 +159,7 @@ class _Stash:
         self.others: list[torch.Tensor] = []
         self.gradients: list[Any] = []
 
-    def prepare(self, optimizer: Any) -> None:
+    def prepare(self, optimizer) -> None:
         """At the first step: the copies take the places of the parameters in the optimizer."""
         if self.is_ready:
             return
@@ -184,7 +179,7 @@ class _Stash:
         if self.keeps_masters:
             optimizer.load_state_dict(optimizer.state_dict())
 
-    def before_backward(self, optimizer: Any) -> None:
+    def before_backward(self, optimizer) -> None:
         """Gradients begin anew, so that autograd need not add to them."""
         self.prepare(optimizer)
         self.gradients = [parameter.grad for parameter in self.others]
@@ -193,15 +188,11 @@ class _Stash:
 
     def after_backward(self, scaler: _Scaler) -> None:
         """Gradients in half precision go, unscaled, to those of the copies; others stay where they are."""
-        new: list[tuple[torch.Tensor, torch.Tensor]] = []
-        added: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for half, master in zip(self.halves, self.masters, strict=True):
-            if half.grad is None:
-                continue
-            (new if master.grad is None else added).append((half, master))
+        pairs = [pair for pair in zip(self.halves, self.masters, strict=True) if pair[0].grad is not None]
+        for _, master in pairs:
             if master.grad is None:
                 master.grad = torch.empty_like(master)
-        for pairs in filter(None, (new, added)):
+        if pairs:
             multi_tensor_step(CHUNK, scaler.overflow, [[h.grad for h, _ in pairs], [m.grad for _, m in pairs]])
         if scaler.scale != 1.0 or scaler.dynamic:
             for parameter, gradient in zip(self.others, self.gradients, strict=True):
@@ -213,7 +204,7 @@ class _Stash:
         self.gradients = []
 
 
-def _adopt(optimizer: Any, masters: bool) -> None:
+def _adopt(optimizer, masters: bool) -> None:
     if hasattr(optimizer, "_amp_stash"):
         raise RuntimeError("A given optimizer should only be passed through amp.initialize once.")
     stash = optimizer._amp_stash = _Stash(masters)
@@ -221,7 +212,7 @@ def _adopt(optimizer: Any, masters: bool) -> None:
         return
     step = optimizer.step
 
-    def new_step(self: Any, closure: Any = None) -> Any:
+    def new_step(self, closure=None):
         if closure is not None:
             raise RuntimeError("Currently, Amp does not support closure use with optimizers.")
         result = step()
@@ -231,7 +222,7 @@ def _adopt(optimizer: Any, masters: bool) -> None:
             master.grad = None
         return result
 
-    def zero_grad(self: Any) -> None:
+    def zero_grad(self) -> None:
         stash.prepare(optimizer)
         for parameter in (*stash.halves, *stash.others):
             if parameter.grad is not None:
@@ -244,15 +235,9 @@ def _adopt(optimizer: Any, masters: bool) -> None:
     optimizer.zero_grad = types.MethodType(zero_grad, optimizer)
 
 
-# -- losses --------------------------------------------------------------------------------------------------------
-
-
-@_public("scale_loss", "handle")
+@_public("handle")
 @contextlib.contextmanager
-def scale_loss(
-    loss: Any, optimizers: Any, loss_id: Any = 0, model: Any = None, delay_unscale: Any = False,
-    delay_overflow_check: Any = False,
-) -> Iterator[Any]:  # fmt: skip
+def scale_loss(loss, optimizers, loss_id=0, model=None, delay_unscale=False, delay_overflow_check=False):
     """The loss in float32, scaled; afterwards its gradients are unscaled."""
     if not _states():
         raise RuntimeError("Invoked 'with amp.scale_loss`, but amp.initialize has not been called.")
@@ -278,24 +263,24 @@ def scale_loss(
     casts().cache.clear()
 
 
-@_public("master_params", "_amp_state")
-def master_params(optimizer: Any) -> Iterator[Any]:
+@_public("_amp_state")
+def master_params(optimizer):
     """What the optimizer steps: nothing is taken."""
     for group in optimizer.param_groups:
         yield from group["params"]
 
 
-@_public("disable_casts", "handle")
+@_public("handle")
 @contextlib.contextmanager
-def disable_casts() -> Iterator[None]:
+def disable_casts():
     """Inside, nothing is cast at O1."""
     casts().active = False
     yield
     casts().active = True
 
 
-@_public("state_dict", "frontend")
-def state_dict(destination: Any = None) -> Any:
+@_public("frontend")
+def state_dict(destination=None):
     """The scales of the losses: nothing is taken."""
     made = OrderedDict() if destination is None else destination
     for number, scaler in enumerate(_states()[0].scalers if _states() else ()):
@@ -303,8 +288,8 @@ def state_dict(destination: Any = None) -> Any:
     return made
 
 
-@_public("load_state_dict", "frontend")
-def load_state_dict(state_dict: Any) -> None:
+@_public("frontend")
+def load_state_dict(state_dict):
     """The scales of the losses, from a checkpoint: nothing is taken."""
     for scaler, one in zip(_states()[0].scalers if _states() else (), state_dict.values(), strict=False):
         scaler.scale, scaler.steps = one["loss_scale"], one["unskipped"]

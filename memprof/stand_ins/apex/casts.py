@@ -16,8 +16,8 @@ import torch
 from torch.nn import functional
 
 from memprof.patching.patch_set import PatchSet
-from memprof.stand_ins.registry import stand_in
-from memprof.stand_ins.tools import kept
+from memprof.stand_ins.registry import register_in
+from memprof.stand_ins.tools import keep_for_run
 from memprof.torch_private import kernels
 
 
@@ -59,18 +59,14 @@ class Casts:
     def __init__(self) -> None:
         self.active = False
         self.cache: dict[torch.Tensor, torch.Tensor] = {}
-        self.flag: torch.Tensor | None = None
-        """Of overflows: the handle has a scaler that nobody uses."""
-        self.asked: list[tuple[Any, str, str]] = []
-        """What the program registers before `initialize`: module, name, and "half", "float" or "widest"."""
+        self.flag: torch.Tensor | None = None  # of overflows: the handle has a scaler that nobody uses
+        # What the program registers before `initialize`: module, name, and what is put around it.
+        self.asked: list[tuple[Any, str, Callable[[Any], Any]]] = []
 
 
 def casts() -> Casts:
     """Those of this run."""
-    return kept("apex.amp.casts", Casts)
-
-
-# -- what is cast ---------------------------------------------------------------------------------------------------
+    return keep_for_run("apex.amp.casts", Casts)
 
 
 def _half(x: torch.Tensor) -> torch.Tensor:
@@ -81,14 +77,14 @@ def _float(x: torch.Tensor) -> torch.Tensor:
     return x if x.dtype == torch.float32 or not x.is_cuda else x.float()
 
 
-def _floats(value: Any) -> Iterator[torch.Tensor]:
+def _floats(value) -> Iterator[torch.Tensor]:
     """Tensors of floating-point numbers, in an argument that has no others."""
     leaves = list(_leaves(value))
     if all(isinstance(leaf, torch.Tensor) and leaf.is_floating_point() for leaf in leaves):
         yield from leaves
 
 
-def _leaves(value: Any) -> Iterator[Any]:
+def _leaves(value) -> Iterator[Any]:
     if isinstance(value, (tuple, list)):
         for each in value:
             yield from _leaves(each)
@@ -96,7 +92,7 @@ def _leaves(value: Any) -> Iterator[Any]:
         yield value
 
 
-def _cast(how: _Cast, value: Any) -> Any:
+def _cast(how: _Cast, value):
     """An argument, if it has nothing but tensors of floating-point numbers."""
     if isinstance(value, torch.Tensor):
         return how(value) if value.is_floating_point() else value
@@ -105,11 +101,11 @@ def _cast(how: _Cast, value: Any) -> Any:
     return value
 
 
-def _rebuilt(how: _Cast, value: Any) -> Any:
+def _rebuilt(how: _Cast, value):
     return type(value)([_rebuilt(how, each) for each in value]) if isinstance(value, (tuple, list)) else how(value)
 
 
-def _remembered(value: Any) -> Any:
+def _cast_once(value):
     """A parameter in float32 as it was cast before; whether it needs a gradient has to be the same while there are."""
     if not isinstance(value, torch.nn.Parameter) or value.dtype != torch.float32 or not value.is_cuda:
         return value
@@ -120,105 +116,115 @@ def _remembered(value: Any) -> Any:
     return found
 
 
-def _dtypes(args: Iterable[Any]) -> set[torch.dtype]:
-    return {tensor.dtype for value in args for tensor in _floats(value)}
-
-
-# -- wrappers -------------------------------------------------------------------------------------------------------
-
-
 def _is_inside() -> bool:
     """Whether memprof itself calls a patched function: for a kernel, whose own code nothing is cast in."""
     return str(sys._getframe(2).f_globals.get("__name__", "")).startswith("memprof.")
 
 
-def _to(function: Any, how: _Cast) -> Any:
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if not casts().active or _is_inside():
-            return function(*args, **kwargs)
-        if how is _half:
-            args = tuple(map(_remembered, args))
-            kwargs = {name: _remembered(value) for name, value in kwargs.items()}
-        return function(*(_cast(how, arg) for arg in args), **{name: _cast(how, arg) for name, arg in kwargs.items()})
-
-    return call
-
-
-def _to_widest(function: Any) -> Any:
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if not casts().active or _is_inside():
-            return function(*args, **kwargs)
-        found = _dtypes((*args, *kwargs.values()))
-        if len(found) <= 1:
-            return function(*args, **kwargs)
-        if found != {torch.float16, torch.float32}:
-            raise NotImplementedError(f"Do not know how to handle these types to promote: {found}")
-        args = tuple(_cast(_float, arg) for arg in args)
-        return function(*args, **{name: _cast(_float, arg) for name, arg in kwargs.items()})
-
-    return call
-
-
-def _sequence_to_widest(function: Any) -> Any:
-    @functools.wraps(function)
-    def call(seq: Any, *args: Any, **kwargs: Any) -> Any:
-        if casts().active and not _is_inside() and {x.dtype for x in seq} == {torch.float16, torch.float32}:
-            seq = [_cast(_float, x) for x in seq]
-        return function(seq, *args, **kwargs)
-
-    return call
-
-
-def _to_first(function: Any) -> Any:
-    @functools.wraps(function)
-    def call(first: Any, *args: Any, **kwargs: Any) -> Any:
-        how = {torch.float16: _half, torch.float32: _float}.get(first.dtype)
-        if casts().active and how is not None and not _is_inside():
-            args = tuple(_cast(how, arg) for arg in args)
-            kwargs = {name: _cast(how, arg) for name, arg in kwargs.items()}
-        return function(first, *args, **kwargs)
-
-    return call
-
-
-def _not_in_half(function: Any, why: str, *, alone: bool) -> Any:
-    """`alone`: the first argument decides, and the others are cast to float32."""
+def _wrap(function, convert: Callable[[tuple[Any, ...], dict[str, Any]], Any], *, always: bool = False):
+    """Return `function` with its arguments as `convert` gives them, while casts are on."""
 
     @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if _is_inside():
-            return function(*args, **kwargs)
-        asked = args[:1] if alone else (*args, *kwargs.values())
-        if any(x.is_cuda and x.dtype == torch.float16 for value in asked for x in _floats(value)):
-            raise NotImplementedError(why)
-        if alone:
-            args = (*args[:1], *(_cast(_float, arg) for arg in args[1:]))
-            kwargs = {name: _cast(_float, arg) for name, arg in kwargs.items()}
+    def call(*args, **kwargs):
+        if (always or casts().active) and not _is_inside():
+            args, kwargs = convert(args, kwargs)
         return function(*args, **kwargs)
 
     return call
 
 
+def _mapped(how: Callable[[Any], Any], args: Iterable[Any], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
+    return tuple(map(how, args)), {name: how(value) for name, value in kwargs.items()}
+
+
+_to_half, _to_float = functools.partial(_cast, _half), functools.partial(_cast, _float)
+
+
+def _to(function, how: Callable[[Any], Any]):
+    """Return `function` with its arguments cast, as they were given alive until it returns."""
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        if not casts().active or _is_inside():
+            return function(*args, **kwargs)
+        if how is _to_half:
+            args, kwargs = _mapped(_cast_once, args, kwargs)
+        cast, named = _mapped(how, args, kwargs)
+        return function(*cast, **named)
+
+    return call
+
+
+def _in_half(function):
+    return _to(function, _to_half)
+
+
+def _in_float(function):
+    return _to(function, _to_float)
+
+
+def _in_widest(function):
+    def convert(args, kwargs):
+        found = {tensor.dtype for value in (*args, *kwargs.values()) for tensor in _floats(value)}
+        if len(found) <= 1:
+            return args, kwargs
+        if found != {torch.float16, torch.float32}:
+            raise NotImplementedError(f"Do not know how to handle these types to promote: {found}")
+        return _mapped(_to_float, args, kwargs)
+
+    return _wrap(function, convert)
+
+
+def _sequence_in_widest(function):
+    def convert(args, kwargs):
+        seq, *others = args
+        if {x.dtype for x in seq} == {torch.float16, torch.float32}:
+            seq = [_to_float(x) for x in seq]
+        return (seq, *others), kwargs
+
+    return _wrap(function, convert)
+
+
+def _as_first(function):
+    def convert(args, kwargs):
+        how = {torch.float16: _to_half, torch.float32: _to_float}.get(args[0].dtype)
+        others, kwargs = _mapped(how, args[1:], kwargs) if how is not None else (args[1:], kwargs)
+        return (args[0], *others), kwargs
+
+    return _wrap(function, convert)
+
+
+def _not_in_half(function, why: str, *, alone: bool):
+    """`alone`: the first argument decides, and the others are cast to float32."""
+
+    def convert(args, kwargs):
+        asked = args[:1] if alone else (*args, *kwargs.values())
+        if any(x.is_cuda and x.dtype == torch.float16 for value in asked for x in _floats(value)):
+            raise NotImplementedError(why)
+        others, named = _mapped(_to_float, args[1:], kwargs) if alone else (args[1:], kwargs)
+        return (*args[:1], *others), named
+
+    return _wrap(function, convert, always=True)
+
+
 class _Layers:
     """torch.nn.modules.rnn's `_VF`: cells are cast as functions are; layers take weights that lie in one new tensor."""
 
-    def __init__(self, real: Any) -> None:
+    def __init__(self, real) -> None:
         self._real = real
         for name in _LAYERS:
-            setattr(self, f"{name}_cell", _to(getattr(real, f"{name}_cell"), _half))
+            setattr(self, f"{name}_cell", _in_half(getattr(real, f"{name}_cell")))
             setattr(self, name, layer_in_half(getattr(real, name)))
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str):
         return getattr(self._real, name)
 
 
-def layer_in_half(function: Any) -> Any:
+def layer_in_half(function):
     """A recurrent layer whose weights are copied, in half precision, into one tensor at each call."""
 
     @functools.wraps(function)
-    def call(*args: Any) -> Any:
+    def call(*args):
         if not casts().active:
             return function(*args)
         places = 2 if isinstance(args[6], bool) else 3  # the other way with a packed sequence
@@ -229,46 +235,39 @@ def layer_in_half(function: Any) -> Any:
             copy = weight.new_empty(0, dtype=torch.half).set_(flat.untyped_storage(), taken, weight.shape)
             copies.append(copy.copy_(weight))
             taken += weight.numel()
-        return function(*(copies if at == places else _cast(_half, arg) for at, arg in enumerate(args)))
+        return function(*(copies if at == places else _to_half(arg) for at, arg in enumerate(args)))
 
     return call
-
-
-# -- where they are put ---------------------------------------------------------------------------------------------
 
 
 def install() -> PatchSet:
     """Put the casts around everything; undone by what is returned."""
     patches = PatchSet()
 
-    def around(owner: Any, names: Iterable[str], wrapped: Callable[[Any], Any]) -> None:
+    def around(owner, names: Iterable[str], wrapped: Callable[[Any], Any]) -> None:
         for name in names:
             if hasattr(owner, name):
                 patches.set(owner, name, wrapped(getattr(owner, name)))
 
-    kinds: dict[str, Callable[[Any], Any]] = {
-        "half": functools.partial(_to, how=_half), "float": functools.partial(_to, how=_float), "widest": _to_widest,
-    }  # fmt: skip
-    half, single, widest = kinds["half"], kinds["float"], kinds["widest"]
-    for module, name, kind in casts().asked:
-        around(module, [name], kinds[kind])
+    for module, name, wrapped in casts().asked:
+        around(module, [name], wrapped)
     casts().asked.clear()
-    around(functional, [*_CONVOLUTIONS, "linear"], half)
-    around(functional, _FLOAT_OF_MODULES, single)
-    around(torch, _HALF_FUNCTIONS, half)
-    around(torch, _FLOAT_FUNCTIONS, single)
-    around(torch.Tensor, _HALF_METHODS, half)
-    around(torch.Tensor, _FLOAT_METHODS, single)
+    around(functional, [*_CONVOLUTIONS, "linear"], _in_half)
+    around(functional, _FLOAT_OF_MODULES, _in_float)
+    around(torch, _HALF_FUNCTIONS, _in_half)
+    around(torch, _FLOAT_FUNCTIONS, _in_float)
+    around(torch.Tensor, _HALF_METHODS, _in_half)
+    around(torch.Tensor, _FLOAT_METHODS, _in_float)
     for owner, names in ((torch, _PROMOTED_FUNCTIONS), (torch.Tensor, _PROMOTED_METHODS)):
-        around(owner, names, widest)
-        around(owner, _SEQUENCES, _sequence_to_widest)
+        around(owner, names, _in_widest)
+        around(owner, _SEQUENCES, _sequence_in_widest)
     for name in _FLOAT_FUNCTIONS:
         why = f"Cannot call in-place function {name}_ with fp16 arguments."
         around(torch, [f"{name}_"], functools.partial(_not_in_half, why=why, alone=False))
     for name in _FLOAT_METHODS:
         why = f"Cannot call in-place method {name}_ on fp16 Tensors."
         around(torch.Tensor, [f"{name}_"], functools.partial(_not_in_half, why=why, alone=True))
-    around(torch.Tensor, [f"{name}_" for name in (*_HALF_METHODS, *_PROMOTED_METHODS)], _to_first)
+    around(torch.Tensor, [f"{name}_" for name in (*_HALF_METHODS, *_PROMOTED_METHODS)], _as_first)
     patches.set(*kernels.VF_of_rnn.patch(_Layers(kernels.VF_of_rnn.get())))
     patches.set(
         *kernels.rnn_impls.patch({name: layer_in_half(function) for name, function in kernels.rnn_impls.get().items()})
@@ -279,10 +278,10 @@ def install() -> PatchSet:
     return patches
 
 
-def without(step: Any) -> Any:
+def suspend_casts(step):
     """A step of an optimizer, in which nothing is cast."""
 
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(self, *args, **kwargs):
         casts().active = False
         result = step(*args, **kwargs)
         casts().active = True
@@ -291,50 +290,46 @@ def without(step: Any) -> Any:
     return call
 
 
-# -- what a program casts by itself ----------------------------------------------------------------------------------
+_public = register_in("apex.amp.amp", "apex.amp", source="NVIDIA/apex@25.05:apex/amp/amp.py")
 
 
-def _public(name: str) -> Callable[[Any], Any]:
-    return stand_in(f"apex.amp.amp.{name}", f"apex.amp.{name}", source="NVIDIA/apex@25.05:apex/amp/amp.py")
-
-
-@_public("half_function")
-def half_function(fn: Any) -> Any:
+@_public
+def half_function(fn):
     """A function whose arguments are cast to float16, parameters once."""
-    return _to(fn, _half)
+    return _in_half(fn)
 
 
-@_public("float_function")
-def float_function(fn: Any) -> Any:
+@_public
+def float_function(fn):
     """A function whose arguments are cast to float32."""
-    return _to(fn, _float)
+    return _in_float(fn)
 
 
-@_public("promote_function")
-def promote_function(fn: Any) -> Any:
+@_public
+def promote_function(fn):
     """A function whose arguments are cast to the widest of their types."""
-    return _to_widest(fn)
+    return _in_widest(fn)
 
 
-def _ask(module: Any, name: Any, kind: str) -> None:
+def _ask(module, name, wrapped: Callable[[Any], Any]) -> None:
     if not hasattr(module, name):
         raise ValueError(f"No function named {name} in module {module}.")
-    casts().asked.append((module, name, kind))
+    casts().asked.append((module, name, wrapped))
 
 
-@_public("register_half_function")
-def register_half_function(module: Any, name: Any) -> None:
+@_public
+def register_half_function(module, name):
     """As half_function, for `module.name`, once amp is initialized at O1."""
-    _ask(module, name, "half")
+    _ask(module, name, _in_half)
 
 
-@_public("register_float_function")
-def register_float_function(module: Any, name: Any) -> None:
+@_public
+def register_float_function(module, name):
     """As float_function, for `module.name`, once amp is initialized at O1."""
-    _ask(module, name, "float")
+    _ask(module, name, _in_float)
 
 
-@_public("register_promote_function")
-def register_promote_function(module: Any, name: Any) -> None:
+@_public
+def register_promote_function(module, name):
     """As promote_function, for `module.name`, once amp is initialized at O1."""
-    _ask(module, name, "widest")
+    _ask(module, name, _in_widest)

@@ -13,25 +13,22 @@ from typing import Any
 
 import torch
 
+from memprof.stand_ins import fused_optimizers
 from memprof.stand_ins.registry import stand_in
-from memprof.stand_ins.tools import on_card, written
+from memprof.stand_ins.tools import check_on_gpu, mark_written
 
-CHUNK = 2048 * 32
-_ADAM = ("lr", "beta1", "beta2", "epsilon", "step", "mode", "bias_correction", "weight_decay")
-_PARTS = 320
-"""Sums that blocks of threads write, in float32 (multi_tensor_l2norm_cuda)."""
+_ADAM = "lr beta1 beta2 epsilon step mode bias_correction weight_decay"
+_PARTS = 320  # sums that blocks of threads write, in float32 (multi_tensor_l2norm_cuda)
 _Lists = list[list[torch.Tensor]]
-
-
 _FIRST = ("chunk_size", "noop_flag", "tensor_lists")
 
 
-def _of_kernels(name: str, file: str, *options: str) -> Callable[[Any], Any]:
+def _of_kernels(name: str, file: str, options: str) -> Callable[[Any], Any]:
     """Register what follows for a function that takes lists of tensors and then `options`, all by position."""
-    names = (*_FIRST, *options)
+    names = (*_FIRST, *options.split())
 
     def register(kernel: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
+        def call(*args):
             if len(args) != len(names):
                 raise TypeError(f"amp_C.{name} takes {', '.join(names)}: {len(args)} arguments were given")
             return kernel(*args)
@@ -49,27 +46,20 @@ def _of_kernels(name: str, file: str, *options: str) -> Callable[[Any], Any]:
     "apex.multi_tensor_apply.multi_tensor_apply.MultiTensorApply", "apex.multi_tensor_apply.MultiTensorApply",
     source="NVIDIA/apex@25.05:apex/multi_tensor_apply/multi_tensor_apply.py",
 )  # fmt: skip
-class MultiTensorApply:
+class MultiTensorApply(fused_optimizers.MultiTensorApply):
     """Calls a kernel with a size of chunks: nothing is taken."""
 
     available = True
     warned = False
 
-    def __init__(self, chunk_size: Any) -> None:
-        self.chunk_size = chunk_size
-
-    def check_avail(self) -> None:
+    def check_avail(self):
         """It is."""
-
-    def __call__(self, op: Any, noop_flag_buffer: Any, tensor_lists: Any, *args: Any) -> Any:
-        """The kernel's own result."""
-        return op(self.chunk_size, noop_flag_buffer, tensor_lists, *args)
 
 
 multi_tensor_applier = stand_in(
     "apex.multi_tensor_apply.multi_tensor_applier",
     source="NVIDIA/apex@25.05:apex/multi_tensor_apply/__init__.py",
-)(MultiTensorApply(CHUNK))
+)(MultiTensorApply(fused_optimizers.CHUNK))
 
 
 def norms(chunk: int, lists: _Lists, per_tensor: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -89,70 +79,51 @@ def norms(chunk: int, lists: _Lists, per_tensor: bool) -> tuple[torch.Tensor, to
 
 @_of_kernels("multi_tensor_l2norm", "multi_tensor_l2norm_kernel.cu", "per_tensor_python")
 @_of_kernels("multi_tensor_l2norm_mp", "multi_tensor_l2norm_kernel_mp.cu", "per_tensor_python")
-def multi_tensor_l2norm(chunk_size: Any, noop_flag: Any, tensor_lists: Any, per_tensor: Any = False) -> Any:
+def multi_tensor_l2norm(chunk_size, noop_flag, tensor_lists, per_tensor=False):
     """A norm, with 320 sums of blocks of threads, and, if asked for, one of each tensor."""
-    on_card("amp_C.multi_tensor_l2norm", *tensor_lists[0])
+    check_on_gpu("amp_C.multi_tensor_l2norm", *tensor_lists[0])
     return norms(chunk_size, tensor_lists, bool(per_tensor))
 
 
 @_of_kernels("multi_tensor_scale", "multi_tensor_scale_kernel.cu", "scale")
-def multi_tensor_scale(chunk_size: Any, noop_flag: Any, tensor_lists: Any, *options: Any) -> None:
+def multi_tensor_scale(chunk_size, noop_flag, tensor_lists, *options) -> None:
     """The second list is written, and the flag where a number is not finite."""
-    on_card("amp_C.multi_tensor_scale", *tensor_lists[0])
-    written(*tensor_lists[1])
+    check_on_gpu("amp_C.multi_tensor_scale", *tensor_lists[0])
+    mark_written(*tensor_lists[1])
 
 
-@_of_kernels("multi_tensor_axpby", "multi_tensor_axpby_kernel.cu", "a", "b", "arg_to_check")
-def multi_tensor_axpby(chunk_size: Any, noop_flag: Any, tensor_lists: Any, *options: Any) -> None:
+@_of_kernels("multi_tensor_axpby", "multi_tensor_axpby_kernel.cu", "a b arg_to_check")
+def multi_tensor_axpby(chunk_size, noop_flag, tensor_lists, *options) -> None:
     """The third list is written."""
-    on_card("amp_C.multi_tensor_axpby", *tensor_lists[0])
-    written(*tensor_lists[2])
+    check_on_gpu("amp_C.multi_tensor_axpby", *tensor_lists[0])
+    mark_written(*tensor_lists[2])
 
 
-@_of_kernels("multi_tensor_adam", "multi_tensor_adam.cu", *_ADAM)
-@_of_kernels("multi_tensor_adam_capturable", "multi_tensor_adam.cu", *_ADAM, "inv_scale")
-@_of_kernels("multi_tensor_adam_capturable_master", "multi_tensor_adam.cu", *_ADAM, "inv_scale")
+@_of_kernels("multi_tensor_adam", "multi_tensor_adam.cu", _ADAM)
+@_of_kernels("multi_tensor_adam_capturable", "multi_tensor_adam.cu", f"{_ADAM} inv_scale")
+@_of_kernels("multi_tensor_adam_capturable_master", "multi_tensor_adam.cu", f"{_ADAM} inv_scale")
 @_of_kernels(
-    "multi_tensor_sgd",
-    "multi_tensor_sgd_kernel.cu",
-    "wd",
-    "momentum",
-    "dampening",
-    "lr",
-    "nesterov",
-    "first_run",
-    "wd_after_momentum",
-    "scale",
-)
-@_of_kernels("multi_tensor_adagrad", "multi_tensor_adagrad.cu", "lr", "epsilon", "mode", "weight_decay")
-def multi_tensor_step(chunk_size: Any, noop_flag: Any, tensor_lists: Any, *options: Any) -> None:
+    "multi_tensor_sgd", "multi_tensor_sgd_kernel.cu",
+    "wd momentum dampening lr nesterov first_run wd_after_momentum scale",
+)  # fmt: skip
+@_of_kernels("multi_tensor_adagrad", "multi_tensor_adagrad.cu", "lr epsilon mode weight_decay")
+def multi_tensor_step(chunk_size, noop_flag, tensor_lists, *options) -> None:
     """All lists but the gradients, which come first, are written."""
-    on_card("amp_C.multi_tensor_adam", *tensor_lists[0])
+    check_on_gpu("amp_C.multi_tensor_adam", *tensor_lists[0])
     for tensors in tensor_lists[1:]:
-        written(*tensors)
+        mark_written(*tensors)
 
 
 @_of_kernels(
-    "multi_tensor_lamb",
-    "multi_tensor_lamb.cu",
-    "lr",
-    "beta1",
-    "beta2",
-    "epsilon",
-    "step",
-    "bias_correction",
-    "weight_decay",
-    "grad_averaging",
-    "mode",
-    "global_grad_norm",
-    "max_grad_norm",
+    "multi_tensor_lamb", "multi_tensor_lamb.cu",
+    "lr beta1 beta2 epsilon step bias_correction weight_decay grad_averaging mode global_grad_norm max_grad_norm "
     "use_nvlamb_python",
-)
-def multi_tensor_lamb(chunk_size: Any, noop_flag: Any, tensor_lists: Any, *options: Any) -> None:
+)  # fmt: skip
+def multi_tensor_lamb(chunk_size, noop_flag, tensor_lists, *options) -> None:
     """Norms of each parameter and of each update; all lists are written, gradients too, which hold the updates."""
-    on_card("amp_C.multi_tensor_lamb", *tensor_lists[0])
+    check_on_gpu("amp_C.multi_tensor_lamb", *tensor_lists[0])
     of_parameters = norms(chunk_size, tensor_lists[1:2], True)
     of_updates = norms(chunk_size, tensor_lists[:1], True)
     for tensors in tensor_lists:
-        written(*tensors)
+        mark_written(*tensors)
     del of_parameters, of_updates

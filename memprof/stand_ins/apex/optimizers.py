@@ -5,63 +5,29 @@ Sources: apex/optimizers/fused_adam.py, fused_lamb.py and fused_sgd.py of NVIDIA
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
-
 import torch
-from torch.optim.optimizer import Optimizer, required  # type: ignore[attr-defined]
+from torch.optim.optimizer import required  # type: ignore[attr-defined]
 
-from memprof.stand_ins.apex.multi_tensor import (
-    CHUNK,
-    multi_tensor_l2norm,
-    multi_tensor_lamb,
-    multi_tensor_step,
-)
-from memprof.stand_ins.registry import stand_in
-from memprof.stand_ins.tools import refused
+from memprof.stand_ins.apex.multi_tensor import multi_tensor_l2norm, multi_tensor_lamb, multi_tensor_step
+from memprof.stand_ins.fused_optimizers import CHUNK, FusedOptimizer
+from memprof.stand_ins.registry import register_in
+from memprof.stand_ins.tools import refuse
 
 
-def _public(file: str, name: str) -> Callable[[Any], Any]:
-    source = f"NVIDIA/apex@25.05:apex/optimizers/{file}.py"
-    return stand_in(f"apex.optimizers.{file}.{name}", f"apex.optimizers.{name}", source=source)
+def _public(file: str):
+    return register_in(
+        f"apex.optimizers.{file}", "apex.optimizers", source=f"NVIDIA/apex@25.05:apex/optimizers/{file}.py"
+    )
 
 
-class _Fused(Optimizer):
-    set_grad_none: bool
-
-    def zero_grad(self) -> None:  # type: ignore[override]
-        """Gradients are dropped, or filled with zeros."""
-        super().zero_grad(set_to_none=self.set_grad_none)
-
-
-def _with_gradients(group: dict[str, Any]) -> Iterable[torch.Tensor]:
-    for parameter in group["params"]:
-        if parameter.grad is None:
-            continue
-        if parameter.grad.is_sparse:
-            raise RuntimeError("Apex's optimizers do not support sparse gradients")
-        yield parameter
-
-
-def _by_dtype(rows: Iterable[tuple[Any, ...]], dtypes: tuple[torch.dtype, ...]) -> list[list[Any]]:
-    """Lists of (gradient, parameter, states ...), transposed, for each type of parameters that there is."""
-    found: dict[torch.dtype, list[Any]] = {}
-    for row in rows:
-        if row[1].dtype not in dtypes:
-            raise RuntimeError(f"this optimizer of Apex does not support {row[1].dtype}")
-        found.setdefault(row[1].dtype, []).append(row)
-    return [list(map(list, zip(*found[dtype], strict=True))) for dtype in dtypes if dtype in found]
-
-
-@_public("fused_adam", "FusedAdam")
-class FusedAdam(_Fused):
+@_public("fused_adam")
+class FusedAdam(FusedOptimizer):
     """Two moments in float32, whatever type a parameter has; with `master_weights` a copy of it in float32 as well."""
 
     def __init__(
-        self, params: Any, lr: Any = 1e-3, bias_correction: Any = True, betas: Any = (0.9, 0.999), eps: Any = 1e-8,
-        adam_w_mode: Any = True, weight_decay: Any = 0.0, amsgrad: Any = False, set_grad_none: Any = True,
-        capturable: Any = False, master_weights: Any = False,
-    ) -> None:  # fmt: skip
+        self, params, lr=1e-3, bias_correction=True, betas=(0.9, 0.999), eps=1e-8, adam_w_mode=True, weight_decay=0.0,
+        amsgrad=False, set_grad_none=True, capturable=False, master_weights=False,
+    ):  # fmt: skip
         if amsgrad:
             raise RuntimeError("FusedAdam does not support the AMSGrad variant.")
         if master_weights and not capturable:
@@ -84,13 +50,8 @@ class FusedAdam(_Fused):
             self._step_supports_amp_scaling = True
         self._dummy_overflow_buf = torch.tensor([0], dtype=torch.int, device="cuda")
 
-    def step(
-        self, closure: Any = None, grads: Any = None, output_params: Any = None, scale: Any = None,
-        grad_norms: Any = None, grad_scaler: Any = None,
-    ) -> Any:  # type: ignore[override]  # fmt: skip
-        """One kernel for each type of parameters."""
-        if any(one is not None for one in (grads, output_params, scale, grad_norms)):
-            raise RuntimeError("FusedAdam has been updated: call step() with no arguments.")
+    def step(self, closure=None, grads=None, output_params=None, scale=None, grad_norms=None, grad_scaler=None):  # type: ignore[override]
+        self._refuse_arguments(grads, output_params, scale, grad_norms)
         loss = None if closure is None else closure()
         for group, masters in zip(self.param_groups, self.param_groups_master, strict=True):
             if not group["params"]:
@@ -104,7 +65,7 @@ class FusedAdam(_Fused):
                 group["step"] = torch.tensor([1], dtype=torch.int, device=device)
             of_parameters = dict(zip(map(id, group["params"]), masters["params"], strict=True))
             rows = []
-            for parameter in _with_gradients(group):
+            for parameter in self._with_gradients(group):
                 state = self.state[parameter]
                 if not state:
                     state["exp_avg"] = torch.zeros_like(parameter.data).float()
@@ -112,15 +73,13 @@ class FusedAdam(_Fused):
                 row = (parameter.grad, parameter.data, state["exp_avg"], state["exp_avg_sq"])
                 master = of_parameters[id(parameter)]
                 rows.append(row if master is None or parameter.dtype == torch.bfloat16 else (*row, master))
-            inverse = None
-            if self.capturable:
-                inverse = self._scales(grad_scaler, device)
-            for lists in _by_dtype(rows, (torch.float16, torch.bfloat16, torch.float32)):
+            inverse = self._scales(grad_scaler, device) if self.capturable else None
+            for lists in self._by_dtype(rows, (torch.float16, torch.bfloat16, torch.float32)):
                 multi_tensor_step(CHUNK, self._dummy_overflow_buf, lists)
             del inverse
         return loss
 
-    def _scales(self, scaler: Any, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    def _scales(self, scaler, device):
         """Of a gradient scaler, and its inverse."""
         found = torch.zeros(1, device=device) if scaler is None else scaler._check_inf_per_device(self)[device]
         self._dummy_overflow_buf.copy_(found)
@@ -130,15 +89,14 @@ class FusedAdam(_Fused):
         return scale, scale.double().reciprocal().float()
 
 
-@_public("fused_lamb", "FusedLAMB")
-class FusedLAMB(_Fused):
+@_public("fused_lamb")
+class FusedLAMB(FusedOptimizer):
     """Two moments in the type of the parameter; norms of all gradients, and of each parameter and its update."""
 
     def __init__(
-        self, params: Any, lr: Any = 1e-3, bias_correction: Any = True, betas: Any = (0.9, 0.999), eps: Any = 1e-6,
-        weight_decay: Any = 0.01, amsgrad: Any = False, adam_w_mode: Any = True, grad_averaging: Any = True,
-        set_grad_none: Any = True, max_grad_norm: Any = 1.0, use_nvlamb: Any = False,
-    ) -> None:  # fmt: skip
+        self, params, lr=1e-3, bias_correction=True, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.01, amsgrad=False,
+        adam_w_mode=True, grad_averaging=True, set_grad_none=True, max_grad_norm=1.0, use_nvlamb=False,
+    ):  # fmt: skip
         if amsgrad:
             raise RuntimeError("FusedLAMB does not support the AMSGrad variant.")
         defaults = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps}
@@ -150,10 +108,9 @@ class FusedLAMB(_Fused):
         self.set_grad_none = set_grad_none
         self.use_nvlamb = use_nvlamb
 
-    def step(self, closure: Any = None) -> Any:
-        """The norms, then a kernel for each type of parameters and group."""
+    def step(self, closure=None):
         loss = None if closure is None else closure()
-        everything = [p for group in self.param_groups for p in _with_gradients(group)]
+        everything = [p for group in self.param_groups for p in self._with_gradients(group)]
         device = self.param_groups[0]["params"][0].device
         norms = {dtype: torch.zeros(1, device=device) for dtype in (torch.float32, torch.float16)}
         for dtype in norms:
@@ -164,27 +121,26 @@ class FusedLAMB(_Fused):
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
             rows = []
-            for parameter in _with_gradients(group):
+            for parameter in self._with_gradients(group):
                 state = self.state[parameter]
                 if not state:
                     state["exp_avg"] = torch.zeros_like(parameter.data)
                     state["exp_avg_sq"] = torch.zeros_like(parameter.data)
                 rows.append((parameter.grad, parameter.data, state["exp_avg"], state["exp_avg_sq"]))
-            for lists in _by_dtype(rows, (torch.float16, torch.float32)):
+            for lists in self._by_dtype(rows, (torch.float16, torch.float32)):
                 multi_tensor_lamb(CHUNK, self._dummy_overflow_buf, lists)
         del total
         return loss
 
 
-@_public("fused_sgd", "FusedSGD")
-class FusedSGD(_Fused):
+@_public("fused_sgd")
+class FusedSGD(FusedOptimizer):
     """A buffer of momentum in the type of each parameter, also where the momentum is 0."""
 
     def __init__(
-        self, params: Any, lr: Any = required, momentum: Any = 0, dampening: Any = 0, weight_decay: Any = 0,
-        nesterov: Any = False, wd_after_momentum: Any = False, materialize_master_grads: Any = True,
-        set_grad_none: Any = False,
-    ) -> None:  # fmt: skip
+        self, params, lr=required, momentum=0, dampening=0, weight_decay=0, nesterov=False, wd_after_momentum=False,
+        materialize_master_grads=True, set_grad_none=False,
+    ):  # fmt: skip
         if nesterov and (momentum <= 0 or dampening != 0):
             raise ValueError("Nesterov momentum requires a momentum and zero dampening")
         defaults = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
@@ -195,20 +151,18 @@ class FusedSGD(_Fused):
         first = self.param_groups[0]["params"][0]
         self._dummy_overflow_buf = torch.tensor([0], dtype=torch.int, device=first.device)
 
-    def step(self, closure: Any = None) -> Any:
-        """A kernel for each type of parameters."""
-        if hasattr(self, "_amp_stash"):
-            raise refused("apex.optimizers.FusedSGD", "master weights of apex.amp")
+    def step(self, closure=None):
+        refuse("apex.optimizers.FusedSGD", {"master weights of apex.amp": hasattr(self, "_amp_stash")})
         loss = None if closure is None else closure()
         for group in self.param_groups:
             rows = []
-            for parameter in _with_gradients(group):
+            for parameter in self._with_gradients(group):
                 if parameter.dtype not in (torch.float16, torch.float32):
                     continue  # it leaves others as they are
                 state = self.state[parameter]
                 if "momentum_buffer" not in state:
                     state["momentum_buffer"] = torch.zeros_like(parameter.data)
                 rows.append((parameter.grad, parameter.data, state["momentum_buffer"]))
-            for lists in _by_dtype(rows, (torch.float16, torch.float32)):
+            for lists in self._by_dtype(rows, (torch.float16, torch.float32)):
                 multi_tensor_step(CHUNK, self._dummy_overflow_buf, lists)
         return loss

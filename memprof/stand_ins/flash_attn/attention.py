@@ -7,25 +7,30 @@ and scales change what is computed, and no memory but where the queries of a gro
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 
-from memprof.stand_ins.registry import stand_in
-from memprof.stand_ins.tools import kernel, must, on_card, written
+from memprof.stand_ins.registry import register_in, stand_in
+from memprof.stand_ins.tools import (
+    HALF,
+    check_on_gpu,
+    kernel,
+    last_contiguous,
+    mark_written,
+    num_multiprocessors,
+    require,
+)
 
 _SOURCE = "Dao-AILab/flash-attention@v2.8.3:flash_attn/flash_attn_interface.py, csrc/flash_attn/flash_api.cpp"
 _MODULE = "flash_attn.flash_attn_interface"
-_HALVES = (torch.float16, torch.bfloat16)
+_public = register_in(_MODULE, "flash_attn", source=_SOURCE, in_graph=True)
 
 
-def _public(name: str) -> Callable[[Any], Any]:
-    return stand_in(f"{_MODULE}.{name}", f"flash_attn.{name}", source=_SOURCE, in_graph="cache" not in name)
-
-
-def _inner(name: str) -> Callable[[Any], Any]:
-    return stand_in(f"{_MODULE}.{name}", source=_SOURCE)
+def _inner(name: str):
+    """Register what other packages call (ring attention, context parallelism)."""
+    return stand_in(f"{_MODULE}._flash_attn_{name}", f"{_MODULE}._wrapped_flash_attn_{name}", source=_SOURCE)
 
 
 class Lengths(NamedTuple):
@@ -46,7 +51,6 @@ class Options(NamedTuple):
     deterministic: bool
     return_attn_probs: bool
     lengths: Lengths | None = None
-    block_table: torch.Tensor | None = None
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -59,11 +63,6 @@ def rounded_head(size: int) -> int:
     return round_up(size, 32 if size <= 128 else 64)
 
 
-def last_contiguous(tensor: Any) -> Any:
-    """A copy where the last dimension has steps (maybe_contiguous)."""
-    return tensor.contiguous() if tensor is not None and tensor.stride(-1) != 1 else tensor
-
-
 def padded(tensor: torch.Tensor) -> torch.Tensor:
     """With a head's size that is a multiple of 8."""
     size = tensor.shape[-1]
@@ -71,14 +70,11 @@ def padded(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def check(name: str, *tensors: torch.Tensor) -> None:
-    """What flash_api.cpp refuses too: other dtypes, heads that are too large or do not divide.
-
-    Raises:
-        RuntimeError: one of these.
-    """
-    on_card(name, *tensors)
+    """What flash_api.cpp refuses too: other dtypes, heads that are too large or do not divide. Raises RuntimeError: one
+    of these."""
+    check_on_gpu(name, *tensors)
     query, key = tensors[0], tensors[-1]
-    if query.dtype not in _HALVES:
+    if query.dtype not in HALF:
         raise RuntimeError("FlashAttention only support fp16 and bf16 data type")
     if any(tensor.dtype != query.dtype for tensor in tensors):
         raise RuntimeError("query, key and value must have the same dtype")
@@ -86,25 +82,23 @@ def check(name: str, *tensors: torch.Tensor) -> None:
         raise RuntimeError("FlashAttention forward only supports head dimension at most 256")
     if len(tensors) > 1 and query.shape[-2] % key.shape[-2]:
         raise RuntimeError("Number of heads in key/value must divide number of heads in query")
-    must(all(tensor.shape[-1] == query.shape[-1] for tensor in tensors), name, "heads of one size")
+    require(all(tensor.shape[-1] == query.shape[-1] for tensor in tensors), name, "heads of one size")
 
 
-# -- the kernels ---------------------------------------------------------------------------------------------------
+def efficient_split(blocks: int, sms: int, numbers: Iterable[int]) -> int:
+    """Return the first of `numbers` of parts whose last wave of blocks leaves few multiprocessors without work."""
+    efficiency = {number: (blocks * number / sms) / -(-blocks * number // sms) for number in numbers}
+    best = max(efficiency.values(), default=0.0)
+    return next((number for number, value in efficiency.items() if value >= 0.85 * best), 1)
 
 
-def _splits(blocks: int, sms: int, key_blocks: int, most: int = 128) -> int:
+def _splits(blocks: int, sms: int, key_blocks: int) -> int:
     """num_splits_heuristic: into how many parts the keys are split, so that all multiprocessors have work."""
     if blocks >= 0.8 * sms:
         return 1
-    numbers = [
-        number
-        for number in range(1, min(most, sms, key_blocks) + 1)
-        if number == 1 or -(-key_blocks // number) != -(-key_blocks // (number - 1))
-    ]
-    waves = {number: blocks * number / sms for number in numbers}
-    efficiency = {number: value / -(-value // 1) for number, value in waves.items()}
-    best = max(efficiency.values(), default=0.0)
-    return next((number for number in numbers if efficiency[number] >= 0.85 * best), 1)
+    most = min(128, sms, key_blocks)
+    by_parts = {number: -(-key_blocks // number) for number in range(1, most + 1)}
+    return efficient_split(blocks, sms, [n for n in by_parts if by_parts[n] != by_parts.get(n - 1)])
 
 
 def _split_buffers(
@@ -113,15 +107,11 @@ def _split_buffers(
     """set_params_splitkv: sums and outputs of each part; `splits` below 1: as many as the heuristic says."""
     if splits < 1:
         block = 256 if head <= 64 else 128 if head <= 128 else 64
-        sms = torch.cuda.get_device_properties(query.device).multi_processor_count
-        splits = _splits(batch * heads * -(-queries // 64), 2 * sms, -(-keys // block))
+        splits = _splits(batch * heads * -(-queries // 64), 2 * num_multiprocessors(), -(-keys // block))
     if splits <= 1:
         return ()
     shape = (splits, batch, heads, queries)
-    return (
-        query.new_empty(shape, dtype=torch.float32),
-        query.new_empty((*shape, rounded_head(head)), dtype=torch.float32),
-    )
+    return tuple(query.new_empty(each, dtype=torch.float32) for each in (shape, (*shape, rounded_head(head))))
 
 
 def _forward(
@@ -154,18 +144,10 @@ def _forward(
 
 
 def _backward(
-    gradient: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-    d_query: torch.Tensor,
-    d_key: torch.Tensor,
-    d_value: torch.Tensor,
-    deterministic: bool,
-    lengths: Lengths | None,
+    gradient, query, key, value, out, totals: Iterable[torch.Tensor], deterministic: bool, lengths: Lengths | None
 ) -> torch.Tensor:
-    """mha_bwd and mha_varlen_bwd fill the three gradients. Their sums of rows are returned.
+    """mha_bwd and mha_varlen_bwd fill three gradients, of which `totals` are those of keys and values. Their sums of
+    rows are returned.
 
     The gradient of the queries is accumulated in float32, on the deterministic path once for each part of the work;
     keys and values that several heads share get a gradient for each of these first.
@@ -182,41 +164,36 @@ def _backward(
         sums = query.new_empty((heads, *rows), dtype=torch.float32)
     shape = (*rows, heads, rounded_head(head))
     if deterministic:
-        sms = torch.cuda.get_device_properties(query.device).multi_processor_count
-        accumulated = query.new_zeros((-(-sms // (batch * heads)), *shape), dtype=torch.float32)
+        parts = -(-num_multiprocessors() // (batch * heads))
+        accumulated = query.new_zeros((parts, *shape), dtype=torch.float32)
     else:
         accumulated = query.new_empty(shape, dtype=torch.float32)
     if (shared := key.shape[-2]) != heads:
         of_each = [key.new_empty((*key.shape[:-2], heads, head)) for _ in range(2)]
-        for each, total in zip(of_each, (d_key, d_value), strict=True):
+        for each, total in zip(of_each, totals, strict=True):
             torch.sum(each.view(*key.shape[:-2], shared, heads // shared, head), dim=-2, out=total)
     del accumulated
     return sums
 
 
-# -- what a program calls ------------------------------------------------------------------------------------------
-
-
-def _call(name: str, inputs: tuple[torch.Tensor, ...], options: Options) -> Any:
+def _call(name: str, inputs: tuple[torch.Tensor, ...], *given):
     """One of the functions: `inputs` are queries, keys and values, or what packs them along the last dimension but two.
 
     What is saved for the backward: these three (padded, where they had to be), the output, the sums of rows, the
     lengths and the random state.
     """
-    check(f"flash_attn.{name}", *inputs)
-    head = inputs[0].shape[-1]
-    lengths = options.lengths
-    number = len(inputs)
+    name, options = f"flash_attn.{name}", Options(*given)
+    check(name, *inputs)
+    head, number, lengths = inputs[0].shape[-1], len(inputs), options.lengths
     packed, rows = number < 3, 4 if lengths is None else 3
-    dimensions = [tensor.dim() for tensor in inputs]
-    must(dimensions[0] == rows + (len(inputs) == 1), f"flash_attn.{name}", f"queries of {rows} dimensions")
+    require(inputs[0].dim() == rows + (number == 1), name, f"queries of {rows} dimensions")
     if lengths is None:
-        must(dimensions[-1] == rows + packed, f"flash_attn.{name}", f"keys of {rows + packed} dimensions")
-        must(inputs[0].shape[0] == inputs[-1].shape[0], f"flash_attn.{name}", "queries and keys of one batch size")
+        require(inputs[-1].dim() == rows + packed, name, f"keys of {rows + packed} dimensions")
+        require(inputs[0].shape[0] == inputs[-1].shape[0], name, "queries and keys of one batch size")
     else:
-        must(all(each.dtype == torch.int32 for each in lengths[:2]), f"flash_attn.{name}", "cu_seqlens of dtype int32")
+        require(all(each.dtype == torch.int32 for each in lengths[:2]), name, "cu_seqlens of dtype int32")
 
-    def forward(*tensors: torch.Tensor) -> Any:
+    def forward(*tensors: torch.Tensor):
         query, key, value = map(padded, _unpacked(tensors))
         asks = options.return_attn_probs and options.dropout_p > 0
         out, sums, probabilities, state = _forward(query, key, value, options, asks)
@@ -224,13 +201,10 @@ def _call(name: str, inputs: tuple[torch.Tensor, ...], options: Options) -> Any:
         result = out[..., :head]
         return ((result, sums, probabilities) if options.return_attn_probs else result), saved
 
-    def backward(saved: tuple[torch.Tensor, ...], gradient: torch.Tensor, *of_others: Any) -> Any:
+    def backward(saved: tuple[torch.Tensor, ...], gradient: torch.Tensor, *of_others):
         query, key, value, out = saved[:4]
         made = _gradients(number, query, key, value)
-        d_query, d_key, d_value = _unpacked(made)
-        _backward(
-            padded(gradient), query, key, value, out, d_query, d_key, d_value, options.deterministic, lengths
-        )  # fmt: skip
+        _backward(padded(gradient), query, key, value, out, _unpacked(made)[1:], options.deterministic, lengths)
         return tuple(tensor[..., :head] for tensor in made)
 
     return kernel(forward, backward, *inputs)
@@ -250,82 +224,77 @@ def _gradients(inputs: int, query: torch.Tensor, key: torch.Tensor, value: torch
     return (packed,) if inputs == 1 else (torch.empty_like(query), packed)
 
 
-@_public("flash_attn_func")
+@_public
 def flash_attn_func(
-    q: Any, k: Any, v: Any, dropout_p: Any = 0.0, softmax_scale: Any = None, causal: Any = False,
-    window_size: Any = (-1, -1), softcap: Any = 0.0, alibi_slopes: Any = None, deterministic: Any = False,
-    return_attn_probs: Any = False,
-) -> Any:  # fmt: skip
+    q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
+    deterministic=False, return_attn_probs=False,
+):  # fmt: skip
     """[batch, tokens, heads, size] each: the output, sums of rows in float32, padded heads, parts of split keys."""
-    options = Options(dropout_p, window_size, alibi_slopes, deterministic, return_attn_probs)
-    return _call("flash_attn_func", (q, k, v), options)
+    return _call("flash_attn_func", (q, k, v), dropout_p, window_size, alibi_slopes, deterministic, return_attn_probs)
 
 
-@_public("flash_attn_kvpacked_func")
+@_public
 def flash_attn_kvpacked_func(
-    q: Any, kv: Any, dropout_p: Any = 0.0, softmax_scale: Any = None, causal: Any = False,
-    window_size: Any = (-1, -1), softcap: Any = 0.0, alibi_slopes: Any = None, deterministic: Any = False,
-    return_attn_probs: Any = False,
-) -> Any:  # fmt: skip
+    q, kv, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
+    deterministic=False, return_attn_probs=False,
+):  # fmt: skip
     """As flash_attn_func, with keys and values as [batch, tokens, 2, heads, size]; their gradient is one tensor."""
-    options = Options(dropout_p, window_size, alibi_slopes, deterministic, return_attn_probs)
-    return _call("flash_attn_kvpacked_func", (q, kv), options)
+    return _call(
+        "flash_attn_kvpacked_func", (q, kv), dropout_p, window_size, alibi_slopes, deterministic, return_attn_probs
+    )
 
 
-@_public("flash_attn_qkvpacked_func")
+@_public
 def flash_attn_qkvpacked_func(
-    qkv: Any, dropout_p: Any = 0.0, softmax_scale: Any = None, causal: Any = False, window_size: Any = (-1, -1),
-    softcap: Any = 0.0, alibi_slopes: Any = None, deterministic: Any = False, return_attn_probs: Any = False,
-) -> Any:  # fmt: skip
+    qkv, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
+    deterministic=False, return_attn_probs=False,
+):  # fmt: skip
     """As flash_attn_func, with all three as [batch, tokens, 3, heads, size]; their gradient is one tensor."""
-    options = Options(dropout_p, window_size, alibi_slopes, deterministic, return_attn_probs)
-    return _call("flash_attn_qkvpacked_func", (qkv,), options)
+    return _call(
+        "flash_attn_qkvpacked_func", (qkv,), dropout_p, window_size, alibi_slopes, deterministic, return_attn_probs
+    )
 
 
-@_public("flash_attn_varlen_func")
+@_public
 def flash_attn_varlen_func(
-    q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: Any, max_seqlen_k: Any,
-    dropout_p: Any = 0.0, softmax_scale: Any = None, causal: Any = False, window_size: Any = (-1, -1),
-    softcap: Any = 0.0, alibi_slopes: Any = None, deterministic: Any = False, return_attn_probs: Any = False,
-    block_table: Any = None,
-) -> Any:  # fmt: skip
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, causal=False,
+    window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False,
+    block_table=None,
+):  # fmt: skip
     """[tokens, heads, size] each; with a table, keys and values are blocks of a cache, and there is no backward."""
     lengths = Lengths(cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k))
-    options = Options(dropout_p, window_size, alibi_slopes, deterministic, return_attn_probs, lengths, block_table)
-    return _call("flash_attn_varlen_func", (q, k, v), options)
+    options = (dropout_p, window_size, alibi_slopes, deterministic, return_attn_probs, lengths)
+    return _call("flash_attn_varlen_func", (q, k, v), *options)
 
 
-@_public("flash_attn_varlen_kvpacked_func")
+@_public
 def flash_attn_varlen_kvpacked_func(
-    q: Any, kv: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: Any, max_seqlen_k: Any,
-    dropout_p: Any = 0.0, softmax_scale: Any = None, causal: Any = False, window_size: Any = (-1, -1),
-    softcap: Any = 0.0, alibi_slopes: Any = None, deterministic: Any = False, return_attn_probs: Any = False,
-) -> Any:  # fmt: skip
+    q, kv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, causal=False,
+    window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False,
+):  # fmt: skip
     """Keys and values as [tokens, 2, heads, size]; their gradient is one tensor."""
     lengths = Lengths(cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k))
-    options = Options(dropout_p, window_size, alibi_slopes, deterministic, return_attn_probs, lengths)
-    return _call("flash_attn_varlen_kvpacked_func", (q, kv), options)
+    options = (dropout_p, window_size, alibi_slopes, deterministic, return_attn_probs, lengths)
+    return _call("flash_attn_varlen_kvpacked_func", (q, kv), *options)
 
 
-@_public("flash_attn_varlen_qkvpacked_func")
+@_public
 def flash_attn_varlen_qkvpacked_func(
-    qkv: Any, cu_seqlens: Any, max_seqlen: Any, dropout_p: Any = 0.0, softmax_scale: Any = None, causal: Any = False,
-    window_size: Any = (-1, -1), softcap: Any = 0.0, alibi_slopes: Any = None, deterministic: Any = False,
-    return_attn_probs: Any = False,
-) -> Any:  # fmt: skip
+    qkv, cu_seqlens, max_seqlen, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
+    alibi_slopes=None, deterministic=False, return_attn_probs=False,
+):  # fmt: skip
     """All three as [tokens, 3, heads, size]; their gradient is one tensor."""
     lengths = Lengths(cu_seqlens, cu_seqlens, int(max_seqlen), int(max_seqlen))
-    options = Options(dropout_p, window_size, alibi_slopes, deterministic, return_attn_probs, lengths)
-    return _call("flash_attn_varlen_qkvpacked_func", (qkv,), options)
+    options = (dropout_p, window_size, alibi_slopes, deterministic, return_attn_probs, lengths)
+    return _call("flash_attn_varlen_qkvpacked_func", (qkv,), *options)
 
 
-@_public("flash_attn_with_kvcache")
+@register_in(_MODULE, "flash_attn", source=_SOURCE)
 def flash_attn_with_kvcache(
-    q: Any, k_cache: Any, v_cache: Any, k: Any = None, v: Any = None, rotary_cos: Any = None, rotary_sin: Any = None,
-    cache_seqlens: Any = None, cache_batch_idx: Any = None, cache_leftpad: Any = None, block_table: Any = None,
-    softmax_scale: Any = None, causal: Any = False, window_size: Any = (-1, -1), softcap: Any = 0.0,
-    rotary_interleaved: Any = True, alibi_slopes: Any = None, num_splits: Any = 0, return_softmax_lse: Any = False,
-) -> Any:  # fmt: skip
+    q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None, cache_batch_idx=None,
+    cache_leftpad=None, block_table=None, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
+    rotary_interleaved=True, alibi_slopes=None, num_splits=0, return_softmax_lse=False,
+):  # fmt: skip
     """mha_fwd_kvcache: the cache is filled where it lies; with heads that have to be padded, a copy of it is."""
     check("flash_attn.flash_attn_with_kvcache", q, k_cache)
     q, k, v = map(last_contiguous, (q, k, v))
@@ -341,7 +310,7 @@ def flash_attn_with_kvcache(
     sums = q.new_empty((batch, heads, queries), dtype=torch.float32)
     new = [padded(tensor) for tensor in (k, v) if tensor is not None]
     if new:
-        written(k_cache, v_cache)
+        mark_written(k_cache, v_cache)
     rows, of = (groups, shared) if swapped else (queries, heads)
     parts = _split_buffers(q, batch, of, round_up(size, 8), rows, keys, num_splits)
     if size % 8:
@@ -353,29 +322,23 @@ def flash_attn_with_kvcache(
     return (out, sums) if return_softmax_lse else out
 
 
-# -- what other packages call (ring attention, context parallelism) ------------------------------------------------
-
-
-@_inner("_flash_attn_forward")
-@_inner("_wrapped_flash_attn_forward")
+@_inner("forward")
 def _flash_attn_forward(
-    q: Any, k: Any, v: Any, dropout_p: Any, softmax_scale: Any, causal: Any, window_size_left: Any,
-    window_size_right: Any, softcap: Any, alibi_slopes: Any, return_softmax: Any,
-) -> Any:  # fmt: skip
+    q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes,
+    return_softmax,
+):  # fmt: skip
     """Output, sums, probabilities, random state."""
     check(f"{_MODULE}._flash_attn_forward", q, k, v)
     options = Options(dropout_p, (window_size_left, window_size_right), alibi_slopes, False, return_softmax)
     return _forward(q, k, v, options, return_softmax)
 
 
-@_inner("_flash_attn_varlen_forward")
-@_inner("_wrapped_flash_attn_varlen_forward")
+@_inner("varlen_forward")
 def _flash_attn_varlen_forward(
-    q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: Any, max_seqlen_k: Any,
-    dropout_p: Any, softmax_scale: Any, causal: Any, window_size_left: Any = -1, window_size_right: Any = -1,
-    softcap: Any = 0.0, alibi_slopes: Any = None, return_softmax: Any = False, block_table: Any = None,
-    leftpad_k: Any = None, seqused_k: Any = None, zero_tensors: Any = False,
-) -> Any:  # fmt: skip
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
+    window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None, return_softmax=False, block_table=None,
+    leftpad_k=None, seqused_k=None, zero_tensors=False,
+):  # fmt: skip
     """Output, sums, probabilities, random state, by tokens."""
     check(f"{_MODULE}._flash_attn_varlen_forward", q, k, v)
     lengths = Lengths(cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k))
@@ -383,29 +346,25 @@ def _flash_attn_varlen_forward(
     return _forward(q, k, v, Options(dropout_p, window, alibi_slopes, False, return_softmax, lengths), return_softmax)
 
 
-@_inner("_flash_attn_backward")
-@_inner("_wrapped_flash_attn_backward")
+@_inner("backward")
 def _flash_attn_backward(
-    dout: Any, q: Any, k: Any, v: Any, out: Any, softmax_lse: Any, dq: Any, dk: Any, dv: Any, dropout_p: Any,
-    softmax_scale: Any, causal: Any, window_size_left: Any, window_size_right: Any, softcap: Any, alibi_slopes: Any,
-    deterministic: Any, rng_state: Any = None,
-) -> Any:  # fmt: skip
+    dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal, window_size_left, window_size_right,
+    softcap, alibi_slopes, deterministic, rng_state=None,
+):  # fmt: skip
     """The sums of rows; the gradients are filled."""
     check(f"{_MODULE}._flash_attn_backward", q, k, v)
     made = [torch.empty_like(of) if given is None else given for given, of in ((dq, q), (dk, k), (dv, v))]
-    return _backward(dout, q, k, v, out, made[0], made[1], made[2], deterministic, None)
+    return _backward(dout, q, k, v, out, made[1:], deterministic, None)
 
 
-@_inner("_flash_attn_varlen_backward")
-@_inner("_wrapped_flash_attn_varlen_backward")
+@_inner("varlen_backward")
 def _flash_attn_varlen_backward(
-    dout: Any, q: Any, k: Any, v: Any, out: Any, softmax_lse: Any, dq: Any, dk: Any, dv: Any, cu_seqlens_q: Any,
-    cu_seqlens_k: Any, max_seqlen_q: Any, max_seqlen_k: Any, dropout_p: Any, softmax_scale: Any, causal: Any,
-    window_size_left: Any, window_size_right: Any, softcap: Any, alibi_slopes: Any, deterministic: Any,
-    rng_state: Any = None, zero_tensors: Any = False,
-) -> Any:  # fmt: skip
+    dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p,
+    softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, deterministic, rng_state=None,
+    zero_tensors=False,
+):  # fmt: skip
     """The sums of rows, by tokens; the gradients are filled."""
     check(f"{_MODULE}._flash_attn_varlen_backward", q, k, v)
     made = [torch.empty_like(of) if given is None else given for given, of in ((dq, q), (dk, k), (dv, v))]
     lengths = Lengths(cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k))
-    return _backward(dout, q, k, v, out, made[0], made[1], made[2], deterministic, lengths)
+    return _backward(dout, q, k, v, out, made[1:], deterministic, lengths)

@@ -15,90 +15,74 @@ from torch import nn
 from torch.nn import functional
 
 from memprof.stand_ins.flash_attn import extensions
-from memprof.stand_ins.registry import stand_in
-from memprof.stand_ins.tools import kernel, on_card, refused
+from memprof.stand_ins.registry import register_in
+from memprof.stand_ins.tools import HALF, autocast_dtype, check_on_gpu, kernel, refuse
 
 _MODULE = "flash_attn.ops.fused_dense"
 _ACTIVATIONS = ("gelu_approx", "relu", "sqrelu")
-_HALF = (torch.float16, torch.bfloat16)
+_AT = "Dao-AILab/flash-attention@v2.8.3:"
+_public = register_in(_MODULE, source=_AT + "flash_attn/ops/fused_dense.py, csrc/fused_dense_lib/fused_dense.cpp")
+_activation = register_in("flash_attn.ops.activations", source=_AT + "flash_attn/ops/activations.py")
 
 
-def _public(name: str) -> Callable[[Any], Any]:
-    source = "Dao-AILab/flash-attention@v2.8.3:flash_attn/ops/fused_dense.py, csrc/fused_dense_lib/fused_dense.cpp"
-    return stand_in(f"{_MODULE}.{name}", source=source)
-
-
-def _activation(name: str) -> Callable[[Any], Any]:
-    source = "Dao-AILab/flash-attention@v2.8.3:flash_attn/ops/activations.py"
-    return stand_in(f"flash_attn.ops.activations.{name}", source=source)
-
-
-@_activation("gelu_bwd")
-def gelu_bwd(g: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+@_activation
+def gelu_bwd(g, x):
     """By several operators: each makes a tensor of its own."""
     tanh_out = torch.tanh(0.79788456 * x * (1 + 0.044715 * x * x))
     ff = 0.5 * x * ((1 - tanh_out * tanh_out) * (0.79788456 + 0.1070322243 * x * x)) + 0.5 * (1 + tanh_out)
     return (ff * g).to(dtype=x.dtype)
 
 
-@_activation("relu_bwd")
-def relu_bwd(g: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+@_activation
+def relu_bwd(g, x):
     """A comparison and a choice."""
     return torch.where(x >= 0, g, 0.0).to(dtype=x.dtype)
 
 
-@_activation("sqrelu_fwd")
-def sqrelu_fwd(x: torch.Tensor) -> torch.Tensor:
+@_activation
+def sqrelu_fwd(x):
     """ReLU, and its square."""
     r = functional.relu(x)
     return (r * r).to(dtype=x.dtype)
 
 
-@_activation("sqrelu_bwd")
-def sqrelu_bwd(g: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+@_activation
+def sqrelu_bwd(g, x):
     """By three operators."""
     return (2.0 * g * functional.relu(x)).to(dtype=x.dtype)
 
 
-@_activation("swiglu")
-def swiglu(x: torch.Tensor, y: torch.Tensor) -> Any:
+@_activation
+def swiglu(x, y):
     """Both are saved; one kernel each way."""
 
-    def forward(x: torch.Tensor, y: torch.Tensor) -> Any:
-        on_card("flash_attn.ops.activations.swiglu", x, y)
+    def forward(x: torch.Tensor, y: torch.Tensor):
+        check_on_gpu("flash_attn.ops.activations.swiglu", x, y)
         return torch.empty_like(x), (x, y)
 
-    def backward(saved: Any, gradient: torch.Tensor) -> Any:
+    def backward(saved, gradient: torch.Tensor):
         return tuple(torch.empty_like(one) for one in saved)
 
     return kernel(forward, backward, x, y)
 
 
 def _made(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
-    known = {"gelu_approx": partial(functional.gelu, approximate="tanh"), "sqrelu": sqrelu_fwd}
+    known: dict[str, Any] = {"gelu_approx": partial(functional.gelu, approximate="tanh"), "sqrelu": sqrelu_fwd}
     return known.get(name, functional.relu)
 
 
-def _fits(*tensors: Any) -> bool:
+def _fits(*tensors) -> bool:
     x = tensors[0]
-    half = x.dtype in _HALF or (x.dtype == torch.float32 and torch.is_autocast_enabled("cuda"))
+    half = x.dtype in HALF or (x.dtype == torch.float32 and torch.is_autocast_enabled("cuda"))
     return half and all(one is None or one.is_cuda for one in tensors)
 
 
-def _in_autocast(*tensors: Any) -> tuple[Any, ...]:
-    if not torch.is_autocast_enabled("cuda"):
-        return tuple(one if one is None else one.contiguous() for one in tensors)
-    dtype = torch.get_autocast_dtype("cuda")
-    return tuple(one if one is None else one.to(dtype).contiguous() for one in tensors)
+def _in_autocast(*tensors) -> tuple[Any, ...]:
+    return tuple(one if one is None else one.to(autocast_dtype(one.dtype)).contiguous() for one in tensors)
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1, tensor.shape[-1])
-
-
-def _alone(name: str, process_group: Any) -> None:
-    if process_group is not None:
-        raise refused(f"{_MODULE}.{name}", "a process group")
 
 
 def _of_input(gradient: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
@@ -108,26 +92,23 @@ def _of_input(gradient: torch.Tensor, weight: torch.Tensor, residual: torch.Tens
     return torch.addmm(_rows(residual), gradient, weight)
 
 
-@_public("fused_dense_func")
-def fused_dense_func(
-    x: Any, weight: Any, bias: Any = None, return_residual: Any = False, process_group: Any = None,
-    sequence_parallel: Any = True,
-) -> Any:  # fmt: skip
+@_public
+def fused_dense_func(x, weight, bias=None, return_residual=False, process_group=None, sequence_parallel=True):
     """A product; its backward has the gradients of weight and bias in one, with a workspace of 4 MiB (32 on Hopper)."""
-    _alone("fused_dense_func", process_group)
+    refuse(f"{_MODULE}.fused_dense_func", {"a process group": process_group is not None})
     if not _fits(x, weight, bias):
         out = functional.linear(x, weight, bias)
         return (out, x) if return_residual else out
     wanted = [one is not None and one.requires_grad for one in (x, weight, bias)]
 
-    def forward(x: Any, weight: Any, bias: Any) -> Any:
-        on_card("flash_attn.ops.fused_dense.fused_dense_func", x, weight)
+    def forward(x, weight, bias):
+        check_on_gpu("flash_attn.ops.fused_dense.fused_dense_func", x, weight)
         x, weight, bias = _in_autocast(x, weight, bias)
         out = functional.linear(x, weight, bias)
         saved = (x, weight) if wanted[1] else (weight,)
         return (out, x.detach()) if return_residual else out, saved
 
-    def backward(saved: Any, gradient: torch.Tensor, *residual: torch.Tensor) -> Any:
+    def backward(saved, gradient: torch.Tensor, *residual: torch.Tensor):
         weight, shape = saved[-1], gradient.shape[:-1]
         gradient = _rows(gradient.contiguous())
         d_x = d_weight = d_bias = None
@@ -142,30 +123,25 @@ def fused_dense_func(
     return kernel(forward, backward, x, weight, bias)
 
 
-@_public("FusedDense")
+@_public
 class FusedDense(nn.Linear):
     """fused_dense_func with a weight of its own."""
 
-    def __init__(
-        self, in_features: Any, out_features: Any, bias: Any = True, return_residual: Any = False, device: Any = None,
-        dtype: Any = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, in_features, out_features, bias=True, return_residual=False, device=None, dtype=None):
         super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
         self.return_residual = return_residual
 
-    def forward(self, x: Any, process_group: Any = None) -> Any:  # type: ignore[override]
-        """fused_dense_func."""
+    def forward(self, x, process_group=None):  # type: ignore[override]
         return fused_dense_func(x, self.weight, self.bias, self.return_residual, process_group)
 
 
-@_public("fused_mlp_func")
+@_public
 def fused_mlp_func(
-    x: Any, weight1: Any, weight2: Any, bias1: Any = None, bias2: Any = None, activation: Any = "gelu_approx",
-    save_pre_act: Any = True, return_residual: Any = False, checkpoint_lvl: Any = 0, heuristic: Any = 0,
-    process_group: Any = None, sequence_parallel: Any = True,
-) -> Any:  # fmt: skip
+    x, weight1, weight2, bias1=None, bias2=None, activation="gelu_approx", save_pre_act=True, return_residual=False,
+    checkpoint_lvl=0, heuristic=0, process_group=None, sequence_parallel=True,
+):  # fmt: skip
     """Two products and what is between: saved are both sides of the activation, the first, or neither."""
-    _alone("fused_mlp_func", process_group)
+    refuse(f"{_MODULE}.fused_mlp_func", {"a process group": process_group is not None})
     assert activation in _ACTIVATIONS
     divides = x.shape[-1] % (128 if activation == "relu" else 8) == 0
     if not _fits(x, weight1, weight2, bias1, bias2) or not (divides or not save_pre_act):
@@ -176,22 +152,22 @@ def fused_mlp_func(
     level, is_gelu = checkpoint_lvl if save_pre_act else 2, activation == "gelu_approx"
     keeps_output = level == 0 or (level == 1 and activation == "relu")
 
-    def inner(x: Any, weight: Any, bias: Any, save: bool) -> list[torch.Tensor]:
+    def inner(x, weight, bias, save: bool) -> list[torch.Tensor]:
         """After the activation, and before it."""
         if heuristic == -1:
             before = functional.linear(_rows(x), weight, bias)
             return [_made(activation)(before), before]
         return extensions.linear_act_forward(_rows(x), weight, bias, is_gelu, save, heuristic)  # type: ignore[no-any-return]
 
-    def forward(*given: Any) -> Any:
-        on_card("flash_attn.ops.fused_dense.fused_mlp_func", given[0], given[1], given[3])
+    def forward(*given):
+        check_on_gpu("flash_attn.ops.fused_dense.fused_mlp_func", given[0], given[1], given[3])
         x, weight1, bias1, weight2, bias2 = _in_autocast(*given)
         after, *before = inner(x, weight1, bias1, bool(save_pre_act))
         out = functional.linear(after, weight2, bias2).reshape(*x.shape[:-1], -1)
         kept = (bias1,) if level == 2 else (*before, after) if keeps_output else tuple(before)
         return (out, x.detach()) if return_residual else out, (x, weight1, weight2, *kept)
 
-    def backward(saved: Any, gradient: torch.Tensor, *residual: torch.Tensor) -> Any:
+    def backward(saved, gradient: torch.Tensor, *residual: torch.Tensor):
         x, weight1, weight2, *kept = saved
         shape = gradient.shape[:-1]
         if level == 2:
@@ -221,15 +197,14 @@ def fused_mlp_func(
     return kernel(forward, backward, *inputs)
 
 
-@_public("FusedMLP")
+@_public
 class FusedMLP(nn.Module):
     """fused_mlp_func with weights of its own; on Hopper GELU is a kernel of its own."""
 
     def __init__(
-        self, in_features: Any, hidden_features: Any = None, out_features: Any = None, bias1: Any = True,
-        bias2: Any = True, activation: Any = "gelu_approx", return_residual: Any = False, checkpoint_lvl: Any = 0,
-        heuristic: Any = "auto", device: Any = None, dtype: Any = None,
-    ) -> None:  # fmt: skip
+        self, in_features, hidden_features=None, out_features=None, bias1=True, bias2=True, activation="gelu_approx",
+        return_residual=False, checkpoint_lvl=0, heuristic="auto", device=None, dtype=None,
+    ):  # fmt: skip
         assert checkpoint_lvl in (0, 1, 2) and activation in _ACTIVATIONS
         super().__init__()
         inner = hidden_features or in_features * 4
@@ -238,8 +213,7 @@ class FusedMLP(nn.Module):
         self.fc1 = nn.Linear(in_features, inner, bias=bias1, device=device, dtype=dtype)
         self.fc2 = nn.Linear(inner, out_features or in_features, bias=bias2, device=device, dtype=dtype)
 
-    def forward(self, x: Any, process_group: Any = None) -> Any:
-        """fused_mlp_func."""
+    def forward(self, x, process_group=None):
         heuristic = self.heuristic
         if heuristic == "auto":
             hopper = torch.cuda.get_device_capability("cuda") == (9, 0)

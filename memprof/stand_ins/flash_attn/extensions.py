@@ -8,73 +8,63 @@ backward a multiprocessor runs is CUDA's to say: one is counted.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from memprof.stand_ins.registry import stand_in
-from memprof.stand_ins.tools import must, on_card, written
+from memprof.stand_ins.tools import HALF, check_on_gpu, mark_written, num_multiprocessors, require
 
 _AT = "Dao-AILab/flash-attention@"
-_HALF = (torch.float16, torch.bfloat16)
 _NORM = f"{_AT}v2.8.3:csrc/layer_norm/ln_api.cpp"
 _DENSE = f"{_AT}v2.8.3:csrc/fused_dense_lib/fused_dense.cpp"
 _LOSS = f"{_AT}v2.8.2:csrc/xentropy/interface.cpp, csrc/xentropy/xentropy_kernel.cu"
 
 
 @stand_in("rotary_emb.apply_rotary", source=f"{_AT}v2.8.2:csrc/rotary/rotary.cpp")
-def apply_rotary(x1: Any, x2: Any, cos: Any, sin: Any, out1: Any, out2: Any, conj: Any) -> None:
+def apply_rotary(x1, x2, cos, sin, out1, out2, conj):
     """Written into what it is given."""
-    on_card("rotary_emb.apply_rotary", x1, x2, cos, sin, out1, out2)
-    must(x1.dtype == cos.dtype == out1.dtype, "rotary_emb.apply_rotary", "one dtype")
-    must(x1.shape == x2.shape and cos.shape == sin.shape, "rotary_emb.apply_rotary", "halves of one shape")
-    written(out1, out2)
+    check_on_gpu("rotary_emb.apply_rotary", x1, x2, cos, sin, out1, out2)
+    require(x1.dtype == cos.dtype == out1.dtype, "rotary_emb.apply_rotary", "one dtype")
+    require(x1.shape == x2.shape and cos.shape == sin.shape, "rotary_emb.apply_rotary", "halves of one shape")
+    mark_written(out1, out2)
 
 
 @stand_in("xentropy_cuda_lib.forward", source=_LOSS)
-def cross_entropy(input: Any, labels: Any, smoothing: Any, total_classes: Any = -1) -> Any:
+def cross_entropy(input, labels, smoothing, total_classes=-1):
     """A loss and a log of sums for each row, in float32."""
     name = "xentropy_cuda_lib.forward"
-    on_card(name, input, labels)
-    must(input.dim() == 2 and labels.shape == input.shape[:1], name, "a label for each row of logits")
-    must(labels.dtype == torch.int64 and input.is_contiguous(), name, "labels of int64 and contiguous logits")
+    check_on_gpu(name, input, labels)
+    require(input.dim() == 2 and labels.shape == input.shape[:1], name, "a label for each row of logits")
+    require(labels.dtype == torch.int64 and input.is_contiguous(), name, "labels of int64 and contiguous logits")
     sums = torch.empty_like(labels, dtype=torch.float32)
     return [torch.empty_like(sums), sums]
 
 
 @stand_in("xentropy_cuda_lib.backward", source=_LOSS)
-def cross_entropy_backward(
-    grad_loss: Any, logits: Any, max_log_sum_exp: Any, labels: Any, smoothing: Any, inplace: Any,
-    total_classes: Any = -1,
-) -> Any:  # fmt: skip
+def cross_entropy_backward(grad_loss, logits, max_log_sum_exp, labels, smoothing, inplace, total_classes=-1):
     """The gradient of the logits, in their place if it is asked for."""
     name = "xentropy_cuda_lib.backward"
-    on_card(name, grad_loss, logits, max_log_sum_exp, labels)
-    must(grad_loss.dtype == torch.float32, name, "gradients of float32")
+    check_on_gpu(name, grad_loss, logits, max_log_sum_exp, labels)
+    require(grad_loss.dtype == torch.float32, name, "gradients of float32")
     if not inplace:
         return torch.empty_like(logits)
-    written(logits)
+    mark_written(logits)
     return logits
 
 
-# -- norms ---------------------------------------------------------------------------------------------------------
-
-
 def _fits_norm(name: str, x: torch.Tensor, gamma: torch.Tensor) -> None:
-    must(x.dim() == 2 and x.is_contiguous(), name, "contiguous rows")
-    must(gamma.numel() == x.shape[1], name, f"weights of {x.shape[1]}")
-    must(x.shape[1] % 8 == 0 and x.shape[1] <= 8192, name, "rows of at most 8192 elements, a multiple of 8")
+    require(x.dim() == 2 and x.is_contiguous(), name, "contiguous rows")
+    require(gamma.numel() == x.shape[1], name, f"weights of {x.shape[1]}")
+    require(x.shape[1] % 8 == 0 and x.shape[1] <= 8192, name, "rows of at most 8192 elements, a multiple of 8")
 
 
 @stand_in("dropout_layer_norm.dropout_add_ln_fwd", source=_NORM)
 def dropout_add_ln_fwd(
-    x0: Any, residual_: Any, gamma: Any, beta_: Any, rowscale_: Any, colscale_: Any, x0_subset_: Any, z_subset_: Any,
-    dropout_p: Any, epsilon: Any, rowscale_const: Any, z_numrows: Any, gen_: Any, residual_in_fp32: Any = False,
-    is_rms_norm: Any = False,
-) -> Any:  # fmt: skip
+    x0, residual_, gamma, beta_, rowscale_, colscale_, x0_subset_, z_subset_, dropout_p, epsilon, rowscale_const,
+    z_numrows, gen_, residual_in_fp32=False, is_rms_norm=False,
+):  # fmt: skip
     """The norm; the sum of input and residual, where it is not the input; a mask of bytes; two numbers a row."""
     name = "dropout_layer_norm.dropout_add_ln_fwd"
-    on_card(name, x0, residual_, gamma, beta_)
+    check_on_gpu(name, x0, residual_, gamma, beta_)
     _fits_norm(name, x0, gamma)
     rows, cols = (x0 if x0_subset_ is None else x0_subset_).shape[0], x0.shape[1]
     kind = residual_.dtype if residual_ is not None else torch.float32 if residual_in_fp32 else x0.dtype
@@ -89,39 +79,34 @@ def dropout_add_ln_fwd(
 
 @stand_in("dropout_layer_norm.dropout_add_ln_bwd", source=_NORM)
 def dropout_add_ln_bwd(
-    dz: Any, dx_: Any, x: Any, x0_: Any, dmask_: Any, mu: Any, rsigma: Any, gamma: Any, rowscale_: Any, colscale_: Any,
-    x0_subset_: Any, z_subset_: Any, dropout_p: Any, rowscale_const: Any, x0_numrows: Any, has_residual: Any,
-    is_rms_norm: Any = False,
-) -> Any:  # fmt: skip
+    dz, dx_, x, x0_, dmask_, mu, rsigma, gamma, rowscale_, colscale_, x0_subset_, z_subset_, dropout_p, rowscale_const,
+    x0_numrows, has_residual, is_rms_norm=False,
+):  # fmt: skip
     """Gradients of the input, of the residual and of all parameters, the latter in parts first, which are given too."""
     name = "dropout_layer_norm.dropout_add_ln_bwd"
-    on_card(name, dz, x, gamma)
+    check_on_gpu(name, dz, x, gamma)
     _fits_norm(name, x, gamma)
     cols = x.shape[1]
     d_x0 = x.new_empty((x.shape[0] if x0_subset_ is None else x0_numrows, cols), dtype=dz.dtype)
     d_residual = torch.empty_like(x) if has_residual else None
     made = [d_x0, d_residual, torch.empty_like(gamma), torch.empty_like(gamma)]
     of_scale = [] if colscale_ is None else [torch.empty_like(colscale_)]
-    blocks = torch.cuda.get_device_properties(x.device).multi_processor_count
-    parts = [x.new_empty((blocks, cols), dtype=torch.float32) for _ in range(2 + len(of_scale))]
+    parts = [x.new_empty((num_multiprocessors(), cols), dtype=torch.float32) for _ in range(2 + len(of_scale))]
     return [*made, *parts[:2], *of_scale, *parts[2:]]
 
 
-# -- products ------------------------------------------------------------------------------------------------------
-
-
-def _for_product(name: str, *tensors: Any) -> torch.Tensor:
+def _for_product(name: str, *tensors) -> torch.Tensor:
     """What they refuse; then the workspace of cuBLASLt, which lives as long as the call."""
-    on_card(name, *tensors)
+    check_on_gpu(name, *tensors)
     given = [one for one in tensors if one is not None]
-    must(given[0].dtype in _HALF and given[0].dtype == given[1].dtype, name, "half precision")
-    must(all(one.is_contiguous() for one in given), name, "contiguous tensors")
+    require(given[0].dtype in HALF and given[0].dtype == given[1].dtype, name, "half precision")
+    require(all(one.is_contiguous() for one in given), name, "contiguous tensors")
     large = torch.cuda.get_device_capability(given[0].device) >= (9, 0)
     return torch.empty((32 if large else 4) * 2**20, dtype=torch.uint8, device=given[0].device)
 
 
 @stand_in("fused_dense_lib.linear_bias_wgrad", source=_DENSE)
-def linear_bias_wgrad(input: Any, d_output: Any, has_d_bias: Any) -> Any:
+def linear_bias_wgrad(input, d_output, has_d_bias):
     """Gradients of a weight and of a bias by one product, with a workspace of 4 MiB (32 on Hopper)."""
     d_weight = input.new_empty((d_output.shape[1], input.shape[1]))
     d_bias = input.new_empty(d_output.shape[1]) if has_d_bias else None
@@ -131,9 +116,7 @@ def linear_bias_wgrad(input: Any, d_output: Any, has_d_bias: Any) -> Any:
 
 
 @stand_in("fused_dense_lib.linear_act_forward", source=_DENSE)
-def linear_act_forward(
-    input: Any, weight: Any, bias_: Any, is_gelu: Any, save_pre_act: Any, heuristic: Any
-) -> Any:  # fmt: skip
+def linear_act_forward(input, weight, bias_, is_gelu, save_pre_act, heuristic):
     """A product after its activation, and before it (of ReLU a bit for each), with a workspace of 4 MiB (32 on
     Hopper)."""
     rows, columns = input.shape[0], weight.shape[0]
@@ -148,7 +131,7 @@ def linear_act_forward(
 
 
 @stand_in("fused_dense_lib.bias_act_linear_dgrad_bgrad", source=_DENSE)
-def bias_act_linear_dgrad_bgrad(weight: Any, d_output: Any, pre_act: Any, is_gelu: Any, heuristic: Any) -> Any:
+def bias_act_linear_dgrad_bgrad(weight, d_output, pre_act, is_gelu, heuristic):
     """Gradients before the activation and of the bias, with a workspace of 4 MiB (32 on Hopper)."""
     d_bias = weight.new_empty(weight.shape[1])
     d_input = weight.new_empty((d_output.shape[0], weight.shape[1]))

@@ -12,31 +12,36 @@ import torch
 from torch import nn
 
 from memprof.stand_ins.registry import stand_in
-from memprof.stand_ins.tools import autotuned, kernel, must, on_card, refused, written
+from memprof.stand_ins.tools import (
+    check_on_gpu,
+    count_autotuning,
+    kernel,
+    last_contiguous,
+    mark_written,
+    num_multiprocessors,
+    refuse,
+    refuse_given,
+    require,
+)
 
 _AT = "Dao-AILab/flash-attention@v2.8.3:flash_attn/"
 _NORMS = "flash_attn.ops.triton.layer_norm"
-_PARTS = 8
-"""Of the gradient of a norm's weight, for each multiprocessor (sm_count in _layer_norm_bwd_impl)."""
-
-
-# -- rotary positions ----------------------------------------------------------------------------------------------
+_PARTS = 8  # of the gradient of a norm's weight, for each multiprocessor (sm_count in _layer_norm_bwd_impl)
 
 
 @stand_in("flash_attn.ops.triton.rotary.apply_rotary", source=_AT + "ops/triton/rotary.py")
 def apply_rotary(
-    x: torch.Tensor, cos: Any, sin: Any, seqlen_offsets: Any = 0, cu_seqlens: Any = None, max_seqlen: Any = None,
-    interleaved: Any = False, inplace: Any = False, conjugate: Any = False,
-) -> torch.Tensor:  # fmt: skip
+    x, cos, sin, seqlen_offsets=0, cu_seqlens=None, max_seqlen=None, interleaved=False, inplace=False, conjugate=False
+):
     """A tensor like `x`, or `x` itself; what of a head is not turned is copied."""
-    on_card("flash_attn.apply_rotary", x, cos, sin)
-    must(cos.shape == sin.shape, "flash_attn.apply_rotary", "cosines and sines of one shape")
-    must(2 * cos.shape[-1] <= x.shape[-1] <= 256, "flash_attn.apply_rotary", "rotary_dim <= headdim <= 256")
+    check_on_gpu("flash_attn.apply_rotary", x, cos, sin)
+    require(cos.shape == sin.shape, "flash_attn.apply_rotary", "cosines and sines of one shape")
+    require(2 * cos.shape[-1] <= x.shape[-1] <= 256, "flash_attn.apply_rotary", "rotary_dim <= headdim <= 256")
     longest = x.shape[1] if cu_seqlens is None else max_seqlen
-    must(longest is not None, "flash_attn.apply_rotary", "max_seqlen with cu_seqlens")
-    must(cos.shape[0] >= longest, "flash_attn.apply_rotary", "seqlen_ro >= seqlen")
+    require(longest is not None, "flash_attn.apply_rotary", "max_seqlen with cu_seqlens")
+    require(cos.shape[0] >= longest, "flash_attn.apply_rotary", "seqlen_ro >= seqlen")
     if inplace:
-        written(x)
+        mark_written(x)
         return x
     output = torch.empty_like(x)
     turned = 2 * cos.shape[-1]
@@ -49,16 +54,13 @@ def apply_rotary(
     "flash_attn.layers.rotary.apply_rotary_emb", "flash_attn.layers.rotary.apply_rotary_emb_func",
     source=_AT + "layers/rotary.py",
 )  # fmt: skip
-def apply_rotary_emb(
-    x: Any, cos: Any, sin: Any, interleaved: Any = False, inplace: Any = False, seqlen_offsets: Any = 0,
-    cu_seqlens: Any = None, max_seqlen: Any = None,
-) -> Any:  # fmt: skip
+def apply_rotary_emb(x, cos, sin, interleaved=False, inplace=False, seqlen_offsets=0, cu_seqlens=None, max_seqlen=None):
     """A tensor like [batch, tokens, heads, size], or [tokens, heads, size] with `cu_seqlens`; in place nothing."""
 
-    def backward(saved: Any, gradient: Any) -> Any:
+    def backward(saved, gradient):
         return apply_rotary(gradient, saved[0], saved[1], inplace=inplace), None, None
 
-    def forward(given: Any, cosines: Any, sines: Any) -> Any:
+    def forward(given, cosines, sines):
         offsets = seqlen_offsets if isinstance(seqlen_offsets, torch.Tensor) else None
         return apply_rotary(given, cosines, sines, inplace=inplace), (cosines, sines, cu_seqlens, offsets)
 
@@ -66,29 +68,26 @@ def apply_rotary_emb(
 
 
 @stand_in("flash_attn.layers.rotary.apply_rotary_emb_qkv_", source=_AT + "layers/rotary.py")
-def apply_rotary_emb_qkv_(
-    qkv: Any, cos: Any, sin: Any, cos_k: Any = None, sin_k: Any = None, interleaved: Any = False,
-    seqlen_offsets: Any = 0, num_heads_q: Any = None,
-) -> Any:  # fmt: skip
+def apply_rotary_emb_qkv_(qkv, cos, sin, cos_k=None, sin_k=None, interleaved=False, seqlen_offsets=0, num_heads_q=None):
     """Queries and keys of [batch, tokens, 3, heads, size] are turned where they lie, and so is their gradient.
 
     Packed for one kernel they are a view where `qkv` is contiguous; a gradient that is not is turned in two.
     """
 
-    def forward(given: Any, *tables: Any) -> Any:
-        on_card("flash_attn.apply_rotary_emb_qkv_", given)
-        written(given)
+    def forward(given, *tables):
+        check_on_gpu("flash_attn.apply_rotary_emb_qkv_", given)
+        mark_written(given)
         offsets = seqlen_offsets if isinstance(seqlen_offsets, torch.Tensor) else None
         return given, (*tables, offsets)
 
-    def backward(saved: Any, gradient: Any) -> Any:
+    def backward(saved, gradient):
         return gradient, None, None, None, None
 
     return kernel(forward, backward, qkv, cos, sin, cos_k, sin_k)
 
 
 @stand_in("flash_attn.layers.rotary.apply_rotary_emb_kv_", source=_AT + "layers/rotary.py")
-def apply_rotary_emb_kv_(kv: Any, cos: Any, sin: Any, interleaved: Any = False, seqlen_offsets: Any = 0) -> Any:
+def apply_rotary_emb_kv_(kv, cos, sin, interleaved=False, seqlen_offsets=0):
     """The keys of [batch, tokens, 2, heads, size] are turned where they lie, and so is their gradient."""
     return apply_rotary_emb_qkv_(kv, cos, sin, None, None, interleaved, seqlen_offsets)
 
@@ -100,9 +99,7 @@ class RotaryEmbedding(nn.Module):
     inv_freq: torch.Tensor
     scale: Any
 
-    def __init__(
-        self, dim: int, base: Any = 10000.0, interleaved: Any = False, scale_base: Any = None, device: Any = None
-    ) -> None:
+    def __init__(self, dim, base=10000.0, interleaved=False, scale_base=None, device=None):
         super().__init__()
         self.dim, self.base = dim, float(base)
         self.register_buffer("inv_freq", self._compute_inv_freq(device), persistent=False)
@@ -114,11 +111,11 @@ class RotaryEmbedding(nn.Module):
         self._seq_len_cached = 0
         self._tables: dict[str, torch.Tensor | None] = {}
 
-    def _compute_inv_freq(self, device: Any = None) -> torch.Tensor:
+    def _compute_inv_freq(self, device=None):
         numbers = torch.arange(0, self.dim, 2, device=device, dtype=torch.float32)
         return 1.0 / (self.base ** (numbers / self.dim))
 
-    def _update_cos_sin_cache(self, seqlen: int, device: Any = None, dtype: Any = None) -> None:
+    def _update_cos_sin_cache(self, seqlen, device=None, dtype=None):
         cached = self._tables.get("cos")
         if (
             cached is not None and seqlen <= self._seq_len_cached and cached.device == device
@@ -141,10 +138,7 @@ class RotaryEmbedding(nn.Module):
         self._tables["cos_k"] = (torch.cos(freqs) / scale).to(dtype)
         self._tables["sin_k"] = (torch.sin(freqs) / scale).to(dtype)
 
-    def forward(
-        self, qkv: Any, kv: Any = None, seqlen_offset: Any = 0, max_seqlen: Any = None, num_heads_q: Any = None
-    ) -> Any:
-        """In place."""
+    def forward(self, qkv, kv=None, seqlen_offset=0, max_seqlen=None, num_heads_q=None):
         tokens = qkv.shape[1]
         if max_seqlen is not None:
             self._update_cos_sin_cache(max_seqlen, device=qkv.device, dtype=qkv.dtype)
@@ -158,18 +152,15 @@ class RotaryEmbedding(nn.Module):
         return turned, apply_rotary_emb_kv_(kv, *of_keys, self.interleaved, seqlen_offset)
 
 
-# -- norms ---------------------------------------------------------------------------------------------------------
-
-
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
-    rows = tensor.reshape(-1, tensor.shape[-1])
-    return rows.contiguous() if rows.stride(-1) != 1 else rows
+    rows: torch.Tensor = last_contiguous(tensor.reshape(-1, tensor.shape[-1]))
+    return rows
 
 
 def norm(
-    name: str, parts_of_sm: int, x: torch.Tensor, weight: Any, bias: Any, residual: Any, dropout_p: float,
-    prenorm: bool, residual_in_fp32: bool, is_rms: bool, out_dtype: Any = None,
-) -> Any:  # fmt: skip
+    name: str, parts_of_sm: int, x: torch.Tensor, weight, bias, residual, dropout_p: float, prenorm: bool,
+    residual_in_fp32: bool, is_rms: bool, out_dtype=None,
+):  # fmt: skip
     """LayerNormFn: x, or the sum of it and the residual in the latter's type, is saved with a number a row, or two.
 
     Args:
@@ -180,10 +171,10 @@ def norm(
     stream = residual.dtype if residual is not None else torch.float32 if residual_in_fp32 else None
     key = (shape[-1], residual is not None, stream, is_rms, bias is not None, kind)
 
-    def forward(given: Any, scale: Any, shift: Any, before: Any) -> Any:
-        on_card(name, given)
+    def forward(given, scale, shift, before):
+        check_on_gpu(name, given)
         for one in (scale, shift):
-            must(one is None or one.shape == shape[-1:], name, f"weights of {shape[-1]}")
+            require(one is None or one.shape == shape[-1:], name, f"weights of {shape[-1]}")
         rows = _rows(given)
         output = torch.empty_like(rows, dtype=out_dtype)
         summed = rows
@@ -193,67 +184,51 @@ def norm(
         mean = None if is_rms else rows.new_empty(number, dtype=torch.float32)
         deviation = rows.new_empty(number, dtype=torch.float32)
         seeds = torch.randint(2**32, (number,), device=rows.device, dtype=torch.int64) if dropout_p > 0 else None
-        autotuned(f"{name} forward", key)
+        count_autotuning(f"{name} forward", key)
         saved = (summed, scale.contiguous(), shift, seeds, mean, deviation)
         result = output.reshape(shape)
         return ((result, summed.reshape(shape)) if prenorm else result), saved
 
-    def backward(saved: Any, gradient: Any, *of_sum: Any) -> Any:
+    def backward(saved, gradient, *of_sum):
         summed, scale, shift, _, _, _ = saved
         gradient = _rows(gradient)
         made = torch.empty(summed.shape, dtype=kind, device=summed.device)
         separate = adds and (kind != summed.dtype or dropout_p > 0)
         of_residual = torch.empty_like(summed) if separate else made
-        sms = torch.cuda.get_device_properties(summed.device).multi_processor_count * parts_of_sm
-        parts = [
-            None if one is None else summed.new_empty((sms, shape[-1]), dtype=torch.float32) for one in (scale, shift)
-        ]
-        autotuned(f"{name} backward", key)
-        of_parameters = [
-            None if part is None else part.sum(0).to(one.dtype) for part, one in zip(parts, (scale, shift), strict=True)
-        ]
-        return made.reshape(shape), *of_parameters, of_residual.reshape(shape) if adds else None
+        sums = (num_multiprocessors() * parts_of_sm, shape[-1])
+        parameters = [one for one in (scale, shift) if one is not None]
+        parts = [summed.new_empty(sums, dtype=torch.float32) for _ in parameters]
+        count_autotuning(f"{name} backward", key)
+        of_parameters = [part.sum(0).to(one.dtype) for part, one in zip(parts, parameters, strict=True)]
+        of_both = (*of_parameters, *(None,) * (2 - len(parameters)))
+        return made.reshape(shape), *of_both, of_residual.reshape(shape) if adds else None
 
     return kernel(forward, backward, x, weight, bias, residual)
 
 
 @stand_in(f"{_NORMS}.layer_norm_fn", source=_AT + "ops/triton/layer_norm.py")
 def layer_norm_fn(
-    x: Any, weight: Any, bias: Any, residual: Any = None, x1: Any = None, weight1: Any = None, bias1: Any = None,
-    eps: Any = 1e-6, dropout_p: Any = 0.0, rowscale: Any = None, prenorm: Any = False, residual_in_fp32: Any = False,
-    zero_centered_weight: Any = False, is_rms_norm: Any = False, return_dropout_mask: Any = False,
-    out_dtype: Any = None, out: Any = None, residual_out: Any = None,
-) -> Any:  # fmt: skip
+    x, weight, bias, residual=None, x1=None, weight1=None, bias1=None, eps=1e-6, dropout_p=0.0, rowscale=None,
+    prenorm=False, residual_in_fp32=False, zero_centered_weight=False, is_rms_norm=False, return_dropout_mask=False,
+    out_dtype=None, out=None, residual_out=None,
+):  # fmt: skip
     """Layer norm, or RMS norm, of x or of its sum with a residual; numbers of each row, gradients in parts."""
-    given = {
-        "x1": x1, "weight1": weight1, "bias1": bias1, "rowscale": rowscale, "out": out, "residual_out": residual_out,
-        "return_dropout_mask": return_dropout_mask or None,
-    }  # fmt: skip
-    for name, value in given.items():
-        if value is not None:
-            raise refused(f"{_NORMS}.layer_norm_fn", f"`{name}`")
+    refuse_given(
+        f"{_NORMS}.layer_norm_fn", x1=x1, weight1=weight1, bias1=bias1, rowscale=rowscale, out=out,
+        residual_out=residual_out, return_dropout_mask=return_dropout_mask or None,
+    )  # fmt: skip
     return norm(
-        "flash_attn.layer_norm_fn",
-        _PARTS,
-        x,
-        weight,
-        bias,
-        residual,
-        dropout_p,
-        prenorm,
-        residual_in_fp32,
-        is_rms_norm,
-        out_dtype,
-    )
+        "flash_attn.layer_norm_fn", _PARTS, x, weight, bias, residual, dropout_p, prenorm, residual_in_fp32,
+        is_rms_norm, out_dtype,
+    )  # fmt: skip
 
 
 @stand_in(f"{_NORMS}.rms_norm_fn", source=_AT + "ops/triton/layer_norm.py")
 def rms_norm_fn(
-    x: Any, weight: Any, bias: Any, residual: Any = None, x1: Any = None, weight1: Any = None, bias1: Any = None,
-    eps: Any = 1e-6, dropout_p: Any = 0.0, rowscale: Any = None, prenorm: Any = False, residual_in_fp32: Any = False,
-    zero_centered_weight: Any = False, return_dropout_mask: Any = False, out_dtype: Any = None, out: Any = None,
-    residual_out: Any = None,
-) -> Any:  # fmt: skip
+    x, weight, bias, residual=None, x1=None, weight1=None, bias1=None, eps=1e-6, dropout_p=0.0, rowscale=None,
+    prenorm=False, residual_in_fp32=False, zero_centered_weight=False, return_dropout_mask=False, out_dtype=None,
+    out=None, residual_out=None,
+):  # fmt: skip
     """RMS norm of x or of its sum with a residual, as layer_norm_fn."""
     return layer_norm_fn(
         x, weight, bias, residual, x1, weight1, bias1, eps, dropout_p, rowscale, prenorm, residual_in_fp32,
@@ -265,10 +240,9 @@ def rms_norm_fn(
 class RMSNorm(nn.Module):
     """rms_norm_fn with a weight of its own."""
 
-    def __init__(
-        self, hidden_size: Any, eps: Any = 1e-5, dropout_p: Any = 0.0, zero_centered_weight: Any = False,
-        device: Any = None, dtype: Any = None,
-    ) -> None:  # fmt: skip
+    norm = staticmethod(rms_norm_fn)
+
+    def __init__(self, hidden_size, eps=1e-5, dropout_p=0.0, zero_centered_weight=False, device=None, dtype=None):
         super().__init__()
         self.eps, self.zero_centered_weight = eps, zero_centered_weight
         self.drop = nn.Dropout(dropout_p) if dropout_p > 0 else None
@@ -276,44 +250,38 @@ class RMSNorm(nn.Module):
         self.register_parameter("bias", None)
         self.reset_parameters()
 
-    def reset_parameters(self) -> None:
-        """Ones, or zeros where one is added."""
+    def reset_parameters(self):
         nn.init.constant_(self.weight, 0.0 if self.zero_centered_weight else 1.0)
 
-    def forward(self, x: Any, residual: Any = None, prenorm: Any = False, residual_in_fp32: Any = False) -> Any:
-        """rms_norm_fn."""
+    def forward(self, x, residual=None, prenorm=False, residual_in_fp32=False):
         dropout = self.drop.p if self.drop is not None and self.training else 0.0
-        return rms_norm_fn(
-            x, self.weight, self.bias, residual=residual, eps=self.eps, dropout_p=dropout, prenorm=prenorm,
-            residual_in_fp32=residual_in_fp32, zero_centered_weight=self.zero_centered_weight,
+        return self.norm(
+            x, self.weight, self.bias, residual=residual, dropout_p=dropout, prenorm=prenorm,
+            residual_in_fp32=residual_in_fp32,
         )  # fmt: skip
-
-
-# -- cross-entropy -------------------------------------------------------------------------------------------------
 
 
 @stand_in("flash_attn.ops.triton.cross_entropy.cross_entropy_loss", source=_AT + "ops/triton/cross_entropy.py")
 def cross_entropy_loss(
-    logits: torch.Tensor, labels: torch.Tensor, precomputed_lse: Any = None, label_smoothing: float = 0.0,
-    logit_scale: float = 1.0, lse_square_scale: float = 0.0, ignore_index: Any = -100, inplace_backward: bool = False,
-    process_group: Any = None,
-) -> Any:  # fmt: skip
+    logits, labels, precomputed_lse=None, label_smoothing=0.0, logit_scale=1.0, lse_square_scale=0.0, ignore_index=-100,
+    inplace_backward=False, process_group=None,
+):  # fmt: skip
     """Losses and z-losses in float32; saved are the logits, whose gradient may take their place, and their sums."""
-    if process_group is not None and torch.distributed.get_world_size(process_group) > 1:
-        raise refused("flash_attn.ops.triton.cross_entropy.cross_entropy_loss", "a process group of several")
+    several = process_group is not None and torch.distributed.get_world_size(process_group) > 1
+    refuse("flash_attn.ops.triton.cross_entropy.cross_entropy_loss", {"a process group of several": several})
 
-    def forward(given: Any, chosen: Any) -> Any:
-        on_card("flash_attn.cross_entropy_loss", given, chosen)
-        must(chosen.shape == given.shape[:1], "flash_attn.cross_entropy_loss", "a label for each row of logits")
-        given = given.contiguous() if given.stride(-1) != 1 else given
+    def forward(given, chosen):
+        check_on_gpu("flash_attn.cross_entropy_loss", given, chosen)
+        require(chosen.shape == given.shape[:1], "flash_attn.cross_entropy_loss", "a label for each row of logits")
+        given = last_contiguous(given)
         losses = given.new_empty(given.shape[0], dtype=torch.float32)
         known = precomputed_lse is not None and logit_scale == 1.0 and label_smoothing == 0.0
         sums = precomputed_lse.contiguous() if known else torch.empty_like(losses)
         return (losses, torch.empty_like(losses)), (given, sums, chosen)
 
-    def backward(saved: Any, *gradients: Any) -> Any:
+    def backward(saved, *gradients):
         if inplace_backward:
-            written(saved[0])
+            mark_written(saved[0])
         return (saved[0] if inplace_backward else torch.empty_like(saved[0])), None
 
     losses, z_losses = kernel(forward, backward, logits, labels)
@@ -325,10 +293,9 @@ class CrossEntropyLoss(nn.Module):
     """The mean over the labels that count, their sum, or each."""
 
     def __init__(
-        self, ignore_index: Any = -100, reduction: Any = "mean", label_smoothing: Any = 0.0, logit_scale: Any = 1.0,
-        lse_square_scale: Any = 0.0, inplace_backward: Any = False, process_group: Any = None,
-        return_z_loss: Any = False,
-    ) -> None:  # fmt: skip
+        self, ignore_index=-100, reduction="mean", label_smoothing=0.0, logit_scale=1.0, lse_square_scale=0.0,
+        inplace_backward=False, process_group=None, return_z_loss=False,
+    ):  # fmt: skip
         super().__init__()
         if reduction not in ("mean", "none", "sum"):
             raise NotImplementedError("Only support reduction = 'mean' or 'none' or 'sum'")
@@ -336,8 +303,7 @@ class CrossEntropyLoss(nn.Module):
         self.logit_scale, self.lse_square_scale = logit_scale, lse_square_scale
         self.inplace_backward, self.process_group, self.return_z_loss = inplace_backward, process_group, return_z_loss
 
-    def forward(self, input: Any, target: Any, precomputed_lse: Any = None) -> Any:
-        """The loss, and if asked for the z-loss."""
+    def forward(self, input, target, precomputed_lse=None):
         losses = cross_entropy_loss(
             input, target, precomputed_lse, self.label_smoothing, self.logit_scale, self.lse_square_scale,
             self.ignore_index, self.inplace_backward, self.process_group,
@@ -345,7 +311,7 @@ class CrossEntropyLoss(nn.Module):
         made = [self._reduced(loss, target) for loss in losses[: 1 + bool(self.return_z_loss)]]
         return tuple(made) if self.return_z_loss else made[0]
 
-    def _reduced(self, loss: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    def _reduced(self, loss, target):
         if self.reduction == "mean":
             return loss.sum() / (target != self.ignore_index).sum()
         return loss.sum() if self.reduction == "sum" else loss

@@ -13,23 +13,26 @@ import torch
 from torch import nn
 
 from memprof.stand_ins.flash_attn import extensions
-from memprof.stand_ins.registry import stand_in
+from memprof.stand_ins.registry import register_in
 from memprof.stand_ins.tools import kernel
 
-
-def _public(kind: str, name: str) -> Callable[[Any], Any]:
-    source = f"Dao-AILab/flash-attention@v2.8.3:flash_attn/ops/{kind}_norm.py, csrc/layer_norm/ln_api.cpp"
-    return stand_in(f"flash_attn.ops.{kind}_norm.{name}", source=source)
+_layer, _rms = (
+    register_in(
+        f"flash_attn.ops.{kind}_norm",
+        source=f"Dao-AILab/flash-attention@v2.8.3:flash_attn/ops/{kind}_norm.py, csrc/layer_norm/ln_api.cpp",
+    )
+    for kind in ("layer", "rms")
+)
 
 
 def _norm(
-    x0: Any, residual: Any, weight: Any, bias: Any, rowscale: Any, layerscale: Any, dropout_p: float,
-    residual_in_fp32: bool = False, prenorm: bool = False, is_rms_norm: bool = False, return_mask: bool = False,
-) -> Any:  # fmt: skip
+    x0, residual, weight, bias, rowscale, layerscale, dropout_p: float, residual_in_fp32: bool = False,
+    prenorm: bool = False, is_rms_norm: bool = False, return_mask: bool = False,
+):  # fmt: skip
     """DropoutAddLayerNormFn: the sum is saved, or the input; a mask of bytes, two numbers a row."""
     shape, adds, shifts = x0.shape, residual is not None, bias is not None
 
-    def forward(x0: Any, residual: Any, weight: Any, bias: Any, rowscale: Any, layerscale: Any) -> Any:
+    def forward(x0, residual, weight, bias, rowscale, layerscale):
         given = [one if one is None else one.contiguous() for one in (x0, residual, weight, bias, rowscale, layerscale)]
         x0, residual, weight, bias, rowscale, layerscale = given
         rows = x0.view(-1, shape[-1])
@@ -46,7 +49,7 @@ def _norm(
             made.append(torch.ones(shape, dtype=torch.uint8, device=x0.device) if mask is None else mask.view(shape))
         return (tuple(made) if len(made) > 1 else made[0]), saved
 
-    def backward(saved: Any, gradient: torch.Tensor, *others: Any) -> Any:
+    def backward(saved, gradient: torch.Tensor, *others):
         x, x0, mask, weight, mu, sigma, rowscale, scale = saved
         d_x = others[0].contiguous().view(-1, shape[-1]) if prenorm else None
         rows = None if x0 is None else x0.view(-1, shape[-1])
@@ -61,40 +64,35 @@ def _norm(
     return kernel(forward, backward, x0, residual, weight, bias, rowscale, layerscale)
 
 
-@_public("layer", "layer_norm")
-def layer_norm(x: Any, weight: Any, bias: Any, epsilon: Any) -> Any:
+@_layer
+def layer_norm(x, weight, bias, epsilon):
     """Layer norm: two numbers a row, gradients of parameters in parts."""
     return _norm(x, None, weight, bias, None, None, 0.0)
 
 
-@_public("layer", "dropout_add_layer_norm")
-def dropout_add_layer_norm(
-    x0: Any, residual: Any, weight: Any, bias: Any, dropout_p: Any, epsilon: Any, rowscale: Any = None,
-    layerscale: Any = None, prenorm: Any = False, residual_in_fp32: Any = False, return_dropout_mask: Any = False,
-) -> Any:  # fmt: skip
-    """The sum of the input, with dropout, and a residual, and its norm; a mask of bytes, two numbers a row."""
-    return _norm(
-        x0, residual, weight, bias, rowscale, layerscale, dropout_p, residual_in_fp32, prenorm, False,
-        return_dropout_mask,
-    )  # fmt: skip
+def _of_sum(name: str, is_rms: bool, text: str) -> Callable[..., Any]:
+    def dropout_add_norm(
+        x0, residual, weight, bias, dropout_p, epsilon, rowscale=None, layerscale=None, prenorm=False,
+        residual_in_fp32=False, return_dropout_mask=False,
+    ):  # fmt: skip
+        return _norm(
+            x0, residual, weight, bias, rowscale, layerscale, dropout_p, residual_in_fp32, prenorm, is_rms,
+            return_dropout_mask,
+        )  # fmt: skip
+
+    dropout_add_norm.__name__, dropout_add_norm.__doc__ = name, text
+    return dropout_add_norm
 
 
-@_public("rms", "rms_norm")
-def rms_norm(x: Any, weight: Any, epsilon: Any) -> Any:
+_SUM = "The sum of the input, with dropout, and a residual, and its norm; a mask of bytes, two numbers a row."
+_layer(_of_sum("dropout_add_layer_norm", False, _SUM))
+_rms(_of_sum("dropout_add_rms_norm", True, "The same with RMS norm."))
+
+
+@_rms
+def rms_norm(x, weight, epsilon):
     """RMS norm: two numbers a row, gradients of parameters in parts."""
     return _norm(x, None, weight, None, None, None, 0.0, is_rms_norm=True)
-
-
-@_public("rms", "dropout_add_rms_norm")
-def dropout_add_rms_norm(
-    x0: Any, residual: Any, weight: Any, bias: Any, dropout_p: Any, epsilon: Any, rowscale: Any = None,
-    layerscale: Any = None, prenorm: Any = False, residual_in_fp32: Any = False, return_dropout_mask: Any = False,
-) -> Any:  # fmt: skip
-    """The same with RMS norm."""
-    return _norm(
-        x0, residual, weight, bias, rowscale, layerscale, dropout_p, residual_in_fp32, prenorm, True,
-        return_dropout_mask,
-    )  # fmt: skip
 
 
 class _Layer(nn.Module):
@@ -103,9 +101,8 @@ class _Layer(nn.Module):
     is_rms = False
 
     def __init__(
-        self, hidden_size: Any, prenorm: Any = False, p: Any = 0.0, eps: Any = 1e-5, residual_in_fp32: Any = False,
-        device: Any = None, dtype: Any = None,
-    ) -> None:  # fmt: skip
+        self, hidden_size, prenorm=False, p=0.0, eps=1e-5, residual_in_fp32=False, device=None, dtype=None
+    ) -> None:
         super().__init__()
         self.prenorm, self.p, self.eps, self.residual_in_fp32 = prenorm, p, eps, residual_in_fp32
         self.weight = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
@@ -115,13 +112,11 @@ class _Layer(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Ones, and zeros."""
         nn.init.ones_(self.weight)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
-    def forward(self, x0: Any, residual: Any = None) -> Any:
-        """The norm of the sum."""
+    def forward(self, x0, residual=None):
         dropout_p = self.p if self.training else 0.0
         return _norm(
             x0, residual, self.weight, self.bias, None, None, dropout_p, self.residual_in_fp32, self.prenorm,
@@ -129,27 +124,26 @@ class _Layer(nn.Module):
         )  # fmt: skip
 
 
-@_public("layer", "DropoutAddLayerNorm")
+@_layer
 class DropoutAddLayerNorm(_Layer):
     """dropout_add_layer_norm with parameters of its own."""
 
 
-@_public("rms", "DropoutAddRMSNorm")
+@_rms
 class DropoutAddRMSNorm(_Layer):
     """dropout_add_rms_norm with a weight of its own."""
 
     is_rms = True
 
 
-@_public("rms", "RMSNorm")
+@_rms
 class RMSNorm(_Layer):
     """rms_norm with a weight of its own."""
 
     is_rms = True
 
-    def __init__(self, hidden_size: Any, eps: Any = 1e-5, device: Any = None, dtype: Any = None) -> None:
+    def __init__(self, hidden_size, eps=1e-5, device=None, dtype=None):
         super().__init__(hidden_size, eps=eps, device=device, dtype=dtype)
 
-    def forward(self, x: Any) -> Any:  # type: ignore[override]
-        """rms_norm."""
+    def forward(self, x):  # type: ignore[override]
         return super().forward(x)

@@ -8,26 +8,26 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
+from collections.abc import Callable
 
 import torch
 
 from memprof.stand_ins.flashinfer.layers import public
 from memprof.stand_ins.flashinfer.pages import check_layout, get_seq_lens, unpacked
-from memprof.stand_ins.tools import kept, on_card, refused, written
+from memprof.stand_ins.tools import check_on_gpu, keep_for_run, mark_written, refuse, unsupported_error
 
 _SINGLE_BYTES = 32 * 1024 * 1024
 _INT_BYTES = 8 * 1024 * 1024
 _LENGTHS = 32768
 _POSITIONS = ("NONE", "ROPE_LLAMA", "ALIBI")
 _KNOWN_BACKENDS = ("auto", "fa2", "fa3")
-_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_BYTES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8)
+# Those of a decoding plan that may still be given by position.
 _LATER_OPTIONS = (
     "pos_encoding_mode", "window_left", "logits_soft_cap", "q_data_type", "kv_data_type", "o_data_type", "data_type",
     "sm_scale", "rope_scale", "rope_theta", "non_blocking", "block_tables", "seq_lens", "fixed_split_size",
     "disable_split_kv", "q_len_per_req",
 )  # fmt: skip
-"""Those of a decoding plan that may still be given by position."""
 
 
 def _check_positions(pos_encoding_mode: str) -> None:
@@ -35,21 +35,15 @@ def _check_positions(pos_encoding_mode: str) -> None:
         raise KeyError(f"Invalid pos_encoding_mode {pos_encoding_mode}")
 
 
-def _check_unknown(name: str, **given: Any) -> None:
+def _check_unknown(name: str, **given) -> None:
     for option, value in given.items():
         if value is not None:
-            raise refused(f"flashinfer.{name}", f"{option}={value!r}" if isinstance(value, str) else option)
+            raise unsupported_error(f"flashinfer.{name}", f"{option}={value!r}" if isinstance(value, str) else option)
 
 
-def _check_backend(name: str, backend: str) -> None:
-    if backend not in _KNOWN_BACKENDS:
-        raise refused(f"flashinfer.{name}", f'backend="{backend}"')
-
-
-def _check_float8(name: str, *dtypes: torch.dtype) -> None:
-    for dtype in dtypes:
-        if dtype in (*_FLOAT8, torch.uint8):
-            raise refused(f"flashinfer.{name}", f"{dtype}")
+def _check_known(name: str, backend: str = "auto", dtypes: tuple[torch.dtype, ...] = ()) -> None:
+    reasons = {f'backend="{backend}"': backend not in _KNOWN_BACKENDS}
+    refuse(f"flashinfer.{name}", reasons | {str(dtype): dtype in _BYTES for dtype in dtypes})
 
 
 def _slopes(heads: int, device: torch.device) -> torch.Tensor:
@@ -62,59 +56,52 @@ def _slopes(heads: int, device: torch.device) -> torch.Tensor:
     return made.float()
 
 
-def _scaled(out: torch.Tensor, scale: Any) -> torch.Tensor:
+def _scaled(out: torch.Tensor, scale) -> torch.Tensor:
     return out if scale is None or (isinstance(scale, float) and scale == 1.0) else out.mul_(scale)
-
-
-# -- one sequence ----------------------------------------------------------------------------------------------------
 
 
 @public("decode", "single_decode_with_kv_cache")
 def single_decode_with_kv_cache(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv_layout: str = "NHD", pos_encoding_mode: str = "NONE",
-    use_tensor_cores: bool = False, q_scale: Any = None, k_scale: Any = None, v_scale: Any = None,
-    window_left: int = -1, logits_soft_cap: Any = None, sm_scale: Any = None, rope_scale: Any = None,
-    rope_theta: Any = None, return_lse: bool = False,
-) -> Any:  # fmt: skip
+    q, k, v, kv_layout="NHD", pos_encoding_mode="NONE", use_tensor_cores=False, q_scale=None, k_scale=None,
+    v_scale=None, window_left=-1, logits_soft_cap=None, sm_scale=None, rope_scale=None, rope_theta=None,
+    return_lse=False,
+):  # fmt: skip
     """Of one token: the output, and 32 MiB while it runs."""
     name = "single_decode_with_kv_cache"
-    on_card(f"flashinfer.{name}", q, k, v)
+    check_on_gpu(f"flashinfer.{name}", q, k, v)
     _check_positions(pos_encoding_mode)
     check_layout(kv_layout)
     _check_shapes(name, q, 2, k, v)
-    workspace = torch.empty(_SINGLE_BYTES, dtype=torch.uint8, device=q.device)
-    sums = torch.empty((q.shape[0],), dtype=torch.float32, device=q.device) if return_lse else None
-    out = torch.empty_like(q)
-    slopes = _slopes(q.shape[0], q.device) if pos_encoding_mode == "ALIBI" else None
-    del slopes
-    if v_scale is not None:
-        out *= v_scale
-    del workspace
-    return (out, sums) if return_lse else out
+    return _attend_to_one(q, lambda: torch.empty_like(q), pos_encoding_mode, return_lse, v_scale)
 
 
 @public("prefill", "single_prefill_with_kv_cache")
 def single_prefill_with_kv_cache(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale_q: Any = None, scale_k: Any = None, scale_v: Any = None,
-    o_dtype: Any = None, custom_mask: Any = None, packed_custom_mask: Any = None, causal: bool = False,
-    kv_layout: str = "NHD", pos_encoding_mode: str = "NONE", use_fp16_qk_reduction: bool = False,
-    sm_scale: Any = None, window_left: int = -1, logits_soft_cap: Any = None, rope_scale: Any = None,
-    rope_theta: Any = None, backend: str = "auto", return_lse: bool = False, kv_cache_sf: Any = None,
-    k_scale: Any = None, v_scale: Any = None,
-) -> Any:  # fmt: skip
+    q, k, v, scale_q=None, scale_k=None, scale_v=None, o_dtype=None, custom_mask=None, packed_custom_mask=None,
+    causal=False, kv_layout="NHD", pos_encoding_mode="NONE", use_fp16_qk_reduction=False, sm_scale=None, window_left=-1,
+    logits_soft_cap=None, rope_scale=None, rope_theta=None, backend="auto", return_lse=False, kv_cache_sf=None,
+    k_scale=None, v_scale=None,
+):  # fmt: skip
     """Of one sequence: the output, and 32 MiB while it runs."""
     name = "single_prefill_with_kv_cache"
-    on_card(f"flashinfer.{name}", q, k, v, packed_custom_mask)
+    check_on_gpu(f"flashinfer.{name}", q, k, v, packed_custom_mask)
     _check_positions(pos_encoding_mode)
     check_layout(kv_layout)
-    _check_backend(name, backend)
+    _check_known(name, backend)
     _check_unknown(name, kv_cache_sf=kv_cache_sf, custom_mask=None if packed_custom_mask is not None else custom_mask)
-    _check_float8(name, q.dtype, k.dtype)
+    _check_known(name, dtypes=(q.dtype, k.dtype))
     _check_shapes(name, q, 3, k, v)
+    shape = (*q.shape[:-1], v.shape[-1])
+    made = functools.partial(torch.empty, shape, dtype=o_dtype or q.dtype, device=q.device)
+    return _attend_to_one(q, made, pos_encoding_mode, return_lse, v_scale)
+
+
+def _attend_to_one(q: torch.Tensor, made: Callable[[], torch.Tensor], positions: str, return_lse: bool, v_scale):
+    """Of queries [..., heads, size]: the output, and 32 MiB while it runs."""
     workspace = torch.empty(_SINGLE_BYTES, dtype=torch.uint8, device=q.device)
-    sums = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if return_lse else None
-    out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=o_dtype or q.dtype, device=q.device)
-    slopes = _slopes(q.shape[1], q.device) if pos_encoding_mode == "ALIBI" else None
+    sums = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device) if return_lse else None
+    out = made()
+    slopes = _slopes(q.shape[-2], q.device) if positions == "ALIBI" else None
     del slopes
     out = _scaled(out, v_scale)
     del workspace
@@ -133,18 +120,19 @@ def _check_shapes(name: str, q: torch.Tensor, dimensions: int, k: torch.Tensor, 
         raise RuntimeError(f"flashinfer.{name}: heads of {q.shape[-1]} in q, of {k.shape[-1]} in k")
 
 
-# -- batches ----------------------------------------------------------------------------------------------------------
-
-
 class _Wrapper:
     """What all have: the program's workspace, one of 8 MiB for numbers, and its copy in the host's pinned memory."""
 
     _name = ""
 
+    def __init_subclass__(cls) -> None:
+        cls._name = cls._name or cls.__name__
+        cls.begin_forward, cls.run_return_lse = cls.plan, functools.partialmethod(cls.run, return_lse=True)  # type: ignore[attr-defined]
+
     def _begin(self, workspace: torch.Tensor, kv_layout: str, use_cuda_graph: bool, backend: str) -> None:
-        on_card(f"flashinfer.{self._name}", workspace)
+        check_on_gpu(f"flashinfer.{self._name}", workspace)
         check_layout(kv_layout)
-        _check_backend(self._name, backend)
+        _check_known(self._name, backend)
         if workspace.numel() and workspace.data_ptr() % 16:
             raise ValueError("float_workspace_buffer must be 16-byte aligned")
         self._kv_layout, self._use_cuda_graph = kv_layout, use_cuda_graph
@@ -161,7 +149,6 @@ class _Wrapper:
         return self._use_cuda_graph
 
     def reset_workspace_buffer(self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor) -> None:
-        """Others in their place."""
         self._float_workspace_buffer, self._int_workspace_buffer = float_workspace_buffer, int_workspace_buffer
         self._pin_memory_int_workspace_buffer = torch.empty(
             int_workspace_buffer.shape, dtype=int_workspace_buffer.dtype, pin_memory=True
@@ -183,15 +170,15 @@ class _Wrapper:
                 raise ValueError(f"The length of {name} exceeds the allocated buffer size.")
             own[: len(given)].copy_(given, non_blocking=non_blocking)
 
-    def _types(self, q: Any, kv: Any, o: Any) -> None:
+    def _types(self, q, kv, o) -> None:
         q = _dtype(q)
         kv = q if kv is None else _dtype(kv)
-        _check_float8(self._name, q, kv)
+        _check_known(self._name, dtypes=(q, kv))
         self._q_dtype, self._kv_dtype, self._o_dtype = q, kv, q if o is None else _dtype(o)
         self._is_planned = True
 
-    def _check_run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any) -> None:
-        on_card(f"flashinfer.{self._name}", q, k, v)
+    def _check_run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others) -> None:
+        check_on_gpu(f"flashinfer.{self._name}", q, k, v)
         if not self._is_planned:
             raise AssertionError("plan info is not initialized")
         for name, tensor, dtype in (("q", q, self._q_dtype), ("k", k, self._kv_dtype)):
@@ -200,14 +187,13 @@ class _Wrapper:
                     f"The dtype of {name} {tensor.dtype} does not match the {'kv' if name == 'k' else 'q'}_data_type "
                     f"{dtype} specified in plan function."
                 )
-        if others:
-            raise refused(f"flashinfer.{self._name}.run", "arguments of kernels of one's own")
+        refuse(f"flashinfer.{self._name}.run", {"arguments of kernels of one's own": others})
 
-    def _outputs(
-        self, q: torch.Tensor, shape: tuple[int, ...], out: Any, lse: Any, return_lse: bool, *, zeros: bool = False,
+    def _attended(
+        self, q: torch.Tensor, v: torch.Tensor, out, lse, return_lse: bool, v_scale=None, *, zeros: bool = False,
         dtype: torch.dtype | None = None,
-    ) -> tuple[torch.Tensor, Any]:  # fmt: skip
-        dtype = dtype or self._o_dtype
+    ):  # fmt: skip
+        dtype, shape = dtype or self._o_dtype, (*q.shape[:-1], v.shape[-1])
         if return_lse and lse is None:
             lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         elif return_lse:
@@ -216,13 +202,14 @@ class _Wrapper:
             out = (torch.zeros if zeros else torch.empty)(shape, dtype=dtype, device=q.device)
         else:
             _check_given(out, shape, dtype, "out")
-        written(out)
+        mark_written(out)
         heads = q.shape[1]
-        kept(("flashinfer", "slopes", heads, self.device), lambda: _slopes(heads, self.device))
-        return out, lse
+        keep_for_run(("flashinfer", "slopes", heads, self.device), lambda: _slopes(heads, self.device))
+        out = _scaled(out, v_scale)
+        return (out, lse) if return_lse else out
 
 
-def _dtype(given: Any) -> torch.dtype:
+def _dtype(given) -> torch.dtype:
     if isinstance(given, str):
         return getattr(torch, given)  # type: ignore[no-any-return]
     if not isinstance(given, torch.dtype):
@@ -230,7 +217,7 @@ def _dtype(given: Any) -> torch.dtype:
     return given
 
 
-def _check_given(tensor: torch.Tensor, shape: Any, dtype: torch.dtype, name: str) -> None:
+def _check_given(tensor: torch.Tensor, shape, dtype: torch.dtype, name: str) -> None:
     if tensor.shape != torch.Size(shape):
         raise ValueError(f"Invalid shape of {name}: expected {tuple(shape)}, got {tuple(tensor.shape)}")
     if tensor.dtype != dtype:
@@ -241,13 +228,11 @@ def _check_given(tensor: torch.Tensor, shape: Any, dtype: torch.dtype, name: str
 class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
     """A token for each sequence: the output; 8 MiB, lists of numbers and slopes of heads are kept."""
 
-    _name = "BatchDecodeWithPagedKVCacheWrapper"
-
     def __init__(
-        self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD", use_cuda_graph: bool = False,
-        use_tensor_cores: bool = False, paged_kv_indptr_buffer: Any = None, paged_kv_indices_buffer: Any = None,
-        paged_kv_last_page_len_buffer: Any = None, backend: str = "auto", jit_args: Any = None,
-    ) -> None:  # fmt: skip
+        self, float_workspace_buffer, kv_layout="NHD", use_cuda_graph=False, use_tensor_cores=False,
+        paged_kv_indptr_buffer=None, paged_kv_indices_buffer=None, paged_kv_last_page_len_buffer=None, backend="auto",
+        jit_args=None,
+    ):  # fmt: skip
         _check_unknown(self._name, jit_args=jit_args)
         self._begin(float_workspace_buffer, kv_layout, use_cuda_graph, backend)
         self._lists = {
@@ -262,15 +247,13 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
             self._lists["rows"] = torch.arange(rows, dtype=torch.int32, device=self.device)
 
     @property
-    def use_tensor_cores(self) -> bool:
-        """Whether the kernel is that of several tokens."""
+    def use_tensor_cores(self):
         return self._use_tensor_cores
 
     def plan(
-        self, indptr: torch.Tensor, indices: torch.Tensor, last_page_len: torch.Tensor, num_qo_heads: int,
-        num_kv_heads: int, head_dim: int, page_size: int, *deprecated_positional_args: Any, **kwargs: Any,
-    ) -> None:  # fmt: skip
-        """Where each sequence's pages are."""
+        self, indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size,
+        *deprecated_positional_args, **kwargs,
+    ):  # fmt: skip
         if len(deprecated_positional_args) > len(_LATER_OPTIONS):
             raise TypeError(f"{self._name}.plan() accepts at most {len(_LATER_OPTIONS)} more arguments by position")
         given = dict(zip(_LATER_OPTIONS, deprecated_positional_args, strict=False))
@@ -279,16 +262,12 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
             raise TypeError(f"{self._name}.plan() got multiple values for argument {min(twice)!r}")
         self._planned(indptr, indices, last_page_len, page_size, **given, **kwargs)
 
-    begin_forward = plan
-
     def _planned(
-        self, indptr: torch.Tensor, indices: torch.Tensor, last_page_len: torch.Tensor, page_size: int, *,
-        pos_encoding_mode: str = "NONE", window_left: int = -1, window_right: int = 0, logits_soft_cap: Any = None,
-        q_data_type: Any = "float16", kv_data_type: Any = None, o_data_type: Any = None, data_type: Any = None,
-        sm_scale: Any = None, rope_scale: Any = None, rope_theta: Any = None, non_blocking: bool = True,
-        block_tables: Any = None, seq_lens: Any = None, fixed_split_size: Any = None, disable_split_kv: bool = False,
-        q_len_per_req: int = 1,
-    ) -> None:  # fmt: skip
+        self, indptr, indices, last_page_len, page_size, *, pos_encoding_mode="NONE", window_left=-1, window_right=0,
+        logits_soft_cap=None, q_data_type="float16", kv_data_type=None, o_data_type=None, data_type=None, sm_scale=None,
+        rope_scale=None, rope_theta=None, non_blocking=True, block_tables=None, seq_lens=None, fixed_split_size=None,
+        disable_split_kv=False, q_len_per_req=1,
+    ):  # fmt: skip
         _check_positions(pos_encoding_mode)
         if window_right:
             raise NotImplementedError(f"{self._name} only supports window_right != 0 with backend='cute-dsl'")
@@ -307,29 +286,21 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
             get_seq_lens(indptr.to("cpu"), last_page_len.to("cpu"), page_size)
 
     def run(
-        self, q: torch.Tensor, paged_kv_cache: Any, *args: Any, q_scale: Any = None, k_scale: Any = None,
-        v_scale: Any = None, out: Any = None, lse: Any = None, return_lse: bool = False, enable_pdl: Any = None,
-        window_left: Any = None, sinks: Any = None, q_len_per_req: Any = None,
-        skip_softmax_threshold_scale_factor: Any = None, kv_cache_sf: Any = None,
-    ) -> Any:  # fmt: skip
-        """The output, and with `return_lse` the logarithms of sums."""
+        self, q, paged_kv_cache, *args, q_scale=None, k_scale=None, v_scale=None, out=None, lse=None, return_lse=False,
+        enable_pdl=None, window_left=None, sinks=None, q_len_per_req=None, skip_softmax_threshold_scale_factor=None,
+        kv_cache_sf=None,
+    ):  # fmt: skip
         _check_unknown(f"{self._name}.run", kv_cache_sf=kv_cache_sf)
         keys, values = unpacked(paged_kv_cache, self._kv_layout)
         self._check_run(q, keys, values, *args)
         if q.shape[0] != self._batch * self._tokens:
             raise ValueError(f"q.shape[0] ({q.shape[0]}) does not match batch_size * q_len_per_req")
-        out, lse = self._outputs(q, (*q.shape[:-1], values.shape[-1]), out, lse, return_lse)
-        out = _scaled(out, v_scale)
-        return (out, lse) if return_lse else out
-
-    run_return_lse = functools.partialmethod(run, return_lse=True)
+        return self._attended(q, values, out, lse, return_lse, v_scale)
 
     def forward(
-        self, q: torch.Tensor, paged_kv_cache: Any, pos_encoding_mode: str = "NONE", q_scale: Any = None,
-        k_scale: Any = None, v_scale: Any = None, window_left: int = -1, logits_soft_cap: Any = None,
-        sm_scale: Any = None, rope_scale: Any = None, rope_theta: Any = None,
-    ) -> Any:  # fmt: skip
-        """run, as it was called."""
+        self, q, paged_kv_cache, pos_encoding_mode="NONE", q_scale=None, k_scale=None, v_scale=None, window_left=-1,
+        logits_soft_cap=None, sm_scale=None, rope_scale=None, rope_theta=None,
+    ):  # fmt: skip
         return self.run(q, paged_kv_cache, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
 
 
@@ -338,14 +309,11 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
     """Any number of tokens for each sequence, keys and values in pages: an output of zeros; 8 MiB, lengths of 32,768
     sequences, lists of numbers and slopes of heads are kept."""
 
-    _name = "BatchPrefillWithPagedKVCacheWrapper"
-
     def __init__(
-        self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD", use_cuda_graph: bool = False,
-        qo_indptr_buf: Any = None, paged_kv_indptr_buf: Any = None, paged_kv_indices_buf: Any = None,
-        paged_kv_last_page_len_buf: Any = None, custom_mask_buf: Any = None, mask_indptr_buf: Any = None,
-        backend: str = "auto", jit_args: Any = None, jit_kwargs: Any = None,
-    ) -> None:  # fmt: skip
+        self, float_workspace_buffer, kv_layout="NHD", use_cuda_graph=False, qo_indptr_buf=None,
+        paged_kv_indptr_buf=None, paged_kv_indices_buf=None, paged_kv_last_page_len_buf=None, custom_mask_buf=None,
+        mask_indptr_buf=None, backend="auto", jit_args=None, jit_kwargs=None,
+    ):  # fmt: skip
         _check_unknown(self._name, jit_args=jit_args, custom_mask_buf=custom_mask_buf)
         self._begin(float_workspace_buffer, kv_layout, use_cuda_graph, backend)
         self._kv_lens_buffer = torch.empty((_LENGTHS,), dtype=torch.int32, device=self.device)
@@ -355,18 +323,14 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
         }  # fmt: skip
 
     def plan(
-        self, qo_indptr: torch.Tensor, paged_kv_indptr: torch.Tensor, paged_kv_indices: torch.Tensor,
-        paged_kv_last_page_len: torch.Tensor, num_qo_heads: int, num_kv_heads: int, head_dim_qk: int, page_size: int,
-        head_dim_vo: Any = None, custom_mask: Any = None, packed_custom_mask: Any = None, causal: bool = False,
-        pos_encoding_mode: str = "NONE", use_fp16_qk_reduction: bool = False, sm_scale: Any = None,
-        window_left: int = -1, logits_soft_cap: Any = None, rope_scale: Any = None, rope_theta: Any = None,
-        q_data_type: Any = "float16", kv_data_type: Any = None, o_data_type: Any = None, non_blocking: bool = True,
-        prefix_len_ptr: Any = None, token_pos_in_items_ptr: Any = None, token_pos_in_items_len: int = 0,
-        max_item_len_ptr: Any = None, seq_lens: Any = None, seq_lens_q: Any = None, block_tables: Any = None,
-        max_token_per_sequence: Any = None, max_sequence_kv: Any = None, fixed_split_size: Any = None,
-        disable_split_kv: bool = False,
-    ) -> None:  # fmt: skip
-        """Where each sequence's tokens and pages are."""
+        self, qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, num_qo_heads, num_kv_heads,
+        head_dim_qk, page_size, head_dim_vo=None, custom_mask=None, packed_custom_mask=None, causal=False,
+        pos_encoding_mode="NONE", use_fp16_qk_reduction=False, sm_scale=None, window_left=-1, logits_soft_cap=None,
+        rope_scale=None, rope_theta=None, q_data_type="float16", kv_data_type=None, o_data_type=None, non_blocking=True,
+        prefix_len_ptr=None, token_pos_in_items_ptr=None, token_pos_in_items_len=0, max_item_len_ptr=None,
+        seq_lens=None, seq_lens_q=None, block_tables=None, max_token_per_sequence=None, max_sequence_kv=None,
+        fixed_split_size=None, disable_split_kv=False,
+    ):  # fmt: skip
         _check_unknown(f"{self._name}.plan", custom_mask=custom_mask, packed_custom_mask=packed_custom_mask)
         _check_positions(pos_encoding_mode)
         self._place(non_blocking, qo_indptr=qo_indptr, paged_kv_indptr=paged_kv_indptr,
@@ -380,30 +344,19 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
                 seq_lens = get_seq_lens(paged_kv_indptr.to("cpu"), paged_kv_last_page_len.to("cpu"), page_size)
             self._kv_lens_buffer[:sequences].copy_(seq_lens.cpu().flatten(), non_blocking=non_blocking)
 
-    begin_forward = plan
-
     def run(
-        self, q: torch.Tensor, paged_kv_cache: Any, *args: Any, q_scale: Any = None, k_scale: Any = None,
-        v_scale: Any = None, out: Any = None, lse: Any = None, return_lse: bool = False, enable_pdl: Any = None,
-        window_left: Any = None, sinks: Any = None, kv_cache_sf: Any = None,
-        skip_softmax_threshold_scale_factor: Any = None,
-    ) -> Any:  # fmt: skip
-        """The output, and with `return_lse` the logarithms of sums."""
+        self, q, paged_kv_cache, *args, q_scale=None, k_scale=None, v_scale=None, out=None, lse=None, return_lse=False,
+        enable_pdl=None, window_left=None, sinks=None, kv_cache_sf=None, skip_softmax_threshold_scale_factor=None,
+    ):  # fmt: skip
         _check_unknown(f"{self._name}.run", kv_cache_sf=kv_cache_sf)
         keys, values = unpacked(paged_kv_cache, self._kv_layout)
         self._check_run(q, keys, values, *args)
-        out, lse = self._outputs(q, (*q.shape[:-1], values.shape[-1]), out, lse, return_lse, zeros=True)
-        out = _scaled(out, v_scale)
-        return (out, lse) if return_lse else out
-
-    run_return_lse = functools.partialmethod(run, return_lse=True)
+        return self._attended(q, values, out, lse, return_lse, v_scale, zeros=True)
 
     def forward(
-        self, q: torch.Tensor, paged_kv_cache: Any, causal: bool = False, pos_encoding_mode: str = "NONE",
-        use_fp16_qk_reduction: bool = False, k_scale: Any = None, v_scale: Any = None, window_left: int = -1,
-        logits_soft_cap: Any = None, sm_scale: Any = None, rope_scale: Any = None, rope_theta: Any = None,
-    ) -> Any:  # fmt: skip
-        """run, as it was called."""
+        self, q, paged_kv_cache, causal=False, pos_encoding_mode="NONE", use_fp16_qk_reduction=False, k_scale=None,
+        v_scale=None, window_left=-1, logits_soft_cap=None, sm_scale=None, rope_scale=None, rope_theta=None,
+    ):  # fmt: skip
         return self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale)
 
 
@@ -412,32 +365,24 @@ class BatchPrefillWithRaggedKVCacheWrapper(_Wrapper):
     """Any number of tokens for each sequence, keys and values in a row: the output; 8 MiB, lists of numbers and slopes
     of heads are kept."""
 
-    _name = "BatchPrefillWithRaggedKVCacheWrapper"
-
     def __init__(
-        self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD", use_cuda_graph: bool = False,
-        qo_indptr_buf: Any = None, kv_indptr_buf: Any = None, custom_mask_buf: Any = None, mask_indptr_buf: Any = None,
-        backend: str = "auto", jit_args: Any = None, jit_kwargs: Any = None,
-    ) -> None:  # fmt: skip
+        self, float_workspace_buffer, kv_layout="NHD", use_cuda_graph=False, qo_indptr_buf=None, kv_indptr_buf=None,
+        custom_mask_buf=None, mask_indptr_buf=None, backend="auto", jit_args=None, jit_kwargs=None,
+    ):  # fmt: skip
         _check_unknown(self._name, jit_args=jit_args, custom_mask_buf=custom_mask_buf)
         self._begin(float_workspace_buffer, kv_layout, use_cuda_graph, backend)
         self._lists = {"qo_indptr": qo_indptr_buf, "kv_indptr": kv_indptr_buf}
 
     def plan(
-        self, qo_indptr: torch.Tensor, kv_indptr: torch.Tensor, num_qo_heads: int, num_kv_heads: int,
-        head_dim_qk: int, head_dim_vo: Any = None, custom_mask: Any = None, packed_custom_mask: Any = None,
-        causal: bool = False, pos_encoding_mode: str = "NONE", use_fp16_qk_reduction: bool = False,
-        window_left: int = -1, logits_soft_cap: Any = None, sm_scale: Any = None, rope_scale: Any = None,
-        rope_theta: Any = None, q_data_type: Any = "float16", kv_data_type: Any = None, o_data_type: Any = None,
-        non_blocking: bool = True, prefix_len_ptr: Any = None, token_pos_in_items_ptr: Any = None,
-        token_pos_in_items_len: int = 0, max_item_len_ptr: Any = None, fixed_split_size: Any = None,
-        disable_split_kv: bool = False, seq_lens: Any = None, seq_lens_q: Any = None,
-        max_token_per_sequence: Any = None, max_sequence_kv: Any = None, v_indptr: Any = None, o_indptr: Any = None,
-    ) -> None:  # fmt: skip
-        """Where each sequence begins."""
+        self, qo_indptr, kv_indptr, num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo=None, custom_mask=None,
+        packed_custom_mask=None, causal=False, pos_encoding_mode="NONE", use_fp16_qk_reduction=False, window_left=-1,
+        logits_soft_cap=None, sm_scale=None, rope_scale=None, rope_theta=None, q_data_type="float16", kv_data_type=None,
+        o_data_type=None, non_blocking=True, prefix_len_ptr=None, token_pos_in_items_ptr=None, token_pos_in_items_len=0,
+        max_item_len_ptr=None, fixed_split_size=None, disable_split_kv=False, seq_lens=None, seq_lens_q=None,
+        max_token_per_sequence=None, max_sequence_kv=None, v_indptr=None, o_indptr=None,
+    ):  # fmt: skip
         _check_unknown(f"{self._name}.plan", custom_mask=custom_mask, packed_custom_mask=packed_custom_mask)
-        if use_fp16_qk_reduction:
-            raise refused(f"flashinfer.{self._name}.plan", "use_fp16_qk_reduction=True")
+        refuse(f"flashinfer.{self._name}.plan", {"use_fp16_qk_reduction=True": use_fp16_qk_reduction})
         _check_positions(pos_encoding_mode)
         if len(kv_indptr) != len(qo_indptr):
             raise ValueError("The kv_indptr length should be equal to mask_indptr length.")
@@ -446,26 +391,17 @@ class BatchPrefillWithRaggedKVCacheWrapper(_Wrapper):
         self._others = {key: given.to(self.device) for key, given in others.items() if given is not None}
         self._types(q_data_type, kv_data_type, o_data_type)
 
-    begin_forward = plan
-
     def run(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, q_scale: Any = None, k_scale: Any = None,
-        v_scale: Any = None, o_scale: Any = None, out: Any = None, lse: Any = None, return_lse: bool = False,
-        enable_pdl: Any = None, kv_cache_sf: Any = None,
-    ) -> Any:  # fmt: skip
+        self, q, k, v, *args, q_scale=None, k_scale=None, v_scale=None, o_scale=None, out=None, lse=None,
+        return_lse=False, enable_pdl=None, kv_cache_sf=None,
+    ):  # fmt: skip
         """The output in the type of the queries, and with `return_lse` the logarithms of sums."""
         _check_unknown(f"{self._name}.run", kv_cache_sf=kv_cache_sf)
         self._check_run(q, k, v, *args)
-        dtype = q.dtype if out is None else None
-        out, lse = self._outputs(q, (*q.shape[:-1], v.shape[-1]), out, lse, return_lse, dtype=dtype)
-        return (out, lse) if return_lse else out
-
-    run_return_lse = functools.partialmethod(run, return_lse=True)
+        return self._attended(q, v, out, lse, return_lse, dtype=q.dtype if out is None else None)
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False, pos_encoding_mode: str = "NONE",
-        use_fp16_qk_reduction: bool = False, window_left: int = -1, logits_soft_cap: Any = None, sm_scale: Any = None,
-        rope_scale: Any = None, rope_theta: Any = None,
-    ) -> Any:  # fmt: skip
-        """run, as it was called."""
+        self, q, k, v, causal=False, pos_encoding_mode="NONE", use_fp16_qk_reduction=False, window_left=-1,
+        logits_soft_cap=None, sm_scale=None, rope_scale=None, rope_theta=None,
+    ):  # fmt: skip
         return self.run(q, k, v)

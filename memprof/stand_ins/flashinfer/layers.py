@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from memprof.stand_ins.registry import stand_in
-from memprof.stand_ins.tools import on_card, written
+from memprof.stand_ins.tools import check_on_gpu, mark_written
 
 _AT = "flashinfer-ai/flashinfer@v0.6.17:flashinfer/"
 
@@ -21,182 +21,105 @@ def public(module: str, name: str, file: str = "") -> Callable[[Any], Any]:
     return stand_in(f"flashinfer.{module}.{name}", f"flashinfer.{name}", source=f"{_AT}{file or module + '.py'}")
 
 
-# -- gates ----------------------------------------------------------------------------------------------------------
+def _gate(name: str) -> Callable[..., Any]:
+    def gate(input, out=None, enable_pdl=None):
+        """A tensor of half the last dimension."""
+        check_on_gpu(f"flashinfer.{name}", input, out)
+        if input.shape[-1] * input.dtype.itemsize % 16:
+            raise ValueError("The pointers must be multiple of 16 bytes.")
+        shape = (*input.shape[:-1], input.shape[-1] // 2)
+        if out is None:
+            return torch.empty(shape, device=input.device, dtype=input.dtype)
+        if out.shape != shape:
+            raise AssertionError(f"{tuple(out.shape)} != {shape}")
+        mark_written(out)
+        return out
+
+    return gate
 
 
-def _gated(name: str, input: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
-    on_card(f"flashinfer.{name}", input, out)
-    if input.shape[-1] * input.dtype.itemsize % 16:
-        raise ValueError("The pointers must be multiple of 16 bytes.")
-    shape = (*input.shape[:-1], input.shape[-1] // 2)
-    if out is None:
-        return torch.empty(shape, device=input.device, dtype=input.dtype)
-    if out.shape != shape:
-        raise AssertionError(f"{tuple(out.shape)} != {shape}")
-    written(out)
-    return out
+for _name in ("silu_and_mul", "gelu_tanh_and_mul", "gelu_and_mul"):
+    public("activation", _name)(_gate(_name))
 
 
-@public("activation", "silu_and_mul")
-def silu_and_mul(input: torch.Tensor, out: Any = None, enable_pdl: Any = None) -> torch.Tensor:
-    """A tensor of half the last dimension."""
-    return _gated("silu_and_mul", input, out)
-
-
-@public("activation", "gelu_tanh_and_mul")
-def gelu_tanh_and_mul(input: torch.Tensor, out: Any = None, enable_pdl: Any = None) -> torch.Tensor:
-    """A tensor of half the last dimension."""
-    return _gated("gelu_tanh_and_mul", input, out)
-
-
-@public("activation", "gelu_and_mul")
-def gelu_and_mul(input: torch.Tensor, out: Any = None, enable_pdl: Any = None) -> torch.Tensor:
-    """A tensor of half the last dimension."""
-    return _gated("gelu_and_mul", input, out)
-
-
-# -- norms ----------------------------------------------------------------------------------------------------------
-
-_norm = "norm/__init__.py"
+_NORM = "norm/__init__.py"
 
 
 def _normed(name: str, input: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
-    on_card(f"flashinfer.{name}", input, weight, out)
+    check_on_gpu(f"flashinfer.{name}", input, weight, out)
     if weight.shape != input.shape[-1:]:
         raise RuntimeError(f"flashinfer.{name}: a weight of {tuple(weight.shape)} for rows of {input.shape[-1]}")
     if out is None:
         return torch.empty_like(input)
-    written(out)
+    mark_written(out)
     return out
 
 
-@public("norm", "rmsnorm", _norm)
-def rmsnorm(
-    input: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, out: Any = None, enable_pdl: Any = None
-) -> torch.Tensor:
-    """A tensor like the input."""
-    return _normed("rmsnorm", input, weight, out)
+def _register_rms_norms(prefix: str) -> None:
+    """Register Llama's norm and that of a sum with a residual, or Gemma's, whose weights are one less."""
+
+    @public("norm", f"{prefix}rmsnorm", _NORM)
+    def rmsnorm(input, weight, eps=1e-6, out=None, enable_pdl=None):
+        """A tensor like the input."""
+        return _normed(f"{prefix}rmsnorm", input, weight, out)
+
+    @public("norm", f"{prefix}fused_add_rmsnorm", _NORM)
+    def fused_add_rmsnorm(input, residual, weight, eps=1e-6, enable_pdl=None):
+        """The sum is written into the residual, its norm into the input: nothing is taken."""
+        for given in (input, residual):
+            _normed(f"{prefix}fused_add_rmsnorm", given, weight, given)
 
 
-@public("norm", "gemma_rmsnorm", _norm)
-def gemma_rmsnorm(
-    input: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, out: Any = None, enable_pdl: Any = None
-) -> torch.Tensor:
-    """A tensor like the input."""
-    return _normed("gemma_rmsnorm", input, weight, out)
+_register_rms_norms("")
+_register_rms_norms("gemma_")
 
 
-@public("norm", "fused_add_rmsnorm", _norm)
-def fused_add_rmsnorm(
-    input: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, enable_pdl: Any = None
-) -> None:
-    """The sum is written into the residual, its norm into the input: nothing is taken."""
-    _normed("fused_add_rmsnorm", input, weight, input)
-    _normed("fused_add_rmsnorm", residual, weight, residual)
-
-
-@public("norm", "gemma_fused_add_rmsnorm", _norm)
-def gemma_fused_add_rmsnorm(
-    input: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, enable_pdl: Any = None
-) -> None:
-    """The sum is written into the residual, its norm into the input: nothing is taken."""
-    _normed("gemma_fused_add_rmsnorm", input, weight, input)
-    _normed("gemma_fused_add_rmsnorm", residual, weight, residual)
-
-
-@public("norm", "layernorm", _norm)
-def layernorm(input: torch.Tensor, gemma: torch.Tensor, beta: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
+@public("norm", "layernorm", _NORM)
+def layernorm(input, gemma, beta, eps=1e-6):
     """A tensor like the input."""
     return _normed("layernorm", input, gemma, None)
 
 
-# -- rotations ------------------------------------------------------------------------------------------------------
-
-
 def _turned(name: str, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    on_card(f"flashinfer.{name}", *tensors)
+    """Tensors like queries and keys."""
+    check_on_gpu(f"flashinfer.{name}", *tensors)
     return tuple(map(torch.empty_like, tensors))
 
 
 def _turned_in_place(name: str, *tensors: torch.Tensor) -> None:
-    on_card(f"flashinfer.{name}", *tensors)
-    written(*tensors)
-
-
-@public("rope", "apply_rope")
-def apply_rope(
-    q: Any, k: Any, indptr: Any, offsets: Any, rotary_dim: Any = None, interleave: bool = False,
-    rope_scale: float = 1, rope_theta: float = 1e4,
-) -> Any:  # fmt: skip
-    """Tensors like queries and keys."""
-    return _turned("apply_rope", q, k)
-
-
-@public("rope", "apply_rope_inplace")
-def apply_rope_inplace(
-    q: Any, k: Any, indptr: Any, offsets: Any, rotary_dim: Any = None, interleave: bool = False,
-    rope_scale: float = 1, rope_theta: float = 1e4,
-) -> None:  # fmt: skip
     """Queries and keys are written where they lie."""
-    _turned_in_place("apply_rope_inplace", q, k)
+    check_on_gpu(f"flashinfer.{name}", *tensors)
+    mark_written(*tensors)
 
 
-@public("rope", "apply_rope_pos_ids")
-def apply_rope_pos_ids(
-    q: Any, k: Any, pos_ids: Any, rotary_dim: Any = None, interleave: bool = False, rope_scale: float = 1,
-    rope_theta: float = 1e4,
-) -> Any:  # fmt: skip
-    """Tensors like queries and keys."""
-    return _turned("apply_rope_pos_ids", q, k)
+def _register_rotations(suffix: str, turn: Callable[..., Any]) -> None:
+    """Register the four rotations, each as `turn` makes it."""
+
+    def rotation(function: Callable[..., Any]) -> Callable[..., Any]:
+        function.__doc__ = turn.__doc__
+        return public("rope", function.__name__ + suffix)(function)  # type: ignore[no-any-return]
+
+    @rotation
+    def apply_rope(q, k, indptr, offsets, rotary_dim=None, interleave=False, rope_scale=1, rope_theta=1e4):
+        return turn(f"apply_rope{suffix}", q, k)
+
+    @rotation
+    def apply_rope_pos_ids(q, k, pos_ids, rotary_dim=None, interleave=False, rope_scale=1, rope_theta=1e4):
+        return turn(f"apply_rope_pos_ids{suffix}", q, k)
+
+    @rotation
+    def apply_llama31_rope(
+        q, k, indptr, offsets, rotary_dim=None, interleave=False, rope_scale=8, rope_theta=5e5, low_freq_factor=1,
+        high_freq_factor=4, old_context_len=8192,
+    ):  # fmt: skip
+        return turn(f"apply_llama31_rope{suffix}", q, k)
+
+    @rotation
+    def apply_rope_with_cos_sin_cache(positions, query, key, head_size, cos_sin_cache, is_neox=True):
+        if cos_sin_cache.dtype != torch.float32:
+            raise ValueError("cos_sin_cache should be float32")
+        return turn(f"apply_rope_with_cos_sin_cache{suffix}", query, key)
 
 
-@public("rope", "apply_rope_pos_ids_inplace")
-def apply_rope_pos_ids_inplace(
-    q: Any, k: Any, pos_ids: Any, rotary_dim: Any = None, interleave: bool = False, rope_scale: float = 1,
-    rope_theta: float = 1e4,
-) -> None:  # fmt: skip
-    """Queries and keys are written where they lie."""
-    _turned_in_place("apply_rope_pos_ids_inplace", q, k)
-
-
-@public("rope", "apply_llama31_rope")
-def apply_llama31_rope(
-    q: Any, k: Any, indptr: Any, offsets: Any, rotary_dim: Any = None, interleave: bool = False,
-    rope_scale: float = 8, rope_theta: float = 5e5, low_freq_factor: float = 1, high_freq_factor: float = 4,
-    old_context_len: int = 8192,
-) -> Any:  # fmt: skip
-    """Tensors like queries and keys."""
-    return _turned("apply_llama31_rope", q, k)
-
-
-@public("rope", "apply_llama31_rope_inplace")
-def apply_llama31_rope_inplace(
-    q: Any, k: Any, indptr: Any, offsets: Any, rotary_dim: Any = None, interleave: bool = False,
-    rope_scale: float = 8, rope_theta: float = 5e5, low_freq_factor: float = 1, high_freq_factor: float = 4,
-    old_context_len: int = 8192,
-) -> None:  # fmt: skip
-    """Queries and keys are written where they lie."""
-    _turned_in_place("apply_llama31_rope_inplace", q, k)
-
-
-@public("rope", "apply_rope_with_cos_sin_cache")
-def apply_rope_with_cos_sin_cache(
-    positions: Any, query: Any, key: Any, head_size: int, cos_sin_cache: Any, is_neox: bool = True
-) -> Any:
-    """Tensors like queries and keys."""
-    _check_cache(cos_sin_cache)
-    return _turned("apply_rope_with_cos_sin_cache", query, key)
-
-
-@public("rope", "apply_rope_with_cos_sin_cache_inplace")
-def apply_rope_with_cos_sin_cache_inplace(
-    positions: Any, query: Any, key: Any, head_size: int, cos_sin_cache: Any, is_neox: bool = True
-) -> None:
-    """Queries and keys are written where they lie."""
-    _check_cache(cos_sin_cache)
-    _turned_in_place("apply_rope_with_cos_sin_cache_inplace", query, key)
-
-
-def _check_cache(table: torch.Tensor) -> None:
-    if table.dtype != torch.float32:
-        raise ValueError("cos_sin_cache should be float32")
+_register_rotations("", _turned)
+_register_rotations("_inplace", _turned_in_place)

@@ -5,12 +5,10 @@ Sources: flashinfer/page.py, cascade.py and utils.py (_unpack_paged_kv_cache) of
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from memprof.stand_ins.flashinfer.layers import public
-from memprof.stand_ins.tools import on_card, written
+from memprof.stand_ins.tools import check_on_gpu, mark_written
 
 LAYOUTS = ("NHD", "HND")
 
@@ -21,7 +19,7 @@ def check_layout(kv_layout: str) -> None:
         raise KeyError(f"Invalid kv_layout {kv_layout}")
 
 
-def unpacked(cache: Any, kv_layout: str) -> tuple[torch.Tensor, torch.Tensor]:
+def unpacked(cache, kv_layout: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of four dimensions, of a tensor of both or of a pair."""
     at = -3 if kv_layout == "NHD" else -2
     if isinstance(cache, tuple):
@@ -39,33 +37,30 @@ def unpacked(cache: Any, kv_layout: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @public("page", "get_seq_lens")
-def get_seq_lens(kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_size: int) -> torch.Tensor:
+def get_seq_lens(kv_indptr, kv_last_page_len, page_size):
     """Tokens of each sequence: one number each, by torch's functions."""
     return torch.clamp(kv_indptr[1:] - kv_indptr[:-1] - 1, min=0) * page_size + kv_last_page_len
 
 
 @public("page", "get_batch_indices_positions")
-def get_batch_indices_positions(
-    append_indptr: torch.Tensor, seq_lens: torch.Tensor, nnz: int, batch_indices: Any = None, positions: Any = None
-) -> Any:
+def get_batch_indices_positions(append_indptr, seq_lens, nnz, batch_indices=None, positions=None):
     """Two integers of each new token: its sequence, and where it is in it."""
-    on_card("flashinfer.get_batch_indices_positions", append_indptr, seq_lens)
+    check_on_gpu("flashinfer.get_batch_indices_positions", append_indptr, seq_lens)
     found = []
     for given in (batch_indices, positions):
         made = torch.empty((nnz,), device=append_indptr.device, dtype=torch.int32) if given is None else given
         if made.shape != (nnz,) or made.dtype != torch.int32:
             raise ValueError(f"expected ({nnz},) of torch.int32, got {tuple(made.shape)} of {made.dtype}")
-        written(made)
+        mark_written(made)
         found.append(made)
     return tuple(found)
 
 
 @public("page", "append_paged_kv_cache")
 def append_paged_kv_cache(
-    append_key: torch.Tensor, append_value: torch.Tensor, batch_indices: torch.Tensor, positions: torch.Tensor,
-    paged_kv_cache: Any, kv_indices: torch.Tensor, kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor,
-    kv_layout: str = "NHD",
-) -> None:  # fmt: skip
+    append_key, append_value, batch_indices, positions, paged_kv_cache, kv_indices, kv_indptr, kv_last_page_len,
+    kv_layout="NHD",
+):  # fmt: skip
     """Pages are written where they lie; lists of numbers are copied where they are not int32."""
     check_layout(kv_layout)
     caches = unpacked(paged_kv_cache, kv_layout)
@@ -75,46 +70,43 @@ def append_paged_kv_cache(
 
 @public("page", "append_paged_mla_kv_cache")
 def append_paged_mla_kv_cache(
-    append_ckv: torch.Tensor, append_kpe: torch.Tensor, batch_indices: torch.Tensor, positions: torch.Tensor,
-    ckv_cache: Any, kpe_cache: Any, kv_indices: torch.Tensor, kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor,
-) -> None:  # fmt: skip
+    append_ckv, append_kpe, batch_indices, positions, ckv_cache, kpe_cache, kv_indices, kv_indptr, kv_last_page_len
+):
     """As append_paged_kv_cache, for latent keys and values and the rotated part of keys."""
     _appended("append_paged_mla_kv_cache", (ckv_cache, kpe_cache), (append_ckv, append_kpe), positions, batch_indices,
               kv_indices, kv_indptr, kv_last_page_len)  # fmt: skip
 
 
-def _appended(name: str, caches: Any, new: tuple[torch.Tensor, ...], *numbers: torch.Tensor) -> None:
-    on_card(f"flashinfer.{name}", *caches, *new, *numbers)
+def _appended(name: str, caches, new: tuple[torch.Tensor, ...], *numbers: torch.Tensor) -> None:
+    check_on_gpu(f"flashinfer.{name}", *caches, *new, *numbers)
     for cache, tokens in zip(caches, new, strict=True):
         if cache.dtype != tokens.dtype or cache.shape[-1] != tokens.shape[-1]:
             raise RuntimeError(f"flashinfer.{name}: {tokens.dtype} of {tokens.shape[-1]} into pages of {cache.dtype} of {cache.shape[-1]}")  # fmt: skip  # noqa: E501
     copies = [each.int() for each in numbers]
-    written(*caches)
+    mark_written(*caches)
     del copies
 
 
 @public("cascade", "merge_state")
-def merge_state(v_a: torch.Tensor, s_a: torch.Tensor, v_b: torch.Tensor, s_b: torch.Tensor) -> Any:
+def merge_state(v_a, s_a, v_b, s_b):
     """Two parts of attention put together, and the logarithms of their sums in float32."""
-    on_card("flashinfer.merge_state", v_a, s_a, v_b, s_b)
+    check_on_gpu("flashinfer.merge_state", v_a, s_a, v_b, s_b)
     s_a, s_b = s_a.float(), s_b.float()
     return torch.empty_like(v_a), torch.empty_like(s_a)
 
 
 @public("cascade", "merge_state_in_place")
-def merge_state_in_place(
-    v: torch.Tensor, s: torch.Tensor, v_other: torch.Tensor, s_other: torch.Tensor, mask: Any = None
-) -> None:
+def merge_state_in_place(v, s, v_other, s_other, mask=None):
     """Two parts of attention put together in the first; logarithms of sums are copied where they are not float32."""
-    on_card("flashinfer.merge_state_in_place", v, s, v_other, s_other, mask)
+    check_on_gpu("flashinfer.merge_state_in_place", v, s, v_other, s_other, mask)
     s, s_other = s.float(), s_other.float()
-    written(v, s)
+    mark_written(v, s)
 
 
 @public("cascade", "merge_states")
-def merge_states(v: torch.Tensor, s: torch.Tensor) -> Any:
+def merge_states(v, s):
     """Any number of parts of attention put together, and the logarithms of their sums in float32."""
-    on_card("flashinfer.merge_states", v, s)
+    check_on_gpu("flashinfer.merge_states", v, s)
     s = s.float()
     length, _, heads, size = v.size()
     merged = torch.empty(length, heads, size, dtype=v.dtype, device=v.device)

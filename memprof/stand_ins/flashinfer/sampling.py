@@ -5,37 +5,32 @@ Sources: flashinfer/sampling.py, topk.py (radix_topk) and utils.py (_get_cache_b
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from memprof.stand_ins.flashinfer.layers import public
-from memprof.stand_ins.tools import kept, on_card, refused
+from memprof.stand_ins.tools import check_on_gpu, keep_for_run, unsupported_error
 
 _ROW_STATES = 1024 * 1024
-_MOST_FEW, _LEAST_LARGE = 256, 65536
-"""So few of so large a vocabulary are found first, and sampled from alone."""
+_MOST_FEW, _LEAST_LARGE = 256, 65536  # so few of so large a vocabulary are found first, and sampled from alone
 _BLACKWELL = 10
 
 
 def _buffer(name: str, like: torch.Tensor) -> torch.Tensor:
     """What the package makes once for a card, and keeps."""
-    return kept(
+    return keep_for_run(
         ("flashinfer", name, like.device), lambda: torch.empty(_ROW_STATES, dtype=torch.uint8, device=like.device)
     )
 
 
 def _check(name: str, rows: torch.Tensor, check_nan: bool) -> None:
-    on_card(f"flashinfer.{name}", rows)
+    check_on_gpu(f"flashinfer.{name}", rows)
     if rows.dim() != 2:
         raise RuntimeError(f"flashinfer.{name}: expected two dimensions, got {rows.dim()}")
     if check_nan and torch.any(torch.isnan(rows)):
         raise ValueError("Input contains NaN.")
 
 
-def _sampled(
-    name: str, rows: torch.Tensor, indices: Any, *thresholds: Any, check_nan: bool, valid: bool | None = False
-) -> Any:
+def _sampled(name: str, rows: torch.Tensor, indices, *thresholds, check_nan: bool, valid: bool | None = False):
     """Tokens, and whether each is one; `valid` None: that is not made."""
     _check(name, rows, check_nan)
     rows = rows.float()
@@ -51,7 +46,7 @@ def _sampled(
 
 
 @public("sampling", "softmax")
-def softmax(logits: torch.Tensor, temperature: Any = None, enable_pdl: Any = None) -> torch.Tensor:
+def softmax(logits, temperature=None, enable_pdl=None):
     """Probabilities in float32; 1 MiB is kept."""
     _check("softmax", logits, False)
     _buffer("softmax_workspace", logits)
@@ -64,103 +59,95 @@ def softmax(logits: torch.Tensor, temperature: Any = None, enable_pdl: Any = Non
 
 @public("sampling", "sampling_from_logits")
 def sampling_from_logits(
-    logits: torch.Tensor, indices: Any = None, deterministic: bool = True, generator: Any = None,
-    check_nan: bool = False, seed: Any = None, offset: Any = None,
-) -> torch.Tensor:  # fmt: skip
+    logits, indices=None, deterministic=True, generator=None, check_nan=False, seed=None, offset=None
+):
     """A token for each row; logits in float32 where they are not."""
-    made: torch.Tensor = _sampled("sampling_from_logits", logits, indices, check_nan=check_nan, valid=None)
-    return made
+    return _sampled("sampling_from_logits", logits, indices, check_nan=check_nan, valid=None)
 
 
 @public("sampling", "sampling_from_probs")
 def sampling_from_probs(
-    probs: torch.Tensor, indices: Any = None, deterministic: bool = True, generator: Any = None,
-    check_nan: bool = False, seed: Any = None, offset: Any = None, return_valid: bool = False,
-) -> Any:  # fmt: skip
+    probs, indices=None, deterministic=True, generator=None, check_nan=False, seed=None, offset=None, return_valid=False
+):
     """A token for each row, and whether it is one; probabilities in float32 where they are not."""
     return _sampled("sampling_from_probs", probs, indices, check_nan=check_nan, valid=return_valid)
 
 
 @public("sampling", "top_p_sampling_from_probs")
 def top_p_sampling_from_probs(
-    probs: torch.Tensor, top_p: Any, indices: Any = None, deterministic: bool = True, generator: Any = None,
-    check_nan: bool = False, seed: Any = None, offset: Any = None, return_valid: bool = False,
-) -> Any:  # fmt: skip
+    probs, top_p, indices=None, deterministic=True, generator=None, check_nan=False, seed=None, offset=None,
+    return_valid=False,
+):  # fmt: skip
     """A token for each row, of the most probable, as sampling_from_probs."""
     return _sampled("top_p_sampling_from_probs", probs, indices, top_p, check_nan=check_nan, valid=return_valid)
 
 
 @public("sampling", "top_k_sampling_from_probs")
 def top_k_sampling_from_probs(
-    probs: torch.Tensor, top_k: Any, indices: Any = None, deterministic: bool = True, generator: Any = None,
-    check_nan: bool = False, seed: Any = None, offset: Any = None, return_valid: bool = False,
-) -> Any:  # fmt: skip
+    probs, top_k, indices=None, deterministic=True, generator=None, check_nan=False, seed=None, offset=None,
+    return_valid=False,
+):  # fmt: skip
     """A token for each row, of the most probable, as sampling_from_probs."""
     return _sampled("top_k_sampling_from_probs", probs, indices, top_k, check_nan=check_nan, valid=return_valid)
 
 
 @public("sampling", "min_p_sampling_from_probs")
 def min_p_sampling_from_probs(
-    probs: torch.Tensor, min_p: Any, indices: Any = None, deterministic: bool = True, generator: Any = None,
-    check_nan: bool = False, seed: Any = None, offset: Any = None, return_valid: bool = False,
-) -> Any:  # fmt: skip
+    probs, min_p, indices=None, deterministic=True, generator=None, check_nan=False, seed=None, offset=None,
+    return_valid=False,
+):  # fmt: skip
     """A token for each row, of the most probable, as sampling_from_probs."""
     return _sampled("min_p_sampling_from_probs", probs, indices, min_p, check_nan=check_nan, valid=return_valid)
 
 
 @public("sampling", "top_k_top_p_sampling_from_logits")
 def top_k_top_p_sampling_from_logits(
-    logits: torch.Tensor, top_k: Any, top_p: Any, indices: Any = None, filter_apply_order: str = "top_k_first",
-    deterministic: bool = True, generator: Any = None, check_nan: bool = False, seed: Any = None, offset: Any = None,
-) -> Any:  # fmt: skip
+    logits, top_k, top_p, indices=None, filter_apply_order="top_k_first", deterministic=True, generator=None,
+    check_nan=False, seed=None, offset=None,
+):  # fmt: skip
     """Logits masked and probabilities of them; of up to 256 of a large vocabulary, these alone."""
-    name = "top_k_top_p_sampling_from_logits"
-    _check(name, logits, False)
-    if filter_apply_order == "joint":
-        probs = torch.softmax(logits, dim=-1)
-        return _sampled(name, probs, indices, top_k, top_p, check_nan=check_nan)
-    if filter_apply_order != "top_k_first":
-        raise ValueError(f"Invalid filter_apply_order: {filter_apply_order}")
-    if _is_few(logits, top_k, indices):
-        return _few(name, logits, top_k, top_p, deterministic, check_nan, valid=False, logits=True)
-    masked = top_k_mask_logits(logits, top_k)
-    probs = torch.softmax(masked, dim=-1)
-    return top_p_sampling_from_probs(probs, top_p, indices, deterministic, check_nan=check_nan)
+    name, order = "top_k_top_p_sampling_from_logits", filter_apply_order
+    return _top_k_top_p(name, logits, top_k, top_p, indices, order, deterministic, check_nan, valid=False, logits=True)
 
 
 @public("sampling", "top_k_top_p_sampling_from_probs")
 def top_k_top_p_sampling_from_probs(
-    probs: torch.Tensor, top_k: Any, top_p: Any, indices: Any = None, filter_apply_order: str = "top_k_first",
-    deterministic: bool = True, generator: Any = None, check_nan: bool = False, seed: Any = None, offset: Any = None,
-    return_valid: bool = False,
-) -> Any:  # fmt: skip
+    probs, top_k, top_p, indices=None, filter_apply_order="top_k_first", deterministic=True, generator=None,
+    check_nan=False, seed=None, offset=None, return_valid=False,
+):  # fmt: skip
     """Probabilities made anew; of up to 256 of a large vocabulary, these alone."""
-    name = "top_k_top_p_sampling_from_probs"
-    _check(name, probs, False)
-    if filter_apply_order == "joint":
-        return _sampled(name, probs, indices, top_k, top_p, check_nan=check_nan, valid=return_valid)
-    if filter_apply_order != "top_k_first":
-        raise ValueError(f"Invalid filter_apply_order: {filter_apply_order}")
-    if _is_few(probs, top_k, indices):
-        return _few(name, probs, top_k, top_p, deterministic, check_nan, valid=return_valid, logits=False)
-    renormed = top_k_renorm_probs(probs, top_k)
-    return top_p_sampling_from_probs(
-        renormed, top_p, indices, deterministic, check_nan=check_nan, return_valid=return_valid
-    )
+    name, order, valid = "top_k_top_p_sampling_from_probs", filter_apply_order, return_valid
+    return _top_k_top_p(name, probs, top_k, top_p, indices, order, deterministic, check_nan, valid=valid, logits=False)
 
 
-def _is_few(rows: torch.Tensor, top_k: Any, indices: Any) -> bool:
+def _top_k_top_p(
+    name: str, rows: torch.Tensor, top_k, top_p, indices, order: str, deterministic: bool, check_nan: bool, *,
+    valid: bool, logits: bool,
+):  # fmt: skip
+    _check(name, rows, False)
+    if order == "joint":
+        probs = torch.softmax(rows, dim=-1) if logits else rows
+        return _sampled(name, probs, indices, top_k, top_p, check_nan=check_nan, valid=valid)
+    if order != "top_k_first":
+        raise ValueError(f"Invalid filter_apply_order: {order}")
+    if _is_few(rows, top_k, indices):
+        return _few(name, rows, top_k, top_p, deterministic, check_nan, valid=valid, logits=logits)
+    left = top_k_mask_logits(rows, top_k) if logits else top_k_renorm_probs(rows, top_k)
+    probs = torch.softmax(left, dim=-1) if logits else left
+    return top_p_sampling_from_probs(probs, top_p, indices, deterministic, check_nan=check_nan, return_valid=valid)
+
+
+def _is_few(rows: torch.Tensor, top_k, indices) -> bool:
     """_top_k_first_fast_path_applicable."""
     large = rows.size(-1) >= _LEAST_LARGE
     return indices is None and isinstance(top_k, int) and 0 < top_k <= _MOST_FEW and large and top_k < rows.size(-1)
 
 
 def _few(
-    name: str, rows: torch.Tensor, top_k: int, top_p: Any, deterministic: bool, check_nan: bool, *, valid: bool,
-    logits: bool,
-) -> Any:  # fmt: skip
+    name: str, rows: torch.Tensor, top_k: int, top_p, deterministic: bool, check_nan: bool, *, valid: bool, logits: bool
+):
     if not deterministic and torch.cuda.get_device_capability(rows.device)[0] == _BLACKWELL:
-        raise refused(f"flashinfer.{name}", "deterministic=False on a card of compute capability 10.0")
+        raise unsupported_error(f"flashinfer.{name}", "deterministic=False on a card of compute capability 10.0")
     _buffer("radix_topk_row_states", rows)
     values = torch.empty(rows.size(0), top_k, dtype=rows.dtype, device=rows.device)
     places = torch.empty(rows.size(0), top_k, dtype=torch.int32, device=rows.device).long()
@@ -176,7 +163,7 @@ def _few(
 
 
 @public("sampling", "top_p_renorm_probs")
-def top_p_renorm_probs(probs: torch.Tensor, top_p: Any, is_deterministic: bool = False) -> torch.Tensor:
+def top_p_renorm_probs(probs, top_p, is_deterministic=False):
     """In float32; beside it, for each row, counters, histograms and two lists of what is left."""
     _check("top_p_renorm_probs", probs, False)
     batch, vocabulary = probs.shape
@@ -194,7 +181,7 @@ def _aligned(size: int) -> int:
     return -(-size // 256) * 256
 
 
-def _filtered(name: str, rows: torch.Tensor, top_k: Any) -> torch.Tensor:
+def _filtered(name: str, rows: torch.Tensor, top_k) -> torch.Tensor:
     _check(name, rows, False)
     if rows.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise AssertionError(f"Unsupported dtype {rows.dtype}, expected float32, float16, or bfloat16")
@@ -206,12 +193,12 @@ def _filtered(name: str, rows: torch.Tensor, top_k: Any) -> torch.Tensor:
 
 
 @public("sampling", "top_k_renorm_probs")
-def top_k_renorm_probs(probs: torch.Tensor, top_k: Any) -> torch.Tensor:
+def top_k_renorm_probs(probs, top_k):
     """Probabilities in their type; 1 MiB is kept."""
     return _filtered("top_k_renorm_probs", probs, top_k)
 
 
 @public("sampling", "top_k_mask_logits")
-def top_k_mask_logits(logits: torch.Tensor, top_k: Any) -> torch.Tensor:
+def top_k_mask_logits(logits, top_k):
     """Logits in their type; 1 MiB is kept."""
     return _filtered("top_k_mask_logits", logits, top_k)

@@ -23,7 +23,7 @@ from torch.nn import functional as F  # noqa: N812
 from memprof.stand_ins.flash_attn import layers
 from memprof.stand_ins.mamba_ssm.scan import Mamba
 from memprof.stand_ins.registry import stand_in
-from memprof.stand_ins.tools import not_here, refused
+from memprof.stand_ins.tools import missing_stub_error, refuse_given, unsupported_error
 
 _MODEL = "mamba_ssm.models.mixer_seq_simple"
 _NORMS = "mamba_ssm.ops.triton.layer_norm"
@@ -37,18 +37,14 @@ def _public(name: str, *others: str) -> Callable[[Any], Any]:
 
 @_public(f"{_NORMS}.layer_norm_fn")
 def layer_norm_fn(
-    x: Any, weight: Any, bias: Any, residual: Any = None, x1: Any = None, weight1: Any = None, bias1: Any = None,
-    eps: Any = 1e-6, dropout_p: Any = 0.0, rowscale: Any = None, prenorm: Any = False, residual_in_fp32: Any = False,
-    is_rms_norm: Any = False, return_dropout_mask: Any = False,
-) -> Any:  # fmt: skip
+    x, weight, bias, residual=None, x1=None, weight1=None, bias1=None, eps=1e-6, dropout_p=0.0, rowscale=None,
+    prenorm=False, residual_in_fp32=False, is_rms_norm=False, return_dropout_mask=False,
+):  # fmt: skip
     """Layer norm, or RMS norm, of x or of its sum with a residual; numbers of each row, gradients in parts."""
-    given = {
-        "x1": x1, "weight1": weight1, "bias1": bias1, "rowscale": rowscale,
-        "return_dropout_mask": return_dropout_mask or None,
-    }  # fmt: skip
-    for name, value in given.items():
-        if value is not None:
-            raise refused(f"{_NORMS}.layer_norm_fn", f"`{name}`")
+    refuse_given(
+        f"{_NORMS}.layer_norm_fn", x1=x1, weight1=weight1, bias1=bias1, rowscale=rowscale,
+        return_dropout_mask=return_dropout_mask or None,
+    )  # fmt: skip
     return layers.norm(
         "mamba_ssm.layer_norm_fn", 1, x, weight, bias, residual, dropout_p, prenorm, residual_in_fp32, is_rms_norm
     )
@@ -56,10 +52,9 @@ def layer_norm_fn(
 
 @_public(f"{_NORMS}.rms_norm_fn")
 def rms_norm_fn(
-    x: Any, weight: Any, bias: Any, residual: Any = None, x1: Any = None, weight1: Any = None, bias1: Any = None,
-    eps: Any = 1e-6, dropout_p: Any = 0.0, rowscale: Any = None, prenorm: Any = False, residual_in_fp32: Any = False,
-    return_dropout_mask: Any = False,
-) -> Any:  # fmt: skip
+    x, weight, bias, residual=None, x1=None, weight1=None, bias1=None, eps=1e-6, dropout_p=0.0, rowscale=None,
+    prenorm=False, residual_in_fp32=False, return_dropout_mask=False,
+):  # fmt: skip
     """RMS norm of x or of its sum with a residual, as layer_norm_fn."""
     return layer_norm_fn(
         x, weight, bias, residual, x1, weight1, bias1, eps, dropout_p, rowscale, prenorm, residual_in_fp32, True,
@@ -68,28 +63,13 @@ def rms_norm_fn(
 
 
 @_public(f"{_NORMS}.RMSNorm")
-class RMSNorm(nn.Module):
+class RMSNorm(layers.RMSNorm):
     """rms_norm_fn with a weight of its own."""
 
-    def __init__(self, hidden_size: Any, eps: Any = 1e-5, dropout_p: Any = 0.0, device: Any = None, dtype: Any = None):
-        super().__init__()
-        self.eps = eps
-        self.drop = nn.Dropout(dropout_p) if dropout_p > 0 else None
-        self.weight = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
-        self.register_parameter("bias", None)
-        self.reset_parameters()
+    norm = staticmethod(rms_norm_fn)
 
-    def reset_parameters(self) -> None:
-        """Ones."""
-        nn.init.ones_(self.weight)
-
-    def forward(self, x: Any, residual: Any = None, prenorm: Any = False, residual_in_fp32: Any = False) -> Any:
-        """rms_norm_fn."""
-        dropout = self.drop.p if self.drop is not None and self.training else 0.0
-        return rms_norm_fn(
-            x, self.weight, self.bias, residual=residual, eps=self.eps, dropout_p=dropout, prenorm=prenorm,
-            residual_in_fp32=residual_in_fp32,
-        )  # fmt: skip
+    def __init__(self, hidden_size, eps=1e-5, dropout_p=0.0, device=None, dtype=None):
+        super().__init__(hidden_size, eps, dropout_p, device=device, dtype=dtype)
 
 
 @_public("mamba_ssm.modules.mlp.GatedMLP")
@@ -97,9 +77,9 @@ class GatedMLP(nn.Module):
     """Two products by one, a gate, and one more product."""
 
     def __init__(
-        self, in_features: Any, hidden_features: Any = None, out_features: Any = None, activation: Any = F.silu,
-        bias: Any = False, multiple_of: Any = 128, device: Any = None, dtype: Any = None,
-    ) -> None:  # fmt: skip
+        self, in_features, hidden_features=None, out_features=None, activation=F.silu, bias=False, multiple_of=128,
+        device=None, dtype=None,
+    ):  # fmt: skip
         super().__init__()
         inner = int(8 * in_features / 3) if hidden_features is None else hidden_features
         inner = -(-inner // multiple_of) * multiple_of
@@ -108,7 +88,7 @@ class GatedMLP(nn.Module):
         self.activation = activation
         self.fc2 = nn.Linear(inner, out_features, bias=bias, device=device, dtype=dtype)
 
-    def forward(self, x: Any) -> Any:
+    def forward(self, x):
         """[..., in_features] -> [..., out_features]."""
         y, gate = self.fc1(x).chunk(2, dim=-1)
         y = y * self.activation(gate)
@@ -119,10 +99,7 @@ class GatedMLP(nn.Module):
 class Block(nn.Module):
     """The sum with a residual and its norm, by one kernel or by operators, and a layer; the same with a network."""
 
-    def __init__(
-        self, dim: Any, mixer_cls: Any, mlp_cls: Any, norm_cls: Any = nn.LayerNorm, fused_add_norm: Any = False,
-        residual_in_fp32: Any = False,
-    ) -> None:  # fmt: skip
+    def __init__(self, dim, mixer_cls, mlp_cls, norm_cls=nn.LayerNorm, fused_add_norm=False, residual_in_fp32=False):
         super().__init__()
         self.residual_in_fp32, self.fused_add_norm = residual_in_fp32, fused_add_norm
         self.norm, self.mixer = norm_cls(dim), mixer_cls(dim)
@@ -130,26 +107,27 @@ class Block(nn.Module):
         if mlp_cls is not nn.Identity:
             self.norm2, self.mlp = norm_cls(dim), mlp_cls(dim)
 
-    def forward(
-        self, hidden_states: Any, residual: Any = None, inference_params: Any = None, **mixer_kwargs: Any
-    ) -> Any:
-        """What the layer gave, and the residual."""
-        hidden_states, residual = self._summed(self.norm, hidden_states, residual)
+    def forward(self, hidden_states, residual=None, inference_params=None, **mixer_kwargs):
+        hidden_states, residual = _normed(self, self.norm, hidden_states, residual, prenorm=True)
         hidden_states = self.mixer(hidden_states, inference_params=inference_params, **mixer_kwargs)
         if self.mlp is not None:
-            hidden_states, residual = self._summed(self.norm2, hidden_states, residual)
+            hidden_states, residual = _normed(self, self.norm2, hidden_states, residual, prenorm=True)
             hidden_states = self.mlp(hidden_states)
         return hidden_states, residual
 
-    def _summed(self, norm: Any, x: Any, residual: Any) -> Any:
-        if self.fused_add_norm:
-            return layer_norm_fn(
-                x, norm.weight, norm.bias, residual=residual, prenorm=True, residual_in_fp32=self.residual_in_fp32,
-                eps=norm.eps, is_rms_norm=isinstance(norm, RMSNorm),
-            )  # fmt: skip
-        residual = x if residual is None else x + residual
-        x = norm(residual.to(dtype=norm.weight.dtype))
-        return x, residual.to(torch.float32) if self.residual_in_fp32 else residual
+
+def _normed(of: Block | MixerModel, norm, x, residual, *, prenorm: bool):
+    """The norm of the sum with a residual, by one kernel or by operators, and with `prenorm` the sum."""
+    if of.fused_add_norm:
+        return layer_norm_fn(
+            x, norm.weight, norm.bias, residual=residual, prenorm=prenorm, residual_in_fp32=of.residual_in_fp32,
+            eps=norm.eps, is_rms_norm=isinstance(norm, RMSNorm),
+        )  # fmt: skip
+    residual = x if residual is None else x + residual
+    x = norm(residual.to(dtype=norm.weight.dtype))
+    if not prenorm:
+        return x
+    return x, residual.to(torch.float32) if of.residual_in_fp32 else residual
 
 
 @_public("mamba_ssm.models.config_mamba.MambaConfig")
@@ -173,29 +151,24 @@ class MambaConfig:
 
 @_public(f"{_MODEL}.create_block")
 def create_block(
-    d_model: Any, d_intermediate: Any, ssm_cfg: Any = None, attn_layer_idx: Any = None, attn_cfg: Any = None,
-    norm_epsilon: Any = 1e-5, rms_norm: Any = False, residual_in_fp32: Any = False, fused_add_norm: Any = False,
-    layer_idx: Any = None, device: Any = None, dtype: Any = None,
-) -> Any:  # fmt: skip
+    d_model, d_intermediate, ssm_cfg=None, attn_layer_idx=None, attn_cfg=None, norm_epsilon=1e-5, rms_norm=False,
+    residual_in_fp32=False, fused_add_norm=False, layer_idx=None, device=None, dtype=None,
+):  # fmt: skip
     """A layer of the first Mamba, with a norm, and a network if one is asked for."""
     if layer_idx in (attn_layer_idx or ()):
-        raise not_here("mamba_ssm.modules.mha.MHA")
+        raise missing_stub_error("mamba_ssm.modules.mha.MHA")
     of: dict[str, Any] = {"device": device, "dtype": dtype}
     told = copy.deepcopy(ssm_cfg) if ssm_cfg is not None else {}
     layer = told.pop("layer", "Mamba1")
     if layer not in ("Mamba1", "Mamba2"):
         raise ValueError(f"Invalid ssm_layer: {layer}, only support Mamba1 and Mamba2")
     if layer == "Mamba2":
-        raise not_here("mamba_ssm.modules.mamba2.Mamba2")
+        raise missing_stub_error("mamba_ssm.modules.mamba2.Mamba2")
     network = partial(GatedMLP, hidden_features=d_intermediate, out_features=d_model, **of)
     block = Block(
-        d_model,
-        partial(Mamba, layer_idx=layer_idx, **told, **of),
-        network if d_intermediate else nn.Identity,
-        norm_cls=partial(RMSNorm if rms_norm else nn.LayerNorm, eps=norm_epsilon, **of),
-        fused_add_norm=fused_add_norm,
-        residual_in_fp32=residual_in_fp32,
-    )
+        d_model, partial(Mamba, layer_idx=layer_idx, **told, **of), network if d_intermediate else nn.Identity,
+        partial(RMSNorm if rms_norm else nn.LayerNorm, eps=norm_epsilon, **of), fused_add_norm, residual_in_fp32,
+    )  # fmt: skip
     block.layer_idx = layer_idx
     return block
 
@@ -217,11 +190,10 @@ class MixerModel(nn.Module):
     """An embedding, layers, a norm."""
 
     def __init__(
-        self, d_model: int, n_layer: int, d_intermediate: int, vocab_size: int, ssm_cfg: Any = None,
-        attn_layer_idx: Any = None, attn_cfg: Any = None, norm_epsilon: float = 1e-5, rms_norm: bool = False,
-        initializer_cfg: Any = None, fused_add_norm: Any = False, residual_in_fp32: Any = False, device: Any = None,
-        dtype: Any = None,
-    ) -> None:  # fmt: skip
+        self, d_model, n_layer, d_intermediate, vocab_size, ssm_cfg=None, attn_layer_idx=None, attn_cfg=None,
+        norm_epsilon=1e-5, rms_norm=False, initializer_cfg=None, fused_add_norm=False, residual_in_fp32=False,
+        device=None, dtype=None,
+    ):  # fmt: skip
         super().__init__()
         self.residual_in_fp32, self.fused_add_norm = residual_in_fp32, fused_add_norm
         of: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -236,26 +208,19 @@ class MixerModel(nn.Module):
         self.norm_f = (RMSNorm if rms_norm else nn.LayerNorm)(d_model, eps=norm_epsilon, **of)
         self.apply(partial(_begin, n_layer=n_layer, residuals=2 if d_intermediate else 1))
 
-    def forward(self, input_ids: Any, inference_params: Any = None, **mixer_kwargs: Any) -> Any:
+    def forward(self, input_ids, inference_params=None, **mixer_kwargs):
         """[batch, time] -> [batch, time, d_model]."""
         hidden_states, residual = self.embedding(input_ids), None
         for layer in self.layers:
             hidden_states, residual = layer(hidden_states, residual, inference_params=inference_params, **mixer_kwargs)
-        norm = self.norm_f
-        if not self.fused_add_norm:
-            residual = hidden_states if residual is None else hidden_states + residual
-            return norm(residual.to(dtype=norm.weight.dtype))
-        return layer_norm_fn(
-            hidden_states, norm.weight, norm.bias, eps=norm.eps, residual=residual, prenorm=False,
-            residual_in_fp32=self.residual_in_fp32, is_rms_norm=isinstance(norm, RMSNorm),
-        )  # fmt: skip
+        return _normed(self, self.norm_f, hidden_states, residual, prenorm=False)
 
 
 @_public(f"{_MODEL}.MambaLMHeadModel", "mamba_ssm.MambaLMHeadModel")
 class MambaLMHeadModel(nn.Module):
     """MixerModel and a head, which is the embedding's weight unless its configuration says otherwise."""
 
-    def __init__(self, config: Any, initializer_cfg: Any = None, device: Any = None, dtype: Any = None) -> None:
+    def __init__(self, config, initializer_cfg=None, device=None, dtype=None):
         super().__init__()
         self.config = config
         of: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -269,28 +234,21 @@ class MambaLMHeadModel(nn.Module):
         self.apply(partial(_begin, n_layer=config.n_layer))
         self.tie_weights()
 
-    def tie_weights(self) -> None:
-        """One weight for both."""
+    def tie_weights(self):
         if self.config.tie_embeddings:
             self.lm_head.weight = self.backbone.embedding.weight
 
-    def forward(
-        self, input_ids: Any, position_ids: Any = None, inference_params: Any = None, num_last_tokens: Any = 0,
-        **mixer_kwargs: Any,
-    ) -> Any:  # fmt: skip
-        """Logits, as `.logits`."""
+    def forward(self, input_ids, position_ids=None, inference_params=None, num_last_tokens=0, **mixer_kwargs):
         hidden_states = self.backbone(input_ids, inference_params=inference_params, **mixer_kwargs)
         if num_last_tokens > 0:
             hidden_states = hidden_states[:, -num_last_tokens:]
         return _Output(logits=self.lm_head(hidden_states))
 
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Decoding is not known here."""
-        raise refused("mamba_ssm.MambaLMHeadModel.generate", "decoding")
+    def generate(self, *args, **kwargs):
+        raise unsupported_error("mamba_ssm.MambaLMHeadModel.generate", "decoding")
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name: Any, device: Any = None, dtype: Any = None, **kwargs: Any) -> Any:
-        """By files of the hub."""
+    def from_pretrained(cls, pretrained_model_name, device=None, dtype=None, **kwargs):
         from transformers.utils import CONFIG_NAME, WEIGHTS_NAME
         from transformers.utils.hub import cached_file
 
@@ -300,8 +258,7 @@ class MambaLMHeadModel(nn.Module):
         model.load_state_dict({name: weight.to(dtype) for name, weight in weights.items()})
         return model
 
-    def save_pretrained(self, save_directory: Any) -> None:
-        """Weights and configuration, as files."""
+    def save_pretrained(self, save_directory):
         folder = Path(save_directory)
         folder.mkdir(parents=True, exist_ok=True)
         torch.save(self.state_dict(), folder / "pytorch_model.bin")

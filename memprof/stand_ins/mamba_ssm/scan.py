@@ -15,19 +15,14 @@ from torch.nn import functional
 
 from memprof.stand_ins import causal_conv1d
 from memprof.stand_ins.registry import stand_in
-from memprof.stand_ins.tools import kernel, must, on_card, refused
+from memprof.stand_ins.tools import autocast_dtype, check_on_gpu, kernel, last_contiguous, refuse, refuse_given, require
 
 _AT = "state-spaces/mamba@v2.3.2.post1:mamba_ssm/"
 _SCAN = "mamba_ssm.ops.selective_scan_interface"
-_CHUNK = 2048
-"""Steps of time after which a state is kept (n_chunks in selective_scan.cpp)."""
+_CHUNK = 2048  # steps of time after which a state is kept (n_chunks in selective_scan.cpp)
 
 
-def _last(tensor: Any) -> Any:
-    return tensor.contiguous() if tensor is not None and tensor.stride(-1) != 1 else tensor
-
-
-def _scan(u: torch.Tensor, delta: torch.Tensor, a: torch.Tensor, z: Any) -> tuple[torch.Tensor, ...]:
+def _scan(u: torch.Tensor, delta: torch.Tensor, a: torch.Tensor, z) -> tuple[torch.Tensor, ...]:
     """selective_scan_fwd: the output in the layout of `delta`, states of each chunk, and with a gate its product."""
     gated = [torch.empty_like(z)] if z is not None else []
     out = torch.empty_like(delta)
@@ -36,9 +31,7 @@ def _scan(u: torch.Tensor, delta: torch.Tensor, a: torch.Tensor, z: Any) -> tupl
     return out, states, *gated
 
 
-def _scan_backward(
-    u: Any, delta: Any, a: Any, b: Any, c: Any, d: Any, z: Any, bias: Any, made_z: Any, recomputes: bool, out: Any
-) -> tuple[Any, ...]:
+def _scan_backward(u, delta, a, b, c, d, z, bias, made_z, recomputes: bool, out) -> tuple[Any, ...]:
     """selective_scan_bwd: gradients of all; those of B and C are summed in float32."""
     if z is not None and made_z is None:
         made_z = torch.empty_like(z)
@@ -52,21 +45,19 @@ def _scan_backward(
 
 @stand_in(f"{_SCAN}.selective_scan_fn", "mamba_ssm.selective_scan_fn", source=_AT + "ops/selective_scan_interface.py")
 def selective_scan_fn(
-    u: Any, delta: Any, A: Any, B: Any, C: Any, D: Any = None, z: Any = None, delta_bias: Any = None,  # noqa: N803
-    delta_softplus: Any = False, return_last_state: Any = False,
-) -> Any:  # fmt: skip
+    u, delta, A, B, C, D=None, z=None, delta_bias=None, delta_softplus=False, return_last_state=False
+):
     """[batch, channels, time]; saved are the inputs, states of each chunk of time, and with a gate the output."""
-    on_card("mamba_ssm.selective_scan_fn", u, delta, A)
-    if A.is_complex():
-        raise refused("mamba_ssm.selective_scan_fn", "complex numbers")
     name = "mamba_ssm.selective_scan_fn"
-    must(u.dim() == 3 and delta.shape == u.shape, name, "u and delta of [batch, channels, time]")
-    must(A.dim() == 2 and A.shape[0] == u.shape[1], name, "A of [channels, states]")
-    must(z is None or z.shape == u.shape, name, "z as u is")
+    check_on_gpu(name, u, delta, A)
+    refuse(name, {"complex numbers": A.is_complex()})
+    require(u.dim() == 3 and delta.shape == u.shape, name, "u and delta of [batch, channels, time]")
+    require(A.dim() == 2 and A.shape[0] == u.shape[1], name, "A of [channels, states]")
+    require(z is None or z.shape == u.shape, name, "z as u is")
     flat = B.dim() == 3, C.dim() == 3
 
-    def forward(*given: Any) -> Any:
-        x, steps, b, c, gate = map(_last, (given[0], given[1], given[3], given[4], given[6]))
+    def forward(*given):
+        x, steps, b, c, gate = map(last_contiguous, (given[0], given[1], given[3], given[4], given[6]))
         a, d, bias = given[2], None if given[5] is None else given[5].contiguous(), given[7]
         b, c = (one.unsqueeze(1) if is_flat else one for one, is_flat in zip((b, c), flat, strict=True))
         out, states, *gated = _scan(x, steps, a, gate)
@@ -74,8 +65,8 @@ def selective_scan_fn(
         saved = (x, steps, a, b, c, d, gate, bias, states, out if gated else None)
         return ((result, states[:, :, -1, 1::2]) if return_last_state else result), saved
 
-    def backward(saved: Any, gradient: Any, *of_state: Any) -> Any:
-        gradient = _last(gradient)
+    def backward(saved, gradient, *of_state):
+        gradient = last_contiguous(gradient)
         x, steps, a, b, c, d, gate, bias, _, out = saved
         made = _scan_backward(x, steps, a, b, c, d, gate, bias, None, False, out)
         of_b, of_c = (one.squeeze(1) if is_flat else one for one, is_flat in zip(made[3:5], flat, strict=True))
@@ -91,31 +82,27 @@ def _by_channel(tensor: torch.Tensor, time: int) -> torch.Tensor:
 
 @stand_in(f"{_SCAN}.mamba_inner_fn", "mamba_ssm.mamba_inner_fn", source=_AT + "ops/selective_scan_interface.py")
 def mamba_inner_fn(
-    xz: Any, conv1d_weight: Any, conv1d_bias: Any, x_proj_weight: Any, delta_proj_weight: Any, out_proj_weight: Any,
-    out_proj_bias: Any, A: Any, B: Any = None, C: Any = None, D: Any = None, delta_bias: Any = None,  # noqa: N803
-    B_proj_bias: Any = None, C_proj_bias: Any = None, delta_softplus: Any = True, checkpoint_lvl: Any = 1,  # noqa: N803
-    b_rms_weight: Any = None, c_rms_weight: Any = None, dt_rms_weight: Any = None, b_c_dt_rms_eps: Any = 1e-6,
-) -> Any:  # fmt: skip
+    xz, conv1d_weight, conv1d_bias, x_proj_weight, delta_proj_weight, out_proj_weight, out_proj_bias, A, B=None, C=None,
+    D=None, delta_bias=None, B_proj_bias=None, C_proj_bias=None, delta_softplus=True, checkpoint_lvl=1,
+    b_rms_weight=None, c_rms_weight=None, dt_rms_weight=None, b_c_dt_rms_eps=1e-6,
+):  # fmt: skip
     """Convolution, projections, scan and the projection out. What the convolution and the step sizes gave is computed
     again in the backward (checkpoint_lvl=1)."""
     name = "mamba_ssm.mamba_inner_fn"
-    on_card(name, xz, A)
-    others = {"B": B, "C": C, "B_proj_bias": B_proj_bias, "C_proj_bias": C_proj_bias, "b_rms_weight": b_rms_weight}
-    others |= {"c_rms_weight": c_rms_weight, "dt_rms_weight": dt_rms_weight}
-    for what, value in others.items():
-        if value is not None:
-            raise refused(name, f"`{what}`")
-    if checkpoint_lvl != 1 or A.is_complex():
-        raise refused(name, "complex numbers" if A.is_complex() else f"checkpoint_lvl={checkpoint_lvl}")
+    check_on_gpu(name, xz, A)
+    refuse_given(
+        name, B=B, C=C, B_proj_bias=B_proj_bias, C_proj_bias=C_proj_bias, b_rms_weight=b_rms_weight,
+        c_rms_weight=c_rms_weight, dt_rms_weight=dt_rms_weight,
+    )  # fmt: skip
+    refuse(name, {"complex numbers": A.is_complex(), f"checkpoint_lvl={checkpoint_lvl}": checkpoint_lvl != 1})
     rank, states, time = delta_proj_weight.shape[1], A.shape[-1], xz.shape[-1]
 
-    def forward(*given: Any) -> Any:
+    def forward(*given):
         packed, kernel_weight, kernel_bias, x_weight, step_weight, out_weight, out_bias, a, d, bias = given
-        if torch.is_autocast_enabled():
-            dtype = torch.get_autocast_dtype("cuda")
-            x_weight, step_weight, out_weight = (one.to(dtype) for one in (x_weight, step_weight, out_weight))
-            out_bias = None if out_bias is None else out_bias.to(dtype)
-        packed = _last(packed)
+        weights = (x_weight, step_weight, out_weight)
+        x_weight, step_weight, out_weight = (one.to(autocast_dtype(one.dtype)) for one in weights)
+        out_bias = None if out_bias is None else out_bias.to(autocast_dtype(out_bias.dtype))
+        packed = last_contiguous(packed)
         x, gate = packed.chunk(2, dim=1)
         kernel_weight = kernel_weight.squeeze(1)
         mixed = torch.empty_like(x)
@@ -128,28 +115,17 @@ def mamba_inner_fn(
         d = None if d is None else d.contiguous()
         out, kept, gated = _scan(mixed, steps, a, gate)
         saved = (
-            packed,
-            kernel_weight,
-            kernel_bias,
-            projected,
-            x_weight,
-            step_weight,
-            out_weight,
-            a,
-            b,
-            c,
-            d,
-            bias,
-            kept,
-        )
-        return functional.linear(gated.transpose(1, 2), out_weight, out_bias), (*saved, out)
+            packed, kernel_weight, kernel_bias, projected, x_weight, step_weight, out_weight, a, b, c, d, bias, kept,
+            out,
+        )  # fmt: skip
+        return functional.linear(gated.transpose(1, 2), out_weight, out_bias), saved
 
-    def backward(saved: Any, gradient: torch.Tensor) -> Any:
+    def backward(saved, gradient: torch.Tensor):
         packed, kernel_weight, kernel_bias, projected, x_weight, step_weight, out_weight, a, b, c, d, bias, _, out = (
             saved
         )
         x, gate = packed.chunk(2, dim=1)
-        gradient = _last(gradient)
+        gradient = last_contiguous(gradient)
         mixed = torch.empty_like(x)
         steps = _by_channel(step_weight @ projected[:, :rank].t(), time)
         made = torch.empty_like(packed)
@@ -192,11 +168,10 @@ class Mamba(nn.Module):
     """One layer, trained on whole sequences: a product, mamba_inner_fn, and A with its exponential in float32."""
 
     def __init__(
-        self, d_model: Any, d_state: Any = 16, d_conv: Any = 4, expand: Any = 2, dt_rank: Any = "auto",
-        dt_min: Any = 0.001, dt_max: Any = 0.1, dt_init: Any = "random", dt_scale: Any = 1.0,
-        dt_init_floor: Any = 1e-4, conv_bias: Any = True, bias: Any = False, use_fast_path: Any = True,
-        layer_idx: Any = None, device: Any = None, dtype: Any = None,
-    ) -> None:  # fmt: skip
+        self, d_model, d_state=16, d_conv=4, expand=2, dt_rank="auto", dt_min=0.001, dt_max=0.1, dt_init="random",
+        dt_scale=1.0, dt_init_floor=1e-4, conv_bias=True, bias=False, use_fast_path=True, layer_idx=None, device=None,
+        dtype=None,
+    ):  # fmt: skip
         super().__init__()
         of: dict[str, Any] = {"device": device, "dtype": dtype}
         self.d_model, self.d_state, self.d_conv, self.expand = d_model, d_state, d_conv, expand
@@ -218,10 +193,10 @@ class Mamba(nn.Module):
         self.dt_proj.bias._no_reinit = True  # type: ignore[attr-defined]
         self.out_proj = nn.Linear(self.d_inner, d_model, bias=bias, **of)
 
-    def forward(self, hidden_states: Any, inference_params: Any = None) -> Any:
+    def forward(self, hidden_states, inference_params=None):
         """[batch, time, channels]."""
-        if inference_params is not None or not self.use_fast_path:
-            raise refused("mamba_ssm.Mamba", "inference_params" if self.use_fast_path else "use_fast_path=False")
+        others = {"use_fast_path=False": not self.use_fast_path, "inference_params": inference_params is not None}
+        refuse("mamba_ssm.Mamba", others)
         time = hidden_states.shape[1]
         xz = _by_channel(self.in_proj.weight @ hidden_states.flatten(0, 1).t(), time)
         if self.in_proj.bias is not None:

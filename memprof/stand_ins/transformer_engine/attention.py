@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from memprof.stand_ins.tools import kept, kernel, on_card, refused
+from memprof.stand_ins.tools import HALF, check_on_gpu, keep_for_run, kernel, refuse
 from memprof.stand_ins.transformer_engine.linear import LayerNormLinear, Linear
-from memprof.stand_ins.transformer_engine.precision import in_force, te
+from memprof.stand_ins.transformer_engine.precision import te
 
 _DOT = "transformer_engine.pytorch.DotProductAttention"
 _MASKS = ("causal", "causal_bottom_right", "no_mask")
@@ -60,45 +60,40 @@ def _gradients(saved: tuple[torch.Tensor, ...], number: int, dim: int | None) ->
     return made if number == 3 else (saved[0].new_empty(saved[0].shape), *made)
 
 
-@te("DotProductAttention", "attention.dot_product_attention.dot_product_attention", "attention")
+@te("attention.dot_product_attention.dot_product_attention", "attention")
 class DotProductAttention(nn.Module):
     """cuDNN's attention: queries, keys, values, the output, a sum for each row and the random state are saved."""
 
     def __init__(
-        self, num_attention_heads: Any, kv_channels: Any, num_gqa_groups: Any = None, attention_dropout: Any = 0.0,
-        qkv_format: Any = "sbhd", attn_mask_type: Any = "causal", window_size: Any = None,
-        bottom_right_diagonal: Any = None, sequence_parallel: Any = False, tp_size: Any = 1,
-        get_rng_state_tracker: Any = None, tp_group: Any = None, layer_number: Any = None,
-        attention_type: Any = "self", cp_group: Any = None, cp_global_ranks: Any = None, cp_stream: Any = None,
-        cp_comm_type: Any = "p2p", softmax_scale: Any = None, softmax_type: Any = "vanilla",
-        return_max_logit: Any = False, name: Any = None,
-    ) -> None:  # fmt: skip
+        self, num_attention_heads, kv_channels, num_gqa_groups=None, attention_dropout=0.0, qkv_format="sbhd",
+        attn_mask_type="causal", window_size=None, bottom_right_diagonal=None, sequence_parallel=False, tp_size=1,
+        get_rng_state_tracker=None, tp_group=None, layer_number=None, attention_type="self", cp_group=None,
+        cp_global_ranks=None, cp_stream=None, cp_comm_type="p2p", softmax_scale=None, softmax_type="vanilla",
+        return_max_logit=False, name=None,
+    ):  # fmt: skip
         super().__init__()
         others = {
             f"tp_size={tp_size}": tp_size != 1, "cp_group": cp_group is not None,
             f"softmax_type={softmax_type!r}": softmax_type != "vanilla", "return_max_logit": return_max_logit,
         }  # fmt: skip
-        _refuse(_DOT, others)
+        refuse(_DOT, others)
         self.qkv_format, self.attn_mask_type, self.attention_dropout = qkv_format, attn_mask_type, attention_dropout
         self.attention_type = attention_type
 
     def forward(
-        self, query_layer: Any, key_layer: Any, value_layer: Any, attention_mask: Any = None, qkv_format: Any = None,
-        cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None, cu_seqlens_q_padded: Any = None,
-        cu_seqlens_kv_padded: Any = None, max_seqlen_q: Any = None, max_seqlen_kv: Any = None,
-        attn_mask_type: Any = None, window_size: Any = None, bottom_right_diagonal: Any = None,
-        checkpoint_core_attention: Any = False, core_attention_bias_type: Any = "no_bias",
-        core_attention_bias: Any = None, alibi_slopes: Any = None, fast_zero_fill: Any = True,
-        inference_params: Any = None, pad_between_seqs: Any = None, fp8_output: Any = False, num_splits: Any = 1,
-        score_mod: Any = None, score_mod_bprop: Any = None, score_mod_tensors: Any = None,
-        score_mod_bprop_tensors: Any = None,
-    ) -> torch.Tensor:  # fmt: skip
+        self, query_layer, key_layer, value_layer, attention_mask=None, qkv_format=None, cu_seqlens_q=None,
+        cu_seqlens_kv=None, cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None, max_seqlen_q=None, max_seqlen_kv=None,
+        attn_mask_type=None, window_size=None, bottom_right_diagonal=None, checkpoint_core_attention=False,
+        core_attention_bias_type="no_bias", core_attention_bias=None, alibi_slopes=None, fast_zero_fill=True,
+        inference_params=None, pad_between_seqs=None, fp8_output=False, num_splits=1, score_mod=None,
+        score_mod_bprop=None, score_mod_tensors=None, score_mod_bprop_tensors=None,
+    ):  # fmt: skip
         """Saved are queries, keys and values, the output, a sum for each row and the random state."""
-        on_card(_DOT, query_layer, key_layer, value_layer)
+        check_on_gpu(_DOT, query_layer, key_layer, value_layer)
         form = qkv_format or self.qkv_format
         mask = (attn_mask_type or self.attn_mask_type).replace(",", "_")
         flash = "flash_attn" in sys.modules and os.environ.get("NVTE_FLASH_ATTN", "1") != "0"
-        half = query_layer.dtype in (torch.float16, torch.bfloat16)
+        half = query_layer.dtype in HALF
         capability = torch.cuda.get_device_capability()
         others = {
             f"qkv_format={form!r}": form not in ("sbhd", "bshd"), f"attn_mask_type={mask!r}": mask not in _MASKS,
@@ -112,7 +107,7 @@ class DotProductAttention(nn.Module):
             f"heads of {query_layer.shape[-1]}": query_layer.shape[-1] % 8 or query_layer.shape[-1] > _MOST_HEAD,
             f"a card of compute capability {'.'.join(map(str, capability))}": capability < (8, 0),
         }  # fmt: skip
-        _refuse(_DOT, others)
+        refuse(_DOT, others)
         given, number, dim = _layout((query_layer, key_layer, value_layer))
         batch_at = form.index("b")
         query, _, value = given
@@ -122,16 +117,16 @@ class DotProductAttention(nn.Module):
             return torch.empty(batch + 1, dtype=torch.int32, device=query.device)
 
         for length in {tokens, value.shape[1 - batch_at]}:
-            kept(("transformer_engine.cu_seqlens", batch, length, str(query.device)), lengths)
+            keep_for_run(("transformer_engine.cu_seqlens", batch, length, str(query.device)), lengths)
         grads = torch.is_grad_enabled()
 
-        def fore(*tensors: torch.Tensor) -> Any:
+        def fore(*tensors: torch.Tensor):
             out = query.new_empty((*query.shape[:-1], value.shape[-1]))
             state = torch.empty(2, dtype=torch.int64, device=query.device)
             sums = query.new_empty((batch, heads, tokens, 1), dtype=torch.float32) if grads else None
             return out, (*tensors, out, sums, state)
 
-        def back(saved: Any, gradient: torch.Tensor) -> Any:
+        def back(saved, gradient: torch.Tensor):
             gradient = gradient.contiguous()
             made = _gradients(saved[:3], number, dim)
             size = batch * heads * tokens * (saved[0].shape[-1] + 1)
@@ -143,22 +138,16 @@ class DotProductAttention(nn.Module):
         return out.view(*out.shape[:2], -1)
 
 
-def _refuse(name: str, reasons: dict[str, Any]) -> None:
-    for what, is_so in reasons.items():
-        if is_so:
-            raise refused(name, what)
-
-
 class _Split(torch.autograd.Function):
     """SplitAlongDim: gradients that lie in one tensor as the parts do are not copied together."""
 
     @staticmethod
-    def forward(ctx: Any, mixed: torch.Tensor, dim: int, sizes: tuple[int, ...]) -> Any:
+    def forward(ctx, mixed: torch.Tensor, dim: int, sizes: tuple[int, ...]):
         ctx.dim, ctx.sizes = dim, sizes
         return torch.split(mixed, list(sizes), dim=dim)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+    def backward(ctx, *gradients: torch.Tensor):
         first = gradients[0]
         dim = ctx.dim % first.dim()
         after = first.shape[dim + 1 :].numel()
@@ -172,14 +161,14 @@ class _Split(torch.autograd.Function):
         return first.as_strided(shape, first.stride()), None, None
 
 
-@te("RotaryPositionEmbedding", "attention.rope", "attention")
+@te("attention.rope", "attention")
 class RotaryPositionEmbedding(nn.Module):
     """Angles for each position, in float32."""
 
     def __init__(
-        self, dim: Any, rotary_percent: Any = 1.0, seq_len_interpolation_factor: Any = None,
-        pretrained_max_position_embeddings: Any = None, rotary_base: Any = 10000.0, interleaved: Any = False,
-    ) -> None:  # fmt: skip
+        self, dim, rotary_percent=1.0, seq_len_interpolation_factor=None, pretrained_max_position_embeddings=None,
+        rotary_base=10000.0, interleaved=False,
+    ):  # fmt: skip
         super().__init__()
         dim = int(dim * rotary_percent) if rotary_percent < 1.0 else dim
         steps = torch.arange(0, dim, 2, dtype=torch.float32, device=torch.cuda.current_device())
@@ -187,7 +176,7 @@ class RotaryPositionEmbedding(nn.Module):
         self.interleaved = interleaved
         self._factors = (seq_len_interpolation_factor, pretrained_max_position_embeddings)
 
-    def forward(self, max_seq_len: Any, offset: Any = 0) -> torch.Tensor:
+    def forward(self, max_seq_len, offset=0):
         """[positions, 1, 1, size]."""
         frequencies: Any = self.inv_freq
         with torch.autocast("cuda", enabled=False):
@@ -205,41 +194,37 @@ class RotaryPositionEmbedding(nn.Module):
 def rotated(tensor: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
     """FusedRoPEFunc: a new tensor; saved are the angles."""
 
-    def back(saved: Any, gradient: torch.Tensor) -> Any:
+    def back(saved, gradient: torch.Tensor):
         return (torch.empty(gradient.shape, dtype=gradient.dtype, device=gradient.device),)
 
-    def fore(given: torch.Tensor) -> Any:
+    def fore(given: torch.Tensor):
         return given.new_empty(given.shape), (angles.float(),)
 
     return kernel(fore, back, tensor)
 
 
-@te("MultiheadAttention", "attention.multi_head_attention", "attention")
+@te("attention.multi_head_attention", "attention")
 class MultiheadAttention(nn.Module):
     """A product for queries, keys and values, attention, a product of its output."""
 
     def __init__(
-        self, hidden_size: Any, num_attention_heads: Any, kv_channels: Any = None, attention_dropout: Any = 0.1,
-        layernorm_epsilon: Any = 1e-5, init_method: Any = None, output_layer_init_method: Any = None,
-        layer_number: Any = None, attn_mask_type: Any = "causal", window_size: Any = None,
-        bottom_right_diagonal: Any = None, tp_group: Any = None, tp_size: Any = 1, num_gqa_groups: Any = None,
-        fuse_wgrad_accumulation: Any = False, get_rng_state_tracker: Any = None, sequence_parallel: Any = False,
-        params_dtype: Any = None, return_bias: Any = False, return_layernorm_output: Any = False,
-        input_layernorm: Any = False, attention_type: Any = "self", set_parallel_mode: Any = False,
-        fuse_qkv_params: Any = False, zero_centered_gamma: Any = False, qkv_weight_interleaved: Any = True,
-        rotary_pos_interleaved: Any = False, ub_overlap_ag: Any = False, ub_overlap_rs: Any = False,
-        ub_overlap_rs_dgrad: Any = False, ub_bulk_dgrad: Any = False, ub_bulk_wgrad: Any = False, bias: Any = True,
-        normalization: Any = "LayerNorm", device: Any = "cuda", qkv_format: Any = "sbhd", name: Any = None,
-        qk_norm_type: Any = None, qk_norm_eps: Any = 1e-6, qk_norm_before_rope: Any = False, seq_length: Any = None,
-        micro_batch_size: Any = None, softmax_type: Any = "vanilla",
-    ) -> None:  # fmt: skip
+        self, hidden_size, num_attention_heads, kv_channels=None, attention_dropout=0.1, layernorm_epsilon=1e-5,
+        init_method=None, output_layer_init_method=None, layer_number=None, attn_mask_type="causal", window_size=None,
+        bottom_right_diagonal=None, tp_group=None, tp_size=1, num_gqa_groups=None, fuse_wgrad_accumulation=False,
+        get_rng_state_tracker=None, sequence_parallel=False, params_dtype=None, return_bias=False,
+        return_layernorm_output=False, input_layernorm=False, attention_type="self", set_parallel_mode=False,
+        fuse_qkv_params=False, zero_centered_gamma=False, qkv_weight_interleaved=True, rotary_pos_interleaved=False,
+        ub_overlap_ag=False, ub_overlap_rs=False, ub_overlap_rs_dgrad=False, ub_bulk_dgrad=False, ub_bulk_wgrad=False,
+        bias=True, normalization="LayerNorm", device="cuda", qkv_format="sbhd", name=None, qk_norm_type=None,
+        qk_norm_eps=1e-6, qk_norm_before_rope=False, seq_length=None, micro_batch_size=None, softmax_type="vanilla",
+    ):  # fmt: skip
         super().__init__()
         others = {
             f"attention_type={attention_type!r}": attention_type != "self",
             f"qk_norm_type={qk_norm_type!r}": qk_norm_type is not None, "tensor parallelism": tp_group or tp_size != 1,
             f"qkv_format={qkv_format!r}": qkv_format not in ("sbhd", "bshd"),
         }  # fmt: skip
-        _refuse("transformer_engine.pytorch.MultiheadAttention", others)
+        refuse("transformer_engine.pytorch.MultiheadAttention", others)
         self.qkv_format, self.attn_mask_type, self.window_size = qkv_format, attn_mask_type, window_size
         self.input_layernorm, self.return_bias = input_layernorm, return_bias
         self.return_layernorm_output = return_layernorm_output
@@ -275,17 +260,13 @@ class MultiheadAttention(nn.Module):
         )  # fmt: skip
 
     def forward(
-        self, hidden_states: Any, attention_mask: Any = None, encoder_output: Any = None, attn_mask_type: Any = None,
-        window_size: Any = None, bottom_right_diagonal: Any = None, is_first_microbatch: Any = None,
-        checkpoint_core_attention: Any = False, inference_params: Any = None, rotary_pos_emb: Any = None,
-        core_attention_bias_type: Any = "no_bias", core_attention_bias: Any = None, alibi_slopes: Any = None,
-        cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None, cu_seqlens_q_padded: Any = None,
-        cu_seqlens_kv_padded: Any = None, max_seqlen_q: Any = None, max_seqlen_kv: Any = None,
-        fast_zero_fill: Any = True, pad_between_seqs: Any = None,
-    ) -> Any:  # fmt: skip
+        self, hidden_states, attention_mask=None, encoder_output=None, attn_mask_type=None, window_size=None,
+        bottom_right_diagonal=None, is_first_microbatch=None, checkpoint_core_attention=False, inference_params=None,
+        rotary_pos_emb=None, core_attention_bias_type="no_bias", core_attention_bias=None, alibi_slopes=None,
+        cu_seqlens_q=None, cu_seqlens_kv=None, cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None, max_seqlen_q=None,
+        max_seqlen_kv=None, fast_zero_fill=True, pad_between_seqs=None,
+    ):  # fmt: skip
         """[tokens, batch, channels] by "sbhd"."""
-        recipe = in_force()
-        assert recipe is None or not getattr(recipe, "fp8_dpa", False)
         normed = None
         if self.input_layernorm:
             mixed = self.layernorm_qkv(hidden_states, is_first_microbatch=is_first_microbatch)

@@ -13,25 +13,25 @@ from typing import Any
 import torch
 from torch import nn
 
-from memprof.stand_ins.tools import kernel, on_card, refused, workspace
+from memprof.stand_ins.tools import autocast_dtype, check_on_gpu, kernel, refuse, reserve_workspace
 from memprof.stand_ins.transformer_engine import norms, precision
 from memprof.stand_ins.transformer_engine.precision import Quantized, Recipe, quantized, te, turned
 
 _WORKSPACE = 4 * 1024 * 1024
 _WORKSPACE_HOPPER = 32 * 1024 * 1024 + 1024
+# Rows that one partial sum of a bias' gradient stands for: on cards that take any layout, and on others.
 _PARTS_ROWS = {True: 128, False: 256}
-"""Rows that one partial sum of a bias' gradient stands for: on cards that take any layout, and on others."""
 _NORMALIZATIONS = ("LayerNorm", "RMSNorm")
 
 
-def product(rows: Any, columns: int, dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
+def product(rows, columns: int, dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
     """general_gemm: its result; the workspace is taken once and kept."""
     hopper = torch.cuda.get_device_capability() >= (9, 0)
-    workspace("transformer_engine workspace", _WORKSPACE_HOPPER if hopper else _WORKSPACE)
+    reserve_workspace("transformer_engine workspace", _WORKSPACE_HOPPER if hopper else _WORKSPACE)
     return torch.empty((*rows, columns), dtype=dtype, device=like.device)
 
 
-def cast(tensor: Any, dtype: torch.dtype) -> Any:
+def cast(tensor, dtype: torch.dtype):
     """cast_if_needed."""
     return None if tensor is None else tensor.to(dtype)
 
@@ -42,10 +42,10 @@ def free(tensor: torch.Tensor | None) -> None:
         tensor.untyped_storage().resize_(0)
 
 
-def from_gradient(gradient: torch.Tensor, recipe: Recipe | None, has_bias: bool, dtype: torch.dtype) -> Any:
+def from_gradient(gradient: torch.Tensor, recipe: Recipe | None, has_bias: bool, dtype: torch.dtype):
     """grad_output_preprocess: the gradient of an output, in float8 if products are, and then that of the bias."""
     if recipe is None:
-        return Quantized(gradient, None, None), None
+        return Quantized(gradient), None
     if not has_bias:
         return quantized(gradient, columns=True, by_now=recipe.float8_current_scaling()), None
     of_bias = gradient.new_empty(gradient.shape[-1], dtype=dtype)
@@ -64,22 +64,23 @@ class Base(nn.Module):
     is_rms: bool
     normalization: str
 
-    def _begin(self, name: str | None, refused_options: dict[str, Any], tp_size: int, tp_group: Any) -> None:
+    def _begin(self, name: str | None, tp_size: int, tp_group, **refused: Any) -> None:
         super().__init__()
         self.name = name
         self._scales: Any = None
         self._weights: dict[str, Quantized] = {}
-        what = f"transformer_engine.pytorch.{type(self).__name__}"
-        if tp_size != 1 or tp_group is not None:
-            raise refused(what, "tensor parallelism")
-        for option, value in refused_options.items():
-            if value:
-                raise refused(what, f"{option}={value}")
+        reasons = {"tensor parallelism": tp_size != 1 or tp_group is not None}
+        refuse(self._real_name, reasons | {f"{option}={value}": value for option, value in refused.items()})
 
-    def _prepare(self, given: torch.Tensor) -> tuple[torch.Tensor, torch.dtype, Recipe | None]:
+    @property
+    def _real_name(self) -> str:
+        return f"transformer_engine.pytorch.{type(self).__name__}"
+
+    def _prepare(self, given: torch.Tensor, **refused: Any) -> tuple[torch.Tensor, torch.dtype, Recipe | None]:
         """prepare_forward: the input, the type of products, and the recipe of float8."""
-        on_card(f"transformer_engine.pytorch.{type(self).__name__}", given)
-        dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled() else given.dtype
+        refuse(self._real_name, refused)
+        check_on_gpu(self._real_name, given)
+        dtype = autocast_dtype(given.dtype)
         if not torch.is_autocast_enabled():
             for name, parameter in self.named_parameters():
                 if parameter.dtype != dtype:
@@ -101,8 +102,12 @@ class Base(nn.Module):
             )
         return given.contiguous(), dtype, recipe
 
-    def _in_float8(self, name: str, weight: torch.Tensor, recipe: Recipe, first: Any, columns: bool) -> Quantized:
-        """quantize_weight: again in each forward, or kept while micro-batches are told apart."""
+    def _matrix(
+        self, name: str, weight: torch.Tensor, dtype: torch.dtype, recipe: Recipe | None, first, columns: bool
+    ) -> Quantized:
+        """A weight as products take it; quantize_weight: again in each forward, or kept by micro-batches."""
+        if recipe is None:
+            return Quantized(weight.to(dtype))
         found = self._weights.get(name) if first is not None else None
         if found is None:
             found = quantized(weight, columns=columns, by_now=recipe.float8_current_scaling())
@@ -115,10 +120,9 @@ def joined(tensors: list[torch.Tensor]) -> torch.Tensor:
     """noop_cat: one tensor over parts that lie one after the other, else a copy."""
     if len(tensors) == 1:
         return tensors[0]
-
     sizes = [tensor.shape[0] for tensor in tensors]
 
-    def forward(*parts: torch.Tensor) -> Any:
+    def forward(*parts: torch.Tensor):
         whole = [sum(part.shape[0] for part in parts), *parts[0].shape[1:]]
         end = parts[0].storage_offset()
         for part in parts:
@@ -128,7 +132,7 @@ def joined(tensors: list[torch.Tensor]) -> torch.Tensor:
             end += part.numel()
         return parts[0].as_strided(whole, parts[0].stride()), ()
 
-    def backward(saved: Any, gradient: torch.Tensor) -> Any:
+    def backward(saved, gradient: torch.Tensor):
         return gradient.split(sizes)
 
     return kernel(forward, backward, *tensors)
@@ -141,7 +145,7 @@ class _Weights(Base):
     in_features: int
 
     def _make_weights(
-        self, bias: bool, split: Any, dtype: torch.dtype, device: Any, init_method: Callable[..., Any] | None
+        self, bias: bool, split, dtype: torch.dtype, device, init_method: Callable[..., Any] | None
     ) -> None:
         sizes: dict[str, int] = {"": self.out_features}
         if isinstance(split, dict):
@@ -172,37 +176,32 @@ class _Weights(Base):
         return weight, joined([getattr(self, name) for name in self.bias_names]) if self.use_bias else None
 
 
-def _normal(weight: torch.Tensor) -> Any:
+def _normal(weight: torch.Tensor):
     return nn.init.normal_(weight, mean=0.0, std=0.023)
 
 
-@te("Linear", "module.linear", "module")
+@te("module.linear", "module")
 class Linear(_Weights):
     """A product, with a bias or without: its input is saved, in float8 transposed, with both forms of the weight."""
 
     def __init__(
-        self, in_features: Any, out_features: Any, sequence_parallel: Any = False, fuse_wgrad_accumulation: Any = False,
-        tp_group: Any = None, tp_size: Any = 1, get_rng_state_tracker: Any = None, rng_tracker_name: Any = None,
-        init_method: Any = None, bias: Any = True, return_bias: Any = False, params_dtype: Any = None,
-        parallel_mode: Any = None, parameters_split: Any = None, device: Any = "cuda", ub_overlap_ag: Any = False,
-        ub_overlap_rs: Any = False, ub_overlap_rs_dgrad: Any = False, ub_bulk_dgrad: Any = False,
-        ub_bulk_wgrad: Any = False, ub_name: Any = None, delay_wgrad_compute: Any = False,
-        symmetric_ar_type: Any = None, save_original_input: Any = False, name: Any = None,
-    ) -> None:  # fmt: skip
-        options = {
-            "fuse_wgrad_accumulation": fuse_wgrad_accumulation, "delay_wgrad_compute": delay_wgrad_compute,
-            "save_original_input": save_original_input,
-        }  # fmt: skip
-        self._begin(name, options, tp_size, tp_group)
+        self, in_features, out_features, sequence_parallel=False, fuse_wgrad_accumulation=False, tp_group=None,
+        tp_size=1, get_rng_state_tracker=None, rng_tracker_name=None, init_method=None, bias=True, return_bias=False,
+        params_dtype=None, parallel_mode=None, parameters_split=None, device="cuda", ub_overlap_ag=False,
+        ub_overlap_rs=False, ub_overlap_rs_dgrad=False, ub_bulk_dgrad=False, ub_bulk_wgrad=False, ub_name=None,
+        delay_wgrad_compute=False, symmetric_ar_type=None, save_original_input=False, name=None,
+    ):  # fmt: skip
+        self._begin(
+            name, tp_size, tp_group, fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+            delay_wgrad_compute=delay_wgrad_compute, save_original_input=save_original_input,
+        )  # fmt: skip
         self.in_features, self.out_features = in_features, out_features
         self.return_bias, self.parallel_mode = return_bias, parallel_mode
         self._make_weights(bias, parameters_split, params_dtype or torch.get_default_dtype(), device, init_method)
 
-    def forward(self, inp: Any, is_first_microbatch: Any = None, fp8_output: Any = False, fp8_grad: Any = False) -> Any:
+    def forward(self, inp, is_first_microbatch=None, fp8_output=False, fp8_grad=False):
         """Saved are the input (in float8 transposed, if products are) and the weight in the type of products."""
-        if fp8_output or fp8_grad:
-            raise refused("transformer_engine.pytorch.Linear", "fp8_output" if fp8_output else "fp8_grad")
-        inp, dtype, recipe = self._prepare(inp)
+        inp, dtype, recipe = self._prepare(inp, fp8_output=fp8_output, fp8_grad=fp8_grad)
         weight, bias = self._weight_and_bias()
         if inp.shape[-1] != weight.shape[1]:
             raise AssertionError(f"GEMM not possible: an input of {inp.shape[-1]}, weights of {weight.shape[1]}")
@@ -210,26 +209,25 @@ class Linear(_Weights):
         to_input, to_weight, grads = inp.requires_grad, weight.requires_grad, torch.is_grad_enabled()
         shape, (wide, narrow) = inp.shape, weight.shape
 
-        def fore(x: torch.Tensor, w: torch.Tensor, b: Any) -> Any:
+        def fore(x: torch.Tensor, w: torch.Tensor, b):
             if recipe is None:
-                given, matrix = Quantized(cast(x, dtype), None, None), Quantized(cast(w, dtype), None, None)
+                given = Quantized(cast(x, dtype))
             else:
-                by_now = recipe.float8_current_scaling()
-                given = quantized(x, columns=grads and to_weight, by_now=by_now)
-                matrix = self._in_float8("weight", w, recipe, is_first_microbatch, grads and to_input)
+                given = quantized(x, columns=grads and to_weight, by_now=recipe.float8_current_scaling())
+            matrix = self._matrix("weight", w, dtype, recipe, is_first_microbatch, grads and to_input)
             shift = cast(b, dtype)
             out = product(x.shape[:-1], w.shape[0], dtype, x)
-            kept_input = given.for_backward() if to_weight else Quantized(None, None, None)
+            kept_input = given.for_backward() if to_weight else Quantized()
             return out, (*kept_input, *matrix, shift)
 
-        def back(saved: Any, gradient: torch.Tensor) -> Any:
+        def back(saved, gradient: torch.Tensor):
             given = Quantized(*saved[:3])
             gradient = gradient.reshape(-1, gradient.shape[-1]).contiguous()
             got, of_bias = from_gradient(gradient, recipe, inside, dtype)
             of_input = product(shape[:-1], shape[-1], dtype, gradient) if to_input else None
             if not to_weight:
                 return of_input, None, of_bias
-            given, got = turned(given) if recipe else given, turned(got) if recipe else got
+            given, got = turned(recipe, given, got)
             of_weight = product((wide,), narrow, dtype, gradient)
             if inside and of_bias is None:
                 of_bias = gradient.new_empty(wide, dtype=dtype)
@@ -241,25 +239,22 @@ class Linear(_Weights):
         return (out, cast(bias, dtype)) if self.return_bias else out
 
 
-@te("LayerNormLinear", "module.layernorm_linear", "module")
+@te("module.layernorm_linear", "module")
 class LayerNormLinear(_Weights):
     """A norm, and a product of its output: the input, the norm's numbers and the output are saved."""
 
     def __init__(
-        self, in_features: Any, out_features: Any, eps: Any = 1e-5, sequence_parallel: Any = False,
-        fuse_wgrad_accumulation: Any = False, tp_group: Any = None, tp_size: Any = 1, get_rng_state_tracker: Any = None,
-        init_method: Any = None, bias: Any = True, normalization: Any = "LayerNorm", return_bias: Any = False,
-        params_dtype: Any = None, parallel_mode: Any = None, return_layernorm_output: Any = False,
-        return_layernorm_output_gathered: Any = False, parameters_split: Any = None, zero_centered_gamma: Any = False,
-        device: Any = "cuda", ub_overlap_ag: Any = False, ub_overlap_rs: Any = False, ub_overlap_rs_dgrad: Any = False,
-        ub_bulk_wgrad: Any = False, ub_bulk_dgrad: Any = False, ub_name: Any = None, delay_wgrad_compute: Any = False,
-        symmetric_ar_type: Any = None, name: Any = None,
-    ) -> None:  # fmt: skip
-        options = {
-            "fuse_wgrad_accumulation": fuse_wgrad_accumulation, "delay_wgrad_compute": delay_wgrad_compute,
-            "return_layernorm_output_gathered": return_layernorm_output_gathered,
-        }  # fmt: skip
-        self._begin(name, options, tp_size, tp_group)
+        self, in_features, out_features, eps=1e-5, sequence_parallel=False, fuse_wgrad_accumulation=False,
+        tp_group=None, tp_size=1, get_rng_state_tracker=None, init_method=None, bias=True, normalization="LayerNorm",
+        return_bias=False, params_dtype=None, parallel_mode=None, return_layernorm_output=False,
+        return_layernorm_output_gathered=False, parameters_split=None, zero_centered_gamma=False, device="cuda",
+        ub_overlap_ag=False, ub_overlap_rs=False, ub_overlap_rs_dgrad=False, ub_bulk_wgrad=False, ub_bulk_dgrad=False,
+        ub_name=None, delay_wgrad_compute=False, symmetric_ar_type=None, name=None,
+    ):  # fmt: skip
+        self._begin(
+            name, tp_size, tp_group, fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+            delay_wgrad_compute=delay_wgrad_compute, return_layernorm_output_gathered=return_layernorm_output_gathered,
+        )  # fmt: skip
         self.in_features, self.out_features, self.eps = in_features, out_features, eps
         self.return_bias, self.parallel_mode = return_bias, parallel_mode
         self.return_layernorm_output = return_layernorm_output
@@ -267,43 +262,41 @@ class LayerNormLinear(_Weights):
         norm_parameters(self, in_features, normalization, zero_centered_gamma, dtype, device)
         self._make_weights(bias, parameters_split, dtype, device, init_method)
 
-    def forward(self, inp: Any, is_first_microbatch: Any = None, fp8_output: Any = False, fp8_grad: Any = False) -> Any:
+    def forward(self, inp, is_first_microbatch=None, fp8_output=False, fp8_grad=False):
         """Saved are the input, the norm's output (in float8 transposed, if products are), its numbers, the weight."""
-        if fp8_output or fp8_grad:
-            raise refused("transformer_engine.pytorch.LayerNormLinear", "fp8_output" if fp8_output else "fp8_grad")
-        inp, dtype, recipe = self._prepare(inp)
+        inp, dtype, recipe = self._prepare(inp, fp8_output=fp8_output, fp8_grad=fp8_grad)
         weight, bias = self._weight_and_bias()
         inside = bias is not None and not self.return_bias
         to_weight, grads, is_rms = weight.requires_grad, torch.is_grad_enabled(), self.is_rms
         gives_both = self.return_layernorm_output
         shape, (wide, narrow) = inp.shape, weight.shape
 
-        def fore(x: torch.Tensor, w: torch.Tensor, b: Any, *of_norm: torch.Tensor) -> Any:
+        def fore(x: torch.Tensor, w: torch.Tensor, b, *of_norm: torch.Tensor):
             x = cast(x.view(-1, x.shape[-1]), dtype)
             scales = [cast(one, dtype) for one in of_norm]
             columns = grads and to_weight
             made, statistics = norms.forward(x, is_rms, None if gives_both else recipe, columns=columns)
             normed = made if isinstance(made, torch.Tensor) else None
             if recipe is None:
-                given, matrix = Quantized(made, None, None), Quantized(cast(w, dtype), None, None)
+                given = Quantized(made)
             else:
                 by_now = recipe.float8_current_scaling()
                 given = made if normed is None else quantized(made, columns=columns, by_now=by_now)
-                matrix = self._in_float8("weight", w, recipe, is_first_microbatch, grads)
+            matrix = self._matrix("weight", w, dtype, recipe, is_first_microbatch, grads)
             shift = cast(b, dtype)
             out = product(inp.shape[:-1], w.shape[0], dtype, x)
-            saved = given.for_backward() if to_weight else Quantized(None, None, None)
+            saved = given.for_backward() if to_weight else Quantized()
             outputs = (out, normed.view(inp.shape)) if gives_both and normed is not None else out
             return outputs, (x, *saved, *matrix, *statistics, shift, scales[0])
 
-        def back(saved: Any, gradient: torch.Tensor, *of_normed: torch.Tensor) -> Any:
+        def back(saved, gradient: torch.Tensor, *of_normed: torch.Tensor):
             x, given, scale = saved[0], Quantized(*saved[1:4]), saved[-1]
             gradient = gradient.reshape(-1, gradient.shape[-1]).contiguous()
             got, of_bias = from_gradient(gradient, recipe, inside, dtype)
             through = product(x.shape[:-1], x.shape[-1], dtype, gradient)
             of_weight = None
             if to_weight:
-                given, got = turned(given) if recipe else given, turned(got) if recipe else got
+                given, got = turned(recipe, given, got)
                 of_weight = product((wide,), narrow, dtype, gradient)
                 if inside and of_bias is None:
                     of_bias = gradient.new_empty(wide, dtype=dtype)
@@ -320,9 +313,7 @@ class LayerNormLinear(_Weights):
         return results if len(results) > 1 else out
 
 
-def norm_parameters(
-    module: Any, size: int, normalization: str, zero_centered: bool, dtype: torch.dtype, device: Any
-) -> None:
+def norm_parameters(module, size: int, normalization: str, zero_centered: bool, dtype: torch.dtype, device) -> None:
     """Of the norm that a layer begins with."""
     assert normalization in _NORMALIZATIONS, "Unsupported normalization type!"
     module.normalization, module.is_rms = normalization, normalization == "RMSNorm"
@@ -336,7 +327,7 @@ def norm_parameters(
             nn.init.zeros_(module.layer_norm_bias)
 
 
-def norm_tensors(module: Any) -> list[torch.Tensor]:
+def norm_tensors(module) -> list[torch.Tensor]:
     """Its weight, and its bias if it has one."""
     both = (module.layer_norm_weight, module.layer_norm_bias)
     return [one for one in both if one is not None]

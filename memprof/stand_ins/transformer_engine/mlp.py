@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memprof.stand_ins.tools import kernel, refused
+from memprof.stand_ins.tools import kernel, refuse
 from memprof.stand_ins.transformer_engine import norms
 from memprof.stand_ins.transformer_engine.linear import (
     Base,
@@ -25,36 +25,31 @@ from memprof.stand_ins.transformer_engine.linear import (
 )
 from memprof.stand_ins.transformer_engine.precision import Quantized, quantized, te, turned
 
+# By delayed scaling the backward of these is one kernel with the bias' gradient and the cast.
 _PLAIN = ("gelu", "qgelu", "relu", "srelu", "silu")
 _GATED = ("geglu", "glu", "qgeglu", "reglu", "sreglu", "swiglu", "clamped_swiglu")
-_BIAS_AND_CAST = ("gelu", "qgelu", "relu", "srelu", "silu")
-"""Activations whose backward is one kernel with the bias' gradient and the cast, by delayed scaling."""
 
 
-@te("LayerNormMLP", "module.layernorm_mlp", "module")
+@te("module.layernorm_mlp", "module")
 class LayerNormMLP(Base):
     """Saved are the input, the norm's output, the first product's, the activation's, and both weights."""
 
     gemms = 2
 
     def __init__(
-        self, hidden_size: Any, ffn_hidden_size: Any, eps: Any = 1e-5, sequence_parallel: Any = False,
-        return_bias: Any = False, get_rng_state_tracker: Any = None, tp_group: Any = None, tp_size: Any = 1,
-        init_method: Any = None, bias: Any = True, normalization: Any = "LayerNorm", activation: Any = "gelu",
-        activation_params: Any = None, output_layer_init_method: Any = None, fuse_wgrad_accumulation: Any = False,
-        params_dtype: Any = None, return_layernorm_output: Any = False, return_layernorm_output_gathered: Any = False,
-        seq_length: Any = None, micro_batch_size: Any = None, set_parallel_mode: Any = False,
-        zero_centered_gamma: Any = False, device: Any = "cuda", ub_overlap_ag: Any = False, name: Any = None,
-        ub_overlap_rs: Any = False, ub_overlap_rs_dgrad: Any = False, ub_bulk_dgrad: Any = False,
-        ub_bulk_wgrad: Any = False, delay_wgrad_compute: Any = False, symmetric_ar_type: Any = None,
-        checkpoint: Any = False,
-    ) -> None:  # fmt: skip
-        options = {
-            "fuse_wgrad_accumulation": fuse_wgrad_accumulation, "delay_wgrad_compute": delay_wgrad_compute,
-            "return_layernorm_output": return_layernorm_output, "checkpoint": checkpoint,
-            "return_layernorm_output_gathered": return_layernorm_output_gathered,
-        }  # fmt: skip
-        self._begin(name, options, tp_size, tp_group)
+        self, hidden_size, ffn_hidden_size, eps=1e-5, sequence_parallel=False, return_bias=False,
+        get_rng_state_tracker=None, tp_group=None, tp_size=1, init_method=None, bias=True, normalization="LayerNorm",
+        activation="gelu", activation_params=None, output_layer_init_method=None, fuse_wgrad_accumulation=False,
+        params_dtype=None, return_layernorm_output=False, return_layernorm_output_gathered=False, seq_length=None,
+        micro_batch_size=None, set_parallel_mode=False, zero_centered_gamma=False, device="cuda", ub_overlap_ag=False,
+        name=None, ub_overlap_rs=False, ub_overlap_rs_dgrad=False, ub_bulk_dgrad=False, ub_bulk_wgrad=False,
+        delay_wgrad_compute=False, symmetric_ar_type=None, checkpoint=False,
+    ):  # fmt: skip
+        self._begin(
+            name, tp_size, tp_group, fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+            delay_wgrad_compute=delay_wgrad_compute, return_layernorm_output=return_layernorm_output,
+            checkpoint=checkpoint, return_layernorm_output_gathered=return_layernorm_output_gathered,
+        )  # fmt: skip
         if activation not in (*_PLAIN, *_GATED):
             raise NotImplementedError(f"Activation type {activation} is not supported!")
         self.activation, self.eps, self.use_bias, self.return_bias = activation, eps, bias, return_bias
@@ -71,12 +66,12 @@ class LayerNormMLP(Base):
             for one in (self.fc1_bias, self.fc2_bias) if bias else ():
                 nn.init.zeros_(one)  # type: ignore[arg-type]
 
-    def forward(self, inp: Any, is_first_microbatch: Any = None) -> Any:
+    def forward(self, inp, is_first_microbatch=None):
         """The last dimension is that of the model."""
         inp, dtype, recipe = self._prepare(inp)
         weights = (self.fc1_weight, self.fc2_weight)
-        if not all(weight.requires_grad for weight in weights) and torch.is_grad_enabled():
-            raise refused("transformer_engine.pytorch.LayerNormMLP", "frozen weights")
+        frozen = not all(weight.requires_grad for weight in weights) and torch.is_grad_enabled()
+        refuse("transformer_engine.pytorch.LayerNormMLP", {"frozen weights": frozen})
         grads, is_rms, activation = torch.is_grad_enabled(), self.is_rms, self.activation
         adds_second = self.use_bias and not self.return_bias
         fuses = activation == "gelu" and recipe is None
@@ -85,21 +80,17 @@ class LayerNormMLP(Base):
         given_shape = inp.shape
         (wide, size), (rows, narrow) = (weight.shape for weight in weights)
 
-        def fore(x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, b1: Any, b2: Any, *of_norm: torch.Tensor) -> Any:
+        def fore(x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, b1, b2, *of_norm: torch.Tensor):
             x = cast(x.view(-1, x.shape[-1]), dtype)
             scales = [cast(one, dtype) for one in of_norm]
             made, statistics = norms.forward(x, is_rms, recipe, columns=grads)
-            if recipe is None:
-                given = Quantized(made, None, None)
-                first, second = (Quantized(cast(w, dtype), None, None) for w in (w1, w2))
-            else:
-                given = made
-                first = self._in_float8("fc1_weight", w1, recipe, is_first_microbatch, grads)
-                second = self._in_float8("fc2_weight", w2, recipe, is_first_microbatch, grads)
+            given = Quantized(made) if recipe is None else made
+            first = self._matrix("fc1_weight", w1, dtype, recipe, is_first_microbatch, grads)
+            second = self._matrix("fc2_weight", w2, dtype, recipe, is_first_microbatch, grads)
             shifts = [cast(one, dtype) for one in (b1, b2)]
             inner = product((x.shape[0],), w1.shape[0], dtype, x)
             if recipe is None:
-                active = Quantized(inner.new_empty((x.shape[0], w2.shape[1])), None, None)
+                active = Quantized(inner.new_empty((x.shape[0], w2.shape[1])))
             else:
                 shape = inner[:, : w2.shape[1]]
                 active = quantized(shape, columns=False, by_now=False)
@@ -109,19 +100,13 @@ class LayerNormMLP(Base):
             out = product(inp.shape[:-1], w2.shape[0], dtype, x)
             return out, (x, *given, inner, *active, *first, *second, *statistics, *shifts, scales[0])
 
-        def back(saved: Any, gradient: torch.Tensor) -> Any:
-            x, given, inner, active, scale = (
-                saved[0],
-                Quantized(*saved[1:4]),
-                saved[4],
-                Quantized(*saved[5:8]),
-                saved[-1],
-            )
+        def back(saved, gradient: torch.Tensor):
+            x, given, inner = saved[0], Quantized(*saved[1:4]), saved[4]
+            active, scale = Quantized(*saved[5:8]), saved[-1]
             gradient = gradient.reshape(-1, gradient.shape[-1]).contiguous()
             got, of_second = from_gradient(gradient, recipe, adds_second, dtype)
             through = product((x.shape[0],), narrow, dtype, gradient)
-            if recipe is not None:
-                active, got = turned(active), turned(got)
+            active, got = turned(recipe, active, got)
             of_w2 = product((rows,), narrow, dtype, gradient)
             if adds_second and of_second is None:
                 of_second = gradient.new_empty(rows, dtype=dtype)
@@ -132,8 +117,8 @@ class LayerNormMLP(Base):
                 # Fused with the product where it is not with the bias: what goes through is the activation's already.
                 inward = through if fuses and not with_bias else torch.empty_like(inner)
                 of_first = inner.new_empty(wide) if self.use_bias and with_bias else None
-                came = Quantized(inward, None, None)
-            elif recipe.delayed() and activation in _BIAS_AND_CAST:
+                came = Quantized(inward)
+            elif recipe.delayed() and activation in _PLAIN:
                 came, of_first = from_gradient(inner, recipe, True, dtype)
             else:
                 inward = torch.empty_like(inner)
@@ -141,8 +126,7 @@ class LayerNormMLP(Base):
                 del inward
             free(inner)
             inwards = product((x.shape[0],), size, dtype, gradient)
-            if recipe is not None:
-                given, came = turned(given), turned(came)
+            given, came = turned(recipe, given, came)
             of_w1 = product((wide,), size, dtype, gradient)
             if self.use_bias and of_first is None:
                 of_first = gradient.new_empty(wide, dtype=dtype)

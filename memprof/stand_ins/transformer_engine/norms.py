@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memprof.stand_ins.tools import kernel, on_card
+from memprof.stand_ins.tools import autocast_dtype, check_on_gpu, kernel, num_multiprocessors
 from memprof.stand_ins.transformer_engine.precision import Recipe, quantized, te
 
 _Made = tuple[Any, tuple[torch.Tensor, ...]]
@@ -35,8 +35,8 @@ def forward(x: torch.Tensor, is_rms: bool, recipe: Recipe | None = None, *, colu
 def backward(x: torch.Tensor, weight: torch.Tensor, is_rms: bool) -> tuple[torch.Tensor, ...]:
     """layernorm_bwd, rmsnorm_bwd: gradients of the input, the weight and the bias."""
     made = (torch.empty_like(x), *(torch.empty_like(weight) for _ in range(1 if is_rms else 2)))
-    blocks = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
-    parts = x.new_empty((len(made) - 1, min(blocks, x[..., 0].numel()), x.shape[-1]), dtype=torch.float32)
+    blocks = min(num_multiprocessors(), x[..., 0].numel())
+    parts = x.new_empty((len(made) - 1, blocks, x.shape[-1]), dtype=torch.float32)
     del parts
     return made
 
@@ -47,8 +47,8 @@ class _Norm(nn.Module):
     bias: nn.Parameter
 
     def __init__(
-        self, normalized_shape: Any = None, eps: Any = 1e-5, sequence_parallel: Any = None, params_dtype: Any = None,
-        zero_centered_gamma: Any = False, hidden_size: Any = None, **kwargs: Any,
+        self, normalized_shape=None, eps=1e-5, sequence_parallel=None, params_dtype=None, zero_centered_gamma=False,
+        hidden_size=None, **kwargs,
     ) -> None:  # fmt: skip
         super().__init__()
         shape = hidden_size if normalized_shape is None else normalized_shape
@@ -64,8 +64,7 @@ class _Norm(nn.Module):
         if device.type != "meta":
             self.reset_parameters()
 
-    def reset_parameters(self, defer_init: Any = None) -> None:
-        """Ones and zeros."""
+    def reset_parameters(self, defer_init=None) -> None:
         if self.weight.device.type == "meta":
             for name, parameter in list(self.named_parameters()):
                 self.register_parameter(name, nn.Parameter(torch.empty_like(parameter, device="cuda")))
@@ -73,18 +72,18 @@ class _Norm(nn.Module):
         if not self.is_rms:
             nn.init.zeros_(self.bias)
 
-    def forward(self, input: Any) -> Any:
+    def forward(self, input):
         """Over the last dimensions; saved are the input, in autocast's type, and the numbers of the rows."""
-        on_card(f"transformer_engine.pytorch.{type(self).__name__}", input)
-        dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled() else self.weight.dtype
+        check_on_gpu(f"transformer_engine.pytorch.{type(self).__name__}", input)
+        dtype = autocast_dtype(self.weight.dtype)
         is_rms, shape = self.is_rms, input.shape
 
-        def fore(x: torch.Tensor, weight: torch.Tensor, *bias: torch.Tensor) -> Any:
+        def fore(x: torch.Tensor, weight: torch.Tensor, *bias: torch.Tensor):
             x = x.contiguous().to(dtype)
             made, statistics = forward(x.view(-1, weight.numel()), is_rms)
             return made.view(x.shape), (x.view(-1, weight.numel()), *statistics, weight)
 
-        def back(saved: Any, gradient: torch.Tensor) -> Any:
+        def back(saved, gradient: torch.Tensor):
             gradient = gradient.contiguous().to(dtype)
             x, weight = saved[0], saved[-1]
             made, *of_parameters = backward(x, weight.to(dtype).view(-1), is_rms)
@@ -93,12 +92,12 @@ class _Norm(nn.Module):
         return kernel(fore, back, input, *self.parameters())
 
 
-@te("LayerNorm", "module.layernorm", "module")
+@te("module.layernorm", "module")
 class LayerNorm(_Norm):
     """By mean and variance, saved; sums of parameters' gradients for each multiprocessor."""
 
 
-@te("RMSNorm", "module.rmsnorm", "module")
+@te("module.rmsnorm", "module")
 class RMSNorm(_Norm):
     """By the root of the mean of squares, saved; sums of the weight's gradient for each multiprocessor."""
 

@@ -7,30 +7,27 @@ Float8CurrentScalingQuantizer) and common/transformer_engine.cpp (nvte_is_non_tn
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
 
-from memprof.stand_ins.registry import stand_in
-from memprof.stand_ins.tools import refused
+from memprof.stand_ins.registry import register_in
+from memprof.stand_ins.tools import refuse
 
 _AT = "NVIDIA/TransformerEngine@v2.18:transformer_engine/"
-_LEAST = (8, 9)
 
 
-def te(name: str, module: str, *others: str) -> Callable[[Any], Any]:
-    """Stands in for `transformer_engine.pytorch.NAME`, which `module` of it defines."""
-    inner = f"transformer_engine.pytorch.{module}"
-    names = (f"{inner}.{name}", *(f"transformer_engine.pytorch.{other}.{name}" for other in others))
-    source = f"{_AT}pytorch/{module.replace('.', '/')}.py, pytorch/csrc"
-    return stand_in(*names, f"transformer_engine.pytorch.{name}", source=source)
+def te(*modules: str) -> Callable[[Any], Any]:
+    """Register what follows for `transformer_engine.pytorch`; the first of `modules` in it defines the real one."""
+    inner = (f"transformer_engine.pytorch.{module}" for module in modules)
+    source = f"{_AT}pytorch/{modules[0].replace('.', '/')}.py, pytorch/csrc"
+    return register_in(*inner, "transformer_engine.pytorch", source=source)
 
 
-def _recipe(name: str) -> Callable[[Any], Any]:
-    return stand_in(f"transformer_engine.common.recipe.{name}", source=f"{_AT}common/recipe/__init__.py")
+_recipe = register_in("transformer_engine.common.recipe", source=f"{_AT}common/recipe/__init__.py")
 
 
 class _Range(NamedTuple):
@@ -38,7 +35,7 @@ class _Range(NamedTuple):
     max_bwd: float
 
 
-@_recipe("Format")
+@_recipe
 class Format(Enum):
     """Types of float8 in the forward pass and in the backward."""
 
@@ -48,22 +45,20 @@ class Format(Enum):
     HYBRID = _Range(448, 57344)
 
 
-@_recipe("Recipe")
+@_recipe
 class Recipe:
     """How tensors are scaled."""
 
     @classmethod
-    def delayed(cls) -> bool:
-        """By the largest values of the steps before."""
+    def delayed(cls):
         return issubclass(cls, DelayedScaling)
 
     @classmethod
-    def float8_current_scaling(cls) -> bool:
-        """By the largest value of the tensor itself."""
+    def float8_current_scaling(cls):
         return issubclass(cls, Float8CurrentScaling)
 
 
-@_recipe("DelayedScaling")
+@_recipe
 @dataclass
 class DelayedScaling(Recipe):
     """Each tensor has one scale, of the steps before."""
@@ -79,7 +74,7 @@ class DelayedScaling(Recipe):
     backward_override: str | None = None
 
 
-@_recipe("Float8CurrentScaling")
+@_recipe
 @dataclass
 class Float8CurrentScaling(Recipe):
     """Each tensor has one scale, found before it is cast."""
@@ -94,9 +89,9 @@ class Float8CurrentScaling(Recipe):
 class Quantized(NamedTuple):
     """A tensor in float8: as it is, transposed, and its inverse scale."""
 
-    rows: torch.Tensor | None
-    columns: torch.Tensor | None
-    scale: torch.Tensor | None
+    rows: torch.Tensor | None = None
+    columns: torch.Tensor | None = None
+    scale: torch.Tensor | None = None
 
     def for_backward(self) -> Quantized:
         """What a product for a weight's gradient needs."""
@@ -105,7 +100,7 @@ class Quantized(NamedTuple):
 
 def takes_any_layout() -> bool:
     """Whether float8 products of this card need no transposed copies."""
-    arch = _capability()
+    arch = torch.cuda.get_device_capability()
     return 100 <= 10 * arch[0] + arch[1] < 120
 
 
@@ -121,91 +116,76 @@ def quantized(x: torch.Tensor, *, columns: bool, rows: bool = True, by_now: bool
     return Quantized(data, turned, scale)
 
 
-def turned(x: Quantized) -> Quantized:
-    """With what products for a weight's gradient read (_create_transpose)."""
-    if x.columns is not None or takes_any_layout() or x.rows is None:
-        return x
-    shape = (x.rows.shape[-1], *x.rows.shape[:-1])
-    return Quantized(x.rows, x.rows.new_empty(shape), x.scale)
+def turned(recipe: Recipe | None, *given: Quantized) -> Iterator[Quantized]:
+    """Yield tensors with what products in float8 for a weight's gradient read (_create_transpose)."""
+    for x in given:
+        if recipe is None or x.columns is not None or takes_any_layout() or x.rows is None:
+            yield x
+        else:
+            yield Quantized(x.rows, x.rows.new_empty((x.rows.shape[-1], *x.rows.shape[:-1])), x.scale)
 
 
-def _capability() -> tuple[int, int]:
-    return torch.cuda.get_device_capability()
-
-
-# -- where it is in force ------------------------------------------------------------------------------------------
-
-
-class State(NamedTuple):
-    """Of the innermost region."""
-
-    enabled: bool = False
-    recipe: Recipe | None = None
-
-
-_state = State()
+_in_force: Recipe | None = None
 
 
 def in_force() -> Recipe | None:
     """The recipe by which products are in float8 now."""
-    return _state.recipe if _state.enabled else None
+    return _in_force
 
 
-@te("autocast", "quantization")
+@te("quantization")
 class autocast:  # noqa: N801
     """A region in float8: scales and largest numbers of each tensor, in float32."""
 
-    def __init__(
-        self, enabled: Any = True, calibrating: Any = False, recipe: Any = None, amax_reduction_group: Any = None,
-        _graph: Any = False,
-    ) -> None:  # fmt: skip
+    def __init__(self, enabled=True, calibrating=False, recipe=None, amax_reduction_group=None, _graph=False):
         name = "transformer_engine.pytorch.autocast"
-        if calibrating and enabled:
-            raise refused(name, "calibrating=True")
         recipe = DelayedScaling() if recipe is None else recipe
         known = isinstance(recipe, (DelayedScaling, Float8CurrentScaling))
-        if enabled and (not known or recipe.fp8_dpa or recipe.fp8_mha or recipe.backward_override):
-            raise refused(name, f"the recipe {recipe}")
-        self._inside, self._outside = State(bool(enabled), recipe), _state
+        unknown = not known or recipe.fp8_dpa or recipe.fp8_mha or recipe.backward_override
+        if enabled:
+            refuse(name, {"calibrating=True": calibrating, f"the recipe {recipe}": unknown})
+        self._inside, self._outside = recipe if enabled else None, _in_force
 
-    def __enter__(self) -> autocast:
-        global _state
-        if self._inside.enabled and not is_fp8_available():
+    def __enter__(self):
+        global _in_force
+        if self._inside is not None and not is_fp8_available():
             raise AssertionError(is_fp8_available(True)[1])
-        self._outside, _state = _state, self._inside
+        self._outside, _in_force = _in_force, self._inside
         return self
 
-    def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
-        global _state
-        _state = self._outside
+    def __exit__(self, exc_type, exc_val, exc_tb):
+        global _in_force
+        _in_force = self._outside
 
 
-@te("fp8_autocast", "quantization")
-def fp8_autocast(
-    enabled: Any = True, calibrating: Any = False, fp8_recipe: Any = None, fp8_group: Any = None, _graph: Any = False
-) -> autocast:
+@te("quantization")
+def fp8_autocast(enabled=True, calibrating=False, fp8_recipe=None, fp8_group=None, _graph=False):
     """As autocast, by its older name."""
     warnings.warn("fp8_autocast is deprecated: use autocast", category=DeprecationWarning, stacklevel=2)
     return autocast(enabled, calibrating, fp8_recipe, fp8_group, _graph)
 
 
-@te("is_fp8_available", "quantization")
-def is_fp8_available(return_reason: Any = False) -> Any:
+@te("quantization")
+def is_fp8_available(return_reason=False):
     """On cards from compute capability 8.9 on."""
-    there = _capability() >= _LEAST
-    reason = "" if there else "Device compute capability 8.9 or higher required for FP8 execution."
-    return (there, reason) if return_reason else there
+    return _available("FP8", (8, 9), return_reason)
 
 
-@te("is_bf16_available", "utils")
-def is_bf16_available(return_reason: Any = False) -> Any:
+@te("utils")
+def is_bf16_available(return_reason=False):
     """On cards from compute capability 8.0 on."""
-    there = _capability() >= (8, 0)
-    reason = "" if there else "Device compute capability 8.0 or higher required for BF16 execution."
+    return _available("BF16", (8, 0), return_reason)
+
+
+def _available(what: str, least: tuple[int, int], return_reason):
+    there = torch.cuda.get_device_capability() >= least
+    reason = (
+        "" if there else f"Device compute capability {least[0]}.{least[1]} or higher required for {what} execution."
+    )
     return (there, reason) if return_reason else there
 
 
-@te("get_device_compute_capability", "utils")
-def get_device_compute_capability() -> Any:
+@te("utils")
+def get_device_compute_capability():
     """Major and minor number of the current card: nothing is taken."""
-    return _capability()
+    return torch.cuda.get_device_capability()

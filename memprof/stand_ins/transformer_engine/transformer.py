@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from memprof.stand_ins.tools import kernel, on_card
-from memprof.stand_ins.transformer_engine.attention import MultiheadAttention, _refuse
+from memprof.stand_ins.tools import autocast_dtype, check_on_gpu, kernel, refuse
+from memprof.stand_ins.transformer_engine.attention import MultiheadAttention
 from memprof.stand_ins.transformer_engine.mlp import LayerNormMLP
 from memprof.stand_ins.transformer_engine.norms import LayerNorm, RMSNorm
 from memprof.stand_ins.transformer_engine.precision import te
@@ -25,55 +25,49 @@ def added(x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor, dr
     if bias is None:
         return residual + nn.functional.dropout(x, p=dropout, training=dropout > 0)
 
-    def fore(given: torch.Tensor, shift: torch.Tensor, beside: torch.Tensor) -> Any:
+    def fore(given: torch.Tensor, shift: torch.Tensor, beside: torch.Tensor):
         out = torch.empty_like(given)
         return out, (torch.empty_like(given, dtype=torch.bool) if dropout else None,)
 
-    def back(saved: Any, gradient: torch.Tensor) -> Any:
+    def back(saved, gradient: torch.Tensor):
         through = torch.empty_like(gradient) if dropout else gradient
         return through, gradient.new_empty(gradient.shape[-1]), gradient
 
     return kernel(fore, back, x, bias, residual)
 
 
-@te("TransformerLayer", "transformer")
+@te("transformer")
 class TransformerLayer(nn.Module):
     """Attention and a feed-forward network, each with a norm before and a residual beside it."""
 
     def __init__(
-        self, hidden_size: Any, ffn_hidden_size: Any, num_attention_heads: Any, num_gqa_groups: Any = None,
-        layernorm_epsilon: Any = 1e-5, hidden_dropout: Any = 0.1, attention_dropout: Any = 0.1,
-        init_method: Any = None, output_layer_init_method: Any = None, layer_number: Any = None,
-        kv_channels: Any = None, self_attn_mask_type: Any = "causal", window_size: Any = None,
-        bottom_right_diagonal: Any = None, enc_dec_attn_mask_type: Any = "no_mask",
-        enc_dec_bottom_right_diagonal: Any = None, enc_dec_window_size: Any = None, tp_group: Any = None,
-        tp_size: Any = 1, params_dtype: Any = None, get_rng_state_tracker: Any = None,
-        fuse_wgrad_accumulation: Any = False, seq_length: Any = None, micro_batch_size: Any = None,
-        sequence_parallel: Any = False, apply_residual_connection_post_layernorm: Any = False,
-        output_layernorm: Any = False, parallel_attention_mlp: Any = False, layer_type: Any = "encoder",
-        drop_path_rate: Any = 0.0, set_parallel_mode: Any = False, fuse_qkv_params: Any = False,
-        rotary_pos_interleaved: Any = False, zero_centered_gamma: Any = False, qkv_weight_interleaved: Any = True,
-        ub_tp_comm_overlap: Any = False, ub_overlap_ag: Any = True, ub_overlap_rs: Any = True,
-        ub_overlap_rs_dgrad: Any = False, ub_bulk_dgrad: Any = True, ub_bulk_wgrad: Any = True, bias: Any = True,
-        activation: Any = "gelu", activation_params: Any = None, normalization: Any = "LayerNorm",
-        device: Any = "cuda", attn_input_format: Any = "sbhd", name: Any = None, qk_norm_type: Any = None,
-        qk_norm_eps: Any = 1e-6, qk_norm_before_rope: Any = False, softmax_type: Any = "vanilla",
-    ) -> None:  # fmt: skip
+        self, hidden_size, ffn_hidden_size, num_attention_heads, num_gqa_groups=None, layernorm_epsilon=1e-5,
+        hidden_dropout=0.1, attention_dropout=0.1, init_method=None, output_layer_init_method=None, layer_number=None,
+        kv_channels=None, self_attn_mask_type="causal", window_size=None, bottom_right_diagonal=None,
+        enc_dec_attn_mask_type="no_mask", enc_dec_bottom_right_diagonal=None, enc_dec_window_size=None, tp_group=None,
+        tp_size=1, params_dtype=None, get_rng_state_tracker=None, fuse_wgrad_accumulation=False, seq_length=None,
+        micro_batch_size=None, sequence_parallel=False, apply_residual_connection_post_layernorm=False,
+        output_layernorm=False, parallel_attention_mlp=False, layer_type="encoder", drop_path_rate=0.0,
+        set_parallel_mode=False, fuse_qkv_params=False, rotary_pos_interleaved=False, zero_centered_gamma=False,
+        qkv_weight_interleaved=True, ub_tp_comm_overlap=False, ub_overlap_ag=True, ub_overlap_rs=True,
+        ub_overlap_rs_dgrad=False, ub_bulk_dgrad=True, ub_bulk_wgrad=True, bias=True, activation="gelu",
+        activation_params=None, normalization="LayerNorm", device="cuda", attn_input_format="sbhd", name=None,
+        qk_norm_type=None, qk_norm_eps=1e-6, qk_norm_before_rope=False, softmax_type="vanilla",
+    ):  # fmt: skip
         super().__init__()
         others = {
             f"layer_type={layer_type!r}": layer_type != "encoder", "parallel_attention_mlp": parallel_attention_mlp,
             "apply_residual_connection_post_layernorm": apply_residual_connection_post_layernorm,
             f"drop_path_rate={drop_path_rate}": drop_path_rate > 0.0, "ub_tp_comm_overlap": ub_tp_comm_overlap,
         }  # fmt: skip
-        _refuse(_NAME, others)
+        refuse(_NAME, others)
         if fuse_wgrad_accumulation and not fuse_qkv_params:
             raise ValueError(
                 "Gradient accumulation fusion (fuse_wgrad_accumulation=True) requires fuse_qkv_params=True, but "
                 "fuse_qkv_params is False."
             )
-        self.self_attn_mask_type, self.window_size, self.hidden_dropout = (
-            self_attn_mask_type, window_size, hidden_dropout,
-        )  # fmt: skip
+        self.self_attn_mask_type, self.window_size = self_attn_mask_type, window_size
+        self.hidden_dropout = hidden_dropout
         shared: dict[str, Any] = {
             "tp_group": tp_group, "tp_size": tp_size, "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
             "params_dtype": params_dtype, "bias": bias, "return_bias": True, "normalization": normalization,
@@ -98,21 +92,17 @@ class TransformerLayer(nn.Module):
             )  # fmt: skip
 
     def forward(
-        self, hidden_states: Any, attention_mask: Any = None, self_attn_mask_type: Any = None, window_size: Any = None,
-        bottom_right_diagonal: Any = None, encoder_output: Any = None, enc_dec_attn_mask: Any = None,
-        enc_dec_attn_mask_type: Any = None, enc_dec_window_size: Any = None,
-        enc_dec_bottom_right_diagonal: Any = None, is_first_microbatch: Any = None,
-        checkpoint_core_attention: Any = False, inference_params: Any = None, rotary_pos_emb: Any = None,
-        core_attention_bias_type: Any = "no_bias", core_attention_bias: Any = None, alibi_slopes: Any = None,
-        cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None, cu_seqlens_q_padded: Any = None,
-        cu_seqlens_kv_padded: Any = None, max_seqlen_q: Any = None, max_seqlen_kv: Any = None,
-        fast_zero_fill: Any = True, pad_between_seqs: Any = None,
-    ) -> Any:  # fmt: skip
+        self, hidden_states, attention_mask=None, self_attn_mask_type=None, window_size=None,
+        bottom_right_diagonal=None, encoder_output=None, enc_dec_attn_mask=None, enc_dec_attn_mask_type=None,
+        enc_dec_window_size=None, enc_dec_bottom_right_diagonal=None, is_first_microbatch=None,
+        checkpoint_core_attention=False, inference_params=None, rotary_pos_emb=None, core_attention_bias_type="no_bias",
+        core_attention_bias=None, alibi_slopes=None, cu_seqlens_q=None, cu_seqlens_kv=None, cu_seqlens_q_padded=None,
+        cu_seqlens_kv_padded=None, max_seqlen_q=None, max_seqlen_kv=None, fast_zero_fill=True, pad_between_seqs=None,
+    ):  # fmt: skip
         """[tokens, batch, channels] by "sbhd"."""
-        on_card(_NAME, hidden_states)
+        check_on_gpu(_NAME, hidden_states)
         hidden_states = hidden_states.contiguous()
-        if torch.is_autocast_enabled():
-            hidden_states = hidden_states.to(torch.get_autocast_dtype("cuda"))
+        hidden_states = hidden_states.to(autocast_dtype(hidden_states.dtype))
         dropout = self.hidden_dropout if self.training else 0.0
         attended, bias = self.self_attention(
             hidden_states, attention_mask=attention_mask,

@@ -6,61 +6,56 @@ are not known here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
 
-from memprof.stand_ins.registry import stand_in
-from memprof.stand_ins.tools import not_here
+from memprof.stand_ins.registry import register_in
+from memprof.stand_ins.tools import missing_stub_error
 
 _MODULE = "xformers.ops.fmha.attn_bias"
 _Self = TypeVar("_Self", bound="BlockDiagonalMask")
+_SOURCE = "facebookresearch/xformers@v0.0.32.post2:xformers/ops/fmha/attn_bias.py"
+_public = register_in(_MODULE, source=_SOURCE)
+_of_ops = register_in(_MODULE, "xformers.ops.fmha", "xformers.ops", source=_SOURCE)
 
 
-def _public(name: str, *others: str) -> Callable[[Any], Any]:
-    source = "facebookresearch/xformers@v0.0.32.post2:xformers/ops/fmha/attn_bias.py"
-    return stand_in(f"{_MODULE}.{name}", *others, source=source)
-
-
-@_public("AttentionBias", "xformers.ops.fmha.AttentionBias", "xformers.ops.AttentionBias")
+@_of_ops
 class AttentionBias:
     """What all of them are: nothing is taken unless its kind says so."""
 
-    def to(self, device: Any) -> Any:
-        """Itself, where it has no tensor."""
+    def to(self, device):
         return self
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         if name.startswith("__"):
             raise AttributeError(name)
-        raise not_here(f"xformers.ops.fmha.attn_bias.{type(self).__name__}.{name}")
+        raise missing_stub_error(f"xformers.ops.fmha.attn_bias.{type(self).__name__}.{name}")
 
 
-@_public("LowerTriangularMask", "xformers.ops.fmha.LowerTriangularMask", "xformers.ops.LowerTriangularMask")
+@_of_ops
 class LowerTriangularMask(AttentionBias):
     """Causal, from the first key: nothing is taken."""
 
-    def add_bias(self, bias: torch.Tensor) -> LowerTriangularMaskWithTensorBias:
-        """The same with a tensor that is added."""
+    def add_bias(self, bias):
         return LowerTriangularMaskWithTensorBias(bias)
 
 
-@_public("LowerTriangularMaskWithTensorBias")
+@_public
 class LowerTriangularMaskWithTensorBias(LowerTriangularMask):
     """Causal, and a tensor of its caller is added."""
 
-    def __init__(self, bias: torch.Tensor) -> None:
+    def __init__(self, bias):
         self._bias = bias
 
-    def to(self, device: Any) -> Any:
-        """With its tensor there."""
+    def to(self, device):
         return type(self)(self._bias.to(device))
 
 
-@_public("LocalAttentionFromBottomRightMask")
+@_public
 @dataclass
 class LocalAttentionFromBottomRightMask(AttentionBias):
     """A window around each query, counted from the last key: nothing is taken."""
@@ -68,29 +63,28 @@ class LocalAttentionFromBottomRightMask(AttentionBias):
     window_left: int
     window_right: int
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         for side in ("left", "right"):
             if getattr(self, f"window_{side}") < 0:
                 raise ValueError(f"Invalid window_{side}={getattr(self, f'window_{side}')}")
 
 
-@_public("LowerTriangularFromBottomRightMask")
+@_public
 class LowerTriangularFromBottomRightMask(AttentionBias):
     """Causal, from the last key: nothing is taken."""
 
-    def make_local_attention(self, window_size: int) -> LowerTriangularFromBottomRightLocalAttentionMask:
-        """The same in a window."""
+    def make_local_attention(self, window_size):
         return LowerTriangularFromBottomRightLocalAttentionMask(window_size)
 
 
-@_public("LowerTriangularFromBottomRightLocalAttentionMask")
+@_public
 @dataclass
 class LowerTriangularFromBottomRightLocalAttentionMask(LowerTriangularFromBottomRightMask):
     """Causal in a window, from the last key: nothing is taken."""
 
     _window_size: int
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         _is_window(self._window_size)
 
 
@@ -99,15 +93,12 @@ def _is_window(size: int) -> None:
         raise ValueError(f"Expected `window_size > 0`, but window_size={size}")
 
 
-# -- sequences one after another -----------------------------------------------------------------------------------
-
-
-def _sent(numbers: Iterable[int], device: Any) -> torch.Tensor:
+def _sent(numbers: Iterable[int], device) -> torch.Tensor:
     made = torch.tensor(list(numbers), dtype=torch.int32, pin_memory=torch.device(device).type != "cpu")
     return made.to(device, non_blocking=True)
 
 
-@_public("_SeqLenInfo")
+@_public
 @dataclass
 class _SeqLenInfo:
     """Where each sequence begins, in int32 on the card and in a list."""
@@ -117,26 +108,23 @@ class _SeqLenInfo:
     min_seqlen: int
     seqstart_py: list[int]
 
-    def to(self, device: Any) -> Any:
-        """With its tensors there."""
+    def to(self, device):
         held = {field.name: getattr(self, field.name) for field in fields(self)}
         moved: Any = {name: one.to(device) for name, one in held.items() if isinstance(one, torch.Tensor)}
         return replace(self, **moved)
 
-    def intervals(self) -> Iterable[tuple[int, int]]:
-        """Begin and end of each."""
+    def intervals(self):
         yield from pairwise(self.seqstart_py)
 
     @classmethod
-    def from_seqlens(cls, seqlens: Iterable[int], *, device: Any = None) -> Any:
-        """Of so many tokens each."""
+    def from_seqlens(cls, seqlens, *, device=None):
         lengths, starts = list(seqlens), [0]
         for length in lengths:
             starts.append(starts[-1] + length)
         most, least = max(lengths, default=-1), min(lengths, default=-1)
         return cls(_sent(starts, device or "cuda"), most, least, starts)
 
-    def split(self, x: torch.Tensor, batch_sizes: Sequence[int] | None = None) -> list[torch.Tensor]:
+    def split(self, x, batch_sizes=None):
         """[1, tokens, *] -> a tensor of each batch, a view."""
         if self.seqstart_py[-1] != x.shape[1] or x.shape[0] != 1:
             raise ValueError(f"Invalid `torch.Tensor` of shape {x.shape}, expected (1, {self.seqstart_py[-1]}, *)")
@@ -148,7 +136,7 @@ class _SeqLenInfo:
         return [piece.reshape(size, -1, *piece.shape[2:]) for size, piece in zip(sizes, pieces, strict=True)]
 
 
-@_public("_PaddedSeqLenInfo")
+@_public
 @dataclass
 class _PaddedSeqLenInfo(_SeqLenInfo):
     """Each has as much room, of which the first `seqlen` keys are there."""
@@ -157,13 +145,12 @@ class _PaddedSeqLenInfo(_SeqLenInfo):
     seqlen_py: list[int]
     padding: int
 
-    def intervals(self) -> Iterable[tuple[int, int]]:
-        """Begin and end of each."""
+    def intervals(self):
         for (start, _), length in zip(super().intervals(), self.seqlen_py, strict=True):
             yield start, start + length
 
     @classmethod
-    def from_seqlens_padded(cls, seqlens: Sequence[int], padding: int, *, device: Any = None) -> Any:
+    def from_seqlens_padded(cls, seqlens, padding, *, device=None):
         """Of so many keys each, in rooms of `padding`."""
         assert all(length <= padding for length in seqlens), f"Seqlens {seqlens} Padding {padding}"
         device, starts = device or "cuda", list(range(0, len(seqlens) * padding + 1, padding))
@@ -171,7 +158,7 @@ class _PaddedSeqLenInfo(_SeqLenInfo):
         return cls(_sent(starts, device), max(seqlens), min(seqlens), starts, lengths, list(seqlens), padding)
 
 
-@_public("BlockDiagonalMask", "xformers.ops.fmha.BlockDiagonalMask")
+@register_in(_MODULE, "xformers.ops.fmha", source=_SOURCE)
 @dataclass
 class BlockDiagonalMask(AttentionBias):
     """Sequences that do not see each other: where each begins, in int32."""
@@ -180,15 +167,11 @@ class BlockDiagonalMask(AttentionBias):
     k_seqinfo: Any
     _batch_sizes: Sequence[int] | None = None
 
-    def to(self, device: Any) -> Any:
-        """With its lengths there."""
+    def to(self, device):
         return replace(self, q_seqinfo=self.q_seqinfo.to(device), k_seqinfo=self.k_seqinfo.to(device))
 
     @classmethod
-    def from_seqlens(
-        cls: type[_Self], q_seqlen: Sequence[int], kv_seqlen: Sequence[int] | None = None, *, device: Any = None
-    ) -> _Self:
-        """Of so many tokens each."""
+    def from_seqlens(cls, q_seqlen, kv_seqlen=None, *, device=None):
         assert kv_seqlen is None or len(q_seqlen) == len(kv_seqlen)
         of_queries = _SeqLenInfo.from_seqlens(q_seqlen, device=device)
         if kv_seqlen is None or q_seqlen == kv_seqlen:
@@ -196,74 +179,63 @@ class BlockDiagonalMask(AttentionBias):
         return cls(of_queries, _SeqLenInfo.from_seqlens(kv_seqlen, device=device))
 
     @classmethod
-    def from_tensor_list(cls: type[_Self], tensors: Sequence[torch.Tensor]) -> tuple[_Self, torch.Tensor]:
+    def from_tensor_list(cls, tensors):
         """Of the rows of each, and all of them as one tensor [1, tokens, *]: a copy."""
         made = cls.from_seqlens([x.shape[1] for x in tensors for _ in range(x.shape[0])])
         made._batch_sizes = [x.shape[0] for x in tensors]
         return made, _joined(tensors)
 
     @classmethod
-    def from_tensor_lists_qkv(
-        cls: type[_Self], tensors_q: Sequence[torch.Tensor], tensors_k: Sequence[torch.Tensor],
-        tensors_v: Sequence[torch.Tensor] | None = None,
-    ) -> tuple[_Self, torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
-        """The same of queries, keys and values."""
+    def from_tensor_lists_qkv(cls, tensors_q, tensors_k, tensors_v=None):
         assert len(tensors_q) == len(tensors_k) and (tensors_v is None or len(tensors_v) == len(tensors_q))
         lengths = ([x.shape[1] for x in tensors for _ in range(x.shape[0])] for tensors in (tensors_q, tensors_k))
         made = cls.from_seqlens(*lengths)
         made._batch_sizes = [x.shape[0] for x in tensors_q]
         return made, _joined(tensors_q), _joined(tensors_k), None if tensors_v is None else _joined(tensors_v)
 
-    def split_queries(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    def split_queries(self, tensor):
         """[1, tokens, *] -> a tensor of each batch, a view."""
         return self.q_seqinfo.split(tensor, self._batch_sizes)  # type: ignore[no-any-return]
 
-    def split_kv(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-        """The same by the lengths of keys."""
+    def split_kv(self, tensor):
         return self.k_seqinfo.split(tensor, self._batch_sizes)  # type: ignore[no-any-return]
 
-    def split(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-        """The same where queries and keys have the same lengths."""
+    def split(self, tensor):
         assert self.q_seqinfo is self.k_seqinfo
         return self.split_queries(tensor)
 
-    def make_causal(self) -> BlockDiagonalCausalMask:
-        """Each causal, from its first key."""
-        return BlockDiagonalCausalMask(self.q_seqinfo, self.k_seqinfo, self._batch_sizes)
+    def make_causal(self):
+        return self._as(BlockDiagonalCausalMask)
 
-    def make_causal_from_bottomright(self) -> BlockDiagonalCausalFromBottomRightMask:
-        """Each causal, from its last key."""
-        return BlockDiagonalCausalFromBottomRightMask(self.q_seqinfo, self.k_seqinfo, self._batch_sizes)
+    def make_causal_from_bottomright(self):
+        return self._as(BlockDiagonalCausalFromBottomRightMask)
 
-    def make_local_attention(self, window_size: int) -> BlockDiagonalCausalLocalAttentionMask:
-        """Each causal in a window, from its first key."""
-        return BlockDiagonalCausalLocalAttentionMask(self.q_seqinfo, self.k_seqinfo, self._batch_sizes, window_size)
+    def make_local_attention(self, window_size):
+        return self._as(BlockDiagonalCausalLocalAttentionMask, window_size)
 
-    def make_local_attention_from_bottomright(
-        self, window_size: int
-    ) -> BlockDiagonalCausalLocalAttentionFromBottomRightMask:
-        """Each causal in a window, from its last key."""
-        return BlockDiagonalCausalLocalAttentionFromBottomRightMask(
-            self.q_seqinfo, self.k_seqinfo, self._batch_sizes, window_size
-        )
+    def make_local_attention_from_bottomright(self, window_size):
+        return self._as(BlockDiagonalCausalLocalAttentionFromBottomRightMask, window_size)
+
+    def _as(self, kind, *window_size: int):
+        return kind(self.q_seqinfo, self.k_seqinfo, self._batch_sizes, *window_size)
 
 
 def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat([x.reshape(1, -1, *x.shape[2:]) for x in tensors], dim=1)
 
 
-@_public("BlockDiagonalCausalMask")
+@_public
 @dataclass
 class BlockDiagonalCausalMask(BlockDiagonalMask):
     """Sequences that do not see each other, each causal from its first key."""
 
 
-@_public("BlockDiagonalCausalFromBottomRightMask")
+@_public
 @dataclass
 class BlockDiagonalCausalFromBottomRightMask(BlockDiagonalMask):
     """Sequences that do not see each other, each causal from its last key."""
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         spans = zip(self.q_seqinfo.intervals(), self.k_seqinfo.intervals(), strict=False)
         for number, ((begin, end), (first, last)) in enumerate(spans):
             if last - first < end - begin:
@@ -273,30 +245,30 @@ class BlockDiagonalCausalFromBottomRightMask(BlockDiagonalMask):
                 )
 
 
-@_public("BlockDiagonalCausalLocalAttentionMask")
+@_public
 @dataclass
 class BlockDiagonalCausalLocalAttentionMask(BlockDiagonalCausalMask):
     """Sequences that do not see each other, each causal in a window."""
 
     _window_size: int = 0
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         _is_window(self._window_size)
 
 
-@_public("BlockDiagonalCausalLocalAttentionFromBottomRightMask")
+@_public
 @dataclass
 class BlockDiagonalCausalLocalAttentionFromBottomRightMask(BlockDiagonalCausalFromBottomRightMask):
     """Sequences that do not see each other, each causal in a window from its last key."""
 
     _window_size: int = 0
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         super().__post_init__()
         _is_window(self._window_size)
 
 
-@_public("BlockDiagonalPaddedKeysMask")
+@_public
 @dataclass
 class BlockDiagonalPaddedKeysMask(AttentionBias):
     """Keys of each sequence in a room of its own, as in a cache: beginnings and lengths in int32; no backward."""
@@ -304,22 +276,17 @@ class BlockDiagonalPaddedKeysMask(AttentionBias):
     q_seqinfo: Any
     k_seqinfo: Any
 
-    def to(self, device: Any) -> Any:
-        """With its lengths there."""
+    def to(self, device):
         return type(self)(self.q_seqinfo.to(device), self.k_seqinfo.to(device))
 
     @classmethod
-    def from_seqlens(
-        cls, q_seqlen: Sequence[int], kv_padding: int, kv_seqlen: Sequence[int], causal_diagonal: Any = None, *,
-        device: Any = None,
-    ) -> Any:  # fmt: skip
-        """Of so many queries and keys each."""
+    def from_seqlens(cls, q_seqlen, kv_padding, kv_seqlen, causal_diagonal=None, *, device=None):
         assert kv_seqlen is None or len(q_seqlen) == len(kv_seqlen), (q_seqlen, kv_seqlen)
         of_keys = _PaddedSeqLenInfo.from_seqlens_padded(kv_seqlen, kv_padding, device=device)
         return cls(_SeqLenInfo.from_seqlens(q_seqlen, device=device), of_keys)
 
 
-@_public("BlockDiagonalCausalWithOffsetPaddedKeysMask")
+@_public
 @dataclass
 class BlockDiagonalCausalWithOffsetPaddedKeysMask(BlockDiagonalPaddedKeysMask):
     """The same, each causal from its last key; no backward."""

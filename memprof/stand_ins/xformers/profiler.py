@@ -17,7 +17,7 @@ class _OnePart:
 
     ACTIVITIES = (torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA)
 
-    def __init__(self, main_profiler: Any) -> None:
+    def __init__(self, main_profiler) -> None:
         self.main_profiler = main_profiler
 
     def __enter__(self) -> None:
@@ -43,25 +43,24 @@ for _name in ("MemSnapshotsProfiler", "NsightProfiler", "PyTorchProfiler"):
 class _Profile:
     """Traces steps of a program, and keeps tensors of none; here it does nothing."""
 
-    def __init__(self, output_dir: str, module: Any = None, schedule: Any = DEFAULT_SCHEDULE) -> None:
+    def __init__(self, output_dir, module=None, schedule=DEFAULT_SCHEDULE):
         self.output_dir = output_dir
 
-    def __enter__(self) -> Any:
-        """Itself."""
+    def __enter__(self):
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, *error):
         """Nothing has begun."""
 
-    def start(self) -> None:
+    def start(self):
         """Nothing begins."""
 
     stop = __exit__
 
-    def step(self) -> None:
+    def step(self):
         """A step has ended."""
 
 
 @stand_in("xformers.profiler.api.step", "xformers.profiler.step", source=f"{_PROFILER}/api.py")
-def _step() -> None:
+def _step():
     """A step has ended."""

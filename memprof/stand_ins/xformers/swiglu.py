@@ -10,27 +10,26 @@ from typing import Any
 import torch
 
 from memprof.stand_ins.registry import stand_in
-from memprof.stand_ins.tools import on_card, refused
+from memprof.stand_ins.tools import HALF, autocast_dtype, check_on_gpu, refuse
 
 _SWIGLU = "facebookresearch/xformers@v0.0.32.post2:xformers/ops/swiglu_op.py, xformers/csrc/swiglu"
-_HALF = (torch.float16, torch.bfloat16)
 
 
 class _Unbind(torch.autograd.Function):
     """The gradients are stacked, unless they lie in one tensor in this order already."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, dim: int) -> Any:
+    def forward(ctx, x: torch.Tensor, dim: int):
         ctx.dim = dim
         return x.unbind(dim)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+    def backward(ctx, *gradients: torch.Tensor):
         found = _together(gradients, ctx.dim)
         return torch.stack(gradients, dim=ctx.dim) if found is None else found, None
 
 
-def _together(tensors: Any, dim: int) -> torch.Tensor | None:
+def _together(tensors, dim: int) -> torch.Tensor | None:
     first = tensors[0]
     step = tensors[1].storage_offset() - first.storage_offset() if len(tensors) > 1 else 0
     alike = all(
@@ -49,10 +48,9 @@ def _together(tensors: Any, dim: int) -> torch.Tensor | None:
 
 
 @stand_in("xformers.ops.unbind", source="facebookresearch/xformers@v0.0.32.post2:xformers/ops/unbind.py")
-def unbind(x: torch.Tensor, dim: int) -> tuple[torch.Tensor, ...]:
+def unbind(x, dim):
     """As torch.unbind, whose gradients are one tensor where they lie side by side."""
-    made: tuple[torch.Tensor, ...] = _Unbind.apply(x, dim)
-    return made
+    return _Unbind.apply(x, dim)
 
 
 class _Fused(torch.autograd.Function):
@@ -63,9 +61,9 @@ class _Fused(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Any, w1: Any, b1: Any, w2: Any, b2: Any, w3: Any, b3: Any) -> Any:
+    def forward(ctx, x, w1, b1, w2, b2, w3, b3):
         linear = torch.nn.functional.linear
-        ctx.dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else w1.dtype
+        ctx.dtype = autocast_dtype(w1.dtype)
         if w1.dtype == ctx.dtype:
             x1, x2, hidden = (x.new_empty(x.shape[0], w1.shape[0], dtype=ctx.dtype) for _ in range(3))
         else:
@@ -79,7 +77,7 @@ class _Fused(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, gradient: Any) -> Any:
+    def backward(ctx, gradient):
         x, w1, w2, w3, x1, x2 = ctx.saved_tensors
         dtype = ctx.dtype
         third = w3.to(dtype)
@@ -109,12 +107,12 @@ class _Cast(torch.autograd.Function):
     """Two weights that are one tensor, cast as one; so are their gradients."""
 
     @staticmethod
-    def forward(ctx: Any, w1: Any, w2: Any, dtype: Any) -> Any:
+    def forward(ctx, w1, w2, dtype):
         ctx.dtype = w1.dtype
         return torch.empty((2, *w1.shape), dtype=dtype, device=w1.device).unbind(0)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
+    def backward(ctx, *gradients):
         whole = _together(gradients, 0)
         assert whole is not None  # of _Fused, which makes them so
         return *whole.to(ctx.dtype).unbind(0), None
@@ -129,17 +127,14 @@ def _of_weight(gradient: torch.Tensor, x: torch.Tensor, bias: bool) -> tuple[tor
 
 
 @stand_in("xformers.ops.swiglu_op.swiglu", "xformers.ops.swiglu", source=_SWIGLU)
-def swiglu(
-    x: torch.Tensor, w1: torch.Tensor, b1: Any, w2: torch.Tensor, b2: Any, w3: torch.Tensor, b3: Any, *, op: Any = None
-) -> torch.Tensor:
+def swiglu(x, w1, b1, w2, b2, w3, b3, *, op=None):
     """Fused on half precision from compute capability 8 on, else three linear layers."""
     name = "xformers.ops.swiglu"
-    on_card(name, x, w1, w2, w3)
-    if op is not None:
-        raise refused(name, "op")
+    check_on_gpu(name, x, w1, w2, w3)
+    refuse(name, {"op": op is not None})
     shape, x = x.shape[:-1], x.reshape(-1, x.shape[-1])
-    cast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else w1.dtype
-    if torch.cuda.get_device_capability() >= (8, 0) and (x.dtype in _HALF or cast in _HALF):
+    cast = autocast_dtype(w1.dtype)
+    if torch.cuda.get_device_capability() >= (8, 0) and (x.dtype in HALF or cast in HALF):
         if cast != w1.dtype and _together((w1, w2), 0) is not None:
             w1, w2 = _Cast.apply(w1, w2, cast)
             x, w3 = x.to(cast), w3.to(cast)
@@ -153,10 +148,7 @@ def swiglu(
 class SwiGLU(torch.nn.Module):
     """Three linear layers, of which two are one unless they are not to be packed."""
 
-    def __init__(
-        self, in_features: int, hidden_features: int, out_features: int | None = None, bias: bool = True, *,
-        _pack_weights: bool = True,
-    ) -> None:  # fmt: skip
+    def __init__(self, in_features, hidden_features, out_features=None, bias=True, *, _pack_weights=True):
         super().__init__()
         self.in_features, self.hidden_features = in_features, hidden_features or in_features
         self.out_features = out_features or in_features
@@ -167,7 +159,7 @@ class SwiGLU(torch.nn.Module):
         self.w3 = torch.nn.Linear(self.hidden_features, self.out_features, bias=bias)
         self.op: Any = None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         """[..., in_features] -> [..., out_features]."""
         if self.w12 is None:
             w1, b1, w2, b2 = self.w1.weight, self.w1.bias, self.w2.weight, self.w2.bias

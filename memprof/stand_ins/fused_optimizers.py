@@ -1,0 +1,57 @@
+"""What apex's optimizers and deepspeed's, which are copies of them, have in common: a kernel over lists of tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+CHUNK = 2048 * 32
+
+
+class MultiTensorApply:
+    """Calls a kernel with a size of chunks."""
+
+    def __init__(self, chunk_size):
+        self.chunk_size = chunk_size
+
+    def __call__(self, op, noop_flag_buffer, tensor_lists, *args):
+        return op(self.chunk_size, noop_flag_buffer, tensor_lists, *args)
+
+
+class FusedOptimizer(Optimizer):
+    """An optimizer with one kernel for the parameters of a type."""
+
+    set_grad_none: bool
+    sparse = "Apex's optimizers do not support sparse gradients"
+    other_dtype = "this optimizer of Apex does not support {}"
+
+    def zero_grad(self) -> None:  # type: ignore[override]
+        """Gradients are dropped, or filled with zeros."""
+        super().zero_grad(set_to_none=self.set_grad_none)
+
+    def _with_gradients(self, group: dict[str, Any], dtypes: tuple[torch.dtype, ...] = ()) -> Iterable[torch.Tensor]:
+        for parameter in group["params"]:
+            if parameter.grad is None:
+                continue
+            if parameter.grad.is_sparse:
+                raise RuntimeError(self.sparse)
+            if dtypes and parameter.dtype not in dtypes:
+                raise RuntimeError(self.other_dtype.format(parameter.dtype))
+            yield parameter
+
+    def _by_dtype(self, rows: Iterable[tuple[Any, ...]], dtypes: tuple[torch.dtype, ...]) -> list[list[Any]]:
+        """Lists of (gradient, parameter, states ...), transposed, for each type of parameters that there is."""
+        found: dict[torch.dtype, list[Any]] = {}
+        for row in rows:
+            if row[1].dtype not in dtypes:
+                raise RuntimeError(self.other_dtype.format(row[1].dtype))
+            found.setdefault(row[1].dtype, []).append(row)
+        return [list(map(list, zip(*found[dtype], strict=True))) for dtype in dtypes if dtype in found]
+
+    def _refuse_arguments(self, *given: Any) -> None:
+        """Raise RuntimeError for what `step` took before gradients were in the parameters."""
+        if any(one is not None for one in given):
+            raise RuntimeError("FusedAdam has been updated: call step() with no arguments.")
