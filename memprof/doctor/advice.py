@@ -62,10 +62,8 @@ class Known:
 
 
 _SEGMENTS, _SPILLED = helping("fragmentation")[0], helping("doctor: spilled")[0]
-_HOST = helping("doctor: host memory")[0]
-"""Cases that have one remedy."""
-_WINDOWS = re.compile(r"\b[A-Za-z]:\\(?!n)")
-"""A path of Windows."""
+_HOST = helping("doctor: host memory")[0]  # Cases that have one remedy.
+_WINDOWS = re.compile(r"\b[A-Za-z]:\\(?!n)")  # A path of Windows.
 _WHO = (Advice("see who is on the card", "nvidia-smi --query-compute-apps=pid,name,used_memory --format=csv"),)
 
 
@@ -234,6 +232,7 @@ _MPS = (
 _CACHE_SIZE = (
     Advice("how much weights and cache take", "memprof profile --model MODEL --mode inference --context-length 8192"),
 )
+# What prints an error that torch's remedies do not help against.
 _OF_SOURCE: dict[str, tuple[Advice, ...]] = {
     "torch (MPS)": _MPS,
     "NCCL": (
@@ -283,7 +282,6 @@ _OF_SOURCE: dict[str, tuple[Advice, ...]] = {
         *_WHO,
     ),
 }
-"""What prints an error that torch's remedies do not help against."""
 _FIXED: dict[Cause, tuple[Advice, ...]] = {
     Cause.NOT_KNOWN: (
         Advice("a smaller batch: if the error goes, memory was the matter"),

@@ -7,14 +7,12 @@ from memprof.device.context import CONTEXT_BYTES
 from memprof.doctor.diagnosis import Cause, Figures, Size
 from memprof.units import GIB, format_bytes
 
-_LARGE_SHARE = 0.25
-"""Of the card, from which on one request is the matter rather than all that is there."""
-_FREE_SHARE = 0.05
-"""Of the card: with less left it is full, though a request may be smaller than that."""
+_LARGE_SHARE = 0.25  # Of the card, from which on one request is the matter rather than all that is there.
+_FREE_SHARE = 0.05  # Of the card: with less left it is full, though a request may be smaller than that.
 _UNNAMED = GIB
+# Memory that nobody names may be this process's libraries (NCCL, other contexts), or a desktop on a small card: from
+# this share of the card on it is somebody else's.
 _UNNAMED_SHARE, _SURE_SHARE, _SMALL_CARD = 0.1, 0.25, 8 * GIB
-"""Memory that nobody names may be this process's libraries (NCCL, other contexts), or a desktop on a small card: from
-this share of the card on it is somebody else's."""
 
 
 def others_bytes(figures: Figures) -> int | None:

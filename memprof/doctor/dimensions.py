@@ -16,34 +16,20 @@ from memprof.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class Dimensions:
-    """Of one model; None or 0 where it has no such dimension.
+    """Of one model; None or 0 where it has no such dimension."""
 
-    Attributes:
-        model: the catalog's key.
-        vocabulary: rows of the token embedding.
-        hidden: width of the residual stream.
-        intermediate: width of a feed-forward layer.
-        heads: of attention's queries.
-        kv_heads: of its keys and values.
-        head_dim: of one head.
-        experts: of a layer of experts; `expert` is an expert's width.
-        max_positions: the longest sequence.
-        num_parameters: of the whole model; 0 if not known.
-        half: the half dtype that it is published in, or would be.
-    """
-
-    model: str
-    vocabulary: int = 0
-    hidden: int = 0
-    intermediate: int = 0
-    heads: int = 0
-    kv_heads: int = 0
-    head_dim: int = 0
-    experts: int = 0
+    model: str  # the catalog's key.
+    vocabulary: int = 0  # rows of the token embedding.
+    hidden: int = 0  # width of the residual stream.
+    intermediate: int = 0  # width of a feed-forward layer.
+    heads: int = 0  # of attention's queries.
+    kv_heads: int = 0  # of its keys and values.
+    head_dim: int = 0  # of one head.
+    experts: int = 0  # of a layer of experts; `expert` is an expert's width.
     expert: int = 0
-    max_positions: int | None = None
-    num_parameters: int = 0
-    half: str = "bfloat16"
+    max_positions: int | None = None  # the longest sequence.
+    num_parameters: int = 0  # of the whole model; 0 if not known.
+    half: str = "bfloat16"  # the half dtype that it is published in, or would be.
 
 
 def _first(config: Mapping[str, Any], *names: str) -> int:

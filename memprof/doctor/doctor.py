@@ -17,14 +17,12 @@ from memprof.doctor.signatures import SIGNATURES, Signature
 from memprof.doctor.tensors import Question, candidates, requested, roles_in
 from memprof.doctor.tracebacks import Frame, frames, telling
 
+# Of these a size, if there is one, is no tensor's.
 _WITHOUT_TENSOR = frozenset(
     (Cause.HOST_KILLED, Cause.ENGINE_BUDGET, Cause.KV_CACHE, Cause.SHARED_MEMORY, Cause.LIBRARY_HANDLE, Cause.NOT_KNOWN)
 )
-"""Of these a size, if there is one, is no tensor's."""
-_MESSAGE = 1400
-"""Characters of an error's own words; the longest of torch's has some 900."""
-_SAME_ERROR_LINES = 8
-"""A message goes on over so many lines, in which its words may stand again."""
+_MESSAGE = 1400  # Characters of an error's own words; the longest of torch's has some 900.
+_SAME_ERROR_LINES = 8  # A message goes on over so many lines, in which its words may stand again.
 MAX_DIAGNOSES = 12
 
 

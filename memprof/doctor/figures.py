@@ -19,8 +19,7 @@ from memprof.units import GIB, KIB, MIB, TIB, format_bytes
 # torch counts in powers of 1,024 under either spelling: its MPS allocator long printed "GB" for them.
 _UNITS = {"bytes": 1, "b": 1, "k": KIB, "m": MIB, "g": GIB, "t": TIB}
 _AMOUNT = r"(\d+(?:\.\d+)?) ?(bytes|[KMGT]i?B)\b"
-_NONSENSE = 1 << 60
-"""What NVML does not know it reports as the largest number; such amounts say nothing."""
+_NONSENSE = 1 << 60  # What NVML does not know it reports as the largest number; such amounts say nothing.
 
 
 def read_size(number: str, unit: str) -> Size:
@@ -91,6 +90,7 @@ def caching_allocator(text: str) -> Figures:
     )
 
 
+# Of the cudaMallocAsync backend: it asks for exactly what was requested.
 malloc_async = partial(
     _request,
     tried="Requested ?: ?AMOUNT",
@@ -100,7 +100,6 @@ malloc_async = partial(
     allowed=r"PyTorch limit \(set by user-supplied memory fraction\) ?: ?AMOUNT",
     allocated="Currently allocated ?: ?AMOUNT",
 )
-"""Of the cudaMallocAsync backend: it asks for exactly what was requested."""
 
 
 def mps(text: str) -> Figures:
@@ -138,16 +137,16 @@ def engine_budget(text: str) -> Figures:
     )
 
 
+# Of vLLM's later words for a KV cache that is too small: what a sequence needs, and what there is.
 kv_cache = partial(
     _request,
     tried=r"at least one request with the model\w*.?s max seq len \(\d+\),? ?\(?AMOUNT",
     free=r"available KV cache memory \(AMOUNT\)",
 )
-"""Of vLLM's later words for a KV cache that is too small: what a sequence needs, and what there is."""
+# Of a refused request for host memory (bytes); pinned memory among it.
 host_request = partial(_request, tried="tried to allocate AMOUNT")
-"""Of a refused request for host memory (bytes); pinned memory among it."""
+# Bytes of an element of TensorFlow's types.
 _TYPES = {"float": 4, "double": 8, "half": 2, "bfloat16": 2, "int32": 4, "int64": 8, "int8": 1, "uint8": 1, "bool": 1}
-"""Bytes of an element of TensorFlow's types."""
 
 
 def xla(text: str) -> Figures:
@@ -159,7 +158,6 @@ def xla(text: str) -> Figures:
     return Figures(tried=Size(format_bytes(num_bytes), num_bytes, num_bytes, num_bytes), tried_is_segment=False)
 
 
-nccl = partial(_request, tried="Failed to CUDA (?:host )?c?alloc(?: async)? AMOUNT")
-"""Of NCCL's own buffers."""
+nccl = partial(_request, tried="Failed to CUDA (?:host )?c?alloc(?: async)? AMOUNT")  # Of NCCL's own buffers.
+# Of ggml (llama.cpp, ollama): MiB, exactly what cudaMalloc was asked for.
 cuda_malloc = partial(_request, tried="allocating AMOUNT on device", device=r"on device (\d+)")
-"""Of ggml (llama.cpp, ollama): MiB, exactly what cudaMalloc was asked for."""

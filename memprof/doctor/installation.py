@@ -23,10 +23,8 @@ from memprof.remedies.catalog import EXPANDABLE_SEGMENTS
 from memprof.stand_ins.packages import PACKAGES
 from memprof.units import GIB, MIB, format_bytes
 
-_SMALL_SHM = GIB
-"""Docker gives 64 MiB; a few workers with batches of images need more than this."""
-_IN_USE = 512 * MIB
-"""Of a card: below it, a desktop or a driver."""
+_SMALL_SHM = GIB  # Docker gives 64 MiB; a few workers with batches of images need more than this.
+_IN_USE = 512 * MIB  # Of a card: below it, a desktop or a driver.
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,19 +48,14 @@ class Installation:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """Limits of this machine, bytes; None where there is none, or it is not known.
-
-    Attributes:
-        locked: limit of locked memory (RLIMIT_MEMLOCK).
-        cgroup: limit of this container or job.
-    """
+    """Limits of this machine, bytes; None where there is none, or it is not known."""
 
     total: int | None = None
     available: int | None = None
     shm_total: int | None = None
     shm_free: int | None = None
-    locked: int | None = None
-    cgroup: int | None = None
+    locked: int | None = None  # limit of locked memory (RLIMIT_MEMLOCK).
+    cgroup: int | None = None  # limit of this container or job.
 
 
 def read_host() -> Host:
@@ -81,17 +74,12 @@ def read_host() -> Host:
 
 @dataclass(frozen=True, slots=True)
 class PrivateNames:
-    """The private names of torch that memprof uses.
+    """The private names of torch that memprof uses."""
 
-    Attributes:
-        number: of all that a build of torch like the installed one may have.
-        missing: those that the installed torch lacks -> what memprof does without; empty text: it refuses that torch.
-        error: why torch could not be asked; empty if it was.
-    """
-
-    number: int = 0
+    number: int = 0  # of all that a build of torch like the installed one may have.
+    # those that the installed torch lacks -> what memprof does without; empty text: it refuses that torch.
     missing: Mapping[str, str] = field(default_factory=dict)
-    error: str = ""
+    error: str = ""  # why torch could not be asked; empty if it was.
 
 
 def read_private_names() -> PrivateNames:
@@ -249,11 +237,11 @@ def check_settings(variables: Mapping[str, str], release: Release) -> Iterator[C
         yield from _contradictions(config, name, variables[name])
 
 
+# Settings of torch's own allocator.
 _NATIVE = (
     "max_split_size_mb", "garbage_collection_threshold", "roundup_power2_divisions", "expandable_segments",
     "max_non_split_rounding_mb",
 )  # fmt: skip
-"""Settings of torch's own allocator."""
 
 
 def _contradictions(config: AllocatorConfig, name: str, text: str) -> Iterator[Check]:

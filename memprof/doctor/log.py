@@ -16,14 +16,10 @@ from memprof.doctor.signatures import SIGNATURES
 from memprof.errors import UsageError
 
 _PIECE = 4 << 20
-_BEFORE = 24 << 10
-"""Of the log before an error: its traceback."""
-_AFTER = 4 << 10
-"""And after: messages go on over several lines."""
-MAX_PASSAGES = 60
-"""Places of one word that are looked at: a service that retries prints the same for ever."""
-_HEAD = 256 << 10
-"""Of the log's beginning, where programs print what they were told to run."""
+_BEFORE = 24 << 10  # Of the log before an error: its traceback.
+_AFTER = 4 << 10  # And after: messages go on over several lines.
+MAX_PASSAGES = 60  # Places of one word that are looked at: a service that retries prints the same for ever.
+_HEAD = 256 << 10  # Of the log's beginning, where programs print what they were told to run.
 
 _MAGIC: tuple[tuple[bytes | tuple[bytes, ...], str, str], ...] = (
     (b"\x1f\x8b", "a gzip file", "zcat FILE | memprof doctor"),
@@ -40,6 +36,7 @@ _MAGIC: tuple[tuple[bytes | tuple[bytes, ...], str, str], ...] = (
         "a snapshot of torch is for: memprof analyze FILE",
     ),
 )
+# Few short words, one of which is in every word of the signatures: each costs a pass over the log.
 _ANCHORS = (
     "of memory", "of-memory", " allocate", "preemptively", "allowed memory", "same device", "is fragmented",
     "should be the same", "Expected object of ", "xpected device ", "expected it to be", "expected them to be",
@@ -52,7 +49,6 @@ _ANCHORS = (
     "cuda error", "Failed to CUDA", "Cuda failure", "ncclUnhandled", "find an engine", "fallocate", "buffer size",
     "UR_RESULT", "OOM when", "SIGKILL", "Killed", "memory pressure", "memory usage threshold",
 )  # fmt: skip
-"""Few short words, one of which is in every word of the signatures: each costs a pass over the log."""
 _WORDS = {
     anchor.encode(): tuple(
         sorted({word.encode() for signature in SIGNATURES for word in signature.words if anchor in word})
@@ -76,8 +72,7 @@ class Log:
     def __init__(self, stream: BinaryIO, name: str) -> None:
         self._stream = stream
         self._name = name
-        self.head = ""
-        """Its beginning, there once `passages` has been run through."""
+        self.head = ""  # Its beginning, there once `passages` has been run through.
         self._left = dict.fromkeys(_WORDS, MAX_PASSAGES)
 
     def passages(self) -> Iterator[Passage]:
@@ -87,8 +82,8 @@ class Log:
             UsageError: this is no text.
         """
         buffer = b""
+        # `buffer[0]` is byte `start` of the log, in front of which there are `lines_before` ends of lines.
         start, lines_before, done = 0, 0, 0
-        """`buffer[0]` is byte `start` of the log, in front of which there are `lines_before` ends of lines."""
         for piece in self._pieces():
             buffer += piece
             if len(self.head) < _HEAD:

@@ -21,27 +21,16 @@ def _nothing(text: str) -> Figures:
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """One kind of error.
+    """One kind of error."""
 
-    Args:
-        name: for tests and messages.
-        words: any of these is in every such error.
-        pattern: matches it, in text without prefixes and line breaks; compiled when it is first needed.
-        source: what prints it.
-        cause: what it means; None: the figures decide.
-        figures: reads its amounts.
-        rank: of several in a log the one with the lowest explains the others.
-        one_line: the pattern is for the words' line alone.
-    """
-
-    name: str
-    words: tuple[str, ...]
-    pattern: str
-    source: str
-    cause: Cause | None = None
-    figures: Callable[[str], Figures] = _nothing
-    rank: int = 1
-    one_line: bool = False
+    name: str  # for tests and messages.
+    words: tuple[str, ...]  # any of these is in every such error.
+    pattern: str  # matches it, in text without prefixes and line breaks; compiled when it is first needed.
+    source: str  # what prints it.
+    cause: Cause | None = None  # what it means; None: the figures decide.
+    figures: Callable[[str], Figures] = _nothing  # reads its amounts.
+    rank: int = 1  # of several in a log the one with the lowest explains the others.
+    one_line: bool = False  # the pattern is for the words' line alone.
 
 
 def _signature(name: str, words: str, pattern: str = "", **more: Any) -> Signature:
@@ -54,6 +43,7 @@ def _mismatch(name: str, words: str, pattern: str = "", source: str = "torch") -
     return _signature(name, words, pattern, source=source, cause=Cause.DEVICE_MISMATCH, rank=0)
 
 
+# In the order in which they are tried: the more telling first.
 SIGNATURES: tuple[Signature, ...] = (
     _signature(
         "torch-oom",
@@ -337,4 +327,3 @@ SIGNATURES: tuple[Signature, ...] = (
         rank=2,
     ),
 )
-"""In the order in which they are tried: the more telling first."""

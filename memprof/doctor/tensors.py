@@ -18,19 +18,15 @@ from memprof.units import MIB
 _SEGMENT = 2 * MIB
 _SMALL_SEGMENT, _LARGE_SEGMENT = 2 * MIB, 20 * MIB
 _BLOCK = 512
-MIN_BITS = 7.0
-"""Without a model's name a fit below this is as likely chance: some hundred sizes are tried."""
-_KNOWN_BITS = 30.0
-"""Every size was given, and the bytes agree."""
+MIN_BITS = 7.0  # Without a model's name a fit below this is as likely chance: some hundred sizes are tried.
+_KNOWN_BITS = 30.0  # Every size was given, and the bytes agree.
 _HINT_BITS = 6.0
 _HALF, _FULL = 2, 4
 _COMMON_HEADS = (8, 12, 16, 20, 24, 25, 32, 40, 48, 64)
 _SHARDS = (1, 2, 4, 8)
 _DELTA = "one weight delta for each token"
-_MOST_ODD = 3
-"""Times a power of two, up to which a size is round: so many widths divide it that it tells none."""
-_MANY_TOKENS = 1 << 17
-"""Of a batch; beyond it each doubling is a quarter as likely."""
+_MOST_ODD = 3  # Times a power of two, up to which a size is round: so many widths divide it that it tells none.
+_MANY_TOKENS = 1 << 17  # Of a batch; beyond it each doubling is a quarter as likely.
 
 
 def requested(figures: Figures) -> tuple[int, int] | None:
@@ -55,29 +51,18 @@ def requested(figures: Figures) -> tuple[int, int] | None:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is known when a tensor is looked for.
+    """What is known when a tensor is looked for."""
 
-    Attributes:
-        low: the smallest request that it may be, bytes.
-        half: name of the half dtype in use.
-        batch: sequences, None if not known.
-        length: tokens of each, None if not known.
-        hinted: lengths and batches that the log names, which may be those of this run.
-        roles: what the traceback speaks of.
-        wide: whether the traceback speaks of float32.
-        held: bytes of tensors that were on the card already, None if not known.
-    """
-
-    low: int
+    low: int  # the smallest request that it may be, bytes.
     high: int
     model: Dimensions | None = None
-    half: str = "bfloat16"
-    batch: int | None = None
-    length: int | None = None
-    hinted: tuple[int, ...] = ()
-    roles: frozenset[str] = frozenset()
-    wide: bool = False
-    held: int | None = None
+    half: str = "bfloat16"  # name of the half dtype in use.
+    batch: int | None = None  # sequences, None if not known.
+    length: int | None = None  # tokens of each, None if not known.
+    hinted: tuple[int, ...] = ()  # lengths and batches that the log names, which may be those of this run.
+    roles: frozenset[str] = frozenset()  # what the traceback speaks of.
+    wide: bool = False  # whether the traceback speaks of float32.
+    held: int | None = None  # bytes of tensors that were on the card already, None if not known.
 
     @property
     def dtypes(self) -> tuple[tuple[str, int, float], ...]:
@@ -89,6 +74,7 @@ class Question:
         return (_HINT_BITS, "; the traceback speaks of it") if self.roles.intersection(kinds) else (0.0, "")
 
 
+# Words of the code in which tensors of a role are made.
 _ROLES = {
     "logits": "lm_head cross_entropy log_softmax logits loss_function logprob nll_loss log_prob",
     "attention": "attn attention softmax scores baddbmm matmul(q sdpa einsum",
@@ -98,7 +84,6 @@ _ROLES = {
     "initialize_optimizer_states flat_param",
     "cache": "key_cache past_key cache_utils kv_cache DynamicCache",
 }
-"""Words of the code in which tensors of a role are made."""
 
 
 def roles_in(frames: Sequence[str]) -> frozenset[str]:

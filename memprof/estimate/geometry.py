@@ -13,16 +13,17 @@ from memprof.units import parse_count
 
 _SEE = "('memprof models' lists them; a config.json or --params also work)"
 
+# Values of `model_type` whose layers layers.py has op by op.
 FAMILIES = (
     "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "olmo2",
     "gpt2", "gpt_neox", "opt", "phi",
 )  # fmt: skip
-"""Values of `model_type` whose layers layers.py has op by op."""
 
+# As in PEFT's TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING (peft/utils/constants.py); else q and v. Phi-3 and
+# OLMo 2 are not in it: what is the same there is taken.
 _LORA_TARGETS = {"gpt2": "c_attn", "gpt_neox": "query_key_value", "phi": "q_proj,v_proj,fc1,fc2", "phi3": "qkv_proj"}
-"""As in PEFT's TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING (peft/utils/constants.py); else q and v.
-Phi-3 and OLMo 2 are not in it: what is the same there is taken."""
 
+# Names of the matrices in transformers, where they are not of the manner of q_proj.
 _MODULES = {
     "gpt2": {"qkv": "c_attn", "o": "c_proj", "up": "c_fc", "down": "c_proj"},
     "gpt_neox": {"qkv": "query_key_value", "o": "dense", "up": "dense_h_to_4h", "down": "dense_4h_to_h"},
@@ -30,7 +31,6 @@ _MODULES = {
     "phi3": {"up": "gate_up_proj"},
     "opt": {"o": "out_proj", "up": "fc1", "down": "fc2"},
 }
-"""Names of the matrices in transformers, where they are not of the manner of q_proj."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,32 +47,22 @@ class Geometry:
     vocab: int
     tied: bool
     gated: bool = True
-    norm: str = "rms"
-    """rms, gemma (scaled in float32), olmo (cast after its weight) or layer."""
-    norms: int = 2
-    """Norms of hidden size in a layer."""
-    qk_norm: str = ""
-    """head: of each head, hidden: of all together."""
+    norm: str = "rms"  # rms, gemma (scaled in float32), olmo (cast after its weight) or layer.
+    norms: int = 2  # Norms of hidden size in a layer.
+    qk_norm: str = ""  # head: of each head, hidden: of all together.
     activation: str = "silu"
     fused_qkv: bool = False
-    fused_up: bool = False
-    """The gate and the up projection are one matrix."""
-    rotary: float = 1.0
-    """Share of a head that is rotated."""
-    positions: int = 0
-    """Rows of a learned position embedding."""
-    dropout: bool = False
-    """After attention and MLP, in training."""
+    fused_up: bool = False  # The gate and the up projection are one matrix.
+    rotary: float = 1.0  # Share of a head that is rotated.
+    positions: int = 0  # Rows of a learned position embedding.
+    dropout: bool = False  # After attention and MLP, in training.
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
     head_bias: bool = False
-    softcap: bool = False
-    """The logits go through tanh."""
-    window: int = 0
-    """Tokens that a sliding window sees; 0: none."""
-    global_every: int = 0
-    """Of so many layers the last has no window; 0: all that the model has are alike."""
+    softcap: bool = False  # The logits go through tanh.
+    window: int = 0  # Tokens that a sliding window sees; 0: none.
+    global_every: int = 0  # Of so many layers the last has no window; 0: all that the model has are alike.
     max_positions: int | None = None
 
     @property
@@ -148,17 +138,13 @@ class Subject:
 
     name: str
     num_parameters: int
-    geometry: Geometry | None
-    """None: its layers are not among those that the closed form knows."""
+    geometry: Geometry | None  # None: its layers are not among those that the closed form knows.
     config: Mapping[str, Any]
-    given: str
-    """params, model or config: what the user gave."""
+    given: str  # params, model or config: what the user gave.
     checkpoint_dtype: str
     why_no_geometry: str = ""
-    path: str = ""
-    """Of the configuration, if it is no model of the catalog."""
-    rule: str = ""
-    """How the geometry was derived, if only a number of parameters was given."""
+    path: str = ""  # Of the configuration, if it is no model of the catalog.
+    rule: str = ""  # How the geometry was derived, if only a number of parameters was given.
 
     @property
     def derived(self) -> bool:

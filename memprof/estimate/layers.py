@@ -9,8 +9,8 @@ from __future__ import annotations
 from memprof.estimate.projections import Projections, Setting
 from memprof.estimate.tape import FLOAT32, Tape, Tensor
 
+# The flash attention kernels take heads up to this size (sdp_utils.cpp, check_flash_attention_hardware_support).
 FLASH_MAX_HEAD = 256
-"""The flash attention kernels take heads up to this size (sdp_utils.cpp, check_flash_attention_hardware_support)."""
 
 
 class Layer(Projections):

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from memprof.spec import DEFAULT_LORA_RANK
 
+# Dtypes of the weights. int8 is bitsandbytes' LLM.int8, int4 its nf4 with double quantization.
 COLUMNS = ("float32", "float16", "bfloat16", "int8", "int4")
-"""Dtypes of the weights. int8 is bitsandbytes' LLM.int8, int4 its nf4 with double quantization."""
 
+# Of checkpoints whose linear layers are stored quantized; they are loaded for inference, and shown if asked for.
 FORMATS = ("fp8", "gptq-int8", "gptq-int4", "awq-int4")
-"""Of checkpoints whose linear layers are stored quantized; they are loaded for inference, and shown if asked for."""
 
 _ITEM = {"float32": 4, "float16": 2, "bfloat16": 2}
 
@@ -21,8 +21,7 @@ class Method:
 
     key: str
     title: str
-    kind: str
-    """weights, inference, lora, full, mixed or adamw-8bit."""
+    kind: str  # weights, inference, lora, full, mixed or adamw-8bit.
     checkpointing: bool = False
 
     @property
@@ -65,20 +64,13 @@ class Plan:
     method: Method
     column: str
     lora_rank: int = DEFAULT_LORA_RANK
-    lora_targets: str | None = None
-    """Modules to adapt; None: those that PEFT chooses."""
-    optimizer: str = "adamw"
-    """Of all rows but those of 8-bit AdamW."""
-    fused: bool = False
-    """The optimizer makes no temporaries."""
-    new_tokens: int = 1
-    """Generated after the prompt; the prompt itself gives the first."""
-    padded: bool = False
-    """Batches have an attention mask."""
-    empties_cache: bool = False
-    """The program gives back what the allocator keeps, or keeps it in expandable segments."""
-    chunked_loss: bool = False
-    """The loss is computed some tokens at a time."""
+    lora_targets: str | None = None  # Modules to adapt; None: those that PEFT chooses.
+    optimizer: str = "adamw"  # Of all rows but those of 8-bit AdamW.
+    fused: bool = False  # The optimizer makes no temporaries.
+    new_tokens: int = 1  # Generated after the prompt; the prompt itself gives the first.
+    padded: bool = False  # Batches have an attention mask.
+    empties_cache: bool = False  # The program gives back what the allocator keeps, or keeps it in expandable segments.
+    chunked_loss: bool = False  # The loss is computed some tokens at a time.
 
     @property
     def quantized(self) -> str:

@@ -19,23 +19,16 @@ class Setting:
     geometry: Geometry
     batch_size: int
     context_length: int
-    item: int
-    """Bytes of an element of weights and activations."""
+    item: int  # Bytes of an element of weights and activations.
     training: bool = True
-    trains_weights: bool = True
-    """False: the model is frozen."""
-    amp: bool = False
-    """Float32 weights, autocast to half precision."""
-    quantize: str = ""
-    """int8, int4 or a stored format: the linear layers' weights."""
+    trains_weights: bool = True  # False: the model is frozen.
+    amp: bool = False  # Float32 weights, autocast to half precision.
+    quantize: str = ""  # int8, int4 or a stored format: the linear layers' weights.
     lora_rank: int = 0
     lora_targets: tuple[str, ...] = ()
-    cache: bool = False
-    """Keys and values go into a KV cache."""
-    padded: bool = False
-    """Sequences of a batch have different lengths."""
-    parts_heads: int = 1
-    """Ranks that exchange parts of the sequence for parts of the heads around attention (Ulysses)."""
+    cache: bool = False  # Keys and values go into a KV cache.
+    padded: bool = False  # Sequences of a batch have different lengths.
+    parts_heads: int = 1  # Ranks that exchange parts of the sequence for parts of the heads around attention (Ulysses).
 
     @property
     def tokens(self) -> int:

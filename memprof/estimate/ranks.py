@@ -15,26 +15,17 @@ class Rank:
 
     parameters: int = 1
     gradients: int = 1
-    optimizer: int = 1
-    """Over how many ranks each part of the state is spread."""
-    replicas: int = 1
-    """Ranks that reduce their gradients together."""
-    gathers: bool = False
-    """fully_shard: what computes is whole for as long as it computes."""
-    reshard: bool = True
-    """And is given back after the forward."""
-    tensor: int = 1
-    """Ranks that share each matrix."""
+    optimizer: int = 1  # Over how many ranks each part of the state is spread.
+    replicas: int = 1  # Ranks that reduce their gradients together.
+    gathers: bool = False  # fully_shard: what computes is whole for as long as it computes.
+    reshard: bool = True  # And is given back after the forward.
+    tensor: int = 1  # Ranks that share each matrix.
     context: int = 1
-    ulysses: int = 1
-    """Ranks that share a sequence; with the second each has a part of the heads in attention."""
+    ulysses: int = 1  # Ranks that share a sequence; with the second each has a part of the heads in attention.
     stages: int = 1
-    stage: int = 0
-    """Of a pipeline, from 0."""
-    in_flight: int = 1
-    """Micro-batches whose activations are there at once."""
-    microbatches: int = 1
-    """Of a pipeline's step."""
+    stage: int = 0  # Of a pipeline, from 0.
+    in_flight: int = 1  # Micro-batches whose activations are there at once.
+    microbatches: int = 1  # Of a pipeline's step.
 
     @property
     def sequence(self) -> int:
@@ -88,12 +79,9 @@ class Elements:
     layer: int
     layers: int
     embedding: int
-    head: int
-    """0 where it is the embedding's matrix."""
-    final: int
-    """The last norm."""
-    undivided: int
-    """The gradient of an embedding whose rows are divided is of all rows."""
+    head: int  # 0 where it is the embedding's matrix.
+    final: int  # The last norm.
+    undivided: int  # The gradient of an embedding whose rows are divided is of all rows.
 
     @property
     def root(self) -> int:

@@ -12,31 +12,29 @@ from memprof.estimate.tape import FLOAT32
 from memprof.units import KIB
 
 CUBLAS_WORKSPACE = (4096 * 2 + 16 * 8) * KIB
+# Per thread that multiplies matrices (aten/src/ATen/cuda/CublasHandlePool.cpp); on compute capability 9.0 the larger
+# one. A training step has two such threads, the program's and autograd's.
 CUBLAS_WORKSPACE_HOPPER = 4096 * 8 * KIB
-"""Per thread that multiplies matrices (aten/src/ATen/cuda/CublasHandlePool.cpp); on compute capability 9.0 the larger
-one. A training step has two such threads, the program's and autograd's."""
-BLOCK = 512
-"""The caching allocator rounds to it (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize)."""
+BLOCK = 512  # The caching allocator rounds to it (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize).
 NF4_BLOCK = 64
-NF4_SCALE_BLOCK = 256
-"""Weights per scale, and scales per scale of theirs (bitsandbytes/functional.py, quantize_4bit)."""
+NF4_SCALE_BLOCK = 256  # Weights per scale, and scales per scale of theirs (bitsandbytes/functional.py, quantize_4bit).
 STATE_BLOCK = 256
+# 8-bit AdamW: elements per scale, and below how many a tensor's state stays float32 (bitsandbytes/optim).
 SMALLEST_8BIT = 4096
-"""8-bit AdamW: elements per scale, and below how many a tensor's state stays float32 (bitsandbytes/optim)."""
+# Rows per scale of GPTQ's and AWQ's weights, and the side of a block of float8 ones (their checkpoints'
+# quantization_config).
 FORMAT_GROUP = 128
-"""Rows per scale of GPTQ's and AWQ's weights, and the side of a block of float8 ones (their checkpoints'
-quantization_config)."""
+# Elements of state that an optimizer has per parameter, and of temporaries in its step over all at once
+# (torch/optim/*.py, the _multi_tensor functions).
 STATES = {
     "adamw": (2, 1), "adam": (2, 1), "sgd": (0, 0), "sgd-momentum": (1, 0), "adagrad": (1, 2), "rmsprop": (1, 1),
     "none": (0, 0),
 }  # fmt: skip
-"""Elements of state that an optimizer has per parameter, and of temporaries in its step over all at once
-(torch/optim/*.py, the _multi_tensor functions)."""
+# Bytes of state per parameter, scales included; paged state is in managed memory, which torch does not count.
 QUANTIZED_STATES = {
     "adamw-8bit": 2 + 2 * FLOAT32 / STATE_BLOCK, "torchao-adamw-8bit": 2 + 2 * FLOAT32 / STATE_BLOCK,
     "torchao-adamw-4bit": 1 + 2 * FLOAT32 / 128, "paged-adamw-8bit": 0.0,
 }  # fmt: skip
-"""Bytes of state per parameter, scales included; paged state is in managed memory, which torch does not count."""
 
 Terms = dict[str, int]
 
@@ -59,12 +57,10 @@ class State:
     """Bytes that do not depend on tokens."""
 
     parameters: int
-    trained: int
-    """Elements that are trained."""
+    trained: int  # Elements that are trained.
     gradients: int
     optimizer: int
-    temporaries: int
-    """Of the optimizer step."""
+    temporaries: int  # Of the optimizer step.
 
 
 def state(subject: Subject, plan: Plan) -> State:

@@ -25,12 +25,12 @@ from memprof.spec import MANY_STEPS
 from memprof.workload.lengths import parse_lengths
 
 FITS, BORDERLINE, NO = "fits", "borderline", "no"
+# Kinds of figures that are published: torch.cuda.max_memory_allocated, max_memory_reserved, and nvidia-smi's.
 KINDS = ALLOCATED, RESERVED, DEVICE_USED = "allocated", "reserved", "device used"
-"""Kinds of figures that are published: torch.cuda.max_memory_allocated, max_memory_reserved, and nvidia-smi's."""
 DEFAULT_CONTEXT = 2048
 _AS_USUAL = EstimateOptions()
+# The columns of what --quantize names; one of 4 bits takes as much as the other.
 _OF_BITSANDBYTES = {"nf4": "int4", "fp4": "int4"}
-"""The columns of what --quantize names; one of 4 bits takes as much as the other."""
 
 _NAMES = {"adamw": "AdamW", "adam": "Adam", "sgd": "SGD"}
 
@@ -43,13 +43,10 @@ class Band:
 
     low: float
     high: float
-    figures: int = 0
-    """Published ones that were asked for."""
+    figures: int = 0  # Published ones that were asked for.
     sources: int = 0
-    inside: float = 0.0
-    """The share of them that is within the band."""
-    held_out: float = 0.0
-    """The same for sources that did not take part in measuring it, one after the other."""
+    inside: float = 0.0  # The share of them that is within the band.
+    held_out: float = 0.0  # The same for sources that did not take part in measuring it, one after the other.
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +55,9 @@ class Cell:
 
     plan: Plan
     moments: tuple[Moment, ...]
-    derived: bool
-    """It depends on a shape that was derived from the number of parameters."""
-    strategy: str = ""
-    """How the training is spread over cards; the amounts are of each."""
-    rank: Rank = ALONE
-    """Which of them."""
+    derived: bool  # It depends on a shape that was derived from the number of parameters.
+    strategy: str = ""  # How the training is spread over cards; the amounts are of each.
+    rank: Rank = ALONE  # Which of them.
 
     @property
     def method(self) -> Method:
@@ -151,18 +145,15 @@ class Estimate:
     """The whole answer."""
 
     subject: Subject
-    dtype: str
-    """The column that is looked at."""
+    dtype: str  # The column that is looked at.
     batch_size: int
     context_length: int
     lora_rank: int
-    lengths: str | None
-    """As they were asked for; `context_length` is then the longest batch's."""
+    lengths: str | None  # As they were asked for; `context_length` is then the longest batch's.
     gpus: int
+    # By method and dtype; absent where the method is not done in that dtype or cannot be answered.
     cells: dict[tuple[str, str], Cell]
-    """By method and dtype; absent where the method is not done in that dtype or cannot be answered."""
-    sharded: tuple[Cell, ...]
-    """The same column on several cards, by each strategy."""
+    sharded: tuple[Cell, ...]  # The same column on several cards, by each strategy.
 
     def plans(self) -> list[Plan]:
         """What is done in the rows of the dtype that is looked at, and can be run."""
@@ -180,11 +171,9 @@ class Estimate:
 class Simulated:
     """What a run on the virtual GPU came to."""
 
-    stage: str
-    """In which the peak is."""
+    stage: str  # In which the peak is.
     allocated_bytes: int
-    required_bytes: int
-    """Reserved at the most, with the CUDA context."""
+    required_bytes: int  # Reserved at the most, with the CUDA context.
     categories: Mapping[str, int]
 
 

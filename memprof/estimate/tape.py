@@ -22,13 +22,10 @@ class Tensor:
     needs_grad: bool
     name: str = ""
     num_bytes: int = 0
-    holders: int = 1
-    """What keeps it alive: variables of the model's code, and operators that keep it for the backward."""
-    counted: bool = True
-    """False: it is alive in any case, and is counted elsewhere (the layer's input)."""
+    holders: int = 1  # What keeps it alive: variables of the model's code, and operators that keep it for the backward.
+    counted: bool = True  # False: it is alive in any case, and is counted elsewhere (the layer's input).
     grad: Tensor | None = None
-    whole: Tensor | None = None
-    """The tensor that this is a view of."""
+    whole: Tensor | None = None  # The tensor that this is a view of.
 
 
 @dataclass(slots=True, eq=False)
@@ -37,12 +34,9 @@ class _Node:
     output: Tensor
     kept: Sequence[Tensor]
     passes_through: bool = False
-    param_grad: int = 0
-    """Bytes of gradients of parameters; they stay."""
-    temporary: int = 0
-    """Bytes that the derivative takes beside its results."""
-    temporary_param: int = 0
-    """Bytes of a gradient in half precision that becomes one in float32."""
+    param_grad: int = 0  # Bytes of gradients of parameters; they stay.
+    temporary: int = 0  # Bytes that the derivative takes beside its results.
+    temporary_param: int = 0  # Bytes of a gradient in half precision that becomes one in float32.
 
 
 @dataclass
@@ -53,8 +47,7 @@ class Tape:
     training: bool
     live: int = 0
     peak: int = 0
-    kept: dict[str, int] = field(default_factory=dict)
-    """Bytes kept for the backward, by name."""
+    kept: dict[str, int] = field(default_factory=dict)  # Bytes kept for the backward, by name.
     _nodes: list[_Node] = field(default_factory=list)
 
     def new(self, width: int, item: int, *, needs_grad: bool, name: str = "") -> Tensor:

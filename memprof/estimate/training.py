@@ -13,8 +13,7 @@ from memprof.estimate.state import CUBLAS_WORKSPACE, Moment, State, Terms, posit
 from memprof.estimate.tape import FLOAT32, Tape
 from memprof.units import GIB
 
-CHUNK_BYTES = GIB
-"""Of logits that a chunked loss has at a time (remedies/chunked_loss.py, CHUNK_BYTES)."""
+CHUNK_BYTES = GIB  # Of logits that a chunked loss has at a time (remedies/chunked_loss.py, CHUNK_BYTES).
 
 
 class Training:

@@ -33,8 +33,8 @@ from memprof.trace.plain import json_fields, to_plain
 if TYPE_CHECKING:
     from pandas import DataFrame
 
+# Type of a field -> that of its column, and that of one which may lack values.
 _DTYPES = {int: ("int64", "Int64"), bool: ("bool", "boolean"), float: ("float64", "float64")}
-"""Type of a field -> that of its column, and that of one which may lack values."""
 
 
 def frames_of(document: Shown) -> dict[str, DataFrame]:

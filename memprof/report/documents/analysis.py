@@ -22,12 +22,11 @@ class Amounts:
     """What the allocator held after an event."""
 
     event: int
-    requested_bytes: int
-    """Asked for, of blocks in use or waiting for other streams (torch's requested_bytes)."""
+    requested_bytes: int  # Asked for, of blocks in use or waiting for other streams (torch's requested_bytes).
     allocated_bytes: int
     reserved_bytes: int
+    # What was being done: a stage of a simulated run, an annotation of a recorded one; else None.
     stage: str | None = None
-    """What was being done: a stage of a simulated run, an annotation of a recorded one; else None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,25 +42,20 @@ class BlockRow:
     op: str
     module: str
     category: str
-    frames: tuple[str, ...]
-    """The Python lines of its stack, innermost first."""
-    alike: int = 1
-    """Blocks of this size, line, operator and category, of which it is one."""
+    frames: tuple[str, ...]  # The Python lines of its stack, innermost first.
+    alike: int = 1  # Blocks of this size, line, operator and category, of which it is one.
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
     """What is alive at the moment that was asked for."""
 
-    what: str
-    """peak, end, oom or event."""
+    what: str  # peak, end, oom or event.
     amounts: Amounts
-    pending_bytes: int
-    """Freed by the program, and waiting for other streams."""
+    pending_bytes: int  # Freed by the program, and waiting for other streams.
     by: str
     groups: tuple[Group, ...]
-    blocks: tuple[BlockRow, ...]
-    """The largest."""
+    blocks: tuple[BlockRow, ...]  # The largest.
     num_groups: int
     num_blocks: int
 
@@ -84,8 +78,7 @@ class PinnedSegment:
 class FragmentationRow(Fragmentation):
     """That of one moment."""
 
-    nearly_empty: tuple[PinnedSegment, ...]
-    """Of them, those with the most pinned bytes."""
+    nearly_empty: tuple[PinnedSegment, ...]  # Of them, those with the most pinned bytes.
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +113,7 @@ class ReplayRow:
 class TimelineRow:
     """The highest values of equal stretches of the recording, for a picture."""
 
-    events: tuple[int, ...]
-    """Where each stretch begins."""
+    events: tuple[int, ...]  # Where each stretch begins.
     allocated_bytes: tuple[int, ...]
     reserved_bytes: tuple[int, ...]
     seconds: float | None
@@ -134,11 +126,9 @@ class DeviceReport:
     device: int
     events: int
     allocations: int
-    state_only: bool
-    """No events were recorded: only the state at the end is known."""
+    state_only: bool  # No events were recorded: only the state at the end is known.
     start: Amounts
-    peak: Amounts
-    """The first event at which most is allocated."""
+    peak: Amounts  # The first event at which most is allocated.
     peak_requested_bytes: int
     peak_reserved_bytes: int
     peak_reserved_event: int
@@ -162,15 +152,12 @@ class Analysis(Shown):
     schema: int
     memprof_version: str
     command: str
-    source: str
-    """measured or simulated."""
+    source: str  # measured or simulated.
     file: str
     format: str
-    settings: str
-    """The allocator's, as the file gives them."""
+    settings: str  # The allocator's, as the file gives them.
     devices: tuple[DeviceReport, ...]
-    replay: ReplayRow
-    """Of all devices together."""
+    replay: ReplayRow  # Of all devices together.
     assumptions: tuple[str, ...]
 
     @property

@@ -35,16 +35,14 @@ from memprof.version import __version__
 
 TIMELINE_COLUMNS = 100
 MAX_FRAMES = 8
-MAX_PINS = 5
-"""Blocks named per nearly empty segment."""
+MAX_PINS = 5  # Blocks named per nearly empty segment.
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
     """What the user wants to see."""
 
-    at: str = "peak"
-    """peak, end, oom or the number of an event."""
+    at: str = "peak"  # peak, end, oom or the number of an event.
     by: str = "frame"
     top: int = 10
     what_if: AllocatorConfig | None = None

@@ -21,8 +21,7 @@ from memprof.version import __version__
 class Answer(Plain):
     """What all of them begin with."""
 
-    schema: int = 1
-    """Goes up when a name changes its meaning."""
+    schema: int = 1  # Goes up when a name changes its meaning.
     memprof_version: str = __version__
     command: str
 
@@ -57,8 +56,7 @@ class PresentCards(Answer):
     command: str = "gpus --present"
     cards: tuple[PresentCard, ...]
     driver_version: str | None
-    cuda_version: str | None
-    """The newest that the driver runs."""
+    cuda_version: str | None  # The newest that the driver runs.
     notes: tuple[str, ...]
     environment: Environment
 
@@ -93,8 +91,7 @@ class Checked(Answer):
     """`memprof doctor --env`."""
 
     command: str = "doctor --env"
-    facts: dict[str, str]
-    """What is here, by name."""
+    facts: dict[str, str]  # What is here, by name.
     findings: tuple[Check, ...]
 
 
@@ -104,16 +101,14 @@ class Exported(Answer):
 
     command: str = "export"
     file: str
-    viewer: str
-    """Where it can be opened."""
+    viewer: str  # Where it can be opened.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MonitorLine(Sample):
     """`memprof monitor`: a line, one sample each."""
 
-    peaks: Peaks
-    """Up to and with this sample."""
+    peaks: Peaks  # Up to and with this sample.
     schema: int = 1
     command: str = "monitor"
 
@@ -146,8 +141,7 @@ class Topics(Answer):
 
     command: str = "help"
     topics: tuple[Topic, ...]
-    text: str | None = None
-    """Of the one page that was asked for, as Markdown."""
+    text: str | None = None  # Of the one page that was asked for, as Markdown.
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,8 +159,7 @@ class Recipes(Answer):
 
     command: str = "recipes ls"
     recipes: tuple[Recipe, ...]
-    copied_to: str | None = None
-    """The new folder, of `recipes cp`."""
+    copied_to: str | None = None  # The new folder, of `recipes cp`.
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,8 +168,7 @@ class KeptAnswer:
 
     asked: str
     num_bytes: int = field(metadata=json_name("bytes"))
-    used: float
-    """When it was asked for last."""
+    used: float  # When it was asked for last.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,13 +176,10 @@ class KeptAnswers(Answer):
     """`memprof cache`."""
 
     command: str = "cache"
-    folder: str | None
-    """None: nothing is kept."""
+    folder: str | None  # None: nothing is kept.
     num_bytes: int = field(metadata=json_name("bytes"))
-    most_bytes: int
-    """What is kept at the most."""
-    removed: int
-    """How many answers, with --clear."""
+    most_bytes: int  # What is kept at the most.
+    removed: int  # How many answers, with --clear.
     answers: tuple[KeptAnswer, ...]
 
 

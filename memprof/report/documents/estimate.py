@@ -41,16 +41,13 @@ class EstimateRow(Plain):
     allocated_bytes: int
     reserved_bytes: int
     device_used_bytes: int
-    at_least_bytes: int
-    """Of what is in use on the card, as is the most."""
+    at_least_bytes: int  # Of what is in use on the card, as is the most.
     at_most_bytes: int
-    ranges: dict[str, tuple[int, int]]
-    """By kind of figure: the least and the most."""
+    ranges: dict[str, tuple[int, int]]  # By kind of figure: the least and the most.
     categories: dict[str, int]
     depends_on_derived_geometry: bool | None = None
     cards: dict[str, str] | None = None
-    formulas: dict[str, str] | None = None
-    """With --explain, as is what a layer keeps for the backward."""
+    formulas: dict[str, str] | None = None  # With --explain, as is what a layer keeps for the backward.
     kept_per_layer_bytes_per_token: dict[str, float] | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -80,8 +77,7 @@ class EstimateDocument(Plain):
     command: str = "estimate"
     source: str = "closed form"
     target: EstimateTarget
-    bands: dict[str, Band]
-    """By kind of figure, measured against published ones."""
+    bands: dict[str, Band]  # By kind of figure, measured against published ones.
     estimates: tuple[EstimateRow, ...]
     sharded: tuple[EstimateRow, ...]
     exact: tuple[ExactRow, ...] | None

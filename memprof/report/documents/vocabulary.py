@@ -28,34 +28,26 @@ class Point:
 class Cap:
     """One cap."""
 
-    name: str
-    """The coverage that was asked for, such as 99.9%, or `asked` for a number of tokens."""
-    tokens: int
-    """The most frequent ones, which stay."""
-    covered: int
-    """Tokens of the corpus among them."""
+    name: str  # The coverage that was asked for, such as 99.9%, or `asked` for a number of tokens.
+    tokens: int  # The most frequent ones, which stay.
+    covered: int  # Tokens of the corpus among them.
     coverage: float
-    vocab_size: int
-    """Rows of embedding and head: the tokens, and those reserved."""
+    vocab_size: int  # Rows of embedding and head: the tokens, and those reserved.
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
     """What one vocabulary takes, the most of each that is alive at once."""
 
-    name: str
-    """`before`, or the name of a cap."""
+    name: str  # `before`, or the name of a cap.
     vocab_size: int
     num_parameters: int | None
     parameters_bytes: int | None
     gradients_bytes: int | None
     optimizer_state_bytes: int | None
-    logits_bytes: int
-    """Simulated: of all that the head and the loss make; by arithmetic: one copy of the logits."""
-    peak_bytes: int | None
-    """Most allocated at once."""
-    required_bytes: int | None
-    """Of the card, with the CUDA context."""
+    logits_bytes: int  # Simulated: of all that the head and the loss make; by arithmetic: one copy of the logits.
+    peak_bytes: int | None  # Most allocated at once.
+    required_bytes: int | None  # Of the card, with the CUDA context.
     fits: bool | None
 
 
@@ -63,10 +55,8 @@ class Memory:
 class Savings:
     """The run before and with each cap, the fewest rows last."""
 
-    source: str
-    """simulated: by runs; arithmetic: of embedding, head and one copy of the logits alone."""
-    what: str
-    """The model and the run, in words."""
+    source: str  # simulated: by runs; arithmetic: of embedding, head and one copy of the logits alone.
+    what: str  # The model and the run, in words.
     card: str | None
     before: Memory
     capped: tuple[Memory, ...]
@@ -80,19 +70,16 @@ class Vocabulary(Plain):
     schema: int
     memprof_version: str
     command: str
-    corpus: tuple[str, ...]
-    """As the user named it."""
+    corpus: tuple[str, ...]  # As the user named it.
     files: int
     rows: int
     num_bytes: int
     tokenizer: str
     tokens: int
     distinct: int
-    once: int
-    """Tokens that occur once."""
+    once: int  # Tokens that occur once.
     most_common: tuple[tuple[str, int], ...]
-    vocab_size: int | None
-    """Ids that the tokenizer has."""
+    vocab_size: int | None  # Ids that the tokenizer has.
     unseen: int | None
     highest_id: int | None
     unseen_ranges: tuple[tuple[int, int], ...]

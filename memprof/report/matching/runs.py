@@ -21,10 +21,11 @@ from memprof.trace.facts import Target, target_to_json
 from memprof.trace.snapshot import Action
 from memprof.units import format_bytes
 
+# The category of what kernels and libraries take for themselves: hidden storages.
 KERNELS = Category.LIBRARY_WORKSPACE.value
-"""The category of what kernels and libraries take for themselves: hidden storages."""
 
 ALL_TENSORS = "all tensors"
+# Totals that no allocator has a part in, and their names in a report's `model_state`.
 STATE = {
     "parameters": "parameters_bytes",
     "gradients": "gradients_bytes",
@@ -32,7 +33,6 @@ STATE = {
     "buffers": "buffers_bytes",
     ALL_TENSORS: "tensors_bytes",
 }
-"""Totals that no allocator has a part in, and their names in a report's `model_state`."""
 ALLOCATED, RESERVED, DEVICE_USED, HOST = "allocated", "reserved", "device used", "host memory"
 TOTALS = (*STATE, ALLOCATED, RESERVED, DEVICE_USED, HOST)
 
@@ -50,18 +50,17 @@ BRIDGE = {
     "device used": "device_used_bytes",
 }
 
+# Events of the driver for one request, at most, as a rule one: a segment, or stretches mapped into one.
 MOST_MAPPED = 8
-"""Events of the driver for one request, at most, as a rule one: a segment, or stretches mapped into one."""
 
+# Adafactor steps parameter by parameter wherever they are; other libraries have one way each.
 _CHOOSES_FOREACH = ("adamw", "adam", "sgd", "sgd-momentum", "adagrad", "rmsprop")
-"""Adafactor steps parameter by parameter wherever they are; other libraries have one way each."""
 
 _NOT_SETTINGS = ("asked", "alloc_conf", "sequence_lengths")  # the allocator's own say more; what came of settings
 
 _STEP = re.compile(r"(.*) \(step (\d+)\)")
 
-StageKey = tuple[str, int, int]
-"""Name (a layer's has its number), step, and which of those that have both in common."""
+StageKey = tuple[str, int, int]  # Name (a layer's has its number), step, and which of those that have both in common.
 
 
 @dataclass(slots=True)
@@ -70,19 +69,16 @@ class Run:
 
     side: Side
     settings: dict[str, Any]
-    all_settings: bool
-    """Whether a setting that is missing has no value; else nothing is known of it."""
+    all_settings: bool  # Whether a setting that is missing has no value; else nothing is known of it.
     totals: dict[str, int | None]
     stages: dict[StageKey, Stage]
     categories: dict[str, int]
     tensors: list[TensorSide]
     knows_shapes: bool
     bridge: dict[str, int | None]
-    findings: dict[str, int | None] | None = None
-    """Bytes by finding; None: the file has none."""
+    findings: dict[str, int | None] | None = None  # Bytes by finding; None: the file has none.
     assumptions: tuple[str, ...] = ()
-    ranks: dict[int, int] = field(default_factory=dict)
-    """Of ranks that ran together: the most that each allocated."""
+    ranks: dict[int, int] = field(default_factory=dict)  # Of ranks that ran together: the most that each allocated.
 
 
 def run_of_document(document: Document, file: str, kind: str) -> Run:

@@ -16,8 +16,7 @@ BY_BYTES = "bytes"
 class Matched:
     """What became of the tensors."""
 
-    rows: tuple[TensorRow, ...]
-    """Those that are not the same, largest differences first."""
+    rows: tuple[TensorRow, ...]  # Those that are not the same, largest differences first.
     same: int
     same_bytes: int
     by: str

@@ -16,20 +16,17 @@ if TYPE_CHECKING:
     from memprof.ledger.ledger import Ledger
     from memprof.report.documents.report import Document
 
+# Of the categories, and of what is beside them; from the ground of a stack up.
 COLOURS = {
     "parameters": "#4e79a7", "unsharded parameters": "#85b6dd", "gradients": "#f28e2b", "optimizer state": "#59a14f",
     "activations": "#e15759", "logits and loss": "#b07aa1", "inputs": "#9c755f", "buffers": "#8cd17d",
     "KV cache": "#499894", "temporaries": "#edc948", "communication": "#d37295", "library workspace": "#a0cbe8",
     "fragmentation": "#bab0ac", "unattributed": "#79706e", "free in segments": "#c9ced4", "CUDA context": "#8a939c",
 }  # fmt: skip
-"""Of the categories, and of what is beside them; from the ground of a stack up."""
-FITS, OVER = "#59a14f", "#e15759"
-"""Bars of what fits the card, and of what does not."""
+FITS, OVER = "#59a14f", "#e15759"  # Bars of what fits the card, and of what does not.
 _MOST_BINS = 1200
-_LEAST_SHARE = 1 / 3000
-"""Of the peak: what is less is no pixel of a treemap."""
-Figure = Any
-"""plotly's `Figure`, which has no types of its own."""
+_LEAST_SHARE = 1 / 3000  # Of the peak: what is less is no pixel of a treemap.
+Figure = Any  # plotly's `Figure`, which has no types of its own.
 
 
 def figure(document: Document, kind: str) -> Figure:

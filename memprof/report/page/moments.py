@@ -36,53 +36,41 @@ class Words:
 class Kinds:
     """Storages that are alike in everything: a column a quality; what is a word is a place in `Moments.words`."""
 
-    requested: list[int] = field(default_factory=list)
-    """Bytes of one."""
+    requested: list[int] = field(default_factory=list)  # Bytes of one.
+    # The same as the allocator rounds it: what the ledger counts to its category.
     rounded: list[int] = field(default_factory=list)
-    """The same as the allocator rounds it: what the ledger counts to its category."""
     category: list[int] = field(default_factory=list)
     shape: list[int] = field(default_factory=list)
     dtype: list[int] = field(default_factory=list)
-    module: list[int] = field(default_factory=list)
-    """Its path; -1: outside every module."""
+    module: list[int] = field(default_factory=list)  # Its path; -1: outside every module.
     op: list[int] = field(default_factory=list)
     source: list[int] = field(default_factory=list)
-    name: list[int] = field(default_factory=list)
-    """Of the parameter, gradient or state that it is; -1: none of these."""
+    name: list[int] = field(default_factory=list)  # Of the parameter, gradient or state that it is; -1: none of these.
+    # Kinds of one group are one row of the report: they differ in the number of their layer alone.
     group: list[int] = field(default_factory=list)
-    """Kinds of one group are one row of the report: they differ in the number of their layer alone."""
 
 
 @dataclass(slots=True)
 class Moments(Plain):
     """One run on one card. An event's index is its time; sizes are bytes."""
 
-    events: int
-    """How many there are."""
+    events: int  # How many there are.
     words: list[str]
     kinds: Kinds
-    begin: list[int]
-    """A life each: the event of its allocation."""
-    end: list[int]
-    """The event that frees it, after which it is not there; `events` if none does."""
+    begin: list[int]  # A life each: the event of its allocation.
+    end: list[int]  # The event that frees it, after which it is not there; `events` if none does.
     kind: list[int]
-    extra: list[int]
-    """Bytes that its block has beyond `rounded`: the ledger counts them as fragmentation."""
-    fragmentation: int
-    """The place of that category's name."""
-    reserved_at: list[int]
-    """Events after which another amount is reserved; the first is 0."""
+    extra: list[int]  # Bytes that its block has beyond `rounded`: the ledger counts them as fragmentation.
+    fragmentation: int  # The place of that category's name.
+    reserved_at: list[int]  # Events after which another amount is reserved; the first is 0.
     reserved: list[int]
+    # Place of the name with its step, begin, end (exclusive), place of the layer's stack and its number, or -1.
     stages: list[tuple[int, int, int, int, int]]
-    """Place of the name with its step, begin, end (exclusive), place of the layer's stack and its number, or -1."""
     peak: int
     peak_reserved: int
-    refused: int
-    """The event of the request that the card refuses; -1: none."""
-    tried_bytes: int
-    """Of that request."""
-    kind_of: dict[int, int] = field(repr=False, metadata=json_name(None))
-    """Of each storage, by its index in the trace."""
+    refused: int  # The event of the request that the card refuses; -1: none.
+    tried_bytes: int  # Of that request.
+    kind_of: dict[int, int] = field(repr=False, metadata=json_name(None))  # Of each storage, by its index in the trace.
 
 
 def moments_of(ledger: Ledger) -> Moments:

@@ -41,15 +41,11 @@ from memprof.trace.plain import to_plain
 
 _OURS = "<!DOCTYPE html>\n<!-- a page of memprof -->"
 PAGE = Form("page", "--html", lambda begin, end: begin.startswith(_OURS.encode()))
-_ALL = 1000
-"""Rows of a table: more than any comparison has."""
-_WIDE = 10_000
-"""Columns of a text that the browser breaks into lines."""
+_ALL = 1000  # Rows of a table: more than any comparison has.
+_WIDE = 10_000  # Columns of a text that the browser breaks into lines.
 _RUN = ("page.html", "base.js", "moments.js", "figures.js", "segments.js", "ladder.js", "page.js")
-_ANSWER = ("answer.html", "base.js", "answer.js")
-"""A body and its scripts, which in this order are one function."""
-Paged = Document | Comparison | Analysis | Recommendation
-"""What has a page."""
+_ANSWER = ("answer.html", "base.js", "answer.js")  # A body and its scripts, which in this order are one function.
+Paged = Document | Comparison | Analysis | Recommendation  # What has a page.
 
 
 def write_page(document: Paged, path: Path, *, force: bool = False) -> None:

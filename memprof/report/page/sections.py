@@ -15,11 +15,10 @@ from memprof.report.terminal.cells import Unit, shape_text, unit_for
 from memprof.trace.events import short_source
 from memprof.units import format_bytes
 
+# A word, a number, or what is shown of a number that rows are sorted by.
 Cell = str | int | tuple[str, int | float | None]
-"""A word, a number, or what is shown of a number that rows are sorted by."""
 _MOST_BARS = 24
-_ROW = 30
-"""Pixels of a bar."""
+_ROW = 30  # Pixels of a bar.
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +29,7 @@ class Section:
     note: str = ""
     traces: list[dict[str, Any]] = field(default_factory=list)
     layout: dict[str, Any] = field(default_factory=dict)
-    columns: tuple[str, ...] = ()
-    """Headers: `>` figures, `$` a command."""
+    columns: tuple[str, ...] = ()  # Headers: `>` figures, `$` a command.
     rows: tuple[tuple[Cell, ...], ...] = ()
     text: str = ""
 

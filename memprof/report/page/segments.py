@@ -9,10 +9,8 @@ from memprof.ledger.ledger import Ledger
 from memprof.report.page.moments import Moments
 from memprof.trace.plain import Plain
 
-FREE = -1
-"""Instead of a kind: nothing is in the block."""
-WAITING = -2
-"""Its tensor is gone, and it waits for the work of another stream."""
+FREE = -1  # Instead of a kind: nothing is in the block.
+WAITING = -2  # Its tensor is gone, and it waits for the work of another stream.
 
 
 @dataclass(slots=True)
@@ -23,8 +21,8 @@ class Segments(Plain):
     size: list[int] = field(default_factory=list)
     pool: list[str] = field(default_factory=list)
     stream: list[int] = field(default_factory=list)
+    # Of each segment: size and kind of its first block, of its second, and so on.
     blocks: list[list[int]] = field(default_factory=list)
-    """Of each segment: size and kind of its first block, of its second, and so on."""
 
 
 def segments_at_peak(ledger: Ledger, moments: Moments) -> Segments:

@@ -29,14 +29,10 @@ from memprof.snapshots.what_if import WhatIf
 from memprof.trace.events import short_source
 from memprof.units import format_bytes
 
-MAX_PINS = 5
-"""Kinds of nearly empty segments that are shown."""
-_LABEL = 11
-"""Columns before a curve."""
-_SCALE = 14
-"""Columns behind it."""
-_PATH = 28
-"""Columns of a module's path beside a source line."""
+MAX_PINS = 5  # Kinds of nearly empty segments that are shown.
+_LABEL = 11  # Columns before a curve.
+_SCALE = 14  # Columns behind it.
+_PATH = 28  # Columns of a module's path beside a source line.
 
 
 def view(document: Analysis, *, replay: bool = False, quiet: bool = False, file: Path | None = None) -> RenderableType:

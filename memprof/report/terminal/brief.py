@@ -10,8 +10,7 @@ from memprof.report.terminal.tensors import told_apart
 from memprof.trace.events import FailureKind, short_source
 from memprof.units import format_bytes
 
-TENSORS = 3
-"""Of the largest at the peak."""
+TENSORS = 3  # Of the largest at the peak.
 
 
 def brief(document: Document) -> str:

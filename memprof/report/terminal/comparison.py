@@ -29,10 +29,8 @@ from memprof.report.terminal.console import dim, heading, section, table
 from memprof.report.terminal.next_step import after_comparison, render_next
 from memprof.units import format_bytes
 
-MAX_NAMED = 6
-"""Stages named that only one has."""
-MAX_VALUE = 44
-"""Columns of a setting's value."""
+MAX_NAMED = 6  # Stages named that only one has.
+MAX_VALUE = 44  # Columns of a setting's value.
 
 
 def view(

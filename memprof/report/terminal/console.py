@@ -181,16 +181,12 @@ def table(*headers: str, ruled: bool = False, drop: Sequence[str] = ()) -> Table
 
 @dataclass(frozen=True)
 class Aligned:
-    """Lines of aligned columns, headers first, which begin as a table's do.
-
-    Args:
-        below: what stands below each row.
-        drop: columns that are left out where there is no room for all, in this order; of two of one name, the last.
-    """
+    """Lines of aligned columns, headers first, which begin as a table's do."""
 
     headers: Sequence[str]
     rows: Sequence[Sequence[str]]
-    below: Sequence[Sequence[RenderableType]] = ()
+    below: Sequence[Sequence[RenderableType]] = ()  # what stands below each row.
+    # columns that are left out where there is no room for all, in this order; of two of one name, the last.
     drop: Sequence[str] = ()
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:

@@ -12,8 +12,7 @@ from memprof.units import format_bytes
 if TYPE_CHECKING:
     from memprof.doctor.installation import Installation
 
-_MAX_OTHERS = 2
-"""Tensors shown beside the likeliest; JSON has them all."""
+_MAX_OTHERS = 2  # Tensors shown beside the likeliest; JSON has them all.
 _FIGURES = (
     ("tried", "asked for"),
     ("total", "of the device"),

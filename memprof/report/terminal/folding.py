@@ -16,35 +16,29 @@ from memprof.report.documents.report import Document
 
 T = TypeVar("T")
 
-MAX_ROWS_PER_STACK = 8
-"""A stack whose layers differ too much to fold into this many rows becomes a single one."""
+MAX_ROWS_PER_STACK = 8  # A stack whose layers differ too much to fold into this many rows becomes a single one.
+# Rows, at the most, that are seen to take turns: batches first, and then the epochs around them.
 MAX_PERIODS = (16, 64)
-"""Rows, at the most, that are seen to take turns: batches first, and then the epochs around them."""
+# Rounds of the same rows that differ too much to fold into as many groups become a single one.
 MAX_GROUPS_OF_ROUNDS = 8
-"""Rounds of the same rows that differ too much to fold into as many groups become a single one."""
-NEAR = 1 / 500
-"""Of the run's peak: rounds whose rows differ by less cost the same."""
+NEAR = 1 / 500  # Of the run's peak: rounds whose rows differ by less cost the same.
 
 
+# Of several rows as one, these are the highest of any.
 _HIGHEST = (
     "peak_allocated_bytes", "peak_reserved_bytes", "peak_host_bytes", "resident_bytes", "measured_peak_bytes",
     "measured_reserved_bytes", "device_used_bytes",
 )  # fmt: skip
-"""Of several rows as one, these are the highest of any."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShownStage(Stage):
     """One row of the terminal's table: a stage, or several that follow each other."""
 
-    count: int = 1
-    """Equal layers, or whole steps, in the row; `delta_bytes` is that of all of them."""
-    turns: int = 1
-    """How often the row came, in turn with others; `delta_bytes` is that of the last time."""
-    is_step: bool = False
-    """Whether the row is all of a step."""
-    alike: bool = True
-    """Whether each of several in the row changed what is held by the same, but for a fiftieth."""
+    count: int = 1  # Equal layers, or whole steps, in the row; `delta_bytes` is that of all of them.
+    turns: int = 1  # How often the row came, in turn with others; `delta_bytes` is that of the last time.
+    is_step: bool = False  # Whether the row is all of a step.
+    alike: bool = True  # Whether each of several in the row changed what is held by the same, but for a fiftieth.
 
 
 def shown_step(document: Document) -> int:

@@ -14,13 +14,10 @@ from memprof.units import GIB, format_bytes
 
 _UNITS = ((10**12, "TFLOP"), (10**9, "GFLOP"), (10**6, "MFLOP"))
 _NUMBERS = {"exact": "exact", "approximate": "approx.", "different": "another"}
-_CPU_WORK = 0.1
-"""An optimizer on the CPU is worth a word from this share of the peak on."""
-_BUS = 0.01
-"""Of a step's time: less over the bus needs no column where there is one of the cards."""
+_CPU_WORK = 0.1  # An optimizer on the CPU is worth a word from this share of the peak on.
+_BUS = 0.01  # Of a step's time: less over the bus needs no column where there is one of the cards.
 _HEADERS = (">peak", ">reserved", ">saved", ">verdict", ">compute", ">bus", ">cards", ">step", ">numbers")
-MIN_HOST_BYTES = 16 * GIB
-"""Host memory below this is there in every machine with such a card."""
+MIN_HOST_BYTES = 16 * GIB  # Host memory below this is there in every machine with such a card.
 
 
 def render_ladder(document: Document) -> RenderableType:

@@ -22,8 +22,7 @@ from memprof.report.terminal.console import ansi, dim, terminal
 from memprof.report.terminal.monitor_text import History, cards_table, footer_lines, plain_line, summary
 from memprof.trace.plain import Plain
 
-_MIN_ROWS = 12
-"""A terminal with fewer rows is left to the command."""
+_MIN_ROWS = 12  # A terminal with fewer rows is left to the command.
 
 
 def make_view(stream: TextIO, *, has_command: bool, as_json: bool = False, quiet: bool = False) -> View:
@@ -155,8 +154,7 @@ class FooterView(QuietView):
         super().__init__(stream)
         self._history = History()
         self._size = (0, 0)
-        self._height = 0
-        """Rows that are taken now."""
+        self._height = 0  # Rows that are taken now.
         self._wanted = 0
 
     def show(self, sample: Sample, peaks: Peaks) -> None:

@@ -16,11 +16,9 @@ from memprof.report.terminal.console import dim, table
 from memprof.units import format_bytes, gib
 
 _BARS = "▁▂▃▄▅▆▇█"
-_HISTORY = 120
-"""Samples that a curve may show."""
+_HISTORY = 120  # Samples that a curve may show.
 _CURVE = 24
-_NARROW = 12
-"""Columns of a curve in a table."""
+_NARROW = 12  # Columns of a curve in a table.
 _AMOUNT = 6
 _MIN_NAME = 12
 _MAX_CARDS = 4

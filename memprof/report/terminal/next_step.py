@@ -20,12 +20,10 @@ if TYPE_CHECKING:  # a report of a run needs neither
     from memprof.report.documents.analysis import Analysis
     from memprof.report.documents.comparison import Comparison
 
-MORE_STEPS = 20
-"""Of a script that was stopped after fewer: enough to see whether memory goes on growing."""
+MORE_STEPS = 20  # Of a script that was stopped after fewer: enough to see whether memory goes on growing.
 _FINDINGS = ("what each finding means", "memprof help findings")
 _REMEDIES = ("what each remedy does and costs", "memprof help remedies")
-_ALL = 1000
-"""Rows of a table: more than any comparison has."""
+_ALL = 1000  # Rows of a table: more than any comparison has.
 
 
 def render_next(found: tuple[str, str] | None) -> list[RenderableType]:
@@ -89,17 +87,17 @@ def _after_profile(document: Document, target: Target) -> tuple[str, str] | None
     return "the largest batch that fits", profile_command(spec, "--largest", "batch-size")
 
 
+# What `memprof recommend` is told of a run.
 _QUESTION = (
     "model", "model_is_size", "trust_remote_code", "mode", "adapter", "lora_rank", "lora_targets", "context_length",
     "gpu", "gpu_vram_bytes", "gpus", "host_memory_bytes",
 )  # fmt: skip
-"""What `memprof recommend` is told of a run."""
+# What it finds itself, or has no use for. A run that differs in more is another than it would look at.
 _SEARCHED = (
     "dtype", "amp", "quantize", "double_quant", "batch_size", "gradient_accumulation", "optimizer", "optimizer_impl",
     "zero_grad", "activation_checkpointing", "attention", "compile", "compile_mode", "compile_layers", "alloc_conf",
     "dataset_batches", "steps", "parallel", "rank", "fixes",
 )  # fmt: skip
-"""What it finds itself, or has no use for. A run that differs in more is another than it would look at."""
 
 
 def _recommend(spec: TargetSpec) -> tuple[str, str]:

@@ -11,18 +11,18 @@ from memprof.report.documents.report import Document
 from memprof.report.terminal.console import dim
 from memprof.units import format_bytes
 
+# Of a run that was measured on a card: what was read off it, beside the replay of what the program asked for.
 _CARD_COLUMNS = {
     "torch.cuda\npeak": "measured_peak_bytes",
     "torch.cuda\nreserved": "measured_reserved_bytes",
     "NVML\nused": "device_used_bytes",
 }
-"""Of a run that was measured on a card: what was read off it, beside the replay of what the program asked for."""
+# Amounts of a stage that the replay has and torch.cuda says.
 _READ_BESIDE = {
     "allocated": ("allocated_bytes", "measured_allocated_bytes"),
     "peak": ("peak_allocated_bytes", "measured_peak_bytes"),
     "reserved": ("reserved_bytes", "measured_reserved_bytes"),
 }
-"""Amounts of a stage that the replay has and torch.cuda says."""
 
 
 def card_columns(document: Document) -> dict[str, str]:

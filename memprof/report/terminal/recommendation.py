@@ -22,11 +22,9 @@ from memprof.report.documents.recommendation import (
 from memprof.report.terminal.console import Aligned, Command, dim, heading, indented, section, show
 from memprof.units import format_bytes, format_count, gib
 
-_SHOWN = 10
-"""Rows of the table that are shown without --explain."""
+_SHOWN = 10  # Rows of the table that are shown without --explain.
 
-_ONE_PROCESS = "device-map"
-"""A plan without groups of processes (workload/plan.py)."""
+_ONE_PROCESS = "device-map"  # A plan without groups of processes (workload/plan.py).
 
 
 def print_recommendation(answer: Recommendation, *, explain: bool = False, quiet: bool = False) -> None:

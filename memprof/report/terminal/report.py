@@ -37,13 +37,11 @@ from memprof.units import MIB, format_bytes, format_count, gib, spell_numbers
 
 MAX_TENSORS = 10
 MAX_EVIDENCE = 6
-MIN_HOST_BYTES = 64 * MIB
-"""Host memory below this is not worth a column."""
+MIN_HOST_BYTES = 64 * MIB  # Host memory below this is not worth a column.
 _BAR_WIDTH = 28
-_MIN_SHARE_IN_DOUBT = 0.01
-"""Of the peak: what unknown workspaces change by less than that is not told."""
+_MIN_SHARE_IN_DOUBT = 0.01  # Of the peak: what unknown workspaces change by less than that is not told.
+# Columns of the stages, the first to be left out where there is no room.
 _LEAST_NEEDED = ("host peak", "seconds", "delta", "torch.cuda\nreserved", "NVML\nused", "reserved", "torch.cuda\npeak")
-"""Columns of the stages, the first to be left out where there is no room."""
 _SEVERITY_STYLE = {Severity.ERROR: "bold red", Severity.WARNING: "yellow", Severity.NOTE: "cyan"}
 
 

@@ -10,8 +10,7 @@ from memprof.ledger.steps import TrainingStep
 from memprof.report.terminal.cells import Unit
 from memprof.report.terminal.console import dim, table
 
-MAX_ROWS = 12
-"""Of a run whose steps all differ: the first and the last of them."""
+MAX_ROWS = 12  # Of a run whose steps all differ: the first and the last of them.
 
 
 def render_steps(steps: tuple[TrainingStep, ...], unit: Unit) -> RenderableType:

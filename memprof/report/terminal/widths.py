@@ -8,13 +8,10 @@ import textwrap
 from collections.abc import Sequence
 from contextvars import ContextVar
 
-WIDTH = 110
-"""Columns of a text that is not for a terminal, unless COLUMNS says otherwise."""
+WIDTH = 110  # Columns of a text that is not for a terminal, unless COLUMNS says otherwise.
 NARROWEST, WIDEST = 20, 1000
-_RUNNING = 32
-"""Columns that are enough for running text."""
-COLOURLESS: ContextVar[bool] = ContextVar("colourless", default=False)
-"""Whether `--no-color` was given."""
+_RUNNING = 32  # Columns that are enough for running text.
+COLOURLESS: ContextVar[bool] = ContextVar("colourless", default=False)  # Whether `--no-color` was given.
 
 
 def output_width() -> int:
