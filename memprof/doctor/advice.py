@@ -29,7 +29,7 @@ class Known:
 
     @property
     def spec(self) -> TargetSpec:
-        """The same for `memprof profile`."""
+        """Return what `memprof profile` is asked of the run."""
         return TargetSpec(
             model=self.model or "MODEL",
             batch_size=self.batch_size or 1,
@@ -61,24 +61,21 @@ class Known:
         return None
 
 
+# Cases that have one remedy.
 _SEGMENTS, _SPILLED = helping("fragmentation")[0], helping("doctor: spilled")[0]
-_HOST = helping("doctor: host memory")[0]  # Cases that have one remedy.
+_HOST = helping("doctor: host memory")[0]
 _WINDOWS = re.compile(r"\b[A-Za-z]:\\(?!n)")  # A path of Windows.
 _WHO = (Advice("see who is on the card", "nvidia-smi --query-compute-apps=pid,name,used_memory --format=csv"),)
 
 
 def _against(case: str, run: Known) -> tuple[Advice, ...]:
     """The remedies of a case, in order."""
-    return tuple(
-        Advice(
-            remedy.words.get(case, remedy.changes)
-            + ("" if remedy.cost.startswith("none") else f" (costs: {remedy.cost})"),
-            command,
-            remedy=remedy.name,
-        )
-        for remedy in helping(case)
-        if (command := run.command_with(remedy)) is not None
-    )
+    found = []
+    for remedy in helping(case):
+        cost = "" if remedy.cost.startswith("none") else f" (costs: {remedy.cost})"
+        if (command := run.command_with(remedy)) is not None:
+            found.append(Advice(remedy.words.get(case, remedy.changes) + cost, command, remedy=remedy.name))
+    return tuple(found)
 
 
 def steps(
@@ -96,23 +93,17 @@ def steps(
     if cause in _FIXED:
         return _FIXED[cause]
     if cause is Cause.OTHER_PROCESSES:
+        left_over = "end what is left over of an earlier run (a notebook keeps its card until its kernel ends)"
         return (
             *_WHO,
-            Advice(
-                "end what is left over of an earlier run (a notebook keeps its card until its kernel ends)", "kill PID"
-            ),
+            Advice(left_over, "kill PID"),
             Advice("or take another card", "CUDA_VISIBLE_DEVICES=1 python ..."),
             Advice("how much your own run needs", run.command()),
         )
     if cause is Cause.MEMORY_LIMIT:
-        return (
-            Advice.python(
-                "raise or remove the limit, set in the program or as per_process_memory_fraction in "
-                "the allocator's settings",
-                "torch.cuda.set_per_process_memory_fraction(1.0)",
-            ),
-            Advice("how much the run needs", run.command()),
-        )
+        limit = "raise or remove the limit, set in the program or as per_process_memory_fraction in the allocator's"
+        raised = Advice.python(f"{limit} settings", "torch.cuda.set_per_process_memory_fraction(1.0)")
+        return raised, Advice("how much the run needs", run.command())
     if cause is Cause.FREE_REFUSED:
         return (
             Advice(
@@ -174,12 +165,8 @@ def _whole(text: str) -> tuple[Advice, ...]:
         return (Advice("this release of torch has no setting against it: a newer one has", "pip install -U torch"),)
     where = "on Windows" if _WINDOWS.search(text) else "before torch 2.1"
     shell = "set" if _WINDOWS.search(text) else "export"
-    return (
-        Advice(
-            f"leave large blocks whole for large requests (there are no expandable segments {where})",
-            f"{shell} PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:128",
-        ),
-    )
+    what = f"leave large blocks whole for large requests (there are no expandable segments {where})"
+    return (Advice(what, f"{shell} PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:128"),)
 
 
 def _for_tensor(tensors: tuple[Candidate, ...], run: Known) -> tuple[Advice, ...]:
@@ -188,17 +175,13 @@ def _for_tensor(tensors: tuple[Candidate, ...], run: Known) -> tuple[Advice, ...
         return ()
     role = tensors[0].role
     if role.startswith("logits"):
-        last = Advice.python(
-            "in inference and prefill: logits of the last position alone", "model(input_ids, logits_to_keep=1)"
-        )
-        return (*_against("doctor: logits", run), last)
+        last = "in inference and prefill: logits of the last position alone"
+        return (*_against("doctor: logits", run), Advice.python(last, "model(input_ids, logits_to_keep=1)"))
     if role.startswith("attention"):
         return _against("doctor: attention", run)
     if "delta" in role:
         return _against("doctor: weight delta", run)
-    if role in ("feed-forward activations", "hidden states") or role.startswith(
-        ("queries", "keys", "feed-forward act")
-    ):
+    if role.startswith(("hidden states", "queries", "keys", "feed-forward act")):
         return _against("doctor: activations", run)
     return _against("doctor: parameters" if "parameters" in role else "doctor: weights", run)
 
@@ -206,15 +189,12 @@ def _for_tensor(tensors: tuple[Candidate, ...], run: Known) -> tuple[Advice, ...
 def _smaller(run: Known, tensors: tuple[Candidate, ...]) -> tuple[Advice, ...]:
     """A run that takes less, in order; what `_for_tensor` said is left out."""
     said = {step.remedy for step in _for_tensor(tensors, run)}
+    search = "let memprof search: the set of remedies whose step takes least among those that fit"
+    on_cpu = "in inference that may take many times as long: use the CPU, whose memory is the machine's"
     listed = (
-        Advice(
-            "let memprof search: the set of remedies whose step takes least among those that fit", run.command("auto")
-        ),
+        Advice(search, run.command("auto")),
         *_against("doctor: smaller", run),
-        Advice.python(
-            "in inference that may take many times as long: use the CPU, whose memory is the machine's",
-            'model.to("cpu")',
-        ),
+        Advice.python(on_cpu, 'model.to("cpu")'),
         Advice("torch.cuda.empty_cache() does not help: torch gives back its cache itself before it raises this error"),
     )
     return tuple(step for step in listed if not step.remedy or step.remedy not in said)

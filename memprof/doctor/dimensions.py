@@ -114,15 +114,11 @@ def model_in(text: str) -> str | None:
     for pattern in _NAMED:
         for match in pattern.finditer(text):
             name = match[1].rstrip("/.,'\"")
-            tail = name.rsplit("/", 1)[-1].replace("Meta-", "")
-            for candidate in (name, tail):
-                shorter = candidate
+            for shorter in (name, name.rsplit("/", 1)[-1].replace("Meta-", "")):
                 for _ in range(4):
                     if shorter and has_model(shorter):
                         return find_model(shorter).key
-                    shorter, cut = _TUNED.subn("", shorter)
-                    if not cut:
-                        break
+                    shorter = _TUNED.sub("", shorter)
     return None
 
 
@@ -136,12 +132,12 @@ _LENGTH = re.compile(
 
 
 def batch_in(text: str) -> int | None:
-    """The batch that a command line in `text` gives, if one does."""
+    """Return the batch that a command line in `text` gives, if one does."""
     return _number_in(_BATCH, text, range(1, 1 << 20))
 
 
 def length_in(text: str) -> int | None:
-    """The sequence length that a command line in `text` gives, if one does."""
+    """Return the sequence length that a command line in `text` gives, if one does."""
     return _number_in(_LENGTH, text, range(2, 1 << 24))
 
 

@@ -52,11 +52,9 @@ def diagnose(stream: BinaryIO, name: str, known: advice.Known | None = None) -> 
     log = Log(stream, name)
     found: list[_Error] = []
     counts: Counter[tuple[str, str]] = Counter()
-    for passage in log.passages():
-        error = _recognise(passage)
-        if error is None:
-            continue
-        if found and passage.line - found[-1].passage.line <= _SAME_ERROR_LINES and _repeats(found[-1], error):
+    for error in filter(None, map(_recognise, log.passages())):
+        is_near = found and error.passage.line - found[-1].passage.line <= _SAME_ERROR_LINES
+        if is_near and _repeats(found[-1].signature, error.signature):
             continue
         counts[error.key] += 1
         if counts[error.key] == 1:
@@ -65,13 +63,10 @@ def diagnose(stream: BinaryIO, name: str, known: advice.Known | None = None) -> 
     return [replace(_explain(error, log.head, known, model), count=counts[error.key]) for error in ranked]
 
 
-def _repeats(earlier: _Error, later: _Error) -> bool:
-    """Whether the later words belong to the earlier message."""
-    return later.signature.rank >= earlier.signature.rank and (
-        later.signature.name == earlier.signature.name
-        or later.signature.rank > earlier.signature.rank
-        or later.signature.cause is earlier.signature.cause
-    )
+def _repeats(earlier: Signature, later: Signature) -> bool:
+    """Return whether the later words belong to the earlier message."""
+    is_same = later.name == earlier.name or later.cause is earlier.cause
+    return later.rank > earlier.rank or (later.rank == earlier.rank and is_same)
 
 
 def _recognise(passage: Passage) -> _Error | None:
@@ -82,12 +77,11 @@ def _recognise(passage: Passage) -> _Error | None:
     for signature in SIGNATURES:
         if not any(word in raw for word in signature.words):
             continue
-        match = re.search(signature.pattern, first_line if signature.one_line else text)
-        if match is None or (match.start() > head and not signature.one_line):
-            continue
-        start = 0 if signature.one_line else match.start()
-        message = (first_line if signature.one_line else text)[start : start + _MESSAGE]
-        return _Error(signature, passage, _one(message), first_line)
+        searched = first_line if signature.one_line else text
+        match = re.search(signature.pattern, searched)
+        if match is not None and (match.start() <= head or signature.one_line):
+            start = 0 if signature.one_line else match.start()
+            return _Error(signature, passage, _one(searched[start : start + _MESSAGE]), first_line)
     return None
 
 
@@ -164,18 +158,12 @@ def _tensors(
 
 def _own_line(error: _Error) -> str:
     text = error.first_line.strip()
-    if len(text) > 240:
-        at = max(0, text.find(error.message[:20]) - 60)
-        text = text[at : at + 240] + "..."
-    return text
+    at = max(0, text.find(error.message[:20]) - 60)
+    return text if len(text) <= 240 else text[at : at + 240] + "..."
 
 
 def _title(cause: Cause, figures: Figures, tensors: tuple[Candidate, ...]) -> str:
-    title = cause.headline
-    if figures.tried is not None:
-        title += f": {figures.tried.text}"
-        if figures.total is not None:
-            title += f" on a device of {figures.total.text}"
-    if tensors and cause is Cause.LARGE_TENSOR:
-        title += f", {tensors[0].role}"
-    return title
+    tried = "" if figures.tried is None else f": {figures.tried.text}"
+    total = f" on a device of {figures.total.text}" if tried and figures.total is not None else ""
+    role = f", {tensors[0].role}" if tensors and cause is Cause.LARGE_TENSOR else ""
+    return f"{cause.headline}{tried}{total}{role}"

@@ -36,10 +36,8 @@ def read_size(number: str, unit: str) -> Size:
 
 def _find(pattern: str, text: str) -> Size | None:
     match = re.search(pattern.replace("AMOUNT", _AMOUNT), text)
-    if match is None:
-        return None
-    size = read_size(*match.groups()[-2:])
-    return None if size.num_bytes >= _NONSENSE else size
+    size = read_size(*match.groups()[-2:]) if match else None
+    return None if size is None or size.num_bytes >= _NONSENSE else size
 
 
 def _request(text: str, tried: str, device: str = "", **amounts: str) -> Figures:
@@ -114,9 +112,8 @@ def mps(text: str) -> Figures:
     return replace(found, process=_sum(found.allocated, others))
 
 
-def metal_buffer(text: str) -> Figures:
-    """Of a buffer that Metal does not make, however much is free."""
-    return _request(text, "Invalid buffer size: AMOUNT")
+# Of a buffer that Metal does not make, however much is free.
+metal_buffer = partial(_request, tried="Invalid buffer size: AMOUNT")
 
 
 def engine_budget(text: str) -> Figures:

@@ -21,6 +21,7 @@ _AFTER = 4 << 10  # And after: messages go on over several lines.
 MAX_PASSAGES = 60  # Places of one word that are looked at: a service that retries prints the same for ever.
 _HEAD = 256 << 10  # Of the log's beginning, where programs print what they were told to run.
 
+_FOR_ANALYZE = "a snapshot of torch is for: memprof analyze FILE"
 _MAGIC: tuple[tuple[bytes | tuple[bytes, ...], str, str], ...] = (
     (b"\x1f\x8b", "a gzip file", "zcat FILE | memprof doctor"),
     (b"PK\x03\x04", "a zip archive (of torch.save, perhaps)", "give the text that the program printed"),
@@ -30,11 +31,7 @@ _MAGIC: tuple[tuple[bytes | tuple[bytes, ...], str, str], ...] = (
     (b"\x7fELF", "a program", "give the text that it printed"),
     ((b"\x89PNG", b"\xff\xd8\xff"), "a picture", "give the text that is on it"),
     (b"%PDF", "a PDF", "give the text that is in it"),
-    (
-        (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05"),
-        "a pickle",
-        "a snapshot of torch is for: memprof analyze FILE",
-    ),
+    ((b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05"), "a pickle", _FOR_ANALYZE),
 )
 # Few short words, one of which is in every word of the signatures: each costs a pass over the log.
 _ANCHORS = (
@@ -50,9 +47,7 @@ _ANCHORS = (
     "UR_RESULT", "OOM when", "SIGKILL", "Killed", "memory pressure", "memory usage threshold",
 )  # fmt: skip
 _WORDS = {
-    anchor.encode(): tuple(
-        sorted({word.encode() for signature in SIGNATURES for word in signature.words if anchor in word})
-    )
+    anchor.encode(): {word.encode() for signature in SIGNATURES for word in signature.words if anchor in word}
     for anchor in _ANCHORS
 }
 

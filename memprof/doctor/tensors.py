@@ -95,16 +95,12 @@ def roles_in(frames: Sequence[str]) -> frozenset[str]:
 def candidates(question: Question, most: int = 5) -> list[Candidate]:
     """Tensors that the refused request may have been, likeliest first."""
     weighed: dict[tuple[str, tuple[int, ...], str], tuple[float, Candidate]] = {}
+    enough = MIN_BITS if question.model is None else 1.0
     for bits, candidate in _all(question):
-        enough = MIN_BITS if question.model is None else 1.0
-        if bits < enough:
-            continue
         key = (candidate.role, candidate.shape, candidate.dtype)
-        if key not in weighed or weighed[key][0] < bits:
+        if bits >= enough and (key not in weighed or weighed[key][0] < bits):
             weighed[key] = (bits, candidate)
     ranked = sorted(weighed.values(), key=lambda item: -item[0])
-    if not ranked:
-        return []
     # What is far less likely than the first is no candidate.
     return [candidate for bits, candidate in ranked[:most] if bits > ranked[0][0] - 10]
 
@@ -125,18 +121,16 @@ def _all(question: Question) -> Iterator[tuple[float, Candidate]]:
     for shards in _SHARDS:
         if model.vocabulary and model.vocabulary % shards == 0:
             split = "" if shards == 1 else f", of one of {shards} ranks"
-            yield from _rows(
-                question, model.vocabulary // shards, f"logits{split}", 2.0 - 4 * math.log2(shards), "logits"
-            )
+            prior = 2.0 - 4 * math.log2(shards)
+            yield from _rows(question, model.vocabulary // shards, f"logits{split}", prior, "logits")
     yield from _rows(question, model.hidden, "hidden states", -2.0, "hidden")
     yield from _rows(question, model.intermediate, "feed-forward activations", 0.0, "feed-forward")
     yield from _rows(question, 2 * model.intermediate, "feed-forward activations, gate and up", -1.0, "feed-forward")
     if model.heads:
         yield from _scores(question, model.heads, 1.0)
         yield from _rows(question, model.heads * model.head_dim, "queries", -2.5, "attention")
-        yield from _rows(
-            question, (model.heads + 2 * model.kv_heads) * model.head_dim, "queries, keys and values", -2.0, "attention"
-        )
+        fused = (model.heads + 2 * model.kv_heads) * model.head_dim
+        yield from _rows(question, fused, "queries, keys and values", -2.0, "attention")
         yield from _rows(question, model.kv_heads * model.head_dim, "keys or values", -2.5, "cache")
         yield from _scores(question, 1, -3.0, role="attention mask")
     yield from _rows(question, model.hidden * model.intermediate, _DELTA, -3.0, "delta")

@@ -38,9 +38,8 @@ class Frame:
     @property
     def in_torch(self) -> bool:
         """Whether it is torch's own, or Python's."""
-        return bool(_TORCH.search(self.file)) or (
-            bool(_INSTALLED.search(self.file)) and not re.search(r"(?:site|dist)-packages", self.file)
-        )
+        of_python = self.installed and not re.search(r"(?:site|dist)-packages", self.file)
+        return bool(_TORCH.search(self.file)) or of_python
 
     @property
     def installed(self) -> bool:

@@ -98,19 +98,11 @@ class Geometry:
     def matrices(self) -> dict[str, tuple[int, int, bool]]:
         """Inputs, outputs and whether there is a bias, of a layer's linear layers."""
         h, q, kv, i = self.hidden, self.attention_width, self.kv_width, self.intermediate
-        if self.fused_qkv:
-            found = {"qkv": (h, q + 2 * kv, self.qkv_bias)}
-        else:
-            found = {"q": (h, q, self.qkv_bias), "k": (h, kv, self.qkv_bias), "v": (h, kv, self.qkv_bias)}
-        found["o"] = (q, h, self.o_bias)
-        if self.fused_up:
-            found["up"] = (h, 2 * i, self.mlp_bias)
-        else:
-            if self.gated:
-                found["gate"] = (h, i, self.mlp_bias)
-            found["up"] = (h, i, self.mlp_bias)
-        found["down"] = (i, h, self.mlp_bias)
-        return found
+        widths = {"qkv": q + 2 * kv} if self.fused_qkv else {"q": q, "k": kv, "v": kv}
+        found = {name: (h, width, self.qkv_bias) for name, width in widths.items()} | {"o": (q, h, self.o_bias)}
+        if self.gated and not self.fused_up:
+            found["gate"] = (h, i, self.mlp_bias)
+        return found | {"up": (h, i * (1 + self.fused_up), self.mlp_bias), "down": (i, h, self.mlp_bias)}
 
     @property
     def linear_parameters(self) -> int:
@@ -286,31 +278,23 @@ def _classic(config: Mapping[str, Any], kind: str, hidden: int) -> dict[str, Any
     """GPT-2 and its like: layer norms, a plain MLP."""
     activation = config.get("activation_function") or config.get("hidden_act") or "gelu"
     shape: dict[str, Any] = {
-        "gated": False,
-        "norm": "layer",
-        "activation": "gelu-python" if activation == "gelu_new" else activation,
-        "qkv_bias": True,
-        "o_bias": True,
-        "mlp_bias": True,
-        "rotary": 0.0,
-    }
+        "gated": False, "norm": "layer", "activation": "gelu-python" if activation == "gelu_new" else activation,
+        "qkv_bias": True, "o_bias": True, "mlp_bias": True, "rotary": 0.0,
+    }  # fmt: skip
     if kind == "gpt2":
-        dropout = bool(config.get("resid_pdrop", 0.1))
-        positions = _positive(config, "n_positions", "max_position_embeddings")
-        inner = _positive(config, "n_inner", default=4 * hidden)
-        return {**shape, "intermediate": inner, "fused_qkv": True, "positions": positions, "dropout": dropout}
-    if kind == "opt":
+        shape |= {"fused_qkv": True, "positions": _positive(config, "n_positions", "max_position_embeddings")}
+        dropout, inner = config.get("resid_pdrop", 0.1), _positive(config, "n_inner", default=4 * hidden)
+    elif kind == "opt":
         # OPT's learned positions begin at 2 (modeling_opt.py, OPTLearnedPositionalEmbedding).
-        positions = _positive(config, "max_position_embeddings") + 2
-        intermediate = _positive(config, "ffn_dim")
-        dropout = bool(config.get("dropout", 0.1))
-        return {**shape, "intermediate": intermediate, "positions": positions, "dropout": dropout}
-    if kind == "gpt_neox":
+        shape["positions"] = _positive(config, "max_position_embeddings") + 2
+        dropout, inner = config.get("dropout", 0.1), _positive(config, "ffn_dim")
+    elif kind == "gpt_neox":
         share = config.get("rotary_pct", (config.get("rope_parameters") or {}).get("partial_rotary_factor", 0.25))
         bias = bool(config.get("attention_bias", True))
-        intermediate = _positive(config, "intermediate_size")
-        extra = {"fused_qkv": True, "rotary": float(share), "qkv_bias": bias, "o_bias": bias}
-        return {**shape, "intermediate": intermediate, **extra, "dropout": bool(config.get("hidden_dropout", 0.0))}
-    share = config.get("partial_rotary_factor", 0.5)
-    extra = {"rotary": float(share), "norms": 1, "head_bias": True, "dropout": bool(config.get("resid_pdrop", 0.0))}
-    return {**shape, "intermediate": _positive(config, "intermediate_size"), **extra}
+        dropout, inner = config.get("hidden_dropout", 0.0), _positive(config, "intermediate_size")
+        shape |= {"fused_qkv": True, "rotary": float(share), "qkv_bias": bias, "o_bias": bias}
+    else:
+        share = config.get("partial_rotary_factor", 0.5)
+        dropout, inner = config.get("resid_pdrop", 0.0), _positive(config, "intermediate_size")
+        shape |= {"rotary": float(share), "norms": 1, "head_bias": True}
+    return {**shape, "intermediate": inner, "dropout": bool(dropout)}

@@ -170,9 +170,8 @@ class Layer(Projections):
 
     def _cached(self, tensor: Tensor) -> Tensor:
         """A new tensor in the cache (cache_utils.py, DynamicLayer.update), which is counted as such."""
-        tape = self.tape
         self.tape.drop(tensor)
-        return tape.given(tensor.width, tensor.item, needs_grad=False, name=tensor.name)
+        return self.tape.given(tensor.width, tensor.item, needs_grad=False, name=tensor.name)
 
     def attention(self, x: Tensor) -> Tensor:
         """Self-attention with its projections; `x` stays the caller's."""
@@ -180,12 +179,9 @@ class Layer(Projections):
         if g.fused_qkv:
             fused = self.linear(x, "qkv", "query, key, value")
             # Views: what is not rotated keeps the whole, as does whoever keeps one of the three.
-            q, k, v = (
-                tape.view(fused, width, name)
-                for width, name in ((g.attention_width, "query"), (g.kv_width, "key"), (g.kv_width, "value"))
-            )
+            widths = {"query": g.attention_width, "key": g.kv_width, "value": g.kv_width}
+            q, k, v = (tape.view(fused, width, name) for name, width in widths.items())
             tape.drop(fused)
-            q, k = self.rotate(q, "query"), self.rotate(k, "key")
         else:
             q = self.linear(x, "q", "query")
             if g.family == "opt":  # the scale is applied by hand
@@ -194,7 +190,7 @@ class Layer(Projections):
             v = self.linear(x, "v", "value")
             if g.qk_norm:
                 q, k = self._normed(q, "query", g.heads), self._normed(k, "key", g.kv_heads)
-            q, k = self.rotate(q, "query"), self.rotate(k, "key")
+        q, k = self.rotate(q, "query"), self.rotate(k, "key")
         result = self.attend(q, k, v)
         if self._is_copied():
             name = "attention output, heads side by side"
@@ -300,10 +296,9 @@ class Layer(Projections):
         attended = self.attention(normed)
         if self.g.norms == 2:
             tape.drop(normed)
-            attended = self.dropped(attended)
+        attended = self.dropped(attended)
+        if self.g.norms == 2:
             normed = self.norm(hidden, "input of MLP")
-        else:
-            attended = self.dropped(attended)
         out = self.dropped(self.mlp(normed))
         tape.drop(normed)
         both = tape.add(out, attended, drops=[out, attended])

@@ -91,13 +91,11 @@ class Plan:
 
     def spec_fields(self) -> dict[str, object]:
         """The same for the virtual GPU, as fields of TargetSpec."""
-        fields: dict[str, object] = {}
+        half = "float16" if self.column == "float16" else "bfloat16"
+        dtype = "bfloat16" if self.quantized else self.column
+        fields: dict[str, object] = {"amp": half} if self.amp else {"dtype": dtype}
         if self.quantized:
             fields["quantize"] = "nf4" if self.quantized == "int4" else self.quantized
-        if self.amp:
-            fields["amp"] = "float16" if self.column == "float16" else "bfloat16"
-        else:
-            fields["dtype"] = "bfloat16" if self.quantized else self.column
         if self.method.kind == "inference":
             return {**fields, "mode": "inference", "new_tokens": self.new_tokens}
         if self.method.kind == "lora":

@@ -5,8 +5,12 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from memprof.estimate.geometry import Geometry
+from memprof.errors import UsageError
+from memprof.estimate.geometry import Geometry, Subject
+from memprof.estimate.methods import Plan
+from memprof.spec import TargetSpec
 from memprof.workload.plan import Plan as Spread
+from memprof.workload.plan import check_plan, parse_plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +104,7 @@ ALONE = Rank()
 def rank_of(plan: Spread, stage: int = 0) -> Rank:
     """Any rank of a plan, or of its `stage`."""
     shards = plan.shard * plan.sequence if plan.sharded else 1
-    in_flight = plan.microbatches
-    if plan.schedule == "1f1b":
-        in_flight = min(plan.stages - stage, plan.microbatches)
+    in_flight = min(plan.stages - stage, plan.microbatches) if plan.schedule == "1f1b" else plan.microbatches
     return Rank(
         parameters=shards,
         gradients=shards,
@@ -120,6 +122,27 @@ def rank_of(plan: Spread, stage: int = 0) -> Rank:
     )
 
 
-def ranks_of(plan: Spread) -> list[Rank]:
-    """One of each kind."""
-    return [rank_of(plan, stage) for stage in range(plan.stages)]
+def ranks_in(subject: Subject, plan: Plan, parallel: str, gpus: int) -> list[Rank]:
+    """One rank of each kind that `parallel` has over `gpus` cards; an empty one is a card alone.
+
+    Raises:
+        UsageError: it is no plan, or the model cannot be spread so; the message has the nearest that can be.
+    """
+    if not parallel:
+        return [ALONE]
+    spread = parse_plan(parallel, gpus)
+    if spread.layers > 1:
+        raise UsageError(
+            "the closed form has no layers over cards", value=f"--parallel {parallel}",
+            hint="memprof profile --mode inference runs it",
+        )  # fmt: skip
+    fields = plan.spec_fields()
+    asked = {name: fields[name] for name in ("mode", "adapter", "quantize") if name in fields}
+    spec = TargetSpec(model="-", parallel=parallel, gpus=gpus, **asked)  # type: ignore[arg-type]
+    check_plan(spread, spec, "causal-lm", subject.config)
+    if plan.chunked_loss and (spread.tensor > 1 or spread.stages > 1):
+        raise UsageError(
+            "a chunked loss needs a head that is whole, and none that a schedule calls", value=f"--parallel {parallel}",
+            hint="leave out --chunked-loss, or give fsdp, cp or ulysses",
+        )  # fmt: skip
+    return [rank_of(spread, stage) for stage in range(spread.stages)]

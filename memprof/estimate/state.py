@@ -77,7 +77,8 @@ def state(subject: Subject, plan: Plan) -> State:
     if not plan.method.trains:
         return State(parameters, 0, 0, 0, 0)
     if kind == "lora":
-        trained = _adapter(g, plan) if g is not None else 0
+        adapted = [] if g is None else [g.matrices()[name][:2] for name in g.lora_targets(plan.lora_targets)]
+        trained = 0 if g is None else g.layers * plan.lora_rank * sum(map(sum, adapted))
         return _with_optimizer(plan, parameters + FLOAT32 * trained, trained, FLOAT32)
     item = plan.item
     if kind == "adamw-8bit":
@@ -100,8 +101,8 @@ def _with_optimizer(plan: Plan, parameters: int, trained: int, item: int) -> Sta
 def _weights(g: Geometry, plan: Plan) -> int:
     if not plan.quantized:
         return g.num_parameters * plan.item
-    matrices = [(rows * columns, columns, bias) for rows, columns, bias in g.matrices().values()]
-    quantized = g.layers * sum(size for size, _, _ in matrices)
+    matrices = [(rows * columns, columns) for rows, columns, _ in g.matrices().values()]
+    quantized = g.layers * sum(size for size, _ in matrices)
     rest = (g.num_parameters - quantized) * plan.item
     if plan.quantized == "fp8":
         return rest + quantized + FLOAT32 * quantized // FORMAT_GROUP**2
@@ -113,17 +114,11 @@ def _weights(g: Geometry, plan: Plan) -> int:
         return rest + packed + FLOAT32 * g.layers * rows
     if plan.quantized == "int8":
         # A byte each, and a float32 scale per row.
-        return rest + quantized + g.layers * FLOAT32 * sum(columns for _, columns, _ in matrices)
-    each = sum(
-        size // 2 + size // NF4_BLOCK + FLOAT32 * size // NF4_BLOCK // NF4_SCALE_BLOCK for size, _, _ in matrices
-    )
+        return rest + quantized + g.layers * FLOAT32 * sum(columns for _, columns in matrices)
+    scales = (size // NF4_BLOCK + FLOAT32 * size // NF4_BLOCK // NF4_SCALE_BLOCK for size, _ in matrices)
+    each = sum(size // 2 for size, _ in matrices) + sum(scales)
     # Two tables and an offset for each matrix.
     return rest + g.layers * (each + len(matrices) * 4 * BLOCK)
-
-
-def _adapter(g: Geometry, plan: Plan) -> int:
-    matrices = g.matrices()
-    return g.layers * plan.lora_rank * sum(sum(matrices[name][:2]) for name in g.lora_targets(plan.lora_targets))
 
 
 def setting_of(g: Geometry, plan: Plan, batch_size: int, context_length: int) -> Setting:
@@ -150,9 +145,5 @@ def positions(setting: Setting) -> int:
     g = setting.geometry
     rotary = 2 * setting.context_length * int(g.head_dim * g.rotary) * setting.stream_item
     both = 2 if g.family == "gemma3_text" else 1  # one for each kind of layer
-    length = setting.context_length
-    masks = 2 if g.family.startswith("gemma") else 1
-    mask = masks * length * length if setting.masked else 0
-    if setting.padded:
-        mask *= setting.batch_size
-    return both * rotary + mask
+    masks = (2 if g.family.startswith("gemma") else 1) * (setting.batch_size if setting.padded else 1)
+    return both * rotary + masks * setting.context_length**2 * setting.masked

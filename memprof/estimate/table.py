@@ -18,8 +18,7 @@ from memprof.estimate.geometry import Subject
 from memprof.estimate.methods import COLUMNS, FORMATS, METHODS, Method, Plan
 from memprof.estimate.options import EstimateOptions
 from memprof.estimate.peaks import moments
-from memprof.estimate.ranks import ALONE, Rank
-from memprof.estimate.spread import ranks_in
+from memprof.estimate.ranks import ALONE, Rank, ranks_in
 from memprof.estimate.state import CUBLAS_WORKSPACE, CUBLAS_WORKSPACE_HOPPER, QUANTIZED_STATES, STATES, Moment
 from memprof.spec import MANY_STEPS
 from memprof.workload.lengths import parse_lengths
@@ -67,8 +66,7 @@ class Cell:
     @property
     def title(self) -> str:
         """Its row's, with the optimizer that was asked for."""
-        name = _NAMES.get(self.plan.optimizer, self.plan.optimizer)
-        return self.method.title.replace(", AdamW", f", {name}")
+        return self.method.title.replace(", AdamW", f", {_NAMES.get(self.plan.optimizer, self.plan.optimizer)}")
 
     @property
     def peak(self) -> Moment:
@@ -83,10 +81,9 @@ class Cell:
     @property
     def reserved_bytes(self) -> int:
         """What the allocator holds of the driver, blocks that it keeps for later among it."""
-        cached: dict[str, float] = _bands()["cached"]
         key = self.cached_key
         whole = self.of_tokens_bytes if key.startswith(VARYING) else self.allocated_bytes
-        return self.allocated_bytes + round(cached[key] * whole)
+        return self.allocated_bytes + round(float(_bands()["cached"][key]) * whole)
 
     @property
     def of_tokens_bytes(self) -> int:
@@ -116,7 +113,7 @@ class Cell:
     def figures(self, gpu: Gpu | None = None) -> dict[str, tuple[int, int, int]]:
         """By kind of figure: the estimate, and the least and the most by its band. What weights allocate is counted."""
         more, workspace = 0, self.peak.terms.get("library workspace", 0)
-        if workspace and gpu is not None and gpu.compute_capability[0] == 9:
+        if gpu is not None and gpu.compute_capability[0] == 9:
             more = workspace * (CUBLAS_WORKSPACE_HOPPER - CUBLAS_WORKSPACE) // CUBLAS_WORKSPACE
         allocated, reserved = self.allocated_bytes + more, self.reserved_bytes + more
         found = {}
@@ -203,7 +200,7 @@ def highest_cell(subject: Subject, plan: Plan, batch_size: int, context_length: 
     An empty `parallel` is one card. Batch size and context length are those of a rank before its sequences are divided.
 
     Raises:
-        UsageError: as `spread.ranks_in`.
+        UsageError: as `ranks_in`.
     """
     found = (
         Cell(plan, moments(subject, plan, batch_size, context_length, rank), subject.derived, parallel, rank)
@@ -229,12 +226,8 @@ def build_estimate(subject: Subject, options: EstimateOptions = _AS_USUAL) -> Es
             raise UsageError(f"{flag} must be at least 1", value=value, hint="give a positive whole number")
     if options.optimizer not in STATES | QUANTIZED_STATES:
         raise unknown_name("--optimizer", options.optimizer, (*STATES, *QUANTIZED_STATES))
-    if options.lengths is None:
-        context = _context(subject, options.context_length)
-    else:
-        context = _longest(subject, options.lengths, options.context_length, batch_size)
-    dtype = options.quantize or options.dtype
-    column = "bfloat16" if dtype is None else column_of(dtype)
+    context = _context(subject, options)
+    column = column_of(options.quantize or options.dtype or "bfloat16")
     columns = tuple(dict.fromkeys((*COLUMNS, column)))
 
     def cell(method: Method, column: str, rank: Rank, strategy: str = "") -> Cell | None:
@@ -251,40 +244,34 @@ def build_estimate(subject: Subject, options: EstimateOptions = _AS_USUAL) -> Es
         derived = subject.derived and (method.kind != "weights" or bool(plan.quantized))
         return Cell(plan, found, derived, strategy)
 
-    cells = {
-        (method.key, name): made
-        for method in METHODS
-        for name in columns
-        if (made := cell(method, name, ALONE)) is not None
-    }
+    made = {(method.key, name): cell(method, name, ALONE) for method in METHODS for name in columns}
+    cells = {key: one for key, one in made.items() if one is not None}
     divided = [method for method in METHODS if gpus > 1 and method.trains and method.kind != "lora"]
-    sharded = tuple(
-        made
+    strategies = STRATEGIES if parallel is None else ((parallel, lambda n: ALONE),)
+    spread = (
+        cell(method, column, rank(gpus), strategy)
         for method in divided
-        for strategy, rank in (STRATEGIES if parallel is None else [(parallel, lambda n: ALONE)])
-        if method.applies(column) and (made := cell(method, column, rank(gpus), strategy)) is not None
+        for strategy, rank in strategies
+        if method.applies(column)
     )
+    sharded = tuple(one for one in spread if one is not None)
     return Estimate(subject, column, batch_size, context, options.lora_rank, options.lengths, gpus, cells, sharded)
 
 
-def _longest(subject: Subject, lengths: str, asked: int | None, batch_size: int) -> int:
-    """The longest of the batches that a profile of these lengths is fed."""
-    limit = subject.geometry.max_positions if subject.geometry is not None else None
-    batches = parse_lengths(lengths).batches(batch_size, asked or limit or 1 << 30)
-    return max(longest for _, longest in islice(batches, MANY_STEPS))
-
-
-def _context(subject: Subject, asked: int | None) -> int:
-    geometry = subject.geometry
-    limit = geometry.max_positions if geometry is not None else None
+def _context(subject: Subject, options: EstimateOptions) -> int:
+    """Return the context length in tokens; where lengths vary, that of the longest batch that a profile is fed."""
+    geometry, asked = subject.geometry, options.context_length
+    limit = None if geometry is None else geometry.max_positions
+    if options.lengths is not None:
+        batches = parse_lengths(options.lengths).batches(options.batch_size, asked or limit or 1 << 30)
+        return max(longest for _, longest in islice(batches, MANY_STEPS))
     if asked is None:
         return DEFAULT_CONTEXT if limit is None else min(DEFAULT_CONTEXT, limit)
     if asked < 1:
         raise UsageError("--context-length must be at least 1", value=asked, hint="give a positive whole number")
     if geometry is not None and geometry.positions and limit is not None and asked > limit:
-        raise UsageError(
-            f"{subject.name} has positions for {limit:,} tokens", value=f"--context-length {asked}", hint="give less"
-        )
+        problem = f"{subject.name} has positions for {limit:,} tokens"
+        raise UsageError(problem, value=f"--context-length {asked}", hint="give less")
     return asked
 
 

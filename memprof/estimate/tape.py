@@ -7,6 +7,7 @@ operators keep is kept once. The backward goes through the operators in reverse 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -78,21 +79,10 @@ class Tape:
                 self.live -= tensor.num_bytes
 
     def op(
-        self,
-        inputs: Sequence[Tensor],
-        width: int,
-        item: int,
-        *,
-        keeps: Iterable[Tensor] = (),
-        keeps_output: bool = False,
-        extra: int = 0,
-        name: str = "",
-        trains: bool = False,
-        param_grad: int = 0,
-        temporary: int = 0,
-        temporary_param: int = 0,
-        drops: Iterable[Tensor] = (),
-    ) -> Tensor:
+        self, inputs: Sequence[Tensor], width: int, item: int, *, keeps: Iterable[Tensor] = (),
+        keeps_output: bool = False, extra: int = 0, name: str = "", trains: bool = False, param_grad: int = 0,
+        temporary: int = 0, temporary_param: int = 0, drops: Iterable[Tensor] = (),
+    ) -> Tensor:  # fmt: skip
         """An operator and its output.
 
         Args:
@@ -160,9 +150,7 @@ class Tape:
         tensor = tensor.whole or tensor
         tensor.holders += 1
         if tensor.counted and tensor.num_bytes:
-            name = tensor.name or "unnamed"
-            key = f"{name} #{id(tensor)}"
-            self.kept.setdefault(key, tensor.num_bytes)
+            self.kept.setdefault(f"{tensor.name or 'unnamed'} #{id(tensor)}", tensor.num_bytes)
 
     @property
     def kept_bytes(self) -> int:
@@ -171,10 +159,9 @@ class Tape:
 
     def kept_by_name(self) -> dict[str, int]:
         """The same, by the names of the tensors."""
-        result: dict[str, int] = {}
+        result = Counter[str]()
         for key, num_bytes in self.kept.items():
-            name = key.rpartition(" #")[0]
-            result[name] = result.get(name, 0) + num_bytes
+            result[key.rpartition(" #")[0]] += num_bytes
         return result
 
     def backward(self, output: Tensor) -> int:
@@ -203,8 +190,7 @@ class Tape:
                 else:
                     self.drop(made)  # added in place
             if node.param_grad:
-                if node.temporary_param:
-                    self.take(node.temporary_param)
+                self.take(node.temporary_param)
                 self.take(node.param_grad)
                 gradients += node.param_grad
                 self.live -= node.temporary_param

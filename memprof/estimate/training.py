@@ -59,13 +59,9 @@ class Training:
             return held
         share = elements.all / whole
         undivided = elements.undivided * self.plan.item if self.trains_weights else 0
-        return State(
-            round(held.parameters * share),
-            round(held.trained * share),
-            round(held.gradients * share) + undivided,
-            round(held.optimizer * share),
-            round(held.temporaries * share),
-        )
+        parts = (held.parameters, held.trained, held.gradients, held.optimizer, held.temporaries)
+        own = State(*(round(part * share) for part in parts))
+        return dataclasses.replace(own, gradients=own.gradients + undivided)
 
     # -- what stands beside the step: gathered parameters, gradients that are on their way -----------------------------
 
@@ -96,16 +92,9 @@ class Training:
         return {"communication": 2 * elements.layer * self.plan.item if self.trains_weights else 0}
 
     def _moment(
-        self,
-        name: str,
-        beside: Terms,
-        *,
-        activations: int = 0,
-        gradients: int = 0,
-        waiting: int = 0,
-        logits: int = 0,
+        self, name: str, beside: Terms, *, activations: int = 0, gradients: int = 0, waiting: int = 0, logits: int = 0,
         temporaries: int = 0,
-    ) -> Moment:
+    ) -> Moment:  # fmt: skip
         """`gradients` were reduced, and those that are `waiting` are whole."""
         terms = {
             **self.static,
@@ -296,26 +285,17 @@ class Training:
         # The embedding's gradient is added to the head's, out of place, where they are one matrix.
         tied = self.g.tied and rank.tensor == rank.stages == 1
         extra = (1 if self.plan.chunked_loss and rank.gathers else 2) * head_grad if tied else 0
-        if not rank.gathers:
-            yield self._moment(
-                "embedding, backward",
-                self._beside(),
-                activations=around + self.hidden_bytes,
-                gradients=self.held.gradients,
-                waiting=extra,
-                logits=self._after_the_loss,
-            )
-            return
-        root = elements.root * self.reduced_item
-        own = elements.root * self.whole_item
+        root, own = (elements.root * item * rank.gathers for item in (self.reduced_item, self.whole_item))
         yield self._moment(
             "embedding, backward",
-            self._beside(reduced=1),
+            self._beside(reduced=int(rank.gathers)),
             activations=around + self.hidden_bytes,
             gradients=max(self.held.gradients - root, 0),
             waiting=own + extra,
             logits=self._after_the_loss,
         )
+        if not rank.gathers:
+            return
         beside = self._beside(root=0)
         beside["communication"] = beside.get("communication", 0) + root
         yield self._moment(

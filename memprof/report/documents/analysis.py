@@ -5,14 +5,17 @@ All sizes are integer bytes; events are indices of the device's trace, -1 before
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from memprof.allocator.recorded import Difference
 from memprof.report.documents.shown import Shown
+from memprof.report.frames import RowTable
 from memprof.snapshots.occupancy import Fragmentation, Group
 from memprof.snapshots.refusals import Refusal
 from memprof.snapshots.steps import Leak
-from memprof.snapshots.what_if import WhatIf
+from memprof.snapshots.what_if import ReplayOutcome, WhatIf
 
 SCHEMA = 1
 
@@ -164,3 +167,37 @@ class Analysis(Shown):
     def ran_out(self) -> bool:
         """Whether the recording holds an out-of-memory error."""
         return any(device.ooms for device in self.devices)
+
+    def tables(self) -> dict[str, RowTable]:
+        """Return what was held, by whom, and what went wrong, as rows that begin with their device."""
+
+        def of(rows: Callable[[DeviceReport], Iterable[Any]], row: type | None = None, **before: type) -> RowTable:
+            found = ((d.device, *one) if before else (d.device, one) for d in self.devices for one in rows(d))
+            return RowTable(found, row, {"device": int, **before})
+
+        def at_ends(device: DeviceReport) -> list[tuple[str, FragmentationRow]]:
+            return [("peak", device.fragmentation_at_peak), ("end", device.fragmentation_at_end)]
+
+        def over_time(device: DeviceReport) -> Iterable[tuple[int, int, int]]:
+            line = device.timeline
+            return zip(line.events, line.allocated_bytes, line.reserved_bytes, strict=True)
+
+        return {
+            "amounts": of(lambda d: (("start", d.start), ("peak", d.peak), ("end", d.end)), Amounts, moment=str),
+            "timeline": of(over_time, event=int, allocated_bytes=int, reserved_bytes=int),
+            "groups": of(lambda device: device.moment.groups, Group),
+            "blocks": of(lambda device: device.moment.blocks, BlockRow),
+            "fragmentation": of(at_ends, FragmentationRow, moment=str),
+            "nearly_empty": of(
+                lambda d: [(moment, one) for moment, row in at_ends(d) for one in row.nearly_empty],
+                PinnedSegment,
+                moment=str,
+            ),
+            "ooms": of(lambda device: device.ooms, Refusal),
+            "leaks": of(lambda device: device.leaks, Leak),
+            "what_if": of(
+                lambda d: [("before", d.what_if.before), ("after", d.what_if.after)] if d.what_if else [],
+                ReplayOutcome,
+                run=str,
+            ),
+        }

@@ -128,24 +128,17 @@ def moment_of(recording: Recording, at: str) -> tuple[str, int]:
     if at == "oom":
         refused = recording.events.places(OOM)
         if not refused:
-            raise UsageError(
-                f"the recording of device {recording.device} holds no out-of-memory error",
-                value="--at oom",
-                hint="--at peak or --at end; --device chooses another device",
-            )
+            problem = f"the recording of device {recording.device} holds no out-of-memory error"
+            raise UsageError(problem, value="--at oom", hint="--at peak or --at end; --device chooses another device")
         return at, refused[0]
     try:
         event = int(at)
     except ValueError:
-        raise UsageError(
-            "no such moment", value=f"--at {at}", hint="peak, end, oom or the number of an event"
-        ) from None
+        hint = "peak, end, oom or the number of an event"
+        raise UsageError("no such moment", value=f"--at {at}", hint=hint) from None
     if not BEFORE <= event <= recording.end:
-        raise UsageError(
-            f"device {recording.device} has no such event",
-            value=f"--at {event}",
-            hint=f"-1 (before the first) to {recording.end}",
-        )
+        hint = f"-1 (before the first) to {recording.end}"
+        raise UsageError(f"device {recording.device} has no such event", value=f"--at {event}", hint=hint)
     return "event", event
 
 

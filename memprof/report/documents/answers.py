@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
+from typing import Any
 
 from memprof.catalog import Gpu
 from memprof.catalog.models import ModelEntry
@@ -15,6 +16,11 @@ from memprof.monitor.run import MonitorOutcome
 from memprof.monitor.sample import Peaks, Sample
 from memprof.trace.plain import Plain, json_name
 from memprof.version import __version__
+
+
+def _fields(row: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass by their names; `asdict` would take apart what is in them."""
+    return {field.name: getattr(row, field.name) for field in dataclasses.fields(row)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,19 +68,9 @@ class PresentCards(Answer):
 
     @classmethod
     def of(cls, reading: Reading, names: tuple[str | None, ...], environment: Environment) -> PresentCards:
-        """Of what was read; `names` are the catalog's, one a card."""
-        fields = [field.name for field in dataclasses.fields(NvmlCard)]
-        cards = (
-            PresentCard(**{field: getattr(card, field) for field in fields}, gpu=name)
-            for card, name in zip(reading.cards, names, strict=True)
-        )
-        return cls(
-            cards=tuple(cards),
-            driver_version=reading.driver_version,
-            cuda_version=reading.cuda_version,
-            notes=reading.notes,
-            environment=environment,
-        )
+        """Return what was read; `names` are the catalog's, one a card."""
+        cards = (PresentCard(**_fields(card), gpu=name) for card, name in zip(reading.cards, names, strict=True))
+        return cls(**_fields(reading) | {"cards": tuple(cards)}, environment=environment)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,8 +110,8 @@ class MonitorLine(Sample):
 
     @classmethod
     def of(cls, sample: Sample, peaks: Peaks) -> MonitorLine:
-        """Of a sample."""
-        return cls(**{field.name: getattr(sample, field.name) for field in dataclasses.fields(Sample)}, peaks=peaks)
+        """Return the line of a sample."""
+        return cls(**_fields(sample), peaks=peaks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

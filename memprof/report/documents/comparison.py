@@ -10,6 +10,7 @@ from typing import Any
 
 from memprof.ledger.over_time import OverTime
 from memprof.report.documents.shown import Shown
+from memprof.report.frames import RowTable
 from memprof.trace.plain import json_name
 
 SCHEMA = 1
@@ -188,3 +189,17 @@ class Comparison(Shown):
     def other_moments(self) -> bool:
         """Whether the two peaks are known to be in different stages, steps or micro-batches."""
         return None not in (self.a.peak_at, self.b.peak_at) and self.a.peak_at != self.b.peak_at
+
+    def tables(self) -> dict[str, RowTable]:
+        """Return what is not the same, as rows."""
+        kernels = ((run, one) for run, use in (("a", self.kernels_a), ("b", self.kernels_b)) for one in use.tensors)
+        return {
+            "settings": RowTable(self.settings, SettingRow),
+            "totals": RowTable(self.totals, TotalRow),
+            "stages": RowTable(self.stages, StageRow),
+            "categories": RowTable(self.categories, CategoryRow),
+            "tensors": RowTable(self.tensors, TensorRow),
+            "kernels": RowTable(kernels, TensorSide, {"run": str}),
+            "reserved": RowTable(self.reserved, StepRow),
+            "findings": RowTable(self.findings or (), FindingRow),
+        }

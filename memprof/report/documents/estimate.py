@@ -84,6 +84,7 @@ class EstimateDocument(Plain):
     assumptions: tuple[str, ...]
 
 
+_ASKED = ("dtype", "batch_size", "context_length", "lora_rank", "lengths", "gpus")
 _GEOMETRY = ("family", "hidden", "layers", "heads", "kv_heads", "head_dim", "intermediate", "vocab", "tied")
 
 
@@ -92,31 +93,24 @@ def estimate_document(
 ) -> EstimateDocument:
     """The answer on these cards; `exact` are the runs that were made, and `explain` adds the formulas."""
     subject, g = estimate.subject, estimate.subject.geometry
-    rows = []
-    for cell in estimate.cells.values():
-        formulas = {name: formula(estimate, cell, name) for name in cell.peak.terms}
-        rows.append(
-            EstimateRow(
-                method=cell.method.key,
-                dtype=cell.plan.column,
-                depends_on_derived_geometry=cell.derived,
-                cards=cards(cell, gpus),
-                formulas=formulas if explain else None,
-                kept_per_layer_bytes_per_token=dict(kept(estimate, cell)) if explain else None,
-                **_sizes(cell),
-            )
+    rows = (
+        EstimateRow(
+            method=cell.method.key,
+            dtype=cell.plan.column,
+            depends_on_derived_geometry=cell.derived,
+            cards=cards(cell, gpus),
+            formulas={name: formula(estimate, cell, name) for name in cell.peak.terms} if explain else None,
+            kept_per_layer_bytes_per_token=dict(kept(estimate, cell)) if explain else None,
+            **_sizes(cell),
         )
+        for cell in estimate.cells.values()
+    )
     return EstimateDocument(
         target=EstimateTarget(
             subject.name,
             subject.given,
             subject.num_parameters,
-            estimate.dtype,
-            estimate.batch_size,
-            estimate.context_length,
-            estimate.lora_rank,
-            estimate.lengths,
-            estimate.gpus,
+            **{name: getattr(estimate, name) for name in _ASKED},
             geometry=None if g is None else {name: getattr(g, name) for name in _GEOMETRY},
             geometry_is_derived=subject.derived,
         ),

@@ -1,10 +1,28 @@
-"""The ranks of a program: those that ran together, a row each; or those of a plan, a row for each kind."""
+"""What one program had several of: cards in a process, or ranks, a row each; of a plan, a row for each kind of rank."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from memprof.trace.facts import ENDINGS
+
+
+@dataclass(frozen=True, slots=True)
+class CardRow:
+    """One of them; sizes are bytes."""
+
+    device: str  # As the program says it: `cuda:1`.
+    used: bool  # Whether it has a CUDA context: a card that nothing was asked of has none.
+    total_bytes: int | None
+    context_bytes: int
+    peak_allocated_bytes: int
+    peak_stage: str
+    peak_reserved_bytes: int
+    device_used_bytes: int  # Reserved and the CUDA context, at the most.
+    required_bytes: int  # So that nothing is ever refused there.
+    fits: bool | None  # As in the verdict.
+    decides: bool  # Whether the verdict is about this card: the first that is full, or else the fullest.
+    shown: bool  # Whether the rest of the report is about this card.
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from memprof.allocator import Settings
-from memprof.findings import Finding
+from memprof.findings import Evidence, Finding
 from memprof.findings.exhaustion import Growth
-from memprof.ledger.batches import Batches, batches
+from memprof.ledger.batches import Batches, BatchStep, ReservedOverSteps, batches
 from memprof.ledger.bridge import Bridge
 from memprof.ledger.caught import CaughtError, caught_errors
 from memprof.ledger.ledger import Ledger, LiveTensor, Row
@@ -21,11 +21,11 @@ from memprof.ledger.state import ModelState, model_state
 from memprof.ledger.steps import TrainingStep, training_steps
 from memprof.ledger.streams import StreamMemory
 from memprof.ledger.workspaces import Workspaces
-from memprof.report.documents.cards import CardRow
 from memprof.report.documents.ladder import Rung
 from memprof.report.documents.limit import Limit
-from memprof.report.documents.ranks import RankRow
+from memprof.report.documents.ranks import CardRow, RankRow
 from memprof.report.documents.shown import Shown
+from memprof.report.frames import RowTable
 from memprof.trace.events import CPU, FailureKind, PhaseKind, Trace
 from memprof.trace.facts import AllocatorFacts, DeviceFacts, ProgramFacts, RankFacts, Target, target_to_json
 from memprof.trace.plain import json_name
@@ -34,6 +34,10 @@ from memprof.units import format_bytes
 _LENT = (
     "What other streams borrowed (Tensor.record_stream) is free again once the host or another stream has been made to "
     "wait for them, or a phase of the run has ended; in a real run that is a matter of time."
+)
+_OUTSIDE = (
+    "What libraries take outside the allocator and beyond the context (handles of cuBLAS and cuDNN, NCCL), and other "
+    "processes on the card, are not known and not in device used."
 )
 SCHEMA = 2  # 2: reserved memory is replayed, `allocated` is of whole blocks, and the verdict tests what is reserved.
 
@@ -167,7 +171,26 @@ class Document(Shown):
         """
         from memprof.report.page.figures import figure
 
-        return figure(self, kind)
+        return figure(kind, self.ledger, self.device, self.ladder)
+
+    def tables(self) -> dict[str, RowTable]:
+        """Return the stages, the peak, the findings and what else there is, as rows."""
+        batches = self.batches
+        evidence = ((finding.id, one) for finding in self.findings for one in finding.evidence)
+        return {
+            "stages": RowTable(self.stages, Stage),
+            "steps": RowTable(self.steps, TrainingStep),
+            "batches": RowTable(batches.steps if batches else (), BatchStep),
+            "reserved": RowTable(batches.reserved if batches else (), ReservedOverSteps),
+            "categories": RowTable(self.peak.categories.items(), before={"category": str, "bytes": int}),
+            "tensors": RowTable(self.peak.tensors, LiveTensor),
+            "ledger": RowTable(self.peak.rows, Row),
+            "findings": RowTable(self.findings, Finding),
+            "evidence": RowTable(evidence, Evidence, {"finding": str}),
+            "ladder": RowTable(self.ladder, Rung),
+            **({"cards": RowTable(self.cards, CardRow)} if self.cards else {}),
+            **({"ranks": RowTable(self.ranks, RankRow)} if self.ranks else {}),
+        }
 
     def to_json(self) -> dict[str, Any]:
         """The document as plain JSON values (docs/concepts.md lists the names)."""
@@ -196,7 +219,7 @@ def build_document(
     are any."""
     trace = ledger.trace
     facts = trace.facts
-    context = facts.device.context_bytes
+    context, host = facts.device.context_bytes, facts.device.host_memory_bytes
     on_cpu = trace.device == CPU
     first = Stage("context", 0, 0, device_used_bytes=context if trace.source == "simulated" else None)
     peak, reserved = ledger.peak_stage, ledger.peak_reserved_stage
@@ -235,9 +258,9 @@ def build_document(
         verdict=_verdict(ledger, context, growth),
         assumptions=(
             *trace.assumptions,
-            *_host_assumptions(facts.device.host_memory_bytes),
+            *(() if host is None else (f"The machine has {format_bytes(host)} of host memory (--host-memory).",)),
             *(() if on_cpu else _card_assumptions(ledger, settings, context)),
-            *_outside(bridge),
+            *((_OUTSIDE,) if bridge is not None and bridge.outside_is_unknown else ()),
             *(() if ledger.run.bounds is None else (_LENT,)),
         ),
         failure=None if trace.failure is None else FailureRow(trace.failure.kind.value, *trace.failure[1:7]),
@@ -248,31 +271,13 @@ def build_document(
     )
 
 
-def _outside(bridge: Bridge | None) -> tuple[str, ...]:
-    """What the bridge cannot know."""
-    if bridge is None or not bridge.outside_is_unknown:
-        return ()
-    return (
-        "What libraries take outside the allocator and beyond the context (handles of cuBLAS and cuDNN, NCCL), and "
-        "other processes on the card, are not known and not in device used.",
-    )
-
-
-def _host_assumptions(limit: int | None) -> tuple[str, ...]:
-    return () if limit is None else (f"The machine has {format_bytes(limit)} of host memory (--host-memory).",)
-
-
 def _fits(trace: Trace, oom: OutOfMemory | None, host_over_bytes: int, growth: Growth | None) -> bool | None:
     """False also if memory ran out while it was measured, will run out as it grows, or host memory is not enough."""
-    runs_out = growth is not None and growth.runs_out and trace.failure is None
-    if (
-        oom
-        or host_over_bytes
-        or runs_out
-        or (trace.failure is not None and trace.failure.kind is FailureKind.OUT_OF_MEMORY)
-    ):
+    failure = trace.failure
+    runs_out = growth is not None and growth.runs_out and failure is None
+    if oom or host_over_bytes or runs_out or (failure is not None and failure.kind is FailureKind.OUT_OF_MEMORY):
         return False
-    return None if trace.failure or _is_stopped_early(trace) else True
+    return None if failure or _is_stopped_early(trace) else True
 
 
 def _is_stopped_early(trace: Trace) -> bool:

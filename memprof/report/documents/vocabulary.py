@@ -90,12 +90,6 @@ class Vocabulary(Plain):
     savings: Savings | None
     notes: tuple[str, ...]
 
-    def __str__(self) -> str:
-        from memprof.report.terminal.console import text_of
-        from memprof.report.terminal.vocabulary import view
-
-        return text_of(view(self))
-
 
 def build_vocabulary(
     corpus: tuple[str, ...], counted: CorpusCount, caps: tuple[Cap, ...], savings: Savings | None, version: str

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from memprof.errors import UsageError, printable, unknown_name
+from memprof.ledger.ledger import Ledger
+from memprof.report.documents.ladder import Rung
 from memprof.report.page.library import check_plotly, figure_of
 from memprof.report.page.moments import Moments, moments_of
 from memprof.report.terminal.cells import unit_for
 from memprof.trace.events import NONE
+from memprof.trace.facts import DeviceFacts
 from memprof.units import format_bytes
-
-if TYPE_CHECKING:
-    from memprof.ledger.ledger import Ledger
-    from memprof.report.documents.report import Document
 
 # Of the categories, and of what is beside them; from the ground of a stack up.
 COLOURS = {
@@ -29,30 +28,25 @@ _LEAST_SHARE = 1 / 3000  # Of the peak: what is less is no pixel of a treemap.
 Figure = Any  # plotly's `Figure`, which has no types of its own.
 
 
-def figure(document: Document, kind: str) -> Figure:
-    """A figure of a report.
+def figure(kind: str, ledger: Ledger | None, device: DeviceFacts, rungs: tuple[Rung, ...]) -> Figure:
+    """Return a figure of a run on `device`.
 
     Args:
-        kind: `timeline`, `treemap` or `ladder`.
+        kind: `timeline` or `treemap`, of the ledger, or `ladder`, of its rungs.
 
     Raises:
         UsageError: there is no such figure, the report has nothing for it, or plotly is not installed.
     """
-    kinds = {"timeline": _timeline, "treemap": _treemap, "ladder": _ladder}
+    kinds = ("timeline", "treemap", "ladder")
     if kind not in kinds:
         raise unknown_name("figure", kind, kinds)
     check_plotly("plot()")
-    return kinds[kind](document)
-
-
-def _ledger_of(document: Document) -> Ledger:
-    if document.ledger is None:
-        raise UsageError(
-            "a report in JSON has no moments to show",
-            value="plot()",
-            hint="load a capture, which save() of the card keeps",
-        )
-    return document.ledger
+    if kind == "ladder":
+        return _ladder(rungs, device.total_bytes)
+    if ledger is None:
+        hint = "load a capture, which save() of the card keeps"
+        raise UsageError("a report in JSON has no moments to show", value="plot()", hint=hint)
+    return _treemap(ledger) if kind == "treemap" else _timeline(ledger, device.usable_bytes)
 
 
 def plain_words(text: str) -> str:
@@ -63,12 +57,10 @@ def plain_words(text: str) -> str:
 # -- memory over the run -----------------------------------------------------------------------------------------------
 
 
-def _timeline(document: Document) -> Figure:
-    ledger = _ledger_of(document)
+def _timeline(ledger: Ledger, usable: int | None) -> Figure:
     moments = moments_of(ledger)
     events = _drawn(ledger)
     sums = _by_category(moments, events)
-    usable = document.device.usable_bytes
     unit = unit_for(ledger.peak_bytes)
     scale = float(unit.num_bytes)
     traces: list[dict[str, Any]] = [
@@ -155,8 +147,7 @@ def _note(event: int, text: str) -> dict[str, Any]:
 # -- who holds the peak ------------------------------------------------------------------------------------------------
 
 
-def _treemap(document: Document) -> Figure:
-    ledger = _ledger_of(document)
+def _treemap(ledger: Ledger) -> Figure:
     moments = moments_of(ledger)
     kinds, words = moments.kinds, moments.words
     bytes_of, colours = Counter[tuple[str, ...]](), dict[tuple[str, ...], Counter[str]]()
@@ -165,8 +156,10 @@ def _treemap(document: Document) -> Figure:
             continue
         module, category = kinds.module[kind], words[kinds.category[kind]]
         where = ["outside modules"] if module == NONE else words[module].split(".") if words[module] else ["own code"]
-        _add(bytes_of, colours, (*where, category), category, kinds.rounded[kind])
-        _add(bytes_of, colours, ("fragmentation",), "fragmentation", extra)
+        for path, num_bytes in (((*where, category), kinds.rounded[kind]), (("fragmentation",), extra)):
+            for depth in range(1, len(path) + 1 if num_bytes else 1):
+                bytes_of[path[:depth]] += num_bytes
+                colours.setdefault(path[:depth], Counter())[path[-1]] += num_bytes
     shown = [path for path, num_bytes in bytes_of.items() if num_bytes > ledger.peak_bytes * _LEAST_SHARE]
     tree = {
         "type": "treemap", "branchvalues": "total", "maxdepth": 3, "textinfo": "label+text", "hoverinfo": "label+text",
@@ -178,27 +171,12 @@ def _treemap(document: Document) -> Figure:
     return figure_of([tree], {"title": {"text": f"Who holds the peak of {format_bytes(ledger.peak_bytes)}"}})
 
 
-def _add(
-    bytes_of: Counter[tuple[str, ...]],
-    colours: dict[tuple[str, ...], Counter[str]],
-    path: tuple[str, ...],
-    category: str,
-    num_bytes: int,
-) -> None:
-    """Count it to a node and to all above."""
-    for depth in range(1, len(path) + 1 if num_bytes else 1):
-        bytes_of[path[:depth]] += num_bytes
-        colours.setdefault(path[:depth], Counter())[category] += num_bytes
-
-
 # -- the ladder --------------------------------------------------------------------------------------------------------
 
 
-def _ladder(document: Document) -> Figure:
-    if not document.ladder:
+def _ladder(rungs: tuple[Rung, ...], total: int | None) -> Figure:
+    if not rungs:
         raise UsageError("the report has no ladder", value="ladder", hint="ask for one: memprof profile ... --ladder")
-    rungs = document.ladder
-    total = document.device.total_bytes
     unit = unit_for(max(rung.device_used_bytes for rung in rungs))
     bars = {
         "type": "bar", "orientation": "h",

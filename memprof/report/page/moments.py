@@ -23,13 +23,11 @@ class Words:
         self._places: dict[str, int] = {}
 
     def place(self, word: str | None) -> int:
-        """Where `word` stands; -1 of None."""
-        if word is None:
-            return NONE
-        if word not in self._places:
+        """Return where `word` stands; -1 of None."""
+        if word is not None and word not in self._places:
             self._places[word] = len(self.words)
             self.words.append(word)
-        return self._places[word]
+        return NONE if word is None else self._places[word]
 
 
 @dataclass(slots=True)
@@ -154,18 +152,15 @@ class _Table:
         found = self._places.get(key)
         if found is not None:
             return found
-        place, kinds = self.words.place, self.kinds
+        kinds, num_bytes = self.kinds, storage.num_bytes
         self._places[key] = found = len(kinds.group)
-        rounds = self._ledger.run.rounds
-        kinds.requested.append(storage.num_bytes)
-        kinds.rounded.append(round_size(storage.num_bytes) if rounds else storage.num_bytes)
-        kinds.category.append(place(self._ledger.categories[ref].value))
-        kinds.shape.append(place("x".join(map(str, storage.shape))))
-        kinds.dtype.append(place(storage.dtype))
-        kinds.module.append(place(module))
-        kinds.op.append(place(trace.op(storage)))
-        kinds.source.append(place(trace.source_line(storage)))
-        kinds.name.append(place(name))
+        kinds.requested.append(num_bytes)
+        kinds.rounded.append(round_size(num_bytes) if self._ledger.run.rounds else num_bytes)
+        category, shape = self._ledger.categories[ref].value, "x".join(map(str, storage.shape))
+        in_words = (category, shape, storage.dtype, module, trace.op(storage), trace.source_line(storage), name)
+        columns = (kinds.category, kinds.shape, kinds.dtype, kinds.module, kinds.op, kinds.source, kinds.name)
+        for column, word in zip(columns, in_words, strict=True):
+            column.append(self.words.place(word))
         in_any_layer = tuple(None if path is None else without_numbers(path) for path in (module, name))
         kinds.group.append(self._groups.setdefault((*alike, *in_any_layer), len(self._groups)))
         return found
@@ -178,10 +173,11 @@ def kinds_shown_by(moments: Moments, evidence: Evidence) -> list[int]:
         return []
     words, kinds = moments.words, moments.kinds
     shape = None if evidence.shape is None else "x".join(map(str, evidence.shape))
-    asked = zip(
-        (kinds.shape, kinds.dtype, kinds.op, kinds.source),
-        (shape, evidence.dtype, evidence.op, evidence.source),
-        strict=True,
+    asked = (
+        (kinds.shape, shape),
+        (kinds.dtype, evidence.dtype),
+        (kinds.op, evidence.op),
+        (kinds.source, evidence.source),
     )
     said = [(column, value) for column, value in asked if value is not None]
     module = None if evidence.module is None else without_numbers(evidence.module)

@@ -67,9 +67,8 @@ def page_of(document: Paged) -> str:
     Raises:
         UsageError: the report is of JSON, which has no moments, or plotly is not installed.
     """
-    is_run = isinstance(document, Document)
     data = _printable(page_data(document) if isinstance(document, Document) else answer_data(document))
-    body, *scripts = _RUN if is_run else _ANSWER
+    body, *scripts = _RUN if isinstance(document, Document) else _ANSWER
     return f"""{_OURS}
 <html lang="en">
 <head>
@@ -129,15 +128,12 @@ def page_data(document: Document) -> dict[str, Any]:
     """
     ledger = document.ledger
     if ledger is None:
-        raise UsageError(
-            "a report in JSON has no moments to show",
-            value="--html",
-            hint="keep the capture (--save), and show that: memprof show run.memprof --html run.html",
-        )
+        hint = "keep the capture (--save), and show that: memprof show run.memprof --html run.html"
+        raise UsageError("a report in JSON has no moments to show", value="--html", hint=hint)
     moments = moments_of(ledger)
     device = document.device
     return {
-        "heading": _heading(document),
+        "heading": text_of(render_heading(document), width=_WIDE).strip().splitlines(),
         "verdict": text_of(view(document, quiet=True), width=_WIDE).strip(),
         "fits": document.verdict.fits if document.failure is None else False,
         "capacity": {"total": device.total_bytes, "usable": device.usable_bytes, "name": device.name},
@@ -155,20 +151,13 @@ def page_data(document: Document) -> dict[str, Any]:
     }
 
 
-def _heading(document: Document) -> list[str]:
-    return text_of(render_heading(document), width=_WIDE).strip().splitlines()
-
-
 def _finding(moments: Moments, finding: Finding) -> dict[str, Any]:
-    remedies = [name.partition("=")[0] for name in finding.remedies]
+    steps = {name: STEPS.get(name.partition("=")[0]) for name in finding.remedies}
     return {
         "severity": finding.severity.value,
         "title": finding.title,
         "evidence": [{"text": one.text, "kinds": kinds_shown_by(moments, one)} for one in finding.evidence],
-        "remedies": [
-            {"name": name, "changes": STEPS[remedy].changes if remedy in STEPS else ""}
-            for name, remedy in zip(finding.remedies, remedies, strict=True)
-        ],
+        "remedies": [{"name": name, "changes": step.changes if step else ""} for name, step in steps.items()],
     }
 
 

@@ -7,12 +7,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from memprof.ledger.over_time import OverTime
-from memprof.report.documents.analysis import Analysis, BlockRow, DeviceReport
-from memprof.report.documents.comparison import Comparison, Side, TensorSide, TotalRow
+from memprof.report.documents.analysis import Analysis, DeviceReport
+from memprof.report.documents.comparison import Comparison, TensorSide
 from memprof.report.documents.recommendation import Choice, Largest, Recommendation
 from memprof.report.page.figures import COLOURS, FITS, OVER, plain_words
-from memprof.report.terminal.cells import Unit, shape_text, unit_for
-from memprof.trace.events import short_source
+from memprof.report.terminal.cells import (
+    Unit,
+    block_life,
+    signed_bytes,
+    source_text,
+    tensor_text,
+    total_verdict,
+    unit_for,
+)
 from memprof.units import format_bytes
 
 # A word, a number, or what is shown of a number that rows are sorted by.
@@ -57,8 +64,7 @@ def sections_of(document: Comparison | Analysis | Recommendation) -> list[Sectio
 def _size(num_bytes: int | None, *, sign: bool = False) -> Cell:
     if num_bytes is None:
         return "-", None
-    plus = "+" if sign and num_bytes > 0 else "-" if num_bytes < 0 else ""
-    return plus + format_bytes(abs(num_bytes)), num_bytes
+    return signed_bytes(num_bytes) if sign or num_bytes < 0 else format_bytes(num_bytes), num_bytes
 
 
 def _bars(names: Sequence[str], sides: dict[str, tuple[Sequence[int], str | list[str]]], unit: Unit) -> dict[str, Any]:
@@ -85,7 +91,8 @@ _A, _B = "#4e79a7", "#f28e2b"
 
 
 def _comparison(document: Comparison) -> Iterator[Section]:
-    runs = [(letter, side) for letter, side in (("A", document.a), ("B", document.b)) if side.over_time is not None]
+    sides = (("A", document.a.over_time), ("B", document.b.over_time))
+    runs = [(letter, found) for letter, found in sides if found is not None]
     if runs:
         yield Section(
             "Memory over both runs",
@@ -98,7 +105,7 @@ def _comparison(document: Comparison) -> Iterator[Section]:
         rows=tuple(
             (
                 row.name, _size(row.a_bytes), _size(row.b_bytes), _size(row.difference_bytes, sign=True),
-                _verdict(row),
+                total_verdict(row),
             )
             for row in rows
         ),
@@ -145,14 +152,7 @@ def _comparison(document: Comparison) -> Iterator[Section]:
     )  # fmt: skip
 
 
-def _verdict(row: TotalRow) -> str:
-    if not row.compared:
-        return f"not compared: {row.why_not}"
-    return "equal" if row.difference_bytes == 0 else "within" if row.within else "differs"
-
-
-def _both_over_time(runs: list[tuple[str, Side]]) -> dict[str, Any]:
-    known = [(letter, side.over_time) for letter, side in runs if side.over_time is not None]
+def _both_over_time(known: list[tuple[str, OverTime]]) -> dict[str, Any]:
     highest = max(max(found.allocated_bytes) for _, found in known)
     unit = unit_for(highest)
     traces: list[dict[str, Any]] = []
@@ -193,10 +193,7 @@ def _areas(found: OverTime, axis: str, unit: Unit, named: set[str]) -> Iterator[
 
 
 def _side(side: TensorSide | None) -> str:
-    if side is None:
-        return "-"
-    what = format_bytes(side.num_bytes) if side.shape is None else f"{shape_text(side.shape)} {side.dtype}"
-    return f"{side.count} x {what} {side.op.removeprefix('aten.')}"
+    return "-" if side is None else f"{tensor_text(side)} {side.op.removeprefix('aten.')}"
 
 
 def _word(value: Any) -> str:
@@ -212,8 +209,7 @@ def _found(is_there: bool, num_bytes: int | None) -> Cell:
 
 def _analysis(document: Analysis) -> Iterator[Section]:
     for device in document.devices:
-        of = f" of device {device.device}" if len(document.devices) > 1 else ""
-        yield from _device(device, of)
+        yield from _device(device, f" of device {device.device}" if len(document.devices) > 1 else "")
 
 
 def _device(device: DeviceReport, of: str) -> Iterator[Section]:
@@ -226,10 +222,9 @@ def _device(device: DeviceReport, of: str) -> Iterator[Section]:
     yield Section(f"Out of memory{of}", text="\n".join(reasons))
     moment, total = device.moment, device.moment.amounts.allocated_bytes + device.moment.pending_bytes or 1
     groups = moment.groups[:_MOST_BARS]
-    where = (
-        "at the end" if device.state_only else {"event": "after the event"}.get(moment.what, f"at the {moment.what}")
-    )
-    names = [f"{place}. {_short(row.key) or 'not known'}" for place, row in enumerate(groups, 1)]
+    what = "end" if device.state_only else moment.what
+    where = "after the event" if what == "event" else f"at the {what}"
+    names = [f"{place}. {source_text(row.key) or 'not known'}" for place, row in enumerate(groups, 1)]
     unit = unit_for(max((row.allocated_bytes for row in groups), default=0), smallest=1)
     colours = [COLOURS.get(row.category, OVER) for row in groups]
     yield Section(
@@ -241,7 +236,7 @@ def _device(device: DeviceReport, of: str) -> Iterator[Section]:
         rows=tuple(
             (
                 _size(row.allocated_bytes), (f"{row.allocated_bytes / total:.1%}", row.allocated_bytes), row.count,
-                row.category, _short(row.key), row.op.removeprefix("aten."), row.module,
+                row.category, source_text(row.key), row.op.removeprefix("aten."), row.module,
             )
             for row in moment.groups
         ),
@@ -250,9 +245,8 @@ def _device(device: DeviceReport, of: str) -> Iterator[Section]:
         f"Largest blocks{of}", columns=(">bytes", ">alike", "life in events", "category", "line", "operator", "module"),
         rows=tuple(
             (
-                _size(block.allocated_bytes), block.alike,
-                _life(block),
-                block.category, _short(block.source), block.op.removeprefix("aten."), block.module,
+                _size(block.allocated_bytes), block.alike, block_life(block), block.category,
+                source_text(block.source), block.op.removeprefix("aten."), block.module,
             )
             for block in moment.blocks
         ),
@@ -261,7 +255,7 @@ def _device(device: DeviceReport, of: str) -> Iterator[Section]:
         f"Leaks{of}", "What steps leave behind and nothing frees.",
         columns=(">a step", ">in all", ">blocks", "line", "operator"),
         rows=tuple(
-            (_size(leak.per_step_bytes), _size(leak.allocated_bytes), leak.count, _short(leak.source), leak.op)
+            (_size(leak.per_step_bytes), _size(leak.allocated_bytes), leak.count, source_text(leak.source), leak.op)
             for leak in device.leaks or ()
         ),
     )  # fmt: skip
@@ -275,11 +269,6 @@ def _device(device: DeviceReport, of: str) -> Iterator[Section]:
         f"Fragmentation{of}", columns=("what", *(f">at the {name}" for name, _ in ends)),
         rows=tuple((name, *(_size(getattr(row, key)) for _, row in ends)) for name, key in parts.items()),
     )  # fmt: skip
-
-
-def _life(block: BlockRow) -> str:
-    born = "start" if block.born_event < 0 else f"{block.born_event:,}"
-    return f"{born} - {'end' if block.freed_event is None else f'{block.freed_event:,}'}"
 
 
 def _curves(device: DeviceReport) -> dict[str, Any]:
@@ -307,11 +296,6 @@ def _curves(device: DeviceReport) -> dict[str, Any]:
     return {"traces": traces, "layout": layout}
 
 
-def _short(source: str) -> str:
-    head, _, function = source.rpartition(" ")
-    return f"{short_source(source)} {function}" if head and ":" in head else source
-
-
 # -- what to use -------------------------------------------------------------------------------------------------------
 
 
@@ -319,11 +303,8 @@ def _recommendation(answer: Recommendation) -> Iterator[Section]:
     total = answer.device.total_bytes
     chosen = answer.chosen
     if chosen is not None:
-        yield Section(
-            "What to use",
-            f"{chosen.name}, micro-batch {chosen.micro_batch}. Why: {answer.reason}.",
-            text=chosen.command,
-        )
+        why = f"{chosen.name}, micro-batch {chosen.micro_batch}. Why: {answer.reason}."
+        yield Section("What to use", why, text=chosen.command)
     if answer.choices:
         shown = sorted(answer.choices, key=lambda one: (one is not chosen, not one.fits, one.step_seconds or 0.0))
         bars = shown[:_MOST_BARS]
@@ -396,10 +377,8 @@ def _seconds(seconds: float | None) -> str:
 def _mark_capacity(layout: dict[str, Any], total: int | None, unit: Unit) -> None:
     if total is not None:
         at = total / unit.num_bytes
-        layout["shapes"], layout["annotations"] = (
-            [_upright(at, "dash")],
-            [_above(at, f"the card: {format_bytes(total)}")],
-        )
+        layout["shapes"] = [_upright(at, "dash")]
+        layout["annotations"] = [_above(at, f"the card: {format_bytes(total)}")]
 
 
 def _upright(at: float, dash: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.padding import Padding
 from rich.segment import Segment
-from rich.table import Column, Table
+from rich.table import Table
 from rich.text import Text
 
 from memprof.errors import printable
@@ -126,7 +126,9 @@ class _Fitted(Table):
             wide = options.update_width(WIDEST)
             most = [made._measure_column(console, wide, column) for column in made.columns]
             # Running text may take several lines. A name should not; it does where all else is gone.
-            needed = [one.minimum if _runs(c) else one.maximum for one, c in zip(most, made.columns, strict=True)]
+            needed = [
+                one.minimum if c.overflow == "fold" else one.maximum for one, c in zip(most, made.columns, strict=True)
+            ]
             if sum(needed) > room and not left:
                 needed = [m.maximum if c.no_wrap else m.minimum for m, c in zip(most, made.columns, strict=True)]
             if sum(needed) <= room:
@@ -141,10 +143,6 @@ class _Fitted(Table):
             made.columns = [copy.copy(column) for column in made.columns if column.header != name]
             for index, column in enumerate(made.columns):
                 column._index = index
-
-
-def _runs(column: Column) -> bool:
-    return column.overflow == "fold"
 
 
 def _grown(needed: list[int], most: list[int], room: int) -> list[int]:
@@ -171,11 +169,9 @@ def table(*headers: str, ruled: bool = False, drop: Sequence[str] = ()) -> Table
     for header in headers:
         name, figures = header.lstrip(">|~"), header.startswith(">")
         made.add_column(
-            name,
-            justify="right" if figures else "left",
-            no_wrap=figures or header.startswith("|"),
+            name, justify="right" if figures else "left", no_wrap=figures or header.startswith("|"),
             overflow="fold" if header.startswith("~") else "ellipsis",
-        )
+        )  # fmt: skip
     return made
 
 

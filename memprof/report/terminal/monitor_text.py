@@ -12,6 +12,7 @@ from rich.text import Text
 from memprof.device.cards import CardProcess, NvmlCard
 from memprof.monitor.run import MonitorOutcome
 from memprof.monitor.sample import Peaks, Sample, Watched
+from memprof.report.terminal.cells import some
 from memprof.report.terminal.console import dim, table
 from memprof.units import format_bytes, gib
 
@@ -50,15 +51,9 @@ def summary(outcome: MonitorOutcome) -> str:
     """A watched command in one line."""
     peaks = outcome.peaks
     line = f"{outcome.command} {outcome.ending} after {_duration(outcome.elapsed)}"
-    amounts = [
-        f"{name} {format_bytes(amount)}"
-        for name, amount in (
-            ("allocated", peaks.allocated_bytes),
-            ("reserved", peaks.reserved_bytes),
-            ("resident", peaks.resident_bytes or None),
-        )
-        if amount is not None
-    ]
+    known = {"allocated": peaks.allocated_bytes, "reserved": peaks.reserved_bytes}
+    known["resident"] = peaks.resident_bytes or None
+    amounts = [f"{name} {format_bytes(amount)}" for name, amount in known.items() if amount is not None]
     amounts += [f"card {index} {format_bytes(used)}" for index, used in sorted(peaks.cards.items())]
     return f"{line}; peaks: {', '.join(amounts)}" if amounts else line
 
@@ -91,8 +86,7 @@ def _card(sample: Sample, card: NvmlCard) -> str:
         if process.pid not in watched
     ]
     if others:
-        more = f" and {len(others) - _MAX_PROCESSES} more" if len(others) > _MAX_PROCESSES else ""
-        parts.append(f"{'others: ' if sample.processes else ''}{', '.join(others[:_MAX_PROCESSES])}{more}")
+        parts.append(f"{'others: ' if sample.processes else ''}{some(others, _MAX_PROCESSES)}")
     return ", ".join(parts)
 
 

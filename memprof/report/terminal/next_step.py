@@ -73,15 +73,14 @@ def _after_profile(document: Document, target: Target) -> tuple[str, str] | None
     if document.failure is not None:
         return "what cannot be simulated", "memprof help limitations"
     if document.verdict.fits is False:
-        fitting = next((rung for rung in document.ladder if rung.fits and rung.remedies), None)
-        if fitting is not None:
-            return "the first row that fits, in full", fitting.command
+        if fitting := [rung.command for rung in document.ladder if rung.fits and rung.remedies]:
+            return "the first row that fits, in full", fitting[0]
         if document.ladder or spec.fixes:
             return _recommend(spec)
         return "the remedies that make it fit at the least cost", profile_command(spec, "--fix", "auto")
     if document.limit is not None:
-        largest = next((run for run in document.limit.runs if run.number == document.limit.largest), None)
-        return None if largest is None else ("the report of the largest", largest.command)
+        largest = [run.command for run in document.limit.runs if run.number == document.limit.largest]
+        return ("the report of the largest", largest[0]) if largest else None
     if spec.parallel is not None or spec.gpus > 1 or spec.lengths is not None:
         return "what it would do on other cards", "memprof help parallel"
     return "the largest batch that fits", profile_command(spec, "--largest", "batch-size")
@@ -128,9 +127,8 @@ def _after_run(document: Document, program: ProgramFacts) -> tuple[str, str] | N
     if growth is not None and growth.runs_out:  # no fix from outside takes a leak away
         return "where it runs out", run(until_exit=True, steps=None, timeout=None)
     if document.verdict.fits is False and alone:
-        fitting = next((rung for rung in document.ladder if rung.fits and rung.remedies), None)
-        if fitting is not None:
-            return "the first row that fits, in full", fitting.command
+        if fitting := [rung.command for rung in document.ladder if rung.fits and rung.remedies]:
+            return "the first row that fits, in full", fitting[0]
         if not document.ladder and not program.fixes:
             return "the remedies that make it fit at the least cost", run("--fix", "auto")
     if document.verdict.fits is False:

@@ -14,9 +14,7 @@ from memprof.ledger.caught import CaughtError
 from memprof.ledger.stages import at_stage
 from memprof.remedies.catalog import REMEDIES
 from memprof.report.documents.report import Document, Verdict
-from memprof.report.terminal.batches import render_batches
-from memprof.report.terminal.bridge import render_bridge
-from memprof.report.terminal.cards import render_cards
+from memprof.report.terminal.bridge import render_bridge, render_streams
 from memprof.report.terminal.cells import Unit, shape_text, unit_for
 from memprof.report.terminal.console import bar, dim, heading, indented, section, table
 from memprof.report.terminal.folding import row_of_peak, shown_stages, shown_step
@@ -24,9 +22,8 @@ from memprof.report.terminal.ladder import render_ladder
 from memprof.report.terminal.limit import headline, render_limit
 from memprof.report.terminal.next_step import next_step, render_next
 from memprof.report.terminal.on_card import against_card, card_columns
-from memprof.report.terminal.ranks import render_ranks
-from memprof.report.terminal.steps import render_steps
-from memprof.report.terminal.streams import render_streams
+from memprof.report.terminal.ranks import render_cards, render_ranks
+from memprof.report.terminal.steps import render_batches, render_steps
 from memprof.report.terminal.tensors import origin, told_apart
 from memprof.report.terminal.timeline import Timeline
 from memprof.spec import Mode
@@ -50,31 +47,21 @@ def view(document: Document, *, explain: bool = False, quiet: bool = False) -> R
     if quiet:
         return _verdict(document) if document.limit is None else Text(headline(document.limit))
     parts: list[RenderableType] = [render_heading(document), _stages(document), _verdict(document), *_faults(document)]
-    if not explain:
-        parts += [Text(f"Note: {one}") for one in document.assumptions if one.endswith(WITHOUT)]
-    if document.ranks:
-        parts.append(render_ranks(document.ranks, _unit(document), on_cpu=document.on_cpu))
-    if document.cards:
-        parts.append(render_cards(document.cards, _unit(document)))
-    if document.batches is not None:
-        parts.append(render_batches(document.batches, _unit(document)))
-    if document.steps:
-        parts.append(render_steps(document.steps, _unit(document)))
-    if document.limit is not None:
-        parts.append(render_limit(document.limit, document.device.total_bytes or 0))
+    parts += [Text(f"Note: {one}") for one in document.assumptions if one.endswith(WITHOUT) and not explain]
+    unit = _unit(document)
+    parts += [render_ranks(document.ranks, unit, on_cpu=document.on_cpu)] if document.ranks else []
+    parts += [render_cards(document.cards, unit)] if document.cards else []
+    parts += [] if document.batches is None else [render_batches(document.batches, unit)]
+    parts += [render_steps(document.steps, unit)] if document.steps else []
+    parts += [] if document.limit is None else [render_limit(document.limit, document.device.total_bytes or 0)]
     parts.append(_categories(document))
     if document.over_time is not None:
-        where = at_stage(document.peak.stage, document.peak.step)
-        parts.append(Timeline(document.over_time, _unit(document), where))
-    if document.bridge is not None:
-        parts.append(render_bridge(document.bridge, _unit(document)))
-    if document.streams is not None:
-        parts.append(render_streams(document.streams, _unit(document)))
-    parts += [_tensors(document), _findings(document)]
-    if document.ladder:
-        parts.append(render_ladder(document))
+        parts.append(Timeline(document.over_time, unit, at_stage(document.peak.stage, document.peak.step)))
+    parts += [] if document.bridge is None else [render_bridge(document.bridge, unit)]
+    parts += [] if document.streams is None else [render_streams(document.streams, unit)]
+    parts += [_tensors(document), _findings(document), *([render_ladder(document)] if document.ladder else [])]
     if explain:
-        parts.append(_assumptions(document))
+        parts += [heading("What this rests on"), *(Text(f"  - {sentence}") for sentence in document.assumptions)]
     else:
         parts.append(dim(f"{len(document.assumptions)} assumptions: --explain lists them."))
     return Group(*parts, *render_next(next_step(document)))
@@ -128,9 +115,9 @@ def _describe_program(program: ProgramFacts) -> str:
     return f"{shlex.join(program.command)}{fixes}: {how.format(steps=steps, begun=begun, unseen=unseen)}"
 
 
-def _left(program: ProgramFacts | None) -> bool:
-    """Whether the script left with an exit code of its own: memprof passes it on, though the verdict is another."""
-    return program is not None and program.ended == "exit" and bool(program.exit_code)
+def _left(program: ProgramFacts) -> bool:
+    """Return whether the script left with an exit code of its own: memprof passes it on, though the verdict differs."""
+    return program.ended == "exit" and bool(program.exit_code)
 
 
 def _describe(target: Target) -> str:
@@ -147,26 +134,20 @@ def _describe(target: Target) -> str:
     amp = f" with {asked.amp} autocast" if asked.amp else ""
     if target.dtype is not None:
         parts.append(f"{target.dtype}{amp}")
+    parts.append(_what_is_trained(target))
     if asked.mode is Mode.TRAIN:
-        parts.append(_what_is_trained(target))
         impl = f" ({asked.optimizer_impl})" if asked.optimizer_impl else ""
-        parts.append("no optimizer" if asked.optimizer == "none" else f"{asked.optimizer}{impl}")
-        if asked.activation_checkpointing:
-            parts.append("activation checkpointing")
-        if asked.gradient_accumulation > 1:
-            parts.append(f"{asked.gradient_accumulation} micro-batches")
-        if asked.zero_grad == "zero":
-            parts.append("gradients zeroed, not freed")
-        if asked.evaluate:
-            parts.append("evaluation after each step")
+        parts += [
+            "no optimizer" if asked.optimizer == "none" else f"{asked.optimizer}{impl}",
+            "activation checkpointing" * asked.activation_checkpointing,
+            f"{asked.gradient_accumulation} micro-batches" * (asked.gradient_accumulation > 1),
+            "gradients zeroed, not freed" * (asked.zero_grad == "zero"),
+            "evaluation after each step" * asked.evaluate,
+        ]
     else:
-        parts.append(_what_is_trained(target))
-        new = asked.new_tokens
-        parts.append(f"inference, {new:,} new tokens" if new else "inference")
-    parts += [f"{asked.attention} attention"] if asked.attention else []
-    parts += ["compiled"] if asked.compile else []
-    parts += asked.fixes
-    parts += [f"allocator {target.alloc_conf}"] if target.alloc_conf else []
+        parts.append(f"inference, {asked.new_tokens:,} new tokens" if asked.new_tokens else "inference")
+    parts += [f"{asked.attention} attention" if asked.attention else "", "compiled" * asked.compile, *asked.fixes]
+    parts.append(f"allocator {target.alloc_conf}" if target.alloc_conf else "")
     return ", ".join(part for part in parts if part)
 
 
@@ -175,31 +156,23 @@ def _what_is_trained(target: Target) -> str:
     asked, trainable = target.asked, target.num_trainable_parameters
     if asked.adapter:
         name = f"{asked.adapter.upper().replace('LORA', 'LoRA')} of rank {asked.lora_rank}"
-        return name if asked.mode is not Mode.TRAIN else f"{name} ({trainable:,} parameters)"
-    if asked.npt:
+    elif asked.npt:
         sums = f"{asked.npt_num_ranks} rank-1 updates, " if asked.npt_num_ranks else ""
         name = f"NPT {asked.npt}, {sums}rank {asked.npt_rank}"
-        return name if asked.mode is not Mode.TRAIN else f"{name} ({trainable:,} parameters)"
-    if asked.mode is Mode.TRAIN and trainable is not None and trainable < (target.num_parameters or 0):
-        return f"{trainable:,} trained"
-    return ""
+    else:
+        is_part = trainable is not None and trainable < (target.num_parameters or 0)
+        return f"{trainable:,} trained" if asked.mode is Mode.TRAIN and is_part else ""
+    return name if asked.mode is not Mode.TRAIN else f"{name} ({trainable:,} parameters)"
 
 
 def _stages(document: Document) -> RenderableType:
-    usable = document.device.usable_bytes
-    amount = _unit(document).amount
-    step = shown_step(document)
-    on_cpu, measured = document.on_cpu, document.source == "measured"
-    beside = card_columns(document)
+    usable, amount, step = document.device.usable_bytes, _unit(document).amount, shown_step(document)
+    on_cpu, measured, beside = document.on_cpu, document.source == "measured", card_columns(document)
     shows_host = document.host_peak_bytes >= MIN_HOST_BYTES
     headers = ["allocated", "delta", "peak", "resident" if on_cpu else "reserved", *beside]
     headers += ["seconds" if measured else "on this card", *(["host peak"] * shows_host)]
-    made = table(
-        "stage" + (f" (step {step})" if step else ""),
-        *(f">{header}" for header in headers),
-        ruled=True,
-        drop=_LEAST_NEEDED,
-    )
+    first = f"stage (step {step})" if step else "stage"
+    made = table(first, *(f">{header}" for header in headers), ruled=True, drop=_LEAST_NEEDED)
     rows = shown_stages(document)
     peak = row_of_peak(document, rows)
     for position, row in enumerate(rows):
@@ -216,17 +189,19 @@ def _stages(document: Document) -> RenderableType:
             name.append(f" (x{row.turns})", style="dim")
         if position == peak:
             name.append("  <- peak", style="bold red" if not fits else "bold")
-        delta = amount(row.delta_bytes, sign=True)
         fourth = row.resident_bytes if on_cpu else row.peak_reserved_bytes
-        figures = (amount(row.allocated_bytes), delta, amount(row.peak_allocated_bytes))
-        cells: list[RenderableType] = [name, *figures, "" if fourth is None else amount(fourth)]
-        read = [getattr(row, attribute) for attribute in beside.values()]
-        cells += ["" if value is None else amount(value) for value in read]
-        seconds = "" if row.seconds is None else f"{row.seconds:,.3f}"
-        cells.append(seconds if measured else verdict)
-        if shows_host:
-            cells.append(amount(row.peak_host_bytes))
-        made.add_row(*cells)
+        made.add_row(
+            name,
+            amount(row.allocated_bytes),
+            amount(row.delta_bytes, sign=True),
+            amount(row.peak_allocated_bytes),
+            *(
+                "" if one is None else amount(one)
+                for one in (fourth, *(getattr(row, name) for name in beside.values()))
+            ),
+            verdict if not measured else "" if row.seconds is None else f"{row.seconds:,.3f}",
+            *([amount(row.peak_host_bytes)] * shows_host),
+        )
     turns = ""
     if any(row.turns > 1 for row in rows):
         turns = " (xN): these rows came N times, in turn; allocated and delta are of the last time."
@@ -243,9 +218,9 @@ def _stages(document: Document) -> RenderableType:
 def _verdict(document: Document) -> RenderableType:
     if document.program is None or not _left(document.program):
         return _memory_verdict(document)
-    code = document.program.exit_code
-    note = f"The exit code {code} is the script's own, and says nothing of memory: the script left with it."
-    return Group(_memory_verdict(document), Text(note))
+    code = f"The exit code {document.program.exit_code} is the script's own"
+    note = Text(f"{code}, and says nothing of memory: the script left with it.")
+    return Group(_memory_verdict(document), note)
 
 
 def _memory_verdict(document: Document) -> RenderableType:
@@ -264,19 +239,20 @@ def _memory_verdict(document: Document) -> RenderableType:
     need = f"{format_bytes(verdict.required_bytes)} with the CUDA context{on}"
     if document.failure is not None:
         failure = document.failure
+        over, rest = "." if verdict.fits is None else ", which does not fit.", "The rest is not known."
         if failure.kind == FailureKind.REFUSED:
-            seen = f"{failure.message.removeprefix('not yet: ')}. What was simulated needs {need}"
-            return _said("Refused", "bold red", f"{seen}{_over(verdict)} The rest is not known.")
-        if failure.kind == FailureKind.OTHER_RANK:
-            seen = f"{failure.message}. It needed {need} until then"
-            return _said("Stopped", "bold red", f"{seen}{_over(verdict)} The rest is not known.")
-        if failure.kind in NOT_SIMULATED:
+            label, seen = "Refused", f"{failure.message.removeprefix('not yet: ')}. What was simulated needs {need}"
+        elif failure.kind == FailureKind.OTHER_RANK:
+            label, seen = "Stopped", f"{failure.message}. It needed {need} until then"
+        elif failure.kind in NOT_SIMULATED:
             what = failure.error if failure.op is None else f"{failure.op} ({failure.error})"
             stopped = f"the run stopped in {failure.phase}, at {what}"
-            rest = f"It needed {need} until then{_over(verdict)} The rest is not known."
-            return _said("Not simulated", "bold red", f"{stopped}. {rest}")
-        stopped = f"the run stopped in {failure.phase} with {failure.error}; it needed {need} until then"
-        return _said("Failed", "bold red", f"{stopped}{_over(verdict)} What is above and below is the run up to there.")
+            label, seen = "Not simulated", f"{stopped}. It needed {need} until then"
+        else:
+            stopped = f"the run stopped in {failure.phase} with {failure.error}"
+            label, seen = "Failed", f"{stopped}; it needed {need} until then"
+            rest = "What is above and below is the run up to there."
+        return _said(label, "bold red", f"{seen}{over} {rest}")
     if verdict.fits is None:
         seen = f"it was stopped before a training step had ended, or a model been called; it needed {need} until then."
         return _said("Not known", "bold yellow", f"{seen} Give it more time.")
@@ -299,15 +275,15 @@ def _memory_verdict(document: Document) -> RenderableType:
     where = at_stage(verdict.oom_stage or "", verdict.oom_step or 0)
     ended = document.program is not None and document.program.ended == "refused"
     whole = "The script ended there; with that request it needs" if ended else "The whole run needs"
-    text = _said(
-        "Does not fit",
-        "bold red",
-        f"a real run dies in {where}, when it tries to allocate "
-        f"{format_bytes(verdict.tried_to_allocate_bytes or 0)} with {format_bytes(verdict.in_use_bytes or 0)} in use. "
-        f"{whole} {need}.{_caught_before(verdict)} torch {'said' if ended else 'would say'}:",
+    tried, used = (format_bytes(size or 0) for size in (verdict.tried_to_allocate_bytes, verdict.in_use_bytes))
+    number = verdict.out_of_memory_caught
+    before = f" Before that {_raised_and_caught(number)}, and the script went on without what it had asked for."
+    text = (
+        f"a real run dies in {where}, when it tries to allocate {tried} with {used} in use. "
+        f"{whole} {need}.{before if number else ''} torch {'said' if ended else 'would say'}:"
     )
     message = (verdict.oom_message or "").partition(" If reserved ")
-    return section(text, dim(message[0] + (" ..." if message[1] else "")))
+    return section(_said("Does not fit", "bold red", text), dim(message[0] + (" ..." if message[1] else "")))
 
 
 def _runs_out(growth: Growth, findings: Sequence[Finding], need: str) -> Text:
@@ -317,11 +293,8 @@ def _runs_out(growth: Growth, findings: Sequence[Finding], need: str) -> Text:
     end = "no end of its steps was seen" if planned is None else f"the script makes about {planned:,}"
     cause = next((f" {one.title.partition(': ')[2]}." for one in findings if one.id == "memory-growth"), "")
     grows = f"Memory grows by {format_bytes(growth.bytes_per_step)} a step:{cause}" if cause else ""
-    return _said(
-        "Does not fit",
-        "bold red",
-        f"runs out of memory at about step {growth.runs_out_step:,}; {seen}, and {end}. {grows}".rstrip(),
-    )
+    said = f"runs out of memory at about step {growth.runs_out_step:,}; {seen}, and {end}. {grows}"
+    return _said("Does not fit", "bold red", said.rstrip())
 
 
 def _until(growth: Growth | None) -> str:
@@ -338,10 +311,6 @@ def _said(label: str, style: str, said: str) -> Text:
     return Text(f"\n{label}: ", style=style).append(said, style="default")
 
 
-def _over(verdict: Verdict) -> str:
-    return "." if verdict.fits is None else ", which does not fit."
-
-
 def _faults(document: Document) -> list[RenderableType]:
     """What kills the run on a real card whatever its memory, beside the verdict: it must not be read alone."""
     known = ("does-not-fit", "run-failed", "memory-growth")  # the verdict has said these
@@ -351,10 +320,8 @@ def _faults(document: Document) -> list[RenderableType]:
 
 def _only_just(retries: int) -> str:
     times = "once" if retries == 1 else f"{retries} times" if retries else "now and then"
-    return (
-        f"the card is full {times}, and the run goes on because the allocator gives back what it holds and does not "
-        "use, which takes time"
-    )
+    back = "the allocator gives back what it holds and does not use, which takes time"
+    return f"the card is full {times}, and the run goes on because {back}"
 
 
 def _raised_and_caught(number: int) -> str:
@@ -383,23 +350,11 @@ def _verdict_after_errors(verdict: Verdict, first: CaughtError, need: str, spare
     stage = at_stage(first.stage, first.step)
     where = f" at {short_source(first.source)}" if first.source else ""
     asked = f"{format_bytes(first.num_bytes)} were asked for with {format_bytes(first.in_use_bytes)} in use"
-    if verdict.retries or spare < 0:
-        then = f"and only just fits: {_only_just(verdict.retries)}"
-    else:
-        then = f"{format_bytes(spare)} to spare"
-    return _said(
-        "Fits only without what was refused",
-        "bold yellow",
-        f"{_raised_and_caught(number)}{which} in {stage}{where}, where {asked}; the script went on "
-        f"without it. What it did instead needs {need}, {then}.",
-    )
-
-
-def _caught_before(verdict: Verdict) -> str:
-    number = verdict.out_of_memory_caught
-    if not number:
-        return ""
-    return f" Before that {_raised_and_caught(number)}, and the script went on without what it had asked for."
+    only_just = f"and only just fits: {_only_just(verdict.retries)}"
+    then = only_just if verdict.retries or spare < 0 else f"{format_bytes(spare)} to spare"
+    went_on = f"{_raised_and_caught(number)}{which} in {stage}{where}, where {asked}; the script went on without it."
+    said = f"{went_on} What it did instead needs {need}, {then}."
+    return _said("Fits only without what was refused", "bold yellow", said)
 
 
 def _categories(document: Document) -> RenderableType:
@@ -419,11 +374,9 @@ def _workspaces(document: Document) -> list[RenderableType]:
     found, total = document.peak.workspaces, document.peak.allocated_bytes
     if found is None or found.most_peak_bytes - found.least_peak_bytes < _MIN_SHARE_IN_DOUBT * total:
         return []
-    note = (
-        f"{format_bytes(found.num_bytes)} of it by the rule for workspaces of cuDNN's convolutions; the peak is "
-        f"{format_bytes(found.least_peak_bytes)} without any, {format_bytes(found.most_peak_bytes)} by their bound."
-    )
-    return [dim(note)]
+    rule = f"{format_bytes(found.num_bytes)} of it by the rule for workspaces of cuDNN's convolutions"
+    least, most = format_bytes(found.least_peak_bytes), format_bytes(found.most_peak_bytes)
+    return [dim(f"{rule}; the peak is {least} without any, {most} by their bound.")]
 
 
 def _tensors(document: Document) -> RenderableType:
@@ -443,10 +396,8 @@ def _findings(document: Document) -> RenderableType:
 
 
 def _finding(number: int, finding: Finding) -> RenderableType:
-    heading = Text(f"{number}. ")
-    heading.append(f"{finding.severity.value}: ", style=_SEVERITY_STYLE[finding.severity])
-    heading.append(finding.title)
-    lines = [heading, *(_evidence(evidence) for evidence in finding.evidence[:MAX_EVIDENCE])]
+    title = Text(f"{number}. ").append(f"{finding.severity.value}: ", style=_SEVERITY_STYLE[finding.severity])
+    lines = [title.append(finding.title), *(_evidence(evidence) for evidence in finding.evidence[:MAX_EVIDENCE])]
     if len(finding.evidence) > MAX_EVIDENCE:
         lines.append(dim(f"   and {len(finding.evidence) - MAX_EVIDENCE} more (--json lists all)"))
     if finding.remedies:
@@ -461,12 +412,7 @@ def _as_fix(name: str) -> str:
 
 
 def _evidence(evidence: Evidence) -> Text:
-    text = Text("   - ")
-    text.append(evidence.text)
+    text = Text("   - ").append(evidence.text)
     if evidence.source and short_source(evidence.source) not in evidence.text:
         text.append(f"  {short_source(evidence.source)}", style="dim")
     return text
-
-
-def _assumptions(document: Document) -> RenderableType:
-    return Group(heading("What this rests on"), *(Text(f"  - {sentence}") for sentence in document.assumptions))

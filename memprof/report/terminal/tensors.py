@@ -17,14 +17,10 @@ def told_apart(tensors: Iterable[LiveTensor]) -> list[LiveTensor]:
     for one in tensors:
         where = one.name or (one.module, one.source)
         key = one.num_bytes, one.shape, one.dtype, one.category, one.op, where
-        known = found.get(key)
-        found[key] = (
-            one
-            if known is None
-            else replace(
-                known, count=known.count + one.count, allocated_bytes=known.allocated_bytes + one.allocated_bytes
-            )
-        )
+        if known := found.get(key):
+            total = known.allocated_bytes + one.allocated_bytes
+            one = replace(known, count=known.count + one.count, allocated_bytes=total)
+        found[key] = one
     return sorted(found.values(), key=lambda tensor: (-tensor.num_bytes, -tensor.count))
 
 

@@ -6,7 +6,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from memprof.report.documents.verification import Deviation, Verification
+from memprof.report.documents.verification import Verification
 from memprof.report.terminal.cells import Unit
 from memprof.report.terminal.console import dim, heading, table
 from memprof.units import MIB
@@ -21,7 +21,9 @@ def view(found: Verification, *, quiet: bool = False) -> RenderableType:
         return verdict
     parts: list[RenderableType] = [heading(f"memprof verify: {found.seeds} seeds, on the CPU")]
     if found.deviations:
-        parts += [_deviations(found), *(_failure(row) for row in found.deviations if not row.passed)]
+        failed = [(f" of {row.tensor}" if row.tensor else "", row) for row in found.deviations if not row.passed]
+        lines = (f"{row.remedy} on {row.model}: {row.quantity}{where}, {row.case}" for where, row in failed)
+        parts += [_deviations(found), *(Text(line, style="red") for line in lines)]
     if found.precisions:
         parts += [_precisions(found), _layers(found)]
     if found.optimizers:
@@ -60,11 +62,6 @@ def _deviations(found: Verification) -> Table:
         numbers = (f"{value:.1e}" for value in (row.original, row.fixed, row.bound))
         made.add_row(*names, row.quantity, *numbers, _verdict(row.passed))
     return made
-
-
-def _failure(row: Deviation) -> Text:
-    where = f" of {row.tensor}" if row.tensor else ""
-    return Text(f"{row.remedy} on {row.model}: {row.quantity}{where}, {row.case}", style="red")
 
 
 def _precisions(found: Verification) -> Table:

@@ -48,17 +48,14 @@ def aligned(
     """
     names = [header.removeprefix(">") for header in headers]
     widths = [max(map(len, column)) for column in zip(names, *rows, strict=True)]
-    kept, gone = list(range(len(names))), list[str]()
+    kept, gone, running = list(range(len(names))), list[str](), widths[-1]
     if not headers[-1].startswith(">"):
         longest = max(len(word) for cells in (names, *rows) for word in cells[-1].split() or [""])
-        running = min(widths[-1], max(longest, _RUNNING))
-    else:
-        running = widths[-1]
+        running = min(running, max(longest, _RUNNING))
     for name in drop:
         if sum(widths[place] + 2 for place in kept[:-1]) + running <= width:
             break
-        found = [place for place in kept if names[place] == name]
-        if found:
+        if found := [place for place in kept if names[place] == name]:
             kept.remove(found[-1])
             gone.append(name)
     before = sum(widths[place] + 2 for place in kept[:-1])
@@ -66,9 +63,8 @@ def aligned(
     for line in (names, *rows):
         cells = [f"{line[one]:{'>' if headers[one].startswith('>') else '<'}{widths[one]}}" for one in kept]
         if before + len(line[-1]) > width and running <= width - before:
-            cells[-1] = f"\n{' ' * before}".join(
-                textwrap.wrap(line[-1], width - before, break_on_hyphens=False, break_long_words=False)
-            )
+            words = textwrap.wrap(line[-1], width - before, break_on_hyphens=False, break_long_words=False)
+            cells[-1] = f"\n{' ' * before}".join(words)
         lines.append("  ".join(cells).rstrip())
     return lines, gone
 
