@@ -28,10 +28,7 @@ def others_bytes(figures: Figures) -> int | None:
 
 def own_bytes(figures: Figures) -> int | None:
     """What this process has on the card; without the driver's word its segments and a CUDA context."""
-    if figures.process is not None:
-        return figures.process.num_bytes
-    own = _own_of(figures)
-    if own is not None:
+    if own := figures.process or _own_of(figures):
         return own.num_bytes
     held = figures.reserved or figures.allocated
     return None if held is None else held.num_bytes + CONTEXT_BYTES
@@ -64,7 +61,7 @@ def cause_of(figures: Figures) -> tuple[Cause, tuple[str, ...]]:
     if figures.tried is None:
         return Cause.DEVICE_MEMORY, ()
     cause, why = _cause(figures, figures.tried)
-    return cause, (*([why] if why else []), *_said(figures))
+    return cause, tuple(filter(None, (why, *_said(figures))))
 
 
 def _cause(figures: Figures, tried: Size) -> tuple[Cause, str]:
@@ -98,11 +95,9 @@ def _cause(figures: Figures, tried: Size) -> tuple[Cause, str]:
     if want >= _LARGE_SHARE * total.num_bytes:
         return Cause.LARGE_TENSOR, f"one request of {tried.text} is {100 * want / total.num_bytes:.0f}% of the card"
     if fits and unused and reserved is not None:
-        share = 100 * (1 - unused / reserved.num_bytes)
-        return Cause.CARD_FULL, (
-            f"{share:.0f}% of what torch holds are tensors; in one piece the rest would serve this request, and "
-            f"{format_bytes(unused - missing)} more"
-        )
+        tensors = f"{100 * (1 - unused / reserved.num_bytes):.0f}% of what torch holds are tensors"
+        more = f"in one piece the rest would serve this request, and {format_bytes(unused - missing)} more"
+        return Cause.CARD_FULL, f"{tensors}; {more}"
     return Cause.CARD_FULL, ""
 
 
@@ -120,24 +115,22 @@ def _said(figures: Figures) -> list[str]:
     said = []
     total, reserved, allocated = figures.total, figures.reserved, figures.allocated
     held = reserved or allocated
-    if allocated is not None and reserved is not None:
-        unused = max(0, reserved.num_bytes - allocated.num_bytes)
-        said.append(f"tensors take {allocated.text}, and {format_bytes(unused)} are reserved and unused")
-    elif allocated is not None:
-        said.append(f"tensors take {allocated.text}")
+    if allocated is not None:
+        unused = 0 if reserved is None else max(0, reserved.num_bytes - allocated.num_bytes)
+        beside = "" if reserved is None else f", and {format_bytes(unused)} are reserved and unused"
+        said.append(f"tensors take {allocated.text}{beside}")
     if total is not None and held is not None and held.low > total.high:
-        said.append(
-            f"{held.text} on a card of {total.text}: the driver spills into host memory (Windows, WSL), which is slow"
-        )
+        spills = "the driver spills into host memory (Windows, WSL), which is slow"
+        said.append(f"{held.text} on a card of {total.text}: {spills}")
     if figures.private_pools is not None:
         said.append(f"{figures.private_pools.text} are in private pools (CUDA graphs)")
     own = figures.process or _own_of(figures)
     if own is not None and held is not None:
-        beside = own.num_bytes - held.num_bytes
-        if beside > 0:
+        outside = own.num_bytes - held.num_bytes
+        if outside > 0:
             # Only Apple's messages say what a process has, and not what is reserved.
             what = "graphs and buffers of Metal" if reserved is None else "context, libraries, NCCL"
-            said.append(f"{format_bytes(beside)} of this process are outside torch's allocator: {what}")
+            said.append(f"{format_bytes(outside)} of this process are outside torch's allocator: {what}")
     for pid, size in strangers(figures):
         said.append(f"process {pid} has {size.text}" if pid else f"other processes have {size.text}")
     return said

@@ -33,11 +33,8 @@ class Dimensions:
 
 
 def _first(config: Mapping[str, Any], *names: str) -> int:
-    for name in names:
-        value = config.get(name)
-        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-            return value
-    return 0
+    values = (config.get(name) for name in names)
+    return next((one for one in values if isinstance(one, int) and not isinstance(one, bool) and one > 0), 0)
 
 
 def dimensions(entry: ModelEntry) -> Dimensions:

@@ -15,10 +15,6 @@ from memprof.doctor import figures as read
 from memprof.doctor.diagnosis import Cause, Figures
 
 
-def _nothing(text: str) -> Figures:
-    return Figures(tried_is_segment=False)
-
-
 @dataclass(frozen=True, slots=True)
 class Signature:
     """One kind of error."""
@@ -28,7 +24,7 @@ class Signature:
     pattern: str  # matches it, in text without prefixes and line breaks; compiled when it is first needed.
     source: str  # what prints it.
     cause: Cause | None = None  # what it means; None: the figures decide.
-    figures: Callable[[str], Figures] = _nothing  # reads its amounts.
+    figures: Callable[[str], Figures] = lambda text: Figures(tried_is_segment=False)  # reads its amounts.
     rank: int = 1  # of several in a log the one with the lowest explains the others.
     one_line: bool = False  # the pattern is for the words' line alone.
 

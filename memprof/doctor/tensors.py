@@ -157,17 +157,14 @@ def _rows(
     for dtype, item, bias in question.dtypes:
         unit = width * item
         for tokens, bits, exact, why in _tokens(question, unit):
-            if of is not None and question.held is not None and _least_held(of, tokens) > question.held:
+            # Then the card has weights of 4 bits at least, and the rows' hidden states.
+            least_held = 0 if of is None else of.num_parameters // 2 + tokens * of.hidden * _HALF
+            if question.held is not None and least_held > question.held:
                 continue
             shape = (*_split(question, tokens), width)
             bits -= 2 * max(0.0, math.log2(tokens / _MANY_TOKENS))
             candidate = Candidate(shape, dtype, role, tokens * unit, name, why + extra, exact)
             yield bits + prior + hint + bias, candidate
-
-
-def _least_held(model: Dimensions, tokens: int) -> int:
-    """Bytes that are on the card when a row of each token is made: weights of 4 bits, and the rows' hidden states."""
-    return model.num_parameters // 2 + tokens * model.hidden * _HALF
 
 
 def _tokens(question: Question, unit: int) -> Iterator[tuple[int, float, bool, str]]:

@@ -196,11 +196,9 @@ def from_config(path: Path) -> Subject:
     """
     file, config = read_config_file(path)
     if config["model_type"] not in FAMILIES:
-        raise UsageError(
-            "the closed form does not know this kind of model",
-            value=f'{file}: "model_type": "{config["model_type"]}"',
-            hint=f"it knows {', '.join(FAMILIES)}; memprof profile --model {path} runs any model of transformers",
-        )
+        value = f'{file}: "model_type": "{config["model_type"]}"'
+        hint = f"it knows {', '.join(FAMILIES)}; memprof profile --model {path} runs any model of transformers"
+        raise UsageError("the closed form does not know this kind of model", value=value, hint=hint)
     try:
         geometry = _geometry(config)
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:

@@ -40,15 +40,7 @@ def _prompt(setting: Setting, held: State) -> Moment:
     Layer(tape, setting).forward(hidden)
     # The model's forward holds on to the embedding's output and to the layer's input.
     around = 2 * hidden.num_bytes + positions(setting)
-    return Moment(
-        "last layer of the prompt",
-        {
-            "parameters": held.parameters,
-            "KV cache": kv_cache(setting),
-            "activations": tape.peak + around,
-            "library workspace": CUBLAS_WORKSPACE,
-        },
-    )
+    return _serving("last layer of the prompt", setting, held, tape.peak + around)
 
 
 def _decoding(setting: Setting, held: State, new_tokens: int) -> Moment:
@@ -57,15 +49,12 @@ def _decoding(setting: Setting, held: State, new_tokens: int) -> Moment:
     last = dataclasses.replace(setting, context_length=setting.context_length + new_tokens - 1)
     copy = g.kv_width * last.tokens * setting.compute_item
     of_token = setting.batch_size * (g.vocab + 4 * g.hidden + 3 * g.intermediate) * setting.compute_item
-    return Moment(
-        "last token",
-        {
-            "parameters": held.parameters,
-            "KV cache": kv_cache(last),
-            "activations": copy + of_token,
-            "library workspace": CUBLAS_WORKSPACE,
-        },
-    )
+    return _serving("last token", last, held, copy + of_token)
+
+
+def _serving(name: str, setting: Setting, held: State, activations: int) -> Moment:
+    terms = {"parameters": held.parameters, "KV cache": kv_cache(setting), "activations": activations}
+    return Moment(name, {**terms, "library workspace": CUBLAS_WORKSPACE})
 
 
 def kv_cache(setting: Setting) -> int:

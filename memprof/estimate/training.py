@@ -199,24 +199,14 @@ class Training:
         loss = FLOAT32 * self.vocab_tokens
         upcast = loss if self.logits_item < FLOAT32 else 0
         cached = self._cast_weights() * self.g.layers if self.plan.method.checkpointing else 0
-        yield self._moment(
-            "loss, forward",
-            self._beside(all_layers),
-            activations=activations + cached + 2 * self.hidden_bytes,
-            gradients=done,
-            logits=self._logits() + upcast + loss,
-        )
-        yield self._moment(
-            "loss, backward", fetched, activations=activations, gradients=done, logits=self._logits() + 3 * loss
-        )
-        yield self._moment(
-            "head, backward",
-            fetched,
-            activations=activations + self.hidden_bytes,
-            gradients=done,
-            waiting=head_grad,
-            logits=self._logits() + self.logits_bytes + self._head_copy() * self.trains_weights,
-        )
+        of_head = self.logits_bytes + self._head_copy() * self.trains_weights
+        for name, beside, more, waiting, logits in (
+            ("loss, forward", self._beside(all_layers), cached + 2 * self.hidden_bytes, 0, upcast + loss),
+            ("loss, backward", fetched, 0, 0, 3 * loss),
+            ("head, backward", fetched, self.hidden_bytes, head_grad, of_head),
+        ):
+            held, logits = activations + more, self._logits() + logits
+            yield self._moment(name, beside, activations=held, gradients=done, waiting=waiting, logits=logits)
 
     def _chunked(self, activations: int, done: int, head_grad: int, beside: Terms) -> Iterator[Moment]:
         """A chunk of logits as it becomes its gradient, and the sum of the head's gradients when it is cast.
@@ -234,14 +224,9 @@ class Training:
             ((self.logits_item + FLOAT32) * rows, summed),
             (0 if is_summed else self.logits_item * rows, summed + head_grad),
         ):
-            yield self._moment(
-                "loss, backward, in chunks",
-                beside,
-                activations=activations + self.hidden_bytes,
-                gradients=done,
-                waiting=waiting,
-                logits=self.g.vocab * logits + self._head_copy(),
-            )
+            held, logits = activations + self.hidden_bytes, self.g.vocab * logits + self._head_copy()
+            name = "loss, backward, in chunks"
+            yield self._moment(name, beside, activations=held, gradients=done, waiting=waiting, logits=logits)
 
     @property
     def _after_the_loss(self) -> int:
@@ -270,11 +255,11 @@ class Training:
         for name, behind in places.items():
             if not 0 <= behind < layers:
                 continue
-            left = sum(self.kept[: layers - behind])
+            beside = self._beside(layers - behind, layers=1, fetched=behind < layers - 1, reduced=behind > 0)
             yield self._moment(
                 name,
-                self._beside(layers - behind, layers=1, fetched=behind < layers - 1, reduced=behind > 0),
-                activations=left + around + recomputed + above,
+                beside,
+                activations=sum(self.kept[: layers - behind]) + around + recomputed + above,
                 gradients=done or behind * layer_grads,
                 waiting=0 if done else head_grad,
                 logits=self._after_the_loss,

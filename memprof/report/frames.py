@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import reduce
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -39,7 +38,10 @@ class RowTable:
         if self.row is not None:
             plain = [to_plain(one[-1]) for one in known]
             for path, kind in _fields(self.row):
-                columns[".".join(path)] = ([reduce(_inside, path, one) for one in plain], kind)
+                inside = plain
+                for name in path:
+                    inside = [None if one is None else one[name] for one in inside]
+                columns[".".join(path)] = (inside, kind)
         return pandas.DataFrame(
             {name: pandas.Series(map(_text, values), dtype=_dtype(kind)) for name, (values, kind) in columns.items()}
         )
@@ -66,10 +68,6 @@ def _kinds(kind: Any) -> tuple[list[Any], bool]:
     """The types in a union, but for None; and whether None is in it."""
     inside = get_args(kind) if isinstance(kind, UnionType) else (kind,)
     return [one for one in inside if one is not NoneType], NoneType in inside
-
-
-def _inside(value: Any, name: str) -> Any:
-    return None if value is None else value[name]
 
 
 def _dtype(kind: Any) -> str:

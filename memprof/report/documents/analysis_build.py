@@ -225,14 +225,11 @@ def _missing(recording: Recording, peak: int) -> MissingFrames:
         return MissingFrames(0, 0, ())
     without = [life for life in recording.alive(peak) if life.origin.source == NO_FRAMES]
     old = [life for life in without if life.born == BEFORE]
-    reasons = []
+    reasons, events = [], recording.events
     if old:
-        reasons.append(
-            f"{format_bytes(sum(life.size for life in old))} in {len(old):,} blocks are older than the recording: call "
-            "torch.cuda.memory._record_memory_history() before the model is made"
-        )
+        size = f"{format_bytes(sum(life.size for life in old))} in {len(old):,} blocks are older than the recording"
+        reasons.append(f"{size}: call torch.cuda.memory._record_memory_history() before the model is made")
     if len(without) > len(old):
-        events = recording.events
         named = any(action == ALLOC and stack for action, stack in zip(events.actions, events.stacks, strict=True))
         reasons.append(
             "the stacks of some events are empty: they were allocated in a thread without Python and C++ stacks were "
@@ -241,11 +238,10 @@ def _missing(recording: Recording, peak: int) -> MissingFrames:
             else "no event has a stack: record with context='all' (the default), not with None or 'state'"
         )
     earlier = [life for life in recording.lives if life.born == BEFORE and life.stack]
-    if earlier and recording.events.actions.count(SNAPSHOT) < len(recording.events):
-        reasons.append(
-            f"{len(earlier):,} blocks are from before the first event ({len(recording.events):,} are kept): "
-            "the ring buffer was full (raise max_entries), or the history was started again"
-        )
+    if earlier and events.actions.count(SNAPSHOT) < len(events):
+        before = f"{len(earlier):,} blocks are from before the first event ({len(events):,} are kept)"
+        why = "the ring buffer was full (raise max_entries), or the history was started again"
+        reasons.append(f"{before}: {why}")
     if recording.orphans:
         reasons.append(f"{recording.orphans:,} events do not fit to what went before: parts of the trace are lost")
     return MissingFrames(len(without), sum(life.size for life in without), tuple(reasons))

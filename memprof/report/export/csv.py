@@ -44,9 +44,8 @@ def write_csv(document: Shown, folder: Path, *, force: bool = False) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise MemprofError(
-            "the folder for tables could not be made", value=folder, hint=f"{error.strerror}: change {OPTION}"
-        ) from error
+        hint = f"{error.strerror}: change {OPTION}"
+        raise MemprofError("the folder for tables could not be made", value=folder, hint=hint) from error
     for name, frame in document.frames().items():
         lists = {column: frame[column].map(_cell) for column in frame.select_dtypes(["object", "string"])}
         text: str = frame.assign(**lists).to_csv(index=False, lineterminator="\n")

@@ -101,8 +101,5 @@ def _event(event: SnapshotEvent, stacks: _Stacks) -> dict[str, Any]:
     }
     if event.time_us is not None:
         found["time_us"] = event.time_us
-    found["compile_context"] = "N/A"
-    found["user_metadata"] = ""
-    found["pool_id"] = tuple(event.pool_id)
-    found["frames"] = stacks.plain(event.frames)
-    return found
+    beside = {"compile_context": "N/A", "user_metadata": "", "pool_id": tuple(event.pool_id)}
+    return {**found, **beside, "frames": stacks.plain(event.frames)}

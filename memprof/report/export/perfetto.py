@@ -53,16 +53,11 @@ def as_trace_events(recordings: Iterable[tuple[Recording, list[int], list[Slice]
                     events.append({"ph": "C", "pid": device, "ts": time, "name": name, "args": {"bytes": value}})
         events += [
             {
-                "ph": "X",
-                "pid": device,
-                "tid": TRACKS.index(one.track) + 1,
-                "ts": one.begin,
-                "dur": one.end - one.begin,
-                "name": one.name,
-                "cat": one.track,
+                "ph": "X", "pid": device, "tid": TRACKS.index(one.track) + 1, "ts": one.begin,
+                "dur": one.end - one.begin, "name": one.name, "cat": one.track,
             }
             for one in slices
-        ]
+        ]  # fmt: skip
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"writer": f"{_WRITER} {__version__}"}}
 
 

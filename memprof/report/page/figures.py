@@ -81,10 +81,9 @@ def _timeline(ledger: Ledger, usable: int | None) -> Figure:
     })  # fmt: skip
     shapes = [_line("x", ledger.peak_event, "#444")]
     notes = [_note(ledger.peak_event, f"peak {format_bytes(ledger.peak_bytes)}")]
-    if ledger.out_of_memory is not None:
-        shapes.append(_line("x", ledger.out_of_memory.event, "#c62828"))
-        refused = f"refused: {format_bytes(ledger.out_of_memory.tried_bytes)}"
-        notes.append({**_note(ledger.out_of_memory.event, refused), "y": 0.85})
+    if (oom := ledger.out_of_memory) is not None:
+        shapes.append(_line("x", oom.event, "#c62828"))
+        notes.append({**_note(oom.event, f"refused: {format_bytes(oom.tried_bytes)}"), "y": 0.85})
     if usable is not None and usable < 3 * ledger.peak_bytes:
         shapes.append({**_line("y", usable / scale, "#c62828"), "line": {"color": "#c62828", "dash": "dash"}})
     return figure_of(

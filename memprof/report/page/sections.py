@@ -167,13 +167,10 @@ def _both_over_time(known: list[tuple[str, OverTime]]) -> dict[str, Any]:
         traces += _areas(found, axis, unit, named)
         layout[f"xaxis{axis}"] = {"tickformat": ",d", "showgrid": False}
         layout[f"yaxis{axis}"] = {"range": [0, 1.08 * highest / unit.num_bytes], "title": {"text": unit.name}}
-        peak = max(found.allocated_bytes)
-        layout["annotations"].append(
-            {
-                "text": f"{letter}: peak {format_bytes(peak)}", "showarrow": False, "x": 0, "xanchor": "left",
-                "xref": f"x{axis} domain", "y": 1.02, "yanchor": "bottom", "yref": f"y{axis} domain",
-            }
-        )  # fmt: skip
+        layout["annotations"].append({
+            "text": f"{letter}: peak {format_bytes(max(found.allocated_bytes))}", "showarrow": False, "x": 0,
+            "xanchor": "left", "xref": f"x{axis} domain", "y": 1.02, "yanchor": "bottom", "yref": f"y{axis} domain",
+        })  # fmt: skip
     return {"traces": traces, "layout": layout}
 
 

@@ -71,11 +71,8 @@ def row_of_peak(document: Document, rows: Sequence[ShownStage]) -> int | None:
 
 
 def _step(rows: list[Stage]) -> Iterator[ShownStage]:
-    peaks: dict[int, int] = {}
-    for row in rows:
-        if row.micro_batch:
-            peaks[row.micro_batch] = max(peaks.get(row.micro_batch, 0), row.peak_allocated_bytes)
-    full = max(peaks, key=lambda micro_batch: (peaks[micro_batch], micro_batch), default=0)
+    peaks = ((row.peak_allocated_bytes, row.micro_batch) for row in rows if row.micro_batch)
+    full = max(peaks, default=(0, 0))[1]
     # What lies between two micro-batches goes with the first.
     owners = list(accumulate(rows, lambda last, row: last if row.name == "other" else row.micro_batch, initial=0))[1:]
     steps = [number for number, row in enumerate(rows) if row.name == "optimizer step"]
@@ -154,10 +151,8 @@ def _in_turn(rounds: list[list[ShownStage]]) -> Iterator[ShownStage]:
         several = first.is_step and len(rows) > 1
         begin, end = (re.findall(r"\d+", row.name) if several else [] for row in (first, last))
         name = f"steps {begin[0]}-{end[-1]}, all of it" if several else first.name
-        if alone:
-            yield _joined(rows, name=name, count=sum(row.count for row in rows))
-        else:
-            yield _joined(rows, name=name, delta_bytes=last.delta_bytes, turns=sum(row.turns for row in rows))
+        turns = {"delta_bytes": last.delta_bytes, "turns": sum(row.turns for row in rows)}
+        yield _joined(rows, name=name, **({"count": sum(row.count for row in rows)} if alone else turns))
 
 
 def _folded_layers(rows: list[Stage]) -> Iterator[ShownStage]:

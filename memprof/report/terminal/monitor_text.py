@@ -75,8 +75,7 @@ def _card(sample: Sample, card: NvmlCard) -> str:
     if card.used_bytes is None or card.total_bytes is None:
         return f"card {card.index} {card.name}: memory not known"
     parts = [f"card {card.index} {card.name}: {gib(card.used_bytes)} of {gib(card.total_bytes)} GiB"]
-    command = sample.by_command(card)
-    if command is not None:
+    if (command := sample.by_command(card)) is not None:
         parts.append(f"{gib(command)} by the command")
     parts += _state(card)
     watched = {process.pid for process in sample.processes}
@@ -167,8 +166,7 @@ def footer_lines(sample: Sample, peaks: Peaks, history: History) -> list[Text]:
         if trouble := _trouble(sample):
             lines.append(Text(f"{'':{_CURVE}} {trouble[2:]}", style="red"))
         several = [process for process in sample.processes if process.allocators]
-        if len(several) > 1:
-            lines += map(_process_line, several[:_MAX_PROCESSES])
+        lines += map(_process_line, several[:_MAX_PROCESSES] if len(several) > 1 else ())
         if len(several) > _MAX_PROCESSES:
             lines.append(dim(f"{'':{_CURVE}} and {len(several) - _MAX_PROCESSES} more processes"))
     count = len(sample.processes)

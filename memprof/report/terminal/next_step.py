@@ -118,7 +118,7 @@ def _after_run(document: Document, program: ProgramFacts) -> tuple[str, str] | N
         return run_command(spec.edit(**changes), program.command, *more)
 
     if document.failure is not None:
-        if document.failure.kind == FailureKind.REFUSED or document.failure.kind in NOT_SIMULATED:
+        if document.failure.kind in (FailureKind.REFUSED, *NOT_SIMULATED):
             return "what cannot be simulated", "memprof help limitations"
         return "how a script is run, and what may stop it", "memprof help run"
     if document.verdict.fits is None and alone:

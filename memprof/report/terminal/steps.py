@@ -17,15 +17,12 @@ MAX_ROWS = 12  # Of a run whose steps all differ: the first and the last of them
 def render_steps(steps: tuple[TrainingStep, ...], unit: Unit) -> RenderableType:
     """The table; steps that follow each other and grow by the same are one row, with the figures of the last."""
     made = table("steps", ">peak allocated", ">held at the end", ">growth", ruled=True)
-    alike = [
-        list(rows) for _, rows in groupby(steps, key=lambda row: (row.growth_bytes, row.peak_bytes - row.end_bytes))
-    ]
-    left_out = len(alike) - MAX_ROWS if len(alike) > MAX_ROWS + 1 else 0
-    for number, rows in enumerate(alike):
-        if left_out and MAX_ROWS // 2 <= number < MAX_ROWS // 2 + left_out:
-            if number == MAX_ROWS // 2:
-                made.add_row(dim(f"... {left_out} more"), "", "", "")
-            continue
+    groups = groupby(steps, key=lambda row: (row.growth_bytes, row.peak_bytes - row.end_bytes))
+    alike = [list(rows) for _, rows in groups]
+    half, left_out = MAX_ROWS // 2, len(alike) - MAX_ROWS if len(alike) > MAX_ROWS + 1 else 0
+    for number, rows in enumerate(alike[:half] + alike[half + left_out :]):
+        if left_out and number == half:
+            made.add_row(dim(f"... {left_out} more"), "", "", "")
         first, last = rows[0], rows[-1]
         name = str(first.step) if first is last else f"{first.step}-{last.step}"
         growth = unit.amount(last.growth_bytes, sign=True)

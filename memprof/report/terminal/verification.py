@@ -119,10 +119,8 @@ def _saving(original: int | None, fixed: int | None) -> list[str]:
 
 def _peak_notes(found: Verification) -> list[Text]:
     notes = [f"not measured: {row.remedy}: {row.not_measured}" for row in found.peaks if row.not_measured]
-    if found.peaks[0].measured_on == "cpu":
-        notes.insert(
-            0,
-            "On the CPU, card and host are one memory: what a remedy moves to the host is counted still. Kernels of "
-            "the two differ in what they take for a moment: softmax's backward has a product more on CUDA.",
-        )
-    return [dim(note) for note in notes]
+    on_cpu = (
+        "On the CPU, card and host are one memory: what a remedy moves to the host is counted still. Kernels of "
+        "the two differ in what they take for a moment: softmax's backward has a product more on CUDA."
+    )
+    return [dim(note) for note in ([on_cpu, *notes] if found.peaks[0].measured_on == "cpu" else notes)]
