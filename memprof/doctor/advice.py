@@ -40,17 +40,15 @@ class Known:
         )
 
     def command(self, fix: str = "") -> str:
-        """`memprof profile` of it."""
+        """Return the command of `memprof profile` for it."""
         return profile_command(self.spec.edit(fixes=(fix,) if fix else ()), names_card=False)
 
     def command_with(self, remedy: Remedy) -> str | None:
-        """`memprof profile` of it with a remedy, in inference if it is for that alone; None if it does not apply.
-
-        Of a run that is not known the batch may be of any size.
-        """
+        """Return `memprof profile` with a remedy, in inference if it is for that alone; None if it does not apply."""
         dtype = None
         if self.model is not None and has_model(self.model):
             dtype = "float32" if find_model(self.model).checkpoint_dtype == "float32" else "bfloat16"
+        # Of a run that is not known the batch may be of any size.
         specs = [self.spec] if self.batch_size else [self.spec, self.spec.edit(batch_size=2)]
         for mode, spec in itertools.product(Mode, specs):
             try:
@@ -69,7 +67,7 @@ _WHO = (Advice("see who is on the card", "nvidia-smi --query-compute-apps=pid,na
 
 
 def _against(case: str, run: Known) -> tuple[Advice, ...]:
-    """The remedies of a case, in order."""
+    """Return the remedies of a case, in order."""
     found = []
     for remedy in helping(case):
         cost = "" if remedy.cost.startswith("none") else f" (costs: {remedy.cost})"
@@ -81,7 +79,7 @@ def _against(case: str, run: Known) -> tuple[Advice, ...]:
 def steps(
     cause: Cause, figures: Figures, tensors: tuple[Candidate, ...], run: Known, source: str, text: str = ""
 ) -> tuple[Advice, ...]:
-    """What to try for `cause`, in order; `text` is the message, and the log around it."""
+    """Return what to try for `cause`, in order; `text` is the message, and the log around it."""
     if figures.total is not None and figures.total.num_bytes >= GIB:
         run = replace(run, card_bytes=parse_gib(f"{figures.total.num_bytes / GIB:.2f}"))  # as it was printed
     if tensors and "delta" in tensors[0].role:
@@ -147,12 +145,12 @@ def steps(
 
 
 def _is_old(text: str) -> bool:
-    """Whether the message has the words of torch before 2.1, which has no expandable segments."""
+    """Return whether the message has the words of torch before 2.1, which has no expandable segments."""
     return "reserved in total by PyTorch" in text or " cached)" in text
 
 
 def _segments(what: str, text: str) -> tuple[Advice, ...]:
-    """Expandable segments, where there are any: not before torch 2.1, nor on Windows."""
+    """Return expandable segments, where there are any: not before torch 2.1, nor on Windows."""
     if _is_old(text) or _WINDOWS.search(text):
         return ()
     variable = "PYTORCH_HIP_ALLOC_CONF" if "HIP out of memory" in text else "PYTORCH_CUDA_ALLOC_CONF"
@@ -160,7 +158,7 @@ def _segments(what: str, text: str) -> tuple[Advice, ...]:
 
 
 def _whole(text: str) -> tuple[Advice, ...]:
-    """What a torch that has no expandable segments can do against fragmentation."""
+    """Return what a torch that has no expandable segments can do against fragmentation."""
     if _is_old(text) and "max_split_size_mb" not in text:
         return (Advice("this release of torch has no setting against it: a newer one has", "pip install -U torch"),)
     where = "on Windows" if _WINDOWS.search(text) else "before torch 2.1"
@@ -170,7 +168,7 @@ def _whole(text: str) -> tuple[Advice, ...]:
 
 
 def _for_tensor(tensors: tuple[Candidate, ...], run: Known) -> tuple[Advice, ...]:
-    """Remedies for the very tensor, if it is known."""
+    """Return remedies for the very tensor, if it is known."""
     if not tensors:
         return ()
     role = tensors[0].role
@@ -187,7 +185,7 @@ def _for_tensor(tensors: tuple[Candidate, ...], run: Known) -> tuple[Advice, ...
 
 
 def _smaller(run: Known, tensors: tuple[Candidate, ...]) -> tuple[Advice, ...]:
-    """A run that takes less, in order; what `_for_tensor` said is left out."""
+    """Return a run that takes less, in order; what `_for_tensor` said is left out."""
     said = {step.remedy for step in _for_tensor(tensors, run)}
     search = "let memprof search: the set of remedies whose step takes least among those that fit"
     on_cpu = "in inference that may take many times as long: use the CPU, whose memory is the machine's"

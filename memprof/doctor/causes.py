@@ -16,7 +16,7 @@ _UNNAMED_SHARE, _SURE_SHARE, _SMALL_CARD = 0.1, 0.25, 8 * GIB
 
 
 def others_bytes(figures: Figures) -> int | None:
-    """What other processes have on the card; None if the message does not tell."""
+    """Return what other processes have on the card; None if the message does not tell."""
     named = sum(size.num_bytes for _, size in strangers(figures))
     if named:
         return named
@@ -27,7 +27,7 @@ def others_bytes(figures: Figures) -> int | None:
 
 
 def own_bytes(figures: Figures) -> int | None:
-    """What this process has on the card; without the driver's word its segments and a CUDA context."""
+    """Return what this process has on the card; without the driver's word its segments and a CUDA context."""
     if own := figures.process or _own_of(figures):
         return own.num_bytes
     held = figures.reserved or figures.allocated
@@ -35,13 +35,13 @@ def own_bytes(figures: Figures) -> int | None:
 
 
 def _own_of(figures: Figures) -> Size | None:
-    """What the process has that is named as another and is this one."""
+    """Return what the process has that is named as another and is this one."""
     foreign = strangers(figures)
     return next((size for pid, size in figures.others if (pid, size) not in foreign), None)
 
 
 def strangers(figures: Figures) -> tuple[tuple[int, Size], ...]:
-    """The processes named that are not this one.
+    """Return the processes named that are not this one.
 
     In a container NVML gives pids of the host, so that torch takes itself for another: the process without which the
     card could not hold what this one reserved is this one.
@@ -57,7 +57,7 @@ def strangers(figures: Figures) -> tuple[tuple[int, Size], ...]:
 
 
 def cause_of(figures: Figures) -> tuple[Cause, tuple[str, ...]]:
-    """The cause, and what the figures say, one line each."""
+    """Return the cause, and what the figures say, one line each."""
     if figures.tried is None:
         return Cause.DEVICE_MEMORY, ()
     cause, why = _cause(figures, figures.tried)
@@ -65,7 +65,7 @@ def cause_of(figures: Figures) -> tuple[Cause, tuple[str, ...]]:
 
 
 def _cause(figures: Figures, tried: Size) -> tuple[Cause, str]:
-    """The cause of the refusal of `tried`, and what speaks for it."""
+    """Return the cause of the refusal of `tried`, and what speaks for it."""
     want, total, free = tried.num_bytes, figures.total, figures.free
     reserved, allocated = figures.reserved, figures.allocated
     unused = max(0, reserved.num_bytes - allocated.num_bytes) if reserved and allocated else 0
@@ -102,7 +102,7 @@ def _cause(figures: Figures, tried: Size) -> tuple[Cause, str]:
 
 
 def _is_foreign(figures: Figures, others: int, total: int, *, fits: bool) -> bool:
-    """Whether what others have is theirs beyond doubt, and more than a trifle."""
+    """Return whether what others have is theirs beyond doubt, and more than a trifle."""
     if others < _UNNAMED:
         return False
     # What torch says of itself is sure; what is left over is not.
@@ -111,7 +111,7 @@ def _is_foreign(figures: Figures, others: int, total: int, *, fits: bool) -> boo
 
 
 def _said(figures: Figures) -> list[str]:
-    """What the figures say beside the cause."""
+    """Return what the figures say beside the cause."""
     said = []
     total, reserved, allocated = figures.total, figures.reserved, figures.allocated
     held = reserved or allocated

@@ -14,7 +14,7 @@ class Cause(StrEnum):
     headline: str
 
     def __new__(cls, value: str, headline: str = "") -> Cause:
-        """A member is its value, a string, with the headline beside it."""
+        """Return a member is its value, a string, with the headline beside it."""
         made = str.__new__(cls, value)
         made._value_, made.headline = value, headline
         return made
@@ -92,7 +92,7 @@ class Advice:
 
     @classmethod
     def python(cls, what: str, command: str) -> Advice:
-        """One whose command is Python."""
+        """Return an advice whose command is Python."""
         return cls(what, command, "python")
 
 

@@ -38,7 +38,7 @@ def _first(config: Mapping[str, Any], *names: str) -> int:
 
 
 def dimensions(entry: ModelEntry) -> Dimensions:
-    """Of a model of the catalog."""
+    """Return the dimensions of a model of the catalog."""
     return replace(
         _dimensions(entry.key, entry.load_config(), entry.checkpoint_dtype),
         vocabulary=entry.vocab_size or 0,
@@ -48,7 +48,7 @@ def dimensions(entry: ModelEntry) -> Dimensions:
 
 
 def find_dimensions(name: str) -> Dimensions:
-    """Of a model of the catalog, or of a config.json (or the folder that it is in).
+    """Return the dimensions of a model of the catalog, or of a config.json (or the folder that it is in).
 
     Raises:
         UsageError: there is no such model, or the file is no configuration.
@@ -90,7 +90,7 @@ def _dimensions(name: str, config: Mapping[str, Any], dtype: str | None) -> Dime
 
 @cache
 def of_catalog() -> tuple[Dimensions, ...]:
-    """Of every model of the catalog."""
+    """Return the dimensions of every model of the catalog."""
     return tuple(map(dimensions, list_models()))
 
 
@@ -107,7 +107,7 @@ _TUNED = re.compile(
 
 
 def model_in(text: str) -> str | None:
-    """A model of the catalog that `text` names, as command lines and engines do; None if there is none."""
+    """Return a model of the catalog that `text` names, as command lines and engines do; None if there is none."""
     for pattern in _NAMED:
         for match in pattern.finditer(text):
             name = match[1].rstrip("/.,'\"")

@@ -35,12 +35,12 @@ class _Error:
 
     @property
     def key(self) -> tuple[str, str]:
-        """Ranks print one error with their own figures; what is left names it."""
+        """Return what names the error: ranks print one with their own figures."""
         return self.signature.name, self.message[:160]
 
 
 def diagnose(stream: BinaryIO, name: str, known: advice.Known | None = None) -> list[Diagnosis]:
-    """The errors in a log, explained: the one that explains the others first; empty if there is none.
+    """Return the errors in a log, explained: the one that explains the others first; empty if there is none.
 
     The log is read once, in pieces; its name is for errors.
 
@@ -86,7 +86,7 @@ def _recognise(passage: Passage) -> _Error | None:
 
 
 def _one(message: str) -> str:
-    """Without the next error of the same kind."""
+    """Return the message without the next error of the same kind."""
     for words in ("Tried to allocate", "Traceback (most recent"):
         again = message.find(words, message.find(words) + 1 if words == "Tried to allocate" else 0)
         if again > 0:

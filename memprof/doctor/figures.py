@@ -23,7 +23,7 @@ _NONSENSE = 1 << 60  # What NVML does not know it reports as the largest number;
 
 
 def read_size(number: str, unit: str) -> Size:
-    """The amount that was printed as `number` with `unit`: rounded to the last of its decimals."""
+    """Return the amount that was printed as `number` with `unit`: rounded to the last of its decimals."""
     factor = _UNITS.get(unit.lower()) or _UNITS[unit[0].lower()]
     value = Decimal(number)
     if factor == 1:
@@ -41,20 +41,20 @@ def _find(pattern: str, text: str) -> Size | None:
 
 
 def _request(text: str, tried: str, device: str = "", **amounts: str) -> Figures:
-    """Of an allocator that says what it was asked for, by the pattern of each figure."""
+    """Return the figures of an allocator that says what it was asked for, by the pattern of each."""
     found: dict[str, Any] = {name: _find(pattern, text) for name, pattern in amounts.items()}
     index = re.search(device, text) if device else None
     return Figures(tried=_find(tried, text), tried_is_segment=False, device=int(index[1]) if index else None, **found)
 
 
 def _sum(first: Size, second: Size) -> Size:
-    """Both together; their doubts add up."""
+    """Return both together; their doubts add up."""
     total = first.num_bytes + second.num_bytes
     return Size(f"{total / GIB:.2f} GiB", total, first.low + second.low, first.high + second.high)
 
 
 def caching_allocator(text: str) -> Figures:
-    """Of torch's caching allocator (CUDA, ROCm or XPU), in any release's words; `text` is one line."""
+    """Return the figures of torch's caching allocator (CUDA, ROCm or XPU), of any release; `text` is one line."""
     tried = _find("Tried to allocate AMOUNT", text)
     allocated = _find("AMOUNT already allocated", text) or _find("Of the allocated memory AMOUNT is allocated", text)
     reserved = _find("AMOUNT reserved in total by PyTorch", text)
@@ -101,7 +101,7 @@ malloc_async = partial(
 
 
 def mps(text: str) -> Figures:
-    """Of the allocator for Apple's GPUs; what it calls the allowed maximum is all that there is.
+    """Return the figures of the allocator for Apple's GPUs; its allowed maximum is all that there is.
 
     "Other allocations" are this process's too, outside torch's pools: Metal counts what the process has of the device.
     """
@@ -117,7 +117,7 @@ metal_buffer = partial(_request, tried="Invalid buffer size: AMOUNT")
 
 
 def engine_budget(text: str) -> Figures:
-    """Of vLLM's check at its start: free of total, and what it was told to take."""
+    """Return the figures of vLLM's check at its start: free of total, and what it was told to take."""
     match = re.search(
         r"Free memory on device(?: \w+:(\d+))? \((\d+(?:\.\d+)?)/(\d+(?:\.\d+)?) GiB\) on startup is less than desired "
         r"GPU memory utilization \((?:\d+(?:\.\d+)?), (\d+(?:\.\d+)?) GiB\)",
@@ -147,7 +147,7 @@ _TYPES = {"float": 4, "double": 8, "half": 2, "bfloat16": 2, "int32": 4, "int64"
 
 
 def xla(text: str) -> Figures:
-    """Of XLA and TensorFlow: bytes, or an amount with a unit, or the tensor's shape and type."""
+    """Return the figures of XLA and TensorFlow: bytes, an amount with a unit, or the tensor's shape and type."""
     tensor = re.search(r"OOM when allocating tensor with shape\[([\d,]+)\] and type (\w+)", text)
     if tensor is None or tensor[2] not in _TYPES:
         return _request(text, "(?:trying to allocate|attempting to allocate) AMOUNT")

@@ -59,7 +59,7 @@ class Host:
 
 
 def read_host() -> Host:
-    """The limits in force here."""
+    """Return the limits in force here."""
     shm_total = shm_free = locked = None
     with contextlib.suppress(OSError, AttributeError):
         shm = os.statvfs("/dev/shm")
@@ -110,7 +110,7 @@ def check_installation(
     version: Callable[[str], str | None] | None = None,
     names: PrivateNames | None = None,
 ) -> Installation:
-    """Facts of this machine and what is wrong with them; what is given is taken instead of what is read here.
+    """Return facts of this machine and what is wrong with them; what is given stands for what is read here.
 
     `version` gives the release of an installed package by its name, None if it is not installed.
     """
@@ -188,7 +188,7 @@ def _facts(
 
 
 def check_settings(variables: Mapping[str, str], release: Release) -> Iterator[Check]:
-    """What is wrong with the allocator's settings: refused, contradicting each other, or ignored by `release`."""
+    """Yield what is wrong with the allocator's settings: refused, contradicting each other, or ignored by `release`."""
     version = ".".join(map(str, release.version))
     older, newer = VARIABLES
     renamed = f"export {older}={variables.get(newer)}"
@@ -222,7 +222,7 @@ _NATIVE = (
 
 
 def _contradictions(config: AllocatorConfig, name: str, text: str) -> Iterator[Check]:
-    """Settings that cancel each other. Source: c10/cuda/CUDACachingAllocator.cpp (docs/allocator.md)."""
+    """Yield settings that cancel each other. Source: c10/cuda/CUDACachingAllocator.cpp (docs/allocator.md)."""
     native = [key for key in _NATIVE if key in text]
     if config.backend != "native" and native:
         problem = f"{name}: backend:{config.backend} ignores {', '.join(native)}"
@@ -291,7 +291,7 @@ _KNOWN_ISSUES = (
 
 
 def version_tuple(text: str) -> tuple[int, ...]:
-    """The numbers at the front of a release such as "4.46.0.dev0"."""
+    """Return the numbers at the front of a release such as "4.46.0.dev0"."""
     match = re.match(r"\d+(?:\.\d+)*", text)
     return tuple(int(part) for part in match[0].split(".")) if match else ()
 

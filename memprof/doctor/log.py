@@ -71,7 +71,7 @@ class Log:
         self._left = dict.fromkeys(_WORDS, MAX_PASSAGES)
 
     def passages(self) -> Iterator[Passage]:
-        """What may be errors, in order.
+        """Yield what may be errors, in order.
 
         Raises:
             UsageError: this is no text.
@@ -107,7 +107,7 @@ class Log:
             buffer = buffer[keep:]
 
     def _places(self, buffer: bytes, low: int, high: int) -> list[int]:
-        """Where the words stand between `low` and `high`, in order."""
+        """Return where the words stand between `low` and `high`, in order."""
         found: list[int] = []
         for anchor, left in self._left.items():
             words = _WORDS[anchor]
@@ -125,7 +125,7 @@ class Log:
         return sorted(found)
 
     def _pieces(self) -> Iterator[bytes]:
-        """The text in UTF-8, and b"" at its end."""
+        """Yield the text in UTF-8, and b"" at its end."""
         first = self._stream.read(_PIECE)
         for magic, what, hint in _MAGIC:
             if first.startswith(magic):
@@ -158,7 +158,7 @@ _PREFIX = re.compile(
 
 
 def clean(line: str) -> str:
-    """A line without colours, what launchers write before it, and the frames that rich draws."""
+    """Return a line without colours, what launchers write before it, and the frames that rich draws."""
     line = _ANSI.sub("", line.rstrip("\r\n")).rpartition("\r")[2]
     for _ in range(4):
         shorter = _PREFIX.sub("", line, count=1)
@@ -169,11 +169,11 @@ def clean(line: str) -> str:
 
 
 def unframed(line: str) -> str:
-    """A cleaned line without the frame of a box."""
+    """Return a cleaned line without the frame of a box."""
     return _BOX.sub("", line)
 
 
 def joined(text: str, num_lines: int = 14) -> str:
-    """The first lines of `text` as one, cleaned, with single blanks."""
+    """Return the first lines of `text` as one, cleaned, with single blanks."""
     lines = [unframed(clean(line)).strip() for line in text.split("\n")[:num_lines]]
     return re.sub(r"\s+", " ", " ".join(lines)).strip()

@@ -44,7 +44,7 @@ def _device_of(type_name: str) -> str:
 
 
 def read_mismatch(text: str) -> Mismatch:
-    """What an error about two devices says; `text` is one line."""
+    """Return what an error about two devices says; `text` is one line."""
     argument = _ARGUMENT.search(text)
     name, kernel = (argument[1] or "", argument[2]) if argument else ("", "")
     kernel = re.sub(r"^wrapper_+(?:CUDA_+|MPS_+|XPU_+)?_*", "", kernel)
@@ -86,7 +86,7 @@ def _quoted(text: str) -> str:
 
 
 def title(mismatch: Mismatch) -> str:
-    """In one line."""
+    """Return the mismatch in one line."""
     if mismatch.numpy:
         return f"A tensor on {mismatch.devices[0]} is turned into a numpy array"
     if mismatch.devices == ("meta",):
@@ -98,7 +98,7 @@ def title(mismatch: Mismatch) -> str:
 
 
 def steps(mismatch: Mismatch, frames: list[Frame]) -> Iterator[Advice]:
-    """The usual fixes, likeliest first."""
+    """Yield the usual fixes, likeliest first."""
     at = f" at {frames[0].file.rsplit('/', 1)[-1]}:{frames[0].line}" if frames else ""
     if mismatch.numpy:
         yield Advice.python(f"take the tensor to the host first{at}", "tensor.detach().cpu().numpy()")

@@ -30,7 +30,7 @@ class Signature:
 
 
 def _signature(name: str, words: str, pattern: str = "", **more: Any) -> Signature:
-    """Words are separated by |; without a pattern any of them is enough."""
+    """Make a signature of words that | separates; without a pattern any of them is enough."""
     each = tuple(words.split("|"))
     return Signature(name, each, pattern or "|".join(map(re.escape, each)), **more)
 

@@ -30,7 +30,7 @@ _MANY_TOKENS = 1 << 17  # Of a batch; beyond it each doubling is a quarter as li
 
 
 def requested(figures: Figures) -> tuple[int, int] | None:
-    """The smallest and the largest request that `tried` may stand for; None if it says too little.
+    """Return the smallest and the largest request that `tried` may stand for; None if it says too little.
 
     The message prints the segment, which is a multiple of 2 MiB for requests of 10 MiB and more
     (`get_allocation_size` of c10/cuda/CUDACachingAllocator.cpp), rounded to two decimals.
@@ -66,11 +66,11 @@ class Question:
 
     @property
     def dtypes(self) -> tuple[tuple[str, int, float], ...]:
-        """Those that it may have: name, bytes of an element, and bits that speak for it."""
+        """Return those that it may have: name, bytes of an element, and bits that speak for it."""
         return ((self.half, _HALF, 0.0), ("float32", _FULL, 1.5 if self.wide else 0.0))
 
     def speaks_of(self, *kinds: str) -> tuple[float, str]:
-        """Bits for a tensor of one of these kinds, if the traceback speaks of it, and words that say so."""
+        """Return bits for a tensor of one of these kinds, if the traceback speaks of it, and words that say so."""
         return (_HINT_BITS, "; the traceback speaks of it") if self.roles.intersection(kinds) else (0.0, "")
 
 
@@ -87,13 +87,13 @@ _ROLES = {
 
 
 def roles_in(frames: Sequence[str]) -> frozenset[str]:
-    """What a traceback's innermost frames speak of: roles of tensors."""
+    """Return what a traceback's innermost frames speak of: roles of tensors."""
     text = "\n".join(frames)
     return frozenset(role for role, words in _ROLES.items() if any(word in text for word in words.split()))
 
 
 def candidates(question: Question, most: int = 5) -> list[Candidate]:
-    """Tensors that the refused request may have been, likeliest first."""
+    """Return tensors that the refused request may have been, likeliest first."""
     weighed: dict[tuple[str, tuple[int, ...], str], tuple[float, Candidate]] = {}
     enough = MIN_BITS if question.model is None else 1.0
     for bits, candidate in _all(question):
@@ -146,7 +146,7 @@ def _is_round(question: Question) -> bool:
 def _rows(
     question: Question, width: int, role: str, prior: float, kind: str, of: Dimensions | None = None
 ) -> Iterator[tuple[float, Candidate]]:
-    """Tensors of one row of `width` values for each token; `of`: of this model, where none is known."""
+    """Yield tensors of one row of `width` values for each token; `of`: of this model, where none is known."""
     if not width:
         return
     hint, said = question.speaks_of(kind)
@@ -168,7 +168,7 @@ def _rows(
 
 
 def _tokens(question: Question, unit: int) -> Iterator[tuple[int, float, bool, str]]:
-    """Numbers of tokens of `unit` bytes that the request may be: number, bits, whether all was known, and why."""
+    """Yield numbers of tokens of `unit` bytes that the request may be: number, bits, whether all was known, and why."""
     low, high = -(-question.low // unit), question.high // unit
     width = (question.high - question.low + 1) / unit
     batch, length = question.batch, question.length
@@ -196,7 +196,7 @@ def _tokens(question: Question, unit: int) -> Iterator[tuple[int, float, bool, s
 
 
 def _split(question: Question, tokens: int) -> tuple[int, int]:
-    """Batch and length of so many tokens: as given; else as few sequences as the model has positions for."""
+    """Return batch and length of so many tokens: as given; else as few sequences as the model has positions for."""
     if question.batch and tokens % question.batch == 0:
         return question.batch, tokens // question.batch
     if question.length and tokens % question.length == 0:
@@ -214,7 +214,7 @@ def _split(question: Question, tokens: int) -> tuple[int, int]:
 def _scores(
     question: Question, heads: int, prior: float, role: str = "attention scores"
 ) -> Iterator[tuple[float, Candidate]]:
-    """One value for each head and pair of positions."""
+    """Yield one value for each head and pair of positions."""
     hint, said = question.speaks_of("attention")
     name = question.model.model if question.model else ""
     for dtype, item, bias in question.dtypes:
@@ -238,7 +238,7 @@ def _scores(
 
 
 def _weights(question: Question, model: Dimensions) -> Iterator[tuple[float, Candidate]]:
-    """Parameters, their gradients and states, and flat buffers of all of them."""
+    """Yield parameters, their gradients and states, and flat buffers of all of them."""
     shapes: list[tuple[tuple[int, ...], str, float, str]] = [
         ((model.vocabulary, model.hidden), "embedding or head, its gradient or state", 0.0, "weights"),
         ((model.intermediate, model.hidden), "a feed-forward weight", 0.0, "weights"),
@@ -262,13 +262,13 @@ def _weights(question: Question, model: Dimensions) -> Iterator[tuple[float, Can
 
 
 def _bits(number: int, width: float) -> float:
-    """How unlikely a number as round as this is within `width` integers, in bits."""
+    """Return how unlikely a number as round as this is within `width` integers, in bits."""
     zeros = (number & -number).bit_length() - 1
     return zeros - math.log2(max(width, 2**-12))
 
 
 def _roundest(low: int, high: int) -> int:
-    """The number from `low` to `high` that is divisible by the highest power of two; 0 if there is none."""
+    """Return the number from `low` to `high` that is divisible by the highest power of two; 0 if there is none."""
     if low > high:
         return 0
     multiples = (-(-low >> power) << power for power in range(high.bit_length(), -1, -1))

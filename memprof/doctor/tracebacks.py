@@ -37,18 +37,18 @@ class Frame:
 
     @property
     def in_torch(self) -> bool:
-        """Whether it is torch's own, or Python's."""
+        """Return whether it is torch's own, or Python's."""
         of_python = self.installed and not re.search(r"(?:site|dist)-packages", self.file)
         return bool(_TORCH.search(self.file)) or of_python
 
     @property
     def installed(self) -> bool:
-        """Whether it is a library's, and not the user's."""
+        """Return whether it is a library's, and not the user's."""
         return bool(_INSTALLED.search(self.file))
 
 
 def frames(passage: Passage) -> list[Frame]:
-    """The frames of the last traceback before the error, outermost first; empty if there is none."""
+    """Return the frames of the last traceback before the error, outermost first; empty if there is none."""
     lines = passage.before.split("\n")
     rank = _RANK.search(passage.after.split("\n", 1)[0])
     if rank is not None:  # processes write at once
@@ -77,7 +77,7 @@ def frames(passage: Passage) -> list[Frame]:
 
 
 def telling(found: list[Frame]) -> list[Frame]:
-    """The guilty one: the innermost that is not torch's own; then the innermost of the user's, if that is another."""
+    """Return the innermost frame that is not torch's own; then the user's innermost, if that is another."""
     guilty = next((frame for frame in reversed(found) if not frame.in_torch), None)
     own = next((frame for frame in reversed(found) if not frame.installed), None)
     if guilty is None:

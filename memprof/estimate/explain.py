@@ -82,7 +82,7 @@ _LOGITS = {
 
 
 def formula(estimate: Estimate, cell: Cell, term: str) -> str:
-    """How the bytes of a term come about."""
+    """Return how the bytes of a term come about."""
     g = estimate.subject.geometry
     plan = cell.plan
     values = {
@@ -110,7 +110,7 @@ def formula(estimate: Estimate, cell: Cell, term: str) -> str:
 
 
 def kept(estimate: Estimate, cell: Cell) -> list[tuple[str, float]]:
-    """Tensors that a layer keeps for the backward, with their bytes per token, the largest first."""
+    """Return tensors that a layer keeps for the backward, with their bytes per token, the largest first."""
     g = estimate.subject.geometry
     if g is None or not cell.method.trains:
         return []
@@ -121,7 +121,7 @@ def kept(estimate: Estimate, cell: Cell) -> list[tuple[str, float]]:
 
 
 def assumptions(estimate: Estimate) -> list[str]:
-    """What is taken for given."""
+    """Return what is taken for given."""
     found = [
         "A training step in its steady state: optimizer state is there, gradients were set to None.",
         "Transformers' own code in eager mode, attention by scaled_dot_product_attention, the loss on all positions.",

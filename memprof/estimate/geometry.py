@@ -67,21 +67,21 @@ class Geometry:
 
     @property
     def attention_width(self) -> int:
-        """Elements of all query heads of a token."""
+        """Return the elements of all query heads of a token."""
         return self.heads * self.head_dim
 
     @property
     def kv_width(self) -> int:
-        """Elements of all key heads of a token."""
+        """Return the elements of all key heads of a token."""
         return self.kv_heads * self.head_dim
 
     @property
     def lora_modules(self) -> str:
-        """Names of the modules that PEFT adapts if it is not told which, separated by commas."""
+        """Return the names of the modules that PEFT adapts if it is not told which, separated by commas."""
         return _LORA_TARGETS.get(self.family, "q_proj,v_proj")
 
     def lora_targets(self, asked: str | None) -> tuple[str, ...]:
-        """The matrices that are adapted: those of the modules that are `asked` for, as PEFT's target_modules.
+        """Return the matrices that are adapted: those of the modules that are `asked` for, as PEFT's target_modules.
 
         Raises:
             UsageError: a layer has no such module.
@@ -96,7 +96,7 @@ class Geometry:
         return tuple(which for which, name in names.items() if name in wanted)
 
     def matrices(self) -> dict[str, tuple[int, int, bool]]:
-        """Inputs, outputs and whether there is a bias, of a layer's linear layers."""
+        """Return inputs, outputs and whether there is a bias, of a layer's linear layers."""
         h, q, kv, i = self.hidden, self.attention_width, self.kv_width, self.intermediate
         widths = {"qkv": q + 2 * kv} if self.fused_qkv else {"q": q, "k": kv, "v": kv}
         found = {name: (h, width, self.qkv_bias) for name, width in widths.items()} | {"o": (q, h, self.o_bias)}
@@ -106,19 +106,19 @@ class Geometry:
 
     @property
     def linear_parameters(self) -> int:
-        """Weights and biases of all layers' linear layers."""
+        """Return weights and biases of all layers' linear layers."""
         return self.layers * sum(rows * columns + columns * bias for rows, columns, bias in self.matrices().values())
 
     @property
     def norm_parameters(self) -> int:
-        """Of all norms."""
+        """Return the parameters of all norms."""
         each = self.hidden * (2 if self.norm == "layer" else 1)
         of_heads = {"": 0, "head": 2 * self.head_dim, "hidden": self.attention_width + self.kv_width}[self.qk_norm]
         return self.layers * (self.norms * each + of_heads) + each
 
     @property
     def num_parameters(self) -> int:
-        """All of them, tied ones once."""
+        """Return all of them, tied ones once."""
         head = (0 if self.tied else self.vocab * self.hidden) + (self.vocab if self.head_bias else 0)
         embeddings = (self.vocab + self.positions) * self.hidden
         return embeddings + head + self.linear_parameters + self.norm_parameters
@@ -140,12 +140,12 @@ class Subject:
 
     @property
     def derived(self) -> bool:
-        """Whether the shape is the rule's, not the model's own."""
+        """Return whether the shape is the rule's, not the model's own."""
         return self.given == "params"
 
 
 def from_params(text: str) -> Subject:
-    """A decoder of so many parameters; its shape is that of a Llama of this size (catalog/sizes.py).
+    """Return a decoder of so many parameters; its shape is that of a Llama of this size (catalog/sizes.py).
 
     Raises:
         UsageError: not a number of parameters, or one that no shape is known for.
@@ -166,7 +166,7 @@ def from_params(text: str) -> Subject:
 
 
 def from_model(name: str) -> Subject:
-    """A model of the catalog, or a configuration in a file or a folder.
+    """Return a model of the catalog, or a configuration in a file or a folder.
 
     Raises:
         UsageError: there is no such model, or the file is no configuration.
@@ -180,7 +180,7 @@ def from_model(name: str) -> Subject:
 
 
 def from_size(size: str) -> Subject:
-    """The model that is known by a size such as 4B, else a Llama of that size.
+    """Return the model that is known by a size such as 4B, else a Llama of that size.
 
     Raises:
         UsageError: not a size.
@@ -189,7 +189,7 @@ def from_size(size: str) -> Subject:
 
 
 def from_config(path: Path) -> Subject:
-    """A model of transformers by its config.json.
+    """Return a model of transformers by its config.json.
 
     Raises:
         UsageError: it cannot be read, or says too little.
@@ -218,7 +218,7 @@ def _of_entry(entry: ModelEntry) -> Subject:
 
 
 def _positive(config: Mapping[str, Any], *names: str, default: int | None = None) -> int:
-    """The first of these entries that is set: null stands for the default."""
+    """Return the first of these entries that is set: null stands for the default."""
     set_here = ((name, config[name]) for name in names if config.get(name) is not None)
     name, value = next(set_here, (names[0], default))
     if value is None:
@@ -229,10 +229,7 @@ def _positive(config: Mapping[str, Any], *names: str, default: int | None = None
 
 
 def _geometry(config: Mapping[str, Any]) -> Geometry:
-    """The shape that a configuration of one of FAMILIES describes.
-
-    Defaults are those of transformers' configuration classes.
-    """
+    """Return the shape of a configuration of one of FAMILIES; defaults are those of transformers' classes."""
     kind = config["model_type"]
     hidden = _positive(config, "hidden_size", "n_embd")
     heads = _positive(config, "num_attention_heads", "n_head")
@@ -273,7 +270,7 @@ def _geometry(config: Mapping[str, Any]) -> Geometry:
 
 
 def _classic(config: Mapping[str, Any], kind: str, hidden: int) -> dict[str, Any]:
-    """GPT-2 and its like: layer norms, a plain MLP."""
+    """Return the shape of GPT-2 and its like: layer norms, a plain MLP."""
     activation = config.get("activation_function") or config.get("hidden_act") or "gelu"
     shape: dict[str, Any] = {
         "gated": False, "norm": "layer", "activation": "gelu-python" if activation == "gelu_new" else activation,

@@ -26,17 +26,16 @@ class Method:
 
     @property
     def trains(self) -> bool:
-        """Whether there is a backward."""
+        """Return whether there is a backward."""
         return self.kind not in ("weights", "inference")
 
     def applies(self, column: str) -> bool:
-        """Whether this is done with weights of this dtype: quantized ones are not trained, and autocast keeps float32
-        weights beside products in half precision."""
+        """Return whether this is done with weights of this dtype: quantized ones are not trained."""
         if column in FORMATS:
             return self.kind in ("weights", "inference")
         if self.kind in ("full", "adamw-8bit"):
             return column in _ITEM
-        if self.kind == "mixed":
+        if self.kind == "mixed":  # autocast keeps float32 weights beside products in half precision
             return column in ("float16", "bfloat16")
         return True
 
@@ -74,7 +73,7 @@ class Plan:
 
     @property
     def quantized(self) -> str:
-        """int8, int4 or a format of stored weights; or nothing."""
+        """Return int8, int4 or a format of stored weights; or nothing."""
         return "" if self.column in _ITEM else self.column
 
     @property
@@ -84,13 +83,13 @@ class Plan:
 
     @property
     def item(self) -> int:
-        """Bytes of an element of what is not quantized."""
+        """Return the bytes of an element of what is not quantized."""
         if self.amp:
             return 4
         return 2 if self.quantized else _ITEM[self.column]
 
     def spec_fields(self) -> dict[str, object]:
-        """The same for the virtual GPU, as fields of TargetSpec."""
+        """Return the plan as fields of TargetSpec, for the virtual GPU."""
         half = "float16" if self.column == "float16" else "bfloat16"
         dtype = "bfloat16" if self.quantized else self.column
         fields: dict[str, object] = {"amp": half} if self.amp else {"dtype": dtype}

@@ -21,7 +21,7 @@ from memprof.estimate.training import Training
 def moments(
     subject: Subject, plan: Plan, batch_size: int, context_length: int, rank: Rank = ALONE
 ) -> tuple[Moment, ...]:
-    """Every moment at which the run may be at its highest. A model without a geometry has its weights alone."""
+    """Return every moment at which the run may be at its highest. A model without a geometry has its weights alone."""
     held = state(subject, plan)
     if plan.method.kind == "weights":
         return (Moment("loaded", {"parameters": held.parameters}),)
@@ -33,7 +33,7 @@ def moments(
 
 
 def _prompt(setting: Setting, held: State) -> Moment:
-    """The last layer of the prompt's forward: the cache is full, and the layer's tensors are alive."""
+    """Return the last layer of the prompt's forward: the cache is full, and the layer's tensors are alive."""
     g = setting.geometry
     tape = Tape(setting.tokens, training=False)
     hidden = tape.given(g.hidden, setting.stream_item, needs_grad=False, name="hidden states")
@@ -58,6 +58,6 @@ def _serving(name: str, setting: Setting, held: State, activations: int) -> Mome
 
 
 def kv_cache(setting: Setting) -> int:
-    """Keys and values of every token in every layer; right after a prompt, a window does not make them fewer."""
+    """Return keys and values of every token in every layer; right after a prompt, a window does not make them fewer."""
     g = setting.geometry
     return 2 * g.layers * g.kv_width * setting.tokens * setting.compute_item

@@ -33,33 +33,33 @@ class Rank:
 
     @property
     def sequence(self) -> int:
-        """Ranks that share a sequence."""
+        """Return the ranks that share a sequence."""
         return self.context * self.ulysses
 
     @property
     def is_first(self) -> bool:
-        """It has the embedding."""
+        """Return whether it has the embedding."""
         return self.stage == 0
 
     @property
     def is_last(self) -> bool:
-        """It has the head, and the loss."""
+        """Return whether it has the head, and the loss."""
         return self.stage == self.stages - 1
 
     def layers(self, g: Geometry) -> int:
-        """Of this stage: the first stages have one more, where they cannot be divided."""
+        """Return the layers of this stage: the first stages have one more, where they cannot be divided."""
         each, more = divmod(g.layers, self.stages)
         return each + (self.stage < more)
 
     def geometry(self, g: Geometry) -> Geometry:
-        """A layer of which each matrix is divided."""
+        """Return a layer of which each matrix is divided."""
         if self.tensor == 1:
             return g
         t = self.tensor
         return dataclasses.replace(g, heads=g.heads // t, kv_heads=g.kv_heads // t, intermediate=g.intermediate // t)
 
     def elements(self, g: Geometry) -> Elements:
-        """Parameters that this rank computes with, whole."""
+        """Return parameters that this rank computes with, whole."""
         layers = self.layers(g)
         embedding = g.vocab * g.hidden
         # A tied matrix is two where it is on two stages, or divided among ranks.
@@ -89,12 +89,12 @@ class Elements:
 
     @property
     def root(self) -> int:
-        """What is in no layer."""
+        """Return what is in no layer."""
         return self.embedding + self.head + self.final
 
     @property
     def all(self) -> int:
-        """All of them."""
+        """Return all of them."""
         return self.layer * self.layers + self.root
 
 
@@ -102,7 +102,7 @@ ALONE = Rank()
 
 
 def rank_of(plan: Spread, stage: int = 0) -> Rank:
-    """Any rank of a plan, or of its `stage`."""
+    """Return any rank of a plan, or of its `stage`."""
     shards = plan.shard * plan.sequence if plan.sharded else 1
     in_flight = min(plan.stages - stage, plan.microbatches) if plan.schedule == "1f1b" else plan.microbatches
     return Rank(
@@ -123,7 +123,7 @@ def rank_of(plan: Spread, stage: int = 0) -> Rank:
 
 
 def ranks_in(subject: Subject, plan: Plan, parallel: str, gpus: int) -> list[Rank]:
-    """One rank of each kind that `parallel` has over `gpus` cards; an empty one is a card alone.
+    """Return one rank of each kind that `parallel` has over `gpus` cards; an empty one is a card alone.
 
     Raises:
         UsageError: it is no plan, or the model cannot be spread so; the message has the nearest that can be.

@@ -48,7 +48,7 @@ class Moment:
 
     @property
     def num_bytes(self) -> int:
-        """Their sum."""
+        """Return their sum."""
         return sum(self.terms.values())
 
 
@@ -64,11 +64,7 @@ class State:
 
 
 def state(subject: Subject, plan: Plan) -> State:
-    """Weights, gradients and optimizer state.
-
-    With a geometry, every matrix is counted; else what is known is the number of parameters, and a quantized model
-    cannot be told from it.
-    """
+    """Return weights, gradients and optimizer state: of every matrix, without a geometry of the parameters' number."""
     g = subject.geometry
     count = subject.num_parameters
     # Where only the number was given, the shape comes near it.
@@ -122,7 +118,7 @@ def _weights(g: Geometry, plan: Plan) -> int:
 
 
 def setting_of(g: Geometry, plan: Plan, batch_size: int, context_length: int) -> Setting:
-    """What the layers need to know."""
+    """Return what the layers need to know."""
     lora = plan.method.kind == "lora"
     return Setting(
         g,
@@ -141,7 +137,7 @@ def setting_of(g: Geometry, plan: Plan, batch_size: int, context_length: int) ->
 
 
 def positions(setting: Setting) -> int:
-    """Cosines and sines, and the mask where a window is shorter than the context."""
+    """Return cosines and sines, and the mask where a window is shorter than the context."""
     g = setting.geometry
     rotary = 2 * setting.context_length * int(g.head_dim * g.rotary) * setting.stream_item
     both = 2 if g.family == "gemma3_text" else 1  # one for each kind of layer

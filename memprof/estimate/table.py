@@ -60,42 +60,39 @@ class Cell:
 
     @property
     def method(self) -> Method:
-        """Its row."""
+        """Return its row."""
         return self.plan.method
 
     @property
     def title(self) -> str:
-        """Its row's, with the optimizer that was asked for."""
+        """Return its row's, with the optimizer that was asked for."""
         return self.method.title.replace(", AdamW", f", {_NAMES.get(self.plan.optimizer, self.plan.optimizer)}")
 
     @property
     def peak(self) -> Moment:
-        """The moment with the largest sum."""
+        """Return the moment with the largest sum."""
         return max(self.moments, key=lambda moment: moment.num_bytes)
 
     @property
     def allocated_bytes(self) -> int:
-        """What the allocator hands out at the peak."""
+        """Return what the allocator hands out at the peak."""
         return self.peak.num_bytes
 
     @property
     def reserved_bytes(self) -> int:
-        """What the allocator holds of the driver, blocks that it keeps for later among it."""
+        """Return what the allocator holds of the driver, blocks that it keeps for later among it."""
         key = self.cached_key
         whole = self.of_tokens_bytes if key.startswith(VARYING) else self.allocated_bytes
         return self.allocated_bytes + round(float(_bands()["cached"][key]) * whole)
 
     @property
     def of_tokens_bytes(self) -> int:
-        """The most that activations, logits and the loss take together."""
+        """Return the most that activations, logits and the loss take together."""
         return max(moment.terms["activations"] + moment.terms["logits and loss"] for moment in self.moments)
 
     @property
     def cached_key(self) -> str:
-        """What the share that the allocator keeps is measured by: how the weights are used, and the highest moment.
-
-        It is a share of what is allocated; where lengths vary, of what depends on tokens.
-        """
+        """Return by what the share that the allocator keeps is measured: use of the weights, and the highest moment."""
         name = self.method.key.removesuffix("-checkpointing")
         if not self.method.trains:
             return name
@@ -107,11 +104,11 @@ class Cell:
 
     @property
     def device_bytes(self) -> int:
-        """What is in use on the card: reserved and the CUDA context."""
+        """Return what is in use on the card: reserved and the CUDA context."""
         return self.reserved_bytes + CONTEXT_BYTES
 
     def figures(self, gpu: Gpu | None = None) -> dict[str, tuple[int, int, int]]:
-        """By kind of figure: the estimate, and the least and the most by its band. What weights allocate is counted."""
+        """Return the estimate by kind of figure, with the least and the most by its band; weights are counted."""
         more, workspace = 0, self.peak.terms.get("library workspace", 0)
         if gpu is not None and gpu.compute_capability[0] == 9:
             more = workspace * (CUBLAS_WORKSPACE_HOPPER - CUBLAS_WORKSPACE) // CUBLAS_WORKSPACE
@@ -130,7 +127,7 @@ class Cell:
         return found
 
     def on(self, gpu: Gpu) -> str:
-        """fits, borderline or no: by the band of what is in use on the card."""
+        """Return fits, borderline or no, by the band of what is in use on the card."""
         _, low, high = self.figures(gpu)[DEVICE_USED]
         if high <= gpu.total_bytes:
             return FITS
@@ -153,13 +150,13 @@ class Estimate:
     sharded: tuple[Cell, ...]  # The same column on several cards, by each strategy.
 
     def plans(self) -> list[Plan]:
-        """What is done in the rows of the dtype that is looked at, and can be run."""
+        """Return what is done in the rows of the dtype that is looked at, and can be run."""
         shared = next(iter(self.cells.values())).plan
         made = (dataclasses.replace(shared, method=method, column=self.dtype) for method in METHODS)
         return [plan for plan in made if plan.method.kind != "weights" and plan.method.applies(self.dtype)]
 
     def column(self) -> list[Cell]:
-        """The cells of the dtype that is looked at."""
+        """Return the cells of the dtype that is looked at."""
         found = [self.cells.get((method.key, self.dtype)) for method in METHODS]
         return [cell for cell in found if cell is not None]
 
@@ -183,7 +180,7 @@ STRATEGIES: tuple[tuple[str, Callable[[int], Rank]], ...] = (
 
 
 def column_of(dtype: str) -> str:
-    """The column of a dtype, or of what weights are quantized to.
+    """Return the column of a dtype, or of what weights are quantized to.
 
     Raises:
         UsageError: there is none.
@@ -195,7 +192,7 @@ def column_of(dtype: str) -> str:
 
 
 def highest_cell(subject: Subject, plan: Plan, batch_size: int, context_length: int, parallel: str, gpus: int) -> Cell:
-    """Training over `gpus` cards as `parallel` spreads it: the cell of the rank with the highest peak.
+    """Return training over `gpus` cards as `parallel` spreads it: the cell of the rank with the highest peak.
 
     An empty `parallel` is one card. Batch size and context length are those of a rank before its sequences are divided.
 
@@ -276,18 +273,18 @@ def _context(subject: Subject, options: EstimateOptions) -> int:
 
 
 def cards(cell: Cell, gpus: Sequence[Gpu]) -> dict[str, str]:
-    """The verdict of every card, by its key."""
+    """Return the verdict of every card, by its key."""
     return {gpu.key: cell.on(gpu) for gpu in gpus}
 
 
 @cache
 def _bands() -> dict[str, Any]:
-    """What `python -m tests.benchmarks.estimate --write` and `... .estimate_published --write` have measured."""
+    """Return what `python -m tests.benchmarks.estimate --write` and `... .estimate_published --write` have measured."""
     text = files("memprof.estimate").joinpath("bands.json").read_text(encoding="utf-8")
     found: dict[str, Any] = json.loads(text)
     return found
 
 
 def band_of(kind: str) -> Band:
-    """The measured band of one of KINDS."""
+    """Return the measured band of one of KINDS."""
     return Band(**_bands()["published"][kind])

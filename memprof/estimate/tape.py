@@ -52,26 +52,26 @@ class Tape:
     _nodes: list[_Node] = field(default_factory=list)
 
     def new(self, width: int, item: int, *, needs_grad: bool, name: str = "") -> Tensor:
-        """A tensor is allocated."""
+        """Return a tensor is allocated."""
         made = Tensor(width, item, needs_grad and self.training, name, self.tokens * width * item)
         self.take(made.num_bytes)
         return made
 
     def given(self, width: int, item: int, *, needs_grad: bool, name: str) -> Tensor:
-        """A tensor that is there before the layer."""
+        """Return a tensor that is there before the layer."""
         return Tensor(width, item, needs_grad and self.training, name, self.tokens * width * item, counted=False)
 
     def take(self, num_bytes: int) -> None:
-        """So many bytes more are alive."""
+        """Count so many bytes more as alive."""
         self.live += num_bytes
         self.peak = max(self.peak, self.live)
 
     def during(self, num_bytes: int) -> None:
-        """So many bytes are taken and given back at once."""
+        """Count so many bytes as taken and released at once."""
         self.peak = max(self.peak, self.live + num_bytes)
 
     def drop(self, *tensors: Tensor) -> None:
-        """A variable of the model's code, or an operator, lets go of these."""
+        """Let go of these, as a variable of the model's code or an operator does."""
         for view in tensors:
             tensor = view.whole or view
             tensor.holders -= 1
@@ -83,7 +83,7 @@ class Tape:
         keeps_output: bool = False, extra: int = 0, name: str = "", trains: bool = False, param_grad: int = 0,
         temporary: int = 0, temporary_param: int = 0, drops: Iterable[Tensor] = (),
     ) -> Tensor:  # fmt: skip
-        """An operator and its output.
+        """Return an operator and its output.
 
         Args:
             inputs: tensors that may get a gradient.
@@ -121,7 +121,7 @@ class Tape:
         return output
 
     def add(self, left: Tensor, right: Tensor, name: str = "", drops: Iterable[Tensor] = ()) -> Tensor:
-        """A sum; its gradient is that of both."""
+        """Return a sum; its gradient is that of both."""
         item = max(left.item, right.item)
         output = self.new(left.width, item, needs_grad=left.needs_grad or right.needs_grad, name=name)
         if output.needs_grad:
@@ -131,7 +131,7 @@ class Tape:
         return output
 
     def cast(self, tensor: Tensor, item: int, name: str = "", drops: Iterable[Tensor] = ()) -> Tensor:
-        """`tensor.to(dtype)`: itself if it has that dtype already (the caller drops what it gets)."""
+        """Return `tensor.to(dtype)`: itself if it has that dtype already (the caller drops what it gets)."""
         if tensor.item == item:
             (tensor.whole or tensor).holders += 1
             self.drop(*drops)
@@ -139,7 +139,7 @@ class Tape:
         return self.op([tensor], tensor.width, item, name=name or f"{tensor.name}, cast", drops=drops)
 
     def view(self, whole: Tensor, width: int, name: str) -> Tensor:
-        """A part of `whole` that has no memory of its own."""
+        """Return a part of `whole` that has no memory of its own."""
         part = Tensor(width, whole.item, whole.needs_grad, name, 0, whole=whole)
         whole.holders += 1
         if part.needs_grad:
@@ -154,21 +154,18 @@ class Tape:
 
     @property
     def kept_bytes(self) -> int:
-        """All that is kept for the backward."""
+        """Return all that is kept for the backward."""
         return sum(self.kept.values())
 
     def kept_by_name(self) -> dict[str, int]:
-        """The same, by the names of the tensors."""
+        """Return the same, by the names of the tensors."""
         result = Counter[str]()
         for key, num_bytes in self.kept.items():
             result[key.rpartition(" #")[0]] += num_bytes
         return result
 
     def backward(self, output: Tensor) -> int:
-        """Go back through everything; returns the bytes of parameters' gradients that are there at the end.
-
-        `live` and `peak` count on from what is alive now.
-        """
+        """Go back through everything from what is alive now; return the bytes of parameters' gradients at the end."""
         output.grad = Tensor(output.width, output.item, False, num_bytes=output.num_bytes or self._of(output))
         self.take(output.grad.num_bytes)
         gradients = 0

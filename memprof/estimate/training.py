@@ -17,10 +17,7 @@ CHUNK_BYTES = GIB  # Of logits that a chunked loss has at a time (remedies/chunk
 
 
 class Training:
-    """The moments of a training step in its steady state: optimizer state is there, gradients are not.
-
-    Of a pipeline's stage: of a micro-batch after the first, when they are.
-    """
+    """The moments of a training step in its steady state, when optimizer state is there and gradients are not."""
 
     def __init__(self, setting: Setting, plan: Plan, held: State, rank: Rank) -> None:
         whole = setting.geometry
@@ -54,7 +51,7 @@ class Training:
         self.kept = self._kept()
 
     def _own(self, held: State, elements: Elements, whole: int) -> State:
-        """What this rank computes with."""
+        """Return what this rank computes with."""
         if self.rank.tensor == self.rank.stages == 1:
             return held
         share = elements.all / whole
@@ -95,7 +92,7 @@ class Training:
         self, name: str, beside: Terms, *, activations: int = 0, gradients: int = 0, waiting: int = 0, logits: int = 0,
         temporaries: int = 0,
     ) -> Moment:  # fmt: skip
-        """`gradients` were reduced, and those that are `waiting` are whole."""
+        """Return a moment at which `gradients` were reduced, and those that are `waiting` are whole."""
         terms = {
             **self.static,
             "gradients": gradients // self.rank.gradients + waiting,
@@ -119,13 +116,13 @@ class Training:
         return kept
 
     def _cast_weights(self) -> int:
-        """Half-precision copies of a layer's weights under autocast."""
+        """Return half-precision copies of a layer's weights under autocast."""
         if not self.setting.amp or self.plan.quantized:
             return 0
         return 2 * self.g.linear_parameters // self.g.layers
 
     def _kept(self) -> list[int]:
-        """Bytes that each layer keeps until its backward."""
+        """Return the bytes that each layer keeps until its backward."""
         g, layers = self.g, self.elements.layers
         if self.plan.method.checkpointing:
             return [self.hidden_bytes] * layers
@@ -143,13 +140,13 @@ class Training:
         return 2 * self.g.vocab * self.g.hidden if self.setting.amp else 0
 
     def _logits(self) -> int:
-        """The logits, which the caller holds, with what a cap on them keeps."""
+        """Return the logits, which the caller holds, with what a cap on them keeps."""
         return self.logits_bytes * (2 if self.g.softcap else 1) + self._head_copy()
 
     # -- the moments -------------------------------------------------------------------------------------------------
 
     def moments(self) -> Iterator[Moment]:
-        """In the order in which a step has them."""
+        """Yield the moments in the order in which a step has them."""
         rank = self.rank
         around = positions(self.setting) + 16 * self.tokens  # token ids and labels, int64
         if rank.stages == 1:
@@ -166,7 +163,7 @@ class Training:
         yield self._moment("optimizer step", beside, gradients=self.held.gradients, temporaries=temporaries)
 
     def _backward(self, around: int, done: int) -> Iterator[Moment]:
-        """Of a micro-batch, with what others keep in `around`, and their gradients that are `done`."""
+        """Yield those of a micro-batch, with what others keep in `around`, and their gradients that are `done`."""
         rank = self.rank
         head = self.g.vocab * self.g.hidden // rank.tensor
         head_grad = head * self.whole_item if self.trains_weights and rank.is_last else 0
@@ -177,8 +174,7 @@ class Training:
             yield from self._embedding(around, head_grad)
 
     def _of_micro_batch(self) -> int:
-        """What one that waits for its backward keeps, of a pipeline's stage; what autocast has cast is cached for all
-        of them."""
+        """Return what a micro-batch of a stage keeps for its backward; what autocast casts is cached for all."""
         kept = sum(self.kept) + 16 * self.tokens
         if not self.plan.method.checkpointing:
             kept -= self._cast_weights() * self.elements.layers
@@ -209,7 +205,7 @@ class Training:
             yield self._moment(name, beside, activations=held, gradients=done, waiting=waiting, logits=logits)
 
     def _chunked(self, activations: int, done: int, head_grad: int, beside: Terms) -> Iterator[Moment]:
-        """A chunk of logits as it becomes its gradient, and the sum of the head's gradients when it is cast.
+        """Yield a chunk of logits as it becomes its gradient, and the sum of the head's gradients when it is cast.
 
         remedies/head_loss.py: a chunk is planned with the logits, their float32 form and what the loss works in; at the
         most two of these are there, the float32 one and the gradient in the logits' dtype. Of several chunks the head's
@@ -230,7 +226,7 @@ class Training:
 
     @property
     def _after_the_loss(self) -> int:
-        """The logits are the caller's until its backward is done; lazy ones take nothing."""
+        """Return the logits are the caller's until its backward is done; lazy ones take nothing."""
         return 0 if self.plan.chunked_loss or not self.rank.is_last else self.logits_bytes
 
     def _layers(self, around: int, done: int, head_grad: int) -> Iterator[Moment]:

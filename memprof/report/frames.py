@@ -48,12 +48,12 @@ class RowTable:
 
 
 def _text(value: Any) -> Any:
-    """A value; halves of characters, which pandas refuses in a text, as escapes."""
+    """Return a value; halves of characters, which pandas refuses in a text, as escapes."""
     return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value
 
 
 def _fields(row: type, path: tuple[str, ...] = (), *, optional: bool = False) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Where the fields of a row are, those of rows within it too, and their types; rows in lists are other tables."""
+    """Yield where the fields of a row and of rows within it are, and their types; rows in lists are other tables."""
     for _, name, hint in json_fields(row):
         kind = hint | None if optional else hint
         place = (*path, name)
@@ -65,7 +65,7 @@ def _fields(row: type, path: tuple[str, ...] = (), *, optional: bool = False) ->
 
 
 def _kinds(kind: Any) -> tuple[list[Any], bool]:
-    """The types in a union, but for None; and whether None is in it."""
+    """Return the types in a union, but for None; and whether None is in it."""
     inside = get_args(kind) if isinstance(kind, UnionType) else (kind,)
     return [one for one in inside if one is not NoneType], NoneType in inside
 

@@ -165,7 +165,7 @@ class Analysis(Shown):
 
     @property
     def ran_out(self) -> bool:
-        """Whether the recording holds an out-of-memory error."""
+        """Return whether the recording holds an out-of-memory error."""
         return any(device.ooms for device in self.devices)
 
     def tables(self) -> dict[str, RowTable]:

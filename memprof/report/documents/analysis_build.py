@@ -60,7 +60,7 @@ class Origin:
 
 
 def build_analysis(recordings: Sequence[Recording], origin: Origin, question: Question) -> Analysis:
-    """The document on `recordings`.
+    """Return the document on `recordings`.
 
     Raises:
         UsageError: the moment that was asked for is not in them.
@@ -116,7 +116,7 @@ def _amounts(recording: Recording, event: int) -> Amounts:
 
 
 def moment_of(recording: Recording, at: str) -> tuple[str, int]:
-    """The event that `at` means, and what to call it.
+    """Return the event that `at` means, and what to call it.
 
     Raises:
         UsageError: it means none.
@@ -220,7 +220,7 @@ def _timeline(recording: Recording) -> TimelineRow:
 
 
 def _missing(recording: Recording, peak: int) -> MissingFrames:
-    """Blocks alive at the peak without a stack, and what in the file explains them."""
+    """Return blocks alive at the peak without a stack, and what in the file explains them."""
     if recording.exact_origins:
         return MissingFrames(0, 0, ())
     without = [life for life in recording.alive(peak) if life.origin.source == NO_FRAMES]

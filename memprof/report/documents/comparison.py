@@ -110,7 +110,7 @@ class TensorSide:
 
     @property
     def total_bytes(self) -> int:
-        """Of all of them."""
+        """Return the bytes of all of them."""
         return self.num_bytes * self.count
 
 
@@ -187,7 +187,7 @@ class Comparison(Shown):
 
     @property
     def other_moments(self) -> bool:
-        """Whether the two peaks are known to be in different stages, steps or micro-batches."""
+        """Return whether the two peaks are known to be in different stages, steps or micro-batches."""
         return None not in (self.a.peak_at, self.b.peak_at) and self.a.peak_at != self.b.peak_at
 
     def tables(self) -> dict[str, RowTable]:

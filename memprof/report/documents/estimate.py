@@ -51,7 +51,7 @@ class EstimateRow(Plain):
     kept_per_layer_bytes_per_token: dict[str, float] | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Without what does not apply."""
+        """Return the row without what does not apply."""
         return {name: value for name, value in super(EstimateRow, self).to_json().items() if value is not None}
 
 
@@ -91,7 +91,7 @@ _GEOMETRY = ("family", "hidden", "layers", "heads", "kv_heads", "head_dim", "int
 def estimate_document(
     estimate: Estimate, gpus: tuple[Gpu, ...], exact: Mapping[str, Simulated] | None = None, *, explain: bool = False
 ) -> EstimateDocument:
-    """The answer on these cards; `exact` are the runs that were made, and `explain` adds the formulas."""
+    """Return the answer on these cards; `exact` are the runs that were made, and `explain` adds the formulas."""
     subject, g = estimate.subject, estimate.subject.geometry
     rows = (
         EstimateRow(

@@ -1,5 +1,4 @@
-"""The ladder: remedies in force one after another, each row with what it saves, what it costs and what is in the way
-next. Plain data; every figure is of a run that was made with the remedies on."""
+"""The ladder: remedies in force one after another. Every figure is of a run that was made with the remedies on."""
 
 from __future__ import annotations
 
@@ -42,7 +41,7 @@ class Cost:
 
     @property
     def compiling(self) -> str:
-        """What compiling took, in words."""
+        """Return what compiling took, in words."""
         if self.compile_seconds is None:
             return "how long that takes is not known"
         making = f"how long making its {self.compiled_kernels} kernels takes is not known"

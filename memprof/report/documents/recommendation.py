@@ -155,7 +155,7 @@ class Recommendation(Plain):
 
     @property
     def found(self) -> bool:
-        """Something fits."""
+        """Return whether something fits."""
         if self.largest:
             return any(row.model is not None for row in self.largest)
         return self.chosen is not None

@@ -155,7 +155,7 @@ class Document(Shown):
 
     @property
     def on_cpu(self) -> bool:
-        """Whether it was measured on a CPU, where there is neither CUDA context nor allocator's cache."""
+        """Return whether it was measured on a CPU, where there is neither CUDA context nor allocator's cache."""
         of_old = self.model_state is None  # which have no bridge either
         asked = None if self.target is None else self.target.asked.device
         return self.source == "measured" and (asked == "cpu" if of_old else self.bridge is None)
@@ -193,7 +193,7 @@ class Document(Shown):
         }
 
     def to_json(self) -> dict[str, Any]:
-        """The document as plain JSON values (docs/concepts.md lists the names)."""
+        """Return the document as plain JSON values (docs/concepts.md lists the names)."""
         plain = super(Document, self).to_json() | {"target": target_to_json(self.target)}
         optional = ("cards", "limit", "rank", "ranks", "streams", "over_time")
         absent = {name for name in optional if not getattr(self, name)} | ({"card"} if not self.cards else set())
@@ -215,8 +215,7 @@ def build_document(
     streams: StreamMemory | None = None,
     growth: Growth | None = None,
 ) -> Document:
-    """The report on a ledger; `settings` are those of its replay, `bridge`, `streams` and `growth` its own, if there
-    are any."""
+    """Return the report on a ledger; `settings` are those of its replay, the others its own, if there are any."""
     trace = ledger.trace
     facts = trace.facts
     context, host = facts.device.context_bytes, facts.device.host_memory_bytes
@@ -272,7 +271,7 @@ def build_document(
 
 
 def _fits(trace: Trace, oom: OutOfMemory | None, host_over_bytes: int, growth: Growth | None) -> bool | None:
-    """False also if memory ran out while it was measured, will run out as it grows, or host memory is not enough."""
+    """Return False also if memory ran out while it was measured, will as it grows, or the host's is not enough."""
     failure = trace.failure
     runs_out = growth is not None and growth.runs_out and failure is None
     if oom or host_over_bytes or runs_out or (failure is not None and failure.kind is FailureKind.OUT_OF_MEMORY):
@@ -281,8 +280,7 @@ def _fits(trace: Trace, oom: OutOfMemory | None, host_over_bytes: int, growth: G
 
 
 def _is_stopped_early(trace: Trace) -> bool:
-    """Whether --timeout ended a script before it had made a training step; of one that does not train, before a model
-    had been called."""
+    """Return whether --timeout ended a script before a training step or, if it does not train, before a model ran."""
     program = trace.facts.program
     if program is None or program.ended != "timeout":
         return False

@@ -54,7 +54,7 @@ class Shown(Plain):
         return text_of(self._view())
 
     def _repr_html_(self) -> str:
-        """What a notebook shows of it: the text, in colour."""
+        """Return what a notebook shows of it: the text, in colour."""
         from memprof.report.terminal.console import html_of
 
         return html_of(self._view())

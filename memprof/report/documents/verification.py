@@ -20,7 +20,7 @@ class _Judged(Plain):
         raise NotImplementedError
 
     def to_json(self) -> dict[str, Any]:
-        """With the judgement."""
+        """Return the row with the judgement."""
         return {**super().to_json(), "passed": self.passed}
 
 
@@ -124,11 +124,11 @@ class Verification(Plain):
 
     @property
     def tried(self) -> bool:
-        """Whether anything could be tried."""
+        """Return whether anything could be tried."""
         return bool(self.deviations or self.precisions or self.optimizers or self.peaks)
 
     def to_json(self) -> dict[str, Any]:
-        """A dictionary of plain values; sizes in bytes."""
+        """Return a dictionary of plain values; sizes in bytes."""
         return {
             "schema": SCHEMA,
             "memprof_version": __version__,
@@ -143,7 +143,7 @@ class Verification(Plain):
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Verification:
-        """The reverse."""
+        """Return the reverse."""
         found = super().from_json(values)
         found.skipped = {(row["remedy"], row["model"]): row["reason"] for row in values["skipped"]}
         return found

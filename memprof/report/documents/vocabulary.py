@@ -94,7 +94,7 @@ class Vocabulary(Plain):
 def build_vocabulary(
     corpus: tuple[str, ...], counted: CorpusCount, caps: tuple[Cap, ...], savings: Savings | None, version: str
 ) -> Vocabulary:
-    """The document on what was counted."""
+    """Return the document on what was counted."""
     frequencies = counted.frequencies
     # What both have, under the same names.
     same = {field.name: getattr(counted, field.name) for field in fields(counted) if field.name != "frequencies"}
@@ -114,7 +114,7 @@ def build_vocabulary(
 
 
 def curve(frequencies: Frequencies, points: int = _SHOWN_POINTS) -> tuple[Point, ...]:
-    """Coverage at round numbers of tokens (1, 2, 5, 10, ...), the last `points` of them, and at all tokens."""
+    """Return coverage at round numbers of tokens (1, 2, 5, 10, ...), the last `points` of them, and at all tokens."""
     distinct = frequencies.distinct
     if not distinct:
         return ()

@@ -18,7 +18,7 @@ _FORMULAS = ("=", "+", "-", "@", "\t", "\r")
 
 
 def check_folder(folder: Path) -> None:
-    """Whether tables can be written into `folder`, before the work that they are to hold.
+    """Check that tables can be written into `folder`, before the work that they are to hold.
 
     Raises:
         UsageError: it is a file or below one, or may not be written to.
@@ -54,7 +54,7 @@ def write_csv(document: Shown, folder: Path, *, force: bool = False) -> None:
 
 
 def _cell(value: Any) -> Any:
-    """A list as in JSON; of a text, what a spreadsheet would take for a formula begins with an apostrophe.
+    """Return a list as in JSON; of a text, what a spreadsheet would take for a formula begins with an apostrophe.
 
     Which characters these are: https://owasp.org/www-community/attacks/CSV_Injection
     """

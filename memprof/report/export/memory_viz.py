@@ -42,7 +42,7 @@ def write_snapshot(snapshot: Snapshot, path: Path, *, force: bool = False) -> No
 
 
 def as_plain(snapshot: Snapshot) -> dict[str, Any]:
-    """`snapshot` as torch's dictionary; equal stacks and frames are one object, which keeps the file small."""
+    """Return `snapshot` as torch's dictionary; equal stacks and frames are one object, which keeps the file small."""
     stacks = _Stacks()
     return {
         "segments": [_segment(segment, stacks) for segment in snapshot.segments],

@@ -37,7 +37,7 @@ def write_perfetto(
 
 
 def as_trace_events(recordings: Iterable[tuple[Recording, list[int], list[Slice]]]) -> dict[str, Any]:
-    """The JSON value; one process per device."""
+    """Return the JSON value; one process per device."""
     events: list[dict[str, Any]] = []
     for recording, times, slices in recordings:
         device = recording.device

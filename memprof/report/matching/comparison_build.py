@@ -51,7 +51,7 @@ _OTHER_KERNELS = "a CPU and a card run other kernels"
 
 
 def build_comparison(a: Run, b: Run, tolerance: Tolerance) -> Comparison:
-    """What differs between `a` and `b`, largest differences first."""
+    """Return what differs between `a` and `b`, largest differences first."""
     settings, same_settings = _settings(a, b)
     totals = (*(_total(name, a, b, tolerance) for name in TOTALS), *_ranks(a, b, tolerance))
     matched = match_tensors(
@@ -129,7 +129,7 @@ def _compared(name: str, mine: int | None, theirs: int | None, tolerance: Tolera
 
 
 def _ranks(a: Run, b: Run, tolerance: Tolerance) -> Iterator[TotalRow]:
-    """What each rank allocates at the most; ranks with the same figures are one row."""
+    """Yield what each rank allocates at the most; ranks with the same figures are one row."""
     pairs: dict[tuple[int | None, int | None], list[int]] = {}
     for rank in sorted(a.ranks.keys() | b.ranks.keys()):
         pairs.setdefault((a.ranks.get(rank), b.ranks.get(rank)), []).append(rank)
@@ -163,7 +163,7 @@ def _amounts(stage: Stage | None) -> StageAmounts | None:
 
 
 def _merged(a: list[StageKey], b: list[StageKey]) -> list[StageKey]:
-    """Both lists in one, each in its own order; what only `b` has follows what it follows there."""
+    """Return both lists in one, each in its own order; what only `b` has follows what it follows there."""
     known = set(a)
     following: dict[StageKey | None, list[StageKey]] = defaultdict(list)
     last: StageKey | None = None

@@ -83,7 +83,7 @@ class Run:
 
 
 def run_of_document(document: Document, file: str, kind: str) -> Run:
-    """From a report of `memprof profile` or `memprof run`."""
+    """Return the run of a report of `memprof profile` or `memprof run`."""
     device, target, allocator, peak = document.device, document.target, document.allocator, document.peak
     state, bridge, failure = document.model_state, document.bridge, document.failure
     old = ("written by an earlier memprof: the totals of parameters, gradients and state are not in it",)
@@ -139,8 +139,7 @@ def run_of_document(document: Document, file: str, kind: str) -> Run:
 
 
 def _effective(target: Target | None, *, on_card: bool) -> dict[str, Any]:
-    """What torch chooses where nothing was asked: `_default_to_fused_or_foreach` (torch/optim/optimizer.py) takes
-    foreach for parameters on a card, and nothing else."""
+    """Return what torch chooses where nothing was asked (torch/optim/optimizer.py, _default_to_fused_or_foreach)."""
     if target is None or target.asked.optimizer_impl is not None or target.asked.optimizer not in _CHOOSES_FOREACH:
         return {}
     return {"optimizer_impl": "foreach" if on_card else "single"}
@@ -162,7 +161,7 @@ def _owner(tensor: LiveTensor) -> str | None:
 
 
 def _findings(rows: tuple[Finding, ...]) -> dict[str, int | None]:
-    """Bytes by finding; None of one that is not about bytes."""
+    """Return the bytes by finding; None of one that is not about bytes."""
     found: dict[str, int | None] = {}
     for row in rows:
         known = found.get(row.id)
@@ -173,7 +172,7 @@ def _findings(rows: tuple[Finding, ...]) -> dict[str, int | None]:
 def run_of_recording(
     recording: Recording, file: str, settings: str, notes: tuple[str, ...], source: str = "measured"
 ) -> Run:
-    """From one device of a snapshot of torch; categories and modules are guesses."""
+    """Return the run of one device of a snapshot of torch; categories and modules are guesses."""
     allocated, event = recording.peak()
     peak_at = next((at_stage(*_key(title)) for title, begin, end in recording.stages if begin <= event < end), None)
     reserved, reserved_event = recording.peak("reserved")

@@ -109,7 +109,7 @@ def _size(one: TensorSide) -> tuple[int, int, str]:
 
 
 def _sum(alike: list[TensorSide]) -> TensorSide:
-    """Alike tensors as one row; of their operators, places and lines, all that there are."""
+    """Return alike tensors as one row; of their operators, places and lines, all that there are."""
     return replace(
         alike[0],
         op=", ".join(sorted({one.op for one in alike})),

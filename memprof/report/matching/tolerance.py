@@ -18,12 +18,12 @@ class Tolerance:
     share: float = 0.0
 
     def allows(self, a: int, b: int) -> bool:
-        """Whether `a` and `b` are within it."""
+        """Return whether `a` and `b` are within it."""
         return abs(a - b) <= max(self.bytes, self.share * max(abs(a), abs(b)))
 
 
 def parse_tolerance(text: str) -> Tolerance:
-    """The tolerance in "0.1%", "16MiB" or a plain number of bytes.
+    """Return the tolerance in "0.1%", "16MiB" or a plain number of bytes.
 
     Raises:
         UsageError: none of these.

@@ -98,7 +98,7 @@ def _timeline(ledger: Ledger, usable: int | None) -> Figure:
 
 
 def _drawn(ledger: Ledger) -> list[int]:
-    """The events that are drawn: all, or of each of many bins those with the most and with the least."""
+    """Return the events that are drawn: all, or of each of many bins those with the most and with the least."""
     count, allocated = len(ledger.allocated), ledger.allocated
     if count <= 3 * _MOST_BINS:
         return list(range(count))
@@ -110,7 +110,7 @@ def _drawn(ledger: Ledger) -> list[int]:
 
 
 def _by_category(moments: Moments, events: list[int]) -> dict[str, list[int]]:
-    """Bytes by category after each of these rising events."""
+    """Return the bytes by category after each of these rising events."""
     changes: dict[int, list[tuple[str, int]]] = {}
     for begin, end, kind, extra in zip(moments.begin, moments.end, moments.kind, moments.extra, strict=True):
         category, num_bytes = moments.words[moments.kinds.category[kind]], moments.kinds.rounded[kind]

@@ -72,7 +72,7 @@ class Moments(Plain):
 
 
 def moments_of(ledger: Ledger) -> Moments:
-    """The moments of a ledger's run.
+    """Return the moments of a ledger's run.
 
     Raises:
         AssertionError: the lives do not sum to what is allocated after every event.
@@ -139,7 +139,7 @@ class _Table:
         self._groups: dict[tuple[object, ...], int] = {}
 
     def kind(self, ref: int, storage: Storage) -> int:
-        """The kind of a storage."""
+        """Return the kind of a storage."""
         trace = self._ledger.trace
         owner = trace.owners.get(ref)
         name = None if owner is None else owner.name or None
@@ -167,8 +167,7 @@ class _Table:
 
 
 def kinds_shown_by(moments: Moments, evidence: Evidence) -> list[int]:
-    """The kinds that a finding's evidence is about: all that are as it says of a tensor. None of them, if it names
-    neither line nor operator."""
+    """Return the kinds that a finding's evidence is about; none, if it names neither line nor operator."""
     if evidence.source is None and evidence.op is None:
         return []
     words, kinds = moments.words, moments.kinds

@@ -1,8 +1,6 @@
 """A document as one page of HTML: everything is in the file, and nothing is asked of a network.
 
-A report of a run is shown moment by moment (page.html); comparisons, recordings and recommendations in sections
-(answer.html).
-
+A run is shown moment by moment (page.html), comparisons, recordings and recommendations in sections (answer.html).
 The page's data and plotly are compressed and in base64: a browser inflates them in milliseconds, the file is a third
 as long, and no word of a foreign program can end the element that it stands in. The script writes words as text, never
 as HTML.
@@ -62,7 +60,7 @@ def write_page(document: Paged, path: Path, *, force: bool = False) -> None:
 
 
 def page_of(document: Paged) -> str:
-    """The page itself.
+    """Return the page itself.
 
     Raises:
         UsageError: the report is of JSON, which has no moments, or plotly is not installed.
@@ -96,7 +94,7 @@ def page_of(document: Paged) -> str:
 
 
 def answer_data(document: Comparison | Analysis | Recommendation) -> dict[str, Any]:
-    """What the script of an answer is given, as plain JSON values."""
+    """Return what the script of an answer is given, as plain JSON values."""
     if isinstance(document, Comparison):
         lines, good = lines_of(comparison.render_heading(document)), document.within
         verdict, text = lines_of(comparison.view(document, quiet=True)), text_of(comparison.view(document, top=_ALL))
@@ -116,12 +114,12 @@ def answer_data(document: Comparison | Analysis | Recommendation) -> dict[str, A
 
 
 def lines_of(view: RenderableType) -> list[str]:
-    """What it says, for a browser to break into lines."""
+    """Return what it says, for a browser to break into lines."""
     return [line.strip() for line in text_of(view, width=_WIDE).strip().splitlines() if line.strip()]
 
 
 def page_data(document: Document) -> dict[str, Any]:
-    """What the page's script is given, as plain JSON values.
+    """Return what the page's script is given, as plain JSON values.
 
     Raises:
         UsageError: the report is of JSON, which has no moments.

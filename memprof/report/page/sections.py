@@ -41,7 +41,7 @@ class Section:
     text: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """As the page's script takes it."""
+        """Return the section as the page's script takes it."""
         columns = [
             {"name": name.lstrip(">$"), "number": name.startswith(">"), "code": name.startswith("$")}
             for name in self.columns
@@ -56,7 +56,7 @@ class Section:
 
 
 def sections_of(document: Comparison | Analysis | Recommendation) -> list[Section]:
-    """Those of a document, in the order of reading; none that has nothing to show."""
+    """Return those of a document, in the order of reading; none that has nothing to show."""
     make = {Comparison: _comparison, Analysis: _analysis, Recommendation: _recommendation}[type(document)]
     return [one for one in make(document) if one.traces or one.rows or one.text]  # type: ignore[operator]
 
@@ -68,7 +68,7 @@ def _size(num_bytes: int | None, *, sign: bool = False) -> Cell:
 
 
 def _bars(names: Sequence[str], sides: dict[str, tuple[Sequence[int], str | list[str]]], unit: Unit) -> dict[str, Any]:
-    """Traces and layout of horizontal bars: a name a row, and of each side its bytes and colour."""
+    """Return traces and layout of horizontal bars: a name a row, and of each side its bytes and colour."""
     traces = [
         {
             "type": "bar", "orientation": "h", "name": side, "y": [plain_words(name) for name in names],
@@ -175,7 +175,7 @@ def _both_over_time(known: list[tuple[str, OverTime]]) -> dict[str, Any]:
 
 
 def _areas(found: OverTime, axis: str, unit: Unit, named: set[str]) -> Iterator[dict[str, Any]]:
-    """An area a category, from the ground of the stack up, as the page of a run has them."""
+    """Yield an area a category, from the ground of the stack up, as the page of a run has them."""
     for name, colour in COLOURS.items():
         if name not in found.categories:
             continue

@@ -26,7 +26,7 @@ class Segments(Plain):
 
 
 def segments_at_peak(ledger: Ledger, moments: Moments) -> Segments:
-    """The segments when most is allocated. They take another replay of the run."""
+    """Return the segments when most is allocated. They take another replay of the run."""
     layout, storages = ledger.run.layout_at(ledger.peak_event)
     found = Segments(ledger.peak_event)
     for segment in sorted(layout, key=lambda one: -one.size):

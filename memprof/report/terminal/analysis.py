@@ -42,11 +42,9 @@ _PATH = 28  # Columns of a module's path beside a source line.
 
 
 def view(document: Analysis, *, replay: bool = False, quiet: bool = False, file: Path | None = None) -> RenderableType:
-    """The whole document; with `replay`, how far the allocator's replay agrees with the recording too.
+    """Return the whole document; with `replay`, how far the allocator's replay agrees with the recording too.
 
-    With `file`, what was read, the command to try next.
-
-    With `quiet`, the most that each device held, alone.
+    With `file`, what was read, the command to try next; with `quiet`, the most that each device held, alone.
     """
     if quiet:
         return Group(*map(_verdict, document.devices))
@@ -206,7 +204,7 @@ def _blocks(device: DeviceReport) -> RenderableType:
 
 
 def _kinds(blocks: tuple[BlockRow, ...]) -> list[BlockRow]:
-    """The first of each kind."""
+    """Return the first of each kind."""
     found: dict[tuple[object, ...], BlockRow] = {}
     for block in blocks:
         found.setdefault((block.allocated_bytes, block.source, block.op, block.category), block)
@@ -246,7 +244,7 @@ def _pins(found: FragmentationRow, when: str) -> RenderableType:
 
 
 def _bullets(sentences: Sequence[str], indent: int = 2) -> RenderableType:
-    """Sentences whose further lines are indented as their first."""
+    """Return sentences whose further lines are indented as their first."""
     grid = Table.grid(padding=(0, 1, 0, 0))
     for sentence in sentences:
         grid.add_row("-", sentence)
@@ -308,7 +306,7 @@ def _what_if(found: WhatIf) -> RenderableType:
 
 
 def _tail(module: str) -> str:
-    """The innermost calls of a chain, or the end of a path."""
+    """Return the innermost calls of a chain, or the end of a path."""
     if len(module) > _PATH and " > " not in module and not module.startswith("("):
         kept: list[str] = []
         for part in reversed(module.split(".")):

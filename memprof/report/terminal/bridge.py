@@ -59,7 +59,7 @@ def render_bridge(bridge: Bridge, unit: Unit) -> RenderableType:
 
 
 def _kept(free: int, cached: int) -> str:
-    """What is free where most is reserved: cached for the next step, or never in use."""
+    """Return what is free where most is reserved: cached for the next step, or never in use."""
     if not cached:
         return "fragmentation"
     return f"{format_bytes(free - cached)} fragmentation, the rest cached" if free > cached else "cached"
@@ -78,7 +78,7 @@ def _processes(bridge: Bridge) -> str:
 
 
 def render_streams(found: StreamMemory, unit: Unit) -> RenderableType:
-    """A row a stream, and both bounds of what is reserved where they differ."""
+    """Return a row a stream, and both bounds of what is reserved where they differ."""
     waits = any(share.waiting_bytes for share in found.streams)
     made = table("|stream", ">reserved", ">allocated", *([">waiting"] * waits), ">free")
     for share in found.streams:

@@ -14,7 +14,7 @@ TENSORS = 3  # Of the largest at the peak.
 
 
 def brief(document: Document) -> str:
-    """Verdict, peak with its stage, the largest tensors, and what the findings are called."""
+    """Return verdict, peak with its stage, the largest tensors, and what the findings are called."""
     peak, verdict = document.peak, document.verdict
     lines = [
         _verdict(document),

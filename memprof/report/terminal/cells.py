@@ -24,7 +24,7 @@ class Unit:
         self.num_bytes = num_bytes
 
     def amount(self, num_bytes: int, *, sign: bool = False) -> str:
-        """`num_bytes` with two decimals, never as minus zero."""
+        """Return `num_bytes` with two decimals, never as minus zero."""
         value = round(num_bytes / self.num_bytes, 2) + 0.0
         return f"{value:+,.2f}" if sign else f"{value:,.2f}"
 

@@ -37,7 +37,7 @@ MAX_NAMED = 6  # Stages named that only one has.
 def view(
     document: Comparison, *, top: int = 10, explain: bool = False, quiet: bool = False, files: tuple[Path, ...] = ()
 ) -> RenderableType:
-    """The whole comparison, `top` rows of a table; with `explain`, the assumptions of only one too.
+    """Return the whole comparison, `top` rows of a table; with `explain`, the assumptions of only one too.
 
     With `quiet`, the verdict alone; with `files`, A and B, the command to try next.
     """
@@ -51,7 +51,7 @@ def view(
 
 
 def render_heading(document: Comparison) -> RenderableType:
-    """The two, and what kinds of runs they are."""
+    """Return the two, and what kinds of runs they are."""
     lines = [heading("memprof compare")]
     for letter, side in (("A", document.a), ("B", document.b)):
         lines.append(Text(f"{letter}: {side.file}, {_described(side)}"))
@@ -136,7 +136,7 @@ def _amounts(side: Iterable[StageAmounts | None], value: Callable[[StageAmounts]
 
 
 def _stacks(rows: Iterable[StageRow]) -> list[list[StageRow]]:
-    """Rows in the order of the run, those of one stack of layers together."""
+    """Return rows in the order of the run, those of one stack of layers together."""
     ordered = sorted(rows, key=lambda row: row.order)
     stacks = groupby(ordered, key=lambda row: (row.step, row.micro_batch, row.stack or row.order))
     return [list(own) for _, own in stacks]
@@ -260,7 +260,7 @@ def _verdict(document: Comparison) -> RenderableType:
 
 
 def _beside(first: str, *more: str) -> Table:
-    """A table of A, B and their difference."""
+    """Return a table of A, B and their difference."""
     return table(f"~{first}", ">A", ">B", ">difference", *more, drop=("change A", "change B", "A", "B"))
 
 

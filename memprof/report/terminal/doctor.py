@@ -20,7 +20,7 @@ _FIGURES = {
 
 
 def render_diagnoses(found: Sequence[Diagnosis], *, quiet: bool = False) -> str:
-    """The first in full, the others in a line each; `quiet`: what the first is, alone."""
+    """Return the first in full, the others in a line each; `quiet`: what the first is, alone."""
     if quiet:
         return "\n".join(_wrap([found[0].title], "")) + "\n"
     lines = _diagnosis(found[0])
@@ -74,7 +74,7 @@ def _wrap(lines: Iterable[str], indent: str, hanging: str | None = None) -> list
 
 
 def render_installation(checked: Installation, *, quiet: bool = False) -> str:
-    """What is here, then what is wrong with it; `quiet`: this alone."""
+    """Return what is here, then what is wrong with it; `quiet`: this alone."""
     lines = [] if quiet else [*(f"{name:<22} {value}" for name, value in checked.facts), ""]
     if not checked.findings:
         lines.append("Nothing wrong was found.")

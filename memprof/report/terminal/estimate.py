@@ -20,7 +20,7 @@ def render_text(
     explain: bool = False,
     quiet: bool = False,
 ) -> str:
-    """The answer; with `explain`, every formula, constant and assumption; `quiet`: weights and cards alone."""
+    """Return the answer; with `explain`, every formula, constant and assumption; `quiet`: weights and cards alone."""
     lines = [*_heading(estimate), *_table(estimate), "", *_cards(estimate, gpus)]
     if quiet:
         lines = [lines[0], *_cards(estimate, gpus)]
@@ -140,10 +140,8 @@ def _exact(estimate: Estimate, exact: Mapping[str, Simulated]) -> Iterator[str]:
 
 
 def _merged(mine: Mapping[str, int], theirs: Mapping[str, int]) -> dict[str, tuple[int, int]]:
-    """The terms of both under common names; those of less than 0.05 MiB in both are left out.
-
-    A layer's own temporaries are activations in the closed form, and inputs and buffers are too small to tell.
-    """
+    """Return the terms of both under common names; those of less than 0.05 MiB in both are left out."""
+    # A layer's own temporaries are activations in the closed form, and inputs and buffers are too small to tell.
     common = {"inputs": "activations", "buffers": "activations", "fragmentation": "rounding"}
     if not mine.get("temporaries"):
         common["temporaries"] = "activations"

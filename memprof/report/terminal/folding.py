@@ -42,12 +42,12 @@ class ShownStage(Stage):
 
 
 def shown_step(document: Document) -> int:
-    """The step shown in full: the last one, unless the peak was higher before."""
+    """Return the step shown in full: the last one, unless the peak was higher before."""
     return max(document.stages, key=lambda row: (row.peak_allocated_bytes, row.step)).step
 
 
 def shown_stages(document: Document) -> list[ShownStage]:
-    """The rows of the terminal's table."""
+    """Return the rows of the terminal's table."""
     full = shown_step(document)
     result: list[ShownStage] = []
     for step, rows in groupby(document.stages, key=lambda row: row.step):
@@ -61,8 +61,7 @@ def shown_stages(document: Document) -> list[ShownStage]:
 
 
 def row_of_peak(document: Document, rows: Sequence[ShownStage]) -> int | None:
-    """The place in `rows` of the one that the run's peak is in, as the report says below them. What comes after it
-    begins with as much."""
+    """Return the place in `rows` of the one that the run's peak is in: what comes after it begins with as much."""
     peak = document.peak
     reached = [place for place, row in enumerate(rows) if row.peak_allocated_bytes == peak.allocated_bytes]
     stacks = {row.stack for row in document.stages if row.name == peak.stage and row.stack}
@@ -91,7 +90,7 @@ def _step(rows: list[Stage]) -> Iterator[ShownStage]:
 
 
 def _folded_summaries(summaries: list[ShownStage]) -> Iterator[ShownStage]:
-    """Whole micro-batches that cost the same, as one row."""
+    """Yield whole micro-batches that cost the same, as one row."""
     for _, group in groupby(summaries, key=lambda row: row.delta_bytes):
         alike = list(group)
         word, first = alike[0].name.split()
@@ -100,8 +99,7 @@ def _folded_summaries(summaries: list[ShownStage]) -> Iterator[ShownStage]:
 
 
 def _folded_rounds(rows: list[ShownStage], near: int, longest: int) -> Iterator[ShownStage]:
-    """Rows that follow each other in the same order again, once for all rounds that cost the same, but for `near`; a
-    round has as many rows as `longest` or fewer."""
+    """Yield repeated rows once for all rounds of at most `longest` rows that cost the same, but for `near` bytes."""
 
     def same_names(one: ShownStage, other: ShownStage) -> bool:
         return one.name == other.name or (one.is_step and other.is_step)
@@ -122,12 +120,12 @@ def _folded_rounds(rows: list[ShownStage], near: int, longest: int) -> Iterator[
 
 
 def _rise(row: ShownStage) -> int:
-    """The peak above what was there before."""
+    """Return the peak above what was there before."""
     return row.peak_allocated_bytes - (row.allocated_bytes - row.delta_bytes)
 
 
 def _repeated(items: Sequence[T], same: Callable[[T, T], bool], longest: int) -> Iterator[list[list[T]]]:
-    """`items` cut into rounds that repeat each other; what is not repeated is a round by itself."""
+    """Yield `items` cut into rounds that repeat each other; what is not repeated is a round by itself."""
     begin = 0
     while begin < len(items):
         period, count = 1, 1
@@ -144,7 +142,7 @@ def _repeated(items: Sequence[T], same: Callable[[T, T], bool], longest: int) ->
 
 
 def _in_turn(rounds: list[list[ShownStage]]) -> Iterator[ShownStage]:
-    """The rows of one round, for all of them."""
+    """Yield the rows of one round, for all of them."""
     alone = len(rounds[0]) == 1
     for rows in zip(*rounds, strict=True):
         first, last = rows[0], rows[-1]

@@ -21,7 +21,7 @@ MIN_HOST_BYTES = 16 * GIB  # Host memory below this is there in every machine wi
 
 
 def render_ladder(document: Document) -> RenderableType:
-    """The rows, why they were chosen, and what was left out."""
+    """Return the rows, why they were chosen, and what was left out."""
     rungs = document.ladder
     unit = unit_for(rungs[0].peak_allocated_bytes)
     added = [_added(rung, rungs[number - 1] if number else None) for number, rung in enumerate(rungs)]
@@ -64,7 +64,7 @@ def render_ladder(document: Document) -> RenderableType:
 
 
 def _added(rung: Rung, before: Rung | None) -> list[str]:
-    """Lines of a row's first cell; what stands beside the first is of all of them."""
+    """Return lines of a row's first cell; what stands beside the first is of all of them."""
     if before is None:
         return [f"as it is ({rung.parallel})" if rung.parallel else "as it is"]
     added = [name for name in rung.remedies if name not in before.remedies]
@@ -79,7 +79,7 @@ def _cells(rung: Rung, unit: Unit, *, first: bool) -> tuple[str, ...]:
 
 
 def _cost(cost: Cost, *, first: bool) -> tuple[str, ...]:
-    """Operations, what goes over the bus and to other cards, time of a step, and what happens to the numbers."""
+    """Return operations, what goes over the bus and to other cards, time of a step, and what happens to the numbers."""
     if cost.operations is None or cost.extra_operations is None or cost.step_seconds is None:
         return "?", "?", "?", "?", _NUMBERS[cost.numerics]
     step = _seconds(cost.step_seconds)

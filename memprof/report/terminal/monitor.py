@@ -25,7 +25,7 @@ _MIN_ROWS = 12  # A terminal with fewer rows is left to the command.
 
 
 def make_view(stream: TextIO, *, has_command: bool, as_json: bool = False, quiet: bool = False) -> View:
-    """The view that suits `stream`: a terminal gets a picture, a file or a pipe lines."""
+    """Return the view that suits `stream`: a terminal gets a picture, a file or a pipe lines."""
     if as_json:
         return JsonView(stream, is_needed=not has_command)
     if quiet:

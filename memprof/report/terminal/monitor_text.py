@@ -27,7 +27,7 @@ _MAX_PROCESSES = 3
 
 
 def sparkline(values: Iterable[int], width: int, highest: int = 0) -> str:
-    """The last `width` values as bars, from zero to the highest of them and of `highest`."""
+    """Return the last `width` values as bars, from zero to the highest of them and of `highest`."""
     shown = list(values)[-width:]
     top = max([highest, *shown])
     if top <= 0:
@@ -36,7 +36,7 @@ def sparkline(values: Iterable[int], width: int, highest: int = 0) -> str:
 
 
 def plain_line(sample: Sample) -> str:
-    """A sample in one line."""
+    """Return a sample in one line."""
     parts = [f"{datetime.fromtimestamp(sample.time):%H:%M:%S}"]
     if sample.processes:
         count = len(sample.processes)
@@ -48,7 +48,7 @@ def plain_line(sample: Sample) -> str:
 
 
 def summary(outcome: MonitorOutcome) -> str:
-    """A watched command in one line."""
+    """Return a watched command in one line."""
     peaks = outcome.peaks
     line = f"{outcome.command} {outcome.ending} after {_duration(outcome.elapsed)}"
     known = {"allocated": peaks.allocated_bytes, "reserved": peaks.reserved_bytes}
@@ -59,7 +59,7 @@ def summary(outcome: MonitorOutcome) -> str:
 
 
 def _amounts(sample: Sample, name: str) -> str:
-    """Now, and the highest since the last sample."""
+    """Return the amount now, and the highest since the last sample."""
     current, highest = sample.total(f"{name}_bytes") or 0, sample.total(f"interval_peak_{name}_bytes") or 0
     return f"{name} {format_bytes(current)}, highest {format_bytes(highest)}"
 
@@ -71,7 +71,7 @@ def _trouble(sample: Sample) -> str:
 
 
 def _card(sample: Sample, card: NvmlCard) -> str:
-    """One card in a few words: what is used, by whom, and how it fares."""
+    """Return one card in a few words: what is used, by whom, and how it fares."""
     if card.used_bytes is None or card.total_bytes is None:
         return f"card {card.index} {card.name}: memory not known"
     parts = [f"card {card.index} {card.name}: {gib(card.used_bytes)} of {gib(card.total_bytes)} GiB"]
@@ -120,7 +120,7 @@ class History:
                 self._values.setdefault(name, deque(maxlen=_HISTORY)).append(value)
 
     def curve(self, name: str, highest: int | None = None, width: int = _CURVE) -> str:
-        """As bars, `width` columns of them."""
+        """Return the values as bars, `width` columns of them."""
         return sparkline(self._values.get(name, ()), width, highest or 0).ljust(width)
 
 
@@ -129,7 +129,7 @@ def _curve_of(card: NvmlCard, process: CardProcess) -> str:
 
 
 def cards_table(sample: Sample, peaks: Peaks, history: History) -> RenderableType:
-    """The cards, one row each, the slices and processes below, and what could not be read."""
+    """Return the cards, one row each, the slices and processes below, and what could not be read."""
     made = table(ruled=True, drop=("peak", "state", "total"))
     time = f"{datetime.fromtimestamp(sample.time):%H:%M:%S}  GiB"
     made.add_column(time, no_wrap=True, overflow="ellipsis", min_width=_MIN_NAME)
@@ -157,7 +157,7 @@ def _cell(amount: int | None, unknown: str = "") -> str:
 
 
 def footer_lines(sample: Sample, peaks: Peaks, history: History) -> list[Text]:
-    """A sample as a few lines below a command's output."""
+    """Return a sample as a few lines below a command's output."""
     lines = []
     if sample.allocators:
         for name, peak in (("allocated", peaks.allocated_bytes), ("reserved", peaks.reserved_bytes)):

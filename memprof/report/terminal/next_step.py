@@ -27,7 +27,7 @@ _ALL = 1000  # Rows of a table: more than any comparison has.
 
 
 def render_next(found: tuple[str, str] | None) -> list[RenderableType]:
-    """The line and what it is for; nothing where nothing is known to try."""
+    """Return the line and what it is for; nothing where nothing is known to try."""
     if found is None:
         return []
     what, command = found
@@ -35,7 +35,7 @@ def render_next(found: tuple[str, str] | None) -> list[RenderableType]:
 
 
 def next_step(document: Document) -> tuple[str, str] | None:
-    """What to see after a report, and the command that shows it; None where no command line made it."""
+    """Return what to see after a report, and the command that shows it; None where no command line made it."""
     if document.source != "simulated":
         return _FINDINGS if document.findings else None
     if document.program is not None:
@@ -46,7 +46,7 @@ def next_step(document: Document) -> tuple[str, str] | None:
 
 
 def after_analysis(document: Analysis, file: Path) -> tuple[str, str]:
-    """What to see after the analysis of `file`."""
+    """Return what to see after the analysis of `file`."""
     words = ["memprof", "analyze", str(file)]
     if any(device.what_if is not None for device in document.devices):
         return "the sizes of the blocks", shlex.join([*words, "--by", "size"])
@@ -62,7 +62,7 @@ def after_analysis(document: Analysis, file: Path) -> tuple[str, str]:
 
 
 def after_comparison(document: Comparison, files: tuple[Path, ...]) -> tuple[str, str] | None:
-    """What to see after the comparison of two files; None where they agree, or are not files."""
+    """Return what to see after the comparison of two files; None where they agree, or are not files."""
     if document.within or not files:
         return None
     return "every row that differs", shlex.join(["memprof", "compare", *map(str, files), "--top", str(_ALL)])

@@ -26,7 +26,7 @@ _READ_BESIDE = {
 
 
 def card_columns(document: Document) -> dict[str, str]:
-    """Header -> attribute of a stage, of what was read off the card; empty for a run that was measured on none."""
+    """Return header -> attribute of a stage of what was read off the card; empty if it was measured on none."""
     if document.source != "measured" or document.on_cpu:
         return {}
     known = {name for row in document.stages for name in _CARD_COLUMNS.values() if getattr(row, name) is not None}
@@ -34,7 +34,7 @@ def card_columns(document: Document) -> dict[str, str]:
 
 
 def against_card(document: Document) -> Iterator[Text]:
-    """By how much the replay and the card differ at the most, and where."""
+    """Say by how much the replay and the card differ at the most, and where."""
     if not card_columns(document):
         return
     far = []

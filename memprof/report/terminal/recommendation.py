@@ -52,7 +52,7 @@ _TITLES = {
 
 
 def view(answer: Recommendation, *, explain: bool = False) -> RenderableType:
-    """Everything but the scripts."""
+    """Return everything but the scripts."""
     note = [dim(f"The card: {answer.card_note}.")] if answer.card_note else []
     parts: list[RenderableType] = [render_heading(answer), *note, Text("")]
     parts += (_largest if answer.largest else _configuration)(answer, explain=explain)
@@ -65,7 +65,7 @@ def view(answer: Recommendation, *, explain: bool = False) -> RenderableType:
 
 
 def verdict_lines(answer: Recommendation) -> list[str]:
-    """What to use, or that nothing fits."""
+    """Return what to use, or that nothing fits."""
     if answer.largest:
         fitting = [row for row in answer.largest if row.model is not None]
         models = [f"{row.task}: {row.model}, up to {row.context_length or 0:,} tokens" for row in fitting]

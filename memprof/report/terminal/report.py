@@ -43,7 +43,7 @@ _SEVERITY_STYLE = {Severity.ERROR: "bold red", Severity.WARNING: "yellow", Sever
 
 
 def view(document: Document, *, explain: bool = False, quiet: bool = False) -> RenderableType:
-    """The whole report; with `explain`, what it rests on too; `quiet`: the verdict alone."""
+    """Return the whole report; with `explain`, what it rests on too; `quiet`: the verdict alone."""
     if quiet:
         return _verdict(document) if document.limit is None else Text(headline(document.limit))
     parts: list[RenderableType] = [render_heading(document), _stages(document), _verdict(document), *_faults(document)]
@@ -72,7 +72,7 @@ def _unit(document: Document) -> Unit:
 
 
 def render_heading(document: Document) -> RenderableType:
-    """What was run, and on which card."""
+    """Return what was run, and on which card."""
     device, target = document.device, document.target
     kind = "simulated on a virtual" if document.source == "simulated" else "measured on"
     size = "" if device.total_bytes is None else f" ({gib(device.total_bytes)} GiB)"
@@ -152,7 +152,7 @@ def _describe(target: Target) -> str:
 
 
 def _what_is_trained(target: Target) -> str:
-    """The adapter, the NPT components, or how much is not frozen; nothing of a model that is trained as a whole."""
+    """Return the adapter, the NPT components, or how much is not frozen; nothing of a model trained as a whole."""
     asked, trainable = target.asked, target.num_trainable_parameters
     if asked.adapter:
         name = f"{asked.adapter.upper().replace('LORA', 'LoRA')} of rank {asked.lora_rank}"
@@ -287,7 +287,7 @@ def _memory_verdict(document: Document) -> RenderableType:
 
 
 def _runs_out(growth: Growth, findings: Sequence[Finding], need: str) -> Text:
-    """Of a run whose memory grows for longer than the GPU has room."""
+    """Return the verdict on a run whose memory grows for longer than the GPU has room."""
     seen = f"the {growth.steps_seen} steps that were run need {need}"
     planned = growth.program_steps
     end = "no end of its steps was seen" if planned is None else f"the script makes about {planned:,}"
@@ -298,7 +298,7 @@ def _runs_out(growth: Growth, findings: Sequence[Finding], need: str) -> Text:
 
 
 def _until(growth: Growth | None) -> str:
-    """How long memory that grows lasts, for a run that ends before."""
+    """Return how long memory that grows lasts, for a run that ends before."""
     if growth is None:
         return ""
     last = "" if growth.runs_out_step is None else f" until about step {growth.runs_out_step:,}"
@@ -312,7 +312,7 @@ def _said(label: str, style: str, said: str) -> Text:
 
 
 def _faults(document: Document) -> list[RenderableType]:
-    """What kills the run on a real card whatever its memory, beside the verdict: it must not be read alone."""
+    """Return what kills the run on a real card whatever its memory, beside the verdict: it must not be read alone."""
     known = ("does-not-fit", "run-failed", "memory-growth")  # the verdict has said these
     errors = [one for one in document.findings if one.severity is Severity.ERROR and one.id not in known]
     return [Text("Fails on a real card: ", style="bold red").append(one.title, style="default") for one in errors]
@@ -330,7 +330,7 @@ def _raised_and_caught(number: int) -> str:
 
 
 def _fits(document: Document, need: str, spare: int) -> Text:
-    """What NCCL takes beside it is known from others alone: that it is enough is said of what is left after that."""
+    """Return the verdict on what fits; that NCCL's share fits too is said of what is left after it."""
     nccl = None if document.bridge is None else document.bridge.nccl_group_bytes
     if nccl is None:
         return _said("Fits", "bold green", f"needs {need}, {format_bytes(spare)} to spare.")
@@ -344,7 +344,7 @@ def _fits(document: Document, need: str, spare: int) -> Text:
 
 
 def _verdict_after_errors(verdict: Verdict, first: CaughtError, need: str, spare: int) -> Text:
-    """Of a program that caught out-of-memory errors: what is known to fit is not what it asked for at first."""
+    """Return the verdict on a program that caught out-of-memory errors: it fits without what it asked for first."""
     number = verdict.out_of_memory_caught
     which = "" if number == 1 else ", the first"
     stage = at_stage(first.stage, first.step)
@@ -370,7 +370,7 @@ def _categories(document: Document) -> RenderableType:
 
 
 def _workspaces(document: Document) -> list[RenderableType]:
-    """What is not known of cuDNN's convolutions, where the peak depends on it."""
+    """Return what is not known of cuDNN's convolutions, where the peak depends on it."""
     found, total = document.peak.workspaces, document.peak.allocated_bytes
     if found is None or found.most_peak_bytes - found.least_peak_bytes < _MIN_SHARE_IN_DOUBT * total:
         return []
@@ -406,7 +406,7 @@ def _finding(number: int, finding: Finding) -> RenderableType:
 
 
 def _as_fix(name: str) -> str:
-    """A remedy as `--fix` takes it; N is for the user to say."""
+    """Return a remedy as `--fix` takes it; N is for the user to say."""
     remedy = REMEDIES.get(name)
     return f"{name}=N" if remedy is not None and remedy.main_option in remedy.required else name
 

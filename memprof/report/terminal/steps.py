@@ -15,7 +15,7 @@ MAX_ROWS = 12  # Of a run whose steps all differ: the first and the last of them
 
 
 def render_steps(steps: tuple[TrainingStep, ...], unit: Unit) -> RenderableType:
-    """The table; steps that follow each other and grow by the same are one row, with the figures of the last."""
+    """Return the table; steps that follow each other and grow by the same are one row, with the figures of the last."""
     made = table("steps", ">peak allocated", ">held at the end", ">growth", ruled=True)
     groups = groupby(steps, key=lambda row: (row.growth_bytes, row.peak_bytes - row.end_bytes))
     alike = [list(rows) for _, rows in groups]
@@ -34,7 +34,7 @@ def render_steps(steps: tuple[TrainingStep, ...], unit: Unit) -> RenderableType:
 
 
 def render_batches(batches: Batches, unit: Unit) -> RenderableType:
-    """Reserved over the steps, by settings; and how much of it lies idle."""
+    """Return reserved over the steps, by settings; and how much of it lies idle."""
     made = table(f"reserved in a step, {unit.name}", ">mean", ">p99", ">peak", ">peak in step")
     for row in batches.reserved:
         amounts = (unit.amount(size) for size in (row.mean_bytes, row.p99_bytes, row.peak_bytes))

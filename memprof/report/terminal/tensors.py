@@ -12,7 +12,7 @@ from memprof.trace.events import short_source
 
 
 def told_apart(tensors: Iterable[LiveTensor]) -> list[LiveTensor]:
-    """Those of which a row says the same are one: forward and backward each have a workspace of cuBLAS."""
+    """Return those of which a row says the same are one: forward and backward each have a workspace of cuBLAS."""
     found: dict[tuple[object, ...], LiveTensor] = {}
     for one in tensors:
         where = one.name or (one.module, one.source)
@@ -25,7 +25,7 @@ def told_apart(tensors: Iterable[LiveTensor]) -> list[LiveTensor]:
 
 
 def origin(tensor: LiveTensor) -> Text:
-    """Where it comes from."""
+    """Return where it comes from."""
     text = Text(tensor.category)
     where = tensor.name or tensor.module
     if where:

@@ -19,7 +19,7 @@ _FIELDS = {
 
 
 def view(document: Vocabulary, *, quiet: bool = False) -> RenderableType:
-    """The whole report, or the caps and what they save alone."""
+    """Return the whole report, or the caps and what they save alone."""
     if quiet:
         return _caps(document) if document.savings is None else _savings(document.savings)
     savings = [] if document.savings is None else [_savings(document.savings)]
@@ -66,7 +66,7 @@ def _curve(document: Vocabulary) -> RenderableType:
 
 
 def _percent(share: float, everything: bool) -> str:
-    """Two decimals, and 100% only for all of it."""
+    """Return a share with two decimals, and 100% only for all of it."""
     return "100.00%" if everything else f"{min(share, 0.9999):.2%}"
 
 
@@ -105,7 +105,7 @@ def _savings(savings: Savings) -> RenderableType:
 
 
 def saved(before: Memory, after: Memory) -> int:
-    """Bytes of the card; by arithmetic, of what is known."""
+    """Return the bytes of the card; by arithmetic, of what is known."""
     if before.required_bytes is not None and after.required_bytes is not None:
         return before.required_bytes - after.required_bytes
     return sum((getattr(before, name) or 0) - (getattr(after, name) or 0) for name in _FIELDS.values())

@@ -15,7 +15,7 @@ COLOURLESS: ContextVar[bool] = ContextVar("colourless", default=False)  # Whethe
 
 
 def output_width() -> int:
-    """Columns of what is printed to stdout: COLUMNS, else those of the terminal, else `WIDTH`."""
+    """Return the columns of what is printed to stdout: COLUMNS, else those of the terminal, else `WIDTH`."""
     said = os.environ.get("COLUMNS", "")
     if said.isdecimal() and int(said):
         return min(max(int(said), NARROWEST), WIDEST)
@@ -26,7 +26,7 @@ def output_width() -> int:
 
 
 def wrapped(line: str, width: int, indent: str = "", deeper: str | None = None) -> list[str]:
-    """`line` in lines of so many columns, broken between words alone; `deeper` is before all but the first."""
+    """Return `line` in lines of so many columns, broken between words alone; `deeper` is before all but the first."""
     return textwrap.wrap(
         line, max(width, 40), initial_indent=indent, subsequent_indent=indent + "  " if deeper is None else deeper,
         break_on_hyphens=False, break_long_words=False,
@@ -36,7 +36,7 @@ def wrapped(line: str, width: int, indent: str = "", deeper: str | None = None) 
 def aligned(
     headers: Sequence[str], rows: Sequence[Sequence[str]], width: int, drop: Sequence[str] = ()
 ) -> tuple[list[str], list[str]]:
-    """Lines of aligned columns, headers first, and the columns that were left out.
+    """Return lines of aligned columns, headers first, and the columns that were left out.
 
     Words in the last column may run on in lines of their own below it, before a column of figures is left out for them.
 
@@ -70,5 +70,5 @@ def aligned(
 
 
 def left_out(names: Sequence[str]) -> str:
-    """What is said of columns that there was no room for."""
+    """Return what is said of columns that there was no room for."""
     return f"No room for: {', '.join(' '.join(name.split()) for name in dict.fromkeys(names) if name.strip())}."
