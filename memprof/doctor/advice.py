@@ -198,6 +198,8 @@ def _smaller(run: Known, tensors: tuple[Candidate, ...]) -> tuple[Advice, ...]:
     return tuple(step for step in listed if not step.remedy or step.remedy not in said)
 
 
+_VLLM = "vllm serve MODEL"
+_SGLANG = "python -m sglang.launch_server --model-path MODEL"
 _MPS = (
     Advice("a smaller batch, half precision, or a smaller model: the GPU shares the computer's memory"),
     Advice.python(
@@ -207,9 +209,8 @@ _MPS = (
     ),
     Advice("lift the limit, at the risk that the system swaps or stops", "export PYTORCH_MPS_HIGH_WATERMARK_RATIO=0.0"),
 )
-_CACHE_SIZE = (
-    Advice("how much weights and cache take", "memprof profile --model MODEL --mode inference --context-length 8192"),
-)
+_PROFILE = "memprof profile --model MODEL"
+_CACHE_SIZE = Advice("how much weights and cache take", f"{_PROFILE} --mode inference --context-length 8192")
 # What prints an error that torch's remedies do not help against.
 _OF_SOURCE: dict[str, tuple[Advice, ...]] = {
     "torch (MPS)": _MPS,
@@ -234,19 +235,11 @@ _OF_SOURCE: dict[str, tuple[Advice, ...]] = {
         Advice("a smaller batch, or shorter sequences"),
     ),
     "SGLang": (  # its options: docs/advanced_features/server_arguments.md of sgl-project/sglang
-        Advice(
-            "give the engine more of the GPU, if nobody else is on it",
-            "python -m sglang.launch_server --model-path MODEL --mem-fraction-static 0.95",
-        ),
-        Advice("shorter sequences", "python -m sglang.launch_server --model-path MODEL --context-length 8192"),
-        Advice(
-            "a smaller cache: one byte a value",
-            "python -m sglang.launch_server --model-path MODEL --kv-cache-dtype fp8_e5m2",
-        ),
-        Advice(
-            "spread the weights over GPUs", "python -m sglang.launch_server --model-path MODEL --tensor-parallel-size 2"
-        ),
-        *_CACHE_SIZE,
+        Advice("give the engine more of the GPU, if nobody else is on it", f"{_SGLANG} --mem-fraction-static 0.95"),
+        Advice("shorter sequences", f"{_SGLANG} --context-length 8192"),
+        Advice("a smaller cache: one byte a value", f"{_SGLANG} --kv-cache-dtype fp8_e5m2"),
+        Advice("spread the weights over GPUs", f"{_SGLANG} --tensor-parallel-size 2"),
+        _CACHE_SIZE,
     ),
     "ggml": (
         *_WHO,
@@ -268,20 +261,17 @@ _FIXED: dict[Cause, tuple[Advice, ...]] = {
         Advice("or an installation that does not belong together", "memprof doctor --env"),
     ),
     Cause.KV_CACHE: (
-        Advice(
-            "give the engine more of the card, if nobody else is on it",
-            "vllm serve MODEL --gpu-memory-utilization 0.95",
-        ),
-        Advice("shorter sequences", "vllm serve MODEL --max-model-len 8192"),
-        Advice("a smaller cache: one byte a value", "vllm serve MODEL --kv-cache-dtype fp8"),
-        Advice("no CUDA graphs, which take memory too", "vllm serve MODEL --enforce-eager"),
-        Advice("spread the weights over cards", "vllm serve MODEL --tensor-parallel-size 2"),
-        *_CACHE_SIZE,
+        Advice("give the engine more of the card, if nobody else is on it", f"{_VLLM} --gpu-memory-utilization 0.95"),
+        Advice("shorter sequences", f"{_VLLM} --max-model-len 8192"),
+        Advice("a smaller cache: one byte a value", f"{_VLLM} --kv-cache-dtype fp8"),
+        Advice("no CUDA graphs, which take memory too", f"{_VLLM} --enforce-eager"),
+        Advice("spread the weights over cards", f"{_VLLM} --tensor-parallel-size 2"),
+        _CACHE_SIZE,
     ),
     Cause.ENGINE_BUDGET: (
         *_WHO,
         Advice("end what is left over of an earlier engine: its worker processes outlive it", "kill PID"),
-        Advice("or ask for no more than is free", "vllm serve MODEL --gpu-memory-utilization 0.8"),
+        Advice("or ask for no more than is free", f"{_VLLM} --gpu-memory-utilization 0.8"),
     ),
     Cause.MODEL_SPILLS: (
         Advice.python("see how the model was spread, and on what", "print(model.hf_device_map)"),
@@ -304,16 +294,12 @@ _FIXED: dict[Cause, tuple[Advice, ...]] = {
         ),
         Advice(
             "what is offloaded to the host takes 12 to 16 bytes a parameter there: offload less, or to disk",
-            "memprof profile --model MODEL --ladder",
+            f"{_PROFILE} --ladder",
         ),
         Advice.python(
             "fewer DataLoader workers: each copies what it touches of the dataset", "DataLoader(..., num_workers=2)"
         ),
-        Advice(
-            "batches made one at a time",
-            f"memprof profile --model MODEL --dataset-batches 100 --fix {_HOST.name}",
-            remedy=_HOST.name,
-        ),
+        Advice("batches made one at a time", f"{_PROFILE} --dataset-batches 100 --fix {_HOST.name}", remedy=_HOST.name),
         Advice("in a container or a job: raise its memory limit", "docker run --memory 64g ...  # sbatch --mem=64G"),
     ),
     Cause.HOST_MEMORY: (

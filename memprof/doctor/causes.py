@@ -17,7 +17,7 @@ _UNNAMED_SHARE, _SURE_SHARE, _SMALL_CARD = 0.1, 0.25, 8 * GIB
 
 def others_bytes(figures: Figures) -> int | None:
     """Return what other processes have on the card; None if the message does not tell."""
-    named = sum(size.num_bytes for _, size in strangers(figures))
+    named = sum(size.num_bytes for _, size in other_processes(figures))
     if named:
         return named
     total, free, mine = figures.total, figures.free, own_bytes(figures)
@@ -36,11 +36,11 @@ def own_bytes(figures: Figures) -> int | None:
 
 def _own_of(figures: Figures) -> Size | None:
     """Return what the process has that is named as another and is this one."""
-    foreign = strangers(figures)
+    foreign = other_processes(figures)
     return next((size for pid, size in figures.others if (pid, size) not in foreign), None)
 
 
-def strangers(figures: Figures) -> tuple[tuple[int, Size], ...]:
+def other_processes(figures: Figures) -> tuple[tuple[int, Size], ...]:
     """Return the processes named that are not this one.
 
     In a container NVML gives pids of the host, so that torch takes itself for another: the process without which the
@@ -107,7 +107,7 @@ def _is_foreign(figures: Figures, others: int, total: int, *, fits: bool) -> boo
         return False
     # What torch says of itself is sure; what is left over is not.
     share = _SURE_SHARE if fits or total < _SMALL_CARD else _UNNAMED_SHARE
-    return bool(strangers(figures)) or figures.process is not None or others >= share * total
+    return bool(other_processes(figures)) or figures.process is not None or others >= share * total
 
 
 def _said(figures: Figures) -> list[str]:
@@ -131,6 +131,6 @@ def _said(figures: Figures) -> list[str]:
             # Only Apple's messages say what a process has, and not what is reserved.
             what = "graphs and buffers of Metal" if reserved is None else "context, libraries, NCCL"
             said.append(f"{format_bytes(outside)} of this process are outside torch's allocator: {what}")
-    for pid, size in strangers(figures):
+    for pid, size in other_processes(figures):
         said.append(f"process {pid} has {size.text}" if pid else f"other processes have {size.text}")
     return said

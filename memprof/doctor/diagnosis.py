@@ -14,7 +14,7 @@ class Cause(StrEnum):
     headline: str
 
     def __new__(cls, value: str, headline: str = "") -> Cause:
-        """Return a member is its value, a string, with the headline beside it."""
+        """Return the member: its value, a string, with the headline beside it."""
         made = str.__new__(cls, value)
         made._value_, made.headline = value, headline
         return made

@@ -89,7 +89,7 @@ def _dimensions(name: str, config: Mapping[str, Any], dtype: str | None) -> Dime
 
 
 @cache
-def of_catalog() -> tuple[Dimensions, ...]:
+def catalog_dimensions() -> tuple[Dimensions, ...]:
     """Return the dimensions of every model of the catalog."""
     return tuple(map(dimensions, list_models()))
 

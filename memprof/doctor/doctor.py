@@ -12,10 +12,10 @@ from memprof.doctor import advice
 from memprof.doctor.causes import cause_of
 from memprof.doctor.diagnosis import Candidate, Cause, Diagnosis, Figures
 from memprof.doctor.dimensions import Dimensions, batch_in, dimensions, find_dimensions, length_in, model_in
-from memprof.doctor.log import Log, Passage, clean, joined
+from memprof.doctor.log import LogReader, Passage, clean, joined
 from memprof.doctor.signatures import SIGNATURES, Signature
-from memprof.doctor.tensors import Question, candidates, requested, roles_in
-from memprof.doctor.tracebacks import Frame, frames, telling
+from memprof.doctor.tensors import TensorQuery, candidates, requested, roles_in
+from memprof.doctor.tracebacks import TracebackFrame, frames, relevant_frames
 
 # Of these a size, if there is one, is no tensor's.
 _WITHOUT_TENSOR = frozenset(
@@ -49,7 +49,7 @@ def diagnose(stream: BinaryIO, name: str, known: advice.Known | None = None) -> 
     """
     known = known or advice.Known()
     model = find_dimensions(known.model) if known.model else None
-    log = Log(stream, name)
+    log = LogReader(stream, name)
     found: list[_Error] = []
     counts: Counter[tuple[str, str]] = Counter()
     for error in filter(None, map(_recognise, log.passages())):
@@ -97,7 +97,7 @@ def _one(message: str) -> str:
 def _explain(error: _Error, head: str, known: advice.Known, model: Dimensions | None) -> Diagnosis:
     signature, passage = error.signature, error.passage
     stack = frames(passage)
-    where = telling(stack)
+    where = relevant_frames(stack)
     figures = signature.figures(error.message)
     cause, said = (signature.cause, ()) if signature.cause is not None else cause_of(figures)
     base = Diagnosis(
@@ -136,13 +136,13 @@ def _explain(error: _Error, head: str, known: advice.Known, model: Dimensions | 
 
 
 def _tensors(
-    figures: Figures, model: Dimensions | None, known: advice.Known, nearby: str, stack: list[Frame]
+    figures: Figures, model: Dimensions | None, known: advice.Known, nearby: str, stack: list[TracebackFrame]
 ) -> tuple[Candidate, ...]:
     interval = requested(figures)
     if interval is None:
         return ()
     inner = [str(frame) for frame in stack[-6:]]
-    question = Question(
+    question = TensorQuery(
         *interval,
         model=model,
         half=model.half if model is not None else "bfloat16",

@@ -61,7 +61,7 @@ class Passage:
     line: int
 
 
-class Log:
+class LogReader:
     """A log that is read once; its name is for errors."""
 
     def __init__(self, stream: BinaryIO, name: str) -> None:
@@ -161,10 +161,7 @@ def clean(line: str) -> str:
     """Return a line without colours, what launchers write before it, and the frames that rich draws."""
     line = _ANSI.sub("", line.rstrip("\r\n")).rpartition("\r")[2]
     for _ in range(4):
-        shorter = _PREFIX.sub("", line, count=1)
-        if shorter == line:
-            break
-        line = shorter
+        line = _PREFIX.sub("", line, count=1)
     return line
 
 

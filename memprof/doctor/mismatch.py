@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from memprof.doctor.diagnosis import Advice
-from memprof.doctor.tracebacks import Frame
+from memprof.doctor.tracebacks import TracebackFrame
 from memprof.remedies.catalog import helping
 
 _DEVICE = r"((?:cuda|cpu|mps|xpu|meta|npu|hip)(?::\d+)?)"
@@ -97,7 +97,7 @@ def title(mismatch: Mismatch) -> str:
     return f"Tensors on {met} meet{what}{which}"
 
 
-def steps(mismatch: Mismatch, frames: list[Frame]) -> Iterator[Advice]:
+def steps(mismatch: Mismatch, frames: list[TracebackFrame]) -> Iterator[Advice]:
     """Yield the usual fixes, likeliest first."""
     at = f" at {frames[0].file.rsplit('/', 1)[-1]}:{frames[0].line}" if frames else ""
     if mismatch.numpy:

@@ -39,7 +39,7 @@ def _mismatch(name: str, words: str, pattern: str = "", source: str = "torch") -
     return _signature(name, words, pattern, source=source, cause=Cause.DEVICE_MISMATCH, rank=0)
 
 
-# In the order in which they are tried: the more telling first.
+# In the order in which they are tried: the more specific first.
 SIGNATURES: tuple[Signature, ...] = (
     _signature(
         "torch-oom", "Tried to allocate",

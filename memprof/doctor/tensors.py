@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from memprof.doctor.diagnosis import Candidate, Figures
-from memprof.doctor.dimensions import Dimensions, of_catalog
+from memprof.doctor.dimensions import Dimensions, catalog_dimensions
 from memprof.units import MIB
 
 _SEGMENT = 2 * MIB
@@ -50,7 +50,7 @@ def requested(figures: Figures) -> tuple[int, int] | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class TensorQuery:
     """What is known when a tensor is looked for."""
 
     low: int  # the smallest request that it may be, bytes.
@@ -92,7 +92,7 @@ def roles_in(frames: Sequence[str]) -> frozenset[str]:
     return frozenset(role for role, words in _ROLES.items() if any(word in text for word in words.split()))
 
 
-def candidates(question: Question, most: int = 5) -> list[Candidate]:
+def candidates(question: TensorQuery, most: int = 5) -> list[Candidate]:
     """Return tensors that the refused request may have been, likeliest first."""
     weighed: dict[tuple[str, tuple[int, ...], str], tuple[float, Candidate]] = {}
     enough = MIN_BITS if question.model is None else 1.0
@@ -105,12 +105,12 @@ def candidates(question: Question, most: int = 5) -> list[Candidate]:
     return [candidate for bits, candidate in ranked[:most] if bits > ranked[0][0] - 10]
 
 
-def _all(question: Question) -> Iterator[tuple[float, Candidate]]:
+def _all(question: TensorQuery) -> Iterator[tuple[float, Candidate]]:
     model = question.model
     if model is None:
         # A round size is as many logits, scores or weights: of these the traceback must speak.
         said = question.roles if _is_round(question) else {"logits", "feed-forward", "attention"}
-        for known in of_catalog():
+        for known in catalog_dimensions():
             if "logits" in said:
                 yield from _rows(question, known.vocabulary, "logits", -1.0, "logits", known)
             if "feed-forward" in said:
@@ -137,14 +137,14 @@ def _all(question: Question) -> Iterator[tuple[float, Candidate]]:
     yield from _weights(question, model)
 
 
-def _is_round(question: Question) -> bool:
+def _is_round(question: TensorQuery) -> bool:
     """Return whether the request may have been a power of two of bytes, or three times one."""
     number = _roundest(question.low, question.high)
     return number >> ((number & -number).bit_length() - 1) <= _MOST_ODD
 
 
 def _rows(
-    question: Question, width: int, role: str, prior: float, kind: str, of: Dimensions | None = None
+    question: TensorQuery, width: int, role: str, prior: float, kind: str, of: Dimensions | None = None
 ) -> Iterator[tuple[float, Candidate]]:
     """Yield tensors of one row of `width` values for each token; `of`: of this model, where none is known."""
     if not width:
@@ -167,7 +167,7 @@ def _rows(
             yield bits + prior + hint + bias, candidate
 
 
-def _tokens(question: Question, unit: int) -> Iterator[tuple[int, float, bool, str]]:
+def _tokens(question: TensorQuery, unit: int) -> Iterator[tuple[int, float, bool, str]]:
     """Yield numbers of tokens of `unit` bytes that the request may be: number, bits, whether all was known, and why."""
     low, high = -(-question.low // unit), question.high // unit
     width = (question.high - question.low + 1) / unit
@@ -195,7 +195,7 @@ def _tokens(question: Question, unit: int) -> Iterator[tuple[int, float, bool, s
             yield multiple, bits, False, f"a multiple of {hinted:,}, which the log names"
 
 
-def _split(question: Question, tokens: int) -> tuple[int, int]:
+def _split(question: TensorQuery, tokens: int) -> tuple[int, int]:
     """Return batch and length of so many tokens: as given; else as few sequences as the model has positions for."""
     if question.batch and tokens % question.batch == 0:
         return question.batch, tokens // question.batch
@@ -212,7 +212,7 @@ def _split(question: Question, tokens: int) -> tuple[int, int]:
 
 
 def _scores(
-    question: Question, heads: int, prior: float, role: str = "attention scores"
+    question: TensorQuery, heads: int, prior: float, role: str = "attention scores"
 ) -> Iterator[tuple[float, Candidate]]:
     """Yield one value for each head and pair of positions."""
     hint, said = question.speaks_of("attention")
@@ -237,7 +237,7 @@ def _scores(
             yield bits + prior + hint + bias, candidate
 
 
-def _weights(question: Question, model: Dimensions) -> Iterator[tuple[float, Candidate]]:
+def _weights(question: TensorQuery, model: Dimensions) -> Iterator[tuple[float, Candidate]]:
     """Yield parameters, their gradients and states, and flat buffers of all of them."""
     shapes: list[tuple[tuple[int, ...], str, float, str]] = [
         ((model.vocabulary, model.hidden), "embedding or head, its gradient or state", 0.0, "weights"),

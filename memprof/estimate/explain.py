@@ -109,7 +109,7 @@ def formula(estimate: Estimate, cell: Cell, term: str) -> str:
     return text.format(**values)
 
 
-def kept(estimate: Estimate, cell: Cell) -> list[tuple[str, float]]:
+def kept_tensors(estimate: Estimate, cell: Cell) -> list[tuple[str, float]]:
     """Return tensors that a layer keeps for the backward, with their bytes per token, the largest first."""
     g = estimate.subject.geometry
     if g is None or not cell.method.trains:

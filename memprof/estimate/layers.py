@@ -13,7 +13,7 @@ from memprof.estimate.tape import FLOAT32, Tape, Tensor
 FLASH_MAX_HEAD = 256
 
 
-class Layer(Projections):
+class DecoderLayer(Projections):
     """One layer that plays on a tape."""
 
     def norm(self, x: Tensor, name: str, width: int | None = None, rows: int = 1) -> Tensor:
@@ -304,11 +304,9 @@ class Layer(Projections):
 
 def kept_per_layer(setting: Setting, *, hidden_needs_grad: bool = True) -> tuple[Tape, int]:
     """Return the tape of one layer, and the bytes it keeps for the backward, its input among them if it keeps that."""
-    tape = Tape(setting.tokens, setting.training)
-    hidden = tape.given(
-        setting.geometry.hidden, setting.stream_item, needs_grad=hidden_needs_grad, name="hidden states"
-    )
-    output = Layer(tape, setting).forward(hidden)
+    tape, width = Tape(setting.tokens, setting.training), setting.geometry.hidden
+    hidden = tape.given(width, setting.stream_item, needs_grad=hidden_needs_grad, name="hidden states")
+    output = DecoderLayer(tape, setting).forward(hidden)
     tape.drop(output)
     if hidden.holders > 1:  # it is the output of the layer before
         tape.kept[f"{hidden.name} #0"] = hidden.num_bytes

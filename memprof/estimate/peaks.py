@@ -9,22 +9,22 @@ from __future__ import annotations
 import dataclasses
 
 from memprof.estimate.geometry import Subject
-from memprof.estimate.layers import Layer
+from memprof.estimate.layers import DecoderLayer
 from memprof.estimate.methods import Plan
 from memprof.estimate.projections import Setting
 from memprof.estimate.ranks import ALONE, Rank
-from memprof.estimate.state import CUBLAS_WORKSPACE, Moment, State, positions, setting_of, state
+from memprof.estimate.state import CUBLAS_WORKSPACE, PeakMoment, StaticMemory, positions, setting_of, state
 from memprof.estimate.tape import Tape
 from memprof.estimate.training import Training
 
 
 def moments(
     subject: Subject, plan: Plan, batch_size: int, context_length: int, rank: Rank = ALONE
-) -> tuple[Moment, ...]:
+) -> tuple[PeakMoment, ...]:
     """Return every moment at which the run may be at its highest. A model without a geometry has its weights alone."""
     held = state(subject, plan)
     if plan.method.kind == "weights":
-        return (Moment("loaded", {"parameters": held.parameters}),)
+        return (PeakMoment("loaded", {"parameters": held.parameters}),)
     assert subject.geometry is not None
     setting = setting_of(subject.geometry, plan, batch_size, context_length)
     if plan.method.kind == "inference":
@@ -32,18 +32,18 @@ def moments(
     return tuple(Training(setting, plan, held, rank).moments())
 
 
-def _prompt(setting: Setting, held: State) -> Moment:
+def _prompt(setting: Setting, held: StaticMemory) -> PeakMoment:
     """Return the last layer of the prompt's forward: the cache is full, and the layer's tensors are alive."""
     g = setting.geometry
     tape = Tape(setting.tokens, training=False)
     hidden = tape.given(g.hidden, setting.stream_item, needs_grad=False, name="hidden states")
-    Layer(tape, setting).forward(hidden)
+    DecoderLayer(tape, setting).forward(hidden)
     # The model's forward holds on to the embedding's output and to the layer's input.
     around = 2 * hidden.num_bytes + positions(setting)
     return _serving("last layer of the prompt", setting, held, tape.peak + around)
 
 
-def _decoding(setting: Setting, held: State, new_tokens: int) -> Moment:
+def _decoding(setting: Setting, held: StaticMemory, new_tokens: int) -> PeakMoment:
     """The last token: the cache is at its longest, and one layer's keys are there twice, as they are joined to it."""
     g = setting.geometry
     last = dataclasses.replace(setting, context_length=setting.context_length + new_tokens - 1)
@@ -52,9 +52,9 @@ def _decoding(setting: Setting, held: State, new_tokens: int) -> Moment:
     return _serving("last token", last, held, copy + of_token)
 
 
-def _serving(name: str, setting: Setting, held: State, activations: int) -> Moment:
+def _serving(name: str, setting: Setting, held: StaticMemory, activations: int) -> PeakMoment:
     terms = {"parameters": held.parameters, "KV cache": kv_cache(setting), "activations": activations}
-    return Moment(name, {**terms, "library workspace": CUBLAS_WORKSPACE})
+    return PeakMoment(name, {**terms, "library workspace": CUBLAS_WORKSPACE})
 
 
 def kv_cache(setting: Setting) -> int:

@@ -17,9 +17,10 @@ from memprof.workload.plan import check_plan, parse_plan
 class Rank:
     """A rank's place; the default is a card alone."""
 
+    # Over how many ranks each part of the state is spread.
     parameters: int = 1
     gradients: int = 1
-    optimizer: int = 1  # Over how many ranks each part of the state is spread.
+    optimizer: int = 1
     replicas: int = 1  # Ranks that reduce their gradients together.
     gathers: bool = False  # fully_shard: what computes is whole for as long as it computes.
     reshard: bool = True  # And is given back after the forward.
@@ -106,20 +107,10 @@ def rank_of(plan: Spread, stage: int = 0) -> Rank:
     shards = plan.shard * plan.sequence if plan.sharded else 1
     in_flight = min(plan.stages - stage, plan.microbatches) if plan.schedule == "1f1b" else plan.microbatches
     return Rank(
-        parameters=shards,
-        gradients=shards,
-        optimizer=shards,
-        replicas=plan.data * plan.sequence,
-        gathers=plan.sharded,
-        reshard=plan.reshard,
-        tensor=plan.tensor,
-        context=plan.context,
-        ulysses=plan.ulysses,
-        stages=plan.stages,
-        stage=stage,
-        in_flight=in_flight if plan.stages > 1 else 1,
-        microbatches=plan.microbatches,
-    )
+        parameters=shards, gradients=shards, optimizer=shards, replicas=plan.data * plan.sequence, gathers=plan.sharded,
+        reshard=plan.reshard, tensor=plan.tensor, context=plan.context, ulysses=plan.ulysses, stages=plan.stages,
+        stage=stage, in_flight=in_flight if plan.stages > 1 else 1, microbatches=plan.microbatches,
+    )  # fmt: skip
 
 
 def ranks_in(subject: Subject, plan: Plan, parallel: str, gpus: int) -> list[Rank]:
@@ -132,17 +123,14 @@ def ranks_in(subject: Subject, plan: Plan, parallel: str, gpus: int) -> list[Ran
         return [ALONE]
     spread = parse_plan(parallel, gpus)
     if spread.layers > 1:
-        raise UsageError(
-            "the closed form has no layers over cards", value=f"--parallel {parallel}",
-            hint="memprof profile --mode inference runs it",
-        )  # fmt: skip
+        hint = "memprof profile --mode inference runs it"
+        raise UsageError("the closed form has no layers over cards", value=f"--parallel {parallel}", hint=hint)
     fields = plan.spec_fields()
     asked = {name: fields[name] for name in ("mode", "adapter", "quantize") if name in fields}
     spec = TargetSpec(model="-", parallel=parallel, gpus=gpus, **asked)  # type: ignore[arg-type]
     check_plan(spread, spec, "causal-lm", subject.config)
     if plan.chunked_loss and (spread.tensor > 1 or spread.stages > 1):
-        raise UsageError(
-            "a chunked loss needs a head that is whole, and none that a schedule calls", value=f"--parallel {parallel}",
-            hint="leave out --chunked-loss, or give fsdp, cp or ulysses",
-        )  # fmt: skip
+        problem = "a chunked loss needs a head that is whole, and none that a schedule calls"
+        hint = "leave out --chunked-loss, or give fsdp, cp or ulysses"
+        raise UsageError(problem, value=f"--parallel {parallel}", hint=hint)
     return [rank_of(spread, stage) for stage in range(spread.stages)]

@@ -40,7 +40,7 @@ Terms = dict[str, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
+class PeakMoment:
     """What is alive at one moment."""
 
     name: str
@@ -53,7 +53,7 @@ class Moment:
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class StaticMemory:
     """Bytes that do not depend on tokens."""
 
     parameters: int
@@ -63,15 +63,15 @@ class State:
     temporaries: int  # Of the optimizer step.
 
 
-def state(subject: Subject, plan: Plan) -> State:
-    """Return weights, gradients and optimizer state: of every matrix, without a geometry of the parameters' number."""
+def state(subject: Subject, plan: Plan) -> StaticMemory:
+    """Return weights, gradients and optimizer state; without a geometry nothing is known of quantized weights."""
     g = subject.geometry
     count = subject.num_parameters
     # Where only the number was given, the shape comes near it.
     parameters = count * plan.item if g is None else round(_weights(g, plan) * count / g.num_parameters)
     kind = plan.method.kind
     if not plan.method.trains:
-        return State(parameters, 0, 0, 0, 0)
+        return StaticMemory(parameters, 0, 0, 0, 0)
     if kind == "lora":
         adapted = [] if g is None else [g.matrices()[name][:2] for name in g.lora_targets(plan.lora_targets)]
         trained = 0 if g is None else g.layers * plan.lora_rank * sum(map(sum, adapted))
@@ -82,16 +82,16 @@ def state(subject: Subject, plan: Plan) -> State:
         if g is not None:  # what is small
             small = g.norm_parameters if max(g.hidden, g.head_dim) < SMALLEST_8BIT else 0
             optimizer += (2 * FLOAT32 - 2) * small
-        return State(parameters, count, item * count, optimizer, 0)
+        return StaticMemory(parameters, count, item * count, optimizer, 0)
     return _with_optimizer(plan, parameters, count, item)
 
 
-def _with_optimizer(plan: Plan, parameters: int, trained: int, item: int) -> State:
+def _with_optimizer(plan: Plan, parameters: int, trained: int, item: int) -> StaticMemory:
     each = item * trained
     if plan.optimizer in QUANTIZED_STATES:
-        return State(parameters, trained, each, round(QUANTIZED_STATES[plan.optimizer] * trained), 0)
+        return StaticMemory(parameters, trained, each, round(QUANTIZED_STATES[plan.optimizer] * trained), 0)
     elements, temporaries = STATES[plan.optimizer]
-    return State(parameters, trained, each, elements * each, 0 if plan.fused else temporaries * each)
+    return StaticMemory(parameters, trained, each, elements * each, 0 if plan.fused else temporaries * each)
 
 
 def _weights(g: Geometry, plan: Plan) -> int:
@@ -121,19 +121,11 @@ def setting_of(g: Geometry, plan: Plan, batch_size: int, context_length: int) ->
     """Return what the layers need to know."""
     lora = plan.method.kind == "lora"
     return Setting(
-        g,
-        batch_size,
-        context_length,
-        plan.item,
-        training=plan.method.trains,
-        trains_weights=plan.method.trains and not lora,
-        amp=plan.amp,
-        quantize=plan.quantized,
-        lora_rank=plan.lora_rank if lora else 0,
-        lora_targets=g.lora_targets(plan.lora_targets) if lora else (),
-        padded=plan.padded,
-        cache=plan.method.kind == "inference",
-    )
+        g, batch_size, context_length, plan.item, training=plan.method.trains,
+        trains_weights=plan.method.trains and not lora, amp=plan.amp, quantize=plan.quantized,
+        lora_rank=plan.lora_rank if lora else 0, lora_targets=g.lora_targets(plan.lora_targets) if lora else (),
+        padded=plan.padded, cache=plan.method.kind == "inference",
+    )  # fmt: skip
 
 
 def positions(setting: Setting) -> int:

@@ -19,7 +19,7 @@ from memprof.estimate.methods import COLUMNS, FORMATS, METHODS, Method, Plan
 from memprof.estimate.options import EstimateOptions
 from memprof.estimate.peaks import moments
 from memprof.estimate.ranks import ALONE, Rank, ranks_in
-from memprof.estimate.state import CUBLAS_WORKSPACE, CUBLAS_WORKSPACE_HOPPER, QUANTIZED_STATES, STATES, Moment
+from memprof.estimate.state import CUBLAS_WORKSPACE, CUBLAS_WORKSPACE_HOPPER, QUANTIZED_STATES, STATES, PeakMoment
 from memprof.spec import MANY_STEPS
 from memprof.workload.lengths import parse_lengths
 
@@ -53,7 +53,7 @@ class Cell:
     """One method in one dtype."""
 
     plan: Plan
-    moments: tuple[Moment, ...]
+    moments: tuple[PeakMoment, ...]
     derived: bool  # It depends on a shape that was derived from the number of parameters.
     strategy: str = ""  # How the training is spread over cards; the amounts are of each.
     rank: Rank = ALONE  # Which of them.
@@ -69,7 +69,7 @@ class Cell:
         return self.method.title.replace(", AdamW", f", {_NAMES.get(self.plan.optimizer, self.plan.optimizer)}")
 
     @property
-    def peak(self) -> Moment:
+    def peak(self) -> PeakMoment:
         """Return the moment with the largest sum."""
         return max(self.moments, key=lambda moment: moment.num_bytes)
 
@@ -272,7 +272,7 @@ def _context(subject: Subject, options: EstimateOptions) -> int:
     return asked
 
 
-def cards(cell: Cell, gpus: Sequence[Gpu]) -> dict[str, str]:
+def verdicts_by_gpu(cell: Cell, gpus: Sequence[Gpu]) -> dict[str, str]:
     """Return the verdict of every card, by its key."""
     return {gpu.key: cell.on(gpu) for gpu in gpus}
 

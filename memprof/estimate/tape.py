@@ -114,9 +114,8 @@ class Tape:
             row.holders = 0
             self._keep(row)
             kept.append(row)
-        self._nodes.append(
-            _Node([t for t in inputs if t.needs_grad], output, kept, False, param_grad, temporary, temporary_param)
-        )
+        inputs = [tensor for tensor in inputs if tensor.needs_grad]
+        self._nodes.append(_Node(inputs, output, kept, False, param_grad, temporary, temporary_param))
         self.drop(*drops)
         return output
 

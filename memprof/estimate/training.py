@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from memprof.estimate.layers import Layer, kept_per_layer
+from memprof.estimate.layers import DecoderLayer, kept_per_layer
 from memprof.estimate.methods import Plan
 from memprof.estimate.projections import Setting
 from memprof.estimate.ranks import Elements, Rank
-from memprof.estimate.state import CUBLAS_WORKSPACE, Moment, State, Terms, positions
+from memprof.estimate.state import CUBLAS_WORKSPACE, PeakMoment, StaticMemory, Terms, positions
 from memprof.estimate.tape import FLOAT32, Tape
 from memprof.units import GIB
 
@@ -19,7 +19,7 @@ CHUNK_BYTES = GIB  # Of logits that a chunked loss has at a time (remedies/chunk
 class Training:
     """The moments of a training step in its steady state, when optimizer state is there and gradients are not."""
 
-    def __init__(self, setting: Setting, plan: Plan, held: State, rank: Rank) -> None:
+    def __init__(self, setting: Setting, plan: Plan, held: StaticMemory, rank: Rank) -> None:
         whole = setting.geometry
         if rank.gathers and setting.amp:
             # fully_shard's own mixed precision: it gathers half precision, and nothing is cast while it computes.
@@ -50,14 +50,14 @@ class Training:
         self.final = self._final_norm()
         self.kept = self._kept()
 
-    def _own(self, held: State, elements: Elements, whole: int) -> State:
+    def _own(self, held: StaticMemory, elements: Elements, whole: int) -> StaticMemory:
         """Return what this rank computes with."""
         if self.rank.tensor == self.rank.stages == 1:
             return held
         share = elements.all / whole
         undivided = elements.undivided * self.plan.item if self.trains_weights else 0
         parts = (held.parameters, held.trained, held.gradients, held.optimizer, held.temporaries)
-        own = State(*(round(part * share) for part in parts))
+        own = StaticMemory(*(round(part * share) for part in parts))
         return dataclasses.replace(own, gradients=own.gradients + undivided)
 
     # -- what stands beside the step: gathered parameters, gradients that are on their way -----------------------------
@@ -91,7 +91,7 @@ class Training:
     def _moment(
         self, name: str, beside: Terms, *, activations: int = 0, gradients: int = 0, waiting: int = 0, logits: int = 0,
         temporaries: int = 0,
-    ) -> Moment:  # fmt: skip
+    ) -> PeakMoment:  # fmt: skip
         """Return a moment at which `gradients` were reduced, and those that are `waiting` are whole."""
         terms = {
             **self.static,
@@ -100,13 +100,13 @@ class Training:
             "logits and loss": logits,
             "temporaries": temporaries,
         }
-        return Moment(name, terms | {what: size for what, size in beside.items() if size})
+        return PeakMoment(name, terms | {what: size for what, size in beside.items() if size})
 
     # -- what is kept ------------------------------------------------------------------------------------------------
 
     def _final_norm(self) -> int:
         tape = Tape(self.tokens, training=True)
-        layer = Layer(tape, self.setting)
+        layer = DecoderLayer(tape, self.setting)
         hidden = tape.given(self.g.hidden, self.setting.stream_item, needs_grad=True, name="hidden states")
         out = layer.norm(hidden, "input of the head")
         tape.drop(out)
@@ -145,7 +145,7 @@ class Training:
 
     # -- the moments -------------------------------------------------------------------------------------------------
 
-    def moments(self) -> Iterator[Moment]:
+    def moments(self) -> Iterator[PeakMoment]:
         """Yield the moments in the order in which a step has them."""
         rank = self.rank
         around = positions(self.setting) + 16 * self.tokens  # token ids and labels, int64
@@ -162,7 +162,7 @@ class Training:
         beside = {} if rank.gathers else self._beside()
         yield self._moment("optimizer step", beside, gradients=self.held.gradients, temporaries=temporaries)
 
-    def _backward(self, around: int, done: int) -> Iterator[Moment]:
+    def _backward(self, around: int, done: int) -> Iterator[PeakMoment]:
         """Yield those of a micro-batch, with what others keep in `around`, and their gradients that are `done`."""
         rank = self.rank
         head = self.g.vocab * self.g.hidden // rank.tensor
@@ -183,7 +183,7 @@ class Training:
             return kept + self.final + self.logits_bytes + FLOAT32 * self.vocab_tokens
         return kept + self.hidden_bytes
 
-    def _loss(self, around: int, done: int, head_grad: int) -> Iterator[Moment]:
+    def _loss(self, around: int, done: int, head_grad: int) -> Iterator[PeakMoment]:
         activations = sum(self.kept) + self.final + around
         all_layers = self.elements.layers
         fetched = self._beside(all_layers, fetched=1)
@@ -204,7 +204,7 @@ class Training:
             held, logits = activations + more, self._logits() + logits
             yield self._moment(name, beside, activations=held, gradients=done, waiting=waiting, logits=logits)
 
-    def _chunked(self, activations: int, done: int, head_grad: int, beside: Terms) -> Iterator[Moment]:
+    def _chunked(self, activations: int, done: int, head_grad: int, beside: Terms) -> Iterator[PeakMoment]:
         """Yield a chunk of logits as it becomes its gradient, and the sum of the head's gradients when it is cast.
 
         remedies/head_loss.py: a chunk is planned with the logits, their float32 form and what the loss works in; at the
@@ -229,11 +229,11 @@ class Training:
         """Return the logits are the caller's until its backward is done; lazy ones take nothing."""
         return 0 if self.plan.chunked_loss or not self.rank.is_last else self.logits_bytes
 
-    def _layers(self, around: int, done: int, head_grad: int) -> Iterator[Moment]:
+    def _layers(self, around: int, done: int, head_grad: int) -> Iterator[PeakMoment]:
         """The backward of the last layer, when all activations are there, and of the first, when gradients are."""
         tape = Tape(self.tokens, training=True)
         hidden = tape.given(self.g.hidden, self.setting.stream_item, needs_grad=True, name="hidden states")
-        output = Layer(tape, self.setting).forward(hidden)
+        output = DecoderLayer(tape, self.setting).forward(hidden)
         tape.drop(output)
         kept = tape.live
         recomputed = kept + self._cast_weights() if self.plan.method.checkpointing else 0
@@ -253,15 +253,11 @@ class Training:
                 continue
             beside = self._beside(layers - behind, layers=1, fetched=behind < layers - 1, reduced=behind > 0)
             yield self._moment(
-                name,
-                beside,
-                activations=sum(self.kept[: layers - behind]) + around + recomputed + above,
-                gradients=done or behind * layer_grads,
-                waiting=0 if done else head_grad,
-                logits=self._after_the_loss,
-            )
+                name, beside, activations=sum(self.kept[: layers - behind]) + around + recomputed + above,
+                gradients=done or behind * layer_grads, waiting=0 if done else head_grad, logits=self._after_the_loss,
+            )  # fmt: skip
 
-    def _embedding(self, around: int, head_grad: int) -> Iterator[Moment]:
+    def _embedding(self, around: int, head_grad: int) -> Iterator[PeakMoment]:
         rank, elements = self.rank, self.elements
         # The embedding's gradient is added to the head's, out of place, where they are one matrix.
         tied = self.g.tied and rank.tensor == rank.stages == 1
@@ -270,11 +266,9 @@ class Training:
         yield self._moment(
             "embedding, backward",
             self._beside(reduced=int(rank.gathers)),
-            activations=around + self.hidden_bytes,
-            gradients=max(self.held.gradients - root, 0),
-            waiting=own + extra,
+            activations=around + self.hidden_bytes, gradients=max(self.held.gradients - root, 0), waiting=own + extra,
             logits=self._after_the_loss,
-        )
+        )  # fmt: skip
         if not rank.gathers:
             return
         beside = self._beside(root=0)

@@ -7,8 +7,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from memprof.catalog import Gpu
-from memprof.estimate.explain import assumptions, formula, kept
-from memprof.estimate.table import DEVICE_USED, KINDS, RESERVED, Band, Cell, Estimate, Simulated, band_of, cards
+from memprof.estimate.explain import assumptions, formula, kept_tensors
+from memprof.estimate.table import (
+    DEVICE_USED,
+    KINDS,
+    RESERVED,
+    Band,
+    Cell,
+    Estimate,
+    Simulated,
+    band_of,
+    verdicts_by_gpu,
+)
 from memprof.trace.plain import Plain
 from memprof.version import __version__
 
@@ -98,9 +108,9 @@ def estimate_document(
             method=cell.method.key,
             dtype=cell.plan.column,
             depends_on_derived_geometry=cell.derived,
-            cards=cards(cell, gpus),
+            cards=verdicts_by_gpu(cell, gpus),
             formulas={name: formula(estimate, cell, name) for name in cell.peak.terms} if explain else None,
-            kept_per_layer_bytes_per_token=dict(kept(estimate, cell)) if explain else None,
+            kept_per_layer_bytes_per_token=dict(kept_tensors(estimate, cell)) if explain else None,
             **_sizes(cell),
         )
         for cell in estimate.cells.values()

@@ -25,8 +25,6 @@ from memprof.trace.snapshot import (
 from memprof.version import __version__
 
 PROTOCOL = 4
-
-
 FORM = Form("snapshot", "--to", lambda begin, end: begin[:1] == b"\x80" and EXPORT_KEY.encode() in end)
 
 

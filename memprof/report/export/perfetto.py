@@ -17,8 +17,6 @@ from memprof.trace.files import Form, write_whole
 from memprof.version import __version__
 
 TRACKS = ("stages", "modules")
-
-
 _WRITER = "memprof"
 FORM = Form("trace", "--to", lambda begin, end: begin[:1] == b"{" and f'"writer":"{_WRITER}' in end.decode("latin-1"))
 

@@ -42,9 +42,7 @@ from memprof.spec import TargetSpec
 from memprof.units import spell_numbers
 from memprof.version import __version__
 
-_DEFAULTS = {
-    field.name: field.default for field in dataclasses.fields(TargetSpec) if field.default is not dataclasses.MISSING
-}
+_DEFAULTS = {one.name: one.default for one in dataclasses.fields(TargetSpec) if one.default is not dataclasses.MISSING}
 
 _HELD = ("allocated_bytes", "delta_bytes", "peak_allocated_bytes")  # What makes a stage of both the same.
 _OTHER_KERNELS = "a CPU and a card run other kernels"
@@ -179,10 +177,8 @@ def _merged(a: list[StageKey], b: list[StageKey]) -> list[StageKey]:
 
 
 def _categories(a: dict[str, int], b: dict[str, int]) -> tuple[CategoryRow, ...]:
-    rows = [
-        CategoryRow(name, a.get(name, 0), b.get(name, 0), b.get(name, 0) - a.get(name, 0))
-        for name in dict.fromkeys([*a, *b])
-    ]
+    sizes = ((name, a.get(name, 0), b.get(name, 0)) for name in dict.fromkeys([*a, *b]))
+    rows = [CategoryRow(name, mine, theirs, theirs - mine) for name, mine, theirs in sizes]
     return tuple(sorted(rows, key=lambda row: (-abs(row.difference_bytes), -max(row.a_bytes, row.b_bytes))))
 
 

@@ -78,7 +78,7 @@ def moments_of(ledger: Ledger) -> Moments:
         AssertionError: the lives do not sum to what is allocated after every event.
     """
     trace, timeline = ledger.trace, ledger.run.timeline
-    table = _Table(ledger)
+    table = _KindTable(ledger)
     begin, end, kinds, extras = list[int](), list[int](), list[int](), list[int]()
     blocks, living, kind_of = list[int](), dict[int, int](), dict[int, int]()
     refused, last = frozenset(trace.refused), len(trace.events)
@@ -129,7 +129,7 @@ def moments_of(ledger: Ledger) -> Moments:
     )
 
 
-class _Table:
+class _KindTable:
     """Kinds as they are met."""
 
     def __init__(self, ledger: Ledger) -> None:
@@ -172,12 +172,8 @@ def kinds_shown_by(moments: Moments, evidence: Evidence) -> list[int]:
         return []
     words, kinds = moments.words, moments.kinds
     shape = None if evidence.shape is None else "x".join(map(str, evidence.shape))
-    asked = (
-        (kinds.shape, shape),
-        (kinds.dtype, evidence.dtype),
-        (kinds.op, evidence.op),
-        (kinds.source, evidence.source),
-    )
+    columns = (kinds.shape, kinds.dtype, kinds.op, kinds.source)
+    asked = zip(columns, (shape, evidence.dtype, evidence.op, evidence.source), strict=True)
     said = [(column, value) for column, value in asked if value is not None]
     module = None if evidence.module is None else without_numbers(evidence.module)
     return [

@@ -23,7 +23,7 @@ from memprof.report.terminal.cells import (
 from memprof.units import format_bytes
 
 # A word, a number, or what is shown of a number that rows are sorted by.
-Cell = str | int | tuple[str, int | float | None]
+PageCell = str | int | tuple[str, int | float | None]
 _MOST_BARS = 24
 _ROW = 30  # Pixels of a bar.
 
@@ -37,15 +37,13 @@ class Section:
     traces: list[dict[str, Any]] = field(default_factory=list)
     layout: dict[str, Any] = field(default_factory=dict)
     columns: tuple[str, ...] = ()  # Headers: `>` figures, `$` a command.
-    rows: tuple[tuple[Cell, ...], ...] = ()
+    rows: tuple[tuple[PageCell, ...], ...] = ()
     text: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """Return the section as the page's script takes it."""
-        columns = [
-            {"name": name.lstrip(">$"), "number": name.startswith(">"), "code": name.startswith("$")}
-            for name in self.columns
-        ]
+        marked = ((name.lstrip(">$"), name[:1]) for name in self.columns)
+        columns = [{"name": name, "number": mark == ">", "code": mark == "$"} for name, mark in marked]
         return {
             "title": self.title,
             "note": self.note,
@@ -61,7 +59,7 @@ def sections_of(document: Comparison | Analysis | Recommendation) -> list[Sectio
     return [one for one in make(document) if one.traces or one.rows or one.text]  # type: ignore[operator]
 
 
-def _size(num_bytes: int | None, *, sign: bool = False) -> Cell:
+def _size(num_bytes: int | None, *, sign: bool = False) -> PageCell:
     if num_bytes is None:
         return "-", None
     return signed_bytes(num_bytes) if sign or num_bytes < 0 else format_bytes(num_bytes), num_bytes
@@ -197,7 +195,7 @@ def _word(value: Any) -> str:
     return "-" if value is None or value == "" else str(value)
 
 
-def _found(is_there: bool, num_bytes: int | None) -> Cell:
+def _found(is_there: bool, num_bytes: int | None) -> PageCell:
     return ("-", None) if not is_there else ("found", None) if num_bytes is None else _size(num_bytes)
 
 
@@ -212,9 +210,8 @@ def _analysis(document: Analysis) -> Iterator[Section]:
 def _device(device: DeviceReport, of: str) -> Iterator[Section]:
     line = device.timeline
     if len(line.events) > 1:
-        yield Section(
-            f"Memory over the recording{of}", "Allocated by tensors, and reserved for them.", **_curves(device)
-        )
+        note = "Allocated by tensors, and reserved for them."
+        yield Section(f"Memory over the recording{of}", note, **_curves(device))
     reasons = [f"Event {oom.event:,}: {reason}" for oom in device.ooms for reason in oom.reasons]
     yield Section(f"Out of memory{of}", text="\n".join(reasons))
     moment, total = device.moment, device.moment.amounts.allocated_bytes + device.moment.pending_bytes or 1
@@ -347,7 +344,7 @@ def _recommendation(answer: Recommendation) -> Iterator[Section]:
         yield Section(f"Script: {name}", text=f"{launch}{script}")
 
 
-def _largest(row: Largest) -> tuple[Cell, ...]:
+def _largest(row: Largest) -> tuple[PageCell, ...]:
     if row.model is None:
         return row.task, "none", ("-", None), ("-", None), ("-", None), row.next_model or "-", ""
     parameters, tokens = (f"{row.num_parameters:,}", row.num_parameters), row.context_length or 0
@@ -355,7 +352,7 @@ def _largest(row: Largest) -> tuple[Cell, ...]:
     return row.task, row.model, parameters, size, (f"{tokens:,}", tokens), after, row.command
 
 
-def _choice(one: Choice, *, over_cards: bool) -> tuple[Cell, ...]:
+def _choice(one: Choice, *, over_cards: bool) -> tuple[PageCell, ...]:
     verdict = "fits" if one.fits and one.margin_bytes >= 0 else "only just" if one.fits else f"dies in {one.dies_in}"
     moved = one.link_seconds if over_cards else one.bus_seconds
     return (

@@ -14,7 +14,7 @@ WAITING = -2  # Its tensor is gone, and it waits for the work of another stream.
 
 
 @dataclass(slots=True)
-class Segments(Plain):
+class SegmentColumns(Plain):
     """All segments, the largest first, each with its blocks in the order of their addresses; sizes are bytes."""
 
     event: int
@@ -25,10 +25,10 @@ class Segments(Plain):
     blocks: list[list[int]] = field(default_factory=list)
 
 
-def segments_at_peak(ledger: Ledger, moments: Moments) -> Segments:
+def segments_at_peak(ledger: Ledger, moments: Moments) -> SegmentColumns:
     """Return the segments when most is allocated. They take another replay of the run."""
     layout, storages = ledger.run.layout_at(ledger.peak_event)
-    found = Segments(ledger.peak_event)
+    found = SegmentColumns(ledger.peak_event)
     for segment in sorted(layout, key=lambda one: -one.size):
         found.size.append(segment.size)
         found.pool.append(pool_name(segment.is_small, segment.pool_id))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -71,7 +72,7 @@ def _device(device: DeviceReport, *, replay: bool, many: bool) -> RenderableType
     parts: list[RenderableType] = [Text(f"\nDevice {device.device}", style="bold underline")] if many else []
     parts.append(_summary(device))
     if len(device.timeline.events) > 1:
-        parts.append(_Timeline(device))
+        parts.append(_AnalysisCurves(device))
     for oom in device.ooms:
         title = Text(f"\nOut of memory at event {oom.event:,}", style="bold red")
         parts += [title.append(f" in {source_text(oom.source)}", style="default"), _bullets(oom.reasons)]
@@ -125,7 +126,7 @@ def _summary(device: DeviceReport) -> RenderableType:
 
 
 @dataclass(frozen=True)
-class _Timeline:
+class _AnalysisCurves:
     """Both curves, as wide as the console."""
 
     device: DeviceReport
@@ -152,12 +153,8 @@ def _marks(device: DeviceReport, columns: int) -> str:
 
 
 def _curve(values: tuple[int, ...], columns: int, highest: int) -> str:
-    count = len(values)
-    levels = [
-        max(values[count * i // columns : max(count * (i + 1) // columns, count * i // columns + 1)])
-        for i in range(columns)
-    ]
-    return curve(levels, highest)
+    begins = [len(values) * column // columns for column in range(columns + 1)]
+    return curve((max(values[begin : max(end, begin + 1)]) for begin, end in pairwise(begins)), highest)
 
 
 def _moment(device: DeviceReport) -> RenderableType:
@@ -288,9 +285,8 @@ def _replay(replay: ReplayRow) -> RenderableType:
 
 
 def _what_if(found: WhatIf) -> RenderableType:
-    made = table(
-        "~settings", ">peak reserved", ">reserved at the end", ">segments", drop=("segments", "reserved at the end")
-    )
+    least_needed = ("segments", "reserved at the end")
+    made = table("~settings", ">peak reserved", ">reserved at the end", ">segments", drop=least_needed)
     for one, note in ((found.before, " (as recorded)"), (found.after, "")):
         sizes = format_bytes(one.peak_reserved_bytes), format_bytes(one.final_reserved_bytes)
         made.add_row(one.settings + note, *sizes, f"{one.final_segments:,}")

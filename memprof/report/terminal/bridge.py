@@ -8,7 +8,7 @@ from rich.text import Text
 from memprof.ledger.bridge import Bridge, PoolUse
 from memprof.ledger.stages import at_stage
 from memprof.ledger.streams import StreamMemory
-from memprof.report.terminal.cells import Unit, some
+from memprof.report.terminal.cells import Unit, join_some
 from memprof.report.terminal.console import dim, heading, indented, table
 from memprof.units import format_bytes
 
@@ -74,7 +74,7 @@ def _pool(pool: PoolUse) -> str:
 def _processes(bridge: Bridge) -> str:
     largest = sorted(bridge.processes or (), key=lambda one: -(one.used_bytes or 0))
     used = ("?" if one.used_bytes is None else format_bytes(one.used_bytes) for one in largest)
-    return some([f"{one.name} ({one.pid}) {size}" for one, size in zip(largest, used, strict=True)], MAX_PROCESSES)
+    return join_some([f"{one.name} ({one.pid}) {size}" for one, size in zip(largest, used, strict=True)], MAX_PROCESSES)
 
 
 def render_streams(found: StreamMemory, unit: Unit) -> RenderableType:

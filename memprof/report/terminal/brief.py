@@ -6,7 +6,7 @@ from memprof.ledger.ledger import LiveTensor
 from memprof.ledger.stages import at_stage
 from memprof.report.documents.report import Document
 from memprof.report.terminal.cells import shape_text
-from memprof.report.terminal.tensors import told_apart
+from memprof.report.terminal.tensors import merge_equal_rows
 from memprof.trace.events import FailureKind, short_source
 from memprof.units import format_bytes
 
@@ -27,7 +27,7 @@ def brief(document: Document) -> str:
         stage = at_stage(verdict.oom_stage, verdict.oom_step or 0)
         lines.append(f"  full: in {stage}{where}, asked for {asked} with {used} in use")
     lines.append("  largest at the peak:")
-    lines += [f"    {_tensor(tensor)}" for tensor in told_apart(peak.tensors)[:TENSORS]]
+    lines += [f"    {_tensor(tensor)}" for tensor in merge_equal_rows(peak.tensors)[:TENSORS]]
     findings = [finding for finding in document.findings if finding.id != "does-not-fit"]
     if findings:
         lines.append("  findings:")

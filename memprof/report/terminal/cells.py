@@ -39,7 +39,7 @@ def shape_text(shape: Iterable[int]) -> str:
     return "x".join(map(str, shape))
 
 
-def some(names: list[str], most: int) -> str:
+def join_some(names: list[str], most: int) -> str:
     """Return the first `most` of `names`, and how many more there are."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more

@@ -25,7 +25,7 @@ from memprof.report.documents.comparison import (
     TensorRow,
     TensorSide,
 )
-from memprof.report.terminal.cells import Unit, signed_bytes, some, tensor_text, total_verdict, unit_for
+from memprof.report.terminal.cells import Unit, join_some, signed_bytes, tensor_text, total_verdict, unit_for
 from memprof.report.terminal.console import dim, heading, section, table
 from memprof.report.terminal.next_step import after_comparison, render_next
 from memprof.units import format_bytes
@@ -105,11 +105,9 @@ def _stages(document: Comparison, unit: Unit, top: int) -> RenderableType:
     # Stages that differ, layers of one stack as one row, largest difference first.
     groups = _stacks(row for row in document.stages if row.a and row.b and row.status != SAME)
     groups.sort(key=lambda rows: -max(abs(row.difference_bytes or 0) for row in rows))
-    lone = {
-        status: _stacks(row for row in document.stages if row.status == status) for status in (ONLY_IN_A, ONLY_IN_B)
-    }
+    lone = {one: _stacks(row for row in document.stages if row.status == one) for one in (ONLY_IN_A, ONLY_IN_B)}
     same = sum(row.status == SAME for row in document.stages)
-    notes = [f"{status}: {some(list(map(_stage_name, own)), MAX_NAMED)}" for status, own in lone.items() if own]
+    notes = [f"{status}: {join_some(list(map(_stage_name, own)), MAX_NAMED)}" for status, own in lone.items() if own]
     if groups[top:]:
         notes.append(f"{len(groups[top:])} more that differ (--top)")
     if not groups[:top]:
@@ -209,7 +207,7 @@ def _kernel_names(use: KernelUse) -> str:
     sums = Counter[str]()
     for one in use.tensors:
         sums[one.op] += one.total_bytes
-    return some([f"{op} {format_bytes(num_bytes)}" for op, num_bytes in sums.most_common()], MAX_NAMED)
+    return join_some([f"{op} {format_bytes(num_bytes)}" for op, num_bytes in sums.most_common()], MAX_NAMED)
 
 
 def _reserved(document: Comparison, unit: Unit) -> RenderableType:

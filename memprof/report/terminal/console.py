@@ -22,7 +22,7 @@ from memprof.report.terminal.widths import (
     WIDEST,
     WIDTH,
     aligned,
-    left_out,
+    dropped_columns_note,
     output_width,
     wrapped,
 )
@@ -116,7 +116,7 @@ class _Fitted(Table):
         gone: list[str] = []
         yield from Table.__rich_console__(self._fitted(console, options, gone), console, options)
         if any(name.strip() for name in gone):
-            yield dim(left_out(gone))
+            yield dim(dropped_columns_note(gone))
 
     def _fitted(self, console: Console, options: ConsoleOptions, gone: list[str]) -> Table:
         """Return the table with widths; `gone` gets the headers that were left out."""
@@ -196,11 +196,11 @@ class Aligned:
             yield line
             yield from self.below[number - 1] if number and self.below else ()
         if gone:
-            yield dim(left_out(gone))
+            yield dim(dropped_columns_note(gone))
 
 
 @dataclass(frozen=True)
-class Command:
+class ShellCommand:
     """A line for a shell, in several where there is no room for it: it can be copied as it stands."""
 
     line: str

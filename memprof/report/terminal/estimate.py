@@ -5,10 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from memprof.catalog import Gpu
-from memprof.estimate.explain import CONSTANTS, assumptions, formula, kept
-from memprof.estimate.methods import COLUMNS, METHODS
-from memprof.estimate.table import BORDERLINE, DEVICE_USED, FITS, KINDS, NO, Cell, Estimate, Simulated, band_of, cards
-from memprof.report.terminal.widths import aligned, left_out, output_width, wrapped
+from memprof.estimate.explain import CONSTANTS, assumptions, formula, kept_tensors
+from memprof.estimate.methods import BY_KEY, COLUMNS, METHODS
+from memprof.estimate.table import (
+    BORDERLINE,
+    DEVICE_USED,
+    FITS,
+    KINDS,
+    NO,
+    Cell,
+    Estimate,
+    Simulated,
+    band_of,
+    verdicts_by_gpu,
+)
+from memprof.report.terminal.widths import aligned, dropped_columns_note, output_width, wrapped
 from memprof.units import MIB, format_bytes, gib
 
 
@@ -84,7 +95,7 @@ def _cards(estimate: Estimate, gpus: tuple[Gpu, ...]) -> Iterator[str]:
         figures = cell.figures()
         device, low, high = (gib(size) for size in figures[DEVICE_USED])
         row = [cell.title, *(gib(figures[kind][0]) for kind in KINDS[:2]), f"{device:>6}  {f'{low}-{high}':>11}"]
-        found = cards(cell, gpus)
+        found = verdicts_by_gpu(cell, gpus)
         if len(gpus) == 1:
             rows.append([*row, found[gpus[0].key]])
             continue
@@ -119,14 +130,14 @@ def _fitted(headers: Sequence[str], rows: Sequence[Sequence[str]], drop: Sequenc
     lines, gone = aligned(headers, rows, output_width(), drop)
     yield from lines
     if gone:
-        yield left_out(gone)
+        yield dropped_columns_note(gone)
 
 
 def _exact(estimate: Estimate, exact: Mapping[str, Simulated]) -> Iterator[str]:
     yield "Beside the virtual GPU, which ran the model (MiB allocated at the peak):"
     for key, run in exact.items():
         cell = estimate.cells.get((key, estimate.dtype))
-        title = next(method.title.strip() for method in METHODS if method.key == key)
+        title = BY_KEY[key].title.strip()
         if key.endswith("checkpointing"):
             title = f"{key.removesuffix('-checkpointing')} with checkpointing"
         if cell is None:
@@ -164,7 +175,7 @@ def _explained(estimate: Estimate) -> Iterator[str]:
     if training is not None:
         yield ""
         yield f"What a layer keeps for the backward ({training.method.key}), in bytes per token:"
-        for name, per_token in kept(estimate, training):
+        for name, per_token in kept_tensors(estimate, training):
             yield f"  {per_token:>12,.0f}  {name}"
     yield ""
     yield "Constants:"

@@ -159,17 +159,18 @@ def _folded_layers(rows: list[Stage]) -> Iterator[ShownStage]:
         if not stack:
             yield from (_joined([row]) for row in members)
             continue
-        # By what the layer itself asks for: the blocks that it is given depend on what is free at the time.
-        asked = groupby(
-            members, lambda row: (row.requested_delta_bytes, row.peak_requested_bytes - row.requested_bytes)
-        )
-        runs = [list(run) for _, run in asked]
+        runs = [list(run) for _, run in groupby(members, key=_cost)]
         if len(runs) > MAX_ROWS_PER_STACK:
             runs = [members]
         for run in runs:
             prefix = run[0].name.rpartition(" ")[0]
             name = run[0].name if len(run) == 1 else f"{prefix}s {run[0].index}-{run[-1].index}"
             yield _joined(run, name=name, count=len(run))
+
+
+def _cost(row: Stage) -> tuple[int, int]:
+    """Return what the layer itself asks for: the blocks that it is given depend on what is free at the time."""
+    return row.requested_delta_bytes, row.peak_requested_bytes - row.requested_bytes
 
 
 def _joined(rows: Sequence[Stage], **changes: Any) -> ShownStage:

@@ -8,7 +8,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from memprof.report.documents.limit import Limit, LimitRun
-from memprof.report.terminal.console import Command, dim, section
+from memprof.report.terminal.console import ShellCommand, dim, section
 from memprof.units import format_bytes
 
 _NAMES = {"batch-size": "largest batch", "context-length": "longest context"}
@@ -26,7 +26,7 @@ def render_limit(limit: Limit, total_bytes: int) -> RenderableType:
     shown = [limit.runs[0].number] if limit.largest is None else [limit.largest, limit.first_too_large]
     lines: list[RenderableType] = []
     for run in (runs[number] for number in shown if number is not None):
-        lines += [Text(_said(run, total_bytes)), Command(run.command)]
+        lines += [Text(_said(run, total_bytes)), ShellCommand(run.command)]
     lines += [] if limit.largest is None else map(dim, _notes(limit, limit.largest, runs))
     return section(f"\n{headline(limit)}", *lines, below=1)
 

@@ -19,7 +19,7 @@ from memprof.errors import printable
 from memprof.monitor.run import MonitorOutcome, View
 from memprof.monitor.sample import Peaks, Sample
 from memprof.report.terminal.console import ansi, dim, terminal
-from memprof.report.terminal.monitor_text import History, cards_table, footer_lines, plain_line, summary
+from memprof.report.terminal.monitor_text import SampleHistory, cards_table, footer_lines, plain_line, summary
 
 _MIN_ROWS = 12  # A terminal with fewer rows is left to the command.
 
@@ -117,7 +117,7 @@ class LiveView:
     def __init__(self, stream: TextIO) -> None:
         self._console = terminal(stream)
         self._live: Live | None = None
-        self._history = History()
+        self._history = SampleHistory()
 
     def show(self, sample: Sample, peaks: Peaks) -> None:
         """Draw it over the last one."""
@@ -148,7 +148,7 @@ class FooterView(QuietView):
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__(stream)
-        self._history = History()
+        self._history = SampleHistory()
         self._size = (0, 0)
         self._height = 0  # Rows that are taken now.
         self._wanted = 0

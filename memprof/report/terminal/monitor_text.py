@@ -12,7 +12,7 @@ from rich.text import Text
 from memprof.device.cards import CardProcess, NvmlCard
 from memprof.monitor.run import MonitorOutcome
 from memprof.monitor.sample import Peaks, Sample, Watched
-from memprof.report.terminal.cells import some
+from memprof.report.terminal.cells import join_some
 from memprof.report.terminal.console import dim, table
 from memprof.units import format_bytes, gib
 
@@ -85,7 +85,7 @@ def _card(sample: Sample, card: NvmlCard) -> str:
         if process.pid not in watched
     ]
     if others:
-        parts.append(f"{'others: ' if sample.processes else ''}{some(others, _MAX_PROCESSES)}")
+        parts.append(f"{'others: ' if sample.processes else ''}{join_some(others, _MAX_PROCESSES)}")
     return ", ".join(parts)
 
 
@@ -95,14 +95,13 @@ def _state(card: NvmlCard) -> list[str]:
 
 
 def _duration(seconds: float) -> str:
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    hours, rest = divmod(int(seconds), 3600)
+    minutes, rest = divmod(rest, 60)
+    long = f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    return f"{seconds:.1f} s" if seconds < 60 else long
 
 
-class History:
+class SampleHistory:
     """The last values of each curve."""
 
     def __init__(self) -> None:
@@ -128,7 +127,7 @@ def _curve_of(card: NvmlCard, process: CardProcess) -> str:
     return f"process {process.pid} on {card.index}"
 
 
-def cards_table(sample: Sample, peaks: Peaks, history: History) -> RenderableType:
+def cards_table(sample: Sample, peaks: Peaks, history: SampleHistory) -> RenderableType:
     """Return the cards, one row each, the slices and processes below, and what could not be read."""
     made = table(ruled=True, drop=("peak", "state", "total"))
     time = f"{datetime.fromtimestamp(sample.time):%H:%M:%S}  GiB"
@@ -156,7 +155,7 @@ def _cell(amount: int | None, unknown: str = "") -> str:
     return unknown if amount is None else gib(amount)
 
 
-def footer_lines(sample: Sample, peaks: Peaks, history: History) -> list[Text]:
+def footer_lines(sample: Sample, peaks: Peaks, history: SampleHistory) -> list[Text]:
     """Return a sample as a few lines below a command's output."""
     lines = []
     if sample.allocators:

@@ -11,7 +11,7 @@ from rich.console import RenderableType
 from memprof.command_line import profile_command, run_command, spell_options
 from memprof.remedies.catalog import EXPANDABLE_SEGMENTS
 from memprof.report.documents.report import Document
-from memprof.report.terminal.console import Command, dim, section
+from memprof.report.terminal.console import ShellCommand, dim, section
 from memprof.spec import TargetSpec
 from memprof.trace.events import NOT_SIMULATED, FailureKind
 from memprof.trace.facts import ProgramFacts, Target
@@ -31,7 +31,7 @@ def render_next(found: tuple[str, str] | None) -> list[RenderableType]:
     if found is None:
         return []
     what, command = found
-    return [section(dim(f"Next, {what}:"), Command(command))]
+    return [section(dim(f"Next, {what}:"), ShellCommand(command))]
 
 
 def next_step(document: Document) -> tuple[str, str] | None:

@@ -33,7 +33,7 @@ def card_columns(document: Document) -> dict[str, str]:
     return {header: name for header, name in _CARD_COLUMNS.items() if name in known}
 
 
-def against_card(document: Document) -> Iterator[Text]:
+def compare_with_card(document: Document) -> Iterator[Text]:
     """Say by how much the replay and the card differ at the most, and where."""
     if not card_columns(document):
         return

@@ -42,9 +42,8 @@ def render_ranks(ranks: tuple[RankRow, ...], unit: Unit, *, on_cpu: bool = False
         stands_for = range(first.alike[0], first.alike[1] + 1) if first.alike else (row.rank for row in rows)
         name = Text(spell_numbers(stands_for))
         if shown := [row.rank for row in rows if row.shown]:
-            name.append(
-                f"  <- {shown[0]} below" if len(rows) > 1 or len(set(first.alike)) > 1 else "  <- below", style="bold"
-            )
+            which = f"{shown[0]} " if len(rows) > 1 or len(set(first.alike)) > 1 else ""
+            name.append(f"  <- {which}below", style="bold")
         figures = [unit.amount(one) for one in (first.peak_reserved_bytes, first.device_used_bytes)] if of_card else []
         verdict = _fits(first.fits, _ENDED.get(first.ended, "not known"))
         if first.fits is None:

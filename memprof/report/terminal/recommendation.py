@@ -11,7 +11,7 @@ from rich.text import Text
 from memprof.errors import printable
 from memprof.ledger.bridge import NCCL_GROUP_BYTES
 from memprof.report.documents.recommendation import Bound, Choice, Largest, LengthRow, Lengths, Recommendation, Stream
-from memprof.report.terminal.console import Aligned, Command, dim, heading, indented, section, show
+from memprof.report.terminal.console import Aligned, ShellCommand, dim, heading, indented, section, show
 from memprof.units import format_bytes, format_count, gib
 
 _SHOWN = 10  # Rows of the table that are shown without --explain.
@@ -105,7 +105,7 @@ def _configuration(answer: Recommendation, *, explain: bool) -> list[RenderableT
             section("Use", *map(Text, said), below=1),
             Text(f"Why: {answer.reason}."),
             Text("Check", style="bold"),
-            indented(Command(chosen.command), below=1),
+            indented(ShellCommand(chosen.command), below=1),
         ]
     else:
         parts.append(section(Text("Nothing fits", style="bold red"), Text(answer.reason), below=1))
@@ -182,30 +182,25 @@ def _choices(answer: Recommendation, *, explain: bool) -> list[RenderableType]:
         rows = front if len(front) > 2 else rows[:_SHOWN]
     cells: list[tuple[str, ...]] = [
         (
-            ">" if row is answer.chosen else "",
-            str(row.micro_batch),
-            gib(row.needed_bytes),
-            gib(row.margin_bytes),
-            _seconds(row.step_seconds),
-            _seconds(row.link_seconds if answer.gpus > 1 else row.bus_seconds),
-            _verdict(row),
-            row.name,
+            ">" if row is answer.chosen else "", str(row.micro_batch), gib(row.needed_bytes), gib(row.margin_bytes),
+            _seconds(row.step_seconds), _seconds(row.link_seconds if answer.gpus > 1 else row.bus_seconds),
+            _verdict(row), row.name,
         )
         for row in rows
-    ]
+    ]  # fmt: skip
     moved = "of it links" if answer.gpus > 1 else "of it bus"
     headers = ("", f">{_batch_word(answer)}", ">needs", ">margin", ">step", f">{moved}", ">verdict", "configuration")
     left_out = len(answer.choices) - len(rows)
     more = f" {left_out} that another beats in both are left out (--explain)." if left_out else ""
     what = "Memory against time" if not explain else "All that were run"
-    legend = f"GiB; step: the least time at the card's published rates.{more} "
     host = format_bytes(answer.device.host_memory_bytes or 0)
-    said = {
+    verdicts = {
         "only just": "Only just: with what the allocator gives back when the card is full. ",
         "host": f"Host: more than the {host} of host memory (--host-memory). ",
     }
-    legend += "".join(text for verdict, text in said.items() if verdict in map(_verdict, rows))
-    legend += "1 run was made." if answer.runs == 1 else f"{answer.runs} runs were made."
+    said = "".join(text for verdict, text in verdicts.items() if verdict in map(_verdict, rows))
+    made = "1 run was made." if answer.runs == 1 else f"{answer.runs} runs were made."
+    legend = f"GiB; step: the least time at the card's published rates.{more} {said}{made}"
     failed = [] if explain else _not_run(answer)
     return [
         section(what, Aligned(headers, cells, drop=(moved, "margin", "step")), below=1),
@@ -240,7 +235,7 @@ def _largest(answer: Recommendation, *, explain: bool) -> list[RenderableType]:
         f"GiB at {answer.context_length:,} tokens, one sequence at a time. Context: the longest that fits with this "
         "model; all: that it allows. Next larger: needs too much (more: its weights alone do)."
     )
-    commands = [Command(row.command) for row in answer.largest if row.model is not None]
+    commands = [ShellCommand(row.command) for row in answer.largest if row.model is not None]
     return [
         indented(
             Aligned(headers, [*map(_largest_cells, answer.largest)], drop=("needs", "next larger", "parameters")),
@@ -263,12 +258,10 @@ def _largest_cells(row: Largest) -> tuple[str, ...]:
 
 
 def _lengths(lengths: Lengths) -> list[RenderableType]:
+    packed = f"{lengths.packed_rows:,} rows of {lengths.context_length:,}"
     lines = [
         Text(f"{lengths.file}: {lengths.count:,} sequences of {lengths.shortest:,} to {lengths.longest:,} tokens"),
-        Text(
-            f"median {lengths.median:,}, 99% are at most {lengths.p99:,}; packed: {lengths.packed_rows:,} rows of "
-            f"{lengths.context_length:,}"
-        ),
+        Text(f"median {lengths.median:,}, 99% are at most {lengths.p99:,}; packed: {packed}"),
     ]
     if lengths.truncated:
         lines.append(Text(f"{lengths.truncated:,} longer ones are cut to {lengths.context_length:,} tokens"))

@@ -21,11 +21,11 @@ from memprof.report.terminal.folding import row_of_peak, shown_stages, shown_ste
 from memprof.report.terminal.ladder import render_ladder
 from memprof.report.terminal.limit import headline, render_limit
 from memprof.report.terminal.next_step import next_step, render_next
-from memprof.report.terminal.on_card import against_card, card_columns
+from memprof.report.terminal.on_card import card_columns, compare_with_card
 from memprof.report.terminal.ranks import render_cards, render_ranks
 from memprof.report.terminal.steps import render_batches, render_steps
-from memprof.report.terminal.tensors import origin, told_apart
-from memprof.report.terminal.timeline import Timeline
+from memprof.report.terminal.tensors import merge_equal_rows, origin
+from memprof.report.terminal.timeline import CategoryTimeline
 from memprof.spec import Mode
 from memprof.stand_ins.packages import WITHOUT
 from memprof.trace.events import NOT_SIMULATED, FailureKind, short_source
@@ -46,7 +46,7 @@ def view(document: Document, *, explain: bool = False, quiet: bool = False) -> R
     """Return the whole report; with `explain`, what it rests on too; `quiet`: the verdict alone."""
     if quiet:
         return _verdict(document) if document.limit is None else Text(headline(document.limit))
-    parts: list[RenderableType] = [render_heading(document), _stages(document), _verdict(document), *_faults(document)]
+    parts = [render_heading(document), _stages(document), _verdict(document), *_certain_errors(document)]
     parts += [Text(f"Note: {one}") for one in document.assumptions if one.endswith(WITHOUT) and not explain]
     unit = _unit(document)
     parts += [render_ranks(document.ranks, unit, on_cpu=document.on_cpu)] if document.ranks else []
@@ -56,7 +56,7 @@ def view(document: Document, *, explain: bool = False, quiet: bool = False) -> R
     parts += [] if document.limit is None else [render_limit(document.limit, document.device.total_bytes or 0)]
     parts.append(_categories(document))
     if document.over_time is not None:
-        parts.append(Timeline(document.over_time, unit, at_stage(document.peak.stage, document.peak.step)))
+        parts.append(CategoryTimeline(document.over_time, unit, at_stage(document.peak.stage, document.peak.step)))
     parts += [] if document.bridge is None else [render_bridge(document.bridge, unit)]
     parts += [] if document.streams is None else [render_streams(document.streams, unit)]
     parts += [_tensors(document), _findings(document), *([render_ladder(document)] if document.ladder else [])]
@@ -109,13 +109,14 @@ def _describe_program(program: ProgramFacts) -> str:
     number = program.steps
     steps = "1 training step" if number == 1 else f"{number or 'no'} training steps"
     fixes = f", with {', '.join(program.fixes)}" if program.fixes else ""
-    how = f"ended by itself with exit code {program.exit_code}, {{steps}}" if _left(program) else _ENDS[program.ended]
+    own_code = f"ended by itself with exit code {program.exit_code}, {{steps}}"
+    how = own_code if _has_own_exit_code(program) else _ENDS[program.ended]
     begun = f"after {steps} had begun" if number else "before any training step"
     unseen = "" if program.evaluated else ", before any evaluation"
     return f"{shlex.join(program.command)}{fixes}: {how.format(steps=steps, begun=begun, unseen=unseen)}"
 
 
-def _left(program: ProgramFacts) -> bool:
+def _has_own_exit_code(program: ProgramFacts) -> bool:
     """Return whether the script left with an exit code of its own: memprof passes it on, though the verdict differs."""
     return program.ended == "exit" and bool(program.exit_code)
 
@@ -190,15 +191,13 @@ def _stages(document: Document) -> RenderableType:
         if position == peak:
             name.append("  <- peak", style="bold red" if not fits else "bold")
         fourth = row.resident_bytes if on_cpu else row.peak_reserved_bytes
+        read = (fourth, *(getattr(row, attribute) for attribute in beside.values()))
         made.add_row(
             name,
             amount(row.allocated_bytes),
             amount(row.delta_bytes, sign=True),
             amount(row.peak_allocated_bytes),
-            *(
-                "" if one is None else amount(one)
-                for one in (fourth, *(getattr(row, name) for name in beside.values()))
-            ),
+            *("" if one is None else amount(one) for one in read),
             verdict if not measured else "" if row.seconds is None else f"{row.seconds:,.3f}",
             *([amount(row.peak_host_bytes)] * shows_host),
         )
@@ -208,15 +207,14 @@ def _stages(document: Document) -> RenderableType:
     if on_cpu:
         what = "allocated: by torch's CPU allocator; resident: of the whole process, as last read in the stage"
         return Group(made, dim(f"{_unit(document).name}. {what}.{turns}"))
-    note = (
-        f"{_unit(document).name}; peak: most allocated, reserved: most held from the driver in the stage; "
-        f"{format_bytes(usable or 0)} usable beside the CUDA context{' and other processes' * measured}.{turns}"
-    )
-    return Group(made, dim(note), *against_card(document))
+    note = f"{_unit(document).name}; peak: most allocated, reserved: most held from the driver in the stage"
+    beside_it = f"the CUDA context{' and other processes' * measured}"
+    note += f"; {format_bytes(usable or 0)} usable beside {beside_it}.{turns}"
+    return Group(made, dim(note), *compare_with_card(document))
 
 
 def _verdict(document: Document) -> RenderableType:
-    if document.program is None or not _left(document.program):
+    if document.program is None or not _has_own_exit_code(document.program):
         return _memory_verdict(document)
     code = f"The exit code {document.program.exit_code} is the script's own"
     note = Text(f"{code}, and says nothing of memory: the script left with it.")
@@ -233,7 +231,7 @@ def _memory_verdict(document: Document) -> RenderableType:
         if document.failure is None:
             return Text(f"\nMeasured: {took}")
         stopped = f"the run stopped in {document.failure.phase} with {document.failure.error}; until then {took}"
-        return _said("Failed", "bold red", stopped)
+        return _labelled("Failed", "bold red", stopped)
     on = next((f" on {card.device}" for card in document.cards if card.decides), "")
     on = next((f" on rank {row.rank}" for row in document.ranks if row.decides), on)
     need = f"{format_bytes(verdict.required_bytes)} with the CUDA context{on}"
@@ -252,10 +250,10 @@ def _memory_verdict(document: Document) -> RenderableType:
             stopped = f"the run stopped in {failure.phase} with {failure.error}"
             label, seen = "Failed", f"{stopped}; it needed {need} until then"
             rest = "What is above and below is the run up to there."
-        return _said(label, "bold red", f"{seen}{over} {rest}")
+        return _labelled(label, "bold red", f"{seen}{over} {rest}")
     if verdict.fits is None:
         seen = f"it was stopped before a training step had ended, or a model been called; it needed {need} until then."
-        return _said("Not known", "bold yellow", f"{seen} Give it more time.")
+        return _labelled("Not known", "bold yellow", f"{seen} Give it more time.")
     beside = document.peak.device_used_bytes - document.peak.reserved_bytes  # the context
     usable = (device.total_bytes or 0) - beside if device.usable_bytes is None else device.usable_bytes
     spare = usable - (verdict.required_bytes - beside)
@@ -264,14 +262,14 @@ def _memory_verdict(document: Document) -> RenderableType:
     if verdict.fits and verdict.first_caught is not None:
         return _verdict_after_errors(verdict, verdict.first_caught, need, spare)
     if verdict.fits and not verdict.retries and spare >= 0:
-        return _fits(document, need, spare).append(_until(verdict.growth))
+        return _fits(document, need, spare).append(_growth_note(verdict.growth))
     if verdict.fits:
         said = f"{_only_just(verdict.retries)}. Left alone it would take {need}."
-        return _said("Fits only just", "bold yellow", said).append(_until(verdict.growth))
+        return _labelled("Fits only just", "bold yellow", said).append(_growth_note(verdict.growth))
     if verdict.host_over_bytes and verdict.oom_stage is None:
         over = f"{format_bytes(verdict.host_over_bytes)} more than there is of it (--host-memory)"
         held = f"{format_bytes(document.host_peak_bytes)} are held in host memory, {over}"
-        return _said("Does not fit", "bold red", f"{held}. Of the card it needs {need}.")
+        return _labelled("Does not fit", "bold red", f"{held}. Of the card it needs {need}.")
     where = at_stage(verdict.oom_stage or "", verdict.oom_step or 0)
     ended = document.program is not None and document.program.ended == "refused"
     whole = "The script ended there; with that request it needs" if ended else "The whole run needs"
@@ -283,7 +281,7 @@ def _memory_verdict(document: Document) -> RenderableType:
         f"{whole} {need}.{before if number else ''} torch {'said' if ended else 'would say'}:"
     )
     message = (verdict.oom_message or "").partition(" If reserved ")
-    return section(_said("Does not fit", "bold red", text), dim(message[0] + (" ..." if message[1] else "")))
+    return section(_labelled("Does not fit", "bold red", text), dim(message[0] + (" ..." if message[1] else "")))
 
 
 def _runs_out(growth: Growth, findings: Sequence[Finding], need: str) -> Text:
@@ -294,10 +292,10 @@ def _runs_out(growth: Growth, findings: Sequence[Finding], need: str) -> Text:
     cause = next((f" {one.title.partition(': ')[2]}." for one in findings if one.id == "memory-growth"), "")
     grows = f"Memory grows by {format_bytes(growth.bytes_per_step)} a step:{cause}" if cause else ""
     said = f"runs out of memory at about step {growth.runs_out_step:,}; {seen}, and {end}. {grows}"
-    return _said("Does not fit", "bold red", said.rstrip())
+    return _labelled("Does not fit", "bold red", said.rstrip())
 
 
-def _until(growth: Growth | None) -> str:
+def _growth_note(growth: Growth | None) -> str:
     """Return how long memory that grows lasts, for a run that ends before."""
     if growth is None:
         return ""
@@ -307,11 +305,11 @@ def _until(growth: Growth | None) -> str:
     return f" It grows by {format_bytes(growth.bytes_per_step)} a step{last and ', and fits'}{last}{ends}."
 
 
-def _said(label: str, style: str, said: str) -> Text:
+def _labelled(label: str, style: str, said: str) -> Text:
     return Text(f"\n{label}: ", style=style).append(said, style="default")
 
 
-def _faults(document: Document) -> list[RenderableType]:
+def _certain_errors(document: Document) -> list[RenderableType]:
     """Return what kills the run on a real card whatever its memory, beside the verdict: it must not be read alone."""
     known = ("does-not-fit", "run-failed", "memory-growth")  # the verdict has said these
     errors = [one for one in document.findings if one.severity is Severity.ERROR and one.id not in known]
@@ -333,14 +331,14 @@ def _fits(document: Document, need: str, spare: int) -> Text:
     """Return the verdict on what fits; that NCCL's share fits too is said of what is left after it."""
     nccl = None if document.bridge is None else document.bridge.nccl_group_bytes
     if nccl is None:
-        return _said("Fits", "bold green", f"needs {need}, {format_bytes(spare)} to spare.")
+        return _labelled("Fits", "bold green", f"needs {need}, {format_bytes(spare)} to spare.")
     least, most = nccl
     range_text = f"{format_bytes(least)} to {format_bytes(most)}"
     if spare >= most:
         left = f"{format_bytes(spare)} to spare, of which NCCL takes {range_text} a group where others measured it."
-        return _said("Fits", "bold green", f"needs {need}, {left}")
+        return _labelled("Fits", "bold green", f"needs {need}, {left}")
     left = f"which leaves {format_bytes(spare)} to NCCL: where others measured it, a group takes {range_text}."
-    return _said("Fits only just", "bold yellow", f"needs {need}, {left}")
+    return _labelled("Fits only just", "bold yellow", f"needs {need}, {left}")
 
 
 def _verdict_after_errors(verdict: Verdict, first: CaughtError, need: str, spare: int) -> Text:
@@ -354,7 +352,7 @@ def _verdict_after_errors(verdict: Verdict, first: CaughtError, need: str, spare
     then = only_just if verdict.retries or spare < 0 else f"{format_bytes(spare)} to spare"
     went_on = f"{_raised_and_caught(number)}{which} in {stage}{where}, where {asked}; the script went on without it."
     said = f"{went_on} What it did instead needs {need}, {then}."
-    return _said("Fits only without what was refused", "bold yellow", said)
+    return _labelled("Fits only without what was refused", "bold yellow", said)
 
 
 def _categories(document: Document) -> RenderableType:
@@ -382,7 +380,7 @@ def _workspaces(document: Document) -> list[RenderableType]:
 def _tensors(document: Document) -> RenderableType:
     unit = _unit(document)
     made = table(f">{unit.name}", ">x", "|shape", "~what it is", drop=("shape", "x"))
-    for tensor in told_apart(document.peak.tensors)[:MAX_TENSORS]:
+    for tensor in merge_equal_rows(document.peak.tensors)[:MAX_TENSORS]:
         shape = f"{shape_text(tensor.shape)} {tensor.dtype}"
         made.add_row(unit.amount(tensor.num_bytes), str(tensor.count), shape, origin(tensor))
     return section("Largest tensors alive at the peak", made, below=1)

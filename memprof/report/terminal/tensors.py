@@ -11,7 +11,7 @@ from memprof.ledger.ledger import LiveTensor
 from memprof.trace.events import short_source
 
 
-def told_apart(tensors: Iterable[LiveTensor]) -> list[LiveTensor]:
+def merge_equal_rows(tensors: Iterable[LiveTensor]) -> list[LiveTensor]:
     """Return those of which a row says the same are one: forward and backward each have a workspace of cuBLAS."""
     found: dict[tuple[object, ...], LiveTensor] = {}
     for one in tensors:

@@ -16,7 +16,7 @@ _LEAST_COLUMNS = 10
 
 
 @dataclass(frozen=True)
-class Timeline:
+class CategoryTimeline:
     """The lines; `unit` is that of the figures behind them, `peak_at` names the peak's stage."""
 
     found: OverTime

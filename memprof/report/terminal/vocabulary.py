@@ -30,13 +30,11 @@ def view(document: Vocabulary, *, quiet: bool = False) -> RenderableType:
 def _heading(document: Vocabulary) -> RenderableType:
     files = "1 file" if document.files == 1 else f"{document.files:,} files"
     rows = f", {document.rows:,} row{'s' * (document.rows > 1)}" if document.rows else ""
+    once = f"{document.once:,} of them occur once ({document.once / document.distinct:.1%})"
     lines = [
         heading("memprof vocab", ": " + ", ".join(document.corpus)),
         Text(f"{files}{rows}, {format_bytes(document.num_bytes)} of text, tokens by {document.tokenizer}"),
-        Text(
-            f"{document.tokens:,} tokens, {document.distinct:,} different; {document.once:,} of them occur once "
-            f"({document.once / document.distinct:.1%})"
-        ),
+        Text(f"{document.tokens:,} tokens, {document.distinct:,} different; {once}"),
     ]
     if document.unseen is not None and document.vocab_size:
         share = document.unseen / document.vocab_size

@@ -69,6 +69,6 @@ def aligned(
     return lines, gone
 
 
-def left_out(names: Sequence[str]) -> str:
+def dropped_columns_note(names: Sequence[str]) -> str:
     """Return what is said of columns that there was no room for."""
     return f"No room for: {', '.join(' '.join(name.split()) for name in dict.fromkeys(names) if name.strip())}."
