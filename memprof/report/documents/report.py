@@ -193,7 +193,7 @@ class Document(Shown):
         }
 
     def to_json(self) -> dict[str, Any]:
-        """Return the document as plain JSON values (docs/concepts.md lists the names)."""
+        """The document as plain JSON values (docs/concepts.md lists the names)."""
         plain = super(Document, self).to_json() | {"target": target_to_json(self.target)}
         optional = ("cards", "limit", "rank", "ranks", "streams", "over_time")
         absent = {name for name in optional if not getattr(self, name)} | ({"card"} if not self.cards else set())
