@@ -1,6 +1,7 @@
 """Writes docs/schema/*.json, a schema for each command's JSON, from the types of memprof's documents: `make docs`.
 
-What a name means is read from the string below its field, or from the lines on it in its class's docstring.
+What a name means is read from the comment on its field's line or above it, from the string below it, or from the lines
+on it in its class's docstring.
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ import ast
 import enum
 import functools
 import inspect
+import io
 import json
 import re
 import sys
 import textwrap
+import tokenize
 import types
 import typing
 from dataclasses import is_dataclass
@@ -166,6 +169,26 @@ def _trees(module: str) -> dict[str, ast.ClassDef]:
     return {node.name: node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef)}
 
 
+@functools.cache
+def _comments(module: str) -> dict[int, tuple[str, bool]]:
+    """The comments of a module by their lines, and whether each has its line to itself."""
+    source = inspect.getsource(sys.modules[module])
+    found = [one for one in tokenize.generate_tokens(io.StringIO(source).readline) if one.type == tokenize.COMMENT]
+    said = {one.start[0]: (one.string.removeprefix("# "), one.line.lstrip().startswith("#")) for one in found}
+    return {line: one for line, one in said.items() if not one[0].startswith(("fmt:", "noqa", "type:"))}
+
+
+def _comment(field: ast.AnnAssign, comments: dict[int, tuple[str, bool]]) -> str:
+    """The comment on a field's last line, else the lines of comment above it."""
+    if field.end_lineno in comments:
+        return comments[field.end_lineno][0]
+    lines, line = [], field.lineno - 1
+    while comments.get(line, ("", False))[1]:
+        lines.insert(0, comments[line][0])
+        line -= 1
+    return " ".join(lines)
+
+
 def _said(kind: type) -> dict[str, str]:
     """What the source says of each field of a class."""
     node = _trees(kind.__module__)[kind.__name__]
@@ -177,8 +200,11 @@ def _said(kind: type) -> dict[str, str]:
     ):
         said |= dict.fromkeys(names.split(", "), _flat(about))
     for field, after in zip(node.body, [*node.body[1:], None], strict=True):
-        is_string = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
-        if isinstance(field, ast.AnnAssign) and is_string:
+        if not isinstance(field, ast.AnnAssign):
+            continue
+        if comment := _comment(field, _comments(kind.__module__)):
+            said.setdefault(field.target.id, comment)  # beside a line in the docstring it says why
+        if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
             said[field.target.id] = _flat(inspect.cleandoc(after.value.value))
     names = {field.name: name for field, name, _ in json_fields(kind)}
     return {names.get(name, name): about for name, about in said.items()}

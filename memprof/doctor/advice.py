@@ -29,7 +29,7 @@ class Known:
 
     @property
     def spec(self) -> TargetSpec:
-        """The same for `memprof profile`."""
+        """Return what `memprof profile` is asked of the run."""
         return TargetSpec(
             model=self.model or "MODEL",
             batch_size=self.batch_size or 1,
@@ -40,17 +40,15 @@ class Known:
         )
 
     def command(self, fix: str = "") -> str:
-        """`memprof profile` of it."""
+        """Return the command of `memprof profile` for it."""
         return profile_command(self.spec.edit(fixes=(fix,) if fix else ()), names_card=False)
 
     def command_with(self, remedy: Remedy) -> str | None:
-        """`memprof profile` of it with a remedy, in inference if it is for that alone; None if it does not apply.
-
-        Of a run that is not known the batch may be of any size.
-        """
+        """Return `memprof profile` with a remedy, in inference if it is for that alone; None if it does not apply."""
         dtype = None
         if self.model is not None and has_model(self.model):
             dtype = "float32" if find_model(self.model).checkpoint_dtype == "float32" else "bfloat16"
+        # Of a run that is not known the batch may be of any size.
         specs = [self.spec] if self.batch_size else [self.spec, self.spec.edit(batch_size=2)]
         for mode, spec in itertools.product(Mode, specs):
             try:
@@ -61,32 +59,27 @@ class Known:
         return None
 
 
+# Cases that have one remedy.
 _SEGMENTS, _SPILLED = helping("fragmentation")[0], helping("doctor: spilled")[0]
 _HOST = helping("doctor: host memory")[0]
-"""Cases that have one remedy."""
-_WINDOWS = re.compile(r"\b[A-Za-z]:\\(?!n)")
-"""A path of Windows."""
+_WINDOWS = re.compile(r"\b[A-Za-z]:\\(?!n)")  # A path of Windows.
 _WHO = (Advice("see who is on the card", "nvidia-smi --query-compute-apps=pid,name,used_memory --format=csv"),)
 
 
 def _against(case: str, run: Known) -> tuple[Advice, ...]:
-    """The remedies of a case, in order."""
-    return tuple(
-        Advice(
-            remedy.words.get(case, remedy.changes)
-            + ("" if remedy.cost.startswith("none") else f" (costs: {remedy.cost})"),
-            command,
-            remedy=remedy.name,
-        )
-        for remedy in helping(case)
-        if (command := run.command_with(remedy)) is not None
-    )
+    """Return the remedies of a case, in order."""
+    found = []
+    for remedy in helping(case):
+        cost = "" if remedy.cost.startswith("none") else f" (costs: {remedy.cost})"
+        if (command := run.command_with(remedy)) is not None:
+            found.append(Advice(remedy.words.get(case, remedy.changes) + cost, command, remedy=remedy.name))
+    return tuple(found)
 
 
 def steps(
     cause: Cause, figures: Figures, tensors: tuple[Candidate, ...], run: Known, source: str, text: str = ""
 ) -> tuple[Advice, ...]:
-    """What to try for `cause`, in order; `text` is the message, and the log around it."""
+    """Return what to try for `cause`, in order; `text` is the message, and the log around it."""
     if figures.total is not None and figures.total.num_bytes >= GIB:
         run = replace(run, card_bytes=parse_gib(f"{figures.total.num_bytes / GIB:.2f}"))  # as it was printed
     if tensors and "delta" in tensors[0].role:
@@ -98,23 +91,17 @@ def steps(
     if cause in _FIXED:
         return _FIXED[cause]
     if cause is Cause.OTHER_PROCESSES:
+        left_over = "end what is left over of an earlier run (a notebook keeps its card until its kernel ends)"
         return (
             *_WHO,
-            Advice(
-                "end what is left over of an earlier run (a notebook keeps its card until its kernel ends)", "kill PID"
-            ),
+            Advice(left_over, "kill PID"),
             Advice("or take another card", "CUDA_VISIBLE_DEVICES=1 python ..."),
             Advice("how much your own run needs", run.command()),
         )
     if cause is Cause.MEMORY_LIMIT:
-        return (
-            Advice.python(
-                "raise or remove the limit, set in the program or as per_process_memory_fraction in "
-                "the allocator's settings",
-                "torch.cuda.set_per_process_memory_fraction(1.0)",
-            ),
-            Advice("how much the run needs", run.command()),
-        )
+        limit = "raise or remove the limit, set in the program or as per_process_memory_fraction in the allocator's"
+        raised = Advice.python(f"{limit} settings", "torch.cuda.set_per_process_memory_fraction(1.0)")
+        return raised, Advice("how much the run needs", run.command())
     if cause is Cause.FREE_REFUSED:
         return (
             Advice(
@@ -158,12 +145,12 @@ def steps(
 
 
 def _is_old(text: str) -> bool:
-    """Whether the message has the words of torch before 2.1, which has no expandable segments."""
+    """Return whether the message has the words of torch before 2.1, which has no expandable segments."""
     return "reserved in total by PyTorch" in text or " cached)" in text
 
 
 def _segments(what: str, text: str) -> tuple[Advice, ...]:
-    """Expandable segments, where there are any: not before torch 2.1, nor on Windows."""
+    """Return expandable segments, where there are any: not before torch 2.1, nor on Windows."""
     if _is_old(text) or _WINDOWS.search(text):
         return ()
     variable = "PYTORCH_HIP_ALLOC_CONF" if "HIP out of memory" in text else "PYTORCH_CUDA_ALLOC_CONF"
@@ -171,57 +158,48 @@ def _segments(what: str, text: str) -> tuple[Advice, ...]:
 
 
 def _whole(text: str) -> tuple[Advice, ...]:
-    """What a torch that has no expandable segments can do against fragmentation."""
+    """Return what a torch that has no expandable segments can do against fragmentation."""
     if _is_old(text) and "max_split_size_mb" not in text:
         return (Advice("this release of torch has no setting against it: a newer one has", "pip install -U torch"),)
     where = "on Windows" if _WINDOWS.search(text) else "before torch 2.1"
     shell = "set" if _WINDOWS.search(text) else "export"
-    return (
-        Advice(
-            f"leave large blocks whole for large requests (there are no expandable segments {where})",
-            f"{shell} PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:128",
-        ),
-    )
+    what = f"leave large blocks whole for large requests (there are no expandable segments {where})"
+    return (Advice(what, f"{shell} PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:128"),)
 
 
 def _for_tensor(tensors: tuple[Candidate, ...], run: Known) -> tuple[Advice, ...]:
-    """Remedies for the very tensor, if it is known."""
+    """Return remedies for the very tensor, if it is known."""
     if not tensors:
         return ()
     role = tensors[0].role
     if role.startswith("logits"):
-        last = Advice.python(
-            "in inference and prefill: logits of the last position alone", "model(input_ids, logits_to_keep=1)"
-        )
-        return (*_against("doctor: logits", run), last)
+        last = "in inference and prefill: logits of the last position alone"
+        return (*_against("doctor: logits", run), Advice.python(last, "model(input_ids, logits_to_keep=1)"))
     if role.startswith("attention"):
         return _against("doctor: attention", run)
     if "delta" in role:
         return _against("doctor: weight delta", run)
-    if role in ("feed-forward activations", "hidden states") or role.startswith(
-        ("queries", "keys", "feed-forward act")
-    ):
+    if role.startswith(("hidden states", "queries", "keys", "feed-forward act")):
         return _against("doctor: activations", run)
     return _against("doctor: parameters" if "parameters" in role else "doctor: weights", run)
 
 
 def _smaller(run: Known, tensors: tuple[Candidate, ...]) -> tuple[Advice, ...]:
-    """A run that takes less, in order; what `_for_tensor` said is left out."""
+    """Return a run that takes less, in order; what `_for_tensor` said is left out."""
     said = {step.remedy for step in _for_tensor(tensors, run)}
+    search = "let memprof search: the set of remedies whose step takes least among those that fit"
+    on_cpu = "in inference that may take many times as long: use the CPU, whose memory is the machine's"
     listed = (
-        Advice(
-            "let memprof search: the set of remedies whose step takes least among those that fit", run.command("auto")
-        ),
+        Advice(search, run.command("auto")),
         *_against("doctor: smaller", run),
-        Advice.python(
-            "in inference that may take many times as long: use the CPU, whose memory is the machine's",
-            'model.to("cpu")',
-        ),
+        Advice.python(on_cpu, 'model.to("cpu")'),
         Advice("torch.cuda.empty_cache() does not help: torch gives back its cache itself before it raises this error"),
     )
     return tuple(step for step in listed if not step.remedy or step.remedy not in said)
 
 
+_VLLM = "vllm serve MODEL"
+_SGLANG = "python -m sglang.launch_server --model-path MODEL"
 _MPS = (
     Advice("a smaller batch, half precision, or a smaller model: the GPU shares the computer's memory"),
     Advice.python(
@@ -231,9 +209,9 @@ _MPS = (
     ),
     Advice("lift the limit, at the risk that the system swaps or stops", "export PYTORCH_MPS_HIGH_WATERMARK_RATIO=0.0"),
 )
-_CACHE_SIZE = (
-    Advice("how much weights and cache take", "memprof profile --model MODEL --mode inference --context-length 8192"),
-)
+_PROFILE = "memprof profile --model MODEL"
+_CACHE_SIZE = Advice("how much weights and cache take", f"{_PROFILE} --mode inference --context-length 8192")
+# What prints an error that torch's remedies do not help against.
 _OF_SOURCE: dict[str, tuple[Advice, ...]] = {
     "torch (MPS)": _MPS,
     "NCCL": (
@@ -257,19 +235,11 @@ _OF_SOURCE: dict[str, tuple[Advice, ...]] = {
         Advice("a smaller batch, or shorter sequences"),
     ),
     "SGLang": (  # its options: docs/advanced_features/server_arguments.md of sgl-project/sglang
-        Advice(
-            "give the engine more of the GPU, if nobody else is on it",
-            "python -m sglang.launch_server --model-path MODEL --mem-fraction-static 0.95",
-        ),
-        Advice("shorter sequences", "python -m sglang.launch_server --model-path MODEL --context-length 8192"),
-        Advice(
-            "a smaller cache: one byte a value",
-            "python -m sglang.launch_server --model-path MODEL --kv-cache-dtype fp8_e5m2",
-        ),
-        Advice(
-            "spread the weights over GPUs", "python -m sglang.launch_server --model-path MODEL --tensor-parallel-size 2"
-        ),
-        *_CACHE_SIZE,
+        Advice("give the engine more of the GPU, if nobody else is on it", f"{_SGLANG} --mem-fraction-static 0.95"),
+        Advice("shorter sequences", f"{_SGLANG} --context-length 8192"),
+        Advice("a smaller cache: one byte a value", f"{_SGLANG} --kv-cache-dtype fp8_e5m2"),
+        Advice("spread the weights over GPUs", f"{_SGLANG} --tensor-parallel-size 2"),
+        _CACHE_SIZE,
     ),
     "ggml": (
         *_WHO,
@@ -283,7 +253,6 @@ _OF_SOURCE: dict[str, tuple[Advice, ...]] = {
         *_WHO,
     ),
 }
-"""What prints an error that torch's remedies do not help against."""
 _FIXED: dict[Cause, tuple[Advice, ...]] = {
     Cause.NOT_KNOWN: (
         Advice("a smaller batch: if the error goes, memory was the matter"),
@@ -292,20 +261,17 @@ _FIXED: dict[Cause, tuple[Advice, ...]] = {
         Advice("or an installation that does not belong together", "memprof doctor --env"),
     ),
     Cause.KV_CACHE: (
-        Advice(
-            "give the engine more of the card, if nobody else is on it",
-            "vllm serve MODEL --gpu-memory-utilization 0.95",
-        ),
-        Advice("shorter sequences", "vllm serve MODEL --max-model-len 8192"),
-        Advice("a smaller cache: one byte a value", "vllm serve MODEL --kv-cache-dtype fp8"),
-        Advice("no CUDA graphs, which take memory too", "vllm serve MODEL --enforce-eager"),
-        Advice("spread the weights over cards", "vllm serve MODEL --tensor-parallel-size 2"),
-        *_CACHE_SIZE,
+        Advice("give the engine more of the card, if nobody else is on it", f"{_VLLM} --gpu-memory-utilization 0.95"),
+        Advice("shorter sequences", f"{_VLLM} --max-model-len 8192"),
+        Advice("a smaller cache: one byte a value", f"{_VLLM} --kv-cache-dtype fp8"),
+        Advice("no CUDA graphs, which take memory too", f"{_VLLM} --enforce-eager"),
+        Advice("spread the weights over cards", f"{_VLLM} --tensor-parallel-size 2"),
+        _CACHE_SIZE,
     ),
     Cause.ENGINE_BUDGET: (
         *_WHO,
         Advice("end what is left over of an earlier engine: its worker processes outlive it", "kill PID"),
-        Advice("or ask for no more than is free", "vllm serve MODEL --gpu-memory-utilization 0.8"),
+        Advice("or ask for no more than is free", f"{_VLLM} --gpu-memory-utilization 0.8"),
     ),
     Cause.MODEL_SPILLS: (
         Advice.python("see how the model was spread, and on what", "print(model.hf_device_map)"),
@@ -328,16 +294,12 @@ _FIXED: dict[Cause, tuple[Advice, ...]] = {
         ),
         Advice(
             "what is offloaded to the host takes 12 to 16 bytes a parameter there: offload less, or to disk",
-            "memprof profile --model MODEL --ladder",
+            f"{_PROFILE} --ladder",
         ),
         Advice.python(
             "fewer DataLoader workers: each copies what it touches of the dataset", "DataLoader(..., num_workers=2)"
         ),
-        Advice(
-            "batches made one at a time",
-            f"memprof profile --model MODEL --dataset-batches 100 --fix {_HOST.name}",
-            remedy=_HOST.name,
-        ),
+        Advice("batches made one at a time", f"{_PROFILE} --dataset-batches 100 --fix {_HOST.name}", remedy=_HOST.name),
         Advice("in a container or a job: raise its memory limit", "docker run --memory 64g ...  # sbatch --mem=64G"),
     ),
     Cause.HOST_MEMORY: (

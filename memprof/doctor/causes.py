@@ -7,19 +7,17 @@ from memprof.device.context import CONTEXT_BYTES
 from memprof.doctor.diagnosis import Cause, Figures, Size
 from memprof.units import GIB, format_bytes
 
-_LARGE_SHARE = 0.25
-"""Of the card, from which on one request is the matter rather than all that is there."""
-_FREE_SHARE = 0.05
-"""Of the card: with less left it is full, though a request may be smaller than that."""
+_LARGE_SHARE = 0.25  # Of the card, from which on one request is the matter rather than all that is there.
+_FREE_SHARE = 0.05  # Of the card: with less left it is full, though a request may be smaller than that.
 _UNNAMED = GIB
+# Memory that nobody names may be this process's libraries (NCCL, other contexts), or a desktop on a small card: from
+# this share of the card on it is somebody else's.
 _UNNAMED_SHARE, _SURE_SHARE, _SMALL_CARD = 0.1, 0.25, 8 * GIB
-"""Memory that nobody names may be this process's libraries (NCCL, other contexts), or a desktop on a small card: from
-this share of the card on it is somebody else's."""
 
 
 def others_bytes(figures: Figures) -> int | None:
-    """What other processes have on the card; None if the message does not tell."""
-    named = sum(size.num_bytes for _, size in strangers(figures))
+    """Return what other processes have on the card; None if the message does not tell."""
+    named = sum(size.num_bytes for _, size in other_processes(figures))
     if named:
         return named
     total, free, mine = figures.total, figures.free, own_bytes(figures)
@@ -29,24 +27,21 @@ def others_bytes(figures: Figures) -> int | None:
 
 
 def own_bytes(figures: Figures) -> int | None:
-    """What this process has on the card; without the driver's word its segments and a CUDA context."""
-    if figures.process is not None:
-        return figures.process.num_bytes
-    own = _own_of(figures)
-    if own is not None:
+    """Return what this process has on the card; without the driver's word its segments and a CUDA context."""
+    if own := figures.process or _own_of(figures):
         return own.num_bytes
     held = figures.reserved or figures.allocated
     return None if held is None else held.num_bytes + CONTEXT_BYTES
 
 
 def _own_of(figures: Figures) -> Size | None:
-    """What the process has that is named as another and is this one."""
-    foreign = strangers(figures)
+    """Return what the process has that is named as another and is this one."""
+    foreign = other_processes(figures)
     return next((size for pid, size in figures.others if (pid, size) not in foreign), None)
 
 
-def strangers(figures: Figures) -> tuple[tuple[int, Size], ...]:
-    """The processes named that are not this one.
+def other_processes(figures: Figures) -> tuple[tuple[int, Size], ...]:
+    """Return the processes named that are not this one.
 
     In a container NVML gives pids of the host, so that torch takes itself for another: the process without which the
     card could not hold what this one reserved is this one.
@@ -62,15 +57,15 @@ def strangers(figures: Figures) -> tuple[tuple[int, Size], ...]:
 
 
 def cause_of(figures: Figures) -> tuple[Cause, tuple[str, ...]]:
-    """The cause, and what the figures say, one line each."""
+    """Return the cause, and what the figures say, one line each."""
     if figures.tried is None:
         return Cause.DEVICE_MEMORY, ()
     cause, why = _cause(figures, figures.tried)
-    return cause, (*([why] if why else []), *_said(figures))
+    return cause, tuple(filter(None, (why, *_said(figures))))
 
 
 def _cause(figures: Figures, tried: Size) -> tuple[Cause, str]:
-    """The cause of the refusal of `tried`, and what speaks for it."""
+    """Return the cause of the refusal of `tried`, and what speaks for it."""
     want, total, free = tried.num_bytes, figures.total, figures.free
     reserved, allocated = figures.reserved, figures.allocated
     unused = max(0, reserved.num_bytes - allocated.num_bytes) if reserved and allocated else 0
@@ -100,46 +95,42 @@ def _cause(figures: Figures, tried: Size) -> tuple[Cause, str]:
     if want >= _LARGE_SHARE * total.num_bytes:
         return Cause.LARGE_TENSOR, f"one request of {tried.text} is {100 * want / total.num_bytes:.0f}% of the card"
     if fits and unused and reserved is not None:
-        share = 100 * (1 - unused / reserved.num_bytes)
-        return Cause.CARD_FULL, (
-            f"{share:.0f}% of what torch holds are tensors; in one piece the rest would serve this request, and "
-            f"{format_bytes(unused - missing)} more"
-        )
+        tensors = f"{100 * (1 - unused / reserved.num_bytes):.0f}% of what torch holds are tensors"
+        more = f"in one piece the rest would serve this request, and {format_bytes(unused - missing)} more"
+        return Cause.CARD_FULL, f"{tensors}; {more}"
     return Cause.CARD_FULL, ""
 
 
 def _is_foreign(figures: Figures, others: int, total: int, *, fits: bool) -> bool:
-    """Whether what others have is theirs beyond doubt, and more than a trifle."""
+    """Return whether what others have is theirs beyond doubt, and more than a trifle."""
     if others < _UNNAMED:
         return False
     # What torch says of itself is sure; what is left over is not.
     share = _SURE_SHARE if fits or total < _SMALL_CARD else _UNNAMED_SHARE
-    return bool(strangers(figures)) or figures.process is not None or others >= share * total
+    return bool(other_processes(figures)) or figures.process is not None or others >= share * total
 
 
 def _said(figures: Figures) -> list[str]:
-    """What the figures say beside the cause."""
+    """Return what the figures say beside the cause."""
     said = []
     total, reserved, allocated = figures.total, figures.reserved, figures.allocated
     held = reserved or allocated
-    if allocated is not None and reserved is not None:
-        unused = max(0, reserved.num_bytes - allocated.num_bytes)
-        said.append(f"tensors take {allocated.text}, and {format_bytes(unused)} are reserved and unused")
-    elif allocated is not None:
-        said.append(f"tensors take {allocated.text}")
+    if allocated is not None:
+        unused = 0 if reserved is None else max(0, reserved.num_bytes - allocated.num_bytes)
+        beside = "" if reserved is None else f", and {format_bytes(unused)} are reserved and unused"
+        said.append(f"tensors take {allocated.text}{beside}")
     if total is not None and held is not None and held.low > total.high:
-        said.append(
-            f"{held.text} on a card of {total.text}: the driver spills into host memory (Windows, WSL), which is slow"
-        )
+        spills = "the driver spills into host memory (Windows, WSL), which is slow"
+        said.append(f"{held.text} on a card of {total.text}: {spills}")
     if figures.private_pools is not None:
         said.append(f"{figures.private_pools.text} are in private pools (CUDA graphs)")
     own = figures.process or _own_of(figures)
     if own is not None and held is not None:
-        beside = own.num_bytes - held.num_bytes
-        if beside > 0:
+        outside = own.num_bytes - held.num_bytes
+        if outside > 0:
             # Only Apple's messages say what a process has, and not what is reserved.
             what = "graphs and buffers of Metal" if reserved is None else "context, libraries, NCCL"
-            said.append(f"{format_bytes(beside)} of this process are outside torch's allocator: {what}")
-    for pid, size in strangers(figures):
+            said.append(f"{format_bytes(outside)} of this process are outside torch's allocator: {what}")
+    for pid, size in other_processes(figures):
         said.append(f"process {pid} has {size.text}" if pid else f"other processes have {size.text}")
     return said

@@ -14,22 +14,22 @@ class Cause(StrEnum):
     headline: str
 
     def __new__(cls, value: str, headline: str = "") -> Cause:
-        """A member is its value, a string, with the headline beside it."""
+        """Return the member: its value, a string, with the headline beside it."""
         made = str.__new__(cls, value)
         made._value_, made.headline = value, headline
         return made
 
     CARD_FULL = "card-full", "The card is full of this process's own tensors"
+    # One request is larger than the card, or a quarter of it and more.
     LARGE_TENSOR = "large-tensor", "One tensor is too large"
-    """One request is larger than the card, or a quarter of it and more."""
     FRAGMENTATION = "fragmentation", "Fragmentation: enough is reserved and unused, in pieces too small"
+    # The request would fit if nobody else were on it.
     OTHER_PROCESSES = "other-processes", "Other processes have the card"
-    """The request would fit if nobody else were on it."""
     MEMORY_LIMIT = "memory-limit", "The program reached a memory limit that it was given"
     FREE_REFUSED = "free-refused", "The driver refused memory that it calls free"
     DEVICE_MEMORY = "device-memory", "Out of device memory; the message says no more"
+    # cuBLAS, cuDNN or NCCL found no room beside the allocator's.
     LIBRARY_HANDLE = "library-handle", "A CUDA library found no memory for itself"
-    """cuBLAS, cuDNN or NCCL found no room beside the allocator's."""
     KV_CACHE = "kv-cache", "The engine has too little room for its KV cache"
     ENGINE_BUDGET = "engine-budget", "Less of the card is free than the engine was told to take"
     MODEL_SPILLS = "model-spills", "The model does not fit the card, and part of it was put elsewhere"
@@ -37,72 +37,48 @@ class Cause(StrEnum):
     HOST_MEMORY = "host-memory", "A request for host memory was refused"
     SHARED_MEMORY = "shared-memory", "/dev/shm is full"
     NOT_KNOWN = "not-known", "The message does not say whether memory was the matter"
-    DEVICE_MISMATCH = "device-mismatch"
-    """An operator was given tensors of two devices, which its headline names."""
+    DEVICE_MISMATCH = "device-mismatch"  # An operator was given tensors of two devices, which its headline names.
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """An amount as a message printed it: what was printed, and the bytes that print so.
+    """An amount as a message printed it: what was printed, and the bytes that print so."""
 
-    Attributes:
-        text: as printed, such as "37.09 GiB".
-        num_bytes: the middle of them.
-        low: the smallest.
-        high: the largest.
-    """
-
-    text: str
-    num_bytes: int
-    low: int
-    high: int
+    text: str  # as printed, such as "37.09 GiB".
+    num_bytes: int  # the middle of them.
+    low: int  # the smallest.
+    high: int  # the largest.
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """The amounts of an error message; None where it does not give one.
+    """The amounts of an error message; None where it does not give one."""
 
-    Attributes:
-        tried: the segment, or the request, that was refused.
-        tried_is_segment: whether `tried` is what torch's caching allocator asked of the driver for the request.
-        free: free according to the driver, after the allocator gave back what it could.
-        process: all that this process has on the card.
-        others: what each other process has, by pid.
-        allowed: limit set by a memory fraction.
-        reserved: of the caching allocator; allocated is part of it, and so are private pools.
-    """
-
-    tried: Size | None = None
+    tried: Size | None = None  # the segment, or the request, that was refused.
+    # whether `tried` is what torch's caching allocator asked of the driver for the request.
     tried_is_segment: bool = True
     device: int | None = None
     total: Size | None = None
-    free: Size | None = None
-    process: Size | None = None
-    others: tuple[tuple[int, Size], ...] = ()
-    allowed: Size | None = None
+    free: Size | None = None  # free according to the driver, after the allocator gave back what it could.
+    process: Size | None = None  # all that this process has on the card.
+    others: tuple[tuple[int, Size], ...] = ()  # what each other process has, by pid.
+    allowed: Size | None = None  # limit set by a memory fraction.
     allocated: Size | None = None
-    reserved: Size | None = None
+    reserved: Size | None = None  # of the caching allocator; allocated is part of it, and so are private pools.
     private_pools: Size | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A tensor of which the refused request may have been.
-
-    Attributes:
-        role: what it would be, such as "logits".
-        model: the catalog's model whose dimensions were taken; empty: none.
-        why: what speaks for it, one line.
-        exact: whether every size was known and the bytes are within what the message can mean.
-    """
+    """A tensor of which the refused request may have been."""
 
     shape: tuple[int, ...]
     dtype: str
-    role: str
+    role: str  # what it would be, such as "logits".
     num_bytes: int
-    model: str = ""
-    why: str = ""
-    exact: bool = False
+    model: str = ""  # the catalog's model whose dimensions were taken; empty: none.
+    why: str = ""  # what speaks for it, one line.
+    exact: bool = False  # whether every size was known and the bytes are within what the message can mean.
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,41 +88,27 @@ class Advice:
     what: str
     command: str = ""
     code: str = "sh"
-    remedy: str = ""
-    """Its name among memprof's remedies, if it is one."""
+    remedy: str = ""  # Its name among memprof's remedies, if it is one.
 
     @classmethod
     def python(cls, what: str, command: str) -> Advice:
-        """One whose command is Python."""
+        """Return an advice whose command is Python."""
         return cls(what, command, "python")
 
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis(Plain):
-    """One error, explained.
-
-    Attributes:
-        title: one line for people.
-        source: what printed it: "torch", "vllm", "the kernel", ...
-        message: the error's own line.
-        line: its number in the log, from 1.
-        count: how often it stands there; of one wording the first 60 places are looked at.
-        explanation: one line each.
-        where: the frames of the traceback that matter, the guilty one first.
-        tensors: candidates for the refused request, likeliest first.
-        devices: of a device mismatch, those that met.
-        steps: what to do, in order.
-    """
+    """One error, explained."""
 
     cause: Cause
-    title: str
-    source: str
-    message: str
-    line: int
-    count: int = 1
+    title: str  # one line for people.
+    source: str  # what printed it: "torch", "vllm", "the kernel", ...
+    message: str  # the error's own line.
+    line: int  # its number in the log, from 1.
+    count: int = 1  # how often it stands there; of one wording the first 60 places are looked at.
     figures: Figures = field(default_factory=Figures)
-    explanation: tuple[str, ...] = ()
-    where: tuple[str, ...] = ()
-    tensors: tuple[Candidate, ...] = ()
-    devices: tuple[str, ...] = ()
-    steps: tuple[Advice, ...] = ()
+    explanation: tuple[str, ...] = ()  # one line each.
+    where: tuple[str, ...] = ()  # the frames of the traceback that matter, the guilty one first.
+    tensors: tuple[Candidate, ...] = ()  # candidates for the refused request, likeliest first.
+    devices: tuple[str, ...] = ()  # of a device mismatch, those that met.
+    steps: tuple[Advice, ...] = ()  # what to do, in order.

@@ -16,46 +16,29 @@ from memprof.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class Dimensions:
-    """Of one model; None or 0 where it has no such dimension.
+    """Of one model; None or 0 where it has no such dimension."""
 
-    Attributes:
-        model: the catalog's key.
-        vocabulary: rows of the token embedding.
-        hidden: width of the residual stream.
-        intermediate: width of a feed-forward layer.
-        heads: of attention's queries.
-        kv_heads: of its keys and values.
-        head_dim: of one head.
-        experts: of a layer of experts; `expert` is an expert's width.
-        max_positions: the longest sequence.
-        num_parameters: of the whole model; 0 if not known.
-        half: the half dtype that it is published in, or would be.
-    """
-
-    model: str
-    vocabulary: int = 0
-    hidden: int = 0
-    intermediate: int = 0
-    heads: int = 0
-    kv_heads: int = 0
-    head_dim: int = 0
-    experts: int = 0
+    model: str  # the catalog's key.
+    vocabulary: int = 0  # rows of the token embedding.
+    hidden: int = 0  # width of the residual stream.
+    intermediate: int = 0  # width of a feed-forward layer.
+    heads: int = 0  # of attention's queries.
+    kv_heads: int = 0  # of its keys and values.
+    head_dim: int = 0  # of one head.
+    experts: int = 0  # of a layer of experts; `expert` is an expert's width.
     expert: int = 0
-    max_positions: int | None = None
-    num_parameters: int = 0
-    half: str = "bfloat16"
+    max_positions: int | None = None  # the longest sequence.
+    num_parameters: int = 0  # of the whole model; 0 if not known.
+    half: str = "bfloat16"  # the half dtype that it is published in, or would be.
 
 
 def _first(config: Mapping[str, Any], *names: str) -> int:
-    for name in names:
-        value = config.get(name)
-        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-            return value
-    return 0
+    values = (config.get(name) for name in names)
+    return next((one for one in values if isinstance(one, int) and not isinstance(one, bool) and one > 0), 0)
 
 
 def dimensions(entry: ModelEntry) -> Dimensions:
-    """Of a model of the catalog."""
+    """Return the dimensions of a model of the catalog."""
     return replace(
         _dimensions(entry.key, entry.load_config(), entry.checkpoint_dtype),
         vocabulary=entry.vocab_size or 0,
@@ -65,7 +48,7 @@ def dimensions(entry: ModelEntry) -> Dimensions:
 
 
 def find_dimensions(name: str) -> Dimensions:
-    """Of a model of the catalog, or of a config.json (or the folder that it is in).
+    """Return the dimensions of a model of the catalog, or of a config.json (or the folder that it is in).
 
     Raises:
         UsageError: there is no such model, or the file is no configuration.
@@ -106,8 +89,8 @@ def _dimensions(name: str, config: Mapping[str, Any], dtype: str | None) -> Dime
 
 
 @cache
-def of_catalog() -> tuple[Dimensions, ...]:
-    """Of every model of the catalog."""
+def catalog_dimensions() -> tuple[Dimensions, ...]:
+    """Return the dimensions of every model of the catalog."""
     return tuple(map(dimensions, list_models()))
 
 
@@ -124,19 +107,15 @@ _TUNED = re.compile(
 
 
 def model_in(text: str) -> str | None:
-    """A model of the catalog that `text` names, as command lines and engines do; None if there is none."""
+    """Return a model of the catalog that `text` names, as command lines and engines do; None if there is none."""
     for pattern in _NAMED:
         for match in pattern.finditer(text):
             name = match[1].rstrip("/.,'\"")
-            tail = name.rsplit("/", 1)[-1].replace("Meta-", "")
-            for candidate in (name, tail):
-                shorter = candidate
+            for shorter in (name, name.rsplit("/", 1)[-1].replace("Meta-", "")):
                 for _ in range(4):
                     if shorter and has_model(shorter):
                         return find_model(shorter).key
-                    shorter, cut = _TUNED.subn("", shorter)
-                    if not cut:
-                        break
+                    shorter = _TUNED.sub("", shorter)
     return None
 
 
@@ -150,12 +129,12 @@ _LENGTH = re.compile(
 
 
 def batch_in(text: str) -> int | None:
-    """The batch that a command line in `text` gives, if one does."""
+    """Return the batch that a command line in `text` gives, if one does."""
     return _number_in(_BATCH, text, range(1, 1 << 20))
 
 
 def length_in(text: str) -> int | None:
-    """The sequence length that a command line in `text` gives, if one does."""
+    """Return the sequence length that a command line in `text` gives, if one does."""
     return _number_in(_LENGTH, text, range(2, 1 << 24))
 
 

@@ -12,19 +12,17 @@ from memprof.doctor import advice
 from memprof.doctor.causes import cause_of
 from memprof.doctor.diagnosis import Candidate, Cause, Diagnosis, Figures
 from memprof.doctor.dimensions import Dimensions, batch_in, dimensions, find_dimensions, length_in, model_in
-from memprof.doctor.log import Log, Passage, clean, joined
+from memprof.doctor.log import LogReader, Passage, clean, joined
 from memprof.doctor.signatures import SIGNATURES, Signature
-from memprof.doctor.tensors import Question, candidates, requested, roles_in
-from memprof.doctor.tracebacks import Frame, frames, telling
+from memprof.doctor.tensors import TensorQuery, candidates, requested, roles_in
+from memprof.doctor.tracebacks import TracebackFrame, frames, relevant_frames
 
+# Of these a size, if there is one, is no tensor's.
 _WITHOUT_TENSOR = frozenset(
     (Cause.HOST_KILLED, Cause.ENGINE_BUDGET, Cause.KV_CACHE, Cause.SHARED_MEMORY, Cause.LIBRARY_HANDLE, Cause.NOT_KNOWN)
 )
-"""Of these a size, if there is one, is no tensor's."""
-_MESSAGE = 1400
-"""Characters of an error's own words; the longest of torch's has some 900."""
-_SAME_ERROR_LINES = 8
-"""A message goes on over so many lines, in which its words may stand again."""
+_MESSAGE = 1400  # Characters of an error's own words; the longest of torch's has some 900.
+_SAME_ERROR_LINES = 8  # A message goes on over so many lines, in which its words may stand again.
 MAX_DIAGNOSES = 12
 
 
@@ -37,12 +35,12 @@ class _Error:
 
     @property
     def key(self) -> tuple[str, str]:
-        """Ranks print one error with their own figures; what is left names it."""
+        """Return what names the error: ranks print one with their own figures."""
         return self.signature.name, self.message[:160]
 
 
 def diagnose(stream: BinaryIO, name: str, known: advice.Known | None = None) -> list[Diagnosis]:
-    """The errors in a log, explained: the one that explains the others first; empty if there is none.
+    """Return the errors in a log, explained: the one that explains the others first; empty if there is none.
 
     The log is read once, in pieces; its name is for errors.
 
@@ -51,14 +49,12 @@ def diagnose(stream: BinaryIO, name: str, known: advice.Known | None = None) -> 
     """
     known = known or advice.Known()
     model = find_dimensions(known.model) if known.model else None
-    log = Log(stream, name)
+    log = LogReader(stream, name)
     found: list[_Error] = []
     counts: Counter[tuple[str, str]] = Counter()
-    for passage in log.passages():
-        error = _recognise(passage)
-        if error is None:
-            continue
-        if found and passage.line - found[-1].passage.line <= _SAME_ERROR_LINES and _repeats(found[-1], error):
+    for error in filter(None, map(_recognise, log.passages())):
+        is_near = found and error.passage.line - found[-1].passage.line <= _SAME_ERROR_LINES
+        if is_near and _repeats(found[-1].signature, error.signature):
             continue
         counts[error.key] += 1
         if counts[error.key] == 1:
@@ -67,13 +63,10 @@ def diagnose(stream: BinaryIO, name: str, known: advice.Known | None = None) -> 
     return [replace(_explain(error, log.head, known, model), count=counts[error.key]) for error in ranked]
 
 
-def _repeats(earlier: _Error, later: _Error) -> bool:
-    """Whether the later words belong to the earlier message."""
-    return later.signature.rank >= earlier.signature.rank and (
-        later.signature.name == earlier.signature.name
-        or later.signature.rank > earlier.signature.rank
-        or later.signature.cause is earlier.signature.cause
-    )
+def _repeats(earlier: Signature, later: Signature) -> bool:
+    """Return whether the later words belong to the earlier message."""
+    is_same = later.name == earlier.name or later.cause is earlier.cause
+    return later.rank > earlier.rank or (later.rank == earlier.rank and is_same)
 
 
 def _recognise(passage: Passage) -> _Error | None:
@@ -84,17 +77,16 @@ def _recognise(passage: Passage) -> _Error | None:
     for signature in SIGNATURES:
         if not any(word in raw for word in signature.words):
             continue
-        match = re.search(signature.pattern, first_line if signature.one_line else text)
-        if match is None or (match.start() > head and not signature.one_line):
-            continue
-        start = 0 if signature.one_line else match.start()
-        message = (first_line if signature.one_line else text)[start : start + _MESSAGE]
-        return _Error(signature, passage, _one(message), first_line)
+        searched = first_line if signature.one_line else text
+        match = re.search(signature.pattern, searched)
+        if match is not None and (match.start() <= head or signature.one_line):
+            start = 0 if signature.one_line else match.start()
+            return _Error(signature, passage, _one(searched[start : start + _MESSAGE]), first_line)
     return None
 
 
 def _one(message: str) -> str:
-    """Without the next error of the same kind."""
+    """Return the message without the next error of the same kind."""
     for words in ("Tried to allocate", "Traceback (most recent"):
         again = message.find(words, message.find(words) + 1 if words == "Tried to allocate" else 0)
         if again > 0:
@@ -105,7 +97,7 @@ def _one(message: str) -> str:
 def _explain(error: _Error, head: str, known: advice.Known, model: Dimensions | None) -> Diagnosis:
     signature, passage = error.signature, error.passage
     stack = frames(passage)
-    where = telling(stack)
+    where = relevant_frames(stack)
     figures = signature.figures(error.message)
     cause, said = (signature.cause, ()) if signature.cause is not None else cause_of(figures)
     base = Diagnosis(
@@ -144,13 +136,13 @@ def _explain(error: _Error, head: str, known: advice.Known, model: Dimensions | 
 
 
 def _tensors(
-    figures: Figures, model: Dimensions | None, known: advice.Known, nearby: str, stack: list[Frame]
+    figures: Figures, model: Dimensions | None, known: advice.Known, nearby: str, stack: list[TracebackFrame]
 ) -> tuple[Candidate, ...]:
     interval = requested(figures)
     if interval is None:
         return ()
     inner = [str(frame) for frame in stack[-6:]]
-    question = Question(
+    question = TensorQuery(
         *interval,
         model=model,
         half=model.half if model is not None else "bfloat16",
@@ -166,18 +158,12 @@ def _tensors(
 
 def _own_line(error: _Error) -> str:
     text = error.first_line.strip()
-    if len(text) > 240:
-        at = max(0, text.find(error.message[:20]) - 60)
-        text = text[at : at + 240] + "..."
-    return text
+    at = max(0, text.find(error.message[:20]) - 60)
+    return text if len(text) <= 240 else text[at : at + 240] + "..."
 
 
 def _title(cause: Cause, figures: Figures, tensors: tuple[Candidate, ...]) -> str:
-    title = cause.headline
-    if figures.tried is not None:
-        title += f": {figures.tried.text}"
-        if figures.total is not None:
-            title += f" on a device of {figures.total.text}"
-    if tensors and cause is Cause.LARGE_TENSOR:
-        title += f", {tensors[0].role}"
-    return title
+    tried = "" if figures.tried is None else f": {figures.tried.text}"
+    total = f" on a device of {figures.total.text}" if tried and figures.total is not None else ""
+    role = f", {tensors[0].role}" if tensors and cause is Cause.LARGE_TENSOR else ""
+    return f"{cause.headline}{tried}{total}{role}"

@@ -19,12 +19,11 @@ from memprof.units import GIB, KIB, MIB, TIB, format_bytes
 # torch counts in powers of 1,024 under either spelling: its MPS allocator long printed "GB" for them.
 _UNITS = {"bytes": 1, "b": 1, "k": KIB, "m": MIB, "g": GIB, "t": TIB}
 _AMOUNT = r"(\d+(?:\.\d+)?) ?(bytes|[KMGT]i?B)\b"
-_NONSENSE = 1 << 60
-"""What NVML does not know it reports as the largest number; such amounts say nothing."""
+_NONSENSE = 1 << 60  # What NVML does not know it reports as the largest number; such amounts say nothing.
 
 
 def read_size(number: str, unit: str) -> Size:
-    """The amount that was printed as `number` with `unit`: rounded to the last of its decimals."""
+    """Return the amount that was printed as `number` with `unit`: rounded to the last of its decimals."""
     factor = _UNITS.get(unit.lower()) or _UNITS[unit[0].lower()]
     value = Decimal(number)
     if factor == 1:
@@ -37,27 +36,25 @@ def read_size(number: str, unit: str) -> Size:
 
 def _find(pattern: str, text: str) -> Size | None:
     match = re.search(pattern.replace("AMOUNT", _AMOUNT), text)
-    if match is None:
-        return None
-    size = read_size(*match.groups()[-2:])
-    return None if size.num_bytes >= _NONSENSE else size
+    size = read_size(*match.groups()[-2:]) if match else None
+    return None if size is None or size.num_bytes >= _NONSENSE else size
 
 
 def _request(text: str, tried: str, device: str = "", **amounts: str) -> Figures:
-    """Of an allocator that says what it was asked for, by the pattern of each figure."""
+    """Return the figures of an allocator that says what it was asked for, by the pattern of each."""
     found: dict[str, Any] = {name: _find(pattern, text) for name, pattern in amounts.items()}
     index = re.search(device, text) if device else None
     return Figures(tried=_find(tried, text), tried_is_segment=False, device=int(index[1]) if index else None, **found)
 
 
 def _sum(first: Size, second: Size) -> Size:
-    """Both together; their doubts add up."""
+    """Return both together; their doubts add up."""
     total = first.num_bytes + second.num_bytes
     return Size(f"{total / GIB:.2f} GiB", total, first.low + second.low, first.high + second.high)
 
 
 def caching_allocator(text: str) -> Figures:
-    """Of torch's caching allocator (CUDA, ROCm or XPU), in any release's words; `text` is one line."""
+    """Return the figures of torch's caching allocator (CUDA, ROCm or XPU), of any release; `text` is one line."""
     tried = _find("Tried to allocate AMOUNT", text)
     allocated = _find("AMOUNT already allocated", text) or _find("Of the allocated memory AMOUNT is allocated", text)
     reserved = _find("AMOUNT reserved in total by PyTorch", text)
@@ -91,6 +88,7 @@ def caching_allocator(text: str) -> Figures:
     )
 
 
+# Of the cudaMallocAsync backend: it asks for exactly what was requested.
 malloc_async = partial(
     _request,
     tried="Requested ?: ?AMOUNT",
@@ -100,11 +98,10 @@ malloc_async = partial(
     allowed=r"PyTorch limit \(set by user-supplied memory fraction\) ?: ?AMOUNT",
     allocated="Currently allocated ?: ?AMOUNT",
 )
-"""Of the cudaMallocAsync backend: it asks for exactly what was requested."""
 
 
 def mps(text: str) -> Figures:
-    """Of the allocator for Apple's GPUs; what it calls the allowed maximum is all that there is.
+    """Return the figures of the allocator for Apple's GPUs; its allowed maximum is all that there is.
 
     "Other allocations" are this process's too, outside torch's pools: Metal counts what the process has of the device.
     """
@@ -115,13 +112,12 @@ def mps(text: str) -> Figures:
     return replace(found, process=_sum(found.allocated, others))
 
 
-def metal_buffer(text: str) -> Figures:
-    """Of a buffer that Metal does not make, however much is free."""
-    return _request(text, "Invalid buffer size: AMOUNT")
+# Of a buffer that Metal does not make, however much is free.
+metal_buffer = partial(_request, tried="Invalid buffer size: AMOUNT")
 
 
 def engine_budget(text: str) -> Figures:
-    """Of vLLM's check at its start: free of total, and what it was told to take."""
+    """Return the figures of vLLM's check at its start: free of total, and what it was told to take."""
     match = re.search(
         r"Free memory on device(?: \w+:(\d+))? \((\d+(?:\.\d+)?)/(\d+(?:\.\d+)?) GiB\) on startup is less than desired "
         r"GPU memory utilization \((?:\d+(?:\.\d+)?), (\d+(?:\.\d+)?) GiB\)",
@@ -138,20 +134,20 @@ def engine_budget(text: str) -> Figures:
     )
 
 
+# Of vLLM's later words for a KV cache that is too small: what a sequence needs, and what there is.
 kv_cache = partial(
     _request,
     tried=r"at least one request with the model\w*.?s max seq len \(\d+\),? ?\(?AMOUNT",
     free=r"available KV cache memory \(AMOUNT\)",
 )
-"""Of vLLM's later words for a KV cache that is too small: what a sequence needs, and what there is."""
+# Of a refused request for host memory (bytes); pinned memory among it.
 host_request = partial(_request, tried="tried to allocate AMOUNT")
-"""Of a refused request for host memory (bytes); pinned memory among it."""
+# Bytes of an element of TensorFlow's types.
 _TYPES = {"float": 4, "double": 8, "half": 2, "bfloat16": 2, "int32": 4, "int64": 8, "int8": 1, "uint8": 1, "bool": 1}
-"""Bytes of an element of TensorFlow's types."""
 
 
 def xla(text: str) -> Figures:
-    """Of XLA and TensorFlow: bytes, or an amount with a unit, or the tensor's shape and type."""
+    """Return the figures of XLA and TensorFlow: bytes, an amount with a unit, or the tensor's shape and type."""
     tensor = re.search(r"OOM when allocating tensor with shape\[([\d,]+)\] and type (\w+)", text)
     if tensor is None or tensor[2] not in _TYPES:
         return _request(text, "(?:trying to allocate|attempting to allocate) AMOUNT")
@@ -159,7 +155,6 @@ def xla(text: str) -> Figures:
     return Figures(tried=Size(format_bytes(num_bytes), num_bytes, num_bytes, num_bytes), tried_is_segment=False)
 
 
-nccl = partial(_request, tried="Failed to CUDA (?:host )?c?alloc(?: async)? AMOUNT")
-"""Of NCCL's own buffers."""
+nccl = partial(_request, tried="Failed to CUDA (?:host )?c?alloc(?: async)? AMOUNT")  # Of NCCL's own buffers.
+# Of ggml (llama.cpp, ollama): MiB, exactly what cudaMalloc was asked for.
 cuda_malloc = partial(_request, tried="allocating AMOUNT on device", device=r"on device (\d+)")
-"""Of ggml (llama.cpp, ollama): MiB, exactly what cudaMalloc was asked for."""

@@ -23,10 +23,8 @@ from memprof.remedies.catalog import EXPANDABLE_SEGMENTS
 from memprof.stand_ins.packages import PACKAGES
 from memprof.units import GIB, MIB, format_bytes
 
-_SMALL_SHM = GIB
-"""Docker gives 64 MiB; a few workers with batches of images need more than this."""
-_IN_USE = 512 * MIB
-"""Of a card: below it, a desktop or a driver."""
+_SMALL_SHM = GIB  # Docker gives 64 MiB; a few workers with batches of images need more than this.
+_IN_USE = 512 * MIB  # Of a card: below it, a desktop or a driver.
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,23 +48,18 @@ class Installation:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """Limits of this machine, bytes; None where there is none, or it is not known.
-
-    Attributes:
-        locked: limit of locked memory (RLIMIT_MEMLOCK).
-        cgroup: limit of this container or job.
-    """
+    """Limits of this machine, bytes; None where there is none, or it is not known."""
 
     total: int | None = None
     available: int | None = None
     shm_total: int | None = None
     shm_free: int | None = None
-    locked: int | None = None
-    cgroup: int | None = None
+    locked: int | None = None  # limit of locked memory (RLIMIT_MEMLOCK).
+    cgroup: int | None = None  # limit of this container or job.
 
 
 def read_host() -> Host:
-    """The limits in force here."""
+    """Return the limits in force here."""
     shm_total = shm_free = locked = None
     with contextlib.suppress(OSError, AttributeError):
         shm = os.statvfs("/dev/shm")
@@ -81,17 +74,12 @@ def read_host() -> Host:
 
 @dataclass(frozen=True, slots=True)
 class PrivateNames:
-    """The private names of torch that memprof uses.
+    """The private names of torch that memprof uses."""
 
-    Attributes:
-        number: of all that a build of torch like the installed one may have.
-        missing: those that the installed torch lacks -> what memprof does without; empty text: it refuses that torch.
-        error: why torch could not be asked; empty if it was.
-    """
-
-    number: int = 0
+    number: int = 0  # of all that a build of torch like the installed one may have.
+    # those that the installed torch lacks -> what memprof does without; empty text: it refuses that torch.
     missing: Mapping[str, str] = field(default_factory=dict)
-    error: str = ""
+    error: str = ""  # why torch could not be asked; empty if it was.
 
 
 def read_private_names() -> PrivateNames:
@@ -122,7 +110,7 @@ def check_installation(
     version: Callable[[str], str | None] | None = None,
     names: PrivateNames | None = None,
 ) -> Installation:
-    """Facts of this machine and what is wrong with them; what is given is taken instead of what is read here.
+    """Return facts of this machine and what is wrong with them; what is given stands for what is read here.
 
     `version` gives the release of an installed package by its name, None if it is not installed.
     """
@@ -161,14 +149,12 @@ def _private_names(names: PrivateNames, torch: str) -> Iterator[Check]:
     for name, without in names.missing.items():
         by_effect.setdefault(without, []).append(name)
     for without, missing in by_effect.items():
+        lacks = f"{torch} lacks {', '.join(missing)}"
         if without:
-            yield Check("note", f"{torch} lacks {', '.join(missing)}", f"without: {without}")
+            yield Check("note", lacks, f"without: {without}")
         else:
-            yield Check(
-                "error",
-                f"{torch} lacks {', '.join(missing)}: memprof refuses it",
-                "install a release that `memprof help releases` lists",
-            )
+            hint = "install a release that `memprof help releases` lists"
+            yield Check("error", f"{lacks}: memprof refuses it", hint)
 
 
 def _facts(
@@ -180,64 +166,43 @@ def _facts(
 ) -> list[tuple[str, str]]:
     build = environment.torch_cuda and f"CUDA {environment.torch_cuda}"
     build = build or (environment.torch_hip and f"ROCm {environment.torch_hip}") or "the CPU alone"
-    facts = [
-        ("torch", f"{environment.torch_version}, for {build}" if environment.torch_version else "not installed"),
-        ("driver", environment.driver_version or "none"),
-    ]
+    torch = f"{environment.torch_version}, for {build}" if environment.torch_version else "not installed"
+    facts = [("torch", torch), ("driver", environment.driver_version or "none")]
     if names is not None and names.number:
         facts.append(("private names of torch", f"{names.number - len(names.missing)} of {names.number} are there"))
-    if environment.driver_cuda:
-        facts.append(("newest CUDA it runs", environment.driver_cuda))
+    facts += [("newest CUDA it runs", environment.driver_cuda)] if environment.driver_cuda else []
     for card in cards.cards:
         used = "" if card.used_bytes is None else f", {format_bytes(card.used_bytes)} used"
         total = "" if card.total_bytes is None else f", {format_bytes(card.total_bytes)}"
         facts.append((f"card {card.index}", f"{card.name}{total}{used}"))
-    for name in ("transformers", "accelerate", "peft", "bitsandbytes", "deepspeed", "vllm", "flash-attn"):
-        found = version(name)
-        if found:
-            facts.append((name, found))
+    libraries = ("transformers", "accelerate", "peft", "bitsandbytes", "deepspeed", "vllm", "flash-attn")
+    facts += [(name, found) for name in libraries if (found := version(name))]
     stood_for = [f"{one.name} {one.version}" for one in PACKAGES.values() if version(one.distribution) is None]
-    if stood_for:
-        facts.append(("stood in for", ", ".join(stood_for)))
+    facts += [("stood in for", ", ".join(stood_for))] if stood_for else []
     amounts = (
-        ("host memory", host.total),
-        ("of it available", host.available),
-        ("limit of the job", host.cgroup),
-        ("/dev/shm", host.shm_total),
-        ("limit of locked memory", host.locked),
-    )
+        ("host memory", host.total), ("of it available", host.available), ("limit of the job", host.cgroup),
+        ("/dev/shm", host.shm_total), ("limit of locked memory", host.locked),
+    )  # fmt: skip
     facts += [(name, format_bytes(amount)) for name, amount in amounts if amount is not None]
     return facts + [(name, value) for name, value in environment.variables.items() if "ALLOC" in name or "CUDA" in name]
 
 
 def check_settings(variables: Mapping[str, str], release: Release) -> Iterator[Check]:
-    """What is wrong with the allocator's settings: refused, contradicting each other, or ignored by `release`."""
+    """Yield what is wrong with the allocator's settings: refused, contradicting each other, or ignored by `release`."""
     version = ".".join(map(str, release.version))
     older, newer = VARIABLES
+    renamed = f"export {older}={variables.get(newer)}"
     if newer in variables and not release.has_unified_settings:
-        yield Check(
-            "error",
-            f"{newer} is not read by torch {version}",
-            "it came with 2.9: use the older name",
-            f"export {older}={variables[newer]}",
-        )
+        problem = f"{newer} is not read by torch {version}"
+        yield Check("error", problem, "it came with 2.9: use the older name", renamed)
     elif release.version == (2, 9) and older not in variables and "expandable_segments" in variables.get(newer, ""):
-        yield Check(
-            "warning",
-            f"torch 2.9 does not take expandable_segments from {newer}",
-            "use the older name",
-            f"export {older}={variables[newer]}",
-            "github.com/pytorch/pytorch/issues/183387",
-        )
+        problem = f"torch 2.9 does not take expandable_segments from {newer}"
+        yield Check("warning", problem, "use the older name", renamed, "github.com/pytorch/pytorch/issues/183387")
     name = next((name for name in VARIABLES if name in variables), None)
-    if "PYTORCH_NO_CUDA_MEMORY_CACHING" in variables:
+    if (switch := "PYTORCH_NO_CUDA_MEMORY_CACHING") in variables:
         settings = f" and {name} does nothing" if name else ""
-        yield Check(
-            "warning",
-            f"PYTORCH_NO_CUDA_MEMORY_CACHING is set: every tensor is a cudaMalloc{settings}",
-            "it is for debugging",
-            "unset PYTORCH_NO_CUDA_MEMORY_CACHING",
-        )
+        problem = f"{switch} is set: every tensor is a cudaMalloc{settings}"
+        yield Check("warning", problem, "it is for debugging", f"unset {switch}")
     if name is None or (name == newer and not release.has_unified_settings):
         return
     try:
@@ -249,154 +214,93 @@ def check_settings(variables: Mapping[str, str], release: Release) -> Iterator[C
         yield from _contradictions(config, name, variables[name])
 
 
+# Settings of torch's own allocator.
 _NATIVE = (
     "max_split_size_mb", "garbage_collection_threshold", "roundup_power2_divisions", "expandable_segments",
     "max_non_split_rounding_mb",
 )  # fmt: skip
-"""Settings of torch's own allocator."""
 
 
 def _contradictions(config: AllocatorConfig, name: str, text: str) -> Iterator[Check]:
-    """Settings that cancel each other. Source: c10/cuda/CUDACachingAllocator.cpp (docs/allocator.md)."""
+    """Yield settings that cancel each other. Source: c10/cuda/CUDACachingAllocator.cpp (docs/allocator.md)."""
     native = [key for key in _NATIVE if key in text]
     if config.backend != "native" and native:
-        yield Check(
-            "warning",
-            f"{name}: backend:{config.backend} ignores {', '.join(native)}",
-            "they belong to torch's own allocator: leave out one or the other",
-        )
+        problem = f"{name}: backend:{config.backend} ignores {', '.join(native)}"
+        yield Check("warning", problem, "they belong to torch's own allocator: leave out one or the other")
     if config.expandable_segments and config.max_split_size != UNLIMITED:
-        yield Check(
-            "warning",
-            f"{name}: max_split_size_mb beside {EXPANDABLE_SEGMENTS}",
+        hint = (
             "expandable segments are split at any size; all that the limit does is keep large free blocks from "
-            "smaller requests: leave max_split_size_mb out",
-            f"export {name}={EXPANDABLE_SEGMENTS}",
+            "smaller requests: leave max_split_size_mb out"
         )
+        problem = f"{name}: max_split_size_mb beside {EXPANDABLE_SEGMENTS}"
+        yield Check("warning", problem, hint, f"export {name}={EXPANDABLE_SEGMENTS}")
     if config.garbage_collection_threshold and config.expandable_segments:
-        yield Check(
-            "warning",
-            f"{name}: garbage_collection_threshold does nothing for expandable segments",
-            "collection skips them: leave it out",
-        )
+        problem = f"{name}: garbage_collection_threshold does nothing for expandable segments"
+        yield Check("warning", problem, "collection skips them: leave it out")
     elif config.garbage_collection_threshold and config.per_process_memory_fraction >= 1:
-        yield Check(
-            "note",
-            f"{name}: garbage_collection_threshold acts only under a memory limit",
-            "without torch.cuda.set_per_process_memory_fraction, or per_process_memory_fraction, it does nothing",
-        )
+        hint = "without torch.cuda.set_per_process_memory_fraction, or per_process_memory_fraction, it does nothing"
+        yield Check("note", f"{name}: garbage_collection_threshold acts only under a memory limit", hint)
 
 
 def _cards(cards: Reading) -> Iterator[Check]:
     yield from (Check("note", note) for note in cards.notes)
     for card in cards.cards:
         if card.used_bytes is not None and card.used_bytes > _IN_USE:
-            names = ", ".join(
-                f"{process.name} (pid {process.pid}"
-                + (f", {format_bytes(process.used_bytes)})" if process.used_bytes else ")")
-                for process in card.processes[:4]
-            )
-            yield Check(
-                "warning",
-                f"card {card.index} is in use: {format_bytes(card.used_bytes)}"
-                + (f" by {names}" if names else ", by processes that are not shown (another container?)"),
-                "what others have is missing to you",
-                "memprof monitor --once",
-            )
+            sizes = (f", {format_bytes(one.used_bytes)}" if one.used_bytes else "" for one in card.processes)
+            found = [f"{one.name} (pid {one.pid}{size})" for one, size in zip(card.processes, sizes, strict=True)]
+            whose = f" by {', '.join(found[:4])}" if found else ", by processes that are not shown (another container?)"
+            problem = f"card {card.index} is in use: {format_bytes(card.used_bytes)}{whose}"
+            yield Check("warning", problem, "what others have is missing to you", "memprof monitor --once")
         yield from (Check("note", f"card {card.index}: {note}") for note in card.notes)
 
 
 def _host(host: Host) -> Iterator[Check]:
     if host.shm_total is not None and host.shm_total < _SMALL_SHM:
-        yield Check(
-            "warning",
-            f"/dev/shm has {format_bytes(host.shm_total)}: DataLoader workers pass their batches there",
-            "a container has 64 MiB unless told otherwise",
-            "docker run --shm-size=16g ...  # or --ipc=host",
-        )
+        problem = f"/dev/shm has {format_bytes(host.shm_total)}: DataLoader workers pass their batches there"
+        command = "docker run --shm-size=16g ...  # or --ipc=host"
+        yield Check("warning", problem, "a container has 64 MiB unless told otherwise", command)
     elif host.shm_total and host.shm_free is not None and host.shm_free < host.shm_total // 10:
-        yield Check(
-            "warning",
-            f"/dev/shm is nearly full: {format_bytes(host.shm_free)} left",
-            "killed runs leave their files behind",
-            "ls -l /dev/shm",
-        )
+        problem = f"/dev/shm is nearly full: {format_bytes(host.shm_free)} left"
+        yield Check("warning", problem, "killed runs leave their files behind", "ls -l /dev/shm")
     if host.locked is not None and host.total is not None and host.locked < host.total // 8:
-        yield Check(
-            "note",
-            f"locked memory is limited to {format_bytes(host.locked)}",
-            "CUDA pins memory past this limit, through its driver; RDMA (NCCL over InfiniBand) meets it",
-            "ulimit -l unlimited",
-        )
-    limit = host.cgroup
-    if limit is not None and host.total is not None and limit < host.total:
-        yield Check(
-            "note",
-            f"this job may take {format_bytes(limit)} of {format_bytes(host.total)} host memory",
-            "past it the kernel kills the process without a message: exit code 137",
-        )
+        hint = "CUDA pins memory past this limit, through its driver; RDMA (NCCL over InfiniBand) meets it"
+        yield Check("note", f"locked memory is limited to {format_bytes(host.locked)}", hint, "ulimit -l unlimited")
+    if host.cgroup is not None and host.total is not None and host.cgroup < host.total:
+        problem = f"this job may take {format_bytes(host.cgroup)} of {format_bytes(host.total)} host memory"
+        yield Check("note", problem, "past it the kernel kills the process without a message: exit code 137")
 
 
-@dataclass(frozen=True, slots=True)
-class _Known:
-    """A release of a library that takes more memory than it should, with where that is said.
-
-    `since` is the first release concerned, `until` the first that is not.
-    """
-
-    package: str
-    since: tuple[int, ...]
-    until: tuple[int, ...]
-    problem: str
-    hint: str
-    source: str
-
-
-_KNOWN = (
-    _Known(
-        "torch",
-        (2, 9),
-        (2, 10),
+# Releases that take more memory than they should: package, the first release concerned and the first that is not,
+# problem, hint, and where that is said.
+_KNOWN_ISSUES = (
+    (
+        "torch", (2, 9), (2, 10),
         "conv3d in half precision does not use cuDNN below 9.15, and takes several times the memory",
         "install nvidia-cudnn 9.15 or newer beside torch 2.9.1, or torch 2.10",
         "github.com/pytorch/pytorch/issues/166643",
     ),
-    _Known(
-        "transformers",
-        (0,),
-        (4, 45),
-        "causal models turn all logits into float32, in inference too",
-        "4.45 computes and casts in generate() only what it needs",
-        "github.com/huggingface/transformers/pull/31292",
+    (
+        "transformers", (0,), (4, 45), "causal models turn all logits into float32, in inference too",
+        "4.45 computes and casts in generate() only what it needs", "github.com/huggingface/transformers/pull/31292",
     ),
-    _Known(
-        "transformers",
-        (4, 45),
-        (4, 46),
-        "a forward without labels still turns logits into float32",
-        "4.46 leaves them in the model's dtype",
-        "github.com/huggingface/transformers/pull/33902",
+    (
+        "transformers", (4, 45), (4, 46), "a forward without labels still turns logits into float32",
+        "4.46 leaves them in the model's dtype", "github.com/huggingface/transformers/pull/33902",
     ),
-)
+)  # fmt: skip
 
 
 def version_tuple(text: str) -> tuple[int, ...]:
-    """The numbers at the front of a release such as "4.46.0.dev0"."""
+    """Return the numbers at the front of a release such as "4.46.0.dev0"."""
     match = re.match(r"\d+(?:\.\d+)*", text)
     return tuple(int(part) for part in match[0].split(".")) if match else ()
 
 
 def _libraries(version: Callable[[str], str | None]) -> Iterator[Check]:
-    for known in _KNOWN:
-        installed = version(known.package)
+    cudnn = [version(name) for name in ("nvidia-cudnn-cu13", "nvidia-cudnn-cu12", "nvidia-cudnn")]
+    has_new_cudnn = any(version_tuple(found) >= (9, 15) for found in cudnn if found)
+    for package, since, until, problem, hint, source in _KNOWN_ISSUES:
+        installed = version(package)
         numbers = version_tuple(installed or "")
-        if not numbers or not known.since <= numbers < known.until:
-            continue
-        if known.package == "torch" and _has_cudnn(version, (9, 15)):
-            continue
-        yield Check("warning", f"{known.package} {installed}: {known.problem}", known.hint, "", known.source)
-
-
-def _has_cudnn(version: Callable[[str], str | None], least: tuple[int, ...]) -> bool:
-    names = ("nvidia-cudnn-cu13", "nvidia-cudnn-cu12", "nvidia-cudnn")
-    return any(version_tuple(found) >= least for name in names if (found := version(name)))
+        if numbers and since <= numbers < until and not (package == "torch" and has_new_cudnn):
+            yield Check("warning", f"{package} {installed}: {problem}", hint, "", source)

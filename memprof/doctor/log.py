@@ -16,15 +16,12 @@ from memprof.doctor.signatures import SIGNATURES
 from memprof.errors import UsageError
 
 _PIECE = 4 << 20
-_BEFORE = 24 << 10
-"""Of the log before an error: its traceback."""
-_AFTER = 4 << 10
-"""And after: messages go on over several lines."""
-MAX_PASSAGES = 60
-"""Places of one word that are looked at: a service that retries prints the same for ever."""
-_HEAD = 256 << 10
-"""Of the log's beginning, where programs print what they were told to run."""
+_BEFORE = 24 << 10  # Of the log before an error: its traceback.
+_AFTER = 4 << 10  # And after: messages go on over several lines.
+MAX_PASSAGES = 60  # Places of one word that are looked at: a service that retries prints the same for ever.
+_HEAD = 256 << 10  # Of the log's beginning, where programs print what they were told to run.
 
+_FOR_ANALYZE = "a snapshot of torch is for: memprof analyze FILE"
 _MAGIC: tuple[tuple[bytes | tuple[bytes, ...], str, str], ...] = (
     (b"\x1f\x8b", "a gzip file", "zcat FILE | memprof doctor"),
     (b"PK\x03\x04", "a zip archive (of torch.save, perhaps)", "give the text that the program printed"),
@@ -34,12 +31,9 @@ _MAGIC: tuple[tuple[bytes | tuple[bytes, ...], str, str], ...] = (
     (b"\x7fELF", "a program", "give the text that it printed"),
     ((b"\x89PNG", b"\xff\xd8\xff"), "a picture", "give the text that is on it"),
     (b"%PDF", "a PDF", "give the text that is in it"),
-    (
-        (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05"),
-        "a pickle",
-        "a snapshot of torch is for: memprof analyze FILE",
-    ),
+    ((b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05"), "a pickle", _FOR_ANALYZE),
 )
+# Few short words, one of which is in every word of the signatures: each costs a pass over the log.
 _ANCHORS = (
     "of memory", "of-memory", " allocate", "preemptively", "allowed memory", "same device", "is fragmented",
     "should be the same", "Expected object of ", "xpected device ", "expected it to be", "expected them to be",
@@ -52,11 +46,8 @@ _ANCHORS = (
     "cuda error", "Failed to CUDA", "Cuda failure", "ncclUnhandled", "find an engine", "fallocate", "buffer size",
     "UR_RESULT", "OOM when", "SIGKILL", "Killed", "memory pressure", "memory usage threshold",
 )  # fmt: skip
-"""Few short words, one of which is in every word of the signatures: each costs a pass over the log."""
 _WORDS = {
-    anchor.encode(): tuple(
-        sorted({word.encode() for signature in SIGNATURES for word in signature.words if anchor in word})
-    )
+    anchor.encode(): {word.encode() for signature in SIGNATURES for word in signature.words if anchor in word}
     for anchor in _ANCHORS
 }
 
@@ -70,25 +61,24 @@ class Passage:
     line: int
 
 
-class Log:
+class LogReader:
     """A log that is read once; its name is for errors."""
 
     def __init__(self, stream: BinaryIO, name: str) -> None:
         self._stream = stream
         self._name = name
-        self.head = ""
-        """Its beginning, there once `passages` has been run through."""
+        self.head = ""  # Its beginning, there once `passages` has been run through.
         self._left = dict.fromkeys(_WORDS, MAX_PASSAGES)
 
     def passages(self) -> Iterator[Passage]:
-        """What may be errors, in order.
+        """Yield what may be errors, in order.
 
         Raises:
             UsageError: this is no text.
         """
         buffer = b""
+        # `buffer[0]` is byte `start` of the log, in front of which there are `lines_before` ends of lines.
         start, lines_before, done = 0, 0, 0
-        """`buffer[0]` is byte `start` of the log, in front of which there are `lines_before` ends of lines."""
         for piece in self._pieces():
             buffer += piece
             if len(self.head) < _HEAD:
@@ -117,7 +107,7 @@ class Log:
             buffer = buffer[keep:]
 
     def _places(self, buffer: bytes, low: int, high: int) -> list[int]:
-        """Where the words stand between `low` and `high`, in order."""
+        """Return where the words stand between `low` and `high`, in order."""
         found: list[int] = []
         for anchor, left in self._left.items():
             words = _WORDS[anchor]
@@ -135,7 +125,7 @@ class Log:
         return sorted(found)
 
     def _pieces(self) -> Iterator[bytes]:
-        """The text in UTF-8, and b"" at its end."""
+        """Yield the text in UTF-8, and b"" at its end."""
         first = self._stream.read(_PIECE)
         for magic, what, hint in _MAGIC:
             if first.startswith(magic):
@@ -168,22 +158,19 @@ _PREFIX = re.compile(
 
 
 def clean(line: str) -> str:
-    """A line without colours, what launchers write before it, and the frames that rich draws."""
+    """Return a line without colours, what launchers write before it, and the frames that rich draws."""
     line = _ANSI.sub("", line.rstrip("\r\n")).rpartition("\r")[2]
     for _ in range(4):
-        shorter = _PREFIX.sub("", line, count=1)
-        if shorter == line:
-            break
-        line = shorter
+        line = _PREFIX.sub("", line, count=1)
     return line
 
 
 def unframed(line: str) -> str:
-    """A cleaned line without the frame of a box."""
+    """Return a cleaned line without the frame of a box."""
     return _BOX.sub("", line)
 
 
 def joined(text: str, num_lines: int = 14) -> str:
-    """The first lines of `text` as one, cleaned, with single blanks."""
+    """Return the first lines of `text` as one, cleaned, with single blanks."""
     lines = [unframed(clean(line)).strip() for line in text.split("\n")[:num_lines]]
     return re.sub(r"\s+", " ", " ".join(lines)).strip()

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from memprof.doctor.diagnosis import Advice
-from memprof.doctor.tracebacks import Frame
+from memprof.doctor.tracebacks import TracebackFrame
 from memprof.remedies.catalog import helping
 
 _DEVICE = r"((?:cuda|cpu|mps|xpu|meta|npu|hip)(?::\d+)?)"
@@ -40,15 +40,11 @@ class Mismatch:
 
 
 def _device_of(type_name: str) -> str:
-    lowered = type_name.lower()
-    for name in ("cuda", "mps", "xpu", "npu"):
-        if name in lowered:
-            return name
-    return "cpu"
+    return next((name for name in ("cuda", "mps", "xpu", "npu") if name in type_name.lower()), "cpu")
 
 
 def read_mismatch(text: str) -> Mismatch:
-    """What an error about two devices says; `text` is one line."""
+    """Return what an error about two devices says; `text` is one line."""
     argument = _ARGUMENT.search(text)
     name, kernel = (argument[1] or "", argument[2]) if argument else ("", "")
     kernel = re.sub(r"^wrapper_+(?:CUDA_+|MPS_+|XPU_+)?_*", "", kernel)
@@ -90,7 +86,7 @@ def _quoted(text: str) -> str:
 
 
 def title(mismatch: Mismatch) -> str:
-    """In one line."""
+    """Return the mismatch in one line."""
     if mismatch.numpy:
         return f"A tensor on {mismatch.devices[0]} is turned into a numpy array"
     if mismatch.devices == ("meta",):
@@ -101,8 +97,8 @@ def title(mismatch: Mismatch) -> str:
     return f"Tensors on {met} meet{what}{which}"
 
 
-def steps(mismatch: Mismatch, frames: list[Frame]) -> Iterator[Advice]:
-    """The usual fixes, likeliest first."""
+def steps(mismatch: Mismatch, frames: list[TracebackFrame]) -> Iterator[Advice]:
+    """Yield the usual fixes, likeliest first."""
     at = f" at {frames[0].file.rsplit('/', 1)[-1]}:{frames[0].line}" if frames else ""
     if mismatch.numpy:
         yield Advice.python(f"take the tensor to the host first{at}", "tensor.detach().cpu().numpy()")
@@ -118,14 +114,10 @@ def steps(mismatch: Mismatch, frames: list[Frame]) -> Iterator[Advice]:
         yield Advice.python("make the generator on the device of the tensors", 'torch.Generator(device="cuda")')
         return
     if len(cards) > 1:
-        yield Advice.python(
-            "the model is spread over cards (device_map) and a tensor of one layer's card meets another's: "
-            "see where each layer is",
-            "print(model.hf_device_map)",
-        )
-        yield Advice.python(
-            f"move the tensor to the other's device before they meet{at}", "tensor = tensor.to(other.device)"
-        )
+        met = "the model is spread over cards (device_map) and a tensor of one layer's card meets another's"
+        yield Advice.python(f"{met}: see where each layer is", "print(model.hf_device_map)")
+        moved = f"move the tensor to the other's device before they meet{at}"
+        yield Advice.python(moved, "tensor = tensor.to(other.device)")
         yield Advice.python("or keep the whole model on one card, if it fits", 'device_map={"": 0}')
         return
     is_input = mismatch.argument in ("index", "indices", "input")
@@ -140,16 +132,12 @@ def steps(mismatch: Mismatch, frames: list[Frame]) -> Iterator[Advice]:
             f"a weight is on another device: a module made after model.to(), or kept in a plain list or dict{at}",
             "self.layers = torch.nn.ModuleList(layers)  # then model.to(device)",
         )
-    yield Advice.python(
-        f"make the tensor where the others are{at}", "torch.zeros(n, device=other.device)  # or tensor.to(other.device)"
-    )
+    made = "torch.zeros(n, device=other.device)  # or tensor.to(other.device)"
+    yield Advice.python(f"make the tensor where the others are{at}", made)
     yield Advice.python(
         "a tensor that a module keeps moves with model.to() once it is a buffer",
         'self.register_buffer("mask", mask, persistent=False)',
     )
     placement = helping("device-mismatch")[0].name
-    yield Advice(
-        "find every such place without a GPU, and put the tensors right",
-        f"memprof profile --model MODEL --fix {placement}",
-        remedy=placement,
-    )
+    what = "find every such place without a GPU, and put the tensors right"
+    yield Advice(what, f"memprof profile --model MODEL --fix {placement}", remedy=placement)

@@ -12,29 +12,25 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from memprof.doctor.diagnosis import Candidate, Figures
-from memprof.doctor.dimensions import Dimensions, of_catalog
+from memprof.doctor.dimensions import Dimensions, catalog_dimensions
 from memprof.units import MIB
 
 _SEGMENT = 2 * MIB
 _SMALL_SEGMENT, _LARGE_SEGMENT = 2 * MIB, 20 * MIB
 _BLOCK = 512
-MIN_BITS = 7.0
-"""Without a model's name a fit below this is as likely chance: some hundred sizes are tried."""
-_KNOWN_BITS = 30.0
-"""Every size was given, and the bytes agree."""
+MIN_BITS = 7.0  # Without a model's name a fit below this is as likely chance: some hundred sizes are tried.
+_KNOWN_BITS = 30.0  # Every size was given, and the bytes agree.
 _HINT_BITS = 6.0
 _HALF, _FULL = 2, 4
 _COMMON_HEADS = (8, 12, 16, 20, 24, 25, 32, 40, 48, 64)
 _SHARDS = (1, 2, 4, 8)
 _DELTA = "one weight delta for each token"
-_MOST_ODD = 3
-"""Times a power of two, up to which a size is round: so many widths divide it that it tells none."""
-_MANY_TOKENS = 1 << 17
-"""Of a batch; beyond it each doubling is a quarter as likely."""
+_MOST_ODD = 3  # Times a power of two, up to which a size is round: so many widths divide it that it tells none.
+_MANY_TOKENS = 1 << 17  # Of a batch; beyond it each doubling is a quarter as likely.
 
 
 def requested(figures: Figures) -> tuple[int, int] | None:
-    """The smallest and the largest request that `tried` may stand for; None if it says too little.
+    """Return the smallest and the largest request that `tried` may stand for; None if it says too little.
 
     The message prints the segment, which is a multiple of 2 MiB for requests of 10 MiB and more
     (`get_allocation_size` of c10/cuda/CUDACachingAllocator.cpp), rounded to two decimals.
@@ -54,41 +50,31 @@ def requested(figures: Figures) -> tuple[int, int] | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
-    """What is known when a tensor is looked for.
+class TensorQuery:
+    """What is known when a tensor is looked for."""
 
-    Attributes:
-        low: the smallest request that it may be, bytes.
-        half: name of the half dtype in use.
-        batch: sequences, None if not known.
-        length: tokens of each, None if not known.
-        hinted: lengths and batches that the log names, which may be those of this run.
-        roles: what the traceback speaks of.
-        wide: whether the traceback speaks of float32.
-        held: bytes of tensors that were on the card already, None if not known.
-    """
-
-    low: int
+    low: int  # the smallest request that it may be, bytes.
     high: int
     model: Dimensions | None = None
-    half: str = "bfloat16"
-    batch: int | None = None
-    length: int | None = None
-    hinted: tuple[int, ...] = ()
-    roles: frozenset[str] = frozenset()
-    wide: bool = False
-    held: int | None = None
+    half: str = "bfloat16"  # name of the half dtype in use.
+    batch: int | None = None  # sequences, None if not known.
+    length: int | None = None  # tokens of each, None if not known.
+    hinted: tuple[int, ...] = ()  # lengths and batches that the log names, which may be those of this run.
+    roles: frozenset[str] = frozenset()  # what the traceback speaks of.
+    wide: bool = False  # whether the traceback speaks of float32.
+    held: int | None = None  # bytes of tensors that were on the card already, None if not known.
 
     @property
     def dtypes(self) -> tuple[tuple[str, int, float], ...]:
-        """Those that it may have: name, bytes of an element, and bits that speak for it."""
+        """Return those that it may have: name, bytes of an element, and bits that speak for it."""
         return ((self.half, _HALF, 0.0), ("float32", _FULL, 1.5 if self.wide else 0.0))
 
     def speaks_of(self, *kinds: str) -> tuple[float, str]:
-        """Bits for a tensor of one of these kinds, if the traceback speaks of it, and words that say so."""
+        """Return bits for a tensor of one of these kinds, if the traceback speaks of it, and words that say so."""
         return (_HINT_BITS, "; the traceback speaks of it") if self.roles.intersection(kinds) else (0.0, "")
 
 
+# Words of the code in which tensors of a role are made.
 _ROLES = {
     "logits": "lm_head cross_entropy log_softmax logits loss_function logprob nll_loss log_prob",
     "attention": "attn attention softmax scores baddbmm matmul(q sdpa einsum",
@@ -98,38 +84,33 @@ _ROLES = {
     "initialize_optimizer_states flat_param",
     "cache": "key_cache past_key cache_utils kv_cache DynamicCache",
 }
-"""Words of the code in which tensors of a role are made."""
 
 
 def roles_in(frames: Sequence[str]) -> frozenset[str]:
-    """What a traceback's innermost frames speak of: roles of tensors."""
+    """Return what a traceback's innermost frames speak of: roles of tensors."""
     text = "\n".join(frames)
     return frozenset(role for role, words in _ROLES.items() if any(word in text for word in words.split()))
 
 
-def candidates(question: Question, most: int = 5) -> list[Candidate]:
-    """Tensors that the refused request may have been, likeliest first."""
+def candidates(question: TensorQuery, most: int = 5) -> list[Candidate]:
+    """Return tensors that the refused request may have been, likeliest first."""
     weighed: dict[tuple[str, tuple[int, ...], str], tuple[float, Candidate]] = {}
+    enough = MIN_BITS if question.model is None else 1.0
     for bits, candidate in _all(question):
-        enough = MIN_BITS if question.model is None else 1.0
-        if bits < enough:
-            continue
         key = (candidate.role, candidate.shape, candidate.dtype)
-        if key not in weighed or weighed[key][0] < bits:
+        if bits >= enough and (key not in weighed or weighed[key][0] < bits):
             weighed[key] = (bits, candidate)
     ranked = sorted(weighed.values(), key=lambda item: -item[0])
-    if not ranked:
-        return []
     # What is far less likely than the first is no candidate.
     return [candidate for bits, candidate in ranked[:most] if bits > ranked[0][0] - 10]
 
 
-def _all(question: Question) -> Iterator[tuple[float, Candidate]]:
+def _all(question: TensorQuery) -> Iterator[tuple[float, Candidate]]:
     model = question.model
     if model is None:
         # A round size is as many logits, scores or weights: of these the traceback must speak.
         said = question.roles if _is_round(question) else {"logits", "feed-forward", "attention"}
-        for known in of_catalog():
+        for known in catalog_dimensions():
             if "logits" in said:
                 yield from _rows(question, known.vocabulary, "logits", -1.0, "logits", known)
             if "feed-forward" in said:
@@ -140,34 +121,32 @@ def _all(question: Question) -> Iterator[tuple[float, Candidate]]:
     for shards in _SHARDS:
         if model.vocabulary and model.vocabulary % shards == 0:
             split = "" if shards == 1 else f", of one of {shards} ranks"
-            yield from _rows(
-                question, model.vocabulary // shards, f"logits{split}", 2.0 - 4 * math.log2(shards), "logits"
-            )
+            prior = 2.0 - 4 * math.log2(shards)
+            yield from _rows(question, model.vocabulary // shards, f"logits{split}", prior, "logits")
     yield from _rows(question, model.hidden, "hidden states", -2.0, "hidden")
     yield from _rows(question, model.intermediate, "feed-forward activations", 0.0, "feed-forward")
     yield from _rows(question, 2 * model.intermediate, "feed-forward activations, gate and up", -1.0, "feed-forward")
     if model.heads:
         yield from _scores(question, model.heads, 1.0)
         yield from _rows(question, model.heads * model.head_dim, "queries", -2.5, "attention")
-        yield from _rows(
-            question, (model.heads + 2 * model.kv_heads) * model.head_dim, "queries, keys and values", -2.0, "attention"
-        )
+        fused = (model.heads + 2 * model.kv_heads) * model.head_dim
+        yield from _rows(question, fused, "queries, keys and values", -2.0, "attention")
         yield from _rows(question, model.kv_heads * model.head_dim, "keys or values", -2.5, "cache")
         yield from _scores(question, 1, -3.0, role="attention mask")
     yield from _rows(question, model.hidden * model.intermediate, _DELTA, -3.0, "delta")
     yield from _weights(question, model)
 
 
-def _is_round(question: Question) -> bool:
+def _is_round(question: TensorQuery) -> bool:
     """Return whether the request may have been a power of two of bytes, or three times one."""
     number = _roundest(question.low, question.high)
     return number >> ((number & -number).bit_length() - 1) <= _MOST_ODD
 
 
 def _rows(
-    question: Question, width: int, role: str, prior: float, kind: str, of: Dimensions | None = None
+    question: TensorQuery, width: int, role: str, prior: float, kind: str, of: Dimensions | None = None
 ) -> Iterator[tuple[float, Candidate]]:
-    """Tensors of one row of `width` values for each token; `of`: of this model, where none is known."""
+    """Yield tensors of one row of `width` values for each token; `of`: of this model, where none is known."""
     if not width:
         return
     hint, said = question.speaks_of(kind)
@@ -178,7 +157,9 @@ def _rows(
     for dtype, item, bias in question.dtypes:
         unit = width * item
         for tokens, bits, exact, why in _tokens(question, unit):
-            if of is not None and question.held is not None and _least_held(of, tokens) > question.held:
+            # Then the card has weights of 4 bits at least, and the rows' hidden states.
+            least_held = 0 if of is None else of.num_parameters // 2 + tokens * of.hidden * _HALF
+            if question.held is not None and least_held > question.held:
                 continue
             shape = (*_split(question, tokens), width)
             bits -= 2 * max(0.0, math.log2(tokens / _MANY_TOKENS))
@@ -186,13 +167,8 @@ def _rows(
             yield bits + prior + hint + bias, candidate
 
 
-def _least_held(model: Dimensions, tokens: int) -> int:
-    """Bytes that are on the card when a row of each token is made: weights of 4 bits, and the rows' hidden states."""
-    return model.num_parameters // 2 + tokens * model.hidden * _HALF
-
-
-def _tokens(question: Question, unit: int) -> Iterator[tuple[int, float, bool, str]]:
-    """Numbers of tokens of `unit` bytes that the request may be: number, bits, whether all was known, and why."""
+def _tokens(question: TensorQuery, unit: int) -> Iterator[tuple[int, float, bool, str]]:
+    """Yield numbers of tokens of `unit` bytes that the request may be: number, bits, whether all was known, and why."""
     low, high = -(-question.low // unit), question.high // unit
     width = (question.high - question.low + 1) / unit
     batch, length = question.batch, question.length
@@ -219,8 +195,8 @@ def _tokens(question: Question, unit: int) -> Iterator[tuple[int, float, bool, s
             yield multiple, bits, False, f"a multiple of {hinted:,}, which the log names"
 
 
-def _split(question: Question, tokens: int) -> tuple[int, int]:
-    """Batch and length of so many tokens: as given; else as few sequences as the model has positions for."""
+def _split(question: TensorQuery, tokens: int) -> tuple[int, int]:
+    """Return batch and length of so many tokens: as given; else as few sequences as the model has positions for."""
     if question.batch and tokens % question.batch == 0:
         return question.batch, tokens // question.batch
     if question.length and tokens % question.length == 0:
@@ -236,9 +212,9 @@ def _split(question: Question, tokens: int) -> tuple[int, int]:
 
 
 def _scores(
-    question: Question, heads: int, prior: float, role: str = "attention scores"
+    question: TensorQuery, heads: int, prior: float, role: str = "attention scores"
 ) -> Iterator[tuple[float, Candidate]]:
-    """One value for each head and pair of positions."""
+    """Yield one value for each head and pair of positions."""
     hint, said = question.speaks_of("attention")
     name = question.model.model if question.model else ""
     for dtype, item, bias in question.dtypes:
@@ -261,8 +237,8 @@ def _scores(
             yield bits + prior + hint + bias, candidate
 
 
-def _weights(question: Question, model: Dimensions) -> Iterator[tuple[float, Candidate]]:
-    """Parameters, their gradients and states, and flat buffers of all of them."""
+def _weights(question: TensorQuery, model: Dimensions) -> Iterator[tuple[float, Candidate]]:
+    """Yield parameters, their gradients and states, and flat buffers of all of them."""
     shapes: list[tuple[tuple[int, ...], str, float, str]] = [
         ((model.vocabulary, model.hidden), "embedding or head, its gradient or state", 0.0, "weights"),
         ((model.intermediate, model.hidden), "a feed-forward weight", 0.0, "weights"),
@@ -286,13 +262,13 @@ def _weights(question: Question, model: Dimensions) -> Iterator[tuple[float, Can
 
 
 def _bits(number: int, width: float) -> float:
-    """How unlikely a number as round as this is within `width` integers, in bits."""
+    """Return how unlikely a number as round as this is within `width` integers, in bits."""
     zeros = (number & -number).bit_length() - 1
     return zeros - math.log2(max(width, 2**-12))
 
 
 def _roundest(low: int, high: int) -> int:
-    """The number from `low` to `high` that is divisible by the highest power of two; 0 if there is none."""
+    """Return the number from `low` to `high` that is divisible by the highest power of two; 0 if there is none."""
     if low > high:
         return 0
     multiples = (-(-low >> power) << power for power in range(high.bit_length(), -1, -1))

@@ -22,7 +22,7 @@ _MARKERS = re.compile(r"^[\s~^*]*$")
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
+class TracebackFrame:
     """One frame: `code` is the text of its line, empty if it was not printed."""
 
     file: str
@@ -37,19 +37,18 @@ class Frame:
 
     @property
     def in_torch(self) -> bool:
-        """Whether it is torch's own, or Python's."""
-        return bool(_TORCH.search(self.file)) or (
-            bool(_INSTALLED.search(self.file)) and not re.search(r"(?:site|dist)-packages", self.file)
-        )
+        """Return whether it is torch's own, or Python's."""
+        of_python = self.installed and not re.search(r"(?:site|dist)-packages", self.file)
+        return bool(_TORCH.search(self.file)) or of_python
 
     @property
     def installed(self) -> bool:
-        """Whether it is a library's, and not the user's."""
+        """Return whether it is a library's, and not the user's."""
         return bool(_INSTALLED.search(self.file))
 
 
-def frames(passage: Passage) -> list[Frame]:
-    """The frames of the last traceback before the error, outermost first; empty if there is none."""
+def frames(passage: Passage) -> list[TracebackFrame]:
+    """Return the frames of the last traceback before the error, outermost first; empty if there is none."""
     lines = passage.before.split("\n")
     rank = _RANK.search(passage.after.split("\n", 1)[0])
     if rank is not None:  # processes write at once
@@ -58,27 +57,27 @@ def frames(passage: Passage) -> list[Frame]:
     starts = [number for number, line in enumerate(cleaned) if "Traceback (most recent call last)" in line]
     if starts:
         cleaned = cleaned[starts[-1] + 1 :]
-    found: list[Frame] = []
+    found: list[TracebackFrame] = []
     for number, line in enumerate(cleaned):
         framed = unframed(line)
         match = _PYTHON.search(line) or _PYTHON.search(framed)
         if match:
             code = next((later.strip() for later in cleaned[number + 1 : number + 2] if not _PYTHON.search(later)), "")
-            found.append(Frame(match[1], int(match[2]), match[3] or "", "" if _MARKERS.match(code) else code))
+            found.append(TracebackFrame(match[1], int(match[2]), match[3] or "", "" if _MARKERS.match(code) else code))
             continue
         match = _IPYTHON.match(framed) or _RICH.match(framed)
         if match:
-            found.append(Frame(match[1].strip(), int(match[2]), match[3].split("(")[0]))
+            found.append(TracebackFrame(match[1].strip(), int(match[2]), match[3].split("(")[0]))
             continue
         arrow = _ARROW.match(framed) or _ARROW.match(line.replace("│", "", 1))
         if arrow and found and not found[-1].code:
             last = found.pop()
-            found.append(Frame(last.file, last.line, last.function, unframed(arrow[1]).strip(" │")))
+            found.append(TracebackFrame(last.file, last.line, last.function, unframed(arrow[1]).strip(" │")))
     return found
 
 
-def telling(found: list[Frame]) -> list[Frame]:
-    """The guilty one: the innermost that is not torch's own; then the innermost of the user's, if that is another."""
+def relevant_frames(found: list[TracebackFrame]) -> list[TracebackFrame]:
+    """Return the innermost frame that is not torch's own; then the user's innermost, if that is another."""
     guilty = next((frame for frame in reversed(found) if not frame.in_torch), None)
     own = next((frame for frame in reversed(found) if not frame.installed), None)
     if guilty is None:

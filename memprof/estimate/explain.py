@@ -71,10 +71,9 @@ _FORMULAS = {
     ("temporaries", "plain"): "sqrt of the second moment: {item} bytes per trained parameter",
     ("KV cache", "plain"): "2 x {layers} layers x {kv_width:,} elements x {tokens:,} tokens x {compute} bytes",
     ("library workspace", "plain"): "cuBLAS, one per thread",
-    (
-        "communication",
-        "plain",
-    ): "by strategy: buckets of gradients (DDP); layers that are fetched or reduced; states sent",
+    ("communication", "plain"): (
+        "by strategy: buckets of gradients (DDP); layers that are fetched or reduced; states sent"
+    ),
 }
 _LOGITS = {
     "loss, backward": "(logits {compute} + log-softmax 4 + its gradients 2 x 4) x {vocab:,} x {tokens:,} tokens",
@@ -83,16 +82,13 @@ _LOGITS = {
 
 
 def formula(estimate: Estimate, cell: Cell, term: str) -> str:
-    """How the bytes of a term come about."""
+    """Return how the bytes of a term come about."""
     g = estimate.subject.geometry
     plan = cell.plan
-    tokens = estimate.batch_size * estimate.context_length
-    trained_item = 4 if plan.method.kind == "lora" else plan.item
-    item = plan.item if term == "parameters" else trained_item
     values = {
         "count": estimate.subject.num_parameters,
-        "item": item,
-        "tokens": tokens,
+        "item": 4 if plan.method.kind == "lora" and term != "parameters" else plan.item,
+        "tokens": estimate.batch_size * estimate.context_length,
         "compute": 2 if plan.amp else plan.item,
     }
     if g is not None:
@@ -106,17 +102,15 @@ def formula(estimate: Estimate, cell: Cell, term: str) -> str:
             return "each layer's input, what one layer keeps while it is computed again, positions"
         return "what the layers keep for the backward (below), the final norm, positions"
     if term == "logits and loss":
-        text = _LOGITS.get(
-            cell.peak.name, "logits {compute} x {vocab:,} x {tokens:,} tokens, with what is made of them"
-        )
-        return text.format(**values)
+        other = "logits {compute} x {vocab:,} x {tokens:,} tokens, with what is made of them"
+        return _LOGITS.get(cell.peak.name, other).format(**values)
     kind = plan.quantized if term == "parameters" and plan.quantized else plan.method.kind
     text = _FORMULAS.get((term, kind)) or _FORMULAS.get((term, "plain"), "")
     return text.format(**values)
 
 
-def kept(estimate: Estimate, cell: Cell) -> list[tuple[str, float]]:
-    """Tensors that a layer keeps for the backward, with their bytes per token, the largest first."""
+def kept_tensors(estimate: Estimate, cell: Cell) -> list[tuple[str, float]]:
+    """Return tensors that a layer keeps for the backward, with their bytes per token, the largest first."""
     g = estimate.subject.geometry
     if g is None or not cell.method.trains:
         return []
@@ -127,7 +121,7 @@ def kept(estimate: Estimate, cell: Cell) -> list[tuple[str, float]]:
 
 
 def assumptions(estimate: Estimate) -> list[str]:
-    """What is taken for given."""
+    """Return what is taken for given."""
     found = [
         "A training step in its steady state: optimizer state is there, gradients were set to None.",
         "Transformers' own code in eager mode, attention by scaled_dot_product_attention, the loss on all positions.",

@@ -13,16 +13,17 @@ from memprof.units import parse_count
 
 _SEE = "('memprof models' lists them; a config.json or --params also work)"
 
+# Values of `model_type` whose layers layers.py has op by op.
 FAMILIES = (
     "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "olmo2",
     "gpt2", "gpt_neox", "opt", "phi",
 )  # fmt: skip
-"""Values of `model_type` whose layers layers.py has op by op."""
 
+# As in PEFT's TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING (peft/utils/constants.py); else q and v. Phi-3 and
+# OLMo 2 are not in it: what is the same there is taken.
 _LORA_TARGETS = {"gpt2": "c_attn", "gpt_neox": "query_key_value", "phi": "q_proj,v_proj,fc1,fc2", "phi3": "qkv_proj"}
-"""As in PEFT's TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING (peft/utils/constants.py); else q and v.
-Phi-3 and OLMo 2 are not in it: what is the same there is taken."""
 
+# Names of the matrices in transformers, where they are not of the manner of q_proj.
 _MODULES = {
     "gpt2": {"qkv": "c_attn", "o": "c_proj", "up": "c_fc", "down": "c_proj"},
     "gpt_neox": {"qkv": "query_key_value", "o": "dense", "up": "dense_h_to_4h", "down": "dense_4h_to_h"},
@@ -30,7 +31,6 @@ _MODULES = {
     "phi3": {"up": "gate_up_proj"},
     "opt": {"o": "out_proj", "up": "fc1", "down": "fc2"},
 }
-"""Names of the matrices in transformers, where they are not of the manner of q_proj."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,51 +47,41 @@ class Geometry:
     vocab: int
     tied: bool
     gated: bool = True
-    norm: str = "rms"
-    """rms, gemma (scaled in float32), olmo (cast after its weight) or layer."""
-    norms: int = 2
-    """Norms of hidden size in a layer."""
-    qk_norm: str = ""
-    """head: of each head, hidden: of all together."""
+    norm: str = "rms"  # rms, gemma (scaled in float32), olmo (cast after its weight) or layer.
+    norms: int = 2  # Norms of hidden size in a layer.
+    qk_norm: str = ""  # head: of each head, hidden: of all together.
     activation: str = "silu"
     fused_qkv: bool = False
-    fused_up: bool = False
-    """The gate and the up projection are one matrix."""
-    rotary: float = 1.0
-    """Share of a head that is rotated."""
-    positions: int = 0
-    """Rows of a learned position embedding."""
-    dropout: bool = False
-    """After attention and MLP, in training."""
+    fused_up: bool = False  # The gate and the up projection are one matrix.
+    rotary: float = 1.0  # Share of a head that is rotated.
+    positions: int = 0  # Rows of a learned position embedding.
+    dropout: bool = False  # After attention and MLP, in training.
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
     head_bias: bool = False
-    softcap: bool = False
-    """The logits go through tanh."""
-    window: int = 0
-    """Tokens that a sliding window sees; 0: none."""
-    global_every: int = 0
-    """Of so many layers the last has no window; 0: all that the model has are alike."""
+    softcap: bool = False  # The logits go through tanh.
+    window: int = 0  # Tokens that a sliding window sees; 0: none.
+    global_every: int = 0  # Of so many layers the last has no window; 0: all that the model has are alike.
     max_positions: int | None = None
 
     @property
     def attention_width(self) -> int:
-        """Elements of all query heads of a token."""
+        """Return the elements of all query heads of a token."""
         return self.heads * self.head_dim
 
     @property
     def kv_width(self) -> int:
-        """Elements of all key heads of a token."""
+        """Return the elements of all key heads of a token."""
         return self.kv_heads * self.head_dim
 
     @property
     def lora_modules(self) -> str:
-        """Names of the modules that PEFT adapts if it is not told which, separated by commas."""
+        """Return the names of the modules that PEFT adapts if it is not told which, separated by commas."""
         return _LORA_TARGETS.get(self.family, "q_proj,v_proj")
 
     def lora_targets(self, asked: str | None) -> tuple[str, ...]:
-        """The matrices that are adapted: those of the modules that are `asked` for, as PEFT's target_modules.
+        """Return the matrices that are adapted: those of the modules that are `asked` for, as PEFT's target_modules.
 
         Raises:
             UsageError: a layer has no such module.
@@ -106,37 +96,29 @@ class Geometry:
         return tuple(which for which, name in names.items() if name in wanted)
 
     def matrices(self) -> dict[str, tuple[int, int, bool]]:
-        """Inputs, outputs and whether there is a bias, of a layer's linear layers."""
+        """Return inputs, outputs and whether there is a bias, of a layer's linear layers."""
         h, q, kv, i = self.hidden, self.attention_width, self.kv_width, self.intermediate
-        if self.fused_qkv:
-            found = {"qkv": (h, q + 2 * kv, self.qkv_bias)}
-        else:
-            found = {"q": (h, q, self.qkv_bias), "k": (h, kv, self.qkv_bias), "v": (h, kv, self.qkv_bias)}
-        found["o"] = (q, h, self.o_bias)
-        if self.fused_up:
-            found["up"] = (h, 2 * i, self.mlp_bias)
-        else:
-            if self.gated:
-                found["gate"] = (h, i, self.mlp_bias)
-            found["up"] = (h, i, self.mlp_bias)
-        found["down"] = (i, h, self.mlp_bias)
-        return found
+        widths = {"qkv": q + 2 * kv} if self.fused_qkv else {"q": q, "k": kv, "v": kv}
+        found = {name: (h, width, self.qkv_bias) for name, width in widths.items()} | {"o": (q, h, self.o_bias)}
+        if self.gated and not self.fused_up:
+            found["gate"] = (h, i, self.mlp_bias)
+        return found | {"up": (h, i * (1 + self.fused_up), self.mlp_bias), "down": (i, h, self.mlp_bias)}
 
     @property
     def linear_parameters(self) -> int:
-        """Weights and biases of all layers' linear layers."""
+        """Return weights and biases of all layers' linear layers."""
         return self.layers * sum(rows * columns + columns * bias for rows, columns, bias in self.matrices().values())
 
     @property
     def norm_parameters(self) -> int:
-        """Of all norms."""
+        """Return the parameters of all norms."""
         each = self.hidden * (2 if self.norm == "layer" else 1)
         of_heads = {"": 0, "head": 2 * self.head_dim, "hidden": self.attention_width + self.kv_width}[self.qk_norm]
         return self.layers * (self.norms * each + of_heads) + each
 
     @property
     def num_parameters(self) -> int:
-        """All of them, tied ones once."""
+        """Return all of them, tied ones once."""
         head = (0 if self.tied else self.vocab * self.hidden) + (self.vocab if self.head_bias else 0)
         embeddings = (self.vocab + self.positions) * self.hidden
         return embeddings + head + self.linear_parameters + self.norm_parameters
@@ -148,26 +130,22 @@ class Subject:
 
     name: str
     num_parameters: int
-    geometry: Geometry | None
-    """None: its layers are not among those that the closed form knows."""
+    geometry: Geometry | None  # None: its layers are not among those that the closed form knows.
     config: Mapping[str, Any]
-    given: str
-    """params, model or config: what the user gave."""
+    given: str  # params, model or config: what the user gave.
     checkpoint_dtype: str
     why_no_geometry: str = ""
-    path: str = ""
-    """Of the configuration, if it is no model of the catalog."""
-    rule: str = ""
-    """How the geometry was derived, if only a number of parameters was given."""
+    path: str = ""  # Of the configuration, if it is no model of the catalog.
+    rule: str = ""  # How the geometry was derived, if only a number of parameters was given.
 
     @property
     def derived(self) -> bool:
-        """Whether the shape is the rule's, not the model's own."""
+        """Return whether the shape is the rule's, not the model's own."""
         return self.given == "params"
 
 
 def from_params(text: str) -> Subject:
-    """A decoder of so many parameters; its shape is that of a Llama of this size (catalog/sizes.py).
+    """Return a decoder of so many parameters; its shape is that of a Llama of this size (catalog/sizes.py).
 
     Raises:
         UsageError: not a number of parameters, or one that no shape is known for.
@@ -188,7 +166,7 @@ def from_params(text: str) -> Subject:
 
 
 def from_model(name: str) -> Subject:
-    """A model of the catalog, or a configuration in a file or a folder.
+    """Return a model of the catalog, or a configuration in a file or a folder.
 
     Raises:
         UsageError: there is no such model, or the file is no configuration.
@@ -202,7 +180,7 @@ def from_model(name: str) -> Subject:
 
 
 def from_size(size: str) -> Subject:
-    """The model that is known by a size such as 4B, else a Llama of that size.
+    """Return the model that is known by a size such as 4B, else a Llama of that size.
 
     Raises:
         UsageError: not a size.
@@ -211,18 +189,16 @@ def from_size(size: str) -> Subject:
 
 
 def from_config(path: Path) -> Subject:
-    """A model of transformers by its config.json.
+    """Return a model of transformers by its config.json.
 
     Raises:
         UsageError: it cannot be read, or says too little.
     """
     file, config = read_config_file(path)
     if config["model_type"] not in FAMILIES:
-        raise UsageError(
-            "the closed form does not know this kind of model",
-            value=f'{file}: "model_type": "{config["model_type"]}"',
-            hint=f"it knows {', '.join(FAMILIES)}; memprof profile --model {path} runs any model of transformers",
-        )
+        value = f'{file}: "model_type": "{config["model_type"]}"'
+        hint = f"it knows {', '.join(FAMILIES)}; memprof profile --model {path} runs any model of transformers"
+        raise UsageError("the closed form does not know this kind of model", value=value, hint=hint)
     try:
         geometry = _geometry(config)
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
@@ -242,7 +218,7 @@ def _of_entry(entry: ModelEntry) -> Subject:
 
 
 def _positive(config: Mapping[str, Any], *names: str, default: int | None = None) -> int:
-    """The first of these entries that is set: null stands for the default."""
+    """Return the first of these entries that is set: null stands for the default."""
     set_here = ((name, config[name]) for name in names if config.get(name) is not None)
     name, value = next(set_here, (names[0], default))
     if value is None:
@@ -253,10 +229,7 @@ def _positive(config: Mapping[str, Any], *names: str, default: int | None = None
 
 
 def _geometry(config: Mapping[str, Any]) -> Geometry:
-    """The shape that a configuration of one of FAMILIES describes.
-
-    Defaults are those of transformers' configuration classes.
-    """
+    """Return the shape of a configuration of one of FAMILIES; defaults are those of transformers' classes."""
     kind = config["model_type"]
     hidden = _positive(config, "hidden_size", "n_embd")
     heads = _positive(config, "num_attention_heads", "n_head")
@@ -297,34 +270,26 @@ def _geometry(config: Mapping[str, Any]) -> Geometry:
 
 
 def _classic(config: Mapping[str, Any], kind: str, hidden: int) -> dict[str, Any]:
-    """GPT-2 and its like: layer norms, a plain MLP."""
+    """Return the shape of GPT-2 and its like: layer norms, a plain MLP."""
     activation = config.get("activation_function") or config.get("hidden_act") or "gelu"
     shape: dict[str, Any] = {
-        "gated": False,
-        "norm": "layer",
-        "activation": "gelu-python" if activation == "gelu_new" else activation,
-        "qkv_bias": True,
-        "o_bias": True,
-        "mlp_bias": True,
-        "rotary": 0.0,
-    }
+        "gated": False, "norm": "layer", "activation": "gelu-python" if activation == "gelu_new" else activation,
+        "qkv_bias": True, "o_bias": True, "mlp_bias": True, "rotary": 0.0,
+    }  # fmt: skip
     if kind == "gpt2":
-        dropout = bool(config.get("resid_pdrop", 0.1))
-        positions = _positive(config, "n_positions", "max_position_embeddings")
-        inner = _positive(config, "n_inner", default=4 * hidden)
-        return {**shape, "intermediate": inner, "fused_qkv": True, "positions": positions, "dropout": dropout}
-    if kind == "opt":
+        shape |= {"fused_qkv": True, "positions": _positive(config, "n_positions", "max_position_embeddings")}
+        dropout, inner = config.get("resid_pdrop", 0.1), _positive(config, "n_inner", default=4 * hidden)
+    elif kind == "opt":
         # OPT's learned positions begin at 2 (modeling_opt.py, OPTLearnedPositionalEmbedding).
-        positions = _positive(config, "max_position_embeddings") + 2
-        intermediate = _positive(config, "ffn_dim")
-        dropout = bool(config.get("dropout", 0.1))
-        return {**shape, "intermediate": intermediate, "positions": positions, "dropout": dropout}
-    if kind == "gpt_neox":
+        shape["positions"] = _positive(config, "max_position_embeddings") + 2
+        dropout, inner = config.get("dropout", 0.1), _positive(config, "ffn_dim")
+    elif kind == "gpt_neox":
         share = config.get("rotary_pct", (config.get("rope_parameters") or {}).get("partial_rotary_factor", 0.25))
         bias = bool(config.get("attention_bias", True))
-        intermediate = _positive(config, "intermediate_size")
-        extra = {"fused_qkv": True, "rotary": float(share), "qkv_bias": bias, "o_bias": bias}
-        return {**shape, "intermediate": intermediate, **extra, "dropout": bool(config.get("hidden_dropout", 0.0))}
-    share = config.get("partial_rotary_factor", 0.5)
-    extra = {"rotary": float(share), "norms": 1, "head_bias": True, "dropout": bool(config.get("resid_pdrop", 0.0))}
-    return {**shape, "intermediate": _positive(config, "intermediate_size"), **extra}
+        dropout, inner = config.get("hidden_dropout", 0.0), _positive(config, "intermediate_size")
+        shape |= {"fused_qkv": True, "rotary": float(share), "qkv_bias": bias, "o_bias": bias}
+    else:
+        share = config.get("partial_rotary_factor", 0.5)
+        dropout, inner = config.get("resid_pdrop", 0.0), _positive(config, "intermediate_size")
+        shape |= {"rotary": float(share), "norms": 1, "head_bias": True}
+    return {**shape, "intermediate": inner, "dropout": bool(dropout)}

@@ -9,15 +9,15 @@ from __future__ import annotations
 from memprof.estimate.projections import Projections, Setting
 from memprof.estimate.tape import FLOAT32, Tape, Tensor
 
+# The flash attention kernels take heads up to this size (sdp_utils.cpp, check_flash_attention_hardware_support).
 FLASH_MAX_HEAD = 256
-"""The flash attention kernels take heads up to this size (sdp_utils.cpp, check_flash_attention_hardware_support)."""
 
 
-class Layer(Projections):
+class DecoderLayer(Projections):
     """One layer that plays on a tape."""
 
     def norm(self, x: Tensor, name: str, width: int | None = None, rows: int = 1) -> Tensor:
-        """A norm over `width` elements, `rows` of which a token has."""
+        """Return a norm over `width` elements, `rows` of which a token has."""
         if self.g.norm == "layer":
             return self._layer_norm(x, name)
         tape, width = self.tape, x.width if width is None else width
@@ -48,7 +48,7 @@ class Layer(Projections):
         )  # fmt: skip
 
     def rotate(self, x: Tensor, name: str) -> Tensor:
-        """Rotary positions, on all or a part of each head; `x` is given up."""
+        """Play rotary positions, on all or a part of each head; `x` is given up."""
         tape = self.tape
         if not self.g.rotary:
             return x
@@ -66,7 +66,7 @@ class Layer(Projections):
         return result
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """scaled_dot_product_attention; `q`, `k` and `v` are given up."""
+        """Play scaled_dot_product_attention; `q`, `k` and `v` are given up."""
         tape, g, setting = self.tape, self.g, self.setting
         if setting.cache:
             k, v = self._cached(k), self._cached(v)
@@ -94,12 +94,9 @@ class Layer(Projections):
         return result
 
     def _exchanged(self, *parts: Tensor) -> list[Tensor]:
-        """All heads of some tokens for some heads of all tokens (workload/ulysses.py); each of `parts` is given up.
-
-        Heads of keys and values are repeated where there are fewer than ranks.
-        """
+        """Give all heads of some tokens for some heads of all tokens (workload/ulysses.py), and `parts` up."""
         tape, g, ranks = self.tape, self.g, self.setting.parts_heads
-        repeats = -(-ranks // g.kv_heads)
+        repeats = -(-ranks // g.kv_heads)  # of keys and values, where there are fewer heads than ranks
         if g.kv_heads * repeats % ranks:
             repeats = g.heads // g.kv_heads
         found = []
@@ -111,7 +108,7 @@ class Layer(Projections):
         return found
 
     def _kernel(self, q: Tensor, k: Tensor, v: Tensor, *, flash: bool) -> Tensor:
-        """Flash or memory-efficient attention: both keep their inputs, the output, and a row sum per head."""
+        """Play flash or memory-efficient attention: both keep their inputs, the output, and a row sum per head."""
         tape, g = self.tape, self.g
         batch, length = self.setting.batch_size, self.setting.context_length
         rounded = -(-length // 128) * 128
@@ -133,7 +130,7 @@ class Layer(Projections):
         )  # fmt: skip
 
     def _math(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """In float32 with shared heads no fused kernel applies (sdp_utils.cpp): the scores are made.
+        """Play attention in float32 with shared heads: no fused kernel applies (sdp_utils.cpp), scores are made.
 
         The inputs are scaled by the square root of the scale and the heads repeated (native/transformers/attention.cpp,
         _scaled_dot_product_attention_math).
@@ -151,7 +148,7 @@ class Layer(Projections):
         )
 
     def _eager(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Gemma 2's scores go through tanh, which no kernel of torch does (modeling_gemma2.py)."""
+        """Play Gemma 2's attention: its scores go through tanh, which no kernel of torch does (modeling_gemma2.py)."""
         tape, g = self.tape, self.g
         item, scores_width = q.item, g.heads * self.setting.context_length
         wide = [tape.op([t], g.attention_width, item, name=f"{t.name}, repeated") for t in (k, v)]
@@ -169,23 +166,19 @@ class Layer(Projections):
         )
 
     def _cached(self, tensor: Tensor) -> Tensor:
-        """A new tensor in the cache (cache_utils.py, DynamicLayer.update), which is counted as such."""
-        tape = self.tape
+        """Return a new tensor in the cache (cache_utils.py, DynamicLayer.update), which is counted as such."""
         self.tape.drop(tensor)
-        return tape.given(tensor.width, tensor.item, needs_grad=False, name=tensor.name)
+        return self.tape.given(tensor.width, tensor.item, needs_grad=False, name=tensor.name)
 
     def attention(self, x: Tensor) -> Tensor:
-        """Self-attention with its projections; `x` stays the caller's."""
+        """Play self-attention with its projections; `x` stays the caller's."""
         tape, g = self.tape, self.g
         if g.fused_qkv:
             fused = self.linear(x, "qkv", "query, key, value")
             # Views: what is not rotated keeps the whole, as does whoever keeps one of the three.
-            q, k, v = (
-                tape.view(fused, width, name)
-                for width, name in ((g.attention_width, "query"), (g.kv_width, "key"), (g.kv_width, "value"))
-            )
+            widths = {"query": g.attention_width, "key": g.kv_width, "value": g.kv_width}
+            q, k, v = (tape.view(fused, width, name) for name, width in widths.items())
             tape.drop(fused)
-            q, k = self.rotate(q, "query"), self.rotate(k, "key")
         else:
             q = self.linear(x, "q", "query")
             if g.family == "opt":  # the scale is applied by hand
@@ -194,7 +187,7 @@ class Layer(Projections):
             v = self.linear(x, "v", "value")
             if g.qk_norm:
                 q, k = self._normed(q, "query", g.heads), self._normed(k, "key", g.kv_heads)
-            q, k = self.rotate(q, "query"), self.rotate(k, "key")
+        q, k = self.rotate(q, "query"), self.rotate(k, "key")
         result = self.attend(q, k, v)
         if self._is_copied():
             name = "attention output, heads side by side"
@@ -204,7 +197,7 @@ class Layer(Projections):
         return projected
 
     def _is_copied(self) -> bool:
-        """Whether the heads of a token do not lie side by side in the output of attention, so that it is copied.
+        """Return whether the heads of a token do not lie side by side in the output of attention, so that it is copied.
 
         A kernel's output is laid out as its query. One that is rotated in part is joined (aten.cat) head by head.
         """
@@ -222,7 +215,7 @@ class Layer(Projections):
         return result
 
     def mlp(self, x: Tensor) -> Tensor:
-        """The MLP; `x` stays the caller's."""
+        """Return the MLP; `x` stays the caller's."""
         tape, g = self.tape, self.g
         if not g.gated:
             up = self.linear(x, "up", "MLP up")
@@ -244,7 +237,7 @@ class Layer(Projections):
         return down
 
     def activate(self, x: Tensor, kind: str) -> Tensor:
-        """An activation; ReLU keeps its result, others their input."""
+        """Return an activation; ReLU keeps its result, others their input."""
         tape = self.tape
         if kind == "relu":
             return tape.op([x], x.width, x.item, keeps_output=True, name="activated")
@@ -264,7 +257,7 @@ class Layer(Projections):
         return tape.op([half, one], x.width, item, keeps=[half, one], name="activated", drops=[half, one])
 
     def dropped(self, x: Tensor) -> Tensor:
-        """Dropout in training: a new tensor, and a mask of a byte per element; `x` is given up."""
+        """Play dropout in training: a new tensor, and a mask of a byte per element; `x` is given up."""
         if not (self.g.dropout and self.setting.training):
             return x
         mask = self.tape.tokens * x.width if x.needs_grad else 0
@@ -273,7 +266,7 @@ class Layer(Projections):
     # -- the layer
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """The layer; `hidden` stays the caller's."""
+        """Return the layer; `hidden` stays the caller's."""
         if self.g.family in ("gpt_neox", "phi"):
             return self._parallel(hidden)
         tape, gemma, after = self.tape, self.g.norm == "gemma", self.g.norm == "olmo"
@@ -294,16 +287,15 @@ class Layer(Projections):
         return x
 
     def _parallel(self, hidden: Tensor) -> Tensor:
-        """Attention and MLP side by side, on one norm or two."""
+        """Play attention and MLP side by side, on one norm or two."""
         tape = self.tape
         normed = self.norm(hidden, "input of attention")
         attended = self.attention(normed)
         if self.g.norms == 2:
             tape.drop(normed)
-            attended = self.dropped(attended)
+        attended = self.dropped(attended)
+        if self.g.norms == 2:
             normed = self.norm(hidden, "input of MLP")
-        else:
-            attended = self.dropped(attended)
         out = self.dropped(self.mlp(normed))
         tape.drop(normed)
         both = tape.add(out, attended, drops=[out, attended])
@@ -311,12 +303,10 @@ class Layer(Projections):
 
 
 def kept_per_layer(setting: Setting, *, hidden_needs_grad: bool = True) -> tuple[Tape, int]:
-    """The tape of one layer, and the bytes it keeps for the backward, its input among them if it keeps that."""
-    tape = Tape(setting.tokens, setting.training)
-    hidden = tape.given(
-        setting.geometry.hidden, setting.stream_item, needs_grad=hidden_needs_grad, name="hidden states"
-    )
-    output = Layer(tape, setting).forward(hidden)
+    """Return the tape of one layer, and the bytes it keeps for the backward, its input among them if it keeps that."""
+    tape, width = Tape(setting.tokens, setting.training), setting.geometry.hidden
+    hidden = tape.given(width, setting.stream_item, needs_grad=hidden_needs_grad, name="hidden states")
+    output = DecoderLayer(tape, setting).forward(hidden)
     tape.drop(output)
     if hidden.holders > 1:  # it is the output of the layer before
         tape.kept[f"{hidden.name} #0"] = hidden.num_bytes

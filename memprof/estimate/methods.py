@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from memprof.spec import DEFAULT_LORA_RANK
 
+# Dtypes of the weights. int8 is bitsandbytes' LLM.int8, int4 its nf4 with double quantization.
 COLUMNS = ("float32", "float16", "bfloat16", "int8", "int4")
-"""Dtypes of the weights. int8 is bitsandbytes' LLM.int8, int4 its nf4 with double quantization."""
 
+# Of checkpoints whose linear layers are stored quantized; they are loaded for inference, and shown if asked for.
 FORMATS = ("fp8", "gptq-int8", "gptq-int4", "awq-int4")
-"""Of checkpoints whose linear layers are stored quantized; they are loaded for inference, and shown if asked for."""
 
 _ITEM = {"float32": 4, "float16": 2, "bfloat16": 2}
 
@@ -21,23 +21,21 @@ class Method:
 
     key: str
     title: str
-    kind: str
-    """weights, inference, lora, full, mixed or adamw-8bit."""
+    kind: str  # weights, inference, lora, full, mixed or adamw-8bit.
     checkpointing: bool = False
 
     @property
     def trains(self) -> bool:
-        """Whether there is a backward."""
+        """Return whether there is a backward."""
         return self.kind not in ("weights", "inference")
 
     def applies(self, column: str) -> bool:
-        """Whether this is done with weights of this dtype: quantized ones are not trained, and autocast keeps float32
-        weights beside products in half precision."""
+        """Return whether this is done with weights of this dtype: quantized ones are not trained."""
         if column in FORMATS:
             return self.kind in ("weights", "inference")
         if self.kind in ("full", "adamw-8bit"):
             return column in _ITEM
-        if self.kind == "mixed":
+        if self.kind == "mixed":  # autocast keeps float32 weights beside products in half precision
             return column in ("float16", "bfloat16")
         return True
 
@@ -65,24 +63,17 @@ class Plan:
     method: Method
     column: str
     lora_rank: int = DEFAULT_LORA_RANK
-    lora_targets: str | None = None
-    """Modules to adapt; None: those that PEFT chooses."""
-    optimizer: str = "adamw"
-    """Of all rows but those of 8-bit AdamW."""
-    fused: bool = False
-    """The optimizer makes no temporaries."""
-    new_tokens: int = 1
-    """Generated after the prompt; the prompt itself gives the first."""
-    padded: bool = False
-    """Batches have an attention mask."""
-    empties_cache: bool = False
-    """The program gives back what the allocator keeps, or keeps it in expandable segments."""
-    chunked_loss: bool = False
-    """The loss is computed some tokens at a time."""
+    lora_targets: str | None = None  # Modules to adapt; None: those that PEFT chooses.
+    optimizer: str = "adamw"  # Of all rows but those of 8-bit AdamW.
+    fused: bool = False  # The optimizer makes no temporaries.
+    new_tokens: int = 1  # Generated after the prompt; the prompt itself gives the first.
+    padded: bool = False  # Batches have an attention mask.
+    empties_cache: bool = False  # The program gives back what the allocator keeps, or keeps it in expandable segments.
+    chunked_loss: bool = False  # The loss is computed some tokens at a time.
 
     @property
     def quantized(self) -> str:
-        """int8, int4 or a format of stored weights; or nothing."""
+        """Return int8, int4 or a format of stored weights; or nothing."""
         return "" if self.column in _ITEM else self.column
 
     @property
@@ -92,20 +83,18 @@ class Plan:
 
     @property
     def item(self) -> int:
-        """Bytes of an element of what is not quantized."""
+        """Return the bytes of an element of what is not quantized."""
         if self.amp:
             return 4
         return 2 if self.quantized else _ITEM[self.column]
 
     def spec_fields(self) -> dict[str, object]:
-        """The same for the virtual GPU, as fields of TargetSpec."""
-        fields: dict[str, object] = {}
+        """Return the plan as fields of TargetSpec, for the virtual GPU."""
+        half = "float16" if self.column == "float16" else "bfloat16"
+        dtype = "bfloat16" if self.quantized else self.column
+        fields: dict[str, object] = {"amp": half} if self.amp else {"dtype": dtype}
         if self.quantized:
             fields["quantize"] = "nf4" if self.quantized == "int4" else self.quantized
-        if self.amp:
-            fields["amp"] = "float16" if self.column == "float16" else "bfloat16"
-        else:
-            fields["dtype"] = "bfloat16" if self.quantized else self.column
         if self.method.kind == "inference":
             return {**fields, "mode": "inference", "new_tokens": self.new_tokens}
         if self.method.kind == "lora":

@@ -19,48 +19,38 @@ class Setting:
     geometry: Geometry
     batch_size: int
     context_length: int
-    item: int
-    """Bytes of an element of weights and activations."""
+    item: int  # Bytes of an element of weights and activations.
     training: bool = True
-    trains_weights: bool = True
-    """False: the model is frozen."""
-    amp: bool = False
-    """Float32 weights, autocast to half precision."""
-    quantize: str = ""
-    """int8, int4 or a stored format: the linear layers' weights."""
+    trains_weights: bool = True  # False: the model is frozen.
+    amp: bool = False  # Float32 weights, autocast to half precision.
+    quantize: str = ""  # int8, int4 or a stored format: the linear layers' weights.
     lora_rank: int = 0
     lora_targets: tuple[str, ...] = ()
-    cache: bool = False
-    """Keys and values go into a KV cache."""
-    padded: bool = False
-    """Sequences of a batch have different lengths."""
-    parts_heads: int = 1
-    """Ranks that exchange parts of the sequence for parts of the heads around attention (Ulysses)."""
+    cache: bool = False  # Keys and values go into a KV cache.
+    padded: bool = False  # Sequences of a batch have different lengths.
+    parts_heads: int = 1  # Ranks that exchange parts of the sequence for parts of the heads around attention (Ulysses).
 
     @property
     def tokens(self) -> int:
-        """Of a micro-batch."""
+        """Return the tokens of a micro-batch."""
         return self.batch_size * self.context_length
 
     @property
     def compute_item(self) -> int:
-        """Bytes of an element in matrix products."""
+        """Return the bytes of an element in matrix products."""
         if self.amp:
             return 2
         return self.stream_item if self.quantize else self.item
 
     @property
     def stream_item(self) -> int:
-        """Bytes of an element of the hidden states between layers: PEFT prepares quantized models for training in
-        float32 (prepare_model_for_kbit_training)."""
+        """Return the bytes of an element of the hidden states between layers."""
+        # PEFT prepares quantized models for training in float32 (prepare_model_for_kbit_training).
         return FLOAT32 if self.amp or (self.quantize and self.lora_rank and self.training) else self.item
 
     @property
     def masked(self) -> bool:
-        """Whether a mask is made: there is padding, or a sliding window is shorter than the context.
-
-        transformers/masking_utils.py leaves the mask out while every token is seen.
-        """
+        """Return whether a mask is made: transformers/masking_utils.py leaves it out while every token is seen."""
         window = self.geometry.window
         return self.padded or (bool(window) and self.context_length >= window)
 
@@ -79,7 +69,7 @@ class Projections:
         self._matrices = self.g.matrices()
 
     def linear(self, x: Tensor, which: str, name: str) -> Tensor:
-        """A linear layer, with its adapter; `x` stays the caller's."""
+        """Return a linear layer, with its adapter; `x` stays the caller's."""
         setting = self.setting
         rows, columns, bias = self._matrices[which]
         if setting.quantize == "int4":
@@ -106,7 +96,7 @@ class Projections:
         )  # fmt: skip
 
     def _linear4(self, x: Tensor, rows: int, columns: int, name: str) -> Tensor:
-        """Linear4bit: a half-precision copy of the weight lives while it is multiplied, forward and backward."""
+        """Play Linear4bit: a half-precision copy of the weight lives while it is multiplied, forward and backward."""
         tape = self.tape
         taken = tape.cast(x, 2, f"{x.name}, cast")
         weight = 2 * rows * columns
@@ -116,7 +106,7 @@ class Projections:
         return tape.cast(product, x.item, name, drops=[product])
 
     def _linear8(self, x: Tensor, rows: int, columns: int, name: str) -> Tensor:
-        """Linear8bitLt; its input is kept.
+        """Play Linear8bitLt; its input is kept.
 
         bitsandbytes/backends/cuda/ops.py: the input becomes float16 and then int8, beside its magnitudes and a mask of
         outliers; the product is int32, then float16, then of the input's dtype.
@@ -127,7 +117,7 @@ class Projections:
         return tape.op([x], columns, x.item, keeps=[x], name=name, temporary=x.item * rows * columns)
 
     def _stored(self, x: Tensor, rows: int, columns: int, name: str) -> Tensor:
-        """A layer of a quantized checkpoint, in inference.
+        """Return a layer of a quantized checkpoint, in inference.
 
         Float8: the input is quantized in turn (transformers/integrations/finegrained_fp8.py). Of AWQ and GPTQ a long
         input is multiplied by a copy of the weight in half precision (awq/modules/linear/gemm.py: from 1,024 tokens).
@@ -139,7 +129,7 @@ class Projections:
         return tape.op([x], columns, x.item, name=name)
 
     def _adapt(self, x: Tensor, result: Tensor, columns: int, name: str) -> Tensor:
-        """PEFT's LoRA: its matrices are float32, and so is what they are given and give (autocast_adapter_dtype)."""
+        """Play PEFT's LoRA: its matrices, inputs and outputs are float32 (autocast_adapter_dtype)."""
         tape, rank = self.tape, self.setting.lora_rank
         item = result.item
         of_adapter = 2 if self.setting.amp else FLOAT32

@@ -5,66 +5,62 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from memprof.estimate.geometry import Geometry
+from memprof.errors import UsageError
+from memprof.estimate.geometry import Geometry, Subject
+from memprof.estimate.methods import Plan
+from memprof.spec import TargetSpec
 from memprof.workload.plan import Plan as Spread
+from memprof.workload.plan import check_plan, parse_plan
 
 
 @dataclass(frozen=True, slots=True)
 class Rank:
     """A rank's place; the default is a card alone."""
 
+    # Over how many ranks each part of the state is spread.
     parameters: int = 1
     gradients: int = 1
     optimizer: int = 1
-    """Over how many ranks each part of the state is spread."""
-    replicas: int = 1
-    """Ranks that reduce their gradients together."""
-    gathers: bool = False
-    """fully_shard: what computes is whole for as long as it computes."""
-    reshard: bool = True
-    """And is given back after the forward."""
-    tensor: int = 1
-    """Ranks that share each matrix."""
+    replicas: int = 1  # Ranks that reduce their gradients together.
+    gathers: bool = False  # fully_shard: what computes is whole for as long as it computes.
+    reshard: bool = True  # And is given back after the forward.
+    tensor: int = 1  # Ranks that share each matrix.
     context: int = 1
-    ulysses: int = 1
-    """Ranks that share a sequence; with the second each has a part of the heads in attention."""
+    ulysses: int = 1  # Ranks that share a sequence; with the second each has a part of the heads in attention.
     stages: int = 1
-    stage: int = 0
-    """Of a pipeline, from 0."""
-    in_flight: int = 1
-    """Micro-batches whose activations are there at once."""
-    microbatches: int = 1
-    """Of a pipeline's step."""
+    stage: int = 0  # Of a pipeline, from 0.
+    in_flight: int = 1  # Micro-batches whose activations are there at once.
+    microbatches: int = 1  # Of a pipeline's step.
 
     @property
     def sequence(self) -> int:
-        """Ranks that share a sequence."""
+        """Return the ranks that share a sequence."""
         return self.context * self.ulysses
 
     @property
     def is_first(self) -> bool:
-        """It has the embedding."""
+        """Return whether it has the embedding."""
         return self.stage == 0
 
     @property
     def is_last(self) -> bool:
-        """It has the head, and the loss."""
+        """Return whether it has the head, and the loss."""
         return self.stage == self.stages - 1
 
     def layers(self, g: Geometry) -> int:
-        """Of this stage: the first stages have one more, where they cannot be divided."""
+        """Return the layers of this stage: the first stages have one more, where they cannot be divided."""
         each, more = divmod(g.layers, self.stages)
         return each + (self.stage < more)
 
     def geometry(self, g: Geometry) -> Geometry:
-        """A layer of which each matrix is divided."""
+        """Return a layer of which each matrix is divided."""
         if self.tensor == 1:
             return g
         t = self.tensor
         return dataclasses.replace(g, heads=g.heads // t, kv_heads=g.kv_heads // t, intermediate=g.intermediate // t)
 
     def elements(self, g: Geometry) -> Elements:
-        """Parameters that this rank computes with, whole."""
+        """Return parameters that this rank computes with, whole."""
         layers = self.layers(g)
         embedding = g.vocab * g.hidden
         # A tied matrix is two where it is on two stages, or divided among ranks.
@@ -88,21 +84,18 @@ class Elements:
     layer: int
     layers: int
     embedding: int
-    head: int
-    """0 where it is the embedding's matrix."""
-    final: int
-    """The last norm."""
-    undivided: int
-    """The gradient of an embedding whose rows are divided is of all rows."""
+    head: int  # 0 where it is the embedding's matrix.
+    final: int  # The last norm.
+    undivided: int  # The gradient of an embedding whose rows are divided is of all rows.
 
     @property
     def root(self) -> int:
-        """What is in no layer."""
+        """Return what is in no layer."""
         return self.embedding + self.head + self.final
 
     @property
     def all(self) -> int:
-        """All of them."""
+        """Return all of them."""
         return self.layer * self.layers + self.root
 
 
@@ -110,28 +103,34 @@ ALONE = Rank()
 
 
 def rank_of(plan: Spread, stage: int = 0) -> Rank:
-    """Any rank of a plan, or of its `stage`."""
+    """Return any rank of a plan, or of its `stage`."""
     shards = plan.shard * plan.sequence if plan.sharded else 1
-    in_flight = plan.microbatches
-    if plan.schedule == "1f1b":
-        in_flight = min(plan.stages - stage, plan.microbatches)
+    in_flight = min(plan.stages - stage, plan.microbatches) if plan.schedule == "1f1b" else plan.microbatches
     return Rank(
-        parameters=shards,
-        gradients=shards,
-        optimizer=shards,
-        replicas=plan.data * plan.sequence,
-        gathers=plan.sharded,
-        reshard=plan.reshard,
-        tensor=plan.tensor,
-        context=plan.context,
-        ulysses=plan.ulysses,
-        stages=plan.stages,
-        stage=stage,
-        in_flight=in_flight if plan.stages > 1 else 1,
-        microbatches=plan.microbatches,
-    )
+        parameters=shards, gradients=shards, optimizer=shards, replicas=plan.data * plan.sequence, gathers=plan.sharded,
+        reshard=plan.reshard, tensor=plan.tensor, context=plan.context, ulysses=plan.ulysses, stages=plan.stages,
+        stage=stage, in_flight=in_flight if plan.stages > 1 else 1, microbatches=plan.microbatches,
+    )  # fmt: skip
 
 
-def ranks_of(plan: Spread) -> list[Rank]:
-    """One of each kind."""
-    return [rank_of(plan, stage) for stage in range(plan.stages)]
+def ranks_in(subject: Subject, plan: Plan, parallel: str, gpus: int) -> list[Rank]:
+    """Return one rank of each kind that `parallel` has over `gpus` cards; an empty one is a card alone.
+
+    Raises:
+        UsageError: it is no plan, or the model cannot be spread so; the message has the nearest that can be.
+    """
+    if not parallel:
+        return [ALONE]
+    spread = parse_plan(parallel, gpus)
+    if spread.layers > 1:
+        hint = "memprof profile --mode inference runs it"
+        raise UsageError("the closed form has no layers over cards", value=f"--parallel {parallel}", hint=hint)
+    fields = plan.spec_fields()
+    asked = {name: fields[name] for name in ("mode", "adapter", "quantize") if name in fields}
+    spec = TargetSpec(model="-", parallel=parallel, gpus=gpus, **asked)  # type: ignore[arg-type]
+    check_plan(spread, spec, "causal-lm", subject.config)
+    if plan.chunked_loss and (spread.tensor > 1 or spread.stages > 1):
+        problem = "a chunked loss needs a head that is whole, and none that a schedule calls"
+        hint = "leave out --chunked-loss, or give fsdp, cp or ulysses"
+        raise UsageError(problem, value=f"--parallel {parallel}", hint=hint)
+    return [rank_of(spread, stage) for stage in range(spread.stages)]

@@ -12,37 +12,35 @@ from memprof.estimate.tape import FLOAT32
 from memprof.units import KIB
 
 CUBLAS_WORKSPACE = (4096 * 2 + 16 * 8) * KIB
+# Per thread that multiplies matrices (aten/src/ATen/cuda/CublasHandlePool.cpp); on compute capability 9.0 the larger
+# one. A training step has two such threads, the program's and autograd's.
 CUBLAS_WORKSPACE_HOPPER = 4096 * 8 * KIB
-"""Per thread that multiplies matrices (aten/src/ATen/cuda/CublasHandlePool.cpp); on compute capability 9.0 the larger
-one. A training step has two such threads, the program's and autograd's."""
-BLOCK = 512
-"""The caching allocator rounds to it (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize)."""
+BLOCK = 512  # The caching allocator rounds to it (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize).
 NF4_BLOCK = 64
-NF4_SCALE_BLOCK = 256
-"""Weights per scale, and scales per scale of theirs (bitsandbytes/functional.py, quantize_4bit)."""
+NF4_SCALE_BLOCK = 256  # Weights per scale, and scales per scale of theirs (bitsandbytes/functional.py, quantize_4bit).
 STATE_BLOCK = 256
+# 8-bit AdamW: elements per scale, and below how many a tensor's state stays float32 (bitsandbytes/optim).
 SMALLEST_8BIT = 4096
-"""8-bit AdamW: elements per scale, and below how many a tensor's state stays float32 (bitsandbytes/optim)."""
+# Rows per scale of GPTQ's and AWQ's weights, and the side of a block of float8 ones (their checkpoints'
+# quantization_config).
 FORMAT_GROUP = 128
-"""Rows per scale of GPTQ's and AWQ's weights, and the side of a block of float8 ones (their checkpoints'
-quantization_config)."""
+# Elements of state that an optimizer has per parameter, and of temporaries in its step over all at once
+# (torch/optim/*.py, the _multi_tensor functions).
 STATES = {
     "adamw": (2, 1), "adam": (2, 1), "sgd": (0, 0), "sgd-momentum": (1, 0), "adagrad": (1, 2), "rmsprop": (1, 1),
     "none": (0, 0),
 }  # fmt: skip
-"""Elements of state that an optimizer has per parameter, and of temporaries in its step over all at once
-(torch/optim/*.py, the _multi_tensor functions)."""
+# Bytes of state per parameter, scales included; paged state is in managed memory, which torch does not count.
 QUANTIZED_STATES = {
     "adamw-8bit": 2 + 2 * FLOAT32 / STATE_BLOCK, "torchao-adamw-8bit": 2 + 2 * FLOAT32 / STATE_BLOCK,
     "torchao-adamw-4bit": 1 + 2 * FLOAT32 / 128, "paged-adamw-8bit": 0.0,
 }  # fmt: skip
-"""Bytes of state per parameter, scales included; paged state is in managed memory, which torch does not count."""
 
 Terms = dict[str, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
+class PeakMoment:
     """What is alive at one moment."""
 
     name: str
@@ -50,38 +48,33 @@ class Moment:
 
     @property
     def num_bytes(self) -> int:
-        """Their sum."""
+        """Return their sum."""
         return sum(self.terms.values())
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class StaticMemory:
     """Bytes that do not depend on tokens."""
 
     parameters: int
-    trained: int
-    """Elements that are trained."""
+    trained: int  # Elements that are trained.
     gradients: int
     optimizer: int
-    temporaries: int
-    """Of the optimizer step."""
+    temporaries: int  # Of the optimizer step.
 
 
-def state(subject: Subject, plan: Plan) -> State:
-    """Weights, gradients and optimizer state.
-
-    With a geometry, every matrix is counted; else what is known is the number of parameters, and a quantized model
-    cannot be told from it.
-    """
+def state(subject: Subject, plan: Plan) -> StaticMemory:
+    """Return weights, gradients and optimizer state; without a geometry nothing is known of quantized weights."""
     g = subject.geometry
     count = subject.num_parameters
     # Where only the number was given, the shape comes near it.
     parameters = count * plan.item if g is None else round(_weights(g, plan) * count / g.num_parameters)
     kind = plan.method.kind
     if not plan.method.trains:
-        return State(parameters, 0, 0, 0, 0)
+        return StaticMemory(parameters, 0, 0, 0, 0)
     if kind == "lora":
-        trained = _adapter(g, plan) if g is not None else 0
+        adapted = [] if g is None else [g.matrices()[name][:2] for name in g.lora_targets(plan.lora_targets)]
+        trained = 0 if g is None else g.layers * plan.lora_rank * sum(map(sum, adapted))
         return _with_optimizer(plan, parameters + FLOAT32 * trained, trained, FLOAT32)
     item = plan.item
     if kind == "adamw-8bit":
@@ -89,23 +82,23 @@ def state(subject: Subject, plan: Plan) -> State:
         if g is not None:  # what is small
             small = g.norm_parameters if max(g.hidden, g.head_dim) < SMALLEST_8BIT else 0
             optimizer += (2 * FLOAT32 - 2) * small
-        return State(parameters, count, item * count, optimizer, 0)
+        return StaticMemory(parameters, count, item * count, optimizer, 0)
     return _with_optimizer(plan, parameters, count, item)
 
 
-def _with_optimizer(plan: Plan, parameters: int, trained: int, item: int) -> State:
+def _with_optimizer(plan: Plan, parameters: int, trained: int, item: int) -> StaticMemory:
     each = item * trained
     if plan.optimizer in QUANTIZED_STATES:
-        return State(parameters, trained, each, round(QUANTIZED_STATES[plan.optimizer] * trained), 0)
+        return StaticMemory(parameters, trained, each, round(QUANTIZED_STATES[plan.optimizer] * trained), 0)
     elements, temporaries = STATES[plan.optimizer]
-    return State(parameters, trained, each, elements * each, 0 if plan.fused else temporaries * each)
+    return StaticMemory(parameters, trained, each, elements * each, 0 if plan.fused else temporaries * each)
 
 
 def _weights(g: Geometry, plan: Plan) -> int:
     if not plan.quantized:
         return g.num_parameters * plan.item
-    matrices = [(rows * columns, columns, bias) for rows, columns, bias in g.matrices().values()]
-    quantized = g.layers * sum(size for size, _, _ in matrices)
+    matrices = [(rows * columns, columns) for rows, columns, _ in g.matrices().values()]
+    quantized = g.layers * sum(size for size, _ in matrices)
     rest = (g.num_parameters - quantized) * plan.item
     if plan.quantized == "fp8":
         return rest + quantized + FLOAT32 * quantized // FORMAT_GROUP**2
@@ -117,46 +110,28 @@ def _weights(g: Geometry, plan: Plan) -> int:
         return rest + packed + FLOAT32 * g.layers * rows
     if plan.quantized == "int8":
         # A byte each, and a float32 scale per row.
-        return rest + quantized + g.layers * FLOAT32 * sum(columns for _, columns, _ in matrices)
-    each = sum(
-        size // 2 + size // NF4_BLOCK + FLOAT32 * size // NF4_BLOCK // NF4_SCALE_BLOCK for size, _, _ in matrices
-    )
+        return rest + quantized + g.layers * FLOAT32 * sum(columns for _, columns in matrices)
+    scales = (size // NF4_BLOCK + FLOAT32 * size // NF4_BLOCK // NF4_SCALE_BLOCK for size, _ in matrices)
+    each = sum(size // 2 for size, _ in matrices) + sum(scales)
     # Two tables and an offset for each matrix.
     return rest + g.layers * (each + len(matrices) * 4 * BLOCK)
 
 
-def _adapter(g: Geometry, plan: Plan) -> int:
-    matrices = g.matrices()
-    return g.layers * plan.lora_rank * sum(sum(matrices[name][:2]) for name in g.lora_targets(plan.lora_targets))
-
-
 def setting_of(g: Geometry, plan: Plan, batch_size: int, context_length: int) -> Setting:
-    """What the layers need to know."""
+    """Return what the layers need to know."""
     lora = plan.method.kind == "lora"
     return Setting(
-        g,
-        batch_size,
-        context_length,
-        plan.item,
-        training=plan.method.trains,
-        trains_weights=plan.method.trains and not lora,
-        amp=plan.amp,
-        quantize=plan.quantized,
-        lora_rank=plan.lora_rank if lora else 0,
-        lora_targets=g.lora_targets(plan.lora_targets) if lora else (),
-        padded=plan.padded,
-        cache=plan.method.kind == "inference",
-    )
+        g, batch_size, context_length, plan.item, training=plan.method.trains,
+        trains_weights=plan.method.trains and not lora, amp=plan.amp, quantize=plan.quantized,
+        lora_rank=plan.lora_rank if lora else 0, lora_targets=g.lora_targets(plan.lora_targets) if lora else (),
+        padded=plan.padded, cache=plan.method.kind == "inference",
+    )  # fmt: skip
 
 
 def positions(setting: Setting) -> int:
-    """Cosines and sines, and the mask where a window is shorter than the context."""
+    """Return cosines and sines, and the mask where a window is shorter than the context."""
     g = setting.geometry
     rotary = 2 * setting.context_length * int(g.head_dim * g.rotary) * setting.stream_item
     both = 2 if g.family == "gemma3_text" else 1  # one for each kind of layer
-    length = setting.context_length
-    masks = 2 if g.family.startswith("gemma") else 1
-    mask = masks * length * length if setting.masked else 0
-    if setting.padded:
-        mask *= setting.batch_size
-    return both * rotary + mask
+    masks = (2 if g.family.startswith("gemma") else 1) * (setting.batch_size if setting.padded else 1)
+    return both * rotary + masks * setting.context_length**2 * setting.masked

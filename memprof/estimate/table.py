@@ -18,19 +18,18 @@ from memprof.estimate.geometry import Subject
 from memprof.estimate.methods import COLUMNS, FORMATS, METHODS, Method, Plan
 from memprof.estimate.options import EstimateOptions
 from memprof.estimate.peaks import moments
-from memprof.estimate.ranks import ALONE, Rank
-from memprof.estimate.spread import ranks_in
-from memprof.estimate.state import CUBLAS_WORKSPACE, CUBLAS_WORKSPACE_HOPPER, QUANTIZED_STATES, STATES, Moment
+from memprof.estimate.ranks import ALONE, Rank, ranks_in
+from memprof.estimate.state import CUBLAS_WORKSPACE, CUBLAS_WORKSPACE_HOPPER, QUANTIZED_STATES, STATES, PeakMoment
 from memprof.spec import MANY_STEPS
 from memprof.workload.lengths import parse_lengths
 
 FITS, BORDERLINE, NO = "fits", "borderline", "no"
+# Kinds of figures that are published: torch.cuda.max_memory_allocated, max_memory_reserved, and nvidia-smi's.
 KINDS = ALLOCATED, RESERVED, DEVICE_USED = "allocated", "reserved", "device used"
-"""Kinds of figures that are published: torch.cuda.max_memory_allocated, max_memory_reserved, and nvidia-smi's."""
 DEFAULT_CONTEXT = 2048
 _AS_USUAL = EstimateOptions()
+# The columns of what --quantize names; one of 4 bits takes as much as the other.
 _OF_BITSANDBYTES = {"nf4": "int4", "fp4": "int4"}
-"""The columns of what --quantize names; one of 4 bits takes as much as the other."""
 
 _NAMES = {"adamw": "AdamW", "adam": "Adam", "sgd": "SGD"}
 
@@ -43,13 +42,10 @@ class Band:
 
     low: float
     high: float
-    figures: int = 0
-    """Published ones that were asked for."""
+    figures: int = 0  # Published ones that were asked for.
     sources: int = 0
-    inside: float = 0.0
-    """The share of them that is within the band."""
-    held_out: float = 0.0
-    """The same for sources that did not take part in measuring it, one after the other."""
+    inside: float = 0.0  # The share of them that is within the band.
+    held_out: float = 0.0  # The same for sources that did not take part in measuring it, one after the other.
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,54 +53,46 @@ class Cell:
     """One method in one dtype."""
 
     plan: Plan
-    moments: tuple[Moment, ...]
-    derived: bool
-    """It depends on a shape that was derived from the number of parameters."""
-    strategy: str = ""
-    """How the training is spread over cards; the amounts are of each."""
-    rank: Rank = ALONE
-    """Which of them."""
+    moments: tuple[PeakMoment, ...]
+    derived: bool  # It depends on a shape that was derived from the number of parameters.
+    strategy: str = ""  # How the training is spread over cards; the amounts are of each.
+    rank: Rank = ALONE  # Which of them.
 
     @property
     def method(self) -> Method:
-        """Its row."""
+        """Return its row."""
         return self.plan.method
 
     @property
     def title(self) -> str:
-        """Its row's, with the optimizer that was asked for."""
-        name = _NAMES.get(self.plan.optimizer, self.plan.optimizer)
-        return self.method.title.replace(", AdamW", f", {name}")
+        """Return its row's, with the optimizer that was asked for."""
+        return self.method.title.replace(", AdamW", f", {_NAMES.get(self.plan.optimizer, self.plan.optimizer)}")
 
     @property
-    def peak(self) -> Moment:
-        """The moment with the largest sum."""
+    def peak(self) -> PeakMoment:
+        """Return the moment with the largest sum."""
         return max(self.moments, key=lambda moment: moment.num_bytes)
 
     @property
     def allocated_bytes(self) -> int:
-        """What the allocator hands out at the peak."""
+        """Return what the allocator hands out at the peak."""
         return self.peak.num_bytes
 
     @property
     def reserved_bytes(self) -> int:
-        """What the allocator holds of the driver, blocks that it keeps for later among it."""
-        cached: dict[str, float] = _bands()["cached"]
+        """Return what the allocator holds of the driver, blocks that it keeps for later among it."""
         key = self.cached_key
         whole = self.of_tokens_bytes if key.startswith(VARYING) else self.allocated_bytes
-        return self.allocated_bytes + round(cached[key] * whole)
+        return self.allocated_bytes + round(float(_bands()["cached"][key]) * whole)
 
     @property
     def of_tokens_bytes(self) -> int:
-        """The most that activations, logits and the loss take together."""
+        """Return the most that activations, logits and the loss take together."""
         return max(moment.terms["activations"] + moment.terms["logits and loss"] for moment in self.moments)
 
     @property
     def cached_key(self) -> str:
-        """What the share that the allocator keeps is measured by: how the weights are used, and the highest moment.
-
-        It is a share of what is allocated; where lengths vary, of what depends on tokens.
-        """
+        """Return by what the share that the allocator keeps is measured: use of the weights, and the highest moment."""
         name = self.method.key.removesuffix("-checkpointing")
         if not self.method.trains:
             return name
@@ -116,13 +104,13 @@ class Cell:
 
     @property
     def device_bytes(self) -> int:
-        """What is in use on the card: reserved and the CUDA context."""
+        """Return what is in use on the card: reserved and the CUDA context."""
         return self.reserved_bytes + CONTEXT_BYTES
 
     def figures(self, gpu: Gpu | None = None) -> dict[str, tuple[int, int, int]]:
-        """By kind of figure: the estimate, and the least and the most by its band. What weights allocate is counted."""
+        """Return the estimate by kind of figure, with the least and the most by its band; weights are counted."""
         more, workspace = 0, self.peak.terms.get("library workspace", 0)
-        if workspace and gpu is not None and gpu.compute_capability[0] == 9:
+        if gpu is not None and gpu.compute_capability[0] == 9:
             more = workspace * (CUBLAS_WORKSPACE_HOPPER - CUBLAS_WORKSPACE) // CUBLAS_WORKSPACE
         allocated, reserved = self.allocated_bytes + more, self.reserved_bytes + more
         found = {}
@@ -139,7 +127,7 @@ class Cell:
         return found
 
     def on(self, gpu: Gpu) -> str:
-        """fits, borderline or no: by the band of what is in use on the card."""
+        """Return fits, borderline or no, by the band of what is in use on the card."""
         _, low, high = self.figures(gpu)[DEVICE_USED]
         if high <= gpu.total_bytes:
             return FITS
@@ -151,27 +139,24 @@ class Estimate:
     """The whole answer."""
 
     subject: Subject
-    dtype: str
-    """The column that is looked at."""
+    dtype: str  # The column that is looked at.
     batch_size: int
     context_length: int
     lora_rank: int
-    lengths: str | None
-    """As they were asked for; `context_length` is then the longest batch's."""
+    lengths: str | None  # As they were asked for; `context_length` is then the longest batch's.
     gpus: int
+    # By method and dtype; absent where the method is not done in that dtype or cannot be answered.
     cells: dict[tuple[str, str], Cell]
-    """By method and dtype; absent where the method is not done in that dtype or cannot be answered."""
-    sharded: tuple[Cell, ...]
-    """The same column on several cards, by each strategy."""
+    sharded: tuple[Cell, ...]  # The same column on several cards, by each strategy.
 
     def plans(self) -> list[Plan]:
-        """What is done in the rows of the dtype that is looked at, and can be run."""
+        """Return what is done in the rows of the dtype that is looked at, and can be run."""
         shared = next(iter(self.cells.values())).plan
         made = (dataclasses.replace(shared, method=method, column=self.dtype) for method in METHODS)
         return [plan for plan in made if plan.method.kind != "weights" and plan.method.applies(self.dtype)]
 
     def column(self) -> list[Cell]:
-        """The cells of the dtype that is looked at."""
+        """Return the cells of the dtype that is looked at."""
         found = [self.cells.get((method.key, self.dtype)) for method in METHODS]
         return [cell for cell in found if cell is not None]
 
@@ -180,11 +165,9 @@ class Estimate:
 class Simulated:
     """What a run on the virtual GPU came to."""
 
-    stage: str
-    """In which the peak is."""
+    stage: str  # In which the peak is.
     allocated_bytes: int
-    required_bytes: int
-    """Reserved at the most, with the CUDA context."""
+    required_bytes: int  # Reserved at the most, with the CUDA context.
     categories: Mapping[str, int]
 
 
@@ -197,7 +180,7 @@ STRATEGIES: tuple[tuple[str, Callable[[int], Rank]], ...] = (
 
 
 def column_of(dtype: str) -> str:
-    """The column of a dtype, or of what weights are quantized to.
+    """Return the column of a dtype, or of what weights are quantized to.
 
     Raises:
         UsageError: there is none.
@@ -209,12 +192,12 @@ def column_of(dtype: str) -> str:
 
 
 def highest_cell(subject: Subject, plan: Plan, batch_size: int, context_length: int, parallel: str, gpus: int) -> Cell:
-    """Training over `gpus` cards as `parallel` spreads it: the cell of the rank with the highest peak.
+    """Return training over `gpus` cards as `parallel` spreads it: the cell of the rank with the highest peak.
 
     An empty `parallel` is one card. Batch size and context length are those of a rank before its sequences are divided.
 
     Raises:
-        UsageError: as `spread.ranks_in`.
+        UsageError: as `ranks_in`.
     """
     found = (
         Cell(plan, moments(subject, plan, batch_size, context_length, rank), subject.derived, parallel, rank)
@@ -240,12 +223,8 @@ def build_estimate(subject: Subject, options: EstimateOptions = _AS_USUAL) -> Es
             raise UsageError(f"{flag} must be at least 1", value=value, hint="give a positive whole number")
     if options.optimizer not in STATES | QUANTIZED_STATES:
         raise unknown_name("--optimizer", options.optimizer, (*STATES, *QUANTIZED_STATES))
-    if options.lengths is None:
-        context = _context(subject, options.context_length)
-    else:
-        context = _longest(subject, options.lengths, options.context_length, batch_size)
-    dtype = options.quantize or options.dtype
-    column = "bfloat16" if dtype is None else column_of(dtype)
+    context = _context(subject, options)
+    column = column_of(options.quantize or options.dtype or "bfloat16")
     columns = tuple(dict.fromkeys((*COLUMNS, column)))
 
     def cell(method: Method, column: str, rank: Rank, strategy: str = "") -> Cell | None:
@@ -262,56 +241,50 @@ def build_estimate(subject: Subject, options: EstimateOptions = _AS_USUAL) -> Es
         derived = subject.derived and (method.kind != "weights" or bool(plan.quantized))
         return Cell(plan, found, derived, strategy)
 
-    cells = {
-        (method.key, name): made
-        for method in METHODS
-        for name in columns
-        if (made := cell(method, name, ALONE)) is not None
-    }
+    made = {(method.key, name): cell(method, name, ALONE) for method in METHODS for name in columns}
+    cells = {key: one for key, one in made.items() if one is not None}
     divided = [method for method in METHODS if gpus > 1 and method.trains and method.kind != "lora"]
-    sharded = tuple(
-        made
+    strategies = STRATEGIES if parallel is None else ((parallel, lambda n: ALONE),)
+    spread = (
+        cell(method, column, rank(gpus), strategy)
         for method in divided
-        for strategy, rank in (STRATEGIES if parallel is None else [(parallel, lambda n: ALONE)])
-        if method.applies(column) and (made := cell(method, column, rank(gpus), strategy)) is not None
+        for strategy, rank in strategies
+        if method.applies(column)
     )
+    sharded = tuple(one for one in spread if one is not None)
     return Estimate(subject, column, batch_size, context, options.lora_rank, options.lengths, gpus, cells, sharded)
 
 
-def _longest(subject: Subject, lengths: str, asked: int | None, batch_size: int) -> int:
-    """The longest of the batches that a profile of these lengths is fed."""
-    limit = subject.geometry.max_positions if subject.geometry is not None else None
-    batches = parse_lengths(lengths).batches(batch_size, asked or limit or 1 << 30)
-    return max(longest for _, longest in islice(batches, MANY_STEPS))
-
-
-def _context(subject: Subject, asked: int | None) -> int:
-    geometry = subject.geometry
-    limit = geometry.max_positions if geometry is not None else None
+def _context(subject: Subject, options: EstimateOptions) -> int:
+    """Return the context length in tokens; where lengths vary, that of the longest batch that a profile is fed."""
+    geometry, asked = subject.geometry, options.context_length
+    limit = None if geometry is None else geometry.max_positions
+    if options.lengths is not None:
+        batches = parse_lengths(options.lengths).batches(options.batch_size, asked or limit or 1 << 30)
+        return max(longest for _, longest in islice(batches, MANY_STEPS))
     if asked is None:
         return DEFAULT_CONTEXT if limit is None else min(DEFAULT_CONTEXT, limit)
     if asked < 1:
         raise UsageError("--context-length must be at least 1", value=asked, hint="give a positive whole number")
     if geometry is not None and geometry.positions and limit is not None and asked > limit:
-        raise UsageError(
-            f"{subject.name} has positions for {limit:,} tokens", value=f"--context-length {asked}", hint="give less"
-        )
+        problem = f"{subject.name} has positions for {limit:,} tokens"
+        raise UsageError(problem, value=f"--context-length {asked}", hint="give less")
     return asked
 
 
-def cards(cell: Cell, gpus: Sequence[Gpu]) -> dict[str, str]:
-    """The verdict of every card, by its key."""
+def verdicts_by_gpu(cell: Cell, gpus: Sequence[Gpu]) -> dict[str, str]:
+    """Return the verdict of every card, by its key."""
     return {gpu.key: cell.on(gpu) for gpu in gpus}
 
 
 @cache
 def _bands() -> dict[str, Any]:
-    """What `python -m tests.benchmarks.estimate --write` and `... .estimate_published --write` have measured."""
+    """Return what `python -m tests.benchmarks.estimate --write` and `... .estimate_published --write` have measured."""
     text = files("memprof.estimate").joinpath("bands.json").read_text(encoding="utf-8")
     found: dict[str, Any] = json.loads(text)
     return found
 
 
 def band_of(kind: str) -> Band:
-    """The measured band of one of KINDS."""
+    """Return the measured band of one of KINDS."""
     return Band(**_bands()["published"][kind])

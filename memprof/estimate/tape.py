@@ -7,6 +7,7 @@ operators keep is kept once. The backward goes through the operators in reverse 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -22,13 +23,10 @@ class Tensor:
     needs_grad: bool
     name: str = ""
     num_bytes: int = 0
-    holders: int = 1
-    """What keeps it alive: variables of the model's code, and operators that keep it for the backward."""
-    counted: bool = True
-    """False: it is alive in any case, and is counted elsewhere (the layer's input)."""
+    holders: int = 1  # What keeps it alive: variables of the model's code, and operators that keep it for the backward.
+    counted: bool = True  # False: it is alive in any case, and is counted elsewhere (the layer's input).
     grad: Tensor | None = None
-    whole: Tensor | None = None
-    """The tensor that this is a view of."""
+    whole: Tensor | None = None  # The tensor that this is a view of.
 
 
 @dataclass(slots=True, eq=False)
@@ -37,12 +35,9 @@ class _Node:
     output: Tensor
     kept: Sequence[Tensor]
     passes_through: bool = False
-    param_grad: int = 0
-    """Bytes of gradients of parameters; they stay."""
-    temporary: int = 0
-    """Bytes that the derivative takes beside its results."""
-    temporary_param: int = 0
-    """Bytes of a gradient in half precision that becomes one in float32."""
+    param_grad: int = 0  # Bytes of gradients of parameters; they stay.
+    temporary: int = 0  # Bytes that the derivative takes beside its results.
+    temporary_param: int = 0  # Bytes of a gradient in half precision that becomes one in float32.
 
 
 @dataclass
@@ -53,31 +48,30 @@ class Tape:
     training: bool
     live: int = 0
     peak: int = 0
-    kept: dict[str, int] = field(default_factory=dict)
-    """Bytes kept for the backward, by name."""
+    kept: dict[str, int] = field(default_factory=dict)  # Bytes kept for the backward, by name.
     _nodes: list[_Node] = field(default_factory=list)
 
     def new(self, width: int, item: int, *, needs_grad: bool, name: str = "") -> Tensor:
-        """A tensor is allocated."""
+        """Return a tensor is allocated."""
         made = Tensor(width, item, needs_grad and self.training, name, self.tokens * width * item)
         self.take(made.num_bytes)
         return made
 
     def given(self, width: int, item: int, *, needs_grad: bool, name: str) -> Tensor:
-        """A tensor that is there before the layer."""
+        """Return a tensor that is there before the layer."""
         return Tensor(width, item, needs_grad and self.training, name, self.tokens * width * item, counted=False)
 
     def take(self, num_bytes: int) -> None:
-        """So many bytes more are alive."""
+        """Count so many bytes more as alive."""
         self.live += num_bytes
         self.peak = max(self.peak, self.live)
 
     def during(self, num_bytes: int) -> None:
-        """So many bytes are taken and given back at once."""
+        """Count so many bytes as taken and released at once."""
         self.peak = max(self.peak, self.live + num_bytes)
 
     def drop(self, *tensors: Tensor) -> None:
-        """A variable of the model's code, or an operator, lets go of these."""
+        """Let go of these, as a variable of the model's code or an operator does."""
         for view in tensors:
             tensor = view.whole or view
             tensor.holders -= 1
@@ -85,22 +79,11 @@ class Tape:
                 self.live -= tensor.num_bytes
 
     def op(
-        self,
-        inputs: Sequence[Tensor],
-        width: int,
-        item: int,
-        *,
-        keeps: Iterable[Tensor] = (),
-        keeps_output: bool = False,
-        extra: int = 0,
-        name: str = "",
-        trains: bool = False,
-        param_grad: int = 0,
-        temporary: int = 0,
-        temporary_param: int = 0,
-        drops: Iterable[Tensor] = (),
-    ) -> Tensor:
-        """An operator and its output.
+        self, inputs: Sequence[Tensor], width: int, item: int, *, keeps: Iterable[Tensor] = (),
+        keeps_output: bool = False, extra: int = 0, name: str = "", trains: bool = False, param_grad: int = 0,
+        temporary: int = 0, temporary_param: int = 0, drops: Iterable[Tensor] = (),
+    ) -> Tensor:  # fmt: skip
+        """Return an operator and its output.
 
         Args:
             inputs: tensors that may get a gradient.
@@ -131,14 +114,13 @@ class Tape:
             row.holders = 0
             self._keep(row)
             kept.append(row)
-        self._nodes.append(
-            _Node([t for t in inputs if t.needs_grad], output, kept, False, param_grad, temporary, temporary_param)
-        )
+        inputs = [tensor for tensor in inputs if tensor.needs_grad]
+        self._nodes.append(_Node(inputs, output, kept, False, param_grad, temporary, temporary_param))
         self.drop(*drops)
         return output
 
     def add(self, left: Tensor, right: Tensor, name: str = "", drops: Iterable[Tensor] = ()) -> Tensor:
-        """A sum; its gradient is that of both."""
+        """Return a sum; its gradient is that of both."""
         item = max(left.item, right.item)
         output = self.new(left.width, item, needs_grad=left.needs_grad or right.needs_grad, name=name)
         if output.needs_grad:
@@ -148,7 +130,7 @@ class Tape:
         return output
 
     def cast(self, tensor: Tensor, item: int, name: str = "", drops: Iterable[Tensor] = ()) -> Tensor:
-        """`tensor.to(dtype)`: itself if it has that dtype already (the caller drops what it gets)."""
+        """Return `tensor.to(dtype)`: itself if it has that dtype already (the caller drops what it gets)."""
         if tensor.item == item:
             (tensor.whole or tensor).holders += 1
             self.drop(*drops)
@@ -156,7 +138,7 @@ class Tape:
         return self.op([tensor], tensor.width, item, name=name or f"{tensor.name}, cast", drops=drops)
 
     def view(self, whole: Tensor, width: int, name: str) -> Tensor:
-        """A part of `whole` that has no memory of its own."""
+        """Return a part of `whole` that has no memory of its own."""
         part = Tensor(width, whole.item, whole.needs_grad, name, 0, whole=whole)
         whole.holders += 1
         if part.needs_grad:
@@ -167,28 +149,22 @@ class Tape:
         tensor = tensor.whole or tensor
         tensor.holders += 1
         if tensor.counted and tensor.num_bytes:
-            name = tensor.name or "unnamed"
-            key = f"{name} #{id(tensor)}"
-            self.kept.setdefault(key, tensor.num_bytes)
+            self.kept.setdefault(f"{tensor.name or 'unnamed'} #{id(tensor)}", tensor.num_bytes)
 
     @property
     def kept_bytes(self) -> int:
-        """All that is kept for the backward."""
+        """Return all that is kept for the backward."""
         return sum(self.kept.values())
 
     def kept_by_name(self) -> dict[str, int]:
-        """The same, by the names of the tensors."""
-        result: dict[str, int] = {}
+        """Return the same, by the names of the tensors."""
+        result = Counter[str]()
         for key, num_bytes in self.kept.items():
-            name = key.rpartition(" #")[0]
-            result[name] = result.get(name, 0) + num_bytes
+            result[key.rpartition(" #")[0]] += num_bytes
         return result
 
     def backward(self, output: Tensor) -> int:
-        """Go back through everything; returns the bytes of parameters' gradients that are there at the end.
-
-        `live` and `peak` count on from what is alive now.
-        """
+        """Go back through everything from what is alive now; return the bytes of parameters' gradients at the end."""
         output.grad = Tensor(output.width, output.item, False, num_bytes=output.num_bytes or self._of(output))
         self.take(output.grad.num_bytes)
         gradients = 0
@@ -210,8 +186,7 @@ class Tape:
                 else:
                     self.drop(made)  # added in place
             if node.param_grad:
-                if node.temporary_param:
-                    self.take(node.temporary_param)
+                self.take(node.temporary_param)
                 self.take(node.param_grad)
                 gradients += node.param_grad
                 self.live -= node.temporary_param

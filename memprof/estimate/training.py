@@ -5,25 +5,21 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from memprof.estimate.layers import Layer, kept_per_layer
+from memprof.estimate.layers import DecoderLayer, kept_per_layer
 from memprof.estimate.methods import Plan
 from memprof.estimate.projections import Setting
 from memprof.estimate.ranks import Elements, Rank
-from memprof.estimate.state import CUBLAS_WORKSPACE, Moment, State, Terms, positions
+from memprof.estimate.state import CUBLAS_WORKSPACE, PeakMoment, StaticMemory, Terms, positions
 from memprof.estimate.tape import FLOAT32, Tape
 from memprof.units import GIB
 
-CHUNK_BYTES = GIB
-"""Of logits that a chunked loss has at a time (remedies/chunked_loss.py, CHUNK_BYTES)."""
+CHUNK_BYTES = GIB  # Of logits that a chunked loss has at a time (remedies/chunked_loss.py, CHUNK_BYTES).
 
 
 class Training:
-    """The moments of a training step in its steady state: optimizer state is there, gradients are not.
+    """The moments of a training step in its steady state, when optimizer state is there and gradients are not."""
 
-    Of a pipeline's stage: of a micro-batch after the first, when they are.
-    """
-
-    def __init__(self, setting: Setting, plan: Plan, held: State, rank: Rank) -> None:
+    def __init__(self, setting: Setting, plan: Plan, held: StaticMemory, rank: Rank) -> None:
         whole = setting.geometry
         if rank.gathers and setting.amp:
             # fully_shard's own mixed precision: it gathers half precision, and nothing is cast while it computes.
@@ -54,19 +50,15 @@ class Training:
         self.final = self._final_norm()
         self.kept = self._kept()
 
-    def _own(self, held: State, elements: Elements, whole: int) -> State:
-        """What this rank computes with."""
+    def _own(self, held: StaticMemory, elements: Elements, whole: int) -> StaticMemory:
+        """Return what this rank computes with."""
         if self.rank.tensor == self.rank.stages == 1:
             return held
         share = elements.all / whole
         undivided = elements.undivided * self.plan.item if self.trains_weights else 0
-        return State(
-            round(held.parameters * share),
-            round(held.trained * share),
-            round(held.gradients * share) + undivided,
-            round(held.optimizer * share),
-            round(held.temporaries * share),
-        )
+        parts = (held.parameters, held.trained, held.gradients, held.optimizer, held.temporaries)
+        own = StaticMemory(*(round(part * share) for part in parts))
+        return dataclasses.replace(own, gradients=own.gradients + undivided)
 
     # -- what stands beside the step: gathered parameters, gradients that are on their way -----------------------------
 
@@ -97,17 +89,10 @@ class Training:
         return {"communication": 2 * elements.layer * self.plan.item if self.trains_weights else 0}
 
     def _moment(
-        self,
-        name: str,
-        beside: Terms,
-        *,
-        activations: int = 0,
-        gradients: int = 0,
-        waiting: int = 0,
-        logits: int = 0,
+        self, name: str, beside: Terms, *, activations: int = 0, gradients: int = 0, waiting: int = 0, logits: int = 0,
         temporaries: int = 0,
-    ) -> Moment:
-        """`gradients` were reduced, and those that are `waiting` are whole."""
+    ) -> PeakMoment:  # fmt: skip
+        """Return a moment at which `gradients` were reduced, and those that are `waiting` are whole."""
         terms = {
             **self.static,
             "gradients": gradients // self.rank.gradients + waiting,
@@ -115,13 +100,13 @@ class Training:
             "logits and loss": logits,
             "temporaries": temporaries,
         }
-        return Moment(name, terms | {what: size for what, size in beside.items() if size})
+        return PeakMoment(name, terms | {what: size for what, size in beside.items() if size})
 
     # -- what is kept ------------------------------------------------------------------------------------------------
 
     def _final_norm(self) -> int:
         tape = Tape(self.tokens, training=True)
-        layer = Layer(tape, self.setting)
+        layer = DecoderLayer(tape, self.setting)
         hidden = tape.given(self.g.hidden, self.setting.stream_item, needs_grad=True, name="hidden states")
         out = layer.norm(hidden, "input of the head")
         tape.drop(out)
@@ -131,13 +116,13 @@ class Training:
         return kept
 
     def _cast_weights(self) -> int:
-        """Half-precision copies of a layer's weights under autocast."""
+        """Return half-precision copies of a layer's weights under autocast."""
         if not self.setting.amp or self.plan.quantized:
             return 0
         return 2 * self.g.linear_parameters // self.g.layers
 
     def _kept(self) -> list[int]:
-        """Bytes that each layer keeps until its backward."""
+        """Return the bytes that each layer keeps until its backward."""
         g, layers = self.g, self.elements.layers
         if self.plan.method.checkpointing:
             return [self.hidden_bytes] * layers
@@ -155,13 +140,13 @@ class Training:
         return 2 * self.g.vocab * self.g.hidden if self.setting.amp else 0
 
     def _logits(self) -> int:
-        """The logits, which the caller holds, with what a cap on them keeps."""
+        """Return the logits, which the caller holds, with what a cap on them keeps."""
         return self.logits_bytes * (2 if self.g.softcap else 1) + self._head_copy()
 
     # -- the moments -------------------------------------------------------------------------------------------------
 
-    def moments(self) -> Iterator[Moment]:
-        """In the order in which a step has them."""
+    def moments(self) -> Iterator[PeakMoment]:
+        """Yield the moments in the order in which a step has them."""
         rank = self.rank
         around = positions(self.setting) + 16 * self.tokens  # token ids and labels, int64
         if rank.stages == 1:
@@ -177,8 +162,8 @@ class Training:
         beside = {} if rank.gathers else self._beside()
         yield self._moment("optimizer step", beside, gradients=self.held.gradients, temporaries=temporaries)
 
-    def _backward(self, around: int, done: int) -> Iterator[Moment]:
-        """Of a micro-batch, with what others keep in `around`, and their gradients that are `done`."""
+    def _backward(self, around: int, done: int) -> Iterator[PeakMoment]:
+        """Yield those of a micro-batch, with what others keep in `around`, and their gradients that are `done`."""
         rank = self.rank
         head = self.g.vocab * self.g.hidden // rank.tensor
         head_grad = head * self.whole_item if self.trains_weights and rank.is_last else 0
@@ -189,8 +174,7 @@ class Training:
             yield from self._embedding(around, head_grad)
 
     def _of_micro_batch(self) -> int:
-        """What one that waits for its backward keeps, of a pipeline's stage; what autocast has cast is cached for all
-        of them."""
+        """Return what a micro-batch of a stage keeps for its backward; what autocast casts is cached for all."""
         kept = sum(self.kept) + 16 * self.tokens
         if not self.plan.method.checkpointing:
             kept -= self._cast_weights() * self.elements.layers
@@ -199,7 +183,7 @@ class Training:
             return kept + self.final + self.logits_bytes + FLOAT32 * self.vocab_tokens
         return kept + self.hidden_bytes
 
-    def _loss(self, around: int, done: int, head_grad: int) -> Iterator[Moment]:
+    def _loss(self, around: int, done: int, head_grad: int) -> Iterator[PeakMoment]:
         activations = sum(self.kept) + self.final + around
         all_layers = self.elements.layers
         fetched = self._beside(all_layers, fetched=1)
@@ -211,27 +195,17 @@ class Training:
         loss = FLOAT32 * self.vocab_tokens
         upcast = loss if self.logits_item < FLOAT32 else 0
         cached = self._cast_weights() * self.g.layers if self.plan.method.checkpointing else 0
-        yield self._moment(
-            "loss, forward",
-            self._beside(all_layers),
-            activations=activations + cached + 2 * self.hidden_bytes,
-            gradients=done,
-            logits=self._logits() + upcast + loss,
-        )
-        yield self._moment(
-            "loss, backward", fetched, activations=activations, gradients=done, logits=self._logits() + 3 * loss
-        )
-        yield self._moment(
-            "head, backward",
-            fetched,
-            activations=activations + self.hidden_bytes,
-            gradients=done,
-            waiting=head_grad,
-            logits=self._logits() + self.logits_bytes + self._head_copy() * self.trains_weights,
-        )
+        of_head = self.logits_bytes + self._head_copy() * self.trains_weights
+        for name, beside, more, waiting, logits in (
+            ("loss, forward", self._beside(all_layers), cached + 2 * self.hidden_bytes, 0, upcast + loss),
+            ("loss, backward", fetched, 0, 0, 3 * loss),
+            ("head, backward", fetched, self.hidden_bytes, head_grad, of_head),
+        ):
+            held, logits = activations + more, self._logits() + logits
+            yield self._moment(name, beside, activations=held, gradients=done, waiting=waiting, logits=logits)
 
-    def _chunked(self, activations: int, done: int, head_grad: int, beside: Terms) -> Iterator[Moment]:
-        """A chunk of logits as it becomes its gradient, and the sum of the head's gradients when it is cast.
+    def _chunked(self, activations: int, done: int, head_grad: int, beside: Terms) -> Iterator[PeakMoment]:
+        """Yield a chunk of logits as it becomes its gradient, and the sum of the head's gradients when it is cast.
 
         remedies/head_loss.py: a chunk is planned with the logits, their float32 form and what the loss works in; at the
         most two of these are there, the float32 one and the gradient in the logits' dtype. Of several chunks the head's
@@ -246,25 +220,20 @@ class Training:
             ((self.logits_item + FLOAT32) * rows, summed),
             (0 if is_summed else self.logits_item * rows, summed + head_grad),
         ):
-            yield self._moment(
-                "loss, backward, in chunks",
-                beside,
-                activations=activations + self.hidden_bytes,
-                gradients=done,
-                waiting=waiting,
-                logits=self.g.vocab * logits + self._head_copy(),
-            )
+            held, logits = activations + self.hidden_bytes, self.g.vocab * logits + self._head_copy()
+            name = "loss, backward, in chunks"
+            yield self._moment(name, beside, activations=held, gradients=done, waiting=waiting, logits=logits)
 
     @property
     def _after_the_loss(self) -> int:
-        """The logits are the caller's until its backward is done; lazy ones take nothing."""
+        """Return the logits are the caller's until its backward is done; lazy ones take nothing."""
         return 0 if self.plan.chunked_loss or not self.rank.is_last else self.logits_bytes
 
-    def _layers(self, around: int, done: int, head_grad: int) -> Iterator[Moment]:
+    def _layers(self, around: int, done: int, head_grad: int) -> Iterator[PeakMoment]:
         """The backward of the last layer, when all activations are there, and of the first, when gradients are."""
         tape = Tape(self.tokens, training=True)
         hidden = tape.given(self.g.hidden, self.setting.stream_item, needs_grad=True, name="hidden states")
-        output = Layer(tape, self.setting).forward(hidden)
+        output = DecoderLayer(tape, self.setting).forward(hidden)
         tape.drop(output)
         kept = tape.live
         recomputed = kept + self._cast_weights() if self.plan.method.checkpointing else 0
@@ -282,41 +251,26 @@ class Training:
         for name, behind in places.items():
             if not 0 <= behind < layers:
                 continue
-            left = sum(self.kept[: layers - behind])
+            beside = self._beside(layers - behind, layers=1, fetched=behind < layers - 1, reduced=behind > 0)
             yield self._moment(
-                name,
-                self._beside(layers - behind, layers=1, fetched=behind < layers - 1, reduced=behind > 0),
-                activations=left + around + recomputed + above,
-                gradients=done or behind * layer_grads,
-                waiting=0 if done else head_grad,
-                logits=self._after_the_loss,
-            )
+                name, beside, activations=sum(self.kept[: layers - behind]) + around + recomputed + above,
+                gradients=done or behind * layer_grads, waiting=0 if done else head_grad, logits=self._after_the_loss,
+            )  # fmt: skip
 
-    def _embedding(self, around: int, head_grad: int) -> Iterator[Moment]:
+    def _embedding(self, around: int, head_grad: int) -> Iterator[PeakMoment]:
         rank, elements = self.rank, self.elements
         # The embedding's gradient is added to the head's, out of place, where they are one matrix.
         tied = self.g.tied and rank.tensor == rank.stages == 1
         extra = (1 if self.plan.chunked_loss and rank.gathers else 2) * head_grad if tied else 0
-        if not rank.gathers:
-            yield self._moment(
-                "embedding, backward",
-                self._beside(),
-                activations=around + self.hidden_bytes,
-                gradients=self.held.gradients,
-                waiting=extra,
-                logits=self._after_the_loss,
-            )
-            return
-        root = elements.root * self.reduced_item
-        own = elements.root * self.whole_item
+        root, own = (elements.root * item * rank.gathers for item in (self.reduced_item, self.whole_item))
         yield self._moment(
             "embedding, backward",
-            self._beside(reduced=1),
-            activations=around + self.hidden_bytes,
-            gradients=max(self.held.gradients - root, 0),
-            waiting=own + extra,
+            self._beside(reduced=int(rank.gathers)),
+            activations=around + self.hidden_bytes, gradients=max(self.held.gradients - root, 0), waiting=own + extra,
             logits=self._after_the_loss,
-        )
+        )  # fmt: skip
+        if not rank.gathers:
+            return
         beside = self._beside(root=0)
         beside["communication"] = beside.get("communication", 0) + root
         yield self._moment(

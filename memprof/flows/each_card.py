@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from memprof.errors import UsageError
 from memprof.findings import Finding, Severity
 from memprof.ledger.ledger import Ledger
-from memprof.report.documents.cards import CardRow
+from memprof.report.documents.ranks import CardRow
 from memprof.report.documents.report import Document
 from memprof.trace.events import Trace
 

@@ -16,7 +16,7 @@ from memprof.device.nvml import read_cards
 from memprof.monitor.run import monitor
 from memprof.monitor.sample import Peaks, Sample
 from memprof.report.terminal.monitor import FooterView, make_view
-from memprof.report.terminal.monitor_text import History, sparkline
+from memprof.report.terminal.monitor_text import SampleHistory, sparkline
 from tests.cli.terminal import Terminal
 from tests.unit.monitor.command import MIB, environment, make_torch
 from tests.unit.monitor.command import memprof as command_line
@@ -393,4 +393,4 @@ def test_a_footer_needs_processes(capsys):
     view = FooterView(sys.stdout)
     view.show(Sample(0.0, 0.0), Peaks())
     assert capsys.readouterr().out == ""
-    assert History().curve("allocated").strip() == ""
+    assert SampleHistory().curve("allocated").strip() == ""

@@ -9,7 +9,7 @@ import pytest
 from rich.text import Text
 
 from memprof.flows.saved import load_json
-from memprof.report.terminal.console import Aligned, Command, table, text_of
+from memprof.report.terminal.console import Aligned, ShellCommand, table, text_of
 from memprof.report.terminal.widths import output_width
 from tests.cli.terminal import Terminal
 from tests.golden.commands import HERE, KEPT
@@ -71,7 +71,7 @@ def test_rows_leave_out_what_is_least_needed():
 def test_a_command_is_one_for_the_shell_at_every_width():
     line = "memprof profile --model-size 4B --context-length 131072 --fix chunked-loss,activation-checkpointing"
     for width in (40, 60, 200):
-        text = text_of(Command(line), width)
+        text = text_of(ShellCommand(line), width)
         assert max(map(len, text.splitlines())) <= width + 2 * (width == 40)
         assert re.sub(r" \\\n\s*", " ", text).strip() == line
 

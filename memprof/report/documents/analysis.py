@@ -5,14 +5,17 @@ All sizes are integer bytes; events are indices of the device's trace, -1 before
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from memprof.allocator.recorded import Difference
 from memprof.report.documents.shown import Shown
+from memprof.report.frames import RowTable
 from memprof.snapshots.occupancy import Fragmentation, Group
 from memprof.snapshots.refusals import Refusal
 from memprof.snapshots.steps import Leak
-from memprof.snapshots.what_if import WhatIf
+from memprof.snapshots.what_if import ReplayOutcome, WhatIf
 
 SCHEMA = 1
 
@@ -22,12 +25,11 @@ class Amounts:
     """What the allocator held after an event."""
 
     event: int
-    requested_bytes: int
-    """Asked for, of blocks in use or waiting for other streams (torch's requested_bytes)."""
+    requested_bytes: int  # Asked for, of blocks in use or waiting for other streams (torch's requested_bytes).
     allocated_bytes: int
     reserved_bytes: int
+    # What was being done: a stage of a simulated run, an annotation of a recorded one; else None.
     stage: str | None = None
-    """What was being done: a stage of a simulated run, an annotation of a recorded one; else None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,25 +45,20 @@ class BlockRow:
     op: str
     module: str
     category: str
-    frames: tuple[str, ...]
-    """The Python lines of its stack, innermost first."""
-    alike: int = 1
-    """Blocks of this size, line, operator and category, of which it is one."""
+    frames: tuple[str, ...]  # The Python lines of its stack, innermost first.
+    alike: int = 1  # Blocks of this size, line, operator and category, of which it is one.
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
     """What is alive at the moment that was asked for."""
 
-    what: str
-    """peak, end, oom or event."""
+    what: str  # peak, end, oom or event.
     amounts: Amounts
-    pending_bytes: int
-    """Freed by the program, and waiting for other streams."""
+    pending_bytes: int  # Freed by the program, and waiting for other streams.
     by: str
     groups: tuple[Group, ...]
-    blocks: tuple[BlockRow, ...]
-    """The largest."""
+    blocks: tuple[BlockRow, ...]  # The largest.
     num_groups: int
     num_blocks: int
 
@@ -84,8 +81,7 @@ class PinnedSegment:
 class FragmentationRow(Fragmentation):
     """That of one moment."""
 
-    nearly_empty: tuple[PinnedSegment, ...]
-    """Of them, those with the most pinned bytes."""
+    nearly_empty: tuple[PinnedSegment, ...]  # Of them, those with the most pinned bytes.
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +116,7 @@ class ReplayRow:
 class TimelineRow:
     """The highest values of equal stretches of the recording, for a picture."""
 
-    events: tuple[int, ...]
-    """Where each stretch begins."""
+    events: tuple[int, ...]  # Where each stretch begins.
     allocated_bytes: tuple[int, ...]
     reserved_bytes: tuple[int, ...]
     seconds: float | None
@@ -134,11 +129,9 @@ class DeviceReport:
     device: int
     events: int
     allocations: int
-    state_only: bool
-    """No events were recorded: only the state at the end is known."""
+    state_only: bool  # No events were recorded: only the state at the end is known.
     start: Amounts
-    peak: Amounts
-    """The first event at which most is allocated."""
+    peak: Amounts  # The first event at which most is allocated.
     peak_requested_bytes: int
     peak_reserved_bytes: int
     peak_reserved_event: int
@@ -162,18 +155,49 @@ class Analysis(Shown):
     schema: int
     memprof_version: str
     command: str
-    source: str
-    """measured or simulated."""
+    source: str  # measured or simulated.
     file: str
     format: str
-    settings: str
-    """The allocator's, as the file gives them."""
+    settings: str  # The allocator's, as the file gives them.
     devices: tuple[DeviceReport, ...]
-    replay: ReplayRow
-    """Of all devices together."""
+    replay: ReplayRow  # Of all devices together.
     assumptions: tuple[str, ...]
 
     @property
     def ran_out(self) -> bool:
-        """Whether the recording holds an out-of-memory error."""
+        """Return whether the recording holds an out-of-memory error."""
         return any(device.ooms for device in self.devices)
+
+    def tables(self) -> dict[str, RowTable]:
+        """Return what was held, by whom, and what went wrong, as rows that begin with their device."""
+
+        def of(rows: Callable[[DeviceReport], Iterable[Any]], row: type | None = None, **before: type) -> RowTable:
+            found = ((d.device, *one) if before else (d.device, one) for d in self.devices for one in rows(d))
+            return RowTable(found, row, {"device": int, **before})
+
+        def at_ends(device: DeviceReport) -> list[tuple[str, FragmentationRow]]:
+            return [("peak", device.fragmentation_at_peak), ("end", device.fragmentation_at_end)]
+
+        def over_time(device: DeviceReport) -> Iterable[tuple[int, int, int]]:
+            line = device.timeline
+            return zip(line.events, line.allocated_bytes, line.reserved_bytes, strict=True)
+
+        return {
+            "amounts": of(lambda d: (("start", d.start), ("peak", d.peak), ("end", d.end)), Amounts, moment=str),
+            "timeline": of(over_time, event=int, allocated_bytes=int, reserved_bytes=int),
+            "groups": of(lambda device: device.moment.groups, Group),
+            "blocks": of(lambda device: device.moment.blocks, BlockRow),
+            "fragmentation": of(at_ends, FragmentationRow, moment=str),
+            "nearly_empty": of(
+                lambda d: [(moment, one) for moment, row in at_ends(d) for one in row.nearly_empty],
+                PinnedSegment,
+                moment=str,
+            ),
+            "ooms": of(lambda device: device.ooms, Refusal),
+            "leaks": of(lambda device: device.leaks, Leak),
+            "what_if": of(
+                lambda d: [("before", d.what_if.before), ("after", d.what_if.after)] if d.what_if else [],
+                ReplayOutcome,
+                run=str,
+            ),
+        }

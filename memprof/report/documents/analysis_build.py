@@ -35,16 +35,14 @@ from memprof.version import __version__
 
 TIMELINE_COLUMNS = 100
 MAX_FRAMES = 8
-MAX_PINS = 5
-"""Blocks named per nearly empty segment."""
+MAX_PINS = 5  # Blocks named per nearly empty segment.
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
     """What the user wants to see."""
 
-    at: str = "peak"
-    """peak, end, oom or the number of an event."""
+    at: str = "peak"  # peak, end, oom or the number of an event.
     by: str = "frame"
     top: int = 10
     what_if: AllocatorConfig | None = None
@@ -62,7 +60,7 @@ class Origin:
 
 
 def build_analysis(recordings: Sequence[Recording], origin: Origin, question: Question) -> Analysis:
-    """The document on `recordings`.
+    """Return the document on `recordings`.
 
     Raises:
         UsageError: the moment that was asked for is not in them.
@@ -118,7 +116,7 @@ def _amounts(recording: Recording, event: int) -> Amounts:
 
 
 def moment_of(recording: Recording, at: str) -> tuple[str, int]:
-    """The event that `at` means, and what to call it.
+    """Return the event that `at` means, and what to call it.
 
     Raises:
         UsageError: it means none.
@@ -130,24 +128,17 @@ def moment_of(recording: Recording, at: str) -> tuple[str, int]:
     if at == "oom":
         refused = recording.events.places(OOM)
         if not refused:
-            raise UsageError(
-                f"the recording of device {recording.device} holds no out-of-memory error",
-                value="--at oom",
-                hint="--at peak or --at end; --device chooses another device",
-            )
+            problem = f"the recording of device {recording.device} holds no out-of-memory error"
+            raise UsageError(problem, value="--at oom", hint="--at peak or --at end; --device chooses another device")
         return at, refused[0]
     try:
         event = int(at)
     except ValueError:
-        raise UsageError(
-            "no such moment", value=f"--at {at}", hint="peak, end, oom or the number of an event"
-        ) from None
+        hint = "peak, end, oom or the number of an event"
+        raise UsageError("no such moment", value=f"--at {at}", hint=hint) from None
     if not BEFORE <= event <= recording.end:
-        raise UsageError(
-            f"device {recording.device} has no such event",
-            value=f"--at {event}",
-            hint=f"-1 (before the first) to {recording.end}",
-        )
+        hint = f"-1 (before the first) to {recording.end}"
+        raise UsageError(f"device {recording.device} has no such event", value=f"--at {event}", hint=hint)
     return "event", event
 
 
@@ -229,19 +220,16 @@ def _timeline(recording: Recording) -> TimelineRow:
 
 
 def _missing(recording: Recording, peak: int) -> MissingFrames:
-    """Blocks alive at the peak without a stack, and what in the file explains them."""
+    """Return blocks alive at the peak without a stack, and what in the file explains them."""
     if recording.exact_origins:
         return MissingFrames(0, 0, ())
     without = [life for life in recording.alive(peak) if life.origin.source == NO_FRAMES]
     old = [life for life in without if life.born == BEFORE]
-    reasons = []
+    reasons, events = [], recording.events
     if old:
-        reasons.append(
-            f"{format_bytes(sum(life.size for life in old))} in {len(old):,} blocks are older than the recording: call "
-            "torch.cuda.memory._record_memory_history() before the model is made"
-        )
+        size = f"{format_bytes(sum(life.size for life in old))} in {len(old):,} blocks are older than the recording"
+        reasons.append(f"{size}: call torch.cuda.memory._record_memory_history() before the model is made")
     if len(without) > len(old):
-        events = recording.events
         named = any(action == ALLOC and stack for action, stack in zip(events.actions, events.stacks, strict=True))
         reasons.append(
             "the stacks of some events are empty: they were allocated in a thread without Python and C++ stacks were "
@@ -250,11 +238,10 @@ def _missing(recording: Recording, peak: int) -> MissingFrames:
             else "no event has a stack: record with context='all' (the default), not with None or 'state'"
         )
     earlier = [life for life in recording.lives if life.born == BEFORE and life.stack]
-    if earlier and recording.events.actions.count(SNAPSHOT) < len(recording.events):
-        reasons.append(
-            f"{len(earlier):,} blocks are from before the first event ({len(recording.events):,} are kept): "
-            "the ring buffer was full (raise max_entries), or the history was started again"
-        )
+    if earlier and events.actions.count(SNAPSHOT) < len(events):
+        before = f"{len(earlier):,} blocks are from before the first event ({len(events):,} are kept)"
+        why = "the ring buffer was full (raise max_entries), or the history was started again"
+        reasons.append(f"{before}: {why}")
     if recording.orphans:
         reasons.append(f"{recording.orphans:,} events do not fit to what went before: parts of the trace are lost")
     return MissingFrames(len(without), sum(life.size for life in without), tuple(reasons))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
+from typing import Any
 
 from memprof.catalog import Gpu
 from memprof.catalog.models import ModelEntry
@@ -17,12 +18,16 @@ from memprof.trace.plain import Plain, json_name
 from memprof.version import __version__
 
 
+def _fields(row: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass by their names; `asdict` would take apart what is in them."""
+    return {field.name: getattr(row, field.name) for field in dataclasses.fields(row)}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer(Plain):
     """What all of them begin with."""
 
-    schema: int = 1
-    """Goes up when a name changes its meaning."""
+    schema: int = 1  # Goes up when a name changes its meaning.
     memprof_version: str = __version__
     command: str
 
@@ -57,26 +62,15 @@ class PresentCards(Answer):
     command: str = "gpus --present"
     cards: tuple[PresentCard, ...]
     driver_version: str | None
-    cuda_version: str | None
-    """The newest that the driver runs."""
+    cuda_version: str | None  # The newest that the driver runs.
     notes: tuple[str, ...]
     environment: Environment
 
     @classmethod
     def of(cls, reading: Reading, names: tuple[str | None, ...], environment: Environment) -> PresentCards:
-        """Of what was read; `names` are the catalog's, one a card."""
-        fields = [field.name for field in dataclasses.fields(NvmlCard)]
-        cards = (
-            PresentCard(**{field: getattr(card, field) for field in fields}, gpu=name)
-            for card, name in zip(reading.cards, names, strict=True)
-        )
-        return cls(
-            cards=tuple(cards),
-            driver_version=reading.driver_version,
-            cuda_version=reading.cuda_version,
-            notes=reading.notes,
-            environment=environment,
-        )
+        """Return what was read; `names` are the catalog's, one a card."""
+        cards = (PresentCard(**_fields(card), gpu=name) for card, name in zip(reading.cards, names, strict=True))
+        return cls(**_fields(reading) | {"cards": tuple(cards)}, environment=environment)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,8 +87,7 @@ class Checked(Answer):
     """`memprof doctor --env`."""
 
     command: str = "doctor --env"
-    facts: dict[str, str]
-    """What is here, by name."""
+    facts: dict[str, str]  # What is here, by name.
     findings: tuple[Check, ...]
 
 
@@ -104,23 +97,21 @@ class Exported(Answer):
 
     command: str = "export"
     file: str
-    viewer: str
-    """Where it can be opened."""
+    viewer: str  # Where it can be opened.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MonitorLine(Sample):
     """`memprof monitor`: a line, one sample each."""
 
-    peaks: Peaks
-    """Up to and with this sample."""
+    peaks: Peaks  # Up to and with this sample.
     schema: int = 1
     command: str = "monitor"
 
     @classmethod
     def of(cls, sample: Sample, peaks: Peaks) -> MonitorLine:
-        """Of a sample."""
-        return cls(**{field.name: getattr(sample, field.name) for field in dataclasses.fields(Sample)}, peaks=peaks)
+        """Return the line of a sample."""
+        return cls(**_fields(sample), peaks=peaks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,8 +137,7 @@ class Topics(Answer):
 
     command: str = "help"
     topics: tuple[Topic, ...]
-    text: str | None = None
-    """Of the one page that was asked for, as Markdown."""
+    text: str | None = None  # Of the one page that was asked for, as Markdown.
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,8 +155,7 @@ class Recipes(Answer):
 
     command: str = "recipes ls"
     recipes: tuple[Recipe, ...]
-    copied_to: str | None = None
-    """The new folder, of `recipes cp`."""
+    copied_to: str | None = None  # The new folder, of `recipes cp`.
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,8 +164,7 @@ class KeptAnswer:
 
     asked: str
     num_bytes: int = field(metadata=json_name("bytes"))
-    used: float
-    """When it was asked for last."""
+    used: float  # When it was asked for last.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,13 +172,10 @@ class KeptAnswers(Answer):
     """`memprof cache`."""
 
     command: str = "cache"
-    folder: str | None
-    """None: nothing is kept."""
+    folder: str | None  # None: nothing is kept.
     num_bytes: int = field(metadata=json_name("bytes"))
-    most_bytes: int
-    """What is kept at the most."""
-    removed: int
-    """How many answers, with --clear."""
+    most_bytes: int  # What is kept at the most.
+    removed: int  # How many answers, with --clear.
     answers: tuple[KeptAnswer, ...]
 
 

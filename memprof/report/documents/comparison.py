@@ -10,12 +10,12 @@ from typing import Any
 
 from memprof.ledger.over_time import OverTime
 from memprof.report.documents.shown import Shown
+from memprof.report.frames import RowTable
 from memprof.trace.plain import json_name
 
 SCHEMA = 1
 
-SAME, DIFFERS, ONLY_IN_A, ONLY_IN_B = "same", "differs", "only in A", "only in B"
-"""How a stage is in both."""
+SAME, DIFFERS, ONLY_IN_A, ONLY_IN_B = "same", "differs", "only in A", "only in B"  # How a stage is in both.
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,22 +23,16 @@ class Side:
     """One of the two: what file it is from, and what kind of run that was."""
 
     file: str
-    format: str
-    """`memprof capture`, `memprof report` or `torch snapshot`."""
-    source: str
-    """simulated or measured."""
+    format: str  # `memprof capture`, `memprof report` or `torch snapshot`.
+    source: str  # simulated or measured.
     device: str | None
-    on_card: bool
-    """False for a run on a CPU."""
+    on_card: bool  # False for a run on a CPU.
     fits: bool | None
-    failure: str | None
-    """Why the run ended before its time."""
-    notes: tuple[str, ...] = ()
-    """What this file does not say, or says otherwise."""
-    peak_at: str | None = None
-    """Stage, step and micro-batch in which most is allocated; None: the file does not say."""
+    failure: str | None  # Why the run ended before its time.
+    notes: tuple[str, ...] = ()  # What this file does not say, or says otherwise.
+    peak_at: str | None = None  # Stage, step and micro-batch in which most is allocated; None: the file does not say.
+    # For the page; None: of JSON, or of a file that has none.
     over_time: OverTime | None = field(default=None, compare=False, repr=False, metadata=json_name(None))
-    """For the page; None: of JSON, or of a file that has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +52,9 @@ class TotalRow:
     a_bytes: int | None
     b_bytes: int | None
     difference_bytes: int | None
-    compared: bool
-    """Whether it decides the exit code: both are known and mean the same."""
-    within: bool | None
-    """The tolerance; None where it is not compared."""
-    why_not: str = ""
-    """Why it is not compared."""
+    compared: bool  # Whether it decides the exit code: both are known and mean the same.
+    within: bool | None  # The tolerance; None where it is not compared.
+    why_not: str = ""  # Why it is not compared.
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,19 +73,16 @@ class StageAmounts:
 class StageRow:
     """One stage, matched by its name (a layer's has its number), step and micro-batch."""
 
-    order: int
-    """Its place in the run."""
+    order: int  # Its place in the run.
     name: str
     step: int
     micro_batch: int
     stack: str
     index: int
-    status: str
-    """same, differs, only in A, only in B."""
+    status: str  # same, differs, only in A, only in B.
     a: StageAmounts | None
     b: StageAmounts | None
-    difference_bytes: int | None
-    """Of the peak allocated in the stage."""
+    difference_bytes: int | None  # Of the peak allocated in the stage.
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,21 +99,18 @@ class CategoryRow:
 class TensorSide:
     """Equal tensors alive at one run's peak."""
 
-    num_bytes: int = field(metadata=json_name("bytes"))
-    """Of one, as requested."""
+    num_bytes: int = field(metadata=json_name("bytes"))  # Of one, as requested.
     count: int
-    shape: tuple[int, ...] | None
-    """None: the file does not say; `dtype` likewise."""
+    shape: tuple[int, ...] | None  # None: the file does not say; `dtype` likewise.
     dtype: str | None
     op: str
     source: str | None
-    category: str = field(default="", metadata=json_name(None))
-    """This and `where` are those of the row."""
+    category: str = field(default="", metadata=json_name(None))  # This and `where` are those of the row.
     where: str | None = field(default=None, metadata=json_name(None))
 
     @property
     def total_bytes(self) -> int:
-        """Of all of them."""
+        """Return the bytes of all of them."""
         return self.num_bytes * self.count
 
 
@@ -133,11 +118,9 @@ class TensorSide:
 class TensorRow:
     """Tensors of one place in both runs, where something about them is not the same."""
 
-    status: str
-    """only in A, only in B, count, shape, dtype or operator: what is not the same."""
+    status: str  # only in A, only in B, count, shape, dtype or operator: what is not the same.
     category: str
-    where: str | None
-    """Parameter, gradient or module, layer numbers replaced by `*`."""
+    where: str | None  # Parameter, gradient or module, layer numbers replaced by `*`.
     a: TensorSide | None
     b: TensorSide | None
     difference_bytes: int
@@ -147,8 +130,7 @@ class TensorRow:
 class KernelUse:
     """What kernels and libraries took for themselves at a run's peak: no tensors of the program."""
 
-    kind: str
-    """CPU kernels or CUDA kernels."""
+    kind: str  # CPU kernels or CUDA kernels.
     num_bytes: int = field(metadata=json_name("bytes"))
     tensors: tuple[TensorSide, ...]
 
@@ -170,8 +152,7 @@ class FindingRow:
     id: str
     in_a: bool
     in_b: bool
-    a_bytes: int | None
-    """None if it is not in A, or is not about bytes."""
+    a_bytes: int | None  # None if it is not in A, or is not about bytes.
     b_bytes: int | None
 
 
@@ -185,30 +166,40 @@ class Comparison(Shown):
     a: Side
     b: Side
     tolerance: str
-    within: bool
-    """Every total that is compared is within the tolerance."""
+    within: bool  # Every total that is compared is within the tolerance.
     settings: tuple[SettingRow, ...]
     same_settings: int
     totals: tuple[TotalRow, ...]
     stages: tuple[StageRow, ...]
     categories: tuple[CategoryRow, ...]
     tensors: tuple[TensorRow, ...]
-    same_tensors: int
-    """Rows of equal tensors that are the same in both, and `same_tensors_bytes` of them."""
+    same_tensors: int  # Rows of equal tensors that are the same in both, and `same_tensors_bytes` of them.
     same_tensors_bytes: int
     tensors_matched_by: str
     kernels_a: KernelUse
     kernels_b: KernelUse
-    reserved: tuple[StepRow, ...]
-    """The bridge of both, in its order."""
+    reserved: tuple[StepRow, ...]  # The bridge of both, in its order.
     seconds_a: float | None
     seconds_b: float | None
-    findings: tuple[FindingRow, ...] | None
-    """None: one of the files has no findings."""
+    findings: tuple[FindingRow, ...] | None  # None: one of the files has no findings.
     assumptions_only_in_a: tuple[str, ...]
     assumptions_only_in_b: tuple[str, ...]
 
     @property
     def other_moments(self) -> bool:
-        """Whether the two peaks are known to be in different stages, steps or micro-batches."""
+        """Return whether the two peaks are known to be in different stages, steps or micro-batches."""
         return None not in (self.a.peak_at, self.b.peak_at) and self.a.peak_at != self.b.peak_at
+
+    def tables(self) -> dict[str, RowTable]:
+        """Return what is not the same, as rows."""
+        kernels = ((run, one) for run, use in (("a", self.kernels_a), ("b", self.kernels_b)) for one in use.tensors)
+        return {
+            "settings": RowTable(self.settings, SettingRow),
+            "totals": RowTable(self.totals, TotalRow),
+            "stages": RowTable(self.stages, StageRow),
+            "categories": RowTable(self.categories, CategoryRow),
+            "tensors": RowTable(self.tensors, TensorRow),
+            "kernels": RowTable(kernels, TensorSide, {"run": str}),
+            "reserved": RowTable(self.reserved, StepRow),
+            "findings": RowTable(self.findings or (), FindingRow),
+        }

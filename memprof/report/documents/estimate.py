@@ -7,8 +7,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from memprof.catalog import Gpu
-from memprof.estimate.explain import assumptions, formula, kept
-from memprof.estimate.table import DEVICE_USED, KINDS, RESERVED, Band, Cell, Estimate, Simulated, band_of, cards
+from memprof.estimate.explain import assumptions, formula, kept_tensors
+from memprof.estimate.table import (
+    DEVICE_USED,
+    KINDS,
+    RESERVED,
+    Band,
+    Cell,
+    Estimate,
+    Simulated,
+    band_of,
+    verdicts_by_gpu,
+)
 from memprof.trace.plain import Plain
 from memprof.version import __version__
 
@@ -41,20 +51,17 @@ class EstimateRow(Plain):
     allocated_bytes: int
     reserved_bytes: int
     device_used_bytes: int
-    at_least_bytes: int
-    """Of what is in use on the card, as is the most."""
+    at_least_bytes: int  # Of what is in use on the card, as is the most.
     at_most_bytes: int
-    ranges: dict[str, tuple[int, int]]
-    """By kind of figure: the least and the most."""
+    ranges: dict[str, tuple[int, int]]  # By kind of figure: the least and the most.
     categories: dict[str, int]
     depends_on_derived_geometry: bool | None = None
     cards: dict[str, str] | None = None
-    formulas: dict[str, str] | None = None
-    """With --explain, as is what a layer keeps for the backward."""
+    formulas: dict[str, str] | None = None  # With --explain, as is what a layer keeps for the backward.
     kept_per_layer_bytes_per_token: dict[str, float] | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Without what does not apply."""
+        """Return the row without what does not apply."""
         return {name: value for name, value in super(EstimateRow, self).to_json().items() if value is not None}
 
 
@@ -80,47 +87,40 @@ class EstimateDocument(Plain):
     command: str = "estimate"
     source: str = "closed form"
     target: EstimateTarget
-    bands: dict[str, Band]
-    """By kind of figure, measured against published ones."""
+    bands: dict[str, Band]  # By kind of figure, measured against published ones.
     estimates: tuple[EstimateRow, ...]
     sharded: tuple[EstimateRow, ...]
     exact: tuple[ExactRow, ...] | None
     assumptions: tuple[str, ...]
 
 
+_ASKED = ("dtype", "batch_size", "context_length", "lora_rank", "lengths", "gpus")
 _GEOMETRY = ("family", "hidden", "layers", "heads", "kv_heads", "head_dim", "intermediate", "vocab", "tied")
 
 
 def estimate_document(
     estimate: Estimate, gpus: tuple[Gpu, ...], exact: Mapping[str, Simulated] | None = None, *, explain: bool = False
 ) -> EstimateDocument:
-    """The answer on these cards; `exact` are the runs that were made, and `explain` adds the formulas."""
+    """Return the answer on these cards; `exact` are the runs that were made, and `explain` adds the formulas."""
     subject, g = estimate.subject, estimate.subject.geometry
-    rows = []
-    for cell in estimate.cells.values():
-        formulas = {name: formula(estimate, cell, name) for name in cell.peak.terms}
-        rows.append(
-            EstimateRow(
-                method=cell.method.key,
-                dtype=cell.plan.column,
-                depends_on_derived_geometry=cell.derived,
-                cards=cards(cell, gpus),
-                formulas=formulas if explain else None,
-                kept_per_layer_bytes_per_token=dict(kept(estimate, cell)) if explain else None,
-                **_sizes(cell),
-            )
+    rows = (
+        EstimateRow(
+            method=cell.method.key,
+            dtype=cell.plan.column,
+            depends_on_derived_geometry=cell.derived,
+            cards=verdicts_by_gpu(cell, gpus),
+            formulas={name: formula(estimate, cell, name) for name in cell.peak.terms} if explain else None,
+            kept_per_layer_bytes_per_token=dict(kept_tensors(estimate, cell)) if explain else None,
+            **_sizes(cell),
         )
+        for cell in estimate.cells.values()
+    )
     return EstimateDocument(
         target=EstimateTarget(
             subject.name,
             subject.given,
             subject.num_parameters,
-            estimate.dtype,
-            estimate.batch_size,
-            estimate.context_length,
-            estimate.lora_rank,
-            estimate.lengths,
-            estimate.gpus,
+            **{name: getattr(estimate, name) for name in _ASKED},
             geometry=None if g is None else {name: getattr(g, name) for name in _GEOMETRY},
             geometry_is_derived=subject.derived,
         ),

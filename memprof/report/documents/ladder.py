@@ -1,5 +1,4 @@
-"""The ladder: remedies in force one after another, each row with what it saves, what it costs and what is in the way
-next. Plain data; every figure is of a run that was made with the remedies on."""
+"""The ladder: remedies in force one after another. Every figure is of a run that was made with the remedies on."""
 
 from __future__ import annotations
 
@@ -29,25 +28,20 @@ class Cost:
     extra_seconds: float | None
     extra_compute_seconds: float | None
     extra_bus_seconds: float | None
-    host_bytes: int | None
-    """Read and written on the CPU in a step: an optimizer that steps there takes its time."""
-    numerics: str
-    """exact, approximate or different: the worst of the remedies'."""
-    note: str
-    """What the last remedy costs, in words."""
-    link_bytes: int | None = None
-    """Sent to other cards in a step, by this one."""
+    host_bytes: int | None  # Read and written on the CPU in a step: an optimizer that steps there takes its time.
+    numerics: str  # exact, approximate or different: the worst of the remedies'.
+    note: str  # What the last remedy costs, in words.
+    link_bytes: int | None = None  # Sent to other cards in a step, by this one.
     extra_link_bytes: int | None = None
     extra_link_seconds: float | None = None
+    # What torch.compile took in this row's run, on this machine and without making kernels; None: nothing was compiled,
+    # or it was not noted.
     compile_seconds: float | None = None
-    """What torch.compile took in this row's run, on this machine and without making kernels; None: nothing was
-    compiled, or it was not noted."""
-    compiled_kernels: int | None = None
-    """Different ones that Inductor wrote then."""
+    compiled_kernels: int | None = None  # Different ones that Inductor wrote then.
 
     @property
     def compiling(self) -> str:
-        """What compiling took, in words."""
+        """Return what compiling took, in words."""
         if self.compile_seconds is None:
             return "how long that takes is not known"
         making = f"how long making its {self.compiled_kernels} kernels takes is not known"
@@ -59,19 +53,14 @@ class Rung:
     """One row: the run with these remedies in force."""
 
     remedies: tuple[str, ...]
-    added: str | None
-    """The last of them; None for the run as it is."""
+    added: str | None  # The last of them; None for the run as it is.
     peak_allocated_bytes: int
     reserved_bytes: int
-    device_used_bytes: int
-    """Needed on the card, the CUDA context included."""
+    device_used_bytes: int  # Needed on the card, the CUDA context included.
     host_peak_bytes: int
-    saved_bytes: int
-    """Of the device memory that is needed, against the row above."""
+    saved_bytes: int  # Of the device memory that is needed, against the row above.
     fits: bool | None
     next_bottleneck: Bottleneck
     cost: Cost
-    parallel: str | None = None
-    """How this run is spread over cards."""
-    command: str = ""
-    """That makes this run alone; empty in reports of early releases."""
+    parallel: str | None = None  # How this run is spread over cards.
+    command: str = ""  # That makes this run alone; empty in reports of early releases.

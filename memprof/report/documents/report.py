@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from memprof.allocator import Settings
-from memprof.findings import Finding
+from memprof.findings import Evidence, Finding
 from memprof.findings.exhaustion import Growth
-from memprof.ledger.batches import Batches, batches
+from memprof.ledger.batches import Batches, BatchStep, ReservedOverSteps, batches
 from memprof.ledger.bridge import Bridge
 from memprof.ledger.caught import CaughtError, caught_errors
 from memprof.ledger.ledger import Ledger, LiveTensor, Row
@@ -21,11 +21,11 @@ from memprof.ledger.state import ModelState, model_state
 from memprof.ledger.steps import TrainingStep, training_steps
 from memprof.ledger.streams import StreamMemory
 from memprof.ledger.workspaces import Workspaces
-from memprof.report.documents.cards import CardRow
 from memprof.report.documents.ladder import Rung
 from memprof.report.documents.limit import Limit
-from memprof.report.documents.ranks import RankRow
+from memprof.report.documents.ranks import CardRow, RankRow
 from memprof.report.documents.shown import Shown
+from memprof.report.frames import RowTable
 from memprof.trace.events import CPU, FailureKind, PhaseKind, Trace
 from memprof.trace.facts import AllocatorFacts, DeviceFacts, ProgramFacts, RankFacts, Target, target_to_json
 from memprof.trace.plain import json_name
@@ -35,8 +35,11 @@ _LENT = (
     "What other streams borrowed (Tensor.record_stream) is free again once the host or another stream has been made to "
     "wait for them, or a phase of the run has ended; in a real run that is a matter of time."
 )
-SCHEMA = 2
-"""2: reserved memory is replayed, `allocated` is of whole blocks, and the verdict tests what is reserved."""
+_OUTSIDE = (
+    "What libraries take outside the allocator and beyond the context (handles of cuBLAS and cuDNN, NCCL), and other "
+    "processes on the card, are not known and not in device used."
+)
+SCHEMA = 2  # 2: reserved memory is replayed, `allocated` is of whole blocks, and the verdict tests what is reserved.
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,62 +50,49 @@ class Peak:
     step: int
     micro_batch: int
     allocated_bytes: int
-    reserved_bytes: int
-    """The most that is reserved in the run, first reached in `reserved_stage` of `reserved_step`."""
+    reserved_bytes: int  # The most that is reserved in the run, first reached in `reserved_stage` of `reserved_step`.
     reserved_stage: str
     reserved_step: int
     reserved_micro_batch: int
-    device_used_bytes: int
-    """The most of the card: reserved and the CUDA context."""
+    device_used_bytes: int  # The most of the card: reserved and the CUDA context.
+    # In host memory at this moment; `host_peak_bytes` of the document is the highest of the whole run.
     host_allocated_bytes: int
-    """In host memory at this moment; `host_peak_bytes` of the document is the highest of the whole run."""
     categories: dict[str, int]
     tensors: tuple[LiveTensor, ...]
-    rows: tuple[Row, ...]
-    """They sum to `allocated_bytes`."""
-    workspaces: Workspaces | None = None
-    """None: no convolution of cuDNN's ran, or the run was measured."""
+    rows: tuple[Row, ...]  # They sum to `allocated_bytes`.
+    workspaces: Workspaces | None = None  # None: no convolution of cuDNN's ran, or the run was measured.
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """Whether the run fits the card, where it dies if not, and what it needs."""
 
+    # None if the run failed, or was stopped, before it was known. Of a program that caught out-of-memory errors:
+    # whether what it did instead fits.
     fits: bool | None
-    """None if the run failed, or was stopped, before it was known. Of a program that caught out-of-memory errors:
-    whether what it did instead fits."""
     oom_stage: str | None
     oom_step: int | None
     oom_op: str | None
     oom_module: str | None
     oom_shape: tuple[int, ...] | None
     oom_dtype: str | None
-    oom_source: str | None
-    """`file:line function`."""
-    oom_message: str | None
-    """What that release of torch prints there."""
-    tried_to_allocate_bytes: int | None
-    """The segment that the driver refuses: as a rule a little more than the tensor."""
-    in_use_bytes: int | None
-    """Allocated then."""
-    reserved_bytes: int | None
-    """Reserved then; what is more than in use is free, and of no use to this request."""
-    free_bytes: int | None
-    """Of the card then."""
-    retries: int
-    """Times that the card was full, and it was enough to give the allocator's cache back."""
+    oom_source: str | None  # `file:line function`.
+    oom_message: str | None  # What that release of torch prints there.
+    tried_to_allocate_bytes: int | None  # The segment that the driver refuses: as a rule a little more than the tensor.
+    in_use_bytes: int | None  # Allocated then.
+    reserved_bytes: int | None  # Reserved then; what is more than in use is free, and of no use to this request.
+    free_bytes: int | None  # Of the card then.
+    retries: int  # Times that the card was full, and it was enough to give the allocator's cache back.
+    # Of device memory, so that nothing is ever refused: the most that is reserved on a card without limit, and the CUDA
+    # context. What a program was refused and went on without is not in it.
     required_bytes: int
-    """Of device memory, so that nothing is ever refused: the most that is reserved on a card without limit, and the
-    CUDA context. What a program was refused and went on without is not in it."""
-    out_of_memory_caught: int = 0
-    """Out-of-memory errors that were raised in the program, and that it caught."""
-    first_caught: CaughtError | None = None
-    """The first of them."""
+    out_of_memory_caught: int = 0  # Out-of-memory errors that were raised in the program, and that it caught.
+    first_caught: CaughtError | None = None  # The first of them.
+    # Memory that training steps leave behind; None: none, or it ran out already. `fits` is False where the program goes
+    # on for longer than that lasts.
     growth: Growth | None = None
-    """Memory that training steps leave behind; None: none, or it ran out already. `fits` is False where the program
-    goes on for longer than that lasts."""
+    # So much more was held in host memory than `--host-memory` has; 0 too where it was not given.
     host_over_bytes: int = 0
-    """So much more was held in host memory than `--host-memory` has; 0 too where it was not given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,56 +116,46 @@ class Document(Shown):
     memprof_version: str
     command: str
     source: str
-    target: Target | None
-    """None (in JSON an empty object): not of `memprof profile`."""
-    program: ProgramFacts | None
-    """Of `memprof run`."""
+    target: Target | None  # None (in JSON an empty object): not of `memprof profile`.
+    program: ProgramFacts | None  # Of `memprof run`.
     device: DeviceFacts
-    allocator: AllocatorFacts
-    """Whose rules, and by which settings."""
+    allocator: AllocatorFacts  # Whose rules, and by which settings.
     stages: tuple[Stage, ...]
     peak: Peak
     host_peak_bytes: int
+    # From what tensors asked for to what the card has in use; None where there is no card.
     bridge: Bridge | None = None
-    """From what tensors asked for to what the card has in use; None where there is no card."""
-    model_state: ModelState | None = None
-    """None: a report of an early release."""
+    model_state: ModelState | None = None  # None: a report of an early release.
     findings: tuple[Finding, ...]
-    ladder: tuple[Rung, ...]
-    """Runs with remedies in force, where they were asked for."""
+    ladder: tuple[Rung, ...]  # Runs with remedies in force, where they were asked for.
     verdict: Verdict
     assumptions: tuple[str, ...]
-    failure: FailureRow | None = None
-    """Why the run ended before its time; None if it came to its end."""
-    ladder_reason: str = ""
-    """Why the ladder's remedies were chosen, if they were (`--fix auto`)."""
-    ladder_left_out: dict[str, str] = field(default_factory=dict)
-    """Remedy -> why it is no row."""
-    batches: Batches | None = None
-    """Of a run whose lengths vary (`--lengths`), and of a program whose steps differ."""
+    failure: FailureRow | None = None  # Why the run ended before its time; None if it came to its end.
+    ladder_reason: str = ""  # Why the ladder's remedies were chosen, if they were (`--fix auto`).
+    ladder_left_out: dict[str, str] = field(default_factory=dict)  # Remedy -> why it is no row.
+    batches: Batches | None = None  # Of a run whose lengths vary (`--lengths`), and of a program whose steps differ.
+    # Of a program that names no phases of its own, if two or more of its steps ended.
     steps: tuple[TrainingStep, ...] = ()
-    """Of a program that names no phases of its own, if two or more of its steps ended."""
+    # Of a run that had several cards in one process: the one that all but the verdict and the findings is about.
     card: str = ""
-    """Of a run that had several cards in one process: the one that all but the verdict and the findings is about."""
-    cards: tuple[CardRow, ...] = ()
-    """Of such a run, a row each; in JSON both are left out of other documents."""
+    cards: tuple[CardRow, ...] = ()  # Of such a run, a row each; in JSON both are left out of other documents.
+    # What was searched for (`--largest`); all but this is of the run at the largest number that fits, or at the least
+    # if none does. In JSON it is left out where nothing was.
     limit: Limit | None = None
-    """What was searched for (`--largest`); all but this is of the run at the largest number that fits, or at the least
-    if none does. In JSON it is left out where nothing was."""
+    # Of a program of several processes, which of them it was; in JSON left out of other documents.
     rank: RankFacts | None = None
-    """Of a program of several processes, which of them it was; in JSON left out of other documents."""
+    # Of a program whose ranks ran together, a row each; all but the verdict and the findings is about `rank`.
     ranks: tuple[RankRow, ...] = ()
-    """Of a program whose ranks ran together, a row each; all but the verdict and the findings is about `rank`."""
+    # Of a run that took memory on several streams; left out of other documents in JSON.
     streams: StreamMemory | None = None
-    """Of a run that took memory on several streams; left out of other documents in JSON."""
+    # By category at a hundred moments; left out where there is none, as in reports of earlier releases.
     over_time: OverTime | None = None
-    """By category at a hundred moments; left out where there is none, as in reports of earlier releases."""
+    # What it was made of, for pictures of every moment; None: of JSON, or of a run of which totals were asked.
     ledger: Ledger | None = field(default=None, compare=False, metadata=json_name(None))
-    """What it was made of, for pictures of every moment; None: of JSON, or of a run of which totals were asked."""
 
     @property
     def on_cpu(self) -> bool:
-        """Whether it was measured on a CPU, where there is neither CUDA context nor allocator's cache."""
+        """Return whether it was measured on a CPU, where there is neither CUDA context nor allocator's cache."""
         of_old = self.model_state is None  # which have no bridge either
         asked = None if self.target is None else self.target.asked.device
         return self.source == "measured" and (asked == "cpu" if of_old else self.bridge is None)
@@ -191,7 +171,26 @@ class Document(Shown):
         """
         from memprof.report.page.figures import figure
 
-        return figure(self, kind)
+        return figure(kind, self.ledger, self.device, self.ladder)
+
+    def tables(self) -> dict[str, RowTable]:
+        """Return the stages, the peak, the findings and what else there is, as rows."""
+        batches = self.batches
+        evidence = ((finding.id, one) for finding in self.findings for one in finding.evidence)
+        return {
+            "stages": RowTable(self.stages, Stage),
+            "steps": RowTable(self.steps, TrainingStep),
+            "batches": RowTable(batches.steps if batches else (), BatchStep),
+            "reserved": RowTable(batches.reserved if batches else (), ReservedOverSteps),
+            "categories": RowTable(self.peak.categories.items(), before={"category": str, "bytes": int}),
+            "tensors": RowTable(self.peak.tensors, LiveTensor),
+            "ledger": RowTable(self.peak.rows, Row),
+            "findings": RowTable(self.findings, Finding),
+            "evidence": RowTable(evidence, Evidence, {"finding": str}),
+            "ladder": RowTable(self.ladder, Rung),
+            **({"cards": RowTable(self.cards, CardRow)} if self.cards else {}),
+            **({"ranks": RowTable(self.ranks, RankRow)} if self.ranks else {}),
+        }
 
     def to_json(self) -> dict[str, Any]:
         """The document as plain JSON values (docs/json.md lists the names)."""
@@ -205,8 +204,7 @@ class Document(Shown):
         return {name: plain[name] for name in plain if name not in absent}
 
 
-_NOT_OF_ALL = ("alike", "without_nccl")
-"""Of what is said of a rank."""
+_NOT_OF_ALL = ("alike", "without_nccl")  # Of what is said of a rank.
 
 
 def build_document(
@@ -217,11 +215,10 @@ def build_document(
     streams: StreamMemory | None = None,
     growth: Growth | None = None,
 ) -> Document:
-    """The report on a ledger; `settings` are those of its replay, `bridge`, `streams` and `growth` its own, if there
-    are any."""
+    """Return the report on a ledger; `settings` are those of its replay, the others its own, if there are any."""
     trace = ledger.trace
     facts = trace.facts
-    context = facts.device.context_bytes
+    context, host = facts.device.context_bytes, facts.device.host_memory_bytes
     on_cpu = trace.device == CPU
     first = Stage("context", 0, 0, device_used_bytes=context if trace.source == "simulated" else None)
     peak, reserved = ledger.peak_stage, ledger.peak_reserved_stage
@@ -260,9 +257,9 @@ def build_document(
         verdict=_verdict(ledger, context, growth),
         assumptions=(
             *trace.assumptions,
-            *_host_assumptions(facts.device.host_memory_bytes),
+            *(() if host is None else (f"The machine has {format_bytes(host)} of host memory (--host-memory).",)),
             *(() if on_cpu else _card_assumptions(ledger, settings, context)),
-            *_outside(bridge),
+            *((_OUTSIDE,) if bridge is not None and bridge.outside_is_unknown else ()),
             *(() if ledger.run.bounds is None else (_LENT,)),
         ),
         failure=None if trace.failure is None else FailureRow(trace.failure.kind.value, *trace.failure[1:7]),
@@ -273,36 +270,17 @@ def build_document(
     )
 
 
-def _outside(bridge: Bridge | None) -> tuple[str, ...]:
-    """What the bridge cannot know."""
-    if bridge is None or not bridge.outside_is_unknown:
-        return ()
-    return (
-        "What libraries take outside the allocator and beyond the context (handles of cuBLAS and cuDNN, NCCL), and "
-        "other processes on the card, are not known and not in device used.",
-    )
-
-
-def _host_assumptions(limit: int | None) -> tuple[str, ...]:
-    return () if limit is None else (f"The machine has {format_bytes(limit)} of host memory (--host-memory).",)
-
-
 def _fits(trace: Trace, oom: OutOfMemoryMoment | None, host_over_bytes: int, growth: Growth | None) -> bool | None:
-    """False also if memory ran out while it was measured, will run out as it grows, or host memory is not enough."""
-    runs_out = growth is not None and growth.runs_out and trace.failure is None
-    if (
-        oom
-        or host_over_bytes
-        or runs_out
-        or (trace.failure is not None and trace.failure.kind is FailureKind.OUT_OF_MEMORY)
-    ):
+    """Return False also if memory ran out while it was measured, will as it grows, or the host's is not enough."""
+    failure = trace.failure
+    runs_out = growth is not None and growth.runs_out and failure is None
+    if oom or host_over_bytes or runs_out or (failure is not None and failure.kind is FailureKind.OUT_OF_MEMORY):
         return False
-    return None if trace.failure or _is_stopped_early(trace) else True
+    return None if failure or _is_stopped_early(trace) else True
 
 
 def _is_stopped_early(trace: Trace) -> bool:
-    """Whether --timeout ended a script before it had made a training step; of one that does not train, before a model
-    had been called."""
+    """Return whether --timeout ended a script before a training step or, if it does not train, before a model ran."""
     program = trace.facts.program
     if program is None or program.ended != "timeout":
         return False

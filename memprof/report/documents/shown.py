@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from memprof.report.frames import RowTable
 from memprof.trace.files import Form, write_whole
 from memprof.trace.plain import Plain
 
@@ -25,9 +26,11 @@ class Shown(Plain):
 
     def frames(self) -> dict[str, DataFrame]:
         """Its tables by name, as data frames of pandas (docs/data-frames.md); sizes are bytes."""
-        from memprof.report.frames import frames_of
+        return {name: table.to_frame() for name, table in self.tables().items()}
 
-        return frames_of(self)
+    def tables(self) -> dict[str, RowTable]:
+        """Return the rows of each table by its name."""
+        raise NotImplementedError
 
     def save(self, path: str | Path, *, force: bool = False) -> None:
         """Write it to a file in JSON, as `--json` prints it, for `memprof.load` and `memprof show`.
@@ -51,7 +54,7 @@ class Shown(Plain):
         return text_of(self._view())
 
     def _repr_html_(self) -> str:
-        """What a notebook shows of it: the text, in colour."""
+        """Return what a notebook shows of it: the text, in colour."""
         from memprof.report.terminal.console import html_of
 
         return html_of(self._view())

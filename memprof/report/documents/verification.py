@@ -20,33 +20,22 @@ class _Judged(Plain):
         raise NotImplementedError
 
     def to_json(self) -> dict[str, Any]:
-        """With the judgement."""
+        """Return the row with the judgement."""
         return {**super().to_json(), "passed": self.passed}
 
 
 @dataclass(frozen=True)
 class Deviation(_Judged):
-    """How far original and fixed are from a float64 run, at the worst place of all seeds and cases.
+    """How far original and fixed are from a float64 run, at the worst place of all seeds and cases."""
 
-    Args:
-        remedy: its name.
-        model: the model it was tried on.
-        quantity: "loss", "gradients" or "parameters after N steps".
-        case: where the worst place is.
-        tensor: of which parameter; empty for the loss.
-        original: largest absolute deviation of the model as it is.
-        fixed: the same with the remedy.
-        bound: what `fixed` may be.
-    """
-
-    remedy: str
-    model: str
-    quantity: str
-    case: str
-    tensor: str
-    original: float
-    fixed: float
-    bound: float
+    remedy: str  # its name.
+    model: str  # the model it was tried on.
+    quantity: str  # "loss", "gradients" or "parameters after N steps".
+    case: str  # where the worst place is.
+    tensor: str  # of which parameter; empty for the loss.
+    original: float  # largest absolute deviation of the model as it is.
+    fixed: float  # the same with the remedy.
+    bound: float  # what `fixed` may be.
 
     @property
     def passed(self) -> bool:
@@ -56,25 +45,15 @@ class Deviation(_Judged):
 
 @dataclass(frozen=True)
 class Precision(_Judged):
-    """What lower precision does to the same model and inputs, against float64.
+    """What lower precision does to the same model and inputs, against float64."""
 
-    Args:
-        precision: "float32", "float16", "bfloat16", "amp-float16", "amp-bfloat16" or "int8 weights".
-        model: the model it was tried on.
-        logits_max: largest deviation of a logit, over the largest logit.
-        logits_rms: root mean square of the deviations, over that of the logits.
-        argmax_agreement: share of positions whose likeliest token is the same, 0 to 1.
-        layers_rms: as `logits_rms`, for the output of each layer.
-        bound: what `logits_rms` may be.
-    """
-
-    precision: str
-    model: str
-    logits_max: float
-    logits_rms: float
-    argmax_agreement: float
-    layers_rms: tuple[float, ...]
-    bound: float
+    precision: str  # "float32", "float16", "bfloat16", "amp-float16", "amp-bfloat16" or "int8 weights".
+    model: str  # the model it was tried on.
+    logits_max: float  # largest deviation of a logit, over the largest logit.
+    logits_rms: float  # root mean square of the deviations, over that of the logits.
+    argmax_agreement: float  # share of positions whose likeliest token is the same, 0 to 1.
+    layers_rms: tuple[float, ...]  # as `logits_rms`, for the output of each layer.
+    bound: float  # what `logits_rms` may be.
 
     @property
     def passed(self) -> bool:
@@ -84,27 +63,17 @@ class Precision(_Judged):
 
 @dataclass(frozen=True)
 class OptimizerRow(_Judged):
-    """Some steps of an optimizer, against AdamW in float64 from the same weights and on the same batches.
+    """Some steps of an optimizer, against AdamW in float64 from the same weights and on the same batches."""
 
-    Args:
-        optimizer: "float32 AdamW", "bfloat16 AdamW" (weights and states) or that of a package.
-        model: what it trained.
-        steps: how many.
-        update_rms: root mean square of the deviations of all parameters, over that of the way they went in float64.
-        largest: largest deviation of a parameter, over the learning rate.
-        loss: deviation of the loss after the steps.
-        state_bytes: of the optimizer's state.
-        bound: what `update_rms` may be; None for a row that is there to compare with.
-    """
-
-    optimizer: str
-    model: str
-    steps: int
+    optimizer: str  # "float32 AdamW", "bfloat16 AdamW" (weights and states) or that of a package.
+    model: str  # what it trained.
+    steps: int  # how many.
+    # root mean square of the deviations of all parameters, over that of the way they went in float64.
     update_rms: float
-    largest: float
-    loss: float
-    state_bytes: int
-    bound: float | None
+    largest: float  # largest deviation of a parameter, over the learning rate.
+    loss: float  # deviation of the loss after the steps.
+    state_bytes: int  # of the optimizer's state.
+    bound: float | None  # what `update_rms` may be; None for a row that is there to compare with.
 
     @property
     def passed(self) -> bool:
@@ -114,50 +83,31 @@ class OptimizerRow(_Judged):
 
 @dataclass(frozen=True)
 class RemedyPeak(Plain):
-    """Peak of a training step, in bytes: as the model is, and with the remedy.
+    """Peak of a training step, in bytes: as the model is, and with the remedy."""
 
-    Args:
-        remedy: its name.
-        workload: what is trained.
-        original_bytes: simulated, as it is.
-        fixed_bytes: simulated, with the remedy.
-        measured_on: "cpu", where card and host are one memory, or "cuda".
-        measured_original_bytes: as `original_bytes`, really run there.
-        measured_fixed_bytes: as `fixed_bytes`, really run there; None if it did not run.
-        not_measured: why it did not.
-    """
-
-    remedy: str
-    workload: str
-    original_bytes: int
-    fixed_bytes: int
-    measured_on: str = "cpu"
-    measured_original_bytes: int | None = None
-    measured_fixed_bytes: int | None = None
-    not_measured: str = ""
+    remedy: str  # its name.
+    workload: str  # what is trained.
+    original_bytes: int  # simulated, as it is.
+    fixed_bytes: int  # simulated, with the remedy.
+    measured_on: str = "cpu"  # "cpu", where card and host are one memory, or "cuda".
+    measured_original_bytes: int | None = None  # as `original_bytes`, really run there.
+    measured_fixed_bytes: int | None = None  # as `fixed_bytes`, really run there; None if it did not run.
+    not_measured: str = ""  # why it did not.
 
 
 @dataclass
 class Verification(Plain):
-    """All of it.
-
-    Args:
-        deviations: of the remedies that promise the same numbers.
-        precisions: of those that do not.
-        optimizers: of those that change the optimizer's numbers.
-        peaks: what each saves in one workload.
-        skipped: remedy and model to the reason why it was not tried there.
-        narrow: model to the operators of its float64 reference that gave numbers of a smaller dtype; should be none.
-        notes: what the models named were taken for, and whose code was run.
-    """
+    """All of it."""
 
     seeds: int = 0
-    deviations: list[Deviation] = field(default_factory=list)
-    precisions: list[Precision] = field(default_factory=list)
-    optimizers: list[OptimizerRow] = field(default_factory=list)
+    deviations: list[Deviation] = field(default_factory=list)  # of the remedies that promise the same numbers.
+    precisions: list[Precision] = field(default_factory=list)  # of those that do not.
+    optimizers: list[OptimizerRow] = field(default_factory=list)  # of those that change the optimizer's numbers.
+    # model to the operators of its float64 reference that gave numbers of a smaller dtype; should be none.
     narrow: dict[str, tuple[str, ...]] = field(default_factory=dict, metadata=json_name("reference_below_float64"))
-    peaks: list[RemedyPeak] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    peaks: list[RemedyPeak] = field(default_factory=list)  # what each saves in one workload.
+    notes: list[str] = field(default_factory=list)  # what the models named were taken for, and whose code was run.
+    # remedy and model to the reason why it was not tried there.
     skipped: dict[tuple[str, str], str] = field(default_factory=dict, metadata=json_name(None))
 
     def take(self, part: Verification) -> None:
@@ -174,11 +124,11 @@ class Verification(Plain):
 
     @property
     def tried(self) -> bool:
-        """Whether anything could be tried."""
+        """Return whether anything could be tried."""
         return bool(self.deviations or self.precisions or self.optimizers or self.peaks)
 
     def to_json(self) -> dict[str, Any]:
-        """A dictionary of plain values; sizes in bytes."""
+        """Return a dictionary of plain values; sizes in bytes."""
         return {
             "schema": SCHEMA,
             "memprof_version": __version__,
@@ -193,7 +143,7 @@ class Verification(Plain):
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Verification:
-        """The reverse."""
+        """Return the reverse."""
         found = super().from_json(values)
         found.skipped = {(row["remedy"], row["model"]): row["reason"] for row in values["skipped"]}
         return found

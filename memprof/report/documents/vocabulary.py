@@ -28,34 +28,26 @@ class Point:
 class Cap:
     """One cap."""
 
-    name: str
-    """The coverage that was asked for, such as 99.9%, or `asked` for a number of tokens."""
-    tokens: int
-    """The most frequent ones, which stay."""
-    covered: int
-    """Tokens of the corpus among them."""
+    name: str  # The coverage that was asked for, such as 99.9%, or `asked` for a number of tokens.
+    tokens: int  # The most frequent ones, which stay.
+    covered: int  # Tokens of the corpus among them.
     coverage: float
-    vocab_size: int
-    """Rows of embedding and head: the tokens, and those reserved."""
+    vocab_size: int  # Rows of embedding and head: the tokens, and those reserved.
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
     """What one vocabulary takes, the most of each that is alive at once."""
 
-    name: str
-    """`before`, or the name of a cap."""
+    name: str  # `before`, or the name of a cap.
     vocab_size: int
     num_parameters: int | None
     parameters_bytes: int | None
     gradients_bytes: int | None
     optimizer_state_bytes: int | None
-    logits_bytes: int
-    """Simulated: of all that the head and the loss make; by arithmetic: one copy of the logits."""
-    peak_bytes: int | None
-    """Most allocated at once."""
-    required_bytes: int | None
-    """Of the card, with the CUDA context."""
+    logits_bytes: int  # Simulated: of all that the head and the loss make; by arithmetic: one copy of the logits.
+    peak_bytes: int | None  # Most allocated at once.
+    required_bytes: int | None  # Of the card, with the CUDA context.
     fits: bool | None
 
 
@@ -63,10 +55,8 @@ class Memory:
 class Savings:
     """The run before and with each cap, the fewest rows last."""
 
-    source: str
-    """simulated: by runs; arithmetic: of embedding, head and one copy of the logits alone."""
-    what: str
-    """The model and the run, in words."""
+    source: str  # simulated: by runs; arithmetic: of embedding, head and one copy of the logits alone.
+    what: str  # The model and the run, in words.
     card: str | None
     before: Memory
     capped: tuple[Memory, ...]
@@ -80,19 +70,16 @@ class Vocabulary(Plain):
     schema: int
     memprof_version: str
     command: str
-    corpus: tuple[str, ...]
-    """As the user named it."""
+    corpus: tuple[str, ...]  # As the user named it.
     files: int
     rows: int
     num_bytes: int
     tokenizer: str
     tokens: int
     distinct: int
-    once: int
-    """Tokens that occur once."""
+    once: int  # Tokens that occur once.
     most_common: tuple[tuple[str, int], ...]
-    vocab_size: int | None
-    """Ids that the tokenizer has."""
+    vocab_size: int | None  # Ids that the tokenizer has.
     unseen: int | None
     highest_id: int | None
     unseen_ranges: tuple[tuple[int, int], ...]
@@ -103,17 +90,11 @@ class Vocabulary(Plain):
     savings: Savings | None
     notes: tuple[str, ...]
 
-    def __str__(self) -> str:
-        from memprof.report.terminal.console import text_of
-        from memprof.report.terminal.vocabulary import view
-
-        return text_of(view(self))
-
 
 def build_vocabulary(
     corpus: tuple[str, ...], counted: CorpusCount, caps: tuple[Cap, ...], savings: Savings | None, version: str
 ) -> Vocabulary:
-    """The document on what was counted."""
+    """Return the document on what was counted."""
     frequencies = counted.frequencies
     # What both have, under the same names.
     same = {field.name: getattr(counted, field.name) for field in fields(counted) if field.name != "frequencies"}
@@ -133,7 +114,7 @@ def build_vocabulary(
 
 
 def curve(frequencies: Frequencies, points: int = _SHOWN_POINTS) -> tuple[Point, ...]:
-    """Coverage at round numbers of tokens (1, 2, 5, 10, ...), the last `points` of them, and at all tokens."""
+    """Return coverage at round numbers of tokens (1, 2, 5, 10, ...), the last `points` of them, and at all tokens."""
     distinct = frequencies.distinct
     if not distinct:
         return ()

@@ -18,7 +18,7 @@ _FORMULAS = ("=", "+", "-", "@", "\t", "\r")
 
 
 def check_folder(folder: Path) -> None:
-    """Whether tables can be written into `folder`, before the work that they are to hold.
+    """Check that tables can be written into `folder`, before the work that they are to hold.
 
     Raises:
         UsageError: it is a file or below one, or may not be written to.
@@ -44,9 +44,8 @@ def write_csv(document: Shown, folder: Path, *, force: bool = False) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise MemprofError(
-            "the folder for tables could not be made", value=folder, hint=f"{error.strerror}: change {OPTION}"
-        ) from error
+        hint = f"{error.strerror}: change {OPTION}"
+        raise MemprofError("the folder for tables could not be made", value=folder, hint=hint) from error
     for name, frame in document.frames().items():
         lists = {column: frame[column].map(_cell) for column in frame.select_dtypes(["object", "string"])}
         text: str = frame.assign(**lists).to_csv(index=False, lineterminator="\n")
@@ -55,7 +54,7 @@ def write_csv(document: Shown, folder: Path, *, force: bool = False) -> None:
 
 
 def _cell(value: Any) -> Any:
-    """A list as in JSON; of a text, what a spreadsheet would take for a formula begins with an apostrophe.
+    """Return a list as in JSON; of a text, what a spreadsheet would take for a formula begins with an apostrophe.
 
     Which characters these are: https://owasp.org/www-community/attacks/CSV_Injection
     """

@@ -25,8 +25,6 @@ from memprof.trace.snapshot import (
 from memprof.version import __version__
 
 PROTOCOL = 4
-
-
 FORM = Form("snapshot", "--to", lambda begin, end: begin[:1] == b"\x80" and EXPORT_KEY.encode() in end)
 
 
@@ -42,7 +40,7 @@ def write_snapshot(snapshot: Snapshot, path: Path, *, force: bool = False) -> No
 
 
 def as_plain(snapshot: Snapshot) -> dict[str, Any]:
-    """`snapshot` as torch's dictionary; equal stacks and frames are one object, which keeps the file small."""
+    """Return `snapshot` as torch's dictionary; equal stacks and frames are one object, which keeps the file small."""
     stacks = _Stacks()
     return {
         "segments": [_segment(segment, stacks) for segment in snapshot.segments],
@@ -101,8 +99,5 @@ def _event(event: SnapshotEvent, stacks: _Stacks) -> dict[str, Any]:
     }
     if event.time_us is not None:
         found["time_us"] = event.time_us
-    found["compile_context"] = "N/A"
-    found["user_metadata"] = ""
-    found["pool_id"] = tuple(event.pool_id)
-    found["frames"] = stacks.plain(event.frames)
-    return found
+    beside = {"compile_context": "N/A", "user_metadata": "", "pool_id": tuple(event.pool_id)}
+    return {**found, **beside, "frames": stacks.plain(event.frames)}

@@ -17,8 +17,6 @@ from memprof.trace.files import Form, write_whole
 from memprof.version import __version__
 
 TRACKS = ("stages", "modules")
-
-
 _WRITER = "memprof"
 FORM = Form("trace", "--to", lambda begin, end: begin[:1] == b"{" and f'"writer":"{_WRITER}' in end.decode("latin-1"))
 
@@ -37,7 +35,7 @@ def write_perfetto(
 
 
 def as_trace_events(recordings: Iterable[tuple[Recording, list[int], list[Slice]]]) -> dict[str, Any]:
-    """The JSON value; one process per device."""
+    """Return the JSON value; one process per device."""
     events: list[dict[str, Any]] = []
     for recording, times, slices in recordings:
         device = recording.device
@@ -53,16 +51,11 @@ def as_trace_events(recordings: Iterable[tuple[Recording, list[int], list[Slice]
                     events.append({"ph": "C", "pid": device, "ts": time, "name": name, "args": {"bytes": value}})
         events += [
             {
-                "ph": "X",
-                "pid": device,
-                "tid": TRACKS.index(one.track) + 1,
-                "ts": one.begin,
-                "dur": one.end - one.begin,
-                "name": one.name,
-                "cat": one.track,
+                "ph": "X", "pid": device, "tid": TRACKS.index(one.track) + 1, "ts": one.begin,
+                "dur": one.end - one.begin, "name": one.name, "cat": one.track,
             }
             for one in slices
-        ]
+        ]  # fmt: skip
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"writer": f"{_WRITER} {__version__}"}}
 
 

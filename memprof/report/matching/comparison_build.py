@@ -42,16 +42,14 @@ from memprof.spec import TargetSpec
 from memprof.units import spell_numbers
 from memprof.version import __version__
 
-_DEFAULTS = {
-    field.name: field.default for field in dataclasses.fields(TargetSpec) if field.default is not dataclasses.MISSING
-}
+_DEFAULTS = {one.name: one.default for one in dataclasses.fields(TargetSpec) if one.default is not dataclasses.MISSING}
 
-
+_HELD = ("allocated_bytes", "delta_bytes", "peak_allocated_bytes")  # What makes a stage of both the same.
 _OTHER_KERNELS = "a CPU and a card run other kernels"
 
 
 def build_comparison(a: Run, b: Run, tolerance: Tolerance) -> Comparison:
-    """What differs between `a` and `b`, largest differences first."""
+    """Return what differs between `a` and `b`, largest differences first."""
     settings, same_settings = _settings(a, b)
     totals = (*(_total(name, a, b, tolerance) for name in TOTALS), *_ranks(a, b, tolerance))
     matched = match_tensors(
@@ -96,11 +94,8 @@ def _difference(a: int | None, b: int | None) -> int | None:
 
 
 def _settings(a: Run, b: Run) -> tuple[tuple[SettingRow, ...], int]:
-    names = list(dict.fromkeys([*a.settings, *b.settings]))
-    if not a.all_settings:
-        names = [name for name in names if name in a.settings]
-    if not b.all_settings:
-        names = [name for name in names if name in b.settings]
+    both = dict.fromkeys([*a.settings, *b.settings])
+    names = [name for name in both if all(run.all_settings or name in run.settings for run in (a, b))]
     # An option that is newer than a report had its default there.
     rows = [SettingRow(name, *(run.settings.get(name, _DEFAULTS.get(name)) for run in (a, b))) for name in names]
     differing = tuple(row for row in rows if _plain(row.a) != _plain(row.b))
@@ -123,12 +118,16 @@ def _total(name: str, a: Run, b: Run, tolerance: Tolerance) -> TotalRow:
         why = _OTHER_KERNELS
     elif name == DEVICE_USED and a.side.source != b.side.source:
         why = "other processes are not simulated"
-    within = tolerance.allows(mine, theirs) if not why and mine is not None and theirs is not None else None
-    return TotalRow(name, mine, theirs, _difference(mine, theirs), not why, within, why)
+    return _compared(name, mine, theirs, tolerance, why)
+
+
+def _compared(name: str, mine: int | None, theirs: int | None, tolerance: Tolerance, why_not: str) -> TotalRow:
+    within = None if why_not else tolerance.allows(mine or 0, theirs or 0)
+    return TotalRow(name, mine, theirs, _difference(mine, theirs), not why_not, within, why_not)
 
 
 def _ranks(a: Run, b: Run, tolerance: Tolerance) -> Iterator[TotalRow]:
-    """What each rank allocates at the most; ranks with the same figures are one row."""
+    """Yield what each rank allocates at the most; ranks with the same figures are one row."""
     pairs: dict[tuple[int | None, int | None], list[int]] = {}
     for rank in sorted(a.ranks.keys() | b.ranks.keys()):
         pairs.setdefault((a.ranks.get(rank), b.ranks.get(rank)), []).append(rank)
@@ -136,9 +135,8 @@ def _ranks(a: Run, b: Run, tolerance: Tolerance) -> Iterator[TotalRow]:
         why = "" if mine is not None and theirs is not None else "not run in both"
         if a.side.on_card != b.side.on_card:
             why = _OTHER_KERNELS
-        within = tolerance.allows(mine or 0, theirs or 0) if not why else None
         name = f"{ALLOCATED}, rank{'s' * (len(ranks) > 1)} {spell_numbers(ranks)}"
-        yield TotalRow(name, mine, theirs, _difference(mine, theirs), not why, within, why)
+        yield _compared(name, mine, theirs, tolerance, why)
 
 
 def _stages(a: Run, b: Run) -> tuple[StageRow, ...]:
@@ -147,26 +145,13 @@ def _stages(a: Run, b: Run) -> tuple[StageRow, ...]:
         mine, theirs = a.stages.get(key), b.stages.get(key)
         known = theirs if mine is None or (theirs is not None and theirs.stack) else mine
         assert known is not None
-        difference = None
-        if mine is None or theirs is None:
-            status = ONLY_IN_B if mine is None else ONLY_IN_A
-        else:
+        difference, status = None, ONLY_IN_B if mine is None else ONLY_IN_A
+        if mine is not None and theirs is not None:
             difference = theirs.peak_allocated_bytes - mine.peak_allocated_bytes
-            status = SAME if _what_was_held(mine) == _what_was_held(theirs) else DIFFERS
-        rows.append(
-            StageRow(
-                order=order,
-                name=key[0],
-                step=key[1],
-                micro_batch=known.micro_batch,
-                stack=known.stack,
-                index=known.index,
-                status=status,
-                a=_amounts(mine),
-                b=_amounts(theirs),
-                difference_bytes=difference,
-            )
-        )
+            is_same = all(getattr(mine, name) == getattr(theirs, name) for name in _HELD)
+            status = SAME if is_same else DIFFERS
+        where = (order, *key[:2], known.micro_batch, known.stack, known.index)
+        rows.append(StageRow(*where, status, _amounts(mine), _amounts(theirs), difference))
     return tuple(sorted(rows, key=lambda row: (-abs(row.difference_bytes or 0), row.order)))
 
 
@@ -175,12 +160,8 @@ def _amounts(stage: Stage | None) -> StageAmounts | None:
     return None if stage is None else StageAmounts(**{name: getattr(stage, name) for name in names})
 
 
-def _what_was_held(stage: Stage) -> tuple[int, ...]:
-    return stage.allocated_bytes, stage.delta_bytes, stage.peak_allocated_bytes
-
-
 def _merged(a: list[StageKey], b: list[StageKey]) -> list[StageKey]:
-    """Both lists in one, each in its own order; what only `b` has follows what it follows there."""
+    """Return both lists in one, each in its own order; what only `b` has follows what it follows there."""
     known = set(a)
     following: dict[StageKey | None, list[StageKey]] = defaultdict(list)
     last: StageKey | None = None
@@ -196,10 +177,8 @@ def _merged(a: list[StageKey], b: list[StageKey]) -> list[StageKey]:
 
 
 def _categories(a: dict[str, int], b: dict[str, int]) -> tuple[CategoryRow, ...]:
-    rows = [
-        CategoryRow(name, a.get(name, 0), b.get(name, 0), b.get(name, 0) - a.get(name, 0))
-        for name in dict.fromkeys([*a, *b])
-    ]
+    sizes = ((name, a.get(name, 0), b.get(name, 0)) for name in dict.fromkeys([*a, *b]))
+    rows = [CategoryRow(name, mine, theirs, theirs - mine) for name, mine, theirs in sizes]
     return tuple(sorted(rows, key=lambda row: (-abs(row.difference_bytes), -max(row.a_bytes, row.b_bytes))))
 
 
@@ -220,9 +199,6 @@ def _seconds(run: Run) -> float | None:
 def _findings(a: dict[str, int | None] | None, b: dict[str, int | None] | None) -> tuple[FindingRow, ...] | None:
     if a is None or b is None:
         return None
-    rows = []
-    for name in dict.fromkeys([*a, *b]):
-        row = FindingRow(name, in_a=name in a, in_b=name in b, a_bytes=a.get(name), b_bytes=b.get(name))
-        if row.in_a != row.in_b or row.a_bytes != row.b_bytes:
-            rows.append(row)
-    return tuple(sorted(rows, key=lambda row: -abs((row.b_bytes or 0) - (row.a_bytes or 0))))
+    rows = [FindingRow(name, name in a, name in b, a.get(name), b.get(name)) for name in dict.fromkeys([*a, *b])]
+    differing = [row for row in rows if row.in_a != row.in_b or row.a_bytes != row.b_bytes]
+    return tuple(sorted(differing, key=lambda row: -abs((row.b_bytes or 0) - (row.a_bytes or 0))))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,10 +22,11 @@ from memprof.trace.facts import Target, target_to_json
 from memprof.trace.snapshot import Action
 from memprof.units import format_bytes
 
+# The category of what kernels and libraries take for themselves: hidden storages.
 KERNELS = Category.LIBRARY_WORKSPACE.value
-"""The category of what kernels and libraries take for themselves: hidden storages."""
 
 ALL_TENSORS = "all tensors"
+# Totals that no allocator has a part in, and their names in a report's `model_state`.
 STATE = {
     "parameters": "parameters_bytes",
     "gradients": "gradients_bytes",
@@ -32,7 +34,6 @@ STATE = {
     "buffers": "buffers_bytes",
     ALL_TENSORS: "tensors_bytes",
 }
-"""Totals that no allocator has a part in, and their names in a report's `model_state`."""
 ALLOCATED, RESERVED, DEVICE_USED, HOST = "allocated", "reserved", "device used", "host memory"
 TOTALS = (*STATE, ALLOCATED, RESERVED, DEVICE_USED, HOST)
 
@@ -50,18 +51,17 @@ BRIDGE = {
     "device used": "device_used_bytes",
 }
 
+# Events of the driver for one request, at most, as a rule one: a segment, or stretches mapped into one.
 MOST_MAPPED = 8
-"""Events of the driver for one request, at most, as a rule one: a segment, or stretches mapped into one."""
 
+# Adafactor steps parameter by parameter wherever they are; other libraries have one way each.
 _CHOOSES_FOREACH = ("adamw", "adam", "sgd", "sgd-momentum", "adagrad", "rmsprop")
-"""Adafactor steps parameter by parameter wherever they are; other libraries have one way each."""
 
 _NOT_SETTINGS = ("asked", "alloc_conf", "sequence_lengths")  # the allocator's own say more; what came of settings
 
 _STEP = re.compile(r"(.*) \(step (\d+)\)")
 
-StageKey = tuple[str, int, int]
-"""Name (a layer's has its number), step, and which of those that have both in common."""
+StageKey = tuple[str, int, int]  # Name (a layer's has its number), step, and which of those that have both in common.
 
 
 @dataclass(slots=True)
@@ -70,28 +70,23 @@ class Run:
 
     side: Side
     settings: dict[str, Any]
-    all_settings: bool
-    """Whether a setting that is missing has no value; else nothing is known of it."""
+    all_settings: bool  # Whether a setting that is missing has no value; else nothing is known of it.
     totals: dict[str, int | None]
     stages: dict[StageKey, Stage]
     categories: dict[str, int]
     tensors: list[TensorSide]
     knows_shapes: bool
     bridge: dict[str, int | None]
-    findings: dict[str, int | None] | None = None
-    """Bytes by finding; None: the file has none."""
+    findings: dict[str, int | None] | None = None  # Bytes by finding; None: the file has none.
     assumptions: tuple[str, ...] = ()
-    ranks: dict[int, int] = field(default_factory=dict)
-    """Of ranks that ran together: the most that each allocated."""
+    ranks: dict[int, int] = field(default_factory=dict)  # Of ranks that ran together: the most that each allocated.
 
 
 def run_of_document(document: Document, file: str, kind: str) -> Run:
-    """From a report of `memprof profile` or `memprof run`."""
+    """Return the run of a report of `memprof profile` or `memprof run`."""
     device, target, allocator, peak = document.device, document.target, document.allocator, document.peak
     state, bridge, failure = document.model_state, document.bridge, document.failure
-    notes = []
-    if state is None:
-        notes.append("written by an earlier memprof: the totals of parameters, gradients and state are not in it")
+    old = ("written by an earlier memprof: the totals of parameters, gradients and state are not in it",)
     on_card = not document.on_cpu
     totals = {name: None if state is None else getattr(state, attribute) for name, attribute in STATE.items()}
     totals |= {
@@ -100,7 +95,6 @@ def run_of_document(document: Document, file: str, kind: str) -> Run:
         DEVICE_USED: peak.device_used_bytes if on_card else None,
         HOST: document.host_peak_bytes,
     }
-    asked = {name: value for name, value in target_to_json(target).items() if name not in _NOT_SETTINGS}
     settings = {
         "source": document.source,
         "memprof": document.memprof_version,
@@ -108,7 +102,7 @@ def run_of_document(document: Document, file: str, kind: str) -> Run:
         "device memory": None if device.total_bytes is None else format_bytes(device.total_bytes),
         "torch": allocator.torch,
         "alloc_conf": allocator.alloc_conf,
-        **asked,
+        **{name: value for name, value in target_to_json(target).items() if name not in _NOT_SETTINGS},
         **_effective(target, on_card=on_card),
     }
     return Run(
@@ -120,17 +114,17 @@ def run_of_document(document: Document, file: str, kind: str) -> Run:
             on_card=on_card,
             fits=document.verdict.fits,
             failure=None if failure is None else f"{failure.error} in {failure.phase}",
-            notes=tuple(notes),
+            notes=old if state is None else (),
             peak_at=at_stage(peak.stage, peak.step, peak.micro_batch),
             over_time=document.over_time,
         ),
         settings=settings,
         all_settings=True,
         totals=totals,
-        stages=_stages(document.stages),
+        stages=_by_key(document.stages),
         categories={name: num_bytes for name, num_bytes in peak.categories.items() if name != KERNELS},
         tensors=[
-            TensorSide(one.num_bytes, one.count, one.shape, one.dtype, one.op, one.source, one.category, _place(one))
+            TensorSide(one.num_bytes, one.count, one.shape, one.dtype, one.op, one.source, one.category, _owner(one))
             for one in peak.tensors
         ],
         knows_shapes=True,
@@ -145,14 +139,13 @@ def run_of_document(document: Document, file: str, kind: str) -> Run:
 
 
 def _effective(target: Target | None, *, on_card: bool) -> dict[str, Any]:
-    """What torch chooses where nothing was asked: `_default_to_fused_or_foreach` (torch/optim/optimizer.py) takes
-    foreach for parameters on a card, and nothing else."""
+    """Return what torch chooses where nothing was asked (torch/optim/optimizer.py, _default_to_fused_or_foreach)."""
     if target is None or target.asked.optimizer_impl is not None or target.asked.optimizer not in _CHOOSES_FOREACH:
         return {}
     return {"optimizer_impl": "foreach" if on_card else "single"}
 
 
-def _stages(rows: tuple[Stage, ...]) -> dict[StageKey, Stage]:
+def _by_key(rows: Iterable[Stage]) -> dict[StageKey, Stage]:
     found: dict[StageKey, Stage] = {}
     seen: Counter[tuple[str, int]] = Counter()
     for row in rows:
@@ -162,13 +155,13 @@ def _stages(rows: tuple[Stage, ...]) -> dict[StageKey, Stage]:
     return found
 
 
-def _place(tensor: LiveTensor) -> str | None:
+def _owner(tensor: LiveTensor) -> str | None:
     where = tensor.name or tensor.module
     return None if where is None else without_numbers(where)
 
 
 def _findings(rows: tuple[Finding, ...]) -> dict[str, int | None]:
-    """Bytes by finding; None of one that is not about bytes."""
+    """Return the bytes by finding; None of one that is not about bytes."""
     found: dict[str, int | None] = {}
     for row in rows:
         known = found.get(row.id)
@@ -179,9 +172,9 @@ def _findings(rows: tuple[Finding, ...]) -> dict[str, int | None]:
 def run_of_recording(
     recording: Recording, file: str, settings: str, notes: tuple[str, ...], source: str = "measured"
 ) -> Run:
-    """From one device of a snapshot of torch; categories and modules are guesses."""
+    """Return the run of one device of a snapshot of torch; categories and modules are guesses."""
     allocated, event = recording.peak()
-    peak_at = next((title for title, begin, end in recording.stages if begin <= event < end), None)
+    peak_at = next((at_stage(*_key(title)) for title, begin, end in recording.stages if begin <= event < end), None)
     reserved, reserved_event = recording.peak("reserved")
     if reserved in recording.reserved:  # as in a report: when the block is handed out that it was first reserved for
         reserved_event = recording.reserved.index(reserved)
@@ -195,28 +188,6 @@ def run_of_recording(
         origin = life.origin
         module = without_numbers(origin.module) if origin.in_module else None
         kinds[life.category.value, module, origin.op, life.requested, origin.source] += 1
-    stages: dict[StageKey, Stage] = {}
-    seen: Counter[tuple[str, int]] = Counter()
-    for title, begin, end in recording.stages:
-        within = recording.allocated[begin:end]
-        if not within:
-            continue
-        named = _STEP.fullmatch(title)
-        key = (named[1], int(named[2])) if named else (title, 0)
-        if title == peak_at:
-            peak_at = at_stage(*key)
-        requested_end, allocated_end, reserved_end = recording.at(begin + len(within) - 1)
-        before = recording.at(begin - 1)[1]
-        stages[*key, seen[key]] = Stage(
-            *key,
-            micro_batch=0,
-            allocated_bytes=allocated_end,
-            delta_bytes=allocated_end - before,
-            peak_allocated_bytes=max(before, *within),
-            requested_bytes=requested_end,
-            reserved_bytes=reserved_end,
-        )
-        seen[key] += 1
     at_reserved = recording.at(reserved_event)
     free, _ = fragmentation(recording, reserved_event)
     bridge: dict[str, int | None] = dict.fromkeys(BRIDGE)
@@ -230,13 +201,11 @@ def run_of_recording(
     totals: dict[str, int | None] = dict.fromkeys(TOTALS)
     totals |= {ALLOCATED: allocated, RESERVED: reserved}
     return Run(
-        side=Side(
-            file, "torch snapshot", source, None, on_card=True, fits=None, failure=None, notes=notes, peak_at=peak_at
-        ),
+        side=Side(file, "torch snapshot", source, None, True, None, None, notes, peak_at),
         settings={"source": source, "alloc_conf": settings or None},
         all_settings=False,
         totals=totals,
-        stages=stages,
+        stages=_by_key(_recorded_stages(recording)),
         categories={
             one.category.value: one.allocated_bytes for one in group(alive, "category") if one.category.value != KERNELS
         },
@@ -247,3 +216,25 @@ def run_of_recording(
         knows_shapes=False,
         bridge=bridge,
     )
+
+
+def _key(title: str) -> tuple[str, int]:
+    """Return name and step of a stage of a recording."""
+    named = _STEP.fullmatch(title)
+    return (named[1], int(named[2])) if named else (title, 0)
+
+
+def _recorded_stages(recording: Recording) -> Iterator[Stage]:
+    for title, begin, end in recording.stages:
+        if within := recording.allocated[begin:end]:
+            requested, allocated, reserved = recording.at(begin + len(within) - 1)
+            before = recording.at(begin - 1)[1]
+            yield Stage(
+                *_key(title),
+                micro_batch=0,
+                allocated_bytes=allocated,
+                delta_bytes=allocated - before,
+                peak_allocated_bytes=max(before, *within),
+                requested_bytes=requested,
+                reserved_bytes=reserved,
+            )

@@ -16,8 +16,7 @@ BY_BYTES = "bytes"
 class Matched:
     """What became of the tensors."""
 
-    rows: tuple[TensorRow, ...]
-    """Those that are not the same, largest differences first."""
+    rows: tuple[TensorRow, ...]  # Those that are not the same, largest differences first.
     same: int
     same_bytes: int
     by: str
@@ -33,7 +32,7 @@ def match_tensors(a: list[TensorSide], b: list[TensorSide], *, by_shape: bool) -
     matching = _Matching(a, b)
     if by_shape:
         matching.equal()
-        matching.alike(_but_operator)
+        matching.alike(lambda one: (one.category, one.where, one.shape, one.dtype, one.num_bytes))
         matching.changed()
     else:
         matching.alike(lambda one: one.num_bytes)
@@ -44,18 +43,10 @@ def _exact(one: TensorSide) -> Hashable:
     return one.category, one.where, one.op, one.shape, one.dtype, one.num_bytes
 
 
-def _but_operator(one: TensorSide) -> Hashable:
-    return one.category, one.where, one.shape, one.dtype, one.num_bytes
-
-
-def _place(one: TensorSide) -> Hashable:
-    return one.category, one.where, one.op
-
-
 class _Matching:
     def __init__(self, a: list[TensorSide], b: list[TensorSide]) -> None:
         # Lines may differ from release to release of a library: rows that differ in nothing else are one.
-        self.a, self.b = _joined(a, lambda one: (_exact(one),)), _joined(b, lambda one: (_exact(one),))
+        self.a, self.b = ([_sum(alike) for alike, _ in _groups(side, [], _exact)] for side in (a, b))
         self.rows: list[TensorRow] = []
         self.same = self.same_bytes = 0
 
@@ -82,7 +73,7 @@ class _Matching:
 
     def changed(self) -> None:
         """Pair by size what is at one place by one operator, where both sides have as many kinds of it."""
-        for mine, theirs in _groups(self.a, self.b, _place):
+        for mine, theirs in _groups(self.a, self.b, lambda one: (one.category, one.where, one.op)):
             if len(mine) == len(theirs):
                 self._take(mine, theirs)
                 for first, other in zip(sorted(mine, key=_size), sorted(theirs, key=_size), strict=True):
@@ -117,23 +108,13 @@ def _size(one: TensorSide) -> tuple[int, int, str]:
     return one.num_bytes, one.count, str(one.dtype)
 
 
-def _joined(tensors: list[TensorSide], key: Callable[[TensorSide], Hashable]) -> list[TensorSide]:
-    found: dict[Hashable, list[TensorSide]] = defaultdict(list)
-    for one in tensors:
-        found[key(one)].append(one)
-    return [_sum(alike) for alike in found.values()]
-
-
 def _sum(alike: list[TensorSide]) -> TensorSide:
-    """Alike tensors as one row; of their operators, places and lines, all that there are."""
-    ops = sorted({one.op for one in alike})
-    wheres = {one.where for one in alike}
-    categories = sorted({one.category for one in alike})
+    """Return alike tensors as one row; of their operators, places and lines, all that there are."""
     return replace(
         alike[0],
-        op=", ".join(ops),
-        where=alike[0].where if len(wheres) == 1 else None,
-        category=", ".join(categories),
+        op=", ".join(sorted({one.op for one in alike})),
+        where=alike[0].where if len({one.where for one in alike}) == 1 else None,
+        category=", ".join(sorted({one.category for one in alike})),
         count=sum(one.count for one in alike),
     )
 

@@ -8,9 +8,6 @@ from dataclasses import dataclass
 from memprof.errors import UsageError
 from memprof.units import parse_gib
 
-_PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
-_BYTES = re.compile(r"\s*(\d+)\s*")
-
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
@@ -21,20 +18,19 @@ class Tolerance:
     share: float = 0.0
 
     def allows(self, a: int, b: int) -> bool:
-        """Whether `a` and `b` are within it."""
+        """Return whether `a` and `b` are within it."""
         return abs(a - b) <= max(self.bytes, self.share * max(abs(a), abs(b)))
 
 
 def parse_tolerance(text: str) -> Tolerance:
-    """The tolerance in "0.1%", "16MiB" or a plain number of bytes.
+    """Return the tolerance in "0.1%", "16MiB" or a plain number of bytes.
 
     Raises:
         UsageError: none of these.
     """
-    percent, plain = _PERCENT.fullmatch(text), _BYTES.fullmatch(text)
-    if percent is not None:
+    if percent := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%\s*", text):
         return Tolerance(text.strip(), share=float(percent[1]) / 100)
-    if plain is not None:
+    if plain := re.fullmatch(r"\s*(\d+)\s*", text):
         return Tolerance(text.strip(), bytes=int(plain[1]))
     try:
         if not text.strip()[-1:].isalpha():

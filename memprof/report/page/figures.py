@@ -3,59 +3,50 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from memprof.errors import UsageError, printable, unknown_name
+from memprof.ledger.ledger import Ledger
+from memprof.report.documents.ladder import Rung
 from memprof.report.page.library import check_plotly, figure_of
 from memprof.report.page.moments import Moments, moments_of
 from memprof.report.terminal.cells import unit_for
 from memprof.trace.events import NONE
+from memprof.trace.facts import DeviceFacts
 from memprof.units import format_bytes
 
-if TYPE_CHECKING:
-    from memprof.ledger.ledger import Ledger
-    from memprof.report.documents.report import Document
-
+# Of the categories, and of what is beside them; from the ground of a stack up.
 COLOURS = {
     "parameters": "#4e79a7", "unsharded parameters": "#85b6dd", "gradients": "#f28e2b", "optimizer state": "#59a14f",
     "activations": "#e15759", "logits and loss": "#b07aa1", "inputs": "#9c755f", "buffers": "#8cd17d",
     "KV cache": "#499894", "temporaries": "#edc948", "communication": "#d37295", "library workspace": "#a0cbe8",
     "fragmentation": "#bab0ac", "unattributed": "#79706e", "free in segments": "#c9ced4", "CUDA context": "#8a939c",
 }  # fmt: skip
-"""Of the categories, and of what is beside them; from the ground of a stack up."""
-FITS, OVER = "#59a14f", "#e15759"
-"""Bars of what fits the card, and of what does not."""
+FITS, OVER = "#59a14f", "#e15759"  # Bars of what fits the card, and of what does not.
 _MOST_BINS = 1200
-_LEAST_SHARE = 1 / 3000
-"""Of the peak: what is less is no pixel of a treemap."""
-Figure = Any
-"""plotly's `Figure`, which has no types of its own."""
+_LEAST_SHARE = 1 / 3000  # Of the peak: what is less is no pixel of a treemap.
+Figure = Any  # plotly's `Figure`, which has no types of its own.
 
 
-def figure(document: Document, kind: str) -> Figure:
-    """A figure of a report.
+def figure(kind: str, ledger: Ledger | None, device: DeviceFacts, rungs: tuple[Rung, ...]) -> Figure:
+    """Return a figure of a run on `device`.
 
     Args:
-        kind: `timeline`, `treemap` or `ladder`.
+        kind: `timeline` or `treemap`, of the ledger, or `ladder`, of its rungs.
 
     Raises:
         UsageError: there is no such figure, the report has nothing for it, or plotly is not installed.
     """
-    kinds = {"timeline": _timeline, "treemap": _treemap, "ladder": _ladder}
+    kinds = ("timeline", "treemap", "ladder")
     if kind not in kinds:
         raise unknown_name("figure", kind, kinds)
     check_plotly("plot()")
-    return kinds[kind](document)
-
-
-def _ledger_of(document: Document) -> Ledger:
-    if document.ledger is None:
-        raise UsageError(
-            "a report in JSON has no moments to show",
-            value="plot()",
-            hint="load a capture, which save() of the card keeps",
-        )
-    return document.ledger
+    if kind == "ladder":
+        return _ladder(rungs, device.total_bytes)
+    if ledger is None:
+        hint = "load a capture, which save() of the card keeps"
+        raise UsageError("a report in JSON has no moments to show", value="plot()", hint=hint)
+    return _treemap(ledger) if kind == "treemap" else _timeline(ledger, device.usable_bytes)
 
 
 def plain_words(text: str) -> str:
@@ -66,12 +57,10 @@ def plain_words(text: str) -> str:
 # -- memory over the run -----------------------------------------------------------------------------------------------
 
 
-def _timeline(document: Document) -> Figure:
-    ledger = _ledger_of(document)
+def _timeline(ledger: Ledger, usable: int | None) -> Figure:
     moments = moments_of(ledger)
     events = _drawn(ledger)
     sums = _by_category(moments, events)
-    usable = document.device.usable_bytes
     unit = unit_for(ledger.peak_bytes)
     scale = float(unit.num_bytes)
     traces: list[dict[str, Any]] = [
@@ -92,10 +81,9 @@ def _timeline(document: Document) -> Figure:
     })  # fmt: skip
     shapes = [_line("x", ledger.peak_event, "#444")]
     notes = [_note(ledger.peak_event, f"peak {format_bytes(ledger.peak_bytes)}")]
-    if ledger.out_of_memory is not None:
-        shapes.append(_line("x", ledger.out_of_memory.event, "#c62828"))
-        refused = f"refused: {format_bytes(ledger.out_of_memory.tried_bytes)}"
-        notes.append({**_note(ledger.out_of_memory.event, refused), "y": 0.85})
+    if (oom := ledger.out_of_memory) is not None:
+        shapes.append(_line("x", oom.event, "#c62828"))
+        notes.append({**_note(oom.event, f"refused: {format_bytes(oom.tried_bytes)}"), "y": 0.85})
     if usable is not None and usable < 3 * ledger.peak_bytes:
         shapes.append({**_line("y", usable / scale, "#c62828"), "line": {"color": "#c62828", "dash": "dash"}})
     return figure_of(
@@ -110,7 +98,7 @@ def _timeline(document: Document) -> Figure:
 
 
 def _drawn(ledger: Ledger) -> list[int]:
-    """The events that are drawn: all, or of each of many bins those with the most and with the least."""
+    """Return the events that are drawn: all, or of each of many bins those with the most and with the least."""
     count, allocated = len(ledger.allocated), ledger.allocated
     if count <= 3 * _MOST_BINS:
         return list(range(count))
@@ -122,7 +110,7 @@ def _drawn(ledger: Ledger) -> list[int]:
 
 
 def _by_category(moments: Moments, events: list[int]) -> dict[str, list[int]]:
-    """Bytes by category after each of these rising events."""
+    """Return the bytes by category after each of these rising events."""
     changes: dict[int, list[tuple[str, int]]] = {}
     for begin, end, kind, extra in zip(moments.begin, moments.end, moments.kind, moments.extra, strict=True):
         category, num_bytes = moments.words[moments.kinds.category[kind]], moments.kinds.rounded[kind]
@@ -158,8 +146,7 @@ def _note(event: int, text: str) -> dict[str, Any]:
 # -- who holds the peak ------------------------------------------------------------------------------------------------
 
 
-def _treemap(document: Document) -> Figure:
-    ledger = _ledger_of(document)
+def _treemap(ledger: Ledger) -> Figure:
     moments = moments_of(ledger)
     kinds, words = moments.kinds, moments.words
     bytes_of, colours = Counter[tuple[str, ...]](), dict[tuple[str, ...], Counter[str]]()
@@ -168,8 +155,10 @@ def _treemap(document: Document) -> Figure:
             continue
         module, category = kinds.module[kind], words[kinds.category[kind]]
         where = ["outside modules"] if module == NONE else words[module].split(".") if words[module] else ["own code"]
-        _add(bytes_of, colours, (*where, category), category, kinds.rounded[kind])
-        _add(bytes_of, colours, ("fragmentation",), "fragmentation", extra)
+        for path, num_bytes in (((*where, category), kinds.rounded[kind]), (("fragmentation",), extra)):
+            for depth in range(1, len(path) + 1 if num_bytes else 1):
+                bytes_of[path[:depth]] += num_bytes
+                colours.setdefault(path[:depth], Counter())[path[-1]] += num_bytes
     shown = [path for path, num_bytes in bytes_of.items() if num_bytes > ledger.peak_bytes * _LEAST_SHARE]
     tree = {
         "type": "treemap", "branchvalues": "total", "maxdepth": 3, "textinfo": "label+text", "hoverinfo": "label+text",
@@ -181,27 +170,12 @@ def _treemap(document: Document) -> Figure:
     return figure_of([tree], {"title": {"text": f"Who holds the peak of {format_bytes(ledger.peak_bytes)}"}})
 
 
-def _add(
-    bytes_of: Counter[tuple[str, ...]],
-    colours: dict[tuple[str, ...], Counter[str]],
-    path: tuple[str, ...],
-    category: str,
-    num_bytes: int,
-) -> None:
-    """Count it to a node and to all above."""
-    for depth in range(1, len(path) + 1 if num_bytes else 1):
-        bytes_of[path[:depth]] += num_bytes
-        colours.setdefault(path[:depth], Counter())[category] += num_bytes
-
-
 # -- the ladder --------------------------------------------------------------------------------------------------------
 
 
-def _ladder(document: Document) -> Figure:
-    if not document.ladder:
+def _ladder(rungs: tuple[Rung, ...], total: int | None) -> Figure:
+    if not rungs:
         raise UsageError("the report has no ladder", value="ladder", hint="ask for one: memprof profile ... --ladder")
-    rungs = document.ladder
-    total = document.device.total_bytes
     unit = unit_for(max(rung.device_used_bytes for rung in rungs))
     bars = {
         "type": "bar", "orientation": "h",

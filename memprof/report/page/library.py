@@ -8,7 +8,7 @@ from memprof.remedies.catalog import check_package
 
 
 def check_plotly(what: str) -> None:
-    """Whether plotly is there, which `what` needs.
+    """Check that plotly is there, which `what` needs.
 
     Raises:
         UsageError: it is not.
@@ -17,7 +17,7 @@ def check_plotly(what: str) -> None:
 
 
 def plotly_script() -> bytes:
-    """plotly.js with its licence, as plotly brings it: 4.8 MB.
+    """Return plotly.js with its licence, as plotly brings it: 4.8 MB.
 
     Raises:
         UsageError: plotly is not installed.
@@ -30,7 +30,7 @@ def plotly_script() -> bytes:
 
 
 def figure_of(traces: list[dict[str, Any]], layout: dict[str, Any]) -> Any:
-    """A figure of plotly's, which shows itself in a notebook and can be changed and written to a file.
+    """Return a figure of plotly's, which shows itself in a notebook and can be changed and written to a file.
 
     Args:
         traces: what is drawn, as plotly's JSON has it.

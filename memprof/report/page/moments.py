@@ -23,76 +23,62 @@ class Words:
         self._places: dict[str, int] = {}
 
     def place(self, word: str | None) -> int:
-        """Where `word` stands; -1 of None."""
-        if word is None:
-            return NONE
-        if word not in self._places:
+        """Return where `word` stands; -1 of None."""
+        if word is not None and word not in self._places:
             self._places[word] = len(self.words)
             self.words.append(word)
-        return self._places[word]
+        return NONE if word is None else self._places[word]
 
 
 @dataclass(slots=True)
 class Kinds:
     """Storages that are alike in everything: a column a quality; what is a word is a place in `Moments.words`."""
 
-    requested: list[int] = field(default_factory=list)
-    """Bytes of one."""
+    requested: list[int] = field(default_factory=list)  # Bytes of one.
+    # The same as the allocator rounds it: what the ledger counts to its category.
     rounded: list[int] = field(default_factory=list)
-    """The same as the allocator rounds it: what the ledger counts to its category."""
     category: list[int] = field(default_factory=list)
     shape: list[int] = field(default_factory=list)
     dtype: list[int] = field(default_factory=list)
-    module: list[int] = field(default_factory=list)
-    """Its path; -1: outside every module."""
+    module: list[int] = field(default_factory=list)  # Its path; -1: outside every module.
     op: list[int] = field(default_factory=list)
     source: list[int] = field(default_factory=list)
-    name: list[int] = field(default_factory=list)
-    """Of the parameter, gradient or state that it is; -1: none of these."""
+    name: list[int] = field(default_factory=list)  # Of the parameter, gradient or state that it is; -1: none of these.
+    # Kinds of one group are one row of the report: they differ in the number of their layer alone.
     group: list[int] = field(default_factory=list)
-    """Kinds of one group are one row of the report: they differ in the number of their layer alone."""
 
 
 @dataclass(slots=True)
 class Moments(Plain):
     """One run on one card. An event's index is its time; sizes are bytes."""
 
-    events: int
-    """How many there are."""
+    events: int  # How many there are.
     words: list[str]
     kinds: Kinds
-    begin: list[int]
-    """A life each: the event of its allocation."""
-    end: list[int]
-    """The event that frees it, after which it is not there; `events` if none does."""
+    begin: list[int]  # A life each: the event of its allocation.
+    end: list[int]  # The event that frees it, after which it is not there; `events` if none does.
     kind: list[int]
-    extra: list[int]
-    """Bytes that its block has beyond `rounded`: the ledger counts them as fragmentation."""
-    fragmentation: int
-    """The place of that category's name."""
-    reserved_at: list[int]
-    """Events after which another amount is reserved; the first is 0."""
+    extra: list[int]  # Bytes that its block has beyond `rounded`: the ledger counts them as fragmentation.
+    fragmentation: int  # The place of that category's name.
+    reserved_at: list[int]  # Events after which another amount is reserved; the first is 0.
     reserved: list[int]
+    # Place of the name with its step, begin, end (exclusive), place of the layer's stack and its number, or -1.
     stages: list[tuple[int, int, int, int, int]]
-    """Place of the name with its step, begin, end (exclusive), place of the layer's stack and its number, or -1."""
     peak: int
     peak_reserved: int
-    refused: int
-    """The event of the request that the card refuses; -1: none."""
-    tried_bytes: int
-    """Of that request."""
-    kind_of: dict[int, int] = field(repr=False, metadata=json_name(None))
-    """Of each storage, by its index in the trace."""
+    refused: int  # The event of the request that the card refuses; -1: none.
+    tried_bytes: int  # Of that request.
+    kind_of: dict[int, int] = field(repr=False, metadata=json_name(None))  # Of each storage, by its index in the trace.
 
 
 def moments_of(ledger: Ledger) -> Moments:
-    """The moments of a ledger's run.
+    """Return the moments of a ledger's run.
 
     Raises:
         AssertionError: the lives do not sum to what is allocated after every event.
     """
     trace, timeline = ledger.trace, ledger.run.timeline
-    table = _Table(ledger)
+    table = _KindTable(ledger)
     begin, end, kinds, extras = list[int](), list[int](), list[int](), list[int]()
     blocks, living, kind_of = list[int](), dict[int, int](), dict[int, int]()
     refused, last = frozenset(trace.refused), len(trace.events)
@@ -143,7 +129,7 @@ def moments_of(ledger: Ledger) -> Moments:
     )
 
 
-class _Table:
+class _KindTable:
     """Kinds as they are met."""
 
     def __init__(self, ledger: Ledger) -> None:
@@ -153,7 +139,7 @@ class _Table:
         self._groups: dict[tuple[object, ...], int] = {}
 
     def kind(self, ref: int, storage: Storage) -> int:
-        """The kind of a storage."""
+        """Return the kind of a storage."""
         trace = self._ledger.trace
         owner = trace.owners.get(ref)
         name = None if owner is None else owner.name or None
@@ -166,35 +152,28 @@ class _Table:
         found = self._places.get(key)
         if found is not None:
             return found
-        place, kinds = self.words.place, self.kinds
+        kinds, num_bytes = self.kinds, storage.num_bytes
         self._places[key] = found = len(kinds.group)
-        rounds = self._ledger.run.rounds
-        kinds.requested.append(storage.num_bytes)
-        kinds.rounded.append(round_size(storage.num_bytes) if rounds else storage.num_bytes)
-        kinds.category.append(place(self._ledger.categories[ref].value))
-        kinds.shape.append(place("x".join(map(str, storage.shape))))
-        kinds.dtype.append(place(storage.dtype))
-        kinds.module.append(place(module))
-        kinds.op.append(place(trace.op(storage)))
-        kinds.source.append(place(trace.source_line(storage)))
-        kinds.name.append(place(name))
+        kinds.requested.append(num_bytes)
+        kinds.rounded.append(round_size(num_bytes) if self._ledger.run.rounds else num_bytes)
+        category, shape = self._ledger.categories[ref].value, "x".join(map(str, storage.shape))
+        in_words = (category, shape, storage.dtype, module, trace.op(storage), trace.source_line(storage), name)
+        columns = (kinds.category, kinds.shape, kinds.dtype, kinds.module, kinds.op, kinds.source, kinds.name)
+        for column, word in zip(columns, in_words, strict=True):
+            column.append(self.words.place(word))
         in_any_layer = tuple(None if path is None else without_numbers(path) for path in (module, name))
         kinds.group.append(self._groups.setdefault((*alike, *in_any_layer), len(self._groups)))
         return found
 
 
 def kinds_shown_by(moments: Moments, evidence: Evidence) -> list[int]:
-    """The kinds that a finding's evidence is about: all that are as it says of a tensor. None of them, if it names
-    neither line nor operator."""
+    """Return the kinds that a finding's evidence is about; none, if it names neither line nor operator."""
     if evidence.source is None and evidence.op is None:
         return []
     words, kinds = moments.words, moments.kinds
     shape = None if evidence.shape is None else "x".join(map(str, evidence.shape))
-    asked = zip(
-        (kinds.shape, kinds.dtype, kinds.op, kinds.source),
-        (shape, evidence.dtype, evidence.op, evidence.source),
-        strict=True,
-    )
+    columns = (kinds.shape, kinds.dtype, kinds.op, kinds.source)
+    asked = zip(columns, (shape, evidence.dtype, evidence.op, evidence.source), strict=True)
     said = [(column, value) for column, value in asked if value is not None]
     module = None if evidence.module is None else without_numbers(evidence.module)
     return [

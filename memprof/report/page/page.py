@@ -1,8 +1,6 @@
 """A document as one page of HTML: everything is in the file, and nothing is asked of a network.
 
-A report of a run is shown moment by moment (page.html); comparisons, recordings and recommendations in sections
-(answer.html).
-
+A run is shown moment by moment (page.html), comparisons, recordings and recommendations in sections (answer.html).
 The page's data and plotly are compressed and in base64: a browser inflates them in milliseconds, the file is a third
 as long, and no word of a foreign program can end the element that it stands in. The script writes words as text, never
 as HTML.
@@ -41,15 +39,11 @@ from memprof.trace.plain import to_plain
 
 _OURS = "<!DOCTYPE html>\n<!-- a page of memprof -->"
 PAGE = Form("page", "--html", lambda begin, end: begin.startswith(_OURS.encode()))
-_ALL = 1000
-"""Rows of a table: more than any comparison has."""
-_WIDE = 10_000
-"""Columns of a text that the browser breaks into lines."""
+_ALL = 1000  # Rows of a table: more than any comparison has.
+_WIDE = 10_000  # Columns of a text that the browser breaks into lines.
 _RUN = ("page.html", "base.js", "moments.js", "figures.js", "segments.js", "ladder.js", "page.js")
-_ANSWER = ("answer.html", "base.js", "answer.js")
-"""A body and its scripts, which in this order are one function."""
-Paged = Document | Comparison | Analysis | Recommendation
-"""What has a page."""
+_ANSWER = ("answer.html", "base.js", "answer.js")  # A body and its scripts, which in this order are one function.
+Paged = Document | Comparison | Analysis | Recommendation  # What has a page.
 
 
 def write_page(document: Paged, path: Path, *, force: bool = False) -> None:
@@ -66,14 +60,13 @@ def write_page(document: Paged, path: Path, *, force: bool = False) -> None:
 
 
 def page_of(document: Paged) -> str:
-    """The page itself.
+    """Return the page itself.
 
     Raises:
         UsageError: the report is of JSON, which has no moments, or plotly is not installed.
     """
-    is_run = isinstance(document, Document)
     data = _printable(page_data(document) if isinstance(document, Document) else answer_data(document))
-    body, *scripts = _RUN if is_run else _ANSWER
+    body, *scripts = _RUN if isinstance(document, Document) else _ANSWER
     return f"""{_OURS}
 <html lang="en">
 <head>
@@ -101,7 +94,7 @@ def page_of(document: Paged) -> str:
 
 
 def answer_data(document: Comparison | Analysis | Recommendation) -> dict[str, Any]:
-    """What the script of an answer is given, as plain JSON values."""
+    """Return what the script of an answer is given, as plain JSON values."""
     if isinstance(document, Comparison):
         lines, good = lines_of(comparison.render_heading(document)), document.within
         verdict, text = lines_of(comparison.view(document, quiet=True)), text_of(comparison.view(document, top=_ALL))
@@ -121,27 +114,24 @@ def answer_data(document: Comparison | Analysis | Recommendation) -> dict[str, A
 
 
 def lines_of(view: RenderableType) -> list[str]:
-    """What it says, for a browser to break into lines."""
+    """Return what it says, for a browser to break into lines."""
     return [line.strip() for line in text_of(view, width=_WIDE).strip().splitlines() if line.strip()]
 
 
 def page_data(document: Document) -> dict[str, Any]:
-    """What the page's script is given, as plain JSON values.
+    """Return what the page's script is given, as plain JSON values.
 
     Raises:
         UsageError: the report is of JSON, which has no moments.
     """
     ledger = document.ledger
     if ledger is None:
-        raise UsageError(
-            "a report in JSON has no moments to show",
-            value="--html",
-            hint="keep the capture (--save), and show that: memprof show run.memprof --html run.html",
-        )
+        hint = "keep the capture (--save), and show that: memprof show run.memprof --html run.html"
+        raise UsageError("a report in JSON has no moments to show", value="--html", hint=hint)
     moments = moments_of(ledger)
     device = document.device
     return {
-        "heading": _heading(document),
+        "heading": text_of(render_heading(document), width=_WIDE).strip().splitlines(),
         "verdict": text_of(view(document, quiet=True), width=_WIDE).strip(),
         "fits": document.verdict.fits if document.failure is None else False,
         "capacity": {"total": device.total_bytes, "usable": device.usable_bytes, "name": device.name},
@@ -159,20 +149,13 @@ def page_data(document: Document) -> dict[str, Any]:
     }
 
 
-def _heading(document: Document) -> list[str]:
-    return text_of(render_heading(document), width=_WIDE).strip().splitlines()
-
-
 def _finding(moments: Moments, finding: Finding) -> dict[str, Any]:
-    remedies = [name.partition("=")[0] for name in finding.remedies]
+    steps = {name: STEPS.get(name.partition("=")[0]) for name in finding.remedies}
     return {
         "severity": finding.severity.value,
         "title": finding.title,
         "evidence": [{"text": one.text, "kinds": kinds_shown_by(moments, one)} for one in finding.evidence],
-        "remedies": [
-            {"name": name, "changes": STEPS[remedy].changes if remedy in STEPS else ""}
-            for name, remedy in zip(finding.remedies, remedies, strict=True)
-        ],
+        "remedies": [{"name": name, "changes": step.changes if step else ""} for name, step in steps.items()],
     }
 
 

@@ -7,19 +7,25 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from memprof.ledger.over_time import OverTime
-from memprof.report.documents.analysis import Analysis, BlockRow, DeviceReport
-from memprof.report.documents.comparison import Comparison, Side, TensorSide, TotalRow
+from memprof.report.documents.analysis import Analysis, DeviceReport
+from memprof.report.documents.comparison import Comparison, TensorSide
 from memprof.report.documents.recommendation import Choice, Largest, Recommendation
 from memprof.report.page.figures import COLOURS, FITS, OVER, plain_words
-from memprof.report.terminal.cells import Unit, shape_text, unit_for
-from memprof.trace.events import short_source
+from memprof.report.terminal.cells import (
+    Unit,
+    block_life,
+    signed_bytes,
+    source_text,
+    tensor_text,
+    total_verdict,
+    unit_for,
+)
 from memprof.units import format_bytes
 
-Cell = str | int | tuple[str, int | float | None]
-"""A word, a number, or what is shown of a number that rows are sorted by."""
+# A word, a number, or what is shown of a number that rows are sorted by.
+PageCell = str | int | tuple[str, int | float | None]
 _MOST_BARS = 24
-_ROW = 30
-"""Pixels of a bar."""
+_ROW = 30  # Pixels of a bar.
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,17 +36,14 @@ class Section:
     note: str = ""
     traces: list[dict[str, Any]] = field(default_factory=list)
     layout: dict[str, Any] = field(default_factory=dict)
-    columns: tuple[str, ...] = ()
-    """Headers: `>` figures, `$` a command."""
-    rows: tuple[tuple[Cell, ...], ...] = ()
+    columns: tuple[str, ...] = ()  # Headers: `>` figures, `$` a command.
+    rows: tuple[tuple[PageCell, ...], ...] = ()
     text: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """As the page's script takes it."""
-        columns = [
-            {"name": name.lstrip(">$"), "number": name.startswith(">"), "code": name.startswith("$")}
-            for name in self.columns
-        ]
+        """Return the section as the page's script takes it."""
+        marked = ((name.lstrip(">$"), name[:1]) for name in self.columns)
+        columns = [{"name": name, "number": mark == ">", "code": mark == "$"} for name, mark in marked]
         return {
             "title": self.title,
             "note": self.note,
@@ -51,20 +54,19 @@ class Section:
 
 
 def sections_of(document: Comparison | Analysis | Recommendation) -> list[Section]:
-    """Those of a document, in the order of reading; none that has nothing to show."""
+    """Return those of a document, in the order of reading; none that has nothing to show."""
     make = {Comparison: _comparison, Analysis: _analysis, Recommendation: _recommendation}[type(document)]
     return [one for one in make(document) if one.traces or one.rows or one.text]  # type: ignore[operator]
 
 
-def _size(num_bytes: int | None, *, sign: bool = False) -> Cell:
+def _size(num_bytes: int | None, *, sign: bool = False) -> PageCell:
     if num_bytes is None:
         return "-", None
-    plus = "+" if sign and num_bytes > 0 else "-" if num_bytes < 0 else ""
-    return plus + format_bytes(abs(num_bytes)), num_bytes
+    return signed_bytes(num_bytes) if sign or num_bytes < 0 else format_bytes(num_bytes), num_bytes
 
 
 def _bars(names: Sequence[str], sides: dict[str, tuple[Sequence[int], str | list[str]]], unit: Unit) -> dict[str, Any]:
-    """Traces and layout of horizontal bars: a name a row, and of each side its bytes and colour."""
+    """Return traces and layout of horizontal bars: a name a row, and of each side its bytes and colour."""
     traces = [
         {
             "type": "bar", "orientation": "h", "name": side, "y": [plain_words(name) for name in names],
@@ -87,7 +89,8 @@ _A, _B = "#4e79a7", "#f28e2b"
 
 
 def _comparison(document: Comparison) -> Iterator[Section]:
-    runs = [(letter, side) for letter, side in (("A", document.a), ("B", document.b)) if side.over_time is not None]
+    sides = (("A", document.a.over_time), ("B", document.b.over_time))
+    runs = [(letter, found) for letter, found in sides if found is not None]
     if runs:
         yield Section(
             "Memory over both runs",
@@ -100,7 +103,7 @@ def _comparison(document: Comparison) -> Iterator[Section]:
         rows=tuple(
             (
                 row.name, _size(row.a_bytes), _size(row.b_bytes), _size(row.difference_bytes, sign=True),
-                _verdict(row),
+                total_verdict(row),
             )
             for row in rows
         ),
@@ -147,14 +150,7 @@ def _comparison(document: Comparison) -> Iterator[Section]:
     )  # fmt: skip
 
 
-def _verdict(row: TotalRow) -> str:
-    if not row.compared:
-        return f"not compared: {row.why_not}"
-    return "equal" if row.difference_bytes == 0 else "within" if row.within else "differs"
-
-
-def _both_over_time(runs: list[tuple[str, Side]]) -> dict[str, Any]:
-    known = [(letter, side.over_time) for letter, side in runs if side.over_time is not None]
+def _both_over_time(known: list[tuple[str, OverTime]]) -> dict[str, Any]:
     highest = max(max(found.allocated_bytes) for _, found in known)
     unit = unit_for(highest)
     traces: list[dict[str, Any]] = []
@@ -169,18 +165,15 @@ def _both_over_time(runs: list[tuple[str, Side]]) -> dict[str, Any]:
         traces += _areas(found, axis, unit, named)
         layout[f"xaxis{axis}"] = {"tickformat": ",d", "showgrid": False}
         layout[f"yaxis{axis}"] = {"range": [0, 1.08 * highest / unit.num_bytes], "title": {"text": unit.name}}
-        peak = max(found.allocated_bytes)
-        layout["annotations"].append(
-            {
-                "text": f"{letter}: peak {format_bytes(peak)}", "showarrow": False, "x": 0, "xanchor": "left",
-                "xref": f"x{axis} domain", "y": 1.02, "yanchor": "bottom", "yref": f"y{axis} domain",
-            }
-        )  # fmt: skip
+        layout["annotations"].append({
+            "text": f"{letter}: peak {format_bytes(max(found.allocated_bytes))}", "showarrow": False, "x": 0,
+            "xanchor": "left", "xref": f"x{axis} domain", "y": 1.02, "yanchor": "bottom", "yref": f"y{axis} domain",
+        })  # fmt: skip
     return {"traces": traces, "layout": layout}
 
 
 def _areas(found: OverTime, axis: str, unit: Unit, named: set[str]) -> Iterator[dict[str, Any]]:
-    """An area a category, from the ground of the stack up, as the page of a run has them."""
+    """Yield an area a category, from the ground of the stack up, as the page of a run has them."""
     for name, colour in COLOURS.items():
         if name not in found.categories:
             continue
@@ -195,17 +188,14 @@ def _areas(found: OverTime, axis: str, unit: Unit, named: set[str]) -> Iterator[
 
 
 def _side(side: TensorSide | None) -> str:
-    if side is None:
-        return "-"
-    what = format_bytes(side.num_bytes) if side.shape is None else f"{shape_text(side.shape)} {side.dtype}"
-    return f"{side.count} x {what} {side.op.removeprefix('aten.')}"
+    return "-" if side is None else f"{tensor_text(side)} {side.op.removeprefix('aten.')}"
 
 
 def _word(value: Any) -> str:
     return "-" if value is None or value == "" else str(value)
 
 
-def _found(is_there: bool, num_bytes: int | None) -> Cell:
+def _found(is_there: bool, num_bytes: int | None) -> PageCell:
     return ("-", None) if not is_there else ("found", None) if num_bytes is None else _size(num_bytes)
 
 
@@ -214,24 +204,21 @@ def _found(is_there: bool, num_bytes: int | None) -> Cell:
 
 def _analysis(document: Analysis) -> Iterator[Section]:
     for device in document.devices:
-        of = f" of device {device.device}" if len(document.devices) > 1 else ""
-        yield from _device(device, of)
+        yield from _device(device, f" of device {device.device}" if len(document.devices) > 1 else "")
 
 
 def _device(device: DeviceReport, of: str) -> Iterator[Section]:
     line = device.timeline
     if len(line.events) > 1:
-        yield Section(
-            f"Memory over the recording{of}", "Allocated by tensors, and reserved for them.", **_curves(device)
-        )
+        note = "Allocated by tensors, and reserved for them."
+        yield Section(f"Memory over the recording{of}", note, **_curves(device))
     reasons = [f"Event {oom.event:,}: {reason}" for oom in device.ooms for reason in oom.reasons]
     yield Section(f"Out of memory{of}", text="\n".join(reasons))
     moment, total = device.moment, device.moment.amounts.allocated_bytes + device.moment.pending_bytes or 1
     groups = moment.groups[:_MOST_BARS]
-    where = (
-        "at the end" if device.state_only else {"event": "after the event"}.get(moment.what, f"at the {moment.what}")
-    )
-    names = [f"{place}. {_short(row.key) or 'not known'}" for place, row in enumerate(groups, 1)]
+    what = "end" if device.state_only else moment.what
+    where = "after the event" if what == "event" else f"at the {what}"
+    names = [f"{place}. {source_text(row.key) or 'not known'}" for place, row in enumerate(groups, 1)]
     unit = unit_for(max((row.allocated_bytes for row in groups), default=0), smallest=1)
     colours = [COLOURS.get(row.category, OVER) for row in groups]
     yield Section(
@@ -243,7 +230,7 @@ def _device(device: DeviceReport, of: str) -> Iterator[Section]:
         rows=tuple(
             (
                 _size(row.allocated_bytes), (f"{row.allocated_bytes / total:.1%}", row.allocated_bytes), row.count,
-                row.category, _short(row.key), row.op.removeprefix("aten."), row.module,
+                row.category, source_text(row.key), row.op.removeprefix("aten."), row.module,
             )
             for row in moment.groups
         ),
@@ -252,9 +239,8 @@ def _device(device: DeviceReport, of: str) -> Iterator[Section]:
         f"Largest blocks{of}", columns=(">bytes", ">alike", "life in events", "category", "line", "operator", "module"),
         rows=tuple(
             (
-                _size(block.allocated_bytes), block.alike,
-                _life(block),
-                block.category, _short(block.source), block.op.removeprefix("aten."), block.module,
+                _size(block.allocated_bytes), block.alike, block_life(block), block.category,
+                source_text(block.source), block.op.removeprefix("aten."), block.module,
             )
             for block in moment.blocks
         ),
@@ -263,7 +249,7 @@ def _device(device: DeviceReport, of: str) -> Iterator[Section]:
         f"Leaks{of}", "What steps leave behind and nothing frees.",
         columns=(">a step", ">in all", ">blocks", "line", "operator"),
         rows=tuple(
-            (_size(leak.per_step_bytes), _size(leak.allocated_bytes), leak.count, _short(leak.source), leak.op)
+            (_size(leak.per_step_bytes), _size(leak.allocated_bytes), leak.count, source_text(leak.source), leak.op)
             for leak in device.leaks or ()
         ),
     )  # fmt: skip
@@ -277,11 +263,6 @@ def _device(device: DeviceReport, of: str) -> Iterator[Section]:
         f"Fragmentation{of}", columns=("what", *(f">at the {name}" for name, _ in ends)),
         rows=tuple((name, *(_size(getattr(row, key)) for _, row in ends)) for name, key in parts.items()),
     )  # fmt: skip
-
-
-def _life(block: BlockRow) -> str:
-    born = "start" if block.born_event < 0 else f"{block.born_event:,}"
-    return f"{born} - {'end' if block.freed_event is None else f'{block.freed_event:,}'}"
 
 
 def _curves(device: DeviceReport) -> dict[str, Any]:
@@ -309,11 +290,6 @@ def _curves(device: DeviceReport) -> dict[str, Any]:
     return {"traces": traces, "layout": layout}
 
 
-def _short(source: str) -> str:
-    head, _, function = source.rpartition(" ")
-    return f"{short_source(source)} {function}" if head and ":" in head else source
-
-
 # -- what to use -------------------------------------------------------------------------------------------------------
 
 
@@ -321,11 +297,8 @@ def _recommendation(answer: Recommendation) -> Iterator[Section]:
     total = answer.device.total_bytes
     chosen = answer.chosen
     if chosen is not None:
-        yield Section(
-            "What to use",
-            f"{chosen.name}, micro-batch {chosen.micro_batch}. Why: {answer.reason}.",
-            text=chosen.command,
-        )
+        why = f"{chosen.name}, micro-batch {chosen.micro_batch}. Why: {answer.reason}."
+        yield Section("What to use", why, text=chosen.command)
     if answer.choices:
         shown = sorted(answer.choices, key=lambda one: (one is not chosen, not one.fits, one.step_seconds or 0.0))
         bars = shown[:_MOST_BARS]
@@ -371,7 +344,7 @@ def _recommendation(answer: Recommendation) -> Iterator[Section]:
         yield Section(f"Script: {name}", text=f"{launch}{script}")
 
 
-def _largest(row: Largest) -> tuple[Cell, ...]:
+def _largest(row: Largest) -> tuple[PageCell, ...]:
     if row.model is None:
         return row.task, "none", ("-", None), ("-", None), ("-", None), row.next_model or "-", ""
     parameters, tokens = (f"{row.num_parameters:,}", row.num_parameters), row.context_length or 0
@@ -379,7 +352,7 @@ def _largest(row: Largest) -> tuple[Cell, ...]:
     return row.task, row.model, parameters, size, (f"{tokens:,}", tokens), after, row.command
 
 
-def _choice(one: Choice, *, over_cards: bool) -> tuple[Cell, ...]:
+def _choice(one: Choice, *, over_cards: bool) -> tuple[PageCell, ...]:
     verdict = "fits" if one.fits and one.margin_bytes >= 0 else "only just" if one.fits else f"dies in {one.dies_in}"
     moved = one.link_seconds if over_cards else one.bus_seconds
     return (
@@ -398,10 +371,8 @@ def _seconds(seconds: float | None) -> str:
 def _mark_capacity(layout: dict[str, Any], total: int | None, unit: Unit) -> None:
     if total is not None:
         at = total / unit.num_bytes
-        layout["shapes"], layout["annotations"] = (
-            [_upright(at, "dash")],
-            [_above(at, f"the card: {format_bytes(total)}")],
-        )
+        layout["shapes"] = [_upright(at, "dash")]
+        layout["annotations"] = [_above(at, f"the card: {format_bytes(total)}")]
 
 
 def _upright(at: float, dash: str) -> dict[str, Any]:

@@ -9,28 +9,26 @@ from memprof.ledger.ledger import Ledger
 from memprof.report.page.moments import Moments
 from memprof.trace.plain import Plain
 
-FREE = -1
-"""Instead of a kind: nothing is in the block."""
-WAITING = -2
-"""Its tensor is gone, and it waits for the work of another stream."""
+FREE = -1  # Instead of a kind: nothing is in the block.
+WAITING = -2  # Its tensor is gone, and it waits for the work of another stream.
 
 
 @dataclass(slots=True)
-class Segments(Plain):
+class SegmentColumns(Plain):
     """All segments, the largest first, each with its blocks in the order of their addresses; sizes are bytes."""
 
     event: int
     size: list[int] = field(default_factory=list)
     pool: list[str] = field(default_factory=list)
     stream: list[int] = field(default_factory=list)
+    # Of each segment: size and kind of its first block, of its second, and so on.
     blocks: list[list[int]] = field(default_factory=list)
-    """Of each segment: size and kind of its first block, of its second, and so on."""
 
 
-def segments_at_peak(ledger: Ledger, moments: Moments) -> Segments:
-    """The segments when most is allocated. They take another replay of the run."""
+def segments_at_peak(ledger: Ledger, moments: Moments) -> SegmentColumns:
+    """Return the segments when most is allocated. They take another replay of the run."""
     layout, storages = ledger.run.layout_at(ledger.peak_event)
-    found = Segments(ledger.peak_event)
+    found = SegmentColumns(ledger.peak_event)
     for segment in sorted(layout, key=lambda one: -one.size):
         found.size.append(segment.size)
         found.pool.append(pool_name(segment.is_small, segment.pool_id))

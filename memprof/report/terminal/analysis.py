@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -21,30 +22,30 @@ from memprof.report.documents.analysis import (
     PinnedSegment,
     ReplayRow,
 )
-from memprof.report.terminal.cells import curve, unit_for
+from memprof.report.terminal.cells import block_life, curve, source_text, unit_for
 from memprof.report.terminal.console import dim, heading, section, table
 from memprof.report.terminal.next_step import after_analysis, render_next
-from memprof.snapshots.refusals import Refusal
 from memprof.snapshots.what_if import WhatIf
-from memprof.trace.events import short_source
 from memprof.units import format_bytes
 
-MAX_PINS = 5
-"""Kinds of nearly empty segments that are shown."""
-_LABEL = 11
-"""Columns before a curve."""
-_SCALE = 14
-"""Columns behind it."""
-_PATH = 28
-"""Columns of a module's path beside a source line."""
+MAX_PINS = 5  # Kinds of nearly empty segments that are shown.
+_MOMENTS = {"peak": "At the peak", "end": "At the end", "oom": "At the out-of-memory error", "event": "After the event"}
+_LABEL = 11  # Columns before a curve.
+_SCALE = 14  # Columns behind it.
+_FRAGMENTATION = {
+    "reserved, not in use": "free_bytes",
+    "  wholly free segments: empty_cache() returns them": "releasable_bytes",
+    "  pinned by live blocks in the same segments": "pinned_bytes",
+    "largest free block": "largest_free_bytes",
+    "in use, but not asked for (rounding)": "rounding_bytes",
+}
+_PATH = 28  # Columns of a module's path beside a source line.
 
 
 def view(document: Analysis, *, replay: bool = False, quiet: bool = False, file: Path | None = None) -> RenderableType:
-    """The whole document; with `replay`, how far the allocator's replay agrees with the recording too.
+    """Return the whole document; with `replay`, how far the allocator's replay agrees with the recording too.
 
-    With `file`, what was read, the command to try next.
-
-    With `quiet`, the most that each device held, alone.
+    With `file`, what was read, the command to try next; with `quiet`, the most that each device held, alone.
     """
     if quiet:
         return Group(*map(_verdict, document.devices))
@@ -68,21 +69,22 @@ def _verdict(device: DeviceReport) -> RenderableType:
 
 
 def _device(device: DeviceReport, *, replay: bool, many: bool) -> RenderableType:
-    parts: list[RenderableType] = []
-    if many:
-        parts.append(Text(f"\nDevice {device.device}", style="bold underline"))
+    parts: list[RenderableType] = [Text(f"\nDevice {device.device}", style="bold underline")] if many else []
     parts.append(_summary(device))
     if len(device.timeline.events) > 1:
-        parts.append(_Timeline(device))
-    parts += [_oom(one) for one in device.ooms]
+        parts.append(_AnalysisCurves(device))
+    for oom in device.ooms:
+        title = Text(f"\nOut of memory at event {oom.event:,}", style="bold red")
+        parts += [title.append(f" in {source_text(oom.source)}", style="default"), _bullets(oom.reasons)]
     parts.append(_moment(device))
     if device.moment.blocks:
         parts.append(_blocks(device))
     parts.append(_fragmentation(device))
     if not device.state_only:
         parts.append(_leaks(device))
-    if device.missing_frames.reasons:
-        parts.append(_missing(device))
+    if (missing := device.missing_frames).reasons:
+        said = f": {format_bytes(missing.allocated_bytes)} of the peak say nothing of who made them"
+        parts += [heading("\nFrames missing", said if missing.count else ""), _bullets(missing.reasons)]
     if replay:
         parts.append(_replay(device.replay))
     if device.what_if is not None:
@@ -105,11 +107,8 @@ def _when(device: DeviceReport, amounts: Amounts) -> str:
 
 def _summary(device: DeviceReport) -> RenderableType:
     made = table("", ">requested", ">allocated", ">reserved", "~when", ruled=True)
-    if device.state_only:
-        rows: list[tuple[str, Amounts]] = [("end", device.end)]
-    else:
-        rows = [("start", device.start), ("peak", device.peak), ("end", device.end)]
-    for name, amounts in rows:
+    rows = [("start", device.start), ("peak", device.peak), ("end", device.end)]
+    for name, amounts in rows[2:] if device.state_only else rows:
         style = "bold" if name == "peak" else ""
         cells = (amounts.requested_bytes, amounts.allocated_bytes, amounts.reserved_bytes)
         made.add_row(name, *map(format_bytes, cells), _when(device, amounts), style=style)
@@ -127,7 +126,7 @@ def _summary(device: DeviceReport) -> RenderableType:
 
 
 @dataclass(frozen=True)
-class _Timeline:
+class _AnalysisCurves:
     """Both curves, as wide as the console."""
 
     device: DeviceReport
@@ -154,30 +153,14 @@ def _marks(device: DeviceReport, columns: int) -> str:
 
 
 def _curve(values: tuple[int, ...], columns: int, highest: int) -> str:
-    count = len(values)
-    levels = [
-        max(values[count * i // columns : max(count * (i + 1) // columns, count * i // columns + 1)])
-        for i in range(columns)
-    ]
-    return curve(levels, highest)
-
-
-def _oom(oom: Refusal) -> RenderableType:
-    title = Text(f"\nOut of memory at event {oom.event:,}", style="bold red")
-    title.append(f" in {_short(oom.source)}", style="default")
-    return Group(title, _bullets(oom.reasons))
+    begins = [len(values) * column // columns for column in range(columns + 1)]
+    return curve((max(values[begin : max(end, begin + 1)]) for begin, end in pairwise(begins)), highest)
 
 
 def _moment(device: DeviceReport) -> RenderableType:
     moment = device.moment
-    names = {
-        "peak": "At the peak",
-        "end": "At the end",
-        "oom": "At the out-of-memory error",
-        "event": "After the event",
-    }
     amounts = moment.amounts
-    name = "When the snapshot was taken" if device.state_only else names[moment.what]
+    name = "When the snapshot was taken" if device.state_only else _MOMENTS[moment.what]
     held = f"{format_bytes(amounts.allocated_bytes)} in {moment.num_blocks:,} blocks, by {moment.by}"
     if moment.pending_bytes:
         held += f"; {format_bytes(moment.pending_bytes)} more freed and waiting for other streams"
@@ -192,7 +175,7 @@ def _moment(device: DeviceReport) -> RenderableType:
         cells = [unit.amount(row.allocated_bytes), f"{row.allocated_bytes / total:.1%}", f"{row.count:,}"]
         if moment.by != "category":
             cells.append(row.category)
-        key = _short(row.key) if moment.by == "frame" else row.key
+        key = source_text(row.key) if moment.by == "frame" else row.key
         if row.op and moment.by == "frame" and row.op not in key:
             key += f"  {row.op.removeprefix('aten.')}"
         cells.append(key)
@@ -212,27 +195,22 @@ def _blocks(device: DeviceReport) -> RenderableType:
     unit = unit_for(blocks[0].allocated_bytes, smallest=1)
     made = table(f">{unit.name}", ">x", "|life in events", "~what it is", drop=("life in events", "x"))
     for block in _kinds(blocks):
-        life = _life(block) if block.alike == 1 else f"{_life(block).split(' ')[0]}, …"
+        life = block_life(block) if block.alike == 1 else f"{block_life(block).split(' ')[0]}, …"
         made.add_row(unit.amount(block.allocated_bytes), f"{block.alike:,}", life, _what(block))
     return section("\nLargest blocks", made)
 
 
 def _kinds(blocks: tuple[BlockRow, ...]) -> list[BlockRow]:
-    """The first of each kind."""
+    """Return the first of each kind."""
     found: dict[tuple[object, ...], BlockRow] = {}
     for block in blocks:
         found.setdefault((block.allocated_bytes, block.source, block.op, block.category), block)
     return list(found.values())
 
 
-def _life(block: BlockRow) -> str:
-    born = "start" if block.born_event < 0 else f"{block.born_event:,}"
-    return f"{born} - {'end' if block.freed_event is None else f'{block.freed_event:,}'}"
-
-
 def _what(block: BlockRow) -> Text:
     text = Text(block.category)
-    text.append(f" {_short(block.source)}")
+    text.append(f" {source_text(block.source)}")
     if block.op and block.op not in block.source:
         text.append(f" {block.op.removeprefix('aten.')}", style="dim")
     return text
@@ -244,14 +222,7 @@ def _fragmentation(device: DeviceReport) -> RenderableType:
     moments = [("", at_end)] if one_moment else [("at the peak", at_peak), ("at the end", at_end)]
     made = table("", *(f">{name}" for name, _ in moments))
     made.show_header = not one_moment
-    rows: list[tuple[str, str]] = [
-        ("reserved, not in use", "free_bytes"),
-        ("  wholly free segments: empty_cache() returns them", "releasable_bytes"),
-        ("  pinned by live blocks in the same segments", "pinned_bytes"),
-        ("largest free block", "largest_free_bytes"),
-        ("in use, but not asked for (rounding)", "rounding_bytes"),
-    ]
-    for label, field in rows:
+    for label, field in _FRAGMENTATION.items():
         made.add_row(label, *(format_bytes(getattr(one, field)) for _, one in moments))
     parts: list[RenderableType] = [section("\nFragmentation", made)]
     shown = at_peak if at_peak.nearly_empty else at_end
@@ -261,16 +232,16 @@ def _fragmentation(device: DeviceReport) -> RenderableType:
 
 
 def _pins(found: FragmentationRow, when: str) -> RenderableType:
-    title = Text(f"  Nearly empty segments{when}, and what keeps them:")
     alike = Counter(_pin(segment) for segment in found.nearly_empty)
     shown = alike.most_common()[:MAX_PINS]
     lines = [f"{f'{count} x ' if count > 1 else ''}{line}" for line, count in shown]
     rest = found.nearly_empty_segments - sum(count for _, count in shown)
-    return Group(title, _bullets([*lines, f"and {rest:,} more"] if rest else lines, indent=4))
+    lines += [f"and {rest:,} more"] if rest else []
+    return Group(Text(f"  Nearly empty segments{when}, and what keeps them:"), _bullets(lines, indent=4))
 
 
 def _bullets(sentences: Sequence[str], indent: int = 2) -> RenderableType:
-    """Sentences whose further lines are indented as their first."""
+    """Return sentences whose further lines are indented as their first."""
     grid = Table.grid(padding=(0, 1, 0, 0))
     for sentence in sentences:
         grid.add_row("-", sentence)
@@ -279,16 +250,13 @@ def _bullets(sentences: Sequence[str], indent: int = 2) -> RenderableType:
 
 def _pin(segment: PinnedSegment) -> str:
     shown = _kinds(segment.blocks)[:3]
-    pins = [
-        f"{format_bytes(block.allocated_bytes)}{f' x{block.alike:,}' if block.alike > 1 else ''} {_short(block.source)}"
+    pins = (
+        f"{format_bytes(block.allocated_bytes)}{f' x{block.alike:,}' * (block.alike > 1)} {source_text(block.source)}"
         for block in shown
-    ]
-    named = sum(block.allocated_bytes * block.alike for block in shown)
-    return (
-        f"{format_bytes(segment.size_bytes)} ({segment.pool}), {format_bytes(segment.used_bytes)} in use: "
-        + "; ".join(pins)
-        + ("; …" if named < segment.used_bytes else "")
     )
+    named = sum(block.allocated_bytes * block.alike for block in shown)
+    used = f"{format_bytes(segment.size_bytes)} ({segment.pool}), {format_bytes(segment.used_bytes)} in use: "
+    return used + "; ".join(pins) + ("; …" if named < segment.used_bytes else "")
 
 
 def _leaks(device: DeviceReport) -> RenderableType:
@@ -296,29 +264,19 @@ def _leaks(device: DeviceReport) -> RenderableType:
         return Text("\nLeaks: not looked for, as fewer than three steps can be told apart.", style="dim")
     if not device.leaks:
         return Text(f"\nLeaks: none; nothing piles up over the {device.steps.count} steps.")
-    lines = [Text("\nLeaks: what steps leave behind and nothing frees", style="bold yellow")]
-    lines += [
-        Text(
-            f"  {format_bytes(leak.per_step_bytes)} per step, {format_bytes(leak.allocated_bytes)} in "
-            f"{leak.count:,} blocks: {_short(leak.source)} {leak.op.removeprefix('aten.')}".rstrip()
-        )
+    lines = (
+        f"  {format_bytes(leak.per_step_bytes)} per step, {format_bytes(leak.allocated_bytes)} in "
+        f"{leak.count:,} blocks: {source_text(leak.source)} {leak.op.removeprefix('aten.')}".rstrip()
         for leak in device.leaks
-    ]
-    return Group(*lines)
-
-
-def _missing(device: DeviceReport) -> RenderableType:
-    missing = device.missing_frames
-    said = f": {format_bytes(missing.allocated_bytes)} of the peak say nothing of who made them"
-    return Group(heading("\nFrames missing", said if missing.count else ""), _bullets(missing.reasons))
+    )
+    title = Text("\nLeaks: what steps leave behind and nothing frees", style="bold yellow")
+    return Group(title, *map(Text, lines))
 
 
 def _replay(replay: ReplayRow) -> RenderableType:
     layout = "identical" if replay.final_layout_identical else "different"
-    title = heading(
-        "\nReplay: ",
-        f"{replay.identical_addresses:,} of {replay.allocations:,} addresses identical, final layout {layout}",
-    )
+    identical = f"{replay.identical_addresses:,} of {replay.allocations:,} addresses identical"
+    title = heading("\nReplay: ", f"{identical}, final layout {layout}")
     first = replay.first_difference
     if first is None:
         return title
@@ -327,41 +285,24 @@ def _replay(replay: ReplayRow) -> RenderableType:
 
 
 def _what_if(found: WhatIf) -> RenderableType:
-    made = table(
-        "~settings", ">peak reserved", ">reserved at the end", ">segments", drop=("segments", "reserved at the end")
-    )
+    least_needed = ("segments", "reserved at the end")
+    made = table("~settings", ">peak reserved", ">reserved at the end", ">segments", drop=least_needed)
     for one, note in ((found.before, " (as recorded)"), (found.after, "")):
-        made.add_row(
-            one.settings + note,
-            format_bytes(one.peak_reserved_bytes),
-            format_bytes(one.final_reserved_bytes),
-            f"{one.final_segments:,}",
-        )
+        sizes = format_bytes(one.peak_reserved_bytes), format_bytes(one.final_reserved_bytes)
+        made.add_row(one.settings + note, *sizes, f"{one.final_segments:,}")
     verdict = "saves" if found.saved_bytes > 0 else "costs" if found.saved_bytes < 0 else "changes nothing of the peak"
     sentence = f"  It {verdict}" + (f" {format_bytes(abs(found.saved_bytes))} of the peak" if found.saved_bytes else "")
     notes = [Text(sentence + ".")]
     if found.before.peak_reserved_bytes != found.recorded_peak_reserved_bytes:
-        notes.append(
-            dim(
-                f"  Recorded were {format_bytes(found.recorded_peak_reserved_bytes)}: what was cached before the "
-                "recording began is not known, so both replays begin with the live blocks alone."
-            )
-        )
+        recorded = f"  Recorded were {format_bytes(found.recorded_peak_reserved_bytes)}: what was cached before the "
+        notes.append(dim(f"{recorded}recording began is not known, so both replays begin with the live blocks alone."))
     if found.refused_requests:
         notes.append(dim(f"  Requests that were refused ({found.refused_requests}) are left out of both."))
     return Group(section("\nWhat if: the same requests", made), *notes)
 
 
-def _short(source: str) -> str:
-    """`folder/file.py:line function` of a source; what is none stays as it is."""
-    head, _, function = source.rpartition(" ")
-    if not head or ":" not in head:
-        return source
-    return f"{short_source(source)} {function}"
-
-
 def _tail(module: str) -> str:
-    """The innermost calls of a chain, or the end of a path."""
+    """Return the innermost calls of a chain, or the end of a path."""
     if len(module) > _PATH and " > " not in module and not module.startswith("("):
         kept: list[str] = []
         for part in reversed(module.split(".")):

@@ -1,13 +1,14 @@
-"""The bridge for a terminal: from what tensors asked for to what the card has in use."""
+"""The bridge for a terminal: from what tensors asked for to what the card has in use; and what each stream has."""
 
 from __future__ import annotations
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from memprof.ledger.bridge import Bridge, BridgeMoment, PoolUse
+from memprof.ledger.bridge import Bridge, PoolUse
 from memprof.ledger.stages import at_stage
-from memprof.report.terminal.cells import Unit, some
+from memprof.ledger.streams import StreamMemory
+from memprof.report.terminal.cells import Unit, join_some
 from memprof.report.terminal.console import dim, heading, indented, table
 from memprof.units import format_bytes
 
@@ -16,64 +17,52 @@ MAX_PROCESSES = 5
 
 def render_bridge(bridge: Bridge, unit: Unit) -> RenderableType:
     """A column for the moment at which most is reserved, and one for that at which most is allocated, if it differs."""
-    moments = [bridge.peak_reserved]
-    if _amounts(bridge.peak_allocated) != _amounts(bridge.peak_reserved):
-        moments.append(bridge.peak_allocated)
+    amounts = ("requested_bytes", "allocated_bytes", "reserved_bytes")
+    first, other = bridge.peak_reserved, bridge.peak_allocated
+    moments = [first, other] if any(getattr(first, name) != getattr(other, name) for name in amounts) else [first]
     heads = ("most reserved", "most allocated")[: len(moments)]
     made = table("|", *(f">{head}" for head in heads), "~ ", drop=("most allocated", " "))
     made.show_header = len(moments) > 1
     made.columns[-1].style = "dim"
 
-    def add(name: str, values: list[int | None], note: str = "", *, total: bool = False) -> None:
-        amounts = ["not known" if value is None else unit.amount(value) for value in values]
-        made.add_row(name, *amounts, note, style="bold" if total else "")
+    def add(name: str, attribute: str = "", note: str = "", *, total: bool = False) -> None:
+        values = [getattr(moment, attribute) if attribute else None for moment in moments]
+        cells = ["not known" if value is None else unit.amount(value) for value in values]
+        made.add_row(name, *cells, note, style="bold" if total else "")
 
-    def of(attribute: str) -> list[int | None]:
-        return [getattr(moment, attribute) for moment in moments]
-
-    first = moments[0]
-    add("requested by tensors", of("requested_bytes"))
-    add("+ rounding", of("rounding_bytes"), "of blocks")
-    add("= allocated", of("allocated_bytes"), "what torch says", total=True)
-    add("+ free in segments", of("fragmentation_bytes"), _kept(first.fragmentation_bytes, bridge.cached_bytes(first)))
+    add("requested by tensors", "requested_bytes")
+    add("+ rounding", "rounding_bytes", "of blocks")
+    add("= allocated", "allocated_bytes", "what torch says", total=True)
+    add("+ free in segments", "fragmentation_bytes", _kept(first.fragmentation_bytes, bridge.cached_bytes(first)))
     if any(moment.given_back_bytes for moment in moments):
-        add("+ given back at once", of("given_back_bytes"), "before the request was served")
-    add("= reserved", of("reserved_bytes"), "what torch holds", total=True)
-    add("+ CUDA context", of("context_bytes"))
+        add("+ given back at once", "given_back_bytes", "before the request was served")
+    add("= reserved", "reserved_bytes", "what torch holds", total=True)
+    add("+ CUDA context", "context_bytes")
     if first.libraries_bytes is not None or first.other_processes_bytes is not None:
-        add("+ libraries outside", of("libraries_bytes"), "handles of cuBLAS and cuDNN, NCCL")
-        add("+ other processes", of("other_processes_bytes"), _processes(bridge))
+        add("+ libraries outside", "libraries_bytes", "handles of cuBLAS and cuDNN, NCCL")
+        add("+ other processes", "other_processes_bytes", _processes(bridge))
     if first.unnamed_bytes is not None:
-        add("+ libraries, others", of("unnamed_bytes"), "libraries and other processes, not told apart")
+        add("+ libraries, others", "unnamed_bytes", "libraries and other processes, not told apart")
     if bridge.nccl_group_bytes is not None:
         least, most = map(format_bytes, bridge.nccl_group_bytes)
-        add("+ NCCL", [None] * len(moments), f"{least} to {most} for each group, where others measured it")
-    add("= device used", of("device_used_bytes"), "what nvidia-smi says", total=True)
+        add("+ NCCL", note=f"{least} to {most} for each group, where others measured it")
+    add("= device used", "device_used_bytes", "what nvidia-smi says", total=True)
     where = (f"{head} in {at_stage(moment.stage, moment.step)}" for head, moment in zip(heads, moments, strict=True))
     title = heading(f"From tensors to device used, {unit.name}, ", ", ".join(where))
     parts: list[RenderableType] = [title, indented(made)]
-    notes = [f"free: {_free(first)}"] if first.fragmentation_bytes else []
+    free = ", ".join(_pool(pool) for pool in first.pools if pool.free_bytes)
+    notes = [f"free: {free}"] if first.fragmentation_bytes else []
     if bridge.outside_is_unknown:
         nccl = "" if bridge.nccl_group_bytes is None else "NCCL, "
         notes.append(f"not known: libraries outside the allocator, {nccl}other processes")
-    parts += [indented(dim("; ".join(notes)))] if notes else []
-    return Group(*parts, Text(""))
-
-
-def _amounts(moment: BridgeMoment) -> tuple[int, ...]:
-    return moment.requested_bytes, moment.allocated_bytes, moment.reserved_bytes
+    return Group(*parts, *([indented(dim("; ".join(notes)))] if notes else []), Text(""))
 
 
 def _kept(free: int, cached: int) -> str:
-    """What is free where most is reserved: cached for the next step, or never in use."""
+    """Return what is free where most is reserved: cached for the next step, or never in use."""
     if not cached:
         return "fragmentation"
     return f"{format_bytes(free - cached)} fragmentation, the rest cached" if free > cached else "cached"
-
-
-def _free(moment: BridgeMoment) -> str:
-    """Which segments have what is free."""
-    return ", ".join(_pool(pool) for pool in moment.pools if pool.free_bytes)
 
 
 def _pool(pool: PoolUse) -> str:
@@ -83,10 +72,26 @@ def _pool(pool: PoolUse) -> str:
 
 
 def _processes(bridge: Bridge) -> str:
-    if not bridge.processes:
-        return ""
-    largest = sorted(bridge.processes, key=lambda one: -(one.used_bytes or 0))
-    named = [
-        f"{one.name} ({one.pid}) {'?' if one.used_bytes is None else format_bytes(one.used_bytes)}" for one in largest
-    ]
-    return some(named, MAX_PROCESSES)
+    largest = sorted(bridge.processes or (), key=lambda one: -(one.used_bytes or 0))
+    used = ("?" if one.used_bytes is None else format_bytes(one.used_bytes) for one in largest)
+    return join_some([f"{one.name} ({one.pid}) {size}" for one, size in zip(largest, used, strict=True)], MAX_PROCESSES)
+
+
+def render_streams(found: StreamMemory, unit: Unit) -> RenderableType:
+    """Return a row a stream, and both bounds of what is reserved where they differ."""
+    waits = any(share.waiting_bytes for share in found.streams)
+    made = table("|stream", ">reserved", ">allocated", *([">waiting"] * waits), ">free")
+    for share in found.streams:
+        figures = [share.reserved_bytes, share.allocated_bytes, *([share.waiting_bytes] * waits), share.free_bytes]
+        made.add_row(str(share.stream) if share.stream else "default", *map(unit.amount, figures))
+    notes = [f"On one stream the run would reserve {format_bytes(found.one_stream_bytes)} at most."]
+    if found.soonest_bytes is not None and found.latest_bytes is not None:
+        bounds = found.soonest_bytes, found.reserved_bytes, found.latest_bytes
+        if len(set(bounds)) > 1:
+            soonest, rule, latest = map(format_bytes, bounds)
+            notes.append(
+                f"What streams lend each other decides it: {rule} by memprof's rule, {soonest} if it is free at once, "
+                f"{latest} if only once the host has waited."
+            )
+    title = heading("By stream, where most is reserved, ", unit.name)
+    return Group(title, indented(made), *(indented(dim(note)) for note in notes), Text(""))

@@ -6,16 +6,15 @@ from memprof.ledger.ledger import LiveTensor
 from memprof.ledger.stages import at_stage
 from memprof.report.documents.report import Document
 from memprof.report.terminal.cells import shape_text
-from memprof.report.terminal.tensors import told_apart
+from memprof.report.terminal.tensors import merge_equal_rows
 from memprof.trace.events import FailureKind, short_source
 from memprof.units import format_bytes
 
-TENSORS = 3
-"""Of the largest at the peak."""
+TENSORS = 3  # Of the largest at the peak.
 
 
 def brief(document: Document) -> str:
-    """Verdict, peak with its stage, the largest tensors, and what the findings are called."""
+    """Return verdict, peak with its stage, the largest tensors, and what the findings are called."""
     peak, verdict = document.peak, document.verdict
     lines = [
         _verdict(document),
@@ -24,13 +23,11 @@ def brief(document: Document) -> str:
     ]
     if verdict.oom_stage is not None:
         where = f" at {short_source(verdict.oom_source)}" if verdict.oom_source else ""
-        asked, used = verdict.tried_to_allocate_bytes or 0, verdict.in_use_bytes or 0
-        lines.append(
-            f"  full: in {at_stage(verdict.oom_stage, verdict.oom_step or 0)}{where}, asked for {format_bytes(asked)} "
-            f"with {format_bytes(used)} in use"
-        )
+        asked, used = (format_bytes(size or 0) for size in (verdict.tried_to_allocate_bytes, verdict.in_use_bytes))
+        stage = at_stage(verdict.oom_stage, verdict.oom_step or 0)
+        lines.append(f"  full: in {stage}{where}, asked for {asked} with {used} in use")
     lines.append("  largest at the peak:")
-    lines += [f"    {_tensor(tensor)}" for tensor in told_apart(peak.tensors)[:TENSORS]]
+    lines += [f"    {_tensor(tensor)}" for tensor in merge_equal_rows(peak.tensors)[:TENSORS]]
     findings = [finding for finding in document.findings if finding.id != "does-not-fit"]
     if findings:
         lines.append("  findings:")
@@ -45,16 +42,14 @@ def _verdict(document: Document) -> str:
     have = name if size in name else f"{name}, {size}"
     growth = document.verdict.growth
     if growth is not None and growth.runs_out:
-        return (
-            f"does not fit: runs out of memory at about step {growth.runs_out_step:,}; "
-            f"{growth.steps_seen} steps took {need} ({have})"
-        )
+        when = f"runs out of memory at about step {growth.runs_out_step:,}"
+        return f"does not fit: {when}; {growth.steps_seen} steps took {need} ({have})"
     if document.verdict.fits is False:
         return f"does not fit: it takes {need} ({have})"
-    if document.failure is not None and document.failure.kind == FailureKind.REFUSED:
-        return f"no verdict: {document.failure.message}; what was simulated takes {need} ({have})"
-    if document.failure is not None and document.failure.kind == FailureKind.OTHER_RANK:
-        return f"no verdict: {document.failure.message}; until then it took {need} ({have})"
+    if document.failure is not None and document.failure.kind in (FailureKind.REFUSED, FailureKind.OTHER_RANK):
+        is_refused = document.failure.kind == FailureKind.REFUSED
+        took = f"what was simulated takes {need}" if is_refused else f"until then it took {need}"
+        return f"no verdict: {document.failure.message}; {took} ({have})"
     if document.verdict.fits is None:
         return f"stopped early: it took {need} until then ({have})"
     return f"fits: it takes {need} ({have})"
@@ -65,5 +60,4 @@ def _tensor(tensor: LiveTensor) -> str:
     what = tensor.name or tensor.module or ""
     where = f" at {short_source(tensor.source)}" if tensor.source and not tensor.name else ""
     size = format_bytes(tensor.num_bytes)
-    text = f"{count}{size} [{shape_text(tensor.shape)}] {tensor.dtype}: {tensor.category} {what}"
-    return text.rstrip() + where
+    return f"{count}{size} [{shape_text(tensor.shape)}] {tensor.dtype}: {tensor.category} {what}".rstrip() + where

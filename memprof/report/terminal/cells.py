@@ -1,10 +1,16 @@
-"""What stands in a cell, as plain words: sizes in one unit, a stage with its step, a shape. Needs no rich."""
+"""What stands in a cell, of a terminal's table or a page's, as plain words: sizes, shapes, lines. Needs no rich."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
-from memprof.units import GIB, KIB, MIB
+from memprof.trace.events import short_source
+from memprof.units import GIB, KIB, MIB, format_bytes
+
+if TYPE_CHECKING:  # a report of a run needs neither
+    from memprof.report.documents.analysis import BlockRow
+    from memprof.report.documents.comparison import TensorSide, TotalRow
 
 _BARS = " ▁▂▃▄▅▆▇█"
 _UNITS = (("GiB", GIB), ("MiB", MIB), ("KiB", KIB), ("bytes", 1))
@@ -18,7 +24,7 @@ class Unit:
         self.num_bytes = num_bytes
 
     def amount(self, num_bytes: int, *, sign: bool = False) -> str:
-        """`num_bytes` with two decimals, never as minus zero."""
+        """Return `num_bytes` with two decimals, never as minus zero."""
         value = round(num_bytes / self.num_bytes, 2) + 0.0
         return f"{value:+,.2f}" if sign else f"{value:,.2f}"
 
@@ -29,16 +35,46 @@ def unit_for(num_bytes: int, *, smallest: int = MIB) -> Unit:
 
 
 def shape_text(shape: Iterable[int]) -> str:
-    """Such as 4096x64000."""
+    """Return a shape as in 4096x64000."""
     return "x".join(map(str, shape))
 
 
-def some(names: list[str], most: int) -> str:
-    """The first `most` of `names`, and how many more there are."""
+def join_some(names: list[str], most: int) -> str:
+    """Return the first `most` of `names`, and how many more there are."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 
 
 def curve(values: Iterable[int], highest: int) -> str:
-    """A bar each, of the height that it has of `highest`; anything above nothing is seen."""
+    """Return a bar for each value, of its height of `highest`; anything above nothing is seen."""
     return "".join(_BARS[-(-max(value, 0) * (len(_BARS) - 1) // highest)] for value in values)
+
+
+def signed_bytes(num_bytes: int) -> str:
+    """Return a difference in its own unit: never shown as nothing when there is one."""
+    return ("+" if num_bytes > 0 else "-" if num_bytes else "") + format_bytes(abs(num_bytes))
+
+
+def source_text(source: str) -> str:
+    """Return `folder/file.py:line function` of a source; what is none stays as it is."""
+    head, _, function = source.rpartition(" ")
+    return f"{short_source(source)} {function}" if head and ":" in head else source
+
+
+def block_life(block: BlockRow) -> str:
+    """Return the events between which a block was alive."""
+    born = "start" if block.born_event < 0 else f"{block.born_event:,}"
+    return f"{born} - {'end' if block.freed_event is None else f'{block.freed_event:,}'}"
+
+
+def total_verdict(row: TotalRow) -> str:
+    """Return how a total of two runs is compared."""
+    if not row.compared:
+        return f"not compared: {row.why_not}"
+    return "equal" if row.difference_bytes == 0 else "within" if row.within else "differs"
+
+
+def tensor_text(side: TensorSide) -> str:
+    """Return number and shape of equal tensors; without a shape the bytes of one."""
+    what = format_bytes(side.num_bytes) if side.shape is None else f"{shape_text(side.shape)} {side.dtype}"
+    return f"{side.count} x {what}"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -24,44 +25,33 @@ from memprof.report.documents.comparison import (
     TensorRow,
     TensorSide,
 )
-from memprof.report.terminal.cells import Unit, shape_text, some, unit_for
+from memprof.report.terminal.cells import Unit, join_some, signed_bytes, tensor_text, total_verdict, unit_for
 from memprof.report.terminal.console import dim, heading, section, table
 from memprof.report.terminal.next_step import after_comparison, render_next
 from memprof.units import format_bytes
 
-MAX_NAMED = 6
-"""Stages named that only one has."""
-MAX_VALUE = 44
-"""Columns of a setting's value."""
+T = TypeVar("T", int, float)
+MAX_NAMED = 6  # Stages named that only one has.
 
 
 def view(
     document: Comparison, *, top: int = 10, explain: bool = False, quiet: bool = False, files: tuple[Path, ...] = ()
 ) -> RenderableType:
-    """The whole comparison, `top` rows of a table; with `explain`, the assumptions of only one too.
+    """Return the whole comparison, `top` rows of a table; with `explain`, the assumptions of only one too.
 
     With `quiet`, the verdict alone; with `files`, A and B, the command to try next.
     """
     if quiet:
         return _verdict(document)
     unit = unit_for(max((max(row.a_bytes or 0, row.b_bytes or 0) for row in document.totals), default=0))
-    parts: list[RenderableType] = [render_heading(document), _settings(document), _totals(document, unit)]
-    parts += [
-        _stages(document, unit, top),
-        _categories(document, unit, top),
-        _tensors(document, top),
-        _kernels(document),
-        _reserved(document, unit),
-        _findings(document),
-    ]
-    if explain:
-        parts.append(_assumptions(document))
-    parts.append(_verdict(document))
-    return Group(*parts, *render_next(after_comparison(document, files)))
+    parts = [render_heading(document), _settings(document), _totals(document, unit), _stages(document, unit, top)]
+    parts += [_categories(document, unit, top), _tensors(document, top), _kernels(document)]
+    parts += [_reserved(document, unit), _findings(document), *([_assumptions(document)] if explain else [])]
+    return Group(*parts, _verdict(document), *render_next(after_comparison(document, files)))
 
 
 def render_heading(document: Comparison) -> RenderableType:
-    """The two, and what kinds of runs they are."""
+    """Return the two, and what kinds of runs they are."""
     lines = [heading("memprof compare")]
     for letter, side in (("A", document.a), ("B", document.b)):
         lines.append(Text(f"{letter}: {side.file}, {_described(side)}"))
@@ -106,74 +96,55 @@ def _totals(document: Comparison, unit: Unit) -> RenderableType:
     for row in document.totals:
         if row.a_bytes is None and row.b_bytes is None:
             continue
-        verdict = dim(f"not compared: {row.why_not}")
-        if row.compared:
-            equal = row.difference_bytes == 0
-            verdict = Text("equal" if equal else "within" if row.within else "differs")
-            verdict.stylize("green" if row.within else "red")
+        verdict = Text(total_verdict(row), style="dim" if not row.compared else "green" if row.within else "red")
         made.add_row(row.name, *_three(unit, row.a_bytes, row.b_bytes, row.difference_bytes), verdict)
     return _titled("Totals", f"tolerance {document.tolerance}", made)
 
 
 def _stages(document: Comparison, unit: Unit, top: int) -> RenderableType:
-    shown, rest = _folded(document.stages, top)
-    lone = {letter: _only(document.stages, letter) for letter in (ONLY_IN_A, ONLY_IN_B)}
+    # Stages that differ, layers of one stack as one row, largest difference first.
+    groups = _stacks(row for row in document.stages if row.a and row.b and row.status != SAME)
+    groups.sort(key=lambda rows: -max(abs(row.difference_bytes or 0) for row in rows))
+    lone = {one: _stacks(row for row in document.stages if row.status == one) for one in (ONLY_IN_A, ONLY_IN_B)}
     same = sum(row.status == SAME for row in document.stages)
-    notes = [f"{letter}: {names}" for letter, names in lone.items() if names]
-    if rest:
-        notes.append(f"{rest} more that differ (--top)")
-    if not shown:
+    notes = [f"{status}: {join_some(list(map(_stage_name, own)), MAX_NAMED)}" for status, own in lone.items() if own]
+    if groups[top:]:
+        notes.append(f"{len(groups[top:])} more that differ (--top)")
+    if not groups[:top]:
         text = Text(f"\nStages: the {same} that both have are the same." if same else "\nStages: none in common.")
         return Group(text, *(dim(f"  {note}") for note in notes))
     timed = document.seconds_a is not None or document.seconds_b is not None
     made = _beside(f"peak, {unit.name}", ">change A", ">change B", *([">seconds A", ">B"] if timed else []))
-    for name, group in shown:
+    for group in groups[:top]:
         a, b = ([row.a for row in group], [row.b for row in group])
         peak_a, peak_b = (max(_amounts(side, lambda one: one.peak_allocated_bytes)) for side in (a, b))
-        changes = [sum(_amounts(side, lambda one: one.delta_bytes or 0)) for side in (a, b)]
-        cells = [name, *_three(unit, peak_a, peak_b, peak_b - peak_a)]
-        cells += [unit.amount(one, sign=True) for one in changes]
-        if timed:
-            cells += [_seconds(side) for side in (a, b)]
-        made.add_row(*cells)
+        changes = [sum(_amounts(side, lambda one: one.delta_bytes)) for side in (a, b)]
+        seconds = [_amounts(side, lambda one: one.seconds) for side in (a, b)] if timed else []
+        made.add_row(
+            _stage_name(group),
+            *_three(unit, peak_a, peak_b, peak_b - peak_a),
+            *(unit.amount(one, sign=True) for one in changes),
+            *(f"{sum(known):.3f}" if known else "-" for known in seconds),
+        )
     return _titled("Stages", f"largest differences first; {same} are the same", made, notes)
 
 
-def _amounts(side: Iterable[StageAmounts | None], value: Callable[[StageAmounts], int]) -> list[int]:
-    return [value(one) for one in side if one is not None]
-
-
-def _seconds(side: list[StageAmounts | None]) -> str:
-    known = [one.seconds for one in side if one is not None and one.seconds is not None]
-    return f"{sum(known):.3f}" if known else "-"
-
-
-def _folded(stages: tuple[StageRow, ...], top: int) -> tuple[list[tuple[str, list[StageRow]]], int]:
-    """Stages that differ, layers of one stack as one row, largest difference first; and how many are left out."""
-    groups = _stacks(row for row in stages if row.a and row.b and row.status != SAME)
-    groups.sort(key=lambda rows: -max(abs(row.difference_bytes or 0) for row in rows))
-    return [(_stage_name(rows), rows) for rows in groups[:top]], len(groups[top:])
+def _amounts(side: Iterable[StageAmounts | None], value: Callable[[StageAmounts], T | None]) -> list[T]:
+    return [known for one in side if one is not None and (known := value(one)) is not None]
 
 
 def _stacks(rows: Iterable[StageRow]) -> list[list[StageRow]]:
-    """Rows in the order of the run, those of one stack of layers together."""
+    """Return rows in the order of the run, those of one stack of layers together."""
     ordered = sorted(rows, key=lambda row: row.order)
-    return [
-        list(own) for _, own in groupby(ordered, key=lambda row: (row.step, row.micro_batch, row.stack or row.order))
-    ]
+    stacks = groupby(ordered, key=lambda row: (row.step, row.micro_batch, row.stack or row.order))
+    return [list(own) for _, own in stacks]
 
 
 def _stage_name(rows: list[StageRow]) -> str:
     first = rows[0]
-    name = first.name
-    if len(rows) > 1:
-        name = f"{first.name.rpartition(' ')[0]}s {first.index}-{rows[-1].index}"
+    several = f"{first.name.rpartition(' ')[0]}s {first.index}-{rows[-1].index}"
+    name = several if len(rows) > 1 else first.name
     return at_stage(name, first.step, first.micro_batch)
-
-
-def _only(stages: tuple[StageRow, ...], status: str) -> str:
-    """Names of the stages that only one has."""
-    return some([_stage_name(rows) for rows in _stacks(row for row in stages if row.status == status)], MAX_NAMED)
 
 
 def _categories(document: Comparison, unit: Unit, top: int) -> RenderableType:
@@ -193,7 +164,7 @@ def _tensors(document: Comparison, top: int) -> RenderableType:
     made = table(">difference", "~what", "~A", "~B", drop=("A", "B"))
     differing = [row for row in document.tensors if row.difference_bytes]
     for row in differing[:top]:
-        made.add_row(_signed(row.difference_bytes), _place(row), _tensor(row, row.a), _tensor(row, row.b))
+        made.add_row(signed_bytes(row.difference_bytes), _place(row), _tensor(row, row.a), _tensor(row, row.b))
     notes = [f"{len(differing) - top} more (--top; --json has all)"] if len(differing) > top else []
     if alike := len(document.tensors) - len(differing):
         notes.append(f"{alike} more with the same bytes, but another operator or shape (--json)")
@@ -215,29 +186,28 @@ def _place(row: TensorRow) -> Text:
 def _tensor(row: TensorRow, side: TensorSide | None) -> Text:
     if side is None:
         return dim("-")
-    what = format_bytes(side.num_bytes) if side.shape is None else f"{shape_text(side.shape)} {side.dtype}"
-    text = Text(f"{side.count} x {what}")
+    text = Text(tensor_text(side))
     if row.status == "operator":
         text.append(f" {side.op}", style="dim")
     return text
 
 
 def _kernels(document: Comparison) -> RenderableType:
-    lines = []
-    for letter, use in (("A", document.kernels_a), ("B", document.kernels_b)):
-        if use.num_bytes:
-            lines.append(Text(f"  {letter}: {use.kind}, {format_bytes(use.num_bytes)}: {_kernel_names(use)}"))
+    lines = [
+        Text(f"  {letter}: {use.kind}, {format_bytes(use.num_bytes)}: {_kernel_names(use)}")
+        for letter, use in (("A", document.kernels_a), ("B", document.kernels_b))
+        if use.num_bytes
+    ]
     if not lines:
         return Text("\nKernels' own memory at the peak: none.")
     return Group(heading("\nKernels' own memory at the peak", " (in no category and no tensor above)"), *lines)
 
 
 def _kernel_names(use: KernelUse) -> str:
-    sums: dict[str, int] = {}
+    sums = Counter[str]()
     for one in use.tensors:
-        sums[one.op] = sums.get(one.op, 0) + one.num_bytes * one.count
-    named = sorted(sums.items(), key=lambda item: -item[1])
-    return some([f"{op} {format_bytes(num_bytes)}" for op, num_bytes in named], MAX_NAMED)
+        sums[one.op] += one.total_bytes
+    return join_some([f"{op} {format_bytes(num_bytes)}" for op, num_bytes in sums.most_common()], MAX_NAMED)
 
 
 def _reserved(document: Comparison, unit: Unit) -> RenderableType:
@@ -269,9 +239,8 @@ def _findings(document: Comparison) -> RenderableType:
 
 
 def _assumptions(document: Comparison) -> RenderableType:
-    lines = []
-    for letter, own in (("A", document.assumptions_only_in_a), ("B", document.assumptions_only_in_b)):
-        lines += [Text(f"  - {letter}: {sentence}") for sentence in own]
+    sides = (("A", document.assumptions_only_in_a), ("B", document.assumptions_only_in_b))
+    lines = [Text(f"  - {letter}: {sentence}") for letter, own in sides for sentence in own]
     return Group(heading("\nAssumptions of only one"), *lines) if lines else Text("\nAssumptions: no difference.")
 
 
@@ -289,18 +258,13 @@ def _verdict(document: Comparison) -> RenderableType:
 
 
 def _beside(first: str, *more: str) -> Table:
-    """A table of A, B and their difference."""
+    """Return a table of A, B and their difference."""
     return table(f"~{first}", ">A", ">B", ">difference", *more, drop=("change A", "change B", "A", "B"))
 
 
 def _three(unit: Unit, a: int | None, b: int | None, difference: int | None) -> list[str]:
     shown = ["-" if one is None else unit.amount(one) for one in (a, b)]
-    return [*shown, "-" if difference is None else _signed(difference)]
-
-
-def _signed(difference: int) -> str:
-    """A difference in its own unit: never shown as nothing when there is one."""
-    return ("+" if difference > 0 else "-" if difference else "") + format_bytes(abs(difference))
+    return [*shown, "-" if difference is None else signed_bytes(difference)]
 
 
 def _titled(title: str, what: str, made: Table, notes: Iterable[str] = ()) -> RenderableType:

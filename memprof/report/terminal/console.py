@@ -12,7 +12,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.padding import Padding
 from rich.segment import Segment
-from rich.table import Column, Table
+from rich.table import Table
 from rich.text import Text
 
 from memprof.errors import printable
@@ -22,7 +22,7 @@ from memprof.report.terminal.widths import (
     WIDEST,
     WIDTH,
     aligned,
-    left_out,
+    dropped_columns_note,
     output_width,
     wrapped,
 )
@@ -51,7 +51,7 @@ def terminal(stream: TextIO | None = None) -> Console:
 
 
 def text_of(view: RenderableType, width: int = WIDTH) -> str:
-    """`view` without colour, `width` columns wide, no blanks at the ends of lines."""
+    """Return `view` without colour, `width` columns wide, no blanks at the ends of lines."""
     file = io.StringIO()
     # Plain whatever FORCE_COLOR says: that is about the terminal.
     console = _Console(file=file, width=width, color_system=None, force_terminal=False, legacy_windows=False)
@@ -60,7 +60,7 @@ def text_of(view: RenderableType, width: int = WIDTH) -> str:
 
 
 def html_of(view: RenderableType, width: int = WIDTH) -> str:
-    """`view` in colour as an element of HTML, `width` columns wide; its words are escaped."""
+    """Return `view` in colour as an element of HTML, `width` columns wide; its words are escaped."""
     console = _Console(file=io.StringIO(), width=width, record=True, force_terminal=True, legacy_windows=False)
     console.print(view)
     style = "font-family: monospace; line-height: normal; white-space: pre; overflow-x: auto"
@@ -79,7 +79,7 @@ def show(view: RenderableType) -> None:
 
 
 def ansi(line: Text, columns: int) -> str:
-    """A line with its colours, cut to the width of the terminal."""
+    """Return a line with its colours, cut to the width of the terminal."""
     file = io.StringIO()
     line.no_wrap, line.overflow = True, "ellipsis"
     _Console(file=file, force_terminal=True, width=columns, legacy_windows=False).print(line, end="")
@@ -87,23 +87,23 @@ def ansi(line: Text, columns: int) -> str:
 
 
 def heading(title: str, rest: str = "") -> Text:
-    """A title, and what belongs to it on the same line."""
+    """Return a title, and what belongs to it on the same line."""
     text = Text(title, style="bold")
     return text.append(rest, style="default") if rest else text
 
 
 def dim(text: str) -> Text:
-    """A remark."""
+    """Return a remark."""
     return Text(text, style="dim")
 
 
 def indented(*parts: RenderableType, below: int = 0) -> Padding:
-    """`parts` below each other, two columns in, with so many empty lines below."""
+    """Return `parts` below each other, two columns in, with so many empty lines below."""
     return Padding(Group(*parts), (0, 0, below, 2))
 
 
 def section(title: Text | str, *parts: RenderableType, below: int = 0) -> Group:
-    """A title and, indented, what it is about."""
+    """Return a title and, indented, what it is about."""
     return Group(heading(title) if isinstance(title, str) else title, indented(*parts, below=below))
 
 
@@ -116,17 +116,19 @@ class _Fitted(Table):
         gone: list[str] = []
         yield from Table.__rich_console__(self._fitted(console, options, gone), console, options)
         if any(name.strip() for name in gone):
-            yield dim(left_out(gone))
+            yield dim(dropped_columns_note(gone))
 
     def _fitted(self, console: Console, options: ConsoleOptions, gone: list[str]) -> Table:
-        """The same with widths; `gone` gets the headers that were left out."""
+        """Return the table with widths; `gone` gets the headers that were left out."""
         made, left = copy.copy(self), [name for name in self.drop if name in {c.header for c in self.columns}]
         while True:
             room = options.max_width - made._extra_width
             wide = options.update_width(WIDEST)
             most = [made._measure_column(console, wide, column) for column in made.columns]
             # Running text may take several lines. A name should not; it does where all else is gone.
-            needed = [one.minimum if _runs(c) else one.maximum for one, c in zip(most, made.columns, strict=True)]
+            needed = [
+                one.minimum if c.overflow == "fold" else one.maximum for one, c in zip(most, made.columns, strict=True)
+            ]
             if sum(needed) > room and not left:
                 needed = [m.maximum if c.no_wrap else m.minimum for m, c in zip(most, made.columns, strict=True)]
             if sum(needed) <= room:
@@ -143,12 +145,8 @@ class _Fitted(Table):
                 column._index = index
 
 
-def _runs(column: Column) -> bool:
-    return column.overflow == "fold"
-
-
 def _grown(needed: list[int], most: list[int], room: int) -> list[int]:
-    """Widths between both that share what `room` there is, the narrowest first."""
+    """Return widths between both that share what `room` there is, the narrowest first."""
     widths = list(needed)
     while (spare := room - sum(widths)) > 0 and any(w < m for w, m in zip(widths, most, strict=True)):
         growing = [place for place, (w, m) in enumerate(zip(widths, most, strict=True)) if w < m]
@@ -159,7 +157,7 @@ def _grown(needed: list[int], most: list[int], room: int) -> list[int]:
 
 
 def table(*headers: str, ruled: bool = False, drop: Sequence[str] = ()) -> Table:
-    """A table in the house's style: without lines, or with one below its headers.
+    """Return a table in the house's style: without lines, or with one below its headers.
 
     What a header begins with says how its column is set: `>` figures, to the right and never broken; `|` words that
     are never broken; `~` text that may take several lines. The columns `drop` are left out where there is no room for
@@ -171,26 +169,20 @@ def table(*headers: str, ruled: bool = False, drop: Sequence[str] = ()) -> Table
     for header in headers:
         name, figures = header.lstrip(">|~"), header.startswith(">")
         made.add_column(
-            name,
-            justify="right" if figures else "left",
-            no_wrap=figures or header.startswith("|"),
+            name, justify="right" if figures else "left", no_wrap=figures or header.startswith("|"),
             overflow="fold" if header.startswith("~") else "ellipsis",
-        )
+        )  # fmt: skip
     return made
 
 
 @dataclass(frozen=True)
 class Aligned:
-    """Lines of aligned columns, headers first, which begin as a table's do.
-
-    Args:
-        below: what stands below each row.
-        drop: columns that are left out where there is no room for all, in this order; of two of one name, the last.
-    """
+    """Lines of aligned columns, headers first, which begin as a table's do."""
 
     headers: Sequence[str]
     rows: Sequence[Sequence[str]]
-    below: Sequence[Sequence[RenderableType]] = ()
+    below: Sequence[Sequence[RenderableType]] = ()  # what stands below each row.
+    # columns that are left out where there is no room for all, in this order; of two of one name, the last.
     drop: Sequence[str] = ()
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -204,11 +196,11 @@ class Aligned:
             yield line
             yield from self.below[number - 1] if number and self.below else ()
         if gone:
-            yield dim(left_out(gone))
+            yield dim(dropped_columns_note(gone))
 
 
 @dataclass(frozen=True)
-class Command:
+class ShellCommand:
     """A line for a shell, in several where there is no room for it: it can be copied as it stands."""
 
     line: str
@@ -219,5 +211,5 @@ class Command:
 
 
 def bar(share: float, width: int) -> Text:
-    """A bar of so much of `width` columns."""
+    """Return a bar of so much of `width` columns."""
     return Text("█" * round(share * width), style="blue")

@@ -12,22 +12,15 @@ from memprof.units import format_bytes
 if TYPE_CHECKING:
     from memprof.doctor.installation import Installation
 
-_MAX_OTHERS = 2
-"""Tensors shown beside the likeliest; JSON has them all."""
-_FIGURES = (
-    ("tried", "asked for"),
-    ("total", "of the device"),
-    ("free", "free"),
-    ("process", "this process"),
-    ("allocated", "allocated"),
-    ("reserved", "reserved"),
-    ("private_pools", "private pools"),
-    ("allowed", "limit"),
-)
+_MAX_OTHERS = 2  # Tensors shown beside the likeliest; JSON has them all.
+_FIGURES = {
+    "tried": "asked for", "total": "of the device", "free": "free", "process": "this process", "allocated": "allocated",
+    "reserved": "reserved", "private_pools": "private pools", "allowed": "limit",
+}  # fmt: skip
 
 
 def render_diagnoses(found: Sequence[Diagnosis], *, quiet: bool = False) -> str:
-    """The first in full, the others in a line each; `quiet`: what the first is, alone."""
+    """Return the first in full, the others in a line each; `quiet`: what the first is, alone."""
     if quiet:
         return "\n".join(_wrap([found[0].title], "")) + "\n"
     lines = _diagnosis(found[0])
@@ -62,18 +55,17 @@ def _diagnosis(diagnosis: Diagnosis) -> list[str]:
 
 
 def _figures(figures: Figures) -> tuple[str, ...]:
-    parts = [f"{words} {size.text}" for name, words in _FIGURES if (size := getattr(figures, name)) is not None]
+    parts = [f"{words} {size.text}" for name, words in _FIGURES.items() if (size := getattr(figures, name)) is not None]
     parts += [f"process {pid} {size.text}" if pid else f"others {size.text}" for pid, size in figures.others]
     where = f" (device {figures.device})" if figures.device is not None else ""
     return (", ".join(parts) + where,) if parts else ()
 
 
 def _tensor(candidate: Candidate) -> str:
-    shape = " x ".join(f"{size}" for size in candidate.shape)
+    shape = " x ".join(map(str, candidate.shape))
     model = f" of {candidate.model}" if candidate.model else ""
-    return (
-        f"{format_bytes(candidate.num_bytes)} = {shape} x {candidate.dtype}: {candidate.role}{model} ({candidate.why})"
-    )
+    what = f"{candidate.role}{model} ({candidate.why})"
+    return f"{format_bytes(candidate.num_bytes)} = {shape} x {candidate.dtype}: {what}"
 
 
 def _wrap(lines: Iterable[str], indent: str, hanging: str | None = None) -> list[str]:
@@ -82,7 +74,7 @@ def _wrap(lines: Iterable[str], indent: str, hanging: str | None = None) -> list
 
 
 def render_installation(checked: Installation, *, quiet: bool = False) -> str:
-    """What is here, then what is wrong with it; `quiet`: this alone."""
+    """Return what is here, then what is wrong with it; `quiet`: this alone."""
     lines = [] if quiet else [*(f"{name:<22} {value}" for name, value in checked.facts), ""]
     if not checked.findings:
         lines.append("Nothing wrong was found.")

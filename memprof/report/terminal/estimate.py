@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from memprof.catalog import Gpu
-from memprof.estimate.explain import CONSTANTS, assumptions, formula, kept
-from memprof.estimate.methods import COLUMNS, METHODS
+from memprof.estimate.explain import CONSTANTS, assumptions, formula, kept_tensors
+from memprof.estimate.methods import BY_KEY, COLUMNS, METHODS
 from memprof.estimate.table import (
     BORDERLINE,
     DEVICE_USED,
@@ -17,9 +17,9 @@ from memprof.estimate.table import (
     Estimate,
     Simulated,
     band_of,
-    cards,
+    verdicts_by_gpu,
 )
-from memprof.report.terminal.widths import aligned, left_out, output_width, wrapped
+from memprof.report.terminal.widths import aligned, dropped_columns_note, output_width, wrapped
 from memprof.units import MIB, format_bytes, gib
 
 
@@ -31,50 +31,33 @@ def render_text(
     explain: bool = False,
     quiet: bool = False,
 ) -> str:
-    """The answer; with `explain`, every formula, constant and assumption; `quiet`: weights and cards alone."""
-    lines = (next(_heading(estimate)), *_cards(estimate, gpus)) if quiet else _lines(estimate, gpus, exact, explain)
+    """Return the answer; with `explain`, every formula, constant and assumption; `quiet`: weights and cards alone."""
+    lines = [*_heading(estimate), *_table(estimate), "", *_cards(estimate, gpus)]
+    if quiet:
+        lines = [lines[0], *_cards(estimate, gpus)]
+    else:
+        lines += ["", *_sharded(estimate)] if estimate.sharded else []
+        lines += [] if exact is None else ["", *_exact(estimate, exact)]
+        lines += ["", *_explained(estimate)] if explain else []
     return "".join(f"{piece}\n" for line in lines for piece in _broken(line, output_width()))
 
 
 def _broken(line: str, width: int) -> list[str]:
-    if len(line) <= width:
-        return [line]
     words = line.lstrip()
-    return wrapped(words, width, indent=line[: len(line) - len(words)])
-
-
-def _lines(
-    estimate: Estimate, gpus: tuple[Gpu, ...], exact: Mapping[str, Simulated] | None, explain: bool
-) -> Iterator[str]:
-    yield from _heading(estimate)
-    yield from _table(estimate)
-    yield ""
-    yield from _cards(estimate, gpus)
-    if estimate.sharded:
-        yield ""
-        yield from _sharded(estimate)
-    if exact is not None:
-        yield ""
-        yield from _exact(estimate, exact)
-    if explain:
-        yield ""
-        yield from _explained(estimate)
+    return [line] if len(line) <= width else wrapped(words, width, indent=line[: len(line) - len(words)])
 
 
 def _heading(estimate: Estimate) -> Iterator[str]:
     subject = estimate.subject
     weights = estimate.cells.get(("weights", estimate.dtype))
     name = subject.name if subject.derived else f"{subject.name}: {subject.num_parameters:,} parameters"
-    if weights is not None:
-        size = weights.allocated_bytes
-        yield f"{name} in {estimate.dtype}: {format_bytes(size)} of weights ({size / 1e9:,.1f} GB)"
-    else:
-        yield name
+    size = None if weights is None else weights.allocated_bytes
+    about = "" if size is None else f" in {estimate.dtype}: {format_bytes(size)} of weights ({size / 1e9:,.1f} GB)"
+    yield name + about
     tokens = f"context {estimate.context_length:,} tokens, batch size {estimate.batch_size}"
     if estimate.lengths is not None:
-        tokens = (
-            f"batches of {estimate.batch_size} with lengths {estimate.lengths}: {estimate.context_length:,} at most"
-        )
+        at_most = f"{estimate.context_length:,} at most"
+        tokens = f"batches of {estimate.batch_size} with lengths {estimate.lengths}: {at_most}"
     yield f"{tokens}. Closed form, in GiB; but for the weights, what is in use on the card."
     if subject.derived:
         yield "~ depends on a shape that was derived from the number of parameters: a Llama of this size (--explain)"
@@ -112,7 +95,7 @@ def _cards(estimate: Estimate, gpus: tuple[Gpu, ...]) -> Iterator[str]:
         figures = cell.figures()
         device, low, high = (gib(size) for size in figures[DEVICE_USED])
         row = [cell.title, *(gib(figures[kind][0]) for kind in KINDS[:2]), f"{device:>6}  {f'{low}-{high}':>11}"]
-        found = cards(cell, gpus)
+        found = verdicts_by_gpu(cell, gpus)
         if len(gpus) == 1:
             rows.append([*row, found[gpus[0].key]])
             continue
@@ -137,26 +120,24 @@ def _sharded(estimate: Estimate) -> Iterator[str]:
     is_side_by_side = any(cell.strategy == "DDP" for cell in estimate.sharded)
     whose = "each with a micro-batch of its own" if is_side_by_side else "of the rank that needs most"
     yield f"{estimate.dtype} on each of {estimate.gpus} cards, {whose}:"
-    rows = []
-    for method in dict.fromkeys(cell.method for cell in estimate.sharded):
-        sizes = [gib(cell.device_bytes) for cell in estimate.sharded if cell.method == method]
-        title = next(cell.title for cell in estimate.sharded if cell.method == method)
-        rows.append([title, *sizes])
-    yield from _fitted(["", *(f">{name}" for name in strategies)], rows)
+    rows: dict[str, list[str]] = {}
+    for cell in estimate.sharded:
+        rows.setdefault(cell.method.key, [cell.title]).append(gib(cell.device_bytes))
+    yield from _fitted(["", *(f">{name}" for name in strategies)], [*rows.values()])
 
 
 def _fitted(headers: Sequence[str], rows: Sequence[Sequence[str]], drop: Sequence[str] = ()) -> Iterator[str]:
     lines, gone = aligned(headers, rows, output_width(), drop)
     yield from lines
     if gone:
-        yield left_out(gone)
+        yield dropped_columns_note(gone)
 
 
 def _exact(estimate: Estimate, exact: Mapping[str, Simulated]) -> Iterator[str]:
     yield "Beside the virtual GPU, which ran the model (MiB allocated at the peak):"
     for key, run in exact.items():
         cell = estimate.cells.get((key, estimate.dtype))
-        title = next(method.title.strip() for method in METHODS if method.key == key)
+        title = BY_KEY[key].title.strip()
         if key.endswith("checkpointing"):
             title = f"{key.removesuffix('-checkpointing')} with checkpointing"
         if cell is None:
@@ -170,25 +151,17 @@ def _exact(estimate: Estimate, exact: Mapping[str, Simulated]) -> Iterator[str]:
 
 
 def _merged(mine: Mapping[str, int], theirs: Mapping[str, int]) -> dict[str, tuple[int, int]]:
-    """The terms of both under common names; those of less than 0.05 MiB in both are left out.
-
-    A layer's own temporaries are activations in the closed form, and inputs and buffers are too small to tell.
-    """
-    common = {
-        "temporaries": "activations",
-        "inputs": "activations",
-        "buffers": "activations",
-        "fragmentation": "rounding",
-    }
-    if mine.get("temporaries"):
-        del common["temporaries"]
+    """Return the terms of both under common names; those of less than 0.05 MiB in both are left out."""
+    # A layer's own temporaries are activations in the closed form, and inputs and buffers are too small to tell.
+    common = {"inputs": "activations", "buffers": "activations", "fragmentation": "rounding"}
+    if not mine.get("temporaries"):
+        common["temporaries"] = "activations"
     sums: dict[str, list[int]] = {}
     for index, terms in enumerate((mine, theirs)):
         for name, size in terms.items():
             sums.setdefault(common.get(name, name), [0, 0])[index] += size
-    total = (sum(mine.values()), sum(theirs.values()))
     rows = {name: (a, b) for name, (a, b) in sums.items() if max(a, b) >= 50_000}
-    return {**rows, "together": total}
+    return {**rows, "together": (sum(mine.values()), sum(theirs.values()))}
 
 
 def _explained(estimate: Estimate) -> Iterator[str]:
@@ -202,7 +175,7 @@ def _explained(estimate: Estimate) -> Iterator[str]:
     if training is not None:
         yield ""
         yield f"What a layer keeps for the backward ({training.method.key}), in bytes per token:"
-        for name, per_token in kept(estimate, training):
+        for name, per_token in kept_tensors(estimate, training):
             yield f"  {per_token:>12,.0f}  {name}"
     yield ""
     yield "Constants:"

@@ -16,44 +16,38 @@ from memprof.report.documents.report import Document
 
 T = TypeVar("T")
 
-MAX_ROWS_PER_STACK = 8
-"""A stack whose layers differ too much to fold into this many rows becomes a single one."""
+MAX_ROWS_PER_STACK = 8  # A stack whose layers differ too much to fold into this many rows becomes a single one.
+# Rows, at the most, that are seen to take turns: batches first, and then the epochs around them.
 MAX_PERIODS = (16, 64)
-"""Rows, at the most, that are seen to take turns: batches first, and then the epochs around them."""
+# Rounds of the same rows that differ too much to fold into as many groups become a single one.
 MAX_GROUPS_OF_ROUNDS = 8
-"""Rounds of the same rows that differ too much to fold into as many groups become a single one."""
-NEAR = 1 / 500
-"""Of the run's peak: rounds whose rows differ by less cost the same."""
+NEAR = 1 / 500  # Of the run's peak: rounds whose rows differ by less cost the same.
 
 
+# Of several rows as one, these are the highest of any.
 _HIGHEST = (
     "peak_allocated_bytes", "peak_reserved_bytes", "peak_host_bytes", "resident_bytes", "measured_peak_bytes",
     "measured_reserved_bytes", "device_used_bytes",
 )  # fmt: skip
-"""Of several rows as one, these are the highest of any."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShownStage(Stage):
     """One row of the terminal's table: a stage, or several that follow each other."""
 
-    count: int = 1
-    """Equal layers, or whole steps, in the row; `delta_bytes` is that of all of them."""
-    turns: int = 1
-    """How often the row came, in turn with others; `delta_bytes` is that of the last time."""
-    is_step: bool = False
-    """Whether the row is all of a step."""
-    alike: bool = True
-    """Whether each of several in the row changed what is held by the same, but for a fiftieth."""
+    count: int = 1  # Equal layers, or whole steps, in the row; `delta_bytes` is that of all of them.
+    turns: int = 1  # How often the row came, in turn with others; `delta_bytes` is that of the last time.
+    is_step: bool = False  # Whether the row is all of a step.
+    alike: bool = True  # Whether each of several in the row changed what is held by the same, but for a fiftieth.
 
 
 def shown_step(document: Document) -> int:
-    """The step shown in full: the last one, unless the peak was higher before."""
+    """Return the step shown in full: the last one, unless the peak was higher before."""
     return max(document.stages, key=lambda row: (row.peak_allocated_bytes, row.step)).step
 
 
 def shown_stages(document: Document) -> list[ShownStage]:
-    """The rows of the terminal's table."""
+    """Return the rows of the terminal's table."""
     full = shown_step(document)
     result: list[ShownStage] = []
     for step, rows in groupby(document.stages, key=lambda row: row.step):
@@ -67,8 +61,7 @@ def shown_stages(document: Document) -> list[ShownStage]:
 
 
 def row_of_peak(document: Document, rows: Sequence[ShownStage]) -> int | None:
-    """The place in `rows` of the one that the run's peak is in, as the report says below them. What comes after it
-    begins with as much."""
+    """Return the place in `rows` of the one that the run's peak is in: what comes after it begins with as much."""
     peak = document.peak
     reached = [place for place, row in enumerate(rows) if row.peak_allocated_bytes == peak.allocated_bytes]
     stacks = {row.stack for row in document.stages if row.name == peak.stage and row.stack}
@@ -77,11 +70,8 @@ def row_of_peak(document: Document, rows: Sequence[ShownStage]) -> int | None:
 
 
 def _step(rows: list[Stage]) -> Iterator[ShownStage]:
-    peaks: dict[int, int] = {}
-    for row in rows:
-        if row.micro_batch:
-            peaks[row.micro_batch] = max(peaks.get(row.micro_batch, 0), row.peak_allocated_bytes)
-    full = max(peaks, key=lambda micro_batch: (peaks[micro_batch], micro_batch), default=0)
+    peaks = ((row.peak_allocated_bytes, row.micro_batch) for row in rows if row.micro_batch)
+    full = max(peaks, default=(0, 0))[1]
     # What lies between two micro-batches goes with the first.
     owners = list(accumulate(rows, lambda last, row: last if row.name == "other" else row.micro_batch, initial=0))[1:]
     steps = [number for number, row in enumerate(rows) if row.name == "optimizer step"]
@@ -100,7 +90,7 @@ def _step(rows: list[Stage]) -> Iterator[ShownStage]:
 
 
 def _folded_summaries(summaries: list[ShownStage]) -> Iterator[ShownStage]:
-    """Whole micro-batches that cost the same, as one row."""
+    """Yield whole micro-batches that cost the same, as one row."""
     for _, group in groupby(summaries, key=lambda row: row.delta_bytes):
         alike = list(group)
         word, first = alike[0].name.split()
@@ -109,8 +99,7 @@ def _folded_summaries(summaries: list[ShownStage]) -> Iterator[ShownStage]:
 
 
 def _folded_rounds(rows: list[ShownStage], near: int, longest: int) -> Iterator[ShownStage]:
-    """Rows that follow each other in the same order again, once for all rounds that cost the same, but for `near`; a
-    round has as many rows as `longest` or fewer."""
+    """Yield repeated rows once for all rounds of at most `longest` rows that cost the same, but for `near` bytes."""
 
     def same_names(one: ShownStage, other: ShownStage) -> bool:
         return one.name == other.name or (one.is_step and other.is_step)
@@ -131,12 +120,12 @@ def _folded_rounds(rows: list[ShownStage], near: int, longest: int) -> Iterator[
 
 
 def _rise(row: ShownStage) -> int:
-    """The peak above what was there before."""
+    """Return the peak above what was there before."""
     return row.peak_allocated_bytes - (row.allocated_bytes - row.delta_bytes)
 
 
 def _repeated(items: Sequence[T], same: Callable[[T, T], bool], longest: int) -> Iterator[list[list[T]]]:
-    """`items` cut into rounds that repeat each other; what is not repeated is a round by itself."""
+    """Yield `items` cut into rounds that repeat each other; what is not repeated is a round by itself."""
     begin = 0
     while begin < len(items):
         period, count = 1, 1
@@ -153,17 +142,15 @@ def _repeated(items: Sequence[T], same: Callable[[T, T], bool], longest: int) ->
 
 
 def _in_turn(rounds: list[list[ShownStage]]) -> Iterator[ShownStage]:
-    """The rows of one round, for all of them."""
+    """Yield the rows of one round, for all of them."""
     alone = len(rounds[0]) == 1
     for rows in zip(*rounds, strict=True):
         first, last = rows[0], rows[-1]
         several = first.is_step and len(rows) > 1
         begin, end = (re.findall(r"\d+", row.name) if several else [] for row in (first, last))
         name = f"steps {begin[0]}-{end[-1]}, all of it" if several else first.name
-        if alone:
-            yield _joined(rows, name=name, count=sum(row.count for row in rows))
-        else:
-            yield _joined(rows, name=name, delta_bytes=last.delta_bytes, turns=sum(row.turns for row in rows))
+        turns = {"delta_bytes": last.delta_bytes, "turns": sum(row.turns for row in rows)}
+        yield _joined(rows, name=name, **({"count": sum(row.count for row in rows)} if alone else turns))
 
 
 def _folded_layers(rows: list[Stage]) -> Iterator[ShownStage]:
@@ -182,7 +169,7 @@ def _folded_layers(rows: list[Stage]) -> Iterator[ShownStage]:
 
 
 def _cost(row: Stage) -> tuple[int, int]:
-    """What the layer itself asks for: the blocks that it is given depend on what is free at the time."""
+    """Return what the layer itself asks for: the blocks that it is given depend on what is free at the time."""
     return row.requested_delta_bytes, row.peak_requested_bytes - row.requested_bytes
 
 

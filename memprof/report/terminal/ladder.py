@@ -14,32 +14,25 @@ from memprof.units import GIB, format_bytes
 
 _UNITS = ((10**12, "TFLOP"), (10**9, "GFLOP"), (10**6, "MFLOP"))
 _NUMBERS = {"exact": "exact", "approximate": "approx.", "different": "another"}
-_CPU_WORK = 0.1
-"""An optimizer on the CPU is worth a word from this share of the peak on."""
-_BUS = 0.01
-"""Of a step's time: less over the bus needs no column where there is one of the cards."""
+_CPU_WORK = 0.1  # An optimizer on the CPU is worth a word from this share of the peak on.
+_BUS = 0.01  # Of a step's time: less over the bus needs no column where there is one of the cards.
 _HEADERS = (">peak", ">reserved", ">saved", ">verdict", ">compute", ">bus", ">cards", ">step", ">numbers")
-MIN_HOST_BYTES = 16 * GIB
-"""Host memory below this is there in every machine with such a card."""
+MIN_HOST_BYTES = 16 * GIB  # Host memory below this is there in every machine with such a card.
 
 
 def render_ladder(document: Document) -> RenderableType:
-    """The rows, why they were chosen, and what was left out."""
+    """Return the rows, why they were chosen, and what was left out."""
     rungs = document.ladder
     unit = unit_for(rungs[0].peak_allocated_bytes)
     added = [_added(rung, rungs[number - 1] if number else None) for number, rung in enumerate(rungs)]
     cells = [(names[0], *_cells(rung, unit, first=rung is rungs[0])) for names, rung in zip(added, rungs, strict=True)]
     first = max(len(name) for names in added for name in names)
     columns = list(zip((" " * first, *_HEADERS), *cells, strict=True))
-    left_out = set()
-    if not (spread := any(rung.cost.link_bytes for rung in rungs)):
-        left_out.add("cards")
-    elif not any(map(_is_of_the_bus, rungs)):
-        left_out.add("bus")
-    else:  # there is not room for all on a line
-        left_out.add("reserved")
-    columns = [column for column in columns if column[0].removeprefix(">") not in left_out]
-    priced = [name for name in ("compute", "bus", "cards") if name not in left_out]
+    spread = any(rung.cost.link_bytes for rung in rungs)
+    uses_bus = any((rung.cost.extra_bus_seconds or 0.0) > _BUS * (rung.cost.step_seconds or 0.0) for rung in rungs)
+    left_out = "cards" if not spread else "reserved" if uses_bus else "bus"  # there is not room for all on a line
+    columns = [column for column in columns if column[0] != f">{left_out}"]
+    priced = [name for name in ("compute", "bus", "cards") if name != left_out]
     header, *rows = zip(*columns, strict=True)
     below = []
     for names, rung in zip(added, rungs, strict=True):
@@ -55,39 +48,23 @@ def render_ladder(document: Document) -> RenderableType:
         "compute and transfers one after the other."
         f"{' Where cards share sequences, a step has as many as in the first row, one after another.' * shared}"
     )
-    parts: list[RenderableType] = [
-        section(
-            "The ladder: each row adds to those above",
-            Aligned(header, rows, below, drop=least_needed),
-            dim(legend),
-            below=1,
-        ),
-    ]
+    made = Aligned(header, rows, below, drop=least_needed)
+    parts: list[RenderableType] = [section("The ladder: each row adds to those above", made, dim(legend), below=1)]
     if document.ladder_reason:
         parts.append(Text(f"Why these: {document.ladder_reason}.\n"))
     costs: dict[str, str] = {}
     for rung in rungs:
-        for remedy in (STEPS[name] for name in map(_name, rung.remedies) if name in STEPS and name not in costs):
+        fixes = (fix.partition("=")[0] for fix in rung.remedies)
+        for remedy in (STEPS[fix] for fix in fixes if fix in STEPS and fix not in costs):
             costs[remedy.name] = f"{remedy.cost}: {rung.cost.compiling}" if remedy.compiles else remedy.cost
-    if costs:
-        notes = [Text(f"{remedy}: {note}") for remedy, note in costs.items()]
-        parts.append(section("What they cost", *notes, below=1))
-    if document.ladder_left_out:
-        notes = [dim(f"{remedy}: {why}") for remedy, why in document.ladder_left_out.items()]
-        parts.append(section("Left out", *notes, below=1))
+    for title, notes, style in (("What they cost", costs, ""), ("Left out", document.ladder_left_out, "dim")):
+        lines = (Text(f"{remedy}: {note}", style=style) for remedy, note in notes.items())
+        parts += [section(title, *lines, below=1)] if notes else []
     return Group(*parts)
 
 
-def _is_of_the_bus(rung: Rung) -> bool:
-    return (rung.cost.extra_bus_seconds or 0.0) > _BUS * (rung.cost.step_seconds or 0.0)
-
-
-def _name(fix: str) -> str:
-    return fix.partition("=")[0]
-
-
 def _added(rung: Rung, before: Rung | None) -> list[str]:
-    """Lines of a row's first cell; what stands beside the first is of all of them."""
+    """Return lines of a row's first cell; what stands beside the first is of all of them."""
     if before is None:
         return [f"as it is ({rung.parallel})" if rung.parallel else "as it is"]
     added = [name for name in rung.remedies if name not in before.remedies]
@@ -102,7 +79,7 @@ def _cells(rung: Rung, unit: Unit, *, first: bool) -> tuple[str, ...]:
 
 
 def _cost(cost: Cost, *, first: bool) -> tuple[str, ...]:
-    """Operations, what goes over the bus and to other cards, time of a step, and what happens to the numbers."""
+    """Return operations, what goes over the bus and to other cards, time of a step, and what happens to the numbers."""
     if cost.operations is None or cost.extra_operations is None or cost.step_seconds is None:
         return "?", "?", "?", "?", _NUMBERS[cost.numerics]
     step = _seconds(cost.step_seconds)
@@ -111,12 +88,9 @@ def _cost(cost: Cost, *, first: bool) -> tuple[str, ...]:
         return _operations(cost.operations), *amounts, step, ""
     before = cost.operations - cost.extra_operations
     share = cost.extra_operations / before if before else 0.0
-    more = map(_more, (cost.extra_bus_bytes, cost.extra_link_bytes))
-    return f"{share:+.1%}", *more, step, _NUMBERS[cost.numerics]
-
-
-def _more(num_bytes: int | None) -> str:
-    return f"{'+' if num_bytes > 0 else ''}{format_bytes(num_bytes)}" if num_bytes else "-"
+    more = (cost.extra_bus_bytes, cost.extra_link_bytes)
+    moved = (f"{'+' if size > 0 else ''}{format_bytes(size)}" if size else "-" for size in more)
+    return f"{share:+.1%}", *moved, step, _NUMBERS[cost.numerics]
 
 
 def _operations(count: int) -> str:

@@ -8,30 +8,26 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from memprof.report.documents.limit import Limit, LimitRun
-from memprof.report.terminal.console import Command, dim, section
+from memprof.report.terminal.console import ShellCommand, dim, section
 from memprof.units import format_bytes
 
 _NAMES = {"batch-size": "largest batch", "context-length": "longest context"}
 
 
 def headline(limit: Limit) -> str:
-    """The answer in a line."""
-    return (
-        f"No {limit.what} fits" if limit.largest is None else f"The {_NAMES[limit.what]} that fits: {limit.largest:,}"
-    )
+    """Return the answer in a line."""
+    found = limit.largest
+    return f"No {limit.what} fits" if found is None else f"The {_NAMES[limit.what]} that fits: {found:,}"
 
 
 def render_limit(limit: Limit, total_bytes: int) -> RenderableType:
-    """The number, the runs on both sides of it, and their commands."""
+    """Return the number, the runs on both sides of it, and their commands."""
     runs = {run.number: run for run in limit.runs}
-    if limit.largest is None:
-        least = limit.runs[0]
-        return section(f"\n{headline(limit)}", Text(_said(least, total_bytes)), Command(least.command), below=1)
+    shown = [limit.runs[0].number] if limit.largest is None else [limit.largest, limit.first_too_large]
     lines: list[RenderableType] = []
-    shown = [limit.largest, *([] if limit.first_too_large is None else [limit.first_too_large])]
-    for number in shown:
-        lines += [Text(_said(runs[number], total_bytes)), Command(runs[number].command)]
-    lines += [dim(sentence) for sentence in _notes(limit, runs)]
+    for run in (runs[number] for number in shown if number is not None):
+        lines += [Text(_said(run, total_bytes)), ShellCommand(run.command)]
+    lines += [] if limit.largest is None else map(dim, _notes(limit, limit.largest, runs))
     return section(f"\n{headline(limit)}", *lines, below=1)
 
 
@@ -45,9 +41,8 @@ def _said(run: LimitRun, total_bytes: int) -> str:
     return f"{need} and dies in {run.dies_in}"
 
 
-def _notes(limit: Limit, runs: dict[int, LimitRun]) -> Iterator[str]:
-    assert limit.largest is not None
-    after = [f"{number:,}" for number in runs if number > (limit.first_too_large or limit.largest)]
+def _notes(limit: Limit, largest: int, runs: dict[int, LimitRun]) -> Iterator[str]:
+    after = [f"{number:,}" for number in runs if number > (limit.first_too_large or largest)]
     beyond = f"; of those beyond, {', '.join(after)} do not fit either" if after else ""
     yield f"{len(runs)} runs were made, at {', '.join(f'{number:,}' for number in runs)}{beyond}."
     fitting = [run for run in limit.runs if run.fits]

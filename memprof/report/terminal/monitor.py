@@ -19,15 +19,13 @@ from memprof.errors import printable
 from memprof.monitor.run import MonitorOutcome, View
 from memprof.monitor.sample import Peaks, Sample
 from memprof.report.terminal.console import ansi, dim, terminal
-from memprof.report.terminal.monitor_text import History, cards_table, footer_lines, plain_line, summary
-from memprof.trace.plain import Plain
+from memprof.report.terminal.monitor_text import SampleHistory, cards_table, footer_lines, plain_line, summary
 
-_MIN_ROWS = 12
-"""A terminal with fewer rows is left to the command."""
+_MIN_ROWS = 12  # A terminal with fewer rows is left to the command.
 
 
 def make_view(stream: TextIO, *, has_command: bool, as_json: bool = False, quiet: bool = False) -> View:
-    """The view that suits `stream`: a terminal gets a picture, a file or a pipe lines."""
+    """Return the view that suits `stream`: a terminal gets a picture, a file or a pipe lines."""
     if as_json:
         return JsonView(stream, is_needed=not has_command)
     if quiet:
@@ -76,20 +74,17 @@ class JsonView(_Lines):
     """One JSON object a line: the samples, and at last how it ended."""
 
     def show(self, sample: Sample, peaks: Peaks) -> None:
-        """A sample."""
+        """Write a sample."""
         from memprof.report.documents.answers import MonitorLine  # which takes in what other commands need
 
-        self._write(MonitorLine.of(sample, peaks))
+        self.write(json.dumps(MonitorLine.of(sample, peaks).to_json()))
 
     def close(self, outcome: MonitorOutcome) -> None:
-        """How it ended."""
+        """Write how it ended."""
         if outcome.command:
             from memprof.report.documents.answers import MonitorEnd
 
-            self._write(MonitorEnd(outcome=outcome))
-
-    def _write(self, line: Plain) -> None:
-        self.write(json.dumps(line.to_json()))
+            self.write(json.dumps(MonitorEnd(outcome=outcome).to_json()))
 
 
 class QuietView(_Lines):
@@ -122,7 +117,7 @@ class LiveView:
     def __init__(self, stream: TextIO) -> None:
         self._console = terminal(stream)
         self._live: Live | None = None
-        self._history = History()
+        self._history = SampleHistory()
 
     def show(self, sample: Sample, peaks: Peaks) -> None:
         """Draw it over the last one."""
@@ -153,10 +148,9 @@ class FooterView(QuietView):
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__(stream)
-        self._history = History()
+        self._history = SampleHistory()
         self._size = (0, 0)
-        self._height = 0
-        """Rows that are taken now."""
+        self._height = 0  # Rows that are taken now.
         self._wanted = 0
 
     def show(self, sample: Sample, peaks: Peaks) -> None:
@@ -172,10 +166,11 @@ class FooterView(QuietView):
         # As many rows as ever were needed: a view that grows and shrinks would move the command's output.
         self._wanted = min(max(self._wanted, len(lines) + 1), rows // 3 + 1)
         if (columns, rows) != self._size or self._height != self._wanted:
-            if self._size != (0, 0) and self._height:
-                self.write_raw(self._release())
+            self.pause()
             self._size, self._height = (columns, rows), self._wanted
-            self.write_raw(self._take())
+            # Make room below the cursor, and keep what scrolls off it.
+            room = "\n" * self._height + f"\x1b[{self._height}A"
+            self.write_raw(f"{room}\x1b7\x1b[1;{rows - self._height}r\x1b8")
         drawn = [dim("─" * columns), *lines]
         drawn += [Text("")] * (self._height - len(drawn))
         first = rows - self._height + 1
@@ -185,22 +180,11 @@ class FooterView(QuietView):
     def pause(self) -> None:
         """Give the rows back."""
         if self._height:
-            self.write_raw(self._release())
+            first = self._size[1] - self._height + 1
+            self.write_raw(f"\x1b7\x1b[r\x1b[{first};1H\x1b[J\x1b8")
             self._height = 0
 
     def close(self, outcome: MonitorOutcome) -> None:
         """Give the rows back, and say in a line what was seen."""
         self.pause()
-        self.say_once(outcome.notes)
-        self.write(f"memprof: {summary(outcome)}")
-
-    def _take(self) -> str:
-        """Make room below the cursor, and keep what scrolls off it."""
-        _, rows = self._size
-        room = "\n" * self._height + f"\x1b[{self._height}A"
-        return f"{room}\x1b7\x1b[1;{rows - self._height}r\x1b8"
-
-    def _release(self) -> str:
-        _, rows = self._size
-        first = rows - self._height + 1
-        return f"\x1b7\x1b[r\x1b[{first};1H\x1b[J\x1b8"
+        super().close(outcome)

@@ -12,15 +12,14 @@ from rich.text import Text
 from memprof.device.cards import CardProcess, NvmlCard
 from memprof.monitor.run import MonitorOutcome
 from memprof.monitor.sample import Peaks, Sample, Watched
+from memprof.report.terminal.cells import join_some
 from memprof.report.terminal.console import dim, table
 from memprof.units import format_bytes, gib
 
 _BARS = "▁▂▃▄▅▆▇█"
-_HISTORY = 120
-"""Samples that a curve may show."""
+_HISTORY = 120  # Samples that a curve may show.
 _CURVE = 24
-_NARROW = 12
-"""Columns of a curve in a table."""
+_NARROW = 12  # Columns of a curve in a table.
 _AMOUNT = 6
 _MIN_NAME = 12
 _MAX_CARDS = 4
@@ -28,7 +27,7 @@ _MAX_PROCESSES = 3
 
 
 def sparkline(values: Iterable[int], width: int, highest: int = 0) -> str:
-    """The last `width` values as bars, from zero to the highest of them and of `highest`."""
+    """Return the last `width` values as bars, from zero to the highest of them and of `highest`."""
     shown = list(values)[-width:]
     top = max([highest, *shown])
     if top <= 0:
@@ -37,7 +36,7 @@ def sparkline(values: Iterable[int], width: int, highest: int = 0) -> str:
 
 
 def plain_line(sample: Sample) -> str:
-    """A sample in one line."""
+    """Return a sample in one line."""
     parts = [f"{datetime.fromtimestamp(sample.time):%H:%M:%S}"]
     if sample.processes:
         count = len(sample.processes)
@@ -49,24 +48,18 @@ def plain_line(sample: Sample) -> str:
 
 
 def summary(outcome: MonitorOutcome) -> str:
-    """A watched command in one line."""
+    """Return a watched command in one line."""
     peaks = outcome.peaks
     line = f"{outcome.command} {outcome.ending} after {_duration(outcome.elapsed)}"
-    amounts = [
-        f"{name} {format_bytes(amount)}"
-        for name, amount in (
-            ("allocated", peaks.allocated_bytes),
-            ("reserved", peaks.reserved_bytes),
-            ("resident", peaks.resident_bytes or None),
-        )
-        if amount is not None
-    ]
+    known = {"allocated": peaks.allocated_bytes, "reserved": peaks.reserved_bytes}
+    known["resident"] = peaks.resident_bytes or None
+    amounts = [f"{name} {format_bytes(amount)}" for name, amount in known.items() if amount is not None]
     amounts += [f"card {index} {format_bytes(used)}" for index, used in sorted(peaks.cards.items())]
     return f"{line}; peaks: {', '.join(amounts)}" if amounts else line
 
 
 def _amounts(sample: Sample, name: str) -> str:
-    """Now, and the highest since the last sample."""
+    """Return the amount now, and the highest since the last sample."""
     current, highest = sample.total(f"{name}_bytes") or 0, sample.total(f"interval_peak_{name}_bytes") or 0
     return f"{name} {format_bytes(current)}, highest {format_bytes(highest)}"
 
@@ -78,12 +71,11 @@ def _trouble(sample: Sample) -> str:
 
 
 def _card(sample: Sample, card: NvmlCard) -> str:
-    """One card in a few words: what is used, by whom, and how it fares."""
+    """Return one card in a few words: what is used, by whom, and how it fares."""
     if card.used_bytes is None or card.total_bytes is None:
         return f"card {card.index} {card.name}: memory not known"
     parts = [f"card {card.index} {card.name}: {gib(card.used_bytes)} of {gib(card.total_bytes)} GiB"]
-    command = sample.by_command(card)
-    if command is not None:
+    if (command := sample.by_command(card)) is not None:
         parts.append(f"{gib(command)} by the command")
     parts += _state(card)
     watched = {process.pid for process in sample.processes}
@@ -93,8 +85,7 @@ def _card(sample: Sample, card: NvmlCard) -> str:
         if process.pid not in watched
     ]
     if others:
-        more = f" and {len(others) - _MAX_PROCESSES} more" if len(others) > _MAX_PROCESSES else ""
-        parts.append(f"{'others: ' if sample.processes else ''}{', '.join(others[:_MAX_PROCESSES])}{more}")
+        parts.append(f"{'others: ' if sample.processes else ''}{join_some(others, _MAX_PROCESSES)}")
     return ", ".join(parts)
 
 
@@ -104,14 +95,13 @@ def _state(card: NvmlCard) -> list[str]:
 
 
 def _duration(seconds: float) -> str:
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    hours, rest = divmod(int(seconds), 3600)
+    minutes, rest = divmod(rest, 60)
+    long = f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    return f"{seconds:.1f} s" if seconds < 60 else long
 
 
-class History:
+class SampleHistory:
     """The last values of each curve."""
 
     def __init__(self) -> None:
@@ -129,7 +119,7 @@ class History:
                 self._values.setdefault(name, deque(maxlen=_HISTORY)).append(value)
 
     def curve(self, name: str, highest: int | None = None, width: int = _CURVE) -> str:
-        """As bars, `width` columns of them."""
+        """Return the values as bars, `width` columns of them."""
         return sparkline(self._values.get(name, ()), width, highest or 0).ljust(width)
 
 
@@ -137,8 +127,8 @@ def _curve_of(card: NvmlCard, process: CardProcess) -> str:
     return f"process {process.pid} on {card.index}"
 
 
-def cards_table(sample: Sample, peaks: Peaks, history: History) -> RenderableType:
-    """The cards, one row each, the slices and processes below, and what could not be read."""
+def cards_table(sample: Sample, peaks: Peaks, history: SampleHistory) -> RenderableType:
+    """Return the cards, one row each, the slices and processes below, and what could not be read."""
     made = table(ruled=True, drop=("peak", "state", "total"))
     time = f"{datetime.fromtimestamp(sample.time):%H:%M:%S}  GiB"
     made.add_column(time, no_wrap=True, overflow="ellipsis", min_width=_MIN_NAME)
@@ -165,8 +155,8 @@ def _cell(amount: int | None, unknown: str = "") -> str:
     return unknown if amount is None else gib(amount)
 
 
-def footer_lines(sample: Sample, peaks: Peaks, history: History) -> list[Text]:
-    """A sample as a few lines below a command's output."""
+def footer_lines(sample: Sample, peaks: Peaks, history: SampleHistory) -> list[Text]:
+    """Return a sample as a few lines below a command's output."""
     lines = []
     if sample.allocators:
         for name, peak in (("allocated", peaks.allocated_bytes), ("reserved", peaks.reserved_bytes)):
@@ -175,8 +165,7 @@ def footer_lines(sample: Sample, peaks: Peaks, history: History) -> list[Text]:
         if trouble := _trouble(sample):
             lines.append(Text(f"{'':{_CURVE}} {trouble[2:]}", style="red"))
         several = [process for process in sample.processes if process.allocators]
-        if len(several) > 1:
-            lines += map(_process_line, several[:_MAX_PROCESSES])
+        lines += map(_process_line, several[:_MAX_PROCESSES] if len(several) > 1 else ())
         if len(several) > _MAX_PROCESSES:
             lines.append(dim(f"{'':{_CURVE}} and {len(several) - _MAX_PROCESSES} more processes"))
     count = len(sample.processes)

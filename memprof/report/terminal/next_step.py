@@ -11,7 +11,7 @@ from rich.console import RenderableType
 from memprof.command_line import profile_command, run_command, spell_options
 from memprof.remedies.catalog import EXPANDABLE_SEGMENTS
 from memprof.report.documents.report import Document
-from memprof.report.terminal.console import Command, dim, section
+from memprof.report.terminal.console import ShellCommand, dim, section
 from memprof.spec import TargetSpec
 from memprof.trace.events import NOT_SIMULATED, FailureKind
 from memprof.trace.facts import ProgramFacts, Target
@@ -20,24 +20,22 @@ if TYPE_CHECKING:  # a report of a run needs neither
     from memprof.report.documents.analysis import Analysis
     from memprof.report.documents.comparison import Comparison
 
-MORE_STEPS = 20
-"""Of a script that was stopped after fewer: enough to see whether memory goes on growing."""
+MORE_STEPS = 20  # Of a script that was stopped after fewer: enough to see whether memory goes on growing.
 _FINDINGS = ("what each finding means", "memprof help findings")
 _REMEDIES = ("what each remedy does and costs", "memprof help remedies")
-_ALL = 1000
-"""Rows of a table: more than any comparison has."""
+_ALL = 1000  # Rows of a table: more than any comparison has.
 
 
 def render_next(found: tuple[str, str] | None) -> list[RenderableType]:
-    """The line and what it is for; nothing where nothing is known to try."""
+    """Return the line and what it is for; nothing where nothing is known to try."""
     if found is None:
         return []
     what, command = found
-    return [section(dim(f"Next, {what}:"), Command(command))]
+    return [section(dim(f"Next, {what}:"), ShellCommand(command))]
 
 
 def next_step(document: Document) -> tuple[str, str] | None:
-    """What to see after a report, and the command that shows it; None where no command line made it."""
+    """Return what to see after a report, and the command that shows it; None where no command line made it."""
     if document.source != "simulated":
         return _FINDINGS if document.findings else None
     if document.program is not None:
@@ -48,7 +46,7 @@ def next_step(document: Document) -> tuple[str, str] | None:
 
 
 def after_analysis(document: Analysis, file: Path) -> tuple[str, str]:
-    """What to see after the analysis of `file`."""
+    """Return what to see after the analysis of `file`."""
     words = ["memprof", "analyze", str(file)]
     if any(device.what_if is not None for device in document.devices):
         return "the sizes of the blocks", shlex.join([*words, "--by", "size"])
@@ -64,7 +62,7 @@ def after_analysis(document: Analysis, file: Path) -> tuple[str, str]:
 
 
 def after_comparison(document: Comparison, files: tuple[Path, ...]) -> tuple[str, str] | None:
-    """What to see after the comparison of two files; None where they agree, or are not files."""
+    """Return what to see after the comparison of two files; None where they agree, or are not files."""
     if document.within or not files:
         return None
     return "every row that differs", shlex.join(["memprof", "compare", *map(str, files), "--top", str(_ALL)])
@@ -75,31 +73,30 @@ def _after_profile(document: Document, target: Target) -> tuple[str, str] | None
     if document.failure is not None:
         return "what cannot be simulated", "memprof help limitations"
     if document.verdict.fits is False:
-        fitting = next((rung for rung in document.ladder if rung.fits and rung.remedies), None)
-        if fitting is not None:
-            return "the first row that fits, in full", fitting.command
+        if fitting := [rung.command for rung in document.ladder if rung.fits and rung.remedies]:
+            return "the first row that fits, in full", fitting[0]
         if document.ladder or spec.fixes:
             return _recommend(spec)
         return "the remedies that make it fit at the least cost", profile_command(spec, "--fix", "auto")
     if document.limit is not None:
-        largest = next((run for run in document.limit.runs if run.number == document.limit.largest), None)
-        return None if largest is None else ("the report of the largest", largest.command)
+        largest = [run.command for run in document.limit.runs if run.number == document.limit.largest]
+        return ("the report of the largest", largest[0]) if largest else None
     if spec.parallel is not None or spec.gpus > 1 or spec.lengths is not None:
         return "what it would do on other cards", "memprof help parallel"
     return "the largest batch that fits", profile_command(spec, "--largest", "batch-size")
 
 
+# What `memprof recommend` is told of a run.
 _QUESTION = (
     "model", "model_is_size", "trust_remote_code", "mode", "adapter", "lora_rank", "lora_targets", "context_length",
     "gpu", "gpu_vram_bytes", "gpus", "host_memory_bytes",
 )  # fmt: skip
-"""What `memprof recommend` is told of a run."""
+# What it finds itself, or has no use for. A run that differs in more is another than it would look at.
 _SEARCHED = (
     "dtype", "amp", "quantize", "double_quant", "batch_size", "gradient_accumulation", "optimizer", "optimizer_impl",
     "zero_grad", "activation_checkpointing", "attention", "compile", "compile_mode", "compile_layers", "alloc_conf",
     "dataset_batches", "steps", "parallel", "rank", "fixes",
 )  # fmt: skip
-"""What it finds itself, or has no use for. A run that differs in more is another than it would look at."""
 
 
 def _recommend(spec: TargetSpec) -> tuple[str, str]:
@@ -121,7 +118,7 @@ def _after_run(document: Document, program: ProgramFacts) -> tuple[str, str] | N
         return run_command(spec.edit(**changes), program.command, *more)
 
     if document.failure is not None:
-        if document.failure.kind == FailureKind.REFUSED or document.failure.kind in NOT_SIMULATED:
+        if document.failure.kind in (FailureKind.REFUSED, *NOT_SIMULATED):
             return "what cannot be simulated", "memprof help limitations"
         return "how a script is run, and what may stop it", "memprof help run"
     if document.verdict.fits is None and alone:
@@ -130,9 +127,8 @@ def _after_run(document: Document, program: ProgramFacts) -> tuple[str, str] | N
     if growth is not None and growth.runs_out:  # no fix from outside takes a leak away
         return "where it runs out", run(until_exit=True, steps=None, timeout=None)
     if document.verdict.fits is False and alone:
-        fitting = next((rung for rung in document.ladder if rung.fits and rung.remedies), None)
-        if fitting is not None:
-            return "the first row that fits, in full", fitting.command
+        if fitting := [rung.command for rung in document.ladder if rung.fits and rung.remedies]:
+            return "the first row that fits, in full", fitting[0]
         if not document.ladder and not program.fixes:
             return "the remedies that make it fit at the least cost", run("--fix", "auto")
     if document.verdict.fits is False:

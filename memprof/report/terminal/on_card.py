@@ -11,30 +11,30 @@ from memprof.report.documents.report import Document
 from memprof.report.terminal.console import dim
 from memprof.units import format_bytes
 
+# Of a run that was measured on a card: what was read off it, beside the replay of what the program asked for.
 _CARD_COLUMNS = {
     "torch.cuda\npeak": "measured_peak_bytes",
     "torch.cuda\nreserved": "measured_reserved_bytes",
     "NVML\nused": "device_used_bytes",
 }
-"""Of a run that was measured on a card: what was read off it, beside the replay of what the program asked for."""
+# Amounts of a stage that the replay has and torch.cuda says.
 _READ_BESIDE = {
     "allocated": ("allocated_bytes", "measured_allocated_bytes"),
     "peak": ("peak_allocated_bytes", "measured_peak_bytes"),
     "reserved": ("reserved_bytes", "measured_reserved_bytes"),
 }
-"""Amounts of a stage that the replay has and torch.cuda says."""
 
 
 def card_columns(document: Document) -> dict[str, str]:
-    """Header -> attribute of a stage, of what was read off the card; empty for a run that was measured on none."""
+    """Return header -> attribute of a stage of what was read off the card; empty if it was measured on none."""
     if document.source != "measured" or document.on_cpu:
         return {}
     known = {name for row in document.stages for name in _CARD_COLUMNS.values() if getattr(row, name) is not None}
     return {header: name for header, name in _CARD_COLUMNS.items() if name in known}
 
 
-def against_card(document: Document) -> Iterator[Text]:
-    """By how much the replay and the card differ at the most, and where."""
+def compare_with_card(document: Document) -> Iterator[Text]:
+    """Say by how much the replay and the card differ at the most, and where."""
     if not card_columns(document):
         return
     far = []

@@ -1,4 +1,4 @@
-"""The table of the ranks that ran together; those that are alike are one row."""
+"""The tables of what ran together: the cards of one process; ranks, of which those that are alike are one row."""
 
 from __future__ import annotations
 
@@ -6,14 +6,32 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from memprof.ledger.stages import at_stage
-from memprof.report.documents.ranks import RankRow
+from memprof.report.documents.ranks import CardRow, RankRow
 from memprof.report.terminal.cells import Unit
 from memprof.report.terminal.console import dim, table
-from memprof.units import spell_numbers
+from memprof.units import gib, spell_numbers
+
+_ENDED = {
+    "error": "failed", "not simulated": "stopped", "another rank": "stopped with others", "interrupted": "interrupted",
+    "timeout": "timeout",
+}  # fmt: skip
+
+
+def render_cards(cards: tuple[CardRow, ...], unit: Unit) -> RenderableType:
+    """Return a row a card; the run fits if all of them do."""
+    made = table("cards", ">capacity", ">allocated", ">reserved", ">device used", ">", ruled=True)
+    for card in cards:
+        name = Text(card.device).append("  <- below" * card.shown, style="bold")
+        capacity = "" if card.total_bytes is None else f"{gib(card.total_bytes)} GiB"
+        figures = (card.peak_allocated_bytes, card.peak_reserved_bytes, card.device_used_bytes)
+        verdict = _fits(card.fits, "not known") if card.used else Text("not used")
+        made.add_row(name, capacity, *map(unit.amount, figures), verdict)
+    note = f"{unit.name}, at the most. The run fits if all cards do; --card shows another one in full."
+    return Group(made, dim(note))
 
 
 def render_ranks(ranks: tuple[RankRow, ...], unit: Unit, *, on_cpu: bool = False) -> RenderableType:
-    """A row for each kind of rank; the run fits if all of them do. On a CPU nothing is reserved, and nothing fits."""
+    """Return a row for each kind of rank; the run fits if all of them do. On a CPU nothing is reserved, nor fits."""
     of_card = () if on_cpu else (">reserved", ">device used")
     made = table("ranks", ">allocated", "in", *of_card, ">", ruled=True)
     kinds: dict[int, list[RankRow]] = {}
@@ -24,12 +42,16 @@ def render_ranks(ranks: tuple[RankRow, ...], unit: Unit, *, on_cpu: bool = False
         stands_for = range(first.alike[0], first.alike[1] + 1) if first.alike else (row.rank for row in rows)
         name = Text(spell_numbers(stands_for))
         if shown := [row.rank for row in rows if row.shown]:
-            name.append(
-                f"  <- {shown[0]} below" if len(rows) > 1 or len(set(first.alike)) > 1 else "  <- below", style="bold"
-            )
+            which = f"{shown[0]} " if len(rows) > 1 or len(set(first.alike)) > 1 else ""
+            name.append(f"  <- {which}below", style="bold")
         figures = [unit.amount(one) for one in (first.peak_reserved_bytes, first.device_used_bytes)] if of_card else []
+        verdict = _fits(first.fits, _ENDED.get(first.ended, "not known"))
+        if first.fits is None:
+            verdict.stylize("yellow")
+        elif first.fits and on_cpu:
+            verdict = Text()
         where = at_stage(first.peak_stage, first.peak_step) if first.peak_stage else ""
-        made.add_row(name, unit.amount(first.peak_allocated_bytes), where, *figures, _verdict(first, on_cpu))
+        made.add_row(name, unit.amount(first.peak_allocated_bytes), where, *figures, verdict)
     alike = [f"{spell_numbers(row.rank for row in rows)} are" for rows in kinds.values() if len(rows) > 1]
     said = f"Ranks {', '.join(alike)} equal to the byte. ".replace(" are,", ",") if alike else ""
     if ranks[0].alike:
@@ -40,18 +62,7 @@ def render_ranks(ranks: tuple[RankRow, ...], unit: Unit, *, on_cpu: bool = False
     return Group(made, dim(note))
 
 
-_ENDED = {
-    "error": "failed",
-    "not simulated": "stopped",
-    "another rank": "stopped with others",
-    "interrupted": "interrupted",
-    "timeout": "timeout",
-}
-
-
-def _verdict(row: RankRow, on_cpu: bool) -> Text:
-    if on_cpu and row.fits:
-        return Text()
-    if row.fits is None:
-        return Text(_ENDED.get(row.ended, "not known"), style="yellow")
-    return Text("fits") if row.fits else Text("full", style="red")
+def _fits(fits: bool | None, unknown: str) -> Text:
+    if fits is None:
+        return Text(unknown)
+    return Text("fits") if fits else Text("full", style="red")

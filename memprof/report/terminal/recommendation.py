@@ -10,23 +10,13 @@ from rich.text import Text
 
 from memprof.errors import printable
 from memprof.ledger.bridge import NCCL_GROUP_BYTES
-from memprof.report.documents.recommendation import (
-    Bound,
-    Choice,
-    Largest,
-    LengthRow,
-    Lengths,
-    Recommendation,
-    Stream,
-)
-from memprof.report.terminal.console import Aligned, Command, dim, heading, indented, section, show
+from memprof.report.documents.recommendation import Bound, Choice, Largest, LengthRow, Lengths, Recommendation, Stream
+from memprof.report.terminal.console import Aligned, ShellCommand, dim, heading, indented, section, show
 from memprof.units import format_bytes, format_count, gib
 
-_SHOWN = 10
-"""Rows of the table that are shown without --explain."""
+_SHOWN = 10  # Rows of the table that are shown without --explain.
 
-_ONE_PROCESS = "device-map"
-"""A plan without groups of processes (workload/plan.py)."""
+_ONE_PROCESS = "device-map"  # A plan without groups of processes (workload/plan.py).
 
 
 def print_recommendation(answer: Recommendation, *, explain: bool = False, quiet: bool = False) -> None:
@@ -62,13 +52,10 @@ _TITLES = {
 
 
 def view(answer: Recommendation, *, explain: bool = False) -> RenderableType:
-    """Everything but the scripts."""
+    """Return everything but the scripts."""
     note = [dim(f"The card: {answer.card_note}.")] if answer.card_note else []
     parts: list[RenderableType] = [render_heading(answer), *note, Text("")]
-    if answer.largest:
-        parts += _largest(answer, explain=explain)
-    else:
-        parts += _configuration(answer, explain=explain)
+    parts += (_largest if answer.largest else _configuration)(answer, explain=explain)
     if answer.lengths is not None:
         parts += _lengths(answer.lengths)
     if explain:
@@ -77,45 +64,33 @@ def view(answer: Recommendation, *, explain: bool = False) -> RenderableType:
     return Group(*parts)
 
 
-def render_heading(answer: Recommendation) -> Text:
-    """What was asked."""
-    return heading(_title(answer))
-
-
 def verdict_lines(answer: Recommendation) -> list[str]:
-    """What to use, or that nothing fits."""
+    """Return what to use, or that nothing fits."""
     if answer.largest:
         fitting = [row for row in answer.largest if row.model is not None]
-        return [f"{row.task}: {row.model}, up to {row.context_length or 0:,} tokens" for row in fitting] or [
-            "Nothing fits"
-        ]
+        models = [f"{row.task}: {row.model}, up to {row.context_length or 0:,} tokens" for row in fitting]
+        return models or ["Nothing fits"]
     if answer.chosen is None:
         return ["Nothing fits", answer.reason]
-    return [
-        f"Use {answer.chosen.name}; {_batches(answer.chosen, answer)}",
-        _need(answer, answer.chosen),
-        *_limits(answer.chosen, answer),
-    ]
+    use = f"Use {answer.chosen.name}; {_batches(answer.chosen, answer)}"
+    return [use, _need(answer, answer.chosen), *_limits(answer.chosen, answer)]
 
 
-def _title(answer: Recommendation) -> str:
+def render_heading(answer: Recommendation) -> Text:
+    """Return what was asked."""
     device = answer.device
     card = f"{device.name} ({gib(device.total_bytes or 0)} GiB)"
     card = f"{answer.gpus} x {card}" if answer.gpus > 1 else card
     if answer.model is None:
-        return f"What fits {card}"
+        return heading(f"What fits {card}")
     goal = "inference" if answer.goal == "infer" else f"training ({answer.goal})"
     # What takes no tokens, such as images, has no length.
     many = ("sequence" if answer.context_length else "sample") + ("" if answer.effective_batch == 1 else "s")
     length = f", {answer.context_length:,} tokens" if answer.context_length else ""
     batch = f"{many} at a time" if answer.goal == "infer" else f"{many} a step"
     size = format_count(answer.num_parameters or 0)
-    return f"{answer.model} ({size} parameters), {goal}{length}, {answer.effective_batch} {batch}, on {card}"
-
-
-def _command(command: str) -> Command:
-    """To paste, however long it is."""
-    return Command(command)
+    asked = f"{answer.model} ({size} parameters), {goal}{length}"
+    return heading(f"{asked}, {answer.effective_batch} {batch}, on {card}")
 
 
 # -- a configuration --------------------------------------------------------------------------------------------------
@@ -125,18 +100,12 @@ def _configuration(answer: Recommendation, *, explain: bool) -> list[RenderableT
     parts: list[RenderableType] = []
     chosen = answer.chosen
     if chosen is not None:
+        said = (chosen.name, _batches(chosen, answer), _need(answer, chosen), *_limits(chosen, answer))
         parts += [
-            section(
-                "Use",
-                Text(chosen.name),
-                Text(_batches(chosen, answer)),
-                Text(_need(answer, chosen)),
-                *(Text(line) for line in _limits(chosen, answer)),
-                below=1,
-            ),
+            section("Use", *map(Text, said), below=1),
             Text(f"Why: {answer.reason}."),
             Text("Check", style="bold"),
-            indented(_command(chosen.command), below=1),
+            indented(ShellCommand(chosen.command), below=1),
         ]
     else:
         parts.append(section(Text("Nothing fits", style="bold red"), Text(answer.reason), below=1))
@@ -153,10 +122,8 @@ def _configuration(answer: Recommendation, *, explain: bool) -> list[RenderableT
 def _batches(chosen: Choice, answer: Recommendation) -> str:
     if answer.goal == "infer":
         return f"{chosen.micro_batch} at a time"
-    if answer.gpus > 1 and chosen.accumulation == 1:
-        return f"micro-batch {chosen.micro_batch} of a rank: the whole step at once"
     if chosen.accumulation == 1:
-        return f"micro-batch {chosen.micro_batch}: the whole step at once"
+        return f"micro-batch {chosen.micro_batch}{' of a rank' * (answer.gpus > 1)}: the whole step at once"
     return f"micro-batch {chosen.micro_batch}, gradients of {chosen.accumulation} accumulated"
 
 
@@ -179,10 +146,8 @@ def _limits(chosen: Choice, answer: Recommendation) -> Iterator[str]:
     if chosen.host_bytes > 0.1 * chosen.needed_bytes:
         each = " of each process" if answer.gpus > 1 else ""
         yield f"{gib(chosen.host_bytes)} GiB in host memory at the most{each}"
-    if answer.gpus > 1:
-        yield f"step at least {_seconds(chosen.step_seconds)}, {_seconds(chosen.link_seconds)} of it between cards"
-    else:
-        yield f"step at least {_seconds(chosen.step_seconds)}, {_seconds(chosen.bus_seconds)} of it transfers"
+    moved = (chosen.link_seconds, "between cards") if answer.gpus > 1 else (chosen.bus_seconds, "transfers")
+    yield f"step at least {_seconds(chosen.step_seconds)}, {_seconds(moved[0])} of it {moved[1]}"
     if answer.batch:
         on = ", on gradients of others" if chosen.accumulation > 1 else ""
         yield f"the largest {_batch_word(answer)} that fits{on}: {_bound(answer.batch)}"
@@ -217,41 +182,28 @@ def _choices(answer: Recommendation, *, explain: bool) -> list[RenderableType]:
         rows = front if len(front) > 2 else rows[:_SHOWN]
     cells: list[tuple[str, ...]] = [
         (
-            ">" if row is answer.chosen else "",
-            str(row.micro_batch),
-            gib(row.needed_bytes),
-            gib(row.margin_bytes),
-            _seconds(row.step_seconds),
-            _seconds(row.link_seconds if answer.gpus > 1 else row.bus_seconds),
-            _verdict(row),
-            row.name,
+            ">" if row is answer.chosen else "", str(row.micro_batch), gib(row.needed_bytes), gib(row.margin_bytes),
+            _seconds(row.step_seconds), _seconds(row.link_seconds if answer.gpus > 1 else row.bus_seconds),
+            _verdict(row), row.name,
         )
         for row in rows
-    ]
-    headers = (
-        "",
-        f">{_batch_word(answer)}",
-        ">needs",
-        ">margin",
-        ">step",
-        ">of it links" if answer.gpus > 1 else ">of it bus",
-        ">verdict",
-        "configuration",
-    )
+    ]  # fmt: skip
+    moved = "of it links" if answer.gpus > 1 else "of it bus"
+    headers = ("", f">{_batch_word(answer)}", ">needs", ">margin", ">step", f">{moved}", ">verdict", "configuration")
     left_out = len(answer.choices) - len(rows)
     more = f" {left_out} that another beats in both are left out (--explain)." if left_out else ""
     what = "Memory against time" if not explain else "All that were run"
-    legend = f"GiB; step: the least time at the card's published rates.{more} "
     host = format_bytes(answer.device.host_memory_bytes or 0)
-    said = {
+    verdicts = {
         "only just": "Only just: with what the allocator gives back when the card is full. ",
         "host": f"Host: more than the {host} of host memory (--host-memory). ",
     }
-    legend += "".join(text for verdict, text in said.items() if verdict in map(_verdict, rows))
-    legend += "1 run was made." if answer.runs == 1 else f"{answer.runs} runs were made."
+    said = "".join(text for verdict, text in verdicts.items() if verdict in map(_verdict, rows))
+    made = "1 run was made." if answer.runs == 1 else f"{answer.runs} runs were made."
+    legend = f"GiB; step: the least time at the card's published rates.{more} {said}{made}"
     failed = [] if explain else _not_run(answer)
     return [
-        section(what, Aligned(headers, cells, drop=(headers[5].lstrip(">"), "margin", "step")), below=1),
+        section(what, Aligned(headers, cells, drop=(moved, "margin", "step")), below=1),
         indented(dim(legend), *failed, below=1),
     ]
 
@@ -278,15 +230,17 @@ def _seconds(seconds: float | None) -> str:
 
 
 def _largest(answer: Recommendation, *, explain: bool) -> list[RenderableType]:
-    cells: list[tuple[str, ...]] = [_largest_cells(row) for row in answer.largest]
     headers = ("use", "largest model", ">parameters", ">needs", ">context", ">next larger", ">needs")
     legend = (
         f"GiB at {answer.context_length:,} tokens, one sequence at a time. Context: the longest that fits with this "
         "model; all: that it allows. Next larger: needs too much (more: its weights alone do)."
     )
-    commands = [_command(row.command) for row in answer.largest if row.model is not None]
+    commands = [ShellCommand(row.command) for row in answer.largest if row.model is not None]
     return [
-        indented(Aligned(headers, cells, drop=("needs", "next larger", "parameters")), below=1),
+        indented(
+            Aligned(headers, [*map(_largest_cells, answer.largest)], drop=("needs", "next larger", "parameters")),
+            below=1,
+        ),
         indented(dim(legend), *([] if explain else _not_run(answer)), below=1),
         section("Each as a run of its own, at its longest context", *commands, below=1),
     ]
@@ -304,12 +258,10 @@ def _largest_cells(row: Largest) -> tuple[str, ...]:
 
 
 def _lengths(lengths: Lengths) -> list[RenderableType]:
+    packed = f"{lengths.packed_rows:,} rows of {lengths.context_length:,}"
     lines = [
         Text(f"{lengths.file}: {lengths.count:,} sequences of {lengths.shortest:,} to {lengths.longest:,} tokens"),
-        Text(
-            f"median {lengths.median:,}, 99% are at most {lengths.p99:,}; packed: {lengths.packed_rows:,} rows of "
-            f"{lengths.context_length:,}"
-        ),
+        Text(f"median {lengths.median:,}, 99% are at most {lengths.p99:,}; packed: {packed}"),
     ]
     if lengths.truncated:
         lines.append(Text(f"{lengths.truncated:,} longer ones are cut to {lengths.context_length:,} tokens"))
@@ -339,29 +291,16 @@ def _stream(stream: Stream) -> RenderableType:
     if stream.alloc_conf:
         verdict += f", with {stream.alloc_conf}"
     cells = [(row.how, gib(row.mean_bytes), gib(row.p99_bytes), gib(row.peak_bytes)) for row in stream.reserved]
-    return section(
-        f"Over {stream.batches:,} batches of these lengths, it {verdict}",
-        Aligned(("reserved in a step, GiB", ">mean", ">p99", ">peak"), cells),
-        below=1,
-    )
+    made = Aligned(("reserved in a step, GiB", ">mean", ">p99", ">peak"), cells)
+    return section(f"Over {stream.batches:,} batches of these lengths, it {verdict}", made, below=1)
 
 
 def _length_cells(row: LengthRow) -> tuple[str, ...]:
-    def step(number: int | None) -> str:
-        return "never" if number is None else f"step {number:,}"
-
-    return (
-        str(row.micro_batch),
-        "none" if row.longest_fitting is None else f"{row.longest_fitting:,}",
-        f"{row.too_long:,}",
-        _odds(row.batch_odds),
-        _odds(row.epoch_odds),
-        step(row.first_step_median),
-        step(row.first_step_90),
-        step(row.step_sorted_ascending),
-        step(row.step_sorted_descending),
-        "fits" if row.packed_fits else "dies",
-    )
+    longest = "none" if row.longest_fitting is None else f"{row.longest_fitting:,}"
+    odds = (_odds(row.batch_odds), _odds(row.epoch_odds))
+    steps = (row.first_step_median, row.first_step_90, row.step_sorted_ascending, row.step_sorted_descending)
+    reached = ("never" if step is None else f"step {step:,}" for step in steps)
+    return str(row.micro_batch), longest, f"{row.too_long:,}", *odds, *reached, "fits" if row.packed_fits else "dies"
 
 
 def _odds(odds: float) -> str:

@@ -14,21 +14,18 @@ from memprof.ledger.caught import CaughtError
 from memprof.ledger.stages import at_stage
 from memprof.remedies.catalog import REMEDIES
 from memprof.report.documents.report import Document, Verdict
-from memprof.report.terminal.batches import render_batches
-from memprof.report.terminal.bridge import render_bridge
-from memprof.report.terminal.cards import render_cards
+from memprof.report.terminal.bridge import render_bridge, render_streams
 from memprof.report.terminal.cells import Unit, shape_text, unit_for
 from memprof.report.terminal.console import bar, dim, heading, indented, section, table
 from memprof.report.terminal.folding import row_of_peak, shown_stages, shown_step
 from memprof.report.terminal.ladder import render_ladder
 from memprof.report.terminal.limit import headline, render_limit
 from memprof.report.terminal.next_step import next_step, render_next
-from memprof.report.terminal.on_card import against_card, card_columns
-from memprof.report.terminal.ranks import render_ranks
-from memprof.report.terminal.steps import render_steps
-from memprof.report.terminal.streams import render_streams
-from memprof.report.terminal.tensors import origin, told_apart
-from memprof.report.terminal.timeline import Timeline
+from memprof.report.terminal.on_card import card_columns, compare_with_card
+from memprof.report.terminal.ranks import render_cards, render_ranks
+from memprof.report.terminal.steps import render_batches, render_steps
+from memprof.report.terminal.tensors import merge_equal_rows, origin
+from memprof.report.terminal.timeline import CategoryTimeline
 from memprof.spec import Mode
 from memprof.stand_ins.packages import WITHOUT
 from memprof.trace.events import NOT_SIMULATED, FailureKind, short_source
@@ -37,46 +34,34 @@ from memprof.units import MIB, format_bytes, format_count, gib, spell_numbers
 
 MAX_TENSORS = 10
 MAX_EVIDENCE = 6
-MIN_HOST_BYTES = 64 * MIB
-"""Host memory below this is not worth a column."""
+MIN_HOST_BYTES = 64 * MIB  # Host memory below this is not worth a column.
 _BAR_WIDTH = 28
-_MIN_SHARE_IN_DOUBT = 0.01
-"""Of the peak: what unknown workspaces change by less than that is not told."""
+_MIN_SHARE_IN_DOUBT = 0.01  # Of the peak: what unknown workspaces change by less than that is not told.
+# Columns of the stages, the first to be left out where there is no room.
 _LEAST_NEEDED = ("host peak", "seconds", "delta", "torch.cuda\nreserved", "NVML\nused", "reserved", "torch.cuda\npeak")
-"""Columns of the stages, the first to be left out where there is no room."""
 _SEVERITY_STYLE = {Severity.ERROR: "bold red", Severity.WARNING: "yellow", Severity.NOTE: "cyan"}
 
 
 def view(document: Document, *, explain: bool = False, quiet: bool = False) -> RenderableType:
-    """The whole report; with `explain`, what it rests on too; `quiet`: the verdict alone."""
+    """Return the whole report; with `explain`, what it rests on too; `quiet`: the verdict alone."""
     if quiet:
         return _verdict(document) if document.limit is None else Text(headline(document.limit))
-    parts: list[RenderableType] = [render_heading(document), _stages(document), _verdict(document), *_faults(document)]
-    if not explain:
-        parts += [Text(f"Note: {one}") for one in document.assumptions if one.endswith(WITHOUT)]
-    if document.ranks:
-        parts.append(render_ranks(document.ranks, _unit(document), on_cpu=document.on_cpu))
-    if document.cards:
-        parts.append(render_cards(document.cards, _unit(document)))
-    if document.batches is not None:
-        parts.append(render_batches(document.batches, _unit(document)))
-    if document.steps:
-        parts.append(render_steps(document.steps, _unit(document)))
-    if document.limit is not None:
-        parts.append(render_limit(document.limit, document.device.total_bytes or 0))
+    parts = [render_heading(document), _stages(document), _verdict(document), *_certain_errors(document)]
+    parts += [Text(f"Note: {one}") for one in document.assumptions if one.endswith(WITHOUT) and not explain]
+    unit = _unit(document)
+    parts += [render_ranks(document.ranks, unit, on_cpu=document.on_cpu)] if document.ranks else []
+    parts += [render_cards(document.cards, unit)] if document.cards else []
+    parts += [] if document.batches is None else [render_batches(document.batches, unit)]
+    parts += [render_steps(document.steps, unit)] if document.steps else []
+    parts += [] if document.limit is None else [render_limit(document.limit, document.device.total_bytes or 0)]
     parts.append(_categories(document))
     if document.over_time is not None:
-        where = at_stage(document.peak.stage, document.peak.step)
-        parts.append(Timeline(document.over_time, _unit(document), where))
-    if document.bridge is not None:
-        parts.append(render_bridge(document.bridge, _unit(document)))
-    if document.streams is not None:
-        parts.append(render_streams(document.streams, _unit(document)))
-    parts += [_tensors(document), _findings(document)]
-    if document.ladder:
-        parts.append(render_ladder(document))
+        parts.append(CategoryTimeline(document.over_time, unit, at_stage(document.peak.stage, document.peak.step)))
+    parts += [] if document.bridge is None else [render_bridge(document.bridge, unit)]
+    parts += [] if document.streams is None else [render_streams(document.streams, unit)]
+    parts += [_tensors(document), _findings(document), *([render_ladder(document)] if document.ladder else [])]
     if explain:
-        parts.append(_assumptions(document))
+        parts += [heading("What this rests on"), *(Text(f"  - {sentence}") for sentence in document.assumptions)]
     else:
         parts.append(dim(f"{len(document.assumptions)} assumptions: --explain lists them."))
     return Group(*parts, *render_next(next_step(document)))
@@ -87,7 +72,7 @@ def _unit(document: Document) -> Unit:
 
 
 def render_heading(document: Document) -> RenderableType:
-    """What was run, and on which card."""
+    """Return what was run, and on which card."""
     device, target = document.device, document.target
     kind = "simulated on a virtual" if document.source == "simulated" else "measured on"
     size = "" if device.total_bytes is None else f" ({gib(device.total_bytes)} GiB)"
@@ -124,15 +109,16 @@ def _describe_program(program: ProgramFacts) -> str:
     number = program.steps
     steps = "1 training step" if number == 1 else f"{number or 'no'} training steps"
     fixes = f", with {', '.join(program.fixes)}" if program.fixes else ""
-    how = f"ended by itself with exit code {program.exit_code}, {{steps}}" if _left(program) else _ENDS[program.ended]
+    own_code = f"ended by itself with exit code {program.exit_code}, {{steps}}"
+    how = own_code if _has_own_exit_code(program) else _ENDS[program.ended]
     begun = f"after {steps} had begun" if number else "before any training step"
     unseen = "" if program.evaluated else ", before any evaluation"
     return f"{shlex.join(program.command)}{fixes}: {how.format(steps=steps, begun=begun, unseen=unseen)}"
 
 
-def _left(program: ProgramFacts | None) -> bool:
-    """Whether the script left with an exit code of its own: memprof passes it on, though the verdict is another."""
-    return program is not None and program.ended == "exit" and bool(program.exit_code)
+def _has_own_exit_code(program: ProgramFacts) -> bool:
+    """Return whether the script left with an exit code of its own: memprof passes it on, though the verdict differs."""
+    return program.ended == "exit" and bool(program.exit_code)
 
 
 def _describe(target: Target) -> str:
@@ -149,59 +135,45 @@ def _describe(target: Target) -> str:
     amp = f" with {asked.amp} autocast" if asked.amp else ""
     if target.dtype is not None:
         parts.append(f"{target.dtype}{amp}")
+    parts.append(_what_is_trained(target))
     if asked.mode is Mode.TRAIN:
-        parts.append(_what_is_trained(target))
         impl = f" ({asked.optimizer_impl})" if asked.optimizer_impl else ""
-        parts.append("no optimizer" if asked.optimizer == "none" else f"{asked.optimizer}{impl}")
-        if asked.activation_checkpointing:
-            parts.append("activation checkpointing")
-        if asked.gradient_accumulation > 1:
-            parts.append(f"{asked.gradient_accumulation} micro-batches")
-        if asked.zero_grad == "zero":
-            parts.append("gradients zeroed, not freed")
-        if asked.evaluate:
-            parts.append("evaluation after each step")
+        parts += [
+            "no optimizer" if asked.optimizer == "none" else f"{asked.optimizer}{impl}",
+            "activation checkpointing" * asked.activation_checkpointing,
+            f"{asked.gradient_accumulation} micro-batches" * (asked.gradient_accumulation > 1),
+            "gradients zeroed, not freed" * (asked.zero_grad == "zero"),
+            "evaluation after each step" * asked.evaluate,
+        ]
     else:
-        parts.append(_what_is_trained(target))
-        new = asked.new_tokens
-        parts.append(f"inference, {new:,} new tokens" if new else "inference")
-    parts += [f"{asked.attention} attention"] if asked.attention else []
-    parts += ["compiled"] if asked.compile else []
-    parts += asked.fixes
-    parts += [f"allocator {target.alloc_conf}"] if target.alloc_conf else []
+        parts.append(f"inference, {asked.new_tokens:,} new tokens" if asked.new_tokens else "inference")
+    parts += [f"{asked.attention} attention" if asked.attention else "", "compiled" * asked.compile, *asked.fixes]
+    parts.append(f"allocator {target.alloc_conf}" if target.alloc_conf else "")
     return ", ".join(part for part in parts if part)
 
 
 def _what_is_trained(target: Target) -> str:
-    """The adapter, the NPT components, or how much is not frozen; nothing of a model that is trained as a whole."""
+    """Return the adapter, the NPT components, or how much is not frozen; nothing of a model trained as a whole."""
     asked, trainable = target.asked, target.num_trainable_parameters
     if asked.adapter:
         name = f"{asked.adapter.upper().replace('LORA', 'LoRA')} of rank {asked.lora_rank}"
-        return name if asked.mode is not Mode.TRAIN else f"{name} ({trainable:,} parameters)"
-    if asked.npt:
+    elif asked.npt:
         sums = f"{asked.npt_num_ranks} rank-1 updates, " if asked.npt_num_ranks else ""
         name = f"NPT {asked.npt}, {sums}rank {asked.npt_rank}"
-        return name if asked.mode is not Mode.TRAIN else f"{name} ({trainable:,} parameters)"
-    if asked.mode is Mode.TRAIN and trainable is not None and trainable < (target.num_parameters or 0):
-        return f"{trainable:,} trained"
-    return ""
+    else:
+        is_part = trainable is not None and trainable < (target.num_parameters or 0)
+        return f"{trainable:,} trained" if asked.mode is Mode.TRAIN and is_part else ""
+    return name if asked.mode is not Mode.TRAIN else f"{name} ({trainable:,} parameters)"
 
 
 def _stages(document: Document) -> RenderableType:
-    usable = document.device.usable_bytes
-    amount = _unit(document).amount
-    step = shown_step(document)
-    on_cpu, measured = document.on_cpu, document.source == "measured"
-    beside = card_columns(document)
+    usable, amount, step = document.device.usable_bytes, _unit(document).amount, shown_step(document)
+    on_cpu, measured, beside = document.on_cpu, document.source == "measured", card_columns(document)
     shows_host = document.host_peak_bytes >= MIN_HOST_BYTES
     headers = ["allocated", "delta", "peak", "resident" if on_cpu else "reserved", *beside]
     headers += ["seconds" if measured else "on this card", *(["host peak"] * shows_host)]
-    made = table(
-        "stage" + (f" (step {step})" if step else ""),
-        *(f">{header}" for header in headers),
-        ruled=True,
-        drop=_LEAST_NEEDED,
-    )
+    first = f"stage (step {step})" if step else "stage"
+    made = table(first, *(f">{header}" for header in headers), ruled=True, drop=_LEAST_NEEDED)
     rows = shown_stages(document)
     peak = row_of_peak(document, rows)
     for position, row in enumerate(rows):
@@ -218,36 +190,35 @@ def _stages(document: Document) -> RenderableType:
             name.append(f" (x{row.turns})", style="dim")
         if position == peak:
             name.append("  <- peak", style="bold red" if not fits else "bold")
-        delta = amount(row.delta_bytes, sign=True)
         fourth = row.resident_bytes if on_cpu else row.peak_reserved_bytes
-        figures = (amount(row.allocated_bytes), delta, amount(row.peak_allocated_bytes))
-        cells: list[RenderableType] = [name, *figures, "" if fourth is None else amount(fourth)]
-        read = [getattr(row, attribute) for attribute in beside.values()]
-        cells += ["" if value is None else amount(value) for value in read]
-        seconds = "" if row.seconds is None else f"{row.seconds:,.3f}"
-        cells.append(seconds if measured else verdict)
-        if shows_host:
-            cells.append(amount(row.peak_host_bytes))
-        made.add_row(*cells)
+        read = (fourth, *(getattr(row, attribute) for attribute in beside.values()))
+        made.add_row(
+            name,
+            amount(row.allocated_bytes),
+            amount(row.delta_bytes, sign=True),
+            amount(row.peak_allocated_bytes),
+            *("" if one is None else amount(one) for one in read),
+            verdict if not measured else "" if row.seconds is None else f"{row.seconds:,.3f}",
+            *([amount(row.peak_host_bytes)] * shows_host),
+        )
     turns = ""
     if any(row.turns > 1 for row in rows):
         turns = " (xN): these rows came N times, in turn; allocated and delta are of the last time."
     if on_cpu:
         what = "allocated: by torch's CPU allocator; resident: of the whole process, as last read in the stage"
         return Group(made, dim(f"{_unit(document).name}. {what}.{turns}"))
-    note = (
-        f"{_unit(document).name}; peak: most allocated, reserved: most held from the driver in the stage; "
-        f"{format_bytes(usable or 0)} usable beside the CUDA context{' and other processes' * measured}.{turns}"
-    )
-    return Group(made, dim(note), *against_card(document))
+    note = f"{_unit(document).name}; peak: most allocated, reserved: most held from the driver in the stage"
+    beside_it = f"the CUDA context{' and other processes' * measured}"
+    note += f"; {format_bytes(usable or 0)} usable beside {beside_it}.{turns}"
+    return Group(made, dim(note), *compare_with_card(document))
 
 
 def _verdict(document: Document) -> RenderableType:
-    if document.program is None or not _left(document.program):
+    if document.program is None or not _has_own_exit_code(document.program):
         return _memory_verdict(document)
-    code = document.program.exit_code
-    note = f"The exit code {code} is the script's own, and says nothing of memory: the script left with it."
-    return Group(_memory_verdict(document), Text(note))
+    code = f"The exit code {document.program.exit_code} is the script's own"
+    note = Text(f"{code}, and says nothing of memory: the script left with it.")
+    return Group(_memory_verdict(document), note)
 
 
 def _memory_verdict(document: Document) -> RenderableType:
@@ -260,28 +231,29 @@ def _memory_verdict(document: Document) -> RenderableType:
         if document.failure is None:
             return Text(f"\nMeasured: {took}")
         stopped = f"the run stopped in {document.failure.phase} with {document.failure.error}; until then {took}"
-        return _said("Failed", "bold red", stopped)
+        return _labelled("Failed", "bold red", stopped)
     on = next((f" on {card.device}" for card in document.cards if card.decides), "")
     on = next((f" on rank {row.rank}" for row in document.ranks if row.decides), on)
     need = f"{format_bytes(verdict.required_bytes)} with the CUDA context{on}"
     if document.failure is not None:
         failure = document.failure
+        over, rest = "." if verdict.fits is None else ", which does not fit.", "The rest is not known."
         if failure.kind == FailureKind.REFUSED:
-            seen = f"{failure.message.removeprefix('not yet: ')}. What was simulated needs {need}"
-            return _said("Refused", "bold red", f"{seen}{_over(verdict)} The rest is not known.")
-        if failure.kind == FailureKind.OTHER_RANK:
-            seen = f"{failure.message}. It needed {need} until then"
-            return _said("Stopped", "bold red", f"{seen}{_over(verdict)} The rest is not known.")
-        if failure.kind in NOT_SIMULATED:
+            label, seen = "Refused", f"{failure.message.removeprefix('not yet: ')}. What was simulated needs {need}"
+        elif failure.kind == FailureKind.OTHER_RANK:
+            label, seen = "Stopped", f"{failure.message}. It needed {need} until then"
+        elif failure.kind in NOT_SIMULATED:
             what = failure.error if failure.op is None else f"{failure.op} ({failure.error})"
             stopped = f"the run stopped in {failure.phase}, at {what}"
-            rest = f"It needed {need} until then{_over(verdict)} The rest is not known."
-            return _said("Not simulated", "bold red", f"{stopped}. {rest}")
-        stopped = f"the run stopped in {failure.phase} with {failure.error}; it needed {need} until then"
-        return _said("Failed", "bold red", f"{stopped}{_over(verdict)} What is above and below is the run up to there.")
+            label, seen = "Not simulated", f"{stopped}. It needed {need} until then"
+        else:
+            stopped = f"the run stopped in {failure.phase} with {failure.error}"
+            label, seen = "Failed", f"{stopped}; it needed {need} until then"
+            rest = "What is above and below is the run up to there."
+        return _labelled(label, "bold red", f"{seen}{over} {rest}")
     if verdict.fits is None:
         seen = f"it was stopped before a training step had ended, or a model been called; it needed {need} until then."
-        return _said("Not known", "bold yellow", f"{seen} Give it more time.")
+        return _labelled("Not known", "bold yellow", f"{seen} Give it more time.")
     beside = document.peak.device_used_bytes - document.peak.reserved_bytes  # the context
     usable = (device.total_bytes or 0) - beside if device.usable_bytes is None else device.usable_bytes
     spare = usable - (verdict.required_bytes - beside)
@@ -290,44 +262,41 @@ def _memory_verdict(document: Document) -> RenderableType:
     if verdict.fits and verdict.first_caught is not None:
         return _verdict_after_errors(verdict, verdict.first_caught, need, spare)
     if verdict.fits and not verdict.retries and spare >= 0:
-        return _fits(document, need, spare).append(_until(verdict.growth))
+        return _fits(document, need, spare).append(_growth_note(verdict.growth))
     if verdict.fits:
         said = f"{_only_just(verdict.retries)}. Left alone it would take {need}."
-        return _said("Fits only just", "bold yellow", said).append(_until(verdict.growth))
+        return _labelled("Fits only just", "bold yellow", said).append(_growth_note(verdict.growth))
     if verdict.host_over_bytes and verdict.oom_stage is None:
         over = f"{format_bytes(verdict.host_over_bytes)} more than there is of it (--host-memory)"
         held = f"{format_bytes(document.host_peak_bytes)} are held in host memory, {over}"
-        return _said("Does not fit", "bold red", f"{held}. Of the card it needs {need}.")
+        return _labelled("Does not fit", "bold red", f"{held}. Of the card it needs {need}.")
     where = at_stage(verdict.oom_stage or "", verdict.oom_step or 0)
     ended = document.program is not None and document.program.ended == "refused"
     whole = "The script ended there; with that request it needs" if ended else "The whole run needs"
-    text = _said(
-        "Does not fit",
-        "bold red",
-        f"a real run dies in {where}, when it tries to allocate "
-        f"{format_bytes(verdict.tried_to_allocate_bytes or 0)} with {format_bytes(verdict.in_use_bytes or 0)} in use. "
-        f"{whole} {need}.{_caught_before(verdict)} torch {'said' if ended else 'would say'}:",
+    tried, used = (format_bytes(size or 0) for size in (verdict.tried_to_allocate_bytes, verdict.in_use_bytes))
+    number = verdict.out_of_memory_caught
+    before = f" Before that {_raised_and_caught(number)}, and the script went on without what it had asked for."
+    text = (
+        f"a real run dies in {where}, when it tries to allocate {tried} with {used} in use. "
+        f"{whole} {need}.{before if number else ''} torch {'said' if ended else 'would say'}:"
     )
     message = (verdict.oom_message or "").partition(" If reserved ")
-    return section(text, dim(message[0] + (" ..." if message[1] else "")))
+    return section(_labelled("Does not fit", "bold red", text), dim(message[0] + (" ..." if message[1] else "")))
 
 
 def _runs_out(growth: Growth, findings: Sequence[Finding], need: str) -> Text:
-    """Of a run whose memory grows for longer than the GPU has room."""
+    """Return the verdict on a run whose memory grows for longer than the GPU has room."""
     seen = f"the {growth.steps_seen} steps that were run need {need}"
     planned = growth.program_steps
     end = "no end of its steps was seen" if planned is None else f"the script makes about {planned:,}"
     cause = next((f" {one.title.partition(': ')[2]}." for one in findings if one.id == "memory-growth"), "")
     grows = f"Memory grows by {format_bytes(growth.bytes_per_step)} a step:{cause}" if cause else ""
-    return _said(
-        "Does not fit",
-        "bold red",
-        f"runs out of memory at about step {growth.runs_out_step:,}; {seen}, and {end}. {grows}".rstrip(),
-    )
+    said = f"runs out of memory at about step {growth.runs_out_step:,}; {seen}, and {end}. {grows}"
+    return _labelled("Does not fit", "bold red", said.rstrip())
 
 
-def _until(growth: Growth | None) -> str:
-    """How long memory that grows lasts, for a run that ends before."""
+def _growth_note(growth: Growth | None) -> str:
+    """Return how long memory that grows lasts, for a run that ends before."""
     if growth is None:
         return ""
     last = "" if growth.runs_out_step is None else f" until about step {growth.runs_out_step:,}"
@@ -336,16 +305,12 @@ def _until(growth: Growth | None) -> str:
     return f" It grows by {format_bytes(growth.bytes_per_step)} a step{last and ', and fits'}{last}{ends}."
 
 
-def _said(label: str, style: str, said: str) -> Text:
+def _labelled(label: str, style: str, said: str) -> Text:
     return Text(f"\n{label}: ", style=style).append(said, style="default")
 
 
-def _over(verdict: Verdict) -> str:
-    return "." if verdict.fits is None else ", which does not fit."
-
-
-def _faults(document: Document) -> list[RenderableType]:
-    """What kills the run on a real card whatever its memory, beside the verdict: it must not be read alone."""
+def _certain_errors(document: Document) -> list[RenderableType]:
+    """Return what kills the run on a real card whatever its memory, beside the verdict: it must not be read alone."""
     known = ("does-not-fit", "run-failed", "memory-growth")  # the verdict has said these
     errors = [one for one in document.findings if one.severity is Severity.ERROR and one.id not in known]
     return [Text("Fails on a real card: ", style="bold red").append(one.title, style="default") for one in errors]
@@ -353,10 +318,8 @@ def _faults(document: Document) -> list[RenderableType]:
 
 def _only_just(retries: int) -> str:
     times = "once" if retries == 1 else f"{retries} times" if retries else "now and then"
-    return (
-        f"the card is full {times}, and the run goes on because the allocator gives back what it holds and does not "
-        "use, which takes time"
-    )
+    back = "the allocator gives back what it holds and does not use, which takes time"
+    return f"the card is full {times}, and the run goes on because {back}"
 
 
 def _raised_and_caught(number: int) -> str:
@@ -365,43 +328,31 @@ def _raised_and_caught(number: int) -> str:
 
 
 def _fits(document: Document, need: str, spare: int) -> Text:
-    """What NCCL takes beside it is known from others alone: that it is enough is said of what is left after that."""
+    """Return the verdict on what fits; that NCCL's share fits too is said of what is left after it."""
     nccl = None if document.bridge is None else document.bridge.nccl_group_bytes
     if nccl is None:
-        return _said("Fits", "bold green", f"needs {need}, {format_bytes(spare)} to spare.")
+        return _labelled("Fits", "bold green", f"needs {need}, {format_bytes(spare)} to spare.")
     least, most = nccl
     range_text = f"{format_bytes(least)} to {format_bytes(most)}"
     if spare >= most:
         left = f"{format_bytes(spare)} to spare, of which NCCL takes {range_text} a group where others measured it."
-        return _said("Fits", "bold green", f"needs {need}, {left}")
+        return _labelled("Fits", "bold green", f"needs {need}, {left}")
     left = f"which leaves {format_bytes(spare)} to NCCL: where others measured it, a group takes {range_text}."
-    return _said("Fits only just", "bold yellow", f"needs {need}, {left}")
+    return _labelled("Fits only just", "bold yellow", f"needs {need}, {left}")
 
 
 def _verdict_after_errors(verdict: Verdict, first: CaughtError, need: str, spare: int) -> Text:
-    """Of a program that caught out-of-memory errors: what is known to fit is not what it asked for at first."""
+    """Return the verdict on a program that caught out-of-memory errors: it fits without what it asked for first."""
     number = verdict.out_of_memory_caught
     which = "" if number == 1 else ", the first"
     stage = at_stage(first.stage, first.step)
     where = f" at {short_source(first.source)}" if first.source else ""
     asked = f"{format_bytes(first.num_bytes)} were asked for with {format_bytes(first.in_use_bytes)} in use"
-    if verdict.retries or spare < 0:
-        then = f"and only just fits: {_only_just(verdict.retries)}"
-    else:
-        then = f"{format_bytes(spare)} to spare"
-    return _said(
-        "Fits only without what was refused",
-        "bold yellow",
-        f"{_raised_and_caught(number)}{which} in {stage}{where}, where {asked}; the script went on "
-        f"without it. What it did instead needs {need}, {then}.",
-    )
-
-
-def _caught_before(verdict: Verdict) -> str:
-    number = verdict.out_of_memory_caught
-    if not number:
-        return ""
-    return f" Before that {_raised_and_caught(number)}, and the script went on without what it had asked for."
+    only_just = f"and only just fits: {_only_just(verdict.retries)}"
+    then = only_just if verdict.retries or spare < 0 else f"{format_bytes(spare)} to spare"
+    went_on = f"{_raised_and_caught(number)}{which} in {stage}{where}, where {asked}; the script went on without it."
+    said = f"{went_on} What it did instead needs {need}, {then}."
+    return _labelled("Fits only without what was refused", "bold yellow", said)
 
 
 def _categories(document: Document) -> RenderableType:
@@ -417,21 +368,19 @@ def _categories(document: Document) -> RenderableType:
 
 
 def _workspaces(document: Document) -> list[RenderableType]:
-    """What is not known of cuDNN's convolutions, where the peak depends on it."""
+    """Return what is not known of cuDNN's convolutions, where the peak depends on it."""
     found, total = document.peak.workspaces, document.peak.allocated_bytes
     if found is None or found.most_peak_bytes - found.least_peak_bytes < _MIN_SHARE_IN_DOUBT * total:
         return []
-    note = (
-        f"{format_bytes(found.num_bytes)} of it by the rule for workspaces of cuDNN's convolutions; the peak is "
-        f"{format_bytes(found.least_peak_bytes)} without any, {format_bytes(found.most_peak_bytes)} by their bound."
-    )
-    return [dim(note)]
+    rule = f"{format_bytes(found.num_bytes)} of it by the rule for workspaces of cuDNN's convolutions"
+    least, most = format_bytes(found.least_peak_bytes), format_bytes(found.most_peak_bytes)
+    return [dim(f"{rule}; the peak is {least} without any, {most} by their bound.")]
 
 
 def _tensors(document: Document) -> RenderableType:
     unit = _unit(document)
     made = table(f">{unit.name}", ">x", "|shape", "~what it is", drop=("shape", "x"))
-    for tensor in told_apart(document.peak.tensors)[:MAX_TENSORS]:
+    for tensor in merge_equal_rows(document.peak.tensors)[:MAX_TENSORS]:
         shape = f"{shape_text(tensor.shape)} {tensor.dtype}"
         made.add_row(unit.amount(tensor.num_bytes), str(tensor.count), shape, origin(tensor))
     return section("Largest tensors alive at the peak", made, below=1)
@@ -445,10 +394,8 @@ def _findings(document: Document) -> RenderableType:
 
 
 def _finding(number: int, finding: Finding) -> RenderableType:
-    heading = Text(f"{number}. ")
-    heading.append(f"{finding.severity.value}: ", style=_SEVERITY_STYLE[finding.severity])
-    heading.append(finding.title)
-    lines = [heading, *(_evidence(evidence) for evidence in finding.evidence[:MAX_EVIDENCE])]
+    title = Text(f"{number}. ").append(f"{finding.severity.value}: ", style=_SEVERITY_STYLE[finding.severity])
+    lines = [title.append(finding.title), *(_evidence(evidence) for evidence in finding.evidence[:MAX_EVIDENCE])]
     if len(finding.evidence) > MAX_EVIDENCE:
         lines.append(dim(f"   and {len(finding.evidence) - MAX_EVIDENCE} more (--json lists all)"))
     if finding.remedies:
@@ -457,18 +404,13 @@ def _finding(number: int, finding: Finding) -> RenderableType:
 
 
 def _as_fix(name: str) -> str:
-    """A remedy as `--fix` takes it; N is for the user to say."""
+    """Return a remedy as `--fix` takes it; N is for the user to say."""
     remedy = REMEDIES.get(name)
     return f"{name}=N" if remedy is not None and remedy.main_option in remedy.required else name
 
 
 def _evidence(evidence: Evidence) -> Text:
-    text = Text("   - ")
-    text.append(evidence.text)
+    text = Text("   - ").append(evidence.text)
     if evidence.source and short_source(evidence.source) not in evidence.text:
         text.append(f"  {short_source(evidence.source)}", style="dim")
     return text
-
-
-def _assumptions(document: Document) -> RenderableType:
-    return Group(heading("What this rests on"), *(Text(f"  - {sentence}") for sentence in document.assumptions))

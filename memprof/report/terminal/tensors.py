@@ -11,25 +11,21 @@ from memprof.ledger.ledger import LiveTensor
 from memprof.trace.events import short_source
 
 
-def told_apart(tensors: Iterable[LiveTensor]) -> list[LiveTensor]:
-    """Those of which a row says the same are one: forward and backward each have a workspace of cuBLAS."""
+def merge_equal_rows(tensors: Iterable[LiveTensor]) -> list[LiveTensor]:
+    """Return those of which a row says the same are one: forward and backward each have a workspace of cuBLAS."""
     found: dict[tuple[object, ...], LiveTensor] = {}
     for one in tensors:
         where = one.name or (one.module, one.source)
         key = one.num_bytes, one.shape, one.dtype, one.category, one.op, where
-        known = found.get(key)
-        found[key] = (
-            one
-            if known is None
-            else replace(
-                known, count=known.count + one.count, allocated_bytes=known.allocated_bytes + one.allocated_bytes
-            )
-        )
+        if known := found.get(key):
+            total = known.allocated_bytes + one.allocated_bytes
+            one = replace(known, count=known.count + one.count, allocated_bytes=total)
+        found[key] = one
     return sorted(found.values(), key=lambda tensor: (-tensor.num_bytes, -tensor.count))
 
 
 def origin(tensor: LiveTensor) -> Text:
-    """Where it comes from."""
+    """Return where it comes from."""
     text = Text(tensor.category)
     where = tensor.name or tensor.module
     if where:

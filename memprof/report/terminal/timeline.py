@@ -16,7 +16,7 @@ _LEAST_COLUMNS = 10
 
 
 @dataclass(frozen=True)
-class Timeline:
+class CategoryTimeline:
     """The lines; `unit` is that of the figures behind them, `peak_at` names the peak's stage."""
 
     found: OverTime
@@ -56,7 +56,7 @@ class Timeline:
         yield indented(*lines, dim(legend), below=1)
 
     def _shown(self, columns: int) -> list[int]:
-        """Of each column, which moment it shows: of several that fall into it, the fullest."""
+        """Return which moment each column shows: of several that fall into it, the fullest."""
         found, moments = self.found, len(self.found.events)
         if columns >= moments:
             return [column * moments // columns for column in range(columns)]
@@ -68,7 +68,7 @@ class Timeline:
         return shown
 
     def _steps(self, columns: int) -> str:
-        """The numbers of steps below where they begin, as many as there is room for."""
+        """Return the numbers of steps below where they begin, as many as there is room for."""
         line = ""
         for step, begin in self.found.steps:
             place = min(begin * columns // self.found.num_events, columns - 1)

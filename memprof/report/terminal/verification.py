@@ -6,7 +6,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from memprof.report.documents.verification import Deviation, Verification
+from memprof.report.documents.verification import Verification
 from memprof.report.terminal.cells import Unit
 from memprof.report.terminal.console import dim, heading, table
 from memprof.units import MIB
@@ -15,13 +15,15 @@ _MIB = Unit("MiB", MIB)
 
 
 def view(found: Verification, *, quiet: bool = False) -> RenderableType:
-    """All of the tables, or the verdict alone."""
+    """Return all of the tables, or the verdict alone."""
     verdict = Text("passed" if found.passed else "FAILED", style="bold green" if found.passed else "bold red")
     if quiet:
         return verdict
     parts: list[RenderableType] = [heading(f"memprof verify: {found.seeds} seeds, on the CPU")]
     if found.deviations:
-        parts += [_deviations(found), *(_failure(row) for row in found.deviations if not row.passed)]
+        failed = [(f" of {row.tensor}" if row.tensor else "", row) for row in found.deviations if not row.passed]
+        lines = (f"{row.remedy} on {row.model}: {row.quantity}{where}, {row.case}" for where, row in failed)
+        parts += [_deviations(found), *(Text(line, style="red") for line in lines)]
     if found.precisions:
         parts += [_precisions(found), _layers(found)]
     if found.optimizers:
@@ -62,11 +64,6 @@ def _deviations(found: Verification) -> Table:
     return made
 
 
-def _failure(row: Deviation) -> Text:
-    where = f" of {row.tensor}" if row.tensor else ""
-    return Text(f"{row.remedy} on {row.model}: {row.quantity}{where}, {row.case}", style="red")
-
-
 def _precisions(found: Verification) -> Table:
     title = "Precision against accuracy: deviation from float64, relative"
     made = _table(title, "precision", "model", ">logits, largest", ">logits, rms", ">bound", ">same argmax", "")
@@ -80,7 +77,7 @@ _SHOWN_LAYERS = 8
 
 
 def _layers(found: Verification) -> Table:
-    """Every layer of a shallow model; of a deep one some, evenly, with the first and the last."""
+    """Return every layer of a shallow model; of a deep one some, evenly, with the first and the last."""
     columns = min(_SHOWN_LAYERS, max(len(row.layers_rms) for row in found.precisions))
     made = _table("Deviation of each layer's output, rms, relative", "precision", "model", *[">layer"] * columns)
     for row in found.precisions:
@@ -122,10 +119,8 @@ def _saving(original: int | None, fixed: int | None) -> list[str]:
 
 def _peak_notes(found: Verification) -> list[Text]:
     notes = [f"not measured: {row.remedy}: {row.not_measured}" for row in found.peaks if row.not_measured]
-    if found.peaks[0].measured_on == "cpu":
-        notes.insert(
-            0,
-            "On the CPU, card and host are one memory: what a remedy moves to the host is counted still. Kernels of "
-            "the two differ in what they take for a moment: softmax's backward has a product more on CUDA.",
-        )
-    return [dim(note) for note in notes]
+    on_cpu = (
+        "On the CPU, card and host are one memory: what a remedy moves to the host is counted still. Kernels of "
+        "the two differ in what they take for a moment: softmax's backward has a product more on CUDA."
+    )
+    return [dim(note) for note in ([on_cpu, *notes] if found.peaks[0].measured_on == "cpu" else notes)]

@@ -12,43 +12,34 @@ from memprof.units import KIB, format_bytes
 
 _BAR_WIDTH = 40
 _MAX_RANGES = 6
-_FIELDS = (
-    ("parameters", "parameters_bytes"),
-    ("gradients", "gradients_bytes"),
-    ("optimizer state", "optimizer_state_bytes"),
-    ("logits and loss", "logits_bytes"),
-    ("peak allocated", "peak_bytes"),
-    ("needs of the card", "required_bytes"),
-)
+_FIELDS = {
+    "parameters": "parameters_bytes", "gradients": "gradients_bytes", "optimizer state": "optimizer_state_bytes",
+    "logits and loss": "logits_bytes", "peak allocated": "peak_bytes", "needs of the card": "required_bytes",
+}  # fmt: skip
 
 
 def view(document: Vocabulary, *, quiet: bool = False) -> RenderableType:
-    """The whole report, or the caps and what they save alone."""
+    """Return the whole report, or the caps and what they save alone."""
     if quiet:
         return _caps(document) if document.savings is None else _savings(document.savings)
-    parts: list[RenderableType] = [_heading(document), _curve(document), _caps(document)]
-    if document.savings is not None:
-        parts.append(_savings(document.savings))
-    parts += [Text(f"Note: {note}", style="yellow") for note in document.notes]
-    return Group(*parts)
+    savings = [] if document.savings is None else [_savings(document.savings)]
+    notes = (Text(f"Note: {note}", style="yellow") for note in document.notes)
+    return Group(_heading(document), _curve(document), _caps(document), *savings, *notes)
 
 
 def _heading(document: Vocabulary) -> RenderableType:
     files = "1 file" if document.files == 1 else f"{document.files:,} files"
     rows = f", {document.rows:,} row{'s' * (document.rows > 1)}" if document.rows else ""
+    once = f"{document.once:,} of them occur once ({document.once / document.distinct:.1%})"
     lines = [
         heading("memprof vocab", ": " + ", ".join(document.corpus)),
         Text(f"{files}{rows}, {format_bytes(document.num_bytes)} of text, tokens by {document.tokenizer}"),
-        Text(
-            f"{document.tokens:,} tokens, {document.distinct:,} different; {document.once:,} of them occur once "
-            f"({document.once / document.distinct:.1%})"
-        ),
+        Text(f"{document.tokens:,} tokens, {document.distinct:,} different; {once}"),
     ]
     if document.unseen is not None and document.vocab_size:
         share = document.unseen / document.vocab_size
-        lines.append(
-            Text(f"{document.unseen:,} of {document.vocab_size:,} ids never occur ({share:.1%}){_ids(document)}")
-        )
+        unseen = f"{document.unseen:,} of {document.vocab_size:,} ids never occur ({share:.1%})"
+        lines.append(Text(unseen + _ids(document)))
         if document.special_unseen:
             names = ", ".join(document.special_unseen[:_MAX_RANGES])
             more = len(document.special_unseen) - _MAX_RANGES
@@ -73,7 +64,7 @@ def _curve(document: Vocabulary) -> RenderableType:
 
 
 def _percent(share: float, everything: bool) -> str:
-    """Two decimals, and 100% only for all of it."""
+    """Return a share with two decimals, and 100% only for all of it."""
     return "100.00%" if everything else f"{min(share, 0.9999):.2%}"
 
 
@@ -81,25 +72,21 @@ def _caps(document: Vocabulary) -> RenderableType:
     lines = []
     for cap in document.caps:
         share = _percent(cap.coverage, cap.tokens >= document.distinct)
-        lost = document.tokens - cap.covered
-        lines.append(
-            Text(
-                f"{cap.name}: {cap.tokens:,} tokens cover {share} ({lost:,} of {document.tokens:,} are lost); "
-                f"with {document.reserved} reserved, --vocab-size {cap.vocab_size}"
-            )
-        )
+        lost = f"{document.tokens - cap.covered:,} of {document.tokens:,} are lost"
+        reserved = f"with {document.reserved} reserved, --vocab-size {cap.vocab_size}"
+        lines.append(Text(f"{cap.name}: {cap.tokens:,} tokens cover {share} ({lost}); {reserved}"))
     return section("Caps", *lines, below=1)
 
 
 def _savings(savings: Savings) -> RenderableType:
     memories = (savings.before, *savings.capped)
-    most = max(getattr(memory, name) or 0 for memory in memories for _, name in _FIELDS)
+    most = max(getattr(memory, name) or 0 for memory in memories for name in _FIELDS.values())
     unit = unit_for(most, smallest=KIB)
     made = table(f"|{unit.name}", *(f">{memory.name}" for memory in memories))
     made.add_row("vocabulary, tokens", *(f"{memory.vocab_size:,}" for memory in memories))
     if savings.before.num_parameters is not None:
         made.add_row("parameters, numbers", *(f"{memory.num_parameters or 0:,}" for memory in memories))
-    for label, name in _FIELDS:
+    for label, name in _FIELDS.items():
         amounts = [getattr(memory, name) for memory in memories]
         if any(amount is not None for amount in amounts):
             label = "logits, one copy" if name == "logits_bytes" and savings.source != SIMULATED else label
@@ -108,16 +95,15 @@ def _savings(savings: Savings) -> RenderableType:
         made.add_row("saved", "", *(format_bytes(saved(savings.before, memory)) for memory in savings.capped))
     if savings.before.fits is not None:
         made.add_row("fits", *("yes" if memory.fits else "no" for memory in memories))
+    title, legend = "by arithmetic alone, nothing was run", "saved: the sum of the rows above."
     if savings.source == SIMULATED:
         title, legend = f"simulated on a virtual {savings.card}", "saved: of what the card must have."
-    else:
-        title, legend = "by arithmetic alone, nothing was run", "saved: the sum of the rows above."
     notes = (dim(note) for note in (legend, *savings.assumptions))
     return section(heading("What a cap saves", f": {title}"), Text(savings.what), made, *notes, below=1)
 
 
 def saved(before: Memory, after: Memory) -> int:
-    """Bytes of the card; by arithmetic, of what is known."""
+    """Return the bytes of the card; by arithmetic, of what is known."""
     if before.required_bytes is not None and after.required_bytes is not None:
         return before.required_bytes - after.required_bytes
-    return sum((getattr(before, name) or 0) - (getattr(after, name) or 0) for _, name in _FIELDS)
+    return sum((getattr(before, name) or 0) - (getattr(after, name) or 0) for name in _FIELDS.values())

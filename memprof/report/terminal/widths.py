@@ -8,17 +8,14 @@ import textwrap
 from collections.abc import Sequence
 from contextvars import ContextVar
 
-WIDTH = 110
-"""Columns of a text that is not for a terminal, unless COLUMNS says otherwise."""
+WIDTH = 110  # Columns of a text that is not for a terminal, unless COLUMNS says otherwise.
 NARROWEST, WIDEST = 20, 1000
-_RUNNING = 32
-"""Columns that are enough for running text."""
-COLOURLESS: ContextVar[bool] = ContextVar("colourless", default=False)
-"""Whether `--no-color` was given."""
+_RUNNING = 32  # Columns that are enough for running text.
+COLOURLESS: ContextVar[bool] = ContextVar("colourless", default=False)  # Whether `--no-color` was given.
 
 
 def output_width() -> int:
-    """Columns of what is printed to stdout: COLUMNS, else those of the terminal, else `WIDTH`."""
+    """Return the columns of what is printed to stdout: COLUMNS, else those of the terminal, else `WIDTH`."""
     said = os.environ.get("COLUMNS", "")
     if said.isdecimal() and int(said):
         return min(max(int(said), NARROWEST), WIDEST)
@@ -29,7 +26,7 @@ def output_width() -> int:
 
 
 def wrapped(line: str, width: int, indent: str = "", deeper: str | None = None) -> list[str]:
-    """`line` in lines of so many columns, broken between words alone; `deeper` is before all but the first."""
+    """Return `line` in lines of so many columns, broken between words alone; `deeper` is before all but the first."""
     return textwrap.wrap(
         line, max(width, 40), initial_indent=indent, subsequent_indent=indent + "  " if deeper is None else deeper,
         break_on_hyphens=False, break_long_words=False,
@@ -39,7 +36,7 @@ def wrapped(line: str, width: int, indent: str = "", deeper: str | None = None) 
 def aligned(
     headers: Sequence[str], rows: Sequence[Sequence[str]], width: int, drop: Sequence[str] = ()
 ) -> tuple[list[str], list[str]]:
-    """Lines of aligned columns, headers first, and the columns that were left out.
+    """Return lines of aligned columns, headers first, and the columns that were left out.
 
     Words in the last column may run on in lines of their own below it, before a column of figures is left out for them.
 
@@ -51,17 +48,14 @@ def aligned(
     """
     names = [header.removeprefix(">") for header in headers]
     widths = [max(map(len, column)) for column in zip(names, *rows, strict=True)]
-    kept, gone = list(range(len(names))), list[str]()
+    kept, gone, running = list(range(len(names))), list[str](), widths[-1]
     if not headers[-1].startswith(">"):
         longest = max(len(word) for cells in (names, *rows) for word in cells[-1].split() or [""])
-        running = min(widths[-1], max(longest, _RUNNING))
-    else:
-        running = widths[-1]
+        running = min(running, max(longest, _RUNNING))
     for name in drop:
         if sum(widths[place] + 2 for place in kept[:-1]) + running <= width:
             break
-        found = [place for place in kept if names[place] == name]
-        if found:
+        if found := [place for place in kept if names[place] == name]:
             kept.remove(found[-1])
             gone.append(name)
     before = sum(widths[place] + 2 for place in kept[:-1])
@@ -69,13 +63,12 @@ def aligned(
     for line in (names, *rows):
         cells = [f"{line[one]:{'>' if headers[one].startswith('>') else '<'}{widths[one]}}" for one in kept]
         if before + len(line[-1]) > width and running <= width - before:
-            cells[-1] = f"\n{' ' * before}".join(
-                textwrap.wrap(line[-1], width - before, break_on_hyphens=False, break_long_words=False)
-            )
+            words = textwrap.wrap(line[-1], width - before, break_on_hyphens=False, break_long_words=False)
+            cells[-1] = f"\n{' ' * before}".join(words)
         lines.append("  ".join(cells).rstrip())
     return lines, gone
 
 
-def left_out(names: Sequence[str]) -> str:
-    """What is said of columns that there was no room for."""
+def dropped_columns_note(names: Sequence[str]) -> str:
+    """Return what is said of columns that there was no room for."""
     return f"No room for: {', '.join(' '.join(name.split()) for name in dict.fromkeys(names) if name.strip())}."

@@ -12,7 +12,7 @@ from memprof.allocator import OomReport, release_for
 from memprof.catalog import find_model
 from memprof.doctor import Cause, Diagnosis, Known, diagnose
 from memprof.doctor.dimensions import dimensions, find_dimensions, model_in
-from memprof.doctor.tensors import Question, candidates
+from memprof.doctor.tensors import TensorQuery, candidates
 from memprof.errors import UsageError
 from memprof.remedies.catalog import REMEDIES
 
@@ -98,7 +98,7 @@ def test_dimensions_of_a_configuration_file(tmp_path: Path):
 def test_a_size_that_fits_nothing_well_gets_no_name():
     # 12,347 tokens of a vocabulary: chance finds as much.
     low = 12_347 * 151_936 * 2
-    assert candidates(Question(low - 2 * MIB, low)) == []
+    assert candidates(TensorQuery(low - 2 * MIB, low)) == []
 
 
 @pytest.mark.parametrize(
@@ -106,8 +106,8 @@ def test_a_size_that_fits_nothing_well_gets_no_name():
 )
 def test_a_round_size_is_not_known_by_itself(size, is_told):
     """4 GiB are as many bfloat16 logits of 32,768 words as scores of 8 heads, or weights."""
-    assert bool(candidates(Question(size, size))) == is_told
-    assert {one.role for one in candidates(Question(size, size, roles=frozenset({"logits"})))} == {"logits"}
+    assert bool(candidates(TensorQuery(size, size))) == is_told
+    assert {one.role for one in candidates(TensorQuery(size, size, roles=frozenset({"logits"})))} == {"logits"}
 
 
 def test_a_buffer_of_ggml_is_no_tensor():
@@ -119,7 +119,7 @@ def test_a_buffer_of_ggml_is_no_tensor():
 
 def test_a_size_of_no_known_model_is_not_of_more_tokens_than_the_card_had_room_for():
     low, high = (int(amount * 2**30) for amount in (447.995, 448.005))
-    found = candidates(Question(low, high, held=18 << 30))
+    found = candidates(TensorQuery(low, high, held=18 << 30))
     assert {candidate.role for candidate in found} == {"one weight delta for each token"}
     assert found[0].shape[1:] == (4096, 4096 * 14336)
     # 7,340,032 tokens of hidden states, 4,096 wide: 56 GiB were there before their logits.

@@ -7,9 +7,9 @@ from memprof.findings import Context, Severity
 from memprof.findings.streams import find
 from memprof.ledger.ledger import build_ledger
 from memprof.ledger.streams import StreamMemory
+from memprof.report.terminal.bridge import render_streams
 from memprof.report.terminal.cells import unit_for
 from memprof.report.terminal.console import text_of
-from memprof.report.terminal.streams import render_streams
 from tests.unit.allocator.traces import MIB, Script, StreamScript
 
 

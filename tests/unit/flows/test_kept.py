@@ -8,7 +8,6 @@ from memprof.flows import kept
 from memprof.flows.kept import is_without_cuda, place_of
 from memprof.flows.profile import profile
 from memprof.report.documents.report import Document
-from memprof.report.frames import frames_of
 from memprof.report.terminal.console import text_of
 from memprof.report.terminal.report import view
 from memprof.spec import TargetSpec
@@ -106,7 +105,7 @@ def test_a_kept_answer_is_the_answer(name):
         shown = [text_of(view(one, explain=explain, quiet=False)) for one in (found, document)]
         assert shown[0] == shown[1]
     assert json.dumps(found.to_json()) == json.dumps(document.to_json())
-    tables = [{name: frame.to_csv() for name, frame in frames_of(one).items()} for one in (found, document)]
+    tables = [{name: frame.to_csv() for name, frame in one.frames().items()} for one in (found, document)]
     assert tables[0] == tables[1]
 
 

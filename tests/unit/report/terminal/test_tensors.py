@@ -10,7 +10,7 @@ from memprof.report.documents.report import Document
 from memprof.report.terminal.brief import brief
 from memprof.report.terminal.console import text_of
 from memprof.report.terminal.report import view
-from memprof.report.terminal.tensors import told_apart
+from memprof.report.terminal.tensors import merge_equal_rows
 
 
 def document() -> Document:
@@ -28,13 +28,13 @@ def test_the_workspaces_of_forward_and_backward_are_one_row() -> None:
     assert [tensor.count for tensor in both] == [1, 1] and {tensor.phase for tensor in both} == {"forward", "backward"}
     rows = [line.split() for line in text_of(view(found)).splitlines() if "cublas workspace" in line]
     assert [row[:2] for row in rows] == [["32.00", "2"]]
-    (one,) = (tensor for tensor in told_apart(found.peak.tensors) if tensor.op == "cublas workspace")
+    (one,) = (tensor for tensor in merge_equal_rows(found.peak.tensors) if tensor.op == "cublas workspace")
     assert one.count == 2 and one.allocated_bytes == sum(tensor.allocated_bytes for tensor in both)
     assert sum("library workspace" in line for line in brief(found).splitlines()) == 1
 
 
 def test_what_differs_in_what_is_said_stays_apart() -> None:
-    found = told_apart(document().peak.tensors)
+    found = merge_equal_rows(document().peak.tensors)
     says = [(t.num_bytes, t.shape, t.dtype, t.category, t.op, t.name or (t.module, t.source)) for t in found]
     assert len(set(says)) == len(says) > 3
     assert sum(one.count for one in found) == sum(one.count for one in document().peak.tensors)
