@@ -50,8 +50,7 @@ class ProfiledGpu:
         self._settings = SettingsInForce(allocator_settings(None) if settings is None else settings)
         rank, size = of_ranks or (0, gpus)
         self._environment = {} if of_ranks is None else _environment(rank, size, gpus)
-        self._before: dict[str, str | None] = {}
-        """Of those variables, what was there."""
+        self._before: dict[str, str | None] = {}  # of those variables, what was there
         self._virtual = VirtualGpu(
             gpu,
             cards=gpus,

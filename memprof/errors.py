@@ -11,14 +11,14 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+# Control characters but tab and line feed, ends of lines, and halves of characters; and what has no width, or turns the
+# direction of writing: Unicode's category Cf.
 _ACTS_ON_TEXT = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff"
     "\xad\u0600-\u0605\u061c\u06dd\u070f\u0890\u0891\u08e2\u180e\u200b-\u200f\u202a-\u202e\u2060-\u2064\u2066-\u206f"
     "\ufeff\ufff9-\ufffb\U000110bd\U000110cd\U00013430-\U0001343f\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0001"
     "\U000e0020-\U000e007f]"
 )
-"""Control characters but tab and line feed, ends of lines, and halves of characters; and what has no width, or turns
-the direction of writing: Unicode's category Cf."""
 
 
 def printable(text: str) -> str:
@@ -45,8 +45,7 @@ class MemprofError(Exception):
     """
 
     exit_code = 1
-    follows_answer = False
-    """Whether stdout has its one JSON document already."""
+    follows_answer = False  # whether stdout has its one JSON document already
 
     def __init__(self, problem: str, *, value: object = None, hint: str | None = None) -> None:
         super().__init__(problem)
@@ -94,10 +93,9 @@ class RunFailedError(MemprofError):
             print(error, error.document.peak.allocated_bytes)
     """
 
-    trace: Any = None
-    """What happened until then (`memprof.trace.events.Trace`)."""
+    trace: Any = None  # what happened until then (`memprof.trace.events.Trace`)
+    # The report on it (`memprof.report.documents.report.Document`), None if nothing had been allocated yet.
     document: Any = None
-    """The report on it (`memprof.report.documents.report.Document`), None if nothing had been allocated yet."""
 
 
 def text_of(error: BaseException) -> str:

@@ -107,23 +107,9 @@ class Option:
     short: str | None = None
 
 
-def option(
-    default: _T,
-    panel: str,
-    help: str,
-    *,
-    metavar: str | None = None,
-    choices: tuple[str, ...] = (),
-    is_count: bool = False,
-    flag: str | None = None,
-    unset: str | None = None,
-    instead_of: str | None = None,
-    parse: Callable[[str], object] | None = None,
-    short: str | None = None,
-) -> _T:
-    """A field of a dataclass that is an option of the command line: its default, and the arguments of `Option`."""
-    about = Option(panel, help, metavar, choices, is_count, flag, unset, instead_of, parse, short)
-    return dataclasses.field(default=default, metadata={"option": about})
+def option(default: _T, panel: str, help: str, **about: Any) -> _T:
+    """Return a field of a dataclass that is an option of the command line: its default, and what `Option` takes."""
+    return dataclasses.field(default=default, metadata={"option": Option(panel, help, **about)})
 
 
 @functools.cache

@@ -25,8 +25,7 @@ _UNITS = {
     "t": TIB, "tib": TIB, "tb": 1000**4,
 }  # fmt: skip
 _MOST = 1e18
-_MOST_BYTES = 1 << 50
-"""More than any machine has, and far from where 64 bits end."""
+_MOST_BYTES = 1 << 50  # more than any machine has, and far from where 64 bits end
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
 _COUNT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kKmMbBtT]?)\s*")
 _COUNT_SUFFIX = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}

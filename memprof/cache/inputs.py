@@ -18,19 +18,17 @@ from typing import Any
 from memprof.cache.store import VARIABLE
 
 _PACKAGE = Path(__file__).resolve().parents[1]
-_BEGIN_NS = time.time_ns() - 10**10
-"""Ten seconds before this process came here: whatever it loads, it loaded since."""
+_BEGIN_NS = time.time_ns() - 10**10  # ten seconds before this process came here: whatever it loads, it loaded since
+# Of variables that torch, transformers, PEFT, bitsandbytes, Triton or Python itself read.
 _PREFIXES = (
     "ACCELERATE", "ATEN", "BITSANDBYTES", "BNB", "CUBLAS", "CUDA", "CUDNN", "DISABLE_", "ENABLE_", "FLA", "FORCE_",
     "HF_", "HIP", "KERNELS", "LOCAL_", "MASTER_", "MEMPROF", "NCCL", "NVIDIA", "PEFT", "PYTHON", "PYTORCH", "RANK",
     "ROCM", "TORCH", "TRANSFORMERS", "TRITON", "USE_", "WORLD_", "XFORMERS",
 )  # fmt: skip
-"""Of variables that torch, transformers, PEFT, bitsandbytes, Triton or Python itself read."""
 _PACKAGES = (".dist-info", ".egg-info", ".egg-link", ".pth", ".py", ".so", ".pyd", ".zip")
 
 _elsewhere: set[str] = set()
-Stamp = tuple[str, int, int]
-"""A file: path, bytes, and when it was changed, in nanoseconds."""
+Stamp = tuple[str, int, int]  # a file: path, bytes, and when it was changed, in nanoseconds
 
 
 def circumstances(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:

@@ -21,19 +21,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-VARIABLE = "MEMPROF_CACHE"
-"""Another folder; `off`: none."""
-MOST_BYTES = 32 << 20
-"""Of all files; the one that was asked for least recently goes first. An answer has about 20 KiB."""
-_LARGEST = MOST_BYTES // 8
-"""Of one file."""
+VARIABLE = "MEMPROF_CACHE"  # another folder; `off`: none
+MOST_BYTES = 32 << 20  # Of all files; the one that was asked for least recently goes first. An answer has about 20 KiB.
+_LARGEST = MOST_BYTES // 8  # of one file
 _UNPACKED = 32 * _LARGEST
 _FORM = b"memprof answer 1 "
 _SUFFIX = ".answer"
-_OURS = re.compile(r"(?:[0-9a-f]{64}|\.[0-9a-f]{64}\.[^/]*)\.answer")
-"""An answer, or one that is being written."""
-_STALE_SECONDS = 3600
-"""What is being written for so long was given up."""
+_OURS = re.compile(r"(?:[0-9a-f]{64}|\.[0-9a-f]{64}\.[^/]*)\.answer")  # an answer, or one that is being written
+_STALE_SECONDS = 3600  # what is being written for so long was given up
 
 
 def cache_folder(environ: Mapping[str, str] = os.environ, platform: str = sys.platform) -> Path | None:
@@ -64,8 +59,7 @@ class Kept:
 
     path: Path
     num_bytes: int
-    used: float
-    """Seconds since the epoch, when it was last written or asked for."""
+    used: float  # seconds since the epoch, when it was last written or asked for
 
 
 class Store:

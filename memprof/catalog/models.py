@@ -20,15 +20,14 @@ from memprof.errors import UsageError, unknown_name
 
 SEE = "('memprof models' lists them; a Hugging Face id or a local config.json also works)"
 
+# Entries of a configuration that are positive whole numbers in every model type, or one for each stage.
 SIZES = (
     *("hidden_size", "d_model", "n_embd", "intermediate_size", "d_ff", "vocab_size"),
     *("num_hidden_layers", "num_layers", "n_layer", "num_attention_heads", "num_heads", "n_head"),
     *("num_key_value_heads", "head_dim", "ffn_dim", "n_inner", "max_position_embeddings", "n_positions"),
 )
-"""Entries of a configuration that are positive whole numbers in every model type, or one for each stage."""
 LARGEST_SIZE = 2**31 - 1
-MOST_LAYERS = 10_000
-"""Far above any model's; each layer is built, and a slip of the pen must not take hours."""
+MOST_LAYERS = 10_000  # far above any model's; each layer is built, and a slip of the pen must not take hours
 
 TASKS = ("causal-lm", "masked-lm", "seq2seq-lm", "image-classification", "speech-seq2seq")
 

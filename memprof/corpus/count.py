@@ -27,30 +27,21 @@ T = TypeVar("T")
 class CorpusCount:
     """What was counted."""
 
-    tokenizer: str
-    """whitespace, bytes, or the path of a tokenizer."""
-    num_bytes: int
-    """Of text: of files after decompression, of rows as UTF-8."""
+    tokenizer: str  # whitespace, bytes, or the path of a tokenizer
+    num_bytes: int  # of text: of files after decompression, of rows as UTF-8
     frequencies: Frequencies
-    most_common: tuple[tuple[str, int], ...]
-    """The most frequent tokens as text, with their counts."""
-    vocab_size: int | None = None
-    """Ids that the tokenizer has; None for words."""
-    unseen: int | None = None
-    """Of these, how many never occur."""
+    most_common: tuple[tuple[str, int], ...]  # the most frequent tokens as text, with their counts
+    vocab_size: int | None = None  # ids that the tokenizer has; None for words
+    unseen: int | None = None  # of these, how many never occur
+    # A cap that keeps the first ids, as the remedy vocabulary-cap does, must be above it to lose nothing.
     highest_id: int | None = None
-    """A cap that keeps the first ids, as the remedy vocabulary-cap does, must be above it to lose nothing."""
-    unseen_ranges: tuple[tuple[int, int], ...] = ()
-    """First and last of each run of ids that never occur."""
-    special_unseen: tuple[str, ...] = ()
-    """Special tokens among these: a model needs them although no text has them."""
+    unseen_ranges: tuple[tuple[int, int], ...] = ()  # first and last of each run of ids that never occur
+    special_unseen: tuple[str, ...] = ()  # special tokens among these: a model needs them although no text has them
+    # Rows that a capped vocabulary needs beside the tokens kept: one for all that is rare, and the special tokens.
     reserved: int = 0
-    """Rows that a capped vocabulary needs beside the tokens kept: one for all that is rare, and the special tokens."""
     files: int = 1
-    rows: int = 0
-    """Of JSON Lines and Parquet that held text."""
-    notes: tuple[str, ...] = ()
-    """Sentences: what was left out, replaced or taken for granted."""
+    rows: int = 0  # of JSON Lines and Parquet that held text
+    notes: tuple[str, ...] = ()  # sentences: what was left out, replaced or taken for granted
 
 
 def count_corpus(

@@ -16,8 +16,7 @@ from memprof.errors import UsageError, not_installed
 
 DEFAULT_COLUMN = "text"
 MAX_ROW_CHARACTERS = 1 << 26
-PARQUET_ROWS = 64
-"""Rows read at a time; a row group is decoded as it is needed."""
+PARQUET_ROWS = 64  # rows read at a time; a row group is decoded as it is needed
 
 
 def json_rows(path: Path, column: str | None, encoding: str, tally: Tally, progress: Progress) -> Iterator[list[str]]:

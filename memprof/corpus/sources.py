@@ -31,12 +31,9 @@ class Source:
     """One file of a corpus."""
 
     path: Path
-    named: bool
-    """By the user, and not found in a folder or by a pattern: what is wrong with it is then an error."""
-    kind: str
-    """text, JSON Lines or Parquet: by its suffix."""
-    num_bytes: int
-    """On disk; 0 for a pipe."""
+    named: bool  # by the user, and not found in a folder or by a pattern: what is wrong with it is then an error
+    kind: str  # text, JSON Lines or Parquet: by its suffix
+    num_bytes: int  # on disk; 0 for a pipe
 
 
 def find_sources(corpus: str | Path | Sequence[str | Path], column: str | None = None) -> list[Source]:

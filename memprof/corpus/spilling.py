@@ -10,10 +10,8 @@ from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 
-MAX_WORDS = 1 << 20
-"""Different words in memory at a time: about 200 bytes each, with the string and its entry."""
-MAX_RUNS = 64
-"""Files on disk; more are merged into one, for each is open while they are read."""
+MAX_WORDS = 1 << 20  # different words in memory at a time: about 200 bytes each, with the string and its entry
+MAX_RUNS = 64  # files on disk; more are merged into one, for each is open while they are read
 
 
 class SpillingCounter:

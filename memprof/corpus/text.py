@@ -11,14 +11,11 @@ from memprof.corpus.sources import opened
 from memprof.corpus.tally import ERRORS, Tally, Undecodable
 from memprof.errors import UsageError
 
-BLOCK_BYTES = 1 << 15
-"""So small that the words of a block are still in the processor's cache when they are counted."""
-BATCH_BYTES = 1 << 20
-"""Of a piece of lines: enough for a tokenizer to use all cores."""
+BLOCK_BYTES = 1 << 15  # so small that the words of a block are still in the processor's cache when they are counted
+BATCH_BYTES = 1 << 20  # of a piece of lines: enough for a tokenizer to use all cores
+# What is longer without white space is no word: a binary file, or a language that is written without spaces.
 MAX_WORD_CHARACTERS = 1 << 24
-"""What is longer without white space is no word: a binary file, or a language that is written without spaces."""
-MAX_UNDECODABLE = 0.01
-"""A file with more bytes than this share that are not in the encoding is in another one."""
+MAX_UNDECODABLE = 0.01  # a file with more bytes than this share that are not in the encoding is in another one
 
 Progress = Callable[[int], None]
 _BYTE_ORDER_MARKS = {

@@ -14,15 +14,13 @@ from memprof.device.host import available_bytes
 from memprof.errors import UsageError
 from memprof.units import GIB, format_bytes, spell_size
 
-LEAST_BYTES = 2 * GIB
-"""What files of any size may take."""
+LEAST_BYTES = 2 * GIB  # what files of any size may take
+# Bytes of memory that reading and analysing takes for a byte of a snapshot, at most; tests/benchmarks/analyze.py
+# measures it.
 MEMORY_PER_BYTE = 12
-"""Bytes of memory that reading and analysing takes for a byte of a snapshot, at most; tests/benchmarks/analyze.py
-measures it."""
+# The same, where events are read as columns (trace/pickled_events.py), as in nearly all files of torch; 3 measured.
 REGULAR_PER_BYTE = 4
-"""The same, where events are read as columns (trace/pickled_events.py), as in nearly all files of torch; 3 measured."""
-_MEMORY_PER_PACKED_BYTE = 400
-"""The same of a capture, which is packed; a run of 150 steps took 280."""
+_MEMORY_PER_PACKED_BYTE = 400  # the same of a capture, which is packed; a run of 150 steps took 280
 _UNLIMITED = 1 << 62
 _GZIP = b"\x1f\x8b"
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from memprof.device.cards import Reading
 
+# Environment variables that are recorded where they are set.
 VARIABLES = (
     # the caching allocator: the first is the older spelling and counts where both are set
     *("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_NO_CUDA_MEMORY_CACHING"),
@@ -31,7 +32,6 @@ VARIABLES = (
     # one process of several
     *("RANK", "LOCAL_RANK", "WORLD_SIZE"),
 )
-"""Environment variables that are recorded where they are set."""
 
 
 @dataclass(frozen=True, slots=True)

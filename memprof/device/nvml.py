@@ -22,8 +22,7 @@ from typing import Any
 from memprof.device.cards import CardProcess, CardUse, NvmlCard, Reading, Slice
 from memprof.device.processes import process_name
 
-_NO_INSTANCE = 0xFFFFFFFF
-"""What NVML gives as the instance of a process on a card that is not sliced."""
+_NO_INSTANCE = 0xFFFFFFFF  # what NVML gives as the instance of a process on a card that is not sliced
 
 
 def read_cards() -> Reading:
@@ -235,8 +234,7 @@ def _pynvml() -> ModuleType | None:
     return pynvml  # type: ignore[no-any-return, unused-ignore]
 
 
-_UNEXPLAINED = 1 << 30
-"""A driver without any process keeps less than this."""
+_UNEXPLAINED = 1 << 30  # a driver without any process keeps less than this
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,8 +76,8 @@ class ProcessTree:
 
     def __init__(self, root: int) -> None:
         self._root = root
+        # Start by pid, of all that were seen to descend from the root: both together name a process for good.
         self._known: dict[int, int] = {}
-        """Start by pid, of all that were seen to descend from the root: both together name a process for good."""
 
     def read(self) -> tuple[Process, ...]:
         """Those that run now, by pid; empty where there is no /proc."""

@@ -38,17 +38,14 @@ class _Seen:
         self._device = device
         self._rule = rule
         self._channel = channel
-        self._held: list[int] = []
-        """Bytes on the GPU at the end of each training step."""
-        self._due: float | None = None
-        """When the steps that were asked for had ended."""
+        self._held: list[int] = []  # bytes on the GPU at the end of each training step
+        self._due: float | None = None  # when the steps that were asked for had ended
         self._events: int | None = None
         self._storages = 0
         self._refused: Failure | None = None
-        self._positions: list[Position] = []
-        """In the program's loops, at ever fewer of its steps."""
+        self._positions: list[Position] = []  # in the program's loops, at ever fewer of its steps
+        # Training steps that the program makes in all, where it was stopped before.
         self.planned_steps: int | None = None
-        """Training steps that the program makes in all, where it was stopped before."""
 
     @property
     def stopped(self) -> bool:

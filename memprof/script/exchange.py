@@ -16,10 +16,8 @@ from memprof.trace.events import short_source
 from memprof.units import spell_numbers
 from memprof.virtual.ranks.channel import Call, Payload
 
-PEER = "another rank"
-"""Why a rank is stopped that has done nothing wrong itself."""
-STEPS = "steps"
-"""Why all are stopped that have shown enough."""
+PEER = "another rank"  # why a rank is stopped that has done nothing wrong itself
+STEPS = "steps"  # why all are stopped that have shown enough
 _ALIKE = "on cards this hangs or mixes up data: have all ranks of a group make the same calls in the same order"
 _HANGS = "on cards this hangs: have every rank of a group call it, or leave the group out that does not"
 _UNEVEN = (
@@ -50,15 +48,13 @@ class Exchange:
         self._ranks = tuple(ranks)
         self.running = set(ranks)
         self.waiting: dict[int, _Waiting] = {}
-        self.ended: dict[int, str] = {}
-        """How a rank is no longer there, as the end of a sentence."""
+        self.ended: dict[int, str] = {}  # how a rank is no longer there, as the end of a sentence
         self._stop: str | None = None
-        self.problem: MemprofError | None = None
-        """What was found wrong between ranks."""
+        self.problem: MemprofError | None = None  # what was found wrong between ranks
         self._slots: dict[Any, dict[int, tuple[Call, Payload]]] = defaultdict(dict)
         self._taken: dict[Any, set[int]] = defaultdict(set)
+        # By group, sender, receiver and tag.
         self._mail: dict[tuple[Any, int, int, int], deque[tuple[Call, Payload]]] = defaultdict(deque)
-        """By group, sender, receiver and tag."""
         self._last: dict[int, Call] = {}
         self._keys: dict[str, bytes] = {}
 

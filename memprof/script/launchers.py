@@ -25,12 +25,9 @@ from memprof.errors import UsageError
 class Place:
     """Of all processes of a program, the one that is run: and what there is for them."""
 
-    rank: int | None = None
-    """None: the first, or what the environment says."""
-    cards: int | None = None
-    """On each machine; None: as many as the launcher starts processes there."""
-    nodes: int | None = None
-    """Machines; None: as many as the launcher takes, or one."""
+    rank: int | None = None  # None: the first, or what the environment says
+    cards: int | None = None  # on each machine; None: as many as the launcher starts processes there
+    nodes: int | None = None  # machines; None: as many as the launcher takes, or one
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,28 +39,23 @@ class Start:
     is_module: bool
     environment: dict[str, str]
     rank: int = 0
-    cards: int = 1
-    """On each machine."""
+    cards: int = 1  # on each machine
     nodes: int = 1
+    # Processes of the whole program, as far as that is said before it runs: else as many as there are cards.
     size: int = 1
-    """Processes of the whole program, as far as that is said before it runs: else as many as there are cards."""
 
 
+# Given its arguments, says what it starts. Raises: UsageError: what it starts is no Python program, the launcher is not
+# installed, or there are fewer cards or ranks. SystemExit: of the launcher's own parser.
 Launcher = Callable[[Sequence[str], Place], Start]
-"""Given its arguments, says what it starts.
-
-Raises:
-    UsageError: what it starts is no Python program, the launcher is not installed, or there are fewer cards or ranks.
-    SystemExit: of the launcher's own parser.
-"""
+# Variables that say how many cards a process of several finds, the first that is there.
 _CARDS = ("LOCAL_WORLD_SIZE", "WORLD_SIZE")
-"""Variables that say how many cards a process of several finds, the first that is there."""
 
 
+# Variables that a launcher tells each process, and that scripts and init_process_group read.
 _TOLD = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""Variables that a launcher tells each process, and that scripts and init_process_group read."""
+# torch/distributed/rendezvous.py, _env_error.
 _EXPECTED = re.compile(rf"environment variable ({'|'.join(_TOLD)}) expected, but not set")
-"""torch/distributed/rendezvous.py, _env_error."""
 
 
 def find_missing_variable(error: BaseException | None) -> str:
@@ -305,13 +297,13 @@ def _deepspeed_start(args: argparse.Namespace, started: _Started) -> Start:
     return started.start(args, environment, *(() if args.no_local_rank else (f"--local_rank={started.local_rank}",)))
 
 
+# Name of a command -> the launcher, and the first argument that makes it one.
 _COMMANDS: dict[str, tuple[Launcher, str]] = {
     "torchrun": (_torchrun, ""),
     "accelerate": (_accelerate, "launch"),
     "accelerate-launch": (_accelerate, ""),
     "deepspeed": (_deepspeed, ""),
 }
-"""Name of a command -> the launcher, and the first argument that makes it one."""
 _MODULES: dict[str, tuple[Launcher, str]] = {
     "torch.distributed.run": (_torchrun, ""),
     "torch.distributed.launch": (functools.partial(_torchrun, module="torch.distributed.launch"), ""),

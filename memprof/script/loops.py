@@ -25,12 +25,12 @@ from memprof.watch.program_code import is_program
 
 _Loop = ast.For | ast.AsyncFor | ast.While
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
+# Names of functions that give what they are given one by one, and of progress bars, which do too.
 _PASSED_ON = frozenset({"enumerate", "reversed", "sorted", "list", "tuple", "iter", "tqdm"})
-"""Names of functions that give what they are given one by one, and of progress bars, which do too."""
+# Of what leaves a loop where it holds: the side of the counter, and how far beyond the limit it has to come.
 _COUNTERS = {
     ast.Lt: ("right", 1), ast.LtE: ("right", 0), ast.Gt: ("left", 1), ast.GtE: ("left", 0), ast.Eq: ("left", 0),
 }  # fmt: skip
-"""Of what leaves a loop where it holds: the side of the counter, and how far beyond the limit it has to come."""
 _OPPOSITE: Mapping[type, type] = {ast.Lt: ast.GtE, ast.LtE: ast.Gt, ast.Gt: ast.LtE, ast.GtE: ast.Lt}
 _ARITHMETIC: Mapping[type, Callable[[int, int], int]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv,

@@ -31,21 +31,18 @@ from memprof.units import format_bytes
 from memprof.virtual.edges.children import refusals_of
 from memprof.virtual.ranks.channel import Channel
 
+# Seconds that a rank may wait for one that runs: as long as NCCL's watchdog does (kProcessGroupNCCLDefaultTimeout of
+# torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp).
 LONGEST_WAIT = 600.0
-"""Seconds that a rank may wait for one that runs: as long as NCCL's watchdog does (kProcessGroupNCCLDefaultTimeout of
-torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp)."""
-_OWN_ERROR = 3.0
-"""Seconds that a rank which runs has to come to the error of another, or to hear of it."""
-_GRACE = 20.0
-"""Seconds that a rank has to end when it is told to."""
+_OWN_ERROR = 3.0  # seconds that a rank which runs has to come to the error of another, or to hear of it
+_GRACE = 20.0  # seconds that a rank has to end when it is told to
+# Of host memory that a small rank takes for itself: the proportional set size of 16 of `fsdp2` of
+# tests/programs/parallel.py less that of 2, under torch 2.13.
 RANK_BYTES = 106 << 20
-"""Of host memory that a small rank takes for itself: the proportional set size of 16 of `fsdp2` of
-tests/programs/parallel.py less that of 2, under torch 2.13."""
-_IDLE = 1.0
-"""Seconds of a processor that ranks use while they wait."""
+_IDLE = 1.0  # seconds of a processor that ranks use while they wait
+# Seconds that what a rank has started has to end once it is gone: so long Python's own process takes that unlinks what
+# is left in shared memory.
 _TIDIES = 2.0
-"""Seconds that what a rank has started has to end once it is gone: so long Python's own process takes that unlinks what
-is left in shared memory."""
 _PR_SET_PDEATHSIG = 1
 _INTERRUPTED = 130
 
@@ -57,10 +54,9 @@ class Ran:
     ended: Ended
     exit_code: int
     result: Any = None
-    said: str = ""
-    """A traceback, where it failed."""
+    said: str = ""  # a traceback, where it failed
+    # What memprof has to say: class, problem, value and hint.
     error: tuple[type[MemprofError], str, Any, str | None] | None = None
-    """What memprof has to say: class, problem, value and hint."""
 
 
 def check_memory(number: int) -> None:
@@ -86,8 +82,7 @@ class _Process:
     def __init__(self, rank: int, pid: int, line: Connection) -> None:
         self.rank, self.pid, self.line = rank, pid, line
         self.ran: Ran | None = None
-        self.status: int | None = None
-        """How it ended, as `waitpid` has it; None: it has not been seen to."""
+        self.status: int | None = None  # how it ended, as `waitpid` has it; None: it has not been seen to
 
     def has_ended(self, *, wait: bool = False) -> bool:
         """Whether it is gone; its line may be open in a process that it has forked."""

@@ -14,20 +14,15 @@ from types import FrameType
 class Ended(enum.StrEnum):
     """Why a script no longer runs."""
 
-    STEPS = "steps"
-    """It has made the steps that were asked for."""
+    STEPS = "steps"  # it has made the steps that were asked for
     TIMEOUT = "timeout"
-    EXIT = "exit"
-    """It came to its end, or called sys.exit."""
-    ERROR = "error"
-    """It raised."""
-    NOT_SIMULATED = "not simulated"
-    """It did what memprof refuses, for it cannot be simulated."""
-    REFUSED = "refused"
-    """It raised because the card was full."""
+    EXIT = "exit"  # it came to its end, or called sys.exit
+    ERROR = "error"  # it raised
+    NOT_SIMULATED = "not simulated"  # it did what memprof refuses, for it cannot be simulated
+    REFUSED = "refused"  # it raised because the card was full
     INTERRUPTED = "interrupted"
+    # It was stopped because another rank of the program failed, or a call of theirs did not agree.
     PEER = "another rank"
-    """It was stopped because another rank of the program failed, or a call of theirs did not agree."""
 
 
 class StopRun(BaseException):
@@ -38,18 +33,17 @@ class StopRun(BaseException):
         self.why = why
 
 
-MIN_GROWTH_BYTES = 64 << 10
-"""Memory that a step adds. Less is a metric that is kept as a tensor, and fills no GPU."""
+MIN_GROWTH_BYTES = 64 << 10  # Memory that a step adds. Less is a metric that is kept as a tensor, and fills no GPU.
 
+# Steps more where memory grows by less: a window over the last few tensors fills by then, and late state is made.
 PATIENCE = 6
-"""Steps more where memory grows by less: a window over the last few tensors fills by then, and late state is made."""
 
+# A run goes on past its steps up to here, to see what comes late: longer batches, an evaluation. As a rule the number
+# of events decides (they take 1.5 s of a processor); the time does for programs that wait for their data.
 CHEAP_EVENTS, CHEAP_SECONDS = 10_000, 15.0
-"""A run goes on past its steps up to here, to see what comes late: longer batches, an evaluation. As a rule the number
-of events decides (they take 1.5 s of a processor); the time does for programs that wait for their data."""
 
+# ... and up to here (half a minute of a processor) while its memory grows, to see it level off, end or run out.
 GROWING_EVENTS, GROWING_SECONDS = 200_000, 300.0
-"""... and up to here (half a minute of a processor) while its memory grows, to see it level off, end or run out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,11 +168,9 @@ class ScriptOutcome:
     """How a script ended."""
 
     ended: Ended
-    exit_code: int
-    """The script's own: 0 where it was stopped, 1 where it raised."""
-    error: BaseException | None = None
-    """What it raised."""
+    exit_code: int  # the script's own: 0 where it was stopped, 1 where it raised
+    error: BaseException | None = None  # what it raised
+    # Its variables, or the exception whose frames hold them: what is alive at the end is not to die of the end.
     kept: object = field(default=None, repr=False, compare=False)
-    """Its variables, or the exception whose frames hold them: what is alive at the end is not to die of the end."""
+    # Training steps that it would have made in all, where it was stopped; None: that is not known.
     planned_steps: int | None = None
-    """Training steps that it would have made in all, where it was stopped; None: that is not known."""

@@ -20,18 +20,15 @@ from memprof.patching.patch_set import Patch
 from memprof.torch_private.pytree import tree_leaves
 from memprof.watch.phases import Phases
 
-MAX_SECONDS = 30.0
-"""For looking through one loader. What was not looked at is said."""
-STEPS = 2
-"""As many training steps are all of largest batches: the first makes the optimizer's state, the second has it."""
+MAX_SECONDS = 30.0  # For looking through one loader. What was not looked at is said.
+STEPS = 2  # as many training steps are all of largest batches: the first makes the optimizer's state, the second has it
 
 
 @dataclass(slots=True)
 class _Fed:
     """What is fed of one loader."""
 
-    worst: Any = None
-    """Its largest batch, as long as it may be fed again."""
+    worst: Any = None  # its largest batch, as long as it may be fed again
 
     def take(self) -> Any:
         """The batch, for the program to take apart; what cannot be copied is fed once."""

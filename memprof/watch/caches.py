@@ -23,10 +23,9 @@ from memprof.trace.events import NONE, Storage
 from memprof.watch.recorder import Recorder
 
 _aten = torch.ops.aten
+# Operators that write a part of their first argument.
 WRITES = frozenset({_aten.copy_, _aten.index_copy_, _aten.index_put_, _aten._index_put_impl_, _aten.scatter_})
-"""Operators that write a part of their first argument."""
-_MAX_DEPTH = 4
-"""Of the containers in what a module is given and returns."""
+_MAX_DEPTH = 4  # of the containers in what a module is given and returns
 _Key = tuple[int, int, int]
 
 
@@ -35,18 +34,15 @@ class Caches:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
+        # Storages made before each call of a module from outside all others, and in `_roots` which module it is.
         self._begins: list[int] = []
-        """Storages made before each call of a module from outside all others, and in `_roots` which module it is."""
         self._roots: list[int] = []
         self._infers = False
+        # In the call that is running: the older part, and the storages made before the join.
         self._joined: list[tuple[int, int]] = []
-        """In the call that is running: the older part, and the storages made before the join."""
-        self._overwritten: dict[int, int] = {}
-        """Storages, and the number of the first call that overwrote them."""
-        self._returned: defaultdict[int, set[int]] = defaultdict(set)
-        """What the last call of each module returned."""
-        self._lines: set[_Key] = set()
-        """Operators, lines and modules that make what is kept."""
+        self._overwritten: dict[int, int] = {}  # storages, and the number of the first call that overwrote them
+        self._returned: defaultdict[int, set[int]] = defaultdict(set)  # what the last call of each module returned
+        self._lines: set[_Key] = set()  # operators, lines and modules that make what is kept
 
     def call_begins(self, module: int, given: Any) -> None:
         """A module is called from outside all others, with these arguments."""

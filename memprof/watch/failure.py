@@ -37,40 +37,39 @@ class TracingError(RuntimeError):
     """A model on the card is traced (torch.export), on torch's own tensors without data."""
 
 
-_WORKLOADS = __file__.rsplit("/watch/", 1)[0] + "/workload/"
-"""memprof's own code that builds a model and steps."""
+_WORKLOADS = __file__.rsplit("/watch/", 1)[0] + "/workload/"  # memprof's own code that builds a model and steps
 _DOING = {
     PhaseKind.MODEL: "the program's own code, before its first step",
     PhaseKind.OPTIMIZER: "building the optimizer",
     PhaseKind.INPUTS: "making the inputs",
     PhaseKind.OTHER: "the program's own code",
 }
+# How torch says that an operator has no kernel for tensors without data (torch/csrc/autograd, Dispatcher.cpp,
+# torch/_library/custom_ops.py).
 _NO_META = (
     re.compile(r"([\w.]+::[\w.]+): attempted to run this operator with Meta tensors"),
     re.compile(r"Could not run '([\w.]+::[\w.]+)' (?:from|with arguments from)"),
     re.compile(r"no fake impl registered for <CustomOpDef\(([\w.]+::[\w.]+)\)>"),
 )
-"""How torch says that an operator has no kernel for tensors without data (torch/csrc/autograd, Dispatcher.cpp,
-torch/_library/custom_ops.py)."""
+# How torch says that there is no card; the virtual one is there for the thread that entered it, and its backward.
 _NO_CARD = re.compile(
     r"Could not run 'aten::.* from the 'CUDA' backend|Torch not compiled with CUDA enabled|Found no NVIDIA driver|"
     r"PyTorch is not linked with support for cuda"
 )
-"""How torch says that there is no card; the virtual one is there for the thread that entered it, and its backward."""
+# What a thread that does not see the virtual card is told of a tensor on it.
 _NO_DATA = "Cannot copy out of meta tensor"
-"""What a thread that does not see the virtual card is told of a tensor on it."""
 _CANNOT = re.compile(
     r"Not available for 'meta' device|Cannot access storage of \w+Impl|on meta tensors|Cannot pack tensors on meta"
 )
+# What torch calls the device and the types of tensors without data: no program on a GPU meets it.
 _SPEAKS_OF_META = re.compile(r"\b[Mm]eta(?:[A-Z]\w*)?\b")
-"""What torch calls the device and the types of tensors without data: no program on a GPU meets it."""
+# How extensions and Triton refuse tensors whose data is not on a real card.
 _NEEDS_DATA = re.compile(
     r"Cannot access data pointer|data is not allocated yet|is_cuda\(\)|\b(?:must|should|expected|has) (?:to )?(?:be )?"
     r"(?:a |on )?(?:the )?(?:CUDA|GPU)\b|0 active drivers|CUDA driver|libcuda|no kernel image|invalid device function|"
     r"CUDA_HOME|no CUDA-capable device|cudaError",
     re.IGNORECASE,
 )
-"""How extensions and Triton refuse tensors whose data is not on a real card."""
 
 
 def describe(
@@ -170,8 +169,8 @@ def _parameters(schema: Any) -> Iterator[str]:
         yield f"{one.name}={one.default_value!r}" if one.has_default_value() else one.name
 
 
+# Type of a result -> a first guess at what makes it.
 _LIKE = {"Tensor": "torch.empty_like({})", "List[Tensor]": "[torch.empty_like({})]"}
-"""Type of a result -> a first guess at what makes it."""
 _REGISTRATION = """say what it allocates, with the shapes, types and strides that its kernel gives its results
 @torch.library.register_fake("{name}")
 def _({arguments}):

@@ -20,15 +20,13 @@ from memprof.watch.caches import tensors_in
 from memprof.watch.holders import Search
 from memprof.watch.recorder import Recorder
 
-MIN_CALL_BYTES = 64 << 10
-"""What calls of a model leave behind is looked into from this on; a decoder's tokens are less."""
+MIN_CALL_BYTES = 64 << 10  # what calls of a model leave behind is looked into from this on; a decoder's tokens are less
 
-MAX_SEARCHES = 8
-"""In one run. Each looks through all objects of the process, some tens of milliseconds."""
+MAX_SEARCHES = 8  # In one run. Each looks through all objects of the process, some tens of milliseconds.
 
 _sequence_number = autograd.get_sequence_nr
+# Operator, line, module, dtype and number of dimensions: what makes the counterparts of one tensor in other steps.
 _Key = tuple[int, int, int, str, int, PhaseKind]
-"""Operator, line, module, dtype and number of dimensions: what makes the counterparts of one tensor in other steps."""
 
 
 class GrowthWatch:
@@ -37,24 +35,18 @@ class GrowthWatch:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._search = Search(recorder)
-        self._in_step = False
-        """Whether an optimizer steps, or the closure that it calls."""
-        self._loop_begin = NONE
-        """The first storage of the first step."""
-        self._step = 0
-        """The last that began, and `_ended` the last whose end was seen."""
+        self._in_step = False  # whether an optimizer steps, or the closure that it calls
+        self._loop_begin = NONE  # the first storage of the first step
+        self._step = 0  # the last that began, and `_ended` the last whose end was seen
         self._ended = 0
         self._steps = _Looks()
-        self._calls: dict[int, _Looks] = {}
-        """Of calls without a backward between them, by module."""
+        self._calls: dict[int, _Looks] = {}  # of calls without a backward between them, by module
         self._calls_begin = 0
         self._outputs: set[int] = set()
         self._call: tuple[int, int, int, bool, int | None] | None = None
         self._searches = 0
-        self._has_sums = False
-        """Whether running sums were found."""
-        self._explained: set[_Key] = set()
-        """What has been searched for."""
+        self._has_sums = False  # whether running sums were found
+        self._explained: set[_Key] = set()  # what has been searched for
 
     # -- what is told -----------------------------------------------------------------------------------------------
 
@@ -179,8 +171,7 @@ class _Looks:
     FIRST = 3
 
     def __init__(self) -> None:
-        self.count = 0
-        """Rounds so far."""
+        self.count = 0  # rounds so far
         self._held: list[dict[_Key, int]] = []
 
     def is_due(self) -> bool:

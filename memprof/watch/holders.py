@@ -29,26 +29,20 @@ from memprof.watch.program_code import is_program
 from memprof.watch.recorder import Recorder
 from memprof.watch.source_lines import line_of_class, line_of_code, line_that_fills
 
-MAX_DEPTH = 10
-"""Containers in containers, up to a name: a list of models holds parameters at the sixth."""
+MAX_DEPTH = 10  # containers in containers, up to a name: a list of models holds parameters at the sixth
 
-MOST = 0.9
-"""Of what an object holds: a part of it that has so much is the one to name."""
+MOST = 0.9  # of what an object holds: a part of it that has so much is the one to name
 
-MAX_OBJECTS = 50_000
-"""Of one depth; more is a sign that the search has left the program."""
+MAX_OBJECTS = 50_000  # of one depth; more is a sign that the search has left the program
 
-MAX_NODES = 200_000
-"""Autograd nodes that are counted."""
+MAX_NODES = 200_000  # autograd nodes that are counted
 
-_MOST_PARTS = 64
-"""Of a container, among which running sums are looked for."""
-_SUM_NODES = 2_000
-"""Of a running sum's graph, nearest first: the sums of several steps are among them."""
+_MOST_PARTS = 64  # of a container, among which running sums are looked for
+_SUM_NODES = 2_000  # of a running sum's graph, nearest first: the sums of several steps are among them
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 _PASSED_OVER = (types.ModuleType, types.BuiltinFunctionType, types.CodeType)
+# Nodes that accumulate gradients have a sequence number beyond all others, for they run first.
 _IN_FORWARD_ORDER = 1 << 62
-"""Nodes that accumulate gradients have a sequence number beyond all others, for they run first."""
 
 
 @dataclass(slots=True)
@@ -56,12 +50,9 @@ class _Name:
     """What the program calls an object."""
 
     text: str
-    code: CodeType | None
-    """Of the function whose variable it is."""
-    owner: type | None = None
-    """Of an attribute: the class."""
-    is_global: bool = False
-    """Whether it is one, which any function may fill; `code` is of one that sees it."""
+    code: CodeType | None  # of the function whose variable it is
+    owner: type | None = None  # of an attribute: the class
+    is_global: bool = False  # whether it is one, which any function may fill; `code` is of one that sees it
 
 
 @dataclass(slots=True)
@@ -69,12 +60,11 @@ class _Found:
     """A named object, and the tensors beneath it, by id."""
 
     held: Any
+    # Of the innermost container that refers to a tensor 1; of one that is met again with more, where it has all.
     depth: int
-    """Of the innermost container that refers to a tensor 1; of one that is met again with more, where it has all."""
     tensors: set[int]
     names: list[_Name] = field(default_factory=list)
-    keys: tuple[str, ...] = ()
-    """Of a dict, those of the one container in it, and in that, that holds all of them."""
+    keys: tuple[str, ...] = ()  # of a dict, those of the one container in it, and in that, that holds all of them
 
 
 class Search:
@@ -82,10 +72,10 @@ class Search:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
+        # Autograd's sequence number where each step is seen to begin (its first call of a model), and in `_step_ends`
+        # where its optimizers were done. What a program computes between two steps, of the outputs that it still has or
+        # for the next call, is of no step by itself.
         self._step_begins: list[int] = []
-        """Autograd's sequence number where each step is seen to begin (its first call of a model), and in `_step_ends`
-        where its optimizers were done. What a program computes between two steps, of the outputs that it still has or
-        for the next call, is of no step by itself."""
         self._step_ends: list[int] = []
 
     def step_began(self) -> None:
@@ -214,11 +204,10 @@ class _Variables:
     """The variables of the functions that are running, innermost first, and the globals of their modules."""
 
     def __init__(self, recorder: Recorder) -> None:
-        self.names: dict[int, list[_Name]] = {}
-        """By the id of the value."""
+        self.names: dict[int, list[_Name]] = {}  # by the id of the value
         self.batches: int | None = None
+        # Those that are tensors, and tensors that are attributes of the program's objects or in its containers.
         self.tensors: list[tuple[_Name, torch.Tensor]] = []
-        """Those that are tensors, and tensors that are attributes of the program's objects or in its containers."""
         self.codes: list[CodeType] = []
         loaders: dict[int, DataLoader[Any]] = {}
         seen_globals: set[int] = set()

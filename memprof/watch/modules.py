@@ -17,8 +17,7 @@ from torch import nn
 
 from memprof.trace.events import NONE, EventKind, Module, ModuleRole
 
-_LISTS = (nn.ModuleList, nn.ModuleDict)
-"""Are not called; what is in them is."""
+_LISTS = (nn.ModuleList, nn.ModuleDict)  # are not called; what is in them is
 
 
 class _ThreadState(threading.local):
@@ -33,19 +32,18 @@ class ModuleTracker:
 
     def __init__(self) -> None:
         self.table: list[Module] = []
+        # Path -> where it stands in the table, as far as that was looked through (`_placed`).
         self._places: dict[str, list[int]] = {}
-        """Path -> where it stands in the table, as far as that was looked through (`_placed`)."""
         self._placed = 0
         # What the thread runs that asks for it.
         self.thread = _ThreadState()
         self.listener: Callable[[EventKind, int], None] = lambda kind, module: None
         self.on_root: Callable[[nn.Module], None] = lambda root: None
+        # A module, of this index, is about to be called from outside all others, with these arguments.
         self.on_outermost: Callable[[nn.Module, int, Any, Any], None] = lambda module, index, args, kwargs: None
-        """A module, of this index, is about to be called from outside all others, with these arguments."""
+        # Such a call returns this; not called if it raises.
         self.on_outermost_return: Callable[[Any], None] = lambda result: None
-        """Such a call returns this; not called if it raises."""
-        self.on_outermost_raise: Callable[[BaseException], None] = lambda error: None
-        """Such a call raises this."""
+        self.on_outermost_raise: Callable[[BaseException], None] = lambda error: None  # such a call raises this
         self._known: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         self._parameter_module: dict[int, int] = {}
 
@@ -144,8 +142,8 @@ class ModuleTracker:
         reads_tokens = reads_tokens and any(isinstance(module, nn.Embedding) for module in root.modules())
         head = _head(root, stacks, reads_tokens=reads_tokens)
         layers = {path: stack for stack, modules in stacks.items() for path in _layers(stack, modules)}
+        # What is called of children that are bare lists, which are not: by path, the list's.
         in_lists: dict[str, str] = {}
-        """What is called of children that are bare lists, which are not: by path, the list's."""
         above = {
             "",
             *_wrapped(root),
@@ -257,9 +255,9 @@ def _head(root: nn.Module, stacks: dict[str, nn.Module], *, reads_tokens: bool) 
     return found.get(True, found.get(False))
 
 
+# Code of the wrapped `nn.Module.__call__`; the local `index` of its frames is the module's.
 MODULE_CALL: CodeType = next(
     constant
     for constant in ModuleTracker.wrap_call.__code__.co_consts
     if isinstance(constant, CodeType) and constant.co_name == "__call__"
 )
-"""Code of the wrapped `nn.Module.__call__`; the local `index` of its frames is the module's."""

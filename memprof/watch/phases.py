@@ -49,47 +49,36 @@ class Phases:
     def __init__(self, begin: Callable[[PhaseKind, int, int], None], now: Callable[[], Phase]) -> None:
         self._begin_phase = begin
         self._now = now
-        self.recognises = True
-        """Whether phases are recognised: not while the workload names them itself."""
-        self.step = 0
-        """The training step that is running or has just ended, from 1; 0 before the first."""
-        self._ended = True
-        """Whether it has."""
+        self.recognises = True  # whether phases are recognised: not while the workload names them itself
+        self.step = 0  # the training step that is running or has just ended, from 1; 0 before the first
+        self._ended = True  # whether it has
+        # An optimizer has made a step: the outermost one, where one steps another; None: the program itself has.
         self.on_step: Callable[[Optimizer | None], None] = lambda optimizer: None
-        """An optimizer has made a step: the outermost one, where one steps another; None: the program itself has."""
-        self.trains = False
-        """Whether a model was called with gradients."""
-        self.updates_itself = False
-        """Whether the program has updated parameters that no optimizer of torch's steps on."""
+        self.trains = False  # whether a model was called with gradients
+        self.updates_itself = False  # whether the program has updated parameters that no optimizer of torch's steps on
+        # A module with parameters is about to be called from outside all others.
         self.before_forward: Callable[[nn.Module], None] = lambda module: None
-        """A module with parameters is about to be called from outside all others."""
-        self.forwards = 0
-        """Calls of models so far, from outside all others."""
-        self.backwards = 0
-        """Backward passes that have begun so far."""
+        self.forwards = 0  # calls of models so far, from outside all others
+        self.backwards = 0  # backward passes that have begun so far
         self._micro_batch = 1
         self._ran_backward = False
-        self._updated = False
-        """Whether the program itself has updated parameters in this step."""
-        self._generating = 0
-        """Calls of the model within `generate()`; 0 outside."""
-        self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        """Those that the program has made."""
+        self._updated = False  # whether the program itself has updated parameters in this step
+        self._generating = 0  # calls of the model within `generate()`; 0 outside
+        self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # those that the program has made
+        # Gives the optimizer that steps, or None; one that steps another inside is still one step. A weak reference:
+        # what a step is not told to have ended, is the program's to let go of.
         self._outermost: Callable[[], Any] = _nothing
-        """Gives the optimizer that steps, or None; one that steps another inside is still one step. A weak reference:
-        what a step is not told to have ended, is the program's to let go of."""
+        # Something is about to leave the phase that is running.
         self.on_raise: Callable[[BaseException], None] = lambda error: None
-        """Something is about to leave the phase that is running."""
+        # An optimizer has raised in its step, of which its state may be half made.
         self.on_step_raise: Callable[[Optimizer], None] = lambda optimizer: None
-        """An optimizer has raised in its step, of which its state may be half made."""
+        # Replace an attribute until the run is over.
         self.patch: Callable[[Any, str, Any], None] = lambda owner, name, value: None
-        """Replace an attribute until the run is over."""
+        # Classes of optimizers whose `step` was replaced.
         self._seen_to_raise: weakref.WeakSet[type] = weakref.WeakSet()
-        """Classes of optimizers whose `step` was replaced."""
-        self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        """Those that have in this step."""
+        self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # those that have in this step
+        # Whether a library steps them to have their state made, before there is anything to train by.
         self._prepares = False
-        """Whether a library steps them to have their state made, before there is anything to train by."""
 
     def _begin(self, kind: PhaseKind) -> None:
         if self.recognises:

@@ -14,8 +14,7 @@ _DEPRECATIONS = typing_extensions.__file__
 _PYTHON_DIR = sysconfig.get_path("stdlib")
 _MEMPROF_DIR = __file__.rsplit("/watch/", 1)[0]
 _OWN_WORKLOADS = _MEMPROF_DIR + "/workload/"
-GENERATED: list[str] = []
-"""Folders that a compiler writes code into, while there are any."""
+GENERATED: list[str] = []  # folders that a compiler writes code into, while there are any
 
 
 def is_program(code: CodeType) -> bool:

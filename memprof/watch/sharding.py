@@ -19,10 +19,10 @@ _TRANSPARENT = (
     *(f"{_TORCH_DIR}/{name}" for name in ("_ops.py", "_library/", "storage.py", "utils/_contextlib.py")),
 )
 _COMMUNICATION = (_TORCH_DIR + "/distributed/", _TORCH_DIR + "/nn/parallel/distributed.py")
-_DTENSOR = _TORCH_DIR + "/distributed/tensor/"
-"""Runs the program's operators on this rank's parts."""
+_DTENSOR = _TORCH_DIR + "/distributed/tensor/"  # runs the program's operators on this rank's parts
+# Functions there that move a model's inputs, or cast them.
 _OF_INPUTS = frozenset({"to_map", "cast_fn", "_cast_fp_tensor"})
-"""Functions there that move a model's inputs, or cast them."""
+# Function of torch -> what it takes memory for.
 _PURPOSES = {
     "_ddp_init_helper": "gradient bucket",
     "_pre_forward": "gradient bucket",
@@ -31,11 +31,10 @@ _PURPOSES = {
     "_reduce_grad": "reduce-scatter",
     "_post_backward_hook": "reduce-scatter",
 }
-"""Function of torch -> what it takes memory for."""
+# Functions of torch that make whole parameters (FSDPParam, FlatParamHandle).
 _GATHERED = frozenset({
     "init_all_gather_outputs", "alloc_all_gather_outputs", "init_unsharded_param", "_alloc_padded_unsharded_flat_param",
 })  # fmt: skip
-"""Functions of torch that make whole parameters (FSDPParam, FlatParamHandle)."""
 _MOST_FRAMES = 12
 
 

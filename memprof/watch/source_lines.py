@@ -11,12 +11,12 @@ from types import CodeType
 
 _METHODS = "append|appendleft|extend|insert|add|update|setdefault|put"
 
+# Functions and methods that a program shows numbers by: loggers', tensorboard's, wandb's, progress bars'.
 _SHOW = {
     *("print", "log", "debug", "info", "warning", "warn", "error", "critical", "write"),
     *("add_scalar", "add_scalars", "log_metrics"),
     *("set_postfix", "set_postfix_str", "set_description", "set_description_str"),
 }
-"""Functions and methods that a program shows numbers by: loggers', tensorboard's, wandb's, progress bars'."""
 
 
 def only_shows(source: str) -> bool:

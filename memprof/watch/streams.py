@@ -16,11 +16,10 @@ from memprof.trace.events import Done, Event, EventKind, Trace, Use, Wait
 
 _current_node = autograd.current_autograd_node
 _sequence_number = autograd.get_sequence_nr
-_NO_NUMBER = (1 << 64) - 1
-"""Of an AccumulateGrad."""
+_NO_NUMBER = (1 << 64) - 1  # of an AccumulateGrad
 
+# What is known to be done: of a card's stream, all from before an event of the trace.
 Clock = dict[tuple[str, int], int]
-"""What is known to be done: of a card's stream, all from before an event of the trace."""
 
 
 class _Made:
@@ -53,8 +52,7 @@ class _ThreadState(threading.local):
     def __init__(self) -> None:
         self.current: dict[str, int] = {}
         self.node = -1
-        self.in_node: dict[str, int] = {}
-        """Set by the program while a backward node runs, and until it ends."""
+        self.in_node: dict[str, int] = {}  # set by the program while a backward node runs, and until it ends
         self.made: defaultdict[str, _Made] = defaultdict(_Made)
 
 
@@ -63,12 +61,10 @@ class Streams:
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
-        self.several = False
-        """Whether the program has ever left the default stream."""
+        self.several = False  # whether the program has ever left the default stream
         self._closed = False
         self._thread = _ThreadState()
-        self._clocks: defaultdict[tuple[str, int], Clock] = defaultdict(dict)
-        """What each stream has waited for."""
+        self._clocks: defaultdict[tuple[str, int], Clock] = defaultdict(dict)  # what each stream has waited for
         # The stream of the last allocation in the trace.
         self._of_trace = 0
         # Storage -> its stream, of those that were taken on another than the default one.

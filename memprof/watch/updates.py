@@ -23,8 +23,8 @@ from memprof.watch.phases import Phases
 from memprof.watch.recorder import Recorder
 
 _BETWEEN = (PhaseKind.OTHER, PhaseKind.OPTIMIZER_STEP)
+# Operator, line and shape: what the states of one kind have in common from step to step.
 _Kind = tuple[int, int, tuple[int, ...]]
-"""Operator, line and shape: what the states of one kind have in common from step to step."""
 
 
 class Updates:
@@ -40,30 +40,21 @@ class Updates:
         self._recorder = recorder
         self._phases = phases
         self._name_parameters = name_parameters
+        # The phase that is running has turned out to be an optimizer's step.
         self.on_step: Callable[[], None] = lambda: None
-        """The phase that is running has turned out to be an optimizer's step."""
-        self.looks = False
-        """Whether operators are to be told."""
-        self._begin = NONE
-        """Storages made before the stretch that is watched; NONE: none is."""
-        self._managed: set[int] | None = None
-        """What optimizers of torch's step on, once asked."""
+        self.looks = False  # whether operators are to be told
+        self._begin = NONE  # storages made before the stretch that is watched; NONE: none is
+        self._managed: set[int] | None = None  # what optimizers of torch's step on, once asked
+        # Storages that hold what was computed from gradients, of earlier stretches too.
         self._of_gradients: set[int] = set()
-        """Storages that hold what was computed from gradients, of earlier stretches too."""
+        # Of what was written or made in this stretch: the older storages that its value comes from.
         self._sources: dict[int, frozenset[int]] = {}
-        """Of what was written or made in this stretch: the older storages that its value comes from."""
-        self._written: set[int] = set()
-        """Older storages that this stretch has written."""
-        self._cleared: set[int] = set()
-        """Storages that were last set to what comes from no tensor, such as zero."""
-        self._shapes: set[tuple[int, ...]] = set()
-        """Of parameters."""
-        self._fed: set[int] = set()
-        """Storages that an update's value comes from."""
-        self._left: set[int] = set()
-        """Made of gradients in an earlier stretch, and alive at its end."""
-        self._kinds: set[_Kind] = set()
-        """Of states that each step makes anew."""
+        self._written: set[int] = set()  # older storages that this stretch has written
+        self._cleared: set[int] = set()  # storages that were last set to what comes from no tensor, such as zero
+        self._shapes: set[tuple[int, ...]] = set()  # of parameters
+        self._fed: set[int] = set()  # storages that an update's value comes from
+        self._left: set[int] = set()  # made of gradients in an earlier stretch, and alive at its end
+        self._kinds: set[_Kind] = set()  # of states that each step makes anew
 
     # -- what is told -----------------------------------------------------------------------------------------------
 

@@ -25,10 +25,9 @@ from memprof.watch.modules import ModuleTracker, own_name
 from memprof.watch.phases import Phases
 from memprof.watch.wrappers import has_memory
 
-_BUILDS = (PhaseKind.MODEL, PhaseKind.OTHER, PhaseKind.OPTIMIZER)
-"""Phases in which a program may make a model."""
+_BUILDS = (PhaseKind.MODEL, PhaseKind.OTHER, PhaseKind.OPTIMIZER)  # phases in which a program may make a model
+# Attribute of an exception: the phase in which it was raised. Kept here, the exception would keep its tensors.
 _PHASE = "_memprof_phase"
-"""Attribute of an exception: the phase in which it was raised. Kept here, the exception would keep its tensors."""
 
 
 class Watch(ABC):
@@ -42,8 +41,8 @@ class Watch(ABC):
         self.modules = ModuleTracker()
         self.modules.on_root = self.adopt
         self.modules.on_outermost = self._outermost_call
+        # Those of a program that does not name its own.
         self.phases = Phases(self._phase_recognised, lambda: self.current_phase)
-        """Those of a program that does not name its own."""
         self._patches = PatchSet()
         self.phases.on_raise = self._note_failed
         self.phases.on_step_raise = self._name_optimizer_state
@@ -51,10 +50,9 @@ class Watch(ABC):
         self.modules.on_outermost_raise = self.phases.forward_raised
         self._stack = contextlib.ExitStack()
         self._assumptions: dict[str, None] = {}
-        self._roots: list[weakref.ref[nn.Module]] = []
-        """The run's models; one that the program lets go of is gone."""
+        self._roots: list[weakref.ref[nn.Module]] = []  # the run's models; one that the program lets go of is gone
+        # Modules that were given a weight, by their `id` and its name.
         self._registered: dict[tuple[int, str], tuple[weakref.ref[nn.Module], Role]] = {}
-        """Modules that were given a weight, by their `id` and its name."""
 
     # -- what a device does with it ---------------------------------------------------------------------------------
 

@@ -8,8 +8,8 @@ import torch
 from memprof.torch_private import autograd, dispatch
 
 _NO_DISPATCH = dispatch.disabled_torch_dispatch_impl
+# Class of a tensor of torch.distributed -> the attribute that is this rank's part of it.
 _PART = {"DTensor": "_local_tensor", "AsyncCollectiveTensor": "elem"}
-"""Class of a tensor of torch.distributed -> the attribute that is this rank's part of it."""
 
 
 def has_memory(tensor: torch.Tensor) -> bool:

@@ -23,14 +23,14 @@ from memprof.watch.phases import Phases
 
 _ZERO = "deepspeed.runtime.zero."
 _STEPS = {f"{_ZERO}stage3": "DeepSpeedZeroOptimizer_Stage3", f"{_ZERO}stage_1_and_2": "DeepSpeedZeroOptimizer"}
+# Where an optimizer is stepped once by gradients of zeros, when it is made.
 _PREPARE = {
     **_STEPS,
     "deepspeed.runtime.fp16.fused_optimizer": "FP16_Optimizer",
     "deepspeed.runtime.fp16.unfused_optimizer": "FP16_UnfusedOptimizer",
 }
-"""Where an optimizer is stepped once by gradients of zeros, when it is made."""
+# What waits for parameters to be whole, and where it has them.
 _GATHERS = {"AllGatherHandle": "_AllGatherHandle__param", "AllGatherCoalescedHandle": "params"}
-"""What waits for parameters to be whole, and where it has them."""
 
 
 def part(parameter: torch.Tensor) -> list[torch.Tensor]:

@@ -15,8 +15,7 @@ from memprof.workload.models import ModelSource
 from memprof.workload.packed_layers import KERNELS
 from memprof.workload.quantization import import_quietly
 
-ALL_LINEAR = "all-linear"
-"""PEFT's name for every linear layer but the head."""
+ALL_LINEAR = "all-linear"  # PEFT's name for every linear layer but the head
 
 _TASK_TYPES = {"causal-lm": "CAUSAL_LM", "seq2seq-lm": "SEQ_2_SEQ_LM"}
 

@@ -14,8 +14,7 @@ from memprof.trace.events import Owner, PhaseKind
 class Device(Protocol):
     """A device that is told what is being done on it."""
 
-    name: str
-    """Where its tensors are, for torch: "cuda" or "cpu"."""
+    name: str  # where its tensors are, for torch: "cuda" or "cpu"
 
     def phase(self, kind: PhaseKind, step: int = 0, micro_batch: int = 0) -> AbstractContextManager[None]:
         """What runs inside is this phase."""

@@ -13,9 +13,9 @@ from typing import Any
 from memprof.errors import UsageError
 from memprof.spec import BITSANDBYTES_FORMATS, GGUF_FORMATS, STORED_FORMATS, TargetSpec, check_quantized
 
-GROUP = 128
-"""Rows of a weight that share a scale, and the side of a float8 block, where no checkpoint says otherwise."""
+GROUP = 128  # rows of a weight that share a scale, and the side of a float8 block, where no checkpoint says otherwise
 
+# Entries that say how the weights were found, or name kernels of older releases; they change no bytes.
 _METADATA = frozenset(
     {
         *("quant_method", "damp_percent", "dataset", "tokenizer", "true_sequential", "static_groups", "model_seqlen"),
@@ -25,17 +25,14 @@ _METADATA = frozenset(
         *("fuse_max_seq_len", "fmt", "_load_in_4bit", "_load_in_8bit", "damp_auto_increment", "hyb_act"),
     }
 )
-"""Entries that say how the weights were found, or name kernels of older releases; they change no bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
     """The format of a model's weights."""
 
-    name: str
-    """As --quantize spells it."""
-    config: Mapping[str, Any]
-    """As `quantization_config` has it; of a GGUF, which has none, its type alone."""
+    name: str  # as --quantize spells it
+    config: Mapping[str, Any]  # as `quantization_config` has it; of a GGUF, which has none, its type alone
     from_checkpoint: bool = False
 
     @property
@@ -189,6 +186,7 @@ def _mxfp4(said: Mapping[str, Any], config: Mapping[str, Any], problems: list[st
 _READERS: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any], list[str]], str]] = {
     "bitsandbytes": _bitsandbytes, "gptq": _gptq, "awq": _awq, "fp8": _fp8, "mxfp4": _mxfp4,
 }  # fmt: skip
+# Method -> its entries that are followed.
 _OBEYED: dict[str, frozenset[str]] = {
     "bitsandbytes": frozenset(
         {
@@ -217,4 +215,3 @@ _OBEYED: dict[str, frozenset[str]] = {
     ),
     "mxfp4": frozenset({"modules_to_not_convert", "dequantize"}),
 }
-"""Method -> its entries that are followed."""

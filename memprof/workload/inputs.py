@@ -30,12 +30,9 @@ class Feeder:
     ) -> None:
         self.model = model
         self.batch_size = batch_size
-        self.assumptions: list[str] = []
-        """A sentence may stand there more than once."""
-        self.takes_tokens = source.task != "image-classification"
-        """Whether a batch has samples of `context_length`."""
-        self.sequence_lengths: list[int] = []
-        """Tokens per sequence in each batch so far, if lengths vary."""
+        self.assumptions: list[str] = []  # a sentence may stand there more than once
+        self.takes_tokens = source.task != "image-classification"  # whether a batch has samples of `context_length`
+        self.sequence_lengths: list[int] = []  # tokens per sequence in each batch so far, if lengths vary
         if lengths is not None:
             self.context_length = context_length or source.max_positions or 1 << 30
             self._batches = lengths.batches(batch_size, self.context_length)
@@ -59,8 +56,8 @@ class Feeder:
         if source.task == "other":
             self.takes_tokens = "input_ids" in inspect.signature(model.forward).parameters
             self.context_length = min(self.context_length, _text_positions(model) or self.context_length)
+        # Makes a batch in host memory, as a data loader gives it.
         self.host_batch = makers.get(source.task) or self._custom()
-        """Makes a batch in host memory, as a data loader gives it."""
         if context_length is None and self.takes_tokens and source.task != "speech-seq2seq":
             told = f"Context length {self.context_length:,} (no --context-length was given)."
             self.assumptions.insert(0, told)

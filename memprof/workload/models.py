@@ -37,22 +37,17 @@ class ModelSource:
     """
 
     name: str
+    # causal-lm, masked-lm, seq2seq-lm, image-classification, speech-seq2seq, other (fed what its forward takes), or
+    # custom.
     task: str
-    """causal-lm, masked-lm, seq2seq-lm, image-classification, speech-seq2seq, other (fed what its forward takes), or
-    custom."""
-    build: Callable[[], nn.Module]
-    """Builds the module on the default device, in the dtype of `dtype`."""
-    dtype: str | None
-    """The dtype that it will have; None: whatever the factory made."""
+    build: Callable[[], nn.Module]  # builds the module on the default device, in the dtype of `dtype`
+    dtype: str | None  # the dtype that it will have; None: whatever the factory made
     max_positions: int | None
     vocab_size: int | None
     config: Mapping[str, Any] | None
-    notes: tuple[str, ...] = ()
-    """What was assumed in choosing it."""
-    asked_vocab_size: int | None = None
-    """The vocabulary that the user asked for, if any: a larger one is a finding."""
-    stored: Stored | None = None
-    """How its weights are stored, if they are quantized."""
+    notes: tuple[str, ...] = ()  # what was assumed in choosing it
+    asked_vocab_size: int | None = None  # the vocabulary that the user asked for, if any: a larger one is a finding
+    stored: Stored | None = None  # how its weights are stored, if they are quantized
 
 
 def find_source(spec: TargetSpec) -> ModelSource:
@@ -117,10 +112,10 @@ def _from_configuration(path: Path, spec: TargetSpec) -> ModelSource:
 
 
 _KINDS = {"architectures": list, "quantization_config": dict, "auto_map": dict}
+# The names that model types have for their number of positions.
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_target_positions", "max_sequence_length")
-"""The names that model types have for their number of positions."""
+# What memprof reads of a configuration beside the positions; where it is left out, the type's default holds.
 _DEFAULTS = ("vocab_size", "relative_attention_num_buckets")
-"""What memprof reads of a configuration beside the positions; where it is left out, the type's default holds."""
 
 
 def _with_defaults(config: dict[str, Any]) -> dict[str, Any]:

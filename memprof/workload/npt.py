@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+# Gain of the last initial matrix, that of the others being 1: the first delta is small, and no gradient is zero.
 INIT_SCALE = 0.01
-"""Gain of the last initial matrix, that of the others being 1: the first delta is small, and no gradient is zero."""
 
 
 class NptComponent(nn.Module):

@@ -15,12 +15,11 @@ from torch import nn
 
 _WORD_BITS = 32
 _MOST_ROWS = 64
+# Of the tile that Marlin reduces in float32 (marlin.cuh, max_thread_n); each multiprocessor has one.
 _MOST_COLUMNS = 256
-"""Of the tile that Marlin reduces in float32 (marlin.cuh, max_thread_n); each multiprocessor has one."""
 _FEWEST_LOCKS = 128
 _SPLIT_K = 8
-_LONG_INPUT = 1024
-"""Tokens above which AWQ's GEMM unpacks the weight (gemm_awq.py, FULL_DEQUANT_MATMUL_THRESHOLD)."""
+_LONG_INPUT = 1024  # tokens above which AWQ's GEMM unpacks the weight (gemm_awq.py, FULL_DEQUANT_MATMUL_THRESHOLD)
 
 
 def _stored(*shape: int, dtype: torch.dtype = torch.int32) -> nn.Parameter:
@@ -33,8 +32,7 @@ class PackedLinear(nn.Module):
     Kernels want scales in their input's dtype, and cast a file's once, at their first call; here they are made so.
     """
 
-    scale_dtype: torch.dtype | None = None
-    """None: the model's."""
+    scale_dtype: torch.dtype | None = None  # None: the model's
 
     def __init__(self, linear: nn.Linear, bits: int, group_size: int) -> None:
         super().__init__()

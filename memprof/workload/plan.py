@@ -20,8 +20,7 @@ from memprof.spec import Mode, TargetSpec
 
 SCHEDULES = ("1f1b", "gpipe")
 KINDS = ("ddp", "fsdp", "hsdp", "tp", "cp", "ulysses", "pp")
-DEVICE_MAP = "device-map"
-"""A plan by itself: one process has all cards, and each some of the layers."""
+DEVICE_MAP = "device-map"  # a plan by itself: one process has all cards, and each some of the layers
 _CARDS_OF_A_MACHINE = 8
 _MOST = 1 << 20
 _FORMS = (
@@ -34,27 +33,17 @@ _FORMS = (
 class Plan:
     """Numbers of ranks along each direction; 1: it is not there."""
 
-    stages: int = 1
-    """Of a pipeline."""
-    replicate: int = 1
-    """Of data parallelism: each rank has all parameters, or those of its shards."""
-    shard: int = 1
-    """Of fully_shard."""
-    context: int = 1
-    """Of torch's context_parallel (ring attention)."""
-    ulysses: int = 1
-    """Of sequence parallelism: each has a part of the sequence, and in attention a part of the heads."""
-    tensor: int = 1
-    """Of tensor parallelism."""
-    sharded: bool = False
-    """Whether parameters are sharded, be it over one rank."""
-    reshard: bool = True
-    """Whether they are given back after the forward (FULL_SHARD; else SHARD_GRAD_OP)."""
-    layers: int = 1
-    """Cards of one process that has some of the layers on each."""
+    stages: int = 1  # of a pipeline
+    replicate: int = 1  # of data parallelism: each rank has all parameters, or those of its shards
+    shard: int = 1  # of fully_shard
+    context: int = 1  # of torch's context_parallel (ring attention)
+    ulysses: int = 1  # of sequence parallelism: each has a part of the sequence, and in attention a part of the heads
+    tensor: int = 1  # of tensor parallelism
+    sharded: bool = False  # whether parameters are sharded, be it over one rank
+    reshard: bool = True  # whether they are given back after the forward (FULL_SHARD; else SHARD_GRAD_OP)
+    layers: int = 1  # cards of one process that has some of the layers on each
     schedule: str = "1f1b"
-    microbatches: int = 1
-    """Of a pipeline, in a step."""
+    microbatches: int = 1  # of a pipeline, in a step
 
     @property
     def size(self) -> int:

@@ -26,10 +26,9 @@ from memprof.cache.inputs import files_of_modules, note_files
 from memprof.device.host import available_bytes
 from memprof.errors import MemprofError, UsageError
 
-VARIABLE = "MEMPROF_PROCESSES"
-"""At most so many at once; 1: none is forked."""
+VARIABLE = "MEMPROF_PROCESSES"  # at most so many at once; 1: none is forked
+# Of host memory that has to be free for each: a run of a model of 9B takes about 0.4 GiB beside what it shares.
 PROCESS_BYTES = 1 << 30
-"""Of host memory that has to be free for each: a run of a model of 9B takes about 0.4 GiB beside what it shares."""
 _PR_SET_PDEATHSIG = 1
 
 _Answer = TypeVar("_Answer")

@@ -26,8 +26,8 @@ from memprof.workload.plan import Plan
 from memprof.workload.stages import Pipeline, Stage
 
 _NAMES = ("stages", "replicate", "shard", "sequence", "tensor")
+# Of gradients under FSDP's mixed precision, torchtitan's default (config/job_config.py, mixed_precision_reduce).
 _AUTOCAST_REDUCES_IN = torch.float32
-"""Of gradients under FSDP's mixed precision, torchtitan's default (config/job_config.py, mixed_precision_reduce)."""
 
 
 class Spread:

@@ -50,8 +50,7 @@ class Stage(nn.Module):
             core.embed_tokens = None
         names = {id(module): name for name, module in model.named_children()}
         self._core, self._head = model.base_model_prefix, ""
-        self.tp_plan = getattr(model, "tp_plan", None)
-        """transformers' own, by these names."""
+        self.tp_plan = getattr(model, "tp_plan", None)  # transformers' own, by these names
         self.architecture = type(model).__name__
         self.add_module(self._core, core)  # under the names that the model has for them
         if self.is_last:

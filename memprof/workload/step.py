@@ -32,12 +32,11 @@ if TYPE_CHECKING:
     from memprof.workload.stages import Pipeline
 
 Place = Callable[[nn.Module], object]
+# Applies the spec's fixes to a model in host memory, and puts it onto a device; returns an optimizer if one is made.
+# Remedies stand above this package, so that the pipeline hands this in.
 SwitchOn = Callable[
     [nn.Module, TargetSpec, Callable[[list[nn.Parameter]], "torch.optim.Optimizer | None"], str, Place | None], Any
 ]
-"""Applies the spec's fixes to a model in host memory, and puts it onto a device; returns an optimizer if one is made.
-
-Remedies stand above this package, so that the pipeline hands this in."""
 
 
 class Workload:

@@ -21,13 +21,12 @@ from memprof.spec import Mode, TargetSpec
 from memprof.workload.formats import GROUP, Stored
 from memprof.workload.packed_layers import KERNELS, GptqMarlin, PackedLinear
 
+# Where optimum looks for what GPTQ packs (optimum/gptq/constants.py, BLOCK_PATTERNS).
 _BLOCKS = (
     "transformer.h", "model.decoder.layers", "gpt_neox.layers", "model.layers", "model.language_model.layers", "h",
     "decoder.layers", "layers",
 )  # fmt: skip
-"""Where optimum looks for what GPTQ packs (optimum/gptq/constants.py, BLOCK_PATTERNS)."""
-_GGML_TYPES = {"q4_0": 2, "q8_0": 8, "q4_k": 12, "q5_k": 13, "q6_k": 14}
-"""ggml.h, enum ggml_type."""
+_GGML_TYPES = {"q4_0": 2, "q8_0": 8, "q4_k": 12, "q5_k": 13, "q6_k": 14}  # ggml.h, enum ggml_type
 _MXFP4_BLOCK = 32
 
 

@@ -23,8 +23,8 @@ from torch import Tensor
 from memprof.units import MIB
 from memprof.workload.quantization import import_quietly
 
+# Of one set of scores, or of gathered keys and values, where they are computed in plain PyTorch.
 WORKSPACE_BYTES = 64 * MIB
-"""Of one set of scores, or of gathered keys and values, where they are computed in plain PyTorch."""
 
 
 class Attend(torch.autograd.Function):

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+# Tokens that meet each other one by one; as wide as the usual head, where products and sums take about the same.
 CHUNK = 128
-"""Tokens that meet each other one by one; as wide as the usual head, where products and sums take about the same."""
 
 
 def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any) -> tuple[Tensor, None]:

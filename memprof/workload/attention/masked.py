@@ -12,14 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-WINDOW = 4096
-"""Of `sliding`, where the model has none: that of Mistral 7B (arXiv 2310.06825, table 1)."""
-BLOCK = 128
-"""Tokens of a block: flex_attention's own."""
+WINDOW = 4096  # of `sliding`, where the model has none: that of Mistral 7B (arXiv 2310.06825, table 1)
+BLOCK = 128  # tokens of a block: flex_attention's own
 NEAR = 8
+# Of `block-sparse`: a block of queries sees itself, the 7 before it, the first, and every eighth. A fixed pattern as
+# that of Sparse Transformers (arXiv 1904.10509, section 4.3), in blocks.
 EVERY = 8
-"""Of `block-sparse`: a block of queries sees itself, the 7 before it, the first, and every eighth. A fixed pattern as
-that of Sparse Transformers (arXiv 1904.10509, section 4.3), in blocks."""
 
 
 def attention(

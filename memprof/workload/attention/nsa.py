@@ -21,10 +21,9 @@ from torch.nn import functional
 from memprof.errors import UsageError
 from memprof.workload.attention.kernels import Attend, choose_blocks
 
+# Tokens of a compressed block, and from one to the next (section 4.1 of the paper, as those below).
 LENGTH, STRIDE = 32, 16
-"""Tokens of a compressed block, and from one to the next (section 4.1 of the paper, as those below)."""
-BLOCK, COUNT = 64, 16
-"""Tokens of a selected block, and blocks that a query selects."""
+BLOCK, COUNT = 64, 16  # tokens of a selected block, and blocks that a query selects
 WINDOW = 512
 
 
@@ -65,8 +64,7 @@ class SparseParts(nn.Module):
         self.gates = nn.Sequential(
             nn.Linear(hidden, width, **options), nn.SiLU(), nn.Linear(width, 3 * heads, **options), nn.Sigmoid()
         )
-        self.given: Tensor | None = None
-        """Gates of the call that is under way."""
+        self.given: Tensor | None = None  # gates of the call that is under way
 
 
 def attention(
