@@ -77,12 +77,12 @@ class ProfiledGpu:
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes that tensors hold on the card now, or on all cards (inside the block)."""
+        """Return bytes that tensors hold on the card now, or on all cards (inside the block)."""
         return self._virtual.recorder.storages.live_bytes
 
     @property
     def trace(self) -> Trace:
-        """What was recorded."""
+        """Return what was recorded."""
         trace = self._virtual.trace
         device, allocator = device_facts(self._gpu), self._settings.now.facts
         trace.facts = dataclasses.replace(trace.facts, command="virtual_gpu", device=device, allocator=allocator)
@@ -102,7 +102,7 @@ class ProfiledGpu:
         save_trace(self.trace, Path(path), force=force)
 
     def report(self, limit_bytes: int | None = None, *, card: int | None = None) -> Document:
-        """The report so far; `print` shows it, `save()` keeps it, `.to_json()` is a dictionary.
+        """Return the report so far; `print` shows it, `save()` keeps it, `.to_json()` is a dictionary.
 
         Args:
             limit_bytes: of device memory, CUDA context included: judged as if the card had no more. None: the card's.
@@ -150,7 +150,7 @@ def virtual_gpu(
     compiles: bool = True,
     stand_ins: bool = True,
 ) -> ProfiledGpu:
-    """A context manager in which "cuda" is a virtual card: see `ProfiledGpu`.
+    """Return a context manager in which "cuda" is a virtual card: see `ProfiledGpu`.
 
     Args:
         name: a card of the catalog.
@@ -183,7 +183,7 @@ def virtual_gpus(
     compiles: bool = True,
     stand_ins: bool = True,
 ) -> ProfiledGpu:
-    """The same with `n` equal cards, `cuda:0`, `cuda:1` and so on: of one process, or with a rank on each.
+    """Return the same with `n` equal cards, `cuda:0`, `cuda:1` and so on: of one process, or with a rank on each.
 
     A rank is alone, and the others are taken to be like it (docs/parallel.md). Inside the block `RANK`, `WORLD_SIZE`
     and the other variables that torchrun sets are set, so that `torch.distributed.init_process_group` makes the group.
@@ -224,7 +224,7 @@ def virtual_gpus(
 
 
 def _environment(rank: int, size: int, cards: int) -> dict[str, str]:
-    """What torchrun sets for a rank on a machine with so many cards."""
+    """Return what torchrun sets for a rank on a machine with so many cards."""
     on_machine = min(cards, size - rank // cards * cards)
     numbers = {"RANK": rank, "LOCAL_RANK": rank % cards, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": on_machine}
     return {name: str(number) for name, number in numbers.items()} | {

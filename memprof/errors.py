@@ -107,24 +107,25 @@ def text_of(error: BaseException) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, without what follows it in further lines."""
+    """Return what an error says, without what follows it in further lines."""
     return (text_of(error).strip().splitlines() or [""])[0]
 
 
 def not_installed(problem: str, value: object, extra: str, otherwise: str = "") -> UsageError:
-    """The error for a library that is not there, or not with what else is; the extra `extra` of memprof brings it."""
+    """Return the error for a library that is not there, or not with what else is; the extra `extra` of memprof brings
+    it."""
     return UsageError(problem, value=value, hint=f"pip install 'memprof[{extra}]'{otherwise}")
 
 
 def nearest(name: str, choices: Iterable[str]) -> str | None:
-    """The choice that looks most like `name`, or None if nothing is close."""
+    """Return the choice that looks most like `name`, or None if nothing is close."""
     by_folded = {choice.lower(): choice for choice in choices}
     matches = difflib.get_close_matches(name.lower(), by_folded, n=1, cutoff=0.5)
     return by_folded[matches[0]] if matches else None
 
 
 def unknown_name(kind: str, name: str, choices: Iterable[str], *, see: str | None = None) -> UsageError:
-    """The error for a name that is not known: suggests the nearest one, else lists the choices."""
+    """Return the error for a name that is not known: suggests the nearest one, else lists the choices."""
     names = sorted(choices)
     close = nearest(name, names)
     if close is not None:

@@ -50,7 +50,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture
 def virtual_gpu(request: pytest.FixtureRequest) -> Generator[ProfiledGpu, None, None]:
-    """The virtual GPU that the test runs on: that of its `memprof` marker, or an H100 without one.
+    """Yield the virtual GPU that the test runs on: that of its `memprof` marker, or an H100 without one.
 
     Without a marker nothing is judged: the test reads `allocated_bytes` or `report()` and decides for itself.
     """
@@ -81,7 +81,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
 
 
 def _problem(card: _Card) -> str | None:
-    """Why the test fails, None if it does not."""
+    """Return why the test fails, None if it does not."""
     from memprof.ledger.ledger import EmptyTraceError
     from memprof.report.terminal.brief import brief
 
@@ -93,7 +93,7 @@ def _problem(card: _Card) -> str | None:
 
 
 def _card(marker: pytest.Mark | None) -> _Card:
-    """The card that the marker asks for."""
+    """Return the card that the marker asks for."""
     from memprof.api import virtual_gpus
     from memprof.errors import UsageError
     from memprof.units import parse_gib
@@ -131,7 +131,7 @@ def _signature(
 
 
 def _options(marker: pytest.Mark | None) -> dict[str, Any]:
-    """The marker's arguments by name, with the defaults of the others."""
+    """Return the marker's arguments by name, with the defaults of the others."""
     arguments, keywords = (marker.args, marker.kwargs) if marker else ((), {})
     try:
         bound = inspect.signature(_signature).bind(*arguments, **keywords)

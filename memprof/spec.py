@@ -66,7 +66,7 @@ _T = TypeVar("_T")
 
 
 def parse_dtype(text: str) -> str:
-    """A dtype's name as torch has it, of a usual abbreviation such as bf16."""
+    """Return a dtype's name as torch has it, of a usual abbreviation such as bf16."""
     return _ABBREVIATED.get(text.lower(), text)
 
 
@@ -114,7 +114,7 @@ def option(default: _T, panel: str, help: str, **about: Any) -> _T:
 
 @functools.cache
 def options_of(kind: type) -> Mapping[str, Option]:
-    """The options among the fields of a dataclass, by field; each with its flag."""
+    """Return the options among the fields of a dataclass, by field; each with its flag."""
     found = {}
     for field in dataclasses.fields(kind):
         about = field.metadata.get("option")
@@ -408,7 +408,7 @@ class TargetSpec:
         check_quantized(self.quantize, self)
 
     def edit(self, **changes: object) -> TargetSpec:
-        """A copy with some fields replaced."""
+        """Return a copy with some fields replaced."""
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
 
 
@@ -441,7 +441,7 @@ def repeat_option(
 
 
 def parse_layers(text: str, count: int | None = None) -> list[int]:
-    """The layers that a list such as "0,4-7,-1" names, in order and each once; negative ones count from the end.
+    """Return the layers that a list such as "0,4-7,-1" names, in order and each once; negative ones count from the end.
 
     Without `count`, the number of layers, only the spelling is checked, and the answer has no meaning.
 

@@ -46,7 +46,7 @@ def format_bytes(num_bytes: int) -> str:
 
 
 def format_count(count: int, form: str = ".2f") -> str:
-    """A parameter count as people write it: 4.02B, 124.00M."""
+    """Return a parameter count as people write it: 4.02B, 124.00M."""
     for unit, name in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "K")):
         if count >= unit:
             return f"{count / unit:{form}}{name}"
@@ -54,7 +54,7 @@ def format_count(count: int, form: str = ".2f") -> str:
 
 
 def parse_gib(text: str | float) -> int:
-    """Bytes of a size given in GiB ("80", "79.1") or with a unit of its own ("24GiB", "24GB", "512MiB").
+    """Return bytes of a size given in GiB ("80", "79.1") or with a unit of its own ("24GiB", "24GB", "512MiB").
 
     Raises:
         UsageError: not a number with a known unit, not above zero, or more than any machine has.
@@ -70,7 +70,7 @@ def parse_gib(text: str | float) -> int:
 
 
 def spell_size(num_bytes: int) -> str:
-    """What `parse_gib` reads as `num_bytes`: in GiB, or in the first unit in which it is short."""
+    """Return what `parse_gib` reads as `num_bytes`: in GiB, or in the first unit in which it is short."""
     for unit in ("", "GB", "MiB"):
         text = f"{num_bytes / _UNITS[unit.lower()]:.5g}"
         if "e" not in text and parse_gib(text + unit) == num_bytes:
@@ -79,7 +79,7 @@ def spell_size(num_bytes: int) -> str:
 
 
 def parse_count(text: str) -> int:
-    """The count in "1.2B", "70M", "125m" or "7000000".
+    """Return the count in "1.2B", "70M", "125m" or "7000000".
 
     Raises:
         UsageError: not a number with an optional K, M, B or T, or not above zero.

@@ -32,7 +32,7 @@ Stamp = tuple[str, int, int]  # a file: path, bytes, and when it was changed, in
 
 
 def circumstances(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """All of it, as plain JSON values."""
+    """Return all of it, as plain JSON values."""
     return {
         "python": [sys.version, sys.executable, sys.prefix],
         "path": list(sys.path),
@@ -47,7 +47,8 @@ def circumstances(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
 
 
 def files_of_modules() -> set[str]:
-    """The files of all modules that this process has loaded, and those that were forked from it, as far as it knows."""
+    """Return the files of all modules that this process has loaded, and those that were forked from it, as far as it
+    knows."""
     files = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
     return _elsewhere.union(file for file in files if isinstance(file, str))
 
@@ -58,13 +59,14 @@ def note_files(files: Iterable[str]) -> None:
 
 
 def loaded_files() -> list[Stamp] | None:
-    """Every file of Python that this process has loaded, as it is now; None if one was changed since, perhaps."""
+    """Return every file of Python that this process has loaded, as it is now; None if one was changed since,
+    perhaps."""
     stamps = sorted(_stamps(files_of_modules()))
     return None if any(changed > _BEGIN_NS for _, _, changed in stamps) else stamps
 
 
 def unchanged(stamps: Iterable[Any]) -> bool:
-    """Whether all these files are as they were."""
+    """Return whether all these files are as they were."""
     try:
         for path, size, changed in stamps:
             status = os.stat(path)
@@ -93,7 +95,7 @@ def _own_files() -> Iterator[str]:
 
 
 def _sources(folder: str) -> Iterator[str]:
-    """All files below, its tables and pages too; not the byte code that Python keeps beside them."""
+    """Yield all files below, its tables and pages too; not the byte code that Python keeps beside them."""
     with os.scandir(folder) as entries:
         for entry in entries:
             if entry.is_dir(follow_symlinks=False):
@@ -104,7 +106,7 @@ def _sources(folder: str) -> Iterator[str]:
 
 
 def _installed(folders: Iterable[str]) -> Iterator[str]:
-    """What can be imported from these folders, with versions where it was installed."""
+    """Yield what can be imported from these folders, with versions where it was installed."""
     for folder in folders:
         try:
             names = sorted(os.listdir(folder or "."))

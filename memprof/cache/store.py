@@ -32,7 +32,7 @@ _STALE_SECONDS = 3600  # what is being written for so long was given up
 
 
 def cache_folder(environ: Mapping[str, str] = os.environ, platform: str = sys.platform) -> Path | None:
-    """Where answers are kept: `$MEMPROF_CACHE`, or `memprof` in the user's cache folder; None: nowhere.
+    """Return where answers are kept: `$MEMPROF_CACHE`, or `memprof` in the user's cache folder; None: nowhere.
 
     That is `$XDG_CACHE_HOME` or ~/.cache (XDG Base Directory Specification, which ignores relative paths), on macOS
     ~/Library/Caches, on Windows %LOCALAPPDATA%.
@@ -70,7 +70,7 @@ class Store:
         self.most_bytes = most_bytes
 
     def find(self, key: str) -> dict[str, Any] | None:
-        """What was kept under `key`; None where nothing whole is there."""
+        """Return what was kept under `key`; None where nothing whole is there."""
         path = self._path(key)
         value = self.read(path)
         if value is not None:
@@ -79,7 +79,7 @@ class Store:
         return value
 
     def read(self, path: Path) -> dict[str, Any] | None:
-        """What a file of the folder has; None where it is not whole."""
+        """Return what a file of the folder has; None where it is not whole."""
         try:
             if not path.is_file():  # a pipe would be waited for
                 return None
@@ -126,7 +126,7 @@ class Store:
         return True
 
     def entries(self) -> list[Kept]:
-        """All files, what was asked for last first."""
+        """Return all files, what was asked for last first."""
         return sorted((one for one in self._files() if not one.path.name.startswith(".")), key=lambda one: -one.used)
 
     def clear(self) -> int:

@@ -25,7 +25,7 @@ def read_text(*parts: str) -> str:
 
 
 def read_toml(*parts: str) -> dict[str, Any]:
-    """The contents of the TOML file at `parts` below the data folder."""
+    """Return the contents of the TOML file at `parts` below the data folder."""
     import tomllib
 
     return tomllib.loads(read_text(*parts))
@@ -33,7 +33,7 @@ def read_toml(*parts: str) -> dict[str, Any]:
 
 @cache
 def read_json(*parts: str) -> dict[str, Any]:
-    """The contents of the JSON file (an object) at `parts` below the data folder; not to be changed."""
+    """Return the contents of the JSON file (an object) at `parts` below the data folder; not to be changed."""
     import json
 
     contents: dict[str, Any] = json.loads(read_text(*parts))

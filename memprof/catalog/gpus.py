@@ -74,12 +74,12 @@ class Gpu:
 
 @cache
 def list_gpus() -> tuple[Gpu, ...]:
-    """All GPUs of the catalog, in the order of the data file (data centre, workstation, desktop)."""
+    """Return all GPUs of the catalog, in the order of the data file (data centre, workstation, desktop)."""
     return tuple(_gpu(key, table) for key, table in read_toml("gpus.toml").items())
 
 
 def find_gpu(name: str) -> Gpu:
-    """The GPU with this key, CUDA name or alias.
+    """Return the GPU with this key, CUDA name or alias.
 
     Case, spaces, underscores, hyphens and a leading "NVIDIA", "AMD", "Tesla", "Quadro" or "GeForce" do not matter.
 
@@ -93,7 +93,7 @@ def find_gpu(name: str) -> Gpu:
 
 
 def custom_gpu(total_bytes: int) -> Gpu:
-    """A card that does not exist, with this capacity in bytes and everything else like an A100 80GB SXM.
+    """Return a card that does not exist, with this capacity in bytes and everything else like an A100 80GB SXM.
 
     Raises:
         UsageError: the capacity is not above zero.
@@ -119,7 +119,7 @@ def custom_gpu(total_bytes: int) -> Gpu:
 
 
 def _sizes_on_the_box(gpu: Gpu) -> set[str]:
-    """The GB that its names have."""
+    """Return the GB that its names have."""
     return set(re.findall(r"(?<![\d.])(\d+)gb\b", " ".join((gpu.key, *gpu.aliases))))
 
 
@@ -149,7 +149,7 @@ def _gpu(key: str, table: Mapping[str, Any]) -> Gpu:
 
 
 def _capacity(key: str, table: Mapping[str, Any]) -> int:
-    """Bytes of the one of three fields that the source gave: exact, torch's "total_memory=…MB", or GiB."""
+    """Return bytes of the one of three fields that the source gave: exact, torch's "total_memory=…MB", or GiB."""
     units = {"bytes": 1, "mib": MIB, "gib": GIB}
     given: list[float] = [table[name] * unit for name, unit in units.items() if name in table]
     if len(given) != 1:

@@ -74,7 +74,7 @@ class ModelEntry:
     config: Mapping[str, Any] | None = field(default=None, repr=False, compare=False)
 
     def called(self, name: str) -> tuple[str, str]:
-        """How `name`, one of its names, is to be said, and the repository that it stands for.
+        """Return how `name`, one of its names, is to be said, and the repository that it stands for.
 
         An alias may be of other weights of the same shape, such as "llama-3.3-70b".
         """
@@ -84,7 +84,7 @@ class ModelEntry:
         return (self.key if folded == _fold(self.key) else name), next(iter((*exact, *alike)), self.hf_id)
 
     def load_config(self) -> dict[str, Any]:
-        """The configuration: `AutoConfig.for_model(config.pop("model_type"), **config)` builds it.
+        """Return the configuration: `AutoConfig.for_model(config.pop("model_type"), **config)` builds it.
 
         Returns a fresh dict that the caller may change.
         """
@@ -93,12 +93,12 @@ class ModelEntry:
 
 @cache
 def list_models() -> tuple[ModelEntry, ...]:
-    """All published models of the catalog, in the order of the index (by family, then by size)."""
+    """Return all published models of the catalog, in the order of the index (by family, then by size)."""
     return tuple(_entry(key, table) for key, table in read_toml("models", "index.toml").items())
 
 
 def find_model(name: str) -> ModelEntry:
-    """The model with this key, Hugging Face id or alias; case, spaces, hyphens and underscores do not matter.
+    """Return the model with this key, Hugging Face id or alias; case, spaces, hyphens and underscores do not matter.
 
     Raises:
         UsageError: no such model in the catalog.
@@ -110,7 +110,7 @@ def find_model(name: str) -> ModelEntry:
 
 
 def read_config_file(path: Path) -> tuple[Path, dict[str, Any]]:
-    """A model's configuration by its folder or its config.json: the file, and what is in it.
+    """Return a model's configuration by its folder or its config.json: the file, and what is in it.
 
     Raises:
         UsageError: it cannot be read, is no configuration of a model, or has sizes that no model has.
@@ -149,7 +149,7 @@ def _check_sizes(file: Path, config: Mapping[str, Any]) -> None:
 
 
 def has_model(name: str) -> bool:
-    """Whether `find_model` knows this name."""
+    """Return whether `find_model` knows this name."""
     return _fold(name) in _by_folded_name()
 
 

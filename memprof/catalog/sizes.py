@@ -83,7 +83,7 @@ class _Geometry:
 
 
 def resolve_size(text: str) -> ModelEntry:
-    """The model for a size such as "4B", "600M" or "1.2B".
+    """Return the model for a size such as "4B", "600M" or "1.2B".
 
     A size in PUBLISHED_SIZES gives that published model. Any other gives a synthesised one of the shape of Llama, whose
     parameter count is within 2% of the size asked for and exact in `num_parameters`.
@@ -98,7 +98,7 @@ def resolve_size(text: str) -> ModelEntry:
 
 @cache
 def synthesize(count: int) -> ModelEntry:
-    """A Llama-shaped model with about `count` parameters (within 2%).
+    """Return a Llama-shaped model with about `count` parameters (within 2%).
 
     Raises:
         UsageError: `count` is below SMALLEST or above LARGEST.
@@ -206,7 +206,7 @@ def _aspect(count: int) -> float:
 
 
 def _cost(shape: _Geometry, count: int) -> tuple[float, int]:
-    """How far a shape is from what Llama would look like at `count` parameters; less is better."""
+    """Return how far a shape is from what Llama would look like at `count` parameters; less is better."""
     error = abs(shape.num_parameters / count - 1)
     aspect = abs(math.log(shape.hidden / shape.layers / _aspect(count)))
     ratio = abs(math.log(shape.intermediate / shape.hidden / _INTERMEDIATE_RATIO))

@@ -136,7 +136,7 @@ class _Reader:
         return json_rows(source.path, self._column, self._encoding, self._tally, self._tell)
 
     def _read(self, of_text: Callable[[Path], Iterator[T]], of_rows: Callable[[list[str]], T]) -> Iterator[T]:
-        """What the files hold, by their kind; what a file that was only found lacks is noted."""
+        """Yield what the files hold, by their kind; what a file that was only found lacks is noted."""
         for source in self._sources:
             if not source.named and not source.path.exists():
                 self._tally.skipped[source.path] = "vanished before it was read"
@@ -159,15 +159,15 @@ class _Reader:
         return self._read(self._pieces, "\n".join)
 
     def documents(self) -> Iterator[list[str]]:
-        """Batches of lines or rows."""
+        """Yield batches of lines or rows."""
         return self._read(lambda path: map(str.splitlines, self._pieces(path, lines=True)), lambda rows: rows)
 
     def blocks(self) -> Iterator[bytes]:
-        """Bytes of text files as they are, and of rows in UTF-8."""
+        """Yield bytes of text files as they are, and of rows in UTF-8."""
         return self._read(lambda path: blocks(path, self._tell, self._tally), lambda rows: "".join(rows).encode())
 
     def done(self) -> Tally:
-        """What was read.
+        """Return what was read.
 
         Raises:
             UsageError: no file held text.

@@ -30,7 +30,7 @@ class Frequencies:
 
     @property
     def total(self) -> int:
-        """Tokens in the corpus."""
+        """Return tokens in the corpus."""
         return sum(times * tokens for times, tokens in self.histogram)
 
     @property
@@ -39,7 +39,7 @@ class Frequencies:
         return sum(tokens for _, tokens in self.histogram)
 
     def covered(self, cap: int) -> int:
-        """Tokens of the corpus that are among the `cap` most frequent ones."""
+        """Return tokens of the corpus that are among the `cap` most frequent ones."""
         left, covered = cap, 0
         for times, tokens in self.histogram:
             taken = min(left, tokens)
@@ -50,11 +50,11 @@ class Frequencies:
         return covered
 
     def coverage(self, cap: int) -> float:
-        """The share of the corpus that the `cap` most frequent tokens make up."""
+        """Return the share of the corpus that the `cap` most frequent tokens make up."""
         return self.covered(cap) / self.total if self.total else 1.0
 
     def cap_for(self, share: float | str | Fraction) -> int:
-        """The fewest tokens that make up at least `share` of the corpus.
+        """Return the fewest tokens that make up at least `share` of the corpus.
 
         Args:
             share: from 0 to 1; a float counts as the decimal number that it is written as.

@@ -20,7 +20,7 @@ PARQUET_ROWS = 64  # rows read at a time; a row group is decoded as it is needed
 
 
 def json_rows(path: Path, column: str | None, encoding: str, tally: Tally, progress: Progress) -> Iterator[list[str]]:
-    """Batches of the texts in `column`, of about `text.BATCH_BYTES`; rows without one are counted in `tally`.
+    """Yield batches of the texts in `column`, of about `text.BATCH_BYTES`; rows without one are counted in `tally`.
 
     Raises:
         UsageError: no row has text in the column, the file cannot be read, or most of it is in another encoding.
@@ -101,7 +101,7 @@ def _text_of(line: str, name: str, seen: set[str], path: Path, number: int, tall
 
 
 def parquet_rows(path: Path, column: str | None, tally: Tally, progress: Progress) -> Iterator[list[str]]:
-    """Batches of the texts in `column` of a Parquet file, by pyarrow, which need not be there otherwise.
+    """Yield batches of the texts in `column` of a Parquet file, by pyarrow, which need not be there otherwise.
 
     Raises:
         UsageError: pyarrow is not installed, the file is no Parquet, or has no such column of text.

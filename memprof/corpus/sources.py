@@ -37,7 +37,8 @@ class Source:
 
 
 def find_sources(corpus: str | Path | Sequence[str | Path], column: str | None = None) -> list[Source]:
-    """The files that `corpus` names: files, folders (all in them that is not hidden) and patterns, each file once.
+    """Return the files that `corpus` names: files, folders (all in them that is not hidden) and patterns, each file
+    once.
 
     Args:
         corpus: one or several of these.
@@ -71,7 +72,7 @@ def find_sources(corpus: str | Path | Sequence[str | Path], column: str | None =
 
 
 def size_of(path: Path) -> int:
-    """Bytes on disk; 0 if it has vanished, as reading it will say."""
+    """Return bytes on disk; 0 if it has vanished, as reading it will say."""
     try:
         return path.stat().st_size
     except OSError:

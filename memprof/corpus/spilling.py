@@ -38,13 +38,13 @@ class SpillingCounter:
             self._spill()
 
     def items(self) -> Iterator[tuple[str, int]]:
-        """Each word once with its count; sorted by word once something was spilled."""
+        """Yield each word once with its count; sorted by word once something was spilled."""
         if not self._runs:
             return iter(self._counts.items())
         return _summed([*map(_read, self._runs), iter(sorted(self._counts.items()))])
 
     def most_common(self, count: int) -> list[tuple[str, int]]:
-        """The `count` most frequent words; of equally frequent ones, the first by code point."""
+        """Return the `count` most frequent words; of equally frequent ones, the first by code point."""
         return heapq.nsmallest(count, self.items(), key=lambda item: (-item[1], item[0]))
 
     def _spill(self) -> None:

@@ -79,7 +79,7 @@ class Undecodable:
 
     @property
     def first(self) -> str:
-        """The first of them, in words."""
+        """Return the first of them, in words."""
         return self._tally.undecodable[self._path].first
 
     def tell(self, error: UnicodeDecodeError) -> None:

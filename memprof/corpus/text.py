@@ -29,7 +29,7 @@ class NoTextError(UsageError):
 
 
 def blocks(path: Path, progress: Progress, tally: Tally, size: int = BATCH_BYTES) -> Iterator[bytes]:
-    """The bytes of a file, decompressed, `size` at a time; `progress` is told how many have been read on disk.
+    """Yield the bytes of a file, decompressed, `size` at a time; `progress` is told how many have been read on disk.
 
     Raises:
         UsageError: it cannot be read.
@@ -54,7 +54,7 @@ def pieces(
     progress: Progress = lambda n: None,
     tally: Tally | None = None,
 ) -> Iterator[str]:
-    """The text of a file in pieces of about `BLOCK_BYTES`, each of which ends after white space.
+    """Yield the text of a file in pieces of about `BLOCK_BYTES`, each of which ends after white space.
 
     Args:
         path: the file; a byte order mark of UTF-8 at its beginning is left out.
@@ -102,7 +102,7 @@ def pieces(
 def _decode(
     decoder: codecs.IncrementalDecoder, block: bytes, before: int, wrong: Undecodable, path: Path, encoding: str
 ) -> str:
-    """The text of the next block; an empty one is the end."""
+    """Return the text of the next block; an empty one is the end."""
     with wrong:
         wrong.before = before - len(decoder.getstate()[0])
         try:
@@ -112,13 +112,13 @@ def _decode(
 
 
 def not_in(path: Path, encoding: str, error: UnicodeError) -> UsageError:
-    """The error for a file that cannot be decoded at all."""
+    """Return the error for a file that cannot be decoded at all."""
     hint = "name its encoding, such as --encoding utf-16-le"
     return UsageError(f"the corpus is not {encoding}", value=f"{path}: {error}", hint=hint)
 
 
 def codec_name(encoding: str) -> str:
-    """The codec for `encoding`; that of UTF-8 leaves out a byte order mark.
+    """Return the codec for `encoding`; that of UTF-8 leaves out a byte order mark.
 
     Raises:
         UsageError: there is none, or it is none of text.
@@ -142,7 +142,7 @@ def check_is_text(path: Path, head: bytes, encoding: str) -> None:
 
 
 def wrong_encoding(path: Path, encoding: str, wrong: Undecodable, num_bytes: int) -> UsageError:
-    """The error for a file with too many undecodable bytes."""
+    """Return the error for a file with too many undecodable bytes."""
     return UsageError(
         f"the corpus is not {encoding}",
         value=f"{path}: {wrong.count:,} of {num_bytes:,} bytes, the first {wrong.first}",
@@ -151,7 +151,7 @@ def wrong_encoding(path: Path, encoding: str, wrong: Undecodable, num_bytes: int
 
 
 def _after_last_space(text: str) -> int:
-    """Where the word begins that may go on in the next block; 0 if the text has no white space."""
+    """Return where the word begins that may go on in the next block; 0 if the text has no white space."""
     # All of the text but its last word: what `rsplit` leaves, with the space behind it.
     if not text or text[-1].isspace():
         return len(text)

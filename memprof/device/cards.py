@@ -67,7 +67,7 @@ class NvmlCard:
 
     @property
     def usable_bytes(self) -> int | None:
-        """What CUDA reports as the card's capacity: what the driver keeps is not in it."""
+        """Return what CUDA reports as the card's capacity: what the driver keeps is not in it."""
         return None if self.total_bytes is None else self.total_bytes - (self.reserved_bytes or 0)
 
 

@@ -28,8 +28,8 @@ _ceiling_bytes: int | None = None
 
 
 def ceiling_bytes(*files: Path) -> int:
-    """What reading these files may take: the ceiling in force, else what files of such sizes take; at most what is
-    there."""
+    """Return what reading these files may take: the ceiling in force, else what files of such sizes take; at most what
+    is there."""
     if _ceiling_bytes is not None:
         return _ceiling_bytes
     most, available = max(LEAST_BYTES, sum(map(_usual_bytes, files))), available_bytes()
@@ -37,7 +37,7 @@ def ceiling_bytes(*files: Path) -> int:
 
 
 def allow_more(needed_bytes: int) -> str:
-    """What to do about a file that needs so much."""
+    """Return what to do about a file that needs so much."""
     whole_gib = -(-needed_bytes // GIB) * GIB
     return f"if you trust it, let it take more: --max-memory {spell_size(whole_gib)}"
 

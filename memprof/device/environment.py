@@ -57,7 +57,7 @@ class Environment:
 
 
 def read_environment(cards: Reading | None = None, variables: Mapping[str, str] | None = None) -> Environment:
-    """The environment of this process.
+    """Return the environment of this process.
 
     Args:
         cards: what NVML says (`read_cards()`); left out, the driver is looked for in /proc alone.
@@ -101,7 +101,8 @@ def _major(version: str) -> int:
 
 
 def _torch() -> dict[str, str]:
-    """The constants of the installed torch/version.py: they name the build, which the package's metadata may not."""
+    """Return the constants of the installed torch/version.py: they name the build, which the package's metadata may
+    not."""
     try:
         distribution = importlib.metadata.distribution("torch")
     except importlib.metadata.PackageNotFoundError:
@@ -120,7 +121,7 @@ def _torch() -> dict[str, str]:
 
 
 def installed_release(name: str) -> str | None:
-    """The release of an installed package; None if it is not installed."""
+    """Return the release of an installed package; None if it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -128,7 +129,7 @@ def installed_release(name: str) -> str | None:
 
 
 def _loaded_driver() -> str | None:
-    """The release of the loaded kernel module, without NVML."""
+    """Return the release of the loaded kernel module, without NVML."""
     try:
         return Path("/sys/module/nvidia/version").read_text(encoding="ascii").strip() or None
     except (OSError, UnicodeDecodeError):

@@ -11,7 +11,7 @@ _MEMINFO = Path("/proc/meminfo")
 
 
 def processor_name() -> str:
-    """The processor as the system calls it."""
+    """Return the processor as the system calls it."""
     for key, value in lines_of(_CPUINFO):
         if key in ("model name", "Model", "Hardware") and value:
             return value
@@ -42,7 +42,7 @@ def _meminfo(key: str) -> int | None:
 
 
 def lines_of(file: Path) -> list[tuple[str, str]]:
-    """Names and values of a file of the kernel's; none where there is no such file."""
+    """Return names and values of a file of the kernel's; none where there is no such file."""
     try:
         lines = file.read_text(errors="replace").splitlines()
     except OSError:

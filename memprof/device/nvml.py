@@ -26,13 +26,13 @@ _NO_INSTANCE = 0xFFFFFFFF  # what NVML gives as the instance of a process on a c
 
 
 def read_cards() -> Reading:
-    """All cards now."""
+    """Return all cards now."""
     with Nvml() as nvml:
         return nvml.read()
 
 
 def card_use(card: int | str) -> CardUse:
-    """How much of a card is used now, by whom, and by this process.
+    """Return how much of a card is used now, by whom, and by this process.
 
     Args:
         card: NVML's index, or better the UUID of the card or slice, with or without its "GPU-" or "MIG-", which is
@@ -58,7 +58,7 @@ class Nvml:
         self._close()
 
     def read(self) -> Reading:
-        """All cards now. A driver that went away is looked for again at the next call."""
+        """Return all cards now. A driver that went away is looked for again at the next call."""
         if self._nvml is None:
             self._open()
         if self._nvml is None:
@@ -188,7 +188,7 @@ class Nvml:
         return tuple(slices)
 
     def _processes(self, handle: Any, *, sliced: bool) -> tuple[tuple[CardProcess, ...], str]:
-        """Those on the card, and why they cannot be listed if so."""
+        """Return those on the card, and why they cannot be listed if so."""
         asked = _Asker(self._nvml)
         found: dict[tuple[int, int | None], CardProcess] = {}
         for kind, call in (
@@ -214,7 +214,8 @@ class Nvml:
         return tuple(largest_first), asked.refusal
 
     def _name(self, pid: int) -> str:
-        """The name that NVML has, made clearer by /proc, if that is the same process and not another container's."""
+        """Return the name that NVML has, made clearer by /proc, if that is the same process and not another
+        container's."""
         asked = _Asker(self._nvml)
         told = os.path.basename(_text(asked("nvmlSystemGetProcessName", pid)).partition(" ")[0])
         name = process_name(pid)
@@ -274,7 +275,7 @@ def _lost(nvml: Any, asked: _Asker) -> bool:
 
 
 def _hint(nvml: Any, asked: _Asker) -> str:
-    """Why NVML cannot be opened, in words that say what to do."""
+    """Return why NVML cannot be opened, in words that say what to do."""
     known = {
         nvml.NVML_ERROR_LIBRARY_NOT_FOUND: "no NVIDIA driver is installed here (libnvidia-ml.so.1 is not found)",
         nvml.NVML_ERROR_DRIVER_NOT_LOADED: "the NVIDIA driver is installed and not loaded",

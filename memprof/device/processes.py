@@ -49,7 +49,7 @@ def process_name(pid: int) -> str | None:
 
 
 def _script(arguments: list[str]) -> list[str]:
-    """What Python runs: the script's file name, or the module of -m."""
+    """Return what Python runs: the script's file name, or the module of -m."""
     takes_value = False
     for number, argument in enumerate(arguments):
         if takes_value:
@@ -80,7 +80,7 @@ class ProcessTree:
         self._known: dict[int, int] = {}
 
     def read(self) -> tuple[Process, ...]:
-        """Those that run now, by pid; empty where there is no /proc."""
+        """Return those that run now, by pid; empty where there is no /proc."""
         running = _running()
         starts = {pid: started for pid, (_, started) in running.items()}
         found = {pid for pid, started in self._known.items() if starts.get(pid) == started}
@@ -112,7 +112,7 @@ def _running() -> dict[int, tuple[int, int]]:
 
 
 def own_peak_bytes() -> int | None:
-    """The most that this program has been resident; None where the kernel does not say."""
+    """Return the most that this program has been resident; None where the kernel does not say."""
     process = _read(os.getpid())
     return None if process is None else process.peak_resident_bytes
 

@@ -49,7 +49,7 @@ class _Seen:
 
     @property
     def stopped(self) -> bool:
-        """Whether it was, after its steps."""
+        """Return whether it was, after its steps."""
         return self._events is not None
 
     def step(self, optimizer: object) -> None:
@@ -85,7 +85,7 @@ class _Seen:
             raise
 
     def noting(self, stop: Callable[[str], NoReturn]) -> Callable[[str], NoReturn]:
-        """The same, noted."""
+        """Return the same, noted."""
 
         def noted_stop(why: str) -> NoReturn:
             with self.noted():
@@ -188,7 +188,7 @@ def capture_script(
 
 
 def ask(program: Program, place: Place, gpu: Gpu) -> Start | ScriptOutcome:
-    """The process of `program` that is run, as its launcher says where there are such cards.
+    """Return the process of `program` that is run, as its launcher says where there are such cards.
 
     Raises:
         UsageError: there is no such process, or too few cards for it.
@@ -220,7 +220,7 @@ def _run(
 
 
 def _asked_last_for_too_much(trace: Trace) -> bool:
-    """Whether the last that was asked of the card was refused."""
+    """Return whether the last that was asked of the card was refused."""
     for kind, ref in reversed(trace.events):
         if kind is EventKind.ALLOC and is_card(trace.storages[ref].device):
             return bool(trace.refused) and trace.refused[-1] == ref

@@ -60,7 +60,7 @@ class Exchange:
 
     @property
     def why(self) -> str | None:
-        """Why all are to end; None: they are not."""
+        """Return why all are to end; None: they are not."""
         return self._stop
 
     # -- what ranks say -----------------------------------------------------------------------------------------------
@@ -268,7 +268,7 @@ def _said(call: Call) -> str:
 
 
 def _operate(keys: dict[str, bytes], operation: str, key: str, *values: Any) -> Any:
-    """An operation on a store; keys of one begin with its name."""
+    """Return an operation on a store; keys of one begin with its name."""
     held = keys.get(key)
     if operation == "get":
         return held

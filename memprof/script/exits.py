@@ -33,7 +33,7 @@ class ExitHandlers:
         self._dropped = False
 
     def patches(self) -> Iterator[Patch]:
-        """The patches (owner, name, replacement) that see them registered."""
+        """Yield the patches (owner, name, replacement) that see them registered."""
         original, forget = atexit.register, atexit.unregister
 
         def register(function: Callable[..., Any], /, *args: Any, **options: Any) -> Callable[..., Any]:

@@ -71,7 +71,7 @@ def find_missing_variable(error: BaseException | None) -> str:
 
 
 def start_by_hand(name: str, arguments: tuple[str, ...], is_module: bool, place: Place) -> Start:
-    """A program that no launcher starts; RANK and WORLD_SIZE may be in the environment.
+    """Return a program that no launcher starts; RANK and WORLD_SIZE may be in the environment.
 
     Raises:
         UsageError: there is no such rank.
@@ -133,7 +133,7 @@ class _Started:
         self.local_size = processes[self.node]
 
     def start(self, args: Any, environment: dict[str, str], *before: str) -> Start:
-        """What it runs."""
+        """Return what it runs."""
         if args.no_python:
             raise UsageError(
                 "the launcher is to start a command, and no Python program",
@@ -146,7 +146,7 @@ class _Started:
 
 
 def find_launcher(name: str, arguments: Sequence[str], *, is_module: bool) -> tuple[Launcher, Sequence[str]] | None:
-    """The launcher that a command is, and its own arguments; None if it is a program of the user's.
+    """Return the launcher that a command is, and its own arguments; None if it is a program of the user's.
 
     Args:
         name: a module, or a command as one types it: bare, or in a folder of commands.
@@ -178,7 +178,7 @@ def _torchrun(arguments: Sequence[str], place: Place, module: str = "torch.distr
 
 
 def _number(flag: str, text: str, read: Callable[[str], int]) -> int:
-    """What torch's launcher reads in one of its options, which it raises several errors of."""
+    """Return what torch's launcher reads in one of its options, which it raises several errors of."""
     try:
         return read(text)
     except (ValueError, RuntimeError) as error:
@@ -232,7 +232,7 @@ def _accelerate(arguments: Sequence[str], place: Place) -> Start:
 
 
 def _deepspeed(arguments: Sequence[str], place: Place) -> Start:
-    """The arguments of `deepspeed` (deepspeed/launcher/runner.py of 0.17)."""
+    """Return the arguments of `deepspeed` (deepspeed/launcher/runner.py of 0.17)."""
     parser = argparse.ArgumentParser(prog="deepspeed")
     for flag in ("-H", "-i", "-e", "--hostfile", "--exclude", "--launcher", "--launcher_args", "--bind_core_list"):
         parser.add_argument(flag, default="")
@@ -255,7 +255,7 @@ def _deepspeed(arguments: Sequence[str], place: Place) -> Start:
 
 
 def _deepspeed_node(arguments: Sequence[str], place: Place) -> Start:
-    """The arguments of what `deepspeed` starts on each machine (deepspeed/launcher/launch.py of 0.17)."""
+    """Return the arguments of what `deepspeed` starts on each machine (deepspeed/launcher/launch.py of 0.17)."""
     parser = argparse.ArgumentParser(prog="deepspeed.launcher.launch")
     for flag in ("--node_rank", "--min_elastic_nodes", "--max_elastic_nodes", "--save_pid"):
         parser.add_argument(flag, type=int)

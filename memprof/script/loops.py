@@ -109,7 +109,7 @@ def planned_steps(earlier: Sequence[Position], now: Position) -> int | None:
 
 
 def _first_to_come(then: Loop, loop: Loop) -> tuple[int | None, Bound]:
-    """What was over earlier, and the bound that ends a loop first; one that is not known where none is."""
+    """Return what was over earlier, and the bound that ends a loop first; one that is not known where none is."""
     known = [
         (early.done, bound)
         for early, bound in zip(then.bounds, loop.bounds, strict=True)
@@ -119,7 +119,8 @@ def _first_to_come(then: Loop, loop: Loop) -> tuple[int | None, Bound]:
 
 
 def _share(totals: Sequence[int], done: Sequence[int | None]) -> tuple[float, float]:
-    """What part of all rounds is over, as far inwards as that is known; and the part that the round of now is."""
+    """Return what part of all rounds is over, as far inwards as that is known; and the part that the round of now
+    is."""
     share, part = 0.0, 1.0
     for total, over in zip(totals, done, strict=True):
         if over is None:
@@ -133,7 +134,7 @@ def _share(totals: Sequence[int], done: Sequence[int | None]) -> tuple[float, fl
 
 
 def _loops_of(frame: FrameType) -> Iterator[Loop]:
-    """The loops around the line that `frame` is at, in its own function."""
+    """Yield the loops around the line that `frame` is at, in its own function."""
     code = frame.f_code
     if code.co_name == "<lambda>":
         return
@@ -153,8 +154,8 @@ def _loops_of(frame: FrameType) -> Iterator[Loop]:
 
 @functools.lru_cache(maxsize=16)
 def _loops_in(text: str) -> tuple[tuple[tuple[str, int], _Loop, int, int], ...] | None:
-    """All loops of a file, outer ones first: name and first line of the function around each, itself, and its lines;
-    None if there is no source code."""
+    """Return all loops of a file, outer ones first: name and first line of the function around each, itself, and its
+    lines; None if there is no source code."""
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError):
@@ -174,7 +175,7 @@ def _loops_in(text: str) -> tuple[tuple[tuple[str, int], _Loop, int, int], ...] 
 
 
 def _bounds(loop: _Loop, variables: Mapping[str, Any]) -> Iterator[Bound]:
-    """All ways in which `loop` ends."""
+    """Yield all ways in which `loop` ends."""
     if isinstance(loop, ast.While):
         yield from _counters(loop.test, variables, leaves=False)
     else:
@@ -229,12 +230,12 @@ def _is_count(value: object) -> bool:
 
 
 def _name_of(call: ast.Call) -> str:
-    """The last part of the name of what is called."""
+    """Return the last part of the name of what is called."""
     return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
 
 
 def _value(node: ast.expr, variables: Mapping[str, Any]) -> Any:
-    """What an expression gives, without a call into the program but for lengths; None if that is not known."""
+    """Return what an expression gives, without a call into the program but for lengths; None if that is not known."""
     match node:
         case ast.Constant():
             return node.value
@@ -259,7 +260,7 @@ def _value(node: ast.expr, variables: Mapping[str, Any]) -> Any:
 
 
 def _range(node: ast.expr, variables: Mapping[str, Any]) -> range | None:
-    """What `range(...)`, `trange(...)` or a progress bar around it gives; None if it is another expression."""
+    """Return what `range(...)`, `trange(...)` or a progress bar around it gives; None if it is another expression."""
     if not isinstance(node, ast.Call):
         return _value(node, variables) if isinstance(_value(node, variables), range) else None
     if _name_of(node) in ("tqdm", "list") and node.args:
@@ -271,7 +272,7 @@ def _range(node: ast.expr, variables: Mapping[str, Any]) -> range | None:
 
 
 def _rounds(node: ast.expr, variables: Mapping[str, Any]) -> int | None:
-    """How many rounds a `for` over an expression makes."""
+    """Return how many rounds a `for` over an expression makes."""
     counted = _range(node, variables)
     if counted is not None:
         return len(counted)
@@ -292,7 +293,7 @@ def _rounds(node: ast.expr, variables: Mapping[str, Any]) -> int | None:
 
 
 def _rounds_over(target: ast.expr, node: ast.expr, variables: Mapping[str, Any]) -> int | None:
-    """How many rounds of a `for` are over, by its variable that counts them."""
+    """Return how many rounds of a `for` are over, by its variable that counts them."""
     counted = _range(node, variables)
     if counted is not None:
         value = _value(target, variables)

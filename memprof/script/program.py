@@ -67,7 +67,7 @@ class Program:
 
     @property
     def has_launcher(self) -> bool:
-        """Whether a launcher (torchrun, accelerate, deepspeed) starts it."""
+        """Return whether a launcher (torchrun, accelerate, deepspeed) starts it."""
         return self._launcher() is not None
 
     def _launcher(self) -> Any:
@@ -90,7 +90,7 @@ class Program:
             )
 
     def start(self, place: Place | None = None) -> Start | ScriptOutcome:
-        """The one process of the program that is run: what a launcher is to start, or it itself.
+        """Return the one process of the program that is run: what a launcher is to start, or it itself.
 
         A launcher's own parser may end it instead (`--help`).
 
@@ -197,8 +197,8 @@ def _end_fork(outcome: ScriptOutcome) -> NoReturn:
 
 
 def _spec_of(name: str) -> ModuleSpec | None:
-    """Where the module `name` is. The packages around it are not imported, as importlib.util.find_spec would: they are
-    the program's, which is to find its card and arguments."""
+    """Return where the module `name` is. The packages around it are not imported, as importlib.util.find_spec would:
+    they are the program's, which is to find its card and arguments."""
     first, *parts = name.split(".")
     try:
         found = importlib.util.find_spec(first)
@@ -222,7 +222,7 @@ def _ended_by(error: BaseException) -> ScriptOutcome:
 
 
 def _stop_behind(error: BaseException) -> StopRun | None:
-    """The stop that `error` is, or that was on its way when the program's own clean-up raised `error`."""
+    """Return the stop that `error` is, or that was on its way when the program's own clean-up raised `error`."""
     seen: set[int] = set()
     step: BaseException | None = error
     while step is not None and id(step) not in seen:
@@ -250,7 +250,7 @@ def print_error(error: BaseException) -> None:
 
 
 def error_text(error: BaseException) -> str:
-    """The program's own traceback, without the frames of what ran it."""
+    """Return the program's own traceback, without the frames of what ran it."""
     shown = traceback.TracebackException.from_exception(error, compact=True)
     pending, seen = [shown], set()
     while pending:

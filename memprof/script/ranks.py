@@ -85,7 +85,7 @@ class _Process:
         self.status: int | None = None  # how it ended, as `waitpid` has it; None: it has not been seen to
 
     def has_ended(self, *, wait: bool = False) -> bool:
-        """Whether it is gone; its line may be open in a process that it has forked."""
+        """Return whether it is gone; its line may be open in a process that it has forked."""
         if self.status is None:
             pid, status = os.waitpid(self.pid, 0 if wait else os.WNOHANG)
             self.status = status if pid else None
@@ -269,7 +269,7 @@ def _serve(
 
 
 def _any_lives(groups: Set[int]) -> bool:
-    """Whether any process of these groups runs; False where that cannot be known."""
+    """Return whether any process of these groups runs; False where that cannot be known."""
     for entry in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError, ValueError):
             state, _, group = entry.read_text(encoding="utf-8").rpartition(")")[2].split()[:3]
@@ -291,7 +291,7 @@ class _Quiet:
         self._since = time.monotonic()
 
     def lasts(self, seconds: float) -> bool:
-        """Whether it has lasted for so long."""
+        """Return whether it has lasted for so long."""
         if time.monotonic() - self._since < seconds:
             return False
         used = sum(_processor_seconds(process.pid) for process in self._processes)

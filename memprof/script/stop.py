@@ -64,7 +64,7 @@ class Progress:
 
     @property
     def growth_bytes(self) -> int:
-        """Bytes that a step added, on average over the later half of the steps; 0 where memory did not grow."""
+        """Return bytes that a step added, on average over the later half of the steps; 0 where memory did not grow."""
         half = self.held_bytes[(len(self.held_bytes) - 1) // 2 :]
         return max(half[-1] - half[0], 0) // (len(half) - 1) if len(half) > 1 else 0
 
@@ -98,7 +98,7 @@ class StopRule:
             raise StopRun(Ended.STEPS)
 
     def _is_worth_more(self, steps: int, progress: Progress) -> bool:
-        """Whether one more step may change the answer, or costs next to nothing."""
+        """Return whether one more step may change the answer, or costs next to nothing."""
         growth = progress.growth_bytes
         if progress.num_events is not None:
             if progress.num_events < CHEAP_EVENTS and progress.seconds < CHEAP_SECONDS:

@@ -29,7 +29,7 @@ class ThreadWatch:
         self.error: BaseException | None = None  # what that thread raised
 
     def patches(self) -> Iterator[Patch]:
-        """The patches (owner, name, replacement) that see threads die."""
+        """Yield the patches (owner, name, replacement) that see threads die."""
         original = threading.excepthook
 
         def thread_died(args: threading.ExceptHookArgs) -> None:

@@ -76,7 +76,7 @@ class Caches:
 
     @property
     def looks(self) -> bool:
-        """Whether what the program does now may be to a cache: it is in a part of a model that infers."""
+        """Return whether what the program does now may be to a cache: it is in a part of a model that infers."""
         return self._infers and self._recorder.modules.current not in (NONE, self._roots[-1])
 
     def written(self, target: torch.Tensor) -> None:
@@ -96,7 +96,7 @@ class Caches:
                 self._joined.append((index, len(self._recorder.trace.storages)))
 
     def is_older(self, index: int) -> bool:
-        """Whether a storage was made by an earlier call of the module that is called."""
+        """Return whether a storage was made by an earlier call of the module that is called."""
         if not self._begins or not NONE < index < self._begins[-1]:
             return False
         maker = bisect.bisect_right(self._begins, index) - 1
@@ -119,7 +119,7 @@ class Caches:
 
 
 def tensors_in(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
-    """The tensors of what a module is given or returns."""
+    """Yield the tensors of what a module is given or returns."""
     if isinstance(value, torch.Tensor):
         yield value
     elif depth < _MAX_DEPTH and isinstance(value, (tuple, list, dict)):
@@ -132,5 +132,5 @@ def _line(storage: Storage) -> _Key:
 
 
 def _holds_numbers(tensor: torch.Tensor) -> bool:
-    """Numbers of any precision, quantized ones too, and no tokens, positions or masks."""
+    """Return the numbers of any precision, quantized ones too, and no tokens, positions or masks."""
     return tensor.is_floating_point() or tensor.dtype in (torch.int8, torch.uint8)

@@ -79,7 +79,7 @@ def describe(
     unknown_read: tuple[int, str] | None,
     dispatch: CodeType,
 ) -> Failure:
-    """The failure that `error`, raised in `phase`, is.
+    """Return the failure that `error`, raised in `phase`, is.
 
     `unknown_read` is the index of the line that last read an unknown value, and what it was told; `dispatch` the code
     of the dispatch mode's method, whose frames name operators.
@@ -141,7 +141,7 @@ def empty_frames(error: BaseException) -> None:
 
 
 def registration(op: str | None) -> str | None:
-    """What to add to the program so that an operator of a library has a kernel without data, by its schema.
+    """Return what to add to the program so that an operator of a library has a kernel without data, by its schema.
 
     None: it is one of torch's own, or not known by its name.
     """
@@ -181,7 +181,7 @@ or choose another implementation of it, or measure the run on a GPU"""
 def refusal(
     problem: str, hint: str | None, source: str | None, phase: Phase, frames: Iterable[FrameType] | None = None
 ) -> Failure:
-    """The failure of a run in which something was refused, whether or not the program went on without it.
+    """Return the failure of a run in which something was refused, whether or not the program went on without it.
 
     `frames` are those that it passed through; None: those that are running.
     """
@@ -204,7 +204,7 @@ def _running() -> Iterator[FrameType]:
 
 
 def _builds(frame: FrameType) -> bool:
-    """Whether this is a function that makes or moves a module, or the step of memprof's own workloads that does.
+    """Return whether this is a function that makes or moves a module, or the step of memprof's own workloads that does.
 
     A program's phase is the model's until it calls one: it may be anywhere.
     """
@@ -215,12 +215,12 @@ def _builds(frame: FrameType) -> bool:
 
 
 def finds_no_card(error: BaseException) -> bool:
-    """Whether a thread that raised `error` wanted the virtual card, which it does not see."""
+    """Return whether a thread that raised `error` wanted the virtual card, which it does not see."""
     return bool(_NO_CARD.search(text_of(error))) or _NO_DATA in text_of(error)
 
 
 def ended_by_refusal(error: BaseException | None) -> bool:
-    """Whether `error` is, or was raised because of, a card that was full."""
+    """Return whether `error` is, or was raised because of, a card that was full."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         if isinstance(error, torch.OutOfMemoryError):
@@ -231,7 +231,7 @@ def ended_by_refusal(error: BaseException | None) -> bool:
 
 
 def measured_failure(error: BaseException, phase: Phase) -> Failure:
-    """The failure that `error` is, raised on a real device in `phase`."""
+    """Return the failure that `error` is, raised on a real device in `phase`."""
     text = text_of(error)
     full = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator: can't allocate" in text
     frames = [step.tb_frame for step in _steps(error.__traceback__)]
@@ -254,7 +254,7 @@ def _steps(traceback: TracebackType | None) -> Iterator[TracebackType]:
 
 
 def _kind(error: BaseException, text: str) -> tuple[FailureKind, str | None]:
-    """The kind, and the operator that the message names."""
+    """Return the kind, and the operator that the message names."""
     if isinstance(error, KeyboardInterrupt):
         return FailureKind.INTERRUPTED, None
     if isinstance(error, KernelError):
@@ -275,7 +275,7 @@ def _kind(error: BaseException, text: str) -> tuple[FailureKind, str | None]:
 
 
 def _is_gap(text: str, frames: Iterable[FrameType]) -> bool:
-    """Whether an error with this message is the virtual GPU's, and not what the program did.
+    """Return whether an error with this message is the virtual GPU's, and not what the program did.
 
     A program that asks for the meta device itself may meet its name in an error of its own.
     """
@@ -286,7 +286,7 @@ def _is_gap(text: str, frames: Iterable[FrameType]) -> bool:
 
 
 def _may_decide(error: BaseException) -> bool:
-    """Whether another number could have spared the program this error.
+    """Return whether another number could have spared the program this error.
 
     What is misspelt, not installed or of another version of a library is so with any number. What a branch that was not
     taken would have set is not: a variable, or an object where None is.
@@ -307,7 +307,7 @@ def _may_decide(error: BaseException) -> bool:
 
 
 def _same_function(line: str, other: str) -> bool:
-    """Whether two sources `file:line function` are in one function: a decision follows what was read there."""
+    """Return whether two sources `file:line function` are in one function: a decision follows what was read there."""
     return _function(line) == _function(other)
 
 

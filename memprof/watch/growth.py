@@ -120,20 +120,20 @@ class GrowthWatch:
                 self._recorder.trace.holders += sums
 
     def _left_by_calls(self, nodes: int) -> Iterator[int]:
-        """What piles up between calls: outputs, and what the program makes of them. What modules keep for themselves (a
-        KV cache) is theirs; of a call with gradients, the graph is not."""
+        """Yield what piles up between calls: outputs, and what the program makes of them. What modules keep for
+        themselves (a KV cache) is theirs; of a call with gradients, the graph is not."""
         storages = self._recorder.trace.storages
         for index in self._recorder.storages.live.values():
             if nodes or storages[index].module == NONE or index in self._outputs:
                 yield index
 
     def _key(self, storage: Storage) -> _Key:
-        """What counterparts have in common; a gradient may have all but the phase of an output."""
+        """Return what counterparts have in common; a gradient may have all but the phase of an output."""
         kind = self._recorder.trace.phases[storage.phase].kind
         return storage.op, storage.source, storage.module, storage.dtype, len(storage.shape), kind
 
     def _held(self, first: int, among: Iterable[int] | None = None) -> dict[_Key, int]:
-        """Bytes on the card by key, of what was made from `first` on and may pile up."""
+        """Return bytes on the card by key, of what was made from `first` on and may pile up."""
         trace = self._recorder.trace
         held: dict[_Key, int] = defaultdict(int)
         for index in self._recorder.storages.live.values() if among is None else among:
@@ -144,7 +144,7 @@ class GrowthWatch:
         return held
 
     def _may_pile_up(self, index: int) -> bool:
-        """Whether a storage has no role, or one that storages of every step have."""
+        """Return whether a storage has no role, or one that storages of every step have."""
         owner = self._recorder.trace.owners.get(index)
         return owner is None or owner.role in MADE_ANEW
 
@@ -180,7 +180,8 @@ class _Looks:
         return self.count <= self.FIRST or self.count & (self.count - 1) == 0
 
     def grown(self, held: dict[_Key, int], least: int = 1) -> set[_Key]:
-        """What has grown at each of the last two looks, this one among them, if some of it did by `least` bytes."""
+        """Return what has grown at each of the last two looks, this one among them, if some of it did by `least`
+        bytes."""
         self._held = [*self._held[-2:], held]
         if len(self._held) < 3:
             return set()

@@ -89,7 +89,7 @@ class Search:
             self._step_ends[-1] = autograd.get_sequence_nr()
 
     def holders_of(self, targets: Mapping[int, object]) -> list[Holder]:
-        """Who keeps these storages (by index, with what their counterparts have in common), the fullest first.
+        """Return who keeps these storages (by index, with what their counterparts have in common), the fullest first.
 
         Of counterparts, one holder is named, which must have most of the older ones: the last of them are in variables
         as well. A variable that is the tensor itself must have all, as in `all = torch.cat([all, out])`.
@@ -144,7 +144,7 @@ class Search:
             ]
 
     def _tensors_of(self, targets: Mapping[int, object]) -> dict[int, tuple[torch.Tensor, int]]:
-        """The tensor objects of these storages, by id, and whose storage each is."""
+        """Return the tensor objects of these storages, by id, and whose storage each is."""
         result = {}
         for value in gc.get_objects():
             if issubclass(type(value), torch.Tensor):
@@ -154,7 +154,7 @@ class Search:
         return result
 
     def _steps_of(self, nodes: list[Any]) -> set[int]:
-        """The steps in which these nodes were made, but for those that were made between two."""
+        """Return the steps in which these nodes were made, but for those that were made between two."""
         found = set()
         for number in (node._sequence_nr() for node in nodes):
             step = bisect.bisect_right(self._step_begins, number)
@@ -193,7 +193,8 @@ class Search:
 
 
 def _holds(storages: set[int], members: list[int], *, every: bool) -> bool:
-    """Whether `storages` are what keeps these counterparts, oldest first: most of the older half, or `every` one."""
+    """Return whether `storages` are what keeps these counterparts, oldest first: most of the older half, or `every`
+    one."""
     if every:
         return storages.issuperset(members)
     older = members[: (len(members) + 1) // 2]
@@ -252,7 +253,7 @@ class _Variables:
 
 
 def _is_loader(value: Any) -> bool:
-    """Whether it is a data loader, or says so of itself, as accelerate's wrappers do."""
+    """Return whether it is a data loader, or says so of itself, as accelerate's wrappers do."""
     kind = type(value)
     return issubclass(kind, DataLoader) or ("DataLoader" in kind.__name__ and isinstance(value, DataLoader))
 
@@ -331,7 +332,8 @@ def _climb(tensors: Mapping[int, tuple[Any, int]], variables: _Variables) -> lis
 
 
 def _keys(held: Any, beneath: Mapping[int, set[int]]) -> Iterator[str]:
-    """The way from a dict to the innermost container that holds all that it does, if it leads through dicts alone."""
+    """Yield the way from a dict to the innermost container that holds all that it does, if it leads through dicts
+    alone."""
     while issubclass(type(held), dict):
         tensors = beneath[id(held)]
         inner = [(key, value) for key, value in held.items() if beneath.get(id(value)) == tensors]
@@ -344,7 +346,7 @@ def _keys(held: Any, beneath: Mapping[int, set[int]]) -> Iterator[str]:
 
 
 def _attributes(value: Any) -> dict[str, Any]:
-    """An object's own attributes; those that are computed are not asked for."""
+    """Return an object's own attributes; those that are computed are not asked for."""
     try:
         attributes = object.__getattribute__(value, "__dict__")
     except AttributeError:
@@ -353,7 +355,7 @@ def _attributes(value: Any) -> dict[str, Any]:
 
 
 def _module_of(namespace: dict[Any, Any]) -> str | None:
-    """The module whose globals these are."""
+    """Return the module whose globals these are."""
     module = namespace.get("__name__")
     if not isinstance(module, str) or module not in sys.modules:
         return None
@@ -368,8 +370,8 @@ def _content(cell: Any) -> Any:
 
 
 def _running_frames() -> set[int]:
-    """The ids of the frames that run, in any thread: what they hold are variables. A frame that an exception keeps is
-    a container as any other."""
+    """Return the ids of the frames that run, in any thread: what they hold are variables. A frame that an exception
+    keeps is a container as any other."""
     running = set()
     frames: list[FrameType | None] = list(sys._current_frames().values())
     while frames:
@@ -402,7 +404,7 @@ def _line_that_fills(name: _Name, running: list[CodeType]) -> str | None:
 
 
 def _nodes(roots: list[torch.Tensor], most: int) -> list[Any]:
-    """The autograd nodes that hang on these tensors, nearest first, up to `most`."""
+    """Return the autograd nodes that hang on these tensors, nearest first, up to `most`."""
     queue = deque(root.grad_fn for root in roots)
     seen: dict[Any, None] = {}
     while queue and len(seen) < most:

@@ -49,12 +49,12 @@ class ModuleTracker:
 
     @property
     def current(self) -> int:
-        """Index of the innermost module that this thread runs, NONE outside all modules."""
+        """Return the index of the innermost module that this thread runs, NONE outside all modules."""
         return self.thread.module
 
     # Its frames name the module that was running when something raised: see failure.py.
     def wrap_call(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """The replacement for `nn.Module.__call__`."""
+        """Return the replacement for `nn.Module.__call__`."""
         tracker, here = self, self.thread
 
         def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -85,15 +85,16 @@ class ModuleTracker:
         return __call__
 
     def _root(self) -> nn.Module | None:
-        """The one that was called from outside all others last."""
+        """Return the one that was called from outside all others last."""
         return None if self.thread.root is None else self.thread.root()
 
     def module_of(self, parameter: torch.Tensor) -> int:
-        """Index of the module that owns `parameter`, NONE if it is not known."""
+        """Return the index of the module that owns `parameter`, NONE if it is not known."""
         return self._parameter_module.get(id(parameter), NONE)
 
     def below(self, index: int, path: str) -> int:
-        """Index of the module at `path` below that of `index`; of the innermost around it that is in the table."""
+        """Return the index of the module at `path` below that of `index`; of the innermost around it that is in the
+        table."""
         root = self.table[index].path if index != NONE else ""
         for place in range(self._placed, len(self.table)):
             self._places.setdefault(self.table[place].path, []).append(place)
@@ -105,7 +106,7 @@ class ModuleTracker:
         return next(places, index)
 
     def known(self) -> Iterator[tuple[nn.Module, int]]:
-        """Every module that is in the table and still alive, and its index."""
+        """Yield every module that is in the table and still alive, and its index."""
         yield from self._known.items()
 
     def add_root(self, root: nn.Module) -> None:
@@ -181,12 +182,12 @@ class ModuleTracker:
 
 
 def own_name(path: str) -> str:
-    """The name of a module or parameter without what torch.compile puts before it."""
+    """Return the name of a module or parameter without what torch.compile puts before it."""
     return ".".join(part for part in path.split(".") if part != "_orig_mod")
 
 
 def _stacks(root: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """The outermost lists of alike, parameterised modules: a transformer's layers, a ResNet's blocks."""
+    """Yield the outermost lists of alike, parameterised modules: a transformer's layers, a ResNet's blocks."""
     for name, child in root.named_children():
         path = f"{prefix}{name}"
         members = list(child.children()) if isinstance(child, (nn.ModuleList, nn.Sequential)) else []
@@ -201,7 +202,7 @@ def _stacks(root: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]
 
 
 def _wrapped(root: nn.Module) -> Iterator[str]:
-    """Paths of the modules that are all that is in those around them, as of a model in DataParallel."""
+    """Yield paths of the modules that are all that is in those around them, as of a model in DataParallel."""
     path = ""
     while len(children := list(root.named_children())) == 1 and next(children[0][1].children(), None) is not None:
         name, root = children[0]
@@ -210,7 +211,7 @@ def _wrapped(root: nn.Module) -> Iterator[str]:
 
 
 def _are_tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a model is called with a text: with more than one whole number a sample, or with nothing else."""
+    """Return whether a model is called with a text: with more than one whole number a sample, or with nothing else."""
     given = [*args, *kwargs.values()]
     given += [value for part in given if isinstance(part, Mapping) for value in part.values()]
     tensors = [value for value in given if isinstance(value, torch.Tensor)]
@@ -219,7 +220,7 @@ def _are_tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def _layers(path: str, stack: nn.Module) -> Iterator[str]:
-    """What is called of a stack: its members, or what is in them where they are bare lists of modules."""
+    """Yield what is called of a stack: its members, or what is in them where they are bare lists of modules."""
     for name, member in stack.named_children():
         if isinstance(member, _LISTS):
             yield from _layers(f"{path}.{name}", member)
@@ -228,8 +229,9 @@ def _layers(path: str, stack: nn.Module) -> Iterator[str]:
 
 
 def _head(root: nn.Module, stacks: dict[str, nn.Module], *, reads_tokens: bool) -> nn.Module | None:
-    """The module that produces the logits: what the model says, else of one that reads tokens the last Linear outside
-    its layers that has an output for each word, or if there is none is a part of the model by itself (a classifier)."""
+    """Return the module that produces the logits: what the model says, else of one that reads tokens the last Linear
+    outside its layers that has an output for each word, or if there is none is a part of the model by itself (a
+    classifier)."""
     getter = getattr(root, "get_output_embeddings", None)
     if callable(getter):
         try:

@@ -27,7 +27,7 @@ class OwnerTable:
 
     @property
     def names_communication(self) -> bool:
-        """Whether the program has joined a group of processes: then what torch takes for it is told apart."""
+        """Return whether the program has joined a group of processes: then what torch takes for it is told apart."""
         return self._storages.on_allocate is not None
 
     def name_communication(self) -> None:

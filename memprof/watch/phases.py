@@ -135,7 +135,7 @@ class Phases:
         self._begin(kind)
 
     def _learns(self, module: nn.Module) -> bool:
-        """Whether it is trained by an optimizer, if there is one, or by the program itself: a teacher is not."""
+        """Return whether it is trained by an optimizer, if there is one, or by the program itself: a teacher is not."""
         steps_on = {
             id(one) for optimizer in self.optimizers for group in optimizer.param_groups for one in group["params"]
         }
@@ -176,7 +176,8 @@ class Phases:
 
     @property
     def awaits_update(self) -> bool:
-        """Whether the program may update its parameters itself: a backward pass has run, no optimizer is at work."""
+        """Return whether the program may update its parameters itself: a backward pass has run, no optimizer is at
+        work."""
         return self.recognises and self._ran_backward and not self._ended and not self.is_stepping
 
     def updated(self) -> None:
@@ -222,7 +223,7 @@ class Phases:
         self._end_step(optimizer, last=len(self._stepped) >= len(self.optimizers))
 
     def wrap_preparation(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """The replacement for what has optimizers make their state: a step that trains nothing, and is none."""
+        """Return the replacement for what has optimizers make their state: a step that trains nothing, and is none."""
 
         def prepare(*args: Any, **kwargs: Any) -> Any:
             self._prepares = True
@@ -235,7 +236,8 @@ class Phases:
         return prepare
 
     def wrap_whole_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """The replacement for the `step` of what is no optimizer of torch's and steps such ones, be it in parts."""
+        """Return the replacement for the `step` of what is no optimizer of torch's and steps such ones, be it in
+        parts."""
 
         def step(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
             self._before_step(optimizer, args, kwargs)
@@ -248,7 +250,8 @@ class Phases:
         return self._wrap_step(step)
 
     def _wrap_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """The replacement for the `step` of an optimizer, to see that it raises: torch's hooks are not told of it."""
+        """Return the replacement for the `step` of an optimizer, to see that it raises: torch's hooks are not told of
+        it."""
 
         @functools.wraps(original)
         def step(*args: Any, **kwargs: Any) -> Any:
@@ -295,7 +298,8 @@ class Phases:
         yield register_optimizer_step_post_hook(self._after_step)
 
     def patches(self) -> Iterator[Patch]:
-        """The patches (owner, name, replacement) that see what has no hook. Backward passes are the caller's to see."""
+        """Yield the patches (owner, name, replacement) that see what has no hook. Backward passes are the caller's to
+        see."""
         yield tensors.apply_of_module.patch(self._wrap(tensors.apply_of_module.get(), PhaseKind.MODEL))
         yield torch, "save", self._wrap(torch.save, PhaseKind.CHECKPOINT)
         yield Optimizer, "__init__", self._wrap_optimizer(Optimizer.__init__)
@@ -304,7 +308,7 @@ class Phases:
                 self._see_raise(kind)
 
     def of_imports(self) -> Mapping[str, Callable[[], Iterator[Patch]]]:
-        """The patches of libraries, by the module that has to be imported first."""
+        """Return the patches of libraries, by the module that has to be imported first."""
 
         def generation() -> Iterator[Patch]:
             mixin = sys.modules["transformers.generation.utils"].GenerationMixin

@@ -39,7 +39,7 @@ _MOST_FRAMES = 12
 
 
 def communication(frame: FrameType | None, name_of: Callable[[torch.Tensor], str]) -> Owner | None:
-    """What memory is for that the code at `frame` asks for; None if that is not torch's for several processes.
+    """Return what memory is for that the code at `frame` asks for; None if that is not torch's for several processes.
 
     Args:
         frame: the innermost one.
@@ -68,14 +68,14 @@ def communication(frame: FrameType | None, name_of: Callable[[torch.Tensor], str
 
 
 def clean(path: str) -> str:
-    """A module's or parameter's path without what wrappers add to it."""
+    """Return a module's or parameter's path without what wrappers add to it."""
     for wrapper in ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"):
         path = path.replace(f"{wrapper}.", "").removesuffix(wrapper)
     return path.rstrip(".")
 
 
 def groups_of(root: nn.Module) -> Iterator[ShardedGroup]:
-    """How a model is spread over ranks, after its first forward pass; nothing of one that is not."""
+    """Yield how a model is spread over ranks, after its first forward pass; nothing of one that is not."""
     seen = set()
     for path, module in root.named_modules():
         path = clean(path)
@@ -103,7 +103,7 @@ def unreduced(root: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _param_groups(state: Any) -> list[Any]:
-    """One, or none, before torch 2.11."""
+    """Return one, or none, before torch 2.11."""
     several = getattr(state, "_fsdp_param_groups", None)
     return [one for one in (several if several is not None else [state._fsdp_param_group]) if one is not None]
 

@@ -20,7 +20,7 @@ _SHOW = {
 
 
 def only_shows(source: str) -> bool:
-    """Whether `source`, as `file:line function`, is a statement that does nothing but show something.
+    """Return whether `source`, as `file:line function`, is a statement that does nothing but show something.
 
     What it reads then decides nothing.
     """
@@ -87,6 +87,6 @@ def line_of_class(kind: type) -> str | None:
 
 
 def _last_line(code: CodeType) -> int:
-    """The last line of a function's code, and of the functions in it."""
+    """Return the last line of a function's code, and of the functions in it."""
     own = max((line for _, _, line in code.co_lines() if line is not None), default=code.co_firstlineno)
     return max([own, *(_last_line(part) for part in code.co_consts if isinstance(part, CodeType))])

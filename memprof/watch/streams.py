@@ -42,7 +42,7 @@ class _Made:
                 self.streams.append(stream)
 
     def of(self, number: int) -> int:
-        """The stream of a node."""
+        """Return the stream of a node."""
         return self.streams[bisect_right(self.numbers, number) - 1]
 
 
@@ -73,7 +73,7 @@ class Streams:
         self._lent: set[tuple[int, int]] = set()
 
     def current(self, card: str) -> int:
-        """The stream of `card` that is current now; 0 is the default one."""
+        """Return the stream of `card` that is current now; 0 is the default one."""
         if not self.several:
             return 0
         here, node = self._thread, _current_node()
@@ -87,8 +87,8 @@ class Streams:
         return stream
 
     def of_node(self, card: str) -> int | None:
-        """The stream of `card` that the engine runs a backward node on; None where there is none, or its own code has
-        chosen another."""
+        """Return the stream of `card` that the engine runs a backward node on; None where there is none, or its own
+        code has chosen another."""
         node = _current_node()
         if node is None:
             return None
@@ -141,8 +141,8 @@ class Streams:
             self._trace.uses.append(Use(storage, stream))
 
     def now(self, card: str, stream: int) -> Clock:
-        """What is done once all that `stream` was given until now is. Nothing that was freed before the first `use`
-        waits for a stream: until then, nothing need be known."""
+        """Return what is done once all that `stream` was given until now is. Nothing that was freed before the first
+        `use` waits for a stream: until then, nothing need be known."""
         if not self._trace.uses:
             return {}
         return {**self._clocks[card, stream], (card, stream): len(self._trace.events)}

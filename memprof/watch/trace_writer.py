@@ -57,7 +57,7 @@ class TraceWriter:
 
     @property
     def phase(self) -> Phase:
-        """The phase that is running."""
+        """Return the phase that is running."""
         return self.trace.phases[self.phase_index]
 
     def begin_phase(self, kind: PhaseKind, step: int, micro_batch: int) -> None:

@@ -161,7 +161,7 @@ class Updates:
         )
 
     def _is_new_gradient(self, index: int) -> bool:
-        """Whether a backward pass has made it and given it to the program, as `torch.autograd.grad` does."""
+        """Return whether a backward pass has made it and given it to the program, as `torch.autograd.grad` does."""
         trace = self._recorder.trace
         return index not in trace.owners and trace.phases[trace.storages[index].phase].kind is PhaseKind.BACKWARD
 

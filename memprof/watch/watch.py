@@ -59,7 +59,7 @@ class Watch(ABC):
     @property
     @abstractmethod
     def current_phase(self) -> Phase:
-        """The phase that is running."""
+        """Return the phase that is running."""
 
     @abstractmethod
     def begin_phase(self, kind: PhaseKind, step: int, micro_batch: int) -> None:
@@ -74,11 +74,11 @@ class Watch(ABC):
         """`tensor` was given to a model: it is input, unless a model's own code made it."""
 
     def parts(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """The tensors that a quantized `tensor` keeps beside its own data, or instead of it."""
+        """Return the tensors that a quantized `tensor` keeps beside its own data, or instead of it."""
         return []
 
     def wrap_module_call(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """The replacement for `nn.Module.__call__`."""
+        """Return the replacement for `nn.Module.__call__`."""
         return self.modules.wrap_call(original)
 
     # -- what a workload tells --------------------------------------------------------------------------------------
@@ -110,7 +110,7 @@ class Watch(ABC):
         self._assumptions.setdefault(sentence)
 
     def phase_of(self, error: BaseException) -> Phase:
-        """The phase in which `error` was raised; the one that is running where none was left by it."""
+        """Return the phase in which `error` was raised; the one that is running where none was left by it."""
         found: Phase = vars(error).get(_PHASE, self.current_phase)
         return found
 
@@ -288,12 +288,13 @@ def _ignoring_module(of: Callable[[], Iterable[Patch]], module: object) -> Itera
 
 
 def _is_weight_or_made(tensor: torch.Tensor) -> bool:
-    """Whether it is a parameter, or was made of one."""
+    """Return whether it is a parameter, or was made of one."""
     return isinstance(tensor, nn.Parameter) or tensor.grad_fn is not None
 
 
 def _leaves(results: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors that a backward pass of `results` gives gradients to: weights, in a program without modules."""
+    """Return the tensors that a backward pass of `results` gives gradients to: weights, in a program without
+    modules."""
     waiting: list[Any] = [result.grad_fn for result in results]
     seen: set[Any] = {None}
     found = []

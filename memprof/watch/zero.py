@@ -42,7 +42,7 @@ def part(parameter: torch.Tensor) -> list[torch.Tensor]:
 def of_imports(
     phases: Phases, claim: Callable[[torch.Tensor, Owner], None]
 ) -> Mapping[str, Callable[[], Iterator[Patch]]]:
-    """The patches by the module that has to be imported first. `claim` is told whose tensors are."""
+    """Return the patches by the module that has to be imported first. `claim` is told whose tensors are."""
 
     def stepping(module: str, name: str) -> Iterator[Patch]:
         kind = getattr(sys.modules[module], name)

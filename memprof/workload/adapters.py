@@ -95,7 +95,7 @@ def _on_packed_layers() -> dict[type[nn.Module], type[nn.Module]]:
 
 
 def target_modules(names: str | None) -> str | list[str] | None:
-    """What PEFT calls the modules of these names (with commas); None: those it knows for the architecture."""
+    """Return what PEFT calls the modules of these names (with commas); None: those it knows for the architecture."""
     if names is None:
         return None
     found = [name.strip() for name in names.split(",")]
@@ -123,7 +123,7 @@ def adapting(example: str) -> Iterator[None]:
 
 
 def named_parameters(model: nn.Module, patterns: str, refusal: str) -> list[nn.Parameter]:
-    """The parameters that one of `patterns`, separated by commas, names.
+    """Return the parameters that one of `patterns`, separated by commas, names.
 
     Raises:
         UsageError: a pattern names none; its words are `refusal`.

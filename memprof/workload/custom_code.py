@@ -15,7 +15,8 @@ from memprof.patching.patch_set import PatchSet
 
 
 def reference_of(config: Mapping[str, Any], architecture: str) -> str | None:
-    """The code that a configuration names for its class, such as `modeling_x.XForCausalLM`; None: there is none."""
+    """Return the code that a configuration names for its class, such as `modeling_x.XForCausalLM`; None: there is
+    none."""
     named = config.get("auto_map")
     if not isinstance(named, Mapping):
         return None
@@ -49,7 +50,7 @@ def may_not_leave(what: str) -> Iterator[None]:
 
 
 def check_trusted(reference: str, where: str, *, trusted: bool) -> str:
-    """What is to be said of running this code.
+    """Return what is to be said of running this code.
 
     Raises:
         UsageError: that was not asked for.
@@ -64,7 +65,7 @@ def check_trusted(reference: str, where: str, *, trusted: bool) -> str:
 
 
 def load_classes(config: Mapping[str, Any], reference: str, where: str, *, offline: bool) -> tuple[Any, Any]:
-    """The class of the configuration and that of the model: this runs their code.
+    """Return the class of the configuration and that of the model: this runs their code.
 
     Raises:
         UsageError: it is not there, or raises an error.

@@ -37,12 +37,12 @@ class Stored:
 
     @property
     def is_bitsandbytes(self) -> bool:
-        """Whether bitsandbytes quantizes the weights as they are loaded."""
+        """Return whether bitsandbytes quantizes the weights as they are loaded."""
         return self.name in BITSANDBYTES_FORMATS
 
 
 def asked_format(spec: TargetSpec) -> Stored | None:
-    """The format that --quantize names, with the values that published checkpoints have."""
+    """Return the format that --quantize names, with the values that published checkpoints have."""
     name = spec.quantize
     if name is None:
         return None
@@ -63,7 +63,7 @@ _MXFP4 = {"quant_method": "mxfp4"}
 
 
 def checkpoint_format(config: Mapping[str, Any], where: str) -> Stored | None:
-    """The format that a config.json has in its `quantization_config`; None: its weights are plain.
+    """Return the format that a config.json has in its `quantization_config`; None: its weights are plain.
 
     Raises:
         UsageError: something in it is not simulated; the message names all of it.

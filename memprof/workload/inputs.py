@@ -104,7 +104,8 @@ class Feeder:
         return torch.zeros(self.batch_size, channels, height, width, dtype=_parameter_dtype(self.model))
 
     def _by_signature(self) -> Batch:
-        """What forward takes of tokens, images and sound, and labels where the name of the class says their shape."""
+        """Return what forward takes of tokens, images and sound, and labels where the name of the class says their
+        shape."""
         names, count = inspect.signature(self.model.forward).parameters, self.batch_size
         ids = torch.zeros(count, self.context_length, dtype=torch.int64)
         batch: Batch = {}

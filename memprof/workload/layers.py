@@ -11,7 +11,7 @@ from memprof.errors import UsageError
 
 
 def find_layers(model: nn.Module, remedy: str) -> list[tuple[str, nn.Module]]:
-    """Name and module of every layer: the members of each outermost list of two or more blocks of one class.
+    """Return the name and module of every layer: the members of each outermost list of two or more blocks of one class.
 
     Raises:
         UsageError: there is no such list.
@@ -39,7 +39,7 @@ _CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params")
 
 
 def without_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a layer without its key-value cache: a layer that runs twice would fill it twice.
+    """Return the arguments of a layer without its key-value cache: a layer that runs twice would fill it twice.
 
     A cache is known by its name, or, where it is given by position, by what it can do (`get_seq_length`).
     """
@@ -53,7 +53,7 @@ def without_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple
 
 
 def find_modules(model: nn.Module, patterns: str, remedy: str) -> list[tuple[str, nn.Module]]:
-    """Name and module of what `patterns` (with commas) name, by full name or by its last part.
+    """Return the name and module of what `patterns` (with commas) name, by full name or by its last part.
 
     Raises:
         UsageError: a pattern names nothing, or one module is inside another.

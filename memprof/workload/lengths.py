@@ -47,7 +47,8 @@ class Lengths(NamedTuple):
     multiple: int = 1  # what a batch is padded to a multiple of
 
     def batches(self, batch_size: int, longest: int) -> Iterator[tuple[list[int], int]]:
-        """Batches without end: the lengths of their samples, cut at `longest`, and how long they are with padding."""
+        """Yield batches without end: the lengths of their samples, cut at `longest`, and how long they are with
+        padding."""
         generator = random.Random(0)
         samples = self.draw(generator)
         while True:
@@ -60,7 +61,7 @@ class Lengths(NamedTuple):
 
 
 def parse_lengths(text: str) -> Lengths:
-    """What `text` asks for.
+    """Return what `text` asks for.
 
     Raises:
         UsageError: it is not written as above, or there is no such file.
@@ -74,7 +75,7 @@ def parse_lengths(text: str) -> Lengths:
 
 
 def is_distribution(text: str) -> bool:
-    """Whether `text` asks for lengths that are drawn, of any number of samples."""
+    """Return whether `text` asks for lengths that are drawn, of any number of samples."""
     return text.startswith(_LOGNORMAL) or text.partition(",")[0] == _ALPACA_NAME
 
 
@@ -121,7 +122,7 @@ def _of_dataset(lengths: list[int]) -> Callable[[random.Random], Iterator[int]]:
 
 
 def _read(path: Path) -> list[int]:
-    """The lengths in a file.
+    """Return the lengths in a file.
 
     Raises:
         UsageError: there is no such file, or something else is in it.

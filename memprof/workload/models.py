@@ -51,7 +51,7 @@ class ModelSource:
 
 
 def find_source(spec: TargetSpec) -> ModelSource:
-    """The model that `spec` names.
+    """Return the model that `spec` names.
 
     Raises:
         UsageError: nothing of that name is known, or what is there is no model.
@@ -155,7 +155,7 @@ def _from_hub(name: str, spec: TargetSpec) -> ModelSource:
 
 
 def _hub_answers() -> bool:
-    """Whether the model hub's name resolves; behind a proxy the client must find out for itself."""
+    """Return whether the model hub's name resolves; behind a proxy the client must find out for itself."""
     if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
         return True
     host = urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co")).hostname
@@ -337,7 +337,7 @@ def _max_positions(config: Mapping[str, Any]) -> int | None:
 
 
 def _dtype(checkpoint: str, spec: TargetSpec, stored: Stored | None = None) -> tuple[str, list[str]]:
-    """The dtype to use, and why if it was not asked for."""
+    """Return the dtype to use, and why if it was not asked for."""
     if (stored.name if stored else spec.quantize) == "awq-int4" and spec.amp is None:
         return "float16", ["dtype float16: that of AWQ's kernels, to which transformers casts the model."]
     if spec.dtype is not None:

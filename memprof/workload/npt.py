@@ -67,7 +67,7 @@ class NptComponent(nn.Module):
         return result.reshape(*leading, self.d_ffn)
 
     def modulation(self, attention: Tensor) -> Tensor:
-        """What the attention's output says of each token's delta, [batch, tokens, …]: a few numbers."""
+        """Return what the attention's output says of each token's delta, [batch, tokens, …]: a few numbers."""
         raise NotImplementedError
 
     def delta(self, modulation: Tensor) -> Tensor:
@@ -186,7 +186,7 @@ class RankOneDeltas(NptComponent):
         FILLS[init](self.up_ffn.permute(2, 0, 1), INIT_SCALE)
 
     def modulation(self, attention: Tensor) -> Tensor:
-        """The codes c, [batch, tokens, N, R]."""
+        """Return the codes c, [batch, tokens, N, R]."""
         if self.combine == "sequential":
             return torch.stack([attention @ down for down in self.down.unbind(1)], dim=-2)
         return (attention @ self.down.flatten(1)).unflatten(-1, self.down.shape[1:])

@@ -32,7 +32,7 @@ class NptProjection(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The frozen weight: some models look at its dtype."""
+        """Return the frozen weight: some models look at its dtype."""
         return self.base.weight  # type: ignore[return-value]
 
 
@@ -80,7 +80,8 @@ def add_npt(model: nn.Module, spec: TargetSpec) -> list[str]:
 
 
 def make_component(spec: TargetSpec, d_model: int, d_ffn: int, **options: Any) -> NptComponent:
-    """The component that `spec` describes, for a weight [d_model x d_ffn]; `options` are its dtype and device."""
+    """Return the component that `spec` describes, for a weight [d_model x d_ffn]; `options` are its dtype and
+    device."""
     assert spec.npt is not None and spec.npt_rank is not None and spec.npt_init is not None
     assert spec.npt_chunk is not None
     common = {"mode": spec.npt, "chunk": spec.npt_chunk, "init": spec.npt_init, **options}
@@ -94,7 +95,7 @@ def make_component(spec: TargetSpec, d_model: int, d_ffn: int, **options: Any) -
 
 
 def _stack(model: nn.Module) -> tuple[str, list[nn.Module]]:
-    """The list of layers that have attention, and its path."""
+    """Return the list of layers that have attention, and its path."""
     found: list[tuple[str, list[nn.Module]]] = []
     for path, module in model.named_modules():
         if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module):
@@ -114,7 +115,7 @@ def _stack(model: nn.Module) -> tuple[str, list[nn.Module]]:
 
 
 def _place(layer: nn.Module, path: str) -> tuple[nn.Module, nn.Module, str]:
-    """The attention of a layer, and the module that has the MLP's input projection, and its name there."""
+    """Return the attention of a layer, and the module that has the MLP's input projection, and its name there."""
     attention = _attention(layer)
     assert attention is not None
     candidates: list[tuple[str, nn.Module, str]] = []

@@ -40,7 +40,8 @@ _IMPLEMENTATIONS: dict[str | None, dict[str, bool]] = {
 
 
 def require_optimizer(name: str) -> Callable[..., Optimizer] | None:
-    """What makes the optimizer `name`, its library imported: before a virtual GPU is there to watch. None for "none".
+    """Return what makes the optimizer `name`, its library imported: before a virtual GPU is there to watch. None for
+    "none".
 
     Raises:
         UsageError: the library is not installed.
@@ -52,6 +53,6 @@ def require_optimizer(name: str) -> Callable[..., Optimizer] | None:
 
 
 def optimizer_over(parameters: list[nn.Parameter], spec: TargetSpec) -> Optimizer | None:
-    """The optimizer that `spec` asks for; None for "none"."""
+    """Return the optimizer that `spec` asks for; None for "none"."""
     make = require_optimizer(spec.optimizer)
     return None if make is None else make(parameters, lr=_LEARNING_RATE, **_IMPLEMENTATIONS[spec.optimizer_impl])

@@ -54,14 +54,14 @@ class PackedLinear(nn.Module):
         """What its kernel does to the tensors once they are on the card."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The product, in the input's dtype."""
+        """Return the product, in the input's dtype."""
         return self._product(x.reshape(-1, self.in_features)).reshape(*x.shape[:-1], self.out_features)
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError
 
     def _unpacked(self, like: torch.Tensor) -> torch.Tensor:
-        """The whole weight, as one kernel unpacks it."""
+        """Return the whole weight, as one kernel unpacks it."""
         return like.new_empty((self.in_features, self.out_features))
 
     def extra_repr(self) -> str:
@@ -166,7 +166,7 @@ class AwqGemm(Awq):
     """gemm_awq.py: short inputs in 8 slices of the rows, summed up; long ones by the unpacked weight."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The product; outside training nothing is kept of it."""
+        """Return the product; outside training nothing is kept of it."""
         x = x.contiguous()
         if self.training:
             return _Gemm.apply(x, self)  # type: ignore[no-any-return]

@@ -47,22 +47,22 @@ class Plan:
 
     @property
     def size(self) -> int:
-        """Ranks in all."""
+        """Return ranks in all."""
         return self.stages * self.data * self.sequence * self.tensor * self.layers
 
     @property
     def data(self) -> int:
-        """Ranks that have batches of their own."""
+        """Return ranks that have batches of their own."""
         return self.replicate * self.shard
 
     @property
     def sequence(self) -> int:
-        """Ranks that share one sequence."""
+        """Return ranks that share one sequence."""
         return self.context * self.ulysses
 
     @property
     def sharing(self) -> int:
-        """Ranks that work on the same sequences."""
+        """Return ranks that work on the same sequences."""
         return self.sequence * self.tensor
 
     def text(self) -> str:
@@ -81,15 +81,15 @@ class Plan:
         return ",".join(parts)
 
     def kinds_of_ranks(self) -> list[tuple[int, range]]:
-        """Ranks that do the same, up to the padding of shards, which are a pipeline's stage each; and of each kind one:
-        the first, or the last where attention goes round, which merges a part of every other rank."""
+        """Return ranks that do the same, up to the padding of shards, which are a pipeline's stage each; and of each
+        kind one: the first, or the last where attention goes round, which merges a part of every other rank."""
         each = self.size // self.stages
         kinds = [range(stage * each, (stage + 1) * each) for stage in range(self.stages)]
         return [(kind[-1 if self.context > 1 else 0], kind) for kind in kinds]
 
 
 def parse_plan(text: str, gpus: int) -> Plan:
-    """The plan that `text` names for so many ranks.
+    """Return the plan that `text` names for so many ranks.
 
     Raises:
         UsageError: it is no plan, or not one for so many; the message says the nearest that is.

@@ -88,7 +88,7 @@ def _compiling_later() -> Iterator[None]:
 def load_quantized(
     model_class: Any, configuration: Any, arguments: dict[str, Any], stored: Stored, spec: TargetSpec
 ) -> nn.Module:
-    """A model of transformers on "cuda", its weights as `stored` says.
+    """Return a model of transformers on "cuda", its weights as `stored` says.
 
     transformers does it. With bitsandbytes: `from_pretrained` with a `BitsAndBytesConfig` and a checkpoint in host
     memory, one weight after the other (transformers/core_model_loading.py; quantizing as it loads, it uses no threads).
@@ -119,7 +119,7 @@ def load_quantized(
 
 
 def count_parameters(model: nn.Module) -> int:
-    """The numbers that a model's parameters stand for; packed, several are in an element."""
+    """Return the numbers that a model's parameters stand for; packed, several are in an element."""
     seen: set[int] = set()
     total = 0
     for module in model.modules():
@@ -135,7 +135,7 @@ def count_parameters(model: nn.Module) -> int:
 
 
 def assumptions(stored: Stored | None, spec: TargetSpec) -> list[str]:
-    """What `load_quantized` and what follows it take for given, in sentences."""
+    """Return what `load_quantized` and what follows it take for given, in sentences."""
     if stored is None:
         return []
     if not stored.is_bitsandbytes:
@@ -158,7 +158,7 @@ def assumptions(stored: Stored | None, spec: TargetSpec) -> list[str]:
 
 
 def found_loaded(stored: Stored | None, model: nn.Module) -> list[str]:
-    """What only the loaded model shows: transformers may have unpacked its weights."""
+    """Return what only the loaded model shows: transformers may have unpacked its weights."""
     if stored is None or stored.is_bitsandbytes:
         return []
     if any(stored_weights.number_of_weights(module) is not None for module in model.modules()):
@@ -176,7 +176,7 @@ def _configuration(transformers: Any, stored: Stored, spec: TargetSpec, dtype: t
 
 
 def _as_saved(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The state of `model` as a checkpoint has it: tied weights once."""
+    """Return the state of `model` as a checkpoint has it: tied weights once."""
     seen: set[int] = set()
     state: dict[str, torch.Tensor] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():

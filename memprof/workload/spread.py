@@ -64,7 +64,7 @@ class Spread:
         self._mesh = init_device_mesh("cuda", shape, mesh_dim_names=_NAMES)
 
     def _of(self, *names: str) -> Any:
-        """The mesh of these directions; of several that are one, flattened."""
+        """Return the mesh of these directions; of several that are one, flattened."""
         return self._mesh[names[0]] if len(names) == 1 else self._mesh[names]._flatten("_".join(names))
 
     # -- the model --------------------------------------------------------------------------------------------------
@@ -74,7 +74,7 @@ class Spread:
         return Stage(model, self._mesh["stages"].get_local_rank(), self.plan.stages)
 
     def pipeline(self, stage: nn.Module, model: Any, example: tuple[int, int], device: Device) -> Pipeline:
-        """The schedule that runs `stage` of `model` on micro-batches of so many sequences and tokens."""
+        """Return the schedule that runs `stage` of `model` on micro-batches of so many sequences and tokens."""
         ranks = self._mesh["stages"]
         loss = logits_loss_function(model)
         return Pipeline(
@@ -105,7 +105,7 @@ class Spread:
         )
 
     def _reducing(self) -> Any:
-        """The mesh over which gradients are summed: ranks that share a sequence too have parts of them."""
+        """Return the mesh over which gradients are summed: ranks that share a sequence too have parts of them."""
         names = [name for name in ("replicate", "shard", "sequence") if self._mesh[name].size() > 1]
         return self._of(*names)
 
@@ -170,7 +170,7 @@ class Spread:
         parallelize_module(model, self._of("tensor"), found)
 
     def parameter_groups(self, parameters: list[nn.Parameter]) -> list[Any]:
-        """Those that an optimizer may take into one operator: on one mesh each, for torch mixes none."""
+        """Return those that an optimizer may take into one operator: on one mesh each, for torch mixes none."""
         groups: dict[Any, list[nn.Parameter]] = {}
         for parameter in parameters:
             groups.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
@@ -222,7 +222,7 @@ class Spread:
             options.enable_load_balance = balanced
 
     def called(self, model: nn.Module) -> nn.Module:
-        """What is called in the place of `model`: what wraps it, if something does."""
+        """Return what is called in the place of `model`: what wraps it, if something does."""
         return model if self._whole is None else self._whole
 
     def synchronising(self, last: bool) -> contextlib.AbstractContextManager[object]:
@@ -231,7 +231,7 @@ class Spread:
 
     @property
     def autocasts(self) -> bool:
-        """Whether mixed precision is autocast's: fully_shard has its own."""
+        """Return whether mixed precision is autocast's: fully_shard has its own."""
         return not self.plan.sharded
 
 

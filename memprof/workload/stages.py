@@ -62,7 +62,7 @@ class Stage(nn.Module):
 
     @property
     def layers(self) -> list[nn.Module]:
-        """Those of this stage, of which there may be one."""
+        """Return those of this stage, of which there may be one."""
         core: Any = self.get_submodule(self._core)
         return list(core.layers)
 

@@ -174,7 +174,7 @@ class Workload:
                     self._evaluate(device, model, feeder, step)
 
     def _build(self, device: str) -> tuple[nn.Module, nn.Module]:
-        """The model to call, and the model itself, which an adapter wraps."""
+        """Return the model to call, and the model itself, which an adapter wraps."""
         if self.spec.adapter is not None:
             adapters.check_known(self.spec, self.source)
         # Built in host memory and moved, as scripts do (and as from_pretrained has it, tied weights are made once).
@@ -264,7 +264,7 @@ class Workload:
     def _own_part(
         self, device: Device, shared: contextlib.ExitStack, batch: dict[str, Any], step: int, micro_batch: int
     ) -> dict[str, Any]:
-        """What this rank has of `batch`, until `shared` is left."""
+        """Return what this rank has of `batch`, until `shared` is left."""
         if self._spread is None or self._spread.plan.sequence == 1:
             return batch
         with device.phase(PhaseKind.INPUTS, step, micro_batch):

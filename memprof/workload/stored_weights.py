@@ -33,7 +33,7 @@ _MXFP4_BLOCK = 32
 def load_stored(
     model_class: Any, configuration: Any, arguments: dict[str, Any], stored: Stored, spec: TargetSpec
 ) -> nn.Module:
-    """A model on "cuda" with its weights as `stored` says; `arguments` as in quantization.load_quantized.
+    """Return a model on "cuda" with its weights as `stored` says; `arguments` as in quantization.load_quantized.
 
     Raises:
         UsageError: this release of transformers does not know the format, or the model cannot be stored so.
@@ -82,7 +82,7 @@ def _unpacked_gguf(model_class: Any, configuration: Any, arguments: dict[str, An
 
 
 def number_of_weights(module: Any) -> int | None:
-    """How many numbers a module's own parameters stand for; None: as many as they have elements."""
+    """Return how many numbers a module's own parameters stand for; None: as many as they have elements."""
     if isinstance(module, PackedLinear):
         return module.num_weights + (0 if module.bias is None else module.bias.numel())
     kind = type(module).__name__
@@ -101,7 +101,7 @@ def number_of_weights(module: Any) -> int | None:
 
 
 def assumptions(stored: Stored, spec: TargetSpec) -> list[str]:
-    """What is taken for given of these weights, in sentences."""
+    """Return what is taken for given of these weights, in sentences."""
     kernel = _kernel(stored, spec)
     found = [f"Weights are stored as {stored.name}{', as the configuration says' if stored.from_checkpoint else ''}."]
     if kernel:
@@ -119,7 +119,7 @@ def assumptions(stored: Stored, spec: TargetSpec) -> list[str]:
 
 
 def _kernel(stored: Stored, spec: TargetSpec) -> str:
-    """Which kernel of GPTQModel runs a packed layer: utils/importer.py's choice, or the configuration's."""
+    """Return which kernel of GPTQModel runs a packed layer: utils/importer.py's choice, or the configuration's."""
     method = str(stored.config["quant_method"])
     if method not in ("gptq", "awq"):
         return ""
@@ -134,7 +134,7 @@ def _kernel(stored: Stored, spec: TargetSpec) -> str:
 def _checkpoint(
     model_class: Any, configuration: Any, arguments: dict[str, Any], quantizer: Any
 ) -> dict[str, torch.Tensor]:
-    """The tensors of a checkpoint, in host memory and without values."""
+    """Return the tensors of a checkpoint, in host memory and without values."""
     dtype = quantizer.update_dtype(arguments["dtype"])
     with torch.device("meta"):
         model = model_class._from_config(configuration, **{**arguments, "dtype": dtype})

@@ -19,13 +19,13 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Any, to_heads: bool) -> torch.Tensor:
-        """All-to-all of contiguous parts."""
+        """Return all-to-all of contiguous parts."""
         ctx.group, ctx.to_heads = group, to_heads
         return _exchange(x, group, to_heads)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        """The other way round."""
+        """Return the other way round."""
         return _exchange(gradients[0], ctx.group, not ctx.to_heads), None, None
 
 

@@ -27,7 +27,8 @@ _ABOUT = {
 
 
 def check(spec: TargetSpec, name: str, task: str, config: Mapping[str, Any]) -> list[str]:
-    """What is to be said of the attention that `spec` asks for in the model `name`; nothing of transformers' own.
+    """Return what is to be said of the attention that `spec` asks for in the model `name`; nothing of transformers'
+    own.
 
     Raises:
         UsageError: it is no causal language model, or its attention does what this kind does not.

@@ -63,7 +63,7 @@ def attend(
     query: Tensor, key: Tensor, value: Tensor, blocks: Tensor | None, scale: float, offset: int, length: int,
     stride: int, window: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The forward of `Attend`."""
+    """Return the forward of `Attend`."""
     output, lse = _outputs(query, value)
     shared = key.shape[1]
     for rows, keys, values, seen, _ in _parts(query, key, value, blocks, offset, length, stride, window):
@@ -86,7 +86,8 @@ def attend_backward(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, blocks: Tensor | None, output: Tensor, lse: Tensor,
     scale: float, offset: int, length: int, stride: int, window: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of query, key and value, and what a kernel makes for them first: the sum of gradient x output."""
+    """Return the gradients of query, key and value, and what a kernel makes for them first: the sum of gradient x
+    output."""
     own = lse.dtype
     delta = (gradient.to(own) * output.to(own)).sum(-1)
     of_query = torch.empty_like(query)
@@ -121,7 +122,8 @@ def choose_blocks(
     query: Tensor, key: Tensor, lse: Tensor, tokens: int, scale: float, offset: int, length: int, stride: int,
     block: int, count: int,
 ) -> Tensor:  # fmt: skip
-    """The `count` blocks of `block` tokens that each query looks at, (B, K, T, count) int32; -1 where there are fewer.
+    """Return the `count` blocks of `block` tokens that each query looks at, (B, K, T, count) int32; -1 where there are
+    fewer.
 
     A block's score is what its compressed keys (B, K, S, D; `length` tokens each, one every `stride`) get of the
     query's softmax (its logsumexp is `lse`), summed over the heads that share keys: each as often as strides of it lie
@@ -244,7 +246,7 @@ def _backward_formula(
 
 
 def _choice_formula(query: Any, key: Any, *args: Any, **kwargs: Any) -> int:
-    """The scores of compressed keys again."""
+    """Return the scores of compressed keys again."""
     return _operations(query, key, key, None, 0, 0) // 2
 
 

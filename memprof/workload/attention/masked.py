@@ -24,7 +24,8 @@ def attention(
     kind: str, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, *, scaling: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """The attention function of transformers: query (B, H, T, D), key and value (B, K, S, D), to (B, T, H, D)."""
+    """Return the attention function of transformers: query (B, H, T, D), key and value (B, K, S, D), to (B, T, H,
+    D)."""
     from torch.nn.attention.flex_attention import BlockMask
 
     lengths = query.shape[2], key.shape[2]
@@ -37,7 +38,7 @@ def attention(
 
 
 def mask_of_model(kind: str, **given: Any) -> Any:
-    """The mask function of transformers: made once in a forward of the model, for all layers."""
+    """Return the mask function of transformers: made once in a forward of the model, for all layers."""
     config, device = given.get("config"), given.get("device")
     if device is None and (position := given.get("cache_position")) is not None:
         device = position.device
@@ -48,13 +49,14 @@ def mask_of_model(kind: str, **given: Any) -> Any:
 
 
 def window_of(config: Any) -> int:
-    """Tokens of the window that the model has, or else that of `sliding`."""
+    """Return tokens of the window that the model has, or else that of `sliding`."""
     window = getattr(config, "sliding_window", None)
     return window if isinstance(window, int) and window > 0 else WINDOW
 
 
 def block_mask(kind: str, window: int, queries: int, keys: int, device: Any) -> Any:
-    """The `BlockMask` of `kind` for so many queries and keys; the queries are the last of the keys' positions."""
+    """Return the `BlockMask` of `kind` for so many queries and keys; the queries are the last of the keys'
+    positions."""
     from torch.nn.attention.flex_attention import BlockMask
 
     sees = _pattern(kind, window, keys - queries)
@@ -72,7 +74,7 @@ def block_mask(kind: str, window: int, queries: int, keys: int, device: Any) -> 
 
 
 def _pattern(kind: str, window: int, offset: int) -> Callable[..., Tensor]:
-    """Which pairs (batch, head, query, key) are seen."""
+    """Return which pairs (batch, head, query, key) are seen."""
 
     def sliding(batch: Any, head: Any, query: Tensor, key: Tensor) -> Tensor:
         at = query + offset
@@ -96,7 +98,7 @@ def _touched(kind: str, window: int, rows: Tensor, columns: Tensor) -> Tensor:
 
 
 def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Numbers of a row's blocks, and how many are meant, as flex_attention wants both."""
+    """Return the numbers of a row's blocks, and how many are meant, as flex_attention wants both."""
     counts = blocks.sum(-1, dtype=torch.int32)
     order = torch.argsort(blocks.to(torch.int8), dim=-1, descending=True, stable=True).to(torch.int32)
     return counts[None, None], order[None, None]

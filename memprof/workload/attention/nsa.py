@@ -70,14 +70,15 @@ class SparseParts(nn.Module):
 def attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, *, scaling: float | None = None, **options: Any
 ) -> tuple[Tensor, None]:
-    """The attention function of transformers: query (B, H, T, D), key and value (B, 3K, S, D), to (B, T, H, D)."""
+    """Return the attention function of transformers: query (B, H, T, D), key and value (B, 3K, S, D), to (B, T, H,
+    D)."""
     return _attend(module, query, key, value, scaling, eager=False), None
 
 
 def eager_attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, *, scaling: float | None = None, **options: Any
 ) -> tuple[Tensor, None]:
-    """The same, with every score in memory and a mask for each branch."""
+    """Return the same, with every score in memory and a mask for each branch."""
     return _attend(module, query, key, value, scaling, eager=True), None
 
 
