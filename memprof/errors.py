@@ -112,8 +112,7 @@ def first_line(error: BaseException) -> str:
 
 
 def not_installed(problem: str, value: object, extra: str, otherwise: str = "") -> UsageError:
-    """Return the error for a library that is not there, or not with what else is; the extra `extra` of memprof brings
-    it."""
+    """Return the error for a library that is missing, or does not fit; the extra `extra` of memprof brings it."""
     return UsageError(problem, value=value, hint=f"pip install 'memprof[{extra}]'{otherwise}")
 
 

@@ -47,8 +47,7 @@ def circumstances(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
 
 
 def files_of_modules() -> set[str]:
-    """Return the files of all modules that this process has loaded, and those that were forked from it, as far as it
-    knows."""
+    """Return the files of all modules that this process, and those forked from it, have loaded, as far as is known."""
     files = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
     return _elsewhere.union(file for file in files if isinstance(file, str))
 
@@ -59,8 +58,7 @@ def note_files(files: Iterable[str]) -> None:
 
 
 def loaded_files() -> list[Stamp] | None:
-    """Return every file of Python that this process has loaded, as it is now; None if one was changed since,
-    perhaps."""
+    """Return all files of Python that this process has loaded, as they are; None if one may have changed since."""
     stamps = sorted(_stamps(files_of_modules()))
     return None if any(changed > _BEGIN_NS for _, _, changed in stamps) else stamps
 

@@ -54,7 +54,7 @@ def cache_folder(environ: Mapping[str, str] = os.environ, platform: str = sys.pl
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class CachedFile:
     """A file of the folder."""
 
     path: Path
@@ -125,7 +125,7 @@ class Store:
         self._bound()
         return True
 
-    def entries(self) -> list[Kept]:
+    def entries(self) -> list[CachedFile]:
         """Return all files, what was asked for last first."""
         return sorted((one for one in self._files() if not one.path.name.startswith(".")), key=lambda one: -one.used)
 
@@ -139,7 +139,7 @@ class Store:
     def _path(self, key: str) -> Path:
         return self.folder / f"{key}{_SUFFIX}"
 
-    def _files(self) -> list[Kept]:
+    def _files(self) -> list[CachedFile]:
         found = []
         try:
             with os.scandir(self.folder) as entries:
@@ -147,7 +147,7 @@ class Store:
                     if _OURS.fullmatch(entry.name):
                         with contextlib.suppress(OSError):  # gone meanwhile
                             status = entry.stat(follow_symlinks=False)
-                            found.append(Kept(Path(entry.path), status.st_size, status.st_mtime))
+                            found.append(CachedFile(Path(entry.path), status.st_size, status.st_mtime))
         except OSError:
             return []
         return found

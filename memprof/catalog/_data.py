@@ -6,11 +6,8 @@ and they are most of its time.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import cache
-from typing import Any, TypeVar
-
-T = TypeVar("T")
+from typing import Any
 
 
 def read_text(*parts: str) -> str:
@@ -38,11 +35,3 @@ def read_json(*parts: str) -> dict[str, Any]:
 
     contents: dict[str, Any] = json.loads(read_text(*parts))
     return contents
-
-
-def first_by_name(named: Iterable[tuple[str, T]]) -> dict[str, T]:
-    """By name; the first that has a name keeps it."""
-    found: dict[str, T] = {}
-    for name, one in named:
-        found.setdefault(name, one)
-    return found

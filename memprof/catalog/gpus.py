@@ -15,7 +15,7 @@ from functools import cache
 from types import MappingProxyType
 from typing import Any
 
-from memprof.catalog._data import first_by_name, read_toml
+from memprof.catalog._data import read_toml
 from memprof.errors import UsageError, unknown_name
 from memprof.units import GIB, MIB, gib
 
@@ -159,4 +159,5 @@ def _capacity(key: str, table: Mapping[str, Any]) -> int:
 
 @cache
 def _by_folded_name() -> dict[str, Gpu]:
-    return first_by_name((_fold(name), gpu) for gpu in list_gpus() for name in (gpu.key, gpu.name, *gpu.aliases))
+    # Reversed: the first that has a name keeps it.
+    return {_fold(name): gpu for gpu in reversed(list_gpus()) for name in (gpu.key, gpu.name, *gpu.aliases)}

@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from memprof.catalog._data import first_by_name, read_json, read_toml
+from memprof.catalog._data import read_json, read_toml
 from memprof.errors import UsageError, unknown_name
 
 SEE = "('memprof models' lists them; a Hugging Face id or a local config.json also works)"
@@ -29,8 +29,6 @@ SIZES = (
 LARGEST_SIZE = 2**31 - 1
 MOST_LAYERS = 10_000  # far above any model's; each layer is built, and a slip of the pen must not take hours
 
-TASKS = ("causal-lm", "masked-lm", "seq2seq-lm", "image-classification", "speech-seq2seq")
-
 
 @dataclass(frozen=True, slots=True)
 class ModelEntry:
@@ -40,7 +38,7 @@ class ModelEntry:
         key: the name within memprof, such as "llama-3.1-8b".
         hf_id: the Hugging Face repository; empty for a synthesised model.
         architecture: the class in transformers that `num_parameters` counts, such as "LlamaForCausalLM".
-        task: one of TASKS.
+        task: causal-lm, masked-lm, seq2seq-lm, image-classification or speech-seq2seq.
         num_parameters: sum of `p.numel()` over `model.parameters()` of that class, so tied weights count once.
         checkpoint_dtype: the dtype of the published weights, such as "bfloat16".
         max_positions: the longest sequence in tokens (image patches for a vision model, decoder tokens for a speech
@@ -131,11 +129,7 @@ def read_config_file(path: Path) -> tuple[Path, dict[str, Any]]:
 
 
 def _check_sizes(file: Path, config: Mapping[str, Any]) -> None:
-    """Refuse sizes that no model has.
-
-    Raises:
-        UsageError: one of SIZES is no positive whole number (nor a list of such), or is too large.
-    """
+    """Raise UsageError if one of SIZES is no positive whole number (nor a list of such), or too large."""
     for key in SIZES:
         size = config.get(key)
         most = MOST_LAYERS if "layer" in key else LARGEST_SIZE
@@ -164,9 +158,9 @@ def _entry(key: str, table: Mapping[str, Any]) -> ModelEntry:
 
 @cache
 def _by_folded_name() -> dict[str, ModelEntry]:
-    # People also leave out the organisation: "Qwen3-4B" for "Qwen/Qwen3-4B".
-    return first_by_name(
-        (_fold(name), entry)
-        for entry in list_models()
+    # People also leave out the organisation: "Qwen3-4B" for "Qwen/Qwen3-4B". The first that has a name keeps it.
+    return {
+        _fold(name): entry
+        for entry in reversed(list_models())
         for name in (entry.key, entry.hf_id, entry.hf_id.rpartition("/")[2], *entry.aliases)
-    )
+    }

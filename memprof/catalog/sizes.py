@@ -157,8 +157,7 @@ def synthesize(count: int) -> ModelEntry:
 
 
 def _candidates(count: int) -> Iterator[_Geometry]:
-    """Shapes near `count`: for each width the numbers of layers about the wanted aspect, each with the intermediate
-    size that comes nearest."""
+    """Yield shapes near `count`: by width, numbers of layers about the aspect, with the nearest intermediate size."""
     vocabulary = next(size for floor, size in _VOCABULARIES if count >= floor)
     tied = count < _UNTIED_FROM
     aspect = _aspect(count)

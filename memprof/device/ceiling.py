@@ -28,8 +28,7 @@ _ceiling_bytes: int | None = None
 
 
 def ceiling_bytes(*files: Path) -> int:
-    """Return what reading these files may take: the ceiling in force, else what files of such sizes take; at most what
-    is there."""
+    """Return what reading these files may take: the ceiling in force, else by their size; at most what is available."""
     if _ceiling_bytes is not None:
         return _ceiling_bytes
     most, available = max(LEAST_BYTES, sum(map(_usual_bytes, files))), available_bytes()

@@ -101,8 +101,7 @@ def _major(version: str) -> int:
 
 
 def _torch() -> dict[str, str]:
-    """Return the constants of the installed torch/version.py: they name the build, which the package's metadata may
-    not."""
+    """Return the constants of the installed torch/version.py, which name the build as metadata may not."""
     try:
         distribution = importlib.metadata.distribution("torch")
     except importlib.metadata.PackageNotFoundError:

@@ -214,8 +214,7 @@ class Nvml:
         return tuple(largest_first), asked.refusal
 
     def _name(self, pid: int) -> str:
-        """Return the name that NVML has, made clearer by /proc, if that is the same process and not another
-        container's."""
+        """Return NVML's name, made clearer by /proc if that is the same process and not another container's."""
         asked = _Asker(self._nvml)
         told = os.path.basename(_text(asked("nvmlSystemGetProcessName", pid)).partition(" ")[0])
         name = process_name(pid)

@@ -13,6 +13,7 @@ import importlib
 import json
 import os
 import re
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,8 +46,8 @@ class Start:
     size: int = 1
 
 
-# Given its arguments, says what it starts. Raises: UsageError: what it starts is no Python program, the launcher is not
-# installed, or there are fewer cards or ranks. SystemExit: of the launcher's own parser.
+# Given its arguments, says what it starts; raises UsageError (no Python program, launcher not installed, fewer GPUs or
+# ranks than that takes), and SystemExit of the launcher's own parser.
 Launcher = Callable[[Sequence[str], Place], Start]
 # Variables that say how many cards a process of several finds, the first that is there.
 _CARDS = ("LOCAL_WORLD_SIZE", "WORLD_SIZE")
@@ -61,11 +62,9 @@ _EXPECTED = re.compile(rf"environment variable ({'|'.join(_TOLD)}) expected, but
 def find_missing_variable(error: BaseException | None) -> str:
     """Return the variable of a launcher's for whose lack `error` was raised; empty if it was not."""
     if isinstance(error, KeyError) and error.args and error.args[0] in _TOLD:
-        step = error.__traceback__
-        while step is not None and step.tb_next is not None:
-            step = step.tb_next
+        codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
         of_environment = type(os.environ).__getitem__.__code__  # another dict may have such keys too
-        return str(error.args[0]) if step is not None and step.tb_frame.f_code is of_environment else ""
+        return str(error.args[0]) if codes[-1:] == [of_environment] else ""
     found = _EXPECTED.search(str(error)) if isinstance(error, ValueError) else None
     return found[1] if found else ""
 
@@ -94,15 +93,10 @@ def _check_rank(rank: int, size: int) -> None:
 
 
 class _Started:
-    """The process of a launcher that is run.
-
-    Args:
-        launcher: its name.
-        place: which process is asked for.
-        processes: on each machine.
+    """The process at `place` of those (so many on each machine) that a launcher of this name starts.
 
     Raises:
-        UsageError: there is no such rank, no process, or there are fewer cards than processes.
+        UsageError: there is no such rank, no process, or there are fewer GPUs than processes.
     """
 
     def __init__(self, launcher: str, place: Place, processes: Sequence[int]) -> None:
@@ -178,7 +172,7 @@ def _torchrun(arguments: Sequence[str], place: Place, module: str = "torch.distr
 
 
 def _number(flag: str, text: str, read: Callable[[str], int]) -> int:
-    """Return what torch's launcher reads in one of its options, which it raises several errors of."""
+    """Return what torch's launcher reads in one of its options."""
     try:
         return read(text)
     except (ValueError, RuntimeError) as error:
@@ -188,26 +182,23 @@ def _number(flag: str, text: str, read: Callable[[str], int]) -> int:
 
 def _variables_of_torch(args: Any, started: _Started) -> dict[str, str]:
     """Of one worker (torch/distributed/elastic/agent/server/local_elastic_agent.py, `_start_workers`)."""
-    numbers = {
+    values = {
         **dict.fromkeys(("RANK", "ROLE_RANK"), started.rank),
         "LOCAL_RANK": started.local_rank,
         "GROUP_RANK": started.node,
         **dict.fromkeys(("WORLD_SIZE", "ROLE_WORLD_SIZE"), started.size),
         "LOCAL_WORLD_SIZE": started.local_size,
         "GROUP_WORLD_SIZE": started.nodes,
-        "TORCHELASTIC_RESTART_COUNT": 0,
-    }
-    return {
-        **{name: str(number) for name, number in numbers.items()},
         "ROLE_NAME": args.role,
         "MASTER_ADDR": args.master_addr,
-        "MASTER_PORT": str(args.master_port or 29500),
-        "TORCHELASTIC_MAX_RESTARTS": str(args.max_restarts),
-        "TORCHELASTIC_RUN_ID": str(args.rdzv_id),
-        # There is no agent, whose store workers would look for.
-        "TORCHELASTIC_USE_AGENT_STORE": "False",
+        "MASTER_PORT": args.master_port or 29500,
+        "TORCHELASTIC_RESTART_COUNT": 0,
+        "TORCHELASTIC_MAX_RESTARTS": args.max_restarts,
+        "TORCHELASTIC_RUN_ID": args.rdzv_id,
+        "TORCHELASTIC_USE_AGENT_STORE": False,  # there is no agent, whose store workers would look for
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
     }
+    return {name: str(value) for name, value in values.items()}
 
 
 def _accelerate(arguments: Sequence[str], place: Place) -> Start:
@@ -284,16 +275,16 @@ def _deepspeed_both(parser: argparse.ArgumentParser) -> None:
 
 
 def _deepspeed_start(args: argparse.Namespace, started: _Started) -> Start:
-    numbers = {
-        "RANK": started.rank,
-        "LOCAL_RANK": started.local_rank,
-        "CROSS_RANK": started.node,
-        "WORLD_SIZE": started.size,
-        "LOCAL_SIZE": started.local_size,
-        "CROSS_SIZE": started.nodes,
+    environment = {
+        "RANK": str(started.rank),
+        "LOCAL_RANK": str(started.local_rank),
+        "CROSS_RANK": str(started.node),
+        "WORLD_SIZE": str(started.size),
+        "LOCAL_SIZE": str(started.local_size),
+        "CROSS_SIZE": str(started.nodes),
+        "MASTER_ADDR": args.master_addr or "127.0.0.1",
+        "MASTER_PORT": args.master_port,
     }
-    environment = {name: str(number) for name, number in numbers.items()}
-    environment |= {"MASTER_ADDR": args.master_addr or "127.0.0.1", "MASTER_PORT": args.master_port}
     return started.start(args, environment, *(() if args.no_local_rank else (f"--local_rank={started.local_rank}",)))
 
 

@@ -119,8 +119,7 @@ def _first_to_come(then: Loop, loop: Loop) -> tuple[int | None, Bound]:
 
 
 def _share(totals: Sequence[int], done: Sequence[int | None]) -> tuple[float, float]:
-    """Return what part of all rounds is over, as far inwards as that is known; and the part that the round of now
-    is."""
+    """Return what part of all rounds is over, as far inwards as that is known; and the part of this round."""
     share, part = 0.0, 1.0
     for total, over in zip(totals, done, strict=True):
         if over is None:

@@ -186,8 +186,7 @@ class Program:
 
 
 def _end_fork(outcome: ScriptOutcome) -> NoReturn:
-    """End a process that the program has forked where the program ends in it, as Python would: the report is not its
-    own."""
+    """End a process that the program has forked where the program ends in it, as Python would, without a report."""
     if outcome.error is not None:
         print_error(outcome.error)
     for stream in (sys.stdout, sys.stderr):

@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from memprof.device.host import available_bytes
 from memprof.errors import MemprofError, UsageError
 from memprof.script.exchange import PEER, Exchange
 from memprof.script.stop import Ended, StopRun
@@ -60,24 +61,18 @@ class Ran:
 
 
 def check_memory(number: int) -> None:
-    """Whether so many processes fit this machine.
-
-    Raises:
-        UsageError: they do not.
-    """
-    with contextlib.suppress(OSError, ValueError):
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            (free,) = (int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
-        if number * RANK_BYTES > free:
-            raise UsageError(
-                f"{number} ranks together take {format_bytes(number * RANK_BYTES)} of host memory or more",
-                value=f"{format_bytes(free)} are free",
-                hint="name some of them (--ranks 0,1), or run one alone (--rank)",
-            )
+    """Raise UsageError if so many processes do not fit this machine."""
+    free = available_bytes()
+    if free is not None and number * RANK_BYTES > free:
+        raise UsageError(
+            f"{number} ranks together take {format_bytes(number * RANK_BYTES)} of host memory or more",
+            value=f"{format_bytes(free)} are free",
+            hint="name some of them (--ranks 0,1), or run one alone (--rank)",
+        )
 
 
 class _Process:
-    """One rank's."""
+    """The process of one rank."""
 
     def __init__(self, rank: int, pid: int, line: Connection) -> None:
         self.rank, self.pid, self.line = rank, pid, line
@@ -92,7 +87,7 @@ class _Process:
         return self.status is not None
 
     def signal(self, number: int) -> None:
-        """To it and all that it has started."""
+        """Send a signal to it and all that it has started."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, number)
 
@@ -163,7 +158,7 @@ def _told_later() -> Iterator[None]:
 
 
 def _be(line: Connection, rank: int, ranks: Sequence[int], size: int, body: Callable[[Channel], Ran]) -> NoReturn:
-    """The whole life of a child."""
+    """Live the whole life of a child."""
     code, process = 1, os.getpid()
     try:
         with contextlib.suppress(OSError):
@@ -210,7 +205,7 @@ def _stop(why: str) -> NoReturn:
 def _serve(
     processes: Sequence[_Process], longest_wait: float, step_wait: float
 ) -> tuple[dict[int, Ran], MemprofError | None]:
-    """Answer them until all have ended."""
+    """Answer ranks until all have ended."""
     by_rank = {process.rank: process for process in processes}
     living = {process.line: process for process in processes}
     since: dict[int, float] = {}
@@ -287,7 +282,7 @@ class _Quiet:
         self._since = time.monotonic()
 
     def over(self) -> None:
-        """Somebody has said something."""
+        """Begin anew: somebody has said something."""
         self._since = time.monotonic()
 
     def lasts(self, seconds: float) -> bool:
@@ -303,7 +298,7 @@ class _Quiet:
 
 
 def _processor_seconds(pid: int) -> float:
-    """That a process has used; 0 where that cannot be known."""
+    """Return what a process has used; 0 where that cannot be known."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8") as file:
             fields = file.read().rpartition(")")[2].split()

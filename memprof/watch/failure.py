@@ -11,8 +11,9 @@ import dis
 import linecache
 import re
 import sys
+import traceback
 from collections.abc import Iterable, Iterator
-from types import CodeType, FrameType, TracebackType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -73,11 +74,7 @@ _NEEDS_DATA = re.compile(
 
 
 def describe(
-    error: BaseException,
-    recorder: Recorder,
-    phase: Phase,
-    unknown_read: tuple[int, str] | None,
-    dispatch: CodeType,
+    error: BaseException, recorder: Recorder, phase: Phase, unknown_read: tuple[int, str] | None, dispatch: CodeType
 ) -> Failure:
     """Return the failure that `error`, raised in `phase`, is.
 
@@ -86,11 +83,8 @@ def describe(
     """
     op: str | None = None
     module = NONE
-    lines: list[str] = []
-    frames: list[FrameType] = []
-    for step in _steps(error.__traceback__):
-        frame = step.tb_frame
-        frames.append(frame)
+    frames, lines = _frames_and_lines(error)
+    for frame in frames:
         if frame.f_code is dispatch:
             func, place = frame.f_locals.get("func"), frame.f_locals.get("place")
             op = None if func is None else func._schema.name.replace("::", ".")
@@ -99,8 +93,6 @@ def describe(
         elif frame.f_code is MODULE_CALL:
             index = frame.f_locals.get("index")
             module = module if index is None else index  # None: it raised before the module was known
-        elif is_program(frame.f_code):
-            lines.append(f"{frame.f_code.co_filename}:{step.tb_lineno} {frame.f_code.co_name}")
     source = lines[-1] if lines else None
     if isinstance(error, MemprofError):
         return refusal(error.problem, error.hint, source, phase, frames)
@@ -109,7 +101,7 @@ def describe(
     if kind is FailureKind.ERROR and unknown_read is not None and unknown_read[0] != NONE and _may_decide(error):
         where, told = unknown_read
         line = recorder.trace.sources[where]
-        if any(_same_function(line, other) for other in lines):
+        if any(_function(line) == _function(other) for other in lines):  # a decision follows what was read there
             kind, read = FailureKind.UNKNOWN_VALUE, f"{line}: {told}"
     if kind is FailureKind.ERROR and _is_gap(text_of(error), frames):
         kind = FailureKind.GAP
@@ -132,12 +124,12 @@ def empty_frames(error: BaseException) -> None:
     They stand for C++, which releases what it holds when it is left; in Python it would live as long as the traceback.
     What `describe` reads is kept: dispatch modes let go of tensors themselves, module calls have no more than torch's.
     """
-    for step in _steps(error.__traceback__):
-        code = step.tb_frame.f_code
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        code = frame.f_code
         if code is MODULE_CALL or code.co_name == "__torch_dispatch__" or is_program(code):
             continue
         with contextlib.suppress(RuntimeError):  # it still runs: the caller's
-            step.tb_frame.clear()
+            frame.clear()
 
 
 def registration(op: str | None) -> str | None:
@@ -185,7 +177,7 @@ def refusal(
 
     `frames` are those that it passed through; None: those that are running.
     """
-    doing = _doing(phase, _running() if frames is None else frames)
+    doing = _doing(phase, (frame for frame, _ in traceback.walk_stack(sys._getframe())) if frames is None else frames)
     return Failure(FailureKind.REFUSED, doing, MemprofError.__name__, problem, None, None, source, None, hint)
 
 
@@ -194,13 +186,6 @@ def _doing(phase: Phase, frames: Iterable[FrameType]) -> str:
     if phase.kind is PhaseKind.MODEL and any(map(_builds, frames)):
         doing = "building the model"
     return f"{doing} of step {phase.step}" if phase.step else doing
-
-
-def _running() -> Iterator[FrameType]:
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
 
 
 def _builds(frame: FrameType) -> bool:
@@ -234,12 +219,7 @@ def measured_failure(error: BaseException, phase: Phase) -> Failure:
     """Return the failure that `error` is, raised on a real device in `phase`."""
     text = text_of(error)
     full = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator: can't allocate" in text
-    frames = [step.tb_frame for step in _steps(error.__traceback__)]
-    lines = [
-        f"{step.tb_frame.f_code.co_filename}:{step.tb_lineno} {step.tb_frame.f_code.co_name}"
-        for step in _steps(error.__traceback__)
-        if is_program(step.tb_frame.f_code)
-    ]
+    frames, lines = _frames_and_lines(error)
     source = lines[-1] if lines else None
     if isinstance(error, MemprofError):
         return refusal(error.problem, error.hint, source, phase, frames)
@@ -247,10 +227,11 @@ def measured_failure(error: BaseException, phase: Phase) -> Failure:
     return Failure(kind, _doing(phase, frames), type(error).__name__, first_line(error), None, None, source, None)
 
 
-def _steps(traceback: TracebackType | None) -> Iterator[TracebackType]:
-    while traceback is not None:
-        yield traceback
-        traceback = traceback.tb_next
+def _frames_and_lines(error: BaseException) -> tuple[list[FrameType], list[str]]:
+    """Return the frames that `error` has passed through, and the program's lines among them, outermost first."""
+    passed = [(frame, frame.f_code, number) for frame, number in traceback.walk_tb(error.__traceback__)]
+    lines = [f"{code.co_filename}:{number} {code.co_name}" for _, code, number in passed if is_program(code)]
+    return [frame for frame, _, _ in passed], lines
 
 
 def _kind(error: BaseException, text: str) -> tuple[FailureKind, str | None]:
@@ -296,21 +277,17 @@ def _may_decide(error: BaseException) -> bool:
     if isinstance(error, AttributeError):
         return error.obj is None
     if isinstance(error, NameError) and not isinstance(error, UnboundLocalError):
-        *_, last = _steps(error.__traceback__)
+        *_, (last, _) = traceback.walk_tb(error.__traceback__)
         return any(
             instruction.opname in ("STORE_NAME", "STORE_GLOBAL") and instruction.argval == error.name
-            for instruction in dis.get_instructions(last.tb_frame.f_code)
+            for instruction in dis.get_instructions(last.f_code)
         )
     if isinstance(error, KeyError):  # the column of a batch, the field of a configuration
         return not (error.args and isinstance(error.args[0], str) and error.args[0].isidentifier())
     return True
 
 
-def _same_function(line: str, other: str) -> bool:
-    """Return whether two sources `file:line function` are in one function: a decision follows what was read there."""
-    return _function(line) == _function(other)
-
-
 def _function(line: str) -> tuple[str, str]:
+    """Return file and function of a source `file:line function`."""
     place, _, name = line.rpartition(" ")
     return place.rpartition(":")[0], name

@@ -180,8 +180,7 @@ class _Looks:
         return self.count <= self.FIRST or self.count & (self.count - 1) == 0
 
     def grown(self, held: dict[_Key, int], least: int = 1) -> set[_Key]:
-        """Return what has grown at each of the last two looks, this one among them, if some of it did by `least`
-        bytes."""
+        """Return what has grown at each of the last two looks, this one included, if some did by `least` bytes."""
         self._held = [*self._held[-2:], held]
         if len(self._held) < 3:
             return set()

@@ -193,8 +193,7 @@ class Search:
 
 
 def _holds(storages: set[int], members: list[int], *, every: bool) -> bool:
-    """Return whether `storages` are what keeps these counterparts, oldest first: most of the older half, or `every`
-    one."""
+    """Return whether `storages` hold these counterparts, oldest first: most of the older half, or `every` one."""
     if every:
         return storages.issuperset(members)
     older = members[: (len(members) + 1) // 2]
@@ -332,8 +331,7 @@ def _climb(tensors: Mapping[int, tuple[Any, int]], variables: _Variables) -> lis
 
 
 def _keys(held: Any, beneath: Mapping[int, set[int]]) -> Iterator[str]:
-    """Yield the way from a dict to the innermost container that holds all that it does, if it leads through dicts
-    alone."""
+    """Yield the keys from a dict to the innermost container that holds all that it does, through dicts alone."""
     while issubclass(type(held), dict):
         tensors = beneath[id(held)]
         inner = [(key, value) for key, value in held.items() if beneath.get(id(value)) == tensors]

@@ -93,8 +93,7 @@ class ModuleTracker:
         return self._parameter_module.get(id(parameter), NONE)
 
     def below(self, index: int, path: str) -> int:
-        """Return the index of the module at `path` below that of `index`; of the innermost around it that is in the
-        table."""
+        """Return the index of the module at `path` below that of `index`, or of the innermost known one around it."""
         root = self.table[index].path if index != NONE else ""
         for place in range(self._placed, len(self.table)):
             self._places.setdefault(self.table[place].path, []).append(place)

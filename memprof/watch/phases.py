@@ -22,9 +22,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -40,6 +40,9 @@ _PER_STEP = (PhaseKind.FORWARD, PhaseKind.BACKWARD, PhaseKind.EVALUATION, PhaseK
 
 class Phases:
     """Recognises phases, and begins them.
+
+    Its state is one: each event's meaning depends on what came before, so that it has more methods and attributes
+    than other classes.
 
     Args:
         begin: told each phase that begins: kind, step, micro-batch.
@@ -97,16 +100,16 @@ class Phases:
     # -- what happens -----------------------------------------------------------------------------------------------
 
     def building(self) -> None:
-        """The program starts: it builds its model."""
+        """Begin the phase in which the program builds its model."""
         self._begin(PhaseKind.MODEL)
 
     def built(self) -> None:
-        """What follows is no longer the model's construction."""
+        """End the model's construction."""
         if self._now().kind is PhaseKind.MODEL:
             self._begin(PhaseKind.OTHER)
 
     def forward(self, module: nn.Module) -> None:
-        """`module` is called from outside all others."""
+        """See `module` called from outside all others."""
         if not self.recognises or autograd.current_graph_task_id() != -1:
             return
         if next(module.parameters(), None) is None:  # a loss, an activation: part of what is going on
@@ -136,17 +139,14 @@ class Phases:
 
     def _learns(self, module: nn.Module) -> bool:
         """Return whether it is trained by an optimizer, if there is one, or by the program itself: a teacher is not."""
-        steps_on = {
-            id(one) for optimizer in self.optimizers for group in optimizer.param_groups for one in group["params"]
-        }
-        return (
-            any(id(one) in steps_on for one in module.parameters())
-            if steps_on
-            else bool(self.backwards and _is_trained(module))
-        )
+        groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)
+        steps_on = {id(one) for group in groups for one in group["params"]}
+        if not steps_on:
+            return bool(self.backwards and _is_trained(module))
+        return any(id(one) in steps_on for one in module.parameters())
 
     def backward(self) -> None:
-        """A backward pass begins."""
+        """See a backward pass begin."""
         self.backwards += 1
         if self.recognises and not self.forwards and self._updated and not self._ended:
             self._end_step(None)
@@ -155,12 +155,12 @@ class Phases:
         self._begin(PhaseKind.BACKWARD)
 
     def after_backward(self, *, accumulates: bool) -> None:
-        """It has ended; it `accumulates` in `.grad`, or is a torch.autograd.grad (as of MAML's inner loop)."""
+        """See it end: it `accumulates` in `.grad`, or is a torch.autograd.grad (as of MAML's inner loop)."""
         self._ran_backward = self._ran_backward or accumulates or not self.optimizers
         self.go_on()
 
     def go_on(self) -> None:
-        """What was recognised is over: the program's own code goes on, or the optimizer that was given it to run."""
+        """Go on with the program's own code, or the optimizer that was given what was recognised to run."""
         self._begin(PhaseKind.OPTIMIZER_STEP if self.is_stepping else PhaseKind.OTHER)
 
     @property
@@ -169,28 +169,27 @@ class Phases:
         return self._outermost() is not None
 
     def forward_raised(self, error: BaseException) -> None:
-        """A module that was called from outside all others has raised."""
+        """See a module raise that was called from outside all others."""
         if self.recognises and autograd.current_graph_task_id() == -1:
             self.on_raise(error)
             self.go_on()
 
     @property
     def awaits_update(self) -> bool:
-        """Return whether the program may update its parameters itself: a backward pass has run, no optimizer is at
-        work."""
+        """Return whether the program may update its parameters itself: after a backward, with no optimizer at work."""
         return self.recognises and self._ran_backward and not self._ended and not self.is_stepping
 
     def updated(self) -> None:
-        """The program itself has updated parameters; the phase that is running was renamed to an optimizer's step."""
+        """Note that the program itself has updated parameters; the phase was renamed to an optimizer's step."""
         self._updated = self.updates_itself = True
 
     def after_update(self) -> None:
-        """What runs now comes after such a step."""
+        """End such a step."""
         self._begin(PhaseKind.OTHER)
 
     @contextlib.contextmanager
     def inside(self, kind: PhaseKind) -> Iterator[None]:
-        """What runs inside is this phase, and what was going on goes on afterwards."""
+        """Run what is inside as this phase; what was going on goes on afterwards."""
         before = self._now()
         if not self.recognises or before.kind is kind:
             yield
@@ -236,8 +235,7 @@ class Phases:
         return prepare
 
     def wrap_whole_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the replacement for the `step` of what is no optimizer of torch's and steps such ones, be it in
-        parts."""
+        """Return a replacement for the `step` of what is no optimizer of torch's and steps such ones."""
 
         def step(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
             self._before_step(optimizer, args, kwargs)
@@ -250,8 +248,7 @@ class Phases:
         return self._wrap_step(step)
 
     def _wrap_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the replacement for the `step` of an optimizer, to see that it raises: torch's hooks are not told of
-        it."""
+        """Return a replacement for an optimizer's `step` that sees it raise: torch's hooks are not told of it."""
 
         @functools.wraps(original)
         def step(*args: Any, **kwargs: Any) -> Any:
@@ -272,7 +269,7 @@ class Phases:
         return step
 
     def _see_raise(self, kind: type) -> None:
-        """From here on, a step of this class of optimizers that raises is seen."""
+        """See steps of this class of optimizers raise, from here on."""
         owner: Any = next(base for base in kind.__mro__ if "step" in vars(base))
         if owner not in self._seen_to_raise:
             self._seen_to_raise.add(owner)
@@ -298,8 +295,7 @@ class Phases:
         yield register_optimizer_step_post_hook(self._after_step)
 
     def patches(self) -> Iterator[Patch]:
-        """Yield the patches (owner, name, replacement) that see what has no hook. Backward passes are the caller's to
-        see."""
+        """Yield patches (owner, name, replacement) that see what has no hook; the caller sees backward passes."""
         yield tensors.apply_of_module.patch(self._wrap(tensors.apply_of_module.get(), PhaseKind.MODEL))
         yield torch, "save", self._wrap(torch.save, PhaseKind.CHECKPOINT)
         yield Optimizer, "__init__", self._wrap_optimizer(Optimizer.__init__)
@@ -307,15 +303,14 @@ class Phases:
             if getattr(vars(kind).get("step"), "hooked", False):  # torch's hooks are in it: there have been such
                 self._see_raise(kind)
 
-    def of_imports(self) -> Mapping[str, Callable[[], Iterator[Patch]]]:
+    def of_imports(self) -> Mapping[str, Callable[[ModuleType], Iterator[Patch]]]:
         """Return the patches of libraries, by the module that has to be imported first."""
 
-        def generation() -> Iterator[Patch]:
-            mixin = sys.modules["transformers.generation.utils"].GenerationMixin
+        def generation(module: ModuleType) -> Iterator[Patch]:
+            mixin = module.GenerationMixin
             yield mixin, "generate", self._wrap_generate(mixin.generate)
 
-        def saving() -> Iterator[Patch]:
-            module = sys.modules["safetensors.torch"]
+        def saving(module: ModuleType) -> Iterator[Patch]:
             yield module, "save_file", self._wrap(module.save_file, PhaseKind.CHECKPOINT)
 
         return {"transformers.generation.utils": generation, "safetensors.torch": saving}

@@ -58,8 +58,7 @@ class StorageTable:
     # -- what is there ----------------------------------------------------------------------------------------------
 
     def index_of(self, tensor: torch.Tensor) -> int:
-        """Return the index in the trace of the living storage below `tensor`, which may be any that the program has;
-        NONE if that is not known."""
+        """Return the index in the trace of the living storage below any `tensor`; NONE if that is not known."""
         try:
             return self.live.get(unwrapped(tensor).untyped_storage()._cdata, NONE)
         except (NotImplementedError, RuntimeError):  # it has none: sparse, or a subclass around others

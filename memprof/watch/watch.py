@@ -17,7 +17,7 @@ from torch.nn.modules.module import (
 )
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from memprof.patching.patch_set import Patch, PatchSet
+from memprof.patching.patch_set import PatchSet
 from memprof.torch_private import autograd, tensors
 from memprof.trace.events import Owner, Phase, PhaseKind, Role, Trace
 from memprof.watch import zero
@@ -34,7 +34,7 @@ class Watch(ABC):
     """What a simulated and a measured device see of the program that runs on them.
 
     A device says how it records: a phase that begins (`begin_phase`), and a tensor whose role is known (`claim`).
-    Allocations are its own to see.
+    Allocations are its own to see. Of its 26 methods a device overrides or calls half.
     """
 
     def __init__(self) -> None:
@@ -63,15 +63,15 @@ class Watch(ABC):
 
     @abstractmethod
     def begin_phase(self, kind: PhaseKind, step: int, micro_batch: int) -> None:
-        """From here on, what happens belongs to this phase."""
+        """Begin a phase, to which what happens from here on belongs."""
 
     @abstractmethod
     def claim(self, tensor: torch.Tensor, owner: Owner) -> None:
-        """`tensor` has this role."""
+        """Give `tensor` this role."""
 
     @abstractmethod
     def claim_input(self, tensor: torch.Tensor) -> None:
-        """`tensor` was given to a model: it is input, unless a model's own code made it."""
+        """Note that `tensor` was given to a model: it is input, unless a model's own code made it."""
 
     def parts(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Return the tensors that a quantized `tensor` keeps beside its own data, or instead of it."""
@@ -85,7 +85,7 @@ class Watch(ABC):
 
     @contextlib.contextmanager
     def phase(self, kind: PhaseKind, step: int = 0, micro_batch: int = 0) -> Iterator[None]:
-        """What runs inside is this phase; a workload that knows its phases names them, and none are guessed."""
+        """Run what is inside as this phase; a workload that knows its phases names them, and none are guessed."""
         recognised, self.phases.recognises = self.phases.recognises, False
         before = self.current_phase
         self.begin_phase(kind, step, micro_batch)
@@ -99,14 +99,14 @@ class Watch(ABC):
             self.begin_phase(*before)
 
     def adopt(self, root: nn.Module) -> None:
-        """`root` is a model of this run: its parameters and buffers are named after it."""
+        """Name parameters and buffers after `root`, a model of this run."""
         if not any(known() is root for known in self._roots):
             self._roots.append(weakref.ref(root))
         self.modules.add_root(root)
         self._name_parameters()
 
     def assume(self, sentence: str) -> None:
-        """The run rests on this; said once."""
+        """Note once what the run rests on."""
         self._assumptions.setdefault(sentence)
 
     def phase_of(self, error: BaseException) -> Phase:
@@ -125,9 +125,8 @@ class Watch(ABC):
     def _watch_program(self) -> None:
         """Patch and hook whatever shows what the program does."""
         self._patches.set_all(self.phases.patches())
-        imports = {**self.phases.of_imports(), **zero.of_imports(self.phases, self.claim)}
-        for name, of in imports.items():
-            self._patches.on_import(name, functools.partial(_ignoring_module, of))
+        for name, patches in {**self.phases.of_imports(), **zero.of_imports(self.phases, self.claim)}.items():
+            self._patches.on_import(name, patches)
         self._patches.set(nn.Module, "__call__", self.wrap_module_call(nn.Module.__call__))
         self._patch_moves()
         for register, role in (
@@ -142,7 +141,7 @@ class Watch(ABC):
             self._stack.callback(handle.remove)
 
     def _phase_recognised(self, kind: PhaseKind, step: int, micro_batch: int) -> None:
-        """A phase begins in a program that does not name its own."""
+        """Begin a phase in a program that does not name its own."""
         self.begin_phase(kind, step, micro_batch)
 
     @property
@@ -151,14 +150,14 @@ class Watch(ABC):
         return self.phases.recognises and autograd.current_graph_task_id() == -1
 
     def _outermost_call(self, module: nn.Module, index: int, args: Any, kwargs: Any) -> None:
-        """A module is called from outside all others."""
+        """See a module called from outside all others."""
         self.phases.forward(module)
         if self._recognizes_calls and next(module.parameters(), None) is not None:  # a loss has none
             with torch.DisableTorchFunction():
                 self._claim_inputs((*args, *kwargs.values()))
 
     def _claim_inputs(self, values: Iterable[Any]) -> None:
-        """What a program makes outside its models and gives to one is input; results of models are not."""
+        """Claim as input what a program makes outside its models and gives to one; results of models are none."""
         for value in values:
             if isinstance(value, (list, tuple)):
                 self._claim_inputs(value)
@@ -171,7 +170,7 @@ class Watch(ABC):
         vars(error).setdefault(_PHASE, self.current_phase)  # the innermost phase knows best
 
     def _patch_moves(self) -> None:
-        """A module that is moved has weights, be it called or not: an average, a model whose parts are called."""
+        """Claim weights of a module that is moved, be it called or not: an average, a model whose parts are called."""
         original = tensors.apply_of_module.get()
         inside = False
 
@@ -190,13 +189,13 @@ class Watch(ABC):
         self._patches.set(*tensors.apply_of_module.patch(_apply))
 
     def _note_registered(self, role: Role, module: nn.Module, name: str, tensor: torch.Tensor | None) -> None:
-        """A module is given a weight, by which it is known if the run ends before the module is called."""
+        """Note a module's weight, by which it is known if the run ends before the module is called."""
         if tensor is not None and self.current_phase.kind in _BUILDS:
             # Not the tensor: torch swaps no weight that is referred to weakly, as it does to spread one over ranks.
             self._registered[id(module), name] = weakref.ref(module), role
 
     def _claim_registered(self) -> None:
-        """The run may end here: what modules have is theirs, be they called or not."""
+        """Claim what modules have, be they called or not: the run may end here."""
         for (_, name), (known, role) in list(self._registered.items()):
             module = known()
             held = {} if module is None else module._parameters if role is Role.PARAMETER else module._buffers
@@ -235,7 +234,7 @@ class Watch(ABC):
     # -- names ------------------------------------------------------------------------------------------------------
 
     def _claim_unnamed(self, tensors: Iterable[torch.Tensor], role: Role) -> None:
-        """Their role is known, and their names not yet."""
+        """Claim tensors whose role is known, and their names not yet."""
         for tensor in tensors:
             for part in (tensor, *self.parts(tensor)):
                 self.claim(part, Owner(role, ""))
@@ -252,8 +251,8 @@ class Watch(ABC):
                     name = own_name(full_name)
                     for part in (parameter, *self.parts(parameter)):
                         self.claim(part, Owner(Role.PARAMETER, name))
-                    for part in zero.part(parameter):
-                        self.claim(part, Owner(Role.PARAMETER, ""))
+                    if (own := getattr(parameter, "ds_tensor", None)) is not None:  # a rank's part (zero.py)
+                        self.claim(own, Owner(Role.PARAMETER, ""))
                     if parameter.grad is not None:
                         self.claim(parameter.grad, Owner(Role.GRADIENT, name))
                 for name, buffer in root.named_buffers():
@@ -283,18 +282,13 @@ class Watch(ABC):
             self._roots.clear()
 
 
-def _ignoring_module(of: Callable[[], Iterable[Patch]], module: object) -> Iterable[Patch]:
-    return of()
-
-
 def _is_weight_or_made(tensor: torch.Tensor) -> bool:
     """Return whether it is a parameter, or was made of one."""
     return isinstance(tensor, nn.Parameter) or tensor.grad_fn is not None
 
 
 def _leaves(results: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the tensors that a backward pass of `results` gives gradients to: weights, in a program without
-    modules."""
+    """Return the tensors that a backward of `results` gives gradients to: weights, in a program without modules."""
     waiting: list[Any] = [result.grad_fn for result in results]
     seen: set[Any] = {None}
     found = []

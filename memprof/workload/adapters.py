@@ -6,6 +6,7 @@ import contextlib
 import fnmatch
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 from torch import nn
 
@@ -59,20 +60,20 @@ def add_lora(model: nn.Module, spec: TargetSpec, source: ModelSource) -> nn.Modu
         target_modules=target_modules(spec.lora_targets),
         task_type=_TASK_TYPES.get(source.task),
     )
-    if source.stored is not None and not source.stored.is_bitsandbytes:
-        config._register_custom_module(_on_packed_layers())
     if source.stored is not None and source.stored.is_bitsandbytes:
         model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+    elif source.stored is not None:  # for packed layers PEFT finds its own where GPTQModel is installed
+        from peft.tuners.lora.awq import AwqLoraLinear
+        from peft.tuners.lora.gptq import GPTQLoraLinear
+
+        adapter_of: dict[str, Any] = {"gptq": GPTQLoraLinear, "awq": AwqLoraLinear}
+        config._register_custom_module({kind: adapter_of[method] for (method, _), kind in KERNELS.items()})
     with adapting(_NAMED):
         return peft.get_peft_model(model, config)
 
 
 def check_known(spec: TargetSpec, source: ModelSource) -> None:
-    """What PEFT says, before the model is built, of an architecture that it knows no targets for.
-
-    Raises:
-        UsageError: it knows none, and none are named.
-    """
+    """Raise UsageError, before the model is built, if none are named and PEFT knows no targets for the architecture."""
     from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as KNOWN
 
     kind = (source.config or {}).get("model_type")
@@ -84,14 +85,6 @@ def check_known(spec: TargetSpec, source: ModelSource) -> None:
     empty.config = {"model_type": kind}  # type: ignore[assignment]
     with adapting(_NAMED):
         peft.get_peft_model(empty, peft.LoraConfig())
-
-
-def _on_packed_layers() -> dict[type[nn.Module], type[nn.Module]]:
-    """Layer of a GPTQ or AWQ checkpoint -> PEFT's, which it finds by itself where GPTQModel is installed."""
-    from peft.tuners.lora.awq import AwqLoraLinear
-    from peft.tuners.lora.gptq import GPTQLoraLinear
-
-    return {kind: GPTQLoraLinear if method == "gptq" else AwqLoraLinear for (method, _), kind in KERNELS.items()}
 
 
 def target_modules(names: str | None) -> str | list[str] | None:

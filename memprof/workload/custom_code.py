@@ -15,8 +15,7 @@ from memprof.patching.patch_set import PatchSet
 
 
 def reference_of(config: Mapping[str, Any], architecture: str) -> str | None:
-    """Return the code that a configuration names for its class, such as `modeling_x.XForCausalLM`; None: there is
-    none."""
+    """Return the code that a configuration names for its class, such as `modeling_x.XForCausalLM`, or None."""
     named = config.get("auto_map")
     if not isinstance(named, Mapping):
         return None

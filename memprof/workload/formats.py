@@ -53,13 +53,12 @@ def asked_format(spec: TargetSpec) -> Stored | None:
         return Stored(name, {**config, "bnb_4bit_use_double_quant": spec.double_quant})
     if name in GGUF_FORMATS:
         return Stored(name, {"quant_method": "gguf"})
+    if name == "mxfp4":
+        return Stored(name, {"quant_method": name})
+    if name == "fp8":
+        return Stored(name, {"quant_method": name, "weight_block_size": [GROUP, GROUP]})
     method, _, bits = name.partition("-int")
-    if not bits:
-        return Stored(name, {"quant_method": name, "weight_block_size": [GROUP, GROUP]} if name == "fp8" else _MXFP4)
     return Stored(name, {"quant_method": method, "bits": int(bits), "group_size": GROUP, "desc_act": False})
-
-
-_MXFP4 = {"quant_method": "mxfp4"}
 
 
 def checkpoint_format(config: Mapping[str, Any], where: str) -> Stored | None:
@@ -85,11 +84,7 @@ def checkpoint_format(config: Mapping[str, Any], where: str) -> Stored | None:
 
 
 def check_use(stored: Stored, spec: TargetSpec) -> None:
-    """Whether a checkpoint's format goes with the rest of `spec`, as --quantize is checked by the spec itself.
-
-    Raises:
-        UsageError: it does not.
-    """
+    """Raise UsageError if a checkpoint's format does not go with `spec`, which checks its own --quantize itself."""
     if not stored.from_checkpoint:
         return
     if spec.quantize is not None:
@@ -128,28 +123,18 @@ def _bitsandbytes(said: Mapping[str, Any], config: Mapping[str, Any], problems: 
     return "int8"
 
 
-def _gptq(said: Mapping[str, Any], config: Mapping[str, Any], problems: list[str]) -> str:
-    return _packed(said, config, problems, bits=(4, 8), formats=("gptq", "gptq_v2"), kernels=("marlin", "triton"))
+_LAYOUTS = {"gptq": ("gptq", "gptq_v2"), "awq": ("gemm",)}  # in a file
+_BITS_OF = {"gptq": (4, 8), "awq": (4,)}
+_KERNELS = {"gptq": ("marlin", "triton"), "awq": ("marlin", "gemm")}  # of GPTQModel, those that are known here
 
 
-def _awq(said: Mapping[str, Any], config: Mapping[str, Any], problems: list[str]) -> str:
-    return _packed({"bits": 4, **said}, config, problems, bits=(4,), formats=("gemm",), kernels=("marlin", "gemm"))
-
-
-def _packed(
-    said: Mapping[str, Any],
-    config: Mapping[str, Any],
-    problems: list[str],
-    *,
-    bits: tuple[int, ...],
-    formats: tuple[str, ...],
-    kernels: tuple[str, ...],
-) -> str:
-    """GPTQ and AWQ; `formats` are their layouts in a file, `kernels` those of GPTQModel that are known here."""
-    if said["quant_method"] == "gptq" and not said.get("sym", True):
+def _packed(said: Mapping[str, Any], config: Mapping[str, Any], problems: list[str]) -> str:
+    method = said["quant_method"]
+    formats, bits = _LAYOUTS[method], said.get("bits", 4 if method == "awq" else None)
+    if method == "gptq" and not said.get("sym", True):
         problems.append("sym False")
-    if said.get("bits") not in bits:
-        problems.append(f"bits {said.get('bits')!r}")
+    if bits not in _BITS_OF[method]:
+        problems.append(f"bits {bits!r}")
     group = said.get("group_size", GROUP)
     if not isinstance(group, int) or (group != -1 and group not in (32, 64, 128)):
         problems.append(f"group_size {group!r}")
@@ -157,11 +142,11 @@ def _packed(
     if str(layout).lower() not in formats:
         problems.append(f"format {layout!r}")
     kernel = said.get("backend") or "auto"
-    if kernel not in ("auto", "auto_trainable", "autoawq", *kernels):
+    if kernel not in ("auto", "auto_trainable", "autoawq", *_KERNELS[method]):
         problems.append(f"backend {kernel!r}")
     if any(config.get(key) for key in ("num_local_experts", "num_experts", "n_routed_experts")):
         problems.append("a mixture of experts")
-    return f"{said['quant_method']}-int{said.get('bits')}"
+    return f"{method}-int{bits}"
 
 
 def _fp8(said: Mapping[str, Any], config: Mapping[str, Any], problems: list[str]) -> str:
@@ -184,7 +169,7 @@ def _mxfp4(said: Mapping[str, Any], config: Mapping[str, Any], problems: list[st
 
 
 _READERS: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any], list[str]], str]] = {
-    "bitsandbytes": _bitsandbytes, "gptq": _gptq, "awq": _awq, "fp8": _fp8, "mxfp4": _mxfp4,
+    "bitsandbytes": _bitsandbytes, "gptq": _packed, "awq": _packed, "fp8": _fp8, "mxfp4": _mxfp4,
 }  # fmt: skip
 # Method -> its entries that are followed.
 _OBEYED: dict[str, frozenset[str]] = {

@@ -47,8 +47,7 @@ class Lengths(NamedTuple):
     multiple: int = 1  # what a batch is padded to a multiple of
 
     def batches(self, batch_size: int, longest: int) -> Iterator[tuple[list[int], int]]:
-        """Yield batches without end: the lengths of their samples, cut at `longest`, and how long they are with
-        padding."""
+        """Yield batches without end: lengths of samples, cut at `longest`, and the batch's length with padding."""
         generator = random.Random(0)
         samples = self.draw(generator)
         while True:
@@ -122,11 +121,6 @@ def _of_dataset(lengths: list[int]) -> Callable[[random.Random], Iterator[int]]:
 
 
 def _read(path: Path) -> list[int]:
-    """Return the lengths in a file.
-
-    Raises:
-        UsageError: there is no such file, or something else is in it.
-    """
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:

@@ -195,7 +195,9 @@ def _from_mapping(name: str, config: dict[str, Any], spec: TargetSpec, *, where:
     notes = [f"Model: {name} as {architecture}.", *why]
     find_classes = functools.partial(_classes, architecture, str(config.get("model_type")))
     reference = reference_of(config, architecture)
-    if reference is not None and (spec.trust_remote_code or not _has_class(architecture)):
+    if reference is not None and (
+        spec.trust_remote_code or not hasattr(importlib.import_module("transformers"), architecture)
+    ):
         notes.append(check_trusted(reference, where, trusted=spec.trust_remote_code))
         find_classes = functools.partial(load_classes, config, reference, where, offline=not _hub_answers())
     config = {key: value for key, value in config.items() if key != "auto_map"}
@@ -278,11 +280,7 @@ def _hugging_face(
 
 
 def _check_dtype(name: str, config: Mapping[str, Any], spec: TargetSpec) -> None:
-    """Whether the checkpoint has a dtype that can be built, where no other is asked for.
-
-    Raises:
-        UsageError: it has not.
-    """
+    """Raise UsageError if the checkpoint has a dtype that cannot be built, and no other is asked for."""
     dtype = config.get("dtype") or config.get("torch_dtype") or "float32"
     if spec.dtype is None and spec.amp is None and dtype not in DTYPES:
         raise UsageError(
@@ -290,12 +288,6 @@ def _check_dtype(name: str, config: Mapping[str, Any], spec: TargetSpec) -> None
             value=f"{name}: dtype is {dtype!r}",
             hint=f"mend that entry, or give --dtype {'|'.join(DTYPES)}",
         )
-
-
-def _has_class(architecture: str) -> bool:
-    import transformers
-
-    return hasattr(transformers, architecture)
 
 
 def _classes(architecture: str, model_type: str) -> tuple[Any, Any]:
@@ -354,7 +346,7 @@ def _dtype(checkpoint: str, spec: TargetSpec, stored: Stored | None = None) -> t
 
 
 def _from_factory(target: str, factory: str, spec: TargetSpec) -> ModelSource:
-    module = _import_file(Path(target).expanduser()) if target.endswith(".py") else _import_module(target)
+    module = _import_module(target)
     function = getattr(module, factory, None)
     if not callable(function):
         names = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
@@ -401,46 +393,39 @@ def _from_factory(target: str, factory: str, spec: TargetSpec) -> ModelSource:
     )
 
 
-def _import_file(path: Path) -> ModuleType:
-    if not path.is_file():
-        raise UsageError("no such file", value=path, hint="give the path of a Python file, then :factory")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    # Its own imports resolve as if it were run as a script.
-    sys.path.insert(0, str(path.resolve().parent))
-    sys.modules[path.stem] = module
-    try:
-        with may_not_leave(str(path)):
-            spec.loader.exec_module(module)
-    except (MemprofError, KeyboardInterrupt):
-        raise
-    except BaseException as error:
-        raise _import_failed(str(path), error) from error
-    finally:
-        sys.path.pop(0)
-    return module
-
-
 def _import_module(name: str) -> ModuleType:
-    sys.path.insert(0, "")
+    """Import the user's module or file `name`; its own imports resolve as if it were run as a script.
+
+    Raises:
+        UsageError: there is no such file, or its import fails.
+    """
+    path = Path(name).expanduser()
+    is_file = name.endswith(".py")
+    if is_file and not path.is_file():
+        raise UsageError("no such file", value=path, hint="give the path of a Python file, then :factory")
+    shown = str(path) if is_file else name
+    folder = str(path.resolve().parent) if is_file else ""
+    sys.path.insert(0, folder)
     try:
-        with may_not_leave(name):
-            return importlib.import_module(name)
+        with may_not_leave(shown):
+            if not is_file:
+                return importlib.import_module(name)
+            spec = importlib.util.spec_from_file_location(path.stem, path)
+            assert spec is not None and spec.loader is not None
+            module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+            return module
     except (MemprofError, KeyboardInterrupt):
         raise
     except BaseException as error:
-        raise _import_failed(name, error) from error
+        raise UsageError(
+            f"{shown} cannot be imported",
+            value=f"{type(error).__name__}: {first_line(error)}",
+            hint="run it with python first; --debug shows the traceback",
+        ) from error
     finally:
-        sys.path.remove("")
-
-
-def _import_failed(name: str, error: BaseException) -> UsageError:
-    return UsageError(
-        f"{name} cannot be imported",
-        value=f"{type(error).__name__}: {first_line(error)}",
-        hint="run it with python first; --debug shows the traceback",
-    )
+        with contextlib.suppress(ValueError):  # it has taken that away itself
+            sys.path.remove(folder)
 
 
 def _where(error: BaseException) -> str:

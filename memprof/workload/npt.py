@@ -38,7 +38,9 @@ class NptComponent(nn.Module):
         recompute: whether parts are computed again in the backward. Without, autograd keeps what they saved.
     """
 
-    def __init__(self, d_model: int, d_ffn: int, *, mode: str, chunk: int, recompute: bool = True) -> None:
+    def __init__(
+        self, d_model: int, d_ffn: int, *, mode: str = "low-rank", chunk: int = 16, recompute: bool = True
+    ) -> None:
         super().__init__()
         self.d_model, self.d_ffn = d_model, d_ffn
         self.mode, self.chunk, self.recompute = mode, chunk, recompute
@@ -99,24 +101,18 @@ class ModulatedDelta(NptComponent):
     Args:
         rank: R.
         init: orthogonal, or fast (see `fill_orthogonal` and `fill_fast`).
-        options: dtype and device of the parameters; the others are those of NptComponent.
+        dtype: of the parameters.
+        device: of the parameters.
+        options: those of NptComponent.
     """
 
     def __init__(
-        self,
-        d_model: int,
-        d_ffn: int,
-        rank: int,
-        *,
-        mode: str = "low-rank",
-        chunk: int = 16,
-        init: str = "orthogonal",
-        recompute: bool = True,
+        self, d_model: int, d_ffn: int, rank: int, *, init: str = "orthogonal", dtype: Any = None, device: Any = None,
         **options: Any,
-    ) -> None:
-        super().__init__(d_model, d_ffn, mode=mode, chunk=chunk, recompute=recompute)
-        self.A = nn.Parameter(torch.empty(d_model, rank, **options))
-        self.B = nn.Parameter(torch.empty(rank, d_ffn, **options))
+    ) -> None:  # fmt: skip
+        super().__init__(d_model, d_ffn, **options)
+        self.A = nn.Parameter(torch.empty(d_model, rank, dtype=dtype, device=device))
+        self.B = nn.Parameter(torch.empty(rank, d_ffn, dtype=dtype, device=device))
         self.reset_parameters(init)
 
     def reset_parameters(self, init: str) -> None:
@@ -153,30 +149,19 @@ class RankOneDeltas(NptComponent):
         rank: R.
         num_ranks: N.
         combine: sequential, batched or merged; may be changed between calls.
-        init: orthogonal, or fast (see `fill_orthogonal` and `fill_fast`).
-        options: dtype and device of the parameters; the others are those of NptComponent.
+        init, dtype, device, options: as in ModulatedDelta.
     """
 
     def __init__(
-        self,
-        d_model: int,
-        d_ffn: int,
-        rank: int,
-        num_ranks: int,
-        *,
-        mode: str = "low-rank",
-        combine: str = "merged",
-        chunk: int = 16,
-        init: str = "fast",
-        recompute: bool = True,
-        **options: Any,
-    ) -> None:
-        super().__init__(d_model, d_ffn, mode=mode, chunk=chunk, recompute=recompute)
+        self, d_model: int, d_ffn: int, rank: int, num_ranks: int, *, combine: str = "merged", init: str = "fast",
+        dtype: Any = None, device: Any = None, **options: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(d_model, d_ffn, **options)
         self.combine = combine
         # Laid out so that all components together are one matrix, without a copy.
-        self.down = nn.Parameter(torch.empty(d_model, num_ranks, rank, **options))
-        self.up_model = nn.Parameter(torch.empty(d_model, num_ranks, rank, **options))
-        self.up_ffn = nn.Parameter(torch.empty(num_ranks, rank, d_ffn, **options))
+        self.down = nn.Parameter(torch.empty(d_model, num_ranks, rank, dtype=dtype, device=device))
+        self.up_model = nn.Parameter(torch.empty(d_model, num_ranks, rank, dtype=dtype, device=device))
+        self.up_ffn = nn.Parameter(torch.empty(num_ranks, rank, d_ffn, dtype=dtype, device=device))
         self.reset_parameters(init)
 
     def reset_parameters(self, init: str) -> None:

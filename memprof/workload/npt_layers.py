@@ -80,8 +80,7 @@ def add_npt(model: nn.Module, spec: TargetSpec) -> list[str]:
 
 
 def make_component(spec: TargetSpec, d_model: int, d_ffn: int, **options: Any) -> NptComponent:
-    """Return the component that `spec` describes, for a weight [d_model x d_ffn]; `options` are its dtype and
-    device."""
+    """Return the component that `spec` describes for a weight [d_model x d_ffn]; `options`: its dtype and device."""
     assert spec.npt is not None and spec.npt_rank is not None and spec.npt_init is not None
     assert spec.npt_chunk is not None
     common = {"mode": spec.npt, "chunk": spec.npt_chunk, "init": spec.npt_init, **options}

@@ -151,17 +151,20 @@ def _of_sizes(sizes: Mapping[str, tuple[int, ...]], gpus: int, text: str) -> Pla
         if not rest and not {"ddp", "fsdp", "hsdp"} & sizes.keys():
             hint += f", or --parallel {text},fsdp={left}"
         raise UsageError(f"the plan is for {given} ranks, and there are {gpus}", value=f"--parallel {text}", hint=hint)
-    of = {kind: numbers or (left,) for kind, numbers in sizes.items()}
-    replicas, shards = of.get("hsdp", (of.get("ddp", (1,))[0], of.get("fsdp", (1,))[0]))
-    return Plan(
-        stages=of.get("pp", (1,))[0],
-        replicate=replicas,
-        shard=shards,
-        context=of.get("cp", (1,))[0],
-        ulysses=of.get("ulysses", (1,))[0],
-        tensor=of.get("tp", (1,))[0],
-        sharded="fsdp" in of or "hsdp" in of,
-    )
+    field_of = {
+        "pp": "stages",
+        "ddp": "replicate",
+        "fsdp": "shard",
+        "cp": "context",
+        "ulysses": "ulysses",
+        "tp": "tensor",
+    }
+    ranks: dict[str, Any] = {
+        field_of[kind]: numbers[0] if numbers else left for kind, numbers in sizes.items() if kind != "hsdp"
+    }
+    if "hsdp" in sizes:
+        ranks["replicate"], ranks["shard"] = sizes["hsdp"]
+    return Plan(**ranks, sharded="fsdp" in sizes or "hsdp" in sizes)
 
 
 def _with(plan: Plan, kind: str, option: str) -> Plan:
@@ -189,7 +192,8 @@ def check_plan(plan: Plan, spec: TargetSpec, task: str, config: Mapping[str, Any
     text = f"--parallel {spec.parallel}"
     if plan.layers > 1:
         _check_layers(plan, spec, config, text)
-    inner = [kind for kind, ranks in _inner(plan).items() if ranks > 1]
+    ranks_of = {"tp": plan.tensor, "cp": plan.context, "ulysses": plan.ulysses, "pp": plan.stages}
+    inner = [kind for kind, ranks in ranks_of.items() if ranks > 1]
     if inner and (config is None or task != "causal-lm"):
         raise UsageError(
             f"{inner[0]} is for causal language models of transformers",
@@ -261,7 +265,3 @@ def _check_attention(plan: Plan, spec: TargetSpec, text: str) -> None:
         raise UsageError("eager attention does not exchange heads for tokens", value=value, hint="--attention sdpa")
     if kind.startswith("nsa") and (plan.tensor > 1 or plan.sequence > 1 or plan.stages > 1):
         raise UsageError("native sparse attention is not divided among ranks", value=value, hint=f"fsdp={plan.size}")
-
-
-def _inner(plan: Plan) -> dict[str, int]:
-    return {"tp": plan.tensor, "cp": plan.context, "ulysses": plan.ulysses, "pp": plan.stages}

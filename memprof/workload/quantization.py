@@ -104,14 +104,15 @@ def load_quantized(
     if not stored.is_bitsandbytes:
         return stored_weights.load_stored(model_class, configuration, arguments, stored, spec)
 
-    checkpoint = model_class._from_config(configuration, **arguments)
-    state = _as_saved(checkpoint)
-    del checkpoint
+    config = dict(stored.config)
+    if not stored.from_checkpoint and stored.name != "int8":
+        config["bnb_4bit_compute_dtype"] = arguments["dtype"] if spec.amp is None else getattr(torch, spec.amp)
+    state = _as_saved(model_class._from_config(configuration, **arguments))
     model: nn.Module = model_class.from_pretrained(
         None,
         config=configuration,
         state_dict=state,
-        quantization_config=_configuration(transformers, stored, spec, arguments["dtype"]),
+        quantization_config=transformers.BitsAndBytesConfig.from_dict(config),
         device_map={"": "cuda:0"},
         **arguments,
     )
@@ -166,13 +167,6 @@ def found_loaded(stored: Stored | None, model: nn.Module) -> list[str]:
     return [
         f"transformers unpacked the {stored.name} weights while it loaded them: on this card, or of this model type."
     ]
-
-
-def _configuration(transformers: Any, stored: Stored, spec: TargetSpec, dtype: torch.dtype) -> Any:
-    config = dict(stored.config)
-    if not stored.from_checkpoint and stored.name != "int8":
-        config["bnb_4bit_compute_dtype"] = dtype if spec.amp is None else getattr(torch, spec.amp)
-    return transformers.BitsAndBytesConfig.from_dict(config)
 
 
 def _as_saved(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,6 +18,7 @@ from torch import nn
 from memprof.errors import UsageError
 from memprof.spec import Mode, TargetSpec
 from memprof.torch_private import distributed
+from memprof.workload import quantization
 from memprof.workload.device import Device
 from memprof.workload.layers import find_layers
 from memprof.workload.loss import logits_loss_function
@@ -26,17 +26,13 @@ from memprof.workload.plan import Plan
 from memprof.workload.stages import Pipeline, Stage
 
 _NAMES = ("stages", "replicate", "shard", "sequence", "tensor")
+_STAY_WHOLE = frozenset({"replicate", "replicated_with_grad_allreduce"})
 # Of gradients under FSDP's mixed precision, torchtitan's default (config/job_config.py, mixed_precision_reduce).
 _AUTOCAST_REDUCES_IN = torch.float32
 
 
 class Spread:
-    """A rank's place among the others.
-
-    Args:
-        plan: how the ranks are laid out.
-        rank: which this one is, from 0.
-        spec: what is run.
+    """Rank `rank` (from 0) of those that `plan` lays out.
 
     Raises:
         UsageError: torch was built without torch.distributed.
@@ -89,9 +85,7 @@ class Spread:
         """
         plan = self.plan
         if plan.layers > 1:
-            from memprof.workload.device_map import over_cards
-
-            over_cards(model)
+            _dispatch_layers(model)
             return
         if plan.tensor > 1:
             self._share_tensors(model)
@@ -149,19 +143,14 @@ class Spread:
         }
         said = getattr(model, "tp_plan", None) or {}
         architecture = getattr(model, "architecture", type(model).__name__)
+        hint = f"--parallel fsdp={self.plan.size}"
         if not said:
-            raise UsageError(
-                "transformers has no tensor-parallel plan for this architecture",
-                value=architecture,
-                hint=f"--parallel fsdp={self.plan.size}",
-            )
+            problem = "transformers has no tensor-parallel plan for this architecture"
+            raise UsageError(problem, value=architecture, hint=hint)
         unknown = sorted(set(said.values()) - styles.keys() - _STAY_WHOLE)
         if unknown:
-            raise UsageError(
-                "a part of this architecture's tensor-parallel plan is not here yet",
-                value=f"{architecture}: {unknown[0]}",
-                hint=f"--parallel fsdp={self.plan.size}",
-            )
+            problem = "a part of this architecture's tensor-parallel plan is not here yet"
+            raise UsageError(problem, value=f"{architecture}: {unknown[0]}", hint=hint)
         found = {}
         for name, _ in model.named_modules():
             style = next((style for pattern, style in said.items() if fnmatch.fnmatch(name, pattern)), "")
@@ -180,11 +169,8 @@ class Spread:
 
     @contextlib.contextmanager
     def sharing(self, batch: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Forward and backward on this rank's part of the sequences in `batch`, which is on the card."""
+        """Yield this rank's part of the sequences in `batch`, which is on the GPU, for a forward and backward."""
         plan = self.plan
-        if plan.sequence == 1:
-            yield batch
-            return
         length = batch["input_ids"].shape[1]
         if length % (2 * plan.sequence):
             raise UsageError(
@@ -211,12 +197,8 @@ class Spread:
         # Else positions are out of order, and transformers makes a mask: it takes a sequence for several packed ones.
         options.enable_load_balance = False
         try:
-            with context_parallel(
-                self._of("sequence"),
-                buffers=tensors,
-                buffer_seq_dims=[1] * len(tensors),
-                no_restore_buffers=set(tensors),
-            ):
+            mesh, dims = self._of("sequence"), [1] * len(tensors)
+            with context_parallel(mesh, buffers=tensors, buffer_seq_dims=dims, no_restore_buffers=set(tensors)):
                 yield batch
         finally:
             options.enable_load_balance = balanced
@@ -235,19 +217,31 @@ class Spread:
         return not self.plan.sharded
 
 
-@contextlib.contextmanager
-def quiet_sharding() -> Iterator[None]:
-    """torch warns of the model's output, a view, which nothing here changes in place."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-        yield
+def _dispatch_layers(model: Any) -> None:
+    """Put layers on the GPUs of one process as transformers' `device_map="auto"` does: balanced, by accelerate.
 
+    Raises:
+        UsageError: accelerate is not installed, or the GPUs do not hold all layers.
+    """
+    quantization.require("accelerate")
+    import accelerate
+    from accelerate.utils import get_balanced_memory
 
-_STAY_WHOLE = frozenset({"replicate", "replicated_with_grad_allreduce"})
+    whole = sorted(getattr(model, "_no_split_modules", None) or [])
+    memory = get_balanced_memory(model, no_split_module_classes=whole)
+    found = accelerate.infer_auto_device_map(model, max_memory=memory, no_split_module_classes=whole)
+    beside = sorted(name for name, device in found.items() if device in ("cpu", "disk"))
+    if beside:
+        raise UsageError(
+            "the cards do not hold all layers: the rest would be in host memory",
+            value=f"{len(beside)} of {len(found)} parts, {beside[0]} among them",
+            hint="more cards, or larger ones",
+        )
+    accelerate.dispatch_model(model, found)
 
 
 def _with_positions(batch: dict[str, Any]) -> dict[str, Any]:
-    """With where each token stands, and the label of the token after it: a part of a sequence does not know them."""
+    """Add each token's position and the label of the token after it: a part of a sequence does not know them."""
     ids = batch["input_ids"]
     made = {"input_ids": ids, "position_ids": torch.arange(ids.shape[1], device=ids.device).expand_as(ids).contiguous()}
     labels = batch.get("labels")

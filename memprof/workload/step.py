@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
@@ -31,33 +32,24 @@ if TYPE_CHECKING:
     from memprof.workload.spread import Spread
     from memprof.workload.stages import Pipeline
 
-Place = Callable[[nn.Module], object]
+PlaceModel = Callable[[nn.Module], object]
 # Applies the spec's fixes to a model in host memory, and puts it onto a device; returns an optimizer if one is made.
 # Remedies stand above this package, so that the pipeline hands this in.
 SwitchOn = Callable[
-    [nn.Module, TargetSpec, Callable[[list[nn.Parameter]], "torch.optim.Optimizer | None"], str, Place | None], Any
+    [nn.Module, TargetSpec, Callable[[list[nn.Parameter]], "torch.optim.Optimizer | None"], str, PlaceModel | None], Any
 ]
 
 
 class Workload:
-    """One run of `spec`: build the model, then step.
+    """One run of `spec` with the model `source`: build the model, then step. Its attributes say what was run.
 
-    After `run`, its attributes say what was run.
-
-    Args:
-        source: its model.
-        switch_on: needed if the spec has `fixes`.
+    `switch_on` is needed if the spec has `fixes`.
 
     Raises:
         UsageError: the spec asks for an adapter, and PEFT is not installed.
     """
 
-    def __init__(
-        self,
-        spec: TargetSpec,
-        source: ModelSource,
-        switch_on: SwitchOn | None = None,
-    ) -> None:
+    def __init__(self, spec: TargetSpec, source: ModelSource, switch_on: SwitchOn | None = None) -> None:
         self.spec = spec
         self._switch_on = switch_on
         self.source = source
@@ -96,10 +88,9 @@ class Workload:
         with contextlib.ExitStack() as stack:
             if self.source.task != "custom":
                 stack.enter_context(quiet_transformers())
-            if self._spread is not None:
-                from memprof.workload.spread import quiet_sharding
-
-                stack.enter_context(quiet_sharding())
+            if self._spread is not None:  # torch warns of the model's output, a view, which nothing here changes
+                stack.enter_context(warnings.catch_warnings())
+                warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
             if self.spec.sdpa_backend is not None:
                 stack.enter_context(sdpa_kernel(_SDPA_BACKENDS[self.spec.sdpa_backend]))
             self._build_and_run(device, progress)
@@ -140,7 +131,6 @@ class Workload:
     def _run(
         self, device: Device, model: nn.Module, base: nn.Module, feeder: Feeder, progress: Callable[[str], None]
     ) -> None:
-        """Every step."""
         spec = self.spec
         if spec.mode is Mode.INFERENCE:
             model.eval()
@@ -217,21 +207,20 @@ class Workload:
             device.assume("No KV cache in training (config.use_cache = False, as transformers' Trainer sets it).")
         if not self.spec.activation_checkpointing:
             return
-        for name in ("activation_checkpointing_enable", "gradient_checkpointing_enable"):
-            enable = getattr(base, name, None)
-            if enable is not None:
-                try:
-                    enable()
-                except ValueError as error:
-                    raise UsageError("the model has no activation checkpointing", value=str(error)) from None
-                if self.spec.adapter is not None or self.spec.npt is not None:
-                    adapters.let_gradients_reach_checkpoints(base)
-                return
-        raise UsageError(
-            "--activation-checkpointing does not apply",
-            value=type(base).__name__,
-            hint="the model has no activation_checkpointing_enable(); call torch.utils.checkpoint in its forward",
-        )
+        enable = getattr(base, "activation_checkpointing_enable", None)
+        enable = enable or getattr(base, "gradient_checkpointing_enable", None)
+        if enable is None:
+            raise UsageError(
+                "--activation-checkpointing does not apply",
+                value=type(base).__name__,
+                hint="the model has no activation_checkpointing_enable(); call torch.utils.checkpoint in its forward",
+            )
+        try:
+            enable()
+        except ValueError as error:
+            raise UsageError("the model has no activation checkpointing", value=str(error)) from None
+        if self.spec.adapter is not None or self.spec.npt is not None:
+            adapters.let_gradients_reach_checkpoints(base)
 
     def _micro_batch(
         self,
@@ -242,7 +231,7 @@ class Workload:
         step: int,
         micro_batch: int,
     ) -> None:
-        """One forward and backward; what it leaves behind is the gradients, as in a function of its own."""
+        """Run one forward and backward; what it leaves behind is the gradients, as in a function of its own."""
         with device.phase(PhaseKind.INPUTS, step, micro_batch):
             batch = _moved(feeder.host_batch(), device.name)
         last = micro_batch == self.spec.gradient_accumulation
@@ -264,14 +253,14 @@ class Workload:
     def _own_part(
         self, device: Device, shared: contextlib.ExitStack, batch: dict[str, Any], step: int, micro_batch: int
     ) -> dict[str, Any]:
-        """Return what this rank has of `batch`, until `shared` is left."""
+        """Return this rank's part of `batch`, until `shared` is left."""
         if self._spread is None or self._spread.plan.sequence == 1:
             return batch
         with device.phase(PhaseKind.INPUTS, step, micro_batch):
             return shared.enter_context(self._spread.sharing(batch))
 
     def _pipelined(self, device: Device, feeder: Feeder, step: int) -> None:
-        """Forward and backward of all micro-batches, as the schedule has them."""
+        """Run all micro-batches forward and backward, as the schedule has them."""
         assert self._pipeline is not None and self._spread is not None
         with device.phase(PhaseKind.INPUTS, step):
             made = [feeder.host_batch() for _ in range(self._spread.plan.microbatches)]
@@ -280,7 +269,7 @@ class Workload:
             self._pipeline.step(step, batch["input_ids"], batch["labels"])
 
     def _evaluate(self, device: Device, model: nn.Module, feeder: Feeder, step: int) -> None:
-        """One batch of a validation loop: its outputs and its loss live until the next one."""
+        """Run one batch of a validation loop: its outputs and its loss live until the next one."""
         model.eval()
         with device.phase(PhaseKind.EVALUATION, step):
             batch = _moved(feeder.host_batch(), device.name)
@@ -300,7 +289,7 @@ class Workload:
         return torch.autocast(device, dtype=getattr(torch, self.spec.amp))
 
     def _infer(self, device: Device, model: nn.Module, base: nn.Module, feeder: Feeder, at: tuple[int, int]) -> None:
-        """One forward, or one prompt and what follows it; `at` counts step and micro-batch from 1."""
+        """Run one forward, or one prompt and what follows it; `at` counts step and micro-batch from 1."""
         task = self.source.task
         with device.phase(PhaseKind.INPUTS, *at):
             batch = _moved(feeder.host_batch(), device.name)
@@ -325,7 +314,7 @@ class Workload:
 
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """transformers' notices on building a model are not about the user's run, nor bitsandbytes' on every layer."""
+    """Silence transformers' notices on building a model, and bitsandbytes' on every layer: none is about the run."""
     from transformers.utils import logging as notices
 
     verbosity = notices.get_verbosity()

@@ -41,7 +41,8 @@ def load_stored(
     from transformers.quantizers import auto
 
     if stored.name.startswith("gguf") and configuration.model_type not in _packed_in_gguf():
-        return _unpacked_gguf(model_class, configuration, arguments)
+        unpacked: nn.Module = model_class._from_config(configuration, **arguments)
+        return unpacked.to("cuda:0")
     said = dict(stored.config)
     said.pop("modules_in_block_to_quantize", None)  # for which transformers would look for optimum
     with _taking_the_place(auto, stored, spec, arguments["dtype"]):
@@ -74,11 +75,6 @@ def _packed_in_gguf() -> frozenset[str]:
     known = {"qwen35": "qwen3_5", "qwen35moe": "qwen3_5_moe"}
     types = {known.get(name, name) for name in GGUF_ARCHS}
     return frozenset(types | {f"{name}_text" for name in types})
-
-
-def _unpacked_gguf(model_class: Any, configuration: Any, arguments: dict[str, Any]) -> nn.Module:
-    model: nn.Module = model_class._from_config(configuration, **arguments)
-    return model.to("cuda:0")
 
 
 def number_of_weights(module: Any) -> int | None:
@@ -265,11 +261,7 @@ def _replace_by_packed(quantizer: Any, model: nn.Module, stored: Stored, kernel:
 
 
 def _replace_by_blocks(model: Any, name: str, dtype: torch.dtype) -> None:
-    """Linear layers, embeddings and the head in GGUF blocks, by transformers' own modules.
-
-    Raises:
-        UsageError: a row is no whole number of blocks.
-    """
+    """Replace linear layers, embeddings and the head by transformers' own modules of GGUF blocks."""
     from transformers.integrations.gguf import dequant, kernels, utils
 
     kind = _GGML_TYPES[name.removeprefix("gguf-")]

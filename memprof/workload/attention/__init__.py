@@ -9,12 +9,8 @@ from typing import Any
 from memprof.errors import UsageError
 from memprof.spec import OWN_ATTENTIONS, Mode, TargetSpec
 
-__all__ = ["adapt", "check", "register"]
-
 _FLEXIBLE = ("sliding", "block-sparse")
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
-
-
 _ABOUT = {
     "nsa": "Attention: native sparse attention, whose projections of keys and values are three times the model's; on "
     "the virtual card its three attentions allocate as fused kernels do.",
@@ -27,8 +23,7 @@ _ABOUT = {
 
 
 def check(spec: TargetSpec, name: str, task: str, config: Mapping[str, Any]) -> list[str]:
-    """Return what is to be said of the attention that `spec` asks for in the model `name`; nothing of transformers'
-    own.
+    """Return sentences on the attention that `spec` asks for in the model `name`; none on transformers' own.
 
     Raises:
         UsageError: it is no causal language model, or its attention does what this kind does not.
@@ -68,7 +63,8 @@ def register(kind: str) -> None:
         """Each of these is causal by itself; what is padded stands on the right, where nobody looks."""
 
     flexible = kind in _FLEXIBLE
-    functions = {"nsa": nsa.attention, "nsa-eager": nsa.eager_attention, "linear": linear.attention}
+    eager = functools.partial(nsa.attention, eager=True)
+    functions: dict[str, Any] = {"nsa": nsa.attention, "nsa-eager": eager, "linear": linear.attention}
     AttentionInterface.register(kind, functools.partial(masked.attention, kind) if flexible else functions[kind])
     AttentionMaskInterface.register(kind, functools.partial(masked.mask_of_model, kind) if flexible else no_mask)
 

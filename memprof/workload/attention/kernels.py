@@ -86,8 +86,7 @@ def attend_backward(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, blocks: Tensor | None, output: Tensor, lse: Tensor,
     scale: float, offset: int, length: int, stride: int, window: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the gradients of query, key and value, and what a kernel makes for them first: the sum of gradient x
-    output."""
+    """Return the gradients of query, key and value, and what a kernel makes first: the sum of gradient x output."""
     own = lse.dtype
     delta = (gradient.to(own) * output.to(own)).sum(-1)
     of_query = torch.empty_like(query)
@@ -150,11 +149,8 @@ def choose_blocks(
 
 
 @choose_blocks.register_fake
-def _choose_blocks_fake(
-    query: Tensor, key: Tensor, lse: Tensor, tokens: int, scale: float, offset: int, length: int, stride: int,
-    block: int, count: int,
-) -> Tensor:  # fmt: skip
-    return _chosen(query, key, tokens, block, count)
+def _choose_blocks_fake(query: Tensor, key: Tensor, lse: Tensor, tokens: int, *pattern: Any) -> Tensor:
+    return _chosen(query, key, tokens, *pattern[-2:])
 
 
 def _outputs(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -187,13 +183,10 @@ def _mixed(weights: Tensor, values: Tensor) -> Tensor:
     return torch.einsum(form, weights, values.to(weights.dtype))
 
 
-_Part = tuple[slice, Tensor, Tensor, Tensor, Any]
-
-
 def _parts(
     query: Tensor, key: Tensor, value: Tensor, blocks: Tensor | None, offset: int, length: int, stride: int, window: int
-) -> Iterator[_Part]:
-    """Rows of queries, the keys and values they may see, which they do (B or 1, K or 1, 1, t, L), and those' places."""
+) -> Iterator[tuple[slice, Tensor, Tensor, Tensor, Any]]:
+    """Yield rows of queries, keys and values for them, which they see (B or 1, K or 1, 1, t, L), and their places."""
     (batch, heads, tokens, width), (shared, num_keys) = query.shape, key.shape[1:3]
     each = 4 * batch * heads * (window or num_keys)
     if blocks is not None:
@@ -223,31 +216,26 @@ def _parts(
 # -- what they compute ------------------------------------------------------------------------------------------------
 
 
-def _operations(query: Any, key: Any, value: Any, blocks: Any, length: int, window: int) -> int:
-    """Of the two products of a forward, by shapes: with chosen keys and those of a window; half of compressed ones."""
+def _forward_formula(
+    query: Any, key: Any, value: Any, blocks: Any, scale: float, offset: int, length: int, stride: int, window: int,
+    **kwargs: Any,
+) -> int:  # fmt: skip
+    """Count both products of a forward, by shapes: with chosen keys and those of a window; half of compressed ones."""
     (batch, heads, tokens, width), keys = query, key[2]
     seen = blocks[-1] * length if blocks is not None else min(window, keys) if window else keys / 2
     return int(2 * batch * heads * tokens * seen * (width + value[-1]))
 
 
-def _forward_formula(
-    query: Any, key: Any, value: Any, blocks: Any, scale: float, offset: int, length: int, stride: int, window: int,
-    *args: Any, **kwargs: Any,
-) -> int:  # fmt: skip
-    return _operations(query, key, value, blocks, length, window)
-
-
 def _backward_formula(
-    gradient: Any, query: Any, key: Any, value: Any, blocks: Any, output: Any, lse: Any, scale: float, offset: int,
-    length: int, stride: int, window: int, *args: Any, **kwargs: Any,
-) -> int:  # fmt: skip
-    """Five products: the scores again, and those of the four gradients."""
-    return _operations(query, key, value, blocks, length, window) * 5 // 2
+    gradient: Any, query: Any, key: Any, value: Any, blocks: Any, output: Any, lse: Any, *pattern: Any, **kwargs: Any
+) -> int:
+    """Count five products: the scores again, and those of the four gradients."""
+    return _forward_formula(query, key, value, blocks, *pattern) * 5 // 2
 
 
 def _choice_formula(query: Any, key: Any, *args: Any, **kwargs: Any) -> int:
-    """Return the scores of compressed keys again."""
-    return _operations(query, key, key, None, 0, 0) // 2
+    """Count the scores of compressed keys again."""
+    return _forward_formula(query, key, key, None, 0, 0, 0, 0, 0) // 2
 
 
 _counter = import_quietly("torch.utils.flop_counter")

@@ -18,8 +18,7 @@ CHUNK = 128
 
 
 def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any) -> tuple[Tensor, None]:
-    """Return the attention function of transformers: query (B, H, T, D), key and value (B, K, S, D), to (B, T, H,
-    D)."""
+    """Attend as a function of transformers: query (B, H, T, D), key and value (B, K, S, D), to (B, T, H, D)."""
     return linear_attention(query, key, value).transpose(1, 2), None
 
 

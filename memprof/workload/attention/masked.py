@@ -24,8 +24,7 @@ def attention(
     kind: str, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, *, scaling: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """Return the attention function of transformers: query (B, H, T, D), key and value (B, K, S, D), to (B, T, H,
-    D)."""
+    """Attend as a function of transformers: query (B, H, T, D), key and value (B, K, S, D), to (B, T, H, D)."""
     from torch.nn.attention.flex_attention import BlockMask
 
     lengths = query.shape[2], key.shape[2]
@@ -55,8 +54,7 @@ def window_of(config: Any) -> int:
 
 
 def block_mask(kind: str, window: int, queries: int, keys: int, device: Any) -> Any:
-    """Return the `BlockMask` of `kind` for so many queries and keys; the queries are the last of the keys'
-    positions."""
+    """Return the `BlockMask` of `kind` for so many queries and keys; queries are the last of the keys' positions."""
     from torch.nn.attention.flex_attention import BlockMask
 
     sees = _pattern(kind, window, keys - queries)

@@ -68,21 +68,13 @@ class SparseParts(nn.Module):
 
 
 def attention(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, *, scaling: float | None = None, **options: Any
-) -> tuple[Tensor, None]:
-    """Return the attention function of transformers: query (B, H, T, D), key and value (B, 3K, S, D), to (B, T, H,
-    D)."""
-    return _attend(module, query, key, value, scaling, eager=False), None
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, *, scaling: float | None = None,
+    eager: bool = False, **options: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """Attend as a function of transformers: query (B, H, T, D), key and value (B, 3K, S, D), to (B, T, H, D).
 
-
-def eager_attention(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, *, scaling: float | None = None, **options: Any
-) -> tuple[Tensor, None]:
-    """Return the same, with every score in memory and a mask for each branch."""
-    return _attend(module, query, key, value, scaling, eager=True), None
-
-
-def _attend(module: Any, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, *, eager: bool) -> Tensor:
+    `eager` keeps every score in memory, and a mask for each branch.
+    """
     parts: SparseParts = module.sparse
     gates, parts.given = parts.given, None
     assert gates is not None
@@ -95,7 +87,7 @@ def _attend(module: Any, query: Tensor, key: Tensor, value: Tensor, scaling: flo
     total = heads[0] * branches[0].transpose(1, 2)
     for gate, branch in zip(heads[1:], branches[1:], strict=True):
         total = total + gate * branch.transpose(1, 2)
-    return total
+    return total, None
 
 
 def three(
