@@ -11,11 +11,7 @@ from typing import Any
 
 
 def read_text(*parts: str) -> str:
-    """Return the contents of the file at `parts` below the data folder.
-
-    Raises:
-        FileNotFoundError: there is none.
-    """
+    """Return the contents of the file at `parts` below the data folder; raise FileNotFoundError if there is none."""
     from importlib import resources
 
     return resources.files("memprof.catalog").joinpath("data", *parts).read_text(encoding="utf-8")

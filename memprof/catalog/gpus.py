@@ -93,15 +93,12 @@ def find_gpu(name: str) -> Gpu:
 
 
 def custom_gpu(total_bytes: int) -> Gpu:
-    """Return a card that does not exist, with this capacity in bytes and everything else like an A100 80GB SXM.
-
-    Raises:
-        UsageError: the capacity is not above zero.
-    """
+    """Return a GPU with this capacity in bytes (above 0, else UsageError), in all else like an A100 80GB SXM."""
     if total_bytes <= 0:
         raise UsageError("the GPU memory must be above zero", value=total_bytes, hint="give GiB, such as 80 or 23.6")
     model = find_gpu("a100-80gb")
-    sold = [gpu for gpu in list_gpus() if f"{total_bytes / GIB:g}" in _sizes_on_the_box(gpu)]
+    on_the_box = re.compile(rf"(?<![\d.]){re.escape(f'{total_bytes / GIB:g}')}gb\b")
+    sold = [gpu for gpu in list_gpus() if on_the_box.search(" ".join((gpu.key, *gpu.aliases)))]
     least = min(sold, key=lambda gpu: gpu.total_bytes, default=None)
     less = ""
     if least is not None:
@@ -116,11 +113,6 @@ def custom_gpu(total_bytes: int) -> Gpu:
         aliases=(),
         note=f"{less}only the capacity was given; compute capability, speeds and caches are those of the {model.name}",
     )
-
-
-def _sizes_on_the_box(gpu: Gpu) -> set[str]:
-    """Return the GB that its names have."""
-    return set(re.findall(r"(?<![\d.])(\d+)gb\b", " ".join((gpu.key, *gpu.aliases))))
 
 
 def _fold(name: str) -> str:

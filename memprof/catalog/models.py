@@ -96,11 +96,7 @@ def list_models() -> tuple[ModelEntry, ...]:
 
 
 def find_model(name: str) -> ModelEntry:
-    """Return the model with this key, Hugging Face id or alias; case, spaces, hyphens and underscores do not matter.
-
-    Raises:
-        UsageError: no such model in the catalog.
-    """
+    """Return the model with this key, id or alias, folded (case, spaces, - and _); UsageError if there is none."""
     entry = _by_folded_name().get(_fold(name))
     if entry is None:
         raise unknown_name("model", name, [entry.key for entry in list_models()], see=SEE)
@@ -108,11 +104,7 @@ def find_model(name: str) -> ModelEntry:
 
 
 def read_config_file(path: Path) -> tuple[Path, dict[str, Any]]:
-    """Return a model's configuration by its folder or its config.json: the file, and what is in it.
-
-    Raises:
-        UsageError: it cannot be read, is no configuration of a model, or has sizes that no model has.
-    """
+    """Return a model's config.json, by it or its folder, and its content; UsageError if it is none, or cannot be."""
     import json
 
     file = path / "config.json" if path.is_dir() else path

@@ -98,11 +98,7 @@ def resolve_size(text: str) -> ModelEntry:
 
 @cache
 def synthesize(count: int) -> ModelEntry:
-    """Return a Llama-shaped model with about `count` parameters (within 2%).
-
-    Raises:
-        UsageError: `count` is below SMALLEST or above LARGEST.
-    """
+    """Return a Llama-shaped model within 2% of `count` parameters; UsageError if below SMALLEST or above LARGEST."""
     if not SMALLEST <= count <= LARGEST:
         raise UsageError(
             "cannot synthesise a model of this size",

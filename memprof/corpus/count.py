@@ -167,11 +167,7 @@ class _Reader:
         return self._read(lambda path: blocks(path, self._tell, self._tally), lambda rows: "".join(rows).encode())
 
     def done(self) -> Tally:
-        """Return what was read.
-
-        Raises:
-            UsageError: no file held text.
-        """
+        """Return what was read; raise UsageError if no file held text."""
         if not self._tally.files:
             reasons = sorted(set(self._tally.skipped.values()))
             raise UsageError(

@@ -118,11 +118,7 @@ def not_in(path: Path, encoding: str, error: UnicodeError) -> UsageError:
 
 
 def codec_name(encoding: str) -> str:
-    """Return the codec for `encoding`; that of UTF-8 leaves out a byte order mark.
-
-    Raises:
-        UsageError: there is none, or it is none of text.
-    """
+    """Return the codec for `encoding`, for UTF-8 the one without byte order mark; UsageError if it is none of text."""
     try:
         with contextlib.suppress(UnicodeError):
             b"x".decode(encoding)  # refuses what is no encoding of text, such as hex

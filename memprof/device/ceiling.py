@@ -43,11 +43,7 @@ def allow_more(needed_bytes: int) -> str:
 
 @contextlib.contextmanager
 def ceiling(given_bytes: int | None, files: Sequence[Path] = ()) -> Iterator[None]:
-    """Inside, this process gets no more memory than the ceiling, beside what it has (on Linux).
-
-    Raises:
-        UsageError: more was asked for.
-    """
+    """Give this process no more memory than the ceiling, beside what it has (on Linux); UsageError beyond it."""
     global _ceiling_bytes
     most = ceiling_bytes(*files) if given_bytes is None else given_bytes
     before, _ceiling_bytes = _ceiling_bytes, most

@@ -188,11 +188,7 @@ def capture_script(
 
 
 def ask(program: Program, place: Place, gpu: Gpu) -> Start | ScriptOutcome:
-    """Return the process of `program` that is run, as its launcher says where there are such cards.
-
-    Raises:
-        UsageError: there is no such process, or too few cards for it.
-    """
+    """Return the process of `program` that is run, as its launcher says; UsageError: none such, or too few GPUs."""
     if not program.has_launcher:
         return program.start(place)
     with VirtualGpu(gpu, cards=place.cards or 1, extensions=[StandInExtension()]):

@@ -36,12 +36,7 @@ class _Waiting(NamedTuple):
 
 
 class Exchange:
-    """The meeting of ranks.
-
-    Args:
-        ranks: all that run.
-        reply: sends one of them an answer: a word (`go`, or `stop` with why), and what it asked for.
-    """
+    """The meeting of `ranks`. `reply` sends one an answer: a word (`go`, or `stop` with why), and what it asked for."""
 
     def __init__(self, ranks: Sequence[int], reply: Callable[[int, str, Any], None]) -> None:
         self._reply = reply
@@ -49,7 +44,7 @@ class Exchange:
         self.running = set(ranks)
         self.waiting: dict[int, _Waiting] = {}
         self.ended: dict[int, str] = {}  # how a rank is no longer there, as the end of a sentence
-        self._stop: str | None = None
+        self.why: str | None = None  # why all are to end; None: they are not
         self.problem: MemprofError | None = None  # what was found wrong between ranks
         self._slots: dict[Any, dict[int, tuple[Call, Payload]]] = defaultdict(dict)
         self._taken: dict[Any, set[int]] = defaultdict(set)
@@ -58,18 +53,13 @@ class Exchange:
         self._last: dict[int, Call] = {}
         self._keys: dict[str, bytes] = {}
 
-    @property
-    def why(self) -> str | None:
-        """Return why all are to end; None: they are not."""
-        return self._stop
-
     # -- what ranks say -----------------------------------------------------------------------------------------------
 
     def hear(self, rank: int, what: str, *said: Any) -> None:
         """A rank says something; who can go on is told to."""
-        if self._stop is not None:
+        if self.why is not None:
             if what in ("collect", "receive", "store", "step"):
-                self._reply(rank, "stop", self._stop)
+                self._reply(rank, "stop", self.why)
             return
         getattr(self, f"_hear_{what}")(rank, *said)
         self._settle()
@@ -79,14 +69,14 @@ class Exchange:
         self.running.discard(rank)
         self.waiting.pop(rank, None)
         self.ended[rank] = how
-        if self._stop is None:
+        if self.why is None:
             self._settle()
 
     def stop(self, why: str) -> None:
         """All are to end: those that wait are told now, others when they ask."""
-        self._stop = self._stop or why
+        self.why = self.why or why
         for rank in list(self.waiting):
-            self._go(rank, self._stop, "stop")
+            self._go(rank, self.why, "stop")
 
     def fail(self, problem: str, hint: str) -> None:
         """Something is wrong between ranks, and all are to end."""
@@ -151,9 +141,9 @@ class Exchange:
     def _settle(self) -> None:
         """Let those go on that can; if nobody runs then, steps are agreed on, or nothing will ever come."""
         for rank, waiting in list(self.waiting.items()):
-            if self._stop is None and waiting.what != "step":
+            if self.why is None and waiting.what != "step":
                 self._try(rank, waiting)
-        if self._stop is not None or self.running or not self.waiting:
+        if self.why is not None or self.running or not self.waiting:
             return
         steps = {rank: waiting.of for rank, waiting in self.waiting.items() if waiting.what == "step"}
         if steps and all(steps.values()):
@@ -162,9 +152,9 @@ class Exchange:
             self.go_on()
         else:
             for slot in list(self._slots.values()):
-                if self._stop is None:
+                if self.why is None:
                     self._check(slot)
-            if self._stop is None:
+            if self.why is None:
                 self._deadlock()
 
     def _try(self, rank: int, waiting: _Waiting) -> None:

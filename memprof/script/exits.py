@@ -55,11 +55,7 @@ class ExitHandlers:
         self._dropped = True
 
     def run(self) -> SystemExit | None:
-        """Run them, the last first, with those that they register; an error in one is said as Python says it.
-
-        Returns:
-            The end by `os._exit` that one of them made, if one did.
-        """
+        """Run them, the last first, with those that they register; return the end by `os._exit` in one, if any."""
         self._dropped = False
         while self._handlers:
             function, args, options = self._handlers.pop()

@@ -70,11 +70,7 @@ def find_missing_variable(error: BaseException | None) -> str:
 
 
 def start_by_hand(name: str, arguments: tuple[str, ...], is_module: bool, place: Place) -> Start:
-    """Return a program that no launcher starts; RANK and WORLD_SIZE may be in the environment.
-
-    Raises:
-        UsageError: there is no such rank.
-    """
+    """Return a program that no launcher starts, by RANK and WORLD_SIZE of the environment; UsageError: no such rank."""
     given = [int(os.environ[one]) for one in _CARDS if os.environ.get(one, "").isdigit()]
     cards = place.cards or (given[0] if given else 1)
     nodes = place.nodes or (-(-given[-1] // cards) if given and place.cards is None else 1)
@@ -93,11 +89,7 @@ def _check_rank(rank: int, size: int) -> None:
 
 
 class _Started:
-    """The process at `place` of those (so many on each machine) that a launcher of this name starts.
-
-    Raises:
-        UsageError: there is no such rank, no process, or there are fewer GPUs than processes.
-    """
+    """Process `place` of those a launcher starts on each machine; UsageError: too few GPUs, or no such rank."""
 
     def __init__(self, launcher: str, place: Place, processes: Sequence[int]) -> None:
         most = max(processes, default=0)

@@ -79,16 +79,9 @@ def position(step: int, frame: FrameType | None) -> Position:
 
 
 def planned_steps(earlier: Sequence[Position], now: Position) -> int | None:
-    """Estimate how many training steps the program makes in all.
+    """Estimate how many training steps the program makes in all, at most; None where its loops do not tell.
 
-    Where the loops do not tell how much of them is over, it is one step per round, which is the most.
-
-    Args:
-        earlier: where it was when steps before had ended.
-        now: where it is.
-
-    Returns:
-        None where the loops do not tell.
+    `earlier` are positions at the ends of steps before, `now` the last. One step per round is the most.
     """
     places = [loop.place for loop in now.loops]
     same = (one for one in earlier if places and [loop.place for loop in one.loops] == places)

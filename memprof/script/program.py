@@ -46,11 +46,7 @@ class Program:
         return [*(("-m",) if self.is_module else ()), self.name, *self.arguments]
 
     def check(self) -> None:
-        """Whether there is such a program.
-
-        Raises:
-            UsageError: there is not.
-        """
+        """Raise UsageError if there is no such program."""
         if self._launcher():
             return
         if self.is_module:

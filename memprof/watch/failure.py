@@ -22,7 +22,7 @@ from torch import nn
 from memprof.errors import MemprofError, first_line, text_of
 from memprof.trace.events import NONE, Failure, FailureKind, Phase, PhaseKind
 from memprof.watch.modules import MODULE_CALL
-from memprof.watch.program_code import is_program
+from memprof.watch.program_code import OWN_WORKLOADS, is_program
 from memprof.watch.recorder import Recorder
 
 
@@ -38,7 +38,6 @@ class TracingError(RuntimeError):
     """A model on the card is traced (torch.export), on torch's own tensors without data."""
 
 
-_WORKLOADS = __file__.rsplit("/watch/", 1)[0] + "/workload/"  # memprof's own code that builds a model and steps
 _DOING = {
     PhaseKind.MODEL: "the program's own code, before its first step",
     PhaseKind.OPTIMIZER: "building the optimizer",
@@ -196,7 +195,7 @@ def _builds(frame: FrameType) -> bool:
     code = frame.f_code
     if code.co_name in ("__init__", "_apply", "to"):
         return isinstance(frame.f_locals.get(next(iter(code.co_varnames), "")), nn.Module)
-    return code.co_filename.startswith(_WORKLOADS)
+    return code.co_filename.startswith(OWN_WORKLOADS)
 
 
 def finds_no_card(error: BaseException) -> bool:

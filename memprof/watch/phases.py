@@ -210,8 +210,8 @@ class Phases:
         if optimizer in self._stepped:
             self.step += 1
             self._stepped.clear()
-        elif self._ended and _has_gradients(optimizer):  # which the program has made itself, without a backward pass
-            self._begin_step()
+        elif self._ended and any(one.grad is not None for group in optimizer.param_groups for one in group["params"]):
+            self._begin_step()  # gradients that the program has made itself, without a backward pass
         self._begin(PhaseKind.OPTIMIZER_STEP)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -359,7 +359,3 @@ def _below(kind: type) -> Iterator[type]:
 
 def _is_trained(module: nn.Module) -> bool:
     return any(parameter.requires_grad for parameter in module.parameters())
-
-
-def _has_gradients(optimizer: Optimizer) -> bool:
-    return any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"])

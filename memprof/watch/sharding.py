@@ -11,15 +11,14 @@ from torch import nn
 
 from memprof.trace.events import Owner, Role
 from memprof.trace.facts import ShardedGroup
+from memprof.watch.program_code import MEMPROF_DIR, TORCH_DIR
 
-_TORCH_DIR = str(torch.__path__[0])
-_MEMPROF_DIR = __file__.rsplit("/watch/", 1)[0]
 _TRANSPARENT = (
-    _MEMPROF_DIR,
-    *(f"{_TORCH_DIR}/{name}" for name in ("_ops.py", "_library/", "storage.py", "utils/_contextlib.py")),
+    MEMPROF_DIR,
+    *(f"{TORCH_DIR}/{name}" for name in ("_ops.py", "_library/", "storage.py", "utils/_contextlib.py")),
 )
-_COMMUNICATION = (_TORCH_DIR + "/distributed/", _TORCH_DIR + "/nn/parallel/distributed.py")
-_DTENSOR = _TORCH_DIR + "/distributed/tensor/"  # runs the program's operators on this rank's parts
+_COMMUNICATION = (TORCH_DIR + "/distributed/", TORCH_DIR + "/nn/parallel/distributed.py")
+_DTENSOR = TORCH_DIR + "/distributed/tensor/"  # runs the program's operators on this rank's parts
 # Functions there that move a model's inputs, or cast them.
 _OF_INPUTS = frozenset({"to_map", "cast_fn", "_cast_fp_tensor"})
 # Function of torch -> what it takes memory for.
@@ -39,11 +38,9 @@ _MOST_FRAMES = 12
 
 
 def communication(frame: FrameType | None, name_of: Callable[[torch.Tensor], str]) -> Owner | None:
-    """Return what memory is for that the code at `frame` asks for; None if that is not torch's for several processes.
+    """Return what the code at `frame` (innermost) takes memory for, if that is torch's for several processes.
 
-    Args:
-        frame: the innermost one.
-        name_of: the name of a parameter that is known.
+    `name_of` gives the name of a parameter that is known.
     """
     while frame is not None and frame.f_code.co_filename.startswith(_TRANSPARENT):
         frame = frame.f_back
@@ -61,7 +58,7 @@ def communication(frame: FrameType | None, name_of: Callable[[torch.Tensor], str
             return Owner(Role.UNSHARDED, clean(name or "") or "a parameter")
         if name in _PURPOSES:
             return Owner(Role.COMMUNICATION, _PURPOSES[name])
-        if frame.f_back is None or not frame.f_back.f_code.co_filename.startswith(_TORCH_DIR):
+        if frame.f_back is None or not frame.f_back.f_code.co_filename.startswith(TORCH_DIR):
             break
         frame = frame.f_back
     return Owner(Role.COMMUNICATION, "")

@@ -98,18 +98,10 @@ class StorageTable:
         op: str,
         place: Place,
     ) -> int:
-        """Record a new storage; returns its index. Its free is recorded when its last reference goes.
+        """Record a new storage; return its index. Its free is recorded when its last reference goes.
 
-        Args:
-            storage: which takes all its bytes from here on.
-            shape: of the tensor that it was made for.
-            dtype: of that tensor.
-            device: where the program believes it to be.
-            op: the operator that made it.
-            place: where in the program that ran.
-
-        Raises:
-            torch.OutOfMemoryError: the GPU has no room for it.
+        `shape` and `dtype` are of the tensor that it was made for; `device` is the one that the program believes in.
+        Raises torch.OutOfMemoryError where the GPU has no room for it.
         """
         index = self._allocate(storage.nbytes(), shape, dtype, device, op, place, False)
         if self.on_allocate is not None:

@@ -101,16 +101,9 @@ class TraceWriter:
         place: Place,
         hidden: bool,
     ) -> int:
-        """Append a storage and its allocation, with the change of stream or pool before it; returns its index.
+        """Append a storage and its allocation, with the change of stream or pool before it; return its index.
 
-        Args:
-            num_bytes: its size.
-            shape: of the tensor that it is made for.
-            dtype: of that tensor.
-            device: where it is: `cpu`, `cuda:0`, ...
-            op: the operator that allocates it.
-            place: where in the program it runs.
-            hidden: whether no tensor shows it.
+        `shape` and `dtype` are those of the tensor that it is made for; one that is `hidden` no tensor shows.
         """
         trace = self.trace
         index = len(trace.storages)

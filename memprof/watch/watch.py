@@ -163,8 +163,10 @@ class Watch(ABC):
                 self._claim_inputs(value)
             elif isinstance(value, dict):
                 self._claim_inputs(value.values())
-            elif isinstance(value, torch.Tensor) and has_memory(value) and not _is_weight_or_made(value):
-                self.claim_input(value)
+            elif isinstance(value, torch.Tensor) and has_memory(value):
+                is_made_of_weight = isinstance(value, nn.Parameter) or value.grad_fn is not None
+                if not is_made_of_weight:
+                    self.claim_input(value)
 
     def _note_failed(self, error: BaseException) -> None:
         vars(error).setdefault(_PHASE, self.current_phase)  # the innermost phase knows best
@@ -280,11 +282,6 @@ class Watch(ABC):
         finally:
             self._patches.undo()
             self._roots.clear()
-
-
-def _is_weight_or_made(tensor: torch.Tensor) -> bool:
-    """Return whether it is a parameter, or was made of one."""
-    return isinstance(tensor, nn.Parameter) or tensor.grad_fn is not None
 
 
 def _leaves(results: Iterable[torch.Tensor]) -> list[torch.Tensor]:

@@ -22,11 +22,7 @@ _TASK_TYPES = {"causal-lm": "CAUSAL_LM", "seq2seq-lm": "SEQ_2_SEQ_LM"}
 
 
 def require_peft() -> None:
-    """Import PEFT, before a virtual GPU is there to watch.
-
-    Raises:
-        UsageError: it is not installed, or not with this release of transformers.
-    """
+    """Import PEFT before a virtual GPU is there to watch; raise UsageError if it is missing, or does not fit."""
     try:
         import_quietly("peft")
     except ImportError as error:
@@ -97,11 +93,7 @@ def target_modules(names: str | None) -> str | list[str] | None:
 
 @contextlib.contextmanager
 def adapting(example: str) -> Iterator[None]:
-    """Inside, PEFT adapts a model; `example` says how modules are named.
-
-    Raises:
-        UsageError: PEFT does not know which modules to adapt, or the model has none of the names.
-    """
+    """Raise UsageError for PEFT's own errors on adapting a model; `example` says how modules are named."""
     try:
         with warnings.catch_warnings():
             # Of GPT-2 it says that its weights are transposed, and that it has allowed for it.
@@ -116,11 +108,7 @@ def adapting(example: str) -> Iterator[None]:
 
 
 def named_parameters(model: nn.Module, patterns: str, refusal: str) -> list[nn.Parameter]:
-    """Return the parameters that one of `patterns`, separated by commas, names.
-
-    Raises:
-        UsageError: a pattern names none; its words are `refusal`.
-    """
+    """Return the parameters that `patterns` (with commas) name; raise UsageError(`refusal`) if one names none."""
     parameters = dict(model.named_parameters())
     chosen: dict[str, None] = {}
     for pattern in map(str.strip, patterns.split(",")):

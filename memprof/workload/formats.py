@@ -62,11 +62,7 @@ def asked_format(spec: TargetSpec) -> Stored | None:
 
 
 def checkpoint_format(config: Mapping[str, Any], where: str) -> Stored | None:
-    """Return the format that a config.json has in its `quantization_config`; None: its weights are plain.
-
-    Raises:
-        UsageError: something in it is not simulated; the message names all of it.
-    """
+    """Return the format in a config.json's `quantization_config`, if any; UsageError names what is not simulated."""
     said = config.get("quantization_config")
     if not said:
         return None

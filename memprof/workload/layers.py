@@ -11,11 +11,7 @@ from memprof.errors import UsageError
 
 
 def find_layers(model: nn.Module, remedy: str) -> list[tuple[str, nn.Module]]:
-    """Return the name and module of every layer: the members of each outermost list of two or more blocks of one class.
-
-    Raises:
-        UsageError: there is no such list.
-    """
+    """Return name and module of each layer (of lists of blocks of one class); raise UsageError if there is none."""
     found: list[tuple[str, nn.Module]] = []
     inside: list[str] = []
     for name, module in model.named_modules():

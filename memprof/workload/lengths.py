@@ -60,11 +60,7 @@ class Lengths(NamedTuple):
 
 
 def parse_lengths(text: str) -> Lengths:
-    """Return what `text` asks for.
-
-    Raises:
-        UsageError: it is not written as above, or there is no such file.
-    """
+    """Return what `text`, as above, asks for; raise UsageError if it is not written so, or names no such file."""
     text, options = _options(text)
     if text == _ALPACA_NAME:
         return Lengths(_alpaca, **options)

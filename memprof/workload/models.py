@@ -51,11 +51,7 @@ class ModelSource:
 
 
 def find_source(spec: TargetSpec) -> ModelSource:
-    """Return the model that `spec` names.
-
-    Raises:
-        UsageError: nothing of that name is known, or what is there is no model.
-    """
+    """Return the model that `spec` names; raise UsageError if none is known by that name, or it is no model."""
     if spec.model_is_size:
         return _from_entry(resolve_size(spec.model), spec)
     name = spec.model
@@ -75,14 +71,9 @@ def find_source(spec: TargetSpec) -> ModelSource:
         return _from_configuration(path, spec)
     if "/" in name and not name.startswith(("/", ".")):
         return _from_hub(name, spec)
-    raise _unknown_model(name)
-
-
-def _unknown_model(name: str) -> UsageError:
-    names = [alias for entry in list_models() for alias in (entry.key, entry.hf_id)]
-    close = nearest(name, names)
+    close = nearest(name, [alias for entry in list_models() for alias in (entry.key, entry.hf_id)])
     hint = f"did you mean {close!r}?" if close else "`memprof models` lists the catalog"
-    return UsageError(
+    raise UsageError(
         "unknown model", value=repr(name), hint=f"{hint} (an org/name id, a folder or file.py:factory work too)"
     )
 
@@ -370,9 +361,10 @@ def _from_factory(target: str, factory: str, spec: TargetSpec) -> ModelSource:
         except (MemprofError, KeyboardInterrupt):
             raise
         except BaseException as error:
+            last = traceback.extract_tb(error.__traceback__)[-1]
             raise UsageError(
                 f"the factory {factory} raised {type(error).__name__}",
-                value=f"{first_line(error)} ({_where(error)})",
+                value=f"{first_line(error)} ({last.filename}:{last.lineno})",
                 hint="mend it, or see the whole traceback with --debug",
             ) from error
         if not isinstance(model, nn.Module):
@@ -394,11 +386,7 @@ def _from_factory(target: str, factory: str, spec: TargetSpec) -> ModelSource:
 
 
 def _import_module(name: str) -> ModuleType:
-    """Import the user's module or file `name`; its own imports resolve as if it were run as a script.
-
-    Raises:
-        UsageError: there is no such file, or its import fails.
-    """
+    """Import the user's module or file, whose own imports resolve as if it were a script; UsageError if that fails."""
     path = Path(name).expanduser()
     is_file = name.endswith(".py")
     if is_file and not path.is_file():
@@ -426,8 +414,3 @@ def _import_module(name: str) -> ModuleType:
     finally:
         with contextlib.suppress(ValueError):  # it has taken that away itself
             sys.path.remove(folder)
-
-
-def _where(error: BaseException) -> str:
-    frames = traceback.extract_tb(error.__traceback__)
-    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""

@@ -89,11 +89,7 @@ class Plan:
 
 
 def parse_plan(text: str, gpus: int) -> Plan:
-    """Return the plan that `text` names for so many ranks.
-
-    Raises:
-        UsageError: it is no plan, or not one for so many; the message says the nearest that is.
-    """
+    """Return the plan that `text` names for so many ranks; UsageError names the nearest one if it is none."""
     if text.strip().lower() == DEVICE_MAP:
         if gpus == 1:
             raise UsageError("layers are spread over several cards", value=f"--parallel {text}", hint="--gpus 2")
@@ -184,11 +180,7 @@ def _with(plan: Plan, kind: str, option: str) -> Plan:
 
 
 def check_plan(plan: Plan, spec: TargetSpec, task: str, config: Mapping[str, Any] | None) -> None:
-    """Whether a model can be spread so, by its configuration (None: it is not of transformers).
-
-    Raises:
-        UsageError: it cannot; the message has the nearest number that can be.
-    """
+    """Raise UsageError if a model (`config` None: not of transformers) cannot be spread so, with what could be."""
     text = f"--parallel {spec.parallel}"
     if plan.layers > 1:
         _check_layers(plan, spec, config, text)

@@ -22,11 +22,7 @@ from memprof.workload.formats import Stored
 
 
 def require(module: str) -> Any:
-    """`module` of a library for quantized numbers, imported; to be called before a virtual GPU is there to watch.
-
-    Raises:
-        UsageError: the package is not installed, or does not go with this torch.
-    """
+    """Import a library's `module` before a virtual GPU is there to watch; UsageError if it is missing or unfit."""
     try:
         return import_quietly(module)
     except ImportError as error:

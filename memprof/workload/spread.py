@@ -32,11 +32,7 @@ _AUTOCAST_REDUCES_IN = torch.float32
 
 
 class Spread:
-    """Rank `rank` (from 0) of those that `plan` lays out.
-
-    Raises:
-        UsageError: torch was built without torch.distributed.
-    """
+    """Rank `rank` (from 0) of those that `plan` lays out; UsageError if torch has no torch.distributed."""
 
     def __init__(self, plan: Plan, rank: int, spec: TargetSpec) -> None:
         if not dist.is_available():
@@ -78,11 +74,7 @@ class Spread:
         )
 
     def place(self, model: nn.Module, device: str) -> None:
-        """Put `model`, which is in host memory, on this rank's card as the plan has it.
-
-        Raises:
-            UsageError: a part of the plan does not apply to this model.
-        """
+        """Put `model` from host memory on this rank's GPU as planned; UsageError if a part does not apply to it."""
         plan = self.plan
         if plan.layers > 1:
             _dispatch_layers(model)
@@ -94,14 +86,11 @@ class Spread:
         model.to(device)  # what fully_shard does not manage: frozen buffers, or everything
         if plan.sharded or plan.data * plan.sequence == 1 or self._spec.mode is Mode.INFERENCE:
             return
+        # Ranks that share a sequence have parts of gradients, too.
+        summed = self._of(*(name for name in ("replicate", "shard", "sequence") if self._mesh[name].size() > 1))
         self._whole = nn.parallel.DistributedDataParallel(
-            model, device_ids=[torch.cuda.current_device()], process_group=self._reducing().get_group()
+            model, device_ids=[torch.cuda.current_device()], process_group=summed.get_group()
         )
-
-    def _reducing(self) -> Any:
-        """Return the mesh over which gradients are summed: ranks that share a sequence too have parts of them."""
-        names = [name for name in ("replicate", "shard", "sequence") if self._mesh[name].size() > 1]
-        return self._of(*names)
 
     def _shard(self, model: nn.Module) -> None:
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -218,11 +207,7 @@ class Spread:
 
 
 def _dispatch_layers(model: Any) -> None:
-    """Put layers on the GPUs of one process as transformers' `device_map="auto"` does: balanced, by accelerate.
-
-    Raises:
-        UsageError: accelerate is not installed, or the GPUs do not hold all layers.
-    """
+    """Put layers on the GPUs of one process by accelerate, as `device_map="auto"` does; UsageError: no room."""
     quantization.require("accelerate")
     import accelerate
     from accelerate.utils import get_balanced_memory

@@ -80,11 +80,7 @@ class Workload:
             self._spread = Spread(plan, spec.rank or 0, spec)
 
     def run(self, device: Device, progress: Callable[[str], None] = lambda doing: None) -> None:
-        """Run every step on `device`.
-
-        Raises:
-            UsageError: the model cannot be built or fed.
-        """
+        """Run every step on `device`; raise UsageError if the model cannot be built or fed."""
         with contextlib.ExitStack() as stack:
             if self.source.task != "custom":
                 stack.enter_context(quiet_transformers())

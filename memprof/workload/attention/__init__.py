@@ -23,11 +23,7 @@ _ABOUT = {
 
 
 def check(spec: TargetSpec, name: str, task: str, config: Mapping[str, Any]) -> list[str]:
-    """Return sentences on the attention that `spec` asks for in the model `name`; none on transformers' own.
-
-    Raises:
-        UsageError: it is no causal language model, or its attention does what this kind does not.
-    """
+    """Return sentences on the attention of `spec` in the model `name`; raise UsageError if it does not go with that."""
     kind = spec.attention
     if kind not in OWN_ATTENTIONS:
         return []
@@ -70,13 +66,10 @@ def register(kind: str) -> None:
 
 
 def adapt(model: Any, kind: str) -> None:
-    """Put what `kind` needs into the attention layers of a model.
-
-    Raises:
-        UsageError: the model's attention cannot be exchanged.
-    """
+    """Put what `kind` needs into a model's attention layers; raise UsageError if they cannot be exchanged."""
     can = getattr(type(model), "_can_set_attn_implementation", None)
-    layers = [(name, layer) for name, layer in model.named_modules() if _is_attention(layer)]
+    named = [one for one in model.named_modules() if type(one[1]).__name__.endswith("Attention")]
+    layers = [(name, layer) for name, layer in named if hasattr(layer, "layer_idx")]
     if not layers or (can is not None and not can()):
         raise UsageError(f"--attention {kind}: this model's attention cannot be exchanged", value=type(model).__name__)
     if kind.startswith("nsa"):
@@ -84,7 +77,3 @@ def adapt(model: Any, kind: str) -> None:
 
         for name, layer in layers:
             nsa.install(name, layer)
-
-
-def _is_attention(module: Any) -> bool:
-    return type(module).__name__.endswith("Attention") and hasattr(module, "layer_idx")

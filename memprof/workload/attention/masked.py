@@ -5,7 +5,6 @@ The mask is made block by block (`BlockMask.from_kv_blocks`): one of every pair 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -25,14 +24,16 @@ def attention(
     **options: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Attend as a function of transformers: query (B, H, T, D), key and value (B, K, S, D), to (B, T, H, D)."""
-    from torch.nn.attention.flex_attention import BlockMask
+    from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
     lengths = query.shape[2], key.shape[2]
     # Where ranks share a sequence, the model's own mask is for the tokens of one.
     if not isinstance(mask, BlockMask) or tuple(mask.seq_lengths) != lengths:
         mask = block_mask(kind, window_of(module.config), *lengths, query.device)
     group = query.shape[1] // key.shape[1]
-    output = _flex(query.device.type)(query, key, value, block_mask=mask, scale=scaling, enable_gqa=group > 1)
+    # On a GPU flex_attention without the compiler is the masked scores of all pairs.
+    attend = torch.compile(flex_attention) if query.device.type == "cuda" else flex_attention
+    output = attend(query, key, value, block_mask=mask, scale=scaling, enable_gqa=group > 1)
     return output.transpose(1, 2), None
 
 
@@ -100,15 +101,3 @@ def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
     counts = blocks.sum(-1, dtype=torch.int32)
     order = torch.argsort(blocks.to(torch.int8), dim=-1, descending=True, stable=True).to(torch.int32)
     return counts[None, None], order[None, None]
-
-
-@functools.cache
-def _uncompiled() -> Any:
-    from torch.nn.attention.flex_attention import flex_attention
-
-    return flex_attention
-
-
-def _flex(device: str) -> Any:
-    """Compiled for a card: without that it is the masked scores of all pairs."""
-    return torch.compile(_uncompiled()) if device == "cuda" else _uncompiled()
