@@ -55,7 +55,7 @@ class MemprofError(Exception):
 
     @property
     def line(self) -> str:
-        """Problem and value in one line."""
+        """Return problem and value in one line."""
         return self.problem if self.value is None else f"{self.problem} ({self.value})"
 
     def __str__(self) -> str:

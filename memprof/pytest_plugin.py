@@ -64,7 +64,7 @@ def virtual_gpu(request: pytest.FixtureRequest) -> Generator[ProfiledGpu, None, 
 
 @pytest.fixture(autouse=True)
 def _memprof_marker(request: pytest.FixtureRequest) -> None:
-    """Brings the card to tests that have the marker and do not ask for the fixture."""
+    """Bring the card to tests that have the marker and do not ask for the fixture."""
     if request.node.get_closest_marker(MARKER) is not None:
         request.getfixturevalue("virtual_gpu")
 

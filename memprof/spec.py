@@ -78,32 +78,20 @@ class Mode(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """What the command line says of a field, and what values it may have.
+    """What the command line says of a field, and what values it may have."""
 
-    Args:
-        panel: the heading that it stands under in --help; empty: it is not shown.
-        help: what it is for; the choices take the place of {choices}.
-        metavar: stands for the value; None: its type does.
-        choices: all values that there are; none: any.
-        is_count: it is at least 1.
-        flag: its spelling; None: the field's name, after --no- where the field is true by default.
-        unset: what is taken if it is not given; None: the field's default.
-        instead_of: the field that may not be given as well. Where this one is a bool, the text that is given is the
-            value of that one, and says by this one what it is.
-        parse: makes the value of the text that is given.
-        short: a second spelling, of one letter.
-    """
-
-    panel: str
-    help: str
-    metavar: str | None = None
-    choices: tuple[str, ...] = ()
-    is_count: bool = False
-    flag: str | None = None
-    unset: str | None = None
+    panel: str  # the heading in --help; empty: it is not shown
+    help: str  # the choices take the place of {choices}
+    metavar: str | None = None  # stands for the value; None: its type does
+    choices: tuple[str, ...] = ()  # all values that there are; none: any
+    is_count: bool = False  # it is at least 1
+    flag: str | None = None  # its spelling; None: the field's name, after --no- where the field is true by default
+    unset: str | None = None  # what is taken if it is not given; None: the field's default
+    # The field that may not be given as well. Where this one is a bool, the text that is given is the value of that
+    # one, and says by this one what it is.
     instead_of: str | None = None
-    parse: Callable[[str], object] | None = None
-    short: str | None = None
+    parse: Callable[[str], object] | None = None  # makes the value of the text that is given
+    short: str | None = None  # a second spelling, of one letter
 
 
 def option(default: _T, panel: str, help: str, **about: Any) -> _T:

@@ -32,12 +32,12 @@ _COUNT_SUFFIX = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 
 
 def gib(num_bytes: int | float) -> str:
-    """`num_bytes` in GiB with two decimals and no unit: for table cells, whose header names the unit."""
+    """Return `num_bytes` in GiB with two decimals and no unit: for table cells, whose header names the unit."""
     return f"{num_bytes / GIB:,.2f}"
 
 
 def format_bytes(num_bytes: int) -> str:
-    """`num_bytes` for a sentence: GiB, or the largest smaller unit in which it is at least 1, with two decimals."""
+    """Return `num_bytes` for a sentence: GiB, or the largest unit in which it is at least 1, with two decimals."""
     size = abs(num_bytes)
     for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
         if size >= unit:
@@ -92,7 +92,7 @@ def parse_count(text: str) -> int:
 
 
 def spell_numbers(of: Iterable[int]) -> str:
-    """`0, 2-5` of rising numbers."""
+    """Return `0, 2-5` of rising numbers."""
     spans: list[list[int]] = []
     for one in of:
         if spans and spans[-1][1] == one - 1:

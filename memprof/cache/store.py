@@ -98,12 +98,7 @@ class Store:
         return value if isinstance(value, dict) else None
 
     def keep(self, key: str, value: dict[str, Any]) -> bool:
-        """Keep `value` under `key`, and no more in all than the bound; whether it could be kept.
-
-        Args:
-            key: 64 hexadecimal digits.
-            value: of plain JSON values.
-        """
+        """Keep a `value` of plain JSON under `key` (64 hexadecimal digits), within the bound; return whether it is."""
         packed = zlib.compress(json.dumps(value, separators=(",", ":")).encode(), level=3)
         data = _FORM + hashlib.sha256(packed).hexdigest().encode() + b"\n" + packed
         if len(data) > min(_LARGEST, self.most_bytes):
@@ -153,7 +148,7 @@ class Store:
         return found
 
     def _bound(self) -> None:
-        """What was asked for least recently goes, until the rest is within the bound."""
+        """Remove what was asked for least recently, until the rest is within the bound."""
         total = 0
         for one in sorted(self._files(), key=lambda one: -one.used):
             if one.path.name.startswith("."):

@@ -68,7 +68,7 @@ class Gpu:
 
     @property
     def link_bandwidth(self) -> int:
-        """To other cards of the machine, in one direction, in bytes per second: NVLink's, else the host's link."""
+        """Return bytes per second to other GPUs of the machine, in one direction: NVLink's, else the host link's."""
         return self.nvlink_bandwidth or self.host_bandwidth
 
 

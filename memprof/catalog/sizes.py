@@ -171,7 +171,7 @@ def _candidates(count: int) -> Iterator[_Geometry]:
 
 
 def _widths(low: float, high: float) -> Iterator[tuple[int, int, int]]:
-    """Hidden size, heads and head size of the widths from `low` to `high`, and always of the narrowest.
+    """Yield hidden size, heads and head size of the widths from `low` to `high`, and always of the narrowest.
 
     The head size is 128 from a width of 3072 (Llama 3.2 3B), 64 from 256 (Llama 3.2 1B), else 16.
     """
@@ -182,7 +182,7 @@ def _widths(low: float, high: float) -> Iterator[tuple[int, int, int]]:
 
 
 def _kv_heads(heads: int) -> int:
-    """Heads for keys and values: 8 as in Llama 3 or 4 as in TinyLlama if that divides `heads`, else what divides best.
+    """Return heads for keys and values: 8 as in Llama 3 or 4 as in TinyLlama if that divides `heads`, else the best.
 
     One or two heads share nothing.
     """
@@ -192,7 +192,7 @@ def _kv_heads(heads: int) -> int:
 
 
 def _aspect(count: int) -> float:
-    """Hidden size over layers that published models of this size have, interpolated on a log scale."""
+    """Return hidden size over layers of published models of this size, interpolated on a log scale."""
     for (low, low_aspect), (high, high_aspect) in itertools.pairwise(_ASPECTS):
         if count <= high:
             share = max(0.0, math.log(count / low) / math.log(high / low))

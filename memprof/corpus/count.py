@@ -155,7 +155,7 @@ class _Reader:
         return pieces(path, self._encoding, lines=lines, progress=self._tell, tally=self._tally)
 
     def texts(self) -> Iterator[str]:
-        """Pieces that end where a word does."""
+        """Yield pieces that end where a word does."""
         return self._read(self._pieces, "\n".join)
 
     def documents(self) -> Iterator[list[str]]:

@@ -23,7 +23,7 @@ class Frequencies:
 
     @classmethod
     def of(cls, counts: Iterable[int]) -> Frequencies:
-        """Of how often each token occurs; tokens that do not are left out."""
+        """Return the frequencies of how often each token occurs; tokens that do not are left out."""
         histogram = Counter(counts)
         histogram.pop(0, None)
         return cls(tuple(sorted(histogram.items(), reverse=True)))
@@ -35,7 +35,7 @@ class Frequencies:
 
     @property
     def distinct(self) -> int:
-        """Different tokens."""
+        """Return how many different tokens there are."""
         return sum(tokens for _, tokens in self.histogram)
 
     def covered(self, cap: int) -> int:
@@ -54,13 +54,9 @@ class Frequencies:
         return self.covered(cap) / self.total if self.total else 1.0
 
     def cap_for(self, share: float | str | Fraction) -> int:
-        """Return the fewest tokens that make up at least `share` of the corpus.
+        """Return the fewest tokens that make up at least `share` (0 to 1, a float as written) of the corpus.
 
-        Args:
-            share: from 0 to 1; a float counts as the decimal number that it is written as.
-
-        Raises:
-            UsageError: it is not from 0 to 1.
+        Raises UsageError for a share that is not from 0 to 1.
         """
         exact = Fraction(str(share)) if isinstance(share, float) else Fraction(share)
         if not 0 <= exact <= 1:

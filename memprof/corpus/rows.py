@@ -145,5 +145,5 @@ def parquet_rows(path: Path, column: str | None, tally: Tally, progress: Progres
 
 
 def num_bytes(value: str) -> int:
-    """Of a text in UTF-8."""
+    """Return the bytes of a text in UTF-8."""
     return len(value) if value.isascii() else len(value.encode())

@@ -93,7 +93,7 @@ def _kind(path: Path, column: str | None) -> str:
 
 @contextmanager
 def opened(path: Path) -> Iterator[tuple[Any, Callable[[], int]]]:
-    """The bytes of a file, decompressed as they are read, and a function that tells how many were read on disk.
+    """Yield a file's bytes, decompressed as they are read, and a function that tells how many were read on disk.
 
     Raises:
         UsageError: it cannot be read, now or later, or its compression is damaged.

@@ -74,6 +74,6 @@ def _read(run: Path) -> Iterator[tuple[str, int]]:
 
 
 def _summed(runs: list[Iterator[tuple[str, int]]]) -> Iterator[tuple[str, int]]:
-    """Sorted runs merged, equal words added."""
+    """Merge sorted runs, equal words added."""
     for word, group in groupby(heapq.merge(*runs), key=itemgetter(0)):
         yield word, sum(count for _, count in group)

@@ -37,7 +37,7 @@ class Tally:
         _count(self.bad_rows, path, 1, first)
 
     def notes(self) -> list[str]:
-        """Sentences on all that was not read as it stands."""
+        """Return sentences on all that was not read as it stands."""
         found = []
         for path, defect in self.undecodable.items():
             bytes_are = "byte is" if defect.count == 1 else "bytes are"
@@ -73,7 +73,7 @@ class Undecodable:
 
     @property
     def count(self) -> int:
-        """Undecodable bytes so far."""
+        """Return the undecodable bytes so far."""
         defect = self._tally.undecodable.get(self._path)
         return defect.count if defect else 0
 

@@ -76,7 +76,7 @@ def _usual_bytes(file: Path) -> int:
 
 @contextlib.contextmanager
 def _kept(most_bytes: int) -> Iterator[None]:
-    """The system refuses more than `most_bytes` of further memory, where there is /proc."""
+    """Have the system refuse more than `most_bytes` of further memory, where there is /proc."""
     try:
         import resource
 

@@ -57,11 +57,9 @@ class Environment:
 
 
 def read_environment(cards: Reading | None = None, variables: Mapping[str, str] | None = None) -> Environment:
-    """Return the environment of this process.
+    """Return the environment of this process; without `cards` the driver is looked for in /proc alone.
 
-    Args:
-        cards: what NVML says (`read_cards()`); left out, the driver is looked for in /proc alone.
-        variables: instead of `os.environ`.
+    `variables` stand in for `os.environ`.
     """
     reading = cards or Reading()
     environ = os.environ if variables is None else variables

@@ -19,7 +19,7 @@ def processor_name() -> str:
 
 
 def memory_bytes() -> int | None:
-    """Physical memory; None where the system does not tell."""
+    """Return physical memory; None where the system does not tell."""
     total = _meminfo("MemTotal")
     if total is not None:
         return total
@@ -30,7 +30,7 @@ def memory_bytes() -> int | None:
 
 
 def available_bytes() -> int | None:
-    """Memory that programs may take now without swapping; None where the system does not tell."""
+    """Return memory that programs may take now without swapping; None where the system does not tell."""
     return _meminfo("MemAvailable")
 
 

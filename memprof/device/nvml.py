@@ -77,7 +77,7 @@ class Nvml:
         )
 
     def use(self, card: int | str) -> CardUse:
-        """As `card_use`."""
+        """Return what `card_use` does."""
         reading = self.read()
         if not reading.cards:
             return CardUse(None, None, note="; ".join(reading.notes))

@@ -53,7 +53,7 @@ class _Seen:
         return self._events is not None
 
     def step(self, optimizer: object) -> None:
-        """An optimizer has made a step."""
+        """See an optimizer make a step."""
         completed = self._device.phases.completed
         self._held += [self._device.held_bytes] * (completed - len(self._held))
         if self._rule.steps is None:
@@ -74,7 +74,7 @@ class _Seen:
 
     @contextlib.contextmanager
     def noted(self) -> Iterator[None]:
-        """Where the script is stopped inside, the run ends."""
+        """Note that the run ends where the script is stopped inside."""
         try:
             yield
         except StopRun as stop:

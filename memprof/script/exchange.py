@@ -36,7 +36,10 @@ class _Waiting(NamedTuple):
 
 
 class Exchange:
-    """The meeting of `ranks`. `reply` sends one an answer: a word (`go`, or `stop` with why), and what it asked for."""
+    """The meeting of `ranks`. `reply` sends one an answer: a word (`go`, or `stop` with why), and what it asked for.
+
+    Each word that a rank may say has a method of its own (`_hear_call`, ...), hence their number.
+    """
 
     def __init__(self, ranks: Sequence[int], reply: Callable[[int, str, Any], None]) -> None:
         self._reply = reply
@@ -56,7 +59,7 @@ class Exchange:
     # -- what ranks say -----------------------------------------------------------------------------------------------
 
     def hear(self, rank: int, what: str, *said: Any) -> None:
-        """A rank says something; who can go on is told to."""
+        """Hear what a rank says; who can go on is told to."""
         if self.why is not None:
             if what in ("collect", "receive", "store", "step"):
                 self._reply(rank, "stop", self.why)
@@ -65,7 +68,7 @@ class Exchange:
         self._settle()
 
     def leave(self, rank: int, how: str) -> None:
-        """A rank is no longer there: it has ended, by itself or not."""
+        """Note that a rank is no longer there: it has ended, by itself or not."""
         self.running.discard(rank)
         self.waiting.pop(rank, None)
         self.ended[rank] = how
@@ -73,24 +76,24 @@ class Exchange:
             self._settle()
 
     def stop(self, why: str) -> None:
-        """All are to end: those that wait are told now, others when they ask."""
+        """End all: those that wait are told now, others when they ask."""
         self.why = self.why or why
         for rank in list(self.waiting):
             self._go(rank, self.why, "stop")
 
     def fail(self, problem: str, hint: str) -> None:
-        """Something is wrong between ranks, and all are to end."""
+        """End all, for something is wrong between ranks."""
         if self.problem is None:
             self.problem = MemprofError(problem, hint=hint)
         self.stop(PEER)
 
     def go_on(self) -> None:
-        """Those that wait for the others' steps make another."""
+        """Let those that wait for the others' steps make another."""
         for rank in [rank for rank, waiting in self.waiting.items() if waiting.what == "step"]:
             self._go(rank, False)
 
     def overdue(self, rank: int, seconds: float) -> None:
-        """A rank has waited for so long while others still run."""
+        """End all, for a rank has waited for so long while others still run."""
         others = "rank" + "s" * (len(self.running) > 1)
         self.fail(
             f"rank {rank} has waited {seconds / 60:.0f} minutes in {self._where(rank)}, and {others} "
@@ -195,7 +198,7 @@ class Exchange:
     # -- what is wrong ------------------------------------------------------------------------------------------------
 
     def _check(self, slot: dict[int, tuple[Call, Payload]]) -> None:
-        """Once all have called that will: so what is said does not depend on who came first."""
+        """Compare the calls once all are there that will be: so what is said does not depend on who came first."""
         lowest = min(slot)
         call = slot[lowest][0]
         for rank in sorted(slot):
@@ -219,7 +222,7 @@ class Exchange:
         )
 
     def _deadlock(self) -> None:
-        """Of those that wait, the lowest whose others are elsewhere, and where these are."""
+        """Name the lowest rank whose others are elsewhere, and where these are."""
         for rank in sorted(self.waiting):
             missing = self._missing(rank)
             if missing:

@@ -18,13 +18,10 @@ _INSTALLED = (sysconfig.get_path("purelib") + os.sep, sysconfig.get_path("platli
 
 
 class ExitHandlers:
-    """Those that the program, or a library of its own, registers.
+    """Handlers that the program, or a library of its own, registers; `is_program` tells their code.
 
     What Python's own modules register is for this process, which has more to do: weakref's handler, run once, would be
     the end of all finalizers.
-
-    Args:
-        is_program: whether code is the program's, or a library's that is neither torch nor memprof.
     """
 
     def __init__(self, is_program: Callable[[CodeType], bool]) -> None:
@@ -50,7 +47,7 @@ class ExitHandlers:
         yield atexit, "unregister", unregister
 
     def drop(self) -> None:
-        """The program leaves by `os._exit`: none is run."""
+        """Run none: the program leaves by `os._exit`."""
         self._handlers.clear()
         self._dropped = True
 

@@ -132,13 +132,7 @@ class _Started:
 
 
 def find_launcher(name: str, arguments: Sequence[str], *, is_module: bool) -> tuple[Launcher, Sequence[str]] | None:
-    """Return the launcher that a command is, and its own arguments; None if it is a program of the user's.
-
-    Args:
-        name: a module, or a command as one types it: bare, or in a folder of commands.
-        arguments: what follows.
-        is_module: whether it is a module.
-    """
+    """Return the launcher that a module or command (bare, or in a bin folder) is, and its arguments, or None."""
     if is_module:
         words = _MODULES.get(name)
     else:
@@ -173,7 +167,7 @@ def _number(flag: str, text: str, read: Callable[[str], int]) -> int:
 
 
 def _variables_of_torch(args: Any, started: _Started) -> dict[str, str]:
-    """Of one worker (torch/distributed/elastic/agent/server/local_elastic_agent.py, `_start_workers`)."""
+    """Return those of one worker (torch/distributed/elastic/agent/server/local_elastic_agent.py, `_start_workers`)."""
     values = {
         **dict.fromkeys(("RANK", "ROLE_RANK"), started.rank),
         "LOCAL_RANK": started.local_rank,

@@ -39,17 +39,11 @@ _ARITHMETIC: Mapping[type, Callable[[int, int], int]] = {
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """One way in which a loop ends.
+    """One way in which a loop ends."""
 
-    Args:
-        total: rounds in all, or the value of a counter; None: not known.
-        done: rounds that are over, or the counter's value now; None: not known.
-        is_counter: it holds only where `done` is seen to grow, for a variable may count anything.
-    """
-
-    total: int | None
-    done: int | None = None
-    is_counter: bool = False
+    total: int | None  # rounds in all, or the value of a counter; None: not known
+    done: int | None = None  # rounds that are over, or the counter's value now; None: not known
+    is_counter: bool = False  # it holds only where `done` is seen to grow, for a variable may count anything
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,8 +140,7 @@ def _loops_of(frame: FrameType) -> Iterator[Loop]:
 
 @functools.lru_cache(maxsize=16)
 def _loops_in(text: str) -> tuple[tuple[tuple[str, int], _Loop, int, int], ...] | None:
-    """Return all loops of a file, outer ones first: name and first line of the function around each, itself, and its
-    lines; None if there is no source code."""
+    """Return a file's loops, outer first: name and line of the function around each, itself, its lines; or None."""
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError):
@@ -177,7 +170,7 @@ def _bounds(loop: _Loop, variables: Mapping[str, Any]) -> Iterator[Bound]:
 
 
 def _tests_to_leave(body: Sequence[ast.stmt], *, is_inner: bool) -> Iterator[ast.expr]:
-    """Conditions of each `if` that leaves the loop with this body: by `break`, or from an inner one by `return`."""
+    """Yield conditions of each `if` that leaves the loop with this body: by `break`, or inside by `return`."""
     for node in body:
         if isinstance(node, _Function | ast.ClassDef):
             continue
@@ -196,7 +189,7 @@ def _leaves(node: ast.stmt, *, is_inner: bool) -> bool:
 
 
 def _counters(test: ast.expr, variables: Mapping[str, Any], *, leaves: bool) -> Iterator[Bound]:
-    """Counters and their limits in a condition at which a loop is left, or (`leaves` is False) goes on."""
+    """Yield counters and limits of a condition at which a loop is left, or (`leaves` is False) goes on."""
     # One of several is enough: to leave where it is `or`, to go on no longer where it is `and`.
     if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.Or if leaves else ast.And):
         for part in test.values:

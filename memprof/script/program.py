@@ -42,7 +42,7 @@ class Program:
 
     @property
     def command(self) -> list[str]:
-        """As one types it after `python`."""
+        """Return it as one types it after `python`."""
         return [*(("-m",) if self.is_module else ()), self.name, *self.arguments]
 
     def check(self) -> None:
@@ -110,12 +110,10 @@ class Program:
             return _ended_by(error)
 
     def run(self, rule: StopRule, handlers: ExitHandlers | None = None, start: Start | None = None) -> ScriptOutcome:
-        """Run it here, in this process, to its end or until `rule` stops it. Nothing that it raises comes through.
+        """Run it in this process to its end, or until `rule` stops it; nothing that it raises comes through.
 
-        Args:
-            rule: when to stop it.
-            handlers: of the program's own for its end, which are run then; None: they are left to this process.
-            start: the process that is run, if it was asked for before.
+        Its own `handlers` for its end are run then; None: they are left to this process. `start` is the process that is
+        run, if it was asked for before.
         """
         environment = dict(os.environ)
         try:
@@ -158,7 +156,7 @@ class Program:
 
     @contextlib.contextmanager
     def _as_main(self, handlers: ExitHandlers | None) -> Iterator[None]:
-        """`sys.argv`, `sys.path` and the ways out of a process, as the program is to find them."""
+        """Set `sys.argv`, `sys.path` and the ways out of a process as the program is to find them."""
         argv, path, leave = sys.argv, sys.path[:], os._exit
         process = os.getpid()
 
@@ -229,7 +227,7 @@ def _stop_behind(error: BaseException) -> StopRun | None:
 
 
 def _exit_code(end: SystemExit) -> int:
-    """As the interpreter would: a message goes to stderr and is 1."""
+    """Return the code that the interpreter would: a message goes to stderr and is 1."""
     if end.code is None:
         return 0
     if isinstance(end.code, int):
@@ -240,7 +238,7 @@ def _exit_code(end: SystemExit) -> int:
 
 
 def print_error(error: BaseException) -> None:
-    """The program's own traceback on stderr."""
+    """Print the program's own traceback on stderr."""
     sys.stderr.write(error_text(error))
 
 

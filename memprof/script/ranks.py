@@ -149,7 +149,7 @@ def run_together(
 
 @contextlib.contextmanager
 def _told_later() -> Iterator[None]:
-    """Inside, SIGTERM waits: what its handler raises in a function that runs at each fork, as logging's do, is lost."""
+    """Let SIGTERM wait: what its handler raises in a function that runs at each fork, as logging's do, is lost."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
         yield
@@ -308,7 +308,7 @@ def _processor_seconds(pid: int) -> float:
 
 
 def _deadlines(exchange: Exchange, living: dict[Connection, _Process]) -> Iterator[None]:
-    """Once all are to end: tell those that do not hear it, and then kill them."""
+    """Tell those that do not hear that all are to end, and then kill them."""
     while exchange.why is None:
         yield
     is_wrong = exchange.problem or exchange.why == PEER

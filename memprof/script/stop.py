@@ -48,19 +48,12 @@ GROWING_EVENTS, GROWING_SECONDS = 200_000, 300.0
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Hold what a run has come to at the end of a training step.
+    """What a run has come to at the end of a training step."""
 
-    Args:
-        completed: training steps that have ended.
-        held_bytes: allocated on the GPU at the end of each of them.
-        num_events: recorded so far; None: they are not counted while the run goes on (a measured run).
-        seconds: since the step ended at which the run was asked to stop.
-    """
-
-    completed: int
-    held_bytes: Sequence[int]
-    num_events: int | None = None
-    seconds: float = 0.0
+    completed: int  # training steps that have ended
+    held_bytes: Sequence[int]  # allocated on the GPU at the end of each of them
+    num_events: int | None = None  # recorded so far; None: they are not counted while the run goes on (measured)
+    seconds: float = 0.0  # since the step ended at which the run was asked to stop
 
     @property
     def growth_bytes(self) -> int:
@@ -71,27 +64,14 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class StopRule:
-    """When to stop.
+    """When to stop."""
 
-    Args:
-        steps: after so many training steps; None: never.
-        seconds: after so much time; None: never.
-        goes_on: past `steps`, while that costs little or memory grows.
-    """
-
-    steps: int | None = 2
-    seconds: float | None = None
-    goes_on: bool = False
+    steps: int | None = 2  # after so many training steps; None: never
+    seconds: float | None = None  # after so much time; None: never
+    goes_on: bool = False  # past `steps`, while that costs little or memory grows
 
     def after_step(self, progress: Progress, agreed: Callable[[bool], bool] = bool) -> None:
-        """A step has ended.
-
-        Args:
-            agreed: told whether this run has shown enough, says whether all ranks have.
-
-        Raises:
-            StopRun: enough was seen.
-        """
+        """Raise StopRun if enough was seen; `agreed`, told whether of this run, says whether of all ranks."""
         if self.steps is None or progress.completed < self.steps:
             return
         if agreed(not (self.goes_on and self._is_worth_more(self.steps, progress))):
@@ -109,7 +89,7 @@ class StopRule:
 
     @contextlib.contextmanager
     def clock(self) -> Iterator[None]:
-        """Inside, the script is stopped when its time is up: by a signal, which needs the main thread."""
+        """Stop the script inside when its time is up: by a signal, which needs the main thread."""
         if self.seconds is None or threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -129,8 +109,7 @@ class StopRule:
 
 @contextlib.contextmanager
 def stopping_from_threads() -> Iterator[Callable[[], None]]:
-    """Gives what any thread may call to stop the script, as with an error: by a signal, since the main thread may be
-    waiting for something that will not come."""
+    """Yield what any thread may call to stop the script: by a signal, for the main thread may be waiting in vain."""
     if threading.current_thread() is not threading.main_thread():
         yield lambda: None
         return

@@ -45,7 +45,7 @@ class Caches:
         self._lines: set[_Key] = set()  # operators, lines and modules that make what is kept
 
     def call_begins(self, module: int, given: Any) -> None:
-        """A module is called from outside all others, with these arguments."""
+        """See a module called from outside all others, with these arguments."""
         self._infers = not torch.is_grad_enabled()
         self._joined.clear()  # the call before may have raised
         self._begins.append(len(self._recorder.trace.storages))
@@ -56,7 +56,7 @@ class Caches:
                 self._keep(index)
 
     def call_returned(self, result: Any) -> None:
-        """That call returns `result`."""
+        """See that call return `result`."""
         if not self._infers:
             return
         self._infers = False
@@ -80,7 +80,7 @@ class Caches:
         return self._infers and self._recorder.modules.current not in (NONE, self._roots[-1])
 
     def written(self, target: torch.Tensor) -> None:
-        """An operator of WRITES writes into `target`."""
+        """See an operator of WRITES write into `target`."""
         index = self._recorder.storages.index_of(target)
         if not NONE < index < self._begins[-1] or not _holds_numbers(target):
             return
@@ -89,7 +89,7 @@ class Caches:
             self._keep(index)
 
     def joins(self, parts: list[torch.Tensor]) -> None:
-        """`parts` are about to be joined to one tensor."""
+        """See `parts` about to be joined to one tensor."""
         for part in parts:
             index = self._recorder.storages.index_of(part)
             if self.is_older(index) and _holds_numbers(part):
@@ -110,7 +110,7 @@ class Caches:
             self._lines.add(_line(storage))
 
     def _indices(self, values: Any) -> set[int]:
-        """Of the tensors with numbers in `values`, containers looked into."""
+        """Return indices of the tensors with numbers in `values`, containers looked into."""
         with torch.DisableTorchFunction():
             found = {
                 self._recorder.storages.index_of(tensor) for tensor in tensors_in(values) if _holds_numbers(tensor)

@@ -30,7 +30,10 @@ _Key = tuple[int, int, int, str, int, PhaseKind]
 
 
 class GrowthWatch:
-    """What one `VirtualGpu` tells of its program's calls and phases."""
+    """What one `VirtualGpu` tells of its program's calls and phases.
+
+    It looks at steps and at calls, whose states are both here: hence the number of attributes.
+    """
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -51,7 +54,7 @@ class GrowthWatch:
     # -- what is told -----------------------------------------------------------------------------------------------
 
     def phase_begins(self, kind: PhaseKind, *, in_step: bool) -> None:
-        """A phase was recognised, which may be that of a closure `in_step` of an optimizer."""
+        """See a phase recognised, which may be that of a closure `in_step` of an optimizer."""
         before, self._in_step = self._in_step, in_step or kind is PhaseKind.OPTIMIZER_STEP
         if kind is PhaseKind.BACKWARD:
             self._step_begins()
@@ -61,7 +64,7 @@ class GrowthWatch:
             self._step_ended()
 
     def call_begins(self, module: nn.Module, index: int) -> None:
-        """A module is called from outside all others, not in a backward pass."""
+        """See a module called from outside all others, not in a backward pass."""
         trace = self._recorder.trace
         self._step_begins()
         if self._loop_begin == NONE:
@@ -73,7 +76,7 @@ class GrowthWatch:
         self._call = (len(trace.events), index, self._recorder.attribution.caller(), module.training, number)
 
     def call_returned(self, result: Any) -> None:
-        """That call returns `result`."""
+        """See that call return `result`."""
         if self._call is None:
             return
         (begin, module, source, training, number), self._call = self._call, None
@@ -93,7 +96,7 @@ class GrowthWatch:
             self._explain(grown, self._calls_begin)
 
     def run_ends(self) -> None:
-        """The program has come to its end, and its variables are still there."""
+        """See the program come to its end, its variables still there."""
         if self._loop_begin != NONE and self._steps.count >= 2:
             self._explain(self._steps.grown(self._held(self._loop_begin)), self._loop_begin)
 
@@ -175,7 +178,7 @@ class _Looks:
         self._held: list[dict[_Key, int]] = []
 
     def is_due(self) -> bool:
-        """Another round has ended: whether to look."""
+        """Count another round; return whether to look."""
         self.count += 1
         return self.count <= self.FIRST or self.count & (self.count - 1) == 0
 

@@ -79,12 +79,12 @@ class Search:
         self._step_ends: list[int] = []
 
     def step_began(self) -> None:
-        """A step begins."""
+        """See a step begin."""
         self._step_begins.append(autograd.get_sequence_nr())
         self._step_ends.append(_IN_FORWARD_ORDER)
 
     def step_ended(self) -> None:
-        """An optimizer has stepped: the step's last one, as far as is known."""
+        """See an optimizer step: the step's last one, as far as is known."""
         if self._step_ends:
             self._step_ends[-1] = autograd.get_sequence_nr()
 
@@ -124,7 +124,7 @@ class Search:
             return result
 
     def running_sums(self) -> list[Holder]:
-        """Variables, and attributes of variables, whose graph goes back over several steps: `total = total + loss`."""
+        """Return variables, and their attributes, whose graph goes back over several steps: `total = total + loss`."""
         with torch.DisableTorchFunction():
             variables = _Variables(self._recorder)
             sums: dict[Any, tuple[_Found, list[Any]]] = {}
@@ -258,7 +258,7 @@ def _is_loader(value: Any) -> bool:
 
 
 def _climb(tensors: Mapping[int, tuple[Any, int]], variables: _Variables) -> list[_Found]:
-    """Everything with a name above these tensors, within MAX_DEPTH."""
+    """Return everything with a name above these tensors, within MAX_DEPTH."""
     own: set[int] = {id(tensors), id(variables), id(variables.names), id(variables.tensors)}
     own.update(id(pair) for pair in tensors.values())
     own.update(id(pair) for pair in variables.tensors)
@@ -382,7 +382,7 @@ def _running_frames() -> set[int]:
 
 
 def _line_that_fills(name: _Name, running: list[CodeType]) -> str | None:
-    """`file:line function`, read off the source code: of a variable's function, of an attribute's class; of a global,
+    """Return `file:line function`, read off the source: of a variable's function, of an attribute's class; of a global,
     and of an attribute that its class does not fill, of what is running."""
     whole, bracket, keys = name.text.partition("[")
     variable = whole.rpartition(".")[2]

@@ -39,14 +39,9 @@ _PER_STEP = (PhaseKind.FORWARD, PhaseKind.BACKWARD, PhaseKind.EVALUATION, PhaseK
 
 
 class Phases:
-    """Recognises phases, and begins them.
+    """Recognises phases, and begins them: `begin` is told kind, step and micro-batch, `now` gives the one that runs.
 
-    Its state is one: each event's meaning depends on what came before, so that it has more methods and attributes
-    than other classes.
-
-    Args:
-        begin: told each phase that begins: kind, step, micro-batch.
-        now: the phase that is running.
+    The meaning of each event depends on all before it: hence more methods and attributes than in other classes.
     """
 
     def __init__(self, begin: Callable[[PhaseKind, int, int], None], now: Callable[[], Phase]) -> None:
@@ -284,13 +279,13 @@ class Phases:
 
     @property
     def completed(self) -> int:
-        """Training steps that have ended."""
+        """Return how many training steps have ended."""
         return self.step if self._ended else max(self.step - 1, 0)
 
     # -- how it is seen ---------------------------------------------------------------------------------------------
 
     def hooks(self) -> Iterator[Any]:
-        """torch's own global hooks, which every optimizer class honours; each has `remove`."""
+        """Yield torch's own global hooks, which every optimizer class honours; each has `remove`."""
         yield register_optimizer_step_pre_hook(self._before_step)
         yield register_optimizer_step_post_hook(self._after_step)
 

@@ -89,7 +89,7 @@ def groups_of(root: nn.Module) -> Iterator[ShardedGroup]:
 
 
 def unreduced(root: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Whole gradients that fully_shard keeps to reduce them later (`set_requires_gradient_sync(False)`), with names."""
+    """Yield whole gradients, named, that fully_shard keeps to reduce later (`set_requires_gradient_sync(False)`)."""
     for module in root.modules():
         if any(base.__name__ == "FSDPModule" for base in type(module).__mro__):
             for one in (one for group in _param_groups(module._get_fsdp_state()) for one in group.fsdp_params):  # type: ignore[operator]

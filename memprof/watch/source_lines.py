@@ -46,13 +46,10 @@ def _lines_that_show(text: str) -> tuple[tuple[int, int], ...]:
 
 
 def line_that_fills(code: CodeType, variable: str, *, attribute: bool, keys: str = "") -> str | None:
-    """`file:line function` at which the code puts something into `variable`; None if none is seen.
+    """Return `file:line function` at which the code puts something into `variable`; None if none is seen.
 
-    Args:
-        code: of the function, or of a whole module.
-        variable: its name there.
-        attribute: whether it is the attribute of an object (`self.losses`), not a variable.
-        keys: of the container in it, as `['train']['loss']`, which the line must name; empty: any.
+    `code` is of a function or a whole module. An `attribute` is one of an object (`self.losses`). The line must name
+    `keys`, those of the container in it, as `['train']['loss']`.
     """
     name = (r"\." if attribute else r"(?<![\w.])") + re.escape(variable)
     name += re.escape(keys).replace("'", "[\"']")
@@ -73,12 +70,12 @@ def line_that_fills(code: CodeType, variable: str, *, attribute: bool, keys: str
 
 
 def line_of_code(code: CodeType) -> str:
-    """`file:line function` of where a function begins."""
+    """Return `file:line function` of where a function begins."""
     return f"{code.co_filename}:{code.co_firstlineno} {code.co_name}"
 
 
 def line_of_class(kind: type) -> str | None:
-    """`file:line class` of where a class begins; None if its source code is not known."""
+    """Return `file:line class` of where a class begins; None if its source code is not known."""
     try:
         file, (_, line) = inspect.getsourcefile(kind), inspect.getsourcelines(kind)
     except (OSError, TypeError):

@@ -32,7 +32,7 @@ class _Made:
         self.streams = [0]
 
     def note(self, stream: int) -> None:
-        """Nodes are made on `stream` from here on."""
+        """Note that nodes are made on `stream` from here on."""
         if stream != self.streams[-1]:
             number = _sequence_number()
             if number == self.numbers[-1]:
@@ -135,7 +135,7 @@ class Streams:
             here.in_node = {}
 
     def use(self, storage: int, stream: int) -> None:
-        """`stream` works on a storage of another (Tensor.record_stream)."""
+        """Append that `stream` works on a storage of another (Tensor.record_stream)."""
         if not self._closed:
             self._append(EventKind.USE, len(self._trace.uses))
             self._trace.uses.append(Use(storage, stream))
@@ -148,7 +148,7 @@ class Streams:
         return {**self._clocks[card, stream], (card, stream): len(self._trace.events)}
 
     def wait(self, done: Clock, waiter: tuple[str, int] | None) -> None:
-        """A stream of a card, or the host (None), has been made to wait."""
+        """Append that a stream of a GPU, or the host (None), has been made to wait."""
         if not done or self._closed:
             return
         self._append(EventKind.WAIT, len(self._trace.waits))
@@ -159,12 +159,12 @@ class Streams:
                 known[stream] = max(time, known.get(stream, 0))
 
     def wait_for_current(self, card: str) -> None:
-        """The host waits for the current stream of `card`, as a read of a value or a copy makes it."""
+        """Let the host wait for the current stream of `card`, as a read of a value or a copy makes it."""
         if self._trace.uses:
             self.wait(self.now(card, self.current(card)), None)
 
     def wait_for_all(self, card: str) -> None:
-        """The host waits for all of `card`."""
+        """Let the host wait for all of `card`."""
         streams = sorted({use.stream for use in self._trace.uses})
         self.wait({(card, stream): len(self._trace.events) for stream in streams}, None)
 

@@ -28,12 +28,9 @@ _Kind = tuple[int, int, tuple[int, ...]]
 
 
 class Updates:
-    """Watches the operators of one run between a backward pass and what follows.
+    """Watches operators between a backward pass and what follows; `name_parameters` claims parameters as they are now.
 
-    Args:
-        recorder: knows each storage's owner, phase and end.
-        phases: told of updates, and of the end of a step.
-        name_parameters: claims what the program's models have for parameters now.
+    Its sets are what it knows of storages, each of another kind, so that it has more attributes than other classes.
     """
 
     def __init__(self, recorder: Recorder, phases: Phases, name_parameters: Callable[[], None]) -> None:
@@ -59,7 +56,7 @@ class Updates:
     # -- what is told -----------------------------------------------------------------------------------------------
 
     def phase_begins(self, kind: PhaseKind) -> None:
-        """A phase is about to begin; checkpoints interrupt a stretch."""
+        """See a phase about to begin; checkpoints interrupt a stretch."""
         goes_on = self._phases.awaits_update
         self.looks = goes_on and kind in _BETWEEN
         if self._begin != NONE and not goes_on:
@@ -69,12 +66,12 @@ class Updates:
             self._begin = len(self._recorder.trace.storages)
 
     def run_ends(self) -> None:
-        """The program has come to its end."""
+        """See the program come to its end."""
         if self._begin != NONE:
             self._close()
 
     def operator_runs(self, read: Sequence[torch.Tensor]) -> None:
-        """An operator on the GPU is about to run, and is given these. One that has nothing to do with the update which
+        """See an operator on the GPU about to run, given these. One that has nothing to do with the update which
         was made comes after the step, and so does one that makes an autograd graph."""
         if self._recorder.writer.phase.kind is not PhaseKind.OPTIMIZER_STEP:
             return
@@ -85,7 +82,7 @@ class Updates:
     def operator_ran(
         self, read: Iterable[torch.Tensor], written: Iterable[torch.Tensor], made: Iterable[torch.Tensor]
     ) -> None:
-        """An operator has computed what it has written into, and made, from what it `read`."""
+        """See that an operator has computed what it has written into, and made, from what it `read`."""
         sources: set[int] = set()
         of_gradients = False
         for index in self._indices(read):
@@ -119,7 +116,7 @@ class Updates:
             self.on_step()
 
     def _look_for_new_parameters(self) -> None:
-        """A program may give its parameters new tensors (`p.data = p.data - 0.1 * p.grad`): no operator writes them."""
+        """Look for parameters that were given new tensors (`p.data = p.data - 0.1 * p.grad`), which nothing writes."""
         if self._phases.optimizers or self._recorder.writer.phase.kind is PhaseKind.OPTIMIZER_STEP:
             return
         made = {
@@ -131,7 +128,7 @@ class Updates:
                 self._step()
 
     def _close(self) -> None:
-        """The stretch is over: what fed its updates, and carries its value to the next step, is optimizer state."""
+        """End a stretch: what fed its updates, and carries its value to the next step, is optimizer state."""
         trace, begin = self._recorder.trace, self._begin
         anew = (self._fed & self._left) - self._cleared
         self._kinds |= {self._kind(index) for index in anew}

@@ -35,7 +35,7 @@ _NAMED = f"--lora-targets q_proj,v_proj, or --lora-targets {ALL_LINEAR}"
 
 
 def add_lora(model: nn.Module, spec: TargetSpec, source: ModelSource) -> nn.Module:
-    """`model`, frozen, in PEFT's wrapper: each target has two matrices of `spec.lora_rank` beside it.
+    """Return `model`, frozen, in PEFT's wrapper: each target has two matrices of `spec.lora_rank` beside it.
 
     PEFT keeps them in float32 when the model is in half precision (`autocast_adapter_dtype`, its default). The scale
     is twice the rank, as is usual; it changes no memory. A model of bitsandbytes is prepared as PEFT does first: what

@@ -21,7 +21,7 @@ def begin_chance() -> None:
 
 @contextlib.contextmanager
 def kept_chance() -> Iterator[None]:
-    """Afterwards those generators go on as if nothing had been drawn inside.
+    """Restore those generators afterwards, as if nothing had been drawn inside.
 
     Around a device: the state of torch's is a tensor, and none of the run's.
     """

@@ -20,10 +20,10 @@ class Device(Protocol):
         """Return what runs inside is this phase."""
 
     def adopt(self, root: nn.Module) -> None:
-        """`root` is the model of this run."""
+        """Take `root` as the model of this run."""
 
     def claim(self, tensor: torch.Tensor, owner: Owner) -> None:
-        """`tensor` has this role."""
+        """Give `tensor` this role."""
 
     def assume(self, sentence: str) -> None:
-        """The run rests on this."""
+        """Note what the run rests on."""

@@ -69,7 +69,7 @@ def generate(
 
 
 def _alike_steps(cache: Any, remaining: int) -> int:
-    """Steps from here on that differ in the length of the cache alone: up to the last ones, or until a window fills."""
+    """Count steps from here on that differ in the cache's length alone: up to the last ones, or a full window."""
     layers = getattr(cache, "layers", None) or ()
     until_full = [
         layer.sliding_window - layer.cumulative_length

@@ -167,7 +167,7 @@ _TASK_OF_SUFFIX = {
 
 
 def _from_mapping(name: str, config: dict[str, Any], spec: TargetSpec, *, where: str) -> ModelSource:
-    """`where`: the folder, or the name on the hub, which may have code of its own."""
+    """Return the source of a configuration; `where` is the folder or the hub's name, which may have its own code."""
     _check_dtype(name, config, spec)
     architecture = next(iter(config.get("architectures") or ()), None)
     if architecture is None:  # of a class of its own, its name
@@ -216,7 +216,7 @@ def _hugging_face(
     spec: TargetSpec,
     of_checkpoint: Stored | None = None,
 ) -> ModelSource:
-    """`find_classes`: the configuration's and the model's."""
+    """Return the source of a model of transformers; `find_classes` gives the configuration's class and the model's."""
     if of_checkpoint is not None:
         check_use(of_checkpoint, spec)
     stored = of_checkpoint or asked_format(spec)

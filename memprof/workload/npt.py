@@ -46,7 +46,7 @@ class NptComponent(nn.Module):
         self.mode, self.chunk, self.recompute = mode, chunk, recompute
 
     def forward(self, hidden: Tensor | tuple[Any, ...], attention: Tensor | tuple[Any, ...]) -> Tensor:
-        """h ΔW, [..., d_ffn], for hidden states and attention outputs [batch, tokens, d_model].
+        """Return h ΔW, [..., d_ffn], for hidden states and attention outputs [batch, tokens, d_model].
 
         Either may be the first of a tuple, as layers return it; hidden states may come as [batch * tokens, d_model].
 
@@ -73,11 +73,11 @@ class NptComponent(nn.Module):
         raise NotImplementedError
 
     def delta(self, modulation: Tensor) -> Tensor:
-        """ΔW of these tokens, [batch, tokens, d_model, d_ffn]."""
+        """Return ΔW of these tokens, [batch, tokens, d_model, d_ffn]."""
         raise NotImplementedError
 
     def apply_low_rank(self, hidden: Tensor, modulation: Tensor) -> Tensor:
-        """h ΔW without ΔW."""
+        """Return h ΔW without ΔW."""
         raise NotImplementedError
 
     def _apply_delta(self, hidden: Tensor, modulation: Tensor) -> Tensor:
@@ -116,20 +116,20 @@ class ModulatedDelta(NptComponent):
         self.reset_parameters(init)
 
     def reset_parameters(self, init: str) -> None:
-        """New initial matrices, orthogonal or fast."""
+        """Fill the matrices anew, orthogonal or fast."""
         FILLS[init](self.A.unsqueeze(1), 1.0)
         FILLS[init](self.B.T.unsqueeze(1), INIT_SCALE)
 
     def modulation(self, attention: Tensor) -> Tensor:
-        """[batch, tokens, R]."""
+        """Return m, [batch, tokens, R]."""
         return attention @ self.A
 
     def delta(self, modulation: Tensor) -> Tensor:
-        """ΔW, [batch, tokens, d_model, d_ffn]."""
+        """Return ΔW, [batch, tokens, d_model, d_ffn]."""
         return torch.einsum("bsr,dr,rf->bsdf", modulation, self.A, self.B)
 
     def apply_low_rank(self, hidden: Tensor, modulation: Tensor) -> Tensor:
-        """((h A) * m) B: nothing larger than the result, [batch, tokens, d_ffn]."""
+        """Return ((h A) * m) B: nothing larger than the result, [batch, tokens, d_ffn]."""
         return ((hidden @ self.A) * modulation) @ self.B
 
 
@@ -165,7 +165,7 @@ class RankOneDeltas(NptComponent):
         self.reset_parameters(init)
 
     def reset_parameters(self, init: str) -> None:
-        """New initial matrices, orthogonal or fast."""
+        """Fill the matrices anew, orthogonal or fast."""
         FILLS[init](self.down, 1.0)
         FILLS[init](self.up_model, 1.0)
         FILLS[init](self.up_ffn.permute(2, 0, 1), INIT_SCALE)
@@ -177,7 +177,7 @@ class RankOneDeltas(NptComponent):
         return (attention @ self.down.flatten(1)).unflatten(-1, self.down.shape[1:])
 
     def delta(self, modulation: Tensor) -> Tensor:
-        """ΔW, [batch, tokens, d_model, d_ffn]."""
+        """Return ΔW, [batch, tokens, d_model, d_ffn]."""
         if self.combine == "sequential":
             vectors = self._vectors_in_turn(modulation)
             first = next(vectors)
@@ -188,7 +188,7 @@ class RankOneDeltas(NptComponent):
         return torch.einsum("bsnd,bsnf->bsdf", *self._vectors(modulation))
 
     def apply_low_rank(self, hidden: Tensor, modulation: Tensor) -> Tensor:
-        """Σ_i (h · u_i) v_i."""
+        """Return Σ_i (h · u_i) v_i."""
         if self.combine == "sequential":
             return sum((hidden * u).sum(-1, keepdim=True) * v for u, v in self._vectors_in_turn(modulation))
         if self.combine == "batched":
@@ -215,7 +215,7 @@ class RankOneDeltas(NptComponent):
 
 @torch.no_grad()
 def fill_orthogonal(weight: Tensor, gain: float) -> None:
-    """Orthonormal columns, times `gain`, for each of the N matrices [rows x R] of `weight` [rows, N, R].
+    """Fill `weight` [rows, N, R] with orthonormal columns, times `gain`, for each of the N matrices [rows x R].
 
     One QR decomposition for each, of 2 rows R² operations or so (twice that with Q formed).
     """
@@ -227,7 +227,7 @@ def fill_orthogonal(weight: Tensor, gain: float) -> None:
 
 @torch.no_grad()
 def fill_fast(weight: Tensor, gain: float) -> None:
-    """As `fill_orthogonal`, with one QR decomposition for all: component i is S_i Q, S_i a diagonal of random signs.
+    """Fill as `fill_orthogonal`, by one QR decomposition: component i is S_i Q, S_i a diagonal of random signs.
 
     A diagonal of signs is orthogonal, so that the columns of S_i Q are as orthonormal as those of Q; and the signs,
     drawn for each row and component, turn Q's columns into another subspace for each.

@@ -27,7 +27,7 @@ class NptProjection(nn.Module):
         self._attention = attention
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[..., d_model] to [..., d_ffn]."""
+        """Project [..., d_model] to [..., d_ffn]."""
         return self.base(hidden) + self.npt(hidden, self._attention())
 
     @property
@@ -145,7 +145,7 @@ def _attention(layer: nn.Module) -> nn.Module | None:
 
 
 def _dimensions(module: nn.Module) -> Any:
-    """(inputs, outputs) of a linear layer; None of anything else."""
+    """Return (inputs, outputs) of a linear layer; None of anything else."""
     if isinstance(module, nn.Linear):
         return module.in_features, module.out_features
     # transformers' layer for GPT-2, whose weight is [inputs x outputs].

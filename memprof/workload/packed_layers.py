@@ -51,7 +51,7 @@ class PackedLinear(nn.Module):
         raise NotImplementedError
 
     def loaded(self) -> None:
-        """What its kernel does to the tensors once they are on the card."""
+        """Do what its kernel does to the tensors once they are on the GPU."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the product, in the input's dtype."""
@@ -114,7 +114,7 @@ class GptqMarlin(_Marlin, Gptq):
     """marlin.py: symmetric, so that the zeros go; so do the rows' groups, unless they are not in order."""
 
     def loaded(self) -> None:
-        """As above; with `desc_act` the groups are sorted, and their order is kept beside them."""
+        """Repack; with `desc_act` the groups are sorted, and their order is kept beside them."""
         if self.desc_act:
             order = nn.Parameter(torch.empty_like(self.g_idx), requires_grad=False)
             self.g_idx = nn.Parameter(torch.empty_like(self.g_idx), requires_grad=False)

@@ -66,7 +66,7 @@ class Plan:
         return self.sequence * self.tensor
 
     def text(self) -> str:
-        """As `--parallel` has it: for as many ranks, `parse_plan` reads the same plan of it."""
+        """Return it as `--parallel` has it: for as many ranks, `parse_plan` reads the same plan of it."""
         if self.layers > 1:
             return DEVICE_MAP
         whole = f"pp={self.stages}:{self.schedule}:microbatches={self.microbatches}"

@@ -33,7 +33,7 @@ def require(module: str) -> Any:
 
 
 def import_quietly(module: str) -> Any:
-    """`module`, imported without notices: they speak of kernels that a machine without a card lacks.
+    """Import `module` without notices: they speak of kernels that a machine without a GPU lacks.
 
     What it gives to torch.compile meanwhile is compiled when it is called first.
 
@@ -55,7 +55,7 @@ def import_quietly(module: str) -> Any:
 
 @contextlib.contextmanager
 def _compiling_later() -> Iterator[None]:
-    """Inside, torch.compile leaves a function's compiler to the first call.
+    """Have torch.compile leave a function's compiler to the first call.
 
     bitsandbytes decorates its kernels for the CPU so (backends/default/ops.py); no card calls them. Decorating alone
     imports Dynamo and Inductor, a third of what a profile with an adapter takes.

@@ -62,7 +62,7 @@ class Spread:
     # -- the model --------------------------------------------------------------------------------------------------
 
     def cut(self, model: nn.Module) -> nn.Module:
-        """This rank's stage of `model`."""
+        """Return this rank's stage of `model`."""
         return Stage(model, self._mesh["stages"].get_local_rank(), self.plan.stages)
 
     def pipeline(self, stage: nn.Module, model: Any, example: tuple[int, int], device: Device) -> Pipeline:
@@ -118,7 +118,7 @@ class Spread:
         fully_shard(model, mesh=inner, **options)
 
     def _share_tensors(self, model: Any) -> None:
-        """By transformers' own plan for the architecture."""
+        """Divide tensors among ranks by transformers' own plan for the architecture."""
         from torch.distributed.tensor import Replicate
         from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -197,7 +197,7 @@ class Spread:
         return model if self._whole is None else self._whole
 
     def synchronising(self, last: bool) -> contextlib.AbstractContextManager[object]:
-        """DistributedDataParallel reduces gradients in the last micro-batch of a step alone."""
+        """Have DistributedDataParallel reduce gradients in the last micro-batch of a step alone."""
         return contextlib.nullcontext() if last or self._whole is None else self._whole.no_sync()
 
     @property

@@ -67,23 +67,16 @@ class Stage(nn.Module):
         return list(core.layers)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Of token ids (batch, length) or hidden states (batch, length, width): hidden states, or logits."""
+        """Return hidden states, or logits, of token ids (batch, length) or hidden states (batch, length, width)."""
         given = {"input_ids": x} if self.is_first else {"inputs_embeds": x}
         hidden = self.get_submodule(self._core)(**given, use_cache=False).last_hidden_state
         return self.get_submodule(self._head)(hidden) if self.is_last else hidden
 
 
 class Pipeline:
-    """Torch's schedule over one stage.
+    """Torch's schedule over `stage`, which is on this rank's GPU and number `index` (from 0) of the ranks in `group`.
 
-    Args:
-        stage: on this rank's card.
-        plan: how many stages and micro-batches there are.
-        index: which stage this is, from 0.
-        group: the ranks of this pipeline.
-        example: sequences and tokens of a micro-batch.
-        config: of the whole model, as transformers has it.
-        loss: of logits and labels.
+    `example` are sequences and tokens of a micro-batch, `config` is the whole model's, `loss` is of logits and labels.
     """
 
     def __init__(
@@ -141,7 +134,7 @@ class Pipeline:
         setattr(stage, name, run)
 
     def step(self, step: int, ids: torch.Tensor, labels: torch.Tensor) -> None:
-        """Forward and backward of all micro-batches; `ids` and `labels` (micro-batches x sequences, tokens)."""
+        """Run all micro-batches forward and backward; `ids` and `labels` (micro-batches x sequences, tokens)."""
         self._step = step
         given = (ids,) if self._first else ()
         self._schedule_step(*given, **({"target": labels, "losses": []} if self._last else {}))

@@ -57,7 +57,6 @@ class Workload:
         self.num_trainable_parameters = 0
         # Kept beyond the run: its state is no part of what the last stage frees.
         self._optimizer: torch.optim.Optimizer | None = None
-        self._made: Any = None
         self.sequence_lengths: list[int] = []
         self._lengths = None if spec.lengths is None else parse_lengths(spec.lengths)
         if source.stored is not None:
@@ -140,7 +139,7 @@ class Workload:
             with device.phase(PhaseKind.OPTIMIZER):
                 trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
                 groups = trained if self._spread is None else self._spread.parameter_groups(trained)
-                optimizer = self._optimizer = self._made or optimizer_over(groups, spec)
+                optimizer = self._optimizer = self._optimizer or optimizer_over(groups, spec)
                 # Disabled, a scaler passes everything through.
                 scaler = torch.amp.GradScaler(device.name, enabled=spec.amp == "float16")
             for step in range(1, spec.steps + 1):
@@ -183,7 +182,7 @@ class Workload:
             # An adapter's parameters are in the model; what wraps it has none of its own.
             make = functools.partial(optimizer_over, spec=self.spec)
             changed = whole if spread is not None and spread.plan.stages > 1 else model
-            self._made = self._switch_on(changed, self.spec, make, device, place)
+            self._optimizer = self._switch_on(changed, self.spec, make, device, place)
         elif place is not None:
             place(whole)
         elif self.source.stored is None:  # else it is on the card already

@@ -66,7 +66,7 @@ def load_stored(
 
 
 def _packed_in_gguf() -> frozenset[str]:
-    """Model types whose GGUF files transformers leaves packed (integrations/gguf); it unpacks those of others as it
+    """Return model types whose GGUF files transformers leaves packed (integrations/gguf); it unpacks others as it
     loads them (modeling_gguf_pytorch_utils.py)."""
     try:
         from transformers.integrations.gguf.gguf_conversion_mapping import GGUF_ARCHS
@@ -162,7 +162,7 @@ def _as_saved(name: str, tensor: torch.Tensor, model: nn.Module) -> dict[str, to
 
 
 def _register_blocks(experts: nn.Module) -> None:
-    """Once loaded, MXFP4 experts keep their weights where torch does not look for parameters."""
+    """Register the loaded weights of MXFP4 experts, which torch would not find as parameters."""
     for name in ("gate_up_proj", "down_proj"):
         kept = getattr(experts, name)
         if not isinstance(kept, torch.Tensor):
@@ -173,7 +173,7 @@ def _register_blocks(experts: nn.Module) -> None:
 
 @contextmanager
 def _taking_the_place(auto: Any, stored: Stored, spec: TargetSpec, dtype: torch.dtype) -> Iterator[None]:
-    """Inside, transformers makes a quantizer of ours where its own needs a library or a file."""
+    """Have transformers make a quantizer of ours where its own needs a library or a file."""
     method = str(stored.config["quant_method"])
     if method not in ("gptq", "awq", "gguf"):
         yield
@@ -221,7 +221,7 @@ def _quantizer(config: Any, stored: Stored, spec: TargetSpec, dtype: torch.dtype
 
 
 def _replace_by_packed(quantizer: Any, model: nn.Module, stored: Stored, kernel: str) -> None:
-    """GPTQ packs what is in the layers, AWQ what is not excepted."""
+    """Replace linear layers: GPTQ packs what is in the layers, AWQ what is not excepted."""
     said = stored.config
     kind = KERNELS[str(said["quant_method"]), kernel]
     if said["quant_method"] == "gptq":

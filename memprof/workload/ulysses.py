@@ -46,7 +46,7 @@ def _exchange(x: torch.Tensor, group: Any, to_heads: bool) -> torch.Tensor:
 
 @contextlib.contextmanager
 def attending(group: Any) -> Iterator[None]:
-    """Every attention of transformers' models exchanges heads for tokens before, and back after."""
+    """Have every attention of transformers' models exchange heads for tokens before, and back after."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as functions  # noqa: N811
 
     ranks = dist.get_world_size(group)

@@ -56,7 +56,7 @@ def register(kind: str) -> None:
     from memprof.workload.attention import linear, masked, nsa
 
     def no_mask(*args: Any, **kwargs: Any) -> None:
-        """Each of these is causal by itself; what is padded stands on the right, where nobody looks."""
+        """Make no mask: each of these is causal by itself; padding stands on the right, where nobody looks."""
 
     flexible = kind in _FLEXIBLE
     eager = functools.partial(nsa.attention, eager=True)

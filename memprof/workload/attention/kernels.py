@@ -43,7 +43,7 @@ class Attend(torch.autograd.Function):
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, blocks: Tensor | None, scale: float, offset: int,
         length: int, stride: int, window: int,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Output (B, H, T, D) in the query's dtype, and logsumexp (B, H, T)."""
+        """Return the output (B, H, T, D) in the query's dtype, and logsumexp (B, H, T)."""
         ctx.pattern = (scale, offset, length, stride, window)
         output, lse = attend(query, key, value, blocks, *ctx.pattern)
         ctx.save_for_backward(query, key, value, blocks, output, lse)
@@ -52,7 +52,7 @@ class Attend(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        """Of query, key and value."""
+        """Return the gradients of query, key and value."""
         query, key, value, blocks, output, lse = ctx.saved_tensors
         found = attend_backward(gradients[0], query, key, value, blocks, output, lse, *ctx.pattern)
         return (*found[:3], *[None] * 6)
@@ -154,7 +154,7 @@ def _choose_blocks_fake(query: Tensor, key: Tensor, lse: Tensor, tokens: int, *p
 
 
 def _outputs(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Output, laid out as what a model makes of it, (B, T, H, D), and logsumexp."""
+    """Make the output, laid out as what a model makes of it, (B, T, H, D), and logsumexp."""
     batch, heads, tokens, _ = query.shape
     own = torch.promote_types(query.dtype, torch.float32)
     output = query.new_empty(batch, tokens, heads, value.shape[-1]).transpose(1, 2)
@@ -167,12 +167,12 @@ def _chosen(query: Tensor, key: Tensor, tokens: int, block: int, count: int) -> 
 
 
 def _grouped(x: Tensor, shared: int) -> Tensor:
-    """(B, H, ...) as (B, K, G, ...)."""
+    """Return (B, H, ...) as (B, K, G, ...)."""
     return x.unflatten(1, (shared, -1))
 
 
 def _products(left: Tensor, right: Tensor) -> Tensor:
-    """(B, K, G, t, D) with (B, K, L, D), or with keys of each query's own (B, K, t, L, D), to (B, K, G, t, L)."""
+    """Multiply (B, K, G, t, D) by keys (B, K, L, D), or each query's own (B, K, t, L, D), to (B, K, G, t, L)."""
     own = torch.promote_types(left.dtype, torch.float32)
     form = "bkgtd,bkld->bkgtl" if right.dim() == 4 else "bkgtd,bktld->bkgtl"
     return torch.einsum(form, left.to(own), right.to(own))

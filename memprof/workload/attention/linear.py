@@ -23,7 +23,7 @@ def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any,
 
 
 def linear_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """(B, H, T, D), with keys and values (B, K, S, D) of which those before the first query come first."""
+    """Return (B, H, T, D) of keys and values (B, K, S, D), of which those before the first query come first."""
     tokens, own = query.shape[2], torch.promote_types(query.dtype, torch.float32)
     before = key.shape[2] - tokens
     query, key = functional.elu(query) + 1, functional.elu(key) + 1

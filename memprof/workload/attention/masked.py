@@ -87,7 +87,7 @@ def _pattern(kind: str, window: int, offset: int) -> Callable[..., Tensor]:
 
 
 def _touched(kind: str, window: int, rows: Tensor, columns: Tensor) -> Tensor:
-    """Blocks of which some pair may be seen; positions are those of each block's first query and key."""
+    """Return the blocks of which some pair may be seen; positions are those of each block's first query and key."""
     past = columns <= rows + BLOCK - 1
     if kind == "sliding":
         return past & (columns + BLOCK - 1 > rows - window)

@@ -37,7 +37,7 @@ class Compression(nn.Module):
         self.outer = nn.Linear(width, width, **options)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, K, S, D) to (B, K, blocks, D): blocks that are there as a whole.
+        """Compress (B, K, S, D) to (B, K, blocks, D): blocks that are there as a whole.
 
         Blocks overlap, so each stride of tokens is multiplied once for each place that it has in a block, and no block
         is put together.
@@ -93,7 +93,7 @@ def attention(
 def three(
     query: Tensor, keys: Any, values: Any, short_key: Tensor, short_value: Tensor, scale: float, *, eager: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Attention to compressed, chosen and recent tokens, (B, H, T, D) each.
+    """Attend to compressed, chosen and recent tokens, (B, H, T, D) each.
 
     Args:
         keys: of the three branches, (B, K, S, D) each; `values` alike. The first two are compressed.
@@ -116,7 +116,7 @@ def _dense(
     query: Tensor, key: Tensor, value: Tensor, blocks: Tensor | None, scale: float, offset: int, length: int,
     stride: int, window: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`Attend` in plain PyTorch and under autograd: masked scores of every pair, as eager attention has them."""
+    """Attend in plain PyTorch and under autograd: masked scores of every pair, as eager attention has them."""
     at = torch.arange(query.shape[2], device=query.device)[:, None] + offset
     places = torch.arange(key.shape[2], device=query.device)
     if blocks is not None:
@@ -168,5 +168,5 @@ def install(name: str, module: nn.Module) -> None:
 
 
 def _gate(module: Any, args: Any, kwargs: Any) -> None:
-    """The gates of a call, made of the layer's input before its attention function is called, which does not see it."""
+    """Make the gates of a call of the layer's input before its attention function is called, which does not see it."""
     module.sparse.given = module.sparse.gates(args[0] if args else kwargs["hidden_states"])
