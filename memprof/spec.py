@@ -377,29 +377,15 @@ class TargetSpec:
 
 
 def repeat_option(
-    name: str,
-    *,
-    of: type = TargetSpec,
-    default: object = dataclasses.MISSING,
-    note: str = "",
-    unset: str | None = None,
-    choices: tuple[str, ...] | None = None,
-    hidden: bool = False,
+    name: str, *, of: type = TargetSpec, default: object = dataclasses.MISSING, note: str = "", **changes: Any
 ) -> Any:
     """Return an option of another dataclass, `TargetSpec` or `of`, as a field of one more.
 
-    It means the same: `note` says what else it does there, and `unset` what is taken if it is not given. One that is
-    `hidden` is there to be refused with a reason.
+    It means the same: `note` says what else it does there, and `changes` what differs, such as `unset`.
     """
     field: dataclasses.Field[Any] = of.__dataclass_fields__[name]  # type: ignore[attr-defined]
     about: Option = field.metadata["option"]
-    about = dataclasses.replace(
-        about,
-        help=f"{about.help} {note}".strip(),
-        unset=unset or about.unset,
-        choices=choices or about.choices,
-        panel="" if hidden else about.panel,
-    )
+    about = dataclasses.replace(about, help=f"{about.help} {note}".strip(), **changes)
     default = field.default if default is dataclasses.MISSING else default
     return dataclasses.field(default=default, metadata={"option": about})
 

@@ -152,7 +152,7 @@ class _Reader:
             self._before += source.num_bytes
 
     def _pieces(self, path: Path, *, lines: bool = False) -> Iterator[str]:
-        return pieces(path, self._encoding, lines=lines, progress=self._tell, tally=self._tally)
+        return pieces(path, self._encoding, self._tell, self._tally, lines=lines)
 
     def texts(self) -> Iterator[str]:
         """Yield pieces that end where a word does."""

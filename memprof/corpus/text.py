@@ -46,22 +46,11 @@ def blocks(path: Path, progress: Progress, tally: Tally, size: int = BATCH_BYTES
         raise NoTextError("the corpus is empty", value=path, hint="give files with text")
 
 
-def pieces(
-    path: Path,
-    encoding: str = "utf-8",
-    *,
-    lines: bool = False,
-    progress: Progress = lambda n: None,
-    tally: Tally | None = None,
-) -> Iterator[str]:
+def pieces(path: Path, encoding: str, progress: Progress, tally: Tally, *, lines: bool = False) -> Iterator[str]:
     """Yield the text of a file in pieces of about `BLOCK_BYTES`, each of which ends after white space.
 
-    Args:
-        path: the file; a byte order mark of UTF-8 at its beginning is left out.
-        encoding: of the file. Bytes that are not in it are read as U+FFFD and counted in `tally`.
-        lines: pieces of about `BATCH_BYTES` that end after a line feed instead, where there is one.
-        progress: told how many bytes have been read on disk.
-        tally: where to count what was read.
+    A byte order mark of UTF-8 is left out; bytes that are not in `encoding` are read as U+FFFD and counted in `tally`.
+    With `lines`, pieces of about `BATCH_BYTES` end after a line feed instead, where there is one.
 
     Raises:
         UsageError: the file cannot be read, or has a word without end; or more than `MAX_UNDECODABLE` of it is not in
@@ -69,7 +58,6 @@ def pieces(
         NoTextError: it is empty or binary.
     """
     decoder = codecs.getincrementaldecoder(codec_name(encoding))(errors=ERRORS)
-    tally = Tally() if tally is None else tally
     wrong = Undecodable(tally, path)
     rest: list[str] = []
     waiting = before = 0

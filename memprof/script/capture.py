@@ -196,11 +196,7 @@ def ask(program: Program, place: Place, gpu: Gpu) -> Start | ScriptOutcome:
 
 
 def _run(
-    program: Program,
-    device: VirtualGpu | MeasuredDevice,
-    rule: StopRule,
-    handlers: ExitHandlers,
-    start: Start | None,
+    program: Program, device: VirtualGpu | MeasuredDevice, rule: StopRule, handlers: ExitHandlers, start: Start | None
 ) -> ScriptOutcome:
     """Run `program` until it ends, or until a thread of its own ends of what memprof raised."""
     if isinstance(device, MeasuredDevice):

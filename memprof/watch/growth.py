@@ -51,8 +51,6 @@ class GrowthWatch:
         self._has_sums = False  # whether running sums were found
         self._explained: set[_Key] = set()  # what has been searched for
 
-    # -- what is told -----------------------------------------------------------------------------------------------
-
     def phase_begins(self, kind: PhaseKind, *, in_step: bool) -> None:
         """See a phase recognised, which may be that of a closure `in_step` of an optimizer."""
         before, self._in_step = self._in_step, in_step or kind is PhaseKind.OPTIMIZER_STEP
@@ -99,8 +97,6 @@ class GrowthWatch:
         """See the program come to its end, its variables still there."""
         if self._loop_begin != NONE and self._steps.count >= 2:
             self._explain(self._steps.grown(self._held(self._loop_begin)), self._loop_begin)
-
-    # -- what is done -----------------------------------------------------------------------------------------------
 
     def _step_begins(self) -> None:
         step = self._recorder.writer.phase.step

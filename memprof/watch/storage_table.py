@@ -55,8 +55,6 @@ class StorageTable:
         # Storages that live on, of processes that have ended.
         self._freed_with_process: set[int] = set()
 
-    # -- what is there ----------------------------------------------------------------------------------------------
-
     def index_of(self, tensor: torch.Tensor) -> int:
         """Return the index in the trace of the living storage below any `tensor`; NONE if that is not known."""
         try:
@@ -76,8 +74,6 @@ class StorageTable:
     def is_alive(self, index: int) -> bool:
         """Return whether a storage that a tensor shows was not freed yet."""
         return index in self._refs
-
-    # -- allocations and frees --------------------------------------------------------------------------------------
 
     def record(self, tensors: Iterable[torch.Tensor], op: str, place: Place, device: str) -> None:
         """Allocate on `device` the storages of those of `tensors` on torch's meta device that are not known yet."""

@@ -53,8 +53,6 @@ class TraceWriter:
         self.phase_index = NONE
         self.begin_phase(PhaseKind.OTHER, 0, 0)
 
-    # -- time -------------------------------------------------------------------------------------------------------
-
     @property
     def phase(self) -> Phase:
         """Return the phase that is running."""
@@ -88,8 +86,6 @@ class TraceWriter:
         """Append that the program called `torch.cuda.empty_cache()`."""
         if not self.closed:
             self.trace.events.append(Event(EventKind.EMPTY_CACHE, 0))
-
-    # -- storages ---------------------------------------------------------------------------------------------------
 
     def allocate(
         self,

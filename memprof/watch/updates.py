@@ -53,8 +53,6 @@ class Updates:
         self._left: set[int] = set()  # made of gradients in an earlier stretch, and alive at its end
         self._kinds: set[_Kind] = set()  # of states that each step makes anew
 
-    # -- what is told -----------------------------------------------------------------------------------------------
-
     def phase_begins(self, kind: PhaseKind) -> None:
         """See a phase about to begin; checkpoints interrupt a stretch."""
         goes_on = self._phases.awaits_update
@@ -103,8 +101,6 @@ class Updates:
                 (self._cleared.discard if sources or of_gradients else self._cleared.add)(index)
                 if index < self._begin:
                     self._written.add(index)
-
-    # -- what is done -----------------------------------------------------------------------------------------------
 
     def _step(self) -> None:
         if self._recorder.writer.phase.kind is PhaseKind.OTHER:

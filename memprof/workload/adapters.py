@@ -101,9 +101,7 @@ def adapting(example: str) -> Iterator[None]:
             yield
     except (ValueError, TypeError) as error:
         raise UsageError(
-            "PEFT cannot adapt this model",
-            value=first_line(error),
-            hint=f"name the modules to adapt: {example}",
+            "PEFT cannot adapt this model", value=first_line(error), hint=f"name the modules to adapt: {example}"
         ) from None
 
 

@@ -16,15 +16,13 @@ from memprof.spec import BITSANDBYTES_FORMATS, GGUF_FORMATS, STORED_FORMATS, Tar
 GROUP = 128  # rows of a weight that share a scale, and the side of a float8 block, where no checkpoint says otherwise
 
 # Entries that say how the weights were found, or name kernels of older releases; they change no bytes.
-_METADATA = frozenset(
-    {
-        *("quant_method", "damp_percent", "dataset", "tokenizer", "true_sequential", "static_groups", "model_seqlen"),
-        *("model_name_or_path", "model_file_base_name", "meta", "quantizer", "pad_token_id", "batch_size"),
-        *("cache_block_outputs", "module_name_preceding_first_block", "use_exllama", "disable_exllama"),
-        *("exllama_config", "max_input_length", "use_cuda_fp16", "act_group_aware", "is_marlin_format", "mse"),
-        *("fuse_max_seq_len", "fmt", "_load_in_4bit", "_load_in_8bit", "damp_auto_increment", "hyb_act"),
-    }
-)
+_METADATA = {
+    "quant_method", "damp_percent", "dataset", "tokenizer", "true_sequential", "static_groups", "model_seqlen",
+    "model_name_or_path", "model_file_base_name", "meta", "quantizer", "pad_token_id", "batch_size",
+    "cache_block_outputs", "module_name_preceding_first_block", "use_exllama", "disable_exllama", "exllama_config",
+    "max_input_length", "use_cuda_fp16", "act_group_aware", "is_marlin_format", "mse", "fuse_max_seq_len", "fmt",
+    "_load_in_4bit", "_load_in_8bit", "damp_auto_increment", "hyb_act",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +101,6 @@ def _refused(value: str) -> UsageError:
     )
 
 
-# -- by method -----------------------------------------------------------------------------------------------------
-
 _BITS = frozenset({"load_in_4bit", "load_in_8bit"})
 
 
@@ -168,31 +164,22 @@ _READERS: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any], list[str]], 
     "bitsandbytes": _bitsandbytes, "gptq": _packed, "awq": _packed, "fp8": _fp8, "mxfp4": _mxfp4,
 }  # fmt: skip
 # Method -> its entries that are followed.
-_OBEYED: dict[str, frozenset[str]] = {
-    "bitsandbytes": frozenset(
-        {
-            *_BITS,
-            *("llm_int8_threshold", "llm_int8_skip_modules", "llm_int8_has_fp16_weight", "bnb_4bit_quant_type"),
-            *("bnb_4bit_use_double_quant", "bnb_4bit_compute_dtype", "bnb_4bit_quant_storage"),
-        }
-    ),
-    "gptq": frozenset(
-        {
-            *("bits", "group_size", "desc_act", "sym", "checkpoint_format", "format", "backend"),
-            *("block_name_to_quantize", "modules_in_block_to_quantize"),
-        }
-    ),
-    "awq": frozenset(
-        {
-            *("bits", "group_size", "zero_point", "version", "format", "checkpoint_format", "backend", "desc_act"),
-            *("sym", "modules_to_not_convert"),
-        }
-    ),
-    "fp8": frozenset(
-        {
-            *("activation_scheme", "weight_block_size", "dequantize", "modules_to_not_convert", "ignored_layers"),
-            *("modules_to_convert", "scale_fmt", "expert_dtype"),
-        }
-    ),
-    "mxfp4": frozenset({"modules_to_not_convert", "dequantize"}),
-}
+_OBEYED: dict[str, set[str]] = {
+    "bitsandbytes": {
+        *_BITS, "llm_int8_threshold", "llm_int8_skip_modules", "llm_int8_has_fp16_weight", "bnb_4bit_quant_type",
+        "bnb_4bit_use_double_quant", "bnb_4bit_compute_dtype", "bnb_4bit_quant_storage",
+    },
+    "gptq": {
+        "bits", "group_size", "desc_act", "sym", "checkpoint_format", "format", "backend", "block_name_to_quantize",
+        "modules_in_block_to_quantize",
+    },
+    "awq": {
+        "bits", "group_size", "zero_point", "version", "format", "checkpoint_format", "backend", "desc_act", "sym",
+        "modules_to_not_convert",
+    },
+    "fp8": {
+        "activation_scheme", "weight_block_size", "dequantize", "modules_to_not_convert", "ignored_layers",
+        "modules_to_convert", "scale_fmt", "expert_dtype",
+    },
+    "mxfp4": {"modules_to_not_convert", "dequantize"},
+}  # fmt: skip

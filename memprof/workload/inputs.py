@@ -78,8 +78,6 @@ class Feeder:
         }
         self.assumptions.append(f"{batches:,} batches are held in host memory, made before training.")
 
-    # -- Hugging Face models ----------------------------------------------------------------------------------------
-
     def _tokens(self) -> Batch:
         """Make input_ids and labels, int64 (batch, length); every position is predicted, none is padding."""
         ids = torch.zeros(self.batch_size, self.context_length, dtype=torch.int64)
@@ -144,8 +142,6 @@ class Feeder:
         labels = torch.zeros(self.batch_size, length, dtype=torch.int64)
         self.assumptions.append(f"Audio of {frames:,} frames and labels of {length:,} tokens per sample.")
         return {"input_features": features, "labels": labels}
-
-    # -- the user's own ---------------------------------------------------------------------------------------------
 
     def _custom(self) -> Callable[[], Batch]:
         model: Any = self.model

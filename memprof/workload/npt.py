@@ -210,9 +210,6 @@ class RankOneDeltas(NptComponent):
             yield code @ up_model.T, code @ up_ffn
 
 
-# -- initialisation ----------------------------------------------------------------------------------------------------
-
-
 @torch.no_grad()
 def fill_orthogonal(weight: Tensor, gain: float) -> None:
     """Fill `weight` [rows, N, R] with orthonormal columns, times `gain`, for each of the N matrices [rows x R].

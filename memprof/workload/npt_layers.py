@@ -90,9 +90,6 @@ def make_component(spec: TargetSpec, d_model: int, d_ffn: int, **options: Any) -
     return RankOneDeltas(d_model, d_ffn, spec.npt_rank, spec.npt_num_ranks, combine=spec.npt_combine, **common)
 
 
-# -- where it belongs --------------------------------------------------------------------------------------------------
-
-
 def _stack(model: nn.Module) -> tuple[str, list[nn.Module]]:
     """Return the list of layers that have attention, and its path."""
     found: list[tuple[str, list[nn.Module]]] = []

@@ -21,7 +21,6 @@ from memprof.torch_private import distributed
 from memprof.workload import quantization
 from memprof.workload.device import Device
 from memprof.workload.layers import find_layers
-from memprof.workload.loss import logits_loss_function
 from memprof.workload.plan import Plan
 from memprof.workload.stages import Pipeline, Stage
 
@@ -41,8 +40,6 @@ class Spread:
         self._mesh: Any = None
         self._whole: Any = None
 
-    # -- the group ------------------------------------------------------------------------------------------------
-
     def join(self) -> None:
         """Join the group, and lay the ranks out."""
         from torch.distributed.device_mesh import init_device_mesh
@@ -59,19 +56,13 @@ class Spread:
         """Return the mesh of these directions; of several that are one, flattened."""
         return self._mesh[names[0]] if len(names) == 1 else self._mesh[names]._flatten("_".join(names))
 
-    # -- the model --------------------------------------------------------------------------------------------------
-
     def cut(self, model: nn.Module) -> nn.Module:
         """Return this rank's stage of `model`."""
         return Stage(model, self._mesh["stages"].get_local_rank(), self.plan.stages)
 
     def pipeline(self, stage: nn.Module, model: Any, example: tuple[int, int], device: Device) -> Pipeline:
         """Return the schedule that runs `stage` of `model` on micro-batches of so many sequences and tokens."""
-        ranks = self._mesh["stages"]
-        loss = logits_loss_function(model)
-        return Pipeline(
-            stage, self.plan, ranks.get_local_rank(), ranks.get_group(), example, model.config, loss, device
-        )
+        return Pipeline(stage, model, self.plan, self._mesh["stages"], example, device)
 
     def place(self, model: nn.Module, device: str) -> None:
         """Put `model` from host memory on this rank's GPU as planned; UsageError if a part does not apply to it."""
@@ -153,8 +144,6 @@ class Spread:
         for parameter in parameters:
             groups.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
         return parameters if len(groups) < 2 else [{"params": group} for group in groups.values()]
-
-    # -- the work -----------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def sharing(self, batch: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch import nn
 from memprof.errors import UsageError
 from memprof.trace.events import PhaseKind
 from memprof.workload.device import Device
+from memprof.workload.loss import logits_loss_function
 from memprof.workload.plan import Plan
 
 
@@ -74,24 +74,17 @@ class Stage(nn.Module):
 
 
 class Pipeline:
-    """Torch's schedule over `stage`, which is on this rank's GPU and number `index` (from 0) of the ranks in `group`.
+    """Torch's schedule over `stage` of `model`, which is on this rank's GPU; `ranks` is the mesh of all stages.
 
-    `example` are sequences and tokens of a micro-batch, `config` is the whole model's, `loss` is of logits and labels.
+    `example` are sequences and tokens of a micro-batch.
     """
 
     def __init__(
-        self,
-        stage: nn.Module,
-        plan: Plan,
-        index: int,
-        group: Any,
-        example: tuple[int, int],
-        config: Any,
-        loss: Callable[[Any, Any], torch.Tensor],
-        device: Device,
+        self, stage: nn.Module, model: Any, plan: Plan, ranks: Any, example: tuple[int, int], device: Device
     ) -> None:
         from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
+        index, config, loss = ranks.get_local_rank(), model.config, logits_loss_function(model)
         dtype = next(stage.parameters()).dtype
         states = torch.empty(*example, config.hidden_size, dtype=dtype, device="meta", requires_grad=True)
         given = torch.empty(example, dtype=torch.int64, device="meta") if index == 0 else states
@@ -103,7 +96,7 @@ class Pipeline:
         )
         card = torch.device("cuda", torch.cuda.current_device())
         stage_of_torch = PipelineStage(
-            stage, index, plan.stages, card, input_args=(given,), output_args=(gives,), group=group
+            stage, index, plan.stages, card, input_args=(given,), output_args=(gives,), group=ranks.get_group()
         )
         self._first, self._last = index == 0, is_last
         self._device, self._step = device, 0

@@ -213,9 +213,6 @@ def _parts(
             yield rows, key, value, (last <= at[:, None])[None, None, None], slice(0, num_keys)
 
 
-# -- what they compute ------------------------------------------------------------------------------------------------
-
-
 def _forward_formula(
     query: Any, key: Any, value: Any, blocks: Any, scale: float, offset: int, length: int, stride: int, window: int,
     **kwargs: Any,

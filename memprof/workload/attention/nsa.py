@@ -139,9 +139,6 @@ def _dense(
     return torch.matmul(weights, value.unsqueeze(2)).flatten(1, 2), lse.flatten(1, 2)
 
 
-# -- put into a model --------------------------------------------------------------------------------------------------
-
-
 def install(name: str, module: nn.Module) -> None:
     """Give an attention layer of transformers its projections for three branches, and the rest; it is called `name`.
 
