@@ -48,7 +48,7 @@ def ceiling(given_bytes: int | None, files: Sequence[Path] = ()) -> Iterator[Non
     most = ceiling_bytes(*files) if given_bytes is None else given_bytes
     before, _ceiling_bytes = _ceiling_bytes, most
     try:
-        with _kept(most):
+        with _limit_memory(most):
             yield
     except (MemoryError, OSError) as error:
         if isinstance(error, OSError) and error.errno != errno.ENOMEM:
@@ -75,7 +75,7 @@ def _usual_bytes(file: Path) -> int:
 
 
 @contextlib.contextmanager
-def _kept(most_bytes: int) -> Iterator[None]:
+def _limit_memory(most_bytes: int) -> Iterator[None]:
     """Have the system refuse more than `most_bytes` of further memory, where there is /proc."""
     try:
         import resource

@@ -63,7 +63,7 @@ class Nvml:
             self._open()
         if self._nvml is None:
             return Reading(notes=(self._why_not,))
-        asked = _Asker(self._nvml)
+        asked = _NvmlCaller(self._nvml)
         count = asked("nvmlDeviceGetCount")
         if count is None:
             self._close()
@@ -97,7 +97,7 @@ class Nvml:
         if module is None:
             self._why_not = "cards cannot be seen: pynvml is not installed (pip install nvidia-ml-py)"
             return
-        asked = _Asker(module)
+        asked = _NvmlCaller(module)
         asked("nvmlInit")
         if asked.refusal:
             self._why_not = f"cards cannot be seen: {_hint(module, asked)}"
@@ -106,19 +106,19 @@ class Nvml:
 
     def _close(self) -> None:
         if self._nvml is not None:
-            _Asker(self._nvml)("nvmlShutdown")
+            _NvmlCaller(self._nvml)("nvmlShutdown")
             self._nvml = None
 
     # -- one card ------------------------------------------------------------------------------------------------------
 
     def _card(self, index: int) -> NvmlCard:
-        asked = _Asker(self._nvml)
+        asked = _NvmlCaller(self._nvml)
         handle = asked("nvmlDeviceGetHandleByIndex", index)
         if handle is None:
             return NvmlCard(index, f"card {index}", notes=(f"card {index} cannot be read: {asked.refusal}",))
         name = _text(asked("nvmlDeviceGetName", handle)) or f"card {index}"
         notes: list[str] = []
-        if _lost(self._nvml, asked):
+        if _is_lost(self._nvml, asked):
             return NvmlCard(index, name, notes=(f"card {index} cannot be read: {asked.refusal}",))
         mode = asked("nvmlDeviceGetMigMode", handle)
         slices = self._slices(handle) if mode and mode[0] else ()
@@ -138,7 +138,7 @@ class Nvml:
         utilisation = asked("nvmlDeviceGetUtilizationRates", handle)
         power = asked("nvmlDeviceGetPowerUsage", handle)
         capability = asked("nvmlDeviceGetCudaComputeCapability", handle)
-        if _lost(self._nvml, asked):
+        if _is_lost(self._nvml, asked):
             notes = [f"card {index} cannot be read: {asked.refusal}"]
         return NvmlCard(
             index=index,
@@ -158,7 +158,7 @@ class Nvml:
         )
 
     def _memory(self, handle: Any) -> _Memory:
-        asked = _Asker(self._nvml)
+        asked = _NvmlCaller(self._nvml)
         # Version 2 tells what the driver keeps from what is used; drivers before 510 do not have it.
         version = getattr(self._nvml, "nvmlMemory_v2", None)
         found = None if version is None else asked("nvmlDeviceGetMemoryInfo", handle, version)
@@ -167,14 +167,14 @@ class Nvml:
             if reserved and used + free == total:
                 used -= reserved  # the reference says in one place that `used` includes it, and in another not
             return _Memory(total, used, free, reserved)
-        asked = _Asker(self._nvml)
+        asked = _NvmlCaller(self._nvml)
         found = asked("nvmlDeviceGetMemoryInfo", handle)
         if found is None:
             return _Memory(note=asked.refusal)
         return _Memory(int(found.total), int(found.used), int(found.free))
 
     def _slices(self, handle: Any) -> tuple[Slice, ...]:
-        asked = _Asker(self._nvml)
+        asked = _NvmlCaller(self._nvml)
         slices = []
         for index in range(asked("nvmlDeviceGetMaxMigDeviceCount", handle) or 0):
             # Places without a slice answer "not found".
@@ -189,7 +189,7 @@ class Nvml:
 
     def _processes(self, handle: Any, *, sliced: bool) -> tuple[tuple[CardProcess, ...], str]:
         """Return those on the card, and why they cannot be listed if so."""
-        asked = _Asker(self._nvml)
+        asked = _NvmlCaller(self._nvml)
         found: dict[tuple[int, int | None], CardProcess] = {}
         for kind, call in (
             ("compute", "nvmlDeviceGetComputeRunningProcesses"),
@@ -215,7 +215,7 @@ class Nvml:
 
     def _name(self, pid: int) -> str:
         """Return NVML's name, made clearer by /proc if that is the same process and not another container's."""
-        asked = _Asker(self._nvml)
+        asked = _NvmlCaller(self._nvml)
         told = os.path.basename(_text(asked("nvmlSystemGetProcessName", pid)).partition(" ")[0])
         name = process_name(pid)
         if name is None or (told and name.split()[0] != told):
@@ -247,7 +247,7 @@ class _Memory:
 
 
 @dataclass(slots=True)
-class _Asker:
+class _NvmlCaller:
     """Calls NVML by name: None for what it refuses, and `refusal` says in a few words why the last one was."""
 
     nvml: Any
@@ -269,11 +269,11 @@ class _Asker:
         return None
 
 
-def _lost(nvml: Any, asked: _Asker) -> bool:
+def _is_lost(nvml: Any, asked: _NvmlCaller) -> bool:
     return asked.code in (nvml.NVML_ERROR_GPU_IS_LOST, getattr(nvml, "NVML_ERROR_RESET_REQUIRED", 16))
 
 
-def _hint(nvml: Any, asked: _Asker) -> str:
+def _hint(nvml: Any, asked: _NvmlCaller) -> str:
     """Return why NVML cannot be opened, in words that say what to do."""
     known = {
         nvml.NVML_ERROR_LIBRARY_NOT_FOUND: "no NVIDIA driver is installed here (libnvidia-ml.so.1 is not found)",

@@ -119,12 +119,12 @@ def run_together(
             ours, theirs = Pipe()
             sys.stdout.flush()
             sys.stderr.flush()
-            with _told_later():
+            with _block_sigterm():
                 pid = os.fork()
                 if pid == 0:
                     for other in [one.line for one in processes] + [ours]:
                         other.close()
-                    _be(theirs, rank, ranks, size, body)
+                    _run_child(theirs, rank, ranks, size, body)
                 processes.append(_Process(rank, pid, ours))
             theirs.close()
             with contextlib.suppress(OSError):  # it may have done so itself, or be gone
@@ -148,7 +148,7 @@ def run_together(
 
 
 @contextlib.contextmanager
-def _told_later() -> Iterator[None]:
+def _block_sigterm() -> Iterator[None]:
     """Let SIGTERM wait: what its handler raises in a function that runs at each fork, as logging's do, is lost."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
@@ -157,7 +157,9 @@ def _told_later() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _be(line: Connection, rank: int, ranks: Sequence[int], size: int, body: Callable[[Channel], Ran]) -> NoReturn:
+def _run_child(
+    line: Connection, rank: int, ranks: Sequence[int], size: int, body: Callable[[Channel], Ran]
+) -> NoReturn:
     """Live the whole life of a child."""
     code, process = 1, os.getpid()
     try:
@@ -215,7 +217,7 @@ def _serve(
         with contextlib.suppress(OSError):
             by_rank[rank].line.send_bytes(pickle.dumps((word, answer)))
 
-    quiet = _Quiet(processes)
+    quiet = _IdleTimer(processes)
     exchange = Exchange([process.rank for process in processes], reply)
     deadlines = _deadlines(exchange, living)
     while living:
@@ -228,12 +230,12 @@ def _serve(
                     what, *said = pickle.loads(line.recv_bytes())
                 except (OSError, EOFError):
                     del living[line]
-                    _died(process, exchange)
+                    _on_death(process, exchange)
                     continue
                 if what == "ended":
                     del living[line]
                     process.ran = said[0]
-                    _has_ended(process, said[0], exchange)
+                    _on_end(process, said[0], exchange)
                 else:
                     exchange.hear(process.rank, what, *said)
                     if process.rank in exchange.waiting:
@@ -241,7 +243,7 @@ def _serve(
             for line, process in list(living.items()):
                 if process.has_ended() and not line.poll():
                     del living[line]
-                    _died(process, exchange)
+                    _on_death(process, exchange)
             for rank, begun in list(since.items()):
                 waiting = exchange.waiting.get(rank)
                 if waiting is None or not exchange.running:
@@ -273,7 +275,7 @@ def _any_lives(groups: Set[int]) -> bool:
     return False
 
 
-class _Quiet:
+class _IdleTimer:
     """Since when nobody has said or computed anything: ranks may wait for what is not seen here, such as a queue."""
 
     def __init__(self, processes: Sequence[_Process]) -> None:
@@ -322,7 +324,7 @@ def _deadlines(exchange: Exchange, living: dict[Connection, _Process]) -> Iterat
         yield
 
 
-def _has_ended(process: _Process, ran: Ran, exchange: Exchange) -> None:
+def _on_end(process: _Process, ran: Ran, exchange: Exchange) -> None:
     if ran.ended in (Ended.ERROR, Ended.NOT_SIMULATED, Ended.REFUSED) or ran.exit_code:
         exchange.stop(PEER)
     elif ran.ended in (Ended.TIMEOUT, Ended.INTERRUPTED):
@@ -330,7 +332,7 @@ def _has_ended(process: _Process, ran: Ran, exchange: Exchange) -> None:
     exchange.leave(process.rank, "has ended")
 
 
-def _died(process: _Process, exchange: Exchange) -> None:
+def _on_death(process: _Process, exchange: Exchange) -> None:
     process.has_ended(wait=True)
     code = os.waitstatus_to_exitcode(process.status or 0)
     if code == _INTERRUPTED:

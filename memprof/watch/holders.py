@@ -97,7 +97,7 @@ class Search:
         with torch.DisableTorchFunction():
             tensors = self._tensors_of(targets)
             variables = _Variables(self._recorder)
-            found = _climb(tensors, variables)
+            found = _find_named_holders(tensors, variables)
             sizes = self._recorder.trace.storages
             num_bytes = {
                 id(one): sum(sizes[i].num_bytes for i in {tensors[t][1] for t in one.tensors}) for one in found
@@ -257,7 +257,7 @@ def _is_loader(value: Any) -> bool:
     return issubclass(kind, DataLoader) or ("DataLoader" in kind.__name__ and isinstance(value, DataLoader))
 
 
-def _climb(tensors: Mapping[int, tuple[Any, int]], variables: _Variables) -> list[_Found]:
+def _find_named_holders(tensors: Mapping[int, tuple[Any, int]], variables: _Variables) -> list[_Found]:
     """Return everything with a name above these tensors, within MAX_DEPTH."""
     own: set[int] = {id(tensors), id(variables), id(variables.names), id(variables.tensors)}
     own.update(id(pair) for pair in tensors.values())

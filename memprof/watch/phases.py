@@ -65,7 +65,7 @@ class Phases:
         self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # those that the program has made
         # Gives the optimizer that steps, or None; one that steps another inside is still one step. A weak reference:
         # what a step is not told to have ended, is the program's to let go of.
-        self._outermost: Callable[[], Any] = _nothing
+        self._outermost: Callable[[], Any] = _no_optimizer
         # Something is about to leave the phase that is running.
         self.on_raise: Callable[[BaseException], None] = lambda error: None
         # An optimizer has raised in its step, of which its state may be half made.
@@ -212,7 +212,7 @@ class Phases:
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._outermost() is not optimizer:
             return
-        self._outermost = _nothing
+        self._outermost = _no_optimizer
         self._stepped.add(optimizer)
         self._end_step(optimizer, last=len(self._stepped) >= len(self.optimizers))
 
@@ -236,7 +236,7 @@ class Phases:
             self._before_step(optimizer, args, kwargs)
             result = original(optimizer, *args, **kwargs)
             if self._outermost() is optimizer:
-                self._outermost = _nothing
+                self._outermost = _no_optimizer
                 self._end_step(optimizer)
             return result
 
@@ -256,7 +256,7 @@ class Phases:
                 if is_outermost and optimizer is not None:
                     if isinstance(optimizer, Optimizer):
                         self.on_step_raise(optimizer)
-                    self._outermost = _nothing
+                    self._outermost = _no_optimizer
                     self._micro_batch, self._ran_backward = 1, False
                     self.go_on()
                 raise
@@ -294,7 +294,7 @@ class Phases:
         yield tensors.apply_of_module.patch(self._wrap(tensors.apply_of_module.get(), PhaseKind.MODEL))
         yield torch, "save", self._wrap(torch.save, PhaseKind.CHECKPOINT)
         yield Optimizer, "__init__", self._wrap_optimizer(Optimizer.__init__)
-        for kind in _below(Optimizer):
+        for kind in _subclasses(Optimizer):
             if getattr(vars(kind).get("step"), "hooked", False):  # torch's hooks are in it: there have been such
                 self._see_raise(kind)
 
@@ -341,15 +341,15 @@ class Phases:
         return __init__
 
 
-def _nothing() -> None:
+def _no_optimizer() -> None:
     """No optimizer steps."""
 
 
-def _below(kind: type) -> Iterator[type]:
+def _subclasses(kind: type) -> Iterator[type]:
     one: type
     for one in kind.__subclasses__():
         yield one
-        yield from _below(one)
+        yield from _subclasses(one)
 
 
 def _is_trained(module: nn.Module) -> bool:

@@ -120,7 +120,7 @@ def named_parameters(model: nn.Module, patterns: str, refusal: str) -> list[nn.P
     return [parameters[name] for name in chosen]
 
 
-def let_gradients_reach_checkpoints(model: nn.Module) -> None:
+def enable_input_gradients(model: nn.Module) -> None:
     """Have the frozen embedding's output ask for a gradient.
 
     Reentrant checkpointing (transformers' default before release 5) would else see no input to differentiate.

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 
 
-def begin_chance() -> None:
+def seed_rngs() -> None:
     """Let the generators of Python, numpy and torch's host begin at a fixed number."""
     torch.default_generator.manual_seed(0)
     random.seed(0)

@@ -185,7 +185,7 @@ class Spread:
         """Return what is called in the place of `model`: what wraps it, if something does."""
         return model if self._whole is None else self._whole
 
-    def synchronising(self, last: bool) -> contextlib.AbstractContextManager[object]:
+    def gradient_sync(self, last: bool) -> contextlib.AbstractContextManager[object]:
         """Have DistributedDataParallel reduce gradients in the last micro-batch of a step alone."""
         return contextlib.nullcontext() if last or self._whole is None else self._whole.no_sync()
 

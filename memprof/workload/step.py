@@ -18,7 +18,7 @@ from memprof.errors import UsageError
 from memprof.spec import Mode, TargetSpec
 from memprof.trace.events import PhaseKind
 from memprof.workload import adapters, generate, npt_layers, quantization
-from memprof.workload.chance import begin_chance
+from memprof.workload.chance import seed_rngs
 from memprof.workload.device import Device
 from memprof.workload.inputs import Feeder
 from memprof.workload.layers import find_layers
@@ -116,7 +116,7 @@ class Workload:
         if spec.dataset_batches is not None:
             with device.phase(PhaseKind.INPUTS):
                 feeder.build_dataset(spec.dataset_batches)
-        begin_chance()
+        seed_rngs()
         self._run(device, model, base, feeder, progress)
         if feeder.sequence_lengths:
             self.context_length = max(feeder.sequence_lengths)
@@ -215,7 +215,7 @@ class Workload:
         except ValueError as error:
             raise UsageError("the model has no activation checkpointing", value=str(error)) from None
         if self.spec.adapter is not None or self.spec.npt is not None:
-            adapters.let_gradients_reach_checkpoints(base)
+            adapters.enable_input_gradients(base)
 
     def _micro_batch(
         self,
@@ -228,12 +228,12 @@ class Workload:
     ) -> None:
         """Run one forward and backward; what it leaves behind is the gradients, as in a function of its own."""
         with device.phase(PhaseKind.INPUTS, step, micro_batch):
-            batch = _moved(feeder.host_batch(), device.name)
+            batch = _move_batch(feeder.host_batch(), device.name)
         last = micro_batch == self.spec.gradient_accumulation
         with contextlib.ExitStack() as shared:
             if self._spread is not None:
                 model = self._spread.called(model)
-                shared.enter_context(self._spread.synchronising(last))
+                shared.enter_context(self._spread.gradient_sync(last))
                 batch = self._own_part(device, shared, batch, step, micro_batch)
             with device.phase(PhaseKind.FORWARD, step, micro_batch), self._autocast(device.name):
                 outputs = model(**batch)
@@ -267,7 +267,7 @@ class Workload:
         """Run one batch of a validation loop: its outputs and its loss live until the next one."""
         model.eval()
         with device.phase(PhaseKind.EVALUATION, step):
-            batch = _moved(feeder.host_batch(), device.name)
+            batch = _move_batch(feeder.host_batch(), device.name)
             with contextlib.ExitStack() as shared:
                 batch = self._own_part(device, shared, batch, step, 1)
                 with torch.no_grad(), self._autocast(device.name):
@@ -287,7 +287,7 @@ class Workload:
         """Run one forward, or one prompt and what follows it; `at` counts step and micro-batch from 1."""
         task = self.source.task
         with device.phase(PhaseKind.INPUTS, *at):
-            batch = _moved(feeder.host_batch(), device.name)
+            batch = _move_batch(feeder.host_batch(), device.name)
             if task not in ("seq2seq-lm", "speech-seq2seq"):
                 batch.pop("labels", None)
         if self.spec.new_tokens:
@@ -328,7 +328,7 @@ def quiet_transformers() -> Iterator[None]:
         bitsandbytes.setLevel(level)
 
 
-def _moved(batch: dict[str, Any], device: str) -> dict[str, Any]:
+def _move_batch(batch: dict[str, Any], device: str) -> dict[str, Any]:
     return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
 
 

@@ -45,7 +45,7 @@ def load_stored(
         return unpacked.to("cuda:0")
     said = dict(stored.config)
     said.pop("modules_in_block_to_quantize", None)  # for which transformers would look for optimum
-    with _taking_the_place(auto, stored, spec, arguments["dtype"]):
+    with _replace_quantizer(auto, stored, spec, arguments["dtype"]):
         try:
             config = auto.AutoQuantizationConfig.from_dict(said)
             state = _checkpoint(model_class, configuration, arguments, auto.AutoHfQuantizer.from_config(config))
@@ -172,7 +172,7 @@ def _register_blocks(experts: nn.Module) -> None:
 
 
 @contextmanager
-def _taking_the_place(auto: Any, stored: Stored, spec: TargetSpec, dtype: torch.dtype) -> Iterator[None]:
+def _replace_quantizer(auto: Any, stored: Stored, spec: TargetSpec, dtype: torch.dtype) -> Iterator[None]:
     """Have transformers make a quantizer of ours where its own needs a library or a file."""
     method = str(stored.config["quant_method"])
     if method not in ("gptq", "awq", "gguf"):
