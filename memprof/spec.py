@@ -276,10 +276,8 @@ class TargetSpec:
 
     def __post_init__(self) -> None:
         if not self.model:
-            raise UsageError(
-                "give --model or --model-size",
-                hint="for instance: memprof profile --model-size 4B --context-length 4096",
-            )
+            hint = "for instance: memprof profile --model-size 4B --context-length 4096"
+            raise UsageError("give --model or --model-size", hint=hint)
         check_options(self)
         if self.steps is None:
             object.__setattr__(self, "steps", STEADY_STEPS if self.lengths is None else MANY_STEPS)
@@ -300,11 +298,8 @@ class TargetSpec:
         if self.quantize is not None:
             check_quantized(self.quantize, self)
         if self.lengths is not None and self.dataset_batches is not None:
-            raise UsageError(
-                "--dataset-batches are all of one length",
-                value=f"--lengths {self.lengths}",
-                hint="leave out one of them",
-            )
+            hint = "leave out one of them"
+            raise UsageError("--dataset-batches are all of one length", value=f"--lengths {self.lengths}", hint=hint)
         if self.rank is not None and not 0 <= self.rank < self.gpus:
             raise UsageError("there is no such rank", value=f"--rank {self.rank}", hint=f"0 to {self.gpus - 1}")
         if self.parallel is not None and self.device != "virtual":

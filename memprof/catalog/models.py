@@ -127,11 +127,8 @@ def _check_sizes(file: Path, config: Mapping[str, Any]) -> None:
         most = MOST_LAYERS if "layer" in key else LARGEST_SIZE
         each = size if isinstance(size, list) and size else [size]
         if size is not None and not all(type(one) is int and 1 <= one <= most for one in each):
-            raise UsageError(
-                "the configuration is wrong",
-                value=f"{file}: {key} is {size!r}",
-                hint=f"make {key} a whole number from 1 to {most:,}",
-            )
+            hint = f"make {key} a whole number from 1 to {most:,}"
+            raise UsageError("the configuration is wrong", value=f"{file}: {key} is {size!r}", hint=hint)
 
 
 def has_model(name: str) -> bool:

@@ -100,11 +100,8 @@ def resolve_size(text: str) -> ModelEntry:
 def synthesize(count: int) -> ModelEntry:
     """Return a Llama-shaped model within 2% of `count` parameters; UsageError if below SMALLEST or above LARGEST."""
     if not SMALLEST <= count <= LARGEST:
-        raise UsageError(
-            "cannot synthesise a model of this size",
-            value=f"{count:,} parameters",
-            hint=f"give a size from {format_count(SMALLEST)} to {format_count(LARGEST)}",
-        )
+        hint = f"give a size from {format_count(SMALLEST)} to {format_count(LARGEST)}"
+        raise UsageError("cannot synthesise a model of this size", value=f"{count:,} parameters", hint=hint)
     shape = min(_candidates(count), key=lambda candidate: _cost(candidate, count))
     size = format_count(count, ".6g")  # as the user would have typed it: 1.2B, 350M, 7B
     positions = 8192 if count >= 10**9 else 2048

@@ -72,10 +72,8 @@ def json_rows(path: Path, column: str | None, encoding: str, tally: Tally, progr
         raise texts.wrong_encoding(path, encoding, wrong, characters)
     if tally.rows == before:
         columns = ", ".join(sorted(seen)[:8])
-        raise UsageError(
-            f"no row has text in the column {name!r}", value=path,
-            hint=f"give --column: there are {columns}" if columns else "is it JSON Lines, one object in each line?",
-        )  # fmt: skip
+        hint = f"give --column: there are {columns}" if columns else "is it JSON Lines, one object in each line?"
+        raise UsageError(f"no row has text in the column {name!r}", value=path, hint=hint)
     if batch:
         yield batch
     progress(size_of(path))
@@ -121,10 +119,8 @@ def parquet_rows(path: Path, column: str | None, tally: Tally, progress: Progres
             raise UsageError("not a Parquet file", value=path, hint=str(error).splitlines()[0]) from None
         strings = [f.name for f in file.schema_arrow if str(f.type) in ("string", "large_string", "string_view")]
         if name not in strings:
-            raise UsageError(
-                f"no column of text is called {name!r}", value=path,
-                hint=f"give --column: there are {', '.join(strings[:8])}" if strings else "it has no column of text",
-            )  # fmt: skip
+            hint = f"give --column: there are {', '.join(strings[:8])}" if strings else "it has no column of text"
+            raise UsageError(f"no column of text is called {name!r}", value=path, hint=hint)
         total = file.metadata.num_rows
         if not total:
             raise NoTextError("the corpus is empty", value=path, hint="give files with text")

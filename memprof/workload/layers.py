@@ -63,11 +63,8 @@ def find_modules(model: nn.Module, patterns: str, remedy: str) -> list[tuple[str
         }
         if not matches:
             names = [name for name, _ in model.named_modules() if name]
-            raise UsageError(
-                f"{remedy}: a pattern names no module",
-                value=repr(pattern),
-                hint=f"the model's are named like {names[-1]!r}; * stands for anything" if names else None,
-            )
+            hint = f"the model's are named like {names[-1]!r}; * stands for anything" if names else None
+            raise UsageError(f"{remedy}: a pattern names no module", value=repr(pattern), hint=hint)
         found.update(matches)
     for name in found:
         outer = next((other for other in found if name.startswith(other + ".")), None)

@@ -342,11 +342,8 @@ def _from_factory(target: str, factory: str, spec: TargetSpec) -> ModelSource:
     if not callable(function):
         names = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
         close = nearest(factory, names)
-        raise UsageError(
-            "no such factory",
-            value=f"{target}:{factory}",
-            hint=f"did you mean {close!r}?" if close else f"it has: {', '.join(names) or 'no function'}",
-        )
+        hint = f"did you mean {close!r}?" if close else f"it has: {', '.join(names) or 'no function'}"
+        raise UsageError("no such factory", value=f"{target}:{factory}", hint=hint)
 
     def build() -> nn.Module:
         from torch import nn

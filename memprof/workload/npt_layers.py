@@ -124,11 +124,8 @@ def _place(layer: nn.Module, path: str) -> tuple[nn.Module, nn.Module, str]:
             if dimensions is not None and dimensions[1] > dimensions[0]:
                 candidates.append((f"{owner_path}.{name}", owner, name))
     if not candidates:
-        raise UsageError(
-            "--npt finds no MLP to change in a layer",
-            value=f"{path} ({type(layer).__name__})",
-            hint="it needs a linear layer from d_model to d_ffn; experts have none for all tokens",
-        )
+        hint = "it needs a linear layer from d_model to d_ffn; experts have none for all tokens"
+        raise UsageError("--npt finds no MLP to change in a layer", value=f"{path} ({type(layer).__name__})", hint=hint)
     _, owner, name = next((c for c in candidates if "gate" in c[2]), candidates[0])
     return attention, owner, name
 

@@ -187,21 +187,14 @@ def check_plan(plan: Plan, spec: TargetSpec, task: str, config: Mapping[str, Any
     ranks_of = {"tp": plan.tensor, "cp": plan.context, "ulysses": plan.ulysses, "pp": plan.stages}
     inner = [kind for kind, ranks in ranks_of.items() if ranks > 1]
     if inner and (config is None or task != "causal-lm"):
-        raise UsageError(
-            f"{inner[0]} is for causal language models of transformers",
-            value=text,
-            hint="ddp, fsdp and hsdp take any model",
-        )
+        hint = "ddp, fsdp and hsdp take any model"
+        raise UsageError(f"{inner[0]} is for causal language models of transformers", value=text, hint=hint)
     if plan.tensor > 1 and plan.replicate > 1 and not plan.sharded:
-        raise UsageError(
-            "torch has no DistributedDataParallel of tensor-parallel parameters", value=text,
-            hint=f"tp={plan.tensor},fsdp={plan.replicate}",
-        )  # fmt: skip
+        hint = f"tp={plan.tensor},fsdp={plan.replicate}"
+        raise UsageError("torch has no DistributedDataParallel of tensor-parallel parameters", value=text, hint=hint)
     if plan.stages > 1 and (spec.mode is Mode.INFERENCE or spec.evaluate or spec.gradient_accumulation > 1):
-        raise UsageError(
-            "a pipeline trains, and accumulates by its micro-batches", value=text,
-            hint="leave out --mode inference, --evaluate and --gradient-accumulation; pp=4:microbatches=16",
-        )  # fmt: skip
+        hint = "leave out --mode inference, --evaluate and --gradient-accumulation; pp=4:microbatches=16"
+        raise UsageError("a pipeline trains, and accumulates by its micro-batches", value=text, hint=hint)
     if spec.quantize is not None:
         raise UsageError("quantized weights are not spread over cards here", value=text, hint="leave out --quantize")
     whole = spec.adapter or (spec.npt and "NPT")
@@ -229,10 +222,8 @@ def check_plan(plan: Plan, spec: TargetSpec, task: str, config: Mapping[str, Any
 
 def _check_layers(plan: Plan, spec: TargetSpec, config: Mapping[str, Any] | None, text: str) -> None:
     if spec.mode is not Mode.INFERENCE:
-        raise UsageError(
-            "layers over cards are for inference", value=text,
-            hint=f"add --mode inference; in training pp={plan.layers} has its stages at work at once",
-        )  # fmt: skip
+        hint = f"add --mode inference; in training pp={plan.layers} has its stages at work at once"
+        raise UsageError("layers over cards are for inference", value=text, hint=hint)
     if config is None:
         raise UsageError(f"{DEVICE_MAP} is for models of transformers", value=text, hint="fsdp takes any model")
     if spec.rank is not None:

@@ -191,11 +191,8 @@ class Workload:
 
     def _prepare_training(self, device: Device, model: nn.Module, base: nn.Module) -> None:
         if not self.num_trainable_parameters:
-            raise UsageError(
-                "nothing is trained: every parameter is frozen",
-                value=self.source.name,
-                hint="leave some parameter its requires_grad, or profile the forward alone with --mode inference",
-            )
+            hint = "leave some parameter its requires_grad, or profile the forward alone with --mode inference"
+            raise UsageError("nothing is trained: every parameter is frozen", value=self.source.name, hint=hint)
         config = getattr(base, "config", None)
         if getattr(config, "use_cache", False):
             config.use_cache = False  # type: ignore[union-attr]
@@ -205,11 +202,8 @@ class Workload:
         enable = getattr(base, "activation_checkpointing_enable", None)
         enable = enable or getattr(base, "gradient_checkpointing_enable", None)
         if enable is None:
-            raise UsageError(
-                "--activation-checkpointing does not apply",
-                value=type(base).__name__,
-                hint="the model has no activation_checkpointing_enable(); call torch.utils.checkpoint in its forward",
-            )
+            hint = "the model has no activation_checkpointing_enable(); call torch.utils.checkpoint in its forward"
+            raise UsageError("--activation-checkpointing does not apply", value=type(base).__name__, hint=hint)
         try:
             enable()
         except ValueError as error:
