@@ -386,12 +386,9 @@ def repeat_option(
 
 
 def parse_layers(text: str, count: int | None = None) -> list[int]:
-    """Return the layers that a list such as "0,4-7,-1" names, in order and each once; negative ones count from the end.
+    """Return the layers in a list such as "0,4-7,-1", in order and each once; negative ones count from the end.
 
-    Without `count`, the number of layers, only the spelling is checked, and the answer has no meaning.
-
-    Raises:
-        UsageError: it is no such list, or the model has no such layer.
+    Without `count`, the number of layers, only the spelling is checked. Raises UsageError where it names no layer.
     """
     found: set[int] = set()
     for part in text.split(","):

@@ -54,11 +54,7 @@ def format_count(count: int, form: str = ".2f") -> str:
 
 
 def parse_gib(text: str | float) -> int:
-    """Return bytes of a size given in GiB ("80", "79.1") or with a unit of its own ("24GiB", "24GB", "512MiB").
-
-    Raises:
-        UsageError: not a number with a known unit, not above zero, or more than any machine has.
-    """
+    """Return the bytes of a size in GiB ("80") or with a unit ("24GB", "512MiB"); UsageError if it is none."""
     match = _SIZE.fullmatch(str(text))
     unit = _UNITS.get(match[2].lower()) if match else None
     if match is None or unit is None or not 0 < float(match[1]) < _MOST:
@@ -79,11 +75,7 @@ def spell_size(num_bytes: int) -> str:
 
 
 def parse_count(text: str) -> int:
-    """Return the count in "1.2B", "70M", "125m" or "7000000".
-
-    Raises:
-        UsageError: not a number with an optional K, M, B or T, or not above zero.
-    """
+    """Return the count in "1.2B", "70M", "125m" or "7000000"; raise UsageError if it is none above zero."""
     match = _COUNT.fullmatch(text)
     if match is None or not 0 < float(match[1]) < _MOST:
         raise UsageError("not a number of parameters", value=repr(text), hint="write it like 70M, 1.2B or 4B")

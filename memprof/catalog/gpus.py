@@ -79,12 +79,9 @@ def list_gpus() -> tuple[Gpu, ...]:
 
 
 def find_gpu(name: str) -> Gpu:
-    """Return the GPU with this key, CUDA name or alias.
+    """Return the GPU with this key, CUDA name or alias; raise UsageError if there is none.
 
     Case, spaces, underscores, hyphens and a leading "NVIDIA", "AMD", "Tesla", "Quadro" or "GeForce" do not matter.
-
-    Raises:
-        UsageError: no such GPU in the catalog.
     """
     gpu = _by_folded_name().get(_fold(name))
     if gpu is None:

@@ -83,13 +83,9 @@ class _Geometry:
 
 
 def resolve_size(text: str) -> ModelEntry:
-    """Return the model for a size such as "4B", "600M" or "1.2B".
+    """Return the model for a size such as "4B" or "600M"; UsageError if it is none from SMALLEST to LARGEST.
 
-    A size in PUBLISHED_SIZES gives that published model. Any other gives a synthesised one of the shape of Llama, whose
-    parameter count is within 2% of the size asked for and exact in `num_parameters`.
-
-    Raises:
-        UsageError: not a number of parameters, or one below SMALLEST or above LARGEST.
+    That is the published one of PUBLISHED_SIZES, or one of the shape of Llama with a parameter count within 2%.
     """
     count = parse_count(text)
     published = PUBLISHED_SIZES.get(count)

@@ -37,15 +37,10 @@ class Source:
 
 
 def find_sources(corpus: str | Path | Sequence[str | Path], column: str | None = None) -> list[Source]:
-    """Return the files that `corpus` names: files, folders (all in them that is not hidden) and patterns, each file
-    once.
+    """Return the files of `corpus`: files, folders (all in them that is not hidden) and patterns, each file once.
 
-    Args:
-        corpus: one or several of these.
-        column: if given, what is no Parquet is JSON Lines, whatever its name.
-
-    Raises:
-        UsageError: one of them is not there, or has no file in it.
+    If a `column` is given, what is no Parquet is JSON Lines, whatever its name. Raises UsageError if one of them is not
+    there, or has no file in it.
     """
     names = [corpus] if isinstance(corpus, str | Path) else list(corpus)
     if not names:
@@ -93,11 +88,7 @@ def _kind(path: Path, column: str | None) -> str:
 
 @contextmanager
 def opened(path: Path) -> Iterator[tuple[Any, Callable[[], int]]]:
-    """Yield a file's bytes, decompressed as they are read, and a function that tells how many were read on disk.
-
-    Raises:
-        UsageError: it cannot be read, now or later, or its compression is damaged.
-    """
+    """Yield a file's bytes, decompressed, and a function for how many were read on disk; UsageError if it fails."""
     try:
         with path.open("rb") as raw:
             head = raw.peek(6)[:6]

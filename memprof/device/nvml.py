@@ -90,8 +90,6 @@ class Nvml:
                     return _use(found, piece.total_bytes, piece.used_bytes, on_it)
         return CardUse(None, None, note=f"NVML lists no card {card}: it has {len(reading.cards)}")
 
-    # -- opening -------------------------------------------------------------------------------------------------------
-
     def _open(self) -> None:
         module = _pynvml()
         if module is None:
@@ -108,8 +106,6 @@ class Nvml:
         if self._nvml is not None:
             _NvmlCaller(self._nvml)("nvmlShutdown")
             self._nvml = None
-
-    # -- one card ------------------------------------------------------------------------------------------------------
 
     def _card(self, index: int) -> NvmlCard:
         asked = _NvmlCaller(self._nvml)

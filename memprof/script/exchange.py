@@ -56,8 +56,6 @@ class Exchange:
         self._last: dict[int, Call] = {}
         self._keys: dict[str, bytes] = {}
 
-    # -- what ranks say -----------------------------------------------------------------------------------------------
-
     def hear(self, rank: int, what: str, *said: Any) -> None:
         """Hear what a rank says; who can go on is told to."""
         if self.why is not None:
@@ -130,8 +128,6 @@ class Exchange:
     def _hear_step(self, rank: int, enough: bool) -> None:
         self._wait(rank, _Waiting("step", enough, None, ""))
 
-    # -- who goes on --------------------------------------------------------------------------------------------------
-
     def _wait(self, rank: int, waiting: _Waiting) -> None:
         self.running.discard(rank)
         self.waiting[rank] = waiting
@@ -194,8 +190,6 @@ class Exchange:
 
     def _there(self, ranks: Iterable[int]) -> list[int]:
         return [rank for rank in ranks if rank in self._ranks]
-
-    # -- what is wrong ------------------------------------------------------------------------------------------------
 
     def _check(self, slot: dict[int, tuple[Call, Payload]]) -> None:
         """Compare the calls once all are there that will be: so what is said does not depend on who came first."""

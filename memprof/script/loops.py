@@ -116,9 +116,6 @@ def _share(totals: Sequence[int], done: Sequence[int | None]) -> tuple[float, fl
     return share, part
 
 
-# -- source code -------------------------------------------------------------------------------------------------------
-
-
 def _loops_of(frame: FrameType) -> Iterator[Loop]:
     """Yield the loops around the line that `frame` is at, in its own function."""
     code = frame.f_code
@@ -205,9 +202,6 @@ def _counters(test: ast.expr, variables: Mapping[str, Any], *, leaves: bool) -> 
     # One bound for each condition, so that two readings of one loop have the same.
     is_known = _is_count(done) and _is_count(limit)
     yield Bound(limit + beyond, done, True) if is_known else Bound(None, is_counter=True)
-
-
-# -- values ------------------------------------------------------------------------------------------------------------
 
 
 def _is_count(value: object) -> bool:

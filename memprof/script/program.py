@@ -86,12 +86,9 @@ class Program:
             )
 
     def start(self, place: Place | None = None) -> Start | ScriptOutcome:
-        """Return the one process of the program that is run: what a launcher is to start, or it itself.
+        """Return the one process of the program that is run, or how a launcher's own parser ended (`--help`).
 
-        A launcher's own parser may end it instead (`--help`).
-
-        Raises:
-            UsageError: there is no such process, or too few cards for it.
+        Raises UsageError where there is no such process, or too few GPUs for it.
         """
         from memprof.script import launchers
 

@@ -92,8 +92,6 @@ class Phases:
         self._micro_batch = 1
         self._ran_backward = self._updated = False
 
-    # -- what happens -----------------------------------------------------------------------------------------------
-
     def building(self) -> None:
         """Begin the phase in which the program builds its model."""
         self._begin(PhaseKind.MODEL)
@@ -281,8 +279,6 @@ class Phases:
     def completed(self) -> int:
         """Return how many training steps have ended."""
         return self.step if self._ended else max(self.step - 1, 0)
-
-    # -- how it is seen ---------------------------------------------------------------------------------------------
 
     def hooks(self) -> Iterator[Any]:
         """Yield torch's own global hooks, which every optimizer class honours; each has `remove`."""

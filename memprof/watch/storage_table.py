@@ -110,11 +110,10 @@ class StorageTable:
         return index
 
     def allocate_hidden(self, num_bytes: int, op: str, place: Place, device: str) -> int:
-        """Record memory that a library takes and no tensor shows; the caller frees it with `free_hidden`, also where
-        its operator raises. Returns its index, NONE if such memory is not counted.
+        """Record memory that a library takes and no tensor shows; return its index, NONE if such memory is not counted.
 
-        Raises:
-            torch.OutOfMemoryError: the GPU has no room for it.
+        The caller frees it with `free_hidden`, also where its operator raises. Raises torch.OutOfMemoryError for lack of
+        room.
         """
         if not self.counts_hidden:
             return NONE

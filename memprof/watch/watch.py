@@ -54,8 +54,6 @@ class Watch(ABC):
         # Modules that were given a weight, by their `id` and its name.
         self._registered: dict[tuple[int, str], tuple[weakref.ref[nn.Module], Role]] = {}
 
-    # -- what a device does with it ---------------------------------------------------------------------------------
-
     @property
     @abstractmethod
     def current_phase(self) -> Phase:
@@ -80,8 +78,6 @@ class Watch(ABC):
     def wrap_module_call(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Return the replacement for `nn.Module.__call__`."""
         return self.modules.wrap_call(original)
-
-    # -- what a workload tells --------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def phase(self, kind: PhaseKind, step: int = 0, micro_batch: int = 0) -> Iterator[None]:
@@ -119,8 +115,6 @@ class Watch(ABC):
         trace.assumptions = list(self._assumptions)
         trace.trains = self.phases.trains
         trace.updates_itself = self.phases.updates_itself
-
-    # -- what is seen -----------------------------------------------------------------------------------------------
 
     def _watch_program(self) -> None:
         """Patch and hook whatever shows what the program does."""
@@ -232,8 +226,6 @@ class Watch(ABC):
                     ended()
 
         self._patches.set(*autograd.engine_run_backward.patch(run_backward))
-
-    # -- names ------------------------------------------------------------------------------------------------------
 
     def _claim_unnamed(self, tensors: Iterable[torch.Tensor], role: Role) -> None:
         """Claim tensors whose role is known, and their names not yet."""

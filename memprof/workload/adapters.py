@@ -121,10 +121,9 @@ def named_parameters(model: nn.Module, patterns: str, refusal: str) -> list[nn.P
 
 
 def enable_input_gradients(model: nn.Module) -> None:
-    """Have the frozen embedding's output ask for a gradient.
+    """Have the frozen embedding's output ask for a gradient, as transformers 5 does itself, where it does not yet.
 
     Reentrant checkpointing (transformers' default before release 5) would else see no input to differentiate.
-    transformers 5 does this itself, and it is not done twice.
     """
     enable = getattr(model, "enable_input_require_grads", None)
     if enable is not None and not getattr(model, "_require_grads_hooks", None):

@@ -78,9 +78,6 @@ def find_source(spec: TargetSpec) -> ModelSource:
     )
 
 
-# -- Hugging Face models ----------------------------------------------------------------------------------------
-
-
 def _from_entry(entry: ModelEntry, spec: TargetSpec) -> ModelSource:
     config = entry.load_config()
     dtype, why = _dtype(entry.checkpoint_dtype, spec)
@@ -331,9 +328,6 @@ def _dtype(checkpoint: str, spec: TargetSpec, stored: Stored | None = None) -> t
         return "bfloat16", ["dtype bfloat16: the checkpoint is float16, which does not train without a scaler."]
     dtype = checkpoint if checkpoint in ("float32", "bfloat16") else "bfloat16"
     return dtype, [f"dtype {dtype}: that of the published checkpoint."]
-
-
-# -- the user's own ----------------------------------------------------------------------------------------------
 
 
 def _from_factory(target: str, factory: str, spec: TargetSpec) -> ModelSource:

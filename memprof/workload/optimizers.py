@@ -40,12 +40,7 @@ _IMPLEMENTATIONS: dict[str | None, dict[str, bool]] = {
 
 
 def require_optimizer(name: str) -> Callable[..., Optimizer] | None:
-    """Return what makes the optimizer `name`, its library imported: before a virtual GPU is there to watch. None for
-    "none".
-
-    Raises:
-        UsageError: the library is not installed.
-    """
+    """Return what makes the optimizer `name`, None for "none"; raise UsageError if its library is missing."""
     if name in _OF_LIBRARIES:
         package, kind = _OF_LIBRARIES[name]
         return getattr(require(f"{package}.optim"), kind)

@@ -22,11 +22,7 @@ from memprof.workload.plan import Plan
 
 
 class Stage(nn.Module):
-    """Stage `index` (from 0) of `count` of `model`, whose other layers are let go.
-
-    Raises:
-        UsageError: transformers does not say how the architecture is cut.
-    """
+    """Stage `index` (from 0) of `count` of `model`; UsageError if transformers does not say how that is cut."""
 
     def __init__(self, model: Any, index: int, count: int) -> None:
         super().__init__()

@@ -33,11 +33,7 @@ _MXFP4_BLOCK = 32
 def load_stored(
     model_class: Any, configuration: Any, arguments: dict[str, Any], stored: Stored, spec: TargetSpec
 ) -> nn.Module:
-    """Return a model on "cuda" with its weights as `stored` says; `arguments` as in quantization.load_quantized.
-
-    Raises:
-        UsageError: this release of transformers does not know the format, or the model cannot be stored so.
-    """
+    """Return a model on "cuda" stored so; `arguments` as in load_quantized; UsageError if it cannot be."""
     from transformers.quantizers import auto
 
     if stored.name.startswith("gguf") and configuration.model_type not in _packed_in_gguf():

@@ -140,11 +140,7 @@ def _dense(
 
 
 def install(name: str, module: nn.Module) -> None:
-    """Give an attention layer of transformers its projections for three branches, and the rest; it is called `name`.
-
-    Raises:
-        UsageError: its projections of keys and values are not layers of their own, or a norm goes over all heads.
-    """
+    """Give an attention layer `name` its projections for three branches; UsageError if it has none of its own."""
     key, value, out = (getattr(module, f"{which}_proj", None) for which in ("k", "v", "o"))
     width = getattr(module, "head_dim", None)
     norm = getattr(getattr(module, "k_norm", None), "weight", None)
