@@ -110,7 +110,7 @@ class StorageTable:
         return index
 
     def allocate_hidden(self, num_bytes: int, op: str, place: Place, device: str) -> int:
-        """Record memory that a library takes and no tensor shows; return its index, NONE if such memory is not counted.
+        """Record memory that a library takes and no tensor shows; return its index, NONE if that is not counted.
 
         The caller frees it with `free_hidden`, also where its operator raises. Raises torch.OutOfMemoryError for lack of
         room.
