@@ -112,8 +112,7 @@ class StorageTable:
     def allocate_hidden(self, num_bytes: int, op: str, place: Place, device: str) -> int:
         """Record memory that a library takes and no tensor shows; return its index, NONE if that is not counted.
 
-        The caller frees it with `free_hidden`, also where its operator raises. Raises torch.OutOfMemoryError for lack of
-        room.
+        The caller frees it with `free_hidden`, also where its operator raises. Raises torch.OutOfMemoryError.
         """
         if not self.counts_hidden:
             return NONE
