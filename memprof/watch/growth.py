@@ -131,21 +131,20 @@ class GrowthWatch:
         kind = self._recorder.trace.phases[storage.phase].kind
         return storage.op, storage.source, storage.module, storage.dtype, len(storage.shape), kind
 
-    def _held(self, first: int, among: Iterable[int] | None = None) -> dict[_Key, int]:
-        """Return bytes on the card by key, of what was made from `first` on and may pile up."""
+    def _may_pile_up(self, first: int, among: Iterable[int]) -> Iterator[tuple[int, _Key]]:
+        """Yield storages on GPUs, made from `first` on, without a role or with one that those of every step have."""
         trace = self._recorder.trace
-        held: dict[_Key, int] = defaultdict(int)
-        for index in self._recorder.storages.live.values() if among is None else among:
-            if index >= first and self._may_pile_up(index):
-                storage = trace.storages[index]
-                if storage.device != HOST:
-                    held[self._key(storage)] += storage.num_bytes
-        return held
+        for index in among:
+            owner = trace.owners.get(index)
+            if index >= first and (owner is None or owner.role in MADE_ANEW) and trace.storages[index].device != HOST:
+                yield index, self._key(trace.storages[index])
 
-    def _may_pile_up(self, index: int) -> bool:
-        """Return whether a storage has no role, or one that storages of every step have."""
-        owner = self._recorder.trace.owners.get(index)
-        return owner is None or owner.role in MADE_ANEW
+    def _held(self, first: int, among: Iterable[int] | None = None) -> dict[_Key, int]:
+        """Return bytes by key of what was made from `first` on and may pile up."""
+        held: dict[_Key, int] = defaultdict(int)
+        for index, key in self._may_pile_up(first, self._recorder.storages.live.values() if among is None else among):
+            held[key] += self._recorder.trace.storages[index].num_bytes
+        return held
 
     def _explain(self, grown: set[_Key], first: int) -> None:
         """Look for who keeps these, and note it in the trace."""
@@ -154,14 +153,9 @@ class GrowthWatch:
             return
         self._searches += 1
         self._explained |= grown
-        trace = self._recorder.trace
-        targets: dict[int, _Key] = {}
-        for index in self._recorder.storages.live.values():
-            storage = trace.storages[index]
-            key = self._key(storage)
-            if index >= first and key in grown and self._may_pile_up(index) and storage.device != HOST:
-                targets[index] = key
-        trace.holders += self._search.holders_of(targets)
+        live = self._recorder.storages.live.values()
+        targets = {index: key for index, key in self._may_pile_up(first, live) if key in grown}
+        self._recorder.trace.holders += self._search.holders_of(targets)
 
 
 class _Looks:
