@@ -82,7 +82,6 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
 
 
 def _problem(card: _Card) -> str | None:
-    """Return why the test fails, None if it does not."""
     from memprof.ledger.ledger import EmptyTraceError
     from memprof.report.terminal.brief import brief
 
@@ -94,7 +93,6 @@ def _problem(card: _Card) -> str | None:
 
 
 def _card(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> _Card:
-    """Return the card that the arguments of a marker ask for."""
     from memprof.errors import UsageError
 
     takes = inspect.signature(_make_card)

@@ -184,7 +184,6 @@ class Nvml:
         return tuple(slices)
 
     def _processes(self, handle: Any, *, sliced: bool) -> tuple[tuple[CardProcess, ...], str]:
-        """Return those on the card, and why they cannot be listed if so."""
         asked = _NvmlCaller(self._nvml)
         found: dict[tuple[int, int | None], CardProcess] = {}
         for kind, call in (

@@ -85,7 +85,7 @@ class _Seen:
             raise
 
     def noting(self, stop: Callable[[str], NoReturn]) -> Callable[[str], NoReturn]:
-        """Return the same, noted."""
+        """Return `stop`, which then notes that the run ends."""
 
         def noted_stop(why: str) -> NoReturn:
             with self.noted():

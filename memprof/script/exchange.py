@@ -255,7 +255,7 @@ def _said(call: Call) -> str:
 
 
 def _operate(keys: dict[str, bytes], operation: str, key: str, *values: Any) -> Any:
-    """Return an operation on a store; keys of one begin with its name."""
+    """Do an operation on a store, whose keys begin with its name."""
     held = keys.get(key)
     if operation == "get":
         return held

@@ -64,7 +64,7 @@ def find_missing_variable(error: BaseException | None) -> str:
     if isinstance(error, KeyError) and error.args and error.args[0] in _TOLD:
         codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
         of_environment = type(os.environ).__getitem__.__code__  # another dict may have such keys too
-        return str(error.args[0]) if codes[-1:] == [of_environment] else ""
+        return str(error.args[0]) if codes and codes[-1] is of_environment else ""
     found = _EXPECTED.search(str(error)) if isinstance(error, ValueError) else None
     return found[1] if found else ""
 
@@ -158,7 +158,6 @@ def _torchrun(arguments: Sequence[str], place: Place, module: str = "torch.distr
 
 
 def _number(flag: str, text: str, read: Callable[[str], int]) -> int:
-    """Return what torch's launcher reads in one of its options."""
     try:
         return read(text)
     except (ValueError, RuntimeError) as error:
@@ -209,7 +208,7 @@ def _accelerate(arguments: Sequence[str], place: Place) -> Start:
 
 
 def _deepspeed(arguments: Sequence[str], place: Place) -> Start:
-    """Return the arguments of `deepspeed` (deepspeed/launcher/runner.py of 0.17)."""
+    """Return what `deepspeed` is to start, by its arguments (deepspeed/launcher/runner.py of 0.17)."""
     parser = argparse.ArgumentParser(prog="deepspeed")
     for flag in ("-H", "-i", "-e", "--hostfile", "--exclude", "--launcher", "--launcher_args", "--bind_core_list"):
         parser.add_argument(flag, default="")
@@ -232,7 +231,7 @@ def _deepspeed(arguments: Sequence[str], place: Place) -> Start:
 
 
 def _deepspeed_node(arguments: Sequence[str], place: Place) -> Start:
-    """Return the arguments of what `deepspeed` starts on each machine (deepspeed/launcher/launch.py of 0.17)."""
+    """Return what `deepspeed` starts on each machine (deepspeed/launcher/launch.py of 0.17)."""
     parser = argparse.ArgumentParser(prog="deepspeed.launcher.launch")
     for flag in ("--node_rank", "--min_elastic_nodes", "--max_elastic_nodes", "--save_pid"):
         parser.add_argument(flag, type=int)

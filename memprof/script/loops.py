@@ -157,7 +157,6 @@ def _loops_in(text: str) -> tuple[tuple[tuple[str, int], _Loop, int, int], ...] 
 
 
 def _bounds(loop: _Loop, variables: Mapping[str, Any]) -> Iterator[Bound]:
-    """Yield all ways in which `loop` ends."""
     if isinstance(loop, ast.While):
         yield from _counters(loop.test, variables, leaves=False)
     else:
@@ -209,7 +208,6 @@ def _is_count(value: object) -> bool:
 
 
 def _name_of(call: ast.Call) -> str:
-    """Return the last part of the name of what is called."""
     return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
 
 
@@ -251,7 +249,6 @@ def _range(node: ast.expr, variables: Mapping[str, Any]) -> range | None:
 
 
 def _rounds(node: ast.expr, variables: Mapping[str, Any]) -> int | None:
-    """Return how many rounds a `for` over an expression makes."""
     counted = _range(node, variables)
     if counted is not None:
         return len(counted)

@@ -160,7 +160,6 @@ def _block_sigterm() -> Iterator[None]:
 def _run_child(
     line: Connection, rank: int, ranks: Sequence[int], size: int, body: Callable[[Channel], Ran]
 ) -> NoReturn:
-    """Live the whole life of a child."""
     code, process = 1, os.getpid()
     try:
         with contextlib.suppress(OSError):
@@ -207,7 +206,6 @@ def _stop(why: str) -> NoReturn:
 def _serve(
     processes: Sequence[_Process], longest_wait: float, step_wait: float
 ) -> tuple[dict[int, Ran], MemprofError | None]:
-    """Answer ranks until all have ended."""
     by_rank = {process.rank: process for process in processes}
     living = {process.line: process for process in processes}
     since: dict[int, float] = {}

@@ -132,5 +132,5 @@ def _line(storage: Storage) -> _Key:
 
 
 def _holds_numbers(tensor: torch.Tensor) -> bool:
-    """Return the numbers of any precision, quantized ones too, and no tokens, positions or masks."""
+    """Return whether it has numbers of any precision, quantized ones too, and no tokens, positions or masks."""
     return tensor.is_floating_point() or tensor.dtype in (torch.int8, torch.uint8)

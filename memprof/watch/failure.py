@@ -287,6 +287,5 @@ def _may_decide(error: BaseException) -> bool:
 
 
 def _function(line: str) -> tuple[str, str]:
-    """Return file and function of a source `file:line function`."""
     place, _, name = line.rpartition(" ")
     return place.rpartition(":")[0], name

@@ -147,7 +147,6 @@ class GrowthWatch:
         return held
 
     def _explain(self, grown: set[_Key], first: int) -> None:
-        """Look for who keeps these, and note it in the trace."""
         grown -= self._explained
         if not grown or self._searches == MAX_SEARCHES:
             return

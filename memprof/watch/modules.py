@@ -85,7 +85,6 @@ class ModuleTracker:
         return __call__
 
     def _root(self) -> nn.Module | None:
-        """Return the one that was called from outside all others last."""
         return None if self.thread.root is None else self.thread.root()
 
     def module_of(self, parameter: torch.Tensor) -> int:

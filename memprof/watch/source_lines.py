@@ -84,6 +84,5 @@ def line_of_class(kind: type) -> str | None:
 
 
 def _last_line(code: CodeType) -> int:
-    """Return the last line of a function's code, and of the functions in it."""
     own = max((line for _, _, line in code.co_lines() if line is not None), default=code.co_firstlineno)
     return max([own, *(_last_line(part) for part in code.co_consts if isinstance(part, CodeType))])

@@ -144,7 +144,6 @@ class Watch(ABC):
         return self.phases.recognises and autograd.current_graph_task_id() == -1
 
     def _outermost_call(self, module: nn.Module, index: int, args: Any, kwargs: Any) -> None:
-        """See a module called from outside all others."""
         self.phases.forward(module)
         if self._recognizes_calls and next(module.parameters(), None) is not None:  # a loss has none
             with torch.DisableTorchFunction():
@@ -268,7 +267,6 @@ class Watch(ABC):
                             self.claim(part, Owner(Role.OPTIMIZER_STATE, str(key)))
 
     def _unwatch(self) -> None:
-        """Take away every patch and hook."""
         try:
             self._stack.close()
         finally:

@@ -17,7 +17,7 @@ class Device(Protocol):
     name: str  # where its tensors are, for torch: "cuda" or "cpu"
 
     def phase(self, kind: PhaseKind, step: int = 0, micro_batch: int = 0) -> AbstractContextManager[None]:
-        """Return what runs inside is this phase."""
+        """Return a context in which what runs is this phase."""
 
     def adopt(self, root: nn.Module) -> None:
         """Take `root` as the model of this run."""

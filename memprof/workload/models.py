@@ -317,7 +317,6 @@ def _max_positions(config: Mapping[str, Any]) -> int | None:
 
 
 def _dtype(checkpoint: str, spec: TargetSpec, stored: Stored | None = None) -> tuple[str, list[str]]:
-    """Return the dtype to use, and why if it was not asked for."""
     if (stored.name if stored else spec.quantize) == "awq-int4" and spec.amp is None:
         return "float16", ["dtype float16: that of AWQ's kernels, to which transformers casts the model."]
     if spec.dtype is not None:

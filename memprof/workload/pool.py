@@ -38,10 +38,7 @@ def number_of_workers() -> int:
     """Return how many may run at once; 1 where none can be forked, and in a process that was started by another.
 
     On Linux alone: elsewhere the libraries' own threads do not outlive a fork. Nor do those of autograd where torch
-    sees a GPU (`track_bad_autograd_forks`, torch/csrc/autograd/engine.cpp).
-
-    Raises:
-        UsageError: MEMPROF_PROCESSES is no number from 1 on.
+    sees a GPU (`track_bad_autograd_forks`, torch/csrc/autograd/engine.cpp). Raises UsageError for a wrong variable.
     """
     asked = os.environ.get(VARIABLE, "").strip()
     if asked and (not asked.isdecimal() or int(asked) < 1):

@@ -38,7 +38,7 @@ def attention(
 
 
 def mask_of_model(kind: str, **given: Any) -> Any:
-    """Return the mask function of transformers: made once in a forward of the model, for all layers."""
+    """Make the mask as a function of transformers: once in a forward of the model, for all layers."""
     config, device = given.get("config"), given.get("device")
     if device is None and (position := given.get("cache_position")) is not None:
         device = position.device
@@ -73,7 +73,7 @@ def block_mask(kind: str, window: int, queries: int, keys: int, device: Any) -> 
 
 
 def _pattern(kind: str, window: int, offset: int) -> Callable[..., Tensor]:
-    """Return which pairs (batch, head, query, key) are seen."""
+    """Return the function that says of (batch, head, query, key) whether the query sees the key."""
 
     def sliding(batch: Any, head: Any, query: Tensor, key: Tensor) -> Tensor:
         at = query + offset
