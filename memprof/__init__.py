@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from memprof.stand_ins.registry import stand_in
     from memprof.stand_ins.tools import kernel
 
+# Where names are that need no torch; the others are in api.py.
 _ELSEWHERE = {
     "MemprofError": "errors",
     "RunFailedError": "errors",
@@ -58,7 +59,6 @@ _ELSEWHERE = {
     "load": "flows.saved",
     "stand_in": "stand_ins.registry",
 }
-"""Where names are that need no torch; the others are in api.py."""
 
 
 def __getattr__(name: str) -> Any:

@@ -38,20 +38,13 @@ class ProfiledGpu:
     """
 
     def __init__(
-        self,
-        gpu: Gpu,
-        settings: Settings | None = None,
-        gpus: int = 1,
-        of_ranks: tuple[int, int] | None = None,
-        compiles: bool = True,
-        stand_ins: bool = True,
+        self, gpu: Gpu, settings: Settings, gpus: int, of_ranks: tuple[int, int] | None, compiles: bool, stand_ins: bool
     ) -> None:
         self._gpu = gpu
-        self._settings = SettingsInForce(allocator_settings(None) if settings is None else settings)
+        self._settings = SettingsInForce(settings)
         rank, size = of_ranks or (0, gpus)
         self._environment = {} if of_ranks is None else _environment(rank, size, gpus)
-        self._before: dict[str, str | None] = {}
-        """Of those variables, what was there."""
+        self._before: dict[str, str | None] = {}  # of those variables, what was there
         self._virtual = VirtualGpu(
             gpu,
             cards=gpus,
@@ -78,12 +71,12 @@ class ProfiledGpu:
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes that tensors hold on the card now, or on all cards (inside the block)."""
+        """Return bytes that tensors hold on the card now, or on all cards (inside the block)."""
         return self._virtual.recorder.storages.live_bytes
 
     @property
     def trace(self) -> Trace:
-        """What was recorded."""
+        """Return what was recorded."""
         trace = self._virtual.trace
         device, allocator = device_facts(self._gpu), self._settings.now.facts
         trace.facts = dataclasses.replace(trace.facts, command="virtual_gpu", device=device, allocator=allocator)
@@ -103,7 +96,7 @@ class ProfiledGpu:
         save_trace(self.trace, Path(path), force=force)
 
     def report(self, limit_bytes: int | None = None, *, card: int | None = None) -> Document:
-        """The report so far; `print` shows it, `save()` keeps it, `.to_json()` is a dictionary.
+        """Return the report so far; `print` shows it, `save()` keeps it, `.to_json()` is a dictionary.
 
         Args:
             limit_bytes: of device memory, CUDA context included: judged as if the card had no more. None: the card's.
@@ -122,11 +115,7 @@ class ProfiledGpu:
         return analyze(trace, card=card)
 
     def check_limit(self, limit_bytes: int | None) -> None:
-        """Whether the card can be held to so much.
-
-        Raises:
-            UsageError: it has not as much, or that is less than the CUDA context takes.
-        """
+        """Raise UsageError if the GPU has not as much, or that is less than the CUDA context takes."""
         if limit_bytes is None:
             return
         if limit_bytes > self._gpu.total_bytes:
@@ -151,7 +140,7 @@ def virtual_gpu(
     compiles: bool = True,
     stand_ins: bool = True,
 ) -> ProfiledGpu:
-    """A context manager in which "cuda" is a virtual card: see `ProfiledGpu`.
+    """Return a context manager in which "cuda" is a virtual card: see `ProfiledGpu`.
 
     Args:
         name: a card of the catalog.
@@ -184,7 +173,7 @@ def virtual_gpus(
     compiles: bool = True,
     stand_ins: bool = True,
 ) -> ProfiledGpu:
-    """The same with `n` equal cards, `cuda:0`, `cuda:1` and so on: of one process, or with a rank on each.
+    """Return a context manager with `n` equal virtual GPUs, `cuda:0` and so on: of one process, or a rank on each.
 
     A rank is alone, and the others are taken to be like it (docs/parallel.md). Inside the block `RANK`, `WORLD_SIZE`
     and the other variables that torchrun sets are set, so that `torch.distributed.init_process_group` makes the group.
@@ -225,14 +214,17 @@ def virtual_gpus(
 
 
 def _environment(rank: int, size: int, cards: int) -> dict[str, str]:
-    """What torchrun sets for a rank on a machine with so many cards."""
-    on_machine = min(cards, size - rank // cards * cards)
-    numbers = {"RANK": rank, "LOCAL_RANK": rank % cards, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": on_machine}
-    return {name: str(number) for name, number in numbers.items()} | {
-        "GROUP_RANK": str(rank // cards),
+    """Return what torchrun sets for a rank on a machine with so many cards."""
+    values = {
+        "RANK": rank,
+        "LOCAL_RANK": rank % cards,
+        "WORLD_SIZE": size,
+        "LOCAL_WORLD_SIZE": min(cards, size - rank // cards * cards),
+        "GROUP_RANK": rank // cards,
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "29500",
+        "MASTER_PORT": 29500,
     }
+    return {name: str(value) for name, value in values.items()}
 
 
 @overload
@@ -287,11 +279,8 @@ def profile(target: TargetSpec | Callable[..., object], /, *args: Any, **kwargs:
     if isinstance(target, TargetSpec):
         return profile_spec(target, *args, **kwargs)
     if not callable(target):
-        raise UsageError(
-            "nothing that could be profiled",
-            value=repr(target),
-            hint="give a TargetSpec or a function, and its arguments",
-        )
+        hint = "give a TargetSpec or a function, and its arguments"
+        raise UsageError("nothing that could be profiled", value=repr(target), hint=hint)
     return _profile_function(target, args, **kwargs)
 
 

@@ -13,19 +13,15 @@ from memprof.units import parse_gib, spell_size
 
 
 def profile_command(spec: TargetSpec, *more: str, names_card: bool = True) -> str:
-    """Return `memprof profile` for `spec`: every option that it would not have anyway, and `more` words after them.
+    """Return `memprof profile` for `spec`, with every option that it would not have anyway, and `more` words.
 
-    Args:
-        spec: what is run.
-        more: options beside those of the spec, as words.
-        names_card: whether the GPU is named where it is the default.
+    `names_card` names the GPU also where it is the default.
     """
     return shlex.join(["memprof", "profile", *spell_options(spec, names_card=names_card), *more])
 
 
 def run_command(spec: RunSpec, program: Sequence[str], *more: str) -> str:
-    """Return `memprof run` for a script and its arguments (`program`), with every option of `spec` that it would not
-    have anyway, and `more` words after these."""
+    """Return `memprof run` for a program with arguments, every option that it would not have anyway, `more` words."""
     return shlex.join(["memprof", "run", *spell_options(spec), *more, *program])
 
 

@@ -11,14 +11,14 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+# Control characters but tab and line feed, ends of lines, and halves of characters; and what has no width, or turns the
+# direction of writing: Unicode's category Cf.
 _ACTS_ON_TEXT = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff"
     "\xad\u0600-\u0605\u061c\u06dd\u070f\u0890\u0891\u08e2\u180e\u200b-\u200f\u202a-\u202e\u2060-\u2064\u2066-\u206f"
     "\ufeff\ufff9-\ufffb\U000110bd\U000110cd\U00013430-\U0001343f\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0001"
     "\U000e0020-\U000e007f]"
 )
-"""Control characters but tab and line feed, ends of lines, and halves of characters; and what has no width, or turns
-the direction of writing: Unicode's category Cf."""
 
 
 def printable(text: str) -> str:
@@ -45,8 +45,7 @@ class MemprofError(Exception):
     """
 
     exit_code = 1
-    follows_answer = False
-    """Whether stdout has its one JSON document already."""
+    follows_answer = False  # whether stdout has its one JSON document already
 
     def __init__(self, problem: str, *, value: object = None, hint: str | None = None) -> None:
         super().__init__(problem)
@@ -56,7 +55,7 @@ class MemprofError(Exception):
 
     @property
     def line(self) -> str:
-        """Problem and value in one line."""
+        """Return problem and value in one line."""
         return self.problem if self.value is None else f"{self.problem} ({self.value})"
 
     def __str__(self) -> str:
@@ -94,10 +93,9 @@ class RunFailedError(MemprofError):
             print(error, error.document.peak.allocated_bytes)
     """
 
-    trace: Any = None
-    """What happened until then (`memprof.trace.events.Trace`)."""
+    trace: Any = None  # what happened until then (`memprof.trace.events.Trace`)
+    # The report on it (`memprof.report.documents.report.Document`), None if nothing had been allocated yet.
     document: Any = None
-    """The report on it (`memprof.report.documents.report.Document`), None if nothing had been allocated yet."""
 
 
 def text_of(error: BaseException) -> str:
@@ -109,24 +107,24 @@ def text_of(error: BaseException) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, without what follows it in further lines."""
+    """Return what an error says, without what follows it in further lines."""
     return (text_of(error).strip().splitlines() or [""])[0]
 
 
 def not_installed(problem: str, value: object, extra: str, otherwise: str = "") -> UsageError:
-    """The error for a library that is not there, or not with what else is; the extra `extra` of memprof brings it."""
+    """Return the error for a library that is missing, or does not fit; the extra `extra` of memprof brings it."""
     return UsageError(problem, value=value, hint=f"pip install 'memprof[{extra}]'{otherwise}")
 
 
 def nearest(name: str, choices: Iterable[str]) -> str | None:
-    """The choice that looks most like `name`, or None if nothing is close."""
+    """Return the choice that looks most like `name`, or None if nothing is close."""
     by_folded = {choice.lower(): choice for choice in choices}
     matches = difflib.get_close_matches(name.lower(), by_folded, n=1, cutoff=0.5)
     return by_folded[matches[0]] if matches else None
 
 
 def unknown_name(kind: str, name: str, choices: Iterable[str], *, see: str | None = None) -> UsageError:
-    """The error for a name that is not known: suggests the nearest one, else lists the choices."""
+    """Return the error for a name that is not known: suggests the nearest one, else lists the choices."""
     names = sorted(choices)
     close = nearest(name, names)
     if close is not None:

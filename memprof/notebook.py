@@ -56,7 +56,7 @@ def run_cell(shell: Any, line: str, cell: str) -> Document:
         EmptyTraceError: the cell put nothing on the card.
         Exception: whatever the cell raises.
     """
-    import memprof
+    from memprof.api import virtual_gpu
 
     try:
         words = shlex.split(line)
@@ -68,6 +68,6 @@ def run_cell(shell: Any, line: str, cell: str) -> Document:
     code = shell.transform_cell(cell)
     linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
     compiled = compile(code, name, "exec")
-    with memprof.virtual_gpu(asked.gpu, vram=asked.gpu_vram, alloc_conf=asked.alloc_conf) as gpu:
+    with virtual_gpu(asked.gpu, vram=asked.gpu_vram, alloc_conf=asked.alloc_conf) as gpu:
         exec(compiled, shell.user_ns)
     return gpu.report()

@@ -50,11 +50,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture
 def virtual_gpu(request: pytest.FixtureRequest) -> Generator[ProfiledGpu, None, None]:
-    """The virtual GPU that the test runs on: that of its `memprof` marker, or an H100 without one.
+    """Yield the virtual GPU that the test runs on: that of its `memprof` marker, or an H100 without one.
 
     Without a marker nothing is judged: the test reads `allocated_bytes` or `report()` and decides for itself.
     """
-    card = _card(request.node.get_closest_marker(MARKER))
+    marker = request.node.get_closest_marker(MARKER)
+    card = _card(*(marker.args, marker.kwargs) if marker else ((), {}))
     with card.gpu:
         request.node.stash[_CARD] = card
         yield card.gpu
@@ -63,7 +64,7 @@ def virtual_gpu(request: pytest.FixtureRequest) -> Generator[ProfiledGpu, None, 
 
 @pytest.fixture(autouse=True)
 def _memprof_marker(request: pytest.FixtureRequest) -> None:
-    """Brings the card to tests that have the marker and do not ask for the fixture."""
+    """Bring the card to tests that have the marker and do not ask for the fixture."""
     if request.node.get_closest_marker(MARKER) is not None:
         request.getfixturevalue("virtual_gpu")
 
@@ -81,7 +82,6 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
 
 
 def _problem(card: _Card) -> str | None:
-    """Why the test fails, None if it does not."""
     from memprof.ledger.ledger import EmptyTraceError
     from memprof.report.terminal.brief import brief
 
@@ -92,32 +92,25 @@ def _problem(card: _Card) -> str | None:
     return None if document.verdict.fits else f"memprof: {brief(document)}"
 
 
-def _card(marker: pytest.Mark | None) -> _Card:
-    """The card that the marker asks for."""
-    from memprof.api import virtual_gpus
+def _card(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> _Card:
     from memprof.errors import UsageError
-    from memprof.units import parse_gib
 
-    options = _options(marker)
-    name, number, limit = (options.pop(key) for key in ("gpu", "gpus", "limit"))
+    takes = inspect.signature(_make_card)
     try:
-        if not isinstance(name, str):
-            raise UsageError("gpu is not the name of a card", value=repr(name), hint="`memprof gpus` lists them")
-        numbers = {"gpus": number, **{key: options[key] for key in ("rank", "world_size") if options[key] is not None}}
-        for key, value in numbers.items():
-            if type(value) is not int:
-                raise UsageError(f"{key} is not a whole number", value=repr(value), hint=f"give one, as in {key}=8")
-        gpu = virtual_gpus(number, name, **options)
-        limit_bytes = None if limit is None else parse_gib(limit)
-        gpu.check_limit(limit_bytes)
-        return _Card(gpu, limit_bytes)
-    except UsageError as error:
-        problem = str(error)
+        takes.bind(*arguments, **keywords)
+    except TypeError as error:
+        names, example = ", ".join(takes.parameters), '@pytest.mark.memprof(gpu="rtx-4090", limit="20GiB")'
+        problem = f"{error}\n  hint:  it takes {names}, as in {example}"
+    else:
+        try:
+            return _make_card(*arguments, **keywords)
+        except UsageError as error:
+            problem = str(error)
     # Not where it was caught: pytest would show both.
     pytest.fail(f"wrong use of the marker memprof: {problem}", pytrace=False)
 
 
-def _signature(
+def _make_card(
     gpu: str = DEFAULT_GPU,
     *,
     gpus: int = 1,
@@ -126,22 +119,17 @@ def _signature(
     vram: str | float | None = None,
     limit: str | float | None = None,
     alloc_conf: str | None = None,
-) -> None:
-    """What the marker takes."""
+) -> _Card:
+    from memprof.api import virtual_gpus
+    from memprof.errors import UsageError
+    from memprof.units import parse_gib
 
-
-def _options(marker: pytest.Mark | None) -> dict[str, Any]:
-    """The marker's arguments by name, with the defaults of the others."""
-    arguments, keywords = (marker.args, marker.kwargs) if marker else ((), {})
-    try:
-        bound = inspect.signature(_signature).bind(*arguments, **keywords)
-        bound.apply_defaults()
-        return dict(bound.arguments)
-    except TypeError as error:
-        problem = str(error)
-    names = ", ".join(inspect.signature(_signature).parameters)
-    pytest.fail(
-        f"wrong use of the marker memprof: {problem}\n  hint:  it takes {names}, as in "
-        '@pytest.mark.memprof(gpu="rtx-4090", limit="20GiB")',
-        pytrace=False,
-    )
+    if not isinstance(gpu, str):
+        raise UsageError("gpu is not the name of a card", value=repr(gpu), hint="`memprof gpus` lists them")
+    for key, value in (("gpus", gpus), ("rank", rank), ("world_size", world_size)):
+        if type(value) is not int and (value is not None or key == "gpus"):
+            raise UsageError(f"{key} is not a whole number", value=repr(value), hint=f"give one, as in {key}=8")
+    made = virtual_gpus(gpus, gpu, vram=vram, alloc_conf=alloc_conf, rank=rank, world_size=world_size)
+    limit_bytes = None if limit is None else parse_gib(limit)
+    made.check_limit(limit_bytes)
+    return _Card(made, limit_bytes)

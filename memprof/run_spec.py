@@ -12,8 +12,8 @@ from typing import Any
 
 from memprof.spec import option, repeat_option
 
+# A variable of the environment: `off` where no file of settings is to be read, for all that it says is in the spec.
 SETTINGS = "MEMPROF_SETTINGS"
-"""A variable of the environment: `off` where no file of settings is to be read, for all that it says is in the spec."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,52 +21,51 @@ DTYPES = ("float32", "float16", "bfloat16")
 AMP_DTYPES = ("float16", "bfloat16")
 BITSANDBYTES_OPTIMIZERS = ("adamw-8bit", "paged-adamw-8bit")
 TORCHAO_OPTIMIZERS = ("torchao-adamw-8bit", "torchao-adamw-4bit")
+# Their state is quantized; each has one implementation, its library's.
 QUANTIZED_OPTIMIZERS = BITSANDBYTES_OPTIMIZERS + TORCHAO_OPTIMIZERS
-"""Their state is quantized; each has one implementation, its library's."""
 OPTIMIZERS = (
     "adamw", "adam", "sgd", "sgd-momentum", "adafactor", "adagrad", "rmsprop", *QUANTIZED_OPTIMIZERS, "none",
 )  # fmt: skip
+# torch has no fused implementation of these for CUDA (of Adagrad it has one for the CPU).
 UNFUSED_OPTIMIZERS = ("adafactor", "adagrad", "rmsprop")
-"""torch has no fused implementation of these for CUDA (of Adagrad it has one for the CPU)."""
 ZERO_GRADS = ("none", "zero")
 BITSANDBYTES_FORMATS = ("int8", "nf4", "fp4")
 GGUF_FORMATS = ("gguf-q4_0", "gguf-q4_k", "gguf-q5_k", "gguf-q6_k", "gguf-q8_0")
+# Of checkpoints whose weights are read as they are; bitsandbytes quantizes while it loads.
 STORED_FORMATS = ("fp8", "gptq-int8", "gptq-int4", "awq-int4", "mxfp4", *GGUF_FORMATS)
-"""Of checkpoints whose weights are read as they are; bitsandbytes quantizes while it loads."""
+# Adapters are trained on these: their layers have a backward.
 TRAINABLE_FORMATS = (*BITSANDBYTES_FORMATS, "fp8", "gptq-int8", "gptq-int4", "awq-int4")
-"""Adapters are trained on these: their layers have a backward."""
 QUANTIZATIONS = BITSANDBYTES_FORMATS + STORED_FORMATS
 ADAPTERS = ("lora",)
-DEFAULT_LORA_RANK = 8
-"""As in PEFT's LoraConfig."""
+DEFAULT_LORA_RANK = 8  # as in PEFT's LoraConfig
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune")
 SDPA_BACKENDS = ("flash", "efficient", "math")
 OPTIMIZER_IMPLS = ("foreach", "fused", "single")
 NPT_MODES = ("dense", "per-token", "chunked", "low-rank")
 NPT_COMBINES = ("sequential", "batched", "merged")
 NPT_INITS = ("orthogonal", "fast")
+# Of case study 1; with several rank-1 updates the initialisation is "fast".
 NPT_DEFAULTS = {"npt_rank": 16, "npt_chunk": 16, "npt_init": "orthogonal"}
-"""Of case study 1; with several rank-1 updates the initialisation is "fast"."""
 PRESENT = "the one that is here, else h100-80gb"
 DEVICES = ("virtual", "cpu", "cuda")
+# Host memory that a search takes for granted where none is given: a node with eight large cards has about 2 TiB.
 HOST_BYTES = 256 * GIB
-"""Host memory that a search takes for granted where none is given: a node with eight large cards has about 2 TiB."""
 STEADY_STEPS = 2
+# Of batches that differ: the longest 1% of them are two, and what is reserved has settled (docs/lengths.md).
 MANY_STEPS = 200
-"""Of batches that differ: the longest 1% of them are two, and what is reserved has settled (docs/lengths.md)."""
 _ABBREVIATED = {
     "fp32": "float32", "f32": "float32", "float": "float32", "fp16": "float16", "f16": "float16", "half": "float16",
     "bf16": "bfloat16",
 }  # fmt: skip
+# Kinds that transformers does not have (workload/attention).
 OWN_ATTENTIONS = ("nsa", "nsa-eager", "sliding", "block-sparse", "linear")
-"""Kinds that transformers does not have (workload/attention)."""
 ATTENTIONS = ("sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention", *OWN_ATTENTIONS)
 
 _T = TypeVar("_T")
 
 
 def parse_dtype(text: str) -> str:
-    """A dtype's name as torch has it, of a usual abbreviation such as bf16."""
+    """Return a dtype's name as torch has it, of a usual abbreviation such as bf16."""
     return _ABBREVIATED.get(text.lower(), text)
 
 
@@ -79,56 +78,30 @@ class Mode(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """What the command line says of a field, and what values it may have.
+    """What the command line says of a field, and what values it may have."""
 
-    Args:
-        panel: the heading that it stands under in --help; empty: it is not shown.
-        help: what it is for; the choices take the place of {choices}.
-        metavar: stands for the value; None: its type does.
-        choices: all values that there are; none: any.
-        is_count: it is at least 1.
-        flag: its spelling; None: the field's name, after --no- where the field is true by default.
-        unset: what is taken if it is not given; None: the field's default.
-        instead_of: the field that may not be given as well. Where this one is a bool, the text that is given is the
-            value of that one, and says by this one what it is.
-        parse: makes the value of the text that is given.
-        short: a second spelling, of one letter.
-    """
-
-    panel: str
-    help: str
-    metavar: str | None = None
-    choices: tuple[str, ...] = ()
-    is_count: bool = False
-    flag: str | None = None
-    unset: str | None = None
+    panel: str  # the heading in --help; empty: it is not shown
+    help: str  # the choices take the place of {choices}
+    metavar: str | None = None  # stands for the value; None: its type does
+    choices: tuple[str, ...] = ()  # all values that there are; none: any
+    is_count: bool = False  # it is at least 1
+    flag: str | None = None  # its spelling; None: the field's name, after --no- where the field is true by default
+    unset: str | None = None  # what is taken if it is not given; None: the field's default
+    # The field that may not be given as well. Where this one is a bool, the text that is given is the value of that
+    # one, and says by this one what it is.
     instead_of: str | None = None
-    parse: Callable[[str], object] | None = None
-    short: str | None = None
+    parse: Callable[[str], object] | None = None  # makes the value of the text that is given
+    short: str | None = None  # a second spelling, of one letter
 
 
-def option(
-    default: _T,
-    panel: str,
-    help: str,
-    *,
-    metavar: str | None = None,
-    choices: tuple[str, ...] = (),
-    is_count: bool = False,
-    flag: str | None = None,
-    unset: str | None = None,
-    instead_of: str | None = None,
-    parse: Callable[[str], object] | None = None,
-    short: str | None = None,
-) -> _T:
-    """A field of a dataclass that is an option of the command line: its default, and the arguments of `Option`."""
-    about = Option(panel, help, metavar, choices, is_count, flag, unset, instead_of, parse, short)
-    return dataclasses.field(default=default, metadata={"option": about})
+def option(default: _T, panel: str, help: str, **about: Any) -> _T:
+    """Return a field of a dataclass that is an option of the command line: its default, and what `Option` takes."""
+    return dataclasses.field(default=default, metadata={"option": Option(panel, help, **about)})
 
 
 @functools.cache
 def options_of(kind: type) -> Mapping[str, Option]:
-    """The options among the fields of a dataclass, by field; each with its flag."""
+    """Return the options among the fields of a dataclass, by field; each with its flag."""
     found = {}
     for field in dataclasses.fields(kind):
         about = field.metadata.get("option")
@@ -139,11 +112,7 @@ def options_of(kind: type) -> Mapping[str, Option]:
 
 
 def check_options(asked: Any) -> None:
-    """Whether the options of a dataclass have values that they may have.
-
-    Raises:
-        UsageError: a value is unknown or out of range; the message names the flag.
-    """
+    """Raise UsageError, with its flag, if an option of a dataclass has a value that is unknown or out of range."""
     for name, about in options_of(asked.__class__).items():
         value = getattr(asked, name)
         if value is None:
@@ -171,12 +140,10 @@ class TargetSpec:
         "", "Model", "A catalog name (gpt2), a Hugging Face id, a folder or config.json, or file.py:factory.",
         metavar="MODEL",
     )  # fmt: skip
-    """See workload/models.py."""
     model_is_size: bool = option(
         False, "Model", "Instead of --model: a size such as 4B or 1.2B.", metavar="SIZE", flag="--model-size",
         instead_of="model",
     )  # fmt: skip
-    """True if `model` is a size such as 4B, to be looked up among the documented geometries."""
     context_length: int | None = option(
         None, "Batch", "Tokens per sequence.", metavar="TOKENS", is_count=True, unset="2048, or the model's limit"
     )
@@ -186,28 +153,27 @@ class TargetSpec:
         "lognormal:MEAN,SIGMA or alpaca (`memprof help lengths`).", metavar="LENGTHS",
         unset="all have the context length",
     )  # fmt: skip
-    """See workload/lengths.py."""
     trust_remote_code: bool = option(
         False, "Model", "Run the code that a model of the hub, or of a folder, comes with (auto_map)."
     )
     vocab_size: int | None = option(None, "Model", "Replace the model's vocabulary.", is_count=True)
+    # Of parameters and activations; None: the published checkpoint's (float16 is trained as bfloat16).
     dtype: str | None = option(
         None, "Precision", "Of parameters and activations: {choices}.", metavar="DTYPE", choices=DTYPES,
         unset="the checkpoint's", parse=parse_dtype,
     )  # fmt: skip
-    """Of parameters and activations; None: the published checkpoint's (float16 is trained as bfloat16)."""
+    # Forward and loss under torch.autocast; with float16, a GradScaler.
     amp: str | None = option(
         None, "Precision", "Autocast to {choices}, with float32 weights.", metavar="DTYPE", choices=AMP_DTYPES,
         parse=parse_dtype,
     )  # fmt: skip
-    """Forward and loss under torch.autocast; with float16, a GradScaler."""
+    # The linear layers' but the head's: bitsandbytes' int8 (LLM.int8), nf4 or fp4, or a checkpoint's format.
     quantize: str | None = option(
         None, "Precision", "How weights are stored, if not as the model's configuration says: {choices}.",
         metavar="NAME", choices=QUANTIZATIONS,
     )  # fmt: skip
-    """The linear layers' but the head's: bitsandbytes' int8 (LLM.int8), nf4 or fp4, or a checkpoint's format."""
+    # With quantize nf4 or fp4: the scales are quantized in turn, as in QLoRA.
     double_quant: bool = option(True, "Precision", "With 4-bit weights: leave their scales in float32.")
-    """With quantize nf4 or fp4: the scales are quantized in turn, as in QLoRA."""
     optimizer: str = option("adamw", "Training", "{choices}.", choices=OPTIMIZERS)
     zero_grad: str = option(
         "none", "Training", "What zero_grad leaves of the gradients: {choices} (set_to_none=False).", choices=ZERO_GRADS
@@ -227,90 +193,78 @@ class TargetSpec:
         None, "NPT", "Train NPT components, a weight delta for each token, on the frozen model: {choices}.",
         metavar="MODE", choices=NPT_MODES,
     )  # fmt: skip
-    """See workload/npt.py."""
     npt_rank: int | None = option(None, "NPT", "With --npt.", metavar="RANK", is_count=True, unset="16")
     npt_layers: str | None = option(
         None, "NPT", "Layers with a component, such as 0,4-7 or -1.", metavar="LAYERS", unset="all"
     )
-    """Numbers and ranges separated by commas; -1 is the last."""
+    # None: a modulated matrix of low rank.
     npt_num_ranks: int | None = option(
         None, "NPT", "Make each delta a sum of this many rank-1 updates.", metavar="COUNT", is_count=True
     )
-    """None: a modulated matrix of low rank."""
     npt_combine: str | None = option(
         None, "NPT", "How they are summed: {choices}.", metavar="NAME", choices=NPT_COMBINES, unset="merged"
     )
     npt_chunk: int | None = option(
         None, "NPT", "With --npt chunked: tokens at a time.", metavar="TOKENS", is_count=True, unset="16"
     )
-    """Of each sequence."""
     npt_init: str | None = option(
         None, "NPT", "{choices}.", metavar="NAME", choices=NPT_INITS, unset="orthogonal; fast with --npt-num-ranks"
     )
     freeze: str | None = option(
         None, "Training", "Parameters not to train, such as 'model.embed*,*.bias'.", metavar="PATTERNS"
     )
-    """Glob patterns of parameter names, separated by commas."""
     evaluate: bool = option(False, "Training", "A forward without gradients after each optimizer step.")
-    """As in a validation loop."""
     mode: Mode = option(Mode.TRAIN, "Training", "Train, or run the forward alone.", choices=tuple(Mode))
     new_tokens: int | None = option(
         None, "Batch", "In inference: generate this many tokens after the prompt.", metavar="TOKENS", is_count=True
     )
-    """Through the model's own KV cache."""
     attention: str | None = option(
         None, "Model", "{choices} (`memprof help attention`).", metavar="NAME", choices=ATTENTIONS, unset="the model's"
     )
-    """transformers' attention implementation, or one of workload/attention."""
     sdpa_backend: str | None = option(
         None, "Model", "Force an attention kernel: {choices}.", metavar="NAME", choices=SDPA_BACKENDS,
         unset="CUDA's choice",
     )  # fmt: skip
-    """The only backend that scaled_dot_product_attention may take."""
     compile: bool = option(False, "Compiling", "Compile the model with torch.compile.")
     compile_mode: str | None = option(
         None, "Compiling", "Of torch.compile: {choices}.", metavar="NAME", choices=COMPILE_MODES, unset="default"
     )
     compile_layers: bool = option(False, "Compiling", "Compile its layers one by one, and not the model as a whole.")
+    # How the optimizer steps; torch's choice for CUDA is foreach.
     optimizer_impl: str | None = option(
         None, "Training", "{choices}.", metavar="NAME", choices=OPTIMIZER_IMPLS, unset="torch's choice"
     )
-    """How the optimizer steps; torch's choice for CUDA is foreach."""
     workspaces: bool = option(True, "Memory", "Count tensors alone, not what kernels and libraries take beside.")
-    """Whether memory that no tensor shows (workspaces, kernel temporaries) is counted."""
     activation_checkpointing: bool = option(False, "Memory", "Recompute each layer's activations in the backward.")
     gradient_accumulation: int = option(1, "Batch", "Micro-batches per step.", is_count=True)
     dataset_batches: int | None = option(
         None, "Batch", "Hold so many batches in host memory, made before training.", metavar="COUNT", is_count=True,
         unset="none, they are streamed",
     )  # fmt: skip
+    # Optimizer state appears in the first, so that the second is the steady state.
     steps: int = option(
         None, "Training", "Optimizer steps to run.", is_count=True, unset=f"{STEADY_STEPS}; {MANY_STEPS} with --lengths"
     )  # type: ignore[assignment]  # fmt: skip
-    """Optimizer state appears in the first, so that the second is the steady state."""
     alloc_conf: str | None = option(
         None, "Memory", "The caching allocator's, such as expandable_segments:True.", metavar="SETTINGS",
         unset="the environment's",
     )  # fmt: skip
-    """As in PYTORCH_CUDA_ALLOC_CONF."""
+    # Remedies that `memprof.apply` switches on in the built model: names, or NAME=VALUE (remedies/fixes.py).
     fixes: tuple[str, ...] = ()
-    """Remedies that `memprof.apply` switches on in the built model: names, or NAME=VALUE (remedies/fixes.py)."""
     device: str = option("virtual", "Card", "virtual: simulate; cuda or cpu: measure there.", choices=DEVICES)
-    """virtual: simulated on `gpu`."""
     detail: bool = option(False, "Card", "Measured: the line of every allocation as well, which makes steps longer.")
     gpu: str = option("h100-80gb", "Card", "The card (`memprof gpus` lists them).", unset=PRESENT)
     gpu_vram_bytes: int | None = option(
         None, "Card", "Instead of --gpu: a capacity, in GiB or as 24GB.", metavar="GIB", flag="--gpu-vram",
         instead_of="gpu", parse=parse_gib,
     )  # fmt: skip
-    """Capacity of a card that is in no catalog."""
     gpus: int = option(1, "Card", "How many such cards.", is_count=True)
+    # See workload/plan.py; batch size and context length are those of one rank's batch, before it is spread.
     parallel: str | None = option(
         None, "Card", "How the model and its work are spread over them: ddp, fsdp, fsdp:shard_grad_op, "
         "hsdp:2x4, tp=2,fsdp=4, cp=2, ulysses=2 or pp=4:1f1b:microbatches=8; in inference also device-map.",
         metavar="PLAN",
     )  # fmt: skip
-    """See workload/plan.py; batch size and context length are those of one rank's batch, before it is spread."""
     rank: int | None = option(
         None, "Card", "Of a program of several processes (torchrun, accelerate, mp.spawn), the one to show in full.",
         unset="the one that decides",
@@ -322,10 +276,8 @@ class TargetSpec:
 
     def __post_init__(self) -> None:
         if not self.model:
-            raise UsageError(
-                "give --model or --model-size",
-                hint="for instance: memprof profile --model-size 4B --context-length 4096",
-            )
+            hint = "for instance: memprof profile --model-size 4B --context-length 4096"
+            raise UsageError("give --model or --model-size", hint=hint)
         check_options(self)
         if self.steps is None:
             object.__setattr__(self, "steps", STEADY_STEPS if self.lengths is None else MANY_STEPS)
@@ -341,13 +293,13 @@ class TargetSpec:
             )
         self._check_what_is_trained()
         self._check_npt()
-        self._check_quantize()
+        if not self.double_quant and self.quantize not in ("nf4", "fp4"):
+            raise UsageError("--no-double-quant is for 4-bit weights", hint="add --quantize nf4 or fp4")
+        if self.quantize is not None:
+            check_quantized(self.quantize, self)
         if self.lengths is not None and self.dataset_batches is not None:
-            raise UsageError(
-                "--dataset-batches are all of one length",
-                value=f"--lengths {self.lengths}",
-                hint="leave out one of them",
-            )
+            hint = "leave out one of them"
+            raise UsageError("--dataset-batches are all of one length", value=f"--lengths {self.lengths}", hint=hint)
         if self.rank is not None and not 0 <= self.rank < self.gpus:
             raise UsageError("there is no such rank", value=f"--rank {self.rank}", hint=f"0 to {self.gpus - 1}")
         if self.parallel is not None and self.device != "virtual":
@@ -414,53 +366,29 @@ class TargetSpec:
             if getattr(self, name) is None:
                 object.__setattr__(self, name, default)
 
-    def _check_quantize(self) -> None:
-        if not self.double_quant and self.quantize not in ("nf4", "fp4"):
-            raise UsageError("--no-double-quant is for 4-bit weights", hint="add --quantize nf4 or fp4")
-        if self.quantize is None:
-            return
-        check_quantized(self.quantize, self)
-
     def edit(self, **changes: object) -> TargetSpec:
-        """A copy with some fields replaced."""
+        """Return a copy with some fields replaced."""
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
 
 
 def repeat_option(
-    name: str,
-    *,
-    of: type = TargetSpec,
-    default: object = dataclasses.MISSING,
-    note: str = "",
-    unset: str | None = None,
-    choices: tuple[str, ...] | None = None,
-    hidden: bool = False,
+    name: str, *, of: type = TargetSpec, default: object = dataclasses.MISSING, note: str = "", **changes: Any
 ) -> Any:
     """Return an option of another dataclass, `TargetSpec` or `of`, as a field of one more.
 
-    It means the same: `note` says what else it does there, and `unset` what is taken if it is not given. One that is
-    `hidden` is there to be refused with a reason.
+    It means the same: `note` says what else it does there, and `changes` what differs, such as `unset`.
     """
     field: dataclasses.Field[Any] = of.__dataclass_fields__[name]  # type: ignore[attr-defined]
     about: Option = field.metadata["option"]
-    about = dataclasses.replace(
-        about,
-        help=f"{about.help} {note}".strip(),
-        unset=unset or about.unset,
-        choices=choices or about.choices,
-        panel="" if hidden else about.panel,
-    )
+    about = dataclasses.replace(about, help=f"{about.help} {note}".strip(), **changes)
     default = field.default if default is dataclasses.MISSING else default
     return dataclasses.field(default=default, metadata={"option": about})
 
 
 def parse_layers(text: str, count: int | None = None) -> list[int]:
-    """The layers that a list such as "0,4-7,-1" names, in order and each once; negative ones count from the end.
+    """Return the layers in a list such as "0,4-7,-1", in order and each once; negative ones count from the end.
 
-    Without `count`, the number of layers, only the spelling is checked, and the answer has no meaning.
-
-    Raises:
-        UsageError: it is no such list, or the model has no such layer.
+    Without `count`, the number of layers, only the spelling is checked. Raises UsageError where it names no layer.
     """
     found: set[int] = set()
     for part in text.split(","):
@@ -479,11 +407,7 @@ def parse_layers(text: str, count: int | None = None) -> list[int]:
 
 
 def check_quantized(name: str, spec: TargetSpec) -> None:
-    """Whether weights stored as `name` says can be used as `spec` does.
-
-    Raises:
-        UsageError: they would be trained, or their layers have no backward, or the run is to be measured.
-    """
+    """Raise UsageError if weights stored as `name` would be trained, have no backward, or are to be measured."""
     value = f"--quantize {name}"
     if spec.mode is Mode.TRAIN and spec.adapter is None and spec.npt is None:
         hint = "add --adapter lora, --npt low-rank or --mode inference"

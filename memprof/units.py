@@ -25,20 +25,19 @@ _UNITS = {
     "t": TIB, "tib": TIB, "tb": 1000**4,
 }  # fmt: skip
 _MOST = 1e18
-_MOST_BYTES = 1 << 50
-"""More than any machine has, and far from where 64 bits end."""
+_MOST_BYTES = 1 << 50  # more than any machine has, and far from where 64 bits end
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
 _COUNT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kKmMbBtT]?)\s*")
 _COUNT_SUFFIX = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 
 
 def gib(num_bytes: int | float) -> str:
-    """`num_bytes` in GiB with two decimals and no unit: for table cells, whose header names the unit."""
+    """Return `num_bytes` in GiB with two decimals and no unit: for table cells, whose header names the unit."""
     return f"{num_bytes / GIB:,.2f}"
 
 
 def format_bytes(num_bytes: int) -> str:
-    """`num_bytes` for a sentence: GiB, or the largest smaller unit in which it is at least 1, with two decimals."""
+    """Return `num_bytes` for a sentence: GiB, or the largest unit in which it is at least 1, with two decimals."""
     size = abs(num_bytes)
     for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
         if size >= unit:
@@ -47,7 +46,7 @@ def format_bytes(num_bytes: int) -> str:
 
 
 def format_count(count: int, form: str = ".2f") -> str:
-    """A parameter count as people write it: 4.02B, 124.00M."""
+    """Return a parameter count as people write it: 4.02B, 124.00M."""
     for unit, name in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "K")):
         if count >= unit:
             return f"{count / unit:{form}}{name}"
@@ -55,11 +54,7 @@ def format_count(count: int, form: str = ".2f") -> str:
 
 
 def parse_gib(text: str | float) -> int:
-    """Bytes of a size given in GiB ("80", "79.1") or with a unit of its own ("24GiB", "24GB", "512MiB").
-
-    Raises:
-        UsageError: not a number with a known unit, not above zero, or more than any machine has.
-    """
+    """Return the bytes of a size in GiB ("80") or with a unit ("24GB", "512MiB"); UsageError if it is none."""
     match = _SIZE.fullmatch(str(text))
     unit = _UNITS.get(match[2].lower()) if match else None
     if match is None or unit is None or not 0 < float(match[1]) < _MOST:
@@ -71,7 +66,7 @@ def parse_gib(text: str | float) -> int:
 
 
 def spell_size(num_bytes: int) -> str:
-    """What `parse_gib` reads as `num_bytes`: in GiB, or in the first unit in which it is short."""
+    """Return what `parse_gib` reads as `num_bytes`: in GiB, or in the first unit in which it is short."""
     for unit in ("", "GB", "MiB"):
         text = f"{num_bytes / _UNITS[unit.lower()]:.5g}"
         if "e" not in text and parse_gib(text + unit) == num_bytes:
@@ -80,11 +75,7 @@ def spell_size(num_bytes: int) -> str:
 
 
 def parse_count(text: str) -> int:
-    """The count in "1.2B", "70M", "125m" or "7000000".
-
-    Raises:
-        UsageError: not a number with an optional K, M, B or T, or not above zero.
-    """
+    """Return the count in "1.2B", "70M", "125m" or "7000000"; raise UsageError if it is none above zero."""
     match = _COUNT.fullmatch(text)
     if match is None or not 0 < float(match[1]) < _MOST:
         raise UsageError("not a number of parameters", value=repr(text), hint="write it like 70M, 1.2B or 4B")
@@ -93,7 +84,7 @@ def parse_count(text: str) -> int:
 
 
 def spell_numbers(of: Iterable[int]) -> str:
-    """`0, 2-5` of rising numbers."""
+    """Return `0, 2-5` of rising numbers."""
     spans: list[list[int]] = []
     for one in of:
         if spans and spans[-1][1] == one - 1:

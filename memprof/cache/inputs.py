@@ -18,23 +18,21 @@ from typing import Any
 from memprof.cache.store import VARIABLE
 
 _PACKAGE = Path(__file__).resolve().parents[1]
-_BEGIN_NS = time.time_ns() - 10**10
-"""Ten seconds before this process came here: whatever it loads, it loaded since."""
+_BEGIN_NS = time.time_ns() - 10**10  # ten seconds before this process came here: whatever it loads, it loaded since
+# Of variables that torch, transformers, PEFT, bitsandbytes, Triton or Python itself read.
 _PREFIXES = (
     "ACCELERATE", "ATEN", "BITSANDBYTES", "BNB", "CUBLAS", "CUDA", "CUDNN", "DISABLE_", "ENABLE_", "FLA", "FORCE_",
     "HF_", "HIP", "KERNELS", "LOCAL_", "MASTER_", "MEMPROF", "NCCL", "NVIDIA", "PEFT", "PYTHON", "PYTORCH", "RANK",
     "ROCM", "TORCH", "TRANSFORMERS", "TRITON", "USE_", "WORLD_", "XFORMERS",
 )  # fmt: skip
-"""Of variables that torch, transformers, PEFT, bitsandbytes, Triton or Python itself read."""
 _PACKAGES = (".dist-info", ".egg-info", ".egg-link", ".pth", ".py", ".so", ".pyd", ".zip")
 
 _elsewhere: set[str] = set()
-Stamp = tuple[str, int, int]
-"""A file: path, bytes, and when it was changed, in nanoseconds."""
+Stamp = tuple[str, int, int]  # a file: path, bytes, and when it was changed, in nanoseconds
 
 
 def circumstances(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """All of it, as plain JSON values."""
+    """Return all of it, as plain JSON values."""
     return {
         "python": [sys.version, sys.executable, sys.prefix],
         "path": list(sys.path),
@@ -49,7 +47,7 @@ def circumstances(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
 
 
 def files_of_modules() -> set[str]:
-    """The files of all modules that this process has loaded, and those that were forked from it, as far as it knows."""
+    """Return the files of all modules that this process, and those forked from it, have loaded, as far as is known."""
     files = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
     return _elsewhere.union(file for file in files if isinstance(file, str))
 
@@ -60,13 +58,13 @@ def note_files(files: Iterable[str]) -> None:
 
 
 def loaded_files() -> list[Stamp] | None:
-    """Every file of Python that this process has loaded, as it is now; None if one was changed since, perhaps."""
+    """Return all files of Python that this process has loaded, as they are; None if one may have changed since."""
     stamps = sorted(_stamps(files_of_modules()))
     return None if any(changed > _BEGIN_NS for _, _, changed in stamps) else stamps
 
 
 def unchanged(stamps: Iterable[Any]) -> bool:
-    """Whether all these files are as they were."""
+    """Return whether all these files are as they were."""
     try:
         for path, size, changed in stamps:
             status = os.stat(path)
@@ -95,7 +93,7 @@ def _own_files() -> Iterator[str]:
 
 
 def _sources(folder: str) -> Iterator[str]:
-    """All files below, its tables and pages too; not the byte code that Python keeps beside them."""
+    """Yield all files below, its tables and pages too; not the byte code that Python keeps beside them."""
     with os.scandir(folder) as entries:
         for entry in entries:
             if entry.is_dir(follow_symlinks=False):
@@ -106,7 +104,7 @@ def _sources(folder: str) -> Iterator[str]:
 
 
 def _installed(folders: Iterable[str]) -> Iterator[str]:
-    """What can be imported from these folders, with versions where it was installed."""
+    """Yield what can be imported from these folders, with versions where it was installed."""
     for folder in folders:
         try:
             names = sorted(os.listdir(folder or "."))

@@ -21,23 +21,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-VARIABLE = "MEMPROF_CACHE"
-"""Another folder; `off`: none."""
-MOST_BYTES = 32 << 20
-"""Of all files; the one that was asked for least recently goes first. An answer has about 20 KiB."""
-_LARGEST = MOST_BYTES // 8
-"""Of one file."""
+VARIABLE = "MEMPROF_CACHE"  # another folder; `off`: none
+MOST_BYTES = 32 << 20  # Of all files; the one that was asked for least recently goes first. An answer has about 20 KiB.
+_LARGEST = MOST_BYTES // 8  # of one file
 _UNPACKED = 32 * _LARGEST
 _FORM = b"memprof answer 1 "
 _SUFFIX = ".answer"
-_OURS = re.compile(r"(?:[0-9a-f]{64}|\.[0-9a-f]{64}\.[^/]*)\.answer")
-"""An answer, or one that is being written."""
-_STALE_SECONDS = 3600
-"""What is being written for so long was given up."""
+_OURS = re.compile(r"(?:[0-9a-f]{64}|\.[0-9a-f]{64}\.[^/]*)\.answer")  # an answer, or one that is being written
+_STALE_SECONDS = 3600  # what is being written for so long was given up
 
 
 def cache_folder(environ: Mapping[str, str] = os.environ, platform: str = sys.platform) -> Path | None:
-    """Where answers are kept: `$MEMPROF_CACHE`, or `memprof` in the user's cache folder; None: nowhere.
+    """Return where answers are kept: `$MEMPROF_CACHE`, or `memprof` in the user's cache folder; None: nowhere.
 
     That is `$XDG_CACHE_HOME` or ~/.cache (XDG Base Directory Specification, which ignores relative paths), on macOS
     ~/Library/Caches, on Windows %LOCALAPPDATA%.
@@ -59,13 +54,12 @@ def cache_folder(environ: Mapping[str, str] = os.environ, platform: str = sys.pl
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class CachedFile:
     """A file of the folder."""
 
     path: Path
     num_bytes: int
-    used: float
-    """Seconds since the epoch, when it was last written or asked for."""
+    used: float  # seconds since the epoch, when it was last written or asked for
 
 
 class Store:
@@ -76,7 +70,7 @@ class Store:
         self.most_bytes = most_bytes
 
     def find(self, key: str) -> dict[str, Any] | None:
-        """What was kept under `key`; None where nothing whole is there."""
+        """Return what was kept under `key`; None where nothing whole is there."""
         path = self._path(key)
         value = self.read(path)
         if value is not None:
@@ -85,7 +79,7 @@ class Store:
         return value
 
     def read(self, path: Path) -> dict[str, Any] | None:
-        """What a file of the folder has; None where it is not whole."""
+        """Return what a file of the folder has; None where it is not whole."""
         try:
             if not path.is_file():  # a pipe would be waited for
                 return None
@@ -104,12 +98,7 @@ class Store:
         return value if isinstance(value, dict) else None
 
     def keep(self, key: str, value: dict[str, Any]) -> bool:
-        """Keep `value` under `key`, and no more in all than the bound; whether it could be kept.
-
-        Args:
-            key: 64 hexadecimal digits.
-            value: of plain JSON values.
-        """
+        """Keep a `value` of plain JSON under `key` (64 hexadecimal digits), within the bound; return whether it is."""
         packed = zlib.compress(json.dumps(value, separators=(",", ":")).encode(), level=3)
         data = _FORM + hashlib.sha256(packed).hexdigest().encode() + b"\n" + packed
         if len(data) > min(_LARGEST, self.most_bytes):
@@ -131,8 +120,8 @@ class Store:
         self._bound()
         return True
 
-    def entries(self) -> list[Kept]:
-        """All files, what was asked for last first."""
+    def entries(self) -> list[CachedFile]:
+        """Return all files, what was asked for last first."""
         return sorted((one for one in self._files() if not one.path.name.startswith(".")), key=lambda one: -one.used)
 
     def clear(self) -> int:
@@ -145,7 +134,7 @@ class Store:
     def _path(self, key: str) -> Path:
         return self.folder / f"{key}{_SUFFIX}"
 
-    def _files(self) -> list[Kept]:
+    def _files(self) -> list[CachedFile]:
         found = []
         try:
             with os.scandir(self.folder) as entries:
@@ -153,13 +142,13 @@ class Store:
                     if _OURS.fullmatch(entry.name):
                         with contextlib.suppress(OSError):  # gone meanwhile
                             status = entry.stat(follow_symlinks=False)
-                            found.append(Kept(Path(entry.path), status.st_size, status.st_mtime))
+                            found.append(CachedFile(Path(entry.path), status.st_size, status.st_mtime))
         except OSError:
             return []
         return found
 
     def _bound(self) -> None:
-        """What was asked for least recently goes, until the rest is within the bound."""
+        """Remove what was asked for least recently, until the rest is within the bound."""
         total = 0
         for one in sorted(self._files(), key=lambda one: -one.used):
             if one.path.name.startswith("."):

@@ -6,26 +6,19 @@ and they are most of its time.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import cache
-from typing import Any, TypeVar
-
-T = TypeVar("T")
+from typing import Any
 
 
 def read_text(*parts: str) -> str:
-    """Return the contents of the file at `parts` below the data folder.
-
-    Raises:
-        FileNotFoundError: there is none.
-    """
+    """Return the contents of the file at `parts` below the data folder; raise FileNotFoundError if there is none."""
     from importlib import resources
 
     return resources.files("memprof.catalog").joinpath("data", *parts).read_text(encoding="utf-8")
 
 
 def read_toml(*parts: str) -> dict[str, Any]:
-    """The contents of the TOML file at `parts` below the data folder."""
+    """Return the contents of the TOML file at `parts` below the data folder."""
     import tomllib
 
     return tomllib.loads(read_text(*parts))
@@ -33,16 +26,8 @@ def read_toml(*parts: str) -> dict[str, Any]:
 
 @cache
 def read_json(*parts: str) -> dict[str, Any]:
-    """The contents of the JSON file (an object) at `parts` below the data folder; not to be changed."""
+    """Return the contents of the JSON file (an object) at `parts` below the data folder; not to be changed."""
     import json
 
     contents: dict[str, Any] = json.loads(read_text(*parts))
     return contents
-
-
-def first_by_name(named: Iterable[tuple[str, T]]) -> dict[str, T]:
-    """By name; the first that has a name keeps it."""
-    found: dict[str, T] = {}
-    for name, one in named:
-        found.setdefault(name, one)
-    return found

@@ -15,7 +15,7 @@ from functools import cache
 from types import MappingProxyType
 from typing import Any
 
-from memprof.catalog._data import first_by_name, read_toml
+from memprof.catalog._data import read_toml
 from memprof.errors import UsageError, unknown_name
 from memprof.units import GIB, MIB, gib
 
@@ -68,23 +68,20 @@ class Gpu:
 
     @property
     def link_bandwidth(self) -> int:
-        """To other cards of the machine, in one direction, in bytes per second: NVLink's, else the host's link."""
+        """Return bytes per second to other GPUs of the machine, in one direction: NVLink's, else the host link's."""
         return self.nvlink_bandwidth or self.host_bandwidth
 
 
 @cache
 def list_gpus() -> tuple[Gpu, ...]:
-    """All GPUs of the catalog, in the order of the data file (data centre, workstation, desktop)."""
+    """Return all GPUs of the catalog, in the order of the data file (data centre, workstation, desktop)."""
     return tuple(_gpu(key, table) for key, table in read_toml("gpus.toml").items())
 
 
 def find_gpu(name: str) -> Gpu:
-    """The GPU with this key, CUDA name or alias.
+    """Return the GPU with this key, CUDA name or alias; raise UsageError if there is none.
 
     Case, spaces, underscores, hyphens and a leading "NVIDIA", "AMD", "Tesla", "Quadro" or "GeForce" do not matter.
-
-    Raises:
-        UsageError: no such GPU in the catalog.
     """
     gpu = _by_folded_name().get(_fold(name))
     if gpu is None:
@@ -93,15 +90,12 @@ def find_gpu(name: str) -> Gpu:
 
 
 def custom_gpu(total_bytes: int) -> Gpu:
-    """A card that does not exist, with this capacity in bytes and everything else like an A100 80GB SXM.
-
-    Raises:
-        UsageError: the capacity is not above zero.
-    """
+    """Return a GPU with this capacity in bytes (above 0, else UsageError), in all else like an A100 80GB SXM."""
     if total_bytes <= 0:
         raise UsageError("the GPU memory must be above zero", value=total_bytes, hint="give GiB, such as 80 or 23.6")
     model = find_gpu("a100-80gb")
-    sold = [gpu for gpu in list_gpus() if f"{total_bytes / GIB:g}" in _sizes_on_the_box(gpu)]
+    on_the_box = re.compile(rf"(?<![\d.]){re.escape(f'{total_bytes / GIB:g}')}gb\b")
+    sold = [gpu for gpu in list_gpus() if on_the_box.search(" ".join((gpu.key, *gpu.aliases)))]
     least = min(sold, key=lambda gpu: gpu.total_bytes, default=None)
     less = ""
     if least is not None:
@@ -116,11 +110,6 @@ def custom_gpu(total_bytes: int) -> Gpu:
         aliases=(),
         note=f"{less}only the capacity was given; compute capability, speeds and caches are those of the {model.name}",
     )
-
-
-def _sizes_on_the_box(gpu: Gpu) -> set[str]:
-    """The GB that its names have."""
-    return set(re.findall(r"(?<![\d.])(\d+)gb\b", " ".join((gpu.key, *gpu.aliases))))
 
 
 def _fold(name: str) -> str:
@@ -149,7 +138,7 @@ def _gpu(key: str, table: Mapping[str, Any]) -> Gpu:
 
 
 def _capacity(key: str, table: Mapping[str, Any]) -> int:
-    """Bytes of the one of three fields that the source gave: exact, torch's "total_memory=…MB", or GiB."""
+    """Return bytes of the one of three fields that the source gave: exact, torch's "total_memory=…MB", or GiB."""
     units = {"bytes": 1, "mib": MIB, "gib": GIB}
     given: list[float] = [table[name] * unit for name, unit in units.items() if name in table]
     if len(given) != 1:
@@ -159,4 +148,5 @@ def _capacity(key: str, table: Mapping[str, Any]) -> int:
 
 @cache
 def _by_folded_name() -> dict[str, Gpu]:
-    return first_by_name((_fold(name), gpu) for gpu in list_gpus() for name in (gpu.key, gpu.name, *gpu.aliases))
+    # Reversed: the first that has a name keeps it.
+    return {_fold(name): gpu for gpu in reversed(list_gpus()) for name in (gpu.key, gpu.name, *gpu.aliases)}

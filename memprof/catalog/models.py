@@ -15,22 +15,19 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from memprof.catalog._data import first_by_name, read_json, read_toml
+from memprof.catalog._data import read_json, read_toml
 from memprof.errors import UsageError, unknown_name
 
 SEE = "('memprof models' lists them; a Hugging Face id or a local config.json also works)"
 
+# Entries of a configuration that are positive whole numbers in every model type, or one for each stage.
 SIZES = (
     *("hidden_size", "d_model", "n_embd", "intermediate_size", "d_ff", "vocab_size"),
     *("num_hidden_layers", "num_layers", "n_layer", "num_attention_heads", "num_heads", "n_head"),
     *("num_key_value_heads", "head_dim", "ffn_dim", "n_inner", "max_position_embeddings", "n_positions"),
 )
-"""Entries of a configuration that are positive whole numbers in every model type, or one for each stage."""
 LARGEST_SIZE = 2**31 - 1
-MOST_LAYERS = 10_000
-"""Far above any model's; each layer is built, and a slip of the pen must not take hours."""
-
-TASKS = ("causal-lm", "masked-lm", "seq2seq-lm", "image-classification", "speech-seq2seq")
+MOST_LAYERS = 10_000  # far above any model's; each layer is built, and a slip of the pen must not take hours
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +38,7 @@ class ModelEntry:
         key: the name within memprof, such as "llama-3.1-8b".
         hf_id: the Hugging Face repository; empty for a synthesised model.
         architecture: the class in transformers that `num_parameters` counts, such as "LlamaForCausalLM".
-        task: one of TASKS.
+        task: causal-lm, masked-lm, seq2seq-lm, image-classification or speech-seq2seq.
         num_parameters: sum of `p.numel()` over `model.parameters()` of that class, so tied weights count once.
         checkpoint_dtype: the dtype of the published weights, such as "bfloat16".
         max_positions: the longest sequence in tokens (image patches for a vision model, decoder tokens for a speech
@@ -75,7 +72,7 @@ class ModelEntry:
     config: Mapping[str, Any] | None = field(default=None, repr=False, compare=False)
 
     def called(self, name: str) -> tuple[str, str]:
-        """How `name`, one of its names, is to be said, and the repository that it stands for.
+        """Return how `name`, one of its names, is to be said, and the repository that it stands for.
 
         An alias may be of other weights of the same shape, such as "llama-3.3-70b".
         """
@@ -85,7 +82,7 @@ class ModelEntry:
         return (self.key if folded == _fold(self.key) else name), next(iter((*exact, *alike)), self.hf_id)
 
     def load_config(self) -> dict[str, Any]:
-        """The configuration: `AutoConfig.for_model(config.pop("model_type"), **config)` builds it.
+        """Return the configuration: `AutoConfig.for_model(config.pop("model_type"), **config)` builds it.
 
         Returns a fresh dict that the caller may change.
         """
@@ -94,16 +91,12 @@ class ModelEntry:
 
 @cache
 def list_models() -> tuple[ModelEntry, ...]:
-    """All published models of the catalog, in the order of the index (by family, then by size)."""
+    """Return all published models of the catalog, in the order of the index (by family, then by size)."""
     return tuple(_entry(key, table) for key, table in read_toml("models", "index.toml").items())
 
 
 def find_model(name: str) -> ModelEntry:
-    """The model with this key, Hugging Face id or alias; case, spaces, hyphens and underscores do not matter.
-
-    Raises:
-        UsageError: no such model in the catalog.
-    """
+    """Return the model with this key, id or alias, folded (case, spaces, - and _); UsageError if there is none."""
     entry = _by_folded_name().get(_fold(name))
     if entry is None:
         raise unknown_name("model", name, [entry.key for entry in list_models()], see=SEE)
@@ -111,11 +104,7 @@ def find_model(name: str) -> ModelEntry:
 
 
 def read_config_file(path: Path) -> tuple[Path, dict[str, Any]]:
-    """A model's configuration by its folder or its config.json: the file, and what is in it.
-
-    Raises:
-        UsageError: it cannot be read, is no configuration of a model, or has sizes that no model has.
-    """
+    """Return a model's config.json, by it or its folder, and its content; UsageError if it is none, or cannot be."""
     import json
 
     file = path / "config.json" if path.is_dir() else path
@@ -132,25 +121,18 @@ def read_config_file(path: Path) -> tuple[Path, dict[str, Any]]:
 
 
 def _check_sizes(file: Path, config: Mapping[str, Any]) -> None:
-    """Refuse sizes that no model has.
-
-    Raises:
-        UsageError: one of SIZES is no positive whole number (nor a list of such), or is too large.
-    """
+    """Raise UsageError if one of SIZES is no positive whole number (nor a list of such), or too large."""
     for key in SIZES:
         size = config.get(key)
         most = MOST_LAYERS if "layer" in key else LARGEST_SIZE
         each = size if isinstance(size, list) and size else [size]
         if size is not None and not all(type(one) is int and 1 <= one <= most for one in each):
-            raise UsageError(
-                "the configuration is wrong",
-                value=f"{file}: {key} is {size!r}",
-                hint=f"make {key} a whole number from 1 to {most:,}",
-            )
+            hint = f"make {key} a whole number from 1 to {most:,}"
+            raise UsageError("the configuration is wrong", value=f"{file}: {key} is {size!r}", hint=hint)
 
 
 def has_model(name: str) -> bool:
-    """Whether `find_model` knows this name."""
+    """Return whether `find_model` knows this name."""
     return _fold(name) in _by_folded_name()
 
 
@@ -165,9 +147,9 @@ def _entry(key: str, table: Mapping[str, Any]) -> ModelEntry:
 
 @cache
 def _by_folded_name() -> dict[str, ModelEntry]:
-    # People also leave out the organisation: "Qwen3-4B" for "Qwen/Qwen3-4B".
-    return first_by_name(
-        (_fold(name), entry)
-        for entry in list_models()
+    # People also leave out the organisation: "Qwen3-4B" for "Qwen/Qwen3-4B". The first that has a name keeps it.
+    return {
+        _fold(name): entry
+        for entry in reversed(list_models())
         for name in (entry.key, entry.hf_id, entry.hf_id.rpartition("/")[2], *entry.aliases)
-    )
+    }

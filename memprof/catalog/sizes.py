@@ -83,13 +83,9 @@ class _Geometry:
 
 
 def resolve_size(text: str) -> ModelEntry:
-    """The model for a size such as "4B", "600M" or "1.2B".
+    """Return the model for a size such as "4B" or "600M"; UsageError if it is none from SMALLEST to LARGEST.
 
-    A size in PUBLISHED_SIZES gives that published model. Any other gives a synthesised one of the shape of Llama, whose
-    parameter count is within 2% of the size asked for and exact in `num_parameters`.
-
-    Raises:
-        UsageError: not a number of parameters, or one below SMALLEST or above LARGEST.
+    That is the published one of PUBLISHED_SIZES, or one of the shape of Llama with a parameter count within 2%.
     """
     count = parse_count(text)
     published = PUBLISHED_SIZES.get(count)
@@ -98,17 +94,10 @@ def resolve_size(text: str) -> ModelEntry:
 
 @cache
 def synthesize(count: int) -> ModelEntry:
-    """A Llama-shaped model with about `count` parameters (within 2%).
-
-    Raises:
-        UsageError: `count` is below SMALLEST or above LARGEST.
-    """
+    """Return a Llama-shaped model within 2% of `count` parameters; UsageError if below SMALLEST or above LARGEST."""
     if not SMALLEST <= count <= LARGEST:
-        raise UsageError(
-            "cannot synthesise a model of this size",
-            value=f"{count:,} parameters",
-            hint=f"give a size from {format_count(SMALLEST)} to {format_count(LARGEST)}",
-        )
+        hint = f"give a size from {format_count(SMALLEST)} to {format_count(LARGEST)}"
+        raise UsageError("cannot synthesise a model of this size", value=f"{count:,} parameters", hint=hint)
     shape = min(_candidates(count), key=lambda candidate: _cost(candidate, count))
     size = format_count(count, ".6g")  # as the user would have typed it: 1.2B, 350M, 7B
     positions = 8192 if count >= 10**9 else 2048
@@ -157,8 +146,7 @@ def synthesize(count: int) -> ModelEntry:
 
 
 def _candidates(count: int) -> Iterator[_Geometry]:
-    """Shapes near `count`: for each width the numbers of layers about the wanted aspect, each with the intermediate
-    size that comes nearest."""
+    """Yield shapes near `count`: by width, numbers of layers about the aspect, with the nearest intermediate size."""
     vocabulary = next(size for floor, size in _VOCABULARIES if count >= floor)
     tied = count < _UNTIED_FROM
     aspect = _aspect(count)
@@ -176,7 +164,7 @@ def _candidates(count: int) -> Iterator[_Geometry]:
 
 
 def _widths(low: float, high: float) -> Iterator[tuple[int, int, int]]:
-    """Hidden size, heads and head size of the widths from `low` to `high`, and always of the narrowest.
+    """Yield hidden size, heads and head size of the widths from `low` to `high`, and always of the narrowest.
 
     The head size is 128 from a width of 3072 (Llama 3.2 3B), 64 from 256 (Llama 3.2 1B), else 16.
     """
@@ -187,7 +175,7 @@ def _widths(low: float, high: float) -> Iterator[tuple[int, int, int]]:
 
 
 def _kv_heads(heads: int) -> int:
-    """Heads for keys and values: 8 as in Llama 3 or 4 as in TinyLlama if that divides `heads`, else what divides best.
+    """Return heads for keys and values: 8 as in Llama 3 or 4 as in TinyLlama if that divides `heads`, else the best.
 
     One or two heads share nothing.
     """
@@ -197,7 +185,7 @@ def _kv_heads(heads: int) -> int:
 
 
 def _aspect(count: int) -> float:
-    """Hidden size over layers that published models of this size have, interpolated on a log scale."""
+    """Return hidden size over layers of published models of this size, interpolated on a log scale."""
     for (low, low_aspect), (high, high_aspect) in itertools.pairwise(_ASPECTS):
         if count <= high:
             share = max(0.0, math.log(count / low) / math.log(high / low))
@@ -206,7 +194,7 @@ def _aspect(count: int) -> float:
 
 
 def _cost(shape: _Geometry, count: int) -> tuple[float, int]:
-    """How far a shape is from what Llama would look like at `count` parameters; less is better."""
+    """Return how far a shape is from what Llama would look like at `count` parameters; less is better."""
     error = abs(shape.num_parameters / count - 1)
     aspect = abs(math.log(shape.hidden / shape.layers / _aspect(count)))
     ratio = abs(math.log(shape.intermediate / shape.hidden / _INTERMEDIATE_RATIO))

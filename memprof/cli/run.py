@@ -42,7 +42,7 @@ class Request(RunSpec, Remedies, Saved):
     """What is asked of a script, and of its report."""
 
     module: bool = option(False, "Script", "SCRIPT is the name of a module, as for `python -m`.", flag="-m")
-    lengths: str | None = reuse_option("lengths", hidden=True)
+    lengths: str | None = reuse_option("lengths", panel="")
 
     def spec(self) -> RunSpec:
         """What decides the run."""

@@ -27,30 +27,21 @@ T = TypeVar("T")
 class CorpusCount:
     """What was counted."""
 
-    tokenizer: str
-    """whitespace, bytes, or the path of a tokenizer."""
-    num_bytes: int
-    """Of text: of files after decompression, of rows as UTF-8."""
+    tokenizer: str  # whitespace, bytes, or the path of a tokenizer
+    num_bytes: int  # of text: of files after decompression, of rows as UTF-8
     frequencies: Frequencies
-    most_common: tuple[tuple[str, int], ...]
-    """The most frequent tokens as text, with their counts."""
-    vocab_size: int | None = None
-    """Ids that the tokenizer has; None for words."""
-    unseen: int | None = None
-    """Of these, how many never occur."""
+    most_common: tuple[tuple[str, int], ...]  # the most frequent tokens as text, with their counts
+    vocab_size: int | None = None  # ids that the tokenizer has; None for words
+    unseen: int | None = None  # of these, how many never occur
+    # A cap that keeps the first ids, as the remedy vocabulary-cap does, must be above it to lose nothing.
     highest_id: int | None = None
-    """A cap that keeps the first ids, as the remedy vocabulary-cap does, must be above it to lose nothing."""
-    unseen_ranges: tuple[tuple[int, int], ...] = ()
-    """First and last of each run of ids that never occur."""
-    special_unseen: tuple[str, ...] = ()
-    """Special tokens among these: a model needs them although no text has them."""
+    unseen_ranges: tuple[tuple[int, int], ...] = ()  # first and last of each run of ids that never occur
+    special_unseen: tuple[str, ...] = ()  # special tokens among these: a model needs them although no text has them
+    # Rows that a capped vocabulary needs beside the tokens kept: one for all that is rare, and the special tokens.
     reserved: int = 0
-    """Rows that a capped vocabulary needs beside the tokens kept: one for all that is rare, and the special tokens."""
     files: int = 1
-    rows: int = 0
-    """Of JSON Lines and Parquet that held text."""
-    notes: tuple[str, ...] = ()
-    """Sentences: what was left out, replaced or taken for granted."""
+    rows: int = 0  # of JSON Lines and Parquet that held text
+    notes: tuple[str, ...] = ()  # sentences: what was left out, replaced or taken for granted
 
 
 def count_corpus(
@@ -145,7 +136,7 @@ class _Reader:
         return json_rows(source.path, self._column, self._encoding, self._tally, self._tell)
 
     def _read(self, of_text: Callable[[Path], Iterator[T]], of_rows: Callable[[list[str]], T]) -> Iterator[T]:
-        """What the files hold, by their kind; what a file that was only found lacks is noted."""
+        """Yield what the files hold, by their kind; what a file that was only found lacks is noted."""
         for source in self._sources:
             if not source.named and not source.path.exists():
                 self._tally.skipped[source.path] = "vanished before it was read"
@@ -161,26 +152,22 @@ class _Reader:
             self._before += source.num_bytes
 
     def _pieces(self, path: Path, *, lines: bool = False) -> Iterator[str]:
-        return pieces(path, self._encoding, lines=lines, progress=self._tell, tally=self._tally)
+        return pieces(path, self._encoding, self._tell, self._tally, lines=lines)
 
     def texts(self) -> Iterator[str]:
-        """Pieces that end where a word does."""
+        """Yield pieces that end where a word does."""
         return self._read(self._pieces, "\n".join)
 
     def documents(self) -> Iterator[list[str]]:
-        """Batches of lines or rows."""
+        """Yield batches of lines or rows."""
         return self._read(lambda path: map(str.splitlines, self._pieces(path, lines=True)), lambda rows: rows)
 
     def blocks(self) -> Iterator[bytes]:
-        """Bytes of text files as they are, and of rows in UTF-8."""
+        """Yield bytes of text files as they are, and of rows in UTF-8."""
         return self._read(lambda path: blocks(path, self._tell, self._tally), lambda rows: "".join(rows).encode())
 
     def done(self) -> Tally:
-        """What was read.
-
-        Raises:
-            UsageError: no file held text.
-        """
+        """Return what was read; raise UsageError if no file held text."""
         if not self._tally.files:
             reasons = sorted(set(self._tally.skipped.values()))
             raise UsageError(

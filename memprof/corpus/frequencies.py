@@ -23,23 +23,23 @@ class Frequencies:
 
     @classmethod
     def of(cls, counts: Iterable[int]) -> Frequencies:
-        """Of how often each token occurs; tokens that do not are left out."""
+        """Return the frequencies of how often each token occurs; tokens that do not are left out."""
         histogram = Counter(counts)
         histogram.pop(0, None)
         return cls(tuple(sorted(histogram.items(), reverse=True)))
 
     @property
     def total(self) -> int:
-        """Tokens in the corpus."""
+        """Return tokens in the corpus."""
         return sum(times * tokens for times, tokens in self.histogram)
 
     @property
     def distinct(self) -> int:
-        """Different tokens."""
+        """Return how many different tokens there are."""
         return sum(tokens for _, tokens in self.histogram)
 
     def covered(self, cap: int) -> int:
-        """Tokens of the corpus that are among the `cap` most frequent ones."""
+        """Return tokens of the corpus that are among the `cap` most frequent ones."""
         left, covered = cap, 0
         for times, tokens in self.histogram:
             taken = min(left, tokens)
@@ -50,17 +50,13 @@ class Frequencies:
         return covered
 
     def coverage(self, cap: int) -> float:
-        """The share of the corpus that the `cap` most frequent tokens make up."""
+        """Return the share of the corpus that the `cap` most frequent tokens make up."""
         return self.covered(cap) / self.total if self.total else 1.0
 
     def cap_for(self, share: float | str | Fraction) -> int:
-        """The fewest tokens that make up at least `share` of the corpus.
+        """Return the fewest tokens that make up at least `share` (0 to 1, a float as written) of the corpus.
 
-        Args:
-            share: from 0 to 1; a float counts as the decimal number that it is written as.
-
-        Raises:
-            UsageError: it is not from 0 to 1.
+        Raises UsageError for a share that is not from 0 to 1.
         """
         exact = Fraction(str(share)) if isinstance(share, float) else Fraction(share)
         if not 0 <= exact <= 1:

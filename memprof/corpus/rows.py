@@ -16,12 +16,11 @@ from memprof.errors import UsageError, not_installed
 
 DEFAULT_COLUMN = "text"
 MAX_ROW_CHARACTERS = 1 << 26
-PARQUET_ROWS = 64
-"""Rows read at a time; a row group is decoded as it is needed."""
+PARQUET_ROWS = 64  # rows read at a time; a row group is decoded as it is needed
 
 
 def json_rows(path: Path, column: str | None, encoding: str, tally: Tally, progress: Progress) -> Iterator[list[str]]:
-    """Batches of the texts in `column`, of about `text.BATCH_BYTES`; rows without one are counted in `tally`.
+    """Yield batches of the texts in `column`, of about `text.BATCH_BYTES`; rows without one are counted in `tally`.
 
     Raises:
         UsageError: no row has text in the column, the file cannot be read, or most of it is in another encoding.
@@ -73,10 +72,8 @@ def json_rows(path: Path, column: str | None, encoding: str, tally: Tally, progr
         raise texts.wrong_encoding(path, encoding, wrong, characters)
     if tally.rows == before:
         columns = ", ".join(sorted(seen)[:8])
-        raise UsageError(
-            f"no row has text in the column {name!r}", value=path,
-            hint=f"give --column: there are {columns}" if columns else "is it JSON Lines, one object in each line?",
-        )  # fmt: skip
+        hint = f"give --column: there are {columns}" if columns else "is it JSON Lines, one object in each line?"
+        raise UsageError(f"no row has text in the column {name!r}", value=path, hint=hint)
     if batch:
         yield batch
     progress(size_of(path))
@@ -102,7 +99,7 @@ def _text_of(line: str, name: str, seen: set[str], path: Path, number: int, tall
 
 
 def parquet_rows(path: Path, column: str | None, tally: Tally, progress: Progress) -> Iterator[list[str]]:
-    """Batches of the texts in `column` of a Parquet file, by pyarrow, which need not be there otherwise.
+    """Yield batches of the texts in `column` of a Parquet file, by pyarrow, which need not be there otherwise.
 
     Raises:
         UsageError: pyarrow is not installed, the file is no Parquet, or has no such column of text.
@@ -122,10 +119,8 @@ def parquet_rows(path: Path, column: str | None, tally: Tally, progress: Progres
             raise UsageError("not a Parquet file", value=path, hint=str(error).splitlines()[0]) from None
         strings = [f.name for f in file.schema_arrow if str(f.type) in ("string", "large_string", "string_view")]
         if name not in strings:
-            raise UsageError(
-                f"no column of text is called {name!r}", value=path,
-                hint=f"give --column: there are {', '.join(strings[:8])}" if strings else "it has no column of text",
-            )  # fmt: skip
+            hint = f"give --column: there are {', '.join(strings[:8])}" if strings else "it has no column of text"
+            raise UsageError(f"no column of text is called {name!r}", value=path, hint=hint)
         total = file.metadata.num_rows
         if not total:
             raise NoTextError("the corpus is empty", value=path, hint="give files with text")
@@ -146,5 +141,5 @@ def parquet_rows(path: Path, column: str | None, tally: Tally, progress: Progres
 
 
 def num_bytes(value: str) -> int:
-    """Of a text in UTF-8."""
+    """Return the bytes of a text in UTF-8."""
     return len(value) if value.isascii() else len(value.encode())

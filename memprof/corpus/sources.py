@@ -31,23 +31,16 @@ class Source:
     """One file of a corpus."""
 
     path: Path
-    named: bool
-    """By the user, and not found in a folder or by a pattern: what is wrong with it is then an error."""
-    kind: str
-    """text, JSON Lines or Parquet: by its suffix."""
-    num_bytes: int
-    """On disk; 0 for a pipe."""
+    named: bool  # by the user, and not found in a folder or by a pattern: what is wrong with it is then an error
+    kind: str  # text, JSON Lines or Parquet: by its suffix
+    num_bytes: int  # on disk; 0 for a pipe
 
 
 def find_sources(corpus: str | Path | Sequence[str | Path], column: str | None = None) -> list[Source]:
-    """The files that `corpus` names: files, folders (all in them that is not hidden) and patterns, each file once.
+    """Return the files of `corpus`: files, folders (all in them that is not hidden) and patterns, each file once.
 
-    Args:
-        corpus: one or several of these.
-        column: if given, what is no Parquet is JSON Lines, whatever its name.
-
-    Raises:
-        UsageError: one of them is not there, or has no file in it.
+    If a `column` is given, what is no Parquet is JSON Lines, whatever its name. Raises UsageError if one of them is not
+    there, or has no file in it.
     """
     names = [corpus] if isinstance(corpus, str | Path) else list(corpus)
     if not names:
@@ -74,7 +67,7 @@ def find_sources(corpus: str | Path | Sequence[str | Path], column: str | None =
 
 
 def size_of(path: Path) -> int:
-    """Bytes on disk; 0 if it has vanished, as reading it will say."""
+    """Return bytes on disk; 0 if it has vanished, as reading it will say."""
     try:
         return path.stat().st_size
     except OSError:
@@ -95,11 +88,7 @@ def _kind(path: Path, column: str | None) -> str:
 
 @contextmanager
 def opened(path: Path) -> Iterator[tuple[Any, Callable[[], int]]]:
-    """The bytes of a file, decompressed as they are read, and a function that tells how many were read on disk.
-
-    Raises:
-        UsageError: it cannot be read, now or later, or its compression is damaged.
-    """
+    """Yield a file's bytes, decompressed, and a function for how many were read on disk; UsageError if it fails."""
     try:
         with path.open("rb") as raw:
             head = raw.peek(6)[:6]

@@ -10,10 +10,8 @@ from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 
-MAX_WORDS = 1 << 20
-"""Different words in memory at a time: about 200 bytes each, with the string and its entry."""
-MAX_RUNS = 64
-"""Files on disk; more are merged into one, for each is open while they are read."""
+MAX_WORDS = 1 << 20  # different words in memory at a time: about 200 bytes each, with the string and its entry
+MAX_RUNS = 64  # files on disk; more are merged into one, for each is open while they are read
 
 
 class SpillingCounter:
@@ -40,13 +38,13 @@ class SpillingCounter:
             self._spill()
 
     def items(self) -> Iterator[tuple[str, int]]:
-        """Each word once with its count; sorted by word once something was spilled."""
+        """Yield each word once with its count; sorted by word once something was spilled."""
         if not self._runs:
             return iter(self._counts.items())
         return _summed([*map(_read, self._runs), iter(sorted(self._counts.items()))])
 
     def most_common(self, count: int) -> list[tuple[str, int]]:
-        """The `count` most frequent words; of equally frequent ones, the first by code point."""
+        """Return the `count` most frequent words; of equally frequent ones, the first by code point."""
         return heapq.nsmallest(count, self.items(), key=lambda item: (-item[1], item[0]))
 
     def _spill(self) -> None:
@@ -76,6 +74,6 @@ def _read(run: Path) -> Iterator[tuple[str, int]]:
 
 
 def _summed(runs: list[Iterator[tuple[str, int]]]) -> Iterator[tuple[str, int]]:
-    """Sorted runs merged, equal words added."""
+    """Merge sorted runs, equal words added."""
     for word, group in groupby(heapq.merge(*runs), key=itemgetter(0)):
         yield word, sum(count for _, count in group)

@@ -7,10 +7,8 @@ import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 
-ERRORS = "memprof-undecodable"
-"""Name of the codecs' error handler that counts instead of raising."""
-MAX_NAMED = 3
-"""Files named in a sentence."""
+ERRORS = "memprof-undecodable"  # name of the codecs' error handler that counts instead of raising
+MAX_NAMED = 3  # files named in a sentence
 
 
 @dataclass
@@ -18,33 +16,28 @@ class Defect:
     """So many of one kind in one file."""
 
     count: int
-    first: str
-    """The first of them: where it is, and what is wrong with it."""
+    first: str  # the first of them: where it is, and what is wrong with it
 
 
 @dataclass
 class Tally:
     """Filled in while a corpus is read."""
 
-    num_bytes: int = 0
-    """Of text, after decompression."""
-    files: int = 0
-    """That were read."""
-    rows: int = 0
-    """Of JSON Lines and Parquet that held text."""
+    num_bytes: int = 0  # of text, after decompression
+    files: int = 0  # that were read
+    rows: int = 0  # of JSON Lines and Parquet that held text
+    # Bytes that are not in the encoding; each stands in the text as U+FFFD.
     undecodable: dict[Path, Defect] = field(default_factory=dict)
-    """Bytes that are not in the encoding; each stands in the text as U+FFFD."""
-    bad_rows: dict[Path, Defect] = field(default_factory=dict)
-    """Rows without text in the column, or that are no JSON."""
+    bad_rows: dict[Path, Defect] = field(default_factory=dict)  # rows without text in the column, or that are no JSON
+    # Files found in a folder or by a pattern that hold no text, and why.
     skipped: dict[Path, str] = field(default_factory=dict)
-    """Files found in a folder or by a pattern that hold no text, and why."""
 
     def bad_row(self, path: Path, first: str) -> None:
         """Count one more."""
         _count(self.bad_rows, path, 1, first)
 
     def notes(self) -> list[str]:
-        """Sentences on all that was not read as it stands."""
+        """Return sentences on all that was not read as it stands."""
         found = []
         for path, defect in self.undecodable.items():
             bytes_are = "byte is" if defect.count == 1 else "bytes are"
@@ -69,8 +62,7 @@ class Undecodable:
 
     def __init__(self, tally: Tally, path: Path) -> None:
         self._tally, self._path = tally, path
-        self.before: int | None = None
-        """Bytes of the file in front of what is decoded, where that is known."""
+        self.before: int | None = None  # bytes of the file in front of what is decoded, where that is known
 
     def __enter__(self) -> Undecodable:
         _now.sink = self
@@ -81,13 +73,13 @@ class Undecodable:
 
     @property
     def count(self) -> int:
-        """Undecodable bytes so far."""
+        """Return the undecodable bytes so far."""
         defect = self._tally.undecodable.get(self._path)
         return defect.count if defect else 0
 
     @property
     def first(self) -> str:
-        """The first of them, in words."""
+        """Return the first of them, in words."""
         return self._tally.undecodable[self._path].first
 
     def tell(self, error: UnicodeDecodeError) -> None:

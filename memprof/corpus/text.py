@@ -11,14 +11,11 @@ from memprof.corpus.sources import opened
 from memprof.corpus.tally import ERRORS, Tally, Undecodable
 from memprof.errors import UsageError
 
-BLOCK_BYTES = 1 << 15
-"""So small that the words of a block are still in the processor's cache when they are counted."""
-BATCH_BYTES = 1 << 20
-"""Of a piece of lines: enough for a tokenizer to use all cores."""
+BLOCK_BYTES = 1 << 15  # so small that the words of a block are still in the processor's cache when they are counted
+BATCH_BYTES = 1 << 20  # of a piece of lines: enough for a tokenizer to use all cores
+# What is longer without white space is no word: a binary file, or a language that is written without spaces.
 MAX_WORD_CHARACTERS = 1 << 24
-"""What is longer without white space is no word: a binary file, or a language that is written without spaces."""
-MAX_UNDECODABLE = 0.01
-"""A file with more bytes than this share that are not in the encoding is in another one."""
+MAX_UNDECODABLE = 0.01  # a file with more bytes than this share that are not in the encoding is in another one
 
 Progress = Callable[[int], None]
 _BYTE_ORDER_MARKS = {
@@ -32,7 +29,7 @@ class NoTextError(UsageError):
 
 
 def blocks(path: Path, progress: Progress, tally: Tally, size: int = BATCH_BYTES) -> Iterator[bytes]:
-    """The bytes of a file, decompressed, `size` at a time; `progress` is told how many have been read on disk.
+    """Yield the bytes of a file, decompressed, `size` at a time; `progress` is told how many have been read on disk.
 
     Raises:
         UsageError: it cannot be read.
@@ -49,22 +46,11 @@ def blocks(path: Path, progress: Progress, tally: Tally, size: int = BATCH_BYTES
         raise NoTextError("the corpus is empty", value=path, hint="give files with text")
 
 
-def pieces(
-    path: Path,
-    encoding: str = "utf-8",
-    *,
-    lines: bool = False,
-    progress: Progress = lambda n: None,
-    tally: Tally | None = None,
-) -> Iterator[str]:
-    """The text of a file in pieces of about `BLOCK_BYTES`, each of which ends after white space.
+def pieces(path: Path, encoding: str, progress: Progress, tally: Tally, *, lines: bool = False) -> Iterator[str]:
+    """Yield the text of a file in pieces of about `BLOCK_BYTES`, each of which ends after white space.
 
-    Args:
-        path: the file; a byte order mark of UTF-8 at its beginning is left out.
-        encoding: of the file. Bytes that are not in it are read as U+FFFD and counted in `tally`.
-        lines: pieces of about `BATCH_BYTES` that end after a line feed instead, where there is one.
-        progress: told how many bytes have been read on disk.
-        tally: where to count what was read.
+    A byte order mark of UTF-8 is left out; bytes that are not in `encoding` are read as U+FFFD and counted in `tally`.
+    With `lines`, pieces of about `BATCH_BYTES` end after a line feed instead, where there is one.
 
     Raises:
         UsageError: the file cannot be read, or has a word without end; or more than `MAX_UNDECODABLE` of it is not in
@@ -72,7 +58,6 @@ def pieces(
         NoTextError: it is empty or binary.
     """
     decoder = codecs.getincrementaldecoder(codec_name(encoding))(errors=ERRORS)
-    tally = Tally() if tally is None else tally
     wrong = Undecodable(tally, path)
     rest: list[str] = []
     waiting = before = 0
@@ -105,7 +90,7 @@ def pieces(
 def _decode(
     decoder: codecs.IncrementalDecoder, block: bytes, before: int, wrong: Undecodable, path: Path, encoding: str
 ) -> str:
-    """The text of the next block; an empty one is the end."""
+    """Return the text of the next block; an empty one is the end."""
     with wrong:
         wrong.before = before - len(decoder.getstate()[0])
         try:
@@ -115,17 +100,13 @@ def _decode(
 
 
 def not_in(path: Path, encoding: str, error: UnicodeError) -> UsageError:
-    """The error for a file that cannot be decoded at all."""
+    """Return the error for a file that cannot be decoded at all."""
     hint = "name its encoding, such as --encoding utf-16-le"
     return UsageError(f"the corpus is not {encoding}", value=f"{path}: {error}", hint=hint)
 
 
 def codec_name(encoding: str) -> str:
-    """The codec for `encoding`; that of UTF-8 leaves out a byte order mark.
-
-    Raises:
-        UsageError: there is none, or it is none of text.
-    """
+    """Return the codec for `encoding`, for UTF-8 the one without byte order mark; UsageError if it is none of text."""
     try:
         with contextlib.suppress(UnicodeError):
             b"x".decode(encoding)  # refuses what is no encoding of text, such as hex
@@ -145,7 +126,7 @@ def check_is_text(path: Path, head: bytes, encoding: str) -> None:
 
 
 def wrong_encoding(path: Path, encoding: str, wrong: Undecodable, num_bytes: int) -> UsageError:
-    """The error for a file with too many undecodable bytes."""
+    """Return the error for a file with too many undecodable bytes."""
     return UsageError(
         f"the corpus is not {encoding}",
         value=f"{path}: {wrong.count:,} of {num_bytes:,} bytes, the first {wrong.first}",
@@ -154,7 +135,7 @@ def wrong_encoding(path: Path, encoding: str, wrong: Undecodable, num_bytes: int
 
 
 def _after_last_space(text: str) -> int:
-    """Where the word begins that may go on in the next block; 0 if the text has no white space."""
+    """Return where the word begins that may go on in the next block; 0 if the text has no white space."""
     # All of the text but its last word: what `rsplit` leaves, with the space behind it.
     if not text or text[-1].isspace():
         return len(text)

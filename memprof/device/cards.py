@@ -67,7 +67,7 @@ class NvmlCard:
 
     @property
     def usable_bytes(self) -> int | None:
-        """What CUDA reports as the card's capacity: what the driver keeps is not in it."""
+        """Return what CUDA reports as the card's capacity: what the driver keeps is not in it."""
         return None if self.total_bytes is None else self.total_bytes - (self.reserved_bytes or 0)
 
 
@@ -84,18 +84,10 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class CardUse:
-    """How much of one card is used, and by whom.
-
-    Attributes:
-        total_bytes: of the card, None if it cannot be read (as the next).
-        used_bytes: by all processes.
-        by_process: those that NVML lists, largest first; of a slice, those on it.
-        own_bytes: what this process uses, None if NVML does not list it.
-        note: why something is None; empty if nothing is.
-    """
+    """How much of one GPU is used, and by whom. Amounts are None if they cannot be read."""
 
     total_bytes: int | None
-    used_bytes: int | None
-    by_process: tuple[CardProcess, ...] = ()
-    own_bytes: int | None = None
-    note: str = ""
+    used_bytes: int | None  # by all processes
+    by_process: tuple[CardProcess, ...] = ()  # those that NVML lists, largest first; of a slice, those on it
+    own_bytes: int | None = None  # what this process uses, None if NVML does not list it
+    note: str = ""  # why something is None; empty if nothing is

@@ -14,15 +14,13 @@ from memprof.device.host import available_bytes
 from memprof.errors import UsageError
 from memprof.units import GIB, format_bytes, spell_size
 
-LEAST_BYTES = 2 * GIB
-"""What files of any size may take."""
+LEAST_BYTES = 2 * GIB  # what files of any size may take
+# Bytes of memory that reading and analysing takes for a byte of a snapshot, at most; tests/benchmarks/analyze.py
+# measures it.
 MEMORY_PER_BYTE = 12
-"""Bytes of memory that reading and analysing takes for a byte of a snapshot, at most; tests/benchmarks/analyze.py
-measures it."""
+# The same, where events are read as columns (trace/pickled_events.py), as in nearly all files of torch; 3 measured.
 REGULAR_PER_BYTE = 4
-"""The same, where events are read as columns (trace/pickled_events.py), as in nearly all files of torch; 3 measured."""
-_MEMORY_PER_PACKED_BYTE = 400
-"""The same of a capture, which is packed; a run of 150 steps took 280."""
+_MEMORY_PER_PACKED_BYTE = 400  # the same of a capture, which is packed; a run of 150 steps took 280
 _UNLIMITED = 1 << 62
 _GZIP = b"\x1f\x8b"
 
@@ -30,8 +28,7 @@ _ceiling_bytes: int | None = None
 
 
 def ceiling_bytes(*files: Path) -> int:
-    """What reading these files may take: the ceiling in force, else what files of such sizes take; at most what is
-    there."""
+    """Return what reading these files may take: the ceiling in force, else by their size; at most what is available."""
     if _ceiling_bytes is not None:
         return _ceiling_bytes
     most, available = max(LEAST_BYTES, sum(map(_usual_bytes, files))), available_bytes()
@@ -39,23 +36,19 @@ def ceiling_bytes(*files: Path) -> int:
 
 
 def allow_more(needed_bytes: int) -> str:
-    """What to do about a file that needs so much."""
+    """Return what to do about a file that needs so much."""
     whole_gib = -(-needed_bytes // GIB) * GIB
     return f"if you trust it, let it take more: --max-memory {spell_size(whole_gib)}"
 
 
 @contextlib.contextmanager
 def ceiling(given_bytes: int | None, files: Sequence[Path] = ()) -> Iterator[None]:
-    """Inside, this process gets no more memory than the ceiling, beside what it has (on Linux).
-
-    Raises:
-        UsageError: more was asked for.
-    """
+    """Give this process no more memory than the ceiling, beside what it has (on Linux); UsageError beyond it."""
     global _ceiling_bytes
     most = ceiling_bytes(*files) if given_bytes is None else given_bytes
     before, _ceiling_bytes = _ceiling_bytes, most
     try:
-        with _kept(most):
+        with _limit_memory(most):
             yield
     except (MemoryError, OSError) as error:
         if isinstance(error, OSError) and error.errno != errno.ENOMEM:
@@ -82,8 +75,8 @@ def _usual_bytes(file: Path) -> int:
 
 
 @contextlib.contextmanager
-def _kept(most_bytes: int) -> Iterator[None]:
-    """The system refuses more than `most_bytes` of further memory, where there is /proc."""
+def _limit_memory(most_bytes: int) -> Iterator[None]:
+    """Have the system refuse more than `most_bytes` of further memory, where there is /proc."""
     try:
         import resource
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from memprof.device.cards import Reading
 
+# Environment variables that are recorded where they are set.
 VARIABLES = (
     # the caching allocator: the first is the older spelling and counts where both are set
     *("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_NO_CUDA_MEMORY_CACHING"),
@@ -31,7 +32,6 @@ VARIABLES = (
     # one process of several
     *("RANK", "LOCAL_RANK", "WORLD_SIZE"),
 )
-"""Environment variables that are recorded where they are set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +57,9 @@ class Environment:
 
 
 def read_environment(cards: Reading | None = None, variables: Mapping[str, str] | None = None) -> Environment:
-    """The environment of this process.
+    """Return the environment of this process; without `cards` the driver is looked for in /proc alone.
 
-    Args:
-        cards: what NVML says (`read_cards()`); left out, the driver is looked for in /proc alone.
-        variables: instead of `os.environ`.
+    `variables` stand in for `os.environ`.
     """
     reading = cards or Reading()
     environ = os.environ if variables is None else variables
@@ -101,7 +99,7 @@ def _major(version: str) -> int:
 
 
 def _torch() -> dict[str, str]:
-    """The constants of the installed torch/version.py: they name the build, which the package's metadata may not."""
+    """Return the constants of the installed torch/version.py, which name the build as metadata may not."""
     try:
         distribution = importlib.metadata.distribution("torch")
     except importlib.metadata.PackageNotFoundError:
@@ -120,7 +118,7 @@ def _torch() -> dict[str, str]:
 
 
 def installed_release(name: str) -> str | None:
-    """The release of an installed package; None if it is not installed."""
+    """Return the release of an installed package; None if it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -128,7 +126,7 @@ def installed_release(name: str) -> str | None:
 
 
 def _loaded_driver() -> str | None:
-    """The release of the loaded kernel module, without NVML."""
+    """Return the release of the loaded kernel module, without NVML."""
     try:
         return Path("/sys/module/nvidia/version").read_text(encoding="ascii").strip() or None
     except (OSError, UnicodeDecodeError):

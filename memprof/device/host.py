@@ -11,7 +11,7 @@ _MEMINFO = Path("/proc/meminfo")
 
 
 def processor_name() -> str:
-    """The processor as the system calls it."""
+    """Return the processor as the system calls it."""
     for key, value in lines_of(_CPUINFO):
         if key in ("model name", "Model", "Hardware") and value:
             return value
@@ -19,7 +19,7 @@ def processor_name() -> str:
 
 
 def memory_bytes() -> int | None:
-    """Physical memory; None where the system does not tell."""
+    """Return physical memory; None where the system does not tell."""
     total = _meminfo("MemTotal")
     if total is not None:
         return total
@@ -30,7 +30,7 @@ def memory_bytes() -> int | None:
 
 
 def available_bytes() -> int | None:
-    """Memory that programs may take now without swapping; None where the system does not tell."""
+    """Return memory that programs may take now without swapping; None where the system does not tell."""
     return _meminfo("MemAvailable")
 
 
@@ -42,7 +42,7 @@ def _meminfo(key: str) -> int | None:
 
 
 def lines_of(file: Path) -> list[tuple[str, str]]:
-    """Names and values of a file of the kernel's; none where there is no such file."""
+    """Return names and values of a file of the kernel's; none where there is no such file."""
     try:
         lines = file.read_text(errors="replace").splitlines()
     except OSError:

@@ -22,18 +22,17 @@ from typing import Any
 from memprof.device.cards import CardProcess, CardUse, NvmlCard, Reading, Slice
 from memprof.device.processes import process_name
 
-_NO_INSTANCE = 0xFFFFFFFF
-"""What NVML gives as the instance of a process on a card that is not sliced."""
+_NO_INSTANCE = 0xFFFFFFFF  # what NVML gives as the instance of a process on a card that is not sliced
 
 
 def read_cards() -> Reading:
-    """All cards now."""
+    """Return all cards now."""
     with Nvml() as nvml:
         return nvml.read()
 
 
 def card_use(card: int | str) -> CardUse:
-    """How much of a card is used now, by whom, and by this process.
+    """Return how much of a card is used now, by whom, and by this process.
 
     Args:
         card: NVML's index, or better the UUID of the card or slice, with or without its "GPU-" or "MIG-", which is
@@ -59,12 +58,12 @@ class Nvml:
         self._close()
 
     def read(self) -> Reading:
-        """All cards now. A driver that went away is looked for again at the next call."""
+        """Return all cards now. A driver that went away is looked for again at the next call."""
         if self._nvml is None:
             self._open()
         if self._nvml is None:
             return Reading(notes=(self._why_not,))
-        asked = _Asker(self._nvml)
+        asked = _NvmlCaller(self._nvml)
         count = asked("nvmlDeviceGetCount")
         if count is None:
             self._close()
@@ -78,7 +77,7 @@ class Nvml:
         )
 
     def use(self, card: int | str) -> CardUse:
-        """As `card_use`."""
+        """Return what `card_use` does."""
         reading = self.read()
         if not reading.cards:
             return CardUse(None, None, note="; ".join(reading.notes))
@@ -91,14 +90,12 @@ class Nvml:
                     return _use(found, piece.total_bytes, piece.used_bytes, on_it)
         return CardUse(None, None, note=f"NVML lists no card {card}: it has {len(reading.cards)}")
 
-    # -- opening -------------------------------------------------------------------------------------------------------
-
     def _open(self) -> None:
         module = _pynvml()
         if module is None:
             self._why_not = "cards cannot be seen: pynvml is not installed (pip install nvidia-ml-py)"
             return
-        asked = _Asker(module)
+        asked = _NvmlCaller(module)
         asked("nvmlInit")
         if asked.refusal:
             self._why_not = f"cards cannot be seen: {_hint(module, asked)}"
@@ -107,19 +104,17 @@ class Nvml:
 
     def _close(self) -> None:
         if self._nvml is not None:
-            _Asker(self._nvml)("nvmlShutdown")
+            _NvmlCaller(self._nvml)("nvmlShutdown")
             self._nvml = None
 
-    # -- one card ------------------------------------------------------------------------------------------------------
-
     def _card(self, index: int) -> NvmlCard:
-        asked = _Asker(self._nvml)
+        asked = _NvmlCaller(self._nvml)
         handle = asked("nvmlDeviceGetHandleByIndex", index)
         if handle is None:
             return NvmlCard(index, f"card {index}", notes=(f"card {index} cannot be read: {asked.refusal}",))
         name = _text(asked("nvmlDeviceGetName", handle)) or f"card {index}"
         notes: list[str] = []
-        if _lost(self._nvml, asked):
+        if _is_lost(self._nvml, asked):
             return NvmlCard(index, name, notes=(f"card {index} cannot be read: {asked.refusal}",))
         mode = asked("nvmlDeviceGetMigMode", handle)
         slices = self._slices(handle) if mode and mode[0] else ()
@@ -139,7 +134,7 @@ class Nvml:
         utilisation = asked("nvmlDeviceGetUtilizationRates", handle)
         power = asked("nvmlDeviceGetPowerUsage", handle)
         capability = asked("nvmlDeviceGetCudaComputeCapability", handle)
-        if _lost(self._nvml, asked):
+        if _is_lost(self._nvml, asked):
             notes = [f"card {index} cannot be read: {asked.refusal}"]
         return NvmlCard(
             index=index,
@@ -159,7 +154,7 @@ class Nvml:
         )
 
     def _memory(self, handle: Any) -> _Memory:
-        asked = _Asker(self._nvml)
+        asked = _NvmlCaller(self._nvml)
         # Version 2 tells what the driver keeps from what is used; drivers before 510 do not have it.
         version = getattr(self._nvml, "nvmlMemory_v2", None)
         found = None if version is None else asked("nvmlDeviceGetMemoryInfo", handle, version)
@@ -168,14 +163,14 @@ class Nvml:
             if reserved and used + free == total:
                 used -= reserved  # the reference says in one place that `used` includes it, and in another not
             return _Memory(total, used, free, reserved)
-        asked = _Asker(self._nvml)
+        asked = _NvmlCaller(self._nvml)
         found = asked("nvmlDeviceGetMemoryInfo", handle)
         if found is None:
             return _Memory(note=asked.refusal)
         return _Memory(int(found.total), int(found.used), int(found.free))
 
     def _slices(self, handle: Any) -> tuple[Slice, ...]:
-        asked = _Asker(self._nvml)
+        asked = _NvmlCaller(self._nvml)
         slices = []
         for index in range(asked("nvmlDeviceGetMaxMigDeviceCount", handle) or 0):
             # Places without a slice answer "not found".
@@ -189,8 +184,7 @@ class Nvml:
         return tuple(slices)
 
     def _processes(self, handle: Any, *, sliced: bool) -> tuple[tuple[CardProcess, ...], str]:
-        """Those on the card, and why they cannot be listed if so."""
-        asked = _Asker(self._nvml)
+        asked = _NvmlCaller(self._nvml)
         found: dict[tuple[int, int | None], CardProcess] = {}
         for kind, call in (
             ("compute", "nvmlDeviceGetComputeRunningProcesses"),
@@ -215,8 +209,8 @@ class Nvml:
         return tuple(largest_first), asked.refusal
 
     def _name(self, pid: int) -> str:
-        """The name that NVML has, made clearer by /proc, if that is the same process and not another container's."""
-        asked = _Asker(self._nvml)
+        """Return NVML's name, made clearer by /proc if that is the same process and not another container's."""
+        asked = _NvmlCaller(self._nvml)
         told = os.path.basename(_text(asked("nvmlSystemGetProcessName", pid)).partition(" ")[0])
         name = process_name(pid)
         if name is None or (told and name.split()[0] != told):
@@ -235,8 +229,7 @@ def _pynvml() -> ModuleType | None:
     return pynvml  # type: ignore[no-any-return, unused-ignore]
 
 
-_UNEXPLAINED = 1 << 30
-"""A driver without any process keeps less than this."""
+_UNEXPLAINED = 1 << 30  # a driver without any process keeps less than this
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +242,7 @@ class _Memory:
 
 
 @dataclass(slots=True)
-class _Asker:
+class _NvmlCaller:
     """Calls NVML by name: None for what it refuses, and `refusal` says in a few words why the last one was."""
 
     nvml: Any
@@ -271,12 +264,12 @@ class _Asker:
         return None
 
 
-def _lost(nvml: Any, asked: _Asker) -> bool:
+def _is_lost(nvml: Any, asked: _NvmlCaller) -> bool:
     return asked.code in (nvml.NVML_ERROR_GPU_IS_LOST, getattr(nvml, "NVML_ERROR_RESET_REQUIRED", 16))
 
 
-def _hint(nvml: Any, asked: _Asker) -> str:
-    """Why NVML cannot be opened, in words that say what to do."""
+def _hint(nvml: Any, asked: _NvmlCaller) -> str:
+    """Return why NVML cannot be opened, in words that say what to do."""
     known = {
         nvml.NVML_ERROR_LIBRARY_NOT_FOUND: "no NVIDIA driver is installed here (libnvidia-ml.so.1 is not found)",
         nvml.NVML_ERROR_DRIVER_NOT_LOADED: "the NVIDIA driver is installed and not loaded",

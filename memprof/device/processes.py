@@ -19,22 +19,16 @@ _ZOMBIE = b"Z"
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """One process that runs.
-
-    Attributes:
-        name: its program and script, such as "python train.py".
-        resident_bytes: pages in memory now, those shared with other processes counted in full (VmRSS).
-        peak_resident_bytes: the most that they have been (VmHWM), None if the kernel does not say.
-    """
+    """One process that runs."""
 
     pid: int
-    name: str
-    resident_bytes: int
-    peak_resident_bytes: int | None
+    name: str  # its program and script, such as "python train.py"
+    resident_bytes: int  # pages in memory now, those shared with other processes counted in full (VmRSS)
+    peak_resident_bytes: int | None  # the most that they have been (VmHWM), None if the kernel does not say
 
 
 def process_name(pid: int) -> str | None:
-    """Program and script of a process ("python train.py", "Xorg"), None if it is gone or hidden."""
+    """Return program and script of a process ("python train.py", "Xorg"), None if it is gone or hidden."""
     try:
         arguments = (PROC / str(pid) / "cmdline").read_bytes().split(b"\0")
         words = [word.decode(errors="replace") for word in arguments if word]
@@ -49,7 +43,7 @@ def process_name(pid: int) -> str | None:
 
 
 def _script(arguments: list[str]) -> list[str]:
-    """What Python runs: the script's file name, or the module of -m."""
+    """Return what Python runs: the script's file name, or the module of -m."""
     takes_value = False
     for number, argument in enumerate(arguments):
         if takes_value:
@@ -66,7 +60,7 @@ def _script(arguments: list[str]) -> list[str]:
 
 
 def _one_line(text: str) -> str:
-    """Without control characters, which would spoil a terminal, and not too long."""
+    """Replace control characters, which would spoil a terminal, and cut what is too long."""
     text = "".join(character if character.isprintable() else "?" for character in text)
     return text if len(text) <= _MAX_NAME else text[: _MAX_NAME - 1] + "…"
 
@@ -76,11 +70,11 @@ class ProcessTree:
 
     def __init__(self, root: int) -> None:
         self._root = root
+        # Start by pid, of all that were seen to descend from the root: both together name a process for good.
         self._known: dict[int, int] = {}
-        """Start by pid, of all that were seen to descend from the root: both together name a process for good."""
 
     def read(self) -> tuple[Process, ...]:
-        """Those that run now, by pid; empty where there is no /proc."""
+        """Return those that run now, by pid; empty where there is no /proc."""
         running = _running()
         starts = {pid: started for pid, (_, started) in running.items()}
         found = {pid for pid, started in self._known.items() if starts.get(pid) == started}
@@ -100,7 +94,7 @@ class ProcessTree:
 
 
 def _running() -> dict[int, tuple[int, int]]:
-    """Parent and start (clock ticks since boot), by pid, of every process that has not ended."""
+    """Return parent and start (clock ticks since boot), by pid, of every process that has not ended."""
     found = {}
     for stat in PROC.glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -112,7 +106,7 @@ def _running() -> dict[int, tuple[int, int]]:
 
 
 def own_peak_bytes() -> int | None:
-    """The most that this program has been resident; None where the kernel does not say."""
+    """Return the most that this program has been resident; None where the kernel does not say."""
     process = _read(os.getpid())
     return None if process is None else process.peak_resident_bytes
 

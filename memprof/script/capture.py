@@ -38,25 +38,22 @@ class _Seen:
         self._device = device
         self._rule = rule
         self._channel = channel
-        self._held: list[int] = []
-        """Bytes on the GPU at the end of each training step."""
-        self._due: float | None = None
-        """When the steps that were asked for had ended."""
+        self._held: list[int] = []  # bytes on the GPU at the end of each training step
+        self._due: float | None = None  # when the steps that were asked for had ended
         self._events: int | None = None
         self._storages = 0
         self._refused: Failure | None = None
-        self._positions: list[Position] = []
-        """In the program's loops, at ever fewer of its steps."""
+        self._positions: list[Position] = []  # in the program's loops, at ever fewer of its steps
+        # Training steps that the program makes in all, where it was stopped before.
         self.planned_steps: int | None = None
-        """Training steps that the program makes in all, where it was stopped before."""
 
     @property
     def stopped(self) -> bool:
-        """Whether it was, after its steps."""
+        """Return whether it was, after its steps."""
         return self._events is not None
 
     def step(self, optimizer: object) -> None:
-        """An optimizer has made a step."""
+        """See an optimizer make a step."""
         completed = self._device.phases.completed
         self._held += [self._device.held_bytes] * (completed - len(self._held))
         if self._rule.steps is None:
@@ -77,7 +74,7 @@ class _Seen:
 
     @contextlib.contextmanager
     def noted(self) -> Iterator[None]:
-        """Where the script is stopped inside, the run ends."""
+        """Note that the run ends where the script is stopped inside."""
         try:
             yield
         except StopRun as stop:
@@ -88,7 +85,7 @@ class _Seen:
             raise
 
     def noting(self, stop: Callable[[str], NoReturn]) -> Callable[[str], NoReturn]:
-        """The same, noted."""
+        """Return `stop`, which then notes that the run ends."""
 
         def noted_stop(why: str) -> NoReturn:
             with self.noted():
@@ -191,11 +188,7 @@ def capture_script(
 
 
 def ask(program: Program, place: Place, gpu: Gpu) -> Start | ScriptOutcome:
-    """The process of `program` that is run, as its launcher says where there are such cards.
-
-    Raises:
-        UsageError: there is no such process, or too few cards for it.
-    """
+    """Return the process of `program` that is run, as its launcher says; UsageError: none such, or too few GPUs."""
     if not program.has_launcher:
         return program.start(place)
     with VirtualGpu(gpu, cards=place.cards or 1, extensions=[StandInExtension()]):
@@ -203,11 +196,7 @@ def ask(program: Program, place: Place, gpu: Gpu) -> Start | ScriptOutcome:
 
 
 def _run(
-    program: Program,
-    device: VirtualGpu | MeasuredDevice,
-    rule: StopRule,
-    handlers: ExitHandlers,
-    start: Start | None,
+    program: Program, device: VirtualGpu | MeasuredDevice, rule: StopRule, handlers: ExitHandlers, start: Start | None
 ) -> ScriptOutcome:
     """Run `program` until it ends, or until a thread of its own ends of what memprof raised."""
     if isinstance(device, MeasuredDevice):
@@ -223,7 +212,7 @@ def _run(
 
 
 def _asked_last_for_too_much(trace: Trace) -> bool:
-    """Whether the last that was asked of the card was refused."""
+    """Return whether the last that was asked of the card was refused."""
     for kind, ref in reversed(trace.events):
         if kind is EventKind.ALLOC and is_card(trace.storages[ref].device):
             return bool(trace.refused) and trace.refused[-1] == ref

@@ -16,10 +16,8 @@ from memprof.trace.events import short_source
 from memprof.units import spell_numbers
 from memprof.virtual.peers.channel import CollectiveCall, Payload
 
-PEER = "another rank"
-"""Why a rank is stopped that has done nothing wrong itself."""
-STEPS = "steps"
-"""Why all are stopped that have shown enough."""
+PEER = "another rank"  # why a rank is stopped that has done nothing wrong itself
+STEPS = "steps"  # why all are stopped that have shown enough
 _ALIKE = "on cards this hangs or mixes up data: have all ranks of a group make the same calls in the same order"
 _HANGS = "on cards this hangs: have every rank of a group call it, or leave the group out that does not"
 _UNEVEN = (
@@ -38,11 +36,9 @@ class _Waiting(NamedTuple):
 
 
 class Exchange:
-    """The meeting of ranks.
+    """The meeting of `ranks`. `reply` sends one an answer: a word (`go`, or `stop` with why), and what it asked for.
 
-    Args:
-        ranks: all that run.
-        reply: sends one of them an answer: a word (`go`, or `stop` with why), and what it asked for.
+    Each word that a rank may say has a method of its own (`_hear_call`, ...), hence their number.
     """
 
     def __init__(self, ranks: Sequence[int], reply: Callable[[int, str, Any], None]) -> None:
@@ -50,61 +46,52 @@ class Exchange:
         self._ranks = tuple(ranks)
         self.running = set(ranks)
         self.waiting: dict[int, _Waiting] = {}
-        self.ended: dict[int, str] = {}
-        """How a rank is no longer there, as the end of a sentence."""
-        self._stop: str | None = None
-        self.problem: MemprofError | None = None
-        """What was found wrong between ranks."""
+        self.ended: dict[int, str] = {}  # how a rank is no longer there, as the end of a sentence
+        self.why: str | None = None  # why all are to end; None: they are not
+        self.problem: MemprofError | None = None  # what was found wrong between ranks
         self._slots: dict[Any, dict[int, tuple[CollectiveCall, Payload]]] = defaultdict(dict)
         self._taken: dict[Any, set[int]] = defaultdict(set)
+        # By group, sender, receiver and tag.
         self._mail: dict[tuple[Any, int, int, int], deque[tuple[CollectiveCall, Payload]]] = defaultdict(deque)
-        """By group, sender, receiver and tag."""
         self._last: dict[int, CollectiveCall] = {}
         self._keys: dict[str, bytes] = {}
 
-    @property
-    def why(self) -> str | None:
-        """Why all are to end; None: they are not."""
-        return self._stop
-
-    # -- what ranks say -----------------------------------------------------------------------------------------------
-
     def hear(self, rank: int, what: str, *said: Any) -> None:
-        """A rank says something; who can go on is told to."""
-        if self._stop is not None:
+        """Hear what a rank says; who can go on is told to."""
+        if self.why is not None:
             if what in ("collect", "receive", "store", "step"):
-                self._reply(rank, "stop", self._stop)
+                self._reply(rank, "stop", self.why)
             return
         getattr(self, f"_hear_{what}")(rank, *said)
         self._settle()
 
     def leave(self, rank: int, how: str) -> None:
-        """A rank is no longer there: it has ended, by itself or not."""
+        """Note that a rank is no longer there: it has ended, by itself or not."""
         self.running.discard(rank)
         self.waiting.pop(rank, None)
         self.ended[rank] = how
-        if self._stop is None:
+        if self.why is None:
             self._settle()
 
     def stop(self, why: str) -> None:
-        """All are to end: those that wait are told now, others when they ask."""
-        self._stop = self._stop or why
+        """End all: those that wait are told now, others when they ask."""
+        self.why = self.why or why
         for rank in list(self.waiting):
-            self._go(rank, self._stop, "stop")
+            self._go(rank, self.why, "stop")
 
     def fail(self, problem: str, hint: str) -> None:
-        """Something is wrong between ranks, and all are to end."""
+        """End all, for something is wrong between ranks."""
         if self.problem is None:
             self.problem = MemprofError(problem, hint=hint)
         self.stop(PEER)
 
     def go_on(self) -> None:
-        """Those that wait for the others' steps make another."""
+        """Let those that wait for the others' steps make another."""
         for rank in [rank for rank, waiting in self.waiting.items() if waiting.what == "step"]:
             self._go(rank, False)
 
     def overdue(self, rank: int, seconds: float) -> None:
-        """A rank has waited for so long while others still run."""
+        """End all, for a rank has waited for so long while others still run."""
         others = "rank" + "s" * (len(self.running) > 1)
         self.fail(
             f"rank {rank} has waited {seconds / 60:.0f} minutes in {self._where(rank)}, and {others} "
@@ -141,8 +128,6 @@ class Exchange:
     def _hear_step(self, rank: int, enough: bool) -> None:
         self._wait(rank, _Waiting("step", enough, None, ""))
 
-    # -- who goes on --------------------------------------------------------------------------------------------------
-
     def _wait(self, rank: int, waiting: _Waiting) -> None:
         self.running.discard(rank)
         self.waiting[rank] = waiting
@@ -155,9 +140,9 @@ class Exchange:
     def _settle(self) -> None:
         """Let those go on that can; if nobody runs then, steps are agreed on, or nothing will ever come."""
         for rank, waiting in list(self.waiting.items()):
-            if self._stop is None and waiting.what != "step":
+            if self.why is None and waiting.what != "step":
                 self._try(rank, waiting)
-        if self._stop is not None or self.running or not self.waiting:
+        if self.why is not None or self.running or not self.waiting:
             return
         steps = {rank: waiting.of for rank, waiting in self.waiting.items() if waiting.what == "step"}
         if steps and all(steps.values()):
@@ -166,9 +151,9 @@ class Exchange:
             self.go_on()
         else:
             for slot in list(self._slots.values()):
-                if self._stop is None:
+                if self.why is None:
                     self._check(slot)
-            if self._stop is None:
+            if self.why is None:
                 self._deadlock()
 
     def _try(self, rank: int, waiting: _Waiting) -> None:
@@ -206,10 +191,8 @@ class Exchange:
     def _there(self, ranks: Iterable[int]) -> list[int]:
         return [rank for rank in ranks if rank in self._ranks]
 
-    # -- what is wrong ------------------------------------------------------------------------------------------------
-
     def _check(self, slot: dict[int, tuple[CollectiveCall, Payload]]) -> None:
-        """Once all have called that will: so what is said does not depend on who came first."""
+        """Compare the calls once all are there that will be: so what is said does not depend on who came first."""
         lowest = min(slot)
         call = slot[lowest][0]
         for rank in sorted(slot):
@@ -233,7 +216,7 @@ class Exchange:
         )
 
     def _deadlock(self) -> None:
-        """Of those that wait, the lowest whose others are elsewhere, and where these are."""
+        """Name the lowest rank whose others are elsewhere, and where these are."""
         for rank in sorted(self.waiting):
             missing = self._missing(rank)
             if missing:
@@ -272,7 +255,7 @@ def _said(call: CollectiveCall) -> str:
 
 
 def _operate(keys: dict[str, bytes], operation: str, key: str, *values: Any) -> Any:
-    """An operation on a store; keys of one begin with its name."""
+    """Do an operation on a store, whose keys begin with its name."""
     held = keys.get(key)
     if operation == "get":
         return held

@@ -18,13 +18,10 @@ _INSTALLED = (sysconfig.get_path("purelib") + os.sep, sysconfig.get_path("platli
 
 
 class ExitHandlers:
-    """Those that the program, or a library of its own, registers.
+    """Handlers that the program, or a library of its own, registers; `is_program` tells their code.
 
     What Python's own modules register is for this process, which has more to do: weakref's handler, run once, would be
     the end of all finalizers.
-
-    Args:
-        is_program: whether code is the program's, or a library's that is neither torch nor memprof.
     """
 
     def __init__(self, is_program: Callable[[CodeType], bool]) -> None:
@@ -33,7 +30,7 @@ class ExitHandlers:
         self._dropped = False
 
     def patches(self) -> Iterator[Patch]:
-        """The patches (owner, name, replacement) that see them registered."""
+        """Yield the patches (owner, name, replacement) that see them registered."""
         original, forget = atexit.register, atexit.unregister
 
         def register(function: Callable[..., Any], /, *args: Any, **options: Any) -> Callable[..., Any]:
@@ -50,16 +47,12 @@ class ExitHandlers:
         yield atexit, "unregister", unregister
 
     def drop(self) -> None:
-        """The program leaves by `os._exit`: none is run."""
+        """Run none: the program leaves by `os._exit`."""
         self._handlers.clear()
         self._dropped = True
 
     def run(self) -> SystemExit | None:
-        """Run them, the last first, with those that they register; an error in one is said as Python says it.
-
-        Returns:
-            The end by `os._exit` that one of them made, if one did.
-        """
+        """Run them, the last first, with those that they register; return the end by `os._exit` in one, if any."""
         self._dropped = False
         while self._handlers:
             function, args, options = self._handlers.pop()

@@ -13,6 +13,7 @@ import importlib
 import json
 import os
 import re
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,12 +26,9 @@ from memprof.errors import UsageError
 class Place:
     """Of all processes of a program, the one that is run: and what there is for them."""
 
-    rank: int | None = None
-    """None: the first, or what the environment says."""
-    cards: int | None = None
-    """On each machine; None: as many as the launcher starts processes there."""
-    nodes: int | None = None
-    """Machines; None: as many as the launcher takes, or one."""
+    rank: int | None = None  # None: the first, or what the environment says
+    cards: int | None = None  # on each machine; None: as many as the launcher starts processes there
+    nodes: int | None = None  # machines; None: as many as the launcher takes, or one
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,48 +40,37 @@ class Start:
     is_module: bool
     environment: dict[str, str]
     rank: int = 0
-    cards: int = 1
-    """On each machine."""
+    cards: int = 1  # on each machine
     nodes: int = 1
+    # Processes of the whole program, as far as that is said before it runs: else as many as there are cards.
     size: int = 1
-    """Processes of the whole program, as far as that is said before it runs: else as many as there are cards."""
 
 
+# Given its arguments, says what it starts; raises UsageError (no Python program, launcher not installed, fewer GPUs or
+# ranks than that takes), and SystemExit of the launcher's own parser.
 Launcher = Callable[[Sequence[str], Place], Start]
-"""Given its arguments, says what it starts.
-
-Raises:
-    UsageError: what it starts is no Python program, the launcher is not installed, or there are fewer cards or ranks.
-    SystemExit: of the launcher's own parser.
-"""
+# Variables that say how many cards a process of several finds, the first that is there.
 _CARDS = ("LOCAL_WORLD_SIZE", "WORLD_SIZE")
-"""Variables that say how many cards a process of several finds, the first that is there."""
 
 
+# Variables that a launcher tells each process, and that scripts and init_process_group read.
 _TOLD = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""Variables that a launcher tells each process, and that scripts and init_process_group read."""
+# torch/distributed/rendezvous.py, _env_error.
 _EXPECTED = re.compile(rf"environment variable ({'|'.join(_TOLD)}) expected, but not set")
-"""torch/distributed/rendezvous.py, _env_error."""
 
 
 def find_missing_variable(error: BaseException | None) -> str:
     """Return the variable of a launcher's for whose lack `error` was raised; empty if it was not."""
     if isinstance(error, KeyError) and error.args and error.args[0] in _TOLD:
-        step = error.__traceback__
-        while step is not None and step.tb_next is not None:
-            step = step.tb_next
+        codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
         of_environment = type(os.environ).__getitem__.__code__  # another dict may have such keys too
-        return str(error.args[0]) if step is not None and step.tb_frame.f_code is of_environment else ""
+        return str(error.args[0]) if codes and codes[-1] is of_environment else ""
     found = _EXPECTED.search(str(error)) if isinstance(error, ValueError) else None
     return found[1] if found else ""
 
 
 def start_by_hand(name: str, arguments: tuple[str, ...], is_module: bool, place: Place) -> Start:
-    """A program that no launcher starts; RANK and WORLD_SIZE may be in the environment.
-
-    Raises:
-        UsageError: there is no such rank.
-    """
+    """Return a program that no launcher starts, by RANK and WORLD_SIZE of the environment; UsageError: no such rank."""
     given = [int(os.environ[one]) for one in _CARDS if os.environ.get(one, "").isdigit()]
     cards = place.cards or (given[0] if given else 1)
     nodes = place.nodes or (-(-given[-1] // cards) if given and place.cards is None else 1)
@@ -102,16 +89,7 @@ def _check_rank(rank: int, size: int) -> None:
 
 
 class _Started:
-    """The process of a launcher that is run.
-
-    Args:
-        launcher: its name.
-        place: which process is asked for.
-        processes: on each machine.
-
-    Raises:
-        UsageError: there is no such rank, no process, or there are fewer cards than processes.
-    """
+    """Process `place` of those a launcher starts on each machine; UsageError: too few GPUs, or no such rank."""
 
     def __init__(self, launcher: str, place: Place, processes: Sequence[int]) -> None:
         most = max(processes, default=0)
@@ -141,7 +119,7 @@ class _Started:
         self.local_size = processes[self.node]
 
     def start(self, args: Any, environment: dict[str, str], *before: str) -> Start:
-        """What it runs."""
+        """Return what it runs."""
         if args.no_python:
             raise UsageError(
                 "the launcher is to start a command, and no Python program",
@@ -154,13 +132,7 @@ class _Started:
 
 
 def find_launcher(name: str, arguments: Sequence[str], *, is_module: bool) -> tuple[Launcher, Sequence[str]] | None:
-    """The launcher that a command is, and its own arguments; None if it is a program of the user's.
-
-    Args:
-        name: a module, or a command as one types it: bare, or in a folder of commands.
-        arguments: what follows.
-        is_module: whether it is a module.
-    """
+    """Return the launcher that a module or command (bare, or in a bin folder) is, and its arguments, or None."""
     if is_module:
         words = _MODULES.get(name)
     else:
@@ -186,7 +158,6 @@ def _torchrun(arguments: Sequence[str], place: Place, module: str = "torch.distr
 
 
 def _number(flag: str, text: str, read: Callable[[str], int]) -> int:
-    """What torch's launcher reads in one of its options, which it raises several errors of."""
     try:
         return read(text)
     except (ValueError, RuntimeError) as error:
@@ -195,27 +166,24 @@ def _number(flag: str, text: str, read: Callable[[str], int]) -> int:
 
 
 def _variables_of_torch(args: Any, started: _Started) -> dict[str, str]:
-    """Of one worker (torch/distributed/elastic/agent/server/local_elastic_agent.py, `_start_workers`)."""
-    numbers = {
+    """Return those of one worker (torch/distributed/elastic/agent/server/local_elastic_agent.py, `_start_workers`)."""
+    values = {
         **dict.fromkeys(("RANK", "ROLE_RANK"), started.rank),
         "LOCAL_RANK": started.local_rank,
         "GROUP_RANK": started.node,
         **dict.fromkeys(("WORLD_SIZE", "ROLE_WORLD_SIZE"), started.size),
         "LOCAL_WORLD_SIZE": started.local_size,
         "GROUP_WORLD_SIZE": started.nodes,
-        "TORCHELASTIC_RESTART_COUNT": 0,
-    }
-    return {
-        **{name: str(number) for name, number in numbers.items()},
         "ROLE_NAME": args.role,
         "MASTER_ADDR": args.master_addr,
-        "MASTER_PORT": str(args.master_port or 29500),
-        "TORCHELASTIC_MAX_RESTARTS": str(args.max_restarts),
-        "TORCHELASTIC_RUN_ID": str(args.rdzv_id),
-        # There is no agent, whose store workers would look for.
-        "TORCHELASTIC_USE_AGENT_STORE": "False",
+        "MASTER_PORT": args.master_port or 29500,
+        "TORCHELASTIC_RESTART_COUNT": 0,
+        "TORCHELASTIC_MAX_RESTARTS": args.max_restarts,
+        "TORCHELASTIC_RUN_ID": args.rdzv_id,
+        "TORCHELASTIC_USE_AGENT_STORE": False,  # there is no agent, whose store workers would look for
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
     }
+    return {name: str(value) for name, value in values.items()}
 
 
 def _accelerate(arguments: Sequence[str], place: Place) -> Start:
@@ -240,7 +208,7 @@ def _accelerate(arguments: Sequence[str], place: Place) -> Start:
 
 
 def _deepspeed(arguments: Sequence[str], place: Place) -> Start:
-    """The arguments of `deepspeed` (deepspeed/launcher/runner.py of 0.17)."""
+    """Return what `deepspeed` is to start, by its arguments (deepspeed/launcher/runner.py of 0.17)."""
     parser = argparse.ArgumentParser(prog="deepspeed")
     for flag in ("-H", "-i", "-e", "--hostfile", "--exclude", "--launcher", "--launcher_args", "--bind_core_list"):
         parser.add_argument(flag, default="")
@@ -263,7 +231,7 @@ def _deepspeed(arguments: Sequence[str], place: Place) -> Start:
 
 
 def _deepspeed_node(arguments: Sequence[str], place: Place) -> Start:
-    """The arguments of what `deepspeed` starts on each machine (deepspeed/launcher/launch.py of 0.17)."""
+    """Return what `deepspeed` starts on each machine (deepspeed/launcher/launch.py of 0.17)."""
     parser = argparse.ArgumentParser(prog="deepspeed.launcher.launch")
     for flag in ("--node_rank", "--min_elastic_nodes", "--max_elastic_nodes", "--save_pid"):
         parser.add_argument(flag, type=int)
@@ -292,26 +260,26 @@ def _deepspeed_both(parser: argparse.ArgumentParser) -> None:
 
 
 def _deepspeed_start(args: argparse.Namespace, started: _Started) -> Start:
-    numbers = {
-        "RANK": started.rank,
-        "LOCAL_RANK": started.local_rank,
-        "CROSS_RANK": started.node,
-        "WORLD_SIZE": started.size,
-        "LOCAL_SIZE": started.local_size,
-        "CROSS_SIZE": started.nodes,
+    environment = {
+        "RANK": str(started.rank),
+        "LOCAL_RANK": str(started.local_rank),
+        "CROSS_RANK": str(started.node),
+        "WORLD_SIZE": str(started.size),
+        "LOCAL_SIZE": str(started.local_size),
+        "CROSS_SIZE": str(started.nodes),
+        "MASTER_ADDR": args.master_addr or "127.0.0.1",
+        "MASTER_PORT": args.master_port,
     }
-    environment = {name: str(number) for name, number in numbers.items()}
-    environment |= {"MASTER_ADDR": args.master_addr or "127.0.0.1", "MASTER_PORT": args.master_port}
     return started.start(args, environment, *(() if args.no_local_rank else (f"--local_rank={started.local_rank}",)))
 
 
+# Name of a command -> the launcher, and the first argument that makes it one.
 _COMMANDS: dict[str, tuple[Launcher, str]] = {
     "torchrun": (_torchrun, ""),
     "accelerate": (_accelerate, "launch"),
     "accelerate-launch": (_accelerate, ""),
     "deepspeed": (_deepspeed, ""),
 }
-"""Name of a command -> the launcher, and the first argument that makes it one."""
 _MODULES: dict[str, tuple[Launcher, str]] = {
     "torch.distributed.run": (_torchrun, ""),
     "torch.distributed.launch": (functools.partial(_torchrun, module="torch.distributed.launch"), ""),

@@ -25,12 +25,12 @@ from memprof.watch.program_code import is_program
 
 _Loop = ast.For | ast.AsyncFor | ast.While
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
+# Names of functions that give what they are given one by one, and of progress bars, which do too.
 _PASSED_ON = frozenset({"enumerate", "reversed", "sorted", "list", "tuple", "iter", "tqdm"})
-"""Names of functions that give what they are given one by one, and of progress bars, which do too."""
+# Of what leaves a loop where it holds: the side of the counter, and how far beyond the limit it has to come.
 _COUNTERS = {
     ast.Lt: ("right", 1), ast.LtE: ("right", 0), ast.Gt: ("left", 1), ast.GtE: ("left", 0), ast.Eq: ("left", 0),
 }  # fmt: skip
-"""Of what leaves a loop where it holds: the side of the counter, and how far beyond the limit it has to come."""
 _OPPOSITE: Mapping[type, type] = {ast.Lt: ast.GtE, ast.LtE: ast.Gt, ast.Gt: ast.LtE, ast.GtE: ast.Lt}
 _ARITHMETIC: Mapping[type, Callable[[int, int], int]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv,
@@ -39,17 +39,11 @@ _ARITHMETIC: Mapping[type, Callable[[int, int], int]] = {
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """One way in which a loop ends.
+    """One way in which a loop ends."""
 
-    Args:
-        total: rounds in all, or the value of a counter; None: not known.
-        done: rounds that are over, or the counter's value now; None: not known.
-        is_counter: it holds only where `done` is seen to grow, for a variable may count anything.
-    """
-
-    total: int | None
-    done: int | None = None
-    is_counter: bool = False
+    total: int | None  # rounds in all, or the value of a counter; None: not known
+    done: int | None = None  # rounds that are over, or the counter's value now; None: not known
+    is_counter: bool = False  # it holds only where `done` is seen to grow, for a variable may count anything
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,16 +73,9 @@ def position(step: int, frame: FrameType | None) -> Position:
 
 
 def planned_steps(earlier: Sequence[Position], now: Position) -> int | None:
-    """Estimate how many training steps the program makes in all.
+    """Estimate how many training steps the program makes in all, at most; None where its loops do not tell.
 
-    Where the loops do not tell how much of them is over, it is one step per round, which is the most.
-
-    Args:
-        earlier: where it was when steps before had ended.
-        now: where it is.
-
-    Returns:
-        None where the loops do not tell.
+    `earlier` are positions at the ends of steps before, `now` the last. One step per round is the most.
     """
     places = [loop.place for loop in now.loops]
     same = (one for one in earlier if places and [loop.place for loop in one.loops] == places)
@@ -109,7 +96,7 @@ def planned_steps(earlier: Sequence[Position], now: Position) -> int | None:
 
 
 def _first_to_come(then: Loop, loop: Loop) -> tuple[int | None, Bound]:
-    """What was over earlier, and the bound that ends a loop first; one that is not known where none is."""
+    """Return what was over earlier, and the bound that ends a loop first; one that is not known where none is."""
     known = [
         (early.done, bound)
         for early, bound in zip(then.bounds, loop.bounds, strict=True)
@@ -119,7 +106,7 @@ def _first_to_come(then: Loop, loop: Loop) -> tuple[int | None, Bound]:
 
 
 def _share(totals: Sequence[int], done: Sequence[int | None]) -> tuple[float, float]:
-    """What part of all rounds is over, as far inwards as that is known; and the part that the round of now is."""
+    """Return what part of all rounds is over, as far inwards as that is known; and the part of this round."""
     share, part = 0.0, 1.0
     for total, over in zip(totals, done, strict=True):
         if over is None:
@@ -129,11 +116,8 @@ def _share(totals: Sequence[int], done: Sequence[int | None]) -> tuple[float, fl
     return share, part
 
 
-# -- source code -------------------------------------------------------------------------------------------------------
-
-
 def _loops_of(frame: FrameType) -> Iterator[Loop]:
-    """The loops around the line that `frame` is at, in its own function."""
+    """Yield the loops around the line that `frame` is at, in its own function."""
     code = frame.f_code
     if code.co_name == "<lambda>":
         return
@@ -153,8 +137,7 @@ def _loops_of(frame: FrameType) -> Iterator[Loop]:
 
 @functools.lru_cache(maxsize=16)
 def _loops_in(text: str) -> tuple[tuple[tuple[str, int], _Loop, int, int], ...] | None:
-    """All loops of a file, outer ones first: name and first line of the function around each, itself, and its lines;
-    None if there is no source code."""
+    """Return a file's loops, outer first: name and line of the function around each, itself, its lines; or None."""
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError):
@@ -174,7 +157,6 @@ def _loops_in(text: str) -> tuple[tuple[tuple[str, int], _Loop, int, int], ...] 
 
 
 def _bounds(loop: _Loop, variables: Mapping[str, Any]) -> Iterator[Bound]:
-    """All ways in which `loop` ends."""
     if isinstance(loop, ast.While):
         yield from _counters(loop.test, variables, leaves=False)
     else:
@@ -184,7 +166,7 @@ def _bounds(loop: _Loop, variables: Mapping[str, Any]) -> Iterator[Bound]:
 
 
 def _tests_to_leave(body: Sequence[ast.stmt], *, is_inner: bool) -> Iterator[ast.expr]:
-    """Conditions of each `if` that leaves the loop with this body: by `break`, or from an inner one by `return`."""
+    """Yield conditions of each `if` that leaves the loop with this body: by `break`, or inside by `return`."""
     for node in body:
         if isinstance(node, _Function | ast.ClassDef):
             continue
@@ -203,7 +185,7 @@ def _leaves(node: ast.stmt, *, is_inner: bool) -> bool:
 
 
 def _counters(test: ast.expr, variables: Mapping[str, Any], *, leaves: bool) -> Iterator[Bound]:
-    """Counters and their limits in a condition at which a loop is left, or (`leaves` is False) goes on."""
+    """Yield counters and limits of a condition at which a loop is left, or (`leaves` is False) goes on."""
     # One of several is enough: to leave where it is `or`, to go on no longer where it is `and`.
     if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.Or if leaves else ast.And):
         for part in test.values:
@@ -221,20 +203,16 @@ def _counters(test: ast.expr, variables: Mapping[str, Any], *, leaves: bool) -> 
     yield Bound(limit + beyond, done, True) if is_known else Bound(None, is_counter=True)
 
 
-# -- values ------------------------------------------------------------------------------------------------------------
-
-
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _name_of(call: ast.Call) -> str:
-    """The last part of the name of what is called."""
     return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
 
 
 def _value(node: ast.expr, variables: Mapping[str, Any]) -> Any:
-    """What an expression gives, without a call into the program but for lengths; None if that is not known."""
+    """Return what an expression gives, without a call into the program but for lengths; None if that is not known."""
     match node:
         case ast.Constant():
             return node.value
@@ -259,7 +237,7 @@ def _value(node: ast.expr, variables: Mapping[str, Any]) -> Any:
 
 
 def _range(node: ast.expr, variables: Mapping[str, Any]) -> range | None:
-    """What `range(...)`, `trange(...)` or a progress bar around it gives; None if it is another expression."""
+    """Return what `range(...)`, `trange(...)` or a progress bar around it gives; None if it is another expression."""
     if not isinstance(node, ast.Call):
         return _value(node, variables) if isinstance(_value(node, variables), range) else None
     if _name_of(node) in ("tqdm", "list") and node.args:
@@ -271,7 +249,6 @@ def _range(node: ast.expr, variables: Mapping[str, Any]) -> range | None:
 
 
 def _rounds(node: ast.expr, variables: Mapping[str, Any]) -> int | None:
-    """How many rounds a `for` over an expression makes."""
     counted = _range(node, variables)
     if counted is not None:
         return len(counted)
@@ -292,7 +269,7 @@ def _rounds(node: ast.expr, variables: Mapping[str, Any]) -> int | None:
 
 
 def _rounds_over(target: ast.expr, node: ast.expr, variables: Mapping[str, Any]) -> int | None:
-    """How many rounds of a `for` are over, by its variable that counts them."""
+    """Return how many rounds of a `for` are over, by its variable that counts them."""
     counted = _range(node, variables)
     if counted is not None:
         value = _value(target, variables)

@@ -42,15 +42,11 @@ class Program:
 
     @property
     def command(self) -> list[str]:
-        """As one types it after `python`."""
+        """Return it as one types it after `python`."""
         return [*(("-m",) if self.is_module else ()), self.name, *self.arguments]
 
     def check(self) -> None:
-        """Whether there is such a program.
-
-        Raises:
-            UsageError: there is not.
-        """
+        """Raise UsageError if there is no such program."""
         if self._launcher():
             return
         if self.is_module:
@@ -67,7 +63,7 @@ class Program:
 
     @property
     def has_launcher(self) -> bool:
-        """Whether a launcher (torchrun, accelerate, deepspeed) starts it."""
+        """Return whether a launcher (torchrun, accelerate, deepspeed) starts it."""
         return self._launcher() is not None
 
     def _launcher(self) -> Any:
@@ -90,12 +86,9 @@ class Program:
             )
 
     def start(self, place: Place | None = None) -> Start | ScriptOutcome:
-        """The one process of the program that is run: what a launcher is to start, or it itself.
+        """Return the one process of the program that is run, or how a launcher's own parser ended (`--help`).
 
-        A launcher's own parser may end it instead (`--help`).
-
-        Raises:
-            UsageError: there is no such process, or too few cards for it.
+        Raises UsageError where there is no such process, or too few GPUs for it.
         """
         from memprof.script import launchers
 
@@ -114,12 +107,10 @@ class Program:
             return _ended_by(error)
 
     def run(self, rule: StopRule, handlers: ExitHandlers | None = None, start: Start | None = None) -> ScriptOutcome:
-        """Run it here, in this process, to its end or until `rule` stops it. Nothing that it raises comes through.
+        """Run it in this process to its end, or until `rule` stops it; nothing that it raises comes through.
 
-        Args:
-            rule: when to stop it.
-            handlers: of the program's own for its end, which are run then; None: they are left to this process.
-            start: the process that is run, if it was asked for before.
+        Its own `handlers` for its end are run then; None: they are left to this process. `start` is the process that is
+        run, if it was asked for before.
         """
         environment = dict(os.environ)
         try:
@@ -162,7 +153,7 @@ class Program:
 
     @contextlib.contextmanager
     def _as_main(self, handlers: ExitHandlers | None) -> Iterator[None]:
-        """`sys.argv`, `sys.path` and the ways out of a process, as the program is to find them."""
+        """Set `sys.argv`, `sys.path` and the ways out of a process as the program is to find them."""
         argv, path, leave = sys.argv, sys.path[:], os._exit
         process = os.getpid()
 
@@ -186,8 +177,7 @@ class Program:
 
 
 def _end_fork(outcome: ScriptOutcome) -> NoReturn:
-    """End a process that the program has forked where the program ends in it, as Python would: the report is not its
-    own."""
+    """End a process that the program has forked where the program ends in it, as Python would, without a report."""
     if outcome.error is not None:
         print_error(outcome.error)
     for stream in (sys.stdout, sys.stderr):
@@ -197,8 +187,8 @@ def _end_fork(outcome: ScriptOutcome) -> NoReturn:
 
 
 def _spec_of(name: str) -> ModuleSpec | None:
-    """Where the module `name` is. The packages around it are not imported, as importlib.util.find_spec would: they are
-    the program's, which is to find its card and arguments."""
+    """Return where the module `name` is. The packages around it are not imported, as importlib.util.find_spec would:
+    they are the program's, which is to find its card and arguments."""
     first, *parts = name.split(".")
     try:
         found = importlib.util.find_spec(first)
@@ -222,7 +212,7 @@ def _ended_by(error: BaseException) -> ScriptOutcome:
 
 
 def _stop_behind(error: BaseException) -> StopRun | None:
-    """The stop that `error` is, or that was on its way when the program's own clean-up raised `error`."""
+    """Return the stop that `error` is, or that was on its way when the program's own clean-up raised `error`."""
     seen: set[int] = set()
     step: BaseException | None = error
     while step is not None and id(step) not in seen:
@@ -234,7 +224,7 @@ def _stop_behind(error: BaseException) -> StopRun | None:
 
 
 def _exit_code(end: SystemExit) -> int:
-    """As the interpreter would: a message goes to stderr and is 1."""
+    """Return the code that the interpreter would: a message goes to stderr and is 1."""
     if end.code is None:
         return 0
     if isinstance(end.code, int):
@@ -245,12 +235,12 @@ def _exit_code(end: SystemExit) -> int:
 
 
 def print_error(error: BaseException) -> None:
-    """The program's own traceback on stderr."""
+    """Print the program's own traceback on stderr."""
     sys.stderr.write(error_text(error))
 
 
 def error_text(error: BaseException) -> str:
-    """The program's own traceback, without the frames of what ran it."""
+    """Return the program's own traceback, without the frames of what ran it."""
     shown = traceback.TracebackException.from_exception(error, compact=True)
     pending, seen = [shown], set()
     while pending:

@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from memprof.device.host import available_bytes
 from memprof.errors import MemprofError, UsageError
 from memprof.script.exchange import PEER, Exchange
 from memprof.script.stop import Ended, StopRun
@@ -31,21 +32,18 @@ from memprof.units import format_bytes
 from memprof.virtual.children import refusals_of
 from memprof.virtual.peers.channel import Channel
 
+# Seconds that a rank may wait for one that runs: as long as NCCL's watchdog does (kProcessGroupNCCLDefaultTimeout of
+# torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp).
 LONGEST_WAIT = 600.0
-"""Seconds that a rank may wait for one that runs: as long as NCCL's watchdog does (kProcessGroupNCCLDefaultTimeout of
-torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp)."""
-_OWN_ERROR = 3.0
-"""Seconds that a rank which runs has to come to the error of another, or to hear of it."""
-_GRACE = 20.0
-"""Seconds that a rank has to end when it is told to."""
+_OWN_ERROR = 3.0  # seconds that a rank which runs has to come to the error of another, or to hear of it
+_GRACE = 20.0  # seconds that a rank has to end when it is told to
+# Of host memory that a small rank takes for itself: the proportional set size of 16 of `fsdp2` of
+# tests/programs/parallel.py less that of 2, under torch 2.13.
 RANK_BYTES = 106 << 20
-"""Of host memory that a small rank takes for itself: the proportional set size of 16 of `fsdp2` of
-tests/programs/parallel.py less that of 2, under torch 2.13."""
-_IDLE = 1.0
-"""Seconds of a processor that ranks use while they wait."""
+_IDLE = 1.0  # seconds of a processor that ranks use while they wait
+# Seconds that what a rank has started has to end once it is gone: so long Python's own process takes that unlinks what
+# is left in shared memory.
 _TIDIES = 2.0
-"""Seconds that what a rank has started has to end once it is gone: so long Python's own process takes that unlinks what
-is left in shared memory."""
 _PR_SET_PDEATHSIG = 1
 _INTERRUPTED = 130
 
@@ -57,47 +55,39 @@ class Ran:
     ended: Ended
     exit_code: int
     result: Any = None
-    said: str = ""
-    """A traceback, where it failed."""
+    said: str = ""  # a traceback, where it failed
+    # What memprof has to say: class, problem, value and hint.
     error: tuple[type[MemprofError], str, Any, str | None] | None = None
-    """What memprof has to say: class, problem, value and hint."""
 
 
 def check_memory(number: int) -> None:
-    """Whether so many processes fit this machine.
-
-    Raises:
-        UsageError: they do not.
-    """
-    with contextlib.suppress(OSError, ValueError):
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            (free,) = (int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
-        if number * RANK_BYTES > free:
-            raise UsageError(
-                f"{number} ranks together take {format_bytes(number * RANK_BYTES)} of host memory or more",
-                value=f"{format_bytes(free)} are free",
-                hint="name some of them (--ranks 0,1), or run one alone (--rank)",
-            )
+    """Raise UsageError if so many processes do not fit this machine."""
+    free = available_bytes()
+    if free is not None and number * RANK_BYTES > free:
+        raise UsageError(
+            f"{number} ranks together take {format_bytes(number * RANK_BYTES)} of host memory or more",
+            value=f"{format_bytes(free)} are free",
+            hint="name some of them (--ranks 0,1), or run one alone (--rank)",
+        )
 
 
 class _Process:
-    """One rank's."""
+    """The process of one rank."""
 
     def __init__(self, rank: int, pid: int, line: Connection) -> None:
         self.rank, self.pid, self.line = rank, pid, line
         self.ran: Ran | None = None
-        self.status: int | None = None
-        """How it ended, as `waitpid` has it; None: it has not been seen to."""
+        self.status: int | None = None  # how it ended, as `waitpid` has it; None: it has not been seen to
 
     def has_ended(self, *, wait: bool = False) -> bool:
-        """Whether it is gone; its line may be open in a process that it has forked."""
+        """Return whether it is gone; its line may be open in a process that it has forked."""
         if self.status is None:
             pid, status = os.waitpid(self.pid, 0 if wait else os.WNOHANG)
             self.status = status if pid else None
         return self.status is not None
 
     def signal(self, number: int) -> None:
-        """To it and all that it has started."""
+        """Send a signal to it and all that it has started."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, number)
 
@@ -129,12 +119,12 @@ def run_together(
             ours, theirs = Pipe()
             sys.stdout.flush()
             sys.stderr.flush()
-            with _told_later():
+            with _block_sigterm():
                 pid = os.fork()
                 if pid == 0:
                     for other in [one.line for one in processes] + [ours]:
                         other.close()
-                    _be(theirs, rank, ranks, size, body)
+                    _run_child(theirs, rank, ranks, size, body)
                 processes.append(_Process(rank, pid, ours))
             theirs.close()
             with contextlib.suppress(OSError):  # it may have done so itself, or be gone
@@ -158,8 +148,8 @@ def run_together(
 
 
 @contextlib.contextmanager
-def _told_later() -> Iterator[None]:
-    """Inside, SIGTERM waits: what its handler raises in a function that runs at each fork, as logging's do, is lost."""
+def _block_sigterm() -> Iterator[None]:
+    """Let SIGTERM wait: what its handler raises in a function that runs at each fork, as logging's do, is lost."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
         yield
@@ -167,8 +157,9 @@ def _told_later() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _be(line: Connection, rank: int, ranks: Sequence[int], size: int, body: Callable[[Channel], Ran]) -> NoReturn:
-    """The whole life of a child."""
+def _run_child(
+    line: Connection, rank: int, ranks: Sequence[int], size: int, body: Callable[[Channel], Ran]
+) -> NoReturn:
     code, process = 1, os.getpid()
     try:
         with contextlib.suppress(OSError):
@@ -215,7 +206,6 @@ def _stop(why: str) -> NoReturn:
 def _serve(
     processes: Sequence[_Process], longest_wait: float, step_wait: float
 ) -> tuple[dict[int, Ran], MemprofError | None]:
-    """Answer them until all have ended."""
     by_rank = {process.rank: process for process in processes}
     living = {process.line: process for process in processes}
     since: dict[int, float] = {}
@@ -225,7 +215,7 @@ def _serve(
         with contextlib.suppress(OSError):
             by_rank[rank].line.send_bytes(pickle.dumps((word, answer)))
 
-    quiet = _Quiet(processes)
+    quiet = _IdleTimer(processes)
     exchange = Exchange([process.rank for process in processes], reply)
     deadlines = _deadlines(exchange, living)
     while living:
@@ -238,12 +228,12 @@ def _serve(
                     what, *said = pickle.loads(line.recv_bytes())
                 except (OSError, EOFError):
                     del living[line]
-                    _died(process, exchange)
+                    _on_death(process, exchange)
                     continue
                 if what == "ended":
                     del living[line]
                     process.ran = said[0]
-                    _has_ended(process, said[0], exchange)
+                    _on_end(process, said[0], exchange)
                 else:
                     exchange.hear(process.rank, what, *said)
                     if process.rank in exchange.waiting:
@@ -251,7 +241,7 @@ def _serve(
             for line, process in list(living.items()):
                 if process.has_ended() and not line.poll():
                     del living[line]
-                    _died(process, exchange)
+                    _on_death(process, exchange)
             for rank, begun in list(since.items()):
                 waiting = exchange.waiting.get(rank)
                 if waiting is None or not exchange.running:
@@ -274,7 +264,7 @@ def _serve(
 
 
 def _any_lives(groups: Set[int]) -> bool:
-    """Whether any process of these groups runs; False where that cannot be known."""
+    """Return whether any process of these groups runs; False where that cannot be known."""
     for entry in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError, ValueError):
             state, _, group = entry.read_text(encoding="utf-8").rpartition(")")[2].split()[:3]
@@ -283,7 +273,7 @@ def _any_lives(groups: Set[int]) -> bool:
     return False
 
 
-class _Quiet:
+class _IdleTimer:
     """Since when nobody has said or computed anything: ranks may wait for what is not seen here, such as a queue."""
 
     def __init__(self, processes: Sequence[_Process]) -> None:
@@ -292,11 +282,11 @@ class _Quiet:
         self._since = time.monotonic()
 
     def over(self) -> None:
-        """Somebody has said something."""
+        """Begin anew: somebody has said something."""
         self._since = time.monotonic()
 
     def lasts(self, seconds: float) -> bool:
-        """Whether it has lasted for so long."""
+        """Return whether it has lasted for so long."""
         if time.monotonic() - self._since < seconds:
             return False
         used = sum(_processor_seconds(process.pid) for process in self._processes)
@@ -308,7 +298,7 @@ class _Quiet:
 
 
 def _processor_seconds(pid: int) -> float:
-    """That a process has used; 0 where that cannot be known."""
+    """Return what a process has used; 0 where that cannot be known."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8") as file:
             fields = file.read().rpartition(")")[2].split()
@@ -318,7 +308,7 @@ def _processor_seconds(pid: int) -> float:
 
 
 def _deadlines(exchange: Exchange, living: dict[Connection, _Process]) -> Iterator[None]:
-    """Once all are to end: tell those that do not hear it, and then kill them."""
+    """Tell those that do not hear that all are to end, and then kill them."""
     while exchange.why is None:
         yield
     is_wrong = exchange.problem or exchange.why == PEER
@@ -332,7 +322,7 @@ def _deadlines(exchange: Exchange, living: dict[Connection, _Process]) -> Iterat
         yield
 
 
-def _has_ended(process: _Process, ran: Ran, exchange: Exchange) -> None:
+def _on_end(process: _Process, ran: Ran, exchange: Exchange) -> None:
     if ran.ended in (Ended.ERROR, Ended.NOT_SIMULATED, Ended.REFUSED) or ran.exit_code:
         exchange.stop(PEER)
     elif ran.ended in (Ended.TIMEOUT, Ended.INTERRUPTED):
@@ -340,7 +330,7 @@ def _has_ended(process: _Process, ran: Ran, exchange: Exchange) -> None:
     exchange.leave(process.rank, "has ended")
 
 
-def _died(process: _Process, exchange: Exchange) -> None:
+def _on_death(process: _Process, exchange: Exchange) -> None:
     process.has_ended(wait=True)
     code = os.waitstatus_to_exitcode(process.status or 0)
     if code == _INTERRUPTED:

@@ -14,20 +14,15 @@ from types import FrameType
 class Ended(enum.StrEnum):
     """Why a script no longer runs."""
 
-    STEPS = "steps"
-    """It has made the steps that were asked for."""
+    STEPS = "steps"  # it has made the steps that were asked for
     TIMEOUT = "timeout"
-    EXIT = "exit"
-    """It came to its end, or called sys.exit."""
-    ERROR = "error"
-    """It raised."""
-    NOT_SIMULATED = "not simulated"
-    """It did what memprof refuses, for it cannot be simulated."""
-    REFUSED = "refused"
-    """It raised because the card was full."""
+    EXIT = "exit"  # it came to its end, or called sys.exit
+    ERROR = "error"  # it raised
+    NOT_SIMULATED = "not simulated"  # it did what memprof refuses, for it cannot be simulated
+    REFUSED = "refused"  # it raised because the card was full
     INTERRUPTED = "interrupted"
+    # It was stopped because another rank of the program failed, or a call of theirs did not agree.
     PEER = "another rank"
-    """It was stopped because another rank of the program failed, or a call of theirs did not agree."""
 
 
 class StopRun(BaseException):
@@ -38,73 +33,52 @@ class StopRun(BaseException):
         self.why = why
 
 
-MIN_GROWTH_BYTES = 64 << 10
-"""Memory that a step adds. Less is a metric that is kept as a tensor, and fills no GPU."""
+MIN_GROWTH_BYTES = 64 << 10  # Memory that a step adds. Less is a metric that is kept as a tensor, and fills no GPU.
 
+# Steps more where memory grows by less: a window over the last few tensors fills by then, and late state is made.
 PATIENCE = 6
-"""Steps more where memory grows by less: a window over the last few tensors fills by then, and late state is made."""
 
+# A run goes on past its steps up to here, to see what comes late: longer batches, an evaluation. As a rule the number
+# of events decides (they take 1.5 s of a processor); the time does for programs that wait for their data.
 CHEAP_EVENTS, CHEAP_SECONDS = 10_000, 15.0
-"""A run goes on past its steps up to here, to see what comes late: longer batches, an evaluation. As a rule the number
-of events decides (they take 1.5 s of a processor); the time does for programs that wait for their data."""
 
+# ... and up to here (half a minute of a processor) while its memory grows, to see it level off, end or run out.
 GROWING_EVENTS, GROWING_SECONDS = 200_000, 300.0
-"""... and up to here (half a minute of a processor) while its memory grows, to see it level off, end or run out."""
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Hold what a run has come to at the end of a training step.
+    """What a run has come to at the end of a training step."""
 
-    Args:
-        completed: training steps that have ended.
-        held_bytes: allocated on the GPU at the end of each of them.
-        num_events: recorded so far; None: they are not counted while the run goes on (a measured run).
-        seconds: since the step ended at which the run was asked to stop.
-    """
-
-    completed: int
-    held_bytes: Sequence[int]
-    num_events: int | None = None
-    seconds: float = 0.0
+    completed: int  # training steps that have ended
+    held_bytes: Sequence[int]  # allocated on the GPU at the end of each of them
+    num_events: int | None = None  # recorded so far; None: they are not counted while the run goes on (measured)
+    seconds: float = 0.0  # since the step ended at which the run was asked to stop
 
     @property
     def growth_bytes(self) -> int:
-        """Bytes that a step added, on average over the later half of the steps; 0 where memory did not grow."""
+        """Return bytes that a step added, on average over the later half of the steps; 0 where memory did not grow."""
         half = self.held_bytes[(len(self.held_bytes) - 1) // 2 :]
         return max(half[-1] - half[0], 0) // (len(half) - 1) if len(half) > 1 else 0
 
 
 @dataclass(frozen=True, slots=True)
 class StopRule:
-    """When to stop.
+    """When to stop."""
 
-    Args:
-        steps: after so many training steps; None: never.
-        seconds: after so much time; None: never.
-        goes_on: past `steps`, while that costs little or memory grows.
-    """
-
-    steps: int | None = 2
-    seconds: float | None = None
-    goes_on: bool = False
+    steps: int | None = 2  # after so many training steps; None: never
+    seconds: float | None = None  # after so much time; None: never
+    goes_on: bool = False  # past `steps`, while that costs little or memory grows
 
     def after_step(self, progress: Progress, agreed: Callable[[bool], bool] = bool) -> None:
-        """A step has ended.
-
-        Args:
-            agreed: told whether this run has shown enough, says whether all ranks have.
-
-        Raises:
-            StopRun: enough was seen.
-        """
+        """Raise StopRun if enough was seen; `agreed`, told whether of this run, says whether of all ranks."""
         if self.steps is None or progress.completed < self.steps:
             return
         if agreed(not (self.goes_on and self._is_worth_more(self.steps, progress))):
             raise StopRun(Ended.STEPS)
 
     def _is_worth_more(self, steps: int, progress: Progress) -> bool:
-        """Whether one more step may change the answer, or costs next to nothing."""
+        """Return whether one more step may change the answer, or costs next to nothing."""
         growth = progress.growth_bytes
         if progress.num_events is not None:
             if progress.num_events < CHEAP_EVENTS and progress.seconds < CHEAP_SECONDS:
@@ -115,7 +89,7 @@ class StopRule:
 
     @contextlib.contextmanager
     def clock(self) -> Iterator[None]:
-        """Inside, the script is stopped when its time is up: by a signal, which needs the main thread."""
+        """Stop the script inside when its time is up: by a signal, which needs the main thread."""
         if self.seconds is None or threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -135,8 +109,7 @@ class StopRule:
 
 @contextlib.contextmanager
 def stopping_from_threads() -> Iterator[Callable[[], None]]:
-    """Gives what any thread may call to stop the script, as with an error: by a signal, since the main thread may be
-    waiting for something that will not come."""
+    """Yield what any thread may call to stop the script: by a signal, for the main thread may be waiting in vain."""
     if threading.current_thread() is not threading.main_thread():
         yield lambda: None
         return
@@ -174,11 +147,9 @@ class ScriptOutcome:
     """How a script ended."""
 
     ended: Ended
-    exit_code: int
-    """The script's own: 0 where it was stopped, 1 where it raised."""
-    error: BaseException | None = None
-    """What it raised."""
+    exit_code: int  # the script's own: 0 where it was stopped, 1 where it raised
+    error: BaseException | None = None  # what it raised
+    # Its variables, or the exception whose frames hold them: what is alive at the end is not to die of the end.
     kept: object = field(default=None, repr=False, compare=False)
-    """Its variables, or the exception whose frames hold them: what is alive at the end is not to die of the end."""
+    # Training steps that it would have made in all, where it was stopped; None: that is not known.
     planned_steps: int | None = None
-    """Training steps that it would have made in all, where it was stopped; None: that is not known."""

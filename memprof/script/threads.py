@@ -26,11 +26,10 @@ class ThreadWatch:
 
     def __init__(self, stop: Callable[[], None]) -> None:
         self._stop = stop
-        self.error: BaseException | None = None
-        """What that thread raised."""
+        self.error: BaseException | None = None  # what that thread raised
 
     def patches(self) -> Iterator[Patch]:
-        """The patches (owner, name, replacement) that see threads die."""
+        """Yield the patches (owner, name, replacement) that see threads die."""
         original = threading.excepthook
 
         def thread_died(args: threading.ExceptHookArgs) -> None:

@@ -20,21 +20,18 @@ from memprof.patching.patch_set import Patch
 from memprof.torch_private.pytree import tree_leaves
 from memprof.watch.phases import Phases
 
-MAX_SECONDS = 30.0
-"""For looking through one loader. What was not looked at is said."""
-STEPS = 2
-"""As many training steps are all of largest batches: the first makes the optimizer's state, the second has it."""
+MAX_SECONDS = 30.0  # For looking through one loader. What was not looked at is said.
+STEPS = 2  # as many training steps are all of largest batches: the first makes the optimizer's state, the second has it
 
 
 @dataclass(slots=True)
 class _Fed:
     """What is fed of one loader."""
 
-    worst: Any = None
-    """Its largest batch, as long as it may be fed again."""
+    worst: Any = None  # its largest batch, as long as it may be fed again
 
     def take(self) -> Any:
-        """The batch, for the program to take apart; what cannot be copied is fed once."""
+        """Return the batch, for the program to take apart; what cannot be copied is fed once."""
         try:
             return copy.deepcopy(self.worst)
         except Exception:
@@ -52,7 +49,7 @@ class WorstBatch:
         self._looking = False
 
     def patches(self) -> Iterator[Patch]:
-        """The patches (owner, name, replacement)."""
+        """Yield the patches (owner, name, replacement)."""
         original = DataLoader.__iter__
 
         def __iter__(loader: DataLoader[Any]) -> Iterator[Any]:
@@ -90,7 +87,7 @@ class WorstBatch:
         yield from self._worst_again(rest, fed)
 
     def _worst_again(self, batches: Iterator[Any], fed: _Fed) -> Iterator[Any]:
-        """The largest batch in the place of each that comes too early, and then the rest."""
+        """Yield the largest batch in the place of each that comes too early, and then the rest."""
         for batch in batches:
             if self._is_fed_again(fed):
                 yield from self._watched(fed.take(), fed)
@@ -112,7 +109,7 @@ class WorstBatch:
 
     @staticmethod
     def _look(batches: Iterator[Any]) -> tuple[Any, int, int, int, bool]:
-        """The largest batch, its number, its bytes, how many there were, and whether these are all."""
+        """Return the largest batch, its number, its bytes, how many there were, and whether these are all."""
         worst, at, most, count = None, 0, -1, 0
         end = time.monotonic() + MAX_SECONDS
         for batch in batches:
@@ -126,7 +123,7 @@ class WorstBatch:
 
 
 def bytes_of(batch: Any) -> int:
-    """Bytes of the tensors in a batch, however they are nested."""
+    """Return bytes of the tensors in a batch, however they are nested."""
     leaves = tree_leaves(batch)
     # Batches of transformers are mappings of a class of their own, which torch takes for leaves.
     nested = sum(bytes_of(dict(leaf)) for leaf in leaves if isinstance(leaf, Mapping))

@@ -22,11 +22,9 @@ class ActivePool:
         self._of_trace = 0
 
     def select(self, pool: int, *, of_thread: bool) -> tuple[int, bool]:
-        """Take memory of GPUs from `pool` from here on (0: from the default one); returns what was set before.
+        """Take memory of GPUs from `pool` (0: the default one) from here on; return what was set before.
 
-        Args:
-            pool: its number.
-            of_thread: whether backward passes, which run in threads of their own, take none of it.
+        `of_thread`: backward passes, which run in threads of their own, take none of it.
         """
         before = self._active, self._of_thread
         self._active, self._of_thread = pool, of_thread

@@ -76,8 +76,6 @@ class Attribution:
         """Return whether the autograd node that is running made the storage of this index."""
         return index >= self._forward.node_start
 
-    # -- source lines -----------------------------------------------------------------------------------------------
-
     def caller(self) -> int:
         """Return the index of the line outside torch and memprof that is running now."""
         return self._source(sys._getframe(1))

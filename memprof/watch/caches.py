@@ -23,10 +23,9 @@ from memprof.trace.events import NONE, Storage
 from memprof.watch.recorder import Recorder
 
 _aten = torch.ops.aten
+# Operators that write a part of their first argument.
 WRITES = frozenset({_aten.copy_, _aten.index_copy_, _aten.index_put_, _aten._index_put_impl_, _aten.scatter_})
-"""Operators that write a part of their first argument."""
-_MAX_DEPTH = 4
-"""Of the containers in what a module is given and returns."""
+_MAX_DEPTH = 4  # of the containers in what a module is given and returns
 _Key = tuple[int, int, int]
 
 
@@ -35,21 +34,18 @@ class Caches:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
+        # Storages made before each call of a module from outside all others, and in `_roots` which module it is.
         self._begins: list[int] = []
-        """Storages made before each call of a module from outside all others, and in `_roots` which module it is."""
         self._roots: list[int] = []
         self._infers = False
+        # In the call that is running: the older part, and the storages made before the join.
         self._joined: list[tuple[int, int]] = []
-        """In the call that is running: the older part, and the storages made before the join."""
-        self._overwritten: dict[int, int] = {}
-        """Storages, and the number of the first call that overwrote them."""
-        self._returned: defaultdict[int, set[int]] = defaultdict(set)
-        """What the last call of each module returned."""
-        self._lines: set[_Key] = set()
-        """Operators, lines and modules that make what is kept."""
+        self._overwritten: dict[int, int] = {}  # storages, and the number of the first call that overwrote them
+        self._returned: defaultdict[int, set[int]] = defaultdict(set)  # what the last call of each module returned
+        self._lines: set[_Key] = set()  # operators, lines and modules that make what is kept
 
     def call_begins(self, module: int, given: Any) -> None:
-        """A module is called from outside all others, with these arguments."""
+        """See a module called from outside all others, with these arguments."""
         self._infers = not torch.is_grad_enabled()
         self._joined.clear()  # the call before may have raised
         self._begins.append(len(self._recorder.trace.storages))
@@ -60,7 +56,7 @@ class Caches:
                 self._keep(index)
 
     def call_returned(self, result: Any) -> None:
-        """That call returns `result`."""
+        """See that call return `result`."""
         if not self._infers:
             return
         self._infers = False
@@ -80,11 +76,11 @@ class Caches:
 
     @property
     def looks(self) -> bool:
-        """Whether what the program does now may be to a cache: it is in a part of a model that infers."""
+        """Return whether what the program does now may be to a cache: it is in a part of a model that infers."""
         return self._infers and self._recorder.modules.current not in (NONE, self._roots[-1])
 
     def written(self, target: torch.Tensor) -> None:
-        """An operator of WRITES writes into `target`."""
+        """See an operator of WRITES write into `target`."""
         index = self._recorder.storages.index_of(target)
         if not NONE < index < self._begins[-1] or not _holds_numbers(target):
             return
@@ -93,14 +89,14 @@ class Caches:
             self._keep(index)
 
     def joins(self, parts: list[torch.Tensor]) -> None:
-        """`parts` are about to be joined to one tensor."""
+        """See `parts` about to be joined to one tensor."""
         for part in parts:
             index = self._recorder.storages.index_of(part)
             if self.is_older(index) and _holds_numbers(part):
                 self._joined.append((index, len(self._recorder.trace.storages)))
 
     def is_older(self, index: int) -> bool:
-        """Whether a storage was made by an earlier call of the module that is called."""
+        """Return whether a storage was made by an earlier call of the module that is called."""
         if not self._begins or not NONE < index < self._begins[-1]:
             return False
         maker = bisect.bisect_right(self._begins, index) - 1
@@ -114,7 +110,7 @@ class Caches:
             self._lines.add(_line(storage))
 
     def _indices(self, values: Any) -> set[int]:
-        """Of the tensors with numbers in `values`, containers looked into."""
+        """Return indices of the tensors with numbers in `values`, containers looked into."""
         with torch.DisableTorchFunction():
             found = {
                 self._recorder.storages.index_of(tensor) for tensor in tensors_in(values) if _holds_numbers(tensor)
@@ -123,7 +119,7 @@ class Caches:
 
 
 def tensors_in(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
-    """The tensors of what a module is given or returns."""
+    """Yield the tensors of what a module is given or returns."""
     if isinstance(value, torch.Tensor):
         yield value
     elif depth < _MAX_DEPTH and isinstance(value, (tuple, list, dict)):
@@ -136,5 +132,5 @@ def _line(storage: Storage) -> _Key:
 
 
 def _holds_numbers(tensor: torch.Tensor) -> bool:
-    """Numbers of any precision, quantized ones too, and no tokens, positions or masks."""
+    """Return whether it has numbers of any precision, quantized ones too, and no tokens, positions or masks."""
     return tensor.is_floating_point() or tensor.dtype in (torch.int8, torch.uint8)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def no_collection() -> Iterator[None]:
-    """Cyclic garbage would be freed at a moment that depends on what else the process does; a run's frees come from
+    """Collect no cyclic garbage: its frees would depend on what else the process does, and a run's come from
     reference counts alone."""
     collects = gc.isenabled()
     gc.disable()

@@ -11,8 +11,9 @@ import dis
 import linecache
 import re
 import sys
+import traceback
 from collections.abc import Iterable, Iterator
-from types import CodeType, FrameType, TracebackType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torch import nn
 from memprof.errors import MemprofError, first_line, text_of
 from memprof.trace.events import NONE, Failure, FailureKind, Phase, PhaseKind
 from memprof.watch.modules import MODULE_CALL
-from memprof.watch.program_code import is_program
+from memprof.watch.program_code import OWN_WORKLOADS, is_program
 from memprof.watch.recorder import Recorder
 
 
@@ -37,61 +38,52 @@ class TracingError(RuntimeError):
     """A model on the card is traced (torch.export), on torch's own tensors without data."""
 
 
-_WORKLOADS = __file__.rsplit("/watch/", 1)[0] + "/workload/"
-"""memprof's own code that builds a model and steps."""
 _DOING = {
     PhaseKind.MODEL: "the program's own code, before its first step",
     PhaseKind.OPTIMIZER: "building the optimizer",
     PhaseKind.INPUTS: "making the inputs",
     PhaseKind.OTHER: "the program's own code",
 }
+# How torch says that an operator has no kernel for tensors without data (torch/csrc/autograd, Dispatcher.cpp,
+# torch/_library/custom_ops.py).
 _NO_META = (
     re.compile(r"([\w.]+::[\w.]+): attempted to run this operator with Meta tensors"),
     re.compile(r"Could not run '([\w.]+::[\w.]+)' (?:from|with arguments from)"),
     re.compile(r"no fake impl registered for <CustomOpDef\(([\w.]+::[\w.]+)\)>"),
 )
-"""How torch says that an operator has no kernel for tensors without data (torch/csrc/autograd, Dispatcher.cpp,
-torch/_library/custom_ops.py)."""
+# How torch says that there is no card; the virtual one is there for the thread that entered it, and its backward.
 _NO_CARD = re.compile(
     r"Could not run 'aten::.* from the 'CUDA' backend|Torch not compiled with CUDA enabled|Found no NVIDIA driver|"
     r"PyTorch is not linked with support for cuda"
 )
-"""How torch says that there is no card; the virtual one is there for the thread that entered it, and its backward."""
+# What a thread that does not see the virtual card is told of a tensor on it.
 _NO_DATA = "Cannot copy out of meta tensor"
-"""What a thread that does not see the virtual card is told of a tensor on it."""
 _CANNOT = re.compile(
     r"Not available for 'meta' device|Cannot access storage of \w+Impl|on meta tensors|Cannot pack tensors on meta"
 )
+# What torch calls the device and the types of tensors without data: no program on a GPU meets it.
 _SPEAKS_OF_META = re.compile(r"\b[Mm]eta(?:[A-Z]\w*)?\b")
-"""What torch calls the device and the types of tensors without data: no program on a GPU meets it."""
+# How extensions and Triton refuse tensors whose data is not on a real card.
 _NEEDS_DATA = re.compile(
     r"Cannot access data pointer|data is not allocated yet|is_cuda\(\)|\b(?:must|should|expected|has) (?:to )?(?:be )?"
     r"(?:a |on )?(?:the )?(?:CUDA|GPU)\b|0 active drivers|CUDA driver|libcuda|no kernel image|invalid device function|"
     r"CUDA_HOME|no CUDA-capable device|cudaError",
     re.IGNORECASE,
 )
-"""How extensions and Triton refuse tensors whose data is not on a real card."""
 
 
 def describe(
-    error: BaseException,
-    recorder: Recorder,
-    phase: Phase,
-    unknown_read: tuple[int, str] | None,
-    dispatch: CodeType,
+    error: BaseException, recorder: Recorder, phase: Phase, unknown_read: tuple[int, str] | None, dispatch: CodeType
 ) -> Failure:
-    """The failure that `error`, raised in `phase`, is.
+    """Return the failure that `error`, raised in `phase`, is.
 
     `unknown_read` is the index of the line that last read an unknown value, and what it was told; `dispatch` the code
     of the dispatch mode's method, whose frames name operators.
     """
     op: str | None = None
     module = NONE
-    lines: list[str] = []
-    frames: list[FrameType] = []
-    for step in _steps(error.__traceback__):
-        frame = step.tb_frame
-        frames.append(frame)
+    frames, lines = _frames_and_lines(error)
+    for frame in frames:
         if frame.f_code is dispatch:
             func, place = frame.f_locals.get("func"), frame.f_locals.get("place")
             op = None if func is None else func._schema.name.replace("::", ".")
@@ -100,8 +92,6 @@ def describe(
         elif frame.f_code is MODULE_CALL:
             index = frame.f_locals.get("index")
             module = module if index is None else index  # None: it raised before the module was known
-        elif is_program(frame.f_code):
-            lines.append(f"{frame.f_code.co_filename}:{step.tb_lineno} {frame.f_code.co_name}")
     source = lines[-1] if lines else None
     if isinstance(error, MemprofError):
         return refusal(error.problem, error.hint, source, phase, frames)
@@ -110,7 +100,7 @@ def describe(
     if kind is FailureKind.ERROR and unknown_read is not None and unknown_read[0] != NONE and _may_decide(error):
         where, told = unknown_read
         line = recorder.trace.sources[where]
-        if any(_same_function(line, other) for other in lines):
+        if any(_function(line) == _function(other) for other in lines):  # a decision follows what was read there
             kind, read = FailureKind.UNKNOWN_VALUE, f"{line}: {told}"
     if kind is FailureKind.ERROR and _is_gap(text_of(error), frames):
         kind = FailureKind.GAP
@@ -133,16 +123,16 @@ def empty_frames(error: BaseException) -> None:
     They stand for C++, which releases what it holds when it is left; in Python it would live as long as the traceback.
     What `describe` reads is kept: dispatch modes let go of tensors themselves, module calls have no more than torch's.
     """
-    for step in _steps(error.__traceback__):
-        code = step.tb_frame.f_code
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        code = frame.f_code
         if code is MODULE_CALL or code.co_name == "__torch_dispatch__" or is_program(code):
             continue
         with contextlib.suppress(RuntimeError):  # it still runs: the caller's
-            step.tb_frame.clear()
+            frame.clear()
 
 
 def registration(op: str | None) -> str | None:
-    """What to add to the program so that an operator of a library has a kernel without data, by its schema.
+    """Return what to add to the program so that an operator of a library has a kernel without data, by its schema.
 
     None: it is one of torch's own, or not known by its name.
     """
@@ -170,8 +160,8 @@ def _parameters(schema: Any) -> Iterator[str]:
         yield f"{one.name}={one.default_value!r}" if one.has_default_value() else one.name
 
 
+# Type of a result -> a first guess at what makes it.
 _LIKE = {"Tensor": "torch.empty_like({})", "List[Tensor]": "[torch.empty_like({})]"}
-"""Type of a result -> a first guess at what makes it."""
 _REGISTRATION = """say what it allocates, with the shapes, types and strides that its kernel gives its results
 @torch.library.register_fake("{name}")
 def _({arguments}):
@@ -182,11 +172,11 @@ or choose another implementation of it, or measure the run on a GPU"""
 def refusal(
     problem: str, hint: str | None, source: str | None, phase: Phase, frames: Iterable[FrameType] | None = None
 ) -> Failure:
-    """The failure of a run in which something was refused, whether or not the program went on without it.
+    """Return the failure of a run in which something was refused, whether or not the program went on without it.
 
     `frames` are those that it passed through; None: those that are running.
     """
-    doing = _doing(phase, _running() if frames is None else frames)
+    doing = _doing(phase, (frame for frame, _ in traceback.walk_stack(sys._getframe())) if frames is None else frames)
     return Failure(FailureKind.REFUSED, doing, MemprofError.__name__, problem, None, None, source, None, hint)
 
 
@@ -197,31 +187,24 @@ def _doing(phase: Phase, frames: Iterable[FrameType]) -> str:
     return f"{doing} of step {phase.step}" if phase.step else doing
 
 
-def _running() -> Iterator[FrameType]:
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
 def _builds(frame: FrameType) -> bool:
-    """Whether this is a function that makes or moves a module, or the step of memprof's own workloads that does.
+    """Return whether this is a function that makes or moves a module, or the step of memprof's own workloads that does.
 
     A program's phase is the model's until it calls one: it may be anywhere.
     """
     code = frame.f_code
     if code.co_name in ("__init__", "_apply", "to"):
         return isinstance(frame.f_locals.get(next(iter(code.co_varnames), "")), nn.Module)
-    return code.co_filename.startswith(_WORKLOADS)
+    return code.co_filename.startswith(OWN_WORKLOADS)
 
 
 def finds_no_card(error: BaseException) -> bool:
-    """Whether a thread that raised `error` wanted the virtual card, which it does not see."""
+    """Return whether a thread that raised `error` wanted the virtual card, which it does not see."""
     return bool(_NO_CARD.search(text_of(error))) or _NO_DATA in text_of(error)
 
 
 def ended_by_refusal(error: BaseException | None) -> bool:
-    """Whether `error` is, or was raised because of, a card that was full."""
+    """Return whether `error` is, or was raised because of, a card that was full."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         if isinstance(error, torch.OutOfMemoryError):
@@ -232,15 +215,10 @@ def ended_by_refusal(error: BaseException | None) -> bool:
 
 
 def measured_failure(error: BaseException, phase: Phase) -> Failure:
-    """The failure that `error` is, raised on a real device in `phase`."""
+    """Return the failure that `error` is, raised on a real device in `phase`."""
     text = text_of(error)
     full = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator: can't allocate" in text
-    frames = [step.tb_frame for step in _steps(error.__traceback__)]
-    lines = [
-        f"{step.tb_frame.f_code.co_filename}:{step.tb_lineno} {step.tb_frame.f_code.co_name}"
-        for step in _steps(error.__traceback__)
-        if is_program(step.tb_frame.f_code)
-    ]
+    frames, lines = _frames_and_lines(error)
     source = lines[-1] if lines else None
     if isinstance(error, MemprofError):
         return refusal(error.problem, error.hint, source, phase, frames)
@@ -248,14 +226,15 @@ def measured_failure(error: BaseException, phase: Phase) -> Failure:
     return Failure(kind, _doing(phase, frames), type(error).__name__, first_line(error), None, None, source, None)
 
 
-def _steps(traceback: TracebackType | None) -> Iterator[TracebackType]:
-    while traceback is not None:
-        yield traceback
-        traceback = traceback.tb_next
+def _frames_and_lines(error: BaseException) -> tuple[list[FrameType], list[str]]:
+    """Return the frames that `error` has passed through, and the program's lines among them, outermost first."""
+    passed = [(frame, frame.f_code, number) for frame, number in traceback.walk_tb(error.__traceback__)]
+    lines = [f"{code.co_filename}:{number} {code.co_name}" for _, code, number in passed if is_program(code)]
+    return [frame for frame, _, _ in passed], lines
 
 
 def _kind(error: BaseException, text: str) -> tuple[FailureKind, str | None]:
-    """The kind, and the operator that the message names."""
+    """Return the kind, and the operator that the message names."""
     if isinstance(error, KeyboardInterrupt):
         return FailureKind.INTERRUPTED, None
     if isinstance(error, KernelError):
@@ -276,7 +255,7 @@ def _kind(error: BaseException, text: str) -> tuple[FailureKind, str | None]:
 
 
 def _is_gap(text: str, frames: Iterable[FrameType]) -> bool:
-    """Whether an error with this message is the virtual GPU's, and not what the program did.
+    """Return whether an error with this message is the virtual GPU's, and not what the program did.
 
     A program that asks for the meta device itself may meet its name in an error of its own.
     """
@@ -287,7 +266,7 @@ def _is_gap(text: str, frames: Iterable[FrameType]) -> bool:
 
 
 def _may_decide(error: BaseException) -> bool:
-    """Whether another number could have spared the program this error.
+    """Return whether another number could have spared the program this error.
 
     What is misspelt, not installed or of another version of a library is so with any number. What a branch that was not
     taken would have set is not: a variable, or an object where None is.
@@ -297,19 +276,14 @@ def _may_decide(error: BaseException) -> bool:
     if isinstance(error, AttributeError):
         return error.obj is None
     if isinstance(error, NameError) and not isinstance(error, UnboundLocalError):
-        *_, last = _steps(error.__traceback__)
+        *_, (last, _) = traceback.walk_tb(error.__traceback__)
         return any(
             instruction.opname in ("STORE_NAME", "STORE_GLOBAL") and instruction.argval == error.name
-            for instruction in dis.get_instructions(last.tb_frame.f_code)
+            for instruction in dis.get_instructions(last.f_code)
         )
     if isinstance(error, KeyError):  # the column of a batch, the field of a configuration
         return not (error.args and isinstance(error.args[0], str) and error.args[0].isidentifier())
     return True
-
-
-def _same_function(line: str, other: str) -> bool:
-    """Whether two sources `file:line function` are in one function: a decision follows what was read there."""
-    return _function(line) == _function(other)
 
 
 def _function(line: str) -> tuple[str, str]:

@@ -20,46 +20,39 @@ from memprof.watch.caches import tensors_in
 from memprof.watch.holders import Search
 from memprof.watch.recorder import Recorder
 
-MIN_CALL_BYTES = 64 << 10
-"""What calls of a model leave behind is looked into from this on; a decoder's tokens are less."""
+MIN_CALL_BYTES = 64 << 10  # what calls of a model leave behind is looked into from this on; a decoder's tokens are less
 
-MAX_SEARCHES = 8
-"""In one run. Each looks through all objects of the process, some tens of milliseconds."""
+MAX_SEARCHES = 8  # In one run. Each looks through all objects of the process, some tens of milliseconds.
 
 _sequence_number = autograd.get_sequence_nr
+# Operator, line, module, dtype and number of dimensions: what makes the counterparts of one tensor in other steps.
 _Key = tuple[int, int, int, str, int, PhaseKind]
-"""Operator, line, module, dtype and number of dimensions: what makes the counterparts of one tensor in other steps."""
 
 
 class GrowthWatch:
-    """What one `VirtualGpu` tells of its program's calls and phases."""
+    """What one `VirtualGpu` tells of its program's calls and phases.
+
+    It looks at steps and at calls, whose states are both here: hence the number of attributes.
+    """
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._search = Search(recorder)
-        self._in_step = False
-        """Whether an optimizer steps, or the closure that it calls."""
-        self._loop_begin = NONE
-        """The first storage of the first step."""
-        self._step = 0
-        """The last that began, and `_ended` the last whose end was seen."""
+        self._in_step = False  # whether an optimizer steps, or the closure that it calls
+        self._loop_begin = NONE  # the first storage of the first step
+        self._step = 0  # the last that began, and `_ended` the last whose end was seen
         self._ended = 0
         self._steps = _Looks()
-        self._calls: dict[int, _Looks] = {}
-        """Of calls without a backward between them, by module."""
+        self._calls: dict[int, _Looks] = {}  # of calls without a backward between them, by module
         self._calls_begin = 0
         self._outputs: set[int] = set()
         self._call: tuple[int, int, int, bool, int | None] | None = None
         self._searches = 0
-        self._has_sums = False
-        """Whether running sums were found."""
-        self._explained: set[_Key] = set()
-        """What has been searched for."""
-
-    # -- what is told -----------------------------------------------------------------------------------------------
+        self._has_sums = False  # whether running sums were found
+        self._explained: set[_Key] = set()  # what has been searched for
 
     def phase_begins(self, kind: PhaseKind, *, in_step: bool) -> None:
-        """A phase was recognised, which may be that of a closure `in_step` of an optimizer."""
+        """See a phase recognised, which may be that of a closure `in_step` of an optimizer."""
         before, self._in_step = self._in_step, in_step or kind is PhaseKind.OPTIMIZER_STEP
         if kind is PhaseKind.BACKWARD:
             self._step_begins()
@@ -69,7 +62,7 @@ class GrowthWatch:
             self._step_ended()
 
     def call_begins(self, module: nn.Module, index: int) -> None:
-        """A module is called from outside all others, not in a backward pass."""
+        """See a module called from outside all others, not in a backward pass."""
         trace = self._recorder.trace
         self._step_begins()
         if self._loop_begin == NONE:
@@ -81,7 +74,7 @@ class GrowthWatch:
         self._call = (len(trace.events), index, self._recorder.attribution.caller(), module.training, number)
 
     def call_returned(self, result: Any) -> None:
-        """That call returns `result`."""
+        """See that call return `result`."""
         if self._call is None:
             return
         (begin, module, source, training, number), self._call = self._call, None
@@ -101,11 +94,9 @@ class GrowthWatch:
             self._explain(grown, self._calls_begin)
 
     def run_ends(self) -> None:
-        """The program has come to its end, and its variables are still there."""
+        """See the program come to its end, its variables still there."""
         if self._loop_begin != NONE and self._steps.count >= 2:
             self._explain(self._steps.grown(self._held(self._loop_begin)), self._loop_begin)
-
-    # -- what is done -----------------------------------------------------------------------------------------------
 
     def _step_begins(self) -> None:
         step = self._recorder.writer.phase.step
@@ -128,49 +119,42 @@ class GrowthWatch:
                 self._recorder.trace.holders += sums
 
     def _left_by_calls(self, nodes: int) -> Iterator[int]:
-        """What piles up between calls: outputs, and what the program makes of them. What modules keep for themselves (a
-        KV cache) is theirs; of a call with gradients, the graph is not."""
+        """Yield what piles up between calls: outputs, and what the program makes of them. What modules keep for
+        themselves (a KV cache) is theirs; of a call with gradients, the graph is not."""
         storages = self._recorder.trace.storages
         for index in self._recorder.storages.live.values():
             if nodes or storages[index].module == NONE or index in self._outputs:
                 yield index
 
     def _key(self, storage: Storage) -> _Key:
-        """What counterparts have in common; a gradient may have all but the phase of an output."""
+        """Return what counterparts have in common; a gradient may have all but the phase of an output."""
         kind = self._recorder.trace.phases[storage.phase].kind
         return storage.op, storage.source, storage.module, storage.dtype, len(storage.shape), kind
 
-    def _held(self, first: int, among: Iterable[int] | None = None) -> dict[_Key, int]:
-        """Bytes on the card by key, of what was made from `first` on and may pile up."""
+    def _may_pile_up(self, first: int, among: Iterable[int]) -> Iterator[tuple[int, _Key]]:
+        """Yield storages on GPUs, made from `first` on, without a role or with one that those of every step have."""
         trace = self._recorder.trace
+        for index in among:
+            owner = trace.owners.get(index)
+            if index >= first and (owner is None or owner.role in MADE_ANEW) and trace.storages[index].device != HOST:
+                yield index, self._key(trace.storages[index])
+
+    def _held(self, first: int, among: Iterable[int] | None = None) -> dict[_Key, int]:
+        """Return bytes by key of what was made from `first` on and may pile up."""
         held: dict[_Key, int] = defaultdict(int)
-        for index in self._recorder.storages.live.values() if among is None else among:
-            if index >= first and self._may_pile_up(index):
-                storage = trace.storages[index]
-                if storage.device != HOST:
-                    held[self._key(storage)] += storage.num_bytes
+        for index, key in self._may_pile_up(first, self._recorder.storages.live.values() if among is None else among):
+            held[key] += self._recorder.trace.storages[index].num_bytes
         return held
 
-    def _may_pile_up(self, index: int) -> bool:
-        """Whether a storage has no role, or one that storages of every step have."""
-        owner = self._recorder.trace.owners.get(index)
-        return owner is None or owner.role in MADE_ANEW
-
     def _explain(self, grown: set[_Key], first: int) -> None:
-        """Look for who keeps these, and note it in the trace."""
         grown -= self._explained
         if not grown or self._searches == MAX_SEARCHES:
             return
         self._searches += 1
         self._explained |= grown
-        trace = self._recorder.trace
-        targets: dict[int, _Key] = {}
-        for index in self._recorder.storages.live.values():
-            storage = trace.storages[index]
-            key = self._key(storage)
-            if index >= first and key in grown and self._may_pile_up(index) and storage.device != HOST:
-                targets[index] = key
-        trace.holders += self._search.holders_of(targets)
+        live = self._recorder.storages.live.values()
+        targets = {index: key for index, key in self._may_pile_up(first, live) if key in grown}
+        self._recorder.trace.holders += self._search.holders_of(targets)
 
 
 class _Looks:
@@ -179,17 +163,16 @@ class _Looks:
     FIRST = 3
 
     def __init__(self) -> None:
-        self.count = 0
-        """Rounds so far."""
+        self.count = 0  # rounds so far
         self._held: list[dict[_Key, int]] = []
 
     def is_due(self) -> bool:
-        """Another round has ended: whether to look."""
+        """Count another round; return whether to look."""
         self.count += 1
         return self.count <= self.FIRST or self.count & (self.count - 1) == 0
 
     def grown(self, held: dict[_Key, int], least: int = 1) -> set[_Key]:
-        """What has grown at each of the last two looks, this one among them, if some of it did by `least` bytes."""
+        """Return what has grown at each of the last two looks, this one included, if some did by `least` bytes."""
         self._held = [*self._held[-2:], held]
         if len(self._held) < 3:
             return set()

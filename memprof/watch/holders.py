@@ -29,26 +29,20 @@ from memprof.watch.program_code import is_program
 from memprof.watch.recorder import Recorder
 from memprof.watch.source_lines import line_of_class, line_of_code, line_that_fills
 
-MAX_DEPTH = 10
-"""Containers in containers, up to a name: a list of models holds parameters at the sixth."""
+MAX_DEPTH = 10  # containers in containers, up to a name: a list of models holds parameters at the sixth
 
-MOST = 0.9
-"""Of what an object holds: a part of it that has so much is the one to name."""
+MOST = 0.9  # of what an object holds: a part of it that has so much is the one to name
 
-MAX_OBJECTS = 50_000
-"""Of one depth; more is a sign that the search has left the program."""
+MAX_OBJECTS = 50_000  # of one depth; more is a sign that the search has left the program
 
-MAX_NODES = 200_000
-"""Autograd nodes that are counted."""
+MAX_NODES = 200_000  # autograd nodes that are counted
 
-_MOST_PARTS = 64
-"""Of a container, among which running sums are looked for."""
-_SUM_NODES = 2_000
-"""Of a running sum's graph, nearest first: the sums of several steps are among them."""
+_MOST_PARTS = 64  # of a container, among which running sums are looked for
+_SUM_NODES = 2_000  # of a running sum's graph, nearest first: the sums of several steps are among them
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 _PASSED_OVER = (types.ModuleType, types.BuiltinFunctionType, types.CodeType)
+# Nodes that accumulate gradients have a sequence number beyond all others, for they run first.
 _IN_FORWARD_ORDER = 1 << 62
-"""Nodes that accumulate gradients have a sequence number beyond all others, for they run first."""
 
 
 @dataclass(slots=True)
@@ -56,12 +50,9 @@ class _Name:
     """What the program calls an object."""
 
     text: str
-    code: CodeType | None
-    """Of the function whose variable it is."""
-    owner: type | None = None
-    """Of an attribute: the class."""
-    is_global: bool = False
-    """Whether it is one, which any function may fill; `code` is of one that sees it."""
+    code: CodeType | None  # of the function whose variable it is
+    owner: type | None = None  # of an attribute: the class
+    is_global: bool = False  # whether it is one, which any function may fill; `code` is of one that sees it
 
 
 @dataclass(slots=True)
@@ -69,12 +60,11 @@ class _Found:
     """A named object, and the tensors beneath it, by id."""
 
     held: Any
+    # Of the innermost container that refers to a tensor 1; of one that is met again with more, where it has all.
     depth: int
-    """Of the innermost container that refers to a tensor 1; of one that is met again with more, where it has all."""
     tensors: set[int]
     names: list[_Name] = field(default_factory=list)
-    keys: tuple[str, ...] = ()
-    """Of a dict, those of the one container in it, and in that, that holds all of them."""
+    keys: tuple[str, ...] = ()  # of a dict, those of the one container in it, and in that, that holds all of them
 
 
 class Search:
@@ -82,24 +72,24 @@ class Search:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
+        # Autograd's sequence number where each step is seen to begin (its first call of a model), and in `_step_ends`
+        # where its optimizers were done. What a program computes between two steps, of the outputs that it still has or
+        # for the next call, is of no step by itself.
         self._step_begins: list[int] = []
-        """Autograd's sequence number where each step is seen to begin (its first call of a model), and in `_step_ends`
-        where its optimizers were done. What a program computes between two steps, of the outputs that it still has or
-        for the next call, is of no step by itself."""
         self._step_ends: list[int] = []
 
     def step_began(self) -> None:
-        """A step begins."""
+        """See a step begin."""
         self._step_begins.append(autograd.get_sequence_nr())
         self._step_ends.append(_IN_FORWARD_ORDER)
 
     def step_ended(self) -> None:
-        """An optimizer has stepped: the step's last one, as far as is known."""
+        """See an optimizer step: the step's last one, as far as is known."""
         if self._step_ends:
             self._step_ends[-1] = autograd.get_sequence_nr()
 
     def holders_of(self, targets: Mapping[int, object]) -> list[Holder]:
-        """Who keeps these storages (by index, with what their counterparts have in common), the fullest first.
+        """Return who keeps these storages (by index, with what their counterparts have in common), the fullest first.
 
         Of counterparts, one holder is named, which must have most of the older ones: the last of them are in variables
         as well. A variable that is the tensor itself must have all, as in `all = torch.cat([all, out])`.
@@ -107,7 +97,7 @@ class Search:
         with torch.DisableTorchFunction():
             tensors = self._tensors_of(targets)
             variables = _Variables(self._recorder)
-            found = _climb(tensors, variables)
+            found = _find_named_holders(tensors, variables)
             sizes = self._recorder.trace.storages
             num_bytes = {
                 id(one): sum(sizes[i].num_bytes for i in {tensors[t][1] for t in one.tensors}) for one in found
@@ -134,7 +124,7 @@ class Search:
             return result
 
     def running_sums(self) -> list[Holder]:
-        """Variables, and attributes of variables, whose graph goes back over several steps: `total = total + loss`."""
+        """Return variables, and their attributes, whose graph goes back over several steps: `total = total + loss`."""
         with torch.DisableTorchFunction():
             variables = _Variables(self._recorder)
             sums: dict[Any, tuple[_Found, list[Any]]] = {}
@@ -154,7 +144,7 @@ class Search:
             ]
 
     def _tensors_of(self, targets: Mapping[int, object]) -> dict[int, tuple[torch.Tensor, int]]:
-        """The tensor objects of these storages, by id, and whose storage each is."""
+        """Return the tensor objects of these storages, by id, and whose storage each is."""
         result = {}
         for value in gc.get_objects():
             if issubclass(type(value), torch.Tensor):
@@ -164,7 +154,7 @@ class Search:
         return result
 
     def _steps_of(self, nodes: list[Any]) -> set[int]:
-        """The steps in which these nodes were made, but for those that were made between two."""
+        """Return the steps in which these nodes were made, but for those that were made between two."""
         found = set()
         for number in (node._sequence_nr() for node in nodes):
             step = bisect.bisect_right(self._step_begins, number)
@@ -203,7 +193,7 @@ class Search:
 
 
 def _holds(storages: set[int], members: list[int], *, every: bool) -> bool:
-    """Whether `storages` are what keeps these counterparts, oldest first: most of the older half, or `every` one."""
+    """Return whether `storages` hold these counterparts, oldest first: most of the older half, or `every` one."""
     if every:
         return storages.issuperset(members)
     older = members[: (len(members) + 1) // 2]
@@ -214,11 +204,10 @@ class _Variables:
     """The variables of the functions that are running, innermost first, and the globals of their modules."""
 
     def __init__(self, recorder: Recorder) -> None:
-        self.names: dict[int, list[_Name]] = {}
-        """By the id of the value."""
+        self.names: dict[int, list[_Name]] = {}  # by the id of the value
         self.batches: int | None = None
+        # Those that are tensors, and tensors that are attributes of the program's objects or in its containers.
         self.tensors: list[tuple[_Name, torch.Tensor]] = []
-        """Those that are tensors, and tensors that are attributes of the program's objects or in its containers."""
         self.codes: list[CodeType] = []
         loaders: dict[int, DataLoader[Any]] = {}
         seen_globals: set[int] = set()
@@ -263,13 +252,13 @@ class _Variables:
 
 
 def _is_loader(value: Any) -> bool:
-    """Whether it is a data loader, or says so of itself, as accelerate's wrappers do."""
+    """Return whether it is a data loader, or says so of itself, as accelerate's wrappers do."""
     kind = type(value)
     return issubclass(kind, DataLoader) or ("DataLoader" in kind.__name__ and isinstance(value, DataLoader))
 
 
-def _climb(tensors: Mapping[int, tuple[Any, int]], variables: _Variables) -> list[_Found]:
-    """Everything with a name above these tensors, within MAX_DEPTH."""
+def _find_named_holders(tensors: Mapping[int, tuple[Any, int]], variables: _Variables) -> list[_Found]:
+    """Return everything with a name above these tensors, within MAX_DEPTH."""
     own: set[int] = {id(tensors), id(variables), id(variables.names), id(variables.tensors)}
     own.update(id(pair) for pair in tensors.values())
     own.update(id(pair) for pair in variables.tensors)
@@ -342,7 +331,7 @@ def _climb(tensors: Mapping[int, tuple[Any, int]], variables: _Variables) -> lis
 
 
 def _keys(held: Any, beneath: Mapping[int, set[int]]) -> Iterator[str]:
-    """The way from a dict to the innermost container that holds all that it does, if it leads through dicts alone."""
+    """Yield the keys from a dict to the innermost container that holds all that it does, through dicts alone."""
     while issubclass(type(held), dict):
         tensors = beneath[id(held)]
         inner = [(key, value) for key, value in held.items() if beneath.get(id(value)) == tensors]
@@ -355,7 +344,7 @@ def _keys(held: Any, beneath: Mapping[int, set[int]]) -> Iterator[str]:
 
 
 def _attributes(value: Any) -> dict[str, Any]:
-    """An object's own attributes; those that are computed are not asked for."""
+    """Return an object's own attributes; those that are computed are not asked for."""
     try:
         attributes = object.__getattribute__(value, "__dict__")
     except AttributeError:
@@ -364,7 +353,7 @@ def _attributes(value: Any) -> dict[str, Any]:
 
 
 def _module_of(namespace: dict[Any, Any]) -> str | None:
-    """The module whose globals these are."""
+    """Return the module whose globals these are."""
     module = namespace.get("__name__")
     if not isinstance(module, str) or module not in sys.modules:
         return None
@@ -379,8 +368,8 @@ def _content(cell: Any) -> Any:
 
 
 def _running_frames() -> set[int]:
-    """The ids of the frames that run, in any thread: what they hold are variables. A frame that an exception keeps is
-    a container as any other."""
+    """Return the ids of the frames that run, in any thread: what they hold are variables. A frame that an exception
+    keeps is a container as any other."""
     running = set()
     frames: list[FrameType | None] = list(sys._current_frames().values())
     while frames:
@@ -393,7 +382,7 @@ def _running_frames() -> set[int]:
 
 
 def _line_that_fills(name: _Name, running: list[CodeType]) -> str | None:
-    """`file:line function`, read off the source code: of a variable's function, of an attribute's class; of a global,
+    """Return `file:line function`, read off the source: of a variable's function, of an attribute's class; of a global,
     and of an attribute that its class does not fill, of what is running."""
     whole, bracket, keys = name.text.partition("[")
     variable = whole.rpartition(".")[2]
@@ -413,7 +402,7 @@ def _line_that_fills(name: _Name, running: list[CodeType]) -> str | None:
 
 
 def _nodes(roots: list[torch.Tensor], most: int) -> list[Any]:
-    """The autograd nodes that hang on these tensors, nearest first, up to `most`."""
+    """Return the autograd nodes that hang on these tensors, nearest first, up to `most`."""
     queue = deque(root.grad_fn for root in roots)
     seen: dict[Any, None] = {}
     while queue and len(seen) < most:

@@ -17,8 +17,7 @@ from torch import nn
 
 from memprof.trace.events import NONE, EventKind, Module, ModuleRole
 
-_LISTS = (nn.ModuleList, nn.ModuleDict)
-"""Are not called; what is in them is."""
+_LISTS = (nn.ModuleList, nn.ModuleDict)  # are not called; what is in them is
 
 
 class _ThreadState(threading.local):
@@ -33,30 +32,29 @@ class ModuleTracker:
 
     def __init__(self) -> None:
         self.table: list[Module] = []
+        # Path -> where it stands in the table, as far as that was looked through (`_placed`).
         self._places: dict[str, list[int]] = {}
-        """Path -> where it stands in the table, as far as that was looked through (`_placed`)."""
         self._placed = 0
         # What the thread runs that asks for it.
         self.thread = _ThreadState()
         self.listener: Callable[[EventKind, int], None] = lambda kind, module: None
         self.on_root: Callable[[nn.Module], None] = lambda root: None
+        # A module, of this index, is about to be called from outside all others, with these arguments.
         self.on_outermost: Callable[[nn.Module, int, Any, Any], None] = lambda module, index, args, kwargs: None
-        """A module, of this index, is about to be called from outside all others, with these arguments."""
+        # Such a call returns this; not called if it raises.
         self.on_outermost_return: Callable[[Any], None] = lambda result: None
-        """Such a call returns this; not called if it raises."""
-        self.on_outermost_raise: Callable[[BaseException], None] = lambda error: None
-        """Such a call raises this."""
+        self.on_outermost_raise: Callable[[BaseException], None] = lambda error: None  # such a call raises this
         self._known: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         self._parameter_module: dict[int, int] = {}
 
     @property
     def current(self) -> int:
-        """Index of the innermost module that this thread runs, NONE outside all modules."""
+        """Return the index of the innermost module that this thread runs, NONE outside all modules."""
         return self.thread.module
 
     # Its frames name the module that was running when something raised: see failure.py.
     def wrap_call(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """The replacement for `nn.Module.__call__`."""
+        """Return the replacement for `nn.Module.__call__`."""
         tracker, here = self, self.thread
 
         def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -87,15 +85,14 @@ class ModuleTracker:
         return __call__
 
     def _root(self) -> nn.Module | None:
-        """The one that was called from outside all others last."""
         return None if self.thread.root is None else self.thread.root()
 
     def module_of(self, parameter: torch.Tensor) -> int:
-        """Index of the module that owns `parameter`, NONE if it is not known."""
+        """Return the index of the module that owns `parameter`, NONE if it is not known."""
         return self._parameter_module.get(id(parameter), NONE)
 
     def below(self, index: int, path: str) -> int:
-        """Index of the module at `path` below that of `index`; of the innermost around it that is in the table."""
+        """Return the index of the module at `path` below that of `index`, or of the innermost known one around it."""
         root = self.table[index].path if index != NONE else ""
         for place in range(self._placed, len(self.table)):
             self._places.setdefault(self.table[place].path, []).append(place)
@@ -107,7 +104,7 @@ class ModuleTracker:
         return next(places, index)
 
     def known(self) -> Iterator[tuple[nn.Module, int]]:
-        """Every module that is in the table and still alive, and its index."""
+        """Yield every module that is in the table and still alive, and its index."""
         yield from self._known.items()
 
     def add_root(self, root: nn.Module) -> None:
@@ -144,8 +141,8 @@ class ModuleTracker:
         reads_tokens = reads_tokens and any(isinstance(module, nn.Embedding) for module in root.modules())
         head = _head(root, stacks, reads_tokens=reads_tokens)
         layers = {path: stack for stack, modules in stacks.items() for path in _layers(stack, modules)}
+        # What is called of children that are bare lists, which are not: by path, the list's.
         in_lists: dict[str, str] = {}
-        """What is called of children that are bare lists, which are not: by path, the list's."""
         above = {
             "",
             *_wrapped(root),
@@ -183,12 +180,12 @@ class ModuleTracker:
 
 
 def own_name(path: str) -> str:
-    """The name of a module or parameter without what torch.compile puts before it."""
+    """Return the name of a module or parameter without what torch.compile puts before it."""
     return ".".join(part for part in path.split(".") if part != "_orig_mod")
 
 
 def _stacks(root: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """The outermost lists of alike, parameterised modules: a transformer's layers, a ResNet's blocks."""
+    """Yield the outermost lists of alike, parameterised modules: a transformer's layers, a ResNet's blocks."""
     for name, child in root.named_children():
         path = f"{prefix}{name}"
         members = list(child.children()) if isinstance(child, (nn.ModuleList, nn.Sequential)) else []
@@ -203,7 +200,7 @@ def _stacks(root: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]
 
 
 def _wrapped(root: nn.Module) -> Iterator[str]:
-    """Paths of the modules that are all that is in those around them, as of a model in DataParallel."""
+    """Yield paths of the modules that are all that is in those around them, as of a model in DataParallel."""
     path = ""
     while len(children := list(root.named_children())) == 1 and next(children[0][1].children(), None) is not None:
         name, root = children[0]
@@ -212,7 +209,7 @@ def _wrapped(root: nn.Module) -> Iterator[str]:
 
 
 def _are_tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a model is called with a text: with more than one whole number a sample, or with nothing else."""
+    """Return whether a model is called with a text: with more than one whole number a sample, or with nothing else."""
     given = [*args, *kwargs.values()]
     given += [value for part in given if isinstance(part, Mapping) for value in part.values()]
     tensors = [value for value in given if isinstance(value, torch.Tensor)]
@@ -221,7 +218,7 @@ def _are_tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def _layers(path: str, stack: nn.Module) -> Iterator[str]:
-    """What is called of a stack: its members, or what is in them where they are bare lists of modules."""
+    """Yield what is called of a stack: its members, or what is in them where they are bare lists of modules."""
     for name, member in stack.named_children():
         if isinstance(member, _LISTS):
             yield from _layers(f"{path}.{name}", member)
@@ -230,8 +227,9 @@ def _layers(path: str, stack: nn.Module) -> Iterator[str]:
 
 
 def _head(root: nn.Module, stacks: dict[str, nn.Module], *, reads_tokens: bool) -> nn.Module | None:
-    """The module that produces the logits: what the model says, else of one that reads tokens the last Linear outside
-    its layers that has an output for each word, or if there is none is a part of the model by itself (a classifier)."""
+    """Return the module that produces the logits: what the model says, else of one that reads tokens the last Linear
+    outside its layers that has an output for each word, or if there is none is a part of the model by itself (a
+    classifier)."""
     getter = getattr(root, "get_output_embeddings", None)
     if callable(getter):
         try:
@@ -257,9 +255,9 @@ def _head(root: nn.Module, stacks: dict[str, nn.Module], *, reads_tokens: bool) 
     return found.get(True, found.get(False))
 
 
+# Code of the wrapped `nn.Module.__call__`; the local `index` of its frames is the module's.
 MODULE_CALL: CodeType = next(
     constant
     for constant in ModuleTracker.wrap_call.__code__.co_consts
     if isinstance(constant, CodeType) and constant.co_name == "__call__"
 )
-"""Code of the wrapped `nn.Module.__call__`; the local `index` of its frames is the module's."""

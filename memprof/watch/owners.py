@@ -27,7 +27,7 @@ class OwnerTable:
 
     @property
     def names_communication(self) -> bool:
-        """Whether the program has joined a group of processes: then what torch takes for it is told apart."""
+        """Return whether the program has joined a group of processes: then what torch takes for it is told apart."""
         return self._storages.on_allocate is not None
 
     def name_communication(self) -> None:
@@ -76,8 +76,7 @@ class OwnerTable:
                 self._trace.owners.setdefault(index, Owner(Role.UNSHARDED, parts[0].name or "a parameter"))
 
     def mark_reduced(self, given: Iterable[torch.Tensor]) -> None:
-        """Note that a collective reduces these over the ranks. A copy that was made for it, after a backward, is its
-        own."""
+        """Note that a collective reduces these over the ranks: a copy made for it, after a backward, is its own."""
         if self._writer.phase.kind in (PhaseKind.FORWARD, PhaseKind.BACKWARD):
             return
         for tensor in given:

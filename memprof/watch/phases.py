@@ -22,9 +22,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -39,57 +39,44 @@ _PER_STEP = (PhaseKind.FORWARD, PhaseKind.BACKWARD, PhaseKind.EVALUATION, PhaseK
 
 
 class Phases:
-    """Recognises phases, and begins them.
+    """Recognises phases, and begins them: `begin` is told kind, step and micro-batch, `now` gives the one that runs.
 
-    Args:
-        begin: told each phase that begins: kind, step, micro-batch.
-        now: the phase that is running.
+    The meaning of each event depends on all before it: hence more methods and attributes than in other classes.
     """
 
     def __init__(self, begin: Callable[[PhaseKind, int, int], None], now: Callable[[], Phase]) -> None:
         self._begin_phase = begin
         self._now = now
-        self.recognises = True
-        """Whether phases are recognised: not while the workload names them itself."""
-        self.step = 0
-        """The training step that is running or has just ended, from 1; 0 before the first."""
-        self._ended = True
-        """Whether it has."""
+        self.recognises = True  # whether phases are recognised: not while the workload names them itself
+        self.step = 0  # the training step that is running or has just ended, from 1; 0 before the first
+        self._ended = True  # whether it has
+        # An optimizer has made a step: the outermost one, where one steps another; None: the program itself has.
         self.on_step: Callable[[Optimizer | None], None] = lambda optimizer: None
-        """An optimizer has made a step: the outermost one, where one steps another; None: the program itself has."""
-        self.trains = False
-        """Whether a model was called with gradients."""
-        self.updates_itself = False
-        """Whether the program has updated parameters that no optimizer of torch's steps on."""
+        self.trains = False  # whether a model was called with gradients
+        self.updates_itself = False  # whether the program has updated parameters that no optimizer of torch's steps on
+        # A module with parameters is about to be called from outside all others.
         self.before_forward: Callable[[nn.Module], None] = lambda module: None
-        """A module with parameters is about to be called from outside all others."""
-        self.forwards = 0
-        """Calls of models so far, from outside all others."""
-        self.backwards = 0
-        """Backward passes that have begun so far."""
+        self.forwards = 0  # calls of models so far, from outside all others
+        self.backwards = 0  # backward passes that have begun so far
         self._micro_batch = 1
         self._ran_backward = False
-        self._updated = False
-        """Whether the program itself has updated parameters in this step."""
-        self._generating = 0
-        """Calls of the model within `generate()`; 0 outside."""
-        self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        """Those that the program has made."""
-        self._outermost: Callable[[], Any] = _nothing
-        """Gives the optimizer that steps, or None; one that steps another inside is still one step. A weak reference:
-        what a step is not told to have ended, is the program's to let go of."""
+        self._updated = False  # whether the program itself has updated parameters in this step
+        self._generating = 0  # calls of the model within `generate()`; 0 outside
+        self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # those that the program has made
+        # Gives the optimizer that steps, or None; one that steps another inside is still one step. A weak reference:
+        # what a step is not told to have ended, is the program's to let go of.
+        self._outermost: Callable[[], Any] = _no_optimizer
+        # Something is about to leave the phase that is running.
         self.on_raise: Callable[[BaseException], None] = lambda error: None
-        """Something is about to leave the phase that is running."""
+        # An optimizer has raised in its step, of which its state may be half made.
         self.on_step_raise: Callable[[Optimizer], None] = lambda optimizer: None
-        """An optimizer has raised in its step, of which its state may be half made."""
+        # Replace an attribute until the run is over.
         self.patch: Callable[[Any, str, Any], None] = lambda owner, name, value: None
-        """Replace an attribute until the run is over."""
+        # Classes of optimizers whose `step` was replaced.
         self._seen_to_raise: weakref.WeakSet[type] = weakref.WeakSet()
-        """Classes of optimizers whose `step` was replaced."""
-        self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        """Those that have in this step."""
+        self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # those that have in this step
+        # Whether a library steps them to have their state made, before there is anything to train by.
         self._prepares = False
-        """Whether a library steps them to have their state made, before there is anything to train by."""
 
     def _begin(self, kind: PhaseKind) -> None:
         if self.recognises:
@@ -105,19 +92,17 @@ class Phases:
         self._micro_batch = 1
         self._ran_backward = self._updated = False
 
-    # -- what happens -----------------------------------------------------------------------------------------------
-
     def building(self) -> None:
-        """The program starts: it builds its model."""
+        """Begin the phase in which the program builds its model."""
         self._begin(PhaseKind.MODEL)
 
     def built(self) -> None:
-        """What follows is no longer the model's construction."""
+        """End the model's construction."""
         if self._now().kind is PhaseKind.MODEL:
             self._begin(PhaseKind.OTHER)
 
     def forward(self, module: nn.Module) -> None:
-        """`module` is called from outside all others."""
+        """See `module` called from outside all others."""
         if not self.recognises or autograd.current_graph_task_id() != -1:
             return
         if next(module.parameters(), None) is None:  # a loss, an activation: part of what is going on
@@ -146,18 +131,15 @@ class Phases:
         self._begin(kind)
 
     def _learns(self, module: nn.Module) -> bool:
-        """Whether it is trained by an optimizer, if there is one, or by the program itself: a teacher is not."""
-        steps_on = {
-            id(one) for optimizer in self.optimizers for group in optimizer.param_groups for one in group["params"]
-        }
-        return (
-            any(id(one) in steps_on for one in module.parameters())
-            if steps_on
-            else bool(self.backwards and _is_trained(module))
-        )
+        """Return whether it is trained by an optimizer, if there is one, or by the program itself: a teacher is not."""
+        groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)
+        steps_on = {id(one) for group in groups for one in group["params"]}
+        if not steps_on:
+            return bool(self.backwards and _is_trained(module))
+        return any(id(one) in steps_on for one in module.parameters())
 
     def backward(self) -> None:
-        """A backward pass begins."""
+        """See a backward pass begin."""
         self.backwards += 1
         if self.recognises and not self.forwards and self._updated and not self._ended:
             self._end_step(None)
@@ -166,12 +148,12 @@ class Phases:
         self._begin(PhaseKind.BACKWARD)
 
     def after_backward(self, *, accumulates: bool) -> None:
-        """It has ended; it `accumulates` in `.grad`, or is a torch.autograd.grad (as of MAML's inner loop)."""
+        """See it end: it `accumulates` in `.grad`, or is a torch.autograd.grad (as of MAML's inner loop)."""
         self._ran_backward = self._ran_backward or accumulates or not self.optimizers
         self.go_on()
 
     def go_on(self) -> None:
-        """What was recognised is over: the program's own code goes on, or the optimizer that was given it to run."""
+        """Go on with the program's own code, or the optimizer that was given what was recognised to run."""
         self._begin(PhaseKind.OPTIMIZER_STEP if self.is_stepping else PhaseKind.OTHER)
 
     @property
@@ -180,27 +162,27 @@ class Phases:
         return self._outermost() is not None
 
     def forward_raised(self, error: BaseException) -> None:
-        """A module that was called from outside all others has raised."""
+        """See a module raise that was called from outside all others."""
         if self.recognises and autograd.current_graph_task_id() == -1:
             self.on_raise(error)
             self.go_on()
 
     @property
     def awaits_update(self) -> bool:
-        """Whether the program may update its parameters itself: a backward pass has run, no optimizer is at work."""
+        """Return whether the program may update its parameters itself: after a backward, with no optimizer at work."""
         return self.recognises and self._ran_backward and not self._ended and not self.is_stepping
 
     def updated(self) -> None:
-        """The program itself has updated parameters; the phase that is running was renamed to an optimizer's step."""
+        """Note that the program itself has updated parameters; the phase was renamed to an optimizer's step."""
         self._updated = self.updates_itself = True
 
     def after_update(self) -> None:
-        """What runs now comes after such a step."""
+        """End such a step."""
         self._begin(PhaseKind.OTHER)
 
     @contextlib.contextmanager
     def inside(self, kind: PhaseKind) -> Iterator[None]:
-        """What runs inside is this phase, and what was going on goes on afterwards."""
+        """Run what is inside as this phase; what was going on goes on afterwards."""
         before = self._now()
         if not self.recognises or before.kind is kind:
             yield
@@ -221,19 +203,19 @@ class Phases:
         if optimizer in self._stepped:
             self.step += 1
             self._stepped.clear()
-        elif self._ended and _has_gradients(optimizer):  # which the program has made itself, without a backward pass
-            self._begin_step()
+        elif self._ended and any(one.grad is not None for group in optimizer.param_groups for one in group["params"]):
+            self._begin_step()  # gradients that the program has made itself, without a backward pass
         self._begin(PhaseKind.OPTIMIZER_STEP)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._outermost() is not optimizer:
             return
-        self._outermost = _nothing
+        self._outermost = _no_optimizer
         self._stepped.add(optimizer)
         self._end_step(optimizer, last=len(self._stepped) >= len(self.optimizers))
 
     def wrap_preparation(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """The replacement for what has optimizers make their state: a step that trains nothing, and is none."""
+        """Return the replacement for what has optimizers make their state: a step that trains nothing, and is none."""
 
         def prepare(*args: Any, **kwargs: Any) -> Any:
             self._prepares = True
@@ -246,20 +228,20 @@ class Phases:
         return prepare
 
     def wrap_whole_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """The replacement for the `step` of what is no optimizer of torch's and steps such ones, be it in parts."""
+        """Return a replacement for the `step` of what is no optimizer of torch's and steps such ones."""
 
         def step(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
             self._before_step(optimizer, args, kwargs)
             result = original(optimizer, *args, **kwargs)
             if self._outermost() is optimizer:
-                self._outermost = _nothing
+                self._outermost = _no_optimizer
                 self._end_step(optimizer)
             return result
 
         return self._wrap_step(step)
 
     def _wrap_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """The replacement for the `step` of an optimizer, to see that it raises: torch's hooks are not told of it."""
+        """Return a replacement for an optimizer's `step` that sees it raise: torch's hooks are not told of it."""
 
         @functools.wraps(original)
         def step(*args: Any, **kwargs: Any) -> Any:
@@ -272,7 +254,7 @@ class Phases:
                 if is_outermost and optimizer is not None:
                     if isinstance(optimizer, Optimizer):
                         self.on_step_raise(optimizer)
-                    self._outermost = _nothing
+                    self._outermost = _no_optimizer
                     self._micro_batch, self._ran_backward = 1, False
                     self.go_on()
                 raise
@@ -280,7 +262,7 @@ class Phases:
         return step
 
     def _see_raise(self, kind: type) -> None:
-        """From here on, a step of this class of optimizers that raises is seen."""
+        """See steps of this class of optimizers raise, from here on."""
         owner: Any = next(base for base in kind.__mro__ if "step" in vars(base))
         if owner not in self._seen_to_raise:
             self._seen_to_raise.add(owner)
@@ -295,34 +277,31 @@ class Phases:
 
     @property
     def completed(self) -> int:
-        """Training steps that have ended."""
+        """Return how many training steps have ended."""
         return self.step if self._ended else max(self.step - 1, 0)
 
-    # -- how it is seen ---------------------------------------------------------------------------------------------
-
     def hooks(self) -> Iterator[Any]:
-        """torch's own global hooks, which every optimizer class honours; each has `remove`."""
+        """Yield torch's own global hooks, which every optimizer class honours; each has `remove`."""
         yield register_optimizer_step_pre_hook(self._before_step)
         yield register_optimizer_step_post_hook(self._after_step)
 
     def patches(self) -> Iterator[Patch]:
-        """The patches (owner, name, replacement) that see what has no hook. Backward passes are the caller's to see."""
+        """Yield patches (owner, name, replacement) that see what has no hook; the caller sees backward passes."""
         yield tensors.apply_of_module.patch(self._wrap(tensors.apply_of_module.get(), PhaseKind.MODEL))
         yield torch, "save", self._wrap(torch.save, PhaseKind.CHECKPOINT)
         yield Optimizer, "__init__", self._wrap_optimizer(Optimizer.__init__)
-        for kind in _below(Optimizer):
+        for kind in _subclasses(Optimizer):
             if getattr(vars(kind).get("step"), "hooked", False):  # torch's hooks are in it: there have been such
                 self._see_raise(kind)
 
-    def of_imports(self) -> Mapping[str, Callable[[], Iterator[Patch]]]:
-        """The patches of libraries, by the module that has to be imported first."""
+    def of_imports(self) -> Mapping[str, Callable[[ModuleType], Iterator[Patch]]]:
+        """Return the patches of libraries, by the module that has to be imported first."""
 
-        def generation() -> Iterator[Patch]:
-            mixin = sys.modules["transformers.generation.utils"].GenerationMixin
+        def generation(module: ModuleType) -> Iterator[Patch]:
+            mixin = module.GenerationMixin
             yield mixin, "generate", self._wrap_generate(mixin.generate)
 
-        def saving() -> Iterator[Patch]:
-            module = sys.modules["safetensors.torch"]
+        def saving(module: ModuleType) -> Iterator[Patch]:
             yield module, "save_file", self._wrap(module.save_file, PhaseKind.CHECKPOINT)
 
         return {"transformers.generation.utils": generation, "safetensors.torch": saving}
@@ -358,20 +337,16 @@ class Phases:
         return __init__
 
 
-def _nothing() -> None:
+def _no_optimizer() -> None:
     """No optimizer steps."""
 
 
-def _below(kind: type) -> Iterator[type]:
+def _subclasses(kind: type) -> Iterator[type]:
     one: type
     for one in kind.__subclasses__():
         yield one
-        yield from _below(one)
+        yield from _subclasses(one)
 
 
 def _is_trained(module: nn.Module) -> bool:
     return any(parameter.requires_grad for parameter in module.parameters())
-
-
-def _has_gradients(optimizer: Optimizer) -> bool:
-    return any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"])

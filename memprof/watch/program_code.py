@@ -8,14 +8,13 @@ from types import CodeType
 import torch
 import typing_extensions
 
-_TORCH_DIR = str(torch.__path__[0])
+TORCH_DIR = str(torch.__path__[0])
 # torch wraps functions in it that have another name now.
 _DEPRECATIONS = typing_extensions.__file__
 _PYTHON_DIR = sysconfig.get_path("stdlib")
-_MEMPROF_DIR = __file__.rsplit("/watch/", 1)[0]
-_OWN_WORKLOADS = _MEMPROF_DIR + "/workload/"
-GENERATED: list[str] = []
-"""Folders that a compiler writes code into, while there are any."""
+MEMPROF_DIR = __file__.rsplit("/watch/", 1)[0]
+OWN_WORKLOADS = MEMPROF_DIR + "/workload/"  # memprof's own code that builds a model and steps
+GENERATED: list[str] = []  # folders that a compiler writes code into, while there are any
 
 
 def is_program(code: CodeType) -> bool:
@@ -28,6 +27,6 @@ def is_program_file(name: str) -> bool:
     if name.startswith(_PYTHON_DIR) and "-packages" not in name:
         return False
     return not (
-        name.startswith((_TORCH_DIR, _DEPRECATIONS, "<frozen", "<string>", "<eval_with_key>", *GENERATED))
-        or (name.startswith(_MEMPROF_DIR) and not name.startswith(_OWN_WORKLOADS))
+        name.startswith((TORCH_DIR, _DEPRECATIONS, "<frozen", "<string>", "<eval_with_key>", *GENERATED))
+        or (name.startswith(MEMPROF_DIR) and not name.startswith(OWN_WORKLOADS))
     )

@@ -11,18 +11,17 @@ from torch import nn
 
 from memprof.trace.events import Owner, Role
 from memprof.trace.facts import ShardedGroup
+from memprof.watch.program_code import MEMPROF_DIR, TORCH_DIR
 
-_TORCH_DIR = str(torch.__path__[0])
-_MEMPROF_DIR = __file__.rsplit("/watch/", 1)[0]
 _TRANSPARENT = (
-    _MEMPROF_DIR,
-    *(f"{_TORCH_DIR}/{name}" for name in ("_ops.py", "_library/", "storage.py", "utils/_contextlib.py")),
+    MEMPROF_DIR,
+    *(f"{TORCH_DIR}/{name}" for name in ("_ops.py", "_library/", "storage.py", "utils/_contextlib.py")),
 )
-_COMMUNICATION = (_TORCH_DIR + "/distributed/", _TORCH_DIR + "/nn/parallel/distributed.py")
-_DTENSOR = _TORCH_DIR + "/distributed/tensor/"
-"""Runs the program's operators on this rank's parts."""
+_COMMUNICATION = (TORCH_DIR + "/distributed/", TORCH_DIR + "/nn/parallel/distributed.py")
+_DTENSOR = TORCH_DIR + "/distributed/tensor/"  # runs the program's operators on this rank's parts
+# Functions there that move a model's inputs, or cast them.
 _OF_INPUTS = frozenset({"to_map", "cast_fn", "_cast_fp_tensor"})
-"""Functions there that move a model's inputs, or cast them."""
+# Function of torch -> what it takes memory for.
 _PURPOSES = {
     "_ddp_init_helper": "gradient bucket",
     "_pre_forward": "gradient bucket",
@@ -31,20 +30,17 @@ _PURPOSES = {
     "_reduce_grad": "reduce-scatter",
     "_post_backward_hook": "reduce-scatter",
 }
-"""Function of torch -> what it takes memory for."""
+# Functions of torch that make whole parameters (FSDPParam, FlatParamHandle).
 _GATHERED = frozenset({
     "init_all_gather_outputs", "alloc_all_gather_outputs", "init_unsharded_param", "_alloc_padded_unsharded_flat_param",
 })  # fmt: skip
-"""Functions of torch that make whole parameters (FSDPParam, FlatParamHandle)."""
 _MOST_FRAMES = 12
 
 
 def communication(frame: FrameType | None, name_of: Callable[[torch.Tensor], str]) -> Owner | None:
-    """What memory is for that the code at `frame` asks for; None if that is not torch's for several processes.
+    """Return what the code at `frame` (innermost) takes memory for, if that is torch's for several processes.
 
-    Args:
-        frame: the innermost one.
-        name_of: the name of a parameter that is known.
+    `name_of` gives the name of a parameter that is known.
     """
     while frame is not None and frame.f_code.co_filename.startswith(_TRANSPARENT):
         frame = frame.f_back
@@ -62,21 +58,21 @@ def communication(frame: FrameType | None, name_of: Callable[[torch.Tensor], str
             return Owner(Role.UNSHARDED, clean(name or "") or "a parameter")
         if name in _PURPOSES:
             return Owner(Role.COMMUNICATION, _PURPOSES[name])
-        if frame.f_back is None or not frame.f_back.f_code.co_filename.startswith(_TORCH_DIR):
+        if frame.f_back is None or not frame.f_back.f_code.co_filename.startswith(TORCH_DIR):
             break
         frame = frame.f_back
     return Owner(Role.COMMUNICATION, "")
 
 
 def clean(path: str) -> str:
-    """A module's or parameter's path without what wrappers add to it."""
+    """Return a module's or parameter's path without what wrappers add to it."""
     for wrapper in ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"):
         path = path.replace(f"{wrapper}.", "").removesuffix(wrapper)
     return path.rstrip(".")
 
 
 def groups_of(root: nn.Module) -> Iterator[ShardedGroup]:
-    """How a model is spread over ranks, after its first forward pass; nothing of one that is not."""
+    """Yield how a model is spread over ranks, after its first forward pass; nothing of one that is not."""
     seen = set()
     for path, module in root.named_modules():
         path = clean(path)
@@ -93,7 +89,7 @@ def groups_of(root: nn.Module) -> Iterator[ShardedGroup]:
 
 
 def unreduced(root: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Whole gradients that fully_shard keeps to reduce them later (`set_requires_gradient_sync(False)`), with names."""
+    """Yield whole gradients, named, that fully_shard keeps to reduce later (`set_requires_gradient_sync(False)`)."""
     for module in root.modules():
         if any(base.__name__ == "FSDPModule" for base in type(module).__mro__):
             for one in (one for group in _param_groups(module._get_fsdp_state()) for one in group.fsdp_params):  # type: ignore[operator]
@@ -104,7 +100,7 @@ def unreduced(root: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _param_groups(state: Any) -> list[Any]:
-    """One, or none, before torch 2.11."""
+    """Return one, or none, before torch 2.11."""
     several = getattr(state, "_fsdp_param_groups", None)
     return [one for one in (several if several is not None else [state._fsdp_param_group]) if one is not None]
 

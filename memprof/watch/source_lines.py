@@ -11,16 +11,16 @@ from types import CodeType
 
 _METHODS = "append|appendleft|extend|insert|add|update|setdefault|put"
 
+# Functions and methods that a program shows numbers by: loggers', tensorboard's, wandb's, progress bars'.
 _SHOW = {
     *("print", "log", "debug", "info", "warning", "warn", "error", "critical", "write"),
     *("add_scalar", "add_scalars", "log_metrics"),
     *("set_postfix", "set_postfix_str", "set_description", "set_description_str"),
 }
-"""Functions and methods that a program shows numbers by: loggers', tensorboard's, wandb's, progress bars'."""
 
 
 def only_shows(source: str) -> bool:
-    """Whether `source`, as `file:line function`, is a statement that does nothing but show something.
+    """Return whether `source`, as `file:line function`, is a statement that does nothing but show something.
 
     What it reads then decides nothing.
     """
@@ -46,13 +46,10 @@ def _lines_that_show(text: str) -> tuple[tuple[int, int], ...]:
 
 
 def line_that_fills(code: CodeType, variable: str, *, attribute: bool, keys: str = "") -> str | None:
-    """`file:line function` at which the code puts something into `variable`; None if none is seen.
+    """Return `file:line function` at which the code puts something into `variable`; None if none is seen.
 
-    Args:
-        code: of the function, or of a whole module.
-        variable: its name there.
-        attribute: whether it is the attribute of an object (`self.losses`), not a variable.
-        keys: of the container in it, as `['train']['loss']`, which the line must name; empty: any.
+    `code` is of a function or a whole module. An `attribute` is one of an object (`self.losses`). The line must name
+    `keys`, those of the container in it, as `['train']['loss']`.
     """
     name = (r"\." if attribute else r"(?<![\w.])") + re.escape(variable)
     name += re.escape(keys).replace("'", "[\"']")
@@ -73,12 +70,12 @@ def line_that_fills(code: CodeType, variable: str, *, attribute: bool, keys: str
 
 
 def line_of_code(code: CodeType) -> str:
-    """`file:line function` of where a function begins."""
+    """Return `file:line function` of where a function begins."""
     return f"{code.co_filename}:{code.co_firstlineno} {code.co_name}"
 
 
 def line_of_class(kind: type) -> str | None:
-    """`file:line class` of where a class begins; None if its source code is not known."""
+    """Return `file:line class` of where a class begins; None if its source code is not known."""
     try:
         file, (_, line) = inspect.getsourcefile(kind), inspect.getsourcelines(kind)
     except (OSError, TypeError):
@@ -87,6 +84,5 @@ def line_of_class(kind: type) -> str | None:
 
 
 def _last_line(code: CodeType) -> int:
-    """The last line of a function's code, and of the functions in it."""
     own = max((line for _, _, line in code.co_lines() if line is not None), default=code.co_firstlineno)
     return max([own, *(_last_line(part) for part in code.co_consts if isinstance(part, CodeType))])

@@ -55,11 +55,8 @@ class StorageTable:
         # Storages that live on, of processes that have ended.
         self._freed_with_process: set[int] = set()
 
-    # -- what is there ----------------------------------------------------------------------------------------------
-
     def index_of(self, tensor: torch.Tensor) -> int:
-        """Return the index in the trace of the living storage below `tensor`, which may be any that the program has;
-        NONE if that is not known."""
+        """Return the index in the trace of the living storage below any `tensor`; NONE if that is not known."""
         try:
             return self.live.get(unwrapped(tensor).untyped_storage()._cdata, NONE)
         except (NotImplementedError, RuntimeError):  # it has none: sparse, or a subclass around others
@@ -77,8 +74,6 @@ class StorageTable:
     def is_alive(self, index: int) -> bool:
         """Return whether a storage that a tensor shows was not freed yet."""
         return index in self._refs
-
-    # -- allocations and frees --------------------------------------------------------------------------------------
 
     def record(self, tensors: Iterable[torch.Tensor], op: str, place: Place, device: str) -> None:
         """Allocate on `device` the storages of those of `tensors` on torch's meta device that are not known yet."""
@@ -99,18 +94,10 @@ class StorageTable:
         op: str,
         place: Place,
     ) -> int:
-        """Record a new storage; returns its index. Its free is recorded when its last reference goes.
+        """Record a new storage; return its index. Its free is recorded when its last reference goes.
 
-        Args:
-            storage: which takes all its bytes from here on.
-            shape: of the tensor that it was made for.
-            dtype: of that tensor.
-            device: where the program believes it to be.
-            op: the operator that made it.
-            place: where in the program that ran.
-
-        Raises:
-            torch.OutOfMemoryError: the GPU has no room for it.
+        `shape` and `dtype` are of the tensor that it was made for; `device` is the one that the program believes in.
+        Raises torch.OutOfMemoryError where the GPU has no room for it.
         """
         index = self._allocate(storage.nbytes(), shape, dtype, device, op, place, False)
         if self.on_allocate is not None:
@@ -123,11 +110,9 @@ class StorageTable:
         return index
 
     def allocate_hidden(self, num_bytes: int, op: str, place: Place, device: str) -> int:
-        """Record memory that a library takes and no tensor shows; the caller frees it with `free_hidden`, also where
-        its operator raises. Returns its index, NONE if such memory is not counted.
+        """Record memory that a library takes and no tensor shows; return its index, NONE if that is not counted.
 
-        Raises:
-            torch.OutOfMemoryError: the GPU has no room for it.
+        The caller frees it with `free_hidden`, also where its operator raises. Raises torch.OutOfMemoryError.
         """
         if not self.counts_hidden:
             return NONE

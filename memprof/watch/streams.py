@@ -16,11 +16,10 @@ from memprof.trace.events import Event, EventKind, StreamEvent, Trace, Use, Wait
 
 _current_node = autograd.current_autograd_node
 _sequence_number = autograd.get_sequence_nr
-_NO_NUMBER = (1 << 64) - 1
-"""Of an AccumulateGrad."""
+_NO_NUMBER = (1 << 64) - 1  # of an AccumulateGrad
 
+# What is known to be done: of a card's stream, all from before an event of the trace.
 Clock = dict[tuple[str, int], int]
-"""What is known to be done: of a card's stream, all from before an event of the trace."""
 
 
 class _Made:
@@ -33,7 +32,7 @@ class _Made:
         self.streams = [0]
 
     def note(self, stream: int) -> None:
-        """Nodes are made on `stream` from here on."""
+        """Note that nodes are made on `stream` from here on."""
         if stream != self.streams[-1]:
             number = _sequence_number()
             if number == self.numbers[-1]:
@@ -43,7 +42,7 @@ class _Made:
                 self.streams.append(stream)
 
     def of(self, number: int) -> int:
-        """The stream of a node."""
+        """Return the stream of a node."""
         return self.streams[bisect_right(self.numbers, number) - 1]
 
 
@@ -53,8 +52,7 @@ class _ThreadState(threading.local):
     def __init__(self) -> None:
         self.current: dict[str, int] = {}
         self.node = -1
-        self.in_node: dict[str, int] = {}
-        """Set by the program while a backward node runs, and until it ends."""
+        self.in_node: dict[str, int] = {}  # set by the program while a backward node runs, and until it ends
         self.made: defaultdict[str, _Made] = defaultdict(_Made)
 
 
@@ -63,12 +61,10 @@ class Streams:
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
-        self.several = False
-        """Whether the program has ever left the default stream."""
+        self.several = False  # whether the program has ever left the default stream
         self._closed = False
         self._thread = _ThreadState()
-        self._clocks: defaultdict[tuple[str, int], Clock] = defaultdict(dict)
-        """What each stream has waited for."""
+        self._clocks: defaultdict[tuple[str, int], Clock] = defaultdict(dict)  # what each stream has waited for
         # The stream of the last allocation in the trace.
         self._of_trace = 0
         # Storage -> its stream, of those that were taken on another than the default one.
@@ -77,7 +73,7 @@ class Streams:
         self._lent: set[tuple[int, int]] = set()
 
     def current(self, card: str) -> int:
-        """The stream of `card` that is current now; 0 is the default one."""
+        """Return the stream of `card` that is current now; 0 is the default one."""
         if not self.several:
             return 0
         here, node = self._thread, _current_node()
@@ -91,8 +87,8 @@ class Streams:
         return stream
 
     def of_node(self, card: str) -> int | None:
-        """The stream of `card` that the engine runs a backward node on; None where there is none, or its own code has
-        chosen another."""
+        """Return the stream of `card` that the engine runs a backward node on; None where there is none, or its own
+        code has chosen another."""
         node = _current_node()
         if node is None:
             return None
@@ -139,20 +135,20 @@ class Streams:
             here.in_node = {}
 
     def use(self, storage: int, stream: int) -> None:
-        """`stream` works on a storage of another (Tensor.record_stream)."""
+        """Append that `stream` works on a storage of another (Tensor.record_stream)."""
         if not self._closed:
             self._append(EventKind.USE, len(self._trace.uses))
             self._trace.uses.append(Use(storage, stream))
 
     def now(self, card: str, stream: int) -> Clock:
-        """What is done once all that `stream` was given until now is. Nothing that was freed before the first `use`
-        waits for a stream: until then, nothing need be known."""
+        """Return what is done once all that `stream` was given until now is. Nothing that was freed before the first
+        `use` waits for a stream: until then, nothing need be known."""
         if not self._trace.uses:
             return {}
         return {**self._clocks[card, stream], (card, stream): len(self._trace.events)}
 
     def wait(self, done: Clock, waiter: tuple[str, int] | None) -> None:
-        """A stream of a card, or the host (None), has been made to wait."""
+        """Append that a stream of a GPU, or the host (None), has been made to wait."""
         if not done or self._closed:
             return
         self._append(EventKind.WAIT, len(self._trace.waits))
@@ -165,12 +161,12 @@ class Streams:
                 known[stream] = max(time, known.get(stream, 0))
 
     def wait_for_current(self, card: str) -> None:
-        """The host waits for the current stream of `card`, as a read of a value or a copy makes it."""
+        """Let the host wait for the current stream of `card`, as a read of a value or a copy makes it."""
         if self._trace.uses:
             self.wait(self.now(card, self.current(card)), None)
 
     def wait_for_all(self, card: str) -> None:
-        """The host waits for all of `card`."""
+        """Let the host wait for all of `card`."""
         streams = sorted({use.stream for use in self._trace.uses})
         self.wait({(card, stream): len(self._trace.events) for stream in streams}, None)
 

@@ -53,11 +53,9 @@ class TraceWriter:
         self.phase_index = NONE
         self.begin_phase(PhaseKind.OTHER, 0, 0)
 
-    # -- time -------------------------------------------------------------------------------------------------------
-
     @property
     def phase(self) -> Phase:
-        """The phase that is running."""
+        """Return the phase that is running."""
         return self.trace.phases[self.phase_index]
 
     def begin_phase(self, kind: PhaseKind, step: int, micro_batch: int) -> None:
@@ -89,8 +87,6 @@ class TraceWriter:
         if not self.closed:
             self.trace.events.append(Event(EventKind.EMPTY_CACHE, 0))
 
-    # -- storages ---------------------------------------------------------------------------------------------------
-
     def allocate(
         self,
         num_bytes: int,
@@ -101,16 +97,9 @@ class TraceWriter:
         place: Place,
         hidden: bool,
     ) -> int:
-        """Append a storage and its allocation, with the change of stream or pool before it; returns its index.
+        """Append a storage and its allocation, with the change of stream or pool before it; return its index.
 
-        Args:
-            num_bytes: its size.
-            shape: of the tensor that it is made for.
-            dtype: of that tensor.
-            device: where it is: `cpu`, `cuda:0`, ...
-            op: the operator that allocates it.
-            place: where in the program it runs.
-            hidden: whether no tensor shows it.
+        `shape` and `dtype` are those of the tensor that it is made for; one that is `hidden` no tensor shows.
         """
         trace = self.trace
         index = len(trace.storages)

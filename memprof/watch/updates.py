@@ -23,52 +23,38 @@ from memprof.watch.phases import Phases
 from memprof.watch.recorder import Recorder
 
 _BETWEEN = (PhaseKind.OTHER, PhaseKind.OPTIMIZER_STEP)
+# Operator, line and shape: what the states of one kind have in common from step to step.
 _Kind = tuple[int, int, tuple[int, ...]]
-"""Operator, line and shape: what the states of one kind have in common from step to step."""
 
 
 class Updates:
-    """Watches the operators of one run between a backward pass and what follows.
+    """Watches operators between a backward pass and what follows; `name_parameters` claims parameters as they are now.
 
-    Args:
-        recorder: knows each storage's owner, phase and end.
-        phases: told of updates, and of the end of a step.
-        name_parameters: claims what the program's models have for parameters now.
+    Its sets are what it knows of storages, each of another kind, so that it has more attributes than other classes.
     """
 
     def __init__(self, recorder: Recorder, phases: Phases, name_parameters: Callable[[], None]) -> None:
         self._recorder = recorder
         self._phases = phases
         self._name_parameters = name_parameters
+        # The phase that is running has turned out to be an optimizer's step.
         self.on_step: Callable[[], None] = lambda: None
-        """The phase that is running has turned out to be an optimizer's step."""
-        self.looks = False
-        """Whether operators are to be told."""
-        self._begin = NONE
-        """Storages made before the stretch that is watched; NONE: none is."""
-        self._managed: set[int] | None = None
-        """What optimizers of torch's step on, once asked."""
+        self.looks = False  # whether operators are to be told
+        self._begin = NONE  # storages made before the stretch that is watched; NONE: none is
+        self._managed: set[int] | None = None  # what optimizers of torch's step on, once asked
+        # Storages that hold what was computed from gradients, of earlier stretches too.
         self._of_gradients: set[int] = set()
-        """Storages that hold what was computed from gradients, of earlier stretches too."""
+        # Of what was written or made in this stretch: the older storages that its value comes from.
         self._sources: dict[int, frozenset[int]] = {}
-        """Of what was written or made in this stretch: the older storages that its value comes from."""
-        self._written: set[int] = set()
-        """Older storages that this stretch has written."""
-        self._cleared: set[int] = set()
-        """Storages that were last set to what comes from no tensor, such as zero."""
-        self._shapes: set[tuple[int, ...]] = set()
-        """Of parameters."""
-        self._fed: set[int] = set()
-        """Storages that an update's value comes from."""
-        self._left: set[int] = set()
-        """Made of gradients in an earlier stretch, and alive at its end."""
-        self._kinds: set[_Kind] = set()
-        """Of states that each step makes anew."""
-
-    # -- what is told -----------------------------------------------------------------------------------------------
+        self._written: set[int] = set()  # older storages that this stretch has written
+        self._cleared: set[int] = set()  # storages that were last set to what comes from no tensor, such as zero
+        self._shapes: set[tuple[int, ...]] = set()  # of parameters
+        self._fed: set[int] = set()  # storages that an update's value comes from
+        self._left: set[int] = set()  # made of gradients in an earlier stretch, and alive at its end
+        self._kinds: set[_Kind] = set()  # of states that each step makes anew
 
     def phase_begins(self, kind: PhaseKind) -> None:
-        """A phase is about to begin; checkpoints interrupt a stretch."""
+        """See a phase about to begin; checkpoints interrupt a stretch."""
         goes_on = self._phases.awaits_update
         self.looks = goes_on and kind in _BETWEEN
         if self._begin != NONE and not goes_on:
@@ -78,12 +64,12 @@ class Updates:
             self._begin = len(self._recorder.trace.storages)
 
     def run_ends(self) -> None:
-        """The program has come to its end."""
+        """See the program come to its end."""
         if self._begin != NONE:
             self._close()
 
     def operator_runs(self, read: Sequence[torch.Tensor]) -> None:
-        """An operator on the GPU is about to run, and is given these. One that has nothing to do with the update which
+        """See an operator on the GPU about to run, given these. One that has nothing to do with the update which
         was made comes after the step, and so does one that makes an autograd graph."""
         if self._recorder.writer.phase.kind is not PhaseKind.OPTIMIZER_STEP:
             return
@@ -94,7 +80,7 @@ class Updates:
     def operator_ran(
         self, read: Iterable[torch.Tensor], written: Iterable[torch.Tensor], made: Iterable[torch.Tensor]
     ) -> None:
-        """An operator has computed what it has written into, and made, from what it `read`."""
+        """See that an operator has computed what it has written into, and made, from what it `read`."""
         sources: set[int] = set()
         of_gradients = False
         for index in self._indices(read):
@@ -116,8 +102,6 @@ class Updates:
                 if index < self._begin:
                     self._written.add(index)
 
-    # -- what is done -----------------------------------------------------------------------------------------------
-
     def _step(self) -> None:
         if self._recorder.writer.phase.kind is PhaseKind.OTHER:
             self._recorder.writer.rename_phase(PhaseKind.OPTIMIZER_STEP)
@@ -128,7 +112,7 @@ class Updates:
             self.on_step()
 
     def _look_for_new_parameters(self) -> None:
-        """A program may give its parameters new tensors (`p.data = p.data - 0.1 * p.grad`): no operator writes them."""
+        """Look for parameters that were given new tensors (`p.data = p.data - 0.1 * p.grad`), which nothing writes."""
         if self._phases.optimizers or self._recorder.writer.phase.kind is PhaseKind.OPTIMIZER_STEP:
             return
         made = {
@@ -140,7 +124,7 @@ class Updates:
                 self._step()
 
     def _close(self) -> None:
-        """The stretch is over: what fed its updates, and carries its value to the next step, is optimizer state."""
+        """End a stretch: what fed its updates, and carries its value to the next step, is optimizer state."""
         trace, begin = self._recorder.trace, self._begin
         anew = (self._fed & self._left) - self._cleared
         self._kinds |= {self._kind(index) for index in anew}
@@ -170,7 +154,7 @@ class Updates:
         )
 
     def _is_new_gradient(self, index: int) -> bool:
-        """Whether a backward pass has made it and given it to the program, as `torch.autograd.grad` does."""
+        """Return whether a backward pass has made it and given it to the program, as `torch.autograd.grad` does."""
         trace = self._recorder.trace
         return index not in trace.owners and trace.phases[trace.storages[index].phase].kind is PhaseKind.BACKWARD
 

@@ -17,7 +17,7 @@ from torch.nn.modules.module import (
 )
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from memprof.patching.patch_set import Patch, PatchSet
+from memprof.patching.patch_set import PatchSet
 from memprof.torch_private import autograd, tensors
 from memprof.trace.events import Owner, Phase, PhaseKind, Role, Trace
 from memprof.watch import zero
@@ -25,25 +25,24 @@ from memprof.watch.modules import ModuleTracker, own_name
 from memprof.watch.phases import Phases
 from memprof.watch.wrappers import has_memory
 
-_BUILDS = (PhaseKind.MODEL, PhaseKind.OTHER, PhaseKind.OPTIMIZER)
-"""Phases in which a program may make a model."""
+_BUILDS = (PhaseKind.MODEL, PhaseKind.OTHER, PhaseKind.OPTIMIZER)  # phases in which a program may make a model
+# Attribute of an exception: the phase in which it was raised. Kept here, the exception would keep its tensors.
 _PHASE = "_memprof_phase"
-"""Attribute of an exception: the phase in which it was raised. Kept here, the exception would keep its tensors."""
 
 
 class Watch(ABC):
     """What a simulated and a measured device see of the program that runs on them.
 
     A device says how it records: a phase that begins (`begin_phase`), and a tensor whose role is known (`claim`).
-    Allocations are its own to see.
+    Allocations are its own to see. Of its 26 methods a device overrides or calls half.
     """
 
     def __init__(self) -> None:
         self.modules = ModuleTracker()
         self.modules.on_root = self.adopt
         self.modules.on_outermost = self._outermost_call
+        # Those of a program that does not name its own.
         self.phases = Phases(self._phase_recognised, lambda: self.current_phase)
-        """Those of a program that does not name its own."""
         self._patches = PatchSet()
         self.phases.on_raise = self._note_failed
         self.phases.on_step_raise = self._name_optimizer_state
@@ -51,43 +50,38 @@ class Watch(ABC):
         self.modules.on_outermost_raise = self.phases.forward_raised
         self._stack = contextlib.ExitStack()
         self._assumptions: dict[str, None] = {}
-        self._roots: list[weakref.ref[nn.Module]] = []
-        """The run's models; one that the program lets go of is gone."""
+        self._roots: list[weakref.ref[nn.Module]] = []  # the run's models; one that the program lets go of is gone
+        # Modules that were given a weight, by their `id` and its name.
         self._registered: dict[tuple[int, str], tuple[weakref.ref[nn.Module], Role]] = {}
-        """Modules that were given a weight, by their `id` and its name."""
-
-    # -- what a device does with it ---------------------------------------------------------------------------------
 
     @property
     @abstractmethod
     def current_phase(self) -> Phase:
-        """The phase that is running."""
+        """Return the phase that is running."""
 
     @abstractmethod
     def begin_phase(self, kind: PhaseKind, step: int, micro_batch: int) -> None:
-        """From here on, what happens belongs to this phase."""
+        """Begin a phase, to which what happens from here on belongs."""
 
     @abstractmethod
     def claim(self, tensor: torch.Tensor, owner: Owner) -> None:
-        """`tensor` has this role."""
+        """Give `tensor` this role."""
 
     @abstractmethod
     def claim_input(self, tensor: torch.Tensor) -> None:
-        """`tensor` was given to a model: it is input, unless a model's own code made it."""
+        """Note that `tensor` was given to a model: it is input, unless a model's own code made it."""
 
     def parts(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """The tensors that a quantized `tensor` keeps beside its own data, or instead of it."""
+        """Return the tensors that a quantized `tensor` keeps beside its own data, or instead of it."""
         return []
 
     def wrap_module_call(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """The replacement for `nn.Module.__call__`."""
+        """Return the replacement for `nn.Module.__call__`."""
         return self.modules.wrap_call(original)
-
-    # -- what a workload tells --------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def phase(self, kind: PhaseKind, step: int = 0, micro_batch: int = 0) -> Iterator[None]:
-        """What runs inside is this phase; a workload that knows its phases names them, and none are guessed."""
+        """Run what is inside as this phase; a workload that knows its phases names them, and none are guessed."""
         recognised, self.phases.recognises = self.phases.recognises, False
         before = self.current_phase
         self.begin_phase(kind, step, micro_batch)
@@ -101,18 +95,18 @@ class Watch(ABC):
             self.begin_phase(*before)
 
     def adopt(self, root: nn.Module) -> None:
-        """`root` is a model of this run: its parameters and buffers are named after it."""
+        """Name parameters and buffers after `root`, a model of this run."""
         if not any(known() is root for known in self._roots):
             self._roots.append(weakref.ref(root))
         self.modules.add_root(root)
         self._name_parameters()
 
     def assume(self, sentence: str) -> None:
-        """The run rests on this; said once."""
+        """Note once what the run rests on."""
         self._assumptions.setdefault(sentence)
 
     def phase_of(self, error: BaseException) -> Phase:
-        """The phase in which `error` was raised; the one that is running where none was left by it."""
+        """Return the phase in which `error` was raised; the one that is running where none was left by it."""
         found: Phase = vars(error).get(_PHASE, self.current_phase)
         return found
 
@@ -122,14 +116,11 @@ class Watch(ABC):
         trace.trains = self.phases.trains
         trace.updates_itself = self.phases.updates_itself
 
-    # -- what is seen -----------------------------------------------------------------------------------------------
-
     def _watch_program(self) -> None:
         """Patch and hook whatever shows what the program does."""
         self._patches.set_all(self.phases.patches())
-        imports = {**self.phases.of_imports(), **zero.of_imports(self.phases, self.claim)}
-        for name, of in imports.items():
-            self._patches.on_import(name, functools.partial(_ignoring_module, of))
+        for name, patches in {**self.phases.of_imports(), **zero.of_imports(self.phases, self.claim)}.items():
+            self._patches.on_import(name, patches)
         self._patches.set(nn.Module, "__call__", self.wrap_module_call(nn.Module.__call__))
         self._patch_moves()
         for register, role in (
@@ -144,7 +135,7 @@ class Watch(ABC):
             self._stack.callback(handle.remove)
 
     def _phase_recognised(self, kind: PhaseKind, step: int, micro_batch: int) -> None:
-        """A phase begins in a program that does not name its own."""
+        """Begin a phase in a program that does not name its own."""
         self.begin_phase(kind, step, micro_batch)
 
     @property
@@ -153,27 +144,28 @@ class Watch(ABC):
         return self.phases.recognises and autograd.current_graph_task_id() == -1
 
     def _outermost_call(self, module: nn.Module, index: int, args: Any, kwargs: Any) -> None:
-        """A module is called from outside all others."""
         self.phases.forward(module)
         if self._recognizes_calls and next(module.parameters(), None) is not None:  # a loss has none
             with torch.DisableTorchFunction():
                 self._claim_inputs((*args, *kwargs.values()))
 
     def _claim_inputs(self, values: Iterable[Any]) -> None:
-        """What a program makes outside its models and gives to one is input; results of models are not."""
+        """Claim as input what a program makes outside its models and gives to one; results of models are none."""
         for value in values:
             if isinstance(value, (list, tuple)):
                 self._claim_inputs(value)
             elif isinstance(value, dict):
                 self._claim_inputs(value.values())
-            elif isinstance(value, torch.Tensor) and has_memory(value) and not _is_weight_or_made(value):
-                self.claim_input(value)
+            elif isinstance(value, torch.Tensor) and has_memory(value):
+                is_made_of_weight = isinstance(value, nn.Parameter) or value.grad_fn is not None
+                if not is_made_of_weight:
+                    self.claim_input(value)
 
     def _note_failed(self, error: BaseException) -> None:
         vars(error).setdefault(_PHASE, self.current_phase)  # the innermost phase knows best
 
     def _patch_moves(self) -> None:
-        """A module that is moved has weights, be it called or not: an average, a model whose parts are called."""
+        """Claim weights of a module that is moved, be it called or not: an average, a model whose parts are called."""
         original = tensors.apply_of_module.get()
         inside = False
 
@@ -192,13 +184,13 @@ class Watch(ABC):
         self._patches.set(*tensors.apply_of_module.patch(_apply))
 
     def _note_registered(self, role: Role, module: nn.Module, name: str, tensor: torch.Tensor | None) -> None:
-        """A module is given a weight, by which it is known if the run ends before the module is called."""
+        """Note a module's weight, by which it is known if the run ends before the module is called."""
         if tensor is not None and self.current_phase.kind in _BUILDS:
             # Not the tensor: torch swaps no weight that is referred to weakly, as it does to spread one over ranks.
             self._registered[id(module), name] = weakref.ref(module), role
 
     def _claim_registered(self) -> None:
-        """The run may end here: what modules have is theirs, be they called or not."""
+        """Claim what modules have, be they called or not: the run may end here."""
         for (_, name), (known, role) in list(self._registered.items()):
             module = known()
             held = {} if module is None else module._parameters if role is Role.PARAMETER else module._buffers
@@ -234,10 +226,8 @@ class Watch(ABC):
 
         self._patches.set(*autograd.engine_run_backward.patch(run_backward))
 
-    # -- names ------------------------------------------------------------------------------------------------------
-
     def _claim_unnamed(self, tensors: Iterable[torch.Tensor], role: Role) -> None:
-        """Their role is known, and their names not yet."""
+        """Claim tensors whose role is known, and their names not yet."""
         for tensor in tensors:
             for part in (tensor, *self.parts(tensor)):
                 self.claim(part, Owner(role, ""))
@@ -254,8 +244,8 @@ class Watch(ABC):
                     name = own_name(full_name)
                     for part in (parameter, *self.parts(parameter)):
                         self.claim(part, Owner(Role.PARAMETER, name))
-                    for part in zero.part(parameter):
-                        self.claim(part, Owner(Role.PARAMETER, ""))
+                    if (own := getattr(parameter, "ds_tensor", None)) is not None:  # a rank's part (zero.py)
+                        self.claim(own, Owner(Role.PARAMETER, ""))
                     if parameter.grad is not None:
                         self.claim(parameter.grad, Owner(Role.GRADIENT, name))
                 for name, buffer in root.named_buffers():
@@ -277,7 +267,6 @@ class Watch(ABC):
                             self.claim(part, Owner(Role.OPTIMIZER_STATE, str(key)))
 
     def _unwatch(self) -> None:
-        """Take away every patch and hook."""
         try:
             self._stack.close()
         finally:
@@ -285,17 +274,8 @@ class Watch(ABC):
             self._roots.clear()
 
 
-def _ignoring_module(of: Callable[[], Iterable[Patch]], module: object) -> Iterable[Patch]:
-    return of()
-
-
-def _is_weight_or_made(tensor: torch.Tensor) -> bool:
-    """Whether it is a parameter, or was made of one."""
-    return isinstance(tensor, nn.Parameter) or tensor.grad_fn is not None
-
-
 def _leaves(results: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors that a backward pass of `results` gives gradients to: weights, in a program without modules."""
+    """Return the tensors that a backward of `results` gives gradients to: weights, in a program without modules."""
     waiting: list[Any] = [result.grad_fn for result in results]
     seen: set[Any] = {None}
     found = []

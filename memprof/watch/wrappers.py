@@ -8,8 +8,8 @@ import torch
 from memprof.torch_private import autograd, dispatch
 
 _NO_DISPATCH = dispatch.disabled_torch_dispatch_impl
+# Class of a tensor of torch.distributed -> the attribute that is this rank's part of it.
 _PART = {"DTensor": "_local_tensor", "AsyncCollectiveTensor": "elem"}
-"""Class of a tensor of torch.distributed -> the attribute that is this rank's part of it."""
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
@@ -18,12 +18,12 @@ def has_memory(tensor: torch.Tensor) -> bool:
 
 
 def is_wrapped(tensor: torch.Tensor) -> bool:
-    """Whether a transformation of torch.func has it wrapped."""
+    """Return whether a transformation of torch.func has it wrapped."""
     return bool(autograd.is_functorch_wrapped_tensor(tensor))
 
 
 def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor inside the wrappers of torch.func, of which there is one for each transformation, and of
+    """Return the tensor inside the wrappers of torch.func, of which there is one for each transformation, and of
     torch.distributed; else `tensor`."""
     while autograd.is_functorch_wrapped_tensor(tensor):
         tensor = autograd.get_unwrapped(tensor)
@@ -32,7 +32,7 @@ def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def parts_of_sparse(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Indices and then values of a sparse tensor of any layout; nothing of another."""
+    """Return indices and then values of a sparse tensor of any layout; nothing of another."""
     if tensor.layout is torch.sparse_coo:
         return [tensor._indices(), tensor._values()]
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):

@@ -11,8 +11,8 @@ deepspeedai/DeepSpeed@v0.19.5.
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -23,48 +23,35 @@ from memprof.watch.phases import Phases
 
 _ZERO = "deepspeed.runtime.zero."
 _STEPS = {f"{_ZERO}stage3": "DeepSpeedZeroOptimizer_Stage3", f"{_ZERO}stage_1_and_2": "DeepSpeedZeroOptimizer"}
+# Where an optimizer is stepped once by gradients of zeros, when it is made.
 _PREPARE = {
     **_STEPS,
     "deepspeed.runtime.fp16.fused_optimizer": "FP16_Optimizer",
     "deepspeed.runtime.fp16.unfused_optimizer": "FP16_UnfusedOptimizer",
 }
-"""Where an optimizer is stepped once by gradients of zeros, when it is made."""
+# What waits for parameters to be whole, and where it has them.
 _GATHERS = {"AllGatherHandle": "_AllGatherHandle__param", "AllGatherCoalescedHandle": "params"}
-"""What waits for parameters to be whole, and where it has them."""
-
-
-def part(parameter: torch.Tensor) -> list[torch.Tensor]:
-    """This rank's part of a parameter that is spread, in one buffer with those of others."""
-    own = getattr(parameter, "ds_tensor", None)
-    return [] if own is None else [own]
 
 
 def of_imports(
     phases: Phases, claim: Callable[[torch.Tensor, Owner], None]
-) -> Mapping[str, Callable[[], Iterator[Patch]]]:
-    """The patches by the module that has to be imported first. `claim` is told whose tensors are."""
+) -> Mapping[str, Callable[[ModuleType], Iterator[Patch]]]:
+    """Return the patches by the module that has to be imported first. `claim` is told whose tensors are."""
 
-    def stepping(module: str, name: str) -> Iterator[Patch]:
-        kind = getattr(sys.modules[module], name)
+    def stepping(module: ModuleType) -> Iterator[Patch]:
+        kind = getattr(module, _PREPARE[module.__name__])
         if hasattr(kind, "initialize_optimizer_states"):
-            prepared = phases.wrap_preparation(kind.initialize_optimizer_states)
-            yield kind, "initialize_optimizer_states", prepared
-        if module not in _STEPS:
-            return
-        yield kind, "step", phases.wrap_whole_step(kind.step)
-        yield kind, "__init__", _then(kind.__init__, functools.partial(_claim_gradients, claim))
+            yield kind, "initialize_optimizer_states", phases.wrap_preparation(kind.initialize_optimizer_states)
+        if module.__name__ in _STEPS:
+            yield kind, "step", phases.wrap_whole_step(kind.step)
+            yield kind, "__init__", _then(kind.__init__, functools.partial(_claim_gradients, claim))
 
-    def gathering() -> Iterator[Patch]:
+    def gathering(module: ModuleType) -> Iterator[Patch]:
         for name, where in _GATHERS.items():
-            kind = getattr(sys.modules[f"{_ZERO}partition_parameters"], name)
-            yield (
-                kind,
-                "wait",
-                _then(kind.wait, functools.partial(_claim_whole, claim, where)),
-            )
+            kind = getattr(module, name)
+            yield kind, "wait", _then(kind.wait, functools.partial(_claim_whole, claim, where))
 
-    steps = {module: lambda module=module, name=name: stepping(module, name) for module, name in _PREPARE.items()}
-    return {**steps, f"{_ZERO}partition_parameters": gathering}
+    return {**dict.fromkeys(_PREPARE, stepping), f"{_ZERO}partition_parameters": gathering}
 
 
 def _then(original: Callable[..., Any], after: Callable[[Any], None]) -> Callable[..., Any]:

@@ -6,6 +6,7 @@ import contextlib
 import fnmatch
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 from torch import nn
 
@@ -15,18 +16,13 @@ from memprof.workload.models import ModelSource
 from memprof.workload.packed_layers import KERNELS
 from memprof.workload.quantization import import_quietly
 
-ALL_LINEAR = "all-linear"
-"""PEFT's name for every linear layer but the head."""
+ALL_LINEAR = "all-linear"  # PEFT's name for every linear layer but the head
 
 _TASK_TYPES = {"causal-lm": "CAUSAL_LM", "seq2seq-lm": "SEQ_2_SEQ_LM"}
 
 
 def require_peft() -> None:
-    """Import PEFT, before a virtual GPU is there to watch.
-
-    Raises:
-        UsageError: it is not installed, or not with this release of transformers.
-    """
+    """Import PEFT before a virtual GPU is there to watch; raise UsageError if it is missing, or does not fit."""
     try:
         import_quietly("peft")
     except ImportError as error:
@@ -39,7 +35,7 @@ _NAMED = f"--lora-targets q_proj,v_proj, or --lora-targets {ALL_LINEAR}"
 
 
 def add_lora(model: nn.Module, spec: TargetSpec, source: ModelSource) -> nn.Module:
-    """`model`, frozen, in PEFT's wrapper: each target has two matrices of `spec.lora_rank` beside it.
+    """Return `model`, frozen, in PEFT's wrapper: each target has two matrices of `spec.lora_rank` beside it.
 
     PEFT keeps them in float32 when the model is in half precision (`autocast_adapter_dtype`, its default). The scale
     is twice the rank, as is usual; it changes no memory. A model of bitsandbytes is prepared as PEFT does first: what
@@ -60,20 +56,20 @@ def add_lora(model: nn.Module, spec: TargetSpec, source: ModelSource) -> nn.Modu
         target_modules=target_modules(spec.lora_targets),
         task_type=_TASK_TYPES.get(source.task),
     )
-    if source.stored is not None and not source.stored.is_bitsandbytes:
-        config._register_custom_module(_on_packed_layers())
     if source.stored is not None and source.stored.is_bitsandbytes:
         model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+    elif source.stored is not None:  # for packed layers PEFT finds its own where GPTQModel is installed
+        from peft.tuners.lora.awq import AwqLoraLinear
+        from peft.tuners.lora.gptq import GPTQLoraLinear
+
+        adapter_of: dict[str, Any] = {"gptq": GPTQLoraLinear, "awq": AwqLoraLinear}
+        config._register_custom_module({kind: adapter_of[method] for (method, _), kind in KERNELS.items()})
     with adapting(_NAMED):
         return peft.get_peft_model(model, config)
 
 
 def check_known(spec: TargetSpec, source: ModelSource) -> None:
-    """What PEFT says, before the model is built, of an architecture that it knows no targets for.
-
-    Raises:
-        UsageError: it knows none, and none are named.
-    """
+    """Raise UsageError, before the model is built, if none are named and PEFT knows no targets for the architecture."""
     from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as KNOWN
 
     kind = (source.config or {}).get("model_type")
@@ -87,16 +83,8 @@ def check_known(spec: TargetSpec, source: ModelSource) -> None:
         peft.get_peft_model(empty, peft.LoraConfig())
 
 
-def _on_packed_layers() -> dict[type[nn.Module], type[nn.Module]]:
-    """Layer of a GPTQ or AWQ checkpoint -> PEFT's, which it finds by itself where GPTQModel is installed."""
-    from peft.tuners.lora.awq import AwqLoraLinear
-    from peft.tuners.lora.gptq import GPTQLoraLinear
-
-    return {kind: GPTQLoraLinear if method == "gptq" else AwqLoraLinear for (method, _), kind in KERNELS.items()}
-
-
 def target_modules(names: str | None) -> str | list[str] | None:
-    """What PEFT calls the modules of these names (with commas); None: those it knows for the architecture."""
+    """Return what PEFT calls the modules of these names (with commas); None: those it knows for the architecture."""
     if names is None:
         return None
     found = [name.strip() for name in names.split(",")]
@@ -105,11 +93,7 @@ def target_modules(names: str | None) -> str | list[str] | None:
 
 @contextlib.contextmanager
 def adapting(example: str) -> Iterator[None]:
-    """Inside, PEFT adapts a model; `example` says how modules are named.
-
-    Raises:
-        UsageError: PEFT does not know which modules to adapt, or the model has none of the names.
-    """
+    """Raise UsageError for PEFT's own errors on adapting a model; `example` says how modules are named."""
     try:
         with warnings.catch_warnings():
             # Of GPT-2 it says that its weights are transposed, and that it has allowed for it.
@@ -117,18 +101,12 @@ def adapting(example: str) -> Iterator[None]:
             yield
     except (ValueError, TypeError) as error:
         raise UsageError(
-            "PEFT cannot adapt this model",
-            value=first_line(error),
-            hint=f"name the modules to adapt: {example}",
+            "PEFT cannot adapt this model", value=first_line(error), hint=f"name the modules to adapt: {example}"
         ) from None
 
 
 def named_parameters(model: nn.Module, patterns: str, refusal: str) -> list[nn.Parameter]:
-    """The parameters that one of `patterns`, separated by commas, names.
-
-    Raises:
-        UsageError: a pattern names none; its words are `refusal`.
-    """
+    """Return the parameters that `patterns` (with commas) name; raise UsageError(`refusal`) if one names none."""
     parameters = dict(model.named_parameters())
     chosen: dict[str, None] = {}
     for pattern in map(str.strip, patterns.split(",")):
@@ -142,11 +120,10 @@ def named_parameters(model: nn.Module, patterns: str, refusal: str) -> list[nn.P
     return [parameters[name] for name in chosen]
 
 
-def let_gradients_reach_checkpoints(model: nn.Module) -> None:
-    """Have the frozen embedding's output ask for a gradient.
+def enable_input_gradients(model: nn.Module) -> None:
+    """Have the frozen embedding's output ask for a gradient, as transformers 5 does itself, where it does not yet.
 
     Reentrant checkpointing (transformers' default before release 5) would else see no input to differentiate.
-    transformers 5 does this itself, and it is not done twice.
     """
     enable = getattr(model, "enable_input_require_grads", None)
     if enable is not None and not getattr(model, "_require_grads_hooks", None):

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 
 
-def begin_chance() -> None:
+def seed_rngs() -> None:
     """Let the generators of Python, numpy and torch's host begin at a fixed number."""
     torch.default_generator.manual_seed(0)
     random.seed(0)
@@ -21,7 +21,7 @@ def begin_chance() -> None:
 
 @contextlib.contextmanager
 def kept_chance() -> Iterator[None]:
-    """Afterwards those generators go on as if nothing had been drawn inside.
+    """Restore those generators afterwards, as if nothing had been drawn inside.
 
     Around a device: the state of torch's is a tensor, and none of the run's.
     """

@@ -15,7 +15,7 @@ from memprof.patching.patch_set import PatchSet
 
 
 def reference_of(config: Mapping[str, Any], architecture: str) -> str | None:
-    """The code that a configuration names for its class, such as `modeling_x.XForCausalLM`; None: there is none."""
+    """Return the code that a configuration names for its class, such as `modeling_x.XForCausalLM`, or None."""
     named = config.get("auto_map")
     if not isinstance(named, Mapping):
         return None
@@ -26,11 +26,7 @@ def reference_of(config: Mapping[str, Any], architecture: str) -> str | None:
 
 @contextlib.contextmanager
 def may_not_leave(what: str) -> Iterator[None]:
-    """Inside, code of others may not end the process: its exit code 0 would be read as "it fits".
-
-    Raises:
-        UsageError: it tried to.
-    """
+    """Raise UsageError where code of others ends the process: its exit code 0 would be read as "it fits"."""
     leave, process = os._exit, os.getpid()
 
     def exit_now(status: int) -> NoReturn:
@@ -49,11 +45,7 @@ def may_not_leave(what: str) -> Iterator[None]:
 
 
 def check_trusted(reference: str, where: str, *, trusted: bool) -> str:
-    """What is to be said of running this code.
-
-    Raises:
-        UsageError: that was not asked for.
-    """
+    """Return a sentence on running this code; raise UsageError if that was not asked for."""
     if not trusted:
         raise UsageError(
             "the model's class is code of its own, which is not run unasked",
@@ -64,11 +56,7 @@ def check_trusted(reference: str, where: str, *, trusted: bool) -> str:
 
 
 def load_classes(config: Mapping[str, Any], reference: str, where: str, *, offline: bool) -> tuple[Any, Any]:
-    """The class of the configuration and that of the model: this runs their code.
-
-    Raises:
-        UsageError: it is not there, or raises an error.
-    """
+    """Run a model's own code for the classes of configuration and model; raise UsageError if that fails."""
     from transformers import AutoConfig
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 

@@ -14,17 +14,16 @@ from memprof.trace.events import Owner, PhaseKind
 class Device(Protocol):
     """A device that is told what is being done on it."""
 
-    name: str
-    """Where its tensors are, for torch: "cuda" or "cpu"."""
+    name: str  # where its tensors are, for torch: "cuda" or "cpu"
 
     def phase(self, kind: PhaseKind, step: int = 0, micro_batch: int = 0) -> AbstractContextManager[None]:
-        """What runs inside is this phase."""
+        """Return a context in which what runs is this phase."""
 
     def adopt(self, root: nn.Module) -> None:
-        """`root` is the model of this run."""
+        """Take `root` as the model of this run."""
 
     def claim(self, tensor: torch.Tensor, owner: Owner) -> None:
-        """`tensor` has this role."""
+        """Give `tensor` this role."""
 
     def assume(self, sentence: str) -> None:
-        """The run rests on this."""
+        """Note what the run rests on."""

@@ -13,39 +13,34 @@ from typing import Any
 from memprof.errors import UsageError
 from memprof.spec import BITSANDBYTES_FORMATS, GGUF_FORMATS, STORED_FORMATS, TargetSpec, check_quantized
 
-GROUP = 128
-"""Rows of a weight that share a scale, and the side of a float8 block, where no checkpoint says otherwise."""
+GROUP = 128  # rows of a weight that share a scale, and the side of a float8 block, where no checkpoint says otherwise
 
-_METADATA = frozenset(
-    {
-        *("quant_method", "damp_percent", "dataset", "tokenizer", "true_sequential", "static_groups", "model_seqlen"),
-        *("model_name_or_path", "model_file_base_name", "meta", "quantizer", "pad_token_id", "batch_size"),
-        *("cache_block_outputs", "module_name_preceding_first_block", "use_exllama", "disable_exllama"),
-        *("exllama_config", "max_input_length", "use_cuda_fp16", "act_group_aware", "is_marlin_format", "mse"),
-        *("fuse_max_seq_len", "fmt", "_load_in_4bit", "_load_in_8bit", "damp_auto_increment", "hyb_act"),
-    }
-)
-"""Entries that say how the weights were found, or name kernels of older releases; they change no bytes."""
+# Entries that say how the weights were found, or name kernels of older releases; they change no bytes.
+_METADATA = {
+    "quant_method", "damp_percent", "dataset", "tokenizer", "true_sequential", "static_groups", "model_seqlen",
+    "model_name_or_path", "model_file_base_name", "meta", "quantizer", "pad_token_id", "batch_size",
+    "cache_block_outputs", "module_name_preceding_first_block", "use_exllama", "disable_exllama", "exllama_config",
+    "max_input_length", "use_cuda_fp16", "act_group_aware", "is_marlin_format", "mse", "fuse_max_seq_len", "fmt",
+    "_load_in_4bit", "_load_in_8bit", "damp_auto_increment", "hyb_act",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
     """The format of a model's weights."""
 
-    name: str
-    """As --quantize spells it."""
-    config: Mapping[str, Any]
-    """As `quantization_config` has it; of a GGUF, which has none, its type alone."""
+    name: str  # as --quantize spells it
+    config: Mapping[str, Any]  # as `quantization_config` has it; of a GGUF, which has none, its type alone
     from_checkpoint: bool = False
 
     @property
     def is_bitsandbytes(self) -> bool:
-        """Whether bitsandbytes quantizes the weights as they are loaded."""
+        """Return whether bitsandbytes quantizes the weights as they are loaded."""
         return self.name in BITSANDBYTES_FORMATS
 
 
 def asked_format(spec: TargetSpec) -> Stored | None:
-    """The format that --quantize names, with the values that published checkpoints have."""
+    """Return the format that --quantize names, with the values that published checkpoints have."""
     name = spec.quantize
     if name is None:
         return None
@@ -56,21 +51,16 @@ def asked_format(spec: TargetSpec) -> Stored | None:
         return Stored(name, {**config, "bnb_4bit_use_double_quant": spec.double_quant})
     if name in GGUF_FORMATS:
         return Stored(name, {"quant_method": "gguf"})
+    if name == "mxfp4":
+        return Stored(name, {"quant_method": name})
+    if name == "fp8":
+        return Stored(name, {"quant_method": name, "weight_block_size": [GROUP, GROUP]})
     method, _, bits = name.partition("-int")
-    if not bits:
-        return Stored(name, {"quant_method": name, "weight_block_size": [GROUP, GROUP]} if name == "fp8" else _MXFP4)
     return Stored(name, {"quant_method": method, "bits": int(bits), "group_size": GROUP, "desc_act": False})
 
 
-_MXFP4 = {"quant_method": "mxfp4"}
-
-
 def checkpoint_format(config: Mapping[str, Any], where: str) -> Stored | None:
-    """The format that a config.json has in its `quantization_config`; None: its weights are plain.
-
-    Raises:
-        UsageError: something in it is not simulated; the message names all of it.
-    """
+    """Return the format in a config.json's `quantization_config`, if any; UsageError names what is not simulated."""
     said = config.get("quantization_config")
     if not said:
         return None
@@ -88,11 +78,7 @@ def checkpoint_format(config: Mapping[str, Any], where: str) -> Stored | None:
 
 
 def check_use(stored: Stored, spec: TargetSpec) -> None:
-    """Whether a checkpoint's format goes with the rest of `spec`, as --quantize is checked by the spec itself.
-
-    Raises:
-        UsageError: it does not.
-    """
+    """Raise UsageError if a checkpoint's format does not go with `spec`, which checks its own --quantize itself."""
     if not stored.from_checkpoint:
         return
     if spec.quantize is not None:
@@ -115,8 +101,6 @@ def _refused(value: str) -> UsageError:
     )
 
 
-# -- by method -----------------------------------------------------------------------------------------------------
-
 _BITS = frozenset({"load_in_4bit", "load_in_8bit"})
 
 
@@ -131,28 +115,18 @@ def _bitsandbytes(said: Mapping[str, Any], config: Mapping[str, Any], problems: 
     return "int8"
 
 
-def _gptq(said: Mapping[str, Any], config: Mapping[str, Any], problems: list[str]) -> str:
-    return _packed(said, config, problems, bits=(4, 8), formats=("gptq", "gptq_v2"), kernels=("marlin", "triton"))
+_LAYOUTS = {"gptq": ("gptq", "gptq_v2"), "awq": ("gemm",)}  # in a file
+_BITS_OF = {"gptq": (4, 8), "awq": (4,)}
+_KERNELS = {"gptq": ("marlin", "triton"), "awq": ("marlin", "gemm")}  # of GPTQModel, those that are known here
 
 
-def _awq(said: Mapping[str, Any], config: Mapping[str, Any], problems: list[str]) -> str:
-    return _packed({"bits": 4, **said}, config, problems, bits=(4,), formats=("gemm",), kernels=("marlin", "gemm"))
-
-
-def _packed(
-    said: Mapping[str, Any],
-    config: Mapping[str, Any],
-    problems: list[str],
-    *,
-    bits: tuple[int, ...],
-    formats: tuple[str, ...],
-    kernels: tuple[str, ...],
-) -> str:
-    """GPTQ and AWQ; `formats` are their layouts in a file, `kernels` those of GPTQModel that are known here."""
-    if said["quant_method"] == "gptq" and not said.get("sym", True):
+def _packed(said: Mapping[str, Any], config: Mapping[str, Any], problems: list[str]) -> str:
+    method = said["quant_method"]
+    formats, bits = _LAYOUTS[method], said.get("bits", 4 if method == "awq" else None)
+    if method == "gptq" and not said.get("sym", True):
         problems.append("sym False")
-    if said.get("bits") not in bits:
-        problems.append(f"bits {said.get('bits')!r}")
+    if bits not in _BITS_OF[method]:
+        problems.append(f"bits {bits!r}")
     group = said.get("group_size", GROUP)
     if not isinstance(group, int) or (group != -1 and group not in (32, 64, 128)):
         problems.append(f"group_size {group!r}")
@@ -160,11 +134,11 @@ def _packed(
     if str(layout).lower() not in formats:
         problems.append(f"format {layout!r}")
     kernel = said.get("backend") or "auto"
-    if kernel not in ("auto", "auto_trainable", "autoawq", *kernels):
+    if kernel not in ("auto", "auto_trainable", "autoawq", *_KERNELS[method]):
         problems.append(f"backend {kernel!r}")
     if any(config.get(key) for key in ("num_local_experts", "num_experts", "n_routed_experts")):
         problems.append("a mixture of experts")
-    return f"{said['quant_method']}-int{said.get('bits')}"
+    return f"{method}-int{bits}"
 
 
 def _fp8(said: Mapping[str, Any], config: Mapping[str, Any], problems: list[str]) -> str:
@@ -187,34 +161,25 @@ def _mxfp4(said: Mapping[str, Any], config: Mapping[str, Any], problems: list[st
 
 
 _READERS: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any], list[str]], str]] = {
-    "bitsandbytes": _bitsandbytes, "gptq": _gptq, "awq": _awq, "fp8": _fp8, "mxfp4": _mxfp4,
+    "bitsandbytes": _bitsandbytes, "gptq": _packed, "awq": _packed, "fp8": _fp8, "mxfp4": _mxfp4,
 }  # fmt: skip
-_OBEYED: dict[str, frozenset[str]] = {
-    "bitsandbytes": frozenset(
-        {
-            *_BITS,
-            *("llm_int8_threshold", "llm_int8_skip_modules", "llm_int8_has_fp16_weight", "bnb_4bit_quant_type"),
-            *("bnb_4bit_use_double_quant", "bnb_4bit_compute_dtype", "bnb_4bit_quant_storage"),
-        }
-    ),
-    "gptq": frozenset(
-        {
-            *("bits", "group_size", "desc_act", "sym", "checkpoint_format", "format", "backend"),
-            *("block_name_to_quantize", "modules_in_block_to_quantize"),
-        }
-    ),
-    "awq": frozenset(
-        {
-            *("bits", "group_size", "zero_point", "version", "format", "checkpoint_format", "backend", "desc_act"),
-            *("sym", "modules_to_not_convert"),
-        }
-    ),
-    "fp8": frozenset(
-        {
-            *("activation_scheme", "weight_block_size", "dequantize", "modules_to_not_convert", "ignored_layers"),
-            *("modules_to_convert", "scale_fmt", "expert_dtype"),
-        }
-    ),
-    "mxfp4": frozenset({"modules_to_not_convert", "dequantize"}),
-}
-"""Method -> its entries that are followed."""
+# Method -> its entries that are followed.
+_OBEYED: dict[str, set[str]] = {
+    "bitsandbytes": {
+        *_BITS, "llm_int8_threshold", "llm_int8_skip_modules", "llm_int8_has_fp16_weight", "bnb_4bit_quant_type",
+        "bnb_4bit_use_double_quant", "bnb_4bit_compute_dtype", "bnb_4bit_quant_storage",
+    },
+    "gptq": {
+        "bits", "group_size", "desc_act", "sym", "checkpoint_format", "format", "backend", "block_name_to_quantize",
+        "modules_in_block_to_quantize",
+    },
+    "awq": {
+        "bits", "group_size", "zero_point", "version", "format", "checkpoint_format", "backend", "desc_act", "sym",
+        "modules_to_not_convert",
+    },
+    "fp8": {
+        "activation_scheme", "weight_block_size", "dequantize", "modules_to_not_convert", "ignored_layers",
+        "modules_to_convert", "scale_fmt", "expert_dtype",
+    },
+    "mxfp4": {"modules_to_not_convert", "dequantize"},
+}  # fmt: skip

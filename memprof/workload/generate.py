@@ -16,11 +16,10 @@ from memprof.errors import UsageError
 from memprof.trace.events import Owner, PhaseKind, Role
 from memprof.workload.device import Device
 
-EDGE_STEPS = 3
-"""Decode steps run on each side of such a point."""
+EDGE_STEPS = 3  # decode steps run on each side of such a point
 _STATES = ("cache_params", "state")
+# What models call what they keep, in what they return as in what they are given; `generate` looks for the same.
 _CACHES = ("past_key_values", *_STATES)
-"""What models call what they keep, in what they return as in what they are given; `generate` looks for the same."""
 
 
 def generate(
@@ -70,7 +69,7 @@ def generate(
 
 
 def _alike_steps(cache: Any, remaining: int) -> int:
-    """Steps from here on that differ in the length of the cache alone: up to the last ones, or until a window fills."""
+    """Count steps from here on that differ in the cache's length alone: up to the last ones, or a full window."""
     layers = getattr(cache, "layers", None) or ()
     until_full = [
         layer.sliding_window - layer.cumulative_length

@@ -30,12 +30,9 @@ class Feeder:
     ) -> None:
         self.model = model
         self.batch_size = batch_size
-        self.assumptions: list[str] = []
-        """A sentence may stand there more than once."""
-        self.takes_tokens = source.task != "image-classification"
-        """Whether a batch has samples of `context_length`."""
-        self.sequence_lengths: list[int] = []
-        """Tokens per sequence in each batch so far, if lengths vary."""
+        self.assumptions: list[str] = []  # a sentence may stand there more than once
+        self.takes_tokens = source.task != "image-classification"  # whether a batch has samples of `context_length`
+        self.sequence_lengths: list[int] = []  # tokens per sequence in each batch so far, if lengths vary
         if lengths is not None:
             self.context_length = context_length or source.max_positions or 1 << 30
             self._batches = lengths.batches(batch_size, self.context_length)
@@ -58,9 +55,11 @@ class Feeder:
         }
         if source.task == "other":
             self.takes_tokens = "input_ids" in inspect.signature(model.forward).parameters
-            self.context_length = min(self.context_length, _text_positions(model) or self.context_length)
+            text = getattr(model.config, "text_config", None)  # of a model with a text tower
+            positions = getattr(text, "max_position_embeddings", None)
+            self.context_length = min(self.context_length, positions or self.context_length)
+        # Makes a batch in host memory, as a data loader gives it.
         self.host_batch = makers.get(source.task) or self._custom()
-        """Makes a batch in host memory, as a data loader gives it."""
         if context_length is None and self.takes_tokens and source.task != "speech-seq2seq":
             told = f"Context length {self.context_length:,} (no --context-length was given)."
             self.assumptions.insert(0, told)
@@ -79,15 +78,13 @@ class Feeder:
         }
         self.assumptions.append(f"{batches:,} batches are held in host memory, made before training.")
 
-    # -- Hugging Face models ----------------------------------------------------------------------------------------
-
     def _tokens(self) -> Batch:
-        """input_ids and labels, int64 (batch, length); every position is predicted, none is padding."""
+        """Make input_ids and labels, int64 (batch, length); every position is predicted, none is padding."""
         ids = torch.zeros(self.batch_size, self.context_length, dtype=torch.int64)
         return {"input_ids": ids, "labels": ids.clone()}
 
     def _padded_tokens(self) -> Batch:
-        """input_ids, attention_mask and labels, int64 (batch, longest), padded on the right; padding has no label."""
+        """Make input_ids, attention_mask and labels, int64 (batch, longest), padded on the right, without label."""
         lengths, longest = next(self._batches)
         self.sequence_lengths.append(longest)
         ids = torch.zeros(len(lengths), longest, dtype=torch.int64)
@@ -95,7 +92,7 @@ class Feeder:
         return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
 
     def _images(self) -> Batch:
-        """pixel_values, float (batch, channels, height, width), and one label per image."""
+        """Make pixel_values, float (batch, channels, height, width), and one label per image."""
         return {"pixel_values": self._pixels(), "labels": torch.zeros(self.batch_size, dtype=torch.int64)}
 
     def _pixels(self) -> torch.Tensor:
@@ -107,7 +104,7 @@ class Feeder:
         return torch.zeros(self.batch_size, channels, height, width, dtype=_parameter_dtype(self.model))
 
     def _by_signature(self) -> Batch:
-        """What forward takes of tokens, images and sound, and labels where the name of the class says their shape."""
+        """Make what forward takes of tokens, images and sound, and labels whose shape the name of the class says."""
         names, count = inspect.signature(self.model.forward).parameters, self.batch_size
         ids = torch.zeros(count, self.context_length, dtype=torch.int64)
         batch: Batch = {}
@@ -137,7 +134,7 @@ class Feeder:
         return batch
 
     def _speech(self) -> Batch:
-        """input_features, float (batch, mel bins, frames), and labels (batch, length)."""
+        """Make input_features, float (batch, mel bins, frames), and labels (batch, length)."""
         config: Any = self.model.config
         frames = 2 * config.max_source_positions
         length = min(self.context_length, config.max_target_positions)
@@ -145,8 +142,6 @@ class Feeder:
         labels = torch.zeros(self.batch_size, length, dtype=torch.int64)
         self.assumptions.append(f"Audio of {frames:,} frames and labels of {length:,} tokens per sample.")
         return {"input_features": features, "labels": labels}
-
-    # -- the user's own ---------------------------------------------------------------------------------------------
 
     def _custom(self) -> Callable[[], Batch]:
         model: Any = self.model
@@ -187,12 +182,6 @@ class Feeder:
 
 _SOUND_SAMPLES = 160_000
 _INPUT_LAYERS = (nn.Embedding, nn.Linear, nn.Conv2d, nn.RNNBase)
-
-
-def _text_positions(model: nn.Module) -> int | None:
-    """Of a model with a text tower, whose configuration has its positions."""
-    text = getattr(model.config, "text_config", None)
-    return getattr(text, "max_position_embeddings", None)
 
 
 def _parameter_dtype(model: nn.Module) -> torch.dtype:

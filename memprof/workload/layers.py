@@ -11,11 +11,7 @@ from memprof.errors import UsageError
 
 
 def find_layers(model: nn.Module, remedy: str) -> list[tuple[str, nn.Module]]:
-    """Name and module of every layer: the members of each outermost list of two or more blocks of one class.
-
-    Raises:
-        UsageError: there is no such list.
-    """
+    """Return name and module of each layer (of lists of blocks of one class); raise UsageError if there is none."""
     found: list[tuple[str, nn.Module]] = []
     inside: list[str] = []
     for name, module in model.named_modules():
@@ -39,7 +35,7 @@ _CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params")
 
 
 def without_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a layer without its key-value cache: a layer that runs twice would fill it twice.
+    """Return the arguments of a layer without its key-value cache: a layer that runs twice would fill it twice.
 
     A cache is known by its name, or, where it is given by position, by what it can do (`get_seq_length`).
     """
@@ -53,7 +49,7 @@ def without_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple
 
 
 def find_modules(model: nn.Module, patterns: str, remedy: str) -> list[tuple[str, nn.Module]]:
-    """Name and module of what `patterns` (with commas) name, by full name or by its last part.
+    """Return the name and module of what `patterns` (with commas) name, by full name or by its last part.
 
     Raises:
         UsageError: a pattern names nothing, or one module is inside another.
@@ -67,11 +63,8 @@ def find_modules(model: nn.Module, patterns: str, remedy: str) -> list[tuple[str
         }
         if not matches:
             names = [name for name, _ in model.named_modules() if name]
-            raise UsageError(
-                f"{remedy}: a pattern names no module",
-                value=repr(pattern),
-                hint=f"the model's are named like {names[-1]!r}; * stands for anything" if names else None,
-            )
+            hint = f"the model's are named like {names[-1]!r}; * stands for anything" if names else None
+            raise UsageError(f"{remedy}: a pattern names no module", value=repr(pattern), hint=hint)
         found.update(matches)
     for name in found:
         outer = next((other for other in found if name.startswith(other + ".")), None)

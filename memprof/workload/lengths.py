@@ -27,32 +27,27 @@ from memprof.errors import UsageError
 _LOGNORMAL = "lognormal:"
 _HINT = "lognormal:MEAN,SIGMA, alpaca, or a file of lengths; each may be followed by ,bucket=N or ,multiple=N"
 _ALPACA_NAME = "alpaca"
+# Tokens, and how many of the samples have no more, with LLaMA's tokenizer, its end token and alpaca-lora's template.
+# Read from the plots of lengths.ipynb in tloen/alpaca-lora (1310547, 2023): the histogram up to 257 tokens, the curve
+# of covered examples up to 401; beyond that the counts of the notebook's first version (13d55f4), whose template is
+# longer. Their mean is 127; that of the notebook's curve of tokens is 128.
 _ALPACA = (
     (42, 0), (55, 920), (67, 5159), (80, 11239), (92, 18774), (105, 24275), (118, 28235), (130, 32174), (143, 35664),
     (156, 39046), (168, 41872), (181, 44034), (193, 45832), (206, 47159), (219, 48101), (231, 48914), (244, 49450),
     (257, 49878), (289, 50743), (323, 51207), (358, 51517), (401, 51749), (558, 51940), (682, 51975), (807, 51991),
     (931, 52000), (1180, 52001), (1304, 52002),
 )  # fmt: skip
-"""Tokens, and how many of the samples have no more, with LLaMA's tokenizer, its end token and alpaca-lora's template.
-
-Read from the plots of lengths.ipynb in tloen/alpaca-lora (1310547, 2023): the histogram up to 257 tokens, the curve of
-covered examples up to 401; beyond that the counts of the notebook's first version (13d55f4), whose template is longer.
-Their mean is 127; that of the notebook's curve of tokens is 128.
-"""
 
 
 class Lengths(NamedTuple):
     """What `--lengths` asks for."""
 
-    draw: Callable[[random.Random], Iterator[int]]
-    """Lengths of samples, without end."""
-    bucket: int = 1
-    """Batches that are sorted together."""
-    multiple: int = 1
-    """What a batch is padded to a multiple of."""
+    draw: Callable[[random.Random], Iterator[int]]  # lengths of samples, without end
+    bucket: int = 1  # batches that are sorted together
+    multiple: int = 1  # what a batch is padded to a multiple of
 
     def batches(self, batch_size: int, longest: int) -> Iterator[tuple[list[int], int]]:
-        """Batches without end: the lengths of their samples, cut at `longest`, and how long they are with padding."""
+        """Yield batches without end: lengths of samples, cut at `longest`, and the batch's length with padding."""
         generator = random.Random(0)
         samples = self.draw(generator)
         while True:
@@ -65,11 +60,7 @@ class Lengths(NamedTuple):
 
 
 def parse_lengths(text: str) -> Lengths:
-    """What `text` asks for.
-
-    Raises:
-        UsageError: it is not written as above, or there is no such file.
-    """
+    """Return what `text`, as above, asks for; raise UsageError if it is not written so, or names no such file."""
     text, options = _options(text)
     if text == _ALPACA_NAME:
         return Lengths(_alpaca, **options)
@@ -79,7 +70,7 @@ def parse_lengths(text: str) -> Lengths:
 
 
 def is_distribution(text: str) -> bool:
-    """Whether `text` asks for lengths that are drawn, of any number of samples."""
+    """Return whether `text` asks for lengths that are drawn, of any number of samples."""
     return text.startswith(_LOGNORMAL) or text.partition(",")[0] == _ALPACA_NAME
 
 
@@ -126,11 +117,6 @@ def _of_dataset(lengths: list[int]) -> Callable[[random.Random], Iterator[int]]:
 
 
 def _read(path: Path) -> list[int]:
-    """The lengths in a file.
-
-    Raises:
-        UsageError: there is no such file, or something else is in it.
-    """
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:

@@ -22,16 +22,9 @@ INPUTS_HINT = "give the model a method memprof_inputs(batch_size, context_length
 def compute_loss(
     outputs: Any, batch: dict[str, Any], source: ModelSource, assume: Callable[[str], None]
 ) -> torch.Tensor:
-    """Return the scalar to differentiate: the model's own loss if it returns one.
+    """Return the scalar to differentiate: the model's own loss if `outputs` has one; `assume` is told of another.
 
-    Args:
-        outputs: what `forward` returned.
-        batch: what it was given.
-        source: what the model is.
-        assume: told what the loss is if the model returns none.
-
-    Raises:
-        UsageError: nothing that the model returns requires a gradient.
+    Raises UsageError where nothing that the model returns requires a gradient.
     """
     loss = getattr(outputs, "loss", None)
     if loss is None and isinstance(outputs, dict):

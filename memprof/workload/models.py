@@ -37,30 +37,21 @@ class ModelSource:
     """
 
     name: str
+    # causal-lm, masked-lm, seq2seq-lm, image-classification, speech-seq2seq, other (fed what its forward takes), or
+    # custom.
     task: str
-    """causal-lm, masked-lm, seq2seq-lm, image-classification, speech-seq2seq, other (fed what its forward takes), or
-    custom."""
-    build: Callable[[], nn.Module]
-    """Builds the module on the default device, in the dtype of `dtype`."""
-    dtype: str | None
-    """The dtype that it will have; None: whatever the factory made."""
+    build: Callable[[], nn.Module]  # builds the module on the default device, in the dtype of `dtype`
+    dtype: str | None  # the dtype that it will have; None: whatever the factory made
     max_positions: int | None
     vocab_size: int | None
     config: Mapping[str, Any] | None
-    notes: tuple[str, ...] = ()
-    """What was assumed in choosing it."""
-    asked_vocab_size: int | None = None
-    """The vocabulary that the user asked for, if any: a larger one is a finding."""
-    stored: Stored | None = None
-    """How its weights are stored, if they are quantized."""
+    notes: tuple[str, ...] = ()  # what was assumed in choosing it
+    asked_vocab_size: int | None = None  # the vocabulary that the user asked for, if any: a larger one is a finding
+    stored: Stored | None = None  # how its weights are stored, if they are quantized
 
 
 def find_source(spec: TargetSpec) -> ModelSource:
-    """The model that `spec` names.
-
-    Raises:
-        UsageError: nothing of that name is known, or what is there is no model.
-    """
+    """Return the model that `spec` names; raise UsageError if none is known by that name, or it is no model."""
     if spec.model_is_size:
         return _from_entry(resolve_size(spec.model), spec)
     name = spec.model
@@ -80,19 +71,11 @@ def find_source(spec: TargetSpec) -> ModelSource:
         return _from_configuration(path, spec)
     if "/" in name and not name.startswith(("/", ".")):
         return _from_hub(name, spec)
-    raise _unknown_model(name)
-
-
-def _unknown_model(name: str) -> UsageError:
-    names = [alias for entry in list_models() for alias in (entry.key, entry.hf_id)]
-    close = nearest(name, names)
+    close = nearest(name, [alias for entry in list_models() for alias in (entry.key, entry.hf_id)])
     hint = f"did you mean {close!r}?" if close else "`memprof models` lists the catalog"
-    return UsageError(
+    raise UsageError(
         "unknown model", value=repr(name), hint=f"{hint} (an org/name id, a folder or file.py:factory work too)"
     )
-
-
-# -- Hugging Face models ----------------------------------------------------------------------------------------
 
 
 def _from_entry(entry: ModelEntry, spec: TargetSpec) -> ModelSource:
@@ -117,10 +100,10 @@ def _from_configuration(path: Path, spec: TargetSpec) -> ModelSource:
 
 
 _KINDS = {"architectures": list, "quantization_config": dict, "auto_map": dict}
+# The names that model types have for their number of positions.
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_target_positions", "max_sequence_length")
-"""The names that model types have for their number of positions."""
+# What memprof reads of a configuration beside the positions; where it is left out, the type's default holds.
 _DEFAULTS = ("vocab_size", "relative_attention_num_buckets")
-"""What memprof reads of a configuration beside the positions; where it is left out, the type's default holds."""
 
 
 def _with_defaults(config: dict[str, Any]) -> dict[str, Any]:
@@ -160,7 +143,7 @@ def _from_hub(name: str, spec: TargetSpec) -> ModelSource:
 
 
 def _hub_answers() -> bool:
-    """Whether the model hub's name resolves; behind a proxy the client must find out for itself."""
+    """Return whether the model hub's name resolves; behind a proxy the client must find out for itself."""
     if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
         return True
     host = urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co")).hostname
@@ -181,7 +164,7 @@ _TASK_OF_SUFFIX = {
 
 
 def _from_mapping(name: str, config: dict[str, Any], spec: TargetSpec, *, where: str) -> ModelSource:
-    """`where`: the folder, or the name on the hub, which may have code of its own."""
+    """Return the source of a configuration; `where` is the folder or the hub's name, which may have its own code."""
     _check_dtype(name, config, spec)
     architecture = next(iter(config.get("architectures") or ()), None)
     if architecture is None:  # of a class of its own, its name
@@ -200,7 +183,9 @@ def _from_mapping(name: str, config: dict[str, Any], spec: TargetSpec, *, where:
     notes = [f"Model: {name} as {architecture}.", *why]
     find_classes = functools.partial(_classes, architecture, str(config.get("model_type")))
     reference = reference_of(config, architecture)
-    if reference is not None and (spec.trust_remote_code or not _has_class(architecture)):
+    if reference is not None and (
+        spec.trust_remote_code or not hasattr(importlib.import_module("transformers"), architecture)
+    ):
         notes.append(check_trusted(reference, where, trusted=spec.trust_remote_code))
         find_classes = functools.partial(load_classes, config, reference, where, offline=not _hub_answers())
     config = {key: value for key, value in config.items() if key != "auto_map"}
@@ -228,7 +213,7 @@ def _hugging_face(
     spec: TargetSpec,
     of_checkpoint: Stored | None = None,
 ) -> ModelSource:
-    """`find_classes`: the configuration's and the model's."""
+    """Return the source of a model of transformers; `find_classes` gives the configuration's class and the model's."""
     if of_checkpoint is not None:
         check_use(of_checkpoint, spec)
     stored = of_checkpoint or asked_format(spec)
@@ -283,11 +268,7 @@ def _hugging_face(
 
 
 def _check_dtype(name: str, config: Mapping[str, Any], spec: TargetSpec) -> None:
-    """Whether the checkpoint has a dtype that can be built, where no other is asked for.
-
-    Raises:
-        UsageError: it has not.
-    """
+    """Raise UsageError if the checkpoint has a dtype that cannot be built, and no other is asked for."""
     dtype = config.get("dtype") or config.get("torch_dtype") or "float32"
     if spec.dtype is None and spec.amp is None and dtype not in DTYPES:
         raise UsageError(
@@ -295,12 +276,6 @@ def _check_dtype(name: str, config: Mapping[str, Any], spec: TargetSpec) -> None
             value=f"{name}: dtype is {dtype!r}",
             hint=f"mend that entry, or give --dtype {'|'.join(DTYPES)}",
         )
-
-
-def _has_class(architecture: str) -> bool:
-    import transformers
-
-    return hasattr(transformers, architecture)
 
 
 def _classes(architecture: str, model_type: str) -> tuple[Any, Any]:
@@ -342,7 +317,6 @@ def _max_positions(config: Mapping[str, Any]) -> int | None:
 
 
 def _dtype(checkpoint: str, spec: TargetSpec, stored: Stored | None = None) -> tuple[str, list[str]]:
-    """The dtype to use, and why if it was not asked for."""
     if (stored.name if stored else spec.quantize) == "awq-int4" and spec.amp is None:
         return "float16", ["dtype float16: that of AWQ's kernels, to which transformers casts the model."]
     if spec.dtype is not None:
@@ -355,20 +329,14 @@ def _dtype(checkpoint: str, spec: TargetSpec, stored: Stored | None = None) -> t
     return dtype, [f"dtype {dtype}: that of the published checkpoint."]
 
 
-# -- the user's own ----------------------------------------------------------------------------------------------
-
-
 def _from_factory(target: str, factory: str, spec: TargetSpec) -> ModelSource:
-    module = _import_file(Path(target).expanduser()) if target.endswith(".py") else _import_module(target)
+    module = _import_module(target)
     function = getattr(module, factory, None)
     if not callable(function):
         names = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
         close = nearest(factory, names)
-        raise UsageError(
-            "no such factory",
-            value=f"{target}:{factory}",
-            hint=f"did you mean {close!r}?" if close else f"it has: {', '.join(names) or 'no function'}",
-        )
+        hint = f"did you mean {close!r}?" if close else f"it has: {', '.join(names) or 'no function'}"
+        raise UsageError("no such factory", value=f"{target}:{factory}", hint=hint)
 
     def build() -> nn.Module:
         from torch import nn
@@ -383,9 +351,10 @@ def _from_factory(target: str, factory: str, spec: TargetSpec) -> ModelSource:
         except (MemprofError, KeyboardInterrupt):
             raise
         except BaseException as error:
+            last = traceback.extract_tb(error.__traceback__)[-1]
             raise UsageError(
                 f"the factory {factory} raised {type(error).__name__}",
-                value=f"{first_line(error)} ({_where(error)})",
+                value=f"{first_line(error)} ({last.filename}:{last.lineno})",
                 hint="mend it, or see the whole traceback with --debug",
             ) from error
         if not isinstance(model, nn.Module):
@@ -406,48 +375,32 @@ def _from_factory(target: str, factory: str, spec: TargetSpec) -> ModelSource:
     )
 
 
-def _import_file(path: Path) -> ModuleType:
-    if not path.is_file():
-        raise UsageError("no such file", value=path, hint="give the path of a Python file, then :factory")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    # Its own imports resolve as if it were run as a script.
-    sys.path.insert(0, str(path.resolve().parent))
-    sys.modules[path.stem] = module
-    try:
-        with may_not_leave(str(path)):
-            spec.loader.exec_module(module)
-    except (MemprofError, KeyboardInterrupt):
-        raise
-    except BaseException as error:
-        raise _import_failed(str(path), error) from error
-    finally:
-        sys.path.pop(0)
-    return module
-
-
 def _import_module(name: str) -> ModuleType:
-    sys.path.insert(0, "")
+    """Import the user's module or file, whose own imports resolve as if it were a script; UsageError if that fails."""
+    path = Path(name).expanduser()
+    is_file = name.endswith(".py")
+    if is_file and not path.is_file():
+        raise UsageError("no such file", value=path, hint="give the path of a Python file, then :factory")
+    shown = str(path) if is_file else name
+    folder = str(path.resolve().parent) if is_file else ""
+    sys.path.insert(0, folder)
     try:
-        with may_not_leave(name):
-            return importlib.import_module(name)
+        with may_not_leave(shown):
+            if not is_file:
+                return importlib.import_module(name)
+            spec = importlib.util.spec_from_file_location(path.stem, path)
+            assert spec is not None and spec.loader is not None
+            module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+            return module
     except (MemprofError, KeyboardInterrupt):
         raise
     except BaseException as error:
-        raise _import_failed(name, error) from error
+        raise UsageError(
+            f"{shown} cannot be imported",
+            value=f"{type(error).__name__}: {first_line(error)}",
+            hint="run it with python first; --debug shows the traceback",
+        ) from error
     finally:
-        sys.path.remove("")
-
-
-def _import_failed(name: str, error: BaseException) -> UsageError:
-    return UsageError(
-        f"{name} cannot be imported",
-        value=f"{type(error).__name__}: {first_line(error)}",
-        hint="run it with python first; --debug shows the traceback",
-    )
-
-
-def _where(error: BaseException) -> str:
-    frames = traceback.extract_tb(error.__traceback__)
-    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+        with contextlib.suppress(ValueError):  # it has taken that away itself
+            sys.path.remove(folder)

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+# Gain of the last initial matrix, that of the others being 1: the first delta is small, and no gradient is zero.
 INIT_SCALE = 0.01
-"""Gain of the last initial matrix, that of the others being 1: the first delta is small, and no gradient is zero."""
 
 
 class NptComponent(nn.Module):
@@ -38,13 +38,15 @@ class NptComponent(nn.Module):
         recompute: whether parts are computed again in the backward. Without, autograd keeps what they saved.
     """
 
-    def __init__(self, d_model: int, d_ffn: int, *, mode: str, chunk: int, recompute: bool = True) -> None:
+    def __init__(
+        self, d_model: int, d_ffn: int, *, mode: str = "low-rank", chunk: int = 16, recompute: bool = True
+    ) -> None:
         super().__init__()
         self.d_model, self.d_ffn = d_model, d_ffn
         self.mode, self.chunk, self.recompute = mode, chunk, recompute
 
     def forward(self, hidden: Tensor | tuple[Any, ...], attention: Tensor | tuple[Any, ...]) -> Tensor:
-        """h ΔW, [..., d_ffn], for hidden states and attention outputs [batch, tokens, d_model].
+        """Return h ΔW, [..., d_ffn], for hidden states and attention outputs [batch, tokens, d_model].
 
         Either may be the first of a tuple, as layers return it; hidden states may come as [batch * tokens, d_model].
 
@@ -67,15 +69,15 @@ class NptComponent(nn.Module):
         return result.reshape(*leading, self.d_ffn)
 
     def modulation(self, attention: Tensor) -> Tensor:
-        """What the attention's output says of each token's delta, [batch, tokens, …]: a few numbers."""
+        """Return what the attention's output says of each token's delta, [batch, tokens, …]: a few numbers."""
         raise NotImplementedError
 
     def delta(self, modulation: Tensor) -> Tensor:
-        """ΔW of these tokens, [batch, tokens, d_model, d_ffn]."""
+        """Return ΔW of these tokens, [batch, tokens, d_model, d_ffn]."""
         raise NotImplementedError
 
     def apply_low_rank(self, hidden: Tensor, modulation: Tensor) -> Tensor:
-        """h ΔW without ΔW."""
+        """Return h ΔW without ΔW."""
         raise NotImplementedError
 
     def _apply_delta(self, hidden: Tensor, modulation: Tensor) -> Tensor:
@@ -99,41 +101,35 @@ class ModulatedDelta(NptComponent):
     Args:
         rank: R.
         init: orthogonal, or fast (see `fill_orthogonal` and `fill_fast`).
-        options: dtype and device of the parameters; the others are those of NptComponent.
+        dtype: of the parameters.
+        device: of the parameters.
+        options: those of NptComponent.
     """
 
     def __init__(
-        self,
-        d_model: int,
-        d_ffn: int,
-        rank: int,
-        *,
-        mode: str = "low-rank",
-        chunk: int = 16,
-        init: str = "orthogonal",
-        recompute: bool = True,
+        self, d_model: int, d_ffn: int, rank: int, *, init: str = "orthogonal", dtype: Any = None, device: Any = None,
         **options: Any,
-    ) -> None:
-        super().__init__(d_model, d_ffn, mode=mode, chunk=chunk, recompute=recompute)
-        self.A = nn.Parameter(torch.empty(d_model, rank, **options))
-        self.B = nn.Parameter(torch.empty(rank, d_ffn, **options))
+    ) -> None:  # fmt: skip
+        super().__init__(d_model, d_ffn, **options)
+        self.A = nn.Parameter(torch.empty(d_model, rank, dtype=dtype, device=device))
+        self.B = nn.Parameter(torch.empty(rank, d_ffn, dtype=dtype, device=device))
         self.reset_parameters(init)
 
     def reset_parameters(self, init: str) -> None:
-        """New initial matrices, orthogonal or fast."""
+        """Fill the matrices anew, orthogonal or fast."""
         FILLS[init](self.A.unsqueeze(1), 1.0)
         FILLS[init](self.B.T.unsqueeze(1), INIT_SCALE)
 
     def modulation(self, attention: Tensor) -> Tensor:
-        """[batch, tokens, R]."""
+        """Return m, [batch, tokens, R]."""
         return attention @ self.A
 
     def delta(self, modulation: Tensor) -> Tensor:
-        """ΔW, [batch, tokens, d_model, d_ffn]."""
+        """Return ΔW, [batch, tokens, d_model, d_ffn]."""
         return torch.einsum("bsr,dr,rf->bsdf", modulation, self.A, self.B)
 
     def apply_low_rank(self, hidden: Tensor, modulation: Tensor) -> Tensor:
-        """((h A) * m) B: nothing larger than the result, [batch, tokens, d_ffn]."""
+        """Return ((h A) * m) B: nothing larger than the result, [batch, tokens, d_ffn]."""
         return ((hidden @ self.A) * modulation) @ self.B
 
 
@@ -153,46 +149,35 @@ class RankOneDeltas(NptComponent):
         rank: R.
         num_ranks: N.
         combine: sequential, batched or merged; may be changed between calls.
-        init: orthogonal, or fast (see `fill_orthogonal` and `fill_fast`).
-        options: dtype and device of the parameters; the others are those of NptComponent.
+        init, dtype, device, options: as in ModulatedDelta.
     """
 
     def __init__(
-        self,
-        d_model: int,
-        d_ffn: int,
-        rank: int,
-        num_ranks: int,
-        *,
-        mode: str = "low-rank",
-        combine: str = "merged",
-        chunk: int = 16,
-        init: str = "fast",
-        recompute: bool = True,
-        **options: Any,
-    ) -> None:
-        super().__init__(d_model, d_ffn, mode=mode, chunk=chunk, recompute=recompute)
+        self, d_model: int, d_ffn: int, rank: int, num_ranks: int, *, combine: str = "merged", init: str = "fast",
+        dtype: Any = None, device: Any = None, **options: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(d_model, d_ffn, **options)
         self.combine = combine
         # Laid out so that all components together are one matrix, without a copy.
-        self.down = nn.Parameter(torch.empty(d_model, num_ranks, rank, **options))
-        self.up_model = nn.Parameter(torch.empty(d_model, num_ranks, rank, **options))
-        self.up_ffn = nn.Parameter(torch.empty(num_ranks, rank, d_ffn, **options))
+        self.down = nn.Parameter(torch.empty(d_model, num_ranks, rank, dtype=dtype, device=device))
+        self.up_model = nn.Parameter(torch.empty(d_model, num_ranks, rank, dtype=dtype, device=device))
+        self.up_ffn = nn.Parameter(torch.empty(num_ranks, rank, d_ffn, dtype=dtype, device=device))
         self.reset_parameters(init)
 
     def reset_parameters(self, init: str) -> None:
-        """New initial matrices, orthogonal or fast."""
+        """Fill the matrices anew, orthogonal or fast."""
         FILLS[init](self.down, 1.0)
         FILLS[init](self.up_model, 1.0)
         FILLS[init](self.up_ffn.permute(2, 0, 1), INIT_SCALE)
 
     def modulation(self, attention: Tensor) -> Tensor:
-        """The codes c, [batch, tokens, N, R]."""
+        """Return the codes c, [batch, tokens, N, R]."""
         if self.combine == "sequential":
             return torch.stack([attention @ down for down in self.down.unbind(1)], dim=-2)
         return (attention @ self.down.flatten(1)).unflatten(-1, self.down.shape[1:])
 
     def delta(self, modulation: Tensor) -> Tensor:
-        """ΔW, [batch, tokens, d_model, d_ffn]."""
+        """Return ΔW, [batch, tokens, d_model, d_ffn]."""
         if self.combine == "sequential":
             vectors = self._vectors_in_turn(modulation)
             first = next(vectors)
@@ -203,7 +188,7 @@ class RankOneDeltas(NptComponent):
         return torch.einsum("bsnd,bsnf->bsdf", *self._vectors(modulation))
 
     def apply_low_rank(self, hidden: Tensor, modulation: Tensor) -> Tensor:
-        """Σ_i (h · u_i) v_i."""
+        """Return Σ_i (h · u_i) v_i."""
         if self.combine == "sequential":
             return sum((hidden * u).sum(-1, keepdim=True) * v for u, v in self._vectors_in_turn(modulation))
         if self.combine == "batched":
@@ -225,12 +210,9 @@ class RankOneDeltas(NptComponent):
             yield code @ up_model.T, code @ up_ffn
 
 
-# -- initialisation ----------------------------------------------------------------------------------------------------
-
-
 @torch.no_grad()
 def fill_orthogonal(weight: Tensor, gain: float) -> None:
-    """Orthonormal columns, times `gain`, for each of the N matrices [rows x R] of `weight` [rows, N, R].
+    """Fill `weight` [rows, N, R] with orthonormal columns, times `gain`, for each of the N matrices [rows x R].
 
     One QR decomposition for each, of 2 rows R² operations or so (twice that with Q formed).
     """
@@ -242,7 +224,7 @@ def fill_orthogonal(weight: Tensor, gain: float) -> None:
 
 @torch.no_grad()
 def fill_fast(weight: Tensor, gain: float) -> None:
-    """As `fill_orthogonal`, with one QR decomposition for all: component i is S_i Q, S_i a diagonal of random signs.
+    """Fill as `fill_orthogonal`, by one QR decomposition: component i is S_i Q, S_i a diagonal of random signs.
 
     A diagonal of signs is orthogonal, so that the columns of S_i Q are as orthonormal as those of Q; and the signs,
     drawn for each row and component, turn Q's columns into another subspace for each.

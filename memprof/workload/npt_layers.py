@@ -27,12 +27,12 @@ class NptProjection(nn.Module):
         self._attention = attention
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[..., d_model] to [..., d_ffn]."""
+        """Project [..., d_model] to [..., d_ffn]."""
         return self.base(hidden) + self.npt(hidden, self._attention())
 
     @property
     def weight(self) -> Tensor:
-        """The frozen weight: some models look at its dtype."""
+        """Return the frozen weight: some models look at its dtype."""
         return self.base.weight  # type: ignore[return-value]
 
 
@@ -80,7 +80,7 @@ def add_npt(model: nn.Module, spec: TargetSpec) -> list[str]:
 
 
 def make_component(spec: TargetSpec, d_model: int, d_ffn: int, **options: Any) -> NptComponent:
-    """The component that `spec` describes, for a weight [d_model x d_ffn]; `options` are its dtype and device."""
+    """Return the component that `spec` describes for a weight [d_model x d_ffn]; `options`: its dtype and device."""
     assert spec.npt is not None and spec.npt_rank is not None and spec.npt_init is not None
     assert spec.npt_chunk is not None
     common = {"mode": spec.npt, "chunk": spec.npt_chunk, "init": spec.npt_init, **options}
@@ -90,11 +90,8 @@ def make_component(spec: TargetSpec, d_model: int, d_ffn: int, **options: Any) -
     return RankOneDeltas(d_model, d_ffn, spec.npt_rank, spec.npt_num_ranks, combine=spec.npt_combine, **common)
 
 
-# -- where it belongs --------------------------------------------------------------------------------------------------
-
-
 def _stack(model: nn.Module) -> tuple[str, list[nn.Module]]:
-    """The list of layers that have attention, and its path."""
+    """Return the list of layers that have attention, and its path."""
     found: list[tuple[str, list[nn.Module]]] = []
     for path, module in model.named_modules():
         if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module):
@@ -114,7 +111,7 @@ def _stack(model: nn.Module) -> tuple[str, list[nn.Module]]:
 
 
 def _place(layer: nn.Module, path: str) -> tuple[nn.Module, nn.Module, str]:
-    """The attention of a layer, and the module that has the MLP's input projection, and its name there."""
+    """Return the attention of a layer, and the module that has the MLP's input projection, and its name there."""
     attention = _attention(layer)
     assert attention is not None
     candidates: list[tuple[str, nn.Module, str]] = []
@@ -127,11 +124,8 @@ def _place(layer: nn.Module, path: str) -> tuple[nn.Module, nn.Module, str]:
             if dimensions is not None and dimensions[1] > dimensions[0]:
                 candidates.append((f"{owner_path}.{name}", owner, name))
     if not candidates:
-        raise UsageError(
-            "--npt finds no MLP to change in a layer",
-            value=f"{path} ({type(layer).__name__})",
-            hint="it needs a linear layer from d_model to d_ffn; experts have none for all tokens",
-        )
+        hint = "it needs a linear layer from d_model to d_ffn; experts have none for all tokens"
+        raise UsageError("--npt finds no MLP to change in a layer", value=f"{path} ({type(layer).__name__})", hint=hint)
     _, owner, name = next((c for c in candidates if "gate" in c[2]), candidates[0])
     return attention, owner, name
 
@@ -145,7 +139,7 @@ def _attention(layer: nn.Module) -> nn.Module | None:
 
 
 def _dimensions(module: nn.Module) -> Any:
-    """(inputs, outputs) of a linear layer; None of anything else."""
+    """Return (inputs, outputs) of a linear layer; None of anything else."""
     if isinstance(module, nn.Linear):
         return module.in_features, module.out_features
     # transformers' layer for GPT-2, whose weight is [inputs x outputs].

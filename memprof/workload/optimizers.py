@@ -40,11 +40,7 @@ _IMPLEMENTATIONS: dict[str | None, dict[str, bool]] = {
 
 
 def require_optimizer(name: str) -> Callable[..., Optimizer] | None:
-    """What makes the optimizer `name`, its library imported: before a virtual GPU is there to watch. None for "none".
-
-    Raises:
-        UsageError: the library is not installed.
-    """
+    """Return what makes the optimizer `name`, None for "none"; raise UsageError if its library is missing."""
     if name in _OF_LIBRARIES:
         package, kind = _OF_LIBRARIES[name]
         return getattr(require(f"{package}.optim"), kind)
@@ -52,6 +48,6 @@ def require_optimizer(name: str) -> Callable[..., Optimizer] | None:
 
 
 def optimizer_over(parameters: list[nn.Parameter], spec: TargetSpec) -> Optimizer | None:
-    """The optimizer that `spec` asks for; None for "none"."""
+    """Return the optimizer that `spec` asks for; None for "none"."""
     make = require_optimizer(spec.optimizer)
     return None if make is None else make(parameters, lr=_LEARNING_RATE, **_IMPLEMENTATIONS[spec.optimizer_impl])

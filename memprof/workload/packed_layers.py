@@ -15,12 +15,11 @@ from torch import nn
 
 _WORD_BITS = 32
 _MOST_ROWS = 64
+# Of the tile that Marlin reduces in float32 (marlin.cuh, max_thread_n); each multiprocessor has one.
 _MOST_COLUMNS = 256
-"""Of the tile that Marlin reduces in float32 (marlin.cuh, max_thread_n); each multiprocessor has one."""
 _FEWEST_LOCKS = 128
 _SPLIT_K = 8
-_LONG_INPUT = 1024
-"""Tokens above which AWQ's GEMM unpacks the weight (gemm_awq.py, FULL_DEQUANT_MATMUL_THRESHOLD)."""
+_LONG_INPUT = 1024  # tokens above which AWQ's GEMM unpacks the weight (gemm_awq.py, FULL_DEQUANT_MATMUL_THRESHOLD)
 
 
 def _stored(*shape: int, dtype: torch.dtype = torch.int32) -> nn.Parameter:
@@ -33,8 +32,7 @@ class PackedLinear(nn.Module):
     Kernels want scales in their input's dtype, and cast a file's once, at their first call; here they are made so.
     """
 
-    scale_dtype: torch.dtype | None = None
-    """None: the model's."""
+    scale_dtype: torch.dtype | None = None  # None: the model's
 
     def __init__(self, linear: nn.Linear, bits: int, group_size: int) -> None:
         super().__init__()
@@ -53,17 +51,17 @@ class PackedLinear(nn.Module):
         raise NotImplementedError
 
     def loaded(self) -> None:
-        """What its kernel does to the tensors once they are on the card."""
+        """Do what its kernel does to the tensors once they are on the GPU."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The product, in the input's dtype."""
+        """Return the product, in the input's dtype."""
         return self._product(x.reshape(-1, self.in_features)).reshape(*x.shape[:-1], self.out_features)
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError
 
     def _unpacked(self, like: torch.Tensor) -> torch.Tensor:
-        """The whole weight, as one kernel unpacks it."""
+        """Return the whole weight, as one kernel unpacks it."""
         return like.new_empty((self.in_features, self.out_features))
 
     def extra_repr(self) -> str:
@@ -116,7 +114,7 @@ class GptqMarlin(_Marlin, Gptq):
     """marlin.py: symmetric, so that the zeros go; so do the rows' groups, unless they are not in order."""
 
     def loaded(self) -> None:
-        """As above; with `desc_act` the groups are sorted, and their order is kept beside them."""
+        """Repack; with `desc_act` the groups are sorted, and their order is kept beside them."""
         if self.desc_act:
             order = nn.Parameter(torch.empty_like(self.g_idx), requires_grad=False)
             self.g_idx = nn.Parameter(torch.empty_like(self.g_idx), requires_grad=False)
@@ -168,7 +166,7 @@ class AwqGemm(Awq):
     """gemm_awq.py: short inputs in 8 slices of the rows, summed up; long ones by the unpacked weight."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The product; outside training nothing is kept of it."""
+        """Return the product; outside training nothing is kept of it."""
         x = x.contiguous()
         if self.training:
             return _Gemm.apply(x, self)  # type: ignore[no-any-return]

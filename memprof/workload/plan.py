@@ -20,8 +20,7 @@ from memprof.spec import Mode, TargetSpec
 
 SCHEDULES = ("1f1b", "gpipe")
 KINDS = ("ddp", "fsdp", "hsdp", "tp", "cp", "ulysses", "pp")
-DEVICE_MAP = "device-map"
-"""A plan by itself: one process has all cards, and each some of the layers."""
+DEVICE_MAP = "device-map"  # a plan by itself: one process has all cards, and each some of the layers
 _CARDS_OF_A_MACHINE = 8
 _MOST = 1 << 20
 _FORMS = (
@@ -34,50 +33,40 @@ _FORMS = (
 class Plan:
     """Numbers of ranks along each direction; 1: it is not there."""
 
-    stages: int = 1
-    """Of a pipeline."""
-    replicate: int = 1
-    """Of data parallelism: each rank has all parameters, or those of its shards."""
-    shard: int = 1
-    """Of fully_shard."""
-    context: int = 1
-    """Of torch's context_parallel (ring attention)."""
-    ulysses: int = 1
-    """Of sequence parallelism: each has a part of the sequence, and in attention a part of the heads."""
-    tensor: int = 1
-    """Of tensor parallelism."""
-    sharded: bool = False
-    """Whether parameters are sharded, be it over one rank."""
-    reshard: bool = True
-    """Whether they are given back after the forward (FULL_SHARD; else SHARD_GRAD_OP)."""
-    layers: int = 1
-    """Cards of one process that has some of the layers on each."""
+    stages: int = 1  # of a pipeline
+    replicate: int = 1  # of data parallelism: each rank has all parameters, or those of its shards
+    shard: int = 1  # of fully_shard
+    context: int = 1  # of torch's context_parallel (ring attention)
+    ulysses: int = 1  # of sequence parallelism: each has a part of the sequence, and in attention a part of the heads
+    tensor: int = 1  # of tensor parallelism
+    sharded: bool = False  # whether parameters are sharded, be it over one rank
+    reshard: bool = True  # whether they are given back after the forward (FULL_SHARD; else SHARD_GRAD_OP)
+    layers: int = 1  # cards of one process that has some of the layers on each
     schedule: str = "1f1b"
-    microbatches: int = 1
-    """Of a pipeline, in a step."""
+    microbatches: int = 1  # of a pipeline, in a step
 
     @property
     def size(self) -> int:
-        """Ranks in all."""
+        """Return ranks in all."""
         return self.stages * self.data * self.sequence * self.tensor * self.layers
 
     @property
     def data(self) -> int:
-        """Ranks that have batches of their own."""
+        """Return ranks that have batches of their own."""
         return self.replicate * self.shard
 
     @property
     def sequence(self) -> int:
-        """Ranks that share one sequence."""
+        """Return ranks that share one sequence."""
         return self.context * self.ulysses
 
     @property
     def sharing(self) -> int:
-        """Ranks that work on the same sequences."""
+        """Return ranks that work on the same sequences."""
         return self.sequence * self.tensor
 
     def text(self) -> str:
-        """As `--parallel` has it: for as many ranks, `parse_plan` reads the same plan of it."""
+        """Return it as `--parallel` has it: for as many ranks, `parse_plan` reads the same plan of it."""
         if self.layers > 1:
             return DEVICE_MAP
         whole = f"pp={self.stages}:{self.schedule}:microbatches={self.microbatches}"
@@ -92,19 +81,15 @@ class Plan:
         return ",".join(parts)
 
     def kinds_of_ranks(self) -> list[tuple[int, range]]:
-        """Ranks that do the same, up to the padding of shards, which are a pipeline's stage each; and of each kind one:
-        the first, or the last where attention goes round, which merges a part of every other rank."""
+        """Return ranks that do the same, up to the padding of shards, which are a pipeline's stage each; and of each
+        kind one: the first, or the last where attention goes round, which merges a part of every other rank."""
         each = self.size // self.stages
         kinds = [range(stage * each, (stage + 1) * each) for stage in range(self.stages)]
         return [(kind[-1 if self.context > 1 else 0], kind) for kind in kinds]
 
 
 def parse_plan(text: str, gpus: int) -> Plan:
-    """The plan that `text` names for so many ranks.
-
-    Raises:
-        UsageError: it is no plan, or not one for so many; the message says the nearest that is.
-    """
+    """Return the plan that `text` names for so many ranks; UsageError names the nearest one if it is none."""
     if text.strip().lower() == DEVICE_MAP:
         if gpus == 1:
             raise UsageError("layers are spread over several cards", value=f"--parallel {text}", hint="--gpus 2")
@@ -162,17 +147,20 @@ def _of_sizes(sizes: Mapping[str, tuple[int, ...]], gpus: int, text: str) -> Pla
         if not rest and not {"ddp", "fsdp", "hsdp"} & sizes.keys():
             hint += f", or --parallel {text},fsdp={left}"
         raise UsageError(f"the plan is for {given} ranks, and there are {gpus}", value=f"--parallel {text}", hint=hint)
-    of = {kind: numbers or (left,) for kind, numbers in sizes.items()}
-    replicas, shards = of.get("hsdp", (of.get("ddp", (1,))[0], of.get("fsdp", (1,))[0]))
-    return Plan(
-        stages=of.get("pp", (1,))[0],
-        replicate=replicas,
-        shard=shards,
-        context=of.get("cp", (1,))[0],
-        ulysses=of.get("ulysses", (1,))[0],
-        tensor=of.get("tp", (1,))[0],
-        sharded="fsdp" in of or "hsdp" in of,
-    )
+    field_of = {
+        "pp": "stages",
+        "ddp": "replicate",
+        "fsdp": "shard",
+        "cp": "context",
+        "ulysses": "ulysses",
+        "tp": "tensor",
+    }
+    ranks: dict[str, Any] = {
+        field_of[kind]: numbers[0] if numbers else left for kind, numbers in sizes.items() if kind != "hsdp"
+    }
+    if "hsdp" in sizes:
+        ranks["replicate"], ranks["shard"] = sizes["hsdp"]
+    return Plan(**ranks, sharded="fsdp" in sizes or "hsdp" in sizes)
 
 
 def _with(plan: Plan, kind: str, option: str) -> Plan:
@@ -192,31 +180,21 @@ def _with(plan: Plan, kind: str, option: str) -> Plan:
 
 
 def check_plan(plan: Plan, spec: TargetSpec, task: str, config: Mapping[str, Any] | None) -> None:
-    """Whether a model can be spread so, by its configuration (None: it is not of transformers).
-
-    Raises:
-        UsageError: it cannot; the message has the nearest number that can be.
-    """
+    """Raise UsageError if a model (`config` None: not of transformers) cannot be spread so, with what could be."""
     text = f"--parallel {spec.parallel}"
     if plan.layers > 1:
         _check_layers(plan, spec, config, text)
-    inner = [kind for kind, ranks in _inner(plan).items() if ranks > 1]
+    ranks_of = {"tp": plan.tensor, "cp": plan.context, "ulysses": plan.ulysses, "pp": plan.stages}
+    inner = [kind for kind, ranks in ranks_of.items() if ranks > 1]
     if inner and (config is None or task != "causal-lm"):
-        raise UsageError(
-            f"{inner[0]} is for causal language models of transformers",
-            value=text,
-            hint="ddp, fsdp and hsdp take any model",
-        )
+        hint = "ddp, fsdp and hsdp take any model"
+        raise UsageError(f"{inner[0]} is for causal language models of transformers", value=text, hint=hint)
     if plan.tensor > 1 and plan.replicate > 1 and not plan.sharded:
-        raise UsageError(
-            "torch has no DistributedDataParallel of tensor-parallel parameters", value=text,
-            hint=f"tp={plan.tensor},fsdp={plan.replicate}",
-        )  # fmt: skip
+        hint = f"tp={plan.tensor},fsdp={plan.replicate}"
+        raise UsageError("torch has no DistributedDataParallel of tensor-parallel parameters", value=text, hint=hint)
     if plan.stages > 1 and (spec.mode is Mode.INFERENCE or spec.evaluate or spec.gradient_accumulation > 1):
-        raise UsageError(
-            "a pipeline trains, and accumulates by its micro-batches", value=text,
-            hint="leave out --mode inference, --evaluate and --gradient-accumulation; pp=4:microbatches=16",
-        )  # fmt: skip
+        hint = "leave out --mode inference, --evaluate and --gradient-accumulation; pp=4:microbatches=16"
+        raise UsageError("a pipeline trains, and accumulates by its micro-batches", value=text, hint=hint)
     if spec.quantize is not None:
         raise UsageError("quantized weights are not spread over cards here", value=text, hint="leave out --quantize")
     whole = spec.adapter or (spec.npt and "NPT")
@@ -244,10 +222,8 @@ def check_plan(plan: Plan, spec: TargetSpec, task: str, config: Mapping[str, Any
 
 def _check_layers(plan: Plan, spec: TargetSpec, config: Mapping[str, Any] | None, text: str) -> None:
     if spec.mode is not Mode.INFERENCE:
-        raise UsageError(
-            "layers over cards are for inference", value=text,
-            hint=f"add --mode inference; in training pp={plan.layers} has its stages at work at once",
-        )  # fmt: skip
+        hint = f"add --mode inference; in training pp={plan.layers} has its stages at work at once"
+        raise UsageError("layers over cards are for inference", value=text, hint=hint)
     if config is None:
         raise UsageError(f"{DEVICE_MAP} is for models of transformers", value=text, hint="fsdp takes any model")
     if spec.rank is not None:
@@ -272,7 +248,3 @@ def _check_attention(plan: Plan, spec: TargetSpec, text: str) -> None:
         raise UsageError("eager attention does not exchange heads for tokens", value=value, hint="--attention sdpa")
     if kind.startswith("nsa") and (plan.tensor > 1 or plan.sequence > 1 or plan.stages > 1):
         raise UsageError("native sparse attention is not divided among ranks", value=value, hint=f"fsdp={plan.size}")
-
-
-def _inner(plan: Plan) -> dict[str, int]:
-    return {"tp": plan.tensor, "cp": plan.context, "ulysses": plan.ulysses, "pp": plan.stages}

@@ -26,10 +26,9 @@ from memprof.cache.inputs import files_of_modules, note_files
 from memprof.device.host import available_bytes
 from memprof.errors import MemprofError, UsageError
 
-VARIABLE = "MEMPROF_PROCESSES"
-"""At most so many at once; 1: none is forked."""
+VARIABLE = "MEMPROF_PROCESSES"  # at most so many at once; 1: none is forked
+# Of host memory that has to be free for each: a run of a model of 9B takes about 0.4 GiB beside what it shares.
 PROCESS_BYTES = 1 << 30
-"""Of host memory that has to be free for each: a run of a model of 9B takes about 0.4 GiB beside what it shares."""
 _PR_SET_PDEATHSIG = 1
 
 _Answer = TypeVar("_Answer")
@@ -39,10 +38,7 @@ def number_of_workers() -> int:
     """Return how many may run at once; 1 where none can be forked, and in a process that was started by another.
 
     On Linux alone: elsewhere the libraries' own threads do not outlive a fork. Nor do those of autograd where torch
-    sees a GPU (`track_bad_autograd_forks`, torch/csrc/autograd/engine.cpp).
-
-    Raises:
-        UsageError: MEMPROF_PROCESSES is no number from 1 on.
+    sees a GPU (`track_bad_autograd_forks`, torch/csrc/autograd/engine.cpp). Raises UsageError for a wrong variable.
     """
     asked = os.environ.get(VARIABLE, "").strip()
     if asked and (not asked.isdecimal() or int(asked) < 1):
@@ -66,7 +62,7 @@ def run_all(
     """
     most = min(number_of_workers(), len(works))
     if most < 2:
-        return [_tried(work) for work in works]
+        return [_result_or_error(work) for work in works]
     answers: dict[int, Any] = {}
     running: dict[Connection, tuple[int, Any]] = {}
     left = list(enumerate(works))
@@ -74,7 +70,7 @@ def run_all(
         while left or running:
             while left and len(running) < most:
                 place, work = left.pop(0)
-                line, worker = _started(work)
+                line, worker = _start_worker(work)
                 running[line] = place, worker
             for line in cast(list[Connection], wait([*running])):
                 place, worker = running.pop(line)
@@ -88,29 +84,29 @@ def run_all(
             worker.kill()
             worker.join()
             line.close()
-    return [answers[place] if place in answers else _tried(work) for place, work in enumerate(works)]
+    return [answers[place] if place in answers else _result_or_error(work) for place, work in enumerate(works)]
 
 
-def _started(work: Callable[[], Any]) -> tuple[Connection, Any]:
+def _start_worker(work: Callable[[], Any]) -> tuple[Connection, Any]:
     ours, theirs = Pipe(duplex=False)
-    worker = multiprocessing.get_context("fork").Process(target=_answer, args=(work, theirs))
+    worker = multiprocessing.get_context("fork").Process(target=_run_worker, args=(work, theirs))
     with theirs, warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12, where there is a thread for progress
         worker.start()
     return ours, worker
 
 
-def _answer(work: Callable[[], Any], line: Connection) -> None:
+def _run_worker(work: Callable[[], Any], line: Connection) -> None:
     """Do `work` in a worker, which ends with the process that it comes from, and on Ctrl-C without a word."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     torch.set_num_threads(1)  # a pool of threads is not inherited
     before = files_of_modules()
     with contextlib.suppress(Exception):  # the work is done again, and raises it, in the process that asked for it
-        line.send((_tried(work), files_of_modules() - before))
+        line.send((_result_or_error(work), files_of_modules() - before))
 
 
-def _tried(work: Callable[[], _Answer]) -> _Answer | MemprofError:
+def _result_or_error(work: Callable[[], _Answer]) -> _Answer | MemprofError:
     try:
         return work()
     except MemprofError as error:

@@ -22,11 +22,7 @@ from memprof.workload.formats import Stored
 
 
 def require(module: str) -> Any:
-    """`module` of a library for quantized numbers, imported; to be called before a virtual GPU is there to watch.
-
-    Raises:
-        UsageError: the package is not installed, or does not go with this torch.
-    """
+    """Import a library's `module` before a virtual GPU is there to watch; UsageError if it is missing or unfit."""
     try:
         return import_quietly(module)
     except ImportError as error:
@@ -37,7 +33,7 @@ def require(module: str) -> Any:
 
 
 def import_quietly(module: str) -> Any:
-    """`module`, imported without notices: they speak of kernels that a machine without a card lacks.
+    """Import `module` without notices: they speak of kernels that a machine without a GPU lacks.
 
     What it gives to torch.compile meanwhile is compiled when it is called first.
 
@@ -59,7 +55,7 @@ def import_quietly(module: str) -> Any:
 
 @contextlib.contextmanager
 def _compiling_later() -> Iterator[None]:
-    """Inside, torch.compile leaves a function's compiler to the first call.
+    """Have torch.compile leave a function's compiler to the first call.
 
     bitsandbytes decorates its kernels for the CPU so (backends/default/ops.py); no card calls them. Decorating alone
     imports Dynamo and Inductor, a third of what a profile with an adapter takes.
@@ -88,7 +84,7 @@ def _compiling_later() -> Iterator[None]:
 def load_quantized(
     model_class: Any, configuration: Any, arguments: dict[str, Any], stored: Stored, spec: TargetSpec
 ) -> nn.Module:
-    """A model of transformers on "cuda", its weights as `stored` says.
+    """Return a model of transformers on "cuda", its weights as `stored` says.
 
     transformers does it. With bitsandbytes: `from_pretrained` with a `BitsAndBytesConfig` and a checkpoint in host
     memory, one weight after the other (transformers/core_model_loading.py; quantizing as it loads, it uses no threads).
@@ -104,14 +100,15 @@ def load_quantized(
     if not stored.is_bitsandbytes:
         return stored_weights.load_stored(model_class, configuration, arguments, stored, spec)
 
-    checkpoint = model_class._from_config(configuration, **arguments)
-    state = _as_saved(checkpoint)
-    del checkpoint
+    config = dict(stored.config)
+    if not stored.from_checkpoint and stored.name != "int8":
+        config["bnb_4bit_compute_dtype"] = arguments["dtype"] if spec.amp is None else getattr(torch, spec.amp)
+    state = _as_saved(model_class._from_config(configuration, **arguments))
     model: nn.Module = model_class.from_pretrained(
         None,
         config=configuration,
         state_dict=state,
-        quantization_config=_configuration(transformers, stored, spec, arguments["dtype"]),
+        quantization_config=transformers.BitsAndBytesConfig.from_dict(config),
         device_map={"": "cuda:0"},
         **arguments,
     )
@@ -119,7 +116,7 @@ def load_quantized(
 
 
 def count_parameters(model: nn.Module) -> int:
-    """The numbers that a model's parameters stand for; packed, several are in an element."""
+    """Return the numbers that a model's parameters stand for; packed, several are in an element."""
     seen: set[int] = set()
     total = 0
     for module in model.modules():
@@ -135,7 +132,7 @@ def count_parameters(model: nn.Module) -> int:
 
 
 def assumptions(stored: Stored | None, spec: TargetSpec) -> list[str]:
-    """What `load_quantized` and what follows it take for given, in sentences."""
+    """Return what `load_quantized` and what follows it take for given, in sentences."""
     if stored is None:
         return []
     if not stored.is_bitsandbytes:
@@ -158,7 +155,7 @@ def assumptions(stored: Stored | None, spec: TargetSpec) -> list[str]:
 
 
 def found_loaded(stored: Stored | None, model: nn.Module) -> list[str]:
-    """What only the loaded model shows: transformers may have unpacked its weights."""
+    """Return what only the loaded model shows: transformers may have unpacked its weights."""
     if stored is None or stored.is_bitsandbytes:
         return []
     if any(stored_weights.number_of_weights(module) is not None for module in model.modules()):
@@ -168,15 +165,8 @@ def found_loaded(stored: Stored | None, model: nn.Module) -> list[str]:
     ]
 
 
-def _configuration(transformers: Any, stored: Stored, spec: TargetSpec, dtype: torch.dtype) -> Any:
-    config = dict(stored.config)
-    if not stored.from_checkpoint and stored.name != "int8":
-        config["bnb_4bit_compute_dtype"] = dtype if spec.amp is None else getattr(torch, spec.amp)
-    return transformers.BitsAndBytesConfig.from_dict(config)
-
-
 def _as_saved(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The state of `model` as a checkpoint has it: tied weights once."""
+    """Return the state of `model` as a checkpoint has it: tied weights once."""
     seen: set[int] = set()
     state: dict[str, torch.Tensor] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():

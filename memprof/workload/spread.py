@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,28 +18,20 @@ from torch import nn
 from memprof.errors import UsageError
 from memprof.spec import Mode, TargetSpec
 from memprof.torch_private import distributed
+from memprof.workload import quantization
 from memprof.workload.device import Device
 from memprof.workload.layers import find_layers
-from memprof.workload.loss import logits_loss_function
 from memprof.workload.plan import Plan
 from memprof.workload.stages import Pipeline, Stage
 
 _NAMES = ("stages", "replicate", "shard", "sequence", "tensor")
+_STAY_WHOLE = frozenset({"replicate", "replicated_with_grad_allreduce"})
+# Of gradients under FSDP's mixed precision, torchtitan's default (config/job_config.py, mixed_precision_reduce).
 _AUTOCAST_REDUCES_IN = torch.float32
-"""Of gradients under FSDP's mixed precision, torchtitan's default (config/job_config.py, mixed_precision_reduce)."""
 
 
 class Spread:
-    """A rank's place among the others.
-
-    Args:
-        plan: how the ranks are laid out.
-        rank: which this one is, from 0.
-        spec: what is run.
-
-    Raises:
-        UsageError: torch was built without torch.distributed.
-    """
+    """Rank `rank` (from 0) of those that `plan` lays out; UsageError if torch has no torch.distributed."""
 
     def __init__(self, plan: Plan, rank: int, spec: TargetSpec) -> None:
         if not dist.is_available():
@@ -48,8 +39,6 @@ class Spread:
         self.plan, self.rank, self._spec = plan, rank, spec
         self._mesh: Any = None
         self._whole: Any = None
-
-    # -- the group ------------------------------------------------------------------------------------------------
 
     def join(self) -> None:
         """Join the group, and lay the ranks out."""
@@ -64,34 +53,22 @@ class Spread:
         self._mesh = init_device_mesh("cuda", shape, mesh_dim_names=_NAMES)
 
     def _of(self, *names: str) -> Any:
-        """The mesh of these directions; of several that are one, flattened."""
+        """Return the mesh of these directions; of several that are one, flattened."""
         return self._mesh[names[0]] if len(names) == 1 else self._mesh[names]._flatten("_".join(names))
 
-    # -- the model --------------------------------------------------------------------------------------------------
-
     def cut(self, model: nn.Module) -> nn.Module:
-        """This rank's stage of `model`."""
+        """Return this rank's stage of `model`."""
         return Stage(model, self._mesh["stages"].get_local_rank(), self.plan.stages)
 
     def pipeline(self, stage: nn.Module, model: Any, example: tuple[int, int], device: Device) -> Pipeline:
-        """The schedule that runs `stage` of `model` on micro-batches of so many sequences and tokens."""
-        ranks = self._mesh["stages"]
-        loss = logits_loss_function(model)
-        return Pipeline(
-            stage, self.plan, ranks.get_local_rank(), ranks.get_group(), example, model.config, loss, device
-        )
+        """Return the schedule that runs `stage` of `model` on micro-batches of so many sequences and tokens."""
+        return Pipeline(stage, model, self.plan, self._mesh["stages"], example, device)
 
     def place(self, model: nn.Module, device: str) -> None:
-        """Put `model`, which is in host memory, on this rank's card as the plan has it.
-
-        Raises:
-            UsageError: a part of the plan does not apply to this model.
-        """
+        """Put `model` from host memory on this rank's GPU as planned; UsageError if a part does not apply to it."""
         plan = self.plan
         if plan.layers > 1:
-            from memprof.workload.device_map import over_cards
-
-            over_cards(model)
+            _dispatch_layers(model)
             return
         if plan.tensor > 1:
             self._share_tensors(model)
@@ -100,14 +77,11 @@ class Spread:
         model.to(device)  # what fully_shard does not manage: frozen buffers, or everything
         if plan.sharded or plan.data * plan.sequence == 1 or self._spec.mode is Mode.INFERENCE:
             return
+        # Ranks that share a sequence have parts of gradients, too.
+        summed = self._of(*(name for name in ("replicate", "shard", "sequence") if self._mesh[name].size() > 1))
         self._whole = nn.parallel.DistributedDataParallel(
-            model, device_ids=[torch.cuda.current_device()], process_group=self._reducing().get_group()
+            model, device_ids=[torch.cuda.current_device()], process_group=summed.get_group()
         )
-
-    def _reducing(self) -> Any:
-        """The mesh over which gradients are summed: ranks that share a sequence too have parts of them."""
-        names = [name for name in ("replicate", "shard", "sequence") if self._mesh[name].size() > 1]
-        return self._of(*names)
 
     def _shard(self, model: nn.Module) -> None:
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -135,7 +109,7 @@ class Spread:
         fully_shard(model, mesh=inner, **options)
 
     def _share_tensors(self, model: Any) -> None:
-        """By transformers' own plan for the architecture."""
+        """Divide tensors among ranks by transformers' own plan for the architecture."""
         from torch.distributed.tensor import Replicate
         from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -149,19 +123,14 @@ class Spread:
         }
         said = getattr(model, "tp_plan", None) or {}
         architecture = getattr(model, "architecture", type(model).__name__)
+        hint = f"--parallel fsdp={self.plan.size}"
         if not said:
-            raise UsageError(
-                "transformers has no tensor-parallel plan for this architecture",
-                value=architecture,
-                hint=f"--parallel fsdp={self.plan.size}",
-            )
+            problem = "transformers has no tensor-parallel plan for this architecture"
+            raise UsageError(problem, value=architecture, hint=hint)
         unknown = sorted(set(said.values()) - styles.keys() - _STAY_WHOLE)
         if unknown:
-            raise UsageError(
-                "a part of this architecture's tensor-parallel plan is not here yet",
-                value=f"{architecture}: {unknown[0]}",
-                hint=f"--parallel fsdp={self.plan.size}",
-            )
+            problem = "a part of this architecture's tensor-parallel plan is not here yet"
+            raise UsageError(problem, value=f"{architecture}: {unknown[0]}", hint=hint)
         found = {}
         for name, _ in model.named_modules():
             style = next((style for pattern, style in said.items() if fnmatch.fnmatch(name, pattern)), "")
@@ -170,21 +139,16 @@ class Spread:
         parallelize_module(model, self._of("tensor"), found)
 
     def parameter_groups(self, parameters: list[nn.Parameter]) -> list[Any]:
-        """Those that an optimizer may take into one operator: on one mesh each, for torch mixes none."""
+        """Return those that an optimizer may take into one operator: on one mesh each, for torch mixes none."""
         groups: dict[Any, list[nn.Parameter]] = {}
         for parameter in parameters:
             groups.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
         return parameters if len(groups) < 2 else [{"params": group} for group in groups.values()]
 
-    # -- the work -----------------------------------------------------------------------------------------------------
-
     @contextlib.contextmanager
     def sharing(self, batch: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Forward and backward on this rank's part of the sequences in `batch`, which is on the card."""
+        """Yield this rank's part of the sequences in `batch`, which is on the GPU, for a forward and backward."""
         plan = self.plan
-        if plan.sequence == 1:
-            yield batch
-            return
         length = batch["input_ids"].shape[1]
         if length % (2 * plan.sequence):
             raise UsageError(
@@ -211,43 +175,47 @@ class Spread:
         # Else positions are out of order, and transformers makes a mask: it takes a sequence for several packed ones.
         options.enable_load_balance = False
         try:
-            with context_parallel(
-                self._of("sequence"),
-                buffers=tensors,
-                buffer_seq_dims=[1] * len(tensors),
-                no_restore_buffers=set(tensors),
-            ):
+            mesh, dims = self._of("sequence"), [1] * len(tensors)
+            with context_parallel(mesh, buffers=tensors, buffer_seq_dims=dims, no_restore_buffers=set(tensors)):
                 yield batch
         finally:
             options.enable_load_balance = balanced
 
     def called(self, model: nn.Module) -> nn.Module:
-        """What is called in the place of `model`: what wraps it, if something does."""
+        """Return what is called in the place of `model`: what wraps it, if something does."""
         return model if self._whole is None else self._whole
 
-    def synchronising(self, last: bool) -> contextlib.AbstractContextManager[object]:
-        """DistributedDataParallel reduces gradients in the last micro-batch of a step alone."""
+    def gradient_sync(self, last: bool) -> contextlib.AbstractContextManager[object]:
+        """Have DistributedDataParallel reduce gradients in the last micro-batch of a step alone."""
         return contextlib.nullcontext() if last or self._whole is None else self._whole.no_sync()
 
     @property
     def autocasts(self) -> bool:
-        """Whether mixed precision is autocast's: fully_shard has its own."""
+        """Return whether mixed precision is autocast's: fully_shard has its own."""
         return not self.plan.sharded
 
 
-@contextlib.contextmanager
-def quiet_sharding() -> Iterator[None]:
-    """torch warns of the model's output, a view, which nothing here changes in place."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-        yield
+def _dispatch_layers(model: Any) -> None:
+    """Put layers on the GPUs of one process by accelerate, as `device_map="auto"` does; UsageError: no room."""
+    quantization.require("accelerate")
+    import accelerate
+    from accelerate.utils import get_balanced_memory
 
-
-_STAY_WHOLE = frozenset({"replicate", "replicated_with_grad_allreduce"})
+    whole = sorted(getattr(model, "_no_split_modules", None) or [])
+    memory = get_balanced_memory(model, no_split_module_classes=whole)
+    found = accelerate.infer_auto_device_map(model, max_memory=memory, no_split_module_classes=whole)
+    beside = sorted(name for name, device in found.items() if device in ("cpu", "disk"))
+    if beside:
+        raise UsageError(
+            "the cards do not hold all layers: the rest would be in host memory",
+            value=f"{len(beside)} of {len(found)} parts, {beside[0]} among them",
+            hint="more cards, or larger ones",
+        )
+    accelerate.dispatch_model(model, found)
 
 
 def _with_positions(batch: dict[str, Any]) -> dict[str, Any]:
-    """With where each token stands, and the label of the token after it: a part of a sequence does not know them."""
+    """Add each token's position and the label of the token after it: a part of a sequence does not know them."""
     ids = batch["input_ids"]
     made = {"input_ids": ids, "position_ids": torch.arange(ids.shape[1], device=ids.device).expand_as(ids).contiguous()}
     labels = batch.get("labels")

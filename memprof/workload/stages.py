@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,15 +17,12 @@ from torch import nn
 from memprof.errors import UsageError
 from memprof.trace.events import PhaseKind
 from memprof.workload.device import Device
+from memprof.workload.loss import logits_loss_function
 from memprof.workload.plan import Plan
 
 
 class Stage(nn.Module):
-    """Stage `index` (from 0) of `count` of `model`, whose other layers are let go.
-
-    Raises:
-        UsageError: transformers does not say how the architecture is cut.
-    """
+    """Stage `index` (from 0) of `count` of `model`; UsageError if transformers does not say how that is cut."""
 
     def __init__(self, model: Any, index: int, count: int) -> None:
         super().__init__()
@@ -50,8 +46,7 @@ class Stage(nn.Module):
             core.embed_tokens = None
         names = {id(module): name for name, module in model.named_children()}
         self._core, self._head = model.base_model_prefix, ""
-        self.tp_plan = getattr(model, "tp_plan", None)
-        """transformers' own, by these names."""
+        self.tp_plan = getattr(model, "tp_plan", None)  # transformers' own, by these names
         self.architecture = type(model).__name__
         self.add_module(self._core, core)  # under the names that the model has for them
         if self.is_last:
@@ -63,43 +58,29 @@ class Stage(nn.Module):
 
     @property
     def layers(self) -> list[nn.Module]:
-        """Those of this stage, of which there may be one."""
+        """Return those of this stage, of which there may be one."""
         core: Any = self.get_submodule(self._core)
         return list(core.layers)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Of token ids (batch, length) or hidden states (batch, length, width): hidden states, or logits."""
+        """Return hidden states, or logits, of token ids (batch, length) or hidden states (batch, length, width)."""
         given = {"input_ids": x} if self.is_first else {"inputs_embeds": x}
         hidden = self.get_submodule(self._core)(**given, use_cache=False).last_hidden_state
         return self.get_submodule(self._head)(hidden) if self.is_last else hidden
 
 
 class Pipeline:
-    """Torch's schedule over one stage.
+    """Torch's schedule over `stage` of `model`, which is on this rank's GPU; `ranks` is the mesh of all stages.
 
-    Args:
-        stage: on this rank's card.
-        plan: how many stages and micro-batches there are.
-        index: which stage this is, from 0.
-        group: the ranks of this pipeline.
-        example: sequences and tokens of a micro-batch.
-        config: of the whole model, as transformers has it.
-        loss: of logits and labels.
+    `example` are sequences and tokens of a micro-batch.
     """
 
     def __init__(
-        self,
-        stage: nn.Module,
-        plan: Plan,
-        index: int,
-        group: Any,
-        example: tuple[int, int],
-        config: Any,
-        loss: Callable[[Any, Any], torch.Tensor],
-        device: Device,
+        self, stage: nn.Module, model: Any, plan: Plan, ranks: Any, example: tuple[int, int], device: Device
     ) -> None:
         from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
+        index, config, loss = ranks.get_local_rank(), model.config, logits_loss_function(model)
         dtype = next(stage.parameters()).dtype
         states = torch.empty(*example, config.hidden_size, dtype=dtype, device="meta", requires_grad=True)
         given = torch.empty(example, dtype=torch.int64, device="meta") if index == 0 else states
@@ -111,12 +92,12 @@ class Pipeline:
         )
         card = torch.device("cuda", torch.cuda.current_device())
         stage_of_torch = PipelineStage(
-            stage, index, plan.stages, card, input_args=(given,), output_args=(gives,), group=group
+            stage, index, plan.stages, card, input_args=(given,), output_args=(gives,), group=ranks.get_group()
         )
         self._first, self._last = index == 0, is_last
         self._device, self._step = device, 0
-        self._named(stage_of_torch, "forward_one_chunk", PhaseKind.FORWARD)
-        self._named(stage_of_torch, "backward_one_chunk", PhaseKind.BACKWARD)
+        self._name_phase(stage_of_torch, "forward_one_chunk", PhaseKind.FORWARD)
+        self._name_phase(stage_of_torch, "backward_one_chunk", PhaseKind.BACKWARD)
 
         def named_loss(output: Any, target: Any) -> torch.Tensor:
             with device.phase(PhaseKind.FORWARD, self._step, self._micro_batch):
@@ -131,7 +112,7 @@ class Pipeline:
         )
         self._schedule_step = functools.partial(schedule.step, **no_outputs)
 
-    def _named(self, stage: Any, name: str, kind: PhaseKind) -> None:
+    def _name_phase(self, stage: Any, name: str, kind: PhaseKind) -> None:
         original = getattr(stage, name)
 
         def run(chunk: int, *args: Any, **options: Any) -> Any:
@@ -142,7 +123,7 @@ class Pipeline:
         setattr(stage, name, run)
 
     def step(self, step: int, ids: torch.Tensor, labels: torch.Tensor) -> None:
-        """Forward and backward of all micro-batches; `ids` and `labels` (micro-batches x sequences, tokens)."""
+        """Run all micro-batches forward and backward; `ids` and `labels` (micro-batches x sequences, tokens)."""
         self._step = step
         given = (ids,) if self._first else ()
         self._schedule_step(*given, **({"target": labels, "losses": []} if self._last else {}))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ from memprof.errors import UsageError
 from memprof.spec import Mode, TargetSpec
 from memprof.trace.events import PhaseKind
 from memprof.workload import adapters, generate, npt_layers, quantization
-from memprof.workload.chance import begin_chance
+from memprof.workload.chance import seed_rngs
 from memprof.workload.device import Device
 from memprof.workload.inputs import Feeder
 from memprof.workload.layers import find_layers
@@ -31,34 +32,24 @@ if TYPE_CHECKING:
     from memprof.workload.spread import Spread
     from memprof.workload.stages import Pipeline
 
-Place = Callable[[nn.Module], object]
+PlaceModel = Callable[[nn.Module], object]
+# Applies the spec's fixes to a model in host memory, and puts it onto a device; returns an optimizer if one is made.
+# Remedies stand above this package, so that the pipeline hands this in.
 SwitchOn = Callable[
-    [nn.Module, TargetSpec, Callable[[list[nn.Parameter]], "torch.optim.Optimizer | None"], str, Place | None], Any
+    [nn.Module, TargetSpec, Callable[[list[nn.Parameter]], "torch.optim.Optimizer | None"], str, PlaceModel | None], Any
 ]
-"""Applies the spec's fixes to a model in host memory, and puts it onto a device; returns an optimizer if one is made.
-
-Remedies stand above this package, so that the pipeline hands this in."""
 
 
 class Workload:
-    """One run of `spec`: build the model, then step.
+    """One run of `spec` with the model `source`: build the model, then step. Its attributes say what was run.
 
-    After `run`, its attributes say what was run.
-
-    Args:
-        source: its model.
-        switch_on: needed if the spec has `fixes`.
+    `switch_on` is needed if the spec has `fixes`.
 
     Raises:
         UsageError: the spec asks for an adapter, and PEFT is not installed.
     """
 
-    def __init__(
-        self,
-        spec: TargetSpec,
-        source: ModelSource,
-        switch_on: SwitchOn | None = None,
-    ) -> None:
+    def __init__(self, spec: TargetSpec, source: ModelSource, switch_on: SwitchOn | None = None) -> None:
         self.spec = spec
         self._switch_on = switch_on
         self.source = source
@@ -66,7 +57,6 @@ class Workload:
         self.num_trainable_parameters = 0
         # Kept beyond the run: its state is no part of what the last stage frees.
         self._optimizer: torch.optim.Optimizer | None = None
-        self._made: Any = None
         self.sequence_lengths: list[int] = []
         self._lengths = None if spec.lengths is None else parse_lengths(spec.lengths)
         if source.stored is not None:
@@ -89,18 +79,13 @@ class Workload:
             self._spread = Spread(plan, spec.rank or 0, spec)
 
     def run(self, device: Device, progress: Callable[[str], None] = lambda doing: None) -> None:
-        """Run every step on `device`.
-
-        Raises:
-            UsageError: the model cannot be built or fed.
-        """
+        """Run every step on `device`; raise UsageError if the model cannot be built or fed."""
         with contextlib.ExitStack() as stack:
             if self.source.task != "custom":
                 stack.enter_context(quiet_transformers())
-            if self._spread is not None:
-                from memprof.workload.spread import quiet_sharding
-
-                stack.enter_context(quiet_sharding())
+            if self._spread is not None:  # torch warns of the model's output, a view, which nothing here changes
+                stack.enter_context(warnings.catch_warnings())
+                warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
             if self.spec.sdpa_backend is not None:
                 stack.enter_context(sdpa_kernel(_SDPA_BACKENDS[self.spec.sdpa_backend]))
             self._build_and_run(device, progress)
@@ -131,7 +116,7 @@ class Workload:
         if spec.dataset_batches is not None:
             with device.phase(PhaseKind.INPUTS):
                 feeder.build_dataset(spec.dataset_batches)
-        begin_chance()
+        seed_rngs()
         self._run(device, model, base, feeder, progress)
         if feeder.sequence_lengths:
             self.context_length = max(feeder.sequence_lengths)
@@ -141,7 +126,6 @@ class Workload:
     def _run(
         self, device: Device, model: nn.Module, base: nn.Module, feeder: Feeder, progress: Callable[[str], None]
     ) -> None:
-        """Every step."""
         spec = self.spec
         if spec.mode is Mode.INFERENCE:
             model.eval()
@@ -155,7 +139,7 @@ class Workload:
             with device.phase(PhaseKind.OPTIMIZER):
                 trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
                 groups = trained if self._spread is None else self._spread.parameter_groups(trained)
-                optimizer = self._optimizer = self._made or optimizer_over(groups, spec)
+                optimizer = self._optimizer = self._optimizer or optimizer_over(groups, spec)
                 # Disabled, a scaler passes everything through.
                 scaler = torch.amp.GradScaler(device.name, enabled=spec.amp == "float16")
             for step in range(1, spec.steps + 1):
@@ -175,7 +159,7 @@ class Workload:
                     self._evaluate(device, model, feeder, step)
 
     def _build(self, device: str) -> tuple[nn.Module, nn.Module]:
-        """The model to call, and the model itself, which an adapter wraps."""
+        """Return the model to call, and the model itself, which an adapter wraps."""
         if self.spec.adapter is not None:
             adapters.check_known(self.spec, self.source)
         # Built in host memory and moved, as scripts do (and as from_pretrained has it, tied weights are made once).
@@ -198,7 +182,7 @@ class Workload:
             # An adapter's parameters are in the model; what wraps it has none of its own.
             make = functools.partial(optimizer_over, spec=self.spec)
             changed = whole if spread is not None and spread.plan.stages > 1 else model
-            self._made = self._switch_on(changed, self.spec, make, device, place)
+            self._optimizer = self._switch_on(changed, self.spec, make, device, place)
         elif place is not None:
             place(whole)
         elif self.source.stored is None:  # else it is on the card already
@@ -207,32 +191,25 @@ class Workload:
 
     def _prepare_training(self, device: Device, model: nn.Module, base: nn.Module) -> None:
         if not self.num_trainable_parameters:
-            raise UsageError(
-                "nothing is trained: every parameter is frozen",
-                value=self.source.name,
-                hint="leave some parameter its requires_grad, or profile the forward alone with --mode inference",
-            )
+            hint = "leave some parameter its requires_grad, or profile the forward alone with --mode inference"
+            raise UsageError("nothing is trained: every parameter is frozen", value=self.source.name, hint=hint)
         config = getattr(base, "config", None)
         if getattr(config, "use_cache", False):
             config.use_cache = False  # type: ignore[union-attr]
             device.assume("No KV cache in training (config.use_cache = False, as transformers' Trainer sets it).")
         if not self.spec.activation_checkpointing:
             return
-        for name in ("activation_checkpointing_enable", "gradient_checkpointing_enable"):
-            enable = getattr(base, name, None)
-            if enable is not None:
-                try:
-                    enable()
-                except ValueError as error:
-                    raise UsageError("the model has no activation checkpointing", value=str(error)) from None
-                if self.spec.adapter is not None or self.spec.npt is not None:
-                    adapters.let_gradients_reach_checkpoints(base)
-                return
-        raise UsageError(
-            "--activation-checkpointing does not apply",
-            value=type(base).__name__,
-            hint="the model has no activation_checkpointing_enable(); call torch.utils.checkpoint in its forward",
-        )
+        enable = getattr(base, "activation_checkpointing_enable", None)
+        enable = enable or getattr(base, "gradient_checkpointing_enable", None)
+        if enable is None:
+            hint = "the model has no activation_checkpointing_enable(); call torch.utils.checkpoint in its forward"
+            raise UsageError("--activation-checkpointing does not apply", value=type(base).__name__, hint=hint)
+        try:
+            enable()
+        except ValueError as error:
+            raise UsageError("the model has no activation checkpointing", value=str(error)) from None
+        if self.spec.adapter is not None or self.spec.npt is not None:
+            adapters.enable_input_gradients(base)
 
     def _micro_batch(
         self,
@@ -243,14 +220,14 @@ class Workload:
         step: int,
         micro_batch: int,
     ) -> None:
-        """One forward and backward; what it leaves behind is the gradients, as in a function of its own."""
+        """Run one forward and backward; what it leaves behind is the gradients, as in a function of its own."""
         with device.phase(PhaseKind.INPUTS, step, micro_batch):
-            batch = _moved(feeder.host_batch(), device.name)
+            batch = _move_batch(feeder.host_batch(), device.name)
         last = micro_batch == self.spec.gradient_accumulation
         with contextlib.ExitStack() as shared:
             if self._spread is not None:
                 model = self._spread.called(model)
-                shared.enter_context(self._spread.synchronising(last))
+                shared.enter_context(self._spread.gradient_sync(last))
                 batch = self._own_part(device, shared, batch, step, micro_batch)
             with device.phase(PhaseKind.FORWARD, step, micro_batch), self._autocast(device.name):
                 outputs = model(**batch)
@@ -265,14 +242,14 @@ class Workload:
     def _own_part(
         self, device: Device, shared: contextlib.ExitStack, batch: dict[str, Any], step: int, micro_batch: int
     ) -> dict[str, Any]:
-        """What this rank has of `batch`, until `shared` is left."""
+        """Return this rank's part of `batch`, until `shared` is left."""
         if self._spread is None or self._spread.plan.sequence == 1:
             return batch
         with device.phase(PhaseKind.INPUTS, step, micro_batch):
             return shared.enter_context(self._spread.sharing(batch))
 
     def _pipelined(self, device: Device, feeder: Feeder, step: int) -> None:
-        """Forward and backward of all micro-batches, as the schedule has them."""
+        """Run all micro-batches forward and backward, as the schedule has them."""
         assert self._pipeline is not None and self._spread is not None
         with device.phase(PhaseKind.INPUTS, step):
             made = [feeder.host_batch() for _ in range(self._spread.plan.microbatches)]
@@ -281,10 +258,10 @@ class Workload:
             self._pipeline.step(step, batch["input_ids"], batch["labels"])
 
     def _evaluate(self, device: Device, model: nn.Module, feeder: Feeder, step: int) -> None:
-        """One batch of a validation loop: its outputs and its loss live until the next one."""
+        """Run one batch of a validation loop: its outputs and its loss live until the next one."""
         model.eval()
         with device.phase(PhaseKind.EVALUATION, step):
-            batch = _moved(feeder.host_batch(), device.name)
+            batch = _move_batch(feeder.host_batch(), device.name)
             with contextlib.ExitStack() as shared:
                 batch = self._own_part(device, shared, batch, step, 1)
                 with torch.no_grad(), self._autocast(device.name):
@@ -301,10 +278,10 @@ class Workload:
         return torch.autocast(device, dtype=getattr(torch, self.spec.amp))
 
     def _infer(self, device: Device, model: nn.Module, base: nn.Module, feeder: Feeder, at: tuple[int, int]) -> None:
-        """One forward, or one prompt and what follows it; `at` counts step and micro-batch from 1."""
+        """Run one forward, or one prompt and what follows it; `at` counts step and micro-batch from 1."""
         task = self.source.task
         with device.phase(PhaseKind.INPUTS, *at):
-            batch = _moved(feeder.host_batch(), device.name)
+            batch = _move_batch(feeder.host_batch(), device.name)
             if task not in ("seq2seq-lm", "speech-seq2seq"):
                 batch.pop("labels", None)
         if self.spec.new_tokens:
@@ -326,7 +303,7 @@ class Workload:
 
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """transformers' notices on building a model are not about the user's run, nor bitsandbytes' on every layer."""
+    """Silence transformers' notices on building a model, and bitsandbytes' on every layer: none is about the run."""
     from transformers.utils import logging as notices
 
     verbosity = notices.get_verbosity()
@@ -345,7 +322,7 @@ def quiet_transformers() -> Iterator[None]:
         bitsandbytes.setLevel(level)
 
 
-def _moved(batch: dict[str, Any], device: str) -> dict[str, Any]:
+def _move_batch(batch: dict[str, Any], device: str) -> dict[str, Any]:
     return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
 
 

@@ -21,31 +21,27 @@ from memprof.spec import Mode, TargetSpec
 from memprof.workload.formats import GROUP, Stored
 from memprof.workload.packed_layers import KERNELS, GptqMarlin, PackedLinear
 
+# Where optimum looks for what GPTQ packs (optimum/gptq/constants.py, BLOCK_PATTERNS).
 _BLOCKS = (
     "transformer.h", "model.decoder.layers", "gpt_neox.layers", "model.layers", "model.language_model.layers", "h",
     "decoder.layers", "layers",
 )  # fmt: skip
-"""Where optimum looks for what GPTQ packs (optimum/gptq/constants.py, BLOCK_PATTERNS)."""
-_GGML_TYPES = {"q4_0": 2, "q8_0": 8, "q4_k": 12, "q5_k": 13, "q6_k": 14}
-"""ggml.h, enum ggml_type."""
+_GGML_TYPES = {"q4_0": 2, "q8_0": 8, "q4_k": 12, "q5_k": 13, "q6_k": 14}  # ggml.h, enum ggml_type
 _MXFP4_BLOCK = 32
 
 
 def load_stored(
     model_class: Any, configuration: Any, arguments: dict[str, Any], stored: Stored, spec: TargetSpec
 ) -> nn.Module:
-    """A model on "cuda" with its weights as `stored` says; `arguments` as in quantization.load_quantized.
-
-    Raises:
-        UsageError: this release of transformers does not know the format, or the model cannot be stored so.
-    """
+    """Return a model on "cuda" stored so; `arguments` as in load_quantized; UsageError if it cannot be."""
     from transformers.quantizers import auto
 
     if stored.name.startswith("gguf") and configuration.model_type not in _packed_in_gguf():
-        return _unpacked_gguf(model_class, configuration, arguments)
+        unpacked: nn.Module = model_class._from_config(configuration, **arguments)
+        return unpacked.to("cuda:0")
     said = dict(stored.config)
     said.pop("modules_in_block_to_quantize", None)  # for which transformers would look for optimum
-    with _taking_the_place(auto, stored, spec, arguments["dtype"]):
+    with _replace_quantizer(auto, stored, spec, arguments["dtype"]):
         try:
             config = auto.AutoQuantizationConfig.from_dict(said)
             state = _checkpoint(model_class, configuration, arguments, auto.AutoHfQuantizer.from_config(config))
@@ -66,7 +62,7 @@ def load_stored(
 
 
 def _packed_in_gguf() -> frozenset[str]:
-    """Model types whose GGUF files transformers leaves packed (integrations/gguf); it unpacks those of others as it
+    """Return model types whose GGUF files transformers leaves packed (integrations/gguf); it unpacks others as it
     loads them (modeling_gguf_pytorch_utils.py)."""
     try:
         from transformers.integrations.gguf.gguf_conversion_mapping import GGUF_ARCHS
@@ -77,13 +73,8 @@ def _packed_in_gguf() -> frozenset[str]:
     return frozenset(types | {f"{name}_text" for name in types})
 
 
-def _unpacked_gguf(model_class: Any, configuration: Any, arguments: dict[str, Any]) -> nn.Module:
-    model: nn.Module = model_class._from_config(configuration, **arguments)
-    return model.to("cuda:0")
-
-
 def number_of_weights(module: Any) -> int | None:
-    """How many numbers a module's own parameters stand for; None: as many as they have elements."""
+    """Return how many numbers a module's own parameters stand for; None: as many as they have elements."""
     if isinstance(module, PackedLinear):
         return module.num_weights + (0 if module.bias is None else module.bias.numel())
     kind = type(module).__name__
@@ -102,7 +93,7 @@ def number_of_weights(module: Any) -> int | None:
 
 
 def assumptions(stored: Stored, spec: TargetSpec) -> list[str]:
-    """What is taken for given of these weights, in sentences."""
+    """Return what is taken for given of these weights, in sentences."""
     kernel = _kernel(stored, spec)
     found = [f"Weights are stored as {stored.name}{', as the configuration says' if stored.from_checkpoint else ''}."]
     if kernel:
@@ -120,7 +111,7 @@ def assumptions(stored: Stored, spec: TargetSpec) -> list[str]:
 
 
 def _kernel(stored: Stored, spec: TargetSpec) -> str:
-    """Which kernel of GPTQModel runs a packed layer: utils/importer.py's choice, or the configuration's."""
+    """Return which kernel of GPTQModel runs a packed layer: utils/importer.py's choice, or the configuration's."""
     method = str(stored.config["quant_method"])
     if method not in ("gptq", "awq"):
         return ""
@@ -135,7 +126,7 @@ def _kernel(stored: Stored, spec: TargetSpec) -> str:
 def _checkpoint(
     model_class: Any, configuration: Any, arguments: dict[str, Any], quantizer: Any
 ) -> dict[str, torch.Tensor]:
-    """The tensors of a checkpoint, in host memory and without values."""
+    """Return the tensors of a checkpoint, in host memory and without values."""
     dtype = quantizer.update_dtype(arguments["dtype"])
     with torch.device("meta"):
         model = model_class._from_config(configuration, **{**arguments, "dtype": dtype})
@@ -167,7 +158,7 @@ def _as_saved(name: str, tensor: torch.Tensor, model: nn.Module) -> dict[str, to
 
 
 def _register_blocks(experts: nn.Module) -> None:
-    """Once loaded, MXFP4 experts keep their weights where torch does not look for parameters."""
+    """Register the loaded weights of MXFP4 experts, which torch would not find as parameters."""
     for name in ("gate_up_proj", "down_proj"):
         kept = getattr(experts, name)
         if not isinstance(kept, torch.Tensor):
@@ -177,8 +168,8 @@ def _register_blocks(experts: nn.Module) -> None:
 
 
 @contextmanager
-def _taking_the_place(auto: Any, stored: Stored, spec: TargetSpec, dtype: torch.dtype) -> Iterator[None]:
-    """Inside, transformers makes a quantizer of ours where its own needs a library or a file."""
+def _replace_quantizer(auto: Any, stored: Stored, spec: TargetSpec, dtype: torch.dtype) -> Iterator[None]:
+    """Have transformers make a quantizer of ours where its own needs a library or a file."""
     method = str(stored.config["quant_method"])
     if method not in ("gptq", "awq", "gguf"):
         yield
@@ -226,7 +217,7 @@ def _quantizer(config: Any, stored: Stored, spec: TargetSpec, dtype: torch.dtype
 
 
 def _replace_by_packed(quantizer: Any, model: nn.Module, stored: Stored, kernel: str) -> None:
-    """GPTQ packs what is in the layers, AWQ what is not excepted."""
+    """Replace linear layers: GPTQ packs what is in the layers, AWQ what is not excepted."""
     said = stored.config
     kind = KERNELS[str(said["quant_method"]), kernel]
     if said["quant_method"] == "gptq":
@@ -266,11 +257,7 @@ def _replace_by_packed(quantizer: Any, model: nn.Module, stored: Stored, kernel:
 
 
 def _replace_by_blocks(model: Any, name: str, dtype: torch.dtype) -> None:
-    """Linear layers, embeddings and the head in GGUF blocks, by transformers' own modules.
-
-    Raises:
-        UsageError: a row is no whole number of blocks.
-    """
+    """Replace linear layers, embeddings and the head by transformers' own modules of GGUF blocks."""
     from transformers.integrations.gguf import dequant, kernels, utils
 
     kind = _GGML_TYPES[name.removeprefix("gguf-")]

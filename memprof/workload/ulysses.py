@@ -19,13 +19,13 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Any, to_heads: bool) -> torch.Tensor:
-        """All-to-all of contiguous parts."""
+        """Return all-to-all of contiguous parts."""
         ctx.group, ctx.to_heads = group, to_heads
         return _exchange(x, group, to_heads)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        """The other way round."""
+        """Return the other way round."""
         return _exchange(gradients[0], ctx.group, not ctx.to_heads), None, None
 
 
@@ -46,7 +46,7 @@ def _exchange(x: torch.Tensor, group: Any, to_heads: bool) -> torch.Tensor:
 
 @contextlib.contextmanager
 def attending(group: Any) -> Iterator[None]:
-    """Every attention of transformers' models exchanges heads for tokens before, and back after."""
+    """Have every attention of transformers' models exchange heads for tokens before, and back after."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as functions  # noqa: N811
 
     ranks = dist.get_world_size(group)

@@ -9,12 +9,8 @@ from typing import Any
 from memprof.errors import UsageError
 from memprof.spec import OWN_ATTENTIONS, Mode, TargetSpec
 
-__all__ = ["adapt", "check", "register"]
-
 _FLEXIBLE = ("sliding", "block-sparse")
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
-
-
 _ABOUT = {
     "nsa": "Attention: native sparse attention, whose projections of keys and values are three times the model's; on "
     "the virtual card its three attentions allocate as fused kernels do.",
@@ -27,11 +23,7 @@ _ABOUT = {
 
 
 def check(spec: TargetSpec, name: str, task: str, config: Mapping[str, Any]) -> list[str]:
-    """What is to be said of the attention that `spec` asks for in the model `name`; nothing of transformers' own.
-
-    Raises:
-        UsageError: it is no causal language model, or its attention does what this kind does not.
-    """
+    """Return sentences on the attention of `spec` in the model `name`; raise UsageError if it does not go with that."""
     kind = spec.attention
     if kind not in OWN_ATTENTIONS:
         return []
@@ -64,22 +56,20 @@ def register(kind: str) -> None:
     from memprof.workload.attention import linear, masked, nsa
 
     def no_mask(*args: Any, **kwargs: Any) -> None:
-        """Each of these is causal by itself; what is padded stands on the right, where nobody looks."""
+        """Make no mask: each of these is causal by itself; padding stands on the right, where nobody looks."""
 
     flexible = kind in _FLEXIBLE
-    functions = {"nsa": nsa.attention, "nsa-eager": nsa.eager_attention, "linear": linear.attention}
+    eager = functools.partial(nsa.attention, eager=True)
+    functions: dict[str, Any] = {"nsa": nsa.attention, "nsa-eager": eager, "linear": linear.attention}
     AttentionInterface.register(kind, functools.partial(masked.attention, kind) if flexible else functions[kind])
     AttentionMaskInterface.register(kind, functools.partial(masked.mask_of_model, kind) if flexible else no_mask)
 
 
 def adapt(model: Any, kind: str) -> None:
-    """Put what `kind` needs into the attention layers of a model.
-
-    Raises:
-        UsageError: the model's attention cannot be exchanged.
-    """
+    """Put what `kind` needs into a model's attention layers; raise UsageError if they cannot be exchanged."""
     can = getattr(type(model), "_can_set_attn_implementation", None)
-    layers = [(name, layer) for name, layer in model.named_modules() if _is_attention(layer)]
+    named = [one for one in model.named_modules() if type(one[1]).__name__.endswith("Attention")]
+    layers = [(name, layer) for name, layer in named if hasattr(layer, "layer_idx")]
     if not layers or (can is not None and not can()):
         raise UsageError(f"--attention {kind}: this model's attention cannot be exchanged", value=type(model).__name__)
     if kind.startswith("nsa"):
@@ -87,7 +77,3 @@ def adapt(model: Any, kind: str) -> None:
 
         for name, layer in layers:
             nsa.install(name, layer)
-
-
-def _is_attention(module: Any) -> bool:
-    return type(module).__name__.endswith("Attention") and hasattr(module, "layer_idx")

@@ -23,8 +23,8 @@ from torch import Tensor
 from memprof.units import MIB
 from memprof.workload.quantization import import_quietly
 
+# Of one set of scores, or of gathered keys and values, where they are computed in plain PyTorch.
 WORKSPACE_BYTES = 64 * MIB
-"""Of one set of scores, or of gathered keys and values, where they are computed in plain PyTorch."""
 
 
 class Attend(torch.autograd.Function):
@@ -43,7 +43,7 @@ class Attend(torch.autograd.Function):
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, blocks: Tensor | None, scale: float, offset: int,
         length: int, stride: int, window: int,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Output (B, H, T, D) in the query's dtype, and logsumexp (B, H, T)."""
+        """Return the output (B, H, T, D) in the query's dtype, and logsumexp (B, H, T)."""
         ctx.pattern = (scale, offset, length, stride, window)
         output, lse = attend(query, key, value, blocks, *ctx.pattern)
         ctx.save_for_backward(query, key, value, blocks, output, lse)
@@ -52,7 +52,7 @@ class Attend(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        """Of query, key and value."""
+        """Return the gradients of query, key and value."""
         query, key, value, blocks, output, lse = ctx.saved_tensors
         found = attend_backward(gradients[0], query, key, value, blocks, output, lse, *ctx.pattern)
         return (*found[:3], *[None] * 6)
@@ -63,7 +63,7 @@ def attend(
     query: Tensor, key: Tensor, value: Tensor, blocks: Tensor | None, scale: float, offset: int, length: int,
     stride: int, window: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The forward of `Attend`."""
+    """Return the forward of `Attend`."""
     output, lse = _outputs(query, value)
     shared = key.shape[1]
     for rows, keys, values, seen, _ in _parts(query, key, value, blocks, offset, length, stride, window):
@@ -86,7 +86,7 @@ def attend_backward(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, blocks: Tensor | None, output: Tensor, lse: Tensor,
     scale: float, offset: int, length: int, stride: int, window: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of query, key and value, and what a kernel makes for them first: the sum of gradient x output."""
+    """Return the gradients of query, key and value, and what a kernel makes first: the sum of gradient x output."""
     own = lse.dtype
     delta = (gradient.to(own) * output.to(own)).sum(-1)
     of_query = torch.empty_like(query)
@@ -121,7 +121,8 @@ def choose_blocks(
     query: Tensor, key: Tensor, lse: Tensor, tokens: int, scale: float, offset: int, length: int, stride: int,
     block: int, count: int,
 ) -> Tensor:  # fmt: skip
-    """The `count` blocks of `block` tokens that each query looks at, (B, K, T, count) int32; -1 where there are fewer.
+    """Return the `count` blocks of `block` tokens that each query looks at, (B, K, T, count) int32; -1 where there are
+    fewer.
 
     A block's score is what its compressed keys (B, K, S, D; `length` tokens each, one every `stride`) get of the
     query's softmax (its logsumexp is `lse`), summed over the heads that share keys: each as often as strides of it lie
@@ -148,15 +149,12 @@ def choose_blocks(
 
 
 @choose_blocks.register_fake
-def _choose_blocks_fake(
-    query: Tensor, key: Tensor, lse: Tensor, tokens: int, scale: float, offset: int, length: int, stride: int,
-    block: int, count: int,
-) -> Tensor:  # fmt: skip
-    return _chosen(query, key, tokens, block, count)
+def _choose_blocks_fake(query: Tensor, key: Tensor, lse: Tensor, tokens: int, *pattern: Any) -> Tensor:
+    return _chosen(query, key, tokens, *pattern[-2:])
 
 
 def _outputs(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Output, laid out as what a model makes of it, (B, T, H, D), and logsumexp."""
+    """Make the output, laid out as what a model makes of it, (B, T, H, D), and logsumexp."""
     batch, heads, tokens, _ = query.shape
     own = torch.promote_types(query.dtype, torch.float32)
     output = query.new_empty(batch, tokens, heads, value.shape[-1]).transpose(1, 2)
@@ -169,12 +167,12 @@ def _chosen(query: Tensor, key: Tensor, tokens: int, block: int, count: int) -> 
 
 
 def _grouped(x: Tensor, shared: int) -> Tensor:
-    """(B, H, ...) as (B, K, G, ...)."""
+    """Return (B, H, ...) as (B, K, G, ...)."""
     return x.unflatten(1, (shared, -1))
 
 
 def _products(left: Tensor, right: Tensor) -> Tensor:
-    """(B, K, G, t, D) with (B, K, L, D), or with keys of each query's own (B, K, t, L, D), to (B, K, G, t, L)."""
+    """Multiply (B, K, G, t, D) by keys (B, K, L, D), or each query's own (B, K, t, L, D), to (B, K, G, t, L)."""
     own = torch.promote_types(left.dtype, torch.float32)
     form = "bkgtd,bkld->bkgtl" if right.dim() == 4 else "bkgtd,bktld->bkgtl"
     return torch.einsum(form, left.to(own), right.to(own))
@@ -185,13 +183,10 @@ def _mixed(weights: Tensor, values: Tensor) -> Tensor:
     return torch.einsum(form, weights, values.to(weights.dtype))
 
 
-_Part = tuple[slice, Tensor, Tensor, Tensor, Any]
-
-
 def _parts(
     query: Tensor, key: Tensor, value: Tensor, blocks: Tensor | None, offset: int, length: int, stride: int, window: int
-) -> Iterator[_Part]:
-    """Rows of queries, the keys and values they may see, which they do (B or 1, K or 1, 1, t, L), and those' places."""
+) -> Iterator[tuple[slice, Tensor, Tensor, Tensor, Any]]:
+    """Yield rows of queries, keys and values for them, which they see (B or 1, K or 1, 1, t, L), and their places."""
     (batch, heads, tokens, width), (shared, num_keys) = query.shape, key.shape[1:3]
     each = 4 * batch * heads * (window or num_keys)
     if blocks is not None:
@@ -218,34 +213,26 @@ def _parts(
             yield rows, key, value, (last <= at[:, None])[None, None, None], slice(0, num_keys)
 
 
-# -- what they compute ------------------------------------------------------------------------------------------------
-
-
-def _operations(query: Any, key: Any, value: Any, blocks: Any, length: int, window: int) -> int:
-    """Of the two products of a forward, by shapes: with chosen keys and those of a window; half of compressed ones."""
+def _forward_formula(
+    query: Any, key: Any, value: Any, blocks: Any, scale: float, offset: int, length: int, stride: int, window: int,
+    **kwargs: Any,
+) -> int:  # fmt: skip
+    """Count both products of a forward, by shapes: with chosen keys and those of a window; half of compressed ones."""
     (batch, heads, tokens, width), keys = query, key[2]
     seen = blocks[-1] * length if blocks is not None else min(window, keys) if window else keys / 2
     return int(2 * batch * heads * tokens * seen * (width + value[-1]))
 
 
-def _forward_formula(
-    query: Any, key: Any, value: Any, blocks: Any, scale: float, offset: int, length: int, stride: int, window: int,
-    *args: Any, **kwargs: Any,
-) -> int:  # fmt: skip
-    return _operations(query, key, value, blocks, length, window)
-
-
 def _backward_formula(
-    gradient: Any, query: Any, key: Any, value: Any, blocks: Any, output: Any, lse: Any, scale: float, offset: int,
-    length: int, stride: int, window: int, *args: Any, **kwargs: Any,
-) -> int:  # fmt: skip
-    """Five products: the scores again, and those of the four gradients."""
-    return _operations(query, key, value, blocks, length, window) * 5 // 2
+    gradient: Any, query: Any, key: Any, value: Any, blocks: Any, output: Any, lse: Any, *pattern: Any, **kwargs: Any
+) -> int:
+    """Count five products: the scores again, and those of the four gradients."""
+    return _forward_formula(query, key, value, blocks, *pattern) * 5 // 2
 
 
 def _choice_formula(query: Any, key: Any, *args: Any, **kwargs: Any) -> int:
-    """The scores of compressed keys again."""
-    return _operations(query, key, key, None, 0, 0) // 2
+    """Count the scores of compressed keys again."""
+    return _forward_formula(query, key, key, None, 0, 0, 0, 0, 0) // 2
 
 
 _counter = import_quietly("torch.utils.flop_counter")

@@ -13,17 +13,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+# Tokens that meet each other one by one; as wide as the usual head, where products and sums take about the same.
 CHUNK = 128
-"""Tokens that meet each other one by one; as wide as the usual head, where products and sums take about the same."""
 
 
 def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any) -> tuple[Tensor, None]:
-    """The attention function of transformers: query (B, H, T, D), key and value (B, K, S, D), to (B, T, H, D)."""
+    """Attend as a function of transformers: query (B, H, T, D), key and value (B, K, S, D), to (B, T, H, D)."""
     return linear_attention(query, key, value).transpose(1, 2), None
 
 
 def linear_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """(B, H, T, D), with keys and values (B, K, S, D) of which those before the first query come first."""
+    """Return (B, H, T, D) of keys and values (B, K, S, D), of which those before the first query come first."""
     tokens, own = query.shape[2], torch.promote_types(query.dtype, torch.float32)
     before = key.shape[2] - tokens
     query, key = functional.elu(query) + 1, functional.elu(key) + 1

@@ -5,41 +5,40 @@ The mask is made block by block (`BlockMask.from_kv_blocks`): one of every pair 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-WINDOW = 4096
-"""Of `sliding`, where the model has none: that of Mistral 7B (arXiv 2310.06825, table 1)."""
-BLOCK = 128
-"""Tokens of a block: flex_attention's own."""
+WINDOW = 4096  # of `sliding`, where the model has none: that of Mistral 7B (arXiv 2310.06825, table 1)
+BLOCK = 128  # tokens of a block: flex_attention's own
 NEAR = 8
+# Of `block-sparse`: a block of queries sees itself, the 7 before it, the first, and every eighth. A fixed pattern as
+# that of Sparse Transformers (arXiv 1904.10509, section 4.3), in blocks.
 EVERY = 8
-"""Of `block-sparse`: a block of queries sees itself, the 7 before it, the first, and every eighth. A fixed pattern as
-that of Sparse Transformers (arXiv 1904.10509, section 4.3), in blocks."""
 
 
 def attention(
     kind: str, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, *, scaling: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """The attention function of transformers: query (B, H, T, D), key and value (B, K, S, D), to (B, T, H, D)."""
-    from torch.nn.attention.flex_attention import BlockMask
+    """Attend as a function of transformers: query (B, H, T, D), key and value (B, K, S, D), to (B, T, H, D)."""
+    from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
     lengths = query.shape[2], key.shape[2]
     # Where ranks share a sequence, the model's own mask is for the tokens of one.
     if not isinstance(mask, BlockMask) or tuple(mask.seq_lengths) != lengths:
         mask = block_mask(kind, window_of(module.config), *lengths, query.device)
     group = query.shape[1] // key.shape[1]
-    output = _flex(query.device.type)(query, key, value, block_mask=mask, scale=scaling, enable_gqa=group > 1)
+    # On a GPU flex_attention without the compiler is the masked scores of all pairs.
+    attend = torch.compile(flex_attention) if query.device.type == "cuda" else flex_attention
+    output = attend(query, key, value, block_mask=mask, scale=scaling, enable_gqa=group > 1)
     return output.transpose(1, 2), None
 
 
 def mask_of_model(kind: str, **given: Any) -> Any:
-    """The mask function of transformers: made once in a forward of the model, for all layers."""
+    """Make the mask as a function of transformers: once in a forward of the model, for all layers."""
     config, device = given.get("config"), given.get("device")
     if device is None and (position := given.get("cache_position")) is not None:
         device = position.device
@@ -50,13 +49,13 @@ def mask_of_model(kind: str, **given: Any) -> Any:
 
 
 def window_of(config: Any) -> int:
-    """Tokens of the window that the model has, or else that of `sliding`."""
+    """Return tokens of the window that the model has, or else that of `sliding`."""
     window = getattr(config, "sliding_window", None)
     return window if isinstance(window, int) and window > 0 else WINDOW
 
 
 def block_mask(kind: str, window: int, queries: int, keys: int, device: Any) -> Any:
-    """The `BlockMask` of `kind` for so many queries and keys; the queries are the last of the keys' positions."""
+    """Return the `BlockMask` of `kind` for so many queries and keys; queries are the last of the keys' positions."""
     from torch.nn.attention.flex_attention import BlockMask
 
     sees = _pattern(kind, window, keys - queries)
@@ -74,7 +73,7 @@ def block_mask(kind: str, window: int, queries: int, keys: int, device: Any) -> 
 
 
 def _pattern(kind: str, window: int, offset: int) -> Callable[..., Tensor]:
-    """Which pairs (batch, head, query, key) are seen."""
+    """Return the function that says of (batch, head, query, key) whether the query sees the key."""
 
     def sliding(batch: Any, head: Any, query: Tensor, key: Tensor) -> Tensor:
         at = query + offset
@@ -88,7 +87,7 @@ def _pattern(kind: str, window: int, offset: int) -> Callable[..., Tensor]:
 
 
 def _touched(kind: str, window: int, rows: Tensor, columns: Tensor) -> Tensor:
-    """Blocks of which some pair may be seen; positions are those of each block's first query and key."""
+    """Return the blocks of which some pair may be seen; positions are those of each block's first query and key."""
     past = columns <= rows + BLOCK - 1
     if kind == "sliding":
         return past & (columns + BLOCK - 1 > rows - window)
@@ -98,19 +97,7 @@ def _touched(kind: str, window: int, rows: Tensor, columns: Tensor) -> Tensor:
 
 
 def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Numbers of a row's blocks, and how many are meant, as flex_attention wants both."""
+    """Return the numbers of a row's blocks, and how many are meant, as flex_attention wants both."""
     counts = blocks.sum(-1, dtype=torch.int32)
     order = torch.argsort(blocks.to(torch.int8), dim=-1, descending=True, stable=True).to(torch.int32)
     return counts[None, None], order[None, None]
-
-
-@functools.cache
-def _uncompiled() -> Any:
-    from torch.nn.attention.flex_attention import flex_attention
-
-    return flex_attention
-
-
-def _flex(device: str) -> Any:
-    """Compiled for a card: without that it is the masked scores of all pairs."""
-    return torch.compile(_uncompiled()) if device == "cuda" else _uncompiled()

@@ -21,10 +21,9 @@ from torch.nn import functional
 from memprof.errors import UsageError
 from memprof.workload.attention.kernels import Attend, choose_blocks
 
+# Tokens of a compressed block, and from one to the next (section 4.1 of the paper, as those below).
 LENGTH, STRIDE = 32, 16
-"""Tokens of a compressed block, and from one to the next (section 4.1 of the paper, as those below)."""
-BLOCK, COUNT = 64, 16
-"""Tokens of a selected block, and blocks that a query selects."""
+BLOCK, COUNT = 64, 16  # tokens of a selected block, and blocks that a query selects
 WINDOW = 512
 
 
@@ -38,7 +37,7 @@ class Compression(nn.Module):
         self.outer = nn.Linear(width, width, **options)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, K, S, D) to (B, K, blocks, D): blocks that are there as a whole.
+        """Compress (B, K, S, D) to (B, K, blocks, D): blocks that are there as a whole.
 
         Blocks overlap, so each stride of tokens is multiplied once for each place that it has in a block, and no block
         is put together.
@@ -65,25 +64,17 @@ class SparseParts(nn.Module):
         self.gates = nn.Sequential(
             nn.Linear(hidden, width, **options), nn.SiLU(), nn.Linear(width, 3 * heads, **options), nn.Sigmoid()
         )
-        self.given: Tensor | None = None
-        """Gates of the call that is under way."""
+        self.given: Tensor | None = None  # gates of the call that is under way
 
 
 def attention(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, *, scaling: float | None = None, **options: Any
-) -> tuple[Tensor, None]:
-    """The attention function of transformers: query (B, H, T, D), key and value (B, 3K, S, D), to (B, T, H, D)."""
-    return _attend(module, query, key, value, scaling, eager=False), None
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, *, scaling: float | None = None,
+    eager: bool = False, **options: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """Attend as a function of transformers: query (B, H, T, D), key and value (B, 3K, S, D), to (B, T, H, D).
 
-
-def eager_attention(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, *, scaling: float | None = None, **options: Any
-) -> tuple[Tensor, None]:
-    """The same, with every score in memory and a mask for each branch."""
-    return _attend(module, query, key, value, scaling, eager=True), None
-
-
-def _attend(module: Any, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, *, eager: bool) -> Tensor:
+    `eager` keeps every score in memory, and a mask for each branch.
+    """
     parts: SparseParts = module.sparse
     gates, parts.given = parts.given, None
     assert gates is not None
@@ -96,13 +87,13 @@ def _attend(module: Any, query: Tensor, key: Tensor, value: Tensor, scaling: flo
     total = heads[0] * branches[0].transpose(1, 2)
     for gate, branch in zip(heads[1:], branches[1:], strict=True):
         total = total + gate * branch.transpose(1, 2)
-    return total
+    return total, None
 
 
 def three(
     query: Tensor, keys: Any, values: Any, short_key: Tensor, short_value: Tensor, scale: float, *, eager: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Attention to compressed, chosen and recent tokens, (B, H, T, D) each.
+    """Attend to compressed, chosen and recent tokens, (B, H, T, D) each.
 
     Args:
         keys: of the three branches, (B, K, S, D) each; `values` alike. The first two are compressed.
@@ -125,7 +116,7 @@ def _dense(
     query: Tensor, key: Tensor, value: Tensor, blocks: Tensor | None, scale: float, offset: int, length: int,
     stride: int, window: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`Attend` in plain PyTorch and under autograd: masked scores of every pair, as eager attention has them."""
+    """Attend in plain PyTorch and under autograd: masked scores of every pair, as eager attention has them."""
     at = torch.arange(query.shape[2], device=query.device)[:, None] + offset
     places = torch.arange(key.shape[2], device=query.device)
     if blocks is not None:
@@ -148,15 +139,8 @@ def _dense(
     return torch.matmul(weights, value.unsqueeze(2)).flatten(1, 2), lse.flatten(1, 2)
 
 
-# -- put into a model --------------------------------------------------------------------------------------------------
-
-
 def install(name: str, module: nn.Module) -> None:
-    """Give an attention layer of transformers its projections for three branches, and the rest; it is called `name`.
-
-    Raises:
-        UsageError: its projections of keys and values are not layers of their own, or a norm goes over all heads.
-    """
+    """Give an attention layer `name` its projections for three branches; UsageError if it has none of its own."""
     key, value, out = (getattr(module, f"{which}_proj", None) for which in ("k", "v", "o"))
     width = getattr(module, "head_dim", None)
     norm = getattr(getattr(module, "k_norm", None), "weight", None)
@@ -177,5 +161,5 @@ def install(name: str, module: nn.Module) -> None:
 
 
 def _gate(module: Any, args: Any, kwargs: Any) -> None:
-    """The gates of a call, made of the layer's input before its attention function is called, which does not see it."""
+    """Make the gates of a call of the layer's input before its attention function is called, which does not see it."""
     module.sparse.given = module.sparse.gates(args[0] if args else kwargs["hidden_states"])

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from memprof.corpus import Frequencies, count_corpus, spilling, text
 from memprof.corpus.spilling import SpillingCounter
+from memprof.corpus.tally import Tally
 from memprof.errors import UsageError
 
 counts_lists = st.lists(st.integers(0, 50), max_size=40)
@@ -95,8 +96,8 @@ def test_words_against_a_plain_counter(monkeypatch, tmp_path, content, block, en
     assert counted.frequencies == Frequencies.of(plain.values())
     assert counted.num_bytes == file.stat().st_size
     for lines in (False, True):
-        read = list(text.pieces(file, "utf-8" if encoding == "utf-8-sig" else encoding, lines=lines))
-        assert "".join(read) == content
+        codec = "utf-8" if encoding == "utf-8-sig" else encoding
+        assert "".join(text.pieces(file, codec, lambda done: None, Tally(), lines=lines)) == content
 
 
 @given(st.binary(min_size=1, max_size=200).filter(lambda c: not c.startswith((b"\x1f\x8b", b"BZh", b"\xfd7zXZ"))))

@@ -9,7 +9,7 @@ import numpy
 import torch
 
 import memprof
-from memprof.workload.chance import begin_chance, kept_chance
+from memprof.workload.chance import kept_chance, seed_rngs
 
 DROPS_LAYERS = {
     "model_type": "wav2vec2", "architectures": ["Wav2Vec2ForCTC"], "hidden_size": 16, "intermediate_size": 32,
@@ -30,7 +30,7 @@ def test_it_begins_at_the_same_number_and_leaves_no_trace() -> None:
     numpy.random.seed(1)
     before = torch.default_generator.get_state(), random.getstate(), numpy.random.get_state()
     with kept_chance():
-        begin_chance()
+        seed_rngs()
         one = drawn()
     after = drawn()
     torch.default_generator.set_state(before[0])
@@ -38,7 +38,7 @@ def test_it_begins_at_the_same_number_and_leaves_no_trace() -> None:
     numpy.random.set_state(before[2])
     assert drawn() == after != one
     with kept_chance():
-        begin_chance()
+        seed_rngs()
         assert drawn() == one
 
 
