@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import atexit
 import errno
+import functools
 import importlib
 import inspect
 import signal
 import sys
-from collections.abc import Iterator, Mapping
 from types import ModuleType
 from typing import Annotated, Any, NoReturn
 
@@ -21,13 +21,12 @@ from memprof.cli.exits import MEANINGS, OF_OTHERS
 from memprof.cli.options import Commands, add
 from memprof.cli.streams import give_up, prepare, say
 
+# In the order of --help. Each is a module here, with a function of its name, or an `app` with commands of its own; its
+# `EXAMPLES` stand in its --help, its `SETTINGS`, if it has any, are those of the command's context.
 COMMANDS = (
     "profile", "run", "estimate", "recommend", "show", "analyze", "compare", "export", "doctor", "models", "gpus",
     "verify", "vocab", "monitor", "cache", "help", "recipes",
 )  # fmt: skip
-"""In the order of --help. Each is a module here, with a function of its name, or an `app` with commands of its own; its
-`EXAMPLES` stand in its --help, its `SETTINGS`, if it has any, are those of the command's context."""
-
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
@@ -41,6 +40,7 @@ def _about(name: str) -> str:
     return str(module.app.info.help) if hasattr(module, "app") else inspect.getdoc(getattr(module, name)) or ""
 
 
+@functools.cache
 def _command(name: str) -> Any:
     """Return a command of this program, as typer makes it."""
     module = _module(name)
@@ -53,41 +53,21 @@ def _command(name: str) -> Any:
     return typer.main.get_command(alone)
 
 
-class _OnDemand(Mapping[str, Any]):
-    """The commands by name; each is made when it is asked for, since making all of them takes longer than most run."""
-
-    def __init__(self) -> None:
-        self._made: dict[str, Any] = {}
-
-    def __getitem__(self, name: str) -> Any:
-        if name not in COMMANDS:
-            raise KeyError(name)
-        if name not in self._made:
-            self._made[name] = _command(name)
-        return self._made[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(COMMANDS)
-
-    def __len__(self) -> int:
-        return len(COMMANDS)
-
-
 class Program(Commands):
-    """All commands, none of them made before it is needed."""
+    """All commands, each made when it is asked for, since making all of them takes longer than most run."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        self.commands = _OnDemand()  # type: ignore[assignment]
+        self.commands = dict.fromkeys(COMMANDS)  # type: ignore[assignment]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return a command by its name; None if there is none."""
+        return _command(cmd_name) if cmd_name in COMMANDS else None
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Take what stands before the command's name."""
         install_itself(self)
         return super().parse_args(ctx, args)
-
-    def list_commands(self, ctx: Any) -> list[str]:
-        """Their names."""
-        return list(COMMANDS)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write what each command does: the whole first paragraph, read off its function."""

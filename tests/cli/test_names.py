@@ -118,7 +118,9 @@ def options():
 
 def parameters():
     """The same of every command as click has it, options that are no fields among them."""
-    for command, made in typer.main.get_command(app).commands.items():
+    root = typer.main.get_command(app)
+    for command in root.commands:
+        made = root.get_command(None, command)
         for parameter in getattr(made, "commands", {"": made}).values():
             yield from ((command, one) for one in parameter.get_params(typer.Context(parameter)))
 

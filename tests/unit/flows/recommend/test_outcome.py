@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 from memprof.flows.cards import device_facts, virtual_card
-from memprof.flows.profile import happened
-from memprof.flows.recommend.outcome import HOST_MEMORY, Asked
+from memprof.flows.profile import capture_trace
+from memprof.flows.recommend.outcome import HOST_MEMORY, from_report, outcome_of
 from memprof.spec import TargetSpec
 
 MIB = 1 << 20
@@ -16,14 +16,14 @@ def both(trace, spec, **asked):
     """In short, and as the report says it, of the same requests on the card of `spec`."""
     device = dataclasses.replace(device_facts(virtual_card(spec)), host_memory_bytes=spec.host_memory_bytes)
     trace = dataclasses.replace(trace, facts=dataclasses.replace(trace.facts, device=device))
-    asked = Asked(virtual_card(spec), **asked)
-    return dataclasses.replace(asked.of(trace, spec, 1), step=None), asked._reported(trace, spec, None)
+    short = outcome_of(trace, spec, 1, gpu=virtual_card(spec), **asked)
+    return dataclasses.replace(short, step=None), from_report(trace, spec, None, device.usable_bytes)
 
 
 @pytest.fixture(scope="module")
 def made():
     spec = TargetSpec(model="pythia-70m", context_length=256, gpu_vram_bytes=8 << 30)
-    return spec, happened(spec)
+    return spec, capture_trace(spec)
 
 
 def test_in_short_it_is_the_same(made):
