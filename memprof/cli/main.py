@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import errno
-import functools
 import importlib
 import inspect
 import signal
@@ -40,7 +39,6 @@ def _about(name: str) -> str:
     return str(module.app.info.help) if hasattr(module, "app") else inspect.getdoc(getattr(module, name)) or ""
 
 
-@functools.cache
 def _command(name: str) -> Any:
     """Return a command of this program, as typer makes it."""
     module = _module(name)
@@ -58,11 +56,13 @@ class Program(Commands):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        self.commands = dict.fromkeys(COMMANDS)  # type: ignore[assignment]
+        self.commands: dict[str, Any] = dict.fromkeys(COMMANDS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """Return a command by its name; None if there is none."""
-        return _command(cmd_name) if cmd_name in COMMANDS else None
+        if cmd_name in COMMANDS:
+            self.commands[cmd_name] = self.commands[cmd_name] or _command(cmd_name)
+        return self.commands.get(cmd_name)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Take what stands before the command's name."""
@@ -113,7 +113,7 @@ def _root(
 
 
 def run(arguments: list[str] | None = None) -> NoReturn:
-    """The console script: run a command. What goes wrong in it is one message and an exit code (cli/options.py)."""
+    """Run a command: the console script. What goes wrong in it is one message and an exit code (cli/options.py)."""
     ends_process = arguments is None
     arguments = sys.argv[1:] if arguments is None else arguments
     if ends_process:

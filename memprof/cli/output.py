@@ -95,11 +95,6 @@ class Tabled(Output):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Told(Explained, Tabled):
-    """How a command says what has tables and rests on assumptions."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Paged(Output):
     """How a command says what has a page; UsageError if it cannot be written, or plotly is not installed."""
 
@@ -130,8 +125,8 @@ class Paged(Output):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reported(Told, Paged):
-    """How a command says what has tables and a page."""
+class Reported(Explained, Tabled, Paged):
+    """How a command says what has tables and a page, and rests on assumptions."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,6 @@ from memprof.spec import TargetSpec
 from memprof.trace.events import Trace
 from memprof.trace.facts import DeviceFacts
 
-
 GPUS_PER_MACHINE = 8  # ranks beyond so many are on other machines
 
 

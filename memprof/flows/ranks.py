@@ -134,7 +134,7 @@ def _check_measured(program: Program, start: Start, ranks: Sequence[int], device
 
 
 def _one_rank(program: Program, rule: StopRule, starts: Mapping[int, Start], spec: RunSpec, channel: Any) -> Ran:
-    """In the process of one rank."""
+    """Run one rank, in its own process."""
     if spec.device == "cuda":
         from memprof.measured.cuda import use_card
 

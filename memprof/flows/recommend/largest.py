@@ -60,7 +60,7 @@ def recommend_models(spec: TargetSpec, progress: Callable[[str], None]) -> Recom
     The model of `spec` is not looked at.
     """
     gpu, context_length = virtual_card(spec), spec.context_length or DEFAULT_CONTEXT
-    runs = Simulator(gpu, progress, says_where=False)
+    runs = Simulator(gpu, progress)
     kinds = []
     for task in tasks(gpu):
         one = task.plan.spec(base_spec(task.plan.goal, spec), 1)
@@ -105,7 +105,7 @@ def _largest(runs: Simulator, spec: TargetSpec, task: Task, context_length: int)
     outcomes: dict[str, SimulatedRun | None] = {}
 
     def fits(place: int) -> bool | None:
-        """None: it cannot be run in this way, whatever the card."""
+        """Say whether a model fits; None: it cannot be run in this way, whatever the GPU."""
         entry = entries[place]
         if entry.num_parameters * task.least_bytes > runs.usable_bytes:
             return False

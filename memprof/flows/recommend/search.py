@@ -52,7 +52,7 @@ class Tried:
 
     @property
     def label(self) -> str:
-        """What it is, in a line of a table."""
+        """Return what it is, in a line of a table."""
         return self.plan.label(self.micro_batch)
 
 

@@ -22,16 +22,14 @@ _Runs = dict[tuple[TargetSpec, int], SimulatedRun]
 
 
 class Simulator:
-    """Makes runs and remembers them; `seeks_room` and `says_where` are those of `outcome_of`."""
+    """Makes runs and remembers them; `seeks_room` is that of `outcome_of`."""
 
-    def __init__(
-        self, gpu: Gpu, progress: Callable[[str], None], *, seeks_room: bool = False, says_where: bool = True
-    ) -> None:
+    def __init__(self, gpu: Gpu, progress: Callable[[str], None], *, seeks_room: bool = False) -> None:
         self.gpu = gpu
         self.progress = progress
         self.failures: dict[str, str] = {}  # what was tried and does not apply -> why
         self.refusal: MemprofError | None = None  # the last of these
-        self._outcome_of = functools.partial(outcome_of, gpu=gpu, seeks_room=seeks_room, says_where=says_where)
+        self._outcome_of = functools.partial(outcome_of, gpu=gpu, seeks_room=seeks_room)
         self._known: _Runs = {}
         self._ready: dict[tuple[TargetSpec, int], SimulatedRun | MemprofError] = {}  # made, and not yet asked for
 

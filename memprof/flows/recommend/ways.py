@@ -18,6 +18,7 @@ from memprof.spec import TargetSpec
 from memprof.workload.plan import Plan as Spread
 from memprof.workload.plan import check_plan, parse_plan
 
+
 @dataclass(frozen=True, slots=True)
 class Way:
     """One way to run a goal over GPUs."""
