@@ -8,12 +8,10 @@ from memprof.flows.cards import device_facts, virtual_card
 from memprof.flows.profile import capture_trace
 from memprof.flows.recommend.outcome import HOST_MEMORY, outcome_of
 from memprof.spec import TargetSpec
-
-MIB = 1 << 20
+from memprof.units import MIB
 
 
 def outcome(trace, spec):
-    """Of the same requests on the card of `spec`."""
     device = dataclasses.replace(device_facts(virtual_card(spec)), host_memory_bytes=spec.host_memory_bytes)
     trace = dataclasses.replace(trace, facts=dataclasses.replace(trace.facts, device=device))
     return outcome_of(trace, spec, 1, gpu=virtual_card(spec))
@@ -38,6 +36,5 @@ def test_segments_are_tried_before_it_does_not_fit(made):
 
 
 def test_the_host_is_judged(made):
-    spec, trace = made
-    found = outcome(trace, spec.edit(host_memory_bytes=MIB))
+    found = outcome(made[1], made[0].edit(host_memory_bytes=MIB))
     assert not found.fits and found.dies_in == HOST_MEMORY
