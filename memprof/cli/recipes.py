@@ -105,13 +105,11 @@ def find_recipe(name: str) -> Traversable:
     """Return the recipe of this name or number, or the only one whose name has this part; or raise UsageError."""
     recipes = find_recipes()
     wanted = name.strip().strip("/").lower()
-    for recipe in recipes:
-        if wanted in (recipe.name.lower(), _number(recipe)):
-            return recipe
-    found = [recipe for recipe in recipes if wanted in recipe.name.lower()]
-    if wanted and len(found) == 1:
+    exact = [recipe for recipe in recipes if wanted in (recipe.name.lower(), _number(recipe))]
+    found = exact[:1] or [recipe for recipe in recipes if wanted and wanted in recipe.name.lower()]
+    if len(found) == 1:
         return found[0]
-    if wanted and found:
+    if found:
         raise UsageError(
             "several recipes have this in their names", value=repr(name), hint=", ".join(r.name for r in found)
         )
