@@ -86,8 +86,7 @@ def _sections(command: Any, name: str, parent: Any, *, level: int) -> list[str]:
     if command.epilog:
         _, examples = command.epilog.split("\n", 1)
         result.append(f"```bash\n{examples}\n```\n")
-    for child_name in command.list_commands(context) if hasattr(command, "list_commands") else ():
-        child = command.get_command(context, child_name)
+    for child_name, child in getattr(command, "commands", {}).items():
         if not child.hidden:
             result += _sections(child, child_name, context, level=level if parent is None else level + 1)
     return result

@@ -8,6 +8,7 @@ import importlib
 import inspect
 import signal
 import sys
+from collections.abc import Iterator, Mapping
 from types import ModuleType
 from typing import Annotated, Any, NoReturn
 
@@ -51,23 +52,41 @@ def _command(name: str) -> Any:
     return typer.main.get_command(alone)
 
 
+class _OnDemand(Mapping[str, Any]):
+    """The commands by name; each is made when it is asked for, since making all of them takes longer than most run."""
+
+    def __init__(self) -> None:
+        self._made: dict[str, Any] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in COMMANDS:
+            raise KeyError(name)
+        if name not in self._made:
+            self._made[name] = _command(name)
+        return self._made[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(COMMANDS)
+
+    def __len__(self) -> int:
+        return len(COMMANDS)
+
+
 class Program(Commands):
-    """All commands, each made when it is asked for, since making all of them takes longer than most run."""
+    """All commands, none of them made before it is needed."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        self.commands: dict[str, Any] = dict.fromkeys(COMMANDS)
-
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return a command by its name; None if there is none."""
-        if cmd_name in COMMANDS:
-            self.commands[cmd_name] = self.commands[cmd_name] or _command(cmd_name)
-        return self.commands.get(cmd_name)
+        self.commands = _OnDemand()  # type: ignore[assignment]
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Take what stands before the command's name."""
         install_itself(self)
         return super().parse_args(ctx, args)
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Return their names."""
+        return list(COMMANDS)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write what each command does: the whole first paragraph, read off its function."""

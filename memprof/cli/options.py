@@ -178,9 +178,8 @@ class Command(typer.core.TyperCommand):
         if read is None and config is None and preset is None:
             return
         # Of all commands, each of which is imported for it.
-        root = ctx.find_root()
-        names = root.command.list_commands(root) if isinstance(root.command, Commands) else []
-        known = {name: {_spelt(one) for one in root.command.get_command(root, name).params} for name in names}
+        commands: dict[str, Any] = getattr(ctx.find_root().command, "commands", {})
+        known = {name: {_spelt(one) for one in command.params} for name, command in commands.items()}
         if config is not None:
             path = Path(config)
             yield path, settings.defaults(path, settings.read_named(path), name, known, named=True)

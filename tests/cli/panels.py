@@ -1,15 +1,6 @@
-"""Read what `--help` shows of a command, and what there is."""
+"""Read what `--help` shows of a command."""
 
 from __future__ import annotations
-
-import typer
-
-from memprof.cli.main import app
-
-
-def all_commands():
-    root = typer.main.get_command(app)
-    return {name: root.get_command(typer.Context(root), name) for name in root.commands}
 
 
 def panels_of(shown: str) -> dict[str, list[str]]:

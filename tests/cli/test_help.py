@@ -11,10 +11,10 @@ import sys
 import time
 
 import pytest
+import typer
 
 from memprof.cli.exits import MEANINGS
-from memprof.cli.main import COMMANDS
-from tests.cli.panels import all_commands
+from memprof.cli.main import COMMANDS, app
 from tests.cli.terminal import Terminal
 from tests.docs.test_docs import _check
 from tests.lanes import by_day
@@ -22,7 +22,7 @@ from tests.processes import ROOT
 
 
 def commands():
-    for name, command in all_commands().items():
+    for name, command in typer.main.get_command(app).commands.items():
         yield from ((name, more) for more in getattr(command, "commands", {"": None}))
 
 
@@ -44,9 +44,9 @@ def test_summaries_are_whole(memprof, monkeypatch):
         shown = memprof(*name, "--help").stdout
         assert "..." not in shown.replace("[ARGS]...", "") and "…" not in shown
     words = " ".join(memprof("-h").stdout.split())
-    for name, command in all_commands().items():
+    for name, command in typer.main.get_command(app).commands.items():
         assert f"{name} {' '.join(command.help.split(chr(10) * 2)[0].split())}" in words
-    assert len(COMMANDS) == len(all_commands())
+    assert len(COMMANDS) == len(typer.main.get_command(app).commands)
 
 
 def test_exit_codes_are_in_the_help(memprof):

@@ -9,10 +9,9 @@ from typing import get_type_hints
 
 import typer
 
-from memprof.cli.main import COMMANDS
+from memprof.cli.main import COMMANDS, app
 from memprof.cli.options import Shared
 from memprof.spec import TargetSpec, options_of
-from tests.cli.panels import all_commands
 
 ANOTHER_DEFAULT = {
     ("doctor", "--batch-size"): "the run is over: what is not said is not known",
@@ -119,7 +118,7 @@ def options():
 
 def parameters():
     """The same of every command as click has it, options that are no fields among them."""
-    for command, made in all_commands().items():
+    for command, made in typer.main.get_command(app).commands.items():
         for parameter in getattr(made, "commands", {"": made}).values():
             yield from ((command, one) for one in parameter.get_params(typer.Context(parameter)))
 

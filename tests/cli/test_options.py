@@ -8,14 +8,14 @@ import pytest
 import typer
 from rich.markup import render
 
-from memprof.cli.main import COMMANDS
+from memprof.cli.main import COMMANDS, app
 from memprof.cli.options import Remedies, add
 from memprof.device.cards import NvmlCard, Reading
 from memprof.errors import MemprofError, UsageError
 from memprof.flows import present
 from memprof.flows import profile as flow
 from memprof.spec import TargetSpec, option, options_of
-from tests.cli.panels import all_commands, panels_of
+from tests.cli.panels import panels_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +102,7 @@ def test_an_error_is_a_message_and_debug_shows_it(capsys):
 
 
 def commands():
-    return all_commands()
+    return typer.main.get_command(app).commands
 
 
 def test_profile_asks_for_all_of_the_spec():

@@ -3,11 +3,12 @@
 from pathlib import Path
 
 import pytest
+import typer
 
 from memprof.cli import settings
+from memprof.cli.main import app
 from memprof.cli.settings import _ON_THE_COMMAND_LINE, write_named
 from memprof.errors import UsageError
-from tests.cli.panels import all_commands
 
 TABLE = """
 gpu = "t4"
@@ -131,9 +132,12 @@ def test_a_folder_that_was_removed_has_none(memprof, monkeypatch):
 
 def test_flags_of_every_command_are_accepted(memprof, folder):
     """Whatever has a value that a file can have, of whichever command."""
+    import typer
+
+    root = typer.main.get_command(app)
     names = {
         option.opts[-1][2:]: option.is_flag
-        for command in all_commands().values()
+        for command in root.commands.values()
         for option in command.params
         if option.param_type_name == "option" and option.opts[-1].startswith("--")
     }
@@ -146,7 +150,7 @@ def test_no_file_names_a_place_to_write_to():
     """A folder of others must not replace files by being entered."""
     paths = {
         option.opts[-1].removeprefix("--")
-        for command in all_commands().values()
+        for command in typer.main.get_command(app).commands.values()
         for option in command.params
         if option.param_type_name == "option" and option.metavar in ("FILE", "FOLDER")
     }
