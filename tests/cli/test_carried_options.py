@@ -171,7 +171,7 @@ def assert_same(again: TargetSpec, device: str, spec: TargetSpec) -> None:
 
 @pytest.mark.parametrize("spec", TARGETS)
 def test_rows_of_a_target_have_all_options(asked, spec, monkeypatch):
-    monkeypatch.setattr(SpecRuns, "_made", lambda self, fixes: None)
+    monkeypatch.setattr(SpecRuns, "_add", lambda self, fixes: None)
     again, device, how = asked(shlex.split(SpecRuns(spec).command(parse_fixes("chunked-loss"), fits=True))[1:])
     assert_same(again, device, spec)
     assert how.fix == "chunked-loss"
