@@ -73,7 +73,9 @@ def recommend_models(spec: TargetSpec, progress: Callable[[str], None]) -> Recom
     # The one that has all that another may import: an adapter on quantized weights.
     if kinds:
         runs.warm(max((one for _, one in kinds), key=lambda one: (one.quantize is not None, one.adapter is not None)))
-    rows = runs.searches([functools.partial(_largest, runs, spec, task, context_length) for task, _ in kinds])
+    rows = runs.searches(
+        [functools.partial(_largest, runs, spec, task, context_length=context_length) for task, _ in kinds]
+    )
     return Recommendation(
         device=device_facts(gpu, spec.host_memory_bytes),
         context_length=context_length,
