@@ -11,7 +11,7 @@ import typer
 
 from memprof.cli.exits import Exit
 from memprof.cli.options import Reading, reuse_option
-from memprof.cli.output import Paged, Tabled, print_json
+from memprof.cli.output import Paged, Tabled, print_result
 from memprof.cli.progress import long_work
 
 EXAMPLES = """
@@ -31,7 +31,7 @@ class By(enum.StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request(Tabled, Paged):
+class AnalyzeOptions(Tabled, Paged):
     """What is looked at."""
 
     top: int = reuse_option("top")
@@ -42,7 +42,7 @@ class Request(Tabled, Paged):
 
 
 def analyze(
-    request: Request,
+    request: AnalyzeOptions,
     reading: Reading,
     file: Annotated[
         Path, typer.Argument(help="A snapshot of torch.cuda.memory._dump_snapshot, or a capture of memprof.")
@@ -69,13 +69,5 @@ def analyze(
         from memprof.flows.recordings import analyze_file
 
         document = analyze_file(file, question, request.shown_card, progress)
-    if request.as_json:
-        print_json(document)
-    else:
-        from memprof.report.terminal.analysis import view
-        from memprof.report.terminal.console import show
-
-        show(view(document, replay=replay, quiet=request.quiet, file=file))
-    request.write_tables(document)
-    request.write_page(document)
+    print_result(document, request, "analysis", replay=replay, file=file)
     raise typer.Exit(Exit.DOES_NOT_FIT if document.ran_out else Exit.DONE)

@@ -33,23 +33,19 @@ def cache(
     folder = cache_folder()
     store = None if folder is None else Store(folder)
     removed = store.clear() if clear and store is not None else 0
-    entries = [] if store is None else store.entries()
-    total = sum(entry.num_bytes for entry in entries)
+    entries = [] if store is None else [(entry, _asked(store.read(entry.path))) for entry in store.entries()]
+    total = sum(entry.num_bytes for entry, _ in entries)
     if output.as_json:
         from memprof.report.documents.answers import KeptAnswer, KeptAnswers
 
-        kept = (
-            KeptAnswer(asked, entry.num_bytes, entry.used)
-            for entry in entries
-            if store is not None and (asked := _asked(store.read(entry.path)))
-        )
+        kept = tuple(KeptAnswer(asked, entry.num_bytes, entry.used) for entry, asked in entries if asked)
         print_json(
             KeptAnswers(
                 folder=None if folder is None else str(folder),
                 num_bytes=total,
                 most_bytes=MOST_BYTES,
                 removed=removed,
-                answers=tuple(kept),
+                answers=kept,
             )
         )
         return
@@ -60,9 +56,9 @@ def cache(
         say(f"{_answers(removed)} removed from {folder}")
         return
     say(f"{folder}: {_answers(len(entries))}, {format_bytes(total)} of at most {format_bytes(MOST_BYTES)}")
-    for entry in entries:
+    for entry, asked in entries:
         used = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.used))
-        say(f"  {used}  {format_bytes(entry.num_bytes):>10}  {_asked(store.read(entry.path)) or 'damaged: not used'}")
+        say(f"  {used}  {format_bytes(entry.num_bytes):>10}  {asked or 'damaged: not used'}")
 
 
 def _asked(entry: dict[str, object] | None) -> str | None:

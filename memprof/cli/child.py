@@ -23,8 +23,8 @@ _PASSED_ON = {
     for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
     if hasattr(signal, name)
 }
+# siginfo's si_code is this or below if a process sent the signal, and above if the kernel did (a terminal's keys).
 _FROM_A_PROCESS = 0
-"""siginfo's si_code is this or below if a process sent the signal, and above if the kernel did (a terminal's keys)."""
 _PR_SET_PDEATHSIG = 1
 _WHY: dict[int, str] = {
     signal.SIGKILL: "the kernel kills processes when host memory runs out (dmesg says so): free some, or take less",
@@ -36,31 +36,24 @@ _OTHERWISE = "leave out what ends the process (os._exit in a thread, a signal to
 class _Parent:
     """Whether this process may have a child, and in the child where its exit code is told."""
 
-    def __init__(self) -> None:
-        self.is_allowed = False
-        self.process = 0
-        self.told: Any = None
-        """Memory shared with the parent: the exit code + 1, 0 before there is one. Programs close files, not this."""
+    is_allowed = False
+    process = 0
+    told: Any = None  # memory shared with the parent, which programs do not close: the exit code + 1, 0 before that
 
 
 _parent = _Parent()
 
 
 def allow_child() -> None:
-    """This process is the command's own, and is left by its exit code: not that of a test or a notebook."""
+    """Note that this process is the command's own, and ends with its exit code: not that of a test or a notebook."""
     _parent.is_allowed = True
 
 
 def continue_in_child(*, as_json: bool) -> None:
-    """Fork: return in the child, which runs the command; in the parent wait for it and exit as it does.
+    """Fork: return in the child, which runs the command; in the parent wait for it and raise `typer.Exit` as it does.
 
     Nothing is done where this process is not the command's own, or has no `fork` or `sigtimedwait` (macOS, Windows).
-
-    Args:
-        as_json: whether the parent's error, if the child ends without a word, is printed as JSON too.
-
-    Raises:
-        typer.Exit: in the parent, with the child's exit code; 1 if it ended before it told one.
+    With `as_json` the parent's error, if the child ends without a word, is printed as JSON too.
     """
     if not (_parent.is_allowed and hasattr(os, "fork") and hasattr(signal, "sigtimedwait")):
         return
@@ -93,7 +86,7 @@ def tell_exit_code(code: int) -> None:
 
 
 def _wait(child: int) -> tuple[int, set[int]]:
-    """Until the child has ended: its exit code, or -n if signal n killed it, and the signals sent to this process."""
+    """Wait until the child has ended; return its exit code, -n if signal n killed it, and the signals sent here."""
     received: set[int] = set()
     while True:
         # Asked before each wait: signals of several children may become one.
@@ -108,7 +101,7 @@ def _wait(child: int) -> tuple[int, set[int]]:
 
 
 def _tell_end(status: int, received: set[int], *, as_json: bool) -> int:
-    """Say how a child ended that told nothing; the exit code."""
+    """Say how a child ended that told nothing; return the exit code."""
     if -status in received:  # somebody has ended the run
         return 128 - status
     try:

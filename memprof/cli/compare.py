@@ -10,7 +10,7 @@ import typer
 
 from memprof.cli.exits import Exit
 from memprof.cli.options import Reading, reuse_option
-from memprof.cli.output import Reported, print_json
+from memprof.cli.output import Reported, print_result
 from memprof.cli.progress import long_work
 from memprof.spec import option
 
@@ -23,7 +23,7 @@ _FILE = "A capture (--save), a report (--json) of `memprof profile`, or a snapsh
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request(Reported):
+class CompareOptions(Reported):
     """How far apart they may be, and how much is shown."""
 
     tolerance: str = option(
@@ -33,7 +33,7 @@ class Request(Reported):
 
 
 def compare(
-    request: Request,
+    request: CompareOptions,
     reading: Reading,
     a: Annotated[Path, typer.Argument(help=_FILE)],
     b: Annotated[Path, typer.Argument(help="The other one, of any of these kinds.")],
@@ -50,13 +50,5 @@ def compare(
         from memprof.flows.compare import compare_files
 
         comparison = compare_files(a, b, allowed, progress)
-    if request.as_json:
-        print_json(comparison)
-    else:
-        from memprof.report.terminal.comparison import view
-        from memprof.report.terminal.console import show
-
-        show(view(comparison, top=request.top, explain=request.explain, quiet=request.quiet, files=(a, b)))
-    request.write_tables(comparison)
-    request.write_page(comparison)
+    print_result(comparison, request, "comparison", top=request.top, explain=request.explain, files=(a, b))
     raise typer.Exit(Exit.DONE if comparison.within else Exit.DIFFERS)

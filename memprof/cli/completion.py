@@ -20,18 +20,18 @@ from typer import completion
 from memprof.cli.streams import say
 from memprof.errors import MemprofError
 
+# Of each shell: where its script goes below the home folder, which file has a line for it, and that line.
 _PLACES = {
     "bash": (".bash_completions/{}.sh", ".bashrc", "source '{}'"),
     "zsh": (".zfunc/_{}", ".zshrc", "fpath+=~/.zfunc; autoload -Uz compinit; compinit"),
     "fish": (".config/fish/completions/{}.fish", None, ""),
 }
-"""Of each shell: where its script goes below the home folder, which file has a line for it, and that line."""
+# What zsh loads when it is first asked answers then, too.
 _ZSH_ANSWER = '\nif [[ $zsh_eval_context[-1] == loadautofunc ]]; then\n  {} "$@"\nfi'
-"""What zsh loads when it is first asked answers then, too."""
 
 
 def names_of(option: str, choices: tuple[str, ...]) -> Callable[[], list[str]] | None:
-    """What may follow an option, by its name; None: nothing that is known."""
+    """Return what may follow an option, by its name; None: nothing that is known."""
     known = {"gpu": _cards, "model": _models}.get(option)
     return (lambda: list(choices)) if choices else known
 
@@ -49,14 +49,14 @@ def _models() -> list[str]:
 
 
 def install_itself(command: Any) -> None:
-    """Let typer's option of `command` install as it is said here."""
+    """Have typer's option of `command` install as it is said here."""
     for parameter in command.params:
         if parameter.name == "install_completion":
             parameter.callback = partial(_answer, parameter.callback)
 
 
 def _answer(theirs: Callable[..., Any], context: Any, option: Any, value: Any) -> Any:
-    """To `--install-completion`, whose value is the shell where it cannot be found out; `theirs` for another shell."""
+    """Answer `--install-completion`, whose value is the shell if it is not found out; `theirs` for another shell."""
     shell = value
     if value is True:
         with contextlib.suppress(shellingham.ShellDetectionFailure):
@@ -91,7 +91,7 @@ def _install(shell: str, program: str, script: str) -> Path:
 
 
 def _append(file: Path, line: bytes) -> None:
-    """A line at the end of a file that has others, if it is not there: nothing of them is written anew."""
+    """Add a line at the end of a file, if it is not there: nothing of the others is written anew."""
     with file.open("ab+") as opened:
         opened.seek(0)
         if line not in (lines := opened.read().split(b"\n")):

@@ -25,7 +25,7 @@ memprof doctor --env
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request(Output):
+class DoctorOptions(Output):
     """The run that died, as far as it is known: its dimensions name the tensor."""
 
     model: str | None = reuse_option(
@@ -36,7 +36,7 @@ class Request(Output):
 
 
 def doctor(
-    request: Request,
+    request: DoctorOptions,
     reading: Reading,
     file: Annotated[
         Path | None, typer.Argument(help="An error message or a whole log; - or nothing: standard input.")
@@ -48,17 +48,20 @@ def doctor(
     Needs neither torch nor a GPU; a log of any length is read in one pass. Exit code 1: no such error is in it.
     """
     if env:
-        _check(request, [("FILE", file), ("--model", request.model), ("--batch-size", request.batch_size)])
+        for name, value in (("FILE", file), ("--model", request.model), ("--batch-size", request.batch_size)):
+            if value is not None:
+                raise UsageError("--env looks at this machine, not at a log", value=name, hint="leave out one of them")
+        _check_installation(request)
         return
     from memprof.doctor import Known, diagnose
-    from memprof.flows.how_far import telling
+    from memprof.flows.how_far import report_progress_with
     from memprof.report.terminal.doctor import render_diagnoses
 
     known = Known(request.model, request.batch_size, request.context_length)
     size = 0 if file is None or file == STDIN or not file.is_file() else file.stat().st_size
     with _open(file) as stream, Progress(quiet=request.quiet) as progress:
         progress(f"reading {_name(file)}")
-        with telling(lambda: f"{format_bytes(stream.tell())} of {format_bytes(size)}" if size else ""):
+        with report_progress_with(lambda: f"{format_bytes(stream.tell())} of {format_bytes(size)}" if size else ""):
             found = diagnose(stream, _name(file), known)
     if not found:
         raise MemprofError(
@@ -74,13 +77,10 @@ def doctor(
         say(render_diagnoses(found, quiet=request.quiet), nl=False)
 
 
-def _check(output: Output, others: list[tuple[str, object]]) -> None:
+def _check_installation(output: Output) -> None:
     from memprof.doctor.installation import check_installation
     from memprof.report.terminal.doctor import render_installation
 
-    for name, value in others:
-        if value is not None:
-            raise UsageError("--env looks at this machine, not at a log", value=name, hint="leave out one of them")
     checked = check_installation()
     if output.as_json:
         from memprof.report.documents.answers import Checked

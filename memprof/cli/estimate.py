@@ -24,7 +24,7 @@ memprof estimate --model-size 70B --gpus 8 --parallel tp=8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked(Explained):
+class SubjectOptions(Explained):
     """A model by one of three descriptions, and the cards to judge by."""
 
     params: str | None = reuse_option("params")
@@ -35,13 +35,13 @@ class Asked(Explained):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request(EstimateOptions, Asked):
+class EstimateCommandOptions(EstimateOptions, SubjectOptions):
     """The same, and how the model is used."""
 
     exact: bool = option(False, OUTPUT, "Run the same on the virtual GPU as well, and show both, term by term.")
 
 
-def estimate(request: Request) -> None:
+def estimate(request: EstimateCommandOptions) -> None:
     """Say at once what a model takes: weights, inference, LoRA, full training, in every dtype.
 
     A closed form; each figure has the band that published ones were off by.
@@ -86,7 +86,7 @@ def estimate(request: Request) -> None:
 
 
 def _simulate(answer: Estimate, *, quiet: bool) -> dict[str, Simulated]:
-    """Every method in the dtype of the question, on the virtual GPU."""
+    """Run every method in the dtype of the question on the virtual GPU."""
     from memprof.flows.estimate import simulate
 
     found = {}

@@ -20,14 +20,14 @@ memprof export snapshot.pickle --to run.json
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request(Output):
+class ExportOptions(Output):
     """How it is said, and what may be replaced."""
 
     force: bool = reuse_option("force")
 
 
 def export(
-    request: Request,
+    request: ExportOptions,
     reading: Reading,
     file: Annotated[
         Path, typer.Argument(help="A capture of memprof, or a snapshot of torch.cuda.memory._dump_snapshot.")

@@ -35,7 +35,14 @@ def gpus(
         from memprof.device.nvml import read_cards
 
         reading = read_cards()
-        (_print_present if output.as_json else _present)(reading, read_environment(reading))
+        environment = read_environment(reading)
+        if output.as_json:
+            from memprof.report.documents.answers import PresentCards
+
+            names = tuple(found.key if (found := _found(card)) else None for card in reading.cards)
+            print_json(PresentCards.of(reading, names, environment))
+        else:
+            _say_present(reading, environment)
         return
     from memprof.catalog import list_gpus
 
@@ -49,16 +56,8 @@ def gpus(
         say(f"{card.key:<24}{gib(card.total_bytes):>8} GiB  sm_{major}{minor:<3} {card.name}")
 
 
-def _print_present(reading: Reading, environment: Environment) -> None:
-    """The same as JSON."""
-    from memprof.report.documents.answers import PresentCards
-
-    names = tuple(found.key if (found := _found(card)) else None for card in reading.cards)
-    print_json(PresentCards.of(reading, names, environment))
-
-
-def _present(reading: Reading, environment: Environment) -> None:
-    """What NVML sees: the card's capacity as CUDA reports it (without what the driver keeps), and how much is used."""
+def _say_present(reading: Reading, environment: Environment) -> None:
+    """Say what NVML sees: the GPU's capacity as CUDA reports it (without what the driver keeps), and what is used."""
     if reading.cards:
         cuda = f", CUDA {reading.cuda_version} at most" if reading.cuda_version else ""
         torch = f"; torch {environment.torch_version}" if environment.torch_version else ""

@@ -19,8 +19,8 @@ memprof help lengths
 memprof help run
 """
 _PACKAGE = resources.files("memprof")
+# In an installed wheel, which may be a zip file; in a checkout.
 _FOLDERS = (_PACKAGE / "_docs", Path(str(_PACKAGE)).parent / "docs")
-"""In an installed wheel, which may be a zip file; in a checkout."""
 
 
 def help(
@@ -30,8 +30,8 @@ def help(
     ] = None,
 ) -> None:
     """Show a page of the documentation: lengths, remedies, limitations and others."""
-    files = (file for folder in _FOLDERS if folder.is_dir() for file in folder.iterdir())
-    pages = {page.name.removesuffix(".md"): page for page in sorted(files, key=_name) if page.name.endswith(".md")}
+    files = [file for folder in _FOLDERS if folder.is_dir() for file in folder.iterdir() if file.name.endswith(".md")]
+    pages = {file.name.removesuffix(".md"): file for file in sorted(files, key=lambda file: file.name)}
     if not pages:
         raise MemprofError("this installation has no pages", hint="install memprof from its wheel, or from a checkout")
     if topic is not None and topic not in pages:
@@ -47,10 +47,6 @@ def help(
     else:
         for name, page in shown.items():
             say(f"{name:<20} {_title(page)}")
-
-
-def _name(page: Traversable) -> str:
-    return page.name
 
 
 def _title(page: Traversable) -> str:

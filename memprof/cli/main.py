@@ -21,13 +21,12 @@ from memprof.cli.exits import MEANINGS, OF_OTHERS
 from memprof.cli.options import Commands, add
 from memprof.cli.streams import give_up, prepare, say
 
+# In the order of --help. Each is a module here, with a function of its name, or an `app` with commands of its own; its
+# `EXAMPLES` stand in its --help, its `SETTINGS`, if it has any, are those of the command's context.
 COMMANDS = (
     "profile", "run", "estimate", "recommend", "show", "analyze", "compare", "export", "doctor", "models", "gpus",
     "verify", "vocab", "monitor", "cache", "help", "recipes",
 )  # fmt: skip
-"""In the order of --help. Each is a module here, with a function of its name, or an `app` with commands of its own; its
-`EXAMPLES` stand in its --help, its `SETTINGS`, if it has any, are those of the command's context."""
-
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
@@ -86,7 +85,7 @@ class Program(Commands):
         return super().parse_args(ctx, args)
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Their names."""
+        """Return their names."""
         return list(COMMANDS)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
@@ -133,7 +132,7 @@ def _root(
 
 
 def run(arguments: list[str] | None = None) -> NoReturn:
-    """The console script: run a command. What goes wrong in it is one message and an exit code (cli/options.py)."""
+    """Run a command: the console script. What goes wrong in it is one message and an exit code (cli/options.py)."""
     ends_process = arguments is None
     arguments = sys.argv[1:] if arguments is None else arguments
     if ends_process:

@@ -19,20 +19,19 @@ memprof monitor
 memprof monitor -- python train.py --epochs 1
 memprof monitor --log run.csv --quiet -- torchrun --nproc-per-node 2 train.py
 """
-SETTINGS = {"allow_interspersed_args": False}
-"""What follows the command's name is the command's, whatever it looks like."""
+SETTINGS = {"allow_interspersed_args": False}  # what follows the command's name is the command's
 MIN_INTERVAL = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request(Output):
+class MonitorOptions(Output):
     """What may be replaced."""
 
     force: bool = reuse_option("force")
 
 
 def monitor(
-    request: Request,
+    request: MonitorOptions,
     command: Annotated[
         list[str] | None,
         typer.Argument(metavar="-- COMMAND", help="What to start and watch.", show_default="the cards alone"),

@@ -12,6 +12,7 @@ import errno
 import functools
 import inspect
 import logging
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,6 @@ import typer.core
 from memprof.cli import settings
 from memprof.cli.completion import names_of
 from memprof.cli.exits import Exit
-from memprof.cli.numbers import check_numbers
 from memprof.cli.streams import give_up, say, tell
 from memprof.device.ceiling import ceiling
 from memprof.errors import MemprofError, UsageError, unknown_name
@@ -35,8 +35,20 @@ from memprof.units import parse_gib
 OUTPUT = "Output"
 FILES = "Files"
 _LAST_PANELS = ("Remedies", settings.PANEL, FILES, OUTPUT)
+# What these log when a library imports them is not about the run.
 _NOT_ABOUT_THE_RUN = ("torchao", "torch.utils._pytree", "bitsandbytes.backends.cpu.ops")
-"""What these log when a library imports them."""
+_MOST = 10**12  # every number of an option is up to this: bytes, seconds, rows; of some less
+_MOST_OF = {
+    # These are gone through one by one, and a model numbers its rows and tokens in host memory.
+    **dict.fromkeys(("steps", "gradient_accumulation", "new_tokens", "dataset_batches", "batches", "gpus"), 10**6),
+    "seeds": 10**3,
+    "batch_size": 1 << 24,
+    "effective_batch": 1 << 24,
+    "context_length": 1 << 27,
+    "timeout": 10**8,
+    "interval": 86_400,
+}
+_MANY_DIGITS = re.compile(r"\d{400}")
 STDIN = Path("-")
 _KEYWORD = inspect.Parameter.KEYWORD_ONLY
 _OF_ALL = {
@@ -61,11 +73,7 @@ class Remedies:
     )  # fmt: skip
 
     def check_largest(self, device: str) -> None:
-        """Whether a search for the largest goes with what else is asked.
-
-        Raises:
-            UsageError: it does not.
-        """
+        """Raise UsageError if a search for the largest does not go with what else is asked."""
         if self.largest is not None and (self.ladder or self.searches or device not in ("auto", "virtual")):
             raise UsageError(
                 "--largest is a search of its own, on the virtual card",
@@ -75,7 +83,7 @@ class Remedies:
 
     @property
     def searches(self) -> bool:
-        """Whether `--fix` asks for a search, not for remedies by name."""
+        """Say whether `--fix` asks for a search, not for fixes by name."""
         return self.fix is not None and self.fix.strip() == "auto"
 
 
@@ -108,18 +116,14 @@ def reuse_option(name: str, **changes: Any) -> Any:
 
 
 def spec_of(request: object, **others: object) -> TargetSpec:
-    """The target of a request that has some options of `TargetSpec`, and what is not asked."""
-    known: dict[str, Any] = {name: getattr(request, name, None) for name in TargetSpec.__dataclass_fields__}
-    known.update(others)
+    """Return the target of a request that has some options of `TargetSpec`; `others` are what is not asked."""
+    known: dict[str, Any] = {name: getattr(request, name, None) for name in TargetSpec.__dataclass_fields__} | others
     return TargetSpec(**{name: value for name, value in known.items() if value is not None})
 
 
 @contextlib.contextmanager
 def _parsing(ctx: Any, words: Sequence[str]) -> Iterator[None]:
-    """Wrong words are an error here; where JSON is asked for, one in JSON.
-
-    Of what cannot be parsed it is not known whether JSON was asked for: it is if the word is there.
-    """
+    """Tell what is wrong with `words`, as JSON if that is among them: what cannot be parsed does not say."""
     as_json = "--json" in words
     try:
         yield
@@ -235,12 +239,9 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return ",".join(map(str, value))
     for kind in (int, float):
-        try:
-            number = kind(value)
-        except (TypeError, ValueError):
-            continue
-        if str(number) == value:
-            return number
+        with contextlib.suppress(TypeError, ValueError):
+            if str(kind(value)) == value:
+                return kind(value)
     return str(value)
 
 
@@ -263,30 +264,30 @@ def _excluded_by(name: str) -> str:
     return _INSTEAD_OF.get(name) or (about.instead_of if about else None) or name
 
 
+# Beside those of `TargetSpec`: what the command line says of one puts aside what a file says of the other.
 _INSTEAD_OF = {"params": "model", "ladder": "fix", "until_exit": "steps"}
-"""Beside those of `TargetSpec`: what the command line says of one puts aside what a file says of the other."""
 
 
 def add(
     app: typer.Typer,
     name: str,
     function: Callable[..., None],
-    settings: dict[str, Any] | None = None,
+    context: dict[str, Any] | None = None,
     examples: str = "",
 ) -> None:
-    """Make `function` the command `name`; `settings` are those of its context, each line of `examples` one use."""
+    """Make `function` the command `name`; `context` has settings of its context, each line of `examples` one use."""
     paragraphs = (inspect.getdoc(function) or "").split("\n\n")
     app.command(
         name,
         cls=Command,
-        context_settings=settings,
+        context_settings=context,
         help="\n\n".join(" ".join(one.split()) for one in paragraphs),
         epilog=f"Examples:\n{examples.strip()}",
     )(_flat(function))
 
 
 def _flat(function: Callable[..., None]) -> Callable[..., None]:
-    """`function` with an option in place of each field of the dataclasses that it takes, for typer to read."""
+    """Return `function` with an option in place of each field of the dataclasses that it takes, for typer to read."""
     hints = get_type_hints(function, include_extras=True)
     groups: dict[str, Any] = {name: kind for name, kind in hints.items() if dataclasses.is_dataclass(kind)}
     parameters = {
@@ -318,7 +319,7 @@ def _flat(function: Callable[..., None]) -> Callable[..., None]:
         asked = dict(values)
         given = {group: {name: values.pop(name) for name in owners if owners[name] == group} for group in groups}
         try:
-            check_numbers(asked)
+            _check_numbers(asked)
             built = {group: _build(kind, given[group]) for group, kind in groups.items()}
             reading = next((one for one in built.values() if isinstance(one, Reading)), None)
             files = [value for value in values.values() if isinstance(value, Path) and value != STDIN]
@@ -344,6 +345,16 @@ def _flat(function: Callable[..., None]) -> Callable[..., None]:
     call.__signature__ = inspect.Signature(in_order)  # type: ignore[attr-defined]
     call.__annotations__ = {parameter.name: parameter.annotation for parameter in in_order}
     return call
+
+
+def _check_numbers(asked: Mapping[str, Any]) -> None:
+    """Raise UsageError if a number among the values of options, by name, is out of range, or has hundreds of digits."""
+    for name, value in asked.items():
+        most = _MOST_OF.get(name, _MOST)
+        beyond = isinstance(value, int | float) and not abs(value) <= most  # nor is what is no number
+        if beyond or (isinstance(value, str) and _MANY_DIGITS.search(value)):
+            flag = f"--{name.replace('_', '-')}"
+            raise UsageError(f"{flag} is out of range", value=str(value)[:40], hint=f"give a number, at most {most:,}")
 
 
 def _panel_order(panel: str) -> int:
@@ -388,11 +399,7 @@ def _parameter(name: str, kind: Any, about: Option, default: object) -> inspect.
 
 
 def _build(kind: Any, values: Mapping[str, Any]) -> Any:
-    """A dataclass of the options that were given; its own defaults are those of the others.
-
-    Raises:
-        UsageError: a value is none of the option's, or two options exclude each other.
-    """
+    """Return a dataclass of the options that were given; UsageError if one is wrong, or two exclude each other."""
     options = options_of(kind)
     given: dict[str, Any] = {}
     for name, value in values.items():

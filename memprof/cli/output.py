@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 import json
 import shlex
 import sys
@@ -37,7 +38,7 @@ class Listed:
     as_json: bool = option(False, OUTPUT, "Print the result as JSON.", flag="--json")
 
     def __post_init__(self) -> None:
-        """What is built upon it looks at its own part, and then asks for this."""
+        """Do nothing: what is built upon it looks at its own part, and then asks for this."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,31 +47,35 @@ class Output(Listed):
 
     quiet: bool = option(False, OUTPUT, "Print the verdict alone.", short="-q")
 
+    @contextlib.contextmanager
+    def _writing(self, said: str) -> Iterator[None]:
+        """Write a file after the report, which must not be lost if it cannot be, and say where it is."""
+        try:
+            yield
+        except MemprofError as error:
+            error.follows_answer = True
+            raise
+        if not self.quiet:
+            say(said, err=True)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Explained(Output):
-    """The same for what rests on assumptions."""
+    """How a command says what rests on assumptions."""
 
     explain: bool = option(False, OUTPUT, "List what it rests on: assumptions, formulas, other runs.", short="-v")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tabled(Output):
-    """The same for what has tables.
-
-    Raises:
-        UsageError: nothing can be written there.
-    """
+    """How a command says what has tables; UsageError if they cannot be written."""
 
     csv: Path | None = option(
-        None,
-        FILES,
-        "Write every table into this folder too, each a CSV file; those of an earlier run there are replaced.",
-        metavar="FOLDER",
-    )
+        None, FILES, "Write every table into this folder too, each a CSV file; those of an earlier run there are "
+        "replaced.", metavar="FOLDER",
+    )  # fmt: skip
     force: bool = reuse_option("force")
-    folder: Path | None = dataclasses.field(default=None, init=False)
-    """The same, also once the script has gone to another folder."""
+    folder: Path | None = dataclasses.field(default=None, init=False)  # of the same, wherever the script goes
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -81,35 +86,23 @@ class Tabled(Output):
             object.__setattr__(self, "folder", self.csv.absolute())
 
     def write_tables(self, document: Shown) -> None:
-        """Write them, if that was asked for: after the report, which must not be lost if they cannot be."""
+        """Write the tables, if that was asked for."""
         if self.folder is not None:
             from memprof.report.export.csv import write_csv
 
-            with _after_the_report():
+            with self._writing(f"Tables: {self.csv}"):
                 write_csv(document, self.folder, force=self.force)
-            if not self.quiet:
-                say(f"Tables: {self.csv}", err=True)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Told(Explained, Tabled):
-    """Both."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Paged(Output):
-    """The same for what has a page.
-
-    Raises:
-        UsageError: nothing can be written there, or plotly is not installed.
-    """
+    """How a command says what has a page; UsageError if it cannot be written, or plotly is not installed."""
 
     html: Path | None = option(
         None, FILES, "Write a page to look at into this file too: any browser opens it, offline.", metavar="FILE"
     )
     force: bool = reuse_option("force")
-    page: Path | None = dataclasses.field(default=None, init=False)
-    """The same, also once the script has gone to another folder."""
+    page: Path | None = dataclasses.field(default=None, init=False)  # of the same, wherever the script goes
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -123,32 +116,25 @@ class Paged(Output):
             object.__setattr__(self, "page", self.html.absolute())
 
     def write_page(self, document: Page) -> None:
-        """Write the page, if that was asked for: after the report, which must not be lost if it cannot be."""
+        """Write the page, if that was asked for."""
         if self.page is not None:
             from memprof.report.page.page import write_page
 
-            with _after_the_report():
+            with self._writing(f"Page: {self.html}"):
                 write_page(document, self.page, force=self.force)
-            if not self.quiet:
-                say(f"Page: {self.html}", err=True)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reported(Told, Paged):
-    """All of it."""
+class Reported(Explained, Tabled, Paged):
+    """How a command says what has tables and a page, and rests on assumptions."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Saved(Reported):
-    """The same for what can be kept.
-
-    Raises:
-        UsageError: nothing can be written there.
-    """
+    """How a command says what can be kept as a capture; UsageError if it cannot be written."""
 
     save: Path | None = option(None, FILES, "Keep the capture in a file, for `memprof show`.", metavar="FILE")
-    place: Path | None = dataclasses.field(default=None, init=False)
-    """The same, also once the script has gone to another folder."""
+    place: Path | None = dataclasses.field(default=None, init=False)  # of the same, wherever the script goes
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -159,28 +145,18 @@ class Saved(Reported):
             check_place(self.save, CAPTURE, force=self.force)
             object.__setattr__(self, "place", self.save.absolute())
 
-    def keep(self, trace: Trace) -> None:
-        """Write the capture, if that was asked for: after the report, which must not be lost if it cannot be."""
+    def print_run(self, trace: Trace, document: Document) -> None:
+        """Print the report of a run, and write its capture, if that was asked for."""
+        print_document(document, self)
         if self.place is not None:
             from memprof.trace.io import save_trace
 
-            with _after_the_report():
+            with self._writing(f"Saved: memprof show {shlex.quote(str(self.save))}"):
                 save_trace(trace, self.place, force=self.force)
-            if not self.quiet:
-                say(f"Saved: memprof show {shlex.quote(str(self.save))}", err=True)
-
-
-@contextlib.contextmanager
-def _after_the_report() -> Iterator[None]:
-    try:
-        yield
-    except MemprofError as error:
-        error.follows_answer = True
-        raise
 
 
 def print_json(result: _HasJson | dict[str, Any]) -> None:
-    """A result on stdout, as JSON, with what was taken from a file of settings."""
+    """Print a result on stdout, as JSON, with what was taken from a file of settings."""
     plain = result if isinstance(result, dict) else result.to_json()
     if settings.taken:
         files = ", ".join(str(one.path) for one in settings.taken)
@@ -192,17 +168,28 @@ def print_json(result: _HasJson | dict[str, Any]) -> None:
     sys.stdout.write("\n")
 
 
-def print_document(document: Document, output: Reported) -> None:
-    """The report of a run on stdout, as JSON or for people, its tables and its page."""
+def print_result(result: Any, output: Output, view: str, **options: Any) -> None:
+    """Print a result on stdout, as JSON or for people, and write its tables and its page.
+
+    Args:
+        view: the module of `report/terminal` whose `view` shows it, with `options`; it is imported if it is needed.
+    """
     if output.as_json:
-        print_json(document)
+        print_json(result)
     else:
         from memprof.report.terminal.console import show
-        from memprof.report.terminal.report import view
 
-        show(view(document, explain=output.explain, quiet=output.quiet))
-    output.write_tables(document)
-    output.write_page(document)
+        make_view = importlib.import_module(f"memprof.report.terminal.{view}").view
+        show(make_view(result, quiet=output.quiet, **options))
+    if isinstance(output, Tabled):
+        output.write_tables(result)
+    if isinstance(output, Paged):
+        output.write_page(result)
+
+
+def print_document(document: Document, output: Reported) -> None:
+    """Print the report of a run, as `print_result` does."""
+    print_result(document, output, "report", explain=output.explain)
 
 
 def say_kept(seconds: float, *, quiet: bool) -> None:
@@ -215,7 +202,7 @@ def say_kept(seconds: float, *, quiet: bool) -> None:
 
 
 def exit_code(document: Document) -> int:
-    """FAILED also where too little was seen for a verdict, or a real run dies of an error."""
+    """Return the code of a report: FAILED also where too little was seen for a verdict, or a real run ends in error."""
     if document.failure is not None or document.verdict.fits is None:
         return Exit.FAILED
     if not document.verdict.fits:

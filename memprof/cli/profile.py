@@ -15,7 +15,7 @@ from memprof.errors import RunFailedError, UsageError
 from memprof.spec import DEVICES, HOST_BYTES, TargetSpec
 
 if TYPE_CHECKING:
-    from memprof.flows.kept import Place
+    from memprof.flows.kept import CachedAnswer
     from memprof.report.documents.report import Document
     from memprof.trace.events import Trace
 
@@ -27,7 +27,7 @@ memprof profile --model path/to/model.py:build_model --fix chunked-loss
 
 
 @dataclass(frozen=True, kw_only=True)
-class How(Remedies):
+class ProfileOptions(Remedies):
     """What is asked beside the target."""
 
     device: str = reuse_option(
@@ -37,7 +37,7 @@ class How(Remedies):
     cache: bool = reuse_option("cache")
 
 
-def profile(context: typer.Context, spec: TargetSpec, how: How, output: Saved) -> None:
+def profile(context: typer.Context, spec: TargetSpec, how: ProfileOptions, output: Saved) -> None:
     """Run one real training step on a virtual GPU and say, stage by stage, where the memory goes.
 
     The model's own code, autograd and the optimizer run for real, on tensors without data. Exit code 0: it fits;
@@ -55,11 +55,13 @@ def profile(context: typer.Context, spec: TargetSpec, how: How, output: Saved) -
 
     named = () if how.fix is None or how.searches else [fix.remedy for fix in parse_fixes(how.fix, STEPS)]
     check_installed(spec, named)
+    from memprof.report.documents.report import Document
+
     failed: RunFailedError | None = None
     is_named = any(context.params[name] is not None for name in ("gpu", "gpu_vram_bytes"))
     place = _place(spec, how, is_named=is_named) if how.cache else None
     # A capture has every event, and so has a page: of those no answer is kept.
-    kept = None if place is None or output.save or output.html else _kept(place)
+    kept = None if place is None or output.save or output.html else place.find(Document)
     if kept is not None:
         print_document(kept[0], output)
         say_kept(kept[1], quiet=output.quiet)
@@ -71,8 +73,7 @@ def profile(context: typer.Context, spec: TargetSpec, how: How, output: Saved) -
             if error.document is None:
                 raise
             failed, trace, document = error, error.trace, error.document
-    print_document(document, output)
-    output.keep(trace)
+    output.print_run(trace, document)
     if failed is not None:
         raise failed
     if place is not None:
@@ -80,32 +81,33 @@ def profile(context: typer.Context, spec: TargetSpec, how: How, output: Saved) -
     raise typer.Exit(exit_code(document))
 
 
-def _place(spec: TargetSpec, how: How, *, is_named: bool) -> Place | None:
-    """Where the answer is kept; None where it is none that can be."""
-    from memprof.flows.kept import is_without_cuda, place_of
+def _place(spec: TargetSpec, how: ProfileOptions, *, is_named: bool) -> CachedAnswer | None:
+    """Return where the answer is cached; None where it cannot be."""
+    from memprof.flows.kept import cached_answer, is_without_cuda
 
     if how.device == "auto":
         simulated = is_named or spec.parallel is not None or spec.gpus > 1 or is_without_cuda()
     else:
         simulated = how.device == "virtual"
     asked = {"fix": how.fix, "ladder": how.ladder, "largest": how.largest}
-    return place_of("profile", spec, asked, settings.words) if simulated else None
+    return cached_answer("profile", spec, asked, settings.words) if simulated else None
 
 
-def _kept(place: Place) -> tuple[Document, float] | None:
-    from memprof.report.documents.report import Document
-
-    return place.find(Document)
-
-
-def _run(spec: TargetSpec, how: How, progress: Progress, *, is_named: bool) -> tuple[Trace, Document]:
-    """The trace and the report that the options ask for; a card that `is_named` is to be simulated."""
+def _run(spec: TargetSpec, how: ProfileOptions, progress: Progress, *, is_named: bool) -> tuple[Trace, Document]:
+    """Return the trace and the report that the options ask for; a GPU that `is_named` is to be simulated."""
     from memprof.device.visible import hide_gpus
     from memprof.flows import profile as flow
     from memprof.flows.account import analyze
+    from memprof.remedies.catalog import BESIDE, SPREADS, STEPS, ladder
+    from memprof.remedies.fixes import parse_fixes
 
     if how.largest is not None:
-        return _largest(spec, how.largest, how.fix, progress)
+        from memprof.flows.ladder.runs import SpecRuns
+        from memprof.flows.limit import largest_of_spec
+
+        if how.fix is not None:
+            spec = SpecRuns(spec, progress).in_force(parse_fixes(how.fix, STEPS))
+        return largest_of_spec(spec, how.largest, progress)
     simulated: Trace | None = None
     if how.device == "auto" and not is_named and spec.parallel is None and spec.gpus == 1:
         spec, simulated = flow.resolve_device(spec, progress)
@@ -118,19 +120,14 @@ def _run(spec: TargetSpec, how: How, progress: Progress, *, is_named: bool) -> t
     from memprof.flows.ladder.climb import climb
     from memprof.flows.ladder.runs import SpecRuns, apply_fixes
     from memprof.flows.ladder.search import search
-    from memprof.remedies.catalog import BESIDE, SPREADS, STEPS, ladder
-    from memprof.remedies.fixes import parse_fixes
 
     if how.searches and spec.gpus > 1 and spec.parallel is None:
         from memprof.flows.ladder.plans import search_plans
 
         return search_plans(spec if spec.host_memory_bytes else spec.edit(host_memory_bytes=HOST_BYTES), progress)
     fixes = [] if how.fix is None or how.searches else parse_fixes(how.fix, STEPS)
-    if (
-        spec.gpus > 1
-        and spec.parallel is None
-        and (how.fix is None or any(fix.remedy.name in SPREADS for fix in fixes))
-    ):
+    spreads = how.fix is None or any(fix.remedy.name in SPREADS for fix in fixes)
+    if spec.gpus > 1 and spec.parallel is None and spreads:
         spec = spec.edit(parallel=BESIDE)
     if how.searches and spec.host_memory_bytes is None:
         spec, simulated = spec.edit(host_memory_bytes=HOST_BYTES), None
@@ -138,15 +135,3 @@ def _run(spec: TargetSpec, how: How, progress: Progress, *, is_named: bool) -> t
     if how.fix is None:
         return climb(runs, ladder(spec.gpus))
     return search(runs) if how.searches else apply_fixes(runs, fixes, each=how.ladder)
-
-
-def _largest(spec: TargetSpec, what: str, fix: str | None, progress: Progress) -> tuple[Trace, Document]:
-    from memprof.flows.limit import largest_of_spec
-    from memprof.remedies.catalog import STEPS
-
-    if fix is not None:
-        from memprof.flows.ladder.runs import SpecRuns
-        from memprof.remedies.fixes import parse_fixes
-
-        spec = SpecRuns(spec, progress).in_force(parse_fixes(fix, STEPS))
-    return largest_of_spec(spec, what, progress)

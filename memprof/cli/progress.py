@@ -15,10 +15,8 @@ import time
 
 from memprof.errors import printable
 
-EVERY = 10.0
-"""Seconds between two lines where stderr is no terminal."""
-_FIRST, _AGAIN = 2.0, 0.5
-"""Seconds on a terminal until the line is there, and until it is written anew."""
+EVERY = 10.0  # seconds between two lines where stderr is no terminal
+_FIRST, _AGAIN = 2.0, 0.5  # seconds on a terminal until the line is there, and until it is written anew
 
 
 class Progress:
@@ -47,9 +45,9 @@ class Progress:
         self._doing = printable(doing)
 
     def _line(self) -> str:
-        """What is being done, and how far."""
+        """Return what is being done, and how far."""
         known = sys.modules.get("memprof.flows.how_far")  # of work that cannot say, it was not imported
-        far = "" if known is None else known.how_far()
+        far = "" if known is None else known.progress_text()
         return f"memprof: {self._doing}{f', {far}' if far else ''} ({time.monotonic() - self._begin:.0f} s)"
 
     def _redraw_now_and_then(self) -> None:
@@ -78,7 +76,7 @@ class Progress:
 
 
 def long_work(*, quiet: bool = False) -> Progress:
-    """The progress of what makes millions of objects that live for good, as importing torch and reading a trace do.
+    """Return the progress of what makes millions of objects that live for good, as importing torch does.
 
     From here on no garbage is looked for, nor when the process ends: that would take a third of the time of `memprof
     profile`, and more of `memprof analyze`.

@@ -30,10 +30,9 @@ app = typer.Typer(
 
 Name = Annotated[str, typer.Argument(help="A recipe by its folder's name, its number, or a part that no other has.")]
 _PACKAGE = resources.files("memprof")
+# In an installed wheel, which may be a zip file; in a checkout.
 _FOLDERS = (_PACKAGE / "_recipes", Path(str(_PACKAGE)).parent / "recipes")
-"""In an installed wheel, which may be a zip file; in a checkout."""
-_SCRIPT, _README = "run.py", "README.md"
-"""What a recipe's folder has: the script imports the other files of it, and memprof."""
+_SCRIPT, _README = "run.py", "README.md"  # the script imports the other files of its folder, and memprof
 
 
 def list_recipes(output: Listed) -> None:
@@ -93,11 +92,7 @@ def copy_recipe(
 
 
 def find_recipes() -> list[Traversable]:
-    """Return the folders of all recipes, by number.
-
-    Raises:
-        MemprofError: this installation has none.
-    """
+    """Return the folders of all recipes, by number; raise MemprofError if this installation has none."""
     for folder in _FOLDERS:
         below = folder.iterdir() if folder.is_dir() else ()
         found = [one for one in below if (one / _SCRIPT).is_file() and (one / _README).is_file()]
@@ -107,20 +102,14 @@ def find_recipes() -> list[Traversable]:
 
 
 def find_recipe(name: str) -> Traversable:
-    """Return the recipe of this name, of this number, or the only one whose name has this part.
-
-    Raises:
-        UsageError: there is none, or there are several.
-    """
+    """Return the recipe of this name or number, or the only one whose name has this part; or raise UsageError."""
     recipes = find_recipes()
     wanted = name.strip().strip("/").lower()
-    for recipe in recipes:
-        if wanted in (recipe.name.lower(), _number(recipe)):
-            return recipe
-    found = [recipe for recipe in recipes if wanted in recipe.name.lower()]
-    if wanted and len(found) == 1:
+    exact = [recipe for recipe in recipes if wanted in (recipe.name.lower(), _number(recipe))]
+    found = exact[:1] or [recipe for recipe in recipes if wanted and wanted in recipe.name.lower()]
+    if len(found) == 1:
         return found[0]
-    if wanted and found:
+    if found:
         raise UsageError(
             "several recipes have this in their names", value=repr(name), hint=", ".join(r.name for r in found)
         )

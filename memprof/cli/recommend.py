@@ -18,7 +18,7 @@ from memprof.errors import UsageError
 from memprof.spec import BITSANDBYTES_FORMATS, HOST_BYTES, Mode, TargetSpec, option
 
 if TYPE_CHECKING:
-    from memprof.flows.kept import Place
+    from memprof.flows.kept import CachedAnswer
     from memprof.report.documents.recommendation import Recommendation
 
 EXAMPLES = """
@@ -33,7 +33,7 @@ _SEARCHED = "what gives up least and fits"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request(Explained, Paged):
+class RecommendOptions(Explained, Paged):
     """What is asked: a model and a goal, or neither; a card, or the one that is here."""
 
     model: str | None = reuse_option("model", default=None)
@@ -77,7 +77,7 @@ class Request(Explained, Paged):
 
     @property
     def goal(self) -> str | None:
-        """What the model is for; None: it is not said."""
+        """Return what the model is for; None: it is not said."""
         if self.model is None:
             return None
         if self.mode is Mode.INFERENCE:
@@ -86,22 +86,18 @@ class Request(Explained, Paged):
 
     @property
     def half(self) -> str | None:
-        """The half precision that is asked for."""
+        """Return the half precision that is asked for."""
         return self.amp or (None if self.dtype == "float32" else self.dtype)
 
     @property
     def precision(self) -> str | None:
-        """What plans call the precision that is asked for (flows/recommend/plans.py)."""
+        """Return what plans call the precision that is asked for (flows/recommend/plans.py)."""
         if self.quantize is not None or self.amp is not None:
             return self.quantize or "amp"
         return self.dtype if self.dtype in (None, "float32") else "half"
 
     def check(self) -> None:
-        """Whether it is one question.
-
-        Raises:
-            UsageError: options exclude each other, or one is missing.
-        """
+        """Raise UsageError if options exclude each other, or one is missing."""
         if self.model is None:
             for name in (
                 "adapter", "dtype", "amp", "quantize", "effective_batch", "batch_size", "lengths", "snippet", "gpus",
@@ -115,10 +111,9 @@ class Request(Explained, Paged):
                 "the lengths of a data set are looked at on one card", value=f"--gpus {self.gpus} --lengths",
                 hint="leave out --gpus: each card meets the same lengths; or give --context-length the longest",
             )  # fmt: skip
-        if self.lengths_column is not None and self.lengths is None:
-            raise UsageError("--lengths-column needs --lengths", value=self.lengths_column, hint="add --lengths FILE")
-        if self.batches is not None and self.lengths is None:
-            raise UsageError("--batches needs --lengths", value=self.batches, hint="add --lengths FILE")
+        for flag, value in (("--lengths-column", self.lengths_column), ("--batches", self.batches)):
+            if value is not None and self.lengths is None:
+                raise UsageError(f"{flag} needs --lengths", value=value, hint="add --lengths FILE")
         for name in ("lengths", "adapter"):
             if self.mode is Mode.INFERENCE and getattr(self, name) is not None:
                 raise UsageError(f"--{name} is for training", value=getattr(self, name), hint=f"leave out --{name}")
@@ -132,24 +127,15 @@ class Request(Explained, Paged):
             )
 
     def spec(self) -> TargetSpec:
-        """Model and card; the rest is searched.
-
-        Raises:
-            UsageError: what is asked is no run of `memprof profile` either.
-        """
+        """Return model and GPU, the rest is searched; raise UsageError if it is no run of `memprof profile` either."""
         from memprof.catalog import find_gpu
 
-        spec = spec_of(
-            self,
-            model=self.model or "-",
-            lengths=None,  # a file for the odds; of `memprof profile` they are the batches themselves
-            batch_size=1,
-            gpu=find_gpu(self.gpu).key,
-        )
+        # `lengths` is a file for the odds; of `memprof profile` they are the batches themselves.
+        spec = spec_of(self, model=self.model or "-", lengths=None, batch_size=1, gpu=find_gpu(self.gpu).key)
         return spec.edit(dtype=None, amp=None, quantize=None)
 
 
-def recommend(request: Request) -> None:
+def recommend(request: RecommendOptions) -> None:
     """What fits a card; with a model and a goal, the configuration to use, found by simulated runs.
 
     Without a model: the largest models of the catalog that fit for inference, QLoRA, LoRA and full training. With one:
@@ -158,8 +144,10 @@ def recommend(request: Request) -> None:
     """
     request.check()
     spec = request.spec()
+    from memprof.report.documents.recommendation import Recommendation
+
     place = _place(spec, request) if request.cache else None
-    kept = None if place is None else _kept(place)
+    kept = None if place is None else place.find(Recommendation)
     if kept is not None:
         answer, seconds = kept
         say_kept(seconds, quiet=request.quiet or request.snippet is not None)
@@ -176,23 +164,17 @@ def recommend(request: Request) -> None:
 _HOW_IT_IS_SAID = ("as_json", "quiet", "explain", "snippet", "cache")
 
 
-def _place(spec: TargetSpec, request: Request) -> Place | None:
-    """Where the answer is kept; None where it is none that can be."""
-    from memprof.flows.kept import place_of
+def _place(spec: TargetSpec, request: RecommendOptions) -> CachedAnswer | None:
+    """Return where the answer is cached; None where it cannot be."""
+    from memprof.flows.kept import cached_answer
 
     asked = {name: value for name, value in dataclasses.asdict(request).items() if name not in _HOW_IT_IS_SAID}
     if request.model is None:  # the catalog is searched
         asked["model"], spec = "", spec.edit(model="gpt2")
-    return place_of("recommend", spec, asked, settings.words)
+    return cached_answer("recommend", spec, asked, settings.words)
 
 
-def _kept(place: Place) -> tuple[Recommendation, float] | None:
-    from memprof.report.documents.recommendation import Recommendation
-
-    return place.find(Recommendation)
-
-
-def _answer(spec: TargetSpec, request: Request, progress: Progress) -> Recommendation:
+def _answer(spec: TargetSpec, request: RecommendOptions, progress: Progress) -> Recommendation:
     from memprof.device.visible import hide_gpus
 
     hide_gpus()
@@ -200,10 +182,10 @@ def _answer(spec: TargetSpec, request: Request, progress: Progress) -> Recommend
         from memprof.flows.recommend.largest import recommend_models
 
         return recommend_models(spec, progress)
+    from memprof.flows.recommend.answer import recommend as search
     from memprof.flows.recommend.for_data import recommend_for_data
     from memprof.flows.recommend.plans import Goal
     from memprof.flows.recommend.search import Question
-    from memprof.flows.recommend.search import recommend as search
 
     question = Question(
         Goal(request.goal), request.effective_batch, request.precision, request.batch_size, request.half
@@ -221,7 +203,7 @@ def _answer(spec: TargetSpec, request: Request, progress: Progress) -> Recommend
     return search(spec, question, progress)[0]
 
 
-def _print(answer: Recommendation, request: Request) -> None:
+def _print(answer: Recommendation, request: RecommendOptions) -> None:
     if request.snippet is not None and answer.found:
         if request.snippet not in answer.snippets:
             raise UsageError(

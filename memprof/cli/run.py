@@ -15,7 +15,7 @@ import typer
 from memprof.cli.child import continue_in_child, tell_exit_code
 from memprof.cli.exits import Exit
 from memprof.cli.options import Remedies, reuse_option
-from memprof.cli.output import Saved, exit_code, print_document
+from memprof.cli.output import Saved, exit_code
 from memprof.cli.progress import Progress
 from memprof.cli.streams import say, script_output, tell
 from memprof.errors import MemprofError, UsageError
@@ -33,25 +33,24 @@ memprof run --worst-batch --gpu-vram 16 train.py
 memprof run --steps 200 --save run.memprof train.py
 memprof run --ranks all torchrun --nproc-per-node 8 train.py
 """
-SETTINGS = {"allow_interspersed_args": False}
-"""What follows the script's name is the script's, whatever it looks like."""
+SETTINGS = {"allow_interspersed_args": False}  # what follows the script's name is the script's
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request(RunSpec, Remedies, Saved):
+class RunOptions(RunSpec, Remedies, Saved):
     """What is asked of a script, and of its report."""
 
     module: bool = option(False, "Script", "SCRIPT is the name of a module, as for `python -m`.", flag="-m")
     lengths: str | None = reuse_option("lengths", panel="")
 
     def spec(self) -> RunSpec:
-        """What decides the run."""
+        """Return what decides the run."""
         found = {field.name: getattr(self, field.name) for field in dataclasses.fields(RunSpec)}
         fixes = () if self.fix is None or self.searches else tuple(map(str, _installed(self.fix)))
         return RunSpec(**found | {"fixes": fixes})
 
     def rule(self) -> StopRule:
-        """When the script has shown enough."""
+        """Return when the script has shown enough."""
         if self.lengths is not None:
             raise UsageError(
                 "--lengths cannot change what a script feeds its model",
@@ -64,15 +63,13 @@ class Request(RunSpec, Remedies, Saved):
             raise UsageError("--timeout must be longer", value=self.timeout, hint="give seconds, more than 0")
         from memprof.script import StopRule
 
-        if self.until_exit:
-            return StopRule(None, self.timeout)
-        if self.steps is None:
+        if self.steps is None and not self.until_exit:
             return StopRule(2, self.timeout, goes_on=True)
         return StopRule(self.steps, self.timeout)
 
 
 def run(
-    request: Request,
+    request: RunOptions,
     command: Annotated[
         list[str] | None, typer.Argument(metavar="SCRIPT [ARGS]...", help="The script and its own arguments.")
     ] = None,
@@ -91,14 +88,15 @@ def run(
     from memprof.script import Program
 
     program = Program(command[0], tuple(command[1:]), is_module=request.module)
-    if request.ranks is not None and (request.ladder or request.searches or request.largest):
+    several = request.ladder or request.searches or request.largest is not None
+    if request.ranks is not None and several:
         raise UsageError(
             "a ladder and a search run one rank", value=f"--ranks {request.ranks}",
             hint="leave out --ladder, --fix auto and --largest, or --ranks",
         )  # fmt: skip
     asked = {"--gpus": request.gpus, "--nodes": request.nodes, "--rank": request.rank}
     beyond_one = [f"{flag} {number}" for flag, number in asked.items() if number not in (None, int(flag != "--rank"))]
-    if beyond_one and (request.ladder or request.searches or request.largest or request.device != "virtual"):
+    if beyond_one and (several or request.device != "virtual"):
         raise UsageError(
             "several cards are virtual ones, and a ladder has one",
             value=" ".join(beyond_one),
@@ -115,18 +113,17 @@ def run(
             "--ladder chooses remedies itself", value=f"--fix {request.fix}", hint="give --fix or --ladder"
         )
     request.check_largest(request.device)
-    several = request.ladder or request.searches or request.largest is not None
     ranks = request.ranks is not None or _measures_ranks(program, request)
     how = _ladder if several else _run_ranks if ranks else _run
-    from memprof.flows.script import gpu_of
+    from memprof.flows.cards import virtual_card
 
     rule = request.rule()
-    gpu_of(request)  # that there is none of this name is told first
+    virtual_card(request)  # that there is none of this name is told first
     continue_in_child(as_json=request.as_json)
     raise typer.Exit(how(program, rule, request))
 
 
-def _run(program: Program, rule: StopRule, request: Request) -> int:
+def _run(program: Program, rule: StopRule, request: RunOptions) -> int:
     from memprof.flows.script import run_script
     from memprof.script import Ended
     from memprof.trace.events import FailureKind
@@ -144,31 +141,23 @@ def _run(program: Program, rule: StopRule, request: Request) -> int:
         from memprof.script.program import print_error
 
         print_error(outcome.error)
+    code = _passed_on(outcome.exit_code)
     if document is None:
-        failure = found.trace.failure
-        if failure is not None and failure.kind is FailureKind.REFUSED:
-            if not isinstance(outcome.error, MemprofError):
-                error = MemprofError(failure.message, hint=failure.hint)
-                tell(error, as_json=as_json, exit_code=_passed_on(outcome.exit_code))
-            return _passed_on(outcome.exit_code) or 1
-        code = _passed_on(outcome.exit_code) or int(Exit.FAILED)
-        tell(_no_verdict(outcome.ended, outcome.exit_code, failure), as_json=as_json, exit_code=code)
+        failure, code = found.trace.failure, code or int(Exit.FAILED)
+        if failure is None or failure.kind is not FailureKind.REFUSED:
+            tell(_no_verdict(outcome.ended, outcome.exit_code, failure), as_json=as_json, exit_code=code)
+        elif not isinstance(outcome.error, MemprofError):
+            tell(MemprofError(failure.message, hint=failure.hint), as_json=as_json, exit_code=code)
         return code
-    print_document(document, request)
-    request.keep(found.trace)
-    if outcome.ended is Ended.REFUSED:
-        code = int(Exit.DOES_NOT_FIT)
-    elif outcome.exit_code:
-        code = _passed_on(outcome.exit_code)
-    else:
-        code = exit_code(document)
+    request.print_run(found.trace, document)
+    code = int(Exit.DOES_NOT_FIT) if outcome.ended is Ended.REFUSED else code or exit_code(document)
     if outcome.ended is not Ended.EXIT:
         _leave_threads(before, code)
     return code
 
 
-def _measures_ranks(program: Program, request: Request) -> bool:
-    """Whether a launcher is to start several processes that are measured: they need each other."""
+def _measures_ranks(program: Program, request: RunOptions) -> bool:
+    """Say whether a launcher is to start several processes that are measured: they need each other."""
     if request.device == "virtual" or not program.has_launcher:
         return False
     from memprof.script import ScriptOutcome
@@ -177,7 +166,7 @@ def _measures_ranks(program: Program, request: Request) -> bool:
     return not isinstance(start, ScriptOutcome) and start.size > 1  # its own --help is that of `_run` too
 
 
-def _run_ranks(program: Program, rule: StopRule, request: Request) -> int:
+def _run_ranks(program: Program, rule: StopRule, request: RunOptions) -> int:
     from memprof.flows.ranks import RanksRun, run_ranks
     from memprof.script import Ended
 
@@ -199,8 +188,7 @@ def _run_ranks(program: Program, rule: StopRule, request: Request) -> int:
         if found.problem is None:
             tell(_no_verdict(found.ended, found.exit_code), as_json=as_json, exit_code=code)
         return code
-    print_document(found.document, request)
-    request.keep(found.trace)
+    request.print_run(found.trace, found.document)
     return int(Exit.DOES_NOT_FIT) if found.ended is Ended.REFUSED else code or exit_code(found.document)
 
 
@@ -210,7 +198,7 @@ _GAP = (
 
 
 def _no_verdict(ended: Ended, exit_code: int, failure: Failure | None = None) -> MemprofError:
-    """The error of a program that ended before it put anything on the GPU; `failure` is what it raised."""
+    """Return the error of a program that ended before it put anything on the GPU; `failure` is what it raised."""
     from memprof.script import Ended
     from memprof.trace.events import NOT_SIMULATED
 
@@ -239,7 +227,7 @@ def _no_verdict(ended: Ended, exit_code: int, failure: Failure | None = None) ->
 
 
 def _installed(text: str) -> list[Fix]:
-    """The remedies of `--fix`, whose packages are there."""
+    """Return the fixes of `--fix`, whose packages are there."""
     from memprof.remedies.catalog import check_installed
     from memprof.remedies.fixes import parse_fixes
 
@@ -249,7 +237,7 @@ def _installed(text: str) -> list[Fix]:
 
 
 def _passed_on(own_code: int) -> int:
-    """A script's own exit code; 1 for those that say something else here: wrong use, does not fit, differs."""
+    """Return a script's own exit code; 1 for those that say something else here: wrong use, does not fit, differs."""
     return int(Exit.FAILED) if own_code in (Exit.WRONG_USE, Exit.DOES_NOT_FIT, Exit.DIFFERS) else own_code
 
 
@@ -265,7 +253,7 @@ def _leave_threads(before: Collection[threading.Thread], code: int) -> None:
         os._exit(code)
 
 
-def _ladder(program: Program, rule: StopRule, request: Request) -> int:
+def _ladder(program: Program, rule: StopRule, request: RunOptions) -> int:
     from memprof.flows.ladder import scripts
 
     if request.device != "virtual":
@@ -286,6 +274,5 @@ def _ladder(program: Program, rule: StopRule, request: Request) -> int:
         else:
             search = scripts.script_search if request.searches else scripts.script_ladder
             trace, document = search(program, spec, progress)
-    print_document(document, request)
-    request.keep(trace)
+    request.print_run(trace, document)
     return exit_code(document)

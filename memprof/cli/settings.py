@@ -33,23 +33,21 @@ _ON_THE_COMMAND_LINE = (
     "model", "trust-remote-code", "force", "save", "csv", "html", "to", "log", "debug", "no-color", "help", "m",
     "config", "save-config", "preset",
 )  # fmt: skip
-_MAY_BE_NAMED = ("model", "m")
-"""By a file that the command line names."""
+_MAY_BE_NAMED = ("model", "m")  # by a file that the command line names
 _LONG = "chunked-loss,activation-checkpointing,expandable-segments"
+# Options that a name stands for; a command takes those that it has.
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "small": {"model": "gpt2", "context-length": 256, "batch-size": 1},
     "optimized": {"dtype": "bfloat16", "batch-size": 1, "fix": f"{_LONG},fused-optimizer"},
     "long-context": {"context-length": 131_072, "dtype": "bfloat16", "batch-size": 1, "fix": _LONG},
 }
-"""Options that a name stands for; a command takes those that it has."""
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel = 2
+# What a pyproject.toml with the table has somewhere; to parse one takes longer than the rest of the start.
 _MARK = re.compile(rb"tool[\"'\s]*\.\s*[\"']?memprof|^\s*\[?\s*[\"']?tool[\"']?\s*[]=]", re.MULTILINE)
-"""What a pyproject.toml with the table has somewhere; to parse one takes longer than the rest of the start."""
-
-_MOST_BYTES = 1 << 20
-"""Of a file of options."""
+_MOST_BYTES = 1 << 20  # of a file of options
 PANEL = "Settings"
+# Options of every command, seen to before it runs.
 OPTIONS = {
     "config": typer.Option(
         "--config", help="Options from a YAML or TOML file.", metavar="FILE", rich_help_panel=PANEL
@@ -62,7 +60,6 @@ OPTIONS = {
         rich_help_panel=PANEL,
     ),
 }  # fmt: skip
-"""Options of every command, seen to before it runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,18 +73,12 @@ class Taken:
         return f"From {self.path}: {' '.join(self.words)}"
 
 
-taken: tuple[Taken, ...] = ()
-"""By the command that runs now, the weakest first."""
-words: tuple[str, ...] = ()
-"""The command that runs, with all its options."""
+taken: tuple[Taken, ...] = ()  # by the command that runs now, the weakest first
+words: tuple[str, ...] = ()  # the command that runs, with all its options
 
 
 def read() -> tuple[Path, Mapping[str, Any]] | None:
-    """The nearest file with settings from the current folder upwards, and what it says; None if there is none.
-
-    Raises:
-        UsageError: it is no TOML, or has no table.
-    """
+    """Return the nearest file with settings from the current folder upwards, and what it says; None: there is none."""
     if os.environ.get(SETTINGS) == "off":
         return None
     try:
@@ -125,10 +116,9 @@ def _parse(path: Path, data: bytes) -> Any:
 
 
 def read_named(path: Path) -> Mapping[str, Any]:
-    """What the file of `--config` says, TOML by its suffix or else YAML; names may have underscores for dashes.
+    """Return what the file of `--config` says, TOML by its suffix or else YAML; UsageError if it has no table.
 
-    Raises:
-        UsageError: it cannot be read, or is no table.
+    Names may have underscores for dashes.
     """
     try:
         if not path.is_file():  # a device or a pipe may have no end
@@ -149,7 +139,7 @@ def read_named(path: Path) -> Mapping[str, Any]:
 
 
 def is_for_the_command_line(name: str) -> bool:
-    """Whether no file says it: what names code to run, or files to write."""
+    """Say whether no file says it: what names code to run, or files to write."""
     return name in _ON_THE_COMMAND_LINE and name not in _MAY_BE_NAMED
 
 
@@ -168,11 +158,7 @@ def _parse_yaml(path: Path, data: bytes) -> Any:
 
 
 def write_named(path: Path, command: str, values: Mapping[str, Any]) -> None:
-    """A file for `--config` with options of one command, TOML by its suffix or else YAML.
-
-    Raises:
-        UsageError: there is such a file, or it cannot be written.
-    """
+    """Write a new file for `--config` with options of one command, TOML by its suffix or else YAML."""
     if path.suffix == ".toml":
         lines = [f"{name} = {json.dumps(value, ensure_ascii=False)}" for name, value in values.items()]
         text = "\n".join([f"[{command}]", *lines, ""])
@@ -196,12 +182,10 @@ def write_named(path: Path, command: str, values: Mapping[str, Any]) -> None:
 def defaults(
     path: Path, table: Mapping[str, Any], command: str, known: Mapping[str, Collection[str]], *, named: bool = False
 ) -> dict[str, Any]:
-    """What a file says of the options of `command`; `known` are all commands' options, without dashes.
+    """Return what a file says of the options of `command`; `known` are all commands' options, without dashes.
 
     With `named` the command line names the file, which may then name the model, and list what commas separate.
-
-    Raises:
-        UsageError: something is no option, or not for a file.
+    Raises UsageError if something is no option, or not for a file.
     """
     everywhere = {name for names in known.values() for name in names}
     found: dict[str, Any] = {}

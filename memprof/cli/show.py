@@ -19,7 +19,7 @@ memprof show run.memprof --alloc-conf expandable_segments:True
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shown(Reported):
+class ShowOptions(Reported):
     """How the report is made anew."""
 
     alloc_conf: str | None = reuse_option("alloc_conf", unset="those of the run")
@@ -29,7 +29,7 @@ class Shown(Reported):
 
 def show(
     file: Annotated[Path, typer.Argument(help="A capture (--save) or a report (--json).")],
-    shown: Shown,
+    shown: ShowOptions,
     reading: Reading,
 ) -> None:
     """Show the report of a saved capture, or one in JSON. Needs neither torch nor the model."""

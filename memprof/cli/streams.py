@@ -14,8 +14,8 @@ import typer
 
 from memprof.errors import MemprofError, printable
 
-_theirs: list[object] = []
-"""Streams that scripts left behind. One that wraps the buffer of another closes it when it dies, so none dies."""
+# Streams that scripts left behind. One that wraps the buffer of another closes it when it is deleted, so none is.
+_script_streams: list[object] = []
 
 
 def say(text: str, *, err: bool = False, nl: bool = True) -> None:
@@ -31,18 +31,13 @@ def tell(error: MemprofError, *, as_json: bool, exit_code: int | None = None) ->
     """Say what went wrong on stderr; where JSON is asked for, on stdout as JSON too."""
     say(f"memprof: {error}", err=True)
     if as_json:
-        value = None if error.value is None else str(error.value)
-        fault = {
-            "problem": error.problem,
-            "value": value,
-            "hint": error.hint,
-            "exit_code": exit_code or error.exit_code,
-        }
+        value, code = None if error.value is None else str(error.value), exit_code or error.exit_code
+        fault = {"problem": error.problem, "value": value, "hint": error.hint, "exit_code": code}
         say(json.dumps({"schema": 1, "error": fault}, indent=1))
 
 
 def prepare() -> None:
-    """All three streams are there, and take any text.
+    """Have all three streams be there, and take any text.
 
     What was closed (`>&-`) goes nowhere: the next file that is opened would be taken for it. What the encoding of
     stdout lacks, such as latin-1 the bars, is written as `?`; stderr is that way already.
@@ -59,7 +54,7 @@ def prepare() -> None:
 
 
 def give_up(stream: TextIO) -> None:
-    """Whatever is still to be written to it goes nowhere: its reader has gone, or its disk is full."""
+    """Send what is still to be written nowhere: its reader has gone, or its disk is full."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
     os.close(nowhere)
@@ -67,10 +62,9 @@ def give_up(stream: TextIO) -> None:
 
 @contextlib.contextmanager
 def script_output(*, to_stderr: bool) -> Iterator[None]:
-    """Inside, a script may replace sys.stdout and sys.stderr; after it they are what they were.
+    """Let a script replace sys.stdout and sys.stderr; after it they are what they were.
 
-    Args:
-        to_stderr: what the script writes to stdout, also past Python, goes to stderr.
+    With `to_stderr` what it writes to stdout, also past Python, goes to stderr.
     """
     out, err = sys.stdout, sys.stderr
     copies = [_copy_of(stream) for stream in (out, err)]
@@ -83,7 +77,7 @@ def script_output(*, to_stderr: bool) -> Iterator[None]:
         yield
     finally:
         for stream in (sys.stdout, sys.stderr):
-            _theirs.append(stream)
+            _script_streams.append(stream)
             with contextlib.suppress(Exception):  # the script's own class, or a file that it closed
                 stream.flush()
         sys.stderr = _usable(err, copies[1])
@@ -104,15 +98,11 @@ class _Copy:
         self._file = _identity(self._number)
 
     def take(self) -> int | None:
-        """The descriptor, which is the caller's then; None: the script has closed it."""
+        """Return the descriptor, which is the caller's then; None: the script has closed it."""
         return self._number if _identity(self._number) == self._file else None
 
     def restore(self, descriptor: int) -> None:
-        """Have `descriptor` be of the file again, and close this one.
-
-        Raises:
-            MemprofError: the script has closed this one.
-        """
+        """Have `descriptor` be of the file again, and close this one; MemprofError if the script has closed it."""
         number = self.take()
         if number is None:
             raise MemprofError(
@@ -124,7 +114,7 @@ class _Copy:
 
 
 def _duplicate(descriptor: int) -> int:
-    """Another descriptor of the same file, three quarters up to the process's limit (to 4,096)."""
+    """Return another descriptor of the same file, three quarters up to the process's limit (to 4,096)."""
     try:
         import fcntl
         import resource
@@ -136,7 +126,7 @@ def _duplicate(descriptor: int) -> int:
 
 
 def _identity(descriptor: int) -> tuple[int, int] | None:
-    """Device and inode of an open file; None: there is none."""
+    """Return device and inode of an open file; None: there is none."""
     try:
         found = os.fstat(descriptor)
     except OSError:
@@ -145,7 +135,7 @@ def _identity(descriptor: int) -> tuple[int, int] | None:
 
 
 def _copy_of(stream: TextIO) -> _Copy | None:
-    """Of a stream's file; None for what is no file."""
+    """Return a copy of a stream's descriptor; None for what is no file."""
     try:
         return _Copy(stream.fileno())
     except (AttributeError, OSError, ValueError):
@@ -153,7 +143,7 @@ def _copy_of(stream: TextIO) -> _Copy | None:
 
 
 def _usable(stream: TextIO, copy: _Copy | None) -> TextIO:
-    """The stream; another to the same file if the script closed it, or took its buffer away."""
+    """Return the stream; another to the same file if the script closed it, or took its buffer away."""
     number = None if copy is None else copy.take()
     try:
         stream.flush()

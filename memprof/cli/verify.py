@@ -9,7 +9,7 @@ import typer
 
 from memprof.cli.exits import Exit
 from memprof.cli.options import reuse_option
-from memprof.cli.output import Output, print_json
+from memprof.cli.output import Output, print_result
 from memprof.cli.progress import Progress
 
 EXAMPLES = """
@@ -19,14 +19,14 @@ memprof verify bfloat16 --model gpt2 --seeds 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request(Output):
+class VerifyOptions(Output):
     """What may run of the models."""
 
     trust_remote_code: bool = reuse_option("trust_remote_code")
 
 
 def verify(
-    request: Request,
+    request: VerifyOptions,
     remedies: Annotated[
         list[str] | None, typer.Argument(metavar="[REMEDY]...", help="The remedies to verify.", show_default="all")
     ] = None,
@@ -53,11 +53,5 @@ def verify(
         found = run(
             remedies or (), model or (), seeds=seeds, progress=progress, trust_remote_code=request.trust_remote_code
         )
-    if request.as_json:
-        print_json(found)
-    else:
-        from memprof.report.terminal.console import show
-        from memprof.report.terminal.verification import view
-
-        show(view(found, quiet=request.quiet))
+    print_result(found, request, "verification")
     raise typer.Exit(Exit.DONE if found.passed else Exit.DIFFERS if found.tried else Exit.FAILED)

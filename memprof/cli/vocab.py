@@ -9,7 +9,7 @@ import typer
 
 from memprof.cli.exits import Exit
 from memprof.cli.options import reuse_option, spec_of
-from memprof.cli.output import Output, print_json
+from memprof.cli.output import Output, print_result
 from memprof.cli.progress import long_work
 from memprof.errors import UsageError
 from memprof.spec import option
@@ -21,7 +21,7 @@ memprof vocab 'data/*.jsonl.gz' --tokenizer tokenizer.json --model gpt2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request(Output):
+class VocabOptions(Output):
     """How the corpus is read, and for which model a smaller vocabulary is tried."""
 
     tokenizer: str = option(
@@ -53,7 +53,7 @@ class Request(Output):
 
 
 def vocab(
-    request: Request,
+    request: VocabOptions,
     corpus: Annotated[
         list[str],
         typer.Argument(
@@ -98,12 +98,6 @@ def vocab(
         else:
             savings = flow.reckon(params, counted, caps, spec)
     document = build_vocabulary(tuple(corpus), counted, caps, savings, __version__)
-    if request.as_json:
-        print_json(document)
-    else:
-        from memprof.report.terminal.console import show
-        from memprof.report.terminal.vocabulary import view
-
-        show(view(document, quiet=request.quiet))
+    print_result(document, request, "vocabulary")
     tried = [memory.fits for memory in (savings.before, *savings.capped)]
     raise typer.Exit(Exit.DOES_NOT_FIT if False in tried and True not in tried else Exit.DONE)

@@ -22,8 +22,8 @@ from memprof.ledger.streams import StreamMemory
 from memprof.report.documents.report import Document, build_document
 from memprof.trace.events import CPU, Trace
 
+# What rules know of the target.
 _OF_THE_TARGET = ("spec", "vocab_size", "asked_vocab_size", "context_length", "max_positions")
-"""What rules know of it."""
 
 
 def analyze(
@@ -34,31 +34,29 @@ def analyze(
     card: int | None = None,
     rank: int | None = None,
 ) -> Document:
-    """The report on a trace, simulated or measured, new or loaded from a file.
+    """Return the report on a trace, simulated or measured, new or loaded from a file.
 
     Args:
         alloc_conf: settings of the caching allocator instead of those that the trace was recorded with.
-        explained: whether the report has all findings, and the bridge. A search over many runs asks for the figures
-            alone, and for what leads it.
-        card: of a run that had several, the number of the one that is shown in full; None: the fullest.
-        rank: of a run whose ranks ran together, the one that is shown in full; None: the one that decides.
+        explained: give it all findings, and the bridge; a search over many runs asks for what leads it alone.
+        card: of several GPUs, the number of the one that is shown in full; None: the fullest.
+        rank: of ranks that ran together, the one that is shown in full; None: the one that decides.
 
     Raises:
-        EmptyTraceError: nothing was allocated on the card.
-        UsageError: torch would refuse `alloc_conf`, or there is no such card or rank.
+        EmptyTraceError: nothing was allocated on the GPU.
+        UsageError: torch would refuse `alloc_conf`, or there is no such GPU or rank.
     """
     if alloc_conf is not None:
         trace = with_settings(trace, alloc_conf)
     if trace.others or (trace.facts.rank is not None and trace.facts.rank.alike and rank is None):
-        return document_of_ranks(trace, lambda one: _of_one(one, explained, card), rank)
+        return document_of_ranks(trace, lambda one: _of_process(one, explained, card), rank)
     if rank not in (None, rank_of(trace)):
         hint = f"leave it out: it was rank {rank_of(trace)} alone"
         raise UsageError("no such rank was run", value=f"--rank {rank}", hint=hint)
-    return _of_one(trace, explained, card)
+    return _of_process(trace, explained, card)
 
 
-def _of_one(trace: Trace, explained: bool, card: int | None) -> Document:
-    """Of one process."""
+def _of_process(trace: Trace, explained: bool, card: int | None) -> Document:
     if trace.cards:
         return document_of_cards(trace, lambda one: _report(one, explained), card)
     if card:
@@ -67,7 +65,7 @@ def _of_one(trace: Trace, explained: bool, card: int | None) -> Document:
 
 
 def _report(trace: Trace, explained: bool) -> tuple[Ledger, Document]:
-    """Of the card that `trace` is seen from."""
+    """Return the report on the GPU that `trace` is seen from."""
     device, target = trace.facts.device, trace.facts.target
     settings = Settings.from_facts(trace.facts.allocator)
     if trace.device == CPU:
@@ -89,11 +87,7 @@ def _report(trace: Trace, explained: bool) -> tuple[Ledger, Document]:
 
 
 def with_settings(trace: Trace, alloc_conf: str) -> Trace:
-    """The same requests under these settings of the caching allocator, as if it had been recorded with them.
-
-    Raises:
-        UsageError: torch would refuse them.
-    """
+    """Return the trace as if it had been recorded with these settings; raise UsageError if torch would refuse them."""
     facts = trace.facts
     settings = Settings.resolve(alloc_conf, None if facts.allocator is None else facts.allocator.torch, environ={})
     target = None if facts.target is None else dataclasses.replace(facts.target, alloc_conf=alloc_conf)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from memprof.catalog import Gpu
 from memprof.device.context import CONTEXT_BYTES
 from memprof.errors import MemprofError, RunFailedError
-from memprof.flows.how_far import telling
+from memprof.flows.cards import GPUS_PER_MACHINE
+from memprof.flows.how_far import report_progress_with
 from memprof.measured import MeasuredDevice
 from memprof.measured.cuda import Outside
 from memprof.stand_ins.extension import StandInExtension
@@ -21,8 +21,7 @@ from memprof.workload.chance import kept_chance
 from memprof.workload.custom_code import may_not_leave
 from memprof.workload.step import Workload
 
-_CARDS_OF_A_MACHINE = 8
-"""Ranks beyond so many are on other machines."""
+_LOOKED_BACK = 20_000  # events; a layer has fewer
 
 
 def capture_virtual(
@@ -41,8 +40,8 @@ def capture_virtual(
     spec = workload.spec
     device = VirtualGpu(
         gpu,
-        cards=min(spec.gpus, _CARDS_OF_A_MACHINE),
-        nodes=-(-spec.gpus // _CARDS_OF_A_MACHINE),
+        cards=min(spec.gpus, GPUS_PER_MACHINE),
+        nodes=-(-spec.gpus // GPUS_PER_MACHINE),
         rank=spec.rank or 0,
         context_bytes=CONTEXT_BYTES,
         tensors_only=not spec.workspaces,
@@ -51,7 +50,14 @@ def capture_virtual(
         extensions=[StandInExtension()],
     )
     try:
-        with _as_before(), device, may_not_leave("the model"), telling(lambda: _layer(device.trace)):
+        # Garbage is not looked for, and what the run draws at random is drawn by nobody else.
+        with (
+            no_collection(),
+            kept_chance(),
+            device,
+            may_not_leave("the model"),
+            report_progress_with(lambda: _layer(device.trace)),
+        ):
             workload.run(device, progress)
     except MemprofError:
         raise
@@ -70,19 +76,8 @@ def capture_virtual(
     return device.trace
 
 
-@contextlib.contextmanager
-def _as_before() -> Iterator[None]:
-    """Around a run: garbage is not looked for, and what it draws at random is drawn by nobody else."""
-    with no_collection(), kept_chance():
-        yield
-
-
-_LOOKED_BACK = 20_000
-"""Events: a layer has fewer."""
-
-
 def _layer(trace: Trace) -> str:
-    """The phase, and in a forward the layer that was entered last, and of how many."""
+    """Return the phase, and in a forward the layer that was entered last, and of how many."""
     modules = trace.modules
     for event in reversed(trace.events[-_LOOKED_BACK:]):
         if event.kind is EventKind.PHASE:
@@ -105,7 +100,7 @@ def capture_measured(
     """
     device = MeasuredDevice(name, Outside() if name == "cuda" else None, detail=detail)
     try:
-        with _as_before(), device, may_not_leave("the model"):
+        with no_collection(), kept_chance(), device, may_not_leave("the model"):
             workload.run(device, progress)
         if device.error is not None:
             raise device.error

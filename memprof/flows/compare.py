@@ -13,7 +13,7 @@ from pathlib import Path
 
 from memprof.errors import UsageError
 from memprof.flows.recordings import GZIP, PICKLE, head_of, open_file
-from memprof.flows.saved import load_capture, load_json
+from memprof.flows.saved import is_json, load_capture, load_json
 from memprof.report.documents.analysis import Analysis
 from memprof.report.documents.comparison import Comparison
 from memprof.report.documents.report import Document
@@ -27,30 +27,26 @@ _KINDS = "a capture (--save), a report (--json) of `memprof profile`, or a snaps
 def compare_files(
     a: Path, b: Path, tolerance: Tolerance, progress: Callable[[str], None] = lambda doing: None
 ) -> Comparison:
-    """What differs between the runs in two files.
-
-    Raises:
-        UsageError: a file is not there, damaged, or none that can be compared.
-    """
-    runs = []
-    for path in (a, b):
-        progress(f"reading {path.name}")
-        runs.append(open_run(path))
-    return build_comparison(runs[0], runs[1], tolerance)
+    """Compare the runs in two files; raise UsageError if one is not there, is damaged, or cannot be compared."""
+    progress(f"reading {a.name}")
+    first = open_run(a)
+    progress(f"reading {b.name}")
+    return build_comparison(first, open_run(b), tolerance)
 
 
 def open_run(path: Path) -> Run:
-    """The run in a capture, a report or a snapshot.
-
-    Raises:
-        UsageError: it is none of these, or damaged.
-    """
+    """Return the run in a capture, a report or a snapshot; raise UsageError if it is none of these, or damaged."""
     head = head_of(path, _KINDS)
     if head.startswith(GZIP):
         return run_of_document(load_capture(path), path.name, "memprof capture")
     if head.startswith(PICKLE):
-        return _snapshot(path)
-    if not head.lstrip(b"\xef\xbb\xbf \t\r\n").startswith((b"{", b"[")):
+        opened = open_file(path)
+        one = max(opened.recordings, key=lambda recording: recording.peak()[0])
+        notes = list(opened.origin.assumptions)
+        if len(opened.recordings) > 1:
+            notes.append(f"Of {len(opened.recordings)} devices, the one that allocates most is taken: {one.device}.")
+        return run_of_recording(one, path.name, opened.origin.settings, tuple(notes), opened.origin.source)
+    if not is_json(head):
         raise UsageError("neither a capture, a report nor a snapshot", value=path, hint=f"give {_KINDS}")
     return run_of_document(_report(path), path.name, "memprof report")
 
@@ -66,13 +62,3 @@ def _report(path: Path) -> Document:
     if isinstance(document, Comparison):
         raise UsageError("this is a comparison already", value=path, hint=f"give {_KINDS}")
     return document
-
-
-def _snapshot(path: Path) -> Run:
-    """The device of a snapshot that allocates most."""
-    opened = open_file(path)
-    one = max(opened.recordings, key=lambda recording: recording.peak()[0])
-    notes = list(opened.origin.assumptions)
-    if len(opened.recordings) > 1:
-        notes.append(f"Of {len(opened.recordings)} devices, the one that allocates most is taken: {one.device}.")
-    return run_of_recording(one, path.name, opened.origin.settings, tuple(notes), opened.origin.source)

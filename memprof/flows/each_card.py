@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from memprof.errors import UsageError
 from memprof.findings import Finding, Severity
@@ -16,25 +17,22 @@ from memprof.trace.events import Trace
 def document_of_cards(
     trace: Trace, report: Callable[[Trace], tuple[Ledger, Document]], card: int | None = None
 ) -> Document:
-    """The report on one card in full, with the verdict on all of them.
+    """Return the report on one GPU in full, with the verdict on all of them.
 
     Args:
-        report: makes it for one card.
+        report: makes it for one GPU.
         card: which is shown; None: the one that decides the verdict.
 
     Raises:
-        EmptyTraceError: nothing was allocated on any card.
-        UsageError: there is no such card, or nothing was allocated on it.
+        EmptyTraceError: nothing was allocated on any.
+        UsageError: there is no such GPU, or nothing was allocated on it.
     """
     if card is not None and f"cuda:{card}" not in trace.cards:
         raise UsageError("the run had no such card", value=f"--card {card}", hint=f"it had {', '.join(trace.cards)}")
-    made: dict[str, tuple[Ledger, Document]] = {}
     holding = {storage.device for storage in trace.storages if storage.num_bytes}
-    # A rank leaves the other cards to others.
+    # A rank leaves the other GPUs to others.
     cards = [device for device, used in trace.cards.items() if used or device in holding or trace.facts.rank is None]
-    for device in cards:
-        if device in holding:
-            made[device] = report(trace.on(device))
+    made = {device: report(trace.on(device)) for device in cards if device in holding}
     if not made:
         return report(trace)[1]  # which says so, but of a file whose cards are not those of its storages
     decides = min(made, key=lambda device: _order(*made[device]))
@@ -59,7 +57,7 @@ def document_of_cards(
 
 
 def _order(ledger: Ledger, document: Document) -> tuple[float, float, int, int]:
-    """The GPU that is full first, or will be, else the one that needs most, or holds most."""
+    """Return a key, least for the GPU that is full first, or will be, else that needs most, or holds most."""
     full, growth = ledger.out_of_memory, document.verdict.growth
     event = float("inf") if full is None else full.event
     step = float("inf") if growth is None or growth.runs_out_step is None else growth.runs_out_step
@@ -75,20 +73,29 @@ def _row(trace: Trace, device: str, document: Document | None, decides: str, sho
         used=used,
         total_bytes=facts.total_bytes,
         context_bytes=context,
-        peak_allocated_bytes=document.peak.allocated_bytes if document else 0,
-        peak_stage=document.peak.stage if document else "",
-        peak_reserved_bytes=document.peak.reserved_bytes if document else 0,
-        device_used_bytes=document.peak.device_used_bytes if document else context,
-        required_bytes=document.verdict.required_bytes if document else context,
         fits=document.verdict.fits if document else True,
         decides=device == decides,
         shown=device == shown,
+        **peak_figures(document, context),
     )
 
 
+def peak_figures(document: Document | None, context_bytes: int) -> dict[str, Any]:
+    """Return what the row of a GPU or a rank says of its peak; None: it had nothing beside a context, if that."""
+    return {
+        "peak_allocated_bytes": document.peak.allocated_bytes if document else 0,
+        "peak_stage": document.peak.stage if document else "",
+        "peak_reserved_bytes": document.peak.reserved_bytes if document else 0,
+        "device_used_bytes": document.peak.device_used_bytes if document else context_bytes,
+        "required_bytes": document.verdict.required_bytes if document else context_bytes,
+    }
+
+
 def merged_findings(shown: str, own: Sequence[Finding], others: Sequence[tuple[str, Document]]) -> tuple[Finding, ...]:
-    """Those of the card or rank that is shown, and of the others what it does not have: errors, and findings of other
-    kinds. What all have alike is of the run, and names none."""
+    """Return the findings of the GPU or rank that is shown, and of the others errors and what is of another kind.
+
+    What all have alike is of the run, and names none.
+    """
     found = [one if all(one in other.findings for _, other in others) else _on(shown, one) for one in own]
     known = {one.id for one in own}
     for device, other in others:

@@ -8,14 +8,13 @@ from collections.abc import Callable, Iterable
 from memprof.errors import UsageError
 from memprof.findings import Finding, Severity
 from memprof.findings.ranks_differ import RankPeak, find_between
-from memprof.flows.each_card import merged_findings
+from memprof.flows.each_card import merged_findings, peak_figures
 from memprof.ledger.ledger import EmptyTraceError
 from memprof.report.documents.ranks import RankRow
 from memprof.report.documents.report import Document
 from memprof.trace.events import Trace
 
-PEER = "another rank"
-"""How a rank ended that was stopped because another failed."""
+PEER = "another rank"  # how a rank ended that was stopped because another failed
 _BY_ITSELF = ("exit", "steps")
 _TOGETHER = (
     "The ranks ran together: what is known of tensors, objects and sizes was exchanged, and their calls were matched."
@@ -28,7 +27,7 @@ _IN_PART = (
 
 
 def in_order(traces: Iterable[Trace]) -> Trace:
-    """One trace of those of all ranks: the first of them, with the others in `others`. What is equal is kept once."""
+    """Return one trace of those of all ranks: the first, with the others in `others`. What is equal is kept once."""
     found: list[Trace] = []
     for trace in sorted(traces, key=rank_of):
         like = next((one for one in found if _requests(one) == _requests(trace)), None)
@@ -37,30 +36,32 @@ def in_order(traces: Iterable[Trace]) -> Trace:
 
 
 def rank_of(trace: Trace) -> int:
-    """Its number."""
+    """Return the rank that a trace is of."""
     return trace.facts.rank.rank if trace.facts.rank else 0
 
 
 def _requests(trace: Trace) -> tuple[object, ...]:
-    """All that a rank asks of its card, in order, with where it stands then."""
+    """Return all that a rank asks of its GPU, in order, with where it stands then."""
     sizes = [(storage.num_bytes, storage.device == "cpu") for storage in trace.storages]
     return trace.events, sizes, trace.phases, trace.failure, trace.facts.program
 
 
 def document_of_ranks(trace: Trace, report: Callable[[Trace], Document], rank: int | None = None) -> Document:
-    """The report on one rank in full, with the verdict on all of them.
+    """Return the report on one rank in full, with the verdict on all of them.
 
     Args:
         report: makes it for one rank.
         rank: which is shown; None: the one that decides the verdict.
 
     Raises:
-        EmptyTraceError: nothing was allocated on the card of any.
-        UsageError: there was no such rank, or nothing was allocated on its card.
+        EmptyTraceError: nothing was allocated on the GPU of any.
+        UsageError: there was no such rank, or nothing was allocated on its GPU.
     """
     traces = {rank_of(one): one for one in (dataclasses.replace(trace, others=[]), *trace.others)}
     if rank is not None and rank not in traces:
-        raise UsageError("no such rank was run", value=f"--rank {rank}", hint=f"there are {_listed(traces)}")
+        raise UsageError(
+            "no such rank was run", value=f"--rank {rank}", hint=f"there are {', '.join(map(str, traces))}"
+        )
     firsts: dict[int, int] = {}
     made: dict[int, Document] = {}
     empty: EmptyTraceError | None = None
@@ -81,7 +82,7 @@ def document_of_ranks(trace: Trace, report: Callable[[Trace], Document], rank: i
     if shown not in made:
         raise UsageError(
             "nothing was allocated on the card of this rank", value=f"--rank {shown}",
-            hint=f"leave it out, or ask for {_listed(made)}",
+            hint="leave it out, or ask for " + ", ".join(map(str, made)),
         )  # fmt: skip
     document = made[shown]
     others = [(f"rank {number}", one) for number, one in made.items() if number != shown and firsts[number] == number]
@@ -105,7 +106,7 @@ def document_of_ranks(trace: Trace, report: Callable[[Trace], Document], rank: i
 
 
 def _differences(made: dict[int, Document]) -> list[Finding]:
-    """Between ranks that all came to their end; one that was run for several counts as these."""
+    """Find what differs between ranks that all ended well; one that was run for several counts as these."""
     peaks: dict[int, RankPeak] = {}
     for number, one in made.items():
         alike = one.rank.alike if one.rank else ()
@@ -114,13 +115,8 @@ def _differences(made: dict[int, Document]) -> list[Finding]:
     return [] if any(one.failure for one in made.values()) else find_between(peaks)
 
 
-def _listed(numbers: Iterable[int]) -> str:
-    return ", ".join(map(str, numbers))
-
-
 def _order(document: Document) -> tuple[int, int, int]:
-    """The rank that failed itself first, then one that is full, one that was stopped, and the one that needs most, or
-    holds most."""
+    """Return a key, the least of the rank that failed itself, then is full, was stopped, needs most, holds most."""
     verdict = document.verdict
     stopped = document.program is not None and document.program.ended == PEER
     full = 1 if verdict.fits is False else 3
@@ -129,20 +125,16 @@ def _order(document: Document) -> tuple[int, int, int]:
 
 
 def _row(trace: Trace, number: int, document: Document | None, like: int | None, decides: int, shown: int) -> RankRow:
-    program, context = trace.facts.program, trace.facts.device.context_bytes
+    program = trace.facts.program
     return RankRow(
         rank=number,
         like=like,
         alike=trace.facts.rank.alike if trace.facts.rank else (),
         ended=program.ended if program else "",
-        peak_allocated_bytes=document.peak.allocated_bytes if document else 0,
-        peak_stage=document.peak.stage if document else "",
         peak_step=document.peak.step if document else 0,
-        peak_reserved_bytes=document.peak.reserved_bytes if document else 0,
-        device_used_bytes=document.peak.device_used_bytes if document else context,
-        required_bytes=document.verdict.required_bytes if document else context,
         fits=document.verdict.fits if document else True if program and program.ended in _BY_ITSELF else None,
         categories=document.peak.categories if document else {},
         decides=number == decides,
         shown=number == shown,
+        **peak_figures(document, trace.facts.device.context_bytes),
     )

@@ -13,8 +13,7 @@ from memprof.estimate.table import Simulated
 from memprof.flows.profile import profile
 from memprof.spec import TargetSpec
 
-UNLIMITED = 8 << 40
-"""Bytes of a card on which everything fits; in other respects it is an A100."""
+UNLIMITED = 8 << 40  # bytes of a GPU on which everything fits; in other respects it is an A100
 
 
 def simulate(
@@ -32,7 +31,6 @@ def simulate(
 
     Args:
         subject: the model; one that is a number of parameters is built from the shape derived for it.
-        plan: what is done with it.
         batch_size: sequences of a micro-batch.
         context_length: tokens of each.
         lengths: as `--lengths` has them; `context_length` then cuts the longest.

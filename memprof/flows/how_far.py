@@ -1,4 +1,4 @@
-"""How far the work is that is done now: whoever does it says how to ask, and whoever shows it asks from a thread."""
+"""How far the present work is: whoever does it says how to ask, and whoever shows it asks from a thread."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ _ASKED: list[Callable[[], str]] = []
 
 
 @contextlib.contextmanager
-def telling(ask: Callable[[], str]) -> Iterator[None]:
-    """While it is open, `how_far` is what `ask` says; it is called from another thread, and may fail."""
+def report_progress_with(ask: Callable[[], str]) -> Iterator[None]:
+    """While it is open, have `progress_text` return what `ask` says; it is called from another thread, and may fail."""
     _ASKED.append(ask)
     try:
         yield
@@ -18,8 +18,8 @@ def telling(ask: Callable[[], str]) -> Iterator[None]:
         _ASKED.remove(ask)
 
 
-def how_far() -> str:
-    """In a few words, such as "layer 12 of 36"; empty: not known."""
+def progress_text() -> str:
+    """Return how far the work is, such as "layer 12 of 36"; empty: not known."""
     try:
         return _ASKED[-1]() if _ASKED else ""
     except Exception:  # what is looked at changes in the meantime

@@ -25,26 +25,23 @@ from memprof.errors import MemprofError
 from memprof.spec import TargetSpec
 from memprof.trace.plain import Plain, to_plain
 
-_FORM = 1
-"""Of what is kept."""
-_LARGEST_FILE = 16 << 20
-"""Bytes of a file that is read to see whether it is the same."""
+_FORM = 1  # of what is cached
+_LARGEST_FILE = 16 << 20  # bytes of a file that is read to see whether it is the same
 _NO_CUDA = re.compile(r"^cuda\b[^=]*=\s*None\s*$", re.MULTILINE)
 
 _Answer = TypeVar("_Answer", bound=Plain)
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where the answer to one question is kept."""
+class CachedAnswer:
+    """The answer to one question, in the cache."""
 
     store: Store
     key: str
-    said: str
-    """The question, for people."""
+    said: str  # the question, for people
 
     def find(self, kind: type[_Answer]) -> tuple[_Answer, float] | None:
-        """The answer, and how many seconds ago it was given; None if there is none, or something has changed since."""
+        """Return the answer, and how many seconds ago it was given; None if there is none, or something has changed."""
         entry = self.store.find(self.key)
         if entry is None or not isinstance(entry.get("files"), list) or not unchanged(entry["files"]):
             return None
@@ -67,13 +64,11 @@ class Place:
             self.store.keep(self.key, {"said": self.said, "given": time.time(), "files": files, "answer": plain})
 
 
-def place_of(command: str, spec: TargetSpec, asked: dict[str, Any], words: Sequence[str]) -> Place | None:
-    """The place of an answer; None if it may depend on what cannot be looked at, or nothing is to be kept.
+def cached_answer(command: str, spec: TargetSpec, asked: dict[str, Any], words: Sequence[str]) -> CachedAnswer | None:
+    """Return where an answer is kept; None if it may depend on what cannot be looked at, or nothing is to be kept.
 
     Args:
-        command: that gives it.
-        spec: of what is run.
-        asked: what else it depends on.
+        asked: what else the answer of `command` depends on.
         words: the question as it was asked.
     """
     folder = cache_folder()
@@ -84,11 +79,13 @@ def place_of(command: str, spec: TargetSpec, asked: dict[str, Any], words: Seque
         return None
     question = [_FORM, command, to_plain(spec), to_plain(asked), files, circumstances()]
     text = json.dumps(question, sort_keys=True, default=str)
-    return Place(Store(folder), hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest(), shlex.join(words))
+    return CachedAnswer(
+        Store(folder), hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest(), shlex.join(words)
+    )
 
 
 def is_without_cuda() -> bool:
-    """Whether the installed torch is built without CUDA, which is told by a file of it: importing it takes a second."""
+    """Say whether the installed torch has no CUDA, told by a file of it: importing it takes a second."""
     found = importlib.util.find_spec("torch")
     if found is None or found.origin is None:
         return False
@@ -100,7 +97,7 @@ def is_without_cuda() -> bool:
 
 
 def _configuration(spec: TargetSpec) -> list[list[str] | None]:
-    """The file that the model is read from, and its digest; None in it if that is not all there is of it."""
+    """Return the file that the model is read from, and its digest; None in it if that is not all of it."""
     if spec.model_is_size or has_model(spec.model):
         return []
     path = Path(spec.model).expanduser()
@@ -114,7 +111,7 @@ def _configuration(spec: TargetSpec) -> list[list[str] | None]:
 
 
 def _lengths(text: str | None) -> list[list[str] | None]:
-    """Files that `--lengths` may name: options stand behind a comma, which a file's name may have too."""
+    """Return files that `--lengths` may name: options stand behind a comma, which a file's name may have too."""
     parts = (text or "").split(",")
     names = [",".join(parts[:count]) for count in range(1, len(parts) + 1)]
     return [_looked_at(Path(name).expanduser()) for name in names if name and os.path.lexists(Path(name).expanduser())]

@@ -12,8 +12,7 @@ from memprof.errors import MemprofError, RunFailedError, UsageError
 from memprof.flows.cards import virtual_card
 from memprof.flows.ladder.scripts import run_alone
 from memprof.flows.profile import profile
-from memprof.flows.recommend.bisection import find_limit
-from memprof.flows.script import gpu_of
+from memprof.flows.recommend.bisection import counted_bytes, find_limit
 from memprof.report.documents.limit import Limit, LimitRun
 from memprof.report.documents.report import Document
 from memprof.run_spec import RunSpec
@@ -21,30 +20,22 @@ from memprof.script import Program
 from memprof.spec import TargetSpec
 from memprof.trace.events import Trace
 
-LARGEST = {"batch-size": "batch_size", "context-length": "context_length"}
-"""What can be searched for -> the field of the spec."""
-PLACE = "{}"
-"""Where the number stands in the arguments of a script."""
-MOST = 1 << 16
-"""Where a search ends that finds no limit; of a context, the model's own number of positions."""
-BEYOND = 2
-"""Numbers past the first that does not fit which are run too: the allocator rounds, and one of them may fit."""
+LARGEST = {"batch-size": "batch_size", "context-length": "context_length"}  # what is searched for -> field of the spec
+PLACE = "{}"  # where the number stands in the arguments of a script
+MOST = 1 << 16  # where a search ends that finds no limit; of a context, the model's own number of positions
+BEYOND = 2  # numbers past the first that does not fit which are run too: the allocator rounds, and one of them may fit
 
 Run = Callable[[int], tuple[Trace, Document]]
 Progress = Callable[[str], None]
 
 
 def largest_of_spec(spec: TargetSpec, what: str, progress: Progress = lambda doing: None) -> tuple[Trace, Document]:
-    """The run of `spec` at the largest `what` that fits its card, and its report with all that was tried.
+    """Return the run of `spec` at the largest `what` that fits its GPU, and its report with all that was tried.
 
-    The search begins at the batch size or context length of `spec`.
-
-    Raises:
-        UsageError: the model takes no tokens, and a context length is searched for.
-        MemprofError: it cannot be run at all.
+    The search begins at the batch size or context length of `spec`. It raises UsageError where a context length is
+    searched for and the model takes no tokens.
     """
-    # Here and not above: --help needs no torch.
-    from memprof.workload.models import find_source
+    from memprof.workload.models import find_source  # needs torch, which --help does not
 
     field, most, begin = LARGEST[what], MOST, spec.batch_size
     if what == "context-length":
@@ -52,15 +43,12 @@ def largest_of_spec(spec: TargetSpec, what: str, progress: Progress = lambda doi
         begin = spec.context_length or min(2048, most)
 
     def run(number: int) -> tuple[Trace, Document]:
-        said = f"{what} {number:,}"
-        trace, document = profile(spec.edit(**{field: number}), lambda doing: progress(f"{said}: {doing}"))
+        one = spec.edit(**{field: number})
+        trace, document = profile(one, lambda doing: progress(f"{what} {number:,}: {doing}"))
         target = document.target
         if what == "context-length" and target is not None and target.context_length is None:
-            raise UsageError(
-                "the model takes no tokens, and so has no context length",
-                value=target.model,
-                hint="ask for --largest batch-size",
-            )
+            problem = "the model takes no tokens, and so has no context length"
+            raise UsageError(problem, value=target.model, hint="ask for --largest batch-size")
         return trace, document
 
     def command(number: int, *, fits: bool) -> str:
@@ -72,13 +60,9 @@ def largest_of_spec(spec: TargetSpec, what: str, progress: Progress = lambda doi
 def largest_of_script(
     program: Program, spec: RunSpec, what: str, progress: Progress = lambda doing: None
 ) -> tuple[Trace, Document]:
-    """The same of a script, whose arguments have `{}` where the number is to stand.
+    """Return the run of a script at the largest `what` that fits; its arguments have `{}` where the number is to stand.
 
-    Each run is a process of its own.
-
-    Raises:
-        UsageError: no argument has a place for the number.
-        MemprofError: the script fails with the least number.
+    Each run is a process of its own. It raises UsageError if no argument has a place for the number.
     """
     if not any(PLACE in argument for argument in program.arguments):
         raise UsageError(
@@ -99,7 +83,7 @@ def largest_of_script(
         # Where the GPU is full, the need is only seen beyond.
         return run_command(spec if fits else spec.edit(beyond=True), at(number).command)
 
-    return _search(run, gpu_of(spec), what, command, begin=1, most=MOST)
+    return _search(run, virtual_card(spec), what, command, begin=1, most=MOST)
 
 
 def _search(
@@ -116,7 +100,9 @@ def _search(
             # Something else ends here than memory: a model has no such position, or a data set no such batch.
             if not any(one.fits for one in made.values()) or isinstance(error, UsageError):
                 raise
-            made[number] = LimitRun(number, None, False, _failure(error), command(number, fits=False))
+            ended = error.document if isinstance(error, RunFailedError) else None
+            why = error.line if ended is None or ended.failure is None else ended.failure.error
+            made[number] = LimitRun(number, None, False, why, command(number, fits=False))
             return available + 1
         verdict = document.verdict
         fits = bool(verdict.fits)
@@ -125,15 +111,9 @@ def _search(
         before = kept.get(fits)
         if before is None or (number > before[0]) == fits:  # the largest that fits, the least that does not
             kept[fits] = number, trace, document
-        # It may fit although left alone it would take more: the allocator gives its cache back on the way.
-        return min(verdict.required_bytes, available) if fits else max(verdict.required_bytes, available + 1)
+        return counted_bytes(verdict.required_bytes, available, fits=fits)
 
     bound = find_limit(needed, available, low=1, high=most, begin=begin, beyond=BEYOND)
     limit = Limit(what, bound.largest, bound.first_too_large, tuple(made[number] for number in sorted(made)))
     _, trace, document = kept[bound.largest is not None]
     return trace, dataclasses.replace(document, limit=limit)
-
-
-def _failure(error: MemprofError) -> str:
-    document = error.document if isinstance(error, RunFailedError) else None
-    return error.line if document is None or document.failure is None else document.failure.error

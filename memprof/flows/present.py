@@ -17,12 +17,11 @@ class PresentGpu(NamedTuple):
 
     name: str
     total_bytes: int
-    usable_bytes: int
-    """For torch's allocator: what is free, less the context of a process that has none yet."""
+    usable_bytes: int  # for torch's allocator: what is free, less the context of a process that has none yet
 
 
 def card_like(name: str, total_bytes: int) -> dict[str, Any]:
-    """The options for a virtual card with this name, if the catalog has it, else with this capacity."""
+    """Return the options for a virtual GPU with this name, if the catalog has it, else with this capacity."""
     try:
         known = find_gpu(name)
     except UsageError:
@@ -33,7 +32,7 @@ def card_like(name: str, total_bytes: int) -> dict[str, Any]:
 
 
 def present_card() -> dict[str, Any]:
-    """The options for a virtual card like the first that NVML sees; none where it sees none.
+    """Return the options for a virtual GPU like the first that NVML sees; none where it sees none.
 
     Of a sliced card (MIG) a process has one slice: that which CUDA_VISIBLE_DEVICES names, or the first.
     """

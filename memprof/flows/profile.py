@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import importlib
 from collections.abc import Callable
 
@@ -18,13 +17,7 @@ from memprof.allocator import SettingsInForce
 from memprof.device.host import available_bytes
 from memprof.errors import RunFailedError, UsageError
 from memprof.flows.account import analyze
-from memprof.flows.cards import (
-    RunAllocator,
-    allocator_settings,
-    device_facts,
-    measured_device_facts,
-    virtual_card,
-)
+from memprof.flows.cards import RunAllocator, allocator_settings, device_facts, measured_device_facts, virtual_card
 from memprof.flows.each_rank import in_order
 from memprof.flows.present import card_like, present_gpu
 from memprof.ledger.ledger import EmptyTraceError
@@ -40,58 +33,34 @@ from memprof.workload.plan import parse_plan
 
 
 def profile(
-    spec: TargetSpec,
-    progress: Callable[[str], None] = lambda doing: None,
-    *,
-    explained: bool = True,
+    spec: TargetSpec, progress: Callable[[str], None] = lambda doing: None, *, explained: bool = True
 ) -> tuple[Trace, Document]:
-    """Run `spec` on its virtual card, or measure it on a real device; returns what happened and the report on it.
+    """Run `spec` on its virtual GPU, or measure it on a real device; return its trace and the report on it.
 
-    `explained` is as in `analyze`.
-
-    Raises:
-        MemprofError: as `happened`.
+    `explained` is as in `analyze`; errors are those of `capture_trace`.
     """
-    trace = happened(spec, progress)
+    trace = capture_trace(spec, progress)
     progress("accounting")
     return trace, analyze(trace, explained=explained)
 
 
-def happened(
-    spec: TargetSpec,
-    progress: Callable[[str], None] = lambda doing: None,
-) -> Trace:
-    """What happened in the run of `spec`, on its virtual card or on a real device.
+def capture_trace(spec: TargetSpec, progress: Callable[[str], None] = lambda doing: None) -> Trace:
+    """Run `spec` on its virtual GPU, or on a real device; return its trace.
 
     Raises:
         MemprofError: the model cannot be found or built (UsageError where the user named something wrong).
-        RunFailedError: the model's code raised, or did what cannot be simulated; it carries the trace and the report
-            so far.
+        RunFailedError: the model's code raised, or cannot be simulated; it has the trace and the report so far.
     """
     if spec.parallel is None and (spec.gpus > 1 or spec.rank is not None):
         asked = f"--gpus {spec.gpus}" if spec.gpus > 1 else f"--rank {spec.rank}"
         hint = "add --parallel fsdp, or ddp; --fix auto finds out"
         raise UsageError("how is the model spread over the cards?", value=asked, hint=hint)
     if spec.parallel is not None and spec.rank is None and parse_plan(spec.parallel, spec.gpus).layers == 1:
-        return _one_of_each_kind(spec, spec.parallel, progress)
-    return _ran(spec, progress)
+        return _run_each_kind(spec, spec.parallel, progress)
+    return _run_process(spec, progress)
 
 
-COMPILER = inductor.compile_fx.module
-"""What is there once something was compiled."""
-
-
-def compiles(spec: TargetSpec) -> bool:
-    """Whether a run compiles its model, itself or by a remedy."""
-    return spec.compile or any(STEPS[fix.partition("=")[0]].compiles for fix in spec.fixes)
-
-
-def _ran(spec: TargetSpec, progress: Callable[[str], None]) -> Trace:
-    """One process of it, run or measured.
-
-    Raises:
-        MemprofError: as `profile`.
-    """
+def _run_process(spec: TargetSpec, progress: Callable[[str], None]) -> Trace:
     # Here and not above: reading a capture and answering --help need no torch.
     from memprof.flows.capture import capture_measured, capture_virtual
     from memprof.workload.models import find_source
@@ -108,8 +77,8 @@ def _ran(spec: TargetSpec, progress: Callable[[str], None]) -> Trace:
         from memprof.remedies import on_spec
 
         switch_on = on_spec.switch_on
-    if compiles(spec):
-        importlib.import_module(COMPILER)
+    if spec.compile or any(STEPS[fix.partition("=")[0]].compiles for fix in spec.fixes):
+        importlib.import_module(inductor.compile_fx.module)
         freeze_libraries()  # garbage is looked for when something has been compiled
     failed: RunFailedError | None = None
     workload = Workload(spec, source, switch_on)
@@ -153,13 +122,13 @@ def _ran(spec: TargetSpec, progress: Callable[[str], None]) -> Trace:
     raise failed
 
 
-def _one_of_each_kind(spec: TargetSpec, plan: str, progress: Callable[[str], None]) -> Trace:
-    """One rank after the other, of each kind that the plan has."""
+def _run_each_kind(spec: TargetSpec, plan: str, progress: Callable[[str], None]) -> Trace:
+    """Run one rank after the other, of each kind that the plan has."""
     traces = []
     kinds = parse_plan(plan, spec.gpus).kinds_of_ranks()
     for rank, alike in kinds:
-        of = f"rank {rank}: " if len(kinds) > 1 else ""
-        trace = _ran(spec.edit(rank=rank), functools.partial(_say, progress, of))
+        prefix = f"rank {rank}: " if len(kinds) > 1 else ""
+        trace = _run_process(spec.edit(rank=rank), lambda doing, prefix=prefix: progress(prefix + doing))  # type: ignore[misc]
         assert trace.facts.rank is not None and trace.facts.target is not None
         trace.facts = dataclasses.replace(
             trace.facts,
@@ -170,15 +139,10 @@ def _one_of_each_kind(spec: TargetSpec, plan: str, progress: Callable[[str], Non
     return in_order(traces)
 
 
-def _say(progress: Callable[[str], None], of: str, doing: str) -> None:
-    progress(of + doing)
-
-
 def resolve_device(
     spec: TargetSpec, progress: Callable[[str], None] = lambda doing: None
 ) -> tuple[TargetSpec, Trace | None]:
-    """`spec` on the CUDA card that is present if the run fits what is free there, by simulation; else simulated, on a
-    card like the one that is present, with the trace of that."""
+    """Return `spec` on the CUDA GPU if a simulation fits what is free there; else on a virtual one, and that trace."""
     from memprof.measured.cuda import cuda_card, why_no_cuda
 
     if why_no_cuda() is not None:
@@ -194,12 +158,18 @@ def resolve_device(
     return (spec.edit(device="cuda"), None) if needed <= gpu.usable_bytes else (here, trace)
 
 
-def _check_host_memory(spec: TargetSpec, progress: Callable[[str], None]) -> None:
-    """A run on the CPU that takes more memory than there is would take the machine down with it.
+def at_once(spec: TargetSpec) -> int:
+    """Return how many runs like `spec` may be made at once, each in a worker: one of code that is the user's own."""
+    from memprof.workload.pool import number_of_workers  # needs torch
 
-    Raises:
-        UsageError: it does, by simulation.
-    """
+    _, colon, factory = spec.model.rpartition(":")
+    # Own code may write, and count on what a run before left.
+    is_own_code = spec.trust_remote_code or bool(colon and factory.isidentifier())
+    return number_of_workers() if spec.device == "virtual" and not is_own_code and not spec.compile else 1
+
+
+def _check_host_memory(spec: TargetSpec, progress: Callable[[str], None]) -> None:
+    """Raise UsageError if the run takes more memory than is free, by simulation: it would take the machine down."""
     available = available_bytes()
     if available is None:
         return

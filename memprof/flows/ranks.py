@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from memprof.errors import MemprofError, UsageError
 from memprof.flows.account import analyze
+from memprof.flows.cards import virtual_card
 from memprof.flows.each_rank import in_order
 from memprof.ledger.ledger import EmptyTraceError
 from memprof.report.documents.report import Document
@@ -29,34 +30,23 @@ if TYPE_CHECKING:
     from memprof.script.ranks import Ran
 
 
-_STEP_WAIT = 30.0
-"""Seconds for which a measured rank waits for the others to have shown enough."""
+_STEP_WAIT = 30.0  # seconds for which a measured rank waits for the others to have shown enough
 
 
 @dataclass(frozen=True, slots=True)
 class RanksRun:
     """What the ranks of a program did together."""
 
-    trace: Trace
-    """Of the lowest, with those of the others."""
-    document: Document | None
-    """None: nothing was ever on a card."""
-    ended: Ended
-    """Of the rank that failed first, or of the worst."""
-    exit_code: int
-    """The program's own."""
-    problem: MemprofError | None = None
-    """What was wrong between ranks, or could not be simulated on one."""
-    said: str = ""
-    """The traceback of the rank that failed first."""
+    trace: Trace  # of the lowest, with those of the others
+    document: Document | None  # None: nothing was ever on a GPU
+    ended: Ended  # of the rank that failed first, or of the worst
+    exit_code: int  # the program's own
+    problem: MemprofError | None = None  # what was wrong between ranks, or could not be simulated on one
+    said: str = ""  # the traceback of the rank that failed first
 
 
 def asked_ranks(text: str, size: int) -> list[int]:
-    """The ranks that `--ranks` names: `all`, or numbers and spans (`0,3,5-7`).
-
-    Raises:
-        UsageError: there is no such rank, or it is no number.
-    """
+    """Return the ranks of `all`, or numbers and spans (`0,3,5-7`); raise UsageError if there are no such ranks."""
     if text.strip() == "all":
         return list(range(size))
     found: set[int] = set()
@@ -75,19 +65,9 @@ def asked_ranks(text: str, size: int) -> list[int]:
 def run_ranks(program: Program, rule: StopRule, spec: RunSpec) -> RanksRun | ScriptOutcome:
     """Run ranks of `program` together, until `rule` holds of all of them, they end, or one fails.
 
-    Args:
-        program: the script or module, and its arguments.
-        rule: when it is stopped.
-        spec: everything else that is asked; of `ranks` None are all, `rank` is the one that the report shows in full
-            (None: the one that decides).
-
-    Returns:
-        What they did; or how a launcher ended that started none.
-
-    Raises:
-        UsageError: there are no such ranks, or no room for them.
+    `spec.ranks` None are all; `spec.rank` is the one that the report shows in full, None: the one that decides.
+    A launcher that started none gives its outcome. It raises UsageError if there is no such rank, or no room.
     """
-    from memprof.flows.script import gpu_of
     from memprof.script.capture import ask
     from memprof.script.launchers import Place
     from memprof.script.ranks import check_memory, run_together
@@ -98,7 +78,7 @@ def run_ranks(program: Program, rule: StopRule, spec: RunSpec) -> RanksRun | Scr
 
     def start_of(number: int | None) -> Start | ScriptOutcome:
         place = Place(number, spec.gpus, spec.nodes)
-        return program.start(place) if is_measured else ask(program, place, gpu_of(spec))
+        return program.start(place) if is_measured else ask(program, place, virtual_card(spec))
 
     first = start_of(None)
     if isinstance(first, ScriptOutcome):
@@ -126,12 +106,7 @@ def run_ranks(program: Program, rule: StopRule, spec: RunSpec) -> RanksRun | Scr
 
 
 def _check_measured(program: Program, start: Start, ranks: Sequence[int], device: str) -> None:
-    """Whether the ranks can be measured: all of them, on this machine.
-
-    Raises:
-        UsageError: they cannot.
-        MemprofError: there is no card.
-    """
+    """Raise UsageError if the ranks cannot be measured, all of them, on this machine."""
     if not program.has_launcher:
         raise UsageError(
             "ranks that a script starts itself cannot be measured", value=f"--device {device}",
@@ -159,7 +134,7 @@ def _check_measured(program: Program, start: Start, ranks: Sequence[int], device
 
 
 def _one_rank(program: Program, rule: StopRule, starts: Mapping[int, Start], spec: RunSpec, channel: Any) -> Ran:
-    """In the process of one rank."""
+    """Run one rank, in its own process."""
     if spec.device == "cuda":
         from memprof.measured.cuda import use_card
 
@@ -185,7 +160,7 @@ def _put_together(
     rank: int | None,
     card: int | None,
 ) -> RanksRun:
-    """Who failed first speaks for all; who was stopped for it says so."""
+    """Make one run of all ranks: who failed first speaks for all; who was stopped for it says so."""
     failed = [number for number in ran if ran[number].ended not in (Ended.PEER, Ended.STEPS, Ended.EXIT)]
     failed += [number for number in ran if ran[number].ended is Ended.EXIT and ran[number].exit_code]
     culprit = ran[failed[0]] if failed else None
@@ -219,7 +194,7 @@ def _put_together(
 
 
 def _why(number: int | None, culprit: Ran | None, problem: MemprofError | None) -> tuple[str, str | None]:
-    """Why the others were stopped, and what to do."""
+    """Return why the others were stopped, and what to do."""
     if problem is not None:
         return problem.problem, problem.hint
     if culprit is None or number is None:
@@ -233,7 +208,7 @@ def _why(number: int | None, culprit: Ran | None, problem: MemprofError | None) 
 
 
 def _headed(failed: Sequence[int], ran: Mapping[int, Ran]) -> str:
-    """The traceback of the first, said once for all that end in the same."""
+    """Return the traceback of the first, said once for all that end in the same."""
     first = ran[failed[0]].said
     if not first:
         return ""

@@ -34,8 +34,7 @@ from memprof.units import format_bytes
 
 GZIP = b"\x1f\x8b"
 PICKLE = b"\x80"
-REGULAR = b"\x80\x04"
-"""How pickles begin that number their memo in order, or later ones."""
+REGULAR = b"\x80\x04"  # how pickles begin that number their memo in order, or later ones
 _KINDS = "a snapshot of torch.cuda.memory._dump_snapshot, or a capture that `memprof profile --save` wrote"
 
 
@@ -46,22 +45,17 @@ class Opened:
     snapshot: Snapshot
     recordings: list[Recording]
     origin: Origin
-    converted: Converted | None
-    """For a capture."""
+    converted: Converted | None  # of a capture
 
     def slices(self, recording: Recording) -> list[Slice]:
-        """Stages and modules of one device, in microseconds."""
+        """Return stages and modules of one device, in microseconds."""
         if self.converted is not None:
             return self.converted.slices
         return slices_of(recording, self.snapshot.annotations)
 
 
 def head_of(path: Path, kinds: str) -> bytes:
-    """The first bytes of a file, which tell what kind it is.
-
-    Raises:
-        UsageError: it cannot be read, or is empty; `kinds` says what to give instead.
-    """
+    """Return the first bytes of a file; raise UsageError, with `kinds` to give instead, if it has none."""
     try:
         with path.open("rb") as file:
             head = file.read(64)
@@ -75,12 +69,7 @@ def head_of(path: Path, kinds: str) -> bytes:
 
 
 def open_file(path: Path, progress: Callable[[str], None] = lambda doing: None) -> Opened:
-    """Read `path` and rebuild what happened.
-
-    Raises:
-        UsageError: it is neither a snapshot nor a capture, or damaged.
-        UsageError: it does not fit into this machine's memory.
-    """
+    """Read `path` and rebuild what happened; raise UsageError if it is no recording, is damaged, or is too large."""
     head = head_of(path, _KINDS)[:2]
     if head == GZIP:
         return _open_capture(path)
@@ -101,14 +90,13 @@ def open_file(path: Path, progress: Callable[[str], None] = lambda doing: None) 
     for one in found:
         one.steps = find_steps(one, snapshot.annotations)
         name_stages(one, annotated(one, snapshot.annotations))
-    settings = snapshot.settings.get("PYTORCH_CUDA_ALLOC_CONF", "")
     notes = ["Modules and categories are guessed from the stacks."] if any(one.lives for one in found) else []
     if not snapshot.settings:
         notes.append("The file does not say the allocator's settings; the defaults are taken.")
     if snapshot.source == "simulated":
         notes.append("memprof wrote this file (memprof export): the run was simulated.")
-    origin = Origin(path.name, "torch snapshot", snapshot.source, str(settings), tuple(notes))
-    return Opened(snapshot, found, origin, None)
+    settings = str(snapshot.settings.get("PYTORCH_CUDA_ALLOC_CONF", ""))
+    return Opened(snapshot, found, Origin(path.name, "torch snapshot", snapshot.source, settings, tuple(notes)), None)
 
 
 def _open_capture(path: Path) -> Opened:
@@ -120,7 +108,8 @@ def _open_capture(path: Path) -> Opened:
     trace = load_trace(path)
     others = len(trace.others)
     trace = max((trace, *trace.others), key=lambda one: max(_most(one).values(), default=0))
-    trace = trace.on(_fullest(trace)) if trace.cards else trace
+    if trace.cards:
+        trace = trace.on(max(trace.cards, key=_most(trace).__getitem__))
     config, note = _settings(trace)
     card = trace.facts.device
     converted = snapshot_of(trace, config, CardMemory.of(card))
@@ -140,34 +129,24 @@ def _open_capture(path: Path) -> Opened:
         notes.append(
             "From the out-of-memory error on, the run is followed on a card without limit, to show its whole need."
         )
-    origin = Origin(
-        path.name, f"memprof capture, {trace.source} on {card.name}", trace.source, config.text, tuple(notes)
-    )
+    kind = f"memprof capture, {trace.source} on {card.name}"
+    origin = Origin(path.name, kind, trace.source, config.text, tuple(notes))
     return Opened(converted.snapshot, found, origin, converted)
 
 
-def _fullest(trace: Trace) -> str:
-    """The card on which most is requested at once."""
-    most = _most(trace)
-    return max(trace.cards, key=lambda device: most[device])
-
-
 def _most(trace: Trace) -> Counter[str]:
-    """Bytes that are requested at once, at the most, by card."""
-    now: Counter[str] = Counter()
-    most: Counter[str] = Counter()
+    """Return the most bytes that are requested at once, by GPU."""
+    now, most = Counter[str](), Counter[str]()
     for kind, ref in trace.events:
-        if kind in (EventKind.ALLOC, EventKind.FREE):
-            storage = trace.storages[ref]
-            if storage.device == CPU:
-                continue
-            now[storage.device] += storage.num_bytes if kind is EventKind.ALLOC else -storage.num_bytes
-            most[storage.device] = max(most[storage.device], now[storage.device])
+        if kind in (EventKind.ALLOC, EventKind.FREE) and trace.storages[ref].device != CPU:
+            device, num_bytes = trace.storages[ref].device, trace.storages[ref].num_bytes
+            now[device] += num_bytes if kind is EventKind.ALLOC else -num_bytes
+            most[device] = max(most[device], now[device])
     return most
 
 
 def _settings(trace: Trace) -> tuple[AllocatorConfig, str]:
-    """The allocator's settings that a capture was made under; else those of the environment."""
+    """Return the allocator's settings that a capture was made under; else those of the environment."""
     if trace.facts.allocator is not None:
         text = trace.facts.allocator.alloc_conf or ""
         return parse_config(text), f"Allocator settings of the run: {text or 'the defaults'}."
@@ -177,7 +156,7 @@ def _settings(trace: Trace) -> tuple[AllocatorConfig, str]:
 
 
 def _check_memory(path: Path, size: int, per_byte: int) -> None:
-    """Refuse what would not fit, before it takes the machine down; what is larger than it looks, the ceiling stops."""
+    """Raise UsageError for what would not fit, before it takes the machine down; the rest is the ceiling's."""
     needed, most = size * per_byte, ceiling_bytes(path)
     if needed > most:
         raise UsageError(
@@ -190,11 +169,7 @@ def _check_memory(path: Path, size: int, per_byte: int) -> None:
 def analyze_file(
     path: Path, question: Question, device: int | None = None, progress: Callable[[str], None] = lambda doing: None
 ) -> Analysis:
-    """The document of `memprof analyze`, of one device if one is given.
-
-    Raises:
-        UsageError: the file, the device or the moment is not what it should be.
-    """
+    """Return the document of `memprof analyze`, of one device if one is given."""
     opened = open_file(path, progress)
     progress("accounting")
     chosen = opened.recordings
@@ -212,10 +187,7 @@ def analyze_file(
 def export_file(
     path: Path, to: Path, progress: Callable[[str], None] = lambda doing: None, *, force: bool = False
 ) -> str:
-    """Write the run in `path` to `to`, by the name's end: .pickle for memory_viz, .json for Perfetto.
-
-    Returns:
-        What opens it.
+    """Write the run in `path` to `to` (.pickle for memory_viz, .json for Perfetto); return what opens it.
 
     Raises:
         UsageError: the file is not what it should be, or the kind of `to` is not known.

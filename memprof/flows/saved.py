@@ -15,11 +15,11 @@ from memprof.report.documents.comparison import Comparison
 from memprof.report.documents.report import SCHEMA, Document
 from memprof.trace.io import load_trace
 
+# What `command` is in their JSON -> they, and the newest schema that is read.
 _OTHERS: dict[str, tuple[type[Analysis | Comparison], int]] = {
     "analyze": (Analysis, analysis.SCHEMA),
     "compare": (Comparison, comparison.SCHEMA),
 }
-"""What `command` is in their JSON -> they, and the newest schema that is read."""
 SavedDocument = Document | Analysis | Comparison
 _KINDS = "a capture (--save), or what memprof profile, run, analyze or compare write with --json"
 
@@ -27,7 +27,7 @@ _KINDS = "a capture (--save), or what memprof profile, run, analyze or compare w
 def load(
     path: str | Path, *, alloc_conf: str | None = None, card: int | None = None, rank: int | None = None
 ) -> SavedDocument:
-    """The document in a file: in JSON, as `save()` and `--json` write it, or of a capture, accounted for anew.
+    """Return the document in a file: in JSON, as `save()` and `--json` write it, or of a capture, accounted for anew.
 
     Needs neither torch nor the model.
 
@@ -50,7 +50,7 @@ def load(
     head = head_of(path, _KINDS)
     if head.startswith(GZIP):
         return load_capture(path, alloc_conf, card, rank)
-    if not head.lstrip(b"\xef\xbb\xbf \t\r\n").startswith((b"{", b"[")):
+    if not is_json(head):
         raise UsageError("not a memprof capture or report", value=path, hint=f"give {_KINDS}")
     if (alloc_conf, card, rank) != (None, None, None):
         raise UsageError(
@@ -59,14 +59,15 @@ def load(
     return load_json(path)
 
 
+def is_json(head: bytes) -> bool:
+    """Say whether a file that begins with `head` may be one in JSON."""
+    return head.lstrip(b"\xef\xbb\xbf \t\r\n").startswith((b"{", b"["))
+
+
 def load_capture(
     path: Path, alloc_conf: str | None = None, card: int | None = None, rank: int | None = None
 ) -> Document:
-    """The report of a capture; the other arguments are those of `load`.
-
-    Raises:
-        UsageError: it is none, is damaged, or has nothing in it.
-    """
+    """Return the report of a capture; raise UsageError if it is none, is damaged, or has nothing in it."""
     try:
         return analyze(load_trace(path), alloc_conf, card=card, rank=rank)
     except EmptyTraceError as error:
@@ -76,11 +77,7 @@ def load_capture(
 
 
 def load_json(path: Path) -> SavedDocument:
-    """The document that was written as JSON.
-
-    Raises:
-        UsageError: it is none, is damaged, or of a newer memprof.
-    """
+    """Return the document that was written as JSON; raise UsageError if it is none, is damaged, or too new."""
     try:
         values = json.loads(path.read_text(encoding="utf-8-sig"))
     except (ValueError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""The dry run: a user's script, unmodified, on a virtual card or measured on a real device.
+"""The dry run: a user's script, unmodified, on a virtual GPU or measured on a real device.
 
     Program -script/capture-> Trace, ScriptOutcome -account-> Document
 
@@ -14,11 +14,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from memprof.allocator import Settings, SettingsInForce
-from memprof.catalog import Gpu, custom_gpu, find_gpu
 from memprof.command_line import run_command
 from memprof.device.context import CONTEXT_BYTES
 from memprof.flows.account import analyze
-from memprof.flows.cards import RunAllocator, allocator_settings, device_facts, measured_device_facts
+from memprof.flows.cards import RunAllocator, allocator_settings, device_facts, measured_device_facts, virtual_card
 from memprof.ledger.ledger import EmptyTraceError
 from memprof.report.documents.report import Document
 from memprof.run_spec import RunSpec
@@ -45,15 +44,9 @@ class DryRun:
 
 
 def run_script(program: Program, rule: StopRule, spec: RunSpec) -> DryRun:
-    """Run `program` until `rule` stops it, in this process.
+    """Run `program` until `rule` stops it, in this process; `spec` is everything else but `ranks` (see `run_ranks`).
 
-    Args:
-        program: the script or module, and its arguments.
-        rule: when it is stopped.
-        spec: everything else that is asked of the run; `ranks` is what `run_ranks` is for.
-
-    Raises:
-        UsageError: there is no such script, or a remedy cannot be switched on from outside.
+    Raises UsageError if there is no such script, or a fix cannot be switched on from outside.
     """
     from memprof.script.capture import ask  # here and not above: --help needs no torch
     from memprof.script.launchers import Place
@@ -61,7 +54,7 @@ def run_script(program: Program, rule: StopRule, spec: RunSpec) -> DryRun:
     program.check()
     start: Start | None = None
     if spec.device == "virtual":
-        found = ask(program, Place(spec.rank, spec.gpus, spec.nodes), gpu_of(spec))
+        found = ask(program, Place(spec.rank, spec.gpus, spec.nodes), virtual_card(spec))
         if isinstance(found, ScriptOutcome):
             return DryRun(Trace(), found, None)
         start = found
@@ -72,24 +65,12 @@ def run_script(program: Program, rule: StopRule, spec: RunSpec) -> DryRun:
     return DryRun(trace, outcome, document)
 
 
-def gpu_of(spec: RunSpec) -> Gpu:
-    """Return the GPU that `spec` names.
-
-    Raises:
-        UsageError: the catalog has none of this name.
-    """
-    return find_gpu(spec.gpu) if spec.gpu_vram_bytes is None else custom_gpu(spec.gpu_vram_bytes)
-
-
 def capture_run(
     program: Program, rule: StopRule, spec: RunSpec, *, start: Start | None = None, channel: Channel | None = None
 ) -> tuple[Trace, ScriptOutcome]:
     """Run one process of `program`; return what it did, with what is known of it.
 
     Args:
-        program: as of `run_script`.
-        rule: likewise.
-        spec: likewise.
         start: the process; None: that which the program is by itself.
         channel: to the others that run together with it; None: it is alone.
     """
@@ -100,13 +81,14 @@ def capture_run(
     from memprof.stand_ins.extension import StandInExtension
     from memprof.virtual import VirtualGpu
 
-    gpu, device = gpu_of(spec), spec.device
+    gpu, is_virtual = virtual_card(spec), spec.device == "virtual"
+    device: VirtualGpu | MeasuredDevice
     settings = _LateSettings(spec.alloc_conf)
     switch = Switch(spec.fixes)
     settings.add(switch.alloc_conf)
-    if device == "virtual":
+    if is_virtual:
         assert start is not None
-        virtual = VirtualGpu(
+        device = VirtualGpu(
             gpu,
             cards=start.cards,
             nodes=start.nodes,
@@ -121,19 +103,16 @@ def capture_run(
             compiles=not spec.no_compile,
             extensions=[] if spec.no_stand_ins else [StandInExtension()],
         )
-        trace, outcome = capture_script(
-            program, virtual, rule, switch.before_forward, worst_batch=spec.worst_batch, start=start, channel=channel
-        )
-        on = device_facts(gpu)
+        facts = device_facts(gpu)
     else:
-        on = measured_device_facts(device)
-        measured = MeasuredDevice(device, Outside() if device == "cuda" else None, detail=spec.detail)
-        trace, outcome = capture_script(
-            program, measured, rule, switch.before_forward, worst_batch=spec.worst_batch, start=start, channel=channel
-        )
+        facts = measured_device_facts(spec.device)
+        device = MeasuredDevice(spec.device, Outside() if spec.device == "cuda" else None, detail=spec.detail)
+    trace, outcome = capture_script(
+        program, device, rule, switch.before_forward, worst_batch=spec.worst_batch, start=start, channel=channel
+    )
     if trace.failure is not None:
         trace.failure = trace.failure._replace(hint=_launch_hint(program, spec, outcome) or trace.failure.hint)
-    if outcome.ended is Ended.REFUSED and device == "virtual":
+    if outcome.ended is Ended.REFUSED and is_virtual:
         trace.assumptions.append(BEYOND)
     if outcome.ended is Ended.EXIT and not _learned(trace):
         trace.trains = False  # gradients were on, and nobody ever asked for any
@@ -153,7 +132,7 @@ def capture_run(
             spec,
             outcome.planned_steps,
         ),
-        device=dataclasses.replace(on, host_memory_bytes=spec.host_memory_bytes),
+        device=dataclasses.replace(facts, host_memory_bytes=spec.host_memory_bytes),
         allocator=settings.read().facts,
         rank=found,
     )
@@ -174,8 +153,7 @@ def _launch_hint(program: Program, spec: RunSpec, outcome: ScriptOutcome) -> str
 
 
 def _training_steps(trace: Trace, ended: Ended) -> int:
-    """How many were begun; calls of a model from which nothing is learned are no training, whatever step they are shown
-    in."""
+    """Return how many were begun; calls of a model without a backward are no training, whatever their step."""
     learned = _learned(trace)
     if learned and ended is Ended.EXIT:
         return max(learned)  # what it called after the last was for its output alone, with gradients or without
@@ -183,14 +161,13 @@ def _training_steps(trace: Trace, ended: Ended) -> int:
 
 
 def _learned(trace: Trace) -> list[int]:
-    """The steps in which there was something to learn."""
+    """Return the steps with a backward or an optimizer step."""
     learns = (PhaseKind.BACKWARD, PhaseKind.OPTIMIZER_STEP)
     return [phase.step for phase in trace.phases if phase.kind in learns]
 
 
 class _LateSettings(SettingsInForce):
-    """The allocator's settings as torch finds them: the environment's when memory is first asked for, which a script
-    may set in its first lines."""
+    """The allocator's settings as torch finds them: a script may set the environment's before it first uses memory."""
 
     def __init__(self, alloc_conf: str | None) -> None:
         super().__init__(allocator_settings(alloc_conf))
@@ -199,18 +176,18 @@ class _LateSettings(SettingsInForce):
         self._environment = dict(os.environ)
 
     def add(self, alloc_conf: str) -> None:
-        """Settings of a remedy, beside the others."""
+        """Add settings of a fix to the others."""
         self._added = alloc_conf
         if alloc_conf:
             self.set(self.get())
 
     def set(self, alloc_conf: str) -> None:
-        """As torch takes them."""
+        """Take settings as torch does."""
         self._late = False
         super().set(",".join(filter(None, (alloc_conf, self._added))))
 
     def read(self) -> Settings:
-        """What holds from here on."""
+        """Return what holds from here on."""
         if self._late and dict(os.environ) != self._environment:
             self.now = allocator_settings(None)
             if self._added:

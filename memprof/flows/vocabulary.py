@@ -30,8 +30,8 @@ from memprof.units import format_count, parse_count
 
 BEFORE = "before"
 MAX_CAPS = 6
+# Optimizer -> numbers that torch keeps for each parameter, of the parameter's dtype (torch.optim, by their names).
 STATES = {"adamw": 2, "adam": 2, "sgd": 0, "sgd-momentum": 1, "adagrad": 1, "rmsprop": 1, "none": 0}
-"""Optimizer -> numbers that torch keeps for each parameter, of the parameter's dtype (torch.optim, by their names)."""
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 DEFAULT_CONTEXT = 2048
 
@@ -41,37 +41,24 @@ Progress = Callable[[str], None]
 def read_corpus(
     corpus: Sequence[str | Path], tokenizer: str, *, encoding: str, column: str | None, show: int, progress: Progress
 ) -> CorpusCount:
-    """Count a corpus; `progress` is told how much of it is read.
-
-    Raises:
-        UsageError: as `count_corpus`; or nothing in it is a token.
-    """
+    """Count a corpus; raise UsageError if nothing in it is a token, and as `count_corpus`."""
     sources = find_sources(corpus, column)
     if any(source.path.suffix.lower() == ".parquet" for source in sources):
         check_package("Parquet", "pyarrow")
     total = sum(source.num_bytes for source in sources)
 
     def tell(done: int) -> None:
-        progress(
-            f"counting: {done / total:.0%} of {total / 1e6:,.0f} MB" if total else f"counting: {done / 1e6:,.0f} MB"
-        )
+        progress("counting: " + (f"{done / total:.0%} of {total / 1e6:,.0f} MB" if total else f"{done / 1e6:,.0f} MB"))
 
     counted = count_corpus(corpus, tokenizer, encoding=encoding, column=column, show=show, progress=tell)
     if not counted.frequencies.total:
-        raise UsageError(
-            "there is no token in the corpus",
-            value=", ".join(map(str, corpus)),
-            hint="is there only white space in it?",
-        )
+        value = ", ".join(map(str, corpus))
+        raise UsageError("there is no token in the corpus", value=value, hint="is there only white space in it?")
     return counted
 
 
 def parse_shares(text: str) -> list[tuple[str, Fraction]]:
-    """Names and shares in "99,99.9".
-
-    Raises:
-        UsageError: not percentages from 0 to 100, or too many.
-    """
+    """Return names and shares of "99,99.9"; raise UsageError if they are no percentages, or too many."""
     found = {}
     for part in (part.strip().removesuffix("%") for part in text.split(",") if part.strip()):
         try:
@@ -87,11 +74,7 @@ def parse_shares(text: str) -> list[tuple[str, Fraction]]:
 
 
 def caps_of(counted: CorpusCount, shares: Sequence[tuple[str, Fraction]], asked: int | None = None) -> tuple[Cap, ...]:
-    """The caps for these shares, and the one of `asked` tokens; most tokens first.
-
-    Raises:
-        UsageError: `asked` is not above zero.
-    """
+    """Return the caps for these shares, and the one of `asked` tokens, which is above zero; most tokens first."""
     if asked is not None and asked < 1:
         raise UsageError("--cap must be at least 1", value=asked, hint="give a positive whole number")
     frequencies = counted.frequencies
@@ -107,16 +90,12 @@ def caps_of(counted: CorpusCount, shares: Sequence[tuple[str, Fraction]], asked:
 
 
 def before_size(counted: CorpusCount) -> int | None:
-    """The vocabulary that the capped ones are held against: all words of the corpus, or the tokenizer's ids."""
+    """Return the vocabulary that the caps are compared with: all words of the corpus, or the tokenizer's ids."""
     return counted.frequencies.distinct + counted.reserved if counted.tokenizer == WORDS else counted.vocab_size
 
 
 def check_model(spec: TargetSpec) -> None:
-    """Find the model and the card before a corpus is read, which may take minutes.
-
-    Raises:
-        MemprofError: one of them is not known.
-    """
+    """Find model and GPU, or raise MemprofError, before a corpus is read, which may take minutes."""
     from memprof.workload.models import find_source  # imports torch
 
     virtual_card(spec)
@@ -124,12 +103,9 @@ def check_model(spec: TargetSpec) -> None:
 
 
 def simulate(spec: TargetSpec, counted: CorpusCount, caps: Sequence[Cap], progress: Progress) -> Savings:
-    """What each cap saves in this run, by running it with each vocabulary.
+    """Run the model with each vocabulary, and return what each cap saves.
 
     Before is `spec.vocab_size`; if that is None, all words of the corpus, or with a tokenizer the model's own.
-
-    Raises:
-        MemprofError: as `profile`.
     """
     if spec.vocab_size is None and counted.tokenizer == WORDS:
         spec = spec.edit(vocab_size=before_size(counted))
@@ -164,11 +140,8 @@ def simulate(spec: TargetSpec, counted: CorpusCount, caps: Sequence[Cap], progre
 
 def _measured(name: str, rows: int, trace: Trace, document: Document) -> Memory:
     ledger = build_ledger(trace)
-    logits = [
-        index
-        for index, category in enumerate(ledger.categories)
-        if category is Category.LOGITS_AND_LOSS and trace.storages[index].device != HOST
-    ]
+    at_loss = (index for index, category in enumerate(ledger.categories) if category is Category.LOGITS_AND_LOSS)
+    logits = [index for index in at_loss if trace.storages[index].device != HOST]
     state = document.model_state
     assert state is not None and document.target is not None
     return Memory(
@@ -194,7 +167,7 @@ def _describe(target: Target) -> str:
 
 
 def reckon(params: str | None, counted: CorpusCount, caps: Sequence[Cap], spec: TargetSpec) -> Savings:
-    """The same without a run: rows of embedding and head times their width, and one copy of the logits.
+    """Return what each cap saves by arithmetic: rows of embedding and head times their width, and a copy of the logits.
 
     Parameters are rows x hidden size, once if embedding and head share their weights and else twice; gradients as many;
     optimizer state so many as `STATES` has; logits batch x context x rows. All of them in `dtype`.
@@ -202,10 +175,7 @@ def reckon(params: str | None, counted: CorpusCount, caps: Sequence[Cap], spec: 
     Args:
         params: a size such as 1.2B, which stands for a model of the shape of Llama (`catalog.synthesize`); None: the
             width is not known, and the logits are all that is.
-        spec: vocabulary before, batch, context, dtype and optimizer.
-
-    Raises:
-        UsageError: not a size, or an optimizer whose state is not so many numbers for each parameter.
+        spec: vocabulary before, batch, context, dtype and optimizer; UsageError if the state is not so many numbers.
     """
     optimizer, batch_size = spec.optimizer, spec.batch_size
     if optimizer not in STATES:
@@ -232,12 +202,11 @@ def reckon(params: str | None, counted: CorpusCount, caps: Sequence[Cap], spec: 
     rows = spec.vocab_size or before_size(counted) or 0
 
     def of(name: str, vocabulary: int) -> Memory:
-        count = others + columns * vocabulary
-        held = count * DTYPE_BYTES[dtype] if params is not None else None
+        count = others + columns * vocabulary if params is not None else None
+        held = None if count is None else count * DTYPE_BYTES[dtype]
         state = None if held is None else STATES[optimizer] * held
         logits = batch_size * context * vocabulary * DTYPE_BYTES[dtype]
-        known = count if params is not None else None
-        return Memory(name, vocabulary, known, held, held, state, logits, None, None, None)
+        return Memory(name, vocabulary, count, held, held, state, logits, None, None, None)
 
     capped = []
     for cap in caps:

@@ -92,7 +92,7 @@ from memprof.flows import kept
 from memprof.cli.main import run
 import json, pathlib
 report = json.loads(pathlib.Path({report!r}).read_text()) | {{"memprof_version": "0"}}
-kept.Place.find = lambda self, kind: (kind.from_json(report), 5.0)
+kept.CachedAnswer.find = lambda self, kind: (kind.from_json(report), 5.0)
 try:
     run(["profile", "--model", "gpt2", "--context-length", "64", "-q"])
 except SystemExit as done:

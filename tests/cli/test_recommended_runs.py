@@ -9,8 +9,9 @@ import pytest
 import memprof as library
 from memprof.catalog import find_model
 from memprof.errors import UsageError
+from memprof.flows.recommend.answer import recommend
 from memprof.flows.recommend.plans import Goal
-from memprof.flows.recommend.search import Question, recommend
+from memprof.flows.recommend.search import Question
 from memprof.remedies.fixes import edit_spec, parse_fixes
 from memprof.report.terminal.recommendation import print_recommendation
 from memprof.spec import TargetSpec

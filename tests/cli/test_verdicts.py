@@ -8,7 +8,7 @@ import pytest
 
 from memprof.cli import progress
 from memprof.flows.capture import _layer
-from memprof.flows.how_far import how_far, telling
+from memprof.flows.how_far import progress_text, report_progress_with
 from memprof.trace.events import Event, EventKind, Module, ModuleRole, Phase, PhaseKind, Trace
 from memprof.trace.io import save_trace
 from tests.cli.terminal import Terminal
@@ -77,15 +77,15 @@ def test_progress_in_a_pipe_is_a_line_now_and_then(capsys, monkeypatch):
 
 def test_progress_says_how_far_it_is(capsys, monkeypatch):
     monkeypatch.setattr(progress, "EVERY", 0.05)
-    with progress.Progress() as say, telling(lambda: "layer 3 of 9"):
+    with progress.Progress() as say, report_progress_with(lambda: "layer 3 of 9"):
         say("training step 1 of 2")
         time.sleep(0.08)
-    with progress.Progress() as say, telling(lambda: str(1 // 0)):
+    with progress.Progress() as say, report_progress_with(lambda: str(1 // 0)):
         say("accounting")
         time.sleep(0.08)
     first, second = capsys.readouterr().err.splitlines()
     assert first == "memprof: training step 1 of 2, layer 3 of 9 (0 s)" and second == "memprof: accounting (0 s)"
-    assert how_far() == ""
+    assert progress_text() == ""
 
 
 def test_progress_on_a_terminal_is_one_line_that_goes_away():

@@ -7,30 +7,23 @@ from collections.abc import Sequence
 
 from memprof.errors import MemprofError
 from memprof.flows.cost import bottleneck_of
-from memprof.flows.ladder.runs import LadderRun, Runs
+from memprof.flows.ladder.runs import LadderRun, Runs, RunsWith
 from memprof.remedies.catalog import STEPS, ladder
 from memprof.remedies.fixes import Fix
 from memprof.report.documents.report import Document
 from memprof.trace.events import Trace
 from memprof.units import format_bytes
 
-WORTH = 0.01
-"""A remedy that saves less than this share of what is needed is no rung."""
+WORTH = 0.01  # a fix that saves less than this share of what is needed gets no row
 MAX_RUNGS = 9
-MAX_RUNS = 16
-"""A ladder is to be there within a minute."""
+MAX_RUNS = 16  # a ladder is to be there within a minute
 
 
 def climb(runs: Runs, names: Sequence[str] | None = None) -> tuple[Trace, Document]:
-    """The run as it is, with a ladder of `names`, or of all that have a place there.
+    """Return the run as it is, with a ladder of `names`, or of all that have a place there.
 
-    Each row has the cheapest remedy against what is then in the way.
-
-    It goes on past the row that fits, as long as a remedy saves something that is worth a row and trains the same
-    model. What trains another model (LoRA) is tried only where nothing else is enough.
-
-    Raises:
-        RunFailedError: as `profile`.
+    It goes on past the row that fits, as long as a fix saves something that is worth a row and trains the same model.
+    What trains another model (LoRA) is tried only where nothing else is enough.
     """
     run, fixes = runs.original, list[Fix]()
     rungs = [runs.rung((), run, None)]
@@ -51,7 +44,7 @@ def climb(runs: Runs, names: Sequence[str] | None = None) -> tuple[Trace, Docume
 
 
 def next_step(
-    runs: Runs,
+    runs: Runs | RunsWith,
     run: LadderRun,
     fixes: Sequence[Fix],
     left: Sequence[str],
@@ -59,7 +52,7 @@ def next_step(
     not_applied: dict[str, str],
     most: int = MAX_RUNS,
 ) -> tuple[Fix, LadderRun] | None:
-    """The first remedy in question that saves something, and the run with it; at the `most` so many runs are made.
+    """Return the first fix in question that saves something, and the run with it; at the `most` so many runs are made.
 
     One that saved nothing is asked once more at a later row, when something else decides the peak.
     """
@@ -87,19 +80,13 @@ def next_step(
 
 
 def _in_question(run: LadderRun, left: Sequence[str]) -> list[str]:
-    """What is left, in the order in which it is worth trying: against the largest category of the peak first."""
-    document = run.document
-    bottleneck = bottleneck_of(document)
-    categories = dict.fromkeys([bottleneck.category, *document.peak.categories])
-    found: dict[str, None] = {}
-    for finding in document.findings:
+    """Return what is left, in the order in which it is worth trying: against the largest category of the peak first."""
+    peak, first = run.document.peak, bottleneck_of(run.document).category
+    found: list[str] = []
+    for finding in run.document.findings:
         if finding.id in ("device-mismatch", "weight-delta-per-token"):
-            found |= dict.fromkeys(name for name in finding.remedies if name in left)
-    for category in categories:
-        size = document.peak.categories.get(category, 0)
-        if category != bottleneck.category and size < WORTH * document.peak.allocated_bytes:
-            continue
-        found |= {
-            name: None for name in left if category in STEPS[name].saves or category in STEPS[name].ladder_against
-        }
-    return list(found)
+            found += [name for name in finding.remedies if name in left]
+    for category, size in {first: 0, **peak.categories}.items():
+        if category == first or size >= WORTH * peak.allocated_bytes:
+            found += [name for name in left if category in (*STEPS[name].saves, *STEPS[name].ladder_against)]
+    return list(dict.fromkeys(found))

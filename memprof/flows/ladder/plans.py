@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 from memprof.errors import MemprofError, UsageError
 from memprof.flows.ladder.runs import LadderRun, Runs, RunsWith, SpecRuns, with_ladder
-from memprof.flows.ladder.search import CHEAPER, Found, find
-from memprof.flows.several import at_once
+from memprof.flows.ladder.search import CHEAPER, ChosenFixes, find
+from memprof.flows.profile import at_once
 from memprof.remedies.catalog import BESIDE, SPREADS, tiers
 from memprof.remedies.catalog.remedy import WEIGHTS
 from memprof.remedies.fixes import Fix, edit_spec
@@ -26,33 +26,27 @@ from memprof.trace.events import Trace
 from memprof.units import format_bytes
 from memprof.workload.plan import parse_plan
 
-_MOST_CARDS = 256
-"""Beyond so many it is not asked whether it fits without remedies."""
+_MOST_CARDS = 256  # beyond so many it is not asked whether it fits without fixes
 _OF_SEQUENCES = ("activations", "logits and loss", "inputs")
 
 
 def search_plans(spec: TargetSpec, progress: Callable[[str], None] = lambda doing: None) -> tuple[Trace, Document]:
-    """The run on `spec.gpus` cards with the cheapest plan and set of remedies that fits, and how it was found.
-
-    Raises:
-        UsageError: the model cannot be found.
-        RunFailedError: as `profile`.
-    """
+    """Return the run on `spec.gpus` GPUs with the cheapest plan and set of fixes that fits, and how it was found."""
     runs = SpecRuns(spec.edit(parallel=BESIDE), progress)
     found = plans(spec, spec.gpus)
     plan, left_out = _that_fits(runs, spec.gpus, found)
     if plan is not None:
         fits = f"--parallel {plan} over {spec.gpus} cards fits as it is: nothing is given up"
-        return _climbed(runs, found[plan], Found((), fits, left_out))
+        return _climbed(runs, found[plan], ChosenFixes((), fits, left_out))
     more = _more_cards(runs, spec)
     plan, answer = _with_remedies(runs, found, at_once(spec), progress)
     left_out.pop(f"--parallel {plan}")
     reason = f"--parallel {plan}; {answer.reason}; {_without_anything(runs, spec, more)}"
-    return _climbed(runs, found[plan], Found(answer.steps, reason, left_out | answer.left_out))
+    return _climbed(runs, found[plan], ChosenFixes(answer.steps, reason, left_out | answer.left_out))
 
 
 def _that_fits(runs: Runs, gpus: int, found: Mapping[str, Sequence[Fix]]) -> tuple[str | None, dict[str, str]]:
-    """The first plan that fits as it is, if one does, and what those before it need."""
+    """Return the first plan that fits as it is, if one does, and what those before it need."""
     usable = runs.original.document.device.usable_bytes or 0
     least = {plan: _least(runs, plan, gpus) for plan in found}
     left_out: dict[str, str] = {}
@@ -70,18 +64,13 @@ def _that_fits(runs: Runs, gpus: int, found: Mapping[str, Sequence[Fix]]) -> tup
 
 def _with_remedies(
     runs: Runs, found: Mapping[str, Sequence[Fix]], processes: int, progress: Callable[[str], None]
-) -> tuple[str, Found]:
-    """The plan whose cheapest remedies that keep the numbers make the quickest step; if nothing fits so, what is found
-    for the one that needs least. Those that share most are asked first, `processes` of them at a time.
-
-    Raises:
-        RunFailedError: as `profile`.
-    """
+) -> tuple[str, ChosenFixes]:
+    """Find the plan whose cheapest exact fixes make the quickest step; if nothing fits so, what is found for the one
+    that needs least. Those that share most are asked first, `processes` of them at a time."""
     from memprof.workload.pool import run_all
 
-    best: tuple[float, str, Found] | None = None
-    dearer = 0.0
-    """What the remedies of the best add to its step: what needs more than it needs remedies that add as much."""
+    best: tuple[float, str, ChosenFixes] | None = None
+    dearer = 0.0  # what the fixes of the best add to its step: what needs more than it needs fixes that add as much
 
     def may_be_better(plan: str) -> bool:
         return best is None or runs.with_fixes(found[plan]).seconds + dearer <= best[0] * (1 - CHEAPER)
@@ -104,9 +93,9 @@ def _with_remedies(
 
 @dataclass(frozen=True, slots=True)
 class _Cheapest:
-    """The cheapest remedies beside a plan, the time of a step without them and with them, and the runs of its rows."""
+    """The cheapest fixes beside a plan, the time of a step without them and with them, and the runs of its rows."""
 
-    found: Found
+    found: ChosenFixes
     fits: bool
     seconds_before: float
     seconds: float
@@ -114,7 +103,7 @@ class _Cheapest:
 
 
 def _cheapest(runs: Runs, steps: Sequence[Fix]) -> _Cheapest:
-    """What is found for a plan, be it in a process of its own."""
+    """Find the fixes beside a plan, be it in a process of its own."""
     beside = RunsWith(runs, steps)
     found = find(beside, tiers()[:1])
     rows = [([*steps, *fixes], beside.with_fixes(fixes)) for fixes in found.steps]
@@ -123,9 +112,8 @@ def _cheapest(runs: Runs, steps: Sequence[Fix]) -> _Cheapest:
 
 
 def _least(runs: Runs, plan: str, gpus: int) -> int:
-    """Of a card, for what `plan` shares of what a replica holds at its peak: of weights, their gradients and states all
-    cards have a part if they are sharded, of a sequence's tensors those that share it. What DDP alone has is not in
-    it."""
+    """Return what a GPU needs for its part of what a replica holds at its peak: of weights, their gradients and states
+    if they are sharded, and of a sequence's tensors if it is shared. What DDP alone has is not in it."""
     spread = parse_plan(plan, gpus)
     target, peak = runs.original.document.target, runs.original.document.peak
     if target is None or target.asked.amp is not None:
@@ -135,8 +123,7 @@ def _least(runs: Runs, plan: str, gpus: int) -> int:
 
 
 def plans(spec: TargetSpec, gpus: int) -> dict[str, list[Fix]]:
-    """Those that the model can be spread by, the simplest first: replicas, shards, and shards of sequences; each with
-    the steps that lead there."""
+    """Return the plans that the model can be spread by, the simplest first, each with the steps that lead there."""
     fsdp, ulysses = SPREADS["fsdp"], SPREADS["ulysses"]
     powers = [1 << power for power in range(1, gpus.bit_length()) if gpus % (1 << power) == 0]
     found: dict[str, list[Fix]] = {}
@@ -151,16 +138,15 @@ def plans(spec: TargetSpec, gpus: int) -> dict[str, list[Fix]]:
     return found
 
 
-def _climbed(runs: Runs, spread: Sequence[Fix], found: Found) -> tuple[Trace, Document]:
-    """The answer, with a row for each step that spreads the run, and then for each remedy."""
+def _climbed(runs: Runs, spread: Sequence[Fix], found: ChosenFixes) -> tuple[Trace, Document]:
+    """Return the answer, with a row for each step that spreads the run, and then for each remedy."""
     steps = [list(spread[:count]) for count in range(1, len(spread) + 1)]
     all_steps = [*steps, *([*spread, *fixes] for fixes in found.steps)]
     return with_ladder(runs, all_steps, found.reason, found.left_out)
 
 
 def _more_cards(runs: Runs, spec: TargetSpec, gpus: int = 0) -> TargetSpec | None:
-    """The run on more than `gpus` cards, on as many as could take it without a remedy; twice as many are looked at a
-    time. None: no plan is for more, or none of _MOST_CARDS could."""
+    """Return the run on more than `gpus`, on as many as could take it without a fix, by doubling; None: none could."""
     gpus = 2 * (gpus or spec.gpus)
     while gpus <= _MOST_CARDS:
         plan = [*plans(spec, gpus)][-1]
@@ -171,10 +157,10 @@ def _more_cards(runs: Runs, spec: TargetSpec, gpus: int = 0) -> TargetSpec | Non
 
 
 def _without_anything(runs: SpecRuns, spec: TargetSpec, more: TargetSpec | None) -> str:
-    """On how many cards it fits without a remedy."""
+    """Say on how many GPUs it fits without a fix."""
     while more is not None:
         try:
-            fits = runs.report(more, f"{more.gpus} cards").verdict.fits
+            fits = runs.profile(more, f"{more.gpus} cards")[1].verdict.fits
         except MemprofError:
             break
         if fits:

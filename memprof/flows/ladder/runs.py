@@ -1,6 +1,4 @@
-"""Runs of one program with different remedies in force, each made once: every row of a ladder is a run of the whole
-pipeline, and nothing is added up from estimates.
-"""
+"""Runs of one program with different fixes in force: each row of a ladder is one, and none an estimate."""
 
 from __future__ import annotations
 
@@ -17,8 +15,7 @@ from memprof.errors import MemprofError, UsageError
 from memprof.flows.account import analyze, with_settings
 from memprof.flows.cards import virtual_card
 from memprof.flows.cost import StepWork, bottleneck_of, cost_of, step_work
-from memprof.flows.profile import profile
-from memprof.flows.several import at_once
+from memprof.flows.profile import at_once, profile
 from memprof.remedies.catalog import in_force
 from memprof.remedies.fixes import Fix, edit_spec, worst_numerics
 from memprof.report.documents.ladder import Rung
@@ -31,102 +28,97 @@ from memprof.workload.plan import parse_plan
 
 @dataclass(frozen=True, slots=True)
 class LadderRun:
-    """One run, with some remedies or none."""
+    """One run, with some fixes or none."""
 
     trace: Trace
     document: Document
     work: StepWork | None
 
     def explained(self) -> Document:
-        """Its report with all findings, of which a search asks for those that lead it."""
+        """Return its report with all findings, of which a search asks for those that lead it."""
         return self.document if self.document.ledger is not None else analyze(self.trace)
 
     @property
     def needed_bytes(self) -> int:
-        """Of the card, so that nothing is ever refused."""
+        """Return what it needs of the GPU, so that nothing is ever refused."""
         return self.document.verdict.required_bytes
 
     @property
     def fits(self) -> bool:
-        """It came to its end on the card, and on its host if that was asked, as a real one would."""
+        """Say whether it came to its end on the GPU, and on its host if that was asked, as a real one would."""
         return bool(self.document.verdict.fits) and not self.is_stopped
 
     @property
     def is_stopped(self) -> bool:
-        """Whatever the card has, a real run ends where tensors of two devices meet."""
+        """Say whether tensors of two devices meet: a real run ends there, whatever the GPU has."""
         return any(finding.id == "device-mismatch" for finding in self.document.findings)
 
     @property
     def seconds(self) -> float:
-        """The least time of a step on this card."""
+        """Return the least time of a step on this GPU."""
         return 0.0 if self.work is None else self.work.seconds
 
 
+def _key(fixes: Sequence[Fix]) -> tuple[str, ...]:
+    return tuple(sorted(map(str, fixes)))
+
+
 class Runs(abc.ABC):
-    """Runs of one program with different remedies; each is made once."""
+    """Runs of one program with different fixes; each is made once."""
 
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu
         self._known: dict[tuple[str, ...], LadderRun] = {}
-        self.original = self._made(())
+        self.original = self._add(())
 
     @abc.abstractmethod
     def _run(self, fixes: Sequence[Fix]) -> tuple[Trace, Document]:
-        """Run it with these in force."""
+        """Run the program with these in force."""
 
     @abc.abstractmethod
     def command(self, fixes: Sequence[Fix], *, fits: bool | None) -> str:
         """Return the command that makes the run with these, of which it is known whether it `fits`."""
 
     @abc.abstractmethod
-    def _alloc_conf(self, fixes: Sequence[Fix]) -> str | None:
-        """The allocator's settings with these in force."""
-
     def _retold(self, trace: Trace, fixes: Sequence[Fix]) -> Trace:
-        """A run's trace as one with `fixes` would be, which differ from the run's in the allocator's settings alone."""
-        settings = self._alloc_conf(fixes)
-        return trace if settings is None else with_settings(trace, settings)
+        """Return the trace of a run with `fixes`, which differ from its own in the allocator's settings alone."""
 
     def _work(self, trace: Trace, fixes: Sequence[Fix]) -> StepWork | None:
-        """What a step of the run takes, with these in force."""
+        """Return what a step of the run takes, with these in force."""
         return step_work(trace, self._gpu)
 
     def _plan(self, fixes: Sequence[Fix]) -> str | None:
-        """How the run with these is spread over cards."""
+        """Return how the run with these is spread over GPUs."""
         return None
 
     @abc.abstractmethod
     def check(self, fixes: Sequence[Fix]) -> None:
-        """Raises UsageError if it can be told without a run that they do not apply."""
+        """Raise UsageError if it can be told without a run that they do not apply."""
 
     @abc.abstractmethod
     def on_now(self) -> frozenset[str]:
-        """Remedies that are in force as it is."""
+        """Return the names of the fixes that are in force as it is."""
 
     @abc.abstractmethod
     def make(self, sets: Iterable[Sequence[Fix]]) -> None:
         """Make the runs with each of these, none of which waits for another: at once where that is possible."""
 
     def know(self, rows: Iterable[tuple[Sequence[Fix], LadderRun]]) -> None:
-        """These were made elsewhere."""
-        self._known |= {tuple(sorted(map(str, fixes))): run for fixes, run in rows}
+        """Take runs that were made elsewhere."""
+        self._known |= {_key(fixes): run for fixes, run in rows}
 
     def __len__(self) -> int:
-        """How many were asked for."""
+        """Return how many were asked for."""
         return len(self._known)
 
     def with_fixes(self, fixes: Sequence[Fix]) -> LadderRun:
-        """The run with these in force.
-
-        Raises:
-            UsageError: one of them does not apply.
-        """
-        key = tuple(sorted(map(str, fixes)))
+        """Return the run with these in force; raise UsageError if one of them does not apply."""
+        key = _key(fixes)
         if key in self._known:
             return self._known[key]
         others = [fix for fix in fixes if not fix.remedy.alloc_conf]
         if len(others) == len(fixes):
-            return self._made(fixes)
+            return self._add(fixes)
         # The same requests in the same order: only the allocator does otherwise with them.
         self.check(fixes)
         before = self.with_fixes(others) if others else self.original
@@ -134,13 +126,13 @@ class Runs(abc.ABC):
         self._known[key] = LadderRun(trace, analyze(trace, explained=False), before.work)
         return self._known[key]
 
-    def _made(self, fixes: Sequence[Fix]) -> LadderRun:
+    def _add(self, fixes: Sequence[Fix]) -> LadderRun:
         trace, document = self._run(fixes)
-        run = self._known[tuple(sorted(map(str, fixes)))] = LadderRun(trace, document, self._work(trace, fixes))
+        run = self._known[_key(fixes)] = LadderRun(trace, document, self._work(trace, fixes))
         return run
 
     def rung(self, fixes: Sequence[Fix], run: LadderRun, before: LadderRun | None) -> Rung:
-        """The row of a run; `before` is the row above."""
+        """Return the row of a run; `before` is the row above."""
         document = run.document
         names = tuple(str(fix) for fix in fixes)
         numerics = worst_numerics([fix.remedy.name for fix in fixes]).value
@@ -166,31 +158,20 @@ class Runs(abc.ABC):
 
 
 class SpecRuns(Runs):
-    """Runs of one spec.
-
-    Args:
-        simulated: the run as it is, if it was made already.
-    """
+    """Runs of one spec; `simulated` is the original, if it was made already."""
 
     def __init__(
-        self,
-        spec: TargetSpec,
-        progress: Callable[[str], None] = lambda doing: None,
-        simulated: Trace | None = None,
+        self, spec: TargetSpec, progress: Callable[[str], None] = lambda doing: None, simulated: Trace | None = None
     ) -> None:
-        self._progress = progress
-        self._spec = spec
-        self._simulated = simulated
+        self._spec, self._progress, self._simulated = spec, progress, simulated
+        # What was made at once and not yet asked for: a run without its ledger, or why it cannot be made.
         self._ready: dict[TargetSpec, tuple[Trace, Document] | MemprofError] = {}
-        """What was made at once and not yet asked for: a run without its ledger, or why it cannot be made."""
         super().__init__(virtual_card(spec))
 
     def in_force(self, fixes: Sequence[Fix]) -> TargetSpec:
-        """The spec with `fixes`.
-
-        Raises:
-            UsageError: one of them does not go with it.
-        """
+        """Return the spec with `fixes`; raise UsageError if one of them does not go with it."""
+        if not fixes:  # the original may not have been made yet
+            return self._spec
         spec, original = self._spec, self.original
         classes = {module.class_name for module in original.trace.modules}
         target = {**target_to_json(original.document.target), "classes": classes}
@@ -203,7 +184,7 @@ class SpecRuns(Runs):
         return profile_command(self._spec.edit(fixes=(*self._spec.fixes, *map(str, fixes))))
 
     def check(self, fixes: Sequence[Fix]) -> None:
-        """Raises UsageError if they do not go with the spec."""
+        """Raise UsageError if they do not go with the spec."""
         self.in_force(fixes)
 
     def make(self, sets: Iterable[Sequence[Fix]]) -> None:
@@ -211,7 +192,7 @@ class SpecRuns(Runs):
         specs: list[TargetSpec] = []
         for fixes in sets:
             made = [fix for fix in fixes if not fix.remedy.alloc_conf]
-            if made and tuple(sorted(map(str, made))) not in self._known:
+            if made and _key(made) not in self._known:
                 with contextlib.suppress(UsageError):
                     specs.append(self.in_force(made))
         left = [spec for spec in dict.fromkeys(specs) if spec not in self._ready]
@@ -222,33 +203,23 @@ class SpecRuns(Runs):
         works = [functools.partial(profile, spec, explained=False) for spec in left]
         self._ready |= zip(left, run_all(works, self._progress), strict=True)
 
-    def report(self, spec: TargetSpec, what: str) -> Document:
-        """The report on a run of another spec, `what` in a few words.
-
-        Raises:
-            MemprofError: it cannot be run.
-        """
-        return self._profiled(spec, what)[1]
-
     def on_now(self) -> frozenset[str]:
-        """What the spec has already."""
+        """Return what the spec has already."""
         return frozenset(in_force(self._spec))
 
-    def _alloc_conf(self, fixes: Sequence[Fix]) -> str | None:
-        return self.in_force(fixes).alloc_conf
-
     def _retold(self, trace: Trace, fixes: Sequence[Fix]) -> Trace:
-        trace = super()._retold(trace, fixes)
+        spec = self.in_force(fixes)
+        trace = trace if spec.alloc_conf is None else with_settings(trace, spec.alloc_conf)
         assert trace.facts.target is not None
-        target = dataclasses.replace(trace.facts.target, asked=self.in_force(fixes))
+        target = dataclasses.replace(trace.facts.target, asked=spec)
         return dataclasses.replace(trace, facts=dataclasses.replace(trace.facts, target=target))
 
     def _plan(self, fixes: Sequence[Fix]) -> str | None:
-        return (self.in_force(fixes) if fixes else self._spec).parallel
+        return self.in_force(fixes).parallel
 
     def _work(self, trace: Trace, fixes: Sequence[Fix]) -> StepWork | None:
-        """Of as many sequences as the run has as it is: cards that share them take one after another."""
-        spec = self.in_force(fixes) if fixes else self._spec
+        # Of as many sequences as the original has: GPUs that share them take one after another.
+        spec = self.in_force(fixes)
         times = _sharing(spec) // _sharing(self._spec)
         return step_work(trace, self._gpu, spec.gradient_accumulation * times if times > 1 else 0)
 
@@ -256,9 +227,10 @@ class SpecRuns(Runs):
         if not fixes and self._simulated is not None:
             return self._simulated, analyze(self._simulated, explained=False)
         what = "with " + ", ".join(fix.remedy.name for fix in fixes) if fixes else "as it is"
-        return self._profiled(self.in_force(fixes) if fixes else self._spec, what)
+        return self.profile(self.in_force(fixes), what)
 
-    def _profiled(self, spec: TargetSpec, what: str) -> tuple[Trace, Document]:
+    def profile(self, spec: TargetSpec, what: str) -> tuple[Trace, Document]:
+        """Run a spec, `what` in a few words, if that was not made already; raise MemprofError if it cannot be run."""
         made = self._ready.pop(spec, None)
         if isinstance(made, MemprofError):
             raise made
@@ -269,16 +241,16 @@ def _sharing(spec: TargetSpec) -> int:
     return 1 if spec.parallel is None else parse_plan(spec.parallel, spec.gpus).sharing
 
 
-class RunsWith(Runs):
-    """Runs of `runs` with some remedies always on; nothing is run twice."""
+class RunsWith:
+    """Runs of `runs` with some fixes always on; nothing is run twice."""
 
     def __init__(self, runs: Runs, always: Sequence[Fix]) -> None:
         self._runs, self._always = runs, list(always)
         self._asked: set[tuple[str, ...]] = set()
-        """How many runs a search may make is of those with these on."""
-        super().__init__(runs._gpu)
+        self.original = self.with_fixes(())
 
     def __len__(self) -> int:
+        """Return how many were asked for with these on: a search may make so many."""
         return len(self._asked)
 
     def make(self, sets: Iterable[Sequence[Fix]]) -> None:
@@ -286,41 +258,22 @@ class RunsWith(Runs):
         self._runs.make([*self._always, *fixes] for fixes in sets)
 
     def with_fixes(self, fixes: Sequence[Fix]) -> LadderRun:
-        """The run with these in force, and those that always are."""
-        self._asked.add(tuple(sorted(map(str, fixes))))
+        """Return the run with these in force; raise UsageError if one of them does not apply."""
+        self._asked.add(_key(fixes))
         together = [*self._always, *fixes]
         return self._runs.with_fixes(together) if together else self._runs.original
 
-    def _made(self, fixes: Sequence[Fix]) -> LadderRun:
-        return self.with_fixes(fixes)
-
     def check(self, fixes: Sequence[Fix]) -> None:
-        """Raises UsageError if they do not go together."""
+        """Raise UsageError if they do not go together."""
         self._runs.check([*self._always, *fixes])
 
     def on_now(self) -> frozenset[str]:
-        """What is in force before any is added."""
+        """Return what is in force before any is added."""
         return self._runs.on_now() | {fix.remedy.name for fix in self._always}
-
-    def _run(self, fixes: Sequence[Fix]) -> tuple[Trace, Document]:
-        run = self.with_fixes(fixes)
-        return run.trace, run.document
-
-    def command(self, fixes: Sequence[Fix], *, fits: bool | None) -> str:
-        """Return the command that makes the run with these, and those that are always on."""
-        return self._runs.command([*self._always, *fixes], fits=fits)
-
-    def _alloc_conf(self, fixes: Sequence[Fix]) -> str | None:
-        return self._runs._alloc_conf([*self._always, *fixes])
 
 
 def apply_fixes(runs: Runs, fixes: Sequence[Fix], *, each: bool = False) -> tuple[Trace, Document]:
-    """The run with `fixes` in force; its report has a ladder of two rows, or of one for each fix.
-
-    Raises:
-        UsageError: a fix does not apply.
-        RunFailedError: as `profile`.
-    """
+    """Return the run with `fixes`; its report has a ladder of two rows, or of one for each fix."""
     steps = [fixes[:count] for count in range(1, len(fixes) + 1)] if each else [fixes]
     return with_ladder(runs, steps)
 
@@ -328,7 +281,7 @@ def apply_fixes(runs: Runs, fixes: Sequence[Fix], *, each: bool = False) -> tupl
 def with_ladder(
     runs: Runs, steps: Sequence[Sequence[Fix]], reason: str = "", not_applied: dict[str, str] | None = None
 ) -> tuple[Trace, Document]:
-    """The last step's run; the rows before it are in its ladder."""
+    """Return the last step's run; the rows before it are in its ladder."""
     before = runs.original
     rungs = [runs.rung((), before, None)]
     for fixes in steps:

@@ -1,4 +1,4 @@
-"""A script again and again, with remedies switched on from outside: `memprof run --ladder` and `--fix auto`.
+"""A script run again and again, with fixes switched on from outside: `memprof run --ladder` and `--fix auto`.
 
 Each run is a process of its own, `memprof run --beyond --fix ... --save FILE script`: a script leaves its process in a
 state that another run should not find.
@@ -17,11 +17,11 @@ from pathlib import Path
 
 from memprof.command_line import run_command
 from memprof.errors import MemprofError, UsageError
-from memprof.flows.account import analyze
+from memprof.flows.account import analyze, with_settings
+from memprof.flows.cards import virtual_card
 from memprof.flows.ladder.climb import climb
 from memprof.flows.ladder.runs import Runs
 from memprof.flows.ladder.search import search
-from memprof.flows.script import gpu_of
 from memprof.remedies.catalog import REMEDIES, Numerics, from_outside
 from memprof.remedies.fixes import Fix
 from memprof.report.documents.report import Document
@@ -34,22 +34,11 @@ _SAID = "memprof: "
 
 
 class ScriptRuns(Runs):
-    """Runs of one script, with the remedies that can be switched on from outside.
+    """Runs of one script, with the fixes that can be switched on from outside."""
 
-    Args:
-        program: the script and its arguments.
-        spec: how it is run.
-        from_outside: names of the remedies.
-        progress: told what is done.
-    """
-
-    def __init__(
-        self, program: Program, spec: RunSpec, from_outside: Sequence[str], progress: Callable[[str], None]
-    ) -> None:
-        self._program, self._spec = program, spec
-        self._from_outside = from_outside
-        self._progress = progress
-        super().__init__(gpu_of(spec))
+    def __init__(self, program: Program, spec: RunSpec, progress: Callable[[str], None]) -> None:
+        self._program, self._spec, self._progress = program, spec, progress
+        super().__init__(virtual_card(spec))
 
     def command(self, fixes: Sequence[Fix], *, fits: bool | None) -> str:
         """Return the command that makes the run with these: where it does not fit, past the full GPU as it was run."""
@@ -63,13 +52,13 @@ class ScriptRuns(Runs):
         """Make none before it is asked for: a script may write, and count on what its run before left."""
 
     def check(self, fixes: Sequence[Fix]) -> None:
-        """Raises UsageError if one of them cannot be switched on from outside."""
+        """Raise UsageError if one of them cannot be switched on from outside."""
         for fix in fixes:
-            if fix.remedy.name not in self._from_outside:
+            if fix.remedy.name not in from_outside():
                 raise UsageError("this remedy cannot be switched on from outside a script", value=fix.remedy.name)
 
     def on_now(self) -> frozenset[str]:
-        """What the settings say; what the script has switched on itself is found out by trying."""
+        """Return what the settings say; what the script has switched on itself is found out by trying."""
         settings = self.original.document.allocator.alloc_conf or ""
         compiles = self.original.trace.compiling is not None
         return frozenset(
@@ -78,12 +67,9 @@ class ScriptRuns(Runs):
             if (remedy.alloc_conf and remedy.alloc_conf in settings) or (remedy.compiles and compiles)
         )
 
-    def _alloc_conf(self, fixes: Sequence[Fix]) -> str | None:
-        settings = self.original.document.allocator.alloc_conf
-        return ",".join(filter(None, (settings, *(fix.remedy.alloc_conf for fix in fixes))))
-
     def _retold(self, trace: Trace, fixes: Sequence[Fix]) -> Trace:
-        return _told(super()._retold(trace, fixes), self._with(fixes))
+        settings = (self.original.document.allocator.alloc_conf, *(fix.remedy.alloc_conf for fix in fixes))
+        return _told(with_settings(trace, ",".join(filter(None, settings))), self._with(fixes))
 
     def _run(self, fixes: Sequence[Fix]) -> tuple[Trace, Document]:
         self._progress("running the script " + (f"with {', '.join(map(str, fixes))}" if fixes else "as it is"))
@@ -91,11 +77,7 @@ class ScriptRuns(Runs):
 
 
 def run_alone(program: Program, spec: RunSpec) -> tuple[Trace, Document]:
-    """Run the script in a process of its own, past a full GPU; return its trace and report.
-
-    Raises:
-        MemprofError: it fails.
-    """
+    """Run the script in a process of its own, past a full GPU; raise MemprofError if it fails."""
     with tempfile.TemporaryDirectory(prefix="memprof-") as folder:
         kept = Path(folder) / "run.memprof"
         command = run_command(spec.edit(beyond=True), program.command, "--save", str(kept))
@@ -124,7 +106,7 @@ def _told(trace: Trace, spec: RunSpec) -> Trace:
 
 
 def _failure(code: int, said: str, program: Program, spec: RunSpec) -> MemprofError:
-    """What a run that failed says."""
+    """Return the error of a run that failed, as it says it."""
     lines = said.rstrip().splitlines()
     own = next((at for at in reversed(range(len(lines))) if lines[at].startswith(_SAID)), None)
     if own is not None and code == UsageError.exit_code:
@@ -141,22 +123,13 @@ def _failure(code: int, said: str, program: Program, spec: RunSpec) -> MemprofEr
 
 
 def script_ladder(program: Program, spec: RunSpec, progress: Callable[[str], None]) -> tuple[Trace, Document]:
-    """The script as it is, and a ladder of remedies: see `climb`.
-
-    Raises:
-        MemprofError: the script fails as it is.
-    """
-    names = from_outside()
-    return climb(ScriptRuns(program, spec, names, progress), names)
+    """Return the script's run as it is, with a ladder of fixes; raise MemprofError if it fails."""
+    return climb(ScriptRuns(program, spec, progress), from_outside())
 
 
 def script_search(program: Program, spec: RunSpec, progress: Callable[[str], None]) -> tuple[Trace, Document]:
-    """The script with the cheapest set of remedies that fits the card: see `search`.
-
-    Raises:
-        MemprofError: the script fails as it is.
-    """
+    """Return the script's run with the cheapest set of fixes that fits; raise MemprofError if it fails as it is."""
     names = from_outside()
     exact = [name for name in names if REMEDIES[name].numerics is Numerics.EXACT]
     tiers = (("the same numbers", exact), ("forward and backward in bfloat16", names))
-    return search(ScriptRuns(program, spec, names, progress), tiers)
+    return search(ScriptRuns(program, spec, progress), tiers)

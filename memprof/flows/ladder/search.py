@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from memprof.errors import MemprofError, RunFailedError, UsageError
 from memprof.flows.ladder.climb import MAX_RUNS, next_step
-from memprof.flows.ladder.runs import LadderRun, Runs, with_ladder
+from memprof.flows.ladder.runs import LadderRun, Runs, RunsWith, with_ladder
 from memprof.remedies.catalog import REMEDIES, Numerics, helping, tiers, why_not_together
 from memprof.remedies.fixes import Fix
 from memprof.report.documents.report import Document
 from memprof.trace.events import Trace
 from memprof.units import format_bytes
 
-CHEAPER = 0.005
-"""A set is cheaper than another if its step takes less time by this share."""
-# Categories of which a remedy that keeps the numbers frees nothing but what it says that it saves.
+AnyRuns = Runs | RunsWith
+CHEAPER = 0.005  # a set is cheaper than another if its step takes less time by this share
+# Categories of which a fix that keeps the numbers frees nothing but what it says that it saves.
 _LASTING = ("activations", "logits and loss")
+_MISMATCH = "tensors of two devices meet"
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """Steps up to a set of remedies, why it was taken, and what was left out."""
+class ChosenFixes:
+    """Steps up to a set of fixes, why it was taken, and what was left out."""
 
     steps: Sequence[Sequence[Fix]]
     reason: str
@@ -30,33 +31,27 @@ class Found:
 
 
 def search(runs: Runs, sets: Sequence[tuple[str, Sequence[str]]] | None = None) -> tuple[Trace, Document]:
-    """The run with the cheapest set of remedies that was found to fit the card (`find`), with its ladder.
-
-    Raises:
-        RunFailedError: as `profile`.
-    """
+    """Return the run with the cheapest set of fixes that was found to fit the GPU (`find`), with its ladder."""
     found = find(runs, sets)
     return with_ladder(runs, found.steps, found.reason, found.left_out)
 
 
-def find(runs: Runs, sets: Sequence[tuple[str, Sequence[str]]] | None = None) -> Found:
-    """Return the cheapest set of remedies that was found to fit the GPU.
+def find(runs: AnyRuns, sets: Sequence[tuple[str, Sequence[str]]] | None = None) -> ChosenFixes:
+    """Return the cheapest set of fixes that was found to fit the GPU.
 
-    Of the first kind of set that fits, remedies are taken one by one against what is in the way, until it fits; then
-    those that proved needless go, and those that make a step longer are replaced if others do. Cheap is what adds least
-    to the time of a step at the GPU's published rates. Of the first kind the one by one is tried at once, since it is
-    most often enough; of those after it, and where it was not, a run with all of the kind says whether it can be.
-
-    Raises:
-        RunFailedError: as `profile`.
+    Of the first kind of set that fits, fixes are taken one by one against what is in the way, until it fits; then
+    those that proved needless go, and those that make a step longer are replaced if others do. Cheap is what adds
+    least to the time of a step at the GPU's published rates. Of the first kind the one by one is tried at once, since
+    it is most often enough; of those after it, and where it was not, a run with all of the kind says whether it can be.
     """
     if runs.original.fits:
-        return Found((), "it fits as it is: nothing is to be changed")
+        return ChosenFixes((), "it fits as it is: nothing is to be changed")
     not_applied: dict[str, str] = {}
     least: tuple[LadderRun, list[Fix]] | None = None
     sets = tiers() if sets is None else sets
-    if runs.original.is_stopped and not _mends(names for _, names in sets):
-        return Found((), f"{_MISMATCH}, and no remedy here mends that: the findings say where")
+    mending = {remedy.name for remedy in helping("device-mismatch")}
+    if runs.original.is_stopped and not any(mending & {*names} for _, names in sets):
+        return ChosenFixes((), f"{_MISMATCH}, and no remedy here mends that: the findings say where")
     for place, (_, names) in enumerate(sets):
         left = [name for name in names if name not in runs.on_now()]
         together, among = _together(runs, left, not_applied)
@@ -82,18 +77,18 @@ def find(runs: Runs, sets: Sequence[tuple[str, Sequence[str]]] | None = None) ->
         taken = {fix.remedy.name for fix in chosen}
         not_applied |= {name: said for name in left if name not in taken and (said := _conflict(name, chosen))}
         given_up = next(given_up for given_up, names in sets if taken <= {*names})
-        return Found(_that_apply(runs, steps), _reason(runs, chosen, given_up), not_applied)
+        return ChosenFixes(_that_apply(runs, steps), _reason(runs, chosen, given_up), not_applied)
     if least is None:
-        return Found((), "no remedy applies to this run", not_applied)
+        return ChosenFixes((), "no remedy applies to this run", not_applied)
     needed = format_bytes(least[0].needed_bytes)
     why_none = f"nothing fits: the least that any set needs is {needed}"
     if least[0].is_stopped:
         why_none = f"{_MISMATCH} with each set: the findings say where"
-    return Found([least[1]], f"{why_none}, with all of these", not_applied)
+    return ChosenFixes([least[1]], f"{why_none}, with all of these", not_applied)
 
 
 def _most_of(
-    runs: Runs, names: Sequence[str], not_applied: dict[str, str]
+    runs: AnyRuns, names: Sequence[str], not_applied: dict[str, str]
 ) -> tuple[list[Fix], list[Fix], LadderRun | None]:
     """Return as many of `names` as apply together, all that apply, and the run with the former.
 
@@ -109,21 +104,13 @@ def _most_of(
     return everything, [*everything, *(Fix(REMEDIES[name]) for name in others)], run
 
 
-_MISMATCH = "tensors of two devices meet"
-
-
-def _mends(sets: Iterable[Sequence[str]]) -> bool:
-    """Whether something in these is against a device mismatch."""
-    return any(remedy.name in names for remedy in helping("device-mismatch") for names in sets)
-
-
 def _conflict(name: str, fixes: Sequence[Fix]) -> str:
-    """With which of these it does not go, and why; empty if it goes with all."""
+    """Return with which of these it does not go, and why; empty if it goes with all."""
     found = ((fix.remedy.name, why_not_together(REMEDIES[name], fix.remedy.name)) for fix in fixes)
     return next((f"does not go with {other}: {reason}" for other, reason in found if reason), "")
 
 
-def _enough(runs: Runs, among: list[Fix], not_applied: dict[str, str]) -> list[Fix] | None:
+def _enough(runs: AnyRuns, among: list[Fix], not_applied: dict[str, str]) -> list[Fix] | None:
     """Return one fix of `among` after another against what is in the way, until it fits; None if it never does."""
     left = [fix.remedy.name for fix in among]
     fixes: list[Fix] = []
@@ -139,7 +126,7 @@ def _enough(runs: Runs, among: list[Fix], not_applied: dict[str, str]) -> list[F
     return fixes
 
 
-def _least_bytes(runs: Runs, fixes: Sequence[Fix]) -> int:
+def _least_bytes(runs: AnyRuns, fixes: Sequence[Fix]) -> int:
     """Return what a run with these holds at once at least: at the original's peak, what none of them frees."""
     if any(fix.remedy.numerics is not Numerics.EXACT for fix in fixes):
         return 0  # tensors of another dtype are smaller, whatever they are for
@@ -148,15 +135,16 @@ def _least_bytes(runs: Runs, fixes: Sequence[Fix]) -> int:
     return sum(held.get(category, 0) for category in _LASTING if category not in freed)
 
 
-def _is_too_much(runs: Runs, fixes: Sequence[Fix]) -> bool:
-    """Whether a run with these need not be made to know that it does not fit."""
+def _is_too_much(runs: AnyRuns, fixes: Sequence[Fix]) -> bool:
+    """Say whether a run with these need not be made to know that it does not fit."""
     usable = runs.original.document.device.usable_bytes
     return usable is not None and _least_bytes(runs, fixes) > usable
 
 
-def _needed(runs: Runs, fixes: list[Fix]) -> list[Fix]:
-    """Without those that it fits without; what was put on last is asked first, for the others led there."""
-    runs.make(rest for rest in _without_one(fixes) if not _is_too_much(runs, rest))
+def _needed(runs: AnyRuns, fixes: list[Fix]) -> list[Fix]:
+    """Return those without which it does not fit; what was put on last is asked first, for the others led there."""
+    without_one = [[other for other in fixes if other is not fix] for fix in fixes] if len(fixes) > 1 else []
+    runs.make(rest for rest in without_one if not _is_too_much(runs, rest))
     for fix in reversed(fixes):
         rest = [other for other in fixes if other is not fix]
         if rest and _answers(runs, rest) is not None:
@@ -164,8 +152,8 @@ def _needed(runs: Runs, fixes: list[Fix]) -> list[Fix]:
     return fixes
 
 
-def _cheaper(runs: Runs, fixes: list[Fix], among: list[Fix]) -> list[Fix]:
-    """With what makes a step longer replaced by, or joined by, what makes it shorter and fits as well.
+def _cheaper(runs: AnyRuns, fixes: list[Fix], among: list[Fix]) -> list[Fix]:
+    """Return the fixes with what makes a step longer replaced by, or joined by, what makes it shorter and fits as well.
 
     One may make another cheaper: what is computed again need not wait in host memory.
     """
@@ -185,11 +173,7 @@ def _cheaper(runs: Runs, fixes: list[Fix], among: list[Fix]) -> list[Fix]:
     return fixes
 
 
-def _without_one(fixes: list[Fix]) -> list[list[Fix]]:
-    return [[other for other in fixes if other is not fix] for fix in fixes] if len(fixes) > 1 else []
-
-
-def _price(runs: Runs, fix: Fix, fixes: list[Fix]) -> float:
+def _price(runs: AnyRuns, fix: Fix, fixes: list[Fix]) -> float:
     """Return the seconds that a fix adds to a step, those before it being on: their runs are rows of the answer."""
     before = fixes[: fixes.index(fix)]
     try:
@@ -198,8 +182,8 @@ def _price(runs: Runs, fix: Fix, fixes: list[Fix]) -> float:
         return 0.0
 
 
-def _answers(runs: Runs, fixes: list[Fix]) -> LadderRun | None:
-    """The run with these, if it is an answer; None if it is none, or they do not apply together."""
+def _answers(runs: AnyRuns, fixes: list[Fix]) -> LadderRun | None:
+    """Return the run with these if it fits; None if it does not, or they do not apply together."""
     if _is_too_much(runs, fixes):
         return None
     try:
@@ -209,7 +193,7 @@ def _answers(runs: Runs, fixes: list[Fix]) -> LadderRun | None:
     return run if run.fits else None
 
 
-def _reason(runs: Runs, chosen: list[Fix], given_up: str) -> str:
+def _reason(runs: AnyRuns, chosen: list[Fix], given_up: str) -> str:
     names = " and ".join(fix.remedy.name for fix in chosen)
     if len(chosen) == 1:
         return f"{names} is enough ({given_up})"
@@ -218,8 +202,8 @@ def _reason(runs: Runs, chosen: list[Fix], given_up: str) -> str:
     return f"it fits with {names}{each} ({given_up}); no dearer remedy is on that a cheaper one could replace"
 
 
-def _that_apply(runs: Runs, steps: Sequence[Sequence[Fix]]) -> list[Sequence[Fix]]:
-    """The steps without those that cannot run without what comes later; the last is kept."""
+def _that_apply(runs: AnyRuns, steps: Sequence[Sequence[Fix]]) -> list[Sequence[Fix]]:
+    """Return the steps without those that cannot run without what comes later; the last stays."""
     kept: list[Sequence[Fix]] = []
     for fixes in steps[:-1]:
         try:
@@ -230,7 +214,7 @@ def _that_apply(runs: Runs, steps: Sequence[Sequence[Fix]]) -> list[Sequence[Fix
     return [*kept, *steps[-1:]]
 
 
-def _together(runs: Runs, names: Sequence[str], not_applied: dict[str, str]) -> tuple[list[Fix], list[Fix]]:
+def _together(runs: AnyRuns, names: Sequence[str], not_applied: dict[str, str]) -> tuple[list[Fix], list[Fix]]:
     """Return as many of `names` as go together, as far as that can be told without a run, and all that apply."""
     fixes: list[Fix] = []
     for name in names:
@@ -245,8 +229,8 @@ def _together(runs: Runs, names: Sequence[str], not_applied: dict[str, str]) -> 
     return fixes, [*fixes, *(Fix(REMEDIES[name]) for name in names if _conflict(name, fixes))]
 
 
-def _all_of(runs: Runs, names: Sequence[str], not_applied: dict[str, str]) -> tuple[list[Fix], LadderRun | None]:
-    """As many of `names` as apply together, and the run with them."""
+def _all_of(runs: AnyRuns, names: Sequence[str], not_applied: dict[str, str]) -> tuple[list[Fix], LadderRun | None]:
+    """Return as many of `names` as apply together, and the run with them."""
     fixes, _ = _together(runs, names, not_applied)
     while fixes:
         try:

@@ -7,6 +7,11 @@ from collections.abc import Callable
 from memprof.report.documents.recommendation import Bound
 
 
+def counted_bytes(needed_bytes: int, available: int, *, fits: bool) -> int:
+    """Return what a run counts for: it may fit although it needs more, for the allocator gives its cache back."""
+    return min(needed_bytes, available) if fits else max(needed_bytes, available + 1)
+
+
 def find_limit(
     needed: Callable[[int], int],
     available: int,
@@ -18,22 +23,17 @@ def find_limit(
     likely: int | None = None,
     beyond: int = 0,
 ) -> Bound:
-    """The largest number from `low` to `high` for which no more than `available` is needed.
+    """Find the largest number from `low` to `high` for which no more than `available` is needed.
 
     What comes back was tried, both sides: `largest` and the next number. Numbers are multiples of `grain`, or one of
     the three that are given. Where the need is nearly a straight line, as memory is in the batch, that takes about
     three runs; at the worst, twice as many as bisection.
 
     Args:
-        needed: tried at each number; grows with it, but for what the allocator rounds.
-        available: bytes.
-        low: the least number.
-        high: the largest number.
-        grain: the step between two numbers.
+        needed: bytes at a number; grows with it, but for what the allocator rounds.
         begin: where to look first.
         likely: where to look next if that fits, and outward from there, until one fits and one does not.
-        beyond: so many numbers past the first that does not fit are tried as well, and the search goes on from one
-            that fits: rounding may make a number need less than the one before it.
+        beyond: try so many numbers past the first that does not fit as well: rounding may make one need less.
     """
     known: dict[int, int] = {}
 
@@ -80,7 +80,7 @@ def _numbers_between(below: int, above: int, high: int, grain: int) -> tuple[int
 
 
 def _around(likely: int, fits: Callable[[int], bool], below: int, above: int, high: int, grain: int) -> tuple[int, int]:
-    """Return the same two closer together: outward from `likely`, twice as far each time, until it lies between."""
+    """Return `below` and `above` closer together: outward from `likely`, twice as far each time."""
     side: bool | None = None
     distance = 0
     while True:
@@ -97,7 +97,7 @@ def _around(likely: int, fits: Callable[[int], bool], below: int, above: int, hi
 
 
 def _by_slope(known: dict[int, int], available: int, otherwise: int) -> int:
-    """Where the line through the two known points next to `available` meets it."""
+    """Return where the line through the two known points next to `available` meets it."""
     nearest = sorted(known, key=lambda number: abs(known[number] - available))[:2]
     if len(nearest) < 2:
         return otherwise

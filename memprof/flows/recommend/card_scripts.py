@@ -1,24 +1,26 @@
-"""The code to paste for a training over cards: plain PyTorch, accelerate and torchtitan, each with its launch line."""
+"""The code to paste for runs over several GPUs, each with its launch line: training with plain PyTorch, accelerate and
+torchtitan; inference with `device_map` and with tensor parallelism.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from memprof.catalog import find_model, has_model, resolve_size
+from memprof.flows.cards import GPUS_PER_MACHINE
+from memprof.flows.recommend import snippet
 from memprof.flows.recommend.plans import Activations, Goal
+from memprof.flows.recommend.search import Tried
+from memprof.flows.recommend.simulator import Simulator
 from memprof.flows.recommend.snippet import LoadedModel, loaded_model
-from memprof.spec import DEFAULT_LORA_RANK, TargetSpec
+from memprof.flows.recommend.ways import Way
+from memprof.spec import TargetSpec
 from memprof.units import format_bytes
-
-if TYPE_CHECKING:
-    from memprof.flows.recommend.over_cards import OverCards
-    from memprof.flows.recommend.search import Tried
-    from memprof.flows.recommend.ways import Way
+from memprof.workload.plan import DEVICE_MAP
 
 FULLY_SHARD, ACCELERATE, ACCELERATE_YAML, TORCHTITAN = "fully-shard", "accelerate", "accelerate-yaml", "torchtitan"
-_CARDS_OF_A_MACHINE = 8
+TENSOR_PARALLEL = "tensor-parallel"
 
 STYLES = """styles = {
     "colwise": ColwiseParallel(),
@@ -35,12 +37,12 @@ for name, _ in model.named_modules():
             shared[name] = styles[style]
 parallelize_module(model, mesh["tensor"], shared)"""
 
+# Models of torchtitan 0.2, the last with configurations in TOML (torchtitan/models/*/__init__.py of v0.2.2).
+# Not those whose head is the embedding: fully_shard of torch 2.13 refuses how it shards the two.
 _TITAN = {
     "llama-3.1-8b": ("llama3", "8B"), "llama-3.1-70b": ("llama3", "70B"), "llama-3.1-405b": ("llama3", "405B"),
     "qwen3-8b": ("qwen3", "8B"), "qwen3-14b": ("qwen3", "14B"), "qwen3-32b": ("qwen3", "32B"),
 }  # fmt: skip
-"""Models of torchtitan 0.2, the last with configurations in TOML (torchtitan/models/*/__init__.py of v0.2.2).
-Not those whose head is the embedding: fully_shard of torch 2.13 refuses how it shards the two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,90 +54,78 @@ class Scripts:
     written_for: dict[str, str] = field(default_factory=dict)
 
 
-def scripts(search: OverCards, found: tuple[Way, Tried], spec: TargetSpec) -> Scripts:
-    """Of what was chosen, and for a library of the best that fits and that it can do; none for a model of the user's
-    own."""
-    model = loaded_model(spec)
+def training_scripts(fitting: Sequence[tuple[Way, Tried]], runs: Simulator, spec: TargetSpec) -> Scripts:
+    """Return scripts of what was chosen, the first of `fitting`, and for a library of the first that it can do.
+
+    There are none for a model of the user's own.
+    """
+    found, model = Scripts(), loaded_model(spec)
     if model is None:
-        return Scripts()
-    way, tried = found
-    written_for: dict[str, str] = {}
-    texts = {FULLY_SHARD: fully_shard_script(way, tried.outcome.spec, model)}
-    launch = {FULLY_SHARD: _torchrun(way, "train.py")}
-    fitting = [(way, tried)] + [
-        pair for pair in sorted(search.tried.items(), key=lambda pair: search.rank(pair[1]))
-        if pair[1].outcome.fits and pair[0].spread.size == way.spread.size
-    ]  # fmt: skip
-    for of, run in fitting:
+        return found
+    chosen, tried = fitting[0]
+    found.texts[FULLY_SHARD] = fully_shard_script(chosen, tried.outcome.spec, model)
+    found.launch[FULLY_SHARD] = _torchrun(chosen.spread.size, "train.py")
+
+    def note(way: Way, tried: Tried, *kinds: str) -> None:
+        if way != chosen:
+            verdict = "fits" if runs.has_room(tried.outcome) else "fits only just"
+            said = f"{way.label()}; needs {format_bytes(tried.outcome.needed_bytes)}, {verdict}"
+            found.written_for.update(dict.fromkeys(kinds, said))
+
+    for way, tried in fitting:
         # It shards the head by itself, which a chunked loss cannot reach into.
-        if not of.plan.chunked_loss and of.parallel in ("ddp", "fsdp", "fsdp:shard_grad_op"):
-            texts[ACCELERATE_YAML] = accelerate_yaml(of)
-            texts[ACCELERATE] = accelerate_script(of, run.outcome.spec, model)
-            launch[ACCELERATE] = "accelerate launch --config_file accelerate.yaml train_accelerate.py"
-            if of != way:
-                written_for |= dict.fromkeys((ACCELERATE_YAML, ACCELERATE), _said(of, run, search))
+        if not way.plan.chunked_loss and way.parallel in ("ddp", "fsdp", "fsdp:shard_grad_op"):
+            found.texts[ACCELERATE_YAML] = accelerate_yaml(way)
+            found.texts[ACCELERATE] = accelerate_script(way, tried.outcome.spec, model)
+            found.launch[ACCELERATE] = "accelerate launch --config_file accelerate.yaml train_accelerate.py"
+            note(way, tried, ACCELERATE_YAML, ACCELERATE)
             break
     name = resolve_size(spec.model).key if spec.model_is_size else spec.model
     name = find_model(name).key if has_model(name) else name
-    if name in _TITAN:
-        for of, run in fitting:
-            if of.plan.goal is Goal.FULL and not of.plan.chunked_loss and of.plan.precision != "float32":
-                texts[TORCHTITAN] = torchtitan_toml(of, run.outcome.spec, *_TITAN[name])
-                launch[TORCHTITAN] = _torchrun(of, "-m torchtitan.train --job.config_file train.toml")
-                if of != way:
-                    written_for[TORCHTITAN] = _said(of, run, search)
-                break
-    return Scripts(texts, launch, written_for)
+    for way, tried in fitting if name in _TITAN else ():
+        if way.plan.goal is Goal.FULL and not way.plan.chunked_loss and way.plan.precision != "float32":
+            found.texts[TORCHTITAN] = torchtitan_toml(way, tried.outcome.spec, *_TITAN[name])
+            start = "-m torchtitan.train --job.config_file train.toml"
+            found.launch[TORCHTITAN] = _torchrun(way.spread.size, start)
+            note(way, tried, TORCHTITAN)
+            break
+    return found
 
 
-def _said(way: Way, tried: Tried, search: OverCards) -> str:
-    verdict = "fits" if search.has_room(tried) else "fits only just"
-    return f"{way.label()}; needs {format_bytes(tried.outcome.needed_bytes)}, {verdict}"
+def serving_scripts(fitting: Sequence[tuple[str, Tried]], spec: TargetSpec) -> Scripts:
+    """Return a script for each of the ways, which fit; the name of `--parallel` says which it is."""
+    found, model = Scripts(), loaded_model(spec)
+    if model is None:
+        return found
+    for plan, tried in fitting:
+        made = tried.outcome.spec
+        if plan == DEVICE_MAP:
+            found.texts[DEVICE_MAP] = _device_map_script(made, model)
+            found.launch[DEVICE_MAP] = "python infer.py"
+        else:
+            found.texts[TENSOR_PARALLEL] = _tensor_parallel_script(made, model)
+            found.launch[TENSOR_PARALLEL] = _torchrun(made.gpus, "infer_tp.py")
+    return found
 
 
-def _torchrun(way: Way, what: str) -> str:
-    cards = way.spread.size
-    machines = -(-cards // _CARDS_OF_A_MACHINE)
+def _torchrun(gpus: int, what: str) -> str:
+    machines = -(-gpus // GPUS_PER_MACHINE)
     nodes = f"--nnodes {machines} --rdzv-backend c10d --rdzv-endpoint HOST:29500 " if machines > 1 else ""
-    return f"torchrun {nodes}--nproc-per-node {cards // machines} {what}"
+    return f"torchrun {nodes}--nproc-per-node {gpus // machines} {what}"
 
 
-def environment(spec: TargetSpec, *others: str) -> list[str]:
-    """The first lines of a script: the standard library's modules, and the allocator's settings."""
-    lines = [*others, "import os", ""]
-    if spec.alloc_conf:
-        lines += [f'os.environ["PYTORCH_CUDA_ALLOC_CONF"] = {spec.alloc_conf!r}  # before torch', ""]
-    return lines
-
-
-def loading(spec: TargetSpec, model: LoadedModel, *more: str) -> list[str]:
-    """How the model is made in host memory; `more` are arguments of from_pretrained alone."""
-    arguments = [f"dtype=torch.{spec.dtype or 'float32'}"]
-    if spec.attention is not None:
-        arguments.append(f'attn_implementation="{spec.attention}"')
-    if spec.trust_remote_code:
-        arguments.append("trust_remote_code=True")
-    auto = f"transformers.{model.auto_class}"
-    if model.from_pretrained:
-        given = ", ".join([repr(model.from_pretrained), *arguments, *more])
-        return [f"model = {auto}.from_pretrained({given})"]
-    make = "_from_config" if not model.auto_class.startswith("Auto") else "from_config"
-    return [f"config = {model.from_config}", f"model = {auto}.{make}({', '.join(['config', *arguments])})"]
+def _loading(spec: TargetSpec, model: LoadedModel, *more: str) -> list[str]:
+    """Return how the model is made in host memory; `more` are arguments of from_pretrained alone."""
+    arguments = snippet.load_arguments(spec)
+    if not model.from_pretrained:
+        return snippet.make_lines(model, arguments)
+    given = ", ".join([repr(model.from_pretrained), *arguments, *more])
+    return [f"model = transformers.{model.auto_class}.from_pretrained({given})"]
 
 
 def _built(way: Way, spec: TargetSpec, model: LoadedModel) -> list[str]:
-    lines = loading(spec, model)
-    lines.append("model.config.use_cache = False")
-    if way.plan.goal is Goal.LORA:
-        rank = spec.lora_rank or DEFAULT_LORA_RANK
-        names = None if spec.lora_targets is None else [name.strip() for name in spec.lora_targets.split(",")]
-        targets = "" if names is None else f", target_modules={names if names != ['all-linear'] else 'all-linear'!r}"
-        lines += [
-            f'lora = peft.LoraConfig(task_type="CAUSAL_LM", r={rank}, lora_alpha={2 * rank}, '
-            f"lora_dropout={spec.lora_dropout}{targets})",
-            "model = peft.get_peft_model(model, lora)",
-        ]
-    return lines
+    adapter = snippet.lora_lines(spec) if way.plan.goal is Goal.LORA else []
+    return [*_loading(spec, model), "model.config.use_cache = False", *adapter]
 
 
 def _batches() -> list[str]:
@@ -151,13 +141,8 @@ def _batches() -> list[str]:
     ]
 
 
-def _applied(names: Iterable[str], model: str = "model") -> list[str]:
-    listed = ", ".join(f'"{name}"' for name in names)
-    return [f"memprof.apply({model}, [{listed}], undoable=False)"] if listed else []
-
-
 def fully_shard_script(way: Way, spec: TargetSpec, model: LoadedModel) -> str:
-    """`train.py`: what the workload of `memprof profile --parallel` does, as a script (workload/spread.py)."""
+    """Return `train.py`: what the workload of `memprof profile --parallel` does, as a script (workload/spread.py)."""
     spread, plan = way.spread, way.plan
     meshes = {"replicate": spread.replicate, "shard": spread.shard, "tensor": spread.tensor}
     shape = {name: size for name, size in meshes.items() if size > 1 or (name == "shard" and spread.sharded)}
@@ -173,9 +158,10 @@ def fully_shard_script(way: Way, spec: TargetSpec, model: LoadedModel) -> str:
         ]
     if plan.goal is Goal.LORA:
         imports.insert(0, "import peft")
-    standard = ["import fnmatch"] if spread.tensor > 1 else []
+    standard = ["import fnmatch", "import os"] if spread.tensor > 1 else ["import os"]
+    library = ["", "import memprof"] if spec.fixes else []
     lines = [
-        *environment(spec, *standard), *imports, *tools, *(["", "import memprof"] if spec.fixes else []), "",
+        *snippet.environment_lines(spec, *standard), *imports, *tools, *library, "",
         'torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))',
         'dist.init_process_group("nccl")',
         f'mesh = init_device_mesh("cuda", {tuple(shape.values())}, mesh_dim_names={tuple(shape)})',
@@ -185,18 +171,17 @@ def fully_shard_script(way: Way, spec: TargetSpec, model: LoadedModel) -> str:
     ]  # fmt: skip
     if spread.tensor > 1:
         lines.append(STYLES)
-    called = "model"
     if spread.sharded:
         lines += _sharded(way, spec)
     lines.append('model.to("cuda")')
-    if not spread.sharded and spread.data > 1:
+    called = "model" if spread.sharded or spread.data == 1 else "wrapped"
+    if called == "wrapped":
         lines.append("wrapped = torch.nn.parallel.DistributedDataParallel(")
         lines.append(
             '    model, device_ids=[torch.cuda.current_device()], process_group=mesh["replicate"].get_group())'
         )
-        called = "wrapped"
     lines += [
-        *_applied(spec.fixes),
+        *snippet.apply_lines(spec.fixes),
         "groups = {}  # an optimizer's operators take parameters of one mesh",
         "for parameter in model.parameters():",
         "    if parameter.requires_grad:",
@@ -247,7 +232,7 @@ def _sharded(way: Way, spec: TargetSpec) -> list[str]:
 
 
 def accelerate_yaml(way: Way) -> str:
-    """`accelerate.yaml`, as `accelerate config` writes it."""
+    """Return `accelerate.yaml`, as `accelerate config` writes it."""
     spread = way.spread
     mixed = {"bfloat16": "bf16", "float16": "fp16"}[way.plan.half] if way.plan.precision == "amp" else "'no'"
     lines = ["compute_environment: LOCAL_MACHINE"]
@@ -268,20 +253,18 @@ def accelerate_yaml(way: Way) -> str:
 
 
 def accelerate_script(way: Way, spec: TargetSpec, model: LoadedModel) -> str:
-    """`train_accelerate.py`."""
+    """Return `train_accelerate.py`."""
     imports = ["import accelerate", "import torch", "import transformers"]
     if way.plan.goal is Goal.LORA:
         imports.insert(1, "import peft")
-    fixes = list(spec.fixes)
-    before = environment(spec) if spec.alloc_conf else []
     lines = [
-        *before, *imports, *(["", "import memprof"] if fixes else []), "",
+        *snippet.environment_lines(spec), *imports, *(["", "import memprof"] if spec.fixes else []), "",
         f"micro_batch, accumulation, length = {spec.batch_size}, {way.accumulation}, {spec.context_length}",
         "accelerator = accelerate.Accelerator(gradient_accumulation_steps=accumulation)",
         *_built(way, spec, model),
         "optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4, fused=True)",
         "model, optimizer = accelerator.prepare(model, optimizer)",
-        *_applied(fixes, "accelerator.unwrap_model(model)"),
+        *snippet.apply_lines(spec.fixes, "accelerator.unwrap_model(model)"),
         *_batches(),
         "model.train()",
         "data = batches()",
@@ -303,7 +286,7 @@ def accelerate_script(way: Way, spec: TargetSpec, model: LoadedModel) -> str:
 
 
 def torchtitan_toml(way: Way, spec: TargetSpec, name: str, flavor: str) -> str:
-    """`train.toml` of torchtitan 0.2 (torchtitan/config/job_config.py)."""
+    """Return `train.toml` of torchtitan 0.2 (torchtitan/config/job_config.py)."""
     spread = way.spread
     checkpointed = way.plan.activations is Activations.CHECKPOINTED
     whole = "bfloat16" if way.plan.precision == "half" else "float32"
@@ -337,3 +320,52 @@ tensor_parallel_degree = {spread.tensor}
 [activation_checkpoint]
 mode = "{"full" if checkpointed else "none"}"
 """
+
+
+def _device_map_script(spec: TargetSpec, model: LoadedModel) -> str:
+    """Return `infer.py`: one process, some of the layers on each card."""
+    imports = ["import torch", "import transformers"]
+    placed: list[str] = []
+    if not model.from_pretrained:
+        imports = ["import accelerate", *imports, "from accelerate.utils import get_balanced_memory"]
+        placed = [
+            "whole = list(model._no_split_modules)",
+            "memory = get_balanced_memory(model, no_split_module_classes=whole)",
+            "cards = accelerate.infer_auto_device_map(model, max_memory=memory, no_split_module_classes=whole)",
+            "accelerate.dispatch_model(model, cards)",
+        ]
+    loading = _loading(spec, model, 'device_map="auto"')
+    return "\n".join([*snippet.environment_lines(spec), *imports, "", *loading, *placed, *_generates(spec)]) + "\n"
+
+
+def _tensor_parallel_script(spec: TargetSpec, model: LoadedModel) -> str:
+    """Return `infer_tp.py`: a rank on each card, which has a part of each matrix."""
+    lines = [
+        *snippet.environment_lines(spec, "import fnmatch", "import os"),
+        "import torch",
+        "import torch.distributed as dist",
+        "import transformers",
+        "from torch.distributed.device_mesh import init_device_mesh",
+        "from torch.distributed.tensor import Replicate",
+        "from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module",
+        "",
+        'torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))',
+        'dist.init_process_group("nccl")',
+        f'mesh = init_device_mesh("cuda", ({spec.gpus},), mesh_dim_names=("tensor",))',
+        *_loading(spec, model),
+        STYLES,
+        'model.to("cuda")',
+        "torch.manual_seed(0)  # all ranks are given the same prompt",
+        *_generates(spec),
+        "dist.destroy_process_group()",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _generates(spec: TargetSpec) -> list[str]:
+    return [
+        "model.eval()",
+        f"batch, length = {spec.batch_size}, {spec.context_length}",
+        'prompt = torch.randint(model.config.vocab_size, (batch, length), device="cuda")  # yours',
+        *snippet.generate_lines(spec),
+    ]

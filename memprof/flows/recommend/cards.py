@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 from memprof.catalog import list_gpus
 from memprof.errors import MemprofError
 from memprof.flows.recommend.outcome import HOST_MEMORY, SimulatedRun
 from memprof.flows.recommend.plans import Goal, tiers
+from memprof.flows.recommend.search import Search, Tried
 from memprof.flows.recommend.simulator import Simulator
 from memprof.report.documents.recommendation import Alternative
 from memprof.units import gib
-
-if TYPE_CHECKING:
-    from memprof.flows.recommend.search import Search, Tried
 
 MAX_CARDS = 1024
 LESS_TRAINED = {Goal.FULL: (Goal.LORA, Goal.QLORA), Goal.LORA: (Goal.QLORA,), Goal.QLORA: (), Goal.INFER: ()}
 
 
 def alternatives(search: Search, least: Tried) -> tuple[Alternative, ...]:
-    """What would do instead; `least` is what needs the least of all that was run."""
+    """Return what would do instead; `least` is what needs the least of all that was run."""
     on_the_host = [tried for tried in search.tried.values() if tried.outcome.dies_in == HOST_MEMORY]
     found = [
         *([_more_host_memory(on_the_host)] if on_the_host else []),
@@ -32,28 +29,27 @@ def alternatives(search: Search, least: Tried) -> tuple[Alternative, ...]:
 
 
 def _more_host_memory(tried: list[Tried]) -> Alternative:
-    """What the host needs for a run that fits the card."""
+    """Return what the host needs for a run that fits the card."""
     least = min(tried, key=lambda one: one.outcome.host_bytes)
-    label = least.plan.label(least.micro_batch)
-    return Alternative("the least host memory that does", label, least.outcome.host_bytes, estimate=False)
+    return Alternative("the least host memory that does", least.label, least.outcome.host_bytes, estimate=False)
 
 
 def _smallest_card(search: Search, least: Tried) -> Alternative | None:
-    """The smallest card of the catalog on which the run was made and fits."""
+    """Find the smallest card of the catalog on which the run was made and fits."""
     spec = least.outcome.spec.edit(gpu_vram_bytes=None)
     for gpu in sorted(list_gpus(), key=lambda gpu: gpu.total_bytes):
         if gpu.total_bytes < least.outcome.needed_bytes:
             continue
-        runs = Simulator(gpu, search.runs._progress)
-        outcome = runs.try_run(spec.edit(gpu=gpu.key), f"{least.plan.label(least.micro_batch)} on {gpu.key}")
+        runs = Simulator(gpu, search.runs.progress)
+        outcome = runs.try_run(spec.edit(gpu=gpu.key), f"{least.label} on {gpu.key}")
         if outcome is not None and outcome.fits:
-            name = f"{gpu.name} ({gib(gpu.total_bytes)} GiB), {least.plan.label(least.micro_batch)}"
+            name = f"{gpu.name} ({gib(gpu.total_bytes)} GiB), {least.label}"
             return Alternative("the smallest card that does", name, outcome.needed_bytes, estimate=False)
     return None
 
 
 def _number_of_cards(search: Search) -> Alternative | None:
-    """The least number of these cards with parameters, gradients and optimizer state divided among them.
+    """Return the least number of these cards with parameters, gradients and optimizer state divided among them.
 
     A closed form, as of ZeRO's third stage (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
     Parameter Models", 2020, section 5.3): each card has one N-th of these three, and everything else as it was run.
@@ -76,12 +72,12 @@ def _number_of_cards(search: Search) -> Alternative | None:
     if best is None:
         return None
     number, needed, tried = best
-    name = f"{number} x {card.name}, sharded (FSDP, ZeRO-3): {tried.plan.label(tried.micro_batch)} each"
+    name = f"{number} x {card.name}, sharded (FSDP, ZeRO-3): {tried.label} each"
     return Alternative("the least number of these cards", name, needed, estimate=True)
 
 
 def _layers(outcome: SimulatedRun) -> int:
-    """How many layers the parameters are in; 2 (all of them at once) if the model does not say."""
+    """Return how many layers the parameters are in; 2 (all of them at once) if the model does not say."""
     # Here and not above: it imports no torch itself, and its package does.
     from memprof.workload.models import find_source
 
@@ -95,7 +91,7 @@ def _layers(outcome: SimulatedRun) -> int:
 
 
 def _other_goal(search: Search, goal: Goal) -> Alternative | None:
-    """A goal that trains less, on the same card, with everything on that saves memory and changes no number."""
+    """Return a goal that trains less, on the same card, with everything on that saves memory and changes no number."""
     micro_batch = search.sizes()[0]
     for tier in tiers(goal, search.runs.gpu):
         plan = tier.leanest()

@@ -54,14 +54,9 @@ def needed_bytes(plan: Plan, spec: TargetSpec) -> int | None:
 
 
 def likely_limit(needed: Callable[[int], int | None], available: int, first: int, high: int, grain: int) -> int | None:
-    """Return where to look for the largest number of which no more than `available` is needed, beyond `first`.
+    """Return where to look for the largest number above `first`, which fits, of which `available` is enough.
 
-    Args:
-        needed: by the closed form; grows with the number.
-        first: a number that fits.
-
-    Returns:
-        A multiple of `grain`, or `high`; None where the closed form does not know the model.
+    It is a multiple of `grain`, or `high`; None where the closed form, which gives `needed`, does not know the model.
     """
     if needed(first) is None:
         return None

@@ -6,17 +6,16 @@ import dataclasses
 import json
 from collections.abc import Callable
 
-from memprof.flows.recommend.foretell import cut, length_row
+from memprof.flows.recommend.answer import recommend
 from memprof.flows.recommend.lengths import read_lengths
-from memprof.flows.recommend.search import Question, Search, Tried, recommend
+from memprof.flows.recommend.odds import cut_lengths, length_row
+from memprof.flows.recommend.search import Question, Search, Tried
 from memprof.report.documents.recommendation import Recommendation, Stream
 from memprof.spec import TargetSpec
 from memprof.workload.lengths import is_distribution
 
-MAX_ROWS = 4
-"""Micro-batches that are looked at, each of several runs."""
-MOST_SAMPLES = 10_000
-"""Of a data set, in equal distances by length, for a run over batches of them."""
+MAX_ROWS = 4  # micro-batches that are looked at, each of several runs
+MOST_SAMPLES = 10_000  # of a data set, in equal distances by length, for a run over batches of them
 
 
 def recommend_for_data(
@@ -27,15 +26,12 @@ def recommend_for_data(
     column: str | None = None,
     batches: int | None = None,
 ) -> Recommendation:
-    """`search.recommend` at the longest sequence of `source`, and the odds at its micro-batch and larger ones.
+    """Find the configuration at the longest sequence of `source`, and the odds at its micro-batch and larger ones.
 
     Sequences are cut to the context length of `spec`, if it has one. What was found at the longest is then run over so
     many `batches`, if that is given: what is reserved over them depends on how they differ.
-
-    Raises:
-        UsageError: the file has no lengths.
     """
-    lengths, read = cut(*read_lengths(source, column), spec.context_length)
+    lengths, read = cut_lengths(*read_lengths(source, column), spec.context_length)
     spec = spec.edit(context_length=read.longest)
     answer, search, found = recommend(spec, question, progress)
     tried = found.chosen or found.least

@@ -12,36 +12,28 @@ from memprof.errors import MemprofError, UsageError
 from memprof.flows.cards import device_facts, virtual_card
 from memprof.flows.recommend.closed_form import likely_limit, needed_bytes
 from memprof.flows.recommend.outcome import SimulatedRun
-from memprof.flows.recommend.plans import Goal, Plan, base_spec, half_of
+from memprof.flows.recommend.plans import DEFAULT_CONTEXT, Goal, Plan, base_spec, half_of
 from memprof.flows.recommend.simulator import Simulator
 from memprof.remedies.catalog import check_installed
 from memprof.remedies.spec_edits import installed_eight_bit_optimizer
 from memprof.report.documents.recommendation import Largest, Recommendation
 from memprof.spec import TargetSpec
 
-CONTEXT = 2048
-"""Tokens at which models are tried, or as many as a model has positions for."""
-GRAIN = 1024
-"""Context lengths are searched in steps of so many tokens."""
+GRAIN = 1024  # tokens between two context lengths of a search
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One way to use a model.
-
-    Attributes:
-        least_bytes: of a parameter, whatever else the run takes: what cannot fit is not run.
-        likely_bytes: of a parameter, to begin the search with where the closed form does not know a model.
-    """
+    """One way to use a model."""
 
     name: str
     plan: Plan
-    least_bytes: float
-    likely_bytes: float
+    least_bytes: float  # of a parameter, whatever else the run takes: what cannot fit is not run
+    likely_bytes: float  # of a parameter, to begin the search with where the closed form does not know a model
 
 
 def tasks(gpu: Gpu) -> list[Task]:
-    """The ways that are looked at, in the order of what they need for a parameter.
+    """Return the ways that are looked at, in the order of what they need for a parameter.
 
     Bytes of a parameter: weights of 4 bits 0.5, of 16 bits 2; a weight, its gradient and two states of AdamW in float32
     16; a weight and a gradient of 16 bits and two states of 8 bits 6.
@@ -63,12 +55,12 @@ def tasks(gpu: Gpu) -> list[Task]:
 
 
 def recommend_models(spec: TargetSpec, progress: Callable[[str], None]) -> Recommendation:
-    """The table for `spec`'s card at its context length, or 2,048 tokens; everything in it was run.
+    """Return the table for `spec`'s GPU at its context length, or 2,048 tokens; everything in it was run.
 
     The model of `spec` is not looked at.
     """
-    gpu, context_length = virtual_card(spec), spec.context_length or CONTEXT
-    runs = Simulator(gpu, progress, says_where=False)
+    gpu, context_length = virtual_card(spec), spec.context_length or DEFAULT_CONTEXT
+    runs = Simulator(gpu, progress)
     kinds = []
     for task in tasks(gpu):
         one = task.plan.spec(base_spec(task.plan.goal, spec), 1)
@@ -81,8 +73,9 @@ def recommend_models(spec: TargetSpec, progress: Callable[[str], None]) -> Recom
     # The one that has all that another may import: an adapter on quantized weights.
     if kinds:
         runs.warm(max((one for _, one in kinds), key=lambda one: (one.quantize is not None, one.adapter is not None)))
-    works = [functools.partial(_largest, spec=spec, task=task, context_length=context_length) for task, _ in kinds]
-    rows = runs.searches(works)
+    rows = runs.searches(
+        [functools.partial(_largest, runs, spec, task, context_length=context_length) for task, _ in kinds]
+    )
     return Recommendation(
         device=device_facts(gpu, spec.host_memory_bytes),
         context_length=context_length,
@@ -99,8 +92,7 @@ def recommend_models(spec: TargetSpec, progress: Callable[[str], None]) -> Recom
 
 
 def candidates() -> list[ModelEntry]:
-    """The catalog's causal language models with attention (and so a KV cache), by size; of equally large ones the
-    first."""
+    """Return the catalog's causal language models with a KV cache, by size; of equally large ones the first."""
     found: dict[int, ModelEntry] = {}
     for entry in list_models():
         if entry.task == "causal-lm" and entry.max_positions is not None:
@@ -109,23 +101,22 @@ def candidates() -> list[ModelEntry]:
 
 
 def _largest(runs: Simulator, spec: TargetSpec, task: Task, context_length: int) -> Largest:
-    """The largest model that fits while the next larger does not, both run (unless its weights alone are too much)."""
+    """Find the largest model that fits, and the next larger, both run (unless its weights alone are too much)."""
     entries = candidates()
-    usable = runs.usable_bytes
+    spec_of = functools.partial(_spec, spec, task)
     outcomes: dict[str, SimulatedRun | None] = {}
 
     def fits(place: int) -> bool | None:
-        """None: it cannot be run in this way, whatever the card."""
+        """Say whether a model fits; None: it cannot be run in this way, whatever the GPU."""
         entry = entries[place]
-        if entry.num_parameters * task.least_bytes > usable:
+        if entry.num_parameters * task.least_bytes > runs.usable_bytes:
             return False
         if entry.key not in outcomes:
-            one = _spec(spec, task, entry, context_length)
-            outcomes[entry.key] = runs.try_run(one, f"{task.name}: {entry.key}")
+            outcomes[entry.key] = runs.try_run(spec_of(entry, context_length), f"{task.name}: {entry.key}")
         outcome = outcomes[entry.key]
         return None if outcome is None else outcome.fits
 
-    begin = _begin(runs, [(entry, _spec(spec, task, entry, context_length)) for entry in entries], task)
+    begin = _begin(runs, [(entry, spec_of(entry, context_length)) for entry in entries], task)
     place = next((place for place in range(begin, -1, -1) if fits(place)), None)
     for higher in range(begin + 1 if place == begin else len(entries), len(entries)):
         answer = fits(higher)
@@ -142,7 +133,7 @@ def _largest(runs: Simulator, spec: TargetSpec, task: Task, context_length: int)
     entry, outcome = entries[place], outcomes[entries[place].key]
     assert outcome is not None
     longest, too_long = _longest(runs, spec, task, entry, outcome)
-    shown = runs.run(_spec(spec, task, entry, longest), task.name).spec
+    shown = runs.run(spec_of(entry, longest), task.name).spec
     return Largest(
         task=task.name,
         model=entry.key,
@@ -158,8 +149,7 @@ def _largest(runs: Simulator, spec: TargetSpec, task: Task, context_length: int)
 
 
 def _begin(runs: Simulator, ways: list[tuple[ModelEntry, TargetSpec]], task: Task) -> int:
-    """Return where to look first: the last of the models that should fit by the closed form, looked for from where
-    their parameters alone point."""
+    """Return where to look first: the last model that should fit by the closed form, from where its size points on."""
 
     def should_fit(place: int) -> bool:
         entry, spec = ways[place]
@@ -185,10 +175,9 @@ def _spec(spec: TargetSpec, task: Task, entry: ModelEntry, context_length: int) 
 def _longest(
     runs: Simulator, spec: TargetSpec, task: Task, entry: ModelEntry, outcome: SimulatedRun
 ) -> tuple[int, int | None]:
-    """The longest context of this model, and the next that was tried; multiples of GRAIN."""
+    """Find the longest context of this model, and the next that was tried; multiples of GRAIN."""
     at = outcome.target.context_length or 0
     high = (entry.max_positions or 0) - 2 * (task.plan.goal is Goal.INFER)
-
     if high <= at:
         return at, None
 

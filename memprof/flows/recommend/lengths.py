@@ -14,11 +14,10 @@ from memprof.errors import UsageError, not_installed
 from memprof.report.documents.recommendation import Lengths
 from memprof.workload.lengths import is_distribution, parse_lengths
 
+# Which column is meant where none is named: the first of these that there is.
 _COLUMNS = ("length", "lengths", "num_tokens", "n_tokens", "token_count", "input_ids", "tokens")
-"""Which column is meant where none is named: the first of these that there is."""
 _EXAMPLES = 3
-DRAWN = 20_000
-"""Samples of a distribution, which stand for a data set."""
+DRAWN = 20_000  # samples of a distribution, which stand for a data set
 
 
 @dataclass
@@ -29,7 +28,7 @@ class _Read:
     examples: list[str] = field(default_factory=list)
 
     def take(self, value: Any, place: str) -> None:
-        """A value of the file: a number, or tokens to be counted."""
+        """Take a value of the file: a number, or tokens to be counted."""
         if value is None or (isinstance(value, str) and not value.strip()):
             self.empty += 1
             return
@@ -44,13 +43,10 @@ class _Read:
 
 
 def read_lengths(source: str | Path, column: str | None = None) -> tuple[list[int], Lengths]:
-    """The lengths in ascending order, and what was read; its figures are of the file, nothing is cut yet.
+    """Return the lengths in ascending order, and what was read; its figures are of the file, nothing is cut yet.
 
-    Args:
-        source: a file, or a distribution of workload/lengths.py.
-
-    Raises:
-        UsageError: there is no such file, column or distribution, or no length in it.
+    `source` is a file, or a distribution of workload/lengths.py. Raises UsageError if there is no such file or column,
+    or no length in it.
     """
     path, read = Path(source), _Read()
     if is_distribution(str(source)):
@@ -94,13 +90,11 @@ def read_lengths(source: str | Path, column: str | None = None) -> tuple[list[in
 
 
 def quantile(ordered: list[int], share: float) -> int:
-    """The least value that this share of them does not exceed."""
+    """Return the least value that this share of them does not exceed."""
     return ordered[max(math.ceil(share * len(ordered)) - 1, 0)]
 
 
 def _length(value: Any) -> int | None:
-    if isinstance(value, bool):
-        return None
     if isinstance(value, (list, tuple)):
         return len(value)
     if isinstance(value, str):
@@ -108,7 +102,7 @@ def _length(value: Any) -> int | None:
         return int(text) if text.isascii() and text.isdigit() else None
     if isinstance(value, float):
         return int(value) if value.is_integer() else None
-    return value if isinstance(value, int) else None
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def _lines(path: Path) -> Iterator[str]:
@@ -159,20 +153,16 @@ def _parquet(path: Path, column: str | None, read: _Read) -> str:
         column = _choose(names, str(path))
     if column not in names:
         raise UsageError("no such column", value=column, hint=f"there are {', '.join(names[:12])}")
-    row = 0
-    for batch in file.iter_batches(columns=[column]):
-        for value in batch.column(0).to_pylist():
-            row += 1
-            read.take(value, f"row {row}")
+    values = (value for batch in file.iter_batches(columns=[column]) for value in batch.column(0).to_pylist())
+    for row, value in enumerate(values, 1):
+        read.take(value, f"row {row}")
     return column
 
 
 def _choose(names: list[str], path: str) -> str:
-    for name in _COLUMNS:
-        if name in names:
-            return name
-    if len(names) == 1:
-        return names[0]
+    found = next((name for name in _COLUMNS if name in names), names[0] if len(names) == 1 else None)
+    if found is not None:
+        return found
     raise UsageError(
         "which column has the lengths?", value=f"{path}: {', '.join(names[:12])}", hint="name it: --lengths-column NAME"
     )

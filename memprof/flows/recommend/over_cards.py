@@ -6,37 +6,30 @@ what these runs say of a step.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from memprof.errors import MemprofError, UsageError
 from memprof.estimate.geometry import Subject
-from memprof.flows.cards import device_facts, virtual_card
-from memprof.flows.recommend import card_scripts
+from memprof.flows.cards import GPUS_PER_MACHINE, virtual_card
+from memprof.flows.profile import at_once
+from memprof.flows.recommend.answer import build_answer, rows_of
+from memprof.flows.recommend.card_scripts import Scripts, training_scripts
 from memprof.flows.recommend.closed_form import subject_of
-from memprof.flows.recommend.plans import Goal, Plan, base_spec, tiers
-from memprof.flows.recommend.search import Question, Tried, choice_of, on_front
+from memprof.flows.recommend.plans import Goal, Plan, base_spec, tiers, with_context
+from memprof.flows.recommend.search import Question, Tried
 from memprof.flows.recommend.simulator import Simulator
 from memprof.flows.recommend.ways import Way, plans_over, ways_of
-from memprof.flows.several import at_once
 from memprof.ledger.bridge import NCCL_GROUP_BYTES
-from memprof.report.documents.recommendation import Alternative, Choice, Recommendation
+from memprof.report.documents.recommendation import Alternative, Recommendation
 from memprof.spec import HOST_BYTES, TargetSpec
 from memprof.units import format_bytes
 
-FITTING = 3
-"""Ways that fit are compared."""
-MOST_RUNS = 5
-"""Of one kind of runs; those of the largest models take twenty seconds each."""
-MOST_LEANEST = 2
-"""Of those that need least, where what is quickest fits only just."""
-SLACK = 1.03
-"""What by the closed form is over the card by less is run: its bands are in docs/accuracy-tables.md."""
+FITTING = 3  # ways that fit are compared
+MOST_RUNS = 5  # of one kind; those of the largest models take twenty seconds each
+MOST_LEANEST = 2  # runs of what needs least, where what is quickest fits only just
+SLACK = 1.03  # what by the closed form is over the GPU by less is run: its bands are in docs/accuracy-tables.md
 MOST_CARDS = 1024
-MOST_FEWEST = 3
-"""Runs that the least number of cards may take."""
-_CARDS_OF_A_MACHINE = 8
-"""Beyond two machines whole ones are counted."""
+MOST_FEWEST = 3  # runs that the least number of GPUs may take
 
 
 class OverCards:
@@ -62,74 +55,65 @@ class OverCards:
         self.tried: dict[Way, Tried] = {}
 
     def ways(self, tier: Plan, gpus: int, batch: int | None = None) -> list[Way]:
-        """Every way, the quickest first."""
+        """Return every way, the quickest first."""
         found = ways_of(tier, self.base, self.subject, self.runs.gpu, gpus, batch or self.batch)
         size = self.question.micro_batch
         return [way for way in found if size is None or way.micro_batch == size]
 
     def might_fit(self, way: Way) -> bool:
-        """By the closed form; what it does not know might."""
+        """Say whether it may fit by the closed form; what that does not know may."""
         return way.estimated_bytes is None or way.estimated_bytes <= SLACK * self.runs.gpu.total_bytes
 
     def run(self, way: Way) -> Tried | None:
-        """The way, run; None if it cannot be."""
+        """Run a way; None if it cannot be."""
         if way not in self.tried:
-            spec = way.spec(self.base)
-            outcome = self.runs.try_run(spec, way.label(), way.accumulation)
+            outcome = self.runs.try_run(way.spec(self.base), way.label(), way.accumulation)
             if outcome is None:
                 return None
             self.tried[way] = Tried(way.plan, way.micro_batch, way.accumulation, outcome)
         return self.tried[way]
 
     def search(self) -> tuple[Way, Tried] | None:
-        """The quickest way that fits, of the kinds of runs that give up least."""
+        """Find the quickest way that fits, of the kinds of runs that give up least."""
         for tier in self.tiers:
             ways = self.ways(tier, self.gpus)
             likely = [way for way in ways if self.might_fit(way)]
-            fitting: dict[Way, Tried] = {}
-            worth = self._worth_running(likely)
-            for place, way in enumerate(worth):
-                if place % self.at_once == 0:
-                    self._make(worth[place : place + self.at_once])
-                tried = self.run(way)
-                if tried is not None and tried.outcome.fits:
-                    fitting[way] = tried
-                    if sum(map(self.has_room, fitting.values())) == FITTING:
-                        break
-            leanest = sorted(likely, key=lambda way: way.estimated_bytes or 0)[:MOST_LEANEST]
-            if fitting and not any(map(self.has_room, fitting.values())):
-                self._make(leanest)
-            for way in leanest:
-                if not fitting or any(map(self.has_room, fitting.values())):
-                    break
-                tried = self.run(way)
-                if tried is not None and tried.outcome.fits:
-                    fitting[way] = tried
+            found = self._fitting(self._worth_running(likely), FITTING)
+            if found and not self._roomy(found):
+                leanest = sorted(likely, key=lambda way: way.estimated_bytes or 0)[:MOST_LEANEST]
+                found += [pair for pair in self._fitting(leanest, 1) if pair not in found]
             if not likely and ways:
                 least = min(ways, key=lambda way: way.estimated_bytes or 0)
                 needed = format_bytes(least.estimated_bytes or 0)
                 self.runs.failures[tier.label()] = (
                     f"needs {needed} of each card by the closed form, with {least.label()}"
                 )
-            if fitting:
-                chosen = min(fitting, key=lambda way: self.rank(fitting[way]))
-                return chosen, fitting[chosen]
+            if found:
+                return min(found, key=lambda pair: self.runs.rank(pair[1].outcome))
         return None
+
+    def _fitting(self, ways: Sequence[Way], enough: int) -> list[tuple[Way, Tried]]:
+        """Run these until so many have room; return those that fit."""
+        found: list[tuple[Way, Tried]] = []
+        for place, way in enumerate(ways):
+            if place % self.at_once == 0:
+                self._make(ways[place : place + self.at_once])
+            tried = self.run(way)
+            if tried is not None and tried.outcome.fits:
+                found.append((way, tried))
+                if self._roomy(found) == enough:
+                    break
+        return found
+
+    def _roomy(self, found: Iterable[tuple[Way, Tried]]) -> int:
+        return sum(self.runs.has_room(tried.outcome) for _, tried in found)
 
     def _make(self, ways: Sequence[Way]) -> None:
         left = [way for way in ways if way not in self.tried]
         self.runs.make((way.spec(self.base), way.accumulation) for way in left)
 
-    def has_room(self, tried: Tried) -> bool:
-        """It fits without the allocator giving anything back on the way."""
-        return tried.outcome.fits and tried.outcome.needed_bytes <= self.runs.gpu.total_bytes
-
-    def rank(self, tried: Tried) -> tuple[bool, bool, float]:
-        """The least first: what has room before what fits only just, and then the quickest."""
-        return not tried.outcome.fits, not self.has_room(tried), tried.outcome.seconds
-
     def _worth_running(self, likely: list[Way]) -> list[Way]:
-        """The quickest, at most two of each plan, with one of plain shards, for which every library has a word."""
+        """Return the quickest, at most two of each plan, one of plain shards, which every library knows."""
         found: list[Way] = []
         for way in likely:
             if sum(other.parallel == way.parallel for other in found) < 2:
@@ -140,10 +124,9 @@ class OverCards:
         return found
 
     def fewest(self, tier: Plan, what: str) -> Alternative | None:
-        """The least number of cards on which this kind of runs fits, with one sequence at a time on each: the first
-        that should by the closed form and does, run."""
-        failed = 0
-        number = 1
+        """Find the least number of GPUs on which this kind fits, with one sequence at a time on each: the first that
+        should by the closed form and does, run."""
+        failed, number = 0, 1
         while number <= MOST_CARDS and failed < MOST_FEWEST:
             way = self._leanest(tier, number)
             if way is not None and self.might_fit(way):
@@ -152,7 +135,8 @@ class OverCards:
                     name = f"{number} x {self.runs.gpu.name}, {way.label()}"
                     return Alternative(what, name, tried.outcome.needed_bytes, estimate=False)
                 failed += 1
-            number += 1 if number < 2 * _CARDS_OF_A_MACHINE else _CARDS_OF_A_MACHINE
+            # Beyond two machines whole ones are counted.
+            number += 1 if number < 2 * GPUS_PER_MACHINE else GPUS_PER_MACHINE
         return None
 
     def _leanest(self, tier: Plan, gpus: int) -> Way | None:
@@ -161,31 +145,30 @@ class OverCards:
 
 
 def recommend_over_cards(spec: TargetSpec, question: Question, progress: Callable[[str], None]) -> Recommendation:
-    """The configuration for `spec`'s model over `spec.gpus` cards, with what else was run, and code to paste.
+    """Find the configuration for `spec`'s model over `spec.gpus` GPUs, with what else was run, and code to paste.
 
     Raises:
-        UsageError: the goal is not spread over cards here, or no plan divides the batch.
-        MemprofError: the model cannot be found, or no way applies to it.
+        UsageError: the goal is not spread over GPUs here, or no plan divides the batch.
+        MemprofError: no way applies to the model.
     """
     if question.goal is Goal.QLORA:
         raise UsageError(
             "quantized weights are not spread over cards here", value=f"--gpus {spec.gpus} --quantize nf4",
             hint="leave out --quantize, or --gpus",
         )  # fmt: skip
-    if spec.context_length is None:
-        spec = spec.edit(context_length=_context(spec))
+    spec = with_context(spec)
     search = OverCards(spec, question, progress)
-    search.runs.warm(spec.edit(parallel="fsdp"))
+    runs = search.runs
+    runs.warm(spec.edit(parallel="fsdp"))
     if not any(search.ways(tier, search.gpus) for tier in search.tiers):
         raise UsageError(
             f"no plan over {search.gpus} cards divides the sequences of a step", value=search.batch,
             hint=f"--effective-batch {search.gpus}",
         )  # fmt: skip
     found = search.search()
-    if not search.tried and search.runs.refusal is not None:
-        raise search.runs.refusal
-    rows = _rows(search, found)
-    chosen = rows[0] if found is not None else None
+    if not search.tried and runs.refusal is not None:
+        raise runs.refusal
+    rows = rows_of(runs, [(way.parallel, tried) for way, tried in _ordered(search, found)])
     kind = found[0].plan if found is not None else search.tiers[-1]
     alternatives = [search.fewest(kind, "the least number of these cards")]
     first = search.tiers[0]
@@ -193,57 +176,31 @@ def recommend_over_cards(spec: TargetSpec, question: Question, progress: Callabl
         alternatives.append(search.fewest(first, "the least number that gives up no precision"))
     example = next(iter(search.tried.values()), None)
     if example is None:
-        raise MemprofError("nothing could be run", value=spec.model, hint="; ".join(search.runs.failures.values()))
-    target = example.outcome.target
-    scripts = card_scripts.Scripts() if found is None else card_scripts.scripts(search, found, spec)
-    return Recommendation(
-        device=device_facts(search.runs.gpu, search.base.host_memory_bytes),
+        raise MemprofError("nothing could be run", value=spec.model, hint="; ".join(runs.failures.values()))
+    fitting = [pair for pair in _ordered(search, found) if pair[1].outcome.fits]
+    scripts = training_scripts(fitting, runs, spec) if found is not None else Scripts()
+    return build_answer(
+        runs,
+        search.base.host_memory_bytes,
+        example.outcome.target,
+        rows,
+        fits=found is not None,
         goal=question.goal.value,
-        model=target.model,
-        num_parameters=target.num_parameters,
-        context_length=target.context_length or 0,
         effective_batch=search.batch,
         gpus=search.gpus,
-        chosen=chosen,
         reason=_reason(search, found),
-        choices=rows,
-        max_positions=target.max_positions,
         alternatives=tuple(one for one in alternatives if one is not None),
         snippets=scripts.texts,
         launch=scripts.launch,
         written_for=scripts.written_for,
-        runs=len(search.runs),
-        not_applied=dict(search.runs.failures),
-        card_note=search.runs.gpu.note,
-        assumptions=_assumptions(spec, search),
+        assumptions=_assumptions(search),
     )
 
 
-_LENGTH = 2048
-
-
-def _context(spec: TargetSpec) -> int:
-    from memprof.workload.models import find_source
-
-    return min(_LENGTH, find_source(spec).max_positions or _LENGTH)
-
-
-def _rows(search: OverCards, found: tuple[Way, Tried] | None) -> tuple[Choice, ...]:
-    """Those over the cards that were asked for, the chosen one first, then by the time of a step."""
-    ways = {way: tried for way, tried in search.tried.items() if way.spread.size == search.gpus}
-    ordered = sorted(
-        ways.items(),
-        key=lambda pair: (found is None or pair[0] != found[0], *search.rank(pair[1])),
-    )
-    points = [(tried.outcome.needed_bytes, tried.outcome.seconds) for _, tried in ordered]
-    return tuple(
-        dataclasses.replace(
-            choice_of(search.runs, tried, pareto=on_front(point, points)),
-            name=f"{way.parallel}: {tried.plan.label()}",
-            parallel=way.parallel,
-        )
-        for (way, tried), point in zip(ordered, points, strict=True)
-    )
+def _ordered(search: OverCards, found: tuple[Way, Tried] | None) -> list[tuple[Way, Tried]]:
+    """Return what was run on the GPUs that were asked for, what was found first, then by the time of a step."""
+    ways = [(way, tried) for way, tried in search.tried.items() if way.spread.size == search.gpus]
+    return sorted(ways, key=lambda pair: (pair != found, *search.runs.rank(pair[1].outcome)))
 
 
 def _reason(search: OverCards, found: tuple[Way, Tried] | None) -> str:
@@ -251,7 +208,7 @@ def _reason(search: OverCards, found: tuple[Way, Tried] | None) -> str:
         return "no way to spread it over these cards fits"
     plan = found[0].plan
     ran = [tried for way, tried in search.tried.items() if way.spread.size == search.gpus and tried.outcome.fits]
-    roomy = sum(map(search.has_room, ran))
+    roomy = sum(search.runs.has_room(tried.outcome) for tried in ran)
     fitting, how = (roomy, "fit with room to spare") if 0 < roomy < len(ran) else (len(ran), "fit")
     what = "gives up no precision" if not plan.given_up else f"gives up: {plan.given_up}"
     only = f"the only one that was run and {how.replace('fit', 'fits', 1)}"
@@ -260,14 +217,14 @@ def _reason(search: OverCards, found: tuple[Way, Tried] | None) -> str:
 
 
 def nccl_assumption() -> str:
-    """What cards that communicate need beside what a run needs of each."""
+    """Return what is not known of GPUs that communicate."""
     least, most = map(format_bytes, NCCL_GROUP_BYTES)
     return (
         f"What NCCL takes of a card is not known and not counted: {least} to {most} a group where others measured it."
     )
 
 
-def _assumptions(spec: TargetSpec, search: OverCards) -> tuple[str, ...]:
+def _assumptions(search: OverCards) -> tuple[str, ...]:
     return (
         "Times are lower bounds at published rates: compute, then what is sent between cards, over NVLink where the "
         "board has it, else over the host's link. They rank configurations; real kernels reach a part of these rates.",

@@ -40,29 +40,26 @@ class Plan:
     """One way to run the goal; `spec` makes it one."""
 
     goal: Goal
-    precision: str
-    """half, amp, int8 or nf4; half is what the card computes in: bfloat16, or float16 before Ampere."""
-    half: str
-    optimizer: str = "none"
-    """adamw (fused), adamw-8bit, torchao-adamw-8bit, adamw-cpu (states and step in host memory), none."""
+    precision: str  # half, amp, float32, int8 or nf4
+    half: str  # what the GPU computes in: bfloat16, or float16 before Ampere
+    optimizer: str = "none"  # adamw (fused), adamw-8bit, torchao-adamw-8bit, adamw-cpu (states and step on the host)
     activations: Activations = Activations.KEPT
     chunked_loss: bool = False
-    given_up: str = ""
-    """What the numbers lose, in words; empty if nothing."""
+    given_up: str = ""  # what the numbers lose, in words
 
     def spec(self, base: TargetSpec, micro_batch: int, accumulation: int = 1) -> TargetSpec:
-        """`base` run in this way. `accumulation` above 2 is run as 2: every further micro-batch finds what the second
-        found."""
+        """Return `base` run in this way.
+
+        `accumulation` above 2 is run as 2: every further micro-batch finds what the second found.
+        """
         changes: dict[str, object] = {"batch_size": micro_batch}
-        if self.precision in ("half", "int8", "nf4"):
-            changes["dtype"] = self.half
-        if self.precision in ("int8", "nf4"):
-            changes["quantize"] = self.precision
-        if self.precision == "float32":
-            changes["dtype"] = "float32"
         if self.precision == "amp" or self.goal is Goal.QLORA:
             # QLoRA's layer norms and head are in float32: trainers run it under autocast.
             changes |= {"amp": self.half, "dtype": None}
+        else:
+            changes["dtype"] = "float32" if self.precision == "float32" else self.half
+        if self.precision in ("int8", "nf4"):
+            changes["quantize"] = self.precision
         if self.goal is Goal.INFER:
             return base.edit(**changes)
         changes["gradient_accumulation"] = min(accumulation, 2)
@@ -80,7 +77,7 @@ class Plan:
         return base.edit(**changes, fixes=tuple(name for name, is_on in remedies.items() if is_on))
 
     def label(self, micro_batch: int | None = None) -> str:
-        """In a line of a table."""
+        """Return what it is, in a line of a table."""
         of_half = {"amp": f"float32 weights under {self.half} autocast", "half": f"{self.half} weights"}
         parts = [of_half.get(self.precision, f"{self.precision} weights")]
         if self.goal is not Goal.INFER:
@@ -95,18 +92,18 @@ class Plan:
 
     @property
     def remedies(self) -> tuple[str, ...]:
-        """What `memprof.apply` switches on for it in a model."""
+        """Return what `memprof.apply` switches on for it in a model."""
         names = self.spec(TargetSpec(model="-"), 1).fixes
         return tuple(name for name in names if name != CPU_OPTIMIZER)
 
     def leanest(self) -> Plan:
-        """The same with everything on that saves memory and changes no number."""
+        """Return the plan with everything on that saves memory and changes no number."""
         if self.goal is Goal.INFER:
             return self
         return replace(self, activations=Activations.CHECKPOINTED, chunked_loss=True)
 
     def variants(self) -> list[Plan]:
-        """What can be chosen freely within it: the same numbers, for time or for memory; quickest first."""
+        """Return what can be chosen freely within it: the same numbers, for time or for memory; quickest first."""
         if self.goal is Goal.INFER:
             return [self]
         return [
@@ -126,24 +123,22 @@ OPTIMIZER_NAMES = {
 
 
 def half_of(gpu: Gpu) -> str:
-    """The half precision that the card computes in at full speed: bfloat16 from compute capability 8.0 on."""
+    """Return the half precision that the card computes in at full speed: bfloat16 from compute capability 8.0 on."""
     return "bfloat16" if gpu.compute_capability >= (8, 0) or "bfloat16" in gpu.peak_flops else "float16"
 
 
+# What asks for each precision.
 _OPTIONS = {
     "half": "--dtype {half}", "amp": "--amp {half}", "float32": "--dtype float32", "int8": "--quantize int8",
     "nf4": "--quantize nf4",
 }  # fmt: skip
-"""What asks for each precision."""
 
 
 def tiers(goal: Goal, gpu: Gpu, precision: str | None = None, half: str | None = None) -> list[Plan]:
-    """Kinds of runs for a goal, those that give up nothing first; each is to be searched through its `variants`.
+    """Return the kinds of runs for a goal, those that give up nothing first; each has its `variants`.
 
-    A `precision` (half, amp, int8, nf4 or float32) leaves those of it alone; `half` is the card's if it is not given.
-
-    Raises:
-        UsageError: the goal has no such precision.
+    A `precision` leaves those of it alone; `half` is the GPU's if it is not given. Raises UsageError if the goal has no
+    such precision.
     """
     half = half or half_of(gpu)
     rounded = f"weights in {half} are updated in {half}: small updates are lost"
@@ -181,12 +176,21 @@ def tiers(goal: Goal, gpu: Gpu, precision: str | None = None, half: str | None =
     return kept
 
 
+# After the prompt: the first comes of the prompt's own forward, the second of a step with the whole KV cache.
 NEW_TOKENS = 2
-"""After the prompt: the first comes of the prompt's own forward, the second of a step with the whole KV cache."""
+DEFAULT_CONTEXT = 2048  # tokens
 
 
 def base_spec(goal: Goal, spec: TargetSpec) -> TargetSpec:
-    """`spec` with what every run of the goal has: two steps of training, or a prompt and two tokens after it."""
+    """Return `spec` with what every run of the goal has: two steps of training, or a prompt and two tokens after it."""
     if goal is Goal.INFER:
         return spec.edit(mode=Mode.INFERENCE, steps=1, new_tokens=NEW_TOKENS)
     return spec.edit(mode=Mode.TRAIN, steps=2)
+
+
+def with_context(spec: TargetSpec) -> TargetSpec:
+    """Return `spec` with a context length: its own, or 2,048 tokens, or as many as the model has positions for."""
+    from memprof.workload.models import find_source
+
+    length = spec.context_length or min(DEFAULT_CONTEXT, find_source(spec).max_positions or DEFAULT_CONTEXT)
+    return spec.edit(context_length=length)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pprint
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,14 +12,14 @@ from memprof.catalog import ModelEntry, find_model, has_model, resolve_size
 from memprof.flows.recommend.plans import CHECKPOINTING, CPU_OPTIMIZER, Activations, Goal, Plan
 from memprof.spec import DEFAULT_LORA_RANK, TargetSpec
 
+# Models that are fed with tokens; for others no script is written.
 _CLASSES = {
     "causal-lm": "AutoModelForCausalLM",
     "masked-lm": "AutoModelForMaskedLM",
     "seq2seq-lm": "AutoModelForSeq2SeqLM",
 }
-"""Those that are fed with tokens; for others no script is written."""
+# How the names of their classes end, and those of Auto classes.
 _FED_WITH_TOKENS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration")
-"""How the names of their classes end, and those of Auto classes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,14 +27,12 @@ class LoadedModel:
     """How a script gets the model."""
 
     auto_class: str
-    from_pretrained: str
-    """The argument of from_pretrained; empty if there are no weights to load."""
-    from_config: str = ""
-    """An expression of the configuration, where there are none."""
+    from_pretrained: str  # its argument; empty if there are no weights to load
+    from_config: str = ""  # an expression of the configuration, where there are none
 
 
 def snippets(plan: Plan, spec: TargetSpec, accumulation: int) -> dict[str, str]:
-    """Scripts by kind, "pytorch" and "transformers"; none for a model of the user's own, or one that takes no tokens.
+    """Return scripts by kind, "pytorch" and "transformers"; none for a model that `loaded_model` does not know.
 
     `spec` is the run that was made with `plan`; a step has `accumulation` micro-batches.
     """
@@ -52,7 +51,7 @@ def snippets(plan: Plan, spec: TargetSpec, accumulation: int) -> dict[str, str]:
 
 
 def loaded_model(spec: TargetSpec) -> LoadedModel | None:
-    """How a script gets the model of `spec`; None for one of the user's own, or that takes no tokens."""
+    """Return how a script gets the model of `spec`; None for one of the user's own, or that takes no tokens."""
     if spec.model_is_size:
         entry = resolve_size(spec.model)
         return _of_entry(entry, entry.hf_id)
@@ -87,24 +86,70 @@ def _of_entry(entry: ModelEntry, repository: str) -> LoadedModel | None:
     return LoadedModel(name, "", f"transformers.AutoConfig.for_model(**{config})")
 
 
-def _head(spec: TargetSpec, imports: list[str]) -> list[str]:
-    lines = []
+def environment_lines(spec: TargetSpec, *imports: str) -> list[str]:
+    """Return the first lines of a script: modules of the standard library, and the allocator's settings."""
+    lines = [*imports, *(["import os"] if spec.alloc_conf and "import os" not in imports else [])]
+    lines += [""] if lines else []
     if spec.alloc_conf:
-        lines += ["import os", "", f'os.environ["PYTORCH_CUDA_ALLOC_CONF"] = {spec.alloc_conf!r}  # before torch', ""]
-    lines += [*sorted(imports), ""]
-    if spec.fixes:
-        lines += ["import memprof", ""]
-    return [*lines, 'device = "cuda" if torch.cuda.is_available() else "cpu"']
+        lines += [f'os.environ["PYTORCH_CUDA_ALLOC_CONF"] = {spec.alloc_conf!r}  # before torch', ""]
+    return lines
 
 
-def _load(plan: Plan, spec: TargetSpec, model: LoadedModel) -> list[str]:
+def load_arguments(spec: TargetSpec) -> list[str]:
+    """Return the arguments with which a model is loaded or made."""
     arguments = [f"dtype=torch.{spec.dtype or 'float32'}"]
-    lines: list[str] = []
     if spec.attention is not None:
         arguments.append(f'attn_implementation="{spec.attention}"')
     if spec.trust_remote_code:
         arguments.append("trust_remote_code=True")
-    made = ", ".join(["config", *arguments])
+    return arguments
+
+
+def make_lines(model: LoadedModel, arguments: list[str]) -> list[str]:
+    """Return the lines that make a model of its configuration."""
+    make = "from_config" if model.auto_class.startswith("Auto") else "_from_config"
+    made = f"transformers.{model.auto_class}.{make}({', '.join(['config', *arguments])})"
+    return [f"config = {model.from_config}", f"model = {made}"]
+
+
+def lora_lines(spec: TargetSpec) -> list[str]:
+    """Return the lines that put an adapter on the model."""
+    rank = spec.lora_rank or DEFAULT_LORA_RANK
+    targets = ""
+    if spec.lora_targets is not None:
+        names = [name.strip() for name in spec.lora_targets.split(",")]
+        targets = f", target_modules={names if names != ['all-linear'] else 'all-linear'!r}"
+    return [
+        f'lora = peft.LoraConfig(task_type="CAUSAL_LM", r={rank}, lora_alpha={2 * rank}, '
+        f"lora_dropout={spec.lora_dropout}{targets})",
+        "model = peft.get_peft_model(model, lora)",
+    ]
+
+
+def apply_lines(names: Sequence[str], model: str = "model") -> list[str]:
+    """Return the line that applies these fixes to a model, if there are any."""
+    listed = ", ".join(f'"{name}"' for name in names)
+    kept = "applied = " if CPU_OPTIMIZER in names else ""
+    return [f"{kept}memprof.apply({model}, [{listed}], undoable=False)"] if names else []
+
+
+def generate_lines(spec: TargetSpec) -> list[str]:
+    """Return the lines that answer a prompt."""
+    asked = f"max_new_tokens={spec.new_tokens}, do_sample=False"
+    called = f"model.generate(prompt, {asked})" if spec.new_tokens else "model(prompt).logits"
+    return ["with torch.no_grad():", f"    output = {called}", "print(output.shape)"]
+
+
+def _head(spec: TargetSpec, imports: list[str], fixes: Sequence[str]) -> list[str]:
+    library = ["import memprof", ""] if fixes else []
+    device = 'device = "cuda" if torch.cuda.is_available() else "cpu"'
+    return [*environment_lines(spec), *sorted(imports), "", *library, device]
+
+
+def _load(plan: Plan, spec: TargetSpec, model: LoadedModel) -> list[str]:
+    arguments = load_arguments(spec)
+    made = [] if model.from_pretrained else make_lines(model, arguments)
+    lines: list[str] = []
     quantized = plan.precision in ("int8", "nf4")
     if quantized:
         options = (
@@ -115,29 +160,18 @@ def _load(plan: Plan, spec: TargetSpec, model: LoadedModel) -> list[str]:
         )
         lines.append(f"quantization = transformers.BitsAndBytesConfig({options})")
         arguments += ["quantization_config=quantization", 'device_map={"": 0}']
+    lines += made
     loads = f"transformers.{model.auto_class}.from_pretrained({model.from_pretrained!r},"
     if not model.from_pretrained:
-        make = "_from_config" if not model.auto_class.startswith("Auto") else "from_config"
-        lines.append(f"config = {model.from_config}")
-        lines.append(f"model = transformers.{model.auto_class}.{make}({made})")
         # Weights are quantized while they are loaded.
         loads = "type(model).from_pretrained(None, config=config, state_dict=model.state_dict(),"
     if model.from_pretrained or quantized:
         lines += [f"model = {loads}", f"    {', '.join(arguments)})"]
+    if plan.goal is Goal.QLORA:
+        lines.append("model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)")
     if plan.goal in (Goal.LORA, Goal.QLORA):
-        if plan.goal is Goal.QLORA:
-            lines.append("model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)")
-        rank = spec.lora_rank or DEFAULT_LORA_RANK
-        targets = ""
-        if spec.lora_targets is not None:
-            names = [name.strip() for name in spec.lora_targets.split(",")]
-            targets = f", target_modules={names if names != ['all-linear'] else 'all-linear'!r}"
-        lines.append(
-            f'lora = peft.LoraConfig(task_type="CAUSAL_LM", r={rank}, lora_alpha={2 * rank}, '
-            f"lora_dropout={spec.lora_dropout}{targets})"
-        )
-        lines.append("model = peft.get_peft_model(model, lora)")
-    return lines if plan.precision in ("int8", "nf4") else [*lines, "model.to(device)"]
+        lines += lora_lines(spec)
+    return lines if quantized else [*lines, "model.to(device)"]
 
 
 def _imports(plan: Plan) -> list[str]:
@@ -162,22 +196,14 @@ def _optimizer(plan: Plan) -> list[str]:
     ]
 
 
-def _apply(names: list[str]) -> list[str]:
-    if not names:
-        return []
-    listed = ", ".join(f'"{name}"' for name in names)
-    kept = "applied = " if CPU_OPTIMIZER in names else ""
-    return [f"{kept}memprof.apply(model, [{listed}], undoable=False)"]
-
-
 def _pytorch(plan: Plan, spec: TargetSpec, model: LoadedModel, accumulation: int) -> str:
     scaled = spec.amp == "float16"
     lines = [
-        *_head(spec, _imports(plan)),
+        *_head(spec, _imports(plan), spec.fixes),
         f"micro_batch, accumulation, length = {spec.batch_size}, {accumulation}, {spec.context_length}",
         "",
         *_load(plan, spec, model),
-        *_apply(list(spec.fixes)),
+        *apply_lines(spec.fixes),
         *_optimizer(plan),
         *(['scaler = torch.amp.GradScaler(device, enabled=device == "cuda")'] if scaled else []),
         "",
@@ -229,12 +255,11 @@ def _trainer(plan: Plan, spec: TargetSpec, model: LoadedModel, accumulation: int
     if optim is not None:
         arguments.append(f'optim="{optim}"')
     imports = [line for line in _imports(plan) if line != "import bitsandbytes"]
-    head_spec = spec.edit(fixes=tuple(fixes))
     lines = [
-        *_head(head_spec, imports),
+        *_head(spec, imports, fixes),
         "",
         *_load(plan, spec, model),
-        *_apply(fixes),
+        *apply_lines(fixes),
         *([] if optim is not None else _optimizer(plan)),
         f"count, length = {2 * spec.batch_size * accumulation}, {spec.context_length}",
         "rows = torch.randint(model.config.vocab_size, (count, length))  # yours",
@@ -252,16 +277,12 @@ def _trainer(plan: Plan, spec: TargetSpec, model: LoadedModel, accumulation: int
 
 def _inference(plan: Plan, spec: TargetSpec, model: LoadedModel) -> str:
     lines = [
-        *_head(spec, _imports(plan)),
+        *_head(spec, _imports(plan), spec.fixes),
         f"batch, length = {spec.batch_size}, {spec.context_length}",
         "",
         *_load(plan, spec, model),
         "model.eval()",
         "prompt = torch.randint(model.config.vocab_size, (batch, length), device=device)  # yours",
-        "with torch.no_grad():",
+        *generate_lines(spec),
     ]
-    if spec.new_tokens:
-        lines.append(f"    output = model.generate(prompt, max_new_tokens={spec.new_tokens}, do_sample=False)")
-    else:
-        lines.append("    output = model(prompt).logits")
-    return "\n".join([*lines, "print(output.shape)"]) + "\n"
+    return "\n".join(lines) + "\n"

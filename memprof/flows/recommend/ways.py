@@ -6,7 +6,6 @@ The closed form says in what order ways are worth a run, and which are not; what
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from memprof.catalog import Gpu
@@ -22,39 +21,29 @@ from memprof.workload.plan import check_plan, parse_plan
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """One way to run a goal over cards.
-
-    Attributes:
-        plan: precision, optimizer, activations and loss.
-        parallel: as `--parallel` has it; empty: one card.
-        spread: the same, read.
-        micro_batch: sequences that a rank has at a time.
-        accumulation: micro-batches of a rank in an optimizer step.
-        estimated_bytes: of the fullest card, context included, by the closed form; None: it does not know the model.
-        estimated_seconds: of a step, at the least; 0 where the model is not known.
-    """
+    """One way to run a goal over GPUs."""
 
     plan: Plan
-    parallel: str
-    spread: Spread
-    micro_batch: int
-    accumulation: int
-    estimated_bytes: int | None
-    estimated_seconds: float
+    parallel: str  # as `--parallel` has it; empty: one GPU
+    spread: Spread  # `parallel`, parsed
+    micro_batch: int  # sequences that a rank has at a time
+    accumulation: int  # micro-batches of a rank in an optimizer step
+    estimated_bytes: int | None  # of the fullest GPU, context included; None: the closed form does not know the model
+    estimated_seconds: float  # of a step, at the least
 
     def label(self) -> str:
-        """In a line of a table."""
+        """Return what it is, in a line of a table."""
         name = self.plan.label(self.micro_batch)
         return f"{self.parallel}: {name}" if self.parallel else name
 
     def spec(self, base: TargetSpec) -> TargetSpec:
-        """The run of it."""
+        """Return the run of it."""
         made = self.plan.spec(base, self.micro_batch, self.accumulation)
         return made.edit(parallel=self.parallel, gpus=self.spread.size) if self.spread.size > 1 else made
 
 
 def plans_over(gpus: int) -> list[str]:
-    """How a model is spread over so many cards, the simplest first; those that code to paste is written for."""
+    """Return how a model is spread over so many cards, the simplest first; those that code to paste is written for."""
     if gpus == 1:
         return [""]
     found = ["ddp", "fsdp", "fsdp:shard_grad_op"]
@@ -65,14 +54,10 @@ def plans_over(gpus: int) -> list[str]:
 
 
 def ways_of(tier: Plan, base: TargetSpec, subject: Subject | None, gpu: Gpu, gpus: int, batch: int) -> list[Way]:
-    """Every way of a kind of runs over so many cards, the quickest first; `batch` sequences in a step of all cards."""
-    return sorted(_ways(tier, base, subject, gpu, gpus, batch), key=lambda way: way.estimated_seconds)
-
-
-def _ways(tier: Plan, base: TargetSpec, subject: Subject | None, gpu: Gpu, gpus: int, batch: int) -> Iterator[Way]:
+    """Return every way of a kind of runs over so many GPUs, the quickest first; a step has `batch` sequences in all."""
     from memprof.workload.models import find_source
 
-    source = find_source(base)
+    source, found = find_source(base), list[Way]()
     for parallel in plans_over(gpus):
         spread = parse_plan(parallel, gpus) if parallel else Spread()
         if batch % spread.data:
@@ -89,7 +74,8 @@ def _ways(tier: Plan, base: TargetSpec, subject: Subject | None, gpu: Gpu, gpus:
                 continue  # the remedy needs a head that is whole
             plan = replace(tier, activations=activations, chunked_loss=chunked)
             for size in (size for size in range(1, each + 1) if each % size == 0):
-                yield _way(plan, parallel, spread, size, each // size, base, subject, gpu)
+                found.append(_way(plan, parallel, spread, size, each // size, base, subject, gpu))
+    return sorted(found, key=lambda way: way.estimated_seconds)
 
 
 def _way(
@@ -112,7 +98,7 @@ def _way(
 
 
 def _seconds(g: Geometry, plan: Plan, spread: Spread, tokens: int, times: int, context: int, gpu: Gpu) -> float:
-    """The least time of a step: products at the card's rate, and what is sent, over its links.
+    """Return the least time of a step: products at the card's rate, and what is sent, over its links.
 
     Products take 2 operations for a parameter and a token forward, 4 backward (2 where the weights are frozen), and 2
     more where they are computed again. Megatron's tensor parallelism sums the hidden states four times in a layer

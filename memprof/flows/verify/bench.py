@@ -13,7 +13,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -33,15 +33,13 @@ from memprof.torch_private import dynamo
 from memprof.workload.pool import number_of_workers
 from memprof.workload.step import quiet_transformers
 
-OWN_ERRORS = 4
-"""How many times the original's own deviation the fixed model may have, ..."""
-UNITS = 4
-"""... beside this many float32 units of the largest number in the tensor, ..."""
+OWN_ERRORS = 4  # how many times the original's own deviation the fixed model may have, ...
+UNITS = 4  # ... beside this many float32 units of the largest number in the tensor
 _EPS = torch.finfo(torch.float32).eps
 _LEARNING_RATE, _MOMENTUM, _STEPS = 0.1, 0.9, 3
-_CAP = 100
-"""Tokens that vocabulary-cap leaves; no id of a batch is above."""
+_CAP = 100  # tokens that vocabulary-cap leaves; no id of a batch is above
 
+# The options that remedies are verified with, and other ones of a model. Seven divides no number of tokens here.
 _TRIED: dict[str, Any] = {
     "chunk_size": 7,
     "vocab_size": _CAP,
@@ -50,12 +48,10 @@ _TRIED: dict[str, Any] = {
     "dataset": range(2),
     "frozen": "*embed*",
 }
-"""The options that remedies are verified with. Seven divides no number of tokens here."""
 _TRIED_ON: dict[str, dict[str, Any]] = {
     "gpt2": {"frozen": "*wte*,*h.0.*"},
     "handwritten": {"lora_targets": "qkv,out"},
 }
-"""The same for one model."""
 
 
 def _options(remedy: Remedy, model: str, general: Mapping[str, Any]) -> dict[str, Any]:
@@ -64,7 +60,7 @@ def _options(remedy: Remedy, model: str, general: Mapping[str, Any]) -> dict[str
 
 @contextlib.contextmanager
 def _skipping(found: Verification, remedy: Remedy, specimen: Specimen) -> Iterator[None]:
-    """Where `remedy` does not apply to the model, the reason stands in its place."""
+    """Note why `remedy` does not apply to the model, if it does not."""
     try:
         yield
     except UsageError as error:
@@ -82,9 +78,6 @@ def verify(
 ) -> Verification:
     """Verify `remedies` (all, if none is named) on `models` (the small ones, if none is named).
 
-    Args:
-        trust_remote_code: run the code that a model comes with.
-
     Raises:
         UsageError: an unknown remedy or model, or fewer than one seed.
     """
@@ -94,34 +87,24 @@ def verify(
     found = Verification(seeds=seeds)
     specimens = [find_specimen(name, found.notes, trust_remote_code) for name in models] or list(SPECIMENS.values())
     several = not models and number_of_workers() > 1
-    with one_thread(), compiled_here(chosen, several=several) as compiler_at_hand:
-        prepare(chosen, [] if models else specimens)
+    prepare(chosen, [] if models else specimens)
+    with one_thread(), compiled_here(chosen, several=several):
         # A process of its own tells nobody what it does.
         tell = (lambda doing: None) if several else progress
         part = functools.partial(functools.partial, seeds=seeds, progress=tell)
         peaks = _Peaks(chosen, specimens[0] if models else None, tell)
-        of_models: list[Callable[[], Verification]] = [
+        # What takes longest comes first: the models.
+        works: list[Callable[[], Verification]] = [
             part(_deviations_of, specimen, chosen, named=bool(models)) for specimen in specimens
         ]
-        tables: list[Callable[[], Verification]] = []
         if any(remedy.bench == "precision" for remedy in chosen):
-            tables += [part(_precisions_of, one) for one in specimens if models or not one.kind]
+            works += [part(_precisions_of, one) for one in specimens if models or not one.kind]
         large = specimens[0] if models else SPECIMENS["llama"]
-        tables += [part(_benched, remedy, large) for remedy in chosen if remedy.bench not in ("", "precision")]
+        works += [part(_benched, remedy, large) for remedy in chosen if remedy.bench not in ("", "precision")]
         originals = peaks.originals()
         at_once = functools.partial(all_of, progress=progress, several=several)
         known = dict(zip(originals, at_once(list(originals.values())), strict=True))
-        rows = peaks.with_remedies(known, seeds)
-        # What asks for no compiler, while that is made ready; then what takes longest first, the models.
-        early = [place for place, (remedy, _) in enumerate(rows) if not (remedy.compiles or remedy.packages)]
-        late = [place for place in range(len(rows)) if place not in early]
-        late.sort(key=lambda place: not rows[place][0].compiles)
-        found_rows = dict(zip(early, at_once([rows[place][1] for place in early]), strict=True))
-        compiler_at_hand()
-        done = at_once([*of_models, *(rows[place][1] for place in late), *tables])
-        first, last = len(of_models), len(of_models) + len(late)
-        found_rows.update(zip(late, done[first:last], strict=True))
-        for one in (*done[:first], *done[last:], *(found_rows[place] for place in range(len(rows)))):
+        for one in at_once([*works, *peaks.with_remedies(known, seeds)]):
             found.take(one)
     return found
 
@@ -129,10 +112,10 @@ def verify(
 def _deviations_of(
     specimen: Specimen, chosen: Sequence[Remedy], *, named: bool, seeds: int, progress: Callable[[str], None]
 ) -> Verification:
-    """What remedies do to the numbers of one model; `named` by the user, it is tried with all of them."""
+    """Find what remedies do to the numbers of one model; `named` by the user, it is tried with all of them."""
     found = Verification(seeds=seeds)
     originals: dict[tuple[int, str], tuple[_Run, _Run]] = {}
-    _forget_compiled()
+    _reset_compiler()
     for remedy in chosen:
         progress(f"{remedy.name} on {specimen.name}")
         if remedy.numerics is Numerics.APPROXIMATE or not (named or specimen.kind == remedy.for_models):
@@ -142,8 +125,8 @@ def _deviations_of(
     return found
 
 
-def _forget_compiled() -> None:
-    """Dynamo compiles a function a few times, and then runs it as it is: also the layers of the next model."""
+def _reset_compiler() -> None:
+    """Have Dynamo compile again: it compiles a function a few times, and then runs it as it is."""
     if dynamo.reset.is_imported():
         dynamo.reset()
 
@@ -154,7 +137,7 @@ def _precisions_of(specimen: Specimen, *, seeds: int, progress: Callable[[str], 
 
 
 def _benched(remedy: Remedy, large: Specimen, *, seeds: int, progress: Callable[[str], None]) -> Verification:
-    """What a remedy has a table of its own for."""
+    """Make the table of a remedy that has one of its own."""
     found = Verification(seeds=seeds)
     with _skipping(found, remedy, large):
         if remedy.bench == "quantized weights":
@@ -195,7 +178,7 @@ def _deviations(
     originals: dict[tuple[int, str], tuple[_Run, _Run]],
     narrow: dict[str, tuple[str, ...]],
 ) -> list[Deviation]:
-    """The worst rows of one remedy on one model: loss, gradients and parameters."""
+    """Return the worst rows of one remedy on one model: loss, gradients and parameters."""
     # Capped, the original is another model: its head's first rows.
     cap = _CAP if "vocab_size" in remedy.options else None
     worst: dict[str, Deviation] = {}
@@ -232,7 +215,7 @@ def _badness(row: Deviation) -> float:
 
 
 def _run(model: nn.Module, steps: list[dict[str, Any]], *, cap: int | None = None, result: Any = None) -> _Run:
-    """Some steps on the same micro-batches; loss and gradients are the first step's.
+    """Run some steps on the same micro-batches; loss and gradients are the first step's.
 
     `result` is what the remedy made: an optimizer, or what does forward and backward.
     """
@@ -260,8 +243,7 @@ def _run(model: nn.Module, steps: list[dict[str, Any]], *, cap: int | None = Non
 
 def _loss(model: nn.Module, batch: dict[str, Any], cap: int | None) -> torch.Tensor:
     if cap is None:
-        outputs = model(**batch)
-        loss: torch.Tensor = outputs[0]
+        loss: torch.Tensor = model(**batch)[0]
         return loss
     labels, items = batch["labels"][:, 1:], batch.get("num_items_in_batch")
     outputs = model(**{name: value for name, value in batch.items() if name not in ("labels", "num_items_in_batch")})
@@ -276,8 +258,7 @@ def _compare(remedy: str, model: str, case: str, exact: _Run, original: _Run, fi
     row = functools.partial(Deviation, remedy, model)
     rows = [row("loss", case, "", *_deviation(exact.loss, original.loss, fixed.loss, 0.0))]
     for quantity, parts in (("gradients", "gradients"), (f"parameters after {_STEPS} steps", "parameters")):
-        truth, ours = getattr(exact, parts), getattr(fixed, parts)
-        theirs = getattr(original, parts)
+        truth, theirs, ours = (getattr(run, parts) for run in (exact, original, fixed))
         # What a remedy does not train it has no gradient for, and what it adds the original has not.
         names = [name for name in ours if name in truth]
         # With other parameters trained, later steps lead elsewhere.
@@ -288,8 +269,7 @@ def _compare(remedy: str, model: str, case: str, exact: _Run, original: _Run, fi
         floor = _EPS * (0.0 if math.isnan(largest) else largest)
         deviations = []
         for name in names:
-            shape = ours[name].shape
-            cut = tuple(slice(size) for size in shape)  # of a capped vocabulary
+            cut = tuple(map(slice, ours[name].shape))  # of a capped vocabulary
             values = truth[name][cut], theirs[name][cut], ours[name]
             deviations.append(row(quantity, case, name, *_deviation(*values, floor)))
         rows.append(max(deviations, key=_badness))
@@ -299,7 +279,7 @@ def _compare(remedy: str, model: str, case: str, exact: _Run, original: _Run, fi
 def _deviation(
     exact: torch.Tensor, original: torch.Tensor, fixed: torch.Tensor, floor: float
 ) -> tuple[float, float, float]:
-    """What `original` and `fixed` deviate, and what the latter may.
+    """Return what `original` and `fixed` deviate, and what the latter may.
 
     Where float64 has no number (all labels ignored), neither may have one.
     """
@@ -332,66 +312,66 @@ class _Peaks:
     named: Specimen | None
     progress: Callable[[str], None]
 
-    def _asked(self) -> Iterator[tuple[Remedy, _Key]]:
+    def _keys(self) -> Iterator[tuple[Remedy, _Key]]:
         for remedy in self.chosen:
-            if set(remedy.saves) - {"host memory"}:  # something on the card
-                name = remedy.for_models or "llama"
+            if set(remedy.saves) - {"host memory"}:  # something on the GPU
+                specimen = self.named or SPECIMENS[remedy.for_models or "llama"]
                 rows = 2 if "micro_batch_size" in remedy.options else 1
-                yield remedy, (name, rows, remedy.saves == ("fragmentation",))
+                yield remedy, _Key(specimen, rows, remedy.saves == ("fragmentation",))
 
-    def originals(self) -> dict[_Key, Callable[[], _Both]]:
-        """What finds the peak of each model as it is."""
-        return {key: functools.partial(self._both, key, None) for key in dict.fromkeys(key for _, key in self._asked())}
+    def originals(self) -> dict[_Key, Callable[[], _Bytes]]:
+        """Return what finds the peak of each model as it is."""
+        return {key: functools.partial(self._peak, key, None) for _, key in self._keys()}
 
-    def with_remedies(
-        self, originals: Mapping[_Key, _Both], seeds: int
-    ) -> list[tuple[Remedy, Callable[[], Verification]]]:
-        """What finds the row of each remedy."""
-        return [
-            (remedy, functools.partial(self._row, remedy, key, originals[key], seeds)) for remedy, key in self._asked()
-        ]
+    def with_remedies(self, originals: Mapping[_Key, _Bytes], seeds: int) -> list[Callable[[], Verification]]:
+        """Return what finds the row of each remedy."""
+        row = functools.partial(functools.partial, self._row, seeds=seeds)
+        return [row(remedy, key, originals[key]) for remedy, key in self._keys()]
 
-    def _row(self, remedy: Remedy, key: _Key, before: _Both, seeds: int) -> Verification:
+    def _row(self, remedy: Remedy, key: _Key, before: _Bytes, *, seeds: int) -> Verification:
         found = Verification(seeds=seeds)
-        _, rows, reserved = key
-        specimen = self._specimen(key)
-        original, measured, _ = before
-        batch = f"{rows} rows of " if rows > 1 else ""
-        workload = f"{specimen.name}, {batch}{specimen.peak_tokens:,} tokens, float32, AdamW"
-        workload += ", reserved" if reserved else ""
-        with _skipping(found, remedy, specimen):
-            fixed, measured_fixed, reason = self._both(key, remedy)
-            peak = RemedyPeak(remedy.name, workload, original, fixed, _device(), measured, measured_fixed, reason)
-            found.peaks.append(peak)
+        batch = f"{key.rows} rows of " if key.rows > 1 else ""
+        workload = f"{key.specimen.name}, {batch}{key.specimen.peak_tokens:,} tokens, float32, AdamW"
+        workload += ", reserved" if key.reserved else ""
+        with _skipping(found, remedy, key.specimen):
+            after = self._peak(key, remedy)
+            found.peaks.append(
+                RemedyPeak(
+                    remedy.name, workload, before.simulated, after.simulated, _device(), before.measured,
+                    after.measured, after.reason,
+                )
+            )  # fmt: skip
         return found
 
-    def _specimen(self, key: _Key) -> Specimen:
-        return self.named or SPECIMENS[key[0]]
-
-    def _both(self, key: _Key, remedy: Remedy | None) -> _Both:
-        _, rows, reserved = key
-        specimen, device = self._specimen(key), _device()
-        options = {} if remedy is None else _options(remedy, specimen.name, _PEAK_OPTIONS)
-        program = functools.partial(train, specimen, remedy, options, rows)
+    def _peak(self, key: _Key, remedy: Remedy | None) -> _Bytes:
+        device = _device()
+        options = {} if remedy is None else _options(remedy, key.specimen.name, _PEAK_OPTIONS)
+        program = functools.partial(train, key.specimen, remedy, options, key.rows)
         name = "of the original" if remedy is None else f"with {remedy.name}"
-        _forget_compiled()
+        _reset_compiler()
         self.progress(f"simulating the peak {name}")
-        simulated = simulated_peak(program, workspaces=device == "cuda", reserved=reserved)
-        if reserved and device == "cpu":
-            return simulated, None, "a CPU's allocator reserves nothing"
+        simulated = simulated_peak(program, workspaces=device == "cuda", reserved=key.reserved)
+        if key.reserved and device == "cpu":
+            return _Bytes(simulated, None, "a CPU's allocator reserves nothing")
         self.progress(f"measuring the peak {name}")
         try:
-            return simulated, measured_peak(program, device, reserved=reserved), ""
+            return _Bytes(simulated, measured_peak(program, device, reserved=key.reserved))
         except (UsageError, RuntimeError, NotImplementedError) as error:
-            # What runs on a card alone: the reason stands in the table's place.
-            return simulated, None, str(error).splitlines()[0]
+            # What runs on a GPU alone: the reason stands in the table's place.
+            return _Bytes(simulated, None, str(error).splitlines()[0])
 
 
 def _device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-_Key = tuple[str, int, bool]
-"""A model, the rows of its batch, and whether reserved bytes are asked for."""
-_Both = tuple[int, int | None, str]
-"""Simulated and measured bytes, and why it was not measured."""
+class _Key(NamedTuple):
+    specimen: Specimen
+    rows: int  # of its batch
+    reserved: bool  # bytes that are reserved, not allocated
+
+
+class _Bytes(NamedTuple):
+    simulated: int
+    measured: int | None
+    reason: str = ""  # why it was not measured

@@ -11,29 +11,26 @@ is loaded.
 from __future__ import annotations
 
 import contextlib
-import contextvars
-import functools
-import importlib
 import os
 import re
 import shutil
 import tempfile
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from memprof.patching.patch_set import PatchSet
 from memprof.torch_private import inductor
 
+# What the first graph that is compiled imports.
 COMPILER = (
     *(name.module for name in inductor.MODULES), "torch.distributed.tensor.experimental",
     "torch.utils.cpp_extension", "sympy.physics.units", "sympy.tensor.tensor",
 )  # fmt: skip
-"""What the first graph that is compiled imports."""
 _CPP = ".cpp"
 _NO_KERNEL = 'extern "C" void kernel() {}'
 
+# A module that Python loads in two steps (PEP 489): the first is told from which file.
 _HEAD = """
 static PyObject* of_name(PyObject* spec, PyModuleDef*) {
     PyObject* origin = PyObject_GetAttrString(spec, "origin");
@@ -52,12 +49,11 @@ static PyModuleDef any_of_them = {
 };
 PyMODINIT_FUNC PyInit_kernel(void) { return PyModuleDef_Init(&any_of_them); }
 """
-"""A module that Python loads in two steps (PEP 489): the first is told from which file."""
 
 
 @contextlib.contextmanager
 def kernels_together() -> Iterator[None]:
-    """Inside, and in processes that are forked there, the kernels of a graph are compiled in one run.
+    """Compile the kernels of a graph in one run, inside and in processes that are forked there.
 
     In a release of torch that compiles otherwise nothing is different.
     """
@@ -90,26 +86,11 @@ def kernels_together() -> Iterator[None]:
         yield
 
 
-def header_beside() -> Callable[[], None]:
-    """Ask in a thread for what each kernel needs: the compiler, what this processor has, the header precompiled.
+def precompile_header() -> None:
+    """Find out what each kernel needs: the compiler, what this processor has, the header precompiled.
 
-    A process that is forked when it has ended asks for none of it again.
-
-    Returns:
-        What waits for the thread.
+    A process that is forked after that asks for none of it again.
     """
-    for module in COMPILER:  # two threads must not import them
-        with contextlib.suppress(ImportError):  # a release without it
-            importlib.import_module(module)
-    # Settings that are in force here are so for this thread alone.
-    asked = functools.partial(contextvars.copy_context().run, _ask_for_header)
-    thread = threading.Thread(target=asked, name="memprof-header", daemon=True)
-    thread.start()
-    return thread.join
-
-
-def _ask_for_header() -> None:
-
     with contextlib.suppress(Exception):  # who needs a kernel asks again, and is told
         inductor.load_pybinding_async([], _NO_KERNEL, submit_fn=lambda compile_one: None)
         # The keys of its caches: hashes of torch's own files and of Triton's.
@@ -147,13 +128,12 @@ class _Together:
 
 
 def _files(builder: Any) -> tuple[str, str]:
-    """The file of C++, and the library that is made of it."""
+    """Return the file of C++, and the library that is made of it."""
     target: str = builder.get_target_file_path()
     return str(Path(target).with_suffix(_CPP)), target
 
 
 def _compile(builders: list[Any]) -> None:
-
     targets = {target: source for source, target in map(_files, builders)}  # equal kernels are one file
     # A folder of its own: what is interrupted leaves no half a library where Inductor looks for a whole one.
     beside = Path(next(iter(targets))).parent
@@ -168,7 +148,7 @@ def _compile(builders: list[Any]) -> None:
 
 
 def _text(targets: dict[str, str]) -> str:
-    """One file that includes those of the kernels."""
+    """Return one file that includes those of the kernels."""
     includes: dict[str, None] = {}
     parts, cases = [], []
     for number, (target, source) in enumerate(targets.items()):
@@ -190,7 +170,7 @@ def _text(targets: dict[str, str]) -> str:
 
 
 def _put(library: str, target: str) -> None:
-    """`library` under the name of `target` too, at once or not at all."""
+    """Put `library` under the name of `target` too, at once or not at all."""
     try:
         os.link(library, target)
     except FileExistsError:  # made before, or by another process

@@ -19,19 +19,16 @@ from memprof.report.documents.verification import OptimizerRow
 STEPS = 3
 LEARNING_RATE = 1e-3
 FLOAT32, BFLOAT16 = "float32 AdamW", "bfloat16 AdamW"
+# What the deviation may be, as a share of the way that the parameters go. Float32: AdamW divides a gradient by its own
+# size, so that where a gradient is nothing but rounding the step is too. Bfloat16 is there to compare with. 8 bits: no
+# further from AdamW's end than that is from the beginning; where the second moment is small beside the largest of its
+# block it is rounded to 0, and the update is the first moment over AdamW's epsilon, which `largest` shows.
 _BOUNDS: dict[str, float | None] = {FLOAT32: 0.05, BFLOAT16: None}
 _EIGHT_BIT_BOUND = 1.0
-"""What the deviation may be, as a share of the way that the parameters go.
-
-Float32: AdamW divides a gradient by its own size, so that where a gradient is nothing but rounding the step is too.
-8 bits: no further from AdamW's end than that is from the beginning. A tighter one is not to be had: where the second
-moment is small beside the largest of its block it is rounded to 0, and the update is the first moment over AdamW's
-epsilon. `largest` shows that. Bfloat16 has no bound: it is there to compare with.
-"""
 
 
 def optimizer_rows(specimen: Specimen, remedy: str) -> list[OptimizerRow]:
-    """Float32 AdamW, AdamW with bfloat16 weights and states, and the 8-bit optimizer that `remedy` brings.
+    """Compare float32 AdamW, AdamW with bfloat16 weights and states, and the 8-bit optimizer that `remedy` brings.
 
     All start from weights that bfloat16 has, so that no deviation was there before the first step. The model is the
     large one: these optimizers quantize no tensor below 4,096 numbers.
@@ -44,7 +41,11 @@ def optimizer_rows(specimen: Specimen, remedy: str) -> list[OptimizerRow]:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(parameter.to(torch.bfloat16))
-    eight_bit = _run(copy.deepcopy(model), specimen, lambda m: _of_remedy(m, remedy))
+
+    def make_eight_bit(model: nn.Module) -> Any:
+        return apply(model, remedy, undoable=False, learning_rate=LEARNING_RATE).results[remedy]
+
+    eight_bit = _run(copy.deepcopy(model), specimen, make_eight_bit)
     with float64_throughout():
         exact = _run(copy.deepcopy(model).double(), specimen, _adamw)
     begin = [parameter.detach().double() for parameter in model.parameters()]
@@ -75,14 +76,10 @@ def _adamw(model: nn.Module) -> Any:
     return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.01)
 
 
-def _of_remedy(model: nn.Module, remedy: str) -> Any:
-    return apply(model, remedy, undoable=False, learning_rate=LEARNING_RATE).results[remedy]
-
-
 def _run(
     model: nn.Module, specimen: Specimen, make: Callable[[nn.Module], Any]
 ) -> tuple[list[torch.Tensor], float, int]:
-    """Parameters and loss after the steps, and the bytes of the optimizer's state."""
+    """Return parameters and loss after the steps, and the bytes of the optimizer's state."""
     optimizer = make(model)
     for group in optimizer.param_groups:
         if "weight_decay" in group:
@@ -99,12 +96,9 @@ def _run(
         optimizer.zero_grad()
     with torch.no_grad():
         loss = float(model(**batches(specimen, "plain", STEPS)[0])[0])
-    return [parameter.detach().double() for parameter in model.parameters()], loss, _state_bytes(optimizer)
-
-
-def _state_bytes(optimizer: Any) -> int:
     values = [value for state in optimizer.state.values() for value in state.values()]
-    return sum(_bytes(value) for value in values if isinstance(value, torch.Tensor) and value.dim())
+    state_bytes = sum(_bytes(value) for value in values if isinstance(value, torch.Tensor) and value.dim())
+    return [parameter.detach().double() for parameter in model.parameters()], loss, state_bytes
 
 
 def _bytes(tensor: torch.Tensor) -> int:

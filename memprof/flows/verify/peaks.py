@@ -25,22 +25,17 @@ from memprof.remedies.catalog import Remedy
 from memprof.remedies.micro_batch import MicroBatches
 from memprof.watch.collection import no_collection
 
-STEPS = 2
-"""The second has the optimizer's state from its beginning."""
+STEPS = 2  # the second has the optimizer's state from its beginning
 
 
 def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """The optimizer of every workload here."""
+    """Return the optimizer of every workload here."""
     # One parameter after another: by default, that is so on the CPU and not on CUDA.
     return torch.optim.AdamW(parameters, foreach=False)
 
 
 def train(specimen: Specimen, remedy: Remedy | None, options: dict[str, Any], rows: int, device: str) -> None:
-    """Build the large model, switch `remedy` on, and train for two steps on `rows` sequences.
-
-    Raises:
-        UsageError: the remedy does not apply to the model.
-    """
+    """Build the large model, switch `remedy` on (UsageError if it does not apply), and train two steps on `rows`."""
     torch.manual_seed(0)
     model = specimen.build_large().to(device).train()
     result: Any = None
@@ -59,11 +54,9 @@ def train(specimen: Specimen, remedy: Remedy | None, options: dict[str, Any], ro
 
 
 def simulated_peak(program: Callable[[str], None], *, workspaces: bool, reserved: bool = False) -> int:
-    """Most bytes allocated (or reserved) at a time while `program` runs on a virtual card.
+    """Return the most bytes allocated (or reserved) at a time while `program` runs on a virtual GPU.
 
-    Args:
-        program: takes a device.
-        workspaces: whether to count what CUDA's libraries take for themselves; a CPU has nothing of the kind.
+    `workspaces` counts what CUDA's libraries take for themselves; a CPU has nothing of the kind.
     """
     from memprof.virtual import VirtualGpu
 
@@ -76,10 +69,7 @@ def simulated_peak(program: Callable[[str], None], *, workspaces: bool, reserved
 
 
 def measured_peak(program: Callable[[str], None], device: str, *, reserved: bool = False) -> int:
-    """Most bytes allocated at a time (on CUDA, or reserved) while `program` really runs, above what there was before.
-
-    For "cuda" or "cpu".
-    """
+    """Return the most bytes allocated (on CUDA, or reserved) at a time while `program` runs on "cuda" or "cpu"."""
     gc.collect()  # nothing waits for the collector when the program begins
     with no_collection():
         if device == "cuda":
@@ -98,10 +88,6 @@ def measured_peak(program: Callable[[str], None], device: str, *, reserved: bool
         finally:
             with quiet_profiler():
                 recorded.stop()
-    return _highest_sum(recorded)
-
-
-def _highest_sum(recorded: profile) -> int:
     assert recorded.profiler is not None and recorded.profiler.kineto_results is not None
     events: list[Any] = recorded.profiler.kineto_results.events()
     changes = sorted((event for event in events if event.name() == "[memory]"), key=lambda event: event.start_ns())

@@ -19,14 +19,14 @@ PRECISIONS = ("float16", "bfloat16")
 _AMP_PREFIX = "amp-"
 AMP = tuple(_AMP_PREFIX + precision for precision in PRECISIONS)
 INT8 = "int8 weights"
+# Results that a transformer layer rounds one after another, about: two norms, four products, attention, two sums.
 _ROUNDINGS = 12
-"""Results that a transformer layer rounds one after another, about: two norms, four products, attention, two sums."""
 _AMPLIFICATION = 4
 _INT8_LARGEST = 127
 
 
 def precision_rows(specimen: Specimen) -> list[Precision]:
-    """One row per precision: the same weights and inputs on the CPU, against float64 throughout.
+    """Return a row for each precision: the same weights and inputs on the CPU, against float64 throughout.
 
     AMP is `torch.autocast` over float32 weights. The bound takes the roundings of all layers as independent: one
     rounding's relative error times the root of their number, times 4 for what layers amplify.
@@ -71,13 +71,9 @@ def _compared(
 
 
 def quantized_row(specimen: Specimen, remedy: str) -> Precision:
-    """The row of a remedy that quantizes weights, on the large model, against float64 throughout.
+    """Return the row of a fix that quantizes weights, against float64; raise UsageError without its library.
 
-    What is measured is the library's own: bitsandbytes' packed kernels for the CPU, which take rows of whole blocks.
-    The smaller models have none.
-
-    Raises:
-        UsageError: the library is not installed.
+    On the large model: bitsandbytes' packed kernels for the CPU take rows of whole blocks, of which others have none.
     """
     torch.manual_seed(0)
     model = specimen.build_large().float().eval()
@@ -95,7 +91,7 @@ def _relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 def _forward(model: nn.Module, specimen: Specimen) -> list[torch.Tensor]:
-    """The outputs of the layers and, last, the logits, as float64."""
+    """Return the outputs of the layers and, last, the logits, as float64."""
     outputs: list[torch.Tensor] = []
 
     def keep(module: nn.Module, args: object, output: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
@@ -113,7 +109,7 @@ def _forward(model: nn.Module, specimen: Specimen) -> list[torch.Tensor]:
 
 
 def _rounding(model: nn.Module, quantized: nn.Module) -> float:
-    """The largest relative error of a weight of bitsandbytes (root mean square)."""
+    """Return the largest relative error of a weight of bitsandbytes (root mean square)."""
     import bitsandbytes as bnb
 
     worst = 0.0
@@ -132,11 +128,8 @@ def _rounding(model: nn.Module, quantized: nn.Module) -> float:
 
 
 def _to_int8(model: nn.Module) -> float:
-    """Round the layers' matrices to 8 bits, by rows with their largest number at 127, in place.
-
-    Returns:
-        The largest relative error of a matrix (root mean square).
-    """
+    """Round the layers' matrices to 8 bits in place, by rows with their largest number at 127; return the largest
+    relative error of a matrix (root mean square)."""
     worst = 0.0
     for _, layer in find_layers(model, INT8):
         for parameter in layer.parameters():

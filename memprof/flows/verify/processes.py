@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 
 from memprof.errors import MemprofError
-from memprof.flows.verify.kernels import COMPILER, header_beside, kernels_together
+from memprof.flows.verify.kernels import COMPILER, kernels_together, precompile_header
 from memprof.flows.verify.specimens import Specimen
 from memprof.remedies.catalog import Remedy
 from memprof.torch_private import inductor
@@ -22,8 +22,7 @@ _Answer = TypeVar("_Answer")
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """With more, a sum over a tensor is rounded otherwise on a machine that has more of them; here tensors are small,
-    and threads wait for each other most of the time."""
+    """Use one thread of torch inside: with more, sums are rounded otherwise on a machine that has more of them."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -33,23 +32,20 @@ def one_thread() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def compiled_here(chosen: Sequence[Remedy], *, several: bool) -> Iterator[Callable[[], None]]:
-    """Of `several` processes, each compiles itself: Inductor's own workers would import torch once for each of them.
-
-    What is yielded waits until the compiler is at hand.
-    """
+def compiled_here(chosen: Sequence[Remedy], *, several: bool) -> Iterator[None]:
+    """Have each of `several` processes compile itself: Inductor's own workers would import torch once for each."""
     if not several or not any(remedy.compiles for remedy in chosen):
-        yield lambda: None
+        yield
         return
-
     with inductor.config.get().patch(compile_threads=1), kernels_together():
-        yield header_beside()
+        precompile_header()
+        yield
 
 
 def prepare(chosen: Sequence[Remedy], specimens: Sequence[Specimen]) -> None:
-    """What all processes need is imported once, before they are forked from this one.
+    """Import what all processes need, before they are forked from this one.
 
-    And before a virtual card is there: bitsandbytes looks for one when it is imported, and then takes the library for
+    And before a virtual GPU is there: bitsandbytes looks for one when it is imported, and then takes the library for
     it, so that what is measured on the CPU would have none of its kernels for that.
     """
     for specimen in specimens:
@@ -61,19 +57,15 @@ def prepare(chosen: Sequence[Remedy], specimens: Sequence[Specimen]) -> None:
     for module in dict.fromkeys(wanted):
         with contextlib.suppress(ImportError):  # the remedy itself says so
             import_quietly(module)
-    # Measuring collects garbage each time. The libraries' own objects, millions that live for good, are looked through
-    # once.
+    # Measuring collects garbage each time: the libraries' own objects, which live for good, are looked through once.
     gc.collect()
     gc.freeze()
 
 
 def all_of(works: Sequence[Callable[[], _Answer]], progress: Callable[[str], None], *, several: bool) -> list[_Answer]:
-    """What each of these gives, which do not wait for each other: if `several`, as many at once as there are cores.
+    """Return what each of `works` gives, or raise what one raises: if `several`, as many at once as there are cores.
 
     A model that the user names may be large, and its code may do what it likes: of those there is one at a time.
-
-    Raises:
-        MemprofError: one of them does.
     """
     if not several:
         return [work() for work in works]

@@ -20,8 +20,8 @@ from memprof.torch_private.pytree import tree_iter, tree_map
 
 _SMALLER = frozenset({torch.float32, torch.float16, torch.bfloat16})
 _CASTS = frozenset({torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16})
+# Nearly all that functions are given.
 _NOTHING_IN_THEM = frozenset({torch.Tensor, torch.nn.Parameter, torch.Size, int, float, bool, slice, type(None)})
-"""Nearly all that functions are given."""
 _TYPES = frozenset({"torch.FloatTensor", "torch.HalfTensor", "torch.BFloat16Tensor"})
 
 
@@ -63,11 +63,9 @@ class _Watch(TorchDispatchMode):
 
 @contextlib.contextmanager
 def float64_throughout(narrow: set[str] | None = None) -> Iterator[None]:
-    """Inside, the code of a model in float64 computes in float64 alone; forward and backward belong inside.
+    """Have the code of a model in float64 compute in float64 alone; forward and backward belong inside.
 
-    Args:
-        narrow: takes the names of operators that gave numbers of a smaller dtype nevertheless: there should be none.
-            None, and nothing is watched, which is faster.
+    `narrow` gets the names of operators that give numbers of a smaller dtype nevertheless; None watches nothing.
     """
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)

@@ -21,42 +21,31 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class Specimen:
-    """A model to verify on.
-
-    Args:
-        build: the model in float32, its weights drawn from torch's generator.
-        build_large: one for the peak.
-        vocab_size: token ids are below it.
-        cases: the kinds of batches that it takes; see `batches`.
-        peak_tokens: of the sequence in the step whose peak is simulated and measured.
-        kind: it is for remedies for such models alone (`Remedy.for_models`); empty: for all that are for no kind.
-    """
+    """A model to verify on."""
 
     name: str
-    build: Callable[[], nn.Module]
-    build_large: Callable[[], nn.Module]
+    build: Callable[[], nn.Module]  # in float32, its weights drawn from torch's generator
+    build_large: Callable[[], nn.Module]  # for the peak
     vocab_size: int
-    cases: tuple[str, ...]
+    cases: tuple[str, ...]  # the kinds of batches that it takes; see `batches`
     tokens: int = TOKENS
-    peak_tokens: int = 512
-    kind: str = ""
+    peak_tokens: int = 512  # of the sequence in the step whose peak is simulated and measured
+    kind: str = ""  # for fixes for such models alone (`Remedy.for_models`); empty: for all that are for no kind
 
 
 class Handwritten(nn.Module):
     """A decoder as people write it: learned positions, a head with a bias, its own loss, a tuple for an output."""
 
-    def __init__(
-        self, vocab_size: int = VOCAB, hidden_size: int = 32, num_layers: int = 3, positions: int = 64
-    ) -> None:
+    def __init__(self, vocab_size: int = VOCAB, hidden_size: int = 32, layers: int = 3, positions: int = 64) -> None:
         super().__init__()
         self.embed = nn.Embedding(vocab_size, hidden_size)
         self.positions = nn.Embedding(positions, hidden_size)
-        self.layers = nn.ModuleList(_Block(hidden_size) for _ in range(num_layers))
+        self.layers = nn.ModuleList(_Block(hidden_size) for _ in range(layers))
         self.norm = nn.LayerNorm(hidden_size)
         self.head = nn.Linear(hidden_size, vocab_size, bias=True)
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> tuple[Any, ...]:
-        """Logits, or loss and logits."""
+        """Return logits, or loss and logits."""
         x = self.embed(input_ids) + self.positions(torch.arange(input_ids.shape[1], device=input_ids.device))
         for layer in self.layers:
             x = layer(x)
@@ -112,23 +101,13 @@ def _gpt2(**large: Any) -> nn.Module:
 
 
 _SMALL = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": VOCAB,
-    "attn_implementation": "eager",
-    "use_cache": False,
-}
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": VOCAB, "attn_implementation": "eager", "use_cache": False,
+}  # fmt: skip
 _LARGE = {
-    "hidden_size": 128,
-    "intermediate_size": 512,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "vocab_size": 8000,
-}
+    "hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "vocab_size": 8000,
+}  # fmt: skip
 
 
 def _llama(**large: Any) -> nn.Module:
@@ -154,6 +133,8 @@ def _gemma2(**large: Any) -> nn.Module:
     )
 
 
+# A tied head; a head of its own; a tied head under a soft cap; a head with a bias in a model that returns tuples; and a
+# frozen model with NPT components whose weight delta is dense.
 SPECIMENS = {
     "gpt2": Specimen(
         "gpt2", _gpt2, lambda: _gpt2(n_embd=128, n_layer=4, vocab_size=8000, n_positions=1024), VOCAB, _ALL_CASES
@@ -163,20 +144,13 @@ SPECIMENS = {
     "handwritten": Specimen("handwritten", Handwritten, lambda: Handwritten(8000, 128, 4, 1024), VOCAB, _OWN_CASES),
     "npt": Specimen("npt", _npt, lambda: _npt(**_LARGE), VOCAB, _ALL_CASES, peak_tokens=256, kind="npt"),
 }
-"""A tied head; a head of its own; a tied head under a soft cap; a head with a bias in a model that returns tuples;
-and a frozen model with NPT components whose weight delta is dense."""
 
 
 def find_specimen(name: str, notes: list[str], trust_remote_code: bool = False) -> Specimen:
-    """One of `SPECIMENS`, or any causal language model that `memprof profile --model` takes.
+    """Return one of `SPECIMENS`, or any causal language model that `memprof profile --model` takes.
 
-    Args:
-        name: of the model.
-        notes: gets what is to be said of it, such as whose code is run.
-        trust_remote_code: run the code that it comes with.
-
-    Raises:
-        UsageError: no such model, or one that takes no token ids and labels.
+    `notes` gets what is to be said of it, such as whose code is run. Raises UsageError if there is no such model, or it
+    takes no token ids and labels.
     """
     if name in SPECIMENS:
         return SPECIMENS[name]
@@ -196,7 +170,7 @@ def find_specimen(name: str, notes: list[str], trust_remote_code: bool = False) 
 
 
 def _for_training(build: Callable[[], nn.Module]) -> nn.Module:
-    """Without KV cache, as the small ones are: `memprof profile` and transformers' Trainer train without one."""
+    """Build a model without KV cache, as `memprof profile` and transformers' Trainer train it."""
     model = build()
     config: Any = getattr(model, "config", None)
     if getattr(config, "use_cache", False):
@@ -205,7 +179,7 @@ def _for_training(build: Callable[[], nn.Module]) -> nn.Module:
 
 
 def batches(specimen: Specimen, case: str, seed: int) -> list[dict[str, Any]]:
-    """The micro-batches of one step: one, or two of different lengths for "accumulation"."""
+    """Return the micro-batches of one step: one, or two of different lengths for "accumulation"."""
     draw = torch.Generator().manual_seed(seed)
     lengths = (specimen.tokens, specimen.tokens // 2) if case == "accumulation" else (specimen.tokens,)
     result: list[dict[str, Any]] = []

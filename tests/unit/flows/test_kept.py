@@ -5,7 +5,7 @@ import json
 import pytest
 
 from memprof.flows import kept
-from memprof.flows.kept import is_without_cuda, place_of
+from memprof.flows.kept import cached_answer, is_without_cuda
 from memprof.flows.profile import profile
 from memprof.report.documents.report import Document
 from memprof.report.terminal.console import text_of
@@ -24,7 +24,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def key(spec: TargetSpec = TINY, **asked: object) -> str | None:
-    place = place_of("profile", spec, asked, ["profile"])
+    place = cached_answer("profile", spec, asked, ["profile"])
     return None if place is None else place.key
 
 
@@ -37,7 +37,7 @@ def test_every_option_makes_another_question():
     keys = [key(), key(ladder=True), *(key(TINY.edit(**{name: value})) for name, value in changes.items())]
     assert None not in keys and len(set(keys)) == len(keys)
     assert key() == key()
-    assert place_of("recommend", TINY, {}, []).key != key()
+    assert cached_answer("recommend", TINY, {}, []).key != key()
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ SPECS = {
 @pytest.mark.parametrize("name", ["training", *(pytest.param(one, marks=pytest.mark.nightly) for one in [*SPECS][1:])])
 def test_a_kept_answer_is_the_answer(name):
     document = profile(SPECS[name])[1]
-    place = place_of("profile", SPECS[name], {}, ["profile", "--model", "gpt2"])
+    place = cached_answer("profile", SPECS[name], {}, ["profile", "--model", "gpt2"])
     assert place is not None and place.find(Document) is None
     place.keep(document)
     found, seconds = place.find(Document)
@@ -113,7 +113,7 @@ def test_one_of_changed_files_or_another_form_is_none(tmp_path, monkeypatch):
     file = tmp_path / "modeling.py"
     file.write_text("")
     document = profile(TINY)[1]
-    place = place_of("profile", TINY, {}, [])
+    place = cached_answer("profile", TINY, {}, [])
     monkeypatch.setattr(kept, "loaded_files", lambda: [(str(file), 0, file.stat().st_mtime_ns)])
     place.keep(document)
     assert place.find(Document) is not None
@@ -129,7 +129,7 @@ def test_one_of_changed_files_or_another_form_is_none(tmp_path, monkeypatch):
 
 def test_an_answer_that_does_not_come_back_as_it_is_is_not_kept(monkeypatch):
     document = profile(TINY)[1]
-    place = place_of("profile", TINY, {}, [])
+    place = cached_answer("profile", TINY, {}, [])
     monkeypatch.setattr(Document, "to_json", lambda self: {"peak": id(self)})
     place.keep(document)
     assert place.store.entries() == []

@@ -310,6 +310,6 @@ def test_what_peft_does_not_know_is_not_built_first(model, monkeypatch):
         if not checked:
             monkeypatch.setattr("memprof.workload.adapters.check_known", lambda spec, source: None)
         with pytest.raises(UsageError) as refused:
-            flow.happened(spec)
+            flow.capture_trace(spec)
         said.append((str(refused.value), bool(built)))
     assert said == [(said[0][0], False), (said[0][0], True)]

@@ -29,7 +29,7 @@ def _recorded(fixes):
 def test_every_remedy_in_force_is_named_also_the_allocators(monkeypatch):
     monkeypatch.setattr(ScriptRuns, "_run", lambda self, fixes: _recorded(fixes))
     spec = RunSpec(gpu="rtx-4090", steps=5)
-    runs = ScriptRuns(Program("a.py"), spec, NAMES, lambda doing: None)
+    runs = ScriptRuns(Program("a.py"), spec, lambda doing: None)
     for names in (NAMES[:1], NAMES):
         run = runs.with_fixes(parse_fixes(",".join(names)))
         assert run.document.program.fixes == names

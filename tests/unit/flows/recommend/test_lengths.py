@@ -3,8 +3,8 @@ import json
 import pytest
 
 from memprof.errors import UsageError
-from memprof.flows.recommend.foretell import cut
 from memprof.flows.recommend.lengths import DRAWN, quantile, read_lengths
+from memprof.flows.recommend.odds import cut_lengths
 
 
 def test_one_a_line_with_what_is_none(tmp_path):
@@ -67,7 +67,7 @@ def test_no_file(tmp_path):
 def test_cut(tmp_path):
     file = tmp_path / "lengths.txt"
     file.write_text("\n".join(map(str, [10, 20, 30, 40])))
-    lengths, read = cut(*read_lengths(file), 25)
+    lengths, read = cut_lengths(*read_lengths(file), 25)
     assert lengths == [10, 20, 25, 25]
     assert (read.truncated, read.longest, read.p99, read.packed_rows) == (2, 25, 25, 4)
 

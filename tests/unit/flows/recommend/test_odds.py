@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memprof.flows.recommend.odds import none_drawn, step_by_which, step_sorted
+from memprof.flows.recommend.odds import first_step_at_odds, first_step_sorted, odds_of_none
 
 
 @given(st.integers(1, 400), st.data())
@@ -16,7 +16,7 @@ def test_none_drawn_is_the_hypergeometric(count, data):
     marked = data.draw(st.integers(0, count))
     drawn = data.draw(st.integers(0, count))
     exact = Fraction(math.comb(count - marked, drawn), math.comb(count, drawn))
-    assert none_drawn(count, marked, drawn) == pytest.approx(float(exact), rel=1e-9, abs=1e-300)
+    assert odds_of_none(count, marked, drawn) == pytest.approx(float(exact), rel=1e-9, abs=1e-300)
 
 
 def test_step_by_which_counts_every_order():
@@ -31,20 +31,20 @@ def test_step_by_which_counts_every_order():
                 (s for s in (1, 2, 3) if sum(f is not None and f <= s for f in firsts) >= odds * len(firsts) - 1e-6),
                 None,
             )
-            assert step_by_which(count, marked, batch, odds) == expected, (marked, odds)
+            assert first_step_at_odds(count, marked, batch, odds) == expected, (marked, odds)
         first = sum(f == 1 for f in firsts) / len(firsts)
-        assert 1 - none_drawn(count, marked, batch) == pytest.approx(first)
+        assert 1 - odds_of_none(count, marked, batch) == pytest.approx(first)
 
 
 def test_sorted():
     lengths = [1, 2, 3, 4, 5, 9]
-    assert step_sorted(lengths, 4, 2, ascending=True) == 3
-    assert step_sorted(lengths, 4, 2, ascending=False) == 1
-    assert step_sorted(lengths, 9, 2, ascending=False) is None
-    assert step_sorted(lengths, 5, 4, ascending=True) is None  # the last two make no batch
+    assert first_step_sorted(lengths, 4, 2, ascending=True) == 3
+    assert first_step_sorted(lengths, 4, 2, ascending=False) == 1
+    assert first_step_sorted(lengths, 9, 2, ascending=False) is None
+    assert first_step_sorted(lengths, 5, 4, ascending=True) is None  # the last two make no batch
 
 
 def test_large_counts_are_exact_enough():
     # One long sequence among a million, in batches of 8: half of an epoch.
-    assert step_by_which(1_000_000, 1, 8, 0.5) == 62_500
-    assert none_drawn(10**9, 1, 5 * 10**8) == pytest.approx(0.5)
+    assert first_step_at_odds(1_000_000, 1, 8, 0.5) == 62_500
+    assert odds_of_none(10**9, 1, 5 * 10**8) == pytest.approx(0.5)

@@ -54,8 +54,8 @@ def test_searches_share_what_is_known_and_what_they_find(runs):
     runs.run(spec(1), "before")
 
     def search(*sizes):
-        def work(simulator):
-            outcomes = [simulator.try_run(spec(size), f"size {size}") for size in sizes]
+        def work():
+            outcomes = [runs.try_run(spec(size), f"size {size}") for size in sizes]
             return [outcome and outcome.batch_size for outcome in outcomes], os.getpid()
 
         return work
@@ -70,11 +70,11 @@ def test_searches_share_what_is_known_and_what_they_find(runs):
 
 
 def test_the_first_error_is_raised(runs):
-    def fails(simulator):
-        return simulator.run(spec(7), "seven")
+    def fails():
+        return runs.run(spec(7), "seven")
 
     with pytest.raises(UsageError, match="seven"):
-        runs.searches([lambda simulator: 1, fails])
+        runs.searches([lambda: 1, fails])
 
 
 @pytest.mark.nightly

@@ -9,7 +9,7 @@ import torch
 import torch._inductor.config as inductor
 from torch._inductor import async_compile, codecache, cpp_builder, exc
 
-from memprof.flows.verify.kernels import header_beside, kernels_together
+from memprof.flows.verify.kernels import kernels_together, precompile_header
 
 pytestmark = pytest.mark.slow
 
@@ -109,7 +109,7 @@ def test_nothing_stays_replaced():
 
 def test_what_each_process_asks_for_is_asked_once(cache, monkeypatch):
     cache()
-    header_beside()()
+    precompile_header()
     asked = []
     monkeypatch.setattr(subprocess, "run", lambda command, **options: asked.append(command))
     # What a process that is forked now would ask again: the processor, and the header.

@@ -1,0 +1,122 @@
+"""What a step costs, what a fix adds to it, and what is in the way of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import astuple, dataclass
+
+from memprof.catalog import Gpu
+from memprof.ledger.categories import Category
+from memprof.report.documents.ladder import Bottleneck, Cost
+from memprof.report.documents.report import Document
+from memprof.trace.events import HOST, Compiling, Phase, Trace
+from memprof.units import format_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StepWork:
+    """What one optimizer step (or one inference step) does, the last of a run.
+
+    Times are lower bounds at the card's published rates: an operator takes as long as its operations or its bytes do,
+    whichever is longer, a transfer as long as its bytes take over the bus, and what goes to other cards as long as over
+    the card's links. Real kernels reach a part of each.
+    """
+
+    operations: int  # floating-point operations in products of matrices, attention and convolutions
+    bus_bytes: int  # copied between host and GPU, both ways together
+    host_bytes: int  # read and written by operators on the CPU
+    compute_seconds: float
+    bus_seconds: float
+    link_bytes: int  # sent to other GPUs
+    link_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        """Return all of them, one after the other: what overlaps is not known."""
+        return self.compute_seconds + self.bus_seconds + self.link_seconds
+
+
+def step_work(trace: Trace, gpu: Gpu, micro_batches: int = 0) -> StepWork | None:
+    """Return the work of the last step of a run on this card; None if it was not counted.
+
+    Of `micro_batches`, the last one that was run stands for those that were not: they do the same on tensors of the
+    same shapes.
+    """
+    if not trace.work:
+        return None
+    last = max(phase.step for phase in trace.phases)
+    ran = max(phase.micro_batch for phase in trace.phases if phase.step == last)
+    whole = _work(trace, gpu, lambda phase: phase.step == last)
+    if micro_batches <= ran:
+        return whole
+    one = _work(trace, gpu, lambda phase: phase.step == last and phase.micro_batch == ran)
+    both = zip(astuple(whole), astuple(one), strict=True)
+    return StepWork(*(of_all + (micro_batches - ran) * of_one for of_all, of_one in both))
+
+
+def _work(trace: Trace, gpu: Gpu, counts: Callable[[Phase], bool]) -> StepWork:
+    operations = bus = host = link = 0
+    compute = 0.0
+    for work in trace.work:
+        if not counts(trace.phases[work.phase]):
+            continue
+        crossing = work.to_device_bytes + work.to_host_bytes
+        bus += crossing * work.calls
+        link += work.link_bytes * work.calls
+        if work.device == HOST:
+            host += work.num_bytes * work.calls
+        elif not crossing:
+            operations += work.operations * work.calls
+            rate = gpu.peak_flops.get(work.dtype) or gpu.peak_flops.get("float32")
+            needed = work.operations / rate if rate else 0.0
+            compute += work.calls * max(needed, work.num_bytes / gpu.memory_bandwidth)
+    return StepWork(operations, bus, host, compute, bus / gpu.host_bandwidth, link, link / gpu.link_bandwidth)
+
+
+_COMPARED = ("operations", "bus_bytes", "seconds", "compute_seconds", "bus_seconds", "link_bytes", "link_seconds")
+
+
+def cost_of(
+    work: StepWork | None, original: StepWork | None, numerics: str, note: str, compiling: Compiling | None = None
+) -> Cost:
+    """Return what a run with fixes costs more than the one without."""
+    seconds, kernels = (None, None) if compiling is None else compiling
+    if work is None or original is None:
+        return Cost(*(None,) * 9, numerics, note, compile_seconds=seconds, compiled_kernels=kernels)
+    extra = {f"extra_{name}": getattr(work, name) - getattr(original, name) for name in _COMPARED}
+    return Cost(
+        operations=work.operations,
+        bus_bytes=work.bus_bytes,
+        step_seconds=work.seconds,
+        host_bytes=work.host_bytes,
+        numerics=numerics,
+        note=note,
+        link_bytes=work.link_bytes,
+        compile_seconds=seconds,
+        compiled_kernels=kernels,
+        **extra,
+    )
+
+
+def bottleneck_of(document: Document) -> Bottleneck:
+    """Return what is in the way of a run: where it runs out of memory if it does, and what most of it there is for."""
+    verdict, peak = document.verdict, document.peak
+    largest = next(iter(peak.categories))
+    size = peak.categories[largest]
+    if document.failure is not None:
+        text = f"fails in {document.failure.phase}"
+        return Bottleneck(peak.stage, peak.step, largest, peak.allocated_bytes, text)
+    if any(finding.id == "device-mismatch" for finding in document.findings):
+        return Bottleneck(peak.stage, peak.step, largest, size, "stops where tensors of two devices meet")
+    if verdict.fits:
+        text = f"{largest}, {format_bytes(size)} ({size / peak.allocated_bytes:.0%} of the peak), in {peak.stage}"
+        return Bottleneck(peak.stage, peak.step, largest, size, text)
+    tried = verdict.tried_to_allocate_bytes or 0
+    stage = f"{verdict.oom_stage}" + (f" of step {verdict.oom_step}" if verdict.oom_step else "")
+    if peak.allocated_bytes <= (document.device.usable_bytes or 0):
+        # All tensors together would fit: it is the pieces in between that do not.
+        wasted = (verdict.reserved_bytes or 0) - (verdict.in_use_bytes or 0)
+        text = f"dies in {stage}: {format_bytes(tried)} asked, {format_bytes(wasted)} reserved in pieces too small"
+        return Bottleneck(verdict.oom_stage or "", verdict.oom_step or 0, Category.FRAGMENTATION.value, wasted, text)
+    text = f"dies in {stage}: {format_bytes(tried)} asked; at the peak {largest}, {format_bytes(size)}"
+    return Bottleneck(verdict.oom_stage or "", verdict.oom_step or 0, largest, size, text)
