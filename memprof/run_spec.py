@@ -18,11 +18,7 @@ SETTINGS = "MEMPROF_SETTINGS"
 
 @dataclass(frozen=True, kw_only=True)
 class RunSpec:
-    """Say how a script is run; sizes are bytes.
-
-    Attributes:
-        fixes: NAME or NAME=VALUE, switched on in the script's models.
-    """
+    """Say how a script is run; sizes are bytes."""
 
     worst_batch: bool = option(False, "Script", "Feed the largest batch of each data loader first.")
     beyond: bool = option(False, "Script", "Go on past a full card, to see the whole need: no error in the script.")
@@ -58,7 +54,7 @@ class RunSpec:
     )
     device: str = repeat_option("device")
     detail: bool = repeat_option("detail")
-    fixes: tuple[str, ...] = ()
+    fixes: tuple[str, ...] = ()  # NAME or NAME=VALUE, switched on in the script's models.
 
     def edit(self, **changes: Any) -> RunSpec:
         """Return a copy with some fields replaced."""

@@ -44,11 +44,9 @@ class Difference:
     """The first point where the replay is not what was recorded."""
 
     device: int
-    event: int
-    """Index in the device's trace; its length for the final layout."""
+    event: int  # Index in the device's trace; its length for the final layout.
     problem: str
-    reason: str
-    """What in the file explains it; empty when nothing does: then the replay is wrong."""
+    reason: str  # What in the file explains it; empty when nothing does: then the replay is wrong.
 
 
 @dataclass(frozen=True, slots=True)

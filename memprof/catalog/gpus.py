@@ -25,45 +25,30 @@ SEE = "('memprof profile --gpu-vram GIB' takes any size)"
 DTYPES = ("float32", "tf32", "float16", "bfloat16", "int8", "float8")
 
 
+# `compare=False`: a mapping is not hashable, and the other fields tell two GPUs apart.
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One GPU model.
+    """One GPU model."""
 
-    Attributes:
-        key: the name within memprof, such as "h100-80gb".
-        name: what `torch.cuda.get_device_properties(0).name` says.
-        total_bytes: the capacity that CUDA reports, in bytes.
-        compute_capability: major and minor.
-        num_sms: streaming multiprocessors (compute units on AMD).
-        memory_bandwidth: peak of the device memory, in bytes per second.
-        host_bandwidth: peak of the link to the CPU in one direction, in bytes per second.
-        peak_flops: dense operations per second by dtype (one of DTYPES), on the tensor cores where the card has them;
-            float16 and bfloat16 accumulate in float32. A dtype that the card lacks, or whose figure is not known, is
-            absent.
-        l2_bytes: size of the L2 cache, in bytes, or None if not known.
-        capacity_kind: "reported" if a message of CUDA or torch with `total_bytes` was seen, "derived" if it comes from
-            a sibling card (`note` says how), "given" for `custom_gpu`.
-        sources: where the figures came from.
-        aliases: other names that `find_gpu` accepts.
-        note: what to know about the figures; empty if nothing.
-        nvlink_bandwidth: peak of all NVLinks of a card that a switch or a mesh joins to the machine's others, in one
-            direction, in bytes per second: half of what data sheets have, which add both. None without.
-    """
-
-    key: str
-    name: str
-    total_bytes: int
-    compute_capability: tuple[int, int]
-    num_sms: int
-    memory_bandwidth: int
-    host_bandwidth: int
-    # A mapping is not hashable, and the other fields tell two GPUs apart.
+    key: str  # the name within memprof, such as "h100-80gb".
+    name: str  # what `torch.cuda.get_device_properties(0).name` says.
+    total_bytes: int  # the capacity that CUDA reports, in bytes.
+    compute_capability: tuple[int, int]  # major and minor.
+    num_sms: int  # streaming multiprocessors (compute units on AMD).
+    memory_bandwidth: int  # peak of the device memory, in bytes per second.
+    host_bandwidth: int  # peak of the link to the CPU in one direction, in bytes per second.
+    # dense operations per second by dtype (one of DTYPES), on the tensor cores where the card has them; float16 and
+    # bfloat16 accumulate in float32. A dtype that the card lacks, or whose figure is not known, is absent.
     peak_flops: Mapping[str, int] = field(compare=False)
-    l2_bytes: int | None
+    l2_bytes: int | None  # size of the L2 cache, in bytes, or None if not known.
+    # "reported" if a message of CUDA or torch with `total_bytes` was seen, "derived" if it comes from a sibling card
+    # (`note` says how), "given" for `custom_gpu`.
     capacity_kind: str
-    sources: tuple[str, ...]
-    aliases: tuple[str, ...] = ()
-    note: str = ""
+    sources: tuple[str, ...]  # where the figures came from.
+    aliases: tuple[str, ...] = ()  # other names that `find_gpu` accepts.
+    note: str = ""  # what to know about the figures; empty if nothing.
+    # peak of all NVLinks of a card that a switch or a mesh joins to the machine's others, in one direction, in bytes
+    # per second: half of what data sheets have, which add both. None without.
     nvlink_bandwidth: int | None = None
 
     @property

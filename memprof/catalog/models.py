@@ -30,45 +30,29 @@ LARGEST_SIZE = 2**31 - 1
 MOST_LAYERS = 10_000  # far above any model's; each layer is built, and a slip of the pen must not take hours
 
 
+# `compare=False`: a mapping is not hashable, and the other fields tell two entries apart.
 @dataclass(frozen=True, slots=True)
 class ModelEntry:
-    """One model of the catalog, or a Llama-shaped one that `sizes` synthesised.
+    """One model of the catalog, or a Llama-shaped one that `sizes` synthesised."""
 
-    Attributes:
-        key: the name within memprof, such as "llama-3.1-8b".
-        hf_id: the Hugging Face repository; empty for a synthesised model.
-        architecture: the class in transformers that `num_parameters` counts, such as "LlamaForCausalLM".
-        task: causal-lm, masked-lm, seq2seq-lm, image-classification or speech-seq2seq.
-        num_parameters: sum of `p.numel()` over `model.parameters()` of that class, so tied weights count once.
-        checkpoint_dtype: the dtype of the published weights, such as "bfloat16".
-        max_positions: the longest sequence in tokens (image patches for a vision model, decoder tokens for a speech
-            model); None if the architecture has no limit.
-        vocab_size: rows of the token embedding; None for a model without tokens.
-        sources: addresses that the facts came from.
-        aliases: other names that `find_model` accepts.
-        published_parameters: the count that the publisher gives, if known. `note` says why it differs from
-            `num_parameters`, where it does.
-        published_source: where that count stands.
-        note: what to know about the entry; empty if nothing.
-        synthesized: True for a model that nobody published.
-        config: the configuration of a synthesised model; None for one that is read from its file.
-    """
-
-    key: str
-    hf_id: str
-    architecture: str
-    task: str
-    num_parameters: int
-    checkpoint_dtype: str
+    key: str  # the name within memprof, such as "llama-3.1-8b".
+    hf_id: str  # the Hugging Face repository; empty for a synthesised model.
+    architecture: str  # the class in transformers that `num_parameters` counts, such as "LlamaForCausalLM".
+    task: str  # causal-lm, masked-lm, seq2seq-lm, image-classification or speech-seq2seq.
+    num_parameters: int  # sum of `p.numel()` over `model.parameters()` of that class, so tied weights count once.
+    checkpoint_dtype: str  # the dtype of the published weights, such as "bfloat16".
+    # the longest sequence in tokens (image patches for a vision model, decoder tokens for a speech model); None if the
+    # architecture has no limit.
     max_positions: int | None
-    vocab_size: int | None
-    sources: tuple[str, ...]
-    aliases: tuple[str, ...] = ()
+    vocab_size: int | None  # rows of the token embedding; None for a model without tokens.
+    sources: tuple[str, ...]  # addresses that the facts came from.
+    aliases: tuple[str, ...] = ()  # other names that `find_model` accepts.
+    # the count that the publisher gives, if known. `note` says why it differs from `num_parameters`, where it does.
     published_parameters: int | None = None
-    published_source: str = ""
-    note: str = ""
-    synthesized: bool = False
-    # A mapping is not hashable, and the other fields tell two entries apart.
+    published_source: str = ""  # where that count stands.
+    note: str = ""  # what to know about the entry; empty if nothing.
+    synthesized: bool = False  # True for a model that nobody published.
+    # the configuration of a synthesised model; None for one that is read from its file.
     config: Mapping[str, Any] | None = field(default=None, repr=False, compare=False)
 
     def called(self, name: str) -> tuple[str, str]:

@@ -12,10 +12,8 @@ class CardProcess:
     pid: int
     name: str
     used_bytes: int | None
-    kind: str
-    """"compute" or "graphics"; one that is both is compute."""
-    gpu_instance: int | None = None
-    """Of a sliced card (MIG)."""
+    kind: str  # "compute" or "graphics"; one that is both is compute.
+    gpu_instance: int | None = None  # Of a sliced card (MIG).
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,37 +31,24 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class NvmlCard:
-    """One card. An amount that NVML does not give is None; `notes` says why if it is one of memory.
+    """One card. An amount that NVML does not give is None; `notes` says why if it is one of memory."""
 
-    Attributes:
-        index: NVML's, in the order of the PCI bus; CUDA's ordinal may differ (CUDA_VISIBLE_DEVICES, CUDA_DEVICE_ORDER).
-        name: as `torch.cuda.get_device_properties(i).name`.
-        uuid: "GPU-...", what names the card for good.
-        total_bytes: all memory; `used`, `free` and `reserved` sum to it.
-        used_bytes: in use by all processes and their contexts, what nvidia-smi shows.
-        free_bytes: what can still be had.
-        reserved_bytes: kept by driver and firmware; None if the driver is too old to tell it from `used_bytes`.
-        utilisation_percent: share of the last sample period in which a kernel ran.
-        compute_capability: major and minor.
-        slices: MIG devices, if the card is sliced.
-        processes: those that NVML lists, largest first.
-        notes: one line for each thing that could not be read.
-    """
-
+    # NVML's, in the order of the PCI bus; CUDA's ordinal may differ (CUDA_VISIBLE_DEVICES, CUDA_DEVICE_ORDER).
     index: int
-    name: str
-    uuid: str = ""
-    total_bytes: int | None = None
-    used_bytes: int | None = None
-    free_bytes: int | None = None
+    name: str  # as `torch.cuda.get_device_properties(i).name`.
+    uuid: str = ""  # "GPU-...", what names the card for good.
+    total_bytes: int | None = None  # all memory; `used`, `free` and `reserved` sum to it.
+    used_bytes: int | None = None  # in use by all processes and their contexts, what nvidia-smi shows.
+    free_bytes: int | None = None  # what can still be had.
+    # kept by driver and firmware; None if the driver is too old to tell it from `used_bytes`.
     reserved_bytes: int | None = None
-    utilisation_percent: int | None = None
+    utilisation_percent: int | None = None  # share of the last sample period in which a kernel ran.
     temperature_celsius: int | None = None
     power_watts: float | None = None
-    compute_capability: tuple[int, int] | None = None
-    slices: tuple[Slice, ...] = ()
-    processes: tuple[CardProcess, ...] = ()
-    notes: tuple[str, ...] = ()
+    compute_capability: tuple[int, int] | None = None  # major and minor.
+    slices: tuple[Slice, ...] = ()  # MIG devices, if the card is sliced.
+    processes: tuple[CardProcess, ...] = ()  # those that NVML lists, largest first.
+    notes: tuple[str, ...] = ()  # one line for each thing that could not be read.
 
     @property
     def usable_bytes(self) -> int | None:
@@ -77,8 +62,7 @@ class Reading:
 
     cards: tuple[NvmlCard, ...] = ()
     driver_version: str | None = None
-    cuda_version: str | None = None
-    """The newest CUDA that the driver can run, such as "13.0"."""
+    cuda_version: str | None = None  # The newest CUDA that the driver can run, such as "13.0".
     notes: tuple[str, ...] = ()
 
 

@@ -36,24 +36,15 @@ VARIABLES = (
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """Where a run happened. None or absent: not there, or not known.
+    """Where a run happened. None or absent: not there, or not known."""
 
-    Attributes:
-        torch_version: such as "2.13.0+cu130".
-        torch_cuda: the CUDA that torch was built for, None of a build for the CPU (or for ROCm: `torch_hip`).
-        driver_version: of NVIDIA's kernel module.
-        driver_cuda: the newest CUDA that the driver runs.
-        variables: those of VARIABLES that are set.
-        notes: what does not fit together, one line each.
-    """
-
-    torch_version: str | None
-    torch_cuda: str | None
+    torch_version: str | None  # such as "2.13.0+cu130".
+    torch_cuda: str | None  # the CUDA that torch was built for, None of a build for the CPU (or for ROCm: `torch_hip`).
     torch_hip: str | None
-    driver_version: str | None
-    driver_cuda: str | None
-    variables: dict[str, str]
-    notes: tuple[str, ...]
+    driver_version: str | None  # of NVIDIA's kernel module.
+    driver_cuda: str | None  # the newest CUDA that the driver runs.
+    variables: dict[str, str]  # those of VARIABLES that are set.
+    notes: tuple[str, ...]  # what does not fit together, one line each.
 
 
 def read_environment(cards: Reading | None = None, variables: Mapping[str, str] | None = None) -> Environment:

@@ -30,14 +30,12 @@ TOLERANCE = 0.01  # of the predicted step: bisection ends there
 class Growth:
     """Memory that training steps leave behind on the GPU, and where that ends."""
 
-    bytes_per_step: int
-    """What a step adds, as the findings have it."""
-    steps_seen: int
-    """Training steps that were run."""
+    bytes_per_step: int  # What a step adds, as the findings have it.
+    steps_seen: int  # Training steps that were run.
+    # Training steps that the program makes in all, seen or by its loops; None: they tell of no end.
     program_steps: int | None
-    """Training steps that the program makes in all, seen or by its loops; None: they tell of no end."""
+    # About the step in which a request would fail; None: later than `MAX_STEPS`, or what grows is limited and fits.
     runs_out_step: int | None
-    """About the step in which a request would fail; None: later than `MAX_STEPS`, or what grows is limited and fits."""
 
     @property
     def runs_out(self) -> bool:

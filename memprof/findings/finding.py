@@ -29,15 +29,13 @@ class Severity(StrEnum):
 class Evidence:
     """One tensor or operator that shows the finding; what does not apply is None."""
 
-    text: str
-    """One line for people."""
+    text: str  # One line for people.
     num_bytes: int | None = field(default=None, metadata=json_name("bytes", last=True))
     shape: tuple[int, ...] | None = None
     dtype: str | None = None
     module: str | None = None
     op: str | None = None
-    source: str | None = None
-    """`file:line function`."""
+    source: str | None = None  # `file:line function`.
     device: str | None = None
 
 
@@ -50,8 +48,7 @@ class Finding:
     title: str
     num_bytes: int | None = field(metadata=json_name("bytes", last=True))
     evidence: tuple[Evidence, ...]
-    remedies: tuple[str, ...]
-    """Names of remedies, most helpful first."""
+    remedies: tuple[str, ...]  # Names of remedies, most helpful first.
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,15 +20,12 @@ FEWEST = 5  # steps of a program of which it can be said that they differ
 class BatchStep:
     """A step; sizes in bytes."""
 
-    step: int
-    """From 1."""
+    step: int  # From 1.
+    # Tokens per sequence of the longest of its batches, padding included. None: a program's own batches.
     sequence_length: int | None
-    """Tokens per sequence of the longest of its batches, padding included. None: a program's own batches."""
     peak_allocated_bytes: int
-    reserved_bytes: int
-    """At its most."""
-    unused_bytes: int
-    """What is reserved beyond the most that tensors have taken in any step so far."""
+    reserved_bytes: int  # At its most.
+    unused_bytes: int  # What is reserved beyond the most that tensors have taken in any step so far.
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,25 +34,21 @@ class ReservedOverSteps:
 
     how: str
     peak_bytes: int
-    p99_bytes: int
-    """99% of the steps reserve no more, between two steps by their distance."""
+    p99_bytes: int  # 99% of the steps reserve no more, between two steps by their distance.
     mean_bytes: int
-    settled_step: int
-    """After it nothing more is reserved than before."""
+    settled_step: int  # After it nothing more is reserved than before.
 
 
 @dataclass(frozen=True, slots=True)
 class Batches:
     """A run over batches that differ."""
 
-    lengths: str | None
-    """As `--lengths` has them; None, as the next two: a program's own batches."""
-    mean_length: float | None
-    """Of a batch, padding included."""
+    lengths: str | None  # As `--lengths` has them; None, as the next two: a program's own batches.
+    mean_length: float | None  # Of a batch, padding included.
     longest: int | None
     steps: tuple[BatchStep, ...]
+    # As the run was; with expandable segments; with the cache given back after each step.
     reserved: tuple[ReservedOverSteps, ...]
-    """As the run was; with expandable segments; with the cache given back after each step."""
 
 
 def batches(run: OnCard, allocated: Sequence[int], trained: Sequence[TrainingStep] = ()) -> Batches | None:

@@ -34,19 +34,14 @@ MOST_SEGMENTS = 5  # kinds of segments that are listed, those with most free mem
 class PoolUse:
     """The segments of one pool: small ones serve requests of up to 1 MiB."""
 
-    pool: str
-    """`small` or `large`; of a private pool (CUDA graphs) with its number."""
-    segments: int
-    """Of expandable segments, contiguous mapped runs."""
+    pool: str  # `small` or `large`; of a private pool (CUDA graphs) with its number.
+    segments: int  # Of expandable segments, contiguous mapped runs.
     reserved_bytes: int
     allocated_bytes: int
     free_bytes: int
-    pinned_bytes: int
-    """Free, and kept by tensors in the same segments."""
-    releasable_bytes: int
-    """Free, and given back by `torch.cuda.empty_cache()` or when the card is full."""
-    empty_segments: int
-    """Segments without a tensor."""
+    pinned_bytes: int  # Free, and kept by tensors in the same segments.
+    releasable_bytes: int  # Free, and given back by `torch.cuda.empty_cache()` or when the card is full.
+    empty_segments: int  # Segments without a tensor.
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +50,9 @@ class FreeSegments:
 
     pool: str
     count: int
-    size_bytes: int
-    """Of one; `free_bytes` likewise."""
+    size_bytes: int  # Of one; `free_bytes` likewise.
     free_bytes: int
-    tensors: bool
-    """Whether tensors live in them, and keep what is free."""
+    tensors: bool  # Whether tensors live in them, and keep what is free.
     expandable: bool
 
 
@@ -74,26 +67,22 @@ class BridgeMoment:
     step: int
     micro_batch: int
     requested_bytes: int
+    # Requests are rounded to 512 bytes, and a rest of up to 1 MiB of a large block is not split off.
     rounding_bytes: int
-    """Requests are rounded to 512 bytes, and a rest of up to 1 MiB of a large block is not split off."""
     allocated_bytes: int
+    # Free in segments: the sum of `pools`, of which some may be cached (`Bridge.cached_bytes`).
     fragmentation_bytes: int
-    """Free in segments: the sum of `pools`, of which some may be cached (`Bridge.cached_bytes`)."""
-    given_back_bytes: int
-    """Reserved at the moment's height and given back before the request was served; 0 as a rule."""
+    given_back_bytes: int  # Reserved at the moment's height and given back before the request was served; 0 as a rule.
     reserved_bytes: int
     context_bytes: int
+    # Of this process outside the allocator and beyond the context (cuBLAS and cuDNN handles, NCCL); None: unknown.
     libraries_bytes: int | None
-    """Of this process outside the allocator and beyond the context (cuBLAS and cuDNN handles, NCCL); None: unknown."""
-    other_processes_bytes: int | None
-    """Of the card, by others and by the driver; None: unknown."""
+    other_processes_bytes: int | None  # Of the card, by others and by the driver; None: unknown.
+    # Libraries and other processes together, where they are not told apart; None: they are, or nothing is known.
     unnamed_bytes: int | None
-    """Libraries and other processes together, where they are not told apart; None: they are, or nothing is known."""
-    device_used_bytes: int
-    """The sum of what is known."""
+    device_used_bytes: int  # The sum of what is known.
     pools: tuple[PoolUse, ...]
-    free_segments: tuple[FreeSegments, ...]
-    """Those with most free memory."""
+    free_segments: tuple[FreeSegments, ...]  # Those with most free memory.
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,13 +91,12 @@ class Bridge:
 
     peak_reserved: BridgeMoment
     peak_allocated: BridgeMoment
-    same_moment: bool
-    """Both peaks are after the same event."""
+    same_moment: bool  # Both peaks are after the same event.
+    # The other processes on the card; None: not known, as in a simulated run.
     processes: tuple[OtherProcess, ...] | None
-    """The other processes on the card; None: not known, as in a simulated run."""
+    # Of a rank of several, what NCCL takes beside all that: not known here, and no part of device used. The least and
+    # the most that others measured for a group; None: one process, or it was measured.
     nccl_group_bytes: tuple[int, int] | None = None
-    """Of a rank of several, what NCCL takes beside all that: not known here, and no part of device used. The least and
-    the most that others measured for a group; None: one process, or it was measured."""
 
     def cached_bytes(self, moment: BridgeMoment) -> int:
         """What is free at `moment` and in use where most is allocated: kept for the next step, and no fragmentation."""

@@ -15,17 +15,14 @@ class CaughtError:
 
     stage: str
     step: int
-    num_bytes: int = field(metadata=json_name("bytes"))
-    """Of the tensor that was asked for."""
+    num_bytes: int = field(metadata=json_name("bytes"))  # Of the tensor that was asked for.
     shape: tuple[int, ...]
     dtype: str
     op: str
     module: str | None
     source: str | None
-    in_use_bytes: int
-    """Of blocks handed out then."""
-    event: int = field(default=NONE, metadata=json_name(None))
-    """NONE in a report that was read from JSON."""
+    in_use_bytes: int  # Of blocks handed out then.
+    event: int = field(default=NONE, metadata=json_name(None))  # NONE in a report that was read from JSON.
 
 
 def caught_errors(ledger: Ledger) -> list[CaughtError]:

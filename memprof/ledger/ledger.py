@@ -21,20 +21,16 @@ from memprof.trace.plain import json_name
 class LiveTensor:
     """Equal storages alive at the peak: same layout, category, operator and line, in one module of each layer."""
 
-    num_bytes: int = field(metadata=json_name("bytes"))
-    """Of one storage, as requested."""
+    num_bytes: int = field(metadata=json_name("bytes"))  # Of one storage, as requested.
     count: int
-    allocated_bytes: int = field(metadata=json_name("total_bytes"))
-    """Of all of them, rounded to 512 bytes."""
+    allocated_bytes: int = field(metadata=json_name("total_bytes"))  # Of all of them, rounded to 512 bytes.
     shape: tuple[int, ...]
     dtype: str
     category: Category
-    module: str | None
-    """Path of the module, layer numbers replaced by `*` where `count` storages differ in them."""
+    module: str | None  # Path of the module, layer numbers replaced by `*` where `count` storages differ in them.
     op: str
     source: str | None
-    name: str | None
-    """The parameter, gradient or optimizer state that it is."""
+    name: str | None  # The parameter, gradient or optimizer state that it is.
     phase: str = field(default="", metadata=json_name(None))
     storages: tuple[int, ...] = field(default=(), metadata=json_name(None))
 

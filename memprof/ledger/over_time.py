@@ -19,21 +19,15 @@ FRAGMENTATION = "fragmentation"
 class OverTime:
     """A run in equal stretches of events, each by the moment at which most of it is allocated. Sizes are bytes."""
 
-    num_events: int
-    """Of the whole run."""
-    events: tuple[int, ...]
-    """The moments, one a stretch, by the index of their event; the peak is among them."""
-    allocated_bytes: tuple[int, ...]
-    """After each of them."""
+    num_events: int  # Of the whole run.
+    events: tuple[int, ...]  # The moments, one a stretch, by the index of their event; the peak is among them.
+    allocated_bytes: tuple[int, ...]  # After each of them.
+    # The same by category, the largest first; of those that ever take a hundredth of the peak.
     categories: dict[str, tuple[int, ...]]
-    """The same by category, the largest first; of those that ever take a hundredth of the peak."""
-    most_bytes: dict[str, int]
-    """The most that each of these ever takes, at any event."""
+    most_bytes: dict[str, int]  # The most that each of these ever takes, at any event.
     peak_event: int
-    refused_event: int | None
-    """Of the request that the card refuses."""
-    steps: tuple[tuple[int, int], ...]
-    """Number and first event of each step."""
+    refused_event: int | None  # Of the request that the card refuses.
+    steps: tuple[tuple[int, int], ...]  # Number and first event of each step.
 
 
 def over_time(ledger: Ledger) -> OverTime:

@@ -36,41 +36,29 @@ class Stage:
     """
 
     name: str
-    step: int
-    """Training step from 1; 0 outside steps."""
+    step: int  # Training step from 1; 0 outside steps.
     micro_batch: int
-    allocated_bytes: int = 0
-    """At the end of the stage; so are the other amounts that name no peak."""
-    delta_bytes: int = 0
-    """End minus beginning."""
-    peak_allocated_bytes: int = 0
-    """Highest within the stage."""
-    requested_bytes: int = 0
-    """Before rounding."""
+    allocated_bytes: int = 0  # At the end of the stage; so are the other amounts that name no peak.
+    delta_bytes: int = 0  # End minus beginning.
+    peak_allocated_bytes: int = 0  # Highest within the stage.
+    requested_bytes: int = 0  # Before rounding.
     requested_delta_bytes: int = 0
     peak_requested_bytes: int = 0
-    reserved_bytes: int = 0
-    """Of segments held from the driver."""
+    reserved_bytes: int = 0  # Of segments held from the driver.
     peak_reserved_bytes: int = 0
+    # Reserved and the CUDA context; of a measured run what NVML says, None on a CPU.
     device_used_bytes: int | None = None
-    """Reserved and the CUDA context; of a measured run what NVML says, None on a CPU."""
-    seconds: float | None = None
-    """Of a measured run."""
-    host_allocated_bytes: int = 0
-    """Of tensors in host memory."""
+    seconds: float | None = None  # Of a measured run.
+    host_allocated_bytes: int = 0  # Of tensors in host memory.
     peak_host_bytes: int = 0
-    stack: str = ""
-    """For a layer: its stack, and `index` its number in it."""
+    stack: str = ""  # For a layer: its stack, and `index` its number in it.
     index: int = NONE
-    oom: bool = False
-    """The request that the card refuses is made here."""
-    resident_bytes: int | None = None
-    """Measured runs: resident memory of the process, as last read in the stage."""
-    measured_allocated_bytes: int | None = None
-    """Measured on CUDA: torch's own counters, as last read in the stage."""
+    oom: bool = False  # The request that the card refuses is made here.
+    resident_bytes: int | None = None  # Measured runs: resident memory of the process, as last read in the stage.
+    measured_allocated_bytes: int | None = None  # Measured on CUDA: torch's own counters, as last read in the stage.
+    # Measured on CUDA: a peak is read once for all that ran since the reading before, and stands in the one of these
+    # stages in which the replay has it.
     measured_peak_bytes: int | None = None
-    """Measured on CUDA: a peak is read once for all that ran since the reading before, and stands in the one of these
-    stages in which the replay has it."""
     measured_reserved_bytes: int | None = None
     kind: PhaseKind = field(default=PhaseKind.OTHER, metadata=json_name(None))
 

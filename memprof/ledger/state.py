@@ -18,8 +18,7 @@ class ModelState:
     gradients_bytes: int
     optimizer_state_bytes: int
     buffers_bytes: int
-    tensors_bytes: int
-    """Of all tensors: everything but what kernels and libraries take for themselves."""
+    tensors_bytes: int  # Of all tensors: everything but what kernels and libraries take for themselves.
 
 
 def model_state(trace: Trace) -> ModelState:

@@ -14,15 +14,12 @@ from memprof.trace.plain import json_name
 class TrainingStep:
     """A training step, from the end of the one before to the end of its optimizer's step; sizes in bytes allocated."""
 
-    step: int
-    """From 1."""
-    peak_bytes: int
-    """The highest of its phases but evaluation."""
+    step: int  # From 1.
+    peak_bytes: int  # The highest of its phases but evaluation.
     end_bytes: int
-    growth_bytes: int
-    """`end_bytes` beyond what was held when the step before ended; of the first step, when it began."""
+    growth_bytes: int  # `end_bytes` beyond what was held when the step before ended; of the first step, when it began.
+    # Its first event; `end` is the first that is no longer its own. NONE in a report that was read from JSON.
     begin: int = field(default=NONE, metadata=json_name(None))
-    """Its first event; `end` is the first that is no longer its own. NONE in a report that was read from JSON."""
     end: int = field(default=NONE, metadata=json_name(None))
 
 

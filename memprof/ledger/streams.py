@@ -17,12 +17,11 @@ _OF_STREAMS = (EventKind.STREAM, EventKind.USE, EventKind.WAIT)
 class StreamShare:
     """The segments of one stream, where most is reserved."""
 
-    stream: int
-    """Its number; 0 is the default one."""
+    stream: int  # Its number; 0 is the default one.
     reserved_bytes: int
     allocated_bytes: int
+    # Freed, and until they are known to be done with it in use by other streams (Tensor.record_stream).
     waiting_bytes: int
-    """Freed, and until they are known to be done with it in use by other streams (Tensor.record_stream)."""
     free_bytes: int
 
 
@@ -30,16 +29,11 @@ class StreamShare:
 class StreamMemory:
     """How much the streams cost; the most that is reserved is on a card without limit, and without its context."""
 
-    streams: tuple[StreamShare, ...]
-    """By number."""
-    reserved_bytes: int
-    """The most that is reserved."""
-    one_stream_bytes: int
-    """The same if all had been taken on one stream."""
-    soonest_bytes: int | None
-    """The same if what other streams borrowed were free at once; None: nothing is borrowed."""
-    latest_bytes: int | None
-    """If it were free only once the host has waited for them."""
+    streams: tuple[StreamShare, ...]  # By number.
+    reserved_bytes: int  # The most that is reserved.
+    one_stream_bytes: int  # The same if all had been taken on one stream.
+    soonest_bytes: int | None  # The same if what other streams borrowed were free at once; None: nothing is borrowed.
+    latest_bytes: int | None  # If it were free only once the host has waited for them.
 
     @classmethod
     def of(cls, ledger: Ledger) -> StreamMemory | None:

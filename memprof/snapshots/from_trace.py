@@ -54,8 +54,7 @@ class Slice:
     name: str
     begin: int
     end: int
-    track: str
-    """stages or modules."""
+    track: str  # stages or modules.
 
 
 @dataclass(slots=True)

@@ -29,13 +29,11 @@ class Group:
     """Blocks of one category alive at a moment that have the same line, module or size class."""
 
     key: str
-    allocated_bytes: int
-    """Of their blocks."""
+    allocated_bytes: int  # Of their blocks.
     requested_bytes: int
     count: int
     category: Category
-    op: str
-    """That of most of their bytes; `module` likewise."""
+    op: str  # That of most of their bytes; `module` likewise.
     module: str
 
 
@@ -72,16 +70,11 @@ class Fragmentation:
 
     event: int
     reserved_bytes: int
-    used_bytes: int
-    """Blocks in use, those that wait for other streams among them."""
-    free_bytes: int
-    """Cached: `releasable_bytes` and `pinned_bytes`."""
-    rounding_bytes: int
-    """In use and not asked for: rounding to 512 bytes, and remainders that are not split off."""
-    releasable_bytes: int
-    """What torch.cuda.empty_cache() would give back, and torch itself before it fails."""
-    pinned_bytes: int
-    """Free, but kept by live blocks in the same segments."""
+    used_bytes: int  # Blocks in use, those that wait for other streams among them.
+    free_bytes: int  # Cached: `releasable_bytes` and `pinned_bytes`.
+    rounding_bytes: int  # In use and not asked for: rounding to 512 bytes, and remainders that are not split off.
+    releasable_bytes: int  # What torch.cuda.empty_cache() would give back, and torch itself before it fails.
+    pinned_bytes: int  # Free, but kept by live blocks in the same segments.
     largest_free_bytes: int
     segments: int
     nearly_empty_segments: int

@@ -19,21 +19,16 @@ class Refusal:
 
     event: int
     requested_bytes: int
-    tried_bytes: int
-    """The segment that the driver refused: what torch's message says it tried to allocate."""
-    device_free_bytes: int
-    """Free on the card, outside torch's cache."""
+    tried_bytes: int  # The segment that the driver refused: what torch's message says it tried to allocate.
+    device_free_bytes: int  # Free on the card, outside torch's cache.
     allocated_bytes: int
     reserved_bytes: int
-    cached_bytes: int
-    """Reserved and not in use."""
-    usable_bytes: int
-    """Of it, in the pool and on the stream of the request."""
-    largest_free_bytes: int
-    """Largest free block there."""
+    cached_bytes: int  # Reserved and not in use.
+    usable_bytes: int  # Of it, in the pool and on the stream of the request.
+    largest_free_bytes: int  # Largest free block there.
+    # Cached memory and what is free on the card together would have been enough, and the cache is more than a trifle
+    # (FRAGMENTED_SHARE).
     fragmented: bool
-    """Cached memory and what is free on the card together would have been enough, and the cache is more than a trifle
-    (FRAGMENTED_SHARE)."""
     source: str
     reasons: tuple[str, ...]
 

@@ -38,13 +38,10 @@ class Leak:
     source: str
     module: str
     op: str
-    allocated_bytes: int
-    """Of all that are alive at the end."""
+    allocated_bytes: int  # Of all that are alive at the end.
     count: int
-    per_step_bytes: int
-    """What a step leaves behind, in the middle of all steps."""
-    steps: int
-    """Steps that left something."""
+    per_step_bytes: int  # What a step leaves behind, in the middle of all steps.
+    steps: int  # Steps that left something.
 
 
 def find_steps(recording: Recording, annotations: Iterable[dict[str, object]] = ()) -> Steps | None:

@@ -24,8 +24,7 @@ class ReplayOutcome:
     peak_reserved_bytes: int
     peak_allocated_bytes: int
     final_reserved_bytes: int
-    driver_allocations: int
-    """Taken from the driver in all; mappings, of expandable segments."""
+    driver_allocations: int  # Taken from the driver in all; mappings, of expandable segments.
     final_segments: int
 
 
@@ -35,11 +34,9 @@ class WhatIf:
 
     before: ReplayOutcome
     after: ReplayOutcome
-    saved_bytes: int
-    """Of peak reserved memory; below 0 if the other settings need more."""
+    saved_bytes: int  # Of peak reserved memory; below 0 if the other settings need more.
     recorded_peak_reserved_bytes: int
-    refused_requests: int
-    """In the recording; they are left out of both replays."""
+    refused_requests: int  # In the recording; they are left out of both replays.
 
 
 def what_if(recording: Recording, other: AllocatorConfig) -> WhatIf:

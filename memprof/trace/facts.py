@@ -23,22 +23,19 @@ class Target(Plain):
     """
 
     asked: TargetSpec = field(metadata=json_name(None))
-    model: str
-    """Its name, where `asked.model` may be a path or a size."""
+    model: str  # Its name, where `asked.model` may be a path or a size.
     task: str | None = None
     num_parameters: int | None = None
     num_trainable_parameters: int | None = None
-    context_length: int | None = None
-    """Tokens; None: the model takes none."""
+    context_length: int | None = None  # Tokens; None: the model takes none.
     dtype: str | None = None
+    # Rows of the model's embedding; `asked_vocab_size` what a config file asks for where that is less.
     vocab_size: int | None = None
-    """Rows of the model's embedding; `asked_vocab_size` what a config file asks for where that is less."""
     asked_vocab_size: int | None = None
     max_positions: int | None = None
+    # Tokens per sequence in each batch that was fed, padding included, where lengths vary.
     sequence_lengths: tuple[int, ...] = ()
-    """Tokens per sequence in each batch that was fed, padding included, where lengths vary."""
-    alloc_conf: str | None = None
-    """Settings that were in force at the end, wherever they came from."""
+    alloc_conf: str | None = None  # Settings that were in force at the end, wherever they came from.
 
     @property
     def spec(self) -> TargetSpec:
@@ -74,19 +71,14 @@ class ProgramFacts:
     """A script that was run."""
 
     command: tuple[str, ...]
-    ended: str
-    """One of `ENDINGS`."""
+    ended: str  # One of `ENDINGS`.
     exit_code: int | None
-    steps: int
-    """Training steps that it began; none where nothing is learned."""
-    fixes: tuple[str, ...]
-    """Remedies in force."""
-    evaluated: bool = True
-    """Whether it called a model in eval mode; True too where that was not noted."""
-    asked: RunSpec | None = None
-    """How it was run; None: a capture of an early release."""
+    steps: int  # Training steps that it began; none where nothing is learned.
+    fixes: tuple[str, ...]  # Remedies in force.
+    evaluated: bool = True  # Whether it called a model in eval mode; True too where that was not noted.
+    asked: RunSpec | None = None  # How it was run; None: a capture of an early release.
+    # Training steps that it would have made had it not been stopped, by its loops; None: they do not tell.
     planned_steps: int | None = None
-    """Training steps that it would have made had it not been stopped, by its loops; None: they do not tell."""
 
     def __post_init__(self) -> None:
         if self.ended not in ENDINGS:
@@ -99,10 +91,9 @@ class RankFacts:
 
     rank: int = 0
     world_size: int = 1
+    # The first and the last of the ranks that it was run for, alone: all of them do the same.
     alike: tuple[int, ...] = ()
-    """The first and the last of the ranks that it was run for, alone: all of them do the same."""
-    without_nccl: bool = False
-    """Whether all its groups are those of hosts (gloo, MPI)."""
+    without_nccl: bool = False  # Whether all its groups are those of hosts (gloo, MPI).
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,12 +118,10 @@ class DeviceFacts:
 
     name: str = "a card"
     total_bytes: int | None = None
+    # What is left for the allocator beside the CUDA context, and beside other processes where that was measured.
     usable_bytes: int | None = None
-    """What is left for the allocator beside the CUDA context, and beside other processes where that was measured."""
-    context_bytes: int = 0
-    """Of the CUDA context; 0 on a CPU."""
-    host_memory_bytes: int | None = None
-    """Of its machine, where it counts (`--host-memory`)."""
+    context_bytes: int = 0  # Of the CUDA context; 0 on a CPU.
+    host_memory_bytes: int | None = None  # Of its machine, where it counts (`--host-memory`).
 
 
 @dataclass(frozen=True, slots=True)
