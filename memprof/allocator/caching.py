@@ -87,10 +87,7 @@ class CachingAllocator:
 
     def malloc(self, num_bytes: int, stream: int = 0, pool: PoolId = DEFAULT_POOL) -> Block:
         """Return a block for `num_bytes` (at least 1: empty tensors take none), usable on `stream` (`malloc`).
-
-        Raises:
-            OutOfMemory: the driver refused, and nothing that is cached could be given back to make room.
-        """
+        Raises OutOfMemory: the driver refused, and nothing that is cached could be given back to make room."""
         if self.pending.queues:
             self.pending.poll()
         if self.divisions:

@@ -49,10 +49,7 @@ def config_from_environment(
     environ: Mapping[str, str] | None = None, release: Release = LATEST
 ) -> tuple[AllocatorConfig, str | None]:
     """The settings that torch would take from the environment, and the variable that they are in (None: defaults).
-
-    Raises:
-        UsageError: torch would refuse them.
-    """
+    Raises UsageError: torch would refuse them."""
     variables = os.environ if environ is None else environ
     for name in VARIABLES if release.has_unified_settings else VARIABLES[:1]:
         if name in variables:
@@ -76,10 +73,7 @@ def parse_config(text: str, release: Release = LATEST, *, origin: str = VARIABLE
 
 def config_from_settings(settings: Mapping[str, object]) -> AllocatorConfig:
     """Return the settings that a snapshot reports (`allocator_settings`); defaults where it says nothing.
-
-    Raises:
-        UsageError: its settings string is one that torch would refuse.
-    """
+    Raises UsageError: its settings string is one that torch would refuse."""
     text = settings.get("PYTORCH_CUDA_ALLOC_CONF", "")
     config = parse_config(text if isinstance(text, str) else "", origin="allocator_settings")
     changes: dict[str, object] = {}

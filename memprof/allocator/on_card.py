@@ -67,10 +67,7 @@ class OnCard:
 
     def layout_at_oom(self) -> Layout:
         """As `layout_at`, when the card refuses the request, and what could be given back has been.
-
-        Raises:
-            ValueError: nothing is refused.
-        """
+        Raises ValueError: nothing is refused."""
         if self.first_oom is None:
             raise ValueError("the run fits")
         replay = TraceReplay(self.trace, self.card, self.config, self.release, counts=False)
@@ -109,10 +106,7 @@ def replay_on_card(
     trace: Trace, card: CardMemory | None, config: AllocatorConfig | None = None, release: Release = LATEST
 ) -> OnCard:
     """Replay `trace` on `card`, and on one without limit where the two differ; None: there is no card to judge by.
-
-    Raises:
-        UsageError: settings that ask for another allocator.
-    """
+    Raises UsageError: settings that ask for another allocator."""
     config = AllocatorConfig() if config is None else config
     bounds = _bounds(trace, config, release)
     first = TraceReplay(trace, card, config, release)

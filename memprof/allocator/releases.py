@@ -69,11 +69,7 @@ class Release:
 
 
 def release_for(version: str) -> Release:
-    """Return the profile of a version such as "2.6.0+cu124".
-
-    Raises:
-        UsageError: it is no version, or older than 2.0.
-    """
+    """Return the profile of a version such as "2.6.0+cu124". Raises UsageError: it is no version, or older than 2.0."""
     match = re.match(r"\s*v?(\d+)\.(\d+)", version)
     if match is None:
         raise UsageError("not a torch version", value=repr(version), hint="such as 2.6 or 2.13.0+cpu")

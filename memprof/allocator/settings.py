@@ -16,10 +16,7 @@ _PROGRAM = "the program"
 @dataclass(frozen=True, slots=True)
 class Settings:
     """Release and configuration of the allocator.
-
-    Raises:
-        UsageError: the configuration asks for another allocator (backend:cudaMallocAsync).
-    """
+    Raises UsageError: the configuration asks for another allocator (backend:cudaMallocAsync)."""
 
     torch: str | None = None  # version of torch; None: not known, the newest that memprof knows is taken
     config: AllocatorConfig = field(default_factory=AllocatorConfig)
@@ -39,10 +36,7 @@ class Settings:
         cls, alloc_conf: str | None, torch: str | None, *, flag: str = "--alloc-conf", environ: Mapping[str, str]
     ) -> Settings:
         """Return what torch `torch` would take: `alloc_conf` if it is given, else the environment's.
-
-        Raises:
-            UsageError: torch would refuse the configuration.
-        """
+        Raises UsageError: torch would refuse the configuration."""
         release = cls(torch).release
         if alloc_conf is not None:
             return cls(torch, parse_config(alloc_conf, release, origin=flag), flag)
@@ -69,10 +63,7 @@ class Settings:
 
     def changed(self, alloc_conf: str) -> Settings:
         """What holds once the program has set `alloc_conf` itself: settings that it does not name are the defaults.
-
-        Raises:
-            UsageError: torch would refuse it.
-        """
+        Raises UsageError: torch would refuse it."""
         return type(self)(self.torch, parse_config(alloc_conf, self.release, origin=_PROGRAM), _PROGRAM)
 
     def __str__(self) -> str:
@@ -93,9 +84,5 @@ class SettingsInForce:
         return self.now.alloc_conf or ""
 
     def set(self, alloc_conf: str) -> None:
-        """As torch takes them.
-
-        Raises:
-            UsageError: torch would refuse them.
-        """
+        """As torch takes them. Raises UsageError: torch would refuse them."""
         self.now = self.now.changed(alloc_conf)

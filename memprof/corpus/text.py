@@ -30,11 +30,7 @@ class NoTextError(UsageError):
 
 def blocks(path: Path, progress: Progress, tally: Tally, size: int = BATCH_BYTES) -> Iterator[bytes]:
     """Yield the bytes of a file, decompressed, `size` at a time; `progress` is told how many have been read on disk.
-
-    Raises:
-        UsageError: it cannot be read.
-        NoTextError: nothing is in it.
-    """
+    Raises UsageError: it cannot be read; NoTextError: nothing is in it."""
     done = 0
     with opened(path) as (file, tell):
         while block := file.read(size):

@@ -49,10 +49,7 @@ def dimensions(entry: ModelEntry) -> Dimensions:
 
 def find_dimensions(name: str) -> Dimensions:
     """Return the dimensions of a model of the catalog, or of a config.json (or the folder that it is in).
-
-    Raises:
-        UsageError: there is no such model, or the file is no configuration.
-    """
+    Raises UsageError: there is no such model, or the file is no configuration."""
     path = Path(name)
     path = path / "config.json" if path.is_dir() else path
     if has_model(name) or not path.is_file():

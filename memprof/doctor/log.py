@@ -71,11 +71,7 @@ class LogReader:
         self._left = dict.fromkeys(_WORDS, MAX_PASSAGES)
 
     def passages(self) -> Iterator[Passage]:
-        """Yield what may be errors, in order.
-
-        Raises:
-            UsageError: this is no text.
-        """
+        """Yield what may be errors, in order. Raises UsageError: this is no text."""
         buffer = b""
         # `buffer[0]` is byte `start` of the log, in front of which there are `lines_before` ends of lines.
         start, lines_before, done = 0, 0, 0

@@ -82,10 +82,7 @@ class Geometry:
 
     def lora_targets(self, asked: str | None) -> tuple[str, ...]:
         """Return the matrices that are adapted: those of the modules that are `asked` for, as PEFT's target_modules.
-
-        Raises:
-            UsageError: a layer has no such module.
-        """
+        Raises UsageError: a layer has no such module."""
         names = {which: _MODULES.get(self.family, {}).get(which, f"{which}_proj") for which in self.matrices()}
         if asked == "all-linear":
             return tuple(names)
@@ -146,10 +143,7 @@ class Subject:
 
 def from_params(text: str) -> Subject:
     """Return a decoder of so many parameters; its shape is that of a Llama of this size (catalog/sizes.py).
-
-    Raises:
-        UsageError: not a number of parameters, or one that no shape is known for.
-    """
+    Raises UsageError: not a number of parameters, or one that no shape is known for."""
     count = parse_count(text)
     entry = synthesize(count)
     geometry = _geometry(dict(entry.config or {}))
@@ -167,10 +161,7 @@ def from_params(text: str) -> Subject:
 
 def from_model(name: str) -> Subject:
     """Return a model of the catalog, or a configuration in a file or a folder.
-
-    Raises:
-        UsageError: there is no such model, or the file is no configuration.
-    """
+    Raises UsageError: there is no such model, or the file is no configuration."""
     if has_model(name):
         return _of_entry(find_model(name))
     path = Path(name).expanduser()
@@ -180,20 +171,12 @@ def from_model(name: str) -> Subject:
 
 
 def from_size(size: str) -> Subject:
-    """Return the model that is known by a size such as 4B, else a Llama of that size.
-
-    Raises:
-        UsageError: not a size.
-    """
+    """Return the model that is known by a size such as 4B, else a Llama of that size. Raises UsageError: not a size."""
     return _of_entry(resolve_size(size))
 
 
 def from_config(path: Path) -> Subject:
-    """Return a model of transformers by its config.json.
-
-    Raises:
-        UsageError: it cannot be read, or says too little.
-    """
+    """Return a model of transformers by its config.json. Raises UsageError: it cannot be read, or says too little."""
     file, config = read_config_file(path)
     if config["model_type"] not in FAMILIES:
         value = f'{file}: "model_type": "{config["model_type"]}"'

@@ -115,10 +115,7 @@ def rank_of(plan: Spread, stage: int = 0) -> Rank:
 
 def ranks_in(subject: Subject, plan: Plan, parallel: str, gpus: int) -> list[Rank]:
     """Return one rank of each kind that `parallel` has over `gpus` cards; an empty one is a card alone.
-
-    Raises:
-        UsageError: it is no plan, or the model cannot be spread so; the message has the nearest that can be.
-    """
+    Raises UsageError: it is no plan, or the model cannot be spread so; the message has the nearest that can be."""
     if not parallel:
         return [ALONE]
     spread = parse_plan(parallel, gpus)

@@ -180,11 +180,7 @@ STRATEGIES: tuple[tuple[str, Callable[[int], Rank]], ...] = (
 
 
 def column_of(dtype: str) -> str:
-    """Return the column of a dtype, or of what weights are quantized to.
-
-    Raises:
-        UsageError: there is none.
-    """
+    """Return the column of a dtype, or of what weights are quantized to. Raises UsageError: there is none."""
     name = _OF_BITSANDBYTES.get(dtype, dtype)
     if name not in COLUMNS + FORMATS:
         raise unknown_name("dtype", dtype, COLUMNS + FORMATS)

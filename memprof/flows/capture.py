@@ -31,12 +31,8 @@ def capture_virtual(
     memory: Callable[[Trace], MemoryStatistics] | None = None,
     allocator_settings: AllocatorSettings | None = None,
 ) -> Trace:
-    """Run `workload` on a virtual `gpu`; `memory` and `allocator_settings` as in VirtualGpu.
-
-    Raises:
-        UsageError: the workload cannot be built.
-        RunFailedError: the model's own code raised; its `trace` is what happened until then.
-    """
+    """Run `workload` on a virtual `gpu`; `memory` and `allocator_settings` as in VirtualGpu. Raises UsageError: the
+    workload cannot be built; RunFailedError: the model's own code raised; its `trace` is what happened until then."""
     spec = workload.spec
     device = VirtualGpu(
         gpu,
@@ -92,12 +88,8 @@ def _layer(trace: Trace) -> str:
 def capture_measured(
     workload: Workload, name: str, progress: Callable[[str], None] = lambda doing: None, *, detail: bool = False
 ) -> Trace:
-    """Run `workload` for real, on "cpu" or "cuda".
-
-    Raises:
-        UsageError: the workload cannot be built.
-        RunFailedError: the model's code raised, or memory ran out; its `trace` is what happened until then.
-    """
+    """Run `workload` for real, on "cpu" or "cuda". Raises UsageError: the workload cannot be built; RunFailedError: the
+    model's code raised, or memory ran out; its `trace` is what happened until then."""
     device = MeasuredDevice(name, Outside() if name == "cuda" else None, detail=detail)
     try:
         with no_collection(), kept_chance(), device, may_not_leave("the model"):

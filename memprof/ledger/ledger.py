@@ -89,10 +89,7 @@ class EmptyTraceError(MemprofError, ValueError):
 
 def build_ledger(trace: Trace, run: OnCard | None = None) -> Ledger:
     """Account for a whole trace; without its replay `run`, by the default rules and without a card to judge by.
-
-    Raises:
-        EmptyTraceError: the trace holds no allocation.
-    """
+    Raises EmptyTraceError: the trace holds no allocation."""
     run = replay_on_card(trace, None) if run is None else run
     timeline = run.timeline
     allocated = timeline.allocated

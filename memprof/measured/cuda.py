@@ -34,11 +34,7 @@ class CudaCard(NamedTuple):
 
 
 def cuda_card() -> CudaCard:
-    """The current card.
-
-    Raises:
-        MemprofError: there is none, or CUDA cannot use it.
-    """
+    """The current card. Raises MemprofError: there is none, or CUDA cannot use it."""
     _refuse_without_cuda()
     try:
         name = torch.cuda.get_device_properties(torch.cuda.current_device()).name
@@ -64,11 +60,7 @@ def _refuse_without_cuda() -> None:
 
 def check_cards(number: int) -> None:
     """Return whether this machine has so many cards. They are not used, so that processes may be forked that do.
-
-    Raises:
-        MemprofError: it has none that CUDA can use.
-        UsageError: it has fewer.
-    """
+    Raises MemprofError: it has none that CUDA can use; UsageError: it has fewer."""
     _refuse_without_cuda()
     if torch.cuda.device_count() < number:
         raise UsageError(

@@ -73,10 +73,7 @@ class Signals:
 
 class Command:
     """A command that runs; `environment` has variables beside our own.
-
-    Raises:
-        CommandError: there is no such program, or it cannot be run.
-    """
+    Raises CommandError: there is no such program, or it cannot be run."""
 
     def __init__(self, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
         self.text = shlex.join(arguments)

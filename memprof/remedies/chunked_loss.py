@@ -143,10 +143,7 @@ class _ModelForward(Forward):
 
 def find_head(model: nn.Module, name: str | None = None) -> tuple[str, nn.Module]:
     """The module that makes logits, and its name: as the model tells, or by the names that are usual.
-
-    Raises:
-        UsageError: there is none.
-    """
+    Raises UsageError: there is none."""
     modules = dict(model.named_modules())
     if name is not None:
         if name not in modules:

@@ -47,10 +47,7 @@ class Switch:
 
     def before_forward(self, model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
         """`model` is about to be called from outside all others; `optimizers` are the program's.
-
-        Raises:
-            UsageError: a remedy does not apply to it.
-        """
+        Raises UsageError: a remedy does not apply to it."""
         if not self._in_models or model in self._seen or not torch.is_grad_enabled():
             return
         self._seen.add(model)

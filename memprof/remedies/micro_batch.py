@@ -107,10 +107,7 @@ class MicroBatches:
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """One forward and backward of each part; returns the loss of the whole, detached.
-
-        Raises:
-            UsageError: the batch has no rows, the model gives no loss, or what the loss counts cannot be told.
-        """
+        Raises UsageError: the batch has no rows, the model gives no loss, or what the loss counts cannot be told."""
         leaves, tree = tree_flatten((args, kwargs))
         labels = self._labels(args, kwargs)
         first = labels if labels is not None else next((t for t in leaves if _has_rows(t)), None)

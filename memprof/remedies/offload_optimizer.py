@@ -140,11 +140,7 @@ class HostOptimizer(Optimizer):
             twin.grad = None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Only while this is made.
-
-        Raises:
-            UsageError: later.
-        """
+        """Only while this is made. Raises UsageError: later."""
         if "_pairs" in vars(self):
             raise UsageError(
                 "a HostOptimizer takes no further parameters", value=f"{len(self._pairs)} it has", hint="make another"

@@ -18,11 +18,7 @@ def adamw(parameters: list[nn.Parameter]) -> Optimizer:
 
 
 def trained_parameters(model: nn.Module, remedy: str) -> list[nn.Parameter]:
-    """What an optimizer over `model` is for.
-
-    Raises:
-        UsageError: nothing is trained.
-    """
+    """What an optimizer over `model` is for. Raises UsageError: nothing is trained."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not parameters:
         raise UsageError(f"{remedy} does not apply: nothing is trained", value=type(model).__name__)
@@ -40,11 +36,7 @@ def refuse_gradients(parameters: Iterable[nn.Parameter], remedy: str, value: obj
 
 
 def make_optimizer(factory: Any, parameters: list[nn.Parameter]) -> Optimizer:
-    """The optimizer that a user's function makes of `parameters`.
-
-    Raises:
-        UsageError: it makes none.
-    """
+    """The optimizer that a user's function makes of `parameters`. Raises UsageError: it makes none."""
     made = factory(parameters) if callable(factory) else None
     if not isinstance(made, Optimizer):
         raise UsageError(

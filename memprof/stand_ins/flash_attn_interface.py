@@ -202,12 +202,8 @@ def _backward(gradient, query, key, value, out, call: HopperOptions) -> None:
 
 
 def _check(name: str, attention_chunk: int, *tensors: torch.Tensor) -> None:
-    """What flash_api.cpp refuses too.
-
-    Raises:
-        MemprofError: attention in chunks, which is not known here.
-        RuntimeError: a dtype or a size of heads that it does not take, or a card before Ampere.
-    """
+    """What flash_api.cpp refuses too. Raises MemprofError: attention in chunks, which is not known here; RuntimeError:
+    a dtype or a size of heads that it does not take, or a card before Ampere."""
     refuse(name, {f"attention_chunk={attention_chunk}": attention_chunk})
     check_on_gpu(name, *tensors)
     dtype, head = tensors[0].dtype, tensors[0].shape[-1]

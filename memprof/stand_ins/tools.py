@@ -94,12 +94,8 @@ class _Kernel(torch.autograd.Function):
 
 
 def check_on_gpu(name: str, *tensors: torch.Tensor | None) -> None:
-    """A stand-in was called: `name`, "package.function", on these tensors.
-
-    Raises:
-        RuntimeError: one is not on a card, which the real one refuses too.
-        MemprofError: no virtual GPU is active: the stand-in computes nothing.
-    """
+    """A stand-in was called: `name`, "package.function", on these tensors. Raises RuntimeError: one is not on a card,
+    which the real one refuses too; MemprofError: no virtual GPU is active: the stand-in computes nothing."""
     if _used is None:
         raise MemprofError(
             f"{name} is memprof's stand-in, and no virtual GPU is active",
@@ -112,11 +108,7 @@ def check_on_gpu(name: str, *tensors: torch.Tensor | None) -> None:
 
 
 def require(holds: bool, name: str, what: str) -> None:
-    """What the real one checks too.
-
-    Raises:
-        RuntimeError: it does not hold; with the name.
-    """
+    """What the real one checks too. Raises RuntimeError: it does not hold; with the name."""
     if not holds:
         raise RuntimeError(f"{name} expects {what}")
 

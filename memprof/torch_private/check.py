@@ -27,10 +27,7 @@ def expected_names() -> list[PrivateName]:
 
 def refuse_missing() -> None:
     """Refuse a torch that lacks a name without which memprof cannot run; import none of its modules for the others.
-
-    Raises:
-        MemprofError: it does.
-    """
+    Raises MemprofError: it does."""
     missing = [name for name in expected_names() if not name.without and not name.exists()]
     if missing:
         raise refusal(missing)

@@ -66,11 +66,7 @@ class EventColumns(Sequence[SnapshotEvent]):
             getattr(self, name).extend(getattr(rows, name)[begin:end])
 
     def append(self, event: SnapshotEvent) -> None:
-        """One more event.
-
-        Raises:
-            OverflowError: a number of it has more than 64 bits.
-        """
+        """One more event. Raises OverflowError: a number of it has more than 64 bits."""
         self.addresses.append(event.address)
         self.sizes.append(event.size)
         self.streams.append(event.stream)

@@ -96,11 +96,7 @@ class Module(NamedTuple):
 
     @property
     def number(self) -> int:
-        """Return a layer's place in its list.
-
-        Raises:
-            ValueError: it is in none.
-        """
+        """Return a layer's place in its list. Raises ValueError: it is in none."""
         return int(self.path.removeprefix(f"{self.stack}.").partition(".")[0])
 
 

@@ -73,10 +73,7 @@ def write_whole(path: Path, data: bytes, form: Form, *, force: bool = False) -> 
 
 def check_place(path: Path, form: Form, *, force: bool = False) -> None:
     """Whether a file can be written there, before the work that it is to hold.
-
-    Raises:
-        UsageError: there is no such folder, it is a folder itself, or a file that must not be replaced.
-    """
+    Raises UsageError: there is no such folder, it is a folder itself, or a file that must not be replaced."""
     another = f"change {form.option}"
     try:
         there = _status(path)

@@ -82,11 +82,7 @@ def _to_json(trace: Trace) -> dict[str, Any]:
 
 
 def load_trace(path: Path) -> Trace:
-    """Read a capture file.
-
-    Raises:
-        UsageError: not there, not a capture, truncated, or written by a newer memprof.
-    """
+    """Read a capture file. Raises UsageError: not there, not a capture, truncated, or written by a newer memprof."""
     try:
         with gzip.open(path, "rb") as file:
             most = ceiling_bytes(path) // _MEMORY_PER_BYTE

@@ -48,11 +48,7 @@ _Array = np.ndarray[Any, Any]
 
 def load_events_apart(data: bytes) -> tuple[object, CutEvents]:
     """Return the value in `data`, with `CutRange`s in place of events, and the events.
-
-    Raises:
-        NotRegular: use `load_plain`, which says what is wrong with it, if anything is.
-        MemoryError: as ever.
-    """
+    Raises NotRegular: use `load_plain`, which says what is wrong with it, if anything is; MemoryError: as ever."""
     try:
         return _Cutter(data).load()
     except (NotRegular, MemoryError):

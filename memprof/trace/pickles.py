@@ -30,11 +30,7 @@ class NotRegular(Exception):
 
 def load_plain(data: bytes) -> object:
     """Return the value in `data`: dicts, lists, tuples, strings, bytes, numbers of up to 64 bits, booleans and None.
-
-    Raises:
-        ForbiddenGlobal: it asks for anything else.
-        BrokenPickle: it is truncated, damaged or no pickle.
-    """
+    Raises ForbiddenGlobal: it asks for anything else; BrokenPickle: it is truncated, damaged or no pickle."""
     _walk(data)
     try:
         return PlainUnpickler(io.BytesIO(data)).load()
@@ -119,10 +115,7 @@ def _walk(data: bytes) -> None:
 
 def after_opcode(data: bytes, at: int) -> int:
     """Return where the opcode at `at` of `data` and its argument end; it is not the last one.
-
-    Raises:
-        BrokenPickle: it is none, or its argument is cut off or huge.
-    """
+    Raises BrokenPickle: it is none, or its argument is cut off or huge."""
     code = data[at]
     width, size = WIDTHS[code], len(data)
     at += 1

@@ -75,11 +75,7 @@ def _by_name(instance: Any) -> dict[str, Any]:
 
 
 def from_plain(kind: Any, value: Any) -> Any:
-    """Return what `to_plain` made of a value of type `kind`.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """Return what `to_plain` made of a value of type `kind`. Raises ValueError: it is none."""
     origin, parts = typing.get_origin(kind), typing.get_args(kind)
     if kind is Any:
         return value
@@ -114,10 +110,7 @@ def from_plain(kind: Any, value: Any) -> Any:
 
 def fields_from_plain(kind: type, values: Any) -> dict[str, Any]:
     """Return the fields of a dataclass that are in `values`, by their own names.
-
-    Raises:
-        ValueError: one is not of its field's type.
-    """
+    Raises ValueError: one is not of its field's type."""
     if not isinstance(values, dict):
         raise ValueError(f"{values!r} is no {kind.__name__}")
     return {
@@ -137,10 +130,7 @@ def _instance(kind: type[T], values: Any) -> T:
 
 def rows_from_plain(kind: Any, rows: Any) -> list[Any]:
     """Return a long table: rows of a NamedTuple, whose values are looked at a column at a time. Lists become tuples.
-
-    Raises:
-        ValueError: a value is not of its column's type, a whole number beyond 64 bits, or a row has not as many.
-    """
+    Raises ValueError: a value is not of its column's type, a whole number beyond 64 bits, or a row has not as many."""
     if not isinstance(rows, list) or any(type(row) is not list for row in rows):
         raise ValueError(f"the table of {kind.__name__} is none")
     columns: list[Any] = []

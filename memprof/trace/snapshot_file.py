@@ -50,11 +50,7 @@ _ACTIONS = {action.value: action for action in Action}
 
 
 def read_snapshot(path: Path) -> Snapshot:
-    """Read and check the snapshot at `path`.
-
-    Raises:
-        UsageError: it cannot be read, or is no snapshot.
-    """
+    """Read and check the snapshot at `path`. Raises UsageError: it cannot be read, or is no snapshot."""
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -65,11 +61,7 @@ def read_snapshot(path: Path) -> Snapshot:
 
 
 def parse_snapshot(data: bytes, name: str = "snapshot") -> Snapshot:
-    """Return the snapshot in `data`; `name` is what errors call it.
-
-    Raises:
-        UsageError: it is no snapshot.
-    """
+    """Return the snapshot in `data`; `name` is what errors call it. Raises UsageError: it is no snapshot."""
     for magic, what in COMPRESSED.items():
         if data.startswith(magic):
             raise UsageError(f"the snapshot is compressed ({what})", value=name, hint="unpack it first")

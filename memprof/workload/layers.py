@@ -50,10 +50,7 @@ def without_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple
 
 def find_modules(model: nn.Module, patterns: str, remedy: str) -> list[tuple[str, nn.Module]]:
     """Return the name and module of what `patterns` (with commas) name, by full name or by its last part.
-
-    Raises:
-        UsageError: a pattern names nothing, or one module is inside another.
-    """
+    Raises UsageError: a pattern names nothing, or one module is inside another."""
     found: dict[str, nn.Module] = {}
     for pattern in (part.strip() for part in patterns.split(",")):
         matches = {

@@ -74,11 +74,7 @@ class Serving:
 
 def recommend_serving(spec: TargetSpec, question: Question, progress: Callable[[str], None]) -> Recommendation:
     """Find how to run `spec`'s model over `spec.gpus` GPUs, with what else was run, and code to paste.
-
-    Raises:
-        UsageError: quantized weights are asked for.
-        MemprofError: no way to spread the model applies.
-    """
+    Raises UsageError: quantized weights are asked for; MemprofError: no way to spread the model applies."""
     search = Serving(with_context(spec), question, progress)
     runs, ways = search.runs, search.ways(spec.gpus)
     if not ways:

@@ -77,10 +77,7 @@ def verify(
     trust_remote_code: bool = False,
 ) -> Verification:
     """Verify `remedies` (all, if none is named) on `models` (the small ones, if none is named).
-
-    Raises:
-        UsageError: an unknown remedy or model, or fewer than one seed.
-    """
+    Raises UsageError: an unknown remedy or model, or fewer than one seed."""
     chosen = [remedy for name in remedies for remedy in find_remedies([name])] or list(REMEDIES.values())
     if seeds < 1:
         raise UsageError("--seeds must be at least 1", value=str(seeds), hint="give a positive whole number")

@@ -102,11 +102,7 @@ def find_remedies(names: str | Sequence[str], among: Mapping[str, Remedy] = REME
 
 
 def check_conflicts(remedy: Remedy, others: set[str]) -> None:
-    """See that `remedy` goes with `others`.
-
-    Raises:
-        UsageError: it does not; says with which, and why.
-    """
+    """See that `remedy` goes with `others`. Raises UsageError: it does not; says with which, and why."""
     for other in sorted(others):
         reason = why_not_together(remedy, other)
         if reason is not None:
@@ -117,10 +113,7 @@ def check_conflicts(remedy: Remedy, others: set[str]) -> None:
 
 def options_by_remedy(chosen: Sequence[Remedy], options: Mapping[str, object]) -> dict[str, dict[str, object]]:
     """`options` sorted by the remedy that takes each.
-
-    Raises:
-        UsageError: no chosen remedy takes an option, or one lacks what it needs.
-    """
+    Raises UsageError: no chosen remedy takes an option, or one lacks what it needs."""
     for name in options:
         if not any(name in remedy.options for remedy in chosen):
             owner = next((remedy.name for remedy in REMEDIES.values() if name in remedy.options), None)

@@ -18,10 +18,7 @@ EXTRAS = {
 
 def check_installed(spec: TargetSpec | None, remedies: Sequence[Remedy] = ()) -> None:
     """Whether what `spec` and `remedies` need is there. Nothing is imported: what is there may still fail to be.
-
-    Raises:
-        UsageError: something is missing; it names the extra to install.
-    """
+    Raises UsageError: something is missing; it names the extra to install."""
     if spec is not None:
         _check_spec(spec)
     for remedy in remedies:
@@ -43,11 +40,7 @@ def _check_spec(spec: TargetSpec) -> None:
 
 
 def check_package(what: str, *either: str) -> None:
-    """Whether one of these packages is there, which `what` needs.
-
-    Raises:
-        UsageError: none is.
-    """
+    """Whether one of these packages is there, which `what` needs. Raises UsageError: none is."""
     if not any(importlib.util.find_spec(package) for package in either):
         names = " or ".join(either)
         missing = f"{names} is not installed" if len(either) == 1 else "neither is installed"

@@ -21,10 +21,7 @@ _MARK = re.compile(r"^@(Remedy\(.*?\))(?: *#[^\n]*)?\ndef (\w+)\(", re.MULTILINE
 
 def read_entries(folder: Traversable) -> Iterator[Remedy]:
     """The entries of the files in a folder. They are written in Python, with the names of `remedy.py` and no others.
-
-    Raises:
-        MemprofError: the folder has no such files.
-    """
+    Raises MemprofError: the folder has no such files."""
     files = sorted((file for file in folder.iterdir() if file.name.endswith(".py")), key=lambda file: file.name)
     if not files:
         raise MemprofError(
@@ -52,11 +49,7 @@ def _marked(text: str) -> Iterator[tuple[str, str]]:
 
 
 def in_order(entries: Iterable[Remedy]) -> dict[str, Remedy]:
-    """The entries by name, in their order.
-
-    Raises:
-        ValueError: two have one name or one place.
-    """
+    """The entries by name, in their order. Raises ValueError: two have one name or one place."""
     found: dict[str, Remedy] = {}
     for entry in sorted(entries, key=lambda entry: entry.order):
         if entry.name in found or any(entry.order == other.order for other in found.values()):

@@ -60,11 +60,7 @@ class Origin:
 
 
 def build_analysis(recordings: Sequence[Recording], origin: Origin, question: Question) -> Analysis:
-    """Return the document on `recordings`.
-
-    Raises:
-        UsageError: the moment that was asked for is not in them.
-    """
+    """Return the document on `recordings`. Raises UsageError: the moment that was asked for is not in them."""
     devices = tuple(_device(one, question) for one in recordings)
     return Analysis(
         schema=SCHEMA,
@@ -116,11 +112,7 @@ def _amounts(recording: Recording, event: int) -> Amounts:
 
 
 def moment_of(recording: Recording, at: str) -> tuple[str, int]:
-    """Return the event that `at` means, and what to call it.
-
-    Raises:
-        UsageError: it means none.
-    """
+    """Return the event that `at` means, and what to call it. Raises UsageError: it means none."""
     if at == "peak":
         return at, recording.peak()[1]
     if at == "end":

@@ -19,10 +19,7 @@ _FORMULAS = ("=", "+", "-", "@", "\t", "\r")
 
 def check_folder(folder: Path) -> None:
     """Check that tables can be written into `folder`, before the work that they are to hold.
-
-    Raises:
-        UsageError: it is a file or below one, or may not be written to.
-    """
+    Raises UsageError: it is a file or below one, or may not be written to."""
     there = next(place for place in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(place))
     if not there.is_dir():
         raise UsageError("this is a file, not a folder for tables", value=there, hint=f"change {OPTION}")

@@ -30,11 +30,7 @@ FORM = Form("snapshot", "--to", lambda begin, end: begin[:1] == b"\x80" and EXPO
 
 def write_snapshot(snapshot: Snapshot, path: Path, *, force: bool = False) -> None:
     """Write `snapshot` to `path`, whole or not at all.
-
-    Raises:
-        UsageError: another file is there, which only `force` replaces.
-        MemprofError: it cannot be written.
-    """
+    Raises UsageError: another file is there, which only `force` replaces; MemprofError: it cannot be written."""
     data = as_plain(snapshot) | {EXPORT_KEY: {"source": snapshot.source, "version": __version__}}
     write_whole(path, pickle.dumps(data, protocol=PROTOCOL), FORM, force=force)
 

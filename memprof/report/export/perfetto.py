@@ -25,11 +25,7 @@ def write_perfetto(
     recordings: Iterable[tuple[Recording, list[int], list[Slice]]], path: Path, *, force: bool = False
 ) -> None:
     """Write recordings, each with the times of its events and its slices, to `path`, whole or not at all.
-
-    Raises:
-        UsageError: another file is there, which only `force` replaces.
-        MemprofError: it cannot be written.
-    """
+    Raises UsageError: another file is there, which only `force` replaces; MemprofError: it cannot be written."""
     text = json.dumps(as_trace_events(recordings), separators=(",", ":"))
     write_whole(path, text.encode(), FORM, force=force)
 

@@ -23,11 +23,7 @@ class Tolerance:
 
 
 def parse_tolerance(text: str) -> Tolerance:
-    """Return the tolerance in "0.1%", "16MiB" or a plain number of bytes.
-
-    Raises:
-        UsageError: none of these.
-    """
+    """Return the tolerance in "0.1%", "16MiB" or a plain number of bytes. Raises UsageError: none of these."""
     if percent := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%\s*", text):
         return Tolerance(text.strip(), share=float(percent[1]) / 100)
     if plain := re.fullmatch(r"\s*(\d+)\s*", text):

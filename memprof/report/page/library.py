@@ -8,20 +8,12 @@ from memprof.remedies.catalog import check_package
 
 
 def check_plotly(what: str) -> None:
-    """Check that plotly is there, which `what` needs.
-
-    Raises:
-        UsageError: it is not.
-    """
+    """Check that plotly is there, which `what` needs. Raises UsageError: it is not."""
     check_package(what, "plotly")
 
 
 def plotly_script() -> bytes:
-    """Return plotly.js with its licence, as plotly brings it: 4.8 MB.
-
-    Raises:
-        UsageError: plotly is not installed.
-    """
+    """Return plotly.js with its licence, as plotly brings it: 4.8 MB. Raises UsageError: plotly is not installed."""
     check_plotly("a page with figures")
     from plotly.offline import get_plotlyjs
 

@@ -73,10 +73,7 @@ class Moments(Plain):
 
 def moments_of(ledger: Ledger) -> Moments:
     """Return the moments of a ledger's run.
-
-    Raises:
-        AssertionError: the lives do not sum to what is allocated after every event.
-    """
+    Raises AssertionError: the lives do not sum to what is allocated after every event."""
     trace, timeline = ledger.trace, ledger.run.timeline
     table = _KindTable(ledger)
     begin, end, kinds, extras = list[int](), list[int](), list[int](), list[int]()

@@ -61,10 +61,7 @@ def write_page(document: Paged, path: Path, *, force: bool = False) -> None:
 
 def page_of(document: Paged) -> str:
     """Return the page itself.
-
-    Raises:
-        UsageError: the report is of JSON, which has no moments, or plotly is not installed.
-    """
+    Raises UsageError: the report is of JSON, which has no moments, or plotly is not installed."""
     data = _printable(page_data(document) if isinstance(document, Document) else answer_data(document))
     body, *scripts = _RUN if isinstance(document, Document) else _ANSWER
     return f"""{_OURS}
@@ -120,10 +117,7 @@ def lines_of(view: RenderableType) -> list[str]:
 
 def page_data(document: Document) -> dict[str, Any]:
     """Return what the page's script is given, as plain JSON values.
-
-    Raises:
-        UsageError: the report is of JSON, which has no moments.
-    """
+    Raises UsageError: the report is of JSON, which has no moments."""
     ledger = document.ledger
     if ledger is None:
         hint = "keep the capture (--save), and show that: memprof show run.memprof --html run.html"
