@@ -58,15 +58,10 @@ def config_from_environment(
 
 
 def parse_config(text: str, release: Release = LATEST, *, origin: str = VARIABLES[0]) -> AllocatorConfig:
-    """Read settings such as "expandable_segments:True,max_split_size_mb:128".
+    """Read settings such as "expandable_segments:True,max_split_size_mb:128", within the limits of `release`.
 
-    Args:
-        text: the settings; blanks are ignored, as torch ignores them.
-        release: its limits are applied.
-        origin: where `text` came from, for the error.
-
-    Raises:
-        UsageError: torch would refuse it.
+    Blanks are ignored, as torch ignores them; errors say that `text` came from `origin`. Raises UsageError: torch would
+    refuse it.
     """
     return _Parser(text, release, origin).parse()
 

@@ -28,9 +28,8 @@ _FOREIGN = 1 << 56  # addresses for segments that the recording did not take
 class SimulatedDriver:
     """A device with so many bytes: addresses rise, and the lowest freed range that is large enough is used again.
 
-    Args:
-        total_bytes: capacity of the card, as cudaMemGetInfo gives it; None for a card without limit.
-        other_bytes: what is taken of it outside the allocator: the CUDA context, libraries, other processes.
+    `total_bytes` is cudaMemGetInfo's; None: no limit. `other_bytes` of it are the CUDA context's, libraries' and
+    others'.
     """
 
     def __init__(self, total_bytes: int | None, other_bytes: int = 0) -> None:

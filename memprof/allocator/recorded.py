@@ -72,13 +72,8 @@ class Recorded:
 def replay_snapshot(snapshot: Snapshot, total_bytes: int | None = None) -> list[Recorded]:
     """Replay each device of `snapshot`, by device. A replay ends at its first difference.
 
-    Args:
-        snapshot: the recording.
-        total_bytes: memory of the card, if it is known. No snapshot says it, and it decides one thing: how much address
-            space an expandable segment has.
-
-    Raises:
-        UsageError: the snapshot's settings are ones that torch would refuse, or of another allocator.
+    `total_bytes` is the card's memory, if it is known: no snapshot says it, and it decides how much address space an
+    expandable segment has. Raises UsageError: settings that torch would refuse, or of another allocator.
     """
     return [_replay_device(snapshot, device, total_bytes) for device in snapshot.devices]
 
@@ -172,11 +167,8 @@ class _Replay:
         )
 
     def replay_plain_requests(self, index: int) -> int:
-        """Requests of the default pool and frees that complete at once, from `index` on: nearly all of a recording.
-
-        Returns:
-            The first event that is neither; that after the first difference, if there is one.
-        """
+        """Replay requests of the default pool and frees that complete at once, nearly all of a recording, from `index`
+        on; return the first event that is neither, or that after the first difference."""
         events, driver, live, sizes = self.events, self.driver, self.live, self.sizes
         actions, addresses, requested, streams = events.actions, events.addresses, events.sizes, events.streams
         malloc, free, count = self.allocator.malloc, self.allocator.free, len(events)
@@ -214,11 +206,8 @@ class _Replay:
         return index
 
     def replay_driver_events(self, start: int) -> int:
-        """Return events from `start` that neither request nor free: the next request's own doing, or done before it.
-
-        Returns:
-            The index to go on at.
-        """
+        """Return where events from `start` that neither request nor free end: the next request's own doing, or done
+        before it."""
         end, actions = start, self.events.actions
         while end < len(actions) and actions[end] not in _STOPS:
             end += 1

@@ -82,11 +82,7 @@ class CardMemory:
 def order_streams(
     trace: Trace, allocator: CachingAllocator, live: Mapping[int, Block], time: int, event: Event
 ) -> None:
-    """What event `time` of `trace` says on work of several streams, for `allocator`; most events say nothing.
-
-    Args:
-        live: blocks by storage.
-    """
+    """Do what event `time` says on work of several streams; most say nothing. `live` are blocks by storage."""
     kind, ref = event
     if kind is EventKind.USE:
         storage, stream = trace.uses[ref]
@@ -110,10 +106,8 @@ class TraceReplay:
     """A trace through one allocator, as far as one wants: up to an event, or to where a growing trace ends now.
 
     Storages of other devices and empty ones change nothing. The card's limit is lifted at the first out-of-memory
-    error; without a card there is none.
-
-    Args:
-        counts: False for who wants to know where blocks are, what is reserved and whether it fits, and nothing else.
+    error; without a card there is none. Without `counts` it tells where blocks are, what is reserved and whether it
+    fits, and nothing else.
     """
 
     def __init__(
@@ -195,12 +189,10 @@ class TraceReplay:
             self._retries_in_vain += self.allocator.statistics.num_alloc_retries - before
 
     def advance(self, end: int | None = None, *, stop_at_oom: bool = False, writes: bool = True) -> None:
-        """Replay the events that have not been, up to `end` (exclusive; None: all that there are).
+        """Replay the events that have not been, up to index `end` (exclusive; None: all that there are).
 
-        Args:
-            end: an index of the trace's events.
-            stop_at_oom: stop after the event of the first out-of-memory error.
-            writes: False for who wants the allocator's state alone, a third faster: the timeline stays empty.
+        `stop_at_oom` stops after the event of the first out-of-memory error. Without `writes` the timeline stays empty:
+        a third faster, for who wants the allocator's state alone.
         """
         storages, refused, live = self.trace.storages, self.trace.refused, self.live
         blocks, addresses = self.timeline.blocks, self.timeline.addresses

@@ -151,11 +151,8 @@ class Statistics:
             tally.peak = tally.current
 
     def as_dict(self, max_split_size: int) -> dict[str, int]:
-        """Return the flat dictionary of `torch.cuda.memory_stats()`, its keys sorted.
-
-        Args:
-            max_split_size: bytes; -1 when unlimited, as torch reports it.
-        """
+        """Return the flat dictionary of `torch.cuda.memory_stats()`, its keys sorted; `max_split_size` in bytes, -1:
+        unlimited."""
         found: dict[str, int] = {}
         for added in ("mallocs", "mallocs_bytes", "mallocs_requested"):
             setattr(self.all, added, getattr(self.large_pool, added) + getattr(self.small_pool, added))

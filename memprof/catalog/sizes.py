@@ -52,8 +52,7 @@ LARGEST = 2_000_000_000_000
 # The vocabulary grows with the model, since the embedding would otherwise be most of a small one: at least 1e9
 # parameters as Llama 3, at least 1e8 as Llama 2, below that powers of two.
 _VOCABULARIES = ((10**9, 128_256), (10**8, 32_000), (10**7, 8_192), (10**6, 2_048), (0, 256))
-# Llama 3.2 ties the output head to the embedding at 1B and 3B; Llama 3.1 8B does not.
-_UNTIED_FROM = 4 * 10**9
+_UNTIED_FROM = 4 * 10**9  # Llama 3.2 ties the output head to the embedding at 1B and 3B; Llama 3.1 8B does not.
 _ASPECTS = ((10**6, 32.0), (10**8, 64.0), (10**9, 112.0), (10**10, 120.0), (4 * 10**11, 130.0), (2 * 10**12, 140.0))
 _INTERMEDIATE_RATIO = 3.5  # of Llama 3.1 8B and 70B
 

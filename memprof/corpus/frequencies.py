@@ -12,11 +12,10 @@ from memprof.errors import UsageError
 
 @dataclass(frozen=True)
 class Frequencies:
-    """The counts of a corpus without its tokens: so many tokens occur so many times.
+    """The counts of a corpus without its tokens: `histogram` has pairs (times, tokens that occur so often).
 
-    Args:
-        histogram: (times, tokens that occur so often) pairs, the most frequent first. A corpus of n tokens has at
-            most sqrt(2 n) of them, however many different tokens it has.
+    The most frequent come first. A corpus of n tokens has at most sqrt(2 n) pairs, whatever its number of different
+    tokens.
     """
 
     histogram: tuple[tuple[int, int], ...]

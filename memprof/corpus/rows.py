@@ -21,11 +21,7 @@ PARQUET_ROWS = 64  # rows read at a time; a row group is decoded as it is needed
 
 def json_rows(path: Path, column: str | None, encoding: str, tally: Tally, progress: Progress) -> Iterator[list[str]]:
     """Yield batches of the texts in `column`, of about `text.BATCH_BYTES`; rows without one are counted in `tally`.
-
-    Raises:
-        UsageError: no row has text in the column, the file cannot be read, or most of it is in another encoding.
-        NoTextError: it is empty or binary.
-    """
+    Raises UsageError: no row has such text, or the file cannot be read or decoded; NoTextError: empty or binary."""
     name = column or DEFAULT_COLUMN
     before = tally.rows
     seen: set[str] = set()
@@ -99,12 +95,9 @@ def _text_of(line: str, name: str, seen: set[str], path: Path, number: int, tall
 
 
 def parquet_rows(path: Path, column: str | None, tally: Tally, progress: Progress) -> Iterator[list[str]]:
-    """Yield batches of the texts in `column` of a Parquet file, by pyarrow, which need not be there otherwise.
-
-    Raises:
-        UsageError: pyarrow is not installed, the file is no Parquet, or has no such column of text.
-        NoTextError: it has no rows.
-    """
+    """Yield batches of the texts in `column` of a Parquet file, by pyarrow, which need not be there otherwise. Raises
+    UsageError: pyarrow is not installed, the file is no Parquet, or has no such column of text; NoTextError: it has no
+    rows."""
     try:
         import pyarrow
         import pyarrow.parquet

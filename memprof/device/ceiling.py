@@ -15,9 +15,7 @@ from memprof.errors import UsageError
 from memprof.units import GIB, format_bytes, spell_size
 
 LEAST_BYTES = 2 * GIB  # what files of any size may take
-# Bytes of memory that reading and analysing takes for a byte of a snapshot, at most; tests/benchmarks/analyze.py
-# measures it.
-MEMORY_PER_BYTE = 12
+MEMORY_PER_BYTE = 12  # of a snapshot that is read and analysed, at most: measured by tests/benchmarks/analyze.py
 # The same, where events are read as columns (trace/pickled_events.py), as in nearly all files of torch; 3 measured.
 REGULAR_PER_BYTE = 4
 _MEMORY_PER_PACKED_BYTE = 400  # the same of a capture, which is packed; a run of 150 steps took 280

@@ -42,10 +42,8 @@ class _Error:
 def diagnose(stream: BinaryIO, name: str, known: advice.Known | None = None) -> list[Diagnosis]:
     """Return the errors in a log, explained: the one that explains the others first; empty if there is none.
 
-    The log is read once, in pieces; its name is for errors.
-
-    Raises:
-        UsageError: this is no text, or the model is not in the catalog.
+    The log is read once, in pieces; its name is for errors. Raises UsageError: this is no text, or the model is not in
+    the catalog.
     """
     known = known or advice.Known()
     model = find_dimensions(known.model) if known.model else None

@@ -77,8 +77,7 @@ class DecoderLayer(Projections):
         groups = g.heads != g.kv_heads
         masked = setting.masked
         if groups and masked and g.kv_heads > 1:
-            # With a mask transformers repeats keys and values itself (integrations/sdpa_attention.py); a single head is
-            # a view.
+            # With a mask transformers repeats keys and values itself (integrations/sdpa_attention.py), but one head.
             wide = [tape.op([t], g.attention_width, item, name=f"{t.name}, repeated") for t in (k, v)]
             tape.drop(k, v)
             k, v = wide

@@ -21,8 +21,7 @@ NF4_SCALE_BLOCK = 256  # Weights per scale, and scales per scale of theirs (bits
 STATE_BLOCK = 256
 # 8-bit AdamW: elements per scale, and below how many a tensor's state stays float32 (bitsandbytes/optim).
 SMALLEST_8BIT = 4096
-# Rows per scale of GPTQ's and AWQ's weights, and the side of a block of float8 ones (their checkpoints'
-# quantization_config).
+# Rows per scale of GPTQ's and AWQ's weights, and the side of a block of float8 ones (checkpoints' quantization_config).
 FORMAT_GROUP = 128
 # Elements of state that an optimizer has per parameter, and of temporaries in its step over all at once
 # (torch/optim/*.py, the _multi_tensor functions).

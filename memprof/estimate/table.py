@@ -191,9 +191,7 @@ def highest_cell(subject: Subject, plan: Plan, batch_size: int, context_length: 
     """Return training over `gpus` cards as `parallel` spreads it: the cell of the rank with the highest peak.
 
     An empty `parallel` is one card. Batch size and context length are those of a rank before its sequences are divided.
-
-    Raises:
-        UsageError: as `ranks_in`.
+    Raises UsageError: as `ranks_in`.
     """
     found = (
         Cell(plan, moments(subject, plan, batch_size, context_length, rank), subject.derived, parallel, rank)
@@ -206,10 +204,7 @@ def build_estimate(subject: Subject, options: EstimateOptions = _AS_USUAL) -> Es
     """Compute every method in every dtype, for `subject` used as `options` say.
 
     The context length, if none is given, is 2,048 tokens, or what the model has positions for if that is less. Of
-    `lengths` the longest batch is what counts.
-
-    Raises:
-        UsageError: a value is out of range.
+    `lengths` the longest batch is what counts. Raises UsageError: a value is out of range.
     """
     new_tokens = 1 if options.new_tokens is None else options.new_tokens
     batch_size, gpus, parallel = options.batch_size, options.gpus, options.parallel

@@ -6,11 +6,8 @@ __all__ = ["Context", "Evidence", "Finding", "Severity", "find_all"]
 
 
 def find_all(context: Context, *, deciding: bool = False) -> list[Finding]:
-    """Apply all rules: errors first, then the most expensive first; those without bytes come last of their kind.
-
-    Args:
-        deciding: only what those rules find by which a search is led (`rule`).
-    """
+    """Apply all rules (if `deciding`, those by which a search is led: `rule`); errors come first, then the most
+    expensive, and those without bytes last of their kind."""
     from memprof.findings.rules import ask_all  # here: who shows findings needs none of the rules
 
     return ask_all(context, deciding=deciding)

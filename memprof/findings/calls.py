@@ -18,8 +18,7 @@ def training_times(trace: Trace) -> list[int]:
 
 
 def loops(trace: Trace, wanted: Callable[[Forward], bool]) -> list[list[Forward]]:
-    """Calls of one module in a row that are `wanted`; a backward or an optimizer's step ends the row, calls of other
-    modules do not."""
+    """Return `wanted` calls of one module in a row; a backward or a step ends the row, calls of others do not."""
     trained = training_times(trace)
     open_loops: dict[int, list[Forward]] = {}
     result: list[list[Forward]] = []
@@ -36,11 +35,8 @@ def loops(trace: Trace, wanted: Callable[[Forward], bool]) -> list[list[Forward]
 
 
 def made_in(context: Context, begin: int, end: int, *, caches: bool = False) -> list[int]:
-    """Return the storages on the GPU that were made from event `begin` to before `end`, without a role.
-
-    Args:
-        caches: those of the KV cache, whatever their role; else they are left out.
-    """
+    """Return storages on the GPU that were made from event `begin` to before `end`: those without a role outside the
+    KV cache, or (`caches`) those of the cache alone, whatever their role."""
     trace, births, categories = context.ledger.trace, context.lives.births, context.ledger.categories
     return [
         index

@@ -224,8 +224,7 @@ def vocabulary_tables(trace: Trace) -> dict[int, str]:
 
 
 def vocabulary(context: Context) -> int | None:
-    """Words in the vocabulary: as configured, else the rows of the largest token embedding or head, or what the loss
-    is taken over."""
+    """Return the vocabulary: as configured, else rows of the largest embedding or head, or the loss's classes."""
     if context.vocab_size is not None:
         return context.vocab_size
     trace = context.ledger.trace

@@ -47,11 +47,8 @@ class Growth:
 
 @cache_per_context
 def growth_of(context: Context) -> Growth | None:
-    """Predict when the memory that training steps leave behind runs out.
-
-    Returns:
-        None where nothing grows, the size of the GPU is not known, or memory has run out already.
-    """
+    """Predict when the memory that training steps leave behind runs out; None where nothing grows, the size of the GPU
+    is not known, or memory has run out already."""
     ledger, usable = context.ledger, context.usable_bytes
     if usable is None or ledger.out_of_memory is not None or ledger.trace.facts.command == "profile":
         return None

@@ -95,14 +95,10 @@ DECIDING: set[int] = set()  # the places of those that lead a search over many r
 
 
 def rule(place: int, *, decides: bool = False) -> Callable[[Rule], Rule]:
-    """Make a rule known.
+    """Make a rule known: findings that are equally bad are told in the order of `place`.
 
-    Args:
-        place: among the rules; findings that are equally bad are told in this order.
-        decides: whether what it finds says which remedy is tried next. A search asks these alone of its runs.
-
-    Raises:
-        ValueError: another rule has the place.
+    If it `decides`, what it finds says which remedy is tried next; a search asks these alone of its runs. Raises
+    ValueError: another rule has the place.
     """
 
     def register(find: Rule) -> Rule:

@@ -298,8 +298,7 @@ def _group_evidence(trace: Trace, leak: LeakGroup, per: str) -> Evidence:
 
 
 def until_full(context: Context, per_round: int, per: str) -> Evidence | None:
-    """After how many further rounds the card is full; None if there is no card, it is full already, or no run gets so
-    far."""
+    """Return after how many more rounds the card is full; None: there is no card, it is full, or no run gets so far."""
     spare = None if context.usable_bytes is None else context.usable_bytes - context.ledger.peak_reserved_bytes
     if spare is None or not per_round or not 0 < spare // per_round <= MAX_ROUNDS:
         return None

@@ -17,15 +17,10 @@ from memprof.trace.events import Trace
 def document_of_cards(
     trace: Trace, report: Callable[[Trace], tuple[Ledger, Document]], card: int | None = None
 ) -> Document:
-    """Return the report on one GPU in full, with the verdict on all of them.
+    """Return the report on GPU `card` (None: the one that decides) in full, with the verdict on all of them.
 
-    Args:
-        report: makes it for one GPU.
-        card: which is shown; None: the one that decides the verdict.
-
-    Raises:
-        EmptyTraceError: nothing was allocated on any.
-        UsageError: there is no such GPU, or nothing was allocated on it.
+    `report` makes it for one GPU. Raises EmptyTraceError: nothing was allocated on any; UsageError: there is no such
+    GPU, or nothing was allocated on it.
     """
     if card is not None and f"cuda:{card}" not in trace.cards:
         raise UsageError("the run had no such card", value=f"--card {card}", hint=f"it had {', '.join(trace.cards)}")

@@ -47,15 +47,10 @@ def _requests(trace: Trace) -> tuple[object, ...]:
 
 
 def document_of_ranks(trace: Trace, report: Callable[[Trace], Document], rank: int | None = None) -> Document:
-    """Return the report on one rank in full, with the verdict on all of them.
+    """Return the report on rank `rank` (None: the one that decides) in full, with the verdict on all of them.
 
-    Args:
-        report: makes it for one rank.
-        rank: which is shown; None: the one that decides the verdict.
-
-    Raises:
-        EmptyTraceError: nothing was allocated on the GPU of any.
-        UsageError: there was no such rank, or nothing was allocated on its GPU.
+    `report` makes it for one rank. Raises EmptyTraceError: nothing was allocated on the GPU of any; UsageError: there
+    was no such rank, or nothing was allocated on its GPU.
     """
     traces = {rank_of(one): one for one in (dataclasses.replace(trace, others=[]), *trace.others)}
     if rank is not None and rank not in traces:

@@ -65,11 +65,10 @@ class CachedAnswer:
 
 
 def cached_answer(command: str, spec: TargetSpec, asked: dict[str, Any], words: Sequence[str]) -> CachedAnswer | None:
-    """Return where an answer is kept; None if it may depend on what cannot be looked at, or nothing is to be kept.
+    """Return where an answer to `words` is kept; None if it may depend on what cannot be looked at, or is not to be
+    kept.
 
-    Args:
-        asked: what else the answer of `command` depends on.
-        words: the question as it was asked.
+    `asked` is what else the answer of `command` depends on.
     """
     folder = cache_folder()
     if folder is None or spec.device != "virtual" or spec.compile or spec.trust_remote_code:

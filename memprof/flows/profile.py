@@ -47,9 +47,8 @@ def profile(
 def capture_trace(spec: TargetSpec, progress: Callable[[str], None] = lambda doing: None) -> Trace:
     """Run `spec` on its virtual GPU, or on a real device; return its trace.
 
-    Raises:
-        MemprofError: the model cannot be found or built (UsageError where the user named something wrong).
-        RunFailedError: the model's code raised, or cannot be simulated; it has the trace and the report so far.
+    Raises MemprofError: the model cannot be found or built (UsageError where the user named something wrong);
+    RunFailedError: its code raised, or cannot be simulated: it has the trace and the report so far.
     """
     if spec.parallel is None and (spec.gpus > 1 or spec.rank is not None):
         asked = f"--gpus {spec.gpus}" if spec.gpus > 1 else f"--rank {spec.rank}"

@@ -187,12 +187,8 @@ def analyze_file(
 def export_file(
     path: Path, to: Path, progress: Callable[[str], None] = lambda doing: None, *, force: bool = False
 ) -> str:
-    """Write the run in `path` to `to` (.pickle for memory_viz, .json for Perfetto); return what opens it.
-
-    Raises:
-        UsageError: the file is not what it should be, or the kind of `to` is not known.
-        MemprofError: it cannot be written.
-    """
+    """Write the run in `path` to `to` (.pickle for memory_viz, .json for Perfetto); return what opens it. Raises
+    UsageError: the file or the kind of `to` is not what it should be; MemprofError: it cannot be written."""
     kind = to.suffix.lower()
     if kind not in (".pickle", ".pkl", ".json"):
         raise UsageError(

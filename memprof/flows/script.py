@@ -68,12 +68,8 @@ def run_script(program: Program, rule: StopRule, spec: RunSpec) -> DryRun:
 def capture_run(
     program: Program, rule: StopRule, spec: RunSpec, *, start: Start | None = None, channel: Channel | None = None
 ) -> tuple[Trace, ScriptOutcome]:
-    """Run one process of `program`; return what it did, with what is known of it.
-
-    Args:
-        start: the process; None: that which the program is by itself.
-        channel: to the others that run together with it; None: it is alone.
-    """
+    """Run one process of `program`; return what it did, with what is known of it. Without `start`, it is that which the
+    program is by itself; `channel` leads to the others that run together with it, if any do."""
     from memprof.measured import MeasuredDevice
     from memprof.measured.cuda import Outside
     from memprof.remedies.from_outside import Switch

@@ -52,12 +52,9 @@ class Batches:
 
 
 def batches(run: OnCard, allocated: Sequence[int], trained: Sequence[TrainingStep] = ()) -> Batches | None:
-    """Return the batches of a run; None if they are all alike.
+    """Return the batches of a run through its allocator; None if they are all alike.
 
-    Args:
-        run: through its allocator.
-        allocated: bytes after every event.
-        trained: the steps of a program that names no phases of its own.
+    `allocated` are bytes after every event; `trained`, the steps of a program that names no phases of its own.
     """
     target = run.trace.facts.target
     if target is not None and target.asked.lengths is not None and target.sequence_lengths:

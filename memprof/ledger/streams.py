@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from memprof.allocator import TraceReplay
 from memprof.ledger.ledger import Ledger
-from memprof.trace.events import EventKind, Trace
+from memprof.trace.events import EventKind
 from memprof.trace.snapshot import BlockState, SnapshotSegment
 
 _OF_STREAMS = (EventKind.STREAM, EventKind.USE, EventKind.WAIT)
@@ -45,7 +45,9 @@ class StreamMemory:
         numbers = sorted({segment.stream for segment in segments})
         if len(numbers) < 2 and run.bounds is None:
             return None
-        replay = TraceReplay(_on_one_stream(trace), None, run.config, run.release, counts=False)
+        events = [event for event in trace.events if event.kind not in _OF_STREAMS]
+        on_one_stream = dataclasses.replace(trace, events=events, uses=[], waits=[])
+        replay = TraceReplay(on_one_stream, None, run.config, run.release, counts=False)
         replay.advance(writes=False)
         return cls(
             streams=tuple(_share(number, [one for one in segments if one.stream == number]) for number in numbers),
@@ -54,11 +56,6 @@ class StreamMemory:
             soonest_bytes=None if run.bounds is None else run.bounds.soonest_bytes,
             latest_bytes=None if run.bounds is None else run.bounds.latest_bytes,
         )
-
-
-def _on_one_stream(trace: Trace) -> Trace:
-    events = [event for event in trace.events if event.kind not in _OF_STREAMS]
-    return dataclasses.replace(trace, events=events, uses=[], waits=[])
 
 
 def _share(stream: int, segments: list[SnapshotSegment]) -> StreamShare:

@@ -56,10 +56,8 @@ def monitor(
 ) -> MonitorOutcome:
     """Watch the cards, and a command if there is one, until it ends, or until a signal without one.
 
-    Every `interval` seconds a sample is shown, and written into the CSV file `log`; with `once` there is one.
-
-    Raises:
-        CommandError: the command cannot be started.
+    Every `interval` seconds a sample is shown, and written into the CSV file `log`; with `once` there is one. Raises
+    CommandError: the command cannot be started.
     """
     with ExitStack() as stack:
         reports = stack.enter_context(Reports(interval)) if arguments else None

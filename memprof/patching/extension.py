@@ -46,9 +46,6 @@ def extensions_in(*packages: str) -> tuple[type[Extension], ...]:
     for package in packages:
         for file in pkgutil.iter_modules(importlib.import_module(package).__path__, f"{package}."):
             module = importlib.import_module(file.name)
-            found += [kind for kind in vars(module).values() if _is_extension(kind) and kind.__module__ == file.name]
+            kinds = [value for value in vars(module).values() if isinstance(value, type)]
+            found += [kind for kind in kinds if issubclass(kind, Extension) and kind.__module__ == file.name]
     return tuple(found)
-
-
-def _is_extension(value: object) -> bool:
-    return isinstance(value, type) and issubclass(value, Extension)

@@ -63,11 +63,8 @@ class PatchSet:
             yield
 
     def undo(self, but_below: str = "") -> None:
-        """Put everything back, also in modules that were imported meanwhile and took a replacement for the original.
-
-        Args:
-            but_below: modules whose file lies below this folder keep what they took; none if it is empty.
-        """
+        """Put everything back, also in modules that were imported meanwhile and took a replacement for the original;
+        those whose file lies below the folder `but_below` keep what they took."""
         hook, self._hook = self._hook, None
         if hook in sys.meta_path:  # unless the program took it out
             sys.meta_path.remove(hook)

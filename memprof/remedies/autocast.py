@@ -33,13 +33,8 @@ from memprof.remedies.optimizers import refuse_gradients
     edit="memprof.remedies.spec_edits:autocast", on=lambda spec: spec.amp == "float16",
 )  # fmt: skip
 def install(model: nn.Module, changes: Changes) -> None:
-    """Switch it on; for float16 the result is a `torch.amp.GradScaler` for the model's device.
-
-    Parameters in half precision become float32 masters.
-
-    Raises:
-        UsageError: the model has no parameters, or there are gradients of another dtype.
-    """
+    """Switch it on, parameters in half precision as float32 masters; for float16 the result is a GradScaler for the
+    model's device. Raises UsageError: the model has no parameters, or there are gradients of another dtype."""
     dtype: torch.dtype = getattr(torch, changes.remedy.removeprefix("amp-"))
     parameters = [parameter for parameter in model.parameters() if parameter.is_floating_point()]
     if not parameters:

@@ -30,10 +30,8 @@ from memprof.workload.layers import find_layers
 def install(model: nn.Module, changes: Changes) -> None:
     """Switch it on; a layer is compiled when it is first called.
 
-    The model as one would lose what other remedies do in it, such as a loss in chunks.
-
-    Raises:
-        UsageError: nothing can be compiled here; it is on already; there are no layers.
+    The model as one would lose what other remedies do in it, such as a loss in chunks. Raises UsageError: nothing can
+    be compiled here; it is on already; there are no layers.
     """
     why_not = _why_not(model)
     if why_not is not None:

@@ -29,8 +29,7 @@ from memprof.remedies.optimizers import trained_parameters
     },
 )  # fmt: skip
 def install(model: nn.Module, changes: Changes, *, learning_rate: float = 1e-4) -> None:
-    """Make the optimizer; it is the result of this remedy. Raises UsageError: neither package is installed, or nothing
-    is trained."""
+    """Make the optimizer, the result. Raises UsageError: neither package is installed, or nothing is trained."""
     parameters = trained_parameters(model, changes.remedy)
     package, make = _find()
     changes.result(make(parameters, lr=learning_rate))

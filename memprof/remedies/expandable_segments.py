@@ -31,10 +31,7 @@ def install(model: nn.Module, changes: Changes) -> None:
     """Set it; what is on the card already stays in the segments that it has.
 
     torch takes a string with all settings, and one that it does not name falls back to its default, so that those that
-    are in force are named again.
-
-    Raises:
-        UsageError: it is on already, torch has no CUDA here, or refuses the setting.
+    are in force are named again. Raises UsageError: it is on already, torch has no CUDA here, or refuses the setting.
     """
     # Older releases know one variable; the other is the general name of newer ones.
     line = f"export {VARIABLES[0]}={EXPANDABLE_SEGMENTS}"

@@ -50,14 +50,10 @@ def _named(name: str, value: str | None) -> Fix:
 
 
 def parse_fixes(text: str, among: Mapping[str, Remedy] = REMEDIES) -> list[Fix]:
-    """The fixes in "chunked-loss=2048,activation-checkpointing", in the order in which they are named.
+    """Return the fixes in "chunked-loss=2048,activation-checkpointing", in the order in which they are named.
 
-    Args:
-        text: names with commas between, each with a value or none.
-        among: those that there are: STEPS are also those that spread a run over cards.
-
-    Raises:
-        UsageError: an unknown remedy, one twice, two that do not go together, or a value that it has no use for.
+    `among` are those that there are: STEPS are also those that spread a run over cards. Raises UsageError: an unknown
+    remedy, one twice, two that do not go together, or a value that it has no use for.
     """
     fixes = []
     for part in (part.strip() for part in text.split(",") if part.strip()):
@@ -105,12 +101,11 @@ def worst_numerics(remedies: Sequence[str]) -> Numerics:
 
 
 def edit_spec(spec: TargetSpec, fix: Fix, target: Mapping[str, Any]) -> TargetSpec:
-    """`spec` with `fix` in force; `target` is that of the run's report, what it turned out to be (dtype, vocabulary),
-    and the `classes` of its modules.
+    """Return `spec` with `fix` in force; `target` is the run's, as it turned out (dtype, vocabulary), with `classes` of
+    modules.
 
-    Raises:
-        UsageError: it does not apply: it is on already, does not go with something that is, or the mode has no use for
-            it. What only the model can tell is told when it is applied.
+    Raises UsageError: it is on already, does not go with something that is, or the mode has no use for it. What only
+    the model can tell is told when it is applied.
     """
     remedy = fix.remedy
     # Of what the mode has no use for, nothing else is said.

@@ -20,14 +20,8 @@ from memprof.remedies.fixes import Fix, options_of, parse_fixes
 
 
 class Switch:
-    """Switches `fixes` on in the models of a program.
-
-    Args:
-        fixes: as NAME or NAME=VALUE.
-
-    Raises:
-        UsageError: an unknown remedy, or one that cannot be switched on from outside.
-    """
+    """Switches `fixes`, as NAME or NAME=VALUE, on in the models of a program.
+    Raises UsageError: an unknown remedy, or one that cannot be switched on from outside."""
 
     def __init__(self, fixes: Sequence[str]) -> None:
         self._fixes: list[Fix] = parse_fixes(",".join(fixes)) if fixes else []

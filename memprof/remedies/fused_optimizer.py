@@ -31,13 +31,8 @@ from memprof.remedies.optimizers import adamw, make_optimizer, trained_parameter
 def install(
     model: nn.Module, changes: Changes, *, optimizer: Optimizer | Callable[[list[nn.Parameter]], Optimizer] = adamw
 ) -> None:
-    """Switch the optimizer, one that is there (which keeps its state) or is made now, to its fused implementation.
-
-    It is the result.
-
-    Raises:
-        UsageError: its class has no fused implementation; it is fused already; or options of it rule that out.
-    """
+    """Switch the optimizer, one that is there (which keeps its state) or is made now, to its fused implementation, and
+    return it. Raises UsageError: its class has none; it is fused already; or options of it rule that out."""
     parameters = trained_parameters(model, changes.remedy)
     made = optimizer if isinstance(optimizer, Optimizer) else make_optimizer(optimizer, parameters)
     name = type(made).__name__

@@ -23,8 +23,7 @@ from memprof.workload.npt import NptComponent
     ladder=30, search=20, tiers=EVERY_TIER, helps={"weight-delta-per-token": 10, "doctor: weight delta": 10},
 )  # fmt: skip
 def install_low_rank(model: nn.Module, changes: Changes) -> None:
-    """Switch every component to the form that makes no delta. Raises UsageError: there are none, or all have that form
-    already."""
+    """Switch all components to the form that makes no delta. Raises UsageError: there are none, or all have it."""
     components = _components(model, changes)
     chosen = [component for component in components if component.mode != "low-rank"]
     if not chosen:

@@ -36,8 +36,7 @@ from memprof.workload.layers import find_layers, without_caches
     search=110, tiers=(Tier.STREAMED_WEIGHTS,), helps={"gradients": 20, "parameters": 20, "doctor: smaller": 70},
 )  # fmt: skip
 def install(model: nn.Module, changes: Changes) -> None:
-    """Move the layers to host memory. Raises UsageError: there are no layers; layers share parameters; there are
-    gradients."""
+    """Move the layers to host memory. Raises UsageError: there are none; they share parameters; there are gradients."""
     layers = find_layers(model, changes.remedy)
     counts: Counter[int] = Counter()
     for name, layer in layers:

@@ -22,14 +22,8 @@ def switch_on(
     device: str = "cuda",
     place: Callable[[nn.Module], object] | None = None,
 ) -> Any:
-    """Apply `spec.fixes` to `model`, which is in host memory, and move it to `device`, or where `place` puts it.
-
-    Returns:
-        The optimizer, if a remedy brings it.
-
-    Raises:
-        UsageError: a remedy does not apply to this model.
-    """
+    """Apply `spec.fixes` to `model`, in host memory, and move it to `device`, or where `place` puts it; return the
+    optimizer, if a remedy brings it. Raises UsageError: a remedy does not apply to this model."""
     fixes = parse_fixes(",".join(spec.fixes))
     names = [fix.remedy.name for fix in fixes]
     options = options_of(fixes)

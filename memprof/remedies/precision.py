@@ -41,11 +41,9 @@ from memprof.remedies.optimizers import refuse_gradients
 def install(model: nn.Module, changes: Changes) -> None:
     """Cast the parameters to the dtype that the remedy is named after.
 
-    Buffers stay as they are (rotary frequencies in half precision would spoil positions), and so do parameters that
-    the model wants in float32 (`_keep_in_fp32_modules` of Hugging Face).
-
-    Raises:
-        UsageError: all have the dtype already, or there are gradients of another.
+    Buffers stay as they are (rotary frequencies in half precision would spoil positions), and so do parameters that the
+    model wants in float32 (`_keep_in_fp32_modules` of Hugging Face). Raises UsageError: all have the dtype already, or
+    there are gradients of another.
     """
     dtype: torch.dtype = getattr(torch, changes.remedy)
     lists = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")

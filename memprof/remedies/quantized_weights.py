@@ -37,8 +37,7 @@ _QUANT_TYPES = ("nf4", "fp4")
     on=lambda spec: spec.adapter is None and spec.quantize == "int8",
 )  # fmt: skip
 def install_8_bit(model: nn.Module, changes: Changes) -> None:
-    """Quantize the linear layers to LLM.int8. Raises UsageError: bitsandbytes is not installed, or there is nothing to
-    quantize."""
+    """Quantize the linear layers to LLM.int8. Raises UsageError: bitsandbytes is not installed, or there are none."""
     bnb = _bitsandbytes(changes.remedy)
 
     def make(weight: torch.Tensor, bias: nn.Parameter | None) -> nn.Module:
@@ -110,8 +109,7 @@ def install_qlora(
     lora_rank: int = DEFAULT_RANK,
     lora_targets: str | None = None,
 ) -> None:
-    """`install_4_bit`, then LoRA by PEFT; norms, embedding and head keep their dtype. Raises UsageError: as either of
-    the two."""
+    """`install_4_bit`, then LoRA by PEFT; norms, embedding and head keep their dtype. Raises UsageError: as either."""
     install_4_bit(model, changes, quant_type=quant_type, double_quant=double_quant)
     install_lora(model, changes, lora_rank=lora_rank, lora_targets=lora_targets)
 

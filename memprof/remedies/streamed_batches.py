@@ -36,18 +36,12 @@ def install(model: nn.Module, changes: Changes, *, dataset: Any, batch_size: int
 
 
 class StreamedBatches:
-    """The batches of a set of samples, in order: one exists at a time, on the device of the model.
+    """The batches of a set of samples, in order: one exists at a time, where the parameters of `model` are.
 
-    May be gone through again. For shuffling and workers, give the samples to a `torch.utils.data.DataLoader` of your
-    own: this is one without.
-
-    Args:
-        dataset: samples; a tensor or a dictionary of tensors has one in each row.
-        batch_size: samples of a batch; the last may have fewer.
-        model: batches go where its parameters are.
-
-    Raises:
-        UsageError: `dataset` is no collection of samples, or has none; `batch_size` is out of range.
+    May be gone through again; the last may have fewer than `batch_size` samples. Of a tensor or a dictionary of
+    tensors, each row is a sample. For shuffling and workers, give the samples to a `torch.utils.data.DataLoader` of
+    your own: this is one without. Raises UsageError: `dataset` is no collection of samples, or has none; `batch_size`
+    is out of range.
     """
 
     def __init__(self, dataset: Any, batch_size: int, model: nn.Module) -> None:

@@ -29,11 +29,9 @@ _LAUNCH = (_OWN, runpy.__file__, "<frozen runpy>")
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A Python program and its arguments.
+    """A Python program and its arguments, what it finds in `sys.argv[1:]`.
 
-    Args:
-        name: a file, a folder or archive with a `__main__.py`, or (`is_module`) a module that can be imported.
-        arguments: what it finds in `sys.argv[1:]`.
+    `name` is a file, a folder or archive with a `__main__.py`, or (`is_module`) a module that can be imported.
     """
 
     name: str

@@ -106,13 +106,11 @@ class _WritingDriver(SimulatedDriver):
 
 
 def snapshot_of(trace: Trace, config: AllocatorConfig, card: CardMemory | None) -> Converted:
-    """`trace` as torch would have recorded it on one card.
+    """Return `trace`, simulated or measured, as torch would have recorded it with `config` on one card (None: no
+    limit).
 
-    Args:
-        trace: a simulated or measured run.
-        config: the allocator's settings.
-        card: None: without limit. After its first out-of-memory error, which is written down, the run goes on on a card
-            without limit, unless it went on without what it had asked for.
+    After its first out-of-memory error, which is written down, the run goes on on a card without limit, unless it went
+    on without what it had asked for.
     """
     found = _convert(trace, config, card, endless=False)
     if config.expandable_segments and any(event.action is Action.OOM for event in found.snapshot.traces[0]):

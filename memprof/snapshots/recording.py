@@ -99,15 +99,8 @@ class Recording:
 
 
 def recordings(snapshot: Snapshot, origins: Sequence[Origin | None] | None = None) -> list[Recording]:
-    """Return each device of `snapshot`.
-
-    Args:
-        snapshot: the file.
-        origins: of each allocation of the first device's trace, where more is known than its stack.
-
-    Raises:
-        UsageError: its settings are ones that cannot be replayed.
-    """
+    """Return each device of `snapshot`; `origins` are of each allocation of the first one, where more is known than its
+    stack. Raises UsageError: its settings are ones that cannot be replayed."""
     return [_Walk(snapshot, replayed, origins).run() for replayed in replay_snapshot(snapshot)]
 
 

@@ -36,14 +36,9 @@ class PrivateName:
         return f"{self.module}.{self.attribute}" if self.attribute else self.module
 
     def get(self, *default: Any) -> Any:
-        """Return what it names now.
+        """Return what it names now, or `default` if one is given and torch lacks it.
 
-        Args:
-            default: what to return if torch lacks it.
-
-        Raises:
-            ImportError: torch lacks the module, and no default is given.
-            AttributeError: the module lacks the name.
+        Raises ImportError: torch lacks the module; AttributeError: the module lacks the name.
         """
         try:
             found = self._imported()
@@ -82,11 +77,8 @@ class PrivateName:
 def bind(path: str, *, without: str = "", since: str = "") -> Any:
     """Return what a private name names, for good: for what is called often and is never replaced.
 
-    Args:
-        path: see PrivateName, as of the others; of a module that `import torch` imports.
-
-    Returns:
-        Of a name that torch lacks: None if memprof does without, else what refuses this torch when it is used.
+    `path` is as PrivateName's, of a module that `import torch` imports. Of a name that torch lacks: None if memprof
+    does without, else what refuses this torch when it is used.
     """
     name = PrivateName(path, without=without, since=since)
     return name.get(None if without else _Missing(name))

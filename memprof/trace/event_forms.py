@@ -62,12 +62,7 @@ class Batch(NamedTuple):
 
 
 class Forms:
-    """What is known of the events of one pickle.
-
-    Args:
-        data: the pickle.
-        rows: numbers its pools.
-    """
+    """What is known of the events of one pickle (`data`); `rows` numbers its pools."""
 
     def __init__(self, data: bytes, rows: EventColumns) -> None:
         self.data = data
@@ -90,12 +85,8 @@ class Forms:
         return matters
 
     def parse(self, start: _Array, memo: int) -> Batch:
-        """Return what stands at `start`, where every candidate begins; what it means is known of those that are `ok`.
-
-        Args:
-            start: bytes, rising.
-            memo: entries that there are before the first of them.
-        """
+        """Return what stands at `start` (rising), where every candidate begins; what it means is known of those that
+        are `ok`. `memo` are entries that there are before the first of them."""
         count = len(start)
         following = np.append(start[1:], len(self.data))
         batch = Batch(

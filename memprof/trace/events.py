@@ -361,8 +361,7 @@ class Trace:
     assumptions: list[str] = field(default_factory=list)
     facts: Facts = field(default_factory=Facts)
     failure: Failure | None = None  # None if the run came to its end
-    # Whether a program that names no phases of its own has called a model with gradients; it may not have come to a
-    # backward.
+    # Whether a program that names no phases has called a model with gradients; it may not have come to a backward.
     trains: bool = False
     # Whether the program updates parameters itself, by no optimizer of torch's (those of a simulated run).
     updates_itself: bool = False

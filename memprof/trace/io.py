@@ -50,12 +50,9 @@ def _is_capture(begin: bytes) -> bool:
 
 
 def save_trace(trace: Trace, path: Path, *, force: bool = False) -> None:
-    """Write `trace` to `path`, replacing a capture that is there only once everything is written.
-
-    Raises:
-        UsageError: another file is there, which only `force` replaces.
-        MemprofError: the file cannot be written (no such folder, no permission, disk full).
-    """
+    """Write `trace` to `path`, replacing a capture that is there only once everything is written. Raises UsageError:
+    another file is there, which only `force` replaces; MemprofError: the file cannot be written (no such folder, no
+    permission, disk full)."""
     traces = [trace, *trace.others]
     document = {
         "format": _FORMAT,

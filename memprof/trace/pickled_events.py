@@ -194,11 +194,8 @@ class _Cutter:
         return at
 
     def _cut_run(self, batch: Batch, begin: int, end: int) -> int:
-        """Events that follow each other, all of them regular; those with a list that is new are left as they are.
-
-        Returns:
-            Up to where, exclusive: a list may hold more than references.
-        """
+        """Cut events that follow each other, all regular, but those with a new list; return up to where (exclusive),
+        for a list may hold more than references."""
         inline = (batch.reference[begin:end] < 0) & (batch.frames[begin:end] > 0)
         stacks = np.zeros(end - begin, np.int64)
         news: list[int] = []
@@ -231,11 +228,9 @@ class _Cutter:
         return end
 
     def _numbers(self, which: list[int], froms: list[int], tos: list[int], news: list[int]) -> list[int]:
-        """Return the number of each list, up to one that holds more than references.
+        """Return the number of each list of the rows `which`, up to one that holds more than references.
 
-        Args:
-            which: the rows; their lists are bytes `froms` to `tos` of the file.
-            news: takes the rows whose list was not seen before.
+        Lists are bytes `froms` to `tos` of the file; `news` takes the rows whose list was not seen before.
         """
         data, known = self.data, self.known
         found = []

@@ -87,11 +87,8 @@ class SnapshotSegment(NamedTuple):
     def releasable(self, unit: int) -> int:
         """Return the free bytes that `torch.cuda.empty_cache()` releases: all if nothing is in use, else none.
 
-        A private pool keeps its own.
-
-        Args:
-            unit: bytes that an expandable segment maps at a time; of such a one every free unit is released
-                (`ExpandableSegment::unmap` of c10/cuda/CUDACachingAllocator.cpp).
+        A private pool keeps its own. Of an expandable segment every free `unit` of bytes is released
+        (`ExpandableSegment::unmap` of c10/cuda/CUDACachingAllocator.cpp).
         """
         if self.pool_id != DEFAULT_POOL:
             return 0

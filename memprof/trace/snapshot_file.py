@@ -97,9 +97,7 @@ class _WrongStructure(Exception):
 class _Reader:
     """Turns plain values into records; equal frames and stacks are made once.
 
-    Args:
-        size: bytes of the file, which are spent on what is made of it.
-        cut: events that are already columns.
+    The `size` of the file in bytes is spent on what is made of it; `cut` has events that are already columns.
     """
 
     def __init__(self, size: int, cut: CutEvents | None = None) -> None:

@@ -13,13 +13,11 @@ class ActivePool:
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
-        # Whether the program has ever taken memory from a private pool.
-        self.used = False
+        self.used = False  # Whether the program has ever taken memory from a private pool.
         self._closed = False
         # The active pool (0: the default one), and whether it is that of the thread that activated it alone.
         self._active, self._of_thread = 0, False
-        # The pool of the last allocation in the trace.
-        self._of_trace = 0
+        self._of_trace = 0  # The pool of the last allocation in the trace.
 
     def select(self, pool: int, *, of_thread: bool) -> tuple[int, bool]:
         """Take memory of GPUs from `pool` (0: the default one) from here on; return what was set before.

@@ -13,8 +13,7 @@ from memprof.watch.forward import Forward, Place
 from memprof.watch.modules import ModuleTracker
 from memprof.watch.program_code import is_program
 
-# Makes a named tuple without the Python function that its class has for that.
-_new: Any = tuple.__new__
+_new: Any = tuple.__new__  # Makes a named tuple without the Python function that its class has for that.
 _sequence_number = autograd.get_sequence_nr
 _current_node = autograd.current_autograd_node
 _current_graph_task = autograd.current_graph_task_id
@@ -36,8 +35,7 @@ class Attribution:
         self._source_index: dict[tuple[CodeType, int], int] = {}
         # The same by the `id` of the code and the place in it: a code's hash goes through all that it holds.
         self._source_at: dict[tuple[int, int], int] = {}
-        # Code objects by `id`, and whether they are the program's.
-        self._codes: dict[int, tuple[CodeType, bool]] = {}
+        self._codes: dict[int, tuple[CodeType, bool]] = {}  # Code objects by `id`, and whether they are the program's.
 
     def place(self, frame: FrameType | None) -> Place:
         """Return where the program is; `frame` is the innermost frame to consider.

@@ -9,8 +9,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def no_collection() -> Iterator[None]:
-    """Collect no cyclic garbage: its frees would depend on what else the process does, and a run's come from
-    reference counts alone."""
+    """Collect no cyclic garbage: its frees would depend on what else the process does, not on references alone."""
     collects = gc.isenabled()
     gc.disable()
     try:

@@ -9,8 +9,7 @@ import torch
 import typing_extensions
 
 TORCH_DIR = str(torch.__path__[0])
-# torch wraps functions in it that have another name now.
-_DEPRECATIONS = typing_extensions.__file__
+_DEPRECATIONS = typing_extensions.__file__  # torch wraps functions in it that have another name now.
 _PYTHON_DIR = sysconfig.get_path("stdlib")
 MEMPROF_DIR = __file__.rsplit("/watch/", 1)[0]
 OWN_WORKLOADS = MEMPROF_DIR + "/workload/"  # memprof's own code that builds a model and steps

@@ -36,24 +36,20 @@ class StorageTable:
 
     def __init__(self, writer: TraceWriter) -> None:
         self._writer = writer
-        # Address of a living storage -> its index in the trace.
-        self.live: dict[int, int] = {}
+        self.live: dict[int, int] = {}  # Address of a living storage -> its index in the trace.
         self._refs: dict[int, _StorageRef] = {}
         # Storages without memory on torch's meta device -> where they are: those without bytes that are on the meta
         # device for the program, too, on the host, or on a later GPU, and virtual copies of real host tensors.
         self.uncounted: weakref.WeakKeyDictionary[torch.UntypedStorage, str] = weakref.WeakKeyDictionary()
         self.live_bytes = 0
         self.peak_bytes = 0
-        # Whether memory that no tensor shows is recorded.
-        self.counts_hidden = True
+        self.counts_hidden = True  # Whether memory that no tensor shows is recorded.
         # Asked after each allocation on a GPU, by its device: what torch.OutOfMemoryError is to say, or None.
         self.refusal: Callable[[str], str | None] | None = None
         # Called with the index of each storage that a tensor shows.
         self.on_allocate: Callable[[int], None] | None = None
-        # Called with the address of a storage that died.
-        self.on_death: Callable[[int], None] = lambda address: None
-        # Storages that live on, of processes that have ended.
-        self._freed_with_process: set[int] = set()
+        self.on_death: Callable[[int], None] = lambda address: None  # Called with the address of a storage that died.
+        self._freed_with_process: set[int] = set()  # Storages that live on, of processes that have ended.
 
     def index_of(self, tensor: torch.Tensor) -> int:
         """Return the index in the trace of the living storage below any `tensor`; NONE if that is not known."""

@@ -65,12 +65,10 @@ class Streams:
         self._closed = False
         self._thread = _ThreadState()
         self._clocks: defaultdict[tuple[str, int], Clock] = defaultdict(dict)  # what each stream has waited for
-        # The stream of the last allocation in the trace.
-        self._of_trace = 0
+        self._of_trace = 0  # The stream of the last allocation in the trace.
         # Storage -> its stream, of those that were taken on another than the default one.
         self._of_storage: dict[int, int] = {}
-        # Storages and streams that the autograd engine has lent them to.
-        self._lent: set[tuple[int, int]] = set()
+        self._lent: set[tuple[int, int]] = set()  # Storages and streams that the autograd engine has lent them to.
 
     def current(self, card: str) -> int:
         """Return the stream of `card` that is current now; 0 is the default one."""

@@ -12,14 +12,12 @@ from memprof.watch.active_pool import ActivePool
 from memprof.watch.forward import Place
 from memprof.watch.streams import Streams
 
-# Makes a named tuple without the Python function that its class has for that.
-_new: Any = tuple.__new__
+_new: Any = tuple.__new__  # Makes a named tuple without the Python function that its class has for that.
 _ALLOC, _FREE = EventKind.ALLOC, EventKind.FREE
 
 
 class _ThreadState(threading.local):
-    # Whether what this thread allocates belongs to no phase of the others.
-    is_worker = False
+    is_worker = False  # Whether what this thread allocates belongs to no phase of the others.
 
 
 class _DtypeNames(dict[torch.dtype, str]):
@@ -41,16 +39,13 @@ class TraceWriter:
         self.trace = Trace(modules=modules)
         self.streams = Streams(self.trace)
         self.active_pool = ActivePool(self.trace)
-        # Whether nothing is recorded any more.
-        self.closed = False
+        self.closed = False  # Whether nothing is recorded any more.
         self.lock = threading.RLock()
-        # Whether several threads run operators; each then holds the lock for the length of one.
-        self.threads = False
+        self.threads = False  # Whether several threads run operators; each then holds the lock for the length of one.
         self._worker_phase = NONE
         self._thread = _ThreadState()
         self._op_index: dict[str, int] = {}
-        # Index of the phase that is running.
-        self.phase_index = NONE
+        self.phase_index = NONE  # Index of the phase that is running.
         self.begin_phase(PhaseKind.OTHER, 0, 0)
 
     @property

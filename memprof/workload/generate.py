@@ -28,9 +28,7 @@ def generate(
     """Run a prompt and `new_tokens` greedy tokens, as `model.generate` calls the model.
 
     `base` is the model itself, `model` that or an adapter's wrapper of it; `at` counts step and micro-batch from 1.
-
-    Raises:
-        UsageError: the model has no KV cache to decode with.
+    Raises UsageError: the model has no KV cache to decode with.
     """
     arguments: dict[str, Any] = {"use_cache": True}
     parameters = inspect.signature(base.forward).parameters

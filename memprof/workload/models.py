@@ -37,8 +37,7 @@ class ModelSource:
     """
 
     name: str
-    # causal-lm, masked-lm, seq2seq-lm, image-classification, speech-seq2seq, other (fed what its forward takes), or
-    # custom.
+    # causal-lm, masked-lm, seq2seq-lm, image-classification, speech-seq2seq, custom, or other (fed what forward takes).
     task: str
     build: Callable[[], nn.Module]  # builds the module on the default device, in the dtype of `dtype`
     dtype: str | None  # the dtype that it will have; None: whatever the factory made

@@ -49,9 +49,7 @@ class NptComponent(nn.Module):
         """Return h ΔW, [..., d_ffn], for hidden states and attention outputs [batch, tokens, d_model].
 
         Either may be the first of a tuple, as layers return it; hidden states may come as [batch * tokens, d_model].
-
-        Raises:
-            ValueError: the two are not of the same tokens.
+        Raises ValueError: the two are not of the same tokens.
         """
         hidden, attention = _first(hidden), _first(attention)
         leading = hidden.shape[:-1]
@@ -96,14 +94,9 @@ class NptComponent(nn.Module):
 
 
 class ModulatedDelta(NptComponent):
-    """ΔW_t = A diag(a_t A) B.
+    """ΔW_t = A diag(a_t A) B, of rank R; parameters are in `dtype` on `device`, and `options` those of NptComponent.
 
-    Args:
-        rank: R.
-        init: orthogonal, or fast (see `fill_orthogonal` and `fill_fast`).
-        dtype: of the parameters.
-        device: of the parameters.
-        options: those of NptComponent.
+    `init` is orthogonal, or fast (see `fill_orthogonal` and `fill_fast`).
     """
 
     def __init__(

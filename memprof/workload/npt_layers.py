@@ -57,11 +57,8 @@ def add_npt(model: nn.Module, spec: TargetSpec) -> list[str]:
     """Freeze `model` and put a component into the layers that `spec` names; returns the paths of the projections.
 
     The rest of the layer stays as it is (the attention's output is added to the residual as before). The projection is
-    the gate of a gated MLP, or else the first that leads from d_model to more features. Nothing is changed if it
-    raises.
-
-    Raises:
-        UsageError: the model has no such layers, or not the ones that were named.
+    the gate of a gated MLP, or else the first that leads from d_model to more features. Nothing is changed if it raises
+    UsageError: the model has no such layers, or not the ones that were named.
     """
     path, layers = _stack(model)
     numbers = range(len(layers)) if spec.npt_layers is None else parse_layers(spec.npt_layers, len(layers))

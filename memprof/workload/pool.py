@@ -55,10 +55,8 @@ def run_all(
 ) -> list[_Answer | MemprofError]:
     """Return what each of `works` returns, or the MemprofError that it raises, in their order.
 
-    Args:
-        works: what they return can be pickled; what they change is changed in their own process alone, or, where they
-            run here after all, in this one.
-        progress: told how many are done.
+    What they return can be pickled; what they change is changed in their own process alone, or, where they run here
+    after all, in this one. `progress` is told how many are done.
     """
     most = min(number_of_workers(), len(works))
     if most < 2:

@@ -35,10 +35,8 @@ def require(module: str) -> Any:
 def import_quietly(module: str) -> Any:
     """Import `module` without notices: they speak of kernels that a machine without a GPU lacks.
 
-    What it gives to torch.compile meanwhile is compiled when it is called first.
-
-    Raises:
-        ImportError: it is not installed, or does not go with this torch.
+    What it gives to torch.compile meanwhile is compiled when it is called first. Raises ImportError: it is not
+    installed, or does not go with this torch.
     """
     loggers = [logging.getLogger(name) for name in (module.partition(".")[0], module, "torch.utils._pytree")]
     levels = [logger.level for logger in loggers]

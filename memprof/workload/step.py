@@ -43,10 +43,7 @@ SwitchOn = Callable[
 class Workload:
     """One run of `spec` with the model `source`: build the model, then step. Its attributes say what was run.
 
-    `switch_on` is needed if the spec has `fixes`.
-
-    Raises:
-        UsageError: the spec asks for an adapter, and PEFT is not installed.
+    `switch_on` is needed if the spec has `fixes`. Raises UsageError: it asks for an adapter, and PEFT is not installed.
     """
 
     def __init__(self, spec: TargetSpec, source: ModelSource, switch_on: SwitchOn | None = None) -> None:

@@ -146,11 +146,8 @@ class OverCards:
 
 def recommend_over_cards(spec: TargetSpec, question: Question, progress: Callable[[str], None]) -> Recommendation:
     """Find the configuration for `spec`'s model over `spec.gpus` GPUs, with what else was run, and code to paste.
-
-    Raises:
-        UsageError: the goal is not spread over GPUs here, or no plan divides the batch.
-        MemprofError: no way applies to the model.
-    """
+    Raises UsageError: the goal is not spread over GPUs, or no plan divides the batch; MemprofError: no way applies to
+    it."""
     if question.goal is Goal.QLORA:
         raise UsageError(
             "quantized weights are not spread over cards here", value=f"--gpus {spec.gpus} --quantize nf4",

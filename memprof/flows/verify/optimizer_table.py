@@ -31,10 +31,8 @@ def optimizer_rows(specimen: Specimen, remedy: str) -> list[OptimizerRow]:
     """Compare float32 AdamW, AdamW with bfloat16 weights and states, and the 8-bit optimizer that `remedy` brings.
 
     All start from weights that bfloat16 has, so that no deviation was there before the first step. The model is the
-    large one: these optimizers quantize no tensor below 4,096 numbers.
-
-    Raises:
-        UsageError: no 8-bit optimizer is installed, or it does not run on the CPU.
+    large one: these optimizers quantize no tensor below 4,096 numbers. Raises UsageError: no 8-bit optimizer is
+    installed, or it does not run on the CPU.
     """
     torch.manual_seed(0)
     model = specimen.build_large().float().train()

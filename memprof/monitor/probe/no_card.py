@@ -23,12 +23,9 @@ HINT = (
 
 
 def refuse(cuda: "Any", file: str, error: "Callable[[str], Exception]" = RuntimeError) -> None:
-    """Have `torch.cuda` show a card, and raise `error` where it is used, as long as the run lasts.
+    """Have `torch.cuda` (`cuda`) show a card, and raise `error` where it is used, as long as the run's `file` is there.
 
-    Args:
-        cuda: `torch.cuda`, imported.
-        file: the run's, which is there as long as it lasts.
-        error: makes the error, of what it is to say.
+    `error` makes the error, of what it is to say.
     """
     bindings = sys.modules["torch"]._C
 

@@ -70,14 +70,11 @@ def why_not_together(remedy: Remedy, other: str) -> str | None:
 
 
 def find_remedies(names: str | Sequence[str], among: Mapping[str, Remedy] = REMEDIES) -> list[Remedy]:
-    """The remedies of these names, in the order in which they are switched on.
+    """Return the remedies of these names (a list, or one string with commas), in the order in which they are switched
+    on.
 
-    Args:
-        names: a list, or one string with commas.
-        among: those that there are; with how a run is spread over cards, or without.
-
-    Raises:
-        UsageError: no name, an unknown one, one twice, or two that do not go together.
+    `among` are those that there are, with how a run is spread over cards or without. Raises UsageError: no name, an
+    unknown one, one twice, or two that do not go together.
     """
     if isinstance(names, str):
         names = [name.strip() for name in names.split(",") if name.strip()]

@@ -29,14 +29,8 @@ Figure = Any  # plotly's `Figure`, which has no types of its own.
 
 
 def figure(kind: str, ledger: Ledger | None, device: DeviceFacts, rungs: tuple[Rung, ...]) -> Figure:
-    """Return a figure of a run on `device`.
-
-    Args:
-        kind: `timeline` or `treemap`, of the ledger, or `ladder`, of its rungs.
-
-    Raises:
-        UsageError: there is no such figure, the report has nothing for it, or plotly is not installed.
-    """
+    """Return a figure of a run on `device`: `timeline` or `treemap`, of the ledger, or `ladder`, of its rungs. Raises
+    UsageError: there is no such figure, the report has nothing for it, or plotly is not installed."""
     kinds = ("timeline", "treemap", "ladder")
     if kind not in kinds:
         raise unknown_name("figure", kind, kinds)

@@ -24,9 +24,7 @@ def plotly_script() -> bytes:
 def figure_of(traces: list[dict[str, Any]], layout: dict[str, Any]) -> Any:
     """Return a figure of plotly's, which shows itself in a notebook and can be changed and written to a file.
 
-    Args:
-        traces: what is drawn, as plotly's JSON has it.
-        layout: axes, lines and words around it.
+    `traces` are what is drawn, as plotly's JSON has it; `layout` has axes, lines and words around it.
     """
     from plotly.graph_objects import Figure
 

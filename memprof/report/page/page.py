@@ -47,14 +47,10 @@ Paged = Document | Comparison | Analysis | Recommendation  # What has a page.
 
 
 def write_page(document: Paged, path: Path, *, force: bool = False) -> None:
-    """Write the page of a document.
+    """Write the page of a document; `force` replaces a file that memprof has not written, too.
 
-    Args:
-        force: replace a file that memprof has not written, too.
-
-    Raises:
-        UsageError: the report is of JSON, which has no moments; another file is at `path`; plotly is not installed.
-        MemprofError: the file cannot be written.
+    Raises UsageError: the report is of JSON, which has no moments; another file is at `path`; plotly is not installed.
+    MemprofError: the file cannot be written.
     """
     write_whole(path, page_of(document).encode(), PAGE, force=force)
 

@@ -70,8 +70,7 @@ def padded(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def check(name: str, *tensors: torch.Tensor) -> None:
-    """What flash_api.cpp refuses too: other dtypes, heads that are too large or do not divide. Raises RuntimeError: one
-    of these."""
+    """Refuse what flash_api.cpp does, by RuntimeError: other dtypes, heads that are too large or do not divide."""
     check_on_gpu(name, *tensors)
     query, key = tensors[0], tensors[-1]
     if query.dtype not in HALF:

@@ -117,8 +117,7 @@ def linear_bias_wgrad(input, d_output, has_d_bias):
 
 @stand_in("fused_dense_lib.linear_act_forward", source=_DENSE)
 def linear_act_forward(input, weight, bias_, is_gelu, save_pre_act, heuristic):
-    """A product after its activation, and before it (of ReLU a bit for each), with a workspace of 4 MiB (32 on
-    Hopper)."""
+    """Product after its activation, and before it (of ReLU a bit each), with a workspace of 4 MiB (32 on Hopper)."""
     rows, columns = input.shape[0], weight.shape[0]
     made = [input.new_empty((rows, columns))]
     if save_pre_act:

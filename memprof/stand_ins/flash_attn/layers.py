@@ -163,9 +163,8 @@ def norm(
 ):  # fmt: skip
     """LayerNormFn: x, or the sum of it and the residual in the latter's type, is saved with a number a row, or two.
 
-    Args:
-        name: what the program calls, "package.function".
-        parts_of_sm: parts of the gradients of weights that there are for each multiprocessor.
+    `name` is what the program calls, "package.function"; gradients of weights have `parts_of_sm` parts for each
+    multiprocessor.
     """
     shape, kind, adds = x.shape, x.dtype, residual is not None
     stream = residual.dtype if residual is not None else torch.float32 if residual_in_fp32 else None

@@ -95,10 +95,8 @@ def three(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attend to compressed, chosen and recent tokens, (B, H, T, D) each.
 
-    Args:
-        keys: of the three branches, (B, K, S, D) each; `values` alike. The first two are compressed.
-        short_key: of the first branch, compressed; `short_value` alike.
-        eager: whether scores of all queries are kept.
+    `keys` and `values` are the three branches', (B, K, S, D) each, of which the first two are compressed; `short_key`
+    and `short_value` the first's, compressed. If `eager`, scores of all queries are kept.
     """
     tokens = keys[1].shape[2]
     offset = tokens - query.shape[2]
