@@ -31,7 +31,7 @@ def help(
 ) -> None:
     """Show a page of the documentation: lengths, remedies, limitations and others."""
     files = [file for folder in _FOLDERS if folder.is_dir() for file in folder.iterdir() if file.name.endswith(".md")]
-    pages = {file.name.removesuffix(".md"): file for file in sorted(files, key=lambda file: file.name)}
+    pages = dict(sorted((file.name.removesuffix(".md"), file) for file in files))
     if not pages:
         raise MemprofError("this installation has no pages", hint="install memprof from its wheel, or from a checkout")
     if topic is not None and topic not in pages:

@@ -21,18 +21,16 @@ class Allocator:
     """One process's CUDA allocator on one device."""
 
     device: int  # CUDA's ordinal in that process
-    # Of the card: empty and 0 if torch does not say.
-    name: str
-    uuid: str
-    total_bytes: int
+    name: str  # of the GPU; empty if torch does not say
+    uuid: str  # of the GPU; empty if torch does not say
+    total_bytes: int  # of the GPU; 0 if torch does not say
     requested_bytes: int | None  # of living tensors, as asked for; None on releases that do not count it
     allocated_bytes: int  # of their blocks
     reserved_bytes: int  # held from the driver
-    # The highest since the last sample, and since the process began.
-    interval_peak_allocated_bytes: int
-    interval_peak_reserved_bytes: int
-    max_allocated_bytes: int
-    max_reserved_bytes: int
+    interval_peak_allocated_bytes: int  # the highest since the last sample
+    interval_peak_reserved_bytes: int  # the highest since the last sample
+    max_allocated_bytes: int  # the highest since the process began
+    max_reserved_bytes: int  # the highest since the process began
     num_alloc_retries: int = 0  # times that the card was full, and giving the cache back was enough
     num_ooms: int = 0  # out-of-memory errors
 
