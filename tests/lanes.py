@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-LANE = "MEMPROF_LANE"
-"""The lane, for what is asked while test modules are imported."""
+LANE = "MEMPROF_LANE"  # The lane, for what is asked while test modules are imported.
 
 
 def at_night() -> bool:

@@ -14,8 +14,7 @@ from memprof.catalog import find_gpu
 from memprof.trace.events import HOST, EventKind, Trace
 from memprof.virtual import VirtualGpu
 
-BEFORE = -1
-"""The block of a free whose allocation came before the recording."""
+BEFORE = -1  # The block of a free whose allocation came before the recording.
 OF_A_THREAD = "another thread"
 
 
@@ -25,8 +24,7 @@ class Call(NamedTuple):
     name: str
     shapes: tuple[tuple[int, ...] | None, ...]
     strides: tuple[tuple[int, ...] | None, ...]
-    number: int
-    """Which call it is, so that two calls of one operator are told apart."""
+    number: int  # Which call it is, so that two calls of one operator are told apart.
 
 
 class Change(NamedTuple):
@@ -36,8 +34,7 @@ class Change(NamedTuple):
     block: int
     num_bytes: int
     op: str
-    calls: tuple[Call, ...] = ()
-    """The operators inside which it happened, outermost first (CPU only)."""
+    calls: tuple[Call, ...] = ()  # The operators inside which it happened, outermost first (CPU only).
 
 
 def call_of(node: Any, number: int) -> Call:
@@ -50,8 +47,7 @@ def call_of(node: Any, number: int) -> Call:
     return Call(node.name, shapes, strides, number)
 
 
-Program = Callable[[str], Callable[[], None]]
-"""Builds everything on a device and returns what is to be recorded."""
+Program = Callable[[str], Callable[[], None]]  # Builds everything on a device and returns what is to be recorded.
 
 
 @contextlib.contextmanager

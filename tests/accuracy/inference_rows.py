@@ -40,8 +40,7 @@ from memprof.units import MIB
 SHARED = Path(__file__).resolve().parents[3] / "shared"
 SOURCE = "QwenLM/Qwen3 docs/source/getting_started/speed_benchmark.md"
 NEW_TOKENS = 2048
-FORMATS = {"BF16": None, "FP8": "fp8", "GPTQ-Int8": "gptq-int8", "AWQ-INT4": "awq-int4"}
-"""The source's names -> ours."""
+FORMATS = {"BF16": None, "FP8": "fp8", "GPTQ-Int8": "gptq-int8", "AWQ-INT4": "awq-int4"}  # The source's names -> ours.
 
 
 @dataclass(frozen=True)
@@ -72,8 +71,7 @@ class Simulated:
     parameters: int
     prefill: int
     decode: int
-    key_copy: int
-    """The largest tensor that concatenation makes while decoding: the keys of one layer."""
+    key_copy: int  # The largest tensor that concatenation makes while decoding: the keys of one layer.
 
 
 def published(shared: Path = SHARED) -> list[Row]:

@@ -23,8 +23,7 @@ from tests.accuracy.cpu_events import Change, changes_of, recorded_changes
 from tests.processes import ROOT
 
 SCRIPT = str(ROOT / "tests" / "programs" / "parallel.py")
-SIZES = {"hsdp": 4}
-"""How many ranks a program has where not two."""
+SIZES = {"hsdp": 4}  # How many ranks a program has where not two.
 
 
 def _environment(rank: int, size: int, port: int, **more: str) -> None:

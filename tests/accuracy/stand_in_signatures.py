@@ -28,9 +28,10 @@ from memprof.stand_ins.packages import INSTALLED, PACKAGES
 
 OPERATORS = {"torchvision": torchvision.SCHEMAS, "torchaudio": torchaudio.SCHEMAS}
 PARAMETERS = Path(__file__).with_suffix(".txt")
+# Of a name that its package binds to what it makes then: there are no parameters to read.
 IMPORTED = "made when it is imported"
-"""Of a name that its package binds to what it makes then: there are no parameters to read."""
 NAMES = Path(registry.__file__).parent / "names"
+# Folders without what a training script imports.
 LEFT_OUT = (
     "test",
     "_triton",
@@ -50,7 +51,6 @@ LEFT_OUT = (
     "debug",
     "triton_kernels",
 )
-"""Folders without what a training script imports."""
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 

@@ -24,8 +24,7 @@ from tests.accuracy.cpu_temporaries import Comparison, compared
 from tests.lanes import by_day
 
 ROOT = Path(__file__).resolve().parents[2]
-Training = Callable[[nn.Module, Batch], Callable[[], None]]
-"""Prepares a model and returns what is to be recorded."""
+Training = Callable[[nn.Module, Batch], Callable[[], None]]  # Prepares a model and returns what is to be recorded.
 
 
 def program(build: Builder, batch: Callable[[], Batch], training: Training) -> Program:

@@ -32,6 +32,7 @@ VALUES = "a real run looks at the values and takes a shorter way"
 FAILS = {SPARSE, NO_CUDA}
 NOT_COUNTED = "small temporaries that CUDA has as well or may have, and that are not counted"
 
+# Operator on the CPU -> why what it allocates inside has no like on the card.
 KERNELS: dict[str, str] = {
     name: reason
     for reason, names in {
@@ -71,8 +72,8 @@ KERNELS: dict[str, str] = {
     }.items()
     for name in names.split()
 }
-"""Operator on the CPU -> why what it allocates inside has no like on the card."""
 
+# Operator of the database -> why it may differ in any way.
 OPERATORS: dict[str, str] = {
     "combinations": MASK,
     "masked_select": MASK,
@@ -111,7 +112,6 @@ OPERATORS: dict[str, str] = {
     "linalg.lstsq": NO_CUDA,
     "linalg.lstsq grad_oriented": NO_CUDA,
 }
-"""Operator of the database -> why it may differ in any way."""
 
 
 def kernels_of(made: sweep.Allocation) -> set[str]:

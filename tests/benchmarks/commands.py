@@ -82,8 +82,7 @@ class Took:
 
     seconds: float
     processor_seconds: float
-    peak_bytes: int
-    """Of the largest of its processes."""
+    peak_bytes: int  # Of the largest of its processes.
 
 
 def took(command: Command, checkout: Path, cache: str) -> Took:

@@ -43,8 +43,8 @@ CASES = (
     ("lora-checkpointing", "bfloat16"), ("mixed-checkpointing", "bfloat16"), ("lora-checkpointing", "int4"),
     ("adamw-8bit-checkpointing", "bfloat16"), ("full", "float32"), ("inference", "int8"),
 )  # fmt: skip
-SHAPES = ((1, 1024), (4, 1024), (2, 2048))
-"""Sequences and tokens of each; the models take them in turn."""
+SHAPES = ((1, 1024), (4, 1024), (2, 2048))  # Sequences and tokens of each; the models take them in turn.
+# Samples whose lengths vary: sequences of a batch, what longer ones are cut to, and `--lengths`.
 WITH_LENGTHS = (
     ("smollm-135m", "full", "bfloat16", 4, 1024, "lognormal:250,0.6"),
     ("gpt2", "full-checkpointing", "bfloat16", 4, 768, "lognormal:212,0.5"),
@@ -59,7 +59,6 @@ WITH_LENGTHS = (
     ("gpt2", "lora", "int4", 4, 1024, "lognormal:300,0.9"),
     ("pythia-160m", "full-checkpointing", "bfloat16", 4, 2048, "lognormal:600,0.5"),
 )
-"""Samples whose lengths vary: sequences of a batch, what longer ones are cut to, and `--lengths`."""
 
 
 @dataclass(frozen=True)

@@ -36,10 +36,9 @@ PLANS = (
     ("ddp", 4), ("fsdp", 8), ("fsdp:shard_grad_op", 4), ("tp=2", 2), ("tp=2,fsdp=2", 4), ("ulysses=2,fsdp=2", 4),
     ("cp=2,fsdp=2", 4), ("pp=4:1f1b", 4), ("pp=2:gpipe", 2), ("hsdp:2x2", 4),
 )  # fmt: skip
+# Taken in turn, with whether the loss is in chunks.
 METHODS = (("full", False), ("full-checkpointing", True), ("mixed", False), ("full-checkpointing", False))
-"""Taken in turn, with whether the loss is in chunks."""
-SHAPES = ((1, 1024), (4, 1024), (2, 2048))
-"""Sequences and tokens of each; taken in turn."""
+SHAPES = ((1, 1024), (4, 1024), (2, 2048))  # Sequences and tokens of each; taken in turn.
 
 
 @dataclass(frozen=True)

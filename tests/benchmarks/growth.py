@@ -26,10 +26,10 @@ from pathlib import Path
 
 from tests.benchmarks.commands import ROOT, Command, Took, took
 
-NOISE = 1.25
-"""How much a figure of a shared machine may be off."""
+NOISE = 1.25  # How much a figure of a shared machine may be off.
 FLAT, LINEAR = "flat", "linear"
 
+# A narrow Llama, whose number of layers is what varies.
 _SMALL = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
@@ -41,7 +41,6 @@ _SMALL = {
     "max_position_embeddings": 4096,
     "torch_dtype": "bfloat16",
 }
-"""A narrow Llama, whose number of layers is what varies."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +50,7 @@ class Series:
     what: str
     unit: str
     points: Sequence[int]
-    command: Callable[[int, Path], str]
-    """The words after `memprof` for a point; may write files into the folder."""
+    command: Callable[[int, Path], str]  # The words after `memprof` for a point; may write files into the folder.
     shape: str
 
 

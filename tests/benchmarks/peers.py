@@ -78,10 +78,8 @@ class Tool:
     """A tool's process, and what of its output is the answer."""
 
     name: str
-    words: str
-    """A module and its arguments, or with `code` arguments alone."""
-    bytes_of: Callable[[str], float | None] = lambda output: None
-    """The answer in bytes; None if it gives none."""
+    words: str  # A module and its arguments, or with `code` arguments alone.
+    bytes_of: Callable[[str], float | None] = lambda output: None  # The answer in bytes; None if it gives none.
     code: str = ""
     needs_peers: bool = False
     note: str = ""

@@ -54,8 +54,8 @@ class Window:
 
     allocations: list[Allocation]
     peak_bytes: int
+    # What the allocator holds of the card at the dump, over the whole process and not the window alone.
     reserved_bytes: int
-    """What the allocator holds of the card at the dump, over the whole process and not the window alone."""
 
 
 @dataclass(frozen=True)

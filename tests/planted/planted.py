@@ -42,10 +42,8 @@ class Planted:
     grows_bytes: int | None
     options: tuple[str, ...]
     ends: bool
-    culprit: str | None
-    """As reports name a line, `file.py:12`."""
-    known: bool
-    """Whether it is known not to be named."""
+    culprit: str | None  # As reports name a line, `file.py:12`.
+    known: bool  # Whether it is known not to be named.
 
     @property
     def name(self) -> str:

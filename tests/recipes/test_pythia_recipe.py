@@ -68,8 +68,7 @@ def row(name: str, output: str) -> list[str]:
     return re.search(rf"^{name}  +(\S.*?)  +(\S.*)$", output, re.MULTILINE).groups()
 
 
-LAYER = 12 * 512**2 + 13 * 512
-"""Weights of attention (4 h^2) and MLP (8 h^2), their biases (9 h) and two norms (4 h)."""
+LAYER = 12 * 512**2 + 13 * 512  # Weights of attention (4 h^2) and MLP (8 h^2), their biases (9 h) and two norms (4 h).
 
 
 def parameters(words: int) -> int:

@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 CACHE = Path(__file__).resolve().parents[3] / ".cache" / "accuracy"
-TRITON = ("triton", "3.9.0")
-"""Asked for by Liger-Kernel when it is imported; no kernel is compiled or launched."""
+TRITON = ("triton", "3.9.0")  # Asked for by Liger-Kernel when it is imported; no kernel is compiled or launched.
 
 
 @dataclass(frozen=True)
@@ -27,8 +26,7 @@ class Checkout:
 
     repository: str
     commit: str
-    packages: tuple[tuple[str, str], ...] = ()
-    """Of the package index, which it imports: their names and releases."""
+    packages: tuple[tuple[str, str], ...] = ()  # Of the package index, which it imports: their names and releases.
 
     @property
     def folder(self) -> Path:

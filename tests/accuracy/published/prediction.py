@@ -19,6 +19,8 @@ from memprof.virtual import VirtualGpu
 from tests.accuracy.published.rows import UNITS, Row
 from tests.unit.allocator.replaying import replay_trace
 
+# A table's name of a card -> the catalog's. The RTX 4070 Ti SUPER (Ada, 16 GB) is not in the catalog: the Ada card of
+# its capacity stands in; that decides cuBLAS's workspace, which is the same, and nothing else.
 CARDS = {
     "1x A100-80G": "a100-80gb",
     "1x H20 96GB": "h20-96gb",
@@ -37,17 +39,15 @@ CARDS = {
     "RTX 4080 16GB": "rtx-4080",
     "V100 16GB": "v100-16gb",
 }
-"""A table's name of a card -> the catalog's. The RTX 4070 Ti SUPER (Ada, 16 GB) is not in the catalog: the Ada card of
-its capacity stands in; that decides cuBLAS's workspace, which is the same, and nothing else."""
 FORMAT = "weights in a format of kernels that are not simulated: {}"
 RANKS = "needs several ranks, and this sweep runs one process"
 
 COMPILED = "the source is compiled, the simulation is eager"
 VERSIONS = "other releases of torch or transformers"
 UNSAID = "the source does not say what was measured or with what, or contradicts itself"
+# Why code and versions of a predicted row are not those of its source: `Prediction.differs`. By source and metric, and
+# never by whether the figure is met.
 DRAWN = "lengths are sampled: the source has only their mean and spread (all 5,000 steps: docs/lengths.md)"
-"""Why code and versions of a predicted row are not those of its source: `Prediction.differs`. By source and metric, and
-never by whether the figure is met."""
 
 
 @dataclass(frozen=True)
@@ -56,19 +56,13 @@ class Prediction:
 
     num_bytes: int | None = None
     reason: str = ""
+    # Bytes of the row's unit, where its source means another than the table's: "GB" of a script that divides by 2**30.
     unit_bytes: int | None = None
-    """Bytes of the row's unit, where its source means another than the table's: "GB" of a script that divides by
-    2**30."""
-    explanation: str = ""
-    """Where a difference comes from, with its bytes."""
-    rounding: float | None = None
-    """How far the published figure may be off, in its unit; None: half of its last digit."""
-    basis: str = ""
-    """What of the run is compared, where it is not its whole."""
-    code: str = ""
-    """Whose code ran, where it is the source's own: repository and commit, or package and release."""
-    differs: str = ""
-    """What of code and versions is not that of the source; empty: they match."""
+    explanation: str = ""  # Where a difference comes from, with its bytes.
+    rounding: float | None = None  # How far the published figure may be off, in its unit; None: half of its last digit.
+    basis: str = ""  # What of the run is compared, where it is not its whole.
+    code: str = ""  # Whose code ran, where it is the source's own: repository and commit, or package and release.
+    differs: str = ""  # What of code and versions is not that of the source; empty: they match.
 
     def unit(self, row: Row) -> int:
         """Bytes of the row's unit."""
@@ -100,8 +94,7 @@ class Outcome:
     row: Row
     prediction: Prediction
     seconds: float = 0.0
-    kind: str = field(default="", compare=False)
-    """Of the source: its heading in the tables."""
+    kind: str = field(default="", compare=False)  # Of the source: its heading in the tables.
 
     @property
     def error(self) -> float | None:

@@ -33,10 +33,8 @@ class Source:
     name: str
     marker: str
     predict: Callable[[Row], Prediction]
-    isolated: bool = False
-    """Imports other projects' packages: in processes of its own."""
-    code: Checkout | None = None
-    """The source's own code, which is run."""
+    isolated: bool = False  # Imports other projects' packages: in processes of its own.
+    code: Checkout | None = None  # The source's own code, which is run.
 
 
 SOURCES = (

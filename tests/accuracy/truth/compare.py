@@ -34,13 +34,10 @@ class Compared:
     """One case; sizes are bytes, differences simulated - measured."""
 
     name: str
-    allocated: tuple[int, int]
-    """Measured and simulated, as the next."""
+    allocated: tuple[int, int]  # Measured and simulated, as the next.
     reserved: tuple[int, int]
-    worst_stage: tuple[str, int]
-    """The stage whose peak of allocated memory differs most, and by how much."""
-    only_measured: str
-    """Stages of one side alone; empty if both have the same."""
+    worst_stage: tuple[str, int]  # The stage whose peak of allocated memory differs most, and by how much.
+    only_measured: str  # Stages of one side alone; empty if both have the same.
     stream: str
 
 

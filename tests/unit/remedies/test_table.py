@@ -33,8 +33,8 @@ from tests.unit.findings.builder import Builder
 
 PACKAGE = Path(memprof.__file__).parent
 ROOT = PACKAGE.parent
+# A dtype's, an adapter's, a goal's, an option's name; rows that go through a model together.
 ALSO_OTHER_WORDS = {"compile", "bfloat16", "float16", "lora", "qlora", "freeze", "micro-batch"}
-"""A dtype's, an adapter's, a goal's, an option's name; rows that go through a model together."""
 MAY_NAME_THEM = {
     "flows/recommend/plans.py": "four remedies are dimensions of its search: each is a field of a plan",
     "estimate/methods.py": "a term of the closed form, with an option of its own",

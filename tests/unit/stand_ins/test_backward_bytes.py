@@ -26,8 +26,7 @@ FOLDER = Path(registry.__file__).parent
 EDGES, NODES, CHANNELS = 1000, 100, 16
 OF_EDGES, OF_NODES = single(EDGES, CHANNELS), single(NODES, CHANNELS)
 ONE_MORE = single(EDGES + 1, CHANNELS)
-Case = tuple[Any, list[torch.Tensor]]
-"""What a stand-in gave, and what gradients are asked for."""
+Case = tuple[Any, list[torch.Tensor]]  # What a stand-in gave, and what gradients are asked for.
 
 
 def segments(name: str) -> Case:
@@ -131,8 +130,8 @@ def joined() -> Case:
 
 OF_INNER, OF_STATES = half(BATCH, INNER, TIME), single(BATCH, STATES, TIME)
 SCATTER, PADDING, TE = "torch_scatter.py", "flash_attn/padding.py", "transformer_engine/"
+# Zeros for the places, which have no gradient; the gradient with a row more, for what came from nowhere.
 LEAST = [2 * OF_NODES, ONE_MORE]
-"""Zeros for the places, which have no gradient; the gradient with a row more, for what came from nowhere."""
 ROWS, SIZE = 512, 256
 CASES: dict[str, tuple[str, Callable[[], Case], list[int]]] = {
     # rusty1s/pytorch_scatter@2.1.2: csrc/segment_csr.cpp, segment_coo.cpp, scatter.cpp
@@ -192,6 +191,7 @@ CASES: dict[str, tuple[str, Callable[[], Case], list[int]]] = {
     "added with dropout": (f"{TE}transformer.py:added", lambda: added(0.1), [half(ROWS, SIZE), half(SIZE)]),
     "joined": (f"{TE}linear.py:joined", joined, []),
 }  # fmt: skip
+# Where the bytes of a backward are tested that have no row.
 ELSEWHERE = {
     "apex/norms.py:_norm": "test_apex.test_a_norm_keeps_a_number_a_row_and_sums_its_gradients_in_parts",
     "causal_conv1d.py:causal_conv1d_fn": (
@@ -226,7 +226,6 @@ ELSEWHERE = {
     "flash_attn/dense.py:swiglu": "test_flash_dense.test_swiglu_saves_both",
     "flash_attn/norms.py:_norm": "test_flash_dense.test_a_norm_of_a_sum_keeps_it",
 }
-"""Where the bytes of a backward are tested that have no row."""
 
 
 @pytest.fixture

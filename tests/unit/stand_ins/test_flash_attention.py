@@ -16,8 +16,7 @@ from memprof.virtual import VirtualGpu
 CARD = find_gpu("h100-80gb")
 BATCH, TOKENS, HEADS, SHARED, SIZE = 2, 1000, 16, 4, 80
 SUMS = 4 * BATCH * HEADS * TOKENS
-STATE = 16
-"""Two integers of a random state."""
+STATE = 16  # Two integers of a random state.
 
 
 @pytest.fixture

@@ -34,8 +34,8 @@ def numbers(*values: int) -> torch.Tensor:
 
 
 CACHE = (PAGES, 2, PAGE, KV_HEADS, SIZE)
+# Where each sequence's pages begin, which they are, and how many tokens the last of each has.
 PAGED = [(0, 2, 4, 6, 8), tuple(range(8)), (3, 5, 16, 1)]
-"""Where each sequence's pages begin, which they are, and how many tokens the last of each has."""
 
 
 def test_a_wrapper_keeps_a_workspace_beside_the_programs(gpu: VirtualGpu) -> None:

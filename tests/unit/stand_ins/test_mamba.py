@@ -15,8 +15,7 @@ from tests.unit.stand_ins.test_flash_attention import backward, half, measured, 
 
 CARD = find_gpu("a100-80gb")
 BATCH, CHANNELS, TIME, STATES = 2, 64, 3000, 16
-CHUNKS = 2
-"""Of 2,048 steps of time."""
+CHUNKS = 2  # Of 2,048 steps of time.
 
 
 @pytest.fixture

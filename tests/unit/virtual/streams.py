@@ -30,8 +30,7 @@ class Op(NamedTuple):
     inputs: tuple[Seen, ...]
     outputs: tuple[Seen, ...]
     backward: bool
-    function: str
-    """The torch function that ran it (in a forward, under `Functions`)."""
+    function: str  # The torch function that ran it (in a forward, under `Functions`).
 
 
 class Operators(TorchDispatchMode):
@@ -74,8 +73,7 @@ class Called(NamedTuple):
     name: str
     arguments: Any
     ops: list[Op]
-    autocast: torch.dtype | None
-    """The dtype of the autocast region that it was in, if any."""
+    autocast: torch.dtype | None  # The dtype of the autocast region that it was in, if any.
 
 
 class Functions(TorchFunctionMode):

@@ -27,8 +27,7 @@ def gpu() -> Iterator[VirtualGpu]:
         yield virtual
 
 
-SIDE = 1100
-"""Its square is more than the host keeps real, and than is computed at no charge."""
+SIDE = 1100  # Its square is more than the host keeps real, and than is computed at no charge.
 
 
 def planted(device: str) -> torch.Tensor:
@@ -293,8 +292,7 @@ def test_the_same_mask_is_made_once_and_is_each_ones_own(gpu: VirtualGpu, monkey
     assert len(mask(value=0).nonzero()) == 0
 
 
-HUGE = 1 << 17
-"""Its square has indices of 256 GiB: no host is asked for them."""
+HUGE = 1 << 17  # Its square has indices of 256 GiB: no host is asked for them.
 
 
 def huge_mask() -> torch.Tensor:

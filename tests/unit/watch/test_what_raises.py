@@ -115,8 +115,7 @@ if WHERE != "gradient hook":  # after which torch's own engine holds one layer's
 fails = ""
 attempt(14)
 """
-BEFORE = {"evaluation": 3, "end": 3}
-"""Steps that the first attempt makes."""
+BEFORE = {"evaluation": 3, "end": 3}  # Steps that the first attempt makes.
 WHERE = (
     "forward", "module hook", "autocast", "loss", "backward", "gradient hook", "recomputation", "step hook", "step",
     "zero_grad", "data", "evaluation", "end",

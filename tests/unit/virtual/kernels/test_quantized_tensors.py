@@ -51,8 +51,7 @@ CALLS: dict[str, tuple[Callable[[torch.Tensor], Any], list[int]]] = {
     "floats": (lambda x: x.dequantize(), []),
     "by its extremes": (lambda x: torch.quantize_per_tensor_dynamic(x, torch.quint8, False), [4, 4, 6144]),
 }
-_TWO = ([2, 2], [2, 2], [0, 0], [1, 1])
-"""Window, stride, padding and dilation."""
+_TWO = ([2, 2], [2, 2], [0, 0], [1, 1])  # Window, stride, padding and dilation.
 QUANTIZED: dict[str, tuple[Callable[[torch.Tensor], Any], list[int]]] = {
     "dequantize": (lambda q: q.dequantize(), [24576]),
     "dequantize what is not contiguous": (lambda q: q.t().dequantize(), [24576, 6144]),
