@@ -82,7 +82,6 @@ _SLOWEST = (
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add `--lane`."""
     lanes = "check: what takes a minute; test: all but what is marked nightly; nightly: that too"
     parser.addoption("--lane", choices=("check", "test", "nightly"), default="test", help=lanes)
 

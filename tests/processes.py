@@ -24,8 +24,6 @@ _SECONDS = 300
 
 
 class Done(NamedTuple):
-    """A process that ended."""
-
     exit_code: int
     stdout: str
     stderr: str

@@ -50,8 +50,6 @@ NOT_PREDICTED = {
 
 @dataclass(frozen=True)
 class Published:
-    """One row of the published table."""
-
     library: str
     kernel: str
     method: str
@@ -125,7 +123,6 @@ def published_row(row: Mapping[str, str]) -> Published:
 
 
 def compared(row: Published) -> Compared:
-    """Simulate the workload of one row."""
     if row.library == "ml-cross-entropy":
         return cut_cross_entropy(row)
     setup = WORKLOADS[row.kernel, row.axis]

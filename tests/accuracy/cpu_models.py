@@ -270,8 +270,6 @@ class Mixer(nn.Module):
 
 
 class Model(NamedTuple):
-    """One family's model."""
-
     family: str
     build: Builder
     batch: Callable[[], Batch]

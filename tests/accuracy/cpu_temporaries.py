@@ -32,8 +32,6 @@ def is_shared(op: str, dtype: str) -> bool:
 
 
 class Temporary(NamedTuple):
-    """One operator's temporaries."""
-
     what: str
     # Bytes that a temporary of this call may have, given the bytes of the blocks that the call leaves behind.
     sizes: Callable[[Call, list[int]], set[int]]

@@ -159,7 +159,6 @@ def verdicts(op: Any) -> list[Verdict]:
 
 
 def main() -> None:
-    """Print the differences."""
     warnings.filterwarnings("ignore")
     seen = set()
     for op in operators(set(sys.argv[1:])):

@@ -45,8 +45,6 @@ FORMATS = {"BF16": None, "FP8": "fp8", "GPTQ-Int8": "gptq-int8", "AWQ-INT4": "aw
 
 @dataclass(frozen=True)
 class Row:
-    """One published row."""
-
     model: str
     prompt: int
     mib: float

@@ -91,7 +91,6 @@ def on(device: str, sample: Any) -> Any:
 
 
 def on_cpu(op: Any, sample: Any) -> list[Allocation]:
-    """The CPU's allocations."""
     sample = on("cpu", sample)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         call(op, sample)
@@ -194,7 +193,6 @@ def operators(names: set[str] | None = None) -> list[Any]:
 
 
 def main() -> None:
-    """Print the differences."""
     warnings.filterwarnings("ignore")
     seen = set()
     for op in operators(set(sys.argv[1:])):

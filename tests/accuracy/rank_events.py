@@ -149,7 +149,6 @@ def _free_port() -> int:
 
 
 def both(name: str) -> list[dict[str, list[Change]]]:
-    """By rank."""
     size = SIZES.get(name, 2)
     port = _free_port()
     really = [_Forked(cpu, name, rank, size, port) for rank in range(size)]

@@ -27,8 +27,6 @@ IN_PIECES = {"aten._fused_rms_norm_backward": ("aten::mul", "aten::pow", "aten::
 
 
 class Matching(NamedTuple):
-    """How the two sides of a script compare."""
-
     cpu: int  # Allocations that the CPU made, those of the host alone left out.
     virtual: int
     matched: int  # In order and bytes.
@@ -45,7 +43,6 @@ class Matching(NamedTuple):
 
 
 def match(cpu: list[Change], virtual: list[Change]) -> Matching:
-    """Lay both sides' allocations side by side."""
     temporaries = _temporaries(cpu)
     theirs = [c for c in _in_order([c for c in cpu if c.block not in temporaries]) if not c.free]
     ours = [c for c in virtual if not c.free]

@@ -151,13 +151,11 @@ WAYS: dict[str, tuple[Builder, Training]] = {
 
 
 def compare_model(name: str) -> Comparison:
-    """One family's two training steps on both sides."""
     model = MODELS[name]
     return compared(program(model.build, model.batch, plain))
 
 
 def compare_way(name: str) -> Comparison:
-    """One way to train a small decoder."""
     build, training = WAYS[name]
     return compared(program(build, tokens, training))
 

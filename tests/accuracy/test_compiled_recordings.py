@@ -41,7 +41,6 @@ EAGER = {
 
 
 def recorded_eager(width: int, length: int, what: str) -> list[tuple[str, int]]:
-    """As `recorded`."""
     elements, rows = SEQUENCES * length * width, SEQUENCES * length
     sizes = {"S": 4 * rows * length, "R": 4 * rows, "M": 8 * rows, "O": 4 * elements, "c": 4}
     if elements >= 131_072:

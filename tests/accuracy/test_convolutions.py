@@ -94,8 +94,6 @@ class _Fused(torch.autograd.Function):
 
 
 class FusedAttention(Attention):
-    """The same by Liger-Kernel."""
-
     def forward(self, scores: torch.Tensor) -> torch.Tensor:
         return _Fused.apply(scores, self.weight, self.bias)  # type: ignore[no-any-return, no-untyped-call]
 

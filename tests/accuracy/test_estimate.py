@@ -33,7 +33,6 @@ SAMPLE = [
 
 
 def compared(model, method, dtype, batch_size, context_length, **asked):
-    """The closed form of a case, and its run."""
     subject = from_model(model)
     answer = build_estimate(subject, EstimateOptions(context_length=context_length, batch_size=batch_size, **asked))
     cell = answer.cells[method, dtype]

@@ -51,7 +51,6 @@ def _swept(one_in: int) -> list[sweep.Verdict]:
 
 @pytest.fixture(scope="module")
 def swept() -> list[sweep.Verdict]:
-    """All operators."""
     return _swept(1)
 
 

@@ -133,8 +133,6 @@ def explained(difference: sweep.Difference) -> bool:
 
 
 class Swept(NamedTuple):
-    """The whole comparison."""
-
     compared: int
     equal: int
     differences: list[sweep.Difference]
@@ -160,7 +158,6 @@ def _swept(one_in: int) -> Swept:
 
 @pytest.fixture(scope="module")
 def swept() -> Swept:
-    """All operators."""
     return _swept(1)
 
 

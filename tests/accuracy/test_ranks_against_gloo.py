@@ -61,8 +61,6 @@ HALF, FLOAT = 2, 4
 
 
 class Ranks(NamedTuple):
-    """One rank on both sides."""
-
     sides: Comparison
     beyond: Counter[str]  # Blocks that the CPU has beyond, by reason.
     unseen: int  # Frees that gloo's threads did, or nobody: they are of blocks that the two sides have alike.

@@ -75,8 +75,6 @@ def laid_out(tensor: torch.Tensor, order: str, one: int | None) -> torch.Tensor:
 
 
 def layouts(op: Any, sample: Any, device: str, order: str, one: int | None) -> Layouts:
-    """Size and strides of each result."""
-
     def move(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return laid_out(value, order, one).to(device)

@@ -37,8 +37,6 @@ BAR = 0.03
 
 @dataclass(frozen=True)
 class Row:
-    """One published row and how it is simulated."""
-
     model: str
     method: str
     run: Recipe | Bench
@@ -125,8 +123,6 @@ def needed(run: Recipe | Bench) -> list[str]:
 
 @dataclass(frozen=True)
 class Simulated:
-    """What a run on the virtual card gave."""
-
     peak_bytes: int
     peak_stage: str
     peak_reserved_bytes: int
@@ -134,7 +130,6 @@ class Simulated:
 
 
 def simulate(run: Recipe | Bench, card: str) -> Simulated:
-    """The run on the virtual card."""
     for package in needed(run):
         pytest.importorskip(package)
     return _simulate(run, card)

@@ -322,7 +322,6 @@ def adamw(recipe: Recipe, parameters: list[nn.Parameter]) -> torch.optim.Optimiz
 
 
 def train(recipe: Recipe) -> None:
-    """The recipe's steps on "cuda"."""
     with _bfloat16(), torch.device("cuda"):
         model = Llama(recipe)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -78,8 +78,6 @@ BARRED = [name for name, command in COMMANDS.items() if command.bar is not None]
 
 @dataclass(frozen=True)
 class Took:
-    """A process that ended."""
-
     seconds: float
     processor_seconds: float
     peak_bytes: int  # Of the largest of its processes.

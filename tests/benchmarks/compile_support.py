@@ -57,7 +57,6 @@ def _compile_something() -> None:
 
 
 def main() -> None:
-    """Measure, print the table, and judge it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=7)
     rounds = parser.parse_args().rounds

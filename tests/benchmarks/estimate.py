@@ -95,14 +95,12 @@ class Row:
 
 
 def cell_of(model: str, method: str, dtype: str, batch_size: int, context: int, lengths: str = "") -> Cell:
-    """The closed form of a case."""
     subject = from_model(model)
     shape = {"context_length": context, "batch_size": batch_size, "lengths": lengths or None}
     return build_estimate(subject, EstimateOptions(**shape)).cells[method, dtype]  # type: ignore[arg-type]
 
 
 def measure(model: str, method: str, dtype: str, batch_size: int, context_length: int, lengths: str = "") -> Row:
-    """One case, simulated."""
     from memprof.flows.estimate import simulate
 
     subject = from_model(model)
@@ -165,7 +163,6 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def page_with(text: str, rows: Sequence[Row]) -> str:
-    """The page with its table replaced."""
     before, found, rest = text.partition(BEGIN)
     assert found, f"{PAGE} has no table"
     _, end, after = rest.partition(END)

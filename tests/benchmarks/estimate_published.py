@@ -39,8 +39,6 @@ COVERED = 0.9  # The share of figures that a band is made for.
 
 @dataclass(frozen=True)
 class Question:
-    """What a user would ask."""
-
     model: str | Mapping[str, Any]  # A name of the catalog, or a configuration.
     method: str
     dtype: str
@@ -52,8 +50,6 @@ class Question:
 
 @dataclass(frozen=True)
 class Asked:
-    """A published figure beside the answer."""
-
     row: Row
     source: str
     kind: str
@@ -229,7 +225,6 @@ def _configured(text: str) -> Subject:
 
 
 def answer(row: Row, question: Question) -> Asked:
-    """The closed form's answer to a row's question."""
     model = question.model
     subject = from_model(model) if isinstance(model, str) else _configured(json.dumps(model))
     answer = build_estimate(subject, EstimateOptions(dtype=question.dtype, **question.asked))

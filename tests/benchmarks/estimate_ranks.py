@@ -124,7 +124,6 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def page_with(text: str, rows: Sequence[Row]) -> str:
-    """The page with its table replaced."""
     before, found, rest = text.partition(BEGIN)
     assert found, f"{PAGE} has no table"
     _, end, after = rest.partition(END)

@@ -45,8 +45,6 @@ _SMALL = {
 
 @dataclass(frozen=True)
 class Series:
-    """One thing that grows."""
-
     what: str
     unit: str
     points: Sequence[int]
@@ -56,8 +54,6 @@ class Series:
 
 @dataclass(frozen=True)
 class Point:
-    """One measured command."""
-
     at: int
     processor_seconds: float
     peak_bytes: int
@@ -96,7 +92,6 @@ SERIES = {
 
 
 def measured(series: Series, repeat: int) -> Iterator[Point]:
-    """Its points, one after another."""
     with tempfile.TemporaryDirectory() as folder:
         for at in series.points:
             command = Command(series.command(at, Path(folder)))

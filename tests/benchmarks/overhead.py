@@ -178,7 +178,6 @@ def measure(repeat: int) -> None:
 
 
 def main() -> int:
-    """Print both comparisons."""
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.overhead")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--in-process", type=int, metavar="REPEAT", help=argparse.SUPPRESS)

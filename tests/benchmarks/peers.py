@@ -230,8 +230,6 @@ WORKS = {
 
 @dataclass(frozen=True)
 class Took:
-    """One process: what it took and wrote."""
-
     seconds: float
     processor_seconds: float
     peak_bytes: int
@@ -265,7 +263,6 @@ def took(arguments: Sequence[str], environment: dict[str, str]) -> Took:
 
 
 def compared(work: Work, peers: Path | None, repeat: int, environment: dict[str, str], folder: Path) -> None:
-    """Print a line for each tool."""
     print(work.what if work.measured is None else f"{work.what}: {work.measured / GIB:.3f} GiB measured")
     places = {"snapshot": folder / "snapshot.pickle", "page": folder / "page.html"}
     for tool in work.tools:
@@ -287,7 +284,6 @@ def compared(work: Work, peers: Path | None, repeat: int, environment: dict[str,
 
 
 def main() -> None:
-    """Print the table."""
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.peers")
     parser.add_argument("--peers", type=Path, help="where hf-mem and fitcheck-llm are installed")
     parser.add_argument("--repeat", type=int, default=3)

@@ -242,7 +242,6 @@ def compare(method: Method, sigma: float) -> tuple[float, float, float, float]:
 
 
 def main() -> None:
-    """Print a row for each method."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkout", type=Path)
     parser.add_argument("methods", nargs="*", metavar="METHOD", default=["lora--llama-3.2-3B-rank32"])

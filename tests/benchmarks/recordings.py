@@ -60,8 +60,6 @@ class Window:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A recording and its simulation, counted."""
-
     recorded: int
     simulated: int
     matched: int
@@ -231,7 +229,6 @@ def compare(recorded: Window, simulated: Window) -> Comparison:
 
 
 def table(result: Comparison, rows: int = 20) -> str:
-    """The comparison for people."""
     lines = [
         f"recorded {result.recorded:,}, simulated {result.simulated:,}: matched {result.matched:,}"
         f" ({result.matched / max(1, result.recorded):.2%}), too many {result.extra:,}",

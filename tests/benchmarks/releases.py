@@ -103,7 +103,6 @@ def page(rows: list[list[str]], rest: str = "") -> str:
 
 
 def rows_of(text: str) -> list[list[str]]:
-    """The rows of a page."""
     lines = [line.strip("| ").split(" | ") for line in text.splitlines() if re.match(r"\| \d", line)]
     return [["" if cell == "none" else cell for cell in line] for line in lines]
 

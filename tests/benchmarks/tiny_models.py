@@ -20,8 +20,6 @@ BATCH_SIZE = 2
 
 @dataclass(frozen=True)
 class Case:
-    """One architecture of one task."""
-
     task: str
     model_type: str
     class_name: str

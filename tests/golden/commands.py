@@ -92,7 +92,6 @@ def comparable(document: object, folder: str) -> object:
 
 
 def main() -> None:
-    """Write every file anew."""
     for name in sys.argv[1:] or COMMANDS:
         (KEPT / f"{name}.json").write_text(json.dumps(answer(name), indent=1) + "\n", encoding="utf-8")
 

@@ -23,7 +23,6 @@ class Budget:
         self._seconds = seconds
 
     def elapsed(self) -> float:
-        """Return the seconds since the beginning."""
         return self._clock() - self._began
 
     def left(self) -> float:

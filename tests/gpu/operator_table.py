@@ -23,8 +23,6 @@ _VOCABULARY = 50_257
 
 
 class Inputs:
-    """Makes tensors on one device."""
-
     def __init__(self, device: str, dtype: torch.dtype = torch.float32) -> None:
         self.device = device
         self.dtype = dtype
@@ -121,8 +119,6 @@ def _batch_norm_inputs(images: Callable[..., torch.Tensor], parameters: Inputs) 
 
 
 def losses(new: Inputs) -> Named:
-    """Take softmax and cross-entropy over a vocabulary."""
-
     def logits() -> torch.Tensor:
         return new.floats(512, _VOCABULARY)
 
@@ -138,7 +134,6 @@ def losses(new: Inputs) -> Named:
 
 
 def activations(new: Inputs) -> Named:
-    """Apply elementwise functions, and sum up."""
     yield "gelu", differentiated(lambda: (new.floats(4096, 4096),), functional.gelu)
     yield "silu", differentiated(lambda: (new.floats(4096, 4096),), functional.silu)
     yield "dropout", differentiated(lambda: (new.floats(4096, 1024),), lambda x: functional.dropout(x, 0.1))
@@ -193,7 +188,6 @@ def _convolution_inputs(
 
 
 def attentions(new: Inputs) -> Named:
-    """Attend by each kernel of scaled dot-product attention."""
     attend = functional.scaled_dot_product_attention
 
     def states(heads: int = 8, width: int = 64) -> torch.Tensor:

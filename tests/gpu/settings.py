@@ -15,8 +15,6 @@ _SCALE = {"cuda": 1.0, "cpu": 3.0}
 
 @dataclass(frozen=True)
 class Settings:
-    """How to run the day."""
-
     # GPU_DAY_DEVICE: "cpu" runs the logic on a machine without a GPU, and skips what needs CUDA.
     device: str = "cuda"
     # GPU_DAY_SECONDS: for the whole day.

@@ -204,7 +204,6 @@ def _changed(document: dict[str, Any], **parts: Any) -> bytes:
 
 
 def _events(document: dict[str, Any], kind: int, refs: Iterable[int], **parts: Any) -> bytes:
-    """With more events."""
     more, events = list(refs), document["events"]
     joined = {"kind": events["kind"] + [kind] * len(more), "ref": events["ref"] + more}
     return _changed(document, events=joined, **parts)

@@ -34,7 +34,6 @@ def _capture() -> bytes:
 
 
 def write_capture(file: Path) -> Path:
-    """The capture of a small run."""
     file.write_bytes(_capture())
     return file
 

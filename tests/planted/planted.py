@@ -47,7 +47,6 @@ class Planted:
 
     @property
     def name(self) -> str:
-        """Its family and its own name."""
         return f"{self.path.parent.name}/{self.path.stem}"
 
 
@@ -84,15 +83,12 @@ def read(path: Path) -> Planted:
 
 
 def programs() -> dict[str, Planted]:
-    """Read all of them, by name."""
     found = [read(path) for path in sorted(FOLDER.glob("*/*.py"))]
     return {one.name: one for one in found}
 
 
 @dataclass(frozen=True)
 class Told:
-    """What `memprof run` says of a program."""
-
     exit_code: int
     report: dict[str, Any]
     stderr: str
@@ -129,7 +125,6 @@ class Told:
 
 
 def run(program: Planted, *options: str, folder: Path) -> Told:
-    """Run a program under `memprof run --json`."""
     done = python("-m", "memprof", "run", "--json", *program.options, *options, program.path, folder=folder)
     return Told(done.exit_code, json.loads(done.stdout or "{}"), done.stderr)
 

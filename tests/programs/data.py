@@ -97,13 +97,11 @@ def tokens(file: Path, count: int, vocabulary: int) -> None:
 
 
 def write(file: Path, text: str) -> None:
-    """A text file, with its folders."""
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(text, encoding="utf-8")
 
 
 def write_json(file: Path, content: object) -> None:
-    """A JSON file, with its folders."""
     write(file, json.dumps(content))
 
 

@@ -30,8 +30,6 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 @dataclass(frozen=True, kw_only=True)
 class Right:
-    """What is right of a program's report."""
-
     findings: frozenset[str] = frozenset()  # Those that are right, by id; no other may be there.
     # For a category that the program has hardly anything of: the largest share of the peak, as a fraction.
     at_most: dict[str, float] = field(default_factory=dict)
@@ -61,7 +59,6 @@ class Program(Right):
     path: tuple[str, ...] = ()  # Folders to import from, beside the program's own.
 
     def slug(self) -> str:
-        """The name for a file."""
         return self.name.replace(" ", "_")
 
     def missing(self, fetched: Path) -> str:
@@ -71,14 +68,11 @@ class Program(Right):
         return ""
 
     def at(self) -> str:
-        """The folder of its checkout."""
         return self.checkout or self.repository.split("/")[1]
 
 
 @dataclass(frozen=True)
 class Result:
-    """How a program ended under `memprof run`."""
-
     exit_code: int
     report: dict[str, Any]  # Of --json; empty if there was none.
     stderr: str

@@ -58,7 +58,6 @@ _FIGURE = re.compile(r"\d[\d,.]*(?: of [\d,.]+| times)?(?:%| ?(?:[KMGT]i?B|bytes
 
 
 def _unwrapped(printed: str) -> str:
-    """Without the line breaks of paragraphs."""
     return re.sub(r"\n  (?=\S)", " ", printed)
 
 

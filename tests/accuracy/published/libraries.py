@@ -30,7 +30,6 @@ class Checkout:
 
     @property
     def folder(self) -> Path:
-        """Where it lies, or would lie."""
         return folder(self.repository.partition("/")[2], self.commit[:8])
 
     @property
@@ -99,7 +98,6 @@ class MissingLibraryError(Exception):
 
 
 def folder(name: str, release: str) -> Path:
-    """Where a release lies, or would lie."""
     return CACHE / f"{name}-{release}"
 
 

@@ -65,7 +65,6 @@ class Prediction:
     differs: str = ""  # What of code and versions is not that of the source; empty: they match.
 
     def unit(self, row: Row) -> int:
-        """Bytes of the row's unit."""
         return self.unit_bytes or UNITS[row.unit.split()[0]]
 
 
@@ -127,7 +126,6 @@ class Run:
 
     @property
     def reserved(self) -> int:
-        """`torch.cuda.max_memory_reserved()`."""
         return max(self.replay.reserved[self.start :])
 
     @property

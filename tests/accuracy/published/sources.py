@@ -55,7 +55,6 @@ OTHER = Source("other", "", generic.any_row)
 
 
 def source_of(row: Row) -> Source:
-    """Who predicts a row."""
     return next((source for source in SOURCES if source.marker in row.source), OTHER)
 
 

@@ -91,7 +91,6 @@ def record_all(folder: Path, seconds: float, clock: Callable[[], float] = time.m
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Record and compare."""
     parser = argparse.ArgumentParser(prog="python -m tests.accuracy.truth", description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="where to, instead of tests/accuracy/truth/<gpu>-<torch>"

@@ -42,7 +42,6 @@ class Compared:
 
 
 def folders(root: Path = HERE) -> list[Path]:
-    """What has been recorded."""
     return sorted(path.parent for path in root.glob(f"*/{INDEX}"))
 
 

@@ -138,6 +138,5 @@ def read_index(folder: Path) -> dict[str, Any]:
 
 
 def write_index(folder: Path, index: dict[str, Any]) -> None:
-    """Replace INDEX.json."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / INDEX).write_text(json.dumps(index, indent=1, sort_keys=True) + "\n", encoding="utf-8")

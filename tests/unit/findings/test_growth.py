@@ -140,8 +140,6 @@ def test_joined_tensors() -> None:
 
 
 class TestSilentOn:
-    """Steady states."""
-
     def test_a_window(self) -> None:
         b = Builder()
         b.parameter("weight", 100)

@@ -56,7 +56,6 @@ class StandIn:
             raise self.error
 
     def take(self, num_bytes):
-        """Allocated and freed again."""
         self.peak[0] = max(self.peak[0], num_bytes)
 
     def allocate(self, address, num_bytes, *, stream=0, pool=(0, 0)):
@@ -81,7 +80,6 @@ class StandIn:
         self.entries.append({"action": action, "time_us": time.time_ns() // 1000, **place})
 
     def snapshot(self):
-        """As torch.cuda.memory._snapshot."""
         blocks = [
             {"address": address, "requested_size": num_bytes, "state": "active_allocated"}
             for address, (num_bytes, *_) in self.alive.items()
