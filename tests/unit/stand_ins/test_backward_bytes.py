@@ -18,7 +18,6 @@ import torch
 
 from memprof.catalog import find_gpu
 from memprof.stand_ins import registry, tools
-from memprof.stand_ins.extension import StandInExtension
 from memprof.virtual import VirtualGpu
 from tests.unit.stand_ins.test_flash_attention import half, single, tensor
 
@@ -228,10 +227,7 @@ ELSEWHERE = {
 }
 
 
-@pytest.fixture
-def gpu() -> Iterator[VirtualGpu]:
-    with VirtualGpu(find_gpu("h100-80gb"), workspaces=False, extensions=[StandInExtension()]) as gpu:
-        yield gpu
+CARD = find_gpu("h100-80gb")
 
 
 @pytest.mark.parametrize("name", CASES)

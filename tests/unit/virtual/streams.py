@@ -17,8 +17,6 @@ _NOT_COMPUTED = {"aten::detach", "prim::device"}
 
 
 class Seen(NamedTuple):
-    """One tensor of an operator."""
-
     dtype: torch.dtype
     shape: tuple[int, ...]
 
@@ -34,8 +32,6 @@ class Op(NamedTuple):
 
 
 class Operators(TorchDispatchMode):
-    """Notes every operator inside it."""
-
     def __init__(self) -> None:
         super().__init__()
         self.ops: list[Op] = []

@@ -89,8 +89,6 @@ HALF = [torch.bfloat16, torch.float16]
 
 
 class ConvNet(nn.Module):
-    """Convolutions, batch and group norm, pooling, interpolation, a normalised head and cross entropy."""
-
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Conv2d(3, 8, 3, padding=1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy
@@ -19,12 +19,6 @@ from tests.lanes import by_day
 from tests.unit.virtual.test_values import setitem, written
 
 CARD = find_gpu("a100-80gb")
-
-
-@pytest.fixture
-def gpu() -> Iterator[VirtualGpu]:
-    with VirtualGpu(CARD, workspaces=False) as virtual:
-        yield virtual
 
 
 SIDE = 1100  # Its square is more than the host keeps real, and than is computed at no charge.

@@ -24,7 +24,6 @@ OF_OTHERS = {
 
 
 def requests(trace: Trace) -> list[tuple[str, int]]:
-    """What is allocated and freed on the card, in order."""
     found = []
     for kind, ref in trace.events:
         if kind in (EventKind.ALLOC, EventKind.FREE) and trace.storages[ref].device != "cpu":
