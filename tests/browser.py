@@ -53,10 +53,8 @@ class Browser:
         os.close(to_browser)
         os.close(from_browser)
         self._buffer, self._number = b"", 0
-        self.problems: list[str] = []
-        """What the console was told of errors and warnings, and exceptions."""
-        self.asked: list[str] = []
-        """Addresses that the page asked a network for."""
+        self.problems: list[str] = []  # What the console was told of errors and warnings, and exceptions.
+        self.asked: list[str] = []  # Addresses that the page asked a network for.
         target = self._call("Target.getTargets")["targetInfos"][0]["targetId"]
         self._session = self._call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):

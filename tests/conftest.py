@@ -22,10 +22,10 @@ if _workers:
     # Before torch is imported, which reads it once; the processes that tests start inherit it.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // _workers)))
 
+# A test is answered by what it runs, in its own process, and leaves nothing behind; the workers share the cores.
 os.environ.update({"MEMPROF_CACHE": "off", "MEMPROF_PROCESSES": "1"})
-"""A test is answered by what it runs, in its own process, and leaves nothing behind; the workers share the cores."""
-
-os.environ.pop("COLUMNS", None)  # a worker of pytest has the terminal's, and what is printed is as wide
+for _name in ("COLUMNS", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):  # a worker of pytest has the terminal's
+    os.environ.pop(_name, None)
 
 _TESTS = Path(__file__).resolve().parent
 _SHARED = _TESTS.parents[1] / "shared"

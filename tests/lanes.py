@@ -22,11 +22,7 @@ def examples(number: int) -> int:
 
 
 def by_day(cases: Iterable[Any], *shown: Any) -> list[Any]:
-    """The cases of a test, of which `make test` has those `shown`, and `make nightly` the others.
-
-    Raises:
-        ValueError: what is shown is no case.
-    """
+    """The cases of a test, of which `make test` has those `shown`, and `make nightly` the others."""
     cases = list(cases)
     for one in shown:
         if one not in cases:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 from memprof.catalog import find_gpu
 from memprof.trace.events import HOST, EventKind, Trace
 from memprof.virtual import VirtualGpu
+from memprof.watch.collection import no_collection
 
 BEFORE = -1  # The block of a free whose allocation came before the recording.
 OF_A_THREAD = "another thread"
@@ -50,25 +50,14 @@ def call_of(node: Any, number: int) -> Call:
 Program = Callable[[str], Callable[[], None]]  # Builds everything on a device and returns what is to be recorded.
 
 
-@contextlib.contextmanager
-def _collector_off() -> Iterator[None]:
-    gc.collect()
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
-
-
 def on_virtual_gpu(program: Program, shared: Callable[[str, str], bool]) -> list[Change]:
     """The changes on the virtual GPU.
 
     Of the memory that no tensor shows, only that for which `shared` says so, given the operator and the dtype of the
     last tensor made before it.
     """
-    with _collector_off(), VirtualGpu(find_gpu("a100-80gb"), workspaces=False) as gpu:
+    gc.collect()
+    with no_collection(), VirtualGpu(find_gpu("a100-80gb"), workspaces=False) as gpu:
         step = program("cuda")
         begin = len(gpu.trace.events)
         step()
@@ -107,8 +96,9 @@ def on_cpu(program: Program) -> list[Change]:
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # kernels keep scratch memory per thread
+    gc.collect()
     try:
-        with _collector_off(), torch.backends.mkldnn.flags(enabled=False):
+        with no_collection(), torch.backends.mkldnn.flags(enabled=False):
             step = program("cpu")
             with profile(activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=True) as recorded:
                 step()

@@ -73,11 +73,7 @@ class Simulated:
 
 
 def published(shared: Path = SHARED) -> list[Row]:
-    """The rows of Qwen3 0.6B, 4B and 8B at four prompt lengths.
-
-    Raises:
-        FileNotFoundError: there is no published_memory.csv.
-    """
+    """The rows of Qwen3 0.6B, 4B and 8B at four prompt lengths."""
     with (shared / "published_memory.csv").open(newline="", encoding="utf-8") as file:
         return [
             Row(row["model"].lower(), int(row["seq"].split()[1]), float(row["value"]), row["weights"])

@@ -72,11 +72,7 @@ def cpu(name: str, rank: int, size: int, port: int) -> list[Change]:
 
 
 def _flash_attention() -> Any:
-    """CUDA's flash attention for the CPU, by the CPU's own, so that torch's ring of it finds it.
-
-    Returns:
-        what keeps it registered.
-    """
+    """CUDA's flash attention for the CPU, by the CPU's own, for torch's ring; returns what keeps it registered."""
     import torch
     from torch.nn import functional
 

@@ -10,9 +10,6 @@ from __future__ import annotations
 import csv
 import dataclasses
 import functools
-import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +23,7 @@ from memprof.flows.cards import RunAllocator, allocator_settings
 from memprof.ledger.ledger import build_ledger
 from memprof.spec import TargetSpec
 from memprof.virtual import VirtualGpu
+from memprof.watch.collection import no_collection
 from tests.accuracy import adapter_bench, torchtune_recipe
 from tests.accuracy.adapter_bench import ATTENTION, QLORA, QLORA_1B, QLORA_7B, QWEN, TINY, Bench, causal_lm
 from tests.accuracy.torchtune_recipe import LAYERS, Recipe
@@ -102,18 +100,6 @@ def published(folder: Path, row: Row) -> tuple[float, str]:
     return found[0]
 
 
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """When the collector runs depends on what else the process did."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
-
-
 def needed(run: Recipe | Bench) -> list[str]:
     """The packages of a run, to be imported before a virtual GPU is there to watch."""
     if isinstance(run, Bench):
@@ -141,7 +127,7 @@ def _simulate(run: Recipe | Bench, card: str) -> Simulated:
     readings: dict[str, int] = {}
     settings = allocator_settings("")
     with (
-        _no_collection(),
+        no_collection(),
         VirtualGpu(find_gpu(card), memory=lambda trace: RunAllocator(trace, find_gpu(card), settings)) as gpu,
     ):
         if isinstance(run, Recipe):
@@ -224,7 +210,7 @@ def test_peak_of_loading_in_4_bits(key: str) -> None:
     pytest.importorskip("bitsandbytes")
     peft = pytest.importorskip("peft")
     card, settings = find_gpu("rtx-4080"), allocator_settings("")
-    with _no_collection(), VirtualGpu(card, memory=lambda trace: RunAllocator(trace, card, settings)):
+    with no_collection(), VirtualGpu(card, memory=lambda trace: RunAllocator(trace, card, settings)):
         peft.prepare_model_for_kbit_training(causal_lm(key, "nf4"))
         assert round(torch.cuda.max_memory_allocated() / GIB, 4) == LOADING[key]
 

@@ -138,7 +138,6 @@ def cached(rows: Iterable[Row]) -> dict[str, float]:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The distribution of the errors, in Markdown."""
     lines = [
         "| method | dtype | runs | median error | middle 90% | largest | a card needs, by the estimate |",
         "| --- | --- | ---: | ---: | --- | ---: | --- |",

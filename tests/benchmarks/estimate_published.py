@@ -62,7 +62,6 @@ class Asked:
 
     @property
     def error(self) -> float:
-        """(estimated - published) / published."""
         return self.estimated_bytes / self.published_bytes - 1
 
     @property

@@ -108,7 +108,6 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The distribution of the errors, in Markdown."""
     lines = ["| plan | GPUs | runs | median error | 90% within | from | to |", "|---|---:|---:|---:|---:|---:|---:|"]
     groups = {(plan, gpus): [row for row in rows if (row.plan, row.gpus) == (plan, gpus)] for plan, gpus in PLANS}
     for name, mine in [*((f"`{plan}` | {gpus}", mine) for (plan, gpus), mine in groups.items()), ("**all** |", rows)]:

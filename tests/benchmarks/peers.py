@@ -247,11 +247,7 @@ _MEASURE = (
 
 
 def took(arguments: Sequence[str], environment: dict[str, str]) -> Took:
-    """Run Python with the arguments; 1 is fitcheck's, 3 our word for what does not fit.
-
-    Raises:
-        SystemExit: it failed.
-    """
+    """Run Python with the arguments; exit code 1 is fitcheck's, 3 our word for what does not fit."""
     measured = subprocess.run(
         [sys.executable, "-c", _MEASURE, sys.executable, *arguments],
         cwd=ROOT, env=environment, capture_output=True, text=True, check=True,

@@ -73,7 +73,6 @@ class Comparison:
 
     @property
     def within_bars(self) -> bool:
-        """Whether the simulation is as close to the recording as is asked for."""
         return (
             self.matched >= LEAST_MATCHED * self.recorded
             and self.extra <= MOST_EXTRA * self.recorded

@@ -36,7 +36,6 @@ class Screen:
         return "\n".join([*self.scrolled, *self.lines])
 
     def feed(self, text: str) -> None:
-        """What the terminal receives."""
         place = 0
         for found in _SEQUENCE.finditer(text):
             self._print(text[place : found.start()])

@@ -91,7 +91,6 @@ def matrix_products(new: Inputs) -> Named:
 
 
 def normalizations(new: Inputs) -> Named:
-    """Normalize by layer, RMS, group and batch."""
     width = (1024,)
     yield (
         "layer_norm",
@@ -143,8 +142,6 @@ def activations(new: Inputs) -> Named:
 
 
 def convolutions(new: Inputs) -> Named:
-    """Convolve by cuDNN, in one to three dimensions."""
-
     def padded(images: torch.Tensor, kernel: torch.Tensor) -> torch.Tensor:
         return functional.conv2d(images, kernel, padding=kernel.shape[-1] // 2)
 
@@ -227,8 +224,6 @@ def lookups(new: Inputs) -> Named:
 
 
 def recurrences(new: Inputs) -> Named:
-    """Run cuDNN's recurrent layers."""
-
     def prepare(kind: type[nn.RNNBase]) -> Call:
         layer = kind(256, 512, 2, device=new.device, dtype=new.dtype)
         states = new.floats(128, 16, 256)

@@ -28,11 +28,7 @@ class Settings:
 
 
 def read_settings(environment: Mapping[str, str]) -> Settings:
-    """Read the settings from environment variables.
-
-    Raises:
-        ValueError: a variable has a value that it cannot have; the message names both.
-    """
+    """Read the settings from environment variables; ValueError names one whose value it cannot have."""
     device = environment.get("GPU_DAY_DEVICE") or Settings.device
     if device not in _SCALE:
         raise ValueError(f"GPU_DAY_DEVICE is one of {', '.join(_SCALE)}, not {device!r}")

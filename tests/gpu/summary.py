@@ -33,5 +33,4 @@ class Summary:
         return not {Outcome.FAILED, Outcome.LATE} & set(self._outcomes)
 
     def total(self) -> str:
-        """Say how many programs have each outcome."""
         return ", ".join(f"{self._outcomes.count(one)} {one.value}" for one in Outcome)

@@ -39,10 +39,8 @@ def write_capture(file: Path) -> Path:
 
 
 def capture() -> dict[str, Any]:
-    """What a capture of a small run has in it."""
     return json.loads(gzip.decompress(_capture()))
 
 
 def snapshot() -> dict[str, Any]:
-    """What a snapshot of a small run has in it."""
     return pickle.loads(pickle.dumps(as_plain(training(leak=True).snapshot())))

@@ -33,8 +33,6 @@ _FITS = {"yes": True, "no": False, "none": None}
 
 @dataclass(frozen=True)
 class Planted:
-    """A program and what is right of it."""
-
     path: Path
     fits: bool | None
     exit_code: int
@@ -51,11 +49,7 @@ class Planted:
 
 
 def read(path: Path) -> Planted:
-    """Read what a program says of itself.
-
-    Raises:
-        ValueError: a line of it is not understood, or the verdict, the exit code or the reason is missing.
-    """
+    """Read what a program says of itself; ValueError if a line is not understood, or one that must be there is not."""
     lines = path.read_text(encoding="utf-8").splitlines()
     said: dict[str, str] = {}
     for line in lines:
@@ -106,7 +100,6 @@ class Told:
 
     @property
     def growth_bytes(self) -> int | None:
-        """What a step adds."""
         return (self.report.get("verdict", {}).get("growth") or {}).get("bytes_per_step")
 
     @property

@@ -79,7 +79,6 @@ def cifar(folder: Path, rows: int = 256) -> None:
 
 
 def images(folder: Path, classes: int = 2, each: int = 16, size: int = 96) -> None:
-    """PNG files in a folder for each class."""
     from PIL import Image
 
     numbers = numpy.random.default_rng(0)

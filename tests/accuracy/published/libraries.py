@@ -38,11 +38,7 @@ class Checkout:
         return f"{self.repository} at {self.commit[:8]}"
 
     def fetch(self) -> None:
-        """Get it and its packages, unless they are there.
-
-        Raises:
-            MissingLibraryError: git or pip could not get it.
-        """
+        """Get it and its packages, unless they are there; MissingLibraryError if git or pip could not."""
         for name, release in self.packages:
             fetch(name, release)
         if self.folder.is_dir():
@@ -102,11 +98,7 @@ def folder(name: str, release: str) -> Path:
 
 
 def fetch(name: str, release: str) -> None:
-    """Install a release into its folder, unless it is there.
-
-    Raises:
-        MissingLibraryError: pip could not get it.
-    """
+    """Install a release into its folder, unless it is there; MissingLibraryError if pip could not get it."""
     target = folder(name, release)
     if target.is_dir():
         return

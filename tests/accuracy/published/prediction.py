@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import importlib
 import importlib.util
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from memprof.allocator.replay import Timeline
@@ -16,6 +14,7 @@ from memprof.device.context import CONTEXT_BYTES
 from memprof.flows.cards import RunAllocator, allocator_settings
 from memprof.trace.events import Trace
 from memprof.virtual import VirtualGpu
+from memprof.watch.collection import no_collection
 from tests.accuracy.published.rows import UNITS, Row
 from tests.unit.allocator.replaying import replay_trace
 
@@ -149,15 +148,3 @@ def run(
         warnings.simplefilter("ignore")
         start = program(virtual) or 0
     return Run(virtual.trace, replay_trace(virtual.trace, config=settings.config), start)
-
-
-@contextmanager
-def no_collection() -> Iterator[None]:
-    """When the collector runs depends on what else the process did."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()

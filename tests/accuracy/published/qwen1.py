@@ -46,8 +46,6 @@ def finetuning(row: Row) -> Prediction:
 
 
 class Adapted(nn.Module):
-    """A frozen linear layer and its adapter."""
-
     def __init__(self, inputs: int, outputs: int, bias: bool = False) -> None:
         super().__init__()
         self.base = nn.Linear(inputs, outputs, bias=bias).requires_grad_(False)

@@ -13,7 +13,6 @@ MISS, FAR = 0.001, 0.01
 
 
 def tables(outcomes: Sequence[Outcome]) -> str:
-    """Return everything that docs/accuracy-tables.md shows of a sweep."""
     predicted = [outcome for outcome in outcomes if outcome.error is not None]
     parts = [
         _heading(outcomes, predicted),

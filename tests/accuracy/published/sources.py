@@ -69,5 +69,4 @@ def outcome(row: Row) -> Outcome:
 
 
 def outcomes(rows: Sequence[Row]) -> list[Outcome]:
-    """Predict rows that are figures of one run."""
     return [outcome(row) for row in rows]

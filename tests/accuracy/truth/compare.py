@@ -46,11 +46,7 @@ def folders(root: Path = HERE) -> list[Path]:
 
 
 def compare(folder: Path, name: str, spec: TargetSpec, index: Mapping[str, Any]) -> Compared:
-    """Simulate a recorded case on the card that recorded it.
-
-    Raises:
-        MemprofError: the case cannot be simulated, or its capture cannot be read.
-    """
+    """Simulate a recorded case on the GPU that recorded it; MemprofError where that cannot be done."""
     measured = load_trace(folder / f"{name}.capture")
     simulated, document = flow.profile(on_card(spec, index))
     theirs = analyze(measured)

@@ -8,18 +8,18 @@ import pytest
 from torch import nn
 
 import memprof
-from memprof.catalog import find_gpu
 from memprof.errors import UsageError
 from memprof.findings.evidence import suggest_fixes
 from memprof.flows.account import analyze
 from memprof.flows.ladder.climb import climb
-from memprof.flows.ladder.runs import Runs, SpecRuns, apply_fixes
+from memprof.flows.ladder.runs import SpecRuns, apply_fixes
 from memprof.remedies.fixes import parse_fixes
 from memprof.report.terminal.console import text_of
 from memprof.report.terminal.ladder import render_ladder
 from memprof.spec import TargetSpec
 from memprof.trace.events import Compiling
 from tests.unit.findings.builder import Builder
+from tests.unit.remedies.models import MadeUpRuns
 from tests.unit.workload.test_compile import MODEL
 
 
@@ -89,31 +89,13 @@ def test_it_is_on_once(how: str) -> None:
         memprof.apply(model, "compile")
 
 
-class _Runs(Runs):
+class _Runs(MadeUpRuns):
     """With a remedy on, a run takes a quarter more."""
-
-    def __init__(self) -> None:
-        super().__init__(find_gpu("rtx-4090"))
 
     def _run(self, fixes: Any) -> Any:
         b = Builder()
         b.new((5 if fixes else 4) << 28)  # float32
         return b.trace, analyze(b.trace)
-
-    def command(self, fixes: Any, *, fits: bool | None) -> str:
-        return ""
-
-    def _retold(self, trace: Any, fixes: Any) -> Any:
-        return trace
-
-    def make(self, sets: Any) -> None:
-        return None
-
-    def check(self, fixes: Any) -> None:
-        return None
-
-    def on_now(self) -> frozenset[str]:
-        return frozenset()
 
 
 def test_a_remedy_that_makes_it_worse_is_left_out_and_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

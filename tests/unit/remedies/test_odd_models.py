@@ -123,8 +123,6 @@ class Output:
 
 
 class Any(models.Handwritten):
-    """A forward that returns what `kind` says."""
-
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind = kind

@@ -265,8 +265,6 @@ def test_a_backward_that_raised_makes_no_micro_batch() -> None:
 
 
 class TestMemory:
-    """What an operator holds that raises."""
-
     @pytest.mark.parametrize("run", [
         lambda x: torch.roll(x, shifts=1, dims=7),
         lambda x: nn.functional.layer_norm(x, (64,), torch.ones(64, device="cuda"), torch.ones(7, device="cuda")),
