@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from typing import Any
 
 import pytest
@@ -59,9 +61,11 @@ def test_it_is_recommended_until_something_is_compiled() -> None:
 
 
 def test_without_triton_it_does_not_apply(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memprof.remedies.compiled._has_triton", lambda: False)
+    find = importlib.util.find_spec
     with memprof.virtual_gpu("a100-80gb"):
         model = _stack().cuda()
+        monkeypatch.delitem(sys.modules, "triton", raising=False)
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "triton" else find(name))
         with pytest.raises(UsageError, match="Inductor cannot run here") as raised:
             memprof.apply(model, "compile")
     assert (raised.value.value, raised.value.hint) == ("no Triton", "pip install triton")
