@@ -36,8 +36,6 @@ def find_browser() -> str:
 
 
 class Browser:
-    """One browser with one page."""
-
     def __init__(self) -> None:
         self._folder = tempfile.mkdtemp()
         to_browser, self._out = os.pipe()
@@ -55,10 +53,8 @@ class Browser:
         os.close(to_browser)
         os.close(from_browser)
         self._buffer, self._number = b"", 0
-        self.problems: list[str] = []
-        """What the console was told of errors and warnings, and exceptions."""
-        self.asked: list[str] = []
-        """Addresses that the page asked a network for."""
+        self.problems: list[str] = []  # What the console was told of errors and warnings, and exceptions.
+        self.asked: list[str] = []  # Addresses that the page asked a network for.
         target = self._call("Target.getTargets")["targetInfos"][0]["targetId"]
         self._session = self._call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
@@ -99,16 +95,13 @@ class Browser:
             self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
 
     def move(self, x: float, y: float) -> None:
-        """Move the mouse there."""
         self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
 
     def picture(self, path: Path, *, whole: bool = True) -> None:
-        """A picture of the page as PNG."""
         data = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)["data"]
         path.write_bytes(base64.b64decode(data))
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """A command of the protocol to the page."""
         return self._call(method, self._session, **parameters)
 
     def _call(self, method: str, session: str | None = None, **parameters: Any) -> dict[str, Any]:

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 from memprof.flows.saved import load_json
 from memprof.report.terminal.next_step import next_step
 
+# Runs a command, without the program's name and with --json: its exit code and what it answers.
 Run = Callable[[list[str]], tuple[int, dict[str, Any]]]
-"""Runs a command, without the program's name and with --json: its exit code and what it answers."""
 
 
 class Claim(NamedTuple):
@@ -128,6 +128,7 @@ def _recommended(before: dict[str, Any], code: int, after: dict[str, Any]) -> No
     assert after["chosen"] or after["alternatives"]
 
 
+# What for, as the line says -> what the command's answer has to be.
 CHECKS: dict[str, Callable[[dict[str, Any], int, dict[str, Any]], None]] = {
     "the first row that fits, in full": _same_as_row,
     "the remedies that make it fit at the least cost": _a_set,
@@ -137,7 +138,6 @@ CHECKS: dict[str, Callable[[dict[str, Any], int, dict[str, Any]], None]] = {
     "all of it": _all_of_it,
     "what would fit this card, or how many of them it takes": _recommended,
 }
-"""What for, as the line says -> what the command's answer has to be."""
 
 
 def commands_in(text: str) -> list[str]:

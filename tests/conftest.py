@@ -22,17 +22,18 @@ if _workers:
     # Before torch is imported, which reads it once; the processes that tests start inherit it.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // _workers)))
 
+# A test is answered by what it runs, in its own process, and leaves nothing behind; the workers share the cores.
 os.environ.update({"MEMPROF_CACHE": "off", "MEMPROF_PROCESSES": "1"})
-"""A test is answered by what it runs, in its own process, and leaves nothing behind; the workers share the cores."""
-
-os.environ.pop("COLUMNS", None)  # a worker of pytest has the terminal's, and what is printed is as wide
+for _name in ("COLUMNS", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):  # a worker of pytest has the terminal's
+    os.environ.pop(_name, None)
 
 _TESTS = Path(__file__).resolve().parent
 _SHARED = _TESTS.parents[1] / "shared"
 _NO_SHARED = "no shared data"
 
+# `--lane check` is what lies here, tests of new files too; `make test` runs everything but the nightly.
 _CHECK = ("unit", "golden", "cli/test_doctor.py", "cli/test_errors.py", "cli/test_estimate.py", "cli/test_vocab.py")
-"""`--lane check` is what lies here, tests of new files too; `make test` runs everything but the nightly."""
+# ... but for these, and for single tests with the marker `slow`.
 _NOT_IN_CHECK = (
     "golden/test_unchanged.py",
     "unit/findings/test_leaks.py",
@@ -54,10 +55,9 @@ _NOT_IN_CHECK = (
     "unit/watch",
     "unit/workload",
 )
-"""... but for these, and for single tests with the marker `slow`."""
-_CHECK_SECONDS = 3.0
-"""What a test of `--lane check` may take of a processor; the summary names those that take more."""
+_CHECK_SECONDS = 3.0  # What a test of `--lane check` may take of a processor; the summary names those that take more.
 
+# Begin with these, slowest first: what begins last leaves the other workers without work until it ends.
 _SLOWEST = (
     "docs/test_docs.py",
     "cli/test_verify.py",
@@ -79,11 +79,9 @@ _SLOWEST = (
     "unit/workload/",
     "unit/remedies/",
 )
-"""Begin with these, slowest first: what begins last leaves the other workers without work until it ends."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add `--lane`."""
     lanes = "check: what takes a minute; test: all but what is marked nightly; nightly: that too"
     parser.addoption("--lane", choices=("check", "test", "nightly"), default="test", help=lanes)
 

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-LANE = "MEMPROF_LANE"
-"""The lane, for what is asked while test modules are imported."""
+LANE = "MEMPROF_LANE"  # The lane, for what is asked while test modules are imported.
 
 
 def at_night() -> bool:
@@ -23,11 +22,7 @@ def examples(number: int) -> int:
 
 
 def by_day(cases: Iterable[Any], *shown: Any) -> list[Any]:
-    """The cases of a test, of which `make test` has those `shown`, and `make nightly` the others.
-
-    Raises:
-        ValueError: what is shown is no case.
-    """
+    """The cases of a test, of which `make test` has those `shown`, and `make nightly` the others."""
     cases = list(cases)
     for one in shown:
         if one not in cases:

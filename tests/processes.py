@@ -24,20 +24,16 @@ _SECONDS = 300
 
 
 class Done(NamedTuple):
-    """A process that ended."""
-
     exit_code: int
     stdout: str
     stderr: str
     processor_seconds: float
-    peak_bytes: int
-    """Of memory; what the process was forked from has a part in it."""
+    peak_bytes: int  # Of memory; what the process was forked from has a part in it.
 
 
 class _Server(NamedTuple):
     process: subprocess.Popen[str]
-    home: str
-    """The folder of what Hugging Face's libraries keep."""
+    home: str  # The folder of what Hugging Face's libraries keep.
 
 
 @functools.cache

@@ -29,8 +29,7 @@ class Bench:
     rank: int
     targets: tuple[str, ...]
     steps: int = 3
-    in_4_bits: bool = False
-    """`build` gives a quantized model that is on the card."""
+    in_4_bits: bool = False  # `build` gives a quantized model that is on the card.
     checkpointing: bool = True
     batch_size: int = 1
 

@@ -31,8 +31,7 @@ from tests.unit.allocator.replaying import replay_trace
 Step = Callable[[], object]
 
 MIB = 2**20
-TOLERANCE = 1e-9
-"""Of the comparison itself, in MiB: the figures are decimal fractions."""
+TOLERANCE = 1e-9  # Of the comparison itself, in MiB: the figures are decimal fractions.
 CARDS = {
     "A100-SXM4-80GB": "a100-80gb",
     "NVIDIA A100-SXM4-80GB": "a100-80gb",
@@ -41,10 +40,9 @@ CARDS = {
     "NVIDIA B200": "b200",
     "NVIDIA GeForce RTX 3090": "rtx-3090",
 }
-PREDICTED = ("huggingface", "torch", "baseline")
-"""The methods that are plain PyTorch, run eagerly."""
+PREDICTED = ("huggingface", "torch", "baseline")  # The methods that are plain PyTorch, run eagerly.
+# The methods that are those libraries' own Triton kernels: published/operators.py runs their packages.
 OWN_KERNELS = ("liger", "cce")
-"""The methods that are those libraries' own Triton kernels: published/operators.py runs their packages."""
 NOT_PREDICTED = {
     "torch_compile": "compiled: torch.compile fuses operators, and this sweep runs them eagerly",
 }
@@ -52,8 +50,6 @@ NOT_PREDICTED = {
 
 @dataclass(frozen=True)
 class Published:
-    """One row of the published table."""
-
     library: str
     kernel: str
     method: str
@@ -61,8 +57,7 @@ class Published:
     x: int
     gpu: str
     mib: float
-    digits: int
-    """Decimals that were published."""
+    digits: int  # Decimals that were published.
     config: dict[str, Any]
 
     @property
@@ -85,9 +80,9 @@ class Compared:
 
     row: Published
     simulated: float
+    # By how much blocks at the peak are larger than their requests, rounded to 512 bytes: of a segment the allocator
+    # splits off only what is more than 1 MiB.
     unsplit_bytes: int
-    """By how much blocks at the peak are larger than their requests, rounded to 512 bytes: of a segment the allocator
-    splits off only what is more than 1 MiB."""
 
     @property
     def off(self) -> float:
@@ -128,7 +123,6 @@ def published_row(row: Mapping[str, str]) -> Published:
 
 
 def compared(row: Published) -> Compared:
-    """Simulate the workload of one row."""
     if row.library == "ml-cross-entropy":
         return cut_cross_entropy(row)
     setup = WORKLOADS[row.kernel, row.axis]
@@ -290,6 +284,7 @@ def softmax(row: Published) -> Step:
     return step
 
 
+# By kernel and the axis that its rows vary.
 WORKLOADS: dict[tuple[str, str], Setup] = {
     ("fused_linear_cross_entropy", "BT"): fused_linear_cross_entropy,
     ("cross_entropy", "V"): cross_entropy,
@@ -300,14 +295,13 @@ WORKLOADS: dict[tuple[str, str], Setup] = {
     ("jsd", "BT"): jsd_by_rows,
     ("softmax", "N"): softmax,
 }
-"""By kernel and the axis that its rows vary."""
 
 
 # -- Cut Cross-Entropy's baseline --------------------------------------------------------------------------------------
 
 
+# `final_logit_softcapping` in the configuration of google/gemma-2-2b-it, whose head that benchmark takes.
 SOFTCAP = 30.0
-"""`final_logit_softcapping` in the configuration of google/gemma-2-2b-it, whose head that benchmark takes."""
 
 
 def cut_cross_entropy(row: Published) -> Compared:

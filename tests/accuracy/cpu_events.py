@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -13,9 +12,9 @@ from torch.profiler import ProfilerActivity, profile
 from memprof.catalog import find_gpu
 from memprof.trace.events import HOST, EventKind, Trace
 from memprof.virtual import VirtualGpu
+from memprof.watch.collection import no_collection
 
-BEFORE = -1
-"""The block of a free whose allocation came before the recording."""
+BEFORE = -1  # The block of a free whose allocation came before the recording.
 OF_A_THREAD = "another thread"
 
 
@@ -25,8 +24,7 @@ class Call(NamedTuple):
     name: str
     shapes: tuple[tuple[int, ...] | None, ...]
     strides: tuple[tuple[int, ...] | None, ...]
-    number: int
-    """Which call it is, so that two calls of one operator are told apart."""
+    number: int  # Which call it is, so that two calls of one operator are told apart.
 
 
 class Change(NamedTuple):
@@ -36,8 +34,7 @@ class Change(NamedTuple):
     block: int
     num_bytes: int
     op: str
-    calls: tuple[Call, ...] = ()
-    """The operators inside which it happened, outermost first (CPU only)."""
+    calls: tuple[Call, ...] = ()  # The operators inside which it happened, outermost first (CPU only).
 
 
 def call_of(node: Any, number: int) -> Call:
@@ -50,20 +47,7 @@ def call_of(node: Any, number: int) -> Call:
     return Call(node.name, shapes, strides, number)
 
 
-Program = Callable[[str], Callable[[], None]]
-"""Builds everything on a device and returns what is to be recorded."""
-
-
-@contextlib.contextmanager
-def _collector_off() -> Iterator[None]:
-    gc.collect()
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
+Program = Callable[[str], Callable[[], None]]  # Builds everything on a device and returns what is to be recorded.
 
 
 def on_virtual_gpu(program: Program, shared: Callable[[str, str], bool]) -> list[Change]:
@@ -72,7 +56,8 @@ def on_virtual_gpu(program: Program, shared: Callable[[str, str], bool]) -> list
     Of the memory that no tensor shows, only that for which `shared` says so, given the operator and the dtype of the
     last tensor made before it.
     """
-    with _collector_off(), VirtualGpu(find_gpu("a100-80gb"), workspaces=False) as gpu:
+    gc.collect()
+    with no_collection(), VirtualGpu(find_gpu("a100-80gb"), workspaces=False) as gpu:
         step = program("cuda")
         begin = len(gpu.trace.events)
         step()
@@ -111,8 +96,9 @@ def on_cpu(program: Program) -> list[Change]:
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # kernels keep scratch memory per thread
+    gc.collect()
     try:
-        with _collector_off(), torch.backends.mkldnn.flags(enabled=False):
+        with no_collection(), torch.backends.mkldnn.flags(enabled=False):
             step = program("cpu")
             with profile(activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=True) as recorded:
                 step()

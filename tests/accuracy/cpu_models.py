@@ -214,8 +214,6 @@ class _Block(nn.Module):
 
 
 class UNet(nn.Module):
-    """Down, a bottom, and up again with the states of the way down concatenated."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Conv2d(3, 16, 3, padding=1)
@@ -231,8 +229,6 @@ class UNet(nn.Module):
 
 
 class ConvNet(nn.Module):
-    """Convolutions, batch norm, a shortcut and pooling."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first, self.first_norm = nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16)
@@ -248,8 +244,6 @@ class ConvNet(nn.Module):
 
 
 class Mixer(nn.Module):
-    """Layers that mix patches and layers that mix channels."""
-
     def __init__(self) -> None:
         super().__init__()
         self.patches = nn.Conv2d(3, 64, 8, stride=8)
@@ -270,8 +264,6 @@ class Mixer(nn.Module):
 
 
 class Model(NamedTuple):
-    """One family's model."""
-
     family: str
     build: Builder
     batch: Callable[[], Batch]

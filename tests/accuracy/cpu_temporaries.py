@@ -15,15 +15,15 @@ from tests.accuracy.cpu_events import BEFORE, Call, Change, Program, on_cpu, on_
 
 FLOAT, INT64 = 4, 8
 NUMBER_BYTES = 8
+# State of the host's random number generator, which checkpointing keeps (CPUGeneratorImpl.cpp, get_state).
 RNG_STATE_BYTES = 5056
-"""State of the host's random number generator, which checkpointing keeps (CPUGeneratorImpl.cpp, get_state)."""
+# Operators whose memory that no tensor shows (copies of their inputs) is the same on both devices.
 SHARED = frozenset(
     {
         "aten.cumsum", "aten.embedding", "aten.native_layer_norm", "aten.native_layer_norm_backward", "aten.roll",
         "aten.upsample_nearest2d_backward",
     }
 )  # fmt: skip
-"""Operators whose memory that no tensor shows (copies of their inputs) is the same on both devices."""
 
 
 def is_shared(op: str, dtype: str) -> bool:
@@ -32,13 +32,10 @@ def is_shared(op: str, dtype: str) -> bool:
 
 
 class Temporary(NamedTuple):
-    """One operator's temporaries."""
-
     what: str
+    # Bytes that a temporary of this call may have, given the bytes of the blocks that the call leaves behind.
     sizes: Callable[[Call, list[int]], set[int]]
-    """Bytes that a temporary of this call may have, given the bytes of the blocks that the call leaves behind."""
-    through: str = ""
-    """The operator that the call uses to make it, where there is one."""
+    through: str = ""  # The operator that the call uses to make it, where there is one.
 
 
 def _elements(shape: tuple[int, ...] | None) -> int:
@@ -116,10 +113,8 @@ class Comparison(NamedTuple):
 
     virtual: list[Change]
     cpu: list[Change]
-    left_out: Counter[str]
-    """Blocks left out on the CPU's side, by operator."""
-    numbers: int
-    """... and those of numbers that a program on a card keeps on the host."""
+    left_out: Counter[str]  # Blocks left out on the CPU's side, by operator.
+    numbers: int  # ... and those of numbers that a program on a card keeps on the host.
 
 
 def compared(program: Program, beyond: Callable[[list[Change]], set[int]] = lambda cpu: set()) -> Comparison:
@@ -212,8 +207,8 @@ def _renumbered(changes: list[Change]) -> list[Change]:
     return [change._replace(block=numbers[change.block]) for change in changes]
 
 
+# Operators whose CPU kernel makes its outputs in another order: positions of the input and the weight.
 _GRADIENTS = {"aten::convolution_backward": (1, 2), "aten::native_batch_norm_backward": (1, 2)}
-"""Operators whose CPU kernel makes its outputs in another order: positions of the input and the weight."""
 
 
 def _is_depthwise(call: Call) -> bool:

@@ -24,25 +24,20 @@ from memprof.catalog import find_gpu
 from memprof.virtual import VirtualGpu
 from tests.accuracy.operator_sweep import CARD, operators, samples_of
 
-_MOST_TENSORS = 3
-"""Each of so many tensors of a call lies on the host in turn."""
+_MOST_TENSORS = 3  # Each of so many tensors of a call lies on the host in turn.
 
 
 class Verdict(NamedTuple):
     """What was found of one placement of one sample's tensors."""
 
     operator: str
+    # `n host`: tensor n on the host, the others on the card; `n scalar`: that tensor is one number on the host;
+    # `n strided`: on the host and not contiguous.
     placement: str
-    """`n host`: tensor n on the host, the others on the card; `n scalar`: that tensor is one number on the host;
-    `n strided`: on the host and not contiguous."""
-    expected: bool
-    """Whether a CUDA run raises, by FakeTensor."""
-    found: bool
-    """Whether the virtual GPU says so."""
-    operators: tuple[str, ...]
-    """Those that the virtual GPU noted."""
-    failure: str
-    """How the call on the virtual GPU ended, if not well."""
+    expected: bool  # Whether a CUDA run raises, by FakeTensor.
+    found: bool  # Whether the virtual GPU says so.
+    operators: tuple[str, ...]  # Those that the virtual GPU noted.
+    failure: str  # How the call on the virtual GPU ended, if not well.
 
 
 def placements(sample: Any) -> Iterator[tuple[str, list[Any], Any, set[int]]]:
@@ -164,7 +159,6 @@ def verdicts(op: Any) -> list[Verdict]:
 
 
 def main() -> None:
-    """Print the differences."""
     warnings.filterwarnings("ignore")
     seen = set()
     for op in operators(set(sys.argv[1:])):

@@ -40,14 +40,11 @@ from memprof.units import MIB
 SHARED = Path(__file__).resolve().parents[3] / "shared"
 SOURCE = "QwenLM/Qwen3 docs/source/getting_started/speed_benchmark.md"
 NEW_TOKENS = 2048
-FORMATS = {"BF16": None, "FP8": "fp8", "GPTQ-Int8": "gptq-int8", "AWQ-INT4": "awq-int4"}
-"""The source's names -> ours."""
+FORMATS = {"BF16": None, "FP8": "fp8", "GPTQ-Int8": "gptq-int8", "AWQ-INT4": "awq-int4"}  # The source's names -> ours.
 
 
 @dataclass(frozen=True)
 class Row:
-    """One published row."""
-
     model: str
     prompt: int
     mib: float
@@ -72,16 +69,11 @@ class Simulated:
     parameters: int
     prefill: int
     decode: int
-    key_copy: int
-    """The largest tensor that concatenation makes while decoding: the keys of one layer."""
+    key_copy: int  # The largest tensor that concatenation makes while decoding: the keys of one layer.
 
 
 def published(shared: Path = SHARED) -> list[Row]:
-    """The rows of Qwen3 0.6B, 4B and 8B at four prompt lengths.
-
-    Raises:
-        FileNotFoundError: there is no published_memory.csv.
-    """
+    """The rows of Qwen3 0.6B, 4B and 8B at four prompt lengths."""
     with (shared / "published_memory.csv").open(newline="", encoding="utf-8") as file:
         return [
             Row(row["model"].lower(), int(row["seq"].split()[1]), float(row["value"]), row["weights"])

@@ -16,16 +16,16 @@ from torch import nn
 
 from tests.accuracy.baselines import Published, Step, rotary_inputs
 
+# Where a row was measured with code that the release which it names does not have: a development version keeps the
+# number of the last release. Three kernels were new then (b5672a15, 8e2f3a47, 5d25e468 of
+# github.com/linkedin/Liger-Kernel); the last was published with the change of the kernel itself (6a2c4913), ten days
+# after 0.6.0.
 NEXT_RELEASE = {
     ("layer_norm", "0.2.1"): "0.3.0",
     ("jsd", "0.3.1"): "0.4.0",
     ("softmax", "0.5.8"): "0.6.0",
     ("layer_norm", "0.6.0"): "0.6.1",
 }
-"""Where a row was measured with code that the release which it names does not have: a development version keeps the
-number of the last release. Three kernels were new then (b5672a15, 8e2f3a47, 5d25e468 of
-github.com/linkedin/Liger-Kernel); the last was published with the change of the kernel itself (6a2c4913), ten days
-after 0.6.0."""
 
 
 def release(note: str, kernel: str) -> str:

@@ -25,13 +25,10 @@ from memprof.catalog import find_gpu
 from memprof.trace.events import GPU, EventKind
 from memprof.virtual import VirtualGpu
 
-SAMPLES = 4
-"""Sample inputs of each operator that are compared, spread over the first GENERATED."""
+SAMPLES = 4  # Sample inputs of each operator that are compared, spread over the first GENERATED.
 GENERATED = 20
-SCALAR_BYTES = 8
-"""Numbers that the CPU wraps in tensors lie on the host in a CUDA run as well."""
-GENERATOR_BYTES = 5056
-"""The state of the CPU's generator, which the database saves around random operators."""
+SCALAR_BYTES = 8  # Numbers that the CPU wraps in tensors lie on the host in a CUDA run as well.
+GENERATOR_BYTES = 5056  # The state of the CPU's generator, which the database saves around random operators.
 CARD = "a100-80gb"
 
 
@@ -48,10 +45,9 @@ class Difference(NamedTuple):
     operator: str
     variant: str
     sample: int
-    extra: list[Allocation]
-    """On the virtual GPU only."""
+    extra: list[Allocation]  # On the virtual GPU only.
+    # On the CPU only; of each size, all CPU allocations, since nothing says which of equal ones is missing.
     missing: list[Allocation]
-    """On the CPU only; of each size, all CPU allocations, since nothing says which of equal ones is missing."""
     missing_counts: dict[int, int]
     failure: str = ""
 
@@ -95,7 +91,6 @@ def on(device: str, sample: Any) -> Any:
 
 
 def on_cpu(op: Any, sample: Any) -> list[Allocation]:
-    """The CPU's allocations."""
     sample = on("cpu", sample)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         call(op, sample)
@@ -198,7 +193,6 @@ def operators(names: set[str] | None = None) -> list[Any]:
 
 
 def main() -> None:
-    """Print the differences."""
     warnings.filterwarnings("ignore")
     seen = set()
     for op in operators(set(sys.argv[1:])):

@@ -23,8 +23,7 @@ from tests.accuracy.cpu_events import Change, changes_of, recorded_changes
 from tests.processes import ROOT
 
 SCRIPT = str(ROOT / "tests" / "programs" / "parallel.py")
-SIZES = {"hsdp": 4}
-"""How many ranks a program has where not two."""
+SIZES = {"hsdp": 4}  # How many ranks a program has where not two.
 
 
 def _environment(rank: int, size: int, port: int, **more: str) -> None:
@@ -73,11 +72,7 @@ def cpu(name: str, rank: int, size: int, port: int) -> list[Change]:
 
 
 def _flash_attention() -> Any:
-    """CUDA's flash attention for the CPU, by the CPU's own, so that torch's ring of it finds it.
-
-    Returns:
-        what keeps it registered.
-    """
+    """CUDA's flash attention for the CPU, by the CPU's own, for torch's ring; returns what keeps it registered."""
     import torch
     from torch.nn import functional
 
@@ -150,7 +145,6 @@ def _free_port() -> int:
 
 
 def both(name: str) -> list[dict[str, list[Change]]]:
-    """By rank."""
     size = SIZES.get(name, 2)
     port = _free_port()
     really = [_Forked(cpu, name, rank, size, port) for rank in range(size)]

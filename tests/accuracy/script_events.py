@@ -25,6 +25,7 @@ from typing import Any
 from tests.accuracy.cpu_events import Call, Change, call_of
 
 PROGRAMS = Path(__file__).resolve().parents[1] / "scripts" / "programs"
+# Script with what is tried -> what makes the CPU run CUDA's operators: float32, eager attention, no dropout.
 SCRIPTS: dict[str, tuple[str, ...]] = {
     "char_gpt": ("--flash=False", "--dropout=0.0", "--dtype=float32", "--compile=False"),
     "trainer": ("--attn", "eager", "--precision", "fp32"),
@@ -37,9 +38,7 @@ SCRIPTS: dict[str, tuple[str, ...]] = {
     "generate --way loop": ("--attn", "eager", "--dtype", "float32"),
     "mistakes": ("--attn", "eager", "--keep", "losses,logits"),
 }
-"""Script with what is tried -> what makes the CPU run CUDA's operators: float32, eager attention, no dropout."""
-TO_CARD = "to the card"
-"""The operator of what a move to the card allocates."""
+TO_CARD = "to the card"  # The operator of what a move to the card allocates.
 _HOST = "on the host"
 
 

@@ -10,6 +10,7 @@ from tests.accuracy.cpu_events import Change
 from tests.accuracy.cpu_temporaries import NUMBER_BYTES, _in_order, _temporaries
 from tests.accuracy.script_events import TO_CARD
 
+# What the CPU allocates beyond the card (cpu_temporaries.py has the rest): operator, outermost or innermost -> why.
 REASONS: dict[str, str] = {
     TO_CARD: "a move of what is on the card already: the CPU's stand-in for the card copies it, a card does not",
     "aten::sum": "booleans are cast to integers before their sum",
@@ -19,42 +20,29 @@ REASONS: dict[str, str] = {
     "aten::sort": "a copy of what is sorted, as above",
     "": "no operator: buffers of files and of the profiler",
 }
-"""What the CPU allocates beyond the card (cpu_temporaries.py has the rest): operator, outermost or innermost -> why."""
 
 
+# An operator that is one kernel on CUDA -> the CPU's operators that make tensors of the same sizes instead.
 IN_PIECES = {"aten._fused_rms_norm_backward": ("aten::mul", "aten::pow", "aten::div", "aten::rms_norm")}
-"""An operator that is one kernel on CUDA -> the CPU's operators that make tensors of the same sizes instead."""
 
 
 class Matching(NamedTuple):
-    """How the two sides of a script compare."""
-
-    cpu: int
-    """Allocations that the CPU made, those of the host alone left out."""
+    cpu: int  # Allocations that the CPU made, those of the host alone left out.
     virtual: int
-    matched: int
-    """In order and bytes."""
-    kernels: Counter[str]
-    """Of the CPU's rest: temporaries of its kernels (cpu_temporaries.py), by operator."""
-    numbers: int
-    """... single numbers, which a program on a card keeps on the host."""
-    explained: Counter[str]
-    """... what REASONS has, by operator."""
-    rest_cpu: Counter[tuple[str, int]]
-    """... and what is left, by operator and bytes."""
+    matched: int  # In order and bytes.
+    kernels: Counter[str]  # Of the CPU's rest: temporaries of its kernels (cpu_temporaries.py), by operator.
+    numbers: int  # ... single numbers, which a program on a card keeps on the host.
+    explained: Counter[str]  # ... what REASONS has, by operator.
+    rest_cpu: Counter[tuple[str, int]]  # ... and what is left, by operator and bytes.
+    # Of the virtual card's rest: comparisons and reductions of `torch.isin`, one kernel on the CPU (TensorCompare.cpp).
     isin: int
-    """Of the virtual card's rest: comparisons and reductions of `torch.isin`, one kernel on the CPU
-    (TensorCompare.cpp)."""
+    # Of the virtual card's rest: storages that copy.deepcopy copies, on the CPU outside of every operator.
     deep_copies: int
-    """Of the virtual card's rest: storages that copy.deepcopy copies, on the CPU outside of every operator."""
-    rest_virtual: Counter[tuple[str, int]]
-    """Of the virtual card's, by operator and bytes."""
-    in_pieces: int = 0
-    """Of the virtual card's rest: results of operators that the CPU runs in pieces (IN_PIECES)."""
+    rest_virtual: Counter[tuple[str, int]]  # Of the virtual card's, by operator and bytes.
+    in_pieces: int = 0  # Of the virtual card's rest: results of operators that the CPU runs in pieces (IN_PIECES).
 
 
 def match(cpu: list[Change], virtual: list[Change]) -> Matching:
-    """Lay both sides' allocations side by side."""
     temporaries = _temporaries(cpu)
     theirs = [c for c in _in_order([c for c in cpu if c.block not in temporaries]) if not c.free]
     ours = [c for c in virtual if not c.free]
@@ -131,12 +119,12 @@ def _op(change: Change) -> str:
     return change.calls[0].name if change.calls else change.op
 
 
+# Operators that have another name on the CPU.
 _SAME = {
     "cudnn_batch_norm": "native_batch_norm",
     "cudnn_batch_norm_backward": "native_batch_norm_backward",
     "convolution": "_convolution",
 }
-"""Operators that have another name on the CPU."""
 
 
 def _key(change: Change) -> tuple[int, frozenset[str]]:

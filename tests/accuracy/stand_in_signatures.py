@@ -28,9 +28,10 @@ from memprof.stand_ins.packages import INSTALLED, PACKAGES
 
 OPERATORS = {"torchvision": torchvision.SCHEMAS, "torchaudio": torchaudio.SCHEMAS}
 PARAMETERS = Path(__file__).with_suffix(".txt")
+# Of a name that its package binds to what it makes then: there are no parameters to read.
 IMPORTED = "made when it is imported"
-"""Of a name that its package binds to what it makes then: there are no parameters to read."""
 NAMES = Path(registry.__file__).parent / "names"
+# Folders without what a training script imports.
 LEFT_OUT = (
     "test",
     "_triton",
@@ -50,7 +51,6 @@ LEFT_OUT = (
     "debug",
     "triton_kernels",
 )
-"""Folders without what a training script imports."""
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -136,7 +136,6 @@ def _plain(text: str) -> str:
 
 
 def own_parameters(function: Any, *, skip: int = 0) -> list[str]:
-    """Those of a stand-in."""
     if hasattr(function, "__signature__"):
         return list(inspect.signature(function).parameters)
     tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
@@ -300,7 +299,6 @@ def keep(package: str, own: dict[str, str], real: dict[str, str]) -> None:
 
 
 def written(package: str, trees: dict[str, ast.Module]) -> str:
-    """The list of names."""
     lines = (f"{module}: {' '.join(sorted(public_names(package, tree)))}" for module, tree in trees.items())
     return "".join(f"{line.strip()}\n" for line in lines)
 

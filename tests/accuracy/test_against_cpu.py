@@ -24,8 +24,7 @@ from tests.accuracy.cpu_temporaries import Comparison, compared
 from tests.lanes import by_day
 
 ROOT = Path(__file__).resolve().parents[2]
-Training = Callable[[nn.Module, Batch], Callable[[], None]]
-"""Prepares a model and returns what is to be recorded."""
+Training = Callable[[nn.Module, Batch], Callable[[], None]]  # Prepares a model and returns what is to be recorded.
 
 
 def program(build: Builder, batch: Callable[[], Batch], training: Training) -> Program:
@@ -152,13 +151,11 @@ WAYS: dict[str, tuple[Builder, Training]] = {
 
 
 def compare_model(name: str) -> Comparison:
-    """One family's two training steps on both sides."""
     model = MODELS[name]
     return compared(program(model.build, model.batch, plain))
 
 
 def compare_way(name: str) -> Comparison:
-    """One way to train a small decoder."""
     build, training = WAYS[name]
     return compared(program(build, tokens, training))
 

@@ -26,12 +26,6 @@ CARD = "rtx-pro-6000-blackwell"
 LOGITS = TOKENS * VOCABULARY * 2
 
 
-@pytest.fixture(autouse=True)
-def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
-        monkeypatch.delenv(name, raising=False)
-
-
 @pytest.fixture(scope="module")
 def study() -> Document:
     """A model of the same shape, checkpointed as the study's is, and the study's kind of loss."""

@@ -25,8 +25,8 @@ pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor's C++ needs a compiler"),
     pytest.mark.nightly,  # half a minute of it for each model; tests/unit/virtual/compiled is in every run
 ]
+# Equal to the end. deberta, mixtral, vit, mixer and convolutions are not: docs/accuracy-tables.md says how.
 COMPILED = ("perceptron", "gpt2", "llama", "qwen3", "gemma2", "bert", "lora", "t5", "bart", "rnn", "gru", "lstm")
-"""Equal to the end. deberta, mixtral, vit, mixer and convolutions are not: docs/accuracy-tables.md says how."""
 
 
 def without_numbers(changes: list[Change]) -> list[tuple[bool, int, int]]:

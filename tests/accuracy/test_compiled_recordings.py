@@ -19,8 +19,7 @@ from memprof.virtual import VirtualGpu
 pytest.importorskip("triton", reason="Inductor writes no kernels for a card without it")
 
 SEQUENCES = 8
-FREED = [0, 1, 3, 2, 4, 5]
-"""Which of the six is given back first."""
+FREED = [0, 1, 3, 2, 4, 5]  # Which of the six is given back first.
 
 
 def recorded(width: int, length: int) -> list[tuple[str, int]]:
@@ -30,6 +29,8 @@ def recorded(width: int, length: int) -> list[tuple[str, int]]:
     return [*(("take", size) for size in taken), *(("give", block) for block in FREED)]
 
 
+# Scores, one value a row, its position (8 bytes), the result; of the loss: what its sum is staged in, and itself. P: a
+# row's maximum with its position, where the scores are too many for 32-bit indices.
 EAGER = {
     "forward": "S0 S1 -S0 R0 M0 P0 -P0 -R0 S2 R1 S3 O0 -S1 -S3 -R1 -S2 -M0 -O0",
     "forward and backward": (
@@ -37,12 +38,9 @@ EAGER = {
         "-S6 -S5 S9 R2 -S8 -S4 -R1 -R2 S10 -S9 -S2 S11 R3 -S11 S12 -R3 -M0 -S12 S13 -S10 O5 O6 -S13 -O6 -O5 -c0 -O0 -O1"
     ),
 }
-"""Scores, one value a row, its position (8 bytes), the result; of the loss: what its sum is staged in, and itself. P: a
-row's maximum with its position, where the scores are too many for 32-bit indices."""
 
 
 def recorded_eager(width: int, length: int, what: str) -> list[tuple[str, int]]:
-    """As `recorded`."""
     elements, rows = SEQUENCES * length * width, SEQUENCES * length
     sizes = {"S": 4 * rows * length, "R": 4 * rows, "M": 8 * rows, "O": 4 * elements, "c": 4}
     if elements >= 131_072:

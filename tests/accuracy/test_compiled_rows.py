@@ -17,13 +17,13 @@ from tests.accuracy.published.torchtune import LADDER
 pytest.importorskip("triton", reason="Inductor writes no kernels for a card without it")
 pytestmark = pytest.mark.nightly
 
+# Peak of allocated memory in GiB, and what eager layers take.
 PUBLISHED = {
     "+ compile": (51.0, 59.95),
     "+ chunked CE": (42.9, 51.88),
     "+ activation checkpointing": (24.9, 25.29),
     "+ optimizer in backward": (23.1, 23.20),
 }
-"""Peak of allocated memory in GiB, and what eager layers take."""
 
 
 @pytest.mark.parametrize("technique", PUBLISHED)

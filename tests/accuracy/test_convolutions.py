@@ -43,6 +43,9 @@ def test_a_recorded_network(shared_dir: Path) -> None:
 
 NETWORK = ((30, 16), (16, 32), (32, 64))
 
+# Length -> MiB of a step of multi-token attention on an RTX 3090: in plain PyTorch, and Liger-Kernel's own
+# (benchmark/data/all_benchmark_data.csv at ead96b61). The rule has one constant of the row of 512 in plain PyTorch; the
+# other eleven were not used.
 PUBLISHED = {
     32: (0.9599609375, 0.97412109375),
     64: (1.4814453125, 1.53662109375),
@@ -51,9 +54,6 @@ PUBLISHED = {
     512: (45.47412109375, 48.974609375),
     1024: (178.97412109375, 192.974609375),
 }
-"""Length -> MiB of a step of multi-token attention on an RTX 3090: in plain PyTorch, and Liger-Kernel's own
-(benchmark/data/all_benchmark_data.csv at ead96b61). The rule has one constant of the row of 512 in plain PyTorch; the
-other eleven were not used."""
 
 
 class Attention(nn.Module):
@@ -94,8 +94,6 @@ class _Fused(torch.autograd.Function):
 
 
 class FusedAttention(Attention):
-    """The same by Liger-Kernel."""
-
     def forward(self, scores: torch.Tensor) -> torch.Tensor:
         return _Fused.apply(scores, self.weight, self.bias)  # type: ignore[no-any-return, no-untyped-call]
 

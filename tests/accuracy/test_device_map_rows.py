@@ -17,9 +17,9 @@ from memprof.virtual import VirtualGpu
 
 NEW_TOKENS = 2048
 GIB = 1 << 30
+# Tokens of the prompt, cards, published GiB, and how far off. With a prompt of one token, decoding is the peak, whose
+# cache grew token by token into blocks that are up to 1 MiB larger: 160 of them.
 ROWS = [(1, 2, 136.20, 0.002), (6144, 2, 140.00, 0.0005), (14_336, 3, 149.14, 0.0005), (30_720, 3, 164.79, 0.0005)]
-"""Tokens of the prompt, cards, published GiB, and how far off. With a prompt of one token, decoding is the peak, whose
-cache grew token by token into blocks that are up to 1 MiB larger: 160 of them."""
 
 
 @pytest.fixture(scope="module")

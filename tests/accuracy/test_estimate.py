@@ -33,15 +33,13 @@ SAMPLE = [
 
 
 def compared(model, method, dtype, batch_size, context_length, **asked):
-    """The closed form of a case, and its run."""
     subject = from_model(model)
     answer = build_estimate(subject, EstimateOptions(context_length=context_length, batch_size=batch_size, **asked))
     cell = answer.cells[method, dtype]
     return cell, simulate(subject, cell.plan, batch_size, answer.context_length)
 
 
-BY_DAY = [SAMPLE[at] for at in (0, 3, 4, 7, 9)]
-"""Each method, and what is checkpointed and quantized, once."""
+BY_DAY = [SAMPLE[at] for at in (0, 3, 4, 7, 9)]  # Each method, and what is checkpointed and quantized, once.
 
 
 @pytest.mark.parametrize(("model", "method", "dtype", "batch_size", "context_length"), by_day(SAMPLE, *BY_DAY))

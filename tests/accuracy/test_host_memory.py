@@ -58,7 +58,6 @@ def report(gpu, **facts):
 
 
 def run(program: str) -> dict[str, Any]:
-    """The only report of `program`."""
     [result] = reports(program)
     return result
 

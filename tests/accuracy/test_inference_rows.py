@@ -14,17 +14,17 @@ TABLE = SHARED / "published_memory.csv"
 pytestmark = pytest.mark.skipif(not TABLE.is_file(), reason=f"no shared data: {TABLE} is not there")
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "accuracy-tables.md"
+# Layers x key-value heads x head size x keys and values x bytes, from the models' configurations.
 KV_BYTES_PER_TOKEN = {
     "qwen3-0.6b": 28 * 8 * 128 * 2 * 2,
     "qwen3-4b": 36 * 8 * 128 * 2 * 2,
     "qwen3-8b": 36 * 8 * 128 * 2 * 2,
 }
-"""Layers x key-value heads x head size x keys and values x bytes, from the models' configurations."""
+# Simulated by the tests, the second of them by day; the others by `python -m tests.accuracy.inference_rows`.
 CHECKED = [
     ("qwen3-0.6b", 1, "BF16"), ("qwen3-0.6b", 30_720, "BF16"), ("qwen3-0.6b", 6144, "FP8"),
     ("qwen3-0.6b", 6144, "GPTQ-Int8"), ("qwen3-4b", 14_336, "AWQ-INT4"),
 ]  # fmt: skip
-"""Simulated by the tests, the second of them by day; the others by `python -m tests.accuracy.inference_rows`."""
 
 
 def rows() -> dict[tuple[str, int, str], Row]:

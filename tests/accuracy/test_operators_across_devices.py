@@ -24,6 +24,7 @@ HOST_INDEXED = "a host tensor may not be indexed by tensors on the card (native/
 NOT_LOOKED_INTO = "its products are of both devices; FakeTensor runs it as one"
 EMPTY = "a tolerance on the card for no matrix at all"
 
+# Operator -> why the virtual GPU and the reference may differ, and the virtual GPU is right.
 EXCEPTIONS: dict[str, str] = {
     **{f"nn.functional.conv{kind}{rank}d": CONVOLUTION for kind in ("", "_transpose") for rank in (1, 2, 3)},
     "as_strided_scatter": COPIES,
@@ -35,7 +36,6 @@ EXCEPTIONS: dict[str, str] = {
     "nn.functional.linear_cross_entropy chunked_none": NOT_LOOKED_INTO,
     "linalg.pinv": EMPTY,
 }
-"""Operator -> why the virtual GPU and the reference may differ, and the virtual GPU is right."""
 
 
 def _swept(one_in: int) -> list[sweep.Verdict]:
@@ -51,7 +51,6 @@ def _swept(one_in: int) -> list[sweep.Verdict]:
 
 @pytest.fixture(scope="module")
 def swept() -> list[sweep.Verdict]:
-    """All operators."""
     return _swept(1)
 
 

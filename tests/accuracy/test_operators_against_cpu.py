@@ -32,6 +32,7 @@ VALUES = "a real run looks at the values and takes a shorter way"
 FAILS = {SPARSE, NO_CUDA}
 NOT_COUNTED = "small temporaries that CUDA has as well or may have, and that are not counted"
 
+# Operator on the CPU -> why what it allocates inside has no like on the card.
 KERNELS: dict[str, str] = {
     name: reason
     for reason, names in {
@@ -71,8 +72,8 @@ KERNELS: dict[str, str] = {
     }.items()
     for name in names.split()
 }
-"""Operator on the CPU -> why what it allocates inside has no like on the card."""
 
+# Operator of the database -> why it may differ in any way.
 OPERATORS: dict[str, str] = {
     "combinations": MASK,
     "masked_select": MASK,
@@ -111,7 +112,6 @@ OPERATORS: dict[str, str] = {
     "linalg.lstsq": NO_CUDA,
     "linalg.lstsq grad_oriented": NO_CUDA,
 }
-"""Operator of the database -> why it may differ in any way."""
 
 
 def kernels_of(made: sweep.Allocation) -> set[str]:
@@ -133,8 +133,6 @@ def explained(difference: sweep.Difference) -> bool:
 
 
 class Swept(NamedTuple):
-    """The whole comparison."""
-
     compared: int
     equal: int
     differences: list[sweep.Difference]
@@ -160,7 +158,6 @@ def _swept(one_in: int) -> Swept:
 
 @pytest.fixture(scope="module")
 def swept() -> Swept:
-    """All operators."""
     return _swept(1)
 
 

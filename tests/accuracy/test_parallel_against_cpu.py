@@ -28,8 +28,7 @@ from tests.accuracy.test_against_cpu import check
 from tests.lanes import by_day
 
 pytestmark = pytest.mark.slow
-Parallel = Callable[[nn.Module, str], nn.Module]
-"""Makes a model parallel on a device."""
+Parallel = Callable[[nn.Module, str], nn.Module]  # Makes a model parallel on a device.
 
 
 def _layers(model: nn.Module) -> Any:
@@ -94,9 +93,9 @@ WAYS: dict[str, Parallel] = {
     "tensor parallel": tensor_parallel,
 }
 _PARAMETERS = 21
+# What DDP makes on the host first and then on the card, so that the CPU has it twice: sizes and strides of all
+# parameters, the order in which their gradients came, which of them were used.
 _HOST_BYTES = {8 * 74, 4 * (_PARAMETERS + 1), 4 * _PARAMETERS}
-"""What DDP makes on the host first and then on the card, so that the CPU has it twice: sizes and strides of all
-parameters, the order in which their gradients came, which of them were used."""
 
 
 def _joining() -> Joining:

@@ -22,11 +22,11 @@ from tests.processes import ROOT
 
 pytestmark = pytest.mark.slow
 COURSE, COMMIT_OF_ZERO, COMMIT_OF_FSDP = "duoan+cs336-assignment2-systems", "3f26030", "9f01dab"
+# Checkouts of the same course -> the commit that was measured.
 OTHERS = {
     "kbjiang+cs336-assignment2-systems-mine": "79814e6",
     "damek+cs336-assignment2-systems": "749e968",
 }
-"""Checkouts of the same course -> the commit that was measured."""
 PAGE = "docs/source-fabric/advanced/model_parallel/tp.rst"
 SPAWNS = """
 import sys
@@ -101,12 +101,13 @@ if __name__ == "__main__":
     for name in NAMES:
         mp.spawn(worker, args=(name,), nprocs=2)
 """
+# Before 1.9, parameters were given to ranks as they came.
 OF_TORCH_1_8 = """
 from torch.distributed.optim import zero_redundancy_optimizer as sharding
 
 sharding.sorted = lambda parameters, **order: list(parameters)  # it did not sort them by size
 """
-"""Before 1.9, parameters were given to ranks as they came."""
+# Stand for what launches the scripts elsewhere, and for names under which a package is installed here.
 MODULES = {
     "modal.py": """
 class Any:
@@ -136,7 +137,6 @@ sys.modules |= {"lightning.pytorch": classes, "lightning.pytorch.demos": classes
 sys.modules["lightning.pytorch.demos.boring_classes"] = classes
 """,
 }
-"""Stand for what launches the scripts elsewhere, and for names under which a package is installed here."""
 
 
 def checkout(name: str) -> Path:
@@ -283,6 +283,7 @@ def test_tensor_parallelism_of_lightning(shared_dir, tmp_path, ranks):
 
 
 LAYERS = "FSDPStrategy(auto_wrap_policy={nn.TransformerEncoderLayer, nn.TransformerDecoderLayer}"
+# Of Lightning's Trainer, and how near they come: what is gathered ahead depends on time where layers are sharded.
 STRATEGIES = {
     "DDP": ("'ddp'", 0.0001),
     "NO_SHARD": (f"{LAYERS}, sharding_strategy='NO_SHARD')", 0.0015),
@@ -290,7 +291,6 @@ STRATEGIES = {
     "FULL_SHARD": (f"{LAYERS})", 0.004),
     "FULL_SHARD+cpu_offload": (f"{LAYERS}, cpu_offload=True)", 0.02),
 }
-"""Of Lightning's Trainer, and how near they come: what is gathered ahead depends on time where layers are sharded."""
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

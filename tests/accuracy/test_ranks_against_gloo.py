@@ -34,6 +34,7 @@ def _inside(*names: str) -> Callable[[Change], bool]:
 
 
 GLOO = "gloo's copies: what it sends and receives is laid flat, or is not to change what it was given"
+# What the CPU allocates beyond the card.
 BEYOND: dict[str, Callable[[Change], bool]] = {
     GLOO: (
         lambda change: any(call.name == OF_A_THREAD or call.name.startswith("c10d::") for call in change.calls)
@@ -41,34 +42,28 @@ BEYOND: dict[str, Callable[[Change], bool]] = {
     "casts in _chunk_cat, which is one kernel on CUDA": _inside("aten::_chunk_cat", "aten::cat"),
     "booleans, cast to integers before their sum": _inside("aten::sum", "aten::_to_copy"),
 }  # fmt: skip
-"""What the CPU allocates beyond the card."""
+# Operators of which what the CPU makes and gives back inside (casts, buffers) CUDA does not.
 KERNELS = frozenset(
     {
         "aten::add_", "aten::gather", "aten::log_sigmoid", "aten::_scaled_dot_product_flash_attention_for_cpu",
         "aten::_scaled_dot_product_flash_attention_for_cpu_backward",
     }
 )  # fmt: skip
-"""Operators of which what the CPU makes and gives back inside (casts, buffers) CUDA does not."""
+# What the CPU has for the host, which comes first.
 HOST_BYTES = {
     480: "sizes and strides of DDP's parameters, made on the host and then on the card, so that the CPU has them twice",
     92: "the same of the order of their gradients",
     88: "the same of which were used",
     16: "where a rank is in a mesh of ranks",
 }
-"""What the CPU has for the host, which comes first."""
-NCCL_BYTES = {16: "the ranks' numbers of parameters, which NCCL gathers into one tensor"}
-"""What the card has beyond."""
+NCCL_BYTES = {16: "the ranks' numbers of parameters, which NCCL gathers into one tensor"}  # What the card has beyond.
 HALF, FLOAT = 2, 4
 
 
 class Ranks(NamedTuple):
-    """One rank on both sides."""
-
     sides: Comparison
-    beyond: Counter[str]
-    """Blocks that the CPU has beyond, by reason."""
-    unseen: int
-    """Frees that gloo's threads did, or nobody: they are of blocks that the two sides have alike."""
+    beyond: Counter[str]  # Blocks that the CPU has beyond, by reason.
+    unseen: int  # Frees that gloo's threads did, or nobody: they are of blocks that the two sides have alike.
 
 
 def _statistics_in_float(cpu: list[Change]) -> list[Change]:
@@ -123,12 +118,12 @@ def compare(cpu: list[Change], virtual: list[Change]) -> Ranks:
 
 
 EVERY = {"tensor-parallel": 1100}
+# Program -> allocations and frees that are compared, at least.
 NIGHTLY = {
     "ddp": 700, "ddp-views": 700, "ddp-unused": 700, "ddp-static": 700, "zero": 450, "fsdp1": 600, "fsdp1-half": 650,
     "fsdp2": 1050, "fsdp2-half": 1200, "fsdp2-kept": 950, "hsdp": 1050, "loss-parallel": 1300,
     "pipeline-gpipe": 500, "pipeline": 500,
 }  # fmt: skip
-"""Program -> allocations and frees that are compared, at least."""
 
 
 def _named(program: str) -> Any:

@@ -16,7 +16,6 @@ MIB = 1 << 20
 
 @pytest.fixture(scope="module")
 def index(shared_dir: Path) -> dict[str, dict[str, str]]:
-    """What is known of each file, by its name."""
     path = shared_dir / "snapshots" / "INDEX.csv"
     if not path.exists():
         pytest.skip(f"no snapshots: {path} is not there")

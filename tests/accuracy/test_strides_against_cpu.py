@@ -27,6 +27,7 @@ TRANSFORMS = "cuFFT's plans order dimensions by themselves"
 NO_CUDA = "an error on CUDA as well"
 SELECTS = "what is selected is written in rows on the CPU"
 EMPTY = "a tensor without elements"
+# Operator of the database -> why its strides may differ.
 EXCEPTIONS: dict[str, str] = {
     name: reason
     for reason, names in {
@@ -51,16 +52,14 @@ EXCEPTIONS: dict[str, str] = {
     }.items()
     for name in names.split()
 }
-"""Operator of the database -> why its strides may differ."""
+# Dimensions as they lie in memory, the slowest first.
 ORDERS: dict[str, Any] = {
     "first last": lambda dims: [*range(1, dims), 0],
     "reversed": lambda dims: [*range(dims)][::-1],
     "channels last": lambda dims: [0, *range(2, dims), 1],
     "batch before channels": lambda dims: [*range(2, dims), 0, 1],
 }
-"""Dimensions as they lie in memory, the slowest first."""
-ONE = (None, 0, 1, -1) if at_night() else (None, 0)
-"""Dimensions of which one element is left."""
+ONE = (None, 0, 1, -1) if at_night() else (None, 0)  # Dimensions of which one element is left.
 Layouts = list[tuple[tuple[int, ...], tuple[int, ...]]]
 
 
@@ -76,8 +75,6 @@ def laid_out(tensor: torch.Tensor, order: str, one: int | None) -> torch.Tensor:
 
 
 def layouts(op: Any, sample: Any, device: str, order: str, one: int | None) -> Layouts:
-    """Size and strides of each result."""
-
     def move(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return laid_out(value, order, one).to(device)

@@ -10,9 +10,6 @@ from __future__ import annotations
 import csv
 import dataclasses
 import functools
-import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +23,7 @@ from memprof.flows.cards import RunAllocator, allocator_settings
 from memprof.ledger.ledger import build_ledger
 from memprof.spec import TargetSpec
 from memprof.virtual import VirtualGpu
+from memprof.watch.collection import no_collection
 from tests.accuracy import adapter_bench, torchtune_recipe
 from tests.accuracy.adapter_bench import ATTENTION, QLORA, QLORA_1B, QLORA_7B, QWEN, TINY, Bench, causal_lm
 from tests.accuracy.torchtune_recipe import LAYERS, Recipe
@@ -37,16 +35,13 @@ BAR = 0.03
 
 @dataclass(frozen=True)
 class Row:
-    """One published row and how it is simulated."""
-
     model: str
     method: str
     run: Recipe | Bench
-    bar: float | None = BAR
-    """None: not simulated as it was run; `why` says what is missing."""
+    bar: float | None = BAR  # None: not simulated as it was run; `why` says what is missing.
     why: str = ""
+    # Columns of the table that tell this row from others of the same method, and what is in them.
     where: tuple[tuple[str, str], ...] = ()
-    """Columns of the table that tell this row from others of the same method, and what is in them."""
 
     @property
     def name(self) -> str:
@@ -87,8 +82,8 @@ ROWS = [
     Row("Llama-3.2-3B", "LoRA (no opt-in-bwd, AdamW)", LORA, None, COMPILED_HEAD),
     Row("Llama-3.2-3B", "QLoRA (no opt-in-bwd, AdamW)", FOUR_BIT_LORA, None, COMPILED_HEAD),
 ]
+# Of one stream, active is allocated (docs/concepts.md). Both are GiB, whatever the first is called.
 _METRICS = ("peak_allocated_gb", "peak memory active")
-"""Of one stream, active is allocated (docs/concepts.md). Both are GiB, whatever the first is called."""
 _CARDS = {"RTX 4080 16GB": "rtx-4080", "A100": "a100-80gb"}
 
 
@@ -105,18 +100,6 @@ def published(folder: Path, row: Row) -> tuple[float, str]:
     return found[0]
 
 
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """When the collector runs depends on what else the process did."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
-
-
 def needed(run: Recipe | Bench) -> list[str]:
     """The packages of a run, to be imported before a virtual GPU is there to watch."""
     if isinstance(run, Bench):
@@ -126,17 +109,13 @@ def needed(run: Recipe | Bench) -> list[str]:
 
 @dataclass(frozen=True)
 class Simulated:
-    """What a run on the virtual card gave."""
-
     peak_bytes: int
     peak_stage: str
     peak_reserved_bytes: int
-    readings: dict[str, int]
-    """Bytes allocated at the benchmark's readings."""
+    readings: dict[str, int]  # Bytes allocated at the benchmark's readings.
 
 
 def simulate(run: Recipe | Bench, card: str) -> Simulated:
-    """The run on the virtual card."""
     for package in needed(run):
         pytest.importorskip(package)
     return _simulate(run, card)
@@ -148,7 +127,7 @@ def _simulate(run: Recipe | Bench, card: str) -> Simulated:
     readings: dict[str, int] = {}
     settings = allocator_settings("")
     with (
-        _no_collection(),
+        no_collection(),
         VirtualGpu(find_gpu(card), memory=lambda trace: RunAllocator(trace, find_gpu(card), settings)) as gpu,
     ):
         if isinstance(run, Recipe):
@@ -159,8 +138,8 @@ def _simulate(run: Recipe | Bench, card: str) -> Simulated:
     return Simulated(ledger.peak_bytes, ledger.peak_stage.name, ledger.peak_reserved_bytes, readings)
 
 
+# Of rows that differ in one setting, one is in every run.
 BY_DAY = "lora", "baseline full FT", "+ packed", "+ activation offloading"
-"""Of rows that differ in one setting, one is in every run."""
 
 
 def _in_its_lane(row: Row, *others: object) -> object:
@@ -193,14 +172,14 @@ def test_packed_to_the_last_digit(shared_dir: Path) -> None:
     assert round(simulate(PACKED, card).peak_bytes / GIB, 1) == gib
 
 
+# GiB allocated after loading, attaching the adapter, first forward, backward and optimizer step, and the peak: from
+# benchmarks/results/*_s1024_b1_r16_*.json of github.com/DaoyuanLi2816/can-i-finetune-this (torch 2.6).
 READINGS = {
     "Qwen2.5-0.5B lora": (QWEN, (0.9279, 0.9360, 1.8585, 1.2537, 1.2504, 3.0324)),
     "Qwen2.5-0.5B qlora": (QLORA, (0.6804, 0.6885, 1.9425, 1.2998, 1.2965, 3.1158)),
     "Qwen2.5-1.5B qlora": (QLORA_1B, (1.5092, 1.5254, 2.8647, 2.1503, 2.1424, 4.0413)),
     "Qwen2.5-7B qlora": (dataclasses.replace(QLORA_7B, steps=2), (7.2110, 7.2486, 8.8142, 7.9113, 7.8929, 10.0023)),
 }
-"""GiB allocated after loading, attaching the adapter, first forward, backward and optimizer step, and the peak: from
-benchmarks/results/*_s1024_b1_r16_*.json of github.com/DaoyuanLi2816/can-i-finetune-this (torch 2.6)."""
 _POINTS = (
     "after_load",
     "after_lora_attach",
@@ -221,8 +200,8 @@ def test_readings_of_the_adapter_benchmark(name: str) -> None:
     assert simulated.peak_bytes / GIB == pytest.approx(peak, abs=1.2e-3 if bench.in_4_bits else 3e-3)
 
 
+# GiB, the most allocated until the 4-bit model was loaded and prepared: the same files, `after_load`.
 LOADING = {"qwen2.5-0.5b": 0.9339, "qwen2.5-1.5b": 1.9436, "qwen2.5-7b": 8.2261}
-"""GiB, the most allocated until the 4-bit model was loaded and prepared: the same files, `after_load`."""
 
 
 @pytest.mark.parametrize("key", by_day(LOADING, "qwen2.5-0.5b"))
@@ -231,7 +210,7 @@ def test_peak_of_loading_in_4_bits(key: str) -> None:
     pytest.importorskip("bitsandbytes")
     peft = pytest.importorskip("peft")
     card, settings = find_gpu("rtx-4080"), allocator_settings("")
-    with _no_collection(), VirtualGpu(card, memory=lambda trace: RunAllocator(trace, card, settings)):
+    with no_collection(), VirtualGpu(card, memory=lambda trace: RunAllocator(trace, card, settings)):
         peft.prepare_model_for_kbit_training(causal_lm(key, "nf4"))
         assert round(torch.cuda.max_memory_allocated() / GIB, 4) == LOADING[key]
 
@@ -270,8 +249,7 @@ def test_the_command_line_runs_the_adapter_benchmark(shared_dir: Path) -> None:
 
 # -- what is not met, in figures ---------------------------------------------------------------------------------------
 
-ROUNDING_GIB = 0.05
-"""Of the published figures."""
+ROUNDING_GIB = 0.05  # Of the published figures.
 
 
 def test_compiled_layers(shared_dir: Path) -> None:

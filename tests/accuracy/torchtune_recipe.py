@@ -51,8 +51,7 @@ LLAMA_3_2_3B = Geometry(3072, 8192, 28, 24, 8, 128_256, 131_072, tied=True)
 LLAMA_3_1_8B = Geometry(4096, 14_336, 32, 32, 8, 128_256, 131_072, tied=False)
 LLAMA_2_7B = Geometry(4096, 11_008, 32, 32, 32, 32_000, 4096, tied=False)
 LAYERS = LLAMA_3_2_3B.layers
-CHUNKS = 8
-"""Of the chunked cross-entropy, along the sequence."""
+CHUNKS = 8  # Of the chunked cross-entropy, along the sequence.
 IGNORED = -100
 
 
@@ -67,24 +66,19 @@ class Recipe:
     optimizer_in_backward: bool = False
     offloading: bool = False
     lora_rank: int | None = None
-    in_4_bits: bool = False
-    """The linear layers but the head are NF4 tensors of torchao; with lora_rank."""
-    unpacks_eagerly: bool = False
-    """torchao's own code unpacks them, as it does where nothing is compiled."""
-    eight_bit: str | None = None
-    """Whose 8-bit AdamW: bitsandbytes or torchao."""
+    in_4_bits: bool = False  # The linear layers but the head are NF4 tensors of torchao; with lora_rank.
+    unpacks_eagerly: bool = False  # torchao's own code unpacks them, as it does where nothing is compiled.
+    eight_bit: str | None = None  # Whose 8-bit AdamW: bitsandbytes or torchao.
     batch_size: int = 2
     steps: int = 2
     geometry: Geometry = LLAMA_3_2_3B
-    lora_on: str = "qvoghd"
-    """Which linear layers are adapted: query, key, value, output, gate, up (h), down."""
+    lora_on: str = "qvoghd"  # Which linear layers are adapted: query, key, value, output, gate, up (h), down.
+    # The recipes of May 2024 (0217d44c2): the loop copies the logits without the last position, gives them to the loss
+    # with the vocabulary as the second dimension, and keeps them until the next batch; AdamW is not fused.
     shifts: bool = False
-    """The recipes of May 2024 (0217d44c2): the loop copies the logits without the last position, gives them to the loss
-    with the vocabulary as the second dimension, and keeps them until the next batch; AdamW is not fused."""
-    compiled: bool = False
-    """Each layer is compiled."""
+    compiled: bool = False  # Each layer is compiled.
+    # The optimizer's state is paged: in managed memory, which is not the allocator's (bitsandbytes, Paged*).
     paged: bool = False
-    """The optimizer's state is paged: in managed memory, which is not the allocator's (bitsandbytes, Paged*)."""
 
 
 class RootMeanSquareNorm(nn.Module):
@@ -328,7 +322,6 @@ def adamw(recipe: Recipe, parameters: list[nn.Parameter]) -> torch.optim.Optimiz
 
 
 def train(recipe: Recipe) -> None:
-    """The recipe's steps on "cuda"."""
     with _bfloat16(), torch.device("cuda"):
         model = Llama(recipe)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -42,13 +42,8 @@ NOT_HERE = 4
 
 
 def sweep(rows: Sequence[Row], processes: int = 2, keep: Path | None = None) -> list[Outcome]:
-    """Predict every row, in the order given. Sources that import other projects' packages run first, apart.
-
-    Args:
-        rows: the table.
-        processes: at most this many at once.
-        keep: a file of predictions, read first and added to.
-    """
+    """Predict every row, in the order given; `keep` is a file of predictions, read first and added to. Sources that
+    import other projects' packages run first, apart."""
     from tests.accuracy.published.sources import outcomes, source_of
 
     # transformers' notices on building a model are about nobody's run.
@@ -119,11 +114,7 @@ def _fetched(name: str, fetch: Callable[[], None]) -> None:
 
 
 def with_tables(page: str, tables: str, marks: tuple[str, str] = (BEGIN, END)) -> str:
-    """`page` with what is between the marks replaced.
-
-    Raises:
-        ValueError: it has no marks.
-    """
+    """`page` with what is between the marks replaced; ValueError if it has none."""
     before, begin, rest = page.partition(marks[0])
     _, end, after = rest.partition(marks[1])
     if not begin or not end:

@@ -27,10 +27,9 @@ from tests.unit.snapshots.builder import CALL, MAIN, MIB, Program
 SECONDS_PER_100_MB = 6
 MEMORY_PER_100_MB = (4 << 30) // 10
 LAYERS = 24
-DEPTH = 60
-"""Frames of a stack: torch keeps about so many with stacks="all"."""
+DEPTH = 60  # Frames of a stack: torch keeps about so many with stacks="all".
+# Of a block an allocation, and two for its free; as many gradients as blocks that live on.
 STEP_EVENTS = LAYERS * (8 * 3 + 6 * 3)
-"""Of a block an allocation, and two for its free; as many gradients as blocks that live on."""
 
 
 def made(layer: int, line: int) -> Stack:

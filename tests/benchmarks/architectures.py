@@ -102,7 +102,6 @@ def _loss(outputs: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def step(model: nn.Module, batch: dict[str, torch.Tensor]) -> None:
-    """One training step."""
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
     _loss(model(**batch), batch).backward()
     optimizer.step()
@@ -186,8 +185,6 @@ def _child(case: Case, pipe: Any) -> None:
 
 
 class _Running:
-    """A case in its process."""
-
     def __init__(self, case: Case) -> None:
         context = multiprocessing.get_context("fork")
         self.pipe, theirs = context.Pipe(duplex=False)
@@ -252,7 +249,6 @@ def sweep(todo: list[Case]) -> Iterator[Outcome]:
 
 
 def report(outcomes: list[Outcome]) -> str:
-    """The table, as Markdown."""
     lines = [
         "# Architectures of transformers",
         "",

@@ -78,12 +78,9 @@ BARRED = [name for name, command in COMMANDS.items() if command.bar is not None]
 
 @dataclass(frozen=True)
 class Took:
-    """A process that ended."""
-
     seconds: float
     processor_seconds: float
-    peak_bytes: int
-    """Of the largest of its processes."""
+    peak_bytes: int  # Of the largest of its processes.
 
 
 def took(command: Command, checkout: Path, cache: str) -> Took:

@@ -20,6 +20,7 @@ import transformers
 
 from memprof.catalog import find_gpu
 from memprof.virtual import VirtualGpu
+from memprof.watch.collection import no_collection
 
 BAR = 1.03
 CONFIG = transformers.LlamaConfig(
@@ -43,13 +44,10 @@ def _seconds(*, compiles: bool, before: Callable[[], object] = lambda: None) -> 
     with VirtualGpu(find_gpu("h100-80gb"), compiles=compiles):
         before()
         gc.collect()
-        gc.disable()  # a collection falls into one way or another by chance, and takes half as long as a run
-        try:
+        with no_collection():  # one falls into one way or another by chance, and takes half as long as a run
             begin = time.process_time()
             _train()
             return time.process_time() - begin
-        finally:
-            gc.enable()
 
 
 def _compile_something() -> None:
@@ -57,7 +55,6 @@ def _compile_something() -> None:
 
 
 def main() -> None:
-    """Measure, print the table, and judge it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=7)
     rounds = parser.parse_args().rounds

@@ -43,8 +43,8 @@ CASES = (
     ("lora-checkpointing", "bfloat16"), ("mixed-checkpointing", "bfloat16"), ("lora-checkpointing", "int4"),
     ("adamw-8bit-checkpointing", "bfloat16"), ("full", "float32"), ("inference", "int8"),
 )  # fmt: skip
-SHAPES = ((1, 1024), (4, 1024), (2, 2048))
-"""Sequences and tokens of each; the models take them in turn."""
+SHAPES = ((1, 1024), (4, 1024), (2, 2048))  # Sequences and tokens of each; the models take them in turn.
+# Samples whose lengths vary: sequences of a batch, what longer ones are cut to, and `--lengths`.
 WITH_LENGTHS = (
     ("smollm-135m", "full", "bfloat16", 4, 1024, "lognormal:250,0.6"),
     ("gpt2", "full-checkpointing", "bfloat16", 4, 768, "lognormal:212,0.5"),
@@ -59,7 +59,6 @@ WITH_LENGTHS = (
     ("gpt2", "lora", "int4", 4, 1024, "lognormal:300,0.9"),
     ("pythia-160m", "full-checkpointing", "bfloat16", 4, 2048, "lognormal:600,0.5"),
 )
-"""Samples whose lengths vary: sequences of a batch, what longer ones are cut to, and `--lengths`."""
 
 
 @dataclass(frozen=True)
@@ -96,14 +95,12 @@ class Row:
 
 
 def cell_of(model: str, method: str, dtype: str, batch_size: int, context: int, lengths: str = "") -> Cell:
-    """The closed form of a case."""
     subject = from_model(model)
     shape = {"context_length": context, "batch_size": batch_size, "lengths": lengths or None}
     return build_estimate(subject, EstimateOptions(**shape)).cells[method, dtype]  # type: ignore[arg-type]
 
 
 def measure(model: str, method: str, dtype: str, batch_size: int, context_length: int, lengths: str = "") -> Row:
-    """One case, simulated."""
     from memprof.flows.estimate import simulate
 
     subject = from_model(model)
@@ -141,7 +138,6 @@ def cached(rows: Iterable[Row]) -> dict[str, float]:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The distribution of the errors, in Markdown."""
     lines = [
         "| method | dtype | runs | median error | middle 90% | largest | a card needs, by the estimate |",
         "| --- | --- | ---: | ---: | --- | ---: | --- |",
@@ -166,7 +162,6 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def page_with(text: str, rows: Sequence[Row]) -> str:
-    """The page with its table replaced."""
     before, found, rest = text.partition(BEGIN)
     assert found, f"{PAGE} has no table"
     _, end, after = rest.partition(END)

@@ -34,46 +34,34 @@ from tests.benchmarks.estimate import BANDS, PAGE
 
 TABLE = Path(__file__).resolve().parents[3] / "shared" / "published_memory.csv"
 BEGIN, END = "<!-- table of: python -m tests.benchmarks.estimate_published --write -->\n", "<!-- end of table -->"
-COVERED = 0.9
-"""The share of figures that a band is made for."""
+COVERED = 0.9  # The share of figures that a band is made for.
 
 
 @dataclass(frozen=True)
 class Question:
-    """What a user would ask."""
-
-    model: str | Mapping[str, Any]
-    """A name of the catalog, or a configuration."""
+    model: str | Mapping[str, Any]  # A name of the catalog, or a configuration.
     method: str
     dtype: str
     kind: str
-    unit_bytes: int = 0
-    """0: as the table has it."""
-    card: str = ""
-    """Whose cuBLAS workspaces count."""
-    asked: dict[str, Any] = field(default_factory=dict)
-    """Arguments of `build_estimate`."""
+    unit_bytes: int = 0  # 0: as the table has it.
+    card: str = ""  # Whose cuBLAS workspaces count.
+    asked: dict[str, Any] = field(default_factory=dict)  # Arguments of `build_estimate`.
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A published figure beside the answer."""
-
     row: Row
     source: str
     kind: str
     published_bytes: float
     estimated_bytes: int
-    least_bytes: int
-    """Of the band that is stated."""
+    least_bytes: int  # Of the band that is stated.
     most_bytes: int
     allocated_bytes: int
-    context: tuple[int, int]
-    """What the CUDA context is in it, at the least and at the most."""
+    context: tuple[int, int]  # What the CUDA context is in it, at the least and at the most.
 
     @property
     def error(self) -> float:
-        """(estimated - published) / published."""
         return self.estimated_bytes / self.published_bytes - 1
 
     @property
@@ -94,15 +82,14 @@ EMBEDDING = "PEFT's modules_to_save"
 LEARNING = "reinforcement learning"
 CONTEXT = "no model: the CUDA context alone"
 
-ALPACA = "lognormal:120,0.5"
-"""Not published; the figures below depend little on it."""
+ALPACA = "lognormal:120,0.5"  # Not published; the figures below depend little on it.
+# Their mean is published (tokens per second), the spread fits the published 99th percentile.
 META_MATH = "lognormal:209,0.315,bucket=20"
-"""Their mean is published (tokens per second), the spread fits the published 99th percentile."""
+# config.json of Qwen/Qwen-7B, whose layers are those of Qwen 2.
 QWEN_7B = {
     "model_type": "qwen2", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
     "intermediate_size": 11_008, "vocab_size": 151_936, "max_position_embeddings": 8192,
 }  # fmt: skip
-"""config.json of Qwen/Qwen-7B, whose layers are those of Qwen 2."""
 TINY_GPT2 = {"model_type": "gpt2", "n_layer": 2, "n_embd": 2, "n_head": 2, "vocab_size": 50_257, "n_positions": 1024}
 ATTENTION = "q_proj,k_proj,v_proj,o_proj"
 _FORMATS = {
@@ -237,7 +224,6 @@ def _configured(text: str) -> Subject:
 
 
 def answer(row: Row, question: Question) -> Asked:
-    """The closed form's answer to a row's question."""
     model = question.model
     subject = from_model(model) if isinstance(model, str) else _configured(json.dumps(model))
     answer = build_estimate(subject, EstimateOptions(dtype=question.dtype, **question.asked))

@@ -36,10 +36,9 @@ PLANS = (
     ("ddp", 4), ("fsdp", 8), ("fsdp:shard_grad_op", 4), ("tp=2", 2), ("tp=2,fsdp=2", 4), ("ulysses=2,fsdp=2", 4),
     ("cp=2,fsdp=2", 4), ("pp=4:1f1b", 4), ("pp=2:gpipe", 2), ("hsdp:2x2", 4),
 )  # fmt: skip
+# Taken in turn, with whether the loss is in chunks.
 METHODS = (("full", False), ("full-checkpointing", True), ("mixed", False), ("full-checkpointing", False))
-"""Taken in turn, with whether the loss is in chunks."""
-SHAPES = ((1, 1024), (4, 1024), (2, 2048))
-"""Sequences and tokens of each; taken in turn."""
+SHAPES = ((1, 1024), (4, 1024), (2, 2048))  # Sequences and tokens of each; taken in turn.
 
 
 @dataclass(frozen=True)
@@ -109,7 +108,6 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The distribution of the errors, in Markdown."""
     lines = ["| plan | GPUs | runs | median error | 90% within | from | to |", "|---|---:|---:|---:|---:|---:|---:|"]
     groups = {(plan, gpus): [row for row in rows if (row.plan, row.gpus) == (plan, gpus)] for plan, gpus in PLANS}
     for name, mine in [*((f"`{plan}` | {gpus}", mine) for (plan, gpus), mine in groups.items()), ("**all** |", rows)]:
@@ -125,7 +123,6 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def page_with(text: str, rows: Sequence[Row]) -> str:
-    """The page with its table replaced."""
     before, found, rest = text.partition(BEGIN)
     assert found, f"{PAGE} has no table"
     _, end, after = rest.partition(END)

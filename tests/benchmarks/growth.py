@@ -26,10 +26,10 @@ from pathlib import Path
 
 from tests.benchmarks.commands import ROOT, Command, Took, took
 
-NOISE = 1.25
-"""How much a figure of a shared machine may be off."""
+NOISE = 1.25  # How much a figure of a shared machine may be off.
 FLAT, LINEAR = "flat", "linear"
 
+# A narrow Llama, whose number of layers is what varies.
 _SMALL = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
@@ -41,25 +41,19 @@ _SMALL = {
     "max_position_embeddings": 4096,
     "torch_dtype": "bfloat16",
 }
-"""A narrow Llama, whose number of layers is what varies."""
 
 
 @dataclass(frozen=True)
 class Series:
-    """One thing that grows."""
-
     what: str
     unit: str
     points: Sequence[int]
-    command: Callable[[int, Path], str]
-    """The words after `memprof` for a point; may write files into the folder."""
+    command: Callable[[int, Path], str]  # The words after `memprof` for a point; may write files into the folder.
     shape: str
 
 
 @dataclass(frozen=True)
 class Point:
-    """One measured command."""
-
     at: int
     processor_seconds: float
     peak_bytes: int
@@ -98,7 +92,6 @@ SERIES = {
 
 
 def measured(series: Series, repeat: int) -> Iterator[Point]:
-    """Its points, one after another."""
     with tempfile.TemporaryDirectory() as folder:
         for at in series.points:
             command = Command(series.command(at, Path(folder)))

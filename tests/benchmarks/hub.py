@@ -104,7 +104,6 @@ def served(keys: Sequence[str]) -> Iterator[str]:
 
 
 def _record(name: str, content: dict[str, bytes], count: int, siblings: list[dict[str, str]]) -> dict[str, Any]:
-    """What the hub says of a model."""
     return {
         "id": name,
         "modelId": name,

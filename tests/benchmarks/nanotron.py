@@ -51,8 +51,6 @@ NOT_HERE = 4
 
 
 class Run(NamedTuple):
-    """One configuration of the grid."""
-
     data: int
     tensor: int
     pipeline: int

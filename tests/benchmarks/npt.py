@@ -71,7 +71,6 @@ def extra_bytes(combine: str, train: bool) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure and print; the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="one repetition instead of three")
     repeat = 1 if parser.parse_args(arguments).quick else 3

@@ -14,7 +14,6 @@ Both sides run in turn, and medians are compared.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import gc
 import json
 import os
@@ -22,7 +21,6 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -92,7 +90,6 @@ def compare_with_mem_tracker(repeat: int) -> bool:
 
 
 def compare_with_meta(repeat: int) -> None:
-    """Print the overhead per operator over plain meta tensors."""
     told = json.loads(output_of("-m", "tests.benchmarks.overhead", "--in-process", str(repeat)))
     for step, (operators, meta, virtual) in told.items():
         print(f"{step} step of an 8B model, {operators:,} operators: {virtual:.2f} s; on meta tensors: {meta:.2f} s")
@@ -147,28 +144,21 @@ def _operators() -> tuple[int, int]:
     return counts[1] - counts[0], counts[2] - counts[1]
 
 
-@contextlib.contextmanager
-def _collector_off() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
 def measure(repeat: int) -> None:
     """Print operators, seconds on meta and seconds on the virtual GPU, of the first and of later steps, as JSON."""
     from memprof.catalog import find_gpu
     from memprof.virtual import VirtualGpu
+    from memprof.watch.collection import no_collection
 
     first, later = _operators()
     plain: list[list[float]] = []
     virtual: list[list[float]] = []
     for _ in range(repeat):
-        with _collector_off():
+        gc.collect()
+        with no_collection():
             plain.append(_steps("meta", STEPS))
-        with _collector_off(), VirtualGpu(find_gpu("h100-80gb")):
+        gc.collect()
+        with no_collection(), VirtualGpu(find_gpu("h100-80gb")):
             virtual.append(_steps("cuda", STEPS))
 
     def medians(steps: slice) -> list[float]:
@@ -178,7 +168,6 @@ def measure(repeat: int) -> None:
 
 
 def main() -> int:
-    """Print both comparisons."""
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.overhead")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--in-process", type=int, metavar="REPEAT", help=argparse.SUPPRESS)

@@ -78,10 +78,8 @@ class Tool:
     """A tool's process, and what of its output is the answer."""
 
     name: str
-    words: str
-    """A module and its arguments, or with `code` arguments alone."""
-    bytes_of: Callable[[str], float | None] = lambda output: None
-    """The answer in bytes; None if it gives none."""
+    words: str  # A module and its arguments, or with `code` arguments alone.
+    bytes_of: Callable[[str], float | None] = lambda output: None  # The answer in bytes; None if it gives none.
     code: str = ""
     needs_peers: bool = False
     note: str = ""
@@ -232,8 +230,6 @@ WORKS = {
 
 @dataclass(frozen=True)
 class Took:
-    """One process: what it took and wrote."""
-
     seconds: float
     processor_seconds: float
     peak_bytes: int
@@ -251,11 +247,7 @@ _MEASURE = (
 
 
 def took(arguments: Sequence[str], environment: dict[str, str]) -> Took:
-    """Run Python with the arguments; 1 is fitcheck's, 3 our word for what does not fit.
-
-    Raises:
-        SystemExit: it failed.
-    """
+    """Run Python with the arguments; exit code 1 is fitcheck's, 3 our word for what does not fit."""
     measured = subprocess.run(
         [sys.executable, "-c", _MEASURE, sys.executable, *arguments],
         cwd=ROOT, env=environment, capture_output=True, text=True, check=True,
@@ -267,7 +259,6 @@ def took(arguments: Sequence[str], environment: dict[str, str]) -> Took:
 
 
 def compared(work: Work, peers: Path | None, repeat: int, environment: dict[str, str], folder: Path) -> None:
-    """Print a line for each tool."""
     print(work.what if work.measured is None else f"{work.what}: {work.measured / GIB:.3f} GiB measured")
     places = {"snapshot": folder / "snapshot.pickle", "page": folder / "page.html"}
     for tool in work.tools:
@@ -289,7 +280,6 @@ def compared(work: Work, peers: Path | None, repeat: int, environment: dict[str,
 
 
 def main() -> None:
-    """Print the table."""
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.peers")
     parser.add_argument("--peers", type=Path, help="where hf-mem and fitcheck-llm are installed")
     parser.add_argument("--repeat", type=int, default=3)

@@ -46,8 +46,8 @@ SIMULATED = (
     64, 64, 96, 112, 128, 144, 160, 176, 208, 240, 256, 272, 288, 336, 352, 400, 432, 512, 560, 640, 704, 752,
     70, 75, 90, 100, 110, 123, 141, 150, 175, 190, 211, 230, 250, 270, 300, 333, 370, 405, 444, 517, 600, 701, 763,
 )  # fmt: skip
+# The windows with the longest batches are all replayed, for the p99; of the others one in so many, for the mean.
 TOP, EVERY = 12, 12
-"""The windows with the longest batches are all replayed, for the p99; of the others one in so many, for the mean."""
 
 
 class Request(NamedTuple):
@@ -242,7 +242,6 @@ def compare(method: Method, sigma: float) -> tuple[float, float, float, float]:
 
 
 def main() -> None:
-    """Print a row for each method."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkout", type=Path)
     parser.add_argument("methods", nargs="*", metavar="METHOD", default=["lora--llama-3.2-3B-rank32"])

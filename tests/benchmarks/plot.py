@@ -16,8 +16,6 @@ _STYLE = (
 
 
 class _Curve(Protocol):
-    """What is drawn of a series."""
-
     @property
     def what(self) -> str: ...
     @property

@@ -54,14 +54,12 @@ class Window:
 
     allocations: list[Allocation]
     peak_bytes: int
+    # What the allocator holds of the card at the dump, over the whole process and not the window alone.
     reserved_bytes: int
-    """What the allocator holds of the card at the dump, over the whole process and not the window alone."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A recording and its simulation, counted."""
-
     recorded: int
     simulated: int
     matched: int
@@ -75,7 +73,6 @@ class Comparison:
 
     @property
     def within_bars(self) -> bool:
-        """Whether the simulation is as close to the recording as is asked for."""
         return (
             self.matched >= LEAST_MATCHED * self.recorded
             and self.extra <= MOST_EXTRA * self.recorded
@@ -231,7 +228,6 @@ def compare(recorded: Window, simulated: Window) -> Comparison:
 
 
 def table(result: Comparison, rows: int = 20) -> str:
-    """The comparison for people."""
     lines = [
         f"recorded {result.recorded:,}, simulated {result.simulated:,}: matched {result.matched:,}"
         f" ({result.matched / max(1, result.recorded):.2%}), too many {result.extra:,}",

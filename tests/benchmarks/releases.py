@@ -24,8 +24,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "releases.md"
 
+# torch/transformers; nothing: the newest. The first is the oldest of each that pyproject.toml admits.
 RELEASES = ("2.8.0/4.57.6", "2.11.0/5.17.0", "2.13.0/5.23.0", "/")
-"""torch/transformers; nothing: the newest. The first is the oldest of each that pyproject.toml admits."""
 TESTS = (
     "tests/unit/virtual/kernels",
     "tests/unit/virtual/edges/test_checkpoints.py",
@@ -103,7 +103,6 @@ def page(rows: list[list[str]], rest: str = "") -> str:
 
 
 def rows_of(text: str) -> list[list[str]]:
-    """The rows of a page."""
     lines = [line.strip("| ").split(" | ") for line in text.splitlines() if re.match(r"\| \d", line)]
     return [["" if cell == "none" else cell for cell in line] for line in lines]
 

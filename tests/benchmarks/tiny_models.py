@@ -20,8 +20,6 @@ BATCH_SIZE = 2
 
 @dataclass(frozen=True)
 class Case:
-    """One architecture of one task."""
-
     task: str
     model_type: str
     class_name: str
@@ -46,6 +44,7 @@ _DEPTHS = (
     "num_decoder_layers", "depth", "encoder_num_hidden_layers", "decoder_num_hidden_layers", "num_blocks",
 )  # fmt: skip
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+# Ways to shrink, tried in this order; every one of them cuts the depth as well.
 _SIZES: dict[str, dict[str, int]] = {
     "small": {
         **dict.fromkeys(_WIDTHS, 64), **dict.fromkeys(_INNER, 128), **dict.fromkeys(_HEADS, 4),
@@ -67,9 +66,9 @@ _SIZES: dict[str, dict[str, int]] = {
     "vocabulary": {"vocab_size": 512},
     "depth": {},
 }  # fmt: skip
-"""Ways to shrink, tried in this order; every one of them cuts the depth as well."""
 
 
+# Fields without which some models cannot be built, and that their default configurations leave at None.
 _FILLED: dict[str, Any] = {
     "head_dim": 16, "num_experts_per_tok": 2, "n_routed_experts": 8, "num_experts": 8, "n_group": 2, "topk_group": 1,
     "n_shared_experts": 1,
@@ -77,7 +76,6 @@ _FILLED: dict[str, Any] = {
     "default_language": "en_XX", "num_key_value_heads": 4, "decoder_num_key_value_heads": 4,
     "moe_intermediate_size": 64,
 }  # fmt: skip
-"""Fields without which some models cannot be built, and that their default configurations leave at None."""
 
 
 def _shrunk(config: Any, sizes: dict[str, int], layers: int) -> dict[str, Any]:

@@ -75,8 +75,6 @@ def memprof(capsys: pytest.CaptureFixture[str]) -> Callable[..., Result]:
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     """Writes a training script, or another, and gives its name; the test runs in its folder."""
     monkeypatch.chdir(tmp_path)
-    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
-        monkeypatch.delenv(name, raising=False)
 
     def write(text: str = TRAIN, name: str = "train.py") -> str:
         (tmp_path / name).write_text(textwrap.dedent(text), encoding="utf-8")

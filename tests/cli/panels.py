@@ -4,7 +4,6 @@ from __future__ import annotations
 
 
 def panels_of(shown: str) -> dict[str, list[str]]:
-    """Return the lines inside each panel, by its title."""
     found: dict[str, list[str]] = {}
     for line in shown.splitlines():
         if line.startswith("╭─"):

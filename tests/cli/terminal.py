@@ -36,7 +36,6 @@ class Screen:
         return "\n".join([*self.scrolled, *self.lines])
 
     def feed(self, text: str) -> None:
-        """What the terminal receives."""
         place = 0
         for found in _SEQUENCE.finditer(text):
             self._print(text[place : found.start()])
@@ -114,7 +113,6 @@ class Terminal:
         fcntl.ioctl(self._descriptor, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
 
     def type(self, keys: str) -> None:
-        """Press keys."""
         os.write(self._descriptor, keys.encode())
 
     def read(self, seconds: float = 0.0) -> bool:
@@ -133,7 +131,6 @@ class Terminal:
         return True
 
     def wait_for(self, text: str, seconds: float = 20.0) -> None:
-        """Until `text` has been written."""
         until = time.monotonic() + seconds
         while text not in self.received:
             if time.monotonic() > until or not self.read(0.1):

@@ -28,12 +28,6 @@ def build():
 """
 
 
-@pytest.fixture(autouse=True)
-def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
-        monkeypatch.delenv(name, raising=False)
-
-
 def test_settings_change_what_is_reserved(memprof, tmp_path):
     capture = tmp_path / "run.memprof"
     plain = memprof("profile", *SMALL, "--json", "--save", capture).json

@@ -25,8 +25,7 @@ for step in range(2):
         raise SystemExit(9)
 """
 MIB = 1 << 20
-FIRST, SECOND = 8 * MIB, 32 * MIB
-"""Bytes of the weights."""
+FIRST, SECOND = 8 * MIB, 32 * MIB  # Bytes of the weights.
 
 
 @pytest.fixture(scope="module")

@@ -25,12 +25,13 @@ from memprof.spec import TargetSpec, options_of
 from memprof.units import parse_gib
 from tests.cli.test_next import saved
 
+# Of options that take a text, or are best not given any of their choices.
 WORDS = {
     "alloc_conf": "expandable_segments:True", "gpu": "rtx-4090", "ranks": "0,1", "lengths": "alpaca", "model": "gpt2",
     "lora_targets": "c_attn", "npt_layers": "0,-1", "freeze": "wte*,*.bias", "parallel": "ddp", "quantize": "nf4",
     "npt": "low-rank", "dtype": "float16", "device": "cpu",
 }  # fmt: skip
-"""Of options that take a text, or are best not given any of their choices."""
+# What an option asks for beside it.
 NEEDS: dict[str, dict[str, Any]] = {
     **{key: {"adapter": "lora"} for key in ("lora_rank", "lora_targets", "lora_dropout", "quantize")},
     "double_quant": {"adapter": "lora", "quantize": "nf4"},
@@ -44,7 +45,6 @@ NEEDS: dict[str, dict[str, Any]] = {
     "model_is_size": {"model": "4B"},
     "parallel": {"gpus": 2},
 }
-"""What an option asks for beside it."""
 SCRIPT = ("train.py", "--rows", "7")
 
 

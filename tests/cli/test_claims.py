@@ -51,8 +51,8 @@ SCRIPTS = {
 }
 
 
+# Of this module's commands, but for scripts: one answer leads to what another has led to.
 _answered: dict[tuple[str, ...], tuple[int, dict[str, Any]]] = {}
-"""Of this module's commands, but for scripts: one answer leads to what another has led to."""
 
 
 @pytest.fixture

@@ -11,7 +11,6 @@ TINY = ("--model-size", "1M", "--context-length", 64)
 
 @pytest.fixture(scope="module")
 def captures(tmp_path_factory):
-    """Two runs that differ."""
     from memprof.flows.profile import profile
     from memprof.spec import TargetSpec
     from memprof.trace.io import save_trace

@@ -41,6 +41,7 @@ OTHER_CHOICES = {
     ("profile", "--device"): "see above",
     ("recommend", "--quantize"): "it quantizes published weights, and looks for no other checkpoint",
 }
+# What each option means, in a few words. No two may mean the same: a new one stands here beside what it is near to.
 MEANINGS = {
     # What is run.
     "--model": "which model", "--model-size": "the published model of this size", "--params": "a number of parameters",
@@ -101,7 +102,6 @@ MEANINGS = {
     # Of one letter.
     "-q": "--quiet", "-v": "--explain",
 }  # fmt: skip
-"""What each option means, in a few words. No two may mean the same: a new one stands here beside what it is near to."""
 
 
 def options():

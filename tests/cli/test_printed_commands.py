@@ -160,7 +160,6 @@ CONFIG = {
 
 @pytest.fixture
 def small(tmp_path) -> Path:
-    """A model's configuration."""
     file = tmp_path / "config.json"
     file.write_text(json.dumps(CONFIG), encoding="utf-8")
     return file

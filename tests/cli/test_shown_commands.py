@@ -38,11 +38,11 @@ ELSEWHERE = {
     **dict.fromkeys(_commands("memprof verify"), "test_verify.py, with other remedies and models"),
 }
 COMMANDS = [command for command in _commands("memprof") if command not in SHOWN | ELSEWHERE.keys()]
+# These make many runs or compile: test_ladder.py and tests/unit/workload/test_compile.py are in every run.
 AT_NIGHT = ("--ladder", "--compile", "--compile-layers", "auto")
-"""These make many runs or compile: test_ladder.py and tests/unit/workload/test_compile.py are in every run."""
 SIMULATES = ("profile", "recommend", "vocab")
+# Options of what is simulated; the doctor and estimates, which are quick, have theirs.
 SMALL = {"--model": "path/to/config.json", "--model-size": "1M", "--context-length": "64", "--batch-size": "2"}
-"""Options of what is simulated; the doctor and estimates, which are quick, have theirs."""
 CONFIG = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 512, "hidden_size": 64,
     "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,

@@ -24,6 +24,7 @@ _OF_A_MACHINE = ("compile_seconds", "compiled_kernels")
 PROGRAM = KEPT / "program.py"
 
 _TINY = "--model gpt2 --context-length 64 --batch-size 2"
+# Name of a file -> commands, of which the last one's answer is kept.
 COMMANDS: dict[str, tuple[str, ...]] = {
     "profile": (f"profile {_TINY} --json",),
     "profile-lora": (
@@ -44,7 +45,6 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     ),
     "estimate": ("estimate --model llama-3.1-8b --context-length 4096 --json",),
 }
-"""Name of a file -> commands, of which the last one's answer is kept."""
 
 
 def run_alone(arguments: list[str], folder: str) -> tuple[int, str, str]:
@@ -92,7 +92,6 @@ def comparable(document: object, folder: str) -> object:
 
 
 def main() -> None:
-    """Write every file anew."""
     for name in sys.argv[1:] or COMMANDS:
         (KEPT / f"{name}.json").write_text(json.dumps(answer(name), indent=1) + "\n", encoding="utf-8")
 

@@ -44,8 +44,6 @@ SOURCES = ["/src/tiny/model.py:12 forward", "/src/tiny/model.py:20 forward", "/s
 
 
 class Script:
-    """Writes a trace as a run would."""
-
     def __init__(self) -> None:
         self.trace = Trace(modules=list(MODULES), sources=list(SOURCES))
 

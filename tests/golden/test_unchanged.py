@@ -17,8 +17,8 @@ def run(arguments, folder):
     return python(*arguments, folder=Path(folder))[:3]
 
 
+# A run that dies is in test_report.py as well; the others are `profile` with one option more.
 AT_NIGHT = {"profile-does-not-fit", "profile-ladder", "profile-lora"}
-"""A run that dies is in test_report.py as well; the others are `profile` with one option more."""
 
 
 @pytest.mark.parametrize("name", by_day(COMMANDS, *(name for name in COMMANDS if name not in AT_NIGHT)))

@@ -17,11 +17,9 @@ from tests.lanes import by_day
 from tests.processes import ROOT, python
 
 REPORTS = sorted(path for path in (*KEPT.glob("*.json"), *KEPT.parent.glob("*.json")))
-NO_PICTURES = ("estimate", "vocabulary")
-"""Which are shown by a command alone."""
+NO_PICTURES = ("estimate", "vocabulary")  # Which are shown by a command alone.
 GRAPHICS = " ─▁▂▃▄▅▆▇█^!‼\\"
-BESIDE = 16
-"""Columns beside a long word, in a table: one that leaves no room for these is broken."""
+BESIDE = 16  # Columns beside a long word, in a table: one that leaves no room for these is broken.
 
 
 def shown(path, tmp_path):

@@ -28,7 +28,6 @@ USAGE = 2
 
 
 def main() -> int:
-    """Run the steps that were asked for."""
     try:
         settings = read_settings(os.environ)
     except ValueError as error:

@@ -10,12 +10,7 @@ PACKING_S = 12.0
 
 
 class Budget:
-    """Seconds that are counted down from now on.
-
-    Args:
-        seconds: for everything.
-        clock: seconds that only go up.
-    """
+    """Seconds that are counted down from now on; `clock` gives seconds that only go up."""
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -23,7 +18,6 @@ class Budget:
         self._seconds = seconds
 
     def elapsed(self) -> float:
-        """Return the seconds since the beginning."""
         return self._clock() - self._began
 
     def left(self) -> float:
@@ -31,10 +25,6 @@ class Budget:
         return self._seconds - PACKING_S - self.elapsed()
 
     def limit(self, needs: float, wants: float) -> float | None:
-        """Cut what a program wants to what is left.
-
-        Returns:
-            Seconds it may run; None if less is left than it needs to give any result.
-        """
+        """Cut what a program wants to what is left, in seconds; None if it needs more to give any result."""
         left = self.left()
         return None if left < needs else min(wants, left)

@@ -26,13 +26,8 @@ _MODELS = {
 
 
 def tasks(device: str, gpu: str, scripts: Path) -> Iterator[Task]:
-    """Yield the commands in order: later ones read the captures of earlier ones.
-
-    Args:
-        device: that runs are measured on.
-        gpu: that they are simulated on.
-        scripts: the folder of the training scripts.
-    """
+    """Yield the commands in order: later ones read the captures of earlier ones. They are measured on `device` and
+    simulated on `gpu`."""
     for size, model in _MODELS[device].items():
         measured, simulated = f"{size}-measured.memprof", f"{size}-simulated.memprof"
         on_device, virtual = ["--device", device], ["--device", "virtual", "--gpu", gpu]

@@ -36,8 +36,6 @@ _ENVIRONMENT = {
 
 @dataclass
 class Started:
-    """A task that runs."""
-
     task: Task
     process: Process
 

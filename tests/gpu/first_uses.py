@@ -56,8 +56,6 @@ def convolve(device: str) -> None:
 
 
 def attend(backend: SDPBackend) -> FirstUse:
-    """Attend with this backend."""
-
     def use(device: str) -> None:
         states = torch.randn(2, 8, 512, 64, device=device, dtype=torch.bfloat16)
         with sdpa_kernel(backend):

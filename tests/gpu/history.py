@@ -11,8 +11,6 @@ MAX_ENTRIES = 500_000
 
 
 class Entry(NamedTuple):
-    """One line of the history."""
-
     # As torch names it: alloc, free_requested, free_completed, segment_alloc, ...
     action: str
     address: int
@@ -21,11 +19,7 @@ class Entry(NamedTuple):
 
 
 class AllocatorHistory:
-    """A context manager; afterwards `entries` has what happened inside, in order.
-
-    Args:
-        device: "cuda"; on the "cpu", whose allocator keeps no history, `entries` stays empty.
-    """
+    """A context manager; afterwards `entries` has what happened inside, in order; on the CPU it stays empty."""
 
     def __init__(self, device: str) -> None:
         self._records = device == "cuda"

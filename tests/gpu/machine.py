@@ -14,7 +14,6 @@ PACKAGES = (
 
 
 def version(package: str) -> str:
-    """Return the version of a package, or "missing"."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -22,7 +21,6 @@ def version(package: str) -> str:
 
 
 def main() -> None:
-    """Print versions, and what nvidia-smi says."""
     print(f"Python {platform.python_version()};", *(f"{name} {version(name)};" for name in PACKAGES))
     smi = shutil.which("nvidia-smi")
     if smi is not None:

@@ -23,8 +23,6 @@ _VOCABULARY = 50_257
 
 
 class Inputs:
-    """Makes tensors on one device."""
-
     def __init__(self, device: str, dtype: torch.dtype = torch.float32) -> None:
         self.device = device
         self.dtype = dtype
@@ -93,7 +91,6 @@ def matrix_products(new: Inputs) -> Named:
 
 
 def normalizations(new: Inputs) -> Named:
-    """Normalize by layer, RMS, group and batch."""
     width = (1024,)
     yield (
         "layer_norm",
@@ -121,8 +118,6 @@ def _batch_norm_inputs(images: Callable[..., torch.Tensor], parameters: Inputs) 
 
 
 def losses(new: Inputs) -> Named:
-    """Take softmax and cross-entropy over a vocabulary."""
-
     def logits() -> torch.Tensor:
         return new.floats(512, _VOCABULARY)
 
@@ -138,7 +133,6 @@ def losses(new: Inputs) -> Named:
 
 
 def activations(new: Inputs) -> Named:
-    """Apply elementwise functions, and sum up."""
     yield "gelu", differentiated(lambda: (new.floats(4096, 4096),), functional.gelu)
     yield "silu", differentiated(lambda: (new.floats(4096, 4096),), functional.silu)
     yield "dropout", differentiated(lambda: (new.floats(4096, 1024),), lambda x: functional.dropout(x, 0.1))
@@ -148,8 +142,6 @@ def activations(new: Inputs) -> Named:
 
 
 def convolutions(new: Inputs) -> Named:
-    """Convolve by cuDNN, in one to three dimensions."""
-
     def padded(images: torch.Tensor, kernel: torch.Tensor) -> torch.Tensor:
         return functional.conv2d(images, kernel, padding=kernel.shape[-1] // 2)
 
@@ -193,7 +185,6 @@ def _convolution_inputs(
 
 
 def attentions(new: Inputs) -> Named:
-    """Attend by each kernel of scaled dot-product attention."""
     attend = functional.scaled_dot_product_attention
 
     def states(heads: int = 8, width: int = 64) -> torch.Tensor:
@@ -233,8 +224,6 @@ def lookups(new: Inputs) -> Named:
 
 
 def recurrences(new: Inputs) -> Named:
-    """Run cuDNN's recurrent layers."""
-
     def prepare(kind: type[nn.RNNBase]) -> Call:
         layer = kind(256, 512, 2, device=new.device, dtype=new.dtype)
         states = new.floats(128, 16, 256)

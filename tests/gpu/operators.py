@@ -75,7 +75,6 @@ def _measured(prepare: Prepare, measure: Measure) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Record the table, or the operators that are named."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("where", choices=("cuda", "cpu", "virtual"))
     parser.add_argument("--out", type=Path, required=True)

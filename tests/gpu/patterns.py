@@ -17,7 +17,6 @@ WIDTH = 512
 
 
 def perceptron(device: str) -> nn.Module:
-    """Build a model of two linear layers."""
     return nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH)).to(device)
 
 

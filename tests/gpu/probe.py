@@ -40,7 +40,6 @@ class Row:
 
 
 def measure(name: str, use: FirstUse, device: str) -> Row:
-    """Use a library, and read the counters."""
     with AllocatorHistory(device) as history:
         failed = attempt(lambda: use(device))
     gc.collect()

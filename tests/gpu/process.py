@@ -42,11 +42,7 @@ class Process:
             )
 
     def wait(self) -> tuple[int | None, float]:
-        """Wait until it has ended, or end it at its limit.
-
-        Returns:
-            Its exit code, None if it was ended; and how many seconds it ran, or was waited for.
-        """
+        """Wait until it has ended, or end it at its limit; returns its exit code (None: it was ended) and seconds."""
         try:
             code = self._process.wait(max(0.0, self._began + self._seconds - time.monotonic()))
         except subprocess.TimeoutExpired:

@@ -3,7 +3,8 @@
 python -m tests.gpu.profiler_cost --device cuda --out FILE.json
 
 The profiler is given CPU activity alone. On CUDA it may load CUPTI all the same, which takes memory of the GPU outside
-torch's allocator. The same training steps run without it, with it, and under memprof, in turn; medians are compared.
+torch's allocator. The same training steps run without it, with it, and under memprof without and with
+details, in turn; medians are compared.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import transformers
 from torch.profiler import ProfilerActivity, profile
 
 from memprof.measured import MeasuredDevice
-from tests.benchmarks.measure import build, steps
 from tests.gpu.outside import outside_bytes
 
 ROUNDS = 5
@@ -65,6 +66,30 @@ def measure_bytes(device: str) -> dict[str, float | int | None]:
     return found
 
 
+def build(layers: int, hidden: int, device: str) -> torch.nn.Module:
+    config = transformers.LlamaConfig(
+        hidden_size=hidden, intermediate_size=4 * hidden, num_hidden_layers=layers, num_attention_heads=hidden // 64,
+        vocab_size=8000,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config).to(device)
+
+
+def steps(model: torch.nn.Module, count: int, tokens: int, device: str) -> list[float]:
+    """Seconds of each of `count` training steps."""
+    optimizer = torch.optim.AdamW(model.parameters())
+    ids = torch.zeros(1, tokens, dtype=torch.int64, device=device)
+    seconds = []
+    for _ in range(count):
+        begin = time.perf_counter()
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - begin)
+    return seconds
+
+
 def measure_seconds(device: str, size: Size) -> dict[str, float]:
     """Time training steps plain, under the profiler and under memprof: median seconds, and the ratios to plain."""
     model = build(size.layers, size.hidden, device)
@@ -72,6 +97,7 @@ def measure_seconds(device: str, size: Size) -> dict[str, float]:
         "plain": contextlib.nullcontext,
         "profiler": as_memprof_profiles,
         "memprof": lambda: MeasuredDevice(device),
+        "memprof_detail": lambda: MeasuredDevice(device, detail=True),
     }
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(ROUNDS):
@@ -84,7 +110,6 @@ def measure_seconds(device: str, size: Size) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measure, print and write."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--out", type=Path, required=True)

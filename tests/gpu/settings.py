@@ -15,8 +15,6 @@ _SCALE = {"cuda": 1.0, "cpu": 3.0}
 
 @dataclass(frozen=True)
 class Settings:
-    """How to run the day."""
-
     # GPU_DAY_DEVICE: "cpu" runs the logic on a machine without a GPU, and skips what needs CUDA.
     device: str = "cuda"
     # GPU_DAY_SECONDS: for the whole day.
@@ -30,11 +28,7 @@ class Settings:
 
 
 def read_settings(environment: Mapping[str, str]) -> Settings:
-    """Read the settings from environment variables.
-
-    Raises:
-        ValueError: a variable has a value that it cannot have; the message names both.
-    """
+    """Read the settings from environment variables; ValueError names one whose value it cannot have."""
     device = environment.get("GPU_DAY_DEVICE") or Settings.device
     if device not in _SCALE:
         raise ValueError(f"GPU_DAY_DEVICE is one of {', '.join(_SCALE)}, not {device!r}")

@@ -7,8 +7,6 @@ from pathlib import Path
 
 
 class Outcome(Enum):
-    """What became of a program."""
-
     PASSED = "passed"
     FAILED = "failed"
     LATE = "late"
@@ -24,7 +22,6 @@ class Summary:
         path.write_text("", encoding="utf-8")
 
     def add(self, name: str, outcome: Outcome, seconds: float = 0, note: str = "") -> str:
-        """Append a line, and return it."""
         self._outcomes.append(outcome)
         line = f"{name:<32} {outcome.value:<8} {seconds:6.1f} s  {note}".rstrip()
         with self._path.open("a", encoding="utf-8") as file:
@@ -33,9 +30,7 @@ class Summary:
 
     @property
     def is_clean(self) -> bool:
-        """Return whether nothing failed and nothing was late."""
         return not {Outcome.FAILED, Outcome.LATE} & set(self._outcomes)
 
     def total(self) -> str:
-        """Say how many programs have each outcome."""
         return ", ".join(f"{self._outcomes.count(one)} {one.value}" for one in Outcome)

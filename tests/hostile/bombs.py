@@ -15,8 +15,7 @@ from typing import Any
 MIB = 1 << 20
 _EVENT = {"action": "alloc", "addr": 0x1000, "size": 512, "stream": 0, "time_us": 1, "frames": []}
 _FRAME = {"filename": "train.py", "line": 7, "name": "step"}
-_MODULUS = (1 << 61) - 1
-"""Of Python's hashes of numbers."""
+_MODULUS = (1 << 61) - 1  # Of Python's hashes of numbers.
 
 
 def _snapshot(**parts: Any) -> bytes:
@@ -205,7 +204,6 @@ def _changed(document: dict[str, Any], **parts: Any) -> bytes:
 
 
 def _events(document: dict[str, Any], kind: int, refs: Iterable[int], **parts: Any) -> bytes:
-    """With more events."""
     more, events = list(refs), document["events"]
     joined = {"kind": events["kind"] + [kind] * len(more), "ref": events["ref"] + more}
     return _changed(document, events=joined, **parts)
@@ -223,6 +221,7 @@ def _long_names(document: dict[str, Any]) -> bytes:
 
 
 _MANY, _MILLION = 300_000, 1_000_000
+# Captures, made of what one has in it: each with a table that is long or deep.
 CAPTURES: dict[str, Callable[[dict[str, Any]], bytes]] = {
     "long shapes": lambda d: _changed(d, storages=[[row[0], [1] * _MANY, *row[2:]] for row in d["storages"]]),
     "many storages": lambda d: _events(
@@ -283,4 +282,3 @@ CAPTURES: dict[str, Callable[[dict[str, Any]], bytes]] = {
     "only blanks": lambda d: gzip.compress(b" " * (1 << 30), 1),
     "many small archives": lambda d: gzip.compress(b" ", 1) * 50_000,
 }  # fmt: skip
-"""Captures, made of what one has in it: each with a table that is long or deep."""

@@ -16,11 +16,11 @@ from memprof.trace.io import save_trace
 from tests.golden.test_report import training_run
 from tests.unit.snapshots.builder import training
 
+# The configuration of the smallest model.
 TINY = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 16, "intermediate_size": 32,
     "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 64, "max_position_embeddings": 32,
 }  # fmt: skip
-"""The configuration of the smallest model."""
 
 
 @functools.cache
@@ -34,16 +34,13 @@ def _capture() -> bytes:
 
 
 def write_capture(file: Path) -> Path:
-    """The capture of a small run."""
     file.write_bytes(_capture())
     return file
 
 
 def capture() -> dict[str, Any]:
-    """What a capture of a small run has in it."""
     return json.loads(gzip.decompress(_capture()))
 
 
 def snapshot() -> dict[str, Any]:
-    """What a snapshot of a small run has in it."""
     return pickle.loads(pickle.dumps(as_plain(training(leak=True).snapshot())))

@@ -7,10 +7,8 @@ from pathlib import Path
 
 from tests.processes import Done, python
 
-SECONDS = 60
-"""Of a processor. On a machine that does other things as well an answer may take WAIT times as long."""
-SECONDS_OF = {"recommend": 180}
-"""A search runs a model a dozen times, and says which run it is at."""
+SECONDS = 60  # Of a processor. On a machine that does other things as well an answer may take WAIT times as long.
+SECONDS_OF = {"recommend": 180}  # A search runs a model a dozen times, and says which run it is at.
 WAIT = 5
 MOST_BYTES = 2 << 30
 LEAN = ("memprof.cli.main", "memprof.flows.recordings", "memprof.flows.compare", "memprof.report.terminal.report")

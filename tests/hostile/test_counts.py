@@ -16,7 +16,6 @@ MODULES = ("bombs", "files", "options", "surroundings")
 
 
 def counted() -> dict[str, int]:
-    """Hostile inputs by group."""
     found: dict[str, int] = {}
     for name in MODULES:
         found |= importlib.import_module(f"tests.hostile.test_{name}").INPUTS

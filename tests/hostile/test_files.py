@@ -18,8 +18,7 @@ import pytest
 from memprof.cli.main import run
 from tests.hostile.documents import capture, snapshot
 
-EACH = 25
-"""Inputs of a test."""
+EACH = 25  # Inputs of a test.
 _DEEP: list[Any] = []
 for _ in range(300):
     _DEEP = [_DEEP]

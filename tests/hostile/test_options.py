@@ -26,6 +26,7 @@ for _ in range(3):
     optimizer.step()
     optimizer.zero_grad()
 """
+# What makes each command a whole one: options before and arguments after.
 GIVEN: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "profile": (("--model", "tiny.json", "--context-length", "8"), ()),
     "run": ((), ("script.py",)),
@@ -42,10 +43,8 @@ GIVEN: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "vocab": ((), ("corpus.txt",)),
     "monitor": (("--quiet",), ("--", "true")),
 }
-"""What makes each command a whole one: options before and arguments after."""
 TORCH = ("profile", "run", "recommend", "verify")
-EACH = 2
-"""Values of an option: what reads them is shared by many options, which are given all ten."""
+EACH = 2  # Values of an option: what reads them is shared by many options, which are given all ten.
 
 
 def _drawn(case: tuple[str, str, str]) -> int:

@@ -33,8 +33,6 @@ _FITS = {"yes": True, "no": False, "none": None}
 
 @dataclass(frozen=True)
 class Planted:
-    """A program and what is right of it."""
-
     path: Path
     fits: bool | None
     exit_code: int
@@ -42,23 +40,16 @@ class Planted:
     grows_bytes: int | None
     options: tuple[str, ...]
     ends: bool
-    culprit: str | None
-    """As reports name a line, `file.py:12`."""
-    known: bool
-    """Whether it is known not to be named."""
+    culprit: str | None  # As reports name a line, `file.py:12`.
+    known: bool  # Whether it is known not to be named.
 
     @property
     def name(self) -> str:
-        """Its family and its own name."""
         return f"{self.path.parent.name}/{self.path.stem}"
 
 
 def read(path: Path) -> Planted:
-    """Read what a program says of itself.
-
-    Raises:
-        ValueError: a line of it is not understood, or the verdict, the exit code or the reason is missing.
-    """
+    """Read what a program says of itself; ValueError if a line is not understood, or one that must be there is not."""
     lines = path.read_text(encoding="utf-8").splitlines()
     said: dict[str, str] = {}
     for line in lines:
@@ -86,15 +77,12 @@ def read(path: Path) -> Planted:
 
 
 def programs() -> dict[str, Planted]:
-    """Read all of them, by name."""
     found = [read(path) for path in sorted(FOLDER.glob("*/*.py"))]
     return {one.name: one for one in found}
 
 
 @dataclass(frozen=True)
 class Told:
-    """What `memprof run` says of a program."""
-
     exit_code: int
     report: dict[str, Any]
     stderr: str
@@ -112,7 +100,6 @@ class Told:
 
     @property
     def growth_bytes(self) -> int | None:
-        """What a step adds."""
         return (self.report.get("verdict", {}).get("growth") or {}).get("bytes_per_step")
 
     @property
@@ -131,7 +118,6 @@ class Told:
 
 
 def run(program: Planted, *options: str, folder: Path) -> Told:
-    """Run a program under `memprof run --json`."""
     done = python("-m", "memprof", "run", "--json", *program.options, *options, program.path, folder=folder)
     return Told(done.exit_code, json.loads(done.stdout or "{}"), done.stderr)
 

@@ -79,7 +79,6 @@ def cifar(folder: Path, rows: int = 256) -> None:
 
 
 def images(folder: Path, classes: int = 2, each: int = 16, size: int = 96) -> None:
-    """PNG files in a folder for each class."""
     from PIL import Image
 
     numbers = numpy.random.default_rng(0)
@@ -97,13 +96,11 @@ def tokens(file: Path, count: int, vocabulary: int) -> None:
 
 
 def write(file: Path, text: str) -> None:
-    """A text file, with its folders."""
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(text, encoding="utf-8")
 
 
 def write_json(file: Path, content: object) -> None:
-    """A JSON file, with its folders."""
     write(file, json.dumps(content))
 
 

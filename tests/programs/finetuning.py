@@ -16,11 +16,9 @@ import torch
 from tests.programs import data
 from tests.programs.program import Program
 
-WORDS, HIDDEN, INNER, KEYS, LAYERS = 128_256, 2048, 8192, 512, 16
-"""Of Llama-3.2-1B."""
+WORDS, HIDDEN, INNER, KEYS, LAYERS = 128_256, 2048, 8192, 512, 16  # Of Llama-3.2-1B.
 _LLAMA = "meta-llama/Llama-3.2-1B"
-_LONG = 600
-"""Words of a text: more than a sample may have, so that each is as long as it may be."""
+_LONG = 600  # Words of a text: more than a sample may have, so that each is as long as it may be.
 
 
 def _litgpt(home: Path) -> None:
@@ -85,6 +83,7 @@ def _torchtune(home: Path) -> None:
     (home / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
+# Which are run by their own commands; figures that their authors published of them stand in docs/programs.md.
 FINETUNING = (
     Program(
         name="litgpt lora",
@@ -115,4 +114,3 @@ FINETUNING = (
         layers=True,
     ),
 )
-"""Which are run by their own commands; figures that their authors published of them stand in docs/programs.md."""

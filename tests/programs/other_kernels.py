@@ -147,6 +147,7 @@ sys.modules["numba"] = MagicMock()
 tokenizer = transformers.PreTrainedTokenizerFast
 tokenizer.batch_encode_plus = tokenizer.__call__
 """
+# Which import kernels of others; each is run as its authors say, with less data.
 OTHER_KERNELS = (
     Program(
         name="modded-nanogpt FlashAttention 3",
@@ -244,4 +245,3 @@ OTHER_KERNELS = (
         path=(".",),
     ),
 )
-"""Which import kernels of others; each is run as its authors say, with less data."""

@@ -30,18 +30,12 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 @dataclass(frozen=True, kw_only=True)
 class Right:
-    """What is right of a program's report."""
-
-    findings: frozenset[str] = frozenset()
-    """Those that are right, by id; no other may be there."""
+    findings: frozenset[str] = frozenset()  # Those that are right, by id; no other may be there.
+    # For a category that the program has hardly anything of: the largest share of the peak, as a fraction.
     at_most: dict[str, float] = field(default_factory=dict)
-    """For a category that the program has hardly anything of: the largest share of the peak, as a fraction."""
-    not_stages: frozenset[str] = frozenset()
-    """Stages that no part of its model is."""
-    layers: bool = False
-    """Its layers must be stages."""
-    known: str = ""
-    """What is known to be wrong; a check must then fail."""
+    not_stages: frozenset[str] = frozenset()  # Stages that no part of its model is.
+    layers: bool = False  # Its layers must be stages.
+    known: str = ""  # What is known to be wrong; a check must then fail.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,28 +46,19 @@ class Program(Right):
     """
 
     name: str
-    repository: str
-    """As `owner/name` of GitHub."""
+    repository: str  # As `owner/name` of GitHub.
     commit: str
     command: str
-    checkout: str = ""
-    """Its folder among the checkouts; empty: the repository's name."""
-    driver: bool = False
-    """The command's program is of ours, in drivers/: for a library without a program of its own."""
-    folder: str = "."
-    """Of the checkout; the program runs in a copy of it."""
-    data: Callable[[Path], None] | None = None
-    """Writes small synthetic data into that folder."""
-    before: str = ""
-    """Python that runs first, in place of downloads."""
+    checkout: str = ""  # Its folder among the checkouts; empty: the repository's name.
+    driver: bool = False  # The command's program is of ours, in drivers/: for a library without a program of its own.
+    folder: str = "."  # Of the checkout; the program runs in a copy of it.
+    data: Callable[[Path], None] | None = None  # Writes small synthetic data into that folder.
+    before: str = ""  # Python that runs first, in place of downloads.
     options: str = "--gpu rtx-4090"
-    seconds: float = 60
-    """How long it may take."""
-    path: tuple[str, ...] = ()
-    """Folders to import from, beside the program's own."""
+    seconds: float = 60  # How long it may take.
+    path: tuple[str, ...] = ()  # Folders to import from, beside the program's own.
 
     def slug(self) -> str:
-        """The name for a file."""
         return self.name.replace(" ", "_")
 
     def missing(self, fetched: Path) -> str:
@@ -83,17 +68,13 @@ class Program(Right):
         return ""
 
     def at(self) -> str:
-        """The folder of its checkout."""
         return self.checkout or self.repository.split("/")[1]
 
 
 @dataclass(frozen=True)
 class Result:
-    """How a program ended under `memprof run`."""
-
     exit_code: int
-    report: dict[str, Any]
-    """Of --json; empty if there was none."""
+    report: dict[str, Any]  # Of --json; empty if there was none.
     stderr: str
     seconds: float
 

@@ -11,13 +11,13 @@ from tests.processes import ROOT, python
 
 PAGES = ROOT / "docs" / "case-studies"
 LIMIT_SECONDS = 120
+# `memprof recipes run ...`, in which a warning about a line of the recipe's audit is an error.
 _STRICT = r"""
 import runpy, sys, warnings
 warnings.filterwarnings("error", category=UserWarning, module=r"audit\Z")
 sys.argv[:1] = ["memprof", "recipes", "run"]
 runpy.run_module("memprof", run_name="__main__")
 """
-"""`memprof recipes run ...`, in which a warning about a line of the recipe's audit is an error."""
 
 
 class Output(str):
@@ -58,7 +58,6 @@ _FIGURE = re.compile(r"\d[\d,.]*(?: of [\d,.]+| times)?(?:%| ?(?:[KMGT]i?B|bytes
 
 
 def _unwrapped(printed: str) -> str:
-    """Without the line breaks of paragraphs."""
     return re.sub(r"\n  (?=\S)", " ", printed)
 
 

@@ -68,6 +68,7 @@ def high_num_ranks(run):
     return run("4", "--no-clock")
 
 
+# The times that recipe 4 prints, of a fifth of its component: all of it takes half a minute.
 TIMES = """
 import sys
 sys.path.insert(0, "recipes/4-npt-high-num-ranks")
@@ -75,7 +76,6 @@ import audit, run
 audit.NUM_RANKS = 24
 run.show_times(audit.component("merged"))
 """
-"""The times that recipe 4 prints, of a fifth of its component: all of it takes half a minute."""
 
 
 class TestHighNumRanks:

@@ -15,7 +15,6 @@ def output(run):
 
 
 def rows(output, title):
-    """The lines of the table below a title."""
     _, _, rest = output.partition(title)
     return rest.partition("\n\n")[2].partition("\n\n")[0].splitlines()
 

@@ -53,23 +53,19 @@ def lines() -> list[str]:
 
 @pytest.fixture(scope="module")
 def output(lines) -> str:
-    """Without the line breaks of paragraphs."""
     return re.sub(r"\n  (?=\S)", " ", "\n".join(lines))
 
 
 def claim(text: str, output: str) -> str:
-    """The line on a claim that begins so."""
     (line,) = [line for line in output.splitlines() if line.startswith(f"* {text}")]
     return line
 
 
 def row(name: str, output: str) -> list[str]:
-    """Before and after of a row of the table."""
     return re.search(rf"^{name}  +(\S.*?)  +(\S.*)$", output, re.MULTILINE).groups()
 
 
-LAYER = 12 * 512**2 + 13 * 512
-"""Weights of attention (4 h^2) and MLP (8 h^2), their biases (9 h) and two norms (4 h)."""
+LAYER = 12 * 512**2 + 13 * 512  # Weights of attention (4 h^2) and MLP (8 h^2), their biases (9 h) and two norms (4 h).
 
 
 def parameters(words: int) -> int:

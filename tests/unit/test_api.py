@@ -22,12 +22,6 @@ MIB = 1 << 20
 GIB = 1 << 30
 
 
-@pytest.fixture(autouse=True)
-def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
-        monkeypatch.delenv(name, raising=False)
-
-
 def train(steps: int = 2) -> None:
     model = nn.Sequential(nn.Linear(1024, 4096), nn.GELU(), nn.Linear(4096, 1000)).cuda()
     optimizer = torch.optim.AdamW(model.parameters())

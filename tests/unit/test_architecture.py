@@ -88,6 +88,7 @@ def _rooms(modules: set[str]) -> set[str]:
     return {name for name in names if not any(other.startswith(f"{name}.") for other in names)}
 
 
+# What options are made of.
 BASE = {
     "errors",
     "run_spec",
@@ -99,7 +100,6 @@ BASE = {
     "estimate.methods",
     "estimate.options",
 }
-"""What options are made of."""
 
 
 def test_help_imports_little():
@@ -194,10 +194,8 @@ def test_no_module_is_loaded_in_a_circle():
 
 # -- who replaces what ------------------------------------------------------------------------------------------------
 
-_OF_THE_PROCESS = {"sys"}
-"""Its own state, which a program sets: arguments, streams, the hook for what nobody catches."""
-_STANDS_ALONE = "memprof/monitor/probe/"
-"""What runs in other processes, where there is no memprof."""
+_OF_THE_PROCESS = {"sys"}  # Its own state, which a program sets: arguments, streams, the hook for what nobody catches.
+_STANDS_ALONE = "memprof/monitor/probe/"  # What runs in other processes, where there is no memprof.
 
 
 def _foreign(tree: ast.Module) -> set[str]:

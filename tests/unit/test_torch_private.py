@@ -27,8 +27,7 @@ NAMED_ALONE = {
     ("virtual/edges/native.py", "torch.cuda._compile_kernel"),
     ("virtual/edges/checkpoints.py", "torch._tensor"),  # in a pickle of an old release
 }
-ELSEWHERE = {"monitor/probe/sitecustomize.py"}
-"""What runs in the program's own Python, without memprof."""
+ELSEWHERE = {"monitor/probe/sitecustomize.py"}  # What runs in the program's own Python, without memprof.
 
 
 def is_private(path: str) -> bool:

@@ -15,8 +15,7 @@ from memprof.virtual import VirtualGpu
 from tests.accuracy.published.prediction import CARDS, VERSIONS, Prediction, Run, run
 from tests.accuracy.published.rows import Row
 
-PAGE_CONTEXT = 1343 * MIB
-"""The page's first reading."""
+PAGE_CONTEXT = 1343 * MIB  # The page's first reading.
 STEPS = 3
 _EAGER = (
     "the page used torch 1 and transformers 4 of 2022, and the simulation uses today's model: 1,492 MiB are about one "

@@ -50,12 +50,7 @@ def any_row(row: Row) -> Prediction:
 
 
 def spec_of(row: Row) -> TargetSpec:
-    """What a row describes.
-
-    Raises:
-        UnclearError: a column is missing, unknown, or names what is not simulated.
-        UsageError: the values do not go together.
-    """
+    """What a row describes; UnclearError says which column is missing, unknown, or names what is not simulated."""
     method = row.method.lower()
     quantize = _quantization(row)
     if row.parallel and not re.match(r"(1 gpu|1 node x 1|none)$", row.parallel.lower()):
@@ -81,11 +76,7 @@ def spec_of(row: Row) -> TargetSpec:
 
 
 def card(name: str) -> str:
-    """The catalog's key of a card.
-
-    Raises:
-        UnclearError: the catalog does not know it.
-    """
+    """The catalog's key of a GPU; UnclearError if it has none."""
     try:
         return find_gpu(CARDS.get(name, name)).key
     except MemprofError:

@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 CACHE = Path(__file__).resolve().parents[3] / ".cache" / "accuracy"
-TRITON = ("triton", "3.9.0")
-"""Asked for by Liger-Kernel when it is imported; no kernel is compiled or launched."""
+TRITON = ("triton", "3.9.0")  # Asked for by Liger-Kernel when it is imported; no kernel is compiled or launched.
 
 
 @dataclass(frozen=True)
@@ -27,12 +26,10 @@ class Checkout:
 
     repository: str
     commit: str
-    packages: tuple[tuple[str, str], ...] = ()
-    """Of the package index, which it imports: their names and releases."""
+    packages: tuple[tuple[str, str], ...] = ()  # Of the package index, which it imports: their names and releases.
 
     @property
     def folder(self) -> Path:
-        """Where it lies, or would lie."""
         return folder(self.repository.partition("/")[2], self.commit[:8])
 
     @property
@@ -41,11 +38,7 @@ class Checkout:
         return f"{self.repository} at {self.commit[:8]}"
 
     def fetch(self) -> None:
-        """Get it and its packages, unless they are there.
-
-        Raises:
-            MissingLibraryError: git or pip could not get it.
-        """
+        """Get it and its packages, unless they are there; MissingLibraryError if git or pip could not."""
         for name, release in self.packages:
             fetch(name, release)
         if self.folder.is_dir():
@@ -101,16 +94,11 @@ class MissingLibraryError(Exception):
 
 
 def folder(name: str, release: str) -> Path:
-    """Where a release lies, or would lie."""
     return CACHE / f"{name}-{release}"
 
 
 def fetch(name: str, release: str) -> None:
-    """Install a release into its folder, unless it is there.
-
-    Raises:
-        MissingLibraryError: pip could not get it.
-    """
+    """Install a release into its folder, unless it is there; MissingLibraryError if pip could not get it."""
     target = folder(name, release)
     if target.is_dir():
         return

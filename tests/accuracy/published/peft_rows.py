@@ -25,8 +25,7 @@ SOURCE = Checkout("huggingface/peft", "5d602fdbff04c33c1c4de55cda9d4ae1d7cb7e40"
 FOLDER = "method_comparison/MetaMathQA"
 EXPERIMENTS = {"lora": "lora/llama-3.2-3B-rank32", "full-finetuning": "full-finetuning/llama-3.2-3B-lr_0.00001"}
 MEAN_TOKENS, DEVIATION, LONGEST = 208.9, 94.7, 768
-STEPS = 160
-"""Of 5,000: the cache is emptied every 10, and nothing else carries over."""
+STEPS = 160  # Of 5,000: the cache is emptied every 10, and nothing else carries over.
 _PADDING = "lengths are sampled: five tokens more or less in the longest text of a batch are 0.1%"
 _TAIL = (
     f"own code over {STEPS} of 5,000 steps; the longest texts decide, and those of a lognormal distribution of the "

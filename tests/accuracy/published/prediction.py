@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import importlib
 import importlib.util
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from memprof.allocator.replay import Timeline
@@ -16,9 +14,12 @@ from memprof.device.context import CONTEXT_BYTES
 from memprof.flows.cards import RunAllocator, allocator_settings
 from memprof.trace.events import Trace
 from memprof.virtual import VirtualGpu
+from memprof.watch.collection import no_collection
 from tests.accuracy.published.rows import UNITS, Row
 from tests.unit.allocator.replaying import replay_trace
 
+# A table's name of a card -> the catalog's. The RTX 4070 Ti SUPER (Ada, 16 GB) is not in the catalog: the Ada card of
+# its capacity stands in; that decides cuBLAS's workspace, which is the same, and nothing else.
 CARDS = {
     "1x A100-80G": "a100-80gb",
     "1x H20 96GB": "h20-96gb",
@@ -37,17 +38,15 @@ CARDS = {
     "RTX 4080 16GB": "rtx-4080",
     "V100 16GB": "v100-16gb",
 }
-"""A table's name of a card -> the catalog's. The RTX 4070 Ti SUPER (Ada, 16 GB) is not in the catalog: the Ada card of
-its capacity stands in; that decides cuBLAS's workspace, which is the same, and nothing else."""
 FORMAT = "weights in a format of kernels that are not simulated: {}"
 RANKS = "needs several ranks, and this sweep runs one process"
 
 COMPILED = "the source is compiled, the simulation is eager"
 VERSIONS = "other releases of torch or transformers"
 UNSAID = "the source does not say what was measured or with what, or contradicts itself"
+# Why code and versions of a predicted row are not those of its source: `Prediction.differs`. By source and metric, and
+# never by whether the figure is met.
 DRAWN = "lengths are sampled: the source has only their mean and spread (all 5,000 steps: docs/lengths.md)"
-"""Why code and versions of a predicted row are not those of its source: `Prediction.differs`. By source and metric, and
-never by whether the figure is met."""
 
 
 @dataclass(frozen=True)
@@ -56,22 +55,15 @@ class Prediction:
 
     num_bytes: int | None = None
     reason: str = ""
+    # Bytes of the row's unit, where its source means another than the table's: "GB" of a script that divides by 2**30.
     unit_bytes: int | None = None
-    """Bytes of the row's unit, where its source means another than the table's: "GB" of a script that divides by
-    2**30."""
-    explanation: str = ""
-    """Where a difference comes from, with its bytes."""
-    rounding: float | None = None
-    """How far the published figure may be off, in its unit; None: half of its last digit."""
-    basis: str = ""
-    """What of the run is compared, where it is not its whole."""
-    code: str = ""
-    """Whose code ran, where it is the source's own: repository and commit, or package and release."""
-    differs: str = ""
-    """What of code and versions is not that of the source; empty: they match."""
+    explanation: str = ""  # Where a difference comes from, with its bytes.
+    rounding: float | None = None  # How far the published figure may be off, in its unit; None: half of its last digit.
+    basis: str = ""  # What of the run is compared, where it is not its whole.
+    code: str = ""  # Whose code ran, where it is the source's own: repository and commit, or package and release.
+    differs: str = ""  # What of code and versions is not that of the source; empty: they match.
 
     def unit(self, row: Row) -> int:
-        """Bytes of the row's unit."""
         return self.unit_bytes or UNITS[row.unit.split()[0]]
 
 
@@ -100,8 +92,7 @@ class Outcome:
     row: Row
     prediction: Prediction
     seconds: float = 0.0
-    kind: str = field(default="", compare=False)
-    """Of the source: its heading in the tables."""
+    kind: str = field(default="", compare=False)  # Of the source: its heading in the tables.
 
     @property
     def error(self) -> float | None:
@@ -134,7 +125,6 @@ class Run:
 
     @property
     def reserved(self) -> int:
-        """`torch.cuda.max_memory_reserved()`."""
         return max(self.replay.reserved[self.start :])
 
     @property
@@ -158,15 +148,3 @@ def run(
         warnings.simplefilter("ignore")
         start = program(virtual) or 0
     return Run(virtual.trace, replay_trace(virtual.trace, config=settings.config), start)
-
-
-@contextmanager
-def no_collection() -> Iterator[None]:
-    """When the collector runs depends on what else the process did."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()

@@ -26,8 +26,7 @@ from tests.accuracy.published.rows import Row
 
 WIDTH, LAYERS, HEADS, INNER, VOCABULARY = 4096, 32, 32, 11_008, 151_936
 RANK, DROPOUT, MICRO_BATCHES = 64, 0.05, 8
-SIMULATED_MICRO_BATCHES = 2
-"""The second and all later ones are alike: gradients are there already."""
+SIMULATED_MICRO_BATCHES = 2  # The second and all later ones are alike: gradients are there already.
 EPSILON = 1e-6
 _UNKNOWN = "the source does not say what the table measures; compared with reserved and a context of 0.42 GiB"
 
@@ -47,8 +46,6 @@ def finetuning(row: Row) -> Prediction:
 
 
 class Adapted(nn.Module):
-    """A frozen linear layer and its adapter."""
-
     def __init__(self, inputs: int, outputs: int, bias: bool = False) -> None:
         super().__init__()
         self.base = nn.Linear(inputs, outputs, bias=bias).requires_grad_(False)

@@ -8,12 +8,11 @@ from collections.abc import Iterable, Sequence
 
 from tests.accuracy.published.prediction import Outcome
 
+# From MISS on a difference is listed with its explanation; FAR is the other bar of the statistics.
 MISS, FAR = 0.001, 0.01
-"""From MISS on a difference is listed with its explanation; FAR is the other bar of the statistics."""
 
 
 def tables(outcomes: Sequence[Outcome]) -> str:
-    """Return everything that docs/accuracy-tables.md shows of a sweep."""
     predicted = [outcome for outcome in outcomes if outcome.error is not None]
     parts = [
         _heading(outcomes, predicted),

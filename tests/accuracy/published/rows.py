@@ -70,12 +70,7 @@ class Row:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Every row of a table.
-
-    Raises:
-        TableError: a column is missing, or a figure or unit is none.
-        OSError: the file cannot be read.
-    """
+    """Every row of a table; TableError says which column is missing, or which figure or unit is none."""
     with path.open(newline="", encoding="utf-8") as file:
         reader = csv.DictReader(file)
         missing = [

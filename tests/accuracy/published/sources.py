@@ -33,10 +33,8 @@ class Source:
     name: str
     marker: str
     predict: Callable[[Row], Prediction]
-    isolated: bool = False
-    """Imports other projects' packages: in processes of its own."""
-    code: Checkout | None = None
-    """The source's own code, which is run."""
+    isolated: bool = False  # Imports other projects' packages: in processes of its own.
+    code: Checkout | None = None  # The source's own code, which is run.
 
 
 SOURCES = (
@@ -57,7 +55,6 @@ OTHER = Source("other", "", generic.any_row)
 
 
 def source_of(row: Row) -> Source:
-    """Who predicts a row."""
     return next((source for source in SOURCES if source.marker in row.source), OTHER)
 
 
@@ -72,5 +69,4 @@ def outcome(row: Row) -> Outcome:
 
 
 def outcomes(rows: Sequence[Row]) -> list[Outcome]:
-    """Predict rows that are figures of one run."""
     return [outcome(row) for row in rows]

@@ -59,8 +59,7 @@ class Geometry:
     inner: int
     patch: int
     gated: bool
-    pixels: int = 224
-    """Of the images that it was trained on, a side."""
+    pixels: int = 224  # Of the images that it was trained on, a side.
 
     @property
     def positions(self) -> int:

@@ -44,6 +44,7 @@ _STATES = (
 )
 _OFFLOADED = Recipe(chunked_loss=True, checkpointing=True, optimizer_in_backward=True, offloading=True)
 _LORA = Recipe(chunked_loss=True, checkpointing=True, offloading=True, lora_rank=64)
+# Each row adds a technique to those before. All are of compiled code, but for the first two (`OWN`).
 LADDER: dict[str, tuple[Recipe, str]] = {
     "+ compile": (Recipe(), _LAYERS),
     "+ chunked CE": (Recipe(chunked_loss=True), _LAYERS),
@@ -54,19 +55,17 @@ LADDER: dict[str, tuple[Recipe, str]] = {
     "LoRA (no opt-in-bwd, AdamW)": (_LORA, _LOSS),
     "QLoRA (no opt-in-bwd, AdamW)": (dataclasses.replace(_LORA, in_4_bits=True), _LOSS),
 }
-"""Each row adds a technique to those before. All are of compiled code, but for the first two (`OWN`)."""
 
-_ALL = "qkvoghd"
-"""Every linear layer but the head."""
+_ALL = "qkvoghd"  # Every linear layer but the head.
 _FLAGS = (
     "compiled, and neither the table nor its pull request (1664) gives this row's flags: whether activations are "
     "recomputed, and how the loss and the optimizer are run"
 )
 
 
+# Rows of which nothing was compiled: length of a text, and whether they are packed. Texts of the baseline are of
+# unknown length, which decides nothing: its peak is the end of the backward, as test_training_rows.py shows.
 OWN = {"baseline full FT": (256, False), "+ packed": (4096, True)}
-"""Rows of which nothing was compiled: length of a text, and whether they are packed. Texts of the baseline are of
-unknown length, which decides nothing: its peak is the end of the backward, as test_training_rows.py shows."""
 
 
 def ladder(row: Row) -> Prediction:

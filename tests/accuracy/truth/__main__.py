@@ -53,16 +53,8 @@ def record_one(name: str, folder: Path) -> str:
 
 
 def record_all(folder: Path, seconds: float, clock: Callable[[], float] = time.monotonic) -> tuple[int, list[str]]:
-    """Record the cases in their order, each in a process of its own, for as long as there is time.
-
-    Args:
-        folder: gets the files.
-        seconds: for all of them.
-        clock: seconds that only go up.
-
-    Returns:
-        How many were recorded, and the names of those that were left out, or ended, for lack of time.
-    """
+    """Record the cases in their order, each in a process of its own, for `seconds`; returns how many were recorded, and
+    the names of those that were left out, or ended, for lack of time."""
     until = clock() + seconds
     recorded = 0
     left_out = []
@@ -91,7 +83,6 @@ def record_all(folder: Path, seconds: float, clock: Callable[[], float] = time.m
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Record and compare."""
     parser = argparse.ArgumentParser(prog="python -m tests.accuracy.truth", description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="where to, instead of tests/accuracy/truth/<gpu>-<torch>"

@@ -34,27 +34,19 @@ class Compared:
     """One case; sizes are bytes, differences simulated - measured."""
 
     name: str
-    allocated: tuple[int, int]
-    """Measured and simulated, as the next."""
+    allocated: tuple[int, int]  # Measured and simulated, as the next.
     reserved: tuple[int, int]
-    worst_stage: tuple[str, int]
-    """The stage whose peak of allocated memory differs most, and by how much."""
-    only_measured: str
-    """Stages of one side alone; empty if both have the same."""
+    worst_stage: tuple[str, int]  # The stage whose peak of allocated memory differs most, and by how much.
+    only_measured: str  # Stages of one side alone; empty if both have the same.
     stream: str
 
 
 def folders(root: Path = HERE) -> list[Path]:
-    """What has been recorded."""
     return sorted(path.parent for path in root.glob(f"*/{INDEX}"))
 
 
 def compare(folder: Path, name: str, spec: TargetSpec, index: Mapping[str, Any]) -> Compared:
-    """Simulate a recorded case on the card that recorded it.
-
-    Raises:
-        MemprofError: the case cannot be simulated, or its capture cannot be read.
-    """
+    """Simulate a recorded case on the GPU that recorded it; MemprofError where that cannot be done."""
     measured = load_trace(folder / f"{name}.capture")
     simulated, document = flow.profile(on_card(spec, index))
     theirs = analyze(measured)

@@ -26,9 +26,9 @@ from memprof.spec import TargetSpec
 from memprof.trace.events import Trace
 from memprof.trace.facts import Target
 from memprof.trace.io import save_trace
+from memprof.watch.collection import no_collection
 from memprof.workload.models import find_source
 from memprof.workload.step import Workload
-from tests.accuracy.published.prediction import no_collection
 
 INDEX = "INDEX.json"
 _HISTORY = ("action", "addr", "size", "stream")
@@ -138,6 +138,5 @@ def read_index(folder: Path) -> dict[str, Any]:
 
 
 def write_index(folder: Path, index: dict[str, Any]) -> None:
-    """Replace INDEX.json."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / INDEX).write_text(json.dumps(index, indent=1, sort_keys=True) + "\n", encoding="utf-8")

@@ -7,8 +7,6 @@ from memprof.trace.snapshot import Action, Snapshot, SnapshotEvent
 
 
 class RecordingDriver(SimulatedDriver):
-    """A driver that writes down what it is asked."""
-
     def __init__(self, total_bytes: int, recorder: Recorder) -> None:
         super().__init__(total_bytes)
         self.recorder = recorder

@@ -9,8 +9,6 @@ MIB = 1 << 20
 
 
 class Script:
-    """Writes requests and frees, in order."""
-
     def __init__(self) -> None:
         self.trace = Trace(ops=["aten.empty"], phases=[Phase(PhaseKind.OTHER, 0, 0)])
         self.trace.events.append(Event(EventKind.PHASE, 0))
@@ -35,8 +33,7 @@ class StreamScript(Script):
 
     def __init__(self) -> None:
         super().__init__()
-        self.home: dict[int, int] = {}
-        """Stream of each living storage."""
+        self.home: dict[int, int] = {}  # Stream of each living storage.
 
     def add(self, kind: EventKind, ref: int) -> None:
         self.trace.events.append(Event(kind, ref))

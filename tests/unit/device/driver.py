@@ -38,8 +38,7 @@ class FakeCard:
     slices: list[FakeCard] = field(default_factory=list)
     mig: bool = False
     gpu_instance: int = 0
-    errors: dict[str, int] = field(default_factory=dict)
-    """Error code by C function; "*" for all."""
+    errors: dict[str, int] = field(default_factory=dict)  # Error code by C function; "*" for all.
 
 
 class FakeDriver:

@@ -37,18 +37,15 @@ class Builder:
         self.phase(PhaseKind.MODEL, 0)
 
     def phase(self, kind: PhaseKind, step: int = 1, micro_batch: int = 1) -> None:
-        """What follows happens in this phase."""
         self.trace.phases.append(Phase(kind, step, micro_batch))
         self._event(EventKind.PHASE, len(self.trace.phases) - 1)
 
     def enter(self, path: str, class_name: str = "Module", role: ModuleRole = ModuleRole.OTHER) -> None:
-        """A module's forward begins."""
         stack = path.rpartition(".")[0] if role is ModuleRole.LAYER else ""
         self._module = self._index(self.trace.modules, Module(path, class_name, role, stack))
         self._event(EventKind.ENTER, self._module)
 
     def leave(self) -> None:
-        """The innermost module's forward ends."""
         self._event(EventKind.EXIT, self._module)
         self._module = NONE
 
@@ -61,7 +58,6 @@ class Builder:
         owner: tuple[Role, str] | None = None,
         forward_event: int = NONE,
     ) -> int:
-        """A tensor on the GPU is made; its index."""
         trace = self.trace
         index = len(trace.storages)
         source = NONE if line is None else self._index(trace.sources, line)
@@ -77,12 +73,10 @@ class Builder:
         return index
 
     def free(self, *indices: int) -> None:
-        """These tensors die."""
         for index in indices:
             self._event(EventKind.FREE, index)
 
     def parameter(self, name: str, *shape: int, dtype: str = "float32") -> int:
-        """A parameter is made."""
         return self.new(*shape, dtype=dtype, op="aten.empty", owner=(Role.PARAMETER, name))
 
     def inputs(self, *shape: int) -> None:

@@ -13,8 +13,7 @@ from memprof.trace.events import Holder, PhaseKind, Role
 from memprof.units import MIB
 from tests.unit.findings.builder import Builder
 
-MILLION = MIB // 4
-"""Elements of float32 in a MiB."""
+MILLION = MIB // 4  # Elements of float32 in a MiB.
 KEPT = "train.py:7 main"
 LOSSES = Holder(0, "list", "losses", "/x/train.py:9 main", True, None, (), 0, 0, None)
 
@@ -141,8 +140,6 @@ def test_joined_tensors() -> None:
 
 
 class TestSilentOn:
-    """Steady states."""
-
     def test_a_window(self) -> None:
         b = Builder()
         b.parameter("weight", 100)

@@ -31,8 +31,6 @@ class Experts(nn.Module):
 
 
 class Lazy(nn.Module):
-    """Makes its mask when it is first called."""
-
     def __init__(self) -> None:
         super().__init__()
         self.proj = nn.Linear(64, 1000)

@@ -20,8 +20,6 @@ from memprof.trace.events import (
 
 
 class Builder:
-    """Writes a trace as a program would make it."""
-
     def __init__(self) -> None:
         self.trace = Trace()
         self._modules: dict[str, int] = {}

@@ -37,16 +37,14 @@ class StandIn:
 
     def __init__(self):
         self.calls = []
-        self.error = None
-        """What every call that waits for the card raises."""
+        self.error = None  # What every call that waits for the card raises.
         self.free, self.total, self.reserved = 60 * MIB, 100 * MIB, 10 * MIB
         self.now = {0: 0}
         self.peak = {0: 0}
         self.name = "NVIDIA H100 80GB HBM3"
         self.requested = 0
         self.entries = []
-        self.elsewhere = []
-        """Of the allocator's history on another GPU."""
+        self.elsewhere = []  # Of the allocator's history on another GPU.
         self.alive = {}
         self.is_capturing = False
 
@@ -56,7 +54,6 @@ class StandIn:
             raise self.error
 
     def take(self, num_bytes):
-        """Allocated and freed again."""
         self.peak[0] = max(self.peak[0], num_bytes)
 
     def allocate(self, address, num_bytes, *, stream=0, pool=(0, 0)):
@@ -76,12 +73,10 @@ class StandIn:
             self.write("free_completed", address, num_bytes, stream, pool)
 
     def write(self, action, address, num_bytes, stream=0, pool=(0, 0)):
-        """An entry of the allocator's history."""
         place = {"addr": address, "size": num_bytes, "stream": stream, "pool_id": pool}
         self.entries.append({"action": action, "time_us": time.time_ns() // 1000, **place})
 
     def snapshot(self):
-        """As torch.cuda.memory._snapshot."""
         blocks = [
             {"address": address, "requested_size": num_bytes, "state": "active_allocated"}
             for address, (num_bytes, *_) in self.alive.items()

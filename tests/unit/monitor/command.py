@@ -93,12 +93,10 @@ def environment(*folders: Path) -> dict[str, str]:
 
 
 def memprof(*arguments: object) -> list[str]:
-    """The command line of `memprof monitor ARGUMENTS`."""
     return [sys.executable, "-m", "memprof", "monitor", *map(str, arguments)]
 
 
 def run(*arguments: object, env: dict[str, str], text: str = "") -> subprocess.CompletedProcess[str]:
-    """`memprof monitor ARGUMENTS`, to its end."""
     return subprocess.run(
         memprof(*arguments), env=env, input=text, capture_output=True, text=True, timeout=60, check=False
     )

@@ -19,8 +19,6 @@ torch = pytest.importorskip("torch")
 
 
 class Library(ModuleType):
-    """A package of somebody else's."""
-
     where = "none"
 
 

@@ -31,8 +31,6 @@ def test_what_is_replaced_is_put_back_in_reverse_order() -> None:
 
 def test_one_that_cannot_be_put_back_keeps_no_other_from_it() -> None:
     class Once:
-        """Its attribute can be set a single time."""
-
         sets = 0
 
         def __setattr__(self, name: str, value: object) -> None:

@@ -1,11 +1,16 @@
-"""Small real models and batches."""
+"""Small real models and batches, and runs that are made up."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import transformers
 from torch import nn
 from torch.nn import functional
+
+from memprof.catalog import find_gpu
+from memprof.flows.ladder.runs import Runs
 
 VOCAB = 97
 
@@ -105,3 +110,25 @@ def state(model: nn.Module) -> dict[str, object]:
         "config": None if config is None else config.to_dict(),
         "attention": None if config is None else config._attn_implementation,
     }
+
+
+class MadeUpRuns(Runs):
+    """Without commands; a subclass has `_run`."""
+
+    def __init__(self) -> None:
+        super().__init__(find_gpu("rtx-4090"))
+
+    def command(self, fixes: Any, *, fits: bool | None) -> str:
+        return ""
+
+    def _retold(self, trace: Any, fixes: Any) -> Any:
+        return trace
+
+    def make(self, sets: Any) -> None:
+        return None
+
+    def check(self, fixes: Any) -> None:
+        return None
+
+    def on_now(self) -> frozenset[str]:
+        return frozenset()

@@ -37,16 +37,16 @@ OPTIONS = {
     "fused-optimizer": {"optimizer": adamw},
     "cpu-offload-optimizer": {"optimizer": adamw, "offload_gradients": True},
 }
+# What these make or change is not in the model.
 OUTSIDE = {"micro-batch", "streamed-batches", "fused-optimizer", "expandable-segments"}
-"""What these make or change is not in the model."""
 NPT = {"low-rank-npt", "cpu-offload-npt-delta"}
+# All that change the model, and whose packages are installed.
 HERE = [
     name
     for name, remedy in REMEDIES.items()
     if name not in {"8-bit-optimizer", *OUTSIDE}
     and ("bitsandbytes" not in remedy.packages or importlib.util.find_spec("bitsandbytes"))
 ]
-"""All that change the model, and whose packages are installed."""
 EXACT = [
     name
     for name, remedy in REMEDIES.items()

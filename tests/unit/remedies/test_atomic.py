@@ -31,11 +31,7 @@ class Injected(BaseException):
 
 
 class Lines:
-    """Counts the lines of the installers that run, and raises at one of them.
-
-    Args:
-        fail_at: the number of the line to raise at; None to count them all.
-    """
+    """Counts the lines of the installers that run, and raises at number `fail_at`; None: at none."""
 
     def __init__(self, fail_at: int | None = None) -> None:
         self.fail_at = fail_at

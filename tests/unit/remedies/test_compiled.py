@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from typing import Any
 
 import pytest
 from torch import nn
 
 import memprof
-from memprof.catalog import find_gpu
 from memprof.errors import UsageError
 from memprof.findings.evidence import suggest_fixes
 from memprof.flows.account import analyze
 from memprof.flows.ladder.climb import climb
-from memprof.flows.ladder.runs import Runs, SpecRuns, apply_fixes
+from memprof.flows.ladder.runs import SpecRuns, apply_fixes
 from memprof.remedies.fixes import parse_fixes
 from memprof.report.terminal.console import text_of
 from memprof.report.terminal.ladder import render_ladder
 from memprof.spec import TargetSpec
 from memprof.trace.events import Compiling
 from tests.unit.findings.builder import Builder
+from tests.unit.remedies.models import MadeUpRuns
 from tests.unit.workload.test_compile import MODEL
 
 
@@ -59,9 +61,11 @@ def test_it_is_recommended_until_something_is_compiled() -> None:
 
 
 def test_without_triton_it_does_not_apply(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memprof.remedies.compiled._has_triton", lambda: False)
+    find = importlib.util.find_spec
     with memprof.virtual_gpu("a100-80gb"):
         model = _stack().cuda()
+        monkeypatch.delitem(sys.modules, "triton", raising=False)
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "triton" else find(name))
         with pytest.raises(UsageError, match="Inductor cannot run here") as raised:
             memprof.apply(model, "compile")
     assert (raised.value.value, raised.value.hint) == ("no Triton", "pip install triton")
@@ -89,31 +93,13 @@ def test_it_is_on_once(how: str) -> None:
         memprof.apply(model, "compile")
 
 
-class _Runs(Runs):
+class _Runs(MadeUpRuns):
     """With a remedy on, a run takes a quarter more."""
-
-    def __init__(self) -> None:
-        super().__init__(find_gpu("rtx-4090"))
 
     def _run(self, fixes: Any) -> Any:
         b = Builder()
         b.new((5 if fixes else 4) << 28)  # float32
         return b.trace, analyze(b.trace)
-
-    def command(self, fixes: Any, *, fits: bool | None) -> str:
-        return ""
-
-    def _retold(self, trace: Any, fixes: Any) -> Any:
-        return trace
-
-    def make(self, sets: Any) -> None:
-        return None
-
-    def check(self, fixes: Any) -> None:
-        return None
-
-    def on_now(self) -> frozenset[str]:
-        return frozenset()
 
 
 def test_a_remedy_that_makes_it_worse_is_left_out_and_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,8 +17,8 @@ from memprof.errors import MemprofError, UsageError
 from memprof.remedies.catalog import REMEDIES, Numerics
 from tests.unit.remedies import models
 
+# The remedies that put forwards in place of the model's.
 FORWARDS = ["chunked-loss", "activation-checkpointing", "cpu-offload-activations", "cpu-offload-weights"]
-"""The remedies that put forwards in place of the model's."""
 
 
 def loss_and_gradients(model):
@@ -63,10 +63,9 @@ def test_a_copy_of_an_applied_model(name, how):
         memprof.apply(twin, name)
 
 
-RENAME = {"lora", "qlora", "8-bit-weights", "4-bit-weights"}
-"""These put other modules in the place of layers."""
+RENAME = {"lora", "qlora", "8-bit-weights", "4-bit-weights"}  # These put other modules in the place of layers.
+# A package, a card, NPT components, a dataset.
 NEED_MORE = {"8-bit-optimizer", "expandable-segments", "low-rank-npt", "cpu-offload-npt-delta", "streamed-batches"}
-"""A package, a card, NPT components, a dataset."""
 
 
 @pytest.mark.parametrize("name", [name for name in REMEDIES if name not in RENAME | NEED_MORE])
@@ -124,8 +123,6 @@ class Output:
 
 
 class Any(models.Handwritten):
-    """A forward that returns what `kind` says."""
-
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind = kind

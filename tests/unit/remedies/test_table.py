@@ -20,7 +20,6 @@ from memprof.findings.evidence import suggest_fixes
 from memprof.flows.account import analyze
 from memprof.flows.cards import allocator_settings, device_facts
 from memprof.flows.ladder.climb import climb
-from memprof.flows.ladder.runs import Runs
 from memprof.flows.ladder.search import search
 from memprof.remedies.catalog import EXPANDABLE_SEGMENTS, REMEDIES, STEPS, Remedy, in_force, ladder, tiers
 from memprof.remedies.catalog.table import in_order, read_entries
@@ -30,11 +29,12 @@ from memprof.remedies.on_spec import switch_on
 from memprof.spec import TargetSpec
 from memprof.trace.facts import Facts
 from tests.unit.findings.builder import Builder
+from tests.unit.remedies.models import MadeUpRuns
 
 PACKAGE = Path(memprof.__file__).parent
 ROOT = PACKAGE.parent
+# A dtype's, an adapter's, a goal's, an option's name; rows that go through a model together.
 ALSO_OTHER_WORDS = {"compile", "bfloat16", "float16", "lora", "qlora", "freeze", "micro-batch"}
-"""A dtype's, an adapter's, a goal's, an option's name; rows that go through a model together."""
 MAY_NAME_THEM = {
     "flows/recommend/plans.py": "four remedies are dimensions of its search: each is a field of a plan",
     "estimate/methods.py": "a term of the closed form, with an option of its own",
@@ -142,11 +142,8 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Remedy]:
     sys.modules.pop("memprof.remedies.toy", None)
 
 
-class _Runs(Runs):
+class _Runs(MadeUpRuns):
     """With the toy a run takes a tenth of the memory, and fits."""
-
-    def __init__(self) -> None:
-        super().__init__(find_gpu("rtx-4090"))
 
     def _run(self, fixes):
         b = Builder()
@@ -156,22 +153,10 @@ class _Runs(Runs):
         b.trace.facts = Facts(command="profile", device=device, allocator=allocator_settings("").facts)
         return b.trace, analyze(b.trace)
 
-    def _retold(self, trace, fixes):
-        return trace
-
     def check(self, fixes):
         spec = TargetSpec(model="gpt2")
         for fix in fixes:
             spec = edit_spec(spec, fix, {})
-
-    def command(self, fixes, *, fits):
-        return ""
-
-    def make(self, sets):
-        return None
-
-    def on_now(self):
-        return frozenset()
 
 
 def test_one_file_is_all_that_a_remedy_takes(toy, monkeypatch):

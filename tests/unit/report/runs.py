@@ -94,7 +94,6 @@ def traces(draw: st.DrawFn) -> Trace:
 
 
 def report_of(trace: Trace) -> dict[str, Any]:
-    """The JSON of its report."""
     return analyze(trace).to_json()
 
 

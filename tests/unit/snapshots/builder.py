@@ -25,8 +25,6 @@ def stack(*lines: str, op: str = "", main: bool = True) -> Stack:
 
 
 class Program:
-    """Allocates under stacks."""
-
     def __init__(self, settings: str = "", total_bytes: int = 4096 * MIB) -> None:
         config = parse_config(settings) if settings else AllocatorConfig()
         self.recorder = Recorder(config, total_bytes, Completion.IMMEDIATE)

@@ -10,8 +10,7 @@ from tests.unit.snapshots.builder import stack
 
 SITE = "/venv/lib/python3.12/site-packages"
 WORKSPACE = Frame("", 0, "at::cuda::getCUDABlasLtWorkspace()")
-HASH = "rqi2a6dtsgnlkgpr4ajhnqxz3vhmrb4dtextosnrzy7m2c3ycct"
-"""51 letters, of whose first two the folder is named."""
+HASH = "rqi2a6dtsgnlkgpr4ajhnqxz3vhmrb4dtextosnrzy7m2c3ycct"  # 51 letters, of whose first two the folder is named.
 ENGINE = Frame("", 0, "torch::autograd::Engine::evaluate_function()")
 
 

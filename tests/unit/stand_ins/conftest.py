@@ -1,4 +1,4 @@
-"""What a stand-in's kernel keeps for its backward is what it saves, which is gone with that backward."""
+"""The virtual GPU with stand-ins; what their kernels keep for a backward is what they save, which is gone with it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,18 @@ from typing import Any
 import pytest
 import torch
 
+from memprof.catalog import find_gpu
 from memprof.stand_ins import tools
+from memprof.stand_ins.extension import StandInExtension
+from memprof.virtual import VirtualGpu
+
+
+@pytest.fixture
+def gpu(request: pytest.FixtureRequest) -> Iterator[VirtualGpu]:
+    """An A100, or the module's CARD."""
+    model = getattr(request.module, "CARD", None) or find_gpu("a100-80gb")
+    with VirtualGpu(model, workspaces=False, extensions=[StandInExtension()]) as virtual:
+        yield virtual
 
 
 @pytest.fixture(autouse=True)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
-
 import pytest
 import torch
 
@@ -12,23 +9,10 @@ from memprof.catalog import find_gpu
 from memprof.errors import MemprofError
 from memprof.stand_ins.extension import StandInExtension
 from memprof.virtual import VirtualGpu
+from tests.unit.stand_ins.test_flash_attention import measured
 
 CARD = find_gpu("a100-80gb")
 ROWS, COLUMNS = 600, 512
-
-
-@pytest.fixture
-def gpu() -> Iterator[VirtualGpu]:
-    with VirtualGpu(CARD, workspaces=False, extensions=[StandInExtension()]) as virtual:
-        yield virtual
-
-
-def measured(call: Callable[[], Any]) -> tuple[int, int, Any]:
-    """What stays, and the most beyond it, in bytes."""
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    result = call()
-    return torch.cuda.memory_allocated() - before, torch.cuda.max_memory_allocated() - before, result
 
 
 @pytest.mark.parametrize("thrifty", [False, True])

@@ -18,7 +18,6 @@ import torch
 
 from memprof.catalog import find_gpu
 from memprof.stand_ins import registry, tools
-from memprof.stand_ins.extension import StandInExtension
 from memprof.virtual import VirtualGpu
 from tests.unit.stand_ins.test_flash_attention import half, single, tensor
 
@@ -26,8 +25,7 @@ FOLDER = Path(registry.__file__).parent
 EDGES, NODES, CHANNELS = 1000, 100, 16
 OF_EDGES, OF_NODES = single(EDGES, CHANNELS), single(NODES, CHANNELS)
 ONE_MORE = single(EDGES + 1, CHANNELS)
-Case = tuple[Any, list[torch.Tensor]]
-"""What a stand-in gave, and what gradients are asked for."""
+Case = tuple[Any, list[torch.Tensor]]  # What a stand-in gave, and what gradients are asked for.
 
 
 def segments(name: str) -> Case:
@@ -131,8 +129,8 @@ def joined() -> Case:
 
 OF_INNER, OF_STATES = half(BATCH, INNER, TIME), single(BATCH, STATES, TIME)
 SCATTER, PADDING, TE = "torch_scatter.py", "flash_attn/padding.py", "transformer_engine/"
+# Zeros for the places, which have no gradient; the gradient with a row more, for what came from nowhere.
 LEAST = [2 * OF_NODES, ONE_MORE]
-"""Zeros for the places, which have no gradient; the gradient with a row more, for what came from nowhere."""
 ROWS, SIZE = 512, 256
 CASES: dict[str, tuple[str, Callable[[], Case], list[int]]] = {
     # rusty1s/pytorch_scatter@2.1.2: csrc/segment_csr.cpp, segment_coo.cpp, scatter.cpp
@@ -192,6 +190,7 @@ CASES: dict[str, tuple[str, Callable[[], Case], list[int]]] = {
     "added with dropout": (f"{TE}transformer.py:added", lambda: added(0.1), [half(ROWS, SIZE), half(SIZE)]),
     "joined": (f"{TE}linear.py:joined", joined, []),
 }  # fmt: skip
+# Where the bytes of a backward are tested that have no row.
 ELSEWHERE = {
     "apex/norms.py:_norm": "test_apex.test_a_norm_keeps_a_number_a_row_and_sums_its_gradients_in_parts",
     "causal_conv1d.py:causal_conv1d_fn": (
@@ -226,13 +225,9 @@ ELSEWHERE = {
     "flash_attn/dense.py:swiglu": "test_flash_dense.test_swiglu_saves_both",
     "flash_attn/norms.py:_norm": "test_flash_dense.test_a_norm_of_a_sum_keeps_it",
 }
-"""Where the bytes of a backward are tested that have no row."""
 
 
-@pytest.fixture
-def gpu() -> Iterator[VirtualGpu]:
-    with VirtualGpu(find_gpu("h100-80gb"), workspaces=False, extensions=[StandInExtension()]) as gpu:
-        yield gpu
+CARD = find_gpu("h100-80gb")
 
 
 @pytest.mark.parametrize("name", CASES)

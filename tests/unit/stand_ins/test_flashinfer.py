@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from memprof.catalog import find_gpu
 from memprof.errors import MemprofError
-from memprof.stand_ins.extension import StandInExtension
 from memprof.virtual import VirtualGpu
-from tests.unit.stand_ins.test_apex import measured
+from tests.unit.stand_ins.test_flash_attention import measured
 
 MIB = 1024 * 1024
 SEQUENCES, HEADS, KV_HEADS, SIZE, PAGE, PAGES = 4, 8, 2, 64, 16, 40
 ROWS, VOCABULARY = 3, 1000
-
-
-@pytest.fixture
-def gpu() -> Iterator[VirtualGpu]:
-    with VirtualGpu(find_gpu("a100-80gb"), workspaces=False, extensions=[StandInExtension()]) as gpu:
-        yield gpu
 
 
 def half(*shape: int) -> torch.Tensor:
@@ -34,8 +25,8 @@ def numbers(*values: int) -> torch.Tensor:
 
 
 CACHE = (PAGES, 2, PAGE, KV_HEADS, SIZE)
+# Where each sequence's pages begin, which they are, and how many tokens the last of each has.
 PAGED = [(0, 2, 4, 6, 8), tuple(range(8)), (3, 5, 16, 1)]
-"""Where each sequence's pages begin, which they are, and how many tokens the last of each has."""
 
 
 def test_a_wrapper_keeps_a_workspace_beside_the_programs(gpu: VirtualGpu) -> None:

@@ -13,7 +13,7 @@ import torch
 from memprof.catalog import find_gpu
 from memprof.stand_ins.extension import StandInExtension
 from memprof.virtual import VirtualGpu
-from tests.unit.stand_ins.test_apex import measured
+from tests.unit.stand_ins.test_flash_attention import measured
 
 UTILITIES = """
 def _load_lib(lib):

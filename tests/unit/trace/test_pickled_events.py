@@ -22,8 +22,7 @@ from tests.lanes import examples
 FRAMES = [{"filename": f"file{n}.py", "line": n, "name": f"call{n}"} for n in range(400)]
 NUMBERS = (0, 1, 255, 256, 65_535, 65_536, (1 << 31) - 1, 1 << 31, 1 << 32, 0x7F0000000000, (1 << 63) - 1, 1 << 63)
 POOLS = ((0, 0), (0, 1), (7, 255), (300, 2))
-PADDING = 5000
-"""Bytes: events at the very end of a file are left to the unpickler."""
+PADDING = 5000  # Bytes: events at the very end of a file are left to the unpickler.
 
 
 def event(number: int, frames: Any, *, action: str = "alloc", **other: Any) -> dict[str, Any]:

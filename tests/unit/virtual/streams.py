@@ -17,8 +17,6 @@ _NOT_COMPUTED = {"aten::detach", "prim::device"}
 
 
 class Seen(NamedTuple):
-    """One tensor of an operator."""
-
     dtype: torch.dtype
     shape: tuple[int, ...]
 
@@ -30,13 +28,10 @@ class Op(NamedTuple):
     inputs: tuple[Seen, ...]
     outputs: tuple[Seen, ...]
     backward: bool
-    function: str
-    """The torch function that ran it (in a forward, under `Functions`)."""
+    function: str  # The torch function that ran it (in a forward, under `Functions`).
 
 
 class Operators(TorchDispatchMode):
-    """Notes every operator inside it."""
-
     def __init__(self) -> None:
         super().__init__()
         self.ops: list[Op] = []
@@ -74,8 +69,7 @@ class Called(NamedTuple):
     name: str
     arguments: Any
     ops: list[Op]
-    autocast: torch.dtype | None
-    """The dtype of the autocast region that it was in, if any."""
+    autocast: torch.dtype | None  # The dtype of the autocast region that it was in, if any.
 
 
 class Functions(TorchFunctionMode):

@@ -126,6 +126,7 @@ CALLS: dict[str, Callable[[Make], Any]] = {
 }
 
 
+# The dtypes of a call's tensors, in turn.
 GIVEN = {
     "float32": [torch.float32],
     "float16": [torch.float16],
@@ -134,7 +135,6 @@ GIVEN = {
     "float32 first": [torch.float32, torch.bfloat16],
     "bfloat16 first": [torch.bfloat16, torch.float32],
 }
-"""The dtypes of a call's tensors, in turn."""
 
 
 @pytest.mark.parametrize("lower", by_day([torch.float16, torch.bfloat16], torch.float16), ids=str)

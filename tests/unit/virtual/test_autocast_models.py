@@ -45,13 +45,13 @@ FLOAT32 = _names(
 )
 WIDEST = _names("addcdiv addcmul atan2 bilinear cross dot grid_sample index_put scatter_add tensordot")
 
+# What the documentation calls a function that torch.nn.functional calls by another name.
 FUNCTIONS = {
     "cross_entropy_loss": "cross_entropy",
     "nll_loss_nd": "nll_loss",
     "linalg_vector_norm": "norm",
     "__rmatmul__": "matmul",
 }
-"""What the documentation calls a function that torch.nn.functional calls by another name."""
 UNDOCUMENTED = {
     # aten/src/ATen/autocast_mode.h, AT_FORALL_LOWER_PRECISION_FP and AT_FORALL_FP32; missing in the documentation.
     "scaled_dot_product_attention": LOWER_PRECISION,
@@ -89,8 +89,6 @@ HALF = [torch.bfloat16, torch.float16]
 
 
 class ConvNet(nn.Module):
-    """Convolutions, batch and group norm, pooling, interpolation, a normalised head and cross entropy."""
-
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Conv2d(3, 8, 3, padding=1)

@@ -42,7 +42,6 @@ def megabytes(number: int, device: str, **options) -> torch.Tensor:
 
 
 def taken(run: VirtualGpu) -> list[tuple[str, str, int]]:
-    """Card, operator and bytes of each allocation."""
     trace = run.trace
     return [
         (trace.storages[ref].device, trace.op(trace.storages[ref]), trace.storages[ref].num_bytes)

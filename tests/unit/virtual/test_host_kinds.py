@@ -14,10 +14,10 @@ from torch.utils.checkpoint import checkpoint
 import memprof
 from tests.lanes import by_day
 
+# Width and rows, by what has the 1 MiB from which host tensors are virtual.
 SIZES = {"all below": (16, 8), "batch above": (16, 1 << 16), "weights above": (1024, 8)}
-"""Width and rows, by what has the 1 MiB from which host tensors are virtual."""
+# Of (width of the model, rows of the batch, dtype, device of the other part): what holds a gradient.
 Program = Callable[[int, int, torch.dtype, str], list[torch.Tensor]]
-"""Of (width of the model, rows of the batch, dtype, device of the other part): what holds a gradient."""
 PROGRAMS: dict[str, Program] = {}
 
 

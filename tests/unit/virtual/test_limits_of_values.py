@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy
@@ -21,14 +21,7 @@ from tests.unit.virtual.test_values import setitem, written
 CARD = find_gpu("a100-80gb")
 
 
-@pytest.fixture
-def gpu() -> Iterator[VirtualGpu]:
-    with VirtualGpu(CARD, workspaces=False) as virtual:
-        yield virtual
-
-
-SIDE = 1100
-"""Its square is more than the host keeps real, and than is computed at no charge."""
+SIDE = 1100  # Its square is more than the host keeps real, and than is computed at no charge.
 
 
 def planted(device: str) -> torch.Tensor:
@@ -293,8 +286,7 @@ def test_the_same_mask_is_made_once_and_is_each_ones_own(gpu: VirtualGpu, monkey
     assert len(mask(value=0).nonzero()) == 0
 
 
-HUGE = 1 << 17
-"""Its square has indices of 256 GiB: no host is asked for them."""
+HUGE = 1 << 17  # Its square has indices of 256 GiB: no host is asked for them.
 
 
 def huge_mask() -> torch.Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -13,15 +12,10 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
 
-from memprof.catalog import find_gpu
 from memprof.trace.events import Role
 from memprof.virtual import VirtualGpu
 
-
-@pytest.fixture(autouse=True)
-def gpu() -> Iterator[VirtualGpu]:
-    with VirtualGpu(find_gpu("a100-80gb"), workspaces=False) as gpu:
-        yield gpu
+pytestmark = pytest.mark.usefixtures("gpu")
 
 
 class Plain(torch.Tensor):

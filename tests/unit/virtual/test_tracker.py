@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,12 +16,6 @@ from memprof.trace.events import NONE, EventKind, ModuleRole, PhaseKind, Role, S
 from memprof.virtual import VirtualGpu
 
 KIB = 1024
-
-
-@pytest.fixture
-def gpu() -> Iterator[VirtualGpu]:
-    with VirtualGpu(find_gpu("a100-80gb"), workspaces=False) as virtual:
-        yield virtual
 
 
 class Watch:
@@ -370,8 +364,6 @@ def test_an_addition_of_the_program_in_a_hook_allocates(gpu: VirtualGpu) -> None
 
 
 class Block(nn.Module):
-    """A norm and two projections."""
-
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(16)
@@ -386,8 +378,6 @@ TANH_LINE = inspect.getsourcelines(Block.forward)[1] + 1
 
 
 class Network(nn.Module):
-    """Embedding, a stack, a head."""
-
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(50, 16)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy
@@ -18,12 +18,6 @@ from memprof.virtual import VirtualGpu
 from tests.lanes import by_day, examples
 
 CARD = find_gpu("a100-80gb")
-
-
-@pytest.fixture
-def gpu() -> Iterator[VirtualGpu]:
-    with VirtualGpu(CARD, workspaces=False) as virtual:
-        yield virtual
 
 
 def mod3(device: str) -> torch.Tensor:
@@ -186,8 +180,7 @@ def test_integer_programs_as_on_the_cpu(values: list[int], program: list[tuple[i
 
 # -- what is not computed ---------------------------------------------------------------------------------------------
 
-LARGE = 1 << 13
-"""More elements than floating-point values are kept for."""
+LARGE = 1 << 13  # More elements than floating-point values are kept for.
 
 
 def unknown(device: str = "cuda") -> torch.Tensor:
@@ -378,8 +371,7 @@ CHOSEN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "every position": lambda scores: scores[:, None].expand(-1, 99, -1).argmax(-1)[:, -1],
 }
 VOCABULARY = 50_257
-CHOICE = int(0.6180339887 * VOCABULARY)
-"""What is chosen first."""
+CHOICE = int(0.6180339887 * VOCABULARY)  # What is chosen first.
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])

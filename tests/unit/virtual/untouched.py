@@ -21,8 +21,7 @@ import torch.utils.flop_counter
 from torch import nn
 
 PACKAGES = {"torch", "safetensors", "multiprocessing", "concurrent", "numpy", "atexit", "os", "io", "pickle", "random"}
-TORCHS_OWN = {"reduce_op", "next_id"}
-"""It warns when it is looked at; it counts."""
+TORCHS_OWN = {"reduce_op", "next_id"}  # It warns when it is looked at; it counts.
 
 
 def program(device: str) -> tuple[str, ...]:

@@ -13,8 +13,7 @@ from torch.nn import functional
 import memprof
 
 WIDTH, HEADS, LENGTH, PROMPT, NEW = 64, 4, 32, 8, 4
-ONE = WIDTH * 4
-"""Bytes of a token's keys in one layer."""
+ONE = WIDTH * 4  # Bytes of a token's keys in one layer.
 
 
 class Attention(nn.Module):

@@ -115,8 +115,7 @@ if WHERE != "gradient hook":  # after which torch's own engine holds one layer's
 fails = ""
 attempt(14)
 """
-BEFORE = {"evaluation": 3, "end": 3}
-"""Steps that the first attempt makes."""
+BEFORE = {"evaluation": 3, "end": 3}  # Steps that the first attempt makes.
 WHERE = (
     "forward", "module hook", "autocast", "loss", "backward", "gradient hook", "recomputation", "step hook", "step",
     "zero_grad", "data", "evaluation", "end",
@@ -266,8 +265,6 @@ def test_a_backward_that_raised_makes_no_micro_batch() -> None:
 
 
 class TestMemory:
-    """What an operator holds that raises."""
-
     @pytest.mark.parametrize("run", [
         lambda x: torch.roll(x, shifts=1, dims=7),
         lambda x: nn.functional.layer_norm(x, (64,), torch.ones(64, device="cuda"), torch.ones(7, device="cuda")),

@@ -15,8 +15,8 @@ from memprof.workload.quantization import import_quietly
 from tests.lanes import by_day
 
 MODEL = {"model": "qwen2.5-0.5b", "context_length": 64, "steps": 1}
+# Weights of the linear layers but the head: 24 x (2 x 896 x 896 + 2 x 896 x 128 + 3 x 896 x 4864).
 LINEAR = 357_826_560
-"""Weights of the linear layers but the head: 24 x (2 x 896 x 896 + 2 x 896 x 128 + 3 x 896 x 4864)."""
 
 ROWS = 24 * (2 * 896 + 2 * 128 + 2 * 4864 + 896)
 

@@ -15,8 +15,8 @@ CONFIG = {
     "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4,
     "vocab_size": 2048, "max_position_embeddings": 4096, "torch_dtype": "bfloat16", "tie_word_embeddings": False,
 }  # fmt: skip
+# Parameters: queries and outputs, keys and values, the feed-forward, two norms.
 LAYER = 2 * (256 * 256 + 256 * 128) + 3 * 256 * 512 + 2 * 256
-"""Parameters: queries and outputs, keys and values, the feed-forward, two norms."""
 EMBEDDING = 2048 * 256
 WHOLE = 4 * LAYER + 2 * EMBEDDING + 256
 

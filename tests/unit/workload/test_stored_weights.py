@@ -15,11 +15,10 @@ SIZES = {
     "num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 4096, "tie_word_embeddings": True,
 }  # fmt: skip
 QWEN3 = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "dtype": "bfloat16", **SIZES}
+# Inputs and outputs of the linear layers but the head.
 MATRICES = 2 * [(512, 512), (512, 256), (512, 256), (512, 512), (512, 1024), (512, 1024), (1024, 512)]
-"""Inputs and outputs of the linear layers but the head."""
 LINEAR = sum(rows * columns for rows, columns in MATRICES)
-PROCESSORS = 132
-"""Of the H100."""
+PROCESSORS = 132  # Of the H100.
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
 
 
@@ -186,8 +185,8 @@ LFM2 = {
     "hidden_size": 512, "intermediate_size": 1024, "block_auto_adjust_ff_dim": False, "num_hidden_layers": 2,
     "num_attention_heads": 8, "num_key_value_heads": 2, "layer_types": ["conv", "full_attention"],
 }  # fmt: skip
+# Weights and bytes of a block (ggml-common.h).
 BLOCKS = {"q4_0": (32, 18), "q4_k": (256, 144), "q5_k": (256, 176), "q6_k": (256, 210), "q8_0": (32, 34)}
-"""Weights and bytes of a block (ggml-common.h)."""
 
 
 @pytest.mark.parametrize("kind", BLOCKS)

@@ -21,8 +21,6 @@ def gpu():
 
 
 class Since:
-    """The allocations since it was made."""
-
     def __init__(self, gpu):
         self.gpu = gpu
         self.first = len(gpu.trace.events)

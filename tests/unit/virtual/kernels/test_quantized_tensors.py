@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from memprof.catalog import find_gpu
 from memprof.virtual import VirtualGpu
 from memprof.virtual.device_rules import _entries, lacks_quantized_kernel
 from memprof.virtual.kernels import quantized_tensors
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 _aten = torch.ops.aten
-
-
-@pytest.fixture
-def gpu() -> Iterator[VirtualGpu]:
-    with VirtualGpu(find_gpu("a100-80gb"), workspaces=False) as gpu:
-        yield gpu
 
 
 def floats() -> torch.Tensor:
@@ -51,8 +44,7 @@ CALLS: dict[str, tuple[Callable[[torch.Tensor], Any], list[int]]] = {
     "floats": (lambda x: x.dequantize(), []),
     "by its extremes": (lambda x: torch.quantize_per_tensor_dynamic(x, torch.quint8, False), [4, 4, 6144]),
 }
-_TWO = ([2, 2], [2, 2], [0, 0], [1, 1])
-"""Window, stride, padding and dilation."""
+_TWO = ([2, 2], [2, 2], [0, 0], [1, 1])  # Window, stride, padding and dilation.
 QUANTIZED: dict[str, tuple[Callable[[torch.Tensor], Any], list[int]]] = {
     "dequantize": (lambda q: q.dequantize(), [24576]),
     "dequantize what is not contiguous": (lambda q: q.t().dequantize(), [24576, 6144]),

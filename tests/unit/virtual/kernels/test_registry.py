@@ -18,8 +18,8 @@ from memprof.virtual.kernels import registry
 # Added to torch after the oldest release that memprof runs on; older ones have a composite in their place.
 OF_NEWER_RELEASES = {"_c10d_functional._wrap_tensor_autograd", "aten._fused_rms_norm", "aten._fused_rms_norm_backward"}
 
+# What reads like one: a project, a class's attribute, a module of Python.
 NO_FILES = {"llama.cpp", "transformer.h", "codegen.cpp"}
-"""What reads like one: a project, a class's attribute, a module of Python."""
 
 TOY = '''
 """A family of one operator."""

@@ -16,12 +16,6 @@ HOPPER = Card((9, 0), 132, 2048, (2, 11))
 MIB = 1 << 20
 
 
-@pytest.fixture
-def gpu():
-    with VirtualGpu(find_gpu("a100-80gb"), workspaces=False) as gpu:
-        yield gpu
-
-
 def empty(*shape, dtype=torch.float32):
     return torch.empty(*shape, dtype=dtype, device="meta")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,12 +12,6 @@ from memprof.catalog import find_gpu
 from memprof.errors import MemprofError
 from memprof.trace.events import GPU, Role
 from memprof.virtual import VirtualGpu
-
-
-@pytest.fixture
-def gpu() -> Iterator[VirtualGpu]:
-    with VirtualGpu(find_gpu("a100-80gb"), workspaces=False) as gpu:
-        yield gpu
 
 
 def on_card(gpu: VirtualGpu) -> list[int]:
@@ -98,10 +92,10 @@ LAYOUTS = {
     torch.sparse_bsr: torch.sparse_bsr_tensor,
     torch.sparse_bsc: torch.sparse_bsc_tensor,
 }
+# Of elements that are not zero: 4 bytes for each as values, from which 1 MiB is virtual; drawn indices are real.
 COUNTS = {"real": 1000, "real indices, virtual values": 1 << 18}
-"""Of elements that are not zero: 4 bytes for each as values, from which 1 MiB is virtual; drawn indices are real."""
+# Of (elements, device of the other part): what is made, on either device.
 PROGRAMS: dict[str, Callable[[int, str], object]] = {}
-"""Of (elements, device of the other part): what is made, on either device."""
 
 
 def program(function: Callable[[int, str], object]) -> Callable[[int, str], object]:

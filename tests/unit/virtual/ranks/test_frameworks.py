@@ -35,10 +35,9 @@ SHARDED = (
     "--fsdp_transformer_layer_cls_to_wrap",
     "LlamaDecoderLayer",
 )
-TORCHTITAN = "261819688"
-"""Of April 2026: later ones need what is in no release of torch."""
+TORCHTITAN = "261819688"  # Of April 2026: later ones need what is in no release of torch.
+# Bytes of Adam's two states in float32.
 _REPLICATED = 8 * (2 * (2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 256 + 2 * 128) + 2 * 512 * 128 + 128)
-"""Bytes of Adam's two states in float32."""
 
 
 def state_bytes(folder: Path, program: str, launcher: tuple[str, ...] = TORCHRUN, *, beside: bool = False) -> int:

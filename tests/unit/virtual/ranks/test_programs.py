@@ -18,13 +18,12 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),
     pytest.mark.slow,
 ]
-RANKS = {"pipeline": (0, 3), "pipeline-gpipe": (1,)}
-"""Stages of a pipeline are of several kinds."""
+RANKS = {"pipeline": (0, 3), "pipeline-gpipe": (1,)}  # Stages of a pipeline are of several kinds.
+# Settings of what the others show, and what tests/accuracy/test_ranks_against_gloo.py shows in every run.
 NIGHTLY = {
     "ddp-views", "ddp-static", "ddp-unused", "ddp-half-gradients", "fsdp1-half", "fsdp1-synced", "fsdp2-kept",
     "fsdp2-saved", "fsdp2-half", "tensor-parallel", "pipeline", "hsdp", "loss-parallel", "fsdp1-saved",
 }  # fmt: skip
-"""Settings of what the others show, and what tests/accuracy/test_ranks_against_gloo.py shows in every run."""
 
 
 def _named(program: str) -> object:

@@ -16,15 +16,14 @@ pytestmark = [
     pytest.mark.skipif(not dist.is_available(), reason="torch was built without torch.distributed"),
     pytest.mark.nightly,
 ]
+# Programs in which another rank decides what this one allocates.
 OF_OTHERS = {
     "fsdp1-saved": "alone, objects that are gathered are as long as its own, and the last rank's is longer",
     "fsdp2-saved": "alone, a checkpoint is of one rank's parts, and no plans are sent",
 }
-"""Programs in which another rank decides what this one allocates."""
 
 
 def requests(trace: Trace) -> list[tuple[str, int]]:
-    """What is allocated and freed on the card, in order."""
     found = []
     for kind, ref in trace.events:
         if kind in (EventKind.ALLOC, EventKind.FREE) and trace.storages[ref].device != "cpu":

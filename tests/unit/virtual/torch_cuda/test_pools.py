@@ -78,7 +78,6 @@ def test_graphed_callables() -> None:
 
 
 def segments(gpu: ProfiledGpu) -> list[SnapshotSegment]:
-    """All of them, at the end."""
     return replay_on_card(gpu.trace, None).layout_at(len(gpu.trace.events) - 1)[0]
 
 
