@@ -119,7 +119,8 @@ def not_installed(problem: str, value: object, extra: str, otherwise: str = "") 
 def nearest(name: str, choices: Iterable[str]) -> str | None:
     """Return the choice that looks most like `name`, or None if nothing is close."""
     by_folded = {choice.lower(): choice for choice in choices}
-    matches = difflib.get_close_matches(name.lower(), by_folded, n=1, cutoff=0.5)
+    swapped = [choice for choice in by_folded if sorted(choice) == sorted(name.lower())]  # modle: model, not mode
+    matches = swapped or difflib.get_close_matches(name.lower(), by_folded, n=1, cutoff=0.5)
     return by_folded[matches[0]] if matches else None
 
 

@@ -15,7 +15,7 @@ from enum import StrEnum
 from typing import Any, TypeVar
 
 from memprof.errors import UsageError, unknown_name
-from memprof.units import GIB, parse_gib
+from memprof.units import GIB, parse_gib, parse_whole
 
 DTYPES = ("float32", "float16", "bfloat16")
 AMP_DTYPES = ("float16", "bfloat16")
@@ -96,6 +96,8 @@ class Option:
 
 def option(default: _T, panel: str, help: str, **about: Any) -> _T:
     """Return a field of a dataclass that is an option of the command line: its default, and what `Option` takes."""
+    if about.get("is_count"):
+        about = {"parse": parse_whole, "metavar": "COUNT"} | about
     return dataclasses.field(default=default, metadata={"option": Option(panel, help, **about)})
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from decimal import Decimal
 
 from memprof.errors import UsageError
 
@@ -27,7 +28,8 @@ _UNITS = {
 _MOST = 1e18
 _MOST_BYTES = 1 << 50  # more than any machine has, and far from where 64 bits end
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
-_COUNT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kKmMbBtT]?)\s*")
+_COUNT = re.compile(r"\s*(-?(?:\d{1,3}(?:,\d{3})+|\d[\d_]*)(?:\.\d+)?(?:[eE]\+?\d{1,2})?)\s*([kKmMbBtT]?)\s*")
+_FEWEST_PARAMETERS = 1000  # fewer are billions whose B was forgotten
 _COUNT_SUFFIX = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 
 
@@ -75,12 +77,28 @@ def spell_size(num_bytes: int) -> str:
 
 
 def parse_count(text: str) -> int:
-    """Return the count in "1.2B", "70M", "125m" or "7000000"; raise UsageError if it is none above zero."""
-    match = _COUNT.fullmatch(text)
-    if match is None or not 0 < float(match[1]) < _MOST:
+    """Return the parameter count in "1.2B", "70M", "1e9" or "7000000"; UsageError if it is none, or not above zero."""
+    number = _read_count(text)
+    if number is None or not 0 < number < _MOST:
         raise UsageError("not a number of parameters", value=repr(text), hint="write it like 70M, 1.2B or 4B")
-    # Round, since 1.1 * 10**9 is not an integer in floating point.
-    return round(float(match[1]) * _COUNT_SUFFIX[match[2].lower()])
+    if number < _FEWEST_PARAMETERS:
+        raise UsageError("not a number of parameters", value=repr(text), hint=f"did you mean {text.strip()}B?")
+    return round(number)
+
+
+def parse_whole(text: str | int) -> int:
+    """Return the integer in "8", "128k" (128,000), "131,072", "1e6" or "0.5M"; UsageError if it is none."""
+    number = _read_count(str(text))
+    if number is None or number != number.to_integral_value() or abs(number) >= _MOST:
+        raise UsageError("not a whole number", value=repr(text), hint="write it like 8, 131072, 128k or 1e6")
+    return int(number)
+
+
+def _read_count(text: str) -> Decimal | None:
+    match = _COUNT.fullmatch(text)
+    if match is None:
+        return None
+    return Decimal(match[1].replace(",", "").replace("_", "")) * _COUNT_SUFFIX[match[2].lower()]
 
 
 def spell_numbers(of: Iterable[int]) -> str:

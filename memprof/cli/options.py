@@ -128,13 +128,24 @@ def _parsing(ctx: Any, words: Sequence[str]) -> Iterator[None]:
     try:
         yield
     except typer.TyperException as error:
-        if not as_json or ctx.resilient_parsing:
+        if ctx.resilient_parsing:
             raise
-        tell(UsageError(error.format_message(), hint=f"{ctx.command_path} --help"), as_json=True)
+        tell(_usage_error(error.format_message(), ctx.command_path), as_json=as_json)
         raise typer.Exit(Exit.WRONG_USE) from None
     except MemprofError as error:
         tell(error, as_json=as_json)
         raise typer.Exit(error.exit_code) from None
+
+
+def _usage_error(message: str, command: str) -> UsageError:
+    """Return what typer says of an argument as one of memprof's errors: a problem, a value, and what to do."""
+    see = f"{command} --help lists what there is"
+    unknown = re.match(r"No such (option|command):? '?([^\s']+)'?", message)
+    if unknown is not None:
+        near = re.findall(r"--[\w-]+", message[unknown.end() :])
+        hint = f"did you mean {' or '.join(near[:3])}? {see}" if near else see
+        return UsageError(f"no such {unknown[1]}", value=unknown[2], hint=hint)
+    return UsageError(message[:1].lower() + message[1:].rstrip("."), hint=see)
 
 
 class Command(typer.core.TyperCommand):
@@ -398,6 +409,15 @@ def _parameter(name: str, kind: Any, about: Option, default: object) -> inspect.
     return inspect.Parameter(name, _KEYWORD, default=value, annotation=Annotated[kind | None, info])
 
 
+def _parse(about: Option, value: str) -> Any:
+    """Return the value of a text that was given; the error names the option."""
+    assert about.parse is not None
+    try:
+        return about.parse(value)
+    except UsageError as error:
+        raise UsageError(f"{about.flag}: {error.problem}", value=error.value, hint=error.hint) from error
+
+
 def _build(kind: Any, values: Mapping[str, Any]) -> Any:
     """Return a dataclass of the options that were given; UsageError if one is wrong, or two exclude each other."""
     options = options_of(kind)
@@ -419,7 +439,8 @@ def _build(kind: Any, values: Mapping[str, Any]) -> Any:
         elif other is not None and about.parse is None:
             given[other], given[name] = value, True
         else:
-            given[name] = about.parse(value) if about.parse else value
+            given[name] = _parse(about, value) if about.parse else value
+            _check_numbers({name: given[name]})
     if "gpu" in options and options["gpu"].unset == PRESENT and not given.keys() & {"gpu", "gpu_vram_bytes"}:
         from memprof.flows.present import present_card
 

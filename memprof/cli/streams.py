@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import io
 import json
 import os
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import TextIO
 
@@ -14,6 +16,9 @@ import typer
 
 from memprof.errors import MemprofError, printable
 
+# What the terminal's tables, bars and curves are drawn with; as wide in ASCII, so that columns stay below each other.
+_DRAWINGS = dict(zip("▁▂▃▄▅▆▇█─━│‼…×·→←", "_.:-=+*#--|!.x.><", strict=True))
+_ASCII = defaultdict(lambda: "?", {ord(drawing): letter for drawing, letter in _DRAWINGS.items()})
 # Streams that scripts left behind. One that wraps the buffer of another closes it when it is deleted, so none is.
 _script_streams: list[object] = []
 
@@ -40,8 +45,9 @@ def prepare() -> None:
     """Have all three streams be there, and take any text.
 
     What was closed (`>&-`) goes nowhere: the next file that is opened would be taken for it. What the encoding of
-    stdout lacks, such as latin-1 the bars, is written as `?`; stderr is that way already.
+    stdout lacks, such as latin-1 the bars, is written in ASCII.
     """
+    codecs.register_error("ascii-art", _in_ascii)
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         if getattr(sys, name) is None:
             opened = os.open(os.devnull, os.O_RDWR)
@@ -50,7 +56,13 @@ def prepare() -> None:
                 os.close(opened)
             setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")
+        sys.stdout.reconfigure(errors="ascii-art")
+
+
+def _in_ascii(error: UnicodeError) -> tuple[str, int]:
+    """Return what stands for characters that an encoding lacks; `?` for those that are no drawing."""
+    assert isinstance(error, UnicodeEncodeError)
+    return error.object[error.start : error.end].translate(_ASCII), error.end
 
 
 def give_up(stream: TextIO) -> None:
