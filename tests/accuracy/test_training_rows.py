@@ -25,6 +25,7 @@ from memprof.flows import profile as flow
 from memprof.flows.cards import RunAllocator, allocator_settings
 from memprof.ledger.ledger import build_ledger
 from memprof.spec import TargetSpec
+from memprof.stand_ins.extension import extensions
 from memprof.virtual import VirtualGpu
 from tests.accuracy import adapter_bench, torchtune_recipe
 from tests.accuracy.adapter_bench import ATTENTION, QLORA, QLORA_1B, QLORA_7B, QWEN, TINY, Bench, causal_lm
@@ -149,7 +150,11 @@ def _simulate(run: Recipe | Bench, card: str) -> Simulated:
     settings = allocator_settings("")
     with (
         _no_collection(),
-        VirtualGpu(find_gpu(card), memory=lambda trace: RunAllocator(trace, find_gpu(card), settings)) as gpu,
+        VirtualGpu(
+            find_gpu(card),
+            memory=lambda trace: RunAllocator(trace, find_gpu(card), settings),
+            extensions=extensions(stubs=False),
+        ) as gpu,
     ):
         if isinstance(run, Recipe):
             torchtune_recipe.train(run)
@@ -231,7 +236,8 @@ def test_peak_of_loading_in_4_bits(key: str) -> None:
     pytest.importorskip("bitsandbytes")
     peft = pytest.importorskip("peft")
     card, settings = find_gpu("rtx-4080"), allocator_settings("")
-    with _no_collection(), VirtualGpu(card, memory=lambda trace: RunAllocator(trace, card, settings)):
+    parts = extensions(stubs=False)
+    with _no_collection(), VirtualGpu(card, memory=lambda trace: RunAllocator(trace, card, settings), extensions=parts):
         peft.prepare_model_for_kbit_training(causal_lm(key, "nf4"))
         assert round(torch.cuda.max_memory_allocated() / GIB, 4) == LOADING[key]
 
