@@ -8,7 +8,18 @@ from typing import Any
 import pytest
 import torch
 
+from memprof.catalog import find_gpu
 from memprof.stand_ins import tools
+from memprof.stand_ins.extension import StandInExtension
+from memprof.virtual import VirtualGpu
+
+
+@pytest.fixture
+def gpu(request: pytest.FixtureRequest) -> Iterator[VirtualGpu]:
+    """Of the model that the file calls CARD, else an A100."""
+    card = getattr(request.module, "CARD", None) or find_gpu("a100-80gb")
+    with VirtualGpu(card, workspaces=False, extensions=[StandInExtension()]) as virtual:
+        yield virtual
 
 
 @pytest.fixture(autouse=True)

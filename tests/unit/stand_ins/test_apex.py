@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,12 +15,6 @@ from memprof.virtual import VirtualGpu
 
 CARD = find_gpu("a100-80gb")
 ROWS, COLUMNS = 600, 512
-
-
-@pytest.fixture
-def gpu() -> Iterator[VirtualGpu]:
-    with VirtualGpu(CARD, workspaces=False, extensions=[StandInExtension()]) as virtual:
-        yield virtual
 
 
 def measured(call: Callable[[], Any]) -> tuple[int, int, Any]:

@@ -18,7 +18,6 @@ import torch
 
 from memprof.catalog import find_gpu
 from memprof.stand_ins import registry, tools
-from memprof.stand_ins.extension import StandInExtension
 from memprof.virtual import VirtualGpu
 from tests.unit.stand_ins.test_flash_attention import half, single, tensor
 
@@ -229,10 +228,7 @@ ELSEWHERE = {
 """Where the bytes of a backward are tested that have no row."""
 
 
-@pytest.fixture
-def gpu() -> Iterator[VirtualGpu]:
-    with VirtualGpu(find_gpu("h100-80gb"), workspaces=False, extensions=[StandInExtension()]) as gpu:
-        yield gpu
+CARD = find_gpu("h100-80gb")
 
 
 @pytest.mark.parametrize("name", CASES)

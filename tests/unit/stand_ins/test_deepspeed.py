@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,12 +16,6 @@ from tests.unit.stand_ins.test_apex import layer, measured
 
 CARD = find_gpu("a100-80gb")
 NUMBER = 600 * 512
-
-
-@pytest.fixture
-def gpu() -> Iterator[VirtualGpu]:
-    with VirtualGpu(CARD, workspaces=False, extensions=[StandInExtension()]) as virtual:
-        yield virtual
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

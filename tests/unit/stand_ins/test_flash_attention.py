@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,7 +10,6 @@ import torch
 
 from memprof.catalog import find_gpu
 from memprof.errors import MemprofError
-from memprof.stand_ins.extension import StandInExtension
 from memprof.virtual import VirtualGpu
 
 CARD = find_gpu("h100-80gb")
@@ -18,12 +17,6 @@ BATCH, TOKENS, HEADS, SHARED, SIZE = 2, 1000, 16, 4, 80
 SUMS = 4 * BATCH * HEADS * TOKENS
 STATE = 16
 """Two integers of a random state."""
-
-
-@pytest.fixture
-def gpu() -> Iterator[VirtualGpu]:
-    with VirtualGpu(CARD, workspaces=False, extensions=[StandInExtension()]) as virtual:
-        yield virtual
 
 
 def tensor(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -15,12 +13,6 @@ from tests.unit.stand_ins.test_flash_attention import backward, half, measured, 
 
 ROWS, WIDTH, INNER, SMS = 1024, 256, 1024, 108
 WORKSPACE = 4 * 2**20
-
-
-@pytest.fixture
-def gpu() -> Iterator[VirtualGpu]:
-    with VirtualGpu(find_gpu("a100-80gb"), workspaces=False, extensions=[StandInExtension()]) as virtual:
-        yield virtual
 
 
 @pytest.mark.usefixtures("gpu")

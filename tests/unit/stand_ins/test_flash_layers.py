@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
 from memprof.catalog import find_gpu
 from memprof.errors import MemprofError
-from memprof.stand_ins.extension import StandInExtension
 from memprof.stand_ins.tools import FLUSHED_BYTES
 from memprof.virtual import VirtualGpu
 from tests.unit.stand_ins.test_flash_attention import measured
 
 CARD = find_gpu("a100-80gb")
 ROWS, COLUMNS = 600, 512
-
-
-@pytest.fixture
-def gpu() -> Iterator[VirtualGpu]:
-    with VirtualGpu(CARD, workspaces=False, extensions=[StandInExtension()]) as virtual:
-        yield virtual
 
 
 def test_rotary_positions_in_a_tensor_of_their_own_or_in_place(gpu: VirtualGpu) -> None:

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from memprof.catalog import find_gpu
 from memprof.errors import MemprofError
-from memprof.stand_ins.extension import StandInExtension
 from memprof.virtual import VirtualGpu
 from tests.unit.stand_ins.test_apex import measured
 
 MIB = 1024 * 1024
 SEQUENCES, HEADS, KV_HEADS, SIZE, PAGE, PAGES = 4, 8, 2, 64, 16, 40
 ROWS, VOCABULARY = 3, 1000
-
-
-@pytest.fixture
-def gpu() -> Iterator[VirtualGpu]:
-    with VirtualGpu(find_gpu("a100-80gb"), workspaces=False, extensions=[StandInExtension()]) as gpu:
-        yield gpu
 
 
 def half(*shape: int) -> torch.Tensor:

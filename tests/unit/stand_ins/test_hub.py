@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -13,16 +12,9 @@ import torch
 from memprof.catalog import find_gpu
 from memprof.errors import MemprofError
 from memprof.stand_ins import hub
-from memprof.stand_ins.extension import StandInExtension
 from memprof.virtual import VirtualGpu
 
 CARD = find_gpu("h100-80gb")
-
-
-@pytest.fixture
-def gpu() -> Iterator[VirtualGpu]:
-    with VirtualGpu(CARD, workspaces=False, extensions=[StandInExtension()]) as virtual:
-        yield virtual
 
 
 def heads() -> torch.Tensor:

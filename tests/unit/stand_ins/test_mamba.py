@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
-from memprof.catalog import find_gpu
 from memprof.errors import MemprofError
-from memprof.stand_ins.extension import StandInExtension
 from memprof.virtual import VirtualGpu
 from tests.unit.stand_ins.test_flash_attention import backward, half, measured, single, tensor
 
-CARD = find_gpu("a100-80gb")
 BATCH, CHANNELS, TIME, STATES = 2, 64, 3000, 16
 CHUNKS = 2
 """Of 2,048 steps of time."""
-
-
-@pytest.fixture
-def gpu() -> Iterator[VirtualGpu]:
-    with VirtualGpu(CARD, workspaces=False, extensions=[StandInExtension()]) as virtual:
-        yield virtual
 
 
 def test_a_convolution_sums_the_gradients_of_its_weight_in_single_precision(gpu: VirtualGpu) -> None:

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 from memprof.catalog import find_gpu
-from memprof.stand_ins.extension import StandInExtension
 from memprof.virtual import VirtualGpu
 
-
-@pytest.fixture
-def gpu() -> Iterator[VirtualGpu]:
-    with VirtualGpu(find_gpu("h100-80gb"), workspaces=False, extensions=[StandInExtension()]) as gpu:
-        yield gpu
+CARD = find_gpu("h100-80gb")
 
 
 def half(*shape: int) -> torch.Tensor:

@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
-from memprof.catalog import find_gpu
-from memprof.stand_ins.extension import StandInExtension
 from memprof.virtual import VirtualGpu
 
 EDGES, NODES, CHANNELS = 10_000, 1_000, 16
 OF_EDGES, OF_NODES = EDGES * CHANNELS * 4, NODES * CHANNELS * 4
-
-
-@pytest.fixture
-def gpu() -> Iterator[VirtualGpu]:
-    with VirtualGpu(find_gpu("a100-80gb"), workspaces=False, extensions=[StandInExtension()]) as gpu:
-        yield gpu
 
 
 def rows() -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,12 +16,6 @@ from tests.unit.stand_ins.test_flash_attention import backward, half, measured, 
 CARD = find_gpu("h100-80gb")
 ROWS, SIZE, WIDE = 512, 256, 1024
 HEADS, HEAD = 4, 64
-
-
-@pytest.fixture
-def gpu() -> Iterator[VirtualGpu]:
-    with VirtualGpu(CARD, workspaces=False, extensions=[StandInExtension()]) as virtual:
-        yield virtual
 
 
 def byte(*shape: int) -> int:
