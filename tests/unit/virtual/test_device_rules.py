@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch.nn import functional as F
 
-from memprof.catalog import find_gpu
 from memprof.virtual import VirtualGpu
-
-
-@pytest.fixture
-def gpu() -> Iterator[VirtualGpu]:
-    with VirtualGpu(find_gpu("a100-80gb"), workspaces=False) as gpu:
-        yield gpu
 
 
 def host(*shape: int) -> torch.Tensor:

@@ -15,12 +15,6 @@ from memprof.virtual import VirtualGpu
 CUDA = torch.device("cuda", 0)
 
 
-@pytest.fixture
-def gpu():
-    with VirtualGpu(find_gpu("a100-80gb"), workspaces=False) as gpu:
-        yield gpu
-
-
 class _Scripted(torch.jit.ScriptModule):
     def __init__(self):
         super().__init__()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import nn
@@ -12,12 +10,6 @@ from memprof.catalog import find_gpu
 from memprof.trace.events import EventKind
 from memprof.virtual import VirtualGpu
 from tests.unit.virtual.test_tracker import Watch, ones
-
-
-@pytest.fixture
-def gpu() -> Iterator[VirtualGpu]:
-    with VirtualGpu(find_gpu("a100-80gb"), workspaces=False) as virtual:
-        yield virtual
 
 
 def hidden(gpu: VirtualGpu) -> list[tuple[str, int]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy
@@ -17,12 +17,6 @@ from tests.lanes import by_day
 from tests.unit.virtual.test_values import setitem, written
 
 CARD = find_gpu("a100-80gb")
-
-
-@pytest.fixture
-def gpu() -> Iterator[VirtualGpu]:
-    with VirtualGpu(CARD, workspaces=False) as virtual:
-        yield virtual
 
 
 SIDE = 1100

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,12 +16,6 @@ from memprof.trace.events import NONE, EventKind, ModuleRole, PhaseKind, Role, S
 from memprof.virtual import VirtualGpu
 
 KIB = 1024
-
-
-@pytest.fixture
-def gpu() -> Iterator[VirtualGpu]:
-    with VirtualGpu(find_gpu("a100-80gb"), workspaces=False) as virtual:
-        yield virtual
 
 
 class Watch:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy
@@ -18,12 +18,6 @@ from memprof.virtual import VirtualGpu
 from tests.lanes import by_day, examples
 
 CARD = find_gpu("a100-80gb")
-
-
-@pytest.fixture
-def gpu() -> Iterator[VirtualGpu]:
-    with VirtualGpu(CARD, workspaces=False) as virtual:
-        yield virtual
 
 
 def mod3(device: str) -> torch.Tensor:

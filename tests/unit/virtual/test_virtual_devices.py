@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -18,12 +18,6 @@ CUDA = torch.device("cuda", 0)
 CPU = torch.device("cpu")
 META = torch.device("meta")
 CARD = find_gpu("a100-80gb")
-
-
-@pytest.fixture
-def gpu() -> Iterator[VirtualGpu]:
-    with VirtualGpu(CARD, workspaces=False) as virtual:
-        yield virtual
 
 
 def devices(gpu: VirtualGpu) -> list[str]:

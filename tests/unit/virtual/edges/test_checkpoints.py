@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import threading
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +19,6 @@ from memprof.virtual import VirtualGpu
 CARD = find_gpu("a100-80gb")
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 LARGE = 1 << 20
-
-
-@pytest.fixture
-def gpu() -> Iterator[VirtualGpu]:
-    with VirtualGpu(CARD, workspaces=False) as virtual:
-        yield virtual
 
 
 def again(value: Any, **options: Any) -> Any:

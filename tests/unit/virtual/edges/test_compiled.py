@@ -22,12 +22,6 @@ CARD = find_gpu("a100-80gb")
 MIB = 1 << 20
 
 
-@pytest.fixture
-def gpu() -> Iterator[VirtualGpu]:
-    with VirtualGpu(CARD, workspaces=False) as virtual:
-        yield virtual
-
-
 def events(build: Callable[[Callable[[nn.Module], nn.Module]], nn.Module], wrap: Callable[[nn.Module], nn.Module]):
     with VirtualGpu(CARD, compiles=False) as gpu:
         model = build(wrap)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch._higher_order_ops.scan import scan
@@ -11,12 +9,6 @@ from torch._higher_order_ops.while_loop import while_loop
 
 from memprof.catalog import find_gpu
 from memprof.virtual import VirtualGpu
-
-
-@pytest.fixture
-def gpu() -> Iterator[VirtualGpu]:
-    with VirtualGpu(find_gpu("a100-80gb"), workspaces=False) as gpu:
-        yield gpu
 
 
 @pytest.mark.parametrize("taken", [True, False])

@@ -6,7 +6,6 @@ import ctypes
 import gc
 import io
 import pickle
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +23,6 @@ from tests.processes import python
 CARD = find_gpu("a100-80gb")
 LARGE = 1 << 20
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
-
-
-@pytest.fixture
-def gpu() -> Iterator[VirtualGpu]:
-    with VirtualGpu(CARD, workspaces=False) as virtual:
-        yield virtual
 
 
 def host_bytes(gpu: VirtualGpu) -> int:

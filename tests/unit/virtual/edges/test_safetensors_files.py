@@ -6,7 +6,6 @@ import json
 import math
 import struct
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +25,6 @@ CARD = find_gpu("a100-80gb")
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 LARGE = 1 << 20
 THIS = sys.modules[__name__]
-
-
-@pytest.fixture
-def gpu() -> Iterator[VirtualGpu]:
-    with VirtualGpu(CARD, workspaces=False) as virtual:
-        yield virtual
 
 
 @pytest.fixture

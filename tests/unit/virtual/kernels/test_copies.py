@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,12 +11,6 @@ from torch.nn import functional as F
 
 from memprof.catalog import find_gpu
 from memprof.virtual import VirtualGpu
-
-
-@pytest.fixture
-def gpu() -> Iterator[VirtualGpu]:
-    with VirtualGpu(find_gpu("a100-80gb"), workspaces=False) as gpu:
-        yield gpu
 
 
 def hidden(gpu: VirtualGpu) -> list[int]:

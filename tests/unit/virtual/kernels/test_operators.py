@@ -13,12 +13,6 @@ from memprof.virtual import VirtualGpu
 CUDA = torch.device("cuda", 0)
 
 
-@pytest.fixture
-def gpu():
-    with VirtualGpu(find_gpu("a100-80gb"), workspaces=False) as gpu:
-        yield gpu
-
-
 # -- CTC: no meta kernel ----------------------------------------------------------------------------------------------
 
 FRAMES, BATCH, CLASSES = 20, 2, 10

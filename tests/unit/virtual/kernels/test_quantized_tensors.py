@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from memprof.catalog import find_gpu
 from memprof.virtual import VirtualGpu
 from memprof.virtual.device_rules import _entries, lacks_quantized_kernel
 from memprof.virtual.kernels import quantized_tensors
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 _aten = torch.ops.aten
-
-
-@pytest.fixture
-def gpu() -> Iterator[VirtualGpu]:
-    with VirtualGpu(find_gpu("a100-80gb"), workspaces=False) as gpu:
-        yield gpu
 
 
 def floats() -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,12 +12,6 @@ from memprof.catalog import find_gpu
 from memprof.errors import MemprofError
 from memprof.trace.events import GPU, Role
 from memprof.virtual import VirtualGpu
-
-
-@pytest.fixture
-def gpu() -> Iterator[VirtualGpu]:
-    with VirtualGpu(find_gpu("a100-80gb"), workspaces=False) as gpu:
-        yield gpu
 
 
 def on_card(gpu: VirtualGpu) -> list[int]:

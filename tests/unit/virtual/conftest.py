@@ -1,0 +1,18 @@
+"""A GPU without workspaces of libraries, whose bytes are the tensors' and those of kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from memprof.catalog import find_gpu
+from memprof.virtual import VirtualGpu
+
+
+@pytest.fixture
+def gpu(request: pytest.FixtureRequest) -> Iterator[VirtualGpu]:
+    """Of the model that the file calls CARD, else an A100."""
+    card = getattr(request.module, "CARD", None) or find_gpu("a100-80gb")
+    with VirtualGpu(card, workspaces=False) as virtual:
+        yield virtual
