@@ -20,7 +20,7 @@ from memprof.ledger.ledger import EmptyTraceError
 from memprof.remedies.applied import apply
 from memprof.report.documents.report import Document
 from memprof.spec import TargetSpec
-from memprof.stand_ins.extension import StandInExtension
+from memprof.stand_ins.extension import extensions
 from memprof.trace.events import Trace
 from memprof.trace.io import save_trace
 from memprof.units import format_bytes, parse_gib
@@ -54,7 +54,7 @@ class ProfiledGpu:
             memory=lambda trace: RunAllocator(trace, gpu, self._settings.now),
             allocator_settings=self._settings,
             compiles=compiles,
-            extensions=[StandInExtension()] if stand_ins else [],
+            extensions=extensions(stubs=stand_ins),
         )
 
     def __enter__(self) -> ProfiledGpu:

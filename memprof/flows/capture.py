@@ -11,7 +11,7 @@ from memprof.flows.cards import GPUS_PER_MACHINE
 from memprof.flows.how_far import report_progress_with
 from memprof.measured import MeasuredDevice
 from memprof.measured.cuda import Outside
-from memprof.stand_ins.extension import StandInExtension
+from memprof.stand_ins.extension import extensions
 from memprof.trace.events import EventKind, FailureKind, ModuleRole, PhaseKind, Trace
 from memprof.virtual import VirtualGpu
 from memprof.virtual.allocator_answers import AllocatorSettings, MemoryStatistics
@@ -43,7 +43,7 @@ def capture_virtual(
         tensors_only=not spec.workspaces,
         memory=memory,
         allocator_settings=allocator_settings,
-        extensions=[StandInExtension()],
+        extensions=extensions(),
     )
     try:
         # Garbage is not looked for, and what the run draws at random is drawn by nobody else.

@@ -74,7 +74,7 @@ def capture_run(
     from memprof.measured.cuda import Outside
     from memprof.remedies.from_outside import Switch
     from memprof.script.capture import capture_script
-    from memprof.stand_ins.extension import StandInExtension
+    from memprof.stand_ins.extension import extensions
     from memprof.virtual import VirtualGpu
 
     gpu, is_virtual = virtual_card(spec), spec.device == "virtual"
@@ -97,7 +97,7 @@ def capture_run(
             allocator_settings=settings,
             refuses=not spec.beyond,
             compiles=not spec.no_compile,
-            extensions=[] if spec.no_stand_ins else [StandInExtension()],
+            extensions=extensions(stubs=not spec.no_stand_ins),
         )
         facts = device_facts(gpu)
     else:

@@ -23,7 +23,7 @@ from memprof.script.loops import Position, planned_steps, position
 from memprof.script.stop import Progress, StopRun, stopping_from_threads
 from memprof.script.threads import ThreadWatch
 from memprof.script.worst_batch import WorstBatch
-from memprof.stand_ins.extension import StandInExtension
+from memprof.stand_ins.extension import extensions
 from memprof.trace.events import NOT_SIMULATED, EventKind, Failure, FailureKind, Trace, is_card
 from memprof.virtual import VirtualGpu
 from memprof.virtual.peers.channel import Channel
@@ -191,7 +191,7 @@ def ask(program: Program, place: Place, gpu: Gpu) -> Start | ScriptOutcome:
     """Return the process of `program` that is run, as its launcher says; UsageError: none such, or too few GPUs."""
     if not program.has_launcher:
         return program.start(place)
-    with VirtualGpu(gpu, cards=place.cards or 1, extensions=[StandInExtension()]):
+    with VirtualGpu(gpu, cards=place.cards or 1, extensions=extensions()):
         return program.start(place)
 
 

@@ -13,7 +13,10 @@ from memprof.monitor.probe.sitecustomize import STAND_INS
 from memprof.patching.extension import Extension
 from memprof.patching.patch_set import Patch
 from memprof.stand_ins import cpp_extensions, deepspeed, hub, in_graph, torchaudio, torchvision
+from memprof.stand_ins.bitsandbytes import Bitsandbytes
 from memprof.stand_ins.finder import StandIns
+from memprof.stand_ins.hub_kernels import HubKernels
+from memprof.stand_ins.library_operators import LibraryOperators
 from memprof.stand_ins.packages import PACKAGES
 from memprof.torch_private import inductor
 from memprof.virtual.install_context import InstallContext
@@ -22,6 +25,15 @@ from memprof.virtual.install_context import InstallContext
 _ATTENTION = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
 # Models that import transformers' `_flash_attention_forward` only if, when they are imported, a package is there.
 _ASK_WHEN_IMPORTED = ("gpt_neo", "bark", "gptj", "falcon")
+
+
+def extensions(*, stubs: bool = True) -> list[Extension]:
+    """Return what a virtual GPU has of this package: compiled parts of installed packages, and stubs of missing ones.
+
+    Without `stubs` the former alone: kernels from the hub, bitsandbytes, and operators of torchvision and torchaudio.
+    """
+    installed: list[Extension] = [HubKernels(), LibraryOperators(), Bitsandbytes()]
+    return [*installed, StandInExtension()] if stubs else installed
 
 
 class StandInExtension(Extension):

@@ -1,7 +1,7 @@
 """torchaudio whose compiled part cannot be loaded: a build for CUDA beside torch for the CPU, as PyPI has it.
 
 Its Python is there; importing it fails where its libraries do. Here the operators are defined; what their kernels
-allocate is kernels/audio.py.
+allocate is audio.py.
 
 Sources: src/libtorchaudio of pytorch/audio@v2.11.0 (rnnt/compute.cpp, forced_align/compute.cpp, lfilter.cpp,
 overdrive.cpp, utils.cpp), torchaudio/_extension.

@@ -1,7 +1,7 @@
 """torchvision whose compiled part cannot be loaded: a build for CUDA beside torch for the CPU, as PyPI has it.
 
 Its Python is there and registers shapes and derivatives for its operators; the operators themselves are missing, and so
-the import fails. Here they are defined; what their kernels allocate is kernels/detection.py.
+the import fails. Here they are defined; what their kernels allocate is detection.py.
 
 Sources: torchvision/csrc/ops (nms.cpp, roi_align.cpp and its siblings, deform_conv2d.cpp, box_iou_rotated.cpp,
 autograd/) and torchvision/extension.py of pytorch/vision@v0.28.0.

@@ -31,9 +31,7 @@ def copied(arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[tuple[Any
 def to_card(value: Any) -> Any:
     """`value` with its modules and tensors on the card, in lists, tuples and dictionaries too. Modules are moved in
     place, and an optimizer's state follows its parameters: modules must come before optimizers."""
-    if isinstance(value, nn.Module):
-        return value.to("cuda")
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, (nn.Module, torch.Tensor)):
         return value.to("cuda")
     if isinstance(value, Optimizer):
         if value.state:

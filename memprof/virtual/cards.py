@@ -81,10 +81,7 @@ class Cards:
         return index
 
     def select(self, device: Any) -> int:
-        """Make that card the current one; the one that was.
-
-        A negative number is no card, and changes nothing.
-        """
+        """Make that card the current one, unless its number is negative; return the one that was."""
         before, wanted = self.current, self.index(device)
         if wanted != before:
             self._here.card = self.use(wanted)

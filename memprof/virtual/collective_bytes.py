@@ -19,7 +19,9 @@ def bytes_sent(call: OperatorCall) -> int:
     name = call.func.overloadpacket.__name__.removesuffix("_").removesuffix("_coalesced")
     if name not in _SHARES and name not in ("all_to_all_single", "broadcast"):
         return 0
-    group = _group(call.kwargs.get("group_name", call.args[-1]))
+    group: Any = call.kwargs.get("group_name", call.args[-1])
+    if isinstance(group, str):  # its name or itself: releases of torch differ
+        group = distributed.resolve_process_group(group)
     ranks = group.size()
     given = sum(tensor.numel() * tensor.element_size() for tensor in call.tensors)
     if ranks == 1:
@@ -38,9 +40,3 @@ _SHARES: Final = {
     "all_gather_into_tensor": lambda ranks: ranks - 1,
     "reduce_scatter_tensor": lambda ranks: (ranks - 1) / ranks,
 }
-
-
-def _group(named: Any) -> Any:
-    """Return the group, by its name or itself: releases of torch differ."""
-    resolve: Any = distributed.resolve_process_group.get(None)
-    return resolve(named) if isinstance(named, str) else named

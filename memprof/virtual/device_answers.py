@@ -29,9 +29,9 @@ class DeviceAnswers:
         """Return function -> replacement, for the function mode."""
         return {
             _Tensor.device.__get__: self.device,  # type: ignore[attr-defined]
-            _Tensor.is_cuda.__get__: self._is_cuda,  # type: ignore[attr-defined]
-            _Tensor.is_cpu.__get__: self._is_cpu,  # type: ignore[attr-defined]
-            _Tensor.is_meta.__get__: self._is_meta,  # type: ignore[attr-defined]
+            _Tensor.is_cuda.__get__: lambda tensor: is_card(self.believed(tensor)),  # type: ignore[attr-defined]
+            _Tensor.is_cpu.__get__: lambda tensor: self.believed(tensor) == HOST,  # type: ignore[attr-defined]
+            _Tensor.is_meta.__get__: lambda tensor: self.believed(tensor) == "meta",  # type: ignore[attr-defined]
             _Tensor.get_device: self._get_device,
         }
 
@@ -48,15 +48,6 @@ class DeviceAnswers:
                 return tensor.device
             believed = self._tracker.device_of(tensor)
         return _device_named(believed)
-
-    def _is_cuda(self, tensor: torch.Tensor) -> bool:
-        return is_card(self.believed(tensor))
-
-    def _is_cpu(self, tensor: torch.Tensor) -> bool:
-        return self.believed(tensor) == HOST
-
-    def _is_meta(self, tensor: torch.Tensor) -> bool:
-        return self.believed(tensor) == "meta"
 
     def _get_device(self, tensor: torch.Tensor) -> int:
         believed = self.believed(tensor)

@@ -88,7 +88,8 @@ class Accumulation:
         """Whether C++ code that now calls an operator on `tensor` holds the only reference to it and its memory."""
         references, storage_references = _counts(tensor)
         sole, storage_sole = self._sole_owner
-        return references <= sole and storage_references <= storage_sole and _is_dense(tensor)
+        is_dense = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+        return references <= sole and storage_references <= storage_sole and is_dense
 
 
 def _feeds_distinct_inputs() -> bool:
@@ -109,10 +110,6 @@ def called_by_engine() -> bool:
     while frame is not None and frame.f_code.co_filename.startswith(_TRANSPARENT):
         frame = frame.f_back
     return frame is not None and frame.f_code is _ENGINE
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
 
 
 # torch wraps a dispatch mode's method so that dynamo leaves it alone; those frames are not the program's.

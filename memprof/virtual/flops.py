@@ -81,11 +81,11 @@ class Meter:
             self._costs.append(cost)
         self._count(place)
 
-    def _count(self, place: int, calls: int = 1) -> None:
+    def _count(self, place: int) -> None:
         counts = self._counts.setdefault(self._recorder.writer.phase_index, [])
         if place >= len(counts):
             counts.extend([0] * (place + 1 - len(counts)))
-        counts[place] += calls
+        counts[place] += 1
 
     def _cost(self, operator: OpInfo, call: OperatorCall, result: Any) -> tuple[Any, ...] | None:
         """Operator, device, dtype, operations, bytes read and written, to the card, from it, and to other cards."""
@@ -145,20 +145,16 @@ _PRODUCTS = frozenset({_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten.ad
 def _formulas() -> dict[Any, Any]:
     # Where there is no Triton, as beside torch for the CPU, it says so to everybody who imports it.
     flop_registry = import_quietly("torch.utils.flop_counter").flop_registry
-    products = dict.fromkeys(_PRODUCTS, _product)
-    grouped = {_aten._grouped_mm: _grouped_mm} if hasattr(_aten, "_grouped_mm") else {}
-    return {**flop_registry, **products, **grouped}
+    products: dict[Any, Callable[..., int]] = dict.fromkeys(_PRODUCTS, _product)
+    if hasattr(_aten, "_grouped_mm"):  # each row of the left one meets one of several matrices
+        products[_aten._grouped_mm] = lambda left, right, *args, **kwargs: _product(left, right)
+    return {**flop_registry, **products}
 
 
 def _product(*args: Any, **kwargs: Any) -> int:
     """Count a product of matrices: each number of the left one meets each column of the right one."""
     left, right = [arg for arg in args if isinstance(arg, torch.Tensor)][-2:]
     return 2 * left.numel() * int(right.shape[-1] if right.dim() > 1 else 1)
-
-
-def _grouped_mm(left: torch.Tensor, right: torch.Tensor, *args: Any, **kwargs: Any) -> int:
-    """Count a product in which each row meets one matrix of several."""
-    return 2 * left.numel() * int(right.shape[-1])
 
 
 def _operations(call: OperatorCall, result: Any) -> int:

@@ -15,7 +15,6 @@ from memprof.catalog import Gpu
 from memprof.errors import MemprofError, UsageError
 from memprof.patching.extension import Extension, extensions_in
 from memprof.trace.events import NONE, Failure, Owner, Phase, PhaseKind, Role, Trace
-from memprof.virtual.edges import bitsandbytes
 from memprof.virtual.edges.interchange import Interchange
 from memprof.virtual.install_context import GpuOptions, InstallContext
 from memprof.watch import sharding
@@ -25,6 +24,7 @@ from memprof.watch.recorder import Recorder
 from memprof.watch.source_lines import only_shows
 from memprof.watch.updates import Updates
 from memprof.watch.watch import Watch
+from memprof.watch.wrappers import parts_of_quantized
 
 # Where the extensions are that every virtual GPU has.
 _FOLDERS = tuple(f"memprof.virtual.{name}" for name in ("torch_cuda", "edges", "ranks", "compiled"))
@@ -245,4 +245,4 @@ class VirtualGpu(Watch):
 
     def parts(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Return the tensors that a quantized `tensor` keeps beside its own data, or instead of it."""
-        return bitsandbytes.parts(tensor)
+        return parts_of_quantized(tensor)

@@ -15,12 +15,7 @@ from memprof.patching.patch_set import PatchSet
 from memprof.torch_private.check import refuse_missing
 from memprof.trace.events import Trace
 from memprof.trace.facts import RankFacts
-from memprof.virtual.allocator_answers import (
-    AllocatorAnswers,
-    AllocatorSettings,
-    MemoryStatistics,
-    SettingsOfRun,
-)
+from memprof.virtual.allocator_answers import AllocatorAnswers, AllocatorSettings, MemoryStatistics, SettingsOfRun
 from memprof.virtual.card import Card
 from memprof.virtual.cards import Cards
 from memprof.virtual.children import Children

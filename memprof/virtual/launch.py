@@ -22,13 +22,13 @@ class Launch:
     """What a kernel is given of the call, and all that it may do.
 
     `args` and `kwargs` are the operator's, tensors among them on torch's meta device unless they are small and on the
-    host; `card` says what kernels ask of the device, `values` which numbers are known.
+    host; `card` says what kernels ask of the device, `values` which numbers are known, `machine` the rest.
     """
 
-    __slots__ = ("_machine", "args", "call", "card", "func", "kwargs", "operator", "place", "values")
+    __slots__ = ("args", "call", "card", "func", "kwargs", "machine", "operator", "place", "values")
 
     def __init__(self, machine: Machine, operator: OpInfo, call: OperatorCall, place: Place) -> None:
-        self._machine = machine
+        self.machine = machine
         self.operator = operator
         self.call = call
         self.func = call.func
@@ -50,21 +50,17 @@ class Launch:
     @property
     def lacks_peers(self) -> bool:
         """Return whether there are several cards, which do not read each other's memory."""
-        return self._machine.cards.several and not self._machine.cards.are_peers
-
-    def device_of(self, tensor: torch.Tensor) -> str:
-        """Return the device that the program believes `tensor` to be on."""
-        return self._machine.device_of(tensor)
+        return self.machine.cards.several and not self.machine.cards.are_peers
 
     def maker_of(self, tensor: torch.Tensor) -> str:
         """Return the operator that allocated `tensor`; empty if that is not known."""
-        trace, index = self._machine.recorder.trace, self._machine.recorder.storages.index_of(tensor)
+        trace, index = self.machine.recorder.trace, self.machine.recorder.storages.index_of(tensor)
         return trace.op(trace.storages[index]) if index != NONE else ""
 
     def record(self, *tensors: torch.Tensor | None, op: str | None = None, device: str | None = None) -> None:
         """These meta tensors are what the operator (or `op`, which it calls) makes; recorded in this order."""
         made = [tensor for tensor in tensors if tensor is not None]
-        self._machine.record(made, op or self.operator.name, self.place, device or self.device)
+        self.machine.record(made, op or self.operator.name, self.place, device or self.device)
 
     def new(
         self, shape: Any, dtype: torch.dtype, layout: torch.memory_format = torch.contiguous_format
@@ -76,20 +72,7 @@ class Launch:
 
     def record_real(self, tensor: torch.Tensor) -> None:
         """Record a host tensor that has data."""
-        self._machine.record_real(tensor, self.operator.name, self.place)
-
-    def record_copy(self, tensor: torch.Tensor) -> None:
-        """This virtual tensor stands for a real one of the host."""
-        self._machine.record_copy(tensor)
-
-    def note_source(self, tensor: torch.Tensor) -> None:
-        """This is a copy of `tensor` between the kinds of host tensors, and its gradient goes back."""
-        self._machine.nodes.note_copy(self._machine.device_of(tensor))
-
-    @property
-    def returns_to_host(self) -> bool:
-        """Return whether the engine copies a gradient back to a virtual tensor of the host."""
-        return self._machine.nodes.returns_to_host()
+        self.machine.record_real(tensor, self.operator.name, self.place)
 
     def known(self, result: Any) -> Any:
         """Return new tensors that hold what the real ones of `result` hold; one on meta says a shape alone."""
@@ -109,60 +92,36 @@ class Launch:
         host."""
         if self.device == HOST:
             return contextlib.nullcontext()
-        return self._machine.hidden(sizes, self.operator.name, self.place, card or self.call.card)
+        return self.machine.hidden(sizes, self.operator.name, self.place, card or self.call.card)
 
     def transients(self, *sizes: int, card: str | None = None) -> None:
         """Scratch memory that is taken, all of it, and given back at once; none on the host."""
         if self.device != HOST:
-            self._machine.transients(sizes, self.operator.name, self.place, card or self.call.card)
+            self.machine.transients(sizes, self.operator.name, self.place, card or self.call.card)
 
     def workspace(self, num_bytes: int, most_bytes: int) -> None:
         """Memory that a library takes for one call: a rule's size, and the bound of what it may be instead."""
-        self._machine.workspace(num_bytes, most_bytes, self.operator.name, self.place, self.call.card)
+        self.machine.workspace(num_bytes, most_bytes, self.operator.name, self.place, self.call.card)
 
     def wait(self) -> None:
         """The host waits until the card has done what was launched before."""
-        self._machine.recorder.streams.wait_for_current(self.call.card)
-
-    def keep_until_waited(self, result: torch.Tensor, given: torch.Tensor) -> None:
-        """`given` lives as long as nobody has waited for `result`, and `result` itself does."""
-        self._machine.not_waited_for[result.untyped_storage()] = given
-
-    def waited(self, result: torch.Tensor) -> None:
-        """Somebody has."""
-        self._machine.not_waited_for.pop(result.untyped_storage(), None)
+        self.machine.recorder.streams.wait_for_current(self.call.card)
 
     def run(self) -> Any:
         """Run and record the operator as one without a kernel of its own."""
-        return self._machine.allocating(self.operator, self.call, self.place)
+        return self.machine.allocating(self.operator, self.call, self.place)
 
     def inside(self) -> AbstractContextManager[Any]:
         """Inside, the operators that are called are launched in turn."""
-        return self._machine
+        return self.machine
 
     def note_mismatch(self) -> None:
         """On a real card this call raises, for where its tensors live."""
-        note_mismatch(self._machine, self.operator.name, self.call.tensors, self.place)
-
-    # -- what the program and the engine are about ------------------------------------------------------------------
-
-    @property
-    def asked_device(self) -> str | None:
-        """Return the device that the program named in the factory call that is running."""
-        return self._machine.factory_device
-
-    def asked_for(self, device: str) -> AbstractContextManager[None]:
-        """Inside, operators are called as if the program had asked for their results on this device."""
-        return self._machine.asked_for(device)
-
-    @property
-    def adds_bias(self) -> bool:
-        """Return whether this is part of a linear layer with a bias."""
-        return self._machine.adds_bias
+        note_mismatch(self.machine, self.operator.name, self.call.tensors, self.place)
 
     def accumulates_in_place(self) -> bool:
         """Return whether this addition is the engine's, to a gradient that nobody else holds: see engine.py."""
-        recorder = self._machine.recorder
+        recorder = self.machine.recorder
         index = recorder.storages.live.get(self.args[0].untyped_storage()._cdata, NONE)
         made = recorder.attribution.is_made_by_node(index)
-        return self._machine.accumulation.is_in_place(self.args, self.kwargs, made)
+        return self.machine.accumulation.is_in_place(self.args, self.kwargs, made)

@@ -7,7 +7,6 @@ after layer. A layout is everything a meta tensor has: size, stride and dtype.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -36,12 +35,9 @@ def maker_of(result: Any) -> Any:
         tensors = [part for part in result if isinstance(part, torch.Tensor)]
         if len({tensor.untyped_storage()._cdata for tensor in tensors}) != len(tensors):
             return UNCACHED
-        return functools.partial(_make_all, list if isinstance(result, list) else tuple, makers)
+        kind = list if isinstance(result, list) else tuple
+        return lambda: kind(None if make is None else make() for make in makers)
     return UNCACHED
-
-
-def _make_all(kind: type, makers: list[Callable[[], Any] | None]) -> Any:
-    return kind(None if make is None else make() for make in makers)
 
 
 def _extent(tensor: torch.Tensor) -> int:

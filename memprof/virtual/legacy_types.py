@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-# Names of tensor types from before there were dtypes.
 LEGACY_TYPES = {
     "FloatTensor": torch.float32,
     "DoubleTensor": torch.float64,

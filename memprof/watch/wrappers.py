@@ -40,3 +40,22 @@ def parts_of_sparse(tensor: torch.Tensor) -> list[torch.Tensor]:
     if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
         return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
     return []
+
+
+def parts_of_quantized(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the tensors that a quantized one consists of beside its own data; none for an ordinary tensor.
+
+    A parameter of bitsandbytes has its scales as attributes (`quant_state`, with another inside when they are quantized
+    in turn, or `SCB`); tensors that wrap others, as torchao's do, name them.
+    """
+    if hasattr(tensor, "__tensor_flatten__"):
+        names, _ = tensor.__tensor_flatten__()
+        found = [getattr(tensor, name) for name in names]
+        return [part for part in found if isinstance(part, torch.Tensor)]  # a DTensor names its device mesh too
+    found = []
+    holder = getattr(tensor, "quant_state", None)
+    while holder is not None:
+        found += [value for value in vars(holder).values() if isinstance(value, torch.Tensor)]
+        holder = vars(holder).get("state2")
+    scales = getattr(tensor, "SCB", None)
+    return [*found, scales] if isinstance(scales, torch.Tensor) else found

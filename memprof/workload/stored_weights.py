@@ -2,7 +2,7 @@
 
 `from_pretrained` reads a checkpoint in host memory whose tensors have the checkpoint's types and shapes. For float8
 blocks and MXFP4 transformers' own quantizers replace the layers, and kernels of the hub are stood in for
-(virtual/edges/hub_kernels.py). GPTQ and AWQ need optimum and GPTQModel there, and GGUF a file: quantizers of this
+(stand_ins/hub_kernels.py). GPTQ and AWQ need optimum and GPTQModel there, and GGUF a file: quantizers of this
 module take their place and replace the same layers (optimum/gptq/quantizer.py at 83c88b8,
 transformers/integrations/awq.py and gguf/utils.py).
 """

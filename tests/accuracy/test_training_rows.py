@@ -22,6 +22,7 @@ from memprof.flows import profile as flow
 from memprof.flows.cards import RunAllocator, allocator_settings
 from memprof.ledger.ledger import build_ledger
 from memprof.spec import TargetSpec
+from memprof.stand_ins.extension import extensions
 from memprof.virtual import VirtualGpu
 from memprof.watch.collection import no_collection
 from tests.accuracy import adapter_bench, torchtune_recipe
@@ -128,7 +129,11 @@ def _simulate(run: Recipe | Bench, card: str) -> Simulated:
     settings = allocator_settings("")
     with (
         no_collection(),
-        VirtualGpu(find_gpu(card), memory=lambda trace: RunAllocator(trace, find_gpu(card), settings)) as gpu,
+        VirtualGpu(
+            find_gpu(card),
+            memory=lambda trace: RunAllocator(trace, find_gpu(card), settings),
+            extensions=extensions(stubs=False),
+        ) as gpu,
     ):
         if isinstance(run, Recipe):
             torchtune_recipe.train(run)
@@ -210,7 +215,8 @@ def test_peak_of_loading_in_4_bits(key: str) -> None:
     pytest.importorskip("bitsandbytes")
     peft = pytest.importorskip("peft")
     card, settings = find_gpu("rtx-4080"), allocator_settings("")
-    with no_collection(), VirtualGpu(card, memory=lambda trace: RunAllocator(trace, card, settings)):
+    parts = extensions(stubs=False)
+    with no_collection(), VirtualGpu(card, memory=lambda trace: RunAllocator(trace, card, settings), extensions=parts):
         peft.prepare_model_for_kbit_training(causal_lm(key, "nf4"))
         assert round(torch.cuda.max_memory_allocated() / GIB, 4) == LOADING[key]
 

@@ -58,10 +58,12 @@ def simulated_peak(program: Callable[[str], None], *, workspaces: bool, reserved
 
     `workspaces` counts what CUDA's libraries take for themselves; a CPU has nothing of the kind.
     """
+    from memprof.stand_ins.extension import extensions
     from memprof.virtual import VirtualGpu
 
     settings = SettingsInForce(Settings(torch.__version__))
-    with VirtualGpu(find_gpu(DEFAULT_GPU), workspaces=workspaces, allocator_settings=settings) as gpu:
+    parts = extensions(stubs=False)
+    with VirtualGpu(find_gpu(DEFAULT_GPU), workspaces=workspaces, allocator_settings=settings, extensions=parts) as gpu:
         program("cuda")
     if not reserved:
         return gpu.recorder.storages.peak_bytes

@@ -57,7 +57,6 @@ _AOT = {
     "enable_remote_autograd_cache": False,
     "force_non_lazy_backward_lowering": True,  # what cannot be compiled is known before the forward has run
 }
-_EAGER_BACKENDS = ("cudagraphs",)
 # Packages of memprof that the program passes through without knowing; models and fixes are compiled as its own.
 _OWN = ("virtual", "stand_ins", "watch", "patching", "torch_private")
 _OWN_FOLDERS = tuple(f"{__file__.rsplit('/', 3)[0]}/{name}/" for name in _OWN)
@@ -105,7 +104,7 @@ class Compiler(Extension):
             if not self._why_not:
                 self.install()
             backend = options.get("backend")
-            why_not = self._why_not or (f" (backend {backend})" if backend in _EAGER_BACKENDS else "")
+            why_not = self._why_not or (f" (backend {backend})" if backend == "cudagraphs" else "")
             if why_not:
                 self._assume(EAGER.format(why_not))
                 return (lambda function: function) if model is None else model
@@ -205,10 +204,12 @@ class Compiler(Extension):
         counters = dynamo.counters.get()
 
         def compile_frame(self_: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
-            if _is_own(sys._getframe(1)) and not is_program(frame.f_code):
+            asked_by_memprof = sys._getframe(1).f_code.co_filename.startswith(_OWN_FOLDERS)
+            if asked_by_memprof and not is_program(frame.f_code):
                 return skipped()
             self.install()
-            outer, self._frame = self._frame, _named(frame.f_code)
+            outer, code = self._frame, frame.f_code
+            self._frame = f"{code.co_qualname} ({code.co_filename}:{code.co_firstlineno})"
             begun, is_left = counters["frames"]["total"], False
             try:
                 with self._timed(), self._lifted():
@@ -354,14 +355,6 @@ def _set_cache(folder: str | None) -> None:
 def _known(module: Any, settings: dict[str, Any]) -> dict[str, Any]:
     names = set(module.get_config_copy()) if hasattr(module, "get_config_copy") else set(module._config)
     return {name: value for name, value in settings.items() if name in names}
-
-
-def _named(code: Any) -> str:
-    return f"{code.co_qualname} ({code.co_filename}:{code.co_firstlineno})"
-
-
-def _is_own(frame: Any) -> bool:
-    return frame.f_code.co_filename.startswith(_OWN_FOLDERS)
 
 
 def _is_on_card(model: Any, inputs: Any) -> bool:

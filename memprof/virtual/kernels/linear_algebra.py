@@ -84,10 +84,7 @@ def _check_lstsq(matrix: torch.Tensor, other: torch.Tensor) -> None:
 
 @kernel(aten._cdist_forward)
 def cdist(launch: Launch) -> Any:
-    """Of batches made equal and contiguous; Euclidean ones of many rows by a matrix product.
-
-    Source: native/Distance.cpp, cdist_impl.
-    """
+    """Of batches made equal and contiguous; of many rows by a matrix product (native/Distance.cpp, cdist_impl)."""
     *rows, p = launch.args[:3]
     mode = launch.argument(3, "compute_mode") or 0
     batch = torch.broadcast_shapes(*(each.shape[:-2] for each in rows))

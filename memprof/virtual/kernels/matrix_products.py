@@ -149,7 +149,7 @@ def add(launch: Launch) -> Any:
         return launch.args[0]
     # The other way round, and so no result of a product, is what vmap makes of an addmm.
     one, other = launch.args[:2]
-    if launch.adds_bias and one.shape == torch.broadcast_shapes(one.shape, other.shape):
+    if launch.machine.adds_bias and one.shape == torch.broadcast_shapes(one.shape, other.shape):
         # Autograd sees an addition (of `linear`, above), so it is given another tensor on the same storage.
         one.add_(other)
         return one.detach()

@@ -234,7 +234,7 @@ def to_copy(launch: Launch) -> Any:
             if name in parameters:
                 parameters[name] = aten._to_copy.default(parameters[name], **moved)
     if device is None or device.type == "meta":
-        target = launch.asked_device if device is not None else None
+        target = launch.machine.factory_device if device is not None else None
         return _empty(launch, data.shape, data.dtype, suggested_format(data), target, **parameters)
     operator = aten._empty_per_channel_affine_quantized if "axis" in parameters else aten._empty_affine_quantized
     made = operator(data.shape, dtype=data.dtype, **parameters).fill_(1.0)

@@ -52,9 +52,9 @@ def copy(launch: Launch) -> Any:
     coalesced = sparse.layout is torch.sparse_coo and sparse.is_coalesced()
     if values.is_meta and kwargs.get("device") == torch.device("cpu"):
         # A copy on the host is virtual, its indices as well, if its values are not known.
-        with launch.inside(), launch.asked_for(REAL) if is_real_gradient(launch) else contextlib.nullcontext():
+        with launch.inside(), launch.machine.asked_for(REAL) if is_real_gradient(launch) else contextlib.nullcontext():
             made = launch.func(values, **kwargs)
-        with launch.inside(), launch.asked_for(HOST if made.is_meta else REAL):
+        with launch.inside(), launch.machine.asked_for(HOST if made.is_meta else REAL):
             parts = [*(launch.func(index, device=made.device) for index in indices), made]
     else:
         with launch.inside():

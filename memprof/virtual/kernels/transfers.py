@@ -44,7 +44,7 @@ def to_copy(launch: Launch) -> Any:
     source = launch.args[0]
     device = launch.kwargs.get("device")
     non_blocking = launch.kwargs.get("non_blocking", False)
-    to_host = device is not None and (device.type == "cpu" or launch.asked_device == HOST)
+    to_host = device is not None and (device.type == "cpu" or launch.machine.factory_device == HOST)
     if device is not None and launch.call.on_gpu == to_host and not non_blocking:
         launch.wait()  # for the current stream (native/cuda/Copy.cu, copy_kernel_cuda)
     if source.is_meta and device is not None and device.type == "meta" and launch.lacks_peers:
@@ -57,15 +57,15 @@ def to_copy(launch: Launch) -> Any:
     if not source.is_meta:
         # Host to GPU: the values travel along.
         result = torch.empty_like(source, dtype=dtype, device=META)
-        if launch.asked_device == HOST:
-            launch.record_copy(result)
-        elif launch.asked_device != "meta":
-            launch.record(result, device=HOST if launch.returns_to_host else None)
-        if launch.asked_device != "meta" and launch.values.store.is_trackable(result):
+        if launch.machine.factory_device == HOST:
+            launch.machine.record_copy(result)
+        elif launch.machine.factory_device != "meta":
+            launch.record(result, device=HOST if launch.machine.nodes.returns_to_host() else None)
+        if launch.machine.factory_device != "meta" and launch.values.store.is_trackable(result):
             launch.values.store.set(result, source.to(dtype))
         return result
     if is_real_gradient(launch):
-        launch.note_source(source)
+        launch.machine.nodes.note_copy(launch.machine.device_of(source))  # its gradient goes back
         return _read(launch, source, dtype)
     large = source.numel() * dtype.itemsize >= HOST_VIRTUAL_BYTES
     # What is not known of several elements stays so (`scores.cpu() < 0.5` is a mask like any other), and so does which
@@ -84,7 +84,7 @@ def to_copy(launch: Launch) -> Any:
 def is_real_gradient(launch: Launch) -> bool:
     """Return whether a copy to the host is of a gradient whose tensor is real: the engine asks for the device of that
     (host_kinds.py)."""
-    return launch.asked_device == REAL or called_by_engine()
+    return launch.machine.factory_device == REAL or called_by_engine()
 
 
 def _read(launch: Launch, source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -116,7 +116,7 @@ def copy_(launch: Launch) -> Any:
 def _between_cards(launch: Launch, target: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> None:
     """Temporaries of a copy between cards that do not read each other's memory (native/cuda/Copy.cu, copy_kernel_cuda):
     what is sent is of one type and contiguous at both ends."""
-    ends = launch.device_of(target), launch.device_of(source)
+    ends = launch.machine.device_of(target), launch.machine.device_of(source)
     same_type = target.dtype == source.dtype
     dense = torch.empty_like(source)
     alike = target.stride() == source.stride() == dense.stride()
@@ -140,7 +140,7 @@ def kept_collective(launch: Launch) -> Any:
     """What it is given lives until its result is waited for: NCCL's work keeps it, and torch the work
     (ProcessGroupNCCL.hpp, `stashed_for_allocator_safety_`; torch/csrc/distributed/c10d/Functional.cpp)."""
     result = launch.run()
-    launch.keep_until_waited(result, launch.args[0])
+    launch.machine.not_waited_for[result.untyped_storage()] = launch.args[0]
     return result
 
 
@@ -149,7 +149,7 @@ def wait_tensor(launch: Launch) -> Any:
     """Gives back the tensor that it is given (torch/csrc/distributed/c10d/Functional.cpp)."""
     if not launch.args[0].is_meta:
         return NotImplemented
-    launch.waited(launch.args[0])
+    launch.machine.not_waited_for.pop(launch.args[0].untyped_storage(), None)
     return launch.args[0]
 
 

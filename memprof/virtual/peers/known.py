@@ -92,10 +92,8 @@ class Known:
                 function(target.data, *arguments)
 
     def put(self, target: torch.Tensor, held: torch.Tensor | None) -> None:
-        """`target` holds from now on what `held` does, spread over its shape; None: that is not known.
-
-        A tensor that really is on the host stays as it is then.
-        """
+        """Have `target` hold what `held` does, spread over its shape. None: that is not known, and a tensor that really
+        is on the host stays as it is."""
         if held is None:
             self.drop(target)
         else:

@@ -19,6 +19,7 @@ from memprof.patching.patch_set import Patch
 from memprof.torch_private import cuda
 from memprof.virtual.install_context import InstallContext
 from memprof.virtual.limits import not_yet
+from memprof.virtual.torch_cuda.driver import returning
 from memprof.watch.recorder import Recorder
 
 Handle = tuple[int, int]
@@ -86,10 +87,7 @@ class _CudaGraph:
     def __del__(self) -> None:
         self.reset()
 
-    def _nothing(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    replay = instantiate = enable_debug_mode = debug_dump = _nothing
+    replay = instantiate = enable_debug_mode = debug_dump = returning(None)
 
 
 class _MemPool:

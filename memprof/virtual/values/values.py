@@ -18,11 +18,7 @@ _aten = torch.ops.aten
 
 
 class Values:
-    """Keeps the values of the tensors on the virtual GPU in step with its operators.
-
-    Args:
-        assume: told what the run rests on.
-    """
+    """Keeps values of tensors on the virtual GPU in step with its operators; `assume` is told what the run rests on."""
 
     def __init__(self, assume: Callable[[str], None]) -> None:
         self.assume = assume

@@ -12,6 +12,7 @@ from memprof.allocator.replay import Timeline
 from memprof.catalog import find_gpu
 from memprof.device.context import CONTEXT_BYTES
 from memprof.flows.cards import RunAllocator, allocator_settings
+from memprof.stand_ins.extension import extensions
 from memprof.trace.events import Trace
 from memprof.virtual import VirtualGpu
 from memprof.watch.collection import no_collection
@@ -142,7 +143,10 @@ def run(
         no_collection(),
         warnings.catch_warnings(),
         VirtualGpu(
-            gpu, memory=lambda trace: RunAllocator(trace, gpu, settings), passes_kernels=passes_kernels
+            gpu,
+            memory=lambda trace: RunAllocator(trace, gpu, settings),
+            passes_kernels=passes_kernels,
+            extensions=extensions(stubs=False),
         ) as virtual,
     ):
         warnings.simplefilter("ignore")

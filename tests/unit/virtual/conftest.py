@@ -11,6 +11,8 @@ from memprof.virtual import VirtualGpu
 
 
 @pytest.fixture
-def gpu() -> Iterator[VirtualGpu]:
-    with VirtualGpu(find_gpu("a100-80gb"), workspaces=False) as virtual:
+def gpu(request: pytest.FixtureRequest) -> Iterator[VirtualGpu]:
+    """Of the model that the file calls CARD, else an A100."""
+    card = getattr(request.module, "CARD", None) or find_gpu("a100-80gb")
+    with VirtualGpu(card, workspaces=False) as virtual:
         yield virtual

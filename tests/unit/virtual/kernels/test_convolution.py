@@ -9,17 +9,13 @@ import torch
 from torch import nn
 
 from memprof.catalog import find_gpu
-from memprof.virtual import VirtualGpu
 from memprof.virtual.card import Card
 from memprof.virtual.kernels.convolution import uses_cudnn
 
 MIB = 1 << 20
 
 
-@pytest.fixture
-def gpu():
-    with VirtualGpu(find_gpu("rtx-4090"), workspaces=False) as gpu:
-        yield gpu
+CARD = find_gpu("rtx-4090")
 
 
 def made(gpu, first, *, op="", hidden=None):

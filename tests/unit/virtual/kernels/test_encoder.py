@@ -7,16 +7,12 @@ import torch
 from torch import nn
 
 from memprof.catalog import find_gpu
-from memprof.virtual import VirtualGpu
 
 BATCH, LENGTH, WIDTH, HEADS = 2, 10, 64, 8
 TOKENS = BATCH * LENGTH
 
 
-@pytest.fixture
-def gpu():
-    with VirtualGpu(find_gpu("rtx-4090"), workspaces=False) as gpu:
-        yield gpu
+CARD = find_gpu("rtx-4090")
 
 
 def made(gpu, first):

@@ -7,15 +7,11 @@ import torch
 from torch import nn
 
 from memprof.catalog import find_gpu
-from memprof.virtual import VirtualGpu
 
 STEPS, BATCH, INPUT, HIDDEN = 5, 3, 6, 8
 
 
-@pytest.fixture
-def gpu():
-    with VirtualGpu(find_gpu("rtx-4090"), workspaces=False) as gpu:
-        yield gpu
+CARD = find_gpu("rtx-4090")
 
 
 def made(gpu, first, op="_cudnn_rnn", *, hidden=False):

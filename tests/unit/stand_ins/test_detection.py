@@ -12,9 +12,11 @@ import pytest
 import torch
 
 from memprof.catalog import find_gpu
+from memprof.stand_ins import detection
 from memprof.stand_ins import torchvision as torchvision_operators
+from memprof.stand_ins.extension import extensions
 from memprof.virtual import VirtualGpu
-from memprof.virtual.kernels import detection, registry
+from memprof.virtual.kernels import registry
 
 IS_HERE = importlib.util.find_spec("torchvision") is not None
 WHY = "torchvision is not installed: its models of detection did not run"
@@ -26,7 +28,7 @@ def gpu() -> Iterator[VirtualGpu]:
         import torchvision  # noqa: F401
     else:
         _defined()
-    with VirtualGpu(find_gpu("a100-80gb"), workspaces=False) as gpu:
+    with VirtualGpu(find_gpu("a100-80gb"), workspaces=False, extensions=extensions()) as gpu:
         registry.register_library("torchvision")
         yield gpu
 
@@ -174,7 +176,6 @@ def _target(name: str) -> dict[str, Any]:
 
 def test_autocast_pools_regions_in_float32(gpu: VirtualGpu) -> None:
     """And gives what the features were of; boxes are kept by numbers."""
-    registry.register_library("torchvision")
     gpu.tracker.function_mode.run_in_float32(detection.autocast_in_float32())
     features, boxes = torch.randn(2, 8, 16, 16, device="cuda").half(), torch.zeros(3, 5, device="cuda")
     rest = (1.0, 7, 7, 2, False)
@@ -186,3 +187,10 @@ def test_autocast_pools_regions_in_float32(gpu: VirtualGpu) -> None:
         kept = torch.ops.torchvision.nms(boxes[:, :4].half(), torch.rand(3, device="cuda"), 0.5)
     assert pooled.dtype is torch.float16 and kept.dtype is torch.int64
     assert sizes(gpu, first)[:3] == [2 * features.nbytes, 2 * pooled.nbytes, pooled.nbytes]
+
+
+def test_suppression_keeps_every_box(gpu: VirtualGpu) -> None:
+    boxes, scores = torch.randn(1000, 4, device="cuda"), torch.randn(1000, device="cuda")
+    kept = torch.ops.torchvision.nms(boxes, scores, 0.5)
+    assert sorted(kept.tolist()) == list(range(1000))
+    assert any("keeps every box" in sentence for sentence in gpu.trace.assumptions)

@@ -97,25 +97,6 @@ def _operators() -> list[Any]:
     return found
 
 
-def parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors that a quantized one consists of beside its own data; none for an ordinary tensor.
-
-    A parameter of bitsandbytes has its scales as attributes (`quant_state`, with another inside when they are quantized
-    in turn, or `SCB`); tensors that wrap others, as torchao's do, name them.
-    """
-    if hasattr(tensor, "__tensor_flatten__"):
-        names, _ = tensor.__tensor_flatten__()
-        found = [getattr(tensor, name) for name in names]
-        return [part for part in found if isinstance(part, torch.Tensor)]  # a DTensor names its device mesh too
-    found = []
-    holder = getattr(tensor, "quant_state", None)
-    while holder is not None:
-        found += [value for value in vars(holder).values() if isinstance(value, torch.Tensor)]
-        holder = vars(holder).get("state2")
-    scales = getattr(tensor, "SCB", None)
-    return [*found, scales] if isinstance(scales, torch.Tensor) else found
-
-
 def _cuda_kernels() -> ModuleType | None:
     """Return the module of the CUDA kernels; bitsandbytes itself imports it only where there is a card.
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from memprof.virtual.kernels.registry import aten, kernel
+from memprof.virtual.kernels import registry
+from memprof.virtual.kernels.registry import aten
 from memprof.virtual.launch import Launch
 
 _FRAMES_KEPT = 100  # of which forced_align keeps where they come from, until the host has them (kBackPtrBufferSize)
@@ -21,7 +22,7 @@ def _check(holds: bool, message: str) -> None:
         raise RuntimeError(message)
 
 
-@kernel("torchaudio.rnnt_loss_forward")
+@registry.kernel("torchaudio.rnnt_loss_forward")
 def rnnt_loss(launch: Launch) -> Any:
     """A cost for each sequence, and the gradient of the logits, which is made at once; workspaces beside them:
     denominators, two logarithms, alphas and betas of each place in float32, two counters of each target."""
@@ -49,7 +50,7 @@ def rnnt_loss(launch: Launch) -> Any:
     return costs, gradients
 
 
-@kernel("torchaudio.forced_align")
+@registry.kernel("torchaudio.forced_align")
 def forced_align(launch: Launch) -> Any:
     """The path; while it runs, the last two frames, and twice where a hundred come from."""
     scores, targets, *lengths = launch.args[:4]
@@ -76,7 +77,7 @@ def forced_align(launch: Launch) -> Any:
     return paths, scores
 
 
-@kernel("torchaudio._lfilter_core_loop")
+@registry.kernel("torchaudio._lfilter_core_loop")
 def lfilter_core_loop(launch: Launch) -> Any:
     """Written where it lies; nothing is taken."""
     signal, coefficients, padded = launch.args[:3]

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from memprof.catalog import find_gpu
+from memprof.stand_ins.extension import extensions
 from memprof.virtual import VirtualGpu
 
 fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")
@@ -45,7 +46,7 @@ def test_a_float8_checkpoint_is_loaded_and_run_as_it_is_stored(tmp_path):
 
     stored = saved(tmp_path)
     before = fp8._FINEGRAINED_FP8, fp8.load_finegrained_fp8_kernel
-    with VirtualGpu(find_gpu("h100-80gb")) as gpu, torch.no_grad():
+    with VirtualGpu(find_gpu("h100-80gb"), extensions=extensions()) as gpu, torch.no_grad():
         model = AutoModelForCausalLM.from_pretrained(tmp_path, device_map={"": "cuda:0"})
         assert torch.cuda.memory_allocated() - stored <= 2048  # beside the weights, rotary frequencies
         assert model.model.layers[0].mlp.up_proj.weight.dtype is torch.float8_e4m3fn
@@ -57,7 +58,7 @@ def test_a_float8_checkpoint_is_loaded_and_run_as_it_is_stored(tmp_path):
 
 def test_one_scale_for_a_whole_weight_quantizes_rows_before(tmp_path):
     """A row's scale is four bytes, and its numbers take one each, until the product is there."""
-    with VirtualGpu(find_gpu("h100-80gb")):
+    with VirtualGpu(find_gpu("h100-80gb"), extensions=extensions()):
         kernel = fp8.load_finegrained_fp8_kernel()
         x = torch.empty(64, 4096, dtype=torch.bfloat16, device="cuda")
         weight = torch.empty(1024, 4096, dtype=torch.float8_e4m3fn, device="cuda")

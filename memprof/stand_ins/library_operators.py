@@ -7,8 +7,9 @@ from types import ModuleType
 
 from memprof.patching.extension import Extension
 from memprof.patching.patch_set import Patch
+from memprof.stand_ins import audio, detection  # noqa: F401 (they register kernels)
 from memprof.virtual.install_context import InstallContext
-from memprof.virtual.kernels import detection, registry
+from memprof.virtual.kernels import registry
 
 
 class LibraryOperators(Extension):

@@ -10,15 +10,16 @@ from typing import Any
 
 import torch
 
+from memprof.virtual.kernels import registry
 from memprof.virtual.kernels.copies import contiguous, copies_of
-from memprof.virtual.kernels.registry import aten, kernel, scratch
+from memprof.virtual.kernels.registry import aten, scratch
 from memprof.virtual.launch import Launch
 
 _BOXES_PER_BLOCK = 64
 _MOST_IMAGES = 32  # that a deformable convolution takes at a time (kMaxParallelImgs)
 
 
-@kernel("torchvision.nms", on_host=True)
+@registry.kernel("torchvision.nms", on_host=True)
 def nms(launch: Launch) -> Any:
     """Keep every box, as unknown ones do not overlap; CUDA sorts the scores, and has a bit for each pair."""
     boxes, scores = launch.args[:2]
@@ -37,7 +38,7 @@ def nms(launch: Launch) -> Any:
     return result
 
 
-@kernel("torchvision.box_iou_rotated")
+@registry.kernel("torchvision.box_iou_rotated")
 def box_iou_rotated(launch: Launch) -> Any:
     """A number in float32 for each pair of boxes."""
     boxes, others = launch.args[:2]
@@ -57,7 +58,7 @@ scratch("torchvision._roi_align_backward", "torchvision._roi_pool_backward")(cop
 scratch("torchvision._ps_roi_align_backward", "torchvision._ps_roi_pool_backward")(copies_of(0, 1))
 
 
-@kernel("torchvision.deform_conv2d")
+@registry.kernel("torchvision.deform_conv2d")
 def deform_conv2d(launch: Launch) -> Any:
     """Products with windows of several images are added up, put in order in another tensor, and given the bias."""
     data, weight, offset, mask, bias = launch.args[:5]
@@ -71,7 +72,7 @@ def deform_conv2d(launch: Launch) -> Any:
         return ordered + bias.view(1, -1, 1, 1)
 
 
-@kernel("torchvision._deform_conv2d_backward")
+@registry.kernel("torchvision._deform_conv2d_backward")
 def deform_conv2d_backward(launch: Launch) -> Any:
     """Gradients of input, offset and mask; then of the weight, by a gradient in another order; then of the bias."""
     grad, data, weight, offset, mask, bias = launch.args[:6]

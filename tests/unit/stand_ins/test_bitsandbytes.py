@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from memprof.catalog import find_gpu
+from memprof.stand_ins.extension import extensions
 from memprof.trace.events import GPU, Role
 from memprof.virtual import VirtualGpu
 
@@ -19,7 +20,7 @@ bnb = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed"
 
 @pytest.fixture
 def gpu():
-    with VirtualGpu(find_gpu("h100-80gb"), tensors_only=True) as gpu:
+    with VirtualGpu(find_gpu("h100-80gb"), tensors_only=True, extensions=extensions()) as gpu:
         yield gpu
 
 
@@ -94,7 +95,7 @@ def test_how_4_bit_products_run_depends_on_the_card():
     """For a few rows a fused kernel reads the packed weight; where it wins is the library's table of cards."""
 
     def peak(card, rows):
-        with VirtualGpu(find_gpu(card), tensors_only=True) as gpu:
+        with VirtualGpu(find_gpu(card), tensors_only=True, extensions=extensions()) as gpu:
             layer = bnb.nn.Linear4bit(4096, 4096, bias=False, compute_dtype=torch.bfloat16).to("cuda")
             states = torch.zeros(rows, 4096, device="cuda", dtype=torch.bfloat16)
             held = gpu.recorder.storages.peak_bytes = gpu.recorder.storages.live_bytes
@@ -137,7 +138,7 @@ def test_nothing_is_left_behind():
     from bitsandbytes import functional
 
     before = functional.lib, functional.get_paged, functional.GlobalPageManager._instance, list(sys.meta_path)
-    with VirtualGpu(find_gpu("h100-80gb")):
+    with VirtualGpu(find_gpu("h100-80gb"), extensions=extensions()):
         parameter = nn.Parameter(torch.zeros(1024, 1024, device="cuda"))
         train(bnb.optim.PagedAdamW8bit([parameter]), [parameter])
         assert functional.get_paged is not before[1]
@@ -178,7 +179,7 @@ def test_imported_on_the_virtual_gpu():
 def test_state_of_torchao(name, per_number, block):
     """Two moments of 8 or 4 bits, scales in float32, two tables a parameter; a step is one compiled kernel."""
     optim = pytest.importorskip("torchao.optim", reason="torchao is not installed")
-    with VirtualGpu(find_gpu("h100-80gb"), tensors_only=True) as gpu:
+    with VirtualGpu(find_gpu("h100-80gb"), tensors_only=True, extensions=extensions()) as gpu:
         parameter = nn.Parameter(torch.zeros(512, 256, device="cuda", dtype=torch.bfloat16))
         before = alive(gpu)
         train(getattr(optim, name)([parameter]), [parameter])
