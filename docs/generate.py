@@ -238,9 +238,9 @@ def _with(page: str, marker: str, table: str) -> str:
 
 def table_of_stand_ins() -> str:
     """Each function that has a stand-in, by its package: what is counted, and the files that it was read in."""
-    from memprof.stand_ins import registry
+    from memprof.stand_ins import audio, detection, registry  # noqa: F401  # the two register operators of libraries
     from memprof.stand_ins.packages import INSTALLED, PACKAGES
-    from memprof.virtual.kernels import audio, detection
+    from memprof.virtual.kernels.registry import ABSENT
 
     sections = []
     for package in PACKAGES.values():
@@ -250,9 +250,12 @@ def table_of_stand_ins() -> str:
                 functions.setdefault(id(one.value), (one, []))[1].append(f"{module}.{name}")
         rows = [(min(names, key=len), one.value, one.source) for one, names in functions.values()]
         sections.append(_of_package(package, rows))
-    for package, groups in zip(INSTALLED, (((None, audio.OPERATORS),), detection.OPERATORS), strict=True):
-        entries = {name: entry for _, group in groups for name, entry in group.items()}
-        operators = [(f"torch.ops.{package.name}.{name}", entry, package.source) for name, entry in entries.items()]
+    for package in INSTALLED:
+        operators = [
+            (f"torch.ops.{name}", next(entry for _, entry in entries if callable(entry)), package.source)
+            for name, entries in ABSENT.items()
+            if name.startswith(f"{package.name}.")
+        ]
         sections.append(_of_package(package, operators))
     return "\n\n".join(sections)
 
@@ -344,7 +347,8 @@ def figure_in(output: str, after: str, figure: str, command: str, **_: str) -> s
 
 @functools.cache
 def output_of(command: str) -> str | None:
-    """What `command` (memprof or python, with arguments) prints on stdout; it may say that something does not fit.
+    """What `command` (memprof or python, with arguments) prints on stdout; it may say that something does not fit. Of
+    `file PATH` what is in the file.
 
     None if it says, by exit code 4, that what it needs is not here.
 
@@ -352,6 +356,8 @@ def output_of(command: str) -> str | None:
         RuntimeError: the command failed.
     """
     program, *arguments = shlex.split(command)
+    if program == "file":  # a part of the repository
+        return (ROOT / arguments[0]).read_text(encoding="utf-8").rstrip("\n")
     programs = {"memprof": ["-m", "memprof"], "python": []}
     allocator = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # whatever is set here, the defaults are shown
     inherited = {name: value for name, value in os.environ.items() if name not in allocator}

@@ -140,9 +140,9 @@ def _parsing(ctx: Any, words: Sequence[str]) -> Iterator[None]:
 def _usage_error(message: str, command: str) -> UsageError:
     """Return what typer says of an argument as one of memprof's errors: a problem, a value, and what to do."""
     see = f"{command} --help lists what there is"
-    unknown = re.match(r"No such (option|command):? '?([^\s']+)'?", message)
+    unknown = re.match(r"No such (option|command):? '?([^\s'.]+)'?", message)
     if unknown is not None:
-        near = re.findall(r"--[\w-]+", message[unknown.end() :])
+        near = re.findall(r"--[\w-]+|(?<=')\w[\w-]*(?=')", message[unknown.end() :])
         hint = f"did you mean {' or '.join(near[:3])}? {see}" if near else see
         return UsageError(f"no such {unknown[1]}", value=unknown[2], hint=hint)
     return UsageError(message[:1].lower() + message[1:].rstrip("."), hint=see)
@@ -392,7 +392,7 @@ def _parameter(name: str, kind: Any, about: Option, default: object) -> inspect.
     What is not given is False for a flag, None where words say what is taken then, or else the field's default.
     """
     is_flag = kind is bool and about.instead_of is None
-    in_words = about.unset or (str(default) if about.parse and default is not None else None)
+    in_words = about.unset or (str(default) if about.parse and not about.is_count and default is not None else None)
     info = typer.Option(
         *filter(None, (about.short, about.flag)),
         help=about.help.format(choices=(" or " if len(about.choices) == 2 else ", ").join(about.choices)),
@@ -405,7 +405,8 @@ def _parameter(name: str, kind: Any, about: Option, default: object) -> inspect.
     if is_flag:
         return inspect.Parameter(name, _KEYWORD, default=False, annotation=Annotated[bool, info])
     value = None if in_words or kind is bool or default == "" else default
-    kind = str if about.parse or kind is bool else kind
+    if about.parse or kind is bool:
+        kind, value = str, None if value is None else str(value)
     return inspect.Parameter(name, _KEYWORD, default=value, annotation=Annotated[kind | None, info])
 
 

@@ -5,6 +5,8 @@ import json
 
 import pytest
 
+from memprof.units import parse_whole
+
 
 def assert_refused(result, *parts):
     assert result.exit_code == 2, result.stderr
@@ -64,22 +66,47 @@ def test_profile(memprof, arguments, parts):
 
 
 @pytest.mark.parametrize(
-    ("words", "problem", "command"),
+    ("words", "problem", "value", "hint"),
     [
-        (("frob", "--json"), "No such command 'frob'.", "memprof"),
-        (("gsus", "--json"), "No such command 'gsus'. Did you mean 'gpus'?", "memprof"),
-        (("--frob", "--json"), "No such option: --frob", "memprof"),
-        (("recipes", "frob", "--json"), "No such command 'frob'.", "memprof recipes"),
+        (("frob",), "no such command", "frob", " --help lists what there is"),
+        (("gsus",), "no such command", "gsus", "did you mean gpus?"),
+        (("--frob",), "no such option", "--frob", " --help lists what there is"),
+        (("profile", "--modle", "gpt2"), "no such option", "--modle", "did you mean --mode or --model"),
+        (("recipes", "frob"), "no such command", "frob", "recipes --help lists what there is"),
+        (("compare", "a.memprof"), "missing argument 'b'", None, "compare --help lists what there is"),
     ],
 )
-def test_what_is_no_command_is_an_error_in_json_too(memprof, words, problem, command):
-    result = memprof(*words)
-    assert result.exit_code == 2 and result.stderr.startswith(f"memprof: {problem}\n  hint:  ")
+def test_what_cannot_be_parsed_has_the_form_of_every_error(memprof, words, problem, value, hint):
+    result = memprof(*words, "--json")
     error = result.json["error"]
-    assert (error["problem"], error["value"], error["exit_code"]) == (problem, None, 2)
-    assert error["hint"].endswith(f"{command} --help".removeprefix("memprof"))
-    plain = memprof(*words[:-1]) if words[0] != "help" else None
-    assert plain is None or (plain.stdout == "" and problem in plain.stderr)
+    assert (error["problem"], error["value"], error["exit_code"], result.exit_code) == (problem, value, 2, 2)
+    assert hint in error["hint"]
+    plain = memprof(*words)
+    assert plain.stdout == "" and plain.exit_code == 2
+    assert plain.stderr == "".join(
+        f"{name}{text}\n"
+        for name, text in (("memprof: ", problem), ("  value: ", value), ("  hint:  ", error["hint"]))
+        if text is not None
+    )
+
+
+@pytest.mark.parametrize(
+    ("written", "read"), [("128k", 128_000), ("1e3", 1000), ("131,072", 131_072), ("0.5M", 500_000), ("2_048", 2048)]
+)
+def test_counts_are_read_as_they_are_written(memprof, written, read):
+    wrong = memprof("profile", "--model", "nobody", "--context-length", written)
+    assert "nobody" in wrong.stderr  # and not the number
+    assert parse_whole(written) == read
+
+
+@pytest.mark.parametrize("written", ["1.5", "k", "12x", "1,5", "", "0x10"])
+def test_what_is_no_count_names_its_option(memprof, written):
+    assert_refused(memprof("profile", "--model", "gpt2", "--batch-size", written), "--batch-size: not a whole number")
+
+
+@pytest.mark.parametrize(("option", "written"), [("--model-size", "4"), ("--model-size", "1.2")])
+def test_a_size_without_its_unit_is_asked_about(memprof, option, written):
+    assert_refused(memprof("profile", option, written), f"did you mean {written}B?")
 
 
 def test_unreachable_hub(memprof, monkeypatch):

@@ -47,8 +47,8 @@ def test_each_code(memprof, captures, tmp_path, monkeypatch):
     ("words", "problem", "code"),
     [
         (("estimate",), "give one of --params", 2),
-        (("estimate", "--params", "1B", "--paras", "2"), "No such option", 2),
-        (("compare", "a.memprof"), "Missing argument", 2),
+        (("estimate", "--params", "1B", "--paras", "2"), "no such option --paras", 2),
+        (("compare", "a.memprof"), "missing argument", 2),
         (("show", "missing.memprof"), "missing.memprof", 2),
         (("profile", "--model", "gpt3"), "unknown model", 2),
         (("doctor", "missing.log"), "no such file", 2),

@@ -66,7 +66,7 @@ def test_it_is_in_the_help_under_its_panel(capsys, monkeypatch):
     assert started(ask, "--help") == 0
     panels = panels_of(capsys.readouterr().out)
     batch, toy = (" ".join(" ".join(panels[name]).split()) for name in ("Batch", "Toy"))
-    assert "--warmup <int> Steps that are not looked at. [default: 3]" in batch
+    assert "--warmup COUNT Steps that are not looked at. [default: 3]" in batch
     assert "given or sorted. [default: (given)]" in toy and "--no-pinned " in toy and "--budget" in toy
 
 

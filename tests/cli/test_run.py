@@ -441,7 +441,7 @@ def test_a_part_of_the_card(memprof, script):
         (("--device", "tpu", "train.py"), "unknown --device"),
         (("--device", "cuda", "train.py"), "there is no CUDA card to measure on"),
         (("--gpu", "rtx-0000", "train.py"), "unknown GPU"),
-        (("--gpu-vram", "0", "train.py"), "not an amount of memory"),
+        (("--gpu-vram", "0", "train.py"), "--gpu-vram: not an amount of memory"),
         (("--fix", "lora", "train.py"), "this remedy cannot be switched on from outside a script"),
         (("--fix", "loar", "train.py"), "unknown remedy"),
         (("--fix", "chunked-loss", "--ladder", "train.py"), "--ladder chooses remedies itself"),

@@ -21,6 +21,7 @@ def copies_of(*positions: int) -> Callable[..., list[int]]:
     """Return the formula of an operator that makes contiguous copies of the tensors among these arguments."""
 
     def formula(args: Any, card: Any = None) -> list[int]:
+        """The output; contiguous copies of tensors that it is given, where they are not."""
         given = (args[position] for position in positions if position < len(args))
         return contiguous(*(arg for arg in given if isinstance(arg, torch.Tensor)))
 

@@ -6,13 +6,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from memprof.catalog import find_gpu
+from memprof.catalog import Gpu, find_gpu
 from memprof.virtual import VirtualGpu
 
 
 @pytest.fixture
 def gpu(request: pytest.FixtureRequest) -> Iterator[VirtualGpu]:
     """Of the model that the file calls CARD, else an A100."""
-    card = getattr(request.module, "CARD", None) or find_gpu("a100-80gb")
-    with VirtualGpu(card, workspaces=False) as virtual:
+    card = getattr(request.module, "CARD", None)
+    model = card if isinstance(card, Gpu) else find_gpu("a100-80gb")
+    with VirtualGpu(model, workspaces=False) as virtual:
         yield virtual

@@ -159,6 +159,7 @@ def of_every_layout(count: int, device: str) -> object:
         torch.linspace(0, count, 257).long(),
         torch.randint(0, 256, (count,)),
         torch.randn(count),
+        size=(256, 256),  # else as wide as the largest column that was drawn
         layout=torch.sparse_csr,
     )
     there = [one.to(device) for one in (*made, general)]
