@@ -117,7 +117,7 @@ class Meter:
         """All that was counted."""
         index = self._recorder.writer.op_index
         totals: Counter[tuple[int, tuple[Any, ...]]] = Counter()
-        for phase, counts in self._counts.items():
+        for phase, counts in [*self._counts.items()]:  # another thread of the program may go on counting
             for cost, count in zip(self._costs, counts, strict=False):
                 if count:
                     totals[phase, cost] += count

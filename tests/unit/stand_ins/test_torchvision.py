@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from memprof.catalog import find_gpu
-from memprof.stand_ins.extension import StandInExtension
+from memprof.stand_ins.extension import StandInExtension, extensions
 from memprof.virtual import VirtualGpu
 
 EXTENSION = """
@@ -51,7 +51,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_operators_that_cannot_be_loaded_are_stood_in_for(tmp_path: Path) -> None:
     # As the real one does: importing it fails where its operators are not defined.
     (tmp_path / "torchvision/__init__.py").write_text(PACKAGE + REGISTERS, encoding="utf-8")
-    with VirtualGpu(find_gpu("a100-80gb"), workspaces=False, extensions=[StandInExtension()]) as gpu:
+    with VirtualGpu(find_gpu("a100-80gb"), workspaces=False, extensions=extensions()) as gpu:
         import torchvision
 
         assert torchvision.extension._has_ops()

@@ -161,3 +161,17 @@ def test_collectives_that_are_operators_send_what_those_of_the_group_do():
     ours = sorted(size for (kind, size), calls in sent.items() for _ in range(calls) if kind != "c10d")
     groups = sorted(size for (kind, size), calls in sent.items() for _ in range(calls) if kind == "c10d")
     assert ours == sorted([*expected, one]) and groups == sorted(expected)
+
+
+def test_the_work_is_asked_for_while_another_thread_counts():
+    class Counted(list):
+        def __iter__(self):
+            meter._counts[1000] = []  # a phase that another thread begins
+            return super().__iter__()
+
+    with memprof.virtual_gpu("a100-80gb") as gpu:
+        torch.ones(4, device="cuda") * 2
+        meter = gpu._virtual.tracker.meter
+        for phase, counts in meter._counts.items():
+            meter._counts[phase] = Counted(counts)
+        assert meter.finish()
