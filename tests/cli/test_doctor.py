@@ -52,6 +52,7 @@ def test_json(memprof: Callable[..., Any], log: Path):
     assert found["tensors"][0]["exact"]
 
 
+@pytest.mark.slow
 def test_env(memprof: Callable[..., Any]):
     done = memprof("doctor", "--env")
     assert done.exit_code == 0

@@ -55,6 +55,7 @@ def test_a_card_by_its_capacity() -> None:
     assert document.device.total_bytes == 2 << 30 and document.verdict.fits is False
 
 
+@pytest.mark.slow
 def test_growth_is_found() -> None:
     kept = []
 
