@@ -6,15 +6,11 @@ blocks of equal size, nothing else.
 
 from __future__ import annotations
 
-from bisect import insort
 from collections.abc import Mapping
 
+from memprof.allocator.addresses import GRANULARITY, AddressSpace
 from memprof.trace.columns import FREE_COMPLETED, SEGMENT_MAP, EventColumns
 from memprof.trace.snapshot import Action, SnapshotEvent
-
-GRANULARITY = 2 << 20  # the driver backs memory with pages of 2 MiB
-
-FIRST_ADDRESS = 0x7F0000000000  # where cudaMalloc starts; recorded addresses on Linux lie near here
 
 FIRST_RESERVATION = 0x10000000000  # where the address space of expandable segments starts, apart from cudaMalloc's
 UNKNOWN_SPACE = 1 << 50  # address space of an expandable segment when the card's memory is not known
@@ -26,7 +22,7 @@ _FOREIGN = 1 << 56  # addresses for segments that the recording did not take
 
 
 class SimulatedDriver:
-    """A device with so many bytes: addresses rise, and the lowest freed range that is large enough is used again.
+    """A device with so many bytes, whose addresses lie as Linux's do.
 
     `total_bytes` is cudaMemGetInfo's; None: no limit. `other_bytes` of it are the CUDA context's, libraries' and
     others'.
@@ -37,9 +33,8 @@ class SimulatedDriver:
         self.other_bytes = other_bytes
         self.used_bytes = 0
         self.refusals = 0  # requests that did not fit
-        self._top = FIRST_ADDRESS
+        self._addresses = AddressSpace()
         self._next_reservation = FIRST_RESERVATION
-        self._holes: list[tuple[int, int]] = []  # (address, size), sorted, never adjacent
 
     def lift_limit(self) -> None:
         """From now on the memory never ends: what a run would need although it does not fit."""
@@ -48,32 +43,13 @@ class SimulatedDriver:
     def malloc(self, size: int) -> int | None:
         """cudaMalloc: an address, or None when the memory is not there."""
         size = -(-size // GRANULARITY) * GRANULARITY
-        if not self._take(size):
-            return None
-        for index, (address, hole) in enumerate(self._holes):
-            if hole >= size:
-                if hole == size:
-                    del self._holes[index]
-                else:
-                    self._holes[index] = (address + size, hole - size)
-                return address
-        address = self._top
-        self._top += size
-        return address
+        return self._addresses.take(size) if self._take(size) else None
 
     def free(self, address: int, size: int) -> None:
         """cudaFree of a whole segment."""
         size = -(-size // GRANULARITY) * GRANULARITY
         self.used_bytes -= size
-        insort(self._holes, (address, size))
-        index = self._holes.index((address, size))
-        if index + 1 < len(self._holes) and address + size == self._holes[index + 1][0]:
-            size += self._holes.pop(index + 1)[1]
-        if index and sum(self._holes[index - 1]) == address:
-            address, before = self._holes.pop(index - 1)
-            size += before
-            index -= 1
-        self._holes[index] = (address, size)
+        self._addresses.give_back(address, size)
 
     def reserve(self, size: int) -> int:
         """cuMemAddressReserve: address space without memory."""

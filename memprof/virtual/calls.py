@@ -59,7 +59,7 @@ class OpInfo:
     input_copies: Callable[..., Any] | None
     scratch: Callable[..., Any] | None
     uses_cublas: bool
-    uses_cublaslt: bool
+    uses_cublaslt: Callable[..., bool] | None
     mixes_devices: bool
     makes_sparse: bool
     is_cat: bool

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from memprof.virtual.calls import OpInfo
 from memprof.virtual.engine import in_backward
 from memprof.virtual.kernels.matrix_products import CublasWorkspace
@@ -17,8 +19,8 @@ class CublasWorkspaces:
         self._size: CublasWorkspace | None = None
         self._taken: dict[str, int] = {}
 
-    def take(self, machine: Machine, operator: OpInfo, place: Place, card: str) -> None:
-        """Take what a product on `card` needs and has not been taken yet."""
+    def take(self, machine: Machine, operator: OpInfo, args: Any, place: Place, card: str) -> None:
+        """Take what a product of `args` on `card` needs and has not been taken yet."""
         if self._size is None:
             self._size = CublasWorkspace.of(machine.card.compute_capability, machine.card.release)
         if not self._size.permanent:
@@ -30,7 +32,8 @@ class CublasWorkspaces:
         if handle not in self._taken:
             self._taken[handle] = storages.allocate_hidden(self._size.num_bytes, "cublas workspace", place, card)
         lt = "lt " + handle
-        if operator.uses_cublaslt and self._size.lt_num_bytes and lt not in self._taken:
+        is_lt = operator.uses_cublaslt is not None and operator.uses_cublaslt(args)
+        if is_lt and self._size.lt_num_bytes and lt not in self._taken:
             self._taken[lt] = storages.allocate_hidden(self._size.lt_num_bytes, "cublaslt workspace", place, card)
 
     def clear(self, machine: Machine) -> None:

@@ -38,7 +38,7 @@ class InPlaceOperators:
         if operator.scratch is not None and call.on_gpu:
             machine.transients(operator.scratch(call.args, machine.card), operator.name, place, call.card)
         if operator.uses_cublas and call.on_gpu:
-            machine.take_workspace(operator, place, call.card)
+            machine.take_workspace(operator, call.args, place, call.card)
         address = target.untyped_storage()._cdata if target.is_meta else NONE
         # The program's own meta tensors hold nothing; they die unseen, and others come to lie where they were.
         is_live = address in machine.recorder.storages.live
@@ -80,7 +80,7 @@ class InPlaceOperators:
             known = machine.values.evaluator.compute(call.func, call.args, {**call.kwargs, "out": empty})
         with machine.hidden(copies, operator.name, place, call.card):
             if operator.uses_cublas and call.on_gpu:
-                machine.take_workspace(operator, place, call.card)
+                machine.take_workspace(operator, call.args, place, call.card)
             try:
                 result = self._run_into_out(operator, call)
             except NotImplementedError:

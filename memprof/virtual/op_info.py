@@ -48,7 +48,7 @@ def describe_operator(func: Any) -> OpInfo:
         input_copies=registry.input_copies.get(packet),
         scratch=registry.scratch.get(packet),
         uses_cublas=packet in registry.uses_cublas,
-        uses_cublaslt=packet in registry.uses_cublaslt,
+        uses_cublaslt=registry.uses_cublaslt.get(packet),
         mixes_devices=packet in MIXES_DEVICES,
         makes_sparse=packet in _MAKES_SPARSE,
         is_cat=packet is _aten.cat,

@@ -253,7 +253,7 @@ class DispatchMode(Machine):
             # The output comes first: cuBLAS takes its workspace inside the call.
             result = self._run(operator, call, place, target)
             with self.hidden(copies, operator.name, place, target):
-                self.take_workspace(operator, place, target)
+                self.take_workspace(operator, call.args, place, target)
             return result
         with self.hidden(copies, operator.name, place, target):
             sizes = operator.scratch(call.args, self.card) if operator.scratch else ()
@@ -307,10 +307,10 @@ class DispatchMode(Machine):
                 self.record_real(tensor, operator.name, place)
         return result
 
-    def take_workspace(self, operator: OpInfo, place: Place, card: str) -> None:
+    def take_workspace(self, operator: OpInfo, args: Any, place: Place, card: str) -> None:
         """Take what cuBLAS needs for a call of its own, unless it has it."""
         if self.workspaces:
-            self._cublas.take(self, operator, place, card)
+            self._cublas.take(self, operator, args, place, card)
 
     def clear_workspaces(self) -> None:
         """Free the workspaces of cuBLAS."""

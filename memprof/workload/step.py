@@ -137,8 +137,9 @@ class Workload:
                 trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
                 groups = trained if self._spread is None else self._spread.parameter_groups(trained)
                 optimizer = self._optimizer = self._optimizer or optimizer_over(groups, spec)
-                # Disabled, a scaler passes everything through.
-                scaler = torch.amp.GradScaler(device.name, enabled=spec.amp == "float16")
+                # Disabled, a scaler passes everything through. With its usual scale gradients of random weights overflow,
+                # and it would leave out the steps that are profiled: on a GPU no optimizer would have any state.
+                scaler = torch.amp.GradScaler(device.name, init_scale=1.0, enabled=spec.amp == "float16")
             for step in range(1, spec.steps + 1):
                 progress(f"training step {step} of {spec.steps}")
                 if self._pipeline is not None:

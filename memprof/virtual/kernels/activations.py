@@ -16,9 +16,10 @@ from memprof.virtual.machine import Machine
 
 @scratch("aten._safe_softmax")
 def safe_softmax(args: Any, card: Card) -> list[int]:
-    """The boolean mask of -inf scores and of rows without any (native/transformers/attention.cpp, _safe_softmax)."""
+    """The boolean mask of -inf scores, that of rows without any, and a zero (native/transformers/attention.cpp)."""
     scores, dim = args[0], args[1]
-    return [scores.numel(), scores.numel() // max(1, scores.shape[dim] if scores.dim() else 1)]
+    rows = scores.numel() // max(1, scores.shape[dim] if scores.dim() else 1)
+    return [scores.numel(), rows, scores.element_size()]
 
 
 # native/cuda/SoftMax.cu, host_softmax and host_softmax_backward
@@ -73,10 +74,10 @@ def dropout(machine: Machine, input: torch.Tensor, p: float = 0.5, train: bool =
 
 @kernel(aten.native_dropout, on_host=True)
 def native_dropout(launch: Launch) -> Any:
-    """The result and the mask; the meta kernel would keep one in the input's dtype."""
+    """The mask and the result, in this order (dropout_cuda); the meta kernel would keep one in the input's dtype."""
     data = launch.args[0]
     if not data.is_meta:
         return NotImplemented
-    result = (torch.empty_like(data), torch.empty_like(data, dtype=torch.bool))
-    launch.record(*result)
-    return result
+    result, mask = torch.empty_like(data), torch.empty_like(data, dtype=torch.bool)
+    launch.record(mask, result)
+    return result, mask

@@ -11,9 +11,10 @@ node/scaled_dot_product_flash_attention.h.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -32,9 +33,11 @@ _DEFAULT_ORDER = ("flash", "efficient", "math", "cudnn")
 _EFFICIENT_GROUPS_SINCE = (2, 15)
 
 WORKSPACE = (
-    "The backward workspace of cuDNN's attention is counted as its open frontend sizes it (gradient of the queries and "
-    "row sums in float32); what the closed library may add is not."
+    "The workspace of cuDNN's attention is counted as its open frontend sizes it and as it was on an H100 with cuDNN "
+    "9.19, to the byte for seven sizes; the closed library may take another elsewhere."
 )
+# What cuDNN adds to every call's: H100, cuDNN 9.19, torch 2.11.0+cu130.
+_CUDNN_WORKSPACE_BYTES = 256
 
 
 def prefers_cudnn(card: Card) -> bool:
@@ -103,6 +106,7 @@ def backend(card: Card, call: Attention) -> str:
     fused = (
         query.dim() == key.dim() == value.dim() == 4
         and all(tensor.stride(-1) == 1 or tensor.shape[-1] == 1 for tensor in (query, key, value))
+        and (call.attn_mask is None or call.attn_mask.stride(-1) == 1)  # not so T5's: its biases of positions, permuted
         and query.shape[2] > 0
         and key.shape[2] > 0
     )
@@ -133,11 +137,13 @@ def _order(card: Card) -> tuple[str, ...]:
 
 
 def _cudnn_can(card: Card, call: Attention) -> bool:
-    """can_use_cudnn_attention; heads of up to 128 (192 with values of 128 on compute capability 9.0 and 10)."""
+    """can_use_cudnn_attention; heads of up to 128, on compute capability 9.0 of up to 256 from cuDNN 9.10 on, on 10 of
+    192 with values of 128."""
     query, key, value, mask = call.query, call.key, call.value, call.attn_mask
     dims = query.shape[-1], value.shape[-1]
     major, minor = card.compute_capability
-    limit = 192 if dims == (192, 128) and (major == 10 or (major, minor) == (9, 0)) else 128
+    hopper = (major, minor) == (9, 0) and cudnn_version(card.release) >= 91_000
+    limit = 256 if hopper else 192 if dims == (192, 128) and major == 10 else 128
     return (
         torch.backends.cuda.cudnn_sdp_enabled()
         and (8, 0) <= (major, minor) <= (12, 1)
@@ -267,11 +273,23 @@ def flash_attention_backward(args: Any, card: Card) -> list[int]:
     return sizes
 
 
-@scratch(aten._scaled_dot_product_efficient_attention_backward)
-def efficient_attention_backward(args: Any, card: Card) -> list[int]:
-    """Of the memory-efficient attention's backward, by what SDPA passes to it."""
-    (batch, heads, queries, _), keys = args[1].shape, args[2].shape[2]
-    return _efficient_backward(args[1], args[3], card, (batch, queries), (batch, heads, queries, keys), args[9])
+@kernel(aten._scaled_dot_product_efficient_attention)
+def efficient_attention(launch: Launch) -> Any:
+    """The output and its row sums; seed and offset of the dropout are on the host, except while a graph is captured."""
+    output, sums, seed, offset = launch.func(*launch.args, **launch.kwargs)
+    launch.record(output, sums)
+    return output, sums, torch.zeros_like(seed, device="cpu"), torch.zeros_like(offset, device="cpu")
+
+
+@kernel(aten._scaled_dot_product_efficient_attention_backward)
+def efficient_attention_backward(launch: Launch) -> Any:
+    """The gradients, and what the memory-efficient attention's backward takes by what SDPA passes to it."""
+    query, key, value = launch.args[1:4]
+    (batch, heads, queries, _), keys = query.shape, key.shape[2]
+    made = launch.func(*launch.args, **launch.kwargs)
+    launch.record(*made)
+    _take_for_backward(launch, query, value, (batch, queries), (batch, heads, queries, keys), launch.args[9])
+    return made
 
 
 @kernel(aten._efficient_attention_backward)
@@ -286,55 +304,76 @@ def efficient_attention_backward_of_any(launch: Launch) -> Any:
     if launch.args[15]:  # the last dimension is aligned to 16
         of_bias = launch.new((*bias.shape[:-1], _round_up(bias.shape[-1], 16)), bias.dtype)
     blocks = (sequences[0], heads, *sequences[1:])
-    launch.transients(*_efficient_backward(query, value, launch.card, (batch, rows), blocks, launch.args[11]))
+    _take_for_backward(launch, query, value, (batch, rows), blocks, launch.args[11])
     return *made, of_bias if of_bias is None else of_bias[..., : bias.shape[-1]]
 
 
-def _efficient_backward(
-    query: torch.Tensor, value: torch.Tensor, card: Card, rows: Any, blocks: Any, dropout_p: float
-) -> list[int]:
+def _take_for_backward(
+    launch: Launch, query: torch.Tensor, value: torch.Tensor, rows: Any, blocks: Any, dropout_p: float
+) -> None:
     """Row sums in float32 and a workspace (attention_backward.cu, mem_eff_attention/kernel_backward.h, workspace_size):
     gradients of queries in tiles, and those of keys and values where registers do not hold them in half precision.
 
     `rows` are batch and queries; `blocks` are sequences, heads, and the most queries and keys of one.
     """
+    card, half = launch.card, query.dtype in _HALF
+    sums = 4 * rows[0] * blocks[1] * rows[1]
+    tile = _efficient_tile(card, half, max(query.shape[-1], value.shape[-1]), dropout_p > 0)
+    in_registers = half and tile.most <= tile.rows
+    with contextlib.ExitStack() as held:
+        if half and (in_registers or card.compute_capability[0] != 7 or card.compute_capability >= (7, 5)):
+            held.enter_context(launch.scratch(sums))  # the kernel makes them
+        else:
+            # By operators: in half precision copies in float32, a product, its sums, and those in another order.
+            product = [sums * value.shape[-1]] * (3 if half else 1)
+            with launch.scratch(*product, sums):
+                held.enter_context(launch.scratch(sums))
+        # Only what registers do not hold of half precision is summed in splits.
+        splitting = half and not in_registers
+        launch.transients(_workspace_of_backward(card, tile, blocks, query, value, splitting=splitting))
+
+
+def _workspace_of_backward(
+    card: Card, tile: _Tile, blocks: Any, query: torch.Tensor, value: torch.Tensor, *, splitting: bool
+) -> int:
     batch, heads, queries, keys = blocks
-    head, head_v, half = query.shape[-1], value.shape[-1], query.dtype in _HALF
-    block_i, block_j, most = _efficient_tile(card, half, max(head, head_v), dropout_p > 0)
-    in_registers = half and most <= block_i
+    head, head_v = query.shape[-1], value.shape[-1]
+    block_i, block_j, _ = tile
     splits = -(-keys // block_j)
     if batch * heads >= 256 and keys <= 2 * block_j:
         splits = 1
     elements = 0
-    if half and not in_registers:
+    if splitting:
         splits = min(splits, 200 // (batch * heads))
     if splits < 1 or _must_be_deterministic():
         splits = 1
-    if half and not in_registers:
+    if splitting:
         elements = splits * block_j * (_round_up(head, block_i) + _round_up(head_v, block_i))
-    if card.compute_capability >= (7, 0) or half:
+    if card.compute_capability >= (7, 0) or query.dtype in _HALF:
         elements += -(-queries // block_i) * -(-head // block_j) * (4 + block_i * block_j)
-    sums = 4 * rows[0] * heads * rows[1]
-    taken = [sums, 4 * batch * heads * _round_up(elements, 4)]
-    if half and (in_registers or card.compute_capability[0] != 7 or card.compute_capability >= (7, 5)):
-        return taken
-    # The sums are made by operators: copies in float32, a product, its sums, and those in another order.
-    before = [sums * head_v] * (3 if half else 1) + [sums, sums]
-    return max(taken, before, key=sum)
+    return 4 * batch * heads * _round_up(elements, 4)
 
 
-def _efficient_tile(card: Card, half: bool, head: int, drops: bool) -> tuple[int, int, int]:
+class _Tile(NamedTuple):
+    """What one block of threads works on."""
+
+    rows: int
+    columns: int
+    most: int  # the largest head
+
+
+def _efficient_tile(card: Card, half: bool, head: int, drops: bool) -> _Tile:
     """Rows, columns and the largest head of the kernel that is launched: the first whose heads are as large, with 128
     rows where a block of threads may have as much shared memory as that takes (mem_eff_attention/kernels/cutlassB.h).
     """
     capability = card.compute_capability
     if half and not drops and capability in ((8, 6), (8, 9)) and 64 < head <= 96:
-        return 128, 64, 96
+        return _Tile(128, 64, 96)
     most = next((size for size in (32, 64, 128) if head <= size), 2**16)
     much = (capability[0] in (8, 9, 10) and capability not in ((8, 6), (8, 9))) or (half and capability < (7, 5))
     rows = 128 if most > 64 and much else 64
     ahead = half and capability >= (8, 0) and most <= rows
-    return rows, 128 if ahead and most > 64 else 64, most
+    return _Tile(rows, 128 if ahead and most > 64 else 64, most)
 
 
 def _matching(query: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
@@ -359,16 +398,22 @@ def cudnn_attention(launch: Launch) -> Any:
     output = _matching(query, (batch, heads, length, value.shape[-1]))
     sums = torch.empty(batch, heads, length, 1, dtype=torch.float32, device=META) if needs_sums else None
     launch.record(seed, offset, output, sums)
+    launch.transients(_CUDNN_WORKSPACE_BYTES)
     return output, sums, None, None, length, key.shape[2], seed, offset, None
 
 
 @kernel(aten._scaled_dot_product_cudnn_attention_backward)
 def cudnn_attention_backward(launch: Launch) -> Any:
-    """The gradients, and as workspace that of the queries in float32 with a row sum for each of them."""
+    """The gradients, and as workspace that of the queries in float32 with a row sum for each of them; with grouped
+    queries those of keys and values for every head of the queries."""
     query, key, value = launch.args[1:4]
     grads = tuple(torch.empty_like(each) for each in (query, key, value))
     launch.record(*grads)
-    launch.transients(4 * query[..., 0].numel() * (query.shape[-1] + 1))
+    taken = _CUDNN_WORKSPACE_BYTES + 4 * query[..., 0].numel() * (query.shape[-1] + 1)
+    for grouped in (key, value):
+        if grouped.shape[1] != query.shape[1]:
+            taken += grouped.numel() // grouped.shape[1] * query.shape[1] * grouped.element_size()
+    launch.transients(taken)
     return grads
 
 

@@ -51,7 +51,13 @@ uses_cublas.mark(
     *(aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.addbmm, aten.mv, aten.addmv, aten.dot, aten.vdot),
     *(aten.addmm_, aten.baddbmm_, aten.addbmm_, aten.addmv_),
 )
-uses_cublaslt.mark(aten.addmm, aten.addmm_, aten._addmm_activation)
+
+
+@uses_cublaslt(aten.addmm, aten.addmm_, aten._addmm_activation)
+def adds_row(args: Any) -> bool:
+    """Return whether what is added is one row for all, a bias (native/cuda/Blas.cpp, isInputCompliesAddmmCudaLt)."""
+    added, _, second = args[:3]
+    return bool(added.is_contiguous() and added.numel() == added.shape[-1] == second.shape[1] > 1 < second.shape[0])
 
 
 def _is_taken_by_cublas(tensor: torch.Tensor) -> bool:

@@ -94,7 +94,7 @@ scratch = Table("scratch formula")
 input_copies = Table("input copies")  # function of (args): sizes, taken before the result, or before cuBLAS's workspace
 composite = Table("composite")  # function of (machine, *arguments)
 uses_cublas = Table("user of cuBLAS")
-uses_cublaslt = Table("user of cuBLASLt")
+uses_cublaslt = Table("user of cuBLASLt")  # function of (args): whether the call is cuBLASLt's
 looked_into = Table("composite that is looked into")  # see expansion.py
 anywhere = Table("kernel for any device")
 

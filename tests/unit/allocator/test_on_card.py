@@ -65,10 +65,10 @@ def test_layout_at_an_event_names_the_storages():
     script.free(first)
     run = replay_on_card(script.trace, None)
     segments, owners = run.layout_at(2)
-    assert [segment.allocated for segment in segments] == [30 * MIB, 2 * MIB]
-    assert [owners[segment.blocks[0].address] for segment in segments] == [first, second]
+    assert [segment.allocated for segment in segments] == [2 * MIB, 30 * MIB]
+    assert [owners[segment.blocks[0].address] for segment in segments] == [second, first]
     segments, owners = run.layout_at(3)
-    assert [segment.allocated for segment in segments] == [0, 2 * MIB] and list(owners.values()) == [second]
+    assert [segment.allocated for segment in segments] == [2 * MIB, 0] and list(owners.values()) == [second]
 
 
 def test_layout_when_the_card_refuses():

@@ -107,8 +107,9 @@ def test_best_fit_then_lowest_address():
     blocks = [memory.malloc(size * MIB) for size in (40, 30, 30, 50)]
     for block in blocks:
         memory.free(block)
-    assert memory.malloc(30 * MIB).address == blocks[1].address
+    assert blocks[2].address < blocks[1].address  # Linux's falls
     assert memory.malloc(30 * MIB).address == blocks[2].address
+    assert memory.malloc(30 * MIB).address == blocks[1].address
     assert memory.malloc(29 * MIB).address == blocks[0].address  # 40 is the smallest left
     assert memory.counters.reserved_bytes == 150 * MIB
 
@@ -208,7 +209,7 @@ def test_max_split_size_frees_just_enough_oversize_segments():
     for block in blocks:
         memory.free(block)
     memory.malloc(130 * MIB)  # 240 held; no single one holds 130: from the largest down, 90 + 80
-    assert [found.size // MIB for found in memory.segments()] == sorted([70, 130], key=lambda s: s != 70)
+    assert [found.size // MIB for found in memory.segments()] == [130, 70]  # by address
     assert memory.stats()["num_alloc_retries"] == 0
 
 

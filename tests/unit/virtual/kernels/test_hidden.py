@@ -11,7 +11,7 @@ from memprof.ledger.ledger import build_ledger
 from memprof.virtual import VirtualGpu
 from memprof.virtual.card import Card, max_threads_per_sm
 from memprof.virtual.kernels import activations, attention, foreach, indexing, norms, pooling, sorting
-from memprof.virtual.kernels.matrix_products import CublasWorkspace
+from memprof.virtual.kernels.matrix_products import CublasWorkspace, adds_row
 from memprof.virtual.kernels.reductions import Reduction, reduction_buffers
 
 MIB = 1 << 20
@@ -174,6 +174,14 @@ def test_cublas_takes_the_workspace_that_was_recorded(
     assert (workspace.num_bytes, workspace.lt_num_bytes, workspace.permanent) == (num_bytes, lt_num_bytes, True)
 
 
+def test_cublaslt_adds_one_row_and_takes_no_workspace_for_a_matrix() -> None:
+    first, second = empty(8, 16), empty(16, 32)
+    assert adds_row((empty(32), first, second)) and adds_row((empty(1, 32), first, second))
+    assert not adds_row((empty(8, 32), first, second))
+    assert not adds_row((empty(1), first, empty(16, 1)))
+    assert not adds_row((empty(64)[::2], first, second))
+
+
 def test_the_cublas_workspace_follows_its_environment_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8:16:8")
     assert CublasWorkspace.of((8, 0), (2, 11)).num_bytes == (4096 * 8 + 16 * 8) * 1024
@@ -198,23 +206,28 @@ def test_flash_attention_backward_makes_keys_and_values_for_every_query_head() -
 
 
 def efficient_backward(
-    shape: tuple[int, int, int, int], dtype: torch.dtype, card: Card = CARD, dropout_p: float = 0.0
+    shape: tuple[int, int, int, int], dtype: torch.dtype, gpu: str = "rtx-4090", dropout_p: float = 0.0
 ) -> list[int]:
-    query = empty(*shape, dtype=dtype)
-    args = (query, query, query, query, None, query, None, None, None, dropout_p)
-    return attention.efficient_attention_backward(args, card)
+    """What the backward takes beside the gradients, in bytes, in order."""
+    with VirtualGpu(find_gpu(gpu), workspaces=False) as virtual:
+        query = torch.empty(shape, dtype=dtype, device="cuda")
+        sums = torch.empty(shape[:3], device="cuda")
+        seed = torch.zeros((), dtype=torch.int64)
+        begin = len(virtual.trace.storages)
+        torch.ops.aten._scaled_dot_product_efficient_attention_backward(
+            query, query, query, query, None, query, sums, seed, seed, dropout_p, [True, True, True, False]
+        )
+        return [storage.num_bytes for storage in virtual.trace.storages[begin + 3 :]]
 
 
 def test_efficient_attention_backward_takes_gradients_of_queries_in_tiles_of_float32() -> None:
     tile = 16 + 4 * 64 * 64
     assert efficient_backward((2, 8, 100, 64), torch.bfloat16) == [6400, 16 * 2 * tile]
     # Of a head of 128 registers hold the gradients of keys and values where a block has 128 rows.
-    large = Card((8, 0), 108, 2048, (2, 11))
-    assert efficient_backward((2, 8, 100, 128), torch.bfloat16, large) == [6400, 16 * (16 + 4 * 128 * 128)]
-    # In single precision they need no others; sums are made of a product, which is smaller here than the tiles.
-    assert efficient_backward((2, 8, 100, 64), torch.float32) == [6400, 16 * 2 * tile]
+    assert efficient_backward((2, 8, 100, 128), torch.bfloat16, "a100-80gb") == [6400, 16 * (16 + 4 * 128 * 128)]
+    # In single precision they need no others, and sums are made of a product before.
     product = 4 * 16 * 128 * 64
-    assert efficient_backward((2, 8, 128, 64), torch.float32) == [product, 8192, 8192]
+    assert efficient_backward((2, 8, 128, 64), torch.float32) == [product, 8192, 8192, 16 * 2 * tile]
 
 
 def test_efficient_attention_backward_stages_keys_and_values_that_registers_do_not_hold() -> None:
@@ -243,7 +256,8 @@ def test_efficient_attention_backward_of_sequences_one_after_another() -> None:
         assert [one is None for one in made] == [False, False, False, True]
         sizes = [storage.num_bytes for storage in gpu.trace.storages[begin + 4 :]]
     tiles = 3 * 8 * 2 * (16 + 4 * 64 * 64)
-    assert sizes == [4 * 300 * 8 * 64] * 3 + [4 * 8 * 300, tiles]
+    product = 4 * 300 * 8 * 64
+    assert sizes == [product] * 3 + [product, 4 * 8 * 300, 4 * 8 * 300, tiles]
 
 
 def test_adding_at_indices_takes_what_was_recorded() -> None:
@@ -254,8 +268,8 @@ def test_adding_at_indices_takes_what_was_recorded() -> None:
     assert indexing.index_put_accumulate((empty(10, 4), [index], empty(512, 4), False), CARD) == []
 
 
-def test_safe_softmax_keeps_a_mask_of_scores_and_one_of_rows() -> None:
-    assert activations.safe_softmax((empty(2, 4, 16, 32), -1), CARD) == [4096, 128]
+def test_safe_softmax_keeps_a_mask_of_scores_one_of_rows_and_a_zero() -> None:
+    assert activations.safe_softmax((empty(2, 4, 16, 32), -1), CARD) == [4096, 128, 4]
 
 
 def test_the_backward_of_softmax_multiplies_gradient_and_output_first() -> None:
