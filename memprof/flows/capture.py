@@ -17,7 +17,7 @@ from memprof.virtual import VirtualGpu
 from memprof.virtual.allocator_answers import AllocatorSettings, MemoryStatistics
 from memprof.watch.collection import no_collection
 from memprof.watch.failure import measured_failure
-from memprof.workload.chance import kept_chance
+from memprof.workload.chance import NormalsInSinglePrecision, kept_chance
 from memprof.workload.custom_code import may_not_leave
 from memprof.workload.step import Workload
 
@@ -90,10 +90,12 @@ def capture_measured(
 ) -> Trace:
     """Run `workload` for real, on "cpu" or "cuda". Raises UsageError: the workload cannot be built; RunFailedError: the
     model's code raised, or memory ran out; its `trace` is what happened until then."""
+    progress("importing the model")
+    workload.source.import_code()
     device = MeasuredDevice(name, Outside() if name == "cuda" else None, detail=detail)
     try:
         with no_collection(), kept_chance(), device, may_not_leave("the model"):
-            workload.run(device, progress)
+            workload.run(device, progress, building=NormalsInSinglePrecision)
         if device.error is not None:
             raise device.error
     except MemprofError:

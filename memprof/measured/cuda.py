@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from memprof.device.context import CONTEXT_BYTES
+from memprof.device.cublas import CublasWorkspace
 from memprof.device.nvml import Nvml, card_use
 from memprof.errors import MemprofError, UsageError, first_line
 from memprof.measured.history import Difference, History
@@ -67,6 +68,12 @@ def check_cards(number: int) -> None:
             f"{number} processes are to be measured on a card each", value=f"{torch.cuda.device_count()} are here",
             hint=f"leave out --device: on virtual cards there may be {number}",
         )  # fmt: skip
+
+
+def cublas_workspace(number: int) -> CublasWorkspace:
+    """Return what torch's handles of cuBLAS take on a card."""
+    major, minor = torch.__version__.split(".")[:2]
+    return CublasWorkspace.of(torch.cuda.get_device_capability(number), (int(major), int(minor)))
 
 
 def use_card(number: int) -> None:

@@ -14,6 +14,7 @@ import torch.autograd.profiler as autograd_profiler
 from torch import nn
 from torch.profiler import ProfilerActivity
 
+from memprof.device.cublas import CublasWorkspace
 from memprof.errors import MemprofError
 from memprof.measured import cuda
 from memprof.measured.cuda import Outside, SharedPeaks
@@ -63,6 +64,7 @@ class MeasuredDevice(Watch):
         self._card = 0  # the GPU that was current when the run began
         self._before: dict[int, int] = {}  # blocks that were allocated on it then: bytes asked for, by address
         self._before_bytes = 0  # the same by torch's counter
+        self._cublas: CublasWorkspace | None = None
         self._readings: list[Reading] = []
         self.records_history = name == "cuda"
         self.snapshot: dict[str, Any] | None = None  # of torch's allocator, with its history; after a run on CUDA
@@ -102,7 +104,7 @@ class MeasuredDevice(Watch):
         self._module_sources += [NONE] * (len(self.modules.table) - len(self._module_sources))  # those never entered
         self.trace.sources = list(self._sources)
         recorded = collect_allocations(profile, history, self._marks.gone)
-        merge(self.trace, self._marks, recorded, self._module_sources)
+        merge(self.trace, self._marks, recorded, self._module_sources, self._cublas)
         self._tell(self.trace)
 
     @contextlib.contextmanager
@@ -122,6 +124,7 @@ class MeasuredDevice(Watch):
             cuda.check_allocator()
             torch.cuda.init()
             self._card = torch.cuda.current_device()
+            self._cublas = cuda.cublas_workspace(self._card)
             if self._outside is not None:
                 self._stack.enter_context(self._outside)
             self._patches.set_all(self._peaks.patches())

@@ -38,6 +38,7 @@ class Allocation:
     freed_ns: int | None = None
     # When the allocator could hand it out again, where that was later: other streams were still using it.
     released_ns: int | None = None
+    # Of the first use as a tensor; None: there was none.
     shape: tuple[int, ...] | None = None
     dtype: str | None = None
 

@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from memprof.device.cublas import CublasWorkspace
 from memprof.measured.history import DEFAULT_POOL, DEFAULT_STREAM, Allocation, History
 from memprof.measured.marks import Claim, Gone, Marks
 from memprof.measured.operators import MemoryEvent, Profile, TensorInput
@@ -93,8 +94,11 @@ def _describe(allocation: Allocation, uses: Iterable[TensorInput], end_ns: int) 
 class _Merge:
     """Walks the run once, in order of time."""
 
-    def __init__(self, trace: Trace, marks: Marks, recorded: Recorded, sources: list[int]) -> None:
+    def __init__(
+        self, trace: Trace, marks: Marks, recorded: Recorded, sources: list[int], cublas: CublasWorkspace | None
+    ) -> None:
         self.trace = trace
+        self._cublas = cublas
         self._marks = marks
         self._recorded = recorded
         self._module_sources = sources  # line of each module's forward, as an index of the trace's sources
@@ -233,16 +237,24 @@ class _Merge:
                 device = HOST
         if shape is None:
             shape = (item.num_bytes,)
-        made_by = (self._ops.setdefault(item.origin.op, len(self._ops)), module, source, self._phase, forward_event)
-        hidden = not claims and item.is_temporary
+        # What a handle keeps for good is no operator's result, of which something would become.
+        workspace = None
+        if self._cublas is not None and item.dtype is None and item.freed_ns is None and not claims:
+            workspace = self._cublas.name(item.origin.op, item.num_bytes)
+        op = workspace or item.origin.op
+        made_by = (self._ops.setdefault(op, len(self._ops)), module, source, self._phase, forward_event)
+        hidden = workspace is not None or (not claims and item.is_temporary)
         trace.storages.append(Storage(item.num_bytes, shape, dtype or "uint8", device, *made_by, hidden=hidden))
         return index
 
 
-def merge(trace: Trace, marks: Marks, recorded: Recorded, sources: list[int]) -> None:
+def merge(
+    trace: Trace, marks: Marks, recorded: Recorded, sources: list[int], cublas: CublasWorkspace | None = None
+) -> None:
     """Fill `trace`, which has its device, modules and sources, with events, storages, owners and samples.
 
-    `sources` has for each module of the trace the line of its forward, as an index of the trace's sources.
+    `sources` has for each module of the trace the line of its forward, as an index of the trace's sources; `cublas` is
+    by what the workspaces of cuBLAS are known.
     """
     trace.phases = list(marks.phases)
-    _Merge(trace, marks, recorded, sources).run()
+    _Merge(trace, marks, recorded, sources, cublas).run()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from memprof.device.cublas import LT_WORKSPACE, WORKSPACE, CublasWorkspace
 from memprof.virtual.calls import OpInfo
 from memprof.virtual.engine import in_backward
-from memprof.virtual.kernels.matrix_products import CublasWorkspace
 from memprof.virtual.machine import Machine
 from memprof.watch.forward import Place
 
@@ -30,11 +30,11 @@ class CublasWorkspaces:
         handle = f"{thread} {card} {machine.recorder.streams.current(card)}"
         storages = machine.recorder.storages
         if handle not in self._taken:
-            self._taken[handle] = storages.allocate_hidden(self._size.num_bytes, "cublas workspace", place, card)
+            self._taken[handle] = storages.allocate_hidden(self._size.num_bytes, WORKSPACE, place, card)
         lt = "lt " + handle
         is_lt = operator.uses_cublaslt is not None and operator.uses_cublaslt(args)
         if is_lt and self._size.lt_num_bytes and lt not in self._taken:
-            self._taken[lt] = storages.allocate_hidden(self._size.lt_num_bytes, "cublaslt workspace", place, card)
+            self._taken[lt] = storages.allocate_hidden(self._size.lt_num_bytes, LT_WORKSPACE, place, card)
 
     def clear(self, machine: Machine) -> None:
         """Free them: the next product takes them again (CublasHandlePool.cpp, `clearCublasWorkspaces`)."""

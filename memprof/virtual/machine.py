@@ -67,7 +67,7 @@ class Machine(TorchDispatchMode):
         """Run an operator that makes new storages in the ordinary way."""
         raise NotImplementedError
 
-    def take_workspace(self, operator: OpInfo, place: Place, card: str) -> None:
+    def take_workspace(self, operator: OpInfo, args: Any, place: Place, card: str) -> None:
         """Take what cuBLAS needs for a call of its own, unless it has it."""
         raise NotImplementedError
 

@@ -75,8 +75,14 @@ class Workload:
             check_plan(plan, spec, source.task, source.config)
             self._spread = Spread(plan, spec.rank or 0, spec)
 
-    def run(self, device: Device, progress: Callable[[str], None] = lambda doing: None) -> None:
-        """Run every step on `device`; raise UsageError if the model cannot be built or fed."""
+    def run(
+        self,
+        device: Device,
+        progress: Callable[[str], None] = lambda doing: None,
+        building: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
+    ) -> None:
+        """Run every step on `device`, and build the model inside `building()`; raise UsageError if it cannot be built
+        or fed."""
         with contextlib.ExitStack() as stack:
             if self.source.task != "custom":
                 stack.enter_context(quiet_transformers())
@@ -85,9 +91,11 @@ class Workload:
                 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
             if self.spec.sdpa_backend is not None:
                 stack.enter_context(sdpa_kernel(_SDPA_BACKENDS[self.spec.sdpa_backend]))
-            self._build_and_run(device, progress)
+            self._build_and_run(device, progress, building)
 
-    def _build_and_run(self, device: Device, progress: Callable[[str], None]) -> None:
+    def _build_and_run(
+        self, device: Device, progress: Callable[[str], None], building: Callable[[], AbstractContextManager[object]]
+    ) -> None:
         spec = self.spec
         for note in (*self.source.notes, *quantization.assumptions(self.source.stored, spec)):
             device.assume(note)
@@ -95,7 +103,7 @@ class Workload:
         if self._spread is not None:
             self._spread.join()
         with device.phase(PhaseKind.MODEL):
-            model, base = self._build(device.name)
+            model, base = self._build(device.name, building)
         device.adopt(model if self._spread is None else self._spread.called(model))
         if spec.compile:
             for part in [part for _, part in find_layers(base, "--compile-layers")] if spec.compile_layers else [model]:
@@ -137,8 +145,8 @@ class Workload:
                 trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
                 groups = trained if self._spread is None else self._spread.parameter_groups(trained)
                 optimizer = self._optimizer = self._optimizer or optimizer_over(groups, spec)
-                # Disabled, a scaler passes everything through. With its usual scale gradients of random weights overflow,
-                # and it would leave out the steps that are profiled: on a GPU no optimizer would have any state.
+                # Disabled, a scaler passes everything through. With its usual scale gradients of random weights
+                # overflow, and it would leave out the steps that are profiled: no optimizer would have any state.
                 scaler = torch.amp.GradScaler(device.name, init_scale=1.0, enabled=spec.amp == "float16")
             for step in range(1, spec.steps + 1):
                 progress(f"training step {step} of {spec.steps}")
@@ -156,12 +164,15 @@ class Workload:
                 if spec.evaluate:
                     self._evaluate(device, model, feeder, step)
 
-    def _build(self, device: str) -> tuple[nn.Module, nn.Module]:
+    def _build(
+        self, device: str, building: Callable[[], AbstractContextManager[object]]
+    ) -> tuple[nn.Module, nn.Module]:
         """Return the model to call, and the model itself, which an adapter wraps."""
         if self.spec.adapter is not None:
             adapters.check_known(self.spec, self.source)
         # Built in host memory and moved, as scripts do (and as from_pretrained has it, tied weights are made once).
-        model = self.source.build()
+        with building():
+            model = self.source.build()
         if self.source.task == "custom" and self.source.dtype is not None:
             model = model.to(getattr(torch, self.source.dtype))
         if self.spec.npt is not None:

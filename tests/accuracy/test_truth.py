@@ -71,6 +71,7 @@ def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, TargetSpe
         "memory_allocated": 3 * MIB,
         "memory_reserved": 30 * MIB,
         "current_device": 0,
+        "get_device_capability": (9, 0),
         "is_current_stream_capturing": False,
         "mem_get_info": (7 << 30, 8 << 30),
     }

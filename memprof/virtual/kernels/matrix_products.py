@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import re
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
+from memprof.device.cublas import PRODUCTS
 from memprof.torch_private import kernels
 from memprof.virtual.engine import in_backward
 from memprof.virtual.kernels.registry import META, aten, composite, input_copies, kernel, uses_cublas, uses_cublaslt
@@ -19,38 +17,7 @@ from memprof.watch.wrappers import is_wrapped
 
 _linear = kernels.linear
 
-KIB = 1 << 10
-MIB = 1 << 20
-
-
-@dataclass(frozen=True)
-class CublasWorkspace:
-    """How torch's cuBLAS handles take their workspace, in bytes (aten/src/ATen/cuda/CublasHandlePool.cpp).
-
-    Until torch 2.14 a handle keeps its workspace for good, one per thread and stream: the autograd thread's first
-    matrix product takes a second one. From 2.15 on it is taken and freed around every call.
-    """
-
-    num_bytes: int
-    lt_num_bytes: int  # the separate workspace of cuBLASLt (products with a bias); 0 where it shares the other one
-    permanent: bool
-
-    @classmethod
-    def of(cls, compute_capability: tuple[int, int], torch_version: tuple[int, int]) -> CublasWorkspace:
-        """The workspace of a card under a torch release; CUBLAS_WORKSPACE_CONFIG overrides the size."""
-        big = compute_capability[0] == 9 or (compute_capability[0] in (10, 12) and torch_version >= (2, 12))
-        num_bytes = 4096 * 8 * KIB if big else (4096 * 2 + 16 * 8) * KIB
-        pairs = re.findall(r":(\d+):(\d+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
-        if pairs:
-            num_bytes = sum(int(size) * int(count) for size, count in pairs) * KIB
-        permanent = torch_version < (2, 15) or os.environ.get("TORCH_CUBLAS_WORKSPACE_CACHE") == "1"
-        return cls(num_bytes, 0 if torch_version >= (2, 12) else MIB, permanent)
-
-
-uses_cublas.mark(
-    *(aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.addbmm, aten.mv, aten.addmv, aten.dot, aten.vdot),
-    *(aten.addmm_, aten.baddbmm_, aten.addbmm_, aten.addmv_),
-)
+uses_cublas.mark(*(getattr(aten, name) for name in PRODUCTS))
 
 
 @uses_cublaslt(aten.addmm, aten.addmm_, aten._addmm_activation)

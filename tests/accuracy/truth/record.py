@@ -27,6 +27,7 @@ from memprof.trace.events import Trace
 from memprof.trace.facts import Target
 from memprof.trace.io import save_trace
 from memprof.watch.collection import no_collection
+from memprof.workload.chance import NormalsInSinglePrecision
 from memprof.workload.models import find_source
 from memprof.workload.step import Workload
 
@@ -53,7 +54,7 @@ def record(name: str, spec: TargetSpec, folder: Path) -> dict[str, Any]:
     measured_on = measured_device_facts("cuda")
     device = MeasuredDevice("cuda", Outside())
     with no_collection(), device:
-        workload.run(device, lambda doing: None)
+        workload.run(device, building=NormalsInSinglePrecision)
     trace = device.trace
     trace.facts = dataclasses.replace(
         trace.facts,

@@ -110,6 +110,7 @@ def card(monkeypatch):
         "is_available": lambda: True,
         "is_initialized": lambda: True,
         "current_device": lambda: 0,
+        "get_device_capability": lambda card=0: (9, 0),
         "synchronize": fake.wait,
         "memory_allocated": lambda card=0: fake.now[card],
         "memory_reserved": lambda card=0: fake.reserved,

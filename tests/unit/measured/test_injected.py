@@ -7,9 +7,12 @@ import time
 import pytest
 import torch
 
+from memprof.device.cublas import CublasWorkspace
 from memprof.errors import MemprofError
-from memprof.measured import MeasuredDevice
+from memprof.measured import MeasuredDevice, cuda
 from memprof.trace.events import GPU, EventKind, PhaseKind
+
+MIB = 1 << 20
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the profiler is told through a symbol of Linux's")
 
@@ -79,6 +82,29 @@ def test_scratch_memory_of_an_operator_is_hidden(gpu):
         gpu.release(0x1000)
 
     assert [storage.hidden for storage in run(program).trace.storages] == [True, False]
+
+
+def test_what_cublas_keeps_is_its_workspace_and_no_result(gpu, monkeypatch):
+    """Recorded on an H100: 32 MiB with the first product of a thread, and 1 MiB with the first that has a bias."""
+    monkeypatch.setattr(cuda, "cublas_workspace", lambda card: CublasWorkspace.of((9, 0), (2, 11)))
+
+    def program():
+        with torch.profiler.record_function("aten::addmm"):
+            gpu.allocate(0x1000, 32 * MIB)
+            gpu.allocate(0x2000, 1 * MIB)
+            gpu.allocate(0x3000, 64 * MIB)  # as large as neither: a result that nothing was made of
+        with torch.profiler.record_function("aten::randn"):
+            gpu.allocate(0x4000, 32 * MIB)  # no product's
+        with torch.profiler.record_function("aten::mm"):
+            gpu.allocate(0x5000, 32 * MIB)
+        gpu.release(0x5000)  # a handle would keep it
+
+    trace = run(program).trace
+    found = [(trace.op(one), one.hidden) for one in trace.storages]
+    assert found == [
+        ("cublas workspace", True), ("cublaslt workspace", True), ("aten.addmm", False), ("aten.randn", False),
+        ("aten.mm", False),
+    ]  # fmt: skip
 
 
 def test_streams_and_pools_are_written_down(gpu):

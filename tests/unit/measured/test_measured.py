@@ -251,6 +251,7 @@ def test_counters_of_a_card_are_read_where_phases_begin(monkeypatch, model_file,
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch.cuda.memory, "get_allocator_backend", lambda: "native")
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda card: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=FakeCard().uuid))
     own, other = FakeProcess(os.getpid(), 5 << 30), FakeProcess(4_000_002, 1 << 30, b"python3")
     driver(FakeCard(compute=[own, other]))

@@ -6,10 +6,11 @@ import json
 import random
 
 import numpy
+import pytest
 import torch
 
 import memprof
-from memprof.workload.chance import kept_chance, seed_rngs
+from memprof.workload.chance import NormalsInSinglePrecision, kept_chance, seed_rngs
 
 DROPS_LAYERS = {
     "model_type": "wav2vec2", "architectures": ["Wav2Vec2ForCTC"], "hidden_size": 16, "intermediate_size": 32,
@@ -52,3 +53,19 @@ def test_layers_that_are_dropped_are_the_same_in_every_run(tmp_path) -> None:
     called = [event.ref for event in first.events if event.kind.name == "ENTER"]
     layers = [at for at, module in enumerate(first.modules) if module.role.name == "LAYER"]
     assert any(called.count(layer) < 2 for layer in layers)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_drawn_as_float32_is(dtype: torch.dtype) -> None:
+    weight = torch.empty(64, 64, dtype=dtype)
+    with kept_chance(), NormalsInSinglePrecision():
+        seed_rngs()
+        torch.nn.init.normal_(weight, std=0.5)
+        other = torch.empty_like(weight).normal_(0.0, 0.5)
+        single = torch.empty(64, 64).normal_()
+    with kept_chance():
+        seed_rngs()
+        expected = torch.empty(64 * 64).normal_(std=0.5).view(64, 64)
+        again = torch.empty(64 * 64).normal_(std=0.5).view(64, 64)
+        assert torch.equal(weight, expected.to(dtype)) and torch.equal(other, again.to(dtype))
+        assert torch.equal(single, torch.empty(64, 64).normal_())

@@ -7,11 +7,12 @@ import torch
 
 import memprof
 from memprof.catalog import find_gpu
+from memprof.device.cublas import CublasWorkspace
 from memprof.ledger.ledger import build_ledger
 from memprof.virtual import VirtualGpu
 from memprof.virtual.card import Card, max_threads_per_sm
 from memprof.virtual.kernels import activations, attention, foreach, indexing, norms, pooling, sorting
-from memprof.virtual.kernels.matrix_products import CublasWorkspace, adds_row
+from memprof.virtual.kernels.matrix_products import adds_row
 from memprof.virtual.kernels.reductions import Reduction, reduction_buffers
 
 MIB = 1 << 20

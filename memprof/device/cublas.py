@@ -1,0 +1,47 @@
+"""The workspaces that torch's handles of cuBLAS take from the allocator."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+
+KIB = 1 << 10
+MIB = 1 << 20
+
+WORKSPACE = "cublas workspace"  # as a trace calls them
+LT_WORKSPACE = "cublaslt workspace"
+# The operators that cuBLAS runs.
+PRODUCTS = (
+    "mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_", "addbmm", "addbmm_", "mv", "addmv", "addmv_", "dot", "vdot",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class CublasWorkspace:
+    """How torch's cuBLAS handles take their workspace, in bytes (aten/src/ATen/cuda/CublasHandlePool.cpp).
+
+    Until torch 2.14 a handle keeps its workspace for good, one per thread and stream: the autograd thread's first
+    matrix product takes a second one. From 2.15 on it is taken and freed around every call.
+    """
+
+    num_bytes: int
+    lt_num_bytes: int  # the separate workspace of cuBLASLt (products with a bias); 0 where it shares the other one
+    permanent: bool
+
+    @classmethod
+    def of(cls, compute_capability: tuple[int, int], torch_version: tuple[int, int]) -> CublasWorkspace:
+        """The workspace of a card under a torch release; CUBLAS_WORKSPACE_CONFIG overrides the size."""
+        big = compute_capability[0] == 9 or (compute_capability[0] in (10, 12) and torch_version >= (2, 12))
+        num_bytes = 4096 * 8 * KIB if big else (4096 * 2 + 16 * 8) * KIB
+        pairs = re.findall(r":(\d+):(\d+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
+        if pairs:
+            num_bytes = sum(int(size) * int(count) for size, count in pairs) * KIB
+        permanent = torch_version < (2, 15) or os.environ.get("TORCH_CUBLAS_WORKSPACE_CACHE") == "1"
+        return cls(num_bytes, 0 if torch_version >= (2, 12) else MIB, permanent)
+
+    def name(self, op: str, num_bytes: int) -> str | None:
+        """Return which workspace an operator's memory that no tensor shows is, by its size; None: neither."""
+        if op.removeprefix("aten.") not in PRODUCTS:
+            return None
+        return {self.num_bytes: WORKSPACE, self.lt_num_bytes: LT_WORKSPACE}.get(num_bytes)
