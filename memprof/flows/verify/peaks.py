@@ -23,6 +23,7 @@ from memprof.measured.operators import quiet_profiler
 from memprof.remedies.applied import apply
 from memprof.remedies.catalog import Remedy
 from memprof.remedies.micro_batch import MicroBatches
+from memprof.torch_private import cuda
 from memprof.watch.collection import no_collection
 
 STEPS = 2  # the second has the optimizer's state from its beginning
@@ -76,6 +77,8 @@ def measured_peak(program: Callable[[str], None], device: str, *, reserved: bool
     with no_collection():
         if device == "cuda":
             torch.cuda.synchronize()
+            # A handle keeps its workspace: each program takes one anew, and not the first alone.
+            cuda.clear_cublas_workspaces()
             before = torch.cuda.memory_reserved() if reserved else torch.cuda.memory_allocated()
             torch.cuda.reset_peak_memory_stats()
             program(device)
