@@ -28,7 +28,7 @@ _UNITS = {
 _MOST = 1e18
 _MOST_BYTES = 1 << 50  # more than any machine has, and far from where 64 bits end
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
-_COUNT = re.compile(r"\s*(-?(?:\d{1,3}(?:,\d{3})+|\d[\d_]*)(?:\.\d+)?(?:[eE]\+?\d{1,2})?)\s*([kKmMbBtT]?)\s*")
+_COUNT = re.compile(r"\s*(-?(?:\d{1,3}(?:,\d{3})+|\d[\d_]*)(?:\.\d+)?(?:[eE]\+?\d{1,4})?)\s*([kKmMbBtT]?)\s*")
 _FEWEST_PARAMETERS = 1000  # fewer are billions whose B was forgotten
 _COUNT_SUFFIX = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 
@@ -89,7 +89,9 @@ def parse_count(text: str) -> int:
 def parse_whole(text: str | int) -> int:
     """Return the integer in "8", "128k" (128,000), "131,072", "1e6" or "0.5M"; UsageError if it is none."""
     number = _read_count(str(text))
-    if number is None or number != number.to_integral_value() or abs(number) >= _MOST:
+    if number is not None and abs(number) >= _MOST:
+        raise UsageError("out of range", value=repr(text), hint="give less than 1e18")
+    if number is None or number != number.to_integral_value():
         raise UsageError("not a whole number", value=repr(text), hint="write it like 8, 131072, 128k or 1e6")
     return int(number)
 

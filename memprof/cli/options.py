@@ -11,6 +11,7 @@ import dataclasses
 import errno
 import functools
 import inspect
+import itertools
 import logging
 import re
 import sys
@@ -130,15 +131,22 @@ def _parsing(ctx: Any, words: Sequence[str]) -> Iterator[None]:
     except typer.TyperException as error:
         if ctx.resilient_parsing:
             raise
-        tell(_usage_error(error.format_message(), ctx.command_path), as_json=as_json)
+        tell(_usage_error(error.format_message(), ctx.command_path, words), as_json=as_json)
         raise typer.Exit(Exit.WRONG_USE) from None
     except MemprofError as error:
         tell(error, as_json=as_json)
         raise typer.Exit(error.exit_code) from None
 
 
-def _usage_error(message: str, command: str) -> UsageError:
+def _usage_error(message: str, command: str, words: Sequence[str]) -> UsageError:
     """Return what typer says of an argument as one of memprof's errors: a problem, a value, and what to do."""
+    no_number = re.match(r"Invalid value for '(--[\w-]+)': Input should be a valid (number|integer)", message)
+    if no_number is not None:
+        flag, kind = no_number.groups()
+        given = [word.partition("=")[2] for word in words if word.startswith(f"{flag}=")]
+        given += [after for word, after in itertools.pairwise(words) if word == flag]
+        kind, example = ("a number", "0.5") if kind == "number" else ("a whole number", "8")
+        return UsageError(f"{flag}: not {kind}", value=repr(given[-1]), hint=f"write it like {example}")
     see = f"{command} --help lists what there is"
     unknown = re.match(r"No such (option|command):? '?([^\s'.]+)'?", message)
     if unknown is not None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from memprof.catalog import ModelEntry, find_model, has_model, list_models, read_config_file, resolve_size, synthesize
 from memprof.errors import UsageError, unknown_name
-from memprof.units import parse_count
+from memprof.units import format_count, parse_count
 
 _SEE = "('memprof models' lists them; a config.json or --params also work)"
 
@@ -155,7 +155,7 @@ def from_params(text: str) -> Subject:
         f"{geometry.vocab:,}: {geometry.num_parameters:,} parameters. Weights, gradients and optimizer state are of "
         f"the {count:,} given; what is marked ~ is of that shape."
     )
-    name = f"{text.strip().upper()} parameters"
+    name = f"{format_count(count, '.4g')} parameters"
     return Subject(name, count, geometry, dict(entry.config or {}), "params", "bfloat16", rule=rule)
 
 

@@ -104,6 +104,18 @@ def test_what_is_no_count_names_its_option(memprof, written):
     assert_refused(memprof("profile", "--model", "gpt2", "--batch-size", written), "--batch-size: not a whole number")
 
 
+@pytest.mark.parametrize("written", ["1e18", "1e30", "1e400"])
+def test_a_count_without_end_is_out_of_range(memprof, written):
+    assert_refused(memprof("profile", "--model", "gpt2", "--batch-size", written), "--batch-size: out of range")
+
+
+@pytest.mark.parametrize("words", [("--interval", "x"), ("--interval=x",)])
+def test_what_is_no_number_names_its_option_and_value(memprof, words):
+    refused = memprof("monitor", *words, "--", "true")
+    assert_refused(refused, "--interval: not a number")
+    assert "value: 'x'" in refused.stderr
+
+
 @pytest.mark.parametrize(("option", "written"), [("--model-size", "4"), ("--model-size", "1.2")])
 def test_a_size_without_its_unit_is_asked_about(memprof, option, written):
     assert_refused(memprof("profile", option, written), f"did you mean {written}B?")
