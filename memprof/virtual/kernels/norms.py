@@ -108,9 +108,9 @@ def group_norm_backward(args: Any, card: Card) -> list[int]:
     item = opmath(data)
     buffers = 2 * [item * batch * channels]
     if mask[0]:
+        buffers += 2 * [item * batch * groups]
         if weight is not None and positions != 1:
             buffers.append(item * batch * channels)
-        buffers += 2 * [item * batch * groups]
     return buffers
 
 

@@ -63,6 +63,13 @@ def test_one_channels_last_tensor_makes_the_output_channels_last_and_copies_the_
     assert made(gpu, first, hidden=True) == [copy]
 
 
+def test_a_move_to_the_card_changes_the_layout(gpu):
+    layer = nn.Conv2d(4, 8, 3).to("cuda", memory_format=torch.channels_last)
+    assert layer.weight.is_contiguous(memory_format=torch.channels_last)
+    back = layer.weight.detach().to("cpu", memory_format=torch.contiguous_format)
+    assert back.is_contiguous()
+
+
 def test_float64_is_never_channels_last(gpu):
     layer = nn.Conv2d(4, 8, 3).cuda().double().to(memory_format=torch.channels_last)
     data = torch.randn(2, 4, 10, 10, device="cuda", dtype=torch.float64)
