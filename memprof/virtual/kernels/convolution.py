@@ -19,7 +19,10 @@ others measured, with torch.backends.cudnn.benchmark off and cuDNN 8 or 9 unless
   nothing, except in one of two recordings, where they took 4 or 128 MiB.
 * **float32 in three dimensions** with TF32: as in half precision (one figure, 17 GiB: 128947, A100).
 
-Nothing was found for channels-last tensors, whose kernels need no copies, for groups, or for compute capability 9 on.
+Nothing was found for channels-last tensors, whose kernels need no copies, for groups, or for compute capability 10 on.
+
+Of compute capability 9.0 we have an H100's own requests (torch 2.11, cuDNN 9.19, TF32 on; the truth captures and
+operators.jsonl in tests/accuracy/truth, scripts convnet and convnet_channels_last of tests/gpu): `_hopper_bytes`.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -109,13 +112,16 @@ def _columns_bytes(data: torch.Tensor, weight: torch.Tensor, output: torch.Tenso
 def _take_workspace(
     launch: Launch, tensors: tuple[torch.Tensor, ...], made: torch.Tensor, layout: torch.memory_format
 ) -> None:
-    """Take cuDNN's own memory for one call, which makes one of data, weight and output."""
+    """Take cuDNN's own memory for one call, which makes one of data, weight and output; what is one of these is the
+    other in a transposed convolution."""
     if torch.backends.cudnn.benchmark:
         launch.values.assume(BENCHMARK)
     launch.values.assume(RULE)
     last = layout is not _CONTIGUOUS
-    data, weight, output = tensors
-    launch.workspace(*workspace(launch.card, data, weight, output, made, last=last))
+    backward = launch.operator.packet is aten.convolution_backward
+    stride, transposed = launch.args[3 + backward], launch.args[6 + backward]
+    data, weight, output = reversed(tensors) if transposed else tensors
+    launch.workspace(*workspace(launch.card, data, weight, output, made, last=last, stride=stride))
 
 
 @kernel(aten.convolution)
@@ -219,8 +225,8 @@ def _native_backward(
 
 RULE = (
     "The workspaces of cuDNN's convolutions, gone when each call returns, follow what was measured on cards of compute "
-    "capability 8: for half precision that is not channels-last copies in the layout of the tensor cores, for float32 "
-    "one of the weight. Which kernel cuDNN takes is not published."
+    "capability 8, and on an H100 for 9.0: for half precision that is not channels-last copies in the layout of the "
+    "tensor cores, for float32 one of the weight, on an H100 of all. Which kernel cuDNN takes is not published."
 )
 BENCHMARK = (
     "torch.backends.cudnn.benchmark is on: while algorithms are tried, a convolution takes the largest workspace that "
@@ -243,15 +249,26 @@ class Workspace(NamedTuple):
     most_bytes: int  # the bound: the most that was measured of a convolution of its kind
 
 
+def _round_up(size: int, step: int) -> int:
+    return -(-size // step) * step
+
+
 def _padded_bytes(tensor: torch.Tensor, dims: tuple[int, ...] = (1,)) -> int:
     """Bytes of a copy whose channels are rounded up."""
     step = _ALIGNMENT_BYTES // tensor.element_size()
-    sizes = (-(-size // step) * step if dim in dims else size for dim, size in enumerate(tensor.shape))
+    sizes = (_round_up(size, step) if dim in dims else size for dim, size in enumerate(tensor.shape))
     return math.prod(sizes) * tensor.element_size()
 
 
 def workspace(
-    card: Card, data: torch.Tensor, weight: torch.Tensor, output: torch.Tensor, made: torch.Tensor, *, last: bool
+    card: Card,
+    data: torch.Tensor,
+    weight: torch.Tensor,
+    output: torch.Tensor,
+    made: torch.Tensor,
+    *,
+    last: bool,
+    stride: Sequence[int] = (1,),
 ) -> Workspace:
     """Return the workspace of one call, which makes one of `data`, `weight` and `output`, or of their gradients.
 
@@ -268,7 +285,9 @@ def workspace(
     most_bytes = sum(copied) + twice + max(sums, _FEW_CHANNELS_BYTES + _UNALIGNED_BYTES)
     channels = made.shape[1]
     few = _FEW_CHANNELS_BYTES if channels <= _FEW_CHANNELS else 0
-    if half and by_weight and on_tensor_cores:
+    if on_tensor_cores and card.compute_capability == (9, 0):
+        num_bytes = _hopper_bytes(card, data, weight, output, made, last=last, stride=stride)
+    elif half and by_weight and on_tensor_cores:
         num_bytes = _PARTIAL_SUMS_BYTES + few + (0 if last else sum(copied))
     elif last or not (on_tensor_cores or data.dtype is torch.float32):
         num_bytes = 0
@@ -280,3 +299,117 @@ def workspace(
         unaligned = any(tensor.shape[1] % 4 for tensor in (data, output))
         num_bytes = weight.numel() * 4 + channels * 4 + few + (_UNALIGNED_BYTES if unaligned else 0)
     return Workspace(num_bytes, max(num_bytes, most_bytes))
+
+
+# -- compute capability 9.0 --------------------------------------------------------------------------------------------
+
+_COPIES_BYTES = 16  # beside what is copied
+_LARGE_KERNEL_BYTES = 131
+_LARGE = 1 << 21  # gradients of data from which on kernels take these; twice as many results
+_TILE = 128
+_WINOGRAD_MOST_BYTES = 24 << 20  # 18 MiB were taken; where it would be 28 MiB another kernel ran
+_POINTS_OF_WINOGRAD = 36  # a tile of 4 x 4 results and 3 x 3 weights has 6 x 6 transformed values
+_LEAST_PER_SLICE = 768  # positions in float32
+_MANY_POSITIONS = 16_384  # from there on half precision is split too, and few channels
+_SLICES_OF_FEW_CHANNELS = {2: 58, 4: 54}  # by bytes of an element; 54 to 67 in seven convolutions of two dimensions
+
+
+def _hopper_bytes(
+    card: Card,
+    data: torch.Tensor,
+    weight: torch.Tensor,
+    output: torch.Tensor,
+    made: torch.Tensor,
+    *,
+    last: bool,
+    stride: Sequence[int],
+) -> int:
+    """Return what an H100 was seen to take: copies in channels-last order, and partial sums of what is made.
+
+    Most are right to the byte. The least certain is what is split, and into how many slices.
+    """
+    half, by_weight = data.element_size() == 2, made is weight
+    filters, channels = weight.shape[:2]
+    points = math.prod(weight.shape[2:])
+    strided = any(step > 1 for step in stride)
+    images = not half and weight.dim() == 4 and min(filters, channels) <= 4
+    if images and not last:
+        # Other kernels run: small ones and patches need nothing, larger ones lay out what they read unpadded.
+        if points <= 16 or (not by_weight and list(stride) == list(weight.shape[2:])):
+            return 0
+        if made is data:
+            return data.nbytes
+    as_it_stands = channels == 64 and not (half or last or by_weight)  # read and written so, where kernels are small
+    if points == 1 and not last and (as_it_stands or not strided):  # a product of matrices for each image
+        return made.numel() * 4 * data.shape[0] if by_weight else 0
+    padded = half or by_weight or weight.dim() == 5
+    read, written, weights = (
+        (_padded_bytes(each, dims) if padded else each.nbytes)
+        for each, dims in ((data, (1,)), (output, (1,)), (weight, (0, 1)))
+    )
+    aligned = not channels % (_ALIGNMENT_BYTES // data.element_size())
+    enough = made.numel() >= (_LARGE if made is data else 2 * _LARGE) or (strided and made is data and not half)
+    large = enough and min(filters, channels) > _FEW_CHANNELS
+    if as_it_stands and made is output and (strided or not large):
+        written, large = 0, False
+    copied = 0
+    if not last:
+        copied = read + written + (weights if points > 1 else 0)
+    elif not aligned:
+        copied = read + weights + (0 if half or made is output else written)
+    num_bytes = copied + _COPIES_BYTES if copied else 0
+    if by_weight:
+        transformed = _winograd_bytes(data, weight, output) if points == 9 and not (half or last or strided) else 0
+        return transformed or num_bytes + _partial_sums_bytes(card, data, weight, output)
+    split = 0 if half else _split_bytes(card, made, forward=made is output, strided=strided)
+    return num_bytes + large * _LARGE_KERNEL_BYTES + split
+
+
+def _winograd_bytes(data: torch.Tensor, weight: torch.Tensor, output: torch.Tensor) -> int:
+    """Return the bytes of data, gradient and weight transformed for Winograd's algorithm F(4x4, 3x3), 0 if it is not
+    used. To the byte for two gradients of weights in float32 (128 and 256 channels, the truth case `convolutional`)."""
+    filters, channels = weight.shape[:2]
+    tiles = data.shape[0] * math.prod(-(-size // 4) for size in output.shape[2:])
+    num_bytes = _POINTS_OF_WINOGRAD * 4 * (filters * channels + (filters + channels) * tiles)
+    return num_bytes if min(filters, channels) >= 64 and num_bytes <= _WINOGRAD_MOST_BYTES else 0
+
+
+def _partial_sums_bytes(card: Card, data: torch.Tensor, weight: torch.Tensor, output: torch.Tensor) -> int:
+    """Return the bytes of partial sums of a weight's gradient, in float32: its tiles are made for slices of the
+    positions, as many as give each multiprocessor one, and each slice counts its tiles."""
+    filters, channels = weight.shape[:2]
+    points = math.prod(weight.shape[2:])
+    positions = output.numel() // output.shape[1]
+    if channels <= _FEW_CHANNELS:
+        if positions < _MANY_POSITIONS:
+            return 128 if weight.dim() == 4 else 0
+        slices = _SLICES_OF_FEW_CHANNELS[weight.element_size()]
+        return 4 * slices * _padded_bytes(weight, (1,)) // weight.element_size() + 128
+    tiles = -(-filters // _TILE) * -(-channels // _TILE) * points
+    least = _LEAST_PER_SLICE if weight.element_size() == 4 else _MANY_POSITIONS
+    slices = card.num_sms // tiles if positions >= _MANY_POSITIONS else min(card.num_sms // tiles, positions // least)
+    if slices < 2:
+        return 0
+    sums = math.prod(size if size <= _TILE // 2 else _round_up(size, _TILE) for size in (filters, channels)) * points
+    kept = slices - (weight.element_size() == 2)  # in half precision one less than there are
+    return 4 * (kept * sums + slices * tiles + 7) + _LARGE_KERNEL_BYTES
+
+
+def _split_bytes(card: Card, made: torch.Tensor, *, forward: bool, strided: bool) -> int:
+    """Return the bytes of partial sums of results in float32 where whole tiles would leave multiprocessors idle.
+
+    Two cases, each seen at one size. Tiles of 256 x 128 results need a second wave that leaves half of the
+    multiprocessors idle (32 x 256 x 28 x 28): the gradient took two parts of each of these tiles, the forward three
+    quarters of one. Few positions (8 x 512 x 7 x 7): the gradient took three slices, in tiles of 64 x 128.
+    """
+    channels = made.shape[1]
+    if channels < _TILE:
+        return 0
+    positions = made.numel() // channels
+    if not (forward or strided) and positions <= 4 * _TILE:
+        tiles = 3 * -(-positions // 192) * -(-channels // _TILE)
+        return 3 * 4 * (tiles * 64 * _TILE + tiles) + 4 * 7 + _LARGE_KERNEL_BYTES
+    split = -(-positions // (2 * _TILE)) * -(-channels // _TILE) - card.num_sms
+    if not 0 < 2 * split <= card.num_sms:
+        return 0
+    return 4 * (2 * _TILE * _TILE * (split * 3 // 4 if forward else 2 * split) + split + 7)

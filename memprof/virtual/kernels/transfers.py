@@ -54,9 +54,10 @@ def to_copy(launch: Launch) -> Any:
     if device is None or (device.type == "cpu") == (not source.is_meta) or (device.type == "meta" and source.is_meta):
         return NotImplemented
     dtype = launch.kwargs.get("dtype") or source.dtype
+    layout = launch.kwargs.get("memory_format") or torch.preserve_format
     if not source.is_meta:
         # Host to GPU: the values travel along.
-        result = torch.empty_like(source, dtype=dtype, device=META)
+        result = torch.empty_like(source, dtype=dtype, device=META, memory_format=layout)
         if launch.machine.factory_device == HOST:
             launch.machine.record_copy(result)
         elif launch.machine.factory_device != "meta":
@@ -66,7 +67,7 @@ def to_copy(launch: Launch) -> Any:
         return result
     if is_real_gradient(launch):
         launch.machine.nodes.note_copy(launch.machine.device_of(source))  # its gradient goes back
-        return _read(launch, source, dtype)
+        return _read(launch, source, dtype, layout)
     large = source.numel() * dtype.itemsize >= HOST_VIRTUAL_BYTES
     # What is not known of several elements stays so (`scores.cpu() < 0.5` is a mask like any other), and so does which
     # token was chosen.
@@ -74,11 +75,11 @@ def to_copy(launch: Launch) -> Any:
     unknown = launch.values.store.get(source) is None
     virtual = (unknown and (large or several)) or (large and launch.values.store.is_uniform(source))
     if virtual or launch.values.store.tokens.among([source]):
-        result = torch.empty_like(source, dtype=dtype)
+        result = torch.empty_like(source, dtype=dtype, memory_format=layout)
         launch.record(result, device=HOST)
         launch.values.propagate(launch.func, launch.args, launch.kwargs, [result])
         return result
-    return _read(launch, source, dtype)
+    return _read(launch, source, dtype, layout)
 
 
 def is_real_gradient(launch: Launch) -> bool:
@@ -87,8 +88,8 @@ def is_real_gradient(launch: Launch) -> bool:
     return launch.machine.factory_device == REAL or called_by_engine()
 
 
-def _read(launch: Launch, source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    result = launch.values.policy.read(source).to(dtype, copy=True)
+def _read(launch: Launch, source: torch.Tensor, dtype: torch.dtype, layout: torch.memory_format) -> torch.Tensor:
+    result = launch.values.policy.read(source).to(dtype, copy=True, memory_format=layout)
     launch.record_real(result)
     return result
 

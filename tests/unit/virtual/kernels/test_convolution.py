@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from memprof.catalog import find_gpu
+from memprof.virtual import VirtualGpu
 from memprof.virtual.card import Card
 from memprof.virtual.kernels.convolution import uses_cudnn
 
@@ -61,6 +62,13 @@ def test_one_channels_last_tensor_makes_the_output_channels_last_and_copies_the_
     sizes.insert(order, copy)
     assert made(gpu, first) == sizes
     assert made(gpu, first, hidden=True) == [copy]
+
+
+def test_a_move_to_the_card_changes_the_layout(gpu):
+    layer = nn.Conv2d(4, 8, 3).to("cuda", memory_format=torch.channels_last)
+    assert layer.weight.is_contiguous(memory_format=torch.channels_last)
+    back = layer.weight.detach().to("cpu", memory_format=torch.contiguous_format)
+    assert back.is_contiguous()
 
 
 def test_float64_is_never_channels_last(gpu):
@@ -246,6 +254,15 @@ def test_batch_norm_keeps_the_layout_of_its_input(gpu):
     assert result.is_contiguous(memory_format=torch.channels_last)
     result.backward(torch.ones(result.shape, device="cuda"))
     assert data.grad.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_channels_last_batch_norm_takes_workspaces_on_an_h100():
+    """operators.jsonl of the recorded H100."""
+    with VirtualGpu(find_gpu("h100-80gb")) as gpu:
+        data = torch.randn(8, 64, 56, 56, device="cuda").to(memory_format=torch.channels_last).requires_grad_()
+        result = nn.BatchNorm2d(64, track_running_stats=False).cuda()(data)
+        result.backward(torch.ones_like(result))
+    assert made(gpu, 0, op="batch_norm", hidden=True) == [203_348, 135_204]
 
 
 def test_instance_norm_is_batch_norm_of_one_sample(gpu):

@@ -11,17 +11,19 @@ from memprof.virtual import VirtualGpu
 from memprof.virtual.card import Card
 from memprof.virtual.kernels.convolution import workspace
 
-A100, V100, RTX_3090, P100 = (Card.of(find_gpu(name)) for name in ("a100-80gb", "v100-16gb", "rtx-3090", "p100"))
-HALF, SINGLE = torch.float16, torch.float32
+A100, V100, RTX_3090, P100, H100 = (
+    Card.of(find_gpu(name)) for name in ("a100-80gb", "v100-16gb", "rtx-3090", "p100", "h100-80gb")
+)
+HALF, SINGLE, BRAIN = torch.float16, torch.float32, torch.bfloat16
 GIB = 1 << 30
 
 
-def asked(card, data, weight, output, *, made="output", dtype=HALF, last=False):
+def asked(card, data, weight, output, *, made="output", dtype=HALF, **named):
     tensors = {
         name: torch.empty(shape, dtype=dtype, device="meta")
         for name, shape in (("data", data), ("weight", weight), ("output", output))
     }
-    return workspace(card, *tensors.values(), tensors[made], last=last)
+    return workspace(card, *tensors.values(), tensors[made], **{"last": False, **named})
 
 
 def numel_bytes(shape, dtype=HALF):
@@ -91,6 +93,54 @@ def test_the_gradient_of_a_weight_in_half_precision(length, num_bytes):
     assert abs(parts - round(parts)) < 0.01
     assert -3 <= round(parts) <= 1
     assert found.most_bytes >= num_bytes
+
+
+SQUARE = (8, 64, 112, 112), (64, 64, 3, 3), (8, 64, 112, 112)
+STEM = (8, 3, 224, 224), (64, 3, 7, 7), (8, 64, 112, 112)
+PATCHES = (8, 3, 224, 224), (768, 3, 16, 16), (8, 768, 14, 14)
+WIDE = (32, 256, 28, 28), (256, 256, 3, 3), (32, 256, 28, 28)
+IN_LAST_ORDER = {"last": True}
+BY_TWO = {"stride": [2, 2]}
+
+
+@pytest.mark.parametrize(
+    ("shapes", "dtype", "named", "output", "data", "weight"),
+    [
+        (SQUARE, SINGLE, {}, 51_527_827, 51_527_827, 53_592_743),
+        (SQUARE, SINGLE, IN_LAST_ORDER, 131, 131, 2_065_047),
+        (SQUARE, BRAIN, {}, 25_763_987, 25_763_987, 27_681_447),
+        (SQUARE, BRAIN, IN_LAST_ORDER, 131, 131, 1_917_591),
+        (((8, 256, 28, 28), (64, 256, 1, 1), (8, 64, 28, 28)), SINGLE, {}, 0, 0, 524_288),
+        (((8, 64, 56, 56), (64, 64, 3, 3), (8, 64, 56, 56)), SINGLE, {}, 6_570_000, 12_992_528, 15_057_575),
+        (((8, 128, 28, 28), (128, 128, 3, 3), (8, 128, 28, 28)), SINGLE, {}, 7_012_368, 7_012_368, 16_809_984),
+        (((8, 256, 14, 14), (512, 256, 3, 3), (8, 512, 7, 7)), SINGLE, BY_TWO, 7_127_056, 7_127_187, 7_127_056),
+        (((8, 512, 7, 7), (512, 512, 3, 3), (8, 512, 7, 7)), SINGLE, {}, 11_042_832, 14_582_367, 11_042_832),
+        (((8, 128, 28, 28), (256, 128, 1, 1), (8, 256, 14, 14)), SINGLE, BY_TWO, 4_816_912, 4_817_043, 5_079_231),
+        (((8, 80, 1, 3000), (384, 80, 1, 3), (8, 384, 1, 3000)), SINGLE, {}, 44_912_787, 44_912_656, 53_170_855),
+        (WIDE, SINGLE, {}, None, 70_517_167, 60_818_015),
+        (STEM, SINGLE, BY_TWO, 30_544_656, None, 34_872_464),
+        (PATCHES, SINGLE, {"stride": [16, 16]}, 0, None, 14_385_296),
+        (((1, 3, 4, 4), (3, 3, 3, 3), (1, 3, 4, 4)), SINGLE, BY_TWO, 0, 0, 0),
+        (((1, 1, 5, 5, 5), (1, 1, 3, 3, 3), (1, 1, 1, 1, 1)), SINGLE, {}, 3_760, 3_760, 3_760),
+    ],
+)
+def test_what_an_h100_requested(shapes, dtype, named, output, data, weight):
+    """operators.jsonl and `convolutional` of the recorded H100, script convnet; None where the rule is off, or not
+    seen. Transposed convolutions and signals are those in two dimensions."""
+    seen = {"output": output, "data": data, "weight": weight}
+    for made, num_bytes in seen.items():
+        if num_bytes is not None:
+            assert asked(H100, *shapes, made=made, dtype=dtype, **named).num_bytes == num_bytes, made
+
+
+def test_a_last_wave_that_is_half_idle_is_split():
+    forward = asked(H100, *WIDE, dtype=SINGLE).num_bytes
+    assert forward == pytest.approx(60_031_539, abs=512)
+
+
+def test_float32_without_tf32_is_the_older_rule_on_an_h100():
+    with torch.backends.cudnn.flags(allow_tf32=False):
+        assert asked(H100, *SQUARE, dtype=SINGLE) == asked(A100, *SQUARE, dtype=SINGLE)
 
 
 def test_channels_are_padded():
