@@ -361,8 +361,7 @@ def _hopper_bytes(
     if by_weight:
         transformed = _winograd_bytes(data, weight, output) if points == 9 and not (half or last or strided) else 0
         return transformed or num_bytes + _partial_sums_bytes(card, data, weight, output)
-    split = 0 if half else _split_bytes(card, made, forward=made is output, strided=strided)
-    return num_bytes + large * _LARGE_KERNEL_BYTES + split
+    return num_bytes + large * _LARGE_KERNEL_BYTES
 
 
 def _winograd_bytes(data: torch.Tensor, weight: torch.Tensor, output: torch.Tensor) -> int:
@@ -393,23 +392,3 @@ def _partial_sums_bytes(card: Card, data: torch.Tensor, weight: torch.Tensor, ou
     sums = math.prod(size if size <= _TILE // 2 else _round_up(size, _TILE) for size in (filters, channels)) * points
     kept = slices - (weight.element_size() == 2)  # in half precision one less than there are
     return 4 * (kept * sums + slices * tiles + 7) + _LARGE_KERNEL_BYTES
-
-
-def _split_bytes(card: Card, made: torch.Tensor, *, forward: bool, strided: bool) -> int:
-    """Return the bytes of partial sums of results in float32 where whole tiles would leave multiprocessors idle.
-
-    Two cases, each seen at one size. Tiles of 256 x 128 results need a second wave that leaves half of the
-    multiprocessors idle (32 x 256 x 28 x 28): the gradient took two parts of each of these tiles, the forward three
-    quarters of one. Few positions (8 x 512 x 7 x 7): the gradient took three slices, in tiles of 64 x 128.
-    """
-    channels = made.shape[1]
-    if channels < _TILE:
-        return 0
-    positions = made.numel() // channels
-    if not (forward or strided) and positions <= 4 * _TILE:
-        tiles = 3 * -(-positions // 192) * -(-channels // _TILE)
-        return 3 * 4 * (tiles * 64 * _TILE + tiles) + 4 * 7 + _LARGE_KERNEL_BYTES
-    split = -(-positions // (2 * _TILE)) * -(-channels // _TILE) - card.num_sms
-    if not 0 < 2 * split <= card.num_sms:
-        return 0
-    return 4 * (2 * _TILE * _TILE * (split * 3 // 4 if forward else 2 * split) + split + 7)
