@@ -36,7 +36,11 @@ _autocast_enabled = torch.is_autocast_enabled
 _default: Any = dispatch.default_device.get()
 
 
-class FunctionMode(TorchFunctionMode):
+class OwnFunctionMode(TorchFunctionMode):
+    """A function mode of memprof's, which torch's Python functions run inside of (edges/python_functions.py)."""
+
+
+class FunctionMode(OwnFunctionMode):
     """Answers for the virtual GPU at the level of torch functions; its attributes are parts with answers of one kind.
 
     Args:

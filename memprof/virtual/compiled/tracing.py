@@ -13,13 +13,13 @@ from typing import Any
 import torch
 import torch.fx
 from torch.fx.experimental import proxy_tensor
-from torch.overrides import TorchFunctionMode
 
 from memprof.patching.patch_set import PatchSet
 from memprof.torch_private import dispatch, dynamo, inductor, tensors
 from memprof.torch_private.dispatch import TorchDispatchMode
 from memprof.torch_private.pytree import tree_map
 from memprof.virtual.autocast import Autocast
+from memprof.virtual.devices import OwnFunctionMode
 from memprof.virtual.edges import python_functions
 from memprof.virtual.kernels import registry
 from memprof.virtual.machine import Machine
@@ -117,7 +117,7 @@ def _on_host(deduce: Callable[..., Any]) -> Callable[..., Any]:
     return _deduce_value
 
 
-class Choices(TorchFunctionMode):
+class Choices(OwnFunctionMode):
     """What C++ chooses by a device above all operators, chosen as on the card: autocast's casts, and kernels/'s."""
 
     def __init__(self, machine: Machine) -> None:

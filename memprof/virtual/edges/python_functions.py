@@ -16,7 +16,7 @@ import torch
 from memprof.patching.extension import Extension
 from memprof.patching.patch_set import Patch
 from memprof.torch_private import dispatch
-from memprof.virtual.devices import FunctionMode
+from memprof.virtual.devices import OwnFunctionMode
 from memprof.virtual.install_context import InstallContext
 
 
@@ -56,7 +56,7 @@ def _overridden(tensors: Any) -> bool:
     (`check_has_torch_function` of torch/csrc/utils/disable_torch_function.cpp)."""
     depth = dispatch.len_torch_function_stack()
     innermost = dispatch.get_function_stack_at(depth - 1) if depth else None
-    is_of_program = innermost is not None and not isinstance(innermost, FunctionMode)
+    is_of_program = innermost is not None and not isinstance(innermost, OwnFunctionMode)
     if is_of_program and not dispatch.is_torch_function_all_disabled():
         return True
     if not dispatch.is_torch_function_enabled():  # a subclass runs the function itself
