@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from bisect import insort
+from collections.abc import Iterator
 
 GRANULARITY = 2 << 20  # the driver backs memory with pages of 2 MiB
 _CHUNK = 32 << 20
+_PAGES = _CHUNK // GRANULARITY
 _TOP = 0x7F0000000000  # recorded addresses on Linux lie near here
 
 
@@ -23,74 +26,94 @@ class AddressSpace:
     def __init__(self) -> None:
         self._bottom = _TOP
         self._free: list[tuple[int, int]] = []  # address and bytes of ranges without memory, sorted, never adjacent
-        self._ranges: list[_Range] = []  # by age
+        self._ranges: dict[int, _Range] = {}  # by age
+        self._ages_by_room: list[list[int]] = [[] for _ in range(_PAGES + 1)]
         self._range_of: dict[int, _Range] = {}  # by the address of a request
+        self._age = 0
 
     def take(self, size: int) -> int:
         """Return the address of `size` bytes, a multiple of GRANULARITY."""
-        for found in reversed(self._ranges):
+        found = self._youngest_with_room(size) or self._open(-(-size // _CHUNK) * _CHUNK)
+        with self._changing(found):
             address = found.take(size)
-            if address is not None:
-                break
-        else:
-            length = -(-size // _CHUNK) * _CHUNK
-            address = self._take_chunks(length)
-            found = _Range(address, length)
-            found.take(size)
-            self._ranges.append(found)
         self._range_of[address] = found
         return address
 
     def give_back(self, address: int, size: int) -> None:
         """Give back what `take` returned for `size` bytes."""
         found = self._range_of.pop(address)
-        found.give_back(address, size)
-        if found.is_free:
-            self._ranges.remove(found)
-            insort(self._free, (found.address, found.size))
-            self._free = _merged(self._free)
+        with self._changing(found):
+            found.give_back(address, size)
+        if found.room == found.size:
+            del self._ranges[found.age]
+            self._ages_by_room[_pages(found.room)].remove(found.age)
+            self._free = _with(self._free, found.address, found.size)
 
-    def _take_chunks(self, length: int) -> int:
+    def _youngest_with_room(self, size: int) -> _Range | None:
+        ages = [ages[-1] for ages in self._ages_by_room[_pages(size) : _PAGES] if ages]
+        # Of a chunk or more, how much: only what has lost a large request has that.
+        large = (age for age in reversed(self._ages_by_room[_PAGES]) if self._ranges[age].room >= size)
+        ages += [age for age in [next(large, None)] if age is not None]
+        return self._ranges[max(ages)] if ages else None
+
+    def _open(self, length: int) -> _Range:
+        """Take chunks of so many bytes together from the highest free range that is large enough, or below all."""
         for index in reversed(range(len(self._free))):
             address, size = self._free[index]
             if size >= length:
                 self._free[index : index + 1] = [(address, size - length)] if size > length else []
-                return address + size - length
-        self._bottom -= length
-        return self._bottom
+                address += size - length
+                break
+        else:
+            self._bottom -= length
+            address = self._bottom
+        self._age += 1
+        opened = self._ranges[self._age] = _Range(self._age, address, length)
+        self._ages_by_room[_pages(opened.room)].append(opened.age)
+        return opened
+
+    @contextlib.contextmanager
+    def _changing(self, one: _Range) -> Iterator[None]:
+        self._ages_by_room[_pages(one.room)].remove(one.age)
+        yield
+        insort(self._ages_by_room[_pages(one.room)], one.age)
 
 
 class _Range:
     """Chunks that one request opened, and what is free of them."""
 
-    def __init__(self, address: int, size: int) -> None:
+    def __init__(self, age: int, address: int, size: int) -> None:
+        self.age = age
         self.address = address
         self.size = size
         self._free = [(address, size)]
 
     @property
-    def is_free(self) -> bool:
-        return self._free == [(self.address, self.size)]
+    def room(self) -> int:
+        """Return the bytes of the largest piece that is free."""
+        return max((size for _, size in self._free), default=0)
 
-    def take(self, size: int) -> int | None:
-        """Return the lowest address with room for `size` bytes; None if there is none."""
-        for index, (address, room) in enumerate(self._free):
-            if room >= size:
-                self._free[index : index + 1] = [(address + size, room - size)] if room > size else []
-                return address
-        return None
+    def take(self, size: int) -> int:
+        """Return the lowest address with room for `size` bytes, of which there is one."""
+        index = next(index for index, (_, room) in enumerate(self._free) if room >= size)
+        address, room = self._free[index]
+        self._free[index : index + 1] = [(address + size, room - size)] if room > size else []
+        return address
 
     def give_back(self, address: int, size: int) -> None:
-        insort(self._free, (address, size))
-        self._free = _merged(self._free)
+        self._free = _with(self._free, address, size)
 
 
-def _merged(free: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Join ranges that are adjacent; they are sorted."""
+def _pages(room: int) -> int:
+    return min(room // GRANULARITY, _PAGES)
+
+
+def _with(free: list[tuple[int, int]], address: int, size: int) -> list[tuple[int, int]]:
+    """Return sorted ranges with another, where neighbours are one."""
     merged: list[tuple[int, int]] = []
-    for address, size in free:
-        if merged and sum(merged[-1]) == address:
-            merged[-1] = (merged[-1][0], merged[-1][1] + size)
+    for start, length in sorted([*free, (address, size)]):
+        if merged and sum(merged[-1]) == start:
+            merged[-1] = (merged[-1][0], merged[-1][1] + length)
         else:
-            merged.append((address, size))
+            merged.append((start, length))
     return merged

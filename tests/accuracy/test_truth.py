@@ -277,3 +277,16 @@ def test_the_page_says_what_was_recorded(tmp_path: Path) -> None:
         assert shown.strip() == compare.NONE_YET
     else:
         assert all(f"torch {record.read_index(folder)['torch']}" in shown for folder in compare.folders())
+
+
+def _recorded() -> list[tuple[Path, str]]:
+    return [(folder, name) for folder in compare.folders() for name in record.read_index(folder)["cases"]]
+
+
+@pytest.mark.parametrize(("folder", "name"), _recorded(), ids=lambda value: getattr(value, "name", value))
+def test_the_replay_of_what_was_requested_has_the_gpus_peaks(folder: Path, name: str) -> None:
+    """To the byte: what the allocator of a real GPU reserved, and allocated in blocks, for the same requests."""
+    peaks = record.read_index(folder)["cases"][name]
+    replayed = analyze(load_trace(folder / f"{name}.capture"))
+    assert max(row.peak_allocated_bytes for row in replayed.stages) == peaks["allocated"]
+    assert max(row.reserved_bytes for row in replayed.stages) == peaks["reserved"]
