@@ -19,6 +19,7 @@ import torch
 from memprof.trace.events import HOST
 from memprof.virtual.calls import Kind, tensors_of
 from memprof.virtual.card import Card
+from memprof.virtual.engine import in_backward
 from memprof.virtual.kernels import sorting
 from memprof.virtual.kernels.copies import contiguous, copies_of
 from memprof.virtual.kernels.reductions import reduction_buffers
@@ -132,10 +133,10 @@ def _fills_a_mask(launch: Launch, masks: list[torch.Tensor]) -> bool:
 def index_put_accumulate(args: Any, card: Card) -> list[int]:
     """Adding at indices sorts them (native/cuda/Indexing.cu, index_put_with_sort_kernel).
 
-    Taken: where the bounds are checked (not by autograd) the greatest and the least of each index and whether they are
-    within; the linear index (wrapped, times its stride, summed over dimensions; an index of the host is moved when that
-    is done), values that are not contiguous or too few, sorted and original positions, a range, and cub's scratch. The
-    sequence is that of real recordings with one index tensor.
+    Taken: where the bounds are checked (not by autograd, whose call is another where no mode is active) the greatest
+    and the least of each index and whether they are within; the linear index (wrapped, times its stride, summed over
+    dimensions; an index of the host is moved when that is done), values that are not contiguous or too few, sorted and
+    original positions, a range, and cub's scratch. The sequence is that of real recordings with one index tensor.
     """
     data = args[0]
     indices = [index for index in args[1] if index is not None]
@@ -149,7 +150,7 @@ def index_put_accumulate(args: Any, card: Card) -> list[int]:
     sort = sorting.radix_sort_scratch(count, 8, 8, bits, card)
     on_card = sum(index.is_meta for index in indices)
     checked: list[int] = []
-    if len(args) < 5 or not args[4]:
+    if not in_backward() and not (len(args) > 4 and args[4]):
         for index in indices:
             if index.is_meta and index.numel():
                 checked += [8, *reduction_buffers(index, None, 8, card), 1] * 2

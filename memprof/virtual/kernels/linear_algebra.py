@@ -29,6 +29,14 @@ def geqrf(launch: Launch) -> Any:
 
 # A copy of the factor in columns, and the error flag (native/cuda/linalg/BatchLinearAlgebra.cpp).
 scratch(aten._cholesky_solve_helper)(lambda args, card: [args[1].nbytes, 4])
+# What of LU and SVD grows with the matrices, on an H100 (torch 2.11.0+cu130) as the source says: copies in columns of
+# the matrices, and of right-hand sides with their rows exchanged (native/cuda/linalg/BatchLinearAlgebra.cpp). Not
+# counted: cuSOLVER's workspaces.
+scratch(aten._linalg_svd, aten.linalg_lu)(lambda args, card: [args[0].nbytes])
+scratch(aten.linalg_inv_ex)(lambda args, card: [args[0].nbytes] * 2)
+scratch(aten._linalg_solve_ex)(lambda args, card: [args[1].nbytes])
+# What a transform into real numbers may overwrite is a copy (native/cuda/SpectralOps.cpp, _fft_c2r_cufft).
+scratch(aten._fft_c2r)(lambda args, card: [args[0].nbytes])
 
 
 @kernel(aten.linalg_lstsq)

@@ -123,8 +123,7 @@ def _sort_buffers(data: torch.Tensor, dim: int, card: Card) -> list[int]:
     if length <= _SMALL_SORT:
         return [8 * length]
     buffers: list[int] = []
-    dense_last = data.stride(dim) == 1 and data.untyped_storage().nbytes() == count * item
-    if not dense_last:
+    if not (data.stride(dim) == 1 and aten.is_non_overlapping_and_dense(data)):
         buffers.append(count * item)
         if dim != data.dim() - 1:  # neither result has the sorted dimension last: both are made so first
             buffers += [count * item, 8 * count]

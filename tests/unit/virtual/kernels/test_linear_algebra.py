@@ -47,3 +47,23 @@ def test_least_squares_keep_the_rows_of_the_residuals():
             assert gpu.recorder.storages.peak_bytes - before == 4 + 4 * 8 * 4096 + copies + 4 * 1024
             assert made.solution.shape == (columns, 8)
             del made
+
+
+# What an H100 (torch 2.11.0+cu130) requested beside results, pivots, flags and cuSOLVER's workspaces.
+COPIES = {
+    "svd": (torch.linalg.svd, 1),
+    "lu": (torch.linalg.lu, 1),
+    "inv": (torch.linalg.inv, 2),
+    "solve": (lambda m: torch.linalg.solve(m, m), 1),
+    "irfft": (lambda m: torch.fft.irfft(torch.complex(m, m)), 2),  # complex: twice as wide
+}
+
+
+@pytest.mark.parametrize(("call", "copies"), COPIES.values(), ids=COPIES)
+def test_copies_that_grow_with_the_matrix(call, copies):
+    with VirtualGpu(GPU, workspaces=False) as gpu:
+        matrix = torch.randn(64, 64, device="cuda")
+        first = len(gpu.trace.storages)
+        call(matrix)
+        hidden = [storage.num_bytes for storage in gpu.trace.storages[first:] if storage.hidden]
+    assert sum(hidden) == copies * matrix.nbytes

@@ -66,6 +66,10 @@ def test_a_few_long_slices_are_sorted_as_one_and_many_by_segments():
     assert 12 * 6_400_000 <= many[1] <= 12 * 6_400_000 + 1024
 
 
+def test_a_sort_of_a_part_copies_nothing():
+    assert sorting.sort((empty(20_000)[:10_000],), CARD) == sorting.sort((empty(10_000),), CARD)
+
+
 def test_a_sort_along_another_dimension_copies_first():
     count = 5000 * 4
     assert sorting.sort((empty(5000, 4), 0), CARD)[:3] == [4 * count, 4 * count, 8 * count]
@@ -284,6 +288,16 @@ def test_many_indices_of_an_embedding_take_a_row_for_every_part_of_equal_ones(gp
     live = gpu.recorder.storages.live_bytes
     parts = [table.weight, table.weight.grad, indices, grad, result]
     assert live == sum(part.numel() * part.element_size() for part in parts)
+
+
+def test_adding_at_indices_checks_their_bounds_but_not_for_a_gradient(gpu):
+    indices = torch.arange(5000, device="cuda")
+    first = len(gpu.trace.storages)
+    torch.zeros(5000, device="cuda").index_put_((indices,), torch.ones(5000, device="cuda"), accumulate=True)
+    assert made(gpu, first, "index_put_")[:5] == [8, 1, 8, 1, 40_000]
+    first = len(gpu.trace.storages)
+    torch.ones(5000, device="cuda", requires_grad=True)[indices].sum().backward()
+    assert made(gpu, first, "index_put_")[:2] == [40_000, 40_000]
 
 
 def test_adding_at_many_indices_sorts_them_with_cubs_scratch():
