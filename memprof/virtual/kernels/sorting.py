@@ -317,10 +317,9 @@ input_copies(aten.roll)(copies_of(0))
 @scratch(aten.histc)
 def histc(args: Any, card: Card) -> list[int]:
     """Where no bounds are given, the least and the greatest value (native/cuda/SummaryOps.cu)."""
-    data = args[0]
-    bounded = len(args) > 3 and args[2] != args[3]
+    data, (low, high) = args[0], (*args[2:4], 0, 0)[:2]
     found = [data.element_size(), *reduction_buffers(data, None, data.element_size(), card)]
-    return found * 2 if data.numel() and not bounded else []
+    return found * 2 if low == high and data.numel() else []
 
 
 @scratch(aten.unfold_backward)
