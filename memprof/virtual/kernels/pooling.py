@@ -47,6 +47,7 @@ def fold(launch: Launch) -> Any:
         if result.numel() > data.numel():
             with launch.scratch(data.nbytes):
                 launch.record(result)
+            launch.values.propagate(launch.func, launch.args, launch.kwargs, [result])
             return result
         return launch.new(data.shape, data.dtype).as_strided(result.shape, result.stride())
 

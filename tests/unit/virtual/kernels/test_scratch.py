@@ -121,6 +121,7 @@ ON_HOPPER = {
         [8 * COUNT] * 4 + [68_058_623, 8 * COUNT, 8 * COUNT, 11_775, 8 * COUNT, 8, 8 * COUNT, 88_319],
     ),
     "histc": (lambda x: x.histc(100), [400, 4, 2048, 4, 4, 2048, 4]),
+    "equal": (lambda x: torch.equal(x[:25], x[25:50]), [25, 1]),
     "histc of bounds": (lambda x: x.histc(100, -1), [400]),
     "multinomial": (
         lambda x: x[:262_144].view(8, -1).multinomial(5),
