@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
 
-from memprof.torch_private.pytree import tree_map
+from memprof.virtual.kernels.copies import contiguous
 from memprof.virtual.kernels.registry import aten, kernel
+from memprof.virtual.kernels.sorting import radix_sort_scratch, run_length_scratch, scan_scratch
 from memprof.virtual.launch import Launch
 from memprof.virtual.values import budget
 
@@ -19,8 +21,13 @@ _TOO_LARGE = (
 
 @kernel(aten.equal, on_host=True)
 def equal(launch: Launch) -> Any:
-    """Read by the host; false where the values are not known."""
+    """Read by the host, of tensors of one shape all that eq says (native/cuda/Equal.cpp); false where the values are
+    not known."""
     known = launch.values.evaluator.compute(launch.func, launch.args, launch.kwargs)
+    first, second = launch.args
+    if launch.call.on_gpu and first.shape == second.shape and first.numel() and first is not second:
+        with launch.inside():
+            aten.eq.Tensor(first, second).all()
     return known is not None and bool(torch.as_tensor(known).all())
 
 
@@ -41,14 +48,74 @@ def by_value(launch: Launch) -> Any:
     if not (launch.call.on_gpu or launch.call.on_host):
         return NotImplemented
     data = launch.args[0]
+    if launch.call.on_gpu and data.numel():
+        _check_values(launch, data)
     length = _length(launch, data)
     if max(length, data.numel()) * torch.int64.itemsize > budget.MAX_TENSOR_BYTES:
         launch.values.assume(_TOO_LARGE)
-        return tree_map(lambda made: launch.new(made.shape, made.dtype), _made(launch, data, length))
-    result = launch.values.evaluator.compute(launch.func, launch.args, launch.kwargs)
-    if result is None:
-        result = launch.func(_stand_in(launch, data), *launch.args[1:], **launch.kwargs)
+        result = _made(launch, data, length)
+    else:
+        result = launch.values.evaluator.compute(launch.func, launch.args, launch.kwargs)
+        if result is None:
+            result = launch.func(_stand_in(launch, data), *launch.args[1:], **launch.kwargs)
+    flat = launch.operator.packet is aten._unique2 or (
+        launch.operator.packet is aten.unique_consecutive and launch.argument(3, "dim") is None
+    )
+    if flat and launch.call.on_gpu and data.numel() and data.dtype is not torch.bool:
+        return _unique(launch, data, *result)
     return launch.known(result)
+
+
+def _check_values(launch: Launch, data: torch.Tensor) -> None:
+    """What CUDA reads of the values: of bincount the least and the greatest (native/cuda/SummaryOps.cu), of repeats
+    their sums and whether one is negative (native/Repeat.cpp)."""
+    with launch.inside():
+        if launch.operator.packet is aten.bincount:
+            for reduce in (aten.min.default, aten.max.default):
+                reduce(data)
+        elif launch.operator.packet is aten.repeat_interleave:
+            sums = data.cumsum(0)
+            if launch.argument(1, "output_size") is None:
+                data.ge(0).all()
+            del sums
+
+
+def _unique(launch: Launch, data: torch.Tensor, rows: Any, where: Any, counts: Any) -> tuple[torch.Tensor, ...]:
+    """Equal elements found in a sorted copy (native/cuda/UniqueCub.cu). Elements and counts keep room for as many as
+    the input has."""
+    consecutive = launch.operator.packet is aten.unique_consecutive
+    asked = (launch.argument(place, name, False) for place, name in enumerate(_ASKED, 1 if consecutive else 2))
+    inverse, counted = asked
+    count, item, card = data.numel(), data.element_size(), launch.card
+
+    def with_room(value: torch.Tensor) -> torch.Tensor:
+        room = value.new_empty(count)
+        room[: len(value)] = value
+        made: torch.Tensor = launch.known(room).narrow(0, 0, len(value))
+        return made
+
+    with contextlib.ExitStack() as held:
+        held.enter_context(launch.scratch(*contiguous(data), 0 if consecutive else count * item))
+        if not consecutive:
+            with launch.scratch(8 * count if inverse else 0):
+                held.enter_context(launch.scratch(8 * count if inverse else 0))
+                launch.transients(radix_sort_scratch(count, item, 8 if inverse else 0, 8 * item, card))
+        where = launch.known(where)
+        if inverse:
+            with launch.scratch((4 if consecutive else 8) * count):
+                launch.transients(scan_scratch(count, 4, card, "sum of int32"))
+        rows = with_room(rows)
+        held.enter_context(launch.scratch(8))
+        if counted:
+            counts = with_room(counts)
+            launch.transients(run_length_scratch(count))
+        else:
+            counts = launch.known(counts)
+            launch.transients(scan_scratch(count, 4, card, f"unique of int{32 if item <= 4 else 64}"))
+    return rows, where, counts
+
+
+_ASKED = ("return_inverse", "return_counts")
 
 
 def _length(launch: Launch, data: torch.Tensor) -> int:

@@ -9,7 +9,9 @@ Sources: native/cuda/Embedding.cu, native/cuda/EmbeddingBackwardKernel.cu.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,8 +19,10 @@ import torch
 from memprof.trace.events import HOST
 from memprof.virtual.calls import Kind, tensors_of
 from memprof.virtual.card import Card
+from memprof.virtual.engine import in_backward
 from memprof.virtual.kernels import sorting
 from memprof.virtual.kernels.copies import contiguous, copies_of
+from memprof.virtual.kernels.reductions import reduction_buffers
 from memprof.virtual.kernels.registry import META, aten, input_copies, kernel, scratch
 from memprof.virtual.launch import Launch
 
@@ -29,11 +33,22 @@ def nonzero(launch: Launch) -> Any:
     mask = launch.args[0]
     if not mask.is_meta:
         return NotImplemented
-    result = launch.known(launch.values.policy.selected(mask))
-    if launch.call.on_gpu:
-        launch.wait()
-        launch.transients(*sorting.nonzero(mask))
-    return result
+    return _select(launch, mask, lambda: launch.known(launch.values.policy.selected(mask)))
+
+
+def _select(launch: Launch, mask: torch.Tensor, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """Make the indices of a mask with what CUB takes to count them before and to select them after
+    (native/cuda/Nonzero.cu)."""
+    count = mask.numel()
+    if not count or not launch.call.on_gpu or launch.device == HOST:
+        return make()
+    launch.wait()
+    with launch.scratch(*contiguous(mask), 4):
+        launch.transients(sorting.reduce_scratch(count, launch.card))
+        made = make()
+        if mask.dim():
+            launch.transients(sorting.scan_scratch(count, 4, launch.card, "flagged"))
+    return made
 
 
 @kernel(aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_, on_host=True)
@@ -73,12 +88,8 @@ def index(launch: Launch) -> Any:
         columns = launch.values.policy.selected(index)
         if _writes_fewer(launch, index, columns):
             columns = columns[: launch.args[2].shape[0]]
-        if launch.device != HOST:
-            launch.wait()
-            launch.transients(*sorting.nonzero(index))
         # One tensor of all coordinates, whose columns are the indices (IndexingUtils.h, expandTensors).
-        virtual = torch.empty(tuple(columns.shape)[::-1], dtype=torch.int64, device=META)
-        launch.record(virtual, op="aten.nonzero")
+        virtual = _select(launch, index, functools.partial(_make_coordinates, launch, columns))
         expanded += virtual.unbind(0)
         selected += columns.unbind(1)
     args = (launch.args[0], expanded, *launch.args[2:])
@@ -90,6 +101,12 @@ def index(launch: Launch) -> Any:
     launch.record(*tensors_of(result))
     launch.values.propagate(launch.func, known, launch.kwargs, tensors_of(result))
     return result
+
+
+def _make_coordinates(launch: Launch, columns: torch.Tensor) -> torch.Tensor:
+    made = torch.empty(tuple(columns.shape)[::-1], dtype=torch.int64, device=META)
+    launch.record(made, op="aten.nonzero")
+    return made
 
 
 def _writes_fewer(launch: Launch, mask: torch.Tensor, columns: torch.Tensor) -> bool:
@@ -116,9 +133,10 @@ def _fills_a_mask(launch: Launch, masks: list[torch.Tensor]) -> bool:
 def index_put_accumulate(args: Any, card: Card) -> list[int]:
     """Adding at indices sorts them (native/cuda/Indexing.cu, index_put_with_sort_kernel).
 
-    Taken: the linear index (wrapped, times its stride, summed over dimensions; an index of the host is moved when that
-    is done), values that are not contiguous or too few, sorted and original positions, a range, and cub's scratch. The
-    sequence is that of real recordings with one index tensor.
+    Taken: where the bounds are checked (not by autograd, whose call is another where no mode is active) the greatest
+    and the least of each index and whether they are within; the linear index (wrapped, times its stride, summed over
+    dimensions; an index of the host is moved when that is done), values that are not contiguous or too few, sorted and
+    original positions, a range, and cub's scratch. The sequence is that of real recordings with one index tensor.
     """
     data = args[0]
     indices = [index for index in args[1] if index is not None]
@@ -131,11 +149,16 @@ def index_put_accumulate(args: Any, card: Card) -> list[int]:
     bits = sorting.num_bits(max(1, data.numel() // max(1, slice_size)))
     sort = sorting.radix_sort_scratch(count, 8, 8, bits, card)
     on_card = sum(index.is_meta for index in indices)
+    checked: list[int] = []
+    if not in_backward() and not (len(args) > 4 and args[4]):
+        for index in indices:
+            if index.is_meta and index.numel():
+                checked += [8, *reduction_buffers(index, None, 8, card), 1] * 2
     linear = [8 * count] * (max(0, 3 * on_card - 1) + len(indices) - on_card)
     values = args[2]
     written = count * slice_size
     copied = [written * values.element_size()] if values.numel() < written or not values.is_contiguous() else []
-    return [*linear, *copied, *[8 * count] * 3, sort]
+    return [*checked, *linear, *copied, *[8 * count] * 3, sort]
 
 
 # A number to the power of a tensor becomes a tensor on the GPU, a double (native/Pow.cpp, pow.Scalar).
@@ -179,13 +202,14 @@ def masked_scatter(args: Any, card: Card) -> list[int]:
     is broadcast, and of the source (native/cuda/IndexKernel.cu)."""
     mask, source = torch.broadcast_tensors(args[1], args[0])[0], args[2]
     count = mask.numel()
-    return [8 * count, *contiguous(mask, source), sorting.scan_scratch(count, 8)]
+    return [8 * count, *contiguous(mask, source), sorting.scan_scratch(count, 8, card, "sum of int64")]
 
 
 # Indices that cannot be viewed flat are copied (native/Embedding.cpp, embedding).
 embedding_copy = input_copies(aten.embedding)(copies_of(1))
 
 _FEW_INDICES = 3072
+_LARGEST = 2  # the mode of a bag that keeps the largest of its rows
 _ROWS_PER_PART = 10  # rows of equal indices that one thread adds up (NROWS_PER_THREAD)
 
 
@@ -208,13 +232,43 @@ def embedding_dense_backward(launch: Launch) -> Any:
             launch.transients(count * item, sorting.radix_sort_scratch(count, item, item, 8 * item, launch.card))
             if by_frequency:
                 hold(count * item)
-        result = launch.new((rows, width), grad.dtype)
         if many and count:
-            segments = min(count, rows)
-            parts = count // _ROWS_PER_PART + segments
-            hold(count * item, 8)
-            launch.transients(sorting.scan_scratch(count, 4))
-            hold(segments * item, segments * item)
-            launch.transients(sorting.scan_scratch(segments, item))
-            hold(8, parts * item, parts * width * max(4, grad.element_size()))
+            return _sum_segments(launch, grad, indices, rows)
+        return launch.new((rows, width), grad.dtype)
+
+
+def _sum_segments(launch: Launch, grad: torch.Tensor, indices: torch.Tensor, rows: int) -> torch.Tensor:
+    """The gradient of a table from sorted indices: runs of equal ones, and the sums of their parts
+    (native/cuda/EmbeddingBackwardKernel.cu)."""
+    count, item, width, card = indices.numel(), indices.element_size(), grad.shape[-1], launch.card
+    result = launch.new((rows, width), grad.dtype)
+    segments = min(count, rows)
+    parts = count // _ROWS_PER_PART + segments
+    with launch.scratch(count * item, 8):
+        launch.transients(count * item, sorting.scan_scratch(count, 8, card, "unique by key"))
+        with launch.scratch(segments * item, segments * item):
+            launch.transients(sorting.scan_scratch(segments, item, card, f"sum of int{8 * item}"))
+            launch.transients(8, parts * item, parts * width * max(4, grad.element_size()))
     return result
+
+
+@kernel(aten._embedding_bag, aten._embedding_bag_forward_only)
+def embedding_bag(launch: Launch) -> Any:
+    """Sizes and numbers of the bags are made before the output (native/cuda/EmbeddingBag.cu)."""
+    output, bags, sizes, largest = results = launch.func(*launch.args, **launch.kwargs)
+    launch.record(sizes, bags, output, largest)
+    return results
+
+
+def embedding_bag_gradient(launch: Launch) -> Any:
+    """The gradient of the table, dense, of sums and means; the indices are sorted with where each was."""
+    grad, indices = launch.args[:2]
+    rows, by_frequency, mode = launch.args[6:9]
+    count, item = indices.numel(), indices.element_size()
+    if mode == _LARGEST or not count or not launch.call.on_gpu:
+        return NotImplemented
+    bits = sorting.num_bits(rows)
+    with launch.scratch(*contiguous(indices, grad), count * item, count * item):
+        launch.transients(count * item, sorting.radix_sort_scratch(count, item, item, bits, launch.card))
+        with launch.scratch(count * item if by_frequency else 0):
+            return _sum_segments(launch, grad, indices, rows)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from memprof.virtual.card import Card
 from memprof.virtual.kernels.copies import contiguous
 from memprof.virtual.kernels.registry import META, aten, kernel, scratch
 from memprof.virtual.launch import Launch
@@ -29,6 +30,47 @@ def geqrf(launch: Launch) -> Any:
 
 # A copy of the factor in columns, and the error flag (native/cuda/linalg/BatchLinearAlgebra.cpp).
 scratch(aten._cholesky_solve_helper)(lambda args, card: [args[1].nbytes, 4])
+# A copy of the matrices in columns. cuSOLVER's workspaces are not counted, here and below.
+scratch(aten._linalg_svd, aten.linalg_lu)(lambda args, card: [args[0].nbytes])
+
+
+@scratch(aten.linalg_inv_ex)
+def inverse(args: Any, card: Card) -> list[int]:
+    """Factors in a copy, their pivots, and what solving for the identity takes (native/BatchLinearAlgebra.cpp)."""
+    *batch, rows, _ = args[0].shape
+    count = math.prod(batch)
+    return [args[0].nbytes, 4 * rows * count, *_lu_solve_buffers(rows, rows, count, args[0].element_size())]
+
+
+@scratch(aten._linalg_solve_ex)
+def solve(args: Any, card: Card) -> list[int]:
+    """What solving with the factors takes, which are a result."""
+    matrix, other = args[:2]
+    is_vector = other.dim() == 1 or other.shape == matrix.shape[:-1]
+    batch = torch.broadcast_shapes(matrix.shape[:-2], other.shape[:-1] if is_vector else other.shape[:-2])
+    sides = 1 if is_vector else other.shape[-1 if len(args) < 3 or args[2] else -2]
+    return _lu_solve_buffers(matrix.shape[-1], sides, math.prod(batch), matrix.element_size())
+
+
+def _lu_solve_buffers(rows: int, sides: int, batch: int, item_bytes: int) -> list[int]:
+    """native/cuda/linalg/BatchLinearAlgebra.cpp, lu_solve_kernel: by triangular solves with the rows exchanged, or few
+    at a time by cuBLAS, with pointers to each."""
+    if rows == sides:
+        looped, triangular = False, rows > 16
+    elif rows <= 64:
+        looped = rows > 8 and batch <= 2 and (sides <= 64 or rows <= 32)
+        triangular = rows > 8 and not looped and sides > 8
+    else:
+        looped = rows <= 128 and batch <= 2 and sides <= 2
+        triangular = rows > 128 or sides > 2
+    if not triangular:
+        return [] if looped else [8 * batch] * 2
+    order, orders = 8 * rows, 8 * rows * batch
+    return [order, *[orders] * (batch > 1), order, orders, rows * sides * batch * item_bytes]
+
+
+# What a transform into real numbers may overwrite is a copy (native/cuda/SpectralOps.cpp, _fft_c2r_cufft).
+scratch(aten._fft_c2r)(lambda args, card: [args[0].nbytes])
 
 
 @kernel(aten.linalg_lstsq)

@@ -47,10 +47,22 @@ input_copies(aten.addmm, aten.baddbmm)(partial(_matrix_copies, 1))
 
 @kernel("aten._grouped_mm", on_host=True)
 def grouped_mm(launch: Launch) -> Any:
-    """CUDA takes any floating-point dtype (native/cuda/GroupedBlas.cpp); the meta kernel knows bfloat16 alone."""
-    dtype = launch.args[0].dtype
-    if dtype is torch.bfloat16 or not launch.args[0].is_meta:
+    """CUDA takes any floating-point dtype (native/cuda/GroupedBlas.cpp); the meta kernel knows bfloat16 alone.
+
+    That has a kernel of CUTLASS on some cards: it takes arguments for each group (three pointers and strides, a shape)
+    and four descriptors for every multiprocessor (native/cuda/GroupMM.cu).
+    """
+    left, right = launch.args[:2]
+    dtype = left.dtype
+    if not left.is_meta:
         return NotImplemented
+    if dtype is torch.bfloat16:
+        result = launch.run()
+        if launch.card.compute_capability in ((9, 0), (10, 0)):
+            batched = next((each for each in (right, left) if each.dim() == 3), None)
+            groups = len(launch.argument(2, "offs") if batched is None else batched)
+            launch.transients((groups + groups % 2) * 24 + groups * (12 + 24), launch.card.num_sms * 4 * 128)
+        return result
 
     def as_bfloat16(value: Any) -> Any:
         if isinstance(value, torch.Tensor) and value.is_floating_point():

@@ -15,7 +15,8 @@ import torch
 
 from memprof.virtual.card import Card
 from memprof.virtual.kernels.copies import contiguous, copies_of, suggested_format
-from memprof.virtual.kernels.registry import aten, input_copies, scratch
+from memprof.virtual.kernels.registry import aten, input_copies, kernel, scratch
+from memprof.virtual.launch import Launch
 
 # In the layout that the input is nearest to.
 scratch(aten.avg_pool2d, aten.max_pool2d_with_indices, aten.max_pool3d_with_indices)(
@@ -34,7 +35,21 @@ scratch(aten.avg_pool3d, aten.avg_pool3d_backward, aten._adaptive_avg_pool3d_bac
 scratch(aten.adaptive_max_pool2d_backward, aten.adaptive_max_pool3d_backward)(copies_of(0, 2))
 scratch(aten.reflection_pad1d, aten.reflection_pad2d, aten.reflection_pad3d)(copies_of(0))
 scratch(*(getattr(aten, f"reflection_pad{dims}d_backward") for dims in (1, 2, 3)))(copies_of(0))
-input_copies(aten.max_unpool2d, aten.max_unpool3d, aten.im2col, aten.col2im)(copies_of(0, 1))
+input_copies(aten.max_unpool2d, aten.max_unpool3d)(copies_of(0, 1))
+
+
+@kernel(aten.im2col, aten.col2im)
+def fold(launch: Launch) -> Any:
+    """The result is made as large as the input and resized, so that a smaller one keeps that room."""
+    data = launch.args[0]
+    result = launch.func(*launch.args)
+    with launch.scratch(*contiguous(data)):
+        if result.numel() > data.numel():
+            with launch.scratch(data.nbytes):
+                launch.record(result)
+            launch.values.propagate(launch.func, launch.args, launch.kwargs, [result])
+            return result
+        return launch.new(data.shape, data.dtype).as_strided(result.shape, result.stride())
 
 
 @scratch(aten._adaptive_avg_pool2d_backward)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from memprof.torch_private import kernels
+from memprof.virtual.card import Card, cudnn_version
 from memprof.virtual.kernels.copies import contiguous
 from memprof.virtual.kernels.registry import META, aten, composite, kernel
 from memprof.virtual.launch import Launch
@@ -25,11 +26,29 @@ _GATES = {0: 1, 1: 1, 2: 4, 3: 3}
 DTYPES = (torch.float16, torch.float32, torch.float64)
 DROPOUT_STATE_BYTES = 2 << 20
 
+# cuDNN 9.19 as measured on an H100 (torch 2.11.0+cu130; LSTM, GRU and RNN of two layers, 128 steps of 16 rows, 256 to
+# 512 features, float32 and bfloat16, the LSTM with dropout too), applied wherever torch brings that version along.
+# The reserve space, confirmed by an LSTM of one layer of 64: as above, but six vectors of a GRU, and:
+_MEASURED_CUDNN = 91_900
+_KEPT_BY_GRU = 6
+_RESERVE_EXTRA_BYTES = 256
+# The workspace of a training step: vectors for each time step (the gates, four more, and an LSTM's cell), states of
+# each layer, and memory that depends on the layers alone. How it splits into these is read from that one shape.
+_WORKSPACE_VECTORS = {0: 5, 1: 5, 2: 9, 3: 7}
+_WORKSPACE_STATES = {0: 9, 1: 9, 2: 10, 3: 13}
+_WORKSPACE_LAYER_BYTES = 8 << 20
+_WORKSPACE_EXTRA_BYTES = 384
+_DROPOUT_BYTES_PER_THREAD = 24  # of the threads that the card holds at once: 6,488,064 bytes on an H100
+
 RESERVE = (
     "Recurrent layers run on cuDNN, which keeps a reserve space for the backward pass: counted is what it cannot do "
     "without (gates, cell states and the outputs between layers), since the real size is not published."
 )
 WORKSPACE = "The workspace of cuDNN's recurrent layers is not published and not counted."
+MEASURED_WORKSPACE = (
+    "The workspace of cuDNN's recurrent layers is not published: counted in training, by a rule from one shape on an "
+    "H100; another shape's may differ."
+)
 DROPOUT = "The state of cuDNN's dropout between recurrent layers is counted as 2 MiB; it is slightly more."
 COPIED_WEIGHTS = "Recurrent weights that are not parts of one buffer are copied into one at every call."
 
@@ -39,8 +58,21 @@ def is_acceptable(tensor: torch.Tensor) -> bool:
     return kernels.get_cudnn_enabled() and tensor.is_cuda and tensor.dtype in DTYPES and tensor.numel() > 0
 
 
+def is_measured(card: Card) -> bool:
+    """Return whether torch brings along the cuDNN whose reserve space and workspace were measured."""
+    return cudnn_version(card.release) >= _MEASURED_CUDNN
+
+
+def _runs_on_cudnn(card: Card, dtype: torch.dtype) -> bool:
+    """use_cudnn (native/RNN.cpp): bfloat16 from cuDNN 9.13 and compute capability 8.0 on (cuda/detail/CUDAHooks.cpp,
+    supportsBFloat16RNNWithCuDNN), though torch.backends.cudnn.is_acceptable, by which parameters are flattened, says
+    no."""
+    takes_bfloat16 = card.compute_capability >= (8, 0) and cudnn_version(card.release) >= 91_300
+    return dtype in DTYPES or (dtype is torch.bfloat16 and takes_bfloat16)
+
+
 def _run(name: str, machine: Machine, data: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    acceptable = kernels.get_cudnn_enabled() and data.dtype in DTYPES and data.numel() > 0
+    acceptable = kernels.get_cudnn_enabled() and _runs_on_cudnn(machine.card, data.dtype) and data.numel() > 0
     if kwargs or not acceptable or not machine.is_on_card(data):
         return NotImplemented
     if isinstance(args[2], (list, tuple)):  # packed sequences: the third of the arguments is the weights
@@ -51,9 +83,12 @@ def _run(name: str, machine: Machine, data: torch.Tensor, *args: Any, **kwargs: 
         sizes = []
     hx, cx = hidden if name == "lstm" else (hidden, None)
     assume = machine.values.assume
-    assume(WORKSPACE)
-    if training:
-        assume(RESERVE)
+    if is_measured(machine.card):
+        assume(MEASURED_WORKSPACE)
+    else:
+        assume(WORKSPACE)
+        if training:
+            assume(RESERVE)
     size, projected = hx.shape[2], 0
     if cx is not None and cx.shape[2] != size:
         size, projected = cx.shape[2], size
@@ -82,9 +117,14 @@ def _dropout_state(machine: Machine, device: str) -> torch.Tensor:
     """The state of cuDNN's random numbers: made once on each card, kept for good (get_dropout_state)."""
     key = f"state of cuDNN's dropout {device}"
     if key not in machine.kept:
-        machine.values.assume(DROPOUT)
+        card, size = machine.card, DROPOUT_STATE_BYTES
+        if is_measured(card):
+            size = card.num_sms * card.threads_per_sm * _DROPOUT_BYTES_PER_THREAD
+        else:
+            machine.values.assume(DROPOUT)
         with machine.asked_for(device):
-            machine.kept[key] = torch.empty(DROPOUT_STATE_BYTES, dtype=torch.uint8, device=META)
+            torch.empty((), dtype=torch.int64, device=META)  # the seed is drawn on the card
+            machine.kept[key] = torch.empty(size, dtype=torch.uint8, device=META)
     return machine.kept[key]
 
 
@@ -158,12 +198,31 @@ def _shapes(args: Any) -> tuple[int, int, int, int]:
     return steps, batch, directions, 0
 
 
-def _reserve_bytes(args: Any) -> int:
-    """What the backward pass cannot do without, in bytes: a lower bound of cuDNN's reserve space."""
+def _reserve_bytes(card: Card, args: Any) -> int:
+    """What the backward pass cannot do without, in bytes: a lower bound of cuDNN's reserve space, or that itself."""
     steps, batch, directions, rows = _shapes(args)
-    data, kind, size, projected, layers = args[0], args[6], args[7], args[8], args[9]
-    vectors = layers * _KEPT_FOR_BACKWARD[kind] * size + (layers - 1) * (projected or size)
-    return int((rows or steps * batch) * directions * vectors * data.element_size())
+    data, kind, size, projected, layers, dropout = args[0], args[6], args[7], args[8], args[9], args[11]
+    measured = is_measured(card)
+    kept = _KEPT_BY_GRU if measured and kind == MODES["gru"] else _KEPT_FOR_BACKWARD[kind]
+    positions, between = (rows or steps * batch) * directions, (layers - 1) * (projected or size)
+    num_bytes = positions * (layers * kept * size + between) * data.element_size()
+    if not measured:
+        return int(num_bytes)
+    mask = positions * between // 8 if dropout else 0  # a bit for every output between layers
+    return int(num_bytes + mask + _RESERVE_EXTRA_BYTES)
+
+
+def _workspace_bytes(launch: Launch, args: Any) -> int:
+    """cuDNN's workspace in training, in bytes: taken by the forward pass, the gradients of the data and of weights."""
+    data, kind, size, layers, dropout, train = (args[place] for place in (0, 6, 7, 9, 11, 12))
+    if not train or not is_measured(launch.card) or not launch.machine.workspaces:
+        return 0
+    steps, batch, directions, rows = _shapes(args)
+    vectors = _WORKSPACE_VECTORS[kind] + bool(dropout and layers > 1)
+    states = _WORKSPACE_STATES[kind] * layers * batch
+    elements = ((rows or steps * batch) * vectors + states) * directions * size
+    layer_bytes = _WORKSPACE_LAYER_BYTES * layers * directions
+    return int(elements * data.element_size() + layer_bytes + _WORKSPACE_EXTRA_BYTES)
 
 
 @kernel(aten._cudnn_rnn)
@@ -183,7 +242,8 @@ def cudnn_rnn(launch: Launch) -> Any:
         if buffer is None:
             packing = Packing(args[6], data.shape[-1], size, projected, layers, args[13])
             buffer = launch.new(packing.numel, data.dtype)
-        reserve = launch.new(_reserve_bytes(args) if train else 0, torch.uint8)
+        with launch.scratch(_workspace_bytes(launch, args)):
+            reserve = launch.new(_reserve_bytes(launch.card, args) if train else 0, torch.uint8)
     return (output.transpose(0, 1) if turned else output), hy, cy, reserve, buffer
 
 
@@ -198,6 +258,7 @@ def cudnn_rnn_backward(launch: Launch) -> Any:
     if all(grad is None for grad in grads):
         return None, None, None, [None] * len(weights)
     turned = batch_first and not sizes
+    workspace = _workspace_bytes(launch, (data, *[None] * 5, *launch.args[10:]))
     missing = [like for grad, like in zip(grads, (output, hx, cx), strict=True) if grad is None and like is not None]
     again = data.transpose(0, 1) if turned else data
     arrived = [grads[0].transpose(0, 1) if turned and grads[0] is not None else grads[0], *grads[1:]]
@@ -207,9 +268,11 @@ def cudnn_rnn_backward(launch: Launch) -> Any:
             grad_data = launch.new(again.shape, data.dtype)
             grad_hx = launch.new(hx.shape, hx.dtype)
             grad_cx = None if cx is None else launch.new(cx.shape, cx.dtype)
+            launch.transients(workspace)
         if mask[3]:
             with launch.scratch(*contiguous(again)):
                 flat = launch.new(buffer.numel(), buffer.dtype)
+                launch.transients(workspace)
                 packing = Packing(kind, data.shape[-1], size, projected, layers, bidirectional)
                 grad_weights = list(packing.views(flat, [weight.shape for weight in weights], per_layer))
     return (grad_data.transpose(0, 1) if turned else grad_data), grad_hx, grad_cx, grad_weights

@@ -1,8 +1,7 @@
 """Operators that sort, select, count and scan: CUB's scratch memory, and what their CUDA kernels call inside.
 
-CUB computes its sizes from launch policies that differ by card: the tiles here are those of compute capabilities 8.0
-and 9.0 (cub/device/dispatch/tuning/tuning_radix_sort.cuh, Policy800 and Policy900, and dispatch_scan.cuh). They move
-the bookkeeping (a few per cent of a sort's scratch), not the second copies of keys and values, which are exact.
+CUB computes its sizes from launch policies that differ by card (cub/device/dispatch/tuning). Sorts and tiles here are
+what CUB of CUDA 13.0 answers for compute capabilities 8.0, 8.6 and 9.0, and for 7.5 but for sorts.
 """
 
 from __future__ import annotations
@@ -13,8 +12,9 @@ from typing import Any
 import torch
 
 from memprof.torch_private import kernels
-from memprof.virtual.card import Card
+from memprof.virtual.card import Card, cuda_version
 from memprof.virtual.kernels.copies import contiguous, copies_of
+from memprof.virtual.kernels.reductions import reduction_buffers
 from memprof.virtual.kernels.registry import META, aten, composite, input_copies, kernel, scratch
 from memprof.virtual.launch import Launch
 from memprof.virtual.machine import Machine
@@ -27,7 +27,19 @@ _ONESWEEP_THREADS = 384
 _MAX_PORTION = (1 << 28) - 1
 # torch counts elements in 64 bits (aten/src/ATen/cuda/cub.h, radix_sort_pairs), and CUB its offsets as it is asked.
 _OFFSET_BYTES = 8
-_SCAN_TILE = 128 * 15
+# Items of a tile: of any card, of compute capability 8.0, from 9.0 on.
+_TILES = {
+    "sum of int32": (128 * 15, 320 * 12, 128 * 24),
+    "sum of int64": (128 * 7, 288 * 11, 224 * 12),
+    "flagged": (128 * 5, 256 * 9, 384 * 11),
+    "unique of int32": (128 * 10, 256 * 18, 384 * 17),
+    "unique of int64": (128 * 5, 192 * 10, 384 * 11),
+    "unique by key": (64 * 5, 256 * 7, 448 * 10),
+    "sum by key": (256 * 9, 256 * 15, 224 * 18),
+}
+_RUN_LENGTH_TILE = 128 * 6
+_REDUCE_THREADS = 256
+_BLOCKS_PER_RESIDENT = 5  # cub's subscription factor
 _SMALL_SORT = 4096
 _INT_MAX = 2**31 - 1
 
@@ -65,10 +77,31 @@ def _onesweep_items(key_bytes: int, value_bytes: int, card: Card) -> int:
     return 30 if value_bytes < 8 else 24
 
 
-def scan_scratch(count: int, item_bytes: int) -> int:
-    """Bytes that DeviceScan and DeviceSelect take: a status word for every tile."""
-    word = 8 if item_bytes <= 4 else 16
-    return _together([(-(-count // _SCAN_TILE) + 32) * word])
+def _tile(tuned: str, card: Card) -> int:
+    return _TILES[tuned][(card.compute_capability == (8, 0)) + 2 * (card.compute_capability >= (9, 0))]
+
+
+def scan_scratch(count: int, item_bytes: int, card: Card, tuned: str = "") -> int:
+    """Bytes that DeviceScan and DeviceSelect take: a status word for every tile.
+
+    `tuned` says for what CUB has a tile of its own (a key of _TILES); torch's own operators get the one for any.
+    """
+    tile = _tile(tuned, card) if tuned else 128 * max(1, min(15 * 4 // item_bytes, 30))
+    size = (-(-count // tile) + 32) * (8 if item_bytes <= 4 else 16)
+    # CUB 3.0 aligns them for themselves as well (cub/agent/single_pass_scan_operators.cuh).
+    return _together([_together([size]) if cuda_version(card.release) >= "13" else size])
+
+
+def reduce_scratch(count: int, card: Card) -> int:
+    """Bytes that DeviceReduce takes for a 32-bit sum of more than one tile: a sum for as many blocks as there may be
+    (cub/device/dispatch/dispatch_reduce.cuh, InvokePasses)."""
+    blocks = card.num_sms * (card.threads_per_sm // _REDUCE_THREADS) * _BLOCKS_PER_RESIDENT
+    return 1 if count <= _REDUCE_THREADS * 16 else _together([4 * blocks])
+
+
+def run_length_scratch(count: int) -> int:
+    """Bytes that DeviceRunLengthEncode takes: a status word with a key for every tile."""
+    return _together([(-(-count // _RUN_LENGTH_TILE) + 32) * 16])
 
 
 def num_bits(largest: int) -> int:
@@ -90,8 +123,7 @@ def _sort_buffers(data: torch.Tensor, dim: int, card: Card) -> list[int]:
     if length <= _SMALL_SORT:
         return [8 * length]
     buffers: list[int] = []
-    dense_last = data.stride(dim) == 1 and data.untyped_storage().nbytes() == count * item
-    if not dense_last:
+    if not (data.stride(dim) == 1 and aten.is_non_overlapping_and_dense(data)):
         buffers.append(count * item)
         if dim != data.dim() - 1:  # neither result has the sorted dimension last: both are made so first
             buffers += [count * item, 8 * count]
@@ -138,8 +170,18 @@ def topk(args: Any, card: Card) -> list[int]:
     per_block = max(4, min(items, 64)) * _TOPK_BLOCK_THREADS
     blocks = slices * -(-length // per_block)
     radix = max(4, data.element_size())
-    of_slices = [slices * data.element_size(), 4 * slices, 8 * slices, 2 * slices * radix]
-    return [*copied, *of_slices, blocks * _DIGITS * 2, 4 * blocks, 4 * blocks, scan_scratch(blocks, 4), *tail]
+    kth, of_slices = slices * data.element_size(), [8 * slices, 2 * slices * radix]
+    # Since pull request 164459 sums of digits instead of semaphores.
+    summed = card.release >= (2, 10)
+    first, sums = ([kth], [slices * _DIGITS * 4]) if summed else ([kth, 4 * slices], [])
+    scans = [_by_key_scratch(blocks, card)] * 2
+    return [*copied, *first, *of_slices, blocks * _DIGITS * 2, *sums, 4 * blocks, 4 * blocks, *scans, *tail]
+
+
+def _by_key_scratch(count: int, card: Card) -> int:
+    """Bytes that DeviceScan takes for 32-bit sums by key: a status word with a key and one key more for every tile."""
+    tiles = -(-count // _tile("sum by key", card))
+    return _together([(tiles + 32) * 16, 4 * (tiles + 1)])
 
 
 # native/cuda/ScanUtils.cuh, scan_dim_with_indices; native/cuda/Bucketization.cu: numbers and boundaries
@@ -170,32 +212,46 @@ def scan(args: Any, card: Card) -> list[int]:
     copied += contiguous(data)
     dim = _dim(args, 1, data.dim())
     alone = data.dim() > 0 and data.numel() == data.shape[dim]
-    return copied + ([scan_scratch(data.numel(), data.element_size())] if alone else [])
-
-
-def nonzero(data: torch.Tensor) -> list[int]:
-    """A contiguous copy, the number found, and CUB's scratch to count and then to select (native/cuda/Nonzero.cu)."""
-    return [*contiguous(data), 4, scan_scratch(data.numel(), 4)] if data.numel() else []
+    return copied + ([scan_scratch(data.numel(), data.element_size(), card)] if alone else [])
 
 
 @scratch(aten.multinomial)
-def multinomial(args: Any, card: Card) -> list[int]:
-    """Exponential variates like the probabilities; for many draws with replacement sums of them (Distributions.cpp)."""
+def multinomial_with_replacement(args: Any, card: Card) -> list[int]:
+    """Cumulative, normalised probabilities (native/cuda/MultinomialKernel.cu)."""
     weights, draws = args[0], args[1]
-    replaces = len(args) > 2 and args[2]
-    # Cumulative, normalised probabilities (native/cuda/MultinomialKernel.cu).
-    return (2 if replaces and draws > 1 else 1) * [weights.numel() * weights.element_size()]
+    return [weights.nbytes] * 2 if len(args) > 2 and args[2] and draws > 1 else []
+
+
+@kernel(aten.multinomial)
+def multinomial(launch: Launch) -> Any:
+    """Once the probabilities are checked, the largest of them over exponential variates (native/Distributions.cpp)."""
+    weights, draws = launch.args[:2]
+    result = launch.run()
+    if not weights.numel() or (launch.argument(2, "replacement", False) and draws > 1):
+        return result
+    with launch.inside():
+        valid = aten.bitwise_and.Tensor(weights.max().lt(math.inf), weights.min().ge(0))
+        zero = weights.sum().eq(0) if weights.dim() == 1 else weights.sum(1).eq(0).any()
+        del valid
+        zero.bitwise_not()
+    with launch.scratch(weights.nbytes):
+        if draws == 1:
+            launch.transients(*reduction_buffers(weights, -1, 16, launch.card))
+        else:
+            values = math.prod(result.shape) * weights.element_size()
+            launch.transients(values, *topk((weights, draws), launch.card))
+    return result
 
 
 @scratch(aten.randperm)
 def randperm(args: Any, card: Card) -> list[int]:
-    """The range, random keys twice, and a sort by them (native/cuda/Randperm.cu)."""
+    """The count as a tensor, to be checked, the range, random keys twice, and a sort by them (cuda/Randperm.cu)."""
     count = args[0]
     if not isinstance(count, int) or count <= 0:
         return []
     bits = min(64, math.ceil(math.log2(count - (6 * count * count + 1) / (math.log(0.9) * 12))))
     key = 4 if bits <= 32 else 8
-    return [8 * count, key * count, key * count, radix_sort_scratch(count, key, 8, bits, card)]
+    return [8, 8 * count, key * count, key * count, radix_sort_scratch(count, key, 8, bits, card)]
 
 
 @kernel(aten.median, aten.nanmedian)
@@ -256,6 +312,14 @@ def roll(launch: Launch) -> Any:
 
 # A single dimension is rolled from contiguous memory (native/cuda/TensorTransformations.cu).
 input_copies(aten.roll)(copies_of(0))
+
+
+@scratch(aten.histc)
+def histc(args: Any, card: Card) -> list[int]:
+    """Where no bounds are given, the least and the greatest value (native/cuda/SummaryOps.cu)."""
+    data, (low, high) = args[0], (*args[2:4], 0, 0)[:2]
+    found = [data.element_size(), *reduction_buffers(data, None, data.element_size(), card)]
+    return found * 2 if low == high and data.numel() else []
 
 
 @scratch(aten.unfold_backward)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from memprof.trace.events import HOST
+from memprof.virtual.kernels.indexing import embedding_bag_gradient
 from memprof.virtual.kernels.registry import META, Table, aten, kernel
 from memprof.virtual.kernels.sorting import radix_sort_scratch
 from memprof.virtual.kernels.transfers import is_real_gradient
@@ -155,10 +156,12 @@ def compressed_tensor(launch: Launch) -> Any:
 
 @kernel(aten._embedding_bag_backward, on_host=True)
 def embedding_bag_backward(launch: Launch) -> Any:
-    """The gradient for sparse=True: a row for each index (native/EmbeddingBag.cpp, _embedding_bag_sparse_backward)."""
+    """The gradient, for sparse=True a row for each index (native/EmbeddingBag.cpp, _embedding_bag_sparse_backward)."""
     grad, indices, offsets, bags, sizes, _, weights, by_frequency, mode, is_sparse, *rest = launch.args
-    if not is_sparse or launch.call.device is None:
+    if launch.call.device is None:
         return NotImplemented
+    if not is_sparse:
+        return embedding_bag_gradient(launch)
     rest = [*rest, launch.kwargs.get("padding_idx", -1)] if len(rest) < 2 else rest
     given = (grad, indices, offsets, bags, sizes, weights, by_frequency, mode, *rest)
     with launch.inside():

@@ -265,7 +265,7 @@ def test_adding_at_indices_takes_what_was_recorded() -> None:
     # Recorded with one index tensor of 512 elements (medium at length 128, batch 4, torch 2.11): five arrays of int64
     # and cub's one byte.
     index = empty(512, dtype=torch.int64)
-    assert indexing.index_put_accumulate((empty(10, 4), [index], empty(512, 4), True), CARD) == [4096] * 5 + [1]
+    assert indexing.index_put_accumulate((empty(10, 4), [index], empty(512, 4), True, True), CARD) == [4096] * 5 + [1]
     assert indexing.index_put_accumulate((empty(10, 4), [index], empty(512, 4), False), CARD) == []
 
 

@@ -47,3 +47,28 @@ def test_least_squares_keep_the_rows_of_the_residuals():
             assert gpu.recorder.storages.peak_bytes - before == 4 + 4 * 8 * 4096 + copies + 4 * 1024
             assert made.solution.shape == (columns, 8)
             del made
+
+
+# What an H100 (torch 2.11.0+cu130) requested beside results, flags and cuSOLVER's workspaces, of a matrix of 256 rows.
+COPIES = {
+    "svd": (torch.linalg.svd, [262_144]),
+    "lu": (torch.linalg.lu, [262_144]),
+    "inv": (torch.linalg.inv, [262_144, 1024, 2048, 2048, 2048, 262_144]),
+    "inv of a batch": (
+        lambda m: torch.linalg.inv(m.expand(16, -1, -1)),
+        [4_194_304, 16_384, 2048, 32_768, 2048, 32_768, 4_194_304],
+    ),
+    "inv of a small one": (lambda m: torch.linalg.inv(m[:5, :5]), [100, 20, 8, 8]),
+    "solve": (lambda m: torch.linalg.solve(m, m), [2048, 2048, 2048, 262_144]),
+    "solve for a vector": (lambda m: torch.linalg.solve(m[:64, :64], m[0, :64]), []),
+    "irfft": (lambda m: torch.fft.irfft(torch.complex(m, m)), [2 * 262_144]),  # of complex numbers
+}
+
+
+@pytest.mark.parametrize(("call", "expected"), COPIES.values(), ids=COPIES)
+def test_copies_that_grow_with_the_matrix(call, expected):
+    with VirtualGpu(find_gpu("h100-80gb"), workspaces=False) as gpu:
+        matrix = torch.randn(256, 256, device="cuda")
+        first = len(gpu.trace.storages)
+        call(matrix)
+        assert [storage.num_bytes for storage in gpu.trace.storages[first:] if storage.hidden] == expected

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 from memprof.catalog import find_gpu
+from memprof.trace.events import HOST
 from memprof.virtual import VirtualGpu
 from memprof.virtual.card import Card
 from memprof.virtual.kernels import indexing, norms, registry, sorting
@@ -62,6 +66,10 @@ def test_a_few_long_slices_are_sorted_as_one_and_many_by_segments():
     assert 12 * 6_400_000 <= many[1] <= 12 * 6_400_000 + 1024
 
 
+def test_a_sort_of_a_part_copies_nothing():
+    assert sorting.sort((empty(20_000)[:10_000],), CARD) == sorting.sort((empty(10_000),), CARD)
+
+
 def test_a_sort_along_another_dimension_copies_first():
     count = 5000 * 4
     assert sorting.sort((empty(5000, 4), 0), CARD)[:3] == [4 * count, 4 * count, 8 * count]
@@ -71,13 +79,117 @@ def test_topk_of_few_experts_takes_nothing_and_of_a_vocabulary_a_little():
     assert sorting.topk((empty(8192, 128), 8), CARD) == []
     sizes = sorting.topk((empty(1, 128_256), 50), CARD)
     # 128,256 values over 108 x 6 blocks of 256 threads: 4 values a thread, 126 blocks.
-    assert sizes[:7] == [4, 4, 8, 8, 126 * 512, 4 * 126, 4 * 126]
+    assert sizes == [4, 8, 8, 126 * 512, 1024, 4 * 126, 4 * 126, 1279, 1279]
+    older = sorting.topk((empty(1, 128_256), 50), dataclasses.replace(CARD, release=(2, 9)))
+    assert older == [4, 4, 8, 8, 126 * 512, 4 * 126, 4 * 126, 1279, 1279]
 
 
 def test_a_scan_copies_a_strided_input_and_takes_status_words_where_it_is_alone():
     assert sorting.scan((empty(4, 8).t(), 1), CARD) == [128]
     assert sorting.scan((empty(4, 8), 1), CARD) == []
-    assert sorting.scan((empty(19_200), 0), CARD) == [8 * 42 + 48 + 128 + 255]  # 10 tiles and 32 spare, rounded to 256
+    older = dataclasses.replace(CARD, release=(2, 10))
+    assert sorting.scan((empty(19_200), 0), older) == [8 * 42 + 48 + 128 + 255]  # 10 tiles and 32 spare, rounded to 256
+    assert sorting.scan((empty(19_200), 0), CARD) == [8 * 42 + 48 + 128 + 256 + 255]
+
+
+# What CUB of CUDA 13.0 answers for 4,194,304 items: on compute capability 8.6, 8.0 and 9.0, the last as an H100 took.
+TILES = {
+    "sum of int32": (4, [18_431, 9_727, 11_775]),
+    "sum of int64": (8, [76_031, 22_271, 26_111]),
+    "flagged": (4, [53_247, 15_359, 8_959]),
+    "unique of int32": (4, [27_135, 8_191, 6_143]),
+    "unique of int64": (4, [53_247, 18_431, 8_959]),
+    "unique by key": (8, [210_943, 38_655, 16_127]),
+}
+
+
+@pytest.mark.parametrize(("tuned", "item_bytes", "expected"), [(name, *rest) for name, rest in TILES.items()])
+def test_cub_has_a_tile_for_each_card(tuned, item_bytes, expected):
+    cards = [dataclasses.replace(CARD, compute_capability=capability) for capability in ((8, 6), (8, 0), (9, 0))]
+    assert [sorting.scan_scratch(1 << 22, item_bytes, card, tuned) for card in cards] == expected
+    assert sorting.scan_scratch(1 << 22, 8, CARD) == 76_031
+    assert sorting.reduce_scratch(1 << 22, HOPPER) == 21_503
+    assert sorting.run_length_scratch(1 << 22) == 88_319
+
+
+# What an H100 (torch 2.11.0+cu130) requested, results among it, of 4,194,304 numbers; in order.
+COUNT = 1 << 22
+ON_HOPPER = {
+    "unique": (lambda x: x.long().unique(), [8 * COUNT] * 2 + [34_317_823, 8 * COUNT, 8, 8_959]),
+    "unique with all": (
+        lambda x: x.long().unique(return_inverse=True, return_counts=True),
+        [8 * COUNT] * 4 + [68_058_623, 8 * COUNT, 8 * COUNT, 11_775, 8 * COUNT, 8, 8 * COUNT, 88_319],
+    ),
+    "histc": (lambda x: x.histc(100), [400, 4, 2048, 4, 4, 2048, 4]),
+    "equal": (lambda x: torch.equal(x[:25], x[25:50]), [25, 1]),
+    "histc of bounds": (lambda x: x.histc(100, -1), [400]),
+    "multinomial": (
+        lambda x: x[:262_144].view(8, -1).multinomial(5),
+        [
+            320,
+            4,
+            128,
+            4,
+            1,
+            4,
+            128,
+            4,
+            1,
+            1,
+            32,
+            8,
+            1,
+            1,
+            1 << 20,
+            160,
+            *[32, 64, 64, 131_072, 8192, 1024, 1024],
+            1279,
+            1279,
+        ],
+    ),
+    "topk": (
+        lambda x: x.view(512, -1).topk(50),
+        [102_400, 204_800, 2048, 4096, 4096, 524_288, 524_288, 4096, 4096, 1279, 1279],
+    ),
+    "repeat_interleave": (
+        lambda x: x[:9999].repeat_interleave(torch.full((9999,), 3, device="cuda")),
+        [79_992, 79_992, 1279, 9999, 1, 239_976, 119_988],
+    ),
+    "nonzero": (lambda x: x.nonzero(), [4, 21_503, 8 * COUNT, 8_959]),
+    "cumsum": (lambda x: x.cumsum(0), [4 * COUNT, 18_431]),
+}
+
+
+@pytest.mark.parametrize(("call", "expected"), ON_HOPPER.values(), ids=ON_HOPPER)
+def test_requests_are_those_of_an_h100(call, expected):
+    with VirtualGpu(find_gpu("h100-80gb")) as gpu:
+        data = torch.randn(COUNT, device="cuda")
+        first = len(gpu.trace.storages)
+        call(data)
+        requests = gpu.trace.storages[first:]
+    assert [storage.num_bytes for storage in requests if storage.device != HOST and storage.num_bytes] == expected
+
+
+def test_a_bag_of_embeddings_sorts_its_indices():
+    with VirtualGpu(find_gpu("h100-80gb")) as gpu:
+        table = torch.randn(5000, 128, device="cuda", requires_grad=True)
+        indices = torch.randint(0, 5000, (64, 20), device="cuda")
+        first = len(gpu.trace.storages)
+        functional.embedding_bag(indices, table).backward(torch.ones(64, 128, device="cuda"))
+        requests = [storage.num_bytes for storage in gpu.trace.storages[first:]]
+    sorts, sums = [10_240] * 3 + [1], [10_240, 8, 10_240, 1279, 10_240, 10_240, 1279, 8, 11_264, 720_896]
+    assert requests == [512, 512, 10_240, 32_768, 32_768, *sorts, 2_560_000, *sums]
+
+
+def test_what_unique_and_windows_give_keeps_the_room_it_was_made_with(gpu):
+    data = torch.randn(4, 16, 64, 64, device="cuda")
+    windows = functional.unfold(data, 3)
+    folded = functional.fold(windows, (64, 64), 3)
+    assert folded.untyped_storage().nbytes() == windows.untyped_storage().nbytes() == windows.nbytes
+    numbers = torch.arange(1000, device="cuda") % 10
+    values, counts = numbers.unique(return_counts=True)
+    assert (values.tolist(), counts.tolist()) == (list(range(10)), [100] * 10)
+    assert values.untyped_storage().nbytes() == counts.untyped_storage().nbytes() == 8000
 
 
 def test_sampling_takes_a_variate_for_each_probability(gpu):
@@ -90,10 +202,10 @@ def test_sampling_takes_a_variate_for_each_probability(gpu):
 def test_a_permutation_sorts_random_keys(gpu):
     first = len(gpu.trace.storages)
     torch.randperm(100_000, device="cuda")
-    assert made(gpu, first, "randperm")[:3] == [800_000, 800_000, 800_000]
+    assert made(gpu, first, "randperm")[:4] == [8, 800_000, 800_000, 800_000]
     first = len(gpu.trace.storages)
     torch.randperm(1000, device="cuda")  # 24 bits do for so few
-    assert made(gpu, first, "randperm") == [8000, 4000, 4000, 1]
+    assert made(gpu, first, "randperm") == [8, 8000, 4000, 4000, 1]
 
 
 def test_indices_of_a_mask_are_one_tensor(gpu):
@@ -180,9 +292,19 @@ def test_many_indices_of_an_embedding_take_a_row_for_every_part_of_equal_ones(gp
     assert live == sum(part.numel() * part.element_size() for part in parts)
 
 
+def test_adding_at_indices_checks_their_bounds_but_not_for_a_gradient(gpu):
+    indices = torch.arange(5000, device="cuda")
+    first = len(gpu.trace.storages)
+    torch.zeros(5000, device="cuda").index_put_((indices,), torch.ones(5000, device="cuda"), accumulate=True)
+    assert made(gpu, first, "index_put_")[:5] == [8, 1, 8, 1, 40_000]
+    first = len(gpu.trace.storages)
+    torch.ones(5000, device="cuda", requires_grad=True)[indices].sum().backward()
+    assert made(gpu, first, "index_put_")[:2] == [40_000, 40_000]
+
+
 def test_adding_at_many_indices_sorts_them_with_cubs_scratch():
     index = empty(10_000, dtype=torch.int64)
-    sizes = indexing.index_put_accumulate((empty(50_000, 4), [index], empty(10_000, 4), True), CARD)
+    sizes = indexing.index_put_accumulate((empty(50_000, 4), [index], empty(10_000, 4), True, True), CARD)
     assert sizes == [80_000] * 5 + [sorting.radix_sort_scratch(10_000, 8, 8, 16, CARD)]
 
 
