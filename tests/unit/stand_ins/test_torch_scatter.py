@@ -116,7 +116,7 @@ def test_each_point_has_as_many_neighbours_as_it_may_have(gpu: VirtualGpu) -> No
     first = len(gpu.trace.storages)
     assert torch_cluster.knn_graph(points, 4, loop=True).shape == (2, 400)
     # The two lists and what was found; of each, the numbers of what is kept and that itself; both, and in order.
-    large = [size for size in taken(gpu, first) if size == 400 or size > 1000]
+    large = [size for size in taken(gpu, first) if size == 400 or size > 1500]  # not CUB's bookkeeping
     assert large == [3200, 3200, 400, 3200, 3200, 3200, 3200, 6400, 6400]
     batch = torch.arange(100, device="cuda") // 50
     assert torch_cluster.knn(points, points, 8, batch, batch).shape == (2, 800)
