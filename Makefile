@@ -6,7 +6,7 @@
 # make docs     regenerates docs/cli.md, and the outputs and figures shown in README.md and docs/
 # make site     builds the documentation as a site into build/site
 # make accuracy the published figures beside simulated ones, row by row, into docs/accuracy-tables.md (minutes)
-# make truth    on a machine with a CUDA card: records tests/accuracy/cases there, and compares their simulation
+# make truth    on a machine with a GPU: records tests/accuracy/cases there, and compares their simulation
 # make gpu      on a machine with a GPU: all that ten minutes there can measure, into out/ (tests/gpu); on any other machine
 #               GPU_DAY_DEVICE=cpu make gpu tries its logic
 # make bench    how fast the simulation and the allocator's replay are

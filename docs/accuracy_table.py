@@ -32,8 +32,8 @@ def _training(shared: Path) -> None:
         sys.exit(NOT_HERE)
     print(f"{'model':<29}{'what is added':<28}{'published':>10}{'simulated':>11}{'difference':>12}")
     for row in comparison.ROWS:
-        gib, card = comparison.published(shared, row)
-        simulated = comparison.simulate(row.run, card).peak_bytes / 2**30
+        gib, gpu = comparison.published(shared, row)
+        simulated = comparison.simulate(row.run, gpu).peak_bytes / 2**30
         note = f"  {row.why}" if row.why else ""
         print(f"{row.model:<29}{row.name:<28}{gib:>10.4g}{simulated:>11.3f}{simulated / gib - 1:>+12.1%}{note}")
     print("\nGiB.")

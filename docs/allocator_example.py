@@ -1,4 +1,4 @@
-"""Why reserved is larger than allocated: the example of docs/allocator.md, run on a virtual card.
+"""Why reserved is larger than allocated: the example of docs/allocator.md, run on a virtual GPU.
 
 A batch of tensors is made and let go, a cuBLAS-sized tensor stays in what they leave, and then larger ones come.
 """

@@ -1,7 +1,7 @@
 """Prints the tables of docs/attention.md: what one attention layer takes, by kind of attention and number of tokens.
 
 Its projections, norms and attention, as in Qwen3-4B (32 heads of 128, 8 of keys and values, bfloat16), on a virtual
-card; without parameters and their gradients, and without the layer's input.
+GPU; without parameters and their gradients, and without the layer's input.
 
 python docs/attention_table.py
 """

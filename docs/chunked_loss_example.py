@@ -1,6 +1,6 @@
-"""Prints a table of docs/remedies.md: what the loss of a head takes, whole and in chunks, memprof's and torch's own.
+"""Prints a table of docs/fixes.md: what the loss of a head takes, whole and in chunks, memprof's and torch's own.
 
-Beside the head's input, its weight and the labels, on a virtual card, at the most in a forward and backward.
+Beside the head's input, its weight and the labels, on a virtual GPU, at the most in a forward and backward.
 
 python docs/chunked_loss_example.py
 """
@@ -13,7 +13,7 @@ import torch
 from torch.nn.functional import cross_entropy, linear, linear_cross_entropy
 
 import memprof
-from memprof.remedies.head_loss import Rows, row_losses
+from memprof.fixes.head_loss import Rows, row_losses
 from memprof.units import MIB
 
 WIDTH, VOCABULARY, CHUNK = 2560, 151_936, 1024
@@ -24,7 +24,7 @@ Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def in_chunks(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """The loss of the remedy `chunked-loss`."""
+    """The loss of the fix `chunked-loss`."""
     return row_losses(hidden, weight, None, labels, rows=Rows(CHUNK, 0)).mean()
 
 

@@ -1,4 +1,4 @@
-"""Prints what docs/compare.md shows: a small training run before and after a remedy, side by side.
+"""Prints what docs/compare.md shows: a small training run before and after a fix, side by side.
 
 python docs/compare_example.py
 """

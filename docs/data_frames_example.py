@@ -19,7 +19,7 @@ def layer() -> nn.Module:
 
 
 def main() -> None:
-    """Two training steps on a virtual card, and three questions."""
+    """Two training steps on a virtual GPU, and three questions."""
     with memprof.virtual_gpu("rtx-4090") as gpu:
         model = nn.Sequential(*(layer() for _ in range(6))).to("cuda")
         optimizer = torch.optim.AdamW(model.parameters())

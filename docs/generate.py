@@ -3,9 +3,9 @@
 * docs/cli.md, from the parser;
 * docs/schema/, from the types of the documents;
 * docs/python.md, from the docstrings of the public names and of what they return;
-* in docs/remedies.md, the tables between `<!-- table of remedies -->` and `<!-- end of table -->`, from the table of
-  remedies;
-* in docs/stand-ins.md, the table between `<!-- table of stand-ins -->` and `<!-- end of table -->`, from the stand-ins;
+* in docs/fixes.md, the tables between `<!-- table of fixes -->` and `<!-- end of table -->`, from the table of
+  fixes;
+* in docs/stubs.md, the table between `<!-- table of stubs -->` and `<!-- end of table -->`, from the stubs;
 * in docs/releases.md, the table between `<!-- table of private names -->` and `<!-- end of table -->`, from
   memprof/torch_private;
 * in README.md and below docs/, the text between `<!-- output of: COMMAND -->` and `<!-- end of output -->`: what
@@ -42,8 +42,8 @@ from memprof.cli.exits import MEANINGS, OF_OTHERS
 ROOT = Path(__file__).resolve().parent.parent
 CLI_PAGE = ROOT / "docs" / "cli.md"
 PYTHON_PAGE = ROOT / "docs" / "python.md"
-REMEDIES_PAGE = ROOT / "docs" / "remedies.md"
-STAND_INS_PAGE = ROOT / "docs" / "stand-ins.md"
+FIXES_PAGE = ROOT / "docs" / "fixes.md"
+STUBS_PAGE = ROOT / "docs" / "stubs.md"
 RELEASES_PAGE = ROOT / "docs" / "releases.md"
 WIDTH = 110
 """Columns of the outputs shown."""
@@ -137,12 +137,12 @@ _PYTHON_HEADER = """\
 
 Everything that `import memprof` offers. The names are imported when first used; `MemprofError`, `TargetSpec` and `load`
 need no torch. The marker for pytest is described in [dry runs in CI](dry-run-in-ci.md), and the tables of a document
-(`frames()`) in [data frames](data-frames.md). The names that a document has are [those of its JSON](concepts.md).
+(`frames()`) in [data frames](data-frames.md). The names that a document has are [those of its JSON](json.md).
 """
 _RETURNED = {
     "virtual_gpu": ("memprof.api", "ProfiledGpu", ("report", "save", "allocated_bytes", "trace")),
-    "profile": ("memprof.report.documents.report", "Document", ("save", "frames", "to_json", "from_json")),
-    "apply": ("memprof.remedies.applied", "Applied", ("undo",)),
+    "profile": ("memprof.report.documents.report", "Report", ("save", "frames", "to_json", "from_json")),
+    "apply": ("memprof.fixes.applied", "Applied", ("undo",)),
 }
 """Public function -> the class of what it returns, with the attributes that are described."""
 
@@ -205,26 +205,26 @@ def _example(code: str) -> str:
     return f"```python\n{imports}\n\n{code.strip()}\n```\n"
 
 
-# -- remedies ----------------------------------------------------------------------------------------------------------
+# -- fixes ----------------------------------------------------------------------------------------------------------
 
 
-def table_of_remedies() -> str:
-    """What each remedy changes and costs, and the options of each."""
-    from memprof.remedies.catalog import REMEDIES, Numerics
+def table_of_fixes() -> str:
+    """What each fix changes and costs, and the options of each."""
+    from memprof.fixes.catalog import FIXES, Numerics
 
     names = {Numerics.DIFFERENT: "another model"}
-    rows = ["| remedy | what it changes | what it costs | numbers |", "|---|---|---|---|"]
+    rows = ["| fix | what it changes | what it costs | numbers |", "|---|---|---|---|"]
     options = ["| option | of | what it is |", "|---|---|---|"]
-    for remedy in REMEDIES.values():
-        numbers = names.get(remedy.numerics, remedy.numerics.value)
-        rows.append(f"| `{remedy.name}` | {remedy.changes} | {remedy.cost} | {numbers} |".replace(" * ", " \\* "))
-        options += [f"| `{name}` | `{remedy.name}` | {text} |" for name, text in remedy.options.items()]
+    for fix in FIXES.values():
+        numbers = names.get(fix.numerics, fix.numerics.value)
+        rows.append(f"| `{fix.name}` | {fix.changes} | {fix.cost} | {numbers} |".replace(" * ", " \\* "))
+        options += [f"| `{name}` | `{fix.name}` | {text} |" for name, text in fix.options.items()]
     return "\n".join([*rows, "", *options]).replace("; * stands", "; `*` stands")
 
 
 def with_table(page: str) -> str:
-    """The page on remedies with its tables as they are now."""
-    return _with(page, "<!-- table of remedies -->\n", table_of_remedies())
+    """The page on fixes with its tables as they are now."""
+    return _with(page, "<!-- table of fixes -->\n", table_of_fixes())
 
 
 def _with(page: str, marker: str, table: str) -> str:
@@ -233,13 +233,13 @@ def _with(page: str, marker: str, table: str) -> str:
     return f"{begin}{marker}{table}\n{end}{after}"
 
 
-# -- stand-ins ---------------------------------------------------------------------------------------------------------
+# -- stubs ---------------------------------------------------------------------------------------------------------
 
 
-def table_of_stand_ins() -> str:
-    """Each function that has a stand-in, by its package: what is counted, and the files that it was read in."""
-    from memprof.stand_ins import audio, detection, registry  # noqa: F401  # the two register operators of libraries
-    from memprof.stand_ins.packages import INSTALLED, PACKAGES
+def table_of_stubs() -> str:
+    """Each function that has a stub, by its package: what is counted, and the files that it was read in."""
+    from memprof.stubs import audio, detection, registry  # noqa: F401  # the two register operators of libraries
+    from memprof.stubs.packages import INSTALLED, PACKAGES
     from memprof.virtual.kernels.registry import ABSENT
 
     sections = []
@@ -273,9 +273,9 @@ def _of_package(package: Any, rows: list[tuple[str, Any, str]]) -> str:
     return "\n".join(lines)
 
 
-def with_stand_ins(page: str) -> str:
-    """The page on stand-ins with its table as it is now."""
-    return _with(page, "<!-- table of stand-ins -->\n", table_of_stand_ins())
+def with_stubs(page: str) -> str:
+    """The page on stubs with its table as it is now."""
+    return _with(page, "<!-- table of stubs -->\n", table_of_stubs())
 
 
 # -- private names of torch --------------------------------------------------------------------------------------------
@@ -396,8 +396,8 @@ def main() -> int:
     # The reference first: it may be linked from, and it costs nothing.
     wanted = {CLI_PAGE: command_line_reference(app), **files()}
     wanted[PYTHON_PAGE] = python_reference()
-    wanted[REMEDIES_PAGE] = with_table(REMEDIES_PAGE.read_text(encoding="utf-8"))
-    wanted[STAND_INS_PAGE] = with_stand_ins(STAND_INS_PAGE.read_text(encoding="utf-8"))
+    wanted[FIXES_PAGE] = with_table(FIXES_PAGE.read_text(encoding="utf-8"))
+    wanted[STUBS_PAGE] = with_stubs(STUBS_PAGE.read_text(encoding="utf-8"))
     wanted[RELEASES_PAGE] = with_private_names(RELEASES_PAGE.read_text(encoding="utf-8"))
     for page in pages_with_outputs():
         wanted[page] = with_outputs(wanted.get(page) or page.read_text(encoding="utf-8"), slow=options.slow)

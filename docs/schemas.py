@@ -27,17 +27,17 @@ from memprof.report.documents import answers, estimate, verification
 from memprof.report.documents.analysis import Analysis
 from memprof.report.documents.comparison import Comparison
 from memprof.report.documents.recommendation import Recommendation
-from memprof.report.documents.report import _NOT_OF_ALL, Document
+from memprof.report.documents.report import _NOT_OF_ALL, Report
 from memprof.report.documents.vocabulary import Vocabulary
 from memprof.spec import TargetSpec
 from memprof.trace.facts import RankFacts, Target
-from memprof.trace.plain import json_fields
+from memprof.trace.json_values import json_fields
 
 FOLDER = Path(__file__).resolve().parent / "schema"
 DIALECT = "http://json-schema.org/draft-07/schema#"
 
 FILES: dict[str, tuple[tuple[type, ...], str]] = {
-    "report": ((Document,), "profile, run, and show of either"),
+    "report": ((Report,), "profile, run, and show of either"),
     "analysis": ((Analysis,), "analyze"),
     "comparison": ((Comparison,), "compare"),
     "estimate": ((estimate.EstimateDocument,), "estimate"),
@@ -48,12 +48,12 @@ FILES: dict[str, tuple[tuple[type, ...], str]] = {
     "installation": ((answers.Checked,), "doctor --env"),
     "models": ((answers.ModelList,), "models"),
     "gpus": ((answers.GpuList,), "gpus"),
-    "present-gpus": ((answers.PresentCards,), "gpus --present"),
+    "present-gpus": ((answers.PresentGpus,), "gpus --present"),
     "monitor": ((answers.MonitorLine, answers.MonitorEnd), "monitor: each line"),
     "export": ((answers.Exported,), "export"),
     "topics": ((answers.Topics,), "help"),
     "recipes": ((answers.Recipes,), "recipes ls and recipes cp"),
-    "kept-answers": ((answers.KeptAnswers,), "cache"),
+    "cached-results": ((answers.KeptAnswers,), "cache"),
     "error": ((answers.Failed,), "each of them where it fails without an answer"),
 }
 """Name of a file -> what it describes, and whose answer that is."""
@@ -65,7 +65,7 @@ _OF_FILE = {
     "required": ["file", "options"],
 }
 _OPTIONAL: dict[type, tuple[str, ...]] = {
-    Document: ("card", "cards", "limit", "rank", "ranks", "streams", "over_time"),
+    Report: ("gpu", "gpus", "limit", "rank", "ranks", "streams", "over_time"),
     Bridge: ("nccl_group_bytes",),
     RankFacts: _NOT_OF_ALL,
     estimate.EstimateRow: tuple(name for field, name, _ in json_fields(estimate.EstimateRow) if field.default is None),
@@ -152,7 +152,7 @@ def _class(kind: Any, classes: dict[str, Any]) -> dict[str, Any]:
         found = _schema(hint, classes)
         # Beside a reference the dialect reads nothing.
         properties[name] = about | ({"allOf": [found]} if "$ref" in found and about else found)
-    if kind is Document:  # one of a script or a function has none
+    if kind is Report:  # one of a script or a function has none
         properties["target"] = {"anyOf": [_schema(Target, classes), {"type": "object", "maxProperties": 0}]}
     optional = _OPTIONAL.get(kind, ())
     return {

@@ -47,7 +47,7 @@ def show_programs() -> None:
 
 
 def show_models() -> None:
-    """The table of docs/accuracy-tables.md of models on the virtual card and the CPU."""
+    """The table of docs/accuracy-tables.md of models on the virtual GPU and the CPU."""
     table = rows("accuracy-tables.md", r"[\w-]+ \| [^|]+ \| [\d,]+ \| [\d,]+ \| yes")
     ways = [row for number, row in enumerate(table) if row[0] in [other[0] for other in table[:number]]]
     print(f"models against the CPU: {len(table) - len(ways)}, further ways: {len(ways)}")

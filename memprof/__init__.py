@@ -1,19 +1,19 @@
 """memprof: where the memory of a PyTorch run goes, without a GPU and with one.
 
     with memprof.virtual_gpu("h100-80gb") as gpu:
-        ...            # your code, unmodified; "cuda" is the virtual card
+        ...            # your code, unmodified; "cuda" is the virtual GPU
     print(gpu.report())
 
     with memprof.virtual_gpus(8, rank=3) as gpus:
-        ...            # several cards of one process, or one rank of several
+        ...            # several GPUs of one process, or one rank of several
 
-    memprof.profile(train_step, model, optimizer, batch)  # a function, run twice on a virtual card: its report
+    memprof.profile(train_step, model, optimizer, batch)  # a function, run twice on a virtual GPU: its report
 
-    memprof.apply(model, ["chunked-loss"])  # remedies, in your own model
+    memprof.apply(model, ["chunked-loss"])  # fixes, in your own model
 
     memprof.load("run.memprof")  # a capture or a report that was saved
 
-    @memprof.stand_in("package.module.name", source=...)  # for a package that cannot be installed without a card
+    @memprof.stub("package.module.name", source=...)  # for a package that cannot be installed without a GPU
     def name(...): ...
 
 The public names are imported when first used, so that `import memprof` costs nothing. docs/python.md has them all.
@@ -36,7 +36,7 @@ __all__ = [
     "kernel",
     "load",
     "profile",
-    "stand_in",
+    "stub",
     "virtual_gpu",
     "virtual_gpus",
 ]
@@ -46,8 +46,8 @@ if TYPE_CHECKING:
     from memprof.errors import MemprofError, RunFailedError, UsageError
     from memprof.flows.saved import load
     from memprof.spec import TargetSpec
-    from memprof.stand_ins.registry import stand_in
-    from memprof.stand_ins.tools import kernel
+    from memprof.stubs.registry import stub
+    from memprof.stubs.tools import kernel
 
 # Where names are that need no torch; the others are in api.py.
 _ELSEWHERE = {
@@ -55,9 +55,9 @@ _ELSEWHERE = {
     "RunFailedError": "errors",
     "TargetSpec": "spec",
     "UsageError": "errors",
-    "kernel": "stand_ins.tools",
+    "kernel": "stubs.tools",
     "load": "flows.saved",
-    "stand_in": "stand_ins.registry",
+    "stub": "stubs.registry",
 }
 
 

@@ -9,23 +9,23 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, overload
 
-from memprof.allocator import Settings, SettingsInForce
+from memprof.allocator import CurrentSettings, Settings
 from memprof.catalog import Gpu, custom_gpu, find_gpu
 from memprof.device.context import CONTEXT_BYTES
 from memprof.errors import MemprofError, RunFailedError, UsageError
+from memprof.fixes.applied import apply
 from memprof.flows.account import analyze
-from memprof.flows.cards import RunAllocator, allocator_settings, device_facts
+from memprof.flows.gpus import RunAllocator, allocator_settings, device_facts
 from memprof.flows.profile import profile as profile_spec
 from memprof.ledger.ledger import EmptyTraceError
-from memprof.remedies.applied import apply
-from memprof.report.documents.report import Document
+from memprof.report.documents.report import Report
 from memprof.spec import TargetSpec
-from memprof.stand_ins.extension import extensions
+from memprof.stubs.extension import extensions
 from memprof.trace.events import Trace
 from memprof.trace.io import save_trace
 from memprof.units import format_bytes, parse_gib
 from memprof.virtual import VirtualGpu
-from memprof.virtual.arguments import copied, to_card
+from memprof.virtual.arguments import copied, to_gpu
 
 __all__ = ["ProfiledGpu", "apply", "profile", "virtual_gpu", "virtual_gpus"]
 
@@ -33,28 +33,28 @@ __all__ = ["ProfiledGpu", "apply", "profile", "virtual_gpu", "virtual_gpus"]
 class ProfiledGpu:
     """A virtual GPU for the user's own code.
 
-    Inside the `with` block `torch.device("cuda")` is the virtual card; forward, backward and optimizer steps are
+    Inside the `with` block `torch.device("cuda")` is the virtual GPU; forward, backward and optimizer steps are
     recognised as they happen. Afterwards, also when the block raised, `report()` and `trace` say what happened.
     """
 
     def __init__(
-        self, gpu: Gpu, settings: Settings, gpus: int, of_ranks: tuple[int, int] | None, compiles: bool, stand_ins: bool
+        self, gpu: Gpu, settings: Settings, gpus: int, of_ranks: tuple[int, int] | None, compiles: bool, stubs: bool
     ) -> None:
         self._gpu = gpu
-        self._settings = SettingsInForce(settings)
+        self._settings = CurrentSettings(settings)
         rank, size = of_ranks or (0, gpus)
         self._environment = {} if of_ranks is None else _environment(rank, size, gpus)
         self._before: dict[str, str | None] = {}  # of those variables, what was there
         self._virtual = VirtualGpu(
             gpu,
-            cards=gpus,
+            gpus=gpus,
             nodes=-(-size // gpus),
             rank=rank,
             context_bytes=CONTEXT_BYTES,
             memory=lambda trace: RunAllocator(trace, gpu, self._settings.now),
             allocator_settings=self._settings,
             compiles=compiles,
-            extensions=extensions(stubs=stand_ins),
+            extensions=extensions(stubs=stubs),
         )
 
     def __enter__(self) -> ProfiledGpu:
@@ -71,7 +71,7 @@ class ProfiledGpu:
 
     @property
     def allocated_bytes(self) -> int:
-        """Return bytes that tensors hold on the card now, or on all cards (inside the block)."""
+        """Return bytes that tensors hold on the GPU now, or on all GPUs (inside the block)."""
         return self._virtual.recorder.storages.live_bytes
 
     @property
@@ -95,16 +95,16 @@ class ProfiledGpu:
         """
         save_trace(self.trace, Path(path), force=force)
 
-    def report(self, limit_bytes: int | None = None, *, card: int | None = None) -> Document:
+    def report(self, limit_bytes: int | None = None, *, gpu: int | None = None) -> Report:
         """Return the report so far; `print` shows it, `save()` keeps it, `.to_json()` is a dictionary.
 
         Args:
-            limit_bytes: of device memory, CUDA context included: judged as if the card had no more. None: the card's.
-            card: of several, the number of the one that is shown in full; None: the fullest.
+            limit_bytes: of device memory, CUDA context included: judged as if the GPU had no more. None: the GPU's.
+            gpu: of several, the number of the one that is shown in full; None: the one with the highest usage.
 
         Raises:
-            EmptyTraceError: nothing was allocated on the card.
-            UsageError: no card can be held to `limit_bytes`, or there is no such card.
+            EmptyTraceError: nothing was allocated on the GPU.
+            UsageError: no GPU can be held to `limit_bytes`, or there is no such GPU.
         """
         self.check_limit(limit_bytes)
         trace = self.trace
@@ -112,7 +112,7 @@ class ProfiledGpu:
             name = f"{self._gpu.name} held to {format_bytes(limit_bytes)}"
             held = device_facts(dataclasses.replace(self._gpu, name=name, total_bytes=limit_bytes))
             trace.facts = dataclasses.replace(trace.facts, device=held)
-        return analyze(trace, card=card)
+        return analyze(trace, gpu=gpu)
 
     def check_limit(self, limit_bytes: int | None) -> None:
         """Raise UsageError if the GPU has not as much, or that is less than the CUDA context takes."""
@@ -120,9 +120,9 @@ class ProfiledGpu:
             return
         if limit_bytes > self._gpu.total_bytes:
             raise UsageError(
-                "the limit is more than the card has",
+                "the limit is more than the GPU has",
                 value=f"{format_bytes(limit_bytes)}; {self._gpu.name} has {format_bytes(self._gpu.total_bytes)}",
-                hint="leave the limit out, or choose another card",
+                hint="leave the limit out, or choose another GPU",
             )
         if limit_bytes <= CONTEXT_BYTES:
             raise UsageError(
@@ -138,19 +138,19 @@ def virtual_gpu(
     vram: str | float | None = None,
     alloc_conf: str | None = None,
     compiles: bool = True,
-    stand_ins: bool = True,
+    stubs: bool = True,
 ) -> ProfiledGpu:
-    """Return a context manager in which "cuda" is a virtual card: see `ProfiledGpu`.
+    """Return a context manager in which "cuda" is a virtual GPU: see `ProfiledGpu`.
 
     Args:
-        name: a card of the catalog.
-        vram: the capacity of a card that is in no catalog, in GiB or with a unit ("24GB"); replaces `name`.
+        name: a GPU of the catalog.
+        vram: the capacity of a GPU that is in no catalog, in GiB or with a unit ("24GB"); replaces `name`.
         alloc_conf: settings of torch's caching allocator, as in PYTORCH_CUDA_ALLOC_CONF; None: the environment's.
-        compiles: whether torch.compile compiles for the card; False: what it is given runs eagerly.
-        stand_ins: whether packages that are not installed are stood in for (docs/stand-ins.md).
+        compiles: whether torch.compile compiles for the GPU; False: what it is given runs eagerly.
+        stubs: whether packages that are not installed are replaced by a stub (docs/stubs.md).
 
     Raises:
-        UsageError: there is no such card.
+        UsageError: there is no such GPU.
 
     Example:
         with memprof.virtual_gpu("rtx-4090") as gpu:
@@ -159,7 +159,7 @@ def virtual_gpu(
         report = gpu.report()
         print(report.verdict.required_bytes, report.peak.categories)
     """
-    return virtual_gpus(1, name, vram=vram, alloc_conf=alloc_conf, compiles=compiles, stand_ins=stand_ins)
+    return virtual_gpus(1, name, vram=vram, alloc_conf=alloc_conf, compiles=compiles, stubs=stubs)
 
 
 def virtual_gpus(
@@ -171,7 +171,7 @@ def virtual_gpus(
     rank: int | None = None,
     world_size: int | None = None,
     compiles: bool = True,
-    stand_ins: bool = True,
+    stubs: bool = True,
 ) -> ProfiledGpu:
     """Return a context manager with `n` equal virtual GPUs, `cuda:0` and so on: of one process, or a rank on each.
 
@@ -179,17 +179,17 @@ def virtual_gpus(
     and the other variables that torchrun sets are set, so that `torch.distributed.init_process_group` makes the group.
 
     Args:
-        n: how many cards a machine has.
-        gpu: a card of the catalog.
-        vram: the capacity of a card that is in no catalog, in GiB or with a unit ("24GB"); replaces `gpu`.
+        n: how many GPUs a machine has.
+        gpu: a GPU of the catalog.
+        vram: the capacity of a GPU that is in no catalog, in GiB or with a unit ("24GB"); replaces `gpu`.
         alloc_conf: settings of torch's caching allocator, as in PYTORCH_CUDA_ALLOC_CONF; None: the environment's.
         rank: the one that the block is, from 0; None: of no several processes, unless `world_size` is given.
-        world_size: how many ranks there are, on as many machines as that takes; None: one for each card.
-        compiles: whether torch.compile compiles for the card; False: what it is given runs eagerly.
-        stand_ins: whether packages that are not installed are stood in for (docs/stand-ins.md).
+        world_size: how many ranks there are, on as many machines as that takes; None: one for each GPU.
+        compiles: whether torch.compile compiles for the GPU; False: what it is given runs eagerly.
+        stubs: whether packages that are not installed are replaced by a stub (docs/stubs.md).
 
     Raises:
-        UsageError: there is no such card, none at all, or no such rank.
+        UsageError: there is no such GPU, none at all, or no such rank.
 
     Example:
         import torch.distributed as dist
@@ -208,19 +208,19 @@ def virtual_gpus(
     size = world_size or n
     if rank is not None and not 0 <= rank < size:
         raise UsageError("there is no such rank", value=f"rank={rank} of {size}", hint="ranks count from 0")
-    card = find_gpu(gpu) if vram is None else custom_gpu(parse_gib(vram))
+    model = find_gpu(gpu) if vram is None else custom_gpu(parse_gib(vram))
     of_ranks = None if rank is None and world_size is None else (rank or 0, size)
-    return ProfiledGpu(card, allocator_settings(alloc_conf, flag="alloc_conf"), n, of_ranks, compiles, stand_ins)
+    return ProfiledGpu(model, allocator_settings(alloc_conf, flag="alloc_conf"), n, of_ranks, compiles, stubs)
 
 
-def _environment(rank: int, size: int, cards: int) -> dict[str, str]:
-    """Return what torchrun sets for a rank on a machine with so many cards."""
+def _environment(rank: int, size: int, gpus: int) -> dict[str, str]:
+    """Return what torchrun sets for a rank on a machine with so many GPUs."""
     values = {
         "RANK": rank,
-        "LOCAL_RANK": rank % cards,
+        "LOCAL_RANK": rank % gpus,
         "WORLD_SIZE": size,
-        "LOCAL_WORLD_SIZE": min(cards, size - rank // cards * cards),
-        "GROUP_RANK": rank // cards,
+        "LOCAL_WORLD_SIZE": min(gpus, size - rank // gpus * gpus),
+        "GROUP_RANK": rank // gpus,
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": 29500,
     }
@@ -228,7 +228,7 @@ def _environment(rank: int, size: int, cards: int) -> dict[str, str]:
 
 
 @overload
-def profile(target: TargetSpec, /, progress: Callable[[str], None] = ...) -> tuple[Trace, Document]: ...
+def profile(target: TargetSpec, /, progress: Callable[[str], None] = ...) -> tuple[Trace, Report]: ...
 
 
 @overload
@@ -240,7 +240,7 @@ def profile(
     vram: str | float | None = ...,
     steps: int = ...,
     **kwargs: Any,
-) -> Document: ...
+) -> Report: ...
 
 
 def profile(target: TargetSpec | Callable[..., object], /, *args: Any, **kwargs: Any) -> Any:
@@ -249,22 +249,22 @@ def profile(target: TargetSpec | Callable[..., object], /, *args: Any, **kwargs:
     A `TargetSpec` is run as by `memprof profile` (memprof.flows.profile): the trace and the report are returned.
 
     A function is called `steps` times on a virtual GPU with the other arguments, and the report is returned. Modules
-    and tensors among the arguments, also in lists, tuples and dictionaries, are on the card; all arguments are copies,
+    and tensors among the arguments, also in lists, tuples and dictionaries, are on the GPU; all arguments are copies,
     so that the caller's own are as they were. Backward and optimizer steps are recognised as they happen.
 
     Args:
         target: the specification, or the function.
         *args: of the function.
-        gpu: a card of the catalog; "h100-80gb" if nothing is given.
-        vram: the capacity of a card that is in no catalog, in GiB or with a unit ("24GB"); replaces `gpu`.
+        gpu: a GPU of the catalog; "h100-80gb" if nothing is given.
+        vram: the capacity of a GPU that is in no catalog, in GiB or with a unit ("24GB"); replaces `gpu`.
         steps: how often to call it. The first makes the optimizer's state, so that two are the least that show what
             goes on, and three are needed to see memory grow.
         **kwargs: of the function, by any names but these.
 
     Raises:
-        UsageError: the card is not known, an argument cannot be copied, `steps` is below 1.
+        UsageError: the GPU is not known, an argument cannot be copied, `steps` is below 1.
         RunFailedError: the function raised; `trace` and `document` are what happened until then.
-        EmptyTraceError: the function put nothing on the card.
+        EmptyTraceError: the function put nothing on the GPU.
 
     Example:
         def step(model, optimizer, batch):
@@ -292,14 +292,14 @@ def _profile_function(
     vram: str | float | None = None,
     steps: int = 2,
     **kwargs: Any,
-) -> Document:
+) -> Report:
     if steps < 1:
         raise UsageError("nothing is run", value=f"steps={steps}", hint="give at least 1, or 2 for the steady state")
-    card = virtual_gpu(gpu, vram=vram)
+    active = virtual_gpu(gpu, vram=vram)
     args, kwargs = copied((args, kwargs))
     try:
-        with card:
-            args, kwargs = to_card((args, kwargs))
+        with active:
+            args, kwargs = to_gpu((args, kwargs))
             for _ in range(steps):
                 function(*args, **kwargs)
     except MemprofError:
@@ -310,8 +310,8 @@ def _profile_function(
             value=str(error),
             hint="if the same code runs on a real GPU, this is a gap of the virtual one",
         )
-        raised.trace = card.trace
-        with contextlib.suppress(EmptyTraceError):  # before anything was on the card
-            raised.document = card.report()
+        raised.trace = active.trace
+        with contextlib.suppress(EmptyTraceError):  # before anything was on the GPU
+            raised.document = active.report()
         raise raised from error
-    return card.report()
+    return active.report()

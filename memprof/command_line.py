@@ -12,12 +12,12 @@ from memprof.spec import TargetSpec, options_of
 from memprof.units import parse_gib, spell_size
 
 
-def profile_command(spec: TargetSpec, *more: str, names_card: bool = True) -> str:
+def profile_command(spec: TargetSpec, *more: str, names_gpu: bool = True) -> str:
     """Return `memprof profile` for `spec`, with every option that it would not have anyway, and `more` words.
 
-    `names_card` names the GPU also where it is the default.
+    `names_gpu` names the GPU also where it is the default.
     """
-    return shlex.join(["memprof", "profile", *spell_options(spec, names_card=names_card), *more])
+    return shlex.join(["memprof", "profile", *spell_options(spec, names_gpu=names_gpu), *more])
 
 
 def run_command(spec: RunSpec, program: Sequence[str], *more: str) -> str:
@@ -25,7 +25,7 @@ def run_command(spec: RunSpec, program: Sequence[str], *more: str) -> str:
     return shlex.join(["memprof", "run", *spell_options(spec), *more, *program])
 
 
-def spell_options(spec: TargetSpec | RunSpec, *, names_card: bool = True) -> list[str]:
+def spell_options(spec: TargetSpec | RunSpec, *, names_gpu: bool = True) -> list[str]:
     """Return the options of `spec` as words: all that have another value than they would have anyway, and its fixes."""
     kind: Any = type(spec)
     about = options_of(kind)
@@ -36,7 +36,7 @@ def spell_options(spec: TargetSpec | RunSpec, *, names_card: bool = True) -> lis
         other, otherwise = instead.get(name, ("", None))
         if otherwise is not None and getattr(spec, other):
             one, value = otherwise, getattr(spec, other) if otherwise.parse else value
-        elif one.instead_of or (not (name == "gpu" and names_card) and _is_so_anyway(spec, name)):
+        elif one.instead_of or (not (name == "gpu" and names_gpu) and _is_so_anyway(spec, name)):
             continue
         value = spell_size(value) if one.parse is parse_gib else value
         words += [str(one.flag)] if isinstance(value, bool) else [str(one.flag), str(value)]

@@ -68,7 +68,7 @@ class MemprofError(Exception):
 
 
 class UsageError(MemprofError):
-    """Wrong use: an unknown name, a value out of range, a file that is not what it should be.
+    """Usage error: an unknown name, a value out of range, a file that is not what it should be.
 
     Example:
         try:
@@ -94,11 +94,11 @@ class RunFailedError(MemprofError):
     """
 
     trace: Any = None  # what happened until then (`memprof.trace.events.Trace`)
-    # The report on it (`memprof.report.documents.report.Document`), None if nothing had been allocated yet.
+    # The report on it (`memprof.report.documents.report.Report`), None if nothing had been allocated yet.
     document: Any = None
 
 
-def text_of(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """Return what an error says; what Python's own traceback shows where its `__str__` raises."""
     try:
         return str(error)
@@ -108,7 +108,7 @@ def text_of(error: BaseException) -> str:
 
 def first_line(error: BaseException) -> str:
     """Return what an error says, without what follows it in further lines."""
-    return (text_of(error).strip().splitlines() or [""])[0]
+    return (error_text(error).strip().splitlines() or [""])[0]
 
 
 def not_installed(problem: str, value: object, extra: str, otherwise: str = "") -> UsageError:

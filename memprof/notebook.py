@@ -1,4 +1,4 @@
-"""`%load_ext memprof` in a notebook, and `%%memprof --gpu rtx-4090` on a cell: it runs on a virtual card."""
+"""`%load_ext memprof` in a notebook, and `%%memprof --gpu rtx-4090` on a cell: it runs on a virtual GPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from memprof.errors import MemprofError, UsageError
 
 if TYPE_CHECKING:
-    from memprof.report.documents.report import Document
+    from memprof.report.documents.report import Report
 
 
 class _Parser(argparse.ArgumentParser):
@@ -31,8 +31,8 @@ def _parser() -> _Parser:
 def register(shell: Any) -> None:
     """Make the magic known to IPython's `shell`."""
 
-    def memprof(line: str, cell: str) -> Document | None:
-        """Run the cell with "cuda" as a virtual card; what it gives is the report: --gpu, --gpu-vram, --alloc-conf."""
+    def memprof(line: str, cell: str) -> Report | None:
+        """Run the cell with "cuda" as a virtual GPU; what it gives is the report: --gpu, --gpu-vram, --alloc-conf."""
         try:
             return run_cell(shell, line, cell)
         except MemprofError as error:
@@ -43,8 +43,8 @@ def register(shell: Any) -> None:
     shell.register_magic_function(memprof, "cell", "memprof")
 
 
-def run_cell(shell: Any, line: str, cell: str) -> Document:
-    """Run a cell's code in the notebook's namespace on a virtual card; the report on it.
+def run_cell(shell: Any, line: str, cell: str) -> Report:
+    """Run a cell's code in the notebook's namespace on a virtual GPU; the report on it.
 
     Args:
         shell: IPython's.
@@ -52,8 +52,8 @@ def run_cell(shell: Any, line: str, cell: str) -> Document:
         cell: the code.
 
     Raises:
-        UsageError: an unknown card or option.
-        EmptyTraceError: the cell put nothing on the card.
+        UsageError: an unknown GPU or option.
+        EmptyTraceError: the cell put nothing on the GPU.
         Exception: whatever the cell raises.
     """
     from memprof.api import virtual_gpu

@@ -2,15 +2,15 @@
 
     @pytest.mark.memprof(gpu="rtx-4090", limit="20GiB")
     def test_training_step():
-        train(steps=2)  # "cuda" is the virtual card, here and in the test's own fixtures
+        train(steps=2)  # "cuda" is the virtual GPU, here and in the test's own fixtures
 
-The card is there for the test and its function-scoped fixtures; a fixture of a wider scope is made before, without it.
+The GPU is there for the test and its function-scoped fixtures; a fixture of a wider scope is made before, without it.
 `limit` is device memory, as nvidia-smi shows it: what the caching allocator holds, and the CUDA context. The test fails
-if the run would be out of memory on a card with that much. What the allocator merely keeps for later does not count,
-for it gives that back before it gives up. Without `limit` the card's own capacity decides. More is in
+if the run would be out of memory on a GPU with that much. What the allocator merely keeps for later does not count,
+for it gives that back before it gives up. Without `limit` the GPU's own capacity decides. More is in
 docs/dry-run-in-ci.md.
 
-Nothing is imported before a test asks for a card: a suite that does not use it pays nothing.
+Nothing is imported before a test asks for a GPU: a suite that does not use it pays nothing.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ MARKER = "memprof"
 DEFAULT_GPU = "h100-80gb"
 
 
-class _Card(NamedTuple):
+class _Gpu(NamedTuple):
     """What a test runs on."""
 
     gpu: ProfiledGpu
     limit_bytes: int | None
 
 
-_CARD = pytest.StashKey[_Card]()
+_GPU = pytest.StashKey[_Gpu]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -44,7 +44,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers",
         f"{MARKER}(gpu={DEFAULT_GPU!r}, *, gpus=1, rank=None, world_size=None, vram=None, limit=None, "
         "alloc_conf=None): run the test on a virtual GPU, on several, or as one rank of several; it fails if "
-        "it would not fit a card, or not fit `limit` of it",
+        "it would not fit a GPU, or not fit `limit` of it",
     )
 
 
@@ -55,16 +55,16 @@ def virtual_gpu(request: pytest.FixtureRequest) -> Generator[ProfiledGpu, None, 
     Without a marker nothing is judged: the test reads `allocated_bytes` or `report()` and decides for itself.
     """
     marker = request.node.get_closest_marker(MARKER)
-    card = _card(*(marker.args, marker.kwargs) if marker else ((), {}))
-    with card.gpu:
-        request.node.stash[_CARD] = card
-        yield card.gpu
-    del request.node.stash[_CARD]  # with its trace: a suite may have many
+    gpu = _gpu(*(marker.args, marker.kwargs) if marker else ((), {}))
+    with gpu.gpu:
+        request.node.stash[_GPU] = gpu
+        yield gpu.gpu
+    del request.node.stash[_GPU]  # with its trace: a suite may have many
 
 
 @pytest.fixture(autouse=True)
 def _memprof_marker(request: pytest.FixtureRequest) -> None:
-    """Bring the card to tests that have the marker and do not ask for the fixture."""
+    """Bring the GPU to tests that have the marker and do not ask for the fixture."""
     if request.node.get_closest_marker(MARKER) is not None:
         request.getfixturevalue("virtual_gpu")
 
@@ -73,29 +73,29 @@ def _memprof_marker(request: pytest.FixtureRequest) -> None:
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     """Judge a test that has passed; one that failed by itself says why itself."""
     result = yield
-    card = item.stash.get(_CARD, None)
-    if card is not None and item.get_closest_marker(MARKER) is not None:
-        problem = _problem(card)
+    gpu = item.stash.get(_GPU, None)
+    if gpu is not None and item.get_closest_marker(MARKER) is not None:
+        problem = _problem(gpu)
         if problem is not None:
             pytest.fail(problem, pytrace=False)
     return result
 
 
-def _problem(card: _Card) -> str | None:
+def _problem(gpu: _Gpu) -> str | None:
     from memprof.ledger.ledger import EmptyTraceError
-    from memprof.report.terminal.brief import brief
+    from memprof.report.terminal.summary import brief
 
     try:
-        document = card.gpu.report(limit_bytes=card.limit_bytes)
+        document = gpu.gpu.report(limit_bytes=gpu.limit_bytes)
     except EmptyTraceError as error:
-        return f"memprof: the test has the marker, and used no memory of the card: {error.hint}"
+        return f"memprof: the test has the marker, and used no memory of the GPU: {error.hint}"
     return None if document.verdict.fits else f"memprof: {brief(document)}"
 
 
-def _card(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> _Card:
+def _gpu(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> _Gpu:
     from memprof.errors import UsageError
 
-    takes = inspect.signature(_make_card)
+    takes = inspect.signature(_make_gpu)
     try:
         takes.bind(*arguments, **keywords)
     except TypeError as error:
@@ -103,14 +103,14 @@ def _card(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> _Card:
         problem = f"{error}\n  hint:  it takes {names}, as in {example}"
     else:
         try:
-            return _make_card(*arguments, **keywords)
+            return _make_gpu(*arguments, **keywords)
         except UsageError as error:
             problem = str(error)
     # Not where it was caught: pytest would show both.
-    pytest.fail(f"wrong use of the marker memprof: {problem}", pytrace=False)
+    pytest.fail(f"usage error of the marker memprof: {problem}", pytrace=False)
 
 
-def _make_card(
+def _make_gpu(
     gpu: str = DEFAULT_GPU,
     *,
     gpus: int = 1,
@@ -119,17 +119,17 @@ def _make_card(
     vram: str | float | None = None,
     limit: str | float | None = None,
     alloc_conf: str | None = None,
-) -> _Card:
+) -> _Gpu:
     from memprof.api import virtual_gpus
     from memprof.errors import UsageError
     from memprof.units import parse_gib
 
     if not isinstance(gpu, str):
-        raise UsageError("gpu is not the name of a card", value=repr(gpu), hint="`memprof gpus` lists them")
+        raise UsageError("gpu is not the name of a GPU", value=repr(gpu), hint="`memprof gpus` lists them")
     for key, value in (("gpus", gpus), ("rank", rank), ("world_size", world_size)):
         if type(value) is not int and (value is not None or key == "gpus"):
             raise UsageError(f"{key} is not a whole number", value=repr(value), hint=f"give one, as in {key}=8")
     made = virtual_gpus(gpus, gpu, vram=vram, alloc_conf=alloc_conf, rank=rank, world_size=world_size)
     limit_bytes = None if limit is None else parse_gib(limit)
     made.check_limit(limit_bytes)
-    return _Card(made, limit_bytes)
+    return _Gpu(made, limit_bytes)

@@ -21,9 +21,9 @@ class RunSpec:
     """Say how a script is run; sizes are bytes."""
 
     worst_batch: bool = option(False, "Script", "Feed the largest batch of each data loader first.")
-    beyond: bool = option(False, "Script", "Go on past a full card, to see the whole need: no error in the script.")
+    beyond: bool = option(False, "Script", "Go on past a full GPU, to see the whole need: no error in the script.")
     no_compile: bool = option(False, "Script", "Run what the script gives to torch.compile eagerly.")
-    no_stand_ins: bool = option(False, "Script", "Stand in for no package that is not installed (flash_attn).")
+    no_stubs: bool = option(False, "Script", "Stand in for no package that is not installed (flash_attn).")
     steps: int | None = repeat_option(
         "steps", note="The script is stopped then.", unset="2; more while that is cheap, or memory grows"
     )
@@ -38,19 +38,19 @@ class RunSpec:
         note="cuda:0, cuda:1 and so on: for one process, or a rank on each.",
     )  # fmt: skip
     nodes: int | None = option(
-        None, "Card", "How many machines with so many cards.", is_count=True, unset="1, or the launcher's"
+        None, "GPU", "How many machines with so many GPUs.", is_count=True, unset="1, or the launcher's"
     )
     rank: int | None = repeat_option("rank", note="It alone is run, without --ranks.", unset="0")
     ranks: str | None = option(
-        None, "Card", "The ranks to run together, each in a process: all, or numbers.", metavar="all|0,3|0-3"
+        None, "GPU", "The ranks to run together, each in a process: all, or numbers.", metavar="all|0,3|0-3"
     )
-    shown_card: int | None = option(
+    shown_gpu: int | None = option(
         None,
         "Output",
-        "Of several cards, the one to show in full.",
-        flag="--card",
+        "Of several GPUs, the one to show in full.",
+        flag="--gpu-index",
         metavar="INDEX",
-        unset="the fullest",
+        unset="the GPU with the highest usage",
     )
     device: str = repeat_option("device")
     detail: bool = repeat_option("detail")

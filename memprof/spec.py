@@ -1,4 +1,4 @@
-"""What to profile: one frozen, validated description of model, workload and card; everything else follows from it.
+"""What to profile: one frozen, validated description of model, workload and GPU; everything else follows from it.
 
 A field made by `option` is an option of the command line too: cli/options.py makes it from what stands here, and
 `check_options` reads the same. To add an option, add a field.
@@ -48,7 +48,7 @@ NPT_INITS = ("orthogonal", "fast")
 NPT_DEFAULTS = {"npt_rank": 16, "npt_chunk": 16, "npt_init": "orthogonal"}
 PRESENT = "the one that is here, else h100-80gb"
 DEVICES = ("virtual", "cpu", "cuda")
-# Host memory that a search takes for granted where none is given: a node with eight large cards has about 2 TiB.
+# Host memory that a search takes for granted where none is given: a node with eight large GPUs has about 2 TiB.
 HOST_BYTES = 256 * GIB
 STEADY_STEPS = 2
 # Of batches that differ: the longest 1% of them are two, and what is reserved has settled (docs/lengths.md).
@@ -251,28 +251,28 @@ class TargetSpec:
         None, "Memory", "The caching allocator's, such as expandable_segments:True.", metavar="SETTINGS",
         unset="the environment's",
     )  # fmt: skip
-    # Remedies that `memprof.apply` switches on in the built model: names, or NAME=VALUE (remedies/fixes.py).
+    # Fixes that `memprof.apply` switches on in the built model: names, or NAME=VALUE (fixes/chosen.py).
     fixes: tuple[str, ...] = ()
-    device: str = option("virtual", "Card", "virtual: simulate; cuda or cpu: measure there.", choices=DEVICES)
-    detail: bool = option(False, "Card", "Measured: the line of every allocation as well, which makes steps longer.")
-    gpu: str = option("h100-80gb", "Card", "The card (`memprof gpus` lists them).", unset=PRESENT)
+    device: str = option("virtual", "GPU", "virtual: simulate; cuda or cpu: measure there.", choices=DEVICES)
+    detail: bool = option(False, "GPU", "Measured: the line of every allocation as well, which makes steps longer.")
+    gpu: str = option("h100-80gb", "GPU", "The GPU (`memprof gpus` lists them).", unset=PRESENT)
     gpu_vram_bytes: int | None = option(
-        None, "Card", "Instead of --gpu: a capacity, in GiB or as 24GB.", metavar="GIB", flag="--gpu-vram",
+        None, "GPU", "Instead of --gpu: a capacity, in GiB or as 24GB.", metavar="GIB", flag="--gpu-vram",
         instead_of="gpu", parse=parse_gib,
     )  # fmt: skip
-    gpus: int = option(1, "Card", "How many such cards.", is_count=True)
+    gpus: int = option(1, "GPU", "How many such GPUs.", is_count=True)
     # See workload/plan.py; batch size and context length are those of one rank's batch, before it is spread.
     parallel: str | None = option(
-        None, "Card", "How the model and its work are spread over them: ddp, fsdp, fsdp:shard_grad_op, "
+        None, "GPU", "How the model and its work are spread over them: ddp, fsdp, fsdp:shard_grad_op, "
         "hsdp:2x4, tp=2,fsdp=4, cp=2, ulysses=2 or pp=4:1f1b:microbatches=8; in inference also device-map.",
         metavar="PLAN",
     )  # fmt: skip
     rank: int | None = option(
-        None, "Card", "Of a program of several processes (torchrun, accelerate, mp.spawn), the one to show in full.",
+        None, "GPU", "Of a program of several processes (torchrun, accelerate, mp.spawn), the one to show in full.",
         unset="the one that decides",
     )  # fmt: skip
     host_memory_bytes: int | None = option(
-        None, "Card", "Of the machine, in GiB or as 64GB: a run that keeps more than this in it does not fit.",
+        None, "GPU", "Of the machine, in GiB or as 64GB: a run that keeps more than this in it does not fit.",
         metavar="GIB", flag="--host-memory", unset="256 for what is searched; else it is not asked", parse=parse_gib,
     )  # fmt: skip
 
@@ -311,7 +311,7 @@ class TargetSpec:
                 raise UsageError("nothing is to be compiled", value=flag, hint="add --compile")
         if self.compile and self.parallel is not None:
             raise UsageError(
-                "a model that is spread over cards is not compiled here",
+                "a model that is spread over GPUs is not compiled here",
                 value=f"--parallel {self.parallel}",
                 hint="leave out --compile; a script of your own may do both under memprof run",
             )

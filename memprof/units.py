@@ -1,7 +1,7 @@
 """Bytes are ints everywhere in memprof; this module and report/ alone know GiB and MiB.
 
-Binary units only (1 GiB = 2**30 bytes): a card sold as "80 GB" has 79.10 GiB, and mixing the two is how people end up
-on the wrong card.
+Binary units only (1 GiB = 2**30 bytes): a GPU sold as "80 GB" has 79.10 GiB, and mixing the two is how people end up
+on the wrong GPU.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def _read_count(text: str) -> Decimal | None:
     return Decimal(match[1].replace(",", "").replace("_", "")) * _COUNT_SUFFIX[match[2].lower()]
 
 
-def spell_numbers(of: Iterable[int]) -> str:
+def format_ranges(of: Iterable[int]) -> str:
     """Return `0, 2-5` of rising numbers."""
     spans: list[list[int]] = []
     for one in of:

@@ -85,7 +85,7 @@ def follow(answer: dict[str, Any], run: Run, folder: Path, most: int = 5) -> lis
 
 
 def _same_as_row(before: dict[str, Any], code: int, after: dict[str, Any]) -> None:
-    row = next(row for row in before["ladder"] if row["fits"] and row["remedies"])
+    row = next(row for row in before["ladder"] if row["fits"] and row["fixes"])
     assert code == 0 and after["verdict"]["fits"] is True
     assert after["verdict"]["required_bytes"] == row["device_used_bytes"]
 
@@ -96,7 +96,7 @@ def _a_set(before: dict[str, Any], code: int, after: dict[str, Any]) -> None:
     assert first["device_used_bytes"] >= before["verdict"]["required_bytes"]
     assert code == (0 if last["fits"] else 3)
     assert after["verdict"]["required_bytes"] == last["device_used_bytes"] and after["verdict"]["fits"] is last["fits"]
-    assert last["fits"] or "nothing fits" in after["ladder_reason"] or "no remedy" in after["ladder_reason"]
+    assert last["fits"] or "nothing fits" in after["ladder_reason"] or "no fix" in after["ladder_reason"]
 
 
 def _a_limit(before: dict[str, Any], code: int, after: dict[str, Any]) -> None:
@@ -131,12 +131,12 @@ def _recommended(before: dict[str, Any], code: int, after: dict[str, Any]) -> No
 # What for, as the line says -> what the command's answer has to be.
 CHECKS: dict[str, Callable[[dict[str, Any], int, dict[str, Any]], None]] = {
     "the first row that fits, in full": _same_as_row,
-    "the remedies that make it fit at the least cost": _a_set,
+    "the fixes that make it fit at the least cost": _a_set,
     "the largest batch that fits": _a_limit,
     "the report of the largest": _the_largest,
     "whether later steps take more": _later,
-    "all of it": _all_of_it,
-    "what would fit this card, or how many of them it takes": _recommended,
+    "the whole script": _all_of_it,
+    "what would fit this GPU, or how many of them it takes": _recommended,
 }
 
 

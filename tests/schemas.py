@@ -16,7 +16,7 @@ _OF_COMMANDS = {
     "analyze": "analysis", "compare": "comparison", "estimate": "estimate", "recommend": "recommendation",
     "verify": "verification", "vocab": "vocabulary", "doctor": "diagnoses", "doctor --env": "installation",
     "models": "models", "gpus": "gpus", "gpus --present": "present-gpus", "monitor": "monitor", "export": "export",
-    "help": "topics", "cache": "kept-answers", "recipes ls": "recipes", "recipes cp": "recipes",
+    "help": "topics", "cache": "cached-results", "recipes ls": "recipes", "recipes cp": "recipes",
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""A training script with an evaluation after each epoch, which keeps the logits of every batch on the card."""
+"""A training script with an evaluation after each epoch, which keeps the logits of every batch on the GPU."""
 
 import argparse
 

@@ -1,7 +1,7 @@
-"""Trains a model of the size of Qwen3-4B on texts of 131,072 tokens, on as many cards as torchrun starts processes.
+"""Trains a model of the size of Qwen3-4B on texts of 131,072 tokens, on as many GPUs as torchrun starts processes.
 
-torchrun --nproc-per-node 2 long_context.py             # each card has a text of its own
-torchrun --nproc-per-node 2 long_context.py --split     # all cards have a part of one text
+torchrun --nproc-per-node 2 long_context.py             # each GPU has a text of its own
+torchrun --nproc-per-node 2 long_context.py --split     # all GPUs have a part of one text
 """
 
 import argparse
@@ -27,7 +27,7 @@ class Exchange(torch.autograd.Function):
 
     @staticmethod
     def forward(context, x, split, joined):
-        """Cut dimension `split` into a piece for each card, and put those that come together along `joined`."""
+        """Cut dimension `split` into a piece for each GPU, and put those that come together along `joined`."""
         context.dimensions = split, joined
         pieces = torch.stack(x.chunk(dist.get_world_size(), split))
         found = torch.empty_like(pieces)
@@ -42,7 +42,7 @@ class Exchange(torch.autograd.Function):
 
 
 def attend(module, query, key, value, attention_mask, scaling, **others):
-    """Attention over all tokens of a text of which each card has a part (as in DeepSpeed-Ulysses)."""
+    """Attention over all tokens of a text of which each GPU has a part (as in DeepSpeed-Ulysses)."""
     query, key, value = (Exchange.apply(x, 1, 2) for x in (query, key, value))
     found = functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
     return Exchange.apply(found, 2, 1).transpose(1, 2), None
@@ -81,12 +81,12 @@ class Trained(nn.Module):
 def main():
     """Train for three steps."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--split", action="store_true", help="spread each text over all cards")
+    parser.add_argument("--split", action="store_true", help="spread each text over all GPUs")
     parser.add_argument("--layers", type=int, default=36)
     options = parser.parse_args()
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl")
-    rank, cards = dist.get_rank(), dist.get_world_size()
+    rank, gpus = dist.get_rank(), dist.get_world_size()
     AttentionInterface.register("spread", attend)
     with torch.device("meta"):
         trained = Trained("spread" if options.split else "sdpa", options.layers)
@@ -96,7 +96,7 @@ def main():
     trained.to_empty(device="cuda")
     trained.train()
     optimizer = torch.optim.AdamW(trained.parameters())
-    part = slice(rank * TOKENS // cards, (rank + 1) * TOKENS // cards) if options.split else slice(0, TOKENS)
+    part = slice(rank * TOKENS // gpus, (rank + 1) * TOKENS // gpus) if options.split else slice(0, TOKENS)
     for step in range(3):
         text = torch.randint(0, 151_936, (1, TOKENS + 1))
         tokens, labels = text[:, :-1][:, part].cuda(), text[:, 1:][:, part].cuda()

@@ -20,7 +20,7 @@ class AddressSpace:
 
     The rule is read off recordings, the driver is closed: of the pairs of segments in 19 recordings on an H100 (driver
     580) it orders 93% as they lay there, in 11 public ones 91%; rising addresses, 12% and 10%. With it all 19 replays
-    have the allocated and reserved peaks of the card, to the byte. What else a process maps moves the rest.
+    have the allocated and reserved peaks of the GPU, to the byte. What else a process maps moves the rest.
     """
 
     def __init__(self) -> None:

@@ -30,7 +30,7 @@ class CachingAllocator:
     Its attributes are those of torch's, and what malloc reads of `config` at each call.
 
     Args:
-        total_bytes: capacity of the card (cudaMemGetInfo's total); None: without limit.
+        total_bytes: capacity of the GPU (cudaMemGetInfo's total); None: without limit.
         driver: where segments come from; a SimulatedDriver of `total_bytes` unless given.
         completion: when blocks that other streams used are free again.
         counts: whether `counters` and `stats` are kept, which takes a third of the time; else they mean nothing, but
@@ -59,14 +59,14 @@ class CachingAllocator:
             )
         self.release = release
         self.counts = counts
-        self.device = 0  # the card's number, as messages have it
+        self.device = 0  # the GPU's number, as messages have it
         self.driver = SimulatedDriver(total_bytes) if driver is None else driver
         self.pending = PendingFrees(self._free_block, completion)
         self.statistics = Statistics()
         self.expandable = config.expandable_segments and release.has_expandable_segments
         total = self.driver.memory_info()[1] if total_bytes is None else total_bytes
         self.allowed_bytes: int | None = None
-        if config.per_process_memory_fraction < 1 and total:  # of a card without limit there are no fractions
+        if config.per_process_memory_fraction < 1 and total:  # of a GPU without limit there are no fractions
             self.allowed_bytes = int(config.per_process_memory_fraction * total)
         reserve = config.expandable_segments_reserve_bytes
         if reserve is None:  # without a limit of memory, the reservation must not be one either
@@ -87,7 +87,7 @@ class CachingAllocator:
 
     def malloc(self, num_bytes: int, stream: int = 0, pool: PoolId = DEFAULT_POOL) -> Block:
         """Return a block for `num_bytes` (at least 1: empty tensors take none), usable on `stream` (`malloc`).
-        Raises OutOfMemory: the driver refused, and nothing that is cached could be given back to make room."""
+        Raises OutOfMemory: the driver refused, and nothing that is cached could be released to make room."""
         if self.pending.queues:
             self.pending.poll()
         if self.divisions:
@@ -388,12 +388,12 @@ class CachingAllocator:
         return self.pools[pool]
 
     def retire_pool(self, pool: PoolId) -> None:
-        """Nothing keeps the pool any more: what is free in it may be given back (`releasePool`)."""
+        """Nothing keeps the pool any more: what is free in it may be released (`releasePool`)."""
         if pool in self.pools:
             self.retired.append(self.pools[pool])
 
     def lift_limit(self) -> None:
-        """Forget the card's size: no fraction of it is a limit any more, nor is address space taken after it."""
+        """Forget the GPU's size: no fraction of it is a limit any more, nor is address space taken after it."""
         self.allowed_bytes = None
         self.gc_enabled = False
         self.segment_store.address_space = UNKNOWN_SPACE

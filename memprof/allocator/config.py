@@ -32,7 +32,7 @@ class AllocatorConfig:
     large_segment_size: int = LARGE_SEGMENT
     per_process_memory_fraction: float = 1.0
     throw_on_cudamalloc_oom: bool = False
-    # Address space of one expandable segment, as a fraction of the card's memory; as bytes, which counts more.
+    # Address space of one expandable segment, as a fraction of the GPU's memory; as bytes, which counts more.
     expandable_segments_reserve: float = 9 / 8
     expandable_segments_reserve_bytes: int | None = None
     roundup_power2_divisions: tuple[int, ...] = ()  # one entry per octave from 1 MiB up (16 of them); empty: off

@@ -13,7 +13,7 @@ from memprof.trace.columns import FREE_COMPLETED, SEGMENT_MAP, EventColumns
 from memprof.trace.snapshot import Action, SnapshotEvent
 
 FIRST_RESERVATION = 0x10000000000  # where the address space of expandable segments starts, apart from cudaMalloc's
-UNKNOWN_SPACE = 1 << 50  # address space of an expandable segment when the card's memory is not known
+UNKNOWN_SPACE = 1 << 50  # address space of an expandable segment when the GPU's memory is not known
 
 TAKES = (Action.SEGMENT_ALLOC, Action.SEGMENT_MAP)
 RETURNS = (Action.SEGMENT_FREE, Action.SEGMENT_UNMAP)
@@ -159,7 +159,7 @@ class RecordedDriver:
         if event is not None and (event.action, event.address, event.size) == (action, address, size):
             self.at += 1
         else:
-            self.differs(f"{size} bytes at {address:#x} were not given back here")
+            self.differs(f"{size} bytes at {address:#x} were not released here")
 
     def next(self) -> SnapshotEvent | None:
         """Return the next event of the driver's, or of what ends a request."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from memprof.allocator.config import AllocatorConfig
 from memprof.allocator.messages import OutOfMemory
 from memprof.allocator.releases import LATEST, Release
-from memprof.allocator.replay import CardMemory, TraceReplay
+from memprof.allocator.replay import GpuMemory, TraceReplay
 from memprof.allocator.rounding import SMALL_BUFFER, SMALL_SIZE
 from memprof.trace.events import Trace
 
@@ -17,20 +17,20 @@ class LiveAllocator:
     """Follows a trace that grows, and only when asked: each question replays what happened since the last one."""
 
     def __init__(
-        self, trace: Trace, card: CardMemory, config: AllocatorConfig | None = None, release: Release = LATEST
+        self, trace: Trace, gpu: GpuMemory, config: AllocatorConfig | None = None, release: Release = LATEST
     ) -> None:
         self._room = 0  # what can certainly still be reserved
         self._large_segment = (config or AllocatorConfig()).large_segment_size
         self._trace = trace
-        self._card = card
+        self._gpu = gpu
         self._release = release
-        self._replay = TraceReplay(trace, card, config, release)
+        self._replay = TraceReplay(trace, gpu, config, release)
         self._before: dict[str, int] = {}  # accumulated counters at their last reset
 
     def refusal(self) -> str | None:
-        """What torch.OutOfMemoryError says if the card refuses the request that is the last event; None: it is served.
+        """What torch.OutOfMemoryError says if the GPU refuses the request that is the last event; None: it is served.
 
-        The allocator goes on as torch's does: its cache was given back, and nothing was handed out. The caller notes
+        The allocator goes on as torch's does: its cache was released, and nothing was handed out. The caller notes
         the storage in `Trace.refused`.
         """
         replay, trace = self._replay, self._trace
@@ -45,8 +45,8 @@ class LiveAllocator:
         try:
             replay.live[ref] = replay.allocator.malloc(num_bytes, replay.stream)
         except OutOfMemory as error:
-            return error.report.of_process(self._card.context_bytes).message(self._release)
-        usable, allowed = self._card.usable_bytes, replay.allocator.allowed_bytes
+            return error.report.of_process(self._gpu.context_bytes).message(self._release)
+        usable, allowed = self._gpu.usable_bytes, replay.allocator.allowed_bytes
         limit = usable if allowed is None else min(allowed, usable)
         self._room = limit - replay.allocator.counters.reserved_bytes
         return None

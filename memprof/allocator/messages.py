@@ -29,7 +29,7 @@ def format_size(num_bytes: int) -> str:
 class OomReport:
     """The figures of an out-of-memory error, in bytes."""
 
-    requested_bytes: int  # what the program asked for; the message does not show it
+    requested_bytes: int  # what the program requested; the message does not show it
     tried_bytes: int  # the segment that the driver refused: the message's "Tried to allocate"
     total_bytes: int
     free_bytes: int

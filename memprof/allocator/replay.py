@@ -1,7 +1,7 @@
 """A whole run through the allocator: what is requested, allocated and reserved at every event.
 
 `TraceReplay` takes a Trace, also one that is still being written. A run that does not fit is gone on with after its
-first out-of-memory error, on a card that has no limit from there, so that its whole need is known.
+first out-of-memory error, on a GPU that has no limit from there, so that its whole need is known.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from memprof.allocator.messages import OomReport, OutOfMemory
 from memprof.allocator.releases import LATEST, Release
 from memprof.allocator.streams import Completion
 from memprof.errors import MemprofError
-from memprof.trace.events import Event, EventKind, Trace, card_index
+from memprof.trace.events import Event, EventKind, Trace, gpu_index
 from memprof.trace.facts import DeviceFacts
 from memprof.trace.snapshot import DEFAULT_POOL, PoolId, SnapshotSegment
 
@@ -49,7 +49,7 @@ class Timeline:
     reserved: array[int] = field(default_factory=lambda: array("q"))
     peak_reserved: TimelinePeak = TimelinePeak()  # within an event more may be held than after it
     first_oom: FirstOom | None = None
-    # Times that the whole cache was given back because the driver refused (num_alloc_retries), apart from requests that
+    # Times that the whole cache was released because the driver refused (num_alloc_retries), apart from requests that
     # were refused all the same and that the program went on without.
     retries: int = 0
     stats: dict[str, int] = field(default_factory=dict)  # torch.cuda.memory_stats() at the end
@@ -59,8 +59,8 @@ class Timeline:
 
 
 @dataclass(frozen=True, slots=True)
-class CardMemory:
-    """What the allocator may take of a card."""
+class GpuMemory:
+    """What the allocator may take of a GPU."""
 
     total_bytes: int  # as CUDA reports it
     context_bytes: int  # taken outside the allocator: the CUDA context, other users
@@ -71,7 +71,7 @@ class CardMemory:
         return max(self.total_bytes - self.context_bytes, 0)
 
     @classmethod
-    def of(cls, device: DeviceFacts) -> CardMemory | None:
+    def of(cls, device: DeviceFacts) -> GpuMemory | None:
         """That of a run's device, which may have had other users if it was measured on; None: its size is not known."""
         total, usable = device.total_bytes, device.usable_bytes
         if total is None:
@@ -105,37 +105,37 @@ def private_pool(number: int) -> PoolId:
 class TraceReplay:
     """A trace through one allocator, as far as one wants: up to an event, or to where a growing trace ends now.
 
-    Storages of other devices and empty ones change nothing. The card's limit is lifted at the first out-of-memory
-    error; without a card there is none. Without `counts` it tells where blocks are, what is reserved and whether it
+    Storages of other devices and empty ones change nothing. The GPU's limit is lifted at the first out-of-memory
+    error; without a GPU there is none. Without `counts` it tells where blocks are, what is reserved and whether it
     fits, and nothing else.
     """
 
     def __init__(
         self,
         trace: Trace,
-        card: CardMemory | None = None,
+        gpu: GpuMemory | None = None,
         config: AllocatorConfig | None = None,
         release: Release = LATEST,
         completion: Completion = Completion.ORDERED,
         *,
         counts: bool = True,
     ) -> None:
-        self.driver = SimulatedDriver(None) if card is None else SimulatedDriver(card.total_bytes, card.context_bytes)
+        self.driver = SimulatedDriver(None) if gpu is None else SimulatedDriver(gpu.total_bytes, gpu.context_bytes)
         self.allocator = CachingAllocator(
             self.driver.total_bytes, config, release, self.driver, completion=completion, counts=counts
         )
-        self.allocator.device = card_index(trace.device)
+        self.allocator.device = gpu_index(trace.device)
         self.trace = trace
         self.timeline = Timeline()
         self.event = 0
-        self.live: dict[int, Block] = {}  # blocks of the storages that are alive, by storage
+        self.live: dict[int, Block] = {}  # blocks of the storages that are live, by storage
         self.stream = 0  # on which memory is taken where the replay has come to
         self.pool = DEFAULT_POOL  # from which
-        self._has_limit = card is not None
+        self._has_limit = gpu is not None
         self._retries_in_vain = 0
 
     def malloc(self, num_bytes: int, stream: int = 0) -> Block:
-        """Serve a request, on a card without limit once one was refused."""
+        """Serve a request, on a GPU without limit once one was refused."""
         try:
             return self.allocator.malloc(num_bytes, stream, self.pool)
         except OutOfMemory as error:
@@ -154,7 +154,7 @@ class TraceReplay:
 
     @property
     def was_limited(self) -> bool:
-        """Return whether the card (or a fraction of it that was set) ever decided anything."""
+        """Return whether the GPU (or a fraction of it that was set) ever decided anything."""
         limited = self.allocator.allowed_bytes is not None or self.timeline.first_oom is not None
         return limited or self.driver.refusals > 0
 
@@ -179,7 +179,7 @@ class TraceReplay:
 
     def _ask(self, num_bytes: int) -> None:
         """A request that was refused when the program ran, and that it went on without: what asking does to the cache
-        is done again. On a card without limit nothing is: what the program needs, it needs without this."""
+        is done again. On a GPU without limit nothing is: what the program needs, it needs without this."""
         if not self._has_limit or self.timeline.first_oom is not None:
             return
         before = self.allocator.statistics.num_alloc_retries

@@ -25,7 +25,7 @@ ROUND_LARGE = 2 * MIB  # kRoundLarge: such a segment is rounded up to a multiple
 DIVISION_ENTRIES = 16  # kRoundUpPowerOfTwoIntervals: octaves of `roundup_power2_divisions`, from 1 MiB up
 
 # Of what is reserved, unused: from here on a refusal is laid to fragmentation, if the request would fit into what is
-# unused and what the card has free. Capacities of 16 simulated runs were lowered step by step: where that was not
+# unused and what the GPU has free. Capacities of 16 simulated runs were lowered step by step: where that was not
 # enough, expandable segments let none of 57 refused runs go on to its end; where it was, 7 of 61 with less than this
 # share, 28 of 122 with more.
 FRAGMENTED_SHARE = 0.1

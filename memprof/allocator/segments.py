@@ -1,4 +1,4 @@
-"""Segments: asked of the driver, given back, and the expandable ones that grow and shrink.
+"""Segments: asked of the driver, released, and the expandable ones that grow and shrink.
 
 Source: `alloc_block`, `release_block`, `map_block`, `unmap_block`, `find_expandable_block` and
 `try_allocate_expandable_block` of c10/cuda/CUDACachingAllocator.cpp.

@@ -73,7 +73,7 @@ class Settings:
         return f"{name} with the settings {self.alloc_conf!r} (from {self.origin})"
 
 
-class SettingsInForce:
+class CurrentSettings:
     """The settings of a run that is going on, which its program may read and change."""
 
     def __init__(self, settings: Settings) -> None:

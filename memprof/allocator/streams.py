@@ -37,7 +37,7 @@ class PendingFrees:
         self.queues: dict[int, deque[_Marker]] = {}
         self.completed_before: dict[int, int] = {}  # by stream: a time
         self.now = 0  # when what is freed is freed: the caller's own clock
-        self.requested_bytes = 0  # of the blocks that wait, as they were asked for
+        self.requested_bytes = 0  # of the blocks that wait, as they were requested
 
     def add(self, block: Block) -> None:
         """`block` is freed and has stream uses."""

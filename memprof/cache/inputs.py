@@ -31,7 +31,7 @@ _elsewhere: set[str] = set()
 Stamp = tuple[str, int, int]  # a file: path, bytes, and when it was changed, in nanoseconds
 
 
-def circumstances(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
+def describe_environment(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
     """Return all of it, as plain JSON values."""
     return {
         "python": [sys.version, sys.executable, sys.prefix],
@@ -46,20 +46,20 @@ def circumstances(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
     }
 
 
-def files_of_modules() -> set[str]:
+def loaded_module_files() -> set[str]:
     """Return the files of all modules that this process, and those forked from it, have loaded, as far as is known."""
     files = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
     return _elsewhere.union(file for file in files if isinstance(file, str))
 
 
-def note_files(files: Iterable[str]) -> None:
+def add_loaded_files(files: Iterable[str]) -> None:
     """Take note of files that a process has loaded which was forked from this one."""
     _elsewhere.update(files)
 
 
 def loaded_files() -> list[Stamp] | None:
     """Return all files of Python that this process has loaded, as they are; None if one may have changed since."""
-    stamps = sorted(_stamps(files_of_modules()))
+    stamps = sorted(_stamps(loaded_module_files()))
     return None if any(changed > _BEGIN_NS for _, _, changed in stamps) else stamps
 
 

@@ -1,4 +1,4 @@
-"""The folder of kept answers: a file each, bounded together, and safe for several processes at once.
+"""The folder of cached results: a file each, bounded together, and safe for several processes at once.
 
 Nothing here raises for what a disk does: a cache that cannot be read or written is one that has nothing. A file is
 written beside its place and moved there in one step, and begins with the digest of its content, so that one that is
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 VARIABLE = "MEMPROF_CACHE"  # another folder; `off`: none
-MOST_BYTES = 32 << 20  # Of all files; the one that was asked for least recently goes first. An answer has about 20 KiB.
+MOST_BYTES = 32 << 20  # Of all files; the one that was requested least recently goes first. An answer has about 20 KiB.
 _LARGEST = MOST_BYTES // 8  # of one file
 _UNPACKED = 32 * _LARGEST
 _FORM = b"memprof answer 1 "
@@ -59,7 +59,7 @@ class CachedFile:
 
     path: Path
     num_bytes: int
-    used: float  # seconds since the epoch, when it was last written or asked for
+    used: float  # seconds since the epoch, when it was last written or requested
 
 
 class Store:
@@ -121,7 +121,7 @@ class Store:
         return True
 
     def entries(self) -> list[CachedFile]:
-        """Return all files, what was asked for last first."""
+        """Return all files, what was requested last first."""
         return sorted((one for one in self._files() if not one.path.name.startswith(".")), key=lambda one: -one.used)
 
     def clear(self) -> int:
@@ -148,7 +148,7 @@ class Store:
         return found
 
     def _bound(self) -> None:
-        """Remove what was asked for least recently, until the rest is within the bound."""
+        """Remove what was requested least recently, until the rest is within the bound."""
         total = 0
         for one in sorted(self._files(), key=lambda one: -one.used):
             if one.path.name.startswith("."):

@@ -37,17 +37,17 @@ class Gpu:
     num_sms: int  # streaming multiprocessors (compute units on AMD).
     memory_bandwidth: int  # peak of the device memory, in bytes per second.
     host_bandwidth: int  # peak of the link to the CPU in one direction, in bytes per second.
-    # dense operations per second by dtype (one of DTYPES), on the tensor cores where the card has them; float16 and
-    # bfloat16 accumulate in float32. A dtype that the card lacks, or whose figure is not known, is absent.
+    # dense operations per second by dtype (one of DTYPES), on the tensor cores where the GPU has them; float16 and
+    # bfloat16 accumulate in float32. A dtype that the GPU lacks, or whose figure is not known, is absent.
     peak_flops: Mapping[str, int] = field(compare=False)
     l2_bytes: int | None  # size of the L2 cache, in bytes, or None if not known.
-    # "reported" if a message of CUDA or torch with `total_bytes` was seen, "derived" if it comes from a sibling card
+    # "reported" if a message of CUDA or torch with `total_bytes` was seen, "derived" if it comes from a sibling GPU
     # (`note` says how), "given" for `custom_gpu`.
     capacity_kind: str
     sources: tuple[str, ...]  # where the figures came from.
     aliases: tuple[str, ...] = ()  # other names that `find_gpu` accepts.
     note: str = ""  # what to know about the figures; empty if nothing.
-    # peak of all NVLinks of a card that a switch or a mesh joins to the machine's others, in one direction, in bytes
+    # peak of all NVLinks of a GPU that a switch or a mesh joins to the machine's others, in one direction, in bytes
     # per second: half of what data sheets have, which add both. None without.
     nvlink_bandwidth: int | None = None
 
@@ -84,7 +84,7 @@ def custom_gpu(total_bytes: int) -> Gpu:
     least = min(sold, key=lambda gpu: gpu.total_bytes, default=None)
     less = ""
     if least is not None:
-        less = f"a card sold with so many GB has less (--gpu {least.key}: {gib(least.total_bytes)} GiB); "
+        less = f"a GPU sold with so many GB has less (--gpu {least.key}: {gib(least.total_bytes)} GiB); "
     return replace(
         model,
         key="custom",

@@ -35,7 +35,7 @@ class AnalyzeOptions(Tabled, Paged):
     """What is looked at."""
 
     top: int = reuse_option("top")
-    shown_card: int | None = reuse_option("shown_card", unset="all of them")
+    shown_gpu: int | None = reuse_option("shown_gpu", unset="all of them")
     alloc_conf: str | None = reuse_option(
         "alloc_conf", note="The requests are replayed under them.", unset="those of the run"
     )
@@ -50,7 +50,7 @@ def analyze(
     at: Annotated[
         str, typer.Option(help="The moment to show: peak, end, oom, or the number of an event.", metavar="MOMENT")
     ] = "peak",
-    by: Annotated[By, typer.Option(help="What to group the blocks alive by.")] = By.FRAME,
+    by: Annotated[By, typer.Option(help="What to group the blocks live by.")] = By.FRAME,
     replay: Annotated[
         bool, typer.Option("--replay", help="Compare every address and the final layout with memprof's own allocator.")
     ] = False,
@@ -61,13 +61,13 @@ def analyze(
     out-of-memory error.
     """
     from memprof.allocator import parse_config
-    from memprof.report.documents.analysis_build import Question
+    from memprof.report.documents.analysis_build import AnalysisRequest
 
     other = None if request.alloc_conf is None else parse_config(request.alloc_conf, origin="--alloc-conf")
-    question = Question(at=at, by=by.value, top=request.top, what_if=other)
+    question = AnalysisRequest(at=at, by=by.value, top=request.top, what_if=other)
     with long_work(quiet=request.quiet) as progress:
         from memprof.flows.recordings import analyze_file
 
-        document = analyze_file(file, question, request.shown_card, progress)
+        document = analyze_file(file, question, request.shown_gpu, progress)
     print_result(document, request, "analysis", replay=replay, file=file)
     raise typer.Exit(Exit.DOES_NOT_FIT if document.ran_out else Exit.DONE)

@@ -32,11 +32,11 @@ _ZSH_ANSWER = '\nif [[ $zsh_eval_context[-1] == loadautofunc ]]; then\n  {} "$@"
 
 def names_of(option: str, choices: tuple[str, ...]) -> Callable[[], list[str]] | None:
     """Return what may follow an option, by its name; None: nothing that is known."""
-    known = {"gpu": _cards, "model": _models}.get(option)
+    known = {"gpu": _gpus, "model": _models}.get(option)
     return (lambda: list(choices)) if choices else known
 
 
-def _cards() -> list[str]:
+def _gpus() -> list[str]:
     from memprof.catalog.gpus import list_gpus
 
     return [gpu.key for gpu in list_gpus()]

@@ -53,11 +53,11 @@ def doctor(
                 raise UsageError("--env looks at this machine, not at a log", value=name, hint="leave out one of them")
         _check_installation(request)
         return
-    from memprof.doctor import Known, diagnose
-    from memprof.flows.how_far import report_progress_with
+    from memprof.doctor import ReportedRun, diagnose
+    from memprof.flows.progress import report_progress_with
     from memprof.report.terminal.doctor import render_diagnoses
 
-    known = Known(request.model, request.batch_size, request.context_length)
+    known = ReportedRun(request.model, request.batch_size, request.context_length)
     size = 0 if file is None or file == STDIN or not file.is_file() else file.stat().st_size
     with _open(file) as stream, Progress(quiet=request.quiet) as progress:
         progress(f"reading {_name(file)}")

@@ -25,7 +25,7 @@ memprof estimate --model-size 70B --gpus 8 --parallel tp=8
 
 @dataclass(frozen=True, kw_only=True)
 class SubjectOptions(Explained):
-    """A model by one of three descriptions, and the cards to judge by."""
+    """A model by one of three descriptions, and the GPUs to judge by."""
 
     params: str | None = reuse_option("params")
     model: str | None = reuse_option("model", default=None, note="Here no code: its sizes alone are read.")
@@ -59,15 +59,15 @@ def estimate(request: EstimateCommandOptions) -> None:
         )
     if request.quantize is not None and request.dtype not in (None, "bfloat16"):
         raise UsageError(
-            "quantized weights are reckoned beside bfloat16",
+            "quantized weights are estimated analytically beside bfloat16",
             value=f"--quantize {request.quantize} --dtype {request.dtype}",
             hint="leave out --dtype",
         )
     if request.parallel is not None and request.gpus == 1:
-        raise UsageError("a plan is over several cards", value=f"--parallel {request.parallel}", hint="add --gpus 8")
+        raise UsageError("a plan is over several GPUs", value=f"--parallel {request.parallel}", hint="add --gpus 8")
     if request.parallel is not None and request.quantize is not None:
         raise UsageError(
-            "quantized weights are not spread over cards here", value=f"--quantize {request.quantize}",
+            "quantized weights are not spread over GPUs here", value=f"--quantize {request.quantize}",
             hint="leave out --parallel, or --quantize",
         )  # fmt: skip
     if request.params is not None:
@@ -75,14 +75,14 @@ def estimate(request: EstimateCommandOptions) -> None:
     else:
         subject = (from_size if request.model_is_size else from_model)(str(request.model))
     answer = build_estimate(subject, request)
-    cards = list_gpus() if request.gpu is None else (find_gpu(request.gpu),)
+    gpus = list_gpus() if request.gpu is None else (find_gpu(request.gpu),)
     if request.gpu_vram_bytes is not None:
-        cards = (custom_gpu(request.gpu_vram_bytes),)
+        gpus = (custom_gpu(request.gpu_vram_bytes),)
     simulated = _simulate(answer, quiet=request.quiet) if request.exact else None
     if request.as_json:
-        print_json(estimate_document(answer, cards, simulated, explain=request.explain).to_json())
+        print_json(estimate_document(answer, gpus, simulated, explain=request.explain).to_json())
         return
-    say(render_text(answer, cards, simulated, explain=request.explain, quiet=request.quiet), nl=False)
+    say(render_text(answer, gpus, simulated, explain=request.explain, quiet=request.quiet), nl=False)
 
 
 def _simulate(answer: Estimate, *, quiet: bool) -> dict[str, Simulated]:

@@ -17,11 +17,11 @@ class Exit(IntEnum):
 
 
 MEANINGS = {
-    Exit.DONE: "done: it fits, agrees, passes, as far as that was asked",
-    Exit.FAILED: "no answer: something failed, cannot be simulated, or showed too little",
-    Exit.WRONG_USE: "wrong use: an unknown name, a value out of range, a file that is not what it should be",
+    Exit.DONE: "completed: it fits, agrees or passes",
+    Exit.FAILED: "could not complete: something failed, cannot be simulated, or too little was seen",
+    Exit.WRONG_USE: "usage error: an unknown name, a value out of range, a file of the wrong kind",
     Exit.DOES_NOT_FIT: "it does not fit, or in a recording did not",
-    Exit.DIFFERS: "it differs by more than is allowed (compare, verify)",
+    Exit.DIFFERS: "outside the tolerance (compare, verify)",
     Exit.INTERRUPTED: "interrupted (Ctrl-C)",
 }
 OF_OTHERS = (

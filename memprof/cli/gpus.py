@@ -1,4 +1,4 @@
-"""`memprof gpus`: the cards that can be simulated, and those that are here."""
+"""`memprof gpus`: the GPUs that can be simulated, and those that are here."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from memprof.units import gib
 
 if TYPE_CHECKING:
     from memprof.catalog import Gpu
-    from memprof.device.cards import NvmlCard, Reading
     from memprof.device.environment import Environment
+    from memprof.device.gpus import NvmlGpu, NvmlSample
 
 EXAMPLES = """
 memprof gpus
@@ -26,21 +26,21 @@ memprof gpus --json
 def gpus(
     output: Listed,
     present: Annotated[
-        bool, typer.Option("--present", help="Instead the cards of this machine, and which of the catalog they are.")
+        bool, typer.Option("--present", help="Instead the GPUs of this machine, and which of the catalog they are.")
     ] = False,
 ) -> None:
-    """List the catalog's cards: name, capacity as CUDA reports it (GiB), compute capability."""
+    """List the catalog's GPUs: name, capacity as CUDA reports it (GiB), compute capability."""
     if present:
         from memprof.device.environment import read_environment
-        from memprof.device.nvml import read_cards
+        from memprof.device.nvml import read_gpus
 
-        reading = read_cards()
+        reading = read_gpus()
         environment = read_environment(reading)
         if output.as_json:
-            from memprof.report.documents.answers import PresentCards
+            from memprof.report.documents.answers import PresentGpus
 
-            names = tuple(found.key if (found := _found(card)) else None for card in reading.cards)
-            print_json(PresentCards.of(reading, names, environment))
+            names = tuple(found.key if (found := _found(gpu)) else None for gpu in reading.gpus)
+            print_json(PresentGpus.of(reading, names, environment))
         else:
             _say_present(reading, environment)
         return
@@ -51,48 +51,48 @@ def gpus(
 
         print_json(GpuList(gpus=tuple(list_gpus())))
         return
-    for card in list_gpus():
-        major, minor = card.compute_capability
-        say(f"{card.key:<24}{gib(card.total_bytes):>8} GiB  sm_{major}{minor:<3} {card.name}")
+    for gpu in list_gpus():
+        major, minor = gpu.compute_capability
+        say(f"{gpu.key:<24}{gib(gpu.total_bytes):>8} GiB  sm_{major}{minor:<3} {gpu.name}")
 
 
-def _say_present(reading: Reading, environment: Environment) -> None:
+def _say_present(reading: NvmlSample, environment: Environment) -> None:
     """Say what NVML sees: the GPU's capacity as CUDA reports it (without what the driver keeps), and what is used."""
-    if reading.cards:
+    if reading.gpus:
         cuda = f", CUDA {reading.cuda_version} at most" if reading.cuda_version else ""
         torch = f"; torch {environment.torch_version}" if environment.torch_version else ""
         say(f"driver {environment.driver_version or 'not known'}{cuda}{torch}")
     for note in reading.notes:
         say(note)
-    for card in reading.cards:
-        say(f"{card.index}  {card.name}: {_memory(card)}; {_catalog(card)}")
-        for piece in card.slices:
+    for gpu in reading.gpus:
+        say(f"{gpu.index}  {gpu.name}: {_memory(gpu)}; {_catalog(gpu)}")
+        for piece in gpu.slices:
             size = "memory not known" if piece.total_bytes is None else f"{gib(piece.total_bytes)} GiB"
             option = "" if piece.total_bytes is None else f"; --gpu-vram {gib(piece.total_bytes)}"
             say(f"   slice {piece.index}  {piece.name}: {size}{option}")
-        for note in card.notes:
+        for note in gpu.notes:
             say(f"   {note}")
     for note in environment.notes:
         say(note)
 
 
-def _memory(card: NvmlCard) -> str:
-    if card.usable_bytes is None or card.used_bytes is None:
+def _memory(gpu: NvmlGpu) -> str:
+    if gpu.usable_bytes is None or gpu.used_bytes is None:
         return "memory not known"
-    return f"{gib(card.usable_bytes)} GiB, {gib(card.used_bytes)} used"
+    return f"{gib(gpu.usable_bytes)} GiB, {gib(gpu.used_bytes)} used"
 
 
-def _found(card: NvmlCard) -> Gpu | None:
+def _found(gpu: NvmlGpu) -> Gpu | None:
     from memprof.catalog import find_gpu
 
     try:
-        return find_gpu(card.name)
+        return find_gpu(gpu.name)
     except UsageError:
         return None
 
 
-def _catalog(card: NvmlCard) -> str:
-    found, total = _found(card), card.usable_bytes
+def _catalog(gpu: NvmlGpu) -> str:
+    found, total = _found(gpu), gpu.usable_bytes
     if found is None:
         return "not in the catalog" + ("" if total is None else f": --gpu-vram {gib(total)} has its size")
     return f"--gpu {found.key} ({gib(found.total_bytes)} GiB)"

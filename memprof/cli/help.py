@@ -29,7 +29,7 @@ def help(
         str | None, typer.Argument(help="A page's name.", show_default="list them", metavar="TOPIC")
     ] = None,
 ) -> None:
-    """Show a page of the documentation: lengths, remedies, limitations and others."""
+    """Show a page of the documentation: lengths, fixes, limitations and others."""
     files = [file for folder in _FOLDERS if folder.is_dir() for file in folder.iterdir() if file.name.endswith(".md")]
     pages = dict(sorted((file.name.removesuffix(".md"), file) for file in files))
     if not pages:

@@ -53,7 +53,7 @@ def _command(name: str) -> Any:
 
 
 class _OnDemand(Mapping[str, Any]):
-    """The commands by name; each is made when it is asked for, since making all of them takes longer than most run."""
+    """The commands by name; each is made when it is requested, since making all of them takes longer than most run."""
 
     def __init__(self) -> None:
         self._made: dict[str, Any] = {}

@@ -27,7 +27,7 @@ from memprof.cli import settings
 from memprof.cli.completion import names_of
 from memprof.cli.exits import Exit
 from memprof.cli.streams import give_up, say, tell
-from memprof.device.ceiling import ceiling
+from memprof.device.ceiling import limit_memory
 from memprof.errors import MemprofError, UsageError, unknown_name
 from memprof.run_spec import RunSpec
 from memprof.spec import PRESENT, Option, TargetSpec, check_options, option, options_of, repeat_option
@@ -35,7 +35,7 @@ from memprof.units import parse_gib
 
 OUTPUT = "Output"
 FILES = "Files"
-_LAST_PANELS = ("Remedies", settings.PANEL, FILES, OUTPUT)
+_LAST_PANELS = ("Fixes", settings.PANEL, FILES, OUTPUT)
 # What these log when a library imports them is not about the run.
 _NOT_ABOUT_THE_RUN = ("torchao", "torch.utils._pytree", "bitsandbytes.backends.cpu.ops")
 _MOST = 10**12  # every number of an option is up to this: bytes, seconds, rows; of some less
@@ -59,15 +59,15 @@ _OF_ALL = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Remedies:
-    """Which remedies a run is tried with."""
+class Fixes:
+    """Which fixes a run is tried with."""
 
     fix: str | None = option(
-        None, "Remedies", "Run with these remedies, such as chunked-loss,activation-checkpointing or "
-        "chunked-loss=2048; auto: the cheapest set that fits (`memprof help remedies` lists them). With --gpus also "
+        None, "Fixes", "Run with these fixes, such as chunked-loss,activation-checkpointing or "
+        "chunked-loss=2048; auto: the cheapest set that fits (`memprof help fixes` lists them). With --gpus also "
         "fsdp, ulysses, ring-attention, tensor-parallel.", metavar="NAMES",
     )  # fmt: skip
-    ladder: bool = option(False, "Remedies", "Remedies one after another: what each saves, costs, and what is next.")
+    ladder: bool = option(False, "Fixes", "Fixes one after another: what each saves, costs, and what is next.")
     largest: str | None = option(
         None, "Batch", "Search for the largest that fits: {choices}. In a script's own arguments {{}} is its place.",
         metavar="WHAT", choices=("batch-size", "context-length"),
@@ -77,7 +77,7 @@ class Remedies:
         """Raise UsageError if a search for the largest does not go with what else is asked."""
         if self.largest is not None and (self.ladder or self.searches or device not in ("auto", "virtual")):
             raise UsageError(
-                "--largest is a search of its own, on the virtual card",
+                "--largest is a search of its own, on the virtual GPU",
                 value=f"--largest {self.largest}",
                 hint="leave out --ladder, --fix auto and --device; --fix with names goes with it",
             )
@@ -93,9 +93,9 @@ class Shared:
     """Options that several commands have, and `TargetSpec` has not."""
 
     params: str | None = option(
-        None, "Model", "A number of parameters, such as 1.2B: reckoned, nothing is run.", metavar="COUNT"
+        None, "Model", "A number of parameters, such as 1.2B: estimated analytically, nothing is run.", metavar="COUNT"
     )
-    shown_card: int | None = repeat_option("shown_card", of=RunSpec)
+    shown_gpu: int | None = repeat_option("shown_gpu", of=RunSpec)
     top: int = option(10, OUTPUT, "Rows of each table.", metavar="COUNT", is_count=True)
     force: bool = option(False, OUTPUT, "Replace files that memprof has not written, too.")
     cache: bool = option(True, OUTPUT, "Simulate again what was kept of an earlier call (`memprof cache`).")
@@ -342,7 +342,7 @@ def _flat(function: Callable[..., None]) -> Callable[..., None]:
             built = {group: _build(kind, given[group]) for group, kind in groups.items()}
             reading = next((one for one in built.values() if isinstance(one, Reading)), None)
             files = [value for value in values.values() if isinstance(value, Path) and value != STDIN]
-            limited = contextlib.nullcontext() if reading is None else ceiling(reading.max_memory, files)
+            limited = contextlib.nullcontext() if reading is None else limit_memory(reading.max_memory, files)
             with limited, _colours(wanted=not no_color):
                 function(**values, **built)
         except BrokenPipeError:  # the reader of our output (`| head`) has gone: not an error
@@ -385,7 +385,7 @@ def _colours(*, wanted: bool) -> Iterator[None]:
     if wanted:
         yield
         return
-    from memprof.report.terminal.widths import COLOURLESS
+    from memprof.report.terminal.layout import COLOURLESS
 
     before = COLOURLESS.set(True)
     try:
@@ -451,9 +451,9 @@ def _build(kind: Any, values: Mapping[str, Any]) -> Any:
             given[name] = _parse(about, value) if about.parse else value
             _check_numbers({name: given[name]})
     if "gpu" in options and options["gpu"].unset == PRESENT and not given.keys() & {"gpu", "gpu_vram_bytes"}:
-        from memprof.flows.present import present_card
+        from memprof.flows.present import present_gpu_options
 
-        given |= present_card()
+        given |= present_gpu_options()
     made = kind(**given)
     check_options(made)
     return made

@@ -21,8 +21,8 @@ from memprof.errors import MemprofError
 from memprof.spec import option
 
 if TYPE_CHECKING:
-    from memprof.report.documents.report import Document
-    from memprof.report.documents.shown import Shown
+    from memprof.report.documents.base import DisplayedDocument
+    from memprof.report.documents.report import Report
     from memprof.report.page.page import Paged as Page
     from memprof.trace.events import Trace
 
@@ -63,7 +63,7 @@ class Output(Listed):
 class Explained(Output):
     """How a command says what rests on assumptions."""
 
-    explain: bool = option(False, OUTPUT, "List what it rests on: assumptions, formulas, other runs.", short="-v")
+    explain: bool = option(False, OUTPUT, "List the assumptions, formulas and other runs.", short="-v")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,8 +85,8 @@ class Tabled(Output):
             check_folder(self.csv)
             object.__setattr__(self, "folder", self.csv.absolute())
 
-    def write_tables(self, document: Shown) -> None:
-        """Write the tables, if that was asked for."""
+    def write_tables(self, document: DisplayedDocument) -> None:
+        """Write the tables, if that was requested."""
         if self.folder is not None:
             from memprof.report.export.csv import write_csv
 
@@ -109,14 +109,14 @@ class Paged(Output):
         if self.html is not None:
             from memprof.report.page.library import check_plotly
             from memprof.report.page.page import PAGE
-            from memprof.trace.files import check_place
+            from memprof.trace.files import check_output_path
 
             check_plotly("--html")
-            check_place(self.html, PAGE, force=self.force)
+            check_output_path(self.html, PAGE, force=self.force)
             object.__setattr__(self, "page", self.html.absolute())
 
     def write_page(self, document: Page) -> None:
-        """Write the page, if that was asked for."""
+        """Write the page, if that was requested."""
         if self.page is not None:
             from memprof.report.page.page import write_page
 
@@ -139,14 +139,14 @@ class Saved(Reported):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.save is not None:
-            from memprof.trace.files import check_place
+            from memprof.trace.files import check_output_path
             from memprof.trace.io import CAPTURE
 
-            check_place(self.save, CAPTURE, force=self.force)
+            check_output_path(self.save, CAPTURE, force=self.force)
             object.__setattr__(self, "place", self.save.absolute())
 
-    def print_run(self, trace: Trace, document: Document) -> None:
-        """Print the report of a run, and write its capture, if that was asked for."""
+    def print_run(self, trace: Trace, document: Report) -> None:
+        """Print the report of a run, and write its capture, if that was requested."""
         print_document(document, self)
         if self.place is not None:
             from memprof.trace.io import save_trace
@@ -187,7 +187,7 @@ def print_result(result: Any, output: Output, view: str, **options: Any) -> None
         output.write_page(result)
 
 
-def print_document(document: Document, output: Reported) -> None:
+def print_document(document: Report, output: Reported) -> None:
     """Print the report of a run, as `print_result` does."""
     print_result(document, output, "report", explain=output.explain)
 
@@ -201,7 +201,7 @@ def say_kept(seconds: float, *, quiet: bool) -> None:
         say(f"memprof: from the cache, simulated {ago} (--no-cache runs it again)", err=True)
 
 
-def exit_code(document: Document) -> int:
+def exit_code(document: Report) -> int:
     """Return the code of a report: FAILED also where too little was seen for a verdict, or a real run ends in error."""
     if document.failure is not None or document.verdict.fits is None:
         return Exit.FAILED

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 import typer
 
 from memprof.cli import settings
-from memprof.cli.options import Remedies, reuse_option
+from memprof.cli.options import Fixes, reuse_option
 from memprof.cli.output import Saved, exit_code, print_document, say_kept
 from memprof.cli.progress import Progress, long_work
 from memprof.errors import RunFailedError, UsageError
 from memprof.spec import DEVICES, HOST_BYTES, TargetSpec
 
 if TYPE_CHECKING:
-    from memprof.flows.kept import CachedAnswer
-    from memprof.report.documents.report import Document
+    from memprof.flows.cached_answers import CachedAnswer
+    from memprof.report.documents.report import Report
     from memprof.trace.events import Trace
 
 EXAMPLES = """
@@ -27,7 +27,7 @@ memprof profile --model path/to/model.py:build_model --fix chunked-loss
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProfileOptions(Remedies):
+class ProfileOptions(Fixes):
     """What is asked beside the target."""
 
     device: str = reuse_option(
@@ -50,18 +50,18 @@ def profile(context: typer.Context, spec: TargetSpec, how: ProfileOptions, outpu
             hint="--fix auto shows a ladder of its own",
         )
     how.check_largest(how.device)
-    from memprof.remedies.catalog import STEPS, check_installed
-    from memprof.remedies.fixes import parse_fixes
+    from memprof.fixes.catalog import STEPS, check_installed
+    from memprof.fixes.chosen import parse_fixes
 
-    named = () if how.fix is None or how.searches else [fix.remedy for fix in parse_fixes(how.fix, STEPS)]
+    named = () if how.fix is None or how.searches else [fix.fix for fix in parse_fixes(how.fix, STEPS)]
     check_installed(spec, named)
-    from memprof.report.documents.report import Document
+    from memprof.report.documents.report import Report
 
     failed: RunFailedError | None = None
     is_named = any(context.params[name] is not None for name in ("gpu", "gpu_vram_bytes"))
     place = _place(spec, how, is_named=is_named) if how.cache else None
     # A capture has every event, and so has a page: of those no answer is kept.
-    kept = None if place is None or output.save or output.html else place.find(Document)
+    kept = None if place is None or output.save or output.html else place.find(Report)
     if kept is not None:
         print_document(kept[0], output)
         say_kept(kept[1], quiet=output.quiet)
@@ -83,7 +83,7 @@ def profile(context: typer.Context, spec: TargetSpec, how: ProfileOptions, outpu
 
 def _place(spec: TargetSpec, how: ProfileOptions, *, is_named: bool) -> CachedAnswer | None:
     """Return where the answer is cached; None where it cannot be."""
-    from memprof.flows.kept import cached_answer, is_without_cuda
+    from memprof.flows.cached_answers import cached_answer, is_without_cuda
 
     if how.device == "auto":
         simulated = is_named or spec.parallel is not None or spec.gpus > 1 or is_without_cuda()
@@ -93,13 +93,13 @@ def _place(spec: TargetSpec, how: ProfileOptions, *, is_named: bool) -> CachedAn
     return cached_answer("profile", spec, asked, settings.words) if simulated else None
 
 
-def _run(spec: TargetSpec, how: ProfileOptions, progress: Progress, *, is_named: bool) -> tuple[Trace, Document]:
+def _run(spec: TargetSpec, how: ProfileOptions, progress: Progress, *, is_named: bool) -> tuple[Trace, Report]:
     """Return the trace and the report that the options ask for; a GPU that `is_named` is to be simulated."""
     from memprof.device.visible import hide_gpus
+    from memprof.fixes.catalog import BESIDE, SPREADS, STEPS, ladder
+    from memprof.fixes.chosen import parse_fixes
     from memprof.flows import profile as flow
     from memprof.flows.account import analyze
-    from memprof.remedies.catalog import BESIDE, SPREADS, STEPS, ladder
-    from memprof.remedies.fixes import parse_fixes
 
     if how.largest is not None:
         from memprof.flows.ladder.runs import SpecRuns
@@ -126,7 +126,7 @@ def _run(spec: TargetSpec, how: ProfileOptions, progress: Progress, *, is_named:
 
         return search_plans(spec if spec.host_memory_bytes else spec.edit(host_memory_bytes=HOST_BYTES), progress)
     fixes = [] if how.fix is None or how.searches else parse_fixes(how.fix, STEPS)
-    spreads = how.fix is None or any(fix.remedy.name in SPREADS for fix in fixes)
+    spreads = how.fix is None or any(fix.fix.name in SPREADS for fix in fixes)
     if spec.gpus > 1 and spec.parallel is None and spreads:
         spec = spec.edit(parallel=BESIDE)
     if how.searches and spec.host_memory_bytes is None:

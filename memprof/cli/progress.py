@@ -1,6 +1,6 @@
 """Progress on stderr, only when it takes a while: one line, rewritten, for people; in a pipe plain lines.
 
-It says what is being done, how far that is where somebody knows (flows/how_far.py), and for how long it has been.
+It says what is being done, how far that is where somebody knows (flows/progress.py), and for how long it has been.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Progress:
 
     def _line(self) -> str:
         """Return what is being done, and how far."""
-        known = sys.modules.get("memprof.flows.how_far")  # of work that cannot say, it was not imported
+        known = sys.modules.get("memprof.flows.progress")  # of work that cannot say, it was not imported
         far = "" if known is None else known.progress_text()
         return f"memprof: {self._doing}{f', {far}' if far else ''} ({time.monotonic() - self._begin:.0f} s)"
 

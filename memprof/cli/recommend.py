@@ -1,4 +1,4 @@
-"""`memprof recommend`: what fits a card, or the configuration to use for a model."""
+"""`memprof recommend`: what fits a GPU, or the configuration to use for a model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from memprof.errors import UsageError
 from memprof.spec import BITSANDBYTES_FORMATS, HOST_BYTES, Mode, TargetSpec, option
 
 if TYPE_CHECKING:
-    from memprof.flows.kept import CachedAnswer
+    from memprof.flows.cached_answers import CachedAnswer
     from memprof.report.documents.recommendation import Recommendation
 
 EXAMPLES = """
@@ -28,13 +28,13 @@ memprof recommend --model qwen3-0.6b --mode inference --context-length 4096
 memprof recommend --model llama-3.1-8b --gpus 8 --gpu a100-40gb
 """
 
-SCRIPTS_OVER_CARDS = ("fully-shard", "accelerate", "accelerate-yaml", "torchtitan", "tensor-parallel", "device-map")
+SCRIPTS_OVER_GPUS = ("fully-shard", "accelerate", "accelerate-yaml", "torchtitan", "tensor-parallel", "device-map")
 _SEARCHED = "what gives up least and fits"
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecommendOptions(Explained, Paged):
-    """What is asked: a model and a goal, or neither; a card, or the one that is here."""
+    """What is asked: a model and a goal, or neither; a GPU, or the one that is here."""
 
     model: str | None = reuse_option("model", default=None)
     model_is_size: bool = reuse_option("model_is_size")
@@ -55,7 +55,7 @@ class RecommendOptions(Explained, Paged):
     lora_rank: int | None = reuse_option("lora_rank")
     lora_targets: str | None = reuse_option("lora_targets")
     lengths: str | None = reuse_option(
-        "lengths", note="A file may be .jsonl or .parquet. Foretells the step at which memory runs out.",
+        "lengths", note="A file may be .jsonl or .parquet. Predicts the step at which memory runs out.",
     )  # fmt: skip
     lengths_column: str | None = option(None, "Data", "Which column has the lengths, or the tokens.", metavar="NAME")
     batches: int | None = option(
@@ -72,7 +72,7 @@ class RecommendOptions(Explained, Paged):
         OUTPUT,
         "Print this script alone: {choices}.",
         metavar="NAME",
-        choices=("pytorch", "transformers", *SCRIPTS_OVER_CARDS),
+        choices=("pytorch", "transformers", *SCRIPTS_OVER_GPUS),
     )
 
     @property
@@ -86,12 +86,12 @@ class RecommendOptions(Explained, Paged):
 
     @property
     def half(self) -> str | None:
-        """Return the half precision that is asked for."""
+        """Return the half precision that is requested."""
         return self.amp or (None if self.dtype == "float32" else self.dtype)
 
     @property
     def precision(self) -> str | None:
-        """Return what plans call the precision that is asked for (flows/recommend/plans.py)."""
+        """Return what plans call the precision that is requested (flows/recommend/plans.py)."""
         if self.quantize is not None or self.amp is not None:
             return self.quantize or "amp"
         return self.dtype if self.dtype in (None, "float32") else "half"
@@ -108,8 +108,8 @@ class RecommendOptions(Explained, Paged):
                     raise UsageError(f"{flag} needs a model", value=value, hint="add --model NAME or --model-size 4B")
         if self.lengths is not None and self.gpus > 1:
             raise UsageError(
-                "the lengths of a data set are looked at on one card", value=f"--gpus {self.gpus} --lengths",
-                hint="leave out --gpus: each card meets the same lengths; or give --context-length the longest",
+                "the lengths of a data set are looked at on one GPU", value=f"--gpus {self.gpus} --lengths",
+                hint="leave out --gpus: each GPU meets the same lengths; or give --context-length the longest",
             )  # fmt: skip
         for flag, value in (("--lengths-column", self.lengths_column), ("--batches", self.batches)):
             if value is not None and self.lengths is None:
@@ -136,7 +136,7 @@ class RecommendOptions(Explained, Paged):
 
 
 def recommend(request: RecommendOptions) -> None:
-    """What fits a card; with a model and a goal, the configuration to use, found by simulated runs.
+    """What fits a GPU; with a model and a goal, the configuration to use, found by simulated runs.
 
     Without a model: the largest models of the catalog that fit for inference, QLoRA, LoRA and full training. With one:
     the quickest configuration that fits, what else was run, the largest batch and context, and the code to paste. Exit
@@ -166,7 +166,7 @@ _HOW_IT_IS_SAID = ("as_json", "quiet", "explain", "snippet", "cache")
 
 def _place(spec: TargetSpec, request: RecommendOptions) -> CachedAnswer | None:
     """Return where the answer is cached; None where it cannot be."""
-    from memprof.flows.kept import cached_answer
+    from memprof.flows.cached_answers import cached_answer
 
     asked = {name: value for name, value in dataclasses.asdict(request).items() if name not in _HOW_IT_IS_SAID}
     if request.model is None:  # the catalog is searched
@@ -195,9 +195,9 @@ def _answer(spec: TargetSpec, request: RecommendOptions, progress: Progress) -> 
 
         return recommend_serving(spec, question, progress)
     if spec.gpus > 1:
-        from memprof.flows.recommend.over_cards import recommend_over_cards
+        from memprof.flows.recommend.over_gpus import recommend_over_gpus
 
-        return recommend_over_cards(spec, question, progress)
+        return recommend_over_gpus(spec, question, progress)
     if request.lengths is not None:
         return recommend_for_data(spec, question, progress, request.lengths, request.lengths_column, request.batches)
     return search(spec, question, progress)[0]

@@ -14,7 +14,7 @@ import typer
 
 from memprof.cli.child import continue_in_child, tell_exit_code
 from memprof.cli.exits import Exit
-from memprof.cli.options import Remedies, reuse_option
+from memprof.cli.options import Fixes, reuse_option
 from memprof.cli.output import Saved, exit_code
 from memprof.cli.progress import Progress
 from memprof.cli.streams import say, script_output, tell
@@ -23,8 +23,8 @@ from memprof.run_spec import RunSpec
 from memprof.spec import HOST_BYTES, option
 
 if TYPE_CHECKING:
-    from memprof.remedies.fixes import Fix
-    from memprof.script import Ended, Program, StopRule
+    from memprof.fixes.chosen import ChosenFix
+    from memprof.script import EndReason, Program, StopRule
     from memprof.trace.events import Failure
 
 EXAMPLES = """
@@ -37,7 +37,7 @@ SETTINGS = {"allow_interspersed_args": False}  # what follows the script's name 
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunOptions(RunSpec, Remedies, Saved):
+class RunOptions(RunSpec, Fixes, Saved):
     """What is asked of a script, and of its report."""
 
     module: bool = option(False, "Script", "SCRIPT is the name of a module, as for `python -m`.", flag="-m")
@@ -98,41 +98,39 @@ def run(
     beyond_one = [f"{flag} {number}" for flag, number in asked.items() if number not in (None, int(flag != "--rank"))]
     if beyond_one and (several or request.device != "virtual"):
         raise UsageError(
-            "several cards are virtual ones, and a ladder has one",
+            "several GPUs are virtual ones, and a ladder has one",
             value=" ".join(beyond_one),
             hint=f"leave out --ladder, --fix auto, --largest and --device, or {beyond_one[0].split()[0]}",
         )
-    if request.shown_card is not None and not 0 <= request.shown_card < (request.gpus or request.shown_card + 1):
+    if request.shown_gpu is not None and not 0 <= request.shown_gpu < (request.gpus or request.shown_gpu + 1):
         raise UsageError(
-            "there is no such card",
-            value=f"--card {request.shown_card}",
-            hint="cards count from 0" + (f", to {request.gpus - 1}" if request.gpus else ""),
+            "there is no such GPU",
+            value=f"--gpu-index {request.shown_gpu}",
+            hint="GPUs count from 0" + (f", to {request.gpus - 1}" if request.gpus else ""),
         )
     if request.fix is not None and request.ladder:
-        raise UsageError(
-            "--ladder chooses remedies itself", value=f"--fix {request.fix}", hint="give --fix or --ladder"
-        )
+        raise UsageError("--ladder chooses fixes itself", value=f"--fix {request.fix}", hint="give --fix or --ladder")
     request.check_largest(request.device)
     ranks = request.ranks is not None or _measures_ranks(program, request)
     how = _ladder if several else _run_ranks if ranks else _run
-    from memprof.flows.cards import virtual_card
+    from memprof.flows.gpus import find_gpu_of
 
     rule = request.rule()
-    virtual_card(request)  # that there is none of this name is told first
+    find_gpu_of(request)  # that there is none of this name is told first
     continue_in_child(as_json=request.as_json)
     raise typer.Exit(how(program, rule, request))
 
 
 def _run(program: Program, rule: StopRule, request: RunOptions) -> int:
     from memprof.flows.script import run_script
-    from memprof.script import Ended
+    from memprof.script import EndReason
     from memprof.trace.events import FailureKind
 
     before = frozenset(threading.enumerate())
     with script_output(to_stderr=request.as_json):
         found = run_script(program, rule, request.spec())
     outcome, document = found.outcome, found.document
-    if isinstance(outcome.error, UsageError):  # a remedy that does not apply to a model of the script
+    if isinstance(outcome.error, UsageError):  # a fix that does not apply to a model of the script
         raise outcome.error
     as_json = request.as_json and document is None
     if isinstance(outcome.error, MemprofError):  # what cannot be simulated: it names the line itself
@@ -150,8 +148,8 @@ def _run(program: Program, rule: StopRule, request: RunOptions) -> int:
             tell(MemprofError(failure.message, hint=failure.hint), as_json=as_json, exit_code=code)
         return code
     request.print_run(found.trace, document)
-    code = int(Exit.DOES_NOT_FIT) if outcome.ended is Ended.REFUSED else code or exit_code(document)
-    if outcome.ended is not Ended.EXIT:
+    code = int(Exit.DOES_NOT_FIT) if outcome.ended is EndReason.REFUSED else code or exit_code(document)
+    if outcome.ended is not EndReason.EXIT:
         _leave_threads(before, code)
     return code
 
@@ -168,7 +166,7 @@ def _measures_ranks(program: Program, request: RunOptions) -> bool:
 
 def _run_ranks(program: Program, rule: StopRule, request: RunOptions) -> int:
     from memprof.flows.ranks import RanksRun, run_ranks
-    from memprof.script import Ended
+    from memprof.script import EndReason
 
     with script_output(to_stderr=request.as_json):
         found = run_ranks(program, rule, request.spec())
@@ -189,7 +187,7 @@ def _run_ranks(program: Program, rule: StopRule, request: RunOptions) -> int:
             tell(_no_verdict(found.ended, found.exit_code), as_json=as_json, exit_code=code)
         return code
     request.print_run(found.trace, found.document)
-    return int(Exit.DOES_NOT_FIT) if found.ended is Ended.REFUSED else code or exit_code(found.document)
+    return int(Exit.DOES_NOT_FIT) if found.ended is EndReason.REFUSED else code or exit_code(found.document)
 
 
 _GAP = (
@@ -197,13 +195,13 @@ _GAP = (
 )
 
 
-def _no_verdict(ended: Ended, exit_code: int, failure: Failure | None = None) -> MemprofError:
+def _no_verdict(ended: EndReason, exit_code: int, failure: Failure | None = None) -> MemprofError:
     """Return the error of a program that ended before it put anything on the GPU; `failure` is what it raised."""
-    from memprof.script import Ended
+    from memprof.script import EndReason
     from memprof.trace.events import NOT_SIMULATED
 
     problem = "no verdict: nothing was put on the GPU"
-    if failure is not None and ended in (Ended.ERROR, Ended.NOT_SIMULATED):
+    if failure is not None and ended in (EndReason.ERROR, EndReason.NOT_SIMULATED):
         where = "" if failure.source is None else f" at {failure.source}"
         of_memprof = failure.kind in NOT_SIMULATED
         what = "the simulation stopped" if of_memprof else "the script failed"
@@ -213,9 +211,9 @@ def _no_verdict(ended: Ended, exit_code: int, failure: Failure | None = None) ->
             hint=failure.hint or (_GAP if of_memprof else "correct its error, which is above"),
         )
     how, hint = {
-        Ended.TIMEOUT: ("the script was stopped by --timeout", "give it more seconds"),
-        Ended.INTERRUPTED: ("the script was interrupted", None),
-        Ended.ERROR: ("the script failed", "correct its error, which is above"),
+        EndReason.TIMEOUT: ("the script was stopped by --timeout", "give it more seconds"),
+        EndReason.INTERRUPTED: ("the script was interrupted", None),
+        EndReason.ERROR: ("the script failed", "correct its error, which is above"),
     }.get(
         ended,
         (
@@ -226,18 +224,18 @@ def _no_verdict(ended: Ended, exit_code: int, failure: Failure | None = None) ->
     return MemprofError(problem, value=how, hint=hint)
 
 
-def _installed(text: str) -> list[Fix]:
+def _installed(text: str) -> list[ChosenFix]:
     """Return the fixes of `--fix`, whose packages are there."""
-    from memprof.remedies.catalog import check_installed
-    from memprof.remedies.fixes import parse_fixes
+    from memprof.fixes.catalog import check_installed
+    from memprof.fixes.chosen import parse_fixes
 
     fixes = parse_fixes(text)
-    check_installed(None, [fix.remedy for fix in fixes])
+    check_installed(None, [fix.fix for fix in fixes])
     return fixes
 
 
 def _passed_on(own_code: int) -> int:
-    """Return a script's own exit code; 1 for those that say something else here: wrong use, does not fit, differs."""
+    """Return a script's own exit code; 1 for those that say something else here: usage error, does not fit, differs."""
     return int(Exit.FAILED) if own_code in (Exit.WRONG_USE, Exit.DOES_NOT_FIT, Exit.DIFFERS) else own_code
 
 
@@ -258,7 +256,7 @@ def _ladder(program: Program, rule: StopRule, request: RunOptions) -> int:
 
     if request.device != "virtual":
         raise UsageError(
-            "a ladder runs on the virtual card",
+            "a ladder runs on the virtual GPU",
             value=f"--device {request.device}",
             hint="leave out --device, or --ladder",
         )

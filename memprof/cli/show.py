@@ -23,7 +23,7 @@ class ShowOptions(Reported):
     """How the report is made anew."""
 
     alloc_conf: str | None = reuse_option("alloc_conf", unset="those of the run")
-    shown_card: int | None = reuse_option("shown_card")
+    shown_gpu: int | None = reuse_option("shown_gpu")
     rank: int | None = reuse_option("rank")
 
 
@@ -34,10 +34,10 @@ def show(
 ) -> None:
     """Show the report of a saved capture, or one in JSON. Needs neither torch nor the model."""
     from memprof.flows.saved import load
-    from memprof.report.documents.report import Document
+    from memprof.report.documents.report import Report
 
-    document = load(file, alloc_conf=shown.alloc_conf, card=shown.shown_card, rank=shown.rank)
-    if isinstance(document, Document):
+    document = load(file, alloc_conf=shown.alloc_conf, gpu=shown.shown_gpu, rank=shown.rank)
+    if isinstance(document, Report):
         print_document(document, shown)
         raise typer.Exit(exit_code(document))
     if shown.as_json:

@@ -33,7 +33,7 @@ def say(text: str, *, err: bool = False, nl: bool = True) -> None:
 
 
 def tell(error: MemprofError, *, as_json: bool, exit_code: int | None = None) -> None:
-    """Say what went wrong on stderr; where JSON is asked for, on stdout as JSON too."""
+    """Say what went wrong on stderr; where JSON is requested, on stdout as JSON too."""
     say(f"memprof: {error}", err=True)
     if as_json:
         value, code = None if error.value is None else str(error.value), exit_code or error.exit_code

@@ -27,8 +27,8 @@ class VerifyOptions(Output):
 
 def verify(
     request: VerifyOptions,
-    remedies: Annotated[
-        list[str] | None, typer.Argument(metavar="[REMEDY]...", help="The remedies to verify.", show_default="all")
+    fixes: Annotated[
+        list[str] | None, typer.Argument(metavar="[FIX]...", help="The fixes to verify.", show_default="all")
     ] = None,
     model: Annotated[
         list[str] | None,
@@ -42,7 +42,7 @@ def verify(
     ] = None,
     seeds: Annotated[int, typer.Option(help="How often, with other weights and batches.")] = 2,
 ) -> None:
-    """Check on the CPU that remedies give the same loss, gradients and training steps, and simulate what they save.
+    """Check on the CPU that fixes give the same loss, gradients and training steps, and simulate what they save.
 
     Exit code 0: everything that was tried is within its bound; 4: something is not; 1: nothing could be tried.
     """
@@ -51,7 +51,7 @@ def verify(
         from memprof.flows.verify.bench import verify as run
 
         found = run(
-            remedies or (), model or (), seeds=seeds, progress=progress, trust_remote_code=request.trust_remote_code
+            fixes or (), model or (), seeds=seeds, progress=progress, trust_remote_code=request.trust_remote_code
         )
     print_result(found, request, "verification")
     raise typer.Exit(Exit.DONE if found.passed else Exit.DIFFERS if found.tried else Exit.FAILED)

@@ -73,7 +73,9 @@ def vocab(
 
     model, params = request.model, request.params
     if model is not None and params is not None:
-        raise UsageError("give --model or --params, not both", hint="--model is simulated, --params only reckoned")
+        raise UsageError(
+            "give --model or --params, not both", hint="--model is simulated, --params only estimated analytically"
+        )
     if params is not None and request.amp is not None:
         raise UsageError(
             "--amp is not in the arithmetic", value=request.amp, hint="name a model: --model has it simulated"

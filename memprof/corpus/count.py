@@ -33,7 +33,7 @@ class CorpusCount:
     most_common: tuple[tuple[str, int], ...]  # the most frequent tokens as text, with their counts
     vocab_size: int | None = None  # ids that the tokenizer has; None for words
     unseen: int | None = None  # of these, how many never occur
-    # A cap that keeps the first ids, as the remedy vocabulary-cap does, must be above it to lose nothing.
+    # A cap that keeps the first ids, as the fix vocabulary-cap does, must be above it to lose nothing.
     highest_id: int | None = None
     unseen_ranges: tuple[tuple[int, int], ...] = ()  # first and last of each run of ids that never occur
     special_unseen: tuple[str, ...] = ()  # special tokens among these: a model needs them although no text has them

@@ -40,7 +40,7 @@ def allow_more(needed_bytes: int) -> str:
 
 
 @contextlib.contextmanager
-def ceiling(given_bytes: int | None, files: Sequence[Path] = ()) -> Iterator[None]:
+def limit_memory(given_bytes: int | None, files: Sequence[Path] = ()) -> Iterator[None]:
     """Give this process no more memory than the ceiling, beside what it has (on Linux); UsageError beyond it."""
     global _ceiling_bytes
     most = ceiling_bytes(*files) if given_bytes is None else given_bytes

@@ -1,9 +1,9 @@
-"""What the CUDA context takes of a card before the first tensor: part of device used, never of reserved."""
+"""What the CUDA context takes of a GPU before the first tensor: part of device used, never of reserved."""
 
 from __future__ import annotations
 
 # 426 MiB, measured on an RTX 6000 Ada with torch 2.10 and CUDA 13.0 (github.com/unslothai/unsloth-zoo, pull request
-# 1053). It grows as kernels load and differs by card and driver; memprof states it as an assumption.
+# 1053). It grows as kernels load and differs by GPU and driver; memprof states it as an assumption.
 CONTEXT_BYTES = 426 << 20
 
 # The most that was published: with drivers before CUDA 11.7, which load all of torch's kernels at once, on a V100

@@ -12,13 +12,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from memprof.device.cards import Reading
+from memprof.device.gpus import NvmlSample
 
 # Environment variables that are recorded where they are set.
 VARIABLES = (
     # the caching allocator: the first is the older spelling and counts where both are set
     *("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_NO_CUDA_MEMORY_CACHING"),
-    # which cards, and in what order
+    # which GPUs, and in what order
     *("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "NVIDIA_VISIBLE_DEVICES"),
     *("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"),
     # the context, and what libraries take beside the allocator
@@ -47,12 +47,12 @@ class Environment:
     notes: tuple[str, ...]  # what does not fit together, one line each.
 
 
-def read_environment(cards: Reading | None = None, variables: Mapping[str, str] | None = None) -> Environment:
-    """Return the environment of this process; without `cards` the driver is looked for in /proc alone.
+def read_environment(gpus: NvmlSample | None = None, variables: Mapping[str, str] | None = None) -> Environment:
+    """Return the environment of this process; without `gpus` the driver is looked for in /proc alone.
 
     `variables` stand in for `os.environ`.
     """
-    reading = cards or Reading()
+    reading = gpus or NvmlSample()
     environ = os.environ if variables is None else variables
     torch = _torch()
     driver = reading.driver_version or _loaded_driver()
@@ -68,16 +68,16 @@ def read_environment(cards: Reading | None = None, variables: Mapping[str, str] 
     )
 
 
-def _notes(torch_cuda: str | None, driver: str | None, reading: Reading, variables: Mapping[str, str]) -> list[str]:
+def _notes(torch_cuda: str | None, driver: str | None, reading: NvmlSample, variables: Mapping[str, str]) -> list[str]:
     notes = []
     if torch_cuda and driver is None:
         notes.append(f"torch is built for CUDA {torch_cuda}, and there is no NVIDIA driver here")
     elif torch_cuda and reading.cuda_version and _major(torch_cuda) > _major(reading.cuda_version):
         notes.append(f"torch is built for CUDA {torch_cuda}, and the driver runs CUDA {reading.cuda_version} at most")
-    elif not torch_cuda and reading.cards:
-        notes.append("there is a card, and the installed torch is built without CUDA")
+    elif not torch_cuda and reading.gpus:
+        notes.append("there is a GPU, and the installed torch is built without CUDA")
     if variables.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
-        notes.append("CUDA_VISIBLE_DEVICES hides every card")
+        notes.append("CUDA_VISIBLE_DEVICES hides every GPU")
     older, newer = variables.get("PYTORCH_CUDA_ALLOC_CONF"), variables.get("PYTORCH_ALLOC_CONF")
     if older is not None and newer is not None and older != newer:
         notes.append("PYTORCH_CUDA_ALLOC_CONF and PYTORCH_ALLOC_CONF are both set and differ: torch reads the first")

@@ -1,10 +1,10 @@
-"""The NVIDIA cards of this machine, their memory and who uses it: through NVML, as nvidia-smi.
+"""The NVIDIA GPUs of this machine, their memory and who uses it: through NVML, as nvidia-smi.
 
 Nothing here raises. What NVML refuses is None, and `notes` has a line that says why: no driver, no permission, a slice
-of a card, a card that is lost. This is the only file that imports pynvml.
+of a GPU, a GPU that is lost. This is the only file that imports pynvml.
 
-    >>> from memprof.device.nvml import read_cards
-    >>> [(card.name, card.used_bytes) for card in read_cards().cards]  # doctest: +SKIP
+    >>> from memprof.device.nvml import read_gpus
+    >>> [(GPU.name, GPU.used_bytes) for GPU in read_gpus().GPUs]  # doctest: +SKIP
     [('NVIDIA H100 80GB HBM3', 2_516_582_400)]
 
 Source of what the calls mean: NVML API reference (docs.nvidia.com/deploy/nvml-api), and pynvml.py of nvidia-ml-py.
@@ -19,28 +19,28 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from memprof.device.cards import CardProcess, CardUse, NvmlCard, Reading, Slice
+from memprof.device.gpus import GpuProcess, GpuUsage, NvmlGpu, NvmlSample, Slice
 from memprof.device.processes import process_name
 
-_NO_INSTANCE = 0xFFFFFFFF  # what NVML gives as the instance of a process on a card that is not sliced
+_NO_INSTANCE = 0xFFFFFFFF  # what NVML gives as the instance of a process on a GPU that is not sliced
 
 
-def read_cards() -> Reading:
-    """Return all cards now."""
+def read_gpus() -> NvmlSample:
+    """Return all GPUs now."""
     with Nvml() as nvml:
         return nvml.read()
 
 
-def card_use(card: int | str) -> CardUse:
-    """Return how much of a card is used now, by whom, and by this process.
+def read_gpu_usage(gpu: int | str) -> GpuUsage:
+    """Return how much of a GPU is used now, by whom, and by this process.
 
     Args:
-        card: NVML's index, or better the UUID of the card or slice, with or without its "GPU-" or "MIG-", which is
+        GPU: NVML's index, or better the UUID of the GPU or slice, with or without its "GPU-" or "MIG-", which is
             `str(torch.cuda.get_device_properties(0).uuid)`: CUDA's ordinal is not NVML's index where
             CUDA_VISIBLE_DEVICES is set.
     """
     with Nvml() as nvml:
-        return nvml.use(card)
+        return nvml.use(gpu)
 
 
 class Nvml:
@@ -57,48 +57,48 @@ class Nvml:
     def __exit__(self, *exc: object) -> None:
         self._close()
 
-    def read(self) -> Reading:
-        """Return all cards now. A driver that went away is looked for again at the next call."""
+    def read(self) -> NvmlSample:
+        """Return all GPUs now. A driver that went away is looked for again at the next call."""
         if self._nvml is None:
             self._open()
         if self._nvml is None:
-            return Reading(notes=(self._why_not,))
+            return NvmlSample(notes=(self._why_not,))
         asked = _NvmlCaller(self._nvml)
         count = asked("nvmlDeviceGetCount")
         if count is None:
             self._close()
-            return Reading(notes=(f"NVML does not list the cards: {asked.refusal}",))
+            return NvmlSample(notes=(f"NVML does not list the GPUs: {asked.refusal}",))
         cuda = asked("nvmlSystemGetCudaDriverVersion")
-        return Reading(
-            cards=tuple(self._card(index) for index in range(count)),
+        return NvmlSample(
+            gpus=tuple(self._gpu(index) for index in range(count)),
             driver_version=asked("nvmlSystemGetDriverVersion"),
             cuda_version=None if cuda is None else f"{cuda // 1000}.{cuda % 1000 // 10}",
-            notes=() if count else ("the driver lists no card",),
+            notes=() if count else ("the driver lists no GPU",),
         )
 
-    def use(self, card: int | str) -> CardUse:
-        """Return what `card_use` does."""
+    def use(self, gpu: int | str) -> GpuUsage:
+        """Return what `read_gpu_usage` does."""
         reading = self.read()
-        if not reading.cards:
-            return CardUse(None, None, note="; ".join(reading.notes))
-        for found in reading.cards:
-            if found.index == card or (isinstance(card, str) and _same_uuid(found.uuid, card)):
+        if not reading.gpus:
+            return GpuUsage(None, None, note="; ".join(reading.notes))
+        for found in reading.gpus:
+            if found.index == gpu or (isinstance(gpu, str) and _same_uuid(found.uuid, gpu)):
                 return _use(found, found.total_bytes, found.used_bytes, found.processes)
             for piece in found.slices:
-                if isinstance(card, str) and _same_uuid(piece.uuid, card):
+                if isinstance(gpu, str) and _same_uuid(piece.uuid, gpu):
                     on_it = tuple(process for process in found.processes if process.gpu_instance == piece.gpu_instance)
                     return _use(found, piece.total_bytes, piece.used_bytes, on_it)
-        return CardUse(None, None, note=f"NVML lists no card {card}: it has {len(reading.cards)}")
+        return GpuUsage(None, None, note=f"NVML lists no GPU {gpu}: it has {len(reading.gpus)}")
 
     def _open(self) -> None:
         module = _pynvml()
         if module is None:
-            self._why_not = "cards cannot be seen: pynvml is not installed (pip install nvidia-ml-py)"
+            self._why_not = "GPUs cannot be seen: pynvml is not installed (pip install nvidia-ml-py)"
             return
         asked = _NvmlCaller(module)
         asked("nvmlInit")
         if asked.refusal:
-            self._why_not = f"cards cannot be seen: {_hint(module, asked)}"
+            self._why_not = f"GPUs cannot be seen: {_hint(module, asked)}"
             return
         self._nvml = module
 
@@ -107,36 +107,36 @@ class Nvml:
             _NvmlCaller(self._nvml)("nvmlShutdown")
             self._nvml = None
 
-    def _card(self, index: int) -> NvmlCard:
+    def _gpu(self, index: int) -> NvmlGpu:
         asked = _NvmlCaller(self._nvml)
         handle = asked("nvmlDeviceGetHandleByIndex", index)
         if handle is None:
-            return NvmlCard(index, f"card {index}", notes=(f"card {index} cannot be read: {asked.refusal}",))
-        name = _text(asked("nvmlDeviceGetName", handle)) or f"card {index}"
+            return NvmlGpu(index, f"GPU {index}", notes=(f"GPU {index} cannot be read: {asked.refusal}",))
+        name = _text(asked("nvmlDeviceGetName", handle)) or f"GPU {index}"
         notes: list[str] = []
         if _is_lost(self._nvml, asked):
-            return NvmlCard(index, name, notes=(f"card {index} cannot be read: {asked.refusal}",))
+            return NvmlGpu(index, name, notes=(f"GPU {index} cannot be read: {asked.refusal}",))
         mode = asked("nvmlDeviceGetMigMode", handle)
         slices = self._slices(handle) if mode and mode[0] else ()
         memory = self._memory(handle)
         if memory.note and not slices:
-            notes.append(f"memory of card {index} cannot be read: {memory.note}")
+            notes.append(f"memory of GPU {index} cannot be read: {memory.note}")
         elif memory.note:
-            notes.append(f"card {index} is sliced (MIG), and its memory as a whole cannot be read: {memory.note}")
+            notes.append(f"GPU {index} is sliced (MIG), and its memory as a whole cannot be read: {memory.note}")
         processes, why = self._processes(handle, sliced=bool(slices))
         if why:
-            notes.append(f"processes on card {index} cannot be listed: {why}")
+            notes.append(f"processes on GPU {index} cannot be listed: {why}")
         elif not processes and memory.used and memory.used > _UNEXPLAINED:
             notes.append(
-                f"card {index} is in use, and no process is listed: those of other containers and of other users "
+                f"GPU {index} is in use, and no process is listed: those of other containers and of other users "
                 "may be hidden"
             )
         utilisation = asked("nvmlDeviceGetUtilizationRates", handle)
         power = asked("nvmlDeviceGetPowerUsage", handle)
         capability = asked("nvmlDeviceGetCudaComputeCapability", handle)
         if _is_lost(self._nvml, asked):
-            notes = [f"card {index} cannot be read: {asked.refusal}"]
-        return NvmlCard(
+            notes = [f"GPU {index} cannot be read: {asked.refusal}"]
+        return NvmlGpu(
             index=index,
             name=name,
             uuid=_text(asked("nvmlDeviceGetUUID", handle)),
@@ -183,9 +183,9 @@ class Nvml:
                 slices.append(Slice(index, name, uuid, instance, memory.total, memory.used, memory.free))
         return tuple(slices)
 
-    def _processes(self, handle: Any, *, sliced: bool) -> tuple[tuple[CardProcess, ...], str]:
+    def _processes(self, handle: Any, *, sliced: bool) -> tuple[tuple[GpuProcess, ...], str]:
         asked = _NvmlCaller(self._nvml)
-        found: dict[tuple[int, int | None], CardProcess] = {}
+        found: dict[tuple[int, int | None], GpuProcess] = {}
         for kind, call in (
             ("compute", "nvmlDeviceGetComputeRunningProcesses"),
             ("graphics", "nvmlDeviceGetGraphicsRunningProcesses"),
@@ -196,15 +196,15 @@ class Nvml:
                 asked.refusal = before
                 listed = asked(f"{call}_v2", handle)
             if kind == "graphics":
-                # Cards without a display refuse this, and nothing is missing then.
+                # GPUs without a display refuse this, and nothing is missing then.
                 asked.refusal = before
             for process in listed or ():
                 instance = getattr(process, "gpuInstanceId", _NO_INSTANCE)
                 key = (process.pid, instance if sliced and instance != _NO_INSTANCE else None)
                 if key not in found:
-                    # Both lists give the process's whole use of the card.
+                    # Both lists give the process's whole use of the GPU.
                     name = self._name(process.pid)
-                    found[key] = CardProcess(process.pid, name, process.usedGpuMemory, kind, key[1])
+                    found[key] = GpuProcess(process.pid, name, process.usedGpuMemory, kind, key[1])
         largest_first = sorted(found.values(), key=lambda process: (-(process.used_bytes or 0), process.pid))
         return tuple(largest_first), asked.refusal
 
@@ -289,11 +289,11 @@ def _same_uuid(one: str, other: str) -> bool:
     )
 
 
-def _use(card: NvmlCard, total: int | None, used: int | None, processes: tuple[CardProcess, ...]) -> CardUse:
+def _use(gpu: NvmlGpu, total: int | None, used: int | None, processes: tuple[GpuProcess, ...]) -> GpuUsage:
     own = [process for process in processes if process.pid == os.getpid()]
-    notes = list(card.notes)
+    notes = list(gpu.notes)
     if not own:
         notes.append("NVML does not list this process")
     elif own[0].used_bytes is None:
         notes.append("the driver does not say how much each process uses")
-    return CardUse(total, used, processes, own[0].used_bytes if own else None, "; ".join(notes))
+    return GpuUsage(total, used, processes, own[0].used_bytes if own else None, "; ".join(notes))

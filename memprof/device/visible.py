@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from memprof.device.cards import NvmlCard
-from memprof.device.nvml import read_cards
+from memprof.device.gpus import NvmlGpu
+from memprof.device.nvml import read_gpus
 
 VARIABLE = "CUDA_VISIBLE_DEVICES"
 
@@ -17,19 +17,19 @@ def hide_gpus() -> None:
     For commands that simulate alone: where torch sees a GPU, autograd has threads for it that outlive no fork
     (`track_bad_autograd_forks`, torch/csrc/autograd/engine.cpp), so that simulated runs could not be made side by side.
     """
-    if read_cards().cards:
+    if read_gpus().gpus:
         os.environ[VARIABLE] = ""
 
 
-def first_visible(cards: Sequence[NvmlCard]) -> NvmlCard | None:
+def first_visible(gpus: Sequence[NvmlGpu]) -> NvmlGpu | None:
     """Return which of NVML's GPUs CUDA calls the first; None where none is visible, or a slice (MIG) of one.
 
     Source: CUDA C++ Programming Guide, "CUDA Environment Variables".
     """
     asked = os.environ.get(VARIABLE)
     if asked is None:
-        return cards[0] if cards else None
+        return gpus[0] if gpus else None
     name = asked.partition(",")[0].strip()
     if name.isdecimal():
-        return cards[int(name)] if int(name) < len(cards) else None
-    return next((card for card in cards if name.startswith("GPU-") and card.uuid.startswith(name)), None)
+        return gpus[int(name)] if int(name) < len(gpus) else None
+    return next((gpu for gpu in gpus if name.startswith("GPU-") and gpu.uuid.startswith(name)), None)

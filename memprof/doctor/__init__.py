@@ -5,8 +5,8 @@
 `diagnose` puts these together; `installation` is `memprof doctor --env`.
 """
 
-from memprof.doctor.advice import Known
+from memprof.doctor.advice import ReportedRun
 from memprof.doctor.diagnosis import Advice, Candidate, Cause, Diagnosis, Figures, Size
 from memprof.doctor.doctor import diagnose
 
-__all__ = ["Advice", "Candidate", "Cause", "Diagnosis", "Figures", "Known", "Size", "diagnose"]
+__all__ = ["Advice", "Candidate", "Cause", "Diagnosis", "Figures", "ReportedRun", "Size", "diagnose"]

@@ -10,21 +10,21 @@ from memprof.catalog import find_model, has_model
 from memprof.command_line import profile_command
 from memprof.doctor.diagnosis import Advice, Candidate, Cause, Figures
 from memprof.errors import UsageError
-from memprof.remedies.catalog import Remedy, helping
-from memprof.remedies.fixes import Fix, edit_spec
+from memprof.fixes.catalog import Fix, find_helpful
+from memprof.fixes.chosen import ChosenFix, edit_spec
 from memprof.spec import Mode, TargetSpec
 from memprof.units import GIB, parse_gib
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class ReportedRun:
     """What the user says about the run that died; None: look in the log."""
 
     model: str | None = None
     batch_size: int | None = None
     context_length: int | None = None
     npt: str | None = None
-    card_bytes: int | None = None
+    gpu_bytes: int | None = None
     attention: str | None = None
 
     @property
@@ -35,16 +35,16 @@ class Known:
             batch_size=self.batch_size or 1,
             context_length=self.context_length,
             npt=self.npt,
-            gpu_vram_bytes=self.card_bytes,
+            gpu_vram_bytes=self.gpu_bytes,
             attention=self.attention,
         )
 
     def command(self, fix: str = "") -> str:
         """Return the command of `memprof profile` for it."""
-        return profile_command(self.spec.edit(fixes=(fix,) if fix else ()), names_card=False)
+        return profile_command(self.spec.edit(fixes=(fix,) if fix else ()), names_gpu=False)
 
-    def command_with(self, remedy: Remedy) -> str | None:
-        """Return `memprof profile` with a remedy, in inference if it is for that alone; None if it does not apply."""
+    def command_with(self, fix: Fix) -> str | None:
+        """Return `memprof profile` with a fix, in inference if it is for that alone; None if it does not apply."""
         dtype = None
         if self.model is not None and has_model(self.model):
             dtype = "float32" if find_model(self.model).checkpoint_dtype == "float32" else "bfloat16"
@@ -52,36 +52,36 @@ class Known:
         specs = [self.spec] if self.batch_size else [self.spec, self.spec.edit(batch_size=2)]
         for mode, spec in itertools.product(Mode, specs):
             try:
-                edit_spec(spec.edit(mode=mode), Fix(remedy), {"dtype": dtype})
+                edit_spec(spec.edit(mode=mode), ChosenFix(fix), {"dtype": dtype})
             except UsageError:
                 continue
-            return profile_command(spec.edit(mode=mode, fixes=(remedy.name,)), names_card=False)
+            return profile_command(spec.edit(mode=mode, fixes=(fix.name,)), names_gpu=False)
         return None
 
 
-# Cases that have one remedy.
-_SEGMENTS, _SPILLED = helping("fragmentation")[0], helping("doctor: spilled")[0]
-_HOST = helping("doctor: host memory")[0]
+# Cases that have one fix.
+_SEGMENTS, _SPILLED = find_helpful("fragmentation")[0], find_helpful("doctor: spilled")[0]
+_HOST = find_helpful("doctor: host memory")[0]
 _WINDOWS = re.compile(r"\b[A-Za-z]:\\(?!n)")  # A path of Windows.
-_WHO = (Advice("see who is on the card", "nvidia-smi --query-compute-apps=pid,name,used_memory --format=csv"),)
+_WHO = (Advice("see who is on the GPU", "nvidia-smi --query-compute-apps=pid,name,used_memory --format=csv"),)
 
 
-def _against(case: str, run: Known) -> tuple[Advice, ...]:
-    """Return the remedies of a case, in order."""
+def _against(case: str, run: ReportedRun) -> tuple[Advice, ...]:
+    """Return the fixes of a case, in order."""
     found = []
-    for remedy in helping(case):
-        cost = "" if remedy.cost.startswith("none") else f" (costs: {remedy.cost})"
-        if (command := run.command_with(remedy)) is not None:
-            found.append(Advice(remedy.words.get(case, remedy.changes) + cost, command, remedy=remedy.name))
+    for fix in find_helpful(case):
+        cost = "" if fix.cost.startswith("none") else f" (costs: {fix.cost})"
+        if (command := run.command_with(fix)) is not None:
+            found.append(Advice(fix.words.get(case, fix.changes) + cost, command, fix=fix.name))
     return tuple(found)
 
 
 def steps(
-    cause: Cause, figures: Figures, tensors: tuple[Candidate, ...], run: Known, source: str, text: str = ""
+    cause: Cause, figures: Figures, tensors: tuple[Candidate, ...], run: ReportedRun, source: str, text: str = ""
 ) -> tuple[Advice, ...]:
     """Return what to try for `cause`, in order; `text` is the message, and the log around it."""
     if figures.total is not None and figures.total.num_bytes >= GIB:
-        run = replace(run, card_bytes=parse_gib(f"{figures.total.num_bytes / GIB:.2f}"))  # as it was printed
+        run = replace(run, gpu_bytes=parse_gib(f"{figures.total.num_bytes / GIB:.2f}"))  # as it was printed
     if tensors and "delta" in tensors[0].role:
         run = replace(run, npt="dense")
     if tensors and tensors[0].role == "attention scores":
@@ -91,11 +91,11 @@ def steps(
     if cause in _FIXED:
         return _FIXED[cause]
     if cause is Cause.OTHER_PROCESSES:
-        left_over = "end what is left over of an earlier run (a notebook keeps its card until its kernel ends)"
+        left_over = "end what is left over of an earlier run (a notebook keeps its GPU until its kernel ends)"
         return (
             *_WHO,
             Advice(left_over, "kill PID"),
-            Advice("or take another card", "CUDA_VISIBLE_DEVICES=1 python ..."),
+            Advice("or take another GPU", "CUDA_VISIBLE_DEVICES=1 python ..."),
             Advice("how much your own run needs", run.command()),
         )
     if cause is Cause.MEMORY_LIMIT:
@@ -108,10 +108,10 @@ def steps(
                 "see what the driver shows while the run goes on: another process may come and go",
                 "memprof monitor -- python train.py",
             ),
-            *_segments("no single segment is asked for any more, so that no one piece must be had", text),
+            *_segments("no single segment is requested any more, so that no one piece must be had", text),
             Advice(
                 "check limits that free memory does not show: a container's, a slice's (MIG), a virtual GPU's, and on "
-                "Windows the page file, which backs what cards commit",
+                "Windows the page file, which backs what GPUs commit",
                 "memprof doctor --env",
             ),
         )
@@ -154,7 +154,7 @@ def _segments(what: str, text: str) -> tuple[Advice, ...]:
     if _is_old(text) or _WINDOWS.search(text):
         return ()
     variable = "PYTORCH_HIP_ALLOC_CONF" if "HIP out of memory" in text else "PYTORCH_CUDA_ALLOC_CONF"
-    return (Advice(what, f"export {variable}={_SEGMENTS.alloc_conf}", remedy=_SEGMENTS.name),)
+    return (Advice(what, f"export {variable}={_SEGMENTS.alloc_conf}", fix=_SEGMENTS.name),)
 
 
 def _whole(text: str) -> tuple[Advice, ...]:
@@ -167,8 +167,8 @@ def _whole(text: str) -> tuple[Advice, ...]:
     return (Advice(what, f"{shell} PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:128"),)
 
 
-def _for_tensor(tensors: tuple[Candidate, ...], run: Known) -> tuple[Advice, ...]:
-    """Return remedies for the very tensor, if it is known."""
+def _for_tensor(tensors: tuple[Candidate, ...], run: ReportedRun) -> tuple[Advice, ...]:
+    """Return fixes for the very tensor, if it is known."""
     if not tensors:
         return ()
     role = tensors[0].role
@@ -184,18 +184,18 @@ def _for_tensor(tensors: tuple[Candidate, ...], run: Known) -> tuple[Advice, ...
     return _against("doctor: parameters" if "parameters" in role else "doctor: weights", run)
 
 
-def _smaller(run: Known, tensors: tuple[Candidate, ...]) -> tuple[Advice, ...]:
+def _smaller(run: ReportedRun, tensors: tuple[Candidate, ...]) -> tuple[Advice, ...]:
     """Return a run that takes less, in order; what `_for_tensor` said is left out."""
-    said = {step.remedy for step in _for_tensor(tensors, run)}
-    search = "let memprof search: the set of remedies whose step takes least among those that fit"
+    said = {step.fix for step in _for_tensor(tensors, run)}
+    search = "let memprof search: the set of fixes whose step takes least among those that fit"
     on_cpu = "in inference that may take many times as long: use the CPU, whose memory is the machine's"
     listed = (
         Advice(search, run.command("auto")),
         *_against("doctor: smaller", run),
         Advice.python(on_cpu, 'model.to("cpu")'),
-        Advice("torch.cuda.empty_cache() does not help: torch gives back its cache itself before it raises this error"),
+        Advice("torch.cuda.empty_cache() does not help: torch releases its cache itself before it raises this error"),
     )
-    return tuple(step for step in listed if not step.remedy or step.remedy not in said)
+    return tuple(step for step in listed if not step.fix or step.fix not in said)
 
 
 _VLLM = "vllm serve MODEL"
@@ -211,25 +211,25 @@ _MPS = (
 )
 _PROFILE = "memprof profile --model MODEL"
 _CACHE_SIZE = Advice("how much weights and cache take", f"{_PROFILE} --mode inference --context-length 8192")
-# What prints an error that torch's remedies do not help against.
+# What prints an error that torch's fixes do not help against.
 _OF_SOURCE: dict[str, tuple[Advice, ...]] = {
     "torch (MPS)": _MPS,
     "NCCL": (
         Advice("let NCCL say which call failed, and for want of what", "NCCL_DEBUG=WARN torchrun train.py"),
         Advice.python(
-            "NCCL takes its buffers from the driver, beside torch's cache: leave it some of the card",
+            "NCCL takes its buffers from the driver, beside torch's cache: leave it some of the GPU",
             "torch.cuda.set_per_process_memory_fraction(0.95)",
         ),
         Advice("smaller buffers: a quarter of 4 MiB for each channel and peer", "export NCCL_BUFFSIZE=1048576"),
         Advice.python(
-            "one card for each process: two on one card also end in this",
+            "one GPU for each process: two on one GPU also end in this",
             'torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))',
         ),
-        Advice("see what else is on the card while it runs", "memprof monitor -- torchrun train.py"),
+        Advice("see what else is on the GPU while it runs", "memprof monitor -- torchrun train.py"),
     ),
     "XLA": (
         *_WHO,
-        Advice("JAX takes three quarters of the card at its start: less", "export XLA_PYTHON_CLIENT_MEM_FRACTION=.50"),
+        Advice("JAX takes three quarters of the GPU at its start: less", "export XLA_PYTHON_CLIENT_MEM_FRACTION=.50"),
         Advice("or as much as is needed, when it is needed", "export XLA_PYTHON_CLIENT_PREALLOCATE=false"),
         Advice("TensorFlow takes all of it: as much as is needed instead", "export TF_FORCE_GPU_ALLOW_GROWTH=true"),
         Advice("a smaller batch, or shorter sequences"),
@@ -243,12 +243,12 @@ _OF_SOURCE: dict[str, tuple[Advice, ...]] = {
     ),
     "ggml": (
         *_WHO,
-        Advice("fewer layers on the card, the rest on the CPU", "llama-server --model MODEL.gguf --n-gpu-layers 20"),
+        Advice("fewer layers on the GPU, the rest on the CPU", "llama-server --model MODEL.gguf --n-gpu-layers 20"),
         Advice("a shorter context: a smaller cache", "llama-server --model MODEL.gguf --ctx-size 4096"),
         Advice("weights of fewer bits"),
     ),
     "bitsandbytes": (
-        Advice("paged states lie in memory that card and host share: was the host's full?", "free -h"),
+        Advice("paged states lie in memory that GPU and host share: was the host's full?", "free -h"),
         Advice.python("an optimizer whose states are not paged", 'TrainingArguments(optim="adamw_8bit")'),
         *_WHO,
     ),
@@ -261,11 +261,11 @@ _FIXED: dict[Cause, tuple[Advice, ...]] = {
         Advice("or an installation that does not belong together", "memprof doctor --env"),
     ),
     Cause.KV_CACHE: (
-        Advice("give the engine more of the card, if nobody else is on it", f"{_VLLM} --gpu-memory-utilization 0.95"),
+        Advice("give the engine more of the GPU, if nobody else is on it", f"{_VLLM} --gpu-memory-utilization 0.95"),
         Advice("shorter sequences", f"{_VLLM} --max-model-len 8192"),
         Advice("a smaller cache: one byte a value", f"{_VLLM} --kv-cache-dtype fp8"),
         Advice("no CUDA graphs, which take memory too", f"{_VLLM} --enforce-eager"),
-        Advice("spread the weights over cards", f"{_VLLM} --tensor-parallel-size 2"),
+        Advice("spread the weights over GPUs", f"{_VLLM} --tensor-parallel-size 2"),
         _CACHE_SIZE,
     ),
     Cause.ENGINE_BUDGET: (
@@ -278,18 +278,18 @@ _FIXED: dict[Cause, tuple[Advice, ...]] = {
         Advice(
             "weights in 4 bits: a quarter of half precision",
             "memprof profile --model MODEL --quantize nf4 --mode inference",
-            remedy=_SPILLED.name,
+            fix=_SPILLED.name,
         ),
         Advice.python(
             "or run with the rest in host memory, slowly", 'device_map="auto", llm_int8_enable_fp32_cpu_offload=True'
         ),
-        Advice("other processes may have the card: see who does", "memprof gpus --present"),
+        Advice("other processes may have the GPU: see who does", "memprof gpus --present"),
     ),
     Cause.HOST_KILLED: (
         Advice("was it the kernel, for want of host memory?", "dmesg -T | grep -i -E 'out of memory|killed process'"),
         Advice("watch resident memory, and who takes it", "memprof monitor --log memory.csv -- python train.py"),
         Advice.python(
-            "load weights once and straight to the card, not once per process",
+            "load weights once and straight to the GPU, not once per process",
             'from_pretrained(..., device_map={"": local_rank}, dtype="auto")',
         ),
         Advice(
@@ -299,7 +299,7 @@ _FIXED: dict[Cause, tuple[Advice, ...]] = {
         Advice.python(
             "fewer DataLoader workers: each copies what it touches of the dataset", "DataLoader(..., num_workers=2)"
         ),
-        Advice("batches made one at a time", f"{_PROFILE} --dataset-batches 100 --fix {_HOST.name}", remedy=_HOST.name),
+        Advice("batches made one at a time", f"{_PROFILE} --dataset-batches 100 --fix {_HOST.name}", fix=_HOST.name),
         Advice("in a container or a job: raise its memory limit", "docker run --memory 64g ...  # sbatch --mem=64G"),
     ),
     Cause.HOST_MEMORY: (

@@ -7,16 +7,16 @@ from memprof.device.context import CONTEXT_BYTES
 from memprof.doctor.diagnosis import Cause, Figures, Size
 from memprof.units import GIB, format_bytes
 
-_LARGE_SHARE = 0.25  # Of the card, from which on one request is the matter rather than all that is there.
-_FREE_SHARE = 0.05  # Of the card: with less left it is full, though a request may be smaller than that.
+_LARGE_SHARE = 0.25  # Of the GPU, from which on one request is the matter rather than all that is there.
+_FREE_SHARE = 0.05  # Of the GPU: with less left it is full, though a request may be smaller than that.
 _UNNAMED = GIB
-# Memory that nobody names may be this process's libraries (NCCL, other contexts), or a desktop on a small card: from
-# this share of the card on it is somebody else's.
-_UNNAMED_SHARE, _SURE_SHARE, _SMALL_CARD = 0.1, 0.25, 8 * GIB
+# Memory that nobody names may be this process's libraries (NCCL, other contexts), or a desktop on a small GPU: from
+# this share of the GPU on it is somebody else's.
+_UNNAMED_SHARE, _SURE_SHARE, _SMALL_GPU = 0.1, 0.25, 8 * GIB
 
 
 def others_bytes(figures: Figures) -> int | None:
-    """Return what other processes have on the card; None if the message does not tell."""
+    """Return what other processes have on the GPU; None if the message does not tell."""
     named = sum(size.num_bytes for _, size in other_processes(figures))
     if named:
         return named
@@ -27,7 +27,7 @@ def others_bytes(figures: Figures) -> int | None:
 
 
 def own_bytes(figures: Figures) -> int | None:
-    """Return what this process has on the card; without the driver's word its segments and a CUDA context."""
+    """Return what this process has on the GPU; without the driver's word its segments and a CUDA context."""
     if own := figures.process or _own_of(figures):
         return own.num_bytes
     held = figures.reserved or figures.allocated
@@ -44,7 +44,7 @@ def other_processes(figures: Figures) -> tuple[tuple[int, Size], ...]:
     """Return the processes named that are not this one.
 
     In a container NVML gives pids of the host, so that torch takes itself for another: the process without which the
-    card could not hold what this one reserved is this one.
+    GPU could not hold what this one reserved is this one.
     """
     if figures.process is not None or not figures.others or figures.reserved is None or figures.total is None:
         return figures.others
@@ -75,7 +75,7 @@ def _cause(figures: Figures, tried: Size) -> tuple[Cause, str]:
     if total is None or not total.num_bytes:
         return Cause.DEVICE_MEMORY, ""
     if tried.low > total.high:
-        return Cause.LARGE_TENSOR, f"the request alone is larger than the card: {tried.text} of {total.text}"
+        return Cause.LARGE_TENSOR, f"the request alone is larger than the GPU: {tried.text} of {total.text}"
     if free is not None and free.low >= tried.high and free.num_bytes >= _FREE_SHARE * total.num_bytes:
         return Cause.FREE_REFUSED, f"{free.text} are free, and the driver refused {tried.text}"
     others = others_bytes(figures) or 0
@@ -85,20 +85,20 @@ def _cause(figures: Figures, tried: Size) -> tuple[Cause, str]:
     if others >= missing and _is_foreign(figures, others, total.num_bytes, fits=fits):
         return Cause.OTHER_PROCESSES, f"other processes have {format_bytes(others)}; without them the request would fit"
     if fragmented:
-        beside = f", beside {free.text} free on the card" if unused < want and free else ""
+        beside = f", beside {free.text} free on the GPU" if unused < want and free else ""
         why = f"torch holds {format_bytes(unused)} unused{beside}, in pieces too small for {tried.text}"
         return Cause.FRAGMENTATION, why
     mine = own_bytes(figures)
     if free is None and mine is not None and want + mine < (1 - _UNNAMED_SHARE) * total.num_bytes:
         what = "others have it, or the driver refuses a request of this size"
-        return Cause.DEVICE_MEMORY, f"{format_bytes(total.num_bytes - mine)} of the card are not this process's: {what}"
+        return Cause.DEVICE_MEMORY, f"{format_bytes(total.num_bytes - mine)} of the GPU are not this process's: {what}"
     if want >= _LARGE_SHARE * total.num_bytes:
-        return Cause.LARGE_TENSOR, f"one request of {tried.text} is {100 * want / total.num_bytes:.0f}% of the card"
+        return Cause.LARGE_TENSOR, f"one request of {tried.text} is {100 * want / total.num_bytes:.0f}% of the GPU"
     if fits and unused and reserved is not None:
         tensors = f"{100 * (1 - unused / reserved.num_bytes):.0f}% of what torch holds are tensors"
         more = f"in one piece the rest would serve this request, and {format_bytes(unused - missing)} more"
-        return Cause.CARD_FULL, f"{tensors}; {more}"
-    return Cause.CARD_FULL, ""
+        return Cause.GPU_FULL, f"{tensors}; {more}"
+    return Cause.GPU_FULL, ""
 
 
 def _is_foreign(figures: Figures, others: int, total: int, *, fits: bool) -> bool:
@@ -106,7 +106,7 @@ def _is_foreign(figures: Figures, others: int, total: int, *, fits: bool) -> boo
     if others < _UNNAMED:
         return False
     # What torch says of itself is sure; what is left over is not.
-    share = _SURE_SHARE if fits or total < _SMALL_CARD else _UNNAMED_SHARE
+    share = _SURE_SHARE if fits or total < _SMALL_GPU else _UNNAMED_SHARE
     return bool(other_processes(figures)) or figures.process is not None or others >= share * total
 
 
@@ -121,7 +121,7 @@ def _said(figures: Figures) -> list[str]:
         said.append(f"tensors take {allocated.text}{beside}")
     if total is not None and held is not None and held.low > total.high:
         spills = "the driver spills into host memory (Windows, WSL), which is slow"
-        said.append(f"{held.text} on a card of {total.text}: {spills}")
+        said.append(f"{held.text} on a GPU of {total.text}: {spills}")
     if figures.private_pools is not None:
         said.append(f"{figures.private_pools.text} are in private pools (CUDA graphs)")
     own = figures.process or _own_of(figures)

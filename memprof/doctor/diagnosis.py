@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from memprof.trace.plain import Plain
+from memprof.trace.json_values import JsonValue
 
 
 class Cause(StrEnum):
@@ -19,20 +19,20 @@ class Cause(StrEnum):
         made._value_, made.headline = value, headline
         return made
 
-    CARD_FULL = "card-full", "The card is full of this process's own tensors"
-    # One request is larger than the card, or a quarter of it and more.
+    GPU_FULL = "gpu-full", "The GPU is full of this process's own tensors"
+    # One request is larger than the GPU, or a quarter of it and more.
     LARGE_TENSOR = "large-tensor", "One tensor is too large"
     FRAGMENTATION = "fragmentation", "Fragmentation: enough is reserved and unused, in pieces too small"
     # The request would fit if nobody else were on it.
-    OTHER_PROCESSES = "other-processes", "Other processes have the card"
+    OTHER_PROCESSES = "other-processes", "Other processes have the GPU"
     MEMORY_LIMIT = "memory-limit", "The program reached a memory limit that it was given"
     FREE_REFUSED = "free-refused", "The driver refused memory that it calls free"
     DEVICE_MEMORY = "device-memory", "Out of device memory; the message says no more"
     # cuBLAS, cuDNN or NCCL found no room beside the allocator's.
     LIBRARY_HANDLE = "library-handle", "A CUDA library found no memory for itself"
     KV_CACHE = "kv-cache", "The engine has too little room for its KV cache"
-    ENGINE_BUDGET = "engine-budget", "Less of the card is free than the engine was told to take"
-    MODEL_SPILLS = "model-spills", "The model does not fit the card, and part of it was put elsewhere"
+    ENGINE_BUDGET = "engine-budget", "Less of the GPU is free than the engine was told to take"
+    MODEL_SPILLS = "model-spills", "The model does not fit the GPU, and part of it was put elsewhere"
     HOST_KILLED = "host-killed", "Killed from outside: nearly always the kernel, for want of host memory"
     HOST_MEMORY = "host-memory", "A request for host memory was refused"
     SHARED_MEMORY = "shared-memory", "/dev/shm is full"
@@ -59,8 +59,8 @@ class Figures:
     tried_is_segment: bool = True
     device: int | None = None
     total: Size | None = None
-    free: Size | None = None  # free according to the driver, after the allocator gave back what it could.
-    process: Size | None = None  # all that this process has on the card.
+    free: Size | None = None  # free according to the driver, after the allocator released what it could.
+    process: Size | None = None  # all that this process has on the GPU.
     others: tuple[tuple[int, Size], ...] = ()  # what each other process has, by pid.
     allowed: Size | None = None  # limit set by a memory fraction.
     allocated: Size | None = None
@@ -70,7 +70,7 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A tensor of which the refused request may have been."""
+    """A tensor of which the failed allocation may have been."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -88,7 +88,7 @@ class Advice:
     what: str
     command: str = ""
     code: str = "sh"
-    remedy: str = ""  # Its name among memprof's remedies, if it is one.
+    fix: str = ""  # Its name among memprof's fixes, if it is one.
 
     @classmethod
     def python(cls, what: str, command: str) -> Advice:
@@ -97,7 +97,7 @@ class Advice:
 
 
 @dataclass(frozen=True, slots=True)
-class Diagnosis(Plain):
+class Diagnosis(JsonValue):
     """One error, explained."""
 
     cause: Cause
@@ -109,6 +109,6 @@ class Diagnosis(Plain):
     figures: Figures = field(default_factory=Figures)
     explanation: tuple[str, ...] = ()  # one line each.
     where: tuple[str, ...] = ()  # the frames of the traceback that matter, the guilty one first.
-    tensors: tuple[Candidate, ...] = ()  # candidates for the refused request, likeliest first.
+    tensors: tuple[Candidate, ...] = ()  # candidates for the failed allocation, likeliest first.
     devices: tuple[str, ...] = ()  # of a device mismatch, those that met.
     steps: tuple[Advice, ...] = ()  # what to do, in order.

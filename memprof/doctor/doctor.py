@@ -39,13 +39,13 @@ class _Error:
         return self.signature.name, self.message[:160]
 
 
-def diagnose(stream: BinaryIO, name: str, known: advice.Known | None = None) -> list[Diagnosis]:
+def diagnose(stream: BinaryIO, name: str, known: advice.ReportedRun | None = None) -> list[Diagnosis]:
     """Return the errors in a log, explained: the one that explains the others first; empty if there is none.
 
     The log is read once, in pieces; its name is for errors. Raises UsageError: this is no text, or the model is not in
     the catalog.
     """
-    known = known or advice.Known()
+    known = known or advice.ReportedRun()
     model = find_dimensions(known.model) if known.model else None
     log = LogReader(stream, name)
     found: list[_Error] = []
@@ -92,7 +92,7 @@ def _one(message: str) -> str:
     return message
 
 
-def _explain(error: _Error, head: str, known: advice.Known, model: Dimensions | None) -> Diagnosis:
+def _explain(error: _Error, head: str, known: advice.ReportedRun, model: Dimensions | None) -> Diagnosis:
     signature, passage = error.signature, error.passage
     stack = frames(passage)
     where = relevant_frames(stack)
@@ -124,7 +124,7 @@ def _explain(error: _Error, head: str, known: advice.Known, model: Dimensions | 
     if model is not None and tensors and len(tensors[0].shape) == 3 and not tensors[0].exact:
         # The rows of the likeliest tensor are the run's.
         batch, length, _ = tensors[0].shape
-        run = advice.Known(model.model, run.batch_size or batch, run.context_length or length)
+        run = advice.ReportedRun(model.model, run.batch_size or batch, run.context_length or length)
     return replace(
         base,
         title=_title(cause, figures, tensors),
@@ -134,7 +134,7 @@ def _explain(error: _Error, head: str, known: advice.Known, model: Dimensions | 
 
 
 def _tensors(
-    figures: Figures, model: Dimensions | None, known: advice.Known, nearby: str, stack: list[TracebackFrame]
+    figures: Figures, model: Dimensions | None, known: advice.ReportedRun, nearby: str, stack: list[TracebackFrame]
 ) -> tuple[Candidate, ...]:
     interval = requested(figures)
     if interval is None:

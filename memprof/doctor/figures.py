@@ -41,7 +41,7 @@ def _find(pattern: str, text: str) -> Size | None:
 
 
 def _request(text: str, tried: str, device: str = "", **amounts: str) -> Figures:
-    """Return the figures of an allocator that says what it was asked for, by the pattern of each."""
+    """Return the figures of an allocator that says what it was requested, by the pattern of each."""
     found: dict[str, Any] = {name: _find(pattern, text) for name, pattern in amounts.items()}
     index = re.search(device, text) if device else None
     return Figures(tried=_find(tried, text), tried_is_segment=False, device=int(index[1]) if index else None, **found)
@@ -140,7 +140,7 @@ kv_cache = partial(
     tried=r"at least one request with the model\w*.?s max seq len \(\d+\),? ?\(?AMOUNT",
     free=r"available KV cache memory \(AMOUNT\)",
 )
-# Of a refused request for host memory (bytes); pinned memory among it.
+# Of a failed allocation for host memory (bytes); pinned memory among it.
 host_request = partial(_request, tried="tried to allocate AMOUNT")
 # Bytes of an element of TensorFlow's types.
 _TYPES = {"float": 4, "double": 8, "half": 2, "bfloat16": 2, "int32": 4, "int64": 8, "int8": 1, "uint8": 1, "bool": 1}
@@ -156,5 +156,5 @@ def xla(text: str) -> Figures:
 
 
 nccl = partial(_request, tried="Failed to CUDA (?:host )?c?alloc(?: async)? AMOUNT")  # Of NCCL's own buffers.
-# Of ggml (llama.cpp, ollama): MiB, exactly what cudaMalloc was asked for.
+# Of ggml (llama.cpp, ollama): MiB, exactly what cudaMalloc was requested.
 cuda_malloc = partial(_request, tried="allocating AMOUNT on device", device=r"on device (\d+)")

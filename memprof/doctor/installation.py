@@ -14,17 +14,17 @@ from pathlib import Path
 
 from memprof.allocator.config import UNLIMITED, VARIABLES, AllocatorConfig, parse_config
 from memprof.allocator.releases import LATEST, Release, release_for
-from memprof.device.cards import Reading
 from memprof.device.environment import Environment, installed_release, read_environment
+from memprof.device.gpus import NvmlSample
 from memprof.device.host import available_bytes, memory_bytes
-from memprof.device.nvml import read_cards
+from memprof.device.nvml import read_gpus
 from memprof.errors import UsageError
-from memprof.remedies.catalog import EXPANDABLE_SEGMENTS
-from memprof.stand_ins.packages import PACKAGES
+from memprof.fixes.catalog import EXPANDABLE_SEGMENTS
+from memprof.stubs.packages import PACKAGES
 from memprof.units import GIB, MIB, format_bytes
 
 _SMALL_SHM = GIB  # Docker gives 64 MiB; a few workers with batches of images need more than this.
-_IN_USE = 512 * MIB  # Of a card: below it, a desktop or a driver.
+_IN_USE = 512 * MIB  # Of a GPU: below it, a desktop or a driver.
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ def _cgroup_limit() -> int | None:
 
 def check_installation(
     environment: Environment | None = None,
-    cards: Reading | None = None,
+    gpus: NvmlSample | None = None,
     host: Host | None = None,
     version: Callable[[str], str | None] | None = None,
     names: PrivateNames | None = None,
@@ -114,8 +114,8 @@ def check_installation(
 
     `version` gives the release of an installed package by its name, None if it is not installed.
     """
-    cards = read_cards() if cards is None else cards
-    environment = read_environment(cards) if environment is None else environment
+    gpus = read_gpus() if gpus is None else gpus
+    environment = read_environment(gpus) if environment is None else environment
     host = read_host() if host is None else host
     version = installed_release if version is None else version
     findings = [Check("error", note) for note in environment.notes]
@@ -125,12 +125,12 @@ def check_installation(
         names = read_private_names() if names is None else names
         findings += _private_names(names, f"torch {environment.torch_version}")
     findings += check_settings(environment.variables, _release(environment))
-    findings += _cards(cards)
+    findings += _gpus(gpus)
     findings += _host(host)
     findings += _libraries(version)
     order = {"error": 0, "warning": 1, "note": 2}
     return Installation(
-        tuple(_facts(environment, cards, host, version, names)),
+        tuple(_facts(environment, gpus, host, version, names)),
         tuple(sorted(findings, key=lambda check: order[check.severity])),
     )
 
@@ -159,7 +159,7 @@ def _private_names(names: PrivateNames, torch: str) -> Iterator[Check]:
 
 def _facts(
     environment: Environment,
-    cards: Reading,
+    gpus: NvmlSample,
     host: Host,
     version: Callable[[str], str | None],
     names: PrivateNames | None,
@@ -171,14 +171,14 @@ def _facts(
     if names is not None and names.number:
         facts.append(("private names of torch", f"{names.number - len(names.missing)} of {names.number} are there"))
     facts += [("newest CUDA it runs", environment.driver_cuda)] if environment.driver_cuda else []
-    for card in cards.cards:
-        used = "" if card.used_bytes is None else f", {format_bytes(card.used_bytes)} used"
-        total = "" if card.total_bytes is None else f", {format_bytes(card.total_bytes)}"
-        facts.append((f"card {card.index}", f"{card.name}{total}{used}"))
+    for gpu in gpus.gpus:
+        used = "" if gpu.used_bytes is None else f", {format_bytes(gpu.used_bytes)} used"
+        total = "" if gpu.total_bytes is None else f", {format_bytes(gpu.total_bytes)}"
+        facts.append((f"GPU {gpu.index}", f"{gpu.name}{total}{used}"))
     libraries = ("transformers", "accelerate", "peft", "bitsandbytes", "deepspeed", "vllm", "flash-attn")
     facts += [(name, found) for name in libraries if (found := version(name))]
     stood_for = [f"{one.name} {one.version}" for one in PACKAGES.values() if version(one.distribution) is None]
-    facts += [("stood in for", ", ".join(stood_for))] if stood_for else []
+    facts += [("replaced by a stub", ", ".join(stood_for))] if stood_for else []
     amounts = (
         ("host memory", host.total), ("of it available", host.available), ("limit of the job", host.cgroup),
         ("/dev/shm", host.shm_total), ("limit of locked memory", host.locked),
@@ -242,16 +242,16 @@ def _contradictions(config: AllocatorConfig, name: str, text: str) -> Iterator[C
         yield Check("note", f"{name}: garbage_collection_threshold acts only under a memory limit", hint)
 
 
-def _cards(cards: Reading) -> Iterator[Check]:
-    yield from (Check("note", note) for note in cards.notes)
-    for card in cards.cards:
-        if card.used_bytes is not None and card.used_bytes > _IN_USE:
-            sizes = (f", {format_bytes(one.used_bytes)}" if one.used_bytes else "" for one in card.processes)
-            found = [f"{one.name} (pid {one.pid}{size})" for one, size in zip(card.processes, sizes, strict=True)]
+def _gpus(gpus: NvmlSample) -> Iterator[Check]:
+    yield from (Check("note", note) for note in gpus.notes)
+    for gpu in gpus.gpus:
+        if gpu.used_bytes is not None and gpu.used_bytes > _IN_USE:
+            sizes = (f", {format_bytes(one.used_bytes)}" if one.used_bytes else "" for one in gpu.processes)
+            found = [f"{one.name} (pid {one.pid}{size})" for one, size in zip(gpu.processes, sizes, strict=True)]
             whose = f" by {', '.join(found[:4])}" if found else ", by processes that are not shown (another container?)"
-            problem = f"card {card.index} is in use: {format_bytes(card.used_bytes)}{whose}"
+            problem = f"GPU {gpu.index} is in use: {format_bytes(gpu.used_bytes)}{whose}"
             yield Check("warning", problem, "what others have is missing to you", "memprof monitor --once")
-        yield from (Check("note", f"card {card.index}: {note}") for note in card.notes)
+        yield from (Check("note", f"GPU {gpu.index}: {note}") for note in gpu.notes)
 
 
 def _host(host: Host) -> Iterator[Check]:

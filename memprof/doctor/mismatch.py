@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from memprof.doctor.diagnosis import Advice
 from memprof.doctor.tracebacks import TracebackFrame
-from memprof.remedies.catalog import helping
+from memprof.fixes.catalog import find_helpful
 
 _DEVICE = r"((?:cuda|cpu|mps|xpu|meta|npu|hip)(?::\d+)?)"
 _FOUND = re.compile(rf"found at least two devices, {_DEVICE} and {_DEVICE}")
@@ -109,16 +109,16 @@ def steps(mismatch: Mismatch, frames: list[TracebackFrame]) -> Iterator[Advice]:
             'model = AutoModelForCausalLM.from_pretrained(MODEL, device_map="auto")',
         )
         return
-    cards = {device for device in mismatch.devices if device not in ("cpu", "cuda", "mps")}
+    gpus = {device for device in mismatch.devices if device not in ("cpu", "cuda", "mps")}
     if mismatch.argument == "generator":
         yield Advice.python("make the generator on the device of the tensors", 'torch.Generator(device="cuda")')
         return
-    if len(cards) > 1:
-        met = "the model is spread over cards (device_map) and a tensor of one layer's card meets another's"
+    if len(gpus) > 1:
+        met = "the model is spread over GPUs (device_map) and a tensor of one layer's GPU meets another's"
         yield Advice.python(f"{met}: see where each layer is", "print(model.hf_device_map)")
         moved = f"move the tensor to the other's device before they meet{at}"
         yield Advice.python(moved, "tensor = tensor.to(other.device)")
-        yield Advice.python("or keep the whole model on one card, if it fits", 'device_map={"": 0}')
+        yield Advice.python("or keep the whole model on one GPU, if it fits", 'device_map={"": 0}')
         return
     is_input = mismatch.argument in ("index", "indices", "input")
     if is_input or "index_select" in mismatch.kernel or "embedding" in mismatch.kernel:
@@ -138,6 +138,6 @@ def steps(mismatch: Mismatch, frames: list[TracebackFrame]) -> Iterator[Advice]:
         "a tensor that a module keeps moves with model.to() once it is a buffer",
         'self.register_buffer("mask", mask, persistent=False)',
     )
-    placement = helping("device-mismatch")[0].name
+    placement = find_helpful("device-mismatch")[0].name
     what = "find every such place without a GPU, and put the tensors right"
-    yield Advice(what, f"memprof profile --model MODEL --fix {placement}", remedy=placement)
+    yield Advice(what, f"memprof profile --model MODEL --fix {placement}", fix=placement)

@@ -174,7 +174,7 @@ SIGNATURES: tuple[Signature, ...] = (
         "sglang-cache", "Not enough memory. Please try to increase",
         r"Not enough memory\. Please try to increase --mem-f", source="SGLang", cause=Cause.KV_CACHE,
     ),
-    _signature("batch-finder", "No executable batch size found", source="accelerate", cause=Cause.CARD_FULL),
+    _signature("batch-finder", "No executable batch size found", source="accelerate", cause=Cause.GPU_FULL),
     _signature(
         "spilled",
         "dispatched on the CPU or the disk|offload the whole model to the disk|offloaded to the disk. Please",

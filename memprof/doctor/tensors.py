@@ -62,7 +62,7 @@ class TensorQuery:
     hinted: tuple[int, ...] = ()  # lengths and batches that the log names, which may be those of this run.
     roles: frozenset[str] = frozenset()  # what the traceback speaks of.
     wide: bool = False  # whether the traceback speaks of float32.
-    held: int | None = None  # bytes of tensors that were on the card already, None if not known.
+    held: int | None = None  # bytes of tensors that were on the GPU already, None if not known.
 
     @property
     def dtypes(self) -> tuple[tuple[str, int, float], ...]:
@@ -93,7 +93,7 @@ def roles_in(frames: Sequence[str]) -> frozenset[str]:
 
 
 def candidates(question: TensorQuery, most: int = 5) -> list[Candidate]:
-    """Return tensors that the refused request may have been, likeliest first."""
+    """Return tensors that the failed allocation may have been, likeliest first."""
     weighed: dict[tuple[str, tuple[int, ...], str], tuple[float, Candidate]] = {}
     enough = MIN_BITS if question.model is None else 1.0
     for bits, candidate in _all(question):
@@ -157,7 +157,7 @@ def _rows(
     for dtype, item, bias in question.dtypes:
         unit = width * item
         for tokens, bits, exact, why in _tokens(question, unit):
-            # Then the card has weights of 4 bits at least, and the rows' hidden states.
+            # Then the GPU has weights of 4 bits at least, and the rows' hidden states.
             least_held = 0 if of is None else of.num_parameters // 2 + tokens * of.hidden * _HALF
             if question.held is not None and least_held > question.held:
                 continue

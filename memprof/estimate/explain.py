@@ -45,7 +45,7 @@ CONSTANTS = (
     Constant(
         "other optimizers' state",
         "momentum 1 element, Adagrad and RMSprop 1 and 1 of temporaries; torchao's 4 bits 1 byte and 1/16",
-        "torch/optim, torchao/optim; paged state is not on the card",
+        "torch/optim, torchao/optim; paged state is not on the GPU",
     ),
     Constant("int8 weights", "1 byte, a float32 per row", "bitsandbytes/nn/modules.py, Int8Params"),
     Constant(
@@ -139,7 +139,7 @@ def assumptions(estimate: Estimate) -> list[str]:
         found.insert(0, estimate.subject.rule)
     if estimate.gpus > 1:
         found.append(
-            "Several cards: each rank has a micro-batch of its own, or a part of one (cp, ulysses). Plans of "
+            "Several GPUs: each rank has a micro-batch of its own, or a part of one (cp, ulysses). Plans of "
             "--parallel were compared with simulated ranks (memprof help accuracy); ZeRO-1 and ZeRO-2 were not."
         )
     return found

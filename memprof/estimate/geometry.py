@@ -34,7 +34,7 @@ _MODULES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Geometry:
+class DecoderGeometry:
     """The shape of a decoder with one kind of layer."""
 
     family: str
@@ -127,7 +127,7 @@ class Subject:
 
     name: str
     num_parameters: int
-    geometry: Geometry | None  # None: its layers are not among those that the closed form knows.
+    geometry: DecoderGeometry | None  # None: its layers are not among those that the closed form knows.
     config: Mapping[str, Any]
     given: str  # params, model or config: what the user gave.
     checkpoint_dtype: str
@@ -211,7 +211,7 @@ def _positive(config: Mapping[str, Any], *names: str, default: int | None = None
     return value
 
 
-def _geometry(config: Mapping[str, Any]) -> Geometry:
+def _geometry(config: Mapping[str, Any]) -> DecoderGeometry:
     """Return the shape of a configuration of one of FAMILIES; defaults are those of transformers' classes."""
     kind = config["model_type"]
     hidden = _positive(config, "hidden_size", "n_embd")
@@ -231,9 +231,9 @@ def _geometry(config: Mapping[str, Any]) -> Geometry:
         "max_positions": _positive(config, "max_position_embeddings", "n_positions"),
     }
     if kind in ("gpt2", "gpt_neox", "opt", "phi"):
-        return Geometry(**{**common, **_classic(config, kind, hidden)})
+        return DecoderGeometry(**{**common, **_classic(config, kind, hidden)})
     bias = bool(config.get("attention_bias", False))
-    return Geometry(
+    return DecoderGeometry(
         **common,
         intermediate=_positive(config, "intermediate_size"),
         norm={"gemma2": "gemma", "gemma3_text": "gemma", "olmo2": "olmo"}.get(kind, "rms"),

@@ -9,7 +9,7 @@ from memprof.spec import DEFAULT_LORA_RANK
 # Dtypes of the weights. int8 is bitsandbytes' LLM.int8, int4 its nf4 with double quantization.
 COLUMNS = ("float32", "float16", "bfloat16", "int8", "int4")
 
-# Of checkpoints whose linear layers are stored quantized; they are loaded for inference, and shown if asked for.
+# Of checkpoints whose linear layers are stored quantized; they are loaded for inference, and shown if requested.
 FORMATS = ("fp8", "gptq-int8", "gptq-int4", "awq-int4")
 
 _ITEM = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -68,7 +68,7 @@ class Plan:
     fused: bool = False  # The optimizer makes no temporaries.
     new_tokens: int = 1  # Generated after the prompt; the prompt itself gives the first.
     padded: bool = False  # Batches have an attention mask.
-    empties_cache: bool = False  # The program gives back what the allocator keeps, or keeps it in expandable segments.
+    empties_cache: bool = False  # The program releases what the allocator keeps, or keeps it in expandable segments.
     chunked_loss: bool = False  # The loss is computed some tokens at a time.
 
     @property

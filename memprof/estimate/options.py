@@ -23,7 +23,7 @@ class EstimateOptions:
         choices=BITSANDBYTES_FORMATS + FORMATS,
     )  # fmt: skip
     context_length: int | None = repeat_option("context_length")
-    batch_size: int = repeat_option("batch_size", note="On each card.")
+    batch_size: int = repeat_option("batch_size", note="On each GPU.")
     lengths: str | None = repeat_option("lengths")
     empties_cache: bool = option(
         False, "Memory", "With --lengths: torch.cuda.empty_cache() is called in the loop, or segments are expandable."

@@ -1,4 +1,4 @@
-"""The moments at which a run can be at its highest, and what is alive at each: the closed form itself.
+"""The moments at which a run can be at its highest, and what is live at each: the closed form itself.
 
 Each moment is a sum of terms; the estimate is the moment with the largest sum. Names are those of the ledger's
 categories, so that they can be laid beside the virtual GPU's. Those of training are training.py.
@@ -33,7 +33,7 @@ def moments(
 
 
 def _prompt(setting: Setting, held: StaticMemory) -> PeakMoment:
-    """Return the last layer of the prompt's forward: the cache is full, and the layer's tensors are alive."""
+    """Return the last layer of the prompt's forward: the cache is full, and the layer's tensors are live."""
     g = setting.geometry
     tape = Tape(setting.tokens, training=False)
     hidden = tape.given(g.hidden, setting.stream_item, needs_grad=False, name="hidden states")

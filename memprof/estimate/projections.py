@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from memprof.estimate.geometry import Geometry
+from memprof.estimate.geometry import DecoderGeometry
 from memprof.estimate.tape import FLOAT32, Tape, Tensor
 
 
@@ -16,7 +16,7 @@ from memprof.estimate.tape import FLOAT32, Tape, Tensor
 class Setting:
     """What a layer's memory depends on beside its shape."""
 
-    geometry: Geometry
+    geometry: DecoderGeometry
     batch_size: int
     context_length: int
     item: int  # Bytes of an element of weights and activations.

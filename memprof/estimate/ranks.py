@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from memprof.errors import UsageError
-from memprof.estimate.geometry import Geometry, Subject
+from memprof.estimate.geometry import DecoderGeometry, Subject
 from memprof.estimate.methods import Plan
 from memprof.spec import TargetSpec
 from memprof.workload.plan import Plan as Spread
@@ -15,7 +15,7 @@ from memprof.workload.plan import check_plan, parse_plan
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """A rank's place; the default is a card alone."""
+    """A rank's place; the default is a GPU alone."""
 
     # Over how many ranks each part of the state is spread.
     parameters: int = 1
@@ -23,7 +23,7 @@ class Rank:
     optimizer: int = 1
     replicas: int = 1  # Ranks that reduce their gradients together.
     gathers: bool = False  # fully_shard: what computes is whole for as long as it computes.
-    reshard: bool = True  # And is given back after the forward.
+    reshard: bool = True  # And is released after the forward.
     tensor: int = 1  # Ranks that share each matrix.
     context: int = 1
     ulysses: int = 1  # Ranks that share a sequence; with the second each has a part of the heads in attention.
@@ -47,19 +47,19 @@ class Rank:
         """Return whether it has the head, and the loss."""
         return self.stage == self.stages - 1
 
-    def layers(self, g: Geometry) -> int:
+    def layers(self, g: DecoderGeometry) -> int:
         """Return the layers of this stage: the first stages have one more, where they cannot be divided."""
         each, more = divmod(g.layers, self.stages)
         return each + (self.stage < more)
 
-    def geometry(self, g: Geometry) -> Geometry:
+    def geometry(self, g: DecoderGeometry) -> DecoderGeometry:
         """Return a layer of which each matrix is divided."""
         if self.tensor == 1:
             return g
         t = self.tensor
         return dataclasses.replace(g, heads=g.heads // t, kv_heads=g.kv_heads // t, intermediate=g.intermediate // t)
 
-    def elements(self, g: Geometry) -> Elements:
+    def elements(self, g: DecoderGeometry) -> Elements:
         """Return parameters that this rank computes with, whole."""
         layers = self.layers(g)
         embedding = g.vocab * g.hidden
@@ -114,14 +114,14 @@ def rank_of(plan: Spread, stage: int = 0) -> Rank:
 
 
 def ranks_in(subject: Subject, plan: Plan, parallel: str, gpus: int) -> list[Rank]:
-    """Return one rank of each kind that `parallel` has over `gpus` cards; an empty one is a card alone.
+    """Return one rank of each kind that `parallel` has over `gpus` GPUs; an empty one is a GPU alone.
     Raises UsageError: it is no plan, or the model cannot be spread so; the message has the nearest that can be."""
     if not parallel:
         return [ALONE]
     spread = parse_plan(parallel, gpus)
     if spread.layers > 1:
         hint = "memprof profile --mode inference runs it"
-        raise UsageError("the closed form has no layers over cards", value=f"--parallel {parallel}", hint=hint)
+        raise UsageError("the closed form has no layers over GPUs", value=f"--parallel {parallel}", hint=hint)
     fields = plan.spec_fields()
     asked = {name: fields[name] for name in ("mode", "adapter", "quantize") if name in fields}
     spec = TargetSpec(model="-", parallel=parallel, gpus=gpus, **asked)  # type: ignore[arg-type]

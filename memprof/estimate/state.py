@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from memprof.estimate.geometry import Geometry, Subject
+from memprof.estimate.geometry import DecoderGeometry, Subject
 from memprof.estimate.methods import FORMATS, Plan
 from memprof.estimate.projections import Setting
 from memprof.estimate.tape import FLOAT32
@@ -40,7 +40,7 @@ Terms = dict[str, int]
 
 @dataclass(frozen=True, slots=True)
 class PeakMoment:
-    """What is alive at one moment."""
+    """What is live at one moment."""
 
     name: str
     terms: Mapping[str, int]
@@ -93,7 +93,7 @@ def _with_optimizer(plan: Plan, parameters: int, trained: int, item: int) -> Sta
     return StaticMemory(parameters, trained, each, elements * each, 0 if plan.fused else temporaries * each)
 
 
-def _weights(g: Geometry, plan: Plan) -> int:
+def _weights(g: DecoderGeometry, plan: Plan) -> int:
     if not plan.quantized:
         return g.num_parameters * plan.item
     matrices = [(rows * columns, columns) for rows, columns, _ in g.matrices().values()]
@@ -116,7 +116,7 @@ def _weights(g: Geometry, plan: Plan) -> int:
     return rest + g.layers * (each + len(matrices) * 4 * BLOCK)
 
 
-def setting_of(g: Geometry, plan: Plan, batch_size: int, context_length: int) -> Setting:
+def setting_of(g: DecoderGeometry, plan: Plan, batch_size: int, context_length: int) -> Setting:
     """Return what the layers need to know."""
     lora = plan.method.kind == "lora"
     return Setting(

@@ -1,4 +1,4 @@
-"""The answer: a cell for every method and dtype, its band, and the cards that it fits."""
+"""The answer: a cell for every method and dtype, its band, and the GPUs that it fits."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Band:
 
     low: float
     high: float
-    figures: int = 0  # Published ones that were asked for.
+    figures: int = 0  # Published ones that were requested.
     sources: int = 0
     inside: float = 0.0  # The share of them that is within the band.
     held_out: float = 0.0  # The same for sources that did not take part in measuring it, one after the other.
@@ -55,7 +55,7 @@ class Cell:
     plan: Plan
     moments: tuple[PeakMoment, ...]
     derived: bool  # It depends on a shape that was derived from the number of parameters.
-    strategy: str = ""  # How the training is spread over cards; the amounts are of each.
+    strategy: str = ""  # How the training is spread over GPUs; the amounts are of each.
     rank: Rank = ALONE  # Which of them.
 
     @property
@@ -65,7 +65,7 @@ class Cell:
 
     @property
     def title(self) -> str:
-        """Return its row's, with the optimizer that was asked for."""
+        """Return its row's, with the optimizer that was requested."""
         return self.method.title.replace(", AdamW", f", {_NAMES.get(self.plan.optimizer, self.plan.optimizer)}")
 
     @property
@@ -104,7 +104,7 @@ class Cell:
 
     @property
     def device_bytes(self) -> int:
-        """Return what is in use on the card: reserved and the CUDA context."""
+        """Return what is in use on the GPU: reserved and the CUDA context."""
         return self.reserved_bytes + CONTEXT_BYTES
 
     def figures(self, gpu: Gpu | None = None) -> dict[str, tuple[int, int, int]]:
@@ -119,7 +119,7 @@ class Cell:
             band = band_of(kind)
             if self.method.kind == "weights":  # they are counted; around them there is no more than in inference
                 band = Band(0.0, 0.0 if kind == ALLOCATED else _bands()["cached"]["inference"])
-            # A program that empties its cache, as the allocator does on a full card, holds what it has allocated.
+            # A program that empties its cache, as the allocator does on a full GPU, holds what it has allocated.
             limits = (min(round(size * (1 + band.low)), allocated), round(size * (1 + band.high)))
             context = (CONTEXT_BYTES, CONTEXT_BYTES, LARGEST_CONTEXT_BYTES) if kind == DEVICE_USED else (0, 0, 0)
             low, high = (limit + beside for limit, beside in zip(limits, context[1:], strict=True))
@@ -127,7 +127,7 @@ class Cell:
         return found
 
     def on(self, gpu: Gpu) -> str:
-        """Return fits, borderline or no, by the band of what is in use on the card."""
+        """Return fits, borderline or no, by the band of what is in use on the GPU."""
         _, low, high = self.figures(gpu)[DEVICE_USED]
         if high <= gpu.total_bytes:
             return FITS
@@ -143,11 +143,11 @@ class Estimate:
     batch_size: int
     context_length: int
     lora_rank: int
-    lengths: str | None  # As they were asked for; `context_length` is then the longest batch's.
+    lengths: str | None  # As they were requested; `context_length` is then the longest batch's.
     gpus: int
     # By method and dtype; absent where the method is not done in that dtype or cannot be answered.
     cells: dict[tuple[str, str], Cell]
-    sharded: tuple[Cell, ...]  # The same column on several cards, by each strategy.
+    sharded: tuple[Cell, ...]  # The same column on several GPUs, by each strategy.
 
     def plans(self) -> list[Plan]:
         """Return what is done in the rows of the dtype that is looked at, and can be run."""
@@ -188,9 +188,9 @@ def column_of(dtype: str) -> str:
 
 
 def highest_cell(subject: Subject, plan: Plan, batch_size: int, context_length: int, parallel: str, gpus: int) -> Cell:
-    """Return training over `gpus` cards as `parallel` spreads it: the cell of the rank with the highest peak.
+    """Return training over `gpus` GPUs as `parallel` spreads it: the cell of the rank with the highest peak.
 
-    An empty `parallel` is one card. Batch size and context length are those of a rank before its sequences are divided.
+    An empty `parallel` is one GPU. Batch size and context length are those of a rank before its sequences are divided.
     Raises UsageError: as `ranks_in`.
     """
     found = (
@@ -264,7 +264,7 @@ def _context(subject: Subject, options: EstimateOptions) -> int:
 
 
 def verdicts_by_gpu(cell: Cell, gpus: Sequence[Gpu]) -> dict[str, str]:
-    """Return the verdict of every card, by its key."""
+    """Return the verdict of every GPU, by its key."""
     return {gpu.key: cell.on(gpu) for gpu in gpus}
 
 

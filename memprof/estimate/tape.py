@@ -1,8 +1,8 @@
-"""A layer's tensors, op by op, without torch: which are kept for the backward, and the most that are alive at once.
+"""A layer's tensors, op by op, without torch: which are kept for the backward, and the most that are live at once.
 
 Sizes are bytes for all tokens of a micro-batch. An operator keeps what the formula of its derivative needs
 (tools/autograd/derivatives.yaml of PyTorch), and only if something behind it asks for a gradient; a tensor that two
-operators keep is kept once. The backward goes through the operators in reverse and gives back what each has kept.
+operators keep is kept once. The backward goes through the operators in reverse and releases what each has kept.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class Tensor:
     needs_grad: bool
     name: str = ""
     num_bytes: int = 0
-    holders: int = 1  # What keeps it alive: variables of the model's code, and operators that keep it for the backward.
-    counted: bool = True  # False: it is alive in any case, and is counted elsewhere (the layer's input).
+    holders: int = 1  # What keeps it live: variables of the model's code, and operators that keep it for the backward.
+    counted: bool = True  # False: it is live in any case, and is counted elsewhere (the layer's input).
     grad: Tensor | None = None
     whole: Tensor | None = None  # The tensor that this is a view of.
 
@@ -62,7 +62,7 @@ class Tape:
         return Tensor(width, item, needs_grad and self.training, name, self.tokens * width * item, counted=False)
 
     def take(self, num_bytes: int) -> None:
-        """Count so many bytes more as alive."""
+        """Count so many bytes more as live."""
         self.live += num_bytes
         self.peak = max(self.peak, self.live)
 
@@ -164,7 +164,7 @@ class Tape:
         return result
 
     def backward(self, output: Tensor) -> int:
-        """Go back through everything from what is alive now; return the bytes of parameters' gradients at the end."""
+        """Go back through everything from what is live now; return the bytes of parameters' gradients at the end."""
         output.grad = Tensor(output.width, output.item, False, num_bytes=output.num_bytes or self._of(output))
         self.take(output.grad.num_bytes)
         gradients = 0

@@ -1,4 +1,4 @@
-"""The moments of a training step, on a card alone or on one rank of several."""
+"""The moments of a training step, on a GPU alone or on one rank of several."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from memprof.estimate.state import CUBLAS_WORKSPACE, PeakMoment, StaticMemory, T
 from memprof.estimate.tape import FLOAT32, Tape
 from memprof.units import GIB
 
-CHUNK_BYTES = GIB  # Of logits that a chunked loss has at a time (remedies/chunked_loss.py, CHUNK_BYTES).
+CHUNK_BYTES = GIB  # Of logits that a chunked loss has at a time (fixes/chunked_loss.py, CHUNK_BYTES).
 
 
 class Training:
@@ -207,7 +207,7 @@ class Training:
     def _chunked(self, activations: int, done: int, head_grad: int, beside: Terms) -> Iterator[PeakMoment]:
         """Yield a chunk of logits as it becomes its gradient, and the sum of the head's gradients when it is cast.
 
-        remedies/head_loss.py: a chunk is planned with the logits, their float32 form and what the loss works in; at the
+        fixes/head_loss.py: a chunk is planned with the logits, their float32 form and what the loss works in; at the
         most two of these are there, the float32 one and the gradient in the logits' dtype. Of several chunks the head's
         gradients are summed in float32.
         """

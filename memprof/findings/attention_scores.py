@@ -47,18 +47,18 @@ def find(context: Context) -> list[Finding]:
     shares = f"{format_bytes(scores)} scores, {format_bytes(masks)} masks"
     title = (
         f"Attention {what} of {largest.shape[-2]} x {largest.shape[-1]} are built: "
-        f"{plural(len(most.storages), 'tensor')}, {format_bytes(most.num_bytes)} alive at once ({shares}; "
+        f"{plural(len(most.storages), 'tensor')}, {format_bytes(most.num_bytes)} live at once ({shares}; "
         f"{percent(most.num_bytes, peak_bytes)} of the peak's size)"
     )
     at_peak = lives.at(context.ledger.peak_event, kinds)
     lines = [
         *tensors_evidence(context, kinds, most.event, kinds.__getitem__),
         Evidence(
-            f"{plural(len(at_peak.storages), 'such tensor')} with {format_bytes(at_peak.num_bytes)} alive at the peak",
+            f"{plural(len(at_peak.storages), 'such tensor')} with {format_bytes(at_peak.num_bytes)} live at the peak",
             num_bytes=at_peak.num_bytes,
         ),
     ]
-    remedies = suggest_fixes(context, "attention-scores")
+    fixes = suggest_fixes(context, "attention-scores")
     if any(trace.op(trace.storages[index]) == "aten._safe_softmax" for index in kinds):
         # Only the math path of scaled_dot_product_attention calls this softmax: asking for SDPA again changes nothing.
         lines.append(
@@ -68,11 +68,11 @@ def find(context: Context) -> list[Finding]:
                 op="aten._safe_softmax",
             )
         )
-        remedies = suggest_fixes(context, "attention-scores of sdpa")
+        fixes = suggest_fixes(context, "attention-scores of sdpa")
     elif "scores" in kinds.values() and not any(trace.op(trace.storages[index]) in _PRODUCTS for index in kinds):
         # No products of queries and keys, as in a graph attention's sums of two terms: no fused kernel computes these.
-        remedies = ()
-    return [Finding("attention-scores", Severity.WARNING, title, most.num_bytes, tuple(lines), remedies)]
+        fixes = ()
+    return [Finding("attention-scores", Severity.WARNING, title, most.num_bytes, tuple(lines), fixes)]
 
 
 @cache_per_context

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from memprof.findings.evidence import file_and_line, format_shape, suggest_fixes
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
-from memprof.trace.events import NONE, DeviceMismatch, Operand, Trace, is_card, without_numbers
+from memprof.trace.events import NONE, DeviceMismatch, Operand, Trace, is_gpu, without_numbers
 from memprof.trace.mismatch import mismatch_error, odd_one_out
 
 
@@ -16,14 +16,14 @@ def find(context: Context) -> list[Finding]:
     for mismatch in trace.mismatches:
         tensors = tuple((o.device, len(o.shape), o.dtype, o.source) for o in mismatch.operands)
         groups.setdefault((mismatch.op, mismatch.source, tensors), []).append(mismatch)
-    remedies = suggest_fixes(context, "device-mismatch")
+    fixes = suggest_fixes(context, "device-mismatch")
     return [
-        _finding(trace, group, remedies if any(not is_card(one.device) for one in group[0].operands) else ())
+        _finding(trace, group, fixes if any(not is_gpu(one.device) for one in group[0].operands) else ())
         for group in groups.values()
     ]
 
 
-def _finding(trace: Trace, group: list[DeviceMismatch], remedies: tuple[str, ...]) -> Finding:
+def _finding(trace: Trace, group: list[DeviceMismatch], fixes: tuple[str, ...]) -> Finding:
     mismatch = group[0]
     op = trace.ops[mismatch.op]
     module = None if mismatch.module == NONE else trace.modules[mismatch.module].path
@@ -47,13 +47,13 @@ def _finding(trace: Trace, group: list[DeviceMismatch], remedies: tuple[str, ...
         Evidence(f"on a real GPU: RuntimeError: {mismatch_error(op, mismatch.operands)}", op=op, source=met)
     )
     evidence.append(Evidence(_fix(trace, stranger, other, met), source=trace.source_at(stranger.source) or met))
-    return Finding("device-mismatch", Severity.ERROR, title, None, tuple(evidence), remedies)
+    return Finding("device-mismatch", Severity.ERROR, title, None, tuple(evidence), fixes)
 
 
 def _fix(trace: Trace, stranger: Operand, other: Operand, met: str | None) -> str:
     made = trace.source_at(stranger.source)
     move = f"move it with .to(<the {other.device} tensor>.device) before {file_and_line(met)}"
-    if is_card(stranger.device) and is_card(other.device):
+    if is_gpu(stranger.device) and is_gpu(other.device):
         return f"fix: {move}"
     if made is None:
         return f"fix: {move}; if a module keeps it, register_buffer() lets model.to() take it along"

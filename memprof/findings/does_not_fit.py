@@ -1,4 +1,4 @@
-"""The run needs more than the card has: where it dies, and what decides how much it needs."""
+"""The run needs more than the GPU has: where it runs out of memory, and what determines how much it needs."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from memprof.ledger.stages import Span, at_stage
 from memprof.trace.events import PhaseKind
 from memprof.units import format_bytes
 
-MIN_SHARE = 0.05  # A category below this share of the peak is not worth a remedy
+MIN_SHARE = 0.05  # A category below this share of the peak is not worth a fix
 
 
 @rule(30)
 def find(context: Context) -> list[Finding]:
-    """Return the first allocation that the card cannot serve; `num_bytes` is what the peak lacks."""
+    """Return the first allocation that the GPU cannot serve; `num_bytes` is what the peak lacks."""
     usable = context.usable_bytes
     ledger = context.ledger
     out = ledger.out_of_memory
@@ -25,21 +25,21 @@ def find(context: Context) -> list[Finding]:
     needed = ledger.run.required_reserved_bytes
     shortfall = max(needed - out.limit_bytes, 0)
     cached = out.reserved_bytes - out.in_use_bytes
-    card = context.card or "the card"
+    gpu = context.gpu or "the GPU"
     stage = stage_text(out.stage)
-    whole, least = ("the run until then", "at least ") if trace.cut_short else ("the whole run", "")
+    whole, least = ("the run until then", "at least ") if trace.ended_out_of_memory else ("the whole run", "")
     where = f"in {trace.op(storage)} at {file_and_line(trace.source_line(storage))}"
     evidence = [
         tensor_evidence(
             trace,
             out.storage,
-            f"dies in {stage}: tried to allocate {format_bytes(out.tried_bytes)} for {format_shape(storage.shape)} "
-            f"{storage.dtype} {where}",
+            f"runs out of memory in {stage}: tried to allocate {format_bytes(out.tried_bytes)} for "
+            f"{format_shape(storage.shape)} {storage.dtype} {where}",
             num_bytes=out.tried_bytes,
         ),
         Evidence(
             f"{format_bytes(out.in_use_bytes)} of {format_bytes(out.limit_bytes)} were in use, {format_bytes(cached)} "
-            f"held by the allocator in pieces of no use to this request, {format_bytes(out.free_bytes)} free",
+            f"reserved in pieces too small for this allocation, {format_bytes(out.free_bytes)} free",
             num_bytes=out.in_use_bytes,
         ),
         Evidence(
@@ -53,11 +53,11 @@ def find(context: Context) -> list[Finding]:
             share = percent(num_bytes, ledger.peak_bytes)
             evidence.append(Evidence(f"{category}: {format_bytes(num_bytes)} ({share} of the peak)", num_bytes))
     title = (
-        f"Does not fit: {card} is full in {stage}, trying to allocate {format_bytes(out.tried_bytes)}; the run needs "
+        f"Does not fit: {gpu} is full in {stage}, trying to allocate {format_bytes(out.tried_bytes)}; the run needs "
         f"{least}{format_bytes(needed)}, {format_bytes(shortfall)} more than the {format_bytes(out.limit_bytes)} there "
         "are"
     )
-    return [Finding("does-not-fit", Severity.ERROR, title, shortfall, tuple(evidence), _remedies(context))]
+    return [Finding("does-not-fit", Severity.ERROR, title, shortfall, tuple(evidence), _fixes(context))]
 
 
 def stage_text(span: Span) -> str:
@@ -65,7 +65,7 @@ def stage_text(span: Span) -> str:
     return at_stage("the inputs" if span.name == "inputs" else span.name, span.step, span.micro_batch)
 
 
-def _remedies(context: Context) -> tuple[str, ...]:
+def _fixes(context: Context) -> tuple[str, ...]:
     """Return those of the dominating category first."""
     ledger = context.ledger
     problems = []

@@ -1,8 +1,8 @@
-"""An evaluation loop that keeps the outputs of its batches on the card: logits, for the most part."""
+"""An evaluation loop that keeps the outputs of its batches on the GPU: logits, for the most part."""
 
 from __future__ import annotations
 
-from memprof.findings.calls import loops, made_in
+from memprof.findings.calls import loops, stub_module
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
 from memprof.findings.growth import (
     LeakGroup,
@@ -28,7 +28,7 @@ _TRAINER = "transformers/trainer"
 
 @rule(60)
 def find(context: Context) -> list[Finding]:
-    """One finding for each module; `num_bytes` is the most that one loop has left on the card after its last call.
+    """One finding for each module; `num_bytes` is the most that one loop has left on the GPU after its last call.
 
     Outputs of the model count, and what the program makes of them outside of every module. What modules keep for
     themselves does not, nor a KV cache, nor what a holder goes on keeping from step to step: that is memory growth.
@@ -39,7 +39,7 @@ def find(context: Context) -> list[Finding]:
         outputs = {index for forward in loop for index in forward.outputs}
         candidates = [
             index
-            for index in made_in(context, loop[0].begin, loop[-1].end)
+            for index in stub_module(context, loop[0].begin, loop[-1].end)
             if trace.storages[index].module == NONE or index in outputs
         ]
         groups = by_holder(trace, find_leaks(context, candidates, [forward.end - 1 for forward in loop]))
@@ -66,7 +66,7 @@ def _finding(context: Context, loop: list[Forward], kept: dict[Holder | None, li
     name = trace.modules[loop[0].module].class_name
     per_call = sum(map(_per_call, kept.values()))
     title = (
-        f"Outputs of {len(loop)} calls of {name} without gradients stay on the card: {format_bytes(per_call)} more a "
+        f"Outputs of {len(loop)} calls of {name} without gradients stay on the GPU: {format_bytes(per_call)} more a "
         f"call, {format_bytes(left)} after the last{holders_phrase(*kept)}"
     )
     evidence = []

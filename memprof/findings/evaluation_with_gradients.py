@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 
-from memprof.findings.calls import loops, made_in, training_times
+from memprof.findings.calls import loops, stub_module, training_times
 from memprof.findings.evidence import file_and_line, format_shape, module_pattern, percent, plural, tensor_evidence
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
 from memprof.findings.growth import LeakGroup, by_holder, find_leaks, holder_evidence, holders_phrase, leak_evidence
@@ -50,7 +50,7 @@ def _kept(context: Context, loop: list[Forward], trained: list[int]) -> list[int
     for forward in loop:
         kept += [
             index
-            for index in made_in(context, forward.begin, forward.end)
+            for index in stub_module(context, forward.begin, forward.end)
             if deaths[index] >= forward.end and index not in forward.outputs
         ]
     last = max((deaths[index] for index in kept), default=0)
@@ -70,7 +70,7 @@ def _finding(context: Context, certain: list[list[Forward]], num_bytes: int) -> 
     share = percent(num_bytes, context.ledger.peak_bytes)
     longest = max(certain, key=len)
     grown = find_leaks(
-        context, made_in(context, longest[0].begin, longest[-1].end), [forward.end - 1 for forward in longest]
+        context, stub_module(context, longest[0].begin, longest[-1].end), [forward.end - 1 for forward in longest]
     )
     groups = _told(by_holder(trace, grown))
     title = (
@@ -121,7 +121,7 @@ def _cache(context: Context, loop: list[Forward]) -> Evidence | None:
     None if those of the last call alone are: a cache that is kept without its graph leaves no older ones.
     """
     trace, lives = context.ledger.trace, context.lives
-    there = lives.at(loop[-1].end - 1, made_in(context, loop[0].begin, loop[-1].end, caches=True)).storages
+    there = lives.at(loop[-1].end - 1, stub_module(context, loop[0].begin, loop[-1].end, caches=True)).storages
     if all(lives.births[index] >= loop[-1].begin for index in there):
         return None
     shown = max(there, key=lambda index: (trace.storages[index].num_bytes, index))
@@ -130,6 +130,6 @@ def _cache(context: Context, loop: list[Forward]) -> Evidence | None:
     text = (
         f"{format_shape(storage.shape)} {storage.dtype} by {trace.op(storage)} in {module_pattern(trace, storage)} at "
         f"{file_and_line(trace.source_line(storage))}: the largest of {plural(len(there), 'tensor')} of keys and "
-        f"values that are alive after the last call, {format_bytes(num_bytes)} together"
+        f"values that are live after the last call, {format_bytes(num_bytes)} together"
     )
     return tensor_evidence(trace, shown, text, num_bytes=num_bytes)

@@ -7,10 +7,10 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
 from memprof.findings.finding import Context, Evidence, cache_per_context
+from memprof.fixes.catalog import FIXES, Fix, conflict_reason, find_helpful, in_force, useless_reason
 from memprof.ledger.categories import Category
 from memprof.ledger.ledger import LiveTensor
-from memprof.ledger.stages import without_widths, words_of
-from memprof.remedies.catalog import REMEDIES, Remedy, helping, in_force, why_not_together, why_useless
+from memprof.ledger.stages import vocabulary_size, without_widths
 from memprof.trace.events import NONE, ModuleRole, PhaseKind, Role, Storage, Trace, short_source, without_numbers
 from memprof.units import format_bytes
 
@@ -56,38 +56,36 @@ def module_pattern(trace: Trace, storage: Storage) -> str | None:
     return None if path is None else without_numbers(path)
 
 
-# -- remedies -------------------------------------------------------------------------------------------------------
+# -- fixes -------------------------------------------------------------------------------------------------------
 
 
 def suggest_fixes(context: Context, *problems: str) -> tuple[str, ...]:
-    """Return remedies against these (categories, findings), best first: not in force, and of use beside what is."""
+    """Return fixes against these (categories, findings), best first: not in force, and of use beside what is."""
     spec = context.spec
-    on = {fix.partition("=")[0] for fix in context.fixes} & set(REMEDIES)
+    on = {fix.partition("=")[0] for fix in context.fixes} & set(FIXES)
     on |= set() if spec is None else set(in_force(spec))
     trace = context.ledger.trace
-    on |= {remedy.name for remedy in REMEDIES.values() if remedy.compiles and trace.compiling is not None}
+    on |= {fix.name for fix in FIXES.values() if fix.compiles and trace.compiling is not None}
     kinds = {phase.kind for phase in trace.phases}
     # Where no model is known to have computed, or the run was cut short, it may be training.
-    only_computes = PhaseKind.FORWARD in kinds and not kinds & _TRAINING and not trace.cut_short
+    only_computes = PhaseKind.FORWARD in kinds and not kinds & _TRAINING and not trace.ended_out_of_memory
 
     in_half = any(storage.dtype in HALF_DTYPES for storage in trace.storages)
 
-    def is_of_use(remedy: Remedy) -> bool:
-        if (remedy.training_only and only_computes) or (remedy.for_float32 and in_half):
+    def is_of_use(fix: Fix) -> bool:
+        if (fix.training_only and only_computes) or (fix.for_float32 and in_half):
             return False
-        if trace.updates_itself and "optimizer" in remedy.options:  # there is none of torch's to replace
+        if trace.updates_parameters_manually and "optimizer" in fix.options:  # there is none of torch's to replace
             return False
-        if remedy.for_models and (spec is None or spec.npt is None):
+        if fix.for_models and (spec is None or spec.npt is None):
             return False
-        return spec is None or why_useless(remedy, spec) is None
+        return spec is None or useless_reason(fix, spec) is None
 
-    helpful = dict.fromkeys(remedy.name for problem in problems for remedy in helping(problem))
+    helpful = dict.fromkeys(fix.name for problem in problems for fix in find_helpful(problem))
     return tuple(
         name
         for name in helpful
-        if name not in on
-        and not any(why_not_together(REMEDIES[name], other) for other in on)
-        and is_of_use(REMEDIES[name])
+        if name not in on and not any(conflict_reason(FIXES[name], other) for other in on) and is_of_use(FIXES[name])
     )
 
 
@@ -148,8 +146,8 @@ def tensors_evidence(
 
 def _alive(then: int, at_peak: int, is_peak: bool) -> str:
     if is_peak:
-        return f"{at_peak or 'none'} alive at the peak"
-    both = f"{then or 'none'} alive then"
+        return f"{at_peak or 'none'} live at the peak"
+    both = f"{then or 'none'} live then"
     return f"{both} and at the peak" if then == at_peak else f"{both}, {at_peak or 'none'} at the peak"
 
 
@@ -187,7 +185,7 @@ def half_dtype(context: Context) -> str | None:
     trace = context.ledger.trace
     by_dtype: dict[str, int] = defaultdict(int)
     known = parameters(trace)
-    # A model that is cast on the card has been another before.
+    # A model that is cast on the GPU has been another before.
     for index in known.keys() & context.lives.at_peak or known:
         by_dtype[trace.storages[index].dtype] += trace.storages[index].num_bytes
     if not by_dtype:
@@ -228,7 +226,7 @@ def vocabulary(context: Context) -> int | None:
     if context.vocab_size is not None:
         return context.vocab_size
     trace = context.ledger.trace
-    return max((trace.storages[index].shape[0] for index in vocabulary_tables(trace)), default=words_of(trace))
+    return max((trace.storages[index].shape[0] for index in vocabulary_tables(trace)), default=vocabulary_size(trace))
 
 
 @cache_per_context

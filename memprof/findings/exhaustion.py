@@ -46,7 +46,7 @@ class Growth:
 
 
 @cache_per_context
-def growth_of(context: Context) -> Growth | None:
+def predict_growth(context: Context) -> Growth | None:
     """Predict when the memory that training steps leave behind runs out; None where nothing grows, the size of the GPU
     is not known, or memory has run out already."""
     ledger, usable = context.ledger, context.usable_bytes
@@ -110,7 +110,7 @@ def _run_out(context: Context, steps: Sequence[TrainingStep], leaks: Sequence[_F
     needs = [max(allocated[one.begin : one.end]) + per_step * (len(later) - at) for at, one in enumerate(later, 1)]
     worst = max(range(len(later)), key=needs.__getitem__)
     slope = per_step
-    if any(leak.group.made_anew for leak in leaks):  # the old and the new are alive together, perhaps at the peak
+    if any(leak.group.made_anew for leak in leaks):  # the old and the new are live together, perhaps at the peak
         rises = sorted(after.peak_bytes - before.peak_bytes for before, after in pairwise(later))
         slope = min(max(rises[len(rises) // 2] if rises else 0, per_step), 2 * per_step)
     most = seen + 1 + max(usable - needs[worst], 0) // slope
@@ -157,7 +157,7 @@ class _Continuation:
                     trace.events.append(Event(EventKind.ALLOC, len(trace.storages)))
                     trace.storages.append(like._replace(num_bytes=num_bytes))
         trace.events += self._step(trace)
-        return needs_of(trace, run.card, run.config, run.release).fits
+        return needs_of(trace, run.gpu, run.config, run.release).fits
 
     def _step(self, trace: Trace) -> Iterator[Event]:
         """Return the events of the template with storages of their own, which are added to `trace`."""

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, TypeVar
 
-from memprof.findings.lives import Lives
+from memprof.findings.lifetimes import Lifetimes
 from memprof.ledger.ledger import Ledger
 from memprof.ledger.streams import StreamMemory
 from memprof.spec import TargetSpec
-from memprof.trace.plain import json_name
+from memprof.trace.json_values import json_name
 
 _Answer = TypeVar("_Answer")
 
@@ -21,7 +21,7 @@ class Severity(StrEnum):
     """How bad it is."""
 
     ERROR = "error"  # a real run dies
-    WARNING = "warning"  # memory that a remedy would give back
+    WARNING = "warning"  # memory that a fix would release
     NOTE = "note"  # worth knowing
 
 
@@ -41,14 +41,14 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something that costs memory or stops the run, with proof and what would help."""
+    """Something that costs memory or stops the run, with evidence and suggested fixes."""
 
     id: str
     severity: Severity
     title: str
     num_bytes: int | None = field(metadata=json_name("bytes", last=True))
     evidence: tuple[Evidence, ...]
-    remedies: tuple[str, ...]  # Names of remedies, most helpful first.
+    fixes: tuple[str, ...]  # Names of fixes, most helpful first.
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,22 +57,22 @@ class Context:
 
     ledger: Ledger
     usable_bytes: int | None  # capacity of the GPU minus CUDA context; None if there is none to judge by
-    card: str = ""
+    gpu: str = ""
     spec: TargetSpec | None = None  # None when the trace is not of `memprof profile` (a script, a snapshot)
-    fixes: tuple[str, ...] = ()  # remedies that were switched on in a script from outside: names, or NAME=VALUE
+    fixes: tuple[str, ...] = ()  # fixes that were switched on in a script from outside: names, or NAME=VALUE
     vocab_size: int | None = None
     asked_vocab_size: int | None = None
     context_length: int | None = None
     max_positions: int | None = None
     streams: StreamMemory | None = None  # None: the run stayed on one stream
-    lives: Lives = field(init=False, repr=False, compare=False)  # shared by all rules
+    lives: Lifetimes = field(init=False, repr=False, compare=False)  # shared by all rules
 
     # What functions that are asked `once` have answered.
     known: dict[Callable[[Context], Any], Any] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         """Follow the storages' lives; by the base class's way, for the dataclass is frozen."""
-        object.__setattr__(self, "lives", Lives(self.ledger))
+        object.__setattr__(self, "lives", Lifetimes(self.ledger))
 
 
 def cache_per_context(of: Callable[[Context], _Answer]) -> Callable[[Context], _Answer]:
@@ -97,7 +97,7 @@ DECIDING: set[int] = set()  # the places of those that lead a search over many r
 def rule(place: int, *, decides: bool = False) -> Callable[[Rule], Rule]:
     """Make a rule known: findings that are equally bad are told in the order of `place`.
 
-    If it `decides`, what it finds says which remedy is tried next; a search asks these alone of its runs. Raises
+    If it `decides`, what it finds says which fix is tried next; a search asks these alone of its runs. Raises
     ValueError: another rule has the place.
     """
 

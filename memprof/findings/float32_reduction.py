@@ -22,7 +22,7 @@ def find(context: Context) -> list[Finding]:
     if not is_worth(context, saved):
         return []
     title = (
-        f"{half} gradients are reduced in float32: {format_bytes(lives.most(sent).num_bytes)} of copies alive at once; "
+        f"{half} gradients are reduced in float32: {format_bytes(lives.most(sent).num_bytes)} of copies live at once; "
         f"in {half} {lower_peak(context, saved)}"
     )
     if groups:

@@ -6,7 +6,7 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Mapping
 
-from memprof.allocator import Needs, OnCard
+from memprof.allocator import GpuReplay, MemoryNeeds
 from memprof.findings.does_not_fit import stage_text
 from memprof.findings.evidence import (
     file_and_line,
@@ -18,7 +18,7 @@ from memprof.findings.evidence import (
     tensor_evidence,
 )
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
-from memprof.remedies.catalog import EXPANDABLE_SEGMENTS
+from memprof.fixes.catalog import EXPANDABLE_SEGMENTS
 from memprof.trace.events import Trace
 from memprof.trace.snapshot import DEFAULT_POOL, SnapshotSegment
 from memprof.units import MIB, format_bytes
@@ -28,14 +28,14 @@ MIN_BYTES = 256 * MIB
 # would fit without. Blocks that are kept for the next step when a peak is over are no fragmentation.
 MIN_SHARE = 0.05
 
-MIN_GAIN = 0.1  # expandable segments are no remedy if they save less than this share of it, unless the run then fits
+MIN_GAIN = 0.1  # expandable segments are no fix if they save less than this share of it, unless the run then fits
 
 MOST_SHOWN = 5  # kinds of segments in the evidence
 
 
 @rule(80)
 def find(context: Context) -> list[Finding]:
-    """`num_bytes` is what is free of the reserved memory when the card refuses a request, if the run would fit without
+    """`num_bytes` is what is free of the reserved memory when the GPU refuses a request, if the run would fit without
     it; else by how much the peak of what is reserved exceeds the peak of what is allocated.
     """
     ledger = context.ledger
@@ -51,43 +51,42 @@ def find(context: Context) -> list[Finding]:
             return []
         segments, owners = run.layout_at(event)
     evidence = [*_kept(segments), *_of_graphs(ledger.trace, segments)]
-    remedies: tuple[str, ...] = ()
+    fixes: tuple[str, ...] = ()
     if not run.config.expandable_segments and run.release.has_expandable_segments:
         other = run.under(dataclasses.replace(run.config, expandable_segments=True))
         saved = run.required_reserved_bytes - other.required_reserved_bytes
         if saved >= MIN_GAIN * gap or other.fits > run.fits:
-            remedies = suggest_fixes(context, "fragmentation")
-        evidence.append(_evaluated(run, other, cut_short=ledger.trace.cut_short))
+            fixes = suggest_fixes(context, "fragmentation")
+        evidence.append(_evaluated(run, other, ended_out_of_memory=ledger.trace.ended_out_of_memory))
     evidence += _pinned(ledger.trace, segments, owners)
     title = f"Fragmentation: {format_bytes(gap)} of the {format_bytes(reserved)} reserved in {stage_text(stage)} are "
     share, most = percent(gap, reserved), format_bytes(ledger.peak_bytes)
     if decides:
-        title += f"free ({share}) when the card is full; allocated memory alone, at most {most}, would fit"
+        title += f"free ({share}) when the GPU is full; allocated memory alone, at most {most}, would fit"
     else:
         title += f"never in use ({share}): tensors take at most {most}"
     # With more room left than it takes, it decides nothing.
     has_room = context.usable_bytes is not None and run.fits and context.usable_bytes - reserved > gap
-    severity = Severity.WARNING if decides or (remedies and not has_room) else Severity.NOTE
-    return [Finding("fragmentation", severity, title, gap, tuple(evidence), remedies)]
+    severity = Severity.WARNING if decides or (fixes and not has_room) else Severity.NOTE
+    return [Finding("fragmentation", severity, title, gap, tuple(evidence), fixes)]
 
 
 def _kept(segments: list[SnapshotSegment]) -> list[Evidence]:
-    """Return how much of it cannot be given back, and how much can."""
+    """Return how much of it cannot be released, and how much can."""
     segments = [segment for segment in segments if segment.pool_id == DEFAULT_POOL]
     whole = [segment.size for segment in segments if not segment.allocated]
     free = [segment.size - segment.allocated for segment in segments if 0 < segment.allocated < segment.size]
     lines = [
         Evidence(
-            f"{format_bytes(sum(free))} in {plural(len(free), 'segment')} that living tensors keep from being given "
-            "back",
+            f"{format_bytes(sum(free))} in {plural(len(free), 'segment')} that live tensors keep from being released",
             sum(free),
         )
     ]
     if whole:
         lines.append(
             Evidence(
-                f"{format_bytes(sum(whole))} in {plural(len(whole), 'segment')} without a tensor: given back when the "
-                "card is full, or by torch.cuda.empty_cache()",
+                f"{format_bytes(sum(whole))} in {plural(len(whole), 'segment')} without a tensor: released when the "
+                "GPU is full, or by torch.cuda.empty_cache()",
                 sum(whole),
             )
         )
@@ -151,14 +150,14 @@ def _what(trace: Trace, index: int) -> str:
     return f"{format_shape(storage.shape)} {storage.dtype} of {trace.op(storage)}{inside} at {line}"
 
 
-def _evaluated(run: OnCard, other: Needs, *, cut_short: bool) -> Evidence:
+def _evaluated(run: GpuReplay, other: MemoryNeeds, *, ended_out_of_memory: bool) -> Evidence:
     """Return what the replay with expandable segments came to."""
     before, after = run.required_reserved_bytes, other.required_reserved_bytes
     text = f"with {EXPANDABLE_SEGMENTS} the run reserves {format_bytes(after)} instead of {format_bytes(before)}"
-    if run.card is not None:
+    if run.gpu is not None:
         words = {False: "does not fit", True: "fits"}
         was, now = words[run.fits], words[other.fits]
-        if cut_short and other.fits:
+        if ended_out_of_memory and other.fits:
             text += ", and what was refused is served; what the script would ask for after that is not known"
             return Evidence(text, before - after)
         text += f", and {'still ' if was == now else ''}{now}" + ("" if was == now else f" where it {was} now")

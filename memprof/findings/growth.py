@@ -24,7 +24,7 @@ from itertools import pairwise
 from memprof.findings.evidence import file_and_line, format_shape, module_pattern, owned, plural, tensor_evidence
 from memprof.findings.finding import Context, Evidence, cache_per_context
 from memprof.ledger.steps import training_steps
-from memprof.trace.events import MADE_ANEW, Holder, Role, Trace
+from memprof.trace.events import ROLES_PER_STEP, Holder, Role, Trace
 from memprof.units import format_bytes
 
 _JOINS = ("aten.cat", "aten.stack")
@@ -39,7 +39,7 @@ MOST_SHOWN = 6  # kinds of tensors in the evidence
 
 MIN_RISES = 3  # of the number of counterparts that are made anew: two may be batches that happen to have more parts
 
-MAX_ROUNDS = 10_000_000  # runs are shorter: a card that lasts for more is not filled
+MAX_ROUNDS = 10_000_000  # runs are shorter: a GPU that lasts for more is not filled
 
 Key = tuple[int, int, str | None]  # indices of operator and line in the trace; the module's path without numbers
 
@@ -49,10 +49,10 @@ class LeakGroup:
     """Counterparts that pile up, and are kept by one holder."""
 
     key: Key
-    storages: tuple[int, ...]  # alive at the end of the last round
+    storages: tuple[int, ...]  # live at the end of the last round
     num_bytes: int  # of blocks that outlived the round which made them, beyond those at the end of the first
     per_round: int  # bytes that a round adds: in the middle where each adds some, else on average
-    made_anew: bool = False  # each round makes all of them again: the old and the new are alive together for a moment
+    made_anew: bool = False  # each round makes all of them again: the old and the new are live together for a moment
 
 
 def key_of(trace: Trace, index: int) -> Key:
@@ -118,7 +118,9 @@ def find_leaks_of_steps(context: Context) -> dict[Holder | None, list[LeakGroup]
 def _replaced(trace: Trace) -> set[int]:
     """Return inputs, and gradients that are not the last of their parameter."""
     last = {name: index for index, name in owned(trace, Role.GRADIENT).items()}
-    return {index for index, owner in trace.owners.items() if owner.role in MADE_ANEW and last.get(owner.name) != index}
+    return {
+        index for index, owner in trace.owners.items() if owner.role in ROLES_PER_STEP and last.get(owner.name) != index
+    }
 
 
 def _further_models(trace: Trace, births: Sequence[int], begin: int) -> set[int]:
@@ -148,7 +150,7 @@ def grows(curve: Sequence[int], rounds_without: int = 0) -> bool:
 
 
 def _are_more_each_time(context: Context, members: list[int], moments: Sequence[int]) -> bool:
-    """Whether so many more of `members` are alive after each of the rounds that add any, and go on being added."""
+    """Whether so many more of `members` are live after each of the rounds that add any, and go on being added."""
     births, deaths = (
         sorted(map(context.lives.births.__getitem__, members)),
         sorted(map(context.lives.deaths.__getitem__, members)),
@@ -283,7 +285,7 @@ def leak_evidence(trace: Trace, group: Sequence[LeakGroup], per: str) -> list[Ev
 
 
 def _group_evidence(trace: Trace, leak: LeakGroup, per: str) -> Evidence:
-    """Return what piles up: a tensor, its line, bytes per round, how many are alive."""
+    """Return what piles up: a tensor, its line, bytes per round, how many are live."""
     # The largest, of equal ones the last: one line may join logits, labels and losses.
     shown = max(leak.storages, key=lambda index: (trace.storages[index].num_bytes, index))
     storage = trace.storages[shown]
@@ -292,14 +294,14 @@ def _group_evidence(trace: Trace, leak: LeakGroup, per: str) -> Evidence:
     text = (
         f"{format_shape(storage.shape)} {storage.dtype} by {trace.op(storage)} {inside}at "
         f"{file_and_line(trace.source_line(storage))}: {format_bytes(leak.per_round)} more a {per}, "
-        f"{plural(len(leak.storages), 'tensor')} alive at the last"
+        f"{plural(len(leak.storages), 'tensor')} live at the last"
     )
     return tensor_evidence(trace, shown, text, num_bytes=leak.per_round)
 
 
 def until_full(context: Context, per_round: int, per: str) -> Evidence | None:
-    """Return after how many more rounds the card is full; None: there is no card, it is full, or no run gets so far."""
+    """Return after how many more rounds the GPU is full; None: there is no GPU, it is full, or no run gets so far."""
     spare = None if context.usable_bytes is None else context.usable_bytes - context.ledger.peak_reserved_bytes
     if spare is None or not per_round or not 0 < spare // per_round <= MAX_ROUNDS:
         return None
-    return Evidence(f"at this rate what is left of the card lasts for {spare // per_round:,} more {per}s")
+    return Evidence(f"at this rate what is left of the GPU lasts for {spare // per_round:,} more {per}s")

@@ -1,4 +1,4 @@
-"""Logits explosion: several copies of [tokens x vocabulary] alive at once, in several precisions."""
+"""Logits explosion: several copies of [tokens x vocabulary] live at once, in several precisions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from memprof.units import GIB, format_bytes
 
 MIN_SHARE = 0.10  # of the run's peak: below it, logits do not decide what fits
 
-MIN_BYTES = GIB  # below it no card of today is in trouble
+MIN_BYTES = GIB  # below it no GPU of today is in trouble
 
 _PRODUCTS = {"aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten.linear", "aten.matmul"}
 _COPIES = {"aten.clone", "aten.copy", "aten.contiguous", "aten.constant_pad_nd", "aten.slice_copy"}
@@ -47,23 +47,23 @@ def find(context: Context) -> list[Finding]:
     if at_peak.num_bytes == most.num_bytes:
         compared = f"{share} of the peak"
     elif at_peak.num_bytes:
-        compared = f"{share} of the peak's size; {format_bytes(at_peak.num_bytes)} of it alive at the peak"
+        compared = f"{share} of the peak's size; {format_bytes(at_peak.num_bytes)} of it live at the peak"
     else:
-        compared = f"{share} of the peak's size; none alive at the peak"
+        compared = f"{share} of the peak's size; none live at the peak"
     count = len(most.storages)
     title = (
         f"Logits: {count} {'copy' if count == 1 else 'copies'} of {format_shape(rows)}, "
-        f"{format_bytes(most.num_bytes)} alive at once ({compared})"
+        f"{format_bytes(most.num_bytes)} live at once ({compared})"
     )
     rest = ledger.peak_bytes - at_peak.num_bytes
     summary = Evidence(
-        f"{plural(len(at_peak.storages), 'logits tensor')} with {format_bytes(at_peak.num_bytes)} alive at the peak "
+        f"{plural(len(at_peak.storages), 'logits tensor')} with {format_bytes(at_peak.num_bytes)} live at the peak "
         f"({percent(at_peak.num_bytes, ledger.peak_bytes)}); everything else there takes {format_bytes(rest)}",
         num_bytes=at_peak.num_bytes,
     )
     lines = tensors_evidence(context, copies, most.event, lambda index: describe(trace, trace.storages[index]))
-    remedies = suggest_fixes(context, Category.LOGITS_AND_LOSS)
-    return [Finding("logits-explosion", Severity.WARNING, title, most.num_bytes, (*lines, summary), remedies)]
+    fixes = suggest_fixes(context, Category.LOGITS_AND_LOSS)
+    return [Finding("logits-explosion", Severity.WARNING, title, most.num_bytes, (*lines, summary), fixes)]
 
 
 def logits_storages(context: Context) -> list[int]:

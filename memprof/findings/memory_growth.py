@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from memprof.findings.evidence import plural
-from memprof.findings.exhaustion import Growth, growth_of
+from memprof.findings.exhaustion import Growth, predict_growth
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
 from memprof.findings.growth import (
     MIN_STEP_BYTES,
@@ -29,7 +29,7 @@ def find(context: Context) -> list[Finding]:
     It is an error where memory runs out by it. What a container of limited length keeps is told only then.
     """
     steps = training_steps(context.ledger.trace, context.ledger.allocated)
-    growth = growth_of(context)
+    growth = predict_growth(context)
     return [
         _finding(context, holder, group, len(steps), growth)
         for holder, group in find_leaks_of_steps(context).items()
@@ -76,7 +76,7 @@ def _graph(context: Context, holder: Holder, group: list[LeakGroup]) -> Evidence
     nodes = f"an autograd graph hangs on it: {plural(holder.nodes, 'node')} from {steps} when it was looked at"
     saved = _saved(context, holder, group)
     if saved:
-        text = f"{nodes}; what it saved for a backward is alive with it: {format_bytes(saved)} a step"
+        text = f"{nodes}; what it saved for a backward is live with it: {format_bytes(saved)} a step"
     else:
         text = f"{nodes}; backward has freed what it saved, so that it takes host memory alone"
     return Evidence(text, num_bytes=saved or None, source=holder.source)

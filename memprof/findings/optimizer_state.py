@@ -42,8 +42,8 @@ def _float32_state(context: Context) -> list[Finding]:
         f"{format_bytes(extra)} more than in {half} ({percent(extra, ledger.peak_bytes)} of the peak)"
     )
     lines = tensors_evidence(context, state, most.event, names.__getitem__)
-    remedies = suggest_fixes(context, "float32-optimizer-state")
-    return [Finding("float32-optimizer-state", Severity.NOTE, title, extra, lines, remedies)]
+    fixes = suggest_fixes(context, "float32-optimizer-state")
+    return [Finding("float32-optimizer-state", Severity.NOTE, title, extra, lines, fixes)]
 
 
 def _step_temporaries(context: Context) -> list[Finding]:
@@ -63,7 +63,7 @@ def _step_temporaries(context: Context) -> list[Finding]:
         return []
     title = (
         f"The optimizer step decides the peak: {plural(len(temporaries), 'temporary tensor')}, "
-        f"{format_bytes(num_bytes)} alive at once ({percent(num_bytes, ledger.peak_bytes)} of the peak)"
+        f"{format_bytes(num_bytes)} live at once ({percent(num_bytes, ledger.peak_bytes)} of the peak)"
     )
     others = [s for s in ledger.stages if s.kind is not PhaseKind.OPTIMIZER_STEP]
     lines = list(tensors_evidence(context, temporaries, ledger.peak_event, lambda index: "temporary of the step"))
@@ -71,8 +71,8 @@ def _step_temporaries(context: Context) -> list[Finding]:
         second = max(others, key=lambda stage: stage.peak_allocated_bytes)
         text = f"the next highest stage is {second.name} with {format_bytes(second.peak_allocated_bytes)}"
         lines.append(Evidence(text, num_bytes=second.peak_allocated_bytes))
-    if trace.updates_itself:
+    if trace.updates_parameters_manually:
         text = "fix: update one parameter after another, or by an optimizer of torch.optim with fused=True"
         lines.append(Evidence(text, source=trace.source_line(trace.storages[temporaries[0]])))
-    remedies = suggest_fixes(context, "optimizer-step-temporaries")
-    return [Finding("optimizer-step-temporaries", Severity.WARNING, title, num_bytes, tuple(lines), remedies)]
+    fixes = suggest_fixes(context, "optimizer-step-temporaries")
+    return [Finding("optimizer-step-temporaries", Severity.WARNING, title, num_bytes, tuple(lines), fixes)]

@@ -5,13 +5,13 @@ from __future__ import annotations
 from memprof.findings.does_not_fit import stage_text
 from memprof.findings.evidence import file_and_line, format_shape, plural, tensor_evidence
 from memprof.findings.finding import Context, Finding, Severity, rule
-from memprof.ledger.caught import caught_errors
+from memprof.ledger.caught_errors import caught_errors
 from memprof.units import format_bytes
 
 
 @rule(40)
 def find(context: Context) -> list[Finding]:
-    """Return all refused requests that the program went on without; `num_bytes` is the largest of them."""
+    """Return all failed allocations that the program went on without; `num_bytes` is the largest of them."""
     caught = caught_errors(context.ledger)
     if not caught:
         return []
@@ -26,7 +26,7 @@ def find(context: Context) -> list[Finding]:
     largest = max(error.num_bytes for error in caught)
     which = "it" if len(caught) == 1 else "them"
     title = (
-        f"{plural(len(caught), 'out-of-memory error')} raised and caught: the script went on without what it had asked "
-        f"for, and the report is of what it did instead; --beyond raises none of {which}, and shows the whole need"
+        f"{plural(len(caught), 'out-of-memory error')} raised and caught: the report is of what the script did instead "
+        f"of these allocations; --beyond raises none of {which}, and shows the whole need"
     )
     return [Finding("out-of-memory-caught", Severity.WARNING, title, largest, tuple(evidence), ())]

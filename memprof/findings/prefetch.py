@@ -52,25 +52,25 @@ def _explicit(context: Context) -> list[Finding]:
 
 
 def _unlimited(context: Context) -> list[Finding]:
-    """`limit_all_gathers=False`: freed parameters wait for the card, and others are gathered in the meantime."""
+    """`limit_all_gathers=False`: freed parameters wait for the GPU, and others are gathered in the meantime."""
     groups = [group for group in fsdp_groups(context) if group.unlimited]
     run = context.ledger.run
     if not groups or run.bounds is None:
         return []
     at_once = _latest_without(context, {one for own in gathered(context, groups) for one in own})
-    more = run.bounds.latest_bytes - at_once
+    more = run.bounds.upper_bound_bytes - at_once
     if not is_worth(context, more):
         return []
     title = (
-        f"Nothing limits how many groups are gathered ahead (limit_all_gathers=False): where the card falls behind, "
+        f"Nothing limits how many groups are gathered ahead (limit_all_gathers=False): where the GPU falls behind, "
         f"parameters take up to {format_bytes(more)} more of what is reserved ({percent(more, at_once)})"
     )
     lines = (
         fix_at(line_of(context.ledger.trace, groups[0]), "leave limit_all_gathers as it is, True"),
         Evidence(
             f"reserved if what was gathered is free at once: {format_bytes(at_once)}; only once the host has waited: "
-            f"{format_bytes(run.bounds.latest_bytes)}",
-            num_bytes=run.bounds.latest_bytes,
+            f"{format_bytes(run.bounds.upper_bound_bytes)}",
+            num_bytes=run.bounds.upper_bound_bytes,
         ),
     )
     return [Finding("prefetch-too-deep", Severity.WARNING, title, more, lines, ())]

@@ -1,6 +1,6 @@
-"""Ranks of one program that need very different amounts: the fullest decides which card will do.
+"""Ranks of one program that need very different amounts: the highest need decides which GPU will do.
 
-No rule of one run: it is asked where the reports of several ranks are put together (flows/each_rank.py).
+No rule of one run: it is asked where the reports of several ranks are put together (flows/rank_reports.py).
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class RankPeak(NamedTuple):
     tensors: Sequence[LiveTensor]
 
 
-def find_between(peaks: Mapping[int, RankPeak]) -> list[Finding]:
-    """`num_bytes` is what the fullest rank takes beyond the mean: what a card less would need, evenly spread."""
+def find_differing_ranks(peaks: Mapping[int, RankPeak]) -> list[Finding]:
+    """`num_bytes` is what the rank with the highest need takes beyond the mean."""
     if len(peaks) < 2:
         return []
     fullest = max(peaks, key=lambda rank: peaks[rank].allocated_bytes)
@@ -42,7 +42,7 @@ def find_between(peaks: Mapping[int, RankPeak]) -> list[Finding]:
     title = (
         f"Ranks differ: rank {fullest} takes {format_bytes(most.allocated_bytes)} at its peak, rank {leanest} "
         f"{format_bytes(least.allocated_bytes)}; evenly spread each takes {format_bytes(mean)}, "
-        f"{percent(beyond, most.allocated_bytes)} less than the fullest"
+        f"{percent(beyond, most.allocated_bytes)} less than the rank with the highest need"
     )
     own = _only_of(most, least)
     line = next((tensor.source for tensor, _ in own if tensor.source is not None), None)
@@ -67,7 +67,7 @@ def _of_category(name: str, most: RankPeak, least: RankPeak, fullest: int, leane
 
 
 def _only_of(most: RankPeak, least: RankPeak) -> list[tuple[LiveTensor, int]]:
-    """Return kinds of tensors of which the fullest rank has more, with the bytes, the largest first."""
+    """Return kinds of tensors of which that rank has more, with the bytes, the largest first."""
     there = Counter[tuple[object, ...]]()
     for tensor in least.tensors:
         there[_kind(tensor)] += tensor.allocated_bytes

@@ -26,7 +26,7 @@ def find(context: Context) -> list[Finding]:
         fix = "mend the line above: this was a real device"
     evidence.append(_evidence(failure, f"fix: {fix}"))
     if refused:
-        evidence.append(Evidence("what the program does on a real card from there on is not known, and not counted"))
+        evidence.append(Evidence("what the program does on a real GPU from there on is not known, and not counted"))
     else:
         evidence.append(Evidence("everything above the findings is the run up to here: what came later is not counted"))
     return [Finding("run-failed", Severity.ERROR, _title(failure), None, tuple(evidence), ())]
@@ -67,7 +67,7 @@ _FIXES = {
     ),
     FailureKind.TRACING: "run the model itself, without exporting it",
     FailureKind.OTHER_THREAD: (
-        "use the card in the thread that runs the program, or in one that it starts itself after the run began, or "
+        "use the GPU in the thread that runs the program, or in one that it starts itself after the run began, or "
         "measure the run on a GPU"
     ),
     FailureKind.UNKNOWN_VALUE: (
@@ -75,7 +75,7 @@ _FIXES = {
         "boolean as False): switch the check off, or make the value depend on shapes and integers alone"
     ),
     FailureKind.OUT_OF_MEMORY: (
-        "what was alive then is above; --device virtual --fix auto finds what makes it fit, without running out"
+        "what was live then is above; --device virtual --fix auto finds what makes it fit, without running out"
     ),
     FailureKind.REFUSED: "leave it out here, or measure the run on a GPU",
     FailureKind.OTHER_RANK: "see how the other ranks ended, in the row of each",

@@ -55,7 +55,7 @@ def _elements(group: ShardedGroup) -> int:
 
 
 def _largest_part(sizes: list[int], ranks: int) -> int:
-    """Return elements of the fullest rank: the largest parameter goes to the rank that has least, and so on
+    """Return elements of the rank with the most: the largest parameter goes to the rank that has least, and so on
     (ZeroRedundancyOptimizer._partition_parameters)."""
     parts = [0] * ranks
     for size in sorted(sizes, reverse=True):

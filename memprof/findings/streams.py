@@ -20,8 +20,8 @@ def find(context: Context) -> list[Finding]:
     found, run = context.streams, context.ledger.run
     if found is None or len(found.streams) < 2:
         return []
-    cost, usable = found.reserved_bytes - found.one_stream_bytes, context.usable_bytes
-    decides = not run.fits and usable is not None and found.one_stream_bytes <= usable
+    cost, usable = found.reserved_bytes - found.single_stream_bytes, context.usable_bytes
+    decides = not run.fits and usable is not None and found.single_stream_bytes <= usable
     if not decides and (cost < MIN_BYTES or cost < MIN_SHARE * found.reserved_bytes):
         return []
     title = (
@@ -36,9 +36,9 @@ def find(context: Context) -> list[Finding]:
 
 
 def _evaluated(found: StreamMemory, *, fits: bool) -> Evidence:
-    saved = found.reserved_bytes - found.one_stream_bytes
+    saved = found.reserved_bytes - found.single_stream_bytes
     text = (
-        f"with all of it taken on one stream the run reserves {format_bytes(found.one_stream_bytes)}"
+        f"with all of it taken on one stream the run reserves {format_bytes(found.single_stream_bytes)}"
         f"{', and fits' * fits}: take memory before `with torch.cuda.stream(...)`, and use it inside"
     )
     return Evidence(text, saved)

@@ -20,7 +20,7 @@ from memprof.findings.groups import (
     strip_wrappers,
     whole_bytes,
 )
-from memprof.findings.lives import Saving
+from memprof.findings.lifetimes import Saving
 from memprof.trace.events import NONE, PhaseKind, Role
 from memprof.trace.facts import ShardedGroup
 from memprof.units import format_bytes
@@ -86,7 +86,7 @@ def _classes(context: Context, layers: dict[str, int]) -> list[str]:
 
 def _less(context: Context, group: ShardedGroup, beyond: set[str], share: float) -> list[Saving]:
     """Of the group's parameters while they are gathered, of their whole gradients, of what both are sent in, and of
-    what an FSDP module moves to the card and lays flat when it is made."""
+    what an FSDP module moves to the GPU and lays flat when it is made."""
     trace, lives = context.ledger.trace, context.lives
     elements = NEARLY * sum(map(math.prod, group.shapes))
     prefixes = tuple(f"{layer}." for layer in beyond)

@@ -53,7 +53,7 @@ def find(context: Context) -> list[Finding]:
         line = file_and_line(trace.source_at(source))
         at_peak = lives.at(context.ledger.peak_event, indices)
         title = (
-            f"{half} activations copied to float32 at {line}: {format_bytes(most.num_bytes)} alive at once, "
+            f"{half} activations copied to float32 at {line}: {format_bytes(most.num_bytes)} live at once, "
             f"{format_bytes(at_peak.num_bytes)} at the peak ({percent(at_peak.num_bytes, peak_bytes)}){why}"
         )
         lines = tensors_evidence(context, indices, most.event, lambda index: "float32 copy")

@@ -1,4 +1,4 @@
-"""The model has more words than were asked for: a factory that ignores vocab_size, or one that takes a tokenizer's."""
+"""The model has more words than were requested: a factory that ignores vocab_size, or one that takes a tokenizer's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TOLERANCE = 128  # words: vocabularies are padded up to a multiple of this for t
 
 @rule(140)
 def find(context: Context) -> list[Finding]:
-    """One finding for embedding and head; `num_bytes` is what the words beyond those asked for take at the peak."""
+    """One finding for embedding and head; `num_bytes` is what the words beyond those requested take at the peak."""
     asked = context.asked_vocab_size
     if asked is None:
         return []
@@ -48,8 +48,8 @@ def find(context: Context) -> list[Finding]:
             extra[Category.LOGITS_AND_LOSS] += _beyond(storage.num_bytes, storage.shape[-1], asked)
     total = sum(extra.values())
     title = (
-        f"Vocabulary of {rows:,} where {asked:,} were asked for: {format_bytes(total)} at the peak are words that "
-        f"nobody asked for ({percent(total, ledger.peak_bytes)})"
+        f"Vocabulary of {rows:,} where {asked:,} were requested: {format_bytes(total)} at the peak are words that "
+        f"nobody requested ({percent(total, ledger.peak_bytes)})"
     )
     evidence = []
     for index, name in tables.items():
@@ -62,8 +62,8 @@ def find(context: Context) -> list[Finding]:
         for kind, num_bytes in extra.items()
         if num_bytes
     ]
-    remedies = suggest_fixes(context, "vocabulary-larger-than-asked")
-    return [Finding("vocabulary-larger-than-asked", Severity.WARNING, title, total, tuple(evidence), remedies)]
+    fixes = suggest_fixes(context, "vocabulary-larger-than-asked")
+    return [Finding("vocabulary-larger-than-asked", Severity.WARNING, title, total, tuple(evidence), fixes)]
 
 
 def _beyond(num_bytes: int, rows: int, asked: int) -> int:

@@ -27,7 +27,7 @@ from memprof.units import GIB, format_bytes
 
 MIN_DIM = 256  # smaller matrices are heads, ranks and states: an activation that is [tokens x 64 x 64] is nothing odd
 
-MIN_TOKENS = 16  # fewer are sequences or experts: a matrix for each is the remedy, not the problem
+MIN_TOKENS = 16  # fewer are sequences or experts: a matrix for each is the fix, not the problem
 
 MIN_BYTES = GIB
 MIN_SHARE = 0.05  # it is found when it takes more than one of these two
@@ -53,7 +53,7 @@ def find(context: Context) -> list[Finding]:
     title = (
         f"A {rows} x {columns} weight delta for each of {tokens} tokens: {format_bytes(storage.num_bytes)} at "
         f"{file_and_line(trace.source_line(storage))}{inside}, {plural(len(most.storages), 'such tensor')} with "
-        f"{format_bytes(most.num_bytes)} alive at once ({percent(most.num_bytes, ledger.peak_bytes)} of the peak)"
+        f"{format_bytes(most.num_bytes)} live at once ({percent(most.num_bytes, ledger.peak_bytes)} of the peak)"
     )
 
     def label(index: int) -> str:
@@ -61,8 +61,8 @@ def find(context: Context) -> list[Finding]:
         return f"{tokens} tokens x {format_shape((rows, columns))}"
 
     lines = tensors_evidence(context, matches, most.event, label)
-    remedies = suggest_fixes(context, "weight-delta-per-token")
-    return [Finding("weight-delta-per-token", Severity.WARNING, title, most.num_bytes, lines, remedies)]
+    fixes = suggest_fixes(context, "weight-delta-per-token")
+    return [Finding("weight-delta-per-token", Severity.WARNING, title, most.num_bytes, lines, fixes)]
 
 
 def _matches(context: Context) -> dict[int, tuple[int, int, int]]:

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import dataclasses
 
-from memprof.allocator import CardMemory, Settings, replay_on_card, without_allocator
+from memprof.allocator import GpuMemory, Settings, replay_in_host_memory, replay_on_gpu
 from memprof.errors import UsageError
 from memprof.findings import Context, find_all
-from memprof.findings.exhaustion import growth_of
-from memprof.flows.each_card import document_of_cards
-from memprof.flows.each_rank import document_of_ranks, rank_of
+from memprof.findings.exhaustion import predict_growth
+from memprof.flows.gpu_reports import document_of_gpus
+from memprof.flows.rank_reports import document_of_ranks, rank_index
 from memprof.ledger.bridge import build_bridge
 from memprof.ledger.ledger import Ledger, build_ledger
 from memprof.ledger.over_time import over_time
 from memprof.ledger.streams import StreamMemory
-from memprof.report.documents.report import Document, build_document
+from memprof.report.documents.report import Report, build_document
 from memprof.trace.events import CPU, Trace
 
 # What rules know of the target.
@@ -31,15 +31,15 @@ def analyze(
     alloc_conf: str | None = None,
     *,
     explained: bool = True,
-    card: int | None = None,
+    gpu: int | None = None,
     rank: int | None = None,
-) -> Document:
+) -> Report:
     """Return the report on a trace, simulated or measured, new or loaded from a file.
 
     Args:
         alloc_conf: settings of the caching allocator instead of those that the trace was recorded with.
         explained: give it all findings, and the bridge; a search over many runs asks for what leads it alone.
-        card: of several GPUs, the number of the one that is shown in full; None: the fullest.
+        gpu: of several GPUs, the number of the one that is shown in full; None: the one with the highest usage.
         rank: of ranks that ran together, the one that is shown in full; None: the one that decides.
 
     Raises:
@@ -49,36 +49,36 @@ def analyze(
     if alloc_conf is not None:
         trace = with_settings(trace, alloc_conf)
     if trace.others or (trace.facts.rank is not None and trace.facts.rank.alike and rank is None):
-        return document_of_ranks(trace, lambda one: _of_process(one, explained, card), rank)
-    if rank not in (None, rank_of(trace)):
-        hint = f"leave it out: it was rank {rank_of(trace)} alone"
+        return document_of_ranks(trace, lambda one: _of_process(one, explained, gpu), rank)
+    if rank not in (None, rank_index(trace)):
+        hint = f"leave it out: it was rank {rank_index(trace)} alone"
         raise UsageError("no such rank was run", value=f"--rank {rank}", hint=hint)
-    return _of_process(trace, explained, card)
+    return _of_process(trace, explained, gpu)
 
 
-def _of_process(trace: Trace, explained: bool, card: int | None) -> Document:
-    if trace.cards:
-        return document_of_cards(trace, lambda one: _report(one, explained), card)
-    if card:
-        raise UsageError("the run had one card", value=f"--card {card}", hint="leave it out")
+def _of_process(trace: Trace, explained: bool, gpu: int | None) -> Report:
+    if trace.gpus:
+        return document_of_gpus(trace, lambda one: _report(one, explained), gpu)
+    if gpu:
+        raise UsageError("the run had one GPU", value=f"--gpu-index {gpu}", hint="leave it out")
     return _report(trace, explained)[1]
 
 
-def _report(trace: Trace, explained: bool) -> tuple[Ledger, Document]:
+def _report(trace: Trace, explained: bool) -> tuple[Ledger, Report]:
     """Return the report on the GPU that `trace` is seen from."""
     device, target = trace.facts.device, trace.facts.target
     settings = Settings.from_facts(trace.facts.allocator)
     if trace.device == CPU:
-        run = without_allocator(trace)
+        run = replay_in_host_memory(trace)
     else:
-        run = replay_on_card(trace, CardMemory.of(device), settings.config, settings.release)
+        run = replay_on_gpu(trace, GpuMemory.of(device), settings.config, settings.release)
     ledger = build_ledger(trace, run)
     known = {} if target is None else {name: getattr(target, name) for name in _OF_THE_TARGET}
     program = trace.facts.program
     fixes = () if program is None else program.fixes
     streams, usable = StreamMemory.of(ledger), device.usable_bytes
-    context = Context(ledger=ledger, usable_bytes=usable, card=device.name, fixes=fixes, streams=streams, **known)
-    growth = growth_of(context)
+    context = Context(ledger=ledger, usable_bytes=usable, gpu=device.name, fixes=fixes, streams=streams, **known)
+    growth = predict_growth(context)
     if not explained:
         return ledger, build_document(ledger, find_all(context, deciding=True), settings, growth=growth)
     bridge = build_bridge(ledger)

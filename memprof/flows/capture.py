@@ -7,18 +7,18 @@ from collections.abc import Callable
 from memprof.catalog import Gpu
 from memprof.device.context import CONTEXT_BYTES
 from memprof.errors import MemprofError, RunFailedError
-from memprof.flows.cards import GPUS_PER_MACHINE
-from memprof.flows.how_far import report_progress_with
+from memprof.flows.gpus import GPUS_PER_MACHINE
+from memprof.flows.progress import report_progress_with
 from memprof.measured import MeasuredDevice
-from memprof.measured.cuda import Outside
-from memprof.stand_ins.extension import extensions
+from memprof.measured.cuda import NvmlUse
+from memprof.stubs.extension import extensions
 from memprof.trace.events import EventKind, FailureKind, ModuleRole, PhaseKind, Trace
 from memprof.virtual import VirtualGpu
 from memprof.virtual.allocator_answers import AllocatorSettings, MemoryStatistics
 from memprof.watch.collection import no_collection
 from memprof.watch.failure import measured_failure
-from memprof.workload.chance import NormalsInSinglePrecision, kept_chance
-from memprof.workload.custom_code import may_not_leave
+from memprof.workload.custom_code import forbid_exit
+from memprof.workload.rng import NormalsInSinglePrecision, preserve_rng_state
 from memprof.workload.step import Workload
 
 _LOOKED_BACK = 20_000  # events; a layer has fewer
@@ -36,7 +36,7 @@ def capture_virtual(
     spec = workload.spec
     device = VirtualGpu(
         gpu,
-        cards=min(spec.gpus, GPUS_PER_MACHINE),
+        gpus=min(spec.gpus, GPUS_PER_MACHINE),
         nodes=-(-spec.gpus // GPUS_PER_MACHINE),
         rank=spec.rank or 0,
         context_bytes=CONTEXT_BYTES,
@@ -49,9 +49,9 @@ def capture_virtual(
         # Garbage is not looked for, and what the run draws at random is drawn by nobody else.
         with (
             no_collection(),
-            kept_chance(),
+            preserve_rng_state(),
             device,
-            may_not_leave("the model"),
+            forbid_exit("the model"),
             report_progress_with(lambda: _layer(device.trace)),
         ):
             workload.run(device, progress)
@@ -92,9 +92,9 @@ def capture_measured(
     model's code raised, or memory ran out; its `trace` is what happened until then."""
     progress("importing the model")
     workload.source.import_code()
-    device = MeasuredDevice(name, Outside() if name == "cuda" else None, detail=detail)
+    device = MeasuredDevice(name, NvmlUse() if name == "cuda" else None, detail=detail)
     try:
-        with no_collection(), kept_chance(), device, may_not_leave("the model"):
+        with no_collection(), preserve_rng_state(), device, forbid_exit("the model"):
             workload.run(device, progress, building=NormalsInSinglePrecision)
         if device.error is not None:
             raise device.error
@@ -107,10 +107,10 @@ def capture_measured(
             if failure.kind is FailureKind.OUT_OF_MEMORY
             else f"the run failed in {failure.phase} with {failure.error}",
             value=failure.message,
-            hint="the report says what was alive then; --debug shows the traceback",
+            hint="the report says what was live then; --debug shows the traceback",
         )
         raised.trace = device.trace
-        # The exception's frames would keep the model's tensors alive.
+        # The exception's frames would keep the model's tensors live.
         error.__traceback__ = None
         raise raised from None
     return device.trace

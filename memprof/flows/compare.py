@@ -16,9 +16,9 @@ from memprof.flows.recordings import GZIP, PICKLE, head_of, open_file
 from memprof.flows.saved import is_json, load_capture, load_json
 from memprof.report.documents.analysis import Analysis
 from memprof.report.documents.comparison import Comparison
-from memprof.report.documents.report import Document
+from memprof.report.documents.report import Report
 from memprof.report.matching.comparison_build import build_comparison
-from memprof.report.matching.runs import Run, run_of_document, run_of_recording
+from memprof.report.matching.runs import ComparedRun, run_of_document, run_of_recording
 from memprof.report.matching.tolerance import Tolerance
 
 _KINDS = "a capture (--save), a report (--json) of `memprof profile`, or a snapshot of torch"
@@ -34,7 +34,7 @@ def compare_files(
     return build_comparison(first, open_run(b), tolerance)
 
 
-def open_run(path: Path) -> Run:
+def open_run(path: Path) -> ComparedRun:
     """Return the run in a capture, a report or a snapshot; raise UsageError if it is none of these, or damaged."""
     head = head_of(path, _KINDS)
     if head.startswith(GZIP):
@@ -51,7 +51,7 @@ def open_run(path: Path) -> Run:
     return run_of_document(_report(path), path.name, "memprof report")
 
 
-def _report(path: Path) -> Document:
+def _report(path: Path) -> Report:
     document = load_json(path)
     if isinstance(document, Analysis):
         raise UsageError(

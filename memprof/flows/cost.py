@@ -8,8 +8,8 @@ from dataclasses import astuple, dataclass
 from memprof.catalog import Gpu
 from memprof.ledger.categories import Category
 from memprof.report.documents.ladder import Bottleneck, Cost
-from memprof.report.documents.report import Document
-from memprof.trace.events import HOST, Compiling, Phase, Trace
+from memprof.report.documents.report import Report
+from memprof.trace.events import HOST, CompileStats, Phase, Trace
 from memprof.units import format_bytes
 
 
@@ -17,9 +17,9 @@ from memprof.units import format_bytes
 class StepWork:
     """What one optimizer step (or one inference step) does, the last of a run.
 
-    Times are lower bounds at the card's published rates: an operator takes as long as its operations or its bytes do,
-    whichever is longer, a transfer as long as its bytes take over the bus, and what goes to other cards as long as over
-    the card's links. Real kernels reach a part of each.
+    Times are lower bounds at the GPU's published rates: an operator takes as long as its operations or its bytes do,
+    whichever is longer, a transfer as long as its bytes take over the bus, and what goes to other GPUs as long as over
+    the GPU's links. Real kernels reach a part of each.
     """
 
     operations: int  # floating-point operations in products of matrices, attention and convolutions
@@ -37,7 +37,7 @@ class StepWork:
 
 
 def step_work(trace: Trace, gpu: Gpu, micro_batches: int = 0) -> StepWork | None:
-    """Return the work of the last step of a run on this card; None if it was not counted.
+    """Return the work of the last step of a run on this GPU; None if it was not counted.
 
     Of `micro_batches`, the last one that was run stands for those that were not: they do the same on tensors of the
     same shapes.
@@ -77,7 +77,7 @@ _COMPARED = ("operations", "bus_bytes", "seconds", "compute_seconds", "bus_secon
 
 
 def cost_of(
-    work: StepWork | None, original: StepWork | None, numerics: str, note: str, compiling: Compiling | None = None
+    work: StepWork | None, original: StepWork | None, numerics: str, note: str, compiling: CompileStats | None = None
 ) -> Cost:
     """Return what a run with fixes costs more than the one without."""
     seconds, kernels = (None, None) if compiling is None else compiling
@@ -98,7 +98,7 @@ def cost_of(
     )
 
 
-def bottleneck_of(document: Document) -> Bottleneck:
+def bottleneck_of(document: Report) -> Bottleneck:
     """Return what is in the way of a run: where it runs out of memory if it does, and what most of it there is for."""
     verdict, peak = document.verdict, document.peak
     largest = next(iter(peak.categories))
@@ -116,7 +116,8 @@ def bottleneck_of(document: Document) -> Bottleneck:
     if peak.allocated_bytes <= (document.device.usable_bytes or 0):
         # All tensors together would fit: it is the pieces in between that do not.
         wasted = (verdict.reserved_bytes or 0) - (verdict.in_use_bytes or 0)
-        text = f"dies in {stage}: {format_bytes(tried)} asked, {format_bytes(wasted)} reserved in pieces too small"
+        requested = f"out of memory in {stage}: {format_bytes(tried)} requested"
+        text = f"{requested}, {format_bytes(wasted)} reserved in pieces too small"
         return Bottleneck(verdict.oom_stage or "", verdict.oom_step or 0, Category.FRAGMENTATION.value, wasted, text)
-    text = f"dies in {stage}: {format_bytes(tried)} asked; at the peak {largest}, {format_bytes(size)}"
+    text = f"out of memory in {stage}: {format_bytes(tried)} requested; at the peak {largest}, {format_bytes(size)}"
     return Bottleneck(verdict.oom_stage or "", verdict.oom_step or 0, largest, size, text)

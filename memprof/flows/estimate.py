@@ -27,7 +27,7 @@ def simulate(
     parallel: str | None = None,
     gpus: int = 1,
 ) -> Simulated:
-    """Run `plan` on a virtual card without limit.
+    """Run `plan` on a virtual GPU without limit.
 
     Args:
         subject: the model; one that is a number of parameters is built from the shape derived for it.
@@ -35,7 +35,7 @@ def simulate(
         context_length: tokens of each.
         lengths: as `--lengths` has them; `context_length` then cuts the longest.
         steps: None: as a profile has them.
-        parallel: how it is spread over `gpus` cards; one rank of each kind is run, and the highest counts.
+        parallel: how it is spread over `gpus` GPUs; one rank of each kind is run, and the highest counts.
 
     Raises:
         MemprofError: the model cannot be built or run.

@@ -9,12 +9,12 @@ from collections.abc import Callable
 from memprof.catalog import Gpu
 from memprof.command_line import profile_command, run_command
 from memprof.errors import MemprofError, RunFailedError, UsageError
-from memprof.flows.cards import virtual_card
+from memprof.flows.gpus import find_gpu_of
 from memprof.flows.ladder.scripts import run_alone
 from memprof.flows.profile import profile
 from memprof.flows.recommend.bisection import counted_bytes, find_limit
 from memprof.report.documents.limit import Limit, LimitRun
-from memprof.report.documents.report import Document
+from memprof.report.documents.report import Report
 from memprof.run_spec import RunSpec
 from memprof.script import Program
 from memprof.spec import TargetSpec
@@ -25,11 +25,11 @@ PLACE = "{}"  # where the number stands in the arguments of a script
 MOST = 1 << 16  # where a search ends that finds no limit; of a context, the model's own number of positions
 BEYOND = 2  # numbers past the first that does not fit which are run too: the allocator rounds, and one of them may fit
 
-Run = Callable[[int], tuple[Trace, Document]]
+Run = Callable[[int], tuple[Trace, Report]]
 Progress = Callable[[str], None]
 
 
-def largest_of_spec(spec: TargetSpec, what: str, progress: Progress = lambda doing: None) -> tuple[Trace, Document]:
+def largest_of_spec(spec: TargetSpec, what: str, progress: Progress = lambda doing: None) -> tuple[Trace, Report]:
     """Return the run of `spec` at the largest `what` that fits its GPU, and its report with all that was tried.
 
     The search begins at the batch size or context length of `spec`. It raises UsageError where a context length is
@@ -42,7 +42,7 @@ def largest_of_spec(spec: TargetSpec, what: str, progress: Progress = lambda doi
         most = max((find_source(spec).max_positions or MOST) - (spec.new_tokens or 0), 1)
         begin = spec.context_length or min(2048, most)
 
-    def run(number: int) -> tuple[Trace, Document]:
+    def run(number: int) -> tuple[Trace, Report]:
         one = spec.edit(**{field: number})
         trace, document = profile(one, lambda doing: progress(f"{what} {number:,}: {doing}"))
         target = document.target
@@ -54,12 +54,12 @@ def largest_of_spec(spec: TargetSpec, what: str, progress: Progress = lambda doi
     def command(number: int, *, fits: bool) -> str:
         return profile_command(spec.edit(**{field: number}))
 
-    return _search(run, virtual_card(spec), what, command, begin=begin, most=most)
+    return _search(run, find_gpu_of(spec), what, command, begin=begin, most=most)
 
 
 def largest_of_script(
     program: Program, spec: RunSpec, what: str, progress: Progress = lambda doing: None
-) -> tuple[Trace, Document]:
+) -> tuple[Trace, Report]:
     """Return the run of a script at the largest `what` that fits; its arguments have `{}` where the number is to stand.
 
     Each run is a process of its own. It raises UsageError if no argument has a place for the number.
@@ -75,7 +75,7 @@ def largest_of_script(
         arguments = tuple(argument.replace(PLACE, str(number)) for argument in program.arguments)
         return Program(program.name, arguments, program.is_module)
 
-    def run(number: int) -> tuple[Trace, Document]:
+    def run(number: int) -> tuple[Trace, Report]:
         progress(f"running the script with {what} {number:,}")
         return run_alone(at(number), spec)
 
@@ -83,14 +83,14 @@ def largest_of_script(
         # Where the GPU is full, the need is only seen beyond.
         return run_command(spec if fits else spec.edit(beyond=True), at(number).command)
 
-    return _search(run, virtual_card(spec), what, command, begin=1, most=MOST)
+    return _search(run, find_gpu_of(spec), what, command, begin=1, most=MOST)
 
 
 def _search(
     run: Run, gpu: Gpu, what: str, command: Callable[..., str], *, begin: int, most: int
-) -> tuple[Trace, Document]:
+) -> tuple[Trace, Report]:
     made: dict[int, LimitRun] = {}
-    kept: dict[bool, tuple[int, Trace, Document]] = {}
+    kept: dict[bool, tuple[int, Trace, Report]] = {}
     available = gpu.total_bytes
 
     def needed(number: int) -> int:
@@ -106,8 +106,8 @@ def _search(
             return available + 1
         verdict = document.verdict
         fits = bool(verdict.fits)
-        dies_in = "" if fits else verdict.oom_stage or ("host memory" if verdict.host_over_bytes else "a failure")
-        made[number] = LimitRun(number, verdict.required_bytes, fits, dies_in, command(number, fits=fits))
+        oom_stage = "" if fits else verdict.oom_stage or ("host memory" if verdict.host_over_bytes else "a failure")
+        made[number] = LimitRun(number, verdict.required_bytes, fits, oom_stage, command(number, fits=fits))
         before = kept.get(fits)
         if before is None or (number > before[0]) == fits:  # the largest that fits, the least that does not
             kept[fits] = number, trace, document

@@ -13,16 +13,16 @@ import dataclasses
 import importlib
 from collections.abc import Callable
 
-from memprof.allocator import SettingsInForce
+from memprof.allocator import CurrentSettings
 from memprof.device.host import available_bytes
 from memprof.errors import RunFailedError, UsageError
+from memprof.fixes.catalog import STEPS
 from memprof.flows.account import analyze
-from memprof.flows.cards import RunAllocator, allocator_settings, device_facts, measured_device_facts, virtual_card
-from memprof.flows.each_rank import in_order
-from memprof.flows.present import card_like, present_gpu
+from memprof.flows.gpus import RunAllocator, allocator_settings, device_facts, find_gpu_of, measured_device_facts
+from memprof.flows.present import gpu_like, present_gpu
+from memprof.flows.rank_reports import in_order
 from memprof.ledger.ledger import EmptyTraceError
-from memprof.remedies.catalog import STEPS
-from memprof.report.documents.report import Document
+from memprof.report.documents.report import Report
 from memprof.spec import TargetSpec
 from memprof.torch_private import inductor
 from memprof.trace.events import Trace
@@ -34,7 +34,7 @@ from memprof.workload.plan import parse_plan
 
 def profile(
     spec: TargetSpec, progress: Callable[[str], None] = lambda doing: None, *, explained: bool = True
-) -> tuple[Trace, Document]:
+) -> tuple[Trace, Report]:
     """Run `spec` on its virtual GPU, or measure it on a real device; return its trace and the report on it.
 
     `explained` is as in `analyze`; errors are those of `capture_trace`.
@@ -53,7 +53,7 @@ def capture_trace(spec: TargetSpec, progress: Callable[[str], None] = lambda doi
     if spec.parallel is None and (spec.gpus > 1 or spec.rank is not None):
         asked = f"--gpus {spec.gpus}" if spec.gpus > 1 else f"--rank {spec.rank}"
         hint = "add --parallel fsdp, or ddp; --fix auto finds out"
-        raise UsageError("how is the model spread over the cards?", value=asked, hint=hint)
+        raise UsageError("how is the model spread over the GPUs?", value=asked, hint=hint)
     if spec.parallel is not None and spec.rank is None and parse_plan(spec.parallel, spec.gpus).layers == 1:
         return _run_each_kind(spec, spec.parallel, progress)
     return _run_process(spec, progress)
@@ -65,17 +65,17 @@ def _run_process(spec: TargetSpec, progress: Callable[[str], None]) -> Trace:
     from memprof.workload.models import find_source
     from memprof.workload.step import Workload
 
-    gpu = virtual_card(spec)
+    gpu = find_gpu_of(spec)
     device = device_facts(gpu) if spec.device == "virtual" else measured_device_facts(spec.device)
     device = dataclasses.replace(device, host_memory_bytes=spec.host_memory_bytes)
-    in_force = SettingsInForce(allocator_settings(spec.alloc_conf))
+    in_force = CurrentSettings(allocator_settings(spec.alloc_conf))
     source = find_source(spec)
     progress("importing torch and the model's code")
     switch_on = None
     if spec.fixes:
-        from memprof.remedies import on_spec
+        from memprof.fixes import spec_fixes
 
-        switch_on = on_spec.switch_on
+        switch_on = spec_fixes.apply_fixes
     if spec.compile or any(STEPS[fix.partition("=")[0]].compiles for fix in spec.fixes):
         importlib.import_module(inductor.compile_fx.module)
         freeze_libraries()  # garbage is looked for when something has been compiled
@@ -115,7 +115,7 @@ def _run_process(spec: TargetSpec, progress: Callable[[str], None]) -> Trace:
     if failed is None:
         return trace
     progress("accounting")
-    with contextlib.suppress(EmptyTraceError):  # it failed before anything was on the card
+    with contextlib.suppress(EmptyTraceError):  # it failed before anything was on the GPU
         failed.document = analyze(trace)
         failed.hint = "the finding run-failed says what to do; --debug shows the traceback"
     raise failed
@@ -142,17 +142,17 @@ def resolve_device(
     spec: TargetSpec, progress: Callable[[str], None] = lambda doing: None
 ) -> tuple[TargetSpec, Trace | None]:
     """Return `spec` on the CUDA GPU if a simulation fits what is free there; else on a virtual one, and that trace."""
-    from memprof.measured.cuda import cuda_card, why_no_cuda
+    from memprof.measured.cuda import cuda_unavailable_reason, current_gpu
 
-    if why_no_cuda() is not None:
+    if cuda_unavailable_reason() is not None:
         return spec, None
     progress("simulating, to see whether it fits the GPU that is here")
-    gpu = present_gpu() or cuda_card()
-    here = spec.edit(device="virtual", **card_like(gpu.name, gpu.total_bytes))
+    gpu = present_gpu() or current_gpu()
+    here = spec.edit(device="virtual", **gpu_like(gpu.name, gpu.total_bytes))
     try:
         trace, document = profile(here, progress, explained=False)
     except RunFailedError:
-        return spec.edit(device="cuda"), None  # it will say so itself, if it is more than a gap of the virtual card
+        return spec.edit(device="cuda"), None  # it will say so itself, if it is more than a gap of the virtual GPU
     needed = document.verdict.required_bytes - document.device.context_bytes
     return (spec.edit(device="cuda"), None) if needed <= gpu.usable_bytes else (here, trace)
 
@@ -176,7 +176,7 @@ def _check_host_memory(spec: TargetSpec, progress: Callable[[str], None]) -> Non
     try:
         _, document = profile(spec.edit(device="virtual"), progress)
     except RunFailedError:
-        return  # it will say so itself, if it is more than a gap of the virtual card
+        return  # it will say so itself, if it is more than a gap of the virtual GPU
     needed = max(document.peak.allocated_bytes, document.host_peak_bytes)
     if needed > available:
         raise UsageError(

@@ -1,6 +1,6 @@
-"""Several ranks of a program together: each a process with a virtual card of its own, and one report of all.
+"""Several ranks of a program together: each a process with a virtual GPU of its own, and one report of all.
 
-Program -script/launchers-> a Start for each rank -script/ranks-> Traces -each_rank-> Document
+Program -script/launchers-> a ProcessStart for each rank -script/ranks-> Traces -report-> Report
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from typing import TYPE_CHECKING, Any
 
 from memprof.errors import MemprofError, UsageError
 from memprof.flows.account import analyze
-from memprof.flows.cards import virtual_card
-from memprof.flows.each_rank import in_order
+from memprof.flows.gpus import find_gpu_of
+from memprof.flows.rank_reports import in_order
 from memprof.ledger.ledger import EmptyTraceError
-from memprof.report.documents.report import Document
+from memprof.report.documents.report import Report
 from memprof.run_spec import RunSpec
-from memprof.script import Ended, Program, ScriptOutcome, StopRule
+from memprof.script import EndReason, Program, ScriptOutcome, StopRule
 from memprof.trace.events import Trace
 from memprof.trace.facts import RankFacts
-from memprof.units import spell_numbers
+from memprof.units import format_ranges
 
 if TYPE_CHECKING:
-    from memprof.script.launchers import Start
-    from memprof.script.ranks import Ran
+    from memprof.script.launchers import ProcessStart
+    from memprof.script.ranks import RankResult
 
 
 _STEP_WAIT = 30.0  # seconds for which a measured rank waits for the others to have shown enough
@@ -38,8 +38,8 @@ class RanksRun:
     """What the ranks of a program did together."""
 
     trace: Trace  # of the lowest, with those of the others
-    document: Document | None  # None: nothing was ever on a GPU
-    ended: Ended  # of the rank that failed first, or of the worst
+    document: Report | None  # None: nothing was ever on a GPU
+    ended: EndReason  # of the rank that failed first, or of the worst
     exit_code: int  # the program's own
     problem: MemprofError | None = None  # what was wrong between ranks, or could not be simulated on one
     said: str = ""  # the traceback of the rank that failed first
@@ -68,17 +68,17 @@ def run_ranks(program: Program, rule: StopRule, spec: RunSpec) -> RanksRun | Scr
     `spec.ranks` None are all; `spec.rank` is the one that the report shows in full, None: the one that decides.
     A launcher that started none gives its outcome. It raises UsageError if there is no such rank, or no room.
     """
-    from memprof.script.capture import ask
-    from memprof.script.launchers import Place
+    from memprof.script.capture import resolve_process
+    from memprof.script.launchers import ProcessSelection
     from memprof.script.ranks import check_memory, run_together
 
     program.check()
     is_measured = spec.device != "virtual"
     ranks, rank = spec.ranks or "all", spec.rank
 
-    def start_of(number: int | None) -> Start | ScriptOutcome:
-        place = Place(number, spec.gpus, spec.nodes)
-        return program.start(place) if is_measured else ask(program, place, virtual_card(spec))
+    def start_of(number: int | None) -> ProcessStart | ScriptOutcome:
+        place = ProcessSelection(number, spec.gpus, spec.nodes)
+        return program.start(place) if is_measured else resolve_process(program, place, find_gpu_of(spec))
 
     first = start_of(None)
     if isinstance(first, ScriptOutcome):
@@ -87,14 +87,14 @@ def run_ranks(program: Program, rule: StopRule, spec: RunSpec) -> RanksRun | Scr
     if first.size == 1:
         raise UsageError(
             "the program has one process", value=f"--ranks {ranks}",
-            hint="start it with its launcher (torchrun ...), or say how many cards there are: --gpus 4",
+            hint="start it with its launcher (torchrun ...), or say how many GPUs there are: --gpus 4",
         )  # fmt: skip
     if rank is not None and rank not in numbers:
-        raise UsageError("no such rank is run", value=f"--rank {rank}", hint=f"--ranks names {spell_numbers(numbers)}")
+        raise UsageError("no such rank is run", value=f"--rank {rank}", hint=f"--ranks names {format_ranges(numbers)}")
     if is_measured:
         _check_measured(program, first, numbers, spec.device)
     check_memory(len(numbers))
-    starts: dict[int, Start] = {}
+    starts: dict[int, ProcessStart] = {}
     for number in numbers:
         start = start_of(number)
         assert not isinstance(start, ScriptOutcome)
@@ -102,10 +102,10 @@ def run_ranks(program: Program, rule: StopRule, spec: RunSpec) -> RanksRun | Scr
     body = functools.partial(_one_rank, program, rule, starts, spec)
     # Measured ranks wait for each other where nobody sees it.
     ran, problem = run_together(numbers, first.size, body, **({"step_wait": _STEP_WAIT} if is_measured else {}))
-    return _put_together(numbers, ran, problem, first.size, rank, spec.shown_card)
+    return _put_together(numbers, ran, problem, first.size, rank, spec.shown_gpu)
 
 
-def _check_measured(program: Program, start: Start, ranks: Sequence[int], device: str) -> None:
+def _check_measured(program: Program, start: ProcessStart, ranks: Sequence[int], device: str) -> None:
     """Raise UsageError if the ranks cannot be measured, all of them, on this machine."""
     if not program.has_launcher:
         raise UsageError(
@@ -118,9 +118,9 @@ def _check_measured(program: Program, start: Start, ranks: Sequence[int], device
             hint="leave out --ranks and the launcher's machines, or --device",
         )  # fmt: skip
     if device == "cuda":
-        from memprof.measured.cuda import check_cards
+        from memprof.measured.cuda import check_gpus
 
-        check_cards(start.size)
+        check_gpus(start.size)
     port = start.environment.get("MASTER_PORT", "")
     with socket.socket() as tried:
         tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -133,15 +133,17 @@ def _check_measured(program: Program, start: Start, ranks: Sequence[int], device
             ) from None  # fmt: skip
 
 
-def _one_rank(program: Program, rule: StopRule, starts: Mapping[int, Start], spec: RunSpec, channel: Any) -> Ran:
+def _one_rank(
+    program: Program, rule: StopRule, starts: Mapping[int, ProcessStart], spec: RunSpec, channel: Any
+) -> RankResult:
     """Run one rank, in its own process."""
     if spec.device == "cuda":
-        from memprof.measured.cuda import use_card
+        from memprof.measured.cuda import set_current_gpu
 
-        use_card(starts[channel.rank].rank % starts[channel.rank].cards)
+        set_current_gpu(starts[channel.rank].rank % starts[channel.rank].gpus)
     from memprof.flows.script import capture_run
     from memprof.script.program import error_text
-    from memprof.script.ranks import Ran
+    from memprof.script.ranks import RankResult
 
     trace, outcome = capture_run(program, rule, spec, start=starts[channel.rank], channel=channel)
     error, said, about = outcome.error, "", None
@@ -149,20 +151,20 @@ def _one_rank(program: Program, rule: StopRule, starts: Mapping[int, Start], spe
         about = (type(error), error.problem, error.value, error.hint)
     elif isinstance(error, Exception):
         said = error_text(error)
-    return Ran(outcome.ended, outcome.exit_code, trace, said, about)
+    return RankResult(outcome.ended, outcome.exit_code, trace, said, about)
 
 
 def _put_together(
     ranks: Sequence[int],
-    ran: Mapping[int, Ran],
+    ran: Mapping[int, RankResult],
     problem: MemprofError | None,
     size: int,
     rank: int | None,
-    card: int | None,
+    gpu: int | None,
 ) -> RanksRun:
     """Make one run of all ranks: who failed first speaks for all; who was stopped for it says so."""
-    failed = [number for number in ran if ran[number].ended not in (Ended.PEER, Ended.STEPS, Ended.EXIT)]
-    failed += [number for number in ran if ran[number].ended is Ended.EXIT and ran[number].exit_code]
+    failed = [number for number in ran if ran[number].ended not in (EndReason.PEER, EndReason.STEPS, EndReason.EXIT)]
+    failed += [number for number in ran if ran[number].ended is EndReason.EXIT and ran[number].exit_code]
     culprit = ran[failed[0]] if failed else None
     why, hint = _why(failed[0] if failed else None, culprit, problem)
     if culprit is not None and culprit.error is not None and problem is None:
@@ -171,13 +173,13 @@ def _put_together(
     traces = []
     for one in ran.values():
         trace: Trace = one.result
-        if one.ended is Ended.PEER and trace.failure is not None:
+        if one.ended is EndReason.PEER and trace.failure is not None:
             trace.failure = trace.failure._replace(message=why, hint=hint)
         traces.append(trace)
     for number in ranks:
         if number not in ran and traces:  # it was killed
             facts = traces[0].facts
-            program = facts.program and dataclasses.replace(facts.program, ended=Ended.ERROR.value)
+            program = facts.program and dataclasses.replace(facts.program, ended=EndReason.ERROR.value)
             facts = dataclasses.replace(facts, rank=RankFacts(number, size), program=program)
             traces.append(Trace(facts=facts))
     if not traces:
@@ -185,33 +187,33 @@ def _put_together(
     trace = in_order(traces)
     document = None
     with contextlib.suppress(EmptyTraceError):
-        document = analyze(trace, rank=rank, card=card)
-    ended = culprit.ended if culprit else Ended.PEER if problem else next(iter(ran.values())).ended
+        document = analyze(trace, rank=rank, gpu=gpu)
+    ended = culprit.ended if culprit else EndReason.PEER if problem else next(iter(ran.values())).ended
     code = culprit.exit_code if culprit else 0
-    if any(one.ended is Ended.INTERRUPTED for one in ran.values()):
-        ended, code = Ended.INTERRUPTED, 130
+    if any(one.ended is EndReason.INTERRUPTED for one in ran.values()):
+        ended, code = EndReason.INTERRUPTED, 130
     return RanksRun(trace, document, ended, code, problem, "" if culprit is None else _headed(failed, ran))
 
 
-def _why(number: int | None, culprit: Ran | None, problem: MemprofError | None) -> tuple[str, str | None]:
+def _why(number: int | None, culprit: RankResult | None, problem: MemprofError | None) -> tuple[str, str | None]:
     """Return why the others were stopped, and what to do."""
     if problem is not None:
         return problem.problem, problem.hint
     if culprit is None or number is None:
         return "another rank ended", None
-    if culprit.ended is Ended.REFUSED:
-        return f"the card of rank {number} was full", f"--rank {number} shows it in full"
-    if culprit.ended is Ended.EXIT:
+    if culprit.ended is EndReason.REFUSED:
+        return f"the GPU of rank {number} was full", f"--rank {number} shows it in full"
+    if culprit.ended is EndReason.EXIT:
         return f"rank {number} ended with exit code {culprit.exit_code}", f"see why: --rank {number} runs it alone"
     last = culprit.error[1] if culprit.error else (culprit.said.strip().splitlines() or [culprit.ended.value])[-1]
     return f"rank {number} ended: {last}", f"--rank {number} shows it in full"
 
 
-def _headed(failed: Sequence[int], ran: Mapping[int, Ran]) -> str:
+def _headed(failed: Sequence[int], ran: Mapping[int, RankResult]) -> str:
     """Return the traceback of the first, said once for all that end in the same."""
     first = ran[failed[0]].said
     if not first:
         return ""
     last = first.strip().splitlines()[-1]
     same = [number for number in failed if last == (ran[number].said.strip().splitlines() or [""])[-1]]
-    return f"Rank{'s' * (len(same) > 1)} {spell_numbers(same)}:\n{first}"
+    return f"Rank{'s' * (len(same) > 1)} {format_ranges(same)}:\n{first}"

@@ -16,19 +16,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from memprof.allocator import AllocatorConfig, CardMemory, config_from_environment, parse_config
+from memprof.allocator import AllocatorConfig, GpuMemory, config_from_environment, parse_config
 from memprof.device.ceiling import MEMORY_PER_BYTE, REGULAR_PER_BYTE, allow_more, ceiling_bytes
 from memprof.errors import UsageError
-from memprof.flows.each_rank import rank_of
+from memprof.flows.rank_reports import rank_index
 from memprof.report.documents.analysis import Analysis
-from memprof.report.documents.analysis_build import Origin, Question, build_analysis
-from memprof.snapshots.from_trace import Converted, Slice, snapshot_of
+from memprof.report.documents.analysis_build import AnalysisRequest, RecordingOrigin, build_analysis
+from memprof.snapshots.from_trace import Converted, TimelineSlice, convert_to_snapshot
 from memprof.snapshots.recording import Recording, Steps, recordings
 from memprof.snapshots.slices import annotated, event_times, name_stages, slices_of
 from memprof.snapshots.steps import LEAST_STEPS, find_steps
 from memprof.trace.columns import OOM
 from memprof.trace.events import CPU, EventKind, Trace
-from memprof.trace.files import check_place
+from memprof.trace.files import check_output_path
 from memprof.trace.snapshot import Action, Snapshot
 from memprof.units import format_bytes
 
@@ -44,10 +44,10 @@ class Opened:
 
     snapshot: Snapshot
     recordings: list[Recording]
-    origin: Origin
+    origin: RecordingOrigin
     converted: Converted | None  # of a capture
 
-    def slices(self, recording: Recording) -> list[Slice]:
+    def slices(self, recording: Recording) -> list[TimelineSlice]:
         """Return stages and modules of one device, in microseconds."""
         if self.converted is not None:
             return self.converted.slices
@@ -96,7 +96,9 @@ def open_file(path: Path, progress: Callable[[str], None] = lambda doing: None) 
     if snapshot.source == "simulated":
         notes.append("memprof wrote this file (memprof export): the run was simulated.")
     settings = str(snapshot.settings.get("PYTORCH_CUDA_ALLOC_CONF", ""))
-    return Opened(snapshot, found, Origin(path.name, "torch snapshot", snapshot.source, settings, tuple(notes)), None)
+    return Opened(
+        snapshot, found, RecordingOrigin(path.name, "torch snapshot", snapshot.source, settings, tuple(notes)), None
+    )
 
 
 def _open_capture(path: Path) -> Opened:
@@ -108,11 +110,11 @@ def _open_capture(path: Path) -> Opened:
     trace = load_trace(path)
     others = len(trace.others)
     trace = max((trace, *trace.others), key=lambda one: max(_most(one).values(), default=0))
-    if trace.cards:
-        trace = trace.on(max(trace.cards, key=_most(trace).__getitem__))
+    if trace.gpus:
+        trace = trace.on(max(trace.gpus, key=_most(trace).__getitem__))
     config, note = _settings(trace)
-    card = trace.facts.device
-    converted = snapshot_of(trace, config, CardMemory.of(card))
+    gpu = trace.facts.device
+    converted = convert_to_snapshot(trace, config, GpuMemory.of(gpu))
     if not converted.snapshot.traces[0]:
         raise UsageError("the capture holds no allocation on the GPU", value=path, hint="record it again")
     found = recordings(converted.snapshot, converted.origins)
@@ -120,17 +122,17 @@ def _open_capture(path: Path) -> Opened:
         if len(converted.steps) >= LEAST_STEPS:
             one.steps = Steps(tuple(converted.steps), "the phases of the run")
         name_stages(one, (stage for stage in converted.slices if stage.track == "stages"))
-    notes = [note, "Events are those that torch would record on the card."]
+    notes = [note, "Events are those that torch would record on the GPU."]
     if others:
-        notes.append(f"Of {others + 1} ranks, the one that holds most is taken: rank {rank_of(trace)}.")
-    if trace.cards and trace.facts.rank is None:
-        notes.append(f"Of {len(trace.cards)} cards, the one that holds most is taken: {trace.device}.")
+        notes.append(f"Of {others + 1} ranks, the one that holds most is taken: rank {rank_index(trace)}.")
+    if trace.gpus and trace.facts.rank is None:
+        notes.append(f"Of {len(trace.gpus)} GPUs, the one that holds most is taken: {trace.device}.")
     if any(event.action is Action.OOM for event in converted.snapshot.traces[0]):
         notes.append(
-            "From the out-of-memory error on, the run is followed on a card without limit, to show its whole need."
+            "From the out-of-memory error on, the run is followed on a GPU without limit, to show its whole need."
         )
-    kind = f"memprof capture, {trace.source} on {card.name}"
-    origin = Origin(path.name, kind, trace.source, config.text, tuple(notes))
+    kind = f"memprof capture, {trace.source} on {gpu.name}"
+    origin = RecordingOrigin(path.name, kind, trace.source, config.text, tuple(notes))
     return Opened(converted.snapshot, found, origin, converted)
 
 
@@ -167,7 +169,10 @@ def _check_memory(path: Path, size: int, per_byte: int) -> None:
 
 
 def analyze_file(
-    path: Path, question: Question, device: int | None = None, progress: Callable[[str], None] = lambda doing: None
+    path: Path,
+    question: AnalysisRequest,
+    device: int | None = None,
+    progress: Callable[[str], None] = lambda doing: None,
 ) -> Analysis:
     """Return the document of `memprof analyze`, of one device if one is given."""
     opened = open_file(path, progress)
@@ -177,7 +182,7 @@ def analyze_file(
         known = ", ".join(str(one.device) for one in opened.recordings)
         chosen = [one for one in chosen if one.device == device]
         if not chosen:
-            raise UsageError("the file has nothing of this card", value=f"--card {device}", hint=f"known: {known}")
+            raise UsageError("the file has nothing of this GPU", value=f"--gpu-index {device}", hint=f"known: {known}")
     if question.at == "oom" and device is None:
         # Of several devices seldom all run out.
         chosen = [one for one in chosen if OOM in one.events.actions] or chosen
@@ -198,7 +203,7 @@ def export_file(
         raise UsageError("this would replace the file that is read", value=to, hint="choose another name with --to")
     from memprof.report.export import memory_viz, perfetto
 
-    check_place(to, perfetto.FORM if kind == ".json" else memory_viz.FORM, force=force)
+    check_output_path(to, perfetto.FORM if kind == ".json" else memory_viz.FORM, force=force)
     opened = open_file(path, progress)
     progress("writing")
     if kind == ".json":

@@ -12,20 +12,21 @@ from memprof.ledger.ledger import EmptyTraceError
 from memprof.report.documents import analysis, comparison
 from memprof.report.documents.analysis import Analysis
 from memprof.report.documents.comparison import Comparison
-from memprof.report.documents.report import SCHEMA, Document
+from memprof.report.documents.report import SCHEMA, Report
 from memprof.trace.io import load_trace
+from memprof.trace.old_names import rename_old
 
 # What `command` is in their JSON -> they, and the newest schema that is read.
 _OTHERS: dict[str, tuple[type[Analysis | Comparison], int]] = {
     "analyze": (Analysis, analysis.SCHEMA),
     "compare": (Comparison, comparison.SCHEMA),
 }
-SavedDocument = Document | Analysis | Comparison
+SavedDocument = Report | Analysis | Comparison
 _KINDS = "a capture (--save), or what memprof profile, run, analyze or compare write with --json"
 
 
 def load(
-    path: str | Path, *, alloc_conf: str | None = None, card: int | None = None, rank: int | None = None
+    path: str | Path, *, alloc_conf: str | None = None, gpu: int | None = None, rank: int | None = None
 ) -> SavedDocument:
     """Return the document in a file: in JSON, as `save()` and `--json` write it, or of a capture, accounted for anew.
 
@@ -34,11 +35,11 @@ def load(
     Args:
         path: of the file.
         alloc_conf: settings of the caching allocator instead of the run's; for a capture alone.
-        card: of several, the number of the one that is shown in full; None: the fullest. For a capture alone.
+        gpu: of several, the number of the one that is shown in full; None: the one used most. For a capture alone.
         rank: of ranks that ran together, the one that is shown in full; None: that which decides. For a capture alone.
 
     Raises:
-        UsageError: the file is neither, or damaged; torch would refuse `alloc_conf`; there is no such card or rank.
+        UsageError: the file is neither, or damaged; torch would refuse `alloc_conf`; there is no such GPU or rank.
 
     Example:
         with memprof.virtual_gpu("rtx-4090") as gpu:
@@ -49,12 +50,12 @@ def load(
     path = Path(path)
     head = head_of(path, _KINDS)
     if head.startswith(GZIP):
-        return load_capture(path, alloc_conf, card, rank)
+        return load_capture(path, alloc_conf, gpu, rank)
     if not is_json(head):
         raise UsageError("not a memprof capture or report", value=path, hint=f"give {_KINDS}")
-    if (alloc_conf, card, rank) != (None, None, None):
+    if (alloc_conf, gpu, rank) != (None, None, None):
         raise UsageError(
-            "only a capture can be accounted for anew", value=path, hint="leave settings, card and rank out"
+            "only a capture can be accounted for anew", value=path, hint="leave settings, GPU and rank out"
         )
     return load_json(path)
 
@@ -64,12 +65,10 @@ def is_json(head: bytes) -> bool:
     return head.lstrip(b"\xef\xbb\xbf \t\r\n").startswith((b"{", b"["))
 
 
-def load_capture(
-    path: Path, alloc_conf: str | None = None, card: int | None = None, rank: int | None = None
-) -> Document:
+def load_capture(path: Path, alloc_conf: str | None = None, gpu: int | None = None, rank: int | None = None) -> Report:
     """Return the report of a capture; raise UsageError if it is none, is damaged, or has nothing in it."""
     try:
-        return analyze(load_trace(path), alloc_conf, card=card, rank=rank)
+        return analyze(load_trace(path), alloc_conf, gpu=gpu, rank=rank)
     except EmptyTraceError as error:
         raise UsageError(str(error.problem), value=path, hint="record it again") from None
     except (KeyError, TypeError, ValueError) as error:
@@ -85,8 +84,8 @@ def load_json(path: Path) -> SavedDocument:
             "the report is truncated or damaged", value=f"{path} ({error})", hint="write it again"
         ) from None
     command = str(values.get("command")) if isinstance(values, dict) else ""
-    kind, newest = _OTHERS.get(command, (Document, SCHEMA))
-    needed = {"schema", "peak", "stages"} if kind is Document else {"schema"}
+    kind, newest = _OTHERS.get(command, (Report, SCHEMA))
+    needed = {"schema", "peak", "stages"} if kind is Report else {"schema"}
     if not isinstance(values, dict) or not needed <= set(values):
         raise UsageError("not a report of memprof profile", value=path, hint=f"give {_KINDS}")
     schema = values["schema"]
@@ -97,6 +96,6 @@ def load_json(path: Path) -> SavedDocument:
             hint="update memprof",
         )
     try:
-        return kind.from_json(values)
+        return kind.from_json(values if schema == newest else rename_old(values))
     except ValueError as error:
         raise UsageError("the report is damaged", value=f"{path} ({error})", hint="write it again") from error

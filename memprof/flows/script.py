@@ -13,34 +13,34 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from memprof.allocator import Settings, SettingsInForce
+from memprof.allocator import CurrentSettings, Settings
 from memprof.command_line import run_command
 from memprof.device.context import CONTEXT_BYTES
 from memprof.flows.account import analyze
-from memprof.flows.cards import RunAllocator, allocator_settings, device_facts, measured_device_facts, virtual_card
+from memprof.flows.gpus import RunAllocator, allocator_settings, device_facts, find_gpu_of, measured_device_facts
 from memprof.ledger.ledger import EmptyTraceError
-from memprof.report.documents.report import Document
+from memprof.report.documents.report import Report
 from memprof.run_spec import RunSpec
-from memprof.script import Ended, Program, ScriptOutcome, StopRule
+from memprof.script import EndReason, Program, ScriptOutcome, StopRule
 from memprof.trace.events import PhaseKind, Trace
 from memprof.trace.facts import ProgramFacts, RankFacts
 
 if TYPE_CHECKING:
-    from memprof.script.launchers import Start
+    from memprof.script.launchers import ProcessStart
     from memprof.virtual.peers.channel import Channel
 
 BEYOND = (
-    "The script ended where the card was full: what it would need after that was not seen (--beyond goes on past it)."
+    "The script ended where the GPU was full: what it would need after that was not seen (--beyond goes on past it)."
 )
 
 
 @dataclass(frozen=True, slots=True)
 class DryRun:
-    """What a script did; it has no report if nothing was ever on the card."""
+    """What a script did; it has no report if nothing was ever on the GPU."""
 
     trace: Trace
     outcome: ScriptOutcome
-    document: Document | None
+    document: Report | None
 
 
 def run_script(program: Program, rule: StopRule, spec: RunSpec) -> DryRun:
@@ -48,45 +48,50 @@ def run_script(program: Program, rule: StopRule, spec: RunSpec) -> DryRun:
 
     Raises UsageError if there is no such script, or a fix cannot be switched on from outside.
     """
-    from memprof.script.capture import ask  # here and not above: --help needs no torch
-    from memprof.script.launchers import Place
+    from memprof.script.capture import resolve_process  # here and not above: --help needs no torch
+    from memprof.script.launchers import ProcessSelection
 
     program.check()
-    start: Start | None = None
+    start: ProcessStart | None = None
     if spec.device == "virtual":
-        found = ask(program, Place(spec.rank, spec.gpus, spec.nodes), virtual_card(spec))
+        found = resolve_process(program, ProcessSelection(spec.rank, spec.gpus, spec.nodes), find_gpu_of(spec))
         if isinstance(found, ScriptOutcome):
             return DryRun(Trace(), found, None)
         start = found
     trace, outcome = capture_run(program, rule, spec, start=start)
     document = None
     with contextlib.suppress(EmptyTraceError):
-        document = analyze(trace, card=spec.shown_card)
+        document = analyze(trace, gpu=spec.shown_gpu)
     return DryRun(trace, outcome, document)
 
 
 def capture_run(
-    program: Program, rule: StopRule, spec: RunSpec, *, start: Start | None = None, channel: Channel | None = None
+    program: Program,
+    rule: StopRule,
+    spec: RunSpec,
+    *,
+    start: ProcessStart | None = None,
+    channel: Channel | None = None,
 ) -> tuple[Trace, ScriptOutcome]:
     """Run one process of `program`; return what it did, with what is known of it. Without `start`, it is that which the
     program is by itself; `channel` leads to the others that run together with it, if any do."""
+    from memprof.fixes.script_fixes import ScriptFixes
     from memprof.measured import MeasuredDevice
-    from memprof.measured.cuda import Outside
-    from memprof.remedies.from_outside import Switch
+    from memprof.measured.cuda import NvmlUse
     from memprof.script.capture import capture_script
-    from memprof.stand_ins.extension import extensions
+    from memprof.stubs.extension import extensions
     from memprof.virtual import VirtualGpu
 
-    gpu, is_virtual = virtual_card(spec), spec.device == "virtual"
+    gpu, is_virtual = find_gpu_of(spec), spec.device == "virtual"
     device: VirtualGpu | MeasuredDevice
     settings = _LateSettings(spec.alloc_conf)
-    switch = Switch(spec.fixes)
+    switch = ScriptFixes(spec.fixes)
     settings.add(switch.alloc_conf)
     if is_virtual:
         assert start is not None
         device = VirtualGpu(
             gpu,
-            cards=start.cards,
+            gpus=start.gpus,
             nodes=start.nodes,
             rank=start.rank,
             channel=channel,
@@ -97,21 +102,21 @@ def capture_run(
             allocator_settings=settings,
             refuses=not spec.beyond,
             compiles=not spec.no_compile,
-            extensions=extensions(stubs=not spec.no_stand_ins),
+            extensions=extensions(stubs=not spec.no_stubs),
         )
         facts = device_facts(gpu)
     else:
         facts = measured_device_facts(spec.device)
-        device = MeasuredDevice(spec.device, Outside() if spec.device == "cuda" else None, detail=spec.detail)
+        device = MeasuredDevice(spec.device, NvmlUse() if spec.device == "cuda" else None, detail=spec.detail)
     trace, outcome = capture_script(
         program, device, rule, switch.before_forward, worst_batch=spec.worst_batch, start=start, channel=channel
     )
     if trace.failure is not None:
         trace.failure = trace.failure._replace(hint=_launch_hint(program, spec, outcome) or trace.failure.hint)
-    if outcome.ended is Ended.REFUSED and is_virtual:
+    if outcome.ended is EndReason.REFUSED and is_virtual:
         trace.assumptions.append(BEYOND)
-    if outcome.ended is Ended.EXIT and not _learned(trace):
-        trace.trains = False  # gradients were on, and nobody ever asked for any
+    if outcome.ended is EndReason.EXIT and not _learned(trace):
+        trace.trains = False  # gradients were on, and nobody ever requested any
     found = trace.facts.rank
     if channel is not None:
         found = dataclasses.replace(found or RankFacts(), rank=channel.rank, world_size=channel.size)
@@ -148,10 +153,10 @@ def _launch_hint(program: Program, spec: RunSpec, outcome: ScriptOutcome) -> str
     return f"start it with torchrun, which sets {variable}: {command}"
 
 
-def _training_steps(trace: Trace, ended: Ended) -> int:
+def _training_steps(trace: Trace, ended: EndReason) -> int:
     """Return how many were begun; calls of a model without a backward are no training, whatever their step."""
     learned = _learned(trace)
-    if learned and ended is Ended.EXIT:
+    if learned and ended is EndReason.EXIT:
         return max(learned)  # what it called after the last was for its output alone, with gradients or without
     return max((phase.step for phase in trace.phases), default=0) if learned or trace.trains else 0
 
@@ -162,7 +167,7 @@ def _learned(trace: Trace) -> list[int]:
     return [phase.step for phase in trace.phases if phase.kind in learns]
 
 
-class _LateSettings(SettingsInForce):
+class _LateSettings(CurrentSettings):
     """The allocator's settings as torch finds them: a script may set the environment's before it first uses memory."""
 
     def __init__(self, alloc_conf: str | None) -> None:

@@ -15,14 +15,14 @@ from memprof.corpus import CorpusCount, count_corpus
 from memprof.corpus.count import WORDS
 from memprof.corpus.sources import find_sources
 from memprof.errors import UsageError
-from memprof.findings.lives import Lives
-from memprof.flows.cards import virtual_card
+from memprof.findings.lifetimes import Lifetimes
+from memprof.fixes.catalog import check_package
+from memprof.flows.gpus import find_gpu_of
 from memprof.flows.profile import profile
 from memprof.ledger.categories import Category
 from memprof.ledger.ledger import build_ledger
-from memprof.remedies.catalog import check_package
-from memprof.report.documents.report import Document
-from memprof.report.documents.vocabulary import ARITHMETIC, SIMULATED, Cap, Memory, Savings
+from memprof.report.documents.report import Report
+from memprof.report.documents.vocabulary import ARITHMETIC, SIMULATED, Cap, Savings, VocabularyMemory
 from memprof.spec import Mode, TargetSpec
 from memprof.trace.events import HOST, Trace
 from memprof.trace.facts import Target
@@ -98,7 +98,7 @@ def check_model(spec: TargetSpec) -> None:
     """Find model and GPU, or raise MemprofError, before a corpus is read, which may take minutes."""
     from memprof.workload.models import find_source  # imports torch
 
-    virtual_card(spec)
+    find_gpu_of(spec)
     find_source(spec)
 
 
@@ -110,7 +110,7 @@ def simulate(spec: TargetSpec, counted: CorpusCount, caps: Sequence[Cap], progre
     if spec.vocab_size is None and counted.tokenizer == WORDS:
         spec = spec.edit(vocab_size=before_size(counted))
 
-    def run(name: str, spec: TargetSpec) -> tuple[Trace, Document]:
+    def run(name: str, spec: TargetSpec) -> tuple[Trace, Report]:
         return profile(spec, lambda doing: progress(f"{name}: {doing}"))
 
     trace, document = run(BEFORE, spec)
@@ -125,7 +125,7 @@ def simulate(spec: TargetSpec, counted: CorpusCount, caps: Sequence[Cap], progre
             f"The corpus has the id {counted.highest_id:,} and the model {rows:,} rows: they do not go together."
         )
     before = _measured(BEFORE, rows or 0, trace, document)
-    capped: list[Memory] = []
+    capped: list[VocabularyMemory] = []
     for cap in caps:
         if rows is not None and cap.vocab_size >= rows:
             notes.append(f"{cap.name} takes {cap.vocab_size:,} rows, and there are {rows:,}: nothing to save.")
@@ -138,20 +138,20 @@ def simulate(spec: TargetSpec, counted: CorpusCount, caps: Sequence[Cap], progre
     return Savings(SIMULATED, _describe(target), document.device.name, before, tuple(capped), tuple(notes))
 
 
-def _measured(name: str, rows: int, trace: Trace, document: Document) -> Memory:
+def _measured(name: str, rows: int, trace: Trace, document: Report) -> VocabularyMemory:
     ledger = build_ledger(trace)
     at_loss = (index for index, category in enumerate(ledger.categories) if category is Category.LOGITS_AND_LOSS)
     logits = [index for index in at_loss if trace.storages[index].device != HOST]
     state = document.model_state
     assert state is not None and document.target is not None
-    return Memory(
+    return VocabularyMemory(
         name=name,
         vocab_size=rows,
         num_parameters=document.target.num_parameters,
         parameters_bytes=state.parameters_bytes,
         gradients_bytes=state.gradients_bytes,
         optimizer_state_bytes=state.optimizer_state_bytes,
-        logits_bytes=Lives(ledger).most(logits).num_bytes,
+        logits_bytes=Lifetimes(ledger).most(logits).num_bytes,
         peak_bytes=document.peak.allocated_bytes,
         required_bytes=document.verdict.required_bytes,
         fits=document.verdict.fits,
@@ -201,12 +201,12 @@ def reckon(params: str | None, counted: CorpusCount, caps: Sequence[Cap], spec: 
         notes.append("Without --model or --params the width is not known, and the logits are all that can be told.")
     rows = spec.vocab_size or before_size(counted) or 0
 
-    def of(name: str, vocabulary: int) -> Memory:
+    def of(name: str, vocabulary: int) -> VocabularyMemory:
         count = others + columns * vocabulary if params is not None else None
         held = None if count is None else count * DTYPE_BYTES[dtype]
         state = None if held is None else STATES[optimizer] * held
         logits = batch_size * context * vocabulary * DTYPE_BYTES[dtype]
-        return Memory(name, vocabulary, count, held, held, state, logits, None, None, None)
+        return VocabularyMemory(name, vocabulary, count, held, held, state, logits, None, None, None)
 
     capped = []
     for cap in caps:

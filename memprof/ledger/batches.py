@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from memprof.allocator import AllocatorConfig, OnCard, TraceReplay
+from memprof.allocator import AllocatorConfig, GpuReplay, TraceReplay
+from memprof.fixes.catalog import EXPANDABLE_SEGMENTS
 from memprof.ledger.steps import TrainingStep
-from memprof.remedies.catalog import EXPANDABLE_SEGMENTS
 from memprof.trace.events import Trace
 
 FEWEST = 5  # steps of a program of which it can be said that they differ
@@ -47,11 +47,11 @@ class Batches:
     mean_length: float | None  # Of a batch, padding included.
     longest: int | None
     steps: tuple[BatchStep, ...]
-    # As the run was; with expandable segments; with the cache given back after each step.
+    # As the run was; with expandable segments; with the cache released after each step.
     reserved: tuple[ReservedOverSteps, ...]
 
 
-def batches(run: OnCard, allocated: Sequence[int], trained: Sequence[TrainingStep] = ()) -> Batches | None:
+def batches(run: GpuReplay, allocated: Sequence[int], trained: Sequence[TrainingStep] = ()) -> Batches | None:
     """Return the batches of a run through its allocator; None if they are all alike.
 
     `allocated` are bytes after every event; `trained`, the steps of a program that names no phases of its own.
@@ -70,7 +70,7 @@ def batches(run: OnCard, allocated: Sequence[int], trained: Sequence[TrainingSte
 
 
 def _batches(
-    run: OnCard,
+    run: GpuReplay,
     allocated: Sequence[int],
     spans: Sequence[tuple[int, int, int]],
     longest: Sequence[int | None],
@@ -84,7 +84,7 @@ def _batches(
             spans, longest, peaks, as_run, accumulate(peaks, max), strict=True
         )
     )
-    rows = [_over_steps("as it is", as_run)]
+    rows = [_over_steps("baseline", as_run)]
     if run.rounds:
         if not run.config.expandable_segments and run.release.has_expandable_segments:
             other = dataclasses.replace(run.config, expandable_segments=True)
@@ -104,9 +104,9 @@ def _steps(trace: Trace) -> Iterator[tuple[int, int, int]]:
 
 
 def _reserved(
-    run: OnCard, spans: Sequence[tuple[int, int, int]], config: AllocatorConfig, gives_back: bool = False
+    run: GpuReplay, spans: Sequence[tuple[int, int, int]], config: AllocatorConfig, gives_back: bool = False
 ) -> list[int]:
-    """Return the most that is reserved in each step on a card without limit, by other settings."""
+    """Return the most that is reserved in each step on a GPU without limit, by other settings."""
     replay = TraceReplay(run.trace, None, config, run.release)
     most = []
     for _, begin, end in spans:

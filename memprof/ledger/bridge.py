@@ -1,9 +1,9 @@
-"""The bridge: from what tensors asked for to what `nvidia-smi` shows, step by step, in bytes.
+"""The bridge: from what tensors requested to what `nvidia-smi` shows, step by step, in bytes.
 
     requested + rounding = allocated;  + free in segments = reserved;  + context, libraries, others = device used
 
 torch's own figures stop at reserved, NVML's begin at device used; each step between is named here. A measured run says
-in its trace's facts what NVML saw (`NvmlFacts`). Where it does not, its samples tell what is on the card beside torch's
+in its trace's facts what NVML saw (`NvmlFacts`). Where it does not, its samples tell what is on the GPU beside torch's
 segments and the context: libraries and other processes together. A simulated run has neither. The context is this
 process's alone, so that what others use is in one step only.
 """
@@ -22,7 +22,7 @@ from memprof.trace.facts import NvmlFacts, OtherProcess
 from memprof.trace.snapshot import SnapshotSegment
 from memprof.units import MIB
 
-# What NCCL takes of the card for a group of processes that communicates: the least and the most that others measured.
+# What NCCL takes of the GPU for a group of processes that communicates: the least and the most that others measured.
 # 544 MB for two A100 and 688 MB for more (github.com/NVIDIA/nccl/issues/964), about 1.6 GB (.../issues/864). It grows
 # with channels, algorithms and peers; send and receive take more.
 NCCL_GROUP_BYTES = (544 * MIB, 1_600_000_000)
@@ -40,7 +40,7 @@ class PoolUse:
     allocated_bytes: int
     free_bytes: int
     pinned_bytes: int  # Free, and kept by tensors in the same segments.
-    releasable_bytes: int  # Free, and given back by `torch.cuda.empty_cache()` or when the card is full.
+    releasable_bytes: int  # Free, and released by `torch.cuda.empty_cache()` or when the GPU is full.
     empty_segments: int  # Segments without a tensor.
 
 
@@ -72,14 +72,14 @@ class BridgeMoment:
     allocated_bytes: int
     # Free in segments: the sum of `pools`, of which some may be cached (`Bridge.cached_bytes`).
     fragmentation_bytes: int
-    given_back_bytes: int  # Reserved at the moment's height and given back before the request was served; 0 as a rule.
+    released_bytes: int  # Reserved at the moment's height and released before the request was served; 0 as a rule.
     reserved_bytes: int
     context_bytes: int
     # Of this process outside the allocator and beyond the context (cuBLAS and cuDNN handles, NCCL); None: unknown.
     libraries_bytes: int | None
-    other_processes_bytes: int | None  # Of the card, by others and by the driver; None: unknown.
+    other_processes_bytes: int | None  # Of the GPU, by others and by the driver; None: unknown.
     # Libraries and other processes together, where they are not told apart; None: they are, or nothing is known.
-    unnamed_bytes: int | None
+    unattributed_bytes: int | None
     device_used_bytes: int  # The sum of what is known.
     pools: tuple[PoolUse, ...]
     free_segments: tuple[FreeSegments, ...]  # Those with most free memory.
@@ -92,7 +92,7 @@ class Bridge:
     peak_reserved: BridgeMoment
     peak_allocated: BridgeMoment
     same_moment: bool  # Both peaks are after the same event.
-    # The other processes on the card; None: not known, as in a simulated run.
+    # The other processes on the GPU; None: not known, as in a simulated run.
     processes: tuple[OtherProcess, ...] | None
     # Of a rank of several, what NCCL takes beside all that: not known here, and no part of device used. The least and
     # the most that others measured for a group; None: one process, or it was measured.
@@ -104,12 +104,12 @@ class Bridge:
 
     @property
     def outside_is_unknown(self) -> bool:
-        """Nothing is known of what is on the card beside torch's segments and the context."""
-        return self.peak_reserved.libraries_bytes is None and self.peak_reserved.unnamed_bytes is None
+        """Nothing is known of what is on the GPU beside torch's segments and the context."""
+        return self.peak_reserved.libraries_bytes is None and self.peak_reserved.unattributed_bytes is None
 
 
 def build_bridge(ledger: Ledger) -> Bridge | None:
-    """Return the bridge of a run; None if it was on no card (a CPU), where there is neither context nor driver."""
+    """Return the bridge of a run; None if it was on no GPU (a CPU), where there is neither context nor driver."""
     if ledger.trace.device == CPU:
         return None
     reserved, allocated = ledger.peak_reserved_event, ledger.peak_event
@@ -131,14 +131,14 @@ def _has_unseen_nccl(trace: Trace) -> bool:
 
 
 def _outside(trace: Trace) -> dict[str, int | None]:
-    """Return what is on the card beside torch's segments: the steps of every moment."""
+    """Return what is on the GPU beside torch's segments: the steps of every moment."""
     seen, context = trace.facts.nvml or NvmlFacts(), trace.facts.device.context_bytes
     used, process, reserved = seen.used_bytes, seen.process_bytes, seen.reserved_bytes
     libraries = None if process is None or reserved is None else max(process - reserved - context, 0)
     return {
         "libraries_bytes": libraries,
         "other_processes_bytes": None if used is None or process is None else max(used - process, 0),
-        "unnamed_bytes": _beside_torch(trace, context) if libraries is None else None,
+        "unattributed_bytes": _beside_torch(trace, context) if libraries is None else None,
     }
 
 
@@ -168,7 +168,7 @@ def _moment(ledger: Ledger, event: int, span: Span, reserved: int, outside: dict
         rounding_bytes=allocated - requested,
         allocated_bytes=allocated,
         fragmentation_bytes=timeline.reserved[event] - allocated,
-        given_back_bytes=reserved - timeline.reserved[event],
+        released_bytes=reserved - timeline.reserved[event],
         reserved_bytes=reserved,
         context_bytes=context,
         **outside,

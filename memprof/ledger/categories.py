@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from enum import StrEnum
 
-from memprof.ledger.stages import Span, words_of
+from memprof.ledger.stages import Span, vocabulary_size
 from memprof.trace.events import NONE, EventKind, ModuleRole, PhaseKind, Role, Storage, Trace
 
 
@@ -66,7 +66,7 @@ def categorize(trace: Trace, spans: list[Span]) -> list[Category]:
     differentiated = {storage.forward_event for storage in trace.storages}
     backwards = [span.begin for span in spans if span.kind is PhaseKind.BACKWARD]
     fed = _ForTheNext(trace)
-    words = words_of(trace)
+    words = vocabulary_size(trace)
     heads = {index for index, module in enumerate(trace.modules) if module.role is ModuleRole.HEAD}
     of_heads = (one for one in trace.storages if one.module in heads and len(one.shape) > 1 and not one.hidden)
     widest = max((one.shape[-1] for one in of_heads), default=words)
@@ -229,13 +229,13 @@ class _ForTheNext:
 
 
 def _outlives_its_module(trace: Trace) -> set[int]:
-    """Return storages that were still alive when the module call that made them ended: what a module leaves behind.
+    """Return storages that were still live when the module call that made them ended: what a module leaves behind.
 
-    What dies inside the call that made it is a temporary; in the code of no module, everything outlives, and so does
-    what is alive when the run is cut short.
+    What is freed inside the call that made it is a temporary; in the code of no module, everything outlives, and
+    so does what is live when the run is cut short.
     """
     requests = [time for time, (kind, _) in enumerate(trace.events) if kind is _ALLOC]
-    end = requests[-1] + 1 if trace.cut_short and requests else len(trace.events)
+    end = requests[-1] + 1 if trace.ended_out_of_memory and requests else len(trace.events)
     result: set[int] = set()
     calls: list[set[int]] = [set()]
     maker: dict[int, set[int]] = {}
@@ -250,4 +250,4 @@ def _outlives_its_module(trace: Trace) -> set[int]:
             calls.append(set())
         elif kind is EventKind.EXIT and len(calls) > 1:
             result |= calls.pop()
-    return result.union(*calls) if trace.cut_short else result | calls[0]
+    return result.union(*calls) if trace.ended_out_of_memory else result | calls[0]

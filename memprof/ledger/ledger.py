@@ -6,7 +6,7 @@ from array import array
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
-from memprof.allocator.on_card import OnCard, replay_on_card
+from memprof.allocator.on_gpu import GpuReplay, replay_on_gpu
 from memprof.allocator.replay import FirstOom
 from memprof.allocator.rounding import round_size
 from memprof.errors import MemprofError
@@ -14,12 +14,12 @@ from memprof.ledger.categories import Category, categorize
 from memprof.ledger.stage_amounts import OutOfMemoryMoment, Stage, stages_of
 from memprof.ledger.stages import Span, spans
 from memprof.trace.events import HOST, EventKind, Trace, without_numbers
-from memprof.trace.plain import json_name
+from memprof.trace.json_values import json_name
 
 
 @dataclass(frozen=True, slots=True)
 class LiveTensor:
-    """Equal storages alive at the peak: same layout, category, operator and line, in one module of each layer."""
+    """Equal storages live at the peak: same layout, category, operator and line, in one module of each layer."""
 
     num_bytes: int = field(metadata=json_name("bytes"))  # Of one storage, as requested.
     count: int
@@ -53,18 +53,18 @@ class Ledger:
     spans: list[Span]
     stages: list[Stage]
     categories: list[Category]  # of every storage, by index
-    run: OnCard = field(repr=False)  # the allocator's replay
+    run: GpuReplay = field(repr=False)  # the allocator's replay
     allocated: array[int] = field(repr=False)  # allocated bytes after every event
     peak_event: int
     peak_bytes: int
     peak_stage: Span
-    live: list[LiveTensor]  # what was alive at the peak, largest first
+    live: list[LiveTensor]  # what was live at the peak, largest first
     rows: list[Row]
     host: list[int] = field(repr=False)  # bytes of tensors in host memory after every event
     peak_reserved_bytes: int
     peak_reserved_event: int  # the first event that reached it
     peak_reserved_stage: Span
-    out_of_memory: OutOfMemoryMoment | None  # None: the run fits the card, or there is none to judge by
+    out_of_memory: OutOfMemoryMoment | None  # None: the run fits the GPU, or there is none to judge by
 
     @property
     def host_peak_bytes(self) -> int:
@@ -87,10 +87,10 @@ class EmptyTraceError(MemprofError, ValueError):
     """Nothing was allocated on the GPU: there is nothing to account for."""
 
 
-def build_ledger(trace: Trace, run: OnCard | None = None) -> Ledger:
-    """Account for a whole trace; without its replay `run`, by the default rules and without a card to judge by.
+def build_ledger(trace: Trace, run: GpuReplay | None = None) -> Ledger:
+    """Account for a whole trace; without its replay `run`, by the default rules and without a GPU to judge by.
     Raises EmptyTraceError: the trace holds no allocation."""
-    run = replay_on_card(trace, None) if run is None else run
+    run = replay_on_gpu(trace, None) if run is None else run
     timeline = run.timeline
     allocated = timeline.allocated
     host = _host_curve(trace)
@@ -178,8 +178,8 @@ def _host_curve(trace: Trace) -> list[int]:
     return host
 
 
-def alive_at(trace: Trace, time: int) -> list[int]:
-    """Return indices of the GPU storages alive after the event at `time`."""
+def live_storages_at(trace: Trace, time: int) -> list[int]:
+    """Return indices of the GPU storages live after the event at `time`."""
     alive: dict[int, None] = {}
     storages, alloc, free = trace.storages, EventKind.ALLOC, EventKind.FREE
     for kind, ref in trace.events[: time + 1]:
@@ -193,7 +193,7 @@ def alive_at(trace: Trace, time: int) -> list[int]:
 def _live_tensors(trace: Trace, categories: list[Category], time: int, *, rounds: bool) -> list[LiveTensor]:
     groups: dict[tuple[object, ...], list[int]] = defaultdict(list)
     names: dict[int, list[str | None]] = {}
-    for index in alive_at(trace, time):
+    for index in live_storages_at(trace, time):
         storage, owner = trace.storages[index], trace.owners.get(index)
         names[index] = [trace.module_path(storage), (owner.name or None) if owner else None]
         key = (

@@ -26,14 +26,14 @@ class OverTime:
     categories: dict[str, tuple[int, ...]]
     most_bytes: dict[str, int]  # The most that each of these ever takes, at any event.
     peak_event: int
-    refused_event: int | None  # Of the request that the card refuses.
+    failed_event: int | None  # Of the request that the GPU refuses.
     steps: tuple[tuple[int, int], ...]  # Number and first event of each step.
 
 
 def over_time(ledger: Ledger) -> OverTime:
     """Return the moments of a ledger's run."""
     count, least = len(ledger.allocated), LEAST_SHARE * ledger.peak_bytes
-    events = fullest(ledger.allocated, MOMENTS, ledger.peak_event)
+    events = peak_events(ledger.allocated, MOMENTS, ledger.peak_event)
     held, most = by_category(ledger, events)
     names = sorted((name for name in held if most[name] >= least), key=lambda name: -most[name])
     begins: dict[int, int] = {}
@@ -47,12 +47,12 @@ def over_time(ledger: Ledger) -> OverTime:
         categories={name: tuple(held[name]) for name in names},
         most_bytes={name: most[name] for name in names},
         peak_event=ledger.peak_event,
-        refused_event=None if ledger.out_of_memory is None else ledger.out_of_memory.event,
+        failed_event=None if ledger.out_of_memory is None else ledger.out_of_memory.event,
         steps=tuple(begins.items()),
     )
 
 
-def fullest(allocated: Sequence[int], most: int, peak: int) -> list[int]:
+def peak_events(allocated: Sequence[int], most: int, peak: int) -> list[int]:
     """One event of each of at most so many equal stretches: the last at which most is allocated, or the peak's."""
     count = len(allocated)
     parts = min(most, count)

@@ -7,24 +7,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from memprof.allocator.on_card import OnCard
+from memprof.allocator.on_gpu import GpuReplay
 from memprof.ledger.stages import Span
 from memprof.trace.events import CPU, NONE, PhaseKind, Trace
-from memprof.trace.plain import json_name
+from memprof.trace.json_values import json_name
 
 
 @dataclass(frozen=True, slots=True)
 class OutOfMemoryMoment:
-    """Where the card is full: the first request that it cannot serve."""
+    """Where the GPU is full: the first request that it cannot serve."""
 
     event: int
     stage: Span
-    storage: int  # what was asked for
+    storage: int  # what was requested
     tried_bytes: int  # of the segment that the driver refused
     limit_bytes: int  # that may be reserved
     in_use_bytes: int  # of blocks handed out
     reserved_bytes: int  # of segments; what is more than in use is free, but in pieces that are too small, or pinned
-    free_bytes: int  # of the card, too few for the segment
+    free_bytes: int  # of the GPU, too few for the segment
     message: str  # what torch prints
 
 
@@ -53,7 +53,7 @@ class Stage:
     peak_host_bytes: int = 0
     stack: str = ""  # For a layer: its stack, and `index` its number in it.
     index: int = NONE
-    oom: bool = False  # The request that the card refuses is made here.
+    oom: bool = False  # The request that the GPU refuses is made here.
     resident_bytes: int | None = None  # Measured runs: resident memory of the process, as last read in the stage.
     measured_allocated_bytes: int | None = None  # Measured on CUDA: torch's own counters, as last read in the stage.
     # Measured on CUDA: a peak is read once for all that ran since the reading before, and stands in the one of these
@@ -64,7 +64,7 @@ class Stage:
 
 
 def stages_of(
-    trace: Trace, run: OnCard, spans: list[Span], host: list[int], oom: OutOfMemoryMoment | None
+    trace: Trace, run: GpuReplay, spans: list[Span], host: list[int], oom: OutOfMemoryMoment | None
 ) -> list[Stage]:
     """Return the stages of a run, which are at `spans`; `host`: bytes in host memory after every event."""
     timeline, context = run.timeline, trace.facts.device.context_bytes
@@ -75,7 +75,7 @@ def stages_of(
         within, last = slice(span.begin, span.end), span.end - 1
         before = (allocated[span.begin - 1], requested[span.begin - 1]) if span.begin else (0, 0)
         most_reserved = max(reserved[within])
-        if span.begin <= timeline.peak_reserved.event < span.end:  # perhaps within the event, and given back there
+        if span.begin <= timeline.peak_reserved.event < span.end:  # perhaps within the event, and released there
             most_reserved = timeline.peak_reserved.num_bytes
         amounts = {
             "allocated_bytes": allocated[last],
@@ -98,7 +98,7 @@ def stages_of(
 
 
 def _measured_peaks(trace: Trace, allocated: Sequence[int], spans: list[Span]) -> dict[int, int]:
-    """Return the peaks that were read off the card, by the beginning of the span that each is of."""
+    """Return the peaks that were read off the GPU, by the beginning of the span that each is of."""
     begins = [span.begin for span in spans]
     found: dict[int, int] = {}
     since = 0
@@ -122,7 +122,7 @@ def _measured(trace: Trace, span: Span) -> dict[str, Any]:
     if trace.device == CPU:
         seconds = (trace.times[min(span.end, len(trace.times) - 1)] - trace.times[span.begin]) / 1e9
     else:
-        # On a card the program runs ahead of the work: only what was synchronised with has a time.
+        # On a GPU the program runs ahead of the work: only what was synchronised with has a time.
         inside = [sample for sample in trace.samples if span.begin - 1 <= sample.event <= span.end]
         if len(inside) > 1 and not span.stack:
             seconds = inside[-1].seconds - inside[0].seconds

@@ -61,7 +61,7 @@ def spans(trace: Trace) -> list[Span]:
             if result and (
                 # What a function's return frees belongs to the stage that the function did.
                 (phase.kind is PhaseKind.OTHER and not _has(trace, begin, end, EventKind.ALLOC))
-                # A model is built, an optimizer made for it, and then the model moved to the card.
+                # A model is built, an optimizer made for it, and then the model moved to the GPU.
                 or (phase.kind is PhaseKind.MODEL and result[-1].name == name and result[-1].step == phase.step)
             ):
                 result[-1] = replace(result[-1], end=end)
@@ -85,7 +85,7 @@ def at_stage(name: str, step: int, micro_batch: int = 0) -> str:
     return (f"{name} of step {step}" if step else name) + micro
 
 
-def words_of(trace: Trace) -> int | None:
+def vocabulary_size(trace: Trace) -> int | None:
     """What a model tells apart that has no module for its logits: the rows of its largest embedding, else what the last
     of its losses is taken over. None if there is no such model."""
     if any(module.role is ModuleRole.HEAD for module in trace.modules):
@@ -126,7 +126,7 @@ _PRODUCTS = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten._scaled_
 def _lone_heads(trace: Trace) -> dict[int, Module]:
     """Heads that the program calls itself, as a loop over chunks does: a module alone whose product is one value a
     word. A loss may be a module too: it makes as many values, of logits that it is given."""
-    words = words_of(trace)
+    words = vocabulary_size(trace)
     if words is None:
         return {}
     makers = {

@@ -1,6 +1,6 @@
 """What a run keeps, whoever runs it: parameters, gradients and optimizer state, and the most that all tensors take.
 
-These do not depend on kernels or on an allocator, so that a run on a CPU and one on a card have the same to the byte.
+These do not depend on kernels or on an allocator, so that a run on a CPU and one on a GPU have the same to the byte.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from memprof.trace.events import EventKind, Role, Trace
 
 @dataclass(frozen=True, slots=True)
 class ModelState:
-    """The most that is alive at once of each, in bytes requested of the card (or of the CPU that was measured)."""
+    """The most that is live at once of each, in bytes requested of the GPU (or of the CPU that was measured)."""
 
     parameters_bytes: int
     gradients_bytes: int

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from memprof.trace.events import NONE, PhaseKind, Trace
-from memprof.trace.plain import json_name
+from memprof.trace.json_values import json_name
 
 
 @dataclass(frozen=True, slots=True)

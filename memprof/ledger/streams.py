@@ -27,17 +27,19 @@ class StreamShare:
 
 @dataclass(frozen=True, slots=True)
 class StreamMemory:
-    """How much the streams cost; the most that is reserved is on a card without limit, and without its context."""
+    """How much the streams cost; the most that is reserved is on a GPU without limit, and without its context."""
 
     streams: tuple[StreamShare, ...]  # By number.
     reserved_bytes: int  # The most that is reserved.
-    one_stream_bytes: int  # The same if all had been taken on one stream.
-    soonest_bytes: int | None  # The same if what other streams borrowed were free at once; None: nothing is borrowed.
-    latest_bytes: int | None  # If it were free only once the host has waited for them.
+    single_stream_bytes: int  # The same if all had been taken on one stream.
+    lower_bound_bytes: (
+        int | None
+    )  # The same if what other streams borrowed were free at once; None: nothing is borrowed.
+    upper_bound_bytes: int | None  # If it were free only once the host has waited for them.
 
     @classmethod
     def of(cls, ledger: Ledger) -> StreamMemory | None:
-        """None: all of the card's memory was taken on one stream, and no other borrowed any."""
+        """None: all of the GPU's memory was taken on one stream, and no other borrowed any."""
         run, trace = ledger.run, ledger.trace
         if not (run.bounds or any(event.kind is EventKind.STREAM for event in trace.events)):
             return None
@@ -52,9 +54,9 @@ class StreamMemory:
         return cls(
             streams=tuple(_share(number, [one for one in segments if one.stream == number]) for number in numbers),
             reserved_bytes=run.required_reserved_bytes,
-            one_stream_bytes=replay.allocator.counters.reserved_bytes_peak,
-            soonest_bytes=None if run.bounds is None else run.bounds.soonest_bytes,
-            latest_bytes=None if run.bounds is None else run.bounds.latest_bytes,
+            single_stream_bytes=replay.allocator.counters.reserved_bytes_peak,
+            lower_bound_bytes=None if run.bounds is None else run.bounds.lower_bound_bytes,
+            upper_bound_bytes=None if run.bounds is None else run.bounds.upper_bound_bytes,
         )
 
 

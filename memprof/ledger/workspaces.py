@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from memprof.allocator.rounding import round_size
 from memprof.trace.events import Trace
-from memprof.trace.plain import json_name
+from memprof.trace.json_values import json_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,8 +15,8 @@ class Workspaces:
     """Of libraries that take memory for one call and do not publish how much: cuDNN's convolutions."""
 
     num_bytes: int = field(metadata=json_name("bytes"))  # By the rule, at the peak.
-    least_peak_bytes: int  # The most that is allocated if no call takes any.
-    most_peak_bytes: int  # The same if each takes the bound of what it may.
+    min_peak_bytes: int  # The most that is allocated if no call takes any.
+    max_peak_bytes: int  # The same if each takes the bound of what it may.
 
     @classmethod
     def of(cls, trace: Trace, allocated: Sequence[int], peak_event: int) -> Workspaces | None:

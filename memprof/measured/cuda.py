@@ -11,7 +11,7 @@ import torch
 
 from memprof.device.context import CONTEXT_BYTES
 from memprof.device.cublas import CublasWorkspace
-from memprof.device.nvml import Nvml, card_use
+from memprof.device.nvml import Nvml, read_gpu_usage
 from memprof.errors import MemprofError, UsageError, first_line
 from memprof.measured.history import Difference, History
 from memprof.patching.patch_set import Patch
@@ -24,8 +24,8 @@ MAX_ENTRIES = 2_000_000  # of the allocator's history; a run that has more loses
 _ASK_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
 
 
-class CudaCard(NamedTuple):
-    """What CUDA says of the current card, in bytes."""
+class CudaGpu(NamedTuple):
+    """What CUDA says of the current GPU, in bytes."""
 
     name: str
     total_bytes: int
@@ -34,68 +34,68 @@ class CudaCard(NamedTuple):
     context_bytes: int
 
 
-def cuda_card() -> CudaCard:
-    """The current card. Raises MemprofError: there is none, or CUDA cannot use it."""
+def current_gpu() -> CudaGpu:
+    """The current GPU. Raises MemprofError: there is none, or CUDA cannot use it."""
     _refuse_without_cuda()
     try:
         name = torch.cuda.get_device_properties(torch.cuda.current_device()).name
         free, total = torch.cuda.mem_get_info()
         reserved = torch.cuda.memory_reserved()
-        own = card_use(nvml_card()).own_bytes
+        own = read_gpu_usage(nvml_gpu()).own_bytes
         context = CONTEXT_BYTES if own is None else own - reserved
         usable = min(free + reserved, total)
-        return CudaCard(name, total, usable, max(min(context, total - usable), 0))
+        return CudaGpu(name, total, usable, max(min(context, total - usable), 0))
     except RuntimeError as error:
         raise MemprofError(
-            "the CUDA card cannot be used",
+            "the CUDA GPU cannot be used",
             value=first_line(error),
             hint="see with nvidia-smi whether it is in use or needs a reset",
         ) from None
 
 
 def _refuse_without_cuda() -> None:
-    why = why_no_cuda()
+    why = cuda_unavailable_reason()
     if why is not None:
-        raise MemprofError("there is no CUDA card to measure on", value=why, hint="leave out --device cuda, or say cpu")
+        raise MemprofError("there is no CUDA GPU to measure on", value=why, hint="leave out --device cuda, or say cpu")
 
 
-def check_cards(number: int) -> None:
-    """Return whether this machine has so many cards. They are not used, so that processes may be forked that do.
+def check_gpus(number: int) -> None:
+    """Return whether this machine has so many GPUs. They are not used, so that processes may be forked that do.
     Raises MemprofError: it has none that CUDA can use; UsageError: it has fewer."""
     _refuse_without_cuda()
     if torch.cuda.device_count() < number:
         raise UsageError(
-            f"{number} processes are to be measured on a card each", value=f"{torch.cuda.device_count()} are here",
-            hint=f"leave out --device: on virtual cards there may be {number}",
+            f"{number} processes are to be measured on a GPU each", value=f"{torch.cuda.device_count()} are here",
+            hint=f"leave out --device: on virtual GPUs there may be {number}",
         )  # fmt: skip
 
 
 def cublas_workspace(number: int) -> CublasWorkspace:
-    """Return what torch's handles of cuBLAS take on a card."""
+    """Return what torch's handles of cuBLAS take on a GPU."""
     major, minor = torch.__version__.split(".")[:2]
     return CublasWorkspace.of(torch.cuda.get_device_capability(number), (int(major), int(minor)))
 
 
-def use_card(number: int) -> None:
-    """Make it this process's current card."""
+def set_current_gpu(number: int) -> None:
+    """Make it this process's current GPU."""
     torch.cuda.set_device(number)
 
 
-def nvml_card() -> int | str:
-    """The current card as NVML knows it: CUDA's ordinal is NVML's index only where no card is hidden."""
+def nvml_gpu() -> int | str:
+    """The current GPU as NVML knows it: CUDA's ordinal is NVML's index only where no GPU is hidden."""
     current = torch.cuda.current_device()
     uuid = getattr(torch.cuda.get_device_properties(current), "uuid", None)
     return current if uuid is None else str(uuid)
 
 
-def why_no_cuda() -> str | None:
+def cuda_unavailable_reason() -> str | None:
     """Return why this process has no CUDA GPU, None if it has one. CUDA does not begin: the process may be forked."""
     if torch.version.cuda is None:
         return f"torch {torch.__version__} is built without CUDA"
     before = os.environ.get(_ASK_NVML)
     os.environ[_ASK_NVML] = "1"
     try:
-        return None if torch.cuda.is_available() else f"torch {torch.__version__} finds no driver or no card"
+        return None if torch.cuda.is_available() else f"torch {torch.__version__} finds no driver or no GPU"
     finally:
         del os.environ[_ASK_NVML]
         os.environ.update({} if before is None else {_ASK_NVML: before})
@@ -152,15 +152,15 @@ def why_incomplete(
     )  # fmt: skip
 
 
-class Outside:
+class NvmlUse:
     """A context manager: what is on the GPU beside torch's own segments, as NVML sees it during a run."""
 
     def __init__(self) -> None:
         self._nvml = Nvml()
-        self._card: int | str = 0
+        self._gpu: int | str = 0
 
-    def __enter__(self) -> Outside:
-        self._card = nvml_card()
+    def __enter__(self) -> NvmlUse:
+        self._gpu = nvml_gpu()
         self._nvml.__enter__()
         return self
 
@@ -168,12 +168,12 @@ class Outside:
         self._nvml.__exit__(None, None, None)
 
     def used_bytes(self) -> int | None:
-        """Of the whole card, by everybody; None: NVML cannot be asked."""
-        return self._nvml.use(self._card).used_bytes
+        """Of the whole GPU, by everybody; None: NVML cannot be asked."""
+        return self._nvml.use(self._gpu).used_bytes
 
     def facts(self) -> NvmlFacts:
         """What the bridge (ledger/bridge.py) makes of this moment."""
-        use = self._nvml.use(self._card)
+        use = self._nvml.use(self._gpu)
         others = [process for process in use.by_process if process.pid != os.getpid()]
         seen = tuple(OtherProcess(process.pid, process.name, process.used_bytes) for process in others)
         return NvmlFacts(
@@ -196,18 +196,18 @@ class SharedPeaks:
     def __init__(self) -> None:
         self._read: Callable[[int], dict[str, Any]] = _READ[0].get(lambda device: {})
         self._reset: Callable[[int], None] = _RESET[0].get(lambda device: None)
-        self._ours: dict[int, int] = {}  # by card, bytes: the peak that the program's resets took from memprof
-        self._programs: dict[int, dict[str, Any]] = {}  # by card: the peaks that memprof's resets took from the program
+        self._ours: dict[int, int] = {}  # by GPU, bytes: the peak that the program's resets took from memprof
+        self._programs: dict[int, dict[str, Any]] = {}  # by GPU: the peaks that memprof's resets took from the program
 
     def take(self, device: int) -> int:
-        """The most that was allocated on the card since this was last called, in bytes."""
+        """The most that was allocated on the GPU since this was last called, in bytes."""
         stats = self._read(device)
         self._programs[device] = _highest(stats, self._programs.get(device, {}))
         self._reset(device)
         return max(_peak(stats), self._ours.pop(device, 0))
 
     def requested_bytes(self, device: int) -> int:
-        """Return what is allocated on the GPU now, as it was asked for, in bytes."""
+        """Return what is allocated on the GPU now, as it was requested, in bytes."""
         return self._read(device)["requested_bytes"]["all"]["current"]
 
     def patches(self) -> Iterator[Patch]:

@@ -1,4 +1,4 @@
-"""`MeasuredDevice`: runs a workload on the CPU or on a CUDA card for real, and records what it does to memory."""
+"""`MeasuredDevice`: runs a workload on the CPU or on a CUDA GPU for real, and records what it does to memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity
 from memprof.device.cublas import CublasWorkspace
 from memprof.errors import MemprofError
 from memprof.measured import cuda
-from memprof.measured.cuda import Outside, SharedPeaks
+from memprof.measured.cuda import NvmlUse, SharedPeaks
 from memprof.measured.history import History, Reading, largest_difference, live_blocks, read_history
 from memprof.measured.marks import Claim, Counters, Mark, Marks
 from memprof.measured.merge import collect_allocations, merge
@@ -35,7 +35,7 @@ from memprof.watch.wrappers import unwrapped
 _PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 _STATM = Path("/proc/self/statm")
 _NO_COUNTERS = (None, None, None, None)
-# Modules at whose beginning and end resident memory is read; on a card, reading would wait for its work.
+# Modules at whose beginning and end resident memory is read; on a GPU, reading would wait for its work.
 _READ_AT = (ModuleRole.LAYER, ModuleRole.HEAD)
 
 
@@ -44,11 +44,11 @@ class MeasuredDevice(Watch):
 
     Args:
         name: "cpu" or "cuda": where the workload puts its tensors.
-        outside: what is on the card beside torch's own memory; None: nobody is asked.
+        outside: what is on the GPU beside torch's own memory; None: nobody is asked.
         detail: record stacks, so that an allocation has the line that made it. A step takes longer then.
     """
 
-    def __init__(self, name: str, outside: Outside | None = None, *, detail: bool = False) -> None:
+    def __init__(self, name: str, outside: NvmlUse | None = None, *, detail: bool = False) -> None:
         super().__init__()
         self.name = name
         self._detail = detail
@@ -61,15 +61,15 @@ class MeasuredDevice(Watch):
         self._whole_run = torch.profiler.record_function("memprof: the run")
         self._phase = Phase(PhaseKind.OTHER, 0, 0)
         self._peaks = SharedPeaks()
-        self._card = 0  # the GPU that was current when the run began
-        self._before: dict[int, int] = {}  # blocks that were allocated on it then: bytes asked for, by address
+        self._gpu = 0  # the GPU that was current when the run began
+        self._before: dict[int, int] = {}  # blocks that were allocated on it then: bytes requested, by address
         self._before_bytes = 0  # the same by torch's counter
         self._cublas: CublasWorkspace | None = None
         self._readings: list[Reading] = []
         self.records_history = name == "cuda"
         self.snapshot: dict[str, Any] | None = None  # of torch's allocator, with its history; after a run on CUDA
         # Why there is no measurement, or only the run's beginning: what CUDA said when its counters were read, which is
-        # often what a kernel of the program did before; or tensors on another card.
+        # often what a kernel of the program did before; or tensors on another GPU.
         self.error: Exception | None = None
         self.trace = Trace(source="measured", modules=self.modules.table, device=CPU if name == "cpu" else GPU)
 
@@ -83,7 +83,7 @@ class MeasuredDevice(Watch):
         return self
 
     def __exit__(self, *exc: object) -> None:
-        """Put everything back, whatever the card says, and raise nothing of its own: `error` has it."""
+        """Put everything back, whatever the GPU says, and raise nothing of its own: `error` has it."""
         profile, history = Profile(), None
         with contextlib.ExitStack() as always:
             always.callback(self._unwatch)
@@ -123,13 +123,13 @@ class MeasuredDevice(Watch):
         if self.records_history:
             cuda.check_allocator()
             torch.cuda.init()
-            self._card = torch.cuda.current_device()
-            self._cublas = cuda.cublas_workspace(self._card)
+            self._gpu = torch.cuda.current_device()
+            self._cublas = cuda.cublas_workspace(self._gpu)
             if self._outside is not None:
                 self._stack.enter_context(self._outside)
             self._patches.set_all(self._peaks.patches())
             self._begin_history()
-            self._peaks.take(self._card)
+            self._peaks.take(self._gpu)
         profiler = torch.profiler.profile(
             activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=True, with_stack=self._detail
         )
@@ -152,8 +152,8 @@ class MeasuredDevice(Watch):
         return profiler.profiler.kineto_results
 
     def _begin_history(self) -> None:
-        self._before = live_blocks(private_cuda.snapshot(), self._card)
-        self._before_bytes = self._peaks.requested_bytes(self._card)
+        self._before = live_blocks(private_cuda.snapshot(), self._gpu)
+        self._before_bytes = self._peaks.requested_bytes(self._gpu)
         record = private_cuda.record_memory_history.get()
         self._stack.callback(record, enabled=None)
         self._patches.set_all(cuda.keep_recording_history(record))
@@ -162,20 +162,20 @@ class MeasuredDevice(Watch):
 
     def _history(self, profile: Profile, snapshot: dict[str, Any]) -> History:
         """Return what the allocator of this GPU recorded; `error` says what is not in it."""
-        here = f"cuda:{self._card}"
+        here = f"cuda:{self._gpu}"
         traces = enumerate(snapshot["device_traces"])
         took = [number for number, entries in traces if any(one["action"] == Action.ALLOC for one in entries)]
-        others = [number for number in took if number != self._card]
+        others = [number for number in took if number != self._gpu]
         if others:
             names = " and ".join(f"cuda:{number}" for number in others)
             self.error = self.error or MemprofError(
                 f"the program has tensors on {names}, and one GPU is measured, {here}", value=f"cuda:{others[0]}",
                 hint=f"CUDA_VISIBLE_DEVICES={others[0]} shows a program that GPU alone, as cuda:0",
             )  # fmt: skip
-        history = read_history(snapshot, self._card, [one for one in profile.memory if one.device == here])
+        history = read_history(snapshot, self._gpu, [one for one in profile.memory if one.device == here])
         if self.error is None:
             difference = largest_difference(history, self._readings, self._before_bytes)
-            missing = history.missing(live_blocks(snapshot, self._card), self._before)
+            missing = history.missing(live_blocks(snapshot, self._gpu), self._before)
             self.error = cuda.why_incomplete(history, difference, missing)
         return history
 
@@ -193,8 +193,8 @@ class MeasuredDevice(Watch):
 
     @property
     def held_bytes(self) -> int:
-        """Bytes on the card now; 0 on the CPU, where torch does not say."""
-        return torch.cuda.memory_allocated(self._card) if self.name == "cuda" else 0
+        """Bytes on the GPU now; 0 on the CPU, where torch does not say."""
+        return torch.cuda.memory_allocated(self._gpu) if self.name == "cuda" else 0
 
     def claim(self, tensor: torch.Tensor, owner: Owner) -> None:
         """`tensor` has this role; of one that is spread over ranks, this rank's part."""
@@ -243,17 +243,17 @@ class MeasuredDevice(Watch):
             module_sources.append(sources.setdefault(line, len(sources)) if line else NONE)
 
     def _read_cuda(self) -> Counters:
-        card, used = self._card, None
+        gpu, used = self._gpu, None
         if self.error is None:  # CUDA repeats an error at every call
             with self._noting_errors():
                 if not torch.cuda.is_current_stream_capturing():  # a graph cannot be made of what waits for the GPU
-                    torch.cuda.synchronize(card)
+                    torch.cuda.synchronize(gpu)
                 used = None if self._outside is None else self._outside.used_bytes()
                 begin_ns = time.time_ns()
-                requested = self._peaks.requested_bytes(card)
+                requested = self._peaks.requested_bytes(gpu)
                 self._readings.append(Reading(begin_ns, time.time_ns(), requested))
-                allocated, reserved = torch.cuda.memory_allocated(card), torch.cuda.memory_reserved(card)
-                return allocated, self._peaks.take(card), reserved, used, resident_bytes()
+                allocated, reserved = torch.cuda.memory_allocated(gpu), torch.cuda.memory_reserved(gpu)
+                return allocated, self._peaks.take(gpu), reserved, used, resident_bytes()
         return *_NO_COUNTERS, resident_bytes()
 
 

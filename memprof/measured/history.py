@@ -1,6 +1,6 @@
 """What the GPU's allocator recorded of a run: every allocation and free, whoever made it, in the allocator's own order.
 
-Its entries (`device_traces` of torch.cuda.memory._snapshot) name address, bytes asked for, stream and pool, and a time
+Its entries (`device_traces` of torch.cuda.memory._snapshot) name address, bytes requested, stream and pool, and a time
 in microseconds. The profiler saw those inside operators, too: these get its times, in nanoseconds, and its operators.
 """
 
@@ -55,7 +55,7 @@ class History:
     device: str
     allocations: list[Allocation] = field(default_factory=list)  # in the allocator's order
     retired: list[tuple[int, tuple[int, int]]] = field(default_factory=list)  # as `events.Recorded.retired`
-    # After each allocation and free: its time, and the bytes that were asked for and not freed since the beginning.
+    # After each allocation and free: its time, and the bytes that were requested and not freed since the beginning.
     # Below 0 once memory is freed that was there before.
     held: list[tuple[int, int]] = field(default_factory=list)
     num_entries: int = 0  # of the recording
@@ -84,17 +84,17 @@ class Difference(NamedTuple):
     """What torch's counters and the recorded history do not agree on."""
 
     time_ns: int
-    counted_bytes: int  # asked for and not freed since the run's beginning, by torch's counters
+    counted_bytes: int  # requested and not freed since the run's beginning, by torch's counters
     recorded_bytes: int  # the same by the allocations and frees that were recorded
 
 
-def read_history(snapshot: Mapping[str, Any], card: int, seen: Sequence[MemoryEvent]) -> History:
+def read_history(snapshot: Mapping[str, Any], gpu: int, seen: Sequence[MemoryEvent]) -> History:
     """Read what a snapshot (torch.cuda.memory._snapshot) has of one GPU; `seen` is the profiler's, in order of time."""
-    recorded = snapshot["device_traces"][card]
+    recorded = snapshot["device_traces"][gpu]
     entries = [entry for entry in recorded if "addr" in entry]
-    pools = _Pools(snapshot, card)
+    pools = _Pools(snapshot, gpu)
     times, origins, unmatched = _matched(entries, seen)
-    found = History(f"cuda:{card}", num_entries=len(recorded), unmatched=unmatched)
+    found = History(f"cuda:{gpu}", num_entries=len(recorded), unmatched=unmatched)
     alive: dict[int, Allocation] = {}
     freed: dict[int, tuple[int, Allocation]] = {}
     private: set[tuple[int, int]] = set()
@@ -146,12 +146,12 @@ def largest_difference(history: History, readings: Iterable[Reading], before_byt
     return found
 
 
-def live_blocks(snapshot: Mapping[str, Any], card: int) -> dict[int, int]:
-    """Return the bytes that were asked for, by address, of the blocks that are allocated in a snapshot."""
+def live_blocks(snapshot: Mapping[str, Any], gpu: int) -> dict[int, int]:
+    """Return the bytes that were requested, by address, of the blocks that are allocated in a snapshot."""
     return {
         block["address"]: block["requested_size"]
         for segment in snapshot["segments"]
-        if segment["device"] == card
+        if segment["device"] == gpu
         for block in segment["blocks"]
         if block["state"] == BlockState.ALLOCATED
     }
@@ -160,8 +160,8 @@ def live_blocks(snapshot: Mapping[str, Any], card: int) -> dict[int, int]:
 class _Pools:
     """Which pool an entry's memory is from: newer releases say it there, others say it of segments alone."""
 
-    def __init__(self, snapshot: Mapping[str, Any], card: int) -> None:
-        segments = [segment for segment in snapshot["segments"] if segment["device"] == card]
+    def __init__(self, snapshot: Mapping[str, Any], gpu: int) -> None:
+        segments = [segment for segment in snapshot["segments"] if segment["device"] == gpu]
         self._segments = sorted(
             (segment["address"], segment["address"] + segment["total_size"], tuple(segment["segment_pool_id"]))
             for segment in segments

@@ -28,7 +28,7 @@ from memprof.trace.events import (
     Trace,
     Use,
     Wait,
-    is_card,
+    is_gpu,
 )
 
 # Of what happened in the same nanosecond.
@@ -42,7 +42,7 @@ class Recorded:
 
     allocations: list[Allocation] = field(default_factory=list)
     forward: list[tuple[int, int]] = field(default_factory=list)  # as `Profile.forward`
-    # Private pools, with the time from which the allocator could give back their segments.
+    # Private pools, with the time from which the allocator could release their segments.
     retired: list[tuple[int, tuple[int, int]]] = field(default_factory=list)
 
 
@@ -174,7 +174,7 @@ class _Merge:
 
     def _switch_stream_and_pool(self, item: Allocation) -> None:
         """What is taken next is on the stream and from the pool of `item`."""
-        if not is_card(item.device):
+        if not is_gpu(item.device):
             return
         stream = self._streams.setdefault(item.stream, len(self._streams))
         pool = self._pools.setdefault(item.pool, len(self._pools))
@@ -225,7 +225,7 @@ class _Merge:
             forward_event, module = places[item.origin.sequence]
             source = self._module_sources[module] if module != NONE else NONE
         # Measured on the CPU, all that the program does is on the device in question.
-        device = trace.device if is_card(item.device) or not is_card(trace.device) else HOST
+        device = trace.device if is_gpu(item.device) or not is_gpu(trace.device) else HOST
         shape, dtype = item.shape, item.dtype
         if self._modules:  # what a module makes and another model is given is no input
             claims = [claim for claim in claims if claim.owner.role is not Role.INPUT]

@@ -9,9 +9,9 @@ import stat
 from collections.abc import Sequence
 from pathlib import Path
 
-from memprof.trace.files import Form
+from memprof.trace.files import FileKind
 
-FORM = Form("log", "--log", lambda begin, end: begin.startswith(b"time,elapsed_seconds,processes,"))
+FORM = FileKind("log", "--log", lambda begin, end: begin.startswith(b"time,elapsed_seconds,processes,"))
 
 
 class Log:

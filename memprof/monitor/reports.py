@@ -38,13 +38,13 @@ class _Counter:
         self.current, self.cumulative_peak = current, cumulative_peak
 
     def next_interval(self) -> None:
-        """What is alive now is alive at the beginning of the next interval."""
+        """What is live now is live at the beginning of the next interval."""
         self.interval_peak = self.current
 
 
 @dataclass(slots=True)
 class _Device:
-    card: dict[str, Any]
+    gpu: dict[str, Any]
     allocated: _Counter = field(default_factory=_Counter)
     reserved: _Counter = field(default_factory=_Counter)
     requested: int | None = None
@@ -67,9 +67,9 @@ class Reporter:
         return tuple(
             Allocator(
                 device=index,
-                name=str(device.card.get("name", "")),
-                uuid=str(device.card.get("uuid", "")),
-                total_bytes=int(device.card.get("total_bytes", 0)),
+                name=str(device.gpu.get("name", "")),
+                uuid=str(device.gpu.get("uuid", "")),
+                total_bytes=int(device.gpu.get("total_bytes", 0)),
                 requested_bytes=device.requested,
                 allocated_bytes=device.allocated.current,
                 reserved_bytes=device.reserved.current,
@@ -88,7 +88,7 @@ class Reporter:
         self.heard = True
         self.error = str(message.get("error", ""))
         for index, counters in message["devices"].items():
-            device = self.devices.setdefault(int(index), _Device(message["cards"].get(index, {})))
+            device = self.devices.setdefault(int(index), _Device(message["gpus"].get(index, {})))
             device.allocated.add(*counters["allocated_bytes"])
             device.reserved.add(*counters["reserved_bytes"])
             if "requested_bytes" in counters:

@@ -16,13 +16,13 @@ from memprof.device.processes import ProcessTree
 from memprof.monitor.command import Command, Signals, now
 from memprof.monitor.log import Log
 from memprof.monitor.reports import Reports
-from memprof.monitor.sample import Peaks, Sample, Watched, csv_header, csv_row
+from memprof.monitor.sample import MonitorSample, Peaks, WatchedProcess, csv_header, csv_row
 
 
 class View(Protocol):
     """What shows the samples (`memprof.report.terminal.monitor`)."""
 
-    def show(self, sample: Sample, peaks: Peaks) -> None:
+    def show(self, sample: MonitorSample, peaks: Peaks) -> None:
         """A sample."""
 
     def pause(self) -> None:
@@ -54,7 +54,7 @@ def monitor(
     once: bool = False,
     open_nvml: Callable[[], Nvml] = Nvml,
 ) -> MonitorOutcome:
-    """Watch the cards, and a command if there is one, until it ends, or until a signal without one.
+    """Watch the GPUs, and a command if there is one, until it ends, or until a signal without one.
 
     Every `interval` seconds a sample is shown, and written into the CSV file `log`; with `once` there is one. Raises
     CommandError: the command cannot be started.
@@ -70,20 +70,20 @@ def monitor(
             reports.listen()
         watch = _Watch(stack.enter_context(open_nvml()), reports, command)
         first = watch.sample()
-        cards = [card.index for card in first.cards]
+        gpus = [gpu.index for gpu in first.gpus]
         peaks = Peaks()
-        file = Log(log, csv_header(cards))
+        file = Log(log, csv_header(gpus))
         stack.callback(file.close)
-        stack.callback(view.pause)  # whatever happens, the terminal is given back
+        stack.callback(view.pause)  # whatever happens, the terminal is released
 
-        def record(sample: Sample) -> None:
+        def record(sample: MonitorSample) -> None:
             peaks.add(sample)
-            file.write(csv_row(sample, peaks, cards))
+            file.write(csv_row(sample, peaks, gpus))
             view.show(replace(sample, notes=tuple(filter(None, (*sample.notes, file.note)))), peaks)
 
         record(first)
         stopped_by = 0
-        if not once and (command is not None or first.cards):
+        if not once and (command is not None or first.gpus):
             stopped_by = _loop(watch, command, signals, view, interval, record)
         if reports is not None:
             reports.drain()
@@ -91,7 +91,7 @@ def monitor(
             record(watch.sample())
             peaks.resident_bytes = max(peaks.resident_bytes, command.peak_resident_bytes() if command else 0)
         file.close()
-        code = command.exit_code if command is not None else int(not first.cards)
+        code = command.exit_code if command is not None else int(not first.gpus)
         if command is None and stopped_by and stopped_by != signal.SIGINT:
             code = 128 + stopped_by
         text, ending = (command.text, command.ending()) if command is not None else ("", "")
@@ -151,15 +151,15 @@ class _Watch:
         """Seconds since the beginning."""
         return now() - self._began
 
-    def sample(self) -> Sample:
+    def sample(self) -> MonitorSample:
         """Everything now."""
         reading = self._nvml.read()
-        notes = [*reading.notes, *(note for card in reading.cards for note in card.notes)]
+        notes = [*reading.notes, *(note for gpu in reading.gpus for note in gpu.notes)]
         if self._reports is not None:
             notes += self._reports.notes()
-        return Sample(time.time(), self.elapsed, reading.cards, self._processes(), tuple(notes))
+        return MonitorSample(time.time(), self.elapsed, reading.gpus, self._processes(), tuple(notes))
 
-    def _processes(self) -> tuple[Watched, ...]:
+    def _processes(self) -> tuple[WatchedProcess, ...]:
         if self._tree is None or self._reports is None:
             return ()
         told = self._reports.collect()
@@ -172,5 +172,5 @@ class _Watch:
             name, resident = self._names.get(pid, f"process {pid}"), process.resident_bytes if process else 0
             _, rank, allocators = told.get(pid, (False, None, ()))
             peak = process.peak_resident_bytes if process else None
-            watched.append(Watched(pid, name, resident, peak, rank, allocators))
+            watched.append(WatchedProcess(pid, name, resident, peak, rank, allocators))
         return tuple(watched)

@@ -1,4 +1,4 @@
-"""What is known of the cards and of a watched command at one moment. Plain data; all amounts are bytes.
+"""What is known of the GPUs and of a watched command at one moment. Plain data; all amounts are bytes.
 
 Allocated and reserved are those of torch's CUDA caching allocator (`torch.cuda.memory_stats`). Its counters have a
 highest value since the program began, or reset them, but none for the last second: where it rose, it is the highest of
@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
-from memprof.device.cards import NvmlCard
-from memprof.trace.plain import Plain
+from memprof.device.gpus import NvmlGpu
+from memprof.trace.json_values import JsonValue
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,19 +24,19 @@ class Allocator:
     name: str  # of the GPU; empty if torch does not say
     uuid: str  # of the GPU; empty if torch does not say
     total_bytes: int  # of the GPU; 0 if torch does not say
-    requested_bytes: int | None  # of living tensors, as asked for; None on releases that do not count it
+    requested_bytes: int | None  # of living tensors, as requested; None on releases that do not count it
     allocated_bytes: int  # of their blocks
     reserved_bytes: int  # held from the driver
     interval_peak_allocated_bytes: int  # the highest since the last sample
     interval_peak_reserved_bytes: int  # the highest since the last sample
     max_allocated_bytes: int  # the highest since the process began
     max_reserved_bytes: int  # the highest since the process began
-    num_alloc_retries: int = 0  # times that the card was full, and giving the cache back was enough
+    num_alloc_retries: int = 0  # times that the GPU was full, and giving the cache back was enough
     num_ooms: int = 0  # out-of-memory errors
 
 
 @dataclass(frozen=True, slots=True)
-class Watched:
+class WatchedProcess:
     """One process of the command."""
 
     pid: int
@@ -48,13 +48,13 @@ class Watched:
 
 
 @dataclass(frozen=True, slots=True)
-class Sample(Plain):
+class MonitorSample(JsonValue):
     """One moment."""
 
     time: float  # seconds since the epoch
     elapsed: float  # seconds since memprof began to watch
-    cards: tuple[NvmlCard, ...] = ()
-    processes: tuple[Watched, ...] = ()
+    gpus: tuple[NvmlGpu, ...] = ()
+    processes: tuple[WatchedProcess, ...] = ()
     notes: tuple[str, ...] = ()  # what cannot be seen, one line each
 
     @property
@@ -71,10 +71,10 @@ class Sample(Plain):
         """A field of `Allocator` over all allocators; None if there is none."""
         return sum(getattr(allocator, name) for allocator in self.allocators) if self.allocators else None
 
-    def by_command(self, card: NvmlCard) -> int | None:
-        """What NVML says that the command's processes use of a card, their contexts among it."""
+    def by_command(self, gpu: NvmlGpu) -> int | None:
+        """What NVML says that the command's processes use of a GPU, their contexts among it."""
         pids = {process.pid for process in self.processes}
-        used = [process.used_bytes for process in card.processes if process.pid in pids]
+        used = [process.used_bytes for process in gpu.processes if process.pid in pids]
         return sum(amount or 0 for amount in used) if used and None not in used else None
 
 
@@ -88,35 +88,35 @@ class Peaks:
     allocated_bytes: int | None = None
     reserved_bytes: int | None = None
     resident_bytes: int = 0
-    cards: dict[int, int] = field(default_factory=dict)  # used bytes by NVML's index
+    gpus: dict[int, int] = field(default_factory=dict)  # used bytes by NVML's index
 
-    def add(self, sample: Sample) -> None:
+    def add(self, sample: MonitorSample) -> None:
         """Take a sample in."""
         self.allocated_bytes = _highest(self.allocated_bytes, sample.total("interval_peak_allocated_bytes"))
         self.reserved_bytes = _highest(self.reserved_bytes, sample.total("interval_peak_reserved_bytes"))
         if len(sample.processes) == 1:
             self.resident_bytes = max(self.resident_bytes, sample.processes[0].peak_resident_bytes or 0)
         self.resident_bytes = max(self.resident_bytes, sample.resident_bytes)
-        for card in sample.cards:
-            if card.used_bytes is not None:
-                self.cards[card.index] = max(self.cards.get(card.index, 0), card.used_bytes)
+        for gpu in sample.gpus:
+            if gpu.used_bytes is not None:
+                self.gpus[gpu.index] = max(self.gpus.get(gpu.index, 0), gpu.used_bytes)
 
 
 def _highest(one: int | None, other: int | None) -> int | None:
     return max((amount for amount in (one, other) if amount is not None), default=None)
 
 
-def csv_header(card_indices: Iterable[int]) -> list[str]:
-    """The columns of a log for these cards."""
-    return list(_columns(Sample(0.0, 0.0), Peaks(), card_indices))
+def csv_header(gpu_indices: Iterable[int]) -> list[str]:
+    """The columns of a log for these GPUs."""
+    return list(_columns(MonitorSample(0.0, 0.0), Peaks(), gpu_indices))
 
 
-def csv_row(sample: Sample, peaks: Peaks, card_indices: Iterable[int]) -> list[object]:
+def csv_row(sample: MonitorSample, peaks: Peaks, gpu_indices: Iterable[int]) -> list[object]:
     """The values of those columns; what is not known is empty."""
-    return ["" if value is None else value for value in _columns(sample, peaks, card_indices).values()]
+    return ["" if value is None else value for value in _columns(sample, peaks, gpu_indices).values()]
 
 
-def _columns(sample: Sample, peaks: Peaks, card_indices: Iterable[int]) -> dict[str, object]:
+def _columns(sample: MonitorSample, peaks: Peaks, gpu_indices: Iterable[int]) -> dict[str, object]:
     columns: dict[str, object] = {
         "time": datetime.fromtimestamp(sample.time, UTC).isoformat(timespec="milliseconds"),
         "elapsed_seconds": f"{sample.elapsed:.3f}",
@@ -130,15 +130,15 @@ def _columns(sample: Sample, peaks: Peaks, card_indices: Iterable[int]) -> dict[
         "alloc_retries": sample.total("num_alloc_retries"),
         "ooms": sample.total("num_ooms"),
     }
-    by_index = {card.index: card for card in sample.cards}
-    for index in card_indices:
-        card = by_index.get(index, NvmlCard(index, ""))
+    by_index = {gpu.index: gpu for gpu in sample.gpus}
+    for index in gpu_indices:
+        gpu = by_index.get(index, NvmlGpu(index, ""))
         columns |= {
-            f"card{index}_used_bytes": card.used_bytes,
-            f"card{index}_total_bytes": card.total_bytes,
-            f"card{index}_command_bytes": sample.by_command(card),
-            f"card{index}_utilisation_percent": card.utilisation_percent,
-            f"card{index}_temperature_celsius": card.temperature_celsius,
-            f"card{index}_power_watts": card.power_watts,
+            f"gpu{index}_used_bytes": gpu.used_bytes,
+            f"gpu{index}_total_bytes": gpu.total_bytes,
+            f"gpu{index}_command_bytes": sample.by_command(gpu),
+            f"gpu{index}_utilisation_percent": gpu.utilisation_percent,
+            f"gpu{index}_temperature_celsius": gpu.temperature_celsius,
+            f"gpu{index}_power_watts": gpu.power_watts,
         }
     return columns

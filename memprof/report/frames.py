@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, get_args
 
-from memprof.trace.plain import json_fields, to_plain
+from memprof.trace.json_values import json_fields, to_plain
 
 if TYPE_CHECKING:
     from pandas import DataFrame

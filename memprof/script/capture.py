@@ -1,4 +1,4 @@
-"""Capture of a script: the user's own program, unmodified, on a virtual card or measured on a real device."""
+"""Capture of a script: the user's own program, unmodified, on a virtual GPU or measured on a real device."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from torch.optim import Optimizer
 from memprof.catalog import Gpu
 from memprof.measured import MeasuredDevice
 from memprof.patching.patch_set import PatchSet
-from memprof.script import Ended, Program, ScriptOutcome, StopRule
+from memprof.script import EndReason, Program, ScriptOutcome, StopRule
 from memprof.script.exits import ExitHandlers
-from memprof.script.launchers import Place, Start
+from memprof.script.launchers import ProcessSelection, ProcessStart
 from memprof.script.loops import Position, planned_steps, position
 from memprof.script.stop import Progress, StopRun, stopping_from_threads
 from memprof.script.threads import ThreadWatch
 from memprof.script.worst_batch import WorstBatch
-from memprof.stand_ins.extension import extensions
-from memprof.trace.events import NOT_SIMULATED, EventKind, Failure, FailureKind, Trace, is_card
+from memprof.stubs.extension import extensions
+from memprof.trace.events import NOT_SIMULATED, EventKind, Failure, FailureKind, Trace, is_gpu
 from memprof.virtual import VirtualGpu
 from memprof.virtual.peers.channel import Channel
-from memprof.watch.failure import ended_by_refusal, measured_failure, refusal
+from memprof.watch.failure import is_caused_by_oom, make_refusal, measured_failure
 from memprof.watch.program_code import is_program
 
 
@@ -39,7 +39,7 @@ class _Seen:
         self._rule = rule
         self._channel = channel
         self._held: list[int] = []  # bytes on the GPU at the end of each training step
-        self._due: float | None = None  # when the steps that were asked for had ended
+        self._due: float | None = None  # when the steps that were requested had ended
         self._events: int | None = None
         self._storages = 0
         self._refused: Failure | None = None
@@ -78,7 +78,7 @@ class _Seen:
         try:
             yield
         except StopRun as stop:
-            if self._events is None and stop.why is Ended.STEPS:
+            if self._events is None and stop.why is EndReason.STEPS:
                 self._events = len(self._device.trace.events)
                 self._storages = len(self._device.trace.storages)
                 self._refused = self._device.refused if isinstance(self._device, VirtualGpu) else None
@@ -115,7 +115,7 @@ def capture_script(
     before_forward: Callable[[nn.Module, Iterable[Optimizer]], None] = lambda model, optimizers: None,
     *,
     worst_batch: bool = False,
-    start: Start | None = None,
+    start: ProcessStart | None = None,
     channel: Channel | None = None,
 ) -> tuple[Trace, ScriptOutcome]:
     """Run `program` on `device` until `rule` stops it, it ends, or it raises.
@@ -124,7 +124,7 @@ def capture_script(
         device: what it finds as "cuda", or is measured on.
         before_forward: told each model that is called from outside all others, before it runs, and the optimizers.
         worst_batch: feed the largest batch of each data loader first, and to whole steps until the second has ended.
-        start: the process of the program that is run, if it was asked for before.
+        start: the process of the program that is run, if it was requested before.
         channel: to the other ranks that run together with this one; it stops the script where they have ended.
     """
     if isinstance(device, VirtualGpu):
@@ -152,7 +152,7 @@ def capture_script(
             outcome = _run(program, device, rule, handlers, start)
             told = None if channel is None else channel.told
             if seen.stopped or told is not None:  # whatever a program does that goes on after that
-                why = Ended.STEPS if seen.stopped or told is None else Ended(told)
+                why = EndReason.STEPS if seen.stopped or told is None else EndReason(told)
                 outcome = ScriptOutcome(why, 0, kept=(outcome.kept, outcome.error), planned_steps=seen.planned_steps)
             error = outcome.error
         finally:
@@ -162,41 +162,45 @@ def capture_script(
         if not is_frozen:
             gc.unfreeze()
     if error is None and isinstance(device, MeasuredDevice) and device.error is not None:
-        outcome = ScriptOutcome(Ended.ERROR, 1, device.error, kept=outcome.kept)
+        outcome = ScriptOutcome(EndReason.ERROR, 1, device.error, kept=outcome.kept)
         error = device.error
     trace = device.trace
-    if outcome.ended is Ended.ERROR and trace.failure is not None and trace.failure.kind in NOT_SIMULATED:
-        outcome = dataclasses.replace(outcome, ended=Ended.NOT_SIMULATED)
-    full = ended_by_refusal(error)
+    if outcome.ended is EndReason.ERROR and trace.failure is not None and trace.failure.kind in NOT_SIMULATED:
+        outcome = dataclasses.replace(outcome, ended=EndReason.NOT_SIMULATED)
+    full = is_caused_by_oom(error)
     if isinstance(device, MeasuredDevice) and isinstance(error, (Exception, KeyboardInterrupt)):
         trace.failure = measured_failure(error, device.phase_of(error))
         full = trace.failure.kind is FailureKind.OUT_OF_MEMORY
     seen.cut(trace)
-    if outcome.ended is Ended.PEER:  # what that was is known once all have ended
-        trace.failure = refusal("", None, None, trace.phases[-1])._replace(kind=FailureKind.OTHER_RANK)
-    elif outcome.ended is Ended.INTERRUPTED and trace.failure is None:  # while it waited for another rank
-        trace.failure = refusal("", None, None, trace.phases[-1])._replace(
+    if outcome.ended is EndReason.PEER:  # what that was is known once all have ended
+        trace.failure = make_refusal("", None, None, trace.phases[-1])._replace(kind=FailureKind.OTHER_RANK)
+    elif outcome.ended is EndReason.INTERRUPTED and trace.failure is None:  # while it waited for another rank
+        trace.failure = make_refusal("", None, None, trace.phases[-1])._replace(
             kind=FailureKind.INTERRUPTED, error=KeyboardInterrupt.__name__
         )
-    if outcome.ended is Ended.EXIT and _asked_last_for_too_much(trace):
+    if outcome.ended is EndReason.EXIT and _asked_last_for_too_much(trace):
         # Its own handler caught that, and it gave up.
         trace.refused.pop()
-        trace.cut_short = full = True
+        trace.ended_out_of_memory = full = True
     if full:
-        outcome = ScriptOutcome(Ended.REFUSED, outcome.exit_code, error, kept=outcome.kept)
+        outcome = ScriptOutcome(EndReason.REFUSED, outcome.exit_code, error, kept=outcome.kept)
     return trace, outcome
 
 
-def ask(program: Program, place: Place, gpu: Gpu) -> Start | ScriptOutcome:
+def resolve_process(program: Program, place: ProcessSelection, gpu: Gpu) -> ProcessStart | ScriptOutcome:
     """Return the process of `program` that is run, as its launcher says; UsageError: none such, or too few GPUs."""
     if not program.has_launcher:
         return program.start(place)
-    with VirtualGpu(gpu, cards=place.cards or 1, extensions=extensions()):
+    with VirtualGpu(gpu, gpus=place.gpus or 1, extensions=extensions()):
         return program.start(place)
 
 
 def _run(
-    program: Program, device: VirtualGpu | MeasuredDevice, rule: StopRule, handlers: ExitHandlers, start: Start | None
+    program: Program,
+    device: VirtualGpu | MeasuredDevice,
+    rule: StopRule,
+    handlers: ExitHandlers,
+    start: ProcessStart | None,
 ) -> ScriptOutcome:
     """Run `program` until it ends, or until a thread of its own ends of what memprof raised."""
     if isinstance(device, MeasuredDevice):
@@ -208,12 +212,12 @@ def _run(
             outcome = program.run(rule, handlers, start)
     if watch.error is None:
         return outcome
-    return ScriptOutcome(Ended.ERROR, 1, watch.error, kept=(outcome.kept, outcome.error))
+    return ScriptOutcome(EndReason.ERROR, 1, watch.error, kept=(outcome.kept, outcome.error))
 
 
 def _asked_last_for_too_much(trace: Trace) -> bool:
-    """Return whether the last that was asked of the card was refused."""
+    """Return whether the last that was asked of the GPU was refused."""
     for kind, ref in reversed(trace.events):
-        if kind is EventKind.ALLOC and is_card(trace.storages[ref].device):
+        if kind is EventKind.ALLOC and is_gpu(trace.storages[ref].device):
             return bool(trace.refused) and trace.refused[-1] == ref
     return False

@@ -13,15 +13,15 @@ from typing import Any, NamedTuple
 
 from memprof.errors import MemprofError
 from memprof.trace.events import short_source
-from memprof.units import spell_numbers
+from memprof.units import format_ranges
 from memprof.virtual.peers.channel import CollectiveCall, Payload
 
 PEER = "another rank"  # why a rank is stopped that has done nothing wrong itself
 STEPS = "steps"  # why all are stopped that have shown enough
-_ALIKE = "on cards this hangs or mixes up data: have all ranks of a group make the same calls in the same order"
-_HANGS = "on cards this hangs: have every rank of a group call it, or leave the group out that does not"
+_ALIKE = "on GPUs this hangs or mixes up data: have all ranks of a group make the same calls in the same order"
+_HANGS = "on GPUs this hangs: have every rank of a group call it, or leave the group out that does not"
 _UNEVEN = (
-    "on cards this hangs: have every rank of a group call it as often; give all as many batches (drop_last), or train "
+    "on GPUs this hangs: have every rank of a group call it as often; give all as many batches (drop_last), or train "
     "inside model.join()"
 )
 
@@ -36,7 +36,7 @@ class _Waiting(NamedTuple):
 
 
 class Exchange:
-    """The meeting of `ranks`. `reply` sends one an answer: a word (`go`, or `stop` with why), and what it asked for.
+    """The meeting of `ranks`. `reply` sends one an answer: a word (`go`, or `stop` with why), and what it requested.
 
     Each word that a rank may say has a method of its own (`_hear_call`, ...), hence their number.
     """
@@ -95,7 +95,7 @@ class Exchange:
         others = "rank" + "s" * (len(self.running) > 1)
         self.fail(
             f"rank {rank} has waited {seconds / 60:.0f} minutes in {self._where(rank)}, and {others} "
-            f"{spell_numbers(sorted(self.running))} did not come",
+            f"{format_ranges(sorted(self.running))} did not come",
             "see what these do; --timeout stops a run after so many seconds",
         )
 

@@ -1,4 +1,4 @@
-"""Handlers that the program registers with `atexit`: run at its own end, where its card still is, as they would be."""
+"""Handlers that the program registers with `atexit`: run at its own end, where its GPU still is, as they would be."""
 
 from __future__ import annotations
 

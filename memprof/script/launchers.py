@@ -1,7 +1,7 @@
 """Launchers (torchrun, accelerate, deepspeed): of what they start, one process is run in this process instead.
 
-A launcher's child would know nothing of the card that the run has. What its arguments mean is asked of the launcher's
-own parser where it is installed, on the cards that the run has: `--nproc_per_node gpu` is so many.
+A launcher's child would know nothing of the GPU that the run has. What its arguments mean is asked of the launcher's
+own parser where it is installed, on the GPUs that the run has: `--nproc_per_node gpu` is so many.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from memprof.errors import UsageError
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ProcessSelection:
     """Of all processes of a program, the one that is run: and what there is for them."""
 
     rank: int | None = None  # None: the first, or what the environment says
-    cards: int | None = None  # on each machine; None: as many as the launcher starts processes there
+    gpus: int | None = None  # on each machine; None: as many as the launcher starts processes there
     nodes: int | None = None  # machines; None: as many as the launcher takes, or one
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class ProcessStart:
     """One process: the program as `python` takes it, the variables of its environment, and its place among others."""
 
     name: str
@@ -40,17 +40,17 @@ class Start:
     is_module: bool
     environment: dict[str, str]
     rank: int = 0
-    cards: int = 1  # on each machine
+    gpus: int = 1  # on each machine
     nodes: int = 1
-    # Processes of the whole program, as far as that is said before it runs: else as many as there are cards.
+    # Processes of the whole program, as far as that is said before it runs: else as many as there are GPUs.
     size: int = 1
 
 
 # Given its arguments, says what it starts; raises UsageError (no Python program, launcher not installed, fewer GPUs or
 # ranks than that takes), and SystemExit of the launcher's own parser.
-Launcher = Callable[[Sequence[str], Place], Start]
-# Variables that say how many cards a process of several finds, the first that is there.
-_CARDS = ("LOCAL_WORLD_SIZE", "WORLD_SIZE")
+Launcher = Callable[[Sequence[str], ProcessSelection], ProcessStart]
+# Variables that say how many GPUs a process of several finds, the first that is there.
+_GPUS = ("LOCAL_WORLD_SIZE", "WORLD_SIZE")
 
 
 # Variables that a launcher tells each process, and that scripts and init_process_group read.
@@ -69,18 +69,18 @@ def find_missing_variable(error: BaseException | None) -> str:
     return found[1] if found else ""
 
 
-def start_by_hand(name: str, arguments: tuple[str, ...], is_module: bool, place: Place) -> Start:
+def start_by_hand(name: str, arguments: tuple[str, ...], is_module: bool, place: ProcessSelection) -> ProcessStart:
     """Return a program that no launcher starts, by RANK and WORLD_SIZE of the environment; UsageError: no such rank."""
-    given = [int(os.environ[one]) for one in _CARDS if os.environ.get(one, "").isdigit()]
-    cards = place.cards or (given[0] if given else 1)
-    nodes = place.nodes or (-(-given[-1] // cards) if given and place.cards is None else 1)
-    size = given[-1] if given else cards * nodes
+    given = [int(os.environ[one]) for one in _GPUS if os.environ.get(one, "").isdigit()]
+    gpus = place.gpus or (given[0] if given else 1)
+    nodes = place.nodes or (-(-given[-1] // gpus) if given and place.gpus is None else 1)
+    size = given[-1] if given else gpus * nodes
     if place.rank is None:
         text = os.environ.get("RANK", "")
-        return Start(name, arguments, is_module, {}, int(text) if text.isdigit() else 0, cards, nodes, size)
+        return ProcessStart(name, arguments, is_module, {}, int(text) if text.isdigit() else 0, gpus, nodes, size)
     _check_rank(place.rank, size)
-    environment = {"RANK": str(place.rank), "LOCAL_RANK": str(place.rank % cards)} if given else {}
-    return Start(name, arguments, is_module, environment, place.rank, cards, nodes, size)
+    environment = {"RANK": str(place.rank), "LOCAL_RANK": str(place.rank % gpus)} if given else {}
+    return ProcessStart(name, arguments, is_module, environment, place.rank, gpus, nodes, size)
 
 
 def _check_rank(rank: int, size: int) -> None:
@@ -91,15 +91,15 @@ def _check_rank(rank: int, size: int) -> None:
 class _Started:
     """Process `place` of those a launcher starts on each machine; UsageError: too few GPUs, or no such rank."""
 
-    def __init__(self, launcher: str, place: Place, processes: Sequence[int]) -> None:
+    def __init__(self, launcher: str, place: ProcessSelection, processes: Sequence[int]) -> None:
         most = max(processes, default=0)
         if min(processes, default=0) < 1:
             hint = "at least one process on each machine"
             raise UsageError(f"{launcher} is to start nothing", value=f"{most} processes", hint=hint)
-        if place.cards is not None and most > place.cards:
+        if place.gpus is not None and most > place.gpus:
             raise UsageError(
-                f"{launcher} is to start {most} processes on a machine with {place.cards} of the cards",
-                value=f"--gpus {place.cards}",
+                f"{launcher} is to start {most} processes on a machine with {place.gpus} of the GPUs",
+                value=f"--gpus {place.gpus}",
                 hint=f"--gpus {most}, or leave it out",
             )
         if place.nodes is not None and place.nodes != len(processes):
@@ -111,14 +111,14 @@ class _Started:
         self.size = sum(processes)
         self.rank = place.rank or 0
         _check_rank(self.rank, self.size)
-        self.cards, self.nodes = place.cards or most, len(processes)
+        self.gpus, self.nodes = place.gpus or most, len(processes)
         self.local_rank, self.node = self.rank, 0
         while self.local_rank >= processes[self.node]:
             self.local_rank -= processes[self.node]
             self.node += 1
         self.local_size = processes[self.node]
 
-    def start(self, args: Any, environment: dict[str, str], *before: str) -> Start:
+    def start(self, args: Any, environment: dict[str, str], *before: str) -> ProcessStart:
         """Return what it runs."""
         if args.no_python:
             raise UsageError(
@@ -127,8 +127,8 @@ class _Started:
                 hint="leave out --no_python, and name the script",
             )
         arguments = (*before, *args.training_script_args)
-        where = (self.rank, self.cards, self.nodes, self.size)
-        return Start(args.training_script, arguments, bool(args.module), environment, *where)
+        where = (self.rank, self.gpus, self.nodes, self.size)
+        return ProcessStart(args.training_script, arguments, bool(args.module), environment, *where)
 
 
 def find_launcher(name: str, arguments: Sequence[str], *, is_module: bool) -> tuple[Launcher, Sequence[str]] | None:
@@ -147,7 +147,7 @@ def find_launcher(name: str, arguments: Sequence[str], *, is_module: bool) -> tu
     return launcher, arguments[1:] if first else arguments
 
 
-def _torchrun(arguments: Sequence[str], place: Place, module: str = "torch.distributed.run") -> Start:
+def _torchrun(arguments: Sequence[str], place: ProcessSelection, module: str = "torch.distributed.run") -> ProcessStart:
     run = importlib.import_module("torch.distributed.run")
     args = importlib.import_module(module).parse_args(list(arguments))
     processes = _number("--nproc-per-node", args.nproc_per_node, run.determine_local_world_size)
@@ -186,7 +186,7 @@ def _variables_of_torch(args: Any, started: _Started) -> dict[str, str]:
     return {name: str(value) for name, value in values.items()}
 
 
-def _accelerate(arguments: Sequence[str], place: Place) -> Start:
+def _accelerate(arguments: Sequence[str], place: ProcessSelection) -> ProcessStart:
     try:
         launch = importlib.import_module("accelerate.commands.launch")
         utils = importlib.import_module("accelerate.utils.launch")
@@ -197,7 +197,7 @@ def _accelerate(arguments: Sequence[str], place: Place) -> Start:
     started = _Started("accelerate launch", place, [max(args.num_processes // nodes, 1)] * nodes)
     own_kind = args.use_deepspeed or args.use_fsdp or args.use_megatron_lm or args.multi_gpu
     if not own_kind and started.size > 1 and not args.cpu:
-        args.multi_gpu = own_kind = True  # as on a machine that has these cards
+        args.multi_gpu = own_kind = True  # as on a machine that has these GPUs
     if not own_kind or args.cpu:
         return started.start(args, utils.prepare_simple_launcher_cmd_env(args)[1])
     # accelerate has torch's launcher start these.
@@ -207,7 +207,7 @@ def _accelerate(arguments: Sequence[str], place: Place) -> Start:
     return started.start(args, own | _variables_of_torch(of_torch, started))
 
 
-def _deepspeed(arguments: Sequence[str], place: Place) -> Start:
+def _deepspeed(arguments: Sequence[str], place: ProcessSelection) -> ProcessStart:
     """Return what `deepspeed` is to start, by its arguments (deepspeed/launcher/runner.py of 0.17)."""
     parser = argparse.ArgumentParser(prog="deepspeed")
     for flag in ("-H", "-i", "-e", "--hostfile", "--exclude", "--launcher", "--launcher_args", "--bind_core_list"):
@@ -222,15 +222,15 @@ def _deepspeed(arguments: Sequence[str], place: Place) -> Start:
     parser.add_argument("--master_addr", default="")
     _deepspeed_both(parser)
     args = parser.parse_args(list(arguments))
-    # NAME[:SLOT[,SLOT ...]][@...]: a name alone is all cards of the machine, of which there is one.
+    # NAME[:SLOT[,SLOT ...]][@...]: a name alone is all GPUs of the machine, of which there is one.
     included = args.include or args.i
     slots = [len(node.partition(":")[2].split(",")) for node in included.split("@") if included]
     nodes = abs(int(args.num_nodes.rpartition(":")[2]))
-    on_each = args.num_gpus if args.num_gpus > 0 else place.cards or 1
+    on_each = args.num_gpus if args.num_gpus > 0 else place.gpus or 1
     return _deepspeed_start(args, _Started("deepspeed", place, slots or [on_each] * nodes))
 
 
-def _deepspeed_node(arguments: Sequence[str], place: Place) -> Start:
+def _deepspeed_node(arguments: Sequence[str], place: ProcessSelection) -> ProcessStart:
     """Return what `deepspeed` starts on each machine (deepspeed/launcher/launch.py of 0.17)."""
     parser = argparse.ArgumentParser(prog="deepspeed.launcher.launch")
     for flag in ("--node_rank", "--min_elastic_nodes", "--max_elastic_nodes", "--save_pid"):
@@ -244,8 +244,8 @@ def _deepspeed_node(arguments: Sequence[str], place: Place) -> Start:
     _deepspeed_both(parser)
     args = parser.parse_args(list(arguments))
     try:
-        cards = json.loads(base64.urlsafe_b64decode(args.world_info))
-        processes = list(map(len, cards.values()))
+        gpus = json.loads(base64.urlsafe_b64decode(args.world_info))
+        processes = list(map(len, gpus.values()))
     except (ValueError, AttributeError, TypeError) as error:
         raise UsageError("--world_info cannot be read", value=args.world_info, hint="it is base64 of JSON") from error
     return _deepspeed_start(args, _Started("deepspeed.launcher.launch", place, processes))
@@ -259,7 +259,7 @@ def _deepspeed_both(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("training_script_args", nargs=argparse.REMAINDER)
 
 
-def _deepspeed_start(args: argparse.Namespace, started: _Started) -> Start:
+def _deepspeed_start(args: argparse.Namespace, started: _Started) -> ProcessStart:
     environment = {
         "RANK": str(started.rank),
         "LOCAL_RANK": str(started.local_rank),

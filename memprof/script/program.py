@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from memprof.errors import MemprofError, UsageError
 from memprof.patching.patch_set import PatchSet
-from memprof.script.stop import Ended, ScriptOutcome, StopRule, StopRun
+from memprof.script.stop import EndReason, ScriptOutcome, StopRule, StopRun
 
 if TYPE_CHECKING:
     from memprof.script.exits import ExitHandlers
-    from memprof.script.launchers import Place, Start
+    from memprof.script.launchers import ProcessSelection, ProcessStart
 
 _OWN = str(Path(__file__).resolve().parent.parent) + os.sep
 _LAUNCH = (_OWN, runpy.__file__, "<frozen runpy>")
@@ -83,20 +83,20 @@ class Program:
                 "this package is no program", value=self.name, hint="it has no __main__ module: name a module in it"
             )
 
-    def start(self, place: Place | None = None) -> Start | ScriptOutcome:
+    def start(self, place: ProcessSelection | None = None) -> ProcessStart | ScriptOutcome:
         """Return the one process of the program that is run, or how a launcher's own parser ended (`--help`).
 
         Raises UsageError where there is no such process, or too few GPUs for it.
         """
         from memprof.script import launchers
 
-        place = place or launchers.Place()
+        place = place or launchers.ProcessSelection()
         launcher = self._launcher()
         if launcher is None:
             return launchers.start_by_hand(self.name, self.arguments, self.is_module, place)
         ask, arguments = launcher
         try:
-            found: Start = ask(arguments, place)
+            found: ProcessStart = ask(arguments, place)
             Program(found.name, found.arguments, found.is_module).check()
             return found
         except UsageError:
@@ -104,11 +104,13 @@ class Program:
         except BaseException as error:
             return _ended_by(error)
 
-    def run(self, rule: StopRule, handlers: ExitHandlers | None = None, start: Start | None = None) -> ScriptOutcome:
+    def run(
+        self, rule: StopRule, handlers: ExitHandlers | None = None, start: ProcessStart | None = None
+    ) -> ScriptOutcome:
         """Run it in this process to its end, or until `rule` stops it; nothing that it raises comes through.
 
         Its own `handlers` for its end are run then; None: they are left to this process. `start` is the process that is
-        run, if it was asked for before.
+        run, if it was requested before.
         """
         environment = dict(os.environ)
         try:
@@ -117,7 +119,7 @@ class Program:
                 return found
             if start is None and self.has_launcher and found.size > 1:
                 raise UsageError(
-                    f"several processes are run together, or one of them on a virtual card: there are {found.size}",
+                    f"several processes are run together, or one of them on a virtual GPU: there are {found.size}",
                     value=" ".join(self.command),
                     hint="memprof run does both; or ask the launcher for one process",
                 )
@@ -139,11 +141,11 @@ class Program:
                         left = runpy.run_module(self.name, run_name="__main__", alter_sys=True)
                     else:
                         left = runpy.run_path(self.name, run_name="__main__")
-                outcome = ScriptOutcome(Ended.EXIT, 0, kept=left)
+                outcome = ScriptOutcome(EndReason.EXIT, 0, kept=left)
             except BaseException as error:
                 outcome = _ended_by(error)
             left_at_end = None if handlers is None else handlers.run()
-            if left_at_end is not None and outcome.ended is Ended.EXIT:
+            if left_at_end is not None and outcome.ended is EndReason.EXIT:
                 outcome = _ended_by(left_at_end)
             if os.getpid() != process:
                 _end_fork(outcome)
@@ -186,7 +188,7 @@ def _end_fork(outcome: ScriptOutcome) -> NoReturn:
 
 def _spec_of(name: str) -> ModuleSpec | None:
     """Return where the module `name` is. The packages around it are not imported, as importlib.util.find_spec would:
-    they are the program's, which is to find its card and arguments."""
+    they are the program's, which is to find its GPU and arguments."""
     first, *parts = name.split(".")
     try:
         found = importlib.util.find_spec(first)
@@ -203,10 +205,10 @@ def _ended_by(error: BaseException) -> ScriptOutcome:
     if stop is not None:
         return ScriptOutcome(stop.why, 0, kept=error)
     if isinstance(error, SystemExit):
-        return ScriptOutcome(Ended.EXIT, _exit_code(error), kept=error)
+        return ScriptOutcome(EndReason.EXIT, _exit_code(error), kept=error)
     if isinstance(error, KeyboardInterrupt):
-        return ScriptOutcome(Ended.INTERRUPTED, 130, error)
-    return ScriptOutcome(Ended.NOT_SIMULATED if isinstance(error, MemprofError) else Ended.ERROR, 1, error)
+        return ScriptOutcome(EndReason.INTERRUPTED, 130, error)
+    return ScriptOutcome(EndReason.NOT_SIMULATED if isinstance(error, MemprofError) else EndReason.ERROR, 1, error)
 
 
 def _stop_behind(error: BaseException) -> StopRun | None:

@@ -2,7 +2,7 @@
 
 They are forked once torch is imported, so that what it takes is there once, and each has a line to this process, in
 which they meet (exchange.py). A process that is told to end has some seconds for it, and is killed then, with all that
-it has started; if this process dies, so do they.
+it has started; if this process ends, so do they.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ import torch
 from memprof.device.host import available_bytes
 from memprof.errors import MemprofError, UsageError
 from memprof.script.exchange import PEER, Exchange
-from memprof.script.stop import Ended, StopRun
+from memprof.script.stop import EndReason, StopRun
 from memprof.units import format_bytes
-from memprof.virtual.children import refusals_of
 from memprof.virtual.peers.channel import Channel
+from memprof.virtual.subprocesses import refusal_file_prefix
 
 # Seconds that a rank may wait for one that runs: as long as NCCL's watchdog does (kProcessGroupNCCLDefaultTimeout of
 # torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp).
@@ -49,10 +49,10 @@ _INTERRUPTED = 130
 
 
 @dataclass(frozen=True, slots=True)
-class Ran:
-    """What a process gives back; its fields can be pickled."""
+class RankResult:
+    """What a process returns; its fields can be pickled."""
 
-    ended: Ended
+    ended: EndReason
     exit_code: int
     result: Any = None
     said: str = ""  # a traceback, where it failed
@@ -76,7 +76,7 @@ class _Process:
 
     def __init__(self, rank: int, pid: int, line: Connection) -> None:
         self.rank, self.pid, self.line = rank, pid, line
-        self.ran: Ran | None = None
+        self.ran: RankResult | None = None
         self.status: int | None = None  # how it ended, as `waitpid` has it; None: it has not been seen to
 
     def has_ended(self, *, wait: bool = False) -> bool:
@@ -95,11 +95,11 @@ class _Process:
 def run_together(
     ranks: Sequence[int],
     size: int,
-    body: Callable[[Channel], Ran],
+    body: Callable[[Channel], RankResult],
     *,
     longest_wait: float = LONGEST_WAIT,
     step_wait: float = LONGEST_WAIT,
-) -> tuple[dict[int, Ran], MemprofError | None]:
+) -> tuple[dict[int, RankResult], MemprofError | None]:
     """Run `body` in a process for each of `ranks`, which may talk to each other.
 
     Args:
@@ -110,7 +110,7 @@ def run_together(
         step_wait: seconds after which one that has shown enough makes another step, for that which the others need.
 
     Returns:
-        What each gave back, and what was found wrong between them.
+        What each released, and what was found wrong between them.
     """
     processes: list[_Process] = []
     ending = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
@@ -142,7 +142,7 @@ def run_together(
             time.sleep(0.02)
         for process in processes:
             process.signal(signal.SIGKILL)
-            for left in Path(tempfile.gettempdir()).glob(f"{refusals_of(process.pid)}*"):
+            for left in Path(tempfile.gettempdir()).glob(f"{refusal_file_prefix(process.pid)}*"):
                 left.unlink(missing_ok=True)
         signal.signal(signal.SIGTERM, ending)
 
@@ -158,7 +158,7 @@ def _block_sigterm() -> Iterator[None]:
 
 
 def _run_child(
-    line: Connection, rank: int, ranks: Sequence[int], size: int, body: Callable[[Channel], Ran]
+    line: Connection, rank: int, ranks: Sequence[int], size: int, body: Callable[[Channel], RankResult]
 ) -> NoReturn:
     code, process = 1, os.getpid()
     try:
@@ -200,12 +200,12 @@ def _run_child(
 
 
 def _stop(why: str) -> NoReturn:
-    raise StopRun(Ended(why))
+    raise StopRun(EndReason(why))
 
 
 def _serve(
     processes: Sequence[_Process], longest_wait: float, step_wait: float
-) -> tuple[dict[int, Ran], MemprofError | None]:
+) -> tuple[dict[int, RankResult], MemprofError | None]:
     by_rank = {process.rank: process for process in processes}
     living = {process.line: process for process in processes}
     since: dict[int, float] = {}
@@ -257,7 +257,7 @@ def _serve(
                 )
             next(deadlines)
         except KeyboardInterrupt:
-            exchange.stop(Ended.INTERRUPTED.value)
+            exchange.stop(EndReason.INTERRUPTED.value)
             for process in living.values():
                 process.signal(signal.SIGINT)
     return {process.rank: process.ran for process in processes if process.ran is not None}, exchange.problem
@@ -322,10 +322,10 @@ def _deadlines(exchange: Exchange, living: dict[Connection, _Process]) -> Iterat
         yield
 
 
-def _on_end(process: _Process, ran: Ran, exchange: Exchange) -> None:
-    if ran.ended in (Ended.ERROR, Ended.NOT_SIMULATED, Ended.REFUSED) or ran.exit_code:
+def _on_end(process: _Process, ran: RankResult, exchange: Exchange) -> None:
+    if ran.ended in (EndReason.ERROR, EndReason.NOT_SIMULATED, EndReason.REFUSED) or ran.exit_code:
         exchange.stop(PEER)
-    elif ran.ended in (Ended.TIMEOUT, Ended.INTERRUPTED):
+    elif ran.ended in (EndReason.TIMEOUT, EndReason.INTERRUPTED):
         exchange.stop(ran.ended.value)
     exchange.leave(process.rank, "has ended")
 
@@ -334,7 +334,7 @@ def _on_death(process: _Process, exchange: Exchange) -> None:
     process.has_ended(wait=True)
     code = os.waitstatus_to_exitcode(process.status or 0)
     if code == _INTERRUPTED:
-        exchange.stop(Ended.INTERRUPTED.value)
+        exchange.stop(EndReason.INTERRUPTED.value)
     name = signal.Signals(-code).name if code < 0 else ""
     how = f"was killed by {name}" if name else f"ended without a word, with exit code {code}"
     if exchange.why is None:

@@ -11,15 +11,15 @@ from dataclasses import dataclass, field
 from types import FrameType
 
 
-class Ended(enum.StrEnum):
+class EndReason(enum.StrEnum):
     """Why a script no longer runs."""
 
-    STEPS = "steps"  # it has made the steps that were asked for
+    STEPS = "steps"  # it has made the steps that were requested
     TIMEOUT = "timeout"
     EXIT = "exit"  # it came to its end, or called sys.exit
     ERROR = "error"  # it raised
     NOT_SIMULATED = "not simulated"  # it did what memprof refuses, for it cannot be simulated
-    REFUSED = "refused"  # it raised because the card was full
+    REFUSED = "refused"  # it raised because the GPU was full
     INTERRUPTED = "interrupted"
     # It was stopped because another rank of the program failed, or a call of theirs did not agree.
     PEER = "another rank"
@@ -28,7 +28,7 @@ class Ended(enum.StrEnum):
 class StopRun(BaseException):
     """Ends the script. Not an Exception: a script that survives its own errors is not to survive this."""
 
-    def __init__(self, why: Ended) -> None:
+    def __init__(self, why: EndReason) -> None:
         super().__init__(f"memprof has seen enough ({why.value})")
         self.why = why
 
@@ -75,7 +75,7 @@ class StopRule:
         if self.steps is None or progress.completed < self.steps:
             return
         if agreed(not (self.goes_on and self._is_worth_more(self.steps, progress))):
-            raise StopRun(Ended.STEPS)
+            raise StopRun(EndReason.STEPS)
 
     def _is_worth_more(self, steps: int, progress: Progress) -> bool:
         """Return whether one more step may change the answer, or costs next to nothing."""
@@ -95,7 +95,7 @@ class StopRule:
             return
 
         def stop(number: int, frame: FrameType | None) -> None:
-            raise StopRun(Ended.TIMEOUT)
+            raise StopRun(EndReason.TIMEOUT)
 
         before = signal.signal(signal.SIGALRM, stop)
         # Again and again: an exception that is raised where nothing may be raised (a finalizer) is lost.
@@ -119,7 +119,7 @@ def stopping_from_threads() -> Iterator[Callable[[], None]]:
 
     def stop(number: int, frame: FrameType | None) -> None:
         if not over.is_set():
-            raise StopRun(Ended.ERROR)
+            raise StopRun(EndReason.ERROR)
 
     def send() -> None:
         # Again and again, as the clock does.
@@ -146,10 +146,10 @@ def stopping_from_threads() -> Iterator[Callable[[], None]]:
 class ScriptOutcome:
     """How a script ended."""
 
-    ended: Ended
+    ended: EndReason
     exit_code: int  # the script's own: 0 where it was stopped, 1 where it raised
     error: BaseException | None = None  # what it raised
-    # Its variables, or the exception whose frames hold them: what is alive at the end is not to die of the end.
+    # Its variables, or the exception whose frames hold them: what is live at the end is not to die of the end.
     kept: object = field(default=None, repr=False, compare=False)
     # Training steps that it would have made in all, where it was stopped; None: that is not known.
     planned_steps: int | None = None

@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator
 from memprof.errors import MemprofError
 from memprof.patching.patch_set import Patch
 from memprof.script.stop import StopRun
-from memprof.watch.failure import KernelError, TracingError, ended_by_refusal, finds_no_card
+from memprof.watch.failure import KernelError, TracingError, is_caused_by_oom, is_missing_gpu_error
 
 _NOTE = (
     "memprof: raised in {thread}, which does not see the virtual GPU: only threads that the program starts do.\n"
-    "  hint:  have the thread make host tensors, and move them to the card where the program trains"
+    "  hint:  have the thread make host tensors, and move them to the GPU where the program trains"
 )
 
 
@@ -39,7 +39,7 @@ class ThreadWatch:
             elif error is None or not _ends_the_run(error):
                 original(args)
             elif self.error is None:
-                if finds_no_card(error):
+                if is_missing_gpu_error(error):
                     thread = "another thread" if args.thread is None else f"thread {args.thread.name!r}"
                     error.add_note(_NOTE.format(thread=thread))
                 self.error = error
@@ -50,4 +50,4 @@ class ThreadWatch:
 
 def _ends_the_run(error: BaseException) -> bool:
     refused = isinstance(error, (MemprofError, KernelError, TracingError))
-    return refused or finds_no_card(error) or ended_by_refusal(error)
+    return refused or is_missing_gpu_error(error) or is_caused_by_oom(error)

@@ -1,7 +1,7 @@
 """A trace as a snapshot: its requests through the allocator, written down as torch's recorder would.
 
 What the allocator did comes from its replay, so addresses, segments and out-of-memory errors are those of the run on
-the card that the trace names. A trace has no clock: event i of the trace happens at microsecond i.
+the GPU that the trace names. A trace has no clock: event i of the trace happens at microsecond i.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from memprof.allocator import (
     AllocatorConfig,
     Block,
     CachingAllocator,
-    CardMemory,
     Completion,
+    GpuMemory,
     OutOfMemory,
     SimulatedDriver,
 )
@@ -48,7 +48,7 @@ _PARTS = {
 
 
 @dataclass(slots=True)
-class Slice:
+class TimelineSlice:
     """A stretch of time with a name, in microseconds; slices of one track nest."""
 
     name: str
@@ -63,15 +63,15 @@ class Converted:
 
     snapshot: Snapshot
     origins: list[Origin | None]  # of each allocation, in order
-    slices: list[Slice] = field(default_factory=list)
+    slices: list[TimelineSlice] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)  # events of the snapshot at which a training step begins
 
 
 class _WritingDriver(SimulatedDriver):
-    """Writes down what is taken from the card and given back."""
+    """Writes down what is taken from the GPU and released."""
 
-    def __init__(self, card: CardMemory | None, events: list[SnapshotEvent]) -> None:
-        super().__init__(*((None,) if card is None else (card.total_bytes, card.context_bytes)))
+    def __init__(self, gpu: GpuMemory | None, events: list[SnapshotEvent]) -> None:
+        super().__init__(*((None,) if gpu is None else (gpu.total_bytes, gpu.context_bytes)))
         self.events = events
         self.time = 0
         self.stack: Stack = ()
@@ -105,23 +105,23 @@ class _WritingDriver(SimulatedDriver):
         self.events.append(SnapshotEvent(action, address, size, stream, DEFAULT_POOL, self.time, self.stack))
 
 
-def snapshot_of(trace: Trace, config: AllocatorConfig, card: CardMemory | None) -> Converted:
-    """Return `trace`, simulated or measured, as torch would have recorded it with `config` on one card (None: no
+def convert_to_snapshot(trace: Trace, config: AllocatorConfig, gpu: GpuMemory | None) -> Converted:
+    """Return `trace`, simulated or measured, as torch would have recorded it with `config` on one GPU (None: no
     limit).
 
-    After its first out-of-memory error, which is written down, the run goes on on a card without limit, unless it went
-    on without what it had asked for.
+    After its first out-of-memory error, which is written down, the run goes on on a GPU without limit, unless it went
+    on without what it had requested.
     """
-    found = _convert(trace, config, card, endless=False)
+    found = _convert(trace, config, gpu, endless=False)
     if config.expandable_segments and any(event.action is Action.OOM for event in found.snapshot.traces[0]):
-        # Beyond the card, the address space that torch reserves for the card must not be a limit either.
-        found = _convert(trace, config, card, endless=True)
+        # Beyond the GPU, the address space that torch reserves for the GPU must not be a limit either.
+        found = _convert(trace, config, gpu, endless=True)
     return found
 
 
-def _convert(trace: Trace, config: AllocatorConfig, card: CardMemory | None, *, endless: bool) -> Converted:
+def _convert(trace: Trace, config: AllocatorConfig, gpu: GpuMemory | None, *, endless: bool) -> Converted:
     events: list[SnapshotEvent] = []
-    driver = _WritingDriver(card, events)
+    driver = _WritingDriver(gpu, events)
     allocator = CachingAllocator(driver.total_bytes, config, driver=driver, completion=Completion.ORDERED)
     if endless:
         allocator.segment_store.address_space = UNKNOWN_SPACE
@@ -247,25 +247,25 @@ class _Origins:
         )
 
 
-def slices(trace: Trace) -> list[Slice]:
+def slices(trace: Trace) -> list[TimelineSlice]:
     """Stages, and calls of modules, of a trace."""
     found = []
     for span in spans(trace):
         step = f" (step {span.step})" if span.step else ""
-        found.append(Slice(f"{span.name}{step}", span.begin, span.end, "stages"))
+        found.append(TimelineSlice(f"{span.name}{step}", span.begin, span.end, "stages"))
     open_calls: list[tuple[int, int]] = []
-    calls: list[Slice] = []
+    calls: list[TimelineSlice] = []
     for time, event in enumerate(trace.events):
         if event.kind is EventKind.ENTER:
             open_calls.append((event.ref, time))
         elif event.kind is EventKind.EXIT and open_calls and any(ref == event.ref for ref, _ in open_calls):
             while open_calls:  # a module that left by an exception takes those inside along
                 ref, begin = open_calls.pop()
-                calls.append(Slice(_module_name(trace, ref), begin, time, "modules"))
+                calls.append(TimelineSlice(_module_name(trace, ref), begin, time, "modules"))
                 if ref == event.ref:
                     break
     for ref, begin in reversed(open_calls):
-        calls.append(Slice(_module_name(trace, ref), begin, len(trace.events), "modules"))
+        calls.append(TimelineSlice(_module_name(trace, ref), begin, len(trace.events), "modules"))
     return found + sorted(calls, key=lambda call: (call.begin, -call.end))
 
 
@@ -299,7 +299,7 @@ def _settings(config: AllocatorConfig) -> dict[str, Any]:
     }
 
 
-def _annotations(found: list[Slice]) -> list[dict[str, object]]:
+def _annotations(found: list[TimelineSlice]) -> list[dict[str, object]]:
     """Return the stages as torch writes record_function: a START and an END each."""
     notes: list[dict[str, object]] = []
     for one in found:

@@ -1,4 +1,4 @@
-"""One moment of a recording: what is alive and who made it, and how segments are filled."""
+"""One moment of a recording: what is live and who made it, and how segments are filled."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from bisect import bisect_left
 from collections import Counter, defaultdict
 from dataclasses import dataclass, fields
 
-from memprof.allocator.rebuild import Range, Ranges
+from memprof.allocator.initial_state import Range, Ranges
 from memprof.allocator.rounding import SMALL_BUFFER
 from memprof.ledger.categories import Category
-from memprof.snapshots.recording import Life, Recording
+from memprof.snapshots.recording import BlockLife, Recording
 from memprof.trace.columns import SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP
 from memprof.trace.events import without_numbers
 from memprof.units import KIB, MIB
@@ -26,7 +26,7 @@ _SIZE_CLASSES = (
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Blocks of one category alive at a moment that have the same line, module or size class."""
+    """Blocks of one category live at a moment that have the same line, module or size class."""
 
     key: str
     allocated_bytes: int  # Of their blocks.
@@ -43,10 +43,10 @@ class SegmentUse(Range):
 
     used: int
     largest_free: int
-    # Free bytes that torch.cuda.empty_cache() gives back: the whole segment if nothing lives in it, and of an
+    # Free bytes that torch.cuda.empty_cache() releases: the whole segment if nothing lives in it, and of an
     # expandable one every free mapping unit.
     releasable: int
-    live: tuple[Life, ...]  # its blocks in use, by address
+    live: tuple[BlockLife, ...]  # its blocks in use, by address
 
     @property
     def free(self) -> int:
@@ -72,17 +72,17 @@ class Fragmentation:
     reserved_bytes: int
     used_bytes: int  # Blocks in use, those that wait for other streams among them.
     free_bytes: int  # Cached: `releasable_bytes` and `pinned_bytes`.
-    rounding_bytes: int  # In use and not asked for: rounding to 512 bytes, and remainders that are not split off.
-    releasable_bytes: int  # What torch.cuda.empty_cache() would give back, and torch itself before it fails.
+    rounding_bytes: int  # In use and not requested: rounding to 512 bytes, and remainders that are not split off.
+    releasable_bytes: int  # What torch.cuda.empty_cache() would release, and torch itself before it fails.
     pinned_bytes: int  # Free, but kept by live blocks in the same segments.
     largest_free_bytes: int
     segments: int
     nearly_empty_segments: int
 
 
-def group(lives: list[Life], by: str) -> list[Group]:
+def group(lives: list[BlockLife], by: str) -> list[Group]:
     """`lives` by one of BY, and by category, largest first."""
-    members: dict[tuple[str, Category], list[Life]] = defaultdict(list)
+    members: dict[tuple[str, Category], list[BlockLife]] = defaultdict(list)
     for life in lives:
         members[_key(life, by), life.category].append(life)
     found = []
@@ -106,7 +106,7 @@ def group(lives: list[Life], by: str) -> list[Group]:
     return sorted(found, key=lambda one: (-one.allocated_bytes, one.key, one.category))
 
 
-def _key(life: Life, by: str) -> str:
+def _key(life: BlockLife, by: str) -> str:
     if by == "frame":
         source = life.origin.source
         return source if ":" in source else without_numbers(source)
@@ -117,7 +117,7 @@ def _key(life: Life, by: str) -> str:
     return next((name for limit, name in _SIZE_CLASSES if life.size <= limit), "1 GiB and more")
 
 
-def segments_at(recording: Recording, event: int, alive: list[Life]) -> list[SegmentUse]:
+def segments_at(recording: Recording, event: int, alive: list[BlockLife]) -> list[SegmentUse]:
     """Return the segments after `event`, by address, filled with `alive`."""
     ranges = Ranges(recording.final, recording.replay.config)
     for later in reversed(recording.events.places(SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP)):

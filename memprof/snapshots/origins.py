@@ -218,7 +218,7 @@ def calls_of(origin: Origin) -> list[tuple[str, str]]:
     return [(outer, line.partition(":")[0]) for outer, line in zip(["", *chain], chain, strict=False)]
 
 
-def guess(origin: Origin, *, outlives: bool, saved: bool = False, kept_bytes: int | None = None) -> Category:
+def guess_category(origin: Origin, *, outlives: bool, saved: bool = False, kept_bytes: int | None = None) -> Category:
     """Return the use of a block.
 
     Args:

@@ -7,10 +7,10 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from memprof.allocator import Recorded, replay_snapshot
+from memprof.allocator import SnapshotReplay, replay_snapshot
 from memprof.allocator.rounding import round_size
 from memprof.ledger.categories import Category
-from memprof.snapshots.origins import UNKNOWN, Origin, Part, calls_of, guess, origin_of
+from memprof.snapshots.origins import UNKNOWN, Origin, Part, calls_of, guess_category, origin_of
 from memprof.trace.columns import (
     ALLOC,
     FREE_COMPLETED,
@@ -30,7 +30,7 @@ BEFORE = -1  # as an event: before the recording began
 
 
 @dataclass(slots=True)
-class Life:
+class BlockLife:
     """A block from its allocation to its end. Events are indices of the device's trace."""
 
     address: int
@@ -60,15 +60,15 @@ class Recording:
     device: int
     events: EventColumns
     final: list[SnapshotSegment]
-    replay: Recorded
-    lives: list[Life] = field(default_factory=list)  # in order of birth; those of the beginning first, by address
+    replay: SnapshotReplay
+    lives: list[BlockLife] = field(default_factory=list)  # in order of birth; those of the beginning first, by address
     # After each event, of blocks that are in use or wait for other streams (torch's `requested_bytes`).
     requested: array[int] = field(default_factory=lambda: array("q"))
     # After each event, of blocks handed out (`allocated_bytes`).
     allocated: array[int] = field(default_factory=lambda: array("q"))
     reserved: array[int] = field(default_factory=lambda: array("q"))  # after each event, of segments (`reserved_bytes`)
     start: tuple[int, int, int] = (0, 0, 0)  # requested, allocated and reserved before the first event
-    orphans: int = 0  # events that do not fit to what went before: parts of the recording are lost
+    unmatched_events: int = 0  # events that do not fit to what went before: parts of the recording are lost
     steps: Steps | None = None  # where steps begin, if that could be told
     stages: list[tuple[str, int, int]] = field(default_factory=list)  # name, begin, end (exclusive); outer ones first
     exact_origins: bool = False  # modules and categories are known, not guessed: a capture of memprof
@@ -93,7 +93,7 @@ class Recording:
             return before, BEFORE
         return highest, values.index(highest)
 
-    def alive(self, event: int) -> list[Life]:
+    def alive(self, event: int) -> list[BlockLife]:
         """Return blocks in use after `event`, in order of birth."""
         return [life for life in self.lives if life.born <= event < life.gone]
 
@@ -107,7 +107,7 @@ def recordings(snapshot: Snapshot, origins: Sequence[Origin | None] | None = Non
 class _Walk:
     """Goes through the events of one device once."""
 
-    def __init__(self, snapshot: Snapshot, replay: Recorded, origins: Sequence[Origin | None] | None) -> None:
+    def __init__(self, snapshot: Snapshot, replay: SnapshotReplay, origins: Sequence[Origin | None] | None) -> None:
         device = replay.device
         self.origins = origins
         self.known: dict[int, Origin] = {}  # by identity of the stack: hashing a hundred frames for each block is dear
@@ -121,14 +121,14 @@ class _Walk:
             for block in segment.blocks
             if block.state is not BlockState.INACTIVE
         }
-        self.live: dict[int, Life] = {}
+        self.live: dict[int, BlockLife] = {}
 
     def run(self) -> Recording:
         found = self.found
         requested = allocated = 0
         for address, block in sorted(found.replay.start.live.items()):
             size = round_size(block.requested) if block.size is None else block.size
-            life = Life(address, block.requested, size, 0, BEFORE, (), UNKNOWN)
+            life = BlockLife(address, block.requested, size, 0, BEFORE, (), UNKNOWN)
             if block.pending:
                 life.freed = BEFORE
             else:
@@ -149,7 +149,7 @@ class _Walk:
             if action == ALLOC:
                 old = live.pop(address, None)
                 if old is not None:  # its end was not recorded
-                    found.orphans += 1
+                    found.unmatched_events += 1
                     requested -= old.requested
                     allocated -= old.size if old.freed == NEVER else 0
                     old.freed = min(old.freed, index)
@@ -162,7 +162,7 @@ class _Walk:
                 else:
                     origin = named[which] or self.of_stack(stack)
                     named[which] = origin
-                life = Life(address, size, block_size, events.streams[index], index, stack, origin)
+                life = BlockLife(address, size, block_size, events.streams[index], index, stack, origin)
                 number += 1
                 live[address] = life
                 lives.append(life)
@@ -171,14 +171,14 @@ class _Walk:
             elif action == FREE_REQUESTED:
                 held = live.get(address)
                 if held is None or held.freed != NEVER:
-                    found.orphans += 1
+                    found.unmatched_events += 1
                 else:
                     held.freed = index
                     allocated -= held.size
             elif action == FREE_COMPLETED:
                 held = live.pop(address, None)
                 if held is None:
-                    found.orphans += 1
+                    found.unmatched_events += 1
                 else:
                     if held.freed == NEVER:
                         held.freed = index
@@ -230,12 +230,12 @@ class _Walk:
             cut = following < len(refused) and refused[following] < life.freed
             outlives = life.born == BEFORE or life.freed > ends[life.born] or cut
             saved = outlives and BEFORE < life.freed < len(parts) and parts[life.freed] is Part.BACKWARD
-            life.category = guess(
+            life.category = guess_category(
                 life.origin, outlives=outlives, saved=saved, kept_bytes=life.requested if life.freed == NEVER else None
             )
 
 
-def _parts(lives: list[Life], count: int) -> tuple[list[Part | None], array[int]]:
+def _parts(lives: list[BlockLife], count: int) -> tuple[list[Part | None], array[int]]:
     """For every event, the part of the step that it lies in, and the event that a block must live beyond to outlive it.
 
     That is the first allocation of the next part; of a backward pass its own last, as an optimizer may allocate nothing
@@ -258,7 +258,7 @@ def _parts(lives: list[Life], count: int) -> tuple[list[Part | None], array[int]
     return parts, ends
 
 
-def _end_calls(lives: list[Life], ends: array[int]) -> None:
+def _end_calls(lives: list[BlockLife], ends: array[int]) -> None:
     """Let `ends` be no later than the next allocation outside the module's call that the event lies in."""
     running: list[tuple[tuple[str, str], list[int]]] = []
     known: dict[int, list[tuple[str, str]]] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable
 
-from memprof.snapshots.from_trace import Slice
+from memprof.snapshots.from_trace import TimelineSlice
 from memprof.snapshots.origins import UNKNOWN
 from memprof.snapshots.recording import BEFORE, Recording
 from memprof.trace.columns import NO_TIME
@@ -23,17 +23,17 @@ def event_times(recording: Recording) -> list[int]:
     return times
 
 
-def name_stages(recording: Recording, stages: Iterable[Slice]) -> None:
+def name_stages(recording: Recording, stages: Iterable[TimelineSlice]) -> None:
     """Put `stages`, in microseconds, on the events of `recording`."""
     named = sorted(stages, key=lambda one: (one.begin, -one.end))
     times = event_times(recording) if named else []
     recording.stages = [(one.name, bisect_left(times, one.begin), bisect_left(times, one.end)) for one in named]
 
 
-def annotated(recording: Recording, annotations: Iterable[dict[str, object]]) -> list[Slice]:
+def annotated(recording: Recording, annotations: Iterable[dict[str, object]]) -> list[TimelineSlice]:
     """Return what torch.profiler.record_function and the optimizer annotated on this device."""
     begun: dict[str, list[int]] = {}
-    found: list[Slice] = []
+    found: list[TimelineSlice] = []
     for note in annotations:
         name, time = note.get("name"), note.get("time_us")
         if note.get("device", 0) != recording.device or not isinstance(name, str) or not isinstance(time, int):
@@ -41,11 +41,11 @@ def annotated(recording: Recording, annotations: Iterable[dict[str, object]]) ->
         if note.get("stage") == "START":
             begun.setdefault(name, []).append(time)
         elif note.get("stage") == "END" and begun.get(name):
-            found.append(Slice(name, begun[name].pop(), time, "stages"))
+            found.append(TimelineSlice(name, begun[name].pop(), time, "stages"))
     return sorted(found, key=lambda one: (one.begin, -one.end))
 
 
-def slices_of(recording: Recording, annotations: Iterable[dict[str, object]] = ()) -> list[Slice]:
+def slices_of(recording: Recording, annotations: Iterable[dict[str, object]] = ()) -> list[TimelineSlice]:
     """Return what annotations and stacks say of a snapshot's time.
 
     Without a clock or annotations, stages are the parts of a step (forward, backward, optimizer step). A module's slice
@@ -64,9 +64,9 @@ def slices_of(recording: Recording, annotations: Iterable[dict[str, object]] = (
             else:
                 if found:
                     found[-1].end = time
-                found.append(Slice(part, time, time, "stages"))
-    running: list[Slice] = []
-    done: list[Slice] = []
+                found.append(TimelineSlice(part, time, time, "stages"))
+    running: list[TimelineSlice] = []
+    done: list[TimelineSlice] = []
     for life in born:
         chain = life.origin.module.split(" > ") if life.origin.in_module else []
         time = times[life.born]
@@ -76,7 +76,7 @@ def slices_of(recording: Recording, annotations: Iterable[dict[str, object]] = (
         while len(running) > same:
             done.append(running.pop())
             done[-1].end = time
-        running += [Slice(name, time, time, "modules") for name in chain[same:]]
+        running += [TimelineSlice(name, time, time, "modules") for name in chain[same:]]
     for one in running:
         one.end = times[-1]
     return found + sorted(done + running, key=lambda one: (one.begin, -one.end))

@@ -16,7 +16,7 @@ from itertools import pairwise, takewhile
 
 from memprof.ledger.categories import Category
 from memprof.snapshots.origins import MODULE_CALLS, package_of
-from memprof.snapshots.recording import BEFORE, NEVER, Life, Recording, Steps
+from memprof.snapshots.recording import BEFORE, NEVER, BlockLife, Recording, Steps
 from memprof.trace.snapshot import Frame, Stack
 
 LEAST_STEPS = 3  # fewer cannot show that something goes on
@@ -38,7 +38,7 @@ class Leak:
     source: str
     module: str
     op: str
-    allocated_bytes: int  # Of all that are alive at the end.
+    allocated_bytes: int  # Of all that are live at the end.
     count: int
     per_step_bytes: int  # What a step leaves behind, in the middle of all steps.
     steps: int  # Steps that left something.
@@ -124,7 +124,7 @@ def find_leaks(recording: Recording, steps: Steps) -> list[Leak]:
     whole further step and to the end. What replaces its predecessor each step (gradients, optimizer state) does not.
     """
     last = len(steps.begins) - 1
-    survivors: dict[tuple[str, str], list[tuple[int, Life]]] = defaultdict(list)
+    survivors: dict[tuple[str, str], list[tuple[int, BlockLife]]] = defaultdict(list)
     for life in recording.lives:
         if life.born >= steps.begins[0] and life.freed == NEVER:
             step = bisect_right(steps.begins, life.born) - 1

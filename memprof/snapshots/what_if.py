@@ -1,7 +1,7 @@
 """The same requests under other settings: what would have been reserved.
 
-The requests, frees and calls of empty_cache of a recording are fed to a fresh allocator, on a card without limit. What
-was alive when the recording began is asked for first, by address: its own history is not known. So that a difference
+The requests, frees and calls of empty_cache of a recording are fed to a fresh allocator, on a GPU without limit. What
+was live when the recording began is requested first, by address: its own history is not known. So that a difference
 is one of settings alone, the run under its own settings is replayed in the same way.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from memprof.allocator import AllocatorConfig, Block, CachingAllocator, Completion
-from memprof.allocator.rebuild import OTHER_STREAM, Range, completes_at_once
+from memprof.allocator.initial_state import OTHER_STREAM, Range, completes_at_once
 from memprof.snapshots.recording import BEFORE, Recording
 from memprof.trace.columns import ALLOC, FREE_COMPLETED, FREE_REQUESTED, OOM
 from memprof.trace.snapshot import DEFAULT_POOL, PoolId
@@ -36,7 +36,7 @@ class WhatIf:
     after: ReplayOutcome
     saved_bytes: int  # Of peak reserved memory; below 0 if the other settings need more.
     recorded_peak_reserved_bytes: int
-    refused_requests: int  # In the recording; they are left out of both replays.
+    failed_allocations: int  # In the recording; they are left out of both replays.
 
 
 def what_if(recording: Recording, other: AllocatorConfig) -> WhatIf:
@@ -47,12 +47,12 @@ def what_if(recording: Recording, other: AllocatorConfig) -> WhatIf:
         after=after,
         saved_bytes=before.peak_reserved_bytes - after.peak_reserved_bytes,
         recorded_peak_reserved_bytes=recording.peak("reserved")[0],
-        refused_requests=recording.events.actions.count(OOM),
+        failed_allocations=recording.events.actions.count(OOM),
     )
 
 
 def _replay(recording: Recording, config: AllocatorConfig) -> ReplayOutcome:
-    # A card without limit has no fraction and no collection, as the recording's own limit is not known either.
+    # A GPU without limit has no fraction and no collection, as the recording's own limit is not known either.
     allocator = CachingAllocator(None, config, completion=Completion.AT_SYNC)
     private = [run for run in recording.replay.start.ranges if run.pool_id != DEFAULT_POOL]
     private += [Range.of(segment) for segment in recording.final if segment.pool_id != DEFAULT_POOL]

@@ -36,7 +36,7 @@ type_handlers = PrivateName(
 )
 get_handlers = PrivateName(
     "torch._dynamo.variables.torch:TorchInGraphFunctionVariable._get_handlers",
-    without="handlers are made when they are first asked for",
+    without="handlers are made when they are first requested",
 )
 OptimizerVariable = _name("torch._dynamo.variables.optimizer:OptimizerVariable")
 create_stream_context = PrivateName(

@@ -27,7 +27,7 @@ COLUMNS = ("actions", "addresses", "sizes", "streams", "times", "pools", "stacks
 
 
 class EventColumns(Sequence[SnapshotEvent]):
-    """Events in order. As a sequence it gives records, which are made when they are asked for."""
+    """Events in order. As a sequence it gives records, which are made when they are requested."""
 
     def __init__(self) -> None:
         self.actions = array("B")  # places in ACTIONS

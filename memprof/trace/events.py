@@ -14,23 +14,24 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from memprof.trace.facts import Facts
+from memprof.trace.json_values import json_name
 
 NONE = -1  # an index that points nowhere: no module, no source, no forward event
 
-GPU = "cuda:0"  # the device whose memory is profiled; of several cards, the first
+GPU = "cuda:0"  # the device whose memory is profiled; of several GPUs, the first
 
 HOST = "cpu"
 
 CPU = "cpu:0"  # the device of a run that is measured on the CPU. What belongs to the host on any device stays `HOST`.
 
 
-def is_card(device: str) -> bool:
-    """Return whether a device is a card."""
+def is_gpu(device: str) -> bool:
+    """Return whether a device is a GPU."""
     return device.startswith("cuda")
 
 
-def card_index(device: str) -> int:
-    """Return the number of a card: 1 of `cuda:1`."""
+def gpu_index(device: str) -> int:
+    """Return the number of a GPU: 1 of `cuda:1`."""
     return int(device.removeprefix("cuda:"))
 
 
@@ -138,7 +139,9 @@ class Role(enum.StrEnum):
     UNSHARDED = "unsharded parameter"  # A parameter of which each rank has a part, whole for as long as it is used
 
 
-MADE_ANEW = frozenset({Role.INPUT, Role.GRADIENT})  # by each step; all else that has a role is there for the whole run
+ROLES_PER_STEP = frozenset(
+    {Role.INPUT, Role.GRADIENT}
+)  # by each step; all else that has a role is there for the whole run
 
 
 class Owner(NamedTuple):
@@ -157,14 +160,14 @@ class Work(NamedTuple):
     dtype: str
     operations: int  # floating-point operations of one call (a product and its sum are two), of products of matrices
     num_bytes: int  # read and written by one call
-    to_device_bytes: int  # copied from host memory to the card by one call
+    to_device_bytes: int  # copied from host memory to the GPU by one call
     to_host_bytes: int
     calls: int  # how many there were
-    link_bytes: int = 0  # sent to other cards by one call
+    link_bytes: int = 0  # sent to other GPUs by one call
 
 
 class Workspace(NamedTuple):
-    """Memory that a library took for one call and gave back at once: its size is a rule's, and not known."""
+    """Memory that a library took for one call and released at once: its size is a rule's, and not known."""
 
     event: int  # events before it: that of its allocation, unless `num_bytes` is 0
     device: str
@@ -180,7 +183,7 @@ class Use(NamedTuple):
 
 
 class StreamEvent(NamedTuple):
-    """What a stream of a card was given before an event."""
+    """What a stream of a GPU was given before an event."""
 
     device: str
     stream: int
@@ -202,7 +205,7 @@ class Sample(NamedTuple):
     allocated_bytes: int | None  # as torch counts it
     peak_allocated_bytes: int | None  # the highest since the sample before
     reserved_bytes: int | None
-    device_used_bytes: int | None  # of the whole card, by everybody
+    device_used_bytes: int | None  # of the whole GPU, by everybody
     resident_bytes: int | None  # resident memory of the process
 
 
@@ -238,7 +241,7 @@ class Forward(NamedTuple):
 
 
 class Holder(NamedTuple):
-    """What of the program keeps tensors alive that pile up, as seen while it ran."""
+    """What of the program keeps tensors live that pile up, as seen while it ran."""
 
     event: int  # events before it was looked for
     kind: str  # class of the container, such as `list`; "" if a variable or an attribute is the tensor itself
@@ -254,7 +257,7 @@ class Holder(NamedTuple):
     batches: int | None  # length of the only data loader in the functions that were running; None: not known
 
 
-class GraphEnd(NamedTuple):
+class GraphBreak(NamedTuple):
     """Where a graph of torch.compile ends although its function goes on."""
 
     source: str  # `file:line function` of the program
@@ -262,7 +265,7 @@ class GraphEnd(NamedTuple):
     num_bytes: int  # what the graph leaves in memory there for what follows
 
 
-class CompiledKeeps(NamedTuple):
+class CompiledSavedTensors(NamedTuple):
     """Results of one operator that a compiled graph keeps for its backward, and eager code would not."""
 
     graph: int  # of those that keep more, which one
@@ -274,7 +277,7 @@ class CompiledKeeps(NamedTuple):
     again: bool  # whether the program's own backward computes it again
 
 
-class Graphed(NamedTuple):
+class CudaGraphed(NamedTuple):
     """Compiled code that runs in CUDA graphs."""
 
     source: str  # `file:line function` of the program that is compiled, or that calls code of a library's
@@ -283,7 +286,7 @@ class Graphed(NamedTuple):
     sizes: int
 
 
-class Compiling(NamedTuple):
+class CompileStats(NamedTuple):
     """What torch.compile took in a run, on the machine that the run was made on."""
 
     seconds: float  # of Dynamo, AOTAutograd and Inductor, down to the code around kernels; these are not made
@@ -299,7 +302,7 @@ class FailureKind(enum.StrEnum):
     OUT_OF_MEMORY = "out of memory"  # on a real device
     CUSTOM_KERNEL = "custom kernel"  # code below torch: Triton, a C++ or CUDA extension
     TRACING = "tracing"  # a model was exported: its operators would run on tensors of torch's own
-    OTHER_THREAD = "other thread"  # CUDA was asked for where the virtual GPU is not seen
+    OTHER_THREAD = "other thread"  # CUDA was requested where the virtual GPU is not seen
     UNKNOWN_VALUE = "unknown value"  # the program judged a number that is not computed
     REFUSED = "refused"  # the program, or a process that it started, did what memprof does not simulate
     INTERRUPTED = "interrupted"  # by the user
@@ -337,13 +340,14 @@ class Failure(NamedTuple):
 class Trace:
     """The whole record of one run.
 
-    `events` is the time axis, and each other attribute a table of the capture. What is no event (versions, card, what
-    was asked for) is in `facts`.
+    `events` is the time axis, and each other attribute a table of the capture. What is no event (versions, GPU, what
+    was requested) is in `facts`.
     """
 
     source: str = "simulated"
-    device: str = GPU  # the device whose memory is profiled: GPU, another card, or CPU
-    cards: dict[str, bool] = field(default_factory=dict)  # of several: whether each was used, and has a CUDA context
+    device: str = GPU  # the device whose memory is profiled: GPU, another GPU, or CPU
+    # Of several: whether each was used, and has a CUDA context.
+    gpus: dict[str, bool] = field(default_factory=dict, metadata=json_name("cards"))
     events: list[Event] = field(default_factory=list)
     storages: list[Storage] = field(default_factory=list)
     ops: list[str] = field(default_factory=list)
@@ -364,21 +368,22 @@ class Trace:
     # Whether a program that names no phases has called a model with gradients; it may not have come to a backward.
     trains: bool = False
     # Whether the program updates parameters itself, by no optimizer of torch's (those of a simulated run).
-    updates_itself: bool = False
-    cut_short: bool = False  # whether the program ended where the card was full: at the last request for its memory
-    # Storages that the card had no room for, where the program was told so (torch.OutOfMemoryError) and went on. Each
-    # has an ALLOC, when it was asked for, and a FREE right after it.
+    updates_parameters_manually: bool = field(default=False, metadata=json_name("updates_itself"))
+    # Whether the program ended with a failed allocation: the last request for its memory.
+    ended_out_of_memory: bool = field(default=False, metadata=json_name("cut_short"))
+    # Storages that the GPU had no room for, where the program was told so (torch.OutOfMemoryError) and went on. Each
+    # has an ALLOC, when it was requested, and a FREE right after it.
     refused: list[int] = field(default_factory=list)
     forwards: list[Forward] = field(default_factory=list)  # of a program that names no phases of its own
     holders: list[Holder] = field(default_factory=list)  # of what piled up
-    graph_ends: list[GraphEnd] = field(default_factory=list)
-    compiled_keeps: list[CompiledKeeps] = field(default_factory=list)
-    graphed: list[Graphed] = field(default_factory=list)
-    compiling: Compiling | None = None  # None: nothing was compiled, or it was not noted
+    graph_ends: list[GraphBreak] = field(default_factory=list)
+    compiled_keeps: list[CompiledSavedTensors] = field(default_factory=list)
+    graphed: list[CudaGraphed] = field(default_factory=list)
+    compiling: CompileStats | None = None  # None: nothing was compiled, or it was not noted
     others: list[Trace] = field(default_factory=list)  # the other ranks that ran together; what is equal is shared
 
     def on(self, device: str) -> Trace:
-        """Return the same run, seen from another card; what is recorded from now on is in both."""
+        """Return the same run, seen from another GPU; what is recorded from now on is in both."""
         return dataclasses.replace(self, device=device)
 
     def begun(self) -> list[tuple[int, Phase]]:

@@ -1,4 +1,4 @@
-"""What is known of a run beside its events: what was asked for, what it turned out to be, and where it ran.
+"""What is known of a run beside its events: what was requested, what it turned out to be, and where it ran.
 
 A capture keeps the facts, and a report shows them: both write and read them here.
 """
@@ -11,12 +11,12 @@ from typing import Any
 
 from memprof.run_spec import RunSpec
 from memprof.spec import DTYPES, TargetSpec
-from memprof.trace.plain import Plain, fields_from_plain, from_plain, json_name, to_plain
+from memprof.trace.json_values import JsonValue, fields_from_plain, from_plain, json_name, to_plain
 from memprof.version import __version__
 
 
 @dataclass(frozen=True, slots=True)
-class Target(Plain):
+class Target(JsonValue):
     """What `memprof profile` was asked to run, and what that turned out to be; None: not known.
 
     In JSON both are one object, in which what turned out stands in place of what was asked.
@@ -39,7 +39,7 @@ class Target(Plain):
 
     @property
     def spec(self) -> TargetSpec:
-        """Return the spec, with nothing left open that can be asked for."""
+        """Return the spec, with nothing left open that can be requested."""
         return self.asked.edit(**_askable({name: getattr(self, name) for name in _BOTH}))
 
     def to_json(self) -> dict[str, Any]:
@@ -62,7 +62,7 @@ def _askable(values: dict[str, Any]) -> dict[str, Any]:
 _BOTH = [one.name for one in dataclasses.fields(Target) if one.name in TargetSpec.__dataclass_fields__]
 
 
-# How a program may end (`memprof.script.Ended`).
+# How a program may end (`memprof.script.EndReason`).
 ENDINGS = ("steps", "exit", "timeout", "error", "not simulated", "refused", "another rank", "interrupted")
 
 
@@ -74,7 +74,7 @@ class ProgramFacts:
     ended: str  # One of `ENDINGS`.
     exit_code: int | None
     steps: int  # Training steps that it began; none where nothing is learned.
-    fixes: tuple[str, ...]  # Remedies in force.
+    fixes: tuple[str, ...]  # Fixes in force.
     evaluated: bool = True  # Whether it called a model in eval mode; True too where that was not noted.
     asked: RunSpec | None = None  # How it was run; None: a capture of an early release.
     # Training steps that it would have made had it not been stopped, by its loops; None: they do not tell.
@@ -107,7 +107,7 @@ class ShardedGroup:
     shapes: tuple[tuple[int, ...], ...]  # of each parameter, whole
     dtype: str  # in which they are gathered
     views: bool = False  # DDP: whether gradients lie in its buckets (gradient_as_bucket_view)
-    kept: bool = False  # whether the program asked for them to stay whole between forward and backward
+    kept: bool = False  # whether the program requested them to stay whole between forward and backward
     ahead: int = 0  # groups that are gathered while this one computes, as the program asked; 0: as FSDP has it
     unlimited: bool = False  # FullyShardedDataParallel: whether any number may be gathered ahead (limit_all_gathers)
 
@@ -116,7 +116,7 @@ class ShardedGroup:
 class DeviceFacts:
     """The device that a run was on; None: not known."""
 
-    name: str = "a card"
+    name: str = "a GPU"
     total_bytes: int | None = None
     # What is left for the allocator beside the CUDA context, and beside other processes where that was measured.
     usable_bytes: int | None = None
@@ -135,7 +135,7 @@ class AllocatorFacts:
 
 @dataclass(frozen=True, slots=True)
 class OtherProcess:
-    """Another process on the card, as NVML names it."""
+    """Another process on the GPU, as NVML names it."""
 
     pid: int
     name: str
@@ -148,13 +148,13 @@ class NvmlFacts:
 
     reserved_bytes: int | None = None  # what torch had reserved when NVML was asked
     process_bytes: int | None = None  # of this process
-    used_bytes: int | None = None  # of the card
-    processes: tuple[OtherProcess, ...] | None = None  # the others on the card
+    used_bytes: int | None = None  # of the GPU
+    processes: tuple[OtherProcess, ...] | None = None  # the others on the GPU
     note: str = ""  # why something is None
 
 
 @dataclass(frozen=True, slots=True)
-class Facts(Plain):
+class Facts(JsonValue):
     """All of them."""
 
     command: str = ""

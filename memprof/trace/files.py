@@ -1,6 +1,6 @@
 """Files are written whole or not at all: beside their place first, then moved there in one step.
 
-What stands at their place is replaced if memprof wrote it, or if that was asked for: a slip of the pen in a file's name
+What stands at their place is replaced if memprof wrote it, or if that was requested: a slip of the pen in a file's name
 must not cost somebody a file.
 """
 
@@ -19,7 +19,7 @@ _LOOK_BYTES = 4096  # so much of a file's begin and of its end says whether memp
 
 
 @dataclass(frozen=True)
-class Form:
+class FileKind:
     """A kind of file that memprof writes."""
 
     name: str  # in errors, such as "capture"
@@ -27,12 +27,12 @@ class Form:
     is_ours: Callable[[bytes, bytes], bool]  # of a file's begin and end: whether memprof wrote it
 
 
-def table_form(name: str, option: str, header: bytes) -> Form:
+def table_form(name: str, option: str, header: bytes) -> FileKind:
     """Return a CSV file of which memprof's own are known by their first line."""
-    return Form(name, option, lambda begin, end: begin.startswith(header + b"\n"))
+    return FileKind(name, option, lambda begin, end: begin.startswith(header + b"\n"))
 
 
-def write_whole(path: Path, data: bytes, form: Form, *, force: bool = False) -> None:
+def write_atomically(path: Path, data: bytes, form: FileKind, *, force: bool = False) -> None:
     """Write `data` to a file that appears at `path` once it is complete.
 
     A link stays a link to the file that is replaced, and who may read it stays so. What is no regular file (a pipe,
@@ -46,7 +46,7 @@ def write_whole(path: Path, data: bytes, form: Form, *, force: bool = False) -> 
         MemprofError: it cannot be written (no such folder, no permission, disk full); `path` is as it was.
     """
     temporary = None
-    check_place(path, form, force=force)
+    check_output_path(path, form, force=force)
     try:
         if path.exists() and not path.is_file():
             _write_through(path, data)
@@ -71,7 +71,7 @@ def write_whole(path: Path, data: bytes, form: Form, *, force: bool = False) -> 
             temporary.unlink(missing_ok=True)
 
 
-def check_place(path: Path, form: Form, *, force: bool = False) -> None:
+def check_output_path(path: Path, form: FileKind, *, force: bool = False) -> None:
     """Whether a file can be written there, before the work that it is to hold.
     Raises UsageError: there is no such folder, it is a folder itself, or a file that must not be replaced."""
     another = f"change {form.option}"
@@ -99,7 +99,7 @@ def _status(path: Path) -> os.stat_result | None:
         return None
 
 
-def _check_replaceable(path: Path, there: os.stat_result, form: Form, force: bool) -> None:
+def _check_replaceable(path: Path, there: os.stat_result, form: FileKind, force: bool) -> None:
     if not there.st_mode & 0o222:
         # Also for root, who may write to it: somebody took care that nobody does.
         raise UsageError("this file is read-only", value=path, hint=f"change {form.option}, or make it writable")

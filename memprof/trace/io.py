@@ -18,8 +18,9 @@ from memprof.device.ceiling import allow_more, ceiling_bytes
 from memprof.errors import UsageError
 from memprof.trace.events import Event, EventKind, ModuleRole, Owner, Role, Storage, Trace, Work
 from memprof.trace.facts import Facts
-from memprof.trace.files import Form, write_whole
-from memprof.trace.plain import fields_from_plain, from_plain, rows_from_plain
+from memprof.trace.files import FileKind, write_atomically
+from memprof.trace.json_values import fields_from_plain, from_plain, json_fields, rows_from_plain
+from memprof.trace.old_names import rename_old
 from memprof.units import format_bytes
 
 # The newest schema that is read. 2 has EMPTY_CACHE events, 3 STREAM events and COMMUNICATION, 4 USE and WAIT, 5 ranks,
@@ -30,7 +31,7 @@ _SINCE |= {EventKind.POOL: 5, EventKind.POOL_FREE: 5}
 _WITH_RANKS = 5
 
 _FORMAT = "memprof capture"
-CAPTURE = Form("capture", "--save", lambda begin, end: _is_capture(begin))
+CAPTURE = FileKind("capture", "--save", lambda begin, end: _is_capture(begin))
 # As long as the run: read row by row, without a look at each value's type.
 _LONG = ("events", "storages", "owners", "work", "times", "others")
 _MEMORY_PER_BYTE = 25  # of JSON, at most: an empty list of 56 bytes and its place in another, for three
@@ -65,12 +66,12 @@ def save_trace(trace: Trace, path: Path, *, force: bool = False) -> None:
             {"facts": other.facts.to_json(), "same_as": same} if same < place else _to_json(other)
         )
     packed = gzip.compress(json.dumps(document, separators=(",", ":")).encode(), compresslevel=5, mtime=0)
-    write_whole(path, packed, CAPTURE, force=force)
+    write_atomically(path, packed, CAPTURE, force=force)
 
 
 def _to_json(trace: Trace) -> dict[str, Any]:
     return {
-        **{one.name: getattr(trace, one.name) for one in dataclasses.fields(trace)},
+        **{name: getattr(trace, one.name) for one, name, _ in json_fields(Trace)},
         "facts": trace.facts.to_json(),
         "owners": [[index, *owner] for index, owner in trace.owners.items()],
         "events": {"kind": [event.kind for event in trace.events], "ref": [event.ref for event in trace.events]},
@@ -136,7 +137,7 @@ def _traces(document: dict[str, Any]) -> Trace:
     found = [_trace(document)]
     for other in document.get("others", []):
         if "same_as" in other:
-            facts = from_plain(Facts, other["facts"])
+            facts = from_plain(Facts, rename_old(other["facts"]))
             found.append(dataclasses.replace(found[range(len(found)).index(other["same_as"])], facts=facts))
         else:
             found.append(_trace(other))
@@ -147,9 +148,11 @@ def _traces(document: dict[str, Any]) -> Trace:
 def _trace(document: dict[str, Any]) -> Trace:
     kinds = {int(kind): kind for kind in EventKind}
     columns = document["events"]
+    tables = {name: value for name, value in document.items() if name not in _LONG}
+    if "facts" in tables:
+        tables["facts"] = rename_old(tables["facts"])
     trace = Trace(
-        # Captures of earlier releases lack some.
-        **fields_from_plain(Trace, {name: value for name, value in document.items() if name not in _LONG}),
+        **fields_from_plain(Trace, tables),  # captures of earlier releases lack some
         events=[Event(kinds[kind], ref) for kind, ref in zip(columns["kind"], columns["ref"], strict=True)],
         storages=rows_from_plain(Storage, document["storages"]),
         owners={row.storage: Owner(Role(row.role), row.name) for row in rows_from_plain(_Owned, document["owners"])},
@@ -186,12 +189,12 @@ def _check(trace: Trace) -> None:
             live.remove(ref)
     if fresh:
         raise ValueError(f"storage {fresh.pop()} is never allocated")
-    for device in (trace.device, *trace.cards):
+    for device in (trace.device, *trace.gpus):
         if not _DEVICE.fullmatch(device):
             raise ValueError(f"{device!r} is no device")
     used = (use.storage for use in trace.uses)
     if any(not 0 <= index < len(trace.storages) for index in (*trace.refused, *trace.owners, *used)):
-        raise ValueError("a refused request, an owner or a use points outside the table")
+        raise ValueError("a failed allocation, an owner or a use points outside the table")
     if trace.times and len(trace.times) != len(trace.events):
         raise ValueError("there is not one time for each event")
     for work in trace.work:

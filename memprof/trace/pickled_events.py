@@ -5,7 +5,7 @@ one form (trace/event_forms.py):
 
     EMPTY_DICT MEMOIZE MARK  action REF  addr LONG1  size BININT  stream BININT1  time_us LONG1  frames LIST  SETITEMS
 
-Such events are cut out of the pickle; the unpickler is given the rest of it, in which a short stand-in keeps what they
+Such events are cut out of the pickle; the unpickler is given the rest of it, in which a short stub keeps what they
 mean to the rest: how many entries they make in the memo, and which lists these hold, for later ones refer to them. What
 has another form stays where it is. So nothing is read otherwise than the unpickler reads it, or `NotRegular` says that
 the file is one for the unpickler alone (trace/snapshot_file.py asks it then).
@@ -41,7 +41,7 @@ _ENDS_IN_PAIR = re.compile(b"(?:" + fixed_opcodes(b"\x94\x95PQqrp") + rb"){0,200
 _REFUSED = frozenset(b"PQqrp")  # names that only we may give, and memo entries at a place of the file's choice
 # What the memo has for each dictionary and text that was cut out: a bytearray. It is neither a key nor a value of a
 # snapshot, so that nothing that refers to one of them is read.
-_STAND_IN = b"\x96\x01\0\0\0\0\0\0\0x"
+_STUB = b"\x96\x01\0\0\0\0\0\0\0x"
 
 _Array = np.ndarray[Any, Any]
 
@@ -272,8 +272,8 @@ class _Cutter:
         heads = [b"\x94" * count for count in range(max(memos) + 1)]
         rows = zip(memos, inline.tolist(), stacks.tolist(), strict=True)
         first, count = len(self.rows), end - begin
-        stand_ins = [heads[m] + tails[number] if has_list else heads[m] for m, has_list, number in rows]
-        self.out += (b"(", _STAND_IN, *stand_ins, b"1", struct.pack("<cicicc", b"J", first, b"J", count, b"\x86", b"Q"))
+        stubs = [heads[m] + tails[number] if has_list else heads[m] for m, has_list, number in rows]
+        self.out += (b"(", _STUB, *stubs, b"1", struct.pack("<cicicc", b"J", first, b"J", count, b"\x86", b"Q"))
         for name, column in batch.columns.items():
             own: array[int] = getattr(self.rows, name)
             own.frombytes(column[begin:end].astype(own.typecode).tobytes())

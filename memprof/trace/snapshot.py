@@ -56,7 +56,7 @@ class SnapshotBlock(NamedTuple):
 
     address: int
     size: int
-    requested: int | None  # bytes the program asked for, 0 when it is free; None in files that do not say
+    requested: int | None  # bytes the program requested, 0 when it is free; None in files that do not say
     state: BlockState
     frames: Stack = ()
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from memprof.errors import UsageError
 from memprof.trace.columns import CutEvents, CutRange, EventColumns
+from memprof.trace.json_values import cut
 from memprof.trace.pickles import BrokenPickle, ForbiddenGlobal, NotRegular, load_plain
-from memprof.trace.plain import cut
 from memprof.trace.snapshot import (
     EXPORT_KEY,
     Action,

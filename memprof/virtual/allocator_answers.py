@@ -39,7 +39,7 @@ class AllocatorSettings(Protocol):
 
 
 class _LivingTensors:
-    """Statistics without an allocator: the bytes of the tensors that are alive."""
+    """Statistics without an allocator: the bytes of the tensors that are live."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._storages = recorder.storages
@@ -66,7 +66,7 @@ class _LivingTensors:
 
 
 class AllocatorAnswers:
-    """The statistics of a run's cards, made when they are first asked for, and again when the settings have changed."""
+    """The statistics of a run's GPUs, made when they are first requested, and again when the settings have changed."""
 
     def __init__(self, recorder: Recorder, make: Callable[[Trace], MemoryStatistics] | None) -> None:
         self._recorder = recorder
@@ -74,7 +74,7 @@ class AllocatorAnswers:
         self._made: dict[str, MemoryStatistics] = {}
 
     def of(self, device: str) -> MemoryStatistics:
-        """Return what answers for a card now."""
+        """Return what answers for a GPU now."""
         made = self._made.get(device)
         if made is None:
             trace = self._recorder.trace
@@ -116,5 +116,5 @@ class SettingsOfRun:
         if self._storages.peak_bytes:
             self._assume(
                 f"The allocator's settings {alloc_conf!r} hold from the first allocation on; the program set them when "
-                f"{self._storages.live_bytes:,} bytes were on the card."
+                f"{self._storages.live_bytes:,} bytes were on the GPU."
             )

@@ -1,4 +1,4 @@
-"""The arguments of a function that is to run on the virtual GPU: copies of the caller's, moved to the card."""
+"""The arguments of a function that is to run on the virtual GPU: copies of the caller's, moved to the GPU."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from memprof.errors import UsageError, text_of
+from memprof.errors import UsageError, error_text
 
 
 def copied(arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -23,13 +23,13 @@ def copied(arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[tuple[Any
     except Exception as error:  # whatever a class of the program's own raises
         raise UsageError(
             "the arguments cannot be copied",
-            value=f"{type(error).__name__}: {text_of(error)}",
+            value=f"{type(error).__name__}: {error_text(error)}",
             hint="let the function make them itself, or refer to them as globals: then they are not copied",
         ) from error
 
 
-def to_card(value: Any) -> Any:
-    """`value` with its modules and tensors on the card, in lists, tuples and dictionaries too. Modules are moved in
+def to_gpu(value: Any) -> Any:
+    """`value` with its modules and tensors on the GPU, in lists, tuples and dictionaries too. Modules are moved in
     place, and an optimizer's state follows its parameters: modules must come before optimizers."""
     if isinstance(value, (nn.Module, torch.Tensor)):
         return value.to("cuda")
@@ -38,7 +38,7 @@ def to_card(value: Any) -> Any:
             value.load_state_dict(value.state_dict())
         return value
     if isinstance(value, dict) and type(value) is dict:
-        return {name: to_card(part) for name, part in value.items()}
+        return {name: to_gpu(part) for name, part in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(to_card(part) for part in value)
+        return type(value)(to_gpu(part) for part in value)
     return value

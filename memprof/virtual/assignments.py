@@ -10,10 +10,10 @@ import torch
 
 from memprof.torch_private import tensors
 from memprof.torch_private.dispatch import disable_current_modes
-from memprof.trace.events import HOST, is_card
+from memprof.trace.events import HOST, is_gpu
 from memprof.virtual.device_answers import DeviceAnswers
+from memprof.virtual.device_state import DeviceState
 from memprof.virtual.host_kinds import HostKinds
-from memprof.virtual.machine import Machine
 from memprof.virtual.mixed import MixedDevices
 
 _Tensor = torch.Tensor
@@ -21,7 +21,7 @@ _META = torch.device("meta")
 _CPU = torch.device("cpu")
 _NoTorchFunction = torch.DisableTorchFunction
 _SCRIPTED = (
-    "TorchScript runs operator by operator. On a card it joins operators on single elements into kernels (NNC) from "
+    "TorchScript runs operator by operator. On a GPU it joins operators on single elements into kernels (NNC) from "
     "the second or third call on, and what is between them is not kept then."
 )
 
@@ -31,7 +31,7 @@ class Assignments:
 
     def __init__(
         self,
-        tracker: Machine,
+        tracker: DeviceState,
         answers: DeviceAnswers,
         to: Callable[..., Any],
         mixed: MixedDevices,
@@ -72,7 +72,7 @@ class Assignments:
     def _setitem(self, tensor: torch.Tensor, index: Any, value: Any) -> None:
         if _has_list(index):
             index = self._indices(tensor, index)
-        if isinstance(value, (bool, int, float)) and is_card(self._believed(tensor)):
+        if isinstance(value, (bool, int, float)) and is_gpu(self._believed(tensor)):
             # For a CUDA tensor the number stays on the host (torch/csrc/autograd/python_variable_indexing.cpp).
             value = torch.tensor(value, dtype=tensor.dtype, device=_CPU)
         elif isinstance(value, _Tensor) and value.requires_grad and torch.is_grad_enabled():
@@ -99,7 +99,7 @@ class Assignments:
                 setattr(tensor, hooks, getattr(tensor, hooks))
 
     def _set_grad(self, tensor: torch.Tensor, value: torch.Tensor | None) -> None:
-        """A gradient has data where its tensor has: small tensors on the host may have, whatever came from the card.
+        """A gradient has data where its tensor has: small tensors on the host may have, whatever came from the GPU.
 
         Raises:
             RuntimeError: it is on another device, in the words of torch/csrc/autograd/python_variable.cpp.
@@ -142,8 +142,8 @@ class Assignments:
         return virtual
 
     def shares_data(self, original: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
-        """The replacement for `torch._has_compatible_shallow_copy_type`, by which a module moved to the card decides
-        whether its parameters stay the same objects: between host and card they do, also if only one is virtual. Those
+        """The replacement for `torch._has_compatible_shallow_copy_type`, by which a module moved to the GPU decides
+        whether its parameters stay the same objects: between host and GPU they do, also if only one is virtual. Those
         of a scripted module are held by C++, which has to be given the new ones."""
 
         def compatible(tensor: torch.Tensor, other: torch.Tensor) -> bool:

@@ -5,28 +5,28 @@ from __future__ import annotations
 import torch
 
 from memprof.torch_private import autograd
-from memprof.trace.events import HOST, is_card
-from memprof.virtual.cards import Cards
+from memprof.trace.events import HOST, is_gpu
+from memprof.virtual.gpus import Gpus
 
 
 class AutogradNodes:
     """Which GPU of several a node was made on, and which nodes are of copies of virtual host tensors."""
 
-    def __init__(self, cards: Cards) -> None:
-        self._cards = cards
-        self._card_of: dict[int, str] = {}
+    def __init__(self, gpus: Gpus) -> None:
+        self._gpus = gpus
+        self._gpu_of: dict[int, str] = {}
         self._host_copies: set[int] = set()
 
-    def note_card(self, card: str) -> None:
+    def note_gpu(self, gpu: str) -> None:
         """Note that what runs now, on this of several GPUs, has a node as a rule."""
-        if is_card(card):
-            self._card_of[autograd.get_sequence_nr() - 1] = card
+        if is_gpu(gpu):
+            self._gpu_of[autograd.get_sequence_nr() - 1] = gpu
 
-    def current_card(self) -> str:
+    def current_gpu(self) -> str:
         """Return where C++ makes a tensor of no other: in a backward pass on the GPU of the node, else on the current
         one."""
         node = autograd.current_autograd_node()
-        return self._cards.named() if node is None else self._card_of.get(node._sequence_nr(), self._cards.named())
+        return self._gpus.named() if node is None else self._gpu_of.get(node._sequence_nr(), self._gpus.named())
 
     def note_copy(self, device: str) -> None:
         """Note that the node that was just made, if any, is that of a copy of a tensor on `device`."""

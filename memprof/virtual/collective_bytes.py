@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any, Final
 
 from memprof.torch_private import distributed
-from memprof.virtual.calls import OperatorCall
+from memprof.virtual.operator_call import OperatorCall
 
 COLLECTIVES: Final = "_c10d_functional"  # their namespace
 
 
 def bytes_sent(call: OperatorCall) -> int:
-    """Bytes that leave this card in a call of one, as nccl-tests has it for rings (PERFORMANCE.md, bus bandwidth).
+    """Bytes that leave this GPU in a call of one, as nccl-tests has it for rings (PERFORMANCE.md, bus bandwidth).
 
     A sum takes twice what is given but for one rank's part of it, a gathering what the others lack, and of what goes
     from all to all each rank keeps its own part. Zero for what sends nothing: waiting, or a group of one.

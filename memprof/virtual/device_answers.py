@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from memprof.trace.events import HOST, card_index, is_card
-from memprof.virtual.machine import Machine
+from memprof.trace.events import HOST, gpu_index, is_gpu
+from memprof.virtual.device_state import DeviceState
 from memprof.watch.wrappers import has_memory, unwrapped
 
 _Tensor = torch.Tensor
@@ -22,14 +22,14 @@ _device_named = functools.cache(torch.device)
 class DeviceAnswers:
     """Attributes and functions that tell a tensor's device, as the program is to see it."""
 
-    def __init__(self, tracker: Machine) -> None:
+    def __init__(self, tracker: DeviceState) -> None:
         self._tracker = tracker
 
     def handlers(self) -> dict[Any, Callable[..., Any]]:
         """Return function -> replacement, for the function mode."""
         return {
             _Tensor.device.__get__: self.device,  # type: ignore[attr-defined]
-            _Tensor.is_cuda.__get__: lambda tensor: is_card(self.believed(tensor)),  # type: ignore[attr-defined]
+            _Tensor.is_cuda.__get__: lambda tensor: is_gpu(self.believed(tensor)),  # type: ignore[attr-defined]
             _Tensor.is_cpu.__get__: lambda tensor: self.believed(tensor) == HOST,  # type: ignore[attr-defined]
             _Tensor.is_meta.__get__: lambda tensor: self.believed(tensor) == "meta",  # type: ignore[attr-defined]
             _Tensor.get_device: self._get_device,
@@ -51,7 +51,7 @@ class DeviceAnswers:
 
     def _get_device(self, tensor: torch.Tensor) -> int:
         believed = self.believed(tensor)
-        return card_index(believed) if is_card(believed) else -1
+        return gpu_index(believed) if is_gpu(believed) else -1
 
     def repr_of(self, original: Callable[..., str], read: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., str]:
         """The replacement for `torch._tensor_str._str`, which takes all modes off before it looks at the data."""

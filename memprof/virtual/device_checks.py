@@ -10,19 +10,19 @@ import sys
 
 import torch
 
-from memprof.trace.events import HOST, DeviceMismatch, Operand, is_card
+from memprof.trace.events import HOST, DeviceMismatch, Operand, is_gpu
 from memprof.trace.mismatch import mismatch_error
-from memprof.virtual.calls import OperatorCall, OpInfo, all_meta
-from memprof.virtual.machine import Machine
-from memprof.watch.forward import Place
+from memprof.virtual.device_state import DeviceState
+from memprof.virtual.operator_call import OperatorCall, OpInfo, to_meta
+from memprof.watch.forward import CallSite
 from memprof.watch.wrappers import parts_of_sparse
 
 _aten = torch.ops.aten
 _TAKES_SEVERAL_GPUS = frozenset({_aten.copy_, _aten._to_copy, _aten.set_, _aten.resize_as_})
 
 
-def settle_card(machine: Machine, operator: OpInfo, call: OperatorCall, place: Place) -> None:
-    """Say on which of several GPUs `call` runs: that of its first tensor, else the one that was asked for.
+def settle_gpu(machine: DeviceState, operator: OpInfo, call: OperatorCall, place: CallSite) -> None:
+    """Say on which of several GPUs `call` runs: that of its first tensor, else the one that was requested.
 
     Raises:
         RuntimeError: its tensors are on two GPUs, and no kernel takes that.
@@ -30,13 +30,13 @@ def settle_card(machine: Machine, operator: OpInfo, call: OperatorCall, place: P
     meant = [tensor for tensor in call.tensors if tensor.is_meta]
     # What is empty has no memory that would say where it is, unless the program made it itself.
     devices = map(machine.device_of, [tensor for tensor in meant if tensor.numel()] or meant)
-    on = list(filter(is_card, devices))
+    on = list(filter(is_gpu, devices))
     if not on:
         asked = machine.factory_device
-        call.card = asked if asked is not None and is_card(asked) else machine.nodes.current_card()
+        call.gpu = asked if asked is not None and is_gpu(asked) else machine.nodes.current_gpu()
         return
-    call.card = on[0]
-    machine.nodes.note_card(on[0])
+    call.gpu = on[0]
+    machine.nodes.note_gpu(on[0])
     # Lists of tensors are gone through one by one where they are on several GPUs (native/ForeachUtils.h).
     if (
         len(set(on)) > 1
@@ -47,7 +47,7 @@ def settle_card(machine: Machine, operator: OpInfo, call: OperatorCall, place: P
         raise RuntimeError(mismatch_error(operator.name, machine.recorder.trace.mismatches[-1].operands))
 
 
-def check_devices(machine: Machine, operator: OpInfo, call: OperatorCall, place: Place) -> None:
+def check_devices(machine: DeviceState, operator: OpInfo, call: OperatorCall, place: CallSite) -> None:
     """Note a breach of CUDA's rule, and move host tensors to meta where `call` could not run otherwise."""
     if not call.on_gpu:
         # Host tensors among themselves: the small ones are real, the large ones virtual; no mismatch.
@@ -58,13 +58,13 @@ def check_devices(machine: Machine, operator: OpInfo, call: OperatorCall, place:
         _make_virtual(machine, call)
 
 
-def breaks_rule(machine: Machine, operator: OpInfo, call: OperatorCall) -> bool:
+def breaks_rule(machine: DeviceState, operator: OpInfo, call: OperatorCall) -> bool:
     """Return whether CUDA refuses a call on the GPU for its tensors of the host."""
     strangers = [*call.real, *(t for t in call.tensors if t.is_meta and machine.device_of(t) == HOST)]
     return not operator.mixes_devices and not all(operator.takes_of_host(tensor) for tensor in strangers)
 
 
-def _make_virtual(machine: Machine, call: OperatorCall) -> None:
+def _make_virtual(machine: DeviceState, call: OperatorCall) -> None:
     """Replace the real host tensors of `call` by meta ones, so that it can run on meta."""
 
     def lend(tensor: torch.Tensor, moved: torch.Tensor) -> None:
@@ -72,10 +72,10 @@ def _make_virtual(machine: Machine, call: OperatorCall) -> None:
         if machine.values.store.is_trackable(moved):
             machine.values.store.set(moved, tensor)
 
-    call.set_arguments(all_meta(call.args, lend), all_meta(call.kwargs, lend), machine)
+    call.set_arguments(to_meta(call.args, lend), to_meta(call.kwargs, lend), machine)
 
 
-def note_mismatch(machine: Machine, op: str, tensors: list[torch.Tensor], place: Place | None = None) -> None:
+def note_mismatch(machine: DeviceState, op: str, tensors: list[torch.Tensor], place: CallSite | None = None) -> None:
     """Note a call that raises on a real GPU: what it was given, and where from."""
     recorder = machine.recorder
     place = place or recorder.attribution.place(sys._getframe(1))
@@ -85,7 +85,7 @@ def note_mismatch(machine: Machine, op: str, tensors: list[torch.Tensor], place:
     )
 
 
-def _operand(machine: Machine, tensor: torch.Tensor) -> Operand:
+def _operand(machine: DeviceState, tensor: torch.Tensor) -> Operand:
     tensor = next(iter(parts_of_sparse(tensor)), tensor)
     storage = tensor.untyped_storage()
     source = -1

@@ -116,7 +116,7 @@ def called_by_engine() -> bool:
 _MEMPROF = __file__.rsplit("/virtual/", 1)[0]
 _TRANSPARENT = (
     f"{_MEMPROF}/virtual/",
-    f"{_MEMPROF}/stand_ins/",
+    f"{_MEMPROF}/stubs/",
     torch.__path__[0] + "/_compile.py",
     torch.__path__[0] + "/_dynamo/",
 )

@@ -1,6 +1,6 @@
 """The work of a run: what each operator computes, what it reads and writes, and what crosses the bus.
 
-Counted operator by operator from the shapes of its tensors, so that a run with a remedy can be compared with one
+Counted operator by operator from the shapes of its tensors, so that a run with a fix can be compared with one
 without it. Operations of attention and convolutions are counted by torch's own formulas (torch/utils/flop_counter.py),
 causal attention by half of them: its kernels leave out what the mask hides.
 """
@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from memprof.trace.events import GPU, HOST, Work, is_card
-from memprof.virtual.calls import OVERWRITES, Kind, OperatorCall, OpInfo, tensors_of
+from memprof.trace.events import GPU, HOST, Work, is_gpu
 from memprof.virtual.collective_bytes import COLLECTIVES, bytes_sent
+from memprof.virtual.operator_call import OVERWRITES, OperatorCall, OpInfo, OpKind, find_tensors
 from memprof.watch.recorder import Recorder
 from memprof.watch.wrappers import parts_of_sparse
 from memprof.workload.quantization import import_quietly
@@ -48,8 +48,8 @@ class Meter:
         try:
             # The key alone does not tell devices; only a few calls are on the host, and a copy goes either way.
             key: Any = tuple(call.key)
-            if call.on_host or call.card != GPU:
-                key = (call.card, call.on_gpu and self._device_of(call.tensors[0]), *key)
+            if call.on_host or call.gpu != GPU:
+                key = (call.gpu, call.on_gpu and self._device_of(call.tensors[0]), *key)
             place = self._known.get(key, -1)
         except TypeError:  # an unhashable argument
             key, place = None, -1
@@ -88,27 +88,27 @@ class Meter:
         counts[place] += 1
 
     def _cost(self, operator: OpInfo, call: OperatorCall, result: Any) -> tuple[Any, ...] | None:
-        """Operator, device, dtype, operations, bytes read and written, to the card, from it, and to other cards."""
-        outputs = tensors_of(result)
+        """Operator, device, dtype, operations, bytes read and written, to the GPU, from it, and to other GPUs."""
+        outputs = find_tensors(result)
         made_here = set(map(id, outputs))
         inputs = [tensor for tensor in call.tensors if id(tensor) not in made_here]
         device = call.device or next((self._device_of(made) for made in outputs if made.is_meta), None)
         if operator.packet in _COPIES and call.tensors:
             target = outputs[0] if operator.packet is _aten._to_copy and outputs else call.tensors[0]
             ends = self._device_of(call.tensors[-1]), self._device_of(target)
-            if HOST in ends and any(map(is_card, ends)):
+            if HOST in ends and any(map(is_gpu, ends)):
                 crossing = _num_bytes(target)
-                card = next(filter(is_card, ends))
-                to_card = crossing if ends[1] == card else 0
-                return operator.name, card, _dtype(target), 0, 0, to_card, crossing - to_card, 0
+                gpu = next(filter(is_gpu, ends))
+                to_gpu = crossing if ends[1] == gpu else 0
+                return operator.name, gpu, _dtype(target), 0, 0, to_gpu, crossing - to_gpu, 0
         if call.func.namespace == COLLECTIVES:
             sent = bytes_sent(call)
             return None if not sent else (operator.name, device or GPU, _dtype(call.tensors[0]), 0, 0, 0, 0, sent)
         if device is None or device == "meta" or operator.packet in _TOUCHES_NOTHING:
             return None
-        if operator.kind is Kind.IN_PLACE and operator.packet not in OVERWRITES:
+        if operator.kind is OpKind.IN_PLACE and operator.packet not in OVERWRITES:
             inputs = call.tensors  # what it writes it has read
-            outputs = [*outputs, *(tensors_of(call.args[0]) if not outputs and call.args else [])]
+            outputs = [*outputs, *(find_tensors(call.args[0]) if not outputs and call.args else [])]
         moved = sum(map(_num_bytes, inputs)) + sum(map(_num_bytes, outputs))
         main = (call.tensors or outputs)[0]
         return operator.name, device, _dtype(main), _operations(call, result), moved, 0, 0, 0

@@ -15,10 +15,10 @@ from memprof.catalog import Gpu
 from memprof.errors import MemprofError, UsageError
 from memprof.patching.extension import Extension, extensions_in
 from memprof.trace.events import NONE, Failure, Owner, Phase, PhaseKind, Role, Trace
-from memprof.virtual.edges.interchange import Interchange
 from memprof.virtual.install_context import GpuOptions, InstallContext
+from memprof.virtual.integrations.interchange import Interchange
 from memprof.watch import sharding
-from memprof.watch.failure import describe, ended_by_refusal, refusal
+from memprof.watch.failure import describe_failure, is_caused_by_oom, make_refusal
 from memprof.watch.growth import GrowthWatch
 from memprof.watch.recorder import Recorder
 from memprof.watch.source_lines import only_shows
@@ -27,12 +27,12 @@ from memprof.watch.watch import Watch
 from memprof.watch.wrappers import parts_of_quantized
 
 # Where the extensions are that every virtual GPU has.
-_FOLDERS = tuple(f"memprof.virtual.{name}" for name in ("torch_cuda", "edges", "ranks", "compiled"))
+_FOLDERS = tuple(f"memprof.virtual.{name}" for name in ("cuda_api", "integrations", "distributed", "compiled"))
 _active: VirtualGpu | None = None
 
 
 class VirtualGpu(Watch):
-    """A context manager in which `cuda:0` is a virtual card and every allocation on it is recorded.
+    """A context manager in which `cuda:0` is a virtual GPU and every allocation on it is recorded.
 
     Args:
         gpu: the GPU to be.
@@ -111,9 +111,9 @@ class VirtualGpu(Watch):
         if _active is not None:
             raise MemprofError("a virtual GPU is already active", hint=_active.instead_of_another)
         _active = self
-        if self._context.cards.several:
-            copy = "directly" if self._context.cards.are_peers else "through buffers, as GeForce cards do"
-            self.assume(f"The {self._context.cards.number} cards are alike; what is copied between them goes {copy}.")
+        if self._context.gpus.several:
+            copy = "directly" if self._context.gpus.are_peers else "through buffers, as GeForce GPUs do"
+            self.assume(f"The {self._context.gpus.number} GPUs are alike; what is copied between them goes {copy}.")
         try:
             self._install()
         except BaseException:
@@ -130,21 +130,21 @@ class VirtualGpu(Watch):
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._claim_registered()
         self._updates.run_ends()
-        if ended_by_refusal(error) and self.recorder.trace.refused:
-            # The run ends where the card is full: that is its verdict, and no failure.
+        if is_caused_by_oom(error) and self.recorder.trace.refused:
+            # The run ends where the GPU is full: that is its verdict, and no failure.
             self.recorder.trace.refused.pop()
-            self.recorder.trace.cut_short = True
+            self.recorder.trace.ended_out_of_memory = True
         elif (refused := self.refused) is not None:
             self.recorder.trace.failure = refused
         elif isinstance(error, (Exception, KeyboardInterrupt)) and not isinstance(error, UsageError):
-            self.recorder.trace.failure = describe(
+            self.recorder.trace.failure = describe_failure(
                 error,
                 self.recorder,
                 self.phase_of(error),
                 self._unknown_read,
                 type(self.tracker).__torch_dispatch__.__code__,
             )
-        if error is None and self.phases.recognises:
+        if error is None and self.phases.recognizes:
             self._growth.run_ends()
         self._remove()
 
@@ -157,7 +157,7 @@ class VirtualGpu(Watch):
 
     def _note_refused(self, problem: str, hint: str | None, line: str | None) -> None:
         if self._refused is None:
-            self._refused = refusal(problem, hint, line, self.current_phase)
+            self._refused = make_refusal(problem, hint, line, self.current_phase)
 
     def _install(self) -> None:
         """Put in place what watches the program, then every extension, and last the two modes."""

@@ -25,10 +25,10 @@ import torch
 
 from memprof.torch_private import autograd as private_autograd
 from memprof.torch_private.pytree import tree_leaves, tree_map_only
-from memprof.trace.events import HOST, is_card
-from memprof.virtual.calls import in_place, tensors_of
+from memprof.trace.events import HOST, is_gpu
+from memprof.virtual.device_state import REAL, DeviceState
 from memprof.virtual.legacy_types import legacy_name
-from memprof.virtual.machine import REAL, Machine
+from memprof.virtual.operator_call import find_tensors, in_place
 
 _Tensor = torch.Tensor
 _aten = torch.ops.aten
@@ -56,7 +56,7 @@ class _Where(NamedTuple):
 class HostKinds:
     """Makes operands and gradients alike in kind, where autograd follows them."""
 
-    def __init__(self, machine: Machine, move: Callable[[_Tensor, str], _Tensor]) -> None:
+    def __init__(self, machine: DeviceState, move: Callable[[_Tensor, str], _Tensor]) -> None:
         self._machine = machine
         self._move = move
         # Nodes of Functions written in Python -> where the tensors are that these were given, by argument.
@@ -73,7 +73,7 @@ class HostKinds:
                 )
         if not _follows_real(args) and not (kwargs and _follows_real(tuple(kwargs.values()))):
             return args, kwargs
-        if not any(self._is_virtual(tensor) for tensor in tensors_of([*args, *kwargs.values()])):
+        if not any(self._is_virtual(tensor) for tensor in find_tensors([*args, *kwargs.values()])):
             return args, kwargs
 
         with _NoTorchFunction():
@@ -168,7 +168,7 @@ class HostKinds:
             result = original.__func__(cls, *args, **kwargs)
             if _is_grad_enabled():
                 with _NoTorchFunction():
-                    nodes = (tensor.grad_fn for tensor in tensors_of(result))
+                    nodes = (tensor.grad_fn for tensor in find_tensors(result))
                     node = next((node for node in nodes if getattr(node, "_forward_cls", None) is cls), None)
                 if node is not None:
                     given = _by_position(cls.forward, args, kwargs) if kwargs else args
@@ -242,9 +242,9 @@ class HostKinds:
         place, now = self._place(gradient), self._place(changed)
         if place is None or now is None:
             return changed
-        if is_card(place.device) != is_card(now.device):
+        if is_gpu(place.device) != is_gpu(now.device):
             was, got = (
-                legacy_name(one.dtype, on_card=is_card(where.device))
+                legacy_name(one.dtype, on_gpu=is_gpu(where.device))
                 for one, where in ((gradient, place), (changed, now))
             )
             raise RuntimeError(f"hook '{name}' has changed the type of value (was {was} got {got})")
@@ -258,7 +258,7 @@ class HostKinds:
             if not tensor.numel():
                 return None
             device = self._machine.device_of(tensor)
-            return _Where(device, tensor.is_meta) if device == HOST or is_card(device) else None
+            return _Where(device, tensor.is_meta) if device == HOST or is_gpu(device) else None
 
     def _handed(self, gradient: Any, place: _Where | None, said: str) -> Any:
         """`gradient` for a tensor that is at `place`, as torch/csrc/autograd/engine.cpp (`validate_outputs`) takes it.

@@ -7,19 +7,19 @@ from typing import Any
 import torch
 
 from memprof.trace.events import GPU, NONE
-from memprof.virtual.calls import (
+from memprof.virtual.device_state import DeviceState
+from memprof.virtual.operator_call import (
     MOVES_STORAGE,
     OVERWRITES,
     OperatorCall,
     OpInfo,
     fills_arguments,
+    find_tensors,
     given_back,
     run_on_meta,
-    tensors_of,
     written,
 )
-from memprof.virtual.machine import Machine
-from memprof.watch.forward import Place
+from memprof.watch.forward import CallSite
 
 
 class InPlaceOperators:
@@ -28,7 +28,7 @@ class InPlaceOperators:
     def __init__(self) -> None:
         self._changes_nothing: set[Any] = set()  # keys of calls that do nothing to meta tensors
 
-    def run(self, machine: Machine, operator: OpInfo, call: OperatorCall, place: Place) -> Any:
+    def run(self, machine: DeviceState, operator: OpInfo, call: OperatorCall, place: CallSite) -> Any:
         """Run one call, and return its result."""
         target = call.args[0] if call.args and isinstance(call.args[0], torch.Tensor) else None
         if call.real and not (call.on_gpu or call.on_host or call.on_meta):
@@ -36,9 +36,9 @@ class InPlaceOperators:
         if target is None or "out" in call.kwargs:
             return self._run_on_lists_or_out(machine, operator, call, place)
         if operator.scratch is not None and call.on_gpu:
-            machine.transients(operator.scratch(call.args, machine.card), operator.name, place, call.card)
+            machine.transients(operator.scratch(call.args, machine.gpu), operator.name, place, call.gpu)
         if operator.uses_cublas and call.on_gpu:
-            machine.take_workspace(operator, call.args, place, call.card)
+            machine.take_workspace(operator, call.args, place, call.gpu)
         address = target.untyped_storage()._cdata if target.is_meta else NONE
         # The program's own meta tensors hold nothing; they die unseen, and others come to lie where they were.
         is_live = address in machine.recorder.storages.live
@@ -59,28 +59,28 @@ class InPlaceOperators:
             _record_growth(machine, target, operator, place)
         if result is not target and call.on_gpu:
             # It writes into one argument and returns something new all the same (rrelu_with_noise).
-            made = [tensor for tensor in tensors_of(result) if tensor is not target]
-            machine.record(made, operator.name, place, call.card)
+            made = [tensor for tensor in find_tensors(result) if tensor is not target]
+            machine.record(made, operator.name, place, call.gpu)
         # What changes the tensor itself (t_, squeeze_) must be done every time.
         is_unchanged = result is target and operator.packet not in MOVES_STORAGE and _layout(target) == layout
         if key is not None and is_unchanged:
             self._changes_nothing.add(key)
         return result
 
-    def _run_on_lists_or_out(self, machine: Machine, operator: OpInfo, call: OperatorCall, place: Place) -> Any:
+    def _run_on_lists_or_out(self, machine: DeviceState, operator: OpInfo, call: OperatorCall, place: CallSite) -> Any:
         if operator.name.startswith(("aten._foreach_", "aten._fused_")) and not call.real:
             _forget_written(machine, call)
             return None
-        outs = [t for t in tensors_of(list(call.kwargs.values())) if t.is_meta]
+        outs = [t for t in find_tensors(list(call.kwargs.values())) if t.is_meta]
         before = [t.untyped_storage().nbytes() for t in outs]
         copies = operator.input_copies(call.args) if operator.input_copies and call.on_gpu else ()
         known: Any = None
         if len(outs) == 1 and isinstance(call.kwargs.get("out"), torch.Tensor):
             empty = torch.empty(0, dtype=outs[0].dtype)
             known = machine.values.evaluator.compute(call.func, call.args, {**call.kwargs, "out": empty})
-        with machine.hidden(copies, operator.name, place, call.card):
+        with machine.hidden(copies, operator.name, place, call.gpu):
             if operator.uses_cublas and call.on_gpu:
-                machine.take_workspace(operator, call.args, place, call.card)
+                machine.take_workspace(operator, call.args, place, call.gpu)
             try:
                 result = self._run_into_out(operator, call)
             except NotImplementedError:
@@ -125,7 +125,7 @@ def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.size(), tensor.stride(), tensor.untyped_storage().nbytes()
 
 
-def _fill(machine: Machine, call: OperatorCall) -> Any:
+def _fill(machine: DeviceState, call: OperatorCall) -> Any:
     """Take a call without a kernel for meta tensors as one that fills its arguments."""
     machine.values.assume(
         f"{call.func._schema.name} has no kernel that works without data: as it returns nothing but what it is "
@@ -135,13 +135,13 @@ def _fill(machine: Machine, call: OperatorCall) -> Any:
     return given_back(call)
 
 
-def _forget_written(machine: Machine, call: OperatorCall) -> None:
+def _forget_written(machine: DeviceState, call: OperatorCall) -> None:
     """Note that what `call` writes into is no longer known."""
-    for tensor in tensors_of(written(call)):
+    for tensor in find_tensors(written(call)):
         machine.values.store.drop(tensor.untyped_storage()._cdata)
 
 
-def _record_growth(machine: Machine, tensor: torch.Tensor, operator: OpInfo, place: Place) -> None:
+def _record_growth(machine: DeviceState, tensor: torch.Tensor, operator: OpInfo, place: CallSite) -> None:
     """Record that an operator resized `tensor`'s storage: on CUDA the old block is freed and a new one taken."""
     storage, storages = tensor.untyped_storage(), machine.recorder.storages
     index = storages.live.get(storage._cdata)

@@ -16,15 +16,15 @@ from memprof.torch_private.check import refuse_missing
 from memprof.trace.events import Trace
 from memprof.trace.facts import RankFacts
 from memprof.virtual.allocator_answers import AllocatorAnswers, AllocatorSettings, MemoryStatistics, SettingsOfRun
-from memprof.virtual.card import Card
-from memprof.virtual.cards import Cards
-from memprof.virtual.children import Children
-from memprof.virtual.devices import FunctionMode
+from memprof.virtual.device_properties import DeviceProperties
+from memprof.virtual.dispatch_mode import DispatchMode
+from memprof.virtual.function_mode import FunctionMode
+from memprof.virtual.gpus import Gpus
 from memprof.virtual.limits import Note
 from memprof.virtual.peers.alone import SingleRankBackend
 from memprof.virtual.peers.channel import Channel
 from memprof.virtual.peers.together import MultiRankBackend
-from memprof.virtual.tracker import DispatchMode
+from memprof.virtual.subprocesses import Subprocesses
 from memprof.virtual.values import Values
 from memprof.watch.recorder import Recorder
 
@@ -35,14 +35,14 @@ _NOT_LAUNCHED = "{} are not launched: what they write is unknown, and they alloc
 class GpuOptions:
     """What a virtual GPU is to be, beside its model."""
 
-    cards: int = 1  # how many of them this process sees; of several, `memory` must tell them apart
+    gpus: int = 1  # how many of them this process sees; of several, `memory` must tell them apart
     nodes: int = 1  # machines with so many GPUs, on which the program may have a rank for each
     rank: int = 0  # which of them the program is where it starts them itself
     channel: Channel | None = None  # to the ranks that run together with this one; None: it is alone
     context_bytes: int = 0  # what the CUDA context takes
     workspaces: bool = True  # whether to count library workspaces (cuBLAS, cuDNN's convolutions)
     tensors_only: bool = False  # count neither these nor any other memory that no tensor shows
-    # What answers a program that asks for memory statistics, given the trace that is being recorded; asked for only
+    # What answers a program that asks for memory statistics, given the trace that is being recorded; requested only
     # then. None: the bytes of living tensors.
     memory: Callable[[Trace], MemoryStatistics] | None = None
     # What a Triton kernel's launch does. False: the run ends there, with the kernel's name. True: it is passed over,
@@ -90,13 +90,13 @@ class InstallContext:
         refuse_missing()
         self.gpu, self.options, self.run_patches = gpu, options, run_patches
         self.assume, self.refused, self.leave_in_child = assume, refused, leave_in_child
-        # Several GeForce cards do not read each other's memory: NVIDIA's driver has it off.
-        self.cards = Cards(options.cards, recorder.trace.cards, are_peers="GeForce" not in gpu.name)
+        # Several GeForce GPUs do not read each other's memory: NVIDIA's driver has it off.
+        self.gpus = Gpus(options.gpus, recorder.trace.gpus, are_peers="GeForce" not in gpu.name)
         self.recorder, self.values = recorder, Values(assume)
-        self.tracker = DispatchMode(recorder, self.values, Card.of(gpu), self.cards, options.workspaces)
+        self.tracker = DispatchMode(recorder, self.values, DeviceProperties.of(gpu), self.gpus, options.workspaces)
         self.function_mode = FunctionMode(self.tracker, make_interchange)
         self.tracker.function_mode = self.function_mode
-        self.is_on_card = self.tracker.is_on_card
+        self.is_on_gpu = self.tracker.is_on_gpu
         self.memory = AllocatorAnswers(recorder, options.memory)
         self.settings = SettingsOfRun(options.allocator_settings, self.memory, recorder, assume)
         self.channel = channel = options.channel
@@ -105,7 +105,7 @@ class InstallContext:
             if channel is None
             else MultiRankBackend(assume, self.values, channel)
         )
-        self.children = Children(environment)
+        self.children = Subprocesses(environment)
 
     def note_written(self, tensor: torch.Tensor, by: str = "Triton kernels") -> None:
         """Note that a kernel which is passed over was given `tensor`, and may have written it."""
@@ -120,7 +120,7 @@ class InstallContext:
         """Allocate a workspace that a library keeps on the current GPU."""
         if self.tracker.workspaces:
             place = self.recorder.attribution.place(sys._getframe(1))
-            self.recorder.storages.allocate_hidden(num_bytes, name, place, self.cards.named())
+            self.recorder.storages.allocate_hidden(num_bytes, name, place, self.gpus.named())
 
     def note_joined(self, rank: RankFacts) -> None:
         """Note as which rank the program has joined a group."""

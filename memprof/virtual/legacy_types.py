@@ -21,10 +21,10 @@ LEGACY_TYPES = {
 _LEGACY_NAMES = {dtype: name for name, dtype in LEGACY_TYPES.items()}
 
 
-def legacy_name(dtype: torch.dtype, *, on_card: bool) -> str:
+def legacy_name(dtype: torch.dtype, *, on_gpu: bool) -> str:
     """Return what `tensor.type()` says, as `torch.cuda.FloatTensor`."""
     name = _LEGACY_NAMES.get(dtype, str(dtype).removeprefix("torch."))
-    return f"torch.cuda.{name}" if on_card else f"torch.{name}"
+    return f"torch.cuda.{name}" if on_gpu else f"torch.{name}"
 
 
 def legacy_type(kind: Any) -> tuple[str, torch.dtype] | None:

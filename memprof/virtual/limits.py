@@ -11,8 +11,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from memprof.errors import MemprofError
-from memprof.monitor.probe import no_card
-from memprof.virtual.calls import tensors_of
+from memprof.monitor.probe import no_gpu
+from memprof.virtual.operator_call import find_tensors
 from memprof.watch.program_code import is_program
 
 IN_WORKER = "uses CUDA in a worker process of a DataLoader"
@@ -23,28 +23,28 @@ _note: Note | None = None
 
 
 @contextlib.contextmanager
-def noting(note: Note) -> Iterator[None]:
-    """Tell `note` what is refused inside: a program that catches the error goes on as it would not on a card."""
-    note_from_here(note)
+def report_unsupported_to(note: Note) -> Iterator[None]:
+    """Tell `note` what is refused inside: a program that catches the error goes on as it would not on a GPU."""
+    set_unsupported_handler(note)
     try:
         yield
     finally:
-        note_from_here(None)
+        set_unsupported_handler(None)
 
 
-def note_from_here(note: Note | None) -> None:
+def set_unsupported_handler(note: Note | None) -> None:
     """Tell `note` what is refused, until another is told; None: nobody is."""
     global _note
     _note = note
 
 
-def not_yet(what: str, hint: str) -> MemprofError:
+def unsupported_error(what: str, hint: str) -> MemprofError:
     """Return the error for what the program's innermost line does."""
     return _refuse(what, hint, "not yet: ")
 
 
-def refused(what: str, hint: str) -> MemprofError:
-    """Return the error for what does not go on a GPU either, as the run was asked for."""
+def invalid_on_cuda_error(what: str, hint: str) -> MemprofError:
+    """Return the error for what does not go on a GPU either, as the run was requested."""
     return _refuse(what, hint)
 
 
@@ -67,15 +67,15 @@ def program_line() -> str:
 
 
 class HostOnly(TorchFunctionMode):
-    """Code that a real run executes in a process without a card: whatever gives a tensor on the card ends the run."""
+    """Code that a real run executes in a process without a GPU: whatever gives a tensor on the GPU ends the run."""
 
-    def __init__(self, on_card: Callable[[torch.Tensor], bool]) -> None:
+    def __init__(self, on_gpu: Callable[[torch.Tensor], bool]) -> None:
         super().__init__()
-        self._on_card = on_card
+        self._on_gpu = on_gpu
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **kwargs) if kwargs else func(*args)
-        if any(self._on_card(tensor) for tensor in tensors_of(result)):
-            # Not noted: a forked worker fails so on a card too, and a program that catches this goes on as there.
-            raise MemprofError(f"not yet: {program_line()} {IN_WORKER}", hint=no_card.HINT)
+        if any(self._on_gpu(tensor) for tensor in find_tensors(result)):
+            # Not noted: a forked worker fails so on a GPU too, and a program that catches this goes on as there.
+            raise MemprofError(f"not yet: {program_line()} {IN_WORKER}", hint=no_gpu.HINT)
         return result

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from memprof.errors import text_of
+from memprof.errors import error_text
 from memprof.torch_private.pytree import tree_map
-from memprof.trace.events import HOST, is_card
-from memprof.virtual.calls import tensors_of
+from memprof.trace.events import HOST, is_gpu
 from memprof.virtual.device_checks import note_mismatch
+from memprof.virtual.device_state import DeviceState
 from memprof.virtual.host_kinds import HostKinds
-from memprof.virtual.machine import Machine
+from memprof.virtual.operator_call import find_tensors
 
 _Tensor = torch.Tensor
 _NoTorchFunction = torch.DisableTorchFunction
@@ -27,7 +27,7 @@ class MixedDevices:
     """`believed` says which device the program takes a tensor to be on, `to` moves a tensor."""
 
     def __init__(
-        self, tracker: Machine, believed: Callable[[torch.Tensor], str], to: Callable[..., Any], kinds: HostKinds
+        self, tracker: DeviceState, believed: Callable[[torch.Tensor], str], to: Callable[..., Any], kinds: HostKinds
     ) -> None:
         self._tracker = tracker
         self._believed = believed
@@ -41,11 +41,11 @@ class MixedDevices:
 
         C++ compares the devices above all operators, or a meta kernel does; theirs are other words for it.
         """
-        if not _DEVICES.search(text_of(error)) or not self._is_mixed([*args, *kwargs.values()]):
+        if not _DEVICES.search(error_text(error)) or not self._is_mixed([*args, *kwargs.values()]):
             return False
         if not noted:
             with _NoTorchFunction():
-                tensors = tensors_of([*args, *kwargs.values()])
+                tensors = find_tensors([*args, *kwargs.values()])
                 note_mismatch(self._tracker, f"aten.{func.__name__}", tensors)
         return True
 
@@ -62,7 +62,7 @@ class MixedDevices:
         if func is _Tensor.copy_:  # made to mix devices
             return args
         host = any(isinstance(a, _Tensor) and a.dim() and self._believed(a) == HOST for a in args[1:])
-        if not (host and torch.is_grad_enabled() and isinstance(target, _Tensor) and is_card(self._believed(target))):
+        if not (host and torch.is_grad_enabled() and isinstance(target, _Tensor) and is_gpu(self._believed(target))):
             return args
         mismatches = self._tracker.recorder.trace.mismatches
         before = len(mismatches)
@@ -71,11 +71,11 @@ class MixedDevices:
         return args if len(mismatches) == before else (target, *self._moved(args[1:], target))
 
     def assignable(self, tensor: torch.Tensor, index: Any, value: torch.Tensor) -> torch.Tensor:
-        """`value` moved if assigning it mixes devices (a slice takes a host tensor, indices on the card do not).
+        """`value` moved if assigning it mixes devices (a slice takes a host tensor, indices on the GPU do not).
 
         Tried without autograd, since an assignment that autograd has seen cannot be taken back.
         """
-        if not is_card(self._believed(tensor)) or self._believed(value) != HOST:
+        if not is_gpu(self._believed(tensor)) or self._believed(value) != HOST:
             return value
         mismatches = self._tracker.recorder.trace.mismatches
         before = len(mismatches)
@@ -84,12 +84,12 @@ class MixedDevices:
         return value if len(mismatches) == before else self._moved(value, tensor)
 
     def recurrent(self, op: str, func: Any, *args: Any) -> Any:
-        """RNNs compare the devices of input and weights in C++ (native/RNN.cpp), and would say "meta" of the card's.
+        """RNNs compare the devices of input and weights in C++ (native/RNN.cpp), and would say "meta" of the GPU's.
 
         The lengths of packed sequences are integers, and always on the host.
         """
         args = self._kinds.all_virtual(args, only=torch.is_floating_point)
-        tensors = [tensor for tensor in tensors_of(list(args)) if tensor.is_floating_point()]
+        tensors = [tensor for tensor in find_tensors(list(args)) if tensor.is_floating_point()]
         if self._is_mixed([tensor for tensor in tensors if tensor.dim()]):
             with _NoTorchFunction():
                 note_mismatch(self._tracker, op, [tensors[0], *(t for t in tensors[1:] if not t.is_meta)][:2])
@@ -100,8 +100,8 @@ class MixedDevices:
         return func(*args)
 
     def _is_mixed(self, values: list[Any]) -> bool:
-        devices = {self._believed(tensor) for tensor in tensors_of(values)}
-        return HOST in devices and any(map(is_card, devices))
+        devices = {self._believed(tensor) for tensor in find_tensors(values)}
+        return HOST in devices and any(map(is_gpu, devices))
 
     def inside(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """`func`, of which the allocation tracker knows what it was given: C++ makes tensors after those."""
@@ -113,13 +113,13 @@ class MixedDevices:
             tracker.calling = outer
 
     def _moved(self, value: Any, beside: Any, numbers: bool = False) -> Any:
-        """Arguments of a call that mixed devices, its host tensors moved, where autograd sees it, to the card of the
+        """Arguments of a call that mixed devices, its host tensors moved, where autograd sees it, to the GPU of the
         first tensor `beside` them that is on one; those without dimensions too if `numbers`."""
-        card = next(filter(is_card, map(self._believed, tensors_of(beside))), "cuda")
+        gpu = next(filter(is_gpu, map(self._believed, find_tensors(beside))), "cuda")
 
         def move(part: Any) -> Any:
             if isinstance(part, _Tensor) and (numbers or part.dim()) and self._believed(part) == HOST:
-                return self._to(part, card)
+                return self._to(part, gpu)
             return part
 
         return tree_map(move, value)

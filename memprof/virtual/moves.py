@@ -10,11 +10,11 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from memprof.torch_private import dispatch, kernels
-from memprof.trace.events import HOST, is_card
+from memprof.trace.events import HOST, is_gpu
 from memprof.virtual.device_answers import DeviceAnswers
+from memprof.virtual.device_state import DeviceState
 from memprof.virtual.host_kinds import HostKinds
 from memprof.virtual.legacy_types import legacy_name, legacy_type
-from memprof.virtual.machine import Machine
 
 _Tensor = torch.Tensor
 _META = torch.device("meta")
@@ -27,7 +27,7 @@ class Moves:
     """Functions that move a tensor."""
 
     def __init__(
-        self, tracker: Machine, answers: DeviceAnswers, mode: TorchFunctionMode, run: Callable[..., Any]
+        self, tracker: DeviceState, answers: DeviceAnswers, mode: TorchFunctionMode, run: Callable[..., Any]
     ) -> None:
         self._tracker = tracker
         self._believed = answers.believed
@@ -50,7 +50,7 @@ class Moves:
 
     def _type(self, tensor: torch.Tensor, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
         if dtype is None:
-            return legacy_name(tensor.dtype, on_card=is_card(self._believed(tensor)))
+            return legacy_name(tensor.dtype, on_gpu=is_gpu(self._believed(tensor)))
         named = legacy_type(dtype)
         return _Tensor.type(tensor, dtype, non_blocking) if named is None else self.to(tensor, *named)
 
@@ -76,7 +76,7 @@ class Moves:
             wanted = believed
         else:
             other = "meta" if device.type == "meta" else HOST
-            wanted = self._tracker.cards.named(device) if device.type == "cuda" else other
+            wanted = self._tracker.gpus.named(device) if device.type == "cuda" else other
         dtype = dtype or tensor.dtype
         if wanted == believed and dtype == tensor.dtype and not copy and not rest.get("memory_format"):
             return tensor
@@ -124,16 +124,16 @@ class Moves:
             return self._copied(gradient, believed, HOST, device=_META)
 
     def _copy_(self, tensor: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-        """Between cards, the source is moved first where it needs a gradient, which then finds its way back."""
-        several = self._tracker.cards.several
+        """Between GPUs, the source is moved first where it needs a gradient, which then finds its way back."""
+        several = self._tracker.gpus.several
         if several and isinstance(source, _Tensor) and source.requires_grad and torch.is_grad_enabled():
             ends = self._believed(source), self._believed(tensor)
-            if ends[0] != ends[1] and all(map(is_card, ends)):
+            if ends[0] != ends[1] and all(map(is_gpu, ends)):
                 source = self.to(source, ends[1])
         elif isinstance(source, _Tensor) and source.requires_grad and self._believed(tensor) == self._believed(source):
             source = self.kinds.like(source, tensor)
         with _NoTorchFunction():
-            is_wrapper = tensor.is_cuda  # as a subclass has itself made; the method would take a guard of that card
+            is_wrapper = tensor.is_cuda  # as a subclass has itself made; the method would take a guard of that GPU
         copy = _aten.copy_.default if is_wrapper else _Tensor.copy_
         return self._run(copy, (tensor, source, non_blocking), {})
 

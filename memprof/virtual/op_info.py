@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from memprof.virtual.calls import Kind, OpInfo
 from memprof.virtual.device_rules import MIXES_DEVICES
 from memprof.virtual.engine import FILLS_ZEROS
 from memprof.virtual.kernels import registry
 from memprof.virtual.kernels.expansion import expansion, in_python
-from memprof.virtual.kernels.in_place_backward import CANDIDATES
+from memprof.virtual.kernels.inplace_backward_formulas import CANDIDATES
+from memprof.virtual.operator_call import OpInfo, OpKind
 from memprof.watch.caches import WRITES
 
 _aten = torch.ops.aten
@@ -31,9 +31,9 @@ def describe_operator(func: Any) -> OpInfo:
     """Return what is known of an overload."""
     packet = func.overloadpacket
     if packet in _ALIASES or func.is_view:
-        kind = Kind.VIEW
+        kind = OpKind.VIEW
     else:
-        kind = Kind.IN_PLACE if func._schema.is_mutable else Kind.ALLOCATES
+        kind = OpKind.IN_PLACE if func._schema.is_mutable else OpKind.ALLOCATES
     handler = registry.kernel_of(packet) or registry.kernel_of(func)
     expanded = expansion(func) if handler is None else None
     return OpInfo(

@@ -1,4 +1,4 @@
-"""The strides of what an operator makes, by the C++ that decides them on a card.
+"""The strides of what an operator makes, by the C++ that decides them on a GPU.
 
 torch replaces its own C++ for meta tensors by Python (torch/_meta_registrations.py, `activate_meta`), which tells fewer
 strides apart: TensorIterator orders dimensions by the strides of all of them, those of one element too, and its quick
@@ -89,7 +89,7 @@ _STRIDES: dict[Any, Callable[[Any, torch.Tensor], tuple[int, ...]]] = {
 
 
 @contextlib.contextmanager
-def made_in_cpp() -> Iterator[None]:
+def register_cpp_results() -> Iterator[None]:
     """Inside, what is made like another has its strides (native/TensorFactories.cpp, empty_like), whoever asks."""
     for_meta: Any = dispatch.dispatch_library("IMPL", "aten", "Meta", __file__, 0)
     in_python = _empty_like.py_kernels.get(_Key.Meta)

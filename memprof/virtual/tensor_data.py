@@ -10,11 +10,11 @@ import torch
 
 from memprof.torch_private import dispatch
 from memprof.trace.events import HOST
-from memprof.virtual.calls import tensors_of
 from memprof.virtual.device_answers import DeviceAnswers
-from memprof.virtual.machine import Machine
+from memprof.virtual.device_state import DeviceState
 from memprof.virtual.mixed import MixedDevices
 from memprof.virtual.moves import Moves
+from memprof.virtual.operator_call import find_tensors
 
 _Tensor = torch.Tensor
 _META = torch.device("meta")
@@ -31,7 +31,7 @@ class TensorsFromData:
 
     def __init__(
         self,
-        tracker: Machine,
+        tracker: DeviceState,
         answers: DeviceAnswers,
         moves: Moves,
         mixed: MixedDevices,
@@ -114,13 +114,13 @@ class TensorsFromData:
         args, kwargs = self._kinds.all_virtual(
             ([parts[index] for index in range(len(args))], {n: parts[n] for n in kwargs})
         )
-        virtual = device.type != HOST or any(map(self._tracker.is_virtual, tensors_of([*args, *kwargs.values()])))
-        wanted = self._tracker.cards.named(device) if device.type == "cuda" else device.type
+        virtual = device.type != HOST or any(map(self._tracker.is_virtual, find_tensors([*args, *kwargs.values()])))
+        wanted = self._tracker.gpus.named(device) if device.type == "cuda" else device.type
         with self._tracker.asked_for(wanted):
             return func(*args, **{**kwargs, "device": _META if virtual else _CPU})
 
     def _placed(self, tensor: torch.Tensor, device: Any) -> torch.Tensor:
-        """Return a tensor that was just made on the host, on the device that was asked for."""
+        """Return a tensor that was just made on the host, on the device that was requested."""
         if device is None:
             device = _default.CURRENT_DEVICE
         return tensor if device is None else self._to(tensor, device)

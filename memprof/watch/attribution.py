@@ -9,7 +9,7 @@ from typing import Any
 
 from memprof.torch_private import autograd
 from memprof.trace.events import NONE, Trace
-from memprof.watch.forward import Forward, Place
+from memprof.watch.forward import CallSite, Forward
 from memprof.watch.modules import ModuleTracker
 from memprof.watch.program_code import is_program
 
@@ -37,7 +37,7 @@ class Attribution:
         self._source_at: dict[tuple[int, int], int] = {}
         self._codes: dict[int, tuple[CodeType, bool]] = {}  # Code objects by `id`, and whether they are the program's.
 
-    def place(self, frame: FrameType | None) -> Place:
+    def place(self, frame: FrameType | None) -> CallSite:
         """Return where the program is; `frame` is the innermost frame to consider.
 
         Modules that run inside a backward pass (recomputation) count as themselves.
@@ -47,9 +47,9 @@ class Attribution:
             node = _current_node()
             if node is not None:
                 return self._place_of_node(node, frame)
-        return _new(Place, (module, self._source(frame), NONE))  # type: ignore[no-any-return]
+        return _new(CallSite, (module, self._source(frame), NONE))  # type: ignore[no-any-return]
 
-    def _place_of_node(self, node: Any, frame: FrameType | None) -> Place:
+    def _place_of_node(self, node: Any, frame: FrameType | None) -> CallSite:
         number, forward = node._sequence_nr(), self._forward
         if number != forward.node:
             forward.node = number
@@ -59,16 +59,16 @@ class Attribution:
             return forward.places[position]
         variable = getattr(node, "variable", None)
         if variable is not None:
-            return Place(self._modules.module_of(variable), NONE, NONE)
-        return Place(NONE, self._source(frame), NONE)
+            return CallSite(self._modules.module_of(variable), NONE, NONE)
+        return CallSite(NONE, self._source(frame), NONE)
 
-    def note_forward(self, place: Place) -> None:
+    def note_forward(self, place: CallSite) -> None:
         """Attribute backward operators to `place` that get the sequence number of the operator which runs there."""
         number, forward = _sequence_number(), self._forward
         sequence = forward.sequence
         if not sequence or sequence[-1] < number:
             sequence.append(number)
-            forward.places.append(_new(Place, (place.module, place.source, len(self._trace.events))))
+            forward.places.append(_new(CallSite, (place.module, place.source, len(self._trace.events))))
 
     def is_made_by_node(self, index: int) -> bool:
         """Return whether the autograd node that is running made the storage of this index."""

@@ -7,7 +7,7 @@ All of these hold within a part of a model that is called without gradients:
 | buffers that are filled by and by, a pool of pages | memory older than the call is written in part |
 | a state that is overwritten | ... or wholly, in two calls |
 | tensors that grow | what an earlier call made is joined to new, and the result is still there after the call |
-| lists that are given back | what an earlier call returned is given again, in a container |
+| lists that are released | what an earlier call returned is given again, in a container |
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MAX_DEPTH = 4  # of the containers in what a module is given and returns
 _Key = tuple[int, int, int]
 
 
-class Caches:
+class KVCacheDetector:
     """Looks at one run, and tells its recorder what is kept for later tokens."""
 
     def __init__(self, recorder: Recorder) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memprof.errors import MemprofError, first_line, text_of
+from memprof.errors import MemprofError, error_text, first_line
 from memprof.trace.events import NONE, Failure, FailureKind, Phase, PhaseKind
 from memprof.watch.modules import MODULE_CALL
 from memprof.watch.program_code import OWN_WORKLOADS, is_program
@@ -35,7 +35,7 @@ class KernelError(RuntimeError):
 
 
 class TracingError(RuntimeError):
-    """A model on the card is traced (torch.export), on torch's own tensors without data."""
+    """A model on the GPU is traced (torch.export), on torch's own tensors without data."""
 
 
 _DOING = {
@@ -51,19 +51,19 @@ _NO_META = (
     re.compile(r"Could not run '([\w.]+::[\w.]+)' (?:from|with arguments from)"),
     re.compile(r"no fake impl registered for <CustomOpDef\(([\w.]+::[\w.]+)\)>"),
 )
-# How torch says that there is no card; the virtual one is there for the thread that entered it, and its backward.
-_NO_CARD = re.compile(
+# How torch says that there is no GPU; the virtual one is there for the thread that entered it, and its backward.
+_NO_GPU = re.compile(
     r"Could not run 'aten::.* from the 'CUDA' backend|Torch not compiled with CUDA enabled|Found no NVIDIA driver|"
     r"PyTorch is not linked with support for cuda"
 )
-# What a thread that does not see the virtual card is told of a tensor on it.
+# What a thread that does not see the virtual GPU is told of a tensor on it.
 _NO_DATA = "Cannot copy out of meta tensor"
 _CANNOT = re.compile(
     r"Not available for 'meta' device|Cannot access storage of \w+Impl|on meta tensors|Cannot pack tensors on meta"
 )
 # What torch calls the device and the types of tensors without data: no program on a GPU meets it.
 _SPEAKS_OF_META = re.compile(r"\b[Mm]eta(?:[A-Z]\w*)?\b")
-# How extensions and Triton refuse tensors whose data is not on a real card.
+# How extensions and Triton refuse tensors whose data is not on a real GPU.
 _NEEDS_DATA = re.compile(
     r"Cannot access data pointer|data is not allocated yet|is_cuda\(\)|\b(?:must|should|expected|has) (?:to )?(?:be )?"
     r"(?:a |on )?(?:the )?(?:CUDA|GPU)\b|0 active drivers|CUDA driver|libcuda|no kernel image|invalid device function|"
@@ -72,7 +72,7 @@ _NEEDS_DATA = re.compile(
 )
 
 
-def describe(
+def describe_failure(
     error: BaseException, recorder: Recorder, phase: Phase, unknown_read: tuple[int, str] | None, dispatch: CodeType
 ) -> Failure:
     """Return the failure that `error`, raised in `phase`, is.
@@ -94,15 +94,15 @@ def describe(
             module = module if index is None else index  # None: it raised before the module was known
     source = lines[-1] if lines else None
     if isinstance(error, MemprofError):
-        return refusal(error.problem, error.hint, source, phase, frames)
-    kind, named = _kind(error, text_of(error))
+        return make_refusal(error.problem, error.hint, source, phase, frames)
+    kind, named = _kind(error, error_text(error))
     read = None
     if kind is FailureKind.ERROR and unknown_read is not None and unknown_read[0] != NONE and _may_decide(error):
         where, told = unknown_read
         line = recorder.trace.sources[where]
         if any(_function(line) == _function(other) for other in lines):  # a decision follows what was read there
             kind, read = FailureKind.UNKNOWN_VALUE, f"{line}: {told}"
-    if kind is FailureKind.ERROR and _is_gap(text_of(error), frames):
+    if kind is FailureKind.ERROR and _is_gap(error_text(error), frames):
         kind = FailureKind.GAP
     return Failure(
         kind=kind,
@@ -169,7 +169,7 @@ def _({arguments}):
 or choose another implementation of it, or measure the run on a GPU"""
 
 
-def refusal(
+def make_refusal(
     problem: str, hint: str | None, source: str | None, phase: Phase, frames: Iterable[FrameType] | None = None
 ) -> Failure:
     """Return the failure of a run in which something was refused, whether or not the program went on without it.
@@ -198,13 +198,13 @@ def _builds(frame: FrameType) -> bool:
     return code.co_filename.startswith(OWN_WORKLOADS)
 
 
-def finds_no_card(error: BaseException) -> bool:
-    """Return whether a thread that raised `error` wanted the virtual card, which it does not see."""
-    return bool(_NO_CARD.search(text_of(error))) or _NO_DATA in text_of(error)
+def is_missing_gpu_error(error: BaseException) -> bool:
+    """Return whether a thread that raised `error` wanted the virtual GPU, which it does not see."""
+    return bool(_NO_GPU.search(error_text(error))) or _NO_DATA in error_text(error)
 
 
-def ended_by_refusal(error: BaseException | None) -> bool:
-    """Return whether `error` is, or was raised because of, a card that was full."""
+def is_caused_by_oom(error: BaseException | None) -> bool:
+    """Return whether `error` is, or was raised because of, a GPU that was full."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         if isinstance(error, torch.OutOfMemoryError):
@@ -216,12 +216,12 @@ def ended_by_refusal(error: BaseException | None) -> bool:
 
 def measured_failure(error: BaseException, phase: Phase) -> Failure:
     """Return the failure that `error` is, raised on a real device in `phase`."""
-    text = text_of(error)
+    text = error_text(error)
     full = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator: can't allocate" in text
     frames, lines = _frames_and_lines(error)
     source = lines[-1] if lines else None
     if isinstance(error, MemprofError):
-        return refusal(error.problem, error.hint, source, phase, frames)
+        return make_refusal(error.problem, error.hint, source, phase, frames)
     kind = FailureKind.OUT_OF_MEMORY if full else _kind(error, "")[0]
     return Failure(kind, _doing(phase, frames), type(error).__name__, first_line(error), None, None, source, None)
 
@@ -241,7 +241,7 @@ def _kind(error: BaseException, text: str) -> tuple[FailureKind, str | None]:
         return FailureKind.CUSTOM_KERNEL, error.kernel
     if isinstance(error, TracingError):
         return FailureKind.TRACING, None
-    if _NO_CARD.search(text):
+    if _NO_GPU.search(text):
         return FailureKind.OTHER_THREAD, None
     for pattern in _NO_META:
         match = pattern.search(text)

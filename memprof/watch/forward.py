@@ -8,7 +8,7 @@ from typing import NamedTuple
 from memprof.trace.events import NONE
 
 
-class Place(NamedTuple):
+class CallSite(NamedTuple):
     """Where in the program an operator runs: indices as in `Storage`."""
 
     module: int
@@ -22,7 +22,7 @@ class Forward(threading.local):
     def __init__(self) -> None:
         # Number of an operator's node, ascending, and where the operator ran.
         self.sequence: list[int] = []
-        self.places: list[Place] = []
+        self.places: list[CallSite] = []
         # The node that runs backward, and the number of storages there were when it began.
         self.node = NONE
         self.node_start = 0

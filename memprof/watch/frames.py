@@ -1,4 +1,4 @@
-"""Variables of running functions, read without keeping them alive."""
+"""Variables of running functions, read without keeping them live."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 
 def local_variables(frame: FrameType) -> dict[str, Any]:
-    """Return a function's variables by name. Before Python 3.13 the frame keeps what it is asked for, and with it what
-    the function lets go of later; so that is emptied, unless the program has asked for it as well."""
+    """Return a function's variables by name. Before Python 3.13 the frame keeps what it is requested, and with it what
+    the function lets go of later; so that is emptied, unless the program has requested it as well."""
     asked = frame.f_locals
     values = dict(asked)
     is_copy = frame.f_code.co_flags & inspect.CO_OPTIMIZED and sys.version_info < (3, 13)

@@ -1,7 +1,7 @@
 """Watches a program that names no phases of its own for memory that piles up, and asks at once who keeps it.
 
 The trace alone says what piles up. Who keeps it can only be seen while the program runs: the list is gone when the
-function that filled it has returned. So what is alive is summed up now and then (at the ends of the first few steps and
+function that filled it has returned. So what is live is summed up now and then (at the ends of the first few steps and
 calls, then ever more rarely), and only where a sum grew twice in a row are the program's own objects searched.
 """
 
@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from memprof.torch_private import autograd
-from memprof.trace.events import HOST, MADE_ANEW, NONE, Forward, PhaseKind, Storage
+from memprof.trace.events import HOST, NONE, ROLES_PER_STEP, Forward, PhaseKind, Storage
 from memprof.watch.caches import tensors_in
 from memprof.watch.holders import Search
 from memprof.watch.recorder import Recorder
@@ -136,7 +136,11 @@ class GrowthWatch:
         trace = self._recorder.trace
         for index in among:
             owner = trace.owners.get(index)
-            if index >= first and (owner is None or owner.role in MADE_ANEW) and trace.storages[index].device != HOST:
+            if (
+                index >= first
+                and (owner is None or owner.role in ROLES_PER_STEP)
+                and trace.storages[index].device != HOST
+            ):
                 yield index, self._key(trace.storages[index])
 
     def _held(self, first: int, among: Iterable[int] | None = None) -> dict[_Key, int]:

@@ -1,4 +1,4 @@
-"""Who keeps tensors alive: the variable, the attribute or the container, by the name that the program has for it.
+"""Who keeps tensors live: the variable, the attribute or the container, by the name that the program has for it.
 
 Python knows who refers to an object, but for the variables of functions that are running: those are read off the
 frames.
@@ -89,7 +89,7 @@ class Search:
             self._step_ends[-1] = autograd.get_sequence_nr()
 
     def holders_of(self, targets: Mapping[int, object]) -> list[Holder]:
-        """Return who keeps these storages (by index, with what their counterparts have in common), the fullest first.
+        """Return who keeps these storages (by index, with what their counterparts have in common), the largest first.
 
         Of counterparts, one holder is named, which must have most of the older ones: the last of them are in variables
         as well. A variable that is the tensor itself must have all, as in `all = torch.cat([all, out])`.
@@ -344,7 +344,7 @@ def _keys(held: Any, beneath: Mapping[int, set[int]]) -> Iterator[str]:
 
 
 def _attributes(value: Any) -> dict[str, Any]:
-    """Return an object's own attributes; those that are computed are not asked for."""
+    """Return an object's own attributes; those that are computed are not requested."""
     try:
         attributes = object.__getattribute__(value, "__dict__")
     except AttributeError:

@@ -102,7 +102,7 @@ class ModuleTracker:
         return next(places, index)
 
     def known(self) -> Iterator[tuple[nn.Module, int]]:
-        """Yield every module that is in the table and still alive, and its index."""
+        """Yield every module that is in the table and still live, and its index."""
         yield from self._known.items()
 
     def add_root(self, root: nn.Module) -> None:

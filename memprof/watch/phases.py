@@ -47,13 +47,15 @@ class Phases:
     def __init__(self, begin: Callable[[PhaseKind, int, int], None], now: Callable[[], Phase]) -> None:
         self._begin_phase = begin
         self._now = now
-        self.recognises = True  # whether phases are recognised: not while the workload names them itself
+        self.recognizes = True  # whether phases are recognised: not while the workload names them itself
         self.step = 0  # the training step that is running or has just ended, from 1; 0 before the first
         self._ended = True  # whether it has
         # An optimizer has made a step: the outermost one, where one steps another; None: the program itself has.
         self.on_step: Callable[[Optimizer | None], None] = lambda optimizer: None
         self.trains = False  # whether a model was called with gradients
-        self.updates_itself = False  # whether the program has updated parameters that no optimizer of torch's steps on
+        self.updates_parameters_manually = (
+            False  # whether the program has updated parameters that no optimizer of torch's steps on
+        )
         # A module with parameters is about to be called from outside all others.
         self.before_forward: Callable[[nn.Module], None] = lambda module: None
         self.forwards = 0  # calls of models so far, from outside all others
@@ -79,7 +81,7 @@ class Phases:
         self._prepares = False
 
     def _begin(self, kind: PhaseKind) -> None:
-        if self.recognises:
+        if self.recognizes:
             between = self._ended and kind in (PhaseKind.FORWARD, PhaseKind.EVALUATION, PhaseKind.DECODE)
             in_step = self.step and not between
             self._begin_phase(
@@ -103,7 +105,7 @@ class Phases:
 
     def forward(self, module: nn.Module) -> None:
         """See `module` called from outside all others."""
-        if not self.recognises or autograd.current_graph_task_id() != -1:
+        if not self.recognizes or autograd.current_graph_task_id() != -1:
             return
         if next(module.parameters(), None) is None:  # a loss, an activation: part of what is going on
             self.built()
@@ -141,7 +143,7 @@ class Phases:
     def backward(self) -> None:
         """See a backward pass begin."""
         self.backwards += 1
-        if self.recognises and not self.forwards and self._updated and not self._ended:
+        if self.recognizes and not self.forwards and self._updated and not self._ended:
             self._end_step(None)
         if self._ended and (self.optimizers or not self.forwards):  # of no model: parameters without a module around
             self._begin_step()
@@ -163,18 +165,18 @@ class Phases:
 
     def forward_raised(self, error: BaseException) -> None:
         """See a module raise that was called from outside all others."""
-        if self.recognises and autograd.current_graph_task_id() == -1:
+        if self.recognizes and autograd.current_graph_task_id() == -1:
             self.on_raise(error)
             self.go_on()
 
     @property
     def awaits_update(self) -> bool:
         """Return whether the program may update its parameters itself: after a backward, with no optimizer at work."""
-        return self.recognises and self._ran_backward and not self._ended and not self.is_stepping
+        return self.recognizes and self._ran_backward and not self._ended and not self.is_stepping
 
     def updated(self) -> None:
         """Note that the program itself has updated parameters; the phase was renamed to an optimizer's step."""
-        self._updated = self.updates_itself = True
+        self._updated = self.updates_parameters_manually = True
 
     def after_update(self) -> None:
         """End such a step."""
@@ -184,7 +186,7 @@ class Phases:
     def inside(self, kind: PhaseKind) -> Iterator[None]:
         """Run what is inside as this phase; what was going on goes on afterwards."""
         before = self._now()
-        if not self.recognises or before.kind is kind:
+        if not self.recognizes or before.kind is kind:
             yield
             return
         self._begin_phase(kind, before.step, before.micro_batch)

@@ -13,7 +13,7 @@ _DEPRECATIONS = typing_extensions.__file__  # torch wraps functions in it that h
 _PYTHON_DIR = sysconfig.get_path("stdlib")
 MEMPROF_DIR = __file__.rsplit("/watch/", 1)[0]
 OWN_WORKLOADS = MEMPROF_DIR + "/workload/"  # memprof's own code that builds a model and steps
-GENERATED: list[str] = []  # folders that a compiler writes code into, while there are any
+GENERATED_CODE_FOLDERS: list[str] = []  # folders that a compiler writes code into, while there are any
 
 
 def is_program(code: CodeType) -> bool:
@@ -26,6 +26,6 @@ def is_program_file(name: str) -> bool:
     if name.startswith(_PYTHON_DIR) and "-packages" not in name:
         return False
     return not (
-        name.startswith((TORCH_DIR, _DEPRECATIONS, "<frozen", "<string>", "<eval_with_key>", *GENERATED))
+        name.startswith((TORCH_DIR, _DEPRECATIONS, "<frozen", "<string>", "<eval_with_key>", *GENERATED_CODE_FOLDERS))
         or (name.startswith(MEMPROF_DIR) and not name.startswith(OWN_WORKLOADS))
     )

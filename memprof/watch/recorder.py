@@ -47,7 +47,7 @@ class Recorder:
         self.writer.close()
 
     def close(self) -> None:
-        """Stop watching: what dies from now on (the caller's own clean-up) is not part of the run."""
+        """Stop watching: what is freed from now on (the caller's own clean-up) is not part of the run."""
         self.stop()
         self.storages.clear()
         self.attribution.clear()

@@ -151,7 +151,7 @@ def _by_parameter(path: str, state: Any) -> Iterator[ShardedGroup]:
             parameters=tuple(map(clean, names)),
             shapes=tuple(tuple(one._orig_size) for one in group.fsdp_params),
             dtype=_dtype(first.param_dtype or first.orig_dtype),
-            # A root is kept without having been asked for: its parameters are the first that the backward needs.
+            # A root is kept without having been requested: its parameters are the first that the backward needs.
             kept=group.post_forward_mesh_info is None and not (state._is_root and state._auto_reshard_after_forward),
             ahead=max(len(state._states_to_forward_prefetch), len(state._states_to_backward_prefetch)),
         )

@@ -1,7 +1,7 @@
 """The storages of a run: which of them live, on which device, and how many bytes those on GPUs take.
 
 It keeps a weak reference to the storage's Python object, which torch keeps alive exactly as long as the storage, so
-that a free is seen where it really happens: when the last reference dies, be it Python's, autograd's or a container's.
+that a free is seen where it really happens: when the last reference goes, be it Python's, autograd's or a container's.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from memprof.torch_private import tensors
-from memprof.trace.events import GPU, HOST, NONE, is_card
-from memprof.watch.forward import Place
+from memprof.trace.events import GPU, HOST, NONE, is_gpu
+from memprof.watch.forward import CallSite
 from memprof.watch.trace_writer import TraceWriter
 from memprof.watch.wrappers import unwrapped
 
@@ -71,14 +71,14 @@ class StorageTable:
         """Return whether a storage that a tensor shows was not freed yet."""
         return index in self._refs
 
-    def record(self, tensors: Iterable[torch.Tensor], op: str, place: Place, device: str) -> None:
+    def record(self, tensors: Iterable[torch.Tensor], op: str, place: CallSite, device: str) -> None:
         """Allocate on `device` the storages of those of `tensors` on torch's meta device that are not known yet."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
             if storage._cdata not in self.live and tensor.is_meta and storage.nbytes():
                 _forbid_data(tensor)
                 self.allocate(storage, tensor.size(), tensor.dtype, device, op, place)
-            elif device != GPU and tensor.is_meta and not storage.nbytes() and (device == HOST or is_card(device)):
+            elif device != GPU and tensor.is_meta and not storage.nbytes() and (device == HOST or is_gpu(device)):
                 self.uncounted[storage] = device
 
     def allocate(
@@ -88,7 +88,7 @@ class StorageTable:
         dtype: torch.dtype,
         device: str,
         op: str,
-        place: Place,
+        place: CallSite,
     ) -> int:
         """Record a new storage; return its index. Its free is recorded when its last reference goes.
 
@@ -105,7 +105,7 @@ class StorageTable:
         self.live[address] = index
         return index
 
-    def allocate_hidden(self, num_bytes: int, op: str, place: Place, device: str) -> int:
+    def allocate_hidden(self, num_bytes: int, op: str, place: CallSite, device: str) -> int:
         """Record memory that a library takes and no tensor shows; return its index, NONE if that is not counted.
 
         The caller frees it with `free_hidden`, also where its operator raises. Raises torch.OutOfMemoryError.
@@ -121,7 +121,7 @@ class StorageTable:
         dtype: torch.dtype,
         device: str,
         op: str,
-        place: Place,
+        place: CallSite,
         hidden: bool,
     ) -> int:
         with self._writer.lock:
@@ -150,7 +150,7 @@ class StorageTable:
     def end_process(self, first: int) -> None:
         """Free all memory of a process of the program that has ended: storages number `first` and later.
 
-        What keeps some of it alive here (a hook that its own tensor holds) would not outlive a real one.
+        What keeps some of it live here (a hook that its own tensor holds) would not outlive a real one.
         """
         for index in self._refs:
             if index >= first:

@@ -18,12 +18,12 @@ _current_node = autograd.current_autograd_node
 _sequence_number = autograd.get_sequence_nr
 _NO_NUMBER = (1 << 64) - 1  # of an AccumulateGrad
 
-# What is known to be done: of a card's stream, all from before an event of the trace.
+# What is known to be done: of a GPU's stream, all from before an event of the trace.
 Clock = dict[tuple[str, int], int]
 
 
 class _Made:
-    """On which stream of a card autograd nodes were made: from the number on that stands in `numbers`."""
+    """On which stream of a GPU autograd nodes were made: from the number on that stands in `numbers`."""
 
     __slots__ = ("numbers", "streams")
 
@@ -57,7 +57,7 @@ class _ThreadState(threading.local):
 
 
 class Streams:
-    """Keeps track of them for one trace; a program that stays on the default stream is never asked for anything."""
+    """Keeps track of them for one trace; a program that stays on the default stream is never requested anything."""
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
@@ -70,34 +70,34 @@ class Streams:
         self._of_storage: dict[int, int] = {}
         self._lent: set[tuple[int, int]] = set()  # Storages and streams that the autograd engine has lent them to.
 
-    def current(self, card: str) -> int:
-        """Return the stream of `card` that is current now; 0 is the default one."""
+    def current(self, gpu: str) -> int:
+        """Return the stream of `gpu` that is current now; 0 is the default one."""
         if not self.several:
             return 0
         here, node = self._thread, _current_node()
-        made = here.made[card]
+        made = here.made[gpu]
         if node is None:
-            stream = here.current.get(card, 0)
+            stream = here.current.get(gpu, 0)
         else:
             self._enter(node._sequence_nr())
-            stream = here.in_node.get(card, made.of(here.node))
+            stream = here.in_node.get(gpu, made.of(here.node))
         made.note(stream)
         return stream
 
-    def of_node(self, card: str) -> int | None:
-        """Return the stream of `card` that the engine runs a backward node on; None where there is none, or its own
+    def of_node(self, gpu: str) -> int | None:
+        """Return the stream of `gpu` that the engine runs a backward node on; None where there is none, or its own
         code has chosen another."""
         node = _current_node()
         if node is None:
             return None
         self._enter(node._sequence_nr())
         here = self._thread
-        return None if card in here.in_node else here.made[card].of(here.node)
+        return None if gpu in here.in_node else here.made[gpu].of(here.node)
 
-    def note_allocation(self, index: int, card: str) -> None:
+    def note_allocation(self, index: int, gpu: str) -> None:
         """Append the change of stream, if storage `index`, whose allocation comes next, is taken on another than the
-        last: on the current one of `card`."""
-        stream = self.current(card)
+        last: on the current one of `gpu`."""
+        stream = self.current(gpu)
         if stream:
             self._of_storage[index] = stream
         if stream != self._of_trace:
@@ -108,23 +108,23 @@ class Streams:
         """Append that the autograd node which is running works on a storage, if its stream is not that on which the
         storage was made: the engine has lent it and made the node's stream wait (`InputBuffer::add` of
         autograd/input_buffer.cpp)."""
-        card, made_on = self._trace.storages[index].device, self._of_storage.get(index, 0)
-        stream = None if card == "cpu" else self.of_node(card)
+        gpu, made_on = self._trace.storages[index].device, self._of_storage.get(index, 0)
+        stream = None if gpu == "cpu" else self.of_node(gpu)
         if stream is not None and stream != made_on and (index, stream) not in self._lent:
             self._lent.add((index, stream))
             self.use(index, stream)
-            self.wait(self.now(card, made_on), (card, stream))
+            self.wait(self.now(gpu, made_on), (gpu, stream))
 
-    def select(self, card: str, stream: int) -> None:
-        """Make `stream` the current one of `card`."""
+    def select(self, gpu: str, stream: int) -> None:
+        """Make `stream` the current one of `gpu`."""
         self.several = self.several or stream != 0
         here, node = self._thread, _current_node()
         if node is None:
-            here.current[card] = stream
+            here.current[gpu] = stream
         else:
             self._enter(node._sequence_nr())
-            here.in_node[card] = stream
-        here.made[card].note(stream)
+            here.in_node[gpu] = stream
+        here.made[gpu].note(stream)
 
     def _enter(self, number: int) -> None:
         here = self._thread
@@ -138,12 +138,12 @@ class Streams:
             self._append(EventKind.USE, len(self._trace.uses))
             self._trace.uses.append(Use(storage, stream))
 
-    def now(self, card: str, stream: int) -> Clock:
+    def now(self, gpu: str, stream: int) -> Clock:
         """Return what is done once all that `stream` was given until now is. Nothing that was freed before the first
         `use` waits for a stream: until then, nothing need be known."""
         if not self._trace.uses:
             return {}
-        return {**self._clocks[card, stream], (card, stream): len(self._trace.events)}
+        return {**self._clocks[gpu, stream], (gpu, stream): len(self._trace.events)}
 
     def wait(self, done: Clock, waiter: tuple[str, int] | None) -> None:
         """Append that a stream of a GPU, or the host (None), has been made to wait."""
@@ -158,15 +158,15 @@ class Streams:
             for stream, time in done.items():
                 known[stream] = max(time, known.get(stream, 0))
 
-    def wait_for_current(self, card: str) -> None:
-        """Let the host wait for the current stream of `card`, as a read of a value or a copy makes it."""
+    def wait_for_current(self, gpu: str) -> None:
+        """Let the host wait for the current stream of `gpu`, as a read of a value or a copy makes it."""
         if self._trace.uses:
-            self.wait(self.now(card, self.current(card)), None)
+            self.wait(self.now(gpu, self.current(gpu)), None)
 
-    def wait_for_all(self, card: str) -> None:
-        """Let the host wait for all of `card`."""
+    def wait_for_all(self, gpu: str) -> None:
+        """Let the host wait for all of `gpu`."""
         streams = sorted({use.stream for use in self._trace.uses})
-        self.wait({(card, stream): len(self._trace.events) for stream in streams}, None)
+        self.wait({(gpu, stream): len(self._trace.events) for stream in streams}, None)
 
     def close(self) -> None:
         """Note nothing from now on."""

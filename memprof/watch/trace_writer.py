@@ -9,7 +9,7 @@ import torch
 
 from memprof.trace.events import NONE, Event, EventKind, Module, Phase, PhaseKind, Storage, Trace
 from memprof.watch.active_pool import ActivePool
-from memprof.watch.forward import Place
+from memprof.watch.forward import CallSite
 from memprof.watch.streams import Streams
 
 _new: Any = tuple.__new__  # Makes a named tuple without the Python function that its class has for that.
@@ -89,7 +89,7 @@ class TraceWriter:
         dtype: torch.dtype,
         device: str,
         op: str,
-        place: Place,
+        place: CallSite,
         hidden: bool,
     ) -> int:
         """Append a storage and its allocation, with the change of stream or pool before it; return its index.

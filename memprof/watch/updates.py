@@ -50,7 +50,7 @@ class Updates:
         self._cleared: set[int] = set()  # storages that were last set to what comes from no tensor, such as zero
         self._shapes: set[tuple[int, ...]] = set()  # of parameters
         self._fed: set[int] = set()  # storages that an update's value comes from
-        self._left: set[int] = set()  # made of gradients in an earlier stretch, and alive at its end
+        self._left: set[int] = set()  # made of gradients in an earlier stretch, and live at its end
         self._kinds: set[_Kind] = set()  # of states that each step makes anew
 
     def phase_begins(self, kind: PhaseKind) -> None:

@@ -82,7 +82,7 @@ class Watch(ABC):
     @contextlib.contextmanager
     def phase(self, kind: PhaseKind, step: int = 0, micro_batch: int = 0) -> Iterator[None]:
         """Run what is inside as this phase; a workload that knows its phases names them, and none are guessed."""
-        recognised, self.phases.recognises = self.phases.recognises, False
+        recognised, self.phases.recognizes = self.phases.recognizes, False
         before = self.current_phase
         self.begin_phase(kind, step, micro_batch)
         try:
@@ -91,7 +91,7 @@ class Watch(ABC):
             self._note_failed(error)
             raise
         finally:
-            self.phases.recognises = recognised
+            self.phases.recognizes = recognised
             self.begin_phase(*before)
 
     def adopt(self, root: nn.Module) -> None:
@@ -114,7 +114,7 @@ class Watch(ABC):
         """Write down what the run rests on, and whether it trained."""
         trace.assumptions = list(self._assumptions)
         trace.trains = self.phases.trains
-        trace.updates_itself = self.phases.updates_itself
+        trace.updates_parameters_manually = self.phases.updates_parameters_manually
 
     def _watch_program(self) -> None:
         """Patch and hook whatever shows what the program does."""
@@ -141,7 +141,7 @@ class Watch(ABC):
     @property
     def _recognizes_calls(self) -> bool:
         """Return whether the program names no phases of its own, and no backward pass is running."""
-        return self.phases.recognises and autograd.current_graph_task_id() == -1
+        return self.phases.recognizes and autograd.current_graph_task_id() == -1
 
     def _outermost_call(self, module: nn.Module, index: int, args: Any, kwargs: Any) -> None:
         self.phases.forward(module)

@@ -64,7 +64,7 @@ def add_lora(model: nn.Module, spec: TargetSpec, source: ModelSource) -> nn.Modu
 
         adapter_of: dict[str, Any] = {"gptq": GPTQLoraLinear, "awq": AwqLoraLinear}
         config._register_custom_module({kind: adapter_of[method] for (method, _), kind in KERNELS.items()})
-    with adapting(_NAMED):
+    with translate_peft_errors(_NAMED):
         return peft.get_peft_model(model, config)
 
 
@@ -79,7 +79,7 @@ def check_known(spec: TargetSpec, source: ModelSource) -> None:
 
     empty = nn.Module()
     empty.config = {"model_type": kind}  # type: ignore[assignment]
-    with adapting(_NAMED):
+    with translate_peft_errors(_NAMED):
         peft.get_peft_model(empty, peft.LoraConfig())
 
 
@@ -92,7 +92,7 @@ def target_modules(names: str | None) -> str | list[str] | None:
 
 
 @contextlib.contextmanager
-def adapting(example: str) -> Iterator[None]:
+def translate_peft_errors(example: str) -> Iterator[None]:
     """Raise UsageError for PEFT's own errors on adapting a model; `example` says how modules are named."""
     try:
         with warnings.catch_warnings():

@@ -1,6 +1,6 @@
 """Code of others that makes models: beside their configuration (`auto_map`), on the hub or in a folder, or a factory.
 
-Loading such a model runs that code, with all that its user may do: memprof does so only where it was asked for.
+Loading such a model runs that code, with all that its user may do: memprof does so only where it was requested.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def reference_of(config: Mapping[str, Any], architecture: str) -> str | None:
 
 
 @contextlib.contextmanager
-def may_not_leave(what: str) -> Iterator[None]:
+def forbid_exit(what: str) -> Iterator[None]:
     """Raise UsageError where code of others ends the process: its exit code 0 would be read as "it fits"."""
     leave, process = os._exit, os.getpid()
 
@@ -45,7 +45,7 @@ def may_not_leave(what: str) -> Iterator[None]:
 
 
 def check_trusted(reference: str, where: str, *, trusted: bool) -> str:
-    """Return a sentence on running this code; raise UsageError if that was not asked for."""
+    """Return a sentence on running this code; raise UsageError if that was not requested."""
     if not trusted:
         raise UsageError(
             "the model's class is code of its own, which is not run unasked",
@@ -65,7 +65,7 @@ def load_classes(config: Mapping[str, Any], reference: str, where: str, *, offli
 
     named = config["auto_map"].get("AutoConfig")
     try:
-        with may_not_leave("the model's own code"):
+        with forbid_exit("the model's own code"):
             config_class = load(named) if named else type(AutoConfig.for_model(config["model_type"]))
             return config_class, load(reference)
     except UsageError:

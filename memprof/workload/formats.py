@@ -26,7 +26,7 @@ _METADATA = {
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class WeightFormat:
     """The format of a model's weights."""
 
     name: str  # as --quantize spells it
@@ -39,27 +39,27 @@ class Stored:
         return self.name in BITSANDBYTES_FORMATS
 
 
-def asked_format(spec: TargetSpec) -> Stored | None:
+def requested_format(spec: TargetSpec) -> WeightFormat | None:
     """Return the format that --quantize names, with the values that published checkpoints have."""
     name = spec.quantize
     if name is None:
         return None
     if name == "int8":
-        return Stored(name, {"quant_method": "bitsandbytes", "load_in_8bit": True})
+        return WeightFormat(name, {"quant_method": "bitsandbytes", "load_in_8bit": True})
     if name in BITSANDBYTES_FORMATS:
         config = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": name}
-        return Stored(name, {**config, "bnb_4bit_use_double_quant": spec.double_quant})
+        return WeightFormat(name, {**config, "bnb_4bit_use_double_quant": spec.double_quant})
     if name in GGUF_FORMATS:
-        return Stored(name, {"quant_method": "gguf"})
+        return WeightFormat(name, {"quant_method": "gguf"})
     if name == "mxfp4":
-        return Stored(name, {"quant_method": name})
+        return WeightFormat(name, {"quant_method": name})
     if name == "fp8":
-        return Stored(name, {"quant_method": name, "weight_block_size": [GROUP, GROUP]})
+        return WeightFormat(name, {"quant_method": name, "weight_block_size": [GROUP, GROUP]})
     method, _, bits = name.partition("-int")
-    return Stored(name, {"quant_method": method, "bits": int(bits), "group_size": GROUP, "desc_act": False})
+    return WeightFormat(name, {"quant_method": method, "bits": int(bits), "group_size": GROUP, "desc_act": False})
 
 
-def checkpoint_format(config: Mapping[str, Any], where: str) -> Stored | None:
+def checkpoint_format(config: Mapping[str, Any], where: str) -> WeightFormat | None:
     """Return the format in a config.json's `quantization_config`, if any; UsageError names what is not simulated."""
     said = config.get("quantization_config")
     if not said:
@@ -74,10 +74,10 @@ def checkpoint_format(config: Mapping[str, Any], where: str) -> Stored | None:
     problems += [f"{key} {said[key]!r}" for key in unknown if said[key] not in (None, False, [], {}, "")]
     if problems:
         raise _refused(f"{method} with {', '.join(problems)} ({where})")
-    return Stored(name, {**said, "quant_method": method}, from_checkpoint=True)
+    return WeightFormat(name, {**said, "quant_method": method}, from_checkpoint=True)
 
 
-def check_use(stored: Stored, spec: TargetSpec) -> None:
+def check_use(stored: WeightFormat, spec: TargetSpec) -> None:
     """Raise UsageError if a checkpoint's format does not go with `spec`, which checks its own --quantize itself."""
     if not stored.from_checkpoint:
         return

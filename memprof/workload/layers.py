@@ -10,7 +10,7 @@ from torch import nn
 from memprof.errors import UsageError
 
 
-def find_layers(model: nn.Module, remedy: str) -> list[tuple[str, nn.Module]]:
+def find_layers(model: nn.Module, fix: str) -> list[tuple[str, nn.Module]]:
     """Return name and module of each layer (of lists of blocks of one class); raise UsageError if there is none."""
     found: list[tuple[str, nn.Module]] = []
     inside: list[str] = []
@@ -24,7 +24,7 @@ def find_layers(model: nn.Module, remedy: str) -> list[tuple[str, nn.Module]]:
                 found += [(f"{name}.{key}" if name else key, child) for key, child in module.named_children()]
     if not found:
         raise UsageError(
-            f"{remedy} does not apply: the model has no list of layers",
+            f"{fix} does not apply: the model has no list of layers",
             value=type(model).__name__,
             hint="layers are sought in nn.ModuleList and nn.Sequential of two or more blocks of one class",
         )
@@ -34,7 +34,7 @@ def find_layers(model: nn.Module, remedy: str) -> list[tuple[str, nn.Module]]:
 _CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params")
 
 
-def without_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def drop_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments of a layer without its key-value cache: a layer that runs twice would fill it twice.
 
     A cache is known by its name, or, where it is given by position, by what it can do (`get_seq_length`).
@@ -48,7 +48,7 @@ def without_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple
     return args, kwargs
 
 
-def find_modules(model: nn.Module, patterns: str, remedy: str) -> list[tuple[str, nn.Module]]:
+def find_modules(model: nn.Module, patterns: str, fix: str) -> list[tuple[str, nn.Module]]:
     """Return the name and module of what `patterns` (with commas) name, by full name or by its last part.
     Raises UsageError: a pattern names nothing, or one module is inside another."""
     found: dict[str, nn.Module] = {}
@@ -61,10 +61,10 @@ def find_modules(model: nn.Module, patterns: str, remedy: str) -> list[tuple[str
         if not matches:
             names = [name for name, _ in model.named_modules() if name]
             hint = f"the model's are named like {names[-1]!r}; * stands for anything" if names else None
-            raise UsageError(f"{remedy}: a pattern names no module", value=repr(pattern), hint=hint)
+            raise UsageError(f"{fix}: a pattern names no module", value=repr(pattern), hint=hint)
         found.update(matches)
     for name in found:
         outer = next((other for other in found if name.startswith(other + ".")), None)
         if outer is not None:
-            raise UsageError(f"{remedy}: one module is inside another", value=f"{name} in {outer}", hint="name one")
+            raise UsageError(f"{fix}: one module is inside another", value=f"{name} in {outer}", hint="name one")
     return list(found.items())

@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from memprof.catalog import ModelEntry, find_model, has_model, list_models, read_config_file, resolve_size
-from memprof.errors import MemprofError, UsageError, first_line, nearest, text_of
+from memprof.errors import MemprofError, UsageError, error_text, first_line, nearest
 from memprof.spec import DTYPES, OWN_ATTENTIONS, TargetSpec
 from memprof.workload import attention
-from memprof.workload.custom_code import check_trusted, load_classes, may_not_leave, reference_of
-from memprof.workload.formats import Stored, asked_format, check_use, checkpoint_format
+from memprof.workload.custom_code import check_trusted, forbid_exit, load_classes, reference_of
+from memprof.workload.formats import WeightFormat, check_use, checkpoint_format, requested_format
 
 if TYPE_CHECKING:
     from torch import nn
@@ -45,8 +45,8 @@ class ModelSource:
     vocab_size: int | None
     config: Mapping[str, Any] | None
     notes: tuple[str, ...] = ()  # what was assumed in choosing it
-    asked_vocab_size: int | None = None  # the vocabulary that the user asked for, if any: a larger one is a finding
-    stored: Stored | None = None  # how its weights are stored, if they are quantized
+    asked_vocab_size: int | None = None  # the vocabulary that the user requested, if any: a larger one is a finding
+    stored: WeightFormat | None = None  # how its weights are stored, if they are quantized
     # Imports the model's code, as `build` does otherwise: ten times as slowly under a profiler that records stacks.
     import_code: Callable[[], object] = lambda: None
 
@@ -212,12 +212,12 @@ def _hugging_face(
     dtype: str,
     notes: list[str],
     spec: TargetSpec,
-    of_checkpoint: Stored | None = None,
+    of_checkpoint: WeightFormat | None = None,
 ) -> ModelSource:
     """Return the source of a model of transformers; `find_classes` gives the configuration's class and the model's."""
     if of_checkpoint is not None:
         check_use(of_checkpoint, spec)
-    stored = of_checkpoint or asked_format(spec)
+    stored = of_checkpoint or requested_format(spec)
     notes += attention.check(spec, name, task, config)
     if spec.vocab_size is not None:
         if config.get("vocab_size") is None:  # speech encoders have null there until a tokenizer is known
@@ -247,7 +247,7 @@ def _hugging_face(
         except Exception as error:  # of any class: each model makes of its entries what it likes
             raise UsageError(
                 f"transformers cannot build {architecture} from this configuration",
-                value=" ".join(text_of(error).split()),
+                value=" ".join(error_text(error).split()),
                 hint="check --attention and the configuration",
             ) from error
         if spec.attention in OWN_ATTENTIONS:
@@ -270,7 +270,7 @@ def _hugging_face(
 
 
 def _check_dtype(name: str, config: Mapping[str, Any], spec: TargetSpec) -> None:
-    """Raise UsageError if the checkpoint has a dtype that cannot be built, and no other is asked for."""
+    """Raise UsageError if the checkpoint has a dtype that cannot be built, and no other is requested."""
     dtype = config.get("dtype") or config.get("torch_dtype") or "float32"
     if spec.dtype is None and spec.amp is None and dtype not in DTYPES:
         raise UsageError(
@@ -304,7 +304,7 @@ def _configuration(config_class: Any, raw: dict[str, Any]) -> Any:
     try:
         return config_class(**arguments)
     except Exception as error:  # of any class: each model type checks its entries in its own way
-        said = " ".join(line.strip() for line in text_of(error).splitlines() if line.strip())
+        said = " ".join(line.strip() for line in error_text(error).splitlines() if line.strip())
         raise UsageError(
             "the configuration is not valid for its model type",
             value=said or type(error).__name__,
@@ -318,7 +318,7 @@ def _max_positions(config: Mapping[str, Any]) -> int | None:
     return next((config[key] for key in _POSITIONS if isinstance(config.get(key), int)), None)
 
 
-def _dtype(checkpoint: str, spec: TargetSpec, stored: Stored | None = None) -> tuple[str, list[str]]:
+def _dtype(checkpoint: str, spec: TargetSpec, stored: WeightFormat | None = None) -> tuple[str, list[str]]:
     if (stored.name if stored else spec.quantize) == "awq-int4" and spec.amp is None:
         return "float16", ["dtype float16: that of AWQ's kernels, to which transformers casts the model."]
     if spec.dtype is not None:
@@ -348,7 +348,7 @@ def _from_factory(target: str, factory: str, spec: TargetSpec) -> ModelSource:
             known = inspect.signature(function).parameters
             offered = {key: value for key, value in offered.items() if key in known and value is not None}
         try:
-            with may_not_leave(f"the factory {factory}"):
+            with forbid_exit(f"the factory {factory}"):
                 model = function(**offered)
         except (MemprofError, KeyboardInterrupt):
             raise
@@ -387,7 +387,7 @@ def _import_module(name: str) -> ModuleType:
     folder = str(path.resolve().parent) if is_file else ""
     sys.path.insert(0, folder)
     try:
-        with may_not_leave(shown):
+        with forbid_exit(shown):
             if not is_file:
                 return importlib.import_module(name)
             spec = importlib.util.spec_from_file_location(path.stem, path)

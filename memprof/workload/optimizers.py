@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from memprof.spec import TargetSpec
-from memprof.workload.quantization import require
+from memprof.workload.quantization import import_required
 
 _LEARNING_RATE = 1e-4
 _MOMENTUM = 0.9
@@ -43,7 +43,7 @@ def require_optimizer(name: str) -> Callable[..., Optimizer] | None:
     """Return what makes the optimizer `name`, None for "none"; raise UsageError if its library is missing."""
     if name in _OF_LIBRARIES:
         package, kind = _OF_LIBRARIES[name]
-        return getattr(require(f"{package}.optim"), kind)
+        return getattr(import_required(f"{package}.optim"), kind)
     return _OPTIMIZERS.get(name)
 
 

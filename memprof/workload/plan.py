@@ -1,4 +1,4 @@
-"""How a run is spread over several cards: what `--parallel` says, read and checked before anything is built.
+"""How a run is spread over several GPUs: what `--parallel` says, read and checked before anything is built.
 
     ddp   fsdp   fsdp:shard_grad_op   hsdp:2x4   tp=2,fsdp=4   cp=2   ulysses=2   pp=4:1f1b:microbatches=8
 
@@ -20,8 +20,8 @@ from memprof.spec import Mode, TargetSpec
 
 SCHEDULES = ("1f1b", "gpipe")
 KINDS = ("ddp", "fsdp", "hsdp", "tp", "cp", "ulysses", "pp")
-DEVICE_MAP = "device-map"  # a plan by itself: one process has all cards, and each some of the layers
-_CARDS_OF_A_MACHINE = 8
+DEVICE_MAP = "device-map"  # a plan by itself: one process has all GPUs, and each some of the layers
+_GPUS_OF_A_MACHINE = 8
 _MOST = 1 << 20
 _FORMS = (
     "ddp, fsdp, fsdp:shard_grad_op, hsdp:2x4, tp=2, cp=2, ulysses=2, pp=4:1f1b:microbatches=8, with commas between; "
@@ -40,8 +40,8 @@ class Plan:
     ulysses: int = 1  # of sequence parallelism: each has a part of the sequence, and in attention a part of the heads
     tensor: int = 1  # of tensor parallelism
     sharded: bool = False  # whether parameters are sharded, be it over one rank
-    reshard: bool = True  # whether they are given back after the forward (FULL_SHARD; else SHARD_GRAD_OP)
-    layers: int = 1  # cards of one process that has some of the layers on each
+    reshard: bool = True  # whether they are released after the forward (FULL_SHARD; else SHARD_GRAD_OP)
+    layers: int = 1  # GPUs of one process that has some of the layers on each
     schedule: str = "1f1b"
     microbatches: int = 1  # of a pipeline, in a step
 
@@ -92,7 +92,7 @@ def parse_plan(text: str, gpus: int) -> Plan:
     """Return the plan that `text` names for so many ranks; UsageError names the nearest one if it is none."""
     if text.strip().lower() == DEVICE_MAP:
         if gpus == 1:
-            raise UsageError("layers are spread over several cards", value=f"--parallel {text}", hint="--gpus 2")
+            raise UsageError("layers are spread over several GPUs", value=f"--parallel {text}", hint="--gpus 2")
         return Plan(layers=gpus)
     sizes: dict[str, tuple[int, ...]] = {}
     said: dict[str, list[str]] = {}
@@ -196,7 +196,7 @@ def check_plan(plan: Plan, spec: TargetSpec, task: str, config: Mapping[str, Any
         hint = "leave out --mode inference, --evaluate and --gradient-accumulation; pp=4:microbatches=16"
         raise UsageError("a pipeline trains, and accumulates by its micro-batches", value=text, hint=hint)
     if spec.quantize is not None:
-        raise UsageError("quantized weights are not spread over cards here", value=text, hint="leave out --quantize")
+        raise UsageError("quantized weights are not spread over GPUs here", value=text, hint="leave out --quantize")
     whole = spec.adapter or (spec.npt and "NPT")
     if whole and (plan.tensor > 1 or plan.stages > 1):
         raise UsageError(f"{whole} beside {inner[-1]} is not here yet", value=text, hint=f"fsdp={plan.size}")
@@ -223,15 +223,15 @@ def check_plan(plan: Plan, spec: TargetSpec, task: str, config: Mapping[str, Any
 def _check_layers(plan: Plan, spec: TargetSpec, config: Mapping[str, Any] | None, text: str) -> None:
     if spec.mode is not Mode.INFERENCE:
         hint = f"add --mode inference; in training pp={plan.layers} has its stages at work at once"
-        raise UsageError("layers over cards are for inference", value=text, hint=hint)
+        raise UsageError("layers over GPUs are for inference", value=text, hint=hint)
     if config is None:
         raise UsageError(f"{DEVICE_MAP} is for models of transformers", value=text, hint="fsdp takes any model")
     if spec.rank is not None:
-        raise UsageError("one process has all cards", value=f"{text} --rank {spec.rank}", hint="leave out --rank")
-    if plan.layers > _CARDS_OF_A_MACHINE:
+        raise UsageError("one process has all GPUs", value=f"{text} --rank {spec.rank}", hint="leave out --rank")
+    if plan.layers > _GPUS_OF_A_MACHINE:
         raise UsageError(
-            f"one process has the cards of one machine, {_CARDS_OF_A_MACHINE} at the most", value=text,
-            hint=f"--gpus {_CARDS_OF_A_MACHINE}",
+            f"one process has the GPUs of one machine, {_GPUS_OF_A_MACHINE} at the most", value=text,
+            hint=f"--gpus {_GPUS_OF_A_MACHINE}",
         )  # fmt: skip
 
 

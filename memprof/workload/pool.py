@@ -2,7 +2,7 @@
 
 A simulated run takes one core. Those of a search that do not wait for each other are made at once: this process has
 imported torch and the libraries, each worker begins with all that it has, and what comes back is what the work returned
-or raised. The work of a worker that dies without an answer (the system was out of memory) is done again here, so that
+or raised. The work of a worker that ends without an answer (the system was out of memory) is done again here, so that
 the answers are the same however many workers there are.
 """
 
@@ -22,7 +22,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from memprof.cache.inputs import files_of_modules, note_files
+from memprof.cache.inputs import add_loaded_files, loaded_module_files
 from memprof.device.host import available_bytes
 from memprof.errors import MemprofError, UsageError
 
@@ -74,7 +74,7 @@ def run_all(
                 place, worker = running.pop(line)
                 with line, contextlib.suppress(EOFError, OSError, pickle.UnpicklingError):
                     answers[place], files = line.recv()
-                    note_files(files)
+                    add_loaded_files(files)
                 worker.join()
                 progress(f"{len(works) - len(left) - len(running)} of {len(works)} done")
     finally:
@@ -99,9 +99,9 @@ def _run_worker(work: Callable[[], Any], line: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     torch.set_num_threads(1)  # a pool of threads is not inherited
-    before = files_of_modules()
-    with contextlib.suppress(Exception):  # the work is done again, and raises it, in the process that asked for it
-        line.send((_result_or_error(work), files_of_modules() - before))
+    before = loaded_module_files()
+    with contextlib.suppress(Exception):  # the work is done again, and raises it, in the process that requested it
+        line.send((_result_or_error(work), loaded_module_files() - before))
 
 
 def _result_or_error(work: Callable[[], _Answer]) -> _Answer | MemprofError:

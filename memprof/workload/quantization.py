@@ -18,10 +18,10 @@ from memprof.errors import first_line, not_installed
 from memprof.patching.patch_set import PatchSet
 from memprof.spec import TargetSpec
 from memprof.workload import stored_weights
-from memprof.workload.formats import Stored
+from memprof.workload.formats import WeightFormat
 
 
-def require(module: str) -> Any:
+def import_required(module: str) -> Any:
     """Import a library's `module` before a virtual GPU is there to watch; UsageError if it is missing or unfit."""
     try:
         return import_quietly(module)
@@ -55,7 +55,7 @@ def import_quietly(module: str) -> Any:
 def _compiling_later() -> Iterator[None]:
     """Have torch.compile leave a function's compiler to the first call.
 
-    bitsandbytes decorates its kernels for the CPU so (backends/default/ops.py); no card calls them. Decorating alone
+    bitsandbytes decorates its kernels for the CPU so (backends/default/ops.py); no GPU calls them. Decorating alone
     imports Dynamo and Inductor, a third of what a profile with an adapter takes.
     """
     compiler = torch.compile
@@ -80,14 +80,14 @@ def _compiling_later() -> Iterator[None]:
 
 
 def load_quantized(
-    model_class: Any, configuration: Any, arguments: dict[str, Any], stored: Stored, spec: TargetSpec
+    model_class: Any, configuration: Any, arguments: dict[str, Any], stored: WeightFormat, spec: TargetSpec
 ) -> nn.Module:
     """Return a model of transformers on "cuda", its weights as `stored` says.
 
     transformers does it. With bitsandbytes: `from_pretrained` with a `BitsAndBytesConfig` and a checkpoint in host
     memory, one weight after the other (transformers/core_model_loading.py; quantizing as it loads, it uses no threads).
 
-    `arguments` are `dtype` and, if asked for, `attn_implementation`.
+    `arguments` are `dtype` and, if requested, `attn_implementation`.
 
     Raises:
         UsageError: the model's weights cannot be stored so.
@@ -129,7 +129,7 @@ def count_parameters(model: nn.Module) -> int:
     return total
 
 
-def assumptions(stored: Stored | None, spec: TargetSpec) -> list[str]:
+def assumptions(stored: WeightFormat | None, spec: TargetSpec) -> list[str]:
     """Return what `load_quantized` and what follows it take for given, in sentences."""
     if stored is None:
         return []
@@ -152,14 +152,14 @@ def assumptions(stored: Stored | None, spec: TargetSpec) -> list[str]:
     return found
 
 
-def found_loaded(stored: Stored | None, model: nn.Module) -> list[str]:
+def found_loaded(stored: WeightFormat | None, model: nn.Module) -> list[str]:
     """Return what only the loaded model shows: transformers may have unpacked its weights."""
     if stored is None or stored.is_bitsandbytes:
         return []
     if any(stored_weights.number_of_weights(module) is not None for module in model.modules()):
         return []
     return [
-        f"transformers unpacked the {stored.name} weights while it loaded them: on this card, or of this model type."
+        f"transformers unpacked the {stored.name} weights while it loaded them: on this GPU, or of this model type."
     ]
 
 

@@ -158,13 +158,13 @@ class Spread:
             )
         batch = _with_positions(batch)
         if plan.ulysses > 1:
-            from memprof.workload.ulysses import attending
+            from memprof.workload.ulysses import exchange_heads
 
             place = self._of("sequence").get_local_rank()
             part = slice(place * length // plan.sequence, (place + 1) * length // plan.sequence)
             own = {name: tensor[:, part].contiguous() for name, tensor in batch.items()}
             del batch
-            with attending(self._of("sequence").get_group()):
+            with exchange_heads(self._of("sequence").get_group()):
                 yield own
             return
         from torch.distributed.tensor.experimental import context_parallel
@@ -197,7 +197,7 @@ class Spread:
 
 def _dispatch_layers(model: Any) -> None:
     """Put layers on the GPUs of one process by accelerate, as `device_map="auto"` does; UsageError: no room."""
-    quantization.require("accelerate")
+    quantization.import_required("accelerate")
     import accelerate
     from accelerate.utils import get_balanced_memory
 
@@ -207,9 +207,9 @@ def _dispatch_layers(model: Any) -> None:
     beside = sorted(name for name, device in found.items() if device in ("cpu", "disk"))
     if beside:
         raise UsageError(
-            "the cards do not hold all layers: the rest would be in host memory",
+            "the GPUs do not hold all layers: the rest would be in host memory",
             value=f"{len(beside)} of {len(found)} parts, {beside[0]} among them",
-            hint="more cards, or larger ones",
+            hint="more GPUs, or larger ones",
         )
     accelerate.dispatch_model(model, found)
 

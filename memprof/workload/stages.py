@@ -1,7 +1,7 @@
 """A pipeline's stage: the layers of a causal language model that one rank has, and torch's schedule over micro-batches.
 
 The first stage has the embedding, the last one the norm and the head; layers are divided as evenly as can be, the first
-stages having one more. Weights that are tied across stages are two parameters, as they are on real cards.
+stages having one more. Weights that are tied across stages are two parameters, as they are on real GPUs.
 """
 
 from __future__ import annotations
@@ -90,9 +90,9 @@ class Pipeline:
             if is_last
             else states
         )
-        card = torch.device("cuda", torch.cuda.current_device())
+        gpu = torch.device("cuda", torch.cuda.current_device())
         stage_of_torch = PipelineStage(
-            stage, index, plan.stages, card, input_args=(given,), output_args=(gives,), group=ranks.get_group()
+            stage, index, plan.stages, gpu, input_args=(given,), output_args=(gives,), group=ranks.get_group()
         )
         self._first, self._last = index == 0, is_last
         self._device, self._step = device, 0

@@ -18,7 +18,6 @@ from memprof.errors import UsageError
 from memprof.spec import Mode, TargetSpec
 from memprof.trace.events import PhaseKind
 from memprof.workload import adapters, generate, npt_layers, quantization
-from memprof.workload.chance import seed_rngs
 from memprof.workload.device import Device
 from memprof.workload.inputs import Feeder
 from memprof.workload.layers import find_layers
@@ -27,6 +26,7 @@ from memprof.workload.loss import compute_loss
 from memprof.workload.models import ModelSource
 from memprof.workload.optimizers import optimizer_over, require_optimizer
 from memprof.workload.plan import check_plan, parse_plan
+from memprof.workload.rng import seed_rngs
 
 if TYPE_CHECKING:
     from memprof.workload.spread import Spread
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 PlaceModel = Callable[[nn.Module], object]
 # Applies the spec's fixes to a model in host memory, and puts it onto a device; returns an optimizer if one is made.
-# Remedies stand above this package, so that the pipeline hands this in.
+# Fixes stand above this package, so that the pipeline hands this in.
 SwitchOn = Callable[
     [nn.Module, TargetSpec, Callable[[list[nn.Parameter]], "torch.optim.Optimizer | None"], str, PlaceModel | None], Any
 ]
@@ -57,9 +57,9 @@ class Workload:
         self.sequence_lengths: list[int] = []
         self._lengths = None if spec.lengths is None else parse_lengths(spec.lengths)
         if source.stored is not None:
-            quantization.require("accelerate")  # by which transformers loads quantized weights
+            quantization.import_required("accelerate")  # by which transformers loads quantized weights
             if source.stored.is_bitsandbytes:
-                quantization.require("bitsandbytes.optim")
+                quantization.import_required("bitsandbytes.optim")
         if spec.adapter is not None:
             adapters.require_peft()
         if spec.mode is Mode.TRAIN:
@@ -194,7 +194,7 @@ class Workload:
             self._optimizer = self._switch_on(changed, self.spec, make, device, place)
         elif place is not None:
             place(whole)
-        elif self.source.stored is None:  # else it is on the card already
+        elif self.source.stored is None:  # else it is on the GPU already
             whole = whole.to(device)
         return whole, model
 

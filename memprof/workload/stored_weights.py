@@ -1,8 +1,8 @@
 """A model whose weights are stored as a checkpoint has them, loaded by transformers itself.
 
 `from_pretrained` reads a checkpoint in host memory whose tensors have the checkpoint's types and shapes. For float8
-blocks and MXFP4 transformers' own quantizers replace the layers, and kernels of the hub are stood in for
-(stand_ins/hub_kernels.py). GPTQ and AWQ need optimum and GPTQModel there, and GGUF a file: quantizers of this
+blocks and MXFP4 transformers' own quantizers replace the layers, and kernels of the hub are replaced by a stub
+(stubs/hub_kernels.py). GPTQ and AWQ need optimum and GPTQModel there, and GGUF a file: quantizers of this
 module take their place and replace the same layers (optimum/gptq/quantizer.py at 83c88b8,
 transformers/integrations/awq.py and gguf/utils.py).
 """
@@ -18,7 +18,7 @@ from torch import nn
 
 from memprof.errors import UsageError
 from memprof.spec import Mode, TargetSpec
-from memprof.workload.formats import GROUP, Stored
+from memprof.workload.formats import GROUP, WeightFormat
 from memprof.workload.packed_layers import KERNELS, GptqMarlin, PackedLinear
 
 # Where optimum looks for what GPTQ packs (optimum/gptq/constants.py, BLOCK_PATTERNS).
@@ -31,7 +31,7 @@ _MXFP4_BLOCK = 32
 
 
 def load_stored(
-    model_class: Any, configuration: Any, arguments: dict[str, Any], stored: Stored, spec: TargetSpec
+    model_class: Any, configuration: Any, arguments: dict[str, Any], stored: WeightFormat, spec: TargetSpec
 ) -> nn.Module:
     """Return a model on "cuda" stored so; `arguments` as in load_quantized; UsageError if it cannot be."""
     from transformers.quantizers import auto
@@ -92,7 +92,7 @@ def number_of_weights(module: Any) -> int | None:
     return None
 
 
-def assumptions(stored: Stored, spec: TargetSpec) -> list[str]:
+def assumptions(stored: WeightFormat, spec: TargetSpec) -> list[str]:
     """Return what is taken for given of these weights, in sentences."""
     kernel = _kernel(stored, spec)
     found = [f"Weights are stored as {stored.name}{', as the configuration says' if stored.from_checkpoint else ''}."]
@@ -110,7 +110,7 @@ def assumptions(stored: Stored, spec: TargetSpec) -> list[str]:
     return found
 
 
-def _kernel(stored: Stored, spec: TargetSpec) -> str:
+def _kernel(stored: WeightFormat, spec: TargetSpec) -> str:
     """Return which kernel of GPTQModel runs a packed layer: utils/importer.py's choice, or the configuration's."""
     method = str(stored.config["quant_method"])
     if method not in ("gptq", "awq"):
@@ -168,7 +168,7 @@ def _register_blocks(experts: nn.Module) -> None:
 
 
 @contextmanager
-def _replace_quantizer(auto: Any, stored: Stored, spec: TargetSpec, dtype: torch.dtype) -> Iterator[None]:
+def _replace_quantizer(auto: Any, stored: WeightFormat, spec: TargetSpec, dtype: torch.dtype) -> Iterator[None]:
     """Have transformers make a quantizer of ours where its own needs a library or a file."""
     method = str(stored.config["quant_method"])
     if method not in ("gptq", "awq", "gguf"):
@@ -182,7 +182,7 @@ def _replace_quantizer(auto: Any, stored: Stored, spec: TargetSpec, dtype: torch
         auto.AUTO_QUANTIZER_MAPPING[method] = original
 
 
-def _quantizer(config: Any, stored: Stored, spec: TargetSpec, dtype: torch.dtype, rest: dict[str, Any]) -> Any:
+def _quantizer(config: Any, stored: WeightFormat, spec: TargetSpec, dtype: torch.dtype, rest: dict[str, Any]) -> Any:
     from transformers.quantizers.base import HfQuantizer
 
     class Replacing(HfQuantizer):
@@ -216,7 +216,7 @@ def _quantizer(config: Any, stored: Stored, spec: TargetSpec, dtype: torch.dtype
     return Replacing(config, **{**rest, "pre_quantized": True})
 
 
-def _replace_by_packed(quantizer: Any, model: nn.Module, stored: Stored, kernel: str) -> None:
+def _replace_by_packed(quantizer: Any, model: nn.Module, stored: WeightFormat, kernel: str) -> None:
     """Replace linear layers: GPTQ packs what is in the layers, AWQ what is not excepted."""
     said = stored.config
     kind = KERNELS[str(said["quant_method"]), kernel]

@@ -45,7 +45,7 @@ def _exchange(x: torch.Tensor, group: Any, to_heads: bool) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def attending(group: Any) -> Iterator[None]:
+def exchange_heads(group: Any) -> Iterator[None]:
     """Have every attention of transformers' models exchange heads for tokens before, and back after."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as functions  # noqa: N811
 

@@ -10,10 +10,10 @@ import torch
 from specs import AFTER, AS_WRITTEN, BEFORE, CONFIGURATIONS, ONE_TOKEN, PER_TOKEN, ROWS
 
 from memprof import virtual_gpu
-from memprof.findings.lives import Lives
+from memprof.findings.lifetimes import Lifetimes
 from memprof.flows.profile import profile
 from memprof.ledger.ledger import build_ledger
-from memprof.report.documents.report import Document
+from memprof.report.documents.report import Report
 from memprof.spec import TargetSpec
 from memprof.trace.events import Trace
 from memprof.units import GIB, format_bytes
@@ -32,7 +32,7 @@ class Claim(NamedTuple):
 class Run(NamedTuple):
     """One specification that was run."""
 
-    document: Document
+    document: Report
     largest_bytes: int
     """The largest tensor of an NPT component."""
     component_bytes: int
@@ -50,7 +50,7 @@ def component_bytes(trace: Trace) -> tuple[int, int]:
     """The largest tensor made in modules whose path ends in `.npt`, and the most of them together."""
     inside = {i for i, s in enumerate(trace.storages) if (trace.module_path(s) or "").endswith(".npt") and not s.hidden}
     inside |= {i for i, owner in trace.owners.items() if ".npt." in owner.name}
-    return max(trace.storages[i].num_bytes for i in inside), Lives(build_ledger(trace)).most(inside).num_bytes
+    return max(trace.storages[i].num_bytes for i in inside), Lifetimes(build_ledger(trace)).most(inside).num_bytes
 
 
 def training_loop_bytes(recompute: bool) -> int:
@@ -134,7 +134,7 @@ class Row(NamedTuple):
 
     name: str
     report: str
-    document: Document
+    document: Report
     about: str
 
 

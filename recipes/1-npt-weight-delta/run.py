@@ -31,7 +31,7 @@ def main() -> None:
         )
     for finding in before.document.findings:
         if finding.id == "weight-delta-per-token":
-            print("\n" + textwrap.fill(f"Finding: {finding.title}. Would help: {', '.join(finding.remedies)}.", 100))
+            print("\n" + textwrap.fill(f"Finding: {finding.title}. Suggested fixes: {', '.join(finding.fixes)}.", 100))
     print("\nWhat holds of the report\n")
     for claim in audit.claims(before, after, per_token):
         print(f"* {claim.text}: {claim.verdict.upper()}")

@@ -31,12 +31,12 @@ ROWS = {
     ),
     "Basic Optimization": (
         "~79 GB, out of memory", _BATCH_1.edit(npt="per-token"),
-        "a loop keeps the delta of each token for the backward: ~79 GB are the full card that refused the next",
+        "a loop keeps the delta of each token for the backward: ~79 GB are the full GPU that refused the next",
     ),
     "+ CPU Offload": (
         "~78 GB", _BATCH_1.edit(npt="per-token"),
-        "the same loop on the card, each delta computed again in the backward: made by the CPU, one of 224 MiB less; "
-        "the report's card stays full, and its text does not say of what",
+        "the same loop on the GPU, each delta computed again in the backward: made by the CPU, one of 224 MiB less; "
+        "the report's GPU stays full, and its text does not say of what",
     ),
     "+ FP16": ("~40 GB", AMP, "float16 autocast over float32 weights, and from here on the low-rank form"),
     "+ Fewer Layers": ("~35 GB", AMP.edit(npt_layers="28-31"), "4 components and not 16: the frozen model stays"),

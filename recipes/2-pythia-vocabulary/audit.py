@@ -11,12 +11,12 @@ from specs import AFTER, BATCH_OF_8, BEFORE, EAGER, NOT_CAPPED
 from memprof.catalog import find_model
 from memprof.corpus import Frequencies
 from memprof.findings import Finding
-from memprof.findings.lives import Lives
-from memprof.flows.cards import virtual_card
+from memprof.findings.lifetimes import Lifetimes
+from memprof.flows.gpus import find_gpu_of
 from memprof.flows.profile import profile
 from memprof.ledger.categories import Category
 from memprof.ledger.ledger import build_ledger
-from memprof.report.documents.report import Document
+from memprof.report.documents.report import Report
 from memprof.spec import TargetSpec
 from memprof.trace.events import Role, Trace
 from memprof.units import GIB, format_bytes
@@ -42,7 +42,7 @@ class Claim(NamedTuple):
 class Run(NamedTuple):
     """One specification that was run."""
 
-    document: Document
+    document: Report
     most: dict[str, int]
     """The most bytes that each category takes at one moment."""
     parameters: dict[str, int]
@@ -67,7 +67,7 @@ def run(spec: TargetSpec) -> Run:
     """Profile `spec` and take its memory apart."""
     trace, document = profile(spec)
     ledger = build_ledger(trace)
-    lives = Lives(ledger)
+    lives = Lifetimes(ledger)
     storages: dict[Category, list[int]] = {category: [] for category in CATEGORIES}
     for index, category in enumerate(ledger.categories):
         if category in storages and trace.storages[index].device != "cpu":
@@ -86,7 +86,7 @@ def parameter_counts(trace: Trace) -> dict[str, int]:
 
 
 def largest_batch(spec: TargetSpec) -> int:
-    """The largest batch that fits the card of `spec`: simulated, and the next one does not."""
+    """The largest batch that fits the GPU of `spec`: simulated, and the next one does not."""
 
     def required(batch_size: int) -> tuple[int, bool]:
         verdict = profile(spec.edit(batch_size=batch_size))[1].verdict
@@ -95,7 +95,7 @@ def largest_batch(spec: TargetSpec) -> int:
     # Memory grows evenly with the batch, but for rounding: two runs say about where to look.
     (few, _), (more, _) = required(64), required(128)
     each = (more - few) / 64
-    total = virtual_card(spec).total_bytes
+    total = find_gpu_of(spec).total_bytes
     batch_size = 128 + int((total - more) / each)
     while not required(batch_size)[1]:
         batch_size -= 1
@@ -105,7 +105,7 @@ def largest_batch(spec: TargetSpec) -> int:
 
 
 def the_fault() -> tuple[Run, Finding]:
-    """The model whose code ignores the vocabulary that is asked for, and what memprof finds."""
+    """The model whose code ignores the vocabulary that is requested, and what memprof finds."""
     fault = run(NOT_CAPPED)
     return fault, next(f for f in fault.document.findings if f.id == "vocabulary-larger-than-asked")
 
@@ -194,7 +194,7 @@ def memory_claims(before: Run, after: Run) -> list[Claim]:
             holds(not of_8.document.verdict.fits),
             f"batch 8 needs {format_bytes(of_8.document.verdict.required_bytes)}, batch 32 "
             f"{format_bytes(before.document.verdict.required_bytes)}; the most that fit are {largest:,} sequences. The "
-            "report's framework is not PyTorch: what filled the card there was its own, not the vocabulary",
+            "report's framework is not PyTorch: what filled the GPU there was its own, not the vocabulary",
         ),
         Claim(
             "after: works with batch 32 on 80 GB",
@@ -210,7 +210,7 @@ def memory_claims(before: Run, after: Run) -> list[Claim]:
         Claim(
             "after: ~3.2 GB in one place, 5-8 GB in another",
             holds(any(low <= needs <= high for low, high in ((3.0e9, 3.4e9), (5e9, 8e9)))),
-            f"{format_bytes(after.peak_bytes)} allocated at the peak, {format_bytes(needs)} of the card",
+            f"{format_bytes(after.peak_bytes)} allocated at the peak, {format_bytes(needs)} of the GPU",
         ),
         Claim(
             "sparse attention (--sparse) is part of the mend",
@@ -232,7 +232,7 @@ def host_claim() -> Claim:
         "the whole dataset in batches before training begins is inefficient",
         "in host memory, and little",
         f"WikiText-2: {format_bytes(built)} of host memory, streamed {format_bytes(streamed)}, and the same on the "
-        f"card. WikiText-103: {format_bytes(larger)}",
+        f"GPU. WikiText-103: {format_bytes(larger)}",
     )
 
 

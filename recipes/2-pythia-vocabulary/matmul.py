@@ -142,12 +142,14 @@ def expected_loads(m: int, n: int, k: int, kernel: str) -> int:
 
 
 def largest_error(m: int, n: int, k: int, dtype: torch.dtype, kernel: str, device: str = "cpu") -> float:
-    """The largest difference from the product in float64, relative to the sum of magnitudes that were added."""
+    """The largest difference from the product in float64, relative to the sum of magnitudes that were added, or to the
+    smallest normal number: below it rounding is not relative any more."""
     generator = torch.Generator().manual_seed(m * 1_000_003 + n * 1_009 + k)
     a = torch.randn(m, k, generator=generator).to(device, dtype)
     b = torch.randn(k, n, generator=generator).to(device, dtype)
     exact, magnitude = a.double() @ b.double(), a.double().abs() @ b.double().abs()
-    return float(((matmul(a, b, kernel).double() - exact).abs() / magnitude).max())
+    least = torch.finfo(dtype).smallest_normal
+    return float(((matmul(a, b, kernel).double() - exact).abs() / magnitude.clamp(min=least)).max())
 
 
 def error_bound(k: int, dtype: torch.dtype) -> float:

@@ -50,7 +50,7 @@ def show_vocabulary(before: Run, after: Run) -> None:
     rows += [(name, format_bytes(before.most[name]), format_bytes(after.most[name])) for name in before.most]
     rows.append(("peak of the run", format_bytes(before.peak_bytes), format_bytes(after.peak_bytes)))
     needs = [format_bytes(run.document.verdict.required_bytes) for run in (before, after)]
-    rows.append(("needs of the card", *needs))
+    rows.append(("needs of the GPU", *needs))
     print(f"{'the most of':<20}{'50,000 words':>16}{'10,000 words':>16}")
     for name, *figures in rows:
         print(f"{name:<20}" + "".join(f"{figure:>16}" for figure in figures))
@@ -58,7 +58,7 @@ def show_vocabulary(before: Run, after: Run) -> None:
     different, covered = audit.words()
     corpus = f"A corpus of {different:,} different words (synthetic, by Zipf's law, as large as WikiText-2)"
     print("\n" + paragraph(f"{corpus} in code that ignores the cap:"))
-    print(paragraph(f"Finding: {finding.title}. Would help: {', '.join(finding.remedies)}."))
+    print(paragraph(f"Finding: {finding.title}. Suggested fixes: {', '.join(finding.fixes)}."))
     capped = audit.run(CAPPED)
     print(
         paragraph(

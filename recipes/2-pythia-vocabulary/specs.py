@@ -12,7 +12,7 @@ BEFORE = TargetSpec(
     vocab_size=50_000,
     gpu="a100-80gb",
 )
-"""The report's batch on its 80 GB card, with one token for every word: 50 thousand in its reckoning."""
+"""The report's batch on its 80 GB GPU, with one token for every word: 50 thousand in its reckoning."""
 
 AFTER = BEFORE.edit(vocab_size=10_000)
 """The report's cap."""
@@ -24,6 +24,6 @@ EAGER = AFTER.edit(attention="eager")
 """Attention scores kept in memory, which sparse attention (--sparse) would be there to save."""
 
 NOT_CAPPED = AFTER.edit(model=f"{Path(__file__).with_name('model.py')}:every_word")
-"""The fault itself: 10,000 words are asked for, and the code takes all that the corpus has."""
+"""The fault itself: 10,000 words are requested, and the code takes all that the corpus has."""
 
 CAPPED = AFTER.edit(model=f"{Path(__file__).with_name('model.py')}:most_frequent")

@@ -7,13 +7,13 @@ from typing import NamedTuple
 import torch
 from precision import Deviations
 from runs import analysis, build, largest_batch, weight_bytes
-from specs import AFTER, BEFORE, CARDS, DEVIATIONS, KEPT_LAYERS, RECOMMENDED, SIZES, TRAINING
+from specs import AFTER, BEFORE, DEVIATIONS, GPUS, KEPT_LAYERS, RECOMMENDED, SIZES, TRAINING
 
 import memprof
 from memprof.catalog import find_gpu
 from memprof.flows.account import analyze
 from memprof.flows.profile import profile
-from memprof.report.documents.report import Document
+from memprof.report.documents.report import Report
 from memprof.spec import TargetSpec
 from memprof.units import GIB, format_bytes
 
@@ -37,8 +37,8 @@ class Size(NamedTuple):
     """Of sixteen samples, the guide's batch."""
 
 
-class Card(NamedTuple):
-    """A row of the guide's table of cards."""
+class Gpu(NamedTuple):
+    """A row of the guide's table of GPUs."""
 
     name: str
     dtype: str
@@ -53,10 +53,10 @@ class Card(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One advice, from the same run: float32, 16 samples, on the guide's card of 8 GB."""
+    """One advice, from the same run: float32, 16 samples, on the guide's GPU of 8 GB."""
 
     advice: str
-    document: Document
+    document: Report
 
 
 def sizes() -> list[Size]:
@@ -75,15 +75,15 @@ def sizes() -> list[Size]:
     return rows
 
 
-def cards() -> list[Card]:
-    """The table of cards, simulated."""
+def gpus() -> list[Gpu]:
+    """The table of GPUs, simulated."""
     rows = []
     for name, dtype in RECOMMENDED.items():
         spec = BEFORE.edit(gpu=name, dtype=dtype, steps=1)
         verdict = profile(spec)[1].verdict
         trains = profile(TRAINING.edit(gpu=name, dtype=dtype))[1].verdict.fits
         rows.append(
-            Card(
+            Gpu(
                 find_gpu(name).name.removeprefix("NVIDIA ").removeprefix("GeForce "),
                 dtype,
                 find_gpu(name).total_bytes,
@@ -99,11 +99,11 @@ def cards() -> list[Card]:
 def steps() -> list[Step]:
     """The guide's advice on an out-of-memory error, in its order, and what else there is."""
 
-    def run(spec: TargetSpec, samples: int = 32, **options: object) -> Document:
+    def run(spec: TargetSpec, samples: int = 32, **options: object) -> Report:
         return analysis(spec, samples, **options).report()
 
     return [
-        Step("as it is", run(BEFORE)),
+        Step("baseline", run(BEFORE)),
         Step("1. float16", run(AFTER)),
         Step("2. half as many samples", run(BEFORE, 16)),
         Step("4. empty_cache() before each batch", run(BEFORE, empty_cache=True)),
@@ -115,9 +115,9 @@ def steps() -> list[Step]:
     ]
 
 
-def claims(size_rows: list[Size], card_rows: list[Card], deviations: dict[str, Deviations]) -> list[Claim]:
+def claims(size_rows: list[Size], gpu_rows: list[Gpu], deviations: dict[str, Deviations]) -> list[Claim]:
     """The guide's figures."""
-    return [*_size_claims(size_rows), *_card_claims(card_rows), *_loop_claims(), *_precision_claims(deviations)]
+    return [*_size_claims(size_rows), *_gpu_claims(gpu_rows), *_loop_claims(), *_precision_claims(deviations)]
 
 
 def _size_claims(rows: list[Size]) -> list[Claim]:
@@ -128,7 +128,7 @@ def _size_claims(rows: list[Size]) -> list[Claim]:
     )
     int8, half = by_dtype["int8"], by_dtype["float16"]
     enough = {
-        dtype: ("yes" if row.one <= CARDS[dtype] * GIB else "no", "yes" if row.sixteen <= CARDS[dtype] * GIB else "no")
+        dtype: ("yes" if row.one <= GPUS[dtype] * GIB else "no", "yes" if row.sixteen <= GPUS[dtype] * GIB else "no")
         for dtype, row in by_dtype.items()
     }
     training = profile(TRAINING)[1]
@@ -147,7 +147,7 @@ def _size_claims(rows: list[Size]) -> list[Claim]:
             f"the embedding, which is the head too, stays in 16 bits ({format_bytes(int8.weight_bytes)} here)",
         ),
         Claim(
-            "cards of 8, 4, 4 and 2 GB",
+            "GPUs of 8, 4, 4 and 2 GB",
             "for one sample at best" if any(sixteen == "no" for _, sixteen in enough.values()) else "holds",
             "; ".join(f"{dtype} 1 sample {one}, 16 samples {sixteen}" for dtype, (one, sixteen) in enough.items())
             + " (of 512 tokens, CUDA context included)",
@@ -155,7 +155,7 @@ def _size_claims(rows: list[Size]) -> list[Claim]:
         Claim(
             "float16 saves 50% of memory",
             "holds" if abs(share - 0.5) < 0.03 else "does not hold",
-            f"{share:.0%} of what 16 samples need on the card; weights, activations and logits halve, the CUDA context "
+            f"{share:.0%} of what 16 samples need on the GPU; weights, activations and logits halve, the CUDA context "
             "does not",
         ),
         Claim(
@@ -167,13 +167,13 @@ def _size_claims(rows: list[Size]) -> list[Claim]:
     ]
 
 
-def _card_claims(rows: list[Card]) -> list[Claim]:
+def _gpu_claims(rows: list[Gpu]) -> list[Claim]:
     fails = [row.name for row in rows if not row.fits]
     trains = [row.name for row in rows if row.trains]
     native = all(find_gpu(name).compute_capability >= (8, 0) for name in RECOMMENDED if name.startswith("rtx-3"))
     return [
         Claim(
-            "settings per card",
+            "settings per GPU",
             "hold, for forwards" if not fails else "do not hold for " + ", ".join(fails),
             f"16 samples fit on {len(rows) - len(fails)} of {len(rows)}; a training step of one sample fits only on "
             + ", ".join(trains),
@@ -208,7 +208,7 @@ def _loop_claims() -> list[Claim]:
             "fewer samples against out of memory",
             "no effect" if few.allocated_bytes == many.allocated_bytes else "holds",
             f"32 and 96 samples in batches of 16 have the same peak, {format_bytes(many.allocated_bytes)}. Only if "
-            f"outputs of layers {', '.join(map(str, KEPT_LAYERS))} stay on the card do samples count: "
+            f"outputs of layers {', '.join(map(str, KEPT_LAYERS))} stay on the GPU do samples count: "
             f"{format_bytes(per_sample)} each, {format_bytes(10_000 * per_sample)} for 10,000; copied to the host: "
             f"{format_bytes(on_host)} at the peak",
         ),

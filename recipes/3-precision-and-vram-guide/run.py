@@ -6,7 +6,7 @@ import textwrap
 
 import audit
 import precision
-from specs import CARDS, SIZES
+from specs import GPUS, SIZES
 
 from memprof.units import format_bytes
 
@@ -20,19 +20,19 @@ def main() -> None:
         says = "fits" if verdict.fits else f"out of memory in {verdict.oom_stage}"
         needed = format_bytes(verdict.required_bytes)
         print(f"{step.advice:<36}{format_bytes(peak.allocated_bytes):>10}{needed:>10}  {says}")
-    sizes, cards, deviations = audit.sizes(), audit.cards(), precision.measured()
-    print("\nThe guide's sizes, and what a forward needs on the card\n")
-    print(f"{'':<10}{'guide':>8}{'weights':>10}{'guide card':>12}{'1 sample':>10}{'16 samples':>12}")
+    sizes, gpus, deviations = audit.sizes(), audit.gpus(), precision.measured()
+    print("\nThe guide's sizes, and what a forward needs on the GPU\n")
+    print(f"{'':<10}{'guide':>8}{'weights':>10}{'guide GPU':>12}{'1 sample':>10}{'16 samples':>12}")
     for size in sizes:
-        guide, card = f"{SIZES[size.dtype]} GB", f"{CARDS[size.dtype]} GB"
+        guide, gpu = f"{SIZES[size.dtype]} GB", f"{GPUS[size.dtype]} GB"
         weights, one, sixteen = (format_bytes(value) for value in (size.weight_bytes, size.one, size.sixteen))
-        print(f"{size.dtype:<10}{guide:>8}{weights:>10}{card:>12}{one:>10}{sixteen:>12}")
-    print("\nThe guide's cards: 16 samples, the largest batch of 16, 32, 64 and 128, and training one sample\n")
-    for card in cards:
-        fits, trains = ("fits" if card.fits else "does not fit"), ("trains" if card.trains else "does not train")
+        print(f"{size.dtype:<10}{guide:>8}{weights:>10}{gpu:>12}{one:>10}{sixteen:>12}")
+    print("\nThe guide's GPUs: 16 samples, the largest batch of 16, 32, 64 and 128, and training one sample\n")
+    for gpu in gpus:
+        fits, trains = ("fits" if gpu.fits else "does not fit"), ("trains" if gpu.trains else "does not train")
         print(
-            f"{card.name:<22}{format_bytes(card.total_bytes):>10}  {card.dtype:<9}"
-            f"{format_bytes(card.needed_bytes):>10}  {fits:<13}batch {card.largest:>3}  {trains}"
+            f"{gpu.name:<22}{format_bytes(gpu.total_bytes):>10}  {gpu.dtype:<9}"
+            f"{format_bytes(gpu.needed_bytes):>10}  {fits:<13}batch {gpu.largest:>3}  {trains}"
         )
     print("\nPrecision against accuracy: five small models on the same inputs, measured on this CPU against float32\n")
     print(f"{'':<14}{'layers':>16}{'logits':>9}{'same likeliest token':>23}")
@@ -41,7 +41,7 @@ def main() -> None:
         same = f"{found.agreement[0]} of {found.agreement[1]}"
         print(f"{name:<14}{layers:>16}{found.logits:>9.2%}{same:>23}")
     print("\nWhat holds of the guide\n")
-    for claim in audit.claims(sizes, cards, deviations):
+    for claim in audit.claims(sizes, gpus, deviations):
         print(f"* {claim.text}: {claim.verdict.upper()}")
         print(textwrap.fill(claim.right, 100, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False))
 

@@ -1,4 +1,4 @@
-"""The guide's analysis as a loop over samples, on a virtual card; and its model with int8 weights."""
+"""The guide's analysis as a loop over samples, on a virtual GPU; and its model with int8 weights."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Int8Linear(nn.Module):
 
 
 def build(spec: TargetSpec, int8: bool = False) -> nn.Module:
-    """The model of `spec` on the current virtual card, for inference.
+    """The model of `spec` on the current virtual GPU, for inference.
 
     Args:
         spec: model and dtype.
@@ -67,7 +67,7 @@ def analysis(
     """Forwards over `samples` samples in batches.
 
     Args:
-        spec: model, dtype, batch, tokens and card.
+        spec: model, dtype, batch, tokens and GPU.
         samples: how many.
         keep: layers whose outputs are kept for all samples.
         keep_on: where they are kept.
@@ -93,7 +93,7 @@ def analysis(
 
 
 def largest_batch(spec: TargetSpec, most: int = 128) -> int:
-    """The largest of `spec`'s batch, twice that, and so on up to `most` that fits the card, if the first does."""
+    """The largest of `spec`'s batch, twice that, and so on up to `most` that fits the GPU, if the first does."""
     batch = spec.batch_size
     while 2 * batch <= most and fits(spec.edit(batch_size=2 * batch)):
         batch *= 2
@@ -101,5 +101,5 @@ def largest_batch(spec: TargetSpec, most: int = 128) -> int:
 
 
 def fits(spec: TargetSpec) -> bool:
-    """Whether `spec` fits its card."""
+    """Whether `spec` fits its GPU."""
     return profile(spec)[1].verdict.fits is True

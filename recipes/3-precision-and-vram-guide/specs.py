@@ -1,4 +1,4 @@
-"""What case study 3 is about: forwards of a model of 1.2B parameters on consumer cards, as typed specifications."""
+"""What case study 3 is about: forwards of a model of 1.2B parameters on consumer GPUs, as typed specifications."""
 
 from memprof.spec import Mode, TargetSpec
 
@@ -21,8 +21,8 @@ TRAINING = BEFORE.edit(mode=Mode.TRAIN, batch_size=1)
 
 SIZES = {"float32": 4.8, "float16": 2.4, "bfloat16": 2.4, "int8": 1.2}
 """The guide's sizes in GB."""
-CARDS = {"float32": 8, "float16": 4, "bfloat16": 4, "int8": 2}
-"""The guide's cards for them, in GB."""
+GPUS = {"float32": 8, "float16": 4, "bfloat16": 4, "int8": 2}
+"""The guide's GPUs for them, in GB."""
 
 RECOMMENDED = {
     "rtx-3060-ti": "float16",
@@ -34,7 +34,7 @@ RECOMMENDED = {
     "v100-16gb": "float32",
     "a100-40gb": "float32",
 }
-"""The guide's table of cards, and the RTX 4080 of its workflows."""
+"""The guide's table of GPUs, and the RTX 4080 of its workflows."""
 
 KEPT_LAYERS = (0, 6, 11)
 """The layers that the guide's workflows look at."""

@@ -10,7 +10,7 @@ from specs import BEFORE, CHUNK, HIDDEN, LENGTHS, TOKENS, VOCABULARY
 
 from memprof.catalog import find_model
 from memprof.flows.profile import profile
-from memprof.report.documents.report import Document
+from memprof.report.documents.report import Report
 from memprof.units import GIB, MIB, format_bytes
 
 LOGITS = TOKENS * VOCABULARY * 2
@@ -28,18 +28,18 @@ class Claim(NamedTuple):
 
 
 class Runs(NamedTuple):
-    """Forward and backward on the report's card, with each loss."""
+    """Forward and backward on the report's GPU, with each loss."""
 
-    full: Document
+    full: Report
     """All logits: the report before."""
-    model_own: Document
+    model_own: Report
     """transformers' own loss."""
-    loop: Document
+    loop: Report
     """The report's loop over chunks."""
-    chunked: Document
-    """The remedy."""
-    training: Document
-    """The remedy, in two steps with AdamW."""
+    chunked: Report
+    """The fix."""
+    training: Report
+    """The fix, in two steps with AdamW."""
 
 
 class Length(NamedTuple):
@@ -54,11 +54,11 @@ class Length(NamedTuple):
 def runs() -> Runs:
     """All of them."""
     return Runs(
-        losses.on_card(losses.full, TOKENS).report(),
+        losses.on_gpu(losses.full, TOKENS).report(),
         profile(BEFORE)[1],
-        losses.on_card(losses.loop, TOKENS).report(),
-        losses.on_card(losses.own, TOKENS, chunk_size=CHUNK).report(),
-        losses.on_card(losses.own, TOKENS, chunk_size=CHUNK, steps=2).report(),
+        losses.on_gpu(losses.loop, TOKENS).report(),
+        losses.on_gpu(losses.own, TOKENS, chunk_size=CHUNK).report(),
+        losses.on_gpu(losses.own, TOKENS, chunk_size=CHUNK, steps=2).report(),
     )
 
 
@@ -66,18 +66,18 @@ def lengths() -> list[Length]:
     """The report's lengths, with a model of two layers: the head and the loss are the same."""
     found = []
     for tokens in LENGTHS:
-        trace = losses.on_card(losses.own, tokens, layers=2, chunk_size=CHUNK, threshold="auto").trace
+        trace = losses.on_gpu(losses.own, tokens, layers=2, chunk_size=CHUNK, threshold="auto").trace
         rows = [s.num_bytes for s in trace.storages if s.shape[-1:] == (VOCABULARY,) and not s.hidden]
         found.append(Length(tokens, tokens * VOCABULARY * 2, max(rows)))
     return found
 
 
-def stage(document: Document, name: str) -> int:
+def stage(document: Report, name: str) -> int:
     """Bytes allocated at the end of the last stage of this name."""
     return [row.allocated_bytes for row in document.stages if row.name == name][-1]
 
 
-def loss_bytes(document: Document) -> int:
+def loss_bytes(document: Report) -> int:
     """The most that logits and loss take: at the peak, or in the forward beside what the layers left."""
     forward = max(row.peak_allocated_bytes for row in document.stages if row.name in ("logits", "loss"))
     return max(document.peak.categories["logits and loss"], forward - stage(document, "final norm"))
@@ -120,7 +120,7 @@ def claims(found: Runs) -> list[Claim]:
             f"{format_bytes(LOGITS)}, {LOGITS / 1e9:.2f} GB; the report's GB are GiB throughout",
         ),
         Claim(
-            "tried to allocate 37.09 GiB on a card of 94.97 GiB",
+            "tried to allocate 37.09 GiB on a GPU of 94.97 GiB",
             "holds" if not verdict.fits and round(tried / GIB, 2) == 37.09 else "does not hold",
             f"{verdict.oom_op} of {verdict.oom_dtype} {list(verdict.oom_shape or ())}: {format_bytes(tried)} refused "
             f"with {format_bytes(in_use)} in use, on {format_bytes(found.full.device.total_bytes)}",
@@ -128,8 +128,8 @@ def claims(found: Runs) -> list[Claim]:
         Claim(
             "cross entropy adds ~74 GB in float32; 111 GB for the loss alone",
             "the sum holds, in GiB" if round(full / LOGITS) == 3 else "does not hold",
-            f"{format_bytes(full)}: logits, their log-softmax and its gradient, all three in bfloat16 (the refused "
-            "request is no float32). A loss that copies to float32 first, as transformers' own, takes "
+            f"{format_bytes(full)}: logits, their log-softmax and its gradient, all three in bfloat16 (the failed "
+            "allocation is no float32). A loss that copies to float32 first, as transformers' own, takes "
             f"{format_bytes(found.model_own.peak.categories['logits and loss'])}",
         ),
         Claim(

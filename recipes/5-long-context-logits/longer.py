@@ -1,4 +1,4 @@
-"""The report's table of stages beside the same readings here; its other runs: kinds of attention, and two cards."""
+"""The report's table of stages beside the same readings here; its other runs: kinds of attention, and two GPUs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from specs import ATTENTIONS, BEFORE, CHUNK, GEOMETRY, PLANS, TOKENS, VOCABULARY
 
 import memprof
 from memprof.flows.profile import profile
-from memprof.report.documents.report import Document
+from memprof.report.documents.report import Report
 from memprof.spec import TargetSpec
 from memprof.units import GIB, format_bytes
 
@@ -28,7 +28,7 @@ class Reading(NamedTuple):
     why: str
 
 
-def readings(caches_bytes: int, loop: Document) -> list[Reading]:
+def readings(caches_bytes: int, loop: Report) -> list[Reading]:
     """The report's five figures, as its profiler read them, on a model of transformers with the report's sizes.
 
     Its profiler calls the embedding and the first layer by themselves, with gradients and without checkpoints, holds on
@@ -84,14 +84,14 @@ def readings(caches_bytes: int, loop: Document) -> list[Reading]:
     ]  # fmt: skip
 
 
-def kinds() -> Iterator[tuple[str, Document]]:
+def kinds() -> Iterator[tuple[str, Report]]:
     """A forward and backward with each kind of attention, checkpoints and the loss in chunks."""
     for kind in ATTENTIONS:
         yield kind, profile(_chunked(attention=kind))[1]
 
 
-def cards() -> Iterator[tuple[str, Document]]:
-    """Two steps with AdamW on two cards: the document of the rank that takes most."""
+def gpus() -> Iterator[tuple[str, Report]]:
+    """Two steps with AdamW on two GPUs: the document of the rank that takes most."""
     for plan in PLANS:
         yield plan, profile(_chunked(gpus=2, parallel=plan, steps=2))[1]
 

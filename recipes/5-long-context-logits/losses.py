@@ -1,4 +1,4 @@
-"""The losses: as the report had it, as it mended it, and memprof's remedy; run on a virtual card and for real."""
+"""The losses: as the report had it, as it mended it, and memprof's fix; run on a virtual GPU and for real."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ def loop(model: nn.Module, ids: torch.Tensor, chunk: int = CHUNK) -> torch.Tenso
 
 
 def own(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
-    """The model's own loss: what the remedy chunked-loss computes in chunks, in the backward again."""
+    """The model's own loss: what the fix chunked-loss computes in chunks, in the backward again."""
     return model(input_ids=ids, labels=ids).loss
 
 
-# -- on the virtual card -----------------------------------------------------------------------------------------------
+# -- on the virtual GPU -----------------------------------------------------------------------------------------------
 
 
 def build(dtype: torch.dtype, **changes: object) -> nn.Module:
@@ -60,21 +60,21 @@ def build(dtype: torch.dtype, **changes: object) -> nn.Module:
     return model.train()
 
 
-def on_card(loss: Loss, tokens: int, *, steps: int = 0, layers: int | None = None, **remedy: object) -> ProfiledGpu:
-    """Forward and backward on the report's card, which is virtual; its report and trace say what happened.
+def on_gpu(loss: Loss, tokens: int, *, steps: int = 0, layers: int | None = None, **fix: object) -> ProfiledGpu:
+    """Forward and backward on the report's GPU, which is virtual; its report and trace say what happened.
 
     Args:
         loss: which one.
         tokens: of the one sequence.
         steps: with AdamW, so many steps; 0: one forward and backward without an optimizer.
         layers: of the model, if not all.
-        remedy: options of chunked-loss, which is switched on if there are any.
+        fix: options of chunked-loss, which is switched on if there are any.
     """
     with memprof.virtual_gpu(BEFORE.gpu, alloc_conf=BEFORE.alloc_conf) as gpu:
         with torch.device("cuda"):
             model = build(torch.bfloat16, **({} if layers is None else {"num_hidden_layers": layers}))
             ids = torch.zeros(1, tokens, dtype=torch.int64)
-        memprof.apply(model, ["activation-checkpointing", *(["chunked-loss"] if remedy else [])], **remedy)
+        memprof.apply(model, ["activation-checkpointing", *(["chunked-loss"] if fix else [])], **fix)
         optimizer = torch.optim.AdamW(model.parameters()) if steps else None
         for _ in range(max(steps, 1)):
             loss(model, ids).backward()
@@ -93,14 +93,14 @@ class Measured(NamedTuple):
     num_bytes: int
     """The most that it allocates at one moment, gradients among it."""
     simulated_bytes: int
-    """The same on a virtual card, without cuBLAS's workspaces, which a CPU has not."""
+    """The same on a virtual GPU, without cuBLAS's workspaces, which a CPU has not."""
     seconds: float
     deviation: float
     """The largest of loss and gradients from those of the full logits in float64, relative to the largest of each."""
 
 
 def measured() -> dict[str, Measured]:
-    """Full logits, the report's loop and the remedy, by name."""
+    """Full logits, the report's loop and the fix, by name."""
     torch.manual_seed(0)
     reference = build(torch.float64, **SMALL)
     ids = torch.randint(0, SMALL["vocab_size"], (1, SMALL_TOKENS))
@@ -109,9 +109,9 @@ def measured() -> dict[str, Measured]:
     found = {}
     for name, loss in (("full logits", full), ("loop of the report", chunked), ("chunked-loss", own)):
 
-        def small(dtype: torch.dtype = torch.float32, remedy: bool = name == "chunked-loss") -> nn.Module:
+        def small(dtype: torch.dtype = torch.float32, fix: bool = name == "chunked-loss") -> nn.Module:
             model = copy.deepcopy(reference).to(dtype)
-            if remedy:
+            if fix:
                 memprof.apply(model, "chunked-loss", chunk_size=SMALL_CHUNK)
             return model
 

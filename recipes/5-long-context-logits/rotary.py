@@ -1,4 +1,4 @@
-"""The report's second bug in a small real model: positions made in host memory, frequencies on the card."""
+"""The report's second bug in a small real model: positions made in host memory, frequencies on the GPU."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def after() -> Decoder:
 
 
 def mismatches(model: Decoder, tokens: int) -> list[Finding]:
-    """What a step of `tokens` tokens on the virtual card finds about devices."""
+    """What a step of `tokens` tokens on the virtual GPU finds about devices."""
     with memprof.virtual_gpu("h100-80gb", alloc_conf="") as gpu:
         model = model.to("cuda")
         model(torch.zeros(1, tokens, dtype=torch.int64, device="cuda")).sum().backward()

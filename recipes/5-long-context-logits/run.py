@@ -17,11 +17,11 @@ import losses
 import rotary
 from specs import CHUNK, SMALL_CHUNK, SMALL_TOKENS
 
-from memprof.report.documents.report import Document
+from memprof.report.documents.report import Report
 from memprof.units import GIB, format_bytes
 
-TWO_CARDS = (
-    "With fsdp each card has half of parameters, gradients and states, and a sequence of its own; with ulysses all of "
+TWO_GPUS = (
+    "With fsdp each GPU has half of parameters, gradients and states, and a sequence of its own; with ulysses all of "
     "them, and half of one sequence."
 )
 
@@ -51,11 +51,11 @@ def main() -> None:
     print("\nKinds of attention, 131,072 tokens, checkpointed layers, chunked-loss: forward and backward\n")
     for kind, document in longer.kinds():
         print(row_of(kind, document))
-    print("\nTwo cards, 131,072 tokens, checkpointed layers, chunked-loss, with AdamW: the rank that takes most\n")
-    print(row_of("one card", found.training))
-    for plan, document in longer.cards():
+    print("\nTwo GPUs, 131,072 tokens, checkpointed layers, chunked-loss, with AdamW: the rank that takes most\n")
+    print(row_of("one GPU", found.training))
+    for plan, document in longer.gpus():
         print(row_of(plan, document))
-    print(fill(TWO_CARDS))
+    print(fill(TWO_GPUS))
     print(f"\nChunks of {CHUNK:,} tokens, if all logits are above 10 GiB\n")
     for length in audit.lengths():
         how = "one piece" if length.largest_bytes >= length.logits_bytes else "chunks"
@@ -83,7 +83,7 @@ def main() -> None:
         seconds = f"{one.seconds:8.2f} s" if clock else ""
         print(
             f"{name:<20}{format_bytes(one.num_bytes):>12} allocated at most, "
-            f"{format_bytes(one.simulated_bytes)} on the virtual card{seconds}"
+            f"{format_bytes(one.simulated_bytes)} on the virtual GPU{seconds}"
         )
 
 
@@ -92,7 +92,7 @@ def fill(text: str) -> str:
     return textwrap.fill(text, 100, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
 
 
-def row_of(name: str, document: Document) -> str:
+def row_of(name: str, document: Report) -> str:
     """One run: its peak and its verdict."""
     peak = document.peak
     return f"{name:<14}{format_bytes(peak.allocated_bytes):>14} in {peak.stage:<10} {says(document)}"
@@ -103,7 +103,7 @@ def show(loss: str, logits: str, peak: str, verdict: str) -> None:
     print(f"{loss:<22}{logits:>15}{peak:>26}  {verdict}")
 
 
-def says(document: Document) -> str:
+def says(document: Report) -> str:
     """The verdict in words."""
     verdict = document.verdict
     if verdict.fits:

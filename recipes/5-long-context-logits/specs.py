@@ -1,4 +1,4 @@
-"""What case study 5 is about: a 4B model, 131,072 tokens, checkpointed layers, one card of 94.97 GiB."""
+"""What case study 5 is about: a 4B model, 131,072 tokens, checkpointed layers, one GPU of 94.97 GiB."""
 
 from memprof.spec import TargetSpec
 
@@ -47,4 +47,4 @@ GEOMETRY = {
 ATTENTIONS = ("eager", "sdpa", "sliding", "linear", "nsa")
 """Of the runs side by side; the report's program knows dense attention and one that it calls nsa."""
 PLANS = ("fsdp", "ulysses=2")
-"""Two cards as the report recommends them, and the sequence parallelism that it leaves to the future."""
+"""Two GPUs as the report recommends them, and the sequence parallelism that it leaves to the future."""

@@ -1,7 +1,7 @@
 """The benchmark of can-i-finetune-this: LoRA on a checkpointed model, in half precision or in 4 bits, one batch a step.
 
 Written after src/canifinetune/bench/runner.py of github.com/DaoyuanLi2816/can-i-finetune-this at 053ce9e: the model in
-bfloat16 is moved to the card, or loaded onto it in 4 bits and prepared by PEFT; checkpointing is switched on, PEFT
+bfloat16 is moved to the GPU, or loaded onto it in 4 bits and prepared by PEFT; checkpointing is switched on, PEFT
 attaches its float32 adapters, and the loop keeps batch and outputs until the next ones replace them. The optimizer is
 bitsandbytes' paged 8-bit AdamW; below 100,000 elements its state is not paged (bitsandbytes/optim/optimizer.py).
 """
@@ -29,7 +29,7 @@ class Bench:
     rank: int
     targets: tuple[str, ...]
     steps: int = 3
-    in_4_bits: bool = False  # `build` gives a quantized model that is on the card.
+    in_4_bits: bool = False  # `build` gives a quantized model that is on the GPU.
     checkpointing: bool = True
     batch_size: int = 1
 
@@ -38,7 +38,7 @@ ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 def causal_lm(key: str, quantize: str | None = None) -> nn.Module:
-    """A model of the catalog in bfloat16; quantized, it is on the card as transformers loads it for an adapter."""
+    """A model of the catalog in bfloat16; quantized, it is on the GPU as transformers loads it for an adapter."""
     from memprof.workload.models import find_source
 
     adapter = None if quantize is None else "lora"

@@ -1,4 +1,4 @@
-"""Memory that others published of plain PyTorch operators on real cards, and the same steps on the virtual GPU.
+"""Memory that others published of plain PyTorch operators on real GPUs, and the same steps on the virtual GPU.
 
 Liger-Kernel (benchmark/data/all_benchmark_data.csv at ead96b61) publishes what the PyTorch or Hugging Face version of
 each of its kernels takes; the workloads follow what its benchmark scripts keep alive: set-up, then the same step again
@@ -32,7 +32,7 @@ Step = Callable[[], object]
 
 MIB = 2**20
 TOLERANCE = 1e-9  # Of the comparison itself, in MiB: the figures are decimal fractions.
-CARDS = {
+GPUS = {
     "A100-SXM4-80GB": "a100-80gb",
     "NVIDIA A100-SXM4-80GB": "a100-80gb",
     "NVIDIA H100 80GB HBM3": "h100-80gb",
@@ -126,7 +126,7 @@ def compared(row: Published) -> Compared:
     if row.library == "ml-cross-entropy":
         return cut_cross_entropy(row)
     setup = WORKLOADS[row.kernel, row.axis]
-    with VirtualGpu(find_gpu(CARDS[row.gpu])) as gpu:
+    with VirtualGpu(find_gpu(GPUS[row.gpu])) as gpu:
         step = setup(row)
         for _ in range(3):
             step()
@@ -138,7 +138,7 @@ def compared(row: Published) -> Compared:
 
 
 def fused_linear_cross_entropy(row: Published) -> Step:
-    """A head and its loss in bfloat16; the head of the other contestant, of the same size, is alive too."""
+    """A head and its loss in bfloat16; the head of the other contestant, of the same size, is live too."""
     hidden, vocabulary = row.config["H"], row.config["V"]
     other, head = (nn.Linear(hidden, vocabulary, bias=False, dtype=torch.bfloat16).to("cuda") for _ in range(2))
     criterion = nn.CrossEntropyLoss()
@@ -167,7 +167,7 @@ def cross_entropy(row: Published) -> Step:
 
 
 def layer_norm(row: Published) -> Step:
-    """The other contestant's layer is alive too."""
+    """The other contestant's layer is live too."""
     other, layer = (nn.LayerNorm(row.x, eps=row.config["eps"]).to("cuda") for _ in range(2))
     states = torch.randn(row.config["M"], row.x, device="cuda")
     gradient = torch.randn_like(states)
@@ -306,7 +306,7 @@ SOFTCAP = 30.0
 
 def cut_cross_entropy(row: Published) -> Compared:
     """How far allocated bytes rise in a forward (fw), a backward (bw) or both, above what was allocated before."""
-    with VirtualGpu(find_gpu(CARDS[row.gpu])) as gpu:
+    with VirtualGpu(find_gpu(GPUS[row.gpu])) as gpu:
         states = torch.randn(row.x, row.config["D"], dtype=torch.bfloat16, device="cuda", requires_grad=True)
         head = torch.randn(row.config["V"], row.config["D"], dtype=torch.bfloat16, device="cuda", requires_grad=True)
         target = torch.randint(row.config["V"], (row.x,), device="cuda")

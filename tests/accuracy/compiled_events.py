@@ -1,6 +1,6 @@
-"""Both sides of the comparison of compiled code with the CPU: Inductor's code for the CPU, run there, and on the card.
+"""Both sides of the comparison of compiled code with the CPU: Inductor's code for the CPU, run there, and on the GPU.
 
-The virtual GPU traces and partitions a program as for its card; then Inductor is given the graphs as if the card were
+The virtual GPU traces and partitions a program as for its GPU; then Inductor is given the graphs as if the GPU were
 the CPU, for which it fuses otherwise. Its C++ is neither made nor run there, as its Triton is not elsewhere.
 """
 

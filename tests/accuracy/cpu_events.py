@@ -66,7 +66,7 @@ def on_virtual_gpu(program: Program, shared: Callable[[str, str], bool]) -> list
 
 
 def recorded_changes(trace: Trace, begin: int, end: int, shared: Callable[[str, str], bool]) -> list[Change]:
-    """Those of a trace's events from `begin` to `end` that are of a card; `shared` as above."""
+    """Those of a trace's events from `begin` to `end` that are of a GPU; `shared` as above."""
     changes: list[Change] = []
     blocks: dict[int, int] = {}
     visible = -1

@@ -1,7 +1,7 @@
 """What the CPU's kernels allocate and CUDA's do not: operator -> what it is, and how many bytes.
 
-A block is left out only if it is made and given back inside one call of the operator, with exactly these bytes. Beside
-them only numbers are: blocks of at most 8 bytes that a program on a card keeps on the host, so that its card has none.
+A block is left out only if it is made and released inside one call of the operator, with exactly these bytes. Beside
+them only numbers are: blocks of at most 8 bytes that a program on a GPU keeps on the host, so that its GPU has none.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class Comparison(NamedTuple):
     virtual: list[Change]
     cpu: list[Change]
     left_out: Counter[str]  # Blocks left out on the CPU's side, by operator.
-    numbers: int  # ... and those of numbers that a program on a card keeps on the host.
+    numbers: int  # ... and those of numbers that a program on a GPU keeps on the host.
 
 
 def compared(program: Program, beyond: Callable[[list[Change]], set[int]] = lambda cpu: set()) -> Comparison:

@@ -1,7 +1,7 @@
 """Every operator of torch's own database with its tensors on two devices, and what a CUDA run would say of each call.
 
 `python tests/accuracy/device_sweep.py [operator ...]` prints where the virtual GPU's verdict differs from the
-reference's. That is FakeTensor: torch's own rules, for a card that need not be there. What it does not know of CUDA is
+reference's. That is FakeTensor: torch's own rules, for a GPU that need not be there. What it does not know of CUDA is
 in the table of test_operators_across_devices.py.
 """
 
@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from memprof.catalog import find_gpu
 from memprof.virtual import VirtualGpu
-from tests.accuracy.operator_sweep import CARD, operators, samples_of
+from tests.accuracy.operator_sweep import GPU_MODEL, operators, samples_of
 
 _MOST_TENSORS = 3  # Each of so many tensors of a call lies on the host in turn.
 
@@ -31,7 +31,7 @@ class Verdict(NamedTuple):
     """What was found of one placement of one sample's tensors."""
 
     operator: str
-    # `n host`: tensor n on the host, the others on the card; `n scalar`: that tensor is one number on the host;
+    # `n host`: tensor n on the host, the others on the GPU; `n scalar`: that tensor is one number on the host;
     # `n strided`: on the host and not contiguous.
     placement: str
     expected: bool  # Whether a CUDA run raises, by FakeTensor.
@@ -120,7 +120,7 @@ def by_torch(op: Any, leaves: list[Any], tree: Any, host: set[int]) -> bool | No
             with _Checks():
                 op(data, *args, **kwargs)
     except Exception as error:  # whatever a meta kernel raises
-        text = str(error)  # "not linked": a copy to the card itself, of an index
+        text = str(error)  # "not linked": a copy to the GPU itself, of an index
         return True if "device" in text and "cuda" in text and "not linked" not in text else None
     return False
 
@@ -143,7 +143,7 @@ def verdicts(op: Any) -> list[Verdict]:
     if not judged:
         return []
     found = []
-    with VirtualGpu(find_gpu(CARD), workspaces=False) as gpu:
+    with VirtualGpu(find_gpu(GPU_MODEL), workspaces=False) as gpu:
         for placement, leaves, tree, host, expected in judged:
             before = len(gpu.trace.mismatches)
             failure = ""

@@ -107,7 +107,7 @@ def _decodes(trace: Trace, phase: int) -> bool:
 
 
 def phase_peaks(trace: Trace) -> dict[PhaseKind, int]:
-    """The most that the card holds in each kind of phase, requests rounded to 512 bytes."""
+    """The most that the GPU holds in each kind of phase, requests rounded to 512 bytes."""
     live, kind = 0, PhaseKind.OTHER
     peaks: dict[PhaseKind, int] = {}
     for event, ref in trace.events:

@@ -2,7 +2,7 @@
 
 The package is plain Python around Triton kernels, which fill tensors and allocate none; so its own code, of the release
 that was measured (the last words of a row's note), runs on the virtual GPU, with the launches passed over. What is kept
-alive is what the benchmark's scripts keep, as in baselines.py.
+live is what the benchmark's scripts keep, as in baselines.py.
 
 Needed, and not installed with this project: Triton, and one folder for each release of liger-kernel; see libraries.py.
 """
@@ -56,7 +56,7 @@ def cross_entropy(row: Published) -> Step:
 
 
 def fused_linear_cross_entropy(row: Published) -> Step:
-    """The head of the other contestant is alive too, and so is the cuBLAS workspace of the thread that runs backwards:
+    """The head of the other contestant is live too, and so is the cuBLAS workspace of the thread that runs backwards:
     the script timed the other contestant in the same process before, and it multiplies matrices there."""
     from liger_kernel.transformers.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyLoss
 

@@ -29,7 +29,7 @@ SAMPLES = 4  # Sample inputs of each operator that are compared, spread over the
 GENERATED = 20
 SCALAR_BYTES = 8  # Numbers that the CPU wraps in tensors lie on the host in a CUDA run as well.
 GENERATOR_BYTES = 5056  # The state of the CPU's generator, which the database saves around random operators.
-CARD = "a100-80gb"
+GPU_MODEL = "a100-80gb"
 
 
 class Allocation(NamedTuple):
@@ -155,7 +155,7 @@ def compare(op: Any) -> Iterator[Difference | None]:
         with contextlib.suppress(RuntimeError, NotImplementedError, ValueError, AssertionError):
             sides.append((number, sample, on_cpu(op, sample)))
     # To enter a virtual GPU takes a third of the time: one for all samples of an operator.
-    with VirtualGpu(find_gpu(CARD), workspaces=False) as gpu:
+    with VirtualGpu(find_gpu(GPU_MODEL), workspaces=False) as gpu:
         made = [try_on_virtual_gpu(op, sample, gpu) for _, sample, _ in sides]
     for (number, _, expected), (found, hidden, failure) in zip(sides, made, strict=True):
         if failure:

@@ -1,5 +1,5 @@
 """Both sides of the comparison of ranks with the CPU: a program for several processes, really run by as many over gloo,
-and each of its ranks alone on the virtual card.
+and each of its ranks alone on the virtual GPU.
 
     python -m tests.accuracy.rank_events RESULT [NAME ...]
 
@@ -32,7 +32,7 @@ def _environment(rank: int, size: int, port: int, **more: str) -> None:
 
 
 def virtual(name: str, rank: int, size: int, port: int) -> list[Change]:
-    """The changes on the card of a rank that runs alone."""
+    """The changes on the GPU of a rank that runs alone."""
     from memprof.catalog import find_gpu
     from memprof.script import Program, StopRule
     from memprof.script.capture import capture_script
@@ -40,10 +40,10 @@ def virtual(name: str, rank: int, size: int, port: int) -> list[Change]:
     from tests.accuracy.cpu_temporaries import is_shared
 
     _environment(rank, size, port)
-    gpu = VirtualGpu(find_gpu("a100-80gb"), cards=size, rank=rank, workspaces=False)
+    gpu = VirtualGpu(find_gpu("a100-80gb"), gpus=size, rank=rank, workspaces=False)
     trace, outcome = capture_script(Program(SCRIPT, (name,)), gpu, StopRule(None))
     if outcome.exit_code:
-        raise RuntimeError(f"{name} failed on the virtual card: {outcome.error!r}")
+        raise RuntimeError(f"{name} failed on the virtual GPU: {outcome.error!r}")
     return recorded_changes(trace, 0, len(trace.events), is_shared)
 
 
@@ -57,7 +57,7 @@ def cpu(name: str, rank: int, size: int, port: int) -> list[Change]:
     from memprof.script import Program, StopRule
 
     _environment(rank, size, port, BACKEND="gloo")
-    for owner in (_foreach_utils, optimizer):  # which optimizer a card has
+    for owner in (_foreach_utils, optimizer):  # which optimizer a GPU has
         owner._get_foreach_kernels_supported_devices = lambda: ["cuda", "cpu"]
     kept = _flash_attention()
     recording = profile(activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=True)

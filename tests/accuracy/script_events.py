@@ -1,9 +1,9 @@
-"""Both sides of the comparison of whole scripts with the CPU: run there for real, and on the virtual card.
+"""Both sides of the comparison of whole scripts with the CPU: run there for real, and on the virtual GPU.
 
     python -m tests.accuracy.script_events RESULT
 
 The scripts are those of tests/scripts/programs, unmodified. On the CPU, what they ask of "cuda" is asked of it: a move
-to the card is a copy, optimizers choose as for the card. Each side of each script is a process of its own, forked after
+to the GPU is a copy, optimizers choose as for the GPU. Each side of each script is a process of its own, forked after
 the libraries were imported, which takes most of the time.
 """
 
@@ -38,7 +38,7 @@ SCRIPTS: dict[str, tuple[str, ...]] = {
     "generate --way loop": ("--attn", "eager", "--dtype", "float32"),
     "mistakes": ("--attn", "eager", "--keep", "losses,logits"),
 }
-TO_CARD = "to the card"  # The operator of what a move to the card allocates.
+TO_GPU = "to the GPU"  # The operator of what a move to the GPU allocates.
 _HOST = "on the host"
 
 
@@ -48,7 +48,7 @@ def _arguments(name: str) -> tuple[str, list[str]]:
 
 
 def virtual(name: str) -> dict[str, Any]:
-    """The changes on the virtual card, and the sizes of what the host held meanwhile."""
+    """The changes on the virtual GPU, and the sizes of what the host held meanwhile."""
     from memprof.catalog import find_gpu
     from memprof.script import Program, StopRule
     from memprof.script.capture import capture_script
@@ -60,7 +60,7 @@ def virtual(name: str) -> dict[str, Any]:
     gpu = VirtualGpu(find_gpu("a100-80gb"), workspaces=False, passes_kernels=True)
     trace, outcome = capture_script(Program(script, tuple(arguments)), gpu, StopRule(None))
     if outcome.exit_code:
-        raise RuntimeError(f"the script failed on the virtual card: {outcome.error!r}")
+        raise RuntimeError(f"the script failed on the virtual GPU: {outcome.error!r}")
     changes: list[Change] = []
     blocks: dict[int, int] = {}
     visible = ""
@@ -89,7 +89,7 @@ def cpu(name: str) -> dict[str, Any]:
 
     script, arguments = _arguments(name)
     recording = profile(activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=True)
-    with _card_is_the_host(), torch.backends.mkldnn.flags(enabled=False), recording as recorded:
+    with _gpu_is_the_host(), torch.backends.mkldnn.flags(enabled=False), recording as recorded:
         outcome = Program(script, tuple(arguments)).run(StopRule(None))
         gc.collect()
     if outcome.exit_code:
@@ -99,7 +99,7 @@ def cpu(name: str) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _card_is_the_host() -> Iterator[None]:
+def _gpu_is_the_host() -> Iterator[None]:
     """Inside, "cuda" is the CPU: a first move there is a copy; what is done on the host alone is marked."""
     import peft
     import torch
@@ -110,7 +110,7 @@ def _card_is_the_host() -> Iterator[None]:
 
     from memprof.patching.patch_set import PatchSet
 
-    on_card: weakref.WeakSet[Any] = weakref.WeakSet()
+    on_gpu: weakref.WeakSet[Any] = weakref.WeakSet()
     move = torch.Tensor.to
 
     def device_of(value: Any) -> Any:
@@ -130,14 +130,14 @@ def _card_is_the_host() -> Iterator[None]:
         like = bool(args) and isinstance(args[0], torch.Tensor)
         if device is None or (like and tensor.untyped_storage() not in on_host):
             return moved
-        if moved.untyped_storage() not in on_card and moved is tensor:
-            with record_function(TO_CARD):
+        if moved.untyped_storage() not in on_gpu and moved is tensor:
+            with record_function(TO_GPU):
                 moved = moved.clone()
-        on_card.add(moved.untyped_storage())
+        on_gpu.add(moved.untyped_storage())
         return moved
 
     def made(function: Callable[..., Any]) -> Callable[..., Any]:
-        """A factory; what it makes on the card is there, and what it makes elsewhere is the host's."""
+        """A factory; what it makes on the GPU is there, and what it makes elsewhere is the host's."""
 
         def make(*args: Any, **kwargs: Any) -> Any:
             device = kwargs.get("device")
@@ -147,7 +147,7 @@ def _card_is_the_host() -> Iterator[None]:
                 on_host.add(found.untyped_storage())
                 return found
             found = function(*args, **{**kwargs, "device": device_of(device)})
-            on_card.add(found.untyped_storage())
+            on_gpu.add(found.untyped_storage())
             return found
 
         return make
@@ -176,7 +176,7 @@ def _card_is_the_host() -> Iterator[None]:
         return ["cuda", "cpu"]
 
     def adapters(function: Callable[..., Any]) -> Callable[..., Any]:
-        """PEFT moves new weights to where the model is: as yet on the host, which here has the card's name."""
+        """PEFT moves new weights to where the model is: as yet on the host, which here has the GPU's name."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             nonlocal building
@@ -229,7 +229,7 @@ def _changes(recorded: Any) -> list[Change]:
             found.append((node.start_time_ns, extra.alloc_size, extra.ptr, calls, host, moves))
         elif node.name == _HOST:
             host = True
-        elif node.name == TO_CARD:
+        elif node.name == TO_GPU:
             moves = True
             first_move = node.start_time_ns if first_move is None else min(first_move, node.start_time_ns)
         elif node.name.startswith("aten::"):
@@ -245,7 +245,7 @@ def _changes(recorded: Any) -> list[Change]:
     blocks: dict[int, int | None] = {}
     count = 0
     for time, num_bytes, address, calls, host, moves in found:
-        op = TO_CARD if moves else calls[-1].name if calls else ""
+        op = TO_GPU if moves else calls[-1].name if calls else ""
         if num_bytes > 0:
             if host or first_move is None or time < first_move:
                 blocks[address] = None

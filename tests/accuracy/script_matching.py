@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 from tests.accuracy.cpu_events import Change
 from tests.accuracy.cpu_temporaries import NUMBER_BYTES, _in_order, _temporaries
-from tests.accuracy.script_events import TO_CARD
+from tests.accuracy.script_events import TO_GPU
 
-# What the CPU allocates beyond the card (cpu_temporaries.py has the rest): operator, outermost or innermost -> why.
+# What the CPU allocates beyond the GPU (cpu_temporaries.py has the rest): operator, outermost or innermost -> why.
 REASONS: dict[str, str] = {
-    TO_CARD: "a move of what is on the card already: the CPU's stand-in for the card copies it, a card does not",
+    TO_GPU: "a move of what is on the GPU already: the CPU's stub for the GPU copies it, a GPU does not",
     "aten::sum": "booleans are cast to integers before their sum",
     "aten::repeat": "the order of dimensions, computed in tensors on the host",
     "aten::multinomial": "exponential variates: memory that no tensor shows, on CUDA too, where it is counted",
@@ -31,15 +31,15 @@ class Matching(NamedTuple):
     virtual: int
     matched: int  # In order and bytes.
     kernels: Counter[str]  # Of the CPU's rest: temporaries of its kernels (cpu_temporaries.py), by operator.
-    numbers: int  # ... single numbers, which a program on a card keeps on the host.
+    numbers: int  # ... single numbers, which a program on a GPU keeps on the host.
     explained: Counter[str]  # ... what REASONS has, by operator.
     rest_cpu: Counter[tuple[str, int]]  # ... and what is left, by operator and bytes.
-    # Of the virtual card's rest: comparisons and reductions of `torch.isin`, one kernel on the CPU (TensorCompare.cpp).
+    # Of the virtual GPU's rest: comparisons and reductions of `torch.isin`, one kernel on the CPU (TensorCompare.cpp).
     isin: int
-    # Of the virtual card's rest: storages that copy.deepcopy copies, on the CPU outside of every operator.
+    # Of the virtual GPU's rest: storages that copy.deepcopy copies, on the CPU outside of every operator.
     deep_copies: int
-    rest_virtual: Counter[tuple[str, int]]  # Of the virtual card's, by operator and bytes.
-    in_pieces: int = 0  # Of the virtual card's rest: results of operators that the CPU runs in pieces (IN_PIECES).
+    rest_virtual: Counter[tuple[str, int]]  # Of the virtual GPU's, by operator and bytes.
+    in_pieces: int = 0  # Of the virtual GPU's rest: results of operators that the CPU runs in pieces (IN_PIECES).
 
 
 def match(cpu: list[Change], virtual: list[Change]) -> Matching:
@@ -86,7 +86,7 @@ def _isin(alone: list[Change]) -> int:
 def _numbers(
     theirs: list[Change], ours: list[Change], matched_cpu: set[int], matched_ours: set[int]
 ) -> tuple[int, list[Change], int]:
-    """Numbers that both have between the same larger allocations, first those of the same operator; those of the card
+    """Numbers that both have between the same larger allocations, first those of the same operator; those of the GPU
     that are left; and how many the CPU has beyond."""
     gaps: list[defaultdict[tuple[int, int], list[Change]]] = []
     for side, known in ((theirs, matched_cpu), (ours, matched_ours)):
@@ -133,7 +133,7 @@ def _key(change: Change) -> tuple[int, frozenset[str]]:
     own = change.op.removeprefix("aten.").removeprefix("aten::")
     if "repeat" in names and own != "empty":  # the order of dimensions, on the host
         names, own = {"repeat"}, "repeat"
-    made = {TO_CARD, "empty"} if own == "_to_copy" else set()  # by a move, or by torch.tensor(..., device=...)
+    made = {TO_GPU, "empty"} if own == "_to_copy" else set()  # by a move, or by torch.tensor(..., device=...)
     return change.num_bytes, frozenset({*names, own, *made, *({_SAME[own]} if own in _SAME else ())})
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from memprof.workload.spread import _with_positions
-from memprof.workload.ulysses import attending
+from memprof.workload.ulysses import exchange_heads
 
 
 def main() -> None:
@@ -32,7 +32,7 @@ def main() -> None:
 
     batch = _with_positions({"input_ids": ids, "labels": ids})
     part = slice(rank * 32 // size, (rank + 1) * 32 // size)
-    with attending(dist.group.WORLD):
+    with exchange_heads(dist.group.WORLD):
         out = model(**{name: tensor[:, part].contiguous() for name, tensor in batch.items()})
         counted = (batch["shift_labels"][:, part] != -100).sum()
         share = out.loss * counted / (batch["shift_labels"] != -100).sum()  # the parts have means of their own

@@ -1,7 +1,7 @@
 """Ground truth without a GPU: the virtual GPU allocates and frees what a real training step on the CPU does.
 
 Two steps run on the virtual GPU, and really on the CPU with no mode active: the same bytes come in the same order, and
-each free gives back the same block. Eager attention, no dropout and float32 make the CPU run the operators that CUDA
+each free releases the same block. Eager attention, no dropout and float32 make the CPU run the operators that CUDA
 runs. What its kernels take beside their outputs and CUDA's do not is named in cpu_temporaries.py, operator by operator;
 nothing else is left out. Of the memory that no tensor shows, copies that both devices' kernels make are compared too.
 """

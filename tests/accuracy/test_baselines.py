@@ -1,4 +1,4 @@
-"""Published peaks of plain PyTorch operators, measured on real cards, against the virtual GPU: every row."""
+"""Published peaks of plain PyTorch operators, measured on real GPUs, against the virtual GPU: every row."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""An out-of-memory error that was published, met again: a 4B model at 131,072 tokens on a card of 94.97 GiB.
+"""An out-of-memory error that was published, met again: a 4B model at 131,072 tokens on a GPU of 94.97 GiB.
 
 Case study 5 of the project's shared data. Its table (in GiB, although it says GB: 37.09 is 131,072 x 151,936 x 2 bytes
-in GiB) and its error: 62.97 after the whole forward, then "Tried to allocate 37.09 GiB" on a card of 94.97 GiB, in the
+in GiB) and its error: 62.97 after the whole forward, then "Tried to allocate 37.09 GiB" on a GPU of 94.97 GiB, in the
 cross entropy of shifted logits in bfloat16.
 """
 
@@ -17,21 +17,21 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import memprof
 from memprof.catalog import find_model
 from memprof.flows import profile as flow
-from memprof.report.documents.report import Document
+from memprof.report.documents.report import Report
 from memprof.spec import TargetSpec
 
 GIB = 1 << 30
 TOKENS, VOCABULARY = 131_072, 151_936
-CARD = "rtx-pro-6000-blackwell"
+GPU = "rtx-pro-6000-blackwell"
 LOGITS = TOKENS * VOCABULARY * 2
 
 
 @pytest.fixture(scope="module")
-def study() -> Document:
+def study() -> Report:
     """A model of the same shape, checkpointed as the study's is, and the study's kind of loss."""
     settings = find_model("qwen3-4b").load_config()
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
-    with memprof.virtual_gpu(CARD, alloc_conf="") as gpu:
+    with memprof.virtual_gpu(GPU, alloc_conf="") as gpu:
         with torch.device("cuda"):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
             ids = torch.zeros(1, TOKENS, dtype=torch.int64)
@@ -45,13 +45,13 @@ def study() -> Document:
     return gpu.report()
 
 
-def test_the_card_is_the_study_s(study: Document, shared_dir: Path) -> None:
+def test_the_gpu_is_the_study_s(study: Report, shared_dir: Path) -> None:
     text = (shared_dir / "case-studies" / "5-long-context-logits.md").read_text(encoding="utf-8")
     assert "Tried to allocate 37.09 GiB" in text and "GPU 0 capacity: 94.97 GiB" in text
     assert round(study.device.total_bytes / GIB, 2) == 94.97
 
 
-def test_the_same_request_is_refused(study: Document) -> None:
+def test_the_same_request_is_refused(study: Report) -> None:
     """37.09 GiB, as the study's error says: the log-softmax over all tokens but the last. At batch 1 the shifted
     logits are contiguous as they are, so that the `contiguous()` before it copies nothing."""
     verdict = study.verdict
@@ -67,7 +67,7 @@ def test_the_same_request_is_refused(study: Document) -> None:
     )
 
 
-def test_what_is_in_use_then(study: Document) -> None:
+def test_what_is_in_use_then(study: Report) -> None:
     """The study had 62.97 GiB: logits, and 25.88 of parameters and checkpoints of a model of 3.92B parameters with an
     attention of its own. This model has 4.02B and keeps 36 checkpoints, 36 x 0.625 GiB."""
     in_use = study.verdict.in_use_bytes
@@ -86,7 +86,7 @@ def test_transformers_own_loss_dies_sooner_of_a_larger_copy() -> None:
         context_length=TOKENS,
         activation_checkpointing=True,
         steps=1,
-        gpu=CARD,
+        gpu=GPU,
         alloc_conf="",
     )
     verdict = flow.profile(spec)[1].verdict
@@ -97,7 +97,7 @@ def test_transformers_own_loss_dies_sooner_of_a_larger_copy() -> None:
 
 def test_without_checkpointing_it_never_comes_to_the_logits() -> None:
     """What the issue's command says: layer 3 of 36 is the end."""
-    spec = TargetSpec(model="4B", model_is_size=True, context_length=TOKENS, steps=1, gpu=CARD, alloc_conf="")
+    spec = TargetSpec(model="4B", model_is_size=True, context_length=TOKENS, steps=1, gpu=GPU, alloc_conf="")
     verdict = flow.profile(spec)[1].verdict
     assert (verdict.oom_stage, verdict.oom_step, verdict.oom_module) == ("layer 3", 1, "model.layers.3.mlp")
     assert verdict.oom_message is not None and "Tried to allocate 2.38 GiB. " in verdict.oom_message

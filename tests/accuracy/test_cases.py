@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 
 from memprof.flows import profile as flow
-from memprof.report.documents.report import Document
+from memprof.report.documents.report import Report
 from memprof.spec import Mode
 from memprof.trace.events import Trace
 from tests.accuracy.cases import CASES
@@ -22,7 +22,7 @@ LLAMA_PARAMETERS = 1_235_814_400
 @dataclass(frozen=True)
 class Ran:
     trace: Trace
-    document: Document
+    document: Report
 
     @property
     def peak(self) -> int:

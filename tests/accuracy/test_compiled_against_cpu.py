@@ -1,7 +1,7 @@
 """Ground truth for compiled code without a GPU: Inductor's code for the CPU, really compiled and run there.
 
-Two training steps of compiled models: the virtual GPU traces and partitions as for its card, has Inductor write code
-for the CPU (compiled_events.py), and takes and gives back what torch's profiler sees on the CPU, in bytes and in order.
+Two training steps of compiled models: the virtual GPU traces and partitions as for its GPU, has Inductor write code
+for the CPU (compiled_events.py), and takes and releases what torch's profiler sees on the CPU, in bytes and in order.
 What is left out is that of test_against_cpu.py, and blocks of at most 8 bytes on both sides: single numbers, which
 Inductor makes by no operator that could be named.
 """
@@ -20,7 +20,7 @@ from tests.accuracy.cpu_models import MODELS
 from tests.accuracy.cpu_temporaries import NUMBER_BYTES, compared
 from tests.accuracy.test_against_cpu import plain
 
-pytest.importorskip("triton", reason="Inductor writes no kernels for a card without it")
+pytest.importorskip("triton", reason="Inductor writes no kernels for a GPU without it")
 pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor's C++ needs a compiler"),
     pytest.mark.nightly,  # half a minute of it for each model; tests/unit/virtual/compiled is in every run
@@ -37,7 +37,7 @@ def without_numbers(changes: list[Change]) -> list[tuple[bool, int, int]]:
 
 
 def both(name: str) -> tuple[list[tuple[bool, int, int]], list[tuple[bool, int, int]], list[int]]:
-    """What the virtual GPU and the CPU take and give back, and how many nodes each graph that was compiled has."""
+    """What the virtual GPU and the CPU take and release, and how many nodes each graph that was compiled has."""
     model = MODELS[name]
 
     def make(device: str) -> Callable[[], None]:

@@ -1,10 +1,10 @@
-"""Compiled code and eager code recorded on a card: every allocation and free, in order, with its bytes and its block.
+"""Compiled code and eager code recorded on a GPU: every allocation and free, in order, with its bytes and its block.
 
 Source: the memory snapshots of github.com/sungdk0822/CS336-assignment2-systems at 849f31e (memory_snapshots/attn; torch
 2.6 on an A100): plain attention without a mask as a function, 8 sequences, inputs that need gradients, widths 16 to 128
 and lengths 256 to 16,384 one after the other in one process. Of each there are three files: compiled, forward
 (_forwardpassonly_compile.pickle); eager, forward (_forwardpassonly); eager, forward, mean squared error and backward.
-In each of the 60 each of 100 recorded calls takes and gives back the same.
+In each of the 60 each of 100 recorded calls takes and releases the same.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from memprof.catalog import find_gpu
 from memprof.trace.events import EventKind, Trace
 from memprof.virtual import VirtualGpu
 
-pytest.importorskip("triton", reason="Inductor writes no kernels for a card without it")
+pytest.importorskip("triton", reason="Inductor writes no kernels for a GPU without it")
 
 SEQUENCES = 8
-FREED = [0, 1, 3, 2, 4, 5]  # Which of the six is given back first.
+FREED = [0, 1, 3, 2, 4, 5]  # Which of the six is released first.
 
 
 def recorded(width: int, length: int) -> list[tuple[str, int]]:

@@ -1,4 +1,4 @@
-"""torchtune's table of techniques, whose layers were compiled: what the card took at most, published and computed here.
+"""torchtune's table of techniques, whose layers were compiled: what the GPU took at most, published and computed here.
 
 Source and recipes: tests/accuracy/published/torchtune.py. docs/accuracy-tables.md has all rows, and what eager layers
 take.
@@ -14,7 +14,7 @@ from tests.accuracy import torchtune_recipe
 from tests.accuracy.published.prediction import run
 from tests.accuracy.published.torchtune import LADDER
 
-pytest.importorskip("triton", reason="Inductor writes no kernels for a card without it")
+pytest.importorskip("triton", reason="Inductor writes no kernels for a GPU without it")
 pytestmark = pytest.mark.nightly
 
 # Peak of allocated memory in GiB, and what eager layers take.

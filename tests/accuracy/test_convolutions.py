@@ -1,4 +1,4 @@
-"""cuDNN's workspaces in recordings and published peaks of real cards: what the rule gives, and where it is off."""
+"""cuDNN's workspaces in recordings and published peaks of real GPUs: what the rule gives, and where it is off."""
 
 from __future__ import annotations
 
@@ -116,4 +116,4 @@ def test_multi_token_attention(length: int, own: bool) -> None:
         assert abs(ledger.peak_bytes - published) < 0.29 * MIB
     bounds = Workspaces.of(gpu.trace, ledger.allocated, ledger.peak_event)
     assert bounds is not None
-    assert bounds.least_peak_bytes < published < bounds.most_peak_bytes
+    assert bounds.min_peak_bytes < published < bounds.max_peak_bytes

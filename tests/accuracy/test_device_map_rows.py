@@ -1,7 +1,7 @@
-"""Published peaks of a model that transformers spreads over several cards (`device_map="auto"`).
+"""Published peaks of a model that transformers spreads over several GPUs (`device_map="auto"`).
 
 Qwen2.5's speed benchmark of the 72B model in bfloat16 on A100 80GB: the script (QwenLM/Qwen2.5,
-examples/speed-benchmark/speed_benchmark_transformers.py) sums torch.cuda.max_memory_allocated over the cards; the
+examples/speed-benchmark/speed_benchmark_transformers.py) sums torch.cuda.max_memory_allocated over the GPUs; the
 figures are of docs/source/benchmark/speed_benchmark.rst at a912d23 (torch 2.3.1, transformers 4.46.0), in GiB. The
 2,048 tokens are not decoded one by one here: after the prompt the cache is made as long as it is for the last of them.
 """
@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from memprof.catalog import find_gpu
-from memprof.flows.cards import RunAllocator, allocator_settings
+from memprof.flows.gpus import RunAllocator, allocator_settings
 from memprof.virtual import VirtualGpu
 
 NEW_TOKENS = 2048
 GIB = 1 << 30
-# Tokens of the prompt, cards, published GiB, and how far off. With a prompt of one token, decoding is the peak, whose
+# Tokens of the prompt, GPUs, published GiB, and how far off. With a prompt of one token, decoding is the peak, whose
 # cache grew token by token into blocks that are up to 1 MiB larger: 160 of them.
 ROWS = [(1, 2, 136.20, 0.002), (6144, 2, 140.00, 0.0005), (14_336, 3, 149.14, 0.0005), (30_720, 3, 164.79, 0.0005)]
 
@@ -37,22 +37,22 @@ def folder(tmp_path_factory):
     return path
 
 
-def run_of(cards: int) -> VirtualGpu:
+def run_of(gpus: int) -> VirtualGpu:
     gpu, settings = find_gpu("a100-80gb"), allocator_settings(None)
-    return VirtualGpu(gpu, cards=cards, memory=lambda trace: RunAllocator(trace, gpu, settings))
+    return VirtualGpu(gpu, gpus=gpus, memory=lambda trace: RunAllocator(trace, gpu, settings))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("prompt", "cards", "published", "tolerance"),
+    ("prompt", "gpus", "published", "tolerance"),
     [pytest.param(*row, marks=() if row is ROWS[-1] else pytest.mark.nightly) for row in ROWS],
 )
-def test_generation_spread_over_cards(folder, prompt, cards, published, tolerance):
+def test_generation_spread_over_gpus(folder, prompt, gpus, published, tolerance):
     from transformers import AutoModelForCausalLM, DynamicCache
 
-    with run_of(cards), torch.no_grad():
+    with run_of(gpus), torch.no_grad():
         model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", device_map="auto").eval()
-        assert {parameter.get_device() for parameter in model.parameters()} == set(range(cards))
+        assert {parameter.get_device() for parameter in model.parameters()} == set(range(gpus))
         tokens = torch.randint(3, 1000, (1, prompt)).to(model.device)
         cache = DynamicCache(config=model.config)
         model(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
@@ -60,7 +60,7 @@ def test_generation_spread_over_cards(folder, prompt, cards, published, toleranc
             layer.keys = longer(layer.keys)
             layer.values = longer(layer.values)
         model(input_ids=tokens[:, :1], past_key_values=cache, use_cache=True, logits_to_keep=1)
-        simulated = sum(torch.cuda.max_memory_allocated(index) for index in range(cards)) / GIB
+        simulated = sum(torch.cuda.max_memory_allocated(index) for index in range(gpus)) / GIB
     assert simulated == pytest.approx(published, rel=tolerance)
 
 

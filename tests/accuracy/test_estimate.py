@@ -49,7 +49,7 @@ def test_within_the_stated_band(model, method, dtype, batch_size, context_length
     _, low, high = cell.figures()[DEVICE_USED]
     assert low - 1e-9 * low <= run.allocated_bytes + CONTEXT_BYTES
     assert run.required_bytes <= high
-    # And so no verdict is wrong: a card on which it "fits" has all that is reserved, one with "no" less than is needed.
+    # And so no verdict is wrong: a GPU on which it "fits" has all that is reserved, one with "no" less than is needed.
     assert cell.on(custom_gpu(run.required_bytes - 1)) != FITS
     assert cell.on(custom_gpu(run.required_bytes)) != NO
 

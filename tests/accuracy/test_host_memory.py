@@ -91,7 +91,7 @@ report(gpu, parameters=parameters, before=before, after=after)
 """)
     weights = 2 * result["parameters"]
     assert result["parameters"] == 8_030_261_248
-    # On the host first, then on the card (with the buffers of the rotary embedding: 64 frequencies, twice).
+    # On the host first, then on the GPU (with the buffers of the rotary embedding: 64 frequencies, twice).
     assert result["before"] == 0
     assert weights <= result["after"] < weights + 4096
     # Parameters move one by one, so that the host is full when the first arrives; norms are 8 KiB each and counted.
@@ -130,7 +130,7 @@ report(gpu, sizes=[p.numel() for p in masters], weights=weights, left=left, on_h
     # tensor (down.weight), a root and a quotient, while the denominator of the one before (up.bias) still lives.
     temporary = 0 if fused else 2 * 4 * max(sizes) + 4 * 8192
     assert result["host_peak"] == 4 * 4 * sum(sizes) + temporary
-    # On the card: bfloat16 weights alone between steps, their gradients beside them, and never optimizer state.
+    # On the GPU: bfloat16 weights alone between steps, their gradients beside them, and never optimizer state.
     assert result["weights"] == 2 * sum(sizes)
     workspace = 2 * (32 << 20)
     assert result["left"] <= result["weights"] + workspace + (8 << 20)
@@ -141,7 +141,7 @@ KINDS = ("none", "pinned", "pageable", "wrapper")
 
 
 def decoders() -> dict[str, dict[str, Any]]:
-    """A decoder's step, with what autograd saves on the card and in three ways on the host."""
+    """A decoder's step, with what autograd saves on the GPU and in three ways on the host."""
     found = reports(f"""
 from contextlib import nullcontext
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import offload_wrapper
@@ -183,14 +183,14 @@ for kind in {KINDS!r}:
 
 
 def test_saved_tensors_on_the_host() -> None:
-    """What autograd saves leaves the card and is found on the host, byte for byte."""
+    """What autograd saves leaves the GPU and is found on the host, byte for byte."""
     found = decoders()
     plain = found.pop("none")
     for kind, offloaded in found.items():
         # The model was built on the host too, and has left it before the forward begins.
         saved = max(peak for name, _, _, peak in offloaded["stages"] if name not in ("context", "other"))
         assert saved == plain["seen"], kind
-        # The card keeps less after the forward, and the same after the backward.
+        # The GPU keeps less after the forward, and the same after the backward.
         assert offloaded["after_forward"] < 0.35 * plain["after_forward"], kind
         assert offloaded["after_backward"] == plain["after_backward"], kind
         assert offloaded["peak"] < 0.6 * plain["peak"], kind

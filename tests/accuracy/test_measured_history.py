@@ -39,37 +39,37 @@ def _entries(snapshot: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 def _gpus(snapshot: dict[str, Any]) -> Iterator[tuple[int, History, dict[int, int]]]:
     """Each GPU's number, history and the blocks that were there before it."""
-    for card, entries in enumerate(snapshot["device_traces"]):
+    for gpu, entries in enumerate(snapshot["device_traces"]):
         if any(entry["action"] == "alloc" for entry in entries):
-            history = read_history(snapshot, card, [])
+            history = read_history(snapshot, gpu, [])
             seen = {life.address for life in history.allocations}
-            yield card, history, {at: size for at, size in live_blocks(snapshot, card).items() if at not in seen}
+            yield gpu, history, {at: size for at, size in live_blocks(snapshot, gpu).items() if at not in seen}
 
 
 def test_what_is_alive_at_the_end_is_what_the_allocator_holds(snapshots: dict[Path, dict[str, Any]]) -> None:
     lives = 0
     for path, snapshot in snapshots.items():
-        for card, history, before in _gpus(snapshot):
-            assert history.missing(live_blocks(snapshot, card), before) == 0, path.name
+        for gpu, history, before in _gpus(snapshot):
+            assert history.missing(live_blocks(snapshot, gpu), before) == 0, path.name
             lives += len(history.allocations)
     assert lives > 60_000
 
 
-def test_replayed_it_reserves_what_the_card_reserved(snapshots: dict[Path, dict[str, Any]]) -> None:
+def test_replayed_it_reserves_what_the_gpu_reserved(snapshots: dict[Path, dict[str, Any]]) -> None:
     """Of runs that were recorded from their beginning, and were refused nothing."""
     gpus = 0
     for path, snapshot in snapshots.items():
         replays = {replay.device: replay for replay in replay_snapshot(read_snapshot(path))}
-        for card, history, before in _gpus(snapshot):
-            if before or any(entry["action"] == "oom" for entry in snapshot["device_traces"][card]):
+        for gpu, history, before in _gpus(snapshot):
+            if before or any(entry["action"] == "oom" for entry in snapshot["device_traces"][gpu]):
                 continue
             marks = Marks(lambda: (None, None, None, None, None))
             marks.phases, marks.marks = [Phase(PhaseKind.OTHER, 0, 0)], [Mark(0, EventKind.PHASE, 0)]
             trace = Trace(source="measured", device=history.device)
             merge(trace, marks, collect_allocations(Profile(), history), [])
-            replay = TraceReplay(trace, config=replays[card].config)
+            replay = TraceReplay(trace, config=replays[gpu].config)
             replay.advance()
-            reserved = sum(one["total_size"] for one in snapshot["segments"] if one["device"] == card)
+            reserved = sum(one["total_size"] for one in snapshot["segments"] if one["device"] == gpu)
             assert replay.timeline.reserved[-1] == reserved, path.name
             gpus += 1
     assert gpus == 9

@@ -20,9 +20,9 @@ pytestmark = pytest.mark.slow
 CONVOLUTION = "FakeTensor chooses a convolution without looking at devices; cuDNN's kernels are checked"
 COPIES = "a clone and a copy into it (native/TensorShape.cpp), which FakeTensor does not look into"
 COMPARED = "C++ compares the devices, of numbers as well, which fake tensors of one number do not show"
-HOST_INDEXED = "a host tensor may not be indexed by tensors on the card (native/TensorAdvancedIndexing.cpp)"
+HOST_INDEXED = "a host tensor may not be indexed by tensors on the GPU (native/TensorAdvancedIndexing.cpp)"
 NOT_LOOKED_INTO = "its products are of both devices; FakeTensor runs it as one"
-EMPTY = "a tolerance on the card for no matrix at all"
+EMPTY = "a tolerance on the GPU for no matrix at all"
 
 # Operator -> why the virtual GPU and the reference may differ, and the virtual GPU is right.
 EXCEPTIONS: dict[str, str] = {

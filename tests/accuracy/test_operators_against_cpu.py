@@ -32,7 +32,7 @@ VALUES = "a real run looks at the values and takes a shorter way"
 FAILS = {SPARSE, NO_CUDA}
 NOT_COUNTED = "small temporaries that CUDA has as well or may have, and that are not counted"
 
-# Operator on the CPU -> why what it allocates inside has no like on the card.
+# Operator on the CPU -> why what it allocates inside has no like on the GPU.
 KERNELS: dict[str, str] = {
     name: reason
     for reason, names in {

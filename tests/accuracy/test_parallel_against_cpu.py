@@ -1,4 +1,4 @@
-"""Programs of one process that are written for many: what they allocate on the virtual card is what they allocate on
+"""Programs of one process that are written for many: what they allocate on the virtual GPU is what they allocate on
 the CPU, where they really run."""
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from memprof.patching.patch_set import PatchSet
+from memprof.virtual.distributed.joining import Joining
 from memprof.virtual.install_context import GpuOptions
 from memprof.virtual.peers.alone import SingleRankBackend
-from memprof.virtual.ranks.joining import Joining
 from memprof.virtual.values import Values
 from memprof.watch.modules import ModuleTracker
 from memprof.watch.recorder import Recorder
@@ -93,7 +93,7 @@ WAYS: dict[str, Parallel] = {
     "tensor parallel": tensor_parallel,
 }
 _PARAMETERS = 21
-# What DDP makes on the host first and then on the card, so that the CPU has it twice: sizes and strides of all
+# What DDP makes on the host first and then on the GPU, so that the CPU has it twice: sizes and strides of all
 # parameters, the order in which their gradients came, which of them were used.
 _HOST_BYTES = {8 * 74, 4 * (_PARAMETERS + 1), 4 * _PARAMETERS}
 
@@ -102,12 +102,12 @@ def _joining() -> Joining:
     assume = MagicMock()
     others = SingleRankBackend(assume, Values(assume))
     context = MagicMock(channel=None, options=GpuOptions(), others=others, recorder=Recorder(ModuleTracker()))
-    context.cards.number, context.is_on_card.return_value = 1, False
+    context.gpus.number, context.is_on_gpu.return_value = 1, False
     return Joining(context)
 
 
 def program(way: str, started: PatchSet) -> Program:
-    """On the CPU without gloo, whose threads give back what they were given at times of their own: with torch's own
+    """On the CPU without gloo, whose threads release what they were given at times of their own: with torch's own
     group of which nothing is done, or, for DDP, which asks for results, memprof's."""
     make_parallel, backend = WAYS[way], "gloo" if way.startswith("ddp") else "fake"
 
@@ -120,7 +120,7 @@ def program(way: str, started: PatchSet) -> Program:
             with torch.device(device):
                 model = LLAMA().train()
             model = make_parallel(model, device)
-            # A list on the card takes no DTensor beside other tensors.
+            # A list on the GPU takes no DTensor beside other tensors.
             foreach = len({type(parameter) for parameter in model.parameters()}) == 1
             optimizer = torch.optim.AdamW(model.parameters(), foreach=foreach)
             for _ in range(3):
@@ -154,7 +154,7 @@ def beyond(cpu: list[Change]) -> set[int]:
 
 
 def without_numbers(found: Comparison) -> Comparison:
-    """Both sides without blocks of 8 bytes and less: as it is constructed, DDP counts the parameters on the card."""
+    """Both sides without blocks of 8 bytes and less: as it is constructed, DDP counts the parameters on the GPU."""
     sides = ([change for change in side if change.num_bytes > NUMBER_BYTES] for side in (found.virtual, found.cpu))
     virtual, cpu = map(_renumbered, sides)
     return found._replace(virtual=virtual, cpu=cpu)

@@ -49,7 +49,7 @@ import torch.multiprocessing as mp
 from cs336_systems import sharded_optimizer_accounting as measured
 
 batch = measured.get_batch
-# The commit's own get_batch takes names of devices alone, and is given a torch.device: it fails on a card as well.
+# The commit's own get_batch takes names of devices alone, and is given a torch.device: it fails on a GPU as well.
 measured.get_batch = lambda *given: batch(*given[:3], str(given[3]))
 
 if __name__ == "__main__":
@@ -166,8 +166,8 @@ def measured(folder: Path, path: list[Path], *command: str, stands: bool = True)
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text, encoding="utf-8")
     modules = os.pathsep.join(map(str, (ROOT, folder, *path, os.environ.get("PYTHONPATH", ""))))
-    card = () if "--gpu" in command else ("--gpu", "a100-80gb")
-    arguments = ("-m", "memprof", "run", "--until-exit", *card, *command)
+    gpu = () if "--gpu" in command else ("--gpu", "a100-80gb")
+    arguments = ("-m", "memprof", "run", "--until-exit", *gpu, *command)
     environment = {**os.environ, "PYTHONPATH": modules}
     done = subprocess.run(
         [sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True, check=False
@@ -195,7 +195,7 @@ def of_course(folder: Path, name: str, commit: str, script: str, *options: str) 
         ("sharded_optim_memory", False, COMMIT_OF_ZERO, "cs336-duoan-zero1-standard-", 0),
         ("sharded_optim_memory", True, COMMIT_OF_ZERO, "cs336-duoan-zero1-sharded-", 0),
         ("fsdp_benchmark", "ddp", COMMIT_OF_FSDP, "cs336-duoan-fsdpbench-ddp-", 0),
-        # Its prefetches are given back when the card has caught up: three runs differ by as much.
+        # Its prefetches are released when the GPU has caught up: three runs differ by as much.
         ("fsdp_benchmark", "fsdp_fp32", COMMIT_OF_FSDP, "cs336-duoan-fsdpbench-fsdp_fp32-", 0.0003),
     ],
 )
@@ -211,7 +211,7 @@ def test_course_work(shared_dir, tmp_path, module, argument, commit, prefix, tol
 
 def test_optimizer_sharded_by_hand(shared_dir, tmp_path):
     """Means over 50 steps, of which three are run: what is left of blocks that are not split differs from step to
-    step. The source does not name its card: cuBLAS's workspaces are a Hopper's."""
+    step. The source does not name its GPU: cuBLAS's workspaces are a Hopper's."""
     name = "kbjiang+cs336-assignment2-systems-mine"
     printed = of_course(tmp_path, name, OTHERS[name], ACCOUNTS, "--gpu", "h100-80gb")
     for result in json.loads(printed[printed.index("{\n") : printed.rindex("\n}") + 2])["results"]:

@@ -160,7 +160,7 @@ def test_a_row_of_an_unknown_source_is_run_as_its_columns_say() -> None:
     ("cells", "reason"),
     [
         ({"model": "no-such-model"}, "unknown model"),
-        ({"gpu": "Voodoo 2"}, "the card 'Voodoo 2' is not in the catalog"),
+        ({"gpu": "Voodoo 2"}, "the GPU 'Voodoo 2' is not in the catalog"),
         ({"seq": "<=768 (padded)"}, "the sequence length '<=768 (padded)' is no number"),
         ({"batch": "many"}, "the batch 'many' is no number"),
         ({"weights": "HQQ"}, "weights in a format of kernels that are not simulated: hqq"),

@@ -1,7 +1,7 @@
-"""Programs for several processes, really run by as many over gloo: what each rank allocates on the virtual card, where
+"""Programs for several processes, really run by as many over gloo: what each rank allocates on the virtual GPU, where
 it runs alone, is what it allocates on the CPU.
 
-Every allocation and free of the card has one of as many bytes, in the same order, there. What the CPU has beyond is
+Every allocation and free of the GPU has one of as many bytes, in the same order, there. What the CPU has beyond is
 named in cpu_temporaries.py and in BEYOND; when gloo's threads let go of what they were given is not compared.
 """
 
@@ -34,7 +34,7 @@ def _inside(*names: str) -> Callable[[Change], bool]:
 
 
 GLOO = "gloo's copies: what it sends and receives is laid flat, or is not to change what it was given"
-# What the CPU allocates beyond the card.
+# What the CPU allocates beyond the GPU.
 BEYOND: dict[str, Callable[[Change], bool]] = {
     GLOO: (
         lambda change: any(call.name == OF_A_THREAD or call.name.startswith("c10d::") for call in change.calls)
@@ -42,7 +42,7 @@ BEYOND: dict[str, Callable[[Change], bool]] = {
     "casts in _chunk_cat, which is one kernel on CUDA": _inside("aten::_chunk_cat", "aten::cat"),
     "booleans, cast to integers before their sum": _inside("aten::sum", "aten::_to_copy"),
 }  # fmt: skip
-# Operators of which what the CPU makes and gives back inside (casts, buffers) CUDA does not.
+# Operators of which what the CPU makes and releases inside (casts, buffers) CUDA does not.
 KERNELS = frozenset(
     {
         "aten::add_", "aten::gather", "aten::log_sigmoid", "aten::_scaled_dot_product_flash_attention_for_cpu",
@@ -51,12 +51,12 @@ KERNELS = frozenset(
 )  # fmt: skip
 # What the CPU has for the host, which comes first.
 HOST_BYTES = {
-    480: "sizes and strides of DDP's parameters, made on the host and then on the card, so that the CPU has them twice",
+    480: "sizes and strides of DDP's parameters, made on the host and then on the GPU, so that the CPU has them twice",
     92: "the same of the order of their gradients",
     88: "the same of which were used",
     16: "where a rank is in a mesh of ranks",
 }
-NCCL_BYTES = {16: "the ranks' numbers of parameters, which NCCL gathers into one tensor"}  # What the card has beyond.
+NCCL_BYTES = {16: "the ranks' numbers of parameters, which NCCL gathers into one tensor"}  # What the GPU has beyond.
 HALF, FLOAT = 2, 4
 
 
@@ -140,7 +140,7 @@ def test_ranks(program: str, tmp_path: Path) -> None:
     for found in ranks:
         check(found.sides)
         assert len(found.sides.virtual) > (EVERY | NIGHTLY)[program]
-        assert found.unseen <= found.beyond[GLOO], "gloo's threads give back what they were given, and nothing else"
+        assert found.unseen <= found.beyond[GLOO], "gloo's threads release what they were given, and nothing else"
     check_documented(_row(program, ranks))
 
 

@@ -1,8 +1,8 @@
-"""Whole scripts, unmodified: what they allocate on the virtual card is what they allocate on the CPU, where they really
+"""Whole scripts, unmodified: what they allocate on the virtual GPU is what they allocate on the CPU, where they really
 run and no mode is active.
 
 Loaders, optimizers, trainers, evaluation, generation and checkpoints are on both sides as the script has them. Every
-allocation of the virtual card has one of as many bytes, by the same operator, in the same order on the CPU, but for
+allocation of the virtual GPU has one of as many bytes, by the same operator, in the same order on the CPU, but for
 torch.isin, which is one kernel there; what the CPU has beyond is named in cpu_temporaries.py and script_matching.py.
 """
 
@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.accuracy.cpu_events import Call, Change
-from tests.accuracy.script_events import SCRIPTS, TO_CARD
+from tests.accuracy.script_events import SCRIPTS, TO_GPU
 from tests.accuracy.script_matching import Matching, longest_common, match
 from tests.lanes import by_day
 from tests.processes import ROOT, python
@@ -63,8 +63,8 @@ def test_a_difference_is_seen():
 
 
 def test_what_is_explained_is_named():
-    copied = _made(64, TO_CARD, 1, "clone")
-    assert match([_made(100, "aten::mm", 0, "mm"), copied], [_made(100, "aten.mm", 0)]).explained == {TO_CARD: 1}
+    copied = _made(64, TO_GPU, 1, "clone")
+    assert match([_made(100, "aten::mm", 0, "mm"), copied], [_made(100, "aten.mm", 0)]).explained == {TO_GPU: 1}
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Snapshots that others recorded on real cards, torch 2.0 to 2.11: every address must come out as recorded."""
+"""Snapshots that others recorded on real GPUs, torch 2.0 to 2.11: every address must come out as recorded."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def differences(op: Any) -> Iterator[str]:
                 # What does not go together then, the CPU refuses.
                 with contextlib.suppress(RuntimeError, NotImplementedError, ValueError, IndexError, AssertionError):
                     wanted.append((sample, order, one, layouts(op, sample, "cpu", order, one)))
-    with VirtualGpu(find_gpu(sweep.CARD), workspaces=False):
+    with VirtualGpu(find_gpu(sweep.GPU_MODEL), workspaces=False):
         for sample, order, one, expected in wanted:
             try:
                 found: Any = layouts(op, sample, "cuda", order, one)

@@ -19,10 +19,10 @@ import torch
 
 from memprof.catalog import find_gpu
 from memprof.flows import profile as flow
-from memprof.flows.cards import RunAllocator, allocator_settings
+from memprof.flows.gpus import RunAllocator, allocator_settings
 from memprof.ledger.ledger import build_ledger
 from memprof.spec import TargetSpec
-from memprof.stand_ins.extension import extensions
+from memprof.stubs.extension import extensions
 from memprof.virtual import VirtualGpu
 from memprof.watch.collection import no_collection
 from tests.accuracy import adapter_bench, torchtune_recipe
@@ -85,14 +85,14 @@ ROWS = [
 ]
 # Of one stream, active is allocated (docs/concepts.md). Both are GiB, whatever the first is called.
 _METRICS = ("peak_allocated_gb", "peak memory active")
-_CARDS = {"RTX 4080 16GB": "rtx-4080", "A100": "a100-80gb"}
+_GPUS = {"RTX 4080 16GB": "rtx-4080", "A100": "a100-80gb"}
 
 
 def published(folder: Path, row: Row) -> tuple[float, str]:
-    """GiB and the card's key in the catalog."""
+    """GiB and the GPU's key in the catalog."""
     with (folder / "published_memory.csv").open(newline="", encoding="utf-8") as file:
         found = [
-            (float(line["value"]), _CARDS[line["gpu"]])
+            (float(line["value"]), _GPUS[line["gpu"]])
             for line in csv.DictReader(file)
             if line["model"] == row.model and line["method"] == row.method and line["metric"] in _METRICS
             if all(line[column] == value for column, value in row.where)
@@ -116,22 +116,22 @@ class Simulated:
     readings: dict[str, int]  # Bytes allocated at the benchmark's readings.
 
 
-def simulate(run: Recipe | Bench, card: str) -> Simulated:
+def simulate(run: Recipe | Bench, gpu: str) -> Simulated:
     for package in needed(run):
         pytest.importorskip(package)
-    return _simulate(run, card)
+    return _simulate(run, gpu)
 
 
 @functools.cache
-def _simulate(run: Recipe | Bench, card: str) -> Simulated:
+def _simulate(run: Recipe | Bench, name: str) -> Simulated:
     """Once for all tests that ask for something of it."""
     readings: dict[str, int] = {}
     settings = allocator_settings("")
     with (
         no_collection(),
         VirtualGpu(
-            find_gpu(card),
-            memory=lambda trace: RunAllocator(trace, find_gpu(card), settings),
+            find_gpu(name),
+            memory=lambda trace: RunAllocator(trace, find_gpu(name), settings),
             extensions=extensions(stubs=False),
         ) as gpu,
     ):
@@ -154,9 +154,9 @@ def _in_its_lane(row: Row, *others: object) -> object:
 
 @pytest.mark.parametrize("row", [_in_its_lane(row) for row in ROWS if row.bar is not None])
 def test_published_peak(row: Row, shared_dir: Path) -> None:
-    gib, card = published(shared_dir, row)
+    gib, gpu = published(shared_dir, row)
     assert row.bar is not None
-    assert simulate(row.run, card).peak_bytes / GIB == pytest.approx(gib, rel=row.bar)
+    assert simulate(row.run, gpu).peak_bytes / GIB == pytest.approx(gib, rel=row.bar)
 
 
 # -- closer than the bar ---------------------------------------------------------------------------------------------
@@ -165,16 +165,16 @@ def test_published_peak(row: Row, shared_dir: Path) -> None:
 @pytest.mark.parametrize("length", by_day([128, 512], 128))
 def test_baseline_does_not_depend_on_the_length(length: int, shared_dir: Path) -> None:
     """Its batches are unpacked, and how long the texts were is not published. It decides nothing: the peak is the end
-    of the backward, where the tied embedding's two gradients and their sum are alive beside all others."""
-    gib, card = published(shared_dir, next(row for row in ROWS if row.method == "baseline full FT"))
-    simulated = simulate(Recipe(length=length, packed=False), card)
+    of the backward, where the tied embedding's two gradients and their sum are live beside all others."""
+    gib, gpu = published(shared_dir, next(row for row in ROWS if row.method == "baseline full FT"))
+    simulated = simulate(Recipe(length=length, packed=False), gpu)
     assert simulated.peak_stage == "backward"
     assert round(simulated.peak_bytes / GIB, 1) == gib
 
 
 def test_packed_to_the_last_digit(shared_dir: Path) -> None:
-    gib, card = published(shared_dir, next(row for row in ROWS if row.method == "+ packed"))
-    assert round(simulate(PACKED, card).peak_bytes / GIB, 1) == gib
+    gib, gpu = published(shared_dir, next(row for row in ROWS if row.method == "+ packed"))
+    assert round(simulate(PACKED, gpu).peak_bytes / GIB, 1) == gib
 
 
 # GiB allocated after loading, attaching the adapter, first forward, backward and optimizer step, and the peak: from
@@ -214,9 +214,9 @@ def test_peak_of_loading_in_4_bits(key: str) -> None:
     """To the last digit: from_pretrained quantizes one weight after the other, and PEFT makes the embedding float32."""
     pytest.importorskip("bitsandbytes")
     peft = pytest.importorskip("peft")
-    card, settings = find_gpu("rtx-4080"), allocator_settings("")
+    gpu, settings = find_gpu("rtx-4080"), allocator_settings("")
     parts = extensions(stubs=False)
-    with no_collection(), VirtualGpu(card, memory=lambda trace: RunAllocator(trace, card, settings), extensions=parts):
+    with no_collection(), VirtualGpu(gpu, memory=lambda trace: RunAllocator(trace, gpu, settings), extensions=parts):
         peft.prepare_model_for_kbit_training(causal_lm(key, "nf4"))
         assert round(torch.cuda.max_memory_allocated() / GIB, 4) == LOADING[key]
 
@@ -245,9 +245,9 @@ def test_peak_reserved(row: Row, difference: float, shared_dir: Path) -> None:
 @pytest.mark.nightly
 def test_the_command_line_runs_the_adapter_benchmark(shared_dir: Path) -> None:
     """The same by `memprof profile --adapter lora`, with torch's AdamW."""
-    gib, card = published(shared_dir, ROWS[0])
+    gib, gpu = published(shared_dir, ROWS[0])
     settings: dict[str, Any] = {"adapter": "lora", "lora_rank": 16, "lora_targets": ",".join(ATTENTION)}
-    spec = TargetSpec(model="qwen2.5-0.5b", context_length=1024, activation_checkpointing=True, gpu=card, **settings)
+    spec = TargetSpec(model="qwen2.5-0.5b", context_length=1024, activation_checkpointing=True, gpu=gpu, **settings)
     document = flow.profile(spec)[1]
     assert document.target.num_trainable_parameters == 2_162_688
     assert document.peak.allocated_bytes / GIB == pytest.approx(gib, rel=0.01)
@@ -263,8 +263,8 @@ def test_compiled_layers(shared_dir: Path) -> None:
     missing = []
     for row in ROWS:
         if row.why == COMPILED_LAYERS:
-            gib, card = published(shared_dir, row)
-            missing.append((simulate(row.run, card).peak_bytes / GIB - gib) / LAYERS)
+            gib, gpu = published(shared_dir, row)
+            missing.append((simulate(row.run, gpu).peak_bytes / GIB - gib) / LAYERS)
     assert len(missing) == 2
     assert missing[0] == pytest.approx(missing[1], abs=2 * ROUNDING_GIB / LAYERS)
     assert [gib * 1024 for gib in missing] == pytest.approx([327, 328], abs=2)
@@ -277,9 +277,9 @@ def test_compiled_layers(shared_dir: Path) -> None:
 def test_lora_of_torchtune(row: Row, expected: float, shared_dir: Path) -> None:
     """The steady state is 0.36 GiB above the published figure, in 16 and in 4 bits alike. The recipe reads the peak of
     every step; the first, lower by the state of AdamW, would meet it, and is not what a table of whole runs shows."""
-    gib, card = published(shared_dir, row)
+    gib, gpu = published(shared_dir, row)
     assert isinstance(row.run, Recipe)
-    steady, first = (simulate(dataclasses.replace(row.run, steps=steps), card).peak_bytes / GIB for steps in (2, 1))
+    steady, first = (simulate(dataclasses.replace(row.run, steps=steps), gpu).peak_bytes / GIB for steps in (2, 1))
     assert steady == pytest.approx(expected, abs=0.01)
     assert first == pytest.approx(gib, abs=ROUNDING_GIB)
 
@@ -289,10 +289,10 @@ def test_lora_of_torchtune(row: Row, expected: float, shared_dir: Path) -> None:
 def test_8_bit_adamw_of_torchtune(library: str, shared_dir: Path) -> None:
     """The published saving is 4.2 GiB, and the states alone are 5.88 GiB smaller: 4 bytes a parameter become 2 1/32.
     Which library it was is not published; torchtune's documents name both, and their states are of the same size."""
-    gib, card = published(shared_dir, ROWS[-3])
+    gib, gpu = published(shared_dir, ROWS[-3])
     with_16_bits, _ = published(shared_dir, next(row for row in ROWS if row.run is OFFLOADED))
     simulated = [
-        simulate(run, card).peak_bytes / GIB for run in (OFFLOADED, dataclasses.replace(OFFLOADED, eight_bit=library))
+        simulate(run, gpu).peak_bytes / GIB for run in (OFFLOADED, dataclasses.replace(OFFLOADED, eight_bit=library))
     ]
     assert simulated[0] - simulated[1] == pytest.approx(5.88, abs=0.01)
     assert with_16_bits - gib == pytest.approx(4.2)

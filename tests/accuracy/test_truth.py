@@ -1,4 +1,4 @@
-"""Truth captures, recorded on a stand-in: torch.cuda's counters and history are replaced, tensors are on the CPU."""
+"""Truth captures, recorded on a stub: torch.cuda's counters and history are replaced, tensors are on the CPU."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ HISTORY = [
 
 
 class OnCpu(MeasuredDevice):
-    """Runs where there is no card, and reads the counters of one."""
+    """Runs where there is no GPU, and reads the counters of one."""
 
     def __init__(self, name: str, outside: Any) -> None:
         super().__init__(name, outside)
@@ -62,8 +62,8 @@ class OnCpu(MeasuredDevice):
 
 
 @pytest.fixture
-def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, TargetSpec]:
-    """A stand-in of a card, and two cases in place of the real ones."""
+def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, TargetSpec]:
+    """A stub of a GPU, and two cases in place of the real ones."""
     properties = types.SimpleNamespace(name="NVIDIA Stand-In", total_memory=8 << 30, uuid="none")
     counters = {
         "init": None,
@@ -76,16 +76,16 @@ def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, TargetSpe
         "mem_get_info": (7 << 30, 8 << 30),
     }
     for name, value in counters.items():
-        monkeypatch.setattr(torch.cuda, name, lambda card=None, value=value: value)
+        monkeypatch.setattr(torch.cuda, name, lambda gpu=None, value=value: value)
     stats = {"allocated_bytes": {"all": {"peak": 5 * MIB}}, "requested_bytes": {"all": {"current": 0}}}
-    monkeypatch.setattr(torch._C, "_cuda_memoryStats", lambda card: stats, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_resetPeakMemoryStats", lambda card: None, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_memoryStats", lambda gpu: stats, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_resetPeakMemoryStats", lambda gpu: None, raising=False)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.cuda.memory, "get_allocator_backend", lambda: "native")
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **options: None)
     snapshot = {"device_traces": [HISTORY], "segments": [], "allocator_settings": {}}
     monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: snapshot)
-    monkeypatch.setattr(cuda, "why_no_cuda", lambda: None)
+    monkeypatch.setattr(cuda, "cuda_unavailable_reason", lambda: None)
     monkeypatch.setattr(record, "MeasuredDevice", OnCpu)
     file = tmp_path / "small.py"
     file.write_text(textwrap.dedent(MODEL))
@@ -96,12 +96,12 @@ def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, TargetSpe
 
 
 def test_a_case_is_recorded_and_compared(
-    card: dict[str, TargetSpec], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    gpu: dict[str, TargetSpec], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "stand-in"
     assert command.main(["--case", "small", "--out", str(folder)]) == 0
     index = json.loads((folder / "INDEX.json").read_text())
-    assert (index["card"], index["total_bytes"], index["torch"]) == ("NVIDIA Stand-In", 8 << 30, torch.__version__)
+    assert (index["gpu"], index["total_bytes"], index["torch"]) == ("NVIDIA Stand-In", 8 << 30, torch.__version__)
     found = index["cases"]["small"]
     # Two segments were there at once, which no sample saw.
     assert (found["allocated"], found["reserved"], found["nvml"]) == (5 * MIB, 50 * MIB, None)
@@ -116,23 +116,23 @@ def test_a_case_is_recorded_and_compared(
     assert [entry["action"] for entry in pickle.loads(plain)["device_traces"][0]] == [e["action"] for e in HISTORY]
     assert b"frames" not in plain
     assert len(parse_snapshot(plain).traces[0]) == len(HISTORY)
-    _, simulated = flow.profile(card["small"].edit(gpu_vram_bytes=8 << 30))
+    _, simulated = flow.profile(gpu["small"].edit(gpu_vram_bytes=8 << 30))
     line = next(text for text in capsys.readouterr().out.splitlines() if text.startswith("| small |"))
     shown = simulated.peak.allocated_bytes / MIB
     assert line.startswith(f"| small | 5.0 | {shown:,.1f} | {shown / 5 - 1:+.3%} | 50.0 |")
 
 
 def test_a_case_that_fails_is_skipped_with_the_reason(
-    card: dict[str, TargetSpec], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    gpu: dict[str, TargetSpec], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert command.main(["--case", "full", "--out", str(tmp_path / "out")]) == 1
     reason = "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
     assert capsys.readouterr().err == f"full: {reason}\n"
-    assert compare.table(tmp_path / "out", card).endswith(f"* full was not recorded: {reason}")
+    assert compare.table(tmp_path / "out", gpu).endswith(f"* full was not recorded: {reason}")
 
 
 def test_a_capture_that_disagrees_with_the_counters_is_kept_and_said_to_be_incomplete(
-    card: dict[str, TargetSpec], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    gpu: dict[str, TargetSpec], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Disagrees(OnCpu):
         def __exit__(self, *exc: object) -> None:
@@ -142,13 +142,13 @@ def test_a_capture_that_disagrees_with_the_counters_is_kept_and_said_to_be_incom
     monkeypatch.setattr(record, "MeasuredDevice", Disagrees)
     folder = tmp_path / "out"
     assert command.main(["--case", "small", "--out", str(folder), "--quiet"]) == 0
-    table = compare.table(folder, card)
+    table = compare.table(folder, gpu)
     assert table.endswith("* small was not recorded completely: the history has 12 bytes less than torch's counters")
     assert "| small | 5.0 |" in table
 
 
 @pytest.fixture
-def recorder(card: dict[str, TargetSpec], monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
+def recorder(gpu: dict[str, TargetSpec], monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
     """In place of the processes that record: each takes its `seconds` of a clock, and what was allowed is kept."""
     made = types.SimpleNamespace(now=0.0, seconds=30.0, limits=[], names=[])
 
@@ -202,47 +202,47 @@ def test_what_was_left_out_is_listed(
     assert capsys.readouterr().out == "left out, for 19 s are not enough: first, second, third\n"
 
 
-def test_a_difference_from_another_release_is_not_called_an_error(card: dict[str, TargetSpec], tmp_path: Path) -> None:
+def test_a_difference_from_another_release_is_not_called_an_error(gpu: dict[str, TargetSpec], tmp_path: Path) -> None:
     folder = tmp_path / "stand-in"
     assert command.main(["--case", "small", "--out", str(folder), "--quiet"]) == 0
     index = record.read_index(folder)
     assert compare.other_releases(index) == []
-    same = compare.table(folder, card)
+    same = compare.table(folder, gpu)
     assert "Recorded with" not in same and "worst" in same
     here = torch.__version__.partition("+")[0]
     record.write_index(folder, {**index, "torch": "2.11.0+cu130"})
-    other = compare.table(folder, card)
+    other = compare.table(folder, gpu)
     assert f"Recorded with torch 2.11.0, and here {here}: where the simulation differs, the releases may be" in other
     line = next(text for text in other.splitlines() if text.startswith("| small |"))
     assert line.count("| other release |") == 2 and "%" not in line
     assert "1 cases; allocated: 0 are equal; reserved: 0 are equal; the streams of" in other and "worst" not in other
 
 
-def test_what_is_equal_under_another_release_is_said_to_be(card: dict[str, TargetSpec], tmp_path: Path) -> None:
+def test_what_is_equal_under_another_release_is_said_to_be(gpu: dict[str, TargetSpec], tmp_path: Path) -> None:
     folder = tmp_path / "stand-in"
     assert command.main(["--case", "small", "--out", str(folder), "--quiet"]) == 0
     index = record.read_index(folder)
-    done = compare.compare(folder, "small", card["small"], index)
+    done = compare.compare(folder, "small", gpu["small"], index)
     index["cases"]["small"] |= {"allocated": done.allocated[1], "reserved": done.reserved[1]}
     record.write_index(folder, {**index, "transformers": "5.17.0"})
-    other = compare.table(folder, card)
+    other = compare.table(folder, gpu)
     here = importlib.metadata.version("transformers")
     assert f"Recorded with transformers 5.17.0, and here {here}:" in other
     assert "1 cases; allocated: 1 are equal; reserved: 1 are equal;" in other
 
 
-def test_without_a_card_one_line_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_gpu_one_line_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     if torch.cuda.is_available():
-        pytest.skip("there is a card")
+        pytest.skip("there is a GPU")
     assert command.main([]) == command.main(["--case", "gpt2-float32"]) == 2
     said = capsys.readouterr()
     assert said.out == ""
     assert [line.partition(":")[0] for line in said.err.splitlines()] == [
-        "truth captures are recorded on a CUDA card"
+        "truth captures are recorded on a CUDA GPU"
     ] * 2
 
 
-def test_an_unknown_case_is_refused(card: dict[str, TargetSpec], capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_case_is_refused(gpu: dict[str, TargetSpec], capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["--case", "none"]) == 2
     assert capsys.readouterr().err == "no such case: none; there are small, full\n"
 
@@ -252,12 +252,12 @@ def test_where_nothing_was_recorded_one_line_says_so(tmp_path: Path, capsys: pyt
     assert capsys.readouterr().err == f"nothing was recorded in {tmp_path}\n"
 
 
-def test_streams_are_compared_in_bytes_and_order(card: dict[str, TargetSpec]) -> None:
-    trace, _ = flow.profile(card["small"])
+def test_streams_are_compared_in_bytes_and_order(gpu: dict[str, TargetSpec]) -> None:
+    trace, _ = flow.profile(gpu["small"])
     count = len(compare.allocations(trace))
     assert compare.streams(trace, trace) == f"equal, {count:,}"
-    on_card = (n for n, one in enumerate(trace.storages) if one.device == GPU and one.num_bytes == 64 * 256 * 4)
-    number = next(on_card)
+    on_gpu = (n for n, one in enumerate(trace.storages) if one.device == GPU and one.num_bytes == 64 * 256 * 4)
+    number = next(on_gpu)
     changed = list(trace.storages)
     changed[number] = changed[number]._replace(num_bytes=12)
     said = compare.streams(replace(trace, storages=changed), trace)
@@ -265,7 +265,7 @@ def test_streams_are_compared_in_bytes_and_order(card: dict[str, TargetSpec]) ->
     assert "12 `" in said and "65,536 `" in said
 
 
-def test_a_folder_is_named_by_card_and_torch() -> None:
+def test_a_folder_is_named_by_gpu_and_torch() -> None:
     assert command.folder_name("NVIDIA H200", "2.8.0+cu128") == "h200-2.8.0"
     assert command.folder_name("NVIDIA GeForce RTX 4090", "2.13.0") == "rtx-4090-2.13.0"
 

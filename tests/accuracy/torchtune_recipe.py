@@ -1,4 +1,4 @@
-"""torchtune's single-device recipes for models of Llama's shape, as far as they touch the card.
+"""torchtune's single-device recipes for models of Llama's shape, as far as they touch the GPU.
 
 Written after the recipes, modules and configurations of github.com/meta-pytorch/torchtune at 1814feb1 (18 November
 2024), the commit that published the table of memory per technique. What decides memory there: parameters and AdamW's
@@ -6,12 +6,12 @@ state in bfloat16, AdamW fused (configs/llama3_2/3B_full.yaml), embedding and he
 float32, rotary cache in float32 for 131,072 positions, keys and values expanded to all heads, logits cast to float32
 by the model, and the logits let go before the backward.
 
-Two things are stood in for. Packed rows use flex attention, compiled: its output has the strides of the query and it
+Two things are replaced. Packed rows use flex attention, compiled: its output has the strides of the query and it
 keeps query, key, value, output and a float32 log-sum-exp (torch/_inductor/kernel/flex_attention.py), as flash
 attention does, which is used here. And `compiled_cross_entropy` is what one fused kernel of the compiled loss keeps and
 makes. Layers are eager, or compiled one by one as there (torchtune/training/_compile.py). Of 4-bit weights (QLoRA,
 torchao's NF4) the compiled layers unpack each into one tensor, for the product and again in the backward, which is
-stood in for; eager code would make indices of 64 bits first.
+replaced by a stub; eager code would make indices of 64 bits first.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class FourBitWeights:
             tensors = {name: getattr(converted, name) for name in names}
             self._inner[outputs, inputs] = {n: (t.size(), t.dtype) for n, t in tensors.items()}, facts
         described, facts = self._inner[outputs, inputs]
-        # Converted, so that the virtual card knows no values that it would have to follow.
+        # Converted, so that the virtual GPU knows no values that it would have to follow.
         inner = {name: torch.empty(size, dtype=torch.float32).to(dtype) for name, (size, dtype) in described.items()}
         weight = _nf4_module().NF4Tensor.__tensor_unflatten__(inner, facts, (outputs, inputs), (inputs, 1))
         return nn.Parameter(weight, requires_grad=False)
@@ -260,7 +260,7 @@ class Llama(nn.Module):
                     states = checkpoint(layer, states, positions, use_reentrant=False)
                 else:
                     states = layer(states, positions)
-        # There the final norm is inside too, but offloading keeps the last five tensors that it was given on the card
+        # There the final norm is inside too, but offloading keeps the last five tensors that it was given on the GPU
         # (max_fwd_stash_size in training/_activation_offloading.py), and those are the norm's.
         states = self.norm(states)
         weight = self.embedding.weight if self.head is None else self.head.weight

@@ -123,7 +123,7 @@ def with_tables(page: str, tables: str, marks: tuple[str, str] = (BEGIN, END)) -
 
 
 def truth_captures() -> str:
-    """What has been recorded on real cards, beside its simulation."""
+    """What has been recorded on real GPUs, beside its simulation."""
     from tests.accuracy.cases import CASES
     from tests.accuracy.truth.compare import section
 

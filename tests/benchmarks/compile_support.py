@@ -2,7 +2,7 @@
 
     python -m tests.benchmarks.compile_support [--rounds N]
 
-A model is built and trained for two steps on a virtual card, in turns: where torch.compile is off (`compiles=False`),
+A model is built and trained for two steps on a virtual GPU, in turns: where torch.compile is off (`compiles=False`),
 where it is on and nothing uses it, and where the program has compiled a small function before. Of each the least of all
 rounds counts. Exit code 1 if either takes more than 3% over the first.
 """

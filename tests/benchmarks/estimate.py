@@ -5,7 +5,7 @@
     python -m tests.benchmarks.estimate --models gpt2,llama-3.2-1b --methods full
 
 Each case is a simulated run of two training steps, of a prompt, or of 200 steps over samples of different lengths, on a
-card without limit. The error is estimate / simulated - 1, of what is allocated at the peak. From the same runs is what
+GPU without limit. The error is estimate / simulated - 1, of what is allocated at the peak. From the same runs is what
 the allocator keeps beyond that: bands.json, "cached". Exit code 1 if a run reserves more than the stated band.
 """
 
@@ -87,7 +87,7 @@ class Row:
 
     @property
     def limits(self) -> tuple[float, float]:
-        """What a card must have at the least, and at the most, relative to the estimate."""
+        """What a GPU must have at the least, and at the most, relative to the estimate."""
         from memprof.device.context import CONTEXT_BYTES
 
         device = self.estimated_bytes + CONTEXT_BYTES
@@ -139,7 +139,7 @@ def cached(rows: Iterable[Row]) -> dict[str, float]:
 
 def table(rows: Sequence[Row]) -> str:
     lines = [
-        "| method | dtype | runs | median error | middle 90% | largest | a card needs, by the estimate |",
+        "| method | dtype | runs | median error | middle 90% | largest | a GPU needs, by the estimate |",
         "| --- | --- | ---: | ---: | --- | ---: | --- |",
     ]
     groups = {

@@ -44,7 +44,7 @@ class Question:
     dtype: str
     kind: str
     unit_bytes: int = 0  # 0: as the table has it.
-    card: str = ""  # Whose cuBLAS workspaces count.
+    gpu: str = ""  # Whose cuBLAS workspaces count.
     asked: dict[str, Any] = field(default_factory=dict)  # Arguments of `build_estimate`.
 
 
@@ -70,7 +70,7 @@ class Asked:
         return self.least_bytes <= self.published_bytes <= self.most_bytes
 
 
-CARDS = "several cards"
+GPUS = "several GPUs"
 OPERATOR = "one operator, not a model"
 VISION = "a vision transformer"
 ENCODER = "an encoder"
@@ -108,9 +108,9 @@ def question_of(row: Row) -> Question | str:
     if row.model.startswith("ViT"):
         return VISION
     if "x1" not in row.parallel.replace(" ", "") and ("2 node" in row.parallel or "FSDP" in row.parallel + row.model):
-        return CARDS
+        return GPUS
     if row.gpu[:2] in ("2x", "4x", "8x") or "torchtitan" in row.source or "cosmos" in row.source:
-        return CARDS
+        return GPUS
     return next(ask for marker, ask in _SOURCES.items() if marker in row.source)(row)
 
 
@@ -228,8 +228,8 @@ def answer(row: Row, question: Question) -> Asked:
     subject = from_model(model) if isinstance(model, str) else _configured(json.dumps(model))
     answer = build_estimate(subject, EstimateOptions(dtype=question.dtype, **question.asked))
     cell = answer.cells[question.method, question.dtype]
-    card = find_gpu(question.card) if question.card else None
-    figures = cell.figures(card)
+    gpu = find_gpu(question.gpu) if question.gpu else None
+    figures = cell.figures(gpu)
     source = next(marker for marker in _SOURCES if marker in row.source)
     published = row.figure * (question.unit_bytes or UNITS[row.unit.split()[0]])
     context = (CONTEXT_BYTES, LARGEST_CONTEXT_BYTES) if question.kind == DEVICE_USED else (0, 0)

@@ -4,7 +4,7 @@
     python -m tests.benchmarks.estimate_ranks --write    # ... and into docs/accuracy-tables.md
     python -m tests.benchmarks.estimate_ranks --models llama-3.2-1b --plans fsdp,tp=2
 
-Each case is two simulated training steps of one rank of each kind that the plan has, on cards without limit. The error
+Each case is two simulated training steps of one rank of each kind that the plan has, on GPUs without limit. The error
 is estimate / simulated - 1, of what is allocated at the peak of the rank that has the highest.
 """
 
@@ -66,13 +66,13 @@ Case = tuple[str, str, int, str, bool, int, int]
 
 
 def cases(models: Sequence[str], plans: Sequence[str]) -> list[Case]:
-    """Model, plan, cards, method, whether the loss is in chunks, sequences, tokens."""
+    """Model, plan, GPUs, method, whether the loss is in chunks, sequences, tokens."""
     found: list[Case] = []
     for number, model in enumerate(MODELS):
         for place, (plan, gpus) in enumerate(PLANS):
             method, chunked = METHODS[(number + place) % len(METHODS)]
             if plan.startswith(("tp", "pp")):
-                chunked = False  # the remedy does not go with them
+                chunked = False  # the fix does not go with them
             batch, context = SHAPES[(number + place) % len(SHAPES)]
             if model in models and plan in plans:
                 found.append((model, plan, gpus, method, chunked, batch, context))

@@ -1,4 +1,4 @@
-"""How a command's time and host memory grow with what is asked of it: length, layers, cards, events.
+"""How a command's time and host memory grow with what is asked of it: length, layers, GPUs, events.
 
     python -m tests.benchmarks.growth [--repeat 3] [--only SERIES ...] [--plot FILE.svg]
 
@@ -6,7 +6,7 @@ Each point is a command in a process of its own, from an empty cache, and the me
 processor (with what it forked) and the most resident memory of its largest process. `--plot` draws what was measured.
 
 What is asserted is the shape and not the machine: between neighbouring points the cost may at most grow with what is
-asked for (`LINEAR`, with room for noise), and where nothing more has to be computed (`FLAT`) it may not grow at all.
+requested (`LINEAR`, with room for noise), and where nothing more has to be computed (`FLAT`) it may not grow at all.
 Exit code 1 where it does.
 """
 
@@ -69,8 +69,8 @@ def _layers(layers: int, folder: Path) -> str:
     return f"profile --model {path} --context-length 2048"
 
 
-def _ranks(cards: int, folder: Path) -> str:
-    return f"profile --model qwen3-0.6b --context-length 2048 --gpus {cards} --parallel fsdp"
+def _ranks(gpus: int, folder: Path) -> str:
+    return f"profile --model qwen3-0.6b --context-length 2048 --gpus {gpus} --parallel fsdp"
 
 
 def _events(events: int, folder: Path) -> str:
@@ -86,7 +86,7 @@ def _events(events: int, folder: Path) -> str:
 SERIES = {
     "length": Series("4B, one sequence", "tokens", [4096 << i for i in range(0, 9, 2)], _length, FLAT),
     "layers": Series("a narrow Llama", "layers", [8, 24, 80, 240, 800], _layers, LINEAR),
-    "ranks": Series("Qwen3-0.6B with fsdp", "cards", [2, 8, 32, 128, 512, 2048], _ranks, FLAT),
+    "ranks": Series("Qwen3-0.6B with fsdp", "gpus", [2, 8, 32, 128, 512, 2048], _ranks, FLAT),
     "events": Series("a snapshot, analyzed", "events", [10_000, 40_000, 160_000, 640_000], _events, LINEAR),
 }
 

@@ -1,4 +1,4 @@
-"""nanotron's published grid beside its own program on virtual cards: the table of docs/accuracy-tables.md.
+"""nanotron's published grid beside its own program on virtual GPUs: the table of docs/accuracy-tables.md.
 
     python -m tests.benchmarks.nanotron --fetched FOLDER [--only TEXT] [--keep FILE] [--write]
 
@@ -101,7 +101,7 @@ class Run(NamedTuple):
             "hf_dataset_or_datasets": "texts", "dataset_processing_num_proc_per_process": 1,
         }  # fmt: skip
         said["tokenizer"]["tokenizer_name_or_path"] = "model"
-        said["profiler"] = None  # the sources' traced the card
+        said["profiler"] = None  # the sources' traced the GPU
         said["general"]["run"] = self.name
         said["checkpoints"]["checkpoints_path"] = "checkpoints"
         data.write(home / "config.yaml", yaml.safe_dump(said))

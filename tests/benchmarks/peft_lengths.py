@@ -51,7 +51,7 @@ TOP, EVERY = 12, 12
 
 
 class Request(NamedTuple):
-    """A step asks for memory (`freed` -1), gives back what it asked for as number `freed`, or (`before`) what the step
+    """A step asks for memory (`freed` -1), releases what it requested as number `freed`, or (`before`) what the step
     before it left as number `freed`."""
 
     freed: int

@@ -30,7 +30,7 @@ class _Point(Protocol):
 
 
 def drawn(curves: Sequence[tuple[_Curve, Sequence[_Point]]]) -> str:
-    """The picture: seconds of a processor over what is asked for; dashed, growth in proportion up to the last point."""
+    """The picture: seconds of a processor over what is requested; dashed, growth in proportion up to the last point."""
     rows = math.ceil(len(curves) / COLUMNS)
     size = (WIDTH * COLUMNS, HEIGHT * rows)
     panels = "".join(

@@ -3,7 +3,7 @@
     python -m tests.benchmarks.recordings SNAPSHOT [--gpu NAME] [--path DIR]... [--cwd DIR] [--dump N]
         -- SCRIPT [ARGS...]
 
-SNAPSHOT is what `torch.cuda.memory._dump_snapshot` wrote on a real card. SCRIPT runs under `memprof.virtual_gpu`; its
+SNAPSHOT is what `torch.cuda.memory._dump_snapshot` wrote on a real GPU. SCRIPT runs under `memprof.virtual_gpu`; its
 own calls of `_record_memory_history` and `_dump_snapshot` mark the window that is compared. The exit code is 1 below
 the bars: 99 % of the recorded allocations matched in order and bytes, at most 1 % too many, the peak within 0.2 %.
 """
@@ -54,7 +54,7 @@ class Window:
 
     allocations: list[Allocation]
     peak_bytes: int
-    # What the allocator holds of the card at the dump, over the whole process and not the window alone.
+    # What the allocator holds of the GPU at the dump, over the whole process and not the window alone.
     reserved_bytes: int
 
 
@@ -133,8 +133,8 @@ def simulate(
         os.chdir(directory)
     started: list[int] = []
     windows: list[tuple[int, int]] = []
-    card = memprof.virtual_gpu(gpu)
-    with card as virtual:
+    active = memprof.virtual_gpu(gpu)
+    with active as virtual:
 
         def now() -> int:
             return len(virtual._virtual.recorder.trace.events)
@@ -169,11 +169,11 @@ def simulate(
             pass
     if len(windows) < (dump_number or 1):
         sys.exit(f"the script dumped {len(windows)} recordings that it had begun")
-    return trace_window(card.trace, *windows[(dump_number or 0) - 1])
+    return trace_window(active.trace, *windows[(dump_number or 0) - 1])
 
 
 class _Dumped(BaseException):
-    """The dump that was asked for has been made: the rest of the script does not matter."""
+    """The dump that was requested has been made: the rest of the script does not matter."""
 
 
 def trace_window(trace: Trace, start: int, end: int) -> Window:
@@ -244,10 +244,10 @@ def table(result: Comparison, rows: int = 20) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Compare one recording with its script; 0 if the two are as close as asked for."""
+    """Compare one recording with its script; 0 if the two are as close as requested."""
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.recordings")
     parser.add_argument("snapshot", type=Path)
-    parser.add_argument("--gpu", default="rtx-4090", help="the virtual card, as in `memprof gpus`")
+    parser.add_argument("--gpu", default="rtx-4090", help="the virtual GPU, as in `memprof gpus`")
     parser.add_argument("--path", type=Path, action="append", default=[], help="a folder of modules the script imports")
     parser.add_argument("--cwd", type=Path, help="where the script runs")
     parser.add_argument("--dump", type=int, help="which of the script's dumps it is, from 1 (default: the last)")

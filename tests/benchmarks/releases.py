@@ -28,7 +28,7 @@ PAGE = ROOT / "docs" / "releases.md"
 RELEASES = ("2.8.0/4.57.6", "2.11.0/5.17.0", "2.13.0/5.23.0", "/")
 TESTS = (
     "tests/unit/virtual/kernels",
-    "tests/unit/virtual/edges/test_checkpoints.py",
+    "tests/unit/virtual/integrations/test_checkpoints.py",
     "tests/unit/virtual/test_autocast.py",
     "tests/unit/virtual/test_tracker.py",
     "tests/unit/virtual/test_restoration.py",

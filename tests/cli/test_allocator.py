@@ -89,7 +89,7 @@ def test_bad_settings_of_show(memprof, tmp_path):
 
 
 def test_fragmentation_decides_the_verdict(memprof, tmp_path):
-    """On a card between the two needs, the same run fits with segments that expand, and the report says so."""
+    """On a GPU between the two needs, the same run fits with segments that expand, and the report says so."""
     capture = tmp_path / "run.memprof"
     options = ("--model", "pythia-70m", "--context-length", 2048, "--batch-size", 4)
     plain = memprof("profile", *options, "--json").json
@@ -103,7 +103,7 @@ def test_fragmentation_decides_the_verdict(memprof, tmp_path):
     assert helped.exit_code == 0 and helped.json["verdict"]["fits"] and helped.json["verdict"]["retries"] == 0
     assert result.exit_code == 3
     finding = next(finding for finding in result.json["findings"] if finding["id"] == "fragmentation")
-    assert finding["remedies"] == ["expandable-segments"] and "would fit" in finding["title"]
+    assert finding["fixes"] == ["expandable-segments"] and "would fit" in finding["title"]
     assert any("and fits where it does not fit now" in line["text"] for line in finding["evidence"])
 
 
@@ -117,11 +117,11 @@ def test_fits_by_giving_the_cache_back(memprof, tmp_path):
     assert verdict["fits"] and verdict["retries"] == 1
     assert verdict["required_bytes"] > report["device"]["total_bytes"] >= report["peak"]["device_used_bytes"]
     result = memprof("profile", *options)
-    assert result.exit_code == 0 and "Fits only just: the card is full once" in result.stdout
+    assert result.exit_code == 0 and "Fits, with allocator retries: the GPU is full once" in result.stdout
 
 
 def test_a_workspace_that_pins_a_segment(memprof, tmp_path):
-    """In the second step cuBLAS' 8 MiB lie in the segment of 410 MiB, which can then not be given back: the stage is
+    """In the second step cuBLAS' 8 MiB lie in the segment of 410 MiB, which can then not be released: the stage is
     marked although what is allocated in it would fit."""
     file = tmp_path / "model.py"
     file.write_text(OUTGROWN, encoding="utf-8")
@@ -137,7 +137,7 @@ def test_a_workspace_that_pins_a_segment(memprof, tmp_path):
 def test_text_shows_the_message_of_torch(memprof):
     text = memprof("profile", "--model", "gpt2", "--gpu-vram", "2").stdout
     shown = " ".join(text.split())
-    assert "Does not fit: a real run dies in" in shown
+    assert "Does not fit: a real GPU runs out of memory in" in shown
     assert "CUDA out of memory. Tried to allocate" in shown and "GPU 0 has a total capacity of 2.00 GiB" in shown
     assert "reserved by PyTorch but unallocated. ..." in shown
     assert max(map(len, text.splitlines())) <= 110

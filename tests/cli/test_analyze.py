@@ -1,4 +1,4 @@
-"""`memprof analyze` and `memprof export` as a user runs them; wrong files and wrong use give one clear error."""
+"""`memprof analyze` and `memprof export` as a user runs them; wrong files and usage error give one clear error."""
 
 from __future__ import annotations
 
@@ -93,10 +93,10 @@ def test_several_devices(memprof, tmp_path):
     file = tmp_path / "two.pickle"
     file.write_bytes(pickle.dumps(data))
     assert [device["device"] for device in memprof("analyze", file, "--json").json["devices"]] == [0, 2]
-    (device,) = memprof("analyze", file, "--json", "--card", 2).json["devices"]
+    (device,) = memprof("analyze", file, "--json", "--gpu-index", 2).json["devices"]
     assert device["allocations"] == 4 * 4 + 3
     assert "Device 2" in memprof("analyze", file).stdout
-    assert_refused(memprof("analyze", file, "--card", 1), "nothing of this card", "known: 0, 2")
+    assert_refused(memprof("analyze", file, "--gpu-index", 1), "nothing of this GPU", "known: 0, 2")
     assert memprof("export", file, "--to", tmp_path / "two.json").exit_code == 0
 
 
@@ -125,7 +125,7 @@ def test_a_capture(memprof, tmp_path):
     (device,) = found["devices"]
     assert device["steps"]["count"] == 3 and device["leaks"] == []
     assert found["replay"]["identical_addresses"] == found["replay"]["allocations"] > 1000
-    # Blocks hold at least what is asked for, rounded to 512 bytes, and at most 1 MiB more each.
+    # Blocks hold at least what is requested, rounded to 512 bytes, and at most 1 MiB more each.
     least = shown.json["peak"]["allocated_bytes"]
     assert least <= device["peak"]["allocated_bytes"] < least * 1.1
     groups = memprof("analyze", file, "--json", "--by", "category").json["devices"][0]["moment"]["groups"]
@@ -190,7 +190,7 @@ def test_a_file_that_memory_does_not_hold(memprof, snapshot, monkeypatch):
         (("--at", "noon"), ("no such moment", "peak, end, oom")),
         (("--at", "99999"), ("no such event",)),
         (("--at", "oom"), ("no out-of-memory error",)),
-        (("--card", "3"), ("nothing of this card",)),
+        (("--gpu-index", "3"), ("nothing of this GPU",)),
         (("--alloc-conf", "expandable:True"), ("unknown allocator setting", "expandable_segments")),
         (("--alloc-conf", "backend:cudaMallocAsync"), ("only torch's native allocator",)),
         (("--by", "line"), ("frame",)),

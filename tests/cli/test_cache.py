@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from memprof.flows import kept
+from memprof.flows import cached_answers
 from tests.processes import ROOT
 from tests.unit.test_architecture import _modules
 
@@ -17,7 +17,7 @@ GPT2 = ("profile", "--model", "gpt2", "--context-length", "64")
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("MEMPROF_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(kept, "loaded_files", list)  # this process is older than what it tests
+    monkeypatch.setattr(cached_answers, "loaded_files", list)  # this process is older than what it tests
     return tmp_path / "cache"
 
 
@@ -77,7 +77,7 @@ def test_recommend_is_kept_too(memprof, monkeypatch):
     def answer(spec, progress):
         calls.append(spec)
         row = Largest("inference", "gpt2", 1, 2, 3, 4, 8, "gpt2-medium", 9, "memprof profile --model gpt2")
-        return Recommendation(DeviceFacts("Card", 8 << 30, 7 << 30), context_length=9, largest=(row,), runs=1)
+        return Recommendation(DeviceFacts("GPU", 8 << 30, 7 << 30), context_length=9, largest=(row,), runs=1)
 
     monkeypatch.setattr(largest, "recommend_models", answer)
     first, second = memprof("recommend", "--gpu-vram", "8"), memprof("recommend", "--gpu-vram", "8")
@@ -88,11 +88,11 @@ def test_recommend_is_kept_too(memprof, monkeypatch):
 
 
 FOUND = """
-from memprof.flows import kept
+from memprof.flows import cached_answers
 from memprof.cli.main import run
 import json, pathlib
 report = json.loads(pathlib.Path({report!r}).read_text()) | {{"memprof_version": "0"}}
-kept.CachedAnswer.find = lambda self, kind: (kind.from_json(report), 5.0)
+cached_answers.CachedAnswer.find = lambda self, kind: (kind.from_json(report), 5.0)
 try:
     run(["profile", "--model", "gpt2", "--context-length", "64", "-q"])
 except SystemExit as done:

@@ -14,10 +14,10 @@ import memprof.cli.profile as profile_room
 import memprof.cli.run as run_room
 from memprof.command_line import profile_command, run_command
 from memprof.errors import MemprofError
+from memprof.fixes.chosen import parse_fixes
 from memprof.flows import limit as limit_flow
 from memprof.flows.ladder.runs import SpecRuns
 from memprof.flows.ladder.scripts import ScriptRuns, run_alone
-from memprof.remedies.fixes import parse_fixes
 from memprof.report.terminal.next_step import next_step
 from memprof.run_spec import SETTINGS, RunSpec
 from memprof.script import Program
@@ -40,7 +40,7 @@ NEEDS: dict[str, dict[str, Any]] = {
     "new_tokens": {"mode": "inference"},
     **{key: {"compile": True} for key in ("compile_mode", "compile_layers")},
     "rank": {"gpus": 4},
-    "shown_card": {"gpus": 4},
+    "shown_gpu": {"gpus": 4},
     "ranks": {"gpus": 2},
     "model_is_size": {"model": "4B"},
     "parallel": {"gpus": 2},

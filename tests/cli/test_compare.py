@@ -115,13 +115,13 @@ def test_a_run_measured_on_the_cpu(memprof, tmp_path):
     assert totals["parameters"]["a_bytes"] > 0 and totals["gradients"]["a_bytes"] == totals["parameters"]["a_bytes"]
     assert not totals["allocated"]["compared"] and totals["reserved"]["b_bytes"] is None
     assert (found["kernels_a"]["kind"], found["kernels_b"]["kind"]) == ("CUDA kernels", "CPU kernels")
-    assert (found["a"]["on_card"], found["b"]["on_card"]) == (True, False)
+    assert (found["a"]["on_gpu"], found["b"]["on_gpu"]) == (True, False)
     assert found["seconds_a"] is None and found["seconds_b"] > 0
     # The steps of both are all there, stage by stage.
     unmatched = {row["name"] for row in found["stages"] if row["status"].startswith("only")}
     assert unmatched <= {"context", "other"}, unmatched
     text = memprof("compare", files["virtual"], files["cpu"]).stdout
-    assert "not compared: a CPU and a card run other kernels" in text and "seconds A" in text
+    assert "not compared: a CPU and a GPU run other kernels" in text and "seconds A" in text
 
 
 def test_measured_recordings_of_others(memprof, shared_dir):

@@ -1,4 +1,4 @@
-"""`memprof doctor`: text and JSON, standard input, wrong use, and how fast it is."""
+"""`memprof doctor`: text and JSON, standard input, usage error, and how fast it is."""
 
 from __future__ import annotations
 

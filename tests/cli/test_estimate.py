@@ -1,4 +1,4 @@
-"""memprof estimate: its two spellings, JSON, --exact, --explain, and wrong use."""
+"""memprof estimate: its two spellings, JSON, --exact, --explain, and usage error."""
 
 import json
 
@@ -17,7 +17,7 @@ def test_the_fixed_spelling(memprof):
     assert "float16*" in result.stdout
 
 
-def test_json_has_bytes_and_cards(memprof):
+def test_json_has_bytes_and_gpus(memprof):
     found = memprof("estimate", "--model", "llama-3.2-1b", "--json", "--gpus", "2").json
     assert found["target"]["num_parameters"] == 1_235_814_400
     weights = next(row for row in found["estimates"] if (row["method"], row["dtype"]) == ("weights", "float16"))
@@ -25,14 +25,14 @@ def test_json_has_bytes_and_cards(memprof):
     for row in found["estimates"]:
         assert sum(row["categories"].values()) == row["allocated_bytes"]
         assert row["at_least_bytes"] <= row["device_used_bytes"] <= row["at_most_bytes"]
-        assert set(row["cards"].values()) <= {"fits", "borderline", "no"}
+        assert set(row["gpus"].values()) <= {"fits", "borderline", "no"}
         assert row["ranges"].keys() == found["bands"].keys() == {"allocated", "reserved", "device used"}
         assert row["ranges"]["device used"] == [row["at_least_bytes"], row["at_most_bytes"]]
     assert {row["strategy"] for row in found["sharded"]} == {"DDP", "ZeRO-1", "ZeRO-2", "FSDP, ZeRO-3"}
     assert found["exact"] is None
 
 
-def test_one_card(memprof):
+def test_one_gpu(memprof):
     result = memprof("estimate", "--model-size", "8B", "--gpu", "rtx-4090")
     lines = {line[:26].strip(): f"{line} " for line in result.stdout.splitlines() if "(" not in line[26:]}
     assert "fits" in lines["inference"]
@@ -117,7 +117,7 @@ def test_a_broken_configuration(memprof, tmp_path):
     assert "'hidden_size' is missing" in result.stderr
 
 
-def test_a_plan_is_over_several_cards(memprof):
+def test_a_plan_is_over_several_gpus(memprof):
     refused = memprof("estimate", "--model", "llama-3.1-8b", "--parallel", "fsdp")
     assert refused.exit_code == 2 and "add --gpus 8" in refused.stderr
     result = memprof("estimate", "--model", "llama-3.1-8b", "--gpus", 2, "--parallel", "tp=2", "--gpu", "h100-80gb")

@@ -201,14 +201,14 @@ def test_the_report_so_far_names_what_stopped_it(memprof, file, tmp_path, kind, 
     assert said in " ".join(shown.split()) and "Fits" not in shown
 
 
-def test_a_run_that_fails_beyond_the_card_says_both(memprof, file):
+def test_a_run_that_fails_beyond_the_gpu_says_both(memprof, file):
     result = memprof("profile", "--model", f"{file}:make_library", "--gpu-vram", "0.42", "--json")
     assert result.exit_code == 1
     assert result.json["verdict"]["fits"] is False
     assert {"run-failed", "does-not-fit"} <= {finding["id"] for finding in result.json["findings"]}
 
 
-def test_a_run_that_fails_before_the_card_is_used_is_one_error(memprof, tmp_path):
+def test_a_run_that_fails_before_the_gpu_is_used_is_one_error(memprof, tmp_path):
     path = tmp_path / "early.py"
     path.write_text(
         "import torch\n\n\nclass Model(torch.nn.Linear):\n    def to(self, *a):\n        raise OSError('no file')\n"

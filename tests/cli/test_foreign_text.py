@@ -43,7 +43,7 @@ def foreign(value: Any, names: tuple[str, ...]) -> Any:
 
 def write_capture(path: Path) -> Path:
     trace = training_run()
-    trace.facts = Facts(command=f"memprof {FOREIGN}", device=DeviceFacts(f"Card {FOREIGN}", 8192 * MIB, 7766 * MIB))
+    trace.facts = Facts(command=f"memprof {FOREIGN}", device=DeviceFacts(f"GPU {FOREIGN}", 8192 * MIB, 7766 * MIB))
     trace.ops = [op + FOREIGN for op in trace.ops]
     trace.sources = [source + FOREIGN for source in trace.sources]
     trace.modules = [

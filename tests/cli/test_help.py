@@ -77,7 +77,7 @@ def test_no_text_names_a_file_that_a_wheel_lacks():
                     file
                 )
                 named |= set(re.findall(r"memprof help ([a-z][\w-]*)", node.value))
-    assert named - {"lists"} <= topics and {"lengths", "remedies", "estimate"} <= named
+    assert named - {"lists"} <= topics and {"lengths", "fixes", "estimate"} <= named
 
 
 @pytest.fixture

@@ -164,7 +164,7 @@ def test_a_findings_evidence_shows_its_tensors(page, made):
     assert titles and page.run("[...document.querySelectorAll('#found a')].map(one => one.textContent)") == titles
     said = page.run("[...document.querySelectorAll('#found li')].map(one => one.textContent)")
     for text, finding in zip(said, made.report["findings"], strict=True):
-        assert all(name in text.removeprefix(finding["title"]) for name in finding["remedies"])
+        assert all(name in text.removeprefix(finding["title"]) for name in finding["fixes"])
     assert page.run("document.getElementById('next').textContent").startswith("Next, what each finding means: memprof ")
     targets = "[...document.querySelectorAll('#found a')].map(one => document.querySelector(one.hash).textContent)"
     assert all(title in text for title, text in zip(titles, page.run(targets), strict=True))
@@ -201,7 +201,7 @@ def test_the_map_shows_what_is_free_at_the_peak(page, made):
 
 
 @pytest.mark.nightly
-def test_two_cards_are_two_rows(browser, memprof, script):
+def test_two_gpus_are_two_rows(browser, memprof, script):
     made = script("""
         import torch
         torch.zeros(3 << 20, device="cuda:0")
@@ -212,7 +212,7 @@ def test_two_cards_are_two_rows(browser, memprof, script):
     rows = browser.run("[...document.querySelectorAll('#several tbody tr')].map(row => [...row.cells].map("
                        "cell => cell.dataset.value || cell.textContent))")  # fmt: skip
     assert [(row[0], int(row[1]), int(row[3])) for row in rows] == [
-        (card["device"], card["peak_allocated_bytes"], card["device_used_bytes"]) for card in report["cards"]
+        (gpu["device"], gpu["peak_allocated_bytes"], gpu["device_used_bytes"]) for gpu in report["gpus"]
     ]
     assert [row[7] for row in rows] == ["", "decides the verdict, shown here"]
     assert browser.problems == []

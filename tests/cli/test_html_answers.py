@@ -117,7 +117,7 @@ def test_two_runs_in_one_page(browser, compared):
 def test_a_table_filters_and_sorts(browser, analyzed):
     browser.open(analyzed.page)
     groups = analyzed.answer["devices"][0]["moment"]["groups"]
-    title = "What is alive at the peak"
+    title = "What is live at the peak"
     everything = rows(browser, title)
     assert [(int(row[0]), int(row[2]), row[3]) for row in everything] == [
         (one["allocated_bytes"], one["count"], one["category"]) for one in groups

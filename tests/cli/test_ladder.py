@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from memprof.remedies.catalog import REMEDIES
+from memprof.fixes.catalog import FIXES
 from tests.lanes import by_day
 
 MODEL = {
@@ -34,9 +34,9 @@ def test_fix_gives_the_report_of_the_fixed_run(memprof):
     assert result.exit_code == 0
     assert report["target"]["fixes"] == ["chunked-loss=64", "activation-checkpointing"]
     before, after = report["ladder"]
-    assert before["remedies"] == []
+    assert before["fixes"] == []
     assert before["peak_allocated_bytes"] == plain["peak"]["allocated_bytes"]
-    assert after["remedies"] == ["chunked-loss=64", "activation-checkpointing"]
+    assert after["fixes"] == ["chunked-loss=64", "activation-checkpointing"]
     assert after["peak_allocated_bytes"] == report["peak"]["allocated_bytes"] < before["peak_allocated_bytes"]
     assert after["saved_bytes"] == before["device_used_bytes"] - after["device_used_bytes"] > 0
     assert after["cost"]["numerics"] == "exact"
@@ -48,10 +48,10 @@ def test_what_is_on_is_not_recommended(memprof, on):
     # A chunk of all tokens: the logits stay what they were.
     report = run(memprof, *on, vram="3GiB").json
     (finding,) = [finding for finding in report["findings"] if finding["id"] == "does-not-fit"]
-    assert ("chunked-loss" in finding["remedies"]) is ("--fix" not in on)
-    assert "micro-batch" in finding["remedies"]
+    assert ("chunked-loss" in finding["fixes"]) is ("--fix" not in on)
+    assert "micro-batch" in finding["fixes"]
     if "--activation-checkpointing" in on:
-        assert "activation-checkpointing" not in finding["remedies"]
+        assert "activation-checkpointing" not in finding["fixes"]
 
 
 def test_ladder_of_named_fixes_has_a_row_each(memprof):
@@ -70,24 +70,24 @@ def test_ladder_goes_from_what_does_not_fit_to_what_does(memprof, folder, layers
     report = result.json
     (folder / "ladder.json").write_text(result.stdout)
     shown = memprof("show", "ladder.json")
-    assert "The ladder" in shown.stdout and "then: dies in" in shown.stdout
+    assert "The ladder" in shown.stdout and "then: out of memory in" in shown.stdout
     for column in ("peak", "reserved", "saved", "verdict", "compute", "bus", "step", "numbers"):
         assert column in shown.stdout
     assert max(map(len, shown.stdout.splitlines())) <= 110
     assert result.exit_code == 3  # of the run as it is, whose report this is
     rungs = report["ladder"]
     assert not rungs[0]["fits"]
-    assert rungs[0]["next_bottleneck"]["text"].startswith("dies in")
+    assert rungs[0]["next_bottleneck"]["text"].startswith("out of memory in")
     assert rungs[-1]["fits"]
     for above, below in itertools.pairwise(rungs):
-        assert below["remedies"][:-1] == above["remedies"]
+        assert below["fixes"][:-1] == above["fixes"]
         assert below["saved_bytes"] == above["device_used_bytes"] - below["device_used_bytes"] > 0
         compiling = ("compile_seconds", "compiled_kernels")
         assert None not in {key: value for key, value in below["cost"].items() if key not in compiling}.values()
-        assert all((below["cost"][key] is not None) is ("compile" in below["remedies"]) for key in compiling)
+        assert all((below["cost"][key] is not None) is ("compile" in below["fixes"]) for key in compiling)
     # What trains another model is no row where the same model can be made to fit.
-    assert not any(REMEDIES[rung["added"]].numerics.value == "different" for rung in rungs[1:])
-    fixed = run(memprof, "--fix", ",".join(rungs[-1]["remedies"]))  # what the row says is so
+    assert not any(FIXES[rung["added"]].numerics.value == "different" for rung in rungs[1:])
+    fixed = run(memprof, "--fix", ",".join(rungs[-1]["fixes"]))  # what the row says is so
     assert fixed.exit_code == 0 and fixed.json["verdict"]["required_bytes"] == rungs[-1]["device_used_bytes"]
 
 
@@ -96,7 +96,7 @@ def test_auto_finds_a_set_that_fits_and_needs_each_of_it(memprof):
     report = result.json
     assert result.exit_code == 0
     assert report["verdict"]["fits"]
-    chosen = report["ladder"][-1]["remedies"]
+    chosen = report["ladder"][-1]["fixes"]
     assert report["target"]["fixes"] or chosen
     assert report["ladder_reason"]
     for left_out in chosen:
@@ -111,8 +111,8 @@ def test_auto_finds_a_set_that_fits_and_needs_each_of_it(memprof):
 def test_auto_changes_nothing_that_fits(memprof):
     result = run(memprof, "--fix", "auto", vram="60GiB")
     assert result.exit_code == 0
-    assert [rung["remedies"] for rung in result.json["ladder"]] == [[]]
-    assert "as it is" in result.json["ladder_reason"]
+    assert [rung["fixes"] for rung in result.json["ladder"]] == [[]]
+    assert "without fixes" in result.json["ladder_reason"]
 
 
 def test_auto_says_when_nothing_helps(memprof, folder):
@@ -125,7 +125,7 @@ def test_auto_says_when_nothing_helps(memprof, folder):
 @pytest.mark.parametrize(
     ("fix", "problem"),
     [
-        ("chunked-los", "unknown remedy"),
+        ("chunked-los", "unknown fix"),
         ("vocabulary-cap", "needs a value"),
         ("chunked-loss=0", "chunk_size"),
         ("activation-checkpointing,chunked-loss=-3", "chunk_size"),
@@ -159,8 +159,8 @@ LLAMA = {
 }  # fmt: skip
 
 
-def test_a_ladder_over_cards_has_a_row_for_each_step_that_spreads(memprof, folder):
-    """Priced with what goes between cards; of as many sequences in each row, where cards share them."""
+def test_a_ladder_over_gpus_has_a_row_for_each_step_that_spreads(memprof, folder):
+    """Priced with what goes between GPUs; of as many sequences in each row, where GPUs share them."""
     (folder / "config.json").write_text(json.dumps(LLAMA))
     arguments = ("profile", "--model", "config.json", "--context-length", 1024, "--gpu-vram", 4, "--gpus", 4)
     result = memprof(*arguments, "--fix", "fsdp,ulysses=2,chunked-loss", "--ladder", "--json")
@@ -171,12 +171,12 @@ def test_a_ladder_over_cards_has_a_row_for_each_step_that_spreads(memprof, folde
     costs = [row["cost"] for row in rows]
     assert 0 < costs[0]["link_bytes"] < costs[1]["link_bytes"] < costs[2]["link_bytes"]
     assert costs[1]["operations"] == costs[0]["operations"]
-    # Two cards on a sequence, one sequence after another: its products are done as often, and half on each card.
+    # Two GPUs on a sequence, one sequence after another: its products are done as often, and half on each GPU.
     assert costs[2]["operations"] == pytest.approx(costs[0]["operations"], rel=0.02)
     assert all(below["saved_bytes"] > 0 for below in rows[1:3])
     (folder / "ladder.json").write_text(result.stdout)
     shown = memprof("show", "ladder.json").stdout
-    assert "as it is (ddp)" in shown and "Where cards share sequences" in " ".join(shown.split())
+    assert "baseline (ddp)" in shown and "Where GPUs share sequences" in " ".join(shown.split())
     assert max(map(len, shown.splitlines())) <= 110
     for fix, plan in (("tensor-parallel", "tp=4"), ("ring-attention", "cp=4")):
         last = memprof(*arguments, "--fix", fix, "--json").json["ladder"][-1]

@@ -40,7 +40,7 @@ def test_the_batch_of_a_cnn(memprof, tmp_path):
     assert memprof(*command, "-q").stdout == f"The largest batch that fits: {limit['largest']:,}\n"
     said = " ".join(memprof(*command).stdout.split())
     assert f"The largest batch that fits: {limit['largest']}" in said
-    assert f"{limit['first_too_large']} needs" in said and "and dies in" in said
+    assert f"{limit['first_too_large']} needs" in said and "and runs out of memory in" in said
 
 
 def test_a_context_of_what_takes_no_tokens(memprof, tmp_path):

@@ -62,9 +62,9 @@ def test_parts_of_spread_parameters_are_measured():
     ("options", "said"),
     [
         (("--device", "cpu", "--ranks", "0"), "all ranks are measured, on this machine\n  value: 1 of 2 on 1 machines"),
-        (("--device", "cpu", "--ladder"), "a ladder runs on the virtual card"),
+        (("--device", "cpu", "--ladder"), "a ladder runs on the virtual GPU"),
         pytest.param(
-            ("--device", "cuda"), "there is no CUDA card to measure on",
+            ("--device", "cuda"), "there is no CUDA GPU to measure on",
             marks=pytest.mark.skipif(torch.version.cuda is not None, reason="there may be one"),
         ),
     ],

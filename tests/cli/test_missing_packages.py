@@ -42,7 +42,7 @@ def test_what_is_missing(memprof, package, extra, command, tmp_path, monkeypatch
 
 
 def test_stored_formats_need_no_bitsandbytes(monkeypatch):
-    from memprof.remedies.catalog import check_installed
+    from memprof.fixes.catalog import check_installed
     from memprof.spec import STORED_FORMATS, Mode, TargetSpec
 
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
@@ -50,7 +50,7 @@ def test_stored_formats_need_no_bitsandbytes(monkeypatch):
         check_installed(TargetSpec(model="llama-3.1-8b", quantize=name, mode=Mode.INFERENCE))
 
 
-def test_the_table_of_a_card_leaves_out_what_cannot_be_run(memprof, monkeypatch):
+def test_the_table_of_a_gpu_leaves_out_what_cannot_be_run(memprof, monkeypatch):
     """Instead of saying that no model at all fits in that way."""
     monkeypatch.setitem(sys.modules, "peft", None)
     monkeypatch.setattr("memprof.flows.recommend.largest._largest", lambda runs, spec, task, **rest: _row(task))

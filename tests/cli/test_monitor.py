@@ -1,4 +1,4 @@
-"""`memprof monitor` on a terminal and off it: commands that end well, fail, are killed, ask, print a lot; no card."""
+"""`memprof monitor` on a terminal and off it: commands that end well, fail, are killed, ask, print a lot; no GPU."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import time
 
 import pytest
 
-from memprof.device.nvml import read_cards
+from memprof.device.nvml import read_gpus
 from memprof.monitor.run import monitor
-from memprof.monitor.sample import Peaks, Sample
+from memprof.monitor.sample import MonitorSample, Peaks
 from memprof.report.terminal.monitor import FooterView, make_view
 from memprof.report.terminal.monitor_text import SampleHistory, sparkline
 from tests.cli.terminal import Terminal
@@ -23,13 +23,13 @@ from tests.unit.monitor.command import memprof as command_line
 from tests.unit.monitor.command import run as run_monitor
 
 pytestmark = pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs Linux's /proc")
-NO_CARDS = "memprof: cards cannot be seen: "
+NO_GPUS = "memprof: GPUs cannot be seen: "
 
 
 @pytest.fixture
-def without_cards():
-    if read_cards().cards:
-        pytest.skip("there is a card here")
+def without_gpus():
+    if read_gpus().gpus:
+        pytest.skip("there is a GPU here")
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def test_a_command_that_ends_well(terminal, script, tmp_path):
     assert "█" in foot and "in 1 process, peak" in foot and "done" not in foot
     assert shown.wait() == 0
     assert "begun" in shown.screen.text and "done" in shown.screen.text
-    # The rows are given back: the whole screen scrolls again, and the last line is memprof's.
+    # The rows are released: the whole screen scrolls again, and the last line is memprof's.
     assert shown.screen.region == (0, 29)
     left = [line.strip() for line in shown.screen.lines if line.strip()]
     # Where a line is broken depends on the length of the script's path.
@@ -220,10 +220,10 @@ def test_a_window_that_is_too_small(terminal, script):
     assert "ended with exit code 0" in shown.screen.text.replace("\n", "")
 
 
-def test_no_cards_in_one_line(terminal, without_cards):
+def test_no_gpus_in_one_line(terminal, without_gpus):
     shown = terminal()
     assert shown.wait() == 1
-    assert shown.received.startswith(NO_CARDS)
+    assert shown.received.startswith(NO_GPUS)
     assert shown.received.count("\n") == 1
 
 
@@ -238,11 +238,11 @@ def test_input_output_and_exit_code_pass_through(script):
     assert others == ["wrong"]
 
 
-def test_a_line_each_second_and_one_on_the_cards(script, without_cards):
+def test_a_line_each_second_and_one_on_the_gpus(script, without_gpus):
     code = "import time; x = bytearray(100 << 20); time.sleep(1)"
     done = run_monitor("--interval", 0.2, "--", sys.executable, script(code), env=environment())
     lines = done.stderr.splitlines()
-    assert sum(line.startswith(NO_CARDS) for line in lines) == 1
+    assert sum(line.startswith(NO_GPUS) for line in lines) == 1
     assert 3 <= sum("in 1 process" in line for line in lines) <= 8
     peak = lines[-1].rpartition("resident ")[2]
     assert peak.endswith(" MiB") and 100 < float(peak.split()[0]) < 140
@@ -333,7 +333,7 @@ def test_commands_that_cannot_run(memprof, tmp_path):
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
-    [(["--interval", "0"], "the interval is too short"), (["--once", "--", "true"], "--once is of the cards alone")],
+    [(["--interval", "0"], "the interval is too short"), (["--once", "--", "true"], "--once is of the GPUs alone")],
 )
 def test_wrong_use(memprof, arguments, said):
     done = memprof("monitor", *arguments)
@@ -367,14 +367,14 @@ def test_a_log_that_has_no_place_is_refused_before_the_command_begins(script, tm
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
-def test_a_reader_that_has_gone(script, without_cards):
+def test_a_reader_that_has_gone(script, without_gpus):
     """Of the command's view: the command is not to suffer."""
     line = " ".join(command_line("--interval", "0.1", "--", sys.executable, script("import time; time.sleep(0.8)")))
     done = subprocess.run(
         ["bash", "-c", f"{{ {line} 2>&1 >&3 | head -n 1; }} 3>&1; echo ${{PIPESTATUS[0]}}"],
         env=environment(), capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
-    assert done.stdout.startswith(NO_CARDS)
+    assert done.stdout.startswith(NO_GPUS)
     assert done.stderr == ""
 
 
@@ -391,6 +391,6 @@ def test_sparkline():
 
 def test_a_footer_needs_processes(capsys):
     view = FooterView(sys.stdout)
-    view.show(Sample(0.0, 0.0), Peaks())
+    view.show(MonitorSample(0.0, 0.0), Peaks())
     assert capsys.readouterr().out == ""
     assert SampleHistory().curve("allocated").strip() == ""

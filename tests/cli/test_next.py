@@ -42,7 +42,7 @@ def saved(name, tmp_path, **changes):
         ),
         (
             "profile-does-not-fit",
-            "the remedies that make it fit at the least cost",
+            "the fixes that make it fit at the least cost",
             "memprof profile --model llama-3.1-8b --context-length 512 --gpu rtx-4090 --fix auto",
         ),
         (
@@ -65,8 +65,8 @@ def test_after_a_report(name, what, command, tmp_path):
     assert "Next, " not in text_of(view(document, quiet=True))
 
 
-def test_where_remedies_are_not_enough(tmp_path):
-    """What is asked of `recommend` is the same model, goal and card, and nothing that it does not take."""
+def test_where_fixes_are_not_enough(tmp_path):
+    """What is asked of `recommend` is the same model, goal and GPU, and nothing that it does not take."""
     document = saved("profile-does-not-fit", tmp_path)
     for asked in (
         document.target.asked.edit(fixes=("chunked-loss",)),
@@ -75,7 +75,7 @@ def test_where_remedies_are_not_enough(tmp_path):
     ):
         target = dataclasses.replace(document.target, asked=asked)
         what, command = next_step(dataclasses.replace(document, target=target))
-        assert what.startswith("what would fit this card") and command.startswith("memprof recommend --model")
+        assert what.startswith("what would fit this GPU") and command.startswith("memprof recommend --model")
         _check(shlex.split(command)[1:])
 
 
@@ -88,7 +88,7 @@ def test_recommend_is_not_asked_for_a_run_that_it_does_not_know(changes, tmp_pat
     adapter = {"adapter": "lora"} if "lora_dropout" in changes else {}
     asked = TargetSpec(model="gpt2", fixes=("chunked-loss",), **changes, **adapter)
     target = dataclasses.replace(document.target, asked=asked)
-    assert next_step(dataclasses.replace(document, target=target))[1] == "memprof help remedies"
+    assert next_step(dataclasses.replace(document, target=target))[1] == "memprof help fixes"
 
 
 def test_after_a_script(tmp_path):
@@ -101,7 +101,7 @@ def test_after_a_script(tmp_path):
     assert next_step(full)[1] == "memprof run --steps 3 --gpu h100-80gb --fix auto program.py"
     with_bfloat16 = dataclasses.replace(program, fixes=("bfloat16",), asked=asked.edit(fixes=("bfloat16",)))
     fixed = dataclasses.replace(full, program=with_bfloat16)
-    assert next_step(fixed)[1] == "memprof help remedies"
+    assert next_step(fixed)[1] == "memprof help fixes"
     own = asked.edit(gpu_vram_bytes=6 << 30, worst_batch=True)
     spaced = dataclasses.replace(
         run, program=dataclasses.replace(program, command=("-m", "my pack", "--n", "2"), asked=own)

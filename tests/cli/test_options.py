@@ -9,8 +9,8 @@ import typer
 from rich.markup import render
 
 from memprof.cli.main import COMMANDS, app
-from memprof.cli.options import Remedies, add
-from memprof.device.cards import NvmlCard, Reading
+from memprof.cli.options import Fixes, add
+from memprof.device.gpus import NvmlGpu, NvmlSample
 from memprof.errors import MemprofError, UsageError
 from memprof.flows import present
 from memprof.flows import profile as flow
@@ -92,7 +92,7 @@ def test_its_values_are_checked(capsys, arguments, problem):
 
 
 def test_an_error_is_a_message_and_debug_shows_it(capsys):
-    def fail(asked: Remedies) -> None:
+    def fail(asked: Fixes) -> None:
         raise MemprofError("it went wrong", hint="do better")
 
     assert started(fail) == 1
@@ -117,8 +117,8 @@ def test_help_is_readable_at_80_columns(memprof, monkeypatch):
     assert max(map(len, shown.splitlines())) <= 80
     panels = panels_of(shown)
     assert list(panels) == [
-        "Options", "Model", "Batch", "Precision", "Training", "Adapters", "NPT", "Compiling", "Memory", "Card",
-        "Remedies", "Settings", "Files", "Output",
+        "Options", "Model", "Batch", "Precision", "Training", "Adapters", "NPT", "Compiling", "Memory", "GPU",
+        "Fixes", "Settings", "Files", "Output",
     ]  # fmt: skip
     flags = {name: [line.split()[0] for line in lines if line.startswith("-")] for name, lines in panels.items()}
     assert max(map(len, flags.values())) <= 8
@@ -155,12 +155,12 @@ def test_debug_of_what_is_started_is_not_ours(memprof, command, tmp_path):
     ("here", "taken"),
     [
         ((), ("h100-80gb", None)),
-        ((NvmlCard(0, "NVIDIA GeForce RTX 4090", total_bytes=25_390_809_088),), ("rtx-4090", None)),
-        ((NvmlCard(0, "NVIDIA Something New", total_bytes=7 << 30),), ("h100-80gb", 7 << 30)),
+        ((NvmlGpu(0, "NVIDIA GeForce RTX 4090", total_bytes=25_390_809_088),), ("rtx-4090", None)),
+        ((NvmlGpu(0, "NVIDIA Something New", total_bytes=7 << 30),), ("h100-80gb", 7 << 30)),
     ],
 )
-def test_the_default_card_is_the_one_that_is_here(monkeypatch, here, taken):
-    monkeypatch.setattr(present, "read_cards", lambda: Reading(here))
+def test_the_default_gpu_is_the_one_that_is_here(monkeypatch, here, taken):
+    monkeypatch.setattr(present, "read_gpus", lambda: NvmlSample(here))
     spec = made()
     assert (spec.gpu, spec.gpu_vram_bytes) == taken
     spec = made("--gpu", "t4")
@@ -170,7 +170,7 @@ def test_the_default_card_is_the_one_that_is_here(monkeypatch, here, taken):
         assert shown.show_default == "the one that is here, else h100-80gb"
 
 
-def test_a_card_that_is_named_is_simulated(memprof, monkeypatch):
+def test_a_gpu_that_is_named_is_simulated(memprof, monkeypatch):
     """Also the one that is taken else."""
     monkeypatch.setattr(flow, "resolve_device", lambda spec, progress: pytest.fail("measured"))
     assert memprof("profile", "--model-size", "1M", "--context-length", 16, "--gpu", "h100-80gb").exit_code == 0

@@ -20,8 +20,8 @@ import typer
 from memprof.cli.main import app
 from memprof.command_line import profile_command
 from memprof.doctor import diagnose
-from memprof.remedies.catalog import REMEDIES, Tier, find_remedies, tiers
-from memprof.remedies.fixes import edit_spec, parse_fixes
+from memprof.fixes.catalog import FIXES, Tier, find_fixes, tiers
+from memprof.fixes.chosen import edit_spec, parse_fixes
 from memprof.spec import TargetSpec
 from memprof.units import parse_gib, spell_size
 from tests.lanes import at_night, by_day, examples
@@ -44,7 +44,7 @@ def printed(text: str) -> list[list[str]]:
 
 
 @pytest.mark.slow
-def test_what_fits_a_card(memprof):
+def test_what_fits_a_gpu(memprof):
     """Each model that is said to fit does, at its longest context, with what the search has switched on for it."""
     result = memprof("recommend", "--gpu-vram", "0.6", "--context-length", "64")
     commands = printed(result.stdout)
@@ -101,7 +101,7 @@ def test_doctor_advises_what_applies(memprof, tmp_path, case):
 
 
 def _applies(command: list[str]) -> None:
-    """`memprof profile` takes the spec and the remedies together."""
+    """`memprof profile` takes the spec and the fixes together."""
     options = dict(zip(command[1::2], command[2::2], strict=True))
     fix = options.pop("--fix", "")
     names = {"--gpu-vram": "gpu_vram_bytes"}
@@ -122,7 +122,7 @@ def test_what_would_help_can_be_asked_for(memprof, tmp_path):
     shown = memprof(*show)
     assert shown.exit_code == 3 and shown.stdout == result.stdout
     words = " ".join(result.stdout.split())
-    named = re.findall(r"would help: ((?:[\w-]+(?:=N)?, )*[\w-]+(?:=N)?)", words)
+    named = re.findall(r"Suggested fixes: ((?:[\w-]+(?:=N)?, )*[\w-]+(?:=N)?)", words)
     names = sorted({name for found in named for name in found.split(", ")})
     assert {"amp-bfloat16", "bfloat16", "vocabulary-cap=N"} <= set(names)
     for name in names:
@@ -141,12 +141,12 @@ def test_a_forward_alone_is_not_told_to_train_otherwise(memprof, tmp_path):
         "with torch.no_grad():\n    print(m(torch.zeros(4, 8192, device='cuda')).shape)\n",
         encoding="utf-8",
     )
-    # Past the full card: a run that ends there has not shown what it is.
+    # Past the full GPU: a run that ends there has not shown what it is.
     options = ("--gpu-vram", "1", "--beyond", "--until-exit", "--json")
     done = python("-m", "memprof", "run", *options, script, folder=tmp_path)
     found = json.loads(done.stdout)["findings"]
     assert any(finding["id"] == "does-not-fit" for finding in found)
-    assert not {name for finding in found for name in finding["remedies"] if REMEDIES[name].training_only}
+    assert not {name for finding in found for name in finding["fixes"] if FIXES[name].training_only}
 
 
 # -- what an output advises, on a run that dies ------------------------------------------------------------------------
@@ -174,7 +174,7 @@ def test_what_is_advised_for_a_run_that_died_helps(memprof, small, tmp_path):
     report, needed = died.json, died.json["verdict"]["required_bytes"]
 
     (finding,) = [finding for finding in report["findings"] if finding["id"] == "does-not-fit"]
-    for name in finding["remedies"][: examples(len(finding["remedies"]))]:
+    for name in finding["fixes"][: examples(len(finding["fixes"]))]:
         value = "=30000" if name == "vocabulary-cap" else ""
         fixed = memprof(*run, "--fix", name + value, "--json")
         assert fixed.exit_code in (0, 3) and fixed.json["verdict"]["required_bytes"] < needed, name
@@ -212,8 +212,8 @@ def test_every_command_of_the_doctor_runs(memprof, small, tmp_path, monkeypatch)
     small_ones = {"--model": str(small), "--context-length": "64", "--batch-size": "2"}
     ran = set()
     for command in list(commands)[:: 1 if at_night() else 5]:
-        on_any_card = re.sub(r" --gpu-vram \S+", "", command)
-        words = shlex.split(on_any_card.replace("SNAPSHOT", "run.memprof"))[1:]
+        on_any_gpu = re.sub(r" --gpu-vram \S+", "", command)
+        words = shlex.split(on_any_gpu.replace("SNAPSHOT", "run.memprof"))[1:]
         if words[0] == "profile":
             words = [small_ones.get(before, word) for before, word in itertools.pairwise(["", *words])]
         if tuple(words) not in ran:
@@ -277,7 +277,7 @@ def test_every_option_that_a_text_names_is_there():
     }
     wrong = {}
     for file in sorted((ROOT / "memprof").rglob("*.py")):
-        if file.name in ("launchers.py", "card_scripts.py", "script.py"):  # options of others
+        if file.name in ("launchers.py", "multi_gpu_scripts.py", "script.py"):  # options of others
             continue
         tree = ast.parse(file.read_text(encoding="utf-8"))
         said = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
@@ -331,7 +331,7 @@ def test_a_device_mismatch_is_mended_by_the_search(memprof, models):
 
 def test_members_of_a_tier_go_together_but_where_one_stands_for_another():
     for name, members in tiers():
-        pairs = {(one, other) for one in members for other in members if other in REMEDIES[one].conflicts}
+        pairs = {(one, other) for one in members for other in members if other in FIXES[one].conflicts}
         # The search tries the first of each as well.
         assert pairs <= {(one, "optimizer-in-backward") for one in ("fused-optimizer", "micro-batch")}, name
     assert "cpu-offload-weights" in dict(tiers())[Tier.STREAMED_WEIGHTS]
@@ -352,7 +352,7 @@ def test_micro_batches_of_an_inference_do_all_of_its_work():
     assert done.batch_size * done.gradient_accumulation == 8
 
 
-def test_rows_of_several_remedies_are_full(memprof):
+def test_rows_of_several_fixes_are_full(memprof):
     result = memprof("profile", *TINY, "--context-length", 64, "--fix", "chunked-loss,activation-checkpointing")
     rows = [line for line in result.stdout.splitlines() if re.match(r"  (\+|  and) (chunked|activ)", line)]
     assert len(rows) == 2 and rows[0].endswith("exact") and rows[1] == "    and activation-checkpointing"
@@ -368,7 +368,7 @@ def test_a_command_is_its_spec():
     assert words[2:6] == ["--model-size", "4B", "--quantize", "nf4"]
     assert {"--no-double-quant", "--no-workspaces", "--gpu-vram"} <= set(words) and words[-1] == "8"
     assert "--lora-rank" not in words
-    assert find_remedies("lora")
+    assert find_fixes("lora")
 
 
 @pytest.mark.parametrize("size", ["8", "0.6", "24GB", "79.1", "7807MiB", "1234567b"])

@@ -340,7 +340,7 @@ class TestNpt:
         assert {line["module"] for line in found["evidence"]} == {"model.layers.*.mlp.gate_proj.npt"}
         # Layer 1's delta is kept for the gradient of its input; layer 0's needs none, for all before it is frozen.
         assert found["bytes"] == 2 * 448 * 2**30
-        assert found["remedies"][0] == "low-rank-npt"
+        assert found["fixes"][0] == "low-rank-npt"
 
     def test_low_rank_is_not(self, memprof):
         options = ("--npt", "low-rank", "--npt-rank", 8, "--npt-layers", "0,1", "--steps", 1, "--gpu", "a100-80gb")
@@ -369,7 +369,7 @@ class TestNpt:
 
 
 def test_a_dataset_in_host_memory(memprof):
-    """Case study 2: batches made before training are host memory, and none of the card's."""
+    """Case study 2: batches made before training are host memory, and none of the GPU's."""
     base = ("profile", "--model", "pythia-70m", "--batch-size", 32, "--context-length", 128, "--steps", 1, "--json")
     streamed, held = memprof(*base).json, memprof(*base, "--dataset-batches", 20_000).json
     dataset = 20_000 * 2 * 32 * 128 * 8  # ids and labels, int64

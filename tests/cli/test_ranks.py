@@ -80,7 +80,7 @@ def test_ranks_that_are_alike_are_said_once():
         ("store", "rank 0 waits for ever in a store for 'localhost:29513/never set' at programs/several_ranks.py:"),
     ],
 )
-def test_what_hangs_on_cards_is_an_error(what, said, tmp_path, monkeypatch):
+def test_what_hangs_on_gpus_is_an_error(what, said, tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     done = run(*LAUNCHED, what)
     assert done.exit_code == 1 and said in done.stderr, done.stderr
@@ -95,7 +95,7 @@ def test_what_a_forked_child_does_is_its_own():
     assert "talks to other ranks from a process of its own (os.fork)" in " ".join(done.stdout.split())
 
 
-def test_one_card_that_is_full_ends_all():
+def test_one_gpu_that_is_full_ends_all():
     done = run("--json", *LAUNCHED, "full")
     assert done.exit_code == 3
     document = json.loads(done.stdout)
@@ -118,7 +118,7 @@ NOTHING = "no verdict: nothing was put on the GPU"
     ("arguments", "said", "code"),
     [
         (("--gpus", "4", PROGRAM, "spawn", "train", "2"), "starts 2 processes, where 4 ranks run together", 1),
-        (("--gpus", "2", *LAUNCHED, "train"), "is to start 4 processes on a machine with 2 of the cards", 2),
+        (("--gpus", "2", *LAUNCHED, "train"), "is to start 4 processes on a machine with 2 of the GPUs", 2),
         (("--ranks", "9", *LAUNCHED, "train"), "there is no such rank\n  value: --ranks 9 of 4", 2),
         (("--ranks", "0,1", "--rank", "3", *LAUNCHED, "train"), "no such rank is run", 2),
         ((PROGRAM, "train"), "the program has one process", 2),

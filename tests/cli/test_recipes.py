@@ -1,4 +1,4 @@
-"""`memprof recipes ls`, `cp`, and what is wrong use; tests/recipes runs them."""
+"""`memprof recipes ls`, `cp`, and what is usage error; tests/recipes runs them."""
 
 from __future__ import annotations
 

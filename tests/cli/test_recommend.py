@@ -1,4 +1,4 @@
-"""`memprof recommend`: wrong use is one error, exit code 2, before anything is run."""
+"""`memprof recommend`: usage error is one error, exit code 2, before anything is run."""
 
 import sys
 

@@ -9,10 +9,10 @@ import pytest
 import memprof as library
 from memprof.catalog import find_model
 from memprof.errors import UsageError
+from memprof.fixes.chosen import edit_spec, parse_fixes
 from memprof.flows.recommend.answer import recommend
 from memprof.flows.recommend.plans import Goal
 from memprof.flows.recommend.search import Question
-from memprof.remedies.fixes import edit_spec, parse_fixes
 from memprof.report.terminal.recommendation import print_recommendation
 from memprof.spec import TargetSpec
 from memprof.units import GIB, MIB
@@ -42,7 +42,7 @@ CASES = {
 
 @pytest.fixture
 def spec_of_command(monkeypatch):
-    """The spec that `memprof profile` makes of a printed command, its remedies included."""
+    """The spec that `memprof profile` makes of a printed command, its fixes included."""
     from memprof.cli import main
     from memprof.cli import profile as command
 
@@ -93,17 +93,17 @@ def test_one_answer(case, tmp_path, spec_of_command, capsys):
     if case == "beyond":
         assert answer.context.largest >= 3000 > answer.max_positions and "the model was made for 1,000" in said
     if case == "host":
-        dead = [row for row in answer.choices if row.dies_in == "host memory"]
-        assert dead and all(row.margin_bytes >= 0 for row in dead)
+        dead = [row for row in answer.choices if row.oom_stage == "host memory"]
+        assert dead and all(row.headroom_bytes >= 0 for row in dead)
 
 
 def _row(row, capacity, host):
     """A row against itself."""
-    assert row.needed_bytes + row.margin_bytes == capacity
-    assert bool(row.dies_in) != row.fits
+    assert row.needed_bytes + row.headroom_bytes == capacity
+    assert bool(row.oom_stage) != row.fits
     if not row.fits:
-        assert row.margin_bytes < 0 or row.dies_in == "host memory"
-    if row.dies_in == "host memory":
+        assert row.headroom_bytes < 0 or row.oom_stage == "host memory"
+    if row.oom_stage == "host memory":
         assert row.host_bytes > host
     assert row.micro_batch == int(_option(row.command, "--batch-size", 1))
     assert f"--host-memory {256 if host is None else '3MiB'}" in row.command
@@ -145,7 +145,7 @@ def _option(command, flag, default):
 
 
 def test_a_host_that_is_full_is_said_alike(memprof, tmp_path):
-    """The verdict of a run, and the search for remedies, by the memory that the host has."""
+    """The verdict of a run, and the search for fixes, by the memory that the host has."""
     (tmp_path / "config.json").write_text(json.dumps(LLAMA), encoding="utf-8")
     command = ("profile", "--model", Path(tmp_path), "--context-length", 256, "--gpu-vram", 2)
     offload = (*command, "--fix", "cpu-offload-optimizer")
@@ -164,12 +164,12 @@ SPREAD = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", by_day(["inference", "train"], "inference"))
-def test_over_cards_each_command_and_each_script_comes_to_what_is_claimed(mode, memprof, tmp_path):
+def test_over_gpus_each_command_and_each_script_comes_to_what_is_claimed(mode, memprof, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(SPREAD), encoding="utf-8")
     asked = ("--model", tmp_path, "--mode", mode, "--context-length", 512, "--gpus", 2, "--gpu-vram", 1)
     answer = memprof("recommend", *asked, "--json").json
     chosen, rows = answer["chosen"], answer["choices"]
-    assert chosen["fits"] and chosen["margin_bytes"] >= 0
+    assert chosen["fits"] and chosen["headroom_bytes"] >= 0
     for row in rows:
         told = memprof(*shlex.split(row["command"])[1:], "--json")
         assert told.exit_code == (0 if row["fits"] else 3), row["command"]
@@ -192,17 +192,17 @@ def test_eight_layers_of_a_model_of_70_billion_over_eight_gpus(memprof, tmp_path
     """A tenth of what the documentation asks: all commands, and the script as it is started, do as claimed."""
     config = {**find_model("llama-3.3-70b").load_config(), "num_hidden_layers": 8}
     (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": ["LlamaForCausalLM"]}))
-    card = ("--gpu-vram", "16", "--gpus", "8")
-    answer = memprof("recommend", "--model", tmp_path, *card, "--json").json
+    gpu = ("--gpu-vram", "16", "--gpus", "8")
+    answer = memprof("recommend", "--model", tmp_path, *gpu, "--json").json
     chosen = answer["chosen"]
-    assert chosen["fits"] and chosen["margin_bytes"] >= 0 and chosen["parallel"] == "tp=8"
+    assert chosen["fits"] and chosen["headroom_bytes"] >= 0 and chosen["parallel"] == "tp=8"
     for row in answer["choices"]:
         told = memprof(*shlex.split(row["command"])[1:], "--json")
         assert told.exit_code == (0 if row["fits"] else 3), row["command"]
         assert told.json["verdict"]["required_bytes"] == row["needed_bytes"]
     (tmp_path / "train.py").write_text(answer["snippets"]["fully-shard"])
     start = shlex.split(answer["launch"]["fully-shard"])
-    done = python("-m", "memprof", "run", "--json", *card, *start, folder=tmp_path)
+    done = python("-m", "memprof", "run", "--json", *gpu, *start, folder=tmp_path)
     assert done.exit_code == 0, done.stderr[-2000:]
     report = json.loads(done.stdout[done.stdout.index('{\n "schema"') :])
     assert report["verdict"]["fits"] and report["rank"]["world_size"] == 8

@@ -49,12 +49,12 @@ def test_what_is_not_simulated_ends_the_run(tmp_path):
     done = ran(tmp_path, TWO)
     assert done.exit_code == 1 and "\nRefused: " in done.stdout and "Fits" not in done.stdout
     assert "stopped where it cannot be simulated" in " ".join(done.stdout.split())  # folded after the path of the file
-    assert done.stderr.startswith("memprof: ") and "cards for 1\n  hint:  memprof run --gpus 2" in done.stderr
+    assert done.stderr.startswith("memprof: ") and "GPUs for 1\n  hint:  memprof run --gpus 2" in done.stderr
 
 
 @pytest.mark.parametrize("then", by_day(["pass", "raise SystemExit(5)", "raise ValueError('mine')"], "pass"))
 def test_a_program_that_catches_it_has_no_verdict_either(tmp_path, then):
-    """On a card it would not have gone on as it did."""
+    """On a GPU it would not have gone on as it did."""
     done = ran(tmp_path, CAUGHT.format(then=then), "--json")
     code = 5 if "5" in then else 1
     assert refused(done._replace(exit_code=1), "a group of 2 processes")["program"]["exit_code"] in (0, 1, 5)
@@ -155,7 +155,7 @@ def test_a_child_without_torch_and_one_on_the_host_are_let_through(tmp_path):
     assert "no False" in done.stderr and "host 3.0" in done.stderr
 
 
-def test_refused_before_anything_was_on_the_card(tmp_path):
+def test_refused_before_anything_was_on_the_gpu(tmp_path):
     (tmp_path / "child.py").write_text(CHILD.format(asked="cuda.is_available()"), encoding="utf-8")
     done = ran(tmp_path, "import subprocess, sys\nsubprocess.run([sys.executable, 'child.py'])")
     assert (done.exit_code, done.stdout) == (1, "")
@@ -227,7 +227,7 @@ def test_of_several_processes_one_is_run(tmp_path):
     done = python("-m", "memprof", "run", "--rank", "2", "--json", *launched, folder=tmp_path)
     assert done.exit_code == 0 and "[] 2 4 2 29500" in done.stderr
     document = json.loads(done.stdout)
-    assert (document["rank"]["rank"], document["rank"]["world_size"]) == (2, 4) and "cards" not in document
+    assert (document["rank"]["rank"], document["rank"]["world_size"]) == (2, 4) and "gpus" not in document
     assert "communication" in document["peak"]["categories"]
     done = python("-m", "memprof", "run", "--gpus", "2", *launched, folder=tmp_path)
     assert (done.exit_code, done.stdout) == (2, "") and "start 4 processes on a machine with 2" in done.stderr
@@ -235,7 +235,7 @@ def test_of_several_processes_one_is_run(tmp_path):
     assert missing.exit_code == 2 and missing.stderr.startswith("memprof: no such script")
 
 
-def test_handlers_of_atexit_see_the_card(tmp_path):
+def test_handlers_of_atexit_see_the_gpu(tmp_path):
     text = """
     import atexit, torch
     x = torch.ones(4, device="cuda")

@@ -32,7 +32,7 @@ def test_in_a_process_of_its_own(script):
     assert "done" not in lines
     assert "memprof run: simulated on a virtual NVIDIA GeForce RTX 4090 (23.52 GiB)" in lines
     assert "train.py 256 32 --debug: stopped after 2 training steps, before any" in done.stdout
-    assert "step 1, all of it" in done.stdout and "optimizer step" in done.stdout
+    assert "step 1 (total)" in done.stdout and "optimizer step" in done.stdout
 
 
 def test_json_alone_on_stdout(script):
@@ -103,7 +103,7 @@ def test_the_report_is_on_stdout_wherever_the_script_writes(script, tmp_path, ho
         assert done.stdout.startswith("mine\n")
 
 
-def test_a_full_card_ends_it(memprof, script):
+def test_a_full_gpu_ends_it(memprof, script):
     ran = memprof("run", "--json", "--gpu-vram", "1", script(), 4096, 60000)
     assert ran.exit_code == 3
     assert "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate" in ran.stderr
@@ -143,8 +143,8 @@ def test_the_script_handles_it(memprof, script):
     assert "found 131072" in ran.stdout
     text = " ".join(ran.stdout.split())
     assert "Fits only without what was refused: 3 out-of-memory errors were raised and caught, the first in" in text
-    assert "train.py:7, where 4.00 GiB were asked for with 4.00 MiB in use; the script went on without it." in text
-    assert "Fits only just" not in text and "Left alone" not in text
+    assert "train.py:7, where 4.00 GiB were requested with 4.00 MiB in use; the script went on without it." in text
+    assert "allocator retries" not in text and "releasing its cache" not in text
     ran = memprof("run", "--until-exit", "--gpu-vram", "2", "--json", name)
     verdict = ran.json["verdict"]
     assert verdict["fits"] is True and verdict["out_of_memory_caught"] == 3 and verdict["retries"] == 0
@@ -168,7 +168,7 @@ def test_errors_that_were_caught_before_the_one_that_was_not(memprof, script):
     )
     ran = memprof("run", "--gpu-vram", "2", name)
     text = " ".join(ran.stdout.split())
-    assert ran.exit_code == 3 and "with that request it needs 3.42 GiB" in text
+    assert ran.exit_code == 3 and "with that allocation it needs 3.42 GiB" in text
     assert "Before that an out-of-memory error was raised and caught, and the script went on without" in text
 
 
@@ -197,7 +197,7 @@ def test_an_exit_code_of_the_scripts_own_is_no_verdict(memprof, script):
     assert found["program"]["exit_code"] == 3 and found["verdict"]["fits"] is True
 
 
-def test_nothing_on_the_card(memprof, script):
+def test_nothing_on_the_gpu(memprof, script):
     ran = memprof("run", script("print('hello')"))
     assert (ran.exit_code, ran.stdout) == (1, "hello\n")
     assert ran.stderr.startswith(
@@ -275,12 +275,12 @@ TRAINS = "model(torch.ones(4, 8).cuda()).sum().backward(), optimizer.step()"
     [
         ("batches.put(torch.ones(4, 8).cuda())", True, 0, "stopped after "),
         (TRAINS, False, 0, "stopped after "),
-        ("kept.append(torch.ones(1 << 30, device='cuda'))", True, 3, "Does not fit: a real run dies"),
+        ("kept.append(torch.ones(1 << 30, device='cuda'))", True, 3, "Does not fit: a real GPU runs out"),
         ("torch.ones(4, device='cuda').__dlpack__()", True, 1, "DLPack hands the tensor's data"),
     ],
-    ids=["loads", "trains", "fills the card", "is refused"],
+    ids=["loads", "trains", "fills the GPU", "is refused"],
 )
-def test_a_thread_sees_the_card_and_may_end_the_run(script, line, waits, exit_code, said):
+def test_a_thread_sees_the_gpu_and_may_end_the_run(script, line, waits, exit_code, said):
     """Without it the program would wait forever."""
     done = started(script(WAITING.format(line=line, waits=waits)), seconds=60)
     assert done.exit_code == exit_code and said in " ".join(done.stdout.split()), done.stderr
@@ -414,7 +414,7 @@ def test_settings_that_the_script_makes_before_memory_is_used(memprof, script):
     assert ran.json["allocator"]["alloc_conf"] == "expandable_segments:True"
 
 
-def test_a_part_of_the_card(memprof, script):
+def test_a_part_of_the_gpu(memprof, script):
     name = script(
         """
         import torch
@@ -439,16 +439,16 @@ def test_a_part_of_the_card(memprof, script):
         (("--timeout", "nan", "train.py"), "--timeout is out of range"),
         (("--timeout", "99999999999", "train.py"), "--timeout is out of range"),
         (("--device", "tpu", "train.py"), "unknown --device"),
-        (("--device", "cuda", "train.py"), "there is no CUDA card to measure on"),
+        (("--device", "cuda", "train.py"), "there is no CUDA GPU to measure on"),
         (("--gpu", "rtx-0000", "train.py"), "unknown GPU"),
         (("--gpu-vram", "0", "train.py"), "--gpu-vram: not an amount of memory"),
-        (("--fix", "lora", "train.py"), "this remedy cannot be switched on from outside a script"),
-        (("--fix", "loar", "train.py"), "unknown remedy"),
-        (("--fix", "chunked-loss", "--ladder", "train.py"), "--ladder chooses remedies itself"),
-        (("--fix", "auto", "--ladder", "train.py"), "--ladder chooses remedies itself"),
+        (("--fix", "lora", "train.py"), "this fix cannot be switched on from outside a script"),
+        (("--fix", "loar", "train.py"), "unknown fix"),
+        (("--fix", "chunked-loss", "--ladder", "train.py"), "--ladder chooses fixes itself"),
+        (("--fix", "auto", "--ladder", "train.py"), "--ladder chooses fixes itself"),
         (("--gpu", "rtx-4090", "--gpu-vram", "10", "train.py"), "give --gpu or --gpu-vram, not both"),
         (("--gpu-vram", "10", "--gpu", "h100-80gb", "train.py"), "give --gpu or --gpu-vram, not both"),
-        (("--ladder", "--device", "cpu", "train.py"), "a ladder runs on the virtual card"),
+        (("--ladder", "--device", "cpu", "train.py"), "a ladder runs on the virtual GPU"),
         (("--alloc-conf", "nonsense:1", "train.py"), ""),
         (("--save", "nowhere/x.memprof", "train.py"), "no such folder to save into"),
     ],
@@ -461,7 +461,7 @@ def test_wrong_use(memprof, script, arguments, problem):
     assert len(ran.stderr.splitlines()) <= 3
 
 
-def test_a_remedy_that_does_not_apply(memprof, script):
+def test_a_fix_that_does_not_apply(memprof, script):
     ran = memprof("run", "--fix", "sdpa-attention", script(), 64, 8)
     assert ran.exit_code == 2
     assert "memprof: sdpa-attention" in ran.stderr and "Traceback" not in ran.stderr

@@ -1,4 +1,4 @@
-"""`memprof run` of scripts that train: their batches, steps and parameters, remedies from outside, a ladder."""
+"""`memprof run` of scripts that train: their batches, steps and parameters, fixes from outside, a ladder."""
 
 from __future__ import annotations
 
@@ -216,8 +216,8 @@ def test_what_is_on_is_not_recommended(memprof, script):
     before, after = memprof(*options, name).json, memprof(*options, "--fix", "chunked-loss=4096", name).json
     for document, recommended in ((before, True), (after, False)):
         (finding,) = [finding for finding in document["findings"] if finding["id"] == "does-not-fit"]
-        assert ("chunked-loss" in finding["remedies"]) is recommended
-        assert "vocabulary-cap" in finding["remedies"]
+        assert ("chunked-loss" in finding["fixes"]) is recommended
+        assert "vocabulary-cap" in finding["fixes"]
 
 
 LAYERS = """
@@ -248,12 +248,12 @@ for _ in range(3):
 
 @pytest.mark.nightly
 def test_a_ladder_of_runs(memprof, script, monkeypatch):
-    # Each remedy is a process of its own: two are enough to see a ladder.
-    monkeypatch.setattr(scripts, "from_outside", lambda: ["chunked-loss", "activation-checkpointing"])
+    # Each fix is a process of its own: two are enough to see a ladder.
+    monkeypatch.setattr(scripts, "script_fix_names", lambda: ["chunked-loss", "activation-checkpointing"])
     ran = memprof("run", "--json", "--ladder", "--gpu-vram", "1.3", script(LAYERS))
     first, second, *_ = ran.json["ladder"]
     assert first["fits"] is False and second["fits"] is True and ran.exit_code == 3
-    assert second["remedies"] == ["activation-checkpointing"]
+    assert second["fixes"] == ["activation-checkpointing"]
     assert second["device_used_bytes"] < 0.6 * first["device_used_bytes"]
     assert second["cost"]["extra_operations"] > 0
     assert "chunked-loss" in ran.json["ladder_left_out"]

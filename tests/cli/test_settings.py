@@ -197,11 +197,11 @@ def test_what_is_nearer_wins(memprof, folder):
     assert memprof("profile", "--config", folder / "mine.yaml", "--model", "gpt2", "-q").exit_code == 0
 
 
-def test_a_named_file_may_name_the_model_and_list_remedies(memprof, folder):
+def test_a_named_file_may_name_the_model_and_list_fixes(memprof, folder):
     write(folder, "model: gpt2\ncontext_length: 64\nfix: [activation-checkpointing, chunked-loss]\n", "mine.yaml")
     result = memprof("profile", "--config", folder / "mine.yaml", "--json").json
     assert "--fix=activation-checkpointing,chunked-loss" in result["options_from_file"]["options"]
-    assert [row["remedies"] for row in result["ladder"]][-1] == ["activation-checkpointing", "chunked-loss"]
+    assert [row["fixes"] for row in result["ladder"]][-1] == ["activation-checkpointing", "chunked-loss"]
 
 
 @pytest.mark.parametrize(

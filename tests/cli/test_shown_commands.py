@@ -21,7 +21,7 @@ SHOWN = {
     for command in re.findall(r"<!-- output of: ([^\n;]+?)(?:;[^\n]*)? -->", page.read_text(encoding="utf-8"))
 }
 ELSEWHERE = {
-    "memprof recommend --gpu-vram 8": "test_printed_commands.py, on a smaller card",
+    "memprof recommend --gpu-vram 8": "test_printed_commands.py, on a smaller GPU",
     "memprof recommend --model llama-3.1-8b --adapter lora --gpu rtx-4090 --context-length 8192": "likewise",
     "memprof recommend --model llama-3.1-8b --adapter lora --gpu rtx-4090": "likewise",
     "memprof recommend --model qwen3-0.6b --gpu rtx-4070 --lengths lengths.txt": "test_recommend.py, with batches",
@@ -35,7 +35,7 @@ ELSEWHERE = {
     **dict.fromkeys(_commands("memprof run -q"), "tests/docs/test_long_context.py"),
     "memprof monitor": "test_monitor.py: it goes on until it is interrupted",
     **dict.fromkeys(_commands("memprof recipes run"), "tests/recipes"),
-    **dict.fromkeys(_commands("memprof verify"), "test_verify.py, with other remedies and models"),
+    **dict.fromkeys(_commands("memprof verify"), "test_verify.py, with other fixes and models"),
 }
 COMMANDS = [command for command in _commands("memprof") if command not in SHOWN | ELSEWHERE.keys()]
 # These make many runs or compile: test_ladder.py and tests/unit/workload/test_compile.py are in every run.
@@ -110,8 +110,8 @@ def _small(command: str) -> list[str]:
     if words[0] == "profile" and "--lengths" in words and "--steps" not in words:
         words += ["--steps", "3"]  # of 200
     if words[0] == "recommend":
-        cards = words[words.index("--gpus") + 1] if "--gpus" in words else "1"
-        least = ["--dtype", "bfloat16"] if "inference" in words else ["--effective-batch", cards, "--amp", "bfloat16"]
+        gpus = words[words.index("--gpus") + 1] if "--gpus" in words else "1"
+        least = ["--dtype", "bfloat16"] if "inference" in words else ["--effective-batch", gpus, "--amp", "bfloat16"]
         words += least
     if "all" in words:  # of eight processes, two
         words[words.index("--nproc-per-node") + 1] = "2"

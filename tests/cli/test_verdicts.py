@@ -8,7 +8,7 @@ import pytest
 
 from memprof.cli import progress
 from memprof.flows.capture import _layer
-from memprof.flows.how_far import progress_text, report_progress_with
+from memprof.flows.progress import progress_text, report_progress_with
 from memprof.trace.events import Event, EventKind, Module, ModuleRole, Phase, PhaseKind, Trace
 from memprof.trace.io import save_trace
 from tests.cli.terminal import Terminal

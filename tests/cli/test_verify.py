@@ -1,4 +1,4 @@
-"""`memprof verify`: passes for what is right, and fails for a remedy that is not."""
+"""`memprof verify`: passes for what is right, and fails for a fix that is not."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import sys
 import pytest
 import torch
 
+from memprof.fixes import head_loss, lazy_logits, micro_batch
+from memprof.fixes.checkpointing import _Checkpointed
 from memprof.flows.verify import bench
-from memprof.remedies import head_loss, lazy_logits, micro_batch
-from memprof.remedies.checkpointing import _Checkpointed
 from tests.lanes import at_night, by_day
 
 
 @pytest.mark.nightly
-def test_a_remedy_on_every_small_model(memprof):
+def test_a_fix_on_every_small_model(memprof):
     result = memprof("verify", "chunked-loss", "--seeds", 1, "--json")
     assert result.exit_code == 0
     found = result.json
@@ -40,11 +40,11 @@ def test_a_remedy_on_every_small_model(memprof):
 
 
 @pytest.mark.nightly
-def test_remedies_of_other_kinds(memprof):
+def test_fixes_of_other_kinds(memprof):
     names = ("lora", "vocabulary-cap", "freeze", "optimizer-in-backward")
     result = memprof("verify", *names, "--model", "llama", "--seeds", 1, "--json")
     assert result.exit_code == 0
-    rows = {(row["remedy"], row["quantity"]) for row in result.json["deviations"]}
+    rows = {(row["fix"], row["quantity"]) for row in result.json["deviations"]}
     assert ("lora", "loss") in rows
     assert ("vocabulary-cap", "parameters after 3 steps") in rows
     assert ("freeze", "gradients") in rows
@@ -69,7 +69,7 @@ OUTSIDE = ("micro-batch", "cpu-offload-optimizer", "fused-optimizer", "expandabl
 
 
 def test_what_is_outside_the_model(memprof):
-    """Optimizers that remedies make are stepped; a micro-batch's step is called."""
+    """Optimizers that fixes make are stepped; a micro-batch's step is called."""
     result = memprof("verify", *OUTSIDE, "--model", "handwritten", "--seeds", 1, "--json")
     _is_smaller_and_the_same(result, {(name, "handwritten") for name in OUTSIDE[:3]})
 
@@ -85,8 +85,8 @@ def test_what_is_outside_every_small_model(memprof):
 
 def _is_smaller_and_the_same(result, deviations):
     assert result.exit_code == 0
-    assert {(row["remedy"], row["model"]) for row in result.json["deviations"]} == deviations
-    peaks = {row["remedy"]: row for row in result.json["peaks"]}
+    assert {(row["fix"], row["model"]) for row in result.json["deviations"]} == deviations
+    peaks = {row["fix"]: row for row in result.json["peaks"]}
     for name in ("micro-batch", "cpu-offload-optimizer", "expandable-segments"):
         assert peaks[name]["fixed_bytes"] < peaks[name]["original_bytes"]
     assert peaks["expandable-segments"]["workload"].endswith("reserved")
@@ -147,7 +147,7 @@ def test_tables(memprof):
 
 
 @pytest.mark.parametrize("broken", by_day(["loss", "gradients"], "gradients"))
-def test_a_wrong_remedy_fails(memprof, monkeypatch, broken):
+def test_a_wrong_fix_fails(memprof, monkeypatch, broken):
     right = head_loss.row_losses
 
     def wrong(hidden, *args, **kwargs):

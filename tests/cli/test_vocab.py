@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-CARD = ("--gpu-vram", 16)
-SMALL = ("--model", "pythia-70m", "--dtype", "float32", "--batch-size", 4, "--context-length", 128, *CARD)
+GPU = ("--gpu-vram", 16)
+SMALL = ("--model", "pythia-70m", "--dtype", "float32", "--batch-size", 4, "--context-length", 128, *GPU)
 WORDS = 3000
 
 
@@ -103,7 +103,7 @@ def test_by_arithmetic(memprof, corpus):
     result = memprof("vocab", corpus, *options, "--coverage", "90", "--json")
     assert result.exit_code == 0, result.stderr
     found = result.json["savings"]
-    assert found["source"] == "arithmetic" and found["card"] is None
+    assert found["source"] == "arithmetic" and found["gpu"] is None
     before, (after,) = found["before"], found["capped"]
     fewer = before["vocab_size"] - after["vocab_size"]
     assert fewer == WORDS - cap_for(0.9)

@@ -111,9 +111,9 @@ def test_the_page_of_public_names_is_current():
         assert name in dir(memprof)
 
 
-def test_the_tables_of_remedies_are_current():
-    text = _generate().REMEDIES_PAGE.read_text(encoding="utf-8")
-    assert text == _generate().with_table(text), "docs/remedies.md is out of date: run `make docs`"
+def test_the_tables_of_fixes_are_current():
+    text = _generate().FIXES_PAGE.read_text(encoding="utf-8")
+    assert text == _generate().with_table(text), "docs/fixes.md is out of date: run `make docs`"
     assert "| `chunked-loss` |" in text and "| `chunk_size` | `chunked-loss` |" in text
 
 
@@ -122,9 +122,9 @@ def test_the_table_of_private_names_is_current():
     assert text == _generate().with_private_names(text), "docs/releases.md is out of date: run `make docs`"
 
 
-def test_the_table_of_stand_ins_is_current_and_says_what_is_counted():
-    text = _generate().STAND_INS_PAGE.read_text(encoding="utf-8")
-    assert text == _generate().with_stand_ins(text), "docs/stand-ins.md is out of date: run `make docs`"
+def test_the_table_of_stubs_is_current_and_says_what_is_counted():
+    text = _generate().STUBS_PAGE.read_text(encoding="utf-8")
+    assert text == _generate().with_stubs(text), "docs/stubs.md is out of date: run `make docs`"
     rows = [line for line in text.splitlines() if line.startswith("| `") and line.count("|") == 4]
     assert len(rows) > 180
     assert all(counted.strip() and source.strip() for _, _, counted, source, _ in (row.split("|") for row in rows))
@@ -149,7 +149,7 @@ def test_the_readme_shows_an_output():
 def _pages() -> list[Any]:
     """Those of the case studies are left out: tests/recipes runs them. The longest five are for the night."""
     pages = [page for page in _generate().pages_with_outputs() if page.parent.name != "case-studies"]
-    longest = {"lengths.md", "parallel.md", "remedies.md", "stories.md", "vocab.md"}
+    longest = {"lengths.md", "parallel.md", "fixes.md", "stories.md", "vocab.md"}
     return by_day(pages, *(page for page in pages if page.name not in longest))
 
 

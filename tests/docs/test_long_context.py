@@ -17,17 +17,17 @@ import importlib.util, sys
 import torch, torch.distributed as dist, torch.multiprocessing as mp
 from torch.nn.functional import scaled_dot_product_attention
 
-def rank(number, cards, place, script):
+def rank(number, GPUs, place, script):
     spec = importlib.util.spec_from_file_location("long_context", script)
     story = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(story)
-    dist.init_process_group("gloo", init_method=f"file://{place}", rank=number, world_size=cards)
+    dist.init_process_group("gloo", init_method=f"file://{place}", rank=number, world_size=GPUs)
     torch.manual_seed(0)
     whole = [torch.randn(1, heads, 12, 4, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)]
     seen = torch.randn(1, 12, 4, 4, dtype=torch.float64)
     wanted = scaled_dot_product_attention(*whole, is_causal=True, scale=0.3, enable_gqa=True).transpose(1, 2)
     expected = torch.autograd.grad((wanted * seen).sum(), whole)
-    part = slice(number * 12 // cards, (number + 1) * 12 // cards)
+    part = slice(number * 12 // GPUs, (number + 1) * 12 // GPUs)
     mine = [x.detach()[:, :, part].requires_grad_() for x in whole]
     found, _ = story.attend(None, *mine, None, 0.3)
     torch.testing.assert_close(found, wanted[:, part])
@@ -51,9 +51,9 @@ def test_attention_over_divided_texts_is_attention(tmp_path):
     assert done.exit_code == 0 and "".join(done.stdout.split()) == "equalequal", done.stderr
 
 
-def run(cards: int, *arguments: str) -> dict:
+def run(gpus: int, *arguments: str) -> dict:
     """The report of a rank of the script, with two layers."""
-    command = ("run", "--json", "--gpu", "h200", "torchrun", "--nproc-per-node", cards, SCRIPT, "--layers", 2)
+    command = ("run", "--json", "--gpu", "h200", "torchrun", "--nproc-per-node", gpus, SCRIPT, "--layers", 2)
     done = python("-m", "memprof", *map(str, (*command, *arguments)))
     assert done.exit_code == 0, done.stderr
     return json.loads(done.stdout)

@@ -9,7 +9,7 @@ import pytest
 
 from memprof.allocator import parse_config
 from memprof.report.documents.analysis import Analysis
-from memprof.report.documents.analysis_build import Origin, Question, build_analysis
+from memprof.report.documents.analysis_build import AnalysisRequest, RecordingOrigin, build_analysis
 from memprof.report.terminal.analysis import view
 from memprof.report.terminal.console import text_of
 from memprof.snapshots.recording import recordings
@@ -24,8 +24,8 @@ def document(**question) -> Analysis:
     found = recordings(program.snapshot())
     for one in found:
         one.steps = find_steps(one)
-    origin = Origin("training.pickle", "torch snapshot", "measured", "", ("A hand-written run.",))
-    return build_analysis(found, origin, Question(**question))
+    origin = RecordingOrigin("training.pickle", "torch snapshot", "measured", "", ("A hand-written run.",))
+    return build_analysis(found, origin, AnalysisRequest(**question))
 
 
 def test_text():

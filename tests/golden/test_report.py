@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from memprof.flows.account import analyze
-from memprof.report.documents.report import Document
+from memprof.report.documents.report import Report
 from memprof.report.terminal.console import text_of
 from memprof.report.terminal.report import view
 from memprof.spec import TargetSpec
@@ -142,7 +142,7 @@ def training_run() -> Trace:
     return s.trace
 
 
-def document(total_bytes: int) -> Document:
+def document(total_bytes: int) -> Report:
     trace = training_run()
     context = 426 * MIB
     trace.facts = Facts(
@@ -157,7 +157,7 @@ def document(total_bytes: int) -> Document:
             vocab_size=64000,
             max_positions=8192,
         ),
-        device=DeviceFacts("Golden Card", total_bytes, total_bytes - context, context),
+        device=DeviceFacts("Golden GPU", total_bytes, total_bytes - context, context),
     )
     return analyze(trace)
 
@@ -199,5 +199,5 @@ def test_json_names_are_those_of_the_design():
         "stage", "allocated_bytes", "reserved_bytes", "device_used_bytes", "categories", "tensors",
     }  # fmt: skip
     assert set(report["peak"]["tensors"][0]) >= {"bytes", "shape", "dtype", "category", "module", "op", "source"}
-    assert set(report["findings"][0]) >= {"id", "severity", "title", "bytes", "evidence", "remedies"}
+    assert set(report["findings"][0]) >= {"id", "severity", "title", "bytes", "evidence", "fixes"}
     assert set(report["verdict"]) >= {"fits", "oom_stage", "tried_to_allocate_bytes", "required_bytes"}

@@ -10,7 +10,7 @@ import pytest
 
 from memprof.corpus import CorpusCount, Frequencies
 from memprof.flows import vocabulary as vocab
-from memprof.report.documents.vocabulary import SIMULATED, Memory, Savings, Vocabulary, build_vocabulary
+from memprof.report.documents.vocabulary import SIMULATED, Savings, Vocabulary, VocabularyMemory, build_vocabulary
 from memprof.report.terminal.console import text_of
 from memprof.report.terminal.vocabulary import view
 from memprof.spec import TargetSpec
@@ -36,10 +36,12 @@ def by_ids() -> Vocabulary:
         ((0, 2), (9, 9), (20_002, 31_998)), ("<s>", "</s>"), 2,
     )  # fmt: skip
     caps = vocab.caps_of(counted, [("99%", Fraction(99, 100))])
-    before = Memory(
+    before = VocabularyMemory(
         "before", 32_000, 70_000_000, 280 * MIB, 280 * MIB, 560 * MIB, 3000 * MIB, 5000 * MIB, 6000 * MIB, False
     )
-    after = Memory("99%", 9_000, 40_000_000, 160 * MIB, 160 * MIB, 320 * MIB, 900 * MIB, 2000 * MIB, 2500 * MIB, True)
+    after = VocabularyMemory(
+        "99%", 9_000, 40_000_000, 160 * MIB, 160 * MIB, 320 * MIB, 900 * MIB, 2000 * MIB, 2500 * MIB, True
+    )
     savings = Savings(SIMULATED, "gpt2, batch 8 x 1,024 tokens, float32, adamw", "custom GPU", before, (after,), ())
     return build_vocabulary(("corpus.txt",), counted, caps, savings, "0")
 

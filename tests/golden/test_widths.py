@@ -10,7 +10,7 @@ from rich.text import Text
 
 from memprof.flows.saved import load_json
 from memprof.report.terminal.console import Aligned, ShellCommand, table, text_of
-from memprof.report.terminal.widths import output_width
+from memprof.report.terminal.layout import output_width
 from tests.cli.terminal import Terminal
 from tests.golden.commands import HERE, KEPT
 from tests.lanes import by_day

@@ -65,14 +65,14 @@ def describe(device: str) -> dict[str, Any]:
         "loading": os.environ.get("CUDA_MODULE_LOADING"),
     }
     if device == "cuda":
-        from memprof.measured.cuda import cuda_card
+        from memprof.measured.cuda import current_gpu
 
         properties = torch.cuda.get_device_properties(0)
         facts |= {
             "cudnn": torch.backends.cudnn.version(),
             "gpu": str(properties),
             "uuid": str(getattr(properties, "uuid", None)),
-            "memprof": attempt(lambda: cuda_card()._asdict()),
+            "memprof": attempt(lambda: current_gpu()._asdict()),
         }
     return facts
 

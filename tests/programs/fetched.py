@@ -7,7 +7,7 @@ from tests.programs.finetuning import FINETUNING
 from tests.programs.libraries import LIBRARIES
 from tests.programs.other_kernels import OTHER_KERNELS
 from tests.programs.program import Program
-from tests.programs.stand_ins import (
+from tests.programs.stubs import (
     ANY_CIFAR,
     EXTRACTED,
     GPT2_TOKENS,

@@ -1,6 +1,6 @@
 """Programs of frameworks for several processes as people write them: one is run, that of the name that is given.
 
-`torchrun --nproc-per-node 4 frameworks.py trainer-fsdp` on cards.
+`torchrun --nproc-per-node 4 frameworks.py trainer-fsdp` on GPUs.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.programs import data
 from tests.programs.program import Program
-from tests.programs.stand_ins import OLD_TIMM
+from tests.programs.stubs import OLD_TIMM
 
 LIBRARIES = (
     Program(

@@ -1,4 +1,4 @@
-"""Public programs that begin by importing what cannot be installed without a card (docs/stand-ins.md)."""
+"""Public programs that begin by importing what cannot be installed without a GPU (docs/stubs.md)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy
 
 from tests.programs import data, folders
 from tests.programs.program import Program
-from tests.programs.stand_ins import DLLOGGER, NO_WANDB
+from tests.programs.stubs import DLLOGGER, NO_WANDB
 
 
 def _ratings(home: Path) -> None:

@@ -1,6 +1,6 @@
 """Programs for several processes as people write them: one is run, that of the name that is given.
 
-`torchrun --nproc-per-node 4 parallel.py fsdp2` on cards; with the environment's BACKEND=gloo on the CPU.
+`torchrun --nproc-per-node 4 parallel.py fsdp2` on GPUs; with the environment's BACKEND=gloo on the CPU.
 """
 
 from __future__ import annotations

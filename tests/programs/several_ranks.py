@@ -88,7 +88,7 @@ def pipeline() -> None:
 
 
 def wrong(what: str) -> None:
-    """Something that hangs on cards, or fails."""
+    """Something that hangs on GPUs, or fails."""
     rank = dist.get_rank()
     torch.ones(1 << 20, device="cuda")
     if what == "sizes":

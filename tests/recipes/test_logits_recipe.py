@@ -54,13 +54,13 @@ def test_the_report_s_stages(output):
         assert float(here) == pytest.approx(float(report), rel=0.04)
 
 
-def test_attention_side_by_side_and_two_cards(output):
+def test_attention_side_by_side_and_two_gpus(output):
     table = output.partition("Kinds of attention")[2].partition("Chunks of")[0]
     peaks = {name: float(gib.replace(",", "")) for name, gib in re.findall(r"^(\S.*?) +([\d,.]+) GiB in", table, re.M)}
-    assert list(peaks) == ["eager", "sdpa", "sliding", "linear", "nsa", "one card", "fsdp", "ulysses=2"]
+    assert list(peaks) == ["eager", "sdpa", "sliding", "linear", "nsa", "one GPU", "fsdp", "ulysses=2"]
     assert peaks["eager"] > 8 * 1024 and peaks["sdpa"] < peaks["sliding"] < peaks["nsa"] < 94.97
     # Half of parameters, gradients and both states, 15 GiB, and of one sequence the half of all that it takes.
-    assert peaks["one card"] - peaks["fsdp"] > 9 and peaks["ulysses=2"] < peaks["fsdp"]
+    assert peaks["one GPU"] - peaks["fsdp"] > 9 and peaks["ulysses=2"] < peaks["fsdp"]
 
 
 def test_threshold_is_automatic(output):
@@ -92,8 +92,8 @@ def test_figures_of_the_report(output):
     assert "no impact on quality: HOLDS" in output.claim("no impact")
 
 
-def test_measured_on_the_cpu_as_on_the_virtual_card(output):
-    found = re.findall(r"([\d.]+) MiB allocated at most, ([\d.]+) MiB on the virtual card", output)
+def test_measured_on_the_cpu_as_on_the_virtual_gpu(output):
+    found = re.findall(r"([\d.]+) MiB allocated at most, ([\d.]+) MiB on the virtual GPU", output)
     assert len(found) == 3
     (full, _), _, (chunked, _) = pairs = [(float(one), float(other)) for one, other in found]
     assert chunked < full / 8

@@ -22,7 +22,7 @@ audit.rows = audit.configurations = lambda: []
 run.main()
 """,
     "3-precision-and-vram-guide": """
-audit.steps = audit.cards = lambda: []
+audit.steps = audit.GPUs = lambda: []
 precision.measured = dict
 audit.claims = lambda *found: []
 run.main()

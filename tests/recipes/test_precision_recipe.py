@@ -29,9 +29,9 @@ def test_advice(output):
     died = {name for name, line in lines.items() if "out of memory in logits" in line}
     fits = {name for name, line in lines.items() if line.endswith("fits")}
     assert died | fits == set(lines)
-    assert {"as it is", "2. half as many samples", "4. empty_cache() before each batch"} <= died
+    assert {"baseline", "2. half as many samples", "4. empty_cache() before each batch"} <= died
     assert {"1. float16", "bfloat16", "logits of the last token alone", "float16, batch 8, last logits"} <= fits
-    same = [re.findall(r"[\d.]+ GiB", lines[name]) for name in ("as it is", "2. half as many samples")]
+    same = [re.findall(r"[\d.]+ GiB", lines[name]) for name in ("baseline", "2. half as many samples")]
     assert same[0] == same[1]
 
 
@@ -46,15 +46,15 @@ def test_sizes(output):
     assert f"{(2 * (embedding + norms + scales) + layers) / 2**30:.2f} GiB" in sizes["int8"]
     assert "DOES NOT HOLD 1.4" in output.claim("int8: 1.2 GB")
     assert "HOLDS" in output.claim("1.2B parameters")
-    assert "FOR ONE SAMPLE AT BEST" in output.claim("cards of 8, 4, 4 and 2 GB")
+    assert "FOR ONE SAMPLE AT BEST" in output.claim("GPUs of 8, 4, 4 and 2 GB")
 
 
-def test_cards(output):
-    cards = rows(output, "The guide's cards")
-    assert len(cards) == 8
-    assert all("  fits  " in line for line in cards)
+def test_gpus(output):
+    gpus = rows(output, "The guide's GPUs")
+    assert len(gpus) == 8
+    assert all("  fits  " in line for line in gpus)
     # 16 bytes for each of 1.24B parameters are 18.4 GiB.
-    trains = [line for line in cards if line.endswith("  trains")]
+    trains = [line for line in gpus if line.endswith("  trains")]
     assert trains
     assert all(float(re.findall(r"([\d.]+) GiB", line)[0]) > 18.4 for line in trains)
 

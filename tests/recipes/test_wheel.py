@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def installed(tmp_path_factory):
     """A folder into which the wheel was unpacked, as pip does."""
     for package in ("hatchling", "pip"):
-        try:  # not find_spec, by which setuptools would replace distutils when it is asked for pip
+        try:  # not find_spec, by which setuptools would replace distutils when it is requested pip
             importlib.metadata.distribution(package)
         except importlib.metadata.PackageNotFoundError:
             pytest.skip(f"{package} is not installed: pip install -e '.[dev]'")

@@ -1,4 +1,4 @@
-"""Scripts as users write them run unmodified on the virtual card, to their second step and to their end.
+"""Scripts as users write them run unmodified on the virtual GPU, to their second step and to their end.
 
 Beside this file, test_trainers.py does the same with trainers of libraries: two files, so that two workers share them.
 """
@@ -63,7 +63,7 @@ def mistakes(keep: str, rule: StopRule) -> DryRun:
 def test_mistakes_are_found():
     for rule in (StopRule(), StopRule(None)):
         found = mistakes("losses,logits,rope", rule)
-        # On a real card it dies of the first: that is an error, though the run goes on to show the rest.
+        # On a real GPU it dies of the first: that is an error, though the run goes on to show the rest.
         assert found.document.failure is None and found.outcome.exit_code == 0
         assert exit_code(found.document) == 1
         errors = [finding for finding in found.document.findings if finding.severity.value == "error"]
@@ -83,8 +83,8 @@ def test_what_is_kept_grows():
     assert fourth - third == third - second >= 2 * 16 * 128 * 4
 
 
-def test_a_card_that_is_too_small(tmp_path):
-    """The script's own handler catches what a real card would raise; the verdict is that it does not fit."""
+def test_a_gpu_that_is_too_small(tmp_path):
+    """The script's own handler catches what a real GPU would raise; the verdict is that it does not fit."""
     size = ("--hidden", "2048", "--layers", "16", "--heads", "16", "--vocab", "32000", "--length", "2048")
     code, report, said = memprof_run(
         "--gpu", "rtx-4090", of=program("mistakes", *size, "--batch", "8", "--keep", "logits"), folder=tmp_path

@@ -1,4 +1,4 @@
-"""`driver(card, ...)`: from then on pynvml talks to cards that a test made up."""
+"""`driver(gpu, ...)`: from then on pynvml talks to GPUs that a test made up."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from tests.unit.device.driver import FakeDriver
 
 @pytest.fixture
 def driver(monkeypatch):
-    def install(*cards, **options):
-        fake = FakeDriver(*cards, **options)
+    def install(*gpus, **options):
+        fake = FakeDriver(*gpus, **options)
         monkeypatch.setattr(pynvml, "nvmlLib", fake)
         monkeypatch.setattr(pynvml, "_nvmlGetFunctionPointer_cache", {})
         return fake

@@ -12,7 +12,7 @@ import memprof
 from memprof.allocator import Settings
 from memprof.catalog import custom_gpu
 from memprof.errors import UsageError
-from memprof.flows.cards import RunAllocator, allocator_settings
+from memprof.flows.gpus import RunAllocator, allocator_settings
 from memprof.trace.events import EventKind
 from memprof.trace.snapshot_file import parse_snapshot
 from memprof.virtual import VirtualGpu

@@ -27,7 +27,7 @@ def parts() -> tuple[nn.Module, torch.optim.Optimizer, dict]:
     return model, torch.optim.AdamW(model.parameters()), {"x": torch.ones(256, 1024)}
 
 
-def test_arguments_are_copied_to_the_card() -> None:
+def test_arguments_are_copied_to_the_gpu() -> None:
     model, optimizer, batch = parts()
     before = model.weight.detach().clone()
     document = memprof.profile(train_step, model, optimizer, batch, scale=0.5, gpu="rtx-4090", steps=3)
@@ -50,7 +50,7 @@ def test_state_of_an_optimizer_that_has_stepped_comes_along() -> None:
     assert optimizer.state[model.weight]["exp_avg"].device.type == "cpu"
 
 
-def test_a_card_by_its_capacity() -> None:
+def test_a_gpu_by_its_capacity() -> None:
     document = memprof.profile(lambda: torch.empty(2000 * MIB, dtype=torch.uint8, device="cuda"), vram="2GiB")
     assert document.device.total_bytes == 2 << 30 and document.verdict.fits is False
 

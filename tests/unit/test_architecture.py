@@ -51,7 +51,7 @@ def _imported(code: str) -> set[str]:
         pytest.param("import memprof.trace.io", id="memprof.trace.io"),
         pytest.param("import memprof.ledger.ledger", id="memprof.ledger.ledger"),
         pytest.param("import memprof.findings", id="memprof.findings"),
-        pytest.param("import memprof.remedies.catalog", id="memprof.remedies.catalog"),
+        pytest.param("import memprof.fixes.catalog", id="memprof.fixes.catalog"),
         pytest.param("import memprof.allocator", id="memprof.allocator"),
         pytest.param("import memprof.trace.snapshot_file", id="memprof.trace.snapshot_file"),
         pytest.param("import memprof.report.documents.report", id="memprof.report.documents.report"),
@@ -117,7 +117,7 @@ def test_a_command_imports_no_other():
     rooms = {name.split(".")[1] for name in _rooms(modules)}
     assert rooms == {name.partition(".")[0] for name in BASE} | {"catalog", "estimate", "report", "trace", "workload"}
     assert {name for name in _rooms(modules) if ".report." in name} == {
-        "memprof.report.documents.estimate", "memprof.report.terminal.estimate", "memprof.report.terminal.widths",
+        "memprof.report.documents.estimate", "memprof.report.terminal.estimate", "memprof.report.terminal.layout",
     }  # fmt: skip
     assert not modules & {"rich", "argparse", "asyncio", "pynvml"}
 
@@ -254,6 +254,6 @@ def test_the_virtual_gpu_is_a_loop_over_its_parts() -> None:
     assert len(own) <= 15
 
 
-def test_the_virtual_gpu_knows_no_stand_in() -> None:
+def test_the_virtual_gpu_knows_no_stub() -> None:
     for file in (ROOT / "memprof/virtual").rglob("*.py"):
-        assert "stand_ins." not in file.read_text(encoding="utf-8"), file
+        assert "stubs." not in file.read_text(encoding="utf-8"), file

@@ -1,4 +1,4 @@
-"""`%%memprof` on a cell, with what it asks of IPython's shell in a stand-in for it."""
+"""`%%memprof` on a cell, with what it asks of IPython's shell in a stub for it."""
 
 from __future__ import annotations
 

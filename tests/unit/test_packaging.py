@@ -7,7 +7,7 @@ import re
 import tomllib
 from pathlib import Path
 
-from memprof.remedies.catalog import packages
+from memprof.fixes.catalog import packages
 
 ROOT = Path(__file__).resolve().parents[2]
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]

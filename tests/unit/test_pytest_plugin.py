@@ -41,13 +41,13 @@ def test_is_over_its_limit(layer):
 
 
 @pytest.mark.memprof(vram=2)
-def test_is_over_its_card(layer):
+def test_is_over_its_gpu(layer):
     train(layer)
 
 
 @pytest.mark.memprof(vram=2.1, limit="2048MiB")
 def test_cache_does_not_count():
-    for size in (900, 1000, 1100, 1200):  # each is freed, and kept by the allocator until the card is full
+    for size in (900, 1000, 1100, 1200):  # each is freed, and kept by the allocator until the GPU is full
         torch.empty(size << 20, dtype=torch.uint8, device="cuda")
 
 
@@ -84,7 +84,7 @@ def test_without_any():
 
 
 @pytest.mark.memprof(gpu="rtx-4909")
-def test_unknown_card():
+def test_unknown_gpu():
     pass
 
 
@@ -103,13 +103,13 @@ def test_less_than_the_context():
     pass
 
 
-@pytest.mark.memprof(card="rtx-4090")
+@pytest.mark.memprof(GPU="rtx-4090")
 def test_unknown_argument():
     pass
 
 
 @pytest.mark.memprof(gpus=2, vram=2)
-def test_the_second_card_is_full(layer):
+def test_the_second_gpu_is_full(layer):
     layer.to("cuda:1")(torch.ones(1024, 16384, device="cuda:1")).sum().backward()
 
 
@@ -120,7 +120,7 @@ def test_one_rank(layer):
 
 
 @pytest.mark.memprof(gpus="2")
-def test_no_number_of_cards():
+def test_no_number_of_gpus():
     pass
 
 
@@ -154,7 +154,7 @@ def test_a_suite(suite: pytest.Pytester) -> None:
     assert outcomes == {
         "test_fits": "PASSED",
         "test_is_over_its_limit": "FAILED",
-        "test_is_over_its_card": "FAILED",
+        "test_is_over_its_gpu": "FAILED",
         "test_cache_does_not_count": "PASSED",
         "test_fails_by_itself": "FAILED",
         "test_uses_nothing": "FAILED",
@@ -162,14 +162,14 @@ def test_a_suite(suite: pytest.Pytester) -> None:
         "test_method": "PASSED",
         "test_fixture_alone_judges_nothing": "PASSED",
         "test_without_any": "PASSED",
-        "test_unknown_card": "ERROR",
+        "test_unknown_gpu": "ERROR",
         "test_no_amount": "ERROR",
         "test_more_than_there_is": "ERROR",
         "test_less_than_the_context": "ERROR",
         "test_unknown_argument": "ERROR",
-        "test_the_second_card_is_full": "FAILED",
+        "test_the_second_gpu_is_full": "FAILED",
         "test_one_rank": "PASSED",
-        "test_no_number_of_cards": "ERROR",
+        "test_no_number_of_gpus": "ERROR",
         "test_no_such_rank": "ERROR",
     }
     shown = result.stdout
@@ -177,21 +177,21 @@ def test_a_suite(suite: pytest.Pytester) -> None:
         "*_ test_is_over_its_limit _*",
         "memprof: does not fit: it takes 2.*GiB with the CUDA context (NVIDIA GeForce RTX 4090 held to 2.00 GiB)",
         "  peak: 2.* GiB allocated in backward of step 1; 2.* GiB reserved in backward of step 1",
-        "  full: in backward of step 1 at test_a_suite0/test_a_suite.py:16, asked for 1.00 GiB with 1.* GiB in use",
+        "  full: in backward of step 1 at test_a_suite0/test_a_suite.py:16, requested 1.00 GiB with 1.* GiB in use",
         "  largest at the peak:",
         "    1.00 GiB ?16384x16384? float32: parameters weight",
         "    1.00 GiB ?16384x16384? float32: gradients weight",
         "    64.00 MiB ?1024x16384? float32: inputs at test_a_suite0/test_a_suite.py:16",
     ])  # fmt: skip
-    shown.fnmatch_lines(["memprof: the test has the marker, and used no memory of the card: move the model*"])
+    shown.fnmatch_lines(["memprof: the test has the marker, and used no memory of the GPU: move the model*"])
     # What is wrong with a marker, with the value and what to do.
-    shown.fnmatch_lines(["wrong use of the marker memprof: unknown GPU", "*'rtx-4909'", "*did you mean 'rtx-4090'?*"])
-    shown.fnmatch_lines(["wrong use of the marker memprof: not an amount of memory", "*'lots'"])
-    shown.fnmatch_lines(["wrong use of the marker memprof: the limit is more than the card has"])
-    shown.fnmatch_lines(["wrong use of the marker memprof: the limit leaves nothing beside the CUDA context"])
-    shown.fnmatch_lines(["wrong use of the marker memprof: gpus is not a whole number", "*'2'"])
-    shown.fnmatch_lines(["wrong use of the marker memprof: there is no such rank", "*rank=2 of 2"])
-    shown.fnmatch_lines(["wrong use of the marker memprof: got an unexpected keyword argument 'card'"])
+    shown.fnmatch_lines(["usage error of the marker memprof: unknown GPU", "*'rtx-4909'", "*did you mean 'rtx-4090'?*"])
+    shown.fnmatch_lines(["usage error of the marker memprof: not an amount of memory", "*'lots'"])
+    shown.fnmatch_lines(["usage error of the marker memprof: the limit is more than the GPU has"])
+    shown.fnmatch_lines(["usage error of the marker memprof: the limit leaves nothing beside the CUDA context"])
+    shown.fnmatch_lines(["usage error of the marker memprof: gpus is not a whole number", "*'2'"])
+    shown.fnmatch_lines(["usage error of the marker memprof: there is no such rank", "*rank=2 of 2"])
+    shown.fnmatch_lines(["usage error of the marker memprof: got an unexpected keyword argument 'GPU'"])
 
 
 @pytest.mark.nightly

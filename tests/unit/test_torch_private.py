@@ -23,9 +23,9 @@ NAMED_ALONE = {
     ("cli/options.py", "torch.utils._pytree"),  # loggers
     ("workload/quantization.py", "torch.utils._pytree"),
     ("watch/modules.py", "torch._dynamo"),  # what the modules of its classes begin with
-    ("findings/compiled_keeps.py", "torch._functorch.config"),  # what users are told
-    ("virtual/edges/native.py", "torch.cuda._compile_kernel"),
-    ("virtual/edges/checkpoints.py", "torch._tensor"),  # in a pickle of an old release
+    ("findings/compiled_saved_tensors.py", "torch._functorch.config"),  # what users are told
+    ("virtual/integrations/cuda_interop.py", "torch.cuda._compile_kernel"),
+    ("virtual/integrations/checkpoints.py", "torch._tensor"),  # in a pickle of an old release
 }
 ELSEWHERE = {"monitor/probe/sitecustomize.py"}  # What runs in the program's own Python, without memprof.
 

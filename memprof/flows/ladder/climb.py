@@ -1,4 +1,4 @@
-"""Remedies one after another (`--ladder`): at each row the cheapest against what is then in the way."""
+"""Fixes one after another (`--ladder`): at each row the cheapest against what is then in the way."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import dataclasses
 from collections.abc import Sequence
 
 from memprof.errors import MemprofError
+from memprof.fixes.catalog import STEPS, ladder
+from memprof.fixes.chosen import ChosenFix
 from memprof.flows.cost import bottleneck_of
 from memprof.flows.ladder.runs import LadderRun, Runs, RunsWith
-from memprof.remedies.catalog import STEPS, ladder
-from memprof.remedies.fixes import Fix
-from memprof.report.documents.report import Document
+from memprof.report.documents.report import Report
 from memprof.trace.events import Trace
 from memprof.units import format_bytes
 
@@ -19,13 +19,13 @@ MAX_RUNGS = 9
 MAX_RUNS = 16  # a ladder is to be there within a minute
 
 
-def climb(runs: Runs, names: Sequence[str] | None = None) -> tuple[Trace, Document]:
+def climb(runs: Runs, names: Sequence[str] | None = None) -> tuple[Trace, Report]:
     """Return the run as it is, with a ladder of `names`, or of all that have a place there.
 
     It goes on past the row that fits, as long as a fix saves something that is worth a row and trains the same model.
     What trains another model (LoRA) is tried only where nothing else is enough.
     """
-    run, fixes = runs.original, list[Fix]()
+    run, fixes = runs.original, list[ChosenFix]()
     rungs = [runs.rung((), run, None)]
     not_applied: dict[str, str] = {}
     asked: dict[str, int] = {}
@@ -36,7 +36,7 @@ def climb(runs: Runs, names: Sequence[str] | None = None) -> tuple[Trace, Docume
             break
         fix, better = step
         fixes.append(fix)
-        left.remove(fix.remedy.name)
+        left.remove(fix.fix.name)
         rungs.append(runs.rung(fixes, better, run))
         run = better
     document = dataclasses.replace(runs.original.explained(), ladder=tuple(rungs), ladder_left_out=not_applied)
@@ -46,12 +46,12 @@ def climb(runs: Runs, names: Sequence[str] | None = None) -> tuple[Trace, Docume
 def next_step(
     runs: Runs | RunsWith,
     run: LadderRun,
-    fixes: Sequence[Fix],
+    fixes: Sequence[ChosenFix],
     left: Sequence[str],
     asked: dict[str, int],
     not_applied: dict[str, str],
     most: int = MAX_RUNS,
-) -> tuple[Fix, LadderRun] | None:
+) -> tuple[ChosenFix, LadderRun] | None:
     """Return the first fix in question that saves something, and the run with it; at the `most` so many runs are made.
 
     One that saved nothing is asked once more at a later row, when something else decides the peak.
@@ -61,7 +61,7 @@ def next_step(
     for name in candidates:
         if (run.fits and STEPS[name].trains_another) or len(runs) >= most:
             continue
-        fix = Fix(STEPS[name])
+        fix = ChosenFix(STEPS[name])
         asked[name] = asked.get(name, 0) + 1
         try:
             better = runs.with_fixes([*fixes, fix])
@@ -73,7 +73,7 @@ def next_step(
         if saved >= WORTH * run.needed_bytes or (better.fits and not run.fits):
             not_applied.pop(name, None)
             return fix, better
-        after = f" after {fixes[-1].remedy.name}" if fixes else ""
+        after = f" after {fixes[-1].fix.name}" if fixes else ""
         what = f"saves {format_bytes(saved)}" if saved >= 0 else f"takes {format_bytes(-saved)} more"
         not_applied[name] = what + after
     return None
@@ -85,7 +85,7 @@ def _in_question(run: LadderRun, left: Sequence[str]) -> list[str]:
     found: list[str] = []
     for finding in run.document.findings:
         if finding.id in ("device-mismatch", "weight-delta-per-token"):
-            found += [name for name in finding.remedies if name in left]
+            found += [name for name in finding.fixes if name in left]
     for category, size in {first: 0, **peak.categories}.items():
         if category == first or size >= WORTH * peak.allocated_bytes:
             found += [name for name in left if category in (*STEPS[name].saves, *STEPS[name].ladder_against)]

@@ -1,10 +1,10 @@
-"""How a model is to be spread over so many cards, and which remedies it needs besides (`--fix auto --gpus N`).
+"""How a model is to be spread over so many GPUs, and which fixes it needs besides (`--fix auto --gpus N`).
 
-A plan that fits as it is gives nothing up. Where none does, each has its cheapest set of remedies, and the plan that
-then takes least time for as many sequences is the answer: what it sends between cards is priced like what a remedy
+A plan that fits as it is gives nothing up. Where none does, each has its cheapest set of fixes, and the plan that
+then takes least time for as many sequences is the answer: what it sends between GPUs is priced like what a fix
 computes again.
 
-A plan is not run where it cannot fit: cards that share what a replica holds at its peak hold all of it together.
+A plan is not run where it cannot fit: GPUs that share what a replica holds at its peak hold all of it together.
 """
 
 from __future__ import annotations
@@ -14,38 +14,38 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from memprof.errors import MemprofError, UsageError
+from memprof.fixes.catalog import BESIDE, SPREADS, tiers
+from memprof.fixes.catalog.fix import WEIGHTS
+from memprof.fixes.chosen import ChosenFix, edit_spec
 from memprof.flows.ladder.runs import LadderRun, Runs, RunsWith, SpecRuns, with_ladder
 from memprof.flows.ladder.search import CHEAPER, ChosenFixes, find
 from memprof.flows.profile import at_once
-from memprof.remedies.catalog import BESIDE, SPREADS, tiers
-from memprof.remedies.catalog.remedy import WEIGHTS
-from memprof.remedies.fixes import Fix, edit_spec
-from memprof.report.documents.report import Document
+from memprof.report.documents.report import Report
 from memprof.spec import TargetSpec
 from memprof.trace.events import Trace
 from memprof.units import format_bytes
 from memprof.workload.plan import parse_plan
 
-_MOST_CARDS = 256  # beyond so many it is not asked whether it fits without fixes
+_MOST_GPUS = 256  # beyond so many it is not asked whether it fits without fixes
 _OF_SEQUENCES = ("activations", "logits and loss", "inputs")
 
 
-def search_plans(spec: TargetSpec, progress: Callable[[str], None] = lambda doing: None) -> tuple[Trace, Document]:
+def search_plans(spec: TargetSpec, progress: Callable[[str], None] = lambda doing: None) -> tuple[Trace, Report]:
     """Return the run on `spec.gpus` GPUs with the cheapest plan and set of fixes that fits, and how it was found."""
     runs = SpecRuns(spec.edit(parallel=BESIDE), progress)
     found = plans(spec, spec.gpus)
     plan, left_out = _that_fits(runs, spec.gpus, found)
     if plan is not None:
-        fits = f"--parallel {plan} over {spec.gpus} cards fits as it is: nothing is given up"
+        fits = f"--parallel {plan} over {spec.gpus} GPUs fits without fixes"
         return _climbed(runs, found[plan], ChosenFixes((), fits, left_out))
-    more = _more_cards(runs, spec)
-    plan, answer = _with_remedies(runs, found, at_once(spec), progress)
+    more = _more_gpus(runs, spec)
+    plan, answer = _with_fixes(runs, found, at_once(spec), progress)
     left_out.pop(f"--parallel {plan}")
     reason = f"--parallel {plan}; {answer.reason}; {_without_anything(runs, spec, more)}"
     return _climbed(runs, found[plan], ChosenFixes(answer.steps, reason, left_out | answer.left_out))
 
 
-def _that_fits(runs: Runs, gpus: int, found: Mapping[str, Sequence[Fix]]) -> tuple[str | None, dict[str, str]]:
+def _that_fits(runs: Runs, gpus: int, found: Mapping[str, Sequence[ChosenFix]]) -> tuple[str | None, dict[str, str]]:
     """Return the first plan that fits as it is, if one does, and what those before it need."""
     usable = runs.original.document.device.usable_bytes or 0
     least = {plan: _least(runs, plan, gpus) for plan in found}
@@ -58,12 +58,12 @@ def _that_fits(runs: Runs, gpus: int, found: Mapping[str, Sequence[Fix]]) -> tup
             if run.fits:
                 return plan, left_out
             needs = format_bytes(run.needed_bytes)
-        left_out[f"--parallel {plan}"] = f"as it is, needs {needs} of a card"
+        left_out[f"--parallel {plan}"] = f"without fixes it needs {needs} of a GPU"
     return None, left_out
 
 
-def _with_remedies(
-    runs: Runs, found: Mapping[str, Sequence[Fix]], processes: int, progress: Callable[[str], None]
+def _with_fixes(
+    runs: Runs, found: Mapping[str, Sequence[ChosenFix]], processes: int, progress: Callable[[str], None]
 ) -> tuple[str, ChosenFixes]:
     """Find the plan whose cheapest exact fixes make the quickest step; if nothing fits so, what is found for the one
     that needs least. Those that share most are asked first, `processes` of them at a time."""
@@ -99,10 +99,10 @@ class _Cheapest:
     fits: bool
     seconds_before: float
     seconds: float
-    rows: Sequence[tuple[Sequence[Fix], LadderRun]]
+    rows: Sequence[tuple[Sequence[ChosenFix], LadderRun]]
 
 
-def _cheapest(runs: Runs, steps: Sequence[Fix]) -> _Cheapest:
+def _cheapest(runs: Runs, steps: Sequence[ChosenFix]) -> _Cheapest:
     """Find the fixes beside a plan, be it in a process of its own."""
     beside = RunsWith(runs, steps)
     found = find(beside, tiers()[:1])
@@ -122,12 +122,12 @@ def _least(runs: Runs, plan: str, gpus: int) -> int:
     return weights // (spread.size if spread.sharded else 1) + sequence // spread.sharing
 
 
-def plans(spec: TargetSpec, gpus: int) -> dict[str, list[Fix]]:
+def plans(spec: TargetSpec, gpus: int) -> dict[str, list[ChosenFix]]:
     """Return the plans that the model can be spread by, the simplest first, each with the steps that lead there."""
     fsdp, ulysses = SPREADS["fsdp"], SPREADS["ulysses"]
     powers = [1 << power for power in range(1, gpus.bit_length()) if gpus % (1 << power) == 0]
-    found: dict[str, list[Fix]] = {}
-    for steps in ([], [Fix(fsdp)], *([Fix(fsdp), Fix(ulysses, str(ranks))] for ranks in powers)):
+    found: dict[str, list[ChosenFix]] = {}
+    for steps in ([], [ChosenFix(fsdp)], *([ChosenFix(fsdp), ChosenFix(ulysses, str(ranks))] for ranks in powers)):
         spread = spec.edit(parallel=BESIDE, gpus=gpus)
         try:
             for fix in steps:
@@ -138,17 +138,17 @@ def plans(spec: TargetSpec, gpus: int) -> dict[str, list[Fix]]:
     return found
 
 
-def _climbed(runs: Runs, spread: Sequence[Fix], found: ChosenFixes) -> tuple[Trace, Document]:
-    """Return the answer, with a row for each step that spreads the run, and then for each remedy."""
+def _climbed(runs: Runs, spread: Sequence[ChosenFix], found: ChosenFixes) -> tuple[Trace, Report]:
+    """Return the answer, with a row for each step that spreads the run, and then for each fix."""
     steps = [list(spread[:count]) for count in range(1, len(spread) + 1)]
     all_steps = [*steps, *([*spread, *fixes] for fixes in found.steps)]
     return with_ladder(runs, all_steps, found.reason, found.left_out)
 
 
-def _more_cards(runs: Runs, spec: TargetSpec, gpus: int = 0) -> TargetSpec | None:
+def _more_gpus(runs: Runs, spec: TargetSpec, gpus: int = 0) -> TargetSpec | None:
     """Return the run on more than `gpus`, on as many as could take it without a fix, by doubling; None: none could."""
     gpus = 2 * (gpus or spec.gpus)
-    while gpus <= _MOST_CARDS:
+    while gpus <= _MOST_GPUS:
         plan = [*plans(spec, gpus)][-1]
         if _least(runs, plan, gpus) <= (runs.original.document.device.usable_bytes or 0):
             return spec.edit(gpus=gpus, parallel=plan)
@@ -160,10 +160,10 @@ def _without_anything(runs: SpecRuns, spec: TargetSpec, more: TargetSpec | None)
     """Say on how many GPUs it fits without a fix."""
     while more is not None:
         try:
-            fits = runs.profile(more, f"{more.gpus} cards")[1].verdict.fits
+            fits = runs.profile(more, f"{more.gpus} GPUs")[1].verdict.fits
         except MemprofError:
             break
         if fits:
-            return f"{more.gpus} such cards take it as it is (--parallel {more.parallel})"
-        more = _more_cards(runs, spec, more.gpus)
-    return f"no number of cards up to {_MOST_CARDS if more is None else more.gpus // 2} takes it as it is"
+            return f"{more.gpus} such GPUs run it without fixes (--parallel {more.parallel})"
+        more = _more_gpus(runs, spec, more.gpus)
+    return f"no number of GPUs up to {_MOST_GPUS if more is None else more.gpus // 2} runs it without fixes"

@@ -17,14 +17,14 @@ from pathlib import Path
 
 from memprof.command_line import run_command
 from memprof.errors import MemprofError, UsageError
+from memprof.fixes.catalog import FIXES, Numerics, script_fix_names
+from memprof.fixes.chosen import ChosenFix
 from memprof.flows.account import analyze, with_settings
-from memprof.flows.cards import virtual_card
+from memprof.flows.gpus import find_gpu_of
 from memprof.flows.ladder.climb import climb
 from memprof.flows.ladder.runs import Runs
 from memprof.flows.ladder.search import search
-from memprof.remedies.catalog import REMEDIES, Numerics, from_outside
-from memprof.remedies.fixes import Fix
-from memprof.report.documents.report import Document
+from memprof.report.documents.report import Report
 from memprof.run_spec import SETTINGS, RunSpec
 from memprof.script import Program
 from memprof.trace.events import Trace
@@ -38,24 +38,24 @@ class ScriptRuns(Runs):
 
     def __init__(self, program: Program, spec: RunSpec, progress: Callable[[str], None]) -> None:
         self._program, self._spec, self._progress = program, spec, progress
-        super().__init__(virtual_card(spec))
+        super().__init__(find_gpu_of(spec))
 
-    def command(self, fixes: Sequence[Fix], *, fits: bool | None) -> str:
+    def command(self, fixes: Sequence[ChosenFix], *, fits: bool | None) -> str:
         """Return the command that makes the run with these: where it does not fit, past the full GPU as it was run."""
         spec = self._with(fixes)
         return run_command(spec if fits else spec.edit(beyond=True), self._program.command)
 
-    def _with(self, fixes: Sequence[Fix]) -> RunSpec:
+    def _with(self, fixes: Sequence[ChosenFix]) -> RunSpec:
         return self._spec.edit(fixes=(*self._spec.fixes, *map(str, fixes)))
 
-    def make(self, sets: Iterable[Sequence[Fix]]) -> None:
-        """Make none before it is asked for: a script may write, and count on what its run before left."""
+    def make(self, sets: Iterable[Sequence[ChosenFix]]) -> None:
+        """Make none before it is requested: a script may write, and count on what its run before left."""
 
-    def check(self, fixes: Sequence[Fix]) -> None:
+    def check(self, fixes: Sequence[ChosenFix]) -> None:
         """Raise UsageError if one of them cannot be switched on from outside."""
         for fix in fixes:
-            if fix.remedy.name not in from_outside():
-                raise UsageError("this remedy cannot be switched on from outside a script", value=fix.remedy.name)
+            if fix.fix.name not in script_fix_names():
+                raise UsageError("this fix cannot be switched on from outside a script", value=fix.fix.name)
 
     def on_now(self) -> frozenset[str]:
         """Return what the settings say; what the script has switched on itself is found out by trying."""
@@ -63,20 +63,20 @@ class ScriptRuns(Runs):
         compiles = self.original.trace.compiling is not None
         return frozenset(
             name
-            for name, remedy in REMEDIES.items()
-            if (remedy.alloc_conf and remedy.alloc_conf in settings) or (remedy.compiles and compiles)
+            for name, fix in FIXES.items()
+            if (fix.alloc_conf and fix.alloc_conf in settings) or (fix.compiles and compiles)
         )
 
-    def _retold(self, trace: Trace, fixes: Sequence[Fix]) -> Trace:
-        settings = (self.original.document.allocator.alloc_conf, *(fix.remedy.alloc_conf for fix in fixes))
+    def _retold(self, trace: Trace, fixes: Sequence[ChosenFix]) -> Trace:
+        settings = (self.original.document.allocator.alloc_conf, *(fix.fix.alloc_conf for fix in fixes))
         return _told(with_settings(trace, ",".join(filter(None, settings))), self._with(fixes))
 
-    def _run(self, fixes: Sequence[Fix]) -> tuple[Trace, Document]:
-        self._progress("running the script " + (f"with {', '.join(map(str, fixes))}" if fixes else "as it is"))
+    def _run(self, fixes: Sequence[ChosenFix]) -> tuple[Trace, Report]:
+        self._progress("running the script " + (f"with {', '.join(map(str, fixes))}" if fixes else "unchanged"))
         return run_alone(self._program, self._with(fixes))
 
 
-def run_alone(program: Program, spec: RunSpec) -> tuple[Trace, Document]:
+def run_alone(program: Program, spec: RunSpec) -> tuple[Trace, Report]:
     """Run the script in a process of its own, past a full GPU; raise MemprofError if it fails."""
     with tempfile.TemporaryDirectory(prefix="memprof-") as folder:
         kept = Path(folder) / "run.memprof"
@@ -98,7 +98,7 @@ def run_alone(program: Program, spec: RunSpec) -> tuple[Trace, Document]:
 
 
 def _told(trace: Trace, spec: RunSpec) -> Trace:
-    """Return a run's trace as that of one that was asked for by `spec`."""
+    """Return a run's trace as that of one that was requested by `spec`."""
     facts = trace.facts
     assert facts.program is not None
     program = dataclasses.replace(facts.program, fixes=spec.fixes, asked=spec)
@@ -113,7 +113,7 @@ def _failure(code: int, said: str, program: Program, spec: RunSpec) -> MemprofEr
         value = next((line.partition(":")[2].strip() for line in lines[own:] if line.startswith("  value:")), None)
         hint = next((line.partition(":")[2].strip() for line in lines[own:] if line.startswith("  hint:")), None)
         return UsageError(lines[own].removeprefix(_SAID), value=value, hint=hint)
-    how = f"with {', '.join(spec.fixes)}" if spec.fixes else "as it is"
+    how = f"with {', '.join(spec.fixes)}" if spec.fixes else "unchanged"
     own_words = [line for line in lines if line.strip() and not line.startswith(("Saved: ", _SAID))]
     return MemprofError(
         f"the script fails {how}",
@@ -122,14 +122,14 @@ def _failure(code: int, said: str, program: Program, spec: RunSpec) -> MemprofEr
     )
 
 
-def script_ladder(program: Program, spec: RunSpec, progress: Callable[[str], None]) -> tuple[Trace, Document]:
+def script_ladder(program: Program, spec: RunSpec, progress: Callable[[str], None]) -> tuple[Trace, Report]:
     """Return the script's run as it is, with a ladder of fixes; raise MemprofError if it fails."""
-    return climb(ScriptRuns(program, spec, progress), from_outside())
+    return climb(ScriptRuns(program, spec, progress), script_fix_names())
 
 
-def script_search(program: Program, spec: RunSpec, progress: Callable[[str], None]) -> tuple[Trace, Document]:
+def script_search(program: Program, spec: RunSpec, progress: Callable[[str], None]) -> tuple[Trace, Report]:
     """Return the script's run with the cheapest set of fixes that fits; raise MemprofError if it fails as it is."""
-    names = from_outside()
-    exact = [name for name in names if REMEDIES[name].numerics is Numerics.EXACT]
+    names = script_fix_names()
+    exact = [name for name in names if FIXES[name].numerics is Numerics.EXACT]
     tiers = (("the same numbers", exact), ("forward and backward in bfloat16", names))
     return search(ScriptRuns(program, spec, progress), tiers)

@@ -1,4 +1,4 @@
-"""The cheapest remedies that make a run fit (`--fix auto`), found among simulated runs."""
+"""The cheapest fixes that make a run fit (`--fix auto`), found among simulated runs."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from memprof.errors import MemprofError, RunFailedError, UsageError
+from memprof.fixes.catalog import FIXES, Numerics, conflict_reason, find_helpful, tiers
+from memprof.fixes.chosen import ChosenFix
 from memprof.flows.ladder.climb import MAX_RUNS, next_step
 from memprof.flows.ladder.runs import LadderRun, Runs, RunsWith, with_ladder
-from memprof.remedies.catalog import REMEDIES, Numerics, helping, tiers, why_not_together
-from memprof.remedies.fixes import Fix
-from memprof.report.documents.report import Document
+from memprof.report.documents.report import Report
 from memprof.trace.events import Trace
 from memprof.units import format_bytes
 
@@ -25,12 +25,12 @@ _MISMATCH = "tensors of two devices meet"
 class ChosenFixes:
     """Steps up to a set of fixes, why it was taken, and what was left out."""
 
-    steps: Sequence[Sequence[Fix]]
+    steps: Sequence[Sequence[ChosenFix]]
     reason: str
     left_out: dict[str, str] = field(default_factory=dict)
 
 
-def search(runs: Runs, sets: Sequence[tuple[str, Sequence[str]]] | None = None) -> tuple[Trace, Document]:
+def search(runs: Runs, sets: Sequence[tuple[str, Sequence[str]]] | None = None) -> tuple[Trace, Report]:
     """Return the run with the cheapest set of fixes that was found to fit the GPU (`find`), with its ladder."""
     found = find(runs, sets)
     return with_ladder(runs, found.steps, found.reason, found.left_out)
@@ -45,13 +45,13 @@ def find(runs: AnyRuns, sets: Sequence[tuple[str, Sequence[str]]] | None = None)
     it is most often enough; of those after it, and where it was not, a run with all of the kind says whether it can be.
     """
     if runs.original.fits:
-        return ChosenFixes((), "it fits as it is: nothing is to be changed")
+        return ChosenFixes((), "it fits without fixes")
     not_applied: dict[str, str] = {}
-    least: tuple[LadderRun, list[Fix]] | None = None
+    least: tuple[LadderRun, list[ChosenFix]] | None = None
     sets = tiers() if sets is None else sets
-    mending = {remedy.name for remedy in helping("device-mismatch")}
+    mending = {fix.name for fix in find_helpful("device-mismatch")}
     if runs.original.is_stopped and not any(mending & {*names} for _, names in sets):
-        return ChosenFixes((), f"{_MISMATCH}, and no remedy here mends that: the findings say where")
+        return ChosenFixes((), f"{_MISMATCH}, and no fix here mends that: the findings say where")
     for place, (_, names) in enumerate(sets):
         left = [name for name in names if name not in runs.on_now()]
         together, among = _together(runs, left, not_applied)
@@ -69,17 +69,17 @@ def find(runs: AnyRuns, sets: Sequence[tuple[str, Sequence[str]]] | None = None)
                     least = run, everything
                 continue
             chosen = (_enough(runs, among, not_applied) if place else None) or everything
-        applying = [fix for fix in among if not not_applied.get(fix.remedy.name, "").startswith(fix.remedy.name)]
+        applying = [fix for fix in among if not not_applied.get(fix.fix.name, "").startswith(fix.fix.name)]
         chosen = _cheaper(runs, _needed(runs, chosen), applying)
         for fix in chosen:
-            not_applied.pop(fix.remedy.name, None)
+            not_applied.pop(fix.fix.name, None)
         steps = [chosen[:count] for count in range(1, len(chosen) + 1)]
-        taken = {fix.remedy.name for fix in chosen}
+        taken = {fix.fix.name for fix in chosen}
         not_applied |= {name: said for name in left if name not in taken and (said := _conflict(name, chosen))}
         given_up = next(given_up for given_up, names in sets if taken <= {*names})
         return ChosenFixes(_that_apply(runs, steps), _reason(runs, chosen, given_up), not_applied)
     if least is None:
-        return ChosenFixes((), "no remedy applies to this run", not_applied)
+        return ChosenFixes((), "no fix applies to this run", not_applied)
     needed = format_bytes(least[0].needed_bytes)
     why_none = f"nothing fits: the least that any set needs is {needed}"
     if least[0].is_stopped:
@@ -89,7 +89,7 @@ def find(runs: AnyRuns, sets: Sequence[tuple[str, Sequence[str]]] | None = None)
 
 def _most_of(
     runs: AnyRuns, names: Sequence[str], not_applied: dict[str, str]
-) -> tuple[list[Fix], list[Fix], LadderRun | None]:
+) -> tuple[list[ChosenFix], list[ChosenFix], LadderRun | None]:
     """Return as many of `names` as apply together, all that apply, and the run with the former.
 
     What does not go with the rest may save more, or be cheaper, than what it does not go with.
@@ -101,19 +101,19 @@ def _most_of(
         if instead[1] is not None and instead[1].needed_bytes < run.needed_bytes:
             everything, run = instead
             others = [name for name in names if _conflict(name, everything)]
-    return everything, [*everything, *(Fix(REMEDIES[name]) for name in others)], run
+    return everything, [*everything, *(ChosenFix(FIXES[name]) for name in others)], run
 
 
-def _conflict(name: str, fixes: Sequence[Fix]) -> str:
+def _conflict(name: str, fixes: Sequence[ChosenFix]) -> str:
     """Return with which of these it does not go, and why; empty if it goes with all."""
-    found = ((fix.remedy.name, why_not_together(REMEDIES[name], fix.remedy.name)) for fix in fixes)
+    found = ((fix.fix.name, conflict_reason(FIXES[name], fix.fix.name)) for fix in fixes)
     return next((f"does not go with {other}: {reason}" for other, reason in found if reason), "")
 
 
-def _enough(runs: AnyRuns, among: list[Fix], not_applied: dict[str, str]) -> list[Fix] | None:
+def _enough(runs: AnyRuns, among: list[ChosenFix], not_applied: dict[str, str]) -> list[ChosenFix] | None:
     """Return one fix of `among` after another against what is in the way, until it fits; None if it never does."""
-    left = [fix.remedy.name for fix in among]
-    fixes: list[Fix] = []
+    left = [fix.fix.name for fix in among]
+    fixes: list[ChosenFix] = []
     run, most = runs.original, len(runs) + MAX_RUNS
     asked: dict[str, int] = {}
     while not run.fits:
@@ -122,26 +122,26 @@ def _enough(runs: AnyRuns, among: list[Fix], not_applied: dict[str, str]) -> lis
             return None
         fix, run = step
         fixes.append(fix)
-        left.remove(fix.remedy.name)
+        left.remove(fix.fix.name)
     return fixes
 
 
-def _least_bytes(runs: AnyRuns, fixes: Sequence[Fix]) -> int:
+def _least_bytes(runs: AnyRuns, fixes: Sequence[ChosenFix]) -> int:
     """Return what a run with these holds at once at least: at the original's peak, what none of them frees."""
-    if any(fix.remedy.numerics is not Numerics.EXACT for fix in fixes):
+    if any(fix.fix.numerics is not Numerics.EXACT for fix in fixes):
         return 0  # tensors of another dtype are smaller, whatever they are for
-    freed = {category for fix in fixes for category in (*fix.remedy.saves, *fix.remedy.ladder_against)}
+    freed = {category for fix in fixes for category in (*fix.fix.saves, *fix.fix.ladder_against)}
     held = runs.original.document.peak.categories
     return sum(held.get(category, 0) for category in _LASTING if category not in freed)
 
 
-def _is_too_much(runs: AnyRuns, fixes: Sequence[Fix]) -> bool:
+def _is_too_much(runs: AnyRuns, fixes: Sequence[ChosenFix]) -> bool:
     """Say whether a run with these need not be made to know that it does not fit."""
     usable = runs.original.document.device.usable_bytes
     return usable is not None and _least_bytes(runs, fixes) > usable
 
 
-def _needed(runs: AnyRuns, fixes: list[Fix]) -> list[Fix]:
+def _needed(runs: AnyRuns, fixes: list[ChosenFix]) -> list[ChosenFix]:
     """Return those without which it does not fit; what was put on last is asked first, for the others led there."""
     without_one = [[other for other in fixes if other is not fix] for fix in fixes] if len(fixes) > 1 else []
     runs.make(rest for rest in without_one if not _is_too_much(runs, rest))
@@ -152,14 +152,14 @@ def _needed(runs: AnyRuns, fixes: list[Fix]) -> list[Fix]:
     return fixes
 
 
-def _cheaper(runs: AnyRuns, fixes: list[Fix], among: list[Fix]) -> list[Fix]:
+def _cheaper(runs: AnyRuns, fixes: list[ChosenFix], among: list[ChosenFix]) -> list[ChosenFix]:
     """Return the fixes with what makes a step longer replaced by, or joined by, what makes it shorter and fits as well.
 
     One may make another cheaper: what is computed again need not wait in host memory.
     """
     best = runs.with_fixes(fixes)
     others = [fix for fix in among if fix not in fixes]
-    instead = [(fix, [other for other in others if {*other.remedy.saves} & {*fix.remedy.saves}]) for fix in fixes]
+    instead = [(fix, [other for other in others if {*other.fix.saves} & {*fix.fix.saves}]) for fix in fixes]
     least = CHEAPER * best.seconds
     for dear, alike in [(fix, alike) for fix, alike in instead if alike and _price(runs, fix, fixes) > least]:
         rest = [fix for fix in fixes if fix is not dear]
@@ -173,7 +173,7 @@ def _cheaper(runs: AnyRuns, fixes: list[Fix], among: list[Fix]) -> list[Fix]:
     return fixes
 
 
-def _price(runs: AnyRuns, fix: Fix, fixes: list[Fix]) -> float:
+def _price(runs: AnyRuns, fix: ChosenFix, fixes: list[ChosenFix]) -> float:
     """Return the seconds that a fix adds to a step, those before it being on: their runs are rows of the answer."""
     before = fixes[: fixes.index(fix)]
     try:
@@ -182,7 +182,7 @@ def _price(runs: AnyRuns, fix: Fix, fixes: list[Fix]) -> float:
         return 0.0
 
 
-def _answers(runs: AnyRuns, fixes: list[Fix]) -> LadderRun | None:
+def _answers(runs: AnyRuns, fixes: list[ChosenFix]) -> LadderRun | None:
     """Return the run with these if it fits; None if it does not, or they do not apply together."""
     if _is_too_much(runs, fixes):
         return None
@@ -193,18 +193,18 @@ def _answers(runs: AnyRuns, fixes: list[Fix]) -> LadderRun | None:
     return run if run.fits else None
 
 
-def _reason(runs: AnyRuns, chosen: list[Fix], given_up: str) -> str:
-    names = " and ".join(fix.remedy.name for fix in chosen)
+def _reason(runs: AnyRuns, chosen: list[ChosenFix], given_up: str) -> str:
+    names = " and ".join(fix.fix.name for fix in chosen)
     if len(chosen) == 1:
         return f"{names} is enough ({given_up})"
     needed = all(_answers(runs, [other for other in chosen if other is not fix]) is None for fix in chosen)
     each = ", and without any one of them it does not" if needed else ""
-    return f"it fits with {names}{each} ({given_up}); no dearer remedy is on that a cheaper one could replace"
+    return f"it fits with {names}{each} ({given_up}); no dearer fix is on that a cheaper one could replace"
 
 
-def _that_apply(runs: AnyRuns, steps: Sequence[Sequence[Fix]]) -> list[Sequence[Fix]]:
+def _that_apply(runs: AnyRuns, steps: Sequence[Sequence[ChosenFix]]) -> list[Sequence[ChosenFix]]:
     """Return the steps without those that cannot run without what comes later; the last stays."""
-    kept: list[Sequence[Fix]] = []
+    kept: list[Sequence[ChosenFix]] = []
     for fixes in steps[:-1]:
         try:
             runs.with_fixes(fixes)
@@ -214,22 +214,26 @@ def _that_apply(runs: AnyRuns, steps: Sequence[Sequence[Fix]]) -> list[Sequence[
     return [*kept, *steps[-1:]]
 
 
-def _together(runs: AnyRuns, names: Sequence[str], not_applied: dict[str, str]) -> tuple[list[Fix], list[Fix]]:
+def _together(
+    runs: AnyRuns, names: Sequence[str], not_applied: dict[str, str]
+) -> tuple[list[ChosenFix], list[ChosenFix]]:
     """Return as many of `names` as go together, as far as that can be told without a run, and all that apply."""
-    fixes: list[Fix] = []
+    fixes: list[ChosenFix] = []
     for name in names:
         if _conflict(name, fixes):
             continue
         try:
-            runs.check([*fixes, Fix(REMEDIES[name])])
+            runs.check([*fixes, ChosenFix(FIXES[name])])
         except UsageError as error:
             not_applied[name] = error.line
             continue
-        fixes.append(Fix(REMEDIES[name]))
-    return fixes, [*fixes, *(Fix(REMEDIES[name]) for name in names if _conflict(name, fixes))]
+        fixes.append(ChosenFix(FIXES[name]))
+    return fixes, [*fixes, *(ChosenFix(FIXES[name]) for name in names if _conflict(name, fixes))]
 
 
-def _all_of(runs: AnyRuns, names: Sequence[str], not_applied: dict[str, str]) -> tuple[list[Fix], LadderRun | None]:
+def _all_of(
+    runs: AnyRuns, names: Sequence[str], not_applied: dict[str, str]
+) -> tuple[list[ChosenFix], LadderRun | None]:
     """Return as many of `names` as apply together, and the run with them."""
     fixes, _ = _together(runs, names, not_applied)
     while fixes:
@@ -237,11 +241,11 @@ def _all_of(runs: AnyRuns, names: Sequence[str], not_applied: dict[str, str]) ->
             return fixes, runs.with_fixes(fixes)
         except UsageError as error:
             # The message begins with the name of the one that does not apply to this model, here and in `find`.
-            guilty = next((fix for fix in fixes if fix.remedy.name in str(error)), fixes[-1])
-            not_applied[guilty.remedy.name] = error.line
+            guilty = next((fix for fix in fixes if fix.fix.name in str(error)), fixes[-1])
+            not_applied[guilty.fix.name] = error.line
             fixes.remove(guilty)
         except RunFailedError as error:
             # What this kind adds comes last in its list.
-            not_applied[fixes[-1].remedy.name] = error.line
+            not_applied[fixes[-1].fix.name] = error.line
             return [], None
     return [], None

@@ -9,13 +9,13 @@ from typing import Any
 
 from memprof.command_line import profile_command
 from memprof.errors import MemprofError
-from memprof.flows.cards import device_facts, virtual_card
+from memprof.flows.gpus import device_facts, find_gpu_of
 from memprof.flows.recommend import snippet
-from memprof.flows.recommend.cards import alternatives
+from memprof.flows.recommend.alternatives import alternatives
 from memprof.flows.recommend.plans import Goal
 from memprof.flows.recommend.search import GRAIN, TIE, Question, Search, SearchResult, Tried
 from memprof.flows.recommend.simulator import Simulator
-from memprof.report.documents.recommendation import Choice, Recommendation
+from memprof.report.documents.recommendation import Configuration, Recommendation
 from memprof.spec import TargetSpec
 from memprof.trace.facts import Target
 from memprof.units import format_bytes
@@ -25,7 +25,7 @@ def recommend(
     spec: TargetSpec, question: Question, progress: Callable[[str], None]
 ) -> tuple[Recommendation, Search, SearchResult]:
     """Find the configuration for `spec`'s model, at its context length and on its GPU, with its limits and its code."""
-    runs = Simulator(virtual_card(spec), progress)
+    runs = Simulator(find_gpu_of(spec), progress)
     goal = question.goal
     search = Search(runs, spec, question)
     if goal is Goal.INFER and search.at(search.tiers[0], question.batch) is None:
@@ -71,7 +71,13 @@ def recommend(
 
 
 def build_answer(
-    runs: Simulator, host_bytes: int | None, target: Target, rows: tuple[Choice, ...], *, fits: bool, **others: Any
+    runs: Simulator,
+    host_bytes: int | None,
+    target: Target,
+    rows: tuple[Configuration, ...],
+    *,
+    fits: bool,
+    **others: Any,
 ) -> Recommendation:
     """Return the answer of which `rows` were run: the first is the chosen one if it `fits`."""
     return Recommendation(
@@ -84,19 +90,19 @@ def build_answer(
         max_positions=target.max_positions,
         runs=len(runs),
         not_applied=dict(runs.failures),
-        card_note=runs.gpu.note,
+        gpu_note=runs.gpu.note,
         **others,
     )
 
 
-def _choices(runs: Simulator, tried: tuple[Tried, ...], chosen: Tried | None) -> tuple[Choice, ...]:
+def _choices(runs: Simulator, tried: tuple[Tried, ...], chosen: Tried | None) -> tuple[Configuration, ...]:
     """Return the rows of all that were run, the chosen one first, then by time of a step."""
     rest = [one for one in tried if chosen is None or (one.plan, one.micro_batch) != (chosen.plan, chosen.micro_batch)]
     rest.sort(key=lambda one: (not one.outcome.fits, one.outcome.seconds, one.outcome.needed_bytes))
     return rows_of(runs, [("", one) for one in ([] if chosen is None else [chosen]) + rest])
 
 
-def rows_of(runs: Simulator, tried: Sequence[tuple[str, Tried]]) -> tuple[Choice, ...]:
+def rows_of(runs: Simulator, tried: Sequence[tuple[str, Tried]]) -> tuple[Configuration, ...]:
     """Return the rows of what was run, in this order; each has a name of `--parallel`, or "" for one GPU."""
     points = [(one.outcome.needed_bytes, one.outcome.seconds) for _, one in tried]
     return tuple(
@@ -113,7 +119,7 @@ def _is_on_front(point: tuple[int, float], points: list[tuple[int, float]]) -> b
     )
 
 
-def _row(runs: Simulator, parallel: str, tried: Tried, *, pareto: bool) -> Choice:
+def _row(runs: Simulator, parallel: str, tried: Tried, *, pareto: bool) -> Configuration:
     plan, outcome, step = tried.plan, tried.outcome, tried.outcome.step
     settings = {
         "precision": plan.precision if plan.precision not in ("half", "amp") else f"{plan.precision} ({plan.half})",
@@ -123,7 +129,7 @@ def _row(runs: Simulator, parallel: str, tried: Tried, *, pareto: bool) -> Choic
         "attention": outcome.spec.attention,
         "alloc_conf": outcome.spec.alloc_conf,
     }
-    return Choice(
+    return Configuration(
         name=f"{parallel}: {plan.label()}" if parallel else plan.label(),
         settings=settings,
         command=profile_command(outcome.spec),
@@ -131,7 +137,7 @@ def _row(runs: Simulator, parallel: str, tried: Tried, *, pareto: bool) -> Choic
         accumulation=tried.accumulation,
         needed_bytes=outcome.needed_bytes,
         host_bytes=outcome.host_bytes,
-        margin_bytes=runs.gpu.total_bytes - outcome.needed_bytes,
+        headroom_bytes=runs.gpu.total_bytes - outcome.needed_bytes,
         fits=outcome.fits,
         step_seconds=None if step is None else step.seconds,
         compute_seconds=None if step is None else step.compute_seconds,
@@ -139,7 +145,7 @@ def _row(runs: Simulator, parallel: str, tried: Tried, *, pareto: bool) -> Choic
         link_seconds=None if step is None else step.link_seconds,
         given_up=plan.given_up,
         pareto=pareto,
-        dies_in=outcome.dies_in,
+        oom_stage=outcome.oom_stage,
         parallel=parallel or None,
     )
 
@@ -163,7 +169,7 @@ def _reason(chosen: Tried | None, found: SearchResult, search: Search) -> str:
 
 def _assumptions(question: Question, spec: TargetSpec) -> tuple[str, ...]:
     found = [
-        "Times are lower bounds at the card's published rates: compute and transfers one after the other. They rank "
+        "Times are lower bounds at the GPU's published rates: compute and transfers one after the other. They rank "
         "configurations; real kernels reach a part of these rates.",
         f"Context lengths are searched in steps of {GRAIN} tokens, batches one by one.",
     ]

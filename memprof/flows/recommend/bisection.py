@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from memprof.report.documents.recommendation import Bound
+from memprof.report.documents.recommendation import LargestFit
 
 
 def counted_bytes(needed_bytes: int, available: int, *, fits: bool) -> int:
@@ -22,7 +22,7 @@ def find_limit(
     begin: int | None = None,
     likely: int | None = None,
     beyond: int = 0,
-) -> Bound:
+) -> LargestFit:
     """Find the largest number from `low` to `high` for which no more than `available` is needed.
 
     What comes back was tried, both sides: `largest` and the next number. Numbers are multiples of `grain`, or one of
@@ -48,7 +48,7 @@ def find_limit(
     elif begin > low and fits(low):
         below, above = low, begin
     else:
-        return Bound(None, low)
+        return LargestFit(None, low)
     if likely is not None:
         below, above = _around(likely, fits, below, above, high, grain)
     tries = 0
@@ -58,7 +58,7 @@ def find_limit(
             further = [above + grain * place for place in range(1, beyond + 1)]
             later = next((number for number in further if number <= high and fits(number)), None)
             if later is None:
-                return Bound(below, above if above <= high else None)
+                return LargestFit(below, above if above <= high else None)
             # The next that is known not to fit, or all that there is.
             below, above = later, min((n for n in known if n > later and known[n] > available), default=high + 1)
             continue

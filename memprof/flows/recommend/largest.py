@@ -1,4 +1,4 @@
-"""What fits a card: for each way to use a model the largest of the catalog that does, and its longest context."""
+"""What fits a GPU: for each way to use a model the largest of the catalog that does, and its longest context."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from memprof.catalog import Gpu, ModelEntry, list_models
 from memprof.command_line import profile_command
 from memprof.errors import MemprofError, UsageError
-from memprof.flows.cards import device_facts, virtual_card
+from memprof.fixes.catalog import check_installed
+from memprof.fixes.spec_edits import installed_eight_bit_optimizer
+from memprof.flows.gpus import device_facts, find_gpu_of
 from memprof.flows.recommend.closed_form import likely_limit, needed_bytes
 from memprof.flows.recommend.outcome import SimulatedRun
 from memprof.flows.recommend.plans import DEFAULT_CONTEXT, Goal, Plan, base_spec, half_of
 from memprof.flows.recommend.simulator import Simulator
-from memprof.remedies.catalog import check_installed
-from memprof.remedies.spec_edits import installed_eight_bit_optimizer
 from memprof.report.documents.recommendation import Largest, Recommendation
 from memprof.spec import TargetSpec
 
@@ -59,7 +59,7 @@ def recommend_models(spec: TargetSpec, progress: Callable[[str], None]) -> Recom
 
     The model of `spec` is not looked at.
     """
-    gpu, context_length = virtual_card(spec), spec.context_length or DEFAULT_CONTEXT
+    gpu, context_length = find_gpu_of(spec), spec.context_length or DEFAULT_CONTEXT
     runs = Simulator(gpu, progress)
     kinds = []
     for task in tasks(gpu):
@@ -82,7 +82,7 @@ def recommend_models(spec: TargetSpec, progress: Callable[[str], None]) -> Recom
         largest=tuple(rows),
         runs=len(runs),
         not_applied=dict(runs.failures),
-        card_note=gpu.note,
+        gpu_note=gpu.note,
         assumptions=(
             "Causal language models of the catalog by their number of parameters, one sequence at a time.",
             "Those that PEFT does not know by itself are left out of LoRA and QLoRA.",

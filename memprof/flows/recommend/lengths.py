@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from memprof.errors import UsageError, not_installed
-from memprof.report.documents.recommendation import Lengths
+from memprof.report.documents.recommendation import LengthRisk
 from memprof.workload.lengths import is_distribution, parse_lengths
 
 # Which column is meant where none is named: the first of these that there is.
@@ -42,7 +42,7 @@ class _Read:
         self.values.append(length)
 
 
-def read_lengths(source: str | Path, column: str | None = None) -> tuple[list[int], Lengths]:
+def read_lengths(source: str | Path, column: str | None = None) -> tuple[list[int], LengthRisk]:
     """Return the lengths in ascending order, and what was read; its figures are of the file, nothing is cut yet.
 
     `source` is a file, or a distribution of workload/lengths.py. Raises UsageError if there is no such file or column,
@@ -73,7 +73,7 @@ def read_lengths(source: str | Path, column: str | None = None) -> tuple[list[in
             hint="one whole number a line, the tokens of a sequence",
         )
     read.values.sort()
-    return read.values, Lengths(
+    return read.values, LengthRisk(
         file=name if column is None else f"{name}, column {column}",
         count=len(read.values),
         empty=read.empty,

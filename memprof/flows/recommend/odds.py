@@ -9,10 +9,10 @@ import dataclasses
 import math
 
 from memprof.flows.recommend.search import Search, Tried
-from memprof.report.documents.recommendation import LengthRow, Lengths
+from memprof.report.documents.recommendation import LengthRisk, LengthRow
 
 
-def cut_lengths(lengths: list[int], read: Lengths, context_length: int | None) -> tuple[list[int], Lengths]:
+def cut_lengths(lengths: list[int], read: LengthRisk, context_length: int | None) -> tuple[list[int], LengthRisk]:
     """Cut sequences to the context length, as a tokenizer with `max_length` cuts them; None cuts nothing."""
     limit = context_length or lengths[-1]
     truncated = len(lengths) - bisect.bisect_right(lengths, limit)

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from memprof.catalog import Gpu
 from memprof.device.context import CONTEXT_BYTES
+from memprof.fixes.catalog import find_helpful
+from memprof.fixes.chosen import ChosenFix, edit_spec
 from memprof.flows.account import analyze
 from memprof.flows.cost import StepWork, step_work
 from memprof.ledger.batches import Batches
 from memprof.ledger.state import ModelState
-from memprof.remedies.catalog import helping
-from memprof.remedies.fixes import Fix, edit_spec
 from memprof.spec import Mode, TargetSpec
 from memprof.trace.events import Trace
 from memprof.trace.facts import Target, target_to_json
@@ -32,7 +32,7 @@ class SimulatedRun:
     step: StepWork | None  # of one whole optimizer step, or of one forward; None: it was not counted
     state: ModelState
     target: Target
-    dies_in: str
+    oom_stage: str
     batches: Batches | None  # of lengths that vary
 
     @property
@@ -60,7 +60,7 @@ def outcome_of(
     verdict, target, state = document.verdict, document.target, document.model_state
     assert target is not None and state is not None
     where = verdict.oom_stage or ""
-    dies_in = f"{where} of step {verdict.oom_step}" if where and spec.mode is Mode.TRAIN else where
+    oom_stage = f"{where} of step {verdict.oom_step}" if where and spec.mode is Mode.TRAIN else where
     return SimulatedRun(
         spec=spec.edit(context_length=target.context_length, alloc_conf=document.allocator.alloc_conf),
         needed_bytes=verdict.required_bytes,
@@ -69,12 +69,12 @@ def outcome_of(
         step=step_work(trace, gpu, micro_batches),
         state=state,
         target=target,
-        dies_in=dies_in or (HOST_MEMORY if verdict.host_over_bytes else ""),
+        oom_stage=oom_stage or (HOST_MEMORY if verdict.host_over_bytes else ""),
         batches=document.batches,
     )
 
 
 def _with_segments(spec: TargetSpec, target: Target | None) -> TargetSpec | None:
     """Return the spec without pieces in between, with which what all tensors fit may fit; None: it is so already."""
-    remedy = helping("fragmentation")[0]
-    return None if remedy.is_on(spec) else edit_spec(spec, Fix(remedy), target_to_json(target))
+    fix = find_helpful("fragmentation")[0]
+    return None if fix.is_on(spec) else edit_spec(spec, ChosenFix(fix), target_to_json(target))

@@ -7,10 +7,10 @@ from enum import StrEnum
 
 from memprof.catalog import Gpu
 from memprof.errors import UsageError
-from memprof.remedies.spec_edits import installed_eight_bit_optimizer
+from memprof.fixes.spec_edits import installed_eight_bit_optimizer
 from memprof.spec import Mode, TargetSpec
 
-# The remedies that are dimensions of the search; a plan has a field for each.
+# The fixes that are dimensions of the search; a plan has a field for each.
 CHUNKED_LOSS = "chunked-loss"
 CHECKPOINTING = "activation-checkpointing"
 OFFLOADED_ACTIVATIONS = "cpu-offload-activations"
@@ -68,13 +68,13 @@ class Plan:
         changes["optimizer"] = self.optimizer.removesuffix("-cpu")
         if self.optimizer == "adamw":
             changes["optimizer_impl"] = "fused"
-        remedies = {
+        fixes = {
             CPU_OPTIMIZER: self.optimizer == "adamw-cpu",
             CHUNKED_LOSS: self.chunked_loss,
             CHECKPOINTING: self.activations in (Activations.CHECKPOINTED, Activations.BOTH),
             OFFLOADED_ACTIVATIONS: self.activations in (Activations.OFFLOADED, Activations.BOTH),
         }
-        return base.edit(**changes, fixes=tuple(name for name, is_on in remedies.items() if is_on))
+        return base.edit(**changes, fixes=tuple(name for name, is_on in fixes.items() if is_on))
 
     def label(self, micro_batch: int | None = None) -> str:
         """Return what it is, in a line of a table."""
@@ -91,7 +91,7 @@ class Plan:
         return ", ".join(parts)
 
     @property
-    def remedies(self) -> tuple[str, ...]:
+    def fixes(self) -> tuple[str, ...]:
         """Return what `memprof.apply` switches on for it in a model."""
         names = self.spec(TargetSpec(model="-"), 1).fixes
         return tuple(name for name in names if name != CPU_OPTIMIZER)
@@ -123,7 +123,7 @@ OPTIMIZER_NAMES = {
 
 
 def half_of(gpu: Gpu) -> str:
-    """Return the half precision that the card computes in at full speed: bfloat16 from compute capability 8.0 on."""
+    """Return the half precision that the GPU computes in at full speed: bfloat16 from compute capability 8.0 on."""
     return "bfloat16" if gpu.compute_capability >= (8, 0) or "bfloat16" in gpu.peak_flops else "float16"
 
 

@@ -8,11 +8,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from memprof.errors import UsageError
+from memprof.fixes.catalog import check_installed
 from memprof.flows.recommend.outcome import SimulatedRun
 from memprof.flows.recommend.plans import Activations, Goal, Plan, base_spec, tiers
 from memprof.flows.recommend.simulator import Simulator
-from memprof.remedies.catalog import check_installed
-from memprof.report.documents.recommendation import Bound
+from memprof.report.documents.recommendation import LargestFit
 from memprof.spec import TargetSpec
 
 GRAIN = 256  # tokens between two context lengths of a search
@@ -66,14 +66,14 @@ class SearchResult:
 
 
 class Search:
-    """Searches the configurations of a goal; `base` names model, context length and card."""
+    """Searches the configurations of a goal; `base` names model, context length and GPU."""
 
     def __init__(self, runs: Simulator, base: TargetSpec, question: Question) -> None:
         self.runs = runs
         self.goal, self.effective_batch, self.micro_batch = question.goal, question.batch, question.micro_batch
         self.base = base_spec(self.goal, base)
         self.tiers = self._installed(tiers(self.goal, runs.gpu, question.precision, question.half))
-        self.refused: set[str] = set()  # remedies that do not apply to this model
+        self.refused: set[str] = set()  # fixes that do not apply to this model
         self.tried: dict[tuple[Plan, int], Tried] = {}
 
     def _installed(self, kinds: list[Plan]) -> list[Plan]:
@@ -136,13 +136,13 @@ class Search:
         return [size for size in range(1, self.effective_batch + 1) if self.effective_batch % size == 0]
 
     def at(self, plan: Plan, micro_batch: int) -> Tried | None:
-        """Run a plan at a micro-batch; None if it does not apply: a remedy that was refused is not tried again.
+        """Run a plan at a micro-batch; None if it does not apply: a fix that was refused is not tried again.
 
         With accumulation, the gradients of earlier micro-batches are there in every later one. One micro-batch on
         gradients that zero_grad left as zeros is the same to the allocator, and takes half the time to run.
         """
         key = plan, micro_batch
-        if not self.refused.isdisjoint(plan.remedies):
+        if not self.refused.isdisjoint(plan.fixes):
             return None
         if key not in self.tried:
             spec, accumulation = self._asked(plan, micro_batch)
@@ -151,7 +151,7 @@ class Search:
             if outcome is None:
                 # The message begins with the name of the one that does not apply to this model.
                 why = self.runs.failures[label]
-                self.refused |= {name for name in plan.remedies if why.startswith(name)}
+                self.refused |= {name for name in plan.fixes if why.startswith(name)}
                 return None
             self.tried[key] = Tried(plan, micro_batch, accumulation, outcome)
         return self.tried[key]
@@ -163,7 +163,7 @@ class Search:
 
     def _make(self, plans: Iterable[Plan], micro_batch: int) -> None:
         """Make the runs of these at once, but for what was refused."""
-        self.runs.make(self._asked(plan, micro_batch) for plan in plans if self.refused.isdisjoint(plan.remedies))
+        self.runs.make(self._asked(plan, micro_batch) for plan in plans if self.refused.isdisjoint(plan.fixes))
 
     def confirmed(self, tried: Tried) -> Tried:
         """Run it as it will be run: with its accumulation."""
@@ -171,7 +171,7 @@ class Search:
         outcome = self.runs.run(spec, f"check of {tried.label}", tried.accumulation)
         return dataclasses.replace(tried, outcome=outcome)
 
-    def batch_limit(self, tried: Tried) -> Bound:
+    def batch_limit(self, tried: Tried) -> LargestFit:
         """Find the largest micro-batch of this configuration."""
         accumulation = min(tried.accumulation, 2)
         return self.runs.limit(
@@ -182,10 +182,10 @@ class Search:
             high=MAX_BATCH,
         )
 
-    def context_limit(self, tried: Tried, longest: int | None) -> Bound:
+    def context_limit(self, tried: Tried, longest: int | None) -> LargestFit:
         """Find the longest context of this configuration, in steps of GRAIN tokens; it has fitted at its own.
 
-        `longest` is the model's; what is asked for beyond it is looked at beyond it.
+        `longest` is the model's; what is requested beyond it is looked at beyond it.
         """
         now = tried.outcome.target.context_length or 0
         high = MAX_CONTEXT
@@ -198,7 +198,7 @@ class Search:
         def label(length: int) -> str:
             return f"context {length:,}"
 
-        def limit(accumulation: int) -> Bound:
+        def limit(accumulation: int) -> LargestFit:
             make = functools.partial(spec_of, accumulation=accumulation)
             return self.runs.limit(make, label, tried.accumulation, begin=now, high=high, grain=GRAIN)
 

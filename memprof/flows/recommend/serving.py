@@ -1,5 +1,5 @@
-"""How inference is spread over several cards (`memprof recommend --gpus N --mode inference`): matrices shared by a rank
-on each (tensor parallelism), or layers on each card of one process (`device_map`). Each way is run.
+"""How inference is spread over several GPUs (`memprof recommend --gpus N --mode inference`): matrices shared by a rank
+on each (tensor parallelism), or layers on each GPU of one process (`device_map`). Each way is run.
 """
 
 from __future__ import annotations
@@ -7,10 +7,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from memprof.errors import MemprofError, UsageError
-from memprof.flows.cards import virtual_card
+from memprof.flows.gpus import find_gpu_of
 from memprof.flows.recommend.answer import build_answer, rows_of
-from memprof.flows.recommend.card_scripts import serving_scripts
-from memprof.flows.recommend.over_cards import nccl_assumption
+from memprof.flows.recommend.multi_gpu_scripts import serving_scripts
+from memprof.flows.recommend.over_gpus import nccl_assumption
 from memprof.flows.recommend.plans import Goal, base_spec, tiers, with_context
 from memprof.flows.recommend.search import Question, Tried
 from memprof.flows.recommend.simulator import Simulator
@@ -19,15 +19,15 @@ from memprof.spec import TargetSpec
 from memprof.workload.models import find_source
 from memprof.workload.plan import DEVICE_MAP, check_plan, parse_plan
 
-MOST_CARDS = 64  # beyond so many it is not asked whether it fits
+MOST_GPUS = 64  # beyond so many it is not asked whether it fits
 _WHOLE = frozenset({"half", "float32"})  # precisions of weights that are spread here: quantized ones are not
 
 
 class Serving:
-    """The ways to run a model over cards, each run once."""
+    """The ways to run a model over GPUs, each run once."""
 
     def __init__(self, spec: TargetSpec, question: Question, progress: Callable[[str], None]) -> None:
-        gpu = virtual_card(spec)
+        gpu = find_gpu_of(spec)
         self.runs = Simulator(gpu, progress, seeks_room=True)
         self.base = base_spec(Goal.INFER, spec.edit(gpus=1, batch_size=question.batch))
         self.source = find_source(spec)
@@ -36,7 +36,7 @@ class Serving:
         kinds = [tier for tier in tiers(Goal.INFER, gpu, question.precision, question.half) if tier.precision in _WHOLE]
         if not kinds:
             raise UsageError(
-                "quantized weights are not spread over cards here", value=f"--quantize {question.precision}",
+                "quantized weights are not spread over GPUs here", value=f"--quantize {question.precision}",
                 hint="leave out --quantize, or --gpus",
             )  # fmt: skip
         self.kind = kinds[0]
@@ -62,19 +62,19 @@ class Serving:
     def fewest(self) -> Alternative | None:
         """Find the least number of GPUs, of powers of two, on which it fits."""
         gpus = 1
-        while gpus <= MOST_CARDS:
+        while gpus <= MOST_GPUS:
             for plan, tried in self.ways(gpus):
                 if tried.outcome.fits:
                     how = f", {plan}" if plan else ""
                     name = f"{gpus} x {self.runs.gpu.name}{how}: {self.kind.label(self.batch)}"
-                    return Alternative("the least number of these cards", name, tried.outcome.needed_bytes, False)
+                    return Alternative("the least number of these GPUs", name, tried.outcome.needed_bytes, False)
             gpus *= 2
         return None
 
 
 def recommend_serving(spec: TargetSpec, question: Question, progress: Callable[[str], None]) -> Recommendation:
     """Find how to run `spec`'s model over `spec.gpus` GPUs, with what else was run, and code to paste.
-    Raises UsageError: quantized weights are asked for; MemprofError: no way to spread the model applies."""
+    Raises UsageError: quantized weights are requested; MemprofError: no way to spread the model applies."""
     search = Serving(with_context(spec), question, progress)
     runs, ways = search.runs, search.ways(spec.gpus)
     if not ways:
@@ -103,18 +103,18 @@ def recommend_serving(spec: TargetSpec, question: Question, progress: Callable[[
 
 def _reason(fitting: list[str]) -> str:
     if not fitting:
-        return "no way to spread it over these cards fits"
-    at_work = "all cards are at work at once" if fitting[0] != DEVICE_MAP else "one card is at work after another"
+        return "no way to spread it over these GPUs fits"
+    at_work = "all GPUs are at work at once" if fitting[0] != DEVICE_MAP else "one GPU is at work after another"
     others = f"the quicker of {len(fitting)} that fit" if len(fitting) > 1 else "the only way that fits"
     return f"{others}: {at_work}; it gives up no precision"
 
 
 _ASSUMPTIONS = (
-    "Times are lower bounds at published rates: compute, then what is sent between cards, over NVLink where the board "
-    "has it, else over the host's link. With device-map one card works after another, and what goes between them is "
+    "Times are lower bounds at published rates: compute, then what is sent between GPUs, over NVLink where the board "
+    "has it, else over the host's link. With device-map one GPU works after another, and what goes between them is "
     "not counted.",
     "A prompt and two tokens after it, with the model's own KV cache; a server's batching is not simulated.",
     "With tp each process makes the model in host memory first; whether the host has room for all of them is not "
     "judged.",
-    "The least number of cards is looked for among powers of two.",
+    "The least number of GPUs is looked for among powers of two.",
 )

@@ -13,7 +13,7 @@ from memprof.errors import MemprofError
 from memprof.flows.profile import capture_trace, profile
 from memprof.flows.recommend.bisection import counted_bytes, find_limit
 from memprof.flows.recommend.outcome import SimulatedRun, outcome_of
-from memprof.report.documents.recommendation import Bound
+from memprof.report.documents.recommendation import LargestFit
 from memprof.spec import TargetSpec
 from memprof.watch.collection import freeze_libraries
 
@@ -31,7 +31,7 @@ class Simulator:
         self.refusal: MemprofError | None = None  # the last of these
         self._outcome_of = functools.partial(outcome_of, gpu=gpu, seeks_room=seeks_room)
         self._known: _Runs = {}
-        self._ready: dict[tuple[TargetSpec, int], SimulatedRun | MemprofError] = {}  # made, and not yet asked for
+        self._ready: dict[tuple[TargetSpec, int], SimulatedRun | MemprofError] = {}  # made, and not yet requested
 
     def __len__(self) -> int:
         """Return how many runs were made."""
@@ -47,7 +47,7 @@ class Simulator:
         return outcome.fits and outcome.needed_bytes <= self.gpu.total_bytes
 
     def rank(self, outcome: SimulatedRun) -> tuple[bool, bool, float]:
-        """Return a key, the best least: what has room, then what fits only just, and of these the quickest."""
+        """Return a sort key: headroom first, then what fits with allocator retries, and of these the quickest."""
         return not outcome.fits, not self.has_room(outcome), outcome.seconds
 
     def run(self, spec: TargetSpec, label: str, micro_batches: int = 1) -> SimulatedRun:
@@ -82,7 +82,7 @@ class Simulator:
             freeze_libraries()
 
     def make(self, questions: Iterable[tuple[TargetSpec, int]]) -> None:
-        """Run these at once, on all cores; they count when they are asked for (`run`)."""
+        """Run these at once, on all cores; they count when they are requested (`run`)."""
         left = [key for key in dict.fromkeys(questions) if key not in self._known and key not in self._ready]
         if len(left) > 1 and _has_workers():
             from memprof.workload.pool import run_all
@@ -124,7 +124,7 @@ class Simulator:
         high: int,
         grain: int = 1,
         likely: int | None = None,
-    ) -> Bound:
+    ) -> LargestFit:
         """Find the largest number for which the run of `spec_of` fits, and the next (`find_limit`): both were run."""
         available = self.gpu.total_bytes
 

@@ -1,6 +1,6 @@
 """`verify`: the original and the fixed model side by side, both against float64.
 
-A remedy that promises the same numbers keeps its promise if its deviation from a float64 run is no larger than a small
+A fix that promises the same numbers keeps its promise if its deviation from a float64 run is no larger than a small
 multiple of the original's own, plus some units in the last place of the quantity itself. Which of two roundings comes
 nearer to the truth is chance, so that one cannot ask for less.
 """
@@ -19,16 +19,16 @@ import torch
 from torch import nn
 
 from memprof.errors import UsageError
+from memprof.fixes.applied import apply
+from memprof.fixes.catalog import FIXES, Fix, Numerics, find_fixes
+from memprof.fixes.micro_batch import MicroBatches
 from memprof.flows.verify.optimizer_table import optimizer_rows
 from memprof.flows.verify.peaks import adamw, measured_peak, simulated_peak, train
 from memprof.flows.verify.precision_table import precision_rows, quantized_row
 from memprof.flows.verify.processes import all_of, compiled_here, one_thread, prepare
 from memprof.flows.verify.reference import float64_throughout
 from memprof.flows.verify.specimens import IGNORED, SPECIMENS, Specimen, batches, find_specimen
-from memprof.remedies.applied import apply
-from memprof.remedies.catalog import REMEDIES, Numerics, Remedy, find_remedies
-from memprof.remedies.micro_batch import MicroBatches
-from memprof.report.documents.verification import Deviation, RemedyPeak, Verification
+from memprof.report.documents.verification import Deviation, FixPeak, Verification
 from memprof.torch_private import dynamo
 from memprof.workload.pool import number_of_workers
 from memprof.workload.step import quiet_transformers
@@ -39,7 +39,7 @@ _EPS = torch.finfo(torch.float32).eps
 _LEARNING_RATE, _MOMENTUM, _STEPS = 0.1, 0.9, 3
 _CAP = 100  # tokens that vocabulary-cap leaves; no id of a batch is above
 
-# The options that remedies are verified with, and other ones of a model. Seven divides no number of tokens here.
+# The options that fixes are verified with, and other ones of a model. Seven divides no number of tokens here.
 _TRIED: dict[str, Any] = {
     "chunk_size": 7,
     "vocab_size": _CAP,
@@ -54,31 +54,31 @@ _TRIED_ON: dict[str, dict[str, Any]] = {
 }
 
 
-def _options(remedy: Remedy, model: str, general: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in {**general, **_TRIED_ON.get(model, {})}.items() if name in remedy.options}
+def _options(fix: Fix, model: str, general: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in {**general, **_TRIED_ON.get(model, {})}.items() if name in fix.options}
 
 
 @contextlib.contextmanager
-def _skipping(found: Verification, remedy: Remedy, specimen: Specimen) -> Iterator[None]:
-    """Note why `remedy` does not apply to the model, if it does not."""
+def _skipping(found: Verification, fix: Fix, specimen: Specimen) -> Iterator[None]:
+    """Note why `fix` does not apply to the model, if it does not."""
     try:
         yield
     except UsageError as error:
-        found.skipped.setdefault((remedy.name, specimen.name), error.line)
+        found.skipped.setdefault((fix.name, specimen.name), error.line)
 
 
 @quiet_transformers()
 def verify(
-    remedies: Sequence[str] = (),
+    fixes: Sequence[str] = (),
     models: Sequence[str] = (),
     *,
     seeds: int = 2,
     progress: Callable[[str], None] = lambda doing: None,
     trust_remote_code: bool = False,
 ) -> Verification:
-    """Verify `remedies` (all, if none is named) on `models` (the small ones, if none is named).
-    Raises UsageError: an unknown remedy or model, or fewer than one seed."""
-    chosen = [remedy for name in remedies for remedy in find_remedies([name])] or list(REMEDIES.values())
+    """Verify `fixes` (all, if none is named) on `models` (the small ones, if none is named).
+    Raises UsageError: an unknown fix or model, or fewer than one seed."""
+    chosen = [fix for name in fixes for fix in find_fixes([name])] or list(FIXES.values())
     if seeds < 1:
         raise UsageError("--seeds must be at least 1", value=str(seeds), hint="give a positive whole number")
     found = Verification(seeds=seeds)
@@ -94,31 +94,31 @@ def verify(
         works: list[Callable[[], Verification]] = [
             part(_deviations_of, specimen, chosen, named=bool(models)) for specimen in specimens
         ]
-        if any(remedy.bench == "precision" for remedy in chosen):
+        if any(fix.bench == "precision" for fix in chosen):
             works += [part(_precisions_of, one) for one in specimens if models or not one.kind]
         large = specimens[0] if models else SPECIMENS["llama"]
-        works += [part(_benched, remedy, large) for remedy in chosen if remedy.bench not in ("", "precision")]
+        works += [part(_benched, fix, large) for fix in chosen if fix.bench not in ("", "precision")]
         originals = peaks.originals()
         at_once = functools.partial(all_of, progress=progress, several=several)
         known = dict(zip(originals, at_once(list(originals.values())), strict=True))
-        for one in at_once([*works, *peaks.with_remedies(known, seeds)]):
+        for one in at_once([*works, *peaks.with_fixes(known, seeds)]):
             found.take(one)
     return found
 
 
 def _deviations_of(
-    specimen: Specimen, chosen: Sequence[Remedy], *, named: bool, seeds: int, progress: Callable[[str], None]
+    specimen: Specimen, chosen: Sequence[Fix], *, named: bool, seeds: int, progress: Callable[[str], None]
 ) -> Verification:
-    """Find what remedies do to the numbers of one model; `named` by the user, it is tried with all of them."""
+    """Find what fixes do to the numbers of one model; `named` by the user, it is tried with all of them."""
     found = Verification(seeds=seeds)
     originals: dict[tuple[int, str], tuple[_Run, _Run]] = {}
     _reset_compiler()
-    for remedy in chosen:
-        progress(f"{remedy.name} on {specimen.name}")
-        if remedy.numerics is Numerics.APPROXIMATE or not (named or specimen.kind == remedy.for_models):
+    for fix in chosen:
+        progress(f"{fix.name} on {specimen.name}")
+        if fix.numerics is Numerics.APPROXIMATE or not (named or specimen.kind == fix.for_models):
             continue
-        with _skipping(found, remedy, specimen):
-            found.deviations += _deviations(remedy, specimen, seeds, originals, found.narrow)
+        with _skipping(found, fix, specimen):
+            found.deviations += _deviations(fix, specimen, seeds, originals, found.narrow)
     return found
 
 
@@ -133,16 +133,16 @@ def _precisions_of(specimen: Specimen, *, seeds: int, progress: Callable[[str], 
     return Verification(seeds=seeds, precisions=precision_rows(specimen))
 
 
-def _benched(remedy: Remedy, large: Specimen, *, seeds: int, progress: Callable[[str], None]) -> Verification:
-    """Make the table of a remedy that has one of its own."""
+def _benched(fix: Fix, large: Specimen, *, seeds: int, progress: Callable[[str], None]) -> Verification:
+    """Make the table of a fix that has one of its own."""
     found = Verification(seeds=seeds)
-    with _skipping(found, remedy, large):
-        if remedy.bench == "quantized weights":
-            progress(f"{remedy.name} on {large.name}")
-            found.precisions.append(quantized_row(large, remedy.name))
-        elif remedy.bench == "optimizer":
+    with _skipping(found, fix, large):
+        if fix.bench == "quantized weights":
+            progress(f"{fix.name} on {large.name}")
+            found.precisions.append(quantized_row(large, fix.name))
+        elif fix.bench == "optimizer":
             progress("steps of the 8-bit optimizer")
-            found.optimizers += optimizer_rows(large, remedy.name)
+            found.optimizers += optimizer_rows(large, fix.name)
     return found
 
 
@@ -169,20 +169,20 @@ def _sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def _deviations(
-    remedy: Remedy,
+    fix: Fix,
     specimen: Specimen,
     seeds: int,
     originals: dict[tuple[int, str], tuple[_Run, _Run]],
     narrow: dict[str, tuple[str, ...]],
 ) -> list[Deviation]:
-    """Return the worst rows of one remedy on one model: loss, gradients and parameters."""
+    """Return the worst rows of one fix on one model: loss, gradients and parameters."""
     # Capped, the original is another model: its head's first rows.
-    cap = _CAP if "vocab_size" in remedy.options else None
+    cap = _CAP if "vocab_size" in fix.options else None
     worst: dict[str, Deviation] = {}
     for seed in range(seeds):
         for case in specimen.cases:
-            if case == "accumulation" and not remedy.accumulates:
-                continue  # it is what this remedy gives up
+            if case == "accumulation" and not fix.accumulates:
+                continue  # it is what this fix gives up
             steps = batches(specimen, case, seed)
             model = _build(specimen, seed)
             key = (seed, case)
@@ -197,10 +197,10 @@ def _deviations(
                 if cap is None:
                     originals[key] = pair
             exact, original = pair if cap is not None else originals[key]
-            options = _options(remedy, specimen.name, {**_TRIED, "optimizer": _sgd})
-            applied = apply(model, remedy.name, **options)
-            fixed = _run(model, steps, result=applied.results.get(remedy.name))
-            for row in _compare(remedy.name, specimen.name, f"{case}, seed {seed}", exact, original, fixed):
+            options = _options(fix, specimen.name, {**_TRIED, "optimizer": _sgd})
+            applied = apply(model, fix.name, **options)
+            fixed = _run(model, steps, result=applied.results.get(fix.name))
+            for row in _compare(fix.name, specimen.name, f"{case}, seed {seed}", exact, original, fixed):
                 before = worst.get(row.quantity)
                 if before is None or _badness(row) > _badness(before):
                     worst[row.quantity] = row
@@ -214,7 +214,7 @@ def _badness(row: Deviation) -> float:
 def _run(model: nn.Module, steps: list[dict[str, Any]], *, cap: int | None = None, result: Any = None) -> _Run:
     """Run some steps on the same micro-batches; loss and gradients are the first step's.
 
-    `result` is what the remedy made: an optimizer, or what does forward and backward.
+    `result` is what the fix made: an optimizer, or what does forward and backward.
     """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     optimizer = result if hasattr(result, "param_groups") else _sgd(list(trained.values()))
@@ -251,12 +251,12 @@ def _loss(model: nn.Module, batch: dict[str, Any], cap: int | None) -> torch.Ten
     return total if items is None else total / items
 
 
-def _compare(remedy: str, model: str, case: str, exact: _Run, original: _Run, fixed: _Run) -> list[Deviation]:
-    row = functools.partial(Deviation, remedy, model)
+def _compare(fix: str, model: str, case: str, exact: _Run, original: _Run, fixed: _Run) -> list[Deviation]:
+    row = functools.partial(Deviation, fix, model)
     rows = [row("loss", case, "", *_deviation(exact.loss, original.loss, fixed.loss, 0.0))]
     for quantity, parts in (("gradients", "gradients"), (f"parameters after {_STEPS} steps", "parameters")):
         truth, theirs, ours = (getattr(run, parts) for run in (exact, original, fixed))
-        # What a remedy does not train it has no gradient for, and what it adds the original has not.
+        # What a fix does not train it has no gradient for, and what it adds the original has not.
         names = [name for name in ours if name in truth]
         # With other parameters trained, later steps lead elsewhere.
         if not names or (parts == "parameters" and fixed.gradients and set(fixed.gradients) != set(exact.gradients)):
@@ -305,46 +305,46 @@ _PEAK_OPTIONS = {
 class _Peaks:
     """Peaks of a training step, as a model is and with each of `chosen`: of that which is `named`, or of small ones."""
 
-    chosen: Sequence[Remedy]
+    chosen: Sequence[Fix]
     named: Specimen | None
     progress: Callable[[str], None]
 
-    def _keys(self) -> Iterator[tuple[Remedy, _Key]]:
-        for remedy in self.chosen:
-            if set(remedy.saves) - {"host memory"}:  # something on the GPU
-                specimen = self.named or SPECIMENS[remedy.for_models or "llama"]
-                rows = 2 if "micro_batch_size" in remedy.options else 1
-                yield remedy, _Key(specimen, rows, remedy.saves == ("fragmentation",))
+    def _keys(self) -> Iterator[tuple[Fix, _Key]]:
+        for fix in self.chosen:
+            if set(fix.saves) - {"host memory"}:  # something on the GPU
+                specimen = self.named or SPECIMENS[fix.for_models or "llama"]
+                rows = 2 if "micro_batch_size" in fix.options else 1
+                yield fix, _Key(specimen, rows, fix.saves == ("fragmentation",))
 
     def originals(self) -> dict[_Key, Callable[[], _Bytes]]:
         """Return what finds the peak of each model as it is."""
         return {key: functools.partial(self._peak, key, None) for _, key in self._keys()}
 
-    def with_remedies(self, originals: Mapping[_Key, _Bytes], seeds: int) -> list[Callable[[], Verification]]:
-        """Return what finds the row of each remedy."""
+    def with_fixes(self, originals: Mapping[_Key, _Bytes], seeds: int) -> list[Callable[[], Verification]]:
+        """Return what finds the row of each fix."""
         row = functools.partial(functools.partial, self._row, seeds=seeds)
-        return [row(remedy, key, originals[key]) for remedy, key in self._keys()]
+        return [row(fix, key, originals[key]) for fix, key in self._keys()]
 
-    def _row(self, remedy: Remedy, key: _Key, before: _Bytes, *, seeds: int) -> Verification:
+    def _row(self, fix: Fix, key: _Key, before: _Bytes, *, seeds: int) -> Verification:
         found = Verification(seeds=seeds)
         batch = f"{key.rows} rows of " if key.rows > 1 else ""
         workload = f"{key.specimen.name}, {batch}{key.specimen.peak_tokens:,} tokens, float32, AdamW"
         workload += ", reserved" if key.reserved else ""
-        with _skipping(found, remedy, key.specimen):
-            after = self._peak(key, remedy)
+        with _skipping(found, fix, key.specimen):
+            after = self._peak(key, fix)
             found.peaks.append(
-                RemedyPeak(
-                    remedy.name, workload, before.simulated, after.simulated, _device(), before.measured,
+                FixPeak(
+                    fix.name, workload, before.simulated, after.simulated, _device(), before.measured,
                     after.measured, after.reason,
                 )
             )  # fmt: skip
         return found
 
-    def _peak(self, key: _Key, remedy: Remedy | None) -> _Bytes:
+    def _peak(self, key: _Key, fix: Fix | None) -> _Bytes:
         device = _device()
-        options = {} if remedy is None else _options(remedy, key.specimen.name, _PEAK_OPTIONS)
-        program = functools.partial(train, key.specimen, remedy, options, key.rows)
-        name = "of the original" if remedy is None else f"with {remedy.name}"
+        options = {} if fix is None else _options(fix, key.specimen.name, _PEAK_OPTIONS)
+        program = functools.partial(train, key.specimen, fix, options, key.rows)
+        name = "of the original" if fix is None else f"with {fix.name}"
         _reset_compiler()
         self.progress(f"simulating the peak {name}")
         simulated = simulated_peak(program, workspaces=device == "cuda", reserved=key.reserved)

@@ -1,7 +1,7 @@
 """The kernels of a graph for the CPU, compiled in one run of the compiler of C++.
 
 Inductor writes a file for each kernel, and starts the compiler for each. Of the second that takes, nearly all is the
-same every time: templates that its own header asks for, which a precompiled header keeps as asked for and not as made,
+same every time: templates that its own header asks for, which a precompiled header keeps as requested and not as made,
 and the linker that reads torch's libraries. Here one file includes those of a graph, each in a namespace of its own.
 The compiler, its settings and the header are Inductor's, and so is the text of each kernel: what the processor is told
 is the same. The library stands in Inductor's cache under the name of each kernel, and gives the one by whose name it

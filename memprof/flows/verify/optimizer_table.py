@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from memprof.errors import UsageError
+from memprof.fixes.applied import apply
 from memprof.flows.verify.reference import float64_throughout
 from memprof.flows.verify.specimens import Specimen, batches
-from memprof.remedies.applied import apply
 from memprof.report.documents.verification import OptimizerRow
 
 STEPS = 3
@@ -27,8 +27,8 @@ _BOUNDS: dict[str, float | None] = {FLOAT32: 0.05, BFLOAT16: None}
 _EIGHT_BIT_BOUND = 1.0
 
 
-def optimizer_rows(specimen: Specimen, remedy: str) -> list[OptimizerRow]:
-    """Compare float32 AdamW, AdamW with bfloat16 weights and states, and the 8-bit optimizer that `remedy` brings.
+def optimizer_rows(specimen: Specimen, fix: str) -> list[OptimizerRow]:
+    """Compare float32 AdamW, AdamW with bfloat16 weights and states, and the 8-bit optimizer that `fix` brings.
 
     All start from weights that bfloat16 has, so that no deviation was there before the first step. The model is the
     large one: these optimizers quantize no tensor below 4,096 numbers. Raises UsageError: no 8-bit optimizer is
@@ -41,7 +41,7 @@ def optimizer_rows(specimen: Specimen, remedy: str) -> list[OptimizerRow]:
             parameter.copy_(parameter.to(torch.bfloat16))
 
     def make_eight_bit(model: nn.Module) -> Any:
-        return apply(model, remedy, undoable=False, learning_rate=LEARNING_RATE).results[remedy]
+        return apply(model, fix, undoable=False, learning_rate=LEARNING_RATE).results[fix]
 
     eight_bit = _run(copy.deepcopy(model), specimen, make_eight_bit)
     with float64_throughout():
@@ -52,7 +52,7 @@ def optimizer_rows(specimen: Specimen, remedy: str) -> list[OptimizerRow]:
     for name, (parameters, loss, state_bytes) in (
         (FLOAT32, _run(copy.deepcopy(model), specimen, _adamw)),
         (BFLOAT16, _run(copy.deepcopy(model).to(torch.bfloat16), specimen, _adamw)),
-        (remedy, eight_bit),
+        (fix, eight_bit),
     ):
         apart = [p - e for p, e in zip(parameters, exact[0], strict=True)]
         rows.append(

@@ -1,8 +1,8 @@
-"""The peak of a training step with and without a remedy: simulated on a virtual card, and measured where it runs.
+"""The peak of a training step with and without a fix: simulated on a virtual GPU, and measured where it runs.
 
 Measured is, on a CUDA device, the caching allocator's own `max_memory_allocated`. On the CPU it is the running sum of
-what the CPU allocator reports to torch's profiler, each allocation and each free, with no mode active. There the card
-and the host are one memory: what a remedy moves to the host is still counted.
+what the CPU allocator reports to torch's profiler, each allocation and each free, with no mode active. There the GPU
+and the host are one memory: what a fix moves to the host is still counted.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from memprof.allocator import Settings, SettingsInForce, replay_on_card
+from memprof.allocator import CurrentSettings, Settings, replay_on_gpu
 from memprof.catalog import DEFAULT_GPU, find_gpu
+from memprof.fixes.applied import apply
+from memprof.fixes.catalog import Fix
+from memprof.fixes.micro_batch import MicroBatches
 from memprof.flows.verify.specimens import Specimen
 from memprof.measured.operators import quiet_profiler
-from memprof.remedies.applied import apply
-from memprof.remedies.catalog import Remedy
-from memprof.remedies.micro_batch import MicroBatches
 from memprof.torch_private import cuda
 from memprof.watch.collection import no_collection
 
@@ -35,13 +35,13 @@ def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, foreach=False)
 
 
-def train(specimen: Specimen, remedy: Remedy | None, options: dict[str, Any], rows: int, device: str) -> None:
-    """Build the large model, switch `remedy` on (UsageError if it does not apply), and train two steps on `rows`."""
+def train(specimen: Specimen, fix: Fix | None, options: dict[str, Any], rows: int, device: str) -> None:
+    """Build the large model, switch `fix` on (UsageError if it does not apply), and train two steps on `rows`."""
     torch.manual_seed(0)
     model = specimen.build_large().to(device).train()
     result: Any = None
-    if remedy is not None:
-        result = apply(model, remedy.name, undoable=False, **options).results.get(remedy.name)
+    if fix is not None:
+        result = apply(model, fix.name, undoable=False, **options).results.get(fix.name)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = result if hasattr(result, "param_groups") else adamw(trained)
     for _ in range(STEPS):
@@ -59,16 +59,16 @@ def simulated_peak(program: Callable[[str], None], *, workspaces: bool, reserved
 
     `workspaces` counts what CUDA's libraries take for themselves; a CPU has nothing of the kind.
     """
-    from memprof.stand_ins.extension import extensions
+    from memprof.stubs.extension import extensions
     from memprof.virtual import VirtualGpu
 
-    settings = SettingsInForce(Settings(torch.__version__))
+    settings = CurrentSettings(Settings(torch.__version__))
     parts = extensions(stubs=False)
     with VirtualGpu(find_gpu(DEFAULT_GPU), workspaces=workspaces, allocator_settings=settings, extensions=parts) as gpu:
         program("cuda")
     if not reserved:
         return gpu.recorder.storages.peak_bytes
-    return replay_on_card(gpu.trace, None, settings.now.config, settings.now.release).required_reserved_bytes
+    return replay_on_gpu(gpu.trace, None, settings.now.config, settings.now.release).required_reserved_bytes
 
 
 def measured_peak(program: Callable[[str], None], device: str, *, reserved: bool = False) -> int:

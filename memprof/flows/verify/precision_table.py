@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from memprof.fixes.applied import apply
 from memprof.flows.verify.reference import float64_throughout
 from memprof.flows.verify.specimens import Specimen, batches
-from memprof.remedies.applied import apply
 from memprof.report.documents.verification import Precision
 from memprof.workload.layers import find_layers
 
@@ -70,7 +70,7 @@ def _compared(
     )
 
 
-def quantized_row(specimen: Specimen, remedy: str) -> Precision:
+def quantized_row(specimen: Specimen, fix: str) -> Precision:
     """Return the row of a fix that quantizes weights, against float64; raise UsageError without its library.
 
     On the large model: bitsandbytes' packed kernels for the CPU take rows of whole blocks, of which others have none.
@@ -78,12 +78,12 @@ def quantized_row(specimen: Specimen, remedy: str) -> Precision:
     torch.manual_seed(0)
     model = specimen.build_large().float().eval()
     changed = copy.deepcopy(model)
-    apply(changed, remedy, undoable=False)
+    apply(changed, fix, undoable=False)
     rounding = _rounding(model, changed)  # a forward takes the scales away from the weights
     with float64_throughout():
         wanted = _forward(copy.deepcopy(model).double(), specimen)
     # Beyond 1 it would bound nothing: two unrelated tensors are 1.4 apart.
-    return _compared(remedy, specimen, wanted, _forward(changed, specimen), rounding, limit=1.0)
+    return _compared(fix, specimen, wanted, _forward(changed, specimen), rounding, limit=1.0)
 
 
 def _relative(found: torch.Tensor, wanted: torch.Tensor) -> float:

@@ -10,9 +10,9 @@ from typing import TypeVar
 import torch
 
 from memprof.errors import MemprofError
+from memprof.fixes.catalog import Fix
 from memprof.flows.verify.kernels import COMPILER, kernels_together, precompile_header
 from memprof.flows.verify.specimens import Specimen
-from memprof.remedies.catalog import Remedy
 from memprof.torch_private import inductor
 from memprof.workload.pool import run_all
 from memprof.workload.quantization import import_quietly
@@ -32,9 +32,9 @@ def one_thread() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def compiled_here(chosen: Sequence[Remedy], *, several: bool) -> Iterator[None]:
+def compiled_here(chosen: Sequence[Fix], *, several: bool) -> Iterator[None]:
     """Have each of `several` processes compile itself: Inductor's own workers would import torch once for each."""
-    if not several or not any(remedy.compiles for remedy in chosen):
+    if not several or not any(fix.compiles for fix in chosen):
         yield
         return
     with inductor.config.get().patch(compile_threads=1), kernels_together():
@@ -42,7 +42,7 @@ def compiled_here(chosen: Sequence[Remedy], *, several: bool) -> Iterator[None]:
         yield
 
 
-def prepare(chosen: Sequence[Remedy], specimens: Sequence[Specimen]) -> None:
+def prepare(chosen: Sequence[Fix], specimens: Sequence[Specimen]) -> None:
     """Import what all processes need, before they are forked from this one.
 
     And before a virtual GPU is there: bitsandbytes looks for one when it is imported, and then takes the library for
@@ -51,11 +51,11 @@ def prepare(chosen: Sequence[Remedy], specimens: Sequence[Specimen]) -> None:
     for specimen in specimens:
         specimen.build()
     wanted = ["memprof.virtual"]
-    wanted += [package.partition(" ")[0] for remedy in chosen for package in remedy.packages]
-    if any(remedy.compiles for remedy in chosen):
+    wanted += [package.partition(" ")[0] for fix in chosen for package in fix.packages]
+    if any(fix.compiles for fix in chosen):
         wanted += COMPILER
     for module in dict.fromkeys(wanted):
-        with contextlib.suppress(ImportError):  # the remedy itself says so
+        with contextlib.suppress(ImportError):  # the fix itself says so
             import_quietly(module)
     # Measuring collects garbage each time: the libraries' own objects, which live for good, are looked through once.
     gc.collect()

@@ -1,4 +1,4 @@
-"""The models that remedies are verified on: real ones, small enough for float64 on a CPU."""
+"""The models that fixes are verified on: real ones, small enough for float64 on a CPU."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Specimen:
     cases: tuple[str, ...]  # the kinds of batches that it takes; see `batches`
     tokens: int = TOKENS
     peak_tokens: int = 512  # of the sequence in the step whose peak is simulated and measured
-    kind: str = ""  # for fixes for such models alone (`Remedy.for_models`); empty: for all that are for no kind
+    kind: str = ""  # for fixes for such models alone (`Fix.for_models`); empty: for all that are for no kind
 
 
 class Handwritten(nn.Module):

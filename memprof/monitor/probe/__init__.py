@@ -1,6 +1,6 @@
 """What runs in the Pythons that a program starts: `sitecustomize.py`, found by way of PYTHONPATH. It stands alone.
 
-`memprof monitor` has it tell what the CUDA allocator holds; the virtual GPU, that no other process has a card.
+`memprof monitor` has it tell what the CUDA allocator holds; the virtual GPU, that no other process has a GPU.
 """
 
 import os

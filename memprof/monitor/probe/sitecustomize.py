@@ -1,6 +1,6 @@
 """Runs in every Python that a command of `memprof monitor` starts, and tells memprof what its CUDA allocator holds.
 
-Also in those that a program on the virtual GPU starts: there it has no_card.py say that nobody can use the card, and
+Also in those that a program on the virtual GPU starts: there it has no_gpu.py say that nobody can use the GPU, and
 memprof, if that can be imported, stand in for what the program imports there too.
 
 Python imports a module of this name at start; memprof puts this folder at the head of PYTHONPATH. It must not be
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 SOCKET = "MEMPROF_MONITOR_SOCKET"
 INTERVAL = "MEMPROF_MONITOR_INTERVAL"
 REFUSALS = "MEMPROF_REFUSALS"  # a file of the run that started this process
-STAND_INS = "MEMPROF_STAND_INS"  # packages that the run stands in for, where they are not installed
+STUBS = "MEMPROF_STUBS"  # packages that the run stands in for, where they are not installed
 # What a Python that was told to ignore its environment (-I, -E) finds there all the same, once the probe is in it.
 HIDDEN = "MEMPROF_HIDDEN"
 SEPARATOR = "\x1f"
 _LONGEST_ERROR = 200
 _FOLDER = os.path.dirname(__file__)
-_STAND_INS = "memprof.stand_ins.finder"
+_STUBS = "memprof.stubs.finder"
 
 
 class _BeforeTorchCuda:
@@ -73,8 +73,8 @@ class _BeforeTorchCuda:
         return spec
 
 
-class _StandIns:
-    """Finds what no other finder does: once a package that is stood in for is imported, memprof's finder does.
+class _Stubs:
+    """Finds what no other finder does: once a package that is replaced by a stub is imported, memprof's finder does.
 
     A process that multiprocessing starts anew imports the program before it does its own part.
     """
@@ -88,10 +88,10 @@ class _StandIns:
             return None
         sys.meta_path.remove(self)
         try:
-            __import__(_STAND_INS)
+            __import__(_STUBS)
         except ImportError:
             return None
-        finder = sys.modules[_STAND_INS].StandIns(lambda line: None, lambda tensor: None, lambda num_bytes, name: None)
+        finder = sys.modules[_STUBS].StubFinder(lambda line: None, lambda tensor: None, lambda num_bytes, name: None)
         sys.meta_path.append(finder)
         return finder.find_spec(name, path, target)
 
@@ -152,7 +152,7 @@ class _Sender:
     def _give_up(self, error: Exception) -> None:
         text = f"{type(error).__name__}: {error}".splitlines()[0][:_LONGEST_ERROR]
         try:
-            self._send(devices={}, cards={}, error=text)
+            self._send(devices={}, gpus={}, error=text)
         except Exception:  # memprof has gone, or the program is at its end
             return
 
@@ -174,7 +174,7 @@ class _Sender:
             if counters is None or counters == self._last:
                 return True
             try:
-                self._send(devices=counters, cards=self._devices)
+                self._send(devices=counters, gpus=self._devices)
             except BlockingIOError:  # memprof is behind: the counters are cumulative, the next message says as much
                 return True
             except OSError:
@@ -221,7 +221,7 @@ def _refuse(cuda: "Any") -> None:
     """No part of memprof may be importable here: the file is run."""
     import runpy
 
-    runpy.run_path(os.path.join(_FOLDER, "no_card.py"), run_name="memprof.monitor.probe.no_card")["refuse"](
+    runpy.run_path(os.path.join(_FOLDER, "no_gpu.py"), run_name="memprof.monitor.probe.no_gpu")["refuse"](
         cuda, os.environ[REFUSALS]
     )
 
@@ -235,9 +235,9 @@ def _begin() -> None:
         for pair in filter(None, hidden.split(SEPARATOR)):
             name, _, value = pair.partition("=")
             os.environ[name] = value
-    packages = os.environ.get(STAND_INS)
+    packages = os.environ.get(STUBS)
     if packages:
-        sys.meta_path.append(_StandIns(packages.split()))
+        sys.meta_path.append(_Stubs(packages.split()))
     asked = [then for name, then in ((SOCKET, _watch), (REFUSALS, _refuse)) if os.environ.get(name)]
     if not asked:
         return

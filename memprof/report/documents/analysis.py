@@ -9,15 +9,15 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from memprof.allocator.recorded import Difference
-from memprof.report.documents.shown import Shown
+from memprof.allocator.snapshot_replay import Difference
+from memprof.report.documents.base import DisplayedDocument
 from memprof.report.frames import RowTable
 from memprof.snapshots.occupancy import Fragmentation, Group
-from memprof.snapshots.refusals import Refusal
+from memprof.snapshots.out_of_memory import OutOfMemoryEvent
 from memprof.snapshots.steps import Leak
 from memprof.snapshots.what_if import ReplayOutcome, WhatIf
 
-SCHEMA = 1
+SCHEMA = 2  # 2: names (old_names.py)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +50,8 @@ class BlockRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
-    """What is alive at the moment that was asked for."""
+class LiveMoment:
+    """What is live at the moment that was requested."""
 
     what: str  # peak, end, oom or event.
     amounts: Amounts
@@ -137,10 +137,10 @@ class DeviceReport:
     peak_reserved_event: int
     end: Amounts
     timeline: TimelineRow
-    moment: Moment
+    moment: LiveMoment
     fragmentation_at_peak: FragmentationRow
     fragmentation_at_end: FragmentationRow
-    ooms: tuple[Refusal, ...]
+    ooms: tuple[OutOfMemoryEvent, ...]
     steps: StepsRow | None
     leaks: tuple[Leak, ...]
     missing_frames: MissingFrames
@@ -149,7 +149,7 @@ class DeviceReport:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Analysis(Shown):
+class Analysis(DisplayedDocument):
     """The whole document."""
 
     schema: int
@@ -193,7 +193,7 @@ class Analysis(Shown):
                 PinnedSegment,
                 moment=str,
             ),
-            "ooms": of(lambda device: device.ooms, Refusal),
+            "ooms": of(lambda device: device.ooms, OutOfMemoryEvent),
             "leaks": of(lambda device: device.leaks, Leak),
             "what_if": of(
                 lambda d: [("before", d.what_if.before), ("after", d.what_if.after)] if d.what_if else [],

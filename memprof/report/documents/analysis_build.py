@@ -16,8 +16,8 @@ from memprof.report.documents.analysis import (
     BlockRow,
     DeviceReport,
     FragmentationRow,
+    LiveMoment,
     MissingFrames,
-    Moment,
     PinnedSegment,
     ReplayRow,
     StepsRow,
@@ -25,8 +25,8 @@ from memprof.report.documents.analysis import (
 )
 from memprof.snapshots.occupancy import BY, SegmentUse, fragmentation, group
 from memprof.snapshots.origins import NO_FRAMES
-from memprof.snapshots.recording import BEFORE, NEVER, Life, Recording
-from memprof.snapshots.refusals import refusals
+from memprof.snapshots.out_of_memory import find_out_of_memory_events
+from memprof.snapshots.recording import BEFORE, NEVER, BlockLife, Recording
 from memprof.snapshots.steps import find_leaks
 from memprof.snapshots.what_if import what_if
 from memprof.trace.columns import ALLOC, OOM, SNAPSHOT
@@ -39,7 +39,7 @@ MAX_PINS = 5  # Blocks named per nearly empty segment.
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class AnalysisRequest:
     """What the user wants to see."""
 
     at: str = "peak"  # peak, end, oom or the number of an event.
@@ -49,7 +49,7 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class RecordingOrigin:
     """The file of some recordings: what is known beside them."""
 
     file: str
@@ -59,8 +59,8 @@ class Origin:
     assumptions: tuple[str, ...] = ()
 
 
-def build_analysis(recordings: Sequence[Recording], origin: Origin, question: Question) -> Analysis:
-    """Return the document on `recordings`. Raises UsageError: the moment that was asked for is not in them."""
+def build_analysis(recordings: Sequence[Recording], origin: RecordingOrigin, question: AnalysisRequest) -> Analysis:
+    """Return the document on `recordings`. Raises UsageError: the moment that was requested is not in them."""
     devices = tuple(_device(one, question) for one in recordings)
     return Analysis(
         schema=SCHEMA,
@@ -77,7 +77,7 @@ def build_analysis(recordings: Sequence[Recording], origin: Origin, question: Qu
     )
 
 
-def _device(recording: Recording, question: Question) -> DeviceReport:
+def _device(recording: Recording, question: AnalysisRequest) -> DeviceReport:
     steps = recording.steps
     peak = recording.peak()[1]
     peak_reserved, reserved_event = recording.peak("reserved")
@@ -97,7 +97,7 @@ def _device(recording: Recording, question: Question) -> DeviceReport:
         moment=_moment(recording, question),
         fragmentation_at_peak=_fragmentation(recording, peak, question.top),
         fragmentation_at_end=_fragmentation(recording, recording.end, question.top),
-        ooms=tuple(refusals(recording)),
+        ooms=tuple(find_out_of_memory_events(recording)),
         steps=None if steps is None else StepsRow(len(steps.begins), steps.found_by, steps.begins),
         leaks=() if steps is None else tuple(find_leaks(recording, steps)),
         missing_frames=_missing(recording, peak),
@@ -134,12 +134,12 @@ def moment_of(recording: Recording, at: str) -> tuple[str, int]:
     return "event", event
 
 
-def _moment(recording: Recording, question: Question) -> Moment:
+def _moment(recording: Recording, question: AnalysisRequest) -> LiveMoment:
     assert question.by in BY
     what, event = moment_of(recording, question.at)
     alive = recording.alive(event)
     groups = group(alive, question.by)
-    return Moment(
+    return LiveMoment(
         what=what,
         amounts=_amounts(recording, event),
         pending_bytes=sum(life.size for life in alive if life.freed <= event),
@@ -151,17 +151,17 @@ def _moment(recording: Recording, question: Question) -> Moment:
     )
 
 
-def _largest(lives: Sequence[Life], most: int) -> tuple[BlockRow, ...]:
+def _largest(lives: Sequence[BlockLife], most: int) -> tuple[BlockRow, ...]:
     alike = Counter(_kind(life) for life in lives)
     largest = sorted(lives, key=lambda life: (-life.size, life.born, life.address))
     return tuple(_block(life, alike[_kind(life)]) for life in largest[:most])
 
 
-def _kind(life: Life) -> tuple[object, ...]:
+def _kind(life: BlockLife) -> tuple[object, ...]:
     return life.size, life.origin.source, life.origin.op, life.category
 
 
-def _block(life: Life, alike: int) -> BlockRow:
+def _block(life: BlockLife, alike: int) -> BlockRow:
     lines = [f"{frame.filename}:{frame.line} {frame.name}" for frame in life.stack if frame.filename.endswith(".py")]
     return BlockRow(
         address=life.address,
@@ -212,7 +212,7 @@ def _timeline(recording: Recording) -> TimelineRow:
 
 
 def _missing(recording: Recording, peak: int) -> MissingFrames:
-    """Return blocks alive at the peak without a stack, and what in the file explains them."""
+    """Return blocks live at the peak without a stack, and what in the file explains them."""
     if recording.exact_origins:
         return MissingFrames(0, 0, ())
     without = [life for life in recording.alive(peak) if life.origin.source == NO_FRAMES]
@@ -234,6 +234,8 @@ def _missing(recording: Recording, peak: int) -> MissingFrames:
         before = f"{len(earlier):,} blocks are from before the first event ({len(events):,} are kept)"
         why = "the ring buffer was full (raise max_entries), or the history was started again"
         reasons.append(f"{before}: {why}")
-    if recording.orphans:
-        reasons.append(f"{recording.orphans:,} events do not fit to what went before: parts of the trace are lost")
+    if recording.unmatched_events:
+        reasons.append(
+            f"{recording.unmatched_events:,} events do not fit to what went before: parts of the trace are lost"
+        )
     return MissingFrames(len(without), sum(life.size for life in without), tuple(reasons))

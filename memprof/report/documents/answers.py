@@ -8,13 +8,13 @@ from typing import Any
 
 from memprof.catalog import Gpu
 from memprof.catalog.models import ModelEntry
-from memprof.device.cards import NvmlCard, Reading
 from memprof.device.environment import Environment
+from memprof.device.gpus import NvmlGpu, NvmlSample
 from memprof.doctor.diagnosis import Diagnosis
 from memprof.doctor.installation import Check
 from memprof.monitor.run import MonitorOutcome
-from memprof.monitor.sample import Peaks, Sample
-from memprof.trace.plain import Plain, json_name
+from memprof.monitor.sample import MonitorSample, Peaks
+from memprof.trace.json_values import JsonValue, json_name
 from memprof.version import __version__
 
 
@@ -24,10 +24,10 @@ def _fields(row: Any) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer(Plain):
+class Answer(JsonValue):
     """What all of them begin with."""
 
-    schema: int = 1  # Goes up when a name changes its meaning.
+    schema: int = 2  # Goes up when a name changes its meaning.
     memprof_version: str = __version__
     command: str
 
@@ -49,28 +49,28 @@ class GpuList(Answer):
 
 
 @dataclass(frozen=True, slots=True)
-class PresentCard(NvmlCard):
-    """A card of this machine; `gpu` is what the catalog calls it, null if it has none of that name."""
+class PresentGpu(NvmlGpu):
+    """A GPU of this machine; `gpu` is what the catalog calls it, null if it has none of that name."""
 
     gpu: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PresentCards(Answer):
+class PresentGpus(Answer):
     """`memprof gpus --present`."""
 
     command: str = "gpus --present"
-    cards: tuple[PresentCard, ...]
+    gpus: tuple[PresentGpu, ...]
     driver_version: str | None
     cuda_version: str | None  # The newest that the driver runs.
     notes: tuple[str, ...]
     environment: Environment
 
     @classmethod
-    def of(cls, reading: Reading, names: tuple[str | None, ...], environment: Environment) -> PresentCards:
-        """Return what was read; `names` are the catalog's, one a card."""
-        cards = (PresentCard(**_fields(card), gpu=name) for card, name in zip(reading.cards, names, strict=True))
-        return cls(**_fields(reading) | {"cards": tuple(cards)}, environment=environment)
+    def of(cls, reading: NvmlSample, names: tuple[str | None, ...], environment: Environment) -> PresentGpus:
+        """Return what was read; `names` are the catalog's, one a GPU."""
+        gpus = (PresentGpu(**_fields(gpu), gpu=name) for gpu, name in zip(reading.gpus, names, strict=True))
+        return cls(**_fields(reading) | {"gpus": tuple(gpus)}, environment=environment)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,25 +101,25 @@ class Exported(Answer):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MonitorLine(Sample):
+class MonitorLine(MonitorSample):
     """`memprof monitor`: a line, one sample each."""
 
     peaks: Peaks  # Up to and with this sample.
-    schema: int = 1
+    schema: int = 2
     command: str = "monitor"
 
     @classmethod
-    def of(cls, sample: Sample, peaks: Peaks) -> MonitorLine:
+    def of(cls, sample: MonitorSample, peaks: Peaks) -> MonitorLine:
         """Return the line of a sample."""
         return cls(**_fields(sample), peaks=peaks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MonitorEnd(Plain):
+class MonitorEnd(JsonValue):
     """`memprof monitor -- COMMAND`: the last line."""
 
     outcome: MonitorOutcome
-    schema: int = 1
+    schema: int = 2
     command: str = "monitor"
 
 
@@ -137,7 +137,7 @@ class Topics(Answer):
 
     command: str = "help"
     topics: tuple[Topic, ...]
-    text: str | None = None  # Of the one page that was asked for, as Markdown.
+    text: str | None = None  # Of the one page that was requested, as Markdown.
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +164,7 @@ class KeptAnswer:
 
     asked: str
     num_bytes: int = field(metadata=json_name("bytes"))
-    used: float  # When it was asked for last.
+    used: float  # When it was requested last.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,8 +190,8 @@ class Fault:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Failed(Plain):
-    """Any command that fails where JSON is asked for."""
+class Failed(JsonValue):
+    """Any command that fails where JSON is requested."""
 
-    schema: int = 1
+    schema: int = 2
     error: Fault

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from memprof.ledger.over_time import OverTime
-from memprof.report.documents.shown import Shown
+from memprof.report.documents.base import DisplayedDocument
 from memprof.report.frames import RowTable
-from memprof.trace.plain import json_name
+from memprof.trace.json_values import json_name
 
-SCHEMA = 1
+SCHEMA = 2  # 2: names (old_names.py)
 
 SAME, DIFFERS, ONLY_IN_A, ONLY_IN_B = "same", "differs", "only in A", "only in B"  # How a stage is in both.
 
@@ -26,7 +26,7 @@ class Side:
     format: str  # `memprof capture`, `memprof report` or `torch snapshot`.
     source: str  # simulated or measured.
     device: str | None
-    on_card: bool  # False for a run on a CPU.
+    on_gpu: bool  # False for a run on a CPU.
     fits: bool | None
     failure: str | None  # Why the run ended before its time.
     notes: tuple[str, ...] = ()  # What this file does not say, or says otherwise.
@@ -97,7 +97,7 @@ class CategoryRow:
 
 @dataclass(frozen=True, slots=True)
 class TensorSide:
-    """Equal tensors alive at one run's peak."""
+    """Equal tensors live at one run's peak."""
 
     num_bytes: int = field(metadata=json_name("bytes"))  # Of one, as requested.
     count: int
@@ -157,7 +157,7 @@ class FindingRow:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Comparison(Shown):
+class Comparison(DisplayedDocument):
     """The whole document. Every list has its largest differences first."""
 
     schema: int

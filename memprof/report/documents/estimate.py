@@ -19,13 +19,13 @@ from memprof.estimate.table import (
     band_of,
     verdicts_by_gpu,
 )
-from memprof.trace.plain import Plain
+from memprof.trace.json_values import JsonValue
 from memprof.version import __version__
 
 
 @dataclass(frozen=True, slots=True)
 class EstimateTarget:
-    """What was asked for."""
+    """What was requested."""
 
     model: str
     given: str
@@ -41,8 +41,8 @@ class EstimateTarget:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EstimateRow(Plain):
-    """One method in one dtype; the second half of the fields is of one card, or of one of several (`strategy`)."""
+class EstimateRow(JsonValue):
+    """One method in one dtype; the second half of the fields is of one GPU, or of one of several (`strategy`)."""
 
     method: str
     strategy: str | None = None
@@ -51,12 +51,12 @@ class EstimateRow(Plain):
     allocated_bytes: int
     reserved_bytes: int
     device_used_bytes: int
-    at_least_bytes: int  # Of what is in use on the card, as is the most.
+    at_least_bytes: int  # Of what is in use on the GPU, as is the most.
     at_most_bytes: int
     ranges: dict[str, tuple[int, int]]  # By kind of figure: the least and the most.
     categories: dict[str, int]
     depends_on_derived_geometry: bool | None = None
-    cards: dict[str, str] | None = None
+    gpus: dict[str, str] | None = None
     formulas: dict[str, str] | None = None  # With --explain, as is what a layer keeps for the backward.
     kept_per_layer_bytes_per_token: dict[str, float] | None = None
 
@@ -79,10 +79,10 @@ class ExactRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EstimateDocument(Plain):
+class EstimateDocument(JsonValue):
     """Everything, with stable names; sizes are bytes."""
 
-    schema: int = 1
+    schema: int = 2
     memprof_version: str = __version__
     command: str = "estimate"
     source: str = "closed form"
@@ -101,14 +101,14 @@ _GEOMETRY = ("family", "hidden", "layers", "heads", "kv_heads", "head_dim", "int
 def estimate_document(
     estimate: Estimate, gpus: tuple[Gpu, ...], exact: Mapping[str, Simulated] | None = None, *, explain: bool = False
 ) -> EstimateDocument:
-    """Return the answer on these cards; `exact` are the runs that were made, and `explain` adds the formulas."""
+    """Return the answer on these GPUs; `exact` are the runs that were made, and `explain` adds the formulas."""
     subject, g = estimate.subject, estimate.subject.geometry
     rows = (
         EstimateRow(
             method=cell.method.key,
             dtype=cell.plan.column,
             depends_on_derived_geometry=cell.derived,
-            cards=verdicts_by_gpu(cell, gpus),
+            gpus=verdicts_by_gpu(cell, gpus),
             formulas={name: formula(estimate, cell, name) for name in cell.peak.terms} if explain else None,
             kept_per_layer_bytes_per_token=dict(kept_tensors(estimate, cell)) if explain else None,
             **_sizes(cell),

@@ -1,4 +1,4 @@
-"""The ladder: remedies in force one after another. Every figure is of a run that was made with the remedies on."""
+"""The ladder: fixes in force one after another. Every figure is of a run that was made with the fixes on."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Bottleneck:
-    """What decides how much a run needs: where it dies, or what the most of its peak is."""
+    """What decides how much a run needs: where it runs out of memory, or what the most of its peak is."""
 
     stage: str
     step: int
@@ -18,7 +18,7 @@ class Bottleneck:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What the remedies of a row cost, against the run as it is; None where the work was not counted."""
+    """What the fixes of a row cost, against the run as it is; None where the work was not counted."""
 
     operations: int | None
     extra_operations: int | None
@@ -29,9 +29,9 @@ class Cost:
     extra_compute_seconds: float | None
     extra_bus_seconds: float | None
     host_bytes: int | None  # Read and written on the CPU in a step: an optimizer that steps there takes its time.
-    numerics: str  # exact, approximate or different: the worst of the remedies'.
-    note: str  # What the last remedy costs, in words.
-    link_bytes: int | None = None  # Sent to other cards in a step, by this one.
+    numerics: str  # exact, approximate or different: the worst of the fixes'.
+    note: str  # What the last fix costs, in words.
+    link_bytes: int | None = None  # Sent to other GPUs in a step, by this one.
     extra_link_bytes: int | None = None
     extra_link_seconds: float | None = None
     # What torch.compile took in this row's run, on this machine and without making kernels; None: nothing was compiled,
@@ -50,17 +50,17 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Rung:
-    """One row: the run with these remedies in force."""
+    """One row: the run with these fixes in force."""
 
-    remedies: tuple[str, ...]
+    fixes: tuple[str, ...]
     added: str | None  # The last of them; None for the run as it is.
     peak_allocated_bytes: int
     reserved_bytes: int
-    device_used_bytes: int  # Needed on the card, the CUDA context included.
+    device_used_bytes: int  # Needed on the GPU, the CUDA context included.
     host_peak_bytes: int
     saved_bytes: int  # Of the device memory that is needed, against the row above.
     fits: bool | None
     next_bottleneck: Bottleneck
     cost: Cost
-    parallel: str | None = None  # How this run is spread over cards.
+    parallel: str | None = None  # How this run is spread over GPUs.
     command: str = ""  # That makes this run alone; empty in reports of early releases.

@@ -10,9 +10,9 @@ class LimitRun:
     """One run of the search."""
 
     number: int  # of sequences, images or tokens.
-    needed_bytes: int | None  # of the card, the context included, so that nothing is ever refused; None: it failed.
-    fits: bool  # on the card and its host.
-    dies_in: str  # the stage, where it does not; or how it failed.
+    needed_bytes: int | None  # of the GPU, the context included, so that nothing is ever refused; None: it failed.
+    fits: bool  # on the GPU and its host.
+    oom_stage: str  # the stage, where it does not; or how it failed.
     command: str  # this run alone.
 
 

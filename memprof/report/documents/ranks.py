@@ -1,4 +1,4 @@
-"""What one program had several of: cards in a process, or ranks, a row each; of a plan, a row for each kind of rank."""
+"""What one program had several of: GPUs in a process, or ranks, a row each; of a plan, a row for each kind of rank."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from memprof.trace.facts import ENDINGS
 
 
 @dataclass(frozen=True, slots=True)
-class CardRow:
+class GpuRow:
     """One of them; sizes are bytes."""
 
     device: str  # As the program says it: `cuda:1`.
-    used: bool  # Whether it has a CUDA context: a card that nothing was asked of has none.
+    used: bool  # Whether it has a CUDA context: a GPU that nothing was asked of has none.
     total_bytes: int | None
     context_bytes: int
     peak_allocated_bytes: int
@@ -21,13 +21,13 @@ class CardRow:
     device_used_bytes: int  # Reserved and the CUDA context, at the most.
     required_bytes: int  # So that nothing is ever refused there.
     fits: bool | None  # As in the verdict.
-    decides: bool  # Whether the verdict is about this card: the first that is full, or else the fullest.
-    shown: bool  # Whether the rest of the report is about this card.
+    decides: bool  # Whether the verdict is about this GPU: the first that is full, or else the fullest.
+    shown: bool  # Whether the rest of the report is about this GPU.
 
 
 @dataclass(frozen=True, slots=True)
 class RankRow:
-    """One of them; sizes are bytes of its card."""
+    """One of them; sizes are bytes of its GPU."""
 
     rank: int
     # A lower rank to which it is equal to the byte: all that they allocate and free, in order. None: to none.
@@ -37,7 +37,7 @@ class RankRow:
     # As `program.ended`; `another rank` where it was stopped because that failed, empty where no program was run.
     ended: str
     peak_allocated_bytes: int
-    peak_stage: str  # Where most is allocated; empty where nothing was on its card.
+    peak_stage: str  # Where most is allocated; empty where nothing was on its GPU.
     peak_step: int
     peak_reserved_bytes: int
     device_used_bytes: int  # Reserved and the CUDA context, at the most.

@@ -7,14 +7,14 @@ from typing import Any
 
 from memprof.ledger.batches import ReservedOverSteps
 from memprof.trace.facts import DeviceFacts
-from memprof.trace.plain import Plain
+from memprof.trace.json_values import JsonValue
 from memprof.version import __version__
 
-SCHEMA = 1
+SCHEMA = 2  # 2: names (old_names.py)
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class Configuration:
     """One configuration that was run."""
 
     name: str  # in words.
@@ -24,22 +24,22 @@ class Choice:
     command: str
     micro_batch: int  # sequences at a time.
     accumulation: int  # micro-batches in an optimizer step.
-    needed_bytes: int  # of the card, the context included.
+    needed_bytes: int  # of the GPU, the context included.
     host_bytes: int  # the most in host memory.
-    margin_bytes: int  # what the card has more; negative if less.
-    fits: bool  # on the card, and its host. With a negative margin only because the allocator gives its cache back.
+    headroom_bytes: int  # what the GPU has more; negative if less.
+    fits: bool  # on the GPU, and its host. With a negative margin only because the allocator gives its cache back.
     step_seconds: float | None  # the least time of a step of the whole effective batch; None if work was not counted.
     compute_seconds: float | None  # of that, without transfers.
     bus_seconds: float | None  # of that, transfers over the bus.
     given_up: str  # what the numbers lose; empty if nothing.
     pareto: bool  # nothing else that was run needs less memory and less time.
-    dies_in: str  # the stage, where it does not fit; or "host memory".
-    link_seconds: float | None = None  # Of the step, what is sent between cards.
-    parallel: str | None = None  # How it is spread over cards.
+    oom_stage: str  # the stage, where it does not fit; or "host memory".
+    link_seconds: float | None = None  # Of the step, what is sent between GPUs.
+    parallel: str | None = None  # How it is spread over GPUs.
 
 
 @dataclass(frozen=True, slots=True)
-class Bound:
+class LargestFit:
     """The largest that fits, and the next that was run and does not; None if the model itself is the limit."""
 
     largest: int | None
@@ -48,7 +48,7 @@ class Bound:
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """What would do where nothing fits the card; of several cards, the least number of them."""
+    """What would do where nothing fits the GPU; of several GPUs, the least number of them."""
 
     what: str
     name: str
@@ -75,18 +75,18 @@ class LengthRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Stream:
+class ChosenOverBatches:
     """The chosen configuration over batches as a data loader makes them."""
 
     batches: int  # micro-batches that were run.
     fits: bool  # over all of them.
-    dies_in: str  # where it does not.
+    oom_stage: str  # where it does not.
     alloc_conf: str | None  # settings of the allocator that it needs for that; None: none.
     reserved: tuple[ReservedOverSteps, ...]  # over the steps, by settings.
 
 
 @dataclass(frozen=True, slots=True)
-class Lengths:
+class LengthRisk:
     """A data set's lengths: what was read, and what they mean for memory."""
 
     file: str  # where they came from, and which column.
@@ -102,12 +102,12 @@ class Lengths:
     packed_rows: int  # rows of the context length that all tokens fill.
     context_length: int  # of a packed row, and what longer ones are cut to.
     rows: tuple[LengthRow, ...] = ()  # for some micro-batches.
-    stream: Stream | None = None  # of the chosen configuration, if it was asked for.
+    stream: ChosenOverBatches | None = None  # of the chosen configuration, if it was requested.
 
 
 @dataclass(frozen=True, slots=True)
 class Largest:
-    """The largest catalog model that a card can do something with."""
+    """The largest catalog model that a GPU can do something with."""
 
     task: str  # what is done with it, and how.
     model: str | None  # its name; None if not even the smallest fits.
@@ -122,7 +122,7 @@ class Largest:
 
 
 @dataclass(frozen=True, slots=True)
-class Recommendation(Plain):
+class Recommendation(JsonValue):
     """The whole answer. Without a model `largest` is filled, with one the rest."""
 
     device: DeviceFacts
@@ -131,23 +131,23 @@ class Recommendation(Plain):
     num_parameters: int | None = None
     context_length: int | None = None
     effective_batch: int | None = None
-    chosen: Choice | None = None
+    chosen: Configuration | None = None
     reason: str = ""
-    choices: tuple[Choice, ...] = ()
-    batch: Bound | None = None
-    context: Bound | None = None
+    choices: tuple[Configuration, ...] = ()
+    batch: LargestFit | None = None
+    context: LargestFit | None = None
     max_positions: int | None = None  # Tokens that the model was made for.
     alternatives: tuple[Alternative, ...] = ()
     gpus: int = 1
     snippets: dict[str, str] = field(default_factory=dict)
-    launch: dict[str, str] = field(default_factory=dict)  # Of snippets over several cards: the line that starts each.
+    launch: dict[str, str] = field(default_factory=dict)  # Of snippets over several GPUs: the line that starts each.
     # And of those that are not written for what was chosen: for which configuration they are.
     written_for: dict[str, str] = field(default_factory=dict)
-    lengths: Lengths | None = None
+    lengths: LengthRisk | None = None
     largest: tuple[Largest, ...] = ()
     runs: int = 0  # Simulated runs that were made.
     not_applied: dict[str, str] = field(default_factory=dict)
-    card_note: str = ""  # What to know about the card's figures.
+    gpu_note: str = ""  # What to know about the GPU's figures.
     assumptions: tuple[str, ...] = ()
     schema: int = SCHEMA
     memprof_version: str = __version__

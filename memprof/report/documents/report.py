@@ -13,7 +13,7 @@ from memprof.findings import Evidence, Finding
 from memprof.findings.exhaustion import Growth
 from memprof.ledger.batches import Batches, BatchStep, ReservedOverSteps, batches
 from memprof.ledger.bridge import Bridge
-from memprof.ledger.caught import CaughtError, caught_errors
+from memprof.ledger.caught_errors import CaughtError, caught_errors
 from memprof.ledger.ledger import Ledger, LiveTensor, Row
 from memprof.ledger.over_time import OverTime
 from memprof.ledger.stage_amounts import OutOfMemoryMoment, Stage
@@ -21,14 +21,14 @@ from memprof.ledger.state import ModelState, model_state
 from memprof.ledger.steps import TrainingStep, training_steps
 from memprof.ledger.streams import StreamMemory
 from memprof.ledger.workspaces import Workspaces
+from memprof.report.documents.base import DisplayedDocument
 from memprof.report.documents.ladder import Rung
 from memprof.report.documents.limit import Limit
-from memprof.report.documents.ranks import CardRow, RankRow
-from memprof.report.documents.shown import Shown
+from memprof.report.documents.ranks import GpuRow, RankRow
 from memprof.report.frames import RowTable
 from memprof.trace.events import CPU, FailureKind, PhaseKind, Trace
 from memprof.trace.facts import AllocatorFacts, DeviceFacts, ProgramFacts, RankFacts, Target, target_to_json
-from memprof.trace.plain import json_name
+from memprof.trace.json_values import json_name
 from memprof.units import format_bytes
 
 _LENT = (
@@ -37,9 +37,11 @@ _LENT = (
 )
 _OUTSIDE = (
     "What libraries take outside the allocator and beyond the context (handles of cuBLAS and cuDNN, NCCL), and other "
-    "processes on the card, are not known and not in device used."
+    "processes on the GPU, are not known and not in device used."
 )
-SCHEMA = 2  # 2: reserved memory is replayed, `allocated` is of whole blocks, and the verdict tests what is reserved.
+# 2: reserved memory is replayed, `allocated` is of whole blocks, the verdict tests what is reserved.
+# 3: names (old_names.py).
+SCHEMA = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,7 @@ class Peak:
     reserved_stage: str
     reserved_step: int
     reserved_micro_batch: int
-    device_used_bytes: int  # The most of the card: reserved and the CUDA context.
+    device_used_bytes: int  # The most of the GPU: reserved and the CUDA context.
     # In host memory at this moment; `host_peak_bytes` of the document is the highest of the whole run.
     host_allocated_bytes: int
     categories: dict[str, int]
@@ -65,7 +67,7 @@ class Peak:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Whether the run fits the card, where it dies if not, and what it needs."""
+    """Whether the run fits the GPU, where it runs out of memory if not, and what it needs."""
 
     # None if the run failed, or was stopped, before it was known. Of a program that caught out-of-memory errors:
     # whether what it did instead fits.
@@ -81,9 +83,9 @@ class Verdict:
     tried_to_allocate_bytes: int | None  # The segment that the driver refuses: as a rule a little more than the tensor.
     in_use_bytes: int | None  # Allocated then.
     reserved_bytes: int | None  # Reserved then; what is more than in use is free, and of no use to this request.
-    free_bytes: int | None  # Of the card then.
-    retries: int  # Times that the card was full, and it was enough to give the allocator's cache back.
-    # Of device memory, so that nothing is ever refused: the most that is reserved on a card without limit, and the CUDA
+    free_bytes: int | None  # Of the GPU then.
+    retries: int  # Times that the GPU was full, and it was enough to give the allocator's cache back.
+    # Of device memory, so that nothing is ever refused: the most that is reserved on a GPU without limit, and the CUDA
     # context. What a program was refused and went on without is not in it.
     required_bytes: int
     out_of_memory_caught: int = 0  # Out-of-memory errors that were raised in the program, and that it caught.
@@ -109,7 +111,7 @@ class FailureRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Document(Shown):
+class Report(DisplayedDocument):
     """A whole report."""
 
     schema: int
@@ -123,22 +125,22 @@ class Document(Shown):
     stages: tuple[Stage, ...]
     peak: Peak
     host_peak_bytes: int
-    # From what tensors asked for to what the card has in use; None where there is no card.
+    # From what tensors requested to what the GPU has in use; None where there is no GPU.
     bridge: Bridge | None = None
     model_state: ModelState | None = None  # None: a report of an early release.
     findings: tuple[Finding, ...]
-    ladder: tuple[Rung, ...]  # Runs with remedies in force, where they were asked for.
+    ladder: tuple[Rung, ...]  # Runs with fixes in force, where they were requested.
     verdict: Verdict
     assumptions: tuple[str, ...]
     failure: FailureRow | None = None  # Why the run ended before its time; None if it came to its end.
-    ladder_reason: str = ""  # Why the ladder's remedies were chosen, if they were (`--fix auto`).
-    ladder_left_out: dict[str, str] = field(default_factory=dict)  # Remedy -> why it is no row.
+    ladder_reason: str = ""  # Why the ladder's fixes were chosen, if they were (`--fix auto`).
+    ladder_left_out: dict[str, str] = field(default_factory=dict)  # Fix -> why it is no row.
     batches: Batches | None = None  # Of a run whose lengths vary (`--lengths`), and of a program whose steps differ.
     # Of a program that names no phases of its own, if two or more of its steps ended.
     steps: tuple[TrainingStep, ...] = ()
-    # Of a run that had several cards in one process: the one that all but the verdict and the findings is about.
-    card: str = ""
-    cards: tuple[CardRow, ...] = ()  # Of such a run, a row each; in JSON both are left out of other documents.
+    # Of a run that had several GPUs in one process: the one that all but the verdict and the findings is about.
+    gpu: str = ""
+    gpus: tuple[GpuRow, ...] = ()  # Of such a run, a row each; in JSON both are left out of other documents.
     # What was searched for (`--largest`); all but this is of the run at the largest number that fits, or at the least
     # if none does. In JSON it is left out where nothing was.
     limit: Limit | None = None
@@ -161,7 +163,7 @@ class Document(Shown):
         return self.source == "measured" and (asked == "cpu" if of_old else self.bridge is None)
 
     def plot(self, kind: str = "timeline") -> Any:
-        """A figure of plotly (`memprof[html]`): memory over the run, who holds its peak, or what remedies would do.
+        """A figure of plotly (`memprof[html]`): memory over the run, who holds its peak, or what fixes would do.
 
         Args:
             kind: `timeline`, `treemap` or `ladder`.
@@ -188,15 +190,15 @@ class Document(Shown):
             "findings": RowTable(self.findings, Finding),
             "evidence": RowTable(evidence, Evidence, {"finding": str}),
             "ladder": RowTable(self.ladder, Rung),
-            **({"cards": RowTable(self.cards, CardRow)} if self.cards else {}),
+            **({"gpus": RowTable(self.gpus, GpuRow)} if self.gpus else {}),
             **({"ranks": RowTable(self.ranks, RankRow)} if self.ranks else {}),
         }
 
     def to_json(self) -> dict[str, Any]:
         """The document as plain JSON values (docs/json.md lists the names)."""
-        plain = super(Document, self).to_json() | {"target": target_to_json(self.target)}
-        optional = ("cards", "limit", "rank", "ranks", "streams", "over_time")
-        absent = {name for name in optional if not getattr(self, name)} | ({"card"} if not self.cards else set())
+        plain = super(Report, self).to_json() | {"target": target_to_json(self.target)}
+        optional = ("gpus", "limit", "rank", "ranks", "streams", "over_time")
+        absent = {name for name in optional if not getattr(self, name)} | ({"gpu"} if not self.gpus else set())
         if self.bridge is not None and self.bridge.nccl_group_bytes is None:
             del plain["bridge"]["nccl_group_bytes"]
         if self.rank is not None:
@@ -214,7 +216,7 @@ def build_document(
     bridge: Bridge | None = None,
     streams: StreamMemory | None = None,
     growth: Growth | None = None,
-) -> Document:
+) -> Report:
     """Return the report on a ledger; `settings` are those of its replay, the others its own, if there are any."""
     trace = ledger.trace
     facts = trace.facts
@@ -223,7 +225,7 @@ def build_document(
     first = Stage("context", 0, 0, device_used_bytes=context if trace.source == "simulated" else None)
     peak, reserved = ledger.peak_stage, ledger.peak_reserved_stage
     steps = () if facts.command == "profile" else tuple(training_steps(trace, ledger.allocated))
-    return Document(
+    return Report(
         schema=SCHEMA,
         memprof_version=facts.memprof_version,
         command=facts.command,
@@ -258,7 +260,7 @@ def build_document(
         assumptions=(
             *trace.assumptions,
             *(() if host is None else (f"The machine has {format_bytes(host)} of host memory (--host-memory).",)),
-            *(() if on_cpu else _card_assumptions(ledger, settings, context)),
+            *(() if on_cpu else _gpu_assumptions(ledger, settings, context)),
             *((_OUTSIDE,) if bridge is not None and bridge.outside_is_unknown else ()),
             *(() if ledger.run.bounds is None else (_LENT,)),
         ),
@@ -291,11 +293,11 @@ def _is_stopped_early(trace: Trace) -> bool:
     return not ended and (trains or not trace.forwards)
 
 
-def _card_assumptions(ledger: Ledger, settings: Settings, context: int) -> tuple[str, ...]:
+def _gpu_assumptions(ledger: Ledger, settings: Settings, context: int) -> tuple[str, ...]:
     seen = ledger.trace.facts.nvml
     known = seen is not None and seen.process_bytes is not None
-    whence = "as NVML says of this process" if known else "measured on one card; it varies by card and driver"
-    beyond = "; after the request that the card refuses, as on a card without limit." if ledger.out_of_memory else "."
+    whence = "as NVML says of this process" if known else "measured on one GPU; it varies by GPU and driver"
+    beyond = "; after the request that the GPU refuses, as on a GPU without limit." if ledger.out_of_memory else "."
     return (
         f"The CUDA context takes {context >> 20} MiB ({whence}).",
         f"Reserved memory is that of the caching allocator of {settings}, replayed request by request{beyond}",

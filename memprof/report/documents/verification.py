@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from memprof.trace.plain import Plain, json_name
+from memprof.trace.json_values import JsonValue, json_name
 from memprof.version import __version__
 
-SCHEMA = 1
+SCHEMA = 2  # 2: names (old_names.py)
 
 
-class _Judged(Plain):
+class _Judged(JsonValue):
     """A row with a bound; `passed` is whether it is kept."""
 
     @property
@@ -28,13 +28,13 @@ class _Judged(Plain):
 class Deviation(_Judged):
     """How far original and fixed are from a float64 run, at the worst place of all seeds and cases."""
 
-    remedy: str  # its name.
+    fix: str  # its name.
     model: str  # the model it was tried on.
     quantity: str  # "loss", "gradients" or "parameters after N steps".
     case: str  # where the worst place is.
     tensor: str  # of which parameter; empty for the loss.
     original: float  # largest absolute deviation of the model as it is.
-    fixed: float  # the same with the remedy.
+    fixed: float  # the same with the fix.
     bound: float  # what `fixed` may be.
 
     @property
@@ -82,32 +82,32 @@ class OptimizerRow(_Judged):
 
 
 @dataclass(frozen=True)
-class RemedyPeak(Plain):
-    """Peak of a training step, in bytes: as the model is, and with the remedy."""
+class FixPeak(JsonValue):
+    """Peak of a training step, in bytes: as the model is, and with the fix."""
 
-    remedy: str  # its name.
+    fix: str  # its name.
     workload: str  # what is trained.
     original_bytes: int  # simulated, as it is.
-    fixed_bytes: int  # simulated, with the remedy.
-    measured_on: str = "cpu"  # "cpu", where card and host are one memory, or "cuda".
+    fixed_bytes: int  # simulated, with the fix.
+    measured_on: str = "cpu"  # "cpu", where GPU and host are one memory, or "cuda".
     measured_original_bytes: int | None = None  # as `original_bytes`, really run there.
     measured_fixed_bytes: int | None = None  # as `fixed_bytes`, really run there; None if it did not run.
     not_measured: str = ""  # why it did not.
 
 
 @dataclass
-class Verification(Plain):
+class Verification(JsonValue):
     """All of it."""
 
     seeds: int = 0
-    deviations: list[Deviation] = field(default_factory=list)  # of the remedies that promise the same numbers.
+    deviations: list[Deviation] = field(default_factory=list)  # of the fixes that promise the same numbers.
     precisions: list[Precision] = field(default_factory=list)  # of those that do not.
     optimizers: list[OptimizerRow] = field(default_factory=list)  # of those that change the optimizer's numbers.
     # model to the operators of its float64 reference that gave numbers of a smaller dtype; should be none.
     narrow: dict[str, tuple[str, ...]] = field(default_factory=dict, metadata=json_name("reference_below_float64"))
-    peaks: list[RemedyPeak] = field(default_factory=list)  # what each saves in one workload.
+    peaks: list[FixPeak] = field(default_factory=list)  # what each saves in one workload.
     notes: list[str] = field(default_factory=list)  # what the models named were taken for, and whose code was run.
-    # remedy and model to the reason why it was not tried there.
+    # fix and model to the reason why it was not tried there.
     skipped: dict[tuple[str, str], str] = field(default_factory=dict, metadata=json_name(None))
 
     def take(self, part: Verification) -> None:
@@ -136,14 +136,12 @@ class Verification(Plain):
             "source": "measured on the CPU; peaks simulated and measured",
             "passed": self.passed,
             **super().to_json(),
-            "skipped": [
-                {"remedy": remedy, "model": model, "reason": why} for (remedy, model), why in self.skipped.items()
-            ],
+            "skipped": [{"fix": fix, "model": model, "reason": why} for (fix, model), why in self.skipped.items()],
         }
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Verification:
         """Return the reverse."""
         found = super().from_json(values)
-        found.skipped = {(row["remedy"], row["model"]): row["reason"] for row in values["skipped"]}
+        found.skipped = {(row["fix"], row["model"]): row["reason"] for row in values["skipped"]}
         return found

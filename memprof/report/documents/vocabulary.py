@@ -9,9 +9,9 @@ from dataclasses import dataclass, fields
 
 from memprof.corpus import CorpusCount
 from memprof.corpus.frequencies import Frequencies
-from memprof.trace.plain import Plain
+from memprof.trace.json_values import JsonValue
 
-SCHEMA = 1
+SCHEMA = 2  # 2: names (old_names.py)
 SIMULATED, ARITHMETIC = "simulated", "arithmetic"
 _SHOWN_POINTS = 13
 
@@ -28,7 +28,7 @@ class Point:
 class Cap:
     """One cap."""
 
-    name: str  # The coverage that was asked for, such as 99.9%, or `asked` for a number of tokens.
+    name: str  # The coverage that was requested, such as 99.9%, or `asked` for a number of tokens.
     tokens: int  # The most frequent ones, which stay.
     covered: int  # Tokens of the corpus among them.
     coverage: float
@@ -36,8 +36,8 @@ class Cap:
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
-    """What one vocabulary takes, the most of each that is alive at once."""
+class VocabularyMemory:
+    """What one vocabulary takes, the most of each that is live at once."""
 
     name: str  # `before`, or the name of a cap.
     vocab_size: int
@@ -47,7 +47,7 @@ class Memory:
     optimizer_state_bytes: int | None
     logits_bytes: int  # Simulated: of all that the head and the loss make; by arithmetic: one copy of the logits.
     peak_bytes: int | None  # Most allocated at once.
-    required_bytes: int | None  # Of the card, with the CUDA context.
+    required_bytes: int | None  # Of the GPU, with the CUDA context.
     fits: bool | None
 
 
@@ -57,14 +57,14 @@ class Savings:
 
     source: str  # simulated: by runs; arithmetic: of embedding, head and one copy of the logits alone.
     what: str  # The model and the run, in words.
-    card: str | None
-    before: Memory
-    capped: tuple[Memory, ...]
+    gpu: str | None
+    before: VocabularyMemory
+    capped: tuple[VocabularyMemory, ...]
     assumptions: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Vocabulary(Plain):
+class Vocabulary(JsonValue):
     """The whole document."""
 
     schema: int

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memprof.errors import MemprofError, UsageError
-from memprof.trace.files import table_form, write_whole
+from memprof.trace.files import table_form, write_atomically
 
 if TYPE_CHECKING:
-    from memprof.report.documents.shown import Shown
+    from memprof.report.documents.base import DisplayedDocument
 
 OPTION = "--csv"
 _FORMULAS = ("=", "+", "-", "@", "\t", "\r")
@@ -27,7 +27,7 @@ def check_folder(folder: Path) -> None:
         raise UsageError("this folder may not be written to", value=there, hint=f"change {OPTION}")
 
 
-def write_csv(document: Shown, folder: Path, *, force: bool = False) -> None:
+def write_csv(document: DisplayedDocument, folder: Path, *, force: bool = False) -> None:
     """Write every table of `document` to `folder`/TABLE.csv, each whole or not at all; the folder is made.
 
     A table of that name is replaced, one without rows too, so that nothing of an earlier run stays; nothing else in the
@@ -47,7 +47,7 @@ def write_csv(document: Shown, folder: Path, *, force: bool = False) -> None:
         lists = {column: frame[column].map(_cell) for column in frame.select_dtypes(["object", "string"])}
         text: str = frame.assign(**lists).to_csv(index=False, lineterminator="\n")
         header = text.partition("\n")[0].encode()
-        write_whole(folder / f"{name}.csv", text.encode(), table_form("such table", OPTION, header), force=force)
+        write_atomically(folder / f"{name}.csv", text.encode(), table_form("such table", OPTION, header), force=force)
 
 
 def _cell(value: Any) -> Any:

@@ -11,7 +11,7 @@ import pickle
 from pathlib import Path
 from typing import Any
 
-from memprof.trace.files import Form, write_whole
+from memprof.trace.files import FileKind, write_atomically
 from memprof.trace.snapshot import (
     EXPORT_KEY,
     Action,
@@ -25,14 +25,14 @@ from memprof.trace.snapshot import (
 from memprof.version import __version__
 
 PROTOCOL = 4
-FORM = Form("snapshot", "--to", lambda begin, end: begin[:1] == b"\x80" and EXPORT_KEY.encode() in end)
+FORM = FileKind("snapshot", "--to", lambda begin, end: begin[:1] == b"\x80" and EXPORT_KEY.encode() in end)
 
 
 def write_snapshot(snapshot: Snapshot, path: Path, *, force: bool = False) -> None:
     """Write `snapshot` to `path`, whole or not at all.
     Raises UsageError: another file is there, which only `force` replaces; MemprofError: it cannot be written."""
     data = as_plain(snapshot) | {EXPORT_KEY: {"source": snapshot.source, "version": __version__}}
-    write_whole(path, pickle.dumps(data, protocol=PROTOCOL), FORM, force=force)
+    write_atomically(path, pickle.dumps(data, protocol=PROTOCOL), FORM, force=force)
 
 
 def as_plain(snapshot: Snapshot) -> dict[str, Any]:

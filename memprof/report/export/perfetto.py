@@ -11,26 +11,28 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from memprof.snapshots.from_trace import Slice
+from memprof.snapshots.from_trace import TimelineSlice
 from memprof.snapshots.recording import Recording
-from memprof.trace.files import Form, write_whole
+from memprof.trace.files import FileKind, write_atomically
 from memprof.version import __version__
 
 TRACKS = ("stages", "modules")
 _WRITER = "memprof"
-FORM = Form("trace", "--to", lambda begin, end: begin[:1] == b"{" and f'"writer":"{_WRITER}' in end.decode("latin-1"))
+FORM = FileKind(
+    "trace", "--to", lambda begin, end: begin[:1] == b"{" and f'"writer":"{_WRITER}' in end.decode("latin-1")
+)
 
 
 def write_perfetto(
-    recordings: Iterable[tuple[Recording, list[int], list[Slice]]], path: Path, *, force: bool = False
+    recordings: Iterable[tuple[Recording, list[int], list[TimelineSlice]]], path: Path, *, force: bool = False
 ) -> None:
     """Write recordings, each with the times of its events and its slices, to `path`, whole or not at all.
     Raises UsageError: another file is there, which only `force` replaces; MemprofError: it cannot be written."""
     text = json.dumps(as_trace_events(recordings), separators=(",", ":"))
-    write_whole(path, text.encode(), FORM, force=force)
+    write_atomically(path, text.encode(), FORM, force=force)
 
 
-def as_trace_events(recordings: Iterable[tuple[Recording, list[int], list[Slice]]]) -> dict[str, Any]:
+def as_trace_events(recordings: Iterable[tuple[Recording, list[int], list[TimelineSlice]]]) -> dict[str, Any]:
     """Return the JSON value; one process per device."""
     events: list[dict[str, Any]] = []
     for recording, times, slices in recordings:

@@ -33,22 +33,22 @@ from memprof.report.matching.runs import (
     KERNELS,
     RESERVED,
     TOTALS,
-    Run,
+    ComparedRun,
     StageKey,
 )
 from memprof.report.matching.tensors import match_tensors
 from memprof.report.matching.tolerance import Tolerance
 from memprof.spec import TargetSpec
-from memprof.units import spell_numbers
+from memprof.units import format_ranges
 from memprof.version import __version__
 
 _DEFAULTS = {one.name: one.default for one in dataclasses.fields(TargetSpec) if one.default is not dataclasses.MISSING}
 
 _HELD = ("allocated_bytes", "delta_bytes", "peak_allocated_bytes")  # What makes a stage of both the same.
-_OTHER_KERNELS = "a CPU and a card run other kernels"
+_OTHER_KERNELS = "a CPU and a GPU run other kernels"
 
 
-def build_comparison(a: Run, b: Run, tolerance: Tolerance) -> Comparison:
+def build_comparison(a: ComparedRun, b: ComparedRun, tolerance: Tolerance) -> Comparison:
     """Return what differs between `a` and `b`, largest differences first."""
     settings, same_settings = _settings(a, b)
     totals = (*(_total(name, a, b, tolerance) for name in TOTALS), *_ranks(a, b, tolerance))
@@ -93,7 +93,7 @@ def _difference(a: int | None, b: int | None) -> int | None:
     return None if a is None or b is None else b - a
 
 
-def _settings(a: Run, b: Run) -> tuple[tuple[SettingRow, ...], int]:
+def _settings(a: ComparedRun, b: ComparedRun) -> tuple[tuple[SettingRow, ...], int]:
     both = dict.fromkeys([*a.settings, *b.settings])
     names = [name for name in both if all(run.all_settings or name in run.settings for run in (a, b))]
     # An option that is newer than a report had its default there.
@@ -109,12 +109,12 @@ def _plain(value: Any) -> Any:
     return None if value is False or value == "" else value
 
 
-def _total(name: str, a: Run, b: Run, tolerance: Tolerance) -> TotalRow:
+def _total(name: str, a: ComparedRun, b: ComparedRun, tolerance: Tolerance) -> TotalRow:
     mine, theirs = a.totals[name], b.totals[name]
     why = ""
     if mine is None or theirs is None:
         why = "not known of both"
-    elif name in (ALL_TENSORS, ALLOCATED, RESERVED, DEVICE_USED, HOST) and a.side.on_card != b.side.on_card:
+    elif name in (ALL_TENSORS, ALLOCATED, RESERVED, DEVICE_USED, HOST) and a.side.on_gpu != b.side.on_gpu:
         why = _OTHER_KERNELS
     elif name == DEVICE_USED and a.side.source != b.side.source:
         why = "other processes are not simulated"
@@ -126,20 +126,20 @@ def _compared(name: str, mine: int | None, theirs: int | None, tolerance: Tolera
     return TotalRow(name, mine, theirs, _difference(mine, theirs), not why_not, within, why_not)
 
 
-def _ranks(a: Run, b: Run, tolerance: Tolerance) -> Iterator[TotalRow]:
+def _ranks(a: ComparedRun, b: ComparedRun, tolerance: Tolerance) -> Iterator[TotalRow]:
     """Yield what each rank allocates at the most; ranks with the same figures are one row."""
     pairs: dict[tuple[int | None, int | None], list[int]] = {}
     for rank in sorted(a.ranks.keys() | b.ranks.keys()):
         pairs.setdefault((a.ranks.get(rank), b.ranks.get(rank)), []).append(rank)
     for (mine, theirs), ranks in pairs.items():
         why = "" if mine is not None and theirs is not None else "not run in both"
-        if a.side.on_card != b.side.on_card:
+        if a.side.on_gpu != b.side.on_gpu:
             why = _OTHER_KERNELS
-        name = f"{ALLOCATED}, rank{'s' * (len(ranks) > 1)} {spell_numbers(ranks)}"
+        name = f"{ALLOCATED}, rank{'s' * (len(ranks) > 1)} {format_ranges(ranks)}"
         yield _compared(name, mine, theirs, tolerance, why)
 
 
-def _stages(a: Run, b: Run) -> tuple[StageRow, ...]:
+def _stages(a: ComparedRun, b: ComparedRun) -> tuple[StageRow, ...]:
     rows = []
     for order, key in enumerate(_merged(list(a.stages), list(b.stages))):
         mine, theirs = a.stages.get(key), b.stages.get(key)
@@ -182,16 +182,16 @@ def _categories(a: dict[str, int], b: dict[str, int]) -> tuple[CategoryRow, ...]
     return tuple(sorted(rows, key=lambda row: (-abs(row.difference_bytes), -max(row.a_bytes, row.b_bytes))))
 
 
-def _kernels(run: Run) -> KernelUse:
+def _kernels(run: ComparedRun) -> KernelUse:
     own = [row for row in run.tensors if row.category == KERNELS]
     return KernelUse(
-        kind="CUDA kernels" if run.side.on_card else "CPU kernels",
+        kind="CUDA kernels" if run.side.on_gpu else "CPU kernels",
         num_bytes=sum(one.total_bytes for one in own),
         tensors=tuple(sorted(own, key=lambda one: -one.total_bytes)),
     )
 
 
-def _seconds(run: Run) -> float | None:
+def _seconds(run: ComparedRun) -> float | None:
     measured = [stage.seconds for stage in run.stages.values() if stage.seconds is not None]
     return sum(measured) if measured else None
 

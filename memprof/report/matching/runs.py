@@ -14,7 +14,7 @@ from memprof.ledger.ledger import LiveTensor
 from memprof.ledger.stage_amounts import Stage
 from memprof.ledger.stages import at_stage
 from memprof.report.documents.comparison import Side, TensorSide
-from memprof.report.documents.report import Document
+from memprof.report.documents.report import Report
 from memprof.snapshots.occupancy import fragmentation, group
 from memprof.snapshots.recording import Recording
 from memprof.trace.events import without_numbers
@@ -42,12 +42,12 @@ BRIDGE = {
     "rounding": "rounding_bytes",
     "allocated": "allocated_bytes",
     "free in segments": "fragmentation_bytes",
-    "given back at once": "given_back_bytes",
+    "released at once": "released_bytes",
     "reserved": "reserved_bytes",
     "CUDA context": "context_bytes",
     "libraries outside": "libraries_bytes",
     "other processes": "other_processes_bytes",
-    "libraries, others": "unnamed_bytes",
+    "libraries, others": "unattributed_bytes",
     "device used": "device_used_bytes",
 }
 
@@ -65,7 +65,7 @@ StageKey = tuple[str, int, int]  # Name (a layer's has its number), step, and wh
 
 
 @dataclass(slots=True)
-class Run:
+class ComparedRun:
     """One of the two runs."""
 
     side: Side
@@ -82,17 +82,17 @@ class Run:
     ranks: dict[int, int] = field(default_factory=dict)  # Of ranks that ran together: the most that each allocated.
 
 
-def run_of_document(document: Document, file: str, kind: str) -> Run:
+def run_of_document(document: Report, file: str, kind: str) -> ComparedRun:
     """Return the run of a report of `memprof profile` or `memprof run`."""
     device, target, allocator, peak = document.device, document.target, document.allocator, document.peak
     state, bridge, failure = document.model_state, document.bridge, document.failure
     old = ("written by an earlier memprof: the totals of parameters, gradients and state are not in it",)
-    on_card = not document.on_cpu
+    on_gpu = not document.on_cpu
     totals = {name: None if state is None else getattr(state, attribute) for name, attribute in STATE.items()}
     totals |= {
         ALLOCATED: peak.allocated_bytes,
-        RESERVED: peak.reserved_bytes if on_card else None,
-        DEVICE_USED: peak.device_used_bytes if on_card else None,
+        RESERVED: peak.reserved_bytes if on_gpu else None,
+        DEVICE_USED: peak.device_used_bytes if on_gpu else None,
         HOST: document.host_peak_bytes,
     }
     settings = {
@@ -103,15 +103,15 @@ def run_of_document(document: Document, file: str, kind: str) -> Run:
         "torch": allocator.torch,
         "alloc_conf": allocator.alloc_conf,
         **{name: value for name, value in target_to_json(target).items() if name not in _NOT_SETTINGS},
-        **_effective(target, on_card=on_card),
+        **_effective(target, on_gpu=on_gpu),
     }
-    return Run(
+    return ComparedRun(
         side=Side(
             file=file,
             format=kind,
             source=document.source,
             device=device.name,
-            on_card=on_card,
+            on_gpu=on_gpu,
             fits=document.verdict.fits,
             failure=None if failure is None else f"{failure.error} in {failure.phase}",
             notes=old if state is None else (),
@@ -138,11 +138,11 @@ def run_of_document(document: Document, file: str, kind: str) -> Run:
     )
 
 
-def _effective(target: Target | None, *, on_card: bool) -> dict[str, Any]:
+def _effective(target: Target | None, *, on_gpu: bool) -> dict[str, Any]:
     """Return what torch chooses where nothing was asked (torch/optim/optimizer.py, _default_to_fused_or_foreach)."""
     if target is None or target.asked.optimizer_impl is not None or target.asked.optimizer not in _CHOOSES_FOREACH:
         return {}
-    return {"optimizer_impl": "foreach" if on_card else "single"}
+    return {"optimizer_impl": "foreach" if on_gpu else "single"}
 
 
 def _by_key(rows: Iterable[Stage]) -> dict[StageKey, Stage]:
@@ -171,7 +171,7 @@ def _findings(rows: tuple[Finding, ...]) -> dict[str, int | None]:
 
 def run_of_recording(
     recording: Recording, file: str, settings: str, notes: tuple[str, ...], source: str = "measured"
-) -> Run:
+) -> ComparedRun:
     """Return the run of one device of a snapshot of torch; categories and modules are guesses."""
     allocated, event = recording.peak()
     peak_at = next((at_stage(*_key(title)) for title, begin, end in recording.stages if begin <= event < end), None)
@@ -200,7 +200,7 @@ def run_of_recording(
     }
     totals: dict[str, int | None] = dict.fromkeys(TOTALS)
     totals |= {ALLOCATED: allocated, RESERVED: reserved}
-    return Run(
+    return ComparedRun(
         side=Side(file, "torch snapshot", source, None, True, None, None, notes, peak_at),
         settings={"source": source, "alloc_conf": settings or None},
         all_settings=False,

@@ -83,12 +83,12 @@ function shapesAndWords(unit) {
     });
     annotations.push({
       x: 0, xref: "paper", xanchor: "left", y: limit / unit, yref: "y", yanchor: "bottom", showarrow: false,
-      text: `${isUsed ? "the card has" : "usable"} ${size(limit)}`, bgcolor: style("--paper"), borderpad: 1, font: {size: 11, color: style("--bad")},
+      text: `${isUsed ? "the GPU has" : "usable"} ${size(limit)}`, bgcolor: style("--paper"), borderpad: 1, font: {size: 11, color: style("--bad")},
     });
   }
   if (moments.refused >= 0) {
     line(moments.refused, style("--bad"), "solid");
-    flag(moments.refused, `refused: ${size(moments.tried_bytes)}`, style("--bad"), .8);
+    flag(moments.refused, `failed: ${size(moments.tried_bytes)}`, style("--bad"), .8);
   }
   line(moments.peak, style("--ink"), "dot");
   flag(moments.peak, `peak ${size(allocated[moments.peak])}`, style("--ink"), .96);

@@ -22,14 +22,14 @@ COLOURS = {
     "KV cache": "#499894", "temporaries": "#edc948", "communication": "#d37295", "library workspace": "#a0cbe8",
     "fragmentation": "#bab0ac", "unattributed": "#79706e", "free in segments": "#c9ced4", "CUDA context": "#8a939c",
 }  # fmt: skip
-FITS, OVER = "#59a14f", "#e15759"  # Bars of what fits the card, and of what does not.
+FITS, OVER = "#59a14f", "#e15759"  # Bars of what fits the GPU, and of what does not.
 _MOST_BINS = 1200
 _LEAST_SHARE = 1 / 3000  # Of the peak: what is less is no pixel of a treemap.
 Figure = Any  # plotly's `Figure`, which has no types of its own.
 
 
 def figure(kind: str, ledger: Ledger | None, device: DeviceFacts, rungs: tuple[Rung, ...]) -> Figure:
-    """Return a figure of a run on `device`: `timeline` or `treemap`, of the ledger, or `ladder`, of its rungs. Raises
+    """Return a figure of a run on `device`: `timeline` or `treemap`, of the ledger, or `ladder`, of its rows. Raises
     UsageError: there is no such figure, the report has nothing for it, or plotly is not installed."""
     kinds = ("timeline", "treemap", "ladder")
     if kind not in kinds:
@@ -38,7 +38,7 @@ def figure(kind: str, ledger: Ledger | None, device: DeviceFacts, rungs: tuple[R
     if kind == "ladder":
         return _ladder(rungs, device.total_bytes)
     if ledger is None:
-        hint = "load a capture, which save() of the card keeps"
+        hint = "load a capture, which save() of the GPU keeps"
         raise UsageError("a report in JSON has no moments to show", value="plot()", hint=hint)
     return _treemap(ledger) if kind == "treemap" else _timeline(ledger, device.usable_bytes)
 
@@ -173,7 +173,7 @@ def _ladder(rungs: tuple[Rung, ...], total: int | None) -> Figure:
     unit = unit_for(max(rung.device_used_bytes for rung in rungs))
     bars = {
         "type": "bar", "orientation": "h",
-        "y": [f"{place}. {f'+ {rung.added}' if rung.added else 'as it is'}" for place, rung in enumerate(rungs)],
+        "y": [f"{place}. {f'+ {rung.added}' if rung.added else 'baseline'}" for place, rung in enumerate(rungs)],
         "x": [rung.device_used_bytes / unit.num_bytes for rung in rungs],
         "text": [format_bytes(rung.device_used_bytes) for rung in rungs], "textposition": "auto",
         "marker": {"color": [FITS if rung.fits else OVER for rung in rungs]},
@@ -182,7 +182,7 @@ def _ladder(rungs: tuple[Rung, ...], total: int | None) -> Figure:
     return figure_of(
         [bars],
         {
-            "title": {"text": "What the card must have, with one remedy more in each row"},
+            "title": {"text": "What the GPU must have, with one fix more in each row"},
             "yaxis": {"autorange": "reversed", "automargin": True}, "xaxis": {"title": {"text": unit.name}},
             "shapes": [] if total is None else [_line("x", total / unit.num_bytes, "#c62828")],
         },

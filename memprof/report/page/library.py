@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from memprof.remedies.catalog import check_package
+from memprof.fixes.catalog import check_package
 
 
 def check_plotly(what: str) -> None:

@@ -12,7 +12,7 @@ from memprof.findings import Evidence
 from memprof.ledger.ledger import Ledger
 from memprof.ledger.stages import at_stage
 from memprof.trace.events import NONE, EventKind, Storage, without_numbers
-from memprof.trace.plain import Plain, json_name
+from memprof.trace.json_values import JsonValue, json_name
 
 
 class Words:
@@ -49,8 +49,8 @@ class Kinds:
 
 
 @dataclass(slots=True)
-class Moments(Plain):
-    """One run on one card. An event's index is its time; sizes are bytes."""
+class Moments(JsonValue):
+    """One run on one GPU. An event's index is its time; sizes are bytes."""
 
     events: int  # How many there are.
     words: list[str]
@@ -66,7 +66,7 @@ class Moments(Plain):
     stages: list[tuple[int, int, int, int, int]]
     peak: int
     peak_reserved: int
-    refused: int  # The event of the request that the card refuses; -1: none.
+    refused: int  # The event of the request that the GPU refuses; -1: none.
     tried_bytes: int  # Of that request.
     kind_of: dict[int, int] = field(repr=False, metadata=json_name(None))  # Of each storage, by its index in the trace.
 

@@ -175,8 +175,8 @@ function findings() {
     const item = element("li"), title = element("div"), list = element("ul"), line = element("li");
     item.id = `finding-${$("findings").children.length + 1}`;
     line.append(element("a", finding.title, {href: `#${item.id}`}));
-    if (finding.remedies.length) {
-      line.append(element("span", ` Would help: ${finding.remedies.map(one => one.name).join(", ")}.`, {className: "soft"}));
+    if (finding.fixes.length) {
+      line.append(element("span", ` Suggested fixes: ${finding.fixes.map(one => one.name).join(", ")}.`, {className: "soft"}));
     }
     $("found").append(line);
     title.append(element("span", finding.severity, {className: `severity ${finding.severity}`}), `: ${finding.title}`);
@@ -190,9 +190,9 @@ function findings() {
       list.append(one);
     }
     item.append(title, list);
-    if (finding.remedies.length) {
-      const helps = element("div", "would help:", {className: "soft"}), names = element("ul");
-      names.append(...finding.remedies.map(one => element("li", one.name + (one.changes && `: ${one.changes}`))));
+    if (finding.fixes.length) {
+      const helps = element("div", "suggested fixes:", {className: "soft"}), names = element("ul");
+      names.append(...finding.fixes.map(one => element("li", one.name + (one.changes && `: ${one.changes}`))));
       item.append(helps, names);
     }
     $("findings").append(item);
@@ -219,7 +219,7 @@ function build() {
   radio($("views"), VIEWS, "view", () => drawHolders(now));
   const places = {"the peak": moments.peak};
   if (!data.on_cpu) places["most reserved"] = moments.peak_reserved;
-  if (moments.refused >= 0) places["the refused request"] = moments.refused;
+  if (moments.refused >= 0) places["the failed allocation"] = moments.refused;
   for (const [label, event] of Object.entries(places)) {
     const button = element("button", label, {type: "button"});
     button.dataset.event = event;

@@ -20,11 +20,11 @@ from rich.console import RenderableType
 
 from memprof.errors import UsageError, printable
 from memprof.findings import Finding
-from memprof.remedies.catalog import STEPS
+from memprof.fixes.catalog import STEPS
 from memprof.report.documents.analysis import Analysis
 from memprof.report.documents.comparison import Comparison
 from memprof.report.documents.recommendation import Recommendation
-from memprof.report.documents.report import Document
+from memprof.report.documents.report import Report
 from memprof.report.page.figures import COLOURS
 from memprof.report.page.library import plotly_script
 from memprof.report.page.moments import Moments, kinds_shown_by, moments_of
@@ -34,16 +34,16 @@ from memprof.report.terminal import analysis, comparison, recommendation
 from memprof.report.terminal.console import text_of
 from memprof.report.terminal.next_step import next_step
 from memprof.report.terminal.report import render_heading, view
-from memprof.trace.files import Form, write_whole
-from memprof.trace.plain import to_plain
+from memprof.trace.files import FileKind, write_atomically
+from memprof.trace.json_values import to_plain
 
 _OURS = "<!DOCTYPE html>\n<!-- a page of memprof -->"
-PAGE = Form("page", "--html", lambda begin, end: begin.startswith(_OURS.encode()))
+PAGE = FileKind("page", "--html", lambda begin, end: begin.startswith(_OURS.encode()))
 _ALL = 1000  # Rows of a table: more than any comparison has.
 _WIDE = 10_000  # Columns of a text that the browser breaks into lines.
 _RUN = ("page.html", "base.js", "moments.js", "figures.js", "segments.js", "ladder.js", "page.js")
 _ANSWER = ("answer.html", "base.js", "answer.js")  # A body and its scripts, which in this order are one function.
-Paged = Document | Comparison | Analysis | Recommendation  # What has a page.
+Paged = Report | Comparison | Analysis | Recommendation  # What has a page.
 
 
 def write_page(document: Paged, path: Path, *, force: bool = False) -> None:
@@ -52,14 +52,14 @@ def write_page(document: Paged, path: Path, *, force: bool = False) -> None:
     Raises UsageError: the report is of JSON, which has no moments; another file is at `path`; plotly is not installed.
     MemprofError: the file cannot be written.
     """
-    write_whole(path, page_of(document).encode(), PAGE, force=force)
+    write_atomically(path, page_of(document).encode(), PAGE, force=force)
 
 
 def page_of(document: Paged) -> str:
     """Return the page itself.
     Raises UsageError: the report is of JSON, which has no moments, or plotly is not installed."""
-    data = _printable(page_data(document) if isinstance(document, Document) else answer_data(document))
-    body, *scripts = _RUN if isinstance(document, Document) else _ANSWER
+    data = _printable(page_data(document) if isinstance(document, Report) else answer_data(document))
+    body, *scripts = _RUN if isinstance(document, Report) else _ANSWER
     return f"""{_OURS}
 <html lang="en">
 <head>
@@ -111,7 +111,7 @@ def lines_of(view: RenderableType) -> list[str]:
     return [line.strip() for line in text_of(view, width=_WIDE).strip().splitlines() if line.strip()]
 
 
-def page_data(document: Document) -> dict[str, Any]:
+def page_data(document: Report) -> dict[str, Any]:
     """Return what the page's script is given, as plain JSON values.
     Raises UsageError: the report is of JSON, which has no moments."""
     ledger = document.ledger
@@ -131,7 +131,7 @@ def page_data(document: Document) -> dict[str, Any]:
         "moments": moments.to_json(),
         "findings": [_finding(moments, finding) for finding in document.findings],
         "ladder": to_plain(document.ladder),
-        "cards": to_plain(document.cards),
+        "gpus": to_plain(document.gpus),
         "ranks": to_plain(document.ranks),
         "segments": None if document.on_cpu else segments_at_peak(ledger, moments).to_json(),
         "next": next_step(document),
@@ -140,12 +140,12 @@ def page_data(document: Document) -> dict[str, Any]:
 
 
 def _finding(moments: Moments, finding: Finding) -> dict[str, Any]:
-    steps = {name: STEPS.get(name.partition("=")[0]) for name in finding.remedies}
+    steps = {name: STEPS.get(name.partition("=")[0]) for name in finding.fixes}
     return {
         "severity": finding.severity.value,
         "title": finding.title,
         "evidence": [{"text": one.text, "kinds": kinds_shown_by(moments, one)} for one in finding.evidence],
-        "remedies": [{"name": name, "changes": step.changes if step else ""} for name, step in steps.items()],
+        "fixes": [{"name": name, "changes": step.changes if step else ""} for name, step in steps.items()],
     }
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from memprof.ledger.over_time import OverTime
 from memprof.report.documents.analysis import Analysis, DeviceReport
 from memprof.report.documents.comparison import Comparison, TensorSide
-from memprof.report.documents.recommendation import Choice, Largest, Recommendation
+from memprof.report.documents.recommendation import Configuration, Largest, Recommendation
 from memprof.report.page.figures import COLOURS, FITS, OVER, plain_words
 from memprof.report.terminal.cells import (
     Unit,
@@ -222,7 +222,7 @@ def _device(device: DeviceReport, of: str) -> Iterator[Section]:
     unit = unit_for(max((row.allocated_bytes for row in groups), default=0), smallest=1)
     colours = [COLOURS.get(row.category, OVER) for row in groups]
     yield Section(
-        f"What is alive {where}{of}",
+        f"What is live {where}{of}",
         f"{format_bytes(moment.amounts.allocated_bytes)} in {moment.num_blocks:,} blocks, by {moment.by}; the largest "
         "groups, in the colours of their categories.",
         **(_bars(names, {"bytes": ([row.allocated_bytes for row in groups], colours)}, unit) if groups else {}),
@@ -309,17 +309,17 @@ def _recommendation(answer: Recommendation) -> Iterator[Section]:
         drawn = _bars(names, {"needs": ([one.needed_bytes for one in bars], colours)}, unit)
         drawn["traces"][0]["text"] = [f"{format_bytes(one.needed_bytes)}, {_seconds(one.step_seconds)}" for one in bars]
         _mark_capacity(drawn["layout"], total, unit)
-        moved = "of it between cards" if answer.gpus > 1 else "of it transfers"
+        moved = "of it between GPUs" if answer.gpus > 1 else "of it transfers"
         yield Section(
             "What was run",
-            "What the card must have, and the least time of a step; red does not fit, the line is the card. "
+            "What the GPU must have, and the least time of a step; red does not fit, the line is the GPU. "
             "The chosen one first, then those that fit, the quickest first.",
             **drawn,
             columns=(
                 "configuration", ">at a time", ">needs", ">left over", ">step", f">{moved}", "numbers", "verdict",
                 "$the run",
             ),
-            rows=tuple(_choice(one, over_cards=answer.gpus > 1) for one in shown),
+            rows=tuple(_choice(one, over_gpus=answer.gpus > 1) for one in shown),
         )  # fmt: skip
     fitting = [row for row in answer.largest if row.model is not None]
     if fitting:
@@ -328,7 +328,7 @@ def _recommendation(answer: Recommendation) -> Iterator[Section]:
         drawn = _bars(names, {"needs": ([row.needed_bytes for row in fitting], FITS)}, unit)
         _mark_capacity(drawn["layout"], total, unit)
         yield Section(
-            "The largest models that fit", "What each needs of the card; the line is what it has.", **drawn,
+            "The largest models that fit", "What each needs of the GPU; the line is what it has.", **drawn,
             columns=("use", "model", ">parameters", ">needs", ">longest context", "next larger", "$the run"),
             rows=tuple(map(_largest, answer.largest)),
         )  # fmt: skip
@@ -352,11 +352,17 @@ def _largest(row: Largest) -> tuple[PageCell, ...]:
     return row.task, row.model, parameters, size, (f"{tokens:,}", tokens), after, row.command
 
 
-def _choice(one: Choice, *, over_cards: bool) -> tuple[PageCell, ...]:
-    verdict = "fits" if one.fits and one.margin_bytes >= 0 else "only just" if one.fits else f"dies in {one.dies_in}"
-    moved = one.link_seconds if over_cards else one.bus_seconds
+def _choice(one: Configuration, *, over_gpus: bool) -> tuple[PageCell, ...]:
+    verdict = (
+        "fits"
+        if one.fits and one.headroom_bytes >= 0
+        else "fits, with retries"
+        if one.fits
+        else f"OOM in {one.oom_stage}"
+    )
+    moved = one.link_seconds if over_gpus else one.bus_seconds
     return (
-        one.name, one.micro_batch, _size(one.needed_bytes), _size(one.margin_bytes),
+        one.name, one.micro_batch, _size(one.needed_bytes), _size(one.headroom_bytes),
         (_seconds(one.step_seconds), one.step_seconds),
         (_seconds(moved), moved), one.given_up or "the same", verdict, one.command,
     )  # fmt: skip
@@ -372,7 +378,7 @@ def _mark_capacity(layout: dict[str, Any], total: int | None, unit: Unit) -> Non
     if total is not None:
         at = total / unit.num_bytes
         layout["shapes"] = [_upright(at, "dash")]
-        layout["annotations"] = [_above(at, f"the card: {format_bytes(total)}")]
+        layout["annotations"] = [_above(at, f"the GPU: {format_bytes(total)}")]
 
 
 def _upright(at: float, dash: str) -> dict[str, Any]:

@@ -68,25 +68,25 @@ function tellPiece(piece, pointer) {
     isTensor && kinds.source[piece.kind] >= 0 ? shortSource(word(kinds.source[piece.kind])) : ""], pointer);
 }
 
-// -- cards and ranks ----------------------------------------------------------------------------------------------------
+// -- GPUs and ranks -----------------------------------------------------------------------------------------------------
 
-const OF_CARD = [
+const OF_GPU = [
   ["which", "which"], ["allocated", "allocated", true], ["reserved", "reserved", true], ["used", "device used", true],
   ["share", ""], ["fits", "fits"], ["stage", "most allocated in"], ["note", ""],
 ];
 
 function severalTable() {
-  const rows = data.ranks.length ? data.ranks : data.cards;
+  const rows = data.ranks.length ? data.ranks : data.gpus;
   $("several-section").hidden = rows.length < 2;
   if (rows.length < 2) return;
   const isRanks = rows === data.ranks;
-  $("of-several").textContent = isRanks ? "Ranks" : "Cards";
+  $("of-several").textContent = isRanks ? "Ranks" : "GPUs";
   $("several").tHead.replaceChildren(element("tr"));
   $("several").tHead.rows[0].append(
-    ...OF_CARD.map(([, label, isNumber]) => element("th", label, {className: isNumber ? "number" : ""})));
+    ...OF_GPU.map(([, label, isNumber]) => element("th", label, {className: isNumber ? "number" : ""})));
   const most = Math.max(capacity.total ?? 0, ...rows.map(row => row.device_used_bytes), 1);
   const cell = bytes => ({text: size(bytes), value: bytes, title: `${number(bytes, 0)} bytes`});
-  fill($("several"), OF_CARD, rows.map(row => [
+  fill($("several"), OF_GPU, rows.map(row => [
     isRanks ? `rank ${row.rank}${row.like === null ? "" : ` (like rank ${row.like})`}` : row.device,
     cell(row.peak_allocated_bytes), cell(row.peak_reserved_bytes), cell(row.device_used_bytes), "",
     row.fits === null ? "not known" : row.fits ? "yes" : "no", row.peak_stage,

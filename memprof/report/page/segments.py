@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 from memprof.allocator.pools import pool_name
 from memprof.ledger.ledger import Ledger
 from memprof.report.page.moments import Moments
-from memprof.trace.plain import Plain
+from memprof.trace.json_values import JsonValue
 
 FREE = -1  # Instead of a kind: nothing is in the block.
 WAITING = -2  # Its tensor is gone, and it waits for the work of another stream.
 
 
 @dataclass(slots=True)
-class SegmentColumns(Plain):
+class SegmentColumns(JsonValue):
     """All segments, the largest first, each with its blocks in the order of their addresses; sizes are bytes."""
 
     event: int

@@ -37,7 +37,7 @@ _FRAGMENTATION = {
     "  wholly free segments: empty_cache() returns them": "releasable_bytes",
     "  pinned by live blocks in the same segments": "pinned_bytes",
     "largest free block": "largest_free_bytes",
-    "in use, but not asked for (rounding)": "rounding_bytes",
+    "in use, but not requested (rounding)": "rounding_bytes",
 }
 _PATH = 28  # Columns of a module's path beside a source line.
 
@@ -296,8 +296,8 @@ def _what_if(found: WhatIf) -> RenderableType:
     if found.before.peak_reserved_bytes != found.recorded_peak_reserved_bytes:
         recorded = f"  Recorded were {format_bytes(found.recorded_peak_reserved_bytes)}: what was cached before the "
         notes.append(dim(f"{recorded}recording began is not known, so both replays begin with the live blocks alone."))
-    if found.refused_requests:
-        notes.append(dim(f"  Requests that were refused ({found.refused_requests}) are left out of both."))
+    if found.failed_allocations:
+        notes.append(dim(f"  Requests that were refused ({found.failed_allocations}) are left out of both."))
     return Group(section("\nWhat if: the same requests", made), *notes)
 
 

@@ -1,4 +1,4 @@
-"""The bridge for a terminal: from what tensors asked for to what the card has in use; and what each stream has."""
+"""The bridge for a terminal: from what tensors requested to what the GPU has in use; and what each stream has."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ def render_bridge(bridge: Bridge, unit: Unit) -> RenderableType:
     add("+ rounding", "rounding_bytes", "of blocks")
     add("= allocated", "allocated_bytes", "what torch says", total=True)
     add("+ free in segments", "fragmentation_bytes", _kept(first.fragmentation_bytes, bridge.cached_bytes(first)))
-    if any(moment.given_back_bytes for moment in moments):
-        add("+ given back at once", "given_back_bytes", "before the request was served")
+    if any(moment.released_bytes for moment in moments):
+        add("+ released at once", "released_bytes", "before the request was served")
     add("= reserved", "reserved_bytes", "what torch holds", total=True)
     add("+ CUDA context", "context_bytes")
     if first.libraries_bytes is not None or first.other_processes_bytes is not None:
         add("+ libraries outside", "libraries_bytes", "handles of cuBLAS and cuDNN, NCCL")
         add("+ other processes", "other_processes_bytes", _processes(bridge))
-    if first.unnamed_bytes is not None:
-        add("+ libraries, others", "unnamed_bytes", "libraries and other processes, not told apart")
+    if first.unattributed_bytes is not None:
+        add("+ libraries, others", "unattributed_bytes", "libraries and other processes, not told apart")
     if bridge.nccl_group_bytes is not None:
         least, most = map(format_bytes, bridge.nccl_group_bytes)
         add("+ NCCL", note=f"{least} to {most} for each group, where others measured it")
@@ -67,7 +67,7 @@ def _kept(free: int, cached: int) -> str:
 
 def _pool(pool: PoolUse) -> str:
     segments = f"{pool.segments:,} {pool.pool} segment{'' if pool.segments == 1 else 's'}"
-    back = f" ({format_bytes(pool.releasable_bytes)} of it could be given back)" if pool.releasable_bytes else ""
+    back = f" ({format_bytes(pool.releasable_bytes)} of it could be released)" if pool.releasable_bytes else ""
     return f"{format_bytes(pool.free_bytes)} in {segments}{back}"
 
 
@@ -84,9 +84,9 @@ def render_streams(found: StreamMemory, unit: Unit) -> RenderableType:
     for share in found.streams:
         figures = [share.reserved_bytes, share.allocated_bytes, *([share.waiting_bytes] * waits), share.free_bytes]
         made.add_row(str(share.stream) if share.stream else "default", *map(unit.amount, figures))
-    notes = [f"On one stream the run would reserve {format_bytes(found.one_stream_bytes)} at most."]
-    if found.soonest_bytes is not None and found.latest_bytes is not None:
-        bounds = found.soonest_bytes, found.reserved_bytes, found.latest_bytes
+    notes = [f"On one stream the run would reserve {format_bytes(found.single_stream_bytes)} at most."]
+    if found.lower_bound_bytes is not None and found.upper_bound_bytes is not None:
+        bounds = found.lower_bound_bytes, found.reserved_bytes, found.upper_bound_bytes
         if len(set(bounds)) > 1:
             soonest, rule, latest = map(format_bytes, bounds)
             notes.append(

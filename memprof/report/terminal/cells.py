@@ -62,7 +62,7 @@ def source_text(source: str) -> str:
 
 
 def block_life(block: BlockRow) -> str:
-    """Return the events between which a block was alive."""
+    """Return the events between which a block was live."""
     born = "start" if block.born_event < 0 else f"{block.born_event:,}"
     return f"{born} - {'end' if block.freed_event is None else f'{block.freed_event:,}'}"
 

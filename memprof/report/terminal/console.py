@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from memprof.errors import printable
-from memprof.report.terminal.widths import (
+from memprof.report.terminal.layout import (
     COLOURLESS,
     NARROWEST,
     WIDEST,
@@ -190,7 +190,7 @@ class Aligned:
         for number, line in enumerate(map(Text, lines)):
             if number:
                 line.highlight_words([" fits"], style="bold green")
-                line.highlight_words([" dies", " failed"], style="red")
+                line.highlight_words([" OOM", " failed"], style="red")
             else:
                 line.stylize("dim")
             yield line

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from memprof.doctor.diagnosis import Candidate, Diagnosis, Figures
-from memprof.report.terminal.widths import WIDTH, output_width, wrapped
+from memprof.report.terminal.layout import WIDTH, output_width, wrapped
 from memprof.units import format_bytes
 
 if TYPE_CHECKING:
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 _MAX_OTHERS = 2  # Tensors shown beside the likeliest; JSON has them all.
 _FIGURES = {
-    "tried": "asked for", "total": "of the device", "free": "free", "process": "this process", "allocated": "allocated",
+    "tried": "requested", "total": "of the device", "free": "free", "process": "this process", "allocated": "allocated",
     "reserved": "reserved", "private_pools": "private pools", "allowed": "limit",
 }  # fmt: skip
 

@@ -19,7 +19,7 @@ from memprof.estimate.table import (
     band_of,
     verdicts_by_gpu,
 )
-from memprof.report.terminal.widths import aligned, dropped_columns_note, output_width, wrapped
+from memprof.report.terminal.layout import aligned, dropped_columns_note, output_width, wrapped
 from memprof.units import MIB, format_bytes, gib
 
 
@@ -31,10 +31,10 @@ def render_text(
     explain: bool = False,
     quiet: bool = False,
 ) -> str:
-    """Return the answer; with `explain`, every formula, constant and assumption; `quiet`: weights and cards alone."""
-    lines = [*_heading(estimate), *_table(estimate), "", *_cards(estimate, gpus)]
+    """Return the answer; with `explain`, every formula, constant and assumption; `quiet`: weights and GPUs alone."""
+    lines = [*_heading(estimate), *_table(estimate), "", *_gpus(estimate, gpus)]
     if quiet:
-        lines = [lines[0], *_cards(estimate, gpus)]
+        lines = [lines[0], *_gpus(estimate, gpus)]
     else:
         lines += ["", *_sharded(estimate)] if estimate.sharded else []
         lines += [] if exact is None else ["", *_exact(estimate, exact)]
@@ -58,7 +58,7 @@ def _heading(estimate: Estimate) -> Iterator[str]:
     if estimate.lengths is not None:
         at_most = f"{estimate.context_length:,} at most"
         tokens = f"batches of {estimate.batch_size} with lengths {estimate.lengths}: {at_most}"
-    yield f"{tokens}. Closed form, in GiB; but for the weights, what is in use on the card."
+    yield f"{tokens}. Closed form, in GiB; but for the weights, what is in use on the GPU."
     if subject.derived:
         yield "~ depends on a shape that was derived from the number of parameters: a Llama of this size (--explain)"
     if subject.why_no_geometry:
@@ -85,8 +85,8 @@ def _table(estimate: Estimate) -> Iterator[str]:
     yield from _fitted(["", *names], rows, drop=[name for name in columns if name != estimate.dtype])
 
 
-def _cards(estimate: Estimate, gpus: tuple[Gpu, ...]) -> Iterator[str]:
-    yield f"* {estimate.dtype} on the {len(gpus)} card{'s' * (len(gpus) != 1)} looked at:"
+def _gpus(estimate: Estimate, gpus: tuple[Gpu, ...]) -> Iterator[str]:
+    yield f"* {estimate.dtype} on the {len(gpus)} GPU{'s' * (len(gpus) != 1)} looked at:"
     headers = ["", ">allocated", ">reserved", ">device used, band"]
     headers += [f">{FITS}", f">{BORDERLINE}", f">{NO}", "smallest that fits"] if len(gpus) > 1 else ["verdict"]
     rows = []
@@ -105,7 +105,7 @@ def _cards(estimate: Estimate, gpus: tuple[Gpu, ...]) -> Iterator[str]:
     yield from _fitted(headers, rows, drop=("allocated", "reserved", NO, BORDERLINE, "smallest that fits"))
     if len(gpus) == 1:
         yield f"{gpus[0].name}: {gib(gpus[0].total_bytes)} GiB"
-    yield f"Within the band a card is {BORDERLINE}. Bands, against published figures (`memprof help estimate`):"
+    yield f"Within the band a GPU is {BORDERLINE}. Bands, against published figures (`memprof help estimate`):"
     for kind in KINDS:
         band = band_of(kind)
         width = f"{band.low:+.0%} to {band.high:+.0%}"
@@ -119,7 +119,7 @@ def _sharded(estimate: Estimate) -> Iterator[str]:
     strategies = list(dict.fromkeys(cell.strategy for cell in estimate.sharded))
     is_side_by_side = any(cell.strategy == "DDP" for cell in estimate.sharded)
     whose = "each with a micro-batch of its own" if is_side_by_side else "of the rank that needs most"
-    yield f"{estimate.dtype} on each of {estimate.gpus} cards, {whose}:"
+    yield f"{estimate.dtype} on each of {estimate.gpus} GPUs, {whose}:"
     rows: dict[str, list[str]] = {}
     for cell in estimate.sharded:
         rows.setdefault(cell.method.key, [cell.title]).append(gib(cell.device_bytes))

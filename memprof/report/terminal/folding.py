@@ -12,7 +12,7 @@ from itertools import accumulate, groupby
 from typing import Any, TypeVar
 
 from memprof.ledger.stage_amounts import Stage
-from memprof.report.documents.report import Document
+from memprof.report.documents.report import Report
 
 T = TypeVar("T")
 
@@ -41,12 +41,12 @@ class ShownStage(Stage):
     alike: bool = True  # Whether each of several in the row changed what is held by the same, but for a fiftieth.
 
 
-def shown_step(document: Document) -> int:
+def shown_step(document: Report) -> int:
     """Return the step shown in full: the last one, unless the peak was higher before."""
     return max(document.stages, key=lambda row: (row.peak_allocated_bytes, row.step)).step
 
 
-def shown_stages(document: Document) -> list[ShownStage]:
+def shown_stages(document: Report) -> list[ShownStage]:
     """Return the rows of the terminal's table."""
     full = shown_step(document)
     result: list[ShownStage] = []
@@ -54,13 +54,13 @@ def shown_stages(document: Document) -> list[ShownStage]:
         if step in (0, full):
             result += _step(list(rows))
         else:
-            result.append(_joined(list(rows), name=f"step {step}, all of it", is_step=True))
+            result.append(_joined(list(rows), name=f"step {step} (total)", is_step=True))
     for longest in MAX_PERIODS:
         result = list(_folded_rounds(result, round(NEAR * document.peak.allocated_bytes), longest))
     return result
 
 
-def row_of_peak(document: Document, rows: Sequence[ShownStage]) -> int | None:
+def row_of_peak(document: Report, rows: Sequence[ShownStage]) -> int | None:
     """Return the place in `rows` of the one that the run's peak is in: what comes after it begins with as much."""
     peak = document.peak
     reached = [place for place, row in enumerate(rows) if row.peak_allocated_bytes == peak.allocated_bytes]
@@ -148,7 +148,7 @@ def _in_turn(rounds: list[list[ShownStage]]) -> Iterator[ShownStage]:
         first, last = rows[0], rows[-1]
         several = first.is_step and len(rows) > 1
         begin, end = (re.findall(r"\d+", row.name) if several else [] for row in (first, last))
-        name = f"steps {begin[0]}-{end[-1]}, all of it" if several else first.name
+        name = f"steps {begin[0]}-{end[-1]} (total)" if several else first.name
         turns = {"delta_bytes": last.delta_bytes, "turns": sum(row.turns for row in rows)}
         yield _joined(rows, name=name, **({"count": sum(row.count for row in rows)} if alone else turns))
 

@@ -33,12 +33,16 @@ def render_limit(limit: Limit, total_bytes: int) -> RenderableType:
 
 def _said(run: LimitRun, total_bytes: int) -> str:
     if run.needed_bytes is None:
-        return f"{run.number:,} cannot be run: {run.dies_in}"
+        return f"{run.number:,} cannot be run: {run.oom_stage}"
     need = f"{run.number:,} needs {format_bytes(run.needed_bytes)}"
     if run.fits:
         spare = total_bytes - run.needed_bytes
-        return f"{need}, {format_bytes(spare)} to spare" if spare >= 0 else f"{need} if left alone, and fits only just"
-    return f"{need} and dies in {run.dies_in}"
+        return (
+            f"{need}, {format_bytes(spare)} to spare"
+            if spare >= 0
+            else f"{need} without releasing its cache, and fits, with allocator retries"
+        )
+    return f"{need} and runs out of memory in {run.oom_stage}"
 
 
 def _notes(limit: Limit, largest: int, runs: dict[int, LimitRun]) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""The views of `memprof monitor`: a live table of the cards, rows at the foot of a command's terminal, lines, JSON.
+"""The views of `memprof monitor`: a live table of the GPUs, rows at the foot of a command's terminal, lines, JSON.
 
 A command keeps its terminal: the view takes the last rows of it by a scroll region, in which the command's own output
 goes on as if the terminal were a little smaller.
@@ -17,9 +17,9 @@ from rich.text import Text
 
 from memprof.errors import printable
 from memprof.monitor.run import MonitorOutcome, View
-from memprof.monitor.sample import Peaks, Sample
+from memprof.monitor.sample import MonitorSample, Peaks
 from memprof.report.terminal.console import ansi, dim, terminal
-from memprof.report.terminal.monitor_text import SampleHistory, cards_table, footer_lines, plain_line, summary
+from memprof.report.terminal.monitor_text import SampleHistory, footer_lines, gpus_table, plain_line, summary
 
 _MIN_ROWS = 12  # A terminal with fewer rows is left to the command.
 
@@ -73,7 +73,7 @@ class _Lines:
 class JsonView(_Lines):
     """One JSON object a line: the samples, and at last how it ended."""
 
-    def show(self, sample: Sample, peaks: Peaks) -> None:
+    def show(self, sample: MonitorSample, peaks: Peaks) -> None:
         """Write a sample."""
         from memprof.report.documents.answers import MonitorLine  # which takes in what other commands need
 
@@ -90,7 +90,7 @@ class JsonView(_Lines):
 class QuietView(_Lines):
     """What cannot be seen, and at last how it ended."""
 
-    def show(self, sample: Sample, peaks: Peaks) -> None:
+    def show(self, sample: MonitorSample, peaks: Peaks) -> None:
         """Its notes."""
         self.say_once(sample.notes)
 
@@ -104,24 +104,24 @@ class QuietView(_Lines):
 class PlainView(QuietView):
     """A line for each sample."""
 
-    def show(self, sample: Sample, peaks: Peaks) -> None:
+    def show(self, sample: MonitorSample, peaks: Peaks) -> None:
         """A line, if there is anything to see."""
         super().show(sample, peaks)
-        if sample.cards or sample.processes:
+        if sample.gpus or sample.processes:
             self.write(plain_line(sample))
 
 
 class LiveView:
-    """The cards on a terminal, redrawn in place."""
+    """The GPUs on a terminal, redrawn in place."""
 
     def __init__(self, stream: TextIO) -> None:
         self._console = terminal(stream)
         self._live: Live | None = None
         self._history = SampleHistory()
 
-    def show(self, sample: Sample, peaks: Peaks) -> None:
+    def show(self, sample: MonitorSample, peaks: Peaks) -> None:
         """Draw it over the last one."""
-        if not sample.cards:
+        if not sample.gpus:
             for note in sample.notes:
                 self._console.print(f"memprof: {note}", soft_wrap=True)
             return
@@ -129,7 +129,7 @@ class LiveView:
         if self._live is None:
             self._live = Live(console=self._console, auto_refresh=False)
             self._live.start()
-        self._live.update(cards_table(sample, peaks, self._history), refresh=True)
+        self._live.update(gpus_table(sample, peaks, self._history), refresh=True)
 
     def pause(self) -> None:
         """Give the cursor back."""
@@ -153,7 +153,7 @@ class FooterView(QuietView):
         self._height = 0  # Rows that are taken now.
         self._wanted = 0
 
-    def show(self, sample: Sample, peaks: Peaks) -> None:
+    def show(self, sample: MonitorSample, peaks: Peaks) -> None:
         """Draw the rows; take them first if they are not ours yet."""
         self._history.add(sample)
         try:

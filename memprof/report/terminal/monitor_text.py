@@ -9,9 +9,9 @@ from datetime import datetime
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from memprof.device.cards import CardProcess, NvmlCard
+from memprof.device.gpus import GpuProcess, NvmlGpu
 from memprof.monitor.run import MonitorOutcome
-from memprof.monitor.sample import Peaks, Sample, Watched
+from memprof.monitor.sample import MonitorSample, Peaks, WatchedProcess
 from memprof.report.terminal.cells import join_some
 from memprof.report.terminal.console import dim, table
 from memprof.units import format_bytes, gib
@@ -22,7 +22,7 @@ _CURVE = 24
 _NARROW = 12  # Columns of a curve in a table.
 _AMOUNT = 6
 _MIN_NAME = 12
-_MAX_CARDS = 4
+_MAX_GPUS = 4
 _MAX_PROCESSES = 3
 
 
@@ -35,7 +35,7 @@ def sparkline(values: Iterable[int], width: int, highest: int = 0) -> str:
     return "".join(_BARS[(value * (len(_BARS) - 1) + top // 2) // top] for value in shown)
 
 
-def plain_line(sample: Sample) -> str:
+def plain_line(sample: MonitorSample) -> str:
     """Return a sample in one line."""
     parts = [f"{datetime.fromtimestamp(sample.time):%H:%M:%S}"]
     if sample.processes:
@@ -43,7 +43,7 @@ def plain_line(sample: Sample) -> str:
         parts.append(f"resident {format_bytes(sample.resident_bytes)} in {count} process{'es' if count > 1 else ''}")
     if sample.allocators:
         parts.append(f"{_amounts(sample, 'allocated')}; {_amounts(sample, 'reserved')}{_trouble(sample)}")
-    parts += [_card(sample, card) for card in sample.cards]
+    parts += [_gpu(sample, gpu) for gpu in sample.gpus]
     return "  ".join(parts)
 
 
@@ -54,34 +54,34 @@ def summary(outcome: MonitorOutcome) -> str:
     known = {"allocated": peaks.allocated_bytes, "reserved": peaks.reserved_bytes}
     known["resident"] = peaks.resident_bytes or None
     amounts = [f"{name} {format_bytes(amount)}" for name, amount in known.items() if amount is not None]
-    amounts += [f"card {index} {format_bytes(used)}" for index, used in sorted(peaks.cards.items())]
+    amounts += [f"GPU {index} {format_bytes(used)}" for index, used in sorted(peaks.gpus.items())]
     return f"{line}; peaks: {', '.join(amounts)}" if amounts else line
 
 
-def _amounts(sample: Sample, name: str) -> str:
+def _amounts(sample: MonitorSample, name: str) -> str:
     """Return the amount now, and the highest since the last sample."""
     current, highest = sample.total(f"{name}_bytes") or 0, sample.total(f"interval_peak_{name}_bytes") or 0
     return f"{name} {format_bytes(current)}, highest {format_bytes(highest)}"
 
 
-def _trouble(sample: Sample) -> str:
+def _trouble(sample: MonitorSample) -> str:
     retries, ooms = sample.total("num_alloc_retries"), sample.total("num_ooms")
     text = f"; {retries} retr{'y' if retries == 1 else 'ies'} with an emptied cache" if retries else ""
     return text + (f"; out of memory {ooms} time{'' if ooms == 1 else 's'}" if ooms else "")
 
 
-def _card(sample: Sample, card: NvmlCard) -> str:
-    """Return one card in a few words: what is used, by whom, and how it fares."""
-    if card.used_bytes is None or card.total_bytes is None:
-        return f"card {card.index} {card.name}: memory not known"
-    parts = [f"card {card.index} {card.name}: {gib(card.used_bytes)} of {gib(card.total_bytes)} GiB"]
-    if (command := sample.by_command(card)) is not None:
+def _gpu(sample: MonitorSample, gpu: NvmlGpu) -> str:
+    """Return one GPU in a few words: what is used, by whom, and how it fares."""
+    if gpu.used_bytes is None or gpu.total_bytes is None:
+        return f"GPU {gpu.index} {gpu.name}: memory not known"
+    parts = [f"GPU {gpu.index} {gpu.name}: {gib(gpu.used_bytes)} of {gib(gpu.total_bytes)} GiB"]
+    if (command := sample.by_command(gpu)) is not None:
         parts.append(f"{gib(command)} by the command")
-    parts += _state(card)
+    parts += _state(gpu)
     watched = {process.pid for process in sample.processes}
     others = [
         f"{process.name} {'?' if process.used_bytes is None else gib(process.used_bytes)}"
-        for process in card.processes
+        for process in gpu.processes
         if process.pid not in watched
     ]
     if others:
@@ -89,8 +89,8 @@ def _card(sample: Sample, card: NvmlCard) -> str:
     return ", ".join(parts)
 
 
-def _state(card: NvmlCard) -> list[str]:
-    amounts = ((card.utilisation_percent, "%"), (card.temperature_celsius, " °C"), (card.power_watts, " W"))
+def _state(gpu: NvmlGpu) -> list[str]:
+    amounts = ((gpu.utilisation_percent, "%"), (gpu.temperature_celsius, " °C"), (gpu.power_watts, " W"))
     return [f"{amount:.0f}{unit}" for amount, unit in amounts if amount is not None]
 
 
@@ -107,10 +107,10 @@ class SampleHistory:
     def __init__(self) -> None:
         self._values: dict[str, deque[int]] = {}
 
-    def add(self, sample: Sample) -> None:
+    def add(self, sample: MonitorSample) -> None:
         """Take a sample in."""
-        values = {f"card {card.index}": card.used_bytes for card in sample.cards}
-        values |= {_curve_of(card, one): one.used_bytes for card in sample.cards for one in card.processes}
+        values = {f"GPU {gpu.index}": gpu.used_bytes for gpu in sample.gpus}
+        values |= {_curve_of(gpu, one): one.used_bytes for gpu in sample.gpus for one in gpu.processes}
         values["allocated"] = sample.total("interval_peak_allocated_bytes")
         values["reserved"] = sample.total("interval_peak_reserved_bytes")
         values["resident"] = sample.resident_bytes if sample.processes else None
@@ -123,12 +123,12 @@ class SampleHistory:
         return sparkline(self._values.get(name, ()), width, highest or 0).ljust(width)
 
 
-def _curve_of(card: NvmlCard, process: CardProcess) -> str:
-    return f"process {process.pid} on {card.index}"
+def _curve_of(gpu: NvmlGpu, process: GpuProcess) -> str:
+    return f"process {process.pid} on {gpu.index}"
 
 
-def cards_table(sample: Sample, peaks: Peaks, history: SampleHistory) -> RenderableType:
-    """Return the cards, one row each, the slices and processes below, and what could not be read."""
+def gpus_table(sample: MonitorSample, peaks: Peaks, history: SampleHistory) -> RenderableType:
+    """Return the GPUs, one row each, the slices and processes below, and what could not be read."""
     made = table(ruled=True, drop=("peak", "state", "total"))
     time = f"{datetime.fromtimestamp(sample.time):%H:%M:%S}  GiB"
     made.add_column(time, no_wrap=True, overflow="ellipsis", min_width=_MIN_NAME)
@@ -136,16 +136,16 @@ def cards_table(sample: Sample, peaks: Peaks, history: SampleHistory) -> Rendera
         made.add_column(header, justify="right", no_wrap=True, min_width=_AMOUNT)
     made.add_column("over time", no_wrap=True, min_width=_NARROW)
     made.add_column("state", no_wrap=True)
-    for card in sample.cards:
-        amounts = (card.used_bytes, peaks.cards.get(card.index), card.total_bytes)
-        curve = history.curve(f"card {card.index}", card.total_bytes, _NARROW)
-        made.add_row(f"{card.index} {card.name}", *map(_cell, amounts), curve, " ".join(_state(card)))
-        for piece in card.slices:
+    for gpu in sample.gpus:
+        amounts = (gpu.used_bytes, peaks.gpus.get(gpu.index), gpu.total_bytes)
+        curve = history.curve(f"GPU {gpu.index}", gpu.total_bytes, _NARROW)
+        made.add_row(f"{gpu.index} {gpu.name}", *map(_cell, amounts), curve, " ".join(_state(gpu)))
+        for piece in gpu.slices:
             amounts = (piece.used_bytes, None, piece.total_bytes)
             made.add_row(f"  slice {piece.index} {piece.name}", *map(_cell, amounts), "", "")
-        for process in card.processes:
+        for process in gpu.processes:
             name = dim(f"  {process.name} ({process.pid})")
-            curve = history.curve(_curve_of(card, process), card.total_bytes, _NARROW)
+            curve = history.curve(_curve_of(gpu, process), gpu.total_bytes, _NARROW)
             made.add_row(name, _cell(process.used_bytes, "?"), "", "", dim(curve), "")
     notes = [Text(f"memprof: {note}", style="yellow") for note in sample.notes]
     return Group(made, *notes)
@@ -155,7 +155,7 @@ def _cell(amount: int | None, unknown: str = "") -> str:
     return unknown if amount is None else gib(amount)
 
 
-def footer_lines(sample: Sample, peaks: Peaks, history: SampleHistory) -> list[Text]:
+def footer_lines(sample: MonitorSample, peaks: Peaks, history: SampleHistory) -> list[Text]:
     """Return a sample as a few lines below a command's output."""
     lines = []
     if sample.allocators:
@@ -172,18 +172,18 @@ def footer_lines(sample: Sample, peaks: Peaks, history: SampleHistory) -> list[T
     resident = f"resident {format_bytes(sample.resident_bytes)} in {count} process{'' if count == 1 else 'es'}"
     resident += f", peak {format_bytes(peaks.resident_bytes)}; {_duration(sample.elapsed)}"
     lines.append(Text(f"{history.curve('resident')} {resident}"))
-    curves = [history.curve(f"card {card.index}", card.total_bytes) for card in sample.cards]
-    lines += [Text(f"{curve} {_card(sample, card)}") for curve, card in zip(curves, sample.cards, strict=True)]
-    del lines[len(lines) - max(0, len(sample.cards) - _MAX_CARDS) :]
-    if len(sample.cards) > _MAX_CARDS:
-        lines.append(Text(f"{'':{_CURVE}} and {len(sample.cards) - _MAX_CARDS} more cards"))
+    curves = [history.curve(f"GPU {gpu.index}", gpu.total_bytes) for gpu in sample.gpus]
+    lines += [Text(f"{curve} {_gpu(sample, gpu)}") for curve, gpu in zip(curves, sample.gpus, strict=True)]
+    del lines[len(lines) - max(0, len(sample.gpus) - _MAX_GPUS) :]
+    if len(sample.gpus) > _MAX_GPUS:
+        lines.append(Text(f"{'':{_CURVE}} and {len(sample.gpus) - _MAX_GPUS} more GPUs"))
     if sample.notes:
         more = f" (and {len(sample.notes) - 1} more)" if len(sample.notes) > 1 else ""
         lines.append(Text(f"memprof: {sample.notes[0]}{more}", style="yellow"))
     return lines
 
 
-def _process_line(process: Watched) -> Text:
+def _process_line(process: WatchedProcess) -> Text:
     rank = "" if process.rank is None else f"rank {process.rank}, "
     amounts = "; ".join(
         f"cuda:{a.device} allocated {format_bytes(a.allocated_bytes)}, peak {format_bytes(a.max_allocated_bytes)}"

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from rich.console import RenderableType
 
 from memprof.command_line import profile_command, run_command, spell_options
-from memprof.remedies.catalog import EXPANDABLE_SEGMENTS
-from memprof.report.documents.report import Document
+from memprof.fixes.catalog import EXPANDABLE_SEGMENTS
+from memprof.report.documents.report import Report
 from memprof.report.terminal.console import ShellCommand, dim, section
 from memprof.spec import TargetSpec
 from memprof.trace.events import NOT_SIMULATED, FailureKind
@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # a report of a run needs neither
 
 MORE_STEPS = 20  # Of a script that was stopped after fewer: enough to see whether memory goes on growing.
 _FINDINGS = ("what each finding means", "memprof help findings")
-_REMEDIES = ("what each remedy does and costs", "memprof help remedies")
+_FIXES = ("what each fix does and costs", "memprof help fixes")
 _ALL = 1000  # Rows of a table: more than any comparison has.
 
 
@@ -34,7 +34,7 @@ def render_next(found: tuple[str, str] | None) -> list[RenderableType]:
     return [section(dim(f"Next, {what}:"), ShellCommand(command))]
 
 
-def next_step(document: Document) -> tuple[str, str] | None:
+def next_step(document: Report) -> tuple[str, str] | None:
     """Return what to see after a report, and the command that shows it; None where no command line made it."""
     if document.source != "simulated":
         return _FINDINGS if document.findings else None
@@ -53,7 +53,7 @@ def after_analysis(document: Analysis, file: Path) -> tuple[str, str]:
     if document.ran_out:
         moment = next(device.moment.what for device in document.devices if device.ooms)
         if moment != "oom":
-            return "what was alive when memory ran out", shlex.join([*words, "--at", "oom"])
+            return "what was live when memory ran out", shlex.join([*words, "--at", "oom"])
     held = max(device.fragmentation_at_peak.free_bytes for device in document.devices)
     if held and not any(device.state_only for device in document.devices):
         what = "whether expandable segments would reserve less"
@@ -68,21 +68,21 @@ def after_comparison(document: Comparison, files: tuple[Path, ...]) -> tuple[str
     return "every row that differs", shlex.join(["memprof", "compare", *map(str, files), "--top", str(_ALL)])
 
 
-def _after_profile(document: Document, target: Target) -> tuple[str, str] | None:
+def _after_profile(document: Report, target: Target) -> tuple[str, str] | None:
     spec = target.asked
     if document.failure is not None:
         return "what cannot be simulated", "memprof help limitations"
     if document.verdict.fits is False:
-        if fitting := [rung.command for rung in document.ladder if rung.fits and rung.remedies]:
+        if fitting := [rung.command for rung in document.ladder if rung.fits and rung.fixes]:
             return "the first row that fits, in full", fitting[0]
         if document.ladder or spec.fixes:
             return _recommend(spec)
-        return "the remedies that make it fit at the least cost", profile_command(spec, "--fix", "auto")
+        return "the fixes that make it fit at the least cost", profile_command(spec, "--fix", "auto")
     if document.limit is not None:
         largest = [run.command for run in document.limit.runs if run.number == document.limit.largest]
         return ("the report of the largest", largest[0]) if largest else None
     if spec.parallel is not None or spec.gpus > 1 or spec.lengths is not None:
-        return "what it would do on other cards", "memprof help parallel"
+        return "what it would do on other GPUs", "memprof help parallel"
     return "the largest batch that fits", profile_command(spec, "--largest", "batch-size")
 
 
@@ -103,13 +103,13 @@ def _recommend(spec: TargetSpec) -> tuple[str, str]:
     """Return `memprof recommend` for the model, the goal and the GPUs of a run, where it knows all that the run is."""
     asked = TargetSpec(**{name: getattr(spec, name) for name in _QUESTION})
     if asked != spec.edit(**{name: getattr(asked, name) for name in _SEARCHED}):
-        return _REMEDIES
-    what = "what would fit this card, or how many of them it takes"
+        return _FIXES
+    what = "what would fit this GPU, or how many of them it takes"
     return what, shlex.join(["memprof", "recommend", *spell_options(asked)])
 
 
-def _after_run(document: Document, program: ProgramFacts) -> tuple[str, str] | None:
-    alone = document.rank is None and not document.cards
+def _after_run(document: Report, program: ProgramFacts) -> tuple[str, str] | None:
+    alone = document.rank is None and not document.gpus
     spec = program.asked
     if spec is None:
         return _FINDINGS if document.findings else None
@@ -122,17 +122,17 @@ def _after_run(document: Document, program: ProgramFacts) -> tuple[str, str] | N
             return "what cannot be simulated", "memprof help limitations"
         return "how a script is run, and what may stop it", "memprof help run"
     if document.verdict.fits is None and alone:
-        return "all of it", run(until_exit=True, steps=None, timeout=None)
+        return "the whole script", run(until_exit=True, steps=None, timeout=None)
     growth = document.verdict.growth
     if growth is not None and growth.runs_out:  # no fix from outside takes a leak away
         return "where it runs out", run(until_exit=True, steps=None, timeout=None)
     if document.verdict.fits is False and alone:
-        if fitting := [rung.command for rung in document.ladder if rung.fits and rung.remedies]:
+        if fitting := [rung.command for rung in document.ladder if rung.fits and rung.fixes]:
             return "the first row that fits, in full", fitting[0]
         if not document.ladder and not program.fixes:
-            return "the remedies that make it fit at the least cost", run("--fix", "auto")
+            return "the fixes that make it fit at the least cost", run("--fix", "auto")
     if document.verdict.fits is False:
-        return _REMEDIES
+        return _FIXES
     if alone and program.ended == "steps" and program.steps < MORE_STEPS:
         return "whether later steps take more", run(steps=MORE_STEPS)
     return _FINDINGS if document.findings else None

@@ -1,4 +1,4 @@
-"""The tables of what ran together: the cards of one process; ranks, of which those that are alike are one row."""
+"""The tables of what ran together: the GPUs of one process; ranks, of which those that are alike are one row."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from memprof.ledger.stages import at_stage
-from memprof.report.documents.ranks import CardRow, RankRow
+from memprof.report.documents.ranks import GpuRow, RankRow
 from memprof.report.terminal.cells import Unit
 from memprof.report.terminal.console import dim, table
-from memprof.units import gib, spell_numbers
+from memprof.units import format_ranges, gib
 
 _ENDED = {
     "error": "failed", "not simulated": "stopped", "another rank": "stopped with others", "interrupted": "interrupted",
@@ -17,34 +17,34 @@ _ENDED = {
 }  # fmt: skip
 
 
-def render_cards(cards: tuple[CardRow, ...], unit: Unit) -> RenderableType:
-    """Return a row a card; the run fits if all of them do."""
-    made = table("cards", ">capacity", ">allocated", ">reserved", ">device used", ">", ruled=True)
-    for card in cards:
-        name = Text(card.device).append("  <- below" * card.shown, style="bold")
-        capacity = "" if card.total_bytes is None else f"{gib(card.total_bytes)} GiB"
-        figures = (card.peak_allocated_bytes, card.peak_reserved_bytes, card.device_used_bytes)
-        verdict = _fits(card.fits, "not known") if card.used else Text("not used")
+def render_gpus(gpus: tuple[GpuRow, ...], unit: Unit) -> RenderableType:
+    """Return a row a GPU; the run fits if all of them do."""
+    made = table("gpus", ">capacity", ">allocated", ">reserved", ">device used", ">", ruled=True)
+    for gpu in gpus:
+        name = Text(gpu.device).append("  <- below" * gpu.shown, style="bold")
+        capacity = "" if gpu.total_bytes is None else f"{gib(gpu.total_bytes)} GiB"
+        figures = (gpu.peak_allocated_bytes, gpu.peak_reserved_bytes, gpu.device_used_bytes)
+        verdict = _fits(gpu.fits, "not known") if gpu.used else Text("not used")
         made.add_row(name, capacity, *map(unit.amount, figures), verdict)
-    note = f"{unit.name}, at the most. The run fits if all cards do; --card shows another one in full."
+    note = f"{unit.name}, at the most. The run fits if all GPUs do; --gpu-index shows another one in full."
     return Group(made, dim(note))
 
 
 def render_ranks(ranks: tuple[RankRow, ...], unit: Unit, *, on_cpu: bool = False) -> RenderableType:
     """Return a row for each kind of rank; the run fits if all of them do. On a CPU nothing is reserved, nor fits."""
-    of_card = () if on_cpu else (">reserved", ">device used")
-    made = table("ranks", ">allocated", "in", *of_card, ">", ruled=True)
+    of_gpu = () if on_cpu else (">reserved", ">device used")
+    made = table("ranks", ">allocated", "in", *of_gpu, ">", ruled=True)
     kinds: dict[int, list[RankRow]] = {}
     for row in ranks:
         kinds.setdefault(row.rank if row.like is None else row.like, []).append(row)
     for rows in kinds.values():
         first = rows[0]
         stands_for = range(first.alike[0], first.alike[1] + 1) if first.alike else (row.rank for row in rows)
-        name = Text(spell_numbers(stands_for))
+        name = Text(format_ranges(stands_for))
         if shown := [row.rank for row in rows if row.shown]:
             which = f"{shown[0]} " if len(rows) > 1 or len(set(first.alike)) > 1 else ""
             name.append(f"  <- {which}below", style="bold")
-        figures = [unit.amount(one) for one in (first.peak_reserved_bytes, first.device_used_bytes)] if of_card else []
+        figures = [unit.amount(one) for one in (first.peak_reserved_bytes, first.device_used_bytes)] if of_gpu else []
         verdict = _fits(first.fits, _ENDED.get(first.ended, "not known"))
         if first.fits is None:
             verdict.stylize("yellow")
@@ -52,7 +52,7 @@ def render_ranks(ranks: tuple[RankRow, ...], unit: Unit, *, on_cpu: bool = False
             verdict = Text()
         where = at_stage(first.peak_stage, first.peak_step) if first.peak_stage else ""
         made.add_row(name, unit.amount(first.peak_allocated_bytes), where, *figures, verdict)
-    alike = [f"{spell_numbers(row.rank for row in rows)} are" for rows in kinds.values() if len(rows) > 1]
+    alike = [f"{format_ranges(row.rank for row in rows)} are" for rows in kinds.values() if len(rows) > 1]
     said = f"Ranks {', '.join(alike)} equal to the byte. ".replace(" are,", ",") if alike else ""
     if ranks[0].alike:
         said = "Ranks of one row do the same. "

@@ -10,7 +10,15 @@ from rich.text import Text
 
 from memprof.errors import printable
 from memprof.ledger.bridge import NCCL_GROUP_BYTES
-from memprof.report.documents.recommendation import Bound, Choice, Largest, LengthRow, Lengths, Recommendation, Stream
+from memprof.report.documents.recommendation import (
+    ChosenOverBatches,
+    Configuration,
+    Largest,
+    LargestFit,
+    LengthRisk,
+    LengthRow,
+    Recommendation,
+)
 from memprof.report.terminal.console import Aligned, ShellCommand, dim, heading, indented, section, show
 from memprof.units import format_bytes, format_count, gib
 
@@ -46,14 +54,14 @@ _TITLES = {
     "accelerate": "accelerate: train_accelerate.py",
     "accelerate-yaml": "accelerate: accelerate.yaml",
     "torchtitan": "torchtitan 0.2: train.toml",
-    "device-map": "Layers over the cards: infer.py",
-    "tensor-parallel": "Each matrix over the cards: infer_tp.py",
+    "device-map": "Layers over the GPUs: infer.py",
+    "tensor-parallel": "Each matrix over the GPUs: infer_tp.py",
 }
 
 
 def view(answer: Recommendation, *, explain: bool = False) -> RenderableType:
     """Return everything but the scripts."""
-    note = [dim(f"The card: {answer.card_note}.")] if answer.card_note else []
+    note = [dim(f"The GPU: {answer.gpu_note}.")] if answer.gpu_note else []
     parts: list[RenderableType] = [render_heading(answer), *note, Text("")]
     parts += (_largest if answer.largest else _configuration)(answer, explain=explain)
     if answer.lengths is not None:
@@ -79,10 +87,10 @@ def verdict_lines(answer: Recommendation) -> list[str]:
 def render_heading(answer: Recommendation) -> Text:
     """Return what was asked."""
     device = answer.device
-    card = f"{device.name} ({gib(device.total_bytes or 0)} GiB)"
-    card = f"{answer.gpus} x {card}" if answer.gpus > 1 else card
+    gpu = f"{device.name} ({gib(device.total_bytes or 0)} GiB)"
+    gpu = f"{answer.gpus} x {gpu}" if answer.gpus > 1 else gpu
     if answer.model is None:
-        return heading(f"What fits {card}")
+        return heading(f"What fits {gpu}")
     goal = "inference" if answer.goal == "infer" else f"training ({answer.goal})"
     # What takes no tokens, such as images, has no length.
     many = ("sequence" if answer.context_length else "sample") + ("" if answer.effective_batch == 1 else "s")
@@ -90,7 +98,7 @@ def render_heading(answer: Recommendation) -> Text:
     batch = f"{many} at a time" if answer.goal == "infer" else f"{many} a step"
     size = format_count(answer.num_parameters or 0)
     asked = f"{answer.model} ({size} parameters), {goal}{length}"
-    return heading(f"{asked}, {answer.effective_batch} {batch}, on {card}")
+    return heading(f"{asked}, {answer.effective_batch} {batch}, on {gpu}")
 
 
 # -- a configuration --------------------------------------------------------------------------------------------------
@@ -114,12 +122,12 @@ def _configuration(answer: Recommendation, *, explain: bool) -> list[RenderableT
             Text(f"{one.what}: {one.name}; {gib(one.needed_bytes)} GiB{' (an estimate)' if one.estimate else ''}")
             for one in answer.alternatives
         ]
-        parts.append(section("How few cards do" if chosen is not None else "What would do", *lines, below=1))
+        parts.append(section("How few GPUs do" if chosen is not None else "What would do", *lines, below=1))
     parts += _choices(answer, explain=explain)
     return parts
 
 
-def _batches(chosen: Choice, answer: Recommendation) -> str:
+def _batches(chosen: Configuration, answer: Recommendation) -> str:
     if answer.goal == "infer":
         return f"{chosen.micro_batch} at a time"
     if chosen.accumulation == 1:
@@ -127,26 +135,27 @@ def _batches(chosen: Choice, answer: Recommendation) -> str:
     return f"micro-batch {chosen.micro_batch}, gradients of {chosen.accumulation} accumulated"
 
 
-def _need(answer: Recommendation, chosen: Choice) -> str:
+def _need(answer: Recommendation, chosen: Configuration) -> str:
     need = f"needs {gib(chosen.needed_bytes)} GiB"
-    left = f"{need} of the card: {gib(chosen.margin_bytes)} GiB are left"
+    left = f"{need} of the GPU: {gib(chosen.headroom_bytes)} GiB are left"
     only_just = (
-        f"fits only just: left alone it {need}, {gib(-chosen.margin_bytes)} more than the card has; the allocator "
-        "gives back what it holds and does not use, which takes time"
+        f"fits, with allocator retries: without releasing its cache it {need}, {gib(-chosen.headroom_bytes)} more than "
+        "the GPU has; the allocator "
+        "releases what it holds and does not use, which takes time"
     )
-    said = left if chosen.margin_bytes >= 0 else only_just
+    said = left if chosen.headroom_bytes >= 0 else only_just
     if answer.gpus == 1 or chosen.parallel == _ONE_PROCESS:
         return said
     least, most = map(format_bytes, NCCL_GROUP_BYTES)
-    beside = ", of which NCCL takes" if chosen.margin_bytes >= NCCL_GROUP_BYTES[1] else "; beside it NCCL takes"
+    beside = ", of which NCCL takes" if chosen.headroom_bytes >= NCCL_GROUP_BYTES[1] else "; beside it NCCL takes"
     return f"{said}{beside} {least} to {most} a group where others measured it"
 
 
-def _limits(chosen: Choice, answer: Recommendation) -> Iterator[str]:
+def _limits(chosen: Configuration, answer: Recommendation) -> Iterator[str]:
     if chosen.host_bytes > 0.1 * chosen.needed_bytes:
         each = " of each process" if answer.gpus > 1 else ""
         yield f"{gib(chosen.host_bytes)} GiB in host memory at the most{each}"
-    moved = (chosen.link_seconds, "between cards") if answer.gpus > 1 else (chosen.bus_seconds, "transfers")
+    moved = (chosen.link_seconds, "between GPUs") if answer.gpus > 1 else (chosen.bus_seconds, "transfers")
     yield f"step at least {_seconds(chosen.step_seconds)}, {_seconds(moved[0])} of it {moved[1]}"
     if answer.batch:
         on = ", on gradients of others" if chosen.accumulation > 1 else ""
@@ -159,7 +168,7 @@ def _batch_word(answer: Recommendation) -> str:
     return "batch" if answer.goal == "infer" else "micro-batch"
 
 
-def _bound(bound: Bound) -> str:
+def _bound(bound: LargestFit) -> str:
     if bound.largest is None:
         return "none"
     if bound.first_too_large is None:
@@ -167,7 +176,7 @@ def _bound(bound: Bound) -> str:
     return f"{bound.largest:,} ({bound.first_too_large:,} does not)"
 
 
-def _context(bound: Bound, made_for: int | None) -> str:
+def _context(bound: LargestFit, made_for: int | None) -> str:
     if made_for is None or bound.largest is None:
         return _bound(bound)
     if bound.largest > made_for:
@@ -182,7 +191,7 @@ def _choices(answer: Recommendation, *, explain: bool) -> list[RenderableType]:
         rows = front if len(front) > 2 else rows[:_SHOWN]
     cells: list[tuple[str, ...]] = [
         (
-            ">" if row is answer.chosen else "", str(row.micro_batch), gib(row.needed_bytes), gib(row.margin_bytes),
+            ">" if row is answer.chosen else "", str(row.micro_batch), gib(row.needed_bytes), gib(row.headroom_bytes),
             _seconds(row.step_seconds), _seconds(row.link_seconds if answer.gpus > 1 else row.bus_seconds),
             _verdict(row), row.name,
         )
@@ -195,12 +204,12 @@ def _choices(answer: Recommendation, *, explain: bool) -> list[RenderableType]:
     what = "Memory against time" if not explain else "All that were run"
     host = format_bytes(answer.device.host_memory_bytes or 0)
     verdicts = {
-        "only just": "Only just: with what the allocator gives back when the card is full. ",
+        "retries": "Retries: it fits once the allocator has released its cache. ",
         "host": f"Host: more than the {host} of host memory (--host-memory). ",
     }
     said = "".join(text for verdict, text in verdicts.items() if verdict in map(_verdict, rows))
     made = "1 run was made." if answer.runs == 1 else f"{answer.runs} runs were made."
-    legend = f"GiB; step: the least time at the card's published rates.{more} {said}{made}"
+    legend = f"GiB; step: the least time at the GPU's published rates.{more} {said}{made}"
     failed = [] if explain else _not_run(answer)
     return [
         section(what, Aligned(headers, cells, drop=(moved, "margin", "step")), below=1),
@@ -212,10 +221,10 @@ def _not_run(answer: Recommendation) -> list[Text]:
     return [Text(f"Could not be run: {name}: {why}") for name, why in answer.not_applied.items()]
 
 
-def _verdict(row: Choice) -> str:
+def _verdict(row: Configuration) -> str:
     if row.fits:
-        return "fits" if row.margin_bytes >= 0 else "only just"
-    return "host" if row.dies_in == "host memory" else "dies"
+        return "fits" if row.headroom_bytes >= 0 else "retries"
+    return "host" if row.oom_stage == "host memory" else "OOM"
 
 
 def _seconds(seconds: float | None) -> str:
@@ -226,7 +235,7 @@ def _seconds(seconds: float | None) -> str:
     return f"{seconds:,.2f} s" if seconds >= 1 else f"{1000 * seconds:,.2f} ms"
 
 
-# -- a card alone -----------------------------------------------------------------------------------------------------
+# -- a GPU alone -----------------------------------------------------------------------------------------------------
 
 
 def _largest(answer: Recommendation, *, explain: bool) -> list[RenderableType]:
@@ -257,7 +266,7 @@ def _largest_cells(row: Largest) -> tuple[str, ...]:
 # -- the lengths of a data set ----------------------------------------------------------------------------------------
 
 
-def _lengths(lengths: Lengths) -> list[RenderableType]:
+def _lengths(lengths: LengthRisk) -> list[RenderableType]:
     packed = f"{lengths.packed_rows:,} rows of {lengths.context_length:,}"
     lines = [
         Text(f"{lengths.file}: {lengths.count:,} sequences of {lengths.shortest:,} to {lengths.longest:,} tokens"),
@@ -286,8 +295,8 @@ def _lengths(lengths: Lengths) -> list[RenderableType]:
     ]
 
 
-def _stream(stream: Stream) -> RenderableType:
-    verdict = "fits all of them" if stream.fits else f"runs out of memory in {stream.dies_in}"
+def _stream(stream: ChosenOverBatches) -> RenderableType:
+    verdict = "fits all of them" if stream.fits else f"runs out of memory in {stream.oom_stage}"
     if stream.alloc_conf:
         verdict += f", with {stream.alloc_conf}"
     cells = [(row.how, gib(row.mean_bytes), gib(row.p99_bytes), gib(row.peak_bytes)) for row in stream.reserved]
@@ -300,7 +309,7 @@ def _length_cells(row: LengthRow) -> tuple[str, ...]:
     odds = (_odds(row.batch_odds), _odds(row.epoch_odds))
     steps = (row.first_step_median, row.first_step_90, row.step_sorted_ascending, row.step_sorted_descending)
     reached = ("never" if step is None else f"step {step:,}" for step in steps)
-    return str(row.micro_batch), longest, f"{row.too_long:,}", *odds, *reached, "fits" if row.packed_fits else "dies"
+    return str(row.micro_batch), longest, f"{row.too_long:,}", *odds, *reached, "fits" if row.packed_fits else "OOM"
 
 
 def _odds(odds: float) -> str:

@@ -10,27 +10,27 @@ from rich.text import Text
 
 from memprof.findings import Evidence, Finding, Severity
 from memprof.findings.exhaustion import Growth
-from memprof.ledger.caught import CaughtError
+from memprof.fixes.catalog import FIXES
+from memprof.ledger.caught_errors import CaughtError
 from memprof.ledger.stages import at_stage
-from memprof.remedies.catalog import REMEDIES
-from memprof.report.documents.report import Document, Verdict
+from memprof.report.documents.report import Report, Verdict
 from memprof.report.terminal.bridge import render_bridge, render_streams
 from memprof.report.terminal.cells import Unit, shape_text, unit_for
 from memprof.report.terminal.console import bar, dim, heading, indented, section, table
+from memprof.report.terminal.device_readings import compare_with_gpu, gpu_columns
 from memprof.report.terminal.folding import row_of_peak, shown_stages, shown_step
 from memprof.report.terminal.ladder import render_ladder
 from memprof.report.terminal.limit import headline, render_limit
 from memprof.report.terminal.next_step import next_step, render_next
-from memprof.report.terminal.on_card import card_columns, compare_with_card
-from memprof.report.terminal.ranks import render_cards, render_ranks
+from memprof.report.terminal.ranks import render_gpus, render_ranks
 from memprof.report.terminal.steps import render_batches, render_steps
 from memprof.report.terminal.tensors import merge_equal_rows, origin
 from memprof.report.terminal.timeline import CategoryTimeline
 from memprof.spec import Mode
-from memprof.stand_ins.packages import WITHOUT
+from memprof.stubs.packages import NO_STUBS_HINT
 from memprof.trace.events import NOT_SIMULATED, FailureKind, short_source
 from memprof.trace.facts import ProgramFacts, Target
-from memprof.units import MIB, format_bytes, format_count, gib, spell_numbers
+from memprof.units import MIB, format_bytes, format_count, format_ranges, gib
 
 MAX_TENSORS = 10
 MAX_EVIDENCE = 6
@@ -42,15 +42,15 @@ _LEAST_NEEDED = ("host peak", "seconds", "delta", "torch.cuda\nreserved", "NVML\
 _SEVERITY_STYLE = {Severity.ERROR: "bold red", Severity.WARNING: "yellow", Severity.NOTE: "cyan"}
 
 
-def view(document: Document, *, explain: bool = False, quiet: bool = False) -> RenderableType:
-    """Return the whole report; with `explain`, what it rests on too; `quiet`: the verdict alone."""
+def view(document: Report, *, explain: bool = False, quiet: bool = False) -> RenderableType:
+    """Return the whole report; with `explain`, assumptions too; `quiet`: the verdict alone."""
     if quiet:
         return _verdict(document) if document.limit is None else Text(headline(document.limit))
     parts = [render_heading(document), _stages(document), _verdict(document), *_certain_errors(document)]
-    parts += [Text(f"Note: {one}") for one in document.assumptions if one.endswith(WITHOUT) and not explain]
+    parts += [Text(f"Note: {one}") for one in document.assumptions if one.endswith(NO_STUBS_HINT) and not explain]
     unit = _unit(document)
     parts += [render_ranks(document.ranks, unit, on_cpu=document.on_cpu)] if document.ranks else []
-    parts += [render_cards(document.cards, unit)] if document.cards else []
+    parts += [render_gpus(document.gpus, unit)] if document.gpus else []
     parts += [] if document.batches is None else [render_batches(document.batches, unit)]
     parts += [render_steps(document.steps, unit)] if document.steps else []
     parts += [] if document.limit is None else [render_limit(document.limit, document.device.total_bytes or 0)]
@@ -67,25 +67,25 @@ def view(document: Document, *, explain: bool = False, quiet: bool = False) -> R
     return Group(*parts, *render_next(next_step(document)))
 
 
-def _unit(document: Document) -> Unit:
+def _unit(document: Report) -> Unit:
     return unit_for(document.peak.allocated_bytes)
 
 
-def render_heading(document: Document) -> RenderableType:
-    """Return what was run, and on which card."""
+def render_heading(document: Report) -> RenderableType:
+    """Return what was run, and on which GPU."""
     device, target = document.device, document.target
     kind = "simulated on a virtual" if document.source == "simulated" else "measured on"
     size = "" if device.total_bytes is None else f" ({gib(device.total_bytes)} GiB)"
     lines = [heading("memprof", f" {document.command}: {kind} {device.name}{size}")]
     if document.rank is not None:
         rank, world = document.rank.rank, document.rank.world_size
-        ran = spell_numbers(row.rank for row in document.ranks)
+        ran = format_ranges(row.rank for row in document.ranks)
         together = f"ranks {ran} of {world}, together; in full, rank {rank}:"
         if document.rank.alike:
             together = f"{world} ranks, one of each kind run alone; in full, rank {rank}:"
         lines.append(Text(together if ran else f"rank {rank} of {world}, alone: the others are taken to be like it"))
-    if document.cards:
-        lines.append(Text(f"{len(document.cards)} such cards in one process; in full, {document.card}:"))
+    if document.gpus:
+        lines.append(Text(f"{len(document.gpus)} such GPUs in one process; in full, {document.gpu}:"))
     if target:
         lines.append(Text(_describe(target)))
     if document.program is not None:
@@ -99,7 +99,7 @@ _ENDS = {
     "timeout": "stopped by --timeout {begun}",
     "error": "failed by itself {begun}",
     "not simulated": "stopped where it cannot be simulated, {begun}",
-    "refused": "ended where the card was full, {begun}",
+    "refused": "ended where the GPU was full, {begun}",
     "another rank": "stopped with the other ranks, {begun}",
     "interrupted": "interrupted {begun}",
 }
@@ -166,12 +166,12 @@ def _what_is_trained(target: Target) -> str:
     return name if asked.mode is not Mode.TRAIN else f"{name} ({trainable:,} parameters)"
 
 
-def _stages(document: Document) -> RenderableType:
+def _stages(document: Report) -> RenderableType:
     usable, amount, step = document.device.usable_bytes, _unit(document).amount, shown_step(document)
-    on_cpu, measured, beside = document.on_cpu, document.source == "measured", card_columns(document)
+    on_cpu, measured, beside = document.on_cpu, document.source == "measured", gpu_columns(document)
     shows_host = document.host_peak_bytes >= MIN_HOST_BYTES
     headers = ["allocated", "delta", "peak", "resident" if on_cpu else "reserved", *beside]
-    headers += ["seconds" if measured else "on this card", *(["host peak"] * shows_host)]
+    headers += ["seconds" if measured else "on this GPU", *(["host peak"] * shows_host)]
     first = f"stage (step {step})" if step else "stage"
     made = table(first, *(f">{header}" for header in headers), ruled=True, drop=_LEAST_NEEDED)
     rows = shown_stages(document)
@@ -210,10 +210,10 @@ def _stages(document: Document) -> RenderableType:
     note = f"{_unit(document).name}; peak: most allocated, reserved: most held from the driver in the stage"
     beside_it = f"the CUDA context{' and other processes' * measured}"
     note += f"; {format_bytes(usable or 0)} usable beside {beside_it}.{turns}"
-    return Group(made, dim(note), *compare_with_card(document))
+    return Group(made, dim(note), *compare_with_gpu(document))
 
 
-def _verdict(document: Document) -> RenderableType:
+def _verdict(document: Report) -> RenderableType:
     if document.program is None or not _has_own_exit_code(document.program):
         return _memory_verdict(document)
     code = f"The exit code {document.program.exit_code} is the script's own"
@@ -221,7 +221,7 @@ def _verdict(document: Document) -> RenderableType:
     return Group(_memory_verdict(document), note)
 
 
-def _memory_verdict(document: Document) -> RenderableType:
+def _memory_verdict(document: Report) -> RenderableType:
     verdict, device = document.verdict, document.device
     if document.on_cpu:
         resident = max((row.resident_bytes for row in document.stages if row.resident_bytes), default=None)
@@ -232,7 +232,7 @@ def _memory_verdict(document: Document) -> RenderableType:
             return Text(f"\nMeasured: {took}")
         stopped = f"the run stopped in {document.failure.phase} with {document.failure.error}; until then {took}"
         return _labelled("Failed", "bold red", stopped)
-    on = next((f" on {card.device}" for card in document.cards if card.decides), "")
+    on = next((f" on {gpu.device}" for gpu in document.gpus if gpu.decides), "")
     on = next((f" on rank {row.rank}" for row in document.ranks if row.decides), on)
     need = f"{format_bytes(verdict.required_bytes)} with the CUDA context{on}"
     if document.failure is not None:
@@ -264,20 +264,20 @@ def _memory_verdict(document: Document) -> RenderableType:
     if verdict.fits and not verdict.retries and spare >= 0:
         return _fits(document, need, spare).append(_growth_note(verdict.growth))
     if verdict.fits:
-        said = f"{_only_just(verdict.retries)}. Left alone it would take {need}."
-        return _labelled("Fits only just", "bold yellow", said).append(_growth_note(verdict.growth))
+        said = f"{_only_just(verdict.retries)}. Without releasing its cache it would reserve {need}."
+        return _labelled("Fits, with allocator retries", "bold yellow", said).append(_growth_note(verdict.growth))
     if verdict.host_over_bytes and verdict.oom_stage is None:
         over = f"{format_bytes(verdict.host_over_bytes)} more than there is of it (--host-memory)"
         held = f"{format_bytes(document.host_peak_bytes)} are held in host memory, {over}"
-        return _labelled("Does not fit", "bold red", f"{held}. Of the card it needs {need}.")
+        return _labelled("Does not fit", "bold red", f"{held}. Of the GPU it needs {need}.")
     where = at_stage(verdict.oom_stage or "", verdict.oom_step or 0)
     ended = document.program is not None and document.program.ended == "refused"
-    whole = "The script ended there; with that request it needs" if ended else "The whole run needs"
+    whole = "The script ended there; with that allocation it needs" if ended else "The whole run needs"
     tried, used = (format_bytes(size or 0) for size in (verdict.tried_to_allocate_bytes, verdict.in_use_bytes))
     number = verdict.out_of_memory_caught
-    before = f" Before that {_raised_and_caught(number)}, and the script went on without what it had asked for."
+    before = f" Before that {_raised_and_caught(number)}, and the script went on without what it had requested."
     text = (
-        f"a real run dies in {where}, when it tries to allocate {tried} with {used} in use. "
+        f"a real GPU runs out of memory in {where}, when it tries to allocate {tried} with {used} in use. "
         f"{whole} {need}.{before if number else ''} torch {'said' if ended else 'would say'}:"
     )
     message = (verdict.oom_message or "").partition(" If reserved ")
@@ -309,17 +309,17 @@ def _labelled(label: str, style: str, said: str) -> Text:
     return Text(f"\n{label}: ", style=style).append(said, style="default")
 
 
-def _certain_errors(document: Document) -> list[RenderableType]:
-    """Return what kills the run on a real card whatever its memory, beside the verdict: it must not be read alone."""
+def _certain_errors(document: Report) -> list[RenderableType]:
+    """Return what kills the run on a real GPU whatever its memory, beside the verdict: it must not be read alone."""
     known = ("does-not-fit", "run-failed", "memory-growth")  # the verdict has said these
     errors = [one for one in document.findings if one.severity is Severity.ERROR and one.id not in known]
-    return [Text("Fails on a real card: ", style="bold red").append(one.title, style="default") for one in errors]
+    return [Text("Fails on a real GPU: ", style="bold red").append(one.title, style="default") for one in errors]
 
 
 def _only_just(retries: int) -> str:
     times = "once" if retries == 1 else f"{retries} times" if retries else "now and then"
-    back = "the allocator gives back what it holds and does not use, which takes time"
-    return f"the card is full {times}, and the run goes on because {back}"
+    back = "the allocator releases what it holds and does not use, which takes time"
+    return f"the GPU is full {times}, and the run goes on because {back}"
 
 
 def _raised_and_caught(number: int) -> str:
@@ -327,7 +327,7 @@ def _raised_and_caught(number: int) -> str:
     return f"{raised} raised and caught"
 
 
-def _fits(document: Document, need: str, spare: int) -> Text:
+def _fits(document: Report, need: str, spare: int) -> Text:
     """Return the verdict on what fits; that NCCL's share fits too is said of what is left after it."""
     nccl = None if document.bridge is None else document.bridge.nccl_group_bytes
     if nccl is None:
@@ -338,24 +338,24 @@ def _fits(document: Document, need: str, spare: int) -> Text:
         left = f"{format_bytes(spare)} to spare, of which NCCL takes {range_text} a group where others measured it."
         return _labelled("Fits", "bold green", f"needs {need}, {left}")
     left = f"which leaves {format_bytes(spare)} to NCCL: where others measured it, a group takes {range_text}."
-    return _labelled("Fits only just", "bold yellow", f"needs {need}, {left}")
+    return _labelled("Fits without headroom for NCCL", "bold yellow", f"needs {need}, {left}")
 
 
 def _verdict_after_errors(verdict: Verdict, first: CaughtError, need: str, spare: int) -> Text:
-    """Return the verdict on a program that caught out-of-memory errors: it fits without what it asked for first."""
+    """Return the verdict on a program that caught out-of-memory errors: it fits without what it requested first."""
     number = verdict.out_of_memory_caught
     which = "" if number == 1 else ", the first"
     stage = at_stage(first.stage, first.step)
     where = f" at {short_source(first.source)}" if first.source else ""
-    asked = f"{format_bytes(first.num_bytes)} were asked for with {format_bytes(first.in_use_bytes)} in use"
-    only_just = f"and only just fits: {_only_just(verdict.retries)}"
+    asked = f"{format_bytes(first.num_bytes)} were requested with {format_bytes(first.in_use_bytes)} in use"
+    only_just = f"and fits, with allocator retries: {_only_just(verdict.retries)}"
     then = only_just if verdict.retries or spare < 0 else f"{format_bytes(spare)} to spare"
     went_on = f"{_raised_and_caught(number)}{which} in {stage}{where}, where {asked}; the script went on without it."
     said = f"{went_on} What it did instead needs {need}, {then}."
     return _labelled("Fits only without what was refused", "bold yellow", said)
 
 
-def _categories(document: Document) -> RenderableType:
+def _categories(document: Report) -> RenderableType:
     total = document.peak.allocated_bytes
     amount = _unit(document).amount
     made = table("", ">", ">", "|bar", drop=("bar",))
@@ -367,26 +367,26 @@ def _categories(document: Document) -> RenderableType:
     return section(f"\nAt the peak, {format_bytes(total)} in {where}", made, *_workspaces(document), below=1)
 
 
-def _workspaces(document: Document) -> list[RenderableType]:
+def _workspaces(document: Report) -> list[RenderableType]:
     """Return what is not known of cuDNN's convolutions, where the peak depends on it."""
     found, total = document.peak.workspaces, document.peak.allocated_bytes
-    if found is None or found.most_peak_bytes - found.least_peak_bytes < _MIN_SHARE_IN_DOUBT * total:
+    if found is None or found.max_peak_bytes - found.min_peak_bytes < _MIN_SHARE_IN_DOUBT * total:
         return []
     rule = f"{format_bytes(found.num_bytes)} of it by the rule for workspaces of cuDNN's convolutions"
-    least, most = format_bytes(found.least_peak_bytes), format_bytes(found.most_peak_bytes)
+    least, most = format_bytes(found.min_peak_bytes), format_bytes(found.max_peak_bytes)
     return [dim(f"{rule}; the peak is {least} without any, {most} by their bound.")]
 
 
-def _tensors(document: Document) -> RenderableType:
+def _tensors(document: Report) -> RenderableType:
     unit = _unit(document)
     made = table(f">{unit.name}", ">x", "|shape", "~what it is", drop=("shape", "x"))
     for tensor in merge_equal_rows(document.peak.tensors)[:MAX_TENSORS]:
         shape = f"{shape_text(tensor.shape)} {tensor.dtype}"
         made.add_row(unit.amount(tensor.num_bytes), str(tensor.count), shape, origin(tensor))
-    return section("Largest tensors alive at the peak", made, below=1)
+    return section("Largest tensors live at the peak", made, below=1)
 
 
-def _findings(document: Document) -> RenderableType:
+def _findings(document: Report) -> RenderableType:
     if not document.findings:
         return Text("No findings.\n")
     found = (indented(_finding(number, finding), below=1) for number, finding in enumerate(document.findings, 1))
@@ -398,15 +398,15 @@ def _finding(number: int, finding: Finding) -> RenderableType:
     lines = [title.append(finding.title), *(_evidence(evidence) for evidence in finding.evidence[:MAX_EVIDENCE])]
     if len(finding.evidence) > MAX_EVIDENCE:
         lines.append(dim(f"   and {len(finding.evidence) - MAX_EVIDENCE} more (--json lists all)"))
-    if finding.remedies:
-        lines.append(Text("   would help: " + ", ".join(map(_as_fix, finding.remedies)), style="green"))
+    if finding.fixes:
+        lines.append(Text("   Suggested fixes: " + ", ".join(map(_as_fix, finding.fixes)), style="green"))
     return Group(*lines)
 
 
 def _as_fix(name: str) -> str:
-    """Return a remedy as `--fix` takes it; N is for the user to say."""
-    remedy = REMEDIES.get(name)
-    return f"{name}=N" if remedy is not None and remedy.main_option in remedy.required else name
+    """Return a fix as `--fix` takes it; N is for the user to say."""
+    fix = FIXES.get(name)
+    return f"{name}=N" if fix is not None and fix.main_option in fix.required else name
 
 
 def _evidence(evidence: Evidence) -> Text:

@@ -43,12 +43,12 @@ class CategoryTimeline:
         marks = [" "] * columns
         marks[shown.index(found.events.index(found.peak_event))] = "^"
         legend = f"^ the peak, in {self.peak_at}"
-        if found.refused_event is not None:
-            place = min(found.refused_event * columns // found.num_events, columns - 1)
+        if found.failed_event is not None:
+            place = min(found.failed_event * columns // found.num_events, columns - 1)
             both = marks[place] == "^"
             marks[place] = "‼" if both else "!"
             legend = f"‼ {legend[2:]}, and the" if both else f"{legend}; ! the"
-            legend += " request that the card refuses"
+            legend += " request that the GPU refuses"
         lines.append(dim(f"{'':<{label}}  {''.join(marks).rstrip()}"))
         if steps := self._steps(columns):
             lines.append(dim(f"{'step':<{label}}  {steps}"))
@@ -56,7 +56,7 @@ class CategoryTimeline:
         yield indented(*lines, dim(legend), below=1)
 
     def _shown(self, columns: int) -> list[int]:
-        """Return which moment each column shows: of several that fall into it, the fullest."""
+        """Return which moment each column shows: of several that fall into it, the highest."""
         found, moments = self.found, len(self.found.events)
         if columns >= moments:
             return [column * moments // columns for column in range(columns)]

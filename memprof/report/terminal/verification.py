@@ -22,7 +22,7 @@ def view(found: Verification, *, quiet: bool = False) -> RenderableType:
     parts: list[RenderableType] = [heading(f"memprof verify: {found.seeds} seeds, on the CPU")]
     if found.deviations:
         failed = [(f" of {row.tensor}" if row.tensor else "", row) for row in found.deviations if not row.passed]
-        lines = (f"{row.remedy} on {row.model}: {row.quantity}{where}, {row.case}" for where, row in failed)
+        lines = (f"{row.fix} on {row.model}: {row.quantity}{where}, {row.case}" for where, row in failed)
         parts += [_deviations(found), *(Text(line, style="red") for line in lines)]
     if found.precisions:
         parts += [_precisions(found), _layers(found)]
@@ -36,7 +36,7 @@ def view(found: Verification, *, quiet: bool = False) -> RenderableType:
         if operators
     ]
     parts += [dim(note) for note in found.notes]
-    parts += [dim(f"not tried: {remedy} on {model}: {why}") for (remedy, model), why in found.skipped.items()]
+    parts += [dim(f"not tried: {fix} on {model}: {why}") for (fix, model), why in found.skipped.items()]
     return Group(*parts, verdict)
 
 
@@ -54,11 +54,11 @@ def _verdict(passed: bool) -> Text:
 
 def _deviations(found: Verification) -> Table:
     title = "Largest deviation from float64, at the worst of all seeds and cases"
-    made = _table(title, "remedy", "model", "of the", ">original", ">fixed", ">bound", "")
+    made = _table(title, "fix", "model", "of the", ">original", ">fixed", ">bound", "")
     last = ("", "")
     for row in found.deviations:
-        names = (row.remedy if row.remedy != last[0] else "", row.model if (row.remedy, row.model) != last else "")
-        last = (row.remedy, row.model)
+        names = (row.fix if row.fix != last[0] else "", row.model if (row.fix, row.model) != last else "")
+        last = (row.fix, row.model)
         numbers = (f"{value:.1e}" for value in (row.original, row.fixed, row.bound))
         made.add_row(*names, row.quantity, *numbers, _verdict(row.passed))
     return made
@@ -104,11 +104,11 @@ def _peaks(found: Verification) -> Table:
     first = found.peaks[0]
     where = "the CPU" if first.measured_on == "cpu" else "CUDA"
     figures = (">simulated: original", ">fixed", ">saved", f">measured on {where}: original", ">fixed", ">saved")
-    made = _table(f"Peak of a training step, MiB: {first.workload}", "remedy", *figures)
+    made = _table(f"Peak of a training step, MiB: {first.workload}", "fix", *figures)
     for row in found.peaks:
         other = "" if row.workload == first.workload else f" ({row.workload})"
         simulated = _saving(row.original_bytes, row.fixed_bytes)
-        made.add_row(row.remedy + other, *simulated, *_saving(row.measured_original_bytes, row.measured_fixed_bytes))
+        made.add_row(row.fix + other, *simulated, *_saving(row.measured_original_bytes, row.measured_fixed_bytes))
     return made
 
 
@@ -118,9 +118,9 @@ def _saving(original: int | None, fixed: int | None) -> list[str]:
 
 
 def _peak_notes(found: Verification) -> list[Text]:
-    notes = [f"not measured: {row.remedy}: {row.not_measured}" for row in found.peaks if row.not_measured]
+    notes = [f"not measured: {row.fix}: {row.not_measured}" for row in found.peaks if row.not_measured]
     on_cpu = (
-        "On the CPU, card and host are one memory: what a remedy moves to the host is counted still. Kernels of "
+        "On the CPU, GPU and host are one memory: what a fix moves to the host is counted still. Kernels of "
         "the two differ in what they take for a moment: softmax's backward has a product more on CUDA."
     )
     return [dim(note) for note in ([on_cpu, *notes] if found.peaks[0].measured_on == "cpu" else notes)]

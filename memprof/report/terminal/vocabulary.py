@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from memprof.report.documents.vocabulary import SIMULATED, Memory, Savings, Vocabulary
+from memprof.report.documents.vocabulary import SIMULATED, Savings, Vocabulary, VocabularyMemory
 from memprof.report.terminal.cells import unit_for
 from memprof.report.terminal.console import bar, dim, heading, section, table
 from memprof.units import KIB, format_bytes
@@ -14,7 +14,7 @@ _BAR_WIDTH = 40
 _MAX_RANGES = 6
 _FIELDS = {
     "parameters": "parameters_bytes", "gradients": "gradients_bytes", "optimizer state": "optimizer_state_bytes",
-    "logits and loss": "logits_bytes", "peak allocated": "peak_bytes", "needs of the card": "required_bytes",
+    "logits and loss": "logits_bytes", "peak allocated": "peak_bytes", "needs of the GPU": "required_bytes",
 }  # fmt: skip
 
 
@@ -97,13 +97,13 @@ def _savings(savings: Savings) -> RenderableType:
         made.add_row("fits", *("yes" if memory.fits else "no" for memory in memories))
     title, legend = "by arithmetic alone, nothing was run", "saved: the sum of the rows above."
     if savings.source == SIMULATED:
-        title, legend = f"simulated on a virtual {savings.card}", "saved: of what the card must have."
+        title, legend = f"simulated on a virtual {savings.gpu}", "saved: of what the GPU must have."
     notes = (dim(note) for note in (legend, *savings.assumptions))
     return section(heading("What a cap saves", f": {title}"), Text(savings.what), made, *notes, below=1)
 
 
-def saved(before: Memory, after: Memory) -> int:
-    """Return the bytes of the card; by arithmetic, of what is known."""
+def saved(before: VocabularyMemory, after: VocabularyMemory) -> int:
+    """Return the bytes of the GPU; by arithmetic, of what is known."""
     if before.required_bytes is not None and after.required_bytes is not None:
         return before.required_bytes - after.required_bytes
     return sum((getattr(before, name) or 0) - (getattr(after, name) or 0) for name in _FIELDS.values())

@@ -1,7 +1,7 @@
 """The compiler of a run: what `torch.compile` is in it, and what runs eagerly all the same.
 
 Dynamo, AOTAutograd and Inductor are imported when the program first compiles something, and see torch as it is without
-memprof (lifting.py) but for what stands for the card (card.py, tracing.py). What they make runs in the run as the
+memprof (lifting.py) but for what stands for the GPU (gpu.py, tracing.py). What they make runs in the run as the
 program's own code does.
 """
 
@@ -25,17 +25,17 @@ import torch
 from memprof.patching.extension import Extension
 from memprof.patching.patch_set import Patch, PatchSet
 from memprof.torch_private import dynamo, inductor
+from memprof.virtual.compiled.diagnostics import CompileDiagnostics
 from memprof.virtual.compiled.graphs import Graphs
-from memprof.virtual.compiled.lifting import Lifting
+from memprof.virtual.compiled.mode_suspension import Lifting
 from memprof.virtual.compiled.origins import Origins
-from memprof.virtual.compiled.telling import CompileDiagnostics
-from memprof.virtual.edges.compiled import BLOCK_MASK, block_mask, is_block_mask
+from memprof.virtual.cuda_api.driver import driver_patches
 from memprof.virtual.install_context import InstallContext
-from memprof.virtual.torch_cuda.driver import driver_patches
-from memprof.watch.program_code import GENERATED, is_program
+from memprof.virtual.integrations.compiled import BLOCK_MASK, allocate_block_mask, is_block_mask
+from memprof.watch.program_code import GENERATED_CODE_FOLDERS, is_program
 
 COMPILED = (
-    "torch.compile compiles for the card, down to the code around its kernels, which allocates as it does there; "
+    "torch.compile compiles for the GPU, down to the code around its kernels, which allocates as it does there; "
     "kernels are neither made nor run, and what they would write is not known."
 )
 EAGER = "torch.compile runs eagerly here{}: compiled code fuses operators and as a rule needs less."
@@ -58,7 +58,7 @@ _AOT = {
     "force_non_lazy_backward_lowering": True,  # what cannot be compiled is known before the forward has run
 }
 # Packages of memprof that the program passes through without knowing; models and fixes are compiled as its own.
-_OWN = ("virtual", "stand_ins", "watch", "patching", "torch_private")
+_OWN = ("virtual", "stubs", "watch", "patching", "torch_private")
 _OWN_FOLDERS = tuple(f"{__file__.rsplit('/', 3)[0]}/{name}/" for name in _OWN)
 _CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
@@ -78,7 +78,7 @@ class Compiler(Extension):
     def _begin(self, context: InstallContext) -> None:
         self._machine, self._function_mode = context.tracker, context.function_mode
         self._patches, self._assume = context.run_patches, context.assume
-        self._why_not = "" if context.options.compiles else ", as asked for"
+        self._why_not = "" if context.options.compiles else ", as requested"
         if context.options.compiles and "triton" not in sys.modules and importlib.util.find_spec("triton") is None:
             self._why_not = ", for Triton is not installed"
         self._lifted = Lifting(self._patches, (self._machine, self._function_mode), self._compiling)
@@ -100,7 +100,7 @@ class Compiler(Extension):
                 return original(model, **options)
             if is_block_mask(model):
                 self._assume(BLOCK_MASK)
-                return block_mask
+                return allocate_block_mask
             if not self._why_not:
                 self.install()
             backend = options.get("backend")
@@ -161,14 +161,14 @@ class Compiler(Extension):
         with self._patches.suspended():
             for needed in (dynamo.functorch_config, inductor.compile_fx):
                 needed.get()  # imports it
-            # Tables of torch's functions, made when they are first asked for, and kept for good.
+            # Tables of torch's functions, made when they are first requested, and kept for good.
             dynamo.get_torch_obj_rule_map()
             if dynamo.get_handlers.exists():
                 dynamo.get_handlers()
         from memprof.virtual.compiled import program_side, saved, tracing, wrapper
 
         self._properties = torch.cuda.get_device_properties(0)
-        self._drivers = list(driver_patches(self._machine.cards))
+        self._drivers = list(driver_patches(self._machine.gpus))
         self._choices = tracing.Choices(self._machine)
         self._watch_frames()
         self._own.set_all(self._hooks())
@@ -181,8 +181,8 @@ class Compiler(Extension):
             pass  # what a release lacks is missed here, and not when the program runs
         self._folder = tempfile.mkdtemp(prefix="memprof-inductor-")
         self._stack.callback(shutil.rmtree, self._folder, ignore_errors=True)
-        GENERATED.append(self._folder)
-        self._stack.callback(GENERATED.remove, self._folder)
+        GENERATED_CODE_FOLDERS.append(self._folder)
+        self._stack.callback(GENERATED_CODE_FOLDERS.remove, self._folder)
         self._stack.callback(_set_cache, os.environ.get(_CACHE))
         _set_cache(self._folder)
         self._stack.callback(self._forget, list(dynamo.SKIP_DIRS.get()))
@@ -272,7 +272,7 @@ class Compiler(Extension):
         def compile_whole(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             if "inner_compile" in kwargs:  # of itself, with the settings that it was given
                 return whole(model, inputs, *args, **kwargs)
-            if not _is_on_card(model, inputs):
+            if not _is_on_gpu(model, inputs):
                 return model
             asked, graphed = self._settings(kwargs.get("config_patches"))
             kwargs["config_patches"] = asked
@@ -281,7 +281,7 @@ class Compiler(Extension):
             try:
                 with lifted():
                     return whole(model, inputs, *(args or (compile_it,)), **kwargs)
-            except Exception as error:  # of any kind: what Inductor cannot do without a card runs eagerly
+            except Exception as error:  # of any kind: what Inductor cannot do without a GPU runs eagerly
                 self._fall_back(error)
                 return kept
 
@@ -300,7 +300,7 @@ class Compiler(Extension):
         yield inductor.compile_to_module.patch(compile_to_module)
 
     def _settings(self, asked: dict[str, Any] | None) -> tuple[dict[str, Any], bool]:
-        """The program's own settings of Inductor without those that need a card; whether it asks for CUDA graphs."""
+        """The program's own settings of Inductor without those that need a GPU; whether it asks for CUDA graphs."""
         asked = dict(asked or {})
         timed = [name for name in _TIMED if asked.pop(name, False)]
         if timed:
@@ -309,7 +309,7 @@ class Compiler(Extension):
 
     @contextlib.contextmanager
     def _compiling(self) -> Iterator[None]:
-        from memprof.virtual.compiled import card, convolutions, tracing
+        from memprof.virtual.compiled import convolutions, gpu, tracing
 
         of_dynamo, of_aot = dynamo.config.get(), dynamo.functorch_config.get()
         of_inductor = inductor.config.get()
@@ -321,8 +321,8 @@ class Compiler(Extension):
         _forget_triton()
         try:
             own.set_all(tracing.patches(self._machine))
-            own.set_all(convolutions.patches(self._machine.card))
-            own.set_all(card.patches(self._machine.cards, self._properties, self._drivers))
+            own.set_all(convolutions.patches(self._machine.gpu))
+            own.set_all(gpu.patches(self._machine.gpus, self._properties, self._drivers))
             with (
                 of_dynamo.patch(_known(of_dynamo, _DYNAMO)),
                 of_inductor.patch(_known(of_inductor, _INDUCTOR)),
@@ -338,7 +338,7 @@ class Compiler(Extension):
 
 
 def _forget_triton() -> None:
-    """Let torch see anew what Triton can do: it keeps the answer for good, and here the card is there for a while."""
+    """Let torch see anew what Triton can do: it keeps the answer for good, and here the GPU is there for a while."""
 
     for function in vars(inductor.triton.get()).values():
         if hasattr(function, "cache_clear"):
@@ -357,8 +357,8 @@ def _known(module: Any, settings: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if name in names}
 
 
-def _is_on_card(model: Any, inputs: Any) -> bool:
-    """Return whether anything of a graph is on the card: the rest of the host's work is run for its results."""
+def _is_on_gpu(model: Any, inputs: Any) -> bool:
+    """Return whether anything of a graph is on the GPU: the rest of the host's work is run for its results."""
     values = [*inputs, *(node.meta.get("example_value") for node in model.graph.nodes)]
     return any(isinstance(value, torch.Tensor) and value.device.type == "cuda" for value in values)
 

@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 
-from memprof.trace.events import NONE, Graphed
+from memprof.trace.events import NONE, CudaGraphed
 from memprof.watch.recorder import Recorder
 
 TOLD = (
     "Compiled code runs in CUDA graphs, as it was asked to: what they take stays in a pool of their own, which serves "
     "nothing else. A replay is counted as taking again from the pool what was captured."
 )
-_SKIPPED = "Compiled code of {} runs without CUDA graphs, as on a card: {}."
+_SKIPPED = "Compiled code of {} runs without CUDA graphs, as on a GPU: {}."
 _CAPTURED_AT = 2  # which call of a function, with sizes that it was not yet called with, is captured
 
 
@@ -35,7 +35,7 @@ class Graphs:
         self._sizes: Counter[str] = Counter()
 
     def keep(self, compiled: Any, settings: dict[str, Any], name: str) -> None:
-        """Run what Inductor compiled for the function `name` as a graph, unless a card would not."""
+        """Run what Inductor compiled for the function `name` as a graph, unless a GPU would not."""
         static = set(settings.get("static_input_idxs") or ())
         written = set(getattr(compiled, "mutated_input_idxs", ())) - static
         why_not = getattr(compiled, "disabled_cudagraphs_reason", None) or (
@@ -53,7 +53,7 @@ class Graphs:
         trace = self._recorder.trace
         if line != NONE:
             self._sizes[trace.sources[line]] += 1
-            trace.graphed[:] = [Graphed(*item) for item in self._sizes.items()]
+            trace.graphed[:] = [CudaGraphed(*item) for item in self._sizes.items()]
 
     def run(
         self, compiled: Callable[[list[Any]], Any], inputs: list[Any], copied: Iterable[int]

@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 from memprof.trace.events import NONE
-from memprof.watch.forward import Place
+from memprof.watch.forward import CallSite
 from memprof.watch.program_code import is_program_file
 from memprof.watch.recorder import Recorder
 
@@ -41,13 +41,13 @@ class Origins:
         self._folder = folder
         self._buffers: dict[str, dict[str, Origin]] = {}
         self._lines: dict[tuple[str, int], Origin | None] = {}
-        self._places: dict[tuple[int, Origin], Place] = {}
+        self._places: dict[tuple[int, Origin], CallSite] = {}
 
     def note(self, graph: Any, file: str) -> None:
         """`graph`, lowered by Inductor, became that file."""
         self._buffers[file] = {name: origin for name, node in _nodes(graph) if (origin := origin_of(node)) is not None}
 
-    def place(self, frame: FrameType | None, known: Place) -> tuple[str, Place]:
+    def place(self, frame: FrameType | None, known: CallSite) -> tuple[str, CallSite]:
         """Return operator and place of the allocation in generated code that `frame` is called from."""
         while frame is not None and not frame.f_code.co_filename.startswith(self._folder()):
             frame = frame.f_back
@@ -59,9 +59,9 @@ class Origins:
         if place is None:
             recorder = self._recorder
             source = recorder.attribution.line(origin.source) if origin.source else known.source
-            place = Place(recorder.modules.below(known.module, origin.module), source, NONE)
+            place = CallSite(recorder.modules.below(known.module, origin.module), source, NONE)
             self._places[key] = place
-        return origin.op, Place(place.module, place.source, known.forward_event)
+        return origin.op, CallSite(place.module, place.source, known.forward_event)
 
     def _origin(self, file: str, line: int) -> Origin | None:
         key = (file, line)

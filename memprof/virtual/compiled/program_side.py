@@ -8,7 +8,7 @@ from typing import Any
 
 from memprof.torch_private import dynamo
 from memprof.torch_private.dispatch import get_current_function_mode_stack
-from memprof.virtual.compiled.lifting import Lifting
+from memprof.virtual.compiled.mode_suspension import Lifting
 
 _ONE_GRAPH = "Backward passes are not compiled as one graph here (compiled autograd), and run as without."
 
@@ -38,7 +38,7 @@ def patches(lifted: Lifting, function_mode: Any, assume: Callable[[str], None]) 
 
 @contextlib.contextmanager
 def constants(kind: type) -> Iterator[None]:
-    """Inside, a value of this type is a constant for Dynamo, as a card's properties are."""
+    """Inside, a value of this type is a constant for Dynamo, as a GPU's properties are."""
     constant_types, variable = dynamo.common_constant_types.get(), dynamo.ConstantVariable.get()
     constant_types.add(kind)
     handlers = dynamo.type_handlers.get({})

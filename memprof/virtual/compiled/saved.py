@@ -24,7 +24,7 @@ _FORWARD = ("is_forward", "must_be_in_forward")
 
 
 class SavedResult(NamedTuple):
-    """One result of a compiled graph, as `CompiledKeeps` has several."""
+    """One result of a compiled graph, as `CompiledSavedTensors` has several."""
 
     source: str
     op: str

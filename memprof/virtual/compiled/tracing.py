@@ -1,4 +1,4 @@
-"""Fake tensors of the card: on CUDA for Python and for the dispatcher, on meta for what C++ asks of a device.
+"""Fake tensors of the GPU: on CUDA for Python and for the dispatcher, on meta for what C++ asks of a device.
 
 A build for the CPU has no streams that the autograd engine could ask for when it traces a backward pass on CUDA
 tensors. It asks by a tensor's device; autocast, dropout and other choices of C++ go by the dispatch keys.
@@ -19,10 +19,10 @@ from memprof.torch_private import dispatch, dynamo, inductor, tensors
 from memprof.torch_private.dispatch import TorchDispatchMode
 from memprof.torch_private.pytree import tree_map
 from memprof.virtual.autocast import Autocast
-from memprof.virtual.devices import OwnFunctionMode
-from memprof.virtual.edges import python_functions
+from memprof.virtual.device_state import DeviceState
+from memprof.virtual.function_mode import OwnFunctionMode
+from memprof.virtual.integrations import python_functions
 from memprof.virtual.kernels import registry
-from memprof.virtual.machine import Machine
 
 _META = torch.device("meta")
 _CPU = torch.device("cpu")
@@ -30,8 +30,8 @@ _FAKE = dispatch.TorchDispatchModeKey.FAKE
 _device_in_c: Callable[[torch.Tensor], torch.device] = tensors.TensorBase.device.__get__
 
 
-def patches(machine: Machine) -> Iterator[tuple[Any, str, Any]]:
-    """Yield the patches (owner, name, replacement) by which virtual tensors are traced as those of the card."""
+def patches(machine: DeviceState) -> Iterator[tuple[Any, str, Any]]:
+    """Yield the patches (owner, name, replacement) by which virtual tensors are traced as those of the GPU."""
     make, wrap = tensors.make_subclass.get(), tensors.make_wrapper_subclass.get()
     fake, new = dynamo.FakeTensor.get(), dynamo.new_fake_tensor.get()
     functional, inside = dynamo.FunctionalTensor.get(), dynamo.from_functional_tensor.get()
@@ -47,15 +47,15 @@ def patches(machine: Machine) -> Iterator[tuple[Any, str, Any]]:
         made = wrap(cls, *args, **kwargs)
         if cls is not functional or _device_in_c(made) != _META:
             return made
-        # Its own class would be asked for the copy, and know of no functionalization yet.
+        # Its own class would be requested the copy, and know of no functionalization yet.
         with dispatch.DisableTorchDispatch():
-            return make(cls, made, made.requires_grad, device_for_backend_keys=torch.device(machine.cards.named()))
+            return make(cls, made, made.requires_grad, device_for_backend_keys=torch.device(machine.gpus.named()))
 
     def relabelled(cls: Any, fake_mode: Any, elem: Any, *args: Any, **kwargs: Any) -> Any:
         # C++ makes tensors beside those that it is given, which it believes on meta.
-        card = torch.device(machine.cards.named())
-        args = tuple(card if arg == _META else arg for arg in args)
-        kwargs = {name: card if value == _META else value for name, value in kwargs.items()}
+        gpu = torch.device(machine.gpus.named())
+        args = tuple(gpu if arg == _META else arg for arg in args)
+        kwargs = {name: gpu if value == _META else value for name, value in kwargs.items()}
         return new(cls, fake_mode, elem, *args, **kwargs)
 
     def describe_tensor(describer: Any, tensor: torch.Tensor, **kwargs: Any) -> Any:
@@ -74,7 +74,7 @@ def patches(machine: Machine) -> Iterator[tuple[Any, str, Any]]:
     yield inductor.deduce_value.patch(_on_host(inductor.deduce_value.get()))
     yield dynamo.TensorMeta.patch(tensor_meta)
     for mode in (dynamo.FunctionalTensorMode.get(), proxy_tensor.ProxyTorchDispatchMode):
-        yield mode, "__torch_dispatch__", _naming_card(mode.__torch_dispatch__, machine)
+        yield mode, "__torch_dispatch__", _naming_gpu(mode.__torch_dispatch__, machine)
     yield dynamo.device_of_functional_tensor.patch(property(lambda tensor: inside(tensor.elem).device))
     yield dynamo.is_meta_of_functional_tensor.patch(property(lambda tensor: inside(tensor.elem).is_meta))
     yield tensors.make_wrapper_subclass.patch(staticmethod(make_wrapper))
@@ -87,22 +87,22 @@ def patches(machine: Machine) -> Iterator[tuple[Any, str, Any]]:
     yield dynamo.ensure_cuda_device_guard_set.patch(lambda: None)
 
 
-def _naming_card(dispatch: Callable[..., Any], machine: Machine) -> Callable[..., Any]:
-    """C++ asks for new tensors on the device of a traced one, which it believes on meta: that is the card."""
+def _naming_gpu(dispatch: Callable[..., Any], machine: DeviceState) -> Callable[..., Any]:
+    """C++ asks for new tensors on the device of a traced one, which it believes on meta: that is the GPU."""
 
-    def on_card(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def on_gpu(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if kwargs and kwargs.get("device") == _META:
-            kwargs = {**kwargs, "device": torch.device(machine.cards.named())}
+            kwargs = {**kwargs, "device": torch.device(machine.gpus.named())}
         if any(arg == _META for arg in args if isinstance(arg, torch.device)):
-            card = torch.device(machine.cards.named())
-            args = tuple(card if isinstance(arg, torch.device) and arg == _META else arg for arg in args)
+            gpu = torch.device(machine.gpus.named())
+            args = tuple(gpu if isinstance(arg, torch.device) and arg == _META else arg for arg in args)
         return dispatch(mode, func, types, args, kwargs)
 
-    return on_card
+    return on_gpu
 
 
 class _OnHost(TorchDispatchMode):
-    """Computes on the host what is asked of the card: constants of a few elements that passes over a graph look at."""
+    """Computes on the host what is asked of the GPU: constants of a few elements that passes over a graph look at."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = tree_map(lambda value: _CPU if _is_cuda(value) else value, (args, kwargs or {}))
@@ -118,12 +118,12 @@ def _on_host(deduce: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Choices(OwnFunctionMode):
-    """What C++ chooses by a device above all operators, chosen as on the card: autocast's casts, and kernels/'s."""
+    """What C++ chooses by a device above all operators, chosen as on the GPU: autocast's casts, and kernels/'s."""
 
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, machine: DeviceState) -> None:
         super().__init__()
         self._composites = registry.composites(machine)
-        self._autocast = Autocast(machine.is_on_card)
+        self._autocast = Autocast(machine.is_on_gpu)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -133,9 +133,9 @@ class Choices(OwnFunctionMode):
 
     @contextlib.contextmanager
     def made(self) -> Iterator[None]:
-        """Inside, functions run on traced tensors as on the card's."""
+        """Inside, functions run on traced tensors as on the GPU's."""
         with PatchSet() as patches:
-            patches.set_all(python_functions.run_inside())
+            patches.set_all(python_functions.python_function_patches())
             patches.set(torch.Tensor, "to", _staying(torch.Tensor.to))
             try:
                 with self:

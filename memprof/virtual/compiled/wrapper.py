@@ -11,7 +11,7 @@ import torch
 
 from memprof.torch_private import dispatch, dynamo, inductor
 from memprof.virtual.compiled.origins import UNKNOWN, Origins
-from memprof.virtual.machine import Machine
+from memprof.virtual.device_state import DeviceState
 
 _META = torch.device("meta")
 _SIGNATURE = re.compile(r"^def \w+\((.*?)\):", re.MULTILINE | re.DOTALL)
@@ -49,7 +49,7 @@ class Kernel:
             self._counted([*tensors.values(), *(tensors[at] for at in self._updated if at in tensors)])
 
 
-def patches(machine: Machine, origins: Origins, made: Callable[[str], None]) -> Iterator[tuple[Any, str, Any]]:
+def patches(machine: DeviceState, origins: Origins, made: Callable[[str], None]) -> Iterator[tuple[Any, str, Any]]:
     """Yield the patches (owner, name, replacement) of what a generated wrapper takes from torch."""
 
     def empty_strided(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
@@ -57,7 +57,7 @@ def patches(machine: Machine, origins: Origins, made: Callable[[str], None]) -> 
             made = torch.empty_strided(size, stride, dtype=dtype, device=_META)
             frame = sys._getframe(1)
             op, place = origins.place(frame, machine.recorder.attribution.place(frame))
-            machine.record([made], op, place, machine.cards.named())
+            machine.record([made], op, place, machine.gpus.named())
         return made
 
     def copy_if_misaligned(tensor: Any) -> Any:

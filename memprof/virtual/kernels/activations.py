@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 
-from memprof.virtual.card import Card
+from memprof.virtual.device_properties import DeviceProperties
+from memprof.virtual.device_state import DeviceState
+from memprof.virtual.kernel_context import KernelContext
 from memprof.virtual.kernels.copies import contiguous, copies_of
 from memprof.virtual.kernels.registry import aten, composite, kernel, scratch
-from memprof.virtual.launch import Launch
-from memprof.virtual.machine import Machine
 
 
 @scratch("aten._safe_softmax")
-def safe_softmax(args: Any, card: Card) -> list[int]:
+def safe_softmax(args: Any, gpu: DeviceProperties) -> list[int]:
     """The boolean mask of -inf scores, that of rows without any, and a zero (native/transformers/attention.cpp)."""
     scores, dim = args[0], args[1]
     rows = scores.numel() // max(1, scores.shape[dim] if scores.dim() else 1)
@@ -28,7 +28,7 @@ log_softmax_backward = scratch(aten._log_softmax_backward_data)(copies_of(0, 1))
 
 
 @scratch(aten._softmax_backward_data)
-def softmax_backward(args: Any, card: Card) -> list[int]:
+def softmax_backward(args: Any, gpu: DeviceProperties) -> list[int]:
     """The product of gradient and output, as large as the output (native/cuda/SoftMax.cu, softmax_backward_cuda_out).
 
     It is laid out as its factors are; then it and the output are made contiguous.
@@ -38,10 +38,10 @@ def softmax_backward(args: Any, card: Card) -> list[int]:
 
 
 def _without_copy(
-    operator: Any, machine: Machine, input: torch.Tensor, dim: int, dtype: torch.dtype | None = None, **kwargs: Any
+    operator: Any, machine: DeviceState, input: torch.Tensor, dim: int, dtype: torch.dtype | None = None, **kwargs: Any
 ) -> Any:
     """From float16 to float32 without a copy, which CUDA's kernel does and others do not (native/SoftMax.cpp)."""
-    if dtype is torch.float32 and input.dtype is torch.float16 and not kwargs and machine.is_on_card(input):
+    if dtype is torch.float32 and input.dtype is torch.float16 and not kwargs and machine.is_on_gpu(input):
         return operator(input, dim, True)
     return NotImplemented
 
@@ -53,7 +53,7 @@ composite(torch.log_softmax, torch.Tensor.log_softmax, torch.special.log_softmax
 
 
 @kernel(aten.log_sigmoid_forward)
-def log_sigmoid_forward(launch: Launch) -> Any:
+def log_sigmoid_forward(launch: KernelContext) -> Any:
     """The buffer for the backward is empty on CUDA (native/cuda/Activation.cpp); the CPU fills one."""
     data = launch.args[0]
     if not data.is_meta:
@@ -64,16 +64,16 @@ def log_sigmoid_forward(launch: Launch) -> Any:
 
 
 @composite(torch.dropout)
-def dropout(machine: Machine, input: torch.Tensor, p: float = 0.5, train: bool = True) -> Any:
+def dropout(machine: DeviceState, input: torch.Tensor, p: float = 0.5, train: bool = True) -> Any:
     """`torch.dropout`, whose generic path keeps a mask in the input's dtype (native/cuda/Dropout.cu)."""
-    if not (train and 0 < p < 1 and input.numel() and machine.is_on_card(input)):
+    if not (train and 0 < p < 1 and input.numel() and machine.is_on_gpu(input)):
         return NotImplemented
     machine.values.assume("Dropout keeps a boolean mask (CUDA's native_dropout).")
     return aten.native_dropout(input, p, train)[0]
 
 
 @kernel(aten.native_dropout, on_host=True)
-def native_dropout(launch: Launch) -> Any:
+def native_dropout(launch: KernelContext) -> Any:
     """The mask and the result, in this order (dropout_cuda); the meta kernel would keep one in the input's dtype."""
     data = launch.args[0]
     if not data.is_meta:

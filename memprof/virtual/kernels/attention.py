@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 import torch
 
 from memprof.torch_private import kernels
-from memprof.virtual.card import Card, cudnn_version
+from memprof.virtual.device_properties import DeviceProperties, cudnn_version
+from memprof.virtual.device_state import DeviceState
+from memprof.virtual.kernel_context import KernelContext
 from memprof.virtual.kernels.activations import dropout
 from memprof.virtual.kernels.registry import META, aten, composite, kernel, scratch
-from memprof.virtual.launch import Launch
-from memprof.virtual.machine import Machine
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -40,15 +40,15 @@ WORKSPACE = (
 _CUDNN_WORKSPACE_BYTES = 256
 
 
-def prefers_cudnn(card: Card) -> bool:
+def prefers_cudnn(gpu: DeviceProperties) -> bool:
     """Whether cuDNN comes first (check_prefer_cudnn_attention): on compute capability 9 and 10 from torch 2.11 on.
 
-    The rule asks for a cuDNN newer than 9.15.0, which PyPI's wheels have since 2.11; those of 2.9, whose rule asked for
+    The rule asks for a cuDNN newer than 9.15.0, which PyPI's wheels have since 2.11; those of 2.9, whose rule requested
     less, were built with one that is too old (issue 165801).
     """
     if os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") == "1":
         return False
-    return cudnn_version(card.release) > 91_500 and card.compute_capability[0] in (9, 10)
+    return cudnn_version(gpu.release) > 91_500 and gpu.compute_capability[0] in (9, 10)
 
 
 @dataclass
@@ -71,13 +71,13 @@ class Attention:
 
 
 @composite(kernels.scaled_dot_product_attention)
-def attention(machine: Machine, *args: Any, **kwargs: Any) -> Any:
+def attention(machine: DeviceState, *args: Any, **kwargs: Any) -> Any:
     """Run `scaled_dot_product_attention` as the chosen backend does."""
     call = Attention(*args, **kwargs)
     query, key, value, mask = call.query, call.key, call.value, call.attn_mask
-    if not machine.is_on_card(query):
+    if not machine.is_on_gpu(query):
         return NotImplemented
-    chosen = backend(machine.card, call)
+    chosen = backend(machine.gpu, call)
     machine.values.assume(f"Attention runs on the {chosen} backend of scaled_dot_product_attention.")
     if chosen == "math":
         return _math_attention(machine, call)
@@ -100,7 +100,7 @@ def attention(machine: Machine, *args: Any, **kwargs: Any) -> Any:
     return operator(query, key, value, mask, needs_grad, call.dropout_p, call.is_causal, scale=scale)[0]
 
 
-def backend(card: Card, call: Attention) -> str:
+def backend(gpu: DeviceProperties, call: Attention) -> str:
     """Return the first backend, in CUDA's order, that is enabled and can do it (select_sdp_backend)."""
     query, key, value = call.query, call.key, call.value
     fused = (
@@ -114,35 +114,35 @@ def backend(card: Card, call: Attention) -> str:
     grouped = fused and not heads[0] == heads[1] == heads[2]
     if grouped and not (call.enable_gqa and heads[1] == heads[2] and heads[0] % heads[1] == 0):
         fused = False
-    for name in _order(card):
+    for name in _order(gpu):
         if name == "math":
             possible = torch.backends.cuda.math_sdp_enabled()
         elif name == "efficient":
-            possible = fused and _efficient_can(card, call, grouped)
+            possible = fused and _efficient_can(gpu, call, grouped)
         else:
-            possible = fused and (_cudnn_can if name == "cudnn" else _flash_can)(card, call)
+            possible = fused and (_cudnn_can if name == "cudnn" else _flash_can)(gpu, call)
         if possible:
             return name
     # As scaled_dot_product_attention says it when the allowed backends cannot do it.
     raise RuntimeError("No available kernel. Aborting execution.")
 
 
-def _order(card: Card) -> tuple[str, ...]:
+def _order(gpu: DeviceProperties) -> tuple[str, ...]:
     """The order that the program set, or the default, in which cuDNN may come first."""
     numbers = kernels.get_sdp_priority_order()
     order = tuple(dict.fromkeys(_NAMES[number] for number in numbers if number in _NAMES))  # 2.8 names one twice
-    if order == _DEFAULT_ORDER and prefers_cudnn(card):
+    if order == _DEFAULT_ORDER and prefers_cudnn(gpu):
         return ("cudnn", "flash", "efficient", "math")
     return order
 
 
-def _cudnn_can(card: Card, call: Attention) -> bool:
+def _cudnn_can(gpu: DeviceProperties, call: Attention) -> bool:
     """can_use_cudnn_attention; heads of up to 128, on compute capability 9.0 of up to 256 from cuDNN 9.10 on, on 10 of
     192 with values of 128."""
     query, key, value, mask = call.query, call.key, call.value, call.attn_mask
     dims = query.shape[-1], value.shape[-1]
-    major, minor = card.compute_capability
-    hopper = (major, minor) == (9, 0) and cudnn_version(card.release) >= 91_000
+    major, minor = gpu.compute_capability
+    hopper = (major, minor) == (9, 0) and cudnn_version(gpu.release) >= 91_000
     limit = 256 if hopper else 192 if dims == (192, 128) and major == 10 else 128
     return (
         torch.backends.cuda.cudnn_sdp_enabled()
@@ -158,10 +158,10 @@ def _cudnn_can(card: Card, call: Attention) -> bool:
     )
 
 
-def _flash_can(card: Card, call: Attention) -> bool:
+def _flash_can(gpu: DeviceProperties, call: Attention) -> bool:
     """can_use_flash_attention."""
     query, key, value, head_dim = call.query, call.key, call.value, call.query.shape[-1]
-    capability = card.compute_capability
+    capability = gpu.compute_capability
     small_shared_memory = capability in ((8, 6), (8, 9), (12, 0), (12, 1))
     return (
         torch.backends.cuda.flash_sdp_enabled()
@@ -179,14 +179,14 @@ def _flash_can(card: Card, call: Attention) -> bool:
     )
 
 
-def _efficient_can(card: Card, call: Attention, grouped: bool) -> bool:
+def _efficient_can(gpu: DeviceProperties, call: Attention, grouped: bool) -> bool:
     """can_use_mem_efficient_attention."""
-    query, key, value, capability = call.query, call.key, call.value, card.compute_capability
+    query, key, value, capability = call.query, call.key, call.value, gpu.compute_capability
     half = query.dtype in _HALF
     alignment = 8 if half else 4 if capability >= (8, 0) else 1
     return (
         torch.backends.cuda.mem_efficient_sdp_enabled()
-        and not (grouped and card.release < _EFFICIENT_GROUPS_SINCE)
+        and not (grouped and gpu.release < _EFFICIENT_GROUPS_SINCE)
         and capability >= (5, 0)
         and query.dtype in (torch.float16, torch.float32, *((torch.bfloat16,) if capability >= (8, 0) else ()))
         and query.shape[-1] == key.shape[-1]
@@ -195,7 +195,7 @@ def _efficient_can(card: Card, call: Attention, grouped: bool) -> bool:
     )
 
 
-def _math_attention(machine: Machine, call: Attention) -> torch.Tensor:
+def _math_attention(machine: DeviceState, call: Attention) -> torch.Tensor:
     """The generic path, operator by operator as `_scaled_dot_product_attention_math` runs without modes.
 
     Under a mode C++ would add the mask out of place and take the CPU's dropout
@@ -258,7 +258,7 @@ def _round_up(value: int, multiple: int) -> int:
 
 
 @scratch(aten._scaled_dot_product_flash_attention_backward)
-def flash_attention_backward(args: Any, card: Card) -> list[int]:
+def flash_attention_backward(args: Any, gpu: DeviceProperties) -> list[int]:
     """Accumulators of the flash attention backward: dq in float32 and the row sums softmax_d (flash_api.cpp, mha_bwd).
 
     With grouped queries, dk and dv are first made for every query head and then summed.
@@ -274,7 +274,7 @@ def flash_attention_backward(args: Any, card: Card) -> list[int]:
 
 
 @kernel(aten._scaled_dot_product_efficient_attention)
-def efficient_attention(launch: Launch) -> Any:
+def efficient_attention(launch: KernelContext) -> Any:
     """The output and its row sums; seed and offset of the dropout are on the host, except while a graph is captured."""
     output, sums, seed, offset = launch.func(*launch.args, **launch.kwargs)
     launch.record(output, sums)
@@ -282,7 +282,7 @@ def efficient_attention(launch: Launch) -> Any:
 
 
 @kernel(aten._scaled_dot_product_efficient_attention_backward)
-def efficient_attention_backward(launch: Launch) -> Any:
+def efficient_attention_backward(launch: KernelContext) -> Any:
     """The gradients, and what the memory-efficient attention's backward takes by what SDPA passes to it."""
     query, key, value = launch.args[1:4]
     (batch, heads, queries, _), keys = query.shape, key.shape[2]
@@ -293,7 +293,7 @@ def efficient_attention_backward(launch: Launch) -> Any:
 
 
 @kernel(aten._efficient_attention_backward)
-def efficient_attention_backward_of_any(launch: Launch) -> Any:
+def efficient_attention_backward_of_any(launch: KernelContext) -> Any:
     """The same, by the operator that libraries call; with `cu_seqlens` its batch is of sequences one after another."""
     query, key, value, bias = launch.args[1:5]
     bounds = launch.args[6]
@@ -309,19 +309,19 @@ def efficient_attention_backward_of_any(launch: Launch) -> Any:
 
 
 def _take_for_backward(
-    launch: Launch, query: torch.Tensor, value: torch.Tensor, rows: Any, blocks: Any, dropout_p: float
+    launch: KernelContext, query: torch.Tensor, value: torch.Tensor, rows: Any, blocks: Any, dropout_p: float
 ) -> None:
     """Row sums in float32 and a workspace (attention_backward.cu, mem_eff_attention/kernel_backward.h, workspace_size):
     gradients of queries in tiles, and those of keys and values where registers do not hold them in half precision.
 
     `rows` are batch and queries; `blocks` are sequences, heads, and the most queries and keys of one.
     """
-    card, half = launch.card, query.dtype in _HALF
+    gpu, half = launch.gpu, query.dtype in _HALF
     sums = 4 * rows[0] * blocks[1] * rows[1]
-    tile = _efficient_tile(card, half, max(query.shape[-1], value.shape[-1]), dropout_p > 0)
+    tile = _efficient_tile(gpu, half, max(query.shape[-1], value.shape[-1]), dropout_p > 0)
     in_registers = half and tile.most <= tile.rows
     with contextlib.ExitStack() as held:
-        if half and (in_registers or card.compute_capability[0] != 7 or card.compute_capability >= (7, 5)):
+        if half and (in_registers or gpu.compute_capability[0] != 7 or gpu.compute_capability >= (7, 5)):
             held.enter_context(launch.scratch(sums))  # the kernel makes them
         else:
             # By operators: in half precision copies in float32, a product, its sums, and those in another order.
@@ -330,11 +330,11 @@ def _take_for_backward(
                 held.enter_context(launch.scratch(sums))
         # Only what registers do not hold of half precision is summed in splits.
         splitting = half and not in_registers
-        launch.transients(_workspace_of_backward(card, tile, blocks, query, value, splitting=splitting))
+        launch.transients(_workspace_of_backward(gpu, tile, blocks, query, value, splitting=splitting))
 
 
 def _workspace_of_backward(
-    card: Card, tile: _Tile, blocks: Any, query: torch.Tensor, value: torch.Tensor, *, splitting: bool
+    gpu: DeviceProperties, tile: _Tile, blocks: Any, query: torch.Tensor, value: torch.Tensor, *, splitting: bool
 ) -> int:
     batch, heads, queries, keys = blocks
     head, head_v = query.shape[-1], value.shape[-1]
@@ -349,7 +349,7 @@ def _workspace_of_backward(
         splits = 1
     if splitting:
         elements = splits * block_j * (_round_up(head, block_i) + _round_up(head_v, block_i))
-    if card.compute_capability >= (7, 0) or query.dtype in _HALF:
+    if gpu.compute_capability >= (7, 0) or query.dtype in _HALF:
         elements += -(-queries // block_i) * -(-head // block_j) * (4 + block_i * block_j)
     return 4 * batch * heads * _round_up(elements, 4)
 
@@ -362,11 +362,11 @@ class _Tile(NamedTuple):
     most: int  # the largest head
 
 
-def _efficient_tile(card: Card, half: bool, head: int, drops: bool) -> _Tile:
+def _efficient_tile(gpu: DeviceProperties, half: bool, head: int, drops: bool) -> _Tile:
     """Rows, columns and the largest head of the kernel that is launched: the first whose heads are as large, with 128
     rows where a block of threads may have as much shared memory as that takes (mem_eff_attention/kernels/cutlassB.h).
     """
-    capability = card.compute_capability
+    capability = gpu.compute_capability
     if half and not drops and capability in ((8, 6), (8, 9)) and 64 < head <= 96:
         return _Tile(128, 64, 96)
     most = next((size for size in (32, 64, 128) if head <= size), 2**16)
@@ -389,7 +389,7 @@ def _matching(query: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 @kernel(aten._scaled_dot_product_cudnn_attention)
-def cudnn_attention(launch: Launch) -> Any:
+def cudnn_attention(launch: KernelContext) -> Any:
     """Seed and offset of the dropout, used or not, the output, and for a backward the row sums in float32."""
     query, key, value = launch.args[:3]
     needs_sums = launch.args[4]
@@ -403,7 +403,7 @@ def cudnn_attention(launch: Launch) -> Any:
 
 
 @kernel(aten._scaled_dot_product_cudnn_attention_backward)
-def cudnn_attention_backward(launch: Launch) -> Any:
+def cudnn_attention_backward(launch: KernelContext) -> Any:
     """The gradients, and as workspace that of the queries in float32 with a row sum for each of them; with grouped
     queries those of keys and values for every head of the queries."""
     query, key, value = launch.args[1:4]
@@ -422,7 +422,7 @@ _linear = kernels.linear
 
 @composite(kernels.native_multi_head_attention)
 def multi_head_attention(
-    machine: Machine,
+    machine: DeviceState,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -439,13 +439,13 @@ def multi_head_attention(
 ) -> Any:
     """Through a fused kernel where one can, else with the scores of every head."""
     same = query is key and key is value
-    if not machine.is_on_card(query) or query.is_nested or not same or not query.numel():
+    if not machine.is_on_gpu(query) or query.is_nested or not same or not query.numel():
         return NotImplemented
     batch, length, _ = query.shape
     width = embed_dim // num_heads
     if width % 8 == 0 and not need_weights and mask is None:
         heads = query.view(batch, -1, num_heads, width).transpose(1, 2)
-        if backend(machine.card, Attention(heads, heads, heads)) != "math":
+        if backend(machine.gpu, Attention(heads, heads, heads)) != "math":
             parts = _linear(query, qkv_weight, qkv_bias).chunk(3, -1)
             queries, keys, values = (part.view(batch, -1, num_heads, width).transpose(1, 2) for part in parts)
             result = attention(machine, queries, keys, values).transpose(1, 2).reshape(batch, -1, embed_dim)
@@ -468,7 +468,7 @@ def multi_head_attention(
 
 
 @composite(kernels.transformer_encoder_layer_fwd)
-def layer(machine: Machine, src: torch.Tensor, embed_dim: int, num_heads: int, *rest: Any) -> Any:
+def layer(machine: DeviceState, src: torch.Tensor, embed_dim: int, num_heads: int, *rest: Any) -> Any:
     """Run attention, both norms and the feed-forward network; the activation is part of a matrix product.
 
     `rest` are weight and bias of both projections, whether to use GELU, whether the norm comes first, epsilon, weight
@@ -476,7 +476,7 @@ def layer(machine: Machine, src: torch.Tensor, embed_dim: int, num_heads: int, *
     """
     projections, (use_gelu, norm_first, eps), norms, linears = rest[:4], rest[4:7], rest[7:11], rest[11:15]
     mask, mask_type = (*rest[15:], None, None)[:2]
-    if not machine.is_on_card(src) or src.is_nested or not src.numel():
+    if not machine.is_on_gpu(src) or src.is_nested or not src.numel():
         return NotImplemented
     shape = (embed_dim,)
     first, second = (*norms[:2], eps), (*norms[2:], eps)

@@ -36,11 +36,11 @@ from typing import Any, NamedTuple
 import torch
 
 from memprof.torch_private import kernels
-from memprof.virtual.card import Card, cudnn_version
+from memprof.virtual.device_properties import DeviceProperties, cudnn_version
+from memprof.virtual.kernel_context import KernelContext
 from memprof.virtual.kernels.copies import contiguous, suggested_format
 from memprof.virtual.kernels.reductions import opmath, reduction_buffers
 from memprof.virtual.kernels.registry import META, aten, kernel
-from memprof.virtual.launch import Launch
 
 _CONTIGUOUS = torch.contiguous_format
 
@@ -71,14 +71,14 @@ def is_depthwise(data: torch.Tensor, weight: torch.Tensor, transposed: bool, gro
     return not transposed and groups > 1 and channels == groups and weight.shape[0] % channels == 0
 
 
-def uses_cudnn(card: Card, data: torch.Tensor, weight: torch.Tensor, padding_too_big: bool) -> bool:
+def uses_cudnn(gpu: DeviceProperties, data: torch.Tensor, weight: torch.Tensor, padding_too_big: bool) -> bool:
     """Return whether the convolution is cuDNN's (ConvParams::use_cudnn); else torch's own kernels run."""
     if not kernels.get_cudnn_enabled() or padding_too_big:
         return False
-    if torch.bfloat16 in (data.dtype, weight.dtype) and card.compute_capability < (8, 0):
+    if torch.bfloat16 in (data.dtype, weight.dtype) and gpu.compute_capability < (8, 0):
         return False
     # torch 2.9 and later go round a fault of cuDNN 9.8 to 9.14.
-    faulty = card.release >= (2, 9) and 90_800 <= cudnn_version(card.release) < 91_500
+    faulty = gpu.release >= (2, 9) and 90_800 <= cudnn_version(gpu.release) < 91_500
     if faulty and data.element_size() == 2 and weight.dim() == 5 and math.prod(weight.shape[2:]) > 1:
         return cudnn_format(data, weight) is not _CONTIGUOUS
     return data.dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -110,7 +110,7 @@ def _columns_bytes(data: torch.Tensor, weight: torch.Tensor, output: torch.Tenso
 
 
 def _take_workspace(
-    launch: Launch, tensors: tuple[torch.Tensor, ...], made: torch.Tensor, layout: torch.memory_format
+    launch: KernelContext, tensors: tuple[torch.Tensor, ...], made: torch.Tensor, layout: torch.memory_format
 ) -> None:
     """Take cuDNN's own memory for one call, which makes one of data, weight and output; what is one of these is the
     other in a transposed convolution."""
@@ -121,11 +121,11 @@ def _take_workspace(
     backward = launch.operator.packet is aten.convolution_backward
     stride, transposed = launch.args[3 + backward], launch.args[6 + backward]
     data, weight, output = reversed(tensors) if transposed else tensors
-    launch.workspace(*workspace(launch.card, data, weight, output, made, last=last, stride=stride))
+    launch.workspace(*workspace(launch.gpu, data, weight, output, made, last=last, stride=stride))
 
 
 @kernel(aten.convolution)
-def convolution(launch: Launch) -> Any:
+def convolution(launch: KernelContext) -> Any:
     """The output in cuDNN's layout; the bias is added to it in place (native/Convolution.cpp, _convolution)."""
     data, weight, bias, stride, _, _, transposed, output_padding, groups = launch.args
     if not data.is_meta or not weight.is_meta or data.dim() != weight.dim() or not data.numel():
@@ -137,7 +137,7 @@ def convolution(launch: Launch) -> Any:
     data4d, weight4d = _two_dimensional(flat), _two_dimensional(weight)
     depthwise = is_depthwise(data, weight, transposed, groups)
     too_big = transposed and padding_too_big(stride, output_padding)
-    cudnn = uses_cudnn(launch.card, data, weight, too_big)
+    cudnn = uses_cudnn(launch.gpu, data, weight, too_big)
     layout = cudnn_format(data4d, weight4d) if cudnn else _CONTIGUOUS
     cudnn = cudnn and (not depthwise or layout is not _CONTIGUOUS)
     flattened = contiguous(data) if one_dimensional else []
@@ -153,7 +153,7 @@ def convolution(launch: Launch) -> Any:
 
 
 @kernel(aten.convolution_backward)
-def convolution_backward(launch: Launch) -> Any:
+def convolution_backward(launch: KernelContext) -> Any:
     """Gradients in the layouts that cuDNN gives them (native/Convolution.cpp, convolution_backward).
 
     The gradient of the bias is a sum over the batch and all positions, made last.
@@ -166,7 +166,7 @@ def convolution_backward(launch: Launch) -> Any:
     grad4d, data4d, weight4d = map(_two_dimensional, (grad, flat, weight))
     depthwise = is_depthwise(data, weight, transposed, groups)
     too_big = transposed and padding_too_big(stride, output_padding)
-    cudnn = uses_cudnn(launch.card, data, weight, too_big)
+    cudnn = uses_cudnn(launch.gpu, data, weight, too_big)
     layout = cudnn_format(data4d, weight4d) if cudnn else _CONTIGUOUS
     with launch.scratch(*contiguous(data) if one_dimensional else ()):
         if cudnn and (not depthwise or layout is not _CONTIGUOUS):
@@ -179,14 +179,19 @@ def convolution_backward(launch: Launch) -> Any:
     if mask[2]:
         grad_bias = launch.new((weight.shape[0],) if bias_sizes is None else tuple(bias_sizes), grad.dtype)
         dims = [dim for dim in range(grad4d.dim()) if dim != 1]
-        launch.transients(*reduction_buffers(grad4d, dims, opmath(grad), launch.card))
+        launch.transients(*reduction_buffers(grad4d, dims, opmath(grad), launch.gpu))
     if one_dimensional:
         grads = tuple(None if each is None else each.squeeze(2) for each in grads)
     return (*grads, grad_bias)
 
 
 def _cudnn_backward(
-    launch: Launch, grad: torch.Tensor, data: torch.Tensor, weight: torch.Tensor, layout: torch.memory_format, mask: Any
+    launch: KernelContext,
+    grad: torch.Tensor,
+    data: torch.Tensor,
+    weight: torch.Tensor,
+    layout: torch.memory_format,
+    mask: Any,
 ) -> tuple[torch.Tensor | None, ...]:
     """native/cudnn/ConvShared.cpp, cudnn_convolution_backward; a transposed convolution does likewise."""
     grad_data = grad_weight = None
@@ -211,7 +216,13 @@ def _cudnn_backward(
 
 
 def _native_backward(
-    launch: Launch, grad: torch.Tensor, data: torch.Tensor, weight: torch.Tensor, mask: Any, *, weight_first: bool
+    launch: KernelContext,
+    grad: torch.Tensor,
+    data: torch.Tensor,
+    weight: torch.Tensor,
+    mask: Any,
+    *,
+    weight_first: bool,
 ) -> tuple[torch.Tensor | None, ...]:
     """torch's own kernels work on contiguous tensors (native/cuda/DepthwiseConv2d.cu)."""
     grads: list[torch.Tensor | None] = [None, None]
@@ -224,13 +235,13 @@ def _native_backward(
 
 
 RULE = (
-    "The workspaces of cuDNN's convolutions, gone when each call returns, follow what was measured on cards of compute "
+    "The workspaces of cuDNN's convolutions, gone when each call returns, follow what was measured on GPUs of compute "
     "capability 8, and on an H100 for 9.0: for half precision that is not channels-last copies in the layout of the "
     "tensor cores, for float32 one of the weight, on an H100 of all. Which kernel cuDNN takes is not published."
 )
 BENCHMARK = (
     "torch.backends.cudnn.benchmark is on: while algorithms are tried, a convolution takes the largest workspace that "
-    "any of them asks for, up to what the card has left. That is not counted."
+    "any of them asks for, up to what the GPU has left. That is not counted."
 )
 
 _ALIGNMENT_BYTES = 16
@@ -261,7 +272,7 @@ def _padded_bytes(tensor: torch.Tensor, dims: tuple[int, ...] = (1,)) -> int:
 
 
 def workspace(
-    card: Card,
+    gpu: DeviceProperties,
     data: torch.Tensor,
     weight: torch.Tensor,
     output: torch.Tensor,
@@ -276,17 +287,17 @@ def workspace(
     """
     half = data.element_size() == 2
     by_weight = made is weight
-    tf32 = data.dtype is torch.float32 and card.compute_capability >= (8, 0) and kernels.get_cudnn_allow_tf32()
-    on_tensor_cores = card.compute_capability >= (7, 0) if half else tf32
+    tf32 = data.dtype is torch.float32 and gpu.compute_capability >= (8, 0) and kernels.get_cudnn_allow_tf32()
+    on_tensor_cores = gpu.compute_capability >= (7, 0) if half else tf32
     copied = [_padded_bytes(data), _padded_bytes(output), _padded_bytes(weight, (0, 1))]
     # cuDNN 7.6 on a V100 kept what it made in half precision in float32: pytorch/pytorch issues 31500 and 50990.
     twice = 0 if by_weight else _padded_bytes(made)
-    sums = card.num_sms * _ACCUMULATORS_BYTES if by_weight else 0
+    sums = gpu.num_sms * _ACCUMULATORS_BYTES if by_weight else 0
     most_bytes = sum(copied) + twice + max(sums, _FEW_CHANNELS_BYTES + _UNALIGNED_BYTES)
     channels = made.shape[1]
     few = _FEW_CHANNELS_BYTES if channels <= _FEW_CHANNELS else 0
-    if on_tensor_cores and card.compute_capability == (9, 0):
-        num_bytes = _hopper_bytes(card, data, weight, output, made, last=last, stride=stride)
+    if on_tensor_cores and gpu.compute_capability == (9, 0):
+        num_bytes = _hopper_bytes(gpu, data, weight, output, made, last=last, stride=stride)
     elif half and by_weight and on_tensor_cores:
         num_bytes = _PARTIAL_SUMS_BYTES + few + (0 if last else sum(copied))
     elif last or not (on_tensor_cores or data.dtype is torch.float32):
@@ -315,7 +326,7 @@ _SLICES_OF_FEW_CHANNELS = {2: 58, 4: 54}  # by bytes of an element; 54 to 67 in 
 
 
 def _hopper_bytes(
-    card: Card,
+    gpu: DeviceProperties,
     data: torch.Tensor,
     weight: torch.Tensor,
     output: torch.Tensor,
@@ -360,7 +371,7 @@ def _hopper_bytes(
     num_bytes = copied + _COPIES_BYTES if copied else 0
     if by_weight:
         transformed = _winograd_bytes(data, weight, output) if points == 9 and not (half or last or strided) else 0
-        return transformed or num_bytes + _partial_sums_bytes(card, data, weight, output)
+        return transformed or num_bytes + _partial_sums_bytes(gpu, data, weight, output)
     return num_bytes + large * _LARGE_KERNEL_BYTES
 
 
@@ -373,7 +384,7 @@ def _winograd_bytes(data: torch.Tensor, weight: torch.Tensor, output: torch.Tens
     return num_bytes if min(filters, channels) >= 64 and num_bytes <= _WINOGRAD_MOST_BYTES else 0
 
 
-def _partial_sums_bytes(card: Card, data: torch.Tensor, weight: torch.Tensor, output: torch.Tensor) -> int:
+def _partial_sums_bytes(gpu: DeviceProperties, data: torch.Tensor, weight: torch.Tensor, output: torch.Tensor) -> int:
     """Return the bytes of partial sums of a weight's gradient, in float32: its tiles are made for slices of the
     positions, as many as give each multiprocessor one, and each slice counts its tiles."""
     filters, channels = weight.shape[:2]
@@ -386,7 +397,7 @@ def _partial_sums_bytes(card: Card, data: torch.Tensor, weight: torch.Tensor, ou
         return 4 * slices * _padded_bytes(weight, (1,)) // weight.element_size() + 128
     tiles = -(-filters // _TILE) * -(-channels // _TILE) * points
     least = _LEAST_PER_SLICE if weight.element_size() == 4 else _MANY_POSITIONS
-    slices = card.num_sms // tiles if positions >= _MANY_POSITIONS else min(card.num_sms // tiles, positions // least)
+    slices = gpu.num_sms // tiles if positions >= _MANY_POSITIONS else min(gpu.num_sms // tiles, positions // least)
     if slices < 2:
         return 0
     sums = math.prod(size if size <= _TILE // 2 else _round_up(size, _TILE) for size in (filters, channels)) * points

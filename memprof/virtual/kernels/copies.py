@@ -20,7 +20,7 @@ def contiguous(*tensors: torch.Tensor | None, layout: torch.memory_format = _CON
 def copies_of(*positions: int) -> Callable[..., list[int]]:
     """Return the formula of an operator that makes contiguous copies of the tensors among these arguments."""
 
-    def formula(args: Any, card: Any = None) -> list[int]:
+    def formula(args: Any, gpu: Any = None) -> list[int]:
         """The output; contiguous copies of tensors that it is given, where they are not."""
         given = (args[position] for position in positions if position < len(args))
         return contiguous(*(arg for arg in given if isinstance(arg, torch.Tensor)))

@@ -18,7 +18,7 @@ import torch
 
 from memprof.torch_private import dispatch
 from memprof.torch_private.dispatch import OPDEFS
-from memprof.virtual.kernels.registry import looked_into
+from memprof.virtual.kernels.registry import expanded_composites
 
 _has_kernel = dispatch.dispatch_has_kernel_for_dispatch_key
 _EXPLICIT = ("CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional")
@@ -45,7 +45,7 @@ _OPERATORS = (
     # native/Linear.cpp, native/BatchLinearAlgebra.cpp, native/LinearAlgebra.cpp, native/SpectralOps.cpp
     "_trilinear", "cholesky_solve", "linalg_pinv", "fft_fftfreq", "fft_rfftfreq",
 )  # fmt: skip
-looked_into.mark(*(f"aten.{name}" for name in _OPERATORS))
+expanded_composites.mark(*(f"aten.{name}" for name in _OPERATORS))
 # What torch leaves out of every dispatch outside of autocast.
 _AUTOCAST_IS_OFF = dispatch.dispatch_tls_local_exclude_set()
 _TORCHS_OWN = "torch_nn"  # the namespace of operators that torch has in Python (nn/modules/linear_cross_entropy.py)
@@ -54,7 +54,7 @@ _KERNELS = "memprof"
 
 
 def in_python(func: Any) -> Callable[..., Any] | None:
-    """What a card runs of an operator that is written in Python (torch.library.custom_op), with autograd apart."""
+    """What a GPU runs of an operator that is written in Python (torch.library.custom_op), with autograd apart."""
     known = OPDEFS.get(func._schema.name)
     if known is None or func.namespace == _KERNELS:
         return None
@@ -91,6 +91,6 @@ def expansion(func: Any) -> Callable[..., Any] | None:
     if _has_kernel(name, "CPU"):
         return None
     key = next((key for key in (*_EXPLICIT, _IMPLICIT) if _has_kernel(name, key)), None)
-    if key is None or (key != _IMPLICIT and func.overloadpacket not in looked_into):
+    if key is None or (key != _IMPLICIT and func.overloadpacket not in expanded_composites):
         return None
     return functools.partial(func._op_dk, getattr(torch.DispatchKey, key))

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from memprof.virtual.kernel_context import KernelContext
 from memprof.virtual.kernels.reductions import opmath
 from memprof.virtual.kernels.registry import aten, input_copies, kernel
-from memprof.virtual.launch import Launch
 
 _CHUNK = 65_536  # elements of a tensor that a block of a multi-tensor kernel takes (native/cuda/MultiTensorApply.cuh)
 _TILE_BYTES = 2_048  # what a block of the kernel of `_chunk_cat` copies (native/cuda/TensorShape.cu)
@@ -35,9 +35,9 @@ def foreach_norm(args: Any) -> list[int]:
 
 
 @kernel(aten._chunk_cat)
-def chunk_cat(launch: Launch) -> Any:
+def chunk_cat(launch: KernelContext) -> Any:
     """Where each block of the kernel finds what it copies: one number for it, six for each tensor and two more, packed
-    and given back before the result is made (native/cuda/TensorShape.cu, get_chunk_cat_metadata).
+    and released before the result is made (native/cuda/TensorShape.cu, get_chunk_cat_metadata).
 
     fully_shard lays gradients into one buffer by it. Tensors that are not dense are padded and joined in C++.
     """

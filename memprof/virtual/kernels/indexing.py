@@ -17,18 +17,18 @@ from typing import Any
 import torch
 
 from memprof.trace.events import HOST
-from memprof.virtual.calls import Kind, tensors_of
-from memprof.virtual.card import Card
+from memprof.virtual.device_properties import DeviceProperties
 from memprof.virtual.engine import in_backward
+from memprof.virtual.kernel_context import KernelContext
 from memprof.virtual.kernels import sorting
 from memprof.virtual.kernels.copies import contiguous, copies_of
 from memprof.virtual.kernels.reductions import reduction_buffers
 from memprof.virtual.kernels.registry import META, aten, input_copies, kernel, scratch
-from memprof.virtual.launch import Launch
+from memprof.virtual.operator_call import OpKind, find_tensors
 
 
 @kernel(aten.nonzero, on_host=True)
-def nonzero(launch: Launch) -> Any:
+def nonzero(launch: KernelContext) -> Any:
     """The indices, and what CUDA takes to count and select them."""
     mask = launch.args[0]
     if not mask.is_meta:
@@ -36,7 +36,7 @@ def nonzero(launch: Launch) -> Any:
     return _select(launch, mask, lambda: launch.known(launch.values.policy.selected(mask)))
 
 
-def _select(launch: Launch, mask: torch.Tensor, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+def _select(launch: KernelContext, mask: torch.Tensor, make: Callable[[], torch.Tensor]) -> torch.Tensor:
     """Make the indices of a mask with what CUB takes to count them before and to select them after
     (native/cuda/Nonzero.cu)."""
     count = mask.numel()
@@ -44,15 +44,15 @@ def _select(launch: Launch, mask: torch.Tensor, make: Callable[[], torch.Tensor]
         return make()
     launch.wait()
     with launch.scratch(*contiguous(mask), 4):
-        launch.transients(sorting.reduce_scratch(count, launch.card))
+        launch.transients(sorting.reduce_scratch(count, launch.gpu))
         made = make()
         if mask.dim():
-            launch.transients(sorting.scan_scratch(count, 4, launch.card, "flagged"))
+            launch.transients(sorting.scan_scratch(count, 4, launch.gpu, "flagged"))
     return made
 
 
 @kernel(aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_, on_host=True)
-def index(launch: Launch) -> Any:
+def index(launch: KernelContext) -> Any:
     """Indexing by a mask is indexing by its nonzero indices, which CUDA allocates for the time of the call."""
     indices = launch.args[1]
     value = launch.args[2] if len(launch.args) > 2 else None
@@ -70,7 +70,7 @@ def index(launch: Launch) -> Any:
     if not masks or not (launch.call.on_gpu or launch.call.on_host):
         return NotImplemented
     if value is not None and _fills_a_mask(launch, masks):
-        if launch.operator.kind is Kind.IN_PLACE:
+        if launch.operator.kind is OpKind.IN_PLACE:
             launch.values.write(launch.func, launch.args, launch.kwargs, launch.args[0])
             return launch.args[0]
         # A clone, and the same of it (index_put).
@@ -94,22 +94,22 @@ def index(launch: Launch) -> Any:
         selected += columns.unbind(1)
     args = (launch.args[0], expanded, *launch.args[2:])
     known = (launch.args[0], selected, *launch.args[2:])
-    if launch.operator.kind is Kind.IN_PLACE:
+    if launch.operator.kind is OpKind.IN_PLACE:
         launch.values.write(launch.func, known, launch.kwargs, launch.args[0])
         return launch.func(*args, **launch.kwargs)
     result = launch.func(*args, **launch.kwargs)
-    launch.record(*tensors_of(result))
-    launch.values.propagate(launch.func, known, launch.kwargs, tensors_of(result))
+    launch.record(*find_tensors(result))
+    launch.values.propagate(launch.func, known, launch.kwargs, find_tensors(result))
     return result
 
 
-def _make_coordinates(launch: Launch, columns: torch.Tensor) -> torch.Tensor:
+def _make_coordinates(launch: KernelContext, columns: torch.Tensor) -> torch.Tensor:
     made = torch.empty(tuple(columns.shape)[::-1], dtype=torch.int64, device=META)
     launch.record(made, op="aten.nonzero")
     return made
 
 
-def _writes_fewer(launch: Launch, mask: torch.Tensor, columns: torch.Tensor) -> bool:
+def _writes_fewer(launch: KernelContext, mask: torch.Tensor, columns: torch.Tensor) -> bool:
     """Whether `x[mask] = rows` has fewer rows than an unknown mask keeps: then there are as many true elements."""
     value = launch.args[2] if len(launch.args) > 2 else None
     if value is None or value.numel() < 2 or value.dim() != 1 + launch.args[0].dim() - mask.dim():
@@ -117,7 +117,7 @@ def _writes_fewer(launch: Launch, mask: torch.Tensor, columns: torch.Tensor) -> 
     return 1 < value.shape[0] < len(columns) and launch.values.store.get(mask) is None
 
 
-def _fills_a_mask(launch: Launch, masks: list[torch.Tensor]) -> bool:
+def _fills_a_mask(launch: KernelContext, masks: list[torch.Tensor]) -> bool:
     """Whether `x[mask] = number` is masked_fill_, which needs no indices: one mask and nothing else, and a number that
     is on the host, as Python's are (native/TensorAdvancedIndexing.cpp, canDispatchToMaskedFill)."""
     value, accumulates = launch.args[2], launch.argument(3, "accumulate", False)
@@ -130,7 +130,7 @@ def _fills_a_mask(launch: Launch, masks: list[torch.Tensor]) -> bool:
 
 
 @scratch(aten.index_put, aten.index_put_, aten._index_put_impl_)
-def index_put_accumulate(args: Any, card: Card) -> list[int]:
+def index_put_accumulate(args: Any, gpu: DeviceProperties) -> list[int]:
     """Adding at indices sorts them (native/cuda/Indexing.cu, index_put_with_sort_kernel).
 
     Taken: where the bounds are checked (not by autograd, whose call is another where no mode is active) the greatest
@@ -147,14 +147,14 @@ def index_put_accumulate(args: Any, card: Card) -> list[int]:
         size for size, index in zip(data.shape, [*args[1], *[None] * data.dim()], strict=False) if index is None
     )
     bits = sorting.num_bits(max(1, data.numel() // max(1, slice_size)))
-    sort = sorting.radix_sort_scratch(count, 8, 8, bits, card)
-    on_card = sum(index.is_meta for index in indices)
+    sort = sorting.radix_sort_scratch(count, 8, 8, bits, gpu)
+    on_gpu = sum(index.is_meta for index in indices)
     checked: list[int] = []
     if not in_backward() and not (len(args) > 4 and args[4]):
         for index in indices:
             if index.is_meta and index.numel():
-                checked += [8, *reduction_buffers(index, None, 8, card), 1] * 2
-    linear = [8 * count] * (max(0, 3 * on_card - 1) + len(indices) - on_card)
+                checked += [8, *reduction_buffers(index, None, 8, gpu), 1] * 2
+    linear = [8 * count] * (max(0, 3 * on_gpu - 1) + len(indices) - on_gpu)
     values = args[2]
     written = count * slice_size
     copied = [written * values.element_size()] if values.numel() < written or not values.is_contiguous() else []
@@ -162,11 +162,11 @@ def index_put_accumulate(args: Any, card: Card) -> list[int]:
 
 
 # A number to the power of a tensor becomes a tensor on the GPU, a double (native/Pow.cpp, pow.Scalar).
-scratch(aten.pow)(lambda args, card: [] if isinstance(args[0], torch.Tensor) or args[0] == 1 else [8])
+scratch(aten.pow)(lambda args, gpu: [] if isinstance(args[0], torch.Tensor) or args[0] == 1 else [8])
 
 
 @kernel(aten.masked_fill, aten.masked_fill_, on_host=True)
-def masked_fill(launch: Launch) -> Any:
+def masked_fill(launch: KernelContext) -> Any:
     """CUDA fills with a number that lies on the host (native/cuda/Indexing.cu); the meta kernel would not take it."""
     data, mask, value = launch.args
     if not data.is_meta or not isinstance(value, torch.Tensor) or value.is_meta or value.dim():
@@ -176,7 +176,7 @@ def masked_fill(launch: Launch) -> Any:
 
 
 @kernel(aten.masked_select, on_host=True)
-def masked_select(launch: Launch) -> Any:
+def masked_select(launch: KernelContext) -> Any:
     """Indexing by the mask, broadcast (native/cuda/IndexKernel.cpp, masked_select_out_cuda_impl)."""
     data, mask = launch.args
     if not (data.is_meta and mask.is_meta):
@@ -187,7 +187,7 @@ def masked_select(launch: Launch) -> Any:
 
 
 @scratch(aten.scatter_reduce, aten.scatter_reduce_)
-def scatter_reduce(args: Any, card: Card) -> list[int]:
+def scatter_reduce(args: Any, gpu: DeviceProperties) -> list[int]:
     """The mean counts what came together (native/TensorAdvancedIndexing.cpp, scatter_reduce_two)."""
     data, source, reduce = args[0], args[3], args[4]
     if reduce != "mean":
@@ -197,12 +197,12 @@ def scatter_reduce(args: Any, card: Card) -> list[int]:
 
 
 @scratch(aten.masked_scatter, aten.masked_scatter_)
-def masked_scatter(args: Any, card: Card) -> list[int]:
+def masked_scatter(args: Any, gpu: DeviceProperties) -> list[int]:
     """Where each selected element's source lies: a scan of the mask as int64, and contiguous copies of the mask, as it
     is broadcast, and of the source (native/cuda/IndexKernel.cu)."""
     mask, source = torch.broadcast_tensors(args[1], args[0])[0], args[2]
     count = mask.numel()
-    return [8 * count, *contiguous(mask, source), sorting.scan_scratch(count, 8, card, "sum of int64")]
+    return [8 * count, *contiguous(mask, source), sorting.scan_scratch(count, 8, gpu, "sum of int64")]
 
 
 # Indices that cannot be viewed flat are copied (native/Embedding.cpp, embedding).
@@ -214,7 +214,7 @@ _ROWS_PER_PART = 10  # rows of equal indices that one thread adds up (NROWS_PER_
 
 
 @kernel(aten.embedding_dense_backward)
-def embedding_dense_backward(launch: Launch) -> Any:
+def embedding_dense_backward(launch: KernelContext) -> Any:
     """The gradient of the table, dense, and what sorting and summing takes."""
     grad, indices, rows, _, by_frequency = launch.args
     if not (grad.is_meta and indices.is_meta):
@@ -229,7 +229,7 @@ def embedding_dense_backward(launch: Launch) -> Any:
         hold(*contiguous(indices, grad))
         if many:
             hold(count * item, count * item)  # the indices sorted, and where each was
-            launch.transients(count * item, sorting.radix_sort_scratch(count, item, item, 8 * item, launch.card))
+            launch.transients(count * item, sorting.radix_sort_scratch(count, item, item, 8 * item, launch.gpu))
             if by_frequency:
                 hold(count * item)
         if many and count:
@@ -237,30 +237,30 @@ def embedding_dense_backward(launch: Launch) -> Any:
         return launch.new((rows, width), grad.dtype)
 
 
-def _sum_segments(launch: Launch, grad: torch.Tensor, indices: torch.Tensor, rows: int) -> torch.Tensor:
+def _sum_segments(launch: KernelContext, grad: torch.Tensor, indices: torch.Tensor, rows: int) -> torch.Tensor:
     """The gradient of a table from sorted indices: runs of equal ones, and the sums of their parts
     (native/cuda/EmbeddingBackwardKernel.cu)."""
-    count, item, width, card = indices.numel(), indices.element_size(), grad.shape[-1], launch.card
+    count, item, width, gpu = indices.numel(), indices.element_size(), grad.shape[-1], launch.gpu
     result = launch.new((rows, width), grad.dtype)
     segments = min(count, rows)
     parts = count // _ROWS_PER_PART + segments
     with launch.scratch(count * item, 8):
-        launch.transients(count * item, sorting.scan_scratch(count, 8, card, "unique by key"))
+        launch.transients(count * item, sorting.scan_scratch(count, 8, gpu, "unique by key"))
         with launch.scratch(segments * item, segments * item):
-            launch.transients(sorting.scan_scratch(segments, item, card, f"sum of int{8 * item}"))
+            launch.transients(sorting.scan_scratch(segments, item, gpu, f"sum of int{8 * item}"))
             launch.transients(8, parts * item, parts * width * max(4, grad.element_size()))
     return result
 
 
 @kernel(aten._embedding_bag, aten._embedding_bag_forward_only)
-def embedding_bag(launch: Launch) -> Any:
+def embedding_bag(launch: KernelContext) -> Any:
     """Sizes and numbers of the bags are made before the output (native/cuda/EmbeddingBag.cu)."""
     output, bags, sizes, largest = results = launch.func(*launch.args, **launch.kwargs)
     launch.record(sizes, bags, output, largest)
     return results
 
 
-def embedding_bag_gradient(launch: Launch) -> Any:
+def embedding_bag_gradient(launch: KernelContext) -> Any:
     """The gradient of the table, dense, of sums and means; the indices are sorted with where each was."""
     grad, indices = launch.args[:2]
     rows, by_frequency, mode = launch.args[6:9]
@@ -269,6 +269,6 @@ def embedding_bag_gradient(launch: Launch) -> Any:
         return NotImplemented
     bits = sorting.num_bits(rows)
     with launch.scratch(*contiguous(indices, grad), count * item, count * item):
-        launch.transients(count * item, sorting.radix_sort_scratch(count, item, item, bits, launch.card))
+        launch.transients(count * item, sorting.radix_sort_scratch(count, item, item, bits, launch.gpu))
         with launch.scratch(count * item if by_frequency else 0):
             return _sum_segments(launch, grad, indices, rows)

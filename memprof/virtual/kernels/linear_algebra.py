@@ -7,16 +7,16 @@ from typing import Any
 
 import torch
 
-from memprof.virtual.card import Card
+from memprof.virtual.device_properties import DeviceProperties
+from memprof.virtual.kernel_context import KernelContext
 from memprof.virtual.kernels.copies import contiguous
 from memprof.virtual.kernels.registry import META, aten, kernel, scratch
-from memprof.virtual.launch import Launch
 
 _FEW_ROWS = 25
 
 
 @kernel(aten.geqrf, on_host=True)
-def geqrf(launch: Launch) -> Any:
+def geqrf(launch: KernelContext) -> Any:
     """A matrix in columns like the input, and one factor for each reflector (native/BatchLinearAlgebra.cpp, geqrf)."""
     data = launch.args[0]
     if not data.is_meta:
@@ -29,13 +29,13 @@ def geqrf(launch: Launch) -> Any:
 
 
 # A copy of the factor in columns, and the error flag (native/cuda/linalg/BatchLinearAlgebra.cpp).
-scratch(aten._cholesky_solve_helper)(lambda args, card: [args[1].nbytes, 4])
+scratch(aten._cholesky_solve_helper)(lambda args, gpu: [args[1].nbytes, 4])
 # A copy of the matrices in columns. cuSOLVER's workspaces are not counted, here and below.
-scratch(aten._linalg_svd, aten.linalg_lu)(lambda args, card: [args[0].nbytes])
+scratch(aten._linalg_svd, aten.linalg_lu)(lambda args, gpu: [args[0].nbytes])
 
 
 @scratch(aten.linalg_inv_ex)
-def inverse(args: Any, card: Card) -> list[int]:
+def inverse(args: Any, gpu: DeviceProperties) -> list[int]:
     """Factors in a copy, their pivots, and what solving for the identity takes (native/BatchLinearAlgebra.cpp)."""
     *batch, rows, _ = args[0].shape
     count = math.prod(batch)
@@ -43,7 +43,7 @@ def inverse(args: Any, card: Card) -> list[int]:
 
 
 @scratch(aten._linalg_solve_ex)
-def solve(args: Any, card: Card) -> list[int]:
+def solve(args: Any, gpu: DeviceProperties) -> list[int]:
     """What solving with the factors takes, which are a result."""
     matrix, other = args[:2]
     is_vector = other.dim() == 1 or other.shape == matrix.shape[:-1]
@@ -70,12 +70,12 @@ def _lu_solve_buffers(rows: int, sides: int, batch: int, item_bytes: int) -> lis
 
 
 # What a transform into real numbers may overwrite is a copy (native/cuda/SpectralOps.cpp, _fft_c2r_cufft).
-scratch(aten._fft_c2r)(lambda args, card: [args[0].nbytes])
+scratch(aten._fft_c2r)(lambda args, gpu: [args[0].nbytes])
 
 
 @kernel(aten.linalg_lstsq)
-def lstsq(launch: Launch) -> Any:
-    """Solve least squares by QR ("gels"), which is the one driver on a card and finds no rank and no singular values.
+def lstsq(launch: KernelContext) -> Any:
+    """Solve least squares by QR ("gels"), which is the one driver on a GPU and finds no rank and no singular values.
 
     The solution is a part of a matrix in columns whose other rows the residuals are taken from; beside it are an error
     flag for each matrix, a copy of the matrices in columns and a factor for each of their reflectors; where they are
@@ -125,7 +125,7 @@ def _check_lstsq(matrix: torch.Tensor, other: torch.Tensor) -> None:
 
 
 @kernel(aten._cdist_forward)
-def cdist(launch: Launch) -> Any:
+def cdist(launch: KernelContext) -> Any:
     """Of batches made equal and contiguous; of many rows by a matrix product (native/Distance.cpp, cdist_impl)."""
     *rows, p = launch.args[:3]
     mode = launch.argument(3, "compute_mode") or 0

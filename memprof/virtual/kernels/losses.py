@@ -13,28 +13,28 @@ from typing import Any
 import torch
 
 from memprof.torch_private import kernels
+from memprof.virtual.device_state import DeviceState
+from memprof.virtual.kernel_context import KernelContext
 from memprof.virtual.kernels.copies import copies_of
 from memprof.virtual.kernels.reductions import opmath, reduction_buffers
 from memprof.virtual.kernels.registry import aten, composite, kernel, scratch
-from memprof.virtual.launch import Launch
-from memprof.virtual.machine import Machine
 
 _NONE, _SUM = 0, 2  # `at::Reduction`; the mean is 1
 _Weight = torch.Tensor | None
 
 
-def _is_unreduced(launch: Launch, reduction_at: int) -> bool:
+def _is_unreduced(launch: KernelContext, reduction_at: int) -> bool:
     """Return whether the loss is not reduced, or runs on the host: then the meta kernel does."""
     return bool(launch.call.real) or launch.argument(reduction_at, "reduction", 1) == _NONE
 
 
-def _reduce(launch: Launch, loss: torch.Tensor) -> None:
+def _reduce(launch: KernelContext, loss: torch.Tensor) -> None:
     """What the reduction of all of `loss` takes while it runs."""
-    launch.transients(*reduction_buffers(loss, None, opmath(loss), launch.card))
+    launch.transients(*reduction_buffers(loss, None, opmath(loss), launch.gpu))
 
 
 @kernel(aten.mse_loss, aten.smooth_l1_loss)
-def structured(launch: Launch) -> Any:
+def structured(launch: KernelContext) -> Any:
     """mse_loss and smooth_l1_loss: two tensors like the loss before its reduction (Loss.cpp).
 
     The first is the result, which is allocated before it is known to be a scalar and keeps its memory. The other is
@@ -55,7 +55,7 @@ def _as_scalar(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @kernel(aten.huber_loss, aten.binary_cross_entropy)
-def reduced_loss(launch: Launch) -> Any:
+def reduced_loss(launch: KernelContext) -> Any:
     """The loss like the input, then its mean or sum (Loss.cpp). In binary_cross_entropy it is copied back: the result
     is a scalar with memory as large as the input (Loss.cu)."""
     is_copied = launch.operator.packet is aten.binary_cross_entropy
@@ -69,7 +69,7 @@ def reduced_loss(launch: Launch) -> Any:
 
 
 @kernel(aten.multi_margin_loss)
-def multi_margin_loss(launch: Launch) -> Any:
+def multi_margin_loss(launch: KernelContext) -> Any:
     """A loss for each sample, summed (MultiMarginLoss.cu)."""
     data = launch.args[0]
     if data.dim() < 2 or _is_unreduced(launch, 5):
@@ -80,7 +80,7 @@ def multi_margin_loss(launch: Launch) -> Any:
 
 
 @kernel(aten.multilabel_margin_loss_forward)
-def multilabel_margin_loss_forward(launch: Launch) -> Any:
+def multilabel_margin_loss_forward(launch: KernelContext) -> Any:
     """A loss for each sample, summed, and which classes are targets (MultiLabelMarginCriterion.cu)."""
     data, target, reduction = launch.args
     if launch.call.real:
@@ -95,7 +95,7 @@ def multilabel_margin_loss_forward(launch: Launch) -> Any:
 
 @kernel(aten.multi_margin_loss_backward, aten.multilabel_margin_loss_backward, on_host=True)
 @kernel(aten.fractional_max_pool3d_backward, on_host=True)
-def gradient_of_input(launch: Launch) -> Any:
+def gradient_of_input(launch: KernelContext) -> Any:
     """Backward operators without a meta kernel: a contiguous gradient of the shape of the input, argument number 1."""
     data = launch.args[1]
     if not data.is_meta:
@@ -108,9 +108,9 @@ def ctc_loss_of_lengths(
     machine: Any, log_probs: Any, targets: Any, input_lengths: Any, target_lengths: Any, *rest: Any, **named: Any
 ) -> Any:
     """Lengths given as tensors are read by the host, wherever they are (native/LossCTC.cpp, ctc_loss); where they are
-    not known they stay tensors, and on the card."""
+    not known they stay tensors, and on the GPU."""
     lengths = (input_lengths, target_lengths)
-    if not machine.is_on_card(log_probs) or not all(isinstance(each, torch.Tensor) for each in lengths):
+    if not machine.is_on_gpu(log_probs) or not all(isinstance(each, torch.Tensor) for each in lengths):
         return NotImplemented
     known = [machine.values.store.get(each) for each in lengths]
     if all(each is not None for each in known):
@@ -119,7 +119,7 @@ def ctc_loss_of_lengths(
 
 
 @kernel(aten._ctc_loss, on_host=True)
-def ctc_loss(launch: Launch) -> Any:
+def ctc_loss(launch: KernelContext) -> Any:
     """Loss per sample and the alignments' log probabilities alpha (native/cuda/LossCTC.cu, ctc_loss_gpu_template)."""
     log_probs, targets, _, target_lengths = launch.args[:4]
     if not log_probs.is_meta:
@@ -132,14 +132,14 @@ def ctc_loss(launch: Launch) -> Any:
     else:
         launch.values.assume("CTC targets whose lengths are not known are all as long as they can be.")
         longest = targets.shape[1] if targets.dim() == 2 else -(-targets.numel() // batch)
-    # The lengths go to the card as int64 (both), and so do the offsets of the targets.
+    # The lengths go to the GPU as int64 (both), and so do the offsets of the targets.
     launch.transients(*3 * [8 * batch])
     alpha = launch.new((batch, frames, 2 * longest + 1), log_probs.dtype)
     return launch.new(batch, log_probs.dtype), alpha
 
 
 @kernel(aten._ctc_loss_backward, on_host=True)
-def ctc_loss_backward(launch: Launch) -> Any:
+def ctc_loss_backward(launch: KernelContext) -> Any:
     """A gradient like the log probabilities; beta, as large as alpha, lives while it runs (native/cuda/LossCTC.cu)."""
     log_probs, alpha = launch.args[1], launch.args[6]
     if not log_probs.is_meta:
@@ -156,13 +156,13 @@ scratch(aten.nll_loss_backward)(copies_of(2, 1, 0, 3))
 
 
 # Of images, if they are reduced; else of the weight alone (native/cuda/NLLLoss2d.cu).
-scratch(aten.nll_loss2d_forward)(lambda args, card: (copies_of(0, 2, 1) if args[3] else copies_of(2))(args))
-scratch(aten.nll_loss2d_backward)(lambda args, card: (copies_of(2, 3) if args[4] else copies_of(3))(args))
+scratch(aten.nll_loss2d_forward)(lambda args, gpu: (copies_of(0, 2, 1) if args[3] else copies_of(2))(args))
+scratch(aten.nll_loss2d_backward)(lambda args, gpu: (copies_of(2, 3) if args[4] else copies_of(3))(args))
 
 
 @composite(kernels.cross_entropy_loss)
 def cross_entropy(
-    machine: Machine,
+    machine: DeviceState,
     input: torch.Tensor,
     target: torch.Tensor,
     weight: torch.Tensor | None = None,
@@ -188,7 +188,7 @@ def cross_entropy(
 
 @composite(torch.pairwise_distance)
 def pairwise_distance(
-    machine: Machine, x1: torch.Tensor, x2: torch.Tensor, p: float = 2, eps: float = 1e-6, keepdim: bool = False
+    machine: DeviceState, x1: torch.Tensor, x2: torch.Tensor, p: float = 2, eps: float = 1e-6, keepdim: bool = False
 ) -> Any:
     """Under autocast the norm inside gives float32 (native/Distance.cpp)."""
     if not _autocasts(machine, x1):
@@ -196,10 +196,10 @@ def pairwise_distance(
     return kernels.norm(x1 - x2 + eps, p, -1, keepdim, dtype=torch.float32)
 
 
-def _autocasts(machine: Machine, input: torch.Tensor) -> bool:
+def _autocasts(machine: DeviceState, input: torch.Tensor) -> bool:
     """Return whether a reduction of `input` inside a C++ function would be made in float32 by autocast."""
     half = input.dtype in (torch.float16, torch.bfloat16)
-    return half and torch.is_autocast_enabled("cuda") and machine.is_on_card(input)
+    return half and torch.is_autocast_enabled("cuda") and machine.is_on_gpu(input)
 
 
 def _probability_loss(

@@ -9,10 +9,10 @@ import torch
 
 from memprof.device.cublas import PRODUCTS
 from memprof.torch_private import kernels
+from memprof.virtual.device_state import DeviceState
 from memprof.virtual.engine import in_backward
+from memprof.virtual.kernel_context import KernelContext
 from memprof.virtual.kernels.registry import META, aten, composite, input_copies, kernel, uses_cublas, uses_cublaslt
-from memprof.virtual.launch import Launch
-from memprof.virtual.machine import Machine
 from memprof.watch.wrappers import is_wrapped
 
 _linear = kernels.linear
@@ -46,10 +46,10 @@ input_copies(aten.addmm, aten.baddbmm)(partial(_matrix_copies, 1))
 
 
 @kernel("aten._grouped_mm", on_host=True)
-def grouped_mm(launch: Launch) -> Any:
+def grouped_mm(launch: KernelContext) -> Any:
     """CUDA takes any floating-point dtype (native/cuda/GroupedBlas.cpp); the meta kernel knows bfloat16 alone.
 
-    That has a kernel of CUTLASS on some cards: it takes arguments for each group (three pointers and strides, a shape)
+    That has a kernel of CUTLASS on some GPUs: it takes arguments for each group (three pointers and strides, a shape)
     and four descriptors for every multiprocessor (native/cuda/GroupMM.cu).
     """
     left, right = launch.args[:2]
@@ -58,10 +58,10 @@ def grouped_mm(launch: Launch) -> Any:
         return NotImplemented
     if dtype is torch.bfloat16:
         result = launch.run()
-        if launch.card.compute_capability in ((9, 0), (10, 0)):
+        if launch.gpu.compute_capability in ((9, 0), (10, 0)):
             batched = next((each for each in (right, left) if each.dim() == 3), None)
             groups = len(launch.argument(2, "offs") if batched is None else batched)
-            launch.transients((groups + groups % 2) * 24 + groups * (12 + 24), launch.card.num_sms * 4 * 128)
+            launch.transients((groups + groups % 2) * 24 + groups * (12 + 24), launch.gpu.num_sms * 4 * 128)
         return result
 
     def as_bfloat16(value: Any) -> Any:
@@ -76,7 +76,7 @@ def grouped_mm(launch: Launch) -> Any:
 
 
 @kernel(aten._scaled_mm.out)
-def scaled_mm_out(launch: Launch) -> Any:
+def scaled_mm_out(launch: KernelContext) -> Any:
     """Into a tensor that is there, as compiled code calls it; there is no meta kernel for that."""
     out = launch.kwargs["out"]
     launch.values.store.drop(out.untyped_storage()._cdata)
@@ -84,7 +84,7 @@ def scaled_mm_out(launch: Launch) -> Any:
 
 
 @kernel(aten.addmm.dtype, aten.addmm.dtype_out)
-def addmm_of_two_dtypes(launch: Launch) -> Any:
+def addmm_of_two_dtypes(launch: KernelContext) -> Any:
     """Two in half precision, and the result in float32."""
     # torch has a meta kernel of its own for it in 2.13; that of 2.11 takes the dtype for `beta`
     # (torch/_decomp/decompositions.py).
@@ -112,7 +112,7 @@ class _OnMeta:
 
 @composite(_linear)
 def linear(
-    machine: Machine, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    machine: DeviceState, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Where it is no single addmm, the bias is added in place; under a mode out of place (native/Linear.cpp)."""
     if bias is None or is_wrapped(bias):  # in a real run it is added out of place as well
@@ -125,7 +125,7 @@ def linear(
 
 
 @kernel(aten.add, on_host=True)
-def add(launch: Launch) -> Any:
+def add(launch: KernelContext) -> Any:
     """The engine's own accumulation of two gradients is in place on a run without modes: see engine.py."""
     if in_backward():
         if not launch.accumulates_in_place():

@@ -13,19 +13,19 @@ from typing import Any
 
 import torch
 
-from memprof.virtual.card import Card
+from memprof.virtual.device_properties import DeviceProperties
+from memprof.virtual.kernel_context import KernelContext
 from memprof.virtual.kernels.copies import contiguous, copies_of, suggested_format
 from memprof.virtual.kernels.registry import aten, input_copies, kernel, scratch
-from memprof.virtual.launch import Launch
 
 # In the layout that the input is nearest to.
 scratch(aten.avg_pool2d, aten.max_pool2d_with_indices, aten.max_pool3d_with_indices)(
-    lambda args, card: contiguous(args[0], layout=suggested_format(args[0]))
+    lambda args, gpu: contiguous(args[0], layout=suggested_format(args[0]))
 )
 
 
 @scratch(aten.avg_pool2d_backward, aten.max_pool2d_with_indices_backward, aten.max_pool3d_with_indices_backward)
-def pool_backward(args: Any, card: Card) -> list[int]:
+def pool_backward(args: Any, gpu: DeviceProperties) -> list[int]:
     """Of input, gradient and indices, in the input's layout."""
     indices = (arg for arg in args[2:] if isinstance(arg, torch.Tensor))
     return contiguous(args[1], args[0], *indices, layout=suggested_format(args[1]))
@@ -39,7 +39,7 @@ input_copies(aten.max_unpool2d, aten.max_unpool3d)(copies_of(0, 1))
 
 
 @kernel(aten.im2col, aten.col2im)
-def fold(launch: Launch) -> Any:
+def fold(launch: KernelContext) -> Any:
     """The result is made as large as the input and resized, so that a smaller one keeps that room."""
     data = launch.args[0]
     result = launch.func(*launch.args)
@@ -53,13 +53,13 @@ def fold(launch: Launch) -> Any:
 
 
 @scratch(aten._adaptive_avg_pool2d_backward)
-def adaptive_average_backward(args: Any, card: Card) -> list[int]:
+def adaptive_average_backward(args: Any, gpu: DeviceProperties) -> list[int]:
     """Of the gradient, unless the input is channels-last."""
     return contiguous(args[0]) if suggested_format(args[1]) is torch.contiguous_format else []
 
 
 @scratch(aten.adaptive_max_pool2d, aten.adaptive_max_pool3d)
-def adaptive_max(args: Any, card: Card | None = None) -> list[int]:
+def adaptive_max(args: Any, gpu: DeviceProperties | None = None) -> list[int]:
     """Of a batch; one sample may have any strides."""
     return contiguous(args[0]) if args[0].dim() == len(args[1]) + 2 else []
 
@@ -75,7 +75,7 @@ def adaptive_average(args: Any) -> list[int]:
 _FEWEST_CHANNELS_LAST = 4
 
 
-def _image(size_at: int, args: Any, card: Card) -> list[int]:
+def _image(size_at: int, args: Any, gpu: DeviceProperties) -> list[int]:
     """The copy of the source, and before it a contiguous result where the result (of the size given) is none."""
     source, result = args[0], (*args[0].shape[:2], *args[size_at][-2:])
     if tuple(source.shape) == result or not source.numel():
@@ -100,7 +100,7 @@ scratch(aten.upsample_nearest1d, aten.upsample_nearest1d_backward)(copies_of(0))
 scratch(aten._upsample_nearest_exact1d, aten._upsample_nearest_exact1d_backward)(copies_of(0))
 
 
-def _volume(size_at: int, args: Any, card: Card) -> list[int]:
+def _volume(size_at: int, args: Any, gpu: DeviceProperties) -> list[int]:
     """The copy of the source, and before it a contiguous result where the result (laid out as the source) is none."""
     source, result = args[0], (*args[0].shape[:2], *args[size_at][-3:])
     is_plain = suggested_format(source) is torch.contiguous_format

@@ -1,6 +1,6 @@
 """torch's own quantized tensors (`quantize_per_tensor` and its like): bytes, and a quantizer that says what they mean.
 
-On the card and in virtual host memory they are torch's for the meta device, each with its quantizer, whose scales are
+On the GPU and in virtual host memory they are torch's for the meta device, each with its quantizer, whose scales are
 tensors in their turn where there is one for each channel. What only keeps the books (views, scales, schemes) is the
 same C++ for every device, and is run as for the CPU. Sources: quantized/Quantizer.cpp, native/quantized/QTensor.cpp and
 TensorFactories.cpp, native/quantized/cuda.
@@ -19,10 +19,10 @@ import torch
 from memprof.torch_private import dispatch
 from memprof.trace.events import HOST
 from memprof.virtual.device_rules import lacks_quantized_kernel
+from memprof.virtual.kernel_context import KernelContext
 from memprof.virtual.kernels.copies import contiguous, suggested_format
 from memprof.virtual.kernels.registry import META, Table, aten, kernel
-from memprof.virtual.launch import Launch
-from memprof.virtual.limits import not_yet
+from memprof.virtual.limits import unsupported_error
 
 _CPU = torch.DispatchKeySet(torch.DispatchKey.QuantizedCPU)
 _has_kernel = dispatch.dispatch_has_kernel_for_dispatch_key
@@ -47,7 +47,7 @@ _DEVICE_INDEPENDENT = frozenset(
 )
 
 
-def run(launch: Launch) -> Any:
+def run(launch: KernelContext) -> Any:
     """An operator that is given a quantized tensor which has no data.
 
     Raises:
@@ -68,7 +68,7 @@ def run(launch: Launch) -> Any:
         if _has_kernel(name, key):
             with launch.inside():
                 return launch.func._op_dk(getattr(torch.DispatchKey, key), *launch.args, **launch.kwargs)
-    raise not_yet(f"gives a quantized tensor to {launch.operator.name}", "dequantize it: `.dequantize()`")
+    raise unsupported_error(f"gives a quantized tensor to {launch.operator.name}", "dequantize it: `.dequantize()`")
 
 
 def _no_kernel(name: str, backend: str) -> NotImplementedError:
@@ -110,7 +110,12 @@ def _parameters(tensor: torch.Tensor) -> dict[str, Any]:
 
 
 def _empty(
-    launch: Launch, size: Any, dtype: torch.dtype, layout: torch.memory_format, device: Any = None, **parameters: Any
+    launch: KernelContext,
+    size: Any,
+    dtype: torch.dtype,
+    layout: torch.memory_format,
+    device: Any = None,
+    **parameters: Any,
 ) -> Any:
     """Return a new quantized tensor. Scales for channels are kept as float64 and int64, or in float32 both
     (make_per_channel_affine_quantizer)."""
@@ -127,7 +132,7 @@ def _empty(
 
 
 @kernel(aten._empty_affine_quantized, aten._empty_per_channel_affine_quantized, on_host=True)
-def empty(launch: Launch) -> Any:
+def empty(launch: KernelContext) -> Any:
     """Bytes without values."""
     device = launch.kwargs.get("device")
     if device is None or device.type != "meta":
@@ -139,7 +144,7 @@ def empty(launch: Launch) -> Any:
 
 
 @kernel(aten.quantize_per_tensor, aten.quantize_per_channel, aten.quantize_per_tensor_dynamic, on_host=True)
-def quantize(launch: Launch) -> Any:
+def quantize(launch: KernelContext) -> Any:
     """The bytes, and after them the data made contiguous; dynamic quantization reads its extremes before."""
     data, *rest = launch.args
     if not isinstance(data, torch.Tensor) and launch.device != HOST and launch.call.on_gpu:
@@ -173,7 +178,7 @@ def quantize(launch: Launch) -> Any:
 
 
 @kernel("aten._make_per_tensor_quantized_tensor", "aten._make_per_channel_quantized_tensor")
-def from_integers(launch: Launch) -> Any:
+def from_integers(launch: KernelContext) -> Any:
     """The same bytes with a quantizer (native/quantized/cuda/MakePerTensorQuantizedTensor.cu)."""
     data, *rest = launch.args
     names = ("scale", "zero_point") if len(rest) == 2 else ("scales", "zero_points", "axis")
@@ -182,7 +187,7 @@ def from_integers(launch: Launch) -> Any:
 
 
 @kernel(aten.dequantize)
-def dequantize_floats(launch: Launch) -> Any:
+def dequantize_floats(launch: KernelContext) -> Any:
     """Of a tensor that is not quantized."""
     if not isinstance(launch.args[0], torch.Tensor):
         raise _no_kernel(launch.func.name(), "CUDA")
@@ -191,7 +196,7 @@ def dequantize_floats(launch: Launch) -> Any:
 
 
 @of_quantized(aten.dequantize)
-def dequantize(launch: Launch) -> Any:
+def dequantize(launch: KernelContext) -> Any:
     """Floats, and after them the bytes made contiguous."""
     data = launch.args[0]
     layout = _layout(data)
@@ -201,7 +206,7 @@ def dequantize(launch: Launch) -> Any:
 
 
 @of_quantized(aten.int_repr)
-def int_repr(launch: Launch) -> Any:
+def int_repr(launch: KernelContext) -> Any:
     """The bytes as integers (native/quantized/cuda/IntReprQuant.cu)."""
     data = launch.args[0]
     if data.dtype not in _PLAIN:
@@ -210,7 +215,7 @@ def int_repr(launch: Launch) -> Any:
 
 
 @of_quantized(aten.clone, aten.flip, aten.index_select)
-def same_quantizer(launch: Launch) -> Any:
+def same_quantizer(launch: KernelContext) -> Any:
     """Another one by the same quantizer."""
     data, *rest = launch.args
     size, layout = list(data.shape), launch.kwargs.get("memory_format") or torch.contiguous_format
@@ -222,7 +227,7 @@ def same_quantizer(launch: Launch) -> Any:
 
 
 @of_quantized(aten._to_copy)
-def to_copy(launch: Launch) -> Any:
+def to_copy(launch: KernelContext) -> Any:
     """To another device with the scales (TensorConversions.cpp, empty_quantized); what comes back holds ones."""
     data, device = launch.args[0], launch.kwargs.get("device")
     if launch.kwargs.get("dtype", data.dtype) is not data.dtype:
@@ -249,7 +254,7 @@ _NOT_TO_FLOATS = (
 
 
 @of_quantized(aten.copy_)
-def copy_(launch: Launch) -> Any:
+def copy_(launch: KernelContext) -> Any:
     """Into a quantized tensor (native/Copy.cpp, copy_impl)."""
     if not launch.args[0].is_quantized:
         raise RuntimeError(_NOT_TO_FLOATS)
@@ -257,7 +262,7 @@ def copy_(launch: Launch) -> Any:
 
 
 @of_quantized(aten.masked_fill_, aten._index_put_impl_, aten.relu_, aten.fill_)
-def in_place(launch: Launch) -> Any:
+def in_place(launch: KernelContext) -> Any:
     """Nothing is made, but to fill: that is from floats of the same size (native/Fill.cpp, fill_quantized_)."""
     if launch.operator.packet is aten.fill_:
         launch.transients(4 * launch.args[0].numel())
@@ -265,7 +270,7 @@ def in_place(launch: Launch) -> Any:
 
 
 @of_quantized(aten.gelu, aten._adaptive_avg_pool2d)
-def in_floats(launch: Launch) -> Any:
+def in_floats(launch: KernelContext) -> Any:
     """Dequantized, computed and quantized again (native/quantized/cuda/Activation.cpp, cudnn/Pooling.cpp)."""
     data, *rest = launch.args
     with launch.inside():
@@ -275,7 +280,7 @@ def in_floats(launch: Launch) -> Any:
 
 
 @of_quantized(aten.relu)
-def relu(launch: Launch) -> Any:
+def relu(launch: KernelContext) -> Any:
     """By its integers, where they are above the zero point (native/quantized/cuda/Activation.cpp)."""
     scale, zero_point = _parameters(launch.args[0]).values()
     with launch.inside():
@@ -286,7 +291,7 @@ def relu(launch: Launch) -> Any:
 
 
 @of_quantized(aten.quantized_max_pool2d, "quantized.max_pool2d")
-def max_pool2d(launch: Launch) -> Any:
+def max_pool2d(launch: KernelContext) -> Any:
     """Of images with their channels last, which a copy has if they have not (native/quantized/cudnn/Pooling.cpp)."""
     data, *rest = launch.args
     layout = torch.channels_last if data.dim() == 4 else torch.contiguous_format
@@ -296,7 +301,7 @@ def max_pool2d(launch: Launch) -> Any:
 
 
 @of_quantized("quantized.add", "quantized.add_relu")
-def add(launch: Launch) -> Any:
+def add(launch: KernelContext) -> Any:
     """With the sum and two factors in float32, each as large as an operand (native/quantized/cudnn/BinaryOps.cpp)."""
     data, _, scale, zero_point = launch.args
     floats = 4 * data.numel()
@@ -307,7 +312,7 @@ def add(launch: Launch) -> Any:
 
 
 @kernel(aten.fake_quantize_per_tensor_affine_cachemask, aten._fake_quantize_per_tensor_affine_cachemask_tensor_qparams)
-def per_tensor(launch: Launch) -> Any:
+def per_tensor(launch: KernelContext) -> Any:
     """The result, and which elements were in range."""
     data, *rest = launch.args
     if not any(isinstance(argument, torch.Tensor) for argument in rest):
@@ -315,13 +320,13 @@ def per_tensor(launch: Launch) -> Any:
     return _result_and_mask(launch, data)
 
 
-def _result_and_mask(launch: Launch, data: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _result_and_mask(launch: KernelContext, data: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     with launch.inside():
         return torch.empty_like(data), torch.empty_like(data, dtype=torch.bool)
 
 
 @kernel(aten.fake_quantize_per_channel_affine_cachemask)
-def per_channel(launch: Launch) -> Any:
+def per_channel(launch: KernelContext) -> Any:
     """The same, after the host has read the extremes of integer zero points."""
     data, _, zero_point = launch.args[:3]
     if not zero_point.is_floating_point():
@@ -331,7 +336,7 @@ def per_channel(launch: Launch) -> Any:
 
 
 @kernel(aten._fake_quantize_learnable_per_tensor_affine)
-def learnable_per_tensor(launch: Launch) -> Any:
+def learnable_per_tensor(launch: KernelContext) -> Any:
     """By a scale and a zero point that the host reads."""
     data, _, _, least, most = launch.args[:5]
     with launch.inside():
@@ -339,7 +344,7 @@ def learnable_per_tensor(launch: Launch) -> Any:
 
 
 @kernel(aten._fake_quantize_learnable_per_channel_affine)
-def learnable_per_channel(launch: Launch) -> Any:
+def learnable_per_channel(launch: KernelContext) -> Any:
     """By rounded zero points."""
     data, scale, zero_point, axis, least, most = launch.args[:6]
     with launch.inside():
@@ -351,7 +356,7 @@ def learnable_per_channel(launch: Launch) -> Any:
     aten._fake_quantize_learnable_per_tensor_affine_backward,
     aten._fake_quantize_learnable_per_channel_affine_backward,
 )
-def learnable_backward(launch: Launch) -> Any:
+def learnable_backward(launch: KernelContext) -> Any:
     """Gradients of scale and zero point are as large as the data, before they are summed."""
     grad, data, scale, zero_point = launch.args[:4]
     with launch.inside():
@@ -371,7 +376,7 @@ def learnable_backward(launch: Launch) -> Any:
 
 
 @kernel(aten._fused_moving_avg_obs_fq_helper)
-def observe(launch: Launch) -> Any:
+def observe(launch: KernelContext) -> Any:
     """The data's extremes move the range, which the result is then made by; unused buffers get their size here."""
     data, _, is_on, *observers = launch.args[:7]
     least, most, axis = launch.args[8:11]

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from memprof.torch_private import kernels
-from memprof.virtual.card import Card, cudnn_version
+from memprof.virtual.device_properties import DeviceProperties, cudnn_version
+from memprof.virtual.device_state import DeviceState
+from memprof.virtual.kernel_context import KernelContext
 from memprof.virtual.kernels.copies import contiguous
 from memprof.virtual.kernels.registry import META, aten, composite, kernel
-from memprof.virtual.launch import Launch
-from memprof.virtual.machine import Machine
 
 MODES = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}  # kind of layer -> its number in cuDNN (cudnnRNNMode_t)
 # Hidden-sized vectors that the backward needs of a time step: the gates, an LSTM's cell, a GRU's hidden candidate.
@@ -38,7 +38,7 @@ _WORKSPACE_VECTORS = {0: 5, 1: 5, 2: 9, 3: 7}
 _WORKSPACE_STATES = {0: 9, 1: 9, 2: 10, 3: 13}
 _WORKSPACE_LAYER_BYTES = 8 << 20
 _WORKSPACE_EXTRA_BYTES = 384
-_DROPOUT_BYTES_PER_THREAD = 24  # of the threads that the card holds at once: 6,488,064 bytes on an H100
+_DROPOUT_BYTES_PER_THREAD = 24  # of the threads that the GPU holds at once: 6,488,064 bytes on an H100
 
 RESERVE = (
     "Recurrent layers run on cuDNN, which keeps a reserve space for the backward pass: counted is what it cannot do "
@@ -54,26 +54,26 @@ COPIED_WEIGHTS = "Recurrent weights that are not parts of one buffer are copied 
 
 
 def is_acceptable(tensor: torch.Tensor) -> bool:
-    """cudnn_is_acceptable: on the card, not bfloat16, and cuDNN enabled."""
+    """cudnn_is_acceptable: on the GPU, not bfloat16, and cuDNN enabled."""
     return kernels.get_cudnn_enabled() and tensor.is_cuda and tensor.dtype in DTYPES and tensor.numel() > 0
 
 
-def is_measured(card: Card) -> bool:
+def is_measured(gpu: DeviceProperties) -> bool:
     """Return whether torch brings along the cuDNN whose reserve space and workspace were measured."""
-    return cudnn_version(card.release) >= _MEASURED_CUDNN
+    return cudnn_version(gpu.release) >= _MEASURED_CUDNN
 
 
-def _runs_on_cudnn(card: Card, dtype: torch.dtype) -> bool:
+def _runs_on_cudnn(gpu: DeviceProperties, dtype: torch.dtype) -> bool:
     """use_cudnn (native/RNN.cpp): bfloat16 from cuDNN 9.13 and compute capability 8.0 on (cuda/detail/CUDAHooks.cpp,
     supportsBFloat16RNNWithCuDNN), though torch.backends.cudnn.is_acceptable, by which parameters are flattened, says
     no."""
-    takes_bfloat16 = card.compute_capability >= (8, 0) and cudnn_version(card.release) >= 91_300
+    takes_bfloat16 = gpu.compute_capability >= (8, 0) and cudnn_version(gpu.release) >= 91_300
     return dtype in DTYPES or (dtype is torch.bfloat16 and takes_bfloat16)
 
 
-def _run(name: str, machine: Machine, data: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    acceptable = kernels.get_cudnn_enabled() and _runs_on_cudnn(machine.card, data.dtype) and data.numel() > 0
-    if kwargs or not acceptable or not machine.is_on_card(data):
+def _run(name: str, machine: DeviceState, data: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    acceptable = kernels.get_cudnn_enabled() and _runs_on_cudnn(machine.gpu, data.dtype) and data.numel() > 0
+    if kwargs or not acceptable or not machine.is_on_gpu(data):
         return NotImplemented
     if isinstance(args[2], (list, tuple)):  # packed sequences: the third of the arguments is the weights
         batch_sizes, hidden, weights, biases, layers, dropout, training, bidirectional = args
@@ -83,7 +83,7 @@ def _run(name: str, machine: Machine, data: torch.Tensor, *args: Any, **kwargs: 
         sizes = []
     hx, cx = hidden if name == "lstm" else (hidden, None)
     assume = machine.values.assume
-    if is_measured(machine.card):
+    if is_measured(machine.gpu):
         assume(MEASURED_WORKSPACE)
     else:
         assume(WORKSPACE)
@@ -113,22 +113,24 @@ for _name in MODES:
     composite(getattr(torch, _name))(functools.partial(_run, _name))
 
 
-def _dropout_state(machine: Machine, device: str) -> torch.Tensor:
-    """The state of cuDNN's random numbers: made once on each card, kept for good (get_dropout_state)."""
+def _dropout_state(machine: DeviceState, device: str) -> torch.Tensor:
+    """The state of cuDNN's random numbers: made once on each GPU, kept for good (get_dropout_state)."""
     key = f"state of cuDNN's dropout {device}"
     if key not in machine.kept:
-        card, size = machine.card, DROPOUT_STATE_BYTES
-        if is_measured(card):
-            size = card.num_sms * card.threads_per_sm * _DROPOUT_BYTES_PER_THREAD
+        gpu, size = machine.gpu, DROPOUT_STATE_BYTES
+        if is_measured(gpu):
+            size = gpu.num_sms * gpu.threads_per_sm * _DROPOUT_BYTES_PER_THREAD
         else:
             machine.values.assume(DROPOUT)
         with machine.asked_for(device):
-            torch.empty((), dtype=torch.int64, device=META)  # the seed is drawn on the card
+            torch.empty((), dtype=torch.int64, device=META)  # the seed is drawn on the GPU
             machine.kept[key] = torch.empty(size, dtype=torch.uint8, device=META)
     return machine.kept[key]
 
 
-def _cast(machine: Machine, packing: Packing, weights: list[torch.Tensor], per_layer: int, dtype: torch.dtype) -> Any:
+def _cast(
+    machine: DeviceState, packing: Packing, weights: list[torch.Tensor], per_layer: int, dtype: torch.dtype
+) -> Any:
     """Under autocast the weights are copied into a new half-precision buffer at every call."""
     with machine.asked_for(machine.device_of(weights[0])):
         buffer = torch.zeros(packing.numel, dtype=dtype, device=META)
@@ -175,7 +177,7 @@ class Packing:
 
 
 @kernel(aten._cudnn_rnn_flatten_weight, on_host=True)
-def flatten_weight(launch: Launch) -> Any:
+def flatten_weight(launch: KernelContext) -> Any:
     """A new buffer; every parameter becomes a part of it, and its own storage is dropped."""
     weights, per_layer, input_size, kind, hidden_size, projected, layers, _, bidirectional = launch.args
     packing = Packing(kind, input_size, hidden_size, projected, layers, bidirectional)
@@ -198,11 +200,11 @@ def _shapes(args: Any) -> tuple[int, int, int, int]:
     return steps, batch, directions, 0
 
 
-def _reserve_bytes(card: Card, args: Any) -> int:
+def _reserve_bytes(gpu: DeviceProperties, args: Any) -> int:
     """What the backward pass cannot do without, in bytes: a lower bound of cuDNN's reserve space, or that itself."""
     steps, batch, directions, rows = _shapes(args)
     data, kind, size, projected, layers, dropout = args[0], args[6], args[7], args[8], args[9], args[11]
-    measured = is_measured(card)
+    measured = is_measured(gpu)
     kept = _KEPT_BY_GRU if measured and kind == MODES["gru"] else _KEPT_FOR_BACKWARD[kind]
     positions, between = (rows or steps * batch) * directions, (layers - 1) * (projected or size)
     num_bytes = positions * (layers * kept * size + between) * data.element_size()
@@ -212,10 +214,10 @@ def _reserve_bytes(card: Card, args: Any) -> int:
     return int(num_bytes + mask + _RESERVE_EXTRA_BYTES)
 
 
-def _workspace_bytes(launch: Launch, args: Any) -> int:
+def _workspace_bytes(launch: KernelContext, args: Any) -> int:
     """cuDNN's workspace in training, in bytes: taken by the forward pass, the gradients of the data and of weights."""
     data, kind, size, layers, dropout, train = (args[place] for place in (0, 6, 7, 9, 11, 12))
-    if not train or not is_measured(launch.card) or not launch.machine.workspaces:
+    if not train or not is_measured(launch.gpu) or not launch.machine.workspaces:
         return 0
     steps, batch, directions, rows = _shapes(args)
     vectors = _WORKSPACE_VECTORS[kind] + bool(dropout and layers > 1)
@@ -226,7 +228,7 @@ def _workspace_bytes(launch: Launch, args: Any) -> int:
 
 
 @kernel(aten._cudnn_rnn)
-def cudnn_rnn(launch: Launch) -> Any:
+def cudnn_rnn(launch: KernelContext) -> Any:
     """Output, last hidden and cell states, and in training the reserve space."""
     args = launch.args
     data, _, _, buffer, hx, cx = args[:6]
@@ -243,12 +245,12 @@ def cudnn_rnn(launch: Launch) -> Any:
             packing = Packing(args[6], data.shape[-1], size, projected, layers, args[13])
             buffer = launch.new(packing.numel, data.dtype)
         with launch.scratch(_workspace_bytes(launch, args)):
-            reserve = launch.new(_reserve_bytes(launch.card, args) if train else 0, torch.uint8)
+            reserve = launch.new(_reserve_bytes(launch.gpu, args) if train else 0, torch.uint8)
     return (output.transpose(0, 1) if turned else output), hy, cy, reserve, buffer
 
 
 @kernel(aten._cudnn_rnn_backward)
-def cudnn_rnn_backward(launch: Launch) -> Any:
+def cudnn_rnn_backward(launch: KernelContext) -> Any:
     """Gradients of the input, the states and, as parts of one buffer, the weights; those not given are zeros meanwhile.
 
     A batch-first input is transposed again, for the gradient of the input and once more for that of the weights.
@@ -279,7 +281,7 @@ def cudnn_rnn_backward(launch: Launch) -> Any:
 
 
 @kernel(aten._pack_padded_sequence, on_host=True)
-def pack_padded_sequence(launch: Launch) -> Any:
+def pack_padded_sequence(launch: KernelContext) -> Any:
     """Rows of stretches of equal batch size, copied where they are not neighbours, then joined (PackedSequence.cpp).
 
     The lengths are on the host and stay there.

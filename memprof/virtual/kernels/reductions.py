@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from memprof.virtual.card import Card, torch_release
+from memprof.virtual.device_properties import DeviceProperties, torch_release
 from memprof.virtual.kernels.registry import aten, scratch
 
 _SPLIT_THREADS = 512
@@ -153,10 +153,10 @@ def _reduction(
     *,
     half_per_load: int = 4,
     cast: bool = False,
-) -> Callable[[Any, Card], list[int]]:
+) -> Callable[[Any, DeviceProperties], list[int]]:
     """The formula of an operator that calls gpu_reduce_kernel, whose dimensions are its argument number `dims_at`."""
 
-    def formula(args: Any, card: Card) -> list[int]:
+    def formula(args: Any, gpu: DeviceProperties) -> list[int]:
         data = args[0]
         dims = args[dims_at] if len(args) > dims_at else None
         copied: list[int] = []
@@ -166,13 +166,13 @@ def _reduction(
             data = torch.empty_strided(data.size(), data.stride(), dtype=torch.int64, device="meta")
         per_load = half_per_load if values_per_load == 4 and data.element_size() == 2 else values_per_load
         num_bytes = data.element_size() if accumulator is _pair and dims is None else accumulator(data)
-        return copied + reduction_buffers(data, dims, num_bytes, card, per_load)
+        return copied + reduction_buffers(data, dims, num_bytes, gpu, per_load)
 
     return formula
 
 
 def reduction_buffers(
-    tensor: torch.Tensor, dims: Any, accumulator_bytes: int, card: Card, values_per_load: int = 4
+    tensor: torch.Tensor, dims: Any, accumulator_bytes: int, gpu: DeviceProperties, values_per_load: int = 4
 ) -> list[int]:
     """Return the buffers of a reduction; where one of half precision, or of values with positions, takes several
     launches, first what is carried between them, for which the result has no room (Reduce.cuh, AccumulationBuffer).
@@ -186,7 +186,7 @@ def reduction_buffers(
     sums = []
     if len(parts) > 1 and (tensor.dtype in (torch.float16, torch.bfloat16) or accumulator_bytes == _PAIR_BYTES):
         sums = [accumulator_bytes * math.prod(size for size, _ in whole.kept)]
-    return [*sums, *max((_buffers(part, card.num_sms, card.threads_per_sm) for part in parts), key=sum)]
+    return [*sums, *max((_buffers(part, gpu.num_sms, gpu.threads_per_sm) for part in parts), key=sum)]
 
 
 @functools.lru_cache(maxsize=4096)

@@ -1,10 +1,10 @@
 """Where kernels of the virtual GPU register themselves: what an operator does beyond its meta kernel, by family a file.
 
-    @kernel(aten.geqrf)              what runs in place of the operator: takes a `Launch`, gives its result, or
+    @kernel(aten.geqrf)              what runs in place of the operator: takes a `KernelContext`, gives its result, or
     def geqrf(launch): ...           NotImplemented for a call that is ordinary after all
 
-    @scratch(aten.topk)              bytes that the kernel takes beside its result and gives back when it returns
-    def topk(args, card): ...
+    @scratch(aten.topk)              bytes that the kernel takes beside its result and releases when it returns
+    def topk(args, gpu): ...
 
     @input_copies(aten.roll)         bytes taken before the result: copies of inputs, mostly
     def roll(args): ...
@@ -89,20 +89,20 @@ class Table:
 
 
 _kernels = Table("kernel")
-# Function of (args, card): sizes, taken one after the other once the result is there.
+# Function of (args, gpu): sizes, taken one after the other once the result is there.
 scratch = Table("scratch formula")
 input_copies = Table("input copies")  # function of (args): sizes, taken before the result, or before cuBLAS's workspace
 composite = Table("composite")  # function of (machine, *arguments)
 uses_cublas = Table("user of cuBLAS")
 uses_cublaslt = Table("user of cuBLASLt")  # function of (args): whether the call is cuBLASLt's
-looked_into = Table("composite that is looked into")  # see expansion.py
+expanded_composites = Table("composite that is looked into")  # see expansion.py
 anywhere = Table("kernel for any device")
 
 
 def kernel(*operators: Any, on_host: bool = False) -> Callable[[Function], Function]:
     """Register the kernel of these operators, or of one overload where the others are made of it.
 
-    It runs where some input is on the card; with `on_host` always, also on real tensors and without any.
+    It runs where some input is on the GPU; with `on_host` always, also on real tensors and without any.
     """
     if on_host:
         anywhere.mark(*operators)

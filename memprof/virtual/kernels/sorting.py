@@ -1,6 +1,6 @@
 """Operators that sort, select, count and scan: CUB's scratch memory, and what their CUDA kernels call inside.
 
-CUB computes its sizes from launch policies that differ by card (cub/device/dispatch/tuning). Sorts and tiles here are
+CUB computes its sizes from launch policies that differ by GPU (cub/device/dispatch/tuning). Sorts and tiles here are
 what CUB of CUDA 13.0 answers for compute capabilities 8.0, 8.6 and 9.0, and for 7.5 but for sorts.
 """
 
@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from memprof.torch_private import kernels
-from memprof.virtual.card import Card, cuda_version
+from memprof.virtual.device_properties import DeviceProperties, cuda_version
+from memprof.virtual.device_state import DeviceState
+from memprof.virtual.kernel_context import KernelContext
 from memprof.virtual.kernels.copies import contiguous, copies_of
 from memprof.virtual.kernels.reductions import reduction_buffers
 from memprof.virtual.kernels.registry import META, aten, composite, input_copies, kernel, scratch
-from memprof.virtual.launch import Launch
-from memprof.virtual.machine import Machine
 
 _ALIGNMENT = 256
 _DIGITS = 256
@@ -27,7 +27,7 @@ _ONESWEEP_THREADS = 384
 _MAX_PORTION = (1 << 28) - 1
 # torch counts elements in 64 bits (aten/src/ATen/cuda/cub.h, radix_sort_pairs), and CUB its offsets as it is asked.
 _OFFSET_BYTES = 8
-# Items of a tile: of any card, of compute capability 8.0, from 9.0 on.
+# Items of a tile: of any GPU, of compute capability 8.0, from 9.0 on.
 _TILES = {
     "sum of int32": (128 * 15, 320 * 12, 128 * 24),
     "sum of int64": (128 * 7, 288 * 11, 224 * 12),
@@ -50,13 +50,13 @@ def _together(sizes: list[int]) -> int:
     return total + _ALIGNMENT - 1 if total else 1
 
 
-def radix_sort_scratch(count: int, key_bytes: int, value_bytes: int, bits: int, card: Card) -> int:
+def radix_sort_scratch(count: int, key_bytes: int, value_bytes: int, bits: int, gpu: DeviceProperties) -> int:
     """Bytes that DeviceRadixSort takes for `count` keys of `bits` significant bits; nothing of note up to one tile
     (cub/device/dispatch/dispatch_radix_sort.cuh, InvokeOnesweep)."""
     if count <= _SINGLE_TILE_ITEMS:
         return 1
     widest = max(key_bytes, value_bytes)
-    items = max(1, _onesweep_items(key_bytes, value_bytes, card) * 4 // max(4, widest))
+    items = max(1, _onesweep_items(key_bytes, value_bytes, gpu) * 4 // max(4, widest))
     threads = min(_ONESWEEP_THREADS, -(-(48 * 1024 // (widest * items)) // 32) * 32)
     tile = threads * items
     passes = -(-bits // _DIGIT_BITS)
@@ -68,34 +68,34 @@ def radix_sort_scratch(count: int, key_bytes: int, value_bytes: int, bits: int, 
     return _together([*bins, *second, portions * passes * 4])
 
 
-def _onesweep_items(key_bytes: int, value_bytes: int, card: Card) -> int:
+def _onesweep_items(key_bytes: int, value_bytes: int, gpu: DeviceProperties) -> int:
     """Items of four bytes for each thread. Smaller keys are tuned one by one: what 8.0 has stands for them."""
-    if card.compute_capability < (9, 0) or key_bytes < 4:
+    if gpu.compute_capability < (9, 0) or key_bytes < 4:
         return 17 if key_bytes == 4 else 21
     if key_bytes == 4:
         return 17 if value_bytes < 8 else 29
     return 30 if value_bytes < 8 else 24
 
 
-def _tile(tuned: str, card: Card) -> int:
-    return _TILES[tuned][(card.compute_capability == (8, 0)) + 2 * (card.compute_capability >= (9, 0))]
+def _tile(tuned: str, gpu: DeviceProperties) -> int:
+    return _TILES[tuned][(gpu.compute_capability == (8, 0)) + 2 * (gpu.compute_capability >= (9, 0))]
 
 
-def scan_scratch(count: int, item_bytes: int, card: Card, tuned: str = "") -> int:
+def scan_scratch(count: int, item_bytes: int, gpu: DeviceProperties, tuned: str = "") -> int:
     """Bytes that DeviceScan and DeviceSelect take: a status word for every tile.
 
     `tuned` says for what CUB has a tile of its own (a key of _TILES); torch's own operators get the one for any.
     """
-    tile = _tile(tuned, card) if tuned else 128 * max(1, min(15 * 4 // item_bytes, 30))
+    tile = _tile(tuned, gpu) if tuned else 128 * max(1, min(15 * 4 // item_bytes, 30))
     size = (-(-count // tile) + 32) * (8 if item_bytes <= 4 else 16)
     # CUB 3.0 aligns them for themselves as well (cub/agent/single_pass_scan_operators.cuh).
-    return _together([_together([size]) if cuda_version(card.release) >= "13" else size])
+    return _together([_together([size]) if cuda_version(gpu.release) >= "13" else size])
 
 
-def reduce_scratch(count: int, card: Card) -> int:
+def reduce_scratch(count: int, gpu: DeviceProperties) -> int:
     """Bytes that DeviceReduce takes for a 32-bit sum of more than one tile: a sum for as many blocks as there may be
     (cub/device/dispatch/dispatch_reduce.cuh, InvokePasses)."""
-    blocks = card.num_sms * (card.threads_per_sm // _REDUCE_THREADS) * _BLOCKS_PER_RESIDENT
+    blocks = gpu.num_sms * (gpu.threads_per_sm // _REDUCE_THREADS) * _BLOCKS_PER_RESIDENT
     return 1 if count <= _REDUCE_THREADS * 16 else _together([4 * blocks])
 
 
@@ -114,7 +114,7 @@ def _dim(args: Any, position: int, rank: int, default: int = -1) -> int:
     return value % rank if rank else 0
 
 
-def _sort_buffers(data: torch.Tensor, dim: int, card: Card) -> list[int]:
+def _sort_buffers(data: torch.Tensor, dim: int, gpu: DeviceProperties) -> list[int]:
     """native/cuda/Sort.cpp and SortStable.cu: of the whole, in segments, or in place for up to 4,096 values."""
     length = data.shape[dim] if data.dim() else 1
     count, item = data.numel(), data.element_size()
@@ -130,18 +130,18 @@ def _sort_buffers(data: torch.Tensor, dim: int, card: Card) -> list[int]:
     segments = min(count, _INT_MAX) // length
     at_once = segments * length
     if segments == 1 or length >= 1_000_000:
-        return [*buffers, 8 * length, radix_sort_scratch(length, item, 8, 8 * item, card)]
+        return [*buffers, 8 * length, radix_sort_scratch(length, item, 8, 8 * item, gpu)]
     if segments < 128:
         # (segment, position) pairs twice, the sorted keys, and the larger of two sorts' scratch, one after the other.
-        sort = radix_sort_scratch(at_once, item, 8, 8 * item, card)
+        sort = radix_sort_scratch(at_once, item, 8, 8 * item, gpu)
         return [*buffers, 8 * at_once, 8 * at_once, at_once * item, sort]
     return [*buffers, 8 * at_once, _together([at_once * item, at_once * 8])]
 
 
 @scratch(aten.sort)
-def sort(args: Any, card: Card) -> list[int]:
+def sort(args: Any, gpu: DeviceProperties) -> list[int]:
     """`sort` and `argsort`; a dimension given by keyword (stable sorts) is taken to be the last."""
-    return _sort_buffers(args[0], _dim(args, 1, args[0].dim()), card)
+    return _sort_buffers(args[0], _dim(args, 1, args[0].dim()), gpu)
 
 
 _TOPK_BLOCK_THREADS = 256
@@ -151,7 +151,7 @@ _MULTIBLOCK = ((20, 20_000), (40, 10_000), (80, 8_000), (199, 5_000), (799, 3_00
 
 
 @scratch(aten.topk)
-def topk(args: Any, card: Card) -> list[int]:
+def topk(args: Any, gpu: DeviceProperties) -> list[int]:
     """native/cuda/TensorTopK.cu: long slices are searched by several blocks; a sort of the k follows for k > 4,096."""
     data, k = args[0], args[1]
     dim = _dim(args, 2, data.dim())
@@ -166,21 +166,21 @@ def topk(args: Any, card: Card) -> list[int]:
     if length < least:
         return copied + tail
     per_sm = min(_REGISTERS_PER_SM // _TOPK_REGISTERS, 32)
-    items = -(-(length * slices) // (card.num_sms * per_sm * _TOPK_BLOCK_THREADS))
+    items = -(-(length * slices) // (gpu.num_sms * per_sm * _TOPK_BLOCK_THREADS))
     per_block = max(4, min(items, 64)) * _TOPK_BLOCK_THREADS
     blocks = slices * -(-length // per_block)
     radix = max(4, data.element_size())
     kth, of_slices = slices * data.element_size(), [8 * slices, 2 * slices * radix]
     # Since pull request 164459 sums of digits instead of semaphores.
-    summed = card.release >= (2, 10)
+    summed = gpu.release >= (2, 10)
     first, sums = ([kth], [slices * _DIGITS * 4]) if summed else ([kth, 4 * slices], [])
-    scans = [_by_key_scratch(blocks, card)] * 2
+    scans = [_by_key_scratch(blocks, gpu)] * 2
     return [*copied, *first, *of_slices, blocks * _DIGITS * 2, *sums, 4 * blocks, 4 * blocks, *scans, *tail]
 
 
-def _by_key_scratch(count: int, card: Card) -> int:
+def _by_key_scratch(count: int, gpu: DeviceProperties) -> int:
     """Bytes that DeviceScan takes for 32-bit sums by key: a status word with a key and one key more for every tile."""
-    tiles = -(-count // _tile("sum by key", card))
+    tiles = -(-count // _tile("sum by key", gpu))
     return _together([(tiles + 32) * 16, 4 * (tiles + 1)])
 
 
@@ -190,14 +190,14 @@ scratch(aten.searchsorted, aten.bucketize)(copies_of(0, 1))
 
 
 @scratch(aten.mode)
-def mode(args: Any, card: Card) -> list[int]:
+def mode(args: Any, gpu: DeviceProperties) -> list[int]:
     """The input with the dimension looked along last, contiguous (native/cuda/TensorModeKernel.cpp)."""
     data = args[0]
     return contiguous(data.transpose(_dim(args, 1, data.dim()), -1)) if data.dim() else []
 
 
 @scratch(aten.cumsum, aten.cumprod, aten.logcumsumexp, aten._logcumsumexp)
-def scan(args: Any, card: Card) -> list[int]:
+def scan(args: Any, gpu: DeviceProperties) -> list[int]:
     """native/cuda/ScanUtils.cuh: along the only dimension by CUB, else by torch's kernels, on contiguous inputs.
 
     Integers and booleans are cast to int64 first (native/ReduceOps.cpp, impl_func_cum_ops).
@@ -212,18 +212,18 @@ def scan(args: Any, card: Card) -> list[int]:
     copied += contiguous(data)
     dim = _dim(args, 1, data.dim())
     alone = data.dim() > 0 and data.numel() == data.shape[dim]
-    return copied + ([scan_scratch(data.numel(), data.element_size(), card)] if alone else [])
+    return copied + ([scan_scratch(data.numel(), data.element_size(), gpu)] if alone else [])
 
 
 @scratch(aten.multinomial)
-def multinomial_with_replacement(args: Any, card: Card) -> list[int]:
+def multinomial_with_replacement(args: Any, gpu: DeviceProperties) -> list[int]:
     """Cumulative, normalised probabilities (native/cuda/MultinomialKernel.cu)."""
     weights, draws = args[0], args[1]
     return [weights.nbytes] * 2 if len(args) > 2 and args[2] and draws > 1 else []
 
 
 @kernel(aten.multinomial)
-def multinomial(launch: Launch) -> Any:
+def multinomial(launch: KernelContext) -> Any:
     """Once the probabilities are checked, the largest of them over exponential variates (native/Distributions.cpp)."""
     weights, draws = launch.args[:2]
     result = launch.run()
@@ -236,26 +236,26 @@ def multinomial(launch: Launch) -> Any:
         zero.bitwise_not()
     with launch.scratch(weights.nbytes):
         if draws == 1:
-            launch.transients(*reduction_buffers(weights, -1, 16, launch.card))
+            launch.transients(*reduction_buffers(weights, -1, 16, launch.gpu))
         else:
             values = math.prod(result.shape) * weights.element_size()
-            launch.transients(values, *topk((weights, draws), launch.card))
+            launch.transients(values, *topk((weights, draws), launch.gpu))
     return result
 
 
 @scratch(aten.randperm)
-def randperm(args: Any, card: Card) -> list[int]:
+def randperm(args: Any, gpu: DeviceProperties) -> list[int]:
     """The count as a tensor, to be checked, the range, random keys twice, and a sort by them (cuda/Randperm.cu)."""
     count = args[0]
     if not isinstance(count, int) or count <= 0:
         return []
     bits = min(64, math.ceil(math.log2(count - (6 * count * count + 1) / (math.log(0.9) * 12))))
     key = 4 if bits <= 32 else 8
-    return [8, 8 * count, key * count, key * count, radix_sort_scratch(count, key, 8, bits, card)]
+    return [8, 8 * count, key * count, key * count, radix_sort_scratch(count, key, 8, bits, gpu)]
 
 
 @kernel(aten.median, aten.nanmedian)
-def median(launch: Launch) -> Any:
+def median(launch: KernelContext) -> Any:
     """The median of all elements: from a sorted copy (native/cuda/Sorting.cpp, median_impl)."""
     if launch.func not in (aten.median.default, aten.nanmedian.default) or not launch.args[0].numel():
         return NotImplemented
@@ -270,7 +270,7 @@ def median(launch: Launch) -> Any:
 
 
 @kernel(aten.isin)
-def isin(launch: Launch) -> Any:
+def isin(launch: KernelContext) -> Any:
     """Few test elements are compared with each element, many are sorted (native/TensorCompare.cpp, isin)."""
     if launch.func is not aten.isin.Tensor_Tensor or launch.call.real:
         return NotImplemented
@@ -287,7 +287,7 @@ def isin(launch: Launch) -> Any:
 
 
 @kernel(aten.count_nonzero)
-def count_nonzero(launch: Launch) -> Any:
+def count_nonzero(launch: KernelContext) -> Any:
     """The sum of what differs from zero (native/TensorAdvancedIndexing.cpp, count_nonzero_cuda)."""
     if "out" in launch.kwargs:
         return NotImplemented
@@ -298,7 +298,7 @@ def count_nonzero(launch: Launch) -> Any:
 
 
 @kernel(aten.roll)
-def roll(launch: Launch) -> Any:
+def roll(launch: KernelContext) -> Any:
     """Several dimensions are rolled one after the other, each into a new tensor (native/TensorTransformations.h)."""
     data, shifts = launch.args[:2]
     dims = launch.argument(2, "dims", [])
@@ -315,24 +315,24 @@ input_copies(aten.roll)(copies_of(0))
 
 
 @scratch(aten.histc)
-def histc(args: Any, card: Card) -> list[int]:
+def histc(args: Any, gpu: DeviceProperties) -> list[int]:
     """Where no bounds are given, the least and the greatest value (native/cuda/SummaryOps.cu)."""
     data, (low, high) = args[0], (*args[2:4], 0, 0)[:2]
-    found = [data.element_size(), *reduction_buffers(data, None, data.element_size(), card)]
+    found = [data.element_size(), *reduction_buffers(data, None, data.element_size(), gpu)]
     return found * 2 if low == high and data.numel() else []
 
 
 @scratch(aten.unfold_backward)
-def unfold_backward(args: Any, card: Card) -> list[int]:
+def unfold_backward(args: Any, gpu: DeviceProperties) -> list[int]:
     """Where windows overlap, the positions along the unfolded dimension (native/UnfoldBackward.h)."""
     sizes, dim, size, step = args[1:5]
     return [8 * sizes[dim]] if step < size and sizes else []
 
 
 @composite(kernels.one_hot)
-def one_hot(machine: Machine, input: torch.Tensor, num_classes: int = -1) -> Any:
+def one_hot(machine: DeviceState, input: torch.Tensor, num_classes: int = -1) -> Any:
     """Ones scattered into zeros; on meta tensors C++ would compare with a range (native/Onehot.cpp)."""
-    if not machine.is_on_card(input) or not input.numel() or input.dtype is not torch.int64:
+    if not machine.is_on_gpu(input) or not input.numel() or input.dtype is not torch.int64:
         return NotImplemented
     if num_classes == -1:
         num_classes = int(input.max().item()) + 1

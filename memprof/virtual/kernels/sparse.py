@@ -1,6 +1,6 @@
-"""Sparse tensors: their indices and values, which are what takes memory, each a tensor on the card.
+"""Sparse tensors: their indices and values, which are what takes memory, each a tensor on the GPU.
 
-Those of the host are torch's own affair. On the card a sparse tensor is torch's for the meta device around recorded
+Those of the host are torch's own affair. On the GPU a sparse tensor is torch's for the meta device around recorded
 indices and values; how many elements are not zero is taken from known values, else all of them are, which bounds the
 memory from above. Sources: native/sparse/SparseTensor.cpp, native/sparse/cuda/SparseCUDATensor.cu and
 SparseCUDATensorMath.cu.
@@ -15,12 +15,12 @@ from typing import Any
 import torch
 
 from memprof.trace.events import HOST
+from memprof.virtual.device_state import REAL
+from memprof.virtual.kernel_context import KernelContext
 from memprof.virtual.kernels.indexing import embedding_bag_gradient
 from memprof.virtual.kernels.registry import META, Table, aten, kernel
 from memprof.virtual.kernels.sorting import radix_sort_scratch
-from memprof.virtual.kernels.transfers import is_real_gradient
-from memprof.virtual.launch import Launch
-from memprof.virtual.machine import REAL
+from memprof.virtual.kernels.transfers import copies_gradient_of_real_tensor
 from memprof.watch.wrappers import parts_of_sparse
 
 # Function of (launch), called where an operand is sparse and virtual, or a sparse result is to be made of one.
@@ -45,7 +45,7 @@ def _sparse(layout: torch.layout, sparse_dims: int, parts: list[torch.Tensor], s
 
 
 @of_sparse(aten._to_copy, aten.clone)
-def copy(launch: Launch) -> Any:
+def copy(launch: KernelContext) -> Any:
     """A copy of the indices and of the values; of these alone the dtype changes."""
     sparse, kwargs = launch.args[0], {k: v for k, v in launch.kwargs.items() if k in ("device", "dtype")}
     *indices, values = parts_of_sparse(sparse)
@@ -53,7 +53,10 @@ def copy(launch: Launch) -> Any:
     coalesced = sparse.layout is torch.sparse_coo and sparse.is_coalesced()
     if values.is_meta and kwargs.get("device") == torch.device("cpu"):
         # A copy on the host is virtual, its indices as well, if its values are not known.
-        with launch.inside(), launch.machine.asked_for(REAL) if is_real_gradient(launch) else contextlib.nullcontext():
+        with (
+            launch.inside(),
+            launch.machine.asked_for(REAL) if copies_gradient_of_real_tensor(launch) else contextlib.nullcontext(),
+        ):
             made = launch.func(values, **kwargs)
         with launch.inside(), launch.machine.asked_for(HOST if made.is_meta else REAL):
             parts = [*(launch.func(index, device=made.device) for index in indices), made]
@@ -66,13 +69,13 @@ def copy(launch: Launch) -> Any:
 @of_sparse(aten._sparse_coo_tensor_with_dims_and_tensors, aten._sparse_compressed_tensor_unsafe, aten.detach)
 @of_sparse(aten.sparse_coo_tensor, aten._coalesced_, aten._sparse_coo_tensor_unsafe, aten.is_coalesced, aten._nnz)
 @of_sparse(aten.sparse_dim, aten.dense_dim, aten._dimI, aten._dimV)
-def pass_through(launch: Launch) -> Any:
+def pass_through(launch: KernelContext) -> Any:
     """Nothing is made but the tensor around indices and values."""
     return launch.func(*launch.args, **launch.kwargs)
 
 
 @of_sparse(aten._coalesce)
-def coalesce(launch: Launch) -> Any:
+def coalesce(launch: KernelContext) -> Any:
     """Sort and add up: as many rows as there are different indices, which is taken to be all, or all that there can be.
 
     _coalesce_sparse_cuda takes flat indices, where each was, which are the first of their kind; new values, indices.
@@ -83,13 +86,13 @@ def coalesce(launch: Launch) -> Any:
     different = min(count, math.prod(sparse.shape[: len(indices)]))
     launch.values.assume("Indices of sparse tensors are taken to differ: what is coalesced stays as large.")
     with launch.scratch(*3 * [8 * count]):
-        launch.transients(radix_sort_scratch(count, 8, 8, 64, launch.card))
+        launch.transients(radix_sort_scratch(count, 8, 8, 64, launch.gpu))
         added = launch.new((different, *values.shape[1:]), values.dtype)
     return _with_parts(sparse, [launch.new((len(indices), different), indices.dtype), added], coalesced=True)
 
 
 @of_sparse(aten._to_sparse)
-def to_sparse(launch: Launch) -> Any:
+def to_sparse(launch: KernelContext) -> Any:
     """The places of what is not zero, and those elements (native/TensorConversions.cpp, dense_to_sparse)."""
     dense, layout = launch.args[0], launch.kwargs.get("layout") or torch.sparse_coo
     if layout is torch.sparse_csr:
@@ -103,7 +106,7 @@ def to_sparse(launch: Launch) -> Any:
 
 
 @of_sparse(aten._to_sparse_csr)
-def to_sparse_csr(launch: Launch) -> Any:
+def to_sparse_csr(launch: KernelContext) -> Any:
     """Of a coalesced tensor the columns and values as they are, and where each row begins; of a dense one its elements
     that are not zero (native/TensorConversions.cpp, coo_to_sparse_csr, dense_to_sparse_compressed)."""
     source = launch.args[0]
@@ -122,7 +125,7 @@ def to_sparse_csr(launch: Launch) -> Any:
 
 
 @of_sparse(aten._sparse_sum)
-def sparse_sum(launch: Launch) -> Any:
+def sparse_sum(launch: KernelContext) -> Any:
     """Values, and the indices that are left, are copied and coalesced (native/sparse/SparseTensorMath.cpp)."""
     sparse, dims = launch.args[0], {dim % launch.args[0].dim() for dim in launch.args[1]}
     indices, values = parts_of_sparse(sparse)
@@ -138,7 +141,7 @@ def sparse_sum(launch: Launch) -> Any:
 
 
 @of_sparse(aten.sparse_compressed_tensor)
-def compressed_tensor(launch: Launch) -> Any:
+def compressed_tensor(launch: KernelContext) -> Any:
     """Nothing is made but the tensor. Where no size is given, it is that of the compressed indices and of the largest
     plain one (native/sparse/SparseCsrTensor.cpp, _estimate_sparse_compressed_tensor_size)."""
     indices, plain, values, *size = launch.args
@@ -155,7 +158,7 @@ def compressed_tensor(launch: Launch) -> Any:
 
 
 @kernel(aten._embedding_bag_backward, on_host=True)
-def embedding_bag_backward(launch: Launch) -> Any:
+def embedding_bag_backward(launch: KernelContext) -> Any:
     """The gradient, for sparse=True a row for each index (native/EmbeddingBag.cpp, _embedding_bag_sparse_backward)."""
     grad, indices, offsets, bags, sizes, _, weights, by_frequency, mode, is_sparse, *rest = launch.args
     if launch.call.device is None:
@@ -169,7 +172,7 @@ def embedding_bag_backward(launch: Launch) -> Any:
 
 
 @of_sparse(aten.sparse_mask)
-def sparse_mask(launch: Launch) -> Any:
+def sparse_mask(launch: KernelContext) -> Any:
     """The dense tensor's values at the mask's indices."""
     dense, mask = launch.args[:2]
     *indices, values = parts_of_sparse(mask)
@@ -179,7 +182,7 @@ def sparse_mask(launch: Launch) -> Any:
 
 
 @of_sparse(aten.add, aten.sub, aten.add_, aten.sub_)
-def add(launch: Launch) -> Any:
+def add(launch: KernelContext) -> Any:
     """Sparse to dense: one index for each row if rows may be equal (add_out_dense_sparse_cuda). Sparse to sparse: the
     indices and values of both, one after the other."""
     first, second = launch.args[:2]
@@ -202,7 +205,7 @@ def add(launch: Launch) -> Any:
 
 
 @of_sparse(aten.mul, aten.div, aten.neg, aten.mul_, aten.div_)
-def map_values(launch: Launch) -> Any:
+def map_values(launch: KernelContext) -> Any:
     """The same of the values, by a number."""
     sparse, *rest = launch.args
     if rest and isinstance(rest[0], torch.Tensor) and rest[0].dim():
@@ -216,7 +219,7 @@ def map_values(launch: Launch) -> Any:
 
 
 @of_sparse(aten.t, aten.transpose)
-def transpose(launch: Launch) -> Any:
+def transpose(launch: KernelContext) -> Any:
     """Indices and values are copied."""
     sparse = launch.args[0]
     if sparse.layout is not torch.sparse_coo or sparse.sparse_dim() != 2 or sparse.dim() != 2:
@@ -226,7 +229,7 @@ def transpose(launch: Launch) -> Any:
 
 
 @of_sparse(*(aten.mm, aten.addmm, aten.bmm, aten.mv, aten._sparse_addmm, aten._to_dense, aten.sum))
-def dense_result(launch: Launch) -> Any:
+def dense_result(launch: KernelContext) -> Any:
     """What is dense whatever its operands are: as if all were."""
 
     def filled(value: Any) -> Any:

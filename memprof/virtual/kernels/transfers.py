@@ -10,16 +10,16 @@ from typing import Any
 import torch
 
 from memprof.torch_private import distributed
-from memprof.trace.events import HOST, is_card
-from memprof.virtual.calls import HOST_VIRTUAL_BYTES
+from memprof.trace.events import HOST, is_gpu
+from memprof.virtual.device_state import REAL
 from memprof.virtual.engine import called_by_engine
+from memprof.virtual.kernel_context import KernelContext
 from memprof.virtual.kernels.registry import META, aten, kernel
-from memprof.virtual.launch import Launch
-from memprof.virtual.machine import REAL
+from memprof.virtual.operator_call import HOST_VIRTUAL_BYTES
 
 
 @kernel(aten._local_scalar_dense, on_host=True)
-def local_scalar(launch: Launch) -> Any:
+def local_scalar(launch: KernelContext) -> Any:
     """`item()`."""
     if launch.args[0].is_meta:
         launch.wait()
@@ -27,7 +27,7 @@ def local_scalar(launch: Launch) -> Any:
 
 
 @kernel(aten.lift_fresh, on_host=True)
-def lift_fresh(launch: Launch) -> Any:
+def lift_fresh(launch: KernelContext) -> Any:
     """The last act of `torch.tensor` and its like (utils/tensor_new.cpp), which make the tensor where no mode sees it.
 
     Memory that belongs to another library (torch.from_numpy) cannot be resized: it is not counted.
@@ -39,8 +39,8 @@ def lift_fresh(launch: Launch) -> Any:
 
 
 @kernel(aten._to_copy, on_host=True)
-def to_copy(launch: Launch) -> Any:
-    """`to` another device: values go to the card as far as they are known, and come back as far as they are."""
+def to_copy(launch: KernelContext) -> Any:
+    """`to` another device: values go to the GPU as far as they are known, and come back as far as they are."""
     source = launch.args[0]
     device = launch.kwargs.get("device")
     non_blocking = launch.kwargs.get("non_blocking", False)
@@ -49,7 +49,7 @@ def to_copy(launch: Launch) -> Any:
         launch.wait()  # for the current stream (native/cuda/Copy.cu, copy_kernel_cuda)
     if source.is_meta and device is not None and device.type == "meta" and launch.lacks_peers:
         made = launch.run()
-        _between_cards(launch, made, source, non_blocking)
+        _between_gpus(launch, made, source, non_blocking)
         return made
     if device is None or (device.type == "cpu") == (not source.is_meta) or (device.type == "meta" and source.is_meta):
         return NotImplemented
@@ -65,7 +65,7 @@ def to_copy(launch: Launch) -> Any:
         if launch.machine.factory_device != "meta" and launch.values.store.is_trackable(result):
             launch.values.store.set(result, source.to(dtype))
         return result
-    if is_real_gradient(launch):
+    if copies_gradient_of_real_tensor(launch):
         launch.machine.nodes.note_copy(launch.machine.device_of(source))  # its gradient goes back
         return _read(launch, source, dtype, layout)
     large = source.numel() * dtype.itemsize >= HOST_VIRTUAL_BYTES
@@ -82,20 +82,20 @@ def to_copy(launch: Launch) -> Any:
     return _read(launch, source, dtype, layout)
 
 
-def is_real_gradient(launch: Launch) -> bool:
+def copies_gradient_of_real_tensor(launch: KernelContext) -> bool:
     """Return whether a copy to the host is of a gradient whose tensor is real: the engine asks for the device of that
     (host_kinds.py)."""
     return launch.machine.factory_device == REAL or called_by_engine()
 
 
-def _read(launch: Launch, source: torch.Tensor, dtype: torch.dtype, layout: torch.memory_format) -> torch.Tensor:
+def _read(launch: KernelContext, source: torch.Tensor, dtype: torch.dtype, layout: torch.memory_format) -> torch.Tensor:
     result = launch.values.policy.read(source).to(dtype, copy=True, memory_format=layout)
     launch.record_real(result)
     return result
 
 
 @kernel(aten.copy_, on_host=True)
-def copy_(launch: Launch) -> Any:
+def copy_(launch: KernelContext) -> Any:
     """`copy_` from one device to another."""
     target, source = launch.args[0], launch.args[1]
     non_blocking = launch.argument(2, "non_blocking", False)
@@ -103,7 +103,7 @@ def copy_(launch: Launch) -> Any:
         launch.wait()
     if target.is_meta and source.is_meta:
         if launch.lacks_peers:
-            _between_cards(launch, target, source, non_blocking)
+            _between_gpus(launch, target, source, non_blocking)
         return NotImplemented
     if target.is_meta:
         launch.values.write(launch.func, (target, source), {}, target)
@@ -114,22 +114,22 @@ def copy_(launch: Launch) -> Any:
     return NotImplemented
 
 
-def _between_cards(launch: Launch, target: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> None:
-    """Temporaries of a copy between cards that do not read each other's memory (native/cuda/Copy.cu, copy_kernel_cuda):
+def _between_gpus(launch: KernelContext, target: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> None:
+    """Temporaries of a copy between GPUs that do not read each other's memory (native/cuda/Copy.cu, copy_kernel_cuda):
     what is sent is of one type and contiguous at both ends."""
     ends = launch.machine.device_of(target), launch.machine.device_of(source)
     same_type = target.dtype == source.dtype
     dense = torch.empty_like(source)
     alike = target.stride() == source.stride() == dense.stride()
-    if ends[0] == ends[1] or not all(map(is_card, ends)) or (same_type and alike):
+    if ends[0] == ends[1] or not all(map(is_gpu, ends)) or (same_type and alike):
         return
     sent = target.numel() * (target if non_blocking else source).element_size()
     received = target.is_contiguous() and (same_type or non_blocking)
     gathered = [] if source.is_contiguous() and source.shape == target.shape else [sent]
     if non_blocking and not same_type:
         gathered.append(sent)
-    with launch.scratch(*([] if received else [sent]), card=ends[0]):
-        launch.transients(*gathered, card=ends[1])
+    with launch.scratch(*([] if received else [sent]), gpu=ends[0]):
+        launch.transients(*gathered, gpu=ends[1])
 
 
 # None in a build of torch without torch.distributed.
@@ -137,24 +137,24 @@ _AsyncCollectiveTensor: Any = distributed.AsyncCollectiveTensor.get(None)
 
 
 @kernel("_c10d_functional.all_gather_into_tensor", "_c10d_functional.all_to_all_single")
-def kept_collective(launch: Launch) -> Any:
+def kept_collective(launch: KernelContext) -> Any:
     """What it is given lives until its result is waited for: NCCL's work keeps it, and torch the work
     (ProcessGroupNCCL.hpp, `stashed_for_allocator_safety_`; torch/csrc/distributed/c10d/Functional.cpp)."""
     result = launch.run()
-    launch.machine.not_waited_for[result.untyped_storage()] = launch.args[0]
+    launch.machine.pending_collectives[result.untyped_storage()] = launch.args[0]
     return result
 
 
 @kernel("_c10d_functional.wait_tensor", on_host=True)
-def wait_tensor(launch: Launch) -> Any:
+def wait_tensor(launch: KernelContext) -> Any:
     """Gives back the tensor that it is given (torch/csrc/distributed/c10d/Functional.cpp)."""
     if not launch.args[0].is_meta:
         return NotImplemented
-    launch.machine.not_waited_for.pop(launch.args[0].untyped_storage(), None)
+    launch.machine.pending_collectives.pop(launch.args[0].untyped_storage(), None)
     return launch.args[0]
 
 
 @kernel("_c10d_functional._wrap_tensor_autograd", on_host=True)
-def wrap_tensor(launch: Launch) -> Any:
+def wrap_tensor(launch: KernelContext) -> Any:
     """The same tensor, which is waited for where it is first used (torch/distributed/_functional_collectives.py)."""
     return _AsyncCollectiveTensor(launch.args[0])

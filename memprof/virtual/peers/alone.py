@@ -15,12 +15,12 @@ from memprof.torch_private.dispatch import disable_current_modes
 from memprof.virtual.limits import program_line
 from memprof.virtual.peers.known import GroupRank, Known, Parts, has_no_data
 from memprof.virtual.values import Values
-from memprof.virtual.values.budget import is_small
+from memprof.virtual.values.budget import is_cheap_to_compute
 
 _aten = torch.ops.aten
 _EQUAL = "taken to be equal on all ranks, as it is on this one"
 _UNCHANGED = ("AVG", "MIN", "MAX", "BAND", "BOR")  # reductions that give equal numbers back
-# Called when the program waits for what it asked for, which is there then; of a message gives the sender. None: it is
+# Called when the program waits for what it requested, which is there then; of a message gives the sender. None: it is
 # there already.
 Finish = Callable[[], object] | None
 
@@ -96,7 +96,7 @@ class SingleRankBackend:
 
     def send(self, tensor: torch.Tensor, to: int, tag: int, place: GroupRank) -> Finish:
         """`tensor` goes to one other rank."""
-        if self._known.knows(tensor) and is_small(tensor):
+        if self._known.knows(tensor) and is_cheap_to_compute(tensor):
             with torch.DisableTorchFunction(), disable_current_modes():
                 known = self._values.store.get(tensor.detach())
                 if known is not None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple, NoReturn
 
-from memprof.virtual.limits import not_yet, program_line
+from memprof.virtual.limits import program_line, unsupported_error
 
 Payload = Any  # what is known of the tensors that a rank gives, in plain Python
 
@@ -56,9 +56,11 @@ class Channel:
     def tell(self, *message: Any) -> None:
         """Without an answer."""
         if os.getpid() != self._process:
-            raise not_yet("talks to other ranks from a process of its own (os.fork)", "have the rank itself do that")
+            raise unsupported_error(
+                "talks to other ranks from a process of its own (os.fork)", "have the rank itself do that"
+            )
         if threading.get_ident() != self._thread:
-            raise not_yet("talks to other ranks from a thread of its own", "have the main thread do that")
+            raise unsupported_error("talks to other ranks from a thread of its own", "have the main thread do that")
         try:
             self._connection.send_bytes(pickle.dumps(message))
         except OSError:  # there is nobody left who would want to know

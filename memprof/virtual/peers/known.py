@@ -12,7 +12,7 @@ import torch
 
 from memprof.torch_private.dispatch import disable_current_modes
 from memprof.virtual.values import Values
-from memprof.virtual.values.budget import is_small
+from memprof.virtual.values.budget import is_cheap_to_compute
 
 _aten = torch.ops.aten
 
@@ -79,7 +79,7 @@ class Known:
             return None
         with torch.DisableTorchFunction(), disable_current_modes():
             tensor = tensor.detach()
-            if not tensor.is_meta or is_small(tensor) or self._values.store.is_uniform(tensor):
+            if not tensor.is_meta or is_cheap_to_compute(tensor) or self._values.store.is_uniform(tensor):
                 return self._values.store.get(tensor)
         return None
 

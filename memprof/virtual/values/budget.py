@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from memprof.virtual.values import unknowns
+from memprof.virtual.values import unknown_values
 
 # Shadows take up to this much each (a routing mask of 131,072 tokens, 8 choices and 128 experts in int64)...
 MAX_TENSOR_BYTES = 1 << 30
@@ -20,7 +20,7 @@ SMALL_FLOAT_ELEMENTS = 1 << 12  # tensors up to these sizes are computed by any 
 MODERATE_ELEMENTS = 1 << 24
 
 
-def is_small(tensor: torch.Tensor) -> bool:
+def is_cheap_to_compute(tensor: torch.Tensor) -> bool:
     """Return whether `tensor` is computed without a second thought."""
     return tensor.numel() <= (SMALL_INTEGER_ELEMENTS if is_integer(tensor) else SMALL_FLOAT_ELEMENTS)
 
@@ -33,10 +33,10 @@ def is_integer(tensor: torch.Tensor) -> bool:
 def is_linear(func: Any) -> bool:
     """Return whether the work grows with the number of elements, or is known to be that of a product."""
     packet = func.overloadpacket
-    return torch.Tag.pointwise in func.tags or packet in unknowns.LINEAR or packet in unknowns.PRODUCTS
+    return torch.Tag.pointwise in func.tags or packet in unknown_values.LINEAR or packet in unknown_values.PRODUCTS
 
 
 def work_of(func: Any, tensors: list[torch.Tensor]) -> int:
     """Elements visited by `func`, of its inputs and output in order."""
-    each = tensors[-2].shape[-2] if func.overloadpacket in unknowns.PRODUCTS else 1
+    each = tensors[-2].shape[-2] if func.overloadpacket in unknown_values.PRODUCTS else 1
     return each * max(tensor.numel() for tensor in tensors)

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from memprof.virtual.calls import tensors_of
 from memprof.virtual.collective_bytes import COLLECTIVES
+from memprof.virtual.operator_call import find_tensors
 from memprof.virtual.values import budget
-from memprof.virtual.values.budget import is_integer, is_linear, is_small, work_of
+from memprof.virtual.values.budget import is_cheap_to_compute, is_integer, is_linear, work_of
 from memprof.virtual.values.shadows import MOST_STEPS, Geometry, Later, Shadow, threads_for
 from memprof.virtual.values.store import ValueStore
 
@@ -31,7 +31,7 @@ class Evaluator:
         """
         if not self.are_known((args, kwargs)):
             return None
-        if not self.is_within_budget(func, [*tensors_of([*args, *kwargs.values()]), *made]):
+        if not self.is_within_budget(func, [*find_tensors([*args, *kwargs.values()]), *made]):
             return None
         return self._call(func, args, kwargs)
 
@@ -40,10 +40,16 @@ class Evaluator:
         quantized weights, decide nothing. Returns whether it is such a one."""
         drawn = torch.Tag.nondeterministic_seeded in func.tags
         decides = is_integer(output) and output.dtype not in (torch.int8, torch.uint8)
-        if is_small(output) or decides or drawn or not is_linear(func) or not self._store.is_trackable(output):
+        if (
+            is_cheap_to_compute(output)
+            or decides
+            or drawn
+            or not is_linear(func)
+            or not self._store.is_trackable(output)
+        ):
             return False
         given: list[Shadow] = []
-        work = work_of(func, [*tensors_of([*args, *kwargs.values()]), output])
+        work = work_of(func, [*find_tensors([*args, *kwargs.values()]), output])
         try:
             args, kwargs = self._later((args, kwargs), given)
         except LookupError:
@@ -90,10 +96,10 @@ class Evaluator:
 
         `tensors` are what `func` is given, and then what it makes.
         """
-        if all(is_small(tensor) for tensor in tensors):
+        if all(is_cheap_to_compute(tensor) for tensor in tensors):
             return True
         work = work_of(func, tensors)
-        moderate = work <= budget.MODERATE_ELEMENTS and all(is_small(t) or is_integer(t) for t in tensors)
+        moderate = work <= budget.MODERATE_ELEMENTS and all(is_cheap_to_compute(t) or is_integer(t) for t in tensors)
         return (moderate or is_linear(func)) and self._charge_budget(work)
 
     def _charge_budget(self, work: int) -> bool:
@@ -111,10 +117,10 @@ class Evaluator:
             known, kwargs = self.known((args, kwargs))
             if torch.Tag.nondeterministic_seeded in func.tags:
                 return self._draw(func, known, kwargs)
-            with threads_for(max((tensor.numel() for tensor in tensors_of(known)), default=0)):
+            with threads_for(max((tensor.numel() for tensor in find_tensors(known)), default=0)):
                 result = func(*known, **kwargs)
             if func.namespace == COLLECTIVES and func.overloadpacket is not torch.ops._c10d_functional.wait_tensor:
-                for tensor in tensors_of(result):  # torch keeps those that are not waited for
+                for tensor in find_tensors(result):  # torch keeps those that are not waited for
                     torch.ops._c10d_functional.wait_tensor(tensor)
             return self._store.tokens.compared(func, args, known, result)
         except (LookupError, RuntimeError, NotImplementedError):
@@ -128,7 +134,7 @@ class Evaluator:
             torch.default_generator.manual_seed(self._draws)
             self._draws += 1
             result = func(*args, **kwargs)
-        return None if any(part.is_floating_point() for part in tensors_of(result)) else result
+        return None if any(part.is_floating_point() for part in find_tensors(result)) else result
 
     def _later(self, value: Any, given: list[Shadow]) -> Any:
         """Return `value` with what stands for its tensors when they are gone; `given` gets the shadows to be read."""

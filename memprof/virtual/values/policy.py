@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from memprof.virtual.values import budget, unknowns
-from memprof.virtual.values.budget import is_integer, is_small
+from memprof.virtual.values import budget, unknown_values
+from memprof.virtual.values.budget import is_cheap_to_compute, is_integer
 from memprof.virtual.values.shadows import threads_for
 from memprof.virtual.values.store import ValueStore
 
@@ -62,7 +62,7 @@ class UnknownPolicy:
         A mask that is not known selects every element. Indices beyond `budget.MAX_TENSOR_BYTES` are not computed: what
         is returned then is a meta tensor, which says how many there are.
         """
-        known = None if is_small(mask) else self._store.uniform_value(mask)
+        known = None if is_cheap_to_compute(mask) else self._store.uniform_value(mask)
         known = self._store.get(mask) if known is None else known
         density = self._store.density_of(mask)
         if known is not None:
@@ -79,7 +79,7 @@ class UnknownPolicy:
         if known is not None:
             return known.expand(mask.shape).nonzero() if number else known.new_empty((0, mask.dim()), dtype=torch.int64)
         if density is not None:
-            return unknowns.spread(mask.shape, density)
+            return unknown_values.spread(mask.shape, density)
         return torch.ones(mask.shape, dtype=torch.bool).nonzero()
 
     def assume_results(self, func: Any, args: Any, kwargs: Any, outputs: list[torch.Tensor]) -> None:
@@ -97,19 +97,19 @@ class UnknownPolicy:
         if density is not None and (packet is _aten._to_copy or store.is_trackable(outputs[-1])):
             # A copy is of one value.
             with threads_for(outputs[-1].numel()):
-                assumed = unknowns.counted(func, args, outputs[-1], density)
+                assumed = unknown_values.counted(func, args, outputs[-1], density)
         if assumed is not None:
             store.set(outputs[-1], assumed)
             return
         if density is not None and density < 1.0:
-            if packet in unknowns.KEEP_DENSITY:
+            if packet in unknown_values.KEEP_DENSITY:
                 store.set_density(outputs[-1], density)
             return
         if store.get(args[0]) is None and store.is_trackable(outputs[-1]):
             with threads_for(outputs[-1].numel()):
-                chosen = unknowns.choices(func, args, kwargs, outputs, self.ends)
+                chosen = unknown_values.choices(func, args, kwargs, outputs, self.ends)
             if chosen is not None:
-                self._assume(unknowns.CHOICES)
+                self._assume(unknown_values.CHOICES)
                 store.set(outputs[-1], chosen[0])
                 store.tokens.mark(outputs[-1], chosen[1])
 

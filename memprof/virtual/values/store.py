@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from memprof.virtual.calls import tensors_of
-from memprof.virtual.values import budget, unknowns
-from memprof.virtual.values.budget import is_small
+from memprof.virtual.operator_call import find_tensors
+from memprof.virtual.values import budget, unknown_values
+from memprof.virtual.values.budget import is_cheap_to_compute
 from memprof.virtual.values.shadows import Geometry, Make, Shadow, untouched
 
 _aten = torch.ops.aten
@@ -56,7 +56,7 @@ class ValueStore:
 
     def is_trackable(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor of this dtype and size is worth keeping, and there is room for it."""
-        if is_small(tensor):
+        if is_cheap_to_compute(tensor):
             return True
         num_bytes = tensor.untyped_storage().nbytes()
         return num_bytes <= budget.MAX_TENSOR_BYTES and self._held_bytes + num_bytes <= budget.MAX_SHADOW_BYTES
@@ -177,7 +177,7 @@ class ChosenTokens:
         """Return the numbers in `value`, one tensor or several, that stand for chosen tokens; none for most."""
         if not self._numbers:
             return range(0)
-        found = [self._numbers.get(t.untyped_storage()._cdata) for t in tensors_of(value) if t.is_meta]
+        found = [self._numbers.get(t.untyped_storage()._cdata) for t in find_tensors(value) if t.is_meta]
         ranges = [numbers for numbers in found if numbers]
         return range(min(r.start for r in ranges), max(r.stop for r in ranges)) if ranges else range(0)
 
@@ -190,7 +190,7 @@ class ChosenTokens:
         """Say that integers made of chosen tokens have such among them."""
         if not self._numbers:
             return
-        given = args[1:] if func.overloadpacket in unknowns.UNIFORM else args
+        given = args[1:] if func.overloadpacket in unknown_values.UNIFORM else args
         numbers = self.among([*given, *kwargs.values()])
         for tensor in made:
             if not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool):

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from memprof.virtual.calls import OVERWRITES, tensors_of
-from memprof.virtual.values import budget, unknowns
-from memprof.virtual.values.budget import is_integer, is_small
+from memprof.virtual.operator_call import OVERWRITES, find_tensors
+from memprof.virtual.values import budget, unknown_values
+from memprof.virtual.values.budget import is_cheap_to_compute, is_integer
 from memprof.virtual.values.evaluation import Evaluator
 from memprof.virtual.values.policy import UnknownPolicy
 from memprof.virtual.values.store import ValueStore
@@ -34,7 +34,7 @@ class Values:
 
     def _propagate(self, func: Any, args: Any, kwargs: Any, outputs: list[torch.Tensor]) -> None:
         store = self.store
-        if func.overloadpacket in unknowns.UNIFORM:
+        if func.overloadpacket in unknown_values.UNIFORM:
             _fill(store, func, args, kwargs, outputs)
             return
         if outputs and args and not is_integer(outputs[-1]) and not store.may_have(args[0]):
@@ -85,7 +85,7 @@ class Values:
             store.set_uniform(target, 0 if packet is _aten.zero_ else self.evaluator.known(others[0]))
             return
         one = store.uniform_value(target) if whole else None
-        if one is not None and not is_small(target) and _follow(store, func, args, kwargs, [target]):
+        if one is not None and not is_cheap_to_compute(target) and _follow(store, func, args, kwargs, [target]):
             return
         moves = whole and packet is _aten.copy_ and others[0].is_meta and others[0].shape == target.shape
         # As a new tensor would be: what is moved to the host and back is rarely read.
@@ -106,12 +106,14 @@ class Values:
 
 
 def _fill(store: ValueStore, func: Any, args: Any, kwargs: Any, outputs: list[torch.Tensor]) -> None:
-    """Note the one value of what `func`, one of `unknowns.UNIFORM` (`zeros`, `full`, ...), fills."""
+    """Note the one value of what `func`, one of `unknown_values.UNIFORM` (`zeros`, `full`, ...), fills."""
     packet = func.overloadpacket
-    value = unknowns.UNIFORM[packet](args, kwargs)
+    value = unknown_values.UNIFORM[packet](args, kwargs)
     value = store.get(value) if isinstance(value, torch.Tensor) else value
     for output in outputs:
-        if value is not None and (packet not in unknowns.EMPTY or is_small(output) or is_integer(output)):
+        if value is not None and (
+            packet not in unknown_values.EMPTY or is_cheap_to_compute(output) or is_integer(output)
+        ):
             store.set_uniform(output, value)
 
 
@@ -119,7 +121,7 @@ def _follow(store: ValueStore, func: Any, args: Any, kwargs: Any, outputs: list[
     """Note the one value of the output of `func`, where it works on single elements of tensors that are alike; returns
     whether it does."""
     packet = func.overloadpacket
-    if len(outputs) != 1 or not args or not isinstance(args[0], torch.Tensor) or is_small(args[0]):
+    if len(outputs) != 1 or not args or not isinstance(args[0], torch.Tensor) or is_cheap_to_compute(args[0]):
         return False
     first = store.uniform_value(args[0])
     if first is None:
@@ -130,7 +132,7 @@ def _follow(store: ValueStore, func: Any, args: Any, kwargs: Any, outputs: list[
         times = args[0].numel() // outputs[0].numel()
         store.set_uniform(outputs[0], (first != 0 if packet is _aten.count_nonzero else first) * times)
         return True
-    if packet is _aten._to_copy or packet in unknowns.ANY_ELEMENT:
+    if packet is _aten._to_copy or packet in unknown_values.ANY_ELEMENT:
         store.set_uniform(outputs[0], first)
         return True
     if torch.Tag.pointwise not in func.tags or torch.Tag.nondeterministic_seeded in func.tags:
@@ -138,7 +140,7 @@ def _follow(store: ValueStore, func: Any, args: Any, kwargs: Any, outputs: list[
     ones = [store.uniform_value(arg) if isinstance(arg, torch.Tensor) else arg for arg in args]
     if any(one is None and arg is not None for one, arg in zip(ones, args, strict=True)):
         return False
-    if tensors_of(list(kwargs.values())) or any(isinstance(arg, (list, tuple)) for arg in args):
+    if find_tensors(list(kwargs.values())) or any(isinstance(arg, (list, tuple)) for arg in args):
         return False
     try:
         store.set_uniform(outputs[0], func(*ones, **{k: v for k, v in kwargs.items() if k != "memory_format"}))

@@ -13,7 +13,7 @@ _FLEXIBLE = ("sliding", "block-sparse")
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 _ABOUT = {
     "nsa": "Attention: native sparse attention, whose projections of keys and values are three times the model's; on "
-    "the virtual card its three attentions allocate as fused kernels do.",
+    "the virtual GPU its three attentions allocate as fused kernels do.",
     "nsa-eager": "Attention: native sparse attention with every score in memory.",
     "sliding": "Attention: each query sees a window of keys, by flex_attention.",
     "block-sparse": "Attention: each query sees its 8 nearest blocks of 128 keys, the first and every eighth, by "

@@ -4,7 +4,7 @@ A fused kernel reads queries, keys and values, and writes the output and a float
 backward computes the scores again. Here the same is computed in plain PyTorch, some queries at a time, in pieces of
 `WORKSPACE_BYTES`, a few at once, that a kernel holds in registers and shared memory. What is kept from forward to
 backward is the kernel's: query, key, value, output, logsumexp and chosen blocks (as flash-linear-attention's kernels
-keep them, fla/ops/nsa/parallel.py). On meta tensors, and so on the virtual card, each operator is one kernel without
+keep them, fla/ops/nsa/parallel.py). On meta tensors, and so on the virtual GPU, each operator is one kernel without
 workspace.
 
 Shapes: batch B, heads of queries H, heads of keys K (H = K x G), queries T, keys S, width D. A query's position is its

@@ -1,7 +1,7 @@
-"""The truth cases: small, real runs that are simulated here and recorded on a real card by `make truth`.
+"""The truth cases: small, real runs that are simulated here and recorded on a real GPU by `make truth`.
 
 `CASES` names each run and its spec; models that the catalog does not have are in models.py. Sizes are such that every
-case fits a card of 24 GB, and all of them together are simulated in under a minute.
+case fits a GPU of 24 GB, and all of them together are simulated in under a minute.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from unittest import mock
 from memprof.virtual import VirtualGpu
 from tests.accuracy import adapter_bench
 from tests.accuracy.published.libraries import Checkout, MissingLibraryError
-from tests.accuracy.published.prediction import CARDS, VERSIONS, Prediction, Run, missing, not_predicted, run
+from tests.accuracy.published.prediction import GPUS, VERSIONS, Prediction, Run, missing, not_predicted, run
 from tests.accuracy.published.rows import Row
 
 SOURCE = Checkout("DaoyuanLi2816/can-i-finetune-this", "053ce9e115b213e0ded3634e00d564ef97561f9b")
@@ -31,7 +31,7 @@ def benchmark(row: Row) -> Prediction:
     if lacking:
         return not_predicted(lacking)
     try:
-        done = _run(row.source.rpartition("/")[2], CARDS[row.gpu])
+        done = _run(row.source.rpartition("/")[2], GPUS[row.gpu])
     except MissingLibraryError as absent:
         return not_predicted(f"needs {absent}")
     if row.metric != "peak_reserved_gb":
@@ -46,10 +46,10 @@ def benchmark(row: Row) -> Prediction:
 
 
 @functools.cache
-def _run(file: str, card: str) -> Run:
+def _run(file: str, name: str) -> Run:
     asked = json.loads((SOURCE.folder / "benchmarks" / "results" / file).read_text(encoding="utf-8"))["config"]
     with SOURCE.imported("src"):
-        return run(lambda gpu: _bench(asked, gpu), card)
+        return run(lambda gpu: _bench(asked, gpu), name)
 
 
 def _bench(asked: dict[str, Any], gpu: VirtualGpu) -> None:

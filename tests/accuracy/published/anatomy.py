@@ -1,6 +1,6 @@
 """transformers' page "model memory anatomy" (docs/source/en/model_memory_anatomy.md at 249ef816): bert-large, by NVML.
 
-The page reads the card at three moments: after a first small tensor, after the model, and after training with
+The page reads the GPU at three moments: after a first small tensor, after the model, and after training with
 `Trainer`: four sequences of 512 tokens, float32, no checkpointing. Its figures are of 2022: attention is eager, and the
 optimizer loops over parameters. The page's own first reading is what CUDA and its kernels took there; the other two are
 that and what is reserved.
@@ -12,7 +12,7 @@ import torch
 
 from memprof.units import MIB
 from memprof.virtual import VirtualGpu
-from tests.accuracy.published.prediction import CARDS, VERSIONS, Prediction, Run, run
+from tests.accuracy.published.prediction import GPUS, VERSIONS, Prediction, Run, run
 from tests.accuracy.published.rows import Row
 
 PAGE_CONTEXT = 1343 * MIB  # The page's first reading.
@@ -26,7 +26,7 @@ _EAGER = (
 
 def page(row: Row) -> Prediction:
     if "context" in row.method:
-        done = run(_first_tensor, CARDS[row.gpu])
+        done = run(_first_tensor, GPUS[row.gpu])
         return Prediction(
             done.device_used,
             unit_bytes=MIB,
@@ -35,7 +35,7 @@ def page(row: Row) -> Prediction:
             "before CUDA 11.7 all kernels of torch were loaded at once",
         )
     trains = row.method.startswith("train")
-    done = run(_train if trains else _weights, CARDS[row.gpu])
+    done = run(_train if trains else _weights, GPUS[row.gpu])
     return Prediction(
         _in_use_at_the_end(done) + PAGE_CONTEXT,
         unit_bytes=MIB,

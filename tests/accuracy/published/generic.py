@@ -13,7 +13,7 @@ from memprof.device.context import CONTEXT_BYTES
 from memprof.errors import MemprofError
 from memprof.flows import profile as flow
 from memprof.spec import Mode, TargetSpec
-from tests.accuracy.published.prediction import CARDS, FORMAT, RANKS, Prediction, not_predicted
+from tests.accuracy.published.prediction import FORMAT, GPUS, RANKS, Prediction, not_predicted
 from tests.accuracy.published.rows import Row
 from tests.unit.allocator.replaying import replay_trace
 
@@ -71,16 +71,16 @@ def spec_of(row: Row) -> TargetSpec:
         new_tokens=new_tokens if inference else None,
         activation_checkpointing=row.ckpt.lower() in ("on", "yes", "true"),
         steps=1 if inference else 2,
-        gpu=card(row.gpu),
+        gpu=gpu(row.gpu),
     )
 
 
-def card(name: str) -> str:
+def gpu(name: str) -> str:
     """The catalog's key of a GPU; UnclearError if it has none."""
     try:
-        return find_gpu(CARDS.get(name, name)).key
+        return find_gpu(GPUS.get(name, name)).key
     except MemprofError:
-        raise UnclearError(f"the card {name!r} is not in the catalog") from None
+        raise UnclearError(f"the GPU {name!r} is not in the catalog") from None
 
 
 def _quantization(row: Row) -> str | None:

@@ -13,7 +13,7 @@ import torch
 from memprof.virtual import VirtualGpu
 from tests.accuracy import baselines, liger_kernels
 from tests.accuracy.published.libraries import MissingLibraryError, imported
-from tests.accuracy.published.prediction import CARDS, Prediction, not_predicted, run
+from tests.accuracy.published.prediction import GPUS, Prediction, not_predicted, run
 from tests.accuracy.published.rows import Row
 
 STEPS = 3
@@ -46,7 +46,7 @@ def _steps(setup: baselines.Setup, published: baselines.Published) -> Prediction
             step()
         return start
 
-    done = run(program, CARDS[published.gpu], passes_kernels=published.method == "liger")
+    done = run(program, GPUS[published.gpu], passes_kernels=published.method == "liger")
     return Prediction(done.allocated, rounding=published.rounding)
 
 
@@ -88,6 +88,6 @@ def _rise_of_cce(published: baselines.Published) -> int:
             loss.backward()
         marks.append(len(gpu.trace.events))
 
-    done = run(program, CARDS[published.gpu], passes_kernels=True)
+    done = run(program, GPUS[published.gpu], passes_kernels=True)
     begin, end = marks[1] if published.axis == "bw" else marks[0], marks[2]
     return max(done.replay.allocated[begin:end]) - done.replay.allocated[begin - 1]

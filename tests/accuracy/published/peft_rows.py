@@ -1,6 +1,6 @@
 """PEFT's method comparison on MetaMathQA: its own loop, models and adapters (method_comparison/MetaMathQA at 5d602fdb).
 
-`run.train` and what it calls run as they are, with PEFT of the same commit. What a hub would give is stood in for: the
+`run.train` and what it calls run as they are, with PEFT of the same commit. What a hub would give is replaced: the
 model is built from its configuration, texts are numbers of tokens, and the perplexity of Wikipedia before and after,
 the generation between and the score are left out; the run's maximum, which has them, is not predicted.
 
@@ -18,7 +18,7 @@ import types
 from typing import Any
 
 from tests.accuracy.published.libraries import Checkout, MissingLibraryError
-from tests.accuracy.published.prediction import CARDS, DRAWN, Prediction, missing, not_predicted, run
+from tests.accuracy.published.prediction import DRAWN, GPUS, Prediction, missing, not_predicted, run
 from tests.accuracy.published.rows import Row
 
 SOURCE = Checkout("huggingface/peft", "5d602fdbff04c33c1c4de55cda9d4ae1d7cb7e40")
@@ -59,7 +59,7 @@ def logs(method: str, steps: int = STEPS) -> tuple[list[int], list[int]]:
     """What is allocated and reserved after each step, as the source's loop notes it."""
     with SOURCE.imported(FOLDER, "src"):
         found: dict[str, list[int]] = {}
-        run(lambda gpu: _train(method, steps, found), CARDS["NVIDIA L40S"])
+        run(lambda gpu: _train(method, steps, found), GPUS["NVIDIA L40S"])
         return found["allocated"], found["reserved"]
 
 

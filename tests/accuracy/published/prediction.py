@@ -11,17 +11,17 @@ from dataclasses import dataclass, field
 from memprof.allocator.replay import Timeline
 from memprof.catalog import find_gpu
 from memprof.device.context import CONTEXT_BYTES
-from memprof.flows.cards import RunAllocator, allocator_settings
-from memprof.stand_ins.extension import extensions
+from memprof.flows.gpus import RunAllocator, allocator_settings
+from memprof.stubs.extension import extensions
 from memprof.trace.events import Trace
 from memprof.virtual import VirtualGpu
 from memprof.watch.collection import no_collection
 from tests.accuracy.published.rows import UNITS, Row
 from tests.unit.allocator.replaying import replay_trace
 
-# A table's name of a card -> the catalog's. The RTX 4070 Ti SUPER (Ada, 16 GB) is not in the catalog: the Ada card of
+# A table's name of a GPU -> the catalog's. The RTX 4070 Ti SUPER (Ada, 16 GB) is not in the catalog: the Ada GPU of
 # its capacity stands in; that decides cuBLAS's workspace, which is the same, and nothing else.
-CARDS = {
+GPUS = {
     "1x A100-80G": "a100-80gb",
     "1x H20 96GB": "h20-96gb",
     "1x 4090": "rtx-4090",
@@ -113,7 +113,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Run:
-    """A finished run on the virtual card. Peaks are bytes, over the events from number `start` on."""
+    """A finished run on the virtual GPU. Peaks are bytes, over the events from number `start` on."""
 
     trace: Trace
     replay: Timeline
@@ -130,15 +130,15 @@ class Run:
 
     @property
     def device_used(self) -> int:
-        """What NVML shows of a card that runs nothing else: reserved and the CUDA context."""
+        """What NVML shows of a GPU that runs nothing else: reserved and the CUDA context."""
         return self.reserved + CONTEXT_BYTES
 
 
 def run(
-    program: Callable[[VirtualGpu], int | None], card: str, *, alloc_conf: str = "", passes_kernels: bool = False
+    program: Callable[[VirtualGpu], int | None], name: str, *, alloc_conf: str = "", passes_kernels: bool = False
 ) -> Run:
-    """`program` on the virtual `card`; it may return the number of events before those that count."""
-    gpu, settings = find_gpu(card), allocator_settings(alloc_conf)
+    """`program` on the virtual `gpu`; it may return the number of events before those that count."""
+    gpu, settings = find_gpu(name), allocator_settings(alloc_conf)
     with (
         no_collection(),
         warnings.catch_warnings(),

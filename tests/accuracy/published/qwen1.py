@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from tests.accuracy.published.prediction import CARDS, RANKS, UNSAID, Prediction, not_predicted, run
+from tests.accuracy.published.prediction import GPUS, RANKS, UNSAID, Prediction, not_predicted, run
 from tests.accuracy.published.rows import Row
 
 WIDTH, LAYERS, HEADS, INNER, VOCABULARY = 4096, 32, 32, 11_008, 151_936
@@ -41,7 +41,7 @@ def finetuning(row: Row) -> Prediction:
     if not row.parallel.startswith("1 node x 1"):
         return not_predicted(RANKS)
     length, embedding = int(row.seq), row.method == "LoRA (emb)"
-    done = run(lambda gpu: train(length, embedding), CARDS[row.gpu])
+    done = run(lambda gpu: train(length, embedding), GPUS[row.gpu])
     return Prediction(done.device_used, unit_bytes=2**30, basis=_UNKNOWN, explanation=_UNPINNED, differs=UNSAID)
 
 

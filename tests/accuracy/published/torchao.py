@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from memprof.virtual import VirtualGpu
-from tests.accuracy.published.prediction import CARDS, COMPILED, UNSAID, Prediction, missing, not_predicted, run
+from tests.accuracy.published.prediction import COMPILED, GPUS, UNSAID, Prediction, missing, not_predicted, run
 from tests.accuracy.published.rows import Row
 
 _FUSED = (
@@ -78,7 +78,7 @@ def readme(row: Row) -> Prediction:
         lacking = missing(package) if package else ""
         if lacking:
             return not_predicted(lacking)
-        done = run(functools.partial(_train, HUGE, 8, "amp", f"{package}.{name}" if package else name), CARDS[row.gpu])
+        done = run(functools.partial(_train, HUGE, 8, "amp", f"{package}.{name}" if package else name), GPUS[row.gpu])
         return Prediction(done.allocated, explanation=_FUSED, differs=COMPILED)
     if "DeepSpeed" in row.method:
         return not_predicted(
@@ -88,7 +88,7 @@ def readme(row: Row) -> Prediction:
     if lacking:
         return not_predicted(lacking)
     how = {"no offload": "fused", "ao CPU offload": "offload", "ao CPU offload + grads": "offload all"}[row.method]
-    done = run(functools.partial(_train, GIANT, int(row.batch), "bfloat16", how), CARDS[row.gpu])
+    done = run(functools.partial(_train, GIANT, int(row.batch), "bfloat16", how), GPUS[row.gpu])
     return Prediction(done.allocated, explanation=_STREAM if how == "offload all" else _IMAGES, differs=UNSAID)
 
 

@@ -14,8 +14,8 @@ from tests.accuracy import torchtune_recipe
 from tests.accuracy.published import torchtune_own
 from tests.accuracy.published.libraries import MissingLibraryError
 from tests.accuracy.published.prediction import (
-    CARDS,
     COMPILED,
+    GPUS,
     RANKS,
     UNSAID,
     Prediction,
@@ -71,7 +71,7 @@ OWN = {"baseline full FT": (256, False), "+ packed": (4096, True)}
 def ladder(row: Row) -> Prediction:
     if row.method in OWN:
         try:
-            allocated = torchtune_own.full_finetuning(CARDS[row.gpu], *OWN[row.method])
+            allocated = torchtune_own.full_finetuning(GPUS[row.gpu], *OWN[row.method])
         except MissingLibraryError as absent:
             return not_predicted(f"needs {absent}")
         return Prediction(allocated, code=torchtune_own.SOURCE.title)
@@ -84,7 +84,7 @@ def llama_3_1(row: Row) -> Prediction:
     if "8x" in row.gpu:
         return not_predicted(RANKS)
     if row.gpu == "1x A6000":
-        # Twice what the same recipe takes on the smaller card.
+        # Twice what the same recipe takes on the smaller GPU.
         return not_predicted(_FLAGS)
     common = Recipe(length=2048, chunked_loss=True, checkpointing=True, geometry=LLAMA_3_1_8B)
     if row.method == "LoRA":
@@ -150,4 +150,4 @@ def _predicted(recipe: Recipe, row: Row, explanation: str, differs: str) -> Pred
     def program(gpu: VirtualGpu) -> None:
         torchtune_recipe.train(recipe)
 
-    return Prediction(run(program, CARDS[row.gpu]).allocated, explanation=explanation, differs=differs)
+    return Prediction(run(program, GPUS[row.gpu]).allocated, explanation=explanation, differs=differs)

@@ -1,6 +1,6 @@
 """torchtune's own recipe, at the commit that published its table of techniques, on the virtual GPU.
 
-The recipe and its configuration run as they are, with the row's flags. What is stood in for: the checkpoint (weights of
+The recipe and its configuration run as they are, with the row's flags. What is replaced: the checkpoint (weights of
 the model's own shapes), the tokenizer, and the texts, of which every row is as long as it may be.
 """
 
@@ -45,23 +45,23 @@ FLAGS = (
     "max_steps_per_epoch=3",
 )
 _IMPORTED = frozenset({"torchtune", "torchao", "omegaconf", "antlr4", "sentencepiece", "tiktoken", "blobfile"})
-_STAND_INS = "torchtune_stand_ins"
+_STUBS = "torchtune_stubs"
 
 
-def full_finetuning(card: str, length: int, packed: bool) -> int:
+def full_finetuning(gpu: str, length: int, packed: bool) -> int:
     """The eager rows: the most allocated in full fine-tuning without checkpointing, with the plain loss."""
     # A process of its own: torchao's operators are registered once in one, and another release may have been before.
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(_allocated, card, length, packed).result()
+        return pool.submit(_allocated, gpu, length, packed).result()
 
 
-def _allocated(card: str, length: int, packed: bool) -> int:
+def _allocated(gpu: str, length: int, packed: bool) -> int:
     with SOURCE.imported(".", names=_IMPORTED):
-        return run(functools.partial(_recipe, length, packed), card).allocated
+        return run(functools.partial(_recipe, length, packed), gpu).allocated
 
 
 def _recipe(length: int, packed: bool, gpu: VirtualGpu) -> None:
-    # Imported with the card in place: flex attention is taken where the card can run it.
+    # Imported with the GPU in place: flex attention is taken where the GPU can run it.
     from omegaconf import OmegaConf  # type: ignore[import-not-found]
     from torchtune import config  # type: ignore[import-not-found]
 
@@ -73,19 +73,19 @@ def _recipe(length: int, packed: bool, gpu: VirtualGpu) -> None:
         ("dataset", {"length": length, "packed": packed}),
         ("metric_logger", {}),
     ):
-        OmegaConf.update(asked, name, {"_component_": f"{_STAND_INS}.{name}", **given}, merge=False)
+        OmegaConf.update(asked, name, {"_component_": f"{_STUBS}.{name}", **given}, merge=False)
     with torch.device("meta"):
         shapes = {
             n: w.shape for n, w in config.instantiate(OmegaConf.create({"_component_": MODEL})).state_dict().items()
         }
-    stand_ins = types.ModuleType(_STAND_INS)
-    vars(stand_ins).update(
+    stubs = types.ModuleType(_STUBS)
+    vars(stubs).update(
         tokenizer=lambda: types.SimpleNamespace(pad_id=0, max_seq_len=length),
         checkpointer=lambda **_: _Checkpoint(shapes),
         dataset=lambda tokenizer, length, packed: [_packed(length) if packed else _text(length)] * 8,
         metric_logger=lambda: types.SimpleNamespace(log_config=lambda _: None, log_dict=lambda _, step: None),
     )
-    sys.modules[_STAND_INS] = stand_ins
+    sys.modules[_STUBS] = stubs
     try:
         found = importlib.util.spec_from_file_location(
             "torchtune_recipe", SOURCE.folder / "recipes" / "full_finetune_single_device.py"
@@ -98,7 +98,7 @@ def _recipe(length: int, packed: bool, gpu: VirtualGpu) -> None:
         recipe.save_checkpoint = lambda **_: None
         recipe.train()
     finally:
-        del sys.modules[_STAND_INS]
+        del sys.modules[_STUBS]
 
 
 class _Checkpoint:

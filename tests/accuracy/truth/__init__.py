@@ -1,4 +1,4 @@
-"""Truth captures: the cases of tests/accuracy/cases recorded on a real card, and compared with their simulation.
+"""Truth captures: the cases of tests/accuracy/cases recorded on a real GPU, and compared with their simulation.
 
-`python -m tests.accuracy.truth` (or `make truth`) records; a folder here for each card and torch keeps what it found.
+`python -m tests.accuracy.truth` (or `make truth`) records; a folder here for each GPU and torch keeps what it found.
 """

@@ -1,8 +1,8 @@
-"""Record the truth cases on the CUDA card of this machine, and compare their simulation with them.
+"""Record the truth cases on the CUDA GPU of this machine, and compare their simulation with them.
 
     python -m tests.accuracy.truth [--out DIR] [--case NAME] [--seconds N] [--compare]
 
-Each case runs in a process of its own, on a card that nothing else uses; one that fails is skipped, with the reason.
+Each case runs in a process of its own, on a GPU that nothing else uses; one that fails is skipped, with the reason.
 All of them together take at most --seconds: what comes last in CASES is left out, and listed, if they need more.
 Files go to tests/accuracy/truth/<gpu>-<torch>/, or DIR. --compare records nothing.
 
@@ -30,9 +30,9 @@ _LEAST_S = 20  # with less, no case is started: torch and transformers are impor
 _DEFAULT_S = 1800  # of all cases
 
 
-def folder_name(card: str, torch_version: str) -> str:
-    """`h200-2.8.0`: of a card and a release of torch."""
-    short = re.sub(r"^nvidia (geforce )?", "", card.lower())
+def folder_name(gpu: str, torch_version: str) -> str:
+    """`h200-2.8.0`: of a GPU and a release of torch."""
+    short = re.sub(r"^nvidia (geforce )?", "", gpu.lower())
     return f"{re.sub(r'[^a-z0-9]+', '-', short).strip('-')}-{torch_version.partition('+')[0]}"
 
 
@@ -100,17 +100,17 @@ def main(arguments: list[str] | None = None) -> int:
     if asked.compare:
         print(compare.section(CASES) if asked.out is None else compare.table(asked.out, CASES))
         return 0
-    from memprof.measured.cuda import why_no_cuda
+    from memprof.measured.cuda import cuda_unavailable_reason
 
-    why = why_no_cuda()
+    why = cuda_unavailable_reason()
     if why is not None:
-        print(f"truth captures are recorded on a CUDA card: {why}", file=sys.stderr)
+        print(f"truth captures are recorded on a CUDA GPU: {why}", file=sys.stderr)
         return USAGE
     if asked.case is not None and asked.case not in CASES:
         print(f"no such case: {asked.case}; there are {', '.join(CASES)}", file=sys.stderr)
         return USAGE
     facts = machine()
-    folder = asked.out or compare.HERE / folder_name(facts["card"], facts["torch"])
+    folder = asked.out or compare.HERE / folder_name(facts["gpu"], facts["torch"])
     if asked.case is None:
         recorded, left_out = record_all(folder, asked.seconds)
         if left_out:

@@ -14,7 +14,7 @@ from memprof.catalog import find_gpu
 from memprof.errors import MemprofError
 from memprof.flows import profile as flow
 from memprof.flows.account import analyze
-from memprof.report.documents.report import Document
+from memprof.report.documents.report import Report
 from memprof.spec import TargetSpec
 from memprof.trace.events import HOST, EventKind, Trace
 from memprof.trace.io import load_trace
@@ -48,7 +48,7 @@ def folders(root: Path = HERE) -> list[Path]:
 def compare(folder: Path, name: str, spec: TargetSpec, index: Mapping[str, Any]) -> Compared:
     """Simulate a recorded case on the GPU that recorded it; MemprofError where that cannot be done."""
     measured = load_trace(folder / f"{name}.capture")
-    simulated, document = flow.profile(on_card(spec, index))
+    simulated, document = flow.profile(on_gpu(spec, index))
     theirs = analyze(measured)
     case = index["cases"][name]
     stage, alone = _stages(theirs, document)
@@ -69,15 +69,15 @@ def other_releases(index: Mapping[str, Any]) -> list[str]:
     return [f"{name} {recorded[name]}, and here {here[name]}" for name in _LIBRARIES if recorded[name] != here[name]]
 
 
-def on_card(spec: TargetSpec, index: Mapping[str, Any]) -> TargetSpec:
-    """`spec` on the catalog's card of that name, or on one of the same capacity."""
+def on_gpu(spec: TargetSpec, index: Mapping[str, Any]) -> TargetSpec:
+    """`spec` on the catalog's GPU of that name, or on one of the same capacity."""
     try:
-        return spec.edit(gpu=find_gpu(index["card"].removeprefix("NVIDIA ")).key)
+        return spec.edit(gpu=find_gpu(index["gpu"].removeprefix("NVIDIA ")).key)
     except MemprofError:
         return spec.edit(gpu_vram_bytes=index["total_bytes"])
 
 
-def _stages(measured: Document, simulated: Document) -> tuple[tuple[str, int], str]:
+def _stages(measured: Report, simulated: Report) -> tuple[tuple[str, int], str]:
     sides = [
         {(row.step, row.micro_batch, row.stack, row.index, row.name): row.peak_allocated_bytes for row in side.stages}
         for side in (measured, simulated)
@@ -91,7 +91,7 @@ def _stages(measured: Document, simulated: Document) -> tuple[tuple[str, int], s
 
 
 def allocations(trace: Trace) -> list[tuple[int, str]]:
-    """Bytes and operator of every allocation on the card, in order."""
+    """Bytes and operator of every allocation on the GPU, in order."""
     born = [trace.storages[event.ref] for event in trace.events if event.kind is EventKind.ALLOC]
     return [(one.num_bytes, trace.op(one)) for one in born if one.device != HOST and one.num_bytes]
 
@@ -121,10 +121,10 @@ def section(cases: Mapping[str, TargetSpec], root: Path = HERE) -> str:
 
 
 def table(folder: Path, cases: Mapping[str, TargetSpec]) -> str:
-    """One card's cases; those that were skipped or cannot be compared have the reason."""
+    """One GPU's cases; those that were skipped or cannot be compared have the reason."""
     index = read_index(folder)
     lines = [
-        f"**{index['card']}, torch {index['torch']}**, driver {index['driver']}, transformers {index['transformers']}. "
+        f"**{index['gpu']}, torch {index['torch']}**, driver {index['driver']}, transformers {index['transformers']}. "
         "MiB, measured and simulated; streams are compared in bytes and order.",
         "",
     ]

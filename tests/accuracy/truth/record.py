@@ -1,8 +1,8 @@
-"""Records one case on the CUDA card of this machine.
+"""Records one case on the CUDA GPU of this machine.
 
 Files of a case: NAME.capture, what `memprof profile --device cuda --save` writes (every allocation in order, with its
 operator, bytes, module and stage: `memprof show` reads it), and NAME.snapshot.pickle.gz, the allocator's segments and
-history without stacks (unpacked, `memprof analyze` reads it). INDEX.json has the card and the peaks.
+history without stacks (unpacked, `memprof analyze` reads it). INDEX.json has the GPU and the peaks.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from typing import Any
 import torch
 
 from memprof.device.nvml import Nvml
-from memprof.flows.cards import allocator_settings, measured_device_facts
+from memprof.flows.gpus import allocator_settings, measured_device_facts
 from memprof.measured import MeasuredDevice
-from memprof.measured.cuda import Outside
+from memprof.measured.cuda import NvmlUse
 from memprof.spec import TargetSpec
 from memprof.trace.events import Trace
 from memprof.trace.facts import Target
 from memprof.trace.io import save_trace
 from memprof.watch.collection import no_collection
-from memprof.workload.chance import NormalsInSinglePrecision
 from memprof.workload.models import find_source
+from memprof.workload.rng import NormalsInSinglePrecision
 from memprof.workload.step import Workload
 
 INDEX = "INDEX.json"
@@ -38,13 +38,13 @@ _BLOCK = ("address", "size", "requested_size", "state")
 
 
 def record(name: str, spec: TargetSpec, folder: Path) -> dict[str, Any]:
-    """Run `spec` on the card, which nothing of this process has used before, and write its files.
+    """Run `spec` on the GPU, which nothing of this process has used before, and write its files.
 
     Returns:
         What INDEX.json says of it, in bytes; `incomplete` is why the capture is not all of the run, if it is not.
 
     Raises:
-        MemprofError: the case cannot be built, or the card cannot be used.
+        MemprofError: the case cannot be built, or the GPU cannot be used.
         RuntimeError: its run failed (torch.OutOfMemoryError among them).
     """
     began = time.perf_counter()
@@ -52,7 +52,7 @@ def record(name: str, spec: TargetSpec, folder: Path) -> dict[str, Any]:
     workload = Workload(spec, source)
     settings = allocator_settings(spec.alloc_conf)
     measured_on = measured_device_facts("cuda")
-    device = MeasuredDevice("cuda", Outside())
+    device = MeasuredDevice("cuda", NvmlUse())
     with no_collection(), device:
         workload.run(device, building=NormalsInSinglePrecision)
     trace = device.trace
@@ -81,7 +81,7 @@ def record(name: str, spec: TargetSpec, folder: Path) -> dict[str, Any]:
 
 
 def peaks(trace: Trace, snapshot: dict[str, Any]) -> dict[str, int | None]:
-    """The most that torch counted as allocated and reserved, and that NVML showed of the whole card."""
+    """The most that torch counted as allocated and reserved, and that NVML showed of the whole GPU."""
     read = {
         "allocated": [sample.peak_allocated_bytes for sample in trace.samples],
         "reserved": [sample.reserved_bytes for sample in trace.samples],
@@ -113,14 +113,14 @@ def _only(entry: dict[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:
 
 
 def machine() -> dict[str, Any]:
-    """Card, driver and versions: what a simulation has to be of."""
+    """GPU, driver and versions: what a simulation has to be of."""
     import transformers
 
     with Nvml() as nvml:
         driver = nvml.read().driver_version
     properties = torch.cuda.get_device_properties(0)
     return {
-        "card": properties.name,
+        "gpu": properties.name,
         "total_bytes": properties.total_memory,
         "driver": driver,
         "torch": torch.__version__,

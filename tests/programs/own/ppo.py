@@ -1,4 +1,4 @@
-"""Policy gradients: a rollout in preallocated buffers on the card, several epochs of shuffled parts of it."""
+"""Policy gradients: a rollout in preallocated buffers on the GPU, several epochs of shuffled parts of it."""
 
 import torch
 from torch import nn

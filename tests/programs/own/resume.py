@@ -1,4 +1,4 @@
-"""A checkpoint is written, and read again onto the card; training goes on."""
+"""A checkpoint is written, and read again onto the GPU; training goes on."""
 
 import torch
 from torch import nn

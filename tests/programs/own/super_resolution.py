@@ -1,4 +1,4 @@
-"""Pictures enlarged: inputs and targets are moved to the card in one line, an error is measured afterwards."""
+"""Pictures enlarged: inputs and targets are moved to the GPU in one line, an error is measured afterwards."""
 
 from math import log10
 

@@ -29,7 +29,7 @@ torch.backends.cudnn.benchmark = True
 
 
 class Images(Dataset):
-    """Pictures that are made up as they are asked for."""
+    """Pictures that are made up as they are requested."""
 
     def __init__(self, count):
         self.count = count

@@ -1,4 +1,4 @@
-"""Two training steps of a model as large as Llama 3.1 8B: built on the host, moved to the card."""
+"""Two training steps of a model as large as Llama 3.1 8B: built on the host, moved to the GPU."""
 
 import argparse
 

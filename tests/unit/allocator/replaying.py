@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from memprof.allocator import AllocatorConfig, Block, CardMemory, Timeline, TraceReplay
+from memprof.allocator import AllocatorConfig, Block, GpuMemory, Timeline, TraceReplay
 from memprof.allocator.releases import LATEST, Release
 from memprof.trace.events import Trace
 
@@ -19,8 +19,8 @@ def replay_trace(
 ) -> Timeline:
     """The timeline has an entry for each event of the trace."""
     total = usable_bytes if total_bytes is None else total_bytes
-    card = None if usable_bytes is None or total is None else CardMemory(total, total - usable_bytes)
-    player = TraceReplay(trace, card, config, release)
+    gpu = None if usable_bytes is None or total is None else GpuMemory(total, total - usable_bytes)
+    player = TraceReplay(trace, gpu, config, release)
     player.advance()
     return player.finish()
 

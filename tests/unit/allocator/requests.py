@@ -1,4 +1,4 @@
-"""Requests around every border of the allocator's rules; the card and the settings of the random programs."""
+"""Requests around every border of the allocator's rules; the GPU and the settings of the random programs."""
 
 from __future__ import annotations
 

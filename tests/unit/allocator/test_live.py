@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memprof.allocator import AllocatorConfig, CardMemory, LiveAllocator, parse_config, replay_on_card
+from memprof.allocator import AllocatorConfig, GpuMemory, LiveAllocator, parse_config, replay_on_gpu
 from memprof.allocator.caching import CachingAllocator
 from memprof.allocator.driver import SimulatedDriver
 from memprof.allocator.messages import OutOfMemory
@@ -16,12 +16,12 @@ from tests.lanes import examples
 from tests.unit.allocator.replaying import replay_trace
 from tests.unit.allocator.traces import MIB, Script
 
-CARD = CardMemory(1000 * MIB, 20 * MIB)
+GPU = GpuMemory(1000 * MIB, 20 * MIB)
 
 
 def test_follows_the_trace():
     script = Script()
-    memory = LiveAllocator(script.trace, CARD)
+    memory = LiveAllocator(script.trace, GPU)
     assert memory.stats()["reserved_bytes.all.current"] == 0
     first = script.new(30 * MIB)
     script.new(700)
@@ -34,7 +34,7 @@ def test_follows_the_trace():
 
 def test_peaks_begin_anew():
     script = Script()
-    memory = LiveAllocator(script.trace, CARD)
+    memory = LiveAllocator(script.trace, GPU)
     script.free(script.new(30 * MIB))
     script.new(3 * MIB)
     memory.reset_peak()
@@ -47,7 +47,7 @@ def test_peaks_begin_anew():
 
 def test_accumulated_counters_begin_anew():
     script = Script()
-    memory = LiveAllocator(script.trace, CARD)
+    memory = LiveAllocator(script.trace, GPU)
     kept = script.new(30 * MIB)
     script.free(script.new(30 * MIB))
     memory.reset_accumulated()
@@ -61,16 +61,16 @@ def test_accumulated_counters_begin_anew():
     assert stats["num_device_alloc"] == 1
 
 
-def test_goes_on_beyond_the_card():
+def test_goes_on_beyond_the_gpu():
     script = Script()
-    memory = LiveAllocator(script.trace, CARD)
+    memory = LiveAllocator(script.trace, GPU)
     for _ in range(3):
         script.new(500 * MIB)
     stats = memory.stats()
     assert stats["reserved_bytes.all.current"] == 1500 * MIB and stats["num_ooms"] == 1
 
 
-# -- a card that refuses -----------------------------------------------------------------------------------------------
+# -- a GPU that refuses -----------------------------------------------------------------------------------------------
 
 
 def ask(script: Script, memory: LiveAllocator, num_bytes: int) -> int | None:
@@ -85,7 +85,7 @@ def ask(script: Script, memory: LiveAllocator, num_bytes: int) -> int | None:
 
 def test_what_does_not_fit_is_refused_with_the_words_of_torch():
     script = Script()
-    memory = LiveAllocator(script.trace, CARD)
+    memory = LiveAllocator(script.trace, GPU)
     assert ask(script, memory, 700 * MIB) is not None
     script.new(500 * MIB)
     message = memory.refusal()
@@ -97,37 +97,37 @@ def test_what_does_not_fit_is_refused_with_the_words_of_torch():
 
 def test_what_is_freed_can_be_had_again():
     script = Script()
-    memory = LiveAllocator(script.trace, CARD)
+    memory = LiveAllocator(script.trace, GPU)
     large = ask(script, memory, 700 * MIB)
     assert ask(script, memory, 500 * MIB) is None
     script.free(large)
-    assert ask(script, memory, 800 * MIB) is not None  # the cache of 700 MiB is given back for it
+    assert ask(script, memory, 800 * MIB) is not None  # the cache of 700 MiB is released for it
     assert memory.stats()["reserved_bytes.all.current"] == 800 * MIB
-    run = replay_on_card(script.trace, CARD)
+    run = replay_on_gpu(script.trace, GPU)
     assert run.fits and run.retries > 0
 
 
 def test_what_was_refused_is_no_need_and_its_retry_saved_nothing():
     script = Script()
-    memory = LiveAllocator(script.trace, CARD)
+    memory = LiveAllocator(script.trace, GPU)
     script.free(ask(script, memory, 300 * MIB))
-    assert ask(script, memory, 5000 * MIB) is None  # the cache of 300 MiB is given back for it, in vain
+    assert ask(script, memory, 5000 * MIB) is None  # the cache of 300 MiB is released for it, in vain
     assert ask(script, memory, 700 * MIB) is not None
-    run = replay_on_card(script.trace, CARD)
+    run = replay_on_gpu(script.trace, GPU)
     assert run.fits and run.retries == 0
-    assert run.required_reserved_bytes == 1000 * MIB  # 300 MiB and 700 MiB, where nothing is given back
-    larger = replay_on_card(script.trace, CardMemory(10 << 30, 20 * MIB))
+    assert run.required_reserved_bytes == 1000 * MIB  # 300 MiB and 700 MiB, where nothing is released
+    larger = replay_on_gpu(script.trace, GpuMemory(10 << 30, 20 * MIB))
     assert larger.fits and larger.required_reserved_bytes == run.required_reserved_bytes
 
 
 def test_a_run_that_ends_at_a_refusal_does_not_fit():
     script = Script()
-    memory = LiveAllocator(script.trace, CARD)
+    memory = LiveAllocator(script.trace, GPU)
     ask(script, memory, 700 * MIB)
     assert ask(script, memory, 600 * MIB) is None
     assert ask(script, memory, 500 * MIB) is None
     script.trace.refused.pop()  # this one the program did not survive
-    run = replay_on_card(script.trace, CARD)
+    run = replay_on_gpu(script.trace, GPU)
     assert not run.fits and run.first_oom.report.requested_bytes == 500 * MIB
 
 
@@ -143,8 +143,8 @@ def test_refused_exactly_where_the_allocator_refuses(sizes, drop, conf):
     """The bound by which most requests are passed without a replay never hides one."""
     config = parse_config(conf, LATEST, origin="test") if conf else AllocatorConfig()
     script, live = Script(), []
-    memory = LiveAllocator(script.trace, CARD, config)
-    allocator = CachingAllocator(CARD.total_bytes, config, driver=SimulatedDriver(CARD.total_bytes, 20 * MIB))
+    memory = LiveAllocator(script.trace, GPU, config)
+    allocator = CachingAllocator(GPU.total_bytes, config, driver=SimulatedDriver(GPU.total_bytes, 20 * MIB))
     blocks = {}
     for size, victim in itertools.zip_longest(sizes, drop[: len(sizes)]):
         ref = ask(script, memory, size)

@@ -134,7 +134,7 @@ def test_random_program(text, completion, seed):
     for _ in range(80):
         program.step()
         program.check()
-    # Everything given back leaves nothing but the private pool's segments.
+    # Everything released leaves nothing but the private pool's segments.
     for block in program.live:
         program.allocator.free(block)
     program.allocator.empty_cache()

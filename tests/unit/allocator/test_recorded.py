@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memprof.allocator import Completion, Recorded, parse_config, replay_snapshot
+from memprof.allocator import Completion, SnapshotReplay, parse_config, replay_snapshot
 from memprof.trace.snapshot import Action, Snapshot, SnapshotEvent
 from tests.lanes import examples
 from tests.unit.allocator.recorder import Recorder
@@ -25,7 +25,7 @@ SETTINGS = {
 
 
 def run(text: str, seed: int, steps: int = 120) -> Recorder:
-    """A random program on two streams, with work on a third, on a card that is too small for it."""
+    """A random program on two streams, with work on a third, on a GPU that is too small for it."""
     r = random.Random(seed)
     recorder = Recorder(parse_config(text), TOTAL, r.choice(list(Completion)))
     live = []
@@ -45,7 +45,7 @@ def run(text: str, seed: int, steps: int = 120) -> Recorder:
     return recorder
 
 
-def one(snapshot: Snapshot) -> Recorded:
+def one(snapshot: Snapshot) -> SnapshotReplay:
     (found,) = replay_snapshot(snapshot, TOTAL)
     return found
 

@@ -8,18 +8,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memprof.allocator import CardMemory, TraceReplay, parse_config
+from memprof.allocator import GpuMemory, TraceReplay, parse_config
 from memprof.trace.events import GPU, HOST, NONE, Event, EventKind, Storage, Trace
 from tests.lanes import examples
 from tests.unit.allocator.replaying import replay, replay_trace
 from tests.unit.allocator.requests import MIB, SETTINGS, SIZES, TOTAL
 from tests.unit.allocator.traces import StreamScript
 
-CARD = CardMemory(TOTAL, 10 * MIB)
+GPU_MODEL = GpuMemory(TOTAL, 10 * MIB)
 
 
 def trace_of(*steps: tuple[str, int, int] | tuple[str, int]) -> Trace:
-    """("+", storage, bytes) allocates on the card, ("h", storage, bytes) on the host, ("-", storage) frees."""
+    """("+", storage, bytes) allocates on the GPU, ("h", storage, bytes) on the host, ("-", storage) frees."""
     trace = Trace()
     for kind, ref, *more in steps:
         if kind == "-":
@@ -165,7 +165,7 @@ def _add_rare_event(script: StreamScript, r: random.Random) -> None:
 def test_decisions_do_not_depend_on_what_is_counted(text, seed, limited):
     trace, outcomes = random_program(seed), []
     for counts in (True, False):
-        replay = TraceReplay(trace, CARD if limited else None, parse_config(text), counts=counts)
+        replay = TraceReplay(trace, GPU_MODEL if limited else None, parse_config(text), counts=counts)
         replay.advance(writes=False)
         counters, oom = replay.allocator.counters, replay.timeline.first_oom
         places = [(ref, block.address, block.size) for ref, block in replay.live.items()]

@@ -8,8 +8,8 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memprof.allocator import Completion, TraceReplay, replay_on_card
-from memprof.snapshots.from_trace import snapshot_of
+from memprof.allocator import Completion, TraceReplay, replay_on_gpu
+from memprof.snapshots.from_trace import convert_to_snapshot
 from memprof.trace.events import EventKind
 from memprof.trace.snapshot import Action
 from tests.lanes import examples
@@ -57,7 +57,7 @@ def test_the_allocator_waits_itself() -> None:
 
 
 def test_a_block_that_waits_is_neither_allocated_nor_requested() -> None:
-    run = replay_on_card(lent().trace, None)
+    run = replay_on_gpu(lent().trace, None)
     assert (run.timeline.requested[-1], run.timeline.allocated[-1], run.timeline.reserved[-1]) == (0, 0, 40 * MIB)
     assert run.timeline.segments[0].blocks[0].state == "active_pending_free"
 
@@ -66,12 +66,12 @@ def test_both_bounds_of_what_is_reserved() -> None:
     program = lent()
     program.wait(0, by_host=False)
     program.new(40 * MIB, stream=1)
-    run = replay_on_card(program.trace, None)
+    run = replay_on_gpu(program.trace, None)
     assert run.bounds is not None and run.required_reserved_bytes == 40 * MIB
-    assert (run.bounds.soonest_bytes, run.bounds.latest_bytes) == (40 * MIB, 80 * MIB)
+    assert (run.bounds.lower_bound_bytes, run.bounds.upper_bound_bytes) == (40 * MIB, 80 * MIB)
     alone = StreamScript()
     alone.new(MIB)
-    assert replay_on_card(alone.trace, None).bounds is None
+    assert replay_on_gpu(alone.trace, None).bounds is None
 
 
 def test_a_recording_of_it_completes_frees_when_they_are_done() -> None:
@@ -79,7 +79,7 @@ def test_a_recording_of_it_completes_frees_when_they_are_done() -> None:
     program.new(50 * MIB, stream=1)
     program.wait(0, by_host=True)
     program.new(40 * MIB, stream=1)
-    made = snapshot_of(program.trace, replay_on_card(program.trace, None).config, None).snapshot
+    made = convert_to_snapshot(program.trace, replay_on_gpu(program.trace, None).config, None).snapshot
     assert [event.action for event in made.traces[0]] == [
         Action.SEGMENT_ALLOC, Action.ALLOC, Action.FREE_REQUESTED,
         Action.SEGMENT_ALLOC, Action.ALLOC, Action.FREE_COMPLETED, Action.ALLOC,

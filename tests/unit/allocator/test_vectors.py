@@ -239,7 +239,7 @@ def test_memory_fraction_limits_and_preemptive_refusal():
     strict.free(strict.malloc(40 * MIB))
     with pytest.raises(OutOfMemory):
         strict.malloc(50 * MIB)
-    assert strict.counters.reserved_bytes == 40 * MIB  # nothing was given back first
+    assert strict.counters.reserved_bytes == 40 * MIB  # nothing was released first
     assert strict.stats()["num_oom_rejections"] == 1
 
 

@@ -10,44 +10,44 @@ from memprof.cache import inputs
 
 
 def test_it_is_the_same_twice():
-    assert inputs.circumstances() == inputs.circumstances()
+    assert inputs.describe_environment() == inputs.describe_environment()
 
 
 @pytest.mark.parametrize(("name", "counts"), [("PYTORCH_CUDA_ALLOC_CONF", True), ("HF_HOME", True), ("LINES", False)])
 def test_variables_that_libraries_read_count(name, counts):
-    before = inputs.circumstances({})
-    assert (inputs.circumstances({name: "x"}) != before) is counts
-    assert inputs.circumstances({"MEMPROF_CACHE": "/elsewhere"}) == before
+    before = inputs.describe_environment({})
+    assert (inputs.describe_environment({name: "x"}) != before) is counts
+    assert inputs.describe_environment({"MEMPROF_CACHE": "/elsewhere"}) == before
 
 
 def test_what_is_installed_counts(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    found = [inputs.circumstances()]
+    found = [inputs.describe_environment()]
     (tmp_path / "peft-1.0.dist-info").mkdir()
-    found.append(inputs.circumstances())
+    found.append(inputs.describe_environment())
     (tmp_path / "peft-1.0.dist-info").rename(tmp_path / "peft-1.1.dist-info")
-    found.append(inputs.circumstances())
+    found.append(inputs.describe_environment())
     (tmp_path / "transformers.py").write_text("")
-    found.append(inputs.circumstances())
+    found.append(inputs.describe_environment())
     assert all(one != other for at, one in enumerate(found) for other in found[:at])
     (tmp_path / "notes.txt").write_text("")
-    assert inputs.circumstances() == found[-1]
+    assert inputs.describe_environment() == found[-1]
 
 
 def test_every_file_of_memprof_counts(tmp_path, monkeypatch):
     (tmp_path / "data").mkdir()
-    table = tmp_path / "data" / "cards.toml"
+    table = tmp_path / "data" / "gpus.toml"
     table.write_text("a = 1")
     monkeypatch.setattr(inputs, "_PACKAGE", tmp_path)
-    before = inputs.circumstances()
+    before = inputs.describe_environment()
     table.write_text("a = 12")
-    after = inputs.circumstances()
+    after = inputs.describe_environment()
     assert before != after
     (tmp_path / "__pycache__").mkdir()
     (tmp_path / "__pycache__" / "x.pyc").write_text("")
-    assert inputs.circumstances() == after
+    assert inputs.describe_environment() == after
     (tmp_path / "new.py").write_text("")
-    assert inputs.circumstances() != after
+    assert inputs.describe_environment() != after
 
 
 def test_an_answer_holds_until_a_file_of_it_changes(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""The folder of kept answers: found again, bounded, and never in the way."""
+"""The folder of cached results: found again, bounded, and never in the way."""
 
 import multiprocessing
 import os

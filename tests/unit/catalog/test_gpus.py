@@ -1,4 +1,4 @@
-"""The GPU catalog: figures that can be true, names that lead to one card, sources for all."""
+"""The GPU catalog: figures that can be true, names that lead to one GPU, sources for all."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_a_derived_capacity_says_how(key: str) -> None:
         assert any(re.search(r"\d(?:\.\d+)? ?(?:GiB|MiB|MB|bytes)|_bytes=\d", source) for source in gpu.sources)
 
 
-def test_names_lead_to_one_card() -> None:
+def test_names_lead_to_one_gpu() -> None:
     from memprof.catalog.gpus import _fold
 
     owners: dict[str, str] = {}
@@ -134,7 +134,7 @@ def test_an_unknown_name_suggests_the_nearest() -> None:
 
 
 @pytest.mark.parametrize("name", ["", " ", "nvidia", "toaster"])
-def test_what_is_no_card_is_an_error(name: str) -> None:
+def test_what_is_no_gpu_is_an_error(name: str) -> None:
     with pytest.raises(UsageError):
         find_gpu(name)
 

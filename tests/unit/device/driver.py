@@ -1,5 +1,5 @@
 # ruff: noqa: N802
-"""A stand-in for libnvidia-ml.so below the real pynvml: its C functions, filling the structures that pynvml passes.
+"""A stub for libnvidia-ml.so below the real pynvml: its C functions, filling the structures that pynvml passes.
 
 So signatures, structures, text conversion and error classes are those of the installed nvidia-ml-py.
 """
@@ -27,7 +27,7 @@ class FakeProcess:
 
 
 @dataclass
-class FakeCard:
+class FakeGpu:
     name: str = "NVIDIA H100 80GB HBM3"
     uuid: str = "GPU-11111111-2222-3333-4444-555555555555"
     total: int = 81559 * MIB
@@ -35,7 +35,7 @@ class FakeCard:
     reserved: int = 551 * MIB
     compute: list[FakeProcess] = field(default_factory=list)
     graphics: list[FakeProcess] = field(default_factory=list)
-    slices: list[FakeCard] = field(default_factory=list)
+    slices: list[FakeGpu] = field(default_factory=list)
     mig: bool = False
     gpu_instance: int = 0
     errors: dict[str, int] = field(default_factory=dict)  # Error code by C function; "*" for all.
@@ -44,12 +44,12 @@ class FakeCard:
 class FakeDriver:
     """What `pynvml.nvmlLib` is, for as long as a test runs."""
 
-    def __init__(self, *cards: FakeCard, missing: tuple[str, ...] = (), errors: dict[str, int] | None = None) -> None:
-        self.cards = list(cards)
+    def __init__(self, *gpus: FakeGpu, missing: tuple[str, ...] = (), errors: dict[str, int] | None = None) -> None:
+        self.gpus = list(gpus)
         self.missing = missing
         self.errors = errors or {}
         self.opened = 0
-        self._by_address: dict[int, FakeCard] = {}
+        self._by_address: dict[int, FakeGpu] = {}
         self._kept: list[Any] = []
 
     def __getattr__(self, name: str) -> Any:
@@ -60,23 +60,23 @@ class FakeDriver:
         def call(*arguments: Any) -> int:
             if name in self.errors:
                 return self.errors[name]
-            card = self._card(arguments[0]) if arguments else None
-            if card is not None and (error := card.errors.get(name, card.errors.get("*"))):
+            gpu = self._gpu(arguments[0]) if arguments else None
+            if gpu is not None and (error := gpu.errors.get(name, gpu.errors.get("*"))):
                 return error
-            values = [card, *arguments[1:]] if card is not None else arguments
+            values = [gpu, *arguments[1:]] if gpu is not None else arguments
             return function(*values) or pynvml.NVML_SUCCESS
 
         return call
 
-    def _card(self, handle: Any) -> FakeCard | None:
+    def _gpu(self, handle: Any) -> FakeGpu | None:
         if isinstance(handle, pynvml.c_nvmlDevice_t) and handle:
             return self._by_address[ctypes.addressof(handle.contents)]
         return None
 
-    def _give(self, reference: Any, card: FakeCard) -> None:
+    def _give(self, reference: Any, gpu: FakeGpu) -> None:
         handle = ctypes.create_string_buffer(8)
         self._kept.append(handle)
-        self._by_address[ctypes.addressof(handle)] = card
+        self._by_address[ctypes.addressof(handle)] = gpu
         ctypes.memmove(
             reference, ctypes.byref(ctypes.c_void_p(ctypes.addressof(handle))), ctypes.sizeof(ctypes.c_void_p)
         )
@@ -96,74 +96,74 @@ class FakeDriver:
         version._obj.value = 13000
 
     def c_nvmlSystemGetProcessName(self, pid, buffer, length):
-        known = {process.pid: process.name for card in self.cards for process in [*card.compute, *card.graphics]}
+        known = {process.pid: process.name for gpu in self.gpus for process in [*gpu.compute, *gpu.graphics]}
         if known.get(pid.value) is None:
             return pynvml.NVML_ERROR_NOT_FOUND
         buffer.value = known[pid.value]
         return 0
 
     def c_nvmlDeviceGetCount_v2(self, count):
-        count._obj.value = len(self.cards)
+        count._obj.value = len(self.gpus)
 
     def c_nvmlDeviceGetHandleByIndex_v2(self, index, device):
-        self._give(device, self.cards[index.value])
+        self._give(device, self.gpus[index.value])
 
-    # -- one card ------------------------------------------------------------------------------------------------------
+    # -- one GPU ------------------------------------------------------------------------------------------------------
 
-    def c_nvmlDeviceGetName(self, card, buffer, length):
-        buffer.value = card.name.encode()
+    def c_nvmlDeviceGetName(self, gpu, buffer, length):
+        buffer.value = gpu.name.encode()
 
-    def c_nvmlDeviceGetUUID(self, card, buffer, length):
-        buffer.value = card.uuid.encode()
+    def c_nvmlDeviceGetUUID(self, gpu, buffer, length):
+        buffer.value = gpu.uuid.encode()
 
-    def c_nvmlDeviceGetMemoryInfo(self, card, memory):
+    def c_nvmlDeviceGetMemoryInfo(self, gpu, memory):
         info = memory._obj
-        info.total, info.used, info.free = card.total, card.used + card.reserved, card.total - card.used - card.reserved
+        info.total, info.used, info.free = gpu.total, gpu.used + gpu.reserved, gpu.total - gpu.used - gpu.reserved
 
-    def c_nvmlDeviceGetMemoryInfo_v2(self, card, memory):
+    def c_nvmlDeviceGetMemoryInfo_v2(self, gpu, memory):
         info = memory._obj
         assert info.version == pynvml.nvmlMemory_v2
-        info.total, info.used, info.reserved = card.total, card.used, card.reserved
-        info.free = card.total - card.used - card.reserved
+        info.total, info.used, info.reserved = gpu.total, gpu.used, gpu.reserved
+        info.free = gpu.total - gpu.used - gpu.reserved
 
-    def c_nvmlDeviceGetUtilizationRates(self, card, rates):
+    def c_nvmlDeviceGetUtilizationRates(self, gpu, rates):
         rates._obj.gpu, rates._obj.memory = 87, 40
 
-    def c_nvmlDeviceGetTemperature(self, card, sensor, value):
+    def c_nvmlDeviceGetTemperature(self, gpu, sensor, value):
         value._obj.value = 65
 
-    def c_nvmlDeviceGetPowerUsage(self, card, value):
+    def c_nvmlDeviceGetPowerUsage(self, gpu, value):
         value._obj.value = 412_300
 
-    def c_nvmlDeviceGetCudaComputeCapability(self, card, major, minor):
+    def c_nvmlDeviceGetCudaComputeCapability(self, gpu, major, minor):
         major._obj.value, minor._obj.value = 9, 0
 
-    def c_nvmlDeviceGetMigMode(self, card, current, pending):
-        current._obj.value = pending._obj.value = int(card.mig)
+    def c_nvmlDeviceGetMigMode(self, gpu, current, pending):
+        current._obj.value = pending._obj.value = int(gpu.mig)
 
-    def c_nvmlDeviceGetMaxMigDeviceCount(self, card, count):
-        count._obj.value = 7 if card.mig else 0
+    def c_nvmlDeviceGetMaxMigDeviceCount(self, gpu, count):
+        count._obj.value = 7 if gpu.mig else 0
 
-    def c_nvmlDeviceGetMigDeviceHandleByIndex(self, card, index, device):
-        if index.value >= len(card.slices):
+    def c_nvmlDeviceGetMigDeviceHandleByIndex(self, gpu, index, device):
+        if index.value >= len(gpu.slices):
             return pynvml.NVML_ERROR_NOT_FOUND
-        self._give(device, card.slices[index.value])
+        self._give(device, gpu.slices[index.value])
         return 0
 
-    def c_nvmlDeviceGetGpuInstanceId(self, card, value):
-        value._obj.value = card.gpu_instance
+    def c_nvmlDeviceGetGpuInstanceId(self, gpu, value):
+        value._obj.value = gpu.gpu_instance
 
-    def c_nvmlDeviceGetComputeRunningProcesses_v2(self, card, count, array):
-        return _fill(card.compute, count, array)
+    def c_nvmlDeviceGetComputeRunningProcesses_v2(self, gpu, count, array):
+        return _fill(gpu.compute, count, array)
 
-    def c_nvmlDeviceGetComputeRunningProcesses_v3(self, card, count, array):
-        return _fill(card.compute, count, array)
+    def c_nvmlDeviceGetComputeRunningProcesses_v3(self, gpu, count, array):
+        return _fill(gpu.compute, count, array)
 
-    def c_nvmlDeviceGetGraphicsRunningProcesses_v2(self, card, count, array):
-        return _fill(card.graphics, count, array)
+    def c_nvmlDeviceGetGraphicsRunningProcesses_v2(self, gpu, count, array):
+        return _fill(gpu.graphics, count, array)
 
-    def c_nvmlDeviceGetGraphicsRunningProcesses_v3(self, card, count, array):
-        return _fill(card.graphics, count, array)
+    def c_nvmlDeviceGetGraphicsRunningProcesses_v3(self, gpu, count, array):
+        return _fill(gpu.graphics, count, array)
 
 
 def _fill(processes: list[FakeProcess], count: Any, array: Any) -> int:

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from memprof.device import ceiling as module
-from memprof.device.ceiling import LEAST_BYTES, ceiling, ceiling_bytes
+from memprof.device.ceiling import LEAST_BYTES, ceiling_bytes, limit_memory
 from memprof.errors import UsageError
 
 MIB = 1 << 20
@@ -32,7 +32,7 @@ def test_by_size(tmp_path, monkeypatch):
 
 
 def test_what_is_given_holds_inside(tmp_path):
-    with ceiling(5 << 40):
+    with limit_memory(5 << 40):
         assert ceiling_bytes(tmp_path) == 5 << 40
     assert ceiling_bytes(tmp_path) <= LEAST_BYTES
 
@@ -40,7 +40,7 @@ def test_what_is_given_holds_inside(tmp_path):
 @on_linux
 def test_the_system_keeps_it(tmp_path):
     before = resource.getrlimit(resource.RLIMIT_DATA)
-    with pytest.raises(UsageError) as caught, ceiling(64 * MIB, [tmp_path / "bomb"]):
+    with pytest.raises(UsageError) as caught, limit_memory(64 * MIB, [tmp_path / "bomb"]):
         bytearray(128 * MIB)
     assert str(caught.value) == (
         "reading this takes more memory than it may\n"
@@ -56,14 +56,14 @@ def test_a_limit_of_the_process_stays():
     before = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (8 << 40, before[1]))
     try:
-        with ceiling(16 << 40):
+        with limit_memory(16 << 40):
             assert resource.getrlimit(resource.RLIMIT_DATA)[0] == 8 << 40
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, before)
 
 
 def test_the_system_may_refuse_a_folder_too(tmp_path):
-    with pytest.raises(UsageError, match="more memory than it may"), ceiling(LEAST_BYTES, [tmp_path]):
+    with pytest.raises(UsageError, match="more memory than it may"), limit_memory(LEAST_BYTES, [tmp_path]):
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
-    with pytest.raises(FileNotFoundError), ceiling(LEAST_BYTES, [tmp_path]):
+    with pytest.raises(FileNotFoundError), limit_memory(LEAST_BYTES, [tmp_path]):
         (tmp_path / "none").read_bytes()

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from memprof.device.cards import NvmlCard, Reading
 from memprof.device.environment import VARIABLES, read_environment
+from memprof.device.gpus import NvmlGpu, NvmlSample
 
 
 def test_records_what_is_here():
@@ -40,7 +40,7 @@ def test_variables_that_are_set():
 @pytest.mark.parametrize(
     ("variables", "said"),
     [
-        ({"CUDA_VISIBLE_DEVICES": ""}, "hides every card"),
+        ({"CUDA_VISIBLE_DEVICES": ""}, "hides every GPU"),
         ({"PYTORCH_CUDA_ALLOC_CONF": "a:1", "PYTORCH_ALLOC_CONF": "a:2"}, "torch reads the first"),
     ],
 )
@@ -52,18 +52,18 @@ def test_what_does_not_fit_together(variables, said):
 @pytest.mark.parametrize(
     ("cuda", "reading", "said"),
     [
-        ("13.0", Reading(), "torch is built for CUDA 13.0, and there is no NVIDIA driver here"),
+        ("13.0", NvmlSample(), "torch is built for CUDA 13.0, and there is no NVIDIA driver here"),
         (
             "13.0",
-            Reading((NvmlCard(0, "x"),), "570.1", "12.8"),
+            NvmlSample((NvmlGpu(0, "x"),), "570.1", "12.8"),
             "torch is built for CUDA 13.0, and the driver runs CUDA 12.8 at most",
         ),
         (
             None,
-            Reading((NvmlCard(0, "x"),), "570.1", "12.8"),
-            "there is a card, and the installed torch is built without CUDA",
+            NvmlSample((NvmlGpu(0, "x"),), "570.1", "12.8"),
+            "there is a GPU, and the installed torch is built without CUDA",
         ),
-        ("12.9", Reading((NvmlCard(0, "x"),), "570.1", "12.8"), None),
+        ("12.9", NvmlSample((NvmlGpu(0, "x"),), "570.1", "12.8"), None),
     ],
 )
 def test_build_and_driver(monkeypatch, cuda, reading, said):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from memprof.doctor import Diagnosis, Known, diagnose
+from memprof.doctor import Diagnosis, ReportedRun, diagnose
 
 HERE = Path(__file__).parent
 FACTORS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "KB": 2**10, "MB": 2**20, "GB": 2**30}
@@ -27,7 +27,7 @@ class Message:
     where: str = ""
 
     def diagnosis(self) -> Diagnosis | None:
-        found = diagnose(io.BytesIO(self.text.encode()), "message", Known(**(self.known or {})))
+        found = diagnose(io.BytesIO(self.text.encode()), "message", ReportedRun(**(self.known or {})))
         return found[0] if found else None
 
 

@@ -10,11 +10,11 @@ import pytest
 
 from memprof.allocator import OomReport, release_for
 from memprof.catalog import find_model
-from memprof.doctor import Cause, Diagnosis, Known, diagnose
+from memprof.doctor import Cause, Diagnosis, ReportedRun, diagnose
 from memprof.doctor.dimensions import dimensions, find_dimensions, model_in
 from memprof.doctor.tensors import TensorQuery, candidates
 from memprof.errors import UsageError
-from memprof.remedies.catalog import REMEDIES
+from memprof.fixes.catalog import FIXES
 
 GIB, MIB = 1 << 30, 1 << 20
 LOGITS = 131072 * 151936 * 2
@@ -22,7 +22,7 @@ LOGITS = 131072 * 151936 * 2
 
 def diagnoses(text: str | bytes, **known: object) -> list[Diagnosis]:
     data = text if isinstance(text, bytes) else text.encode()
-    return diagnose(io.BytesIO(data), "log", Known(**known))
+    return diagnose(io.BytesIO(data), "log", ReportedRun(**known))
 
 
 def report(requested: int = LOGITS, **changes: int) -> OomReport:
@@ -60,7 +60,7 @@ def test_the_tensor_of_given_sizes_comes_first():
     first = found.tensors[0]
     assert (first.shape, first.dtype, first.role, first.exact) == ((1, 131072, 151936), "bfloat16", "logits", True)
     assert first.num_bytes == LOGITS
-    assert found.steps[0].remedy == "chunked-loss"
+    assert found.steps[0].fix == "chunked-loss"
     assert "--model qwen3-4b --context-length 131072 --gpu-vram 80" in found.steps[0].command
 
 
@@ -117,7 +117,7 @@ def test_a_buffer_of_ggml_is_no_tensor():
     assert found.source == "ggml" and not found.tensors
 
 
-def test_a_size_of_no_known_model_is_not_of_more_tokens_than_the_card_had_room_for():
+def test_a_size_of_no_known_model_is_not_of_more_tokens_than_the_gpu_had_room_for():
     low, high = (int(amount * 2**30) for amount in (447.995, 448.005))
     found = candidates(TensorQuery(low, high, held=18 << 30))
     assert {candidate.role for candidate in found} == {"one weight delta for each token"}
@@ -173,7 +173,7 @@ def test_the_guilty_line_is_of_the_rank_that_failed():
     assert found.cause is Cause.DEVICE_MISMATCH
     assert found.devices == ("cuda:0", "cpu")
     assert found.where[0] == "/app/net.py:31 forward: return x @ self.mask"
-    assert any(step.remedy == "device-placement" for step in found.steps)
+    assert any(step.fix == "device-placement" for step in found.steps)
 
 
 def test_the_first_cause_explains_what_follows_it():
@@ -183,10 +183,10 @@ def test_the_first_cause_explains_what_follows_it():
     assert (second.cause, second.line) == (Cause.HOST_KILLED, 23)
 
 
-def test_every_remedy_that_is_advised_exists():
+def test_every_fix_that_is_advised_exists():
     for text in (report().message(), "Killed", "No available memory for the cache blocks.", MISMATCH):
         for step in diagnoses(text)[0].steps:
-            assert not step.remedy or step.remedy in REMEDIES
+            assert not step.fix or step.fix in FIXES
             assert step.what
 
 
@@ -196,7 +196,7 @@ def test_a_container_takes_itself_for_another_process():
         "is free. Process 7 has 79.29 GiB memory in use. Of the allocated memory 69.59 GiB is allocated by PyTorch, "
         "and 18.90 MiB is reserved by PyTorch but unallocated."
     )
-    assert diagnoses(text)[0].cause is Cause.CARD_FULL
+    assert diagnoses(text)[0].cause is Cause.GPU_FULL
     assert diagnoses(text.replace("69.59", "1.59").replace("79.29", "70.29"))[0].cause is Cause.OTHER_PROCESSES
 
 
@@ -271,8 +271,8 @@ def test_every_word_of_a_signature_is_searched_for():
     assert all(log._WORDS.values())
 
 
-def full_card(unused: int, **changes: int) -> OomReport:
-    """A card of 7.62 GiB with 7.13 GiB of tensors."""
+def full_gpu(unused: int, **changes: int) -> OomReport:
+    """A GPU of 7.62 GiB with 7.13 GiB of tensors."""
     allocated = int(7.13 * GIB)
     figures = {
         "total_bytes": int(7.62 * GIB), "free_bytes": 10 * MIB, "allocated_bytes": allocated,
@@ -283,9 +283,9 @@ def full_card(unused: int, **changes: int) -> OomReport:
 
 @pytest.mark.parametrize("version", ["2.0.1", "2.1.2", "2.15.0"])
 @pytest.mark.parametrize("unused", [0, 4 * MIB, 90 * MIB, 300 * MIB])
-def test_a_card_full_of_tensors_is_not_fragmented(version: str, unused: int):
-    (found,) = diagnoses("torch.OutOfMemoryError: " + full_card(unused).message(release_for(version)))
-    assert found.cause is Cause.CARD_FULL
+def test_a_gpu_full_of_tensors_is_not_fragmented(version: str, unused: int):
+    (found,) = diagnoses("torch.OutOfMemoryError: " + full_gpu(unused).message(release_for(version)))
+    assert found.cause is Cause.GPU_FULL
     assert all("ALLOC_CONF" not in step.command for step in found.steps)
     serves = any("in one piece the rest would serve this request" in line for line in found.explanation)
     assert serves == (unused > 10 * MIB)
@@ -300,7 +300,7 @@ def test_a_card_full_of_tensors_is_not_fragmented(version: str, unused: int):
     ],
 )
 def test_what_helps_against_fragmentation_is_what_the_release_has(version: str, before: str, command: str):
-    gaps = full_card(3 * GIB, allocated_bytes=4 * GIB, reserved_bytes=7 * GIB)
+    gaps = full_gpu(3 * GIB, allocated_bytes=4 * GIB, reserved_bytes=7 * GIB)
     (found,) = diagnoses(before + "torch.OutOfMemoryError: " + gaps.message(release_for(version)))
     assert found.cause is Cause.FRAGMENTATION
     assert found.steps[0].command == command
@@ -341,7 +341,7 @@ def test_metals_other_allocations_are_this_process_s():
         "MPS backend out of memory (MPS allocated: 5.50 GB, other allocations: 14.76 GB, max allowed: 20.40 GB). Tried "
     )
     (found,) = diagnoses(text + "to allocate 147.24 MB on private pool.")
-    assert found.cause is Cause.CARD_FULL
+    assert found.cause is Cause.GPU_FULL
     assert not any("kill" in step.command or "nvidia-smi" in step.command for step in found.steps)
     assert "14.76 GiB of this process are outside torch's allocator: graphs and buffers of Metal" in found.explanation
 

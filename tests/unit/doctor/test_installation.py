@@ -1,4 +1,4 @@
-"""`memprof doctor --env`: settings that contradict each other, limits, cards in use, and libraries."""
+"""`memprof doctor --env`: settings that contradict each other, limits, GPUs in use, and libraries."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from memprof.allocator import release_for
-from memprof.device.cards import CardProcess, NvmlCard, Reading
 from memprof.device.environment import Environment
+from memprof.device.gpus import GpuProcess, NvmlGpu, NvmlSample
 from memprof.doctor.installation import (
     Host,
     PrivateNames,
@@ -67,15 +67,15 @@ def test_no_caching_makes_settings_idle():
     assert "PYTORCH_CUDA_ALLOC_CONF does nothing" in found[0]
 
 
-def test_cards_in_use_small_shared_memory_and_a_job_limit():
-    card = NvmlCard(
+def test_gpus_in_use_small_shared_memory_and_a_job_limit():
+    gpu = NvmlGpu(
         0, "NVIDIA A100", total_bytes=80 * GIB, used_bytes=70 * GIB,
-        processes=(CardProcess(42, "python old.py", 69 * GIB, "compute"),),
+        processes=(GpuProcess(42, "python old.py", 69 * GIB, "compute"),),
     )  # fmt: skip
     host = Host(
         total=128 * GIB, available=64 * GIB, shm_total=64 * MIB, shm_free=64 * MIB, locked=None, cgroup=16 * GIB
     )
-    checked = check_installation(environment(), Reading((card,)), host, lambda name: None, PrivateNames())
+    checked = check_installation(environment(), NvmlSample((gpu,)), host, lambda name: None, PrivateNames())
     text = " | ".join(finding.problem for finding in checked.findings)
     assert "python old.py (pid 42, 69.00 GiB)" in text
     assert "/dev/shm has 64.00 MiB" in text
@@ -86,7 +86,7 @@ def test_cards_in_use_small_shared_memory_and_a_job_limit():
 
 def test_a_build_that_does_not_fit_the_driver_is_an_error():
     note = "torch is built for CUDA 13.0, and the driver runs CUDA 12.4 at most"
-    checked = check_installation(environment(notes=(note,)), Reading(), Host(), lambda name: None, PrivateNames())
+    checked = check_installation(environment(notes=(note,)), NvmlSample(), Host(), lambda name: None, PrivateNames())
     assert (checked.findings[0].severity, checked.findings[0].problem) == ("error", note)
 
 
@@ -102,7 +102,7 @@ def test_a_build_that_does_not_fit_the_driver_is_an_error():
     ],
 )
 def test_libraries_known_to_take_more_than_they_should(versions: dict[str, str], words: str | None):
-    checked = check_installation(environment(), Reading(), Host(), versions.get, PrivateNames())
+    checked = check_installation(environment(), NvmlSample(), Host(), versions.get, PrivateNames())
     found = [finding for finding in checked.findings if finding.source]
     assert [words in finding.problem for finding in found] == ([] if words is None else [True])
     assert all(finding.source.startswith("github.com/") for finding in found)
@@ -117,7 +117,7 @@ def test_this_machine_can_be_looked_at():
 
 def test_private_names_that_torch_lacks():
     names = PrivateNames(9, {"torch._C._a": "", "torch._dynamo.b": "it runs eagerly", "torch._C._c": ""})
-    checked = check_installation(environment(), Reading(), Host(), lambda name: None, names)
+    checked = check_installation(environment(), NvmlSample(), Host(), lambda name: None, names)
     assert ("private names of torch", "6 of 9 are there") in checked.facts
     refused, without = checked.findings
     assert (refused.severity, refused.problem) == (
@@ -138,7 +138,7 @@ def test_a_torch_that_ends_while_it_is_imported(monkeypatch: pytest.MonkeyPatch,
 
 def test_a_torch_that_cannot_be_imported_is_said():
     names = PrivateNames(error="ImportError: libcudart.so.13: cannot open shared object file")
-    (check,) = check_installation(environment(), Reading(), Host(), lambda name: None, names).findings
+    (check,) = check_installation(environment(), NvmlSample(), Host(), lambda name: None, names).findings
     assert "cannot be imported: ImportError: libcudart.so.13" in check.problem
 
 

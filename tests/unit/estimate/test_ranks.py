@@ -41,7 +41,7 @@ def test_the_benchmark_is_of_many_models_and_plans():
 
 
 def test_shards_are_parts_of_the_whole():
-    """Parameters, gradients and state of all ranks together are those of one card."""
+    """Parameters, gradients and state of all ranks together are those of one GPU."""
     subject = from_model("llama-3.1-8b")
     alone = highest_cell(subject, FULL, 1, 1024, "", 1).moments[-1].terms
     sharded = highest_cell(subject, FULL, 1, 1024, "fsdp", 8).moments[-1].terms

@@ -118,7 +118,7 @@ def test_every_kind_of_figure_has_a_band(method):
         assert figures[ALLOCATED] == (allocated, allocated, allocated)
 
 
-def test_checkpointing_is_no_reason_to_need_a_larger_card():
+def test_checkpointing_is_no_reason_to_need_a_larger_gpu():
     cells = build_estimate(from_params("1.2B")).cells
     for method in METHODS:
         if method.checkpointing:
@@ -203,7 +203,7 @@ def test_lengths_that_vary_take_what_the_longest_batch_takes(tmp_path):
     assert emptied.cells["full", "bfloat16"].reserved_bytes < cell.reserved_bytes
 
 
-def test_spreading_takes_less_of_each_card():
+def test_spreading_takes_less_of_each_gpu():
     answer = build_estimate(from_model("llama-3.1-8b"), EstimateOptions(gpus=8))
     full = [cell.allocated_bytes for cell in answer.sharded if cell.method.key == "full-checkpointing"]
     assert full == sorted(full, reverse=True)
@@ -218,7 +218,7 @@ def test_models_that_are_not_known_have_their_weights():
     assert answer.cells["weights", "bfloat16"].allocated_bytes == 2 * from_model("mixtral-8x7b").num_parameters
 
 
-def test_all_cards_have_a_verdict():
+def test_all_gpus_have_a_verdict():
     cell = build_estimate(from_model("llama-3.1-70b")).cells["full", "bfloat16"]
     assert {cell.on(gpu) for gpu in list_gpus()} == {NO}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from memprof.allocator import CardMemory, replay_on_card
+from memprof.allocator import GpuMemory, replay_on_gpu
 from memprof.findings import Context
 from memprof.ledger.ledger import build_ledger
 from memprof.trace.events import (
@@ -93,9 +93,9 @@ class Builder:
         trace.mismatches.append(DeviceMismatch(len(trace.events), *place, tensors))
 
     def context(self, usable_bytes: int | None = None, **known: Any) -> Context:
-        """What rules look at, on a card that offers `usable_bytes` (None: there is no card)."""
-        card = None if usable_bytes is None else CardMemory(usable_bytes, 0)
-        return Context(build_ledger(self.trace, replay_on_card(self.trace, card)), usable_bytes, **known)
+        """What rules look at, on a GPU that offers `usable_bytes` (None: there is no GPU)."""
+        gpu = None if usable_bytes is None else GpuMemory(usable_bytes, 0)
+        return Context(build_ledger(self.trace, replay_on_gpu(self.trace, gpu)), usable_bytes, **known)
 
     def _event(self, kind: EventKind, ref: int) -> None:
         self.trace.events.append(Event(kind, ref))

@@ -17,7 +17,7 @@ from memprof.virtual.gpu import VirtualGpu  # noqa: E402
 
 
 class RotaryCache(nn.Module):
-    """Case study 5: positions made on the host, frequencies on the card."""
+    """Case study 5: positions made on the host, frequencies on the GPU."""
 
     def __init__(self, device_is_given: bool) -> None:
         super().__init__()
@@ -83,10 +83,10 @@ def test_rotary_positions_on_the_host_are_found() -> None:
     assert f"at {short(met)} is given" in finding.title and finding.title.endswith(f"at {short(made)}")
     assert finding.evidence[0].source == f"{met} forward"
     assert finding.evidence[1].source == f"{made} forward" and finding.evidence[1].device == "cpu"
-    assert finding.remedies == ("device-placement",)
+    assert finding.fixes == ("device-placement",)
 
 
-def test_rotary_positions_on_the_card_are_fine() -> None:
+def test_rotary_positions_on_the_gpu_are_fine() -> None:
     assert not rotary(True)
 
 
@@ -97,7 +97,7 @@ def test_weight_delta_of_every_token_has_its_true_bytes() -> None:
     assert "448.00 GiB at " + short(line) in finding.title
     assert finding.evidence[0].num_bytes == 4 * 512 * 4096 * 14336 * 4
     assert {evidence.num_bytes for evidence in finding.evidence} == {4 * 512 * 4096 * 14336 * 4}
-    # Forward's delta is still alive when the backward pass makes its gradient.
+    # Forward's delta is still live when the backward pass makes its gradient.
     assert finding.num_bytes == 2 * 4 * 512 * 4096 * 14336 * 4
 
 

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from memprof.catalog import find_gpu
-from memprof.findings.compiled_keeps import find
+from memprof.findings.compiled_saved_tensors import find
 from memprof.flows.account import analyze
-from memprof.trace.events import CompiledKeeps, Trace
+from memprof.trace.events import CompiledSavedTensors, Trace
 from memprof.trace.io import load_trace, save_trace
 from memprof.virtual import VirtualGpu
 from tests.unit.findings.builder import Builder
@@ -20,11 +20,11 @@ MIB = 1 << 20
 LINE = "model.py:1 forward"
 
 
-def kept(more_bytes: int, count: int = 2, again: bool = False) -> CompiledKeeps:
-    return CompiledKeeps(1, more_bytes, "aten.mm", LINE, 64 * MIB, count, again)
+def kept(more_bytes: int, count: int = 2, again: bool = False) -> CompiledSavedTensors:
+    return CompiledSavedTensors(1, more_bytes, "aten.mm", LINE, 64 * MIB, count, again)
 
 
-def found(alive: int, *told: CompiledKeeps) -> list[tuple[str, int | None]]:
+def found(alive: int, *told: CompiledSavedTensors) -> list[tuple[str, int | None]]:
     b = Builder()
     for _ in range(alive):
         b.new(16 * MIB)  # float32
@@ -80,7 +80,7 @@ def trained(frugal: bool, **settings: object) -> Trace:
 
 
 def test_a_backward_that_saves_memory_loses_that_when_it_is_compiled(tmp_path: Path) -> None:
-    pytest.importorskip("triton", reason="Inductor writes no kernels for a card without it")
+    pytest.importorskip("triton", reason="Inductor writes no kernels for a GPU without it")
     save_trace(trained(True), tmp_path / "run.memprof")
     trace = load_trace(tmp_path / "run.memprof")
     (finding,) = [finding for finding in analyze(trace).findings if finding.id == "compiled-keeps"]
@@ -94,5 +94,5 @@ def test_a_backward_that_saves_memory_loses_that_when_it_is_compiled(tmp_path: P
 
 @pytest.mark.parametrize(("frugal", "settings"), [(False, {}), (True, {"cse": False})])
 def test_plain_code_is_not_told_and_neither_is_what_the_fix_mends(frugal: bool, settings: dict[str, object]) -> None:
-    pytest.importorskip("triton", reason="Inductor writes no kernels for a card without it")
+    pytest.importorskip("triton", reason="Inductor writes no kernels for a GPU without it")
     assert trained(frugal, **settings).compiled_keeps == []

@@ -1,4 +1,4 @@
-"""Evaluation loops, as programs on the virtual GPU: what stays on the card, and graphs that no backward reaches."""
+"""Evaluation loops, as programs on the virtual GPU: what stays on the GPU, and graphs that no backward reaches."""
 
 from __future__ import annotations
 

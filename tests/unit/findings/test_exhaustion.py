@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from memprof.findings import Severity
-from memprof.findings.exhaustion import MAX_STEPS, Growth, growth_of
+from memprof.findings.exhaustion import MAX_STEPS, Growth, predict_growth
 from memprof.findings.memory_growth import find
 from memprof.trace.events import Role
 from memprof.trace.facts import ProgramFacts
@@ -28,15 +28,15 @@ def stopped(b: Builder, ended: str = "steps") -> Builder:
 
 
 def test_it_runs_out_in_the_step_that_was_worked_out() -> None:
-    growth = growth_of(stopped(kept(4)).context(100 * MIB))
+    growth = predict_growth(stopped(kept(4)).context(100 * MIB))
     assert growth == Growth(MIB, 4, None, FULL_AT)
     assert growth.runs_out
 
 
 def test_a_program_that_came_to_its_end_fits() -> None:
-    growth = growth_of(stopped(kept(4), "exit").context(100 * MIB))
+    growth = predict_growth(stopped(kept(4), "exit").context(100 * MIB))
     assert growth == Growth(MIB, 4, 4, FULL_AT) and not growth.runs_out
-    of_ones_own = growth_of(kept(4).context(100 * MIB))  # in a `with memprof.virtual_gpu()`
+    of_ones_own = predict_growth(kept(4).context(100 * MIB))  # in a `with memprof.virtual_gpu()`
     assert of_ones_own is not None and not of_ones_own.runs_out
 
 
@@ -55,19 +55,19 @@ def test_the_finding_is_an_error_where_memory_runs_out_and_names_the_step() -> N
 
 def test_less_than_a_metric_is_no_growth() -> None:
     quarter = MILLION // 16  # 64 KiB
-    assert growth_of(stopped(kept(4, elements=quarter)).context(100 * MIB)) is not None
-    assert growth_of(stopped(kept(4, elements=quarter - 128)).context(100 * MIB)) is None
+    assert predict_growth(stopped(kept(4, elements=quarter)).context(100 * MIB)) is not None
+    assert predict_growth(stopped(kept(4, elements=quarter - 128)).context(100 * MIB)) is None
 
 
 def test_what_lasts_for_longer_than_any_run_is_no_verdict() -> None:
-    growth = growth_of(stopped(kept(4, elements=MILLION // 16)).context((MAX_STEPS >> 3) * MIB))
+    growth = predict_growth(stopped(kept(4, elements=MILLION // 16)).context((MAX_STEPS >> 3) * MIB))
     assert growth is not None and growth.runs_out_step is None and not growth.runs_out
 
 
 def test_a_container_with_a_limit_fills_up_or_runs_out() -> None:
-    fits = growth_of(stopped(kept(4, LOSSES._replace(kind="deque", limit=90))).context(100 * MIB))
+    fits = predict_growth(stopped(kept(4, LOSSES._replace(kind="deque", limit=90))).context(100 * MIB))
     assert fits is not None and fits.runs_out_step is None
-    full = growth_of(stopped(kept(4, LOSSES._replace(kind="deque", limit=99))).context(100 * MIB))
+    full = predict_growth(stopped(kept(4, LOSSES._replace(kind="deque", limit=99))).context(100 * MIB))
     assert full is not None and full.runs_out_step == FULL_AT
 
 
@@ -83,13 +83,13 @@ def test_what_steps_hand_on_is_not_counted_twice() -> None:
         b.free(*before[-2:-1])
 
     steps(b, 4, each)
-    growth = growth_of(stopped(b).context(100 * MIB))
+    growth = predict_growth(stopped(b).context(100 * MIB))
     # Beside what is kept: the old logits, the new and the activation.
     assert growth is not None and growth.runs_out_step == FULL_AT - 2
 
 
 def test_copies_made_anew_are_growth_where_there_are_always_so_many_more() -> None:
-    """As of a metric that clones its list in each step: while it does, the old and the new are alive together."""
+    """As of a metric that clones its list in each step: while it does, the old and the new are live together."""
     b = Builder()
     b.parameter("weight", 100)
     held: list[int] = []
@@ -100,7 +100,7 @@ def test_copies_made_anew_are_growth_where_there_are_always_so_many_more() -> No
         held[:] = anew
 
     steps(b, 6, each)
-    growth = growth_of(stopped(b).context(1000 * MIB))
+    growth = predict_growth(stopped(b).context(1000 * MIB))
     assert growth is not None and growth.bytes_per_step == MIB
     # In step n there are n - 1 old ones, n new ones and the activation.
     assert growth.runs_out_step is not None and abs(growth.runs_out_step - 500) <= 5
@@ -117,7 +117,7 @@ def test_parts_that_happen_to_be_more_each_time_are_no_growth() -> None:
         held[:] = anew
 
     steps(b, 4, each)
-    assert growth_of(stopped(b).context(1000 * MIB)) is None
+    assert predict_growth(stopped(b).context(1000 * MIB)) is None
 
 
 def test_models_pile_up_and_state_that_is_made_late_does_not() -> None:
@@ -125,7 +125,7 @@ def test_models_pile_up_and_state_that_is_made_late_does_not() -> None:
         b = Builder()
         b.parameter("weight", 100)
         steps(b, 5, lambda step: b.new(MILLION, line=KEPT, owner=(role, f"fold{step}.weight")) and None)
-        return growth_of(stopped(b).context(100 * MIB))
+        return predict_growth(stopped(b).context(100 * MIB))
 
     further = run(Role.PARAMETER)
     assert further is not None and further.bytes_per_step == MIB
@@ -133,13 +133,13 @@ def test_models_pile_up_and_state_that_is_made_late_does_not() -> None:
 
 
 def test_a_run_that_was_refused_has_no_growth_left_to_tell() -> None:
-    assert growth_of(stopped(kept(6)).context(6 * MIB)) is None
+    assert predict_growth(stopped(kept(6)).context(6 * MIB)) is None
 
 
 def test_what_every_third_step_leaves_is_counted_by_the_step() -> None:
     b = Builder()
     b.parameter("weight", 100)
     steps(b, 12, lambda step: b.new(3 * MILLION // 4, line=KEPT) and None if step % 3 == 0 else None)
-    growth = growth_of(stopped(b).context(100 * MIB))
+    growth = predict_growth(stopped(b).context(100 * MIB))
     # The lasting bytes rise at the ends of steps 4, 7 and 10, so that nine steps from the third on add three tensors.
     assert growth is not None and growth.bytes_per_step == 3 * (3 * MIB // 4) // 9

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from memprof.allocator import CardMemory, parse_config, replay_on_card
+from memprof.allocator import GpuMemory, parse_config, replay_on_gpu
 from memprof.findings import Context, Finding, Severity
 from memprof.findings.fragmentation import find
 from memprof.ledger.ledger import build_ledger
-from memprof.trace.events import Event, EventKind, Graphed, Owner, PhaseKind, Role
+from memprof.trace.events import CudaGraphed, Event, EventKind, Owner, PhaseKind, Role
 from tests.unit.findings.builder import Builder
 
 MIB = 1 << 20
@@ -51,17 +51,17 @@ def test_where_the_room_left_is_more_it_is_a_note() -> None:
     gap, reserved = one(context).num_bytes or 0, context.ledger.peak_reserved_bytes
     assert one(pinned().context(reserved + gap)).severity is Severity.WARNING
     roomy = one(pinned().context(reserved + gap + 1))
-    assert roomy.severity is Severity.NOTE and roomy.remedies == ("expandable-segments",)
+    assert roomy.severity is Severity.NOTE and roomy.fixes == ("expandable-segments",)
 
 
 def test_expandable_segments_are_evaluated_and_not_only_named() -> None:
     b = pinned()
-    before = replay_on_card(b.trace, None)
+    before = replay_on_gpu(b.trace, None)
     after = before.under(parse_config("expandable_segments:True"))
     finding = one(b.context())
     saved = before.required_reserved_bytes - after.required_reserved_bytes
     assert saved > 0 and finding.evidence[1].num_bytes == saved
-    assert finding.remedies == ("expandable-segments",)
+    assert finding.fixes == ("expandable-segments",)
 
 
 def test_a_private_pool_gives_nothing_back() -> None:
@@ -73,9 +73,9 @@ def test_a_private_pool_gives_nothing_back() -> None:
     for size in (WIDE, 2 * WIDE, 4 * WIDE):
         b.free(b.new(size))
     b.trace.events.append(Event(EventKind.POOL, 0))
-    b.trace.graphed += [Graphed("model.py:9 step", 3), Graphed("model.py:8 other", 1)]
+    b.trace.graphed += [CudaGraphed("model.py:9 step", 3), CudaGraphed("model.py:8 other", 1)]
     texts = [line.text for line in one(b.context()).evidence]
-    assert "384.00 MiB in 1 segment without a tensor: given back when the card is full" in texts[1]
+    assert "384.00 MiB in 1 segment without a tensor: released when the GPU is full" in texts[1]
     assert texts[2].startswith("384.00 MiB in 2 segments of private pools")
     assert texts[3].startswith("compiled code at model.py:9 has CUDA graphs for 3 sizes of its inputs")
     assert not any("model.py:8" in text for text in texts)
@@ -87,7 +87,7 @@ def test_the_verdict_before_and_after() -> None:
     finding = one(context)
     assert "would fit" in finding.title
     assert finding.evidence[1].text.endswith("and fits where it does not fit now")
-    context.ledger.trace.cut_short = True
+    context.ledger.trace.ended_out_of_memory = True
     assert one(context).evidence[1].text.endswith("what the script would ask for after that is not known")
 
 
@@ -132,9 +132,9 @@ def test_silent_on_what_is_kept_for_the_next_step() -> None:
     assert not find(b.context())
 
 
-def test_no_remedy_where_segments_expand_already() -> None:
+def test_no_fix_where_segments_expand_already() -> None:
     b = pinned()
-    run = replay_on_card(b.trace, CardMemory(10_000 * MIB, 0), parse_config("expandable_segments:True"))
+    run = replay_on_gpu(b.trace, GpuMemory(10_000 * MIB, 0), parse_config("expandable_segments:True"))
     for finding in find(Context(build_ledger(b.trace, run), 10_000 * MIB)):
-        assert not finding.remedies and "expandable" not in finding.evidence[1].text
+        assert not finding.fixes and "expandable" not in finding.evidence[1].text
         assert finding.severity is Severity.NOTE

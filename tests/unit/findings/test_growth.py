@@ -53,7 +53,7 @@ def test_what_each_step_leaves_behind() -> None:
     assert finding.num_bytes == 3 * MIB  # at the end of step 4, of the tensors of the three before it
     keeper, tensor, lasts, fix = finding.evidence
     assert keeper.source == fix.source == LOSSES.source and "filled at x/train.py:9" in keeper.text
-    assert tensor.source == KEPT and tensor.num_bytes == MIB and "4 tensors alive at the last" in tensor.text
+    assert tensor.source == KEPT and tensor.num_bytes == MIB and "4 tensors live at the last" in tensor.text
     assert "memory runs out at about step " in lasts.text and ".cpu()" in fix.text
 
 
@@ -112,10 +112,10 @@ def test_what_the_graph_keeps_is_the_same_finding() -> None:
     b.trace.holders.append(LOSSES._replace(storages=tuple(losses), nodes=20, node_steps=4))
     (finding,) = found(b)
     assert finding.num_bytes == 3 * (3 * MIB + 512)
-    assert any("what it saved for a backward is alive with it: 3.00 MiB a step" in e.text for e in finding.evidence)
+    assert any("what it saved for a backward is live with it: 3.00 MiB a step" in e.text for e in finding.evidence)
 
 
-def test_a_running_sum_keeps_graphs_and_nothing_on_the_card() -> None:
+def test_a_running_sum_keeps_graphs_and_nothing_on_the_gpu() -> None:
     b = Builder()
     b.parameter("weight", 100)
     steps(b, 3, lambda step: None)

@@ -16,8 +16,8 @@ from torch import nn
 import memprof
 from memprof.findings import Finding, Severity, state_not_sharded
 from memprof.flows.account import analyze
-from memprof.flows.each_rank import in_order
-from memprof.report.documents.report import Document
+from memprof.flows.rank_reports import in_order
+from memprof.report.documents.report import Report
 from memprof.trace.events import Trace
 from tests.lanes import by_day
 
@@ -137,7 +137,7 @@ def sgd(model: nn.Module) -> Any:
 
 def run(
     parallel: Callable[[], nn.Module], optimizer: Callable[[nn.Module], Any] = sgd, batch: int = 2, waits: Any = None
-) -> Document:
+) -> Report:
     """Two steps of rank 1 of 8; `waits` makes the first of two micro-batches leave its gradients as they are."""
     with memprof.virtual_gpus(8, "a100-80gb", rank=1) as gpus:
         dist.init_process_group("nccl")
@@ -161,7 +161,7 @@ def unsynchronized(model: Any) -> Any:
     model.set_requires_gradient_sync(True)
 
 
-def infer(parallel: Callable[[], nn.Module]) -> Document:
+def infer(parallel: Callable[[], nn.Module]) -> Report:
     """One forward of rank 1 of 8."""
     with memprof.virtual_gpus(8, "a100-80gb", rank=1) as gpus, torch.no_grad():
         dist.init_process_group("nccl")
@@ -172,7 +172,7 @@ def infer(parallel: Callable[[], nn.Module]) -> Document:
     return gpus.report()
 
 
-def reduced_by_hand(copies: bool) -> Document:
+def reduced_by_hand(copies: bool) -> Report:
     with memprof.virtual_gpus(8, "a100-80gb", rank=1) as gpus:
         dist.init_process_group("nccl")
         torch.cuda.set_device(1)
@@ -190,7 +190,7 @@ def reduced_by_hand(copies: bool) -> Document:
     return gpus.report()
 
 
-def told(document: Document) -> list[Finding]:
+def told(document: Report) -> list[Finding]:
     return [finding for finding in document.findings if finding.id in IDS]
 
 
@@ -283,7 +283,7 @@ def test_a_fixed_program_takes_as_much_less(case: str) -> None:
         (lambda right: reduced_by_hand(not right), "float32-reduction", "whole = [one.float()"),
     ],
 )
-def test_what_programs_do_by_hand(make: Callable[[bool], Document], id: str, line: str) -> None:
+def test_what_programs_do_by_hand(make: Callable[[bool], Report], id: str, line: str) -> None:
     before, after = make(False), make(True)
     (finding,) = told(before)
     assert finding.id == id and told(after) == []
@@ -298,7 +298,7 @@ def test_nothing_limits_what_is_gathered() -> None:
     (finding,) = told(before)
     assert finding.id == "prefetch-too-deep" and told(after) == []
     assert before.streams is not None and after.streams is not None
-    saved = (before.streams.latest_bytes or 0) - (after.streams.latest_bytes or 0)
+    saved = (before.streams.upper_bound_bytes or 0) - (after.streams.upper_bound_bytes or 0)
     # The limit makes the host wait, by which it knows that gradients are done with as well.
     assert finding.num_bytes is not None and 0.5 * saved < finding.num_bytes < saved
     assert (finding.evidence[0].source or "").startswith(__file__)

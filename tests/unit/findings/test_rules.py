@@ -36,7 +36,7 @@ def training(tokens: int, vocabulary: int, hidden: int = 512, dtype: str = "bflo
 
 
 def head_and_loss(b: Builder, tokens: int, vocabulary: int) -> None:
-    """Logits in half precision, their upcast, log-softmax and gradients; four of them alive together at the end."""
+    """Logits in half precision, their upcast, log-softmax and gradients; four of them live together at the end."""
     b.enter("lm_head", "Linear", ModuleRole.HEAD)
     head = len(b.trace.events)
     b.new(tokens, vocabulary, dtype="bfloat16", op="aten.mm", line="model.py:30 forward")
@@ -53,30 +53,30 @@ class TestDoesNotFit:
     def test_names_what_dies_and_what_is_missing(self) -> None:
         b = training(4096, 32000, layers=3)
         head_and_loss(b, 4096, 32000)
-        context = b.context(400 * MIB, card="Card", spec=TargetSpec(model="x"))
+        context = b.context(400 * MIB, gpu="GPU", spec=TargetSpec(model="x"))
         (finding,) = of(context, "does-not-fit")
         assert finding.severity is Severity.ERROR
         assert finding.num_bytes == context.ledger.peak_reserved_bytes - 400 * MIB
         assert "loss of step 1" in finding.title and "500.00 MiB" in finding.title
         died = finding.evidence[0]
         assert (died.shape, died.dtype, died.source) == ((1, 4096, 32000), "float32", "loss.py:5 loss")
-        assert finding.remedies[0] == "chunked-loss"
-        assert "micro-batch" not in finding.remedies  # the batch is 1 already
+        assert finding.fixes[0] == "chunked-loss"
+        assert "micro-batch" not in finding.fixes  # the batch is 1 already
 
     def test_names_the_layer(self) -> None:
         b = training(4096, 1000, layers=4)
         b.phase(PhaseKind.BACKWARD)
         (finding,) = of(b.context(60 * MIB), "does-not-fit")
         assert "layer 2 of step 1" in finding.title
-        assert finding.remedies[0] == "activation-checkpointing"
+        assert finding.fixes[0] == "activation-checkpointing"
 
     def test_inference_is_not_told_to_checkpoint(self) -> None:
         spec = TargetSpec(model="x", mode=Mode.INFERENCE, batch_size=2)
         (finding,) = of(training(4096, 1000, layers=4).context(50 * MIB, spec=spec), "does-not-fit")
-        assert "activation-checkpointing" not in finding.remedies and "micro-batch" in finding.remedies
+        assert "activation-checkpointing" not in finding.fixes and "micro-batch" in finding.fixes
 
     @pytest.mark.parametrize("usable", [None, GIB])
-    def test_silent_when_it_fits_or_there_is_no_card(self, usable: int | None) -> None:
+    def test_silent_when_it_fits_or_there_is_no_gpu(self, usable: int | None) -> None:
         assert not of(training(4096, 1000).context(usable), "does-not-fit")
 
 
@@ -89,7 +89,7 @@ class TestOutOfMemoryCaught:
             b.free(refused)
         (finding,) = of(b.context(GIB), "out-of-memory-caught")
         assert finding.severity is Severity.WARNING and finding.num_bytes == 4 * GIB
-        assert finding.title.startswith("2 out-of-memory errors raised and caught: the script went on without")
+        assert finding.title.startswith("2 out-of-memory errors raised and caught: the report is of what")
         assert [evidence.num_bytes for evidence in finding.evidence] == [4 * GIB, 2 * GIB]
         assert "4.00 GiB for [4294967296] bool in aten.zeros at train.py:5" in finding.evidence[0].text
         assert finding.evidence[0].source == "train.py:5 <module>"
@@ -162,15 +162,15 @@ class TestWeightDelta:
         (finding,) = of(b.context(), "weight-delta-per-token")
         assert finding.num_bytes == 4 * 512 * 4096 * 14336 * 4
         assert "448.00 GiB" in finding.title and "npt.py:13" in finding.title
-        assert finding.remedies == ("micro-batch",)  # of another model than memprof's NPT
+        assert finding.fixes == ("micro-batch",)  # of another model than memprof's NPT
         spec = TargetSpec(model="x", npt="dense", batch_size=4)
         (finding,) = of(b.context(spec=spec), "weight-delta-per-token")
-        assert finding.remedies == ("low-rank-npt", "micro-batch")
+        assert finding.fixes == ("low-rank-npt", "micro-batch")
 
     @pytest.mark.parametrize(
         "shape",
         [
-            (4, 14336, 4096),  # for one token of each sequence: the remedy
+            (4, 14336, 4096),  # for one token of each sequence: the fix
             (2048, 14336),
             (4, 512, 128256),
             (2048, 128256),
@@ -302,7 +302,7 @@ class TestAttentionScores:
         # Four softmax outputs stay; beside them the product of the last layer and the mask.
         assert finding.num_bytes == 5 * 64 * MIB + MIB
         assert {line.text.partition(":")[0] for line in finding.evidence[:-1]} == {"scores", "mask"}
-        assert finding.remedies == ("sdpa-attention",)
+        assert finding.fixes == ("sdpa-attention",)
 
     def test_scores_are_not_told_of_as_upcasts_too(self) -> None:
         b = training(1024, 100)
@@ -317,7 +317,7 @@ class TestAttentionScores:
             b.new(8, 1024, 1024, op="aten.add", line="gat.py:1 scores")
             b.new(8, 1024, 1024, op="aten._softmax", line="gat.py:2 softmax")
         (finding,) = of(b.context(), "attention-scores")
-        assert not finding.remedies
+        assert not finding.fixes
 
     @pytest.mark.parametrize("op", ["aten.convolution", "aten.upsample_bilinear2d"])
     def test_a_softmax_over_the_channels_of_an_image_is_no_attention(self, op: str) -> None:
@@ -338,7 +338,7 @@ class TestAttentionScores:
 
     def test_math_path_of_sdpa_is_not_told_to_use_sdpa(self) -> None:
         (finding,) = of(self.eager("aten._safe_softmax").context(), "attention-scores")
-        assert "sdpa-attention" not in finding.remedies
+        assert "sdpa-attention" not in finding.fixes
         assert "math path" in finding.evidence[-1].text
 
     def test_silent_on_features_as_many_as_tokens(self) -> None:
@@ -408,7 +408,7 @@ class TestOptimizer:
         roots = [b.new(2048, 16 * 512, dtype="bfloat16", op="aten._foreach_sqrt") for _ in range(4)]
         b.free(*roots)
         (finding,) = of(b.context(), "optimizer-step-temporaries")
-        assert finding.num_bytes == 128 * MIB and finding.remedies[0] == "fused-optimizer"
+        assert finding.num_bytes == 128 * MIB and finding.fixes[0] == "fused-optimizer"
 
     def test_silent_on_little(self) -> None:
         b = self.stepped("bfloat16", "bfloat16")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from memprof.allocator import CardMemory, replay_on_card
+from memprof.allocator import GpuMemory, replay_on_gpu
 from memprof.findings import Context, Severity
 from memprof.findings.streams import find
 from memprof.ledger.ledger import build_ledger
@@ -23,8 +23,8 @@ def script(first: int = 600, second: int = 500) -> StreamScript:
 
 
 def context(made: StreamScript, usable_bytes: int | None = None) -> Context:
-    card = None if usable_bytes is None else CardMemory(usable_bytes, 0)
-    ledger = build_ledger(made.trace, replay_on_card(made.trace, card))
+    gpu = None if usable_bytes is None else GpuMemory(usable_bytes, 0)
+    ledger = build_ledger(made.trace, replay_on_gpu(made.trace, gpu))
     return Context(ledger=ledger, usable_bytes=usable_bytes, streams=StreamMemory.of(ledger))
 
 
@@ -42,7 +42,7 @@ def test_little_is_not_told_unless_it_decides() -> None:
     assert find(context(script(60, 50))) == []
     made = StreamScript()
     taken = [made.new(9 * MIB, stream=3) for _ in range(8)]
-    made.free(*taken[::2])  # half of each segment, which the other half keeps from being given back
+    made.free(*taken[::2])  # half of each segment, which the other half keeps from being released
     for _ in range(4):
         made.new(9 * MIB)
     (finding,) = find(context(made, 100 * MIB))
@@ -65,7 +65,7 @@ def test_the_table_has_both_bounds() -> None:
     made.wait(0, by_host=False)
     made.new(600 * MIB, stream=3)
     memory = context(made).streams
-    assert memory is not None and (memory.soonest_bytes, memory.latest_bytes) == (600 * MIB, 1200 * MIB)
+    assert memory is not None and (memory.lower_bound_bytes, memory.upper_bound_bytes) == (600 * MIB, 1200 * MIB)
     made.use(1, 0)
     made.free(1)
     made.new(MIB)

@@ -19,7 +19,7 @@ def large_logits() -> Builder:
 
 def recommended(identifier: str, b: Builder | None = None, **known: object) -> tuple[str, ...]:
     (finding,) = of((b or large_logits()).context(600 * MIB, vocab_size=50000, **known), identifier)
-    return finding.remedies
+    return finding.fixes
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_checkpointing_that_is_on() -> None:
         b = training(4096, 1000, layers=4)
         b.phase(PhaseKind.BACKWARD)
         (finding,) = of(b.context(50 * MIB, spec=spec), "does-not-fit")
-        return finding.remedies
+        return finding.fixes
 
     assert asked()[:3] == ("activation-checkpointing", "compile", "micro-batch")
     assert "activation-checkpointing" not in asked(activation_checkpointing=True)

@@ -7,15 +7,15 @@ import pytest
 import memprof
 from memprof.errors import UsageError
 from memprof.flows.account import analyze
-from memprof.flows.each_rank import PEER, in_order
+from memprof.flows.rank_reports import PEER, in_order
 from memprof.ledger.ledger import EmptyTraceError
-from memprof.report.documents.report import Document
+from memprof.report.documents.report import Report
 from memprof.trace.events import NONE, Event, EventKind, Failure, FailureKind, Phase, PhaseKind, Storage, Trace
 from memprof.trace.facts import DeviceFacts, Facts, ProgramFacts, RankFacts
 from memprof.trace.io import load_trace, save_trace
 
 MIB = 1 << 20
-CARD = DeviceFacts("a card", 1000 * MIB, 900 * MIB, 100 * MIB)
+GPU = DeviceFacts("a GPU", 1000 * MIB, 900 * MIB, 100 * MIB)
 
 
 def rank(number: int, *sizes: int, ended: str = "exit", failure: Failure | None = None) -> Trace:
@@ -29,7 +29,7 @@ def rank(number: int, *sizes: int, ended: str = "exit", failure: Failure | None 
         device=f"cuda:{number}",
         ops=["aten.empty"],
         phases=[Phase(PhaseKind.FORWARD, 1, 1)],
-        facts=Facts(command="run", program=program, device=CARD, rank=RankFacts(number, 4)),
+        facts=Facts(command="run", program=program, device=GPU, rank=RankFacts(number, 4)),
         failure=failure,
     )
 
@@ -53,9 +53,9 @@ def test_a_row_for_each_rank_and_the_worst_in_full(tmp_path):
     assert memprof.load(tmp_path / "run.memprof") == document
     document.save(tmp_path / "run.json")
     written = memprof.load(tmp_path / "run.json")
-    assert isinstance(written, Document) and written.ranks == document.ranks and str(written) == text
+    assert isinstance(written, Report) and written.ranks == document.ranks and str(written) == text
     shown = memprof.load(tmp_path / "run.memprof", rank=1)
-    assert isinstance(shown, Document) and shown.rank == RankFacts(1, 4)
+    assert isinstance(shown, Report) and shown.rank == RankFacts(1, 4)
     assert [row.decides for row in shown.ranks] == [False, False, False, True]
     assert shown.verdict == document.verdict and shown.peak.allocated_bytes == 210 * MIB
     assert document.frames()["ranks"]["like"].isna().sum() == 2
@@ -64,7 +64,7 @@ def test_a_row_for_each_rank_and_the_worst_in_full(tmp_path):
             call()
     conf = "roundup_power2_divisions:4"
     everywhere = memprof.load(tmp_path / "run.memprof", alloc_conf=conf)
-    assert isinstance(everywhere, Document)
+    assert isinstance(everywhere, Report)
     alone = [analyze(rank(0, 10, 200), conf)] * 3 + [analyze(rank(3, 10, 300), conf)]
     assert [row.peak_allocated_bytes for row in everywhere.ranks] == [one.peak.allocated_bytes for one in alone]
     assert alone[0].peak.allocated_bytes > 210 * MIB
@@ -82,14 +82,14 @@ def test_a_rank_that_is_full_or_failed_decides():
     assert "stopped with others" in str(failed) and "failed" in str(failed)
 
 
-def test_a_rank_without_anything_on_its_card_has_a_row():
+def test_a_rank_without_anything_on_its_gpu_has_a_row():
     document = analyze(in_order([rank(0), rank(1, 10)]))
     assert [(row.rank, row.peak_allocated_bytes, row.fits) for row in document.ranks] == [
         (0, 0, True),
         (1, 10 * MIB, True),
     ]
     assert any("Of the 4 ranks 2 ran together" in one for one in document.assumptions)
-    with pytest.raises(UsageError, match="nothing was allocated on the card of this rank"):
+    with pytest.raises(UsageError, match="nothing was allocated on the GPU of this rank"):
         analyze(in_order([rank(0), rank(1, 10)]), rank=0)
     with pytest.raises(EmptyTraceError):
         analyze(in_order([rank(0), rank(1)]))

@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from memprof.flows import kept
-from memprof.flows.kept import cached_answer, is_without_cuda
+from memprof.flows import cached_answers
+from memprof.flows.cached_answers import cached_answer, is_without_cuda
 from memprof.flows.profile import profile
-from memprof.report.documents.report import Document
+from memprof.report.documents.report import Report
 from memprof.report.terminal.console import text_of
 from memprof.report.terminal.report import view
 from memprof.spec import TargetSpec
@@ -19,7 +19,7 @@ CONFIG = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_layer":
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("MEMPROF_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(kept, "loaded_files", list)  # this process is older than what it tests
+    monkeypatch.setattr(cached_answers, "loaded_files", list)  # this process is older than what it tests
     return tmp_path
 
 
@@ -97,9 +97,9 @@ SPECS = {
 def test_a_kept_answer_is_the_answer(name):
     document = profile(SPECS[name])[1]
     place = cached_answer("profile", SPECS[name], {}, ["profile", "--model", "gpt2"])
-    assert place is not None and place.find(Document) is None
+    assert place is not None and place.find(Report) is None
     place.keep(document)
-    found, seconds = place.find(Document)
+    found, seconds = place.find(Report)
     assert 0 <= seconds < 60
     for explain in (False, True):
         shown = [text_of(view(one, explain=explain, quiet=False)) for one in (found, document)]
@@ -114,23 +114,23 @@ def test_one_of_changed_files_or_another_form_is_none(tmp_path, monkeypatch):
     file.write_text("")
     document = profile(TINY)[1]
     place = cached_answer("profile", TINY, {}, [])
-    monkeypatch.setattr(kept, "loaded_files", lambda: [(str(file), 0, file.stat().st_mtime_ns)])
+    monkeypatch.setattr(cached_answers, "loaded_files", lambda: [(str(file), 0, file.stat().st_mtime_ns)])
     place.keep(document)
-    assert place.find(Document) is not None
+    assert place.find(Report) is not None
     file.write_text("changed")
-    assert place.find(Document) is None
+    assert place.find(Report) is None
     for entry in ({}, {"files": []}, {"files": [], "given": 1, "answer": {}}, {"files": [], "given": "x", "answer": 3}):
         place.store.keep(place.key, entry)
-        assert place.find(Document) is None
-    monkeypatch.setattr(kept, "loaded_files", lambda: None)
+        assert place.find(Report) is None
+    monkeypatch.setattr(cached_answers, "loaded_files", lambda: None)
     place.keep(document)
-    assert place.find(Document) is None
+    assert place.find(Report) is None
 
 
 def test_an_answer_that_does_not_come_back_as_it_is_is_not_kept(monkeypatch):
     document = profile(TINY)[1]
     place = cached_answer("profile", TINY, {}, [])
-    monkeypatch.setattr(Document, "to_json", lambda self: {"peak": id(self)})
+    monkeypatch.setattr(Report, "to_json", lambda self: {"peak": id(self)})
     place.keep(document)
     assert place.store.entries() == []
 
@@ -149,7 +149,7 @@ def test_a_build_without_cuda_is_told_by_its_file(tmp_path, monkeypatch, line, w
     (tmp_path / "torch" / "__init__.py").write_text("raise ImportError('it is not to be imported')")
     (tmp_path / "torch" / "version.py").write_text(f"from typing import Optional\n{line}\n")
     monkeypatch.setattr(
-        kept.importlib.util,
+        cached_answers.importlib.util,
         "find_spec",
         lambda name: __import__("importlib.machinery").machinery.PathFinder.find_spec(name, [str(tmp_path)]),
     )

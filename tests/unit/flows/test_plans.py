@@ -1,4 +1,4 @@
-"""`--fix auto --gpus N`: which plan, and which remedies besides."""
+"""`--fix auto --gpus N`: which plan, and which fixes besides."""
 
 from __future__ import annotations
 
@@ -49,20 +49,20 @@ def test_the_simplest_plan_that_fits_gives_nothing_up(spec):
     assert [(row.added, row.parallel, row.fits) for row in document.ladder] == [
         (None, "ddp", False), ("fsdp", "fsdp", True),
     ]  # fmt: skip
-    assert document.ladder_reason == "--parallel fsdp over 2 cards fits as it is: nothing is given up"
+    assert document.ladder_reason == "--parallel fsdp over 2 GPUs fits without fixes"
     assert list(document.ladder_left_out) == ["--parallel ddp"]
 
 
 @pytest.mark.nightly
-def test_remedies_are_taken_where_no_plan_is_enough(spec, monkeypatch):
+def test_fixes_are_taken_where_no_plan_is_enough(spec, monkeypatch):
     least = memprof.profile(spec.edit(parallel="ulysses=2,fsdp"))[1]
     too_small = least.device.context_bytes + least.peak.allocated_bytes - (32 << 20)
     monkeypatch.setenv("MEMPROF_PROCESSES", "2")
     _, document = search_plans(spec.edit(gpu_vram_bytes=too_small))
     assert document.ledger is not None  # it is explained, wherever it was run
-    assert document.verdict.fits and document.ladder[-1].remedies
+    assert document.verdict.fits and document.ladder[-1].fixes
     assert document.ladder_reason.startswith(f"--parallel {document.target.asked.parallel}")
-    assert "4 such cards take it as it is (--parallel ulysses=4,fsdp)" in document.ladder_reason
+    assert "4 such GPUs run it without fixes (--parallel ulysses=4,fsdp)" in document.ladder_reason
     assert document.ladder[-1].cost.link_bytes and document.ladder[0].parallel == "ddp"
     assert document.ladder[-1].parallel == document.target.asked.parallel
 
@@ -86,11 +86,13 @@ def test_a_plan_that_is_not_run_could_not_fit(spec, length):
     usable = _least(runs, "ulysses=2,fsdp", 2) - 1
     small = spec.edit(context_length=length, gpu_vram_bytes=usable + CONTEXT_BYTES)
     fits, left_out = _that_fits(SpecRuns(small.edit(parallel="ddp")), 2, plans(small, 2))
-    assert fits is None and left_out["--parallel ulysses=2,fsdp"].startswith("as it is, needs at least ")
-    assert left_out["--parallel ddp"].startswith("as it is, needs ") and "least" not in left_out["--parallel ddp"]
+    assert fits is None and left_out["--parallel ulysses=2,fsdp"].startswith("without fixes it needs at least ")
+    assert (
+        left_out["--parallel ddp"].startswith("without fixes it needs ") and "least" not in left_out["--parallel ddp"]
+    )
 
 
-def test_cards_without_a_plan_are_asked_for_one(spec):
+def test_gpus_without_a_plan_are_asked_for_one(spec):
     with pytest.raises(UsageError, match="how is the model spread"):
         memprof.profile(spec)
 
@@ -101,7 +103,7 @@ def sent(spec: TargetSpec, gpu: Gpu) -> tuple[int, float]:
     return work.link_bytes, work.link_seconds
 
 
-def test_what_goes_between_cards(spec):
+def test_what_goes_between_gpus(spec):
     """In a step of N ranks: DDP reduces all gradients; fully_shard gathers parameters, those of layers once more for
     the backward, and scatters gradients."""
     layer = 2 * (1024 * 1024 + 1024 * 512) + 3 * 1024 * 2048 + 2 * 1024

@@ -13,7 +13,7 @@ import pytest
 import memprof
 from memprof.flows.account import analyze
 from memprof.flows.compare import compare_files
-from memprof.report.documents.report import Document
+from memprof.report.documents.report import Report
 from memprof.report.matching.tolerance import Tolerance
 from memprof.trace.io import save_trace
 from tests.unit.trace.test_io import sample
@@ -22,7 +22,7 @@ GOLDEN = Path(__file__).parents[2] / "golden"
 
 
 @pytest.fixture
-def report() -> Document:
+def report() -> Report:
     return analyze(sample())
 
 
@@ -40,7 +40,7 @@ def test_a_document_is_its_text(monkeypatch, capsys, report, where):
     assert str(report) == plain
     assert plain.startswith("memprof ") and "\x1b" not in plain
     assert capsys.readouterr().out == ""
-    assert repr(report) == f"<Document: {plain.splitlines()[0]}>"
+    assert repr(report) == f"<Report: {plain.splitlines()[0]}>"
 
 
 @pytest.mark.parametrize("name", ["does_not_fit", "analysis", "comparison"])

@@ -10,7 +10,7 @@ import pytest
 
 from memprof.errors import UsageError
 from memprof.flows.profile import profile
-from memprof.report.documents.report import Document
+from memprof.report.documents.report import Report
 from memprof.report.terminal.console import text_of
 from memprof.report.terminal.report import view
 from memprof.spec import MANY_STEPS, Mode, TargetSpec
@@ -31,7 +31,7 @@ def spec(tmp_path: Path) -> TargetSpec:
     return TargetSpec(model=str(config), lengths=str(file), steps=len(LENGTHS))
 
 
-def document(spec: TargetSpec) -> Document:
+def document(spec: TargetSpec) -> Report:
     return profile(spec)[1]
 
 
@@ -87,7 +87,7 @@ def test_inference_too(spec: TargetSpec) -> None:
 
 def test_the_report_says_so_and_comes_back(spec: TargetSpec) -> None:
     whole = document(spec)
-    assert Document.from_json(json.loads(json.dumps(whole.to_json()))).batches == whole.batches
+    assert Report.from_json(json.loads(json.dumps(whole.to_json()))).batches == whole.batches
     text = " ".join(text_of(view(whole)).split())
     assert "batch 1 x up to 1,000 tokens" in text and "Over 8 steps with lengths" in text
     assert whole.frames()["batches"]["sequence_length"].max() == 1000

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from memprof.allocator import CardMemory, TraceReplay, parse_config, replay_on_card, without_allocator
+from memprof.allocator import GpuMemory, TraceReplay, parse_config, replay_in_host_memory, replay_on_gpu
 from memprof.ledger.bridge import NCCL_GROUP_BYTES, build_bridge
 from memprof.ledger.ledger import build_ledger
 from memprof.ledger.state import model_state
@@ -21,13 +21,13 @@ from tests.lanes import examples
 from tests.unit.allocator.traces import MIB, Script, outgrown_blocks
 
 CONTEXT = 426 * MIB
-CARD = DeviceFacts("a card", 1 << 40, (1 << 40) - CONTEXT, CONTEXT)
+GPU = DeviceFacts("a GPU", 1 << 40, (1 << 40) - CONTEXT, CONTEXT)
 
 
 def bridge_of(trace, conf="", nvml=None, rank=None):
-    trace.facts = Facts(device=CARD, nvml=nvml, rank=rank)
+    trace.facts = Facts(device=GPU, nvml=nvml, rank=rank)
     config = parse_config(conf)
-    ledger = build_ledger(trace, replay_on_card(trace, CardMemory(CARD.total_bytes, CONTEXT), config))
+    ledger = build_ledger(trace, replay_on_gpu(trace, GpuMemory(GPU.total_bytes, CONTEXT), config))
     return build_bridge(ledger)
 
 
@@ -53,11 +53,11 @@ def test_the_steps_add_up_and_empty_cache_gives_back_what_is_said(trace, conf):
     for moment in (bridge.peak_reserved, bridge.peak_allocated):
         assert moment.requested_bytes + moment.rounding_bytes == moment.allocated_bytes
         held = moment.allocated_bytes + moment.fragmentation_bytes
-        assert held + moment.given_back_bytes == moment.reserved_bytes
+        assert held + moment.released_bytes == moment.reserved_bytes
         assert moment.reserved_bytes + CONTEXT == moment.device_used_bytes
         assert sum(pool.free_bytes for pool in moment.pools) == moment.fragmentation_bytes
         assert all(pool.free_bytes == pool.pinned_bytes + pool.releasable_bytes for pool in moment.pools)
-        assert min(moment.rounding_bytes, moment.fragmentation_bytes, moment.given_back_bytes) >= 0
+        assert min(moment.rounding_bytes, moment.fragmentation_bytes, moment.released_bytes) >= 0
     # The same run up to the height of reserved memory, and then really torch.cuda.empty_cache().
     replay = TraceReplay(trace, None, parse_config(conf))
     replay.advance()
@@ -130,7 +130,7 @@ def test_what_nccl_takes_of_a_rank_is_not_known_and_said():
 
 
 def test_what_nvml_saw_closes_the_gap():
-    """The card says 1,900 MiB: 240 reserved, 426 of context, 34 of libraries, 1,200 of others."""
+    """The GPU says 1,900 MiB: 240 reserved, 426 of context, 34 of libraries, 1,200 of others."""
     nvml = NvmlFacts(
         reserved_bytes=240 * MIB,
         process_bytes=700 * MIB,
@@ -157,7 +157,7 @@ def test_samples_of_a_measured_run_have_libraries_and_others_in_one():
     ]
     bridge = bridge_of(trace)
     moment = bridge.peak_reserved
-    assert moment.unnamed_bytes == (1900 - 240 - 426) * MIB and moment.libraries_bytes is None
+    assert moment.unattributed_bytes == (1900 - 240 - 426) * MIB and moment.libraries_bytes is None
     assert moment.device_used_bytes == 1900 * MIB and not bridge.outside_is_unknown
     console = Console(width=100, file=io.StringIO())
     console.print(render_bridge(bridge, unit_for(MIB)))
@@ -169,12 +169,12 @@ def test_nvml_that_may_not_name_processes():
     assert moment.libraries_bytes is None and moment.other_processes_bytes is None
 
 
-def test_there_is_none_without_a_card():
+def test_there_is_none_without_a_gpu():
     trace = outgrown_blocks()
     trace.device = CPU
     trace.storages = [storage._replace(device=CPU) for storage in trace.storages]
     trace.facts = Facts(device=DeviceFacts("a CPU", 1, 1))
-    assert build_bridge(build_ledger(trace, without_allocator(trace))) is None
+    assert build_bridge(build_ledger(trace, replay_in_host_memory(trace))) is None
 
 
 def test_model_state_is_of_roles_and_without_kernels_own():
@@ -195,8 +195,8 @@ def test_model_state_is_of_roles_and_without_kernels_own():
 @pytest.mark.parametrize("conf", ["", "expandable_segments:True"])
 def test_one_replay_gives_the_layouts_of_several_moments(conf):
     trace = outgrown_blocks()
-    run = replay_on_card(trace, None, parse_config(conf))
+    run = replay_on_gpu(trace, None, parse_config(conf))
     run.prepare_layouts((9, 3))
-    other = replay_on_card(trace, None, parse_config(conf))
+    other = replay_on_gpu(trace, None, parse_config(conf))
     assert run.layout_at(3) == other.layout_at(3)
     assert run.layout_at(9) == other.layout_at(9)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from memprof.allocator import CardMemory, replay_on_card
+from memprof.allocator import GpuMemory, replay_on_gpu
 from memprof.ledger.categories import Category
 from memprof.ledger.ledger import Ledger, build_ledger
 from memprof.trace.events import (
@@ -229,7 +229,7 @@ def test_a_call_that_the_run_ended_in(build: Builder) -> None:
     build.free(refused)
     build.free(made[1])
     build.exit()
-    build.trace.cut_short = True
+    build.trace.ended_out_of_memory = True
     assert set(categories(build_ledger(build.trace), *made)) == {Category.ACTIVATIONS}
 
 
@@ -369,7 +369,7 @@ def test_the_last_of_equal_peaks(build: Builder) -> None:
 
 
 def test_out_of_memory(build: Builder) -> None:
-    """A card of 100 MiB with a context of 20: the third tensor of 30 MiB is refused, at the driver's granularity."""
+    """A GPU of 100 MiB with a context of 20: the third tensor of 30 MiB is refused, at the driver's granularity."""
     build.phase(PhaseKind.MODEL)
     weight = build.alloc(30 * MIB)
     build.phase(PhaseKind.FORWARD, 1, 1)
@@ -379,9 +379,9 @@ def test_out_of_memory(build: Builder) -> None:
     build.free(first)
     trace = build.trace
     assert build_ledger(trace).out_of_memory is None
-    fits = build_ledger(trace, replay_on_card(trace, CardMemory(114 * MIB, 20 * MIB)))
+    fits = build_ledger(trace, replay_on_gpu(trace, GpuMemory(114 * MIB, 20 * MIB)))
     assert fits.out_of_memory is None and fits.run.retries == 0
-    ledger = build_ledger(trace, replay_on_card(trace, CardMemory(113 * MIB, 20 * MIB)))
+    ledger = build_ledger(trace, replay_on_gpu(trace, GpuMemory(113 * MIB, 20 * MIB)))
     found = ledger.out_of_memory
     assert found is not None
     assert found.storage == last and found.stage.step == 1 and trace.events[found.event].ref == last
@@ -390,7 +390,7 @@ def test_out_of_memory(build: Builder) -> None:
     assert "this process has 82.00 MiB memory in use" in found.message
     assert ledger.run.required_reserved_bytes == ledger.peak_reserved_bytes == 94 * MIB
     assert ledger.peak_bytes == 90 * MIB + 2 * 512  # rests of more than 1 MiB are split off
-    early = build_ledger(trace, replay_on_card(trace, CardMemory(49 * MIB, 20 * MIB))).out_of_memory
+    early = build_ledger(trace, replay_on_gpu(trace, GpuMemory(49 * MIB, 20 * MIB))).out_of_memory
     assert early is not None and early.storage == weight and early.stage.name == "parameters"
 
 

@@ -3,8 +3,8 @@ import json
 from hypothesis import given, settings
 
 from memprof.ledger.ledger import build_ledger
-from memprof.ledger.over_time import FRAGMENTATION, OverTime, by_category, fullest, over_time
-from memprof.trace.plain import from_plain, to_plain
+from memprof.ledger.over_time import FRAGMENTATION, OverTime, by_category, over_time, peak_events
+from memprof.trace.json_values import from_plain, to_plain
 from tests.golden.test_report import training_run
 from tests.lanes import examples
 from tests.unit.report.runs import traces
@@ -30,7 +30,7 @@ def test_moments_of_a_run():
     assert found.num_events == len(ledger.allocated) and found.peak_event in found.events
     assert found.allocated_bytes == tuple(ledger.allocated[event] for event in found.events)
     assert max(found.allocated_bytes) == ledger.peak_bytes
-    assert [step for step, _ in found.steps] == [1, 2] and found.refused_event is None
+    assert [step for step, _ in found.steps] == [1, 2] and found.failed_event is None
     assert FRAGMENTATION not in found.categories  # it never takes a hundredth
     assert list(found.most_bytes.values()) == sorted(found.most_bytes.values(), reverse=True)
     assert from_plain(OverTime, json.loads(json.dumps(to_plain(found)))) == found
@@ -38,5 +38,5 @@ def test_moments_of_a_run():
 
 def test_each_stretch_is_shown_by_its_fullest_moment():
     allocated = [0, 5, 1, 9, 9, 2, 7, 0]
-    assert fullest(allocated, 4, 4) == [1, 3, 4, 6]
-    assert fullest(allocated, 1, 3) == [3] and fullest(allocated, 100, 4) == list(range(8))
+    assert peak_events(allocated, 4, 4) == [1, 3, 4, 6]
+    assert peak_events(allocated, 1, 3) == [3] and peak_events(allocated, 100, 4) == list(range(8))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from memprof.allocator.rounding import round_size
 from memprof.ledger.categories import Category
-from memprof.ledger.ledger import alive_at, build_ledger
+from memprof.ledger.ledger import build_ledger, live_storages_at
 from memprof.ledger.stages import spans
 from memprof.trace.events import (
     HOST,
@@ -81,7 +81,7 @@ def traces(draw: st.DrawFn) -> Trace:
 
 
 def brute_force(trace: Trace) -> list[set[int]]:
-    """The GPU storages alive after every event."""
+    """The GPU storages live after every event."""
     result = []
     for time in range(len(trace.events)):
         counts = Counter[int]()
@@ -116,7 +116,7 @@ def test_rows_sum_to_the_peak_and_the_live_set_is_right(trace: Trace) -> None:
     assert max(stage.peak_reserved_bytes for stage in ledger.stages) == ledger.peak_reserved_bytes >= ledger.peak_bytes
     live = [index for tensor in ledger.live for index in tensor.storages]
     assert len(live) == len(set(live)) and set(live) == alive[ledger.peak_event] == set(
-        alive_at(trace, ledger.peak_event)
+        live_storages_at(trace, ledger.peak_event)
     )
     assert all(tensor.count == len(tensor.storages) for tensor in ledger.live)
     assert len(ledger.categories) == len(trace.storages)

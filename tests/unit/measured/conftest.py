@@ -1,4 +1,4 @@
-"""A stand-in for torch.cuda: tensors stay on the CPU, counters and the allocator's history are what a test writes."""
+"""A stub for torch.cuda: tensors stay on the CPU, counters and the allocator's history are what a test writes."""
 
 import contextlib
 import ctypes
@@ -23,21 +23,21 @@ class _Device(ctypes.Structure):
     _fields_ = (("type", ctypes.c_int8), ("index", ctypes.c_int8))
 
 
-def report(address, num_bytes, card=0):
+def report(address, num_bytes, gpu=0):
     """Tell torch's profiler what a GPU's allocator would: an allocation, or a free of negative size."""
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
     function = library._ZN3c1027reportMemoryUsageToProfilerEPvlmmNS_6DeviceE  # c10/core/Allocator.h
     function.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_size_t, ctypes.c_size_t, _Device)
     function.restype = None
-    function(address, num_bytes, 0, 0, _Device(1, card))
+    function(address, num_bytes, 0, 0, _Device(1, gpu))
 
 
-class StandIn:
+class Stub:
     """What torch.cuda says, and what it was told."""
 
     def __init__(self):
         self.calls = []
-        self.error = None  # What every call that waits for the card raises.
+        self.error = None  # What every call that waits for the GPU raises.
         self.free, self.total, self.reserved = 60 * MIB, 100 * MIB, 10 * MIB
         self.now = {0: 0}
         self.peak = {0: 0}
@@ -48,7 +48,7 @@ class StandIn:
         self.alive = {}
         self.is_capturing = False
 
-    def wait(self, card=0):
+    def wait(self, gpu=0):
         self.calls.append("synchronize")
         if self.error is not None:
             raise self.error
@@ -90,32 +90,32 @@ class StandIn:
         yield
         self.is_capturing, self.error = False, error
 
-    def stats(self, card):
-        counts = {"peak": self.peak[card], "current": self.now[card]}
+    def stats(self, gpu):
+        counts = {"peak": self.peak[gpu], "current": self.now[gpu]}
         return {
             "allocated_bytes": {"all": counts},
             "requested_bytes": {"all": {"current": self.requested}},
             "num_ooms": 0,
         }
 
-    def reset(self, card):
-        self.peak[card] = self.now[card]
+    def reset(self, gpu):
+        self.peak[gpu] = self.now[gpu]
 
 
 @pytest.fixture
-def card(monkeypatch):
-    fake = StandIn()
+def gpu(monkeypatch):
+    fake = Stub()
     cuda = {
         "init": lambda: None,
         "is_available": lambda: True,
         "is_initialized": lambda: True,
         "current_device": lambda: 0,
-        "get_device_capability": lambda card=0: (9, 0),
+        "get_device_capability": lambda gpu=0: (9, 0),
         "synchronize": fake.wait,
-        "memory_allocated": lambda card=0: fake.now[card],
-        "memory_reserved": lambda card=0: fake.reserved,
+        "memory_allocated": lambda gpu=0: fake.now[gpu],
+        "memory_reserved": lambda gpu=0: fake.reserved,
         "mem_get_info": lambda: (fake.free, fake.total),
-        "get_device_properties": lambda card: SimpleNamespace(name=fake.name),
+        "get_device_properties": lambda gpu: SimpleNamespace(name=fake.name),
         "is_current_stream_capturing": lambda: fake.is_capturing,
     }
     for name, value in cuda.items():
@@ -136,8 +136,8 @@ def card(monkeypatch):
     return fake
 
 
-class OnStandIn(MeasuredDevice):
-    """Measures on the stand-in, with tensors on the CPU."""
+class OnStub(MeasuredDevice):
+    """Measures on the stub, with tensors on the CPU."""
 
     def __init__(self):
         super().__init__("cuda")
@@ -145,5 +145,5 @@ class OnStandIn(MeasuredDevice):
 
 
 @pytest.fixture
-def on_stand_in(card):
-    return OnStandIn()
+def on_stub(gpu):
+    return OnStub()

@@ -1,4 +1,4 @@
-"""Runs measured on the CPU, and what a card's would be made of."""
+"""Runs measured on the CPU, and what a GPU's would be made of."""
 
 import gc
 import json
@@ -18,7 +18,7 @@ from memprof.flows.capture import capture_measured
 from memprof.ledger.categories import Category
 from memprof.measured import MeasuredDevice
 from memprof.measured import device as measured_device
-from memprof.measured.cuda import Outside
+from memprof.measured.cuda import NvmlUse
 from memprof.measured.history import Allocation, read_history
 from memprof.measured.marks import Claim, Mark, Marks
 from memprof.measured.merge import Recorded, collect_allocations, merge
@@ -42,7 +42,7 @@ from memprof.trace.facts import NvmlFacts, OtherProcess
 from memprof.trace.io import load_trace, save_trace
 from memprof.workload.models import find_source
 from memprof.workload.step import Workload
-from tests.unit.device.driver import FakeCard, FakeProcess
+from tests.unit.device.driver import FakeGpu, FakeProcess
 
 MODEL = """
 import torch, transformers
@@ -179,10 +179,10 @@ def test_a_run_that_fails_gives_the_report_so_far_and_its_memory_back(model_file
     assert not [known for known in gc.get_objects() if type(known).__name__ == "Fails"]
 
 
-def test_without_a_card_cuda_says_why():
+def test_without_a_gpu_cuda_says_why():
     if torch.cuda.is_available():
-        pytest.skip("there is a card")
-    with pytest.raises(MemprofError, match="no CUDA card"):
+        pytest.skip("there is a GPU")
+    with pytest.raises(MemprofError, match="no CUDA GPU"):
         flow.profile(TargetSpec(model="gpt2", device="cuda"))
 
 
@@ -234,34 +234,34 @@ def test_merging_puts_events_in_order_of_time_and_inside_their_modules():
     assert trace.times == [0, 10, 20, 21, 24, 30, 40, 45, 47, 50]
 
 
-def test_counters_of_a_card_are_read_where_phases_begin(monkeypatch, model_file, driver):
-    """torch.cuda replaced by a stand-in: the tensors are on the CPU, the counters are the card's."""
+def test_counters_of_a_gpu_are_read_where_phases_begin(monkeypatch, model_file, driver):
+    """torch.cuda replaced by a stub: the tensors are on the CPU, the counters are the GPU's."""
     calls = []
-    stand_in = {
+    stub = {
         "init": lambda: calls.append("init"),
-        "synchronize": lambda card: calls.append("synchronize"),
-        "memory_allocated": lambda card: 11 << 20,
-        "memory_reserved": lambda card=0: 33 << 20,
+        "synchronize": lambda gpu: calls.append("synchronize"),
+        "memory_allocated": lambda gpu: 11 << 20,
+        "memory_reserved": lambda gpu=0: 33 << 20,
         "is_current_stream_capturing": lambda: False,
     }
     stats = {"allocated_bytes": {"all": {"peak": 22 << 20}}, "requested_bytes": {"all": {"current": 0}}}
-    monkeypatch.setattr(torch._C, "_cuda_memoryStats", lambda card: stats, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_resetPeakMemoryStats", lambda card: calls.append("reset"), raising=False)
-    for name, value in stand_in.items():
+    monkeypatch.setattr(torch._C, "_cuda_memoryStats", lambda gpu: stats, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_resetPeakMemoryStats", lambda gpu: calls.append("reset"), raising=False)
+    for name, value in stub.items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch.cuda.memory, "get_allocator_backend", lambda: "native")
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda card: (9, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=FakeCard().uuid))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda gpu: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=FakeGpu().uuid))
     own, other = FakeProcess(os.getpid(), 5 << 30), FakeProcess(4_000_002, 1 << 30, b"python3")
-    driver(FakeCard(compute=[own, other]))
+    driver(FakeGpu(compute=[own, other]))
     history = {"device_traces": [[]], "segments": []}
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **options: calls.append(options["enabled"]))
     monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: history)
 
     class OnCpu(MeasuredDevice):
         def __init__(self):
-            super().__init__("cuda", Outside())
+            super().__init__("cuda", NvmlUse())
             self.name = "cpu"
             self.trace.device = CPU
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from memprof.device.cards import CardProcess, NvmlCard
+from memprof.device.gpus import GpuProcess, NvmlGpu
 from memprof.monitor.log import Log
-from memprof.monitor.sample import Allocator, Peaks, Sample, Watched, csv_header, csv_row
+from memprof.monitor.sample import Allocator, MonitorSample, Peaks, WatchedProcess, csv_header, csv_row
 
 
 def test_lines_are_there_at_once(tmp_path):
@@ -69,23 +69,21 @@ def test_a_disk_that_is_full_for_a_while(tmp_path, monkeypatch):
     assert "1 line is missing" in log.note
 
 
-def _sample() -> Sample:
+def _sample() -> MonitorSample:
     def allocator(device, allocated):
-        return Allocator(
-            device, "card", "", 0, None, allocated, 2 * allocated, 3 * allocated, 4 * allocated, 5, 6, 1, 0
-        )
+        return Allocator(device, "gpu", "", 0, None, allocated, 2 * allocated, 3 * allocated, 4 * allocated, 5, 6, 1, 0)
 
-    return Sample(
+    return MonitorSample(
         time=1_700_000_000.25,
         elapsed=2.5,
-        cards=(
-            NvmlCard(1, "a", total_bytes=100, used_bytes=90, processes=(CardProcess(7, "x", 30, "compute"),)),
-            NvmlCard(2, "b", notes=("lost",)),
+        gpus=(
+            NvmlGpu(1, "a", total_bytes=100, used_bytes=90, processes=(GpuProcess(7, "x", 30, "compute"),)),
+            NvmlGpu(2, "b", notes=("lost",)),
         ),
         processes=(
-            Watched(7, "python", 1000, 1500, 0, (allocator(0, 10), allocator(1, 20))),
-            Watched(8, "python", 2000, 2000, 1, (allocator(0, 30),)),
-            Watched(9, "sh", 10, 10),
+            WatchedProcess(7, "python", 1000, 1500, 0, (allocator(0, 10), allocator(1, 20))),
+            WatchedProcess(8, "python", 2000, 2000, 1, (allocator(0, 30),)),
+            WatchedProcess(9, "sh", 10, 10),
         ),
     )
 
@@ -99,12 +97,12 @@ def test_columns():
     assert (row["allocated_bytes"], row["reserved_bytes"]) == (60, 120)
     assert (row["interval_peak_allocated_bytes"], row["interval_peak_reserved_bytes"]) == (180, 240)
     assert (row["peak_allocated_bytes"], row["peak_reserved_bytes"], row["alloc_retries"]) == (500, 240, 3)
-    assert (row["card1_used_bytes"], row["card1_total_bytes"], row["card1_command_bytes"]) == (90, 100, 30)
-    assert (row["card2_used_bytes"], row["card2_power_watts"]) == ("", "")
+    assert (row["gpu1_used_bytes"], row["gpu1_total_bytes"], row["gpu1_command_bytes"]) == (90, 100, 30)
+    assert (row["gpu2_used_bytes"], row["gpu2_power_watts"]) == ("", "")
 
 
 def test_what_is_not_known_is_empty_and_not_zero():
-    sample, peaks = Sample(0.0, 0.0), Peaks()
+    sample, peaks = MonitorSample(0.0, 0.0), Peaks()
     peaks.add(sample)
     row = dict(zip(csv_header([0]), csv_row(sample, peaks, [0]), strict=True))
-    assert {row[name] for name in ("allocated_bytes", "peak_allocated_bytes", "card0_used_bytes", "ooms")} == {""}
+    assert {row[name] for name in ("allocated_bytes", "peak_allocated_bytes", "gpu0_used_bytes", "ooms")} == {""}

@@ -317,7 +317,7 @@ def test_the_real_torch_initialises_and_tells(script):
     import torch
 
     if torch.version.cuda is not None:
-        pytest.skip("this torch would ask the card itself")
+        pytest.skip("this torch would ask the GPU itself")
     done = run("--json", "--interval", 0.2, "--", sys.executable, script(REAL), env=environment())
     _, outcome = _samples(done)
     assert outcome["exit_code"] == 0, done.stderr

@@ -61,7 +61,7 @@ def _message(pid, started, current, peak, **more):
         "num_alloc_retries": 0,
         "num_ooms": 0,
     }
-    return {"pid": pid, "started": started, "rank": None, "devices": {"0": counters}, "cards": {}, **more}
+    return {"pid": pid, "started": started, "rank": None, "devices": {"0": counters}, "gpus": {}, **more}
 
 
 @pytest.fixture

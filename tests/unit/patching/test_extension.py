@@ -34,7 +34,7 @@ class OfLibrary(Extension):
         yield self.library, "where", context.gpu.name
 
     def patches_of(self, module: ModuleType, context: Any) -> Iterator[Patch]:
-        yield module, "a", context.cards.number
+        yield module, "a", context.gpus.number
 
     @contextlib.contextmanager
     def around(self, context: Any) -> Iterator[None]:
@@ -50,7 +50,7 @@ def test_it_is_in_place_for_the_length_of_a_run(tmp_path: Path, monkeypatch: pyt
     monkeypatch.syspath_prepend(tmp_path)
     library = Library("library")
     extension = OfLibrary(library)
-    with VirtualGpu(find_gpu("h100-80gb"), cards=2, extensions=[extension]):
+    with VirtualGpu(find_gpu("h100-80gb"), gpus=2, extensions=[extension]):
         import os
 
         found = __import__("library_of_test_extension")

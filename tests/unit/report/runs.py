@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from memprof.flows.account import analyze
-from memprof.report.matching.runs import Run, run_of_document
+from memprof.report.matching.runs import ComparedRun, run_of_document
 from memprof.spec import TargetSpec
 from memprof.trace.events import (
     CPU,
@@ -46,14 +46,14 @@ def facts(**asked: Any) -> Facts:
         command="profile",
         memprof_version="0.1.0",
         target=Target(TargetSpec(model="net", **asked), "net", num_parameters=1, context_length=8, dtype="float32"),
-        device=DeviceFacts("a card", 1 << 40, (1 << 40) - CONTEXT, CONTEXT),
+        device=DeviceFacts("a GPU", 1 << 40, (1 << 40) - CONTEXT, CONTEXT),
         allocator=AllocatorFacts("2.8.0"),
     )
 
 
 @st.composite
 def traces(draw: st.DrawFn) -> Trace:
-    """A run with at least one tensor on the card."""
+    """A run with at least one tensor on the GPU."""
     trace = Trace(modules=list(MODULES), ops=list(OPS), sources=["/a/b.py:1 f"])
     alive: list[int] = []
 
@@ -97,7 +97,7 @@ def report_of(trace: Trace) -> dict[str, Any]:
     return analyze(trace).to_json()
 
 
-def run_of(trace: Trace) -> Run:
+def run_of(trace: Trace) -> ComparedRun:
     """The form that is compared."""
     return run_of_document(analyze(trace), "run.memprof", "memprof capture")
 

@@ -12,7 +12,7 @@ import pytest
 from memprof.allocator import parse_config
 from memprof.ledger.steps import TrainingStep
 from memprof.report.documents.ladder import Bottleneck, Cost, Rung
-from memprof.report.documents.report import Document
+from memprof.report.documents.report import Report
 from tests.golden import test_analysis, test_comparison, test_report
 
 MIB = 2**20
@@ -22,7 +22,7 @@ RUNG = Rung(
 )  # fmt: skip
 
 
-def report(**changes) -> Document:
+def report(**changes) -> Report:
     return dataclasses.replace(test_report.document(2048 * MIB), **changes)
 
 

@@ -14,31 +14,31 @@ from memprof.report.documents.analysis import Analysis
 from memprof.report.documents.comparison import Comparison
 from memprof.report.documents.estimate import EstimateDocument
 from memprof.report.documents.ranks import RankRow
-from memprof.report.documents.recommendation import Bound, Choice, Lengths, Recommendation
-from memprof.report.documents.report import Document
-from memprof.report.documents.verification import Deviation, OptimizerRow, Precision, RemedyPeak, Verification
+from memprof.report.documents.recommendation import Configuration, LargestFit, LengthRisk, Recommendation
+from memprof.report.documents.report import Report
+from memprof.report.documents.verification import Deviation, FixPeak, OptimizerRow, Precision, Verification
 from memprof.report.documents.vocabulary import Vocabulary
 from memprof.spec import TargetSpec
 from memprof.trace.facts import DeviceFacts, Facts, ProgramFacts, Target
-from memprof.trace.plain import Plain, from_plain, to_plain
+from memprof.trace.json_values import JsonValue, from_plain, to_plain
 from tests.lanes import examples
 from tests.unit.report.runs import traces
 
 GOLDEN = Path(__file__).parents[2] / "golden"
-DOCUMENTS: dict[str, type[Plain]] = {
-    "does_not_fit": Document,
+DOCUMENTS: dict[str, type[JsonValue]] = {
+    "does_not_fit": Report,
     "analysis": Analysis,
     "comparison": Comparison,
     "vocabulary": Vocabulary,
     "unchanged/estimate": EstimateDocument,
     "unchanged/analyze": Analysis,
     "unchanged/compare": Comparison,
-    **{f"unchanged/{file.stem}": Document for file in GOLDEN.glob("unchanged/profile*.json")},
-    **{f"unchanged/{file.stem}": Document for file in GOLDEN.glob("unchanged/run*.json")},
+    **{f"unchanged/{file.stem}": Report for file in GOLDEN.glob("unchanged/profile*.json")},
+    **{f"unchanged/{file.stem}": Report for file in GOLDEN.glob("unchanged/run*.json")},
 }
 
 
-def through_json(document: Plain) -> Plain:
+def through_json(document: JsonValue) -> JsonValue:
     return type(document).from_json(json.loads(json.dumps(document.to_json())))
 
 
@@ -63,9 +63,9 @@ def test_reports_come_back(trace) -> None:
 
 
 def test_recommendations_come_back() -> None:
-    choice = Choice("plain", {"amp": None}, "memprof profile", 1, 2, 3, 4, 5, True, 0.5, None, 1, "", True, "")
+    choice = Configuration("plain", {"amp": None}, "memprof profile", 1, 2, 3, 4, 5, True, 0.5, None, 1, "", True, "")
     found = Recommendation(
-        device=DeviceFacts("Card", 10, 9, 1),
+        device=DeviceFacts("GPU", 10, 9, 1),
         goal="speed",
         model="net",
         num_parameters=7,
@@ -74,8 +74,8 @@ def test_recommendations_come_back() -> None:
         chosen=choice,
         reason="it fits",
         choices=(choice,),
-        batch=Bound(4, None),
-        lengths=Lengths("a.txt", 1, 0, 0, ("line 3",), 0, 1, 1, 1, 1, 1, 8),
+        batch=LargestFit(4, None),
+        lengths=LengthRisk("a.txt", 1, 0, 0, ("line 3",), 0, 1, 1, 1, 1, 1, 8),
         snippets={"torch": "x"},
     )
     assert through_json(found) == found
@@ -88,7 +88,7 @@ def test_verifications_come_back() -> None:
         precisions=[Precision("float16", "net", 0.1, 0.1, 0.9, (0.1, 0.2), 0.05)],
         optimizers=[OptimizerRow("bfloat16 AdamW", "net", 3, 0.1, 0.2, 0.3, 64, None)],
         narrow={"net": ("aten.mm",)},
-        peaks=[RemedyPeak("chunked-loss", "net", 10, 5)],
+        peaks=[FixPeak("chunked-loss", "net", 10, 5)],
         skipped={("lora", "net"): "it has none"},
     )
     assert through_json(found) == found
@@ -104,7 +104,7 @@ def test_facts_come_back_with_what_was_asked(target: Target | None) -> None:
         command="profile",
         target=target,
         program=ProgramFacts(("a.py", "--b"), "exit", None, 3, ("chunked-loss",)),
-        device=DeviceFacts("Card", 10, 9, 1),
+        device=DeviceFacts("GPU", 10, 9, 1),
     )
     again = through_json(facts)
     assert again == facts
@@ -113,9 +113,9 @@ def test_facts_come_back_with_what_was_asked(target: Target | None) -> None:
 
 def test_facts_of_earlier_releases() -> None:
     values = {"command": "profile", "target": {"model": "net", "mode": "train", "dtype": "bfloat16", "gone": 1}}
-    facts = Facts.from_json({**values, "device": {"name": "Card", "total_bytes": 5}})
+    facts = Facts.from_json({**values, "device": {"name": "GPU", "total_bytes": 5}})
     assert facts.target.asked == facts.target.spec == TargetSpec(model="net", dtype="bfloat16")
-    assert facts.allocator is None and facts.device == DeviceFacts("Card", 5)
+    assert facts.allocator is None and facts.device == DeviceFacts("GPU", 5)
     assert Facts.from_json({}) == Facts()
 
 
@@ -126,9 +126,9 @@ def test_facts_of_earlier_releases() -> None:
 def test_what_is_none(changes: dict[str, object]) -> None:
     values = json.loads((GOLDEN / "does_not_fit.json").read_text(encoding="utf-8"))
     with pytest.raises(ValueError, match=r"."):
-        Document.from_json({**values, **changes})
+        Report.from_json({**values, **changes})
     with pytest.raises(UsageError):
-        Document.from_json({**values, "target": {**values["target"], "optimizer": "adamv"}})
+        Report.from_json({**values, "target": {**values["target"], "optimizer": "adamv"}})
 
 
 def test_a_dtype_that_no_option_asks_for_comes_back() -> None:

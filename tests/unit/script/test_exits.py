@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from memprof.patching.patch_set import PatchSet
-from memprof.script import Ended, Program, StopRule
+from memprof.script import EndReason, Program, StopRule
 from memprof.script.exits import ExitHandlers
 
 
-def ran(folder: Path, text: str, **files: str) -> tuple[Ended, int]:
+def ran(folder: Path, text: str, **files: str) -> tuple[EndReason, int]:
     for name, content in {**files, "train": text}.items():
         (folder / f"{name}.py").write_text(textwrap.dedent(content), encoding="utf-8")
     for name in files:
@@ -34,9 +34,9 @@ def ran(folder: Path, text: str, **files: str) -> tuple[Ended, int]:
 @pytest.mark.parametrize(
     ("end", "ended", "code"),
     [
-        ("", Ended.EXIT, 0),
-        ("sys.exit(5)", Ended.EXIT, 5),
-        ("raise ValueError", Ended.ERROR, 1),
+        ("", EndReason.EXIT, 0),
+        ("sys.exit(5)", EndReason.EXIT, 5),
+        ("raise ValueError", EndReason.ERROR, 1),
     ],
 )
 def test_they_run_at_the_end_the_last_first(tmp_path, capsys, end, ended, code):
@@ -66,14 +66,14 @@ def test_an_error_in_one_is_said_and_the_others_run(tmp_path, capsys):
     def fails(): raise ValueError("mine")
     atexit.register(fails)
     """
-    assert ran(tmp_path, text) == (Ended.EXIT, 0)
+    assert ran(tmp_path, text) == (EndReason.EXIT, 0)
     said = capsys.readouterr()
     assert said.out == "last\n"
     assert "Exception ignored in atexit callback: <function fails" in said.err and "ValueError: mine" in said.err
 
 
 def test_none_runs_where_the_program_leaves_at_once(tmp_path, capsys):
-    assert ran(tmp_path, "import atexit, os\natexit.register(print, 'no')\nos._exit(3)") == (Ended.EXIT, 3)
+    assert ran(tmp_path, "import atexit, os\natexit.register(print, 'no')\nos._exit(3)") == (EndReason.EXIT, 3)
     assert capsys.readouterr().out == ""
 
 

@@ -9,13 +9,13 @@ import os
 import pytest
 
 from memprof.errors import UsageError
-from memprof.script import Ended, Program, StopRule
-from memprof.script.launchers import Place, Start, find_launcher, find_missing_variable
+from memprof.script import EndReason, Program, StopRule
+from memprof.script.launchers import ProcessSelection, ProcessStart, find_launcher, find_missing_variable
 
-FIRST = Place()
+FIRST = ProcessSelection()
 
 
-def start(command: str, place: Place = FIRST) -> Start:
+def start(command: str, place: ProcessSelection = FIRST) -> ProcessStart:
     words = command.split()
     is_module = words[0] == "-m"
     name, *arguments = words[is_module:]
@@ -83,7 +83,7 @@ def test_what_is_started(command, name, arguments, is_module, environment):
 
 
 @pytest.mark.parametrize(
-    ("command", "rank", "cards", "nodes", "variables"),
+    ("command", "rank", "gpus", "nodes", "variables"),
     [
         ("torchrun --nproc_per_node 4 t.py", 3, 4, 1, {"RANK": "3", "LOCAL_RANK": "3", "WORLD_SIZE": "4"}),
         ("torchrun --nproc_per_node 4 --nnodes 1:2 t.py", 5, 4, 2, {"RANK": "5", "LOCAL_RANK": "1", "GROUP_RANK": "1"}),
@@ -97,23 +97,23 @@ def test_what_is_started(command, name, arguments, is_module, environment):
         (f"-m deepspeed.launcher.launch --world_info={world(a=[0], b=[0])} t.py", 1, 1, 2, {"WORLD_SIZE": "2"}),
     ],
 )
-def test_one_of_several_processes(command, rank, cards, nodes, variables):
-    found = start(command, Place(rank))
-    assert (found.rank, found.cards, found.nodes) == (rank, cards, nodes)
+def test_one_of_several_processes(command, rank, gpus, nodes, variables):
+    found = start(command, ProcessSelection(rank))
+    assert (found.rank, found.gpus, found.nodes) == (rank, gpus, nodes)
     assert variables.items() <= found.environment.items()
     assert start(command).environment["RANK"] == "0"
     with pytest.raises(UsageError, match="no such rank"):
-        start(command, Place(99))
+        start(command, ProcessSelection(99))
 
 
 @pytest.mark.parametrize(
     ("place", "said"),
     [
-        (Place(cards=2), "start 4 processes on a machine with 2 of the cards"),
-        (Place(nodes=2), "processes on 1 machines"),
+        (ProcessSelection(gpus=2), "start 4 processes on a machine with 2 of the GPUs"),
+        (ProcessSelection(nodes=2), "processes on 1 machines"),
     ],
 )
-def test_fewer_cards_than_processes(place, said):
+def test_fewer_gpus_than_processes(place, said):
     with pytest.raises(UsageError, match=said):
         start("torchrun --nproc_per_node 4 t.py", place)
 
@@ -121,12 +121,16 @@ def test_fewer_cards_than_processes(place, said):
 @pytest.mark.parametrize(
     ("environment", "place", "found"),
     [
-        ({}, Place(), (0, 1, 1, {})),
-        ({}, Place(3, 4), (3, 4, 1, {})),
-        ({}, Place(5, 4, 2), (5, 4, 2, {})),
-        ({"WORLD_SIZE": "8", "RANK": "3"}, Place(), (3, 8, 1, {})),
-        ({"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}, Place(5), (5, 4, 2, {"RANK": "5", "LOCAL_RANK": "1"})),
-        ({"WORLD_SIZE": "8", "RANK": "3"}, Place(cards=4), (3, 4, 1, {})),
+        ({}, ProcessSelection(), (0, 1, 1, {})),
+        ({}, ProcessSelection(3, 4), (3, 4, 1, {})),
+        ({}, ProcessSelection(5, 4, 2), (5, 4, 2, {})),
+        ({"WORLD_SIZE": "8", "RANK": "3"}, ProcessSelection(), (3, 8, 1, {})),
+        (
+            {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"},
+            ProcessSelection(5),
+            (5, 4, 2, {"RANK": "5", "LOCAL_RANK": "1"}),
+        ),
+        ({"WORLD_SIZE": "8", "RANK": "3"}, ProcessSelection(gpus=4), (3, 4, 1, {})),
     ],
 )
 def test_processes_by_hand(monkeypatch, environment, place, found):
@@ -135,8 +139,8 @@ def test_processes_by_hand(monkeypatch, environment, place, found):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     started = Program("train.py").start(place)
-    assert isinstance(started, Start)
-    assert (started.rank, started.cards, started.nodes, started.environment) == found
+    assert isinstance(started, ProcessStart)
+    assert (started.rank, started.gpus, started.nodes, started.environment) == found
 
 
 @pytest.mark.parametrize(
@@ -177,7 +181,7 @@ def test_it_runs_here_as_main(tmp_path, capsys, monkeypatch):
     (tmp_path / "train.py").write_text("import os, sys; print(__name__, sys.argv, os.environ['RANK'], os.getpid())")
     program = Program("torchrun", ("train.py", "a"))
     program.check()
-    assert program.run(StopRule()).ended is Ended.EXIT
+    assert program.run(StopRule()).ended is EndReason.EXIT
     assert capsys.readouterr().out == f"__main__ ['train.py', 'a'] 0 {os.getpid()}\n"
     assert os.environ["RANK"] == "before" and "WORLD_SIZE" not in os.environ
 
@@ -185,7 +189,7 @@ def test_it_runs_here_as_main(tmp_path, capsys, monkeypatch):
 def test_what_cannot_be_started():
     for arguments in (("no_such.py",), ("--nproc_per_node", "3", "no_such.py"), ("--nproc_per_node", "3", __file__)):
         outcome = Program("torchrun", arguments).run(StopRule())
-        assert outcome.ended is Ended.NOT_SIMULATED and isinstance(outcome.error, UsageError)
+        assert outcome.ended is EndReason.NOT_SIMULATED and isinstance(outcome.error, UsageError)
 
 
 def test_the_variable_of_a_launcher_that_a_script_looks_for(monkeypatch):

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from memprof.errors import UsageError
-from memprof.script import Ended, Program, StopRule
+from memprof.script import EndReason, Program, StopRule
 from memprof.script.program import print_error
 from memprof.script.stop import (
     CHEAP_EVENTS,
@@ -44,7 +44,7 @@ def test_it_is_main_and_finds_its_arguments_and_its_folder(script, capsys):
     )
     before = sys.argv, sys.path[:], os._exit, sys.modules["__main__"]
     outcome = Program(name, ("--lr", "1e-3")).run(StopRule())
-    assert outcome.ended is Ended.EXIT and outcome.exit_code == 0
+    assert outcome.ended is EndReason.EXIT and outcome.exit_code == 0
     assert capsys.readouterr().out == f"__main__ ['--lr', '1e-3'] 7 {name} True\n"
     assert (sys.argv, sys.path, os._exit, sys.modules["__main__"]) == before
 
@@ -57,7 +57,7 @@ def test_a_module(script, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     program = Program("package.train", ("a",), is_module=True)
     program.check()
-    assert program.run(StopRule()).ended is Ended.EXIT
+    assert program.run(StopRule()).ended is EndReason.EXIT
     assert capsys.readouterr().out == "__main__ ['a'] 3\n"
     assert program.command == ["-m", "package.train", "a"]
 
@@ -73,7 +73,7 @@ def test_a_module(script, tmp_path, monkeypatch, capsys):
 )
 def test_ways_out(script, capsys, text, code, said):
     outcome = Program(script(text)).run(StopRule())
-    assert (outcome.ended, outcome.exit_code) == (Ended.EXIT, code)
+    assert (outcome.ended, outcome.exit_code) == (EndReason.EXIT, code)
     assert capsys.readouterr().err == said
 
 
@@ -89,7 +89,7 @@ def test_its_own_error_is_shown_without_what_ran_it(script, capsys):
         """
     )
     outcome = Program(name).run(StopRule())
-    assert (outcome.ended, outcome.exit_code) == (Ended.ERROR, 1)
+    assert (outcome.ended, outcome.exit_code) == (EndReason.ERROR, 1)
     print_error(outcome.error)
     shown = capsys.readouterr().err
     assert shown.count(f'File "{name}"') == 3
@@ -99,7 +99,7 @@ def test_its_own_error_is_shown_without_what_ran_it(script, capsys):
 
 def test_a_syntax_error(script, capsys):
     outcome = Program(script("x = = 1")).run(StopRule())
-    assert (outcome.ended, outcome.exit_code) == (Ended.ERROR, 1)
+    assert (outcome.ended, outcome.exit_code) == (EndReason.ERROR, 1)
     print_error(outcome.error)
     shown = capsys.readouterr().err
     assert "SyntaxError" in shown and "x = = 1" in shown and "runpy" not in shown
@@ -107,7 +107,7 @@ def test_a_syntax_error(script, capsys):
 
 def test_an_interrupt(script):
     outcome = Program(script("raise KeyboardInterrupt")).run(StopRule())
-    assert (outcome.ended, outcome.exit_code) == (Ended.INTERRUPTED, 130)
+    assert (outcome.ended, outcome.exit_code) == (EndReason.INTERRUPTED, 130)
 
 
 def test_a_script_that_survives_its_errors_does_not_survive_the_clock(script):
@@ -123,7 +123,7 @@ def test_a_script_that_survives_its_errors_does_not_survive_the_clock(script):
     )
     began = time.monotonic()
     outcome = Program(name).run(StopRule(seconds=0.2))
-    assert (outcome.ended, outcome.exit_code) == (Ended.TIMEOUT, 0)
+    assert (outcome.ended, outcome.exit_code) == (EndReason.TIMEOUT, 0)
     assert time.monotonic() - began < 30
 
 
@@ -150,7 +150,7 @@ def goes_on(rule: StopRule, progress: Progress) -> bool:
     try:
         rule.after_step(progress)
     except StopRun as stop:
-        return stop.why is not Ended.STEPS
+        return stop.why is not EndReason.STEPS
     return True
 
 
@@ -198,7 +198,7 @@ def test_a_run_goes_on_while_that_is_cheap():
     assert goes_on(RULE, Progress(2, [5, 5], CHEAP_EVENTS - 1, CHEAP_SECONDS - 1))
     assert not goes_on(RULE, Progress(2, [5, 5], CHEAP_EVENTS, CHEAP_SECONDS - 1))
     assert not goes_on(RULE, Progress(2, [5, 5], CHEAP_EVENTS - 1, CHEAP_SECONDS))
-    assert not goes_on(StopRule(2), Progress(2, [5, 5], 1))  # so many were asked for
+    assert not goes_on(StopRule(2), Progress(2, [5, 5], 1))  # so many were requested
 
 
 def test_a_run_goes_on_while_memory_grows():
@@ -236,5 +236,5 @@ def test_packages_around_a_module_are_imported_by_its_run(tmp_path, monkeypatch,
     program.check()
     assert "around" not in sys.modules and not capsys.readouterr().out
     outcome = program.run(StopRule())
-    assert outcome.ended is Ended.ERROR and isinstance(outcome.error, ModuleNotFoundError)
+    assert outcome.ended is EndReason.ERROR and isinstance(outcome.error, ModuleNotFoundError)
     assert capsys.readouterr().out == "['-m', 'a']\n"

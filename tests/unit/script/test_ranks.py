@@ -1,4 +1,4 @@
-"""Processes of ranks: what they give back, and how they end. In a process of its own, which forks them."""
+"""Processes of ranks: what they release, and how they end. In a process of its own, which forks them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from tests.processes import python
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="there are no processes to fork")
 HEAD = """
 import os, signal, sys, time
-from memprof.script import Ended
-from memprof.script.ranks import Ran, run_together
-def done(result): return Ran(Ended.EXIT, 0, result)
+from memprof.script import EndReason
+from memprof.script.ranks import RankResult, run_together
+def done(result): return RankResult(EndReason.EXIT, 0, result)
 """
 TAIL = """
 ran, problem = run_together([0, 1], 2, body, longest_wait=2.0)

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memprof.allocator import AllocatorConfig, CardMemory, parse_config, replay_snapshot
+from memprof.allocator import AllocatorConfig, GpuMemory, parse_config, replay_snapshot
 from memprof.errors import MemprofError, UsageError
 from memprof.flows.compare import open_run
 from memprof.flows.recordings import export_file, open_file
 from memprof.report.export.memory_viz import as_plain, write_snapshot
 from memprof.report.export.perfetto import as_trace_events
-from memprof.snapshots.from_trace import snapshot_of
+from memprof.snapshots.from_trace import convert_to_snapshot
 from memprof.snapshots.recording import recordings
 from memprof.snapshots.slices import event_times, slices_of
 from memprof.trace.events import NONE, Event, EventKind, Phase, PhaseKind, Storage, Trace
@@ -63,7 +63,7 @@ def plain_trace(requests: list[tuple[int, int]]) -> Trace:
     usable=st.sampled_from([None, 120 * MIB, 260 * MIB]),
 )
 def test_a_replayed_export_reproduces_itself(conf, requests, usable):
-    made = snapshot_of(plain_trace(requests), parse_config(conf), usable and CardMemory(usable, 0)).snapshot
+    made = convert_to_snapshot(plain_trace(requests), parse_config(conf), usable and GpuMemory(usable, 0)).snapshot
     again = parse_snapshot(pickle.dumps(as_plain(made), protocol=4))
     assert again.traces == made.traces
     assert again.segments == made.segments
@@ -75,8 +75,8 @@ def test_a_replayed_export_reproduces_itself(conf, requests, usable):
 
 
 def test_out_of_memory_is_written_down():
-    made = snapshot_of(
-        plain_trace([(1, 60 * MIB), (2, 90 * MIB), (1, 0)]), AllocatorConfig(), CardMemory(100 * MIB, 0)
+    made = convert_to_snapshot(
+        plain_trace([(1, 60 * MIB), (2, 90 * MIB), (1, 0)]), AllocatorConfig(), GpuMemory(100 * MIB, 0)
     ).snapshot
     actions = [event.action.value for event in made.traces[0]]
     assert actions == ["segment_alloc", "alloc", "oom", "segment_alloc", "alloc", "free_requested", "free_completed"]
@@ -94,7 +94,7 @@ def test_only_types_that_the_viewer_knows():
 
 def test_frames_categories_and_stages_of_a_trace():
     trace = training_run()
-    made = snapshot_of(trace, AllocatorConfig(), None)
+    made = convert_to_snapshot(trace, AllocatorConfig(), None)
     (found,) = recordings(made.snapshot, made.origins)
     assert {life.category for life in found.lives} >= {"parameters", "gradients", "optimizer state", "activations"}
     names = [note["name"] for note in made.snapshot.annotations if note["stage"] == "START"]
@@ -160,7 +160,7 @@ def check_perfetto(data) -> None:
 def test_perfetto_of_a_trace(tmp_path):
     file, to = tmp_path / "run.memprof", tmp_path / "run.json"
     trace = training_run()
-    trace.facts = Facts(device=DeviceFacts("Card", 8192 * MIB, 7766 * MIB))
+    trace.facts = Facts(device=DeviceFacts("GPU", 8192 * MIB, 7766 * MIB))
     save_trace(trace, file)
     assert "perfetto" in export_file(file, to)
     data = json.loads(to.read_text())
@@ -212,7 +212,7 @@ def test_written_whole_or_not_at_all(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", ["run.pickle", "run.json"])
 def test_an_export_replaces_an_earlier_one_and_nothing_else(tmp_path, name):
     trace, file, to = training_run(), tmp_path / "run.memprof", tmp_path / name
-    trace.facts = Facts(device=DeviceFacts("Card", 8192 * MIB, 7766 * MIB))
+    trace.facts = Facts(device=DeviceFacts("GPU", 8192 * MIB, 7766 * MIB))
     save_trace(trace, file)
     for other in (b'{"mine": 1}', pickle.dumps({"weights": [1]}), file.read_bytes()):
         to.write_bytes(other)
@@ -227,7 +227,7 @@ def test_an_export_replaces_an_earlier_one_and_nothing_else(tmp_path, name):
 
 def test_an_export_says_whose_run_it_is(tmp_path):
     trace, file, to = training_run(), tmp_path / "run.memprof", tmp_path / "run.pickle"
-    trace.facts = Facts(device=DeviceFacts("Card", 8192 * MIB, 7766 * MIB))
+    trace.facts = Facts(device=DeviceFacts("GPU", 8192 * MIB, 7766 * MIB))
     for source in ("simulated", "measured"):
         trace.source = source
         save_trace(trace, file)

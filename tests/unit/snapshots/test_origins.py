@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from memprof.snapshots.origins import UNKNOWN, guess, origin_of
+from memprof.snapshots.origins import UNKNOWN, guess_category, origin_of
 from memprof.trace.snapshot import Frame
 from tests.unit.snapshots.builder import stack
 
@@ -71,8 +71,8 @@ def test_backward_is_named_by_its_node():
     node = Frame("", 0, "torch::autograd::generated::MmBackward0::apply(std::vector<at::Tensor>&&)")
     origin = origin_of((Frame("", 0, "at::_ops::mm::call(at::Tensor const&)"), node, ENGINE))
     assert (origin.source, origin.op, origin.part) == ("autograd MmBackward0", "MmBackward0", "backward")
-    assert guess(origin, outlives=True) == "gradients"
-    assert guess(origin, outlives=False) == "temporaries"
+    assert guess_category(origin, outlives=True) == "gradients"
+    assert guess_category(origin, outlives=False) == "temporaries"
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_category_of_a_stack(frames, category):
 
 def test_recomputation_in_a_backward_is_an_activation():
     frames = (*stack("model.py:12 forward", "call", main=False), ENGINE)
-    assert guess(origin_of(frames), outlives=True) == "activations"
+    assert guess_category(origin_of(frames), outlives=True) == "activations"
 
 
 def test_windows_paths():
@@ -125,4 +125,4 @@ def test_windows_paths():
 )
 def test_the_workspace_of_cublas_without_frames_of_cpp(kept_bytes: int | None, op: str, category: str) -> None:
     origin = origin_of(stack("model.py:12 forward", "call", op=op))
-    assert guess(origin, outlives=True, kept_bytes=kept_bytes) == category
+    assert guess_category(origin, outlives=True, kept_bytes=kept_bytes) == category

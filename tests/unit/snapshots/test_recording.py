@@ -1,4 +1,4 @@
-"""Recordings known by hand: amounts, what is alive, categories, fragmentation, refusals, leaks and what-if."""
+"""Recordings known by hand: amounts, what is live, categories, fragmentation, refusals, leaks and what-if."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memprof.allocator import parse_config
-from memprof.report.documents.analysis_build import Origin, Question, build_analysis
+from memprof.report.documents.analysis_build import AnalysisRequest, RecordingOrigin, build_analysis
 from memprof.snapshots.occupancy import fragmentation, group
+from memprof.snapshots.out_of_memory import find_out_of_memory_events
 from memprof.snapshots.recording import BEFORE, NEVER, recordings
-from memprof.snapshots.refusals import refusals
 from memprof.snapshots.steps import find_leaks, find_steps
 from memprof.snapshots.what_if import what_if
 from memprof.trace.snapshot import Frame
@@ -92,7 +92,7 @@ def test_a_row_has_one_category():
     found = only(program)
     groups = group(found.alive(found.end), "frame")
     assert [(one.category, one.count) for one in groups] == [("activations", 12), ("library workspace", 1)]
-    document = build_analysis([found], Origin("a", "b", "measured", ""), Question(top=2))
+    document = build_analysis([found], RecordingOrigin("a", "b", "measured", ""), AnalysisRequest(top=2))
     assert [block.alike for block in document.devices[0].moment.blocks] == [12, 12]
 
 
@@ -161,7 +161,7 @@ def test_an_out_of_memory_error_that_is_none_of_fragmentation(conf):
     program = Program(conf, total_bytes=100 * MIB)
     program.malloc(60 * MIB, stack("a.py:1 keep"))
     assert program.malloc(90 * MIB, stack("a.py:2 more")) is None
-    (refusal,) = refusals(only(program))
+    (refusal,) = find_out_of_memory_events(only(program))
     assert (refusal.requested_bytes, refusal.device_free_bytes) == (90 * MIB, 40 * MIB)
     assert refusal.source == "/home/me/a.py:2 more"
     assert not refusal.fragmented
@@ -173,7 +173,7 @@ def test_an_out_of_memory_error_of_fragmentation():
     blocks = [program.malloc(10 * MIB - 512 * 1024, stack("a.py:1 piece")) for _ in range(8)]
     program.free(*blocks[::2])  # of every segment of 20 MiB, half is free
     assert program.malloc(30 * MIB, stack("a.py:2 whole")) is None
-    (refusal,) = refusals(only(program))
+    (refusal,) = find_out_of_memory_events(only(program))
     assert refusal.fragmented
     assert (refusal.reserved_bytes, refusal.device_free_bytes) == (80 * MIB, 0)
     assert refusal.largest_free_bytes < 30 * MIB <= refusal.usable_bytes
@@ -288,7 +288,7 @@ def test_a_trace_that_is_not_whole_is_analysed_all_the_same(data):
     for one in found:
         one.steps = find_steps(one)
     document = build_analysis(
-        found, Origin("file", "torch snapshot", "measured", ""), Question(what_if=parse_config(""))
+        found, RecordingOrigin("file", "torch snapshot", "measured", ""), AnalysisRequest(what_if=parse_config(""))
     )
     assert str(document)
     for device in document.devices:

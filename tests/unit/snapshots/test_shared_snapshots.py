@@ -1,4 +1,4 @@
-"""Published recordings of real cards: their peaks and states as their index gives them, and every address replayed."""
+"""Published recordings of real GPUs: their peaks and states as their index gives them, and every address replayed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from memprof.flows.recordings import open_file
-from memprof.report.documents.analysis_build import Question, build_analysis
+from memprof.report.documents.analysis_build import AnalysisRequest, build_analysis
 
 MIB = 1 << 20
 FOLDER = Path(__file__).resolve().parents[4] / "shared" / "snapshots"
@@ -31,7 +31,7 @@ def _figures(text: str) -> list[float]:
 def test_figures_of_the_index(row):
     opened = open_file(FOLDER / row["file"])
     found = opened.recordings
-    assert all(one.replay.exact and one.orphans == 0 for one in found)
+    assert all(one.replay.exact and one.unmatched_events == 0 for one in found)
     # One figure per device with events; the index rounds to a thousandth (requested) and a hundredth MiB (reserved).
     traced = [one for one in found if one.replay.allocations] or found
     for text, column, start, digits in (
@@ -46,7 +46,7 @@ def test_figures_of_the_index(row):
     assert round(sum(one.at(one.end)[2] for one in found) / MIB, 1) == float(row["reserved_end_MiB"])
     assert round(sum(one.at(one.end)[1] for one in found) / MIB, 2) == float(row["allocated_end_MiB"])
 
-    document = build_analysis(found, opened.origin, Question())
+    document = build_analysis(found, opened.origin, AnalysisRequest())
     assert document.replay.identical_addresses == document.replay.allocations == int(row["n_alloc"])
     assert document.replay.final_layout_identical
     assert document.ran_out == (int(row["n_oom"]) > 0)

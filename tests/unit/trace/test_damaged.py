@@ -35,7 +35,7 @@ WRONG = [
 @pytest.fixture(scope="module")
 def document(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     trace = training_run()
-    trace.facts = Facts(device=DeviceFacts("Card", 8 << 30, 7 << 30))
+    trace.facts = Facts(device=DeviceFacts("GPU", 8 << 30, 7 << 30))
     file = tmp_path_factory.mktemp("capture") / "run"
     save_trace(trace, file)
     return json.loads(gzip.decompress(file.read_bytes()))
@@ -133,9 +133,9 @@ def test_a_file_that_is_only_depth(tmp_path) -> None:
 
 
 def test_an_ending_that_there_is_not():
-    from memprof.script import Ended
+    from memprof.script import EndReason
     from memprof.trace.facts import ENDINGS, ProgramFacts
 
-    assert set(ENDINGS) == {ended.value for ended in Ended}
+    assert set(ENDINGS) == {ended.value for ended in EndReason}
     with pytest.raises(ValueError, match="'zzz'"):
         ProgramFacts(("a.py",), "zzz", 0, 1, ())

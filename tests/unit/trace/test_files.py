@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 
 from memprof.errors import MemprofError, UsageError
-from memprof.trace.files import Form, check_place, write_whole
+from memprof.trace.files import FileKind, check_output_path, write_atomically
 
-NOTE = Form("note", "--to", lambda begin, end: begin.startswith(b"note:") and end.endswith(b"."))
+NOTE = FileKind("note", "--to", lambda begin, end: begin.startswith(b"note:") and end.endswith(b"."))
 OLD, NEW = b"note: old.", b"note: new."
 
 
 def _write_and_check(path: Path, *, force: bool = False) -> None:
-    check_place(path, NOTE, force=force)
-    write_whole(path, NEW, NOTE, force=force)
+    check_output_path(path, NOTE, force=force)
+    write_atomically(path, NEW, NOTE, force=force)
 
 
 def test_new_empty_and_own_files_are_written(tmp_path: Path) -> None:
@@ -44,7 +44,7 @@ def test_who_may_read_a_file_stays_so(tmp_path: Path) -> None:
 def test_the_file_of_another_is_kept(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "train.py"
     file.write_bytes(content)
-    for use in (lambda: check_place(file, NOTE), lambda: write_whole(file, NEW, NOTE)):
+    for use in (lambda: check_output_path(file, NOTE), lambda: write_atomically(file, NEW, NOTE)):
         with pytest.raises(UsageError, match="no note of memprof") as caught:
             use()
         assert str(file) in str(caught.value)
@@ -55,10 +55,10 @@ def test_the_file_of_another_is_kept(tmp_path: Path, content: bytes) -> None:
 
 def test_a_file_that_changed_during_the_work_is_kept(tmp_path: Path) -> None:
     file = tmp_path / "file"
-    check_place(file, NOTE)
+    check_output_path(file, NOTE)
     file.write_bytes(b"what the script wrote")
     with pytest.raises(UsageError):
-        write_whole(file, NEW, NOTE)
+        write_atomically(file, NEW, NOTE)
     assert file.read_bytes() == b"what the script wrote"
 
 
@@ -89,15 +89,15 @@ def test_a_link_stays_one(tmp_path: Path) -> None:
 def test_a_pipe_is_written_to_and_stays_one(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    check_place(pipe, NOTE)
+    check_output_path(pipe, NOTE)
     with pytest.raises(MemprofError, match="could not be saved"):  # nobody reads it: no hang
-        write_whole(pipe, NEW, NOTE)
+        write_atomically(pipe, NEW, NOTE)
     read: list[bytes] = []
     reader = threading.Thread(target=lambda: read.append(pipe.read_bytes()))
     reader.start()
     while reader.is_alive():
         try:
-            write_whole(pipe, NEW, NOTE)
+            write_atomically(pipe, NEW, NOTE)
         except MemprofError:
             continue  # the reader has not come yet
         break
@@ -111,7 +111,7 @@ def test_devices_stay_devices() -> None:
     assert stat.S_ISCHR(os.stat(os.devnull).st_mode)
     if Path("/dev/full").exists():
         with pytest.raises(MemprofError, match="could not be saved"):
-            write_whole(Path("/dev/full"), NEW, NOTE)
+            write_atomically(Path("/dev/full"), NEW, NOTE)
 
 
 def test_what_is_no_place_for_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

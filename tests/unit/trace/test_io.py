@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from memprof.errors import MemprofError, UsageError
+from memprof.run_spec import RunSpec
 from memprof.spec import TargetSpec
 from memprof.trace.events import (
     NONE,
@@ -32,7 +33,7 @@ from memprof.trace.events import (
     Wait,
     Workspace,
 )
-from memprof.trace.facts import DeviceFacts, Facts, ShardedGroup, Target
+from memprof.trace.facts import DeviceFacts, Facts, ProgramFacts, ShardedGroup, Target
 from memprof.trace.io import SCHEMA, load_trace, save_trace
 
 
@@ -86,6 +87,27 @@ def test_what_is_new_in_it_decides_the_schema(tmp_path: Path) -> None:
         with gzip.open(tmp_path / "a") as file:
             assert json.load(file)["schema"] == schema <= SCHEMA
         assert load_trace(tmp_path / "a") == trace
+
+
+def test_names_of_earlier_releases(tmp_path: Path) -> None:
+    """Tables keep their names in the file; facts of early captures have old ones, those of other ranks too."""
+    trace = sample()
+    trace.gpus = {"cuda:0": True, "cuda:1": False}
+    trace.updates_parameters_manually = trace.ended_out_of_memory = True
+    asked = RunSpec(no_stubs=True, shown_gpu=1)
+    trace.facts = Facts(program=ProgramFacts(("train.py",), "exit", 0, 3, (), asked=asked))
+    trace.others = [dataclasses.replace(trace, others=[])]
+    save_trace(trace, tmp_path / "a")
+    assert load_trace(tmp_path / "a") == trace
+    with gzip.open(tmp_path / "a") as file:
+        document = json.load(file)
+    assert document["cards"] == trace.gpus and document["updates_itself"] and document["cut_short"]
+    for facts in (document["facts"], document["others"][0]["facts"]):
+        values = facts["program"]["asked"]
+        values["no_stand_ins"], values["shown_card"] = values.pop("no_stubs"), values.pop("shown_gpu")
+    (tmp_path / "b").write_bytes(gzip.compress(json.dumps(document).encode()))
+    loaded = load_trace(tmp_path / "b")
+    assert loaded == trace and loaded.others == trace.others
 
 
 def test_types_survive(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ from memprof.virtual import VirtualGpu
 
 @pytest.fixture
 def gpu(request: pytest.FixtureRequest) -> Iterator[VirtualGpu]:
-    """Of the model that the file calls CARD, else an A100."""
-    card = getattr(request.module, "CARD", None)
-    model = card if isinstance(card, Gpu) else find_gpu("a100-80gb")
+    """Of the model that the file calls GPU, else an A100."""
+    gpu = getattr(request.module, "GPU", None)
+    model = gpu if isinstance(gpu, Gpu) else find_gpu("a100-80gb")
     with VirtualGpu(model, workspaces=False) as virtual:
         yield virtual

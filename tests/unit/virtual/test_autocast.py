@@ -161,7 +161,7 @@ def test_operators_are_those_of_cuda(name: str, lower: torch.dtype) -> None:
         errors: list[type | None] = []
         ops = on_fake_cuda(lambda: errors.append(program(given)), lower)  # noqa: B023
         if errors[0] is getattr(torch, "AcceleratorError", None) and not torch.cuda.is_available():
-            pytest.skip("fake tensors of this build of torch ask for a card")
+            pytest.skip("fake tensors of this build of torch ask for a GPU")
         assert actual[given] == (errors[0] or ops), given
 
 
@@ -170,7 +170,7 @@ def test_operators_are_those_of_cuda(name: str, lower: torch.dtype) -> None:
     reason="autocast of this torch leaves RMS norm",
 )
 def test_rms_norm_is_one_kernel_in_float32() -> None:
-    """For fake tensors a CPU build takes it to pieces, which a card does not."""
+    """For fake tensors a CPU build takes it to pieces, which a GPU does not."""
     operators = Operators()
     with VirtualGpu(find_gpu("a100-80gb")), torch.autocast("cuda", dtype=torch.bfloat16):
         data = torch.zeros(4, 8, dtype=torch.bfloat16, device="cuda")
@@ -242,7 +242,7 @@ def test_grad_scaler_steps() -> None:
 
 @pytest.mark.parametrize("inside", [False, True])
 def test_what_the_engine_calls_inside_the_region_is_cast_too(inside):
-    """Seen in a recording of a real card: a sum of half gradients is made in float32 there, and then cast back."""
+    """Seen in a recording of a real GPU: a sum of half gradients is made in float32 there, and then cast back."""
     with VirtualGpu(find_gpu("a100-80gb"), workspaces=False) as gpu:
         data = torch.randn(16, 32, device="cuda", requires_grad=True)
         shift = torch.randn(16, 1, device="cuda", dtype=torch.bfloat16, requires_grad=True)

@@ -267,7 +267,7 @@ def test_every_call_runs_the_operators_of_torchs_own_autocast(name: str, dtype: 
             assert documented(call) is None, call
             not_compared.add(call.name)
             continue
-        if call.name == "scaled_dot_product_attention":  # chooses by the card: compared up to its choice
+        if call.name == "scaled_dot_product_attention":  # chooses by the GPU: compared up to its choice
             casts = len(list(itertools.takewhile(lambda op: op.name == "_to_copy", actual)))
             actual, expected = actual[:casts], expected[:casts]
         assert [op[:3] for op in actual] == [op[:3] for op in expected], call

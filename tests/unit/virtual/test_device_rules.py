@@ -1,4 +1,4 @@
-"""Which tensors of the host an operator on the card takes (the database of operators: tests/accuracy)."""
+"""Which tensors of the host an operator on the GPU takes (the database of operators: tests/accuracy)."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ def host(*shape: int) -> torch.Tensor:
     return torch.ones(shape)
 
 
-def card(*shape: int) -> torch.Tensor:
+def on_gpu(*shape: int) -> torch.Tensor:
     return torch.ones(shape, device="cuda")
 
 
 ALLOWED: dict[str, Callable[[], Any]] = {
-    "number on the right": lambda: card(3) * host(),
-    "number on the left": lambda: host() - card(3),
-    "number to where": lambda: torch.where(card(3) > 0, card(3), host()),
-    "indices": lambda: card(5, 2)[torch.tensor([1, 2])],
-    "indices to write at": lambda: card(5).index_put_([torch.tensor([1, 2])], host()),
-    "a view's copy": lambda: torch.slice_scatter(card(4), host(2), 0, 0, 2),
-    "shape": lambda: host(2).resize_as_(card(4)),
+    "number on the right": lambda: on_gpu(3) * host(),
+    "number on the left": lambda: host() - on_gpu(3),
+    "number to where": lambda: torch.where(on_gpu(3) > 0, on_gpu(3), host()),
+    "indices": lambda: on_gpu(5, 2)[torch.tensor([1, 2])],
+    "indices to write at": lambda: on_gpu(5).index_put_([torch.tensor([1, 2])], host()),
+    "a view's copy": lambda: torch.slice_scatter(on_gpu(4), host(2), 0, 0, 2),
+    "shape": lambda: host(2).resize_as_(on_gpu(4)),
 }
 REFUSED: dict[str, Callable[[], Any]] = {
-    "number for a matrix product": lambda: torch.addmm(host(), card(2, 3), card(3, 2)),
-    "limit of clamp": lambda: card(3).clamp(min=host()),
-    "vector": lambda: card(3) + host(3),
-    "vector beside nothing": lambda: torch.mm(host(0, 2), card(2, 0)),
-    "values to write": lambda: torch.index_put(card(5), [torch.tensor([0, 1])], host(2)),
-    "values of the card in a host tensor": lambda: host(5).index_put_([torch.tensor([0, 1])], card(2)),
-    "compared in C++": lambda: torch.block_diag(card(2, 2), host(2, 2)),
-    "compared in Python": lambda: torch.addr(host(2, 2), card(2), card(2)),
+    "number for a matrix product": lambda: torch.addmm(host(), on_gpu(2, 3), on_gpu(3, 2)),
+    "limit of clamp": lambda: on_gpu(3).clamp(min=host()),
+    "vector": lambda: on_gpu(3) + host(3),
+    "vector beside nothing": lambda: torch.mm(host(0, 2), on_gpu(2, 0)),
+    "values to write": lambda: torch.index_put(on_gpu(5), [torch.tensor([0, 1])], host(2)),
+    "values of the GPU in a host tensor": lambda: host(5).index_put_([torch.tensor([0, 1])], on_gpu(2)),
+    "compared in C++": lambda: torch.block_diag(on_gpu(2, 2), host(2, 2)),
+    "compared in Python": lambda: torch.addr(host(2, 2), on_gpu(2), on_gpu(2)),
 }
 
 

@@ -236,7 +236,7 @@ def test_saved_tensors_wait_in_pinned_host_memory(gpu, size):
     with torch.autograd.graph.save_on_cpu(pin_memory=True):
         kept = (weight * 2).exp()
     assert kept.requires_grad
-    # exp keeps its result, which is the one tensor that is still on the card.
+    # exp keeps its result, which is the one tensor that is still on the GPU.
     assert gpu.recorder.storages.live_bytes - before == 4 * size
 
 
@@ -251,7 +251,7 @@ def test_a_mask_is_filled_with_a_number_without_indices():
         labels[few] = -100
         assert len(gpu.trace.storages) == before
         assert labels.tolist() == [-100, -100, -100, 3, 4, 5, 6, 7]
-        logits[mask] = torch.zeros((), device="cuda")  # a number on the card is assigned by indices
+        logits[mask] = torch.zeros((), device="cuda")  # a number on the GPU is assigned by indices
         assert "aten.nonzero" in {gpu.trace.op(storage) for storage in gpu.trace.storages[before:]}
 
 
@@ -284,7 +284,7 @@ def test_hooks_of_a_parameter_move_with_it(gpu):
 
 
 @pytest.mark.parametrize("size", [64, 4096])
-def test_gradients_from_the_card_for_masters_on_the_host(size):
+def test_gradients_from_the_gpu_for_masters_on_the_host(size):
     with VirtualGpu(find_gpu("a100-80gb")):
         weight = nn.Linear(size, size, device="cuda").weight
         known, unknown = weight.new_zeros(size, size).cpu().requires_grad_(), weight.detach().cpu().requires_grad_()
@@ -320,7 +320,7 @@ class Slice(torch.Tensor):
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_a_subclass_that_says_it_is_on_the_card_is_copied_into(gpu, mode):
+def test_a_subclass_that_says_it_is_on_the_gpu_is_copied_into(gpu, mode):
     whole, source = torch.zeros(10, dtype=torch.bfloat16, device="cuda"), torch.ones(4, device="cuda")
     with mode():
         part = Slice(whole)

@@ -84,11 +84,11 @@ def test_one_hot_scatters_ones_into_zeros(gpu: VirtualGpu) -> None:
     watch = Watch(gpu)
     assert nn.functional.one_hot(classes).tolist() == nn.functional.one_hot(torch.arange(6) % 3).tolist()
     assert nn.functional.one_hot(classes, 5).shape == (6, 5)
-    # The largest class is read from the card; the ones on the host are real.
+    # The largest class is read from the GPU; the ones on the host are real.
     assert watch.sizes == [8, 6 * 3 * 8, 6 * 5 * 8]
 
 
-def test_a_list_as_index_is_a_tensor_on_the_card(gpu: VirtualGpu) -> None:
+def test_a_list_as_index_is_a_tensor_on_the_gpu(gpu: VirtualGpu) -> None:
     data = torch.arange(12, device="cuda").reshape(3, 4)
     watch = Watch(gpu)
     assert data[:, [3, 0]].tolist() == [[3, 0], [7, 4], [11, 8]]

@@ -16,7 +16,7 @@ from memprof.virtual.values.evaluation import Evaluator
 from tests.lanes import by_day
 from tests.unit.virtual.test_values import setitem, written
 
-CARD = find_gpu("a100-80gb")
+GPU = find_gpu("a100-80gb")
 
 
 SIDE = 1100  # Its square is more than the host keeps real, and than is computed at no charge.
@@ -118,14 +118,14 @@ def test_balance_on_both_sides_of_the_limits(monkeypatch: pytest.MonkeyPatch, li
     if limit is not None:
         monkeypatch.setattr(budget, "MAX_TENSOR_BYTES", limit)
         monkeypatch.setattr(budget, "SMALL_INTEGER_ELEMENTS", 1 << 14)
-    with VirtualGpu(CARD, workspaces=False):
+    with VirtualGpu(GPU, workspaces=False):
         for num_tokens in (256, 1024, 8192):
             assert tokens_of_each_expert(num_tokens) == [num_tokens // 8] * 16
 
 
 def test_the_work_of_a_run_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(budget, "MAX_WORK", 5 * SIDE * SIDE)
-    with VirtualGpu(CARD, workspaces=False) as gpu:
+    with VirtualGpu(GPU, workspaces=False) as gpu:
         counts = [int((planted("cuda") == 1.0).sum()) for _ in range(4)]
         assert counts[0] == 1000 and counts[-1] == SIDE * SIDE
         assert any("too many large ones" in sentence for sentence in gpu.trace.assumptions)
@@ -274,7 +274,7 @@ def test_the_same_mask_is_made_once_and_is_each_ones_own(gpu: VirtualGpu, monkey
     assert len(mask(value=0).nonzero()) == 0
 
 
-HUGE = 1 << 17  # Its square has indices of 256 GiB: no host is asked for them.
+HUGE = 1 << 17  # Its square has indices of 256 GiB: no host is requested them.
 
 
 def huge_mask() -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""A card that is full raises in the program, which may go on without what it asked for."""
+"""A GPU that is full raises in the program, which may go on without what it requested."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from memprof.allocator import CardMemory, LiveAllocator
+from memprof.allocator import GpuMemory, LiveAllocator
 from memprof.catalog import custom_gpu
 from memprof.flows.account import analyze
-from memprof.flows.cards import allocator_settings
+from memprof.flows.gpus import allocator_settings
 from memprof.trace.events import EventKind
 from memprof.trace.facts import DeviceFacts, Facts
 from memprof.virtual import VirtualGpu
@@ -21,14 +21,14 @@ MIB = 1 << 20
 GIB = 1 << 30
 
 
-def card(gib: float = 1.0) -> VirtualGpu:
+def small_gpu(gib: float = 1.0) -> VirtualGpu:
     gpu = custom_gpu(int(gib * GIB))
     settings = allocator_settings("")
     return VirtualGpu(
         gpu,
         context_bytes=100 * MIB,
         memory=lambda trace: LiveAllocator(
-            trace, CardMemory(gpu.total_bytes, 100 * MIB), settings.config, settings.release
+            trace, GpuMemory(gpu.total_bytes, 100 * MIB), settings.config, settings.release
         ),
         refuses=True,
     )
@@ -52,7 +52,7 @@ def take(num_bytes: int) -> torch.Tensor:
 
 def test_the_program_goes_on_with_less():
     batch, said, held = 64, [], []
-    with card() as gpu:
+    with small_gpu() as gpu:
         while not held:
             try:
                 held = [take(batch * MIB) for _ in range(40)]
@@ -75,7 +75,7 @@ def test_a_run_that_ends_there_dies_there():
         kept.append(take(500 * MIB))
         take(600 * MIB)
 
-    gpu = card()
+    gpu = small_gpu()
     with pytest.raises(torch.OutOfMemoryError), gpu:
         program()
     assert gpu.trace.failure is None and not gpu.trace.refused
@@ -91,7 +91,7 @@ def test_wrapped_in_an_error_of_the_program():
         except torch.OutOfMemoryError as error:
             raise ValueError("training failed") from error
 
-    gpu = card()
+    gpu = small_gpu()
     with pytest.raises(ValueError, match="training failed"), gpu:
         program()
     assert gpu.trace.failure is None and not report(gpu).verdict.fits
@@ -104,7 +104,7 @@ def test_an_error_after_one_that_was_handled():
             take(2 * GIB)
         raise ValueError(f"other {kept.shape}")
 
-    gpu = card()
+    gpu = small_gpu()
     with pytest.raises(ValueError, match="other"), gpu:
         program()
     assert gpu.trace.failure is not None and len(gpu.trace.refused) == 1
@@ -113,7 +113,7 @@ def test_an_error_after_one_that_was_handled():
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_in_a_backward(checkpointed):
     """Nothing of an operator that was refused stays: neither its temporaries nor its outputs."""
-    with card(0.5) as gpu:
+    with small_gpu(0.5) as gpu:
         model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(4))).cuda()
         x = torch.empty(1024, 1024, device="cuda", requires_grad=True)
         out = checkpoint(model, x, use_reentrant=False) if checkpointed else model(x)
@@ -139,7 +139,7 @@ def test_in_a_backward(checkpointed):
 
 
 def test_an_operator_gives_its_temporaries_back():
-    with card(0.5) as gpu:
+    with small_gpu(0.5) as gpu:
         keys = torch.empty(4 * MIB, device="cuda")
         free = torch.cuda.mem_get_info()[0]
         sizes = [free - room * MIB for room in range(10, 240, 20)]

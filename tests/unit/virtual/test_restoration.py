@@ -32,7 +32,7 @@ from memprof.flows.capture import capture_virtual
 from memprof.spec import TargetSpec
 from memprof.trace.events import Trace
 from memprof.virtual import VirtualGpu
-from memprof.virtual.edges.mode_bypasses import ModeBypasses
+from memprof.virtual.integrations.mode_bypasses import ModeBypasses
 from memprof.workload.models import find_source
 from memprof.workload.step import Workload
 from tests.processes import ROOT, python
@@ -323,7 +323,7 @@ def test_same_run_same_trace(checkpointing: bool) -> None:
 
 
 def test_results_of_fake_tensors_are_forgotten():
-    """They say which card was current, which is another for the next run."""
+    """They say which GPU was current, which is another for the next run."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with VirtualGpu(GPU), FakeTensorMode():

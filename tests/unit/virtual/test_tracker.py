@@ -119,7 +119,7 @@ def test_views_allocate_nothing(gpu: VirtualGpu, view: Callable[[torch.Tensor], 
     kept = view(tensor)
     assert watch.born == []
     del tensor
-    assert watch.dead == [], "a view keeps the storage alive"
+    assert watch.dead == [], "a view keeps the storage live"
     del kept
     assert len(watch.dead) == 1
 

@@ -17,7 +17,7 @@ from memprof.catalog import find_gpu
 from memprof.virtual import VirtualGpu
 from tests.lanes import by_day, examples
 
-CARD = find_gpu("a100-80gb")
+GPU = find_gpu("a100-80gb")
 
 
 def mod3(device: str) -> torch.Tensor:
@@ -118,7 +118,7 @@ def plain(value: Any) -> Any:
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_integers_and_booleans_are_right(name: str) -> None:
     expected = plain(PROGRAMS[name]("cpu"))
-    with VirtualGpu(CARD, workspaces=False):
+    with VirtualGpu(GPU, workspaces=False):
         assert plain(PROGRAMS[name]("cuda")) == expected
 
 
@@ -174,7 +174,7 @@ def test_integer_programs_as_on_the_cpu(values: list[int], program: list[tuple[i
         return results
 
     expected = run("cpu")
-    with VirtualGpu(CARD, workspaces=False):
+    with VirtualGpu(GPU, workspaces=False):
         assert run("cuda") == expected
 
 
@@ -302,8 +302,8 @@ def test_zeros_take_no_memory_until_they_are_written(gpu):
 # -- masks that are not known: everything is kept, wherever they are used ---------------------------------------------
 
 MASKED: dict[str, Callable[[torch.Tensor], int]] = {
-    "card": lambda keep: len(torch.randn(8, device="cuda")[keep]),
-    "known numbers of the card": lambda keep: int((torch.arange(8, device="cuda")[keep] > -1).sum()),
+    "gpu": lambda keep: len(torch.randn(8, device="cuda")[keep]),
+    "known numbers of the GPU": lambda keep: int((torch.arange(8, device="cuda")[keep] > -1).sum()),
     "host": lambda keep: len(torch.arange(8)[keep.cpu()]),
     "as_tensor": lambda keep: len(torch.arange(8)[torch.as_tensor(keep, device="cpu")]),
     "numpy": lambda keep: len(numpy.arange(8)[keep.cpu().numpy()]),

@@ -17,7 +17,7 @@ from memprof.virtual import VirtualGpu
 CUDA = torch.device("cuda", 0)
 CPU = torch.device("cpu")
 META = torch.device("meta")
-CARD = find_gpu("a100-80gb")
+GPU_MODEL = find_gpu("a100-80gb")
 
 
 def devices(gpu: VirtualGpu) -> list[str]:
@@ -180,14 +180,14 @@ def test_large_host_tensors_are_virtual_and_counted_on_the_host(gpu: VirtualGpu)
 
 
 def test_tensors_are_grouped_by_the_device_that_the_program_believes_in(gpu: VirtualGpu) -> None:
-    small, large, card = torch.zeros(4), torch.zeros(1 << 19), torch.zeros(4, device="cuda")
-    states = [torch.zeros_like(tensor) for tensor in (large, card, small)]
+    small, large, gpu = torch.zeros(4), torch.zeros(1 << 19), torch.zeros(4, device="cuda")
+    states = [torch.zeros_like(tensor) for tensor in (large, gpu, small)]
     groups = torch.utils._foreach_utils._group_tensors_by_device_and_dtype(
-        [[large, card, small], states, []], with_indices=True
+        [[large, gpu, small], states, []], with_indices=True
     )
     assert {device: sorted(indices) for (device, _), (_, indices) in groups.items()} == {CPU: [0, 2], CUDA: [1]}
     lists, _ = groups[CUDA, torch.float32]
-    assert lists[0][0] is card and lists[1][0] is states[1] and lists[2] == []
+    assert lists[0][0] is gpu and lists[1][0] is states[1] and lists[2] == []
 
 
 def test_what_c_makes_without_a_size_is_where_its_source_is(gpu: VirtualGpu) -> None:
@@ -283,14 +283,14 @@ def test_state_dict_and_copies(gpu: VirtualGpu) -> None:
 # -- torch.cuda -------------------------------------------------------------------------------------------------------
 
 
-def test_torch_cuda_describes_the_card(gpu: VirtualGpu) -> None:
+def test_torch_cuda_describes_the_gpu(gpu: VirtualGpu) -> None:
     assert torch.cuda.is_available() and torch.cuda.is_initialized() and torch.cuda.is_bf16_supported()
     assert torch.cuda.device_count() == 1 and torch.cuda.current_device() == 0
-    assert torch.cuda.get_device_name() == torch.cuda.get_device_name(0) == CARD.name
-    assert torch.cuda.get_device_capability() == CARD.compute_capability
+    assert torch.cuda.get_device_name() == torch.cuda.get_device_name(0) == GPU_MODEL.name
+    assert torch.cuda.get_device_capability() == GPU_MODEL.compute_capability
     properties = torch.cuda.get_device_properties("cuda")
-    assert properties.total_memory == CARD.total_bytes and properties.name == CARD.name
-    assert properties.multi_processor_count == CARD.num_sms
+    assert properties.total_memory == GPU_MODEL.total_bytes and properties.name == GPU_MODEL.name
+    assert properties.multi_processor_count == GPU_MODEL.num_sms
     torch.cuda.synchronize()
     torch.cuda.manual_seed_all(1)
     torch.cuda.set_device(0)
@@ -309,7 +309,7 @@ def test_memory_statistics_follow_the_run(gpu: VirtualGpu) -> None:
     tensor = torch.empty(1 << 20, dtype=torch.uint8, device="cuda")
     assert torch.cuda.memory_allocated() == 1 << 20
     free, total = torch.cuda.mem_get_info()
-    assert total == CARD.total_bytes and free == total - (1 << 20)
+    assert total == GPU_MODEL.total_bytes and free == total - (1 << 20)
     del tensor
     assert torch.cuda.memory_allocated() == 0
     assert torch.cuda.max_memory_allocated() == torch.cuda.memory.max_memory_allocated() == 1 << 20

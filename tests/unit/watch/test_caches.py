@@ -1,4 +1,4 @@
-"""What engines keep of earlier tokens is found by what is done to it: written at a position, grown, given back."""
+"""What engines keep of earlier tokens is found by what is done to it: written at a position, grown, released."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ONE = WIDTH * 4  # Bytes of a token's keys in one layer.
 
 
 class Attention(nn.Module):
-    """Keys and values go through `keep`, which gives back those of all tokens so far."""
+    """Keys and values go through `keep`, which releases those of all tokens so far."""
 
     def __init__(self, keep: Callable[[Attention, Any, Any, int, Any], Any]) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ def by_page(layer: Any, k: Any, v: Any, start: int, past: Any) -> Any:
 
 
 def grown(layer: Any, k: Any, v: Any, start: int, past: Any) -> Any:
-    """Tuples that are given back, and given again."""
+    """Tuples that are released, and given again."""
     if past is not None:
         k, v = torch.cat([past[0], k], dim=1), torch.cat([past[1], v], dim=1)
     return k, v, (k, v)

@@ -8,13 +8,13 @@ import pytest
 
 from memprof.findings import Severity
 from memprof.flows.script import run_script
-from memprof.report.documents.report import Document
+from memprof.report.documents.report import Report
 from memprof.run_spec import RunSpec
 from memprof.script import Program, StopRule
 from memprof.trace.events import FailureKind
 
 
-def report(folder: Path, line: str) -> Document:
+def report(folder: Path, line: str) -> Report:
     script = folder / "train.py"
     script.write_text(f"import torch\nx = torch.ones(4, device='cuda')\n{line}\n", encoding="utf-8")
     document = run_script(Program(str(script)), StopRule(), RunSpec()).document

@@ -223,7 +223,7 @@ def test_a_limit_is_noted() -> None:
 
 
 def test_looking_keeps_nothing_alive() -> None:
-    """A frame that was asked for its variables would keep them, and frees would be seen late."""
+    """A frame that was requested its variables would keep them, and frees would be seen late."""
 
     def program(keep: bool) -> None:
         model, optimizer = parts()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from memprof.flows.script import run_script
 from memprof.run_spec import RunSpec
-from memprof.script import Ended, Program, StopRule
+from memprof.script import EndReason, Program, StopRule
 
 WITHOUT_OPTIMIZER = """
 import torch
@@ -32,8 +32,8 @@ def test_a_program_that_steps_itself_has_steps(tmp_path: Path) -> None:
         run_script(Program(str(script)), StopRule(steps), RunSpec(gpu="a100-80gb")).document for steps in (2, None)
     )
     assert stopped.program is not None and whole.program is not None
-    assert (stopped.program.ended, stopped.program.steps) == (Ended.STEPS, 2)
-    assert (whole.program.ended, whole.program.steps) == (Ended.EXIT, 6)
+    assert (stopped.program.ended, stopped.program.steps) == (EndReason.STEPS, 2)
+    assert (whole.program.ended, whole.program.steps) == (EndReason.EXIT, 6)
     assert {row.step for row in whole.stages if row.name == "evaluation 0 Linear"} == set(range(1, 7))
 
 

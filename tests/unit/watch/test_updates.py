@@ -145,21 +145,21 @@ def test_a_step_by_no_optimizer_of_torch(step: Step, state: list[tuple[int, ...]
     steps = [phase.step for phase in trace.phases if phase.kind is PhaseKind.OPTIMIZER_STEP]
     assert steps == list(range(1, STEPS + 1))
     assert state_of(trace) == state
-    assert trace.updates_itself
+    assert trace.updates_parameters_manually
 
 
 @pytest.mark.parametrize("step", [clipped, drawn_anew, clipped_gradients, momentum_encoder])
 def test_what_no_gradient_goes_into_is_no_step(step: Step) -> None:
     trace = run(step)
     assert not [phase for phase in trace.phases if phase.kind is PhaseKind.OPTIMIZER_STEP]
-    assert not state_of(trace) and not trace.updates_itself
+    assert not state_of(trace) and not trace.updates_parameters_manually
 
 
 def test_weights_that_an_optimizer_of_torch_steps_on_are_its_own() -> None:
     """As sharpness-aware minimization does: it moves the weights along their gradient, and then steps."""
     trace = run(sgd, torch.optim.SGD)
     steps = [phase.step for phase in trace.phases if phase.kind is PhaseKind.OPTIMIZER_STEP]
-    assert steps == list(range(1, STEPS + 1)) and not trace.updates_itself
+    assert steps == list(range(1, STEPS + 1)) and not trace.updates_parameters_manually
 
 
 def test_a_step_ends_where_the_next_batch_is_made() -> None:
@@ -195,4 +195,4 @@ def test_temporaries_of_such_a_step_are_told_of_without_fixes_of_optimizers_of_t
     findings = find_all(Context(build_ledger(gpu.trace), None))
     (found,) = [one for one in findings if one.id == "optimizer-step-temporaries"]
     assert found.num_bytes == 2 * 4 * 2048 * 2048 * 4
-    assert "fused-optimizer" not in found.remedies and found.evidence[-1].text.startswith("fix: update one parameter")
+    assert "fused-optimizer" not in found.fixes and found.evidence[-1].text.startswith("fix: update one parameter")

@@ -16,7 +16,7 @@ from memprof.flows.script import run_script
 from memprof.measured import MeasuredDevice
 from memprof.patching.patch_set import PatchSet
 from memprof.run_spec import RunSpec
-from memprof.script import Ended, Program, StopRule
+from memprof.script import EndReason, Program, StopRule
 from memprof.trace.events import PhaseKind, Role
 from memprof.virtual import VirtualGpu
 from memprof.watch.watch import Watch
@@ -127,7 +127,7 @@ def test_a_smaller_attempt_after_one_that_was_refused_fits(where: str, tmp_path:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.replace("{where}", where))
     document = run_script(Program(str(script)), StopRule(None), RunSpec(gpu=GPU.key)).document
-    assert document.program is not None and document.program.ended == Ended.EXIT, document.program
+    assert document.program is not None and document.program.ended == EndReason.EXIT, document.program
     assert document.verdict.fits
     made = BEFORE.get(where, 1 if where == "zero_grad" else 0)
     assert document.program.steps == made + 3

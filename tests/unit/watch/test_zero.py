@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from memprof.flows.script import run_script
-from memprof.report.documents.report import Document
+from memprof.report.documents.report import Report
 from memprof.run_spec import RunSpec
 from memprof.script import Program, StopRule
 
@@ -104,18 +104,18 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 @pytest.fixture
-def document(script: str) -> Document:
+def document(script: str) -> Report:
     result = run_script(Program(script), StopRule(2), RunSpec(gpu="a100-80gb")).document
     assert result is not None
     return result
 
 
-def test_a_step_of_zero_is_one_step(document: Document) -> None:
+def test_a_step_of_zero_is_one_step(document: Report) -> None:
     assert document.program is not None and document.program.steps == 2
     assert [row.step for row in document.stages if row.name == "optimizer step"] == [1, 2]
 
 
-def test_what_zero_keeps_has_a_name(document: Document) -> None:
+def test_what_zero_keeps_has_a_name(document: Report) -> None:
     assert document.peak.stage == "backward"
     found = {name: num_bytes // MIB for name, num_bytes in document.peak.categories.items() if num_bytes >= MIB}
     assert found["parameters"] == 4 + 2 * 4  # this rank's parts in bfloat16, and in float32

@@ -6,7 +6,7 @@ import pytest
 
 from memprof.errors import UsageError
 from memprof.flows.profile import profile
-from memprof.report.documents.report import Document
+from memprof.report.documents.report import Report
 from memprof.spec import TargetSpec
 
 _TEXT = {
@@ -53,7 +53,7 @@ CASES = {
 }
 
 
-def _run(folder, architecture, mode="train", **config) -> Document:
+def _run(folder, architecture, mode="train", **config) -> Report:
     values = {"architectures": [architecture], **config}
     length = {} if "context" not in values else {"context_length": values.pop("context")}
     (folder / "config.json").write_text(json.dumps(values), encoding="utf-8")

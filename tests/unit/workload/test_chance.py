@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import memprof
-from memprof.workload.chance import NormalsInSinglePrecision, kept_chance, seed_rngs
+from memprof.workload.rng import NormalsInSinglePrecision, preserve_rng_state, seed_rngs
 
 DROPS_LAYERS = {
     "model_type": "wav2vec2", "architectures": ["Wav2Vec2ForCTC"], "hidden_size": 16, "intermediate_size": 32,
@@ -30,7 +30,7 @@ def test_it_begins_at_the_same_number_and_leaves_no_trace() -> None:
     random.seed(1)
     numpy.random.seed(1)
     before = torch.default_generator.get_state(), random.getstate(), numpy.random.get_state()
-    with kept_chance():
+    with preserve_rng_state():
         seed_rngs()
         one = drawn()
     after = drawn()
@@ -38,7 +38,7 @@ def test_it_begins_at_the_same_number_and_leaves_no_trace() -> None:
     random.setstate(before[1])
     numpy.random.set_state(before[2])
     assert drawn() == after != one
-    with kept_chance():
+    with preserve_rng_state():
         seed_rngs()
         assert drawn() == one
 
@@ -58,12 +58,12 @@ def test_layers_that_are_dropped_are_the_same_in_every_run(tmp_path) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_is_drawn_as_float32_is(dtype: torch.dtype) -> None:
     weight = torch.empty(64, 64, dtype=dtype)
-    with kept_chance(), NormalsInSinglePrecision():
+    with preserve_rng_state(), NormalsInSinglePrecision():
         seed_rngs()
         torch.nn.init.normal_(weight, std=0.5)
         other = torch.empty_like(weight).normal_(0.0, 0.5)
         single = torch.empty(64, 64).normal_()
-    with kept_chance():
+    with preserve_rng_state():
         seed_rngs()
         expected = torch.empty(64 * 64).normal_(std=0.5).view(64, 64)
         again = torch.empty(64 * 64).normal_(std=0.5).view(64, 64)

@@ -1,4 +1,4 @@
-"""`--compile`: the model as a whole, or its layers, as torch.compile makes them on the virtual card."""
+"""`--compile`: the model as a whole, or its layers, as torch.compile makes them on the virtual GPU."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def model(tmp_path: Path) -> str:
 
 @pytest.mark.parametrize("layers", by_day([False, True], False))
 def test_a_compiled_model_makes_fewer_tensors_and_they_are_of_its_modules(model: str, layers: bool) -> None:
-    pytest.importorskip("triton", reason="Inductor writes no kernels for a card without it")
+    pytest.importorskip("triton", reason="Inductor writes no kernels for a GPU without it")
     asked = TargetSpec(model=model, batch_size=8, context_length=512)
     eager, _ = profile(asked)
     compiled = TargetSpec(model=model, batch_size=8, context_length=512, compile=True, compile_layers=layers)

@@ -1,4 +1,4 @@
-"""Code that a model comes with runs where it was asked for, and nowhere else."""
+"""Code that a model comes with runs where it was requested, and nowhere else."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ import pytest
 
 from memprof.errors import UsageError
 from memprof.spec import QUANTIZATIONS, STORED_FORMATS, TargetSpec
-from memprof.workload.formats import asked_format, check_use, checkpoint_format
+from memprof.workload.formats import check_use, checkpoint_format, requested_format
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
@@ -81,7 +81,7 @@ def test_mixtures_of_experts_in_packed_integers_are_refused():
 @pytest.mark.parametrize("name", QUANTIZATIONS)
 def test_each_option_is_a_configuration_of_its_name(name):
     spec = TargetSpec(model="gpt2", quantize=name, mode="inference")
-    stored = asked_format(spec)
+    stored = requested_format(spec)
     assert stored.name == name and not stored.from_checkpoint
     if not name.startswith("gguf"):
         config = {"model_type": "gpt_oss", "quantization_config": dict(stored.config)}

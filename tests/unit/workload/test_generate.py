@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from memprof.flows import profile as flow
-from memprof.report.documents.report import Document
+from memprof.report.documents.report import Report
 from memprof.spec import Mode, TargetSpec
 from memprof.workload import generate
 
@@ -24,7 +24,7 @@ TINY = {
 }
 
 
-def run(tmp_path: Path, prompt: int, new_tokens: int, **config: object) -> Document:
+def run(tmp_path: Path, prompt: int, new_tokens: int, **config: object) -> Report:
     file = tmp_path / "config.json"
     file.write_text(json.dumps({**TINY, **config}))
     spec = TargetSpec(

@@ -14,7 +14,7 @@ from memprof.allocator.rounding import round_size
 from memprof.device.context import CONTEXT_BYTES
 from memprof.errors import UsageError
 from memprof.flows import profile as flow
-from memprof.report.documents.report import Document
+from memprof.report.documents.report import Report
 from memprof.report.terminal.console import text_of
 from memprof.report.terminal.report import view
 from memprof.spec import Mode, TargetSpec
@@ -42,7 +42,7 @@ def config(tmp_path: Path) -> str:
     return str(file)
 
 
-def run(model: str, **changes: object) -> tuple[Trace, Document]:
+def run(model: str, **changes: object) -> tuple[Trace, Report]:
     spec = TargetSpec(model=model, context_length=16, batch_size=2, dtype="bfloat16", gpu="a100-80gb")
     return flow.profile(spec.edit(**changes))
 
@@ -56,7 +56,7 @@ def owned(trace: Trace, role: Role) -> dict[str, list[int]]:
     return found
 
 
-def stage(document: Document, name: str, step: int = 2):
+def stage(document: Report, name: str, step: int = 2):
     return next(row for row in document.stages if row.name == name and row.step == step)
 
 
@@ -121,13 +121,13 @@ def test_lora_of_a_transposed_layer():
     assert document.target.num_trainable_parameters == 12 * 8 * (768 + 3 * 768)
 
 
-def test_lora_is_no_remedy_for_itself(config):
-    remedies = []
+def test_lora_is_no_fix_for_itself(config):
+    fixes = []
     for adapter in (None, "lora"):
-        card = {"gpu_vram_bytes": CONTEXT_BYTES + (1 << 19), "workspaces": False}
-        findings = run(config, adapter=adapter, **card)[1].findings
-        remedies.append(next(finding for finding in findings if finding.id == "does-not-fit").remedies)
-    assert "lora" in remedies[0] and "lora" not in remedies[1]
+        gpu = {"gpu_vram_bytes": CONTEXT_BYTES + (1 << 19), "workspaces": False}
+        findings = run(config, adapter=adapter, **gpu)[1].findings
+        fixes.append(next(finding for finding in findings if finding.id == "does-not-fit").fixes)
+    assert "lora" in fixes[0] and "lora" not in fixes[1]
 
 
 def test_lora_needs_known_targets(tmp_path):

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from memprof.cache.inputs import files_of_modules
+from memprof.cache.inputs import loaded_module_files
 from memprof.device import host
 from memprof.errors import UsageError
 from memprof.workload import pool
@@ -90,13 +90,13 @@ def test_threads_and_backward_passes_go_on_in_a_fork():
     assert run_all([functools.partial(trained, 300)] * 2) == [300.0**3] * 2
 
 
-@pytest.mark.parametrize("why", ["asked", "memory", "card", "inside", "platform"])
+@pytest.mark.parametrize("why", ["asked", "memory", "gpu", "inside", "platform"])
 def test_none_is_forked_where_that_is_not_safe(monkeypatch, why):
     if why == "asked":
         monkeypatch.setenv("MEMPROF_PROCESSES", "1")
     elif why == "memory":
         monkeypatch.setattr(pool, "available_bytes", lambda: 3 << 29)
-    elif why == "card":
+    elif why == "gpu":
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     elif why == "inside":
         monkeypatch.setattr(multiprocessing, "parent_process", lambda: object())
@@ -150,7 +150,7 @@ def test_what_they_import_is_known_to_the_cache(tmp_path, monkeypatch):
 
     run_all([functools.partial(load, 1), functools.partial(load, 1)])
     assert "loaded_in_a_fork" not in sys.modules
-    assert str(tmp_path / "loaded_in_a_fork.py") in files_of_modules()
+    assert str(tmp_path / "loaded_in_a_fork.py") in loaded_module_files()
 
 
 def test_an_error_of_ours_is_raised_here(capfd):

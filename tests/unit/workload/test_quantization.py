@@ -1,4 +1,4 @@
-"""--quantize and the optimizers of libraries: what is built, what it needs, and wrong use."""
+"""--quantize and the optimizers of libraries: what is built, what it needs, and usage error."""
 
 from __future__ import annotations
 

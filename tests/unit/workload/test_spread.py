@@ -103,7 +103,7 @@ def test_what_is_not_divided(profile):
     assert error.value.hint == "--context-length 508"
 
 
-def test_remedies_are_applied_to_what_is_sharded(profile):
+def test_fixes_are_applied_to_what_is_sharded(profile):
     plain, chunked = profile("fsdp", 2), profile("fsdp", 2, fixes=("chunked-loss", "activation-checkpointing"))
     assert chunked.peak.categories["logits and loss"] < 0.2 * plain.peak.categories["logits and loss"]
     assert chunked.peak.categories["activations"] < 0.6 * plain.peak.categories["activations"]

@@ -147,7 +147,7 @@ def test_adapters_on_stored_weights(profile, name):
         assert any("autograd keeps it" in sentence for sentence in trace.assumptions)
 
 
-def test_cards_without_float8_unpack_it(profile):
+def test_gpus_without_float8_unpack_it(profile):
     trace, _ = result = profile(quantize="fp8", gpu="a100-80gb")
     assert parameters(result) == parameters(profile(gpu="a100-80gb"))
     assert any("unpacked the fp8 weights" in sentence for sentence in trace.assumptions)

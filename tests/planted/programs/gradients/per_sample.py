@@ -1,4 +1,4 @@
-# Gradients of single samples by torch.func, which do not fit the batch that is asked for.
+# Gradients of single samples by torch.func, which do not fit the batch that is requested.
 # fits: no
 # exit: 3
 # step: 1

@@ -1,10 +1,10 @@
-"""Runs of a script with remedies: what is not a process of its own is told as if it were."""
+"""Runs of a script with fixes: what is not a process of its own is told as if it were."""
 
 from memprof.catalog import find_gpu
+from memprof.fixes.chosen import parse_fixes
 from memprof.flows.account import analyze
-from memprof.flows.cards import allocator_settings, device_facts
+from memprof.flows.gpus import allocator_settings, device_facts
 from memprof.flows.ladder.scripts import ScriptRuns, _failure
-from memprof.remedies.fixes import parse_fixes
 from memprof.run_spec import RunSpec
 from memprof.script import Program
 from memprof.trace.facts import Facts, ProgramFacts
@@ -26,7 +26,7 @@ def _recorded(fixes):
     return b.trace, analyze(b.trace)
 
 
-def test_every_remedy_in_force_is_named_also_the_allocators(monkeypatch):
+def test_every_fix_in_force_is_named_also_the_allocators(monkeypatch):
     monkeypatch.setattr(ScriptRuns, "_run", lambda self, fixes: _recorded(fixes))
     spec = RunSpec(gpu="rtx-4090", steps=5)
     runs = ScriptRuns(Program("a.py"), spec, lambda doing: None)

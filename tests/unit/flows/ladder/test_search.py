@@ -7,12 +7,12 @@ from types import SimpleNamespace
 import pytest
 
 from memprof.errors import MemprofError
+from memprof.fixes.catalog import FIXES, tiers
+from memprof.fixes.chosen import ChosenFix
 from memprof.flows.ladder.climb import climb
 from memprof.flows.ladder.runs import SpecRuns
 from memprof.flows.ladder.search import _is_too_much, _least_bytes, search
 from memprof.flows.profile import profile
-from memprof.remedies.catalog import REMEDIES, tiers
-from memprof.remedies.fixes import Fix
 from memprof.spec import TargetSpec
 
 SPEC = TargetSpec(model="1M", model_is_size=True, batch_size=4, context_length=2048, gpu_vram_bytes=640 << 20)
@@ -25,7 +25,7 @@ SETS = (
 @pytest.mark.slow
 def test_of_two_that_do_not_go_together_the_second_may_be_the_one_that_fits():
     _, document = search(SpecRuns(SPEC), SETS)
-    assert document.verdict.fits and document.ladder[-1].remedies == ("micro-batch",)
+    assert document.verdict.fits and document.ladder[-1].fixes == ("micro-batch",)
     assert document.ladder_reason == "micro-batch is enough (the same numbers)"
     assert document.ladder_left_out["optimizer-in-backward"].startswith("does not go with micro-batch: ")
 
@@ -37,7 +37,7 @@ def test_what_is_made_at_once_is_what_would_be_made_in_turn(monkeypatch):
     for processes in "12":
         monkeypatch.setenv("MEMPROF_PROCESSES", processes)
         runs = SpecRuns(spec)
-        runs.make([[Fix(REMEDIES["chunked-loss"])], [Fix(REMEDIES["activation-checkpointing"])]])
+        runs.make([[ChosenFix(FIXES["chunked-loss"])], [ChosenFix(FIXES["activation-checkpointing"])]])
         assert len(runs._ready) == (0 if processes == "1" else 2)
         _, document = climb(runs, ["activation-checkpointing", "chunked-loss"])
         assert [rung.added for rung in document.ladder] == [None, "chunked-loss", "activation-checkpointing"]
@@ -55,7 +55,7 @@ def test_what_cannot_be_made_says_so_when_it_is_asked_for(monkeypatch):
         return profile(spec, *args, **options)
 
     monkeypatch.setattr("memprof.flows.ladder.runs.profile", fails)
-    loss, checkpoints = [Fix(REMEDIES["chunked-loss"])], [Fix(REMEDIES["activation-checkpointing"])]
+    loss, checkpoints = [ChosenFix(FIXES["chunked-loss"])], [ChosenFix(FIXES["activation-checkpointing"])]
     runs.make([loss, checkpoints])
     assert len(runs._ready) == 2
     with pytest.raises(MemprofError, match="no such loss"):
@@ -63,13 +63,13 @@ def test_what_cannot_be_made_says_so_when_it_is_asked_for(monkeypatch):
     assert runs.with_fixes(checkpoints).trace.events and not runs._ready
 
 
-def fixes_of(*names: str) -> list[Fix]:
-    return [Fix(REMEDIES[name]) for name in names]
+def fixes_of(*names: str) -> list[ChosenFix]:
+    return [ChosenFix(FIXES[name]) for name in names]
 
 
 @pytest.mark.slow
 def test_what_is_not_run_could_not_fit():
-    """Activations and logits that no remedy of a set frees are there in its run, whatever else it does."""
+    """Activations and logits that no fix of a set frees are there in its run, whatever else it does."""
     runs = SpecRuns(TargetSpec(model="pythia-70m", batch_size=4, context_length=512))
     held = runs.original.document.peak.categories
     exact = [name for name in tiers()[0][1] if name not in runs.on_now()]
@@ -102,7 +102,7 @@ def test_only_runs_that_decide_something_are_made():
     assert min(held["activations"], held["logits and loss"]) > usable
     _, document = search(runs, [("the same numbers", ("chunked-loss", "activation-checkpointing", "fused-optimizer"))])
     assert document.verdict.fits
-    assert sorted(document.ladder[-1].remedies) == ["activation-checkpointing", "chunked-loss"]
+    assert sorted(document.ladder[-1].fixes) == ["activation-checkpointing", "chunked-loss"]
     assert document.ladder_reason.startswith("it fits with ")
     assert ", and without any one of them it does not" in document.ladder_reason
     assert len(runs) == 3  # the original, and the two rows after it

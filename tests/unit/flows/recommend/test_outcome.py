@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from memprof.flows.cards import device_facts, virtual_card
+from memprof.flows.gpus import device_facts, find_gpu_of
 from memprof.flows.profile import capture_trace
 from memprof.flows.recommend.outcome import HOST_MEMORY, outcome_of
 from memprof.spec import TargetSpec
@@ -12,9 +12,9 @@ from memprof.units import MIB
 
 
 def outcome(trace, spec):
-    device = dataclasses.replace(device_facts(virtual_card(spec)), host_memory_bytes=spec.host_memory_bytes)
+    device = dataclasses.replace(device_facts(find_gpu_of(spec)), host_memory_bytes=spec.host_memory_bytes)
     trace = dataclasses.replace(trace, facts=dataclasses.replace(trace.facts, device=device))
-    return outcome_of(trace, spec, 1, gpu=virtual_card(spec))
+    return outcome_of(trace, spec, 1, gpu=find_gpu_of(spec))
 
 
 @pytest.fixture(scope="module")
@@ -37,4 +37,4 @@ def test_segments_are_tried_before_it_does_not_fit(made):
 
 def test_the_host_is_judged(made):
     found = outcome(made[1], made[0].edit(host_memory_bytes=MIB))
-    assert not found.fits and found.dies_in == HOST_MEMORY
+    assert not found.fits and found.oom_stage == HOST_MEMORY

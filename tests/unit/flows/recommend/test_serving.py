@@ -49,18 +49,18 @@ def test_an_answer(spec, capsys):
     assert f"GiB are left, of which {measured}" in said and any(
         "544.00 MiB to 1.49" in one for one in answer.assumptions
     )
-    small = dataclasses.replace(tensor, margin_bytes=1 << 30)
+    small = dataclasses.replace(tensor, headroom_bytes=1 << 30)
     print_recommendation(dataclasses.replace(answer, chosen=small))
     assert f"1.00 GiB are left; beside it {measured}" in " ".join(capsys.readouterr().out.split())
     print_recommendation(dataclasses.replace(answer, chosen=layers))  # one process, which sends nothing through NCCL
     assert measured not in " ".join(capsys.readouterr().out.split())
 
 
-def test_a_model_larger_than_a_card(spec):
-    """On one card it dies; each of two has half of it."""
+def test_a_model_larger_than_a_gpu(spec):
+    """On one GPU it dies; each of two has half of it."""
     whole = library.profile(spec.edit(gpus=1, new_tokens=2, dtype="bfloat16"))[1].verdict.required_bytes
     answer = answered(spec.edit(gpu_vram_bytes=whole - (32 << 20)))
-    assert answer.chosen is not None and answer.chosen.margin_bytes > 0
+    assert answer.chosen is not None and answer.chosen.headroom_bytes > 0
     assert answer.alternatives[0].name.startswith("2 x ")
     nothing = answered(spec.edit(gpu_vram_bytes=answer.chosen.needed_bytes - (64 << 20)))
     assert nothing.chosen is None and not nothing.snippets and nothing.reason.startswith("no way")

@@ -88,7 +88,7 @@ def test_what_is_fed_no_tokens_has_no_script(tmp_path):
 
 
 def test_the_script_takes_what_was_said(tiny):
-    """The plain script, run on the virtual card, comes to the peak of the run that it is from."""
+    """The plain script, run on the virtual GPU, comes to the peak of the run that it is from."""
     import memprof
 
     plan = PLANS["full-lean"]

@@ -14,7 +14,7 @@ def test_the_numbers_are_the_same_on_any_number_of_cores(monkeypatch):
         answers.append(verify(["freeze", "fused-optimizer"], seeds=1).to_json())
     assert answers[0] == answers[1]
     assert {row["model"] for row in answers[0]["deviations"]} == {"gpt2", "llama"}
-    assert [row["remedy"] for row in answers[0]["peaks"]] == ["freeze", "fused-optimizer"]
+    assert [row["fix"] for row in answers[0]["peaks"]] == ["freeze", "fused-optimizer"]
 
 
 def test_models_have_no_cache_to_compile_for():

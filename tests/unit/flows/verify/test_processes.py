@@ -4,13 +4,13 @@ import dataclasses
 import gc
 import sys
 
+from memprof.fixes.catalog import FIXES
 from memprof.flows.verify.processes import prepare
-from memprof.remedies.catalog import REMEDIES
 
 
-def test_packages_of_remedies_are_imported_first(monkeypatch):
+def test_packages_of_fixes_are_imported_first(monkeypatch):
     monkeypatch.delitem(sys.modules, "wave", raising=False)
-    one = dataclasses.replace(REMEDIES["lora"], packages=("no_such_package", "wave or colorsys"))
+    one = dataclasses.replace(FIXES["lora"], packages=("no_such_package", "wave or colorsys"))
     try:
         prepare([one], [])
     finally:

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 
 from memprof.errors import UsageError
 from memprof.report.documents.comparison import DIFFERS, ONLY_IN_A, ONLY_IN_B, SAME
-from memprof.report.documents.report import Document
+from memprof.report.documents.report import Report
 from memprof.report.matching.comparison_build import build_comparison
 from memprof.report.matching.runs import run_of_document
 from memprof.report.matching.tolerance import Tolerance, parse_tolerance
@@ -33,7 +33,7 @@ def training(**target):
 
 
 def run_of_report(report):
-    return run_of_document(Document.from_json(report), "run.json", "memprof report")
+    return run_of_document(Report.from_json(report), "run.json", "memprof report")
 
 
 def totals(comparison):
@@ -86,9 +86,9 @@ def test_differences_balance_and_turn_with_the_sides(first, second):
 @RELAXED
 @given(traces())
 def test_a_cpu_has_the_same_state_to_the_byte(trace):
-    card = run_of(copy.deepcopy(trace))
+    gpu = run_of(copy.deepcopy(trace))
     host = run_of(on_cpu(trace))
-    found = build_comparison(card, host, EXACT)
+    found = build_comparison(gpu, host, EXACT)
     rows = totals(found)
     for name in ("parameters", "gradients", "optimizer state", "buffers"):
         assert rows[name].compared and rows[name].difference_bytes == 0
@@ -99,10 +99,10 @@ def test_a_cpu_has_the_same_state_to_the_byte(trace):
 
 
 def test_kernels_own_memory_of_one_side_stands_apart():
-    card, host = training(), on_cpu(training())
+    gpu, host = training(), on_cpu(training())
     workspace = next(i for i, one in enumerate(host.storages) if one.hidden)
     host.storages[workspace] = host.storages[workspace]._replace(num_bytes=3 * MIB, shape=(3 * MIB,))
-    found = build_comparison(run_of(card), run_of(host), EXACT)
+    found = build_comparison(run_of(gpu), run_of(host), EXACT)
     assert (found.kernels_a.num_bytes, found.kernels_b.num_bytes) == (8519680, 3 * MIB)
     assert not found.tensors
     text = text_of(view(found))
@@ -210,7 +210,7 @@ def test_findings_come_and_go_and_some_have_no_bytes():
     ):  # fmt: skip
         assert line in text
     report = report_of(training())
-    rest = {"severity": "note", "title": "", "evidence": [], "remedies": []}
+    rest = {"severity": "note", "title": "", "evidence": [], "fixes": []}
     report["findings"] = [{"id": name, "bytes": size, **rest} for name, size in (("x", None), ("y", 3), ("y", 4))]
     assert run_of_report(report).findings == {"x": None, "y": 7}
 

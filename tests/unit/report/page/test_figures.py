@@ -8,7 +8,7 @@ import pytest
 
 from memprof.errors import UsageError
 from memprof.flows.account import analyze
-from memprof.report.documents.report import Document
+from memprof.report.documents.report import Report
 from memprof.report.page.page import page_data
 from memprof.trace.events import ModuleRole, PhaseKind
 from memprof.units import MIB
@@ -16,7 +16,7 @@ from tests.unit.ledger.conftest import Builder
 
 
 @pytest.fixture
-def document() -> Document:
+def document() -> Report:
     made = Builder()
     made.phase(PhaseKind.FORWARD, step=1)
     for layer in range(3):
@@ -49,7 +49,7 @@ def test_a_figure_that_is_not_there_is_said(document):
         document.plot("timelin")
     with pytest.raises(UsageError, match="no ladder"):
         document.plot("ladder")
-    of_json = Document.from_json(document.to_json())
+    of_json = Report.from_json(document.to_json())
     assert of_json.ledger is None
     for asks in (of_json.plot, lambda: page_data(of_json)):
         with pytest.raises(UsageError, match="no moments"):

@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given, settings
 
 from memprof.findings import Evidence
-from memprof.ledger.ledger import alive_at, build_ledger
+from memprof.ledger.ledger import build_ledger, live_storages_at
 from memprof.report.page.moments import Moments, kinds_shown_by, moments_of
 from memprof.trace.events import PhaseKind
 from tests.lanes import examples
@@ -38,7 +38,7 @@ def test_they_sum_to_the_ledger_at_its_peak_and_to_what_is_allocated_everywhere(
         assert categories_at(moments, event).total() == ledger.allocated[event]
         living = [kind for begin, end, kind in zip(moments.begin, moments.end, moments.kind, strict=True)
                   if begin <= event < end]  # fmt: skip
-        assert len(living) == sum(trace.storages[index].num_bytes > 0 for index in alive_at(trace, event))
+        assert len(living) == sum(trace.storages[index].num_bytes > 0 for index in live_storages_at(trace, event))
 
 
 def test_layers_are_one_group_and_evidence_finds_its_kinds():

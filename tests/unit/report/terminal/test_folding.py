@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from memprof.flows.account import analyze
-from memprof.report.documents.report import Document
+from memprof.report.documents.report import Report
 from memprof.report.terminal.console import text_of
 from memprof.report.terminal.folding import MAX_GROUPS_OF_ROUNDS, shown_stages
 from memprof.report.terminal.report import view
@@ -14,8 +14,8 @@ from tests.unit.findings.builder import Builder
 MIB = 1 << 20
 
 
-def document(b: Builder) -> Document:
-    b.trace.facts = Facts(command="run", device=DeviceFacts("Card", 9999 * MIB, 9900 * MIB, 99 * MIB))
+def document(b: Builder) -> Report:
+    b.trace.facts = Facts(command="run", device=DeviceFacts("GPU", 9999 * MIB, 9900 * MIB, 99 * MIB))
     return analyze(b.trace)
 
 
@@ -95,8 +95,8 @@ def test_whole_steps_that_cost_the_same_are_one_row() -> None:
         b.phase(PhaseKind.OPTIMIZER_STEP, step)
         b.free(b.new(4 * MIB))
     assert shown(b) == [
-        ("step 1, all of it", 1, 1),
-        ("steps 2-5, all of it", 4, 1),
+        ("step 1 (total)", 1, 1),
+        ("steps 2-5 (total)", 4, 1),
         ("backward", 1, 1),
         ("optimizer step", 1, 1),
     ]
@@ -144,7 +144,7 @@ def test_batches_within_epochs() -> None:
         if step % 2 == 0:
             for _ in range(6):
                 call(b, 8 * MIB)
-    assert shown(b) == [("steps 1-4, all of it", 2, 2), ("first Linear", 1, 12), ("second ReLU", 1, 12)]
+    assert shown(b) == [("steps 1-4 (total)", 2, 2), ("first Linear", 1, 12), ("second ReLU", 1, 12)]
 
 
 def test_layers_that_take_turns_are_averaged() -> None:
@@ -163,7 +163,7 @@ def test_layers_that_take_turns_are_averaged() -> None:
 
 
 def test_the_peak_is_marked_where_it_was_reached() -> None:
-    """What follows begins with as much, and only gives back."""
+    """What follows begins with as much, and only releases."""
     b = Builder()
     b.parameter("weight", 64 * MIB)
     for _ in range(2):

@@ -17,7 +17,7 @@ from tests.unit.findings.builder import Builder
     [
         ("error", 0, "a.py: failed by itself before any training step"),
         ("error", 1, "a.py: failed by itself after 1 training step had begun"),
-        ("refused", 0, "a.py: ended where the card was full, before any training step"),
+        ("refused", 0, "a.py: ended where the GPU was full, before any training step"),
         ("timeout", 12, "a.py: stopped by --timeout after 12 training steps had begun"),
         ("exit", 0, "a.py: ran to its end, no training steps"),
     ],

@@ -36,7 +36,7 @@ def report(command: str, steps: int) -> dict:
         b.phase(PhaseKind.FORWARD, step)
         b.new(MIB // 4)
         b.phase(PhaseKind.OPTIMIZER_STEP, step)
-    b.trace.facts = Facts(command=command, device=DeviceFacts("Card", 999 * MIB, 900 * MIB, 99 * MIB))
+    b.trace.facts = Facts(command=command, device=DeviceFacts("GPU", 999 * MIB, 900 * MIB, 99 * MIB))
     return analyze(b.trace).to_json()
 
 

@@ -6,14 +6,14 @@ import torch
 from torch import nn
 
 import memprof
-from memprof.report.documents.report import Document
-from memprof.report.terminal.brief import brief
+from memprof.report.documents.report import Report
 from memprof.report.terminal.console import text_of
 from memprof.report.terminal.report import view
+from memprof.report.terminal.summary import brief
 from memprof.report.terminal.tensors import merge_equal_rows
 
 
-def document() -> Document:
+def document() -> Report:
     """A product outside of every layer, forward and backward, on one line: each thread's cuBLAS has a workspace."""
     with memprof.virtual_gpu("h100-80gb") as gpu:
         model = nn.Linear(256, 100).cuda()

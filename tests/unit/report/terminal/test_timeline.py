@@ -18,7 +18,7 @@ FOUND = OverTime(
     },
     most_bytes={"activations": 8 * MIB, "parameters": 2 * MIB},
     peak_event=740,
-    refused_event=250,
+    failed_event=250,
     steps=((1, 110), (2, 610)),
 )
 
@@ -50,7 +50,7 @@ def test_there_is_none_where_there_is_no_room():
 
 
 def test_the_peak_may_be_the_request_that_is_refused():
-    shown = lines(dataclasses.replace(FOUND, refused_event=740), 60)
+    shown = lines(dataclasses.replace(FOUND, failed_event=740), 60)
     assert any(line.strip() == "‼" for line in shown)
     said = " ".join(" ".join(shown).split())
-    assert "‼ the peak, in backward of step 2, and the request that the card refuses" in said
+    assert "‼ the peak, in backward of step 2, and the request that the GPU refuses" in said

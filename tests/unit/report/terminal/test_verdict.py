@@ -8,7 +8,7 @@ import pytest
 
 from memprof.flows.account import analyze
 from memprof.ledger.bridge import NCCL_GROUP_BYTES
-from memprof.report.documents.report import Document
+from memprof.report.documents.report import Report
 from memprof.report.terminal.console import text_of
 from memprof.report.terminal.report import view
 from memprof.trace.events import PhaseKind
@@ -20,7 +20,7 @@ GIB = 1 << 30
 
 
 @pytest.fixture
-def document() -> Document:
+def document() -> Report:
     b = Builder()
     b.trace.facts = Facts(device=DeviceFacts("A", 8 * GIB))
     b.phase(PhaseKind.FORWARD)
@@ -28,7 +28,7 @@ def document() -> Document:
     return analyze(b.trace)
 
 
-def said(document: Document, total_bytes: int, nccl: tuple[int, int] | None) -> str:
+def said(document: Report, total_bytes: int, nccl: tuple[int, int] | None) -> str:
     assert document.bridge is not None
     document = dataclasses.replace(
         document,
@@ -38,18 +38,18 @@ def said(document: Document, total_bytes: int, nccl: tuple[int, int] | None) -> 
     return " ".join(text_of(view(document, quiet=True)).split())
 
 
-def test_without_nccl(document: Document) -> None:
+def test_without_nccl(document: Report) -> None:
     assert said(document, 8 * GIB, None).endswith("to spare.")
 
 
-def test_with_room_for_it(document: Document) -> None:
+def test_with_room_for_it(document: Report) -> None:
     text = said(document, 8 * GIB, NCCL_GROUP_BYTES)
     assert text.startswith("Fits: needs")
     assert text.endswith("to spare, of which NCCL takes 544.00 MiB to 1.49 GiB a group where others measured it.")
 
 
-def test_without_room_for_all_that_it_may_take(document: Document) -> None:
+def test_without_room_for_all_that_it_may_take(document: Report) -> None:
     used = document.peak.device_used_bytes
     text = said(document, used + GIB, NCCL_GROUP_BYTES)
-    assert text.startswith("Fits only just: needs")
+    assert text.startswith("Fits without headroom for NCCL: needs")
     assert "which leaves 1.00 GiB to NCCL: where others measured it, a group takes 544.00 MiB to 1.49 GiB." in text

@@ -8,7 +8,7 @@ import pytest
 
 from memprof.flows.account import analyze
 from memprof.ledger.workspaces import Workspaces
-from memprof.report.documents.report import Document
+from memprof.report.documents.report import Report
 from memprof.report.terminal.console import text_of
 from memprof.report.terminal.report import view
 from memprof.trace.events import GPU, PhaseKind, Workspace
@@ -19,7 +19,7 @@ MIB = 1 << 20
 ELEMENTS = MIB // 4
 
 
-def document(most_bytes: int, device: str = GPU) -> Document:
+def document(most_bytes: int, device: str = GPU) -> Report:
     """4 MiB of parameters, 8 of a temporary, and then a call that takes 8 MiB by the rule, beside an output of 4."""
     b = Builder()
     b.parameter("weight", 4 * ELEMENTS)
@@ -40,7 +40,7 @@ def test_the_peak_without_any_and_by_the_bound() -> None:
     text = " ".join(text_of(view(found)).split())
     assert "8.00 MiB of it by the rule for workspaces of cuDNN's convolutions" in text
     assert "the peak is 12.00 MiB without any, 28.00 MiB by their bound" in text
-    assert Document.from_json(found.to_json()).peak.workspaces == found.peak.workspaces
+    assert Report.from_json(found.to_json()).peak.workspaces == found.peak.workspaces
 
 
 @pytest.mark.parametrize("device", ["cuda:1", None])

@@ -20,9 +20,9 @@ from memprof.ledger.stages import spans
 from memprof.trace.events import EventKind, Trace
 from memprof.virtual import VirtualGpu
 
-pytest.importorskip("triton", reason="Inductor writes no kernels for a card without it")
+pytest.importorskip("triton", reason="Inductor writes no kernels for a GPU without it")
 
-CARD = find_gpu("a100-80gb")
+GPU = find_gpu("a100-80gb")
 MIB = 1 << 20
 ROWS, WIDTH, HIDDEN = 4096, 1024, 4096
 SMALL, LARGE = 4 * ROWS * WIDTH, 4 * ROWS * HIDDEN
@@ -30,7 +30,7 @@ SMALL, LARGE = 4 * ROWS * WIDTH, 4 * ROWS * HIDDEN
 
 @pytest.fixture
 def gpu() -> Iterator[VirtualGpu]:
-    with VirtualGpu(CARD) as virtual:
+    with VirtualGpu(GPU) as virtual:
         torch._dynamo.utils.counters.clear()
         yield virtual
 
@@ -51,7 +51,7 @@ def batch(rows: int = ROWS) -> torch.Tensor:
 
 
 def moves(trace: Trace, since: int) -> list[int]:
-    """Bytes that were taken (positive) and given back, in order, without what libraries keep."""
+    """Bytes that were taken (positive) and released, in order, without what libraries keep."""
     storages = [trace.storages[event.ref] for event in trace.events[since:] if event.kind in MOVES]
     signs = [1 if event.kind is EventKind.ALLOC else -1 for event in trace.events[since:] if event.kind in MOVES]
     return [sign * s.num_bytes for sign, s in zip(signs, storages, strict=True) if not s.hidden and s.device != "cpu"]
@@ -89,7 +89,7 @@ def test_torch_that_is_built_for_cuda_asks_no_driver(monkeypatch: pytest.MonkeyP
     for name in ("_cuda_getCurrentRawStream", "_cuda_getDevice", "_accelerator_getDeviceIndex"):
         monkeypatch.setattr(torch._C, name, no_driver, raising=False)
     monkeypatch.setattr(torch._C, "_accelerator_getAccelerator", lambda: torch.device("cuda"))
-    with VirtualGpu(CARD) as gpu:
+    with VirtualGpu(GPU) as gpu:
         model = torch.compile(Block().cuda())
         model(batch()).sum().backward()
     assert not eager_lines(gpu)
@@ -212,7 +212,7 @@ def test_a_head_that_is_cast_is_no_logits(gpu: VirtualGpu) -> None:
 @pytest.mark.nightly
 def test_a_model_that_is_compiled_in_pieces_has_its_modules() -> None:
     """DistributedDataParallel has Dynamo compile a graph for each bucket (torch/_dynamo/backends/distributed.py)."""
-    with VirtualGpu(CARD, cards=2) as gpu:
+    with VirtualGpu(GPU, gpus=2) as gpu:
         torch.distributed.init_process_group("nccl", rank=0, world_size=2)
         model = nn.parallel.DistributedDataParallel(torch.compile(Speaker().cuda()))
         since = len(gpu.trace.storages)
@@ -232,7 +232,7 @@ def test_the_program_may_forget_what_was_compiled(gpu: VirtualGpu) -> None:
 
 
 @pytest.mark.nightly
-def test_attention_inside_a_function_of_torch_is_the_kernel_that_the_card_chooses(gpu: VirtualGpu) -> None:
+def test_attention_inside_a_function_of_torch_is_the_kernel_that_the_gpu_chooses(gpu: VirtualGpu) -> None:
     """Not the math kernel's scores: an H100 took 803 MB for four compiled layers, where memprof had said 1,041."""
     attention = nn.MultiheadAttention(256, 4, batch_first=True, device="cuda")
     x = torch.randn(2, 512, 256, device="cuda")
@@ -268,7 +268,7 @@ def test_code_between_two_graphs_runs_as_it_is_written(gpu: VirtualGpu) -> None:
         return model.down(hidden)
 
     step(batch()).sum().backward()
-    assert seen == [("cuda", CARD.name)]
+    assert seen == [("cuda", GPU.name)]
     assert model.up.weight.grad is not None and model.up.weight.grad.is_cuda
     assert not eager_lines(gpu)
 
@@ -351,7 +351,7 @@ def test_errors_of_the_program_are_its_own(gpu: VirtualGpu) -> None:
         broken(batch())
 
 
-def test_modes_that_need_a_card_are_told(gpu: VirtualGpu) -> None:
+def test_modes_that_need_a_gpu_are_told(gpu: VirtualGpu) -> None:
     model = Block().cuda().eval()
     with torch.no_grad():
         torch.compile(model, mode="max-autotune")(batch())
@@ -365,7 +365,7 @@ def compiled_before(x: torch.Tensor) -> torch.Tensor:
     return (x * 2).relu()
 
 
-def test_what_was_compiled_before_is_compiled_for_the_card(gpu: VirtualGpu) -> None:
+def test_what_was_compiled_before_is_compiled_for_the_gpu(gpu: VirtualGpu) -> None:
     x = batch()
     since = len(gpu.trace.events)
     compiled_before(x)
@@ -376,7 +376,7 @@ def test_nothing_is_left_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "own"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     hooks = [vars(torch.Tensor).get(name) for name in ("_make_subclass", "_make_wrapper_subclass", "to")]
-    with VirtualGpu(CARD):
+    with VirtualGpu(GPU):
         torch.compile(Block().cuda())(batch()).sum().backward()
         assert list(tmp_path.glob("memprof-inductor-*"))
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "own")
@@ -388,7 +388,7 @@ def test_nothing_is_left_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 
 def test_a_release_without_a_hook_runs_eagerly_and_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("torch._prims.TensorMeta")
-    with VirtualGpu(CARD) as gpu:
+    with VirtualGpu(GPU) as gpu:
         assert torch.compile(lambda x: x * 2)(torch.arange(3, device="cuda")).tolist() == [0, 2, 4]
     (line,) = eager_lines(gpu)
     assert f"for torch {torch.__version__} is not prepared for it" in line and "TensorMeta" in line
@@ -398,17 +398,17 @@ def test_a_release_without_what_every_run_needs_runs_eagerly_and_is_told(monkeyp
     import torch._dynamo.convert_frame
 
     monkeypatch.delattr("torch._dynamo.convert_frame.ConvertFrameReturn")
-    with VirtualGpu(CARD) as gpu:
+    with VirtualGpu(GPU) as gpu:
         assert torch.compile(lambda x: x * 2)(torch.arange(3, device="cuda")).tolist() == [0, 2, 4]
     (line,) = eager_lines(gpu)
     assert "is not prepared for it" in line and "ConvertFrameReturn" in line
 
 
 def test_by_request_nothing_is_compiled() -> None:
-    with VirtualGpu(CARD, compiles=False) as gpu:
+    with VirtualGpu(GPU, compiles=False) as gpu:
         since = len(gpu.trace.events)
         torch.compile(Block().cuda().eval())(batch())
         assert moves(gpu.trace, since).count(LARGE) >= 2
     assert eager_lines(gpu) == [
-        "torch.compile runs eagerly here, as asked for: compiled code fuses operators and as a rule needs less."
+        "torch.compile runs eagerly here, as requested: compiled code fuses operators and as a rule needs less."
     ]

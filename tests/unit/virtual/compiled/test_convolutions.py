@@ -1,4 +1,4 @@
-"""Convolutions that are compiled: in the layouts that cuDNN gives on a card, which Inductor's code checks."""
+"""Convolutions that are compiled: in the layouts that cuDNN gives on a GPU, which Inductor's code checks."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from torch import nn
 
 from memprof.catalog import find_gpu
 from memprof.virtual import VirtualGpu
-from memprof.virtual.card import Card
+from memprof.virtual.device_properties import DeviceProperties
 from tests.lanes import by_day
 
-pytest.importorskip("triton", reason="Inductor writes no kernels for a card without it")
+pytest.importorskip("triton", reason="Inductor writes no kernels for a GPU without it")
 
-CARD = find_gpu("a100-80gb")
+GPU = find_gpu("a100-80gb")
 
 
 class Images(nn.Module):
@@ -35,7 +35,7 @@ class Images(nn.Module):
 
 def trained(*, compiled: bool, channels_last: bool) -> tuple[int, list[str]]:
     """Most bytes of tensors in two steps, and what the run says of code that was not compiled."""
-    with VirtualGpu(CARD) as gpu:
+    with VirtualGpu(GPU) as gpu:
         model = Images().cuda()
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         called = torch.compile(model) if compiled else model
@@ -58,7 +58,7 @@ def test_a_model_of_images_trains_compiled(channels_last: bool) -> None:
     assert 0 < peak < 1.25 * trained(compiled=False, channels_last=channels_last)[0]
 
 
-def test_the_card_says_which_layout_its_kernels_give() -> None:
+def test_the_gpu_says_which_layout_its_kernels_give() -> None:
     from torch._subclasses import FakeTensorMode
 
     from memprof.patching.patch_set import PatchSet
@@ -66,7 +66,7 @@ def test_the_card_says_which_layout_its_kernels_give() -> None:
 
     strides = {}
     own = PatchSet()
-    own.set_all(convolutions.patches(Card.of(CARD)))
+    own.set_all(convolutions.patches(DeviceProperties.of(GPU)))
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
             for name, groups, dtype in (("dense", 1, torch.float32), ("double", 1, torch.float64)):

@@ -20,14 +20,14 @@ import memprof
 from memprof.catalog import find_gpu
 from memprof.trace.events import EventKind
 from memprof.virtual import VirtualGpu
-from tests.unit.virtual.compiled.test_compiler import CARD, LARGE, SMALL, Block, batch, eager_lines, moves
+from tests.unit.virtual.compiled.test_compiler import GPU, LARGE, SMALL, Block, batch, eager_lines, moves
 
-pytest.importorskip("triton", reason="Inductor writes no kernels for a card without it")
+pytest.importorskip("triton", reason="Inductor writes no kernels for a GPU without it")
 
 
 @pytest.fixture
 def gpu() -> Iterator[VirtualGpu]:
-    with VirtualGpu(CARD) as virtual:
+    with VirtualGpu(GPU) as virtual:
         yield virtual
 
 
@@ -37,19 +37,19 @@ def double(x: torch.Tensor) -> torch.Tensor:
 
 
 def allocations(gpu: VirtualGpu, run: Callable[[], Any]) -> list[int]:
-    """The bytes that a call takes, without what it gives back."""
+    """The bytes that a call takes, without what it releases."""
     since = len(gpu.trace.events)
     run()
     return [size for size in moves(gpu.trace, since) if size > 0]
 
 
-def test_what_torch_held_of_triton_without_the_card_is_forgotten() -> None:
-    """It is asked for once in a process: before the virtual card by a library, after it by a test."""
+def test_what_torch_held_of_triton_without_the_gpu_is_forgotten() -> None:
+    """It is requested once in a process: before the virtual GPU by a library, after it by a test."""
     from torch.utils._triton import has_triton
 
     has_triton.cache_clear()
     without = has_triton()
-    with VirtualGpu(CARD) as gpu:
+    with VirtualGpu(GPU) as gpu:
         assert allocations(gpu, lambda: torch.compile(double)(batch())) == [SMALL, SMALL]
         assert not eager_lines(gpu)
     assert has_triton() is without
@@ -132,7 +132,7 @@ def test_what_was_compiled_before_the_run_is_not_compiled_again_in_it() -> None:
     """Dynamo keeps compiled code, and looks first whether it still fits."""
     compiled = torch.compile(double, backend="eager")
     compiled(torch.zeros(3, 4))
-    with VirtualGpu(CARD) as gpu:
+    with VirtualGpu(GPU) as gpu:
         compiled(batch())
     assert not told(gpu, "is compiled again")
 
@@ -238,7 +238,7 @@ def test_caches_of_the_machine_are_neither_read_nor_written(monkeypatch: pytest.
     opened: list[str] = []
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path.parent))
     before = sorted(str(path) for path in tmp_path.rglob("*"))
-    with VirtualGpu(CARD) as gpu:
+    with VirtualGpu(GPU) as gpu:
         torch.compile(Block().cuda())(batch()).sum().backward()
         opened += [name for name in _loaded() if name.startswith(str(tmp_path))]
     assert not eager_lines(gpu) and not opened
@@ -270,7 +270,7 @@ def test_without_a_folder_to_write_in_nothing_is_compiled(monkeypatch: pytest.Mo
     def no_folder(*args: Any, **kwargs: Any) -> str:
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    with VirtualGpu(CARD) as gpu:
+    with VirtualGpu(GPU) as gpu:
         monkeypatch.setattr(tempfile, "mkdtemp", no_folder)
         compiled = torch.compile(double)
         x = batch()
@@ -391,7 +391,7 @@ def test_layers_that_are_compiled_and_sharded_gather_and_let_go_as_eager_ones() 
     found = []
     for compiles in (True, False):
         torch._dynamo.reset()
-        with VirtualGpu(CARD, cards=2) as gpu:
+        with VirtualGpu(GPU, gpus=2) as gpu:
             torch.distributed.init_process_group("nccl", rank=0, world_size=2)
             model = nn.Sequential(Block(), Block()).cuda()
             for layer in model:
@@ -424,7 +424,7 @@ def test_an_operator_in_python_compiles_its_own_body() -> None:
 
         return inner(x)
 
-    with VirtualGpu(find_gpu("h100-80gb")) as gpu:  # the oldest card with float8
+    with VirtualGpu(find_gpu("h100-80gb")) as gpu:  # the oldest GPU with float8
         x = torch.empty(64, 256, device="cuda")
         before = len(gpu.trace.storages)
         product(x)

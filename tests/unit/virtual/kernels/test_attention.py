@@ -1,4 +1,4 @@
-"""Which backend attention takes on a card under a release, and what cuDNN's takes."""
+"""Which backend attention takes on a GPU under a release, and what cuDNN's takes."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from memprof.catalog import find_gpu
 from memprof.virtual import VirtualGpu
-from memprof.virtual.card import Card
+from memprof.virtual.device_properties import DeviceProperties
 from memprof.virtual.kernels import attention
 from memprof.virtual.kernels.attention import prefers_cudnn
 
 HALF = torch.bfloat16
 
 
-def card(capability=(9, 0), release=(2, 11)):
-    return Card(capability, 132, 2048, release)
+def properties(capability=(9, 0), release=(2, 11)):
+    return DeviceProperties(capability, 132, 2048, release)
 
 
 def backend(
     on, query=(2, 8, 64, 64), key=None, value=None, *, dtype=HALF, mask=None, dropout=0.0, grad=False, gqa=False
 ):
-    """The backend for meta tensors of these shapes on card `on`."""
+    """The backend for meta tensors of these shapes on GPU `on`."""
     shapes = query, key or query, value or key or query
     tensors = [torch.empty(shape, dtype=dtype, device="meta", requires_grad=grad) for shape in shapes]
     return attention.backend(on, attention.Attention(*tensors, mask, dropout, enable_gqa=gqa))
@@ -46,51 +46,51 @@ def test_cudnn_comes_first_on_hopper_and_data_centre_blackwell_from_2_11_on(
     capability, release, preferred, monkeypatch
 ):
     monkeypatch.delenv("TORCH_CUDNN_SDPA_DEPRIORITIZED", raising=False)
-    assert prefers_cudnn(card(capability, release)) is preferred
-    assert backend(card(capability, release)) == ("cudnn" if preferred else "flash")
+    assert prefers_cudnn(properties(capability, release)) is preferred
+    assert backend(properties(capability, release)) == ("cudnn" if preferred else "flash")
 
 
 def test_the_environment_puts_cudnn_last(monkeypatch):
     monkeypatch.setenv("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
-    assert backend(card()) == "flash"
+    assert backend(properties()) == "flash"
 
 
 def test_what_cudnn_cannot_goes_to_the_others():
-    assert backend(card(), (2, 8, 64, 256)) == "cudnn"
-    assert backend(card((10, 0)), (2, 8, 64, 256)) == "flash"  # a head too large for it there
-    assert backend(card(), (2, 8, 64, 264)) == "efficient"
-    assert backend(card(), (2, 8, 64, 100)) == "flash"  # not a multiple of 8; flash pads it
-    assert backend(card(), (2, 8, 64, 64), (2, 8, 1, 64)) == "flash"  # a single key
-    assert backend(card(), (2, 8, 1, 64), (2, 8, 9, 64), dropout=0.1) == "flash"
-    assert backend(card(), dtype=torch.float32) == "efficient"
-    assert backend(card(), (2, 8, 64, 192), (2, 8, 64, 192), (2, 8, 64, 128)) == "cudnn"
-    assert backend(card((8, 0)), (2, 8, 64, 192), (2, 8, 64, 192), (2, 8, 64, 128)) == "efficient"
+    assert backend(properties(), (2, 8, 64, 256)) == "cudnn"
+    assert backend(properties((10, 0)), (2, 8, 64, 256)) == "flash"  # a head too large for it there
+    assert backend(properties(), (2, 8, 64, 264)) == "efficient"
+    assert backend(properties(), (2, 8, 64, 100)) == "flash"  # not a multiple of 8; flash pads it
+    assert backend(properties(), (2, 8, 64, 64), (2, 8, 1, 64)) == "flash"  # a single key
+    assert backend(properties(), (2, 8, 1, 64), (2, 8, 9, 64), dropout=0.1) == "flash"
+    assert backend(properties(), dtype=torch.float32) == "efficient"
+    assert backend(properties(), (2, 8, 64, 192), (2, 8, 64, 192), (2, 8, 64, 128)) == "cudnn"
+    assert backend(properties((8, 0)), (2, 8, 64, 192), (2, 8, 64, 192), (2, 8, 64, 128)) == "efficient"
 
 
 def test_a_mask_goes_to_cudnn_unless_it_is_trained():
     mask = torch.empty(64, 64, dtype=HALF, device="meta")
-    assert backend(card(), mask=mask) == "cudnn"
-    assert backend(card(), mask=mask.requires_grad_()) == "efficient"
-    assert backend(card((8, 0)), mask=mask.detach()) == "efficient"
+    assert backend(properties(), mask=mask) == "cudnn"
+    assert backend(properties(), mask=mask.requires_grad_()) == "efficient"
+    assert backend(properties((8, 0)), mask=mask.detach()) == "efficient"
 
 
 def test_a_mask_whose_last_dimension_is_strided_is_left_to_math():
     biases = torch.empty(64, 64, 8, device="meta").permute(2, 0, 1)[None]  # T5's, of positions
-    assert backend(card(), dtype=torch.float32, mask=biases) == "math"
-    assert backend(card(), dtype=torch.float32, mask=biases.contiguous()) == "efficient"
+    assert backend(properties(), dtype=torch.float32, mask=biases) == "math"
+    assert backend(properties(), dtype=torch.float32, mask=biases.contiguous()) == "efficient"
 
 
 @pytest.mark.parametrize(("release", "expected"), [((2, 13), "math"), ((2, 15), "efficient")])
 def test_masked_grouped_queries_fall_back_to_math_until_the_efficient_kernel_takes_them(release, expected):
     mask = torch.empty(64, 64, dtype=HALF, device="meta")
     grouped = {"query": (2, 8, 64, 64), "key": (2, 2, 64, 64)}
-    assert backend(card((8, 0), release), **grouped, mask=mask, gqa=True) == expected
-    assert backend(card((8, 0), release), **grouped, gqa=True) == "flash"
-    assert backend(card((9, 0), release), **grouped, mask=mask, gqa=True) == "cudnn"
+    assert backend(properties((8, 0), release), **grouped, mask=mask, gqa=True) == expected
+    assert backend(properties((8, 0), release), **grouped, gqa=True) == "flash"
+    assert backend(properties((9, 0), release), **grouped, mask=mask, gqa=True) == "cudnn"
 
 
 def test_heads_that_differ_without_being_grouped_are_left_to_math():
-    assert backend(card(), (2, 8, 64, 64), (2, 1, 64, 64)) == "math"
+    assert backend(properties(), (2, 8, 64, 64), (2, 1, 64, 64)) == "math"
 
 
 def test_a_last_dimension_that_is_strided_is_left_to_math():
@@ -103,7 +103,7 @@ def test_a_last_dimension_that_is_strided_is_left_to_math():
 @pytest.fixture
 def gpu():
     gpu = VirtualGpu(find_gpu("h100-80gb"), workspaces=False)
-    gpu.tracker.card = dataclasses.replace(gpu.tracker.card, release=(2, 11))
+    gpu.tracker.gpu = dataclasses.replace(gpu.tracker.gpu, release=(2, 11))
     with gpu:
         yield gpu
 

@@ -10,13 +10,13 @@ from torch import nn
 
 from memprof.catalog import find_gpu
 from memprof.virtual import VirtualGpu
-from memprof.virtual.card import Card
+from memprof.virtual.device_properties import DeviceProperties
 from memprof.virtual.kernels.convolution import uses_cudnn
 
 MIB = 1 << 20
 
 
-CARD = find_gpu("rtx-4090")
+GPU = find_gpu("rtx-4090")
 
 
 def made(gpu, first, *, op="", hidden=None):
@@ -64,7 +64,7 @@ def test_one_channels_last_tensor_makes_the_output_channels_last_and_copies_the_
     assert made(gpu, first, hidden=True) == [copy]
 
 
-def test_a_move_to_the_card_changes_the_layout(gpu):
+def test_a_move_to_the_gpu_changes_the_layout(gpu):
     layer = nn.Conv2d(4, 8, 3).to("cuda", memory_format=torch.channels_last)
     assert layer.weight.is_contiguous(memory_format=torch.channels_last)
     back = layer.weight.detach().to("cpu", memory_format=torch.contiguous_format)
@@ -121,13 +121,13 @@ def test_the_backward_of_torchs_own_kernels_lays_out_columns(gpu):
 
 @pytest.mark.parametrize(("release", "own"), [((2, 8), False), ((2, 9), True), ((2, 10), True), ((2, 11), False)])
 def test_conv3d_in_half_precision_goes_round_a_fault_of_cudnn(release, own):
-    card = dataclasses.replace(Card.of(find_gpu("rtx-4090")), release=release)
+    gpu = dataclasses.replace(DeviceProperties.of(find_gpu("rtx-4090")), release=release)
     data, weight = (torch.empty(2, 4, 8, 8, 8, dtype=torch.float16, device="meta") for _ in range(2))
-    assert uses_cudnn(card, data, weight, False) is not own
+    assert uses_cudnn(gpu, data, weight, False) is not own
     last = data.to(memory_format=torch.channels_last_3d)
-    assert uses_cudnn(card, last, weight, False)
-    assert uses_cudnn(card, data.float(), weight.float(), False)
-    assert uses_cudnn(card, data, weight[:, :, :1, :1, :1], False)
+    assert uses_cudnn(gpu, last, weight, False)
+    assert uses_cudnn(gpu, data.float(), weight.float(), False)
+    assert uses_cudnn(gpu, data, weight[:, :, :1, :1, :1], False)
 
 
 def test_gradients_are_in_the_layout_of_the_convolution(gpu):

@@ -8,22 +8,22 @@ import torch
 from memprof.catalog import find_gpu
 from memprof.ledger.workspaces import Workspaces
 from memprof.virtual import VirtualGpu
-from memprof.virtual.card import Card
+from memprof.virtual.device_properties import DeviceProperties
 from memprof.virtual.kernels.convolution import workspace
 
 A100, V100, RTX_3090, P100, H100 = (
-    Card.of(find_gpu(name)) for name in ("a100-80gb", "v100-16gb", "rtx-3090", "p100", "h100-80gb")
+    DeviceProperties.of(find_gpu(name)) for name in ("a100-80gb", "v100-16gb", "rtx-3090", "p100", "h100-80gb")
 )
 HALF, SINGLE, BRAIN = torch.float16, torch.float32, torch.bfloat16
 GIB = 1 << 30
 
 
-def asked(card, data, weight, output, *, made="output", dtype=HALF, **named):
+def asked(gpu, data, weight, output, *, made="output", dtype=HALF, **named):
     tensors = {
         name: torch.empty(shape, dtype=dtype, device="meta")
         for name, shape in (("data", data), ("weight", weight), ("output", output))
     }
-    return workspace(card, *tensors.values(), tensors[made], **{"last": False, **named})
+    return workspace(gpu, *tensors.values(), tensors[made], **{"last": False, **named})
 
 
 def numel_bytes(shape, dtype=HALF):
@@ -163,7 +163,7 @@ def test_float32_in_three_dimensions_is_copied_with_tf32(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("card", "shapes", "dtype", "num_bytes"),
+    ("gpu", "shapes", "dtype", "num_bytes"),
     [
         # Recorded under torch 2.5: kernels of one point, from 32 to 64 channels.
         (RTX_3090, ((1, 32, 302, 302), (64, 32, 1, 1), (1, 64, 302, 302)), SINGLE, 4 << 20),
@@ -173,8 +173,8 @@ def test_float32_in_three_dimensions_is_copied_with_tf32(monkeypatch):
         (V100, ((1024, 1, 1024, 1024), (1, 1, 1, 1), (1024, 1, 1024, 1024)), HALF, round(48.01 * GIB)),
     ],
 )
-def test_the_bound_holds(card, shapes, dtype, num_bytes):
-    found = asked(card, *shapes, dtype=dtype)
+def test_the_bound_holds(gpu, shapes, dtype, num_bytes):
+    found = asked(gpu, *shapes, dtype=dtype)
     assert num_bytes <= 1.001 * found.most_bytes
     assert found.num_bytes <= found.most_bytes
 
@@ -239,8 +239,8 @@ def test_the_peak_has_bounds(gpu):
     assert Workspaces.of(trace, [1], 0) is None
 
 
-def test_another_card_has_its_own():
-    with VirtualGpu(find_gpu("rtx-3090"), cards=2) as gpu:
+def test_another_gpu_has_its_own():
+    with VirtualGpu(find_gpu("rtx-3090"), gpus=2) as gpu:
         layer = torch.nn.Conv2d(8, 8, 3, bias=False).to("cuda:1").half()
         layer(torch.randn(2, 8, 64, 64, device="cuda:1", dtype=HALF))
     (call,) = gpu.trace.workspaces

@@ -61,7 +61,7 @@ def test_copies(gpu: VirtualGpu, call: Callable[[], Any], expected: list[int]) -
 
 
 def test_adding_at_indices_of_two_places(gpu: VirtualGpu) -> None:
-    """The bounds of the one on the card, three for the linear index, the values made contiguous, three for the sort."""
+    """The bounds of the one on the GPU, three for the linear index, the values made contiguous, three for the sort."""
     places = (torch.arange(4, device="cuda"), torch.arange(4))
     torch.zeros(10, 6, device="cuda").index_put_(places, torch.ones(8, device="cuda")[::2], accumulate=True)
     assert hidden(gpu)[:-1] == [8, 1, 8, 1, 32, 32, 32, 16, 32, 32, 32]

@@ -12,7 +12,7 @@ BATCH, LENGTH, WIDTH, HEADS = 2, 10, 64, 8
 TOKENS = BATCH * LENGTH
 
 
-CARD = find_gpu("rtx-4090")
+GPU = find_gpu("rtx-4090")
 
 
 def made(gpu, first):

@@ -10,15 +10,15 @@ from memprof.catalog import find_gpu
 from memprof.device.cublas import CublasWorkspace
 from memprof.ledger.ledger import build_ledger
 from memprof.virtual import VirtualGpu
-from memprof.virtual.card import Card, max_threads_per_sm
-from memprof.virtual.kernels import activations, attention, foreach, indexing, norms, pooling, sorting
+from memprof.virtual.device_properties import DeviceProperties, max_threads_per_sm
+from memprof.virtual.kernels import activations, attention, foreach, indexing, normalization, pooling, sorting
 from memprof.virtual.kernels.matrix_products import adds_row
 from memprof.virtual.kernels.reductions import Reduction, reduction_buffers
 
 MIB = 1 << 20
 SMS = 128
 THREADS = 1536
-CARD = Card((8, 9), SMS, THREADS, (2, 11))
+GPU = DeviceProperties((8, 9), SMS, THREADS, (2, 11))
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -69,7 +69,7 @@ def test_a_sum_of_everything_takes_what_was_recorded() -> None:
 
 
 @pytest.mark.parametrize(("sms", "threads", "blocks"), [(128, 1536, 384), (132, 2048, 528), (40, 1024, 80)])
-def test_a_sum_of_everything_is_split_over_the_blocks_that_the_card_runs(sms: int, threads: int, blocks: int) -> None:
+def test_a_sum_of_everything_is_split_over_the_blocks_that_the_gpu_runs(sms: int, threads: int, blocks: int) -> None:
     # One output: blocks of 512 threads, so 3, 4 and 2 of them on a multiprocessor.
     assert buffers(empty(1 << 23), [0], sms, threads) == [4 * blocks, 4]
 
@@ -111,8 +111,8 @@ def test_a_tensor_beyond_32_bit_offsets_is_reduced_in_halves() -> None:
 def test_launches_that_follow_one_another_hold_one_buffer_at_a_time() -> None:
     """Liger-Kernel's published jsd rows (H100 PCIe): twice the vocabulary, from 2 GiB to 4 GiB, rises by the tensors
     alone and not by another staging buffer."""
-    card = Card.of(find_gpu("h100-pcie"))
-    one, two = (reduction_buffers(empty(8192, vocabulary), None, 4, card) for vocabulary in (65_536, 131_072))
+    gpu = DeviceProperties.of(find_gpu("h100-pcie"))
+    one, two = (reduction_buffers(empty(8192, vocabulary), None, 4, gpu) for vocabulary in (65_536, 131_072))
     assert one == two != []
 
 
@@ -127,10 +127,10 @@ def test_the_threads_of_a_multiprocessor_are_those_of_the_programming_guide(
 
 
 def hidden_sizes(run: object, *shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[int]:
-    with memprof.virtual_gpu("rtx-4090") as card:
+    with memprof.virtual_gpu("rtx-4090") as gpu:
         tensors = [torch.zeros(shape, device="cuda", dtype=dtype) for shape in shapes]
         run(*tensors)  # type: ignore[operator]
-    trace = card.trace
+    trace = gpu.trace
     return [storage.num_bytes for storage in trace.storages if storage.hidden]
 
 
@@ -156,7 +156,7 @@ def test_summing_a_mask_first_makes_integers_of_it() -> None:
 @pytest.mark.parametrize(
     ("capability", "release", "num_bytes", "lt_num_bytes"),
     [
-        ((8, 9), (2, 11), 8_519_680, MIB),  # recorded: torch 2.6 and 2.11 on cards before Hopper
+        ((8, 9), (2, 11), 8_519_680, MIB),  # recorded: torch 2.6 and 2.11 on GPUs before Hopper
         ((9, 0), (2, 11), 33_554_432, MIB),  # recorded: H100
         ((9, 0), (2, 12), 33_554_432, 0),
         ((12, 0), (2, 12), 33_554_432, 0),
@@ -197,12 +197,12 @@ def test_the_cublas_workspace_is_taken_and_freed_from_2_15_on(monkeypatch: pytes
 
 def test_flash_attention_backward_rounds_rows_to_128_and_the_head_to_32() -> None:
     query, key = empty(2, 8, 1000, 80), empty(2, 8, 1000, 80)
-    assert attention.flash_attention_backward((None, query, key), CARD) == [4 * 2 * 8 * 1024, 4 * 2 * 1024 * 8 * 96]
+    assert attention.flash_attention_backward((None, query, key), GPU) == [4 * 2 * 8 * 1024, 4 * 2 * 1024 * 8 * 96]
 
 
 def test_flash_attention_backward_makes_keys_and_values_for_every_query_head() -> None:
     query, key = empty(1, 8, 128, 64, dtype=torch.bfloat16), empty(1, 2, 128, 64, dtype=torch.bfloat16)
-    sizes = attention.flash_attention_backward((None, query, key), CARD)
+    sizes = attention.flash_attention_backward((None, query, key), GPU)
     assert sizes == [4096, 262_144, 131_072, 131_072]
 
 
@@ -265,23 +265,23 @@ def test_adding_at_indices_takes_what_was_recorded() -> None:
     # Recorded with one index tensor of 512 elements (medium at length 128, batch 4, torch 2.11): five arrays of int64
     # and cub's one byte.
     index = empty(512, dtype=torch.int64)
-    assert indexing.index_put_accumulate((empty(10, 4), [index], empty(512, 4), True, True), CARD) == [4096] * 5 + [1]
-    assert indexing.index_put_accumulate((empty(10, 4), [index], empty(512, 4), False), CARD) == []
+    assert indexing.index_put_accumulate((empty(10, 4), [index], empty(512, 4), True, True), GPU) == [4096] * 5 + [1]
+    assert indexing.index_put_accumulate((empty(10, 4), [index], empty(512, 4), False), GPU) == []
 
 
 def test_safe_softmax_keeps_a_mask_of_scores_one_of_rows_and_a_zero() -> None:
-    assert activations.safe_softmax((empty(2, 4, 16, 32), -1), CARD) == [4096, 128, 4]
+    assert activations.safe_softmax((empty(2, 4, 16, 32), -1), GPU) == [4096, 128, 4]
 
 
 def test_the_backward_of_softmax_multiplies_gradient_and_output_first() -> None:
     output = empty(4, 8)
-    assert activations.softmax_backward((empty(4, 8), output, -1, torch.float32), CARD) == [128]
+    assert activations.softmax_backward((empty(4, 8), output, -1, torch.float32), GPU) == [128]
     # What is laid out otherwise is copied, an expanded gradient and a transposed output too.
-    assert activations.softmax_backward((empty(8, 4).t(), empty(8, 4).t(), -1, torch.float32), CARD) == [128, 128, 128]
-    assert activations.softmax_backward((empty(1).expand(4, 8), output, -1, torch.float32), CARD) == [128]
-    assert activations.log_softmax_backward((empty(4, 8), output, -1, torch.float32), CARD) == []
-    assert activations.log_softmax_backward((empty(1).expand(4, 8), output, -1, torch.float32), CARD) == [128]
-    assert activations.softmax((empty(8, 4).t(), -1, False), CARD) == [128]
+    assert activations.softmax_backward((empty(8, 4).t(), empty(8, 4).t(), -1, torch.float32), GPU) == [128, 128, 128]
+    assert activations.softmax_backward((empty(1).expand(4, 8), output, -1, torch.float32), GPU) == [128]
+    assert activations.log_softmax_backward((empty(4, 8), output, -1, torch.float32), GPU) == []
+    assert activations.log_softmax_backward((empty(1).expand(4, 8), output, -1, torch.float32), GPU) == [128]
+    assert activations.softmax((empty(8, 4).t(), -1, False), GPU) == [128]
 
 
 def test_the_backward_of_eager_attention_peaks_with_the_product() -> None:
@@ -294,10 +294,10 @@ def test_the_backward_of_eager_attention_peaks_with_the_product() -> None:
 
 
 def test_copies_of_inputs_are_made_only_where_needed() -> None:
-    assert sorting.scan((empty(2, 10, dtype=torch.bool), 0), CARD) == [160]
-    assert sorting.scan((empty(2, 10, dtype=torch.int32).t(), 0), CARD) == [160, 160]
-    assert sorting.scan((empty(2, 10, dtype=torch.int64), 0), CARD) == []
-    assert sorting.scan((empty(2, 10), 0), CARD) == []
+    assert sorting.scan((empty(2, 10, dtype=torch.bool), 0), GPU) == [160]
+    assert sorting.scan((empty(2, 10, dtype=torch.int32).t(), 0), GPU) == [160, 160]
+    assert sorting.scan((empty(2, 10, dtype=torch.int64), 0), GPU) == []
+    assert sorting.scan((empty(2, 10), 0), GPU) == []
     indices = empty(4, 8, dtype=torch.int64)
     assert indexing.embedding_copy((None, indices)) == []
     assert indexing.embedding_copy((None, indices.t())) == [256]
@@ -311,28 +311,31 @@ def test_foreach_norm_takes_a_partial_norm_for_every_chunk() -> None:
 
 def test_upsampling_copies_what_is_neither_contiguous_nor_channels_last() -> None:
     strided, last = empty(2, 8, 6, 6)[:, :4], empty(2, 4, 6, 6).to(memory_format=torch.channels_last)
-    assert pooling.upsample_2d_backward((strided, [6, 6], [2, 4, 3, 3]), CARD) == [2 * 4 * 6 * 6 * 4]
-    assert pooling.upsample_2d_backward((last, [6, 6], [2, 4, 3, 3]), CARD) == []
-    assert pooling.upsample_2d_backward((strided, [6, 6], [2, 4, 6, 6]), CARD) == []
-    assert pooling.upsample_nearest2d((strided, [12, 12]), CARD) == [2 * 4 * 6 * 6 * 4]
-    assert pooling.upsample_nearest2d((last, [12, 12]), CARD) == []
+    assert pooling.upsample_2d_backward((strided, [6, 6], [2, 4, 3, 3]), GPU) == [2 * 4 * 6 * 6 * 4]
+    assert pooling.upsample_2d_backward((last, [6, 6], [2, 4, 3, 3]), GPU) == []
+    assert pooling.upsample_2d_backward((strided, [6, 6], [2, 4, 6, 6]), GPU) == []
+    assert pooling.upsample_nearest2d((strided, [12, 12]), GPU) == [2 * 4 * 6 * 6 * 4]
+    assert pooling.upsample_nearest2d((last, [12, 12]), GPU) == []
 
 
 def test_upsampling_of_few_channels_has_no_kernel_for_channels_last() -> None:
     images = empty(2, 3, 6, 6).to(memory_format=torch.channels_last)
-    assert pooling.upsample_nearest2d((images, [12, 12]), CARD) == [2 * 3 * 144 * 4, 2 * 3 * 36 * 4]
+    assert pooling.upsample_nearest2d((images, [12, 12]), GPU) == [2 * 3 * 144 * 4, 2 * 3 * 36 * 4]
 
 
 def test_parameters_of_norms_that_are_not_contiguous_are_copied() -> None:
     weight = empty(16)[::2]
-    assert norms.layer_norm_copy((empty(4, 8), [8], weight, None)) == [32]
-    assert norms.layer_norm_backward_copy((empty(8, 4).t(), empty(4, 8), [8], None, None, weight, weight)) == [32, 32]
-    assert norms.rms_norm_backward_copy((empty(8, 4).t(), empty(4, 8), [8], None, weight)) == [32]
+    assert normalization.layer_norm_copy((empty(4, 8), [8], weight, None)) == [32]
+    assert normalization.layer_norm_backward_copy((empty(8, 4).t(), empty(4, 8), [8], None, None, weight, weight)) == [
+        32,
+        32,
+    ]
+    assert normalization.rms_norm_backward_copy((empty(8, 4).t(), empty(4, 8), [8], None, weight)) == [32]
 
 
-@pytest.mark.skipif(not norms.HAS_FUSED_RMS_NORM, reason="this torch has no fused RMS norm")
+@pytest.mark.skipif(not normalization.HAS_FUSED_RMS_NORM, reason="this torch has no fused RMS norm")
 def test_rms_norm_and_its_backward_are_one_kernel_each() -> None:
-    """As on a card, where autograd differentiates it as one: 40.02 MiB are published for what pieces make 136 of."""
+    """As on a GPU, where autograd differentiates it as one: 40.02 MiB are published for what pieces make 136 of."""
     with VirtualGpu(find_gpu("a100-80gb"), workspaces=False) as gpu:
         layer = torch.nn.RMSNorm(64, eps=1e-6, dtype=torch.bfloat16, device="cuda")
         data = torch.randn(16, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)

@@ -240,7 +240,7 @@ def test_an_operator_in_python_allocates_what_its_body_does() -> None:
         assert torch.cuda.max_memory_allocated() - before == 5 * 4 << 20
 
 
-def test_of_an_operator_in_python_the_cards_body_runs() -> None:
+def test_of_an_operator_in_python_the_gpus_body_runs() -> None:
     @torch.library.custom_op("memprof_test::by_device", mutates_args=(), device_types="cpu")
     def by_device(x: torch.Tensor) -> torch.Tensor:
         raise AssertionError("that of the host")

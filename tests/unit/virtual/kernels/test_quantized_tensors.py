@@ -1,4 +1,4 @@
-"""torch's own quantized tensors on the card, by the operators that CUDA has for them, and fake quantization."""
+"""torch's own quantized tensors on the GPU, by the operators that CUDA has for them, and fake quantization."""
 
 from __future__ import annotations
 

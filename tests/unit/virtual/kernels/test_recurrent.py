@@ -12,7 +12,7 @@ from memprof.virtual import VirtualGpu
 STEPS, BATCH, INPUT, HIDDEN = 5, 3, 6, 8
 
 
-CARD = find_gpu("rtx-4090")
+GPU = find_gpu("rtx-4090")
 
 
 def made(gpu, first, op="_cudnn_rnn", *, hidden=False):
@@ -180,7 +180,7 @@ def test_dropout_between_layers_keeps_its_state_once(gpu):
     first = len(gpu.trace.storages)
     layer(data)
     layer(data)
-    state = 24 * CARD.num_sms * 1536
+    state = 24 * GPU.num_sms * 1536
     assert [storage.num_bytes for storage in gpu.trace.storages[first:]].count(state) == 1
 
 

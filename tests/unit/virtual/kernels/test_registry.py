@@ -43,7 +43,7 @@ def halved(launch):
 
 
 @scratch("memprof_toy.sorted")
-def sorted_scratch(args, card):
+def sorted_scratch(args, GPU):
     return [2 * args[0].nbytes]
 '''
 
@@ -75,13 +75,13 @@ def test_a_second_registration_names_both_functions():
     table = registry.Table("scratch formula")
 
     @table(torch.ops.aten.mm)
-    def one(args, card):
+    def one(args, gpu):
         return []
 
     with pytest.raises(ValueError, match=r"aten\.mm has two entries as scratch formula: .*one and .*other"):
 
         @table(torch.ops.aten.mm)
-        def other(args, card):
+        def other(args, gpu):
             return []
 
     assert table.get(torch.ops.aten.mm) is one
@@ -89,7 +89,7 @@ def test_a_second_registration_names_both_functions():
 
 def test_a_real_table_refuses_a_second_entry():
     with pytest.raises(ValueError, match=r"aten\.topk has two entries as scratch formula"):
-        registry.scratch(torch.ops.aten.topk)(lambda args, card: [])
+        registry.scratch(torch.ops.aten.topk)(lambda args, gpu: [])
     with pytest.raises(ValueError, match=r"aten\.convolution has two entries as kernel"):
         registry.kernel("aten.convolution")(lambda launch: None)
 
@@ -108,8 +108,8 @@ def test_sources_name_files_of_the_release():
         elif line and not line.startswith("#"):
             listed[line] = where
     files = Path(memprof.__file__).parent.rglob("*.py")
-    # A stand-in names files of the package that it stands for, with that package's release.
-    text = "".join(file.read_text() for file in files if not {"stand_ins", "stand_ins.py"} & {*file.parts}).replace(
+    # A stub names files of the package that it stands for, with that package's release.
+    text = "".join(file.read_text() for file in files if not {"stubs", "stubs.py"} & {*file.parts}).replace(
         "aten/src/", ""
     )
     named = set(re.findall(r"(?<![\w*])[\w/]+\.(?:cuh|cu|cpp|h)\b", text)) - NO_FILES

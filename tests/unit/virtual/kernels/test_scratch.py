@@ -12,11 +12,11 @@ from torch.nn import functional
 from memprof.catalog import find_gpu
 from memprof.trace.events import HOST
 from memprof.virtual import VirtualGpu
-from memprof.virtual.card import Card
-from memprof.virtual.kernels import indexing, norms, registry, sorting
+from memprof.virtual.device_properties import DeviceProperties
+from memprof.virtual.kernels import indexing, normalization, registry, sorting
 
-CARD = Card((8, 0), 108, 2048, (2, 11))
-HOPPER = Card((9, 0), 132, 2048, (2, 11))
+GPU = DeviceProperties((8, 0), 108, 2048, (2, 11))
+HOPPER = DeviceProperties((9, 0), 132, 2048, (2, 11))
 MIB = 1 << 20
 
 
@@ -36,60 +36,58 @@ def made(gpu, first, op):
 
 
 def test_cubs_sort_takes_nothing_of_note_for_one_tile_and_copies_of_keys_and_values_beyond():
-    assert sorting.radix_sort_scratch(512, 8, 8, 20, CARD) == 1  # as recorded with 512 indices
-    assert (
-        sorting.radix_sort_scratch(4096, 8, 8, 14, CARD) == 72_191
-    )  # as recorded with 4,096 of a vocabulary of 10,000
+    assert sorting.radix_sort_scratch(512, 8, 8, 20, GPU) == 1  # as recorded with 512 indices
+    assert sorting.radix_sort_scratch(4096, 8, 8, 14, GPU) == 72_191  # as recorded with 4,096 of a vocabulary of 10,000
     # 8-byte keys: 384 threads of 10 items; 4 passes. 27 tiles of 256 counters, digits of every pass, two copies.
     count = 100_000
     parts = [4 * 256 * 8, 27 * 256 * 4, 8 * count, 8 * count, 16]
-    assert sorting.radix_sort_scratch(count, 8, 8, 32, CARD) == sum(-(-part // 256) * 256 for part in parts) + 255
+    assert sorting.radix_sort_scratch(count, 8, 8, 32, GPU) == sum(-(-part // 256) * 256 for part in parts) + 255
     # With one pass there is nothing to exchange.
-    assert sorting.radix_sort_scratch(count, 8, 8, 8, CARD) == 2048 + 27 * 1024 + 256 + 255
-    # A card of compute capability 9.0 has tiles of 384 x 12.
+    assert sorting.radix_sort_scratch(count, 8, 8, 8, GPU) == 2048 + 27 * 1024 + 256 + 255
+    # A GPU of compute capability 9.0 has tiles of 384 x 12.
     assert sorting.radix_sort_scratch(count, 8, 8, 8, HOPPER) == 2048 + 22 * 1024 + 256 + 255
 
 
 def test_short_slices_are_sorted_in_place_with_a_range():
-    assert sorting.sort((empty(8, 4096),), CARD) == [8 * 4096]
+    assert sorting.sort((empty(8, 4096),), GPU) == [8 * 4096]
 
 
 def test_one_long_slice_takes_a_range_and_cubs_scratch():
-    assert sorting.sort((empty(128_256),), CARD) == [8 * 128_256, sorting.radix_sort_scratch(128_256, 4, 8, 32, CARD)]
+    assert sorting.sort((empty(128_256),), GPU) == [8 * 128_256, sorting.radix_sort_scratch(128_256, 4, 8, 32, GPU)]
 
 
 def test_a_few_long_slices_are_sorted_as_one_and_many_by_segments():
-    few = sorting.sort((empty(4, 32_000), -1), CARD)
+    few = sorting.sort((empty(4, 32_000), -1), GPU)
     assert few[:3] == [8 * 128_000, 8 * 128_000, 4 * 128_000]
-    many = sorting.sort((empty(200, 32_000), -1), CARD)
+    many = sorting.sort((empty(200, 32_000), -1), GPU)
     assert many[0] == 8 * 6_400_000
     assert 12 * 6_400_000 <= many[1] <= 12 * 6_400_000 + 1024
 
 
 def test_a_sort_of_a_part_copies_nothing():
-    assert sorting.sort((empty(20_000)[:10_000],), CARD) == sorting.sort((empty(10_000),), CARD)
+    assert sorting.sort((empty(20_000)[:10_000],), GPU) == sorting.sort((empty(10_000),), GPU)
 
 
 def test_a_sort_along_another_dimension_copies_first():
     count = 5000 * 4
-    assert sorting.sort((empty(5000, 4), 0), CARD)[:3] == [4 * count, 4 * count, 8 * count]
+    assert sorting.sort((empty(5000, 4), 0), GPU)[:3] == [4 * count, 4 * count, 8 * count]
 
 
 def test_topk_of_few_experts_takes_nothing_and_of_a_vocabulary_a_little():
-    assert sorting.topk((empty(8192, 128), 8), CARD) == []
-    sizes = sorting.topk((empty(1, 128_256), 50), CARD)
+    assert sorting.topk((empty(8192, 128), 8), GPU) == []
+    sizes = sorting.topk((empty(1, 128_256), 50), GPU)
     # 128,256 values over 108 x 6 blocks of 256 threads: 4 values a thread, 126 blocks.
     assert sizes == [4, 8, 8, 126 * 512, 1024, 4 * 126, 4 * 126, 1279, 1279]
-    older = sorting.topk((empty(1, 128_256), 50), dataclasses.replace(CARD, release=(2, 9)))
+    older = sorting.topk((empty(1, 128_256), 50), dataclasses.replace(GPU, release=(2, 9)))
     assert older == [4, 4, 8, 8, 126 * 512, 4 * 126, 4 * 126, 1279, 1279]
 
 
 def test_a_scan_copies_a_strided_input_and_takes_status_words_where_it_is_alone():
-    assert sorting.scan((empty(4, 8).t(), 1), CARD) == [128]
-    assert sorting.scan((empty(4, 8), 1), CARD) == []
-    older = dataclasses.replace(CARD, release=(2, 10))
+    assert sorting.scan((empty(4, 8).t(), 1), GPU) == [128]
+    assert sorting.scan((empty(4, 8), 1), GPU) == []
+    older = dataclasses.replace(GPU, release=(2, 10))
     assert sorting.scan((empty(19_200), 0), older) == [8 * 42 + 48 + 128 + 255]  # 10 tiles and 32 spare, rounded to 256
-    assert sorting.scan((empty(19_200), 0), CARD) == [8 * 42 + 48 + 128 + 256 + 255]
+    assert sorting.scan((empty(19_200), 0), GPU) == [8 * 42 + 48 + 128 + 256 + 255]
 
 
 # What CUB of CUDA 13.0 answers for 4,194,304 items: on compute capability 8.6, 8.0 and 9.0, the last as an H100 took.
@@ -104,10 +102,10 @@ TILES = {
 
 
 @pytest.mark.parametrize(("tuned", "item_bytes", "expected"), [(name, *rest) for name, rest in TILES.items()])
-def test_cub_has_a_tile_for_each_card(tuned, item_bytes, expected):
-    cards = [dataclasses.replace(CARD, compute_capability=capability) for capability in ((8, 6), (8, 0), (9, 0))]
-    assert [sorting.scan_scratch(1 << 22, item_bytes, card, tuned) for card in cards] == expected
-    assert sorting.scan_scratch(1 << 22, 8, CARD) == 76_031
+def test_cub_has_a_tile_for_each_gpu(tuned, item_bytes, expected):
+    gpus = [dataclasses.replace(GPU, compute_capability=capability) for capability in ((8, 6), (8, 0), (9, 0))]
+    assert [sorting.scan_scratch(1 << 22, item_bytes, gpu, tuned) for gpu in gpus] == expected
+    assert sorting.scan_scratch(1 << 22, 8, GPU) == 76_031
     assert sorting.reduce_scratch(1 << 22, HOPPER) == 21_503
     assert sorting.run_length_scratch(1 << 22) == 88_319
 
@@ -223,18 +221,18 @@ def test_indices_of_a_mask_are_one_tensor(gpu):
 def test_the_backward_of_very_many_short_rows_sums_in_blocks():
     rows, width = 131_072, 256
     args = (None, empty(rows, width), [width], None, None, None, None, [True, True, True])
-    sizes = norms.layer_norm_backward(args, CARD)
+    sizes = normalization.layer_norm_backward(args, GPU)
     assert sizes[:2] == [4096 * width * 4] * 2  # 32 rows a block: 4,096 blocks in each of 8 columns of blocks
-    assert norms.layer_norm_backward((*args[:7], [True, False, False]), CARD) == []
+    assert normalization.layer_norm_backward((*args[:7], [True, False, False]), GPU) == []
     few = (None, empty(65_536, width), *args[2:])
-    assert norms.layer_norm_backward(few, CARD) == []
+    assert normalization.layer_norm_backward(few, GPU) == []
     wide = (None, empty(rows, 4096), [4096], *args[3:])
-    assert norms.layer_norm_backward(wide, CARD) == []
+    assert normalization.layer_norm_backward(wide, GPU) == []
 
 
 def test_the_backward_of_rms_norm_does_so_for_one_parameter():
     args = (None, empty(131_072, 128, dtype=torch.bfloat16), [128], None, None, [True, True])
-    assert norms.rms_norm_backward(args, CARD)[0] == 4096 * 128 * 2
+    assert normalization.rms_norm_backward(args, GPU)[0] == 4096 * 128 * 2
 
 
 def test_group_norm_takes_factors_for_every_channel(gpu):
@@ -283,7 +281,7 @@ def test_many_indices_of_an_embedding_take_a_row_for_every_part_of_equal_ones(gp
     result.backward(grad)
     sizes = made(gpu, first, "embedding_dense_backward")
     assert sizes[:3] == [32_000] * 3
-    assert sizes[3] == sorting.radix_sort_scratch(4000, 8, 8, 64, CARD)
+    assert sizes[3] == sorting.radix_sort_scratch(4000, 8, 8, 64, GPU)
     # 4,000 / 10 and at most 1,000 different ones: 1,400 rows of 16 in float32.
     assert sizes[-2:] == [8 * 1400, 4 * 1400 * 16]
     assert sizes[4] == 32_000
@@ -304,8 +302,8 @@ def test_adding_at_indices_checks_their_bounds_but_not_for_a_gradient(gpu):
 
 def test_adding_at_many_indices_sorts_them_with_cubs_scratch():
     index = empty(10_000, dtype=torch.int64)
-    sizes = indexing.index_put_accumulate((empty(50_000, 4), [index], empty(10_000, 4), True, True), CARD)
-    assert sizes == [80_000] * 5 + [sorting.radix_sort_scratch(10_000, 8, 8, 16, CARD)]
+    sizes = indexing.index_put_accumulate((empty(50_000, 4), [index], empty(10_000, 4), True, True), GPU)
+    assert sizes == [80_000] * 5 + [sorting.radix_sort_scratch(10_000, 8, 8, 16, GPU)]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Sparse tensors: torch's own on the host, indices and values on the card."""
+"""Sparse tensors: torch's own on the host, indices and values on the GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from memprof.trace.events import GPU, Role
 from memprof.virtual import VirtualGpu
 
 
-def on_card(gpu: VirtualGpu) -> list[int]:
+def on_gpu(gpu: VirtualGpu) -> list[int]:
     return [storage.num_bytes for storage in gpu.trace.storages if storage.device == GPU]
 
 
@@ -31,11 +31,11 @@ HOST: dict[str, Callable[[], torch.Tensor]] = {
 def test_on_the_host_and_moved(gpu: VirtualGpu, make: Callable[[], torch.Tensor]) -> None:
     sparse = make()
     assert sparse.device.type == "cpu" and (sparse.to_dense() == torch.eye(6)).all()
-    assert on_card(gpu) == []
+    assert on_gpu(gpu) == []
     moved = sparse.to("cuda")
     assert moved.device.type == "cuda" and moved.layout is sparse.layout
     indices = [8 * 12] if sparse.layout is torch.sparse_coo else [8 * 7, 8 * 6]
-    assert on_card(gpu) == [*indices, 4 * 6]
+    assert on_gpu(gpu) == [*indices, 4 * 6]
 
 
 def test_of_a_module(gpu: VirtualGpu) -> None:
@@ -267,16 +267,16 @@ def test_the_host_has_what_plain_torch_has(name: str, count: int) -> None:
 
 def test_moved_to_the_gpu_it_takes_indices_and_values(gpu: VirtualGpu) -> None:
     coo(1 << 18, device="cuda")
-    assert on_card(gpu) == [4 << 18, 16 << 18]
+    assert on_gpu(gpu) == [4 << 18, 16 << 18]
     compressed(1 << 18, torch.sparse_csr).cuda()
-    assert on_card(gpu)[2:] == [8 * 257, 8 << 18, 4 << 18]
+    assert on_gpu(gpu)[2:] == [8 * 257, 8 << 18, 4 << 18]
 
 
 def test_what_the_host_does_takes_nothing_of_the_gpu(gpu: VirtualGpu) -> None:
     made = coo(1 << 18)
     made.coalesce().to_sparse_csr()
     torch.zeros(2048, 2048).add_(made, alpha=2)
-    assert on_card(gpu) == []
+    assert on_gpu(gpu) == []
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -1,0 +1,349 @@
+"""The allocator as it was when a snapshot's recording began: its end, walked back event by event.
+
+A snapshot holds the final segments and what happened before. Undoing the events from the last to the first gives the
+segments and live blocks of the beginning; the stretches between live blocks were its free blocks, because free
+neighbours always merge.
+
+Two things are not always recorded. Where the address space of an expandable segment begins: it is taken to begin at the
+lowest address that the file knows of it. And how large a block is that was live at the beginning and freed later: a
+block of the large pool keeps up to 1 MiB that it did not ask for (from max_split_size on, its whole segment):
+* the stretch that follows it is at most 1 MiB: it belongs to the block, as the large pool has no free blocks so small;
+* an allocation was made in that stretch while the block lived: it starts where the block ends;
+* otherwise the block is taken to end where its request does (`ambiguous` counts these).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right, insort
+from dataclasses import dataclass, field, replace
+
+from memprof.allocator.blocks import Block, StreamPool, split_right
+from memprof.allocator.caching import CachingAllocator
+from memprof.allocator.config import AllocatorConfig
+from memprof.allocator.rounding import SMALL_BUFFER, SMALL_SIZE, round_size
+from memprof.allocator.segments import Segments
+from memprof.trace.columns import (
+    ALLOC,
+    FREE_COMPLETED,
+    FREE_REQUESTED,
+    SEGMENT_ALLOC,
+    SEGMENT_FREE,
+    SEGMENT_MAP,
+    SEGMENT_UNMAP,
+    EventColumns,
+)
+from memprof.trace.snapshot import BlockState, PoolId, SnapshotSegment
+
+OTHER_STREAM = -1  # which stream a late free waited for is not recorded
+
+
+def completes_at_once(events: EventColumns, index: int) -> bool:
+    """Return whether the free that the event at `index` asks for is done at once: no other stream held it up."""
+    after = index + 1
+    if after == len(events) or events.actions[after] != FREE_COMPLETED:
+        return False
+    return events.addresses[after] == events.addresses[index]
+
+
+@dataclass(slots=True)
+class LiveBlock:
+    """A block that was in use at the beginning."""
+
+    address: int
+    requested: int
+    size: int | None  # None if no record gives it
+    pending: bool  # its free had been requested, and waited for other streams
+
+
+@dataclass(slots=True)
+class Range:
+    """Memory that was there: a segment, or a mapped run of an expandable one."""
+
+    address: int
+    size: int
+    stream: int
+    is_small: bool
+    pool_id: PoolId
+    expandable: bool
+
+    @property
+    def end(self) -> int:
+        """Return the first address behind it."""
+        return self.address + self.size
+
+    @classmethod
+    def of(cls, found: SnapshotSegment) -> Range:
+        """Return where `found` lies."""
+        return cls(found.address, found.size, found.stream, found.is_small, found.pool_id, found.expandable)
+
+
+@dataclass(slots=True)
+class State:
+    """The beginning of a recording."""
+
+    ranges: list[Range] = field(default_factory=list)
+    live: dict[int, LiveBlock] = field(default_factory=dict)
+    ambiguous: int = 0  # blocks whose end no record gives
+    # Addresses known to be of an expandable segment, by its stream and whether it is of the small pool; sorted.
+    spaces: dict[tuple[int, bool], list[int]] = field(default_factory=dict)
+    contradictions: list[str] = field(default_factory=list)  # if any, the trace is not whole
+
+
+def state_before(segments: list[SnapshotSegment], events: EventColumns, config: AllocatorConfig) -> State:
+    """Undo `events` (one device, oldest first) from the final `segments`, under the settings `config`."""
+    state = State()
+    ranges = Ranges(segments, config)
+    final: list[LiveBlock] = []
+    for segment in segments:
+        for block in segment.blocks:
+            if block.state is not BlockState.INACTIVE:
+                pending = block.state is BlockState.PENDING_FREE
+                requested = block.size if block.requested is None else block.requested
+                final.append(LiveBlock(block.address, requested, block.size, pending))
+    # By address: the event that ended the block's life, or the place from the end in `final`, which is below 0.
+    live = {block.address: place for place, block in enumerate(final, -len(final))}
+    # Addresses of blocks whose free completes, and has not been requested yet.
+    waiting = {block.address for block in final if block.pending}
+    actions, addresses = events.actions, events.addresses
+    for index in range(len(events) - 1, -1, -1):
+        action, address = actions[index], addresses[index]
+        if action == ALLOC:
+            if live.pop(address, None) is None:
+                state.contradictions.append(f"event {index} allocates {address:#x}, which nothing frees")
+            waiting.discard(address)
+        elif action == FREE_COMPLETED:
+            if address in live:
+                state.contradictions.append(f"event {index} frees {address:#x}, which is live after it")
+            live[address] = index
+            waiting.add(address)
+        elif action == FREE_REQUESTED:
+            if address not in live:
+                state.contradictions.append(f"event {index} frees {address:#x}, but its free never completes")
+                live[address] = index
+            waiting.discard(address)
+        else:
+            problem = ranges.undo(events, index)
+            if problem:
+                state.contradictions.append(f"event {index} {problem}")
+    state.ranges = ranges.sorted()
+    for address, place in live.items():
+        if place < 0:
+            block_then = final[place]
+            block_then.pending = address in waiting
+        else:
+            block_then = LiveBlock(address, events.sizes[place], None, pending=address in waiting)
+        state.live[address] = block_then
+    for index in events.places(SEGMENT_MAP, SEGMENT_UNMAP):
+        key = events.streams[index], ranges.is_small(events.sizes[index])
+        state.spaces.setdefault(key, []).append(addresses[index])
+    for run in state.ranges:
+        if run.expandable:
+            state.spaces.setdefault((run.stream, run.is_small), []).append(run.address)
+    for known in state.spaces.values():
+        known.sort()
+    _measure(state, events, config)
+    return state
+
+
+class Ranges:
+    """The mapped ranges while events are undone."""
+
+    def __init__(self, segments: list[SnapshotSegment], config: AllocatorConfig) -> None:
+        self.large_segment = config.large_segment_size
+        self.by_address: dict[int, Range] = {}
+        self.order: list[int] = []
+        for segment in segments:
+            self._add(Range.of(segment))
+
+    def sorted(self) -> list[Range]:
+        """Return all of them by address."""
+        return [self.by_address[address] for address in sorted(self.by_address)]
+
+    def is_small(self, mapped: int) -> bool:
+        """Whether `mapped` bytes at a time are of the small pool, which maps in units of 2 MiB; the large of 20."""
+        return mapped % self.large_segment != 0
+
+    def undo(self, events: EventColumns, index: int) -> str | None:
+        """Return what is wrong with the event at `index`, or None."""
+        action, address, size = events.actions[index], events.addresses[index], events.sizes[index]
+        if action == SEGMENT_ALLOC:
+            found = self.by_address.get(address)
+            if found is None or found.size != size or found.expandable:
+                return f"takes a segment at {address:#x} that is not there afterwards"
+            self._remove(found)
+        elif action == SEGMENT_MAP:
+            found = self._at(address)
+            if found is None or not found.expandable or found.end < address + size:
+                return f"maps memory at {address:#x} that is not there afterwards"
+            self._remove(found)
+            if address > found.address:
+                self._add(replace(found, size=address - found.address))
+            if address + size < found.end:
+                self._add(replace(found, address=address + size, size=found.end - address - size))
+        elif action in (SEGMENT_FREE, SEGMENT_UNMAP):
+            at = bisect_left(self.order, address)
+            if self._at(address) is not None or (at < len(self.order) and self.order[at] < address + size) or not size:
+                return f"gives memory at {address:#x} back that is still there afterwards"
+            expandable = action == SEGMENT_UNMAP
+            # Every segment of the small pool has this size, and none of the large pool.
+            small = self.is_small(size) if expandable else size == SMALL_BUFFER
+            pool_id = events.pool_ids[events.pools[index]]
+            run = Range(address, size, events.streams[index], small, pool_id, expandable)
+            if expandable:
+                run = self._joined(run)
+            self._add(run)
+        return None
+
+    def _joined(self, run: Range) -> Range:
+        """Return the expandable `run` with the mapped runs that touch it, which are taken out."""
+        at = bisect_left(self.order, run.address)
+        touching = [self.by_address[address] for address in self.order[max(at - 1, 0) : at + 1]]
+        for other in touching:
+            if other.expandable and (other.end == run.address or run.end == other.address):
+                begin = min(run.address, other.address)
+                run = replace(other, address=begin, size=max(run.end, other.end) - begin)
+                self._remove(other)
+        return run
+
+    def _at(self, address: int) -> Range | None:
+        """Return the range that `address` lies in."""
+        at = bisect_right(self.order, address) - 1
+        found = self.by_address[self.order[at]] if at >= 0 else None
+        return found if found is not None and address < found.end else None
+
+    def _add(self, run: Range) -> None:
+        self.by_address[run.address] = run
+        insort(self.order, run.address)
+
+    def _remove(self, run: Range) -> None:
+        del self.by_address[run.address]
+        del self.order[bisect_left(self.order, run.address)]
+
+
+def _measure(state: State, events: EventColumns, config: AllocatorConfig) -> None:
+    """Find the size of every live block that no record gives."""
+    addresses = sorted(state.live)
+    starts = [run.address for run in state.ranges]
+    open_ends: list[tuple[int, int, LiveBlock]] = []  # (first possible end, last possible end, block)
+    for index, address in enumerate(addresses):
+        block = state.live[address]
+        at = bisect_right(starts, address) - 1
+        run = state.ranges[at] if at >= 0 else None
+        if run is None or run.end <= address:
+            state.contradictions.append(f"the block at {address:#x} is in no segment")
+            del state.live[address]
+            continue
+        limit = run.end
+        if index + 1 < len(addresses):
+            limit = min(limit, addresses[index + 1])
+        known = block.size is not None
+        if block.size is None:
+            block.size = round_size(block.requested, config.roundup_power2_divisions)
+        gap = limit - address - block.size
+        if gap < 0:
+            state.contradictions.append(f"the block at {address:#x} does not fit in its place")
+            block.size += gap
+        if known or run.is_small or run.expandable or gap <= 0:
+            continue
+        if gap <= SMALL_SIZE or block.size >= config.max_split_size:
+            block.size += gap
+        else:
+            open_ends.append((address + block.size, limit, block))
+    _measure_by_neighbours(state, events, open_ends)
+
+
+def _measure_by_neighbours(state: State, events: EventColumns, open_ends: list[tuple[int, int, LiveBlock]]) -> None:
+    """Blocks followed by more than 1 MiB: the first allocation there shows where they end."""
+    firsts = [first for first, _, _ in open_ends]
+    waiting = {block.address: block for _, _, block in open_ends}
+    for action, address in zip(events.actions, events.addresses, strict=True):
+        if not waiting:
+            break
+        if action == ALLOC:
+            at = bisect_right(firsts, address) - 1
+            if at < 0:
+                continue
+            first, last, block = open_ends[at]
+            if address < last and block.address in waiting:
+                del waiting[block.address]
+                if address - first <= SMALL_SIZE:
+                    assert block.size is not None
+                    block.size += address - first
+        elif action == FREE_REQUESTED and address in waiting:
+            del waiting[address]
+            state.ambiguous += 1
+    state.ambiguous += len(waiting)
+
+
+def restore(allocator: CachingAllocator, state: State) -> dict[int, Block]:
+    """Put `allocator`, which is fresh and keeps no counts, into `state`; return its live blocks by address."""
+    live = sorted(state.live)
+    found: dict[int, Block] = {}
+    previous: tuple[Range, Block] | None = None
+    for run in state.ranges:
+        home = allocator.create_pool(run.pool_id)
+        owner = (home.small if run.is_small else home.large).of_stream(run.stream)
+        store = allocator.segment_store
+        block: Block
+        if run.expandable:
+            block, tail = _restore_run(store, owner, run, state, previous)
+            previous = (run, tail)
+        else:
+            block = store.adopt(owner, run.address, run.size)
+        store.count(owner, run.size, 0 if run.expandable else 1)
+        for address in live[bisect_left(live, run.address) : bisect_left(live, run.end)]:
+            known = state.live[address]
+            assert known.size is not None
+            if address > block.address:
+                following = split_right(block, address - block.address)
+                owner.insert(block)
+                block = following
+            rest = split_right(block, known.size) if known.size < block.size else None
+            block.requested = known.requested
+            found[address] = block
+            if known.pending:
+                block.uses = {OTHER_STREAM}
+                allocator.pending.add(block)
+            if rest is None:
+                break
+            block = rest
+        else:
+            owner.insert(block)
+    return found
+
+
+def _restore_run(
+    store: Segments, owner: StreamPool, run: Range, state: State, previous: tuple[Range, Block] | None
+) -> tuple[Block, Block]:
+    """Return the block of the mapped `run`, in no list, and the unmapped block behind it.
+
+    Runs of one pool and stream that follow each other are taken to lie in one reservation.
+    """
+    if previous is not None and _same_space(previous[0], run):
+        before = previous[1]
+        owner.remove_unmapped(before)
+    else:
+        base = _base(run, state)
+        unit = store.unit(owner)
+        before = store.adopt(owner, base, -(-store.address_space // unit) * unit, expandable=True)
+    block = before
+    if run.address > before.address:
+        block = split_right(before, run.address - before.address)
+        owner.insert_unmapped(before)
+    tail = split_right(block, run.size)
+    owner.insert_unmapped(tail)
+    return block, tail
+
+
+def _base(run: Range, state: State) -> int:
+    """Return the lowest address known of the reservation of `run`: nothing else lies between."""
+    others = [other.address for other in state.ranges if not (other.expandable and _same_space(other, run))]
+    for key, known in state.spaces.items():
+        if key != (run.stream, run.is_small):
+            others += known
+    barrier = max((address for address in others if address < run.address), default=-1)
+    return min(address for address in state.spaces[run.stream, run.is_small] if barrier < address <= run.address)
+
+
+def _same_space(before: Range, run: Range) -> bool:
+    return (before.stream, before.is_small, before.pool_id) == (run.stream, run.is_small, run.pool_id)

@@ -1,0 +1,99 @@
+"""When each storage was born and when it died: found once per trace, for rules ask who lived together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from memprof.allocator.rounding import round_size
+from memprof.ledger.ledger import Ledger
+
+
+class LiveSet(NamedTuple):
+    """The storages of a set that are live at one moment."""
+
+    num_bytes: int  # sum of their blocks, rounded as the allocator does
+    event: int  # the moment, as an index of Trace.events
+    storages: tuple[int, ...]
+
+
+class Saving(NamedTuple):
+    """Bytes that would not be there from one event until before another."""
+
+    begin: int
+    end: int
+    num_bytes: int
+
+
+class Lifetimes:
+    """Birth and death of every storage, as events; what is never freed has the end of the trace as its death."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        """Read the whole trace of `ledger` once."""
+        trace = ledger.trace
+        self.births, self.deaths = births, deaths = trace.lifetimes()
+        self._allocated = [round_size(s.num_bytes) if s.device == trace.device else 0 for s in trace.storages]
+        self._curve = ledger.allocated
+        peak = ledger.peak_event
+        # Storages on the GPU that are live at the peak of the run.
+        self.at_peak = frozenset(
+            i
+            for i, birth in enumerate(births)
+            if birth <= peak < deaths[i] and trace.storages[i].device == trace.device
+        )
+
+    def sum_bytes(self, storages: Iterable[int]) -> int:
+        """Return bytes of the blocks of these storages; host memory counts nothing."""
+        return sum(self._allocated[index] for index in storages)
+
+    def at(self, time: int, storages: Iterable[int]) -> LiveSet:
+        """Return those of `storages` that are live after the event at `time`."""
+        alive = tuple(index for index in storages if self.births[index] <= time < self.deaths[index])
+        return LiveSet(self.sum_bytes(alive), time, alive)
+
+    def peak_reduction(self, less: Sequence[Saving]) -> int:
+        """By how much the run's peak would be lower if these bytes were never there, all else being equal."""
+        changes = [(one.begin, -one.num_bytes) for one in less] + [(one.end, one.num_bytes) for one in less]
+        changes.sort()
+        now = highest = begin = 0
+        for time, change in [*changes, (len(self._curve), 0)]:
+            if time > begin:
+                highest = max(highest, max(self._curve[begin:time], default=0) + now)
+                begin = time
+            now += change
+        return max(max(self._curve) - highest, 0)
+
+    def savings(self, storages: Iterable[int], share: float = 1.0) -> list[Saving]:
+        """So much of each of `storages` for as long as it lives."""
+        return [
+            Saving(self.births[index], self.deaths[index], int(self._allocated[index] * share)) for index in storages
+        ]
+
+    def savings_beyond(self, sets: Iterable[Sequence[int]], keep: int, *, oldest: bool = False) -> list[Saving]:
+        """Return what sets of storages take beyond the `keep` of them made last (or first), at every moment."""
+        lives = [
+            (min(self.births[one] for one in own), max(self.deaths[one] for one in own), self.sum_bytes(own))
+            for own in sets
+        ]
+        times = sorted({time for begin, end, _ in lives for time in (begin, end)})
+        result = []
+        for begin, end in pairwise(times):
+            alive = sorted((one for one in lives if one[0] <= begin and end <= one[1]), reverse=not oldest)
+            if rest := sum(num_bytes for _, _, num_bytes in alive[keep:]):
+                result.append(Saving(begin, end, rest))
+        return result
+
+    def most(self, storages: Iterable[int]) -> LiveSet:
+        """Return the moment at which the bytes of `storages` sum to the most, the earliest if there are several."""
+        known = list(storages)
+        changes = [(self.births[index], self._allocated[index]) for index in known]
+        changes += [(self.deaths[index], -self._allocated[index]) for index in known]
+        changes.sort()
+        now = most = 0
+        when = -1
+        for time, change in changes:
+            now += change
+            if now > most:
+                most, when = now, time
+        return self.at(when, known)

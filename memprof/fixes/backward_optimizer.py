@@ -1,0 +1,74 @@
+"""optimizer-in-backward: every parameter has its own optimizer, which steps as soon as the gradient is complete."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from memprof.fixes.applied import Changes
+from memprof.fixes.catalog.fix import NO_OPTIMIZER, OPTIMIZER, SAME_UPDATES, Fix, Numerics
+from memprof.fixes.optimizers import make_optimizer, refuse_gradients, trained_parameters
+
+
+@Fix(
+    name="optimizer-in-backward", order=240, numerics=Numerics.EXACT, saves=("gradients",),
+    changes="each parameter is updated as soon as its gradient is there, and the gradient freed",
+    cost="no gradient accumulation, clipping by norm or loss scaling",
+    options={"optimizer": OPTIMIZER},
+    required=("optimizer",), training_only=True, accumulates=False,
+    useless_if=NO_OPTIMIZER,
+    ladder=80, search=60, tiers=SAME_UPDATES,
+)  # fmt: skip
+def install(model: nn.Module, changes: Changes, *, optimizer: Callable[[list[nn.Parameter]], Optimizer]) -> None:
+    """Switch it on; the result is a `BackwardOptimizer`. Raises UsageError: nothing is trained, gradients exist
+    already, or the factory makes no optimizer."""
+    parameters = trained_parameters(model, changes.fix)
+    refuse_gradients(parameters, changes.fix, type(model).__name__)
+    optimizers = [make_optimizer(optimizer, [parameter]) for parameter in parameters]
+    hooks = contextlib.ExitStack()
+    changes.on_undo(hooks.close)
+    for parameter, own in zip(parameters, optimizers, strict=True):
+        hooks.callback(parameter.register_post_accumulate_grad_hook(partial(_step, own)).remove)
+    changes.result(BackwardOptimizer(optimizers))
+    changes.note(f"{len(parameters)} parameters are updated in the backward by {type(optimizers[0]).__name__}")
+
+
+def _step(optimizer: Optimizer, parameter: torch.Tensor) -> None:
+    optimizer.step()
+    parameter.grad = None
+
+
+class BackwardOptimizer:
+    """Stands for the optimizer in a training loop: `step` and `zero_grad` have nothing left to do.
+
+    `param_groups` are those of all parameters' optimizers, so that a scheduler that writes them works.
+    """
+
+    def __init__(self, optimizers: list[Optimizer]) -> None:
+        self.optimizers = optimizers
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """One or more per parameter."""
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    def step(self) -> None:
+        """Done in the backward."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Done in the backward."""
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """Those of the parameters' optimizers, in the order of the model's trained parameters."""
+        return [optimizer.state_dict() for optimizer in self.optimizers]
+
+    def load_state_dict(self, states: list[dict[str, Any]]) -> None:
+        """Load what `state_dict` gave."""
+        for optimizer, state in zip(self.optimizers, states, strict=True):
+            optimizer.load_state_dict(state)

@@ -1,0 +1,91 @@
+"""activation-checkpointing: layers, every n-th of them, or modules by name keep their inputs and run again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
+
+from memprof.errors import unknown_name
+from memprof.fixes.applied import Changes, Forward, in_range, runs_in
+from memprof.fixes.catalog.fix import BUT_STREAMED_WEIGHTS, Fix, Numerics
+from memprof.workload.layers import drop_caches, find_layers, find_modules
+
+_aten = torch.ops.aten
+# What costs most to compute again.
+_KEPT_OPERATORS = [
+    getattr(_aten, name).default
+    for name in (
+        "mm", "bmm", "addmm", "baddbmm", "convolution", "_scaled_mm", "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_fused_attention_overrideable",
+    )
+    if hasattr(_aten, name)  # releases differ
+]  # fmt: skip
+
+
+_POLICIES: dict[str, Callable[[], Any]] = {
+    "full": noop_context_fn,
+    "selective": partial(create_selective_checkpoint_contexts, _KEPT_OPERATORS),
+}
+
+
+@Fix(
+    name="activation-checkpointing", order=160, numerics=Numerics.EXACT, saves=("activations",),
+    changes="layers keep their inputs alone and run again in the backward",
+    cost="one more forward of what is checkpointed",
+    options={
+        "every": "checkpoint every n-th layer; 1 if not given",
+        "modules": "checkpoint the modules of these names instead; * stands for anything",
+        "policy": "'selective' keeps the results of matrix products and attention, and runs the rest again; "
+        "'full' keeps nothing; full if not given",
+    },
+    main_option="every", training_only=True, on=lambda spec: spec.activation_checkpointing,
+    ladder=100, outside=20, search=90, tiers=BUT_STREAMED_WEIGHTS,
+    helps={"activations": 10, "doctor: activations": 10, "doctor: smaller": 30},
+)  # fmt: skip
+def install(
+    model: nn.Module, changes: Changes, *, every: int = 1, modules: str | None = None, policy: str = "full"
+) -> None:
+    """Switch it on. Raises UsageError: it is on already; there are no layers, or no such modules; `every` is out of
+    range; an unknown policy."""
+    if policy not in _POLICIES:
+        raise unknown_name("policy", policy, _POLICIES)
+    # Its name in transformers today, and before.
+    names = ("is_activation_checkpointing", "is_gradient_checkpointing")
+    known = [name for name in names if hasattr(type(model), name)]
+    if known and getattr(model, known[0]):
+        raise changes.already_on(model, "gradient_checkpointing_disable()")
+    if modules is not None:
+        chosen = find_modules(model, modules, "activation-checkpointing")
+    else:
+        layers = find_layers(model, "activation-checkpointing")
+        in_range("every", every, len(layers), ", the model's layers")
+        chosen = layers[every - 1 :: every]
+    for name, module in chosen:
+        if runs_in(module, _Checkpointed):
+            raise changes.already_on(name)
+        changes.set_attribute(module, "forward", _Checkpointed(module, _POLICIES[policy]))
+    but = "" if policy == "full" else ", but for matrix products and attention, whose results are kept"
+    changes.note(f"{len(chosen)} modules run again in the backward: {chosen[0][0]} to {chosen[-1][0]}{but}")
+
+
+class _Checkpointed(Forward):
+    """The forward of a layer, checkpointed while the model trains; a key-value cache would be filled twice."""
+
+    def __init__(self, module: nn.Module, contexts: Callable[[], Any]) -> None:
+        super().__init__(module)
+        self._contexts = contexts
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not (self._module.training and torch.is_grad_enabled()):
+            return self._forward(*args, **kwargs)
+        args, kwargs = drop_caches(args, kwargs)
+        if self._contexts is not noop_context_fn:
+            # Only then: torch.compile cannot trace what it does not know.
+            kwargs["context_fn"] = self._contexts
+        return checkpoint(self._forward, *args, use_reentrant=False, **kwargs)

@@ -1,0 +1,134 @@
+"""Fixes as edits of the spec: what `--fix` does, so that the pipeline can run again with a fix in force.
+
+Some change what is run (a dtype, a micro-batch, a setting of the allocator): those replace fields of the spec. The
+others change the model, and are the very ones that `memprof.apply` switches on in a user's code: the spec names them in
+`fixes`, and the workload has them applied to the model that it has built.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from memprof.errors import UsageError
+from memprof.fixes.catalog import (
+    FIXES,
+    STEPS,
+    VALUE,
+    Fix,
+    Numerics,
+    check_conflicts,
+    find_fixes,
+    in_force,
+    useless_reason,
+)
+from memprof.fixes.spec_edits import useless
+from memprof.spec import Mode, TargetSpec
+
+_NUMERICS = list(Numerics)
+
+
+@dataclass(frozen=True)
+class ChosenFix:
+    """A fix, and the value of its main option if one was given ("chunked-loss=2048")."""
+
+    fix: Fix
+    value: str | None = None
+
+    def __str__(self) -> str:
+        return self.fix.name if self.value is None else f"{self.fix.name}={self.value}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # For another process by name: an entry of the table has views of mappings, which cannot be pickled.
+        return _named, (self.fix.name, self.value)
+
+
+def _named(name: str, value: str | None) -> ChosenFix:
+    return ChosenFix(STEPS[name], value)
+
+
+def parse_fixes(text: str, among: Mapping[str, Fix] = FIXES) -> list[ChosenFix]:
+    """Return the fixes in "chunked-loss=2048,activation-checkpointing", in the order in which they are named.
+
+    `among` are those that there are: STEPS are also those that spread a run over GPUs. Raises UsageError: an unknown
+    fix, one twice, two that do not go together, or a value that it has no use for.
+    """
+    fixes = []
+    for part in (part.strip() for part in text.split(",") if part.strip()):
+        name, equals, value = part.partition("=")
+        (fix,) = find_fixes([name.strip()], among)
+        if equals:
+            _read(fix, value.strip())
+        fixes.append(ChosenFix(fix, value.strip() if equals else None))
+    find_fixes([chosen.fix.name for chosen in fixes], among)
+    return fixes
+
+
+def _read(fix: Fix, value: str) -> int | str | None:
+    """The value of the main option; None: it is a word for other options."""
+    option = fix.main_option
+    if value in fix.named_values:
+        return None
+    if not option:
+        raise UsageError("this fix takes no value", value=f"{fix.name}={value}", hint=f"write {fix.name}")
+    if fix.main_type is str:
+        return value.replace("+", ",")  # commas separate fixes
+    try:
+        return int(value.replace(",", "").replace("_", ""))
+    except ValueError:
+        raise UsageError(
+            " or ".join([f"{fix.name} takes a whole number", *fix.named_values]),
+            value=repr(value),
+            hint=f"{option}: {fix.options[option]}",
+        ) from None
+
+
+def apply_options(fixes: Sequence[ChosenFix]) -> dict[str, Any]:
+    """The options of `memprof.apply` that the fixes' values stand for."""
+    found: dict[str, Any] = {}
+    for chosen in fixes:
+        if chosen.value is not None:
+            named = chosen.fix.named_values.get(chosen.value)
+            found.update({chosen.fix.main_option: _read(chosen.fix, chosen.value)} if named is None else named)
+    return found
+
+
+def combined_numerics(fixes: Sequence[str]) -> Numerics:
+    """What several fixes together do to the numbers of a run."""
+    return max((STEPS[name].numerics for name in fixes), key=_NUMERICS.index, default=Numerics.EXACT)
+
+
+def edit_spec(spec: TargetSpec, chosen: ChosenFix, target: Mapping[str, Any]) -> TargetSpec:
+    """Return `spec` with `fix` in force; `target` is the run's, as it turned out (dtype, vocabulary), with `classes` of
+    modules.
+
+    Raises UsageError: it is on already, does not go with something that is, or the mode has no use for it. What only
+    the model can tell is told when it is applied.
+    """
+    fix = chosen.fix
+    # Of what the mode has no use for, nothing else is said.
+    for other in [] if fix.training_only and spec.mode is Mode.INFERENCE else in_force(spec):
+        if other == fix.name:
+            raise UsageError("the fix is already on", value=fix.name, hint="leave it out")
+        check_conflicts(fix, {other})
+    if (said := useless_reason(fix, spec)) is not None:
+        raise useless(fix, *said)
+    option = fix.main_option
+    if option in fix.required and chosen.value is None:
+        raise UsageError(
+            f"{fix.name} needs a value",
+            value=fix.name,
+            hint=f"write {fix.name}=VALUE: {fix.options[option]}",
+        )
+    value = None if chosen.value is None else _read(fix, chosen.value)
+    edited: TargetSpec | None = None
+    if fix.alloc_conf:
+        now = spec.alloc_conf if spec.alloc_conf is not None else target.get("alloc_conf")
+        edited = spec.edit(alloc_conf=",".join(part for part in (now, fix.alloc_conf) if part))
+    elif fix.edits and not (fix.built_so and target.get("vocab_size") is None):
+        edited = spec.edit(**{name: value if new == VALUE else new for name, new in fix.edits.items()})
+    elif fix.edit:
+        edited = pkgutil.resolve_name(fix.edit)(spec, fix, value, target)
+    return spec.edit(fixes=(*spec.fixes, str(chosen))) if edited is None else edited

@@ -1,0 +1,196 @@
+"""chunked-loss: in a forward with labels, the head gives lazy logits, and the loss is computed chunk by chunk.
+
+Two forwards are replaced: the model's, to know when labels are given, and the head's. Without labels nothing changes.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from memprof.errors import UsageError
+from memprof.fixes.applied import Changes, Forward, at_least
+from memprof.fixes.catalog.fix import EVERY_TIER, Fix, Numerics
+from memprof.fixes.head_loss import Rows
+from memprof.fixes.lazy_logits import LazyLogits, Policy
+from memprof.units import GIB, parse_gib
+
+# A product with a vocabulary of 152k has 1,177 rows then: enough for the GPU to compute, not to wait for memory (the
+# sum of weight gradients is read and written once per chunk).
+CHUNK_BYTES = GIB
+# Full logits above this are chunked by threshold="auto"; or above an eighth of a smaller GPU's memory.
+THRESHOLD_BYTES = 10 * GIB
+_LABELS = ("labels", "label", "targets", "target", "lm_labels")
+_HEADS = ("lm_head", "embed_out", "output_projection", "unembed", "output", "head")
+
+
+@Fix(
+    name="chunked-loss", order=150, numerics=Numerics.EXACT, saves=("logits and loss",),
+    changes="the loss is computed some tokens at a time: the full logits never exist",
+    cost="one more product with the head's weight: a third of the head's time",
+    options={
+        "chunk_size": "tokens whose logits exist at a time; chosen from chunk_bytes if not given",
+        "chunk_bytes": "bytes that a chunk of logits may take; 1 GiB if not given",
+        "threshold": "bytes of full logits below which nothing is chunked, or 'auto'; 0 if not given",
+        "head": "name of the head, where the model does not tell",
+    },
+    main_option="chunk_size", named_values={"auto": {"threshold": "auto"}}, training_only=True,
+    ladder=60, outside=10, search=50, tiers=EVERY_TIER, ladder_against=("temporaries",),
+    helps={"logits and loss": 10, "doctor: logits": 10},
+    words={"doctor: logits": "compute the loss in chunks: the full logits never exist"},
+)  # fmt: skip
+def install(
+    model: nn.Module,
+    changes: Changes,
+    *,
+    chunk_size: int | None = None,
+    chunk_bytes: int | str | None = None,
+    threshold: int | str = 0,
+    head: str | None = None,
+) -> None:
+    """Switch it on; see `memprof.fixes.catalog` for the options. Raises UsageError: an option is out of range; the
+    model has no linear head, or its forward takes no labels; the head has hooks, or a forward of its own, which would
+    not see what they expect."""
+    if chunk_size is not None:
+        at_least(1, "chunk_size", chunk_size, " token", "such as chunk_size=4096")
+    rows = Rows(chunk_size, _bytes("chunk_bytes", CHUNK_BYTES if chunk_bytes is None else chunk_bytes, 1))
+    limit = None if threshold == "auto" else _bytes("threshold", threshold, 0)
+    name, module = find_head(model, head)
+    _check_head(name, module, changes)
+    assert isinstance(module, nn.Linear)
+    labels = _label_argument(model, changes)
+    state = _State(rows, limit)
+    changes.set_attribute(module, "forward", _HeadForward(module, state))
+    changes.set_attribute(model, "forward", _ModelForward(model, labels, state))
+    size = f"{chunk_size:,} tokens" if chunk_size is not None else f"{rows.budget_bytes:,} bytes"
+    changes.note(f"{name} ({module.in_features} x {module.out_features}): loss in chunks of {size}")
+
+
+@dataclass
+class _State:
+    """Shared by the two forwards of one model."""
+
+    rows: Rows
+    threshold: int | None
+    labelled: list[bool] = field(default_factory=list)  # one entry per forward of the model that is under way
+
+    @property
+    def policy(self) -> Policy:
+        """For the logits of one forward."""
+        return Policy(self.rows, self._note_full_logits)
+
+    def _note_full_logits(self, reason: str) -> None:
+        """Say it where the model's own code needs the logits; a user may well ask for them afterwards."""
+        if self.labelled:
+            warnings.warn(f"chunked-loss: the model's {reason} needs the full logits: they were made", stacklevel=2)
+
+    def applies(self, hidden: torch.Tensor, weight: torch.Tensor) -> bool:
+        if not (self.labelled and self.labelled[-1]) or not hidden.is_floating_point():
+            return False
+        threshold = self.threshold
+        if threshold is None:
+            threshold = THRESHOLD_BYTES
+            if hidden.is_cuda:
+                threshold = min(threshold, torch.cuda.get_device_properties(hidden.device).total_memory // 8)
+        return hidden.numel() // hidden.shape[-1] * weight.shape[0] * hidden.element_size() >= threshold
+
+
+class _HeadForward(Forward):
+    """The head's forward."""
+
+    def __init__(self, head: nn.Linear, state: _State) -> None:
+        super().__init__(head)
+        self._state = state
+
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+        head = self._module
+        weight: torch.Tensor = head.weight
+        bias: torch.Tensor | None = head.bias
+        if not self._state.applies(input, weight):
+            return self._forward(input)
+        kind = input.device.type
+        if torch.is_autocast_enabled(kind) and input.dtype != torch.float64:
+            # As autocast casts the operands of the product that is not made here.
+            dtype = torch.get_autocast_dtype(kind)
+            input, weight = input.to(dtype), weight.to(dtype)
+            bias = None if bias is None else bias.to(dtype)
+        return LazyLogits(input, weight, bias, self._state.policy)
+
+
+class _ModelForward(Forward):
+    """The model's forward, which says whether labels are given."""
+
+    def __init__(self, model: nn.Module, labels: str | None, state: _State) -> None:
+        super().__init__(model)
+        self._labels = labels
+        self._state = state
+        self._positions = list(inspect.signature(model.forward).parameters)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        given = dict(zip(self._positions, args, strict=False)) | kwargs
+        names = _LABELS if self._labels is None else (self._labels,)
+        self._state.labelled.append(any(given.get(name) is not None for name in names))
+        try:
+            return self._forward(*args, **kwargs)
+        finally:
+            self._state.labelled.pop()
+
+
+def find_head(model: nn.Module, name: str | None = None) -> tuple[str, nn.Module]:
+    """The module that makes logits, and its name: as the model tells, or by the names that are usual.
+    Raises UsageError: there is none."""
+    modules = dict(model.named_modules())
+    if name is not None:
+        if name not in modules:
+            raise UsageError(
+                "the model has no such module", value=repr(name), hint="head= is a name of named_modules()"
+            )
+        return name, modules[name]
+    tell = getattr(model, "get_output_embeddings", None)
+    head = tell() if tell is not None else None
+    if head is None:
+        head = next((modules[usual] for usual in _HEADS if isinstance(modules.get(usual), nn.Linear)), None)
+    if head is None:
+        raise UsageError(
+            "chunked-loss does not apply: the model has no lm_head",
+            value=type(model).__name__,
+            hint="it is for models whose last linear layer makes logits; head='name' names that layer",
+        )
+    return next((found for found, module in modules.items() if module is head), "head"), head
+
+
+def _check_head(name: str, head: nn.Module, changes: Changes) -> None:
+    if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
+        kind = f"{name}: {type(head).__module__}.{type(head).__qualname__}"
+        hint = "apply it before the head is wrapped, or leave the head out (quantization, adapters)"
+        raise changes.does_not_apply("the head is no plain torch.nn.Linear", kind, hint)
+    kinds = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
+    hooks = [kind for kind in kinds if getattr(head, f"_{kind}", None)]
+    if hooks or "forward" in vars(head):
+        found = f"{name}: {', '.join(hooks) or 'a forward of its own'}"
+        hint = "remove them, or apply it before they are registered"
+        raise changes.does_not_apply("the head has hooks, which expect the full logits", found, hint)
+
+
+def _label_argument(model: nn.Module, changes: Changes) -> str | None:
+    """The name of the labels in the model's forward; None if it takes any keyword."""
+    parameters = inspect.signature(model.forward).parameters
+    for name in _LABELS:
+        if name in parameters:
+            return name
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return None
+    called = f"{type(model).__name__}.forward({', '.join(parameters)})"
+    hint = f"its forward must take one of {', '.join(_LABELS)} and call torch's cross_entropy"
+    raise changes.does_not_apply("the model computes no loss", called, hint)
+
+
+def _bytes(name: str, value: int | str, least: int) -> int:
+    num_bytes = parse_gib(value) if isinstance(value, str) else value
+    at_least(least, name, num_bytes, " bytes", "bytes, or text like '2GiB'")
+    return num_bytes

@@ -1,0 +1,81 @@
+"""compile: layers run as what torch.compile makes of them."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+
+from memprof.fixes.applied import Changes, Forward, runs_in
+from memprof.fixes.catalog.fix import Fix, Numerics
+from memprof.torch_private import inductor
+from memprof.workload.layers import find_layers
+
+
+@Fix(
+    name="compile", order=145, numerics=Numerics.EXACT, saves=("activations", "temporaries"),
+    changes="layers run as torch.compile's code, which fuses operators and computes again what is cheap to",
+    cost="layers are compiled before they first run, and again for inputs of another kind",
+    conflicts={
+        "cpu-offload-weights": "compiled code takes its weights where they were when it was made",
+        "8-bit-weights": "quantized layers end the graphs", "4-bit-weights": "quantized layers end the graphs",
+        "qlora": "quantized layers end the graphs",
+    },
+    edit="memprof.fixes.spec_edits:compiled", on=lambda spec: spec.compile, compiles=True,
+    ladder=85, outside=15, helps={"activations": 40},
+)  # fmt: skip
+def install(model: nn.Module, changes: Changes) -> None:
+    """Switch it on; a layer is compiled when it is first called.
+
+    The model as one would lose what other fixes do in it, such as a loss in chunks. Raises UsageError: nothing can
+    be compiled here; it is on already; there are no layers.
+    """
+    why_not = _why_not(model)
+    if why_not is not None:
+        raise changes.does_not_apply("Inductor cannot run here", *why_not)
+    layers = find_layers(model, changes.fix)
+    for name, module in layers:
+        if runs_in(module, Compiled) or getattr(module, "_compiled_call_impl", None) is not None:
+            raise changes.already_on(name)
+        changes.set_attribute(module, "forward", Compiled(module))
+    changes.note(f"{len(layers)} layers are compiled when they are first called: {layers[0][0]} to {layers[-1][0]}")
+
+
+def _why_not(model: nn.Module) -> tuple[str, str] | None:
+    """What Inductor lacks for where the model is, and what to do; None if nothing.
+
+    A virtual GPU needs Triton for the code around its kernels, a CPU a compiler of C++ for the kernels themselves.
+    """
+    where = next((parameter.device.type for parameter in model.parameters()), "cpu")
+    if where != "cpu":
+        has_triton = "triton" in sys.modules or importlib.util.find_spec("triton") is not None
+        return None if has_triton else ("no Triton", "pip install triton")
+    if not (inductor.get_cpp_compiler.exists() and inductor.InvalidCxxCompiler.exists()):
+        return None
+    try:
+        inductor.get_cpp_compiler()
+    except inductor.InvalidCxxCompiler.get():
+        return "no compiler of C++", "install g++ or clang++, or name one by CXX"
+    return None
+
+
+class Compiled(Forward):
+    """The forward of a module, compiled when it is first called; a copy compiles its own."""
+
+    DERIVED = ("_compiled",)  # of what a layer has, which others of its kind may not have yet
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self._compiled: Any = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The compiled forward."""
+        if self._compiled is None:
+            self._compiled = torch.compile(self._forward)
+        return self._compiled(*args, **kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_compiled": None}

@@ -1,0 +1,131 @@
+"""device-placement: what modules hold or make on another device than their parameters' is moved, and made there.
+
+Two ways lead to a tensor in the wrong place: a module keeps one that `model.to(device)` does not take along (a plain
+attribute, a list, a dictionary), or its forward makes one without naming a device. Before each forward of the model,
+what modules hold is moved; and inside, torch's default device is that of the module that runs.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from memprof.fixes.applied import Changes, Forward
+from memprof.fixes.catalog.fix import BUT_STREAMED_WEIGHTS, Fix, Numerics
+
+_OWN = ("_parameters", "_buffers", "_modules")
+_DEPTH = 3  # containers inside one another that are looked into
+_CONTAINERS = (dict, list, tuple)
+
+
+@Fix(
+    name="device-placement", order=20, numerics=Numerics.EXACT, saves=(),
+    changes="tensors that modules hold or make on another device than their parameters' are moved, and made there",
+    cost="what is moved takes bytes on the GPU; so does what a forward makes without naming a device",
+    options={"keep_on_host": "patterns of names of tensors that stay where they are; * stands for anything"},
+    conflicts={"cpu-offload-weights": "its layers are in host memory on purpose"},
+    ladder=10, search=10, tiers=BUT_STREAMED_WEIGHTS, helps={"device-mismatch": 10},
+)  # fmt: skip
+def install(model: nn.Module, changes: Changes, *, keep_on_host: str | None = None) -> None:
+    """Switch it on. Raises UsageError: the model has no parameters or buffers whose device could be meant."""
+    if _device_of(model) is None:
+        raise changes.does_not_apply("the model has no parameters or buffers", model)
+    kept = tuple(part.strip() for part in keep_on_host.split(",")) if keep_on_host else ()
+    moved = move_strays(model, kept, changes)
+    # The forward of torch's modules makes nothing in the wrong place.
+    own = [m for m in model.modules() if m is model or type(m).__module__.partition(".")[0] != "torch"]
+    for module in own:
+        changes.set_attribute(module, "forward", _Placed(module, kept, module is model))
+    names = f": {', '.join(moved)}" if moved else ""
+    changes.note(f"{len(moved)} tensors were moved{names}; what {len(own)} modules make has the device of their own")
+
+
+def move_strays(model: nn.Module, kept: tuple[str, ...] = (), changes: Changes | None = None) -> list[str]:
+    """Move what the modules of `model` hold on another device than their own; returns the names.
+
+    A module's device is that of its parameters; without any, the whole model's, if that has one, or its buffers'.
+    """
+    moved: list[str] = []
+    devices = {parameter.device for parameter in model.parameters()}
+    whole = devices.pop() if len(devices) == 1 else None
+    for path, module in model.named_modules():
+        first = next(module.parameters(), None)
+        device = first.device if first is not None else whole or _device_of(module)
+        if device is None or device.type == "meta":
+            continue
+        for name, tensor, put in _held(module):
+            if tensor.device == device or not tensor.dim():  # a number on the host goes with any device
+                continue
+            full = f"{path}.{name}" if path else name
+            if not any(fnmatch.fnmatch(full, pattern) for pattern in kept):
+                if changes is not None:
+                    changes.on_undo(functools.partial(put, tensor))
+                put(tensor.to(device))
+                moved.append(full)
+    return moved
+
+
+class _Placed(Forward):
+    """The forward of a module, its factories on the module's device; that of the model moves what is held, first."""
+
+    def __init__(self, module: nn.Module, kept: tuple[str, ...], is_model: bool) -> None:
+        super().__init__(module)
+        self._kept = kept
+        self._is_model = is_model
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._is_model:
+            move_strays(self._module, self._kept)
+        device = _device_of(self._module)
+        # Each default device costs every operator inside some time: one is enough where it is the same.
+        if device is None or device == torch.get_default_device():
+            return self._forward(*args, **kwargs)
+        with torch.device(device):
+            return self._forward(*args, **kwargs)
+
+
+def _device_of(module: nn.Module) -> torch.device | None:
+    """Where a module's parameters are; without any, its registered buffers."""
+    for parameter in module.parameters():
+        return parameter.device
+    return next((buffer.device for buffer in module.buffers()), None)
+
+
+def _held(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, Callable[[torch.Tensor], None]]]:
+    """Name of every tensor that a module holds beside its parameters, the tensor, and what replaces it."""
+    for name, buffer in list(module._buffers.items()):
+        if buffer is not None:
+            yield name, buffer, functools.partial(module._buffers.__setitem__, name)
+    for name, value in list(vars(module).items()):
+        if name not in _OWN:
+            yield from _inside(name, value, functools.partial(vars(module).__setitem__, name))
+
+
+def _inside(
+    name: str, value: Any, put: Callable[[Any], None], depth: int = 0
+) -> Iterator[tuple[str, torch.Tensor, Callable[[torch.Tensor], None]]]:
+    if depth > _DEPTH:
+        return
+    if isinstance(value, torch.Tensor):
+        if not isinstance(value, nn.Parameter):
+            yield name, value, put
+    elif isinstance(value, (list, dict)):
+        items = list(enumerate(value)) if isinstance(value, list) else list(value.items())
+        for key, part in items:
+            if isinstance(part, (torch.Tensor, *_CONTAINERS)):
+                yield from _inside(f"{name}[{key!r}]", part, functools.partial(value.__setitem__, key), depth + 1)
+    elif isinstance(value, tuple) and any(isinstance(part, (torch.Tensor, *_CONTAINERS)) for part in value):
+        parts = list(value)
+
+        def put_part(index: int, part: Any) -> None:
+            parts[index] = part
+            put(type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts))
+
+        for index, part in enumerate(value):
+            if isinstance(part, (torch.Tensor, *_CONTAINERS)):
+                yield from _inside(f"{name}[{index}]", part, functools.partial(put_part, index), depth + 1)

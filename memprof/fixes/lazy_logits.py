@@ -1,0 +1,394 @@
+"""Logits that are not computed until someone needs them: a tensor that remembers the head's input and weight.
+
+A causal language model multiplies its hidden states with the head, does a little arithmetic (a cast, a soft cap, a
+shift by one token, a change of shape) and hands the result to `cross_entropy`. `LazyLogits` stands for that product: it
+applies shape operations to the hidden states, remembers the arithmetic, and answers `cross_entropy` chunk by chunk
+(`head_loss`). Anything else that is asked of it makes the full logits, once, exactly as the head would have, so that
+every program gets its right answer. So one mechanism serves every architecture and every handwritten loss.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from memprof.fixes.head_loss import LogitsStep, Rows, row_losses
+from memprof.torch_private import tensors
+from memprof.torch_private.pytree import tree_map
+
+_Tensor = torch.Tensor
+_META = torch.device("meta")
+
+
+@dataclass
+class Policy:
+    """What the lazy logits of one model share."""
+
+    rows: Rows  # how many rows of logits exist at a time
+    on_materialize: Callable[[str], None]  # called when full logits are made after all, with the name of what asks
+
+
+class LazyLogits(torch.Tensor):
+    """The product of `hidden` and a head's weight, not computed. See the module's docstring.
+
+    Args:
+        hidden: ... x hidden size.
+        weight: vocabulary x hidden size.
+        bias: vocabulary, or None.
+        steps: elementwise operations, in order.
+        hooks: what is to be called when the backward comes to the logits, and leaves their gradient as it is.
+        class_dim: where the vocabulary stands, -1 or 1 (as `transpose(1, 2)` leaves it).
+    """
+
+    _hidden: torch.Tensor
+    _weight: torch.Tensor
+    _bias: torch.Tensor | None
+    _policy: Policy
+    _steps: tuple[LogitsStep, ...]
+    _class_dim: int
+    _hooks: tuple[Callable[[torch.Tensor], Any], ...]
+    _whole: torch.Tensor | None
+
+    @staticmethod
+    def __new__(  # noqa: D102
+        cls,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        policy: Policy,
+        steps: tuple[LogitsStep, ...] = (),
+        class_dim: int = -1,
+        hooks: tuple[Callable[[torch.Tensor], Any], ...] = (),
+    ) -> LazyLogits:
+        dtype = next((step.value for step in reversed(steps) if step.kind == "cast"), hidden.dtype)
+        shape = [*hidden.shape[:-1], weight.shape[0]]
+        if class_dim == 1:
+            shape = [shape[0], shape[2], shape[1]]
+        # "meta": it has no memory. What Python asks of its device is answered by `_HANDLERS`.
+        self: LazyLogits = tensors.make_wrapper_subclass(cls, shape, dtype=dtype, device=_META)
+        self._hidden, self._weight, self._bias, self._policy = hidden, weight, bias, policy
+        self._steps, self._class_dim, self._hooks, self._whole = steps, class_dim, hooks, None
+        return self
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        handler = _HANDLERS.get(inspect.unwrap(func))  # a virtual GPU has one of its own around some
+        if handler is not None and args and isinstance(args[0], LazyLogits):
+            result = handler(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        name = getattr(func, "__name__", str(func))
+        args, kwargs = tree_map(lambda part: _whole(part, name), (args, kwargs))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """Reached from C++ alone, which no torch function announces."""
+        args, kwargs = tree_map(lambda part: _whole(part, str(func)), (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _whole(self, "pickle").__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return _whole(self, "deepcopy").__deepcopy__(memo)
+
+    def materialize(self, reason: str) -> torch.Tensor:
+        """The full logits, made once."""
+        if self._whole is None or (_requires_grad(self) and torch.is_grad_enabled() and not self._whole.requires_grad):
+            self._policy.on_materialize(reason)
+            x = functional.linear(self._hidden, self._weight, self._bias)
+            for step in self._steps:
+                x = step.forward(x)
+            _hook(x, self._hooks)
+            self._whole = x if self._class_dim == -1 else x.transpose(1, 2)
+        return self._whole
+
+    def _like(self, **changes: Any) -> LazyLogits:
+        """Return these logits with other arguments of the class."""
+        names = ("hidden", "weight", "bias", "policy", "steps", "class_dim", "hooks")
+        return LazyLogits(**{name: getattr(self, f"_{name}") for name in names} | changes)
+
+    def _after(self, step: LogitsStep, in_place: bool = False) -> LazyLogits:
+        """The logits after one more operation."""
+        if not in_place:
+            return self._like(steps=(*self._steps, step))
+        self._steps = (*self._steps, step)
+        return self
+
+
+def _whole(part: Any, reason: str) -> Any:
+    return part.materialize(reason) if isinstance(part, LazyLogits) else part
+
+
+# A handler returns NotImplemented for what it does not know; the full logits answer then.
+
+
+def _started(self: LazyLogits) -> bool:
+    """Whether the logits exist already, or their vocabulary is not last: then everything goes to them."""
+    return self._whole is not None or self._class_dim != -1
+
+
+def _requires_grad(self: LazyLogits) -> bool:
+    parts = (self._hidden, self._weight, self._bias)
+    return any(part is not None and part.requires_grad for part in parts)
+
+
+def _plain(func: Any) -> Callable[..., Any]:
+    """What the tensor without memory knows: its shape and dtype."""
+
+    def answer(*args: Any, **kwargs: Any) -> Any:
+        with torch.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    return answer
+
+
+def _detach(self: LazyLogits) -> Any:
+    if _started(self):
+        return NotImplemented
+    bias = None if self._bias is None else self._bias.detach()
+    return self._like(hidden=self._hidden.detach(), weight=self._weight.detach(), bias=bias, hooks=())
+
+
+def _reshape(self: LazyLogits, *sizes: Any, **kwargs: Any) -> Any:
+    if len(sizes) == 1 and not isinstance(sizes[0], int):
+        sizes = tuple(sizes[0]) if isinstance(sizes[0], (tuple, list)) else ()
+    if _started(self) or kwargs or not sizes or not all(isinstance(size, int) for size in sizes):
+        return NotImplemented
+    wanted = list(sizes)
+    if wanted.count(-1) == 1:
+        known = math.prod(size for size in wanted if size != -1)
+        if not known or self.numel() % known:
+            return NotImplemented
+        wanted[wanted.index(-1)] = self.numel() // known
+    if wanted[-1] != self.shape[-1] or math.prod(wanted) != self.numel():
+        return NotImplemented
+    return self._like(hidden=self._hidden.reshape(*wanted[:-1], self._hidden.shape[-1]))
+
+
+def _flatten(self: LazyLogits, start_dim: int = 0, end_dim: int = -1) -> Any:
+    dims = self.dim()
+    if _started(self) or end_dim % dims == dims - 1:
+        return NotImplemented
+    return self._like(hidden=self._hidden.flatten(start_dim % dims, end_dim % dims))
+
+
+def _unsqueeze(self: LazyLogits, dim: int) -> Any:
+    position = dim % (self.dim() + 1)
+    if _started(self) or position == self.dim():
+        return NotImplemented
+    return self._like(hidden=self._hidden.unsqueeze(position))
+
+
+def _squeeze(self: LazyLogits, *dims: Any) -> Any:
+    if _started(self) or len(dims) != 1 or not isinstance(dims[0], int) or dims[0] % self.dim() == self.dim() - 1:
+        return NotImplemented
+    return self._like(hidden=self._hidden.squeeze(dims[0] % self.dim()))
+
+
+def _swap(self: LazyLogits, first: Any, second: Any) -> Any:
+    """To the shape that `cross_entropy` calls K-dimensional: batch x vocabulary x tokens."""
+    if _started(self) or self.dim() != 3 or {first % 3, second % 3} != {1, 2}:
+        return NotImplemented
+    return self._like(class_dim=1)
+
+
+def _permute(self: LazyLogits, *dims: Any) -> Any:
+    if len(dims) == 1 and isinstance(dims[0], (tuple, list)):
+        dims = tuple(dims[0])
+    return _swap(self, 1, 2) if [dim % 3 for dim in dims] == [0, 2, 1] else NotImplemented
+
+
+def _getitem(self: LazyLogits, index: Any) -> Any:
+    if _started(self):
+        return NotImplemented
+    parts = list(index) if isinstance(index, tuple) else [index]
+    taken = [0 if p is None or p is Ellipsis else p.dim() if _is_mask(p) else 1 for p in parts]
+    if any(isinstance(part, list) for part in parts) or sum(part is Ellipsis for part in parts) > 1:
+        return NotImplemented
+    missing = self.dim() - sum(taken)
+    if any(part is Ellipsis for part in parts):
+        place = next(i for i, part in enumerate(parts) if part is Ellipsis)
+        parts[place : place + 1] = [slice(None)] * missing
+    elif missing:
+        parts += [slice(None)] * missing
+    *leading, last = parts
+    if not isinstance(last, slice) or last.step not in (None, 1):
+        return NotImplemented
+    begin, end, _ = last.indices(self.shape[-1])
+    hidden = self._hidden[(*leading, slice(None))] if leading else self._hidden
+    if (begin, end) == (0, self.shape[-1]):
+        return self._like(hidden=hidden)
+    bias = None if self._bias is None else self._bias[begin:end]
+    return self._like(hidden=hidden, weight=self._weight[begin:end], bias=bias)
+
+
+def _is_mask(part: Any) -> bool:
+    return isinstance(part, _Tensor) and part.dtype in (torch.bool, torch.uint8)
+
+
+def _cast(dtype: torch.dtype) -> Callable[..., Any]:
+    return lambda self, *args, **kwargs: NotImplemented if args or kwargs else _to_dtype(self, dtype)
+
+
+def _to_dtype(self: LazyLogits, dtype: torch.dtype) -> Any:
+    if _started(self) or not dtype.is_floating_point:
+        return NotImplemented
+    return self if dtype == self.dtype else self._after(LogitsStep("cast", dtype))
+
+
+def _to(self: LazyLogits, *args: Any, **kwargs: Any) -> Any:
+    wanted = [*args, *(value for name, value in kwargs.items() if name in ("dtype", "device"))]
+    dtype = self.dtype
+    for value in wanted:
+        if isinstance(value, _Tensor):
+            dtype, value = value.dtype, value.device
+        if isinstance(value, torch.dtype):
+            dtype = value
+        elif isinstance(value, (str, torch.device)):
+            device = torch.device(value)
+            here = self._hidden.device
+            if device.type != here.type or device.index not in (None, here.index):
+                return NotImplemented
+        elif value is not None and not isinstance(value, bool):
+            return NotImplemented
+    if kwargs.get("copy"):
+        return NotImplemented
+    return _to_dtype(self, dtype)
+
+
+def _arithmetic(kind: str, *, negate: bool = False, in_place: bool = False) -> Callable[..., Any]:
+    def operate(self: LazyLogits, value: Any, **kwargs: Any) -> Any:
+        if _started(self) or kwargs or not _is_scalar(value):
+            return NotImplemented
+        if isinstance(value, _Tensor):
+            value = value.detach()
+        return self._after(LogitsStep(kind, -value if negate else value), in_place)
+
+    return operate
+
+
+def _is_scalar(value: Any) -> bool:
+    """A number, or a tensor that is one and asks for no gradient: it changes neither shape nor dtype."""
+    if isinstance(value, _Tensor):
+        return not isinstance(value, LazyLogits) and value.dim() == 0 and not value.requires_grad
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _register_hook(self: LazyLogits, hook: Callable[[torch.Tensor], Any]) -> Any:
+    """fully_shard's gathers the parameters, and gives the gradient back as it was: that of the losses does as well."""
+    of = type(getattr(hook, "__self__", None)).__module__
+    if _started(self) or not of.startswith("torch.distributed.fsdp."):
+        return NotImplemented
+    self._hooks = (*self._hooks, hook)
+    return None
+
+
+def _hook(tensor: torch.Tensor, hooks: tuple[Callable[[torch.Tensor], Any], ...]) -> None:
+    if tensor.requires_grad:
+        for hook in hooks:
+            tensor.register_hook(hook)
+
+
+def _tanh(in_place: bool) -> Callable[..., Any]:
+    return lambda self: NotImplemented if _started(self) else self._after(LogitsStep("tanh"), in_place)
+
+
+def _cross_entropy(
+    self: LazyLogits,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    rows_shape = self._hidden.shape[:-1]
+    unknown = weight is not None or size_average is not None or reduce is not None
+    if unknown or self._whole is not None or reduction not in ("mean", "sum", "none"):
+        return NotImplemented
+    if not isinstance(target, _Tensor) or target.dtype != torch.int64 or target.shape != rows_shape:
+        return NotImplemented
+    if not 0 <= label_smoothing <= 1 or target.device != self._hidden.device:
+        return NotImplemented
+    losses = row_losses(
+        self._hidden.reshape(-1, self._hidden.shape[-1]),
+        self._weight,
+        self._bias,
+        target.reshape(-1),
+        steps=self._steps,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        rows=self._policy.rows,
+    )
+    _hook(losses, self._hooks)
+    if reduction == "none":
+        return losses.to(self.dtype).view(target.shape)
+    total = losses.sum()
+    # All rows ignored: 0 / 0 is nan, as torch has it, and no gradient comes of it.
+    return (total if reduction == "sum" else total / (target != ignore_index).sum()).to(self.dtype)
+
+
+_BOTH = (_Tensor, torch)
+_HANDLERS: dict[Any, Callable[..., Any]] = {
+    **{
+        getattr(_Tensor, name).__get__: lambda self, name=name: getattr(self._hidden, name)
+        for name in ("device", "is_cuda", "is_cpu", "is_meta")
+    },
+    _Tensor.requires_grad.__get__: _requires_grad,  # type: ignore[attr-defined]
+    tensors.base_of_tensor.__get__: lambda self: NotImplemented if _started(self) else None,  # type: ignore[union-attr]
+    _Tensor.register_hook: _register_hook,
+    **{
+        func: _plain(func)
+        for func in (
+            *(getattr(_Tensor, name).__get__ for name in ("shape", "dtype", "ndim", "layout", "is_sparse", "itemsize")),
+            *(getattr(_Tensor, name) for name in ("size", "dim", "nelement", "__len__", "element_size")),
+            *(getattr(owner, name) for owner in _BOTH for name in ("numel", "is_floating_point", "is_complex")),
+        )
+    },
+    **{
+        getattr(owner, name): handler
+        for owner in _BOTH
+        for name, handler in (
+            ("detach", _detach),
+            ("reshape", _reshape),
+            ("flatten", _flatten),
+            ("unsqueeze", _unsqueeze),
+            ("squeeze", _squeeze),
+            ("transpose", _swap),
+            ("permute", _permute),
+            ("tanh", _tanh(False)),
+            ("tanh_", _tanh(True)),
+        )
+    },
+    functional.tanh: _tanh(False),
+    _Tensor.contiguous: lambda self, *args, **kwargs: NotImplemented if args or kwargs else self,
+    _Tensor.view: _reshape,
+    _Tensor.mT.__get__: lambda self: _swap(self, 1, 2),  # type: ignore[attr-defined]
+    _Tensor.__getitem__: _getitem,
+    **{getattr(_Tensor, name): _cast(getattr(torch, name)) for name in ("float", "double", "half", "bfloat16")},
+    _Tensor.to: _to,
+    _Tensor.type_as: _to,
+    **{
+        getattr(owner, name + mark): _arithmetic(kind, negate=name.startswith("sub"), in_place=bool(mark))
+        for kind, names in (
+            ("mul", ("mul", "multiply")),
+            ("div", ("div", "divide", "true_divide")),
+            ("add", ("add", "sub", "subtract")),
+        )
+        for name in names
+        for owner, mark in ((_Tensor, ""), (torch, ""), (_Tensor, "_"))
+    },
+    functional.cross_entropy: _cross_entropy,
+}
+# A virtual GPU may be there already when this is imported, with its own around some.
+_HANDLERS = {inspect.unwrap(function): handler for function, handler in _HANDLERS.items()}

@@ -1,0 +1,231 @@
+"""micro-batch: a batch goes through forward and backward some rows at a time, and the gradients are those of the whole.
+
+The loss of the whole batch is a mean over what it counts: labels, or rows where there are none. So the loss of each
+micro-batch is weighted with its share of these. A model whose loss sees one label fewer than it has positions (it
+compares each position with the next label) is recognised by the targets that its first micro-batch gives to
+cross-entropy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from memprof.errors import UsageError
+from memprof.fixes.applied import Changes, at_least
+from memprof.fixes.catalog.fix import EVERY_TIER, Fix, Numerics
+from memprof.torch_private import kernels, tensors
+from memprof.torch_private.pytree import tree_flatten, tree_unflatten
+
+_CROSS_ENTROPY = (
+    functional.cross_entropy,
+    functional.nll_loss,
+    kernels.cross_entropy_loss,
+    kernels.nll_loss_nd,
+)
+_LABELS = ("labels", "targets", "target", "y")
+
+
+@Fix(
+    name="micro-batch", order=200, numerics=Numerics.EXACT, saves=("activations", "logits and loss", "inputs"),
+    changes="a batch goes through forward and backward some rows at a time; gradients add up to those of the whole",
+    cost="kernels work on fewer rows: slower where these do not fill the GPU",
+    options={
+        "micro_batch_size": "rows at a time; 1 if not given",
+        "shift_labels": "whether the model's loss compares each position with the next label; found out if not "
+        "given",
+        "ignore_index": "label that the loss leaves out; -100 if not given",
+        "loss": "a function from the model's outputs and the batch to the loss; the outputs' own if not given",
+    },
+    main_option="micro_batch_size",
+    conflicts={"optimizer-in-backward": "it steps after each micro-batch, and not after the last"},
+    edit="memprof.fixes.spec_edits:micro_batch",
+    useless_if={"batch_size": (1, "there is one sequence in a micro-batch already")},
+    ladder=90, search=80, tiers=EVERY_TIER, ladder_against=("temporaries", "KV cache"),
+    helps={
+        **dict.fromkeys(("logits and loss", "activations", "KV cache", "inputs", "temporaries"), 90),
+        "weight-delta-per-token": 90,
+        "attention-scores of sdpa": 10,
+        "doctor: smaller": 20,
+    },
+    words={"doctor: smaller": "fewer rows at a time, gradients added up: the same step"},
+)  # fmt: skip
+def install(
+    model: nn.Module,
+    changes: Changes,
+    *,
+    micro_batch_size: int = 1,
+    shift_labels: bool | None = None,
+    ignore_index: int = -100,
+    loss: Callable[[Any, Any], torch.Tensor] | None = None,
+) -> None:
+    """Make the step, a `MicroBatches`; it is the result. Raises UsageError: the model normalises over the rows of a
+    batch, or `micro_batch_size` is out of range."""
+    at_least(1, "micro_batch_size", micro_batch_size)
+    if loss is not None and not callable(loss):
+        raise UsageError("loss must be a function from outputs and batch to the loss", value=type(loss).__name__)
+    for name, module in model.named_modules():
+        if isinstance(module, tensors.BatchNorm):
+            why, kind = "a module's result depends on all rows of a batch", type(module).__name__
+            hint = "torch.nn.GroupNorm, or other normalisation of single rows, has no such statistics"
+            raise changes.does_not_apply(why, f"{name} ({kind})", hint)
+    changes.result(MicroBatches(model, micro_batch_size, shift_labels, ignore_index, loss))
+    changes.note(
+        f"{micro_batch_size} rows at a time: loss = applied.results['micro-batch'](**batch) is forward and backward"
+    )
+
+
+@dataclass(eq=False)
+class MicroBatches:
+    """Forward and backward of a whole batch, some rows at a time.
+
+        step = applied.results["micro-batch"]
+        loss = step(**batch)  # instead of: loss = model(**batch).loss; loss.backward()
+        optimizer.step()
+
+    Gradients are added to those that are there, as by any backward. What it requires: rows do not see each other, and
+    the loss is a mean over labels (those that `ignore_index` does not leave out) or over rows; a term beside it, such
+    as the balance of a router, becomes the mean of the micro-batches'. With `num_items_in_batch` in the batch the
+    losses are sums over it, and are added. Tensors whose first dimension is that of the labels (or of the first tensor)
+    are split; all else is given to every micro-batch. `scaler` may be set to a `torch.amp.GradScaler`.
+    """
+
+    model: nn.Module = field(repr=False)
+    micro_batch_size: int
+    shift_labels: bool | None
+    ignore_index: int
+    loss: Callable[[Any, Any], torch.Tensor] | None
+    scaler: torch.amp.GradScaler | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """One forward and backward of each part; returns the loss of the whole, detached.
+        Raises UsageError: the batch has no rows, the model gives no loss, or what the loss counts cannot be told."""
+        leaves, tree = tree_flatten((args, kwargs))
+        labels = self._labels(args, kwargs)
+        first = labels if labels is not None else next((t for t in leaves if _has_rows(t)), None)
+        if first is None or not first.shape[0]:
+            raise UsageError("micro-batch needs a batch with rows", value=f"{len(leaves)} arguments")
+        rows = first.shape[0]
+        splits = [_has_rows(leaf) and leaf.shape[0] == rows for leaf in leaves]
+        counts: Any = None
+        total: torch.Tensor | None = None
+        for begin in range(0, rows, self.micro_batch_size):
+            part = slice(begin, begin + self.micro_batch_size)
+            inputs, named = tree_unflatten(
+                [leaf[part] if split else leaf for leaf, split in zip(leaves, splits, strict=True)], tree
+            )
+            if begin == 0:
+                with _Targets() as seen:
+                    loss = self._forward(inputs, named)
+                counts = self._counts(labels, kwargs, first, seen.targets)
+                seen.targets.clear()
+            else:
+                loss = self._forward(inputs, named)
+            loss = self._weighted(loss, counts, part)
+            if loss.requires_grad:
+                (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+            detached = loss.detach()
+            total = detached if total is None else total + detached
+            del loss
+        assert total is not None
+        return total
+
+    def _forward(self, args: Any, kwargs: Any) -> torch.Tensor:
+        outputs = self.model(*args, **kwargs)
+        if self.loss is not None:
+            return self.loss(outputs, kwargs or args)
+        found = _find_loss(outputs)
+        if found is None:
+            raise UsageError(
+                "micro-batch: the model's outputs have no loss",
+                value=type(outputs).__name__,
+                hint="give the labels to the model, or loss=a function from outputs and batch to the loss",
+            )
+        return found
+
+    def _weighted(self, loss: torch.Tensor, counts: Any, part: slice) -> torch.Tensor:
+        if counts is None:  # sums
+            return loss
+        mine, every = counts[part].sum(), counts.sum()
+        share = torch.where(every > 0, mine.to(torch.promote_types(loss.dtype, torch.float32)) / every, 1.0)
+        # A mean over no labels is no number. If all are ignored, so is the loss of the whole batch.
+        return torch.where((mine > 0) | (every == 0), loss * share, 0.0)
+
+    def _labels(self, args: Any, kwargs: Any) -> torch.Tensor | None:
+        named = kwargs
+        if args:
+            with contextlib.suppress(TypeError, ValueError):  # no signature, or the model's own error is to come
+                named = inspect.signature(self.model.forward).bind_partial(*args, **kwargs).arguments
+        return next((named[name] for name in _LABELS if isinstance(named.get(name), torch.Tensor)), None)
+
+    def _counts(
+        self,
+        labels: torch.Tensor | None,
+        batch: Mapping[str, Any],
+        first: torch.Tensor,
+        targets: list[torch.Tensor],
+    ) -> torch.Tensor | None:
+        """What the loss counts in each row, [rows]; None if the micro-batches' losses are to be added as they are."""
+        if batch.get("num_items_in_batch") is not None:
+            return None
+        if labels is None or labels.is_floating_point():
+            return torch.ones(first.shape[0], dtype=torch.int64, device=first.device)
+        if labels.dim() > 1 and self._shifts(labels[: self.micro_batch_size], targets):
+            labels = labels[..., 1:]
+        counted = labels != self.ignore_index
+        return counted.flatten(1).sum(1) if counted.dim() > 1 else counted.long()
+
+    def _shifts(self, labels: torch.Tensor, targets: list[torch.Tensor]) -> bool:
+        if self.shift_labels is not None:
+            return self.shift_labels
+        for target in targets:
+            if target.numel() == labels[..., 1:].numel():
+                return True
+            if target.numel() == labels.numel():
+                flat = target.reshape(labels.shape).to(labels.device)
+                return torch.equal(flat[..., :-1], labels[..., 1:]) and not torch.equal(flat, labels)
+        raise UsageError(
+            "micro-batch cannot tell which labels the loss counts",
+            value=f"labels {list(labels.shape)}",
+            hint="shift_labels=True if each position is compared with the next label, else False",
+        )
+
+
+class _Targets(TorchFunctionMode):
+    """Keeps the targets that cross-entropy is called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.targets: list[torch.Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _CROSS_ENTROPY:
+            target = args[1] if len(args) > 1 else kwargs.get("target")
+            if isinstance(target, torch.Tensor) and not target.is_floating_point():
+                self.targets.append(target)
+        return func(*args, **kwargs)
+
+
+def _has_rows(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.dim() > 0
+
+
+def _find_loss(outputs: Any) -> torch.Tensor | None:
+    if isinstance(outputs, torch.Tensor):
+        return outputs if not outputs.dim() else None
+    if isinstance(outputs, Mapping):
+        outputs = [outputs["loss"]] if isinstance(outputs.get("loss"), torch.Tensor) else []
+    elif isinstance(getattr(outputs, "loss", None), torch.Tensor):
+        outputs = [outputs.loss]
+    elif not isinstance(outputs, (tuple, list)):
+        return None
+    return next((part for part in outputs if isinstance(part, torch.Tensor) and not part.dim()), None)

@@ -1,0 +1,76 @@
+"""cpu-offload-activations: what layers keep for the backward is copied to pinned host memory, and back when needed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from memprof.fixes.applied import Changes, Forward, at_least, runs_in
+from memprof.fixes.catalog.fix import BUT_STREAMED_WEIGHTS, Fix, Numerics
+from memprof.fixes.compiled import Compiled
+from memprof.workload.layers import find_layers
+
+MIN_BYTES = 1 << 20  # smaller tensors stay: a copy costs more time than they save memory
+
+
+@Fix(
+    name="cpu-offload-activations", order=170, numerics=Numerics.EXACT, saves=("activations",),
+    changes="what layers keep for the backward waits in host memory",
+    cost="every such byte crosses the bus twice in a step",
+    options={"min_bytes": "tensors below this stay on the GPU; 1 MiB if not given"},
+    main_option="min_bytes", training_only=True, ladder=130, outside=70, search=100, tiers=BUT_STREAMED_WEIGHTS,
+)  # fmt: skip
+def install(model: nn.Module, changes: Changes, *, min_bytes: int = MIN_BYTES) -> None:
+    """Switch it on. Raises UsageError: the model has no layers, or `min_bytes` is negative."""
+    at_least(0, "min_bytes", min_bytes)
+    layers = find_layers(model, changes.fix)
+    for name, module in layers:
+        if runs_in(module, Offloaded):
+            raise changes.already_on(name)
+        changes.set_attribute(module, "forward", Offloaded(module, min_bytes))
+    changes.note(f"saved tensors of {len(layers)} layers wait in host memory: {layers[0][0]} to {layers[-1][0]}")
+
+
+class Offloaded(Forward):
+    """The forward of a layer, under hooks that move what autograd saves.
+
+    Parameters, and views of them, stay: they are on the GPU anyway. (`torch.autograd.graph.save_on_cpu` copies those
+    too.) A tensor that several operators save is copied for each of them.
+    """
+
+    def __init__(self, module: nn.Module, min_bytes: int = MIN_BYTES) -> None:
+        super().__init__(module)
+        self._min_bytes = min_bytes
+        self._keeps_strides = runs_in(module, Compiled)  # its code asserts them
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward."""
+        if not torch.is_grad_enabled():
+            return self._forward(*args, **kwargs)
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
+            return self._forward(*args, **kwargs)
+
+    def _stays(self, tensor: torch.Tensor) -> bool:
+        return tensor.numel() * tensor.element_size() < self._min_bytes
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        base = tensor._base if tensor._base is not None else tensor
+        if isinstance(base, nn.Parameter) or self._stays(tensor):
+            return tensor
+        host = torch.empty(tensor.size(), dtype=tensor.dtype, layout=tensor.layout, pin_memory=tensor.is_cuda)
+        host.copy_(tensor)
+        return tensor.device, host, tensor.stride() if self._keeps_strides else host.stride()
+
+
+def _unpack(packed: Any) -> torch.Tensor:
+    if isinstance(packed, torch.Tensor):
+        return packed
+    device, host, strides = packed
+    if strides == host.stride():
+        result: torch.Tensor = host.to(device, non_blocking=True)
+    else:
+        result = torch.empty_strided(host.size(), strides, dtype=host.dtype, device=device)
+        result.copy_(host, non_blocking=True)
+    return result

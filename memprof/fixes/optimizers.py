@@ -1,0 +1,47 @@
+"""What fixes that make or change an optimizer share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from memprof.errors import UsageError
+
+
+def adamw(parameters: list[nn.Parameter]) -> Optimizer:
+    """What is made where the user says nothing."""
+    return torch.optim.AdamW(parameters, lr=1e-4)
+
+
+def trained_parameters(model: nn.Module, fix: str) -> list[nn.Parameter]:
+    """What an optimizer over `model` is for. Raises UsageError: nothing is trained."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not parameters:
+        raise UsageError(f"{fix} does not apply: nothing is trained", value=type(model).__name__)
+    return parameters
+
+
+def refuse_gradients(parameters: Iterable[nn.Parameter], fix: str, value: object, which: str = "already") -> None:
+    """Raises UsageError if one of them has a gradient; `which` says what is wrong with those."""
+    if any(parameter.grad is not None for parameter in parameters):
+        raise UsageError(
+            f"{fix} does not apply: there are gradients {which}",
+            value=value,
+            hint="call model.zero_grad() first",
+        )
+
+
+def make_optimizer(factory: Any, parameters: list[nn.Parameter]) -> Optimizer:
+    """The optimizer that a user's function makes of `parameters`. Raises UsageError: it makes none."""
+    made = factory(parameters) if callable(factory) else None
+    if not isinstance(made, Optimizer):
+        raise UsageError(
+            "optimizer must make a torch optimizer from a list of parameters",
+            value=type(factory).__name__ if made is None else type(made).__name__,
+            hint="such as optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-4)",
+        )
+    return made

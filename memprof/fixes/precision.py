@@ -1,0 +1,63 @@
+"""bfloat16 and float16: the parameters themselves, in the lower precision."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+from torch import nn
+
+from memprof.fixes.applied import Changes
+from memprof.fixes.catalog.fix import WEIGHTS, Fix, Numerics, Tier
+from memprof.fixes.optimizers import refuse_gradients
+
+
+@Fix(
+    name="bfloat16", order=30, numerics=Numerics.APPROXIMATE, saves=(*WEIGHTS, "activations", "logits and loss"),
+    changes="parameters in bfloat16",
+    cost="8 bits of precision; updates below 1/256 of a weight are lost without float32 masters",
+    bench="precision",
+    conflicts={
+        "float16": "a model has one dtype",
+        **dict.fromkeys(("amp-bfloat16", "amp-float16"), "autocast is for parameters in float32"),
+    },
+    edit="memprof.fixes.spec_edits:half", on=lambda spec: spec.dtype == "bfloat16", for_float32=True,
+    ladder=135, search=120, tiers=(Tier.HALF_WEIGHTS,),
+    helps={"parameters": 15, "doctor: weights": 10, "doctor: smaller": 10},
+    words={"doctor: smaller": "parameters and activations in half precision, if they are float32 (autocast: "
+           "amp-bfloat16)"},
+)  # fmt: skip
+@Fix(
+    name="float16", order=40, numerics=Numerics.APPROXIMATE, saves=(*WEIGHTS, "activations", "logits and loss"),
+    changes="parameters in float16",
+    cost="numbers above 65,504 overflow and gradients below 6e-8 vanish: scale the loss",
+    bench="precision",
+    conflicts={
+        "bfloat16": "a model has one dtype",
+        **dict.fromkeys(("amp-bfloat16", "amp-float16"), "autocast is for parameters in float32"),
+    },
+    edit="memprof.fixes.spec_edits:half", on=lambda spec: spec.dtype == "float16",
+)  # fmt: skip
+def install(model: nn.Module, changes: Changes) -> None:
+    """Cast the parameters to the dtype that the fix is named after.
+
+    Buffers stay as they are (rotary frequencies in half precision would spoil positions), and so do parameters that the
+    model wants in float32 (`_keep_in_fp32_modules` of Hugging Face). Raises UsageError: all have the dtype already, or
+    there are gradients of another.
+    """
+    dtype: torch.dtype = getattr(torch, changes.fix)
+    lists = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
+    kept = [name for each in lists for name in getattr(model, each, None) or ()]
+    keep = re.compile("|".join(rf"(?:^|\.){name}(?:$|\.)" for name in kept)) if kept else None
+    chosen = [
+        parameter
+        for name, parameter in model.named_parameters()
+        if parameter.is_floating_point() and parameter.dtype != dtype and not (keep and keep.search(name))
+    ]
+    if not chosen:
+        raise changes.already_on(f"every parameter is {changes.fix}")
+    refuse_gradients(chosen, changes.fix, type(model).__name__, "of another dtype")
+    before = ", ".join(sorted({str(parameter.dtype).removeprefix("torch.") for parameter in chosen}))
+    for parameter in chosen:
+        changes.set_data(parameter, parameter.detach().to(dtype))
+    changes.note(f"{len(chosen)} parameters: {before} became {changes.fix}")

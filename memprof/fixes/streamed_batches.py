@@ -1,0 +1,81 @@
+"""streamed-batches: batches put together one at a time, when they are requested."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, StackDataset
+
+from memprof.errors import UsageError
+from memprof.fixes.applied import Changes, at_least
+from memprof.fixes.catalog.fix import Fix, Numerics
+from memprof.torch_private.pytree import tree_map
+
+
+@Fix(
+    name="streamed-batches", order=210, numerics=Numerics.EXACT, saves=("host memory",),
+    changes="batches are made one at a time instead of all of them before training",
+    cost="each batch is put together while the GPU waits, unless workers do it",
+    options={
+        "dataset": "the samples: a Dataset, a list, a tensor, or a dictionary of tensors by sample",
+        "batch_size": "samples of a batch; 1 if not given",
+    },
+    required=("dataset",), training_only=True, edits={"dataset_batches": None}, on=lambda spec: False,
+    useless_if={"dataset_batches": (None, "batches are made one at a time already")},
+    helps={"doctor: host memory": 10},
+)  # fmt: skip
+def install(model: nn.Module, changes: Changes, *, dataset: Any, batch_size: int = 1) -> None:
+    """Make the batches' iterable, a `StreamedBatches`; it is the result. Raises UsageError: `dataset` is no collection
+    of samples, or `batch_size` is out of range."""
+    batches = StreamedBatches(dataset, batch_size, model)
+    changes.result(batches)
+    changes.note(f"{len(batches):,} batches of {batch_size} are made one at a time, from {batches.samples:,} samples")
+
+
+class StreamedBatches:
+    """The batches of a set of samples, in order: one exists at a time, where the parameters of `model` are.
+
+    May be gone through again; the last may have fewer than `batch_size` samples. Of a tensor or a dictionary of
+    tensors, each row is a sample. For shuffling and workers, give the samples to a `torch.utils.data.DataLoader` of
+    your own: this is one without. Raises UsageError: `dataset` is no collection of samples, or has none; `batch_size`
+    is out of range.
+    """
+
+    def __init__(self, dataset: Any, batch_size: int, model: nn.Module) -> None:
+        at_least(1, "batch_size", batch_size)
+        samples: Any = _rows(dataset) if isinstance(dataset, Mapping) else dataset
+        if isinstance(samples, str) or not (
+            hasattr(samples, "__getitem__") and hasattr(samples, "__len__") and not isinstance(samples, nn.Module)
+        ):
+            raise UsageError(
+                "dataset must be samples: a Dataset, a list, a tensor, or a dictionary of tensors",
+                value=type(dataset).__name__,
+                hint="an iterable without length streams already",
+            )
+        if not len(samples):
+            raise UsageError("dataset has no samples", value=type(dataset).__name__)
+        self.samples = len(samples)
+        self._model = model
+        self._loader: DataLoader[Any] = DataLoader(samples, batch_size=batch_size)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self._loader:
+            yield tree_map(self._place, batch)
+
+    def _place(self, part: Any) -> Any:
+        parameter = next(self._model.parameters(), None)
+        return part.to(parameter.device) if isinstance(part, torch.Tensor) and parameter is not None else part
+
+
+def _rows(columns: Mapping[str, Sequence[Any]]) -> Any:
+    """A dictionary of tensors, or of lists, as samples."""
+    lengths = {len(column) for column in columns.values()}
+    if len(lengths) > 1:
+        raise UsageError("dataset has columns of different lengths", value=", ".join(map(str, sorted(lengths))))
+    return StackDataset(**columns) if columns else []  # type: ignore[arg-type]  # it takes whatever has indices

@@ -1,0 +1,98 @@
+"""freeze and lora: what is trained at all."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from memprof.errors import UsageError, first_line, not_installed
+from memprof.fixes.applied import Changes, at_least
+from memprof.fixes.catalog.fix import LORA, VALUE, Fix, Numerics, Tier
+from memprof.workload.adapters import named_parameters, target_modules, translate_peft_errors
+from memprof.workload.quantization import import_quietly
+
+DEFAULT_RANK = 8
+
+
+@Fix(
+    name="freeze", order=110, numerics=Numerics.DIFFERENT, saves=("gradients", "optimizer state"),
+    changes="parameters that are not trained",
+    cost="what is frozen does not learn",
+    options={"frozen": "patterns of parameter names, such as 'model.embed*'; * stands for anything"},
+    main_option="frozen", main_type=str, required=("frozen",), training_only=True, trains_another=True,
+    edits={"freeze": VALUE}, on=lambda spec: spec.freeze is not None,
+)  # fmt: skip
+def install_freeze(model: nn.Module, changes: Changes, *, frozen: str) -> None:
+    """Stop the training of the parameters that the patterns name. Raises UsageError: a pattern names no parameter."""
+    chosen = named_parameters(model, frozen, "freeze: a pattern names no parameter")
+    _keep_flags(model, changes)
+    for parameter in chosen:
+        parameter.requires_grad_(False)
+    changes.note(f"{len(chosen)} of {len(list(model.parameters()))} parameters are frozen")
+
+
+@Fix(
+    name="lora", order=120, numerics=Numerics.DIFFERENT, saves=("gradients", "optimizer state"),
+    changes="small trained matrices beside a frozen model, put there by PEFT",
+    cost="only the adapter learns",
+    options=LORA,
+    main_option="lora_rank", packages=("peft",), training_only=True, trains_another=True,
+    conflicts={"freeze": "LoRA freezes the whole model itself"}, edits={"adapter": "lora", "lora_rank": VALUE},
+    on=lambda spec: spec.adapter == "lora" and spec.quantize is None,
+    ladder=140, search=110, tiers=(Tier.ADAPTER,),
+    helps={"optimizer state": 30, "gradients": 10, "parameters": 10, "doctor: smaller": 50},
+)  # fmt: skip
+def install_lora(
+    model: nn.Module, changes: Changes, *, lora_rank: int = DEFAULT_RANK, lora_targets: str | None = None
+) -> None:
+    """Freeze the model, and put trained matrices beside its linear layers, with PEFT. Raises UsageError: PEFT is not
+    installed, or does not know what to adapt; the rank is out of range."""
+    try:
+        peft = import_quietly("peft")
+    except ImportError as error:
+        raise not_installed("lora needs PEFT", first_line(error), "adapters") from None
+    at_least(1, "lora_rank", lora_rank)
+    if any(hasattr(module, "lora_A") for module in model.modules()):
+        raise UsageError("lora is already on", value=type(model).__name__)
+    _keep_flags(model, changes)
+    _keep_modules(model, changes)
+    config = peft.LoraConfig(r=lora_rank, lora_alpha=2 * lora_rank, target_modules=target_modules(lora_targets))
+    with translate_peft_errors("lora_targets='q_proj,v_proj', or 'all-linear'"):
+        # Beside the model's own layers and not around the model, so that the caller's object is the one adapted.
+        peft.LoraModel(model, config, "default")
+    trained = [p for p in model.parameters() if p.requires_grad]
+    changes.note(f"LoRA of rank {lora_rank}: {sum(p.numel() for p in trained):,} numbers are trained")
+
+
+def _keep_flags(model: nn.Module, changes: Changes) -> None:
+    flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+
+    def restore() -> None:
+        for parameter, flag in flags:
+            parameter.requires_grad_(flag)
+
+    changes.on_undo(restore)
+
+
+def _keep_modules(model: nn.Module, changes: Changes) -> None:
+    """Record which module stands where, and what attributes and hooks each has."""
+    kept = [
+        (
+            module,
+            dict(module._modules),
+            dict(vars(module)),
+            {k: dict(v) for k, v in vars(module).items() if k.endswith("_hooks")},
+        )
+        for module in model.modules()
+    ]
+
+    def restore() -> None:
+        for module, children, attributes, hooks in kept:
+            vars(module).clear()
+            vars(module).update(attributes)
+            module._modules.clear()
+            module._modules.update(children)
+            for name, known in hooks.items():
+                vars(module)[name].clear()
+                vars(module)[name].update(known)
+
+    changes.on_undo(restore)

@@ -1,0 +1,59 @@
+"""vocabulary-cap: embedding and head keep the rows of their first tokens; tied weights stay tied."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from memprof.errors import UsageError
+from memprof.fixes.applied import Changes, in_range
+from memprof.fixes.catalog.fix import WEIGHTS, Fix, Numerics
+from memprof.fixes.chunked_loss import find_head
+
+
+@Fix(
+    name="vocabulary-cap", order=70, numerics=Numerics.DIFFERENT, saves=(*WEIGHTS, "logits and loss"),
+    changes="embedding and head keep their first tokens",
+    cost="token ids at or above the cap cannot be used any more",
+    options={"vocab_size": "tokens that stay"},
+    main_option="vocab_size", required=("vocab_size",), trains_another=True,
+    edit="memprof.fixes.spec_edits:vocabulary_cap",
+    helps={"logits and loss": 20, "vocabulary-larger-than-asked": 10},
+)  # fmt: skip
+def install(model: nn.Module, changes: Changes, *, vocab_size: int) -> None:
+    """Cut the vocabulary to `vocab_size` tokens. Raises UsageError: there is no embedding or linear head, or the cap is
+    not below the vocabulary."""
+    tell = getattr(model, "get_input_embeddings", None)
+    embedding = tell() if tell is not None else next((m for m in model.modules() if isinstance(m, nn.Embedding)), None)
+    if not isinstance(embedding, nn.Embedding):
+        raise changes.does_not_apply("the model has no token embedding", model)
+    _, head = find_head(model)
+    if not isinstance(head, nn.Linear):
+        raise changes.does_not_apply("the head is no torch.nn.Linear", head)
+    for name, owner in (("embedding", embedding), ("head", head)):
+        if owner._parameters.get("weight") is None:
+            hint = "apply it before the weight is parametrized"
+            raise changes.does_not_apply(f"the {name}'s weight is computed", owner, hint)
+    before = embedding.num_embeddings
+    in_range("vocab_size", vocab_size, before - 1)
+    if embedding.padding_idx is not None and embedding.padding_idx >= vocab_size:
+        raise UsageError(
+            "vocab_size leaves no room for the padding token", value=repr(vocab_size),
+            hint=f"at least {embedding.padding_idx + 1:,}",
+        )  # fmt: skip
+    # A dictionary by identity: tied weights are one parameter, cut once.
+    weights = {id(p): p for p in (embedding.weight, head.weight, head.bias) if p is not None}
+    for parameter in weights.values():
+        parameter.grad = None
+        changes.set_data(parameter, parameter.detach()[:vocab_size].clone())
+    changes.set_attribute(embedding, "num_embeddings", vocab_size)
+    changes.set_attribute(head, "out_features", vocab_size)
+    config = getattr(model, "config", None)
+    if config is not None:
+        text = config.get_text_config() if hasattr(config, "get_text_config") else config
+        for owner in {id(text): text, id(config): config}.values():
+            if getattr(owner, "vocab_size", None) == before:
+                changes.set_attribute(owner, "vocab_size", vocab_size)
+    for module in model.modules():
+        if vars(module).get("vocab_size") == before:
+            changes.set_attribute(module, "vocab_size", vocab_size)
+    changes.note(f"vocabulary: {before:,} tokens became {vocab_size:,}")

@@ -1,0 +1,60 @@
+"""The GPU of a run, or the device that it is measured on, and the caching allocator in front of it."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import os
+from typing import Any
+
+from memprof.allocator import GpuMemory, LiveAllocator, Settings
+from memprof.catalog import Gpu, custom_gpu, find_gpu
+from memprof.device.context import CONTEXT_BYTES
+from memprof.device.host import memory_bytes, processor_name
+from memprof.report.export.memory_viz import as_plain
+from memprof.run_spec import RunSpec
+from memprof.snapshots.from_trace import convert_to_snapshot
+from memprof.spec import TargetSpec
+from memprof.trace.events import Trace
+from memprof.trace.facts import DeviceFacts
+
+GPUS_PER_MACHINE = 8  # ranks beyond so many are on other machines
+
+
+def allocator_settings(alloc_conf: str | None, *, flag: str = "--alloc-conf") -> Settings:
+    """Return the settings in force, `alloc_conf` or the environment's; raise UsageError if torch would refuse them."""
+    return Settings.resolve(alloc_conf, importlib.metadata.version("torch"), flag=flag, environ=os.environ)
+
+
+class RunAllocator(LiveAllocator):
+    """Answers a program that asks for memory statistics while it runs, and writes them down as torch does."""
+
+    def __init__(self, trace: Trace, gpu: Gpu, settings: Settings) -> None:
+        memory = GpuMemory(gpu.total_bytes, CONTEXT_BYTES)
+        super().__init__(trace, memory, settings.config, settings.release)
+        self._snapshot = functools.partial(convert_to_snapshot, trace, settings.config, memory)
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return torch.cuda.memory._snapshot() now, with the history since the run began."""
+        return as_plain(self._snapshot().snapshot)
+
+
+def find_gpu_of(spec: TargetSpec | RunSpec) -> Gpu:
+    """Return the GPU that `spec` asks for; raise UsageError if the catalog has none of this name."""
+    return find_gpu(spec.gpu) if spec.gpu_vram_bytes is None else custom_gpu(spec.gpu_vram_bytes)
+
+
+def device_facts(gpu: Gpu, host_memory_bytes: int | None = None) -> DeviceFacts:
+    """Return what the report says of a GPU: capacity, and what is left of it for tensors."""
+    usable = gpu.total_bytes - CONTEXT_BYTES
+    return DeviceFacts(gpu.name, gpu.total_bytes, usable, CONTEXT_BYTES, host_memory_bytes)
+
+
+def measured_device_facts(name: str) -> DeviceFacts:
+    """Return what the report says of a real device; raise MemprofError if there is none."""
+    if name == "cpu":
+        total = memory_bytes()
+        return DeviceFacts(processor_name(), total, total)
+    from memprof.measured.cuda import current_gpu
+
+    return DeviceFacts(*current_gpu())

@@ -1,0 +1,135 @@
+"""A program whose ranks ran together, or one of each kind alone: a report of each kind of rank, put together."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+
+from memprof.errors import UsageError
+from memprof.findings import Finding, Severity
+from memprof.findings.ranks_differ import RankPeak, find_differing_ranks
+from memprof.flows.gpu_reports import merged_findings, peak_figures
+from memprof.ledger.ledger import EmptyTraceError
+from memprof.report.documents.ranks import RankRow
+from memprof.report.documents.report import Report
+from memprof.trace.events import Trace
+
+PEER = "another rank"  # how a rank ended that was stopped because another failed
+_BY_ITSELF = ("exit", "steps")
+_TOGETHER = (
+    "The ranks ran together: what is known of tensors, objects and sizes was exchanged, and their calls were matched."
+)
+_ONE_OF_EACH = "One rank of each kind was run, alone: the others are taken to be like it."
+_IN_PART = (
+    "Of the {} ranks {} ran together; each of the others is taken to be like the lowest of these in a group, and sends "
+    "nothing that is known."
+)
+
+
+def in_order(traces: Iterable[Trace]) -> Trace:
+    """Return one trace of those of all ranks: the first, with the others in `others`. What is equal is kept once."""
+    found: list[Trace] = []
+    for trace in sorted(traces, key=rank_index):
+        like = next((one for one in found if _requests(one) == _requests(trace)), None)
+        found.append(trace if like is None else dataclasses.replace(like, facts=trace.facts))
+    return dataclasses.replace(found[0], others=found[1:])
+
+
+def rank_index(trace: Trace) -> int:
+    """Return the rank that a trace is of."""
+    return trace.facts.rank.rank if trace.facts.rank else 0
+
+
+def _requests(trace: Trace) -> tuple[object, ...]:
+    """Return all that a rank asks of its GPU, in order, with where it stands then."""
+    sizes = [(storage.num_bytes, storage.device == "cpu") for storage in trace.storages]
+    return trace.events, sizes, trace.phases, trace.failure, trace.facts.program
+
+
+def document_of_ranks(trace: Trace, report: Callable[[Trace], Report], rank: int | None = None) -> Report:
+    """Return the report on rank `rank` (None: the one that decides) in full, with the verdict on all of them.
+
+    `report` makes it for one rank. Raises EmptyTraceError: nothing was allocated on the GPU of any; UsageError: there
+    was no such rank, or nothing was allocated on its GPU.
+    """
+    traces = {rank_index(one): one for one in (dataclasses.replace(trace, others=[]), *trace.others)}
+    if rank is not None and rank not in traces:
+        raise UsageError(
+            "no such rank was run", value=f"--rank {rank}", hint=f"there are {', '.join(map(str, traces))}"
+        )
+    firsts: dict[int, int] = {}
+    made: dict[int, Report] = {}
+    empty: EmptyTraceError | None = None
+    for number, one in traces.items():
+        like = next((first for first in firsts.values() if traces[first].events is one.events), number)
+        firsts[number] = like
+        try:
+            document = made[like] if like in made else report(one)
+        except EmptyTraceError as error:
+            empty = error
+            continue
+        made[number] = dataclasses.replace(document, rank=one.facts.rank, program=one.facts.program)
+    if not made:
+        assert empty is not None
+        raise empty
+    decides = min(made, key=lambda number: _order(made[number]))
+    shown = decides if rank is None else rank
+    if shown not in made:
+        raise UsageError(
+            "nothing was allocated on the GPU of this rank", value=f"--rank {shown}",
+            hint="leave it out, or ask for " + ", ".join(map(str, made)),
+        )  # fmt: skip
+    document = made[shown]
+    others = [(f"rank {number}", one) for number, one in made.items() if number != shown and firsts[number] == number]
+    size = document.rank.world_size if document.rank else len(traces)
+    how: tuple[str, ...] = (_TOGETHER,) if len(traces) == size else (_TOGETHER, _IN_PART.format(size, len(traces)))
+    if trace.source == "measured":
+        how = ()
+    elif trace.facts.rank is not None and trace.facts.rank.alike:
+        how = (_ONE_OF_EACH,)
+    findings = (*_differences(made), *merged_findings(f"rank {shown}", document.findings, others))
+    return dataclasses.replace(
+        document,
+        verdict=made[decides].verdict,
+        findings=tuple(sorted(findings, key=lambda one: one.severity is not Severity.ERROR)),
+        assumptions=(*document.assumptions, *how),
+        ranks=tuple(
+            _row(one, number, made.get(number), None if firsts[number] == number else firsts[number], decides, shown)
+            for number, one in traces.items()
+        ),
+    )
+
+
+def _differences(made: dict[int, Report]) -> list[Finding]:
+    """Find what differs between ranks that all ended well; one that was run for several counts as these."""
+    peaks: dict[int, RankPeak] = {}
+    for number, one in made.items():
+        alike = one.rank.alike if one.rank else ()
+        for rank in range(alike[0], alike[-1] + 1) if alike else (number,):
+            peaks[rank] = RankPeak(one.peak.allocated_bytes, one.peak.categories, one.peak.tensors)
+    return [] if any(one.failure for one in made.values()) else find_differing_ranks(peaks)
+
+
+def _order(document: Report) -> tuple[int, int, int]:
+    """Return a key, the least of the rank that failed itself, then is full, was stopped, needs most, holds most."""
+    verdict = document.verdict
+    stopped = document.program is not None and document.program.ended == PEER
+    full = 1 if verdict.fits is False else 3
+    first = full if document.failure is None else 2 if stopped else 0
+    return first, -verdict.required_bytes, -document.peak.allocated_bytes
+
+
+def _row(trace: Trace, number: int, document: Report | None, like: int | None, decides: int, shown: int) -> RankRow:
+    program = trace.facts.program
+    return RankRow(
+        rank=number,
+        like=like,
+        alike=trace.facts.rank.alike if trace.facts.rank else (),
+        ended=program.ended if program else "",
+        peak_step=document.peak.step if document else 0,
+        fits=document.verdict.fits if document else True if program and program.ended in _BY_ITSELF else None,
+        categories=document.peak.categories if document else {},
+        decides=number == decides,
+        shown=number == shown,
+        **peak_figures(document, trace.facts.device.context_bytes),
+    )

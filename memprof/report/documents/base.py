@@ -1,0 +1,65 @@
+"""What the documents on runs, recordings and comparisons offer beside JSON: tables, a text, and a file."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from memprof.report.frames import RowTable
+from memprof.trace.files import FileKind, write_atomically
+from memprof.trace.json_values import JsonValue
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+    from rich.console import RenderableType
+
+
+_REPORT = FileKind("report", "its path", lambda begin, end: begin.startswith(b"{") and b'"memprof_version"' in begin)
+
+
+class DisplayedDocument(JsonValue):
+    """Base of a document with tables, and with a view in the file of terminal/ that has its own file's name."""
+
+    __slots__ = ()
+
+    def frames(self) -> dict[str, DataFrame]:
+        """Its tables by name, as data frames of pandas (docs/data-frames.md); sizes are bytes."""
+        return {name: table.to_frame() for name, table in self.tables().items()}
+
+    def tables(self) -> dict[str, RowTable]:
+        """Return the rows of each table by its name."""
+        raise NotImplementedError
+
+    def save(self, path: str | Path, *, force: bool = False) -> None:
+        """Write it to a file in JSON, as `--json` prints it, for `memprof.load` and `memprof show`.
+
+        Args:
+            path: of the file; a report of memprof that is there is replaced.
+            force: replace another file, too.
+
+        Raises:
+            UsageError: another file is there.
+            MemprofError: the file cannot be written.
+        """
+        write_atomically(Path(path), (json.dumps(self.to_json(), indent=1) + "\n").encode(), _REPORT, force=force)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {str(self).partition(chr(10))[0]}>"
+
+    def __str__(self) -> str:
+        from memprof.report.terminal.console import text_of
+
+        return text_of(self._view())
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows of it: the text, in colour."""
+        from memprof.report.terminal.console import html_of
+
+        return html_of(self._view())
+
+    def _view(self) -> RenderableType:
+        module = importlib.import_module(type(self).__module__.replace(".documents.", ".terminal."))
+        shown: RenderableType = module.view(self)
+        return shown

@@ -1,0 +1,49 @@
+"""What was read off a GPU, beside the replay of the run that was measured there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.text import Text
+
+from memprof.ledger.stages import at_stage
+from memprof.report.documents.report import Report
+from memprof.report.terminal.console import dim
+from memprof.units import format_bytes
+
+# Of a run that was measured on a GPU: what was read off it, beside the replay of what the program requested.
+_GPU_COLUMNS = {
+    "torch.cuda\npeak": "measured_peak_bytes",
+    "torch.cuda\nreserved": "measured_reserved_bytes",
+    "NVML\nused": "device_used_bytes",
+}
+# Amounts of a stage that the replay has and torch.cuda says.
+_READ_BESIDE = {
+    "allocated": ("allocated_bytes", "measured_allocated_bytes"),
+    "peak": ("peak_allocated_bytes", "measured_peak_bytes"),
+    "reserved": ("reserved_bytes", "measured_reserved_bytes"),
+}
+
+
+def gpu_columns(document: Report) -> dict[str, str]:
+    """Return header -> attribute of a stage of what was read off the GPU; empty if it was measured on none."""
+    if document.source != "measured" or document.on_cpu:
+        return {}
+    known = {name for row in document.stages for name in _GPU_COLUMNS.values() if getattr(row, name) is not None}
+    return {header: name for header, name in _GPU_COLUMNS.items() if name in known}
+
+
+def compare_with_gpu(document: Report) -> Iterator[Text]:
+    """Say by how much the replay and the GPU differ at the most, and where."""
+    if not gpu_columns(document):
+        return
+    far = []
+    for what, (ours, theirs) in _READ_BESIDE.items():
+        read = [row for row in document.stages if getattr(row, theirs) is not None]
+        most = max(read, key=lambda row: abs(getattr(row, theirs) - getattr(row, ours)), default=None)
+        if most is not None and (by := getattr(most, theirs) - getattr(most, ours)):
+            where = at_stage(most.name, most.step)
+            far.append(f"{what} {format_bytes(abs(by))} {'more' if by > 0 else 'less'} ({where})")
+    said = f"At the most it says: {', '.join(far)}." if far else "They agree, to the byte."
+    text = f"Allocated, peak and reserved are a replay of what the program requested, torch.cuda is the GPU. {said}"
+    yield dim(text + " NVML counts the context and other processes too.")

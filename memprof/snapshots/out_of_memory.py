@@ -1,0 +1,98 @@
+"""Out-of-memory errors of a recording, explained: what was requested, what was free, and why it did not serve."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from memprof.allocator.rounding import FRAGMENTED_SHARE, SMALL_SIZE, round_size, segment_size
+from memprof.fixes.catalog import EXPANDABLE_SEGMENTS
+from memprof.snapshots.occupancy import fragmentation
+from memprof.snapshots.origins import origin_of
+from memprof.snapshots.recording import Recording
+from memprof.trace.columns import OOM
+from memprof.units import format_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class OutOfMemoryEvent:
+    """One out-of-memory error."""
+
+    event: int
+    requested_bytes: int
+    tried_bytes: int  # The segment that the driver refused: what torch's message says it tried to allocate.
+    device_free_bytes: int  # Free on the GPU, outside torch's cache.
+    allocated_bytes: int
+    reserved_bytes: int
+    cached_bytes: int  # Reserved and not in use.
+    usable_bytes: int  # Of it, in the pool and on the stream of the request.
+    largest_free_bytes: int  # Largest free block there.
+    # Cached memory and what is free on the GPU together would have been enough, and the cache is more than a trifle
+    # (FRAGMENTED_SHARE).
+    fragmented: bool
+    source: str
+    reasons: tuple[str, ...]
+
+
+def find_out_of_memory_events(recording: Recording) -> list[OutOfMemoryEvent]:
+    """Return every out-of-memory error of `recording`, in order."""
+    return [_explain(recording, index) for index in recording.events.places(OOM)]
+
+
+def _explain(recording: Recording, index: int) -> OutOfMemoryEvent:
+    event = recording.events[index]
+    size = round_size(event.size)
+    state, segments = fragmentation(recording, index)
+    is_small = size <= SMALL_SIZE
+    mine = [s for s in segments if s.stream == event.stream and s.is_small == is_small and s.pool_id == event.pool_id]
+    usable = sum(segment.free for segment in mine)
+    largest = max((segment.largest_free for segment in mine), default=0)
+    expandable = any(segment.expandable for segment in segments)
+    tried = size if expandable else segment_size(size, recording.replay.config.large_segment_size)
+    missing = size - state.free_bytes - event.address
+    fragmented = missing <= 0 and state.free_bytes >= FRAGMENTED_SHARE * state.reserved_bytes
+    reasons = [
+        f"{format_bytes(event.size)} were requested; the GPU had {format_bytes(event.address)} free",
+        f"torch held {format_bytes(state.reserved_bytes)}, {format_bytes(state.used_bytes)} of it in use and "
+        f"{format_bytes(state.free_bytes)} cached",
+    ]
+    if state.free_bytes:
+        pinned = sum(1 for segment in mine if segment.pinned)
+        reasons.append(
+            f"of the cache, {format_bytes(usable)} are in the {'small' if is_small else 'large'} pool of stream "
+            f"{event.stream}, and the largest free block there has {format_bytes(largest)}"
+        )
+        if state.releasable_bytes:
+            reasons.append(f"{format_bytes(state.releasable_bytes)} were wholly free, and were not released")
+        elif pinned:
+            reasons.append(
+                "none of it could go back to the GPU: every segment with free memory there "
+                f"({pinned}) holds a block in use"
+            )
+    if fragmented:
+        reasons.append(
+            "fragmentation: free memory was enough in sum, but in no single piece"
+            + ("" if expandable else f"; {EXPANDABLE_SEGMENTS} can use it (see --alloc-conf)")
+        )
+    elif missing > 0:
+        reasons.append(f"not fragmentation: even with the whole cache {format_bytes(missing)} would have been missing")
+    else:
+        share = 100 * state.used_bytes / state.reserved_bytes if state.reserved_bytes else 100
+        reasons.append(
+            f"the GPU is full: {share:.0f}% of what torch holds is in use; in one piece the rest would have served "
+            f"this request, and {format_bytes(-missing)} more"
+        )
+    _, allocated, reserved = recording.at(index)
+    return OutOfMemoryEvent(
+        event=index,
+        requested_bytes=event.size,
+        tried_bytes=tried,
+        device_free_bytes=event.address,
+        allocated_bytes=allocated,
+        reserved_bytes=reserved,
+        cached_bytes=state.free_bytes,
+        usable_bytes=usable,
+        largest_free_bytes=largest,
+        fragmented=fragmented,
+        source=origin_of(event.frames).source,
+        reasons=tuple(reasons),
+    )

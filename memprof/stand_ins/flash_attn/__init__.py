@@ -1,5 +1,0 @@
-"""flash-attn 2 (Dao-AILab/flash-attention@v2.8.3), and the modules that are built beside it."""
-
-from memprof.stand_ins.flash_attn import attention, dense, extensions, layers, norms, padding
-
-__all__ = ["attention", "dense", "extensions", "layers", "norms", "padding"]

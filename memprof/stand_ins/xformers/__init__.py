@@ -1,5 +1,0 @@
-"""xformers (facebookresearch/xformers@v0.0.32.post2): attention and its biases, SwiGLU, rows by an index, profiler."""
-
-from memprof.stand_ins.xformers import attention, biases, indexing, profiler, swiglu
-
-__all__ = ["attention", "biases", "indexing", "profiler", "swiglu"]

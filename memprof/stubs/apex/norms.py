@@ -1,0 +1,190 @@
+"""apex.normalization: layer norm and RMS norm in one kernel.
+
+Sources: apex/normalization/fused_layer_norm.py, csrc/layer_norm_cuda.cpp and csrc/layer_norm_cuda_kernel.cu of
+NVIDIA/apex@25.05. Outside autograd.Function the operators return their statistics too, whose gradients are zeros.
+"""
+
+from __future__ import annotations
+
+import numbers
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from memprof.stubs.registry import register_in
+from memprof.stubs.tools import HALF, autocast_dtype, check_on_gpu, kernel
+
+_MODULE = "apex.normalization.fused_layer_norm"
+_SOURCE = "NVIDIA/apex@25.05:apex/normalization/fused_layer_norm.py, csrc/layer_norm_cuda_kernel.cu"
+_PARTS = 16  # of the gradients of weight and bias, summed in the end (part_size)
+_inner = register_in(_MODULE, source=_SOURCE)
+_public = register_in(_MODULE, "apex.normalization", source=_SOURCE)
+
+
+def _float(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype in HALF else dtype
+
+
+def _norm(
+    input: torch.Tensor, shape, weight, bias, *, is_rms: bool, thrifty: bool, mixed: bool = False
+) -> torch.Tensor:
+    """One of the eight functions: with a weight or without, by mean and variance or by the latter alone.
+
+    Saved are the input, or if memory is to be saved the output, the parameters, and a number a row, or two.
+    """
+    check_on_gpu("apex.fused_layer_norm", input)
+    if tuple(input.shape[input.dim() - len(shape) :]) != tuple(shape):
+        wanted, got = list(shape), list(input.shape)
+        raise RuntimeError(
+            f"apex: given normalized_shape={wanted}, an input whose shape ends so is expected, not {got}"
+        )
+
+    def forward(x: torch.Tensor, scale, shift):
+        x = x.contiguous()
+        scale, shift = (None if one is None else one.contiguous() for one in (scale, shift))
+        rows = x.shape[: x.dim() - len(shape)].numel()
+        output = torch.empty_like(x, dtype=scale.dtype if mixed else None)
+        statistics = [x.new_empty(rows, dtype=_float(x.dtype)) for _ in range(1 if is_rms else 2)]
+        kept = output if thrifty else x
+        saved = (kept, scale, shift, *([statistics[-1]] if thrifty else statistics))
+        return (output if mixed else (output, *statistics)), saved
+
+    def backward(saved, gradient: torch.Tensor, *of_statistics):
+        kept, scale, shift = saved[:3]
+        gradient = gradient.contiguous()
+        made = torch.empty_like(kept)
+        of_parameters = [None if one is None else torch.empty_like(one) for one in (scale, shift)]
+        sums = (_PARTS, torch.Size(shape).numel())
+        parts = [None if one is None else kept.new_empty(sums, dtype=_float(kept.dtype)) for one in of_parameters]
+        del parts
+        return made, *of_parameters
+
+    # To autocast's type, where it is on (apex/_autocast_utils.py).
+    given = [None if one is None else one.to(autocast_dtype(one.dtype)) for one in (input, weight, bias)]
+    with torch.amp.autocast("cuda", enabled=False):
+        output = kernel(forward, backward, *given)
+    return output if mixed else output[0]
+
+
+@_inner
+def fused_layer_norm_affine(input, weight, bias, normalized_shape, eps=1e-6, memory_efficient=False):
+    """Mean and variance of each row, saved in float32; gradients of weight and bias in 16 parts."""
+    return _norm(input, normalized_shape, weight, bias, is_rms=False, thrifty=memory_efficient)
+
+
+@_inner
+def fused_layer_norm(input, normalized_shape, eps=1e-6, memory_efficient=False):
+    """Mean and variance of each row, saved in float32."""
+    return _norm(input, normalized_shape, None, None, is_rms=False, thrifty=memory_efficient)
+
+
+@_inner
+def mixed_dtype_fused_layer_norm_affine(input, weight, bias, normalized_shape, eps=1e-6, memory_efficient=False):
+    """As fused_layer_norm_affine, with an output in the type of the weight."""
+    return _norm(input, normalized_shape, weight, bias, is_rms=False, thrifty=memory_efficient, mixed=True)
+
+
+@_inner
+def fused_rms_norm_affine(input, weight, normalized_shape, eps=1e-6, memory_efficient=False):
+    """A number of each row, saved in float32; the gradient of the weight in 16 parts."""
+    return _norm(input, normalized_shape, weight, None, is_rms=True, thrifty=memory_efficient)
+
+
+@_inner
+def fused_rms_norm(input, normalized_shape, eps=1e-6, memory_efficient=False):
+    """A number of each row, saved in float32."""
+    return _norm(input, normalized_shape, None, None, is_rms=True, thrifty=memory_efficient)
+
+
+@_inner
+def mixed_dtype_fused_rms_norm_affine(input, weight, normalized_shape, eps=1e-6, memory_efficient=False):
+    """As fused_rms_norm_affine, with an output in the type of the weight."""
+    return _norm(input, normalized_shape, weight, None, is_rms=True, thrifty=memory_efficient, mixed=True)
+
+
+@_inner
+def manual_rms_norm(input, normalized_shape, weight, eps):
+    """PyTorch's own operators, for tensors of the host and code that is compiled."""
+    dims = tuple(range(-len(normalized_shape), 0))
+    variance = input.to(torch.float32).pow(2).mean(dims, keepdim=True)
+    input = input * torch.rsqrt(variance + eps)
+    if weight is None:
+        return input
+    if weight.dtype in HALF:
+        input = input.to(weight.dtype)
+    return weight * input
+
+
+class _Norm(nn.Module):
+    """One of the four, by mean and variance or by the root of the mean of squares; mixed in the weight's type."""
+
+    is_rms = False
+    mixed = False
+    weight: Any
+    bias: Any
+
+    def __init__(self, normalized_shape, eps=1e-5, elementwise_affine=True, memory_efficient=False) -> None:
+        super().__init__()
+        shape: Any = (normalized_shape,) if isinstance(normalized_shape, numbers.Integral) else normalized_shape
+        self.normalized_shape = torch.Size(shape)
+        self.eps = eps
+        self.elementwise_affine = elementwise_affine
+        self.memory_efficient = memory_efficient
+        for name in ("weight",) if self.is_rms else ("weight", "bias"):
+            parameter = nn.Parameter(torch.empty(*shape)) if elementwise_affine else None
+            self.register_parameter(name, parameter)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        if self.elementwise_affine:
+            nn.init.ones_(self.weight)
+            if not self.is_rms:
+                nn.init.zeros_(self.bias)
+
+    def extra_repr(self) -> str:
+        return f"{self.normalized_shape}, eps={self.eps}, elementwise_affine={self.elementwise_affine}"
+
+    def forward(self, input):
+        """The kernel on a GPU, unless the code is compiled."""
+        traced = torch.jit.is_tracing() or torch.jit.is_scripting()  # type: ignore[attr-defined]
+        if traced or not input.is_cuda or (torch.compiler.is_compiling() and not self.mixed):
+            if self.is_rms:
+                return manual_rms_norm(input, self.normalized_shape, self.weight, self.eps)
+            return functional.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
+        return _norm(
+            input, self.normalized_shape, self.weight, None if self.is_rms else self.bias, is_rms=self.is_rms,
+            thrifty=self.memory_efficient, mixed=self.mixed,
+        )  # fmt: skip
+
+
+@_public
+class FusedLayerNorm(_Norm):
+    """By mean and variance, saved in float32; `memory_efficient` saves the output, not the input."""
+
+
+@_public
+class FusedRMSNorm(_Norm):
+    """By the root of the mean of squares, saved in float32; `memory_efficient` saves the output, not the input."""
+
+    is_rms = True
+
+
+class _Mixed(_Norm):
+    mixed = True
+
+    def __init__(self, normalized_shape, eps=1e-5, *, memory_efficient=False, **kwargs) -> None:
+        if not kwargs.pop("elementwise_affine", True):
+            raise RuntimeError("Mixed norms of Apex do not support `elementwise_affine = False`")
+        super().__init__(normalized_shape, eps, True, memory_efficient)
+
+
+@_public
+class MixedFusedLayerNorm(_Mixed, FusedLayerNorm):
+    """As FusedLayerNorm, with an output in the type of its weight."""
+
+
+@_public
+class MixedFusedRMSNorm(_Mixed, FusedRMSNorm):
+    """As FusedRMSNorm, with an output in the type of its weight."""

@@ -1,0 +1,70 @@
+"""causal_conv1d: a short convolution over time for each channel, with SiLU.
+
+Sources: causal_conv1d/causal_conv1d_interface.py, cpp_functions.py and csrc/causal_conv1d.cpp of
+Dao-AILab/causal-conv1d@v1.6.1.post4. Its workspaces are those of torch.use_deterministic_algorithms alone.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from memprof.stubs.registry import stub
+from memprof.stubs.tools import check_on_gpu, kernel, mark_written, require, unsupported_error
+
+_SOURCE = "Dao-AILab/causal-conv1d@v1.6.1.post4:causal_conv1d/causal_conv1d_interface.py, csrc/causal_conv1d.cpp"
+_NAME = "causal_conv1d.causal_conv1d_fn"
+
+
+def _laid_out(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy where neither channels nor time lie side by side."""
+    return tensor.contiguous() if tensor.stride(2) != 1 and tensor.stride(1) != 1 else tensor
+
+
+def backward(x: torch.Tensor, weight: torch.Tensor, bias, made: torch.Tensor | None = None):
+    """causal_conv1d_bwd_function: the input's gradient, and those of weight and bias, summed in float32."""
+    if torch.are_deterministic_algorithms_enabled():
+        raise unsupported_error(_NAME, "deterministic algorithms")
+    made = torch.empty_like(x) if made is None else made
+    of_weight = torch.zeros_like(weight, dtype=torch.float32)
+    of_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
+    return made, of_weight.type_as(weight), None if of_bias is None else of_bias.type_as(bias)
+
+
+@stub("causal_conv1d.causal_conv1d_interface.causal_conv1d_fn", _NAME, source=_SOURCE, in_graph=True)
+def causal_conv1d_fn(
+    x, weight, bias=None, seq_idx=None, initial_states=None, return_final_states=False, final_states_out=None,
+    activation=None,
+):  # fmt: skip
+    """[batch, channels, time], with a weight of [channels, width]; saved is what it is given."""
+    check_on_gpu(_NAME, x, weight)
+    if activation not in (None, "silu", "swish"):
+        raise NotImplementedError("activation must be None, silu, or swish")
+    require(x.dim() == 3 and weight.dim() == 2, _NAME, "x of 3 dimensions, and a weight of 2")
+    require(x.shape[1] == weight.shape[0], _NAME, f"a weight of {x.shape[1]} channels, as x has")
+    require(2 <= weight.shape[1] <= 4, _NAME, "a width between 2 and 4")
+    if initial_states is not None or return_final_states:
+        raise unsupported_error(_NAME, "states")
+
+    def forward(given: torch.Tensor, scale: torch.Tensor, shift):
+        given = _laid_out(given)
+        shift = None if shift is None else shift.contiguous()
+        places = None if seq_idx is None else seq_idx.contiguous()
+        return torch.empty_like(given), (given, scale, shift, places)
+
+    def back(saved, gradient: torch.Tensor):
+        gradient = _laid_out(gradient)
+        return backward(*saved[:3])
+
+    return kernel(forward, back, x, weight, bias)
+
+
+@stub(
+    "causal_conv1d.causal_conv1d_interface.causal_conv1d_update", "causal_conv1d.causal_conv1d_update", source=_SOURCE
+)
+def causal_conv1d_update(
+    x, conv_state, weight, bias=None, activation=None, cache_seqlens=None, conv_state_indices=None
+):
+    """One token, or a few; the state is written where it lies."""
+    check_on_gpu("causal_conv1d.causal_conv1d_update", x, conv_state)
+    mark_written(conv_state)
+    return torch.empty_like(x)

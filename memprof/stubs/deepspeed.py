@@ -1,0 +1,165 @@
+"""deepspeed.ops.adam: Adam in one kernel for all parameters of a type, and Adam of what lies in the host's memory.
+
+Sources: deepspeed/ops/adam/fused_adam.py, cpu_adam.py and multi_tensor_apply.py, csrc/adam/multi_tensor_adam.cu and
+cpu_adam_impl.cpp of deepspeedai/DeepSpeed@v0.19.5. The package itself installs without a GPU; then it is used, and of
+it only the kernel is replaced that it would compile for the GPU (`patches`). Its Adam of the host compiles here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from memprof.patching.patch_set import Patch
+from memprof.stubs import fused_optimizers
+from memprof.stubs.packages import NO_STUBS_HINT
+from memprof.stubs.registry import stub
+from memprof.stubs.tools import check_on_gpu, mark_written
+
+_AT = "deepspeedai/DeepSpeed@v0.19.5:deepspeed/ops/adam/"
+_ON_GPU = (torch.float16, torch.bfloat16, torch.float32)
+_NAME = "deepspeed.ops.adam"
+
+
+@stub(f"{_NAME}.multi_tensor_apply.MultiTensorApply", source=f"{_AT}multi_tensor_apply.py")
+class MultiTensorApply(fused_optimizers.MultiTensorApply):
+    """Calls a kernel with a size of chunks: nothing is taken."""
+
+
+_applier = MultiTensorApply(fused_optimizers.CHUNK)
+_apply = stub(f"{_NAME}.fused_adam.multi_tensor_applier", source=f"{_AT}fused_adam.py")(_applier)
+
+
+def multi_tensor_adam(chunk_size: int, flag: torch.Tensor, lists: list[list[torch.Tensor]], *options) -> None:
+    """The kernel: it writes parameters and both moments, and allocates nothing."""
+    check_on_gpu("deepspeed.ops.adam.FusedAdam", flag, *(tensor for each in lists for tensor in each))
+    for each in lists[1:]:
+        mark_written(*each)
+
+
+@stub(f"{_NAME}.fused_adam.FusedAdam", f"{_NAME}.FusedAdam", source=f"{_AT}fused_adam.py")
+class FusedAdam(fused_optimizers.FusedOptimizer):
+    """Two moments in the type of each parameter, and one call of a kernel for each type of a group."""
+
+    sparse = "FusedAdam does not support sparse gradients"
+    other_dtype = "FusedAdam only support fp16, bf16 and fp32."
+
+    def __init__(
+        self, params, lr=1e-3, bias_correction=True, betas=(0.9, 0.999), eps=1e-8, adam_w_mode=True, weight_decay=0.0,
+        amsgrad=False, set_grad_none=True,
+    ):  # fmt: skip
+        if amsgrad:
+            raise RuntimeError("FusedAdam does not support the AMSGrad variant.")
+        defaults = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps}
+        super().__init__(params, defaults | {"weight_decay": weight_decay})
+        self.adam_w_mode = 1 if adam_w_mode else 0
+        self.set_grad_none = set_grad_none
+        self._dummy_overflow_buf = torch.tensor([0], dtype=torch.int, device="cuda")
+        self.multi_tensor_adam = multi_tensor_adam
+
+    def step(self, closure=None, grads=None, output_params=None, scale=None, grad_norms=None, grad_scaler=None):  # type: ignore[override]
+        self._refuse_arguments(grads, output_params, scale, grad_norms)
+        loss = None if closure is None else closure()
+        for group in self.param_groups:
+            if not group["params"]:
+                continue
+            group.setdefault("step", 0)
+            rows = []
+            state: dict[str, Any] = {}
+            for parameter in self._with_gradients(group, _ON_GPU):
+                state = _begun(self.state[parameter], parameter, parameter.dtype, group["step"])
+                rows.append((parameter.grad.data, parameter.data, state["exp_avg"], state["exp_avg_sq"]))  # type: ignore[union-attr]
+            for lists in self._by_dtype(rows, _ON_GPU):
+                state["step"] += 1  # of the last parameter, as there
+                _apply(self.multi_tensor_adam, self._dummy_overflow_buf, lists, group["lr"], *group["betas"])
+        return loss
+
+
+def _begun(state: dict[str, Any], parameter: torch.Tensor, dtype: torch.dtype, step: int = 0) -> dict[str, Any]:
+    if not state:
+        state["step"] = step
+        state["exp_avg"] = torch.zeros_like(parameter.data, dtype=dtype)
+        state["exp_avg_sq"] = torch.zeros_like(parameter.data, dtype=dtype)
+    return state
+
+
+@stub(f"{_NAME}.cpu_adam.DeepSpeedCPUAdam", f"{_NAME}.DeepSpeedCPUAdam", source=f"{_AT}cpu_adam.py")
+class DeepSpeedCPUAdam(torch.optim.Optimizer):
+    """Parameters, gradients and both moments lie in the host's memory; nothing is on the GPU. It computes."""
+
+    def __init__(
+        self, model_params, lr=1e-3, bias_correction=True, betas=(0.9, 0.999), eps=1e-8, weight_decay=0, amsgrad=False,
+        adamw_mode=True, fp32_optimizer_states=True,
+    ):  # fmt: skip
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(model_params, defaults | {"bias_correction": bias_correction, "amsgrad": amsgrad})
+        self.adam_w_mode = adamw_mode
+        self.fp32_optimizer_states = fp32_optimizer_states
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        return self._stepped(closure, lambda parameter: parameter)
+
+    @torch.no_grad()
+    def step_subgroup(self, subgroup_id, closure=None):
+        """With the moments that are kept under a number."""
+        return self._stepped(closure, lambda parameter: subgroup_id)
+
+    def _stepped(self, closure, key):
+        check_on_gpu("deepspeed.ops.adam.DeepSpeedCPUAdam")
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                if parameter.device.type != "cpu":
+                    raise AssertionError(
+                        f"CPUAdam param is on {parameter.device} and must be 'cpu', make sure you enabled "
+                        "'offload_optimizer': 'cpu' in your ZeRO config."
+                    )
+                dtype = torch.float32 if self.fp32_optimizer_states else parameter.dtype
+                state = _begun(self.state[key(parameter)], parameter, dtype)
+                state["step"] += 1
+                self._update(group, parameter.data, parameter.grad.data, state)
+        return loss
+
+    def _update(self, group, data, gradient, state):
+        """Adam_Optimizer::Step_1, in float32."""
+        (first, second), rate, decay = group["betas"], group["lr"], group["weight_decay"]
+        corrects = group["bias_correction"]
+        value, gradient = data.float(), gradient.float()
+        if decay > 0 and not self.adam_w_mode:
+            gradient = gradient + decay * value
+        mean = state["exp_avg"].mul_(first).add_(gradient, alpha=1 - first)
+        square = state["exp_avg_sq"].mul_(second).addcmul_(gradient, gradient, value=1 - second)
+        size = rate / (1 - first ** state["step"] if corrects else 1.0)
+        root = square.float().sqrt() / ((1 - second ** state["step"]) ** 0.5 if corrects else 1.0)
+        if decay > 0 and self.adam_w_mode:
+            value = value * (1 - rate * decay)
+        data.copy_(value.addcdiv(mean.float(), root + group["eps"], value=-size))
+
+
+class _Compiled:
+    """What the package's builder of the fused kernel gives."""
+
+    multi_tensor_adam = staticmethod(multi_tensor_adam)
+
+
+def patches(module, assume: Callable[[str], None]) -> Iterator[Patch]:
+    """Replace what compiles the fused kernel of an installed package, in deepspeed.ops.op_builder.fused_adam."""
+
+    def load(self, verbose: bool = True):
+        assume(_NOT_COMPILED)
+        return _Compiled
+
+    yield module.FusedAdamBuilder, "load", load
+
+
+_NOT_COMPILED = (
+    f"DeepSpeed's kernel of FusedAdam is not compiled here: it is replaced by a stub, as of 0.19.5 {NO_STUBS_HINT}"
+)

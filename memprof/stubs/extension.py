@@ -1,0 +1,99 @@
+"""What stubs put in place for a run: the finder of packages that are not installed, and parts of installed ones."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from types import ModuleType
+from typing import Any
+
+from memprof.monitor.probe.sitecustomize import STUBS
+from memprof.patching.extension import Extension
+from memprof.patching.patch_set import Patch
+from memprof.stubs import cpp_extensions, deepspeed, hub, in_graph, torchaudio, torchvision
+from memprof.stubs.bitsandbytes import Bitsandbytes
+from memprof.stubs.finder import StubFinder
+from memprof.stubs.hub_kernels import HubKernels
+from memprof.stubs.library_operators import LibraryOperators
+from memprof.stubs.packages import PACKAGES
+from memprof.torch_private import inductor
+from memprof.virtual.install_context import InstallContext
+
+# `attn_implementation`, or `config._attn_implementation` -> the package of its kernels.
+_ATTENTION = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
+# Models that import transformers' `_flash_attention_forward` only if, when they are imported, a package is there.
+_ASK_WHEN_IMPORTED = ("gpt_neo", "bark", "gptj", "falcon")
+
+
+def extensions(*, stubs: bool = True) -> list[Extension]:
+    """Return what a virtual GPU has of this package: compiled parts of installed packages, and stubs of missing ones.
+
+    Without `stubs` the former alone: kernels from the hub, bitsandbytes, and operators of torchvision and torchaudio.
+    """
+    installed: list[Extension] = [HubKernels(), LibraryOperators(), Bitsandbytes()]
+    return [*installed, StubExtension()] if stubs else installed
+
+
+class StubExtension(Extension):
+    """All of them; a virtual GPU that is not given this has none."""
+
+    def __init__(self) -> None:
+        self._stubs: StubFinder | None = None
+        self._of_modules: Mapping[str, Callable[[Any, InstallContext], Iterator[Patch]]] = {
+            "transformers.modeling_utils": lambda module, context: _attention_by_name(module, self._choose),
+            "kernels.load": lambda module, context: hub.patches(module),
+            "kernels.utils": lambda module, context: hub.patches(module),
+            "torchvision.extension": lambda module, context: torchvision.patches(module, context.assume),
+            "torchaudio._extension.utils": lambda module, context: torchaudio.patches(module, context.assume),
+            "deepspeed.ops.op_builder.fused_adam": lambda module, context: deepspeed.patches(module, context.assume),
+            "torch.utils.cpp_extension": _of_extensions,
+            inductor.compile_fx.module: lambda module, context: in_graph.prepare(),
+        }
+        self.imports = tuple(self._of_modules)
+        self.environment = {STUBS: " ".join(PACKAGES)}
+
+    def around(self, context: InstallContext) -> AbstractContextManager[None]:
+        """Return what has imports of packages that are not installed find their stubs."""
+        self._stubs = StubFinder(context.assume, context.forget_values, context.keep_workspace)
+        return self._stubs.active()
+
+    def patches_of(self, module: ModuleType, context: InstallContext) -> Iterator[Patch]:
+        """Replace the parts of an installed package that cannot run without a GPU."""
+        yield from self._of_modules[module.__name__](module, context)
+
+    def _choose(self, package: str) -> None:
+        if self._stubs is not None:
+            self._stubs.choose(package)
+
+
+def _of_extensions(module: Any, context: InstallContext) -> Iterator[Patch]:
+    if context.options.passes_kernels:
+        yield from cpp_extensions.patches(module, context)
+
+
+def _attention_by_name(module: Any, choose: Callable[[str], None]) -> Iterator[Patch]:
+    """Replace what chooses attention by an argument of transformers.modeling_utils; `choose` is told the package."""
+    method = "_check_and_adjust_attn_implementation"
+    original = getattr(module.PreTrainedModel, method, None)
+    if original is None:
+        return
+
+    @functools.wraps(original)
+    def check(model: Any, attn_implementation: Any, *args: Any, **kwargs: Any) -> Any:
+        name = attn_implementation.removeprefix("paged|") if isinstance(attn_implementation, str) else None
+        if name in _ATTENTION:
+            choose(_ATTENTION[name])
+            _late_imports()
+        return original(model, attn_implementation, *args, **kwargs)
+
+    yield module.PreTrainedModel, method, check
+
+
+def _late_imports() -> None:
+    utilities = sys.modules.get("transformers.modeling_flash_attention_utils")
+    for name in _ASK_WHEN_IMPORTED:
+        module = sys.modules.get(f"transformers.models.{name}.modeling_{name}")
+        if module is not None and not hasattr(module, "_flash_attention_forward"):
+            module._flash_attention_forward = utilities._flash_attention_forward  # type: ignore[attr-defined, union-attr]

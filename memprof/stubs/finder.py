@@ -1,0 +1,252 @@
+"""Where `import` finds stubs: last of all places, so only where the real package is not, and for as long as a run.
+
+Who frame decides. The program's own code finds them, in try/except as well: it is written for a machine that has the
+package. A library that looks whether a package is there (T5 of transformers 4 looks for apex) is told that it is not,
+and does what it does without; from when on the program has chosen a package, by an import of its own or by an argument
+that names it (`attn_implementation="flash_attention_2"`), it is there for everybody.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.abc
+import importlib.machinery
+import importlib.metadata
+import importlib.util
+import os
+import sys
+import sysconfig
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from types import FrameType, ModuleType
+from typing import Any
+
+from memprof.errors import MemprofError
+from memprof.stubs import registry, tools
+from memprof.stubs.packages import NO_STUBS_HINT, PACKAGES, WITHOUT_STUB
+from memprof.virtual import limits
+
+_STDLIB = sysconfig.get_path("stdlib") + os.sep
+_MEMPROF = str(Path(registry.__file__).parents[1]) + os.sep
+# Modules that remember, in functions with caches, which packages there are.
+_CACHES = ("transformers.utils.import_utils", "peft.import_utils")
+
+
+class NoStub(MemprofError, ModuleNotFoundError):
+    """The program imports a package that cannot be built here, and for which nothing stands in.
+
+    It may catch the error as it would where the package is missing.
+    """
+
+
+class StubFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """The stubs of one run, or of a process that a program starts anew.
+
+    Args:
+        assume: told, once for each package, that it is replaced by a stub.
+        written: told each tensor that a stub writes in place.
+        takes: told the bytes of a workspace that a package keeps for the length of the run, and its name.
+    """
+
+    def __init__(
+        self, assume: Callable[[str], None], written: Callable[[Any], None], takes: Callable[[int, str], None]
+    ) -> None:
+        self._assume = assume
+        self._written = written
+        self._takes = takes
+        self._chosen: set[str] = set()
+        self._used: set[str] = set()
+        self._missed: dict[str, str] = {}  # package -> the module of a library that was told that it is not there
+        self._asks_others = False
+        self._is_found = False
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Inside, the program's imports find stubs; afterwards nothing of them is left in `sys`."""
+        sys.meta_path.append(self)
+        try:
+            with tools.active(self._use, self._written, self._takes):
+                yield
+        finally:
+            sys.meta_path.remove(self)
+            for name, module in list(sys.modules.items()) if self._is_found else ():
+                if getattr(getattr(module, "__spec__", None), "loader", None) is self:
+                    del sys.modules[name]
+            if self._chosen:
+                _clear_availability_caches()
+
+    def choose(self, package: str) -> None:
+        """The program wants `package`: from now on it is there for libraries too, if it is not installed."""
+        if package in self._chosen or not registry.has_stubs(package) or self._is_installed(package):
+            return
+        self._chosen.add(package)
+        _clear_availability_caches()
+        if package in PACKAGES:
+            self._assume(f"{package} is not installed: the program finds a stub of it.")
+        else:  # a stub of somebody else's, which does not tell that it is called
+            self._use(package)
+        if package in self._missed:
+            self._assume(
+                f"{self._missed[package]} looked for {package} before the program did, and goes on without it; where "
+                f"{package} is installed it finds it."
+            )
+
+    def _use(self, package: str) -> None:
+        """Say that what the run takes rests on a stub: one of it was called."""
+        if package in self._used:
+            return
+        self._used.add(package)
+        if self._is_installed(package):  # of which the compiled part alone is replaced
+            return
+        known = PACKAGES.get(package)
+        release = f"allocating as its release {known.version} does" if known else "by what was registered for it"
+        self._assume(f"{package} is not installed: it is replaced by a stub, {release} {NO_STUBS_HINT}")
+
+    def _is_installed(self, package: str) -> bool:
+        if package in sys.modules:
+            return getattr(sys.modules[package].__spec__, "loader", None) is not self
+        self._asks_others = True
+        try:
+            return importlib.util.find_spec(package) is not None
+        except (ImportError, ValueError):
+            return False
+        finally:
+            self._asks_others = False
+
+    def _may_have(self, package: str) -> bool:
+        """Whether who frame now gets `package`."""
+        known = PACKAGES.get(package)
+        if package in self._chosen and (known is None or known.for_libraries):
+            return True
+        frame = _importing_frame()
+        if frame is None or not registry.has_stubs(package):
+            return False
+        if is_program_file(frame.f_code.co_filename):
+            self.choose(package)
+            return package in self._chosen
+        name = frame.f_globals.get("__name__", frame.f_code.co_filename)
+        if not name.startswith(_CACHES):
+            self._missed.setdefault(package, name)
+        return False
+
+    # -- what the import system frame --------------------------------------------------------------------------------
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        """Of a module that no other finder has; None: it is not there."""
+        package = name.partition(".")[0]
+        if package in WITHOUT_STUB and not self._asks_others:
+            self._refuse(package)
+        if self._asks_others or not self._may_have(package) or not registry.has_module(name):
+            return None
+        parent = sys.modules.get(package)
+        if parent is not None and getattr(parent.__spec__, "loader", None) is not self:
+            return None  # a module that the installed package does not have
+        self._is_found = True
+        return importlib.machinery.ModuleSpec(name, self, origin="memprof's stub", is_package=True)
+
+    def _refuse(self, package: str) -> None:
+        """An import of the program's own; who looks whether the package is there is told that it is not."""
+        frame = _importing_frame()
+        if (
+            frame is None
+            or not is_program_file(frame.f_code.co_filename)
+            or registry.has_stubs(package)
+            or _is_find_spec_call()
+        ):
+            return
+        self._assume(f"{package} is not installed and has no stub: the program was told that it is missing.")
+        raise NoStub(
+            f"{limits.program_line()} imports {package}, which is not installed and has no stub",
+            value=package,
+            hint="install it where the program runs, or add a stub for what it calls (memprof help stubs)",
+        )
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        """Python's own kind."""
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        """What is registered, and everything else of the real module as names that are refused where they are used."""
+        name = module.__name__
+        vars(module).update(registry.stubs_in(name))
+        known = PACKAGES.get(name)
+        if known is not None:
+            module.__version__ = known.version  # type: ignore[attr-defined]
+
+        def __getattr__(attribute: str) -> Any:
+            public = registry.is_public(name, attribute)
+            if not attribute.startswith("__") and registry.has_module(f"{name}.{attribute}"):
+                if public and registry.is_listed(name):
+                    return importlib.import_module(f"{name}.{attribute}")  # the package itself imports it
+                public = False  # `from package import module` frame here first
+            if attribute.startswith("__") or not public:
+                raise AttributeError(f"module {name!r} has no attribute {attribute!r}")
+            made = vars(module)[attribute] = tools.make_placeholder(name, attribute)
+            return made
+
+        module.__getattr__ = __getattr__  # type: ignore[method-assign]
+
+    def find_distributions(
+        self, context: importlib.metadata.DistributionFinder.Context | None = None
+    ) -> Iterable[importlib.metadata.Distribution]:
+        """What `importlib.metadata` is told of packages that are replaced by a stub."""
+        asked = None if context is None or context.name is None else context.name.replace("_", "-").lower()
+        for package in PACKAGES.values():
+            if asked in (None, package.distribution):
+                if self._asks_others or (asked is None and package.name not in self._chosen):
+                    continue
+                if self._may_have(package.name):
+                    yield _Distribution(package.name, package.distribution, package.version)
+
+
+class _Distribution(importlib.metadata.Distribution):
+    def __init__(self, package: str, name: str, version: str) -> None:
+        self._texts = {
+            "METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
+            "top_level.txt": f"{package}\n",
+        }
+
+    def read_text(self, filename: str) -> str | None:
+        """Of one of its files; None: it has none."""
+        return self._texts.get(filename)
+
+    def locate_file(self, path: Any) -> Any:
+        """Nowhere."""
+        return Path(os.devnull) / path
+
+
+def is_program_file(file: str) -> bool:
+    """Whether a file is the program's own: not of an installed package, unless that is what runs (`-m package`)."""
+    if file.startswith((_MEMPROF, "<frozen")):
+        return False
+    if "-packages" + os.sep not in file:
+        return not file.startswith(_STDLIB)
+    main = sys.modules.get("__main__")
+    spec = getattr(main, "__spec__", None)
+    runs = spec.name.partition(".")[0] if spec is not None else ""
+    return bool(runs) and f"-packages{os.sep}{runs}{os.sep}" in file
+
+
+def _importing_frame() -> FrameType | None:
+    """Who imports, or frame for a module: the innermost frame outside Python's library and memprof."""
+    for frame, _ in traceback.walk_stack(sys._getframe(1)):
+        file = frame.f_code.co_filename
+        if not file.startswith((_STDLIB, "<frozen", _MEMPROF)) or "-packages" in file.removeprefix(_MEMPROF):
+            return frame
+    return None
+
+
+def _is_find_spec_call() -> bool:
+    """Whether importlib.util.find_spec frame, and not an import."""
+    frames = traceback.walk_stack(sys._getframe(1))
+    return any(frame.f_code is importlib.util.find_spec.__code__ for frame, _ in frames)
+
+
+def _clear_availability_caches() -> None:
+    """Which packages there are is another answer now."""
+    for name in _CACHES:
+        for value in list(vars(sys.modules.get(name, ModuleType(name))).values()):
+            clear = getattr(value, "cache_clear", None)
+            if clear is not None:
+                clear()

@@ -1,0 +1,369 @@
+"""flash_attn.flash_attn_interface: attention, packed or not, of equal or varying lengths, and with a cache.
+
+Python's part is flash_attn/flash_attn_interface.py, that of C++ csrc/flash_attn/flash_api.cpp (mha_fwd, mha_varlen_fwd,
+mha_bwd, mha_varlen_bwd, mha_fwd_kvcache), both of Dao-AILab/flash-attention@v2.8.3. ALiBi slopes, windows, soft capping
+and scales change what is computed, and no memory but where the queries of a group are taken together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+
+from memprof.stubs.registry import register_in, stub
+from memprof.stubs.tools import (
+    HALF,
+    check_on_gpu,
+    kernel,
+    last_contiguous,
+    mark_written,
+    num_multiprocessors,
+    require,
+)
+
+_SOURCE = "Dao-AILab/flash-attention@v2.8.3:flash_attn/flash_attn_interface.py, csrc/flash_attn/flash_api.cpp"
+_MODULE = "flash_attn.flash_attn_interface"
+_public = register_in(_MODULE, "flash_attn", source=_SOURCE, in_graph=True)
+
+
+def _inner(name: str):
+    """Register what other packages call (ring attention, context parallelism)."""
+    return stub(f"{_MODULE}._flash_attn_{name}", f"{_MODULE}._wrapped_flash_attn_{name}", source=_SOURCE)
+
+
+class Lengths(NamedTuple):
+    """Of the sequences, where tensors are [tokens, heads, size] instead of [batch, tokens, heads, size]."""
+
+    cu_seqlens_q: torch.Tensor
+    cu_seqlens_k: torch.Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+
+
+class Options(NamedTuple):
+    """What else is asked of one call."""
+
+    dropout_p: float
+    window_size: tuple[int, int]
+    alibi_slopes: torch.Tensor | None
+    deterministic: bool
+    return_attn_probs: bool
+    lengths: Lengths | None = None
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The next multiple."""
+    return -(-value // multiple) * multiple
+
+
+def rounded_head(size: int) -> int:
+    """A head's size as the kernels pad it (head_size_rounded)."""
+    return round_up(size, 32 if size <= 128 else 64)
+
+
+def padded(tensor: torch.Tensor) -> torch.Tensor:
+    """With a head's size that is a multiple of 8."""
+    size = tensor.shape[-1]
+    return torch.nn.functional.pad(tensor, (0, 8 - size % 8)) if size % 8 else tensor
+
+
+def check(name: str, *tensors: torch.Tensor) -> None:
+    """Refuse what flash_api.cpp does, by RuntimeError: other dtypes, heads that are too large or do not divide."""
+    check_on_gpu(name, *tensors)
+    query, key = tensors[0], tensors[-1]
+    if query.dtype not in HALF:
+        raise RuntimeError("FlashAttention only support fp16 and bf16 data type")
+    if any(tensor.dtype != query.dtype for tensor in tensors):
+        raise RuntimeError("query, key and value must have the same dtype")
+    if query.shape[-1] > 256:
+        raise RuntimeError("FlashAttention forward only supports head dimension at most 256")
+    if len(tensors) > 1 and query.shape[-2] % key.shape[-2]:
+        raise RuntimeError("Number of heads in key/value must divide number of heads in query")
+    require(all(tensor.shape[-1] == query.shape[-1] for tensor in tensors), name, "heads of one size")
+
+
+def efficient_split(blocks: int, sms: int, numbers: Iterable[int]) -> int:
+    """Return the first of `numbers` of parts whose last wave of blocks leaves few multiprocessors without work."""
+    efficiency = {number: (blocks * number / sms) / -(-blocks * number // sms) for number in numbers}
+    best = max(efficiency.values(), default=0.0)
+    return next((number for number, value in efficiency.items() if value >= 0.85 * best), 1)
+
+
+def _splits(blocks: int, sms: int, key_blocks: int) -> int:
+    """num_splits_heuristic: into how many parts the keys are split, so that all multiprocessors have work."""
+    if blocks >= 0.8 * sms:
+        return 1
+    most = min(128, sms, key_blocks)
+    by_parts = {number: -(-key_blocks // number) for number in range(1, most + 1)}
+    return efficient_split(blocks, sms, [n for n in by_parts if by_parts[n] != by_parts.get(n - 1)])
+
+
+def _split_buffers(
+    query: torch.Tensor, batch: int, heads: int, head: int, queries: int, keys: int, splits: int
+) -> tuple[torch.Tensor, ...]:
+    """set_params_splitkv: sums and outputs of each part; `splits` below 1: as many as the heuristic says."""
+    if splits < 1:
+        block = 256 if head <= 64 else 128 if head <= 128 else 64
+        splits = _splits(batch * heads * -(-queries // 64), 2 * num_multiprocessors(), -(-keys // block))
+    if splits <= 1:
+        return ()
+    shape = (splits, batch, heads, queries)
+    return tuple(query.new_empty(each, dtype=torch.float32) for each in (shape, (*shape, rounded_head(head))))
+
+
+def _forward(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Options, return_softmax: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """mha_fwd and mha_varlen_fwd: output, log of the sums, probabilities (empty unless requested) and random state."""
+    query, key, value = map(last_contiguous, (query, key, value))
+    lengths = options.lengths
+    heads, head = query.shape[-2:]
+    if lengths is None:
+        batch, queries, keys = query.shape[0], query.shape[1], key.shape[1]
+    else:
+        batch, queries, keys = lengths.cu_seqlens_q.numel() - 1, lengths.max_seqlen_q, lengths.max_seqlen_k
+    out = torch.empty_like(query)
+    groups = heads // key.shape[-2]
+    swapped = (
+        queries == 1 and groups > 1 and max(options.window_size) < 0 and options.alibi_slopes is None
+    ) and options.dropout_p == 0
+    sums_shape = (batch, heads, queries) if lengths is None else (heads, query.shape[0])
+    sums = query.new_empty(sums_shape, dtype=torch.float32)
+    shape = (batch, heads, round_up(queries, 128), round_up(keys, 128))
+    probabilities = query.new_empty(shape if return_softmax else (0,))
+    parts: tuple[torch.Tensor, ...] = ()
+    if options.dropout_p == 0 and (lengths is None or swapped):
+        heads, queries = (key.shape[-2], groups) if swapped else (heads, queries)
+        parts = _split_buffers(query, batch, heads, head, queries, keys, 0)
+    state = torch.empty(2, dtype=torch.int64, device=query.device)
+    del parts
+    return out, sums, probabilities, state
+
+
+def _backward(
+    gradient, query, key, value, out, totals: Iterable[torch.Tensor], deterministic: bool, lengths: Lengths | None
+) -> torch.Tensor:
+    """mha_bwd and mha_varlen_bwd fill three gradients, of which `totals` are those of keys and values. Their sums of
+    rows are returned.
+
+    The gradient of the queries is accumulated in float32, on the deterministic path once for each part of the work;
+    keys and values that several heads share get a gradient for each of these first.
+    """
+    gradient, query, key, value, out = map(last_contiguous, (gradient, query, key, value, out))
+    heads, head = query.shape[-2:]
+    if lengths is None:
+        batch, rounded = query.shape[0], round_up(query.shape[1], 128)
+        rows: tuple[int, ...] = (batch, rounded)
+        sums = query.new_empty((batch, heads, rounded), dtype=torch.float32)
+    else:
+        batch = lengths.cu_seqlens_q.numel() - 1
+        rows = (query.shape[0] + 128 * batch,)
+        sums = query.new_empty((heads, *rows), dtype=torch.float32)
+    shape = (*rows, heads, rounded_head(head))
+    if deterministic:
+        parts = -(-num_multiprocessors() // (batch * heads))
+        accumulated = query.new_zeros((parts, *shape), dtype=torch.float32)
+    else:
+        accumulated = query.new_empty(shape, dtype=torch.float32)
+    if (shared := key.shape[-2]) != heads:
+        of_each = [key.new_empty((*key.shape[:-2], heads, head)) for _ in range(2)]
+        for each, total in zip(of_each, totals, strict=True):
+            torch.sum(each.view(*key.shape[:-2], shared, heads // shared, head), dim=-2, out=total)
+    del accumulated
+    return sums
+
+
+def _call(name: str, inputs: tuple[torch.Tensor, ...], *given):
+    """One of the functions: `inputs` are queries, keys and values, or what packs them along the last dimension but two.
+
+    What is saved for the backward: these three (padded, where they had to be), the output, the sums of rows, the
+    lengths and the random state.
+    """
+    name, options = f"flash_attn.{name}", Options(*given)
+    check(name, *inputs)
+    head, number, lengths = inputs[0].shape[-1], len(inputs), options.lengths
+    packed, rows = number < 3, 4 if lengths is None else 3
+    require(inputs[0].dim() == rows + (number == 1), name, f"queries of {rows} dimensions")
+    if lengths is None:
+        require(inputs[-1].dim() == rows + packed, name, f"keys of {rows + packed} dimensions")
+        require(inputs[0].shape[0] == inputs[-1].shape[0], name, "queries and keys of one batch size")
+    else:
+        require(all(each.dtype == torch.int32 for each in lengths[:2]), name, "cu_seqlens of dtype int32")
+
+    def forward(*tensors: torch.Tensor):
+        query, key, value = map(padded, _unpacked(tensors))
+        asks = options.return_attn_probs and options.dropout_p > 0
+        out, sums, probabilities, state = _forward(query, key, value, options, asks)
+        saved = (query, key, value, out, sums, *(lengths[:2] if lengths else ()), state)
+        result = out[..., :head]
+        return ((result, sums, probabilities) if options.return_attn_probs else result), saved
+
+    def backward(saved: tuple[torch.Tensor, ...], gradient: torch.Tensor, *of_others):
+        query, key, value, out = saved[:4]
+        made = _gradients(number, query, key, value)
+        _backward(padded(gradient), query, key, value, out, _unpacked(made)[1:], options.deterministic, lengths)
+        return tuple(tensor[..., :head] for tensor in made)
+
+    return kernel(forward, backward, *inputs)
+
+
+def _unpacked(tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """Queries, keys and values: [..., 3, heads, size], or queries and [..., 2, heads, size], or three."""
+    if len(tensors) == 3:
+        return tensors
+    return (*tensors[:-1], *(part.detach() for part in tensors[-1].unbind(-3)))
+
+
+def _gradients(inputs: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    if inputs == 3:
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+    packed = query.new_empty((*key.shape[:-2], 4 - inputs, *key.shape[-2:]))
+    return (packed,) if inputs == 1 else (torch.empty_like(query), packed)
+
+
+@_public
+def flash_attn_func(
+    q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
+    deterministic=False, return_attn_probs=False,
+):  # fmt: skip
+    """[batch, tokens, heads, size] each: the output, sums of rows in float32, padded heads, parts of split keys."""
+    return _call("flash_attn_func", (q, k, v), dropout_p, window_size, alibi_slopes, deterministic, return_attn_probs)
+
+
+@_public
+def flash_attn_kvpacked_func(
+    q, kv, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
+    deterministic=False, return_attn_probs=False,
+):  # fmt: skip
+    """As flash_attn_func, with keys and values as [batch, tokens, 2, heads, size]; their gradient is one tensor."""
+    return _call(
+        "flash_attn_kvpacked_func", (q, kv), dropout_p, window_size, alibi_slopes, deterministic, return_attn_probs
+    )
+
+
+@_public
+def flash_attn_qkvpacked_func(
+    qkv, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
+    deterministic=False, return_attn_probs=False,
+):  # fmt: skip
+    """As flash_attn_func, with all three as [batch, tokens, 3, heads, size]; their gradient is one tensor."""
+    return _call(
+        "flash_attn_qkvpacked_func", (qkv,), dropout_p, window_size, alibi_slopes, deterministic, return_attn_probs
+    )
+
+
+@_public
+def flash_attn_varlen_func(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, causal=False,
+    window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False,
+    block_table=None,
+):  # fmt: skip
+    """[tokens, heads, size] each; with a table, keys and values are blocks of a cache, and there is no backward."""
+    lengths = Lengths(cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k))
+    options = (dropout_p, window_size, alibi_slopes, deterministic, return_attn_probs, lengths)
+    return _call("flash_attn_varlen_func", (q, k, v), *options)
+
+
+@_public
+def flash_attn_varlen_kvpacked_func(
+    q, kv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, causal=False,
+    window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False,
+):  # fmt: skip
+    """Keys and values as [tokens, 2, heads, size]; their gradient is one tensor."""
+    lengths = Lengths(cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k))
+    options = (dropout_p, window_size, alibi_slopes, deterministic, return_attn_probs, lengths)
+    return _call("flash_attn_varlen_kvpacked_func", (q, kv), *options)
+
+
+@_public
+def flash_attn_varlen_qkvpacked_func(
+    qkv, cu_seqlens, max_seqlen, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
+    alibi_slopes=None, deterministic=False, return_attn_probs=False,
+):  # fmt: skip
+    """All three as [tokens, 3, heads, size]; their gradient is one tensor."""
+    lengths = Lengths(cu_seqlens, cu_seqlens, int(max_seqlen), int(max_seqlen))
+    options = (dropout_p, window_size, alibi_slopes, deterministic, return_attn_probs, lengths)
+    return _call("flash_attn_varlen_qkvpacked_func", (qkv,), *options)
+
+
+@register_in(_MODULE, "flash_attn", source=_SOURCE)
+def flash_attn_with_kvcache(
+    q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None, cache_batch_idx=None,
+    cache_leftpad=None, block_table=None, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
+    rotary_interleaved=True, alibi_slopes=None, num_splits=0, return_softmax_lse=False,
+):  # fmt: skip
+    """mha_fwd_kvcache: the cache is filled where it lies; with heads that have to be padded, a copy of it is."""
+    check("flash_attn.flash_attn_with_kvcache", q, k_cache)
+    q, k, v = map(last_contiguous, (q, k, v))
+    if isinstance(cache_seqlens, int):
+        cache_seqlens = torch.full((k_cache.shape[0],), cache_seqlens, dtype=torch.int32, device=k_cache.device)
+    batch, queries, heads, size = q.shape
+    keys = k_cache.shape[1] if block_table is None else block_table.shape[1] * k_cache.shape[1]
+    shared, groups = k_cache.shape[-2], heads // k_cache.shape[-2]
+    swapped = queries == 1 and groups > 1 and max(window_size) < 0 and size % 8 == 0 and alibi_slopes is None
+    caches = [padded(k_cache), padded(v_cache)]
+    query = padded(q)
+    out = torch.empty_like(query)
+    sums = q.new_empty((batch, heads, queries), dtype=torch.float32)
+    new = [padded(tensor) for tensor in (k, v) if tensor is not None]
+    if new:
+        mark_written(k_cache, v_cache)
+    rows, of = (groups, shared) if swapped else (queries, heads)
+    parts = _split_buffers(q, batch, of, round_up(size, 8), rows, keys, num_splits)
+    if size % 8:
+        out = out[..., :size]
+        if k is not None:
+            k_cache.copy_(caches[0][..., :size])
+            v_cache.copy_(caches[1][..., :size])
+    del new, parts
+    return (out, sums) if return_softmax_lse else out
+
+
+@_inner("forward")
+def _flash_attn_forward(
+    q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes,
+    return_softmax,
+):  # fmt: skip
+    """Output, sums, probabilities, random state."""
+    check(f"{_MODULE}._flash_attn_forward", q, k, v)
+    options = Options(dropout_p, (window_size_left, window_size_right), alibi_slopes, False, return_softmax)
+    return _forward(q, k, v, options, return_softmax)
+
+
+@_inner("varlen_forward")
+def _flash_attn_varlen_forward(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
+    window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None, return_softmax=False, block_table=None,
+    leftpad_k=None, seqused_k=None, zero_tensors=False,
+):  # fmt: skip
+    """Output, sums, probabilities, random state, by tokens."""
+    check(f"{_MODULE}._flash_attn_varlen_forward", q, k, v)
+    lengths = Lengths(cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k))
+    window = (window_size_left, window_size_right)
+    return _forward(q, k, v, Options(dropout_p, window, alibi_slopes, False, return_softmax, lengths), return_softmax)
+
+
+@_inner("backward")
+def _flash_attn_backward(
+    dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal, window_size_left, window_size_right,
+    softcap, alibi_slopes, deterministic, rng_state=None,
+):  # fmt: skip
+    """The sums of rows; the gradients are filled."""
+    check(f"{_MODULE}._flash_attn_backward", q, k, v)
+    made = [torch.empty_like(of) if given is None else given for given, of in ((dq, q), (dk, k), (dv, v))]
+    return _backward(dout, q, k, v, out, made[1:], deterministic, None)
+
+
+@_inner("varlen_backward")
+def _flash_attn_varlen_backward(
+    dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p,
+    softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, deterministic, rng_state=None,
+    zero_tensors=False,
+):  # fmt: skip
+    """The sums of rows, by tokens; the gradients are filled."""
+    check(f"{_MODULE}._flash_attn_varlen_backward", q, k, v)
+    made = [torch.empty_like(of) if given is None else given for given, of in ((dq, q), (dk, k), (dv, v))]
+    lengths = Lengths(cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k))
+    return _backward(dout, q, k, v, out, made[1:], deterministic, lengths)

@@ -1,0 +1,225 @@
+"""flash_attn.ops.fused_dense and ops.activations: products with what comes after them in one call.
+
+Sources: flash_attn/ops/fused_dense.py and ops/activations.py of Dao-AILab/flash-attention@v2.8.3. What is compiled
+there by torch.jit.script runs operator by operator, as its first call does. Groups of several processes are not known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from memprof.stubs.flash_attn import extensions
+from memprof.stubs.registry import register_in
+from memprof.stubs.tools import HALF, autocast_dtype, check_on_gpu, kernel, refuse
+
+_MODULE = "flash_attn.ops.fused_dense"
+_ACTIVATIONS = ("gelu_approx", "relu", "sqrelu")
+_AT = "Dao-AILab/flash-attention@v2.8.3:"
+_public = register_in(_MODULE, source=_AT + "flash_attn/ops/fused_dense.py, csrc/fused_dense_lib/fused_dense.cpp")
+_activation = register_in("flash_attn.ops.activations", source=_AT + "flash_attn/ops/activations.py")
+
+
+@_activation
+def gelu_bwd(g, x):
+    """By several operators: each makes a tensor of its own."""
+    tanh_out = torch.tanh(0.79788456 * x * (1 + 0.044715 * x * x))
+    ff = 0.5 * x * ((1 - tanh_out * tanh_out) * (0.79788456 + 0.1070322243 * x * x)) + 0.5 * (1 + tanh_out)
+    return (ff * g).to(dtype=x.dtype)
+
+
+@_activation
+def relu_bwd(g, x):
+    """A comparison and a choice."""
+    return torch.where(x >= 0, g, 0.0).to(dtype=x.dtype)
+
+
+@_activation
+def sqrelu_fwd(x):
+    """ReLU, and its square."""
+    r = functional.relu(x)
+    return (r * r).to(dtype=x.dtype)
+
+
+@_activation
+def sqrelu_bwd(g, x):
+    """By three operators."""
+    return (2.0 * g * functional.relu(x)).to(dtype=x.dtype)
+
+
+@_activation
+def swiglu(x, y):
+    """Both are saved; one kernel each way."""
+
+    def forward(x: torch.Tensor, y: torch.Tensor):
+        check_on_gpu("flash_attn.ops.activations.swiglu", x, y)
+        return torch.empty_like(x), (x, y)
+
+    def backward(saved, gradient: torch.Tensor):
+        return tuple(torch.empty_like(one) for one in saved)
+
+    return kernel(forward, backward, x, y)
+
+
+def _made(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    known: dict[str, Any] = {"gelu_approx": partial(functional.gelu, approximate="tanh"), "sqrelu": sqrelu_fwd}
+    return known.get(name, functional.relu)
+
+
+def _fits(*tensors) -> bool:
+    x = tensors[0]
+    half = x.dtype in HALF or (x.dtype == torch.float32 and torch.is_autocast_enabled("cuda"))
+    return half and all(one is None or one.is_cuda for one in tensors)
+
+
+def _in_autocast(*tensors) -> tuple[Any, ...]:
+    return tuple(one if one is None else one.to(autocast_dtype(one.dtype)).contiguous() for one in tensors)
+
+
+def _rows(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1, tensor.shape[-1])
+
+
+def _of_input(gradient: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+    """Of the input; with the residual's gradient added where the input is released."""
+    if residual is None:
+        return functional.linear(gradient, weight.t())
+    return torch.addmm(_rows(residual), gradient, weight)
+
+
+@_public
+def fused_dense_func(x, weight, bias=None, return_residual=False, process_group=None, sequence_parallel=True):
+    """A product; its backward has the gradients of weight and bias in one, with a workspace of 4 MiB (32 on Hopper)."""
+    refuse(f"{_MODULE}.fused_dense_func", {"a process group": process_group is not None})
+    if not _fits(x, weight, bias):
+        out = functional.linear(x, weight, bias)
+        return (out, x) if return_residual else out
+    wanted = [one is not None and one.requires_grad for one in (x, weight, bias)]
+
+    def forward(x, weight, bias):
+        check_on_gpu("flash_attn.ops.fused_dense.fused_dense_func", x, weight)
+        x, weight, bias = _in_autocast(x, weight, bias)
+        out = functional.linear(x, weight, bias)
+        saved = (x, weight) if wanted[1] else (weight,)
+        return (out, x.detach()) if return_residual else out, saved
+
+    def backward(saved, gradient: torch.Tensor, *residual: torch.Tensor):
+        weight, shape = saved[-1], gradient.shape[:-1]
+        gradient = _rows(gradient.contiguous())
+        d_x = d_weight = d_bias = None
+        if wanted[0]:
+            d_x = _of_input(gradient, weight, residual[0] if residual else None).reshape(*shape, -1)
+        if wanted[1]:
+            d_weight, d_bias = extensions.linear_bias_wgrad(_rows(saved[0]), gradient, wanted[2])
+        elif wanted[2]:
+            d_bias = gradient
+        return d_x, d_weight, d_bias
+
+    return kernel(forward, backward, x, weight, bias)
+
+
+@_public
+class FusedDense(nn.Linear):
+    """fused_dense_func with a weight of its own."""
+
+    def __init__(self, in_features, out_features, bias=True, return_residual=False, device=None, dtype=None):
+        super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
+        self.return_residual = return_residual
+
+    def forward(self, x, process_group=None):  # type: ignore[override]
+        return fused_dense_func(x, self.weight, self.bias, self.return_residual, process_group)
+
+
+@_public
+def fused_mlp_func(
+    x, weight1, weight2, bias1=None, bias2=None, activation="gelu_approx", save_pre_act=True, return_residual=False,
+    checkpoint_lvl=0, heuristic=0, process_group=None, sequence_parallel=True,
+):  # fmt: skip
+    """Two products and what is between: saved are both sides of the activation, the first, or neither."""
+    refuse(f"{_MODULE}.fused_mlp_func", {"a process group": process_group is not None})
+    assert activation in _ACTIVATIONS
+    divides = x.shape[-1] % (128 if activation == "relu" else 8) == 0
+    if not _fits(x, weight1, weight2, bias1, bias2) or not (divides or not save_pre_act):
+        out = functional.linear(_made(activation)(functional.linear(x, weight1, bias1)), weight2, bias2)
+        return (out, x) if return_residual else out
+    inputs = (x, weight1, bias1, weight2, bias2)
+    wanted = [one is not None and one.requires_grad for one in inputs]
+    level, is_gelu = checkpoint_lvl if save_pre_act else 2, activation == "gelu_approx"
+    keeps_output = level == 0 or (level == 1 and activation == "relu")
+
+    def inner(x, weight, bias, save: bool) -> list[torch.Tensor]:
+        """After the activation, and before it."""
+        if heuristic == -1:
+            before = functional.linear(_rows(x), weight, bias)
+            return [_made(activation)(before), before]
+        return extensions.linear_act_forward(_rows(x), weight, bias, is_gelu, save, heuristic)  # type: ignore[no-any-return]
+
+    def forward(*given):
+        check_on_gpu("flash_attn.ops.fused_dense.fused_mlp_func", given[0], given[1], given[3])
+        x, weight1, bias1, weight2, bias2 = _in_autocast(*given)
+        after, *before = inner(x, weight1, bias1, bool(save_pre_act))
+        out = functional.linear(after, weight2, bias2).reshape(*x.shape[:-1], -1)
+        kept = (bias1,) if level == 2 else (*before, after) if keeps_output else tuple(before)
+        return (out, x.detach()) if return_residual else out, (x, weight1, weight2, *kept)
+
+    def backward(saved, gradient: torch.Tensor, *residual: torch.Tensor):
+        x, weight1, weight2, *kept = saved
+        shape = gradient.shape[:-1]
+        if level == 2:
+            after, before = inner(x, weight1, kept[0], True)
+        else:
+            before = kept[0]
+            after = kept[1] if keeps_output else _made(activation)(before)
+        gradient = _rows(gradient.contiguous())
+        d_weight2 = d_weight1 = d_bias1 = d_x = None
+        d_bias2 = gradient if wanted[4] else None
+        if wanted[3]:
+            d_weight2, d_bias2 = extensions.linear_bias_wgrad(after, gradient, wanted[4])
+        if heuristic == -1:
+            of_activation = gelu_bwd if is_gelu else sqrelu_bwd if activation == "sqrelu" else relu_bwd
+            d_before = of_activation(functional.linear(gradient, weight2.t()), before)
+        else:
+            d_before, d_bias1 = extensions.bias_act_linear_dgrad_bgrad(weight2, gradient, before, is_gelu, heuristic)
+        if wanted[0]:
+            d_x = _of_input(d_before, weight1, residual[0] if residual else None).reshape(*shape, -1)
+        if heuristic == -1:
+            if wanted[1]:
+                d_weight1, d_bias1 = extensions.linear_bias_wgrad(_rows(x), d_before, wanted[2])
+        elif wanted[1]:
+            d_weight1 = functional.linear(d_before.t(), _rows(x).t())
+        return d_x, d_weight1, d_bias1 if wanted[2] else None, d_weight2, d_bias2
+
+    return kernel(forward, backward, *inputs)
+
+
+@_public
+class FusedMLP(nn.Module):
+    """fused_mlp_func with weights of its own; on Hopper GELU is a kernel of its own."""
+
+    def __init__(
+        self, in_features, hidden_features=None, out_features=None, bias1=True, bias2=True, activation="gelu_approx",
+        return_residual=False, checkpoint_lvl=0, heuristic="auto", device=None, dtype=None,
+    ):  # fmt: skip
+        assert checkpoint_lvl in (0, 1, 2) and activation in _ACTIVATIONS
+        super().__init__()
+        inner = hidden_features or in_features * 4
+        self.activation, self.return_residual, self.checkpoint_lvl = activation, return_residual, checkpoint_lvl
+        self.heuristic = heuristic if activation != "sqrelu" else -1
+        self.fc1 = nn.Linear(in_features, inner, bias=bias1, device=device, dtype=dtype)
+        self.fc2 = nn.Linear(inner, out_features or in_features, bias=bias2, device=device, dtype=dtype)
+
+    def forward(self, x, process_group=None):
+        heuristic = self.heuristic
+        if heuristic == "auto":
+            hopper = torch.cuda.get_device_capability("cuda") == (9, 0)
+            heuristic = -1 if hopper and self.activation == "gelu_approx" else 0
+        return fused_mlp_func(
+            x, self.fc1.weight, self.fc2.weight, self.fc1.bias, self.fc2.bias, activation=self.activation,
+            save_pre_act=self.training, return_residual=self.return_residual, checkpoint_lvl=self.checkpoint_lvl,
+            heuristic=heuristic, process_group=process_group,
+        )  # fmt: skip

@@ -1,0 +1,139 @@
+"""What flash-attention's repository builds beside the package, as modules of their own: norms, rotary embeddings,
+cross-entropy, products with an activation. Programs call them by the Python that they have copied with them.
+
+Sources, of Dao-AILab/flash-attention: csrc/layer_norm/ln_api.cpp and csrc/fused_dense_lib/fused_dense.cpp at v2.8.3,
+csrc/rotary/rotary.cpp and csrc/xentropy at v2.8.2, the last release that has them. How many blocks of the norms'
+backward a multiprocessor runs is CUDA's to say: one is counted.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from memprof.stubs.registry import stub
+from memprof.stubs.tools import HALF, check_on_gpu, mark_written, num_multiprocessors, require
+
+_AT = "Dao-AILab/flash-attention@"
+_NORM = f"{_AT}v2.8.3:csrc/layer_norm/ln_api.cpp"
+_DENSE = f"{_AT}v2.8.3:csrc/fused_dense_lib/fused_dense.cpp"
+_LOSS = f"{_AT}v2.8.2:csrc/xentropy/interface.cpp, csrc/xentropy/xentropy_kernel.cu"
+
+
+@stub("rotary_emb.apply_rotary", source=f"{_AT}v2.8.2:csrc/rotary/rotary.cpp")
+def apply_rotary(x1, x2, cos, sin, out1, out2, conj):
+    """Written into what it is given."""
+    check_on_gpu("rotary_emb.apply_rotary", x1, x2, cos, sin, out1, out2)
+    require(x1.dtype == cos.dtype == out1.dtype, "rotary_emb.apply_rotary", "one dtype")
+    require(x1.shape == x2.shape and cos.shape == sin.shape, "rotary_emb.apply_rotary", "halves of one shape")
+    mark_written(out1, out2)
+
+
+@stub("xentropy_cuda_lib.forward", source=_LOSS)
+def cross_entropy(input, labels, smoothing, total_classes=-1):
+    """A loss and a log of sums for each row, in float32."""
+    name = "xentropy_cuda_lib.forward"
+    check_on_gpu(name, input, labels)
+    require(input.dim() == 2 and labels.shape == input.shape[:1], name, "a label for each row of logits")
+    require(labels.dtype == torch.int64 and input.is_contiguous(), name, "labels of int64 and contiguous logits")
+    sums = torch.empty_like(labels, dtype=torch.float32)
+    return [torch.empty_like(sums), sums]
+
+
+@stub("xentropy_cuda_lib.backward", source=_LOSS)
+def cross_entropy_backward(grad_loss, logits, max_log_sum_exp, labels, smoothing, inplace, total_classes=-1):
+    """The gradient of the logits, in their place if it is requested."""
+    name = "xentropy_cuda_lib.backward"
+    check_on_gpu(name, grad_loss, logits, max_log_sum_exp, labels)
+    require(grad_loss.dtype == torch.float32, name, "gradients of float32")
+    if not inplace:
+        return torch.empty_like(logits)
+    mark_written(logits)
+    return logits
+
+
+def _fits_norm(name: str, x: torch.Tensor, gamma: torch.Tensor) -> None:
+    require(x.dim() == 2 and x.is_contiguous(), name, "contiguous rows")
+    require(gamma.numel() == x.shape[1], name, f"weights of {x.shape[1]}")
+    require(x.shape[1] % 8 == 0 and x.shape[1] <= 8192, name, "rows of at most 8192 elements, a multiple of 8")
+
+
+@stub("dropout_layer_norm.dropout_add_ln_fwd", source=_NORM)
+def dropout_add_ln_fwd(
+    x0, residual_, gamma, beta_, rowscale_, colscale_, x0_subset_, z_subset_, dropout_p, epsilon, rowscale_const,
+    z_numrows, gen_, residual_in_fp32=False, is_rms_norm=False,
+):  # fmt: skip
+    """The norm; the sum of input and residual, where it is not the input; a mask of bytes; two numbers a row."""
+    name = "dropout_layer_norm.dropout_add_ln_fwd"
+    check_on_gpu(name, x0, residual_, gamma, beta_)
+    _fits_norm(name, x0, gamma)
+    rows, cols = (x0 if x0_subset_ is None else x0_subset_).shape[0], x0.shape[1]
+    kind = residual_.dtype if residual_ is not None else torch.float32 if residual_in_fp32 else x0.dtype
+    others = (residual_, rowscale_, colscale_, x0_subset_)
+    keeps = dropout_p > 0 or kind != x0.dtype or any(one is not None for one in others)
+    x = x0.new_empty((rows, cols), dtype=kind) if keeps else None
+    mask = torch.empty_like(x0, dtype=torch.uint8) if dropout_p > 0 else None
+    z = x0.new_empty((rows if z_subset_ is None else z_numrows, cols))
+    mu, sigma = (x0.new_empty(rows, dtype=torch.float32) for _ in range(2))
+    return [z, x, mask, mu, sigma]
+
+
+@stub("dropout_layer_norm.dropout_add_ln_bwd", source=_NORM)
+def dropout_add_ln_bwd(
+    dz, dx_, x, x0_, dmask_, mu, rsigma, gamma, rowscale_, colscale_, x0_subset_, z_subset_, dropout_p, rowscale_const,
+    x0_numrows, has_residual, is_rms_norm=False,
+):  # fmt: skip
+    """Gradients of the input, of the residual and of all parameters, the latter in parts first, which are given too."""
+    name = "dropout_layer_norm.dropout_add_ln_bwd"
+    check_on_gpu(name, dz, x, gamma)
+    _fits_norm(name, x, gamma)
+    cols = x.shape[1]
+    d_x0 = x.new_empty((x.shape[0] if x0_subset_ is None else x0_numrows, cols), dtype=dz.dtype)
+    d_residual = torch.empty_like(x) if has_residual else None
+    made = [d_x0, d_residual, torch.empty_like(gamma), torch.empty_like(gamma)]
+    of_scale = [] if colscale_ is None else [torch.empty_like(colscale_)]
+    parts = [x.new_empty((num_multiprocessors(), cols), dtype=torch.float32) for _ in range(2 + len(of_scale))]
+    return [*made, *parts[:2], *of_scale, *parts[2:]]
+
+
+def _for_product(name: str, *tensors) -> torch.Tensor:
+    """What they refuse; then the workspace of cuBLASLt, which lives as long as the call."""
+    check_on_gpu(name, *tensors)
+    given = [one for one in tensors if one is not None]
+    require(given[0].dtype in HALF and given[0].dtype == given[1].dtype, name, "half precision")
+    require(all(one.is_contiguous() for one in given), name, "contiguous tensors")
+    large = torch.cuda.get_device_capability(given[0].device) >= (9, 0)
+    return torch.empty((32 if large else 4) * 2**20, dtype=torch.uint8, device=given[0].device)
+
+
+@stub("fused_dense_lib.linear_bias_wgrad", source=_DENSE)
+def linear_bias_wgrad(input, d_output, has_d_bias):
+    """Gradients of a weight and of a bias by one product, with a workspace of 4 MiB (32 on Hopper)."""
+    d_weight = input.new_empty((d_output.shape[1], input.shape[1]))
+    d_bias = input.new_empty(d_output.shape[1]) if has_d_bias else None
+    workspace = _for_product("fused_dense_lib.linear_bias_wgrad", input, d_output)
+    del workspace
+    return [d_weight, d_bias]
+
+
+@stub("fused_dense_lib.linear_act_forward", source=_DENSE)
+def linear_act_forward(input, weight, bias_, is_gelu, save_pre_act, heuristic):
+    """Product after its activation, and before it (of ReLU a bit each), with a workspace of 4 MiB (32 on Hopper)."""
+    rows, columns = input.shape[0], weight.shape[0]
+    made = [input.new_empty((rows, columns))]
+    if save_pre_act:
+        made.append(
+            input.new_empty((rows, columns)) if is_gelu else input.new_empty((rows, columns // 8), dtype=torch.uint8)
+        )
+    workspace = _for_product("fused_dense_lib.linear_act_forward", input, weight, bias_)
+    del workspace
+    return made
+
+
+@stub("fused_dense_lib.bias_act_linear_dgrad_bgrad", source=_DENSE)
+def bias_act_linear_dgrad_bgrad(weight, d_output, pre_act, is_gelu, heuristic):
+    """Gradients before the activation and of the bias, with a workspace of 4 MiB (32 on Hopper)."""
+    d_bias = weight.new_empty(weight.shape[1])
+    d_input = weight.new_empty((d_output.shape[0], weight.shape[1]))
+    workspace = _for_product("fused_dense_lib.bias_act_linear_dgrad_bgrad", weight, d_output)
+    del workspace
+    return [d_input, d_bias]

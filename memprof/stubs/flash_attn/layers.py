@@ -1,0 +1,316 @@
+"""flash_attn's rotary positions, Triton norms and cross-entropy: what nanotron and others take beside attention.
+
+Sources: flash_attn/layers/rotary.py, ops/triton/rotary.py, ops/triton/layer_norm.py, ops/triton/cross_entropy.py and
+losses/cross_entropy.py of Dao-AILab/flash-attention@v2.8.3.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from memprof.stubs.registry import stub
+from memprof.stubs.tools import (
+    check_on_gpu,
+    count_autotuning,
+    kernel,
+    last_contiguous,
+    mark_written,
+    num_multiprocessors,
+    refuse,
+    refuse_given,
+    require,
+)
+
+_AT = "Dao-AILab/flash-attention@v2.8.3:flash_attn/"
+_NORMS = "flash_attn.ops.triton.layer_norm"
+_PARTS = 8  # of the gradient of a norm's weight, for each multiprocessor (sm_count in _layer_norm_bwd_impl)
+
+
+@stub("flash_attn.ops.triton.rotary.apply_rotary", source=_AT + "ops/triton/rotary.py")
+def apply_rotary(
+    x, cos, sin, seqlen_offsets=0, cu_seqlens=None, max_seqlen=None, interleaved=False, inplace=False, conjugate=False
+):
+    """A tensor like `x`, or `x` itself; what of a head is not turned is copied."""
+    check_on_gpu("flash_attn.apply_rotary", x, cos, sin)
+    require(cos.shape == sin.shape, "flash_attn.apply_rotary", "cosines and sines of one shape")
+    require(2 * cos.shape[-1] <= x.shape[-1] <= 256, "flash_attn.apply_rotary", "rotary_dim <= headdim <= 256")
+    longest = x.shape[1] if cu_seqlens is None else max_seqlen
+    require(longest is not None, "flash_attn.apply_rotary", "max_seqlen with cu_seqlens")
+    require(cos.shape[0] >= longest, "flash_attn.apply_rotary", "seqlen_ro >= seqlen")
+    if inplace:
+        mark_written(x)
+        return x
+    output = torch.empty_like(x)
+    turned = 2 * cos.shape[-1]
+    if turned < x.shape[-1]:
+        output[..., turned:].copy_(x[..., turned:])
+    return output
+
+
+@stub(
+    "flash_attn.layers.rotary.apply_rotary_emb", "flash_attn.layers.rotary.apply_rotary_emb_func",
+    source=_AT + "layers/rotary.py",
+)  # fmt: skip
+def apply_rotary_emb(x, cos, sin, interleaved=False, inplace=False, seqlen_offsets=0, cu_seqlens=None, max_seqlen=None):
+    """A tensor like [batch, tokens, heads, size], or [tokens, heads, size] with `cu_seqlens`; in place nothing."""
+
+    def backward(saved, gradient):
+        return apply_rotary(gradient, saved[0], saved[1], inplace=inplace), None, None
+
+    def forward(given, cosines, sines):
+        offsets = seqlen_offsets if isinstance(seqlen_offsets, torch.Tensor) else None
+        return apply_rotary(given, cosines, sines, inplace=inplace), (cosines, sines, cu_seqlens, offsets)
+
+    return kernel(forward, backward, x, cos, sin)
+
+
+@stub("flash_attn.layers.rotary.apply_rotary_emb_qkv_", source=_AT + "layers/rotary.py")
+def apply_rotary_emb_qkv_(qkv, cos, sin, cos_k=None, sin_k=None, interleaved=False, seqlen_offsets=0, num_heads_q=None):
+    """Queries and keys of [batch, tokens, 3, heads, size] are turned where they lie, and so is their gradient.
+
+    Packed for one kernel they are a view where `qkv` is contiguous; a gradient that is not is turned in two.
+    """
+
+    def forward(given, *tables):
+        check_on_gpu("flash_attn.apply_rotary_emb_qkv_", given)
+        mark_written(given)
+        offsets = seqlen_offsets if isinstance(seqlen_offsets, torch.Tensor) else None
+        return given, (*tables, offsets)
+
+    def backward(saved, gradient):
+        return gradient, None, None, None, None
+
+    return kernel(forward, backward, qkv, cos, sin, cos_k, sin_k)
+
+
+@stub("flash_attn.layers.rotary.apply_rotary_emb_kv_", source=_AT + "layers/rotary.py")
+def apply_rotary_emb_kv_(kv, cos, sin, interleaved=False, seqlen_offsets=0):
+    """The keys of [batch, tokens, 2, heads, size] are turned where they lie, and so is their gradient."""
+    return apply_rotary_emb_qkv_(kv, cos, sin, None, None, interleaved, seqlen_offsets)
+
+
+@stub("flash_attn.layers.rotary.RotaryEmbedding", source=_AT + "layers/rotary.py")
+class RotaryEmbedding(nn.Module):
+    """Keeps cosines and sines of the longest text so far, in the type of the queries."""
+
+    inv_freq: torch.Tensor
+    scale: Any
+
+    def __init__(self, dim, base=10000.0, interleaved=False, scale_base=None, device=None):
+        super().__init__()
+        self.dim, self.base = dim, float(base)
+        self.register_buffer("inv_freq", self._compute_inv_freq(device), persistent=False)
+        self.interleaved, self.scale_base = interleaved, scale_base
+        scale = None
+        if scale_base is not None:
+            scale = (torch.arange(0, dim, 2, device=device, dtype=torch.float32) + 0.4 * dim) / (1.4 * dim)
+        self.register_buffer("scale", scale, persistent=False)
+        self._seq_len_cached = 0
+        self._tables: dict[str, torch.Tensor | None] = {}
+
+    def _compute_inv_freq(self, device=None):
+        numbers = torch.arange(0, self.dim, 2, device=device, dtype=torch.float32)
+        return 1.0 / (self.base ** (numbers / self.dim))
+
+    def _update_cos_sin_cache(self, seqlen, device=None, dtype=None):
+        cached = self._tables.get("cos")
+        if (
+            cached is not None and seqlen <= self._seq_len_cached and cached.device == device
+            and cached.dtype == dtype and not (self.training and cached.is_inference())
+        ):  # fmt: skip
+            return
+        self._seq_len_cached = seqlen
+        positions = torch.arange(seqlen, device=device, dtype=torch.float32)
+        single = self.inv_freq.dtype == torch.float32
+        freqs = torch.outer(positions, self.inv_freq if single else self._compute_inv_freq(device=device))
+        if self.scale is None:
+            self._tables["cos"] = torch.cos(freqs).to(dtype)
+            self._tables["sin"] = torch.sin(freqs).to(dtype)
+            return
+        power = torch.arange(seqlen, dtype=self.scale.dtype, device=self.scale.device) - seqlen // 2
+        power = power / self.scale_base
+        scale = self.scale.to(device=power.device) ** power[:, None]
+        self._tables["cos"] = (torch.cos(freqs) * scale).to(dtype)
+        self._tables["sin"] = (torch.sin(freqs) * scale).to(dtype)
+        self._tables["cos_k"] = (torch.cos(freqs) / scale).to(dtype)
+        self._tables["sin_k"] = (torch.sin(freqs) / scale).to(dtype)
+
+    def forward(self, qkv, kv=None, seqlen_offset=0, max_seqlen=None, num_heads_q=None):
+        tokens = qkv.shape[1]
+        if max_seqlen is not None:
+            self._update_cos_sin_cache(max_seqlen, device=qkv.device, dtype=qkv.dtype)
+        elif isinstance(seqlen_offset, int):
+            self._update_cos_sin_cache(tokens + seqlen_offset, device=qkv.device, dtype=qkv.dtype)
+        cos, sin, cos_k, sin_k = (self._tables.get(name) for name in ("cos", "sin", "cos_k", "sin_k"))
+        if kv is None:
+            return apply_rotary_emb_qkv_(qkv, cos, sin, cos_k, sin_k, self.interleaved, seqlen_offset, num_heads_q)
+        turned = apply_rotary_emb(qkv, cos, sin, self.interleaved, True, seqlen_offset)
+        of_keys = (cos, sin) if cos_k is None else (cos_k, sin_k)
+        return turned, apply_rotary_emb_kv_(kv, *of_keys, self.interleaved, seqlen_offset)
+
+
+def _rows(tensor: torch.Tensor) -> torch.Tensor:
+    rows: torch.Tensor = last_contiguous(tensor.reshape(-1, tensor.shape[-1]))
+    return rows
+
+
+def norm(
+    name: str, parts_of_sm: int, x: torch.Tensor, weight, bias, residual, dropout_p: float, prenorm: bool,
+    residual_in_fp32: bool, is_rms: bool, out_dtype=None,
+):  # fmt: skip
+    """LayerNormFn: x, or the sum of it and the residual in the latter's type, is saved with a number a row, or two.
+
+    `name` is what the program calls, "package.function"; gradients of weights have `parts_of_sm` parts for each
+    multiprocessor.
+    """
+    shape, kind, adds = x.shape, x.dtype, residual is not None
+    stream = residual.dtype if residual is not None else torch.float32 if residual_in_fp32 else None
+    key = (shape[-1], residual is not None, stream, is_rms, bias is not None, kind)
+
+    def forward(given, scale, shift, before):
+        check_on_gpu(name, given)
+        for one in (scale, shift):
+            require(one is None or one.shape == shape[-1:], name, f"weights of {shape[-1]}")
+        rows = _rows(given)
+        output = torch.empty_like(rows, dtype=out_dtype)
+        summed = rows
+        if before is not None or (stream is not None and stream != kind) or dropout_p > 0:
+            summed = torch.empty_like(rows, dtype=stream or kind)
+        number = rows.shape[0]
+        mean = None if is_rms else rows.new_empty(number, dtype=torch.float32)
+        deviation = rows.new_empty(number, dtype=torch.float32)
+        seeds = torch.randint(2**32, (number,), device=rows.device, dtype=torch.int64) if dropout_p > 0 else None
+        count_autotuning(f"{name} forward", key)
+        saved = (summed, scale.contiguous(), shift, seeds, mean, deviation)
+        result = output.reshape(shape)
+        return ((result, summed.reshape(shape)) if prenorm else result), saved
+
+    def backward(saved, gradient, *of_sum):
+        summed, scale, shift, _, _, _ = saved
+        gradient = _rows(gradient)
+        made = torch.empty(summed.shape, dtype=kind, device=summed.device)
+        separate = adds and (kind != summed.dtype or dropout_p > 0)
+        of_residual = torch.empty_like(summed) if separate else made
+        sums = (num_multiprocessors() * parts_of_sm, shape[-1])
+        parameters = [one for one in (scale, shift) if one is not None]
+        parts = [summed.new_empty(sums, dtype=torch.float32) for _ in parameters]
+        count_autotuning(f"{name} backward", key)
+        of_parameters = [part.sum(0).to(one.dtype) for part, one in zip(parts, parameters, strict=True)]
+        of_both = (*of_parameters, *(None,) * (2 - len(parameters)))
+        return made.reshape(shape), *of_both, of_residual.reshape(shape) if adds else None
+
+    return kernel(forward, backward, x, weight, bias, residual)
+
+
+@stub(f"{_NORMS}.layer_norm_fn", source=_AT + "ops/triton/layer_norm.py")
+def layer_norm_fn(
+    x, weight, bias, residual=None, x1=None, weight1=None, bias1=None, eps=1e-6, dropout_p=0.0, rowscale=None,
+    prenorm=False, residual_in_fp32=False, zero_centered_weight=False, is_rms_norm=False, return_dropout_mask=False,
+    out_dtype=None, out=None, residual_out=None,
+):  # fmt: skip
+    """Layer norm, or RMS norm, of x or of its sum with a residual; numbers of each row, gradients in parts."""
+    refuse_given(
+        f"{_NORMS}.layer_norm_fn", x1=x1, weight1=weight1, bias1=bias1, rowscale=rowscale, out=out,
+        residual_out=residual_out, return_dropout_mask=return_dropout_mask or None,
+    )  # fmt: skip
+    return norm(
+        "flash_attn.layer_norm_fn", _PARTS, x, weight, bias, residual, dropout_p, prenorm, residual_in_fp32,
+        is_rms_norm, out_dtype,
+    )  # fmt: skip
+
+
+@stub(f"{_NORMS}.rms_norm_fn", source=_AT + "ops/triton/layer_norm.py")
+def rms_norm_fn(
+    x, weight, bias, residual=None, x1=None, weight1=None, bias1=None, eps=1e-6, dropout_p=0.0, rowscale=None,
+    prenorm=False, residual_in_fp32=False, zero_centered_weight=False, return_dropout_mask=False, out_dtype=None,
+    out=None, residual_out=None,
+):  # fmt: skip
+    """RMS norm of x or of its sum with a residual, as layer_norm_fn."""
+    return layer_norm_fn(
+        x, weight, bias, residual, x1, weight1, bias1, eps, dropout_p, rowscale, prenorm, residual_in_fp32,
+        zero_centered_weight, True, return_dropout_mask, out_dtype, out, residual_out,
+    )  # fmt: skip
+
+
+@stub(f"{_NORMS}.RMSNorm", source=_AT + "ops/triton/layer_norm.py")
+class RMSNorm(nn.Module):
+    """rms_norm_fn with a weight of its own."""
+
+    norm = staticmethod(rms_norm_fn)
+
+    def __init__(self, hidden_size, eps=1e-5, dropout_p=0.0, zero_centered_weight=False, device=None, dtype=None):
+        super().__init__()
+        self.eps, self.zero_centered_weight = eps, zero_centered_weight
+        self.drop = nn.Dropout(dropout_p) if dropout_p > 0 else None
+        self.weight = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
+        self.register_parameter("bias", None)
+        self.reset_parameters()
+
+    def reset_parameters(self):
+        nn.init.constant_(self.weight, 0.0 if self.zero_centered_weight else 1.0)
+
+    def forward(self, x, residual=None, prenorm=False, residual_in_fp32=False):
+        dropout = self.drop.p if self.drop is not None and self.training else 0.0
+        return self.norm(
+            x, self.weight, self.bias, residual=residual, dropout_p=dropout, prenorm=prenorm,
+            residual_in_fp32=residual_in_fp32,
+        )  # fmt: skip
+
+
+@stub("flash_attn.ops.triton.cross_entropy.cross_entropy_loss", source=_AT + "ops/triton/cross_entropy.py")
+def cross_entropy_loss(
+    logits, labels, precomputed_lse=None, label_smoothing=0.0, logit_scale=1.0, lse_square_scale=0.0, ignore_index=-100,
+    inplace_backward=False, process_group=None,
+):  # fmt: skip
+    """Losses and z-losses in float32; saved are the logits, whose gradient may take their place, and their sums."""
+    several = process_group is not None and torch.distributed.get_world_size(process_group) > 1
+    refuse("flash_attn.ops.triton.cross_entropy.cross_entropy_loss", {"a process group of several": several})
+
+    def forward(given, chosen):
+        check_on_gpu("flash_attn.cross_entropy_loss", given, chosen)
+        require(chosen.shape == given.shape[:1], "flash_attn.cross_entropy_loss", "a label for each row of logits")
+        given = last_contiguous(given)
+        losses = given.new_empty(given.shape[0], dtype=torch.float32)
+        known = precomputed_lse is not None and logit_scale == 1.0 and label_smoothing == 0.0
+        sums = precomputed_lse.contiguous() if known else torch.empty_like(losses)
+        return (losses, torch.empty_like(losses)), (given, sums, chosen)
+
+    def backward(saved, *gradients):
+        if inplace_backward:
+            mark_written(saved[0])
+        return (saved[0] if inplace_backward else torch.empty_like(saved[0])), None
+
+    losses, z_losses = kernel(forward, backward, logits, labels)
+    return losses, z_losses.detach()
+
+
+@stub("flash_attn.losses.cross_entropy.CrossEntropyLoss", source=_AT + "losses/cross_entropy.py")
+class CrossEntropyLoss(nn.Module):
+    """The mean over the labels that count, their sum, or each."""
+
+    def __init__(
+        self, ignore_index=-100, reduction="mean", label_smoothing=0.0, logit_scale=1.0, lse_square_scale=0.0,
+        inplace_backward=False, process_group=None, return_z_loss=False,
+    ):  # fmt: skip
+        super().__init__()
+        if reduction not in ("mean", "none", "sum"):
+            raise NotImplementedError("Only support reduction = 'mean' or 'none' or 'sum'")
+        self.ignore_index, self.reduction, self.label_smoothing = ignore_index, reduction, label_smoothing
+        self.logit_scale, self.lse_square_scale = logit_scale, lse_square_scale
+        self.inplace_backward, self.process_group, self.return_z_loss = inplace_backward, process_group, return_z_loss
+
+    def forward(self, input, target, precomputed_lse=None):
+        losses = cross_entropy_loss(
+            input, target, precomputed_lse, self.label_smoothing, self.logit_scale, self.lse_square_scale,
+            self.ignore_index, self.inplace_backward, self.process_group,
+        )  # fmt: skip
+        made = [self._reduced(loss, target) for loss in losses[: 1 + bool(self.return_z_loss)]]
+        return tuple(made) if self.return_z_loss else made[0]
+
+    def _reduced(self, loss, target):
+        if self.reduction == "mean":
+            return loss.sum() / (target != self.ignore_index).sum()
+        return loss.sum() if self.reduction == "sum" else loss

@@ -1,0 +1,149 @@
+"""flash_attn.ops.layer_norm and ops.rms_norm: dropout, a sum with a residual and a norm by one kernel.
+
+Sources: flash_attn/ops/layer_norm.py, ops/rms_norm.py and csrc/layer_norm/ln_api.cpp of
+Dao-AILab/flash-attention@v2.8.3. Subsets of rows and two residuals at once are not known here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from memprof.stubs.flash_attn import extensions
+from memprof.stubs.registry import register_in
+from memprof.stubs.tools import kernel
+
+_layer, _rms = (
+    register_in(
+        f"flash_attn.ops.{kind}_norm",
+        source=f"Dao-AILab/flash-attention@v2.8.3:flash_attn/ops/{kind}_norm.py, csrc/layer_norm/ln_api.cpp",
+    )
+    for kind in ("layer", "rms")
+)
+
+
+def _norm(
+    x0, residual, weight, bias, rowscale, layerscale, dropout_p: float, residual_in_fp32: bool = False,
+    prenorm: bool = False, is_rms_norm: bool = False, return_mask: bool = False,
+):  # fmt: skip
+    """DropoutAddLayerNormFn: the sum is saved, or the input; a mask of bytes, two numbers a row."""
+    shape, adds, shifts = x0.shape, residual is not None, bias is not None
+
+    def forward(x0, residual, weight, bias, rowscale, layerscale):
+        given = [one if one is None else one.contiguous() for one in (x0, residual, weight, bias, rowscale, layerscale)]
+        x0, residual, weight, bias, rowscale, layerscale = given
+        rows = x0.view(-1, shape[-1])
+        before = None if residual is None else residual.view(rows.shape)
+        of_rows = None if rowscale is None else rowscale.view(-1)
+        z, x, mask, mu, sigma = extensions.dropout_add_ln_fwd(
+            rows, before, weight, bias, of_rows, layerscale, None, None, dropout_p, 1e-5, 1.0, 0, None,
+            residual_in_fp32, is_rms_norm,
+        )  # fmt: skip
+        summed = (rows if x is None else x).view(shape)
+        saved = (summed, x0 if layerscale is not None else None, mask, weight, mu, sigma, rowscale, layerscale)
+        made = [z.view(shape), *([summed.detach()] if prenorm else [])]
+        if return_mask:
+            made.append(torch.ones(shape, dtype=torch.uint8, device=x0.device) if mask is None else mask.view(shape))
+        return (tuple(made) if len(made) > 1 else made[0]), saved
+
+    def backward(saved, gradient: torch.Tensor, *others):
+        x, x0, mask, weight, mu, sigma, rowscale, scale = saved
+        d_x = others[0].contiguous().view(-1, shape[-1]) if prenorm else None
+        rows = None if x0 is None else x0.view(-1, shape[-1])
+        of_rows = None if rowscale is None else rowscale.view(-1)
+        d_x0, d_residual, d_weight, d_bias, _, _, *rest = extensions.dropout_add_ln_bwd(
+            gradient.contiguous().view(-1, shape[-1]), d_x, x.view(-1, shape[-1]), rows, mask, mu, sigma, weight,
+            of_rows, scale, None, None, dropout_p, 1.0, 0, adds, is_rms_norm,
+        )  # fmt: skip
+        d_residual = None if d_residual is None else d_residual.view(shape)
+        return d_x0.view(shape), d_residual, d_weight, d_bias if shifts else None, None, *(rest[:1] or [None])
+
+    return kernel(forward, backward, x0, residual, weight, bias, rowscale, layerscale)
+
+
+@_layer
+def layer_norm(x, weight, bias, epsilon):
+    """Layer norm: two numbers a row, gradients of parameters in parts."""
+    return _norm(x, None, weight, bias, None, None, 0.0)
+
+
+def _of_sum(name: str, is_rms: bool, text: str) -> Callable[..., Any]:
+    def dropout_add_norm(
+        x0, residual, weight, bias, dropout_p, epsilon, rowscale=None, layerscale=None, prenorm=False,
+        residual_in_fp32=False, return_dropout_mask=False,
+    ):  # fmt: skip
+        return _norm(
+            x0, residual, weight, bias, rowscale, layerscale, dropout_p, residual_in_fp32, prenorm, is_rms,
+            return_dropout_mask,
+        )  # fmt: skip
+
+    dropout_add_norm.__name__, dropout_add_norm.__doc__ = name, text
+    return dropout_add_norm
+
+
+_SUM = "The sum of the input, with dropout, and a residual, and its norm; a mask of bytes, two numbers a row."
+_layer(_of_sum("dropout_add_layer_norm", False, _SUM))
+_rms(_of_sum("dropout_add_rms_norm", True, "The same with RMS norm."))
+
+
+@_rms
+def rms_norm(x, weight, epsilon):
+    """RMS norm: two numbers a row, gradients of parameters in parts."""
+    return _norm(x, None, weight, None, None, None, 0.0, is_rms_norm=True)
+
+
+class _Layer(nn.Module):
+    """A norm with parameters of its own."""
+
+    is_rms = False
+
+    def __init__(
+        self, hidden_size, prenorm=False, p=0.0, eps=1e-5, residual_in_fp32=False, device=None, dtype=None
+    ) -> None:
+        super().__init__()
+        self.prenorm, self.p, self.eps, self.residual_in_fp32 = prenorm, p, eps, residual_in_fp32
+        self.weight = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
+        made = None if self.is_rms else nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
+        self.bias: nn.Parameter | None
+        self.register_parameter("bias", made)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, x0, residual=None):
+        dropout_p = self.p if self.training else 0.0
+        return _norm(
+            x0, residual, self.weight, self.bias, None, None, dropout_p, self.residual_in_fp32, self.prenorm,
+            self.is_rms,
+        )  # fmt: skip
+
+
+@_layer
+class DropoutAddLayerNorm(_Layer):
+    """dropout_add_layer_norm with parameters of its own."""
+
+
+@_rms
+class DropoutAddRMSNorm(_Layer):
+    """dropout_add_rms_norm with a weight of its own."""
+
+    is_rms = True
+
+
+@_rms
+class RMSNorm(_Layer):
+    """rms_norm with a weight of its own."""
+
+    is_rms = True
+
+    def __init__(self, hidden_size, eps=1e-5, device=None, dtype=None):
+        super().__init__(hidden_size, eps=eps, device=device, dtype=dtype)
+
+    def forward(self, x):  # type: ignore[override]
+        return super().forward(x)

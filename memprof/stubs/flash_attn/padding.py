@@ -1,0 +1,103 @@
+"""flash_attn.bert_padding: tokens without those that pad, and back. All of it is PyTorch's own operators.
+
+Source: flash_attn/bert_padding.py of Dao-AILab/flash-attention@v2.8.3.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn.functional import pad
+
+from memprof.stubs.registry import register_in
+from memprof.stubs.tools import check_on_gpu, kernel
+
+_public = register_in("flash_attn.bert_padding", source="Dao-AILab/flash-attention@v2.8.3:flash_attn/bert_padding.py")
+
+
+def _repeated(indices: torch.Tensor, columns: int) -> torch.Tensor:
+    """Each index for every column, a view."""
+    return indices[:, None].expand(-1, columns)
+
+
+@_public
+def index_first_axis(input, indices):
+    """Rows, by gather; the backward scatters into zeros."""
+    check_on_gpu("flash_attn.bert_padding.index_first_axis")
+
+    def forward(given: torch.Tensor, chosen: torch.Tensor):
+        others = given.shape[1:]
+        rows = given.reshape(given.shape[0], -1)
+        return torch.gather(rows, 0, _repeated(chosen, others.numel())).reshape(-1, *others), (chosen,)
+
+    def backward(saved: tuple[torch.Tensor, ...], gradient: torch.Tensor):
+        others = gradient.shape[1:]
+        gradient = gradient.reshape(gradient.shape[0], -1)
+        made = gradient.new_zeros((first, gradient.shape[1]))
+        made.scatter_(0, _repeated(saved[0], gradient.shape[1]), gradient)
+        return made.reshape(first, *others), None
+
+    first = input.shape[0]
+    return kernel(forward, backward, input, indices)
+
+
+@_public
+def index_put_first_axis(values, indices, first_axis_dim):
+    """Rows of zeros, written by an index; the backward reads them."""
+    check_on_gpu("flash_attn.bert_padding.index_put_first_axis")
+
+    def forward(given: torch.Tensor, chosen: torch.Tensor):
+        output = given.new_zeros((first_axis_dim, *given.shape[1:]))
+        output[chosen] = given
+        return output, (chosen,)
+
+    return kernel(forward, lambda saved, gradient: (gradient[saved[0]], None), values, indices)
+
+
+@_public
+def index_first_axis_residual(input, indices):
+    """Rows, by an index, and the input itself; the backward adds into the gradient of the latter."""
+    check_on_gpu("flash_attn.bert_padding.index_first_axis_residual")
+
+    def backward(saved: tuple[torch.Tensor, ...], gradient: torch.Tensor, of_input: torch.Tensor):
+        chosen = saved[0].reshape(-1, *(1,) * (gradient.ndim - 1)).expand_as(gradient)
+        of_input.scatter_add_(0, chosen, gradient)
+        return of_input.reshape(first, *gradient.shape[1:]), None
+
+    first = input.shape[0]
+    return kernel(lambda given, chosen: ((given[chosen], given.detach()), (chosen,)), backward, input, indices)
+
+
+@_public
+def unpad_input(hidden_states, attention_mask, unused_mask=None):
+    """Tokens that a mask keeps, where they were, the bounds of each text, the longest, and how many each uses."""
+    everything = attention_mask if unused_mask is None else attention_mask + unused_mask
+    lengths = everything.sum(dim=-1, dtype=torch.int32)
+    used = attention_mask.sum(dim=-1, dtype=torch.int32)
+    return *_unpadded(hidden_states, everything, lengths), used
+
+
+@_public
+def unpad_input_for_concatenated_sequences(hidden_states, attention_mask_in_length):
+    """As unpad_input, for several texts in a row; the mask has their lengths."""
+    length = attention_mask_in_length.sum(dim=-1)
+    tokens = attention_mask_in_length.size(-1)
+    positions = torch.arange(tokens, device=length.device, dtype=length.dtype).expand(len(length), tokens)
+    mask = positions < length.unsqueeze(1)
+    real = torch.nonzero(attention_mask_in_length.flatten(), as_tuple=False).flatten()
+    lengths = attention_mask_in_length.flatten()[real]
+    return _unpadded(hidden_states, mask, lengths)
+
+
+def _unpadded(hidden_states: torch.Tensor, mask: torch.Tensor, lengths: torch.Tensor) -> tuple[Any, ...]:
+    indices = torch.nonzero(mask.flatten(), as_tuple=False).flatten()
+    longest = lengths.max().item()
+    bounds = pad(torch.cumsum(lengths, dim=0, dtype=torch.int32), (1, 0))
+    return index_first_axis(hidden_states.flatten(0, 1), indices), indices, bounds, longest
+
+
+@_public
+def pad_input(hidden_states, indices, batch, seqlen):
+    """Zeros with rows put where no padding is."""
+    return index_put_first_axis(hidden_states, indices, batch * seqlen).unflatten(0, (batch, seqlen))

@@ -1,0 +1,407 @@
+"""flashinfer's attention: one sequence with 32 MiB beside it, or a batch with workspaces that its wrapper keeps.
+
+Sources: flashinfer/decode.py, prefill.py and utils.py of flashinfer-ai/flashinfer@v0.6.17. A batch's kernels take
+nothing: what they need lies in the workspace that the program gives; that it may be too small is not told.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+
+import torch
+
+from memprof.stubs.flashinfer.layers import public
+from memprof.stubs.flashinfer.pages import check_layout, get_seq_lens, unpacked
+from memprof.stubs.tools import check_on_gpu, keep_for_run, mark_written, refuse, unsupported_error
+
+_SINGLE_BYTES = 32 * 1024 * 1024
+_INT_BYTES = 8 * 1024 * 1024
+_LENGTHS = 32768
+_POSITIONS = ("NONE", "ROPE_LLAMA", "ALIBI")
+_KNOWN_BACKENDS = ("auto", "fa2", "fa3")
+_BYTES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8)
+# Those of a decoding plan that may still be given by position.
+_LATER_OPTIONS = (
+    "pos_encoding_mode", "window_left", "logits_soft_cap", "q_data_type", "kv_data_type", "o_data_type", "data_type",
+    "sm_scale", "rope_scale", "rope_theta", "non_blocking", "block_tables", "seq_lens", "fixed_split_size",
+    "disable_split_kv", "q_len_per_req",
+)  # fmt: skip
+
+
+def _check_positions(pos_encoding_mode: str) -> None:
+    if pos_encoding_mode not in _POSITIONS:
+        raise KeyError(f"Invalid pos_encoding_mode {pos_encoding_mode}")
+
+
+def _check_unknown(name: str, **given) -> None:
+    for option, value in given.items():
+        if value is not None:
+            raise unsupported_error(f"flashinfer.{name}", f"{option}={value!r}" if isinstance(value, str) else option)
+
+
+def _check_known(name: str, backend: str = "auto", dtypes: tuple[torch.dtype, ...] = ()) -> None:
+    reasons = {f'backend="{backend}"': backend not in _KNOWN_BACKENDS}
+    refuse(f"flashinfer.{name}", reasons | {str(dtype): dtype in _BYTES for dtype in dtypes})
+
+
+def _slopes(heads: int, device: torch.device) -> torch.Tensor:
+    """get_alibi_slopes."""
+    power = 2 ** math.floor(math.log2(heads))
+    made = torch.pow(2.0 ** (-8.0 / power), torch.arange(1, 1 + power, device=device))
+    if power < heads:
+        steps = torch.arange(1, 1 + 2 * (heads - power), 2, device=device)
+        made = torch.cat([made, torch.pow(2.0 ** (-4.0 / power), steps)])
+    return made.float()
+
+
+def _scaled(out: torch.Tensor, scale) -> torch.Tensor:
+    return out if scale is None or (isinstance(scale, float) and scale == 1.0) else out.mul_(scale)
+
+
+@public("decode", "single_decode_with_kv_cache")
+def single_decode_with_kv_cache(
+    q, k, v, kv_layout="NHD", pos_encoding_mode="NONE", use_tensor_cores=False, q_scale=None, k_scale=None,
+    v_scale=None, window_left=-1, logits_soft_cap=None, sm_scale=None, rope_scale=None, rope_theta=None,
+    return_lse=False,
+):  # fmt: skip
+    """Of one token: the output, and 32 MiB while it runs."""
+    name = "single_decode_with_kv_cache"
+    check_on_gpu(f"flashinfer.{name}", q, k, v)
+    _check_positions(pos_encoding_mode)
+    check_layout(kv_layout)
+    _check_shapes(name, q, 2, k, v)
+    return _attend_to_one(q, lambda: torch.empty_like(q), pos_encoding_mode, return_lse, v_scale)
+
+
+@public("prefill", "single_prefill_with_kv_cache")
+def single_prefill_with_kv_cache(
+    q, k, v, scale_q=None, scale_k=None, scale_v=None, o_dtype=None, custom_mask=None, packed_custom_mask=None,
+    causal=False, kv_layout="NHD", pos_encoding_mode="NONE", use_fp16_qk_reduction=False, sm_scale=None, window_left=-1,
+    logits_soft_cap=None, rope_scale=None, rope_theta=None, backend="auto", return_lse=False, kv_cache_sf=None,
+    k_scale=None, v_scale=None,
+):  # fmt: skip
+    """Of one sequence: the output, and 32 MiB while it runs."""
+    name = "single_prefill_with_kv_cache"
+    check_on_gpu(f"flashinfer.{name}", q, k, v, packed_custom_mask)
+    _check_positions(pos_encoding_mode)
+    check_layout(kv_layout)
+    _check_known(name, backend)
+    _check_unknown(name, kv_cache_sf=kv_cache_sf, custom_mask=None if packed_custom_mask is not None else custom_mask)
+    _check_known(name, dtypes=(q.dtype, k.dtype))
+    _check_shapes(name, q, 3, k, v)
+    shape = (*q.shape[:-1], v.shape[-1])
+    made = functools.partial(torch.empty, shape, dtype=o_dtype or q.dtype, device=q.device)
+    return _attend_to_one(q, made, pos_encoding_mode, return_lse, v_scale)
+
+
+def _attend_to_one(q: torch.Tensor, made: Callable[[], torch.Tensor], positions: str, return_lse: bool, v_scale):
+    """Of queries [..., heads, size]: the output, and 32 MiB while it runs."""
+    workspace = torch.empty(_SINGLE_BYTES, dtype=torch.uint8, device=q.device)
+    sums = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device) if return_lse else None
+    out = made()
+    slopes = _slopes(q.shape[-2], q.device) if positions == "ALIBI" else None
+    del slopes
+    out = _scaled(out, v_scale)
+    del workspace
+    return (out, sums) if return_lse else out
+
+
+public("prefill", "single_prefill_with_kv_cache_return_lse")(
+    functools.partial(single_prefill_with_kv_cache, return_lse=True)
+)
+
+
+def _check_shapes(name: str, q: torch.Tensor, dimensions: int, k: torch.Tensor, v: torch.Tensor) -> None:
+    if q.dim() != dimensions or k.dim() != 3 or v.dim() != 3:
+        raise RuntimeError(f"flashinfer.{name}: expected {dimensions}, 3 and 3 dimensions, got {q.dim()}, {k.dim()} and {v.dim()}")  # fmt: skip  # noqa: E501
+    if q.shape[-1] != k.shape[-1]:
+        raise RuntimeError(f"flashinfer.{name}: heads of {q.shape[-1]} in q, of {k.shape[-1]} in k")
+
+
+class _Wrapper:
+    """What all have: the program's workspace, one of 8 MiB for numbers, and its copy in the host's pinned memory."""
+
+    _name = ""
+
+    def __init_subclass__(cls) -> None:
+        cls._name = cls._name or cls.__name__
+        cls.begin_forward, cls.run_return_lse = cls.plan, functools.partialmethod(cls.run, return_lse=True)  # type: ignore[attr-defined]
+
+    def _begin(self, workspace: torch.Tensor, kv_layout: str, use_cuda_graph: bool, backend: str) -> None:
+        check_on_gpu(f"flashinfer.{self._name}", workspace)
+        check_layout(kv_layout)
+        _check_known(self._name, backend)
+        if workspace.numel() and workspace.data_ptr() % 16:
+            raise ValueError("float_workspace_buffer must be 16-byte aligned")
+        self._kv_layout, self._use_cuda_graph = kv_layout, use_cuda_graph
+        self._float_workspace_buffer = workspace
+        self.device = workspace.device
+        self._int_workspace_buffer = torch.empty((_INT_BYTES,), dtype=torch.uint8, device=self.device)
+        self._pin_memory_int_workspace_buffer = torch.empty((_INT_BYTES,), dtype=torch.uint8, pin_memory=True)
+        self._is_planned = False
+        self._lists: dict[str, torch.Tensor | None] = {}
+
+    @property
+    def is_cuda_graph_enabled(self) -> bool:
+        """Whether lists of numbers are copied into those that the program gave."""
+        return self._use_cuda_graph
+
+    def reset_workspace_buffer(self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor) -> None:
+        self._float_workspace_buffer, self._int_workspace_buffer = float_workspace_buffer, int_workspace_buffer
+        self._pin_memory_int_workspace_buffer = torch.empty(
+            int_workspace_buffer.shape, dtype=int_workspace_buffer.dtype, pin_memory=True
+        )
+
+    def end_forward(self) -> None:
+        """Nothing."""
+
+    def _place(self, non_blocking: bool, **numbers: torch.Tensor) -> None:
+        """Lists of numbers on the GPU; in graphs in tensors that the program gave, which are long enough."""
+        for name, given in numbers.items():
+            if not self._use_cuda_graph:
+                self._lists[name] = given.to(self.device, non_blocking=non_blocking)
+                continue
+            own = self._lists.get(name)
+            if own is None:
+                raise ValueError(f"{name} should be a torch.Tensor in CUDA graph mode")
+            if len(given) > len(own):
+                raise ValueError(f"The length of {name} exceeds the allocated buffer size.")
+            own[: len(given)].copy_(given, non_blocking=non_blocking)
+
+    def _types(self, q, kv, o) -> None:
+        q = _dtype(q)
+        kv = q if kv is None else _dtype(kv)
+        _check_known(self._name, dtypes=(q, kv))
+        self._q_dtype, self._kv_dtype, self._o_dtype = q, kv, q if o is None else _dtype(o)
+        self._is_planned = True
+
+    def _check_run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others) -> None:
+        check_on_gpu(f"flashinfer.{self._name}", q, k, v)
+        if not self._is_planned:
+            raise AssertionError("plan info is not initialized")
+        for name, tensor, dtype in (("q", q, self._q_dtype), ("k", k, self._kv_dtype)):
+            if tensor.dtype != dtype:
+                raise ValueError(
+                    f"The dtype of {name} {tensor.dtype} does not match the {'kv' if name == 'k' else 'q'}_data_type "
+                    f"{dtype} specified in plan function."
+                )
+        refuse(f"flashinfer.{self._name}.run", {"arguments of kernels of one's own": others})
+
+    def _attended(
+        self, q: torch.Tensor, v: torch.Tensor, out, lse, return_lse: bool, v_scale=None, *, zeros: bool = False,
+        dtype: torch.dtype | None = None,
+    ):  # fmt: skip
+        dtype, shape = dtype or self._o_dtype, (*q.shape[:-1], v.shape[-1])
+        if return_lse and lse is None:
+            lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+        elif return_lse:
+            _check_given(lse, q.shape[:2], torch.float32, "lse")
+        if out is None:
+            out = (torch.zeros if zeros else torch.empty)(shape, dtype=dtype, device=q.device)
+        else:
+            _check_given(out, shape, dtype, "out")
+        mark_written(out)
+        heads = q.shape[1]
+        keep_for_run(("flashinfer", "slopes", heads, self.device), lambda: _slopes(heads, self.device))
+        out = _scaled(out, v_scale)
+        return (out, lse) if return_lse else out
+
+
+def _dtype(given) -> torch.dtype:
+    if isinstance(given, str):
+        return getattr(torch, given)  # type: ignore[no-any-return]
+    if not isinstance(given, torch.dtype):
+        raise TypeError(f"dtype must be a string or torch.dtype, got {type(given)}")
+    return given
+
+
+def _check_given(tensor: torch.Tensor, shape, dtype: torch.dtype, name: str) -> None:
+    if tensor.shape != torch.Size(shape):
+        raise ValueError(f"Invalid shape of {name}: expected {tuple(shape)}, got {tuple(tensor.shape)}")
+    if tensor.dtype != dtype:
+        raise ValueError(f"Invalid dtype of {name}: expected {dtype}, got {tensor.dtype}")
+
+
+@public("decode", "BatchDecodeWithPagedKVCacheWrapper")
+class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
+    """A token for each sequence: the output; 8 MiB, lists of numbers and slopes of heads are kept."""
+
+    def __init__(
+        self, float_workspace_buffer, kv_layout="NHD", use_cuda_graph=False, use_tensor_cores=False,
+        paged_kv_indptr_buffer=None, paged_kv_indices_buffer=None, paged_kv_last_page_len_buffer=None, backend="auto",
+        jit_args=None,
+    ):  # fmt: skip
+        _check_unknown(self._name, jit_args=jit_args)
+        self._begin(float_workspace_buffer, kv_layout, use_cuda_graph, backend)
+        self._lists = {
+            "indptr": paged_kv_indptr_buffer, "indices": paged_kv_indices_buffer,
+            "last_page_len": paged_kv_last_page_len_buffer,
+        }  # fmt: skip
+        self._use_tensor_cores = use_tensor_cores
+        if use_cuda_graph and paged_kv_last_page_len_buffer is None:
+            raise ValueError("paged_kv_last_page_len_buffer should be a torch.Tensor in cudagraph mode")
+        if use_tensor_cores and use_cuda_graph:
+            rows = len(paged_kv_last_page_len_buffer) + 1
+            self._lists["rows"] = torch.arange(rows, dtype=torch.int32, device=self.device)
+
+    @property
+    def use_tensor_cores(self):
+        return self._use_tensor_cores
+
+    def plan(
+        self, indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size,
+        *deprecated_positional_args, **kwargs,
+    ):  # fmt: skip
+        if len(deprecated_positional_args) > len(_LATER_OPTIONS):
+            raise TypeError(f"{self._name}.plan() accepts at most {len(_LATER_OPTIONS)} more arguments by position")
+        given = dict(zip(_LATER_OPTIONS, deprecated_positional_args, strict=False))
+        twice = given.keys() & kwargs.keys()
+        if twice:
+            raise TypeError(f"{self._name}.plan() got multiple values for argument {min(twice)!r}")
+        self._planned(indptr, indices, last_page_len, page_size, **given, **kwargs)
+
+    def _planned(
+        self, indptr, indices, last_page_len, page_size, *, pos_encoding_mode="NONE", window_left=-1, window_right=0,
+        logits_soft_cap=None, q_data_type="float16", kv_data_type=None, o_data_type=None, data_type=None, sm_scale=None,
+        rope_scale=None, rope_theta=None, non_blocking=True, block_tables=None, seq_lens=None, fixed_split_size=None,
+        disable_split_kv=False, q_len_per_req=1,
+    ):  # fmt: skip
+        _check_positions(pos_encoding_mode)
+        if window_right:
+            raise NotImplementedError(f"{self._name} only supports window_right != 0 with backend='cute-dsl'")
+        if q_len_per_req < 1 or (q_len_per_req > 1 and not self._use_tensor_cores):
+            raise ValueError(f"q_len_per_req={q_len_per_req} requires tensor-core decode (use_tensor_cores=True)")
+        if len(indptr) != len(last_page_len) + 1:
+            raise ValueError("The size of paged_kv_indptr_buffer should be batch_size + 1")
+        self._place(non_blocking, indptr=indptr, indices=indices, last_page_len=last_page_len)
+        if not self._use_cuda_graph:
+            self._lists["rows"] = torch.empty(len(indptr), dtype=torch.int32, device=self.device)
+        self._batch, self._tokens = len(last_page_len), q_len_per_req
+        if q_data_type is None:
+            q_data_type = data_type
+        self._types(q_data_type, data_type if kv_data_type is None else kv_data_type, o_data_type)
+        if seq_lens is None:
+            get_seq_lens(indptr.to("cpu"), last_page_len.to("cpu"), page_size)
+
+    def run(
+        self, q, paged_kv_cache, *args, q_scale=None, k_scale=None, v_scale=None, out=None, lse=None, return_lse=False,
+        enable_pdl=None, window_left=None, sinks=None, q_len_per_req=None, skip_softmax_threshold_scale_factor=None,
+        kv_cache_sf=None,
+    ):  # fmt: skip
+        _check_unknown(f"{self._name}.run", kv_cache_sf=kv_cache_sf)
+        keys, values = unpacked(paged_kv_cache, self._kv_layout)
+        self._check_run(q, keys, values, *args)
+        if q.shape[0] != self._batch * self._tokens:
+            raise ValueError(f"q.shape[0] ({q.shape[0]}) does not match batch_size * q_len_per_req")
+        return self._attended(q, values, out, lse, return_lse, v_scale)
+
+    def forward(
+        self, q, paged_kv_cache, pos_encoding_mode="NONE", q_scale=None, k_scale=None, v_scale=None, window_left=-1,
+        logits_soft_cap=None, sm_scale=None, rope_scale=None, rope_theta=None,
+    ):  # fmt: skip
+        return self.run(q, paged_kv_cache, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
+
+
+@public("prefill", "BatchPrefillWithPagedKVCacheWrapper")
+class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
+    """Any number of tokens for each sequence, keys and values in pages: an output of zeros; 8 MiB, lengths of 32,768
+    sequences, lists of numbers and slopes of heads are kept."""
+
+    def __init__(
+        self, float_workspace_buffer, kv_layout="NHD", use_cuda_graph=False, qo_indptr_buf=None,
+        paged_kv_indptr_buf=None, paged_kv_indices_buf=None, paged_kv_last_page_len_buf=None, custom_mask_buf=None,
+        mask_indptr_buf=None, backend="auto", jit_args=None, jit_kwargs=None,
+    ):  # fmt: skip
+        _check_unknown(self._name, jit_args=jit_args, custom_mask_buf=custom_mask_buf)
+        self._begin(float_workspace_buffer, kv_layout, use_cuda_graph, backend)
+        self._kv_lens_buffer = torch.empty((_LENGTHS,), dtype=torch.int32, device=self.device)
+        self._lists = {
+            "qo_indptr": qo_indptr_buf, "paged_kv_indptr": paged_kv_indptr_buf,
+            "paged_kv_indices": paged_kv_indices_buf, "paged_kv_last_page_len": paged_kv_last_page_len_buf,
+        }  # fmt: skip
+
+    def plan(
+        self, qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, num_qo_heads, num_kv_heads,
+        head_dim_qk, page_size, head_dim_vo=None, custom_mask=None, packed_custom_mask=None, causal=False,
+        pos_encoding_mode="NONE", use_fp16_qk_reduction=False, sm_scale=None, window_left=-1, logits_soft_cap=None,
+        rope_scale=None, rope_theta=None, q_data_type="float16", kv_data_type=None, o_data_type=None, non_blocking=True,
+        prefix_len_ptr=None, token_pos_in_items_ptr=None, token_pos_in_items_len=0, max_item_len_ptr=None,
+        seq_lens=None, seq_lens_q=None, block_tables=None, max_token_per_sequence=None, max_sequence_kv=None,
+        fixed_split_size=None, disable_split_kv=False,
+    ):  # fmt: skip
+        _check_unknown(f"{self._name}.plan", custom_mask=custom_mask, packed_custom_mask=packed_custom_mask)
+        _check_positions(pos_encoding_mode)
+        self._place(non_blocking, qo_indptr=qo_indptr, paged_kv_indptr=paged_kv_indptr,
+                    paged_kv_indices=paged_kv_indices, paged_kv_last_page_len=paged_kv_last_page_len)  # fmt: skip
+        self._types(q_data_type, kv_data_type, o_data_type)
+        sequences = len(qo_indptr) - 1
+        if max_sequence_kv is None:
+            if sequences > len(self._kv_lens_buffer):
+                self._kv_lens_buffer = torch.empty((sequences,), dtype=torch.int32, device=self.device)
+            if seq_lens is None:
+                seq_lens = get_seq_lens(paged_kv_indptr.to("cpu"), paged_kv_last_page_len.to("cpu"), page_size)
+            self._kv_lens_buffer[:sequences].copy_(seq_lens.cpu().flatten(), non_blocking=non_blocking)
+
+    def run(
+        self, q, paged_kv_cache, *args, q_scale=None, k_scale=None, v_scale=None, out=None, lse=None, return_lse=False,
+        enable_pdl=None, window_left=None, sinks=None, kv_cache_sf=None, skip_softmax_threshold_scale_factor=None,
+    ):  # fmt: skip
+        _check_unknown(f"{self._name}.run", kv_cache_sf=kv_cache_sf)
+        keys, values = unpacked(paged_kv_cache, self._kv_layout)
+        self._check_run(q, keys, values, *args)
+        return self._attended(q, values, out, lse, return_lse, v_scale, zeros=True)
+
+    def forward(
+        self, q, paged_kv_cache, causal=False, pos_encoding_mode="NONE", use_fp16_qk_reduction=False, k_scale=None,
+        v_scale=None, window_left=-1, logits_soft_cap=None, sm_scale=None, rope_scale=None, rope_theta=None,
+    ):  # fmt: skip
+        return self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale)
+
+
+@public("prefill", "BatchPrefillWithRaggedKVCacheWrapper")
+class BatchPrefillWithRaggedKVCacheWrapper(_Wrapper):
+    """Any number of tokens for each sequence, keys and values in a row: the output; 8 MiB, lists of numbers and slopes
+    of heads are kept."""
+
+    def __init__(
+        self, float_workspace_buffer, kv_layout="NHD", use_cuda_graph=False, qo_indptr_buf=None, kv_indptr_buf=None,
+        custom_mask_buf=None, mask_indptr_buf=None, backend="auto", jit_args=None, jit_kwargs=None,
+    ):  # fmt: skip
+        _check_unknown(self._name, jit_args=jit_args, custom_mask_buf=custom_mask_buf)
+        self._begin(float_workspace_buffer, kv_layout, use_cuda_graph, backend)
+        self._lists = {"qo_indptr": qo_indptr_buf, "kv_indptr": kv_indptr_buf}
+
+    def plan(
+        self, qo_indptr, kv_indptr, num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo=None, custom_mask=None,
+        packed_custom_mask=None, causal=False, pos_encoding_mode="NONE", use_fp16_qk_reduction=False, window_left=-1,
+        logits_soft_cap=None, sm_scale=None, rope_scale=None, rope_theta=None, q_data_type="float16", kv_data_type=None,
+        o_data_type=None, non_blocking=True, prefix_len_ptr=None, token_pos_in_items_ptr=None, token_pos_in_items_len=0,
+        max_item_len_ptr=None, fixed_split_size=None, disable_split_kv=False, seq_lens=None, seq_lens_q=None,
+        max_token_per_sequence=None, max_sequence_kv=None, v_indptr=None, o_indptr=None,
+    ):  # fmt: skip
+        _check_unknown(f"{self._name}.plan", custom_mask=custom_mask, packed_custom_mask=packed_custom_mask)
+        refuse(f"flashinfer.{self._name}.plan", {"use_fp16_qk_reduction=True": use_fp16_qk_reduction})
+        _check_positions(pos_encoding_mode)
+        if len(kv_indptr) != len(qo_indptr):
+            raise ValueError("The kv_indptr length should be equal to mask_indptr length.")
+        self._place(non_blocking, qo_indptr=qo_indptr, kv_indptr=kv_indptr)
+        others = {"v": v_indptr, "o": o_indptr}
+        self._others = {key: given.to(self.device) for key, given in others.items() if given is not None}
+        self._types(q_data_type, kv_data_type, o_data_type)
+
+    def run(
+        self, q, k, v, *args, q_scale=None, k_scale=None, v_scale=None, o_scale=None, out=None, lse=None,
+        return_lse=False, enable_pdl=None, kv_cache_sf=None,
+    ):  # fmt: skip
+        """The output in the type of the queries, and with `return_lse` the logarithms of sums."""
+        _check_unknown(f"{self._name}.run", kv_cache_sf=kv_cache_sf)
+        self._check_run(q, k, v, *args)
+        return self._attended(q, v, out, lse, return_lse, dtype=q.dtype if out is None else None)
+
+    def forward(
+        self, q, k, v, causal=False, pos_encoding_mode="NONE", use_fp16_qk_reduction=False, window_left=-1,
+        logits_soft_cap=None, sm_scale=None, rope_scale=None, rope_theta=None,
+    ):  # fmt: skip
+        return self.run(q, k, v)

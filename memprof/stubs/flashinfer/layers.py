@@ -1,0 +1,125 @@
+"""flashinfer's norms, gates and rotary embeddings: one output each, or none where they write what they are given.
+
+Sources: flashinfer/activation.py, norm/__init__.py and rope.py of flashinfer-ai/flashinfer@v0.6.17.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from memprof.stubs.registry import stub
+from memprof.stubs.tools import check_on_gpu, mark_written
+
+_AT = "flashinfer-ai/flashinfer@v0.6.17:flashinfer/"
+
+
+def public(module: str, name: str, file: str = "") -> Callable[[Any], Any]:
+    """Register a function of `flashinfer.module` that the package itself has too."""
+    return stub(f"flashinfer.{module}.{name}", f"flashinfer.{name}", source=f"{_AT}{file or module + '.py'}")
+
+
+def _gate(name: str) -> Callable[..., Any]:
+    def gate(input, out=None, enable_pdl=None):
+        """A tensor of half the last dimension."""
+        check_on_gpu(f"flashinfer.{name}", input, out)
+        if input.shape[-1] * input.dtype.itemsize % 16:
+            raise ValueError("The pointers must be multiple of 16 bytes.")
+        shape = (*input.shape[:-1], input.shape[-1] // 2)
+        if out is None:
+            return torch.empty(shape, device=input.device, dtype=input.dtype)
+        if out.shape != shape:
+            raise AssertionError(f"{tuple(out.shape)} != {shape}")
+        mark_written(out)
+        return out
+
+    return gate
+
+
+for _name in ("silu_and_mul", "gelu_tanh_and_mul", "gelu_and_mul"):
+    public("activation", _name)(_gate(_name))
+
+
+_NORM = "norm/__init__.py"
+
+
+def _normed(name: str, input: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+    check_on_gpu(f"flashinfer.{name}", input, weight, out)
+    if weight.shape != input.shape[-1:]:
+        raise RuntimeError(f"flashinfer.{name}: a weight of {tuple(weight.shape)} for rows of {input.shape[-1]}")
+    if out is None:
+        return torch.empty_like(input)
+    mark_written(out)
+    return out
+
+
+def _register_rms_norms(prefix: str) -> None:
+    """Register Llama's norm and that of a sum with a residual, or Gemma's, whose weights are one less."""
+
+    @public("norm", f"{prefix}rmsnorm", _NORM)
+    def rmsnorm(input, weight, eps=1e-6, out=None, enable_pdl=None):
+        """A tensor like the input."""
+        return _normed(f"{prefix}rmsnorm", input, weight, out)
+
+    @public("norm", f"{prefix}fused_add_rmsnorm", _NORM)
+    def fused_add_rmsnorm(input, residual, weight, eps=1e-6, enable_pdl=None):
+        """The sum is written into the residual, its norm into the input: nothing is taken."""
+        for given in (input, residual):
+            _normed(f"{prefix}fused_add_rmsnorm", given, weight, given)
+
+
+_register_rms_norms("")
+_register_rms_norms("gemma_")
+
+
+@public("norm", "layernorm", _NORM)
+def layernorm(input, gemma, beta, eps=1e-6):
+    """A tensor like the input."""
+    return _normed("layernorm", input, gemma, None)
+
+
+def _turned(name: str, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Tensors like queries and keys."""
+    check_on_gpu(f"flashinfer.{name}", *tensors)
+    return tuple(map(torch.empty_like, tensors))
+
+
+def _turned_in_place(name: str, *tensors: torch.Tensor) -> None:
+    """Queries and keys are written where they lie."""
+    check_on_gpu(f"flashinfer.{name}", *tensors)
+    mark_written(*tensors)
+
+
+def _register_rotations(suffix: str, turn: Callable[..., Any]) -> None:
+    """Register the four rotations, each as `turn` makes it."""
+
+    def rotation(function: Callable[..., Any]) -> Callable[..., Any]:
+        function.__doc__ = turn.__doc__
+        return public("rope", function.__name__ + suffix)(function)  # type: ignore[no-any-return]
+
+    @rotation
+    def apply_rope(q, k, indptr, offsets, rotary_dim=None, interleave=False, rope_scale=1, rope_theta=1e4):
+        return turn(f"apply_rope{suffix}", q, k)
+
+    @rotation
+    def apply_rope_pos_ids(q, k, pos_ids, rotary_dim=None, interleave=False, rope_scale=1, rope_theta=1e4):
+        return turn(f"apply_rope_pos_ids{suffix}", q, k)
+
+    @rotation
+    def apply_llama31_rope(
+        q, k, indptr, offsets, rotary_dim=None, interleave=False, rope_scale=8, rope_theta=5e5, low_freq_factor=1,
+        high_freq_factor=4, old_context_len=8192,
+    ):  # fmt: skip
+        return turn(f"apply_llama31_rope{suffix}", q, k)
+
+    @rotation
+    def apply_rope_with_cos_sin_cache(positions, query, key, head_size, cos_sin_cache, is_neox=True):
+        if cos_sin_cache.dtype != torch.float32:
+            raise ValueError("cos_sin_cache should be float32")
+        return turn(f"apply_rope_with_cos_sin_cache{suffix}", query, key)
+
+
+_register_rotations("", _turned)
+_register_rotations("_inplace", _turned_in_place)

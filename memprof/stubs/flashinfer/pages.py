@@ -1,0 +1,113 @@
+"""flashinfer's pages of keys and values, and parts of attention put together.
+
+Sources: flashinfer/page.py, cascade.py and utils.py (_unpack_paged_kv_cache) of flashinfer-ai/flashinfer@v0.6.17.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from memprof.stubs.flashinfer.layers import public
+from memprof.stubs.tools import check_on_gpu, mark_written
+
+LAYOUTS = ("NHD", "HND")
+
+
+def check_layout(kv_layout: str) -> None:
+    """Heads after tokens, or before them."""
+    if kv_layout not in LAYOUTS:
+        raise KeyError(f"Invalid kv_layout {kv_layout}")
+
+
+def unpacked(cache, kv_layout: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of four dimensions, of a tensor of both or of a pair."""
+    at = -3 if kv_layout == "NHD" else -2
+    if isinstance(cache, tuple):
+        keys, values = cache
+        for each in (keys, values):
+            if each.ndim not in (3, 4):
+                raise ValueError("x must be 3D or 4D")
+        return tuple(each.unsqueeze(at) if each.ndim == 3 else each for each in (keys, values))  # type: ignore[return-value]
+    if not isinstance(cache, torch.Tensor):
+        raise KeyError(f"Unrecognized paged_kv_cache type {type(cache)}, expect a single tensor or a tuple of tensor.")
+    if cache.ndim not in (4, 5):
+        raise ValueError("x must be 4D or 5D")
+    keys, values = (cache.unsqueeze(at) if cache.ndim == 4 else cache).unbind(dim=1)
+    return keys, values
+
+
+@public("page", "get_seq_lens")
+def get_seq_lens(kv_indptr, kv_last_page_len, page_size):
+    """Tokens of each sequence: one number each, by torch's functions."""
+    return torch.clamp(kv_indptr[1:] - kv_indptr[:-1] - 1, min=0) * page_size + kv_last_page_len
+
+
+@public("page", "get_batch_indices_positions")
+def get_batch_indices_positions(append_indptr, seq_lens, nnz, batch_indices=None, positions=None):
+    """Two integers of each new token: its sequence, and where it is in it."""
+    check_on_gpu("flashinfer.get_batch_indices_positions", append_indptr, seq_lens)
+    found = []
+    for given in (batch_indices, positions):
+        made = torch.empty((nnz,), device=append_indptr.device, dtype=torch.int32) if given is None else given
+        if made.shape != (nnz,) or made.dtype != torch.int32:
+            raise ValueError(f"expected ({nnz},) of torch.int32, got {tuple(made.shape)} of {made.dtype}")
+        mark_written(made)
+        found.append(made)
+    return tuple(found)
+
+
+@public("page", "append_paged_kv_cache")
+def append_paged_kv_cache(
+    append_key, append_value, batch_indices, positions, paged_kv_cache, kv_indices, kv_indptr, kv_last_page_len,
+    kv_layout="NHD",
+):  # fmt: skip
+    """Pages are written where they lie; lists of numbers are copied where they are not int32."""
+    check_layout(kv_layout)
+    caches = unpacked(paged_kv_cache, kv_layout)
+    _appended("append_paged_kv_cache", caches, (append_key, append_value), positions, batch_indices, kv_indices,
+              kv_indptr, kv_last_page_len)  # fmt: skip
+
+
+@public("page", "append_paged_mla_kv_cache")
+def append_paged_mla_kv_cache(
+    append_ckv, append_kpe, batch_indices, positions, ckv_cache, kpe_cache, kv_indices, kv_indptr, kv_last_page_len
+):
+    """As append_paged_kv_cache, for latent keys and values and the rotated part of keys."""
+    _appended("append_paged_mla_kv_cache", (ckv_cache, kpe_cache), (append_ckv, append_kpe), positions, batch_indices,
+              kv_indices, kv_indptr, kv_last_page_len)  # fmt: skip
+
+
+def _appended(name: str, caches, new: tuple[torch.Tensor, ...], *numbers: torch.Tensor) -> None:
+    check_on_gpu(f"flashinfer.{name}", *caches, *new, *numbers)
+    for cache, tokens in zip(caches, new, strict=True):
+        if cache.dtype != tokens.dtype or cache.shape[-1] != tokens.shape[-1]:
+            raise RuntimeError(f"flashinfer.{name}: {tokens.dtype} of {tokens.shape[-1]} into pages of {cache.dtype} of {cache.shape[-1]}")  # fmt: skip  # noqa: E501
+    copies = [each.int() for each in numbers]
+    mark_written(*caches)
+    del copies
+
+
+@public("cascade", "merge_state")
+def merge_state(v_a, s_a, v_b, s_b):
+    """Two parts of attention put together, and the logarithms of their sums in float32."""
+    check_on_gpu("flashinfer.merge_state", v_a, s_a, v_b, s_b)
+    s_a, s_b = s_a.float(), s_b.float()
+    return torch.empty_like(v_a), torch.empty_like(s_a)
+
+
+@public("cascade", "merge_state_in_place")
+def merge_state_in_place(v, s, v_other, s_other, mask=None):
+    """Two parts of attention put together in the first; logarithms of sums are copied where they are not float32."""
+    check_on_gpu("flashinfer.merge_state_in_place", v, s, v_other, s_other, mask)
+    s, s_other = s.float(), s_other.float()
+    mark_written(v, s)
+
+
+@public("cascade", "merge_states")
+def merge_states(v, s):
+    """Any number of parts of attention put together, and the logarithms of their sums in float32."""
+    check_on_gpu("flashinfer.merge_states", v, s)
+    s = s.float()
+    length, _, heads, size = v.size()
+    merged = torch.empty(length, heads, size, dtype=v.dtype, device=v.device)
+    return merged, torch.empty(length, heads, dtype=torch.float32, device=v.device)

@@ -1,0 +1,218 @@
+"""Kernels that transformers fetches from the hub for stored weights, each replaced by a stub by what it allocates.
+
+transformers' own layers run (integrations/finegrained_fp8.py, mxfp4.py, gguf); the kernels below them are Triton's or
+CUDA's, and come from the hub at run time. The package that fetches them (`kernels`), and Triton, are taken to be there.
+
+Sources: huggingface/kernels-community at 017b01b (finegrained-fp8/torch-ext/finegrained_fp8); of gpt-oss-triton-kernels
+version 1, which is triton-lang/triton's python/triton_kernels of the time of Triton 3.4: routing.py, matmul_ogs.py and
+tensor_details/layout_details. The source of ggml-org/ggml-quantization was not at hand: what stands here is what
+transformers' calls say of its results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+
+from memprof.patching.extension import Extension
+from memprof.patching.patch_set import Patch
+from memprof.virtual.install_context import InstallContext
+
+_FP8 = (
+    "Float8 blocks are multiplied by the hub's Triton kernel (finegrained-fp8), which quantizes its input as it reads "
+    "it and allocates its result alone; DeepGEMM, which needs a CUDA toolkit to compile, is not taken."
+)
+_MXFP4 = "MXFP4 experts are multiplied by the hub's gpt-oss-triton-kernels, each product in one piece (no split-K)."
+_GGUF = (
+    "GGUF blocks are multiplied and unpacked by the hub's ggml-quantization, as transformers does where its kernels "
+    "package is installed; what these kernels take beside their results is not known, and not counted."
+)
+_GGUF_TYPES = frozenset(range(2, 30))
+_HOPPER_TILE = 64
+# Rows of a tile, for each of which the routing has a table (triton_kernels/routing.py, ExptData.block_ms).
+_BLOCK_SIZES = (16, 32, 64, 128)
+
+
+class HubKernels(Extension):
+    """The functions of transformers that fetch kernels."""
+
+    imports = (
+        "transformers.integrations.finegrained_fp8",
+        "transformers.integrations.gguf.kernels",
+        "transformers.integrations.hub_kernels",
+        "transformers.quantizers.quantizer_mxfp4",
+    )
+
+    def patches_of(self, module: Any, context: InstallContext) -> Iterator[Patch]:
+        """Replace what fetches kernels in one of these modules."""
+        name, assume = module.__name__.rpartition(".")[2], context.assume
+        if name == "finegrained_fp8" and hasattr(module, "FineGrainedFP8"):
+            kernels = module.FineGrainedFP8(_matmul, _batched_matmul, _grouped_matmul)
+            yield module, "_FINEGRAINED_FP8", kernels
+            yield module, "load_finegrained_fp8_kernel", _fetching(kernels, _FP8, assume)
+        elif name == "kernels":
+            yield module, "get_gguf_kernel", _fetching(_GGUF_KERNELS, _GGUF, assume)
+            yield module, "_gguf_kernel", _GGUF_KERNELS
+        elif name == "quantizer_mxfp4":
+            for asks in ("is_kernels_available", "is_triton_available"):
+                if hasattr(module, asks):
+                    yield module, asks, lambda *args, **kwargs: True
+        elif hasattr(module, "get_kernel"):  # older releases of transformers fetch no kernels for experts
+            yield module, "get_kernel", _by_name(module.get_kernel, assume)
+
+
+def _by_name(fetch: Callable[..., Any], assume: Callable[[str], None]) -> Callable[..., Any]:
+    def get_kernel(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name.rpartition("/")[2] != "gpt-oss-triton-kernels":
+            return fetch(name, *args, **kwargs)
+        assume(_MXFP4)
+        return _TRITON_KERNELS
+
+    return get_kernel
+
+
+def _fetching(kernels: Any, sentence: str, assume: Callable[[str], None]) -> Callable[[], Any]:
+    def call() -> Any:
+        assume(sentence)
+        return kernels
+
+    return call
+
+
+def _matmul(
+    a: torch.Tensor, b: torch.Tensor, scales: Any, block_size: Any, output_dtype: Any = None, *of: Any, **named: Any
+) -> torch.Tensor:
+    """matmul.py: blocks are quantized on the way in; with one scale for the whole weight, rows are before."""
+    rows = scale = None
+    if block_size is None or list(block_size) == list(b.shape):  # in float8, and a scale for each (fp8_act_quant)
+        rows = torch.empty_like(a, dtype=torch.float8_e4m3fn)
+        scale = a.new_empty((*a.shape[:-1], 1), dtype=torch.float32)
+    result = a.new_empty((*a.shape[:-1], b.shape[-2]), dtype=output_dtype or torch.float32)
+    del rows, scale
+    return result
+
+
+def _batched_matmul(a: torch.Tensor, b: torch.Tensor, scales: torch.Tensor, **rest: Any) -> torch.Tensor:
+    return _matmul(a, b, scales, rest.get("block_size"), a.dtype)
+
+
+def _grouped_matmul(a: torch.Tensor, b: torch.Tensor, scales: torch.Tensor, **rest: Any) -> torch.Tensor:
+    """grouped.py: a table of where each expert's tiles begin, and the result."""
+    tiles = rest["tokens_per_expert"].cumsum(0, dtype=torch.int32)
+    result = _batched_matmul(a, b, scales, **rest)
+    del tiles
+    return result
+
+
+# Results alone; those of products in float32, whatever the input is (integrations/gguf/utils.py, GgufLinear.forward).
+_GGUF_KERNELS = SimpleNamespace(
+    mul_mat_vec=lambda weight, x, kind, columns: x.new_empty((x.shape[0], columns), dtype=torch.float32),
+    mul_mat_id=lambda weight, x, ids, kind, columns: x.new_empty((*ids.shape, columns), dtype=torch.float32),
+    dequantize=lambda weight, kind, rows, columns, dtype: weight.new_empty((rows, columns), dtype=dtype),
+    get_rows=lambda weight, ids, kind, columns, dtype: weight.new_empty((ids.numel(), columns), dtype=dtype),
+    gemv_types=_GGUF_TYPES,
+    supports=_GGUF_TYPES.__contains__,
+)
+
+
+class _Strided:
+    """A weight that lies as it is (tensor_details/layout.py)."""
+
+
+class _HopperValues:
+    """hopper_value.py: tiles of 64 x 64 bytes, in an order of the matrix unit's; both dimensions are padded to them."""
+
+
+def _weight(data: torch.Tensor, dtype: Any = None) -> Any:
+    """tensor.py, Tensor: a tensor's bytes in some layout; transformers overwrites its shape."""
+    return SimpleNamespace(data=data, shape=data.shape, device=data.device)
+
+
+def _default_layout(mx_axis: int) -> tuple[type, dict[str, Any]]:
+    hopper = torch.cuda.get_device_capability()[0] == 9
+    return (_HopperValues, {"mx_axis": mx_axis}) if hopper else (_Strided, {})
+
+
+def _converted(weight: Any, layout: type, **options: Any) -> Any:
+    """Return the weight in another layout. Hopper's takes a padded copy, one in the order of the tiles, and, as bits
+    are interleaved four bytes at a time, integers of 32 bits of which six are live at once."""
+    if layout is not _HopperValues:
+        return _weight(weight.data)
+    data = weight.data.transpose(-1, -2)
+    rows, columns = data.shape[-2:]
+    data = torch.nn.functional.pad(data, (0, -columns % _HOPPER_TILE, 0, -rows % _HOPPER_TILE))
+    data = data.clone()
+    integers = [data.new_empty(data.numel() // 4, dtype=torch.int32) for _ in range(6)]
+    return _weight(integers[0].view(torch.uint8))
+
+
+def _routing(logits: torch.Tensor, active: int, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
+    """routing.py: the chosen experts, and the order in which their tokens are read and written."""
+    tokens, experts = logits.shape
+    gates = tokens * active
+    scores = logits.new_empty((tokens, active))
+    chosen = logits.new_empty((tokens, active), dtype=torch.int16)
+    bits = logits.new_empty(((experts + 31) // 32, -(-tokens // 32) * 32), dtype=torch.int32)
+    histogram = logits.new_empty(experts, dtype=torch.int32)
+    partial = logits.new_empty((-(-tokens // 32), experts), dtype=torch.int32)
+    data = _tables(histogram, experts, gates)
+    indices = logits.new_empty(2 * gates, dtype=torch.int32)
+    scales = logits.new_empty(gates)
+    del scores, chosen, bits, partial
+    combine, dispatch = indices[:gates], indices[gates:]
+    routing = SimpleNamespace(gate_scal=scales, n_expts_act=active, expt_data=data)
+    return routing, _Indices(combine, dispatch), _Indices(dispatch, combine)
+
+
+def _tables(histogram: torch.Tensor, experts: int, gates: int) -> Any:
+    """routing.py, compute_expt_data: where each expert's tokens begin, and which tile is whose, for each tile size."""
+    most = gates if gates <= experts else experts - 1 + -(-(gates - experts + 1) // _BLOCK_SIZES[0])
+    offsets = histogram.new_empty((len(_BLOCK_SIZES) + 1, -(-(experts + 1) // 512) * 512), dtype=torch.int32)
+    return histogram, offsets, histogram.new_empty((len(_BLOCK_SIZES), -(-most // 512) * 512), dtype=torch.int32)
+
+
+class _Indices(NamedTuple):
+    src_indx: torch.Tensor
+    dst_indx: torch.Tensor
+
+
+def _expert_matmul(x: torch.Tensor, weight: Any, bias: torch.Tensor, routing: Any, **options: Any) -> torch.Tensor:
+    """matmul_ogs.py, init_allocation: the result, and before tokens are summed over their experts all products."""
+    gather, activation = options.get("gather_indx"), options.get("fused_activation")
+    scatters = options.get("scatter_indx") is not None
+    rows = x.shape[-2] if gather is None else gather.src_indx.shape[0]
+    columns = weight.shape[-1]
+    sums = rows // routing.n_expts_act if scatters else rows
+    result = x.new_empty((sums, columns // (1 if activation is None else activation.reduction)))
+    products = x.new_empty((rows, columns)) if scatters else None
+    del products
+    return result
+
+
+_TRITON_KERNELS = SimpleNamespace(
+    matmul_ogs=SimpleNamespace(
+        FnSpecs=lambda *args, **kwargs: None,
+        FusedActivation=lambda specs, arguments, reduction=1: SimpleNamespace(reduction=reduction),
+        matmul_ogs=_expert_matmul,
+        PrecisionConfig=SimpleNamespace,
+        FlexCtx=SimpleNamespace,
+        InFlexData=SimpleNamespace,
+    ),
+    swiglu=SimpleNamespace(swiglu_fn=None),
+    routing=SimpleNamespace(
+        routing=_routing,
+        GatherIndx=_Indices,
+        ScatterIndx=_Indices,
+        RoutingData=lambda scales, histogram, total, active, data: SimpleNamespace(
+            gate_scal=scales, n_expts_act=active, expt_data=data
+        ),
+        compute_expt_data_torch=_tables,
+    ),
+    tensor=SimpleNamespace(FP4=None, convert_layout=_converted, wrap_torch_tensor=_weight),
+    tensor_details=SimpleNamespace(
+        layout=SimpleNamespace(StridedLayout=_Strided, make_default_matmul_mxfp4_w_layout=_default_layout)
+    ),
+)

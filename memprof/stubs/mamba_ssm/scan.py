@@ -1,0 +1,209 @@
+"""mamba_ssm: the selective scan, and the first Mamba's layer around it in one function.
+
+Sources: mamba_ssm/ops/selective_scan_interface.py, modules/mamba_simple.py and csrc/selective_scan/selective_scan.cpp
+of state-spaces/mamba@v2.3.2.post1. Mamba 2, whose kernels are Triton's, and decoding are not known here.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from memprof.stubs import causal_conv1d
+from memprof.stubs.registry import stub
+from memprof.stubs.tools import autocast_dtype, check_on_gpu, kernel, last_contiguous, refuse, refuse_given, require
+
+_AT = "state-spaces/mamba@v2.3.2.post1:mamba_ssm/"
+_SCAN = "mamba_ssm.ops.selective_scan_interface"
+_CHUNK = 2048  # steps of time after which a state is kept (n_chunks in selective_scan.cpp)
+
+
+def _scan(u: torch.Tensor, delta: torch.Tensor, a: torch.Tensor, z) -> tuple[torch.Tensor, ...]:
+    """selective_scan_fwd: the output in the layout of `delta`, states of each chunk, and with a gate its product."""
+    gated = [torch.empty_like(z)] if z is not None else []
+    out = torch.empty_like(delta)
+    chunks = -(-u.shape[-1] // _CHUNK)
+    states = u.new_empty((*u.shape[:2], chunks, a.shape[1] * 2), dtype=a.dtype)
+    return out, states, *gated
+
+
+def _scan_backward(u, delta, a, b, c, d, z, bias, made_z, recomputes: bool, out) -> tuple[Any, ...]:
+    """selective_scan_bwd: gradients of all; those of B and C are summed in float32."""
+    if z is not None and made_z is None:
+        made_z = torch.empty_like(z)
+    gated = torch.empty_like(out) if recomputes else None
+    of_u, of_delta, of_a = torch.empty_like(u), torch.empty_like(delta), torch.zeros_like(a)
+    sums = [torch.zeros_like(one, dtype=torch.float32 if one.dim() > 2 else None) for one in (b, c)]
+    of_d, of_bias = (None if one is None else torch.zeros_like(one) for one in (d, bias))
+    of_b, of_c = (total.to(one.dtype) for total, one in zip(sums, (b, c), strict=True))
+    return of_u, of_delta, of_a, of_b, of_c, of_d, of_bias, made_z, gated
+
+
+@stub(f"{_SCAN}.selective_scan_fn", "mamba_ssm.selective_scan_fn", source=_AT + "ops/selective_scan_interface.py")
+def selective_scan_fn(
+    u, delta, A, B, C, D=None, z=None, delta_bias=None, delta_softplus=False, return_last_state=False
+):
+    """[batch, channels, time]; saved are the inputs, states of each chunk of time, and with a gate the output."""
+    name = "mamba_ssm.selective_scan_fn"
+    check_on_gpu(name, u, delta, A)
+    refuse(name, {"complex numbers": A.is_complex()})
+    require(u.dim() == 3 and delta.shape == u.shape, name, "u and delta of [batch, channels, time]")
+    require(A.dim() == 2 and A.shape[0] == u.shape[1], name, "A of [channels, states]")
+    require(z is None or z.shape == u.shape, name, "z as u is")
+    flat = B.dim() == 3, C.dim() == 3
+
+    def forward(*given):
+        x, steps, b, c, gate = map(last_contiguous, (given[0], given[1], given[3], given[4], given[6]))
+        a, d, bias = given[2], None if given[5] is None else given[5].contiguous(), given[7]
+        b, c = (one.unsqueeze(1) if is_flat else one for one, is_flat in zip((b, c), flat, strict=True))
+        out, states, *gated = _scan(x, steps, a, gate)
+        result = gated[0] if gated else out
+        saved = (x, steps, a, b, c, d, gate, bias, states, out if gated else None)
+        return ((result, states[:, :, -1, 1::2]) if return_last_state else result), saved
+
+    def backward(saved, gradient, *of_state):
+        gradient = last_contiguous(gradient)
+        x, steps, a, b, c, d, gate, bias, _, out = saved
+        made = _scan_backward(x, steps, a, b, c, d, gate, bias, None, False, out)
+        of_b, of_c = (one.squeeze(1) if is_flat else one for one, is_flat in zip(made[3:5], flat, strict=True))
+        return *made[:3], of_b, of_c, made[5], made[7], made[6]
+
+    return kernel(forward, backward, u, delta, A, B, C, D, z, delta_bias)
+
+
+def _by_channel(tensor: torch.Tensor, time: int) -> torch.Tensor:
+    """d (b l) -> b d l"""
+    return tensor.unflatten(1, (-1, time)).transpose(0, 1)
+
+
+@stub(f"{_SCAN}.mamba_inner_fn", "mamba_ssm.mamba_inner_fn", source=_AT + "ops/selective_scan_interface.py")
+def mamba_inner_fn(
+    xz, conv1d_weight, conv1d_bias, x_proj_weight, delta_proj_weight, out_proj_weight, out_proj_bias, A, B=None, C=None,
+    D=None, delta_bias=None, B_proj_bias=None, C_proj_bias=None, delta_softplus=True, checkpoint_lvl=1,
+    b_rms_weight=None, c_rms_weight=None, dt_rms_weight=None, b_c_dt_rms_eps=1e-6,
+):  # fmt: skip
+    """Convolution, projections, scan and the projection out. What the convolution and the step sizes gave is computed
+    again in the backward (checkpoint_lvl=1)."""
+    name = "mamba_ssm.mamba_inner_fn"
+    check_on_gpu(name, xz, A)
+    refuse_given(
+        name, B=B, C=C, B_proj_bias=B_proj_bias, C_proj_bias=C_proj_bias, b_rms_weight=b_rms_weight,
+        c_rms_weight=c_rms_weight, dt_rms_weight=dt_rms_weight,
+    )  # fmt: skip
+    refuse(name, {"complex numbers": A.is_complex(), f"checkpoint_lvl={checkpoint_lvl}": checkpoint_lvl != 1})
+    rank, states, time = delta_proj_weight.shape[1], A.shape[-1], xz.shape[-1]
+
+    def forward(*given):
+        packed, kernel_weight, kernel_bias, x_weight, step_weight, out_weight, out_bias, a, d, bias = given
+        weights = (x_weight, step_weight, out_weight)
+        x_weight, step_weight, out_weight = (one.to(autocast_dtype(one.dtype)) for one in weights)
+        out_bias = None if out_bias is None else out_bias.to(autocast_dtype(out_bias.dtype))
+        packed = last_contiguous(packed)
+        x, gate = packed.chunk(2, dim=1)
+        kernel_weight = kernel_weight.squeeze(1)
+        mixed = torch.empty_like(x)
+        projected = functional.linear(mixed.transpose(1, 2).reshape(-1, mixed.shape[1]), x_weight)
+        steps = _by_channel(step_weight @ projected[:, :rank].t(), time)
+        b, c = (
+            part.unflatten(0, (-1, time)).transpose(1, 2).unsqueeze(1).contiguous()
+            for part in (projected[:, rank : rank + states], projected[:, -states:])
+        )
+        d = None if d is None else d.contiguous()
+        out, kept, gated = _scan(mixed, steps, a, gate)
+        saved = (
+            packed, kernel_weight, kernel_bias, projected, x_weight, step_weight, out_weight, a, b, c, d, bias, kept,
+            out,
+        )  # fmt: skip
+        return functional.linear(gated.transpose(1, 2), out_weight, out_bias), saved
+
+    def backward(saved, gradient: torch.Tensor):
+        packed, kernel_weight, kernel_bias, projected, x_weight, step_weight, out_weight, a, b, c, d, bias, _, out = (
+            saved
+        )
+        x, gate = packed.chunk(2, dim=1)
+        gradient = last_contiguous(gradient)
+        mixed = torch.empty_like(x)
+        steps = _by_channel(step_weight @ projected[:, :rank].t(), time)
+        made = torch.empty_like(packed)
+        of_x, of_gate = made.chunk(2, dim=1)
+        rows = gradient.flatten(0, 1).t()
+        of_out = _by_channel(out_weight.t() @ rows, time)
+        found = _scan_backward(mixed, steps, a, b, c, d, gate, bias, of_gate, True, out)
+        of_mixed, of_steps, of_a, of_b, of_c, of_d, of_bias, _, gated = found
+        del found
+        of_out_weight = torch.einsum("eB,dB->ed", rows, gated.transpose(0, 1).reshape(gated.shape[1], -1))
+        of_out_bias = None if out_proj_bias is None else gradient.flatten(0, 1).sum(0)
+        of_projected = torch.empty_like(projected)
+        of_b = of_b.squeeze(1).transpose(1, 2).reshape(-1, states).contiguous()
+        of_projected[:, rank : rank + states] = of_b
+        del of_b
+        of_c = of_c.squeeze(1).transpose(1, 2).reshape(-1, states).contiguous()
+        of_projected[:, -states:] = of_c
+        del of_c
+        of_steps = of_steps.transpose(0, 1).reshape(of_steps.shape[1], -1)
+        of_step_weight = torch.einsum("dB,Br->dr", of_steps, projected[:, :rank])
+        of_projected[:, :rank] = torch.einsum("dB,dr->Br", of_steps, step_weight)
+        of_mixed = of_mixed.transpose(0, 1).reshape(of_mixed.shape[1], -1)
+        of_x_weight = torch.einsum("Br,Bd->rd", of_projected, mixed.transpose(1, 2).reshape(-1, mixed.shape[1]))
+        torch.addmm(of_mixed, x_weight.t(), of_projected.t(), out=of_mixed)
+        _, of_kernel, of_kernel_bias = causal_conv1d.backward(x, kernel_weight, kernel_bias, of_x)
+        del of_out
+        return (
+            made, of_kernel.unsqueeze(1), of_kernel_bias, of_x_weight, of_step_weight, of_out_weight, of_out_bias,
+            of_a, of_d, of_bias,
+        )  # fmt: skip
+
+    return kernel(
+        forward, backward, xz, conv1d_weight, conv1d_bias, x_proj_weight, delta_proj_weight, out_proj_weight,
+        out_proj_bias, A, D, delta_bias,
+    )  # fmt: skip
+
+
+@stub("mamba_ssm.modules.mamba_simple.Mamba", "mamba_ssm.Mamba", source=_AT + "modules/mamba_simple.py")
+class Mamba(nn.Module):
+    """One layer, trained on whole sequences: a product, mamba_inner_fn, and A with its exponential in float32."""
+
+    def __init__(
+        self, d_model, d_state=16, d_conv=4, expand=2, dt_rank="auto", dt_min=0.001, dt_max=0.1, dt_init="random",
+        dt_scale=1.0, dt_init_floor=1e-4, conv_bias=True, bias=False, use_fast_path=True, layer_idx=None, device=None,
+        dtype=None,
+    ):  # fmt: skip
+        super().__init__()
+        of: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.d_model, self.d_state, self.d_conv, self.expand = d_model, d_state, d_conv, expand
+        self.d_inner = int(expand * d_model)
+        self.dt_rank = math.ceil(d_model / 16) if dt_rank == "auto" else dt_rank
+        self.use_fast_path, self.layer_idx = use_fast_path, layer_idx
+        self.in_proj = nn.Linear(d_model, self.d_inner * 2, bias=bias, **of)
+        self.conv1d = nn.Conv1d(
+            self.d_inner, self.d_inner, d_conv, groups=self.d_inner, padding=d_conv - 1, bias=conv_bias, **of
+        )
+        self.activation, self.act = "silu", nn.SiLU()
+        self.x_proj = nn.Linear(self.d_inner, self.dt_rank + d_state * 2, bias=False, **of)
+        self.dt_proj = nn.Linear(self.dt_rank, self.d_inner, bias=True, **of)
+        a = torch.arange(1, d_state + 1, dtype=torch.float32, device=device).expand(self.d_inner, -1).contiguous()
+        self.A_log = nn.Parameter(torch.log(a))
+        self.D = nn.Parameter(torch.ones(self.d_inner, device=device))
+        for parameter in (self.A_log, self.D):
+            parameter._no_weight_decay = True  # type: ignore[attr-defined]
+        self.dt_proj.bias._no_reinit = True  # type: ignore[attr-defined]
+        self.out_proj = nn.Linear(self.d_inner, d_model, bias=bias, **of)
+
+    def forward(self, hidden_states, inference_params=None):
+        """[batch, time, channels]."""
+        others = {"use_fast_path=False": not self.use_fast_path, "inference_params": inference_params is not None}
+        refuse("mamba_ssm.Mamba", others)
+        time = hidden_states.shape[1]
+        xz = _by_channel(self.in_proj.weight @ hidden_states.flatten(0, 1).t(), time)
+        if self.in_proj.bias is not None:
+            xz = xz + self.in_proj.bias.to(dtype=xz.dtype)[:, None]
+        a = -torch.exp(self.A_log.float())
+        return mamba_inner_fn(
+            xz, self.conv1d.weight, self.conv1d.bias, self.x_proj.weight, self.dt_proj.weight, self.out_proj.weight,
+            self.out_proj.bias, a, None, None, self.D.float(), delta_bias=self.dt_proj.bias.float(),
+            delta_softplus=True,
+        )  # fmt: skip

@@ -1,0 +1,83 @@
+"""The packages of others that memprof stands in for where they are not installed, of which release.
+
+What they allocate stands in memprof/stubs/. `names/PACKAGE.txt` has the public names of each
+module of a package, a module a line; tests/accuracy/stub_signatures.py makes it of the package's source.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.resources
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Package:
+    """One of them."""
+
+    name: str  # as it is imported
+    distribution: str  # as it is installed, and requested its version
+    version: str  # the release whose allocations are taken
+    source: str  # where it was read, REPOSITORY@TAG
+    stub_module: str = ""  # the file of memprof/stubs; empty: that of its name
+    for_libraries: bool = True  # whether libraries find it too, once the program has chosen it
+
+
+_FLASH = "Dao-AILab/flash-attention@"
+
+
+def _beside_flash(name: str, version: str, source: str) -> Package:
+    """Return a module that flash-attention's repository builds beside the package."""
+    return Package(name, name.replace("_", "-"), version, _FLASH + source, "flash_attn")
+
+
+PACKAGES = {
+    package.name: package
+    for package in (
+        Package("flash_attn", "flash-attn", "2.8.3", f"{_FLASH}v2.8.3"),
+        _beside_flash("dropout_layer_norm", "0.1", "v2.8.3:csrc/layer_norm/ln_api.cpp"),
+        _beside_flash("fused_dense_lib", "0.0.0", "v2.8.3:csrc/fused_dense_lib/fused_dense.cpp"),
+        _beside_flash("rotary_emb", "0.1", "v2.8.2:csrc/rotary/rotary.cpp"),
+        _beside_flash("xentropy_cuda_lib", "0.1", "v2.8.2:csrc/xentropy/interface.cpp"),
+        Package("amp_C", "apex", "0.1", "NVIDIA/apex@25.05:csrc/amp_C_frontend.cpp", "apex"),
+        Package("apex", "apex", "0.1", "NVIDIA/apex@25.05"),
+        Package("flash_attn_interface", "flash-attn-3", "3.0.0b1", f"{_FLASH}v2.8.3:hopper"),
+        Package("causal_conv1d", "causal-conv1d", "1.6.1", "Dao-AILab/causal-conv1d@v1.6.1.post4"),
+        Package("deepspeed", "deepspeed", "0.19.5", "deepspeedai/DeepSpeed@v0.19.5:deepspeed", for_libraries=False),
+        Package("flashinfer", "flashinfer-python", "0.6.17", "flashinfer-ai/flashinfer@v0.6.17:flashinfer"),
+        Package("kernels", "kernels", "0.17.2", "huggingface/kernels@v0.17.2:src/kernels", "hub", for_libraries=False),
+        Package("mamba_ssm", "mamba-ssm", "2.3.2.post1", "state-spaces/mamba@v2.3.2.post1"),
+        Package("torch_cluster", "torch-cluster", "1.6.3", "rusty1s/pytorch_cluster@1.6.3"),
+        Package("torch_scatter", "torch-scatter", "2.1.2", "rusty1s/pytorch_scatter@2.1.2"),
+        Package("transformer_engine", "transformer-engine", "2.18.0", "NVIDIA/TransformerEngine@v2.18"),
+        Package("xformers", "xformers", "0.0.32.post2", "facebookresearch/xformers@v0.0.32.post2"),
+    )
+}
+# Those whose Python is there, and whose compiled operators are replaced by a stub where they cannot be loaded.
+INSTALLED = (
+    Package("torchaudio", "torchaudio", "2.11.0", "pytorch/audio@v2.11.0:src/libtorchaudio"),
+    Package("torchvision", "torchvision", "0.28.0", "pytorch/vision@v0.28.0:torchvision/csrc/ops"),
+)
+# Packages that need a GPU to be built and have no stub: refused by name. How large most of their outputs are hangs
+# on numbers: points in a voxel, triangles under a pixel.
+WITHOUT_STUB = (
+    "pytorch3d", "MinkowskiEngine", "spconv", "torchsparse", "torch_sparse", "torch_spline_conv", "pyg_lib",
+    "nvdiffrast", "tinycudann", "diff_gaussian_rasterization", "simple_knn", "gsplat", "natten",
+)  # fmt: skip
+NO_STUBS_HINT = "(--no-stubs does without)."  # how the sentence of each stub ends that a run rests on
+# Entry points of packages that bring their own: NAME = MODULE, which registers them when it is imported.
+GROUP = "memprof.stubs"
+
+
+@functools.cache
+def public_names(package: str) -> dict[str, frozenset[str]]:
+    """Module of `package` -> the names that it has; empty where no list was made."""
+    if package not in PACKAGES:
+        return {}
+    names = importlib.resources.files("memprof.stubs") / "names" / f"{package}.txt"
+    try:
+        text = names.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return {}
+    lines = (line.partition(":") for line in text.splitlines())
+    return {module: frozenset(names.split()) for module, _, names in lines}

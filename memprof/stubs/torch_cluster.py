@@ -1,0 +1,117 @@
+"""torch_cluster: neighbours of points, and points far from each other. Nothing of it is differentiated.
+
+Sources: torch_cluster/knn.py, radius.py, fps.py and csrc/cuda/knn_cuda.cu, radius_cuda.cu, fps_cuda.cu of
+rusty1s/pytorch_cluster@1.6.3. Which points are near is not known: each has as many neighbours as it may have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from memprof.stubs.registry import register_in
+from memprof.stubs.tools import check_on_gpu, mark_written, require
+
+_AT = "rusty1s/pytorch_cluster@1.6.3:"
+
+
+def _public(file: str) -> Callable[[Any], Any]:
+    source = f"{_AT}torch_cluster/{file}.py, csrc/cuda/{file}_cuda.cu"
+    return register_in(f"torch_cluster.{file}", "torch_cluster", source=source)
+
+
+def _near(x: torch.Tensor, y: torch.Tensor, most: int, batches: tuple[Any, Any], number: int | None) -> torch.Tensor:
+    """knn_cuda and radius_cuda: two lists of so many for each of `y`, of which those that were found are kept."""
+    if x.numel() == 0 or y.numel() == 0:
+        return torch.empty(2, 0, dtype=torch.long, device=x.device)
+    x = (x.view(-1, 1) if x.dim() == 1 else x).contiguous()
+    y = (y.view(-1, 1) if y.dim() == 1 else y).contiguous()
+    require(x.size(1) == y.size(1), "torch_cluster", "x and y of as many coordinates")
+    require(x.is_floating_point(), "torch_cluster", f"floating-point numbers, not {x.dtype}")
+    if number is None:
+        number = max([1, *(int(batch.max()) + 1 for batch in batches if batch is not None)])
+    if number > 1:
+        bounds = torch.arange(number + 1, device=x.device)
+        ends = [torch.bucketize(bounds, batch) for batch in batches]
+    else:
+        ends = [torch.arange(0, len(points) + 1, len(points), device=x.device) for points in (x, y)]
+    row, col = (torch.full((y.size(0) * most,), -1, dtype=torch.int64, device=x.device) for _ in range(2))
+    mark_written(row, col)
+    mask = row != -1
+    mark_written(mask)
+    del ends
+    return torch.stack([row.masked_select(mask), col.masked_select(mask)], dim=0)
+
+
+def _without_loops(edges: torch.Tensor, loop: bool, flow: str) -> torch.Tensor:
+    row, col = (edges[1], edges[0]) if flow == "source_to_target" else (edges[0], edges[1])
+    if not loop:
+        mask = row != col
+        row, col = row[mask], col[mask]
+    return torch.stack([row, col], dim=0)
+
+
+@_public("knn")
+def knn(x, y, k, batch_x=None, batch_y=None, cosine=False, num_workers=1, batch_size=None):
+    """[2, points of y times k]: as many neighbours as there may be; lists of both, what was found, and what is kept."""
+    check_on_gpu("torch_cluster.knn", x, y, batch_x, batch_y)
+    return _near(x, y, k, (batch_x, batch_y), batch_size)
+
+
+@_public("knn")
+def knn_graph(x, k, batch=None, loop=False, flow="source_to_target", cosine=False, num_workers=1, batch_size=None):
+    """Of points among themselves; one more is looked for where a point is not its own neighbour."""
+    check_on_gpu("torch_cluster.knn_graph", x, batch)
+    edges = knn(x, x, k if loop else k + 1, batch, batch, cosine, num_workers, batch_size)
+    return _without_loops(edges, loop, flow)
+
+
+@_public("radius")
+def radius(x, y, r, batch_x=None, batch_y=None, max_num_neighbors=32, num_workers=1, batch_size=None):
+    """[2, points of y times the most neighbours], as knn."""
+    check_on_gpu("torch_cluster.radius", x, y, batch_x, batch_y)
+    return _near(x, y, max_num_neighbors, (batch_x, batch_y), batch_size)
+
+
+@_public("radius")
+def radius_graph(
+    x, r, batch=None, loop=False, max_num_neighbors=32, flow="source_to_target", num_workers=1, batch_size=None
+):
+    """As radius, of points among themselves."""
+    check_on_gpu("torch_cluster.radius_graph", x, batch)
+    most = max_num_neighbors if loop else max_num_neighbors + 1
+    return _without_loops(radius(x, x, r, batch, batch, most, num_workers, batch_size), loop, flow)
+
+
+@_public("fps")
+def fps(src, batch=None, ratio=None, random_start=True, batch_size=None, ptr=None):
+    """So many of each group, one after another the farthest from those that were taken."""
+    check_on_gpu("torch_cluster.fps", src, batch)
+    share = ratio
+    if not isinstance(ratio, torch.Tensor):
+        share = torch.tensor(0.5 if ratio is None else ratio, dtype=src.dtype, device=src.device)
+    if isinstance(ptr, list):
+        ends = torch.tensor(ptr, device=src.device)
+    elif ptr is not None:
+        ends = ptr
+    elif batch is not None:
+        number = int(batch.max()) + 1 if batch_size is None else batch_size
+        sizes = src.new_zeros(number, dtype=torch.long)
+        sizes.scatter_add_(0, batch, torch.ones_like(batch))
+        ends = sizes.new_zeros(number + 1)
+        ends[1:].copy_(sizes.cumsum(0))  # into a part, what is computed is not followed
+    else:
+        ends = torch.tensor([0, src.size(0)], device=src.device)
+    points = src.view(src.size(0), -1).contiguous()
+    groups = ends.numel() - 1
+    taken = (ends.narrow(0, 1, groups) - ends.narrow(0, 0, groups)).to(share.dtype) * share
+    bounds = torch.cat([ends.new_zeros(1), taken.ceil().to(torch.long).cumsum(0)], 0)
+    start = torch.zeros(groups, dtype=ends.dtype, device=ends.device)
+    if random_start:
+        start = (torch.rand(groups, dtype=src.dtype, device=src.device) * start.to(share.dtype)).to(torch.long)
+    distances = torch.full((points.size(0),), 5e4, dtype=src.dtype, device=src.device)
+    found = torch.empty(int(bounds[-1]), dtype=torch.long, device=src.device)
+    del start, distances
+    return found

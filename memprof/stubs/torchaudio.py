@@ -1,0 +1,72 @@
+"""torchaudio whose compiled part cannot be loaded: a build for CUDA beside torch for the CPU, as PyPI has it.
+
+Its Python is there; importing it fails where its libraries do. Here the operators are defined; what their kernels
+allocate is audio.py.
+
+Sources: src/libtorchaudio of pytorch/audio@v2.11.0 (rnnt/compute.cpp, forced_align/compute.cpp, lfilter.cpp,
+overdrive.cpp, utils.cpp), torchaudio/_extension.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from memprof.patching.patch_set import Patch
+from memprof.stubs.packages import NO_STUBS_HINT
+from memprof.virtual.kernels import registry
+
+SCHEMAS = {
+    "rnnt_loss_forward": (
+        "(Tensor logits, Tensor targets, Tensor logit_lengths, Tensor target_lengths, int blank, float clamp, "
+        "bool fused_log_softmax) -> (Tensor, Tensor)"
+    ),
+    "forced_align": (
+        "(Tensor log_probs, Tensor targets, Tensor input_lengths, Tensor target_lengths, int blank) -> (Tensor, Tensor)"
+    ),
+    "_lfilter_core_loop": (
+        "(Tensor input_signal_windows, Tensor a_coeff_flipped, Tensor(a!) padded_output_waveform) -> Tensor(a!)"
+    ),
+    "_overdrive_core_loop": (
+        "(Tensor waveform, Tensor temp, Tensor(a!) last_in, Tensor(b!) last_out, Tensor(c!) output_waveform) -> "
+        "(Tensor(a!), Tensor(b!), Tensor(c!))"
+    ),
+}
+_LIBRARIES = ("_torchaudio", "libtorchaudio")
+_NOT_LOADED = (
+    "torchaudio's compiled operators cannot be loaded here (a build for CUDA beside torch for the CPU): they are "
+    f"replaced by stubs, allocating as those of 2.11.0 do {NO_STUBS_HINT}"
+)
+
+
+@functools.cache
+def _define() -> tuple[torch.library.Library, torch.library.Library]:
+    """Define the operators, in this process from here on; they have no kernels but memprof's."""
+    library, own = (torch.library.Library(name, "FRAGMENT") for name in ("torchaudio", "_torchaudio"))
+    for name, schema in SCHEMAS.items():
+        library.define(name + schema)
+    for name, result, value in (("is_align_available", "bool", True), ("cuda_version", "int?", None)):
+        own.define(f"{name}() -> {result}")
+        own.impl(name, lambda value=value: value, "CompositeImplicitAutograd")
+    return library, own
+
+
+def patches(module: Any, assume: Callable[[str], None]) -> Iterator[Patch]:
+    """Replace what loads libraries in `module`, torchaudio._extension.utils: those that do not load."""
+    real = module._load_lib
+
+    def load(lib: str) -> bool:
+        try:
+            return bool(real(lib))
+        except OSError:
+            if lib not in _LIBRARIES:
+                raise
+        assume(_NOT_LOADED)
+        _define()
+        registry.register_library("torchaudio")
+        return True
+
+    yield module, "_load_lib", load

@@ -1,0 +1,74 @@
+"""torchvision whose compiled part cannot be loaded: a build for CUDA beside torch for the CPU, as PyPI has it.
+
+Its Python is there and registers shapes and derivatives for its operators; the operators themselves are missing, and so
+the import fails. Here they are defined; what their kernels allocate is detection.py.
+
+Sources: torchvision/csrc/ops (nms.cpp, roi_align.cpp and its siblings, deform_conv2d.cpp, box_iou_rotated.cpp,
+autograd/) and torchvision/extension.py of pytorch/vision@v0.28.0.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from memprof.patching.patch_set import Patch
+from memprof.stubs.packages import NO_STUBS_HINT
+
+_NAMESPACE = "torchvision"
+_BOXES = "Tensor dets, Tensor scores, float iou_threshold"
+_POOL = "float spatial_scale, SymInt pooled_height, SymInt pooled_width"
+_INPUT = "SymInt batch_size, SymInt channels, SymInt height, SymInt width"
+_CONVOLUTION = (
+    "Tensor input, Tensor weight, Tensor offset, Tensor mask, Tensor bias, SymInt stride_h, SymInt stride_w, "
+    "SymInt pad_h, SymInt pad_w, SymInt dilation_h, SymInt dilation_w, SymInt groups, SymInt offset_groups, "
+    "bool use_mask"
+)
+SCHEMAS = {
+    "nms": f"({_BOXES}) -> Tensor",
+    "box_iou_rotated": "(Tensor boxes1, Tensor boxes2) -> Tensor",
+    "qnms": f"({_BOXES}) -> Tensor",
+    "roi_align": f"(Tensor input, Tensor rois, {_POOL}, int sampling_ratio, bool aligned) -> Tensor",
+    "_roi_align_backward": (
+        f"(Tensor grad, Tensor rois, {_POOL}, {_INPUT}, int sampling_ratio, bool aligned) -> Tensor"
+    ),
+    "qroi_align": (
+        "(Tensor input, Tensor rois, float input_scale, int input_zero_point, float rois_scale, int rois_zero_point, "
+        f"{_POOL}, int sampling_ratio, bool aligned) -> Tensor"
+    ),
+    "roi_pool": f"(Tensor input, Tensor rois, {_POOL}) -> (Tensor, Tensor)",
+    "_roi_pool_backward": f"(Tensor grad, Tensor rois, Tensor argmax, {_POOL}, {_INPUT}) -> Tensor",
+    "ps_roi_align": f"(Tensor input, Tensor rois, {_POOL}, int sampling_ratio) -> (Tensor, Tensor)",
+    "_ps_roi_align_backward": (
+        f"(Tensor grad, Tensor rois, Tensor channel_mapping, {_POOL}, int sampling_ratio, {_INPUT}) -> Tensor"
+    ),
+    "ps_roi_pool": f"(Tensor input, Tensor rois, {_POOL}) -> (Tensor, Tensor)",
+    "_ps_roi_pool_backward": f"(Tensor grad, Tensor rois, Tensor channel_mapping, {_POOL}, {_INPUT}) -> Tensor",
+    "deform_conv2d": f"({_CONVOLUTION}) -> Tensor",
+    "_deform_conv2d_backward": f"(Tensor grad, {_CONVOLUTION}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+}
+_NOT_LOADED = (
+    "torchvision's compiled operators cannot be loaded here (a build for CUDA beside torch for the CPU): they are "
+    f"replaced by stubs, allocating as those of 0.28.0 do {NO_STUBS_HINT}"
+)
+
+
+@functools.cache
+def define() -> torch.library.Library:
+    """Define the operators, in this process from here on; they have no kernels but memprof's."""
+    library = torch.library.Library(_NAMESPACE, "FRAGMENT")
+    for name, schema in SCHEMAS.items():
+        library.define(name + schema)
+    return library
+
+
+def patches(module: Any, assume: Callable[[str], None]) -> Iterator[Patch]:
+    """Replace what `module`, torchvision.extension, says of its library, where that does not load."""
+    if not module._has_ops():
+        assume(_NOT_LOADED)
+        define()
+        yield module, "_has_ops", lambda: True
+        yield module, "_check_cuda_version", lambda: -1  # as of a build without CUDA

@@ -1,0 +1,104 @@
+"""transformer_engine's norms.
+
+Sources: pytorch/ops/basic/layer_norm.py and rmsnorm.py, pytorch/csrc/extensions/normalization.cpp,
+common/normalization/. The backward sums the gradients of weight and bias in parts, one for each block of threads that
+runs at a time: one for each multiprocessor is taken here, for how many fit beside each other is not published.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from memprof.stubs.tools import autocast_dtype, check_on_gpu, kernel, num_multiprocessors
+from memprof.stubs.transformer_engine.precision import Recipe, quantized, te
+
+_Made = tuple[Any, tuple[torch.Tensor, ...]]
+
+
+def forward(x: torch.Tensor, is_rms: bool, recipe: Recipe | None = None, *, columns: bool = False) -> _Made:
+    """layernorm_fwd, rmsnorm_fwd: the output, in float8 by `recipe`, and a number for each row, or two."""
+    rows = x[..., 0].numel()
+    statistics = tuple(x.new_empty(rows, dtype=torch.float32) for _ in range(1 if is_rms else 2))
+    if recipe is None:
+        return torch.empty_like(x), statistics
+    made = quantized(x, columns=columns, by_now=False)
+    if recipe.float8_current_scaling():
+        whole, found = torch.empty_like(x), x.new_empty(2, dtype=torch.float32)
+        del whole, found
+    return made, statistics
+
+
+def backward(x: torch.Tensor, weight: torch.Tensor, is_rms: bool) -> tuple[torch.Tensor, ...]:
+    """layernorm_bwd, rmsnorm_bwd: gradients of the input, the weight and the bias."""
+    made = (torch.empty_like(x), *(torch.empty_like(weight) for _ in range(1 if is_rms else 2)))
+    blocks = min(num_multiprocessors(), x[..., 0].numel())
+    parts = x.new_empty((len(made) - 1, blocks, x.shape[-1]), dtype=torch.float32)
+    del parts
+    return made
+
+
+class _Norm(nn.Module):
+    is_rms = False
+    weight: nn.Parameter
+    bias: nn.Parameter
+
+    def __init__(
+        self, normalized_shape=None, eps=1e-5, sequence_parallel=None, params_dtype=None, zero_centered_gamma=False,
+        hidden_size=None, **kwargs,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        shape = hidden_size if normalized_shape is None else normalized_shape
+        self.eps, self.zero_centered_gamma, self.sequence_parallel = eps, zero_centered_gamma, sequence_parallel
+        device = torch.device(kwargs.pop("device", None) or torch.device("cuda", torch.cuda.current_device()))
+        dtype = params_dtype or kwargs.pop("dtype", None) or torch.get_default_dtype()
+        kwargs.pop("dtype", None), kwargs.pop("sm_margin", None)
+        if kwargs:
+            raise TypeError(f"__init__() got an unexpected keyword argument {next(iter(kwargs))!r}")
+        self._shape = tuple(shape) if isinstance(shape, Iterable) else (shape,)
+        for name in ("weight",) if self.is_rms else ("weight", "bias"):
+            self.register_parameter(name, nn.Parameter(torch.empty(self._shape, device=device, dtype=dtype)))
+        if device.type != "meta":
+            self.reset_parameters()
+
+    def reset_parameters(self, defer_init=None) -> None:
+        if self.weight.device.type == "meta":
+            for name, parameter in list(self.named_parameters()):
+                self.register_parameter(name, nn.Parameter(torch.empty_like(parameter, device="cuda")))
+        (nn.init.zeros_ if self.zero_centered_gamma else nn.init.ones_)(self.weight)
+        if not self.is_rms:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, input):
+        """Over the last dimensions; saved are the input, in autocast's type, and the numbers of the rows."""
+        check_on_gpu(f"transformer_engine.pytorch.{type(self).__name__}", input)
+        dtype = autocast_dtype(self.weight.dtype)
+        is_rms, shape = self.is_rms, input.shape
+
+        def fore(x: torch.Tensor, weight: torch.Tensor, *bias: torch.Tensor):
+            x = x.contiguous().to(dtype)
+            made, statistics = forward(x.view(-1, weight.numel()), is_rms)
+            return made.view(x.shape), (x.view(-1, weight.numel()), *statistics, weight)
+
+        def back(saved, gradient: torch.Tensor):
+            gradient = gradient.contiguous().to(dtype)
+            x, weight = saved[0], saved[-1]
+            made, *of_parameters = backward(x, weight.to(dtype).view(-1), is_rms)
+            return (made.view(shape), *(one.view(weight.shape) for one in of_parameters))
+
+        return kernel(fore, back, input, *self.parameters())
+
+
+@te("module.layernorm", "module")
+class LayerNorm(_Norm):
+    """By mean and variance, saved; sums of parameters' gradients for each multiprocessor."""
+
+
+@te("module.rmsnorm", "module")
+class RMSNorm(_Norm):
+    """By the root of the mean of squares, saved; sums of the weight's gradient for each multiprocessor."""
+
+    is_rms = True

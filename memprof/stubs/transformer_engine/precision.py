@@ -1,0 +1,191 @@
+"""transformer_engine's float8: where it is in force, and what a tensor in it takes.
+
+Sources: common/recipe/__init__.py, pytorch/quantization.py, pytorch/csrc/quantizer.cpp (Float8Quantizer and
+Float8CurrentScalingQuantizer) and common/transformer_engine.cpp (nvte_is_non_tn_fp8_gemm_supported).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, NamedTuple
+
+import torch
+
+from memprof.stubs.registry import register_in
+from memprof.stubs.tools import refuse
+
+_AT = "NVIDIA/TransformerEngine@v2.18:transformer_engine/"
+
+
+def te(*modules: str) -> Callable[[Any], Any]:
+    """Register what follows for `transformer_engine.pytorch`; the first of `modules` in it defines the real one."""
+    inner = (f"transformer_engine.pytorch.{module}" for module in modules)
+    source = f"{_AT}pytorch/{modules[0].replace('.', '/')}.py, pytorch/csrc"
+    return register_in(*inner, "transformer_engine.pytorch", source=source)
+
+
+_recipe = register_in("transformer_engine.common.recipe", source=f"{_AT}common/recipe/__init__.py")
+
+
+class _Range(NamedTuple):
+    max_fwd: float
+    max_bwd: float
+
+
+@_recipe
+class Format(Enum):
+    """Types of float8 in the forward pass and in the backward."""
+
+    E2M1 = _Range(6, 6)
+    E4M3 = _Range(448, 448)
+    E5M2 = _Range(57344, 57344)
+    HYBRID = _Range(448, 57344)
+
+
+@_recipe
+class Recipe:
+    """How tensors are scaled."""
+
+    @classmethod
+    def delayed(cls):
+        return issubclass(cls, DelayedScaling)
+
+    @classmethod
+    def float8_current_scaling(cls):
+        return issubclass(cls, Float8CurrentScaling)
+
+
+@_recipe
+@dataclass
+class DelayedScaling(Recipe):
+    """Each tensor has one scale, of the steps before."""
+
+    margin: int = 0
+    fp8_format: Format = Format.HYBRID
+    amax_history_len: int = 1024
+    amax_compute_algo: Any = "max"
+    scaling_factor_compute_algo: Any = None
+    reduce_amax: bool = True
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    backward_override: str | None = None
+
+
+@_recipe
+@dataclass
+class Float8CurrentScaling(Recipe):
+    """Each tensor has one scale, found before it is cast."""
+
+    use_power_2_scales: bool = False
+    fp8_format: Format = Format.HYBRID
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    backward_override: str | None = None
+
+
+class Quantized(NamedTuple):
+    """A tensor in float8: as it is, transposed, and its inverse scale."""
+
+    rows: torch.Tensor | None = None
+    columns: torch.Tensor | None = None
+    scale: torch.Tensor | None = None
+
+    def for_backward(self) -> Quantized:
+        """What a product for a weight's gradient needs."""
+        return self if self.columns is None else Quantized(None, self.columns, self.scale)
+
+
+def takes_any_layout() -> bool:
+    """Whether float8 products of this GPU need no transposed copies."""
+    arch = torch.cuda.get_device_capability()
+    return 100 <= 10 * arch[0] + arch[1] < 120
+
+
+def quantized(x: torch.Tensor, *, columns: bool, rows: bool = True, by_now: bool) -> Quantized:
+    """Cast `x`, seen as a matrix; `by_now` finds its scale first."""
+    scale = x.new_empty(1, dtype=torch.float32)
+    whole = takes_any_layout()
+    data = torch.empty_like(x, dtype=torch.uint8) if rows or whole else None
+    turned = x.new_empty((x.shape[-1], *x.shape[:-1]), dtype=torch.uint8) if columns and not whole else None
+    if by_now:
+        found = [x.new_empty(1, dtype=torch.float32) for _ in range(2)]
+        del found
+    return Quantized(data, turned, scale)
+
+
+def turned(recipe: Recipe | None, *given: Quantized) -> Iterator[Quantized]:
+    """Yield tensors with what products in float8 for a weight's gradient read (_create_transpose)."""
+    for x in given:
+        if recipe is None or x.columns is not None or takes_any_layout() or x.rows is None:
+            yield x
+        else:
+            yield Quantized(x.rows, x.rows.new_empty((x.rows.shape[-1], *x.rows.shape[:-1])), x.scale)
+
+
+_in_force: Recipe | None = None
+
+
+def in_force() -> Recipe | None:
+    """The recipe by which products are in float8 now."""
+    return _in_force
+
+
+@te("quantization")
+class autocast:  # noqa: N801
+    """A region in float8: scales and largest numbers of each tensor, in float32."""
+
+    def __init__(self, enabled=True, calibrating=False, recipe=None, amax_reduction_group=None, _graph=False):
+        name = "transformer_engine.pytorch.autocast"
+        recipe = DelayedScaling() if recipe is None else recipe
+        known = isinstance(recipe, (DelayedScaling, Float8CurrentScaling))
+        unknown = not known or recipe.fp8_dpa or recipe.fp8_mha or recipe.backward_override
+        if enabled:
+            refuse(name, {"calibrating=True": calibrating, f"the recipe {recipe}": unknown})
+        self._inside, self._outside = recipe if enabled else None, _in_force
+
+    def __enter__(self):
+        global _in_force
+        if self._inside is not None and not is_fp8_available():
+            raise AssertionError(is_fp8_available(True)[1])
+        self._outside, _in_force = _in_force, self._inside
+        return self
+
+    def __exit__(self, exc_type, exc_val, exc_tb):
+        global _in_force
+        _in_force = self._outside
+
+
+@te("quantization")
+def fp8_autocast(enabled=True, calibrating=False, fp8_recipe=None, fp8_group=None, _graph=False):
+    """As autocast, by its older name."""
+    warnings.warn("fp8_autocast is deprecated: use autocast", category=DeprecationWarning, stacklevel=2)
+    return autocast(enabled, calibrating, fp8_recipe, fp8_group, _graph)
+
+
+@te("quantization")
+def is_fp8_available(return_reason=False):
+    """On GPUs from compute capability 8.9 on."""
+    return _available("FP8", (8, 9), return_reason)
+
+
+@te("utils")
+def is_bf16_available(return_reason=False):
+    """On GPUs from compute capability 8.0 on."""
+    return _available("BF16", (8, 0), return_reason)
+
+
+def _available(what: str, least: tuple[int, int], return_reason):
+    there = torch.cuda.get_device_capability() >= least
+    reason = (
+        "" if there else f"Device compute capability {least[0]}.{least[1]} or higher required for {what} execution."
+    )
+    return (there, reason) if return_reason else there
+
+
+@te("utils")
+def get_device_compute_capability():
+    """Major and minor number of the current GPU: nothing is taken."""
+    return torch.cuda.get_device_capability()

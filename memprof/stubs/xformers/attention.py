@@ -1,0 +1,338 @@
+"""xformers.ops: memory-efficient attention, by the operator that its dispatch chooses.
+
+Sources: xformers/ops/fmha (__init__.py, dispatch.py, flash.py, flash3.py, cutlass.py, common.py) and
+.github/workflows/wheels_build.yml of facebookresearch/xformers@v0.0.32.post2. Its wheels are built with FlashAttention
+3 for compute capability 8.0 and 9.0, and take FlashAttention 2 and CUTLASS's kernel from PyTorch: the latter runs
+single precision, tensors as biases, and GPUs before Ampere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from memprof.stubs import flash_attn_interface as fa3
+from memprof.stubs.flash_attn import attention as fa2
+from memprof.stubs.registry import stub
+from memprof.stubs.tools import HALF, check_on_gpu, kernel, missing_stub_error, refuse, unsupported_error
+from memprof.stubs.xformers import biases
+
+_SOURCE = "facebookresearch/xformers@v0.0.32.post2:xformers/ops/fmha"
+# Of FlashAttention 3 (SUPPORTED_MIN_K in flash3.py), and the largest of both.
+_LEAST_HEAD, _LEAST_HEAD_BACKWARD, _MOST_HEAD = 32, 64, 256
+_DENSE = (
+    type(None), biases.LowerTriangularMask, biases.LowerTriangularFromBottomRightMask,
+    biases.LowerTriangularFromBottomRightLocalAttentionMask, biases.LocalAttentionFromBottomRightMask,
+)  # fmt: skip
+_BLOCKS = (
+    biases.BlockDiagonalMask, biases.BlockDiagonalCausalMask, biases.BlockDiagonalCausalFromBottomRightMask,
+    biases.BlockDiagonalCausalLocalAttentionMask, biases.BlockDiagonalCausalLocalAttentionFromBottomRightMask,
+)  # fmt: skip
+_PADDED = (biases.BlockDiagonalPaddedKeysMask, biases.BlockDiagonalCausalWithOffsetPaddedKeysMask)
+_WITH_TENSOR = (torch.Tensor, torch.nn.Parameter, biases.LowerTriangularMaskWithTensorBias)
+_NOT_CUTLASS = (biases.LocalAttentionFromBottomRightMask, biases.BlockDiagonalPaddedKeysMask)
+_NOT_CUTLASS_BACKWARD = (
+    biases.LowerTriangularMaskWithTensorBias, biases.LowerTriangularFromBottomRightLocalAttentionMask,
+    biases.BlockDiagonalCausalLocalAttentionFromBottomRightMask,
+)  # fmt: skip
+
+
+class _Bounds(NamedTuple):
+    """Of sequences one after another; none of it where there is a batch."""
+
+    queries: torch.Tensor | None
+    keys: torch.Tensor | None
+    most_queries: int
+    most_keys: int
+    used: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, bias, query: torch.Tensor, key: torch.Tensor) -> _Bounds:
+        if not isinstance(bias, (*_BLOCKS, *_PADDED)):
+            return cls(None, None, query.shape[1], key.shape[1])
+        q, k = bias.q_seqinfo, bias.k_seqinfo
+        return cls(q.seqstart, k.seqstart, q.max_seqlen, k.max_seqlen, getattr(k, "seqlen", None))
+
+
+def _is_causal(bias) -> bool:
+    return "Causal" in type(bias).__name__ or "LowerTriangular" in type(bias).__name__
+
+
+def _window(bias) -> tuple[int, int]:
+    if isinstance(bias, biases.LocalAttentionFromBottomRightMask):
+        return bias.window_left, bias.window_right
+    size = _window_size(bias)
+    return (-1 if size is None else size - 1), -1
+
+
+def _window_size(bias) -> int | None:
+    local = "LocalAttention" in type(bias).__name__ and "Causal" in type(bias).__name__
+    return bias._window_size if local or type(bias) is _DENSE[3] else None
+
+
+def _checked(name: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias, op) -> None:
+    """What the real one refuses (Inputs.validate_inputs), and what is not known here, by name."""
+    check_on_gpu(name, query, key, value)
+    three = (query, key, value)
+    if any(tensor.dim() != query.dim() for tensor in three):
+        raise ValueError("Query/Key/Value should all have BMGHK, BMHK or BMK shape.")
+    if any(tensor.dtype != query.dtype for tensor in three):
+        raise ValueError("Query/Key/Value should all have the same dtype")
+    if key.shape[-1] != query.shape[-1] or key.shape[:-1] != value.shape[:-1] or key.shape[0] != query.shape[0]:
+        raise ValueError(f"Incompatible shapes for attention inputs: {[tuple(tensor.shape) for tensor in three]}")
+    if isinstance(bias, _BLOCKS) and query.shape[0] != 1:
+        raise ValueError("Expected batch_size=1 when using block-diagonal bias")
+    added = _tensor_of(bias)
+    if added is not None:
+        check_on_gpu(name, added)
+        shape = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
+        if query.dim() == 4 and added.shape != shape:
+            raise ValueError(f"Invalid shape for attention bias: {tuple(added.shape)} (expected {shape})")
+        if added.dtype != query.dtype:
+            raise RuntimeError("invalid dtype for bias - should match query's dtype")
+    reasons = {
+        f"tensors of {query.dim()} dimensions": query.dim() not in (3, 4),
+        f"an attn_bias of type {type(bias).__name__}": type(bias) not in (*_DENSE, *_BLOCKS, *_PADDED, *_WITH_TENSOR),
+        f"values of {value.shape[-1]} for keys of {query.shape[-1]}": value.shape[-1] != query.shape[-1],
+        "op": op is not None,
+    }
+    refuse(name, reasons)
+
+
+def _tensor_of(bias) -> torch.Tensor | None:
+    bias = bias._bias if isinstance(bias, biases.LowerTriangularMaskWithTensorBias) else bias
+    return bias if isinstance(bias, torch.Tensor) else None
+
+
+class _Chosen(NamedTuple):
+    """Which operators run: 3 and 2 of FlashAttention, 0 CUTLASS's."""
+
+    forward: int
+    backward: int
+
+
+def _chosen(name: str, query: torch.Tensor, key: torch.Tensor, bias, p: float, needs: bool) -> _Chosen:
+    """dispatch.py: the first of the list that takes all of it; the backward's is chosen in the forward. Raises
+    NotImplementedError: none does."""
+    capability, size = torch.cuda.get_device_capability(query.device), query.shape[-1]
+    from_first = isinstance(bias, (biases.LowerTriangularMask, biases.BlockDiagonalCausalMask))
+    bounds = _Bounds.of(bias, query, key)
+    ends = (bias.q_seqinfo.seqstart_py, bias.k_seqinfo.seqstart_py) if bounds.queries is not None else (
+        query.shape[1], key.shape[1]
+    )  # fmt: skip
+    flash = (
+        query.dtype in HALF and capability >= (8, 0) and type(bias) in (*_DENSE, *_BLOCKS, *_PADDED)
+        and size % 8 == 0 and size <= _MOST_HEAD and not (from_first and ends[0] != ends[1])
+    )  # fmt: skip
+    aligned = size % (8 if query.dtype in HALF and capability >= (7, 0) else 4 if capability >= (8, 0) else 1) == 0
+    cutlass = (
+        aligned and not isinstance(bias, _NOT_CUTLASS) and query.dtype in (*HALF, torch.float32)
+        and not (query.dtype == torch.bfloat16 and capability < (8, 0))
+    )  # fmt: skip
+    none = f"No operator found for `memory_efficient_attention_forward` with query of {tuple(query.shape)}"
+    if not flash and not cutlass:
+        raise NotImplementedError(
+            f"{none} in {query.dtype}, keys of {key.shape[1]} and a bias of {type(bias).__name__}"
+        )
+    third = flash and p == 0 and size >= _LEAST_HEAD
+    alone = not needs and key.stride(-2) == 0 and key.shape[-2] > 1
+    if alone and query.shape[1] <= 32 and key.shape[1] >= 256 and query.shape[0] * query.shape[2] < 64:
+        if isinstance(bias, _BLOCKS) or not flash:
+            raise unsupported_error(name, "one head of keys for few queries, which Triton's kernel runs")
+        third = False
+    forward = (3 if third else 2) if flash else 0
+    if not needs:
+        return _Chosen(forward, forward)
+    if isinstance(bias, _PADDED) or (not flash and isinstance(bias, _NOT_CUTLASS_BACKWARD)):
+        raise NotImplementedError("No operator found for `memory_efficient_attention_backward`")
+    small = p > 0 and size > 224 and capability not in ((8, 0), (9, 0))
+    if flash and small:
+        raise unsupported_error(name, f"dropout on heads of {size}, whose backward is CUTLASS's")
+    return _Chosen(forward, (3 if third and size >= _LEAST_HEAD_BACKWARD else 2) if flash else 0)
+
+
+_OFFSETS = "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_k"
+_LENGTHS = "SymInt max_seqlen_q, SymInt max_seqlen_k, float p, float softmax_scale, bool is_causal"
+
+
+def _operator(name: str, schema: str) -> Callable[[Callable[..., Any]], Any]:
+    """An operator of torch.ops as the real package defines it: programs name it to choose what a checkpoint keeps."""
+
+    def define(body: Callable[..., Any]):
+        made = torch.library.custom_op(name, body, mutates_args=(), schema=f"(Tensor query, Tensor key, {schema}")
+        made.register_fake(body)
+        return made
+
+    return define
+
+
+def _knows(name: str, *of_others) -> None:
+    if any(one is not None for one in of_others):
+        raise unsupported_error(f"torch.ops.{name}", "pages, or keys that are padded on the left or split")
+
+
+def _lengths(queries, keys, most_queries: int, most_keys: int) -> fa2.Lengths | None:
+    return None if queries is None else fa2.Lengths(queries, keys, most_queries, most_keys)
+
+
+@_operator(
+    "xformers_flash::flash_fwd",
+    f"Tensor value, {_OFFSETS}, {_LENGTHS}, SymInt window_left, SymInt window_right, bool return_softmax, "
+    "Tensor? block_tables) -> (Tensor, Tensor, Tensor)",
+)
+def _flash_2(
+    query, key, value, cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q: int, max_seqlen_k: int, p: float,
+    softmax_scale: float, is_causal: bool, window_left: int, window_right: int, return_softmax: bool, block_tables,
+):  # fmt: skip
+    """fmha/flash.py, _flash_fwd: output, log of the sums, random state."""
+    _knows("xformers_flash.flash_fwd", block_tables)
+    lengths = _lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    options = fa2.Options(p, (window_left, window_right), None, False, False, lengths)
+    out, sums, _, state = fa2._forward(query, key, value, options, False)
+    return out, sums, state
+
+
+@_operator(
+    "xformers_flash3::flash_fwd",
+    f"Tensor value, {_OFFSETS}, Tensor? leftpad_k, {_LENGTHS}, Tensor? descale_q=None, Tensor? descale_k=None, "
+    "Tensor? descale_v=None, Tensor? block_table=None, bool use_kvsplit=False, SymInt window_left=-1, "
+    "SymInt window_right=-1) -> (Tensor, Tensor)",
+)
+def _flash_3(
+    query, key, value, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, max_seqlen_q: int, max_seqlen_k: int, p: float,
+    softmax_scale: float, is_causal: bool, descale_q=None, descale_k=None, descale_v=None, block_table=None,
+    use_kvsplit: bool = False, window_left: int = -1, window_right: int = -1,
+):  # fmt: skip
+    """fmha/flash3.py, mha_fwd: output and log of the sums."""
+    _knows("xformers_flash3.flash_fwd", leftpad_k, block_table, use_kvsplit or None)
+    call = fa3.HopperOptions(
+        causal=is_causal, window_size=(window_left, window_right), cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, others=(None, seqused_k),
+    )  # fmt: skip
+    return fa3._forward(query, key, value, call)[:2]
+
+
+class _Named(type):
+    """Of classes that programs ask for their operator alone."""
+
+    def __getattr__(cls, name: str):
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise missing_stub_error(f"{cls.__module__}.{cls.__name__}.{name}")
+
+
+for _kind, _found in {"flash": "xformers_flash", "flash3": "xformers_flash3"}.items():
+    _made = _Named("FwOp", (), {"OPERATOR": getattr(torch.ops, _found).flash_fwd})
+    _made.__doc__ = "Names its operator, by which a program knows it: nothing is taken."
+    stub(f"xformers.ops.fmha.{_kind}.FwOp", source=f"{_SOURCE}/{_kind}.py")(_made)
+
+
+@stub(
+    "xformers.ops.fmha.memory_efficient_attention", "xformers.ops.memory_efficient_attention",
+    source=f"{_SOURCE}/__init__.py",
+)  # fmt: skip
+def memory_efficient_attention(query, key, value, attn_bias=None, p=0.0, scale=None, *, op=None, output_dtype=None):
+    """[batch, tokens, heads, size], or without heads, by flash-attn 2 or 3, or CUTLASS's kernel. The log of the sums is
+    an output too: its gradient is zeros."""
+    name = "xformers.ops.memory_efficient_attention"
+    _checked(name, query, key, value, attn_bias, op)
+    if output_dtype not in (None, query.dtype):
+        raise unsupported_error(name, f"output_dtype={output_dtype}")
+    shape, size, added = query.shape, query.shape[-1], _tensor_of(attn_bias)
+    if query.dim() == 3:
+        query, key, value = (tensor.unsqueeze(2) for tensor in (query, key, value))
+        added = None if added is None else added.unsqueeze(1)
+    needs = query.requires_grad or key.requires_grad or value.requires_grad
+    chosen = _chosen(name, query, key, attn_bias, p, needs)
+    bounds, factor = _Bounds.of(attn_bias, query, key), size**-0.5 if scale is None else scale
+    together = query.shape[0] == key.shape[0] and query.stride(-2) == 3 * size
+    run = (
+        _flash(chosen, attn_bias, bounds, p, factor, together)
+        if chosen.forward
+        else _cutlass(attn_bias, bounds, p, factor)
+    )
+    if not needs:
+        return run.forward(query, key, value, added, False)[0].reshape(shape)
+
+    def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, added):
+        out, sums, *rest = run.forward(q, k, v, added, True)
+        out = out.reshape(q.shape)
+        return (out, sums), (q, k, v, out, sums, added, *(rest if p else ()))
+
+    def backward(saved, gradient: torch.Tensor, of_sums: torch.Tensor):
+        made = run.backward(gradient, *saved)
+        return *(one.reshape(saved[at].shape) for at, one in enumerate(made[:3])), *(made[3:] or (None,))
+
+    return kernel(forward, backward, query, key, value, added)[0].reshape(shape)  # type: ignore[no-any-return]
+
+
+class _Run(NamedTuple):
+    """An operator: its forward (q, k, v, bias, whether sums are needed) and its backward."""
+
+    forward: Callable[..., Any]
+    backward: Callable[..., Any]
+
+
+def _flash(chosen: _Chosen, bias, bounds: _Bounds, p: float, scale: float, together: bool) -> _Run:
+    """FlashAttention, on [tokens, heads, size] where sequences lie one after another (_convert_input_format)."""
+    causal, window = _is_causal(bias), _window(bias)
+    ends = (bounds.most_queries, bounds.most_keys)
+
+    def flat(*tensors: torch.Tensor) -> list[torch.Tensor]:
+        return [one.reshape(-1, *one.shape[2:]) if bounds.queries is not None else one for one in tensors]
+
+    def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, _, needs: bool):
+        if k.stride(2) == 0 and v.stride(2) == 0:  # one head of keys for all queries
+            k, v = k[:, :, :1], v[:, :, :1]
+        q, k, v = flat(q, k, v)
+        offsets = (bounds.queries, bounds.keys, bounds.used)
+        if chosen.forward == 3:
+            made = _flash_3(
+                q, k, v, *offsets, None, *ends, p, scale, causal, window_left=window[0], window_right=window[1]
+            )
+        else:
+            made = _flash_2(q, k, v, *offsets, *ends, p, scale, causal, *window, False, None)
+        return made if bounds.queries is None else (made[0], made[1].unsqueeze(0), *made[2:])
+
+    def backward(gradient: torch.Tensor, q, k, v, out, *_):
+        gradient, q, k, v, out = flat(gradient, q, k, v, out)
+        gradient = gradient.contiguous()
+        if together:  # of one packed tensor: so are their gradients
+            d_q, d_k, d_v = q.new_empty((*q.shape[:-2], 3, *q.shape[-2:])).unbind(-3)
+        else:
+            d_q, d_k, d_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        if chosen.backward == 3:
+            queries, keys = ends if bounds.queries is not None else (None, None)
+            call = fa3.HopperOptions(causal, window, 0.0, 1, False, bounds.queries, bounds.keys, queries, keys)
+            fa3._backward(gradient, q, k, v, out, call)
+        else:
+            lengths = _lengths(bounds.queries, bounds.keys, *ends)
+            fa2._backward(gradient, q, k, v, out, (d_k, d_v), False, lengths)
+        return d_q, d_k, d_v
+
+    return _Run(forward, backward)
+
+
+def _cutlass(bias, bounds: _Bounds, p: float, scale: float) -> _Run:
+    """PyTorch's own operator (cutlass.py)."""
+    from_first = isinstance(bias, (biases.LowerTriangularMask, biases.BlockDiagonalCausalMask))
+    mask = 1 if from_first else 2 if _is_causal(bias) else 0
+    offsets = (bounds.queries, bounds.keys)
+    ends = (bounds.most_queries, bounds.most_keys) if bounds.queries is not None else (-1, -1)
+    options = {"scale": scale, "window_size": _window_size(bias)}
+    wanted = isinstance(bias, torch.Tensor) and bias.requires_grad
+
+    def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, added, needs: bool):
+        operator = torch.ops.aten._efficient_attention_forward
+        return operator(q, k, v, added, *offsets, *ends, p, mask, needs, seqlen_k=bounds.used, **options)[:4]
+
+    def backward(gradient: torch.Tensor, q, k, v, out, sums, added, *state):
+        seed, offset = state or (torch.Tensor(), torch.Tensor())
+        made = torch.ops.aten._efficient_attention_backward(
+            gradient, q, k, v, added, out, *offsets, *ends, sums, p, seed, offset, mask, wanted, **options
+        )
+        return made if wanted else made[:3]
+
+    return _Run(forward, backward)

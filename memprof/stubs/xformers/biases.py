@@ -1,0 +1,294 @@
+"""xformers.ops.fmha.attn_bias: masks by their rule, and the lengths of sequences that lie one after another.
+
+Source: xformers/ops/fmha/attn_bias.py of facebookresearch/xformers@v0.0.32.post2. Masks of keys with gaps and of pages
+are not known here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import pairwise
+from typing import Any, TypeVar
+
+import torch
+
+from memprof.stubs.registry import register_in
+from memprof.stubs.tools import missing_stub_error
+
+_MODULE = "xformers.ops.fmha.attn_bias"
+_Self = TypeVar("_Self", bound="BlockDiagonalMask")
+_SOURCE = "facebookresearch/xformers@v0.0.32.post2:xformers/ops/fmha/attn_bias.py"
+_public = register_in(_MODULE, source=_SOURCE)
+_of_ops = register_in(_MODULE, "xformers.ops.fmha", "xformers.ops", source=_SOURCE)
+
+
+@_of_ops
+class AttentionBias:
+    """What all of them are: nothing is taken unless its kind says so."""
+
+    def to(self, device):
+        return self
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise missing_stub_error(f"xformers.ops.fmha.attn_bias.{type(self).__name__}.{name}")
+
+
+@_of_ops
+class LowerTriangularMask(AttentionBias):
+    """Causal, from the first key: nothing is taken."""
+
+    def add_bias(self, bias):
+        return LowerTriangularMaskWithTensorBias(bias)
+
+
+@_public
+class LowerTriangularMaskWithTensorBias(LowerTriangularMask):
+    """Causal, and a tensor of its caller is added."""
+
+    def __init__(self, bias):
+        self._bias = bias
+
+    def to(self, device):
+        return type(self)(self._bias.to(device))
+
+
+@_public
+@dataclass
+class LocalAttentionFromBottomRightMask(AttentionBias):
+    """A window around each query, counted from the last key: nothing is taken."""
+
+    window_left: int
+    window_right: int
+
+    def __post_init__(self):
+        for side in ("left", "right"):
+            if getattr(self, f"window_{side}") < 0:
+                raise ValueError(f"Invalid window_{side}={getattr(self, f'window_{side}')}")
+
+
+@_public
+class LowerTriangularFromBottomRightMask(AttentionBias):
+    """Causal, from the last key: nothing is taken."""
+
+    def make_local_attention(self, window_size):
+        return LowerTriangularFromBottomRightLocalAttentionMask(window_size)
+
+
+@_public
+@dataclass
+class LowerTriangularFromBottomRightLocalAttentionMask(LowerTriangularFromBottomRightMask):
+    """Causal in a window, from the last key: nothing is taken."""
+
+    _window_size: int
+
+    def __post_init__(self):
+        _is_window(self._window_size)
+
+
+def _is_window(size: int) -> None:
+    if size <= 0:
+        raise ValueError(f"Expected `window_size > 0`, but window_size={size}")
+
+
+def _sent(numbers: Iterable[int], device) -> torch.Tensor:
+    made = torch.tensor(list(numbers), dtype=torch.int32, pin_memory=torch.device(device).type != "cpu")
+    return made.to(device, non_blocking=True)
+
+
+@_public
+@dataclass
+class _SeqLenInfo:
+    """Where each sequence begins, in int32 on the GPU and in a list."""
+
+    seqstart: torch.Tensor
+    max_seqlen: int
+    min_seqlen: int
+    seqstart_py: list[int]
+
+    def to(self, device):
+        held = {field.name: getattr(self, field.name) for field in fields(self)}
+        moved: Any = {name: one.to(device) for name, one in held.items() if isinstance(one, torch.Tensor)}
+        return replace(self, **moved)
+
+    def intervals(self):
+        yield from pairwise(self.seqstart_py)
+
+    @classmethod
+    def from_seqlens(cls, seqlens, *, device=None):
+        lengths, starts = list(seqlens), [0]
+        for length in lengths:
+            starts.append(starts[-1] + length)
+        most, least = max(lengths, default=-1), min(lengths, default=-1)
+        return cls(_sent(starts, device or "cuda"), most, least, starts)
+
+    def split(self, x, batch_sizes=None):
+        """[1, tokens, *] -> a tensor of each batch, a view."""
+        if self.seqstart_py[-1] != x.shape[1] or x.shape[0] != 1:
+            raise ValueError(f"Invalid `torch.Tensor` of shape {x.shape}, expected (1, {self.seqstart_py[-1]}, *)")
+        sizes, at, parts = batch_sizes or [1] * (len(self.seqstart_py) - 1), 0, []
+        for size in sizes:
+            parts.append(self.seqstart_py[at + size] - self.seqstart_py[at])
+            at += size
+        pieces = x.split(parts, dim=1)
+        return [piece.reshape(size, -1, *piece.shape[2:]) for size, piece in zip(sizes, pieces, strict=True)]
+
+
+@_public
+@dataclass
+class _PaddedSeqLenInfo(_SeqLenInfo):
+    """Each has as much room, of which the first `seqlen` keys are there."""
+
+    seqlen: torch.Tensor
+    seqlen_py: list[int]
+    padding: int
+
+    def intervals(self):
+        for (start, _), length in zip(super().intervals(), self.seqlen_py, strict=True):
+            yield start, start + length
+
+    @classmethod
+    def from_seqlens_padded(cls, seqlens, padding, *, device=None):
+        """Of so many keys each, in spaces of `padding`."""
+        assert all(length <= padding for length in seqlens), f"Seqlens {seqlens} Padding {padding}"
+        device, starts = device or "cuda", list(range(0, len(seqlens) * padding + 1, padding))
+        lengths = _sent(seqlens, device)
+        return cls(_sent(starts, device), max(seqlens), min(seqlens), starts, lengths, list(seqlens), padding)
+
+
+@register_in(_MODULE, "xformers.ops.fmha", source=_SOURCE)
+@dataclass
+class BlockDiagonalMask(AttentionBias):
+    """Sequences that do not see each other: where each begins, in int32."""
+
+    q_seqinfo: Any
+    k_seqinfo: Any
+    _batch_sizes: Sequence[int] | None = None
+
+    def to(self, device):
+        return replace(self, q_seqinfo=self.q_seqinfo.to(device), k_seqinfo=self.k_seqinfo.to(device))
+
+    @classmethod
+    def from_seqlens(cls, q_seqlen, kv_seqlen=None, *, device=None):
+        assert kv_seqlen is None or len(q_seqlen) == len(kv_seqlen)
+        of_queries = _SeqLenInfo.from_seqlens(q_seqlen, device=device)
+        if kv_seqlen is None or q_seqlen == kv_seqlen:
+            return cls(of_queries, of_queries)
+        return cls(of_queries, _SeqLenInfo.from_seqlens(kv_seqlen, device=device))
+
+    @classmethod
+    def from_tensor_list(cls, tensors):
+        """Of the rows of each, and all of them as one tensor [1, tokens, *]: a copy."""
+        made = cls.from_seqlens([x.shape[1] for x in tensors for _ in range(x.shape[0])])
+        made._batch_sizes = [x.shape[0] for x in tensors]
+        return made, _joined(tensors)
+
+    @classmethod
+    def from_tensor_lists_qkv(cls, tensors_q, tensors_k, tensors_v=None):
+        assert len(tensors_q) == len(tensors_k) and (tensors_v is None or len(tensors_v) == len(tensors_q))
+        lengths = ([x.shape[1] for x in tensors for _ in range(x.shape[0])] for tensors in (tensors_q, tensors_k))
+        made = cls.from_seqlens(*lengths)
+        made._batch_sizes = [x.shape[0] for x in tensors_q]
+        return made, _joined(tensors_q), _joined(tensors_k), None if tensors_v is None else _joined(tensors_v)
+
+    def split_queries(self, tensor):
+        """[1, tokens, *] -> a tensor of each batch, a view."""
+        return self.q_seqinfo.split(tensor, self._batch_sizes)  # type: ignore[no-any-return]
+
+    def split_kv(self, tensor):
+        return self.k_seqinfo.split(tensor, self._batch_sizes)  # type: ignore[no-any-return]
+
+    def split(self, tensor):
+        assert self.q_seqinfo is self.k_seqinfo
+        return self.split_queries(tensor)
+
+    def make_causal(self):
+        return self._as(BlockDiagonalCausalMask)
+
+    def make_causal_from_bottomright(self):
+        return self._as(BlockDiagonalCausalFromBottomRightMask)
+
+    def make_local_attention(self, window_size):
+        return self._as(BlockDiagonalCausalLocalAttentionMask, window_size)
+
+    def make_local_attention_from_bottomright(self, window_size):
+        return self._as(BlockDiagonalCausalLocalAttentionFromBottomRightMask, window_size)
+
+    def _as(self, kind, *window_size: int):
+        return kind(self.q_seqinfo, self.k_seqinfo, self._batch_sizes, *window_size)
+
+
+def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([x.reshape(1, -1, *x.shape[2:]) for x in tensors], dim=1)
+
+
+@_public
+@dataclass
+class BlockDiagonalCausalMask(BlockDiagonalMask):
+    """Sequences that do not see each other, each causal from its first key."""
+
+
+@_public
+@dataclass
+class BlockDiagonalCausalFromBottomRightMask(BlockDiagonalMask):
+    """Sequences that do not see each other, each causal from its last key."""
+
+    def __post_init__(self):
+        spans = zip(self.q_seqinfo.intervals(), self.k_seqinfo.intervals(), strict=False)
+        for number, ((begin, end), (first, last)) in enumerate(spans):
+            if last - first < end - begin:
+                raise ValueError(
+                    f"Block #{number} has num_keys={last - first} and num_queries={end - begin}."
+                    " Expected `num_keys >= num_queries`"
+                )
+
+
+@_public
+@dataclass
+class BlockDiagonalCausalLocalAttentionMask(BlockDiagonalCausalMask):
+    """Sequences that do not see each other, each causal in a window."""
+
+    _window_size: int = 0
+
+    def __post_init__(self):
+        _is_window(self._window_size)
+
+
+@_public
+@dataclass
+class BlockDiagonalCausalLocalAttentionFromBottomRightMask(BlockDiagonalCausalFromBottomRightMask):
+    """Sequences that do not see each other, each causal in a window from its last key."""
+
+    _window_size: int = 0
+
+    def __post_init__(self):
+        super().__post_init__()
+        _is_window(self._window_size)
+
+
+@_public
+@dataclass
+class BlockDiagonalPaddedKeysMask(AttentionBias):
+    """Keys of each sequence in a room of its own, as in a cache: beginnings and lengths in int32; no backward."""
+
+    q_seqinfo: Any
+    k_seqinfo: Any
+
+    def to(self, device):
+        return type(self)(self.q_seqinfo.to(device), self.k_seqinfo.to(device))
+
+    @classmethod
+    def from_seqlens(cls, q_seqlen, kv_padding, kv_seqlen, causal_diagonal=None, *, device=None):
+        assert kv_seqlen is None or len(q_seqlen) == len(kv_seqlen), (q_seqlen, kv_seqlen)
+        of_keys = _PaddedSeqLenInfo.from_seqlens_padded(kv_seqlen, kv_padding, device=device)
+        return cls(_SeqLenInfo.from_seqlens(q_seqlen, device=device), of_keys)
+
+
+@_public
+@dataclass
+class BlockDiagonalCausalWithOffsetPaddedKeysMask(BlockDiagonalPaddedKeysMask):
+    """The same, each causal from its last key; no backward."""
+
+    causal_diagonal: Any = None

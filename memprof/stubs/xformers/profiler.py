@@ -1,0 +1,66 @@
+"""xformers.profiler, which takes nothing.
+
+Source: xformers/profiler of facebookresearch/xformers@v0.0.32.post2.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from memprof.stubs.registry import stub
+
+
+class _OnePart:
+    """A part of a schedule; programs derive from them."""
+
+    ACTIVITIES = (torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA)
+
+    def __init__(self, main_profiler) -> None:
+        self.main_profiler = main_profiler
+
+    def __enter__(self) -> None:
+        """Nothing is traced."""
+
+    def __exit__(self, *error: object) -> None:
+        """Nothing is written."""
+
+    def step(self) -> None:
+        """A step has ended."""
+
+
+DEFAULT_SCHEDULE: tuple[Any, ...] = ()
+_PROFILER = "facebookresearch/xformers@v0.0.32.post2:xformers/profiler"
+for _name in ("MemSnapshotsProfiler", "NsightProfiler", "PyTorchProfiler"):
+    stub(
+        f"xformers.profiler.profiler.{_name}", f"xformers.profiler.api.{_name}", f"xformers.profiler.{_name}",
+        source=f"{_PROFILER}/profiler.py",
+    )(type(_name, (_OnePart,), {}))  # fmt: skip
+
+
+@stub("xformers.profiler.api.profile", "xformers.profiler.profile", source=f"{_PROFILER}/api.py")
+class _Profile:
+    """Traces steps of a program, and keeps tensors of none; here it does nothing."""
+
+    def __init__(self, output_dir, module=None, schedule=DEFAULT_SCHEDULE):
+        self.output_dir = output_dir
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        """Nothing has begun."""
+
+    def start(self):
+        """Nothing begins."""
+
+    stop = __exit__
+
+    def step(self):
+        """A step has ended."""
+
+
+@stub("xformers.profiler.api.step", "xformers.profiler.step", source=f"{_PROFILER}/api.py")
+def _step():
+    """A step has ended."""

@@ -1,0 +1,202 @@
+"""What stands below `torch.cuda` in a CUDA build: functions of `torch._C`, generators, tensor types.
+
+A CPU build has none of it; where there is a CUDA build, none of it reaches a real GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from memprof.torch_private import cuda
+from memprof.torch_private.names import PrivateName
+from memprof.virtual.gpus import Gpus
+from memprof.virtual.legacy_types import LEGACY_TYPES, legacy_type
+
+UUID = "00000000-0000-0000-0000-000000000000"
+_RNG_STATE_BYTES = 16  # seed and offset of the Philox generator (CUDAGeneratorImpl.cpp, get_state)
+_MIB = 1 << 20
+_Generator = torch.Generator
+
+
+def rng_state() -> torch.Tensor:
+    """Return the state of the GPU's generator: its numbers are not drawn, so that it never changes."""
+    return torch.zeros(_RNG_STATE_BYTES, dtype=torch.uint8)
+
+
+class _OfAnyGenerator(type):
+    def __instancecheck__(cls, found: object) -> bool:
+        return isinstance(found, _Generator)
+
+
+class CudaGenerator(_Generator):
+    """`torch.Generator("cuda")`: keeps its seed, and draws nothing."""
+
+    gpu = 0
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """Return the GPU."""
+        return torch.device("cuda", self.gpu)
+
+    def get_state(self) -> torch.Tensor:
+        """As many bytes as a real one's."""
+        return rng_state()
+
+    def set_state(self, state: torch.Tensor) -> CudaGenerator:  # type: ignore[override]
+        """Taken."""
+        return self
+
+    def clone_state(self) -> CudaGenerator:
+        """Another one."""
+        return gpu_generator(self.gpu)
+
+    graphsafe_get_state = clone_state  # type: ignore[assignment]
+    graphsafe_set_state = set_state  # type: ignore[assignment]
+
+    def get_offset(self) -> int:
+        """Nothing was drawn."""
+        return 0
+
+    def set_offset(self, offset: int) -> CudaGenerator:  # type: ignore[override]
+        """Taken."""
+        return self
+
+
+def gpu_generator(gpu: int) -> CudaGenerator:
+    """One of that GPU."""
+    made = CudaGenerator()
+    made.gpu = gpu
+    return made
+
+
+def _generators(gpus: Gpus) -> type:
+    class Generator(metaclass=_OfAnyGenerator):
+        def __new__(cls, device: Any = None) -> Any:
+            if isinstance(device, int) or (device is not None and torch.device(device).type == "cuda"):
+                return gpu_generator(gpus.index(device))
+            return _Generator() if device is None else _Generator(device)
+
+    return Generator
+
+
+def _legacy_type(name: str, dtype: torch.dtype) -> type:
+    """`torch.cuda.FloatTensor` and its like: a class to construct with and to ask for, without an instance."""
+
+    class OfDtype(type):
+        def __instancecheck__(cls, found: object) -> bool:
+            return isinstance(found, torch.Tensor) and found.is_cuda and found.dtype == dtype
+
+    def __new__(cls: type, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if args and all(isinstance(arg, int) for arg in args):
+            return torch.empty(args, dtype=dtype, device="cuda")
+        if args and isinstance(args[0], torch.Size):
+            return torch.empty(args[0], dtype=dtype, device="cuda")
+        return torch.tensor(args[0] if args else [], dtype=dtype, device="cuda")
+
+    return OfDtype(name, (), {"__new__": __new__, "__module__": "torch.cuda", "dtype": dtype, "is_cuda": True})
+
+
+def _default_type_patches() -> Iterator[tuple[Any, str, Any]]:
+    """`torch.set_default_tensor_type`, and `torch.Tensor(...)`, which makes tensors of that type."""
+    chosen: list[Any] = []
+    plain = torch.Tensor.__new__
+
+    def set_default_tensor_type(kind: Any) -> None:
+        named = legacy_type(kind)
+        if named is None:
+            raise TypeError("invalid type object")
+        torch.set_default_dtype(named[1])
+        torch.set_default_device(None if named[0] == "cpu" else "cuda")
+        chosen[:] = [] if named[0] == "cpu" else [_legacy_type("Tensor", named[1])]
+
+    def __new__(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        return chosen[0](*args) if chosen and cls is torch.Tensor else plain(cls, *args, **kwargs)
+
+    yield torch, "set_default_tensor_type", set_default_tensor_type
+    yield torch.Tensor, "__new__", __new__
+
+
+def returning(value: Any) -> Callable[..., Any]:
+    """Return a function that gives `value`, whatever it is given."""
+    return lambda *args, **kwargs: value
+
+
+def driver_patches(gpus: Gpus) -> Iterator[tuple[Any, str, Any]]:
+    """Yield the patches (owner, name, replacement) of a build that has CUDA, below `torch.cuda`."""
+
+    answers: dict[PrivateName, Any] = {
+        cuda.get_device_count: gpus.number,
+        cuda.init: None,
+        cuda.is_in_bad_fork: False,
+        cuda.has_primary_context: True,
+        cuda.synchronize: None,
+        cuda.can_device_access_peer: gpus.several and gpus.are_peers,
+        cuda.get_current_raw_stream: 0,
+        cuda.get_current_blas_handle: 0,
+        cuda.get_current_solver_handle: 0,
+        cuda.get_allocator_backend: "native",
+        cuda.get_sync_debug_mode: 0,
+        cuda.set_sync_debug_mode: None,
+        cuda.host_memory_stats: {},
+        cuda.reset_accumulated_host_memory_stats: None,
+        cuda.reset_peak_host_memory_stats: None,
+        cuda.ipc_collect: None,
+        cuda.sleep: None,
+        # Imported by torch._dynamo.reset() where there is a GPU (torch/_inductor/cudagraph_trees.py).
+        cuda.allocator_state: None,
+        cuda.set_cached_tensors_enabled: None,
+        cuda.accelerator_synchronize_device: None,
+        cuda.accelerator_empty_host_cache: None,
+        cuda.accelerator_get_accelerator: torch.device("cuda"),
+        cuda.get_accelerator: torch.device("cuda"),
+    }
+    yield from (asked.patch(returning(value)) for asked, value in answers.items())
+    for asked in (cuda.get_device, cuda.accelerator_get_device_index):
+        yield asked.patch(lambda: gpus.current)
+    for asked in (
+        cuda.set_device, cuda.accelerator_set_device_index, cuda.exchange_device, cuda.maybe_exchange_device,
+        cuda.accelerator_exchange_device, cuda.accelerator_maybe_exchange_device, cuda.exchange_device_of_torch,
+        cuda.maybe_exchange_device_of_torch,
+    ):  # fmt: skip
+        yield asked.patch(lambda device: gpus.select(device))
+    yield torch, "Generator", _generators(gpus)
+    yield torch.cuda, "default_generators", tuple(map(gpu_generator, range(gpus.number)))
+    for name, dtype in LEGACY_TYPES.items():
+        yield torch.cuda, name, _legacy_type(name, dtype)
+    yield from _default_type_patches()
+
+
+# -- what kernels are told of a multiprocessor ------------------------------------------------------------------------
+
+_SHARED_KIB = {(7, 0): 96, (7, 5): 64, (8, 0): 164, (8, 7): 164, (9, 0): 228, (10, 0): 228, (10, 3): 228, (11, 0): 228}
+
+
+def shared_memory_bytes(compute_capability: tuple[int, int]) -> dict[str, int]:
+    """Shared memory by attribute of a GPU's properties (CUDA C++ programming guide, table of technical
+    specifications; a block can opt in to all but the 1 KiB that the system keeps, from 8.0 on)."""
+    whole = 1024 * _SHARED_KIB.get(compute_capability, 100)
+    return {
+        "shared_memory_per_block": 48 * 1024,
+        "shared_memory_per_block_optin": whole - (1024 if compute_capability >= (8, 0) else 0),
+        "shared_memory_per_multiprocessor": whole,
+        "regs_per_multiprocessor": 65_536,
+    }
+
+
+class Properties(SimpleNamespace):
+    """`torch.cuda.get_device_properties(0)`."""
+
+    __hash__ = object.__hash__  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        """As torch prints it."""
+        return (
+            f"_CudaDeviceProperties(name='{self.name}', major={self.major}, minor={self.minor}, "
+            f"total_memory={self.total_memory // _MIB}MB, multi_processor_count={self.multi_processor_count}, "
+            f"uuid={self.uuid}, pci_bus_id=0, pci_device_id=0, pci_domain_id=0, "
+            f"L2_cache_size={self.L2_cache_size // _MIB}MB)"
+        )

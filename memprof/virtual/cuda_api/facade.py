@@ -1,0 +1,364 @@
+"""`torch.cuda` as the program sees it on virtual GPUs: their number, and the chosen one's name, size and capability."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.backends.cudnn.rnn
+
+from memprof.patching.extension import Extension
+from memprof.patching.patch_set import Patch
+from memprof.torch_private import cuda, kernels
+from memprof.trace.events import NONE, Trace
+from memprof.virtual.allocator_answers import MemoryStatistics
+from memprof.virtual.cuda_api import streams
+from memprof.virtual.cuda_api.driver import (
+    UUID,
+    Properties,
+    driver_patches,
+    returning,
+    rng_state,
+    shared_memory_bytes,
+)
+from memprof.virtual.device_properties import cuda_version, cudnn_version, max_threads_per_sm, torch_release
+from memprof.virtual.install_context import InstallContext
+from memprof.virtual.kernels.recurrent import MODES, is_acceptable
+from memprof.virtual.limits import unsupported_error
+from memprof.watch.wrappers import parts_of_sparse
+
+# Functions that torch.cuda has from torch.cuda.random.
+_OF_RANDOM = (
+    "get_rng_state", "get_rng_state_all", "initial_seed", "manual_seed", "manual_seed_all", "seed", "seed_all",
+    "set_rng_state", "set_rng_state_all",
+)  # fmt: skip
+# Functions of `torch.cuda` that give the same whatever they are given: do nothing, give 0, give True.
+_CONSTANT: dict[str, Any] = {
+    **dict.fromkeys(
+        ("init", "_lazy_init", "ipc_collect", "manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state",
+         "set_rng_state_all"),
+    ),
+    **dict.fromkeys(
+        ("initial_seed", "utilization", "memory_usage", "temperature", "power_draw", "clock_rate"), 0
+    ),
+    **dict.fromkeys(("is_available", "is_initialized", "is_bf16_supported"), True),
+    "is_current_stream_capturing": False,
+    "list_gpu_processes": "no processes are running",
+}  # fmt: skip
+# Functions that give one of the caching allocator's statistics.
+_STATISTICS = {
+    "memory_allocated": "allocated_bytes.all.current",
+    "max_memory_allocated": "allocated_bytes.all.peak",
+    "memory_reserved": "reserved_bytes.all.current",
+    "max_memory_reserved": "reserved_bytes.all.peak",
+}
+# Functions that are methods of `_Answers`.
+_ANSWERED = (
+    "current_device", "set_device", "synchronize", "empty_cache", "mem_get_info", "memory_stats",
+    "memory_stats_as_nested_dict", "reset_peak_memory_stats", "reset_accumulated_memory_stats", "device_memory_used",
+    "set_per_process_memory_fraction", "get_per_process_memory_fraction", "set_stream", "current_stream",
+    "default_stream", "get_rng_state", "get_rng_state_all",
+)  # fmt: skip
+# Function of `torch.accelerator` -> the one of `torch.cuda` that it is; releases differ in which they have.
+_ACCELERATOR = {
+    "current_device_index": "current_device",
+    "current_device_idx": "current_device",
+    "set_device_index": "set_device",
+    "set_device_idx": "set_device",
+    "get_memory_info": "mem_get_info",
+    "empty_host_cache": "ipc_collect",
+    **{
+        name: name
+        for name in (
+            "is_available", "device_count", "current_stream", "set_stream", "synchronize", "empty_cache",
+            "memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved", "memory_stats",
+            "memory_stats_as_nested_dict", "reset_accumulated_memory_stats", "reset_peak_memory_stats",
+        )
+    },
+}  # fmt: skip
+_FRACTION = "per_process_memory_fraction"
+
+
+class TorchCuda(Extension):
+    """`torch.cuda`, `torch.accelerator` and what else of torch describes the GPU."""
+
+    def patches(self, context: InstallContext) -> Iterator[Patch]:
+        """Replace their functions by answers about the virtual GPU."""
+        answers = _Answers(context)
+        cuda = _of_torch_cuda(answers, context)
+        for name, value in cuda.items():
+            yield torch.cuda, name, _distinct(value)
+            for module in (torch.cuda.memory, torch.cuda.random, torch.cuda.streams, torch.cuda.graphs):
+                # torch.cuda.memory_summary, and who imports them from there
+                if vars(module).get(name) is not None and not (module is torch.cuda.random and name in _OF_RANDOM):
+                    yield module, name, _distinct(value)
+            if name in _OF_RANDOM:
+                yield torch.cuda.random, name, _distinct(value)
+        yield torch.cuda, "device_of", cuda["device"]
+        yield torch.Tensor, "record_stream", _distinct(answers.record_stream)
+        yield from driver_patches(context.gpus)
+        for name, value in _of_accelerator(cuda).items():
+            if hasattr(torch.accelerator, name):
+                yield torch.accelerator, name, _distinct(value)
+            if hasattr(getattr(torch.accelerator, "memory", None), name):
+                yield torch.accelerator.memory, name, _distinct(value)
+        yield from _of_allocator(answers, context)
+        yield from streams.patches(context.recorder.streams)
+        yield from _of_builds()
+
+
+def _of_torch_cuda(answers: _Answers, context: InstallContext) -> dict[str, Any]:
+    gpu, gpus = context.gpu, context.gpus
+    major, minor = gpu.compute_capability
+    properties = Properties(
+        name=gpu.name,
+        major=major,
+        minor=minor,
+        total_memory=gpu.total_bytes,
+        multi_processor_count=gpu.num_sms,
+        warp_size=32,
+        is_integrated=0,
+        is_multi_gpu_board=0,
+        max_threads_per_multi_processor=max_threads_per_sm(gpu.compute_capability),
+        L2_cache_size=gpu.l2_bytes or 0,
+        gcnArchName=f"sm_{major}{minor}",
+        uuid=UUID,
+        pci_bus_id=0,
+        pci_device_id=0,
+        pci_domain_id=0,
+        **shared_memory_bytes(gpu.compute_capability),
+    )
+
+    class Device:
+        def __init__(self, device: Any = None) -> None:
+            self.idx = gpus.index(device)
+            self.prev_idx = -1
+
+        def __enter__(self) -> None:
+            self.prev_idx = gpus.select(self.idx)
+
+        def __exit__(self, *exc: object) -> None:
+            gpus.select(self.prev_idx)
+
+    return {
+        **{name: returning(value) for name, value in _CONSTANT.items()},
+        **{name: answers.statistic(key) for name, key in _STATISTICS.items()},
+        **{name: getattr(answers, name) for name in _ANSWERED},
+        "device": Device,
+        "device_count": returning(gpus.number),
+        "get_arch_list": returning([f"sm_{major}{minor}"]),
+        "get_device_name": answers.of_any_device(gpu.name),
+        "get_device_capability": answers.of_any_device((major, minor)),
+        "get_device_properties": answers.of_any_device(properties),
+    }
+
+
+def _of_accelerator(cuda: dict[str, Any]) -> dict[str, Any]:
+    return {
+        **{name: cuda[known] for name, known in _ACCELERATOR.items()},
+        "current_accelerator": returning(torch.device("cuda")),
+        "get_device_capability": _refusing("asks torch.accelerator for its capability", "ask torch.cuda for the GPU's"),
+        "Graph": _refusing("makes a torch.accelerator.Graph", "make a torch.cuda.CUDAGraph"),
+    }
+
+
+def _of_allocator(answers: _Answers, context: InstallContext) -> Iterator[Patch]:
+    """Yield the patches of the allocator: its snapshot and settings, and the workspaces that torch keeps in it."""
+    yield cuda.record_memory_history.patch(answers.history.record)
+    # What memory_snapshot, _snapshot and _dump_snapshot read.
+    yield cuda.memory_snapshot.patch(answers.snapshot)
+    yield cuda.clear_cublas_workspaces.patch(context.tracker.clear_workspaces)
+    yield cuda.set_allocator_settings.patch(_distinct(context.settings.set))
+    for asked, answer in (
+        (cuda.accelerator_set_allocator_settings, context.settings.set),
+        (cuda.accelerator_get_allocator_settings, context.settings.get),
+    ):
+        if asked.exists():  # releases differ
+            yield asked.patch(answer)
+
+
+def _of_builds() -> Iterator[Patch]:
+    """Yield the patches by which torch looks built with CUDA, cuDNN and NVTX."""
+    nvtx = SimpleNamespace(
+        rangePushA=returning(0),
+        rangePop=returning(0),
+        rangeStartA=returning(0),
+        rangeEnd=returning(None),
+        markA=returning(None),
+    )
+    yield cuda.nvtx.patch(nvtx)
+    if torch.version.cuda is None:  # a CPU build; programs read off it whether bfloat16 can be
+        yield torch.version, "cuda", cuda_version(torch_release())
+        yield torch.backends.cuda, "is_built", returning(True)
+    yield torch.backends.cudnn, "is_available", returning(True)
+    yield torch.backends.cudnn, "version", returning(cudnn_version(torch_release()))
+    yield torch.backends.cudnn, "is_acceptable", is_acceptable
+    yield torch.backends.cudnn.rnn, "get_cudnn_mode", lambda mode: MODES[mode.lower()]
+    yield kernels.use_cudnn_rnn_flatten_weight.patch(returning(True))
+
+
+class _History:
+    """What `torch.cuda.memory._record_memory_history` asks for: nothing before it is called, a ring of the last
+    entries, and nothing once it is disabled (torch/csrc/cuda/memory_snapshot.cpp; c10/cuda/CUDACachingAllocator.cpp,
+    recordHistory)."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
+        self._begin: int | None = None
+        self._most = 0
+
+    def record(
+        self,
+        enabled: str | bool | None = "all",
+        context: Any = "all",
+        stacks: Any = "all",
+        max_entries: int = sys.maxsize,
+        device: Any = None,
+        clear_history: bool = False,
+        trace_alloc_max_entries: int = 1,
+        **unused: object,
+    ) -> None:
+        """As torch's; a boolean chooses the signature that it had before, with one entry unless told."""
+        if not enabled:
+            self._begin = None
+            return
+        if self._begin is None or clear_history:
+            self._begin = len(self._trace.events)
+        self._most = max_entries if enabled == "all" else trace_alloc_max_entries if enabled is True else 1
+
+    def cut(self, snapshot: dict[str, Any]) -> dict[str, Any]:
+        """Return the snapshot with as much of the history as was requested; `time_us` counts the trace's events."""
+        begin = len(self._trace.events) if self._begin is None else self._begin
+        traces = [[e for e in trace if e["time_us"] >= begin][-self._most :] for trace in snapshot["device_traces"]]
+        return {**snapshot, "device_traces": traces}
+
+
+class _Answers:
+    """Functions of `torch.cuda`, under their names there."""
+
+    def __init__(self, context: InstallContext) -> None:
+        self._context = context
+        self._gpus, self._streams = context.gpus, context.recorder.streams
+        self._fraction = 1.0
+        self.history = _History(context.recorder.trace)
+
+    # -- devices ------------------------------------------------------------------------------------------------------
+
+    def current_device(self) -> int:
+        return self._gpus.current
+
+    def set_device(self, device: Any) -> None:
+        self._gpus.select(device)
+
+    def synchronize(self, device: Any = None) -> None:
+        self._streams.wait_for_all(self._gpus.devices[self._gpus.use(device)])
+
+    def of_any_device(self, value: Any) -> Callable[..., Any]:
+        """Return a function that gives `value` for each of the GPUs, which are alike."""
+
+        def answer(device: Any = None) -> Any:
+            try:
+                self._gpus.index(device)
+            except RuntimeError:
+                raise AssertionError("Invalid device id") from None
+            return value
+
+        return answer
+
+    def get_rng_state(self, device: Any = None) -> torch.Tensor:
+        return rng_state()
+
+    def get_rng_state_all(self) -> list[torch.Tensor]:
+        return [rng_state() for _ in self._gpus.devices]
+
+    # -- memory -------------------------------------------------------------------------------------------------------
+
+    def _of(self, device: Any) -> MemoryStatistics:
+        return self._context.memory.of(self._gpus.named(device))
+
+    def statistic(self, name: str) -> Callable[..., int]:
+        return lambda device=None: self._of(device).stats()[name]
+
+    def empty_cache(self) -> None:
+        self._context.recorder.writer.append_empty_cache()
+
+    def mem_get_info(self, device: Any = None) -> tuple[int, int]:
+        total = self._context.gpu.total_bytes
+        return max(0, total - self._context.used_bytes(self._gpus.devices[self._gpus.use(device)])), total
+
+    def device_memory_used(self, device: Any = None) -> int:
+        free, total = self.mem_get_info(device)
+        return total - free
+
+    def memory_stats(self, device: Any = None) -> dict[str, int]:
+        return collections.defaultdict(int, self._of(device).stats())
+
+    def memory_stats_as_nested_dict(self, device: Any = None) -> dict[str, Any]:
+        nested: dict[str, Any] = {}
+        for name, value in self._of(device).stats().items():
+            *path, last = name.split(".")
+            functools.reduce(lambda inner, part: inner.setdefault(part, {}), path, nested)[last] = value
+        return nested
+
+    def reset_peak_memory_stats(self, device: Any = None) -> None:
+        self._of(device).reset_peak()
+
+    def reset_accumulated_memory_stats(self, device: Any = None) -> None:
+        self._of(device).reset_accumulated()
+
+    def set_per_process_memory_fraction(self, value: float, device: Any = None) -> None:
+        if not isinstance(value, float):
+            raise TypeError("Invalid type for fraction argument, must be `float`")
+        if not 0 <= value <= 1:
+            raise ValueError(f"Invalid fraction value: {value}. Allowed range: 0~1")
+        self._fraction = value
+        kept = [part for part in self._context.settings.get().split(",") if part and not part.startswith(_FRACTION)]
+        self._context.settings.set(",".join([*kept, f"{_FRACTION}:{value}"]))
+
+    def get_per_process_memory_fraction(self, device: Any = None) -> float:
+        return self._fraction
+
+    def snapshot(self, *args: Any) -> dict[str, Any]:
+        made = [self._context.memory.of(device).snapshot() for device in self._gpus.devices]
+        segments = [{**one, "device": index} for index, each in enumerate(made) for one in each["segments"]]
+        traces = [trace for each in made for trace in each["device_traces"]]
+        return self.history.cut({**made[0], "segments": segments, "device_traces": traces})
+
+    # -- streams ------------------------------------------------------------------------------------------------------
+
+    def set_stream(self, stream: Any) -> None:
+        if stream is not None:
+            self._streams.select(self._gpus.named(stream.device), stream.stream_id)
+            self._gpus.select(stream.device)
+
+    def current_stream(self, device: Any = None) -> streams.CudaStream:
+        named = self._gpus.named(device)
+        return streams.CudaStream(named, stream_id=self._streams.current(named))
+
+    def default_stream(self, device: Any = None) -> streams.CudaStream:
+        return streams.CudaStream(self._gpus.named(device), stream_id=0)
+
+    def record_stream(self, tensor: torch.Tensor, stream: Any) -> None:
+        for part in parts_of_sparse(tensor) or [tensor]:
+            index = self._context.recorder.storages.index_of(part)
+            if index != NONE:
+                self._streams.use(index, stream.stream_id)
+
+
+def _refusing(what: str, hint: str) -> Callable[..., Any]:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise unsupported_error(what, hint)
+
+    return refuse
+
+
+def _distinct(value: Any) -> Any:
+    """An object of its own for each name: torch.compile's tables, built on import, hold one rule for one function."""
+    if isinstance(value, type):
+        return type(value.__name__, (value,), {})
+    return lambda *args, **kwargs: value(*args, **kwargs)

@@ -1,0 +1,59 @@
+"""NVML, which programs read by way of pynvml: what it says of a virtual GPU."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from memprof.catalog import Gpu
+from memprof.patching.extension import Extension
+from memprof.patching.patch_set import Patch
+from memprof.virtual.cuda_api.driver import UUID
+from memprof.virtual.gpus import Gpus
+from memprof.virtual.install_context import InstallContext
+
+
+class Nvml(Extension):
+    """pynvml, whose functions ask no driver."""
+
+    imports = ("pynvml",)
+
+    def patches_of(self, module: ModuleType, context: InstallContext) -> Iterator[Patch]:
+        """Replace those of its functions that programs call."""
+        for name, answer in _answers(context.gpu, context.gpus, context.used_bytes).items():
+            if hasattr(module, name):
+                yield module, name, answer
+
+
+def _answers(gpu: Gpu, gpus: Gpus, used_bytes: Callable[[str], int]) -> dict[str, Any]:
+    """Function of pynvml -> what answers for it; `used_bytes` says what is in use on one of the GPUs."""
+    handles = [SimpleNamespace(index=index) for index in range(gpus.number)]
+
+    def memory(device: Any, version: Any = None) -> Any:
+        used = used_bytes(gpus.named(device.index))
+        return SimpleNamespace(total=gpu.total_bytes, used=used, free=max(0, gpu.total_bytes - used), reserved=0)
+
+    def processes(device: Any) -> list[Any]:
+        return [
+            SimpleNamespace(pid=os.getpid(), usedGpuMemory=used_bytes(gpus.named(device.index)), gpuInstanceId=None)
+        ]
+
+    return {
+        "nvmlInit": lambda: None,
+        "nvmlInitWithFlags": lambda flags: None,
+        "nvmlShutdown": lambda: None,
+        "nvmlDeviceGetCount": lambda: gpus.number,
+        "nvmlDeviceGetHandleByIndex": lambda index: handles[gpus.index(index)],
+        "nvmlDeviceGetHandleByUUID": lambda uuid: handles[0],
+        "nvmlDeviceGetIndex": lambda device: device.index,
+        "nvmlDeviceGetName": lambda device: gpu.name,
+        "nvmlDeviceGetUUID": lambda device: f"GPU-{UUID}",
+        "nvmlDeviceGetMemoryInfo": memory,
+        "nvmlDeviceGetUtilizationRates": lambda device: SimpleNamespace(gpu=0, memory=0),
+        "nvmlDeviceGetTemperature": lambda device, sensor=0: 0,
+        "nvmlDeviceGetPowerUsage": lambda device: 0,
+        "nvmlDeviceGetCudaComputeCapability": lambda device: list(gpu.compute_capability),
+        "nvmlDeviceGetComputeRunningProcesses": processes,
+    }

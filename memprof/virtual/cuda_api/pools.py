@@ -1,0 +1,142 @@
+"""Private pools of the caching allocator: those that CUDA graphs keep, and the program's own (torch.cuda.MemPool).
+
+What is captured runs once, as plain code; what it takes stays in the graph's pool until the last graph of it is gone,
+and serves nothing else (`beginAllocateToPool`, `releasePool` of c10/cuda/CUDACachingAllocator.cpp). A replay does
+nothing: its tensors are those of the capture.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from memprof.patching.extension import Extension
+from memprof.patching.patch_set import Patch
+from memprof.torch_private import cuda
+from memprof.virtual.cuda_api.driver import returning
+from memprof.virtual.install_context import InstallContext
+from memprof.virtual.limits import unsupported_error
+from memprof.watch.recorder import Recorder
+
+Handle = tuple[int, int]
+_GRAPHS = "CUDA graphs: what is captured runs once, as plain code; a replay takes nothing and computes nothing."
+
+
+class _Pools:
+    """The private pools of a run, by number from 1."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._made = 0
+        self._users = Counter[int]()  # graphs and MemPools that keep a pool
+        self._outer: list[tuple[int, bool]] = []
+
+    def new(self) -> Handle:
+        self._made += 1
+        return (self._made, 0)
+
+    def keep(self, pool: Handle) -> None:
+        self._users[pool[0]] += 1
+
+    def leave(self, pool: Handle) -> None:
+        """One less does: without any, what is free in it may be released."""
+        self._users[pool[0]] -= 1
+        if not self._users[pool[0]]:
+            self._recorder.active_pool.append_release(pool[0])
+
+    def begin(self, pool: Handle, *, of_thread: bool) -> None:
+        """Take memory from it; `of_thread`: not what backward passes take, which run in threads of their own."""
+        self._outer.append(self._recorder.active_pool.select(pool[0], of_thread=of_thread))
+
+    def end(self) -> None:
+        number, of_thread = self._outer.pop()
+        self._recorder.active_pool.select(number, of_thread=of_thread)
+
+
+class _CudaGraph:
+    """`torch.cuda.CUDAGraph`."""
+
+    pools: _Pools
+    assume: Callable[[str], None]
+
+    def __init__(self, keep_graph: bool = False) -> None:
+        self.assume(_GRAPHS)
+        self._pool: Handle | None = None
+
+    def capture_begin(self, pool: Any = None, *args: Any, **kwargs: Any) -> None:
+        self.reset()
+        self._pool = self.pools.new() if pool is None else pool
+        self.pools.keep(self._pool)
+        self.pools.begin(self._pool, of_thread=False)
+
+    def capture_end(self) -> None:
+        self.pools.end()
+
+    def pool(self) -> Handle:
+        return self._pool or (0, 0)
+
+    def reset(self) -> None:
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            self.pools.leave(pool)
+
+    def __del__(self) -> None:
+        self.reset()
+
+    replay = instantiate = enable_debug_mode = debug_dump = returning(None)
+
+
+class _MemPool:
+    """`torch.cuda.MemPool`."""
+
+    pools: _Pools
+
+    def __init__(self, allocator: Any = None, use_on_oom: bool = False, no_split: bool = False) -> None:
+        if allocator is not None:
+            raise unsupported_error(
+                "takes memory by an allocator of its own, which has no public rules", "leave it out"
+            )
+        self.id = self.pools.new()
+        self.pools.keep(self.id)
+
+    def use_count(self) -> int:
+        """Of the pool: the object itself."""
+        return 1
+
+    def snapshot(self, include_traces: bool = True) -> list[Any]:
+        """Of its segments: torch.cuda.memory_snapshot() has those of all pools."""
+        return []
+
+    def __del__(self) -> None:
+        if hasattr(self, "id"):
+            self.pools.leave(self.id)
+
+
+class GraphsAndPools(Extension):
+    """`torch.cuda.CUDAGraph`, `MemPool` and what uses them."""
+
+    def patches(self, context: InstallContext) -> Iterator[Patch]:
+        """Replace them by those of this run."""
+        pools = _Pools(context.recorder)
+        graph = type("CUDAGraph", (_CudaGraph,), {"assume": staticmethod(context.assume), "pools": pools})
+        pool = type("MemPool", (_MemPool,), {"pools": pools})
+
+        @contextlib.contextmanager
+        def use_mem_pool(pool: _MemPool, device: Any = None) -> Iterator[None]:
+            pools.begin(pool.id, of_thread=True)
+            try:
+                yield
+            finally:
+                pools.end()
+
+        replaced = {"CUDAGraph": graph, "MemPool": pool, "use_mem_pool": use_mem_pool, "graph_pool_handle": pools.new}
+        for owner in (torch.cuda, torch.cuda.graphs, torch.cuda.memory):
+            for name, value in replaced.items():
+                if hasattr(owner, name):
+                    yield owner, name, value
+        if not cuda.host_empty_cache.exists():  # a CPU build; torch.cuda.graph calls it
+            yield cuda.host_empty_cache.patch(lambda: None)

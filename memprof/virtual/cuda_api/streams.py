@@ -1,0 +1,165 @@
+"""Streams and events on the virtual GPU, where everything happens at once and in order.
+
+They matter all the same: a stream has memory of its own in torch's caching allocator, and what was lent to others is
+free only when their work is done, of which a program knows by waiting.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from memprof.trace.events import Trace
+from memprof.watch.streams import Clock, Streams
+
+_POOL = 32  # streams of one priority
+_PRIORITIES = 4
+# Of each GPU and priority, how many were made.
+_MADE: defaultdict[tuple[int, int], Iterator[int]] = defaultdict(itertools.count)
+_log = Streams(Trace())  # who is told of waits: of the run that goes on
+
+
+class _InOrder:
+    """What a stream and an event have in common: all that they stand for has happened."""
+
+    _host_kind: Any  # torch's own class
+
+    def __new__(cls, device: Any = None, *args: Any, **kwargs: Any) -> Any:
+        is_host = isinstance(device, (str, torch.device)) and torch.device(device).type == "cpu"
+        return cls._host_kind("cpu") if is_host else super().__new__(cls)
+
+    def __init__(self, device: Any = None) -> None:
+        index = device if isinstance(device, int) else None if device is None else torch.device(device).index
+        self.device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
+
+    def _work(self) -> Clock:
+        """Return what is done when this is."""
+        raise NotImplementedError
+
+    def query(self) -> bool:
+        self.synchronize()
+        return True
+
+    def synchronize(self) -> None:
+        _log.wait(self._work(), None)
+
+    def wait(self, stream: Any = None) -> None:
+        waiter = torch.cuda.current_stream(self.device) if stream is None else stream
+        _log.wait(self._work(), _key(waiter))
+
+
+class Stream(_InOrder):
+    """`torch.Stream`: of the GPU, unless the host's is requested.
+
+    A new one is the next of a pool of its priority, in turn (c10/cuda/CUDAStream.cpp).
+    """
+
+    _host_kind: Any = torch.Stream
+
+    def __init__(self, device: Any = None, priority: int = 0, *, stream_id: int | None = None, **rest: Any) -> None:
+        super().__init__(device)
+        self.device_index = self.device.index
+        self.priority = min(max(priority, 1 - _PRIORITIES), 0)
+        if stream_id is None:
+            stream_id = 1 - self.priority * _POOL + next(_MADE[self.device_index, self.priority]) % _POOL
+        self.stream_id = self.cuda_stream = self.native_handle = stream_id
+        self._outer: list[Any] = []
+
+    def __enter__(self) -> Any:
+        self._outer.append((torch.cuda.current_stream(self.device), torch.cuda.current_stream()))
+        this: Any = self
+        torch.cuda.set_stream(this)
+        return this
+
+    def __exit__(self, *exc: object) -> None:
+        for outer in self._outer.pop():
+            torch.cuda.set_stream(outer)
+
+    def __eq__(self, other: object) -> bool:
+        """Two of a pool are the same once it has been gone through."""
+        return isinstance(other, Stream) and (self.stream_id, self.device) == (other.stream_id, other.device)
+
+    def __hash__(self) -> int:
+        return hash(self.stream_id)
+
+    def is_capturing(self) -> bool:
+        """No graph is being captured."""
+        return False
+
+    def _work(self) -> Clock:
+        return _log.now(*_key(self))
+
+    def record_event(self, event: Any = None) -> Any:
+        """Return the event, or a new one."""
+        event = CudaEvent() if event is None else event
+        event.record(self)
+        return event
+
+    def wait_stream(self, stream: Any) -> None:
+        """For all that `stream` was given."""
+        stream.wait(self)
+
+    wait_event = wait_stream
+
+
+class Event(_InOrder):
+    """`torch.Event`: of the GPU, unless the host's is requested."""
+
+    _host_kind: Any = torch.Event
+    event_id = cuda_event = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+        self._recorded: Clock = {}
+
+    def _work(self) -> Clock:
+        return self._recorded
+
+    def record(self, stream: Any = None) -> None:
+        """Behind what a stream was given until now, the current one unless given."""
+        behind: Any = torch.cuda.current_stream() if stream is None else stream
+        self._recorded = behind._work()
+
+    def elapsed_time(self, other: Any) -> float:
+        """Milliseconds between two events: one, as any number that is not known, so that rates can be computed."""
+        return 1.0
+
+    def ipc_handle(self) -> bytes:
+        """One event has one handle."""
+        return bytes(64)
+
+
+class CudaStream(Stream):
+    """`torch.cuda.Stream`."""
+
+
+class CudaEvent(Event):
+    """`torch.cuda.Event`."""
+
+
+class ExternalStream(CudaStream):
+    """`torch.cuda.ExternalStream`: a stream that another library made."""
+
+    def __init__(self, stream_ptr: int, device: Any = None, **rest: Any) -> None:
+        super().__init__(device, stream_id=stream_ptr)
+
+
+def _key(stream: Any) -> tuple[str, int]:
+    return str(stream.device), stream.stream_id
+
+
+def patches(log: Streams) -> Iterator[tuple[Any, str, Any]]:
+    """Yield the patches (owner, name, replacement): classes stay classes, each under the names that torch gives it."""
+    global _log
+    _log = log
+    _MADE.clear()
+    yield torch, "Stream", Stream
+    yield torch, "Event", Event
+    for owner in (torch.cuda, torch.cuda.streams):
+        for name, value in (("Stream", CudaStream), ("Event", CudaEvent), ("ExternalStream", ExternalStream)):
+            if hasattr(owner, name):
+                yield owner, name, value

@@ -1,0 +1,351 @@
+"""The dispatch mode: sees every operator below autograd, runs it on meta tensors, and records the storages it makes.
+
+For each operator it decides, once, what kind it is (a view makes no storage, an in-place operator writes into one, the
+rest allocate), and for each combination of input layouts it remembers the output's layout (layout_cache.py), so that
+the second layer of a model costs a fraction of the first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from memprof.monitor.probe import no_gpu
+from memprof.patching.patch_set import PatchSet
+from memprof.torch_private import dispatch
+from memprof.torch_private.pytree import tree_map_only
+from memprof.trace.events import HOST, is_gpu
+from memprof.virtual.cublas_workspaces import CublasWorkspaces
+from memprof.virtual.device_checks import breaks_rule, check_devices, note_mismatch, settle_gpu
+from memprof.virtual.device_properties import DeviceProperties
+from memprof.virtual.device_state import DeviceState
+from memprof.virtual.engine import FILLS_ZEROS, called_by_engine, in_backward
+from memprof.virtual.gpus import Gpus
+from memprof.virtual.in_place import InPlaceOperators
+from memprof.virtual.kernel_context import KernelContext
+from memprof.virtual.kernels import inplace_backward_formulas as formulas
+from memprof.virtual.kernels import quantized_tensors, sparse
+from memprof.virtual.kernels.expansion import dispatch_of_python
+from memprof.virtual.layout_cache import UNCACHED, maker_of
+from memprof.virtual.limits import unsupported_error
+from memprof.virtual.op_info import describe_operator
+from memprof.virtual.operator_call import (
+    HOST_VIRTUAL_BYTES,
+    OVERWRITES,
+    OperatorCall,
+    OpInfo,
+    OpKind,
+    find_tensors,
+    run_on_meta,
+    written,
+)
+from memprof.virtual.values import Values
+from memprof.virtual.values.unknown_values import EMPTY
+from memprof.watch.caches import KVCacheDetector
+from memprof.watch.failure import empty_frames
+from memprof.watch.forward import CallSite
+from memprof.watch.recorder import Recorder
+from memprof.watch.updates import Updates
+from memprof.watch.wrappers import parts_of_sparse
+
+_META = torch.device("meta")
+_Tensor = torch.Tensor
+_NoTorchFunction = torch.DisableTorchFunction
+_dispatch_mode = dispatch.get_dispatch_mode
+_FAKE = dispatch.TorchDispatchModeKey.FAKE
+_NO_DISPATCH = dispatch.disabled_torch_dispatch_impl
+_OVERWRITES = OVERWRITES | {torch.ops.aten._foreach_zero_, torch.ops.aten._foreach_copy_}
+_FACTORIES: dict[str, Any] = {name: getattr(torch, name) for name in ("empty", "zeros", "ones", "full")}
+
+
+@contextlib.contextmanager
+def _own_factories() -> Iterator[None]:
+    """Inside, torch's factories are torch's own: a program may have others there while it builds a model (nanotron)."""
+    with PatchSet() as patches:
+        patches.set_all((torch, name, factory) for name, factory in _FACTORIES.items())
+        yield
+
+
+class DispatchMode(DeviceState):
+    """Runs the program's operators on the virtual GPU."""
+
+    def __init__(self, recorder: Recorder, values: Values, gpu: DeviceProperties, gpus: Gpus, workspaces: bool) -> None:
+        super().__init__(recorder, values, gpu, gpus, workspaces)
+        # By the `id` of the overload, which each keeps alive: its own hash is a function in Python.
+        self._operators: dict[int, OpInfo] = {}
+        # What a call is known by -> what makes tensors like its outputs.
+        self._makers: dict[Any, Callable[[], Any]] = {}
+        self._in_place = InPlaceOperators()
+        self._cublas = CublasWorkspaces()
+        self.caches = KVCacheDetector(recorder)
+        self.updates: Updates | None = None  # None: the workload has torch's optimizers alone
+        # Autocast, while a backward pass runs inside its region: no function mode sees what the engine calls.
+        self.cast: Callable[[Any, Any, Any], tuple[Any, Any]] | None = None
+        self.is_off = False  # in a forked child, where operators run as without this mode
+        self.function_mode: Any = contextlib.nullcontext()  # by which an operator in Python sees the GPU
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # The default wraps every call in a guard against torch.compile, and imports all of dynamo for it.
+        return False
+
+    # -- every operator ---------------------------------------------------------------------------------------------
+
+    def _refuse_virtual(self, args: Any, kwargs: Any) -> None:
+        """In a forked child there is no virtual GPU, whose tensors have no data."""
+        for value in find_tensors([*args, *(kwargs or {}).values()]):
+            if value.is_meta and self.device_of(value) != "meta":
+                raise unsupported_error(
+                    "uses, in another process, a tensor of the virtual GPU, which has no data", no_gpu.HINT
+                )
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.is_off:
+            self._refuse_virtual(args, kwargs)
+            return func(*args, **(kwargs or {}))
+        if self.recorder.writer.threads and not self.turn.is_taken:
+            with self.turn.taken():
+                return self.__torch_dispatch__(func, types, args, kwargs)
+        if torch.empty is not _FACTORIES["empty"]:
+            with _own_factories():
+                return self.__torch_dispatch__(func, types, args, kwargs)
+        if _dispatch_mode(_FAKE) is not None:
+            # How a DTensor learns the shapes of results: nothing of that is in memory.
+            return func(*args, **(kwargs or {}))
+        if types and any(kind.__torch_dispatch__ is not _NO_DISPATCH for kind in types):
+            # A tensor subclass unwraps itself first; its inner operators come back here.
+            return NotImplemented
+        try:
+            with _NoTorchFunction():
+                operator = self._operators.get(id(func)) or self._operator(func)
+                if operator.expansion is not None:
+                    if operator.in_python:
+                        with (
+                            dispatch.EnableTorchFunction(),
+                            dispatch_of_python(),
+                            self.function_mode,
+                            self,
+                            self.turn.suspended(),
+                        ):
+                            return operator.expansion(*args, **(kwargs or {}))
+                    with self:
+                        return operator.expansion(*args, **(kwargs or {}))
+                if operator.kind is OpKind.VIEW and operator.handler is None and not args[0].is_quantized:
+                    if self.gpus.several:
+                        self.nodes.note_gpu(self.device_of(args[0]))
+                    result = func(*args, **kwargs) if kwargs else func(*args)
+                    attribution = self.recorder.attribution
+                    attribution.note_forward(attribution.place(sys._getframe(1)))
+                    return result
+                if self.cast is not None and called_by_engine():
+                    with self:
+                        args, kwargs = self.cast(operator.packet, args, kwargs)
+                call = OperatorCall(func, args, kwargs or {}, self)
+                updates = self.updates
+                if updates is not None and not (updates.looks and (call.on_gpu or "device" in call.kwargs)):
+                    updates = None
+                if updates is not None:
+                    updates.operator_runs(call.tensors)
+                place = self.recorder.attribution.place(sys._getframe(1))
+                if call.sparse or call.quantized or operator.makes_sparse:
+                    return self._run_sparse_or_quantized(operator, call, place)
+                if self.recorder.streams.several and call.on_gpu:
+                    self.recorder.record_stream_use(call.tensors)
+                if self.gpus.several:
+                    settle_gpu(self, operator, call, place)
+                mixed = (call.real and call.device) or (call.on_host and call.on_gpu)
+                if mixed and not operator.mixes_devices:
+                    check_devices(self, operator, call, place)
+                self.recorder.attribution.note_forward(place)
+                if operator.is_partial_write and self.caches.looks:
+                    self.caches.written(args[0])
+                elif operator.is_cat and self.caches.looks:
+                    self.caches.joins(args[0])
+                if operator.maybe_in_place and in_backward():
+                    plain = self._on_plain_run(call)
+                    if plain is not None:
+                        call.func, call.key[0] = plain, id(plain)
+                        operator = self._operators.get(id(plain)) or self._operator(plain)
+                result = NotImplemented
+                if operator.handler is not None and (call.on_gpu or operator.runs_on_any_device):
+                    result = operator.handler(KernelContext(self, operator, call, place))
+                if result is NotImplemented:
+                    if operator.kind is OpKind.IN_PLACE:
+                        result = self._in_place.run(self, operator, call, place)
+                    else:
+                        result = self.allocating(operator, call, place)
+                self.meter.count(operator, call, result)
+                if updates is not None:
+                    _note_update(updates, call, result)
+                return result
+        except BaseException as error:
+            empty_frames(error)
+            args = kwargs = call = result = None  # type: ignore[assignment]
+            raise
+
+    def _run_sparse_or_quantized(self, operator: OpInfo, call: OperatorCall, place: CallSite) -> Any:
+        """Run an operator of sparse or quantized tensors: torch's own on the host, else as kernels/ has it."""
+        moves = call.kwargs.get("device") is not None and call.kwargs["device"].type == "meta"
+        if call.device is None and not moves:
+            return call.func(*call.args, **call.kwargs)
+        if call.quantized:
+            return quantized_tensors.run(KernelContext(self, operator, call, place))
+        if call.on_gpu and breaks_rule(self, operator, call):
+            note_mismatch(self, operator.name, call.tensors, place)
+        if call.real and call.device is not None:
+            with self, self.asked_for(HOST):
+                args, kwargs = tree_map_only(_Tensor, _as_virtual, (call.args, call.kwargs))
+                call = OperatorCall(call.func, args, kwargs, self)
+        launch = KernelContext(self, operator, call, place)
+        kernel = sparse.of_sparse.get(operator.packet)
+        result = NotImplemented if kernel is None else kernel(launch)
+        if result is NotImplemented:
+            raise unsupported_error(f"gives a sparse tensor to {operator.name}", "make it dense: `.to_dense()`")
+        return result
+
+    def _operator(self, func: Any) -> OpInfo:
+        return self._operators.setdefault(id(func), describe_operator(func))
+
+    def _device_of_caller(self, call: OperatorCall) -> str:
+        """Return the device of what a C++ function makes inside after a tensor that it was given."""
+        if self.gpus.several and in_backward():
+            return call.gpu
+        devices = [self.device_of(tensor) for tensor in find_tensors(list(self.calling)) if tensor.is_meta]
+        on_gpus = [device for device in devices if is_gpu(device)]
+        return on_gpus[0] if on_gpus else HOST if HOST in devices else call.gpu
+
+    def _target_device(self, call: OperatorCall) -> str | None:
+        """Where new storages of this call live: a GPU, HOST, "real" on the CPU, or None for a genuine meta tensor."""
+        device = call.kwargs.get("device")
+        if device is not None:
+            if device.type != "meta":
+                return "real"
+            # The program requested the GPU, or (a factory inside a C++ operator) inherits it from a device tensor.
+            wanted = self.factory_device or call.device or self._device_of_caller(call)
+            return None if wanted == "meta" else wanted
+        if call.tensors:
+            if call.on_gpu:
+                return call.gpu
+            if call.on_host:
+                return HOST
+            if call.real and len(call.real) == len(call.tensors):
+                return "real"
+            # Empty tensors are not tracked; a storage-less input does not make its result a genuine meta tensor.
+            if all(t.numel() == 0 for t in call.tensors if t.is_meta):
+                return call.gpu
+            return None
+        return "real"
+
+    # -- the three kinds --------------------------------------------------------------------------------------------
+
+    def allocating(self, operator: OpInfo, call: OperatorCall, place: CallSite) -> Any:
+        """Run an operator that makes new storages, and record them with what its kernel takes beside them."""
+        target = self._target_device(call)
+        if target == "real":
+            return self._on_cpu(operator, call, place)
+        if target is None or target == HOST or not (operator.scratch or operator.input_copies or operator.uses_cublas):
+            return self._run(operator, call, place, target)
+        copies = operator.input_copies(call.args) if operator.input_copies else ()
+        if operator.uses_cublas:
+            # The output comes first: cuBLAS takes its workspace inside the call.
+            result = self._run(operator, call, place, target)
+            with self.hidden(copies, operator.name, place, target):
+                self.take_workspace(operator, call.args, place, target)
+            return result
+        with self.hidden(copies, operator.name, place, target):
+            sizes = operator.scratch(call.args, self.gpu) if operator.scratch else ()
+            result = self._run(operator, call, place, target)
+            self.transients(sizes, operator.name, place, target)
+        return result
+
+    def _run(self, operator: OpInfo, call: OperatorCall, place: CallSite, target: str | None) -> Any:
+        try:
+            # What an operator makes of no floating point number at all has the program's default dtype.
+            key: Any = (torch.get_default_dtype(), *call.key)
+            make = self._makers.get(key)
+        except TypeError:  # an unhashable argument, such as a generator or a symbolic value
+            key = make = None
+        if make is None:
+            result = run_on_meta(call)
+            maker = maker_of(result)
+            if maker is not UNCACHED and key is not None:
+                inputs = {t.untyped_storage()._cdata for t in call.tensors if t.is_meta}
+                if not any(t.untyped_storage()._cdata in inputs for t in find_tensors(result)):
+                    self._makers[key] = maker
+        else:
+            result = make()
+        outputs = find_tensors(result)
+        if make is None:
+            outputs = [part for one in outputs for part in parts_of_sparse(one) or [one]]
+        if target is not None:
+            self.recorder.storages.record(outputs, operator.name, place, target)
+            self.values.propagate(call.func, call.args, call.kwargs, outputs)
+        return result
+
+    def _on_cpu(self, operator: OpInfo, call: OperatorCall, place: CallSite) -> Any:
+        """Run a host operator for real, unless its result is large: then that is virtual as well."""
+        # Pinning asks the CUDA driver; to the GPU it makes no difference.
+        kwargs = {name: value for name, value in call.kwargs.items() if name != "pin_memory"}
+        # Where a backward formula names the host, what it makes is for the gradient of a real tensor.
+        if call.factory_bytes() >= HOST_VIRTUAL_BYTES and not (in_backward() and called_by_engine()):
+            result = call.func(*call.args, **{**kwargs, "device": _META})
+            made = find_tensors(result)
+            self.record(made, operator.name, place, HOST)
+            self.values.propagate(call.func, call.args, kwargs, made)
+            if operator.packet in EMPTY:
+                for tensor in made:  # which the program may fill where no mode sees it, as an array
+                    self.values.store.set_uniform(tensor, 0)
+            return result
+        result = call.func(*call.args, **kwargs)
+        for tensor in find_tensors(result):
+            if tensor.dim() and not tensor.is_meta and tensor.layout is torch.strided:
+                storage = tensor.untyped_storage()
+                self.host_sources[storage._cdata] = (weakref.ref(storage), place.source)
+                self.record_real(tensor, operator.name, place)
+        return result
+
+    def take_workspace(self, operator: OpInfo, args: Any, place: CallSite, gpu: str) -> None:
+        """Take what cuBLAS needs for a call of its own, unless it has it."""
+        if self.workspaces:
+            self._cublas.take(self, operator, args, place, gpu)
+
+    def clear_workspaces(self) -> None:
+        """Free the workspaces of cuBLAS."""
+        self._cublas.clear(self)
+
+    def process_ended(self, first: int) -> None:
+        """Free what a process of the program's took from storage number `first` on, with what libraries took."""
+        self.clear_workspaces()
+        self.recorder.storages.end_process(first)
+
+    def _on_plain_run(self, call: OperatorCall) -> Any:
+        """The operator in place that a backward formula calls on a plain run where `call` is out of place; or None."""
+        target = call.args[0]
+        if not isinstance(target, torch.Tensor) or not called_by_engine():
+            return None
+        index = self.recorder.storages.live.get(target.untyped_storage()._cdata)
+        if index is None:
+            return None
+        if call.func in FILLS_ZEROS:
+            # The zeros that it has just made.
+            return FILLS_ZEROS[call.func] if index == len(self.recorder.trace.storages) - 1 else None
+        if torch.is_grad_enabled() or not self.accumulation.is_sole_owner(target):
+            return None
+        return formulas.in_place(call.func, call.args, self.recorder.trace.op(self.recorder.trace.storages[index]))
+
+
+def _as_virtual(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.is_meta else torch.ops.aten._to_copy.default(tensor, device=_META)
+
+
+def _note_update(updates: Updates, call: OperatorCall, result: Any) -> None:
+    """Tell what `call` has read, written and made to who looks for updates of parameters."""
+    into = find_tensors(written(call))
+    overwrites = call.func.overloadpacket in _OVERWRITES
+    read = [one for one in call.tensors if not (overwrites and any(one is other for other in into))]
+    updates.operator_ran(read, into, find_tensors(result))

@@ -1,0 +1,247 @@
+"""The function mode: makes meta tensors look like `cuda:0` to Python code, and sends requests for CUDA to meta.
+
+Property reads (`t.device`, `t.is_cuda`) are answered with the device that the program believes in; device arguments
+that name CUDA become meta, and the allocation tracker is told what was requested. Composite functions whose choices C++
+makes by device before any dispatch mode sees them are chosen in kernels/.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from types import GetSetDescriptorType
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from memprof.torch_private import autograd, dispatch, tensors
+from memprof.torch_private.dispatch import disable_current_modes
+from memprof.virtual.assignments import Assignments
+from memprof.virtual.autocast import Autocast
+from memprof.virtual.device_answers import DeviceAnswers
+from memprof.virtual.device_state import DeviceState
+from memprof.virtual.kernels import registry
+from memprof.virtual.mixed import RECURRENT, MixedDevices
+from memprof.virtual.moves import Moves
+from memprof.virtual.operator_call import find_tensors, in_place
+from memprof.virtual.tensor_data import TensorsFromData
+from memprof.watch.failure import empty_frames
+
+_Tensor = torch.Tensor
+_META = torch.device("meta")
+_CUDA_KERNEL = torch.DispatchKeySet(torch.DispatchKey.CUDA)
+_NoTorchFunction = torch.DisableTorchFunction
+_autocast_enabled = torch.is_autocast_enabled
+_default: Any = dispatch.default_device.get()
+
+
+class OwnFunctionMode(TorchFunctionMode):
+    """A function mode of memprof's, which torch's Python functions run inside of (edges/python_functions.py)."""
+
+
+class FunctionMode(OwnFunctionMode):
+    """Answers for the virtual GPU at the level of torch functions; its attributes are parts with answers of one kind.
+
+    Args:
+        tracker: on which they run.
+        make_interchange: makes what reaches a tensor's data (edges/interchange.py).
+    """
+
+    def __init__(self, tracker: DeviceState, make_interchange: Callable[..., Any]) -> None:
+        super().__init__()
+        self._make_interchange = make_interchange
+        self._tracker = tracker
+        self.answers = answers = DeviceAnswers(tracker)
+        moves = Moves(tracker, answers, self, self._run)
+        self.kinds = moves.kinds
+        self._mixed = mixed = MixedDevices(tracker, answers.believed, moves.to, self.kinds)
+        self.autocast = Autocast(tracker.is_on_gpu)
+        self.interchange = make_interchange(tracker, moves.to, tracker.values.assume, self)
+        read, note_pinned = self.interchange.read, self.interchange.note_pinned
+        self.assignments = Assignments(tracker, answers, moves.to, mixed, self.kinds, read)
+        made = TensorsFromData(tracker, answers, moves, mixed, self._run, read, note_pinned)
+        self.is_off = False  # in a forked child, where what is asked is done as without this mode
+        # Operators of libraries that were registered for this run.
+        self._cuda_operators: list[Any] = []
+        self._float32_operators: list[Any] = []
+        self._factories = dispatch.device_constructors()
+        chosen = {func: self._choosing(choose) for func, choose in registry.composites(tracker).items()}
+        self._handlers: dict[Any, Callable[..., Any]] = {
+            **{func: func for func in _MAKES_NOTHING},
+            **chosen,
+            **{
+                func: functools.partial(mixed.recurrent, f"aten.{name}", chosen.get(func, func))
+                for name, func in RECURRENT.items()
+            },
+            _Tensor.__getitem__: self._choosing(self.assignments.getitem),
+            **{func: functools.partial(self._nonfinite, func) for func in _NONFINITE},
+        }
+        for part in (answers, moves, self.interchange, self.assignments, made):
+            self._handlers.update(part.handlers())
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.is_off:
+            return func(*args, **(kwargs or {}))
+        try:
+            if types and dispatch.is_torch_function_enabled():
+                answers = [kind for kind in types if issubclass(kind, _Tensor) and _answers(kind)]
+                for kind in answers:
+                    # What a subclass then calls is the program's own, under this mode.
+                    with self:
+                        result = kind.__torch_function__(func, types, args, kwargs or {})
+                    if result is not NotImplemented:
+                        return result
+                if answers:
+                    return func(*args, **(kwargs or {}))  # they refuse again, in torch's words
+            if _autocast_enabled("cuda"):
+                args, kwargs = self.autocast.cast(func, args, kwargs)
+            handler = self._handlers.get(func)
+            if handler is not None:
+                return handler(*args, **(kwargs or {}))
+            device = kwargs.get("device") if kwargs else None
+            if (
+                kwargs
+                and kwargs.get("pin_memory")
+                and func in self._factories
+                and (device is None or "cpu" in str(device))
+            ):
+                result = func(*args, **{**kwargs, "pin_memory": False})
+                self.interchange.note_pinned(result)
+                return result
+            if device is None and func in self._factories:
+                # `with torch.device("cuda")` and torch.set_default_device act below this mode, too late to redirect.
+                device = _default.CURRENT_DEVICE
+            if device is not None:
+                wanted = torch.device(device) if isinstance(device, str) else device
+                if isinstance(wanted, int) or wanted.type == "cuda":
+                    kwargs = {**(kwargs or {}), "device": _META}
+                    for name in ("pin_memory", "generator"):  # neither goes with meta tensors
+                        kwargs.pop(name, None)
+                    return self._call_on(self._tracker.gpus.named(wanted), func, args, kwargs)
+                if wanted.type == "meta":
+                    result = self._call_on("meta", func, args, {**(kwargs or {}), "device": _META})
+                    for tensor in find_tensors(result):
+                        if not tensor.numel():
+                            self._tracker.recorder.storages.uncounted[tensor.untyped_storage()] = "meta"
+                    return result
+            for position, arg in enumerate(args):
+                if type(arg) is torch.device and arg.type == "cuda":
+                    gpu = self._tracker.gpus.named(arg)
+                    return self._call_on(gpu, func, (*args[:position], _META, *args[position + 1 :]), kwargs or {})
+            if len(args) > 1 and isinstance(args[1], _Tensor) and args[1].requires_grad and in_place(func):
+                args = self._mixed.writable(func, args, kwargs or {})
+            return self._run(func, args, kwargs or {})
+        except BaseException as error:
+            empty_frames(error)
+            args = kwargs = arg = result = tensor = None
+            raise
+
+    def _run(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run `func`, and again with all tensors on the GPU if it mixed devices and cannot go on so."""
+        args, kwargs = self.kinds.alike(func, args, kwargs)
+        tracker = self._tracker
+        mismatches = tracker.recorder.trace.mismatches
+        before = len(mismatches)
+        try:
+            # As `MixedDevices.inside` does, which would be one more frame below every operator.
+            outer, tracker.calling = tracker.calling, args
+            try:
+                result = func(*args, **kwargs)
+            finally:
+                tracker.calling = outer
+        except RuntimeError as error:
+            if not self._mixed.is_mismatch(error, func, args, kwargs, noted=len(mismatches) > before):
+                raise
+            numbers = True
+        else:
+            # On the way back the host tensor would be given a gradient on the GPU.
+            if len(mismatches) == before or in_place(func) or not any(t.requires_grad for t in find_tensors(result)):
+                return result
+            del result
+            numbers = False
+        return self._mixed.run_moved(func, args, kwargs, numbers=numbers)
+
+    def of_thread(self, tracker: DeviceState) -> FunctionMode:
+        """Return the function mode of another thread, whose dispatch mode is `tracker`."""
+        mode = FunctionMode(tracker, self._make_interchange)
+        mode.interchange.share(self.interchange)
+        mode.run_cuda_kernels_of(self._cuda_operators)
+        mode.run_in_float32(self._float32_operators)
+        return mode
+
+    def run_cuda_kernels_of(self, operators: Iterable[Any]) -> None:
+        """For tensors on the GPU, run what is registered for CUDA of these operators, which is Python code."""
+        for operator in operators:
+            self._cuda_operators.append(operator)
+            run = functools.partial(self._run_cuda_kernel, operator)
+            self._handlers[operator] = run
+            if operator._overloadname == "default":
+                self._handlers[operator.overloadpacket] = run
+
+    def run_in_float32(self, operators: Iterable[Any]) -> None:
+        """Autocast runs these operators of a library in float32, and gives what the first tensor was of."""
+        for operator in operators:
+            self._float32_operators.append(operator)
+            self._handlers[operator] = self._handlers[operator.default] = functools.partial(self._in_float32, operator)
+
+    def _in_float32(self, operator: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _autocast_enabled("cuda"):
+            return self._run(operator, args, kwargs)
+        given = find_tensors([*args, *kwargs.values()])[0].dtype
+        args, kwargs = self.autocast.in_float32(args, kwargs)
+        with self, torch.autocast("cuda", enabled=False):
+            result = operator(*args, **kwargs)
+            several = isinstance(result, tuple)
+            made = tuple(one.to(given) if one.is_floating_point() or several else one for one in find_tensors(result))
+        return made if several else made[0]
+
+    def _run_cuda_kernel(self, operator: Any, *args: Any, **kwargs: Any) -> Any:
+        tensors = find_tensors([*args, *kwargs.values()])
+        with self:
+            if any(self._tracker.is_on_gpu(tensor) for tensor in tensors):
+                return operator.redispatch(_CUDA_KERNEL, *args, **kwargs)
+        return operator(*args, **kwargs)
+
+    def _call_on(self, device: str, func: Any, args: Any, kwargs: Any) -> Any:
+        with self._tracker.asked_for(device):
+            return func(*args, **kwargs)
+
+    def _choosing(self, choose: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a composite's choice, made again with all tensors on the GPU if it mixed devices."""
+        return lambda *args, **kwargs: self._run(choose, args, kwargs)
+
+    def _nonfinite(self, func: Any, tensor: torch.Tensor) -> torch.Tensor:
+        """Unknown numbers are finite (values/policy.py): composites would compare them first, and lose that."""
+        result: torch.Tensor = func(tensor)
+        values = self._tracker.values
+        with _NoTorchFunction(), disable_current_modes():
+            if result.is_meta and values.store.get(tensor.detach()) is None:
+                values.store.set_uniform(result, _NONFINITE[func])
+        return result
+
+
+@functools.cache
+def _answers(kind: type) -> bool:
+    """Return whether a tensor class has a `__torch_function__` in Python, its own or what Tensor has for subclasses;
+    that of a parameter is in C, and does nothing."""
+    return kind is not _Tensor and hasattr(kind.__torch_function__, "__func__")  # type: ignore[attr-defined]
+
+
+# What only asks; half of what a program calls. An attribute may be a view.
+_MAKES_NOTHING: frozenset[Any] = frozenset(
+    {
+        *(value.__get__ for value in vars(tensors.TensorBase).values() if isinstance(value, GetSetDescriptorType)),
+        *(_Tensor.dim, _Tensor.size, _Tensor.stride, _Tensor.numel, _Tensor.element_size, _Tensor.is_contiguous),
+        *(_Tensor.is_floating_point, _Tensor.is_complex, torch.is_floating_point, torch.is_complex),
+        autograd.set_grad_enabled,
+    }
+)
+_NONFINITE: dict[Any, bool] = {
+    torch.isfinite: True,
+    _Tensor.isfinite: True,
+    torch.isnan: False,
+    _Tensor.isnan: False,
+    torch.isinf: False,
+    _Tensor.isinf: False,
+}

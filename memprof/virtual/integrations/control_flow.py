@@ -1,0 +1,56 @@
+"""torch.cond, while_loop and scan: as plain Python, whose operators the virtual GPU sees, gradients with them.
+
+Each has an operator of its own for tracing, which asks dispatch modes for a rule; what its dense kernel does is below
+(torch/_higher_order_ops). A condition is read by the host, as there.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from memprof.patching.extension import Extension
+from memprof.patching.patch_set import Patch
+from memprof.torch_private import dispatch
+from memprof.torch_private.dispatch import get_current_dispatch_mode
+from memprof.virtual.device_state import DeviceState
+from memprof.virtual.install_context import InstallContext
+
+
+class ControlFlow(Extension):
+    """Those operators of control flow that torch has imported.
+
+    It is their dispatch that is replaced, and not their names: torch.compile, which each function calls for itself,
+    writes the operator into its graph and has the name from nowhere.
+    """
+
+    def patches(self, context: InstallContext) -> Iterator[Patch]:
+        """Replace the dispatch of each by its dense kernel where a virtual GPU, and no tracer, is requested a rule."""
+        names = (dispatch.dispatch_cond, dispatch.dispatch_while_loop, dispatch.dispatch_scan)
+        kernels: tuple[Callable[..., Any], ...] = (_cond, _while_loop, _scan)
+        for name, dense in zip(names, kernels, strict=True):
+            if name.is_imported() and name.exists():
+                yield name.patch(functools.partial(_run, name.get(), dense))
+
+
+def _run(by_key: Callable[..., Any], dense: Callable[..., Any], key: Any, *args: Any, **kwargs: Any) -> Any:
+    is_virtual = isinstance(get_current_dispatch_mode(), DeviceState)
+    return dense(*args, **kwargs) if is_virtual else by_key(key, *args, **kwargs)
+
+
+def _cond(pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], operands: Any) -> Any:
+    return (true_fn if bool(pred) else false_fn)(*operands)
+
+
+def _while_loop(
+    cond_fn: Callable[..., Any], body_fn: Callable[..., Any], carried_inputs: Any, additional_inputs: Any = ()
+) -> Any:
+    carried = tuple(carried_inputs)
+    while bool(cond_fn(*carried, *additional_inputs)):
+        carried = tuple(body_fn(*carried, *additional_inputs))
+    return carried
+
+
+def _scan(combine_fn: Callable[..., Any], init: Any, xs: Any, additional_inputs: Any = ()) -> Any:
+    return dispatch.generic_scan(combine_fn, init, xs, additional_inputs=additional_inputs)

@@ -1,0 +1,269 @@
+"""What programs do with tensors beside computing: pointers, numpy, DLPack, pickles, pinned and shared memory.
+
+A tensor of the virtual GPU, or a large one of the host, has no data. Each of these ways to reach it either gives what a
+real run gives, with numbers by a policy (values/policy.py), or raises an error that says what cannot be done; none may
+end the process. Pointers lead to reserved pages that read as zeros, one range for each storage that was asked.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import mmap
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from memprof.torch_private import tensors
+from memprof.torch_private.dispatch import disable_current_modes
+from memprof.trace.events import GPU, HOST, gpu_index, is_gpu
+from memprof.virtual.device_state import DeviceState
+from memprof.virtual.integrations import storages
+from memprof.virtual.integrations.checkpoints import Checkpoints, as_method
+from memprof.virtual.integrations.safetensors_files import SafetensorsFiles
+from memprof.virtual.operator_call import HOST_VIRTUAL_BYTES, find_tensors
+from memprof.virtual.values.budget import is_cheap_to_compute
+from memprof.virtual.values.shadows import PAGES
+from memprof.watch.failure import KernelError
+from memprof.watch.wrappers import has_memory
+
+_Tensor = torch.Tensor
+_META = torch.device("meta")
+_NoTorchFunction = torch.DisableTorchFunction
+_storage_data_ptr = torch.UntypedStorage.data_ptr
+
+
+class Interchange:
+    """The ways in which a program reaches a tensor's data, for one virtual GPU."""
+
+    def __init__(
+        self, tracker: DeviceState, move: Callable[..., _Tensor], assume: Callable[[str], None], mode: TorchFunctionMode
+    ) -> None:
+        self._tracker = tracker
+        self._move = move
+        self.checkpoints = Checkpoints(tracker, assume, mode)
+        self.safetensors = SafetensorsFiles(tracker, assume)
+        self._pages: weakref.WeakKeyDictionary[torch.UntypedStorage, tuple[mmap.mmap | None, int]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._pinned: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+        self._shared: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+
+    def share(self, other: Interchange) -> None:
+        """Know what `other` knows, which is of another thread."""
+        self.checkpoints, self.safetensors = other.checkpoints, other.safetensors
+        self._pages, self._pinned, self._shared = other._pages, other._pinned, other._shared
+
+    def handlers(self) -> dict[Any, Callable[..., Any]]:
+        """Function -> replacement, for the function mode."""
+        return {
+            _Tensor.tolist: self._tolist,
+            _Tensor.numpy: self._numpy,
+            _Tensor.pin_memory: self._pin_memory,
+            _Tensor.is_pinned: self._is_pinned,
+            _Tensor.data_ptr: self._data_ptr,
+            torch.utils.dlpack.from_dlpack: self._from_dlpack,
+        }
+
+    def patches(self) -> Iterator[tuple[Any, str, Any]]:
+        """The patches (owner, name, replacement) for what no function mode sees."""
+        yield torch.UntypedStorage, "data_ptr", as_method(self._storage_ptr)
+        # Python's own methods of tensors, which no mode sees (devices.py); and a loader pins in a thread of its own.
+        methods = {
+            "pin_memory": self._pin_memory,
+            "is_pinned": self._is_pinned,
+            "share_memory_": self._share_memory,
+            "is_shared": self._is_shared,
+            "__array__": self._array,
+            "__dlpack__": self._dlpack,
+            "__dlpack_device__": self._dlpack_device,
+        }
+        for name, method in methods.items():
+            yield torch.Tensor, name, as_method(method)
+        yield torch.utils.dlpack, "to_dlpack", self._dlpack
+        yield torch.utils.dlpack, "from_dlpack", self._from_dlpack
+        yield torch, "from_dlpack", self._from_dlpack
+        yield from self.checkpoints.patches()
+        yield from self.safetensors.patches()
+        yield from storages.patches(self._tracker)
+        yield torch.Tensor, "__reduce_ex__", as_method(self._reduce)
+        yield _named_as(tensors.rebuild_meta_tensor_no_storage, self._rebuild)
+        yield _named_as(tensors.rebuild_device_tensor_from_cpu_tensor, self._rebuild_known)
+
+    def read(self, tensor: _Tensor) -> _Tensor:
+        """A real tensor to show the program; an unknown large one is one number, spread over the shape."""
+        with _NoTorchFunction():
+            if not tensor.is_meta:
+                return tensor
+            tensor = tensor.detach()
+            with disable_current_modes():
+                values = self._tracker.values
+                if tensor.numel() * tensor.element_size() < HOST_VIRTUAL_BYTES or values.store.get(tensor) is not None:
+                    return values.policy.read(tensor)
+                return values.policy.read(torch.empty((), dtype=tensor.dtype, device=_META)).expand(tensor.shape)
+
+    def _tolist(self, tensor: _Tensor) -> Any:
+        value = self.read(tensor)
+        with _NoTorchFunction():
+            return value.tolist()
+
+    def _numpy(self, tensor: _Tensor, *, force: bool = False) -> Any:
+        with _NoTorchFunction():
+            if not tensor.is_meta:
+                return tensor.numpy(force=force)
+            if tensor.requires_grad and not force:
+                raise RuntimeError(
+                    "Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead."
+                )
+            device = self._tracker.device_of(tensor)
+            if is_gpu(device) and not force:
+                raise TypeError(
+                    f"can't convert {device} device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host "
+                    "memory first."
+                )
+            with disable_current_modes():
+                own = self._tracker.values.store.writable(tensor.detach()) if not force else None
+                return (self.read(tensor) if own is None else own).numpy()
+
+    def _array(self, tensor: _Tensor, *args: Any, **kwargs: Any) -> Any:
+        with _NoTorchFunction():
+            if not tensor.is_meta:
+                return _array(tensor, *args, **kwargs)
+        array = self._numpy(tensor)
+        return array if not args or args[0] is None else array.astype(args[0], copy=False)
+
+    def _data_ptr(self, tensor: _Tensor) -> int:
+        with _NoTorchFunction():
+            if not tensor.is_meta:
+                return tensor.data_ptr()
+            if not tensor.numel():
+                return 0
+            offset = int(tensor.storage_offset()) * tensor.element_size()
+            return self._storage_ptr(tensor.untyped_storage()) + offset
+
+    def _storage_ptr(self, storage: torch.UntypedStorage) -> int:
+        """Unique per storage and aligned: code compares addresses (tied weights) and checks alignment."""
+        if storage._cdata not in self._tracker.recorder.storages.live:
+            return _storage_data_ptr(storage)
+        known = self._pages.get(storage)
+        if known is None or (known[0] is not None and len(known[0]) < storage.nbytes()):
+            known = self._pages[storage] = _reserve(storage)
+        return known[1]
+
+    def _dlpack(self, tensor: _Tensor, **kwargs: Any) -> Any:
+        with _NoTorchFunction():
+            if tensor.is_meta and is_gpu(self._tracker.device_of(tensor)):
+                raise KernelError("DLPack hands the tensor's data on the GPU to another library", "the DLPack export")
+            value = self.read(tensor)
+            with disable_current_modes():
+                return _export(value, **kwargs)
+
+    def _dlpack_device(self, tensor: _Tensor) -> Any:
+        device = self._tracker.device_of(tensor)
+        return (2, gpu_index(device)) if tensor.is_meta and is_gpu(device) else (1, 0)  # kDLCUDA, kDLCPU of dlpack.h
+
+    def _from_dlpack(self, external: Any, **kwargs: Any) -> _Tensor:
+        if isinstance(external, _Tensor):
+            return external.detach()
+        with _NoTorchFunction():
+            return _from_dlpack(external, **kwargs)
+
+    def _pin_memory(self, tensor: _Tensor, *args: Any, **kwargs: Any) -> _Tensor:
+        """A copy in pinned memory: the source lives on beside it, as in a real run."""
+        with _NoTorchFunction():
+            if self._is_pinned(tensor):
+                return tensor
+            if tensor.is_meta and is_gpu(self._tracker.device_of(tensor)):
+                raise RuntimeError("cannot pin 'torch.cuda.FloatTensor' only dense CPU tensors can be pinned")
+            pinned = tensor.clone(memory_format=torch.contiguous_format)
+            self.note_pinned(pinned)
+            return pinned
+
+    def note_pinned(self, tensors: Any) -> None:
+        """These were made in pinned memory."""
+        for tensor in find_tensors(tensors):
+            self._pinned.add(tensor.untyped_storage())
+
+    def _is_pinned(self, tensor: _Tensor, *args: Any, **kwargs: Any) -> bool:
+        with _NoTorchFunction():
+            return tensor.untyped_storage() in self._pinned
+
+    def _share_memory(self, tensor: _Tensor) -> _Tensor:
+        with _NoTorchFunction():
+            if not tensor.is_meta:
+                return _share_memory(tensor)
+            self._shared.add(tensor.untyped_storage())  # on the GPU every tensor is shareable: nothing to do
+            return tensor
+
+    def _is_shared(self, tensor: _Tensor) -> bool:
+        with _NoTorchFunction():
+            if not tensor.is_meta:
+                return _is_shared(tensor)
+            return is_gpu(self._tracker.device_of(tensor)) or tensor.untyped_storage() in self._shared
+
+    def _reduce(self, tensor: _Tensor, protocol: Any) -> Any:
+        """A pickle says what a tensor is, and its numbers where they are known."""
+        if self.checkpoints.saving:
+            return _reduce_ex(tensor, protocol)  # by its storage, under the modes: it is on the GPU
+        with _NoTorchFunction():
+            device = self._tracker.device_of(tensor) if has_memory(tensor) and tensor.is_meta else "meta"
+            if device == "meta":
+                return _reduce_ex(tensor, protocol)
+            function, arguments = self._parts(tensor, device)
+            state = tensors.get_obj_state(tensor)
+            if type(tensor) is _Tensor and not state:
+                return function, arguments
+            return tensors.rebuild_from_type_v2, (function, type(tensor), arguments, state)
+
+    def _parts(self, tensor: _Tensor, device: str) -> tuple[Callable[..., _Tensor], tuple[Any, ...]]:
+        """What makes a virtual tensor again where it is read, and of what."""
+        with _NoTorchFunction():
+            known = self._tracker.values.store.get(tensor.detach()) if is_cheap_to_compute(tensor) else None
+            if known is not None:
+                arguments = (known.clone(), tensor.dtype, device, tensor.requires_grad)
+                return tensors.rebuild_device_tensor_from_cpu_tensor.get(), arguments
+            # A list of strides tells a host tensor from one of the first GPU; another GPU's name stands behind them.
+            elsewhere = () if device in (GPU, HOST) else (device,)
+            stride = list(tensor.stride()) if device == HOST else (*tensor.stride(), *elsewhere)
+            made_of = (tensor.dtype, tensor.size(), stride, tensor.requires_grad)
+            return tensors.rebuild_meta_tensor_no_storage.get(), made_of
+
+    def _rebuild(self, dtype: torch.dtype, size: Any, stride: Any, requires_grad: bool) -> _Tensor:
+        device = HOST if isinstance(stride, list) else GPU
+        if stride and isinstance(stride[-1], str):
+            *stride, device = stride
+        with _NoTorchFunction(), disable_current_modes():
+            tensor = torch.empty_strided(size, stride, dtype=dtype, device=_META, requires_grad=requires_grad)
+        place = self._tracker.recorder.attribution.place(sys._getframe(1))
+        self._tracker.record([tensor], "pickle.loads", place, device)
+        return tensor
+
+    def _rebuild_known(self, data: _Tensor, dtype: torch.dtype, device: str, requires_grad: bool) -> _Tensor:
+        with _NoTorchFunction():
+            return self._move(data, torch.device(device)).requires_grad_(requires_grad)
+
+
+_reduce_ex = _Tensor.__reduce_ex__
+_from_dlpack = torch.utils.dlpack.from_dlpack
+_array = _Tensor.__array__
+_share_memory = _Tensor.share_memory_
+_is_shared = _Tensor.is_shared
+_export = _Tensor.__dlpack__
+
+
+def _reserve(storage: torch.UntypedStorage) -> tuple[mmap.mmap | None, int]:
+    """Address space for a storage: pages that cost nothing until they are written to."""
+    try:
+        pages = mmap.mmap(-1, max(1, storage.nbytes()), flags=PAGES)
+    except (OSError, ValueError, OverflowError, AttributeError):
+        return None, storage._cdata
+    return pages, ctypes.addressof(ctypes.c_char.from_buffer(pages))
+
+
+def _named_as(name: Any, function: Callable[..., Any]) -> tuple[Any, str, Any]:
+    """Return the patch of a function that pickles refer to by its name."""
+    return name.patch(functools.wraps(name.get())(lambda *args: function(*args)))

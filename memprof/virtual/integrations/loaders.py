@@ -1,0 +1,232 @@
+"""`DataLoader(num_workers=...)`: the batches of its worker processes, made in this process when they are requested.
+
+A tensor of the virtual GPU has no data to send from process to process, and what another process allocates no recorder
+sees. So the workers are simulated: each has its own copy of the dataset object, its own random state and its own
+`get_worker_info()`, and they take turns as torch's own iterator has them take turns. Each sample comes as often, and
+the batches in the order, as they do with real workers; a batch is made when it is requested and not ahead of time.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+import itertools
+import random
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import IterDataPipe, MapDataPipe
+
+from memprof.patching.extension import Extension
+from memprof.patching.patch_set import Patch, PatchSet
+from memprof.torch_private import loaders
+from memprof.virtual.install_context import InstallContext
+from memprof.virtual.limits import HostOnly
+
+# Containers of a dataset up to this length are copied for each worker: they may be state. Longer ones are data.
+_COPIED_ELEMENTS = 1 << 16
+_IN_PROCESS = (
+    "Batches of DataLoader workers are made in the training process, one at a time when they are requested: those that "
+    "workers keep ready (prefetch_factor for each) are not counted in host memory."
+)
+
+
+class Loaders(Extension):
+    """Data loaders, which start no processes and threads."""
+
+    def patches(self, context: InstallContext) -> Iterator[Patch]:
+        """Replace the iterator over batches of workers."""
+
+        class InProcessIter(_InProcessIter):
+            host_only = HostOnly(context.is_on_gpu)
+
+            def __init__(self, loader: Any) -> None:
+                context.assume(_IN_PROCESS)
+                super().__init__(loader)
+
+        yield loaders.MultiProcessingDataLoaderIter.patch(InProcessIter)
+
+    @contextlib.contextmanager
+    def around(self, context: InstallContext) -> Iterator[None]:
+        """Have batches collated in this process.
+
+        torch's own function, seeing a worker, would stack batches into shared memory, past the modes.
+        """
+        functions = loaders.default_collate_fn_map.get()
+        original = functions[torch.Tensor]
+
+        def stack(batch: Any, **kwargs: Any) -> Any:
+            with _worker_info(None):
+                return original(batch, **kwargs)
+
+        functions[torch.Tensor] = stack
+        try:
+            yield
+        finally:
+            functions[torch.Tensor] = original
+
+
+class _InProcessIter(loaders.BaseDataLoaderIter.get()):  # type: ignore[misc]
+    """What `_MultiProcessingDataLoaderIter` yields, in its order."""
+
+    host_only: HostOnly
+
+    def __init__(self, loader: Any) -> None:
+        super().__init__(loader)
+        self._prefetch_factor = loader.prefetch_factor
+        init = loader.worker_init_fn
+        if isinstance(self._dataset, (IterDataPipe, MapDataPipe)):
+            # Data pipes are sharded by the worker's number before the program's own function is called.
+            init = functools.partial(loaders.sharding_worker_init_fn, init, self._world_size, self._rank)
+        self._workers = [_Worker(self, number, init) for number in range(self._num_workers)]
+        self._reset(loader, first_iter=True)
+
+    def _reset(self, loader: Any, first_iter: bool = False) -> None:
+        super()._reset(loader, first_iter)  # type: ignore[no-untyped-call]
+        for worker in self._workers:
+            worker.active = True
+            worker.fetcher = None
+        self._turns = itertools.cycle(self._workers)
+        self._tasks: collections.deque[tuple[_Worker, Any]] = collections.deque()
+        # Workers work ahead: so many indices are drawn from the sampler before the first batch.
+        for _ in range(self._prefetch_factor * self._num_workers):
+            self._assign()
+
+    def _assign(self) -> None:
+        """Give the next index to the next worker that has not come to its end."""
+        try:
+            index = self._next_index()  # type: ignore[no-untyped-call]
+        except StopIteration:
+            return
+        for worker in itertools.islice(self._turns, self._num_workers):
+            if worker.active:
+                self._tasks.append((worker, index))
+                return
+
+    def _next_data(self) -> Any:
+        while self._tasks:
+            worker, index = self._tasks.popleft()
+            if not worker.active:  # it was given the index before it came to its end
+                continue
+            try:
+                data = worker.fetch(index)
+            except StopIteration:
+                if self._dataset_kind != loaders.DatasetKind.get().Iterable:
+                    raise
+                worker.active = False
+                self._assign()
+                continue
+            except BaseException:
+                self._assign()
+                raise
+            self._assign()
+            return loaders.pin_memory(data, self._pin_memory_device) if self._pin_memory else data
+        raise StopIteration
+
+
+class _Worker:
+    """One simulated worker process."""
+
+    def __init__(self, loader: Any, number: int, init: Callable[[int], None] | None) -> None:
+        self.active = True
+        self.fetcher: Any = None
+        self._number = number
+        self._init = init
+        self._host_only = loader.host_only
+        self._dataset = replica(loader._dataset)
+        self._fetching = (loader._dataset_kind, loader._auto_collation, loader._collate_fn, loader._drop_last)
+        self._seeds = loader._base_seed, number
+        self._random: Any = None
+        self._info = loaders.WorkerInfo(
+            id=number, num_workers=loader._num_workers, seed=loader._base_seed + number, dataset=self._dataset
+        )
+
+    def fetch(self, index: Any) -> Any:
+        """The batch (or the sample) that `index` asks for.
+
+        Raises:
+            StopIteration: this worker's part of an iterable dataset has ended.
+            MemprofError: it would use CUDA.
+        """
+        with _worker_info(self._info), self._random_state(), self._host_only:
+            if self._init is not None:
+                init, self._init = self._init, None
+                init(self._number)
+            if self.fetcher is None:
+                kind, collated, collate, drop_last = self._fetching
+                self.fetcher = loaders.DatasetKind.get().create_fetcher(
+                    kind, self._dataset, collated, collate, drop_last
+                )
+            return self.fetcher.fetch(index)
+
+    @contextlib.contextmanager
+    def _random_state(self) -> Iterator[None]:
+        """This worker's random numbers, which a real worker has in its process."""
+        outside = _random_state()
+        if self._random is None:
+            _seed(*self._seeds)
+        else:
+            _set_random_state(*self._random)
+        try:
+            yield
+        finally:
+            self._random = _random_state()
+            _set_random_state(*outside)
+
+
+def replica(value: Any, done: dict[int, Any] | None = None) -> Any:
+    """Return a dataset as a process of its own has it: what a worker sets on it, or on those inside it, no other sees.
+
+    Data is shared: tensors, arrays, and containers that are too long to be state. `done` has by `id` what is copied.
+    """
+    done = {} if done is None else done
+    if id(value) in done:
+        return done[id(value)]
+    if type(value) in (list, dict, set, collections.deque) and len(value) <= _COPIED_ELEMENTS:
+        copied: Any = value.copy()
+        done[id(value)] = copied
+        if isinstance(value, dict):
+            copied.update((key, replica(part, done)) for key, part in value.items())
+        elif isinstance(value, list):
+            copied[:] = [replica(part, done) for part in value]
+        return copied
+    if not isinstance(value, torch.utils.data.Dataset) or not hasattr(value, "__dict__"):
+        return value
+    try:
+        # As a fork has it: nothing that a class does when it is pickled.
+        copied = object.__new__(type(value))
+    except TypeError:  # a class that is partly in C
+        return value
+    done[id(value)] = copied
+    vars(copied).update((name, replica(part, done)) for name, part in vars(value).items())
+    return copied
+
+
+@contextlib.contextmanager
+def _worker_info(info: Any) -> Iterator[None]:
+    with PatchSet() as patches:
+        patches.set(*loaders.worker_info.patch(info))
+        yield
+
+
+def _seed(base_seed: int, number: int) -> None:
+    """As `_worker_loop` seeds (torch/utils/data/_utils/worker.py)."""
+    random.seed(base_seed + number)
+    torch.default_generator.manual_seed(base_seed + number)
+    if "numpy" in sys.modules and loaders.generate_state.exists():
+        sys.modules["numpy"].random.seed(loaders.generate_state(base_seed, number))
+
+
+def _random_state() -> tuple[Any, torch.Tensor, Any]:
+    numpy = sys.modules.get("numpy")
+    return random.getstate(), torch.default_generator.get_state(), None if numpy is None else numpy.random.get_state()
+
+
+def _set_random_state(python: Any, generator: torch.Tensor, numpy: Any) -> None:
+    random.setstate(python)
+    torch.default_generator.set_state(generator)
+    if numpy is not None:
+        sys.modules["numpy"].random.set_state(numpy)

@@ -1,0 +1,127 @@
+"""One call of an operator, as its kernel on the virtual GPU gets it."""
+
+from __future__ import annotations
+
+import contextlib
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from memprof.torch_private.pytree import tree_map
+from memprof.trace.events import HOST, NONE
+from memprof.virtual.device_checks import note_mismatch
+from memprof.virtual.device_state import DeviceState
+from memprof.virtual.operator_call import OperatorCall, OpInfo
+from memprof.watch.forward import CallSite
+
+_META = torch.device("meta")
+
+
+class KernelContext:
+    """What a kernel is given of the call, and all that it may do.
+
+    `args` and `kwargs` are the operator's, tensors among them on torch's meta device unless they are small and on the
+    host; `gpu` says what kernels ask of the device, `values` which numbers are known, `machine` the rest.
+    """
+
+    __slots__ = ("args", "call", "func", "gpu", "kwargs", "machine", "operator", "place", "values")
+
+    def __init__(self, machine: DeviceState, operator: OpInfo, call: OperatorCall, place: CallSite) -> None:
+        self.machine = machine
+        self.operator = operator
+        self.call = call
+        self.func = call.func
+        self.args = call.args
+        self.kwargs = call.kwargs
+        self.place = place
+        self.gpu = machine.gpu
+        self.values = machine.values
+
+    def argument(self, position: int, name: str, default: Any = None) -> Any:
+        """Return an argument that may be given by position, by name or not at all."""
+        return self.args[position] if len(self.args) > position else self.kwargs.get(name, default)
+
+    @property
+    def device(self) -> str:
+        """Return where the results live: with the inputs, on the GPU if none of them is virtual."""
+        return self.call.device or self.call.gpu
+
+    @property
+    def lacks_peers(self) -> bool:
+        """Return whether there are several GPUs, which do not read each other's memory."""
+        return self.machine.gpus.several and not self.machine.gpus.are_peers
+
+    def maker_of(self, tensor: torch.Tensor) -> str:
+        """Return the operator that allocated `tensor`; empty if that is not known."""
+        trace, index = self.machine.recorder.trace, self.machine.recorder.storages.index_of(tensor)
+        return trace.op(trace.storages[index]) if index != NONE else ""
+
+    def record(self, *tensors: torch.Tensor | None, op: str | None = None, device: str | None = None) -> None:
+        """These meta tensors are what the operator (or `op`, which it calls) makes; recorded in this order."""
+        made = [tensor for tensor in tensors if tensor is not None]
+        self.machine.record(made, op or self.operator.name, self.place, device or self.device)
+
+    def new(
+        self, shape: Any, dtype: torch.dtype, layout: torch.memory_format = torch.contiguous_format
+    ) -> torch.Tensor:
+        """Return a new tensor, recorded."""
+        made = torch.empty(shape, dtype=dtype, device=_META, memory_format=layout)
+        self.record(made)
+        return made
+
+    def record_real(self, tensor: torch.Tensor) -> None:
+        """Record a host tensor that has data."""
+        self.machine.record_real(tensor, self.operator.name, self.place)
+
+    def known(self, result: Any) -> Any:
+        """Return new tensors that hold what the real ones of `result` hold; one on meta says a shape alone."""
+
+        def lift(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return value
+            lifted = self.new(value.shape, value.dtype)
+            if not value.is_meta and self.values.store.is_trackable(lifted):
+                self.values.store.set(lifted, value)
+            return lifted
+
+        return tree_map(lift, result)
+
+    def scratch(self, *sizes: int, gpu: str | None = None) -> AbstractContextManager[None]:
+        """Memory in bytes that the kernel holds, on its own GPU or another, while what is inside runs; none on the
+        host."""
+        if self.device == HOST:
+            return contextlib.nullcontext()
+        return self.machine.hidden(sizes, self.operator.name, self.place, gpu or self.call.gpu)
+
+    def transients(self, *sizes: int, gpu: str | None = None) -> None:
+        """Scratch memory that is taken, all of it, and released at once; none on the host."""
+        if self.device != HOST:
+            self.machine.transients(sizes, self.operator.name, self.place, gpu or self.call.gpu)
+
+    def workspace(self, num_bytes: int, most_bytes: int) -> None:
+        """Memory that a library takes for one call: a rule's size, and the bound of what it may be instead."""
+        self.machine.workspace(num_bytes, most_bytes, self.operator.name, self.place, self.call.gpu)
+
+    def wait(self) -> None:
+        """The host waits until the GPU has done what was launched before."""
+        self.machine.recorder.streams.wait_for_current(self.call.gpu)
+
+    def run(self) -> Any:
+        """Run and record the operator as one without a kernel of its own."""
+        return self.machine.allocating(self.operator, self.call, self.place)
+
+    def inside(self) -> AbstractContextManager[Any]:
+        """Inside, the operators that are called are launched in turn."""
+        return self.machine
+
+    def note_mismatch(self) -> None:
+        """On a real GPU this call raises, for where its tensors live."""
+        note_mismatch(self.machine, self.operator.name, self.call.tensors, self.place)
+
+    def accumulates_in_place(self) -> bool:
+        """Return whether this addition is the engine's, to a gradient that nobody else holds: see engine.py."""
+        recorder = self.machine.recorder
+        index = recorder.storages.live.get(self.args[0].untyped_storage()._cdata, NONE)
+        made = recorder.attribution.is_made_by_node(index)
+        return self.machine.accumulation.is_in_place(self.args, self.kwargs, made)

@@ -1,0 +1,352 @@
+"""Norms as CUDA runs them.
+
+Scratch memory of layer, group and RMS norm: native/cuda/layer_norm_kernel.cu, group_norm_kernel.cu. Of batch norm which
+of cuDNN's and torch's own kernels runs, and what each keeps and takes: native/Normalization.cpp
+(_select_batch_norm_backend), native/cudnn/BatchNorm.cpp, native/cuda/Normalization.cu and Normalization.cuh. That cuDNN
+takes neither a workspace nor a reserve space for contiguous inputs is seen in a recording (Ampere, torch 2.3).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from memprof.torch_private import kernels
+from memprof.trace.events import HOST
+from memprof.virtual.device_properties import DeviceProperties
+from memprof.virtual.device_state import DeviceState
+from memprof.virtual.kernel_context import KernelContext
+from memprof.virtual.kernels.copies import contiguous, copies_of, suggested_format
+from memprof.virtual.kernels.reductions import opmath, power_of_two, reduction_buffers
+from memprof.virtual.kernels.registry import META, aten, composite, input_copies, kernel, scratch
+
+_WARP = 32
+_ROWS_PER_BLOCK = 32
+_MAX_BLOCKS = 32 * 1024
+_MANY_ROWS = 64 * 1024
+
+
+# What is normalised, weight and bias, before the result is made (layer_norm_cuda, layer_norm_backward_cuda).
+layer_norm_copy = input_copies(aten.native_layer_norm)(copies_of(0, 2, 3))
+layer_norm_backward_copy = input_copies(aten.native_layer_norm_backward)(copies_of(1, 5, 6))
+rms_norm_backward_copy = input_copies("aten._fused_rms_norm_backward")(copies_of(1, 4))
+
+
+@kernel("aten._fused_rms_norm", on_host=True)
+def fused_rms_norm(launch: KernelContext) -> Any:
+    """The result and, for each row, what it was multiplied by (_fused_rms_norm_cuda)."""
+    data, shape, weight = launch.args[:3]
+    if launch.device == HOST:
+        with launch.inside():
+            return launch.func._op_dk(torch.DispatchKey.CompositeImplicitAutograd, *launch.args)
+    with launch.scratch(*contiguous(data, weight)):
+        return launch.new(data.shape, data.dtype), launch.new(*_row_statistics(data, shape))
+
+
+def _row_statistics(data: torch.Tensor, shape: Any) -> tuple[Any, torch.dtype]:
+    rows = data.shape[: data.dim() - len(shape)]
+    return (*rows, *[1] * len(shape)), torch.float64 if data.dtype is torch.float64 else torch.float32
+
+
+def _partial_sums(data: torch.Tensor, width: int, parameters: int, gpu: DeviceProperties) -> list[int]:
+    """Very many short rows are summed in blocks first, into a row for each block, and these then by a reduction."""
+    rows = data.numel() // width if width else 0
+    if rows <= _MANY_ROWS or width // _WARP >= gpu.num_sms // 2:
+        return []
+    across = -(-width // _WARP)
+    blocks = min(_MAX_BLOCKS // across, -(-rows // _ROWS_PER_BLOCK))
+    item = data.element_size()
+    partial = torch.empty(blocks, width, dtype=data.dtype, device="meta")
+    finished = [width * item, *reduction_buffers(partial, [0], opmath(partial), gpu)]
+    return parameters * [blocks * width * item] + parameters * finished
+
+
+def _norm_backward(mask_at: int, args: Any, gpu: DeviceProperties) -> list[int]:
+    """A contiguous gradient, then partial sums of the gradients of weight and bias.
+
+    The copy is made last, by LayerNormBackwardKernelImpl; the sums by LaunchGammaBetaBackwardCUDAKernel.
+    """
+    wanted = sum(map(bool, args[mask_at][1:]))
+    return contiguous(args[0]) + (_partial_sums(args[1], math.prod(args[2]), wanted, gpu) if wanted else [])
+
+
+layer_norm_backward = scratch(aten.native_layer_norm_backward)(partial(_norm_backward, 7))
+rms_norm_backward = scratch("aten._fused_rms_norm_backward")(partial(_norm_backward, 5))
+
+
+@kernel(aten.native_layer_norm_backward, "aten._fused_rms_norm_backward", on_host=True)
+def norm_backward(launch: KernelContext) -> Any:
+    """CUDA makes a contiguous gradient of the input; the meta kernel gives it the strides of its factors."""
+    result = launch.run()
+    gradient = result[0]
+    if gradient is None or gradient.is_contiguous():
+        return result
+    # It is new and fills its storage, so that only its strides are others.
+    strides = torch.empty(gradient.size(), device="meta").stride()
+    return (gradient.as_strided(gradient.size(), strides), *result[1:])
+
+
+@scratch(aten.native_group_norm)
+def group_norm(args: Any, gpu: DeviceProperties) -> list[int]:
+    """A scale and a shift for each sample's channels in float32, where there is a weight or a bias."""
+    data, weight, bias, batch, channels, positions = args[:6]
+    if (weight is None and bias is None) or positions == 1:
+        return []
+    return 2 * [opmath(data) * batch * channels]
+
+
+@scratch(aten.native_group_norm_backward)
+def group_norm_backward(args: Any, gpu: DeviceProperties) -> list[int]:
+    """Sums for each channel, and for the input's gradient factors for each channel and group, in float32."""
+    data, weight = args[1], args[4]
+    batch, channels, positions, groups, mask = args[5:10]
+    item = opmath(data)
+    buffers = 2 * [item * batch * channels]
+    if mask[0]:
+        buffers += 2 * [item * batch * groups]
+        if weight is not None and positions != 1:
+            buffers.append(item * batch * channels)
+    return buffers
+
+
+def rms_norm(
+    machine: DeviceState,
+    input: torch.Tensor,
+    normalized_shape: Any,
+    weight: torch.Tensor | None = None,
+    eps: float | None = None,
+) -> Any:
+    """`torch.rms_norm` as one kernel; on other devices it runs in pieces."""
+    if not machine.is_on_gpu(input) or (weight is not None and weight.dtype != input.dtype):
+        return NotImplemented
+    machine.values.assume("torch.rms_norm runs as CUDA's fused kernel.")
+    return aten._fused_rms_norm(input, normalized_shape, weight, eps)[0]
+
+
+def meta_rms_norm(data: torch.Tensor, shape: Any, weight: torch.Tensor | None, eps: float | None) -> Any:
+    """What `_fused_rms_norm` is for meta tensors, which torch has not (edges/results_in_cpp.py)."""
+    size, dtype = _row_statistics(data, shape)
+    return torch.empty_like(data, memory_format=torch.contiguous_format), data.new_empty(size, dtype=dtype)
+
+
+# In release 2.8 an operator of that name is Apple's alone.
+HAS_FUSED_RMS_NORM = (
+    hasattr(aten, "_fused_rms_norm")
+    and aten._fused_rms_norm.default._schema.arguments[1].name == "normalized_shape"
+)  # fmt: skip
+
+if HAS_FUSED_RMS_NORM:
+    composite(torch.rms_norm)(rms_norm)
+
+
+_INT_MAX = 2**31 - 1
+_MAX_BATCH_TRAINING = 880_801
+_MAX_BATCH_EVALUATION = 65_535
+CHANNELS_LAST = (
+    "Batch norm of channels-last inputs is cuDNN's, whose reserve space and workspace for them are not published: "
+    "they are counted for compute capability 9.0, where the workspaces of one size were measured, and not for others."
+)
+
+
+def uses_cudnn(data: torch.Tensor, parameters: Sequence[torch.Tensor | None], training: bool) -> bool:
+    """Return whether CUDA hands this batch norm to cuDNN (_select_batch_norm_backend): never in bfloat16."""
+    weight, bias, running_mean, running_var = parameters
+    if not kernels.get_cudnn_enabled() or data.dtype is torch.bfloat16 or weight is None or bias is None:
+        return False
+    statistics = running_mean is not None and running_var is not None
+    none = running_mean is None and running_var is None and training
+    return (
+        (data.dtype is not torch.float16 or weight.dtype is torch.float32)
+        and (statistics or none)
+        and data.dim() >= 3
+        and data.shape[0] <= (_MAX_BATCH_TRAINING if training else _MAX_BATCH_EVALUATION)
+        and data.numel() < _INT_MAX
+    )
+
+
+@composite(torch.batch_norm)
+def batch_norm(
+    machine: DeviceState,
+    input: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> Any:
+    """`torch.batch_norm`: cuDNN's operator, which gets contiguous tensors, or torch's own."""
+    parameters = (weight, bias, running_mean, running_var)
+    if not (input.numel() and machine.is_on_gpu(input) and uses_cudnn(input, parameters, training)):
+        return NotImplemented
+    data = input.contiguous(memory_format=suggested_format(input))
+    packed = [None if each is None else each.contiguous() for each in parameters]
+    return aten.cudnn_batch_norm(data, *packed, training, momentum, eps)[0]
+
+
+@composite(torch.instance_norm)
+def instance_norm(
+    machine: DeviceState,
+    input: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    use_input_stats: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> Any:
+    """`torch.instance_norm`: batch norm of one sample with a channel for each sample's."""
+    if not machine.is_on_gpu(input) or not (use_input_stats or (running_mean is not None and running_var is not None)):
+        return NotImplemented
+    batch, channels = input.shape[:2]
+    given = (weight, bias, running_mean, running_var)
+    repeated = [None if each is None else each.repeat(batch) for each in given]
+    flat = input.contiguous().view(1, batch * channels, *input.shape[2:])
+    rest: list[Any] = [*repeated, use_input_stats, momentum, eps, cudnn_enabled]
+    result = batch_norm(machine, flat, *rest)
+    if result is NotImplemented:
+        result = torch.batch_norm(flat, *rest)
+    with torch.no_grad():
+        for kept, seen in zip(given[2:], repeated[2:], strict=True):
+            if kept is not None and seen is not None:
+                kept.copy_(seen.view(batch, channels).mean(0))
+    return result.view(input.shape)
+
+
+def _accumulated(tensor: torch.Tensor) -> torch.dtype:
+    """Return the type in which CUDA keeps statistics: float32 for half precision."""
+    return torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else tensor.dtype
+
+
+@kernel(aten.cudnn_batch_norm)
+def cudnn_batch_norm(launch: KernelContext) -> Any:
+    """The output in the input's layout, and in training the mean and the inverse deviation."""
+    data, weight, training = launch.args[0], launch.args[1], launch.args[5]
+    if training:
+        _forget_statistics(launch)
+    layout = suggested_format(data)
+    if layout is not torch.contiguous_format:
+        launch.values.assume(CHANNELS_LAST)
+    output = launch.new(data.shape, data.dtype, layout)
+    saved = [launch.new(data.shape[1] if training else 0, weight.dtype) for _ in range(2)]
+    if training:
+        launch.transients(
+            *_channels_last_workspace(launch, layout, 3, 2 * _accumulated(data).itemsize * data.shape[1] + 84)
+        )
+    return (output, *saved, torch.empty(0, dtype=torch.uint8, device=META))
+
+
+@kernel(aten.cudnn_batch_norm_backward)
+def cudnn_batch_norm_backward(launch: KernelContext) -> Any:
+    """The gradients of the input, in its layout, and of the parameters, whether or not they are wanted."""
+    data, grad, weight = launch.args[:3]
+    layout = suggested_format(data)
+    with launch.scratch(*contiguous(grad, layout=layout)):
+        gradients = (
+            launch.new(data.shape, data.dtype, layout),
+            *(launch.new(weight.numel(), weight.dtype) for _ in "wb"),
+        )
+        launch.transients(*_channels_last_workspace(launch, layout, 2, 36))
+        return gradients
+
+
+def _channels_last_workspace(
+    launch: KernelContext, layout: torch.memory_format, blocks: int, more_bytes: int
+) -> list[int]:
+    """cuDNN's: two sums for each channel and block of a multiprocessor, and a little more. Measured for 64 channels in
+    float32 (H100, cuDNN 9.19): 203,348 bytes in the forward, 135,204 in the backward. No other GPU was measured."""
+    if layout is torch.contiguous_format or launch.gpu.compute_capability != (9, 0):
+        return []
+    data = launch.args[0]
+    return [blocks * launch.gpu.num_sms * 2 * _accumulated(data).itemsize * data.shape[1] + more_bytes]
+
+
+_TILE_WIDTH = 32
+_BLOCK_THREADS = 512
+_VALUES_PER_THREAD = 16
+_MAX_ROWS_OF_BLOCKS = 128
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+def _staging(data: torch.Tensor, per_channel: int) -> list[int]:
+    """Buffers of the channels-last kernels whose reduction is split over blocks (flexible_launch_configs)."""
+    channels = data.shape[1]
+    reduction = data.numel() // channels
+    width = min(power_of_two(channels), _TILE_WIDTH)
+    height = min(power_of_two(-(-reduction // _VALUES_PER_THREAD)), _BLOCK_THREADS // width)
+    if width * height != _BLOCK_THREADS:
+        width = min(power_of_two(channels), _BLOCK_THREADS // height)
+    rows = min(-(-reduction // (height * _VALUES_PER_THREAD)), _MAX_ROWS_OF_BLOCKS)
+    if rows < 8:
+        return []
+    return [_accumulated(data).itemsize * per_channel * channels * rows, 4 * -(-channels // width)]
+
+
+def _channels_last_kernels(data: torch.Tensor) -> bool:
+    """batch_norm_choose_impl: dense channels-last inputs, and those with nothing after their channels."""
+    if data.is_contiguous():
+        return data.stride(1) == 1
+    return data.dim() == 4 and data.is_contiguous(memory_format=torch.channels_last)
+
+
+@kernel(aten.native_batch_norm, aten._native_batch_norm_legit, aten._native_batch_norm_legit_no_training)
+def native_batch_norm(launch: KernelContext) -> Any:
+    """Torch's own: statistics in float32 for half precision, copied from the running ones in evaluation."""
+    data = launch.args[0]
+    if not data.is_meta or not data.numel():
+        return NotImplemented
+    if launch.operator.packet is aten._native_batch_norm_legit_no_training:
+        training = False
+    else:
+        training = bool(launch.args[3 if launch.func._overloadname == "no_stats" else 5])
+        _forget_statistics(launch)
+    output = torch.empty_like(data)
+    launch.record(output)
+    saved = [launch.new(data.shape[1], _accumulated(data)) for _ in range(2)]
+    if training and _channels_last_kernels(data):
+        launch.transients(*_staging(data, 4))
+    return (output, *saved)
+
+
+def _forget_statistics(launch: KernelContext) -> None:
+    """Running statistics are updated in place, which the schema does not say: their values are no longer known."""
+    for tensor in launch.args[3:5]:
+        if isinstance(tensor, torch.Tensor) and tensor.is_meta:
+            launch.values.store.drop(tensor.untyped_storage()._cdata)
+
+
+@kernel(aten.native_batch_norm_backward)
+def native_batch_norm_backward(launch: KernelContext) -> Any:
+    """batch_norm_backward_cuda: one fused kernel for contiguous inputs, sums in two steps for channels-last ones."""
+    grad, data, weight, _, _, _, save_invstd, training, _, mask = launch.args
+    if not data.is_meta or not data.numel():
+        return NotImplemented
+    channels = data.shape[1]
+    kind = data.dtype if weight is None else weight.dtype
+    reduces = training or mask[1] or mask[2]
+    dense = data.dim() in (4, 5) and data.is_contiguous(memory_format=_CHANNELS_LAST[data.dim()])
+    if reduces and mask[0] and not (dense or (data.is_contiguous() and data.stride(1) == 1)):
+        fused = launch.new(data.shape, data.dtype)
+        return (fused, *(launch.new(channels, kind) if wanted else None for wanted in mask[1:]))
+    with contextlib.ExitStack() as taken:
+        vector_bytes = channels * _accumulated(data).itemsize
+        if save_invstd is None or not save_invstd.numel():
+            taken.enter_context(launch.scratch(vector_bytes))
+        parameters: list[torch.Tensor | None] = [None, None]
+        if reduces:
+            taken.enter_context(launch.scratch(vector_bytes, vector_bytes))
+            if weight is not None:
+                parameters = [launch.new(channels, kind), launch.new(channels, kind)]
+            launch.transients(*_staging(grad, 2))
+        grad_data = torch.empty_like(data) if mask[0] else None
+        launch.record(grad_data)
+    return (grad_data, *parameters)

@@ -1,0 +1,196 @@
+"""Operators whose result, its shape or strides depend on values or are changed in place."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+
+from memprof.virtual.kernel_context import KernelContext
+from memprof.virtual.kernels.copies import contiguous
+from memprof.virtual.kernels.registry import aten, kernel
+from memprof.virtual.kernels.sorting import radix_sort_scratch, run_length_scratch, scan_scratch
+from memprof.virtual.values import budget
+
+_TOO_LARGE = (
+    "A result of unique, bincount or repeat_interleave beyond 1 GiB is not computed: it is as large as the values say, "
+    "and as if all elements differed where they are not known."
+)
+
+
+@kernel(aten.equal, on_host=True)
+def equal(launch: KernelContext) -> Any:
+    """Read by the host, of tensors of one shape all that eq says (native/cuda/Equal.cpp); false where the values are
+    not known."""
+    known = launch.values.evaluator.compute(launch.func, launch.args, launch.kwargs)
+    first, second = launch.args
+    if launch.call.on_gpu and first.shape == second.shape and first.numel() and first is not second:
+        with launch.inside():
+            aten.eq.Tensor(first, second).all()
+    return known is not None and bool(torch.as_tensor(known).all())
+
+
+@kernel(aten.allclose, on_host=True)
+def allclose(launch: KernelContext) -> Any:
+    """All of isclose, read by the host (native/TensorCompare.cpp, allclose); true where the values are not known."""
+    known = launch.values.evaluator.compute(launch.func, launch.args, launch.kwargs)
+    if launch.call.on_gpu:
+        with launch.inside():
+            aten.isclose.default(*launch.args, **launch.kwargs).all()
+    return True if known is None else known
+
+
+@kernel(aten._unique2, aten.unique_dim, aten.unique_consecutive, aten.bincount, on_host=True)
+@kernel(aten.repeat_interleave.Tensor, on_host=True)  # its other overloads call this one
+def by_value(launch: KernelContext) -> Any:
+    """Run on the values, or as if all elements differed."""
+    if not (launch.call.on_gpu or launch.call.on_host):
+        return NotImplemented
+    data = launch.args[0]
+    if launch.call.on_gpu and data.numel():
+        _check_values(launch, data)
+    length = _length(launch, data)
+    if max(length, data.numel()) * torch.int64.itemsize > budget.MAX_TENSOR_BYTES:
+        launch.values.assume(_TOO_LARGE)
+        result = _made(launch, data, length)
+    else:
+        result = launch.values.evaluator.compute(launch.func, launch.args, launch.kwargs)
+        if result is None:
+            result = launch.func(_stub(launch, data), *launch.args[1:], **launch.kwargs)
+    flat = launch.operator.packet is aten._unique2 or (
+        launch.operator.packet is aten.unique_consecutive and launch.argument(3, "dim") is None
+    )
+    if flat and launch.call.on_gpu and data.numel() and data.dtype is not torch.bool:
+        return _unique(launch, data, *result)
+    return launch.known(result)
+
+
+def _check_values(launch: KernelContext, data: torch.Tensor) -> None:
+    """What CUDA reads of the values: of bincount the least and the greatest (native/cuda/SummaryOps.cu), of repeats
+    their sums and whether one is negative (native/Repeat.cpp)."""
+    with launch.inside():
+        if launch.operator.packet is aten.bincount:
+            for reduce in (aten.min.default, aten.max.default):
+                reduce(data)
+        elif launch.operator.packet is aten.repeat_interleave:
+            sums = data.cumsum(0)
+            if launch.argument(1, "output_size") is None:
+                data.ge(0).all()
+            del sums
+
+
+def _unique(launch: KernelContext, data: torch.Tensor, rows: Any, where: Any, counts: Any) -> tuple[torch.Tensor, ...]:
+    """Equal elements found in a sorted copy (native/cuda/UniqueCub.cu). Elements and counts keep room for as many as
+    the input has."""
+    consecutive = launch.operator.packet is aten.unique_consecutive
+    asked = (launch.argument(place, name, False) for place, name in enumerate(_ASKED, 1 if consecutive else 2))
+    inverse, counted = asked
+    count, item, gpu = data.numel(), data.element_size(), launch.gpu
+
+    def with_room(value: torch.Tensor) -> torch.Tensor:
+        room = value.new_empty(count)
+        room[: len(value)] = value
+        made: torch.Tensor = launch.known(room).narrow(0, 0, len(value))
+        return made
+
+    with contextlib.ExitStack() as held:
+        held.enter_context(launch.scratch(*contiguous(data), 0 if consecutive else count * item))
+        if not consecutive:
+            with launch.scratch(8 * count if inverse else 0):
+                held.enter_context(launch.scratch(8 * count if inverse else 0))
+                launch.transients(radix_sort_scratch(count, item, 8 if inverse else 0, 8 * item, gpu))
+        where = launch.known(where)
+        if inverse:
+            with launch.scratch((4 if consecutive else 8) * count):
+                launch.transients(scan_scratch(count, 4, gpu, "sum of int32"))
+        rows = with_room(rows)
+        held.enter_context(launch.scratch(8))
+        if counted:
+            counts = with_room(counts)
+            launch.transients(run_length_scratch(count))
+        else:
+            counts = launch.known(counts)
+            launch.transients(scan_scratch(count, 4, gpu, f"unique of int{32 if item <= 4 else 64}"))
+    return rows, where, counts
+
+
+_ASKED = ("return_inverse", "return_counts")
+
+
+def _length(launch: KernelContext, data: torch.Tensor) -> int:
+    """Return the number of rows of the result: what the values say, or as many as there can well be."""
+    packet = launch.operator.packet
+    if packet is aten.bincount:
+        least = launch.argument(2, "minlength", 0)
+        known = launch.values.store.get(data)
+        if known is not None:
+            return max(least, 1 + int(known.max()) if known.numel() else 0)
+        return least or data.numel()
+    if packet is aten.repeat_interleave:
+        size = launch.argument(1, "output_size")
+        known = launch.values.store.get(data) if size is None else None
+        return size if size is not None else data.numel() if known is None else int(known.sum())
+    if launch.values.store.is_uniform(data):
+        return min(1, data.numel())
+    dim = launch.argument(1 if packet is aten.unique_dim else 3, "dim") if packet is not aten._unique2 else None
+    return data.numel() if dim is None or not data.dim() else data.shape[dim]
+
+
+def _made(launch: KernelContext, data: torch.Tensor, length: int) -> Any:
+    """Return meta tensors of the shapes that the operator makes: `length` rows, and what is asked beside them."""
+    packet = launch.operator.packet
+    numbers = torch.empty(length, dtype=torch.int64, device="meta")
+    if packet is aten.repeat_interleave:
+        return numbers.to(data.dtype)
+    if packet is aten.bincount:
+        weights = launch.argument(1, "weights")
+        return numbers if weights is None else numbers.to(torch.float if weights.dtype is torch.float else torch.double)
+    if packet is aten.unique_dim:  # it makes them whatever is asked
+        dim, inverse, counts = launch.argument(1, "dim"), True, True
+    else:
+        at = 2 if packet is aten._unique2 else 1
+        dim = None if packet is aten._unique2 else launch.argument(3, "dim")
+        inverse, counts = launch.argument(at, "return_inverse", False), launch.argument(at + 1, "return_counts", False)
+    if dim is None:
+        rows, places = data.new_empty(length), data.shape
+    else:
+        shape = list(data.shape)
+        shape[dim] = length
+        rows, places = data.new_empty(shape), data.shape[dim : dim + 1 or None]
+    nothing = numbers[:0]
+    where = torch.empty(places, dtype=torch.int64, device="meta") if inverse else nothing
+    return rows, where, numbers if counts else nothing
+
+
+def _stub(launch: KernelContext, data: torch.Tensor) -> torch.Tensor:
+    """Values of which the result is as large as it can well be."""
+    packet, name = launch.operator.packet, launch.operator.name
+    if packet is aten.repeat_interleave:
+        size = launch.argument(1, "output_size")
+        each, rest = divmod(data.numel() if size is None else size, max(1, data.numel()))
+        launch.values.assume(f"{name} of unknown repeats: as if all were alike, one each unless the size is given.")
+        return (each + (torch.arange(data.numel()) < rest)).to(data.dtype)
+    numbers = torch.arange(data.numel())
+    least = launch.argument(2, "minlength", 0) if packet is aten.bincount else 0
+    if least:
+        launch.values.assume(f"{name} of unknown values: as if they were spread evenly below its minlength.")
+        numbers %= least
+    else:
+        launch.values.assume(f"{name} of unknown values: as if all elements differed.")
+    return numbers.reshape(data.shape).to(data.dtype)
+
+
+@kernel(aten.t_, aten.transpose_, aten.swapaxes_, aten.swapdims_, on_host=True)
+@kernel(aten.squeeze_, aten.unsqueeze_, aten.as_strided_, aten.detach_, on_host=True)
+def restride(launch: KernelContext) -> Any:
+    """These change the very tensor: to be done each time, however often seen before."""
+    return launch.func(*launch.args, **launch.kwargs)
+
+
+@kernel(aten._efficientzerotensor, on_host=True)
+def zero_tensor(launch: KernelContext) -> Any:
+    """Zeros that have a shape and no memory on any device (native/TensorFactories.cpp, _efficientzerotensor)."""
+    result = launch.func(*launch.args, **launch.kwargs)
+    result.untyped_storage().resize_(0)
+    return result

@@ -1,0 +1,148 @@
+"""A run on a GPU: verdict, what is held, and what other settings would change."""
+
+from __future__ import annotations
+
+import pytest
+
+from memprof.allocator import GpuMemory, TraceReplay, parse_config, release_for, replay_on_gpu
+from memprof.errors import MemprofError
+from tests.unit.allocator.replaying import replay_trace
+from tests.unit.allocator.traces import MIB, Script, outgrown_blocks
+
+CONTEXT = 20 * MIB
+
+
+def test_without_a_gpu_nothing_is_refused():
+    run = replay_on_gpu(outgrown_blocks(), None)
+    assert (run.first_oom, run.retries, run.required_reserved_bytes) == (None, 0, 240 * MIB)
+
+
+@pytest.mark.parametrize("total", [260, 1000])
+def test_a_gpu_that_is_never_full_changes_nothing(total):
+    trace = outgrown_blocks()
+    run = replay_on_gpu(trace, GpuMemory(total * MIB, CONTEXT))
+    assert run.timeline == replay_trace(trace)
+    assert run.first_oom is None and run.retries == 0 and run.required_reserved_bytes == 240 * MIB
+
+
+def test_fits_because_the_cache_is_given_back():
+    """140 MiB hold the three large tensors, but not beside what the small ones left."""
+    run = replay_on_gpu(outgrown_blocks(), GpuMemory(140 * MIB + CONTEXT, CONTEXT))
+    assert run.first_oom is None and run.retries == 1
+    assert run.timeline.peak_reserved.num_bytes <= 140 * MIB < run.required_reserved_bytes == 240 * MIB
+
+
+def test_the_refused_request_and_its_message():
+    trace = outgrown_blocks()
+    run = replay_on_gpu(trace, GpuMemory(119 * MIB + CONTEXT, CONTEXT), release=release_for("2.6.0"))
+    oom = run.first_oom
+    assert oom is not None
+    # The fourth small tensor: 90 of 119 MiB are in use, and nothing can be released.
+    assert trace.events[oom.event].ref == 3 and run.retries == 0
+    assert oom.message == (
+        "CUDA out of memory. Tried to allocate 30.00 MiB. GPU 0 has a total capacity of 139.00 MiB of which 29.00 MiB "
+        "is free. Including non-PyTorch memory, this process has 110.00 MiB memory in use. Of the allocated memory "
+        "90.00 MiB is allocated by PyTorch, and 0 bytes is reserved by PyTorch but unallocated. If reserved but "
+        "unallocated memory is large try setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid "
+        "fragmentation.  See documentation for Memory Management  "
+        "(https://pytorch.org/docs/stable/notes/cuda.html#environment-variables)"
+    )
+    assert run.timeline == replay_trace(trace)  # what the whole run would need
+    assert run.required_reserved_bytes == 240 * MIB
+
+
+def test_refused_at_once_counts_no_retry():
+    config = parse_config("per_process_memory_fraction:0.5,throw_on_cudamalloc_oom:True")
+    script = Script()
+    script.new(30 * MIB)
+    run = replay_on_gpu(script.trace, GpuMemory(50 * MIB, 0), config)
+    assert run.first_oom is not None and run.retries == 0 and run.first_oom.report.allowed_bytes == 25 * MIB
+
+
+def test_layout_at_an_event_names_the_storages():
+    script = Script()
+    first, second = script.new(30 * MIB), script.new(2 * MIB)
+    script.free(first)
+    run = replay_on_gpu(script.trace, None)
+    segments, owners = run.layout_at(2)
+    assert [segment.allocated for segment in segments] == [2 * MIB, 30 * MIB]
+    assert [owners[segment.blocks[0].address] for segment in segments] == [second, first]
+    segments, owners = run.layout_at(3)
+    assert [segment.allocated for segment in segments] == [2 * MIB, 0] and list(owners.values()) == [second]
+
+
+def test_layout_when_the_gpu_refuses():
+    """All of the cache that can be released has been: what is left is pinned."""
+    script = Script()
+    whole, wide = script.new(100 * MIB), script.new(60 * MIB)
+    script.free(whole, wide)
+    small = script.new(40 * MIB)  # in the segment of 60
+    script.new(150 * MIB)
+    run = replay_on_gpu(script.trace, GpuMemory(200 * MIB, 0))
+    segments, owners = run.layout_at_oom()
+    assert [(segment.size, segment.largest_free) for segment in segments] == [(60 * MIB, 20 * MIB)]
+    assert list(owners.values()) == [small]
+    with pytest.raises(ValueError, match="fits"):
+        replay_on_gpu(script.trace, None).layout_at_oom()
+
+
+def test_expandable_segments_use_what_was_freed():
+    run = replay_on_gpu(outgrown_blocks(), GpuMemory(200 * MIB, CONTEXT))
+    assert run.under(parse_config("expandable_segments:True")) == (120 * MIB, True, max(run.timeline.allocated))
+
+
+@pytest.mark.parametrize("total", [100, 139, 140, 141, 160, 200, 260, 1000, None])
+@pytest.mark.parametrize("settings", ["", "expandable_segments:True", "per_process_memory_fraction:0.5"])
+def test_other_settings_are_judged_as_a_replay_with_them_is(total, settings):
+    trace, config = outgrown_blocks(), parse_config(settings)
+    gpu = None if total is None else GpuMemory(total * MIB, CONTEXT)
+    whole = replay_on_gpu(trace, gpu, config)
+    allocated = max(whole.timeline.allocated)
+    assert replay_on_gpu(trace, gpu).under(config) == (whole.required_reserved_bytes, whole.fits, allocated)
+
+
+def test_a_skipped_stretch_leaves_the_same_state():
+    trace = outgrown_blocks()
+    steps, skipped = TraceReplay(trace), TraceReplay(trace)
+    for end in (0, 3, 3, None):
+        steps.advance(end)
+        skipped.advance(end, writes=False)
+        assert skipped.event == steps.event and skipped.allocator.stats() == steps.allocator.stats()
+
+
+@pytest.mark.parametrize("settings", ["", "expandable_segments:True", "per_process_memory_fraction:0.9"])
+def test_a_request_many_times_the_gpu_is_gone_on_with(settings):
+    """Address space for expandable segments is reserved by the size of the GPU: it must not end the replay."""
+    script = Script()
+    script.new(30 * MIB)
+    script.new(500_000 * MIB)
+    script.new(700_000 * MIB)
+    run = replay_on_gpu(script.trace, GpuMemory(1000 * MIB, CONTEXT), parse_config(settings))
+    assert run.first_oom is not None and run.first_oom.event == 2
+    assert 0 <= run.required_reserved_bytes - 1_200_030 * MIB < 20 * MIB
+    assert replay_trace(script.trace, 980 * MIB, parse_config(settings)).allocated[-1] == 1_200_030 * MIB
+
+
+def test_more_than_can_be_addressed_is_an_error_and_no_traceback():
+    script = Script()
+    script.new(1 << 61)
+    with pytest.raises(MemprofError, match="more memory than can be addressed"):
+        replay_on_gpu(script.trace, GpuMemory(1000 * MIB, CONTEXT))
+
+
+def test_an_emptied_cache_is_gone_and_asked_for_again():
+    script = Script()
+    script.free(script.new(30 * MIB))
+    script.empty_cache()
+    script.new(30 * MIB)
+    timeline = replay_on_gpu(script.trace, None).timeline
+    assert list(timeline.reserved) == [0, 30 * MIB, 30 * MIB, 0, 30 * MIB]
+    assert timeline.stats["num_device_alloc"] == 2
+
+
+def test_storages_elsewhere_and_empty_ones_take_no_block():
+    script = Script()
+    script.new(30 * MIB, "cpu")
+    script.free(script.new(0))
+    only = script.new(700)
+    assert replay_on_gpu(script.trace, None).timeline.blocks == {only: 1024}

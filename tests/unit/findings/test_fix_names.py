@@ -1,0 +1,47 @@
+"""What rules ask the table of fixes for is known there, and it names fixes that memprof has."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import memprof.doctor
+import memprof.findings
+from memprof.fixes.catalog import FIXES, find_helpful
+from memprof.ledger.categories import Category
+
+ASK = ("suggest_fixes", "find_helpful", "_against", "_only")
+
+
+def problems(package) -> set[str]:
+    """The strings for which the files of a package ask the table for fixes, also those of `problems.append`."""
+    found: set[str] = set()
+    for file in Path(package.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call):
+                name = node.func.id if isinstance(node.func, ast.Name) else ast.unparse(node.func)
+                if name in (*ASK, "problems.append"):
+                    inside = [part for argument in node.args for part in ast.walk(argument)]
+                    found |= {part.value for part in inside if isinstance(part, ast.Constant) and part.value}
+    return found
+
+
+def test_rules_name_fixes_of_the_catalog():
+    asked = problems(memprof.findings) | {category.value for category in Category}
+    names = {fix.name for problem in asked for fix in find_helpful(problem)}
+    assert {"chunked-loss", "device-placement", "expandable-segments", "micro-batch", "low-rank-npt"} <= names
+    assert names <= set(FIXES)
+
+
+@pytest.mark.parametrize("package", [memprof.findings, memprof.doctor], ids=lambda package: package.__name__)
+def test_what_is_asked_for_has_an_answer(package):
+    asked = problems(package)
+    assert len(asked) > 5 and all(find_helpful(problem) for problem in asked)
+
+
+def test_the_table_helps_against_nothing_that_is_not_asked_for():
+    asked = problems(memprof.findings) | problems(memprof.doctor) | {category.value for category in Category}
+    assert {problem for fix in FIXES.values() for problem in fix.helps} <= asked
+    assert all(set(fix.words) <= set(fix.helps) for fix in FIXES.values())
