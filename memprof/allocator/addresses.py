@@ -31,19 +31,19 @@ class AddressSpace:
         self._range_of: dict[int, _Range] = {}  # by the address of a request
         self._age = 0
 
-    def take(self, size: int) -> int:
+    def allocate(self, size: int) -> int:
         """Return the address of `size` bytes, a multiple of GRANULARITY."""
         found = self._youngest_with_room(size) or self._open(-(-size // _CHUNK) * _CHUNK)
         with self._changing(found):
-            address = found.take(size)
+            address = found.allocate(size)
         self._range_of[address] = found
         return address
 
-    def give_back(self, address: int, size: int) -> None:
-        """Give back what `take` returned for `size` bytes."""
+    def free(self, address: int, size: int) -> None:
+        """Free what `allocate` returned for `size` bytes."""
         found = self._range_of.pop(address)
         with self._changing(found):
-            found.give_back(address, size)
+            found.free(address, size)
         if found.room == found.size:
             del self._ranges[found.age]
             self._ages_by_room[_pages(found.room)].remove(found.age)
@@ -93,14 +93,14 @@ class _Range:
         """Return the bytes of the largest piece that is free."""
         return max((size for _, size in self._free), default=0)
 
-    def take(self, size: int) -> int:
+    def allocate(self, size: int) -> int:
         """Return the lowest address with room for `size` bytes, of which there is one."""
         index = next(index for index, (_, room) in enumerate(self._free) if room >= size)
         address, room = self._free[index]
         self._free[index : index + 1] = [(address + size, room - size)] if room > size else []
         return address
 
-    def give_back(self, address: int, size: int) -> None:
+    def free(self, address: int, size: int) -> None:
         self._free = _with(self._free, address, size)
 
 

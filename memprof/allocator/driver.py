@@ -43,13 +43,13 @@ class SimulatedDriver:
     def malloc(self, size: int) -> int | None:
         """cudaMalloc: an address, or None when the memory is not there."""
         size = -(-size // GRANULARITY) * GRANULARITY
-        return self._addresses.take(size) if self._take(size) else None
+        return self._addresses.allocate(size) if self._take(size) else None
 
     def free(self, address: int, size: int) -> None:
         """cudaFree of a whole segment."""
         size = -(-size // GRANULARITY) * GRANULARITY
         self.used_bytes -= size
-        self._addresses.give_back(address, size)
+        self._addresses.free(address, size)
 
     def reserve(self, size: int) -> int:
         """cuMemAddressReserve: address space without memory."""

@@ -7,7 +7,7 @@ from functools import partial
 from memprof.torch_private.names import PrivateName
 
 _c10d = partial(PrivateName, build="distributed")
-_as_it_is = partial(
+_unpatched = partial(
     PrivateName, without="torch's own function runs: the same result, slower or with a device that C++ refuses"
 )
 _AS_RANKS_RUN = "torch's own function runs, which asks ranks that do not run"
@@ -22,14 +22,16 @@ resolve_process_group = PrivateName(
 
 AsyncCollectiveTensor = _c10d("torch.distributed._functional_collectives:AsyncCollectiveTensor")
 new_async_collective_tensor = _c10d("torch.distributed._functional_collectives:AsyncCollectiveTensor.__new__")
-propagate_tensor_meta_non_cached = _as_it_is(
+propagate_tensor_meta_non_cached = _unpatched(
     "torch.distributed.tensor._sharding_prop:ShardingPropagator._propagate_tensor_meta_non_cached"
 )
-propagate_use_strided_shard_flag = _as_it_is(
+propagate_use_strided_shard_flag = _unpatched(
     "torch.distributed.tensor._sharding_prop:_propagate_use_strided_shard_flag", since="2.12"
 )
-StridedShard = _as_it_is("torch.distributed.tensor._sharding_prop:_StridedShard", since="2.10")
-tree_map_only_of_strategies = _as_it_is("torch.distributed.tensor._ops.single_dim_strategy:tree_map_only", since="2.11")
+StridedShard = _unpatched("torch.distributed.tensor._sharding_prop:_StridedShard", since="2.10")
+tree_map_only_of_strategies = _unpatched(
+    "torch.distributed.tensor._ops.single_dim_strategy:tree_map_only", since="2.11"
+)
 op_dispatcher = PrivateName(
     "torch.distributed.tensor:DTensor._op_dispatcher",
     without="a run of several ranks that use DTensor ends with an error",
@@ -43,7 +45,7 @@ cp_options = PrivateName(
     "torch.distributed.tensor.experimental._attention:_cp_options",
     without="a run with ring attention ends with an error",
 )
-chunk_with_empty = _as_it_is("torch.distributed.fsdp._fully_shard._fsdp_param:_chunk_with_empty")
+chunk_with_empty = _unpatched("torch.distributed.fsdp._fully_shard._fsdp_param:_chunk_with_empty")
 map_param_key_to_optim_keys = PrivateName(
     "torch.distributed.fsdp._optim_utils:_map_param_key_to_optim_keys", without=_AS_RANKS_RUN
 )

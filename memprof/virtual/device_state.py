@@ -150,7 +150,7 @@ class DeviceState(TorchDispatchMode):
             self.transients((num_bytes,), op, place, device)
 
     @contextlib.contextmanager
-    def asked_for(self, device: str) -> Iterator[None]:
+    def factory_device_as(self, device: str) -> Iterator[None]:
         """Inside, factories make tensors on `device`."""
         outer, self.factory_device = self.factory_device, device
         try:

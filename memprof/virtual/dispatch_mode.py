@@ -198,7 +198,7 @@ class DispatchMode(DeviceState):
         if call.on_gpu and breaks_rule(self, operator, call):
             note_mismatch(self, operator.name, call.tensors, place)
         if call.real and call.device is not None:
-            with self, self.asked_for(HOST):
+            with self, self.factory_device_as(HOST):
                 args, kwargs = tree_map_only(_Tensor, _as_virtual, (call.args, call.kwargs))
                 call = OperatorCall(call.func, args, kwargs, self)
         launch = KernelContext(self, operator, call, place)

@@ -204,7 +204,7 @@ class FunctionMode(OwnFunctionMode):
         return operator(*args, **kwargs)
 
     def _call_on(self, device: str, func: Any, args: Any, kwargs: Any) -> Any:
-        with self._tracker.asked_for(device):
+        with self._tracker.factory_device_as(device):
             return func(*args, **kwargs)
 
     def _choosing(self, choose: Callable[..., Any]) -> Callable[..., Any]:

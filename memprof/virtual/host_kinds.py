@@ -117,12 +117,12 @@ class HostKinds:
 
     def to_virtual(self, tensor: _Tensor) -> _Tensor:
         """Return a virtual copy of a real host tensor, with its numbers; autograd sees the copy."""
-        with _NoTorchFunction(), self._machine.asked_for(HOST):
+        with _NoTorchFunction(), self._machine.factory_device_as(HOST):
             return _aten._to_copy.default(tensor, device=_META)
 
     def to_real(self, tensor: _Tensor) -> _Tensor:
         """Return a real copy of a virtual host tensor, with numbers by the policy; autograd sees the copy."""
-        with _NoTorchFunction(), self._machine.asked_for(REAL):
+        with _NoTorchFunction(), self._machine.factory_device_as(REAL):
             return _aten._to_copy.default(tensor, device=_CPU)
 
     def _is_virtual(self, tensor: _Tensor) -> bool:

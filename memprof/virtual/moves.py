@@ -91,7 +91,7 @@ class Moves:
 
     def _copied(self, tensor: torch.Tensor, believed: str, wanted: str, **kwargs: Any) -> torch.Tensor:
         """Return a copy on another device, whose gradient finds its way back."""
-        with self._tracker.asked_for(wanted):
+        with self._tracker.factory_device_as(wanted):
             made: torch.Tensor = _aten._to_copy.default(tensor, **kwargs)
         if made.grad_fn is not None and made.is_meta and tensor.is_meta and "meta" not in (believed, wanted):
             made.grad_fn.register_hook(self._sending_back(believed))

@@ -116,7 +116,7 @@ class TensorsFromData:
         )
         virtual = device.type != HOST or any(map(self._tracker.is_virtual, find_tensors([*args, *kwargs.values()])))
         wanted = self._tracker.gpus.named(device) if device.type == "cuda" else device.type
-        with self._tracker.asked_for(wanted):
+        with self._tracker.factory_device_as(wanted):
             return func(*args, **{**kwargs, "device": _META if virtual else _CPU})
 
     def _placed(self, tensor: torch.Tensor, device: Any) -> torch.Tensor:

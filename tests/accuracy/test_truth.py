@@ -276,7 +276,8 @@ def test_the_page_says_what_was_recorded(tmp_path: Path) -> None:
     if not compare.folders():
         assert shown.strip() == compare.NONE_YET
     else:
-        assert all(f"torch {record.read_index(folder)['torch']}" in shown for folder in compare.folders())
+        for index in map(record.read_index, compare.folders()):
+            assert f"**{index['gpu']}, torch {index['torch']}**" in shown
 
 
 def _recorded() -> list[tuple[Path, str]]:

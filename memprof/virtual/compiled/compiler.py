@@ -223,7 +223,7 @@ class Compiler(Extension):
                 return skipped()
             finally:
                 self._frame = outer
-                if self._lifted.is_down and not is_left:
+                if self._lifted.is_active and not is_left:
                     gc.collect()  # Python's collector does it while torch compiles: what it traced with ends in cycles
 
         self._own.set(*dynamo.catch_errors.patch(compile_frame))
@@ -231,7 +231,7 @@ class Compiler(Extension):
     @contextlib.contextmanager
     def _timed(self) -> Iterator[None]:
         """Inside, torch compiles, which is noted once however deep the calls are nested."""
-        is_outer, began = self._lifted.is_down, time.perf_counter()
+        is_outer, began = self._lifted.is_active, time.perf_counter()
         try:
             yield
         finally:

@@ -24,7 +24,7 @@ class Lifting:
         self._held: contextlib.ExitStack | None = None
 
     @property
-    def is_down(self) -> bool:
+    def is_active(self) -> bool:
         """Return whether nothing is lifted now."""
         return self._held is None
 

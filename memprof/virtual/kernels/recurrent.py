@@ -122,7 +122,7 @@ def _dropout_state(machine: DeviceState, device: str) -> torch.Tensor:
             size = gpu.num_sms * gpu.threads_per_sm * _DROPOUT_BYTES_PER_THREAD
         else:
             machine.values.assume(DROPOUT)
-        with machine.asked_for(device):
+        with machine.factory_device_as(device):
             torch.empty((), dtype=torch.int64, device=META)  # the seed is drawn on the GPU
             machine.kept[key] = torch.empty(size, dtype=torch.uint8, device=META)
     return machine.kept[key]
@@ -132,7 +132,7 @@ def _cast(
     machine: DeviceState, packing: Packing, weights: list[torch.Tensor], per_layer: int, dtype: torch.dtype
 ) -> Any:
     """Under autocast the weights are copied into a new half-precision buffer at every call."""
-    with machine.asked_for(machine.device_of(weights[0])):
+    with machine.factory_device_as(machine.device_of(weights[0])):
         buffer = torch.zeros(packing.numel, dtype=dtype, device=META)
     views = packing.views(buffer, [weight.shape for weight in weights], per_layer)
     # Tensors of their own that share the buffer, not views of it, so that each has its own gradient.

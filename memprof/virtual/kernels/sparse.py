@@ -55,10 +55,12 @@ def copy(launch: KernelContext) -> Any:
         # A copy on the host is virtual, its indices as well, if its values are not known.
         with (
             launch.inside(),
-            launch.machine.asked_for(REAL) if copies_gradient_of_real_tensor(launch) else contextlib.nullcontext(),
+            launch.machine.factory_device_as(REAL)
+            if copies_gradient_of_real_tensor(launch)
+            else contextlib.nullcontext(),
         ):
             made = launch.func(values, **kwargs)
-        with launch.inside(), launch.machine.asked_for(HOST if made.is_meta else REAL):
+        with launch.inside(), launch.machine.factory_device_as(HOST if made.is_meta else REAL):
             parts = [*(launch.func(index, device=made.device) for index in indices), made]
     else:
         with launch.inside():
