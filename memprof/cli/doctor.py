@@ -43,7 +43,7 @@ def doctor(
     ] = None,
     env: Annotated[bool, typer.Option("--env", help="Check this installation instead.")] = False,
 ) -> None:
-    """Say why a run died for memory, or for tensors on two devices, which tensor it was, and what to do in order.
+    """Say why a run ran out of memory, or had tensors on two devices, which tensor it was, and what to do in order.
 
     Needs neither torch nor a GPU; a log of any length is read in one pass. Exit code 1: no such error is in it.
     """

@@ -9,7 +9,7 @@ from memprof.trace.json_values import JsonValue
 
 
 class Cause(StrEnum):
-    """Why a run died, as far as its message tells; each with what is said of it in a line."""
+    """Why a run failed, as far as its message tells; each with what is said of it in a line."""
 
     headline: str
 
