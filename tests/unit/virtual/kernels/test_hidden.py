@@ -231,6 +231,15 @@ def test_efficient_attention_backward_takes_gradients_of_queries_in_tiles_of_flo
     assert efficient_backward((2, 8, 128, 64), torch.float32) == [product, 8192, 8192, 16 * 2 * tile]
 
 
+@pytest.mark.parametrize(
+    ("gpu", "head", "by_operators"), [("v100-16gb", 256, True), ("v100-16gb", 64, False), ("t4", 256, False)]
+)
+def test_volta_sums_by_operators_what_registers_do_not_hold(gpu: str, head: int, by_operators: bool) -> None:
+    taken = efficient_backward((2, 8, 100, head), torch.float16, gpu)
+    product, sums = 4 * 16 * 100 * head, 6400
+    assert taken[:-1] == ([product] * 3 + [sums, sums] if by_operators else [sums])
+
+
 def test_efficient_attention_backward_stages_keys_and_values_that_registers_do_not_hold() -> None:
     tile = 16 + 4 * 64 * 64
     splits = -(-100 // 64)
