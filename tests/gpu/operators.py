@@ -1,6 +1,8 @@
 """Record what each operator of operator_table.py requests: on the GPU, on the CPU (nothing: its logic), or virtually.
 
-python -m tests.gpu.operators cuda|cpu|virtual --out FILE.jsonl [--gpu NAME] [--only NAME ...]
+python -m tests.gpu.operators cuda|cpu|virtual --out FILE.jsonl [--gpu NAME] [--only NAME ...] [--family NAME ...]
+
+`--family` takes families of library_table.py (convolutions, transforms, ...) instead of that table.
 
 Each is called twice. The first call has what a library takes once (workspaces, plans), the second what each one takes.
 A line for each: {"operator", "first", "again"}, lists of bytes in order; null on the CPU; or {"operator", "error"}.
@@ -20,6 +22,7 @@ import torch
 from memprof.catalog import find_gpu
 from memprof.trace.events import HOST, EventKind, Trace
 from memprof.virtual import VirtualGpu
+from tests.gpu import library_table
 from tests.gpu.history import AllocatorHistory
 from tests.gpu.operator_table import Call, Prepare, operators
 
@@ -80,10 +83,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--gpu", default="h100-80gb", help="the virtual one")
     parser.add_argument("--only", nargs="*", metavar="NAME", help="these operators alone")
+    families = {family.__name__: family for family in library_table.FAMILIES}
+    parser.add_argument("--family", nargs="*", choices=families, help="of library_table.py")
     asked = parser.parse_args()
 
     def table(device: str) -> dict[str, Prepare]:
-        return {name: one for name, one in operators(device).items() if asked.only is None or name in asked.only}
+        whole = operators(device)
+        if asked.family is not None:
+            whole = {name: one for family in asked.family for name, one in families[family](device)}
+        return {name: one for name, one in whole.items() if asked.only is None or name in asked.only}
 
     if asked.where == "virtual":
         with VirtualGpu(find_gpu(asked.gpu), workspaces=True) as gpu:
