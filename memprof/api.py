@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, overload
 
 from memprof.allocator import CurrentSettings, Settings
-from memprof.catalog import Gpu, custom_gpu, find_gpu
+from memprof.device.catalog import Gpu, custom_gpu, find_gpu
 from memprof.device.context import CONTEXT_BYTES
 from memprof.errors import MemprofError, RunFailedError, UsageError
 from memprof.fixes.applied import apply

@@ -28,7 +28,7 @@ def cache(
     is installed and files that are looked at again; models that are code are run each time. MEMPROF_CACHE names another
     folder, or `off`.
     """
-    from memprof.cache.store import MOST_BYTES, VARIABLE, Store, cache_folder
+    from memprof.flows.cache.store import MOST_BYTES, VARIABLE, Store, cache_folder
 
     folder = cache_folder()
     store = None if folder is None else Store(folder)

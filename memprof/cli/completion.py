@@ -37,13 +37,13 @@ def names_of(option: str, choices: tuple[str, ...]) -> Callable[[], list[str]] |
 
 
 def _gpus() -> list[str]:
-    from memprof.catalog.gpus import list_gpus
+    from memprof.device.catalog import list_gpus
 
     return [gpu.key for gpu in list_gpus()]
 
 
 def _models() -> list[str]:
-    from memprof.catalog.models import list_models
+    from memprof.workload.catalog.models import list_models
 
     return [model.key for model in list_models()]
 

@@ -46,7 +46,7 @@ def estimate(request: EstimateCommandOptions) -> None:
 
     A closed form; each figure has the band that published ones were off by.
     """
-    from memprof.catalog import custom_gpu, find_gpu, list_gpus
+    from memprof.device.catalog import custom_gpu, find_gpu, list_gpus
     from memprof.estimate.geometry import from_model, from_params, from_size
     from memprof.estimate.table import build_estimate
     from memprof.report.documents.estimate import estimate_document

@@ -12,7 +12,7 @@ from memprof.errors import UsageError
 from memprof.units import gib
 
 if TYPE_CHECKING:
-    from memprof.catalog import Gpu
+    from memprof.device.catalog import Gpu
     from memprof.device.environment import Environment
     from memprof.device.gpus import NvmlGpu, NvmlSample
 
@@ -44,7 +44,7 @@ def gpus(
         else:
             _say_present(reading, environment)
         return
-    from memprof.catalog import list_gpus
+    from memprof.device.catalog import list_gpus
 
     if output.as_json:
         from memprof.report.documents.answers import GpuList
@@ -83,7 +83,7 @@ def _memory(gpu: NvmlGpu) -> str:
 
 
 def _found(gpu: NvmlGpu) -> Gpu | None:
-    from memprof.catalog import find_gpu
+    from memprof.device.catalog import find_gpu
 
     try:
         return find_gpu(gpu.name)

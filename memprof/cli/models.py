@@ -13,8 +13,8 @@ memprof models --json
 
 def models(output: Listed) -> None:
     """List the catalog's models: name, parameters, published dtype, positions, Hugging Face id."""
-    from memprof.catalog import list_models
     from memprof.units import format_count
+    from memprof.workload.catalog import list_models
 
     if output.as_json:
         from memprof.report.documents.answers import ModelList

@@ -15,7 +15,7 @@ from memprof.errors import RunFailedError, UsageError
 from memprof.spec import DEVICES, HOST_BYTES, TargetSpec
 
 if TYPE_CHECKING:
-    from memprof.flows.cached_answers import CachedAnswer
+    from memprof.flows.cache.answers import CachedAnswer
     from memprof.report.documents.report import Report
     from memprof.trace.events import Trace
 
@@ -83,7 +83,7 @@ def profile(context: typer.Context, spec: TargetSpec, how: ProfileOptions, outpu
 
 def _place(spec: TargetSpec, how: ProfileOptions, *, is_named: bool) -> CachedAnswer | None:
     """Return where the answer is cached; None where it cannot be."""
-    from memprof.flows.cached_answers import cached_answer, is_without_cuda
+    from memprof.flows.cache.answers import cached_answer, is_without_cuda
 
     if how.device == "auto":
         simulated = is_named or spec.parallel is not None or spec.gpus > 1 or is_without_cuda()

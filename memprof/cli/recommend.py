@@ -18,7 +18,7 @@ from memprof.errors import UsageError
 from memprof.spec import BITSANDBYTES_FORMATS, HOST_BYTES, Mode, TargetSpec, option
 
 if TYPE_CHECKING:
-    from memprof.flows.cached_answers import CachedAnswer
+    from memprof.flows.cache.answers import CachedAnswer
     from memprof.report.documents.recommendation import Recommendation
 
 EXAMPLES = """
@@ -128,7 +128,7 @@ class RecommendOptions(Explained, Paged):
 
     def spec(self) -> TargetSpec:
         """Return model and GPU, the rest is searched; raise UsageError if it is no run of `memprof profile` either."""
-        from memprof.catalog import find_gpu
+        from memprof.device.catalog import find_gpu
 
         # `lengths` is a file for the odds; of `memprof profile` they are the batches themselves.
         spec = spec_of(self, model=self.model or "-", lengths=None, batch_size=1, gpu=find_gpu(self.gpu).key)
@@ -166,7 +166,7 @@ _HOW_IT_IS_SAID = ("as_json", "quiet", "explain", "snippet", "cache")
 
 def _place(spec: TargetSpec, request: RecommendOptions) -> CachedAnswer | None:
     """Return where the answer is cached; None where it cannot be."""
-    from memprof.flows.cached_answers import cached_answer
+    from memprof.flows.cache.answers import cached_answer
 
     asked = {name: value for name, value in dataclasses.asdict(request).items() if name not in _HOW_IT_IS_SAID}
     if request.model is None:  # the catalog is searched

@@ -67,8 +67,7 @@ def vocab(
     The coverage of the most frequent tokens, the caps that cover 99% and 99.9%, ids that never occur, and with --model
     a simulated training step before and with each cap. Exit code 3: with --model, if no vocabulary of these fits.
     """
-    from memprof.flows import vocabulary as flow
-    from memprof.report.documents.vocabulary import build_vocabulary
+    from memprof.flows.vocabulary import savings as flow
     from memprof.version import __version__
 
     model, params = request.model, request.params
@@ -99,7 +98,7 @@ def vocab(
             savings = flow.simulate(spec, counted, caps, progress)
         else:
             savings = flow.reckon(params, counted, caps, spec)
-    document = build_vocabulary(tuple(corpus), counted, caps, savings, __version__)
+    document = flow.build_vocabulary(tuple(corpus), counted, caps, savings, __version__)
     print_result(document, request, "vocabulary")
     tried = [memory.fits for memory in (savings.before, *savings.capped)]
     raise typer.Exit(Exit.DOES_NOT_FIT if False in tried and True not in tried else Exit.DONE)

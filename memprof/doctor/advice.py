@@ -6,7 +6,6 @@ import itertools
 import re
 from dataclasses import dataclass, replace
 
-from memprof.catalog import find_model, has_model
 from memprof.command_line import profile_command
 from memprof.doctor.diagnosis import Advice, Candidate, Cause, Figures
 from memprof.errors import UsageError
@@ -14,6 +13,7 @@ from memprof.fixes.catalog import Fix, find_helpful
 from memprof.fixes.chosen import ChosenFix, edit_spec
 from memprof.spec import Mode, TargetSpec
 from memprof.units import GIB, parse_gib
+from memprof.workload.catalog import find_model, has_model
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from memprof.catalog import ModelEntry, find_model, has_model, list_models
 from memprof.errors import UsageError
+from memprof.workload.catalog import ModelEntry, find_model, has_model, list_models
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,6 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import BinaryIO
 
-from memprof.catalog import find_model
 from memprof.doctor import advice
 from memprof.doctor.causes import cause_of
 from memprof.doctor.diagnosis import Candidate, Cause, Diagnosis, Figures
@@ -16,6 +15,7 @@ from memprof.doctor.log import LogReader, Passage, clean, joined
 from memprof.doctor.signatures import SIGNATURES, Signature
 from memprof.doctor.tensors import TensorQuery, candidates, requested, roles_in
 from memprof.doctor.tracebacks import TracebackFrame, frames, relevant_frames
+from memprof.workload.catalog import find_model
 
 # Of these a size, if there is one, is no tensor's.
 _WITHOUT_TENSOR = frozenset(

@@ -7,9 +7,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from memprof.catalog import ModelEntry, find_model, has_model, list_models, read_config_file, resolve_size, synthesize
 from memprof.errors import UsageError, unknown_name
 from memprof.units import format_count, parse_count
+from memprof.workload.catalog import (
+    ModelEntry,
+    find_model,
+    has_model,
+    list_models,
+    read_config_file,
+    resolve_size,
+    synthesize,
+)
 
 _SEE = "('memprof models' lists them; a config.json or --params also work)"
 
@@ -142,14 +150,14 @@ class Subject:
 
 
 def from_params(text: str) -> Subject:
-    """Return a decoder of so many parameters; its shape is that of a Llama of this size (catalog/sizes.py).
+    """Return a decoder of so many parameters; its shape is that of a Llama of this size (workload/catalog/sizes.py).
     Raises UsageError: not a number of parameters, or one that no shape is known for."""
     count = parse_count(text)
     entry = synthesize(count)
     geometry = _geometry(dict(entry.config or {}))
     rule = (
         "Only a number of parameters was given. The shape is that of a Llama of this size (hidden size over layers, "
-        "vocabulary and head size as published models near it have them, memprof/catalog/sizes.py): "
+        "vocabulary and head size as published models near it have them, memprof/workload/catalog/sizes.py): "
         f"{geometry.layers} layers, hidden size {geometry.hidden:,}, {geometry.heads} heads of {geometry.head_dim} "
         f"({geometry.kv_heads} for keys and values), intermediate size {geometry.intermediate:,}, vocabulary "
         f"{geometry.vocab:,}: {geometry.num_parameters:,} parameters. Weights, gradients and optimizer state are of "

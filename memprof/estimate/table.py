@@ -11,7 +11,7 @@ from importlib.resources import files
 from itertools import islice
 from typing import Any
 
-from memprof.catalog import Gpu
+from memprof.device.catalog import Gpu
 from memprof.device.context import CONTEXT_BYTES, LARGEST_CONTEXT_BYTES
 from memprof.errors import UsageError, unknown_name
 from memprof.estimate.geometry import Subject

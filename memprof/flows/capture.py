@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from memprof.catalog import Gpu
+from memprof.device.catalog import Gpu
 from memprof.device.context import CONTEXT_BYTES
 from memprof.errors import MemprofError, RunFailedError
 from memprof.flows.gpus import GPUS_PER_MACHINE

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import astuple, dataclass
 
-from memprof.catalog import Gpu
+from memprof.device.catalog import Gpu
 from memprof.ledger.categories import Category
 from memprof.report.documents.ladder import Bottleneck, Cost
 from memprof.report.documents.report import Report

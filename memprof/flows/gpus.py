@@ -8,7 +8,7 @@ import os
 from typing import Any
 
 from memprof.allocator import GpuMemory, LiveAllocator, Settings
-from memprof.catalog import Gpu, custom_gpu, find_gpu
+from memprof.device.catalog import Gpu, custom_gpu, find_gpu
 from memprof.device.context import CONTEXT_BYTES
 from memprof.device.host import memory_bytes, processor_name
 from memprof.report.export.memory_viz import as_plain

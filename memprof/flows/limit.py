@@ -6,8 +6,8 @@ import dataclasses
 import shlex
 from collections.abc import Callable
 
-from memprof.catalog import Gpu
 from memprof.command_line import profile_command, run_command
+from memprof.device.catalog import Gpu
 from memprof.errors import MemprofError, RunFailedError, UsageError
 from memprof.flows.gpus import find_gpu_of
 from memprof.flows.ladder.scripts import run_alone

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any, NamedTuple
 
-from memprof.catalog import find_gpu
+from memprof.device.catalog import find_gpu
 from memprof.device.context import CONTEXT_BYTES
 from memprof.device.nvml import read_gpus
 from memprof.device.visible import first_visible

@@ -13,7 +13,7 @@ from typing import NoReturn
 from torch import nn
 from torch.optim import Optimizer
 
-from memprof.catalog import Gpu
+from memprof.device.catalog import Gpu
 from memprof.measured import MeasuredDevice
 from memprof.patching.patch_set import PatchSet
 from memprof.script import EndReason, Program, ScriptOutcome, StopRule

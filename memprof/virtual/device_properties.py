@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from memprof.catalog import Gpu
+from memprof.device.catalog import Gpu
 
 
 def max_threads_per_sm(compute_capability: tuple[int, int]) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memprof.catalog import Gpu
+from memprof.device.catalog import Gpu
 from memprof.errors import MemprofError, UsageError
 from memprof.patching.extension import Extension, extensions_in
 from memprof.trace.events import NONE, Failure, Owner, Phase, PhaseKind, Role, Trace

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from memprof.catalog import Gpu
+from memprof.device.catalog import Gpu
 from memprof.patching.patch_set import PatchSet
 from memprof.torch_private.check import refuse_missing
 from memprof.trace.events import Trace

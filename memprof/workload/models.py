@@ -18,10 +18,10 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from memprof.catalog import ModelEntry, find_model, has_model, list_models, read_config_file, resolve_size
 from memprof.errors import MemprofError, UsageError, error_text, first_line, nearest
 from memprof.spec import DTYPES, OWN_ATTENTIONS, TargetSpec
 from memprof.workload import attention
+from memprof.workload.catalog import ModelEntry, find_model, has_model, list_models, read_config_file, resolve_size
 from memprof.workload.custom_code import check_trusted, forbid_exit, load_classes, reference_of
 from memprof.workload.formats import WeightFormat, check_use, checkpoint_format, requested_format
 

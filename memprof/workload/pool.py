@@ -22,7 +22,6 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from memprof.cache.inputs import add_loaded_files, loaded_module_files
 from memprof.device.host import available_bytes
 from memprof.errors import MemprofError, UsageError
 
@@ -30,6 +29,8 @@ VARIABLE = "MEMPROF_PROCESSES"  # at most so many at once; 1: none is forked
 # Of host memory that has to be free for each: a run of a model of 9B takes about 0.4 GiB beside what it shares.
 PROCESS_BYTES = 1 << 30
 _PR_SET_PDEATHSIG = 1
+
+_loaded_by_workers: set[str] = set()
 
 _Answer = TypeVar("_Answer")
 
@@ -74,7 +75,7 @@ def run_all(
                 place, worker = running.pop(line)
                 with line, contextlib.suppress(EOFError, OSError, pickle.UnpicklingError):
                     answers[place], files = line.recv()
-                    add_loaded_files(files)
+                    _loaded_by_workers.update(files)
                 worker.join()
                 progress(f"{len(works) - len(left) - len(running)} of {len(works)} done")
     finally:
@@ -83,6 +84,12 @@ def run_all(
             worker.join()
             line.close()
     return [answers[place] if place in answers else _result_or_error(work) for place, work in enumerate(works)]
+
+
+def loaded_module_files() -> set[str]:
+    """Return the files of all modules that this process, and its workers, have loaded, as far as is known."""
+    files = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
+    return _loaded_by_workers.union(file for file in files if isinstance(file, str))
 
 
 def _start_worker(work: Callable[[], Any]) -> tuple[Connection, Any]:

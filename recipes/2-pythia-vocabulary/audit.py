@@ -8,18 +8,18 @@ import vocabulary
 from batches import BATCH, TOKENS, simulated_bytes
 from specs import AFTER, BATCH_OF_8, BEFORE, EAGER, NOT_CAPPED
 
-from memprof.catalog import find_model
-from memprof.corpus import Frequencies
 from memprof.findings import Finding
 from memprof.findings.lifetimes import Lifetimes
 from memprof.flows.gpus import find_gpu_of
 from memprof.flows.profile import profile
+from memprof.flows.vocabulary.frequencies import Frequencies
 from memprof.ledger.categories import Category
 from memprof.ledger.ledger import build_ledger
 from memprof.report.documents.report import Report
 from memprof.spec import TargetSpec
 from memprof.trace.events import Role, Trace
 from memprof.units import GIB, format_bytes
+from memprof.workload.catalog import find_model
 
 WIDTH = 512
 CATEGORIES = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import vocabulary
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
-from memprof.catalog import find_model
+from memprof.workload.catalog import find_model
 
 
 def every_word(vocab_size: int = 10_000) -> GPTNeoXForCausalLM:

@@ -10,7 +10,7 @@ from runs import analysis, build, largest_batch, weight_bytes
 from specs import AFTER, BEFORE, DEVIATIONS, GPUS, KEPT_LAYERS, RECOMMENDED, SIZES, TRAINING
 
 import memprof
-from memprof.catalog import find_gpu
+from memprof.device.catalog import find_gpu
 from memprof.flows.account import analyze
 from memprof.flows.profile import profile
 from memprof.report.documents.report import Report

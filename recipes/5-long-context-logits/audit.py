@@ -8,10 +8,10 @@ import losses
 import rotary
 from specs import BEFORE, CHUNK, HIDDEN, LENGTHS, TOKENS, VOCABULARY
 
-from memprof.catalog import find_model
 from memprof.flows.profile import profile
 from memprof.report.documents.report import Report
 from memprof.units import GIB, MIB, format_bytes
+from memprof.workload.catalog import find_model
 
 LOGITS = TOKENS * VOCABULARY * 2
 """Bytes of all logits in bfloat16."""

@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import memprof
 from memprof.api import ProfiledGpu
-from memprof.catalog import find_model
+from memprof.workload.catalog import find_model
 
 Loss = Callable[[nn.Module, torch.Tensor], torch.Tensor]
 """From a model and token ids to the loss."""

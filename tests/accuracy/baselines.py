@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from memprof.catalog import find_gpu
+from memprof.device.catalog import find_gpu
 from memprof.ledger.categories import Category
 from memprof.ledger.ledger import build_ledger
 from memprof.virtual import VirtualGpu

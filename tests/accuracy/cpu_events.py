@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from memprof.catalog import find_gpu
+from memprof.device.catalog import find_gpu
 from memprof.trace.events import HOST, EventKind, Trace
 from memprof.virtual import VirtualGpu
 from memprof.watch.collection import no_collection

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from memprof.catalog import find_gpu
+from memprof.device.catalog import find_gpu
 from memprof.virtual import VirtualGpu
 from tests.accuracy.operator_sweep import GPU_MODEL, operators, samples_of
 

@@ -31,11 +31,11 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from memprof.catalog import find_model
 from memprof.flows import profile as flow
 from memprof.spec import Mode, TargetSpec
 from memprof.trace.events import GPU, EventKind, PhaseKind, Trace
 from memprof.units import MIB
+from memprof.workload.catalog import find_model
 
 SHARED = Path(__file__).resolve().parents[3] / "shared"
 SOURCE = "QwenLM/Qwen3 docs/source/getting_started/speed_benchmark.md"

@@ -21,7 +21,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_map
 
-from memprof.catalog import find_gpu
+from memprof.device.catalog import find_gpu
 from memprof.trace.events import GPU, EventKind
 from memprof.virtual import VirtualGpu
 

@@ -33,7 +33,7 @@ def _environment(rank: int, size: int, port: int, **more: str) -> None:
 
 def virtual(name: str, rank: int, size: int, port: int) -> list[Change]:
     """The changes on the GPU of a rank that runs alone."""
-    from memprof.catalog import find_gpu
+    from memprof.device.catalog import find_gpu
     from memprof.script import Program, StopRule
     from memprof.script.capture import capture_script
     from memprof.virtual import VirtualGpu

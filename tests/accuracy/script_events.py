@@ -49,7 +49,7 @@ def _arguments(name: str) -> tuple[str, list[str]]:
 
 def virtual(name: str) -> dict[str, Any]:
     """The changes on the virtual GPU, and the sizes of what the host held meanwhile."""
-    from memprof.catalog import find_gpu
+    from memprof.device.catalog import find_gpu
     from memprof.script import Program, StopRule
     from memprof.script.capture import capture_script
     from memprof.trace.events import GPU, EventKind

@@ -15,10 +15,10 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import memprof
-from memprof.catalog import find_model
 from memprof.flows import profile as flow
 from memprof.report.documents.report import Report
 from memprof.spec import TargetSpec
+from memprof.workload.catalog import find_model
 
 GIB = 1 << 30
 TOKENS, VOCABULARY = 131_072, 151_936

@@ -12,7 +12,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from memprof.catalog import find_gpu
+from memprof.device.catalog import find_gpu
 from memprof.trace.events import EventKind, Trace
 from memprof.virtual import VirtualGpu
 

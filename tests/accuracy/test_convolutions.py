@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from memprof.catalog import find_gpu
+from memprof.device.catalog import find_gpu
 from memprof.ledger.ledger import build_ledger
 from memprof.ledger.workspaces import Workspaces
 from memprof.trace.snapshot import Action

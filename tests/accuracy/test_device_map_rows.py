@@ -11,7 +11,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from memprof.catalog import find_gpu
+from memprof.device.catalog import find_gpu
 from memprof.flows.gpus import RunAllocator, allocator_settings
 from memprof.virtual import VirtualGpu
 

@@ -5,7 +5,7 @@ from dataclasses import asdict
 
 import pytest
 
-from memprof.catalog import custom_gpu
+from memprof.device.catalog import custom_gpu
 from memprof.device.context import CONTEXT_BYTES
 from memprof.estimate.geometry import from_model, from_params
 from memprof.estimate.methods import BY_KEY, Plan

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from memprof.catalog import find_gpu
+from memprof.device.catalog import find_gpu
 from memprof.virtual import VirtualGpu
 from tests.accuracy import operator_sweep as sweep
 from tests.lanes import at_night

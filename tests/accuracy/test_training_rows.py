@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from memprof.catalog import find_gpu
+from memprof.device.catalog import find_gpu
 from memprof.flows import profile as flow
 from memprof.flows.gpus import RunAllocator, allocator_settings
 from memprof.ledger.ledger import build_ledger

@@ -34,7 +34,7 @@ from torch import nn
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from memprof.catalog import find_gpu
+from memprof.device.catalog import find_gpu
 from memprof.virtual import VirtualGpu
 from memprof.workload.loss import _tensors
 from tests.benchmarks.tiny_models import Case, batches, configurations

@@ -18,7 +18,7 @@ from collections.abc import Callable
 import torch
 import transformers
 
-from memprof.catalog import find_gpu
+from memprof.device.catalog import find_gpu
 from memprof.virtual import VirtualGpu
 from memprof.watch.collection import no_collection
 

@@ -41,7 +41,7 @@ result = [found.total, found.distinct, found.cap_for(0.999)]
 """
 PROGRAM = """
 import json, sys, time
-from memprof.corpus import count_corpus
+from memprof.flows.vocabulary.count import count_corpus
 path, tokenizer = sys.argv[1:3]
 begin = time.process_time()
 {body}

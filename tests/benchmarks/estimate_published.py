@@ -24,7 +24,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from memprof.catalog import find_gpu
+from memprof.device.catalog import find_gpu
 from memprof.device.context import CONTEXT_BYTES, LARGEST_CONTEXT_BYTES
 from memprof.estimate.geometry import Subject, from_model
 from memprof.estimate.options import EstimateOptions

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from memprof.catalog import find_model
+from memprof.workload.catalog import find_model
 
 COMMIT = "0" * 40
 _DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}

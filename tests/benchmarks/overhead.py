@@ -39,7 +39,7 @@ source = find_source(spec)
 import transformers.models.qwen3.modeling_qwen3
 """
 MEMPROF = f"""{_PREPARE}
-from memprof.catalog import find_gpu
+from memprof.device.catalog import find_gpu
 from memprof.flows.capture import capture_virtual
 from memprof.workload.step import Workload
 
@@ -146,7 +146,7 @@ def _operators() -> tuple[int, int]:
 
 def measure(repeat: int) -> None:
     """Print operators, seconds on meta and seconds on the virtual GPU, of the first and of later steps, as JSON."""
-    from memprof.catalog import find_gpu
+    from memprof.device.catalog import find_gpu
     from memprof.virtual import VirtualGpu
     from memprof.watch.collection import no_collection
 

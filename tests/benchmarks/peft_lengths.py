@@ -32,7 +32,7 @@ import numpy as np
 import torch
 
 from memprof.allocator import Block, CachingAllocator
-from memprof.catalog import find_gpu
+from memprof.device.catalog import find_gpu
 from memprof.spec import TargetSpec
 from memprof.trace.events import GPU, EventKind
 from memprof.virtual import VirtualGpu

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 import memprof as library
-from memprof.catalog import find_model
 from memprof.errors import UsageError
 from memprof.fixes.chosen import edit_spec, parse_fixes
 from memprof.flows.recommend.answer import recommend
@@ -16,6 +15,7 @@ from memprof.flows.recommend.search import Question
 from memprof.report.terminal.recommendation import print_recommendation
 from memprof.spec import TargetSpec
 from memprof.units import GIB, MIB
+from memprof.workload.catalog import find_model
 from tests.lanes import by_day
 from tests.processes import python
 

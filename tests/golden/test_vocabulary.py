@@ -8,9 +8,10 @@ from fractions import Fraction
 
 import pytest
 
-from memprof.corpus import CorpusCount, Frequencies
-from memprof.flows import vocabulary as vocab
-from memprof.report.documents.vocabulary import SIMULATED, Savings, Vocabulary, VocabularyMemory, build_vocabulary
+from memprof.flows.vocabulary import savings as vocab
+from memprof.flows.vocabulary.count import CorpusCount
+from memprof.flows.vocabulary.frequencies import Frequencies
+from memprof.report.documents.vocabulary import SIMULATED, Savings, Vocabulary, VocabularyMemory
 from memprof.report.terminal.console import text_of
 from memprof.report.terminal.vocabulary import view
 from memprof.spec import TargetSpec
@@ -27,7 +28,7 @@ def by_words() -> Vocabulary:
     )  # fmt: skip
     caps = vocab.caps_of(counted, [("99%", Fraction(99, 100)), ("90%", Fraction(9, 10))], asked=500)
     savings = vocab.reckon("1.2B", counted, caps, TargetSpec(model="none", context_length=4096, batch_size=8))
-    return build_vocabulary(("wiki.txt", "more/*.jsonl"), counted, caps, savings, "0")
+    return vocab.build_vocabulary(("wiki.txt", "more/*.jsonl"), counted, caps, savings, "0")
 
 
 def by_ids() -> Vocabulary:
@@ -43,7 +44,7 @@ def by_ids() -> Vocabulary:
         "99%", 9_000, 40_000_000, 160 * MIB, 160 * MIB, 320 * MIB, 900 * MIB, 2000 * MIB, 2500 * MIB, True
     )
     savings = Savings(SIMULATED, "gpt2, batch 8 x 1,024 tokens, float32, adamw", "custom GPU", before, (after,), ())
-    return build_vocabulary(("corpus.txt",), counted, caps, savings, "0")
+    return vocab.build_vocabulary(("corpus.txt",), counted, caps, savings, "0")
 
 
 def test_words():

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from memprof.catalog import find_gpu
+from memprof.device.catalog import find_gpu
 from memprof.trace.events import HOST, EventKind, Trace
 from memprof.virtual import VirtualGpu
 from tests.gpu import library_table

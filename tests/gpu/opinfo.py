@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from memprof.catalog import find_gpu
+from memprof.device.catalog import find_gpu
 from memprof.virtual import VirtualGpu
 from tests.accuracy import operator_sweep as sweep
 from tests.gpu.attempt import attempt

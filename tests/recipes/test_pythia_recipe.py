@@ -15,8 +15,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from memprof.corpus import Frequencies
 from memprof.flows import profile as flow
+from memprof.flows.vocabulary.frequencies import Frequencies
 from tests.lanes import by_day, examples
 from tests.processes import ROOT, python
 

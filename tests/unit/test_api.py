@@ -10,7 +10,7 @@ from torch import nn
 
 import memprof
 from memprof.allocator import Settings
-from memprof.catalog import custom_gpu
+from memprof.device.catalog import custom_gpu
 from memprof.errors import UsageError
 from memprof.flows.gpus import RunAllocator, allocator_settings
 from memprof.trace.events import EventKind

@@ -45,9 +45,8 @@ def _imported(code: str) -> set[str]:
     [
         pytest.param("import memprof", id="memprof"),
         pytest.param("import memprof.flows.profile", id="memprof.flows.profile"),
-        pytest.param(
-            "import memprof.catalog; memprof.catalog.list_models(); memprof.catalog.list_gpus()", id="memprof.catalog"
-        ),
+        pytest.param("from memprof.device.catalog import list_gpus; list_gpus()", id="memprof.device.catalog"),
+        pytest.param("from memprof.workload.catalog import list_models; list_models()", id="memprof.workload.catalog"),
         pytest.param("import memprof.trace.io", id="memprof.trace.io"),
         pytest.param("import memprof.ledger.ledger", id="memprof.ledger.ledger"),
         pytest.param("import memprof.findings", id="memprof.findings"),
@@ -115,7 +114,7 @@ def test_a_command_imports_no_other():
     commands = {path.stem for path in (ROOT / "memprof/cli").glob("*.py") if "EXAMPLES" in path.read_text()} - {"main"}
     assert {name for name in commands if f"memprof.cli.{name}" in modules} == {"estimate"}
     rooms = {name.split(".")[1] for name in _rooms(modules)}
-    assert rooms == {name.partition(".")[0] for name in BASE} | {"catalog", "estimate", "report", "trace", "workload"}
+    assert rooms == {name.partition(".")[0] for name in BASE} | {"estimate", "report", "trace", "workload"}
     assert {name for name in _rooms(modules) if ".report." in name} == {
         "memprof.report.documents.estimate", "memprof.report.terminal.estimate", "memprof.report.terminal.layout",
     }  # fmt: skip

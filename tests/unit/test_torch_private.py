@@ -204,7 +204,7 @@ def _class_of(base: object) -> type:
 
 
 def test_a_torch_that_lacks_one_is_refused_where_a_virtual_gpu_is_entered(listed: types.ModuleType):
-    from memprof.catalog import find_gpu
+    from memprof.device.catalog import find_gpu
     from memprof.virtual.gpu import VirtualGpu
 
     PrivateName("test_private:_optional", without="nothing")

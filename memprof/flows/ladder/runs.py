@@ -9,8 +9,8 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from memprof.catalog import Gpu
 from memprof.command_line import profile_command
+from memprof.device.catalog import Gpu
 from memprof.errors import MemprofError, UsageError
 from memprof.fixes.catalog import in_force
 from memprof.fixes.chosen import ChosenFix, combined_numerics, edit_spec

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from memprof.catalog import list_gpus
+from memprof.device.catalog import list_gpus
 from memprof.errors import MemprofError
 from memprof.flows.recommend.outcome import HOST_MEMORY, SimulatedRun
 from memprof.flows.recommend.plans import Goal, tiers

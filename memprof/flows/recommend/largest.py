@@ -6,8 +6,8 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from memprof.catalog import Gpu, ModelEntry, list_models
 from memprof.command_line import profile_command
+from memprof.device.catalog import Gpu
 from memprof.errors import MemprofError, UsageError
 from memprof.fixes.catalog import check_installed
 from memprof.fixes.spec_edits import installed_eight_bit_optimizer
@@ -18,6 +18,7 @@ from memprof.flows.recommend.plans import DEFAULT_CONTEXT, Goal, Plan, base_spec
 from memprof.flows.recommend.simulator import Simulator
 from memprof.report.documents.recommendation import Largest, Recommendation
 from memprof.spec import TargetSpec
+from memprof.workload.catalog import ModelEntry, list_models
 
 GRAIN = 1024  # tokens between two context lengths of a search
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from memprof.catalog import find_model, has_model, resolve_size
 from memprof.flows.gpus import GPUS_PER_MACHINE
 from memprof.flows.recommend import snippet
 from memprof.flows.recommend.parallel_plans import Way
@@ -17,6 +16,7 @@ from memprof.flows.recommend.simulator import Simulator
 from memprof.flows.recommend.snippet import LoadedModel, loaded_model
 from memprof.spec import TargetSpec
 from memprof.units import format_bytes
+from memprof.workload.catalog import find_model, has_model, resolve_size
 from memprof.workload.plan import DEVICE_MAP
 
 FULLY_SHARD, ACCELERATE, ACCELERATE_YAML, TORCHTITAN = "fully-shard", "accelerate", "accelerate-yaml", "torchtitan"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from memprof.catalog import Gpu
+from memprof.device.catalog import Gpu
 from memprof.device.context import CONTEXT_BYTES
 from memprof.fixes.catalog import find_helpful
 from memprof.fixes.chosen import ChosenFix, edit_spec

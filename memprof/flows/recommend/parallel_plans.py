@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, replace
 
-from memprof.catalog import Gpu
+from memprof.device.catalog import Gpu
 from memprof.errors import UsageError
 from memprof.estimate.geometry import DecoderGeometry, Subject
 from memprof.estimate.table import highest_cell

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from memprof.catalog import Gpu
+from memprof.device.catalog import Gpu
 from memprof.errors import UsageError
 from memprof.fixes.spec_edits import installed_eight_bit_optimizer
 from memprof.spec import Mode, TargetSpec

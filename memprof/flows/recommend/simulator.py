@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
-from memprof.catalog import Gpu
+from memprof.device.catalog import Gpu
 from memprof.device.context import CONTEXT_BYTES
 from memprof.errors import MemprofError
 from memprof.flows.profile import capture_trace, profile

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from memprof.catalog import ModelEntry, find_model, has_model, resolve_size
 from memprof.flows.recommend.plans import CHECKPOINTING, CPU_OPTIMIZER, Activations, Goal, Plan
 from memprof.spec import DEFAULT_LORA_RANK, TargetSpec
+from memprof.workload.catalog import ModelEntry, find_model, has_model, resolve_size
 
 # Models that are fed with tokens; for others no script is written.
 _CLASSES = {

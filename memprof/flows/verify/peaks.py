@@ -17,7 +17,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from memprof.allocator import CurrentSettings, Settings, replay_on_gpu
-from memprof.catalog import DEFAULT_GPU, find_gpu
+from memprof.device.catalog import DEFAULT_GPU, find_gpu
 from memprof.fixes.applied import apply
 from memprof.fixes.catalog import Fix
 from memprof.fixes.micro_batch import MicroBatches

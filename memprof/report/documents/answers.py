@@ -6,8 +6,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
-from memprof.catalog import Gpu
-from memprof.catalog.models import ModelEntry
+from memprof.device.catalog import Gpu
 from memprof.device.environment import Environment
 from memprof.device.gpus import NvmlGpu, NvmlSample
 from memprof.doctor.diagnosis import Diagnosis
@@ -16,6 +15,7 @@ from memprof.monitor.run import MonitorOutcome
 from memprof.monitor.sample import MonitorSample, Peaks
 from memprof.trace.json_values import JsonValue, json_name
 from memprof.version import __version__
+from memprof.workload.catalog.models import ModelEntry
 
 
 def _fields(row: Any) -> dict[str, Any]:

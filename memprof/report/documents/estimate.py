@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from memprof.catalog import Gpu
+from memprof.device.catalog import Gpu
 from memprof.estimate.explain import assumptions, formula, kept_tensors
 from memprof.estimate.table import (
     DEVICE_USED,

@@ -5,15 +5,12 @@ All sizes are integer bytes, coverage is a share from 0 to 1. What is not known 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
-from memprof.corpus import CorpusCount
-from memprof.corpus.frequencies import Frequencies
 from memprof.trace.json_values import JsonValue
 
 SCHEMA = 2  # 2: names (old_names.py)
 SIMULATED, ARITHMETIC = "simulated", "arithmetic"
-_SHOWN_POINTS = 13
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,35 +86,3 @@ class Vocabulary(JsonValue):
     caps: tuple[Cap, ...]
     savings: Savings | None
     notes: tuple[str, ...]
-
-
-def build_vocabulary(
-    corpus: tuple[str, ...], counted: CorpusCount, caps: tuple[Cap, ...], savings: Savings | None, version: str
-) -> Vocabulary:
-    """Return the document on what was counted."""
-    frequencies = counted.frequencies
-    # What both have, under the same names.
-    same = {field.name: getattr(counted, field.name) for field in fields(counted) if field.name != "frequencies"}
-    return Vocabulary(
-        schema=SCHEMA,
-        memprof_version=version,
-        command="vocab",
-        corpus=corpus,
-        tokens=frequencies.total,
-        distinct=frequencies.distinct,
-        once=dict(frequencies.histogram).get(1, 0),
-        curve=curve(frequencies),
-        caps=caps,
-        savings=savings,
-        **same,
-    )
-
-
-def curve(frequencies: Frequencies, points: int = _SHOWN_POINTS) -> tuple[Point, ...]:
-    """Return coverage at round numbers of tokens (1, 2, 5, 10, ...), the last `points` of them, and at all tokens."""
-    distinct = frequencies.distinct
-    if not distinct:
-        return ()
-    rounds = [lead * 10**power for power in range(len(str(distinct))) for lead in (1, 2, 5)]
-    shown = [tokens for tokens in rounds if tokens < distinct][-(points - 1) :]
-    return tuple(Point(tokens, frequencies.coverage(tokens)) for tokens in [*shown, distinct])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from memprof.catalog import Gpu
+from memprof.device.catalog import Gpu
 from memprof.estimate.explain import CONSTANTS, assumptions, formula, kept_tensors
 from memprof.estimate.methods import BY_KEY, COLUMNS, METHODS
 from memprof.estimate.table import (

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from memprof.catalog import Gpu
+from memprof.device.catalog import Gpu
 from memprof.patching.extension import Extension
 from memprof.patching.patch_set import Patch
 from memprof.virtual.cuda_api.driver import UUID

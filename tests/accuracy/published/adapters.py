@@ -56,7 +56,7 @@ def _bench(asked: dict[str, Any], gpu: VirtualGpu) -> None:
     import transformers
     from canifinetune.bench import runner  # type: ignore[import-not-found]
 
-    from memprof.catalog.models import find_model
+    from memprof.workload.catalog.models import find_model
 
     def model(name: str, **how: Any) -> Any:
         if name not in CATALOG:

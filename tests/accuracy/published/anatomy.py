@@ -56,7 +56,7 @@ def _first_tensor(gpu: VirtualGpu) -> None:
 def _model() -> torch.nn.Module:
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
-    from memprof.catalog.models import find_model
+    from memprof.workload.catalog.models import find_model
 
     torch.ones((1, 1)).to("cuda")
     settings = find_model("bert-large-uncased").load_config()

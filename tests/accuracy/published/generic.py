@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from memprof.catalog import find_gpu
+from memprof.device.catalog import find_gpu
 from memprof.device.context import CONTEXT_BYTES
 from memprof.errors import MemprofError
 from memprof.flows import profile as flow

@@ -130,7 +130,7 @@ def _model(pretrained_model_name_or_path: str, device_map: str, attn_implementat
     """In place of the hub's: the weights' values decide nothing."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from memprof.catalog.models import find_model
+    from memprof.workload.catalog.models import find_model
 
     settings = find_model(pretrained_model_name_or_path.rpartition("/")[2].lower()).load_config()
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from memprof.allocator.replay import Timeline
-from memprof.catalog import find_gpu
+from memprof.device.catalog import find_gpu
 from memprof.device.context import CONTEXT_BYTES
 from memprof.flows.gpus import RunAllocator, allocator_settings
 from memprof.stubs.extension import extensions

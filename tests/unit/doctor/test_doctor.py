@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from memprof.allocator import OomReport, release_for
-from memprof.catalog import find_model
 from memprof.doctor import Cause, Diagnosis, ReportedRun, diagnose
 from memprof.doctor.dimensions import dimensions, find_dimensions, model_in
 from memprof.doctor.tensors import TensorQuery, candidates
 from memprof.errors import UsageError
 from memprof.fixes.catalog import FIXES
+from memprof.workload.catalog import find_model
 
 GIB, MIB = 1 << 30, 1 << 20
 LOGITS = 131072 * 151936 * 2

@@ -2,9 +2,9 @@ import json
 
 import pytest
 
-from memprof.catalog import list_models
 from memprof.errors import UsageError
 from memprof.estimate.geometry import FAMILIES, from_config, from_model, from_params, from_size
+from memprof.workload.catalog import list_models
 
 KNOWN = [entry.key for entry in list_models() if from_model(entry.key).geometry is not None]
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memprof.catalog import custom_gpu, find_gpu, list_gpus
+from memprof.device.catalog import custom_gpu, find_gpu, list_gpus
 from memprof.device.context import CONTEXT_BYTES
 from memprof.errors import UsageError
 from memprof.estimate.geometry import from_model, from_params

@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
 
-from memprof.catalog import find_gpu  # noqa: E402
+from memprof.device.catalog import find_gpu  # noqa: E402
 from memprof.findings import Context, Finding, Severity, find_all  # noqa: E402
 from memprof.ledger.ledger import build_ledger  # noqa: E402
 from memprof.virtual.gpu import VirtualGpu  # noqa: E402

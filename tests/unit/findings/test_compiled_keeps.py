@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from memprof.catalog import find_gpu
+from memprof.device.catalog import find_gpu
 from memprof.findings.compiled_saved_tensors import find
 from memprof.flows.account import analyze
 from memprof.trace.events import CompiledSavedTensors, Trace

@@ -9,7 +9,7 @@ import transformers
 from torch import nn
 from torch.nn import functional
 
-from memprof.catalog import find_gpu
+from memprof.device.catalog import find_gpu
 from memprof.flows.ladder.runs import Runs
 
 VOCAB = 97

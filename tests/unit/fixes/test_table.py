@@ -14,7 +14,7 @@ from torch import nn
 
 import memprof
 import memprof.fixes
-from memprof.catalog import find_gpu
+from memprof.device.catalog import find_gpu
 from memprof.errors import MemprofError
 from memprof.findings.evidence import suggest_fixes
 from memprof.fixes.catalog import EXPANDABLE_SEGMENTS, FIXES, STEPS, Fix, in_force, ladder, tiers

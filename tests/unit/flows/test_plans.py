@@ -7,7 +7,7 @@ import json
 import pytest
 
 import memprof
-from memprof.catalog import Gpu, find_gpu
+from memprof.device.catalog import Gpu, find_gpu
 from memprof.device.context import CONTEXT_BYTES
 from memprof.errors import UsageError
 from memprof.flows.cost import step_work

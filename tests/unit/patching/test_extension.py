@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from memprof.catalog import find_gpu
+from memprof.device.catalog import find_gpu
 from memprof.patching.extension import Extension, extensions_in
 from memprof.patching.patch_set import Patch
 

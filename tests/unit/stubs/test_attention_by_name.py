@@ -7,7 +7,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils.import_utils import is_flash_attn_2_available
 
-from memprof.catalog import find_gpu
+from memprof.device.catalog import find_gpu
 from memprof.stubs.extension import StubExtension
 from memprof.virtual import VirtualGpu
 

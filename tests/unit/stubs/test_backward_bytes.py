@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from memprof.catalog import find_gpu
+from memprof.device.catalog import find_gpu
 from memprof.stubs import registry, tools
 from memprof.virtual import VirtualGpu
 from tests.unit.stubs.test_flash_attention import half, single, tensor

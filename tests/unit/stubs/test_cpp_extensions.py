@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import memprof
-from memprof.catalog import find_gpu
+from memprof.device.catalog import find_gpu
 from memprof.errors import MemprofError
 from memprof.stubs import registry
 from memprof.stubs.cpp_extensions import Binding, bindings

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from memprof.catalog import find_gpu
+from memprof.device.catalog import find_gpu
 from memprof.errors import MemprofError
 from memprof.stubs.extension import StubExtension
 from memprof.virtual import VirtualGpu

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from memprof.catalog import find_gpu
+from memprof.device.catalog import find_gpu
 from memprof.stubs import detection
 from memprof.stubs import torchvision as torchvision_operators
 from memprof.stubs.extension import extensions

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import memprof
-from memprof.catalog import find_gpu
+from memprof.device.catalog import find_gpu
 from memprof.errors import MemprofError, UsageError
 from memprof.stubs import registry
 from memprof.stubs.extension import StubExtension

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from memprof.catalog import find_gpu
+from memprof.device.catalog import find_gpu
 from memprof.errors import MemprofError
 from memprof.stubs.tools import FLUSHED_BYTES
 from memprof.virtual import VirtualGpu

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import memprof
-from memprof.catalog import find_gpu
+from memprof.device.catalog import find_gpu
 from memprof.stubs import registry
 from memprof.stubs.extension import StubExtension
 from memprof.virtual import VirtualGpu

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from memprof.catalog import find_gpu
+from memprof.device.catalog import find_gpu
 from memprof.stubs.extension import StubExtension, extensions
 from memprof.virtual import VirtualGpu
 

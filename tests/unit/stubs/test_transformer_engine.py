@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from memprof.catalog import find_gpu
+from memprof.device.catalog import find_gpu
 from memprof.errors import MemprofError
 from memprof.stubs.extension import StubExtension
 from memprof.virtual import VirtualGpu

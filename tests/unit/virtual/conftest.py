@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from memprof.catalog import Gpu, find_gpu
+from memprof.device.catalog import Gpu, find_gpu
 from memprof.virtual import VirtualGpu
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from memprof.catalog import find_gpu
+from memprof.device.catalog import find_gpu
 from memprof.virtual import VirtualGpu, autocast
 from tests.lanes import by_day
 from tests.unit.virtual.streams import Operators, on_fake_cuda

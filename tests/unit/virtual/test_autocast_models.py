@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from memprof.catalog import find_gpu
+from memprof.device.catalog import find_gpu
 from memprof.virtual import VirtualGpu
 from tests.lanes import by_day
 from tests.unit.virtual.streams import Called, Functions, Layout, Op, Operators, again_on_fake_cuda

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import memprof
-from memprof.catalog import find_gpu
+from memprof.device.catalog import find_gpu
 from memprof.errors import UsageError
 from memprof.flows.gpus import RunAllocator, allocator_settings
 from memprof.trace.events import EventKind

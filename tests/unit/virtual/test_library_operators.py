@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from memprof.catalog import find_gpu
+from memprof.device.catalog import find_gpu
 from memprof.trace.events import FailureKind
 from memprof.virtual import VirtualGpu
 

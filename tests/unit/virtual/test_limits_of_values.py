@@ -9,7 +9,7 @@ import numpy
 import pytest
 import torch
 
-from memprof.catalog import find_gpu
+from memprof.device.catalog import find_gpu
 from memprof.virtual import VirtualGpu
 from memprof.virtual.values import budget
 from memprof.virtual.values.evaluation import Evaluator

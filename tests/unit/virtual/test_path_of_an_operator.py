@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import memprof
-from memprof.catalog import find_gpu
+from memprof.device.catalog import find_gpu
 from memprof.trace.events import EventKind
 from memprof.virtual import VirtualGpu
 

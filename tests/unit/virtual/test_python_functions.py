@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from memprof.catalog import find_gpu
+from memprof.device.catalog import find_gpu
 from memprof.virtual import VirtualGpu
 
 SOURCE = """

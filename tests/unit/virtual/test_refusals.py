@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from memprof.allocator import GpuMemory, LiveAllocator
-from memprof.catalog import custom_gpu
+from memprof.device.catalog import custom_gpu
 from memprof.flows.account import analyze
 from memprof.flows.gpus import allocator_settings
 from memprof.trace.events import EventKind

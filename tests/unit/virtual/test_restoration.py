@@ -26,7 +26,7 @@ import torch.utils.checkpoint
 import torch.utils.data
 from torch import nn
 
-from memprof.catalog import find_gpu
+from memprof.device.catalog import find_gpu
 from memprof.errors import MemprofError
 from memprof.flows.capture import capture_virtual
 from memprof.spec import TargetSpec

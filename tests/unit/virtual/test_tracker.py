@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from memprof.catalog import find_gpu
+from memprof.device.catalog import find_gpu
 from memprof.trace.events import NONE, EventKind, ModuleRole, PhaseKind, Role, Storage
 from memprof.virtual import VirtualGpu
 

@@ -13,7 +13,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from memprof.catalog import find_gpu
+from memprof.device.catalog import find_gpu
 from memprof.virtual import VirtualGpu
 from tests.lanes import by_day, examples
 

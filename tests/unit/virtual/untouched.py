@@ -80,7 +80,7 @@ if __name__ == "__main__":
     alone = program("cpu")
     before = fingerprint()
 
-    from memprof.catalog import find_gpu
+    from memprof.device.catalog import find_gpu
     from memprof.virtual import VirtualGpu
 
     imported = fingerprint()

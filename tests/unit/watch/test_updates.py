@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from memprof.catalog import find_gpu
+from memprof.device.catalog import find_gpu
 from memprof.findings import Context, find_all
 from memprof.ledger.ledger import build_ledger
 from memprof.trace.events import PhaseKind, Role, Trace

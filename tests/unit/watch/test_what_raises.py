@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from memprof.catalog import find_gpu
+from memprof.device.catalog import find_gpu
 from memprof.flows.script import run_script
 from memprof.measured import MeasuredDevice
 from memprof.patching.patch_set import PatchSet

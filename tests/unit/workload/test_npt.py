@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
-from memprof.catalog import find_gpu  # noqa: E402
+from memprof.device.catalog import find_gpu  # noqa: E402
 from memprof.spec import NPT_COMBINES, NPT_INITS, NPT_MODES  # noqa: E402
 from memprof.virtual.gpu import VirtualGpu  # noqa: E402
 from memprof.workload.npt import INIT_SCALE, ModulatedDelta, NptComponent, RankOneDeltas, fill_fast  # noqa: E402

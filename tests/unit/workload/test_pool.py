@@ -13,11 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from memprof.cache.inputs import loaded_module_files
 from memprof.device import host
 from memprof.errors import UsageError
 from memprof.workload import pool
-from memprof.workload.pool import number_of_workers, run_all
+from memprof.workload.pool import loaded_module_files, number_of_workers, run_all
 
 HERE = os.getpid()
 

@@ -1,6 +1,6 @@
 """Runs of a script with fixes: what is not a process of its own is told as if it were."""
 
-from memprof.catalog import find_gpu
+from memprof.device.catalog import find_gpu
 from memprof.fixes.chosen import parse_fixes
 from memprof.flows.account import analyze
 from memprof.flows.gpus import allocator_settings, device_facts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from memprof.catalog import find_gpu
+from memprof.device.catalog import find_gpu
 from memprof.flows.profile import profile
 from memprof.flows.recommend.closed_form import likely_limit, needed_bytes
 from memprof.flows.recommend.largest import _begin, _spec, candidates, tasks

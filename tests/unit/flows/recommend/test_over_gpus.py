@@ -7,7 +7,7 @@ import shlex
 
 import pytest
 
-from memprof.catalog import find_gpu
+from memprof.device.catalog import find_gpu
 from memprof.errors import UsageError
 from memprof.flows.profile import profile
 from memprof.flows.recommend.closed_form import subject_of

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import pytest
 
-from memprof.catalog import find_gpu
+from memprof.device.catalog import find_gpu
 from memprof.errors import MemprofError, UsageError
 from memprof.flows.recommend.largest import recommend_models
 from memprof.flows.recommend.simulator import Simulator

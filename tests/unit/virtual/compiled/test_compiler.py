@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from memprof.catalog import find_gpu
+from memprof.device.catalog import find_gpu
 from memprof.flows.account import analyze
 from memprof.ledger.categories import categorize
 from memprof.ledger.stages import spans

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import memprof
-from memprof.catalog import find_gpu
+from memprof.device.catalog import find_gpu
 from memprof.trace.events import EventKind
 from memprof.virtual import VirtualGpu
 from tests.unit.virtual.compiled.test_compiler import GPU, LARGE, SMALL, Block, batch, eager_lines, moves

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard, debug, distribute_tensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from memprof.catalog import find_gpu
+from memprof.device.catalog import find_gpu
 from memprof.virtual import VirtualGpu
 from memprof.virtual.distributed import dtensor
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from memprof.catalog import find_gpu
+from memprof.device.catalog import find_gpu
 from memprof.errors import MemprofError
 from memprof.trace.events import GPU, EventKind, Role
 from memprof.virtual import VirtualGpu

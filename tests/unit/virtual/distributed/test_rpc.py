@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from memprof.catalog import find_gpu
+from memprof.device.catalog import find_gpu
 from memprof.errors import MemprofError
 from memprof.virtual import VirtualGpu
 

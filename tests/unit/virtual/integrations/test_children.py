@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from memprof.catalog import find_gpu
+from memprof.device.catalog import find_gpu
 from memprof.errors import MemprofError
 from memprof.monitor import probe
 from memprof.monitor.probe import no_gpu

@@ -4,7 +4,7 @@ import pytest
 import torch
 import transformers
 
-from memprof.catalog import find_gpu
+from memprof.device.catalog import find_gpu
 from memprof.trace.events import PhaseKind
 from memprof.virtual import VirtualGpu
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from memprof.catalog import find_gpu
+from memprof.device.catalog import find_gpu
 from memprof.trace.events import GPU, HOST, EventKind, FailureKind
 from memprof.virtual import VirtualGpu
 from memprof.watch.failure import KernelError

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from memprof.catalog import find_gpu
+from memprof.device.catalog import find_gpu
 from memprof.virtual import VirtualGpu
 
 GPU = find_gpu("h100-80gb")

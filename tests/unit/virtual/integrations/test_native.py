@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from memprof.catalog import find_gpu
+from memprof.device.catalog import find_gpu
 from memprof.errors import MemprofError
 from memprof.trace.events import FailureKind
 from memprof.virtual import VirtualGpu

@@ -13,7 +13,7 @@ import safetensors.torch
 import torch
 import torch.multiprocessing
 
-from memprof.catalog import find_gpu
+from memprof.device.catalog import find_gpu
 from memprof.errors import MemprofError
 from memprof.trace.events import FailureKind
 from memprof.virtual import VirtualGpu

@@ -16,7 +16,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from memprof.catalog import find_gpu
+from memprof.device.catalog import find_gpu
 from memprof.trace.events import GPU, HOST, EventKind
 from memprof.virtual import VirtualGpu
 from memprof.virtual.integrations import safetensors_files

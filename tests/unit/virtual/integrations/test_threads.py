@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from memprof.catalog import find_gpu
+from memprof.device.catalog import find_gpu
 from memprof.trace.events import EventKind, PhaseKind
 from memprof.virtual import VirtualGpu
 from memprof.virtual.integrations import threads

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from memprof.catalog import find_gpu
+from memprof.device.catalog import find_gpu
 from memprof.virtual import VirtualGpu
 from memprof.virtual.device_properties import DeviceProperties
 from memprof.virtual.kernels.convolution import uses_cudnn

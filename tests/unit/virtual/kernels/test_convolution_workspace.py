@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from memprof.catalog import find_gpu
+from memprof.device.catalog import find_gpu
 from memprof.ledger.workspaces import Workspaces
 from memprof.virtual import VirtualGpu
 from memprof.virtual.device_properties import DeviceProperties

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from memprof.catalog import find_gpu
+from memprof.device.catalog import find_gpu
 from memprof.virtual import VirtualGpu
 
 

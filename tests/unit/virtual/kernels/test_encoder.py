@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from memprof.catalog import find_gpu
+from memprof.device.catalog import find_gpu
 
 BATCH, LENGTH, WIDTH, HEADS = 2, 10, 64, 8
 TOKENS = BATCH * LENGTH

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import memprof
-from memprof.catalog import find_gpu
+from memprof.device.catalog import find_gpu
 from memprof.device.cublas import CublasWorkspace
 from memprof.ledger.ledger import build_ledger
 from memprof.virtual import VirtualGpu

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import torch
 
-from memprof.catalog import find_gpu
+from memprof.device.catalog import find_gpu
 from memprof.virtual import VirtualGpu
 from memprof.virtual.kernels import matrix_products
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from memprof.catalog import find_gpu
+from memprof.device.catalog import find_gpu
 from memprof.virtual import VirtualGpu
 
 STEPS, BATCH, INPUT, HIDDEN = 5, 3, 6, 8

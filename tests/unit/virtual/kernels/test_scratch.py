@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from memprof.catalog import find_gpu
+from memprof.device.catalog import find_gpu
 from memprof.trace.events import HOST
 from memprof.virtual import VirtualGpu
 from memprof.virtual.device_properties import DeviceProperties

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from memprof.catalog import find_gpu
+from memprof.device.catalog import find_gpu
 from memprof.errors import MemprofError
 from memprof.trace.events import GPU, Role
 from memprof.virtual import VirtualGpu

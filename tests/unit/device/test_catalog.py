@@ -8,8 +8,7 @@ import sys
 
 import pytest
 
-from memprof.catalog import DEFAULT_GPU, Gpu, custom_gpu, find_gpu, list_gpus
-from memprof.catalog.gpus import DTYPES
+from memprof.device.catalog import DEFAULT_GPU, DTYPES, Gpu, custom_gpu, find_gpu, list_gpus
 from memprof.errors import UsageError
 from memprof.units import GIB
 
@@ -93,7 +92,7 @@ def test_a_derived_capacity_says_how(key: str) -> None:
 
 
 def test_names_lead_to_one_gpu() -> None:
-    from memprof.catalog.gpus import _fold
+    from memprof.device.catalog import _fold
 
     owners: dict[str, str] = {}
     for gpu in list_gpus():
@@ -166,11 +165,11 @@ def test_a_gpu_cannot_be_changed() -> None:
 
 def test_import_reads_nothing_and_imports_no_torch() -> None:
     program = (
-        "import sys, memprof.catalog\n"
+        "import sys, memprof.device.catalog, memprof.workload.catalog as models\n"
         "heavy = {'torch', 'transformers', 'numpy', 'pydantic', 'typer', 'tomllib', 'json'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
-        "memprof.catalog.find_gpu('h100'); memprof.catalog.find_model('gpt2').load_config()\n"
-        "memprof.catalog.resolve_size('1.2B')\n"
+        "memprof.device.catalog.find_gpu('h100'); models.find_model('gpt2').load_config()\n"
+        "models.resolve_size('1.2B')\n"
         "heavy = {'torch', 'transformers', 'numpy', 'pydantic', 'typer'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from memprof.flows import cached_answers
-from memprof.flows.cached_answers import cached_answer, is_without_cuda
+from memprof.flows.cache import answers
+from memprof.flows.cache.answers import cached_answer, is_without_cuda
 from memprof.flows.profile import profile
 from memprof.report.documents.report import Report
 from memprof.report.terminal.console import text_of
@@ -19,7 +19,7 @@ CONFIG = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_layer":
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("MEMPROF_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(cached_answers, "loaded_files", list)  # this process is older than what it tests
+    monkeypatch.setattr(answers, "loaded_files", list)  # this process is older than what it tests
     return tmp_path
 
 
@@ -114,7 +114,7 @@ def test_one_of_changed_files_or_another_form_is_none(tmp_path, monkeypatch):
     file.write_text("")
     document = profile(TINY)[1]
     place = cached_answer("profile", TINY, {}, [])
-    monkeypatch.setattr(cached_answers, "loaded_files", lambda: [(str(file), 0, file.stat().st_mtime_ns)])
+    monkeypatch.setattr(answers, "loaded_files", lambda: [(str(file), 0, file.stat().st_mtime_ns)])
     place.keep(document)
     assert place.find(Report) is not None
     file.write_text("changed")
@@ -122,7 +122,7 @@ def test_one_of_changed_files_or_another_form_is_none(tmp_path, monkeypatch):
     for entry in ({}, {"files": []}, {"files": [], "given": 1, "answer": {}}, {"files": [], "given": "x", "answer": 3}):
         place.store.keep(place.key, entry)
         assert place.find(Report) is None
-    monkeypatch.setattr(cached_answers, "loaded_files", lambda: None)
+    monkeypatch.setattr(answers, "loaded_files", lambda: None)
     place.keep(document)
     assert place.find(Report) is None
 
@@ -149,7 +149,7 @@ def test_a_build_without_cuda_is_told_by_its_file(tmp_path, monkeypatch, line, w
     (tmp_path / "torch" / "__init__.py").write_text("raise ImportError('it is not to be imported')")
     (tmp_path / "torch" / "version.py").write_text(f"from typing import Optional\n{line}\n")
     monkeypatch.setattr(
-        cached_answers.importlib.util,
+        answers.importlib.util,
         "find_spec",
         lambda name: __import__("importlib.machinery").machinery.PathFinder.find_spec(name, [str(tmp_path)]),
     )

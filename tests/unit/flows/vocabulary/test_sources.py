@@ -14,8 +14,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from memprof.corpus import count, count_corpus, text
 from memprof.errors import MemprofError, UsageError
+from memprof.flows.vocabulary import count, text
+from memprof.flows.vocabulary.count import count_corpus
 
 TEXT = "the cat sat\non the mat\n"
 COUNTS = {"the": 2, "cat": 1, "sat": 1, "on": 1, "mat": 1}
@@ -195,7 +196,7 @@ def test_json_lines(tmp_path):
 
 
 def test_rows_are_batched_and_bounded(tmp_path, monkeypatch):
-    from memprof.corpus import rows
+    from memprof.flows.vocabulary import rows
 
     monkeypatch.setattr(text, "BATCH_BYTES", 10)
     monkeypatch.setattr(rows, "MAX_ROW_CHARACTERS", 40)

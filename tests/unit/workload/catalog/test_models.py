@@ -7,8 +7,8 @@ import re
 
 import pytest
 
-from memprof.catalog import ModelEntry, find_model, has_model, list_models
 from memprof.errors import UsageError
+from memprof.workload.catalog import ModelEntry, find_model, has_model, list_models
 
 KEYS = [entry.key for entry in list_models()]
 
@@ -183,7 +183,7 @@ def test_the_name_says_the_size(key: str) -> None:
 
 
 def test_names_lead_to_one_model() -> None:
-    from memprof.catalog.models import _fold
+    from memprof.workload.catalog.models import _fold
 
     owners: dict[str, str] = {}
     for entry in list_models():
@@ -237,8 +237,8 @@ def test_dropouts_of_gpt2_are_kept() -> None:
 
 
 def test_a_configuration_nested_without_end_is_one_error(tmp_path):
-    from memprof.catalog.models import read_config_file
     from memprof.errors import UsageError
+    from memprof.workload.catalog.models import read_config_file
 
     (tmp_path / "config.json").write_text('{"model_type": "llama", "a": ' + "[" * 100_000 + "]" * 100_000 + "}")
     with pytest.raises(UsageError, match="cannot read the configuration"):
@@ -250,8 +250,8 @@ def test_a_configuration_nested_without_end_is_one_error(tmp_path):
     [("num_hidden_layers", 10_000), ("n_layer", 10_000), ("hidden_size", 2**31 - 1), ("ffn_dim", 2**31 - 1)],
 )
 def test_sizes_that_no_model_has_are_refused(tmp_path, key, most):
-    from memprof.catalog.models import read_config_file
     from memprof.errors import UsageError
+    from memprof.workload.catalog.models import read_config_file
 
     file = tmp_path / "config.json"
     for size in (1, most, [2, most]):

@@ -15,7 +15,6 @@ from functools import cache
 from types import MappingProxyType
 from typing import Any
 
-from memprof.catalog._data import read_toml
 from memprof.errors import UsageError, unknown_name
 from memprof.units import GIB, MIB, gib
 
@@ -60,7 +59,12 @@ class Gpu:
 @cache
 def list_gpus() -> tuple[Gpu, ...]:
     """Return all GPUs of the catalog, in the order of the data file (data centre, workstation, desktop)."""
-    return tuple(_gpu(key, table) for key, table in read_toml("gpus.toml").items())
+    # Imported here: they take most of the time that importing this file would.
+    import tomllib
+    from importlib import resources
+
+    text = resources.files("memprof.device").joinpath("gpus.toml").read_text(encoding="utf-8")
+    return tuple(_gpu(key, table) for key, table in tomllib.loads(text).items())
 
 
 def find_gpu(name: str) -> Gpu:

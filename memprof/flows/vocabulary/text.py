@@ -7,9 +7,9 @@ import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from memprof.corpus.sources import opened
-from memprof.corpus.tally import ERRORS, Tally, Undecodable
 from memprof.errors import UsageError
+from memprof.flows.vocabulary.sources import opened
+from memprof.flows.vocabulary.tally import ERRORS, Tally, Undecodable
 
 BLOCK_BYTES = 1 << 15  # so small that the words of a block are still in the processor's cache when they are counted
 BATCH_BYTES = 1 << 20  # of a piece of lines: enough for a tokenizer to use all cores

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memprof.catalog import find_model, resolve_size, synthesize
-from memprof.catalog.sizes import LARGEST, PUBLISHED_SIZES, SMALLEST
 from memprof.errors import UsageError
+from memprof.workload.catalog import find_model, resolve_size, synthesize
+from memprof.workload.catalog.sizes import LARGEST, PUBLISHED_SIZES, SMALLEST
 from tests.lanes import examples
 
 

@@ -15,9 +15,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from memprof.cache.store import VARIABLE
+from memprof.flows.cache.store import VARIABLE
 
-_PACKAGE = Path(__file__).resolve().parents[1]
+_PACKAGE = Path(__file__).resolve().parents[2]
 _BEGIN_NS = time.time_ns() - 10**10  # ten seconds before this process came here: whatever it loads, it loaded since
 # Of variables that torch, transformers, PEFT, bitsandbytes, Triton or Python itself read.
 _PREFIXES = (
@@ -27,7 +27,6 @@ _PREFIXES = (
 )  # fmt: skip
 _PACKAGES = (".dist-info", ".egg-info", ".egg-link", ".pth", ".py", ".so", ".pyd", ".zip")
 
-_elsewhere: set[str] = set()
 Stamp = tuple[str, int, int]  # a file: path, bytes, and when it was changed, in nanoseconds
 
 
@@ -46,19 +45,10 @@ def describe_environment(environ: Mapping[str, str] = os.environ) -> dict[str, A
     }
 
 
-def loaded_module_files() -> set[str]:
-    """Return the files of all modules that this process, and those forked from it, have loaded, as far as is known."""
-    files = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
-    return _elsewhere.union(file for file in files if isinstance(file, str))
-
-
-def add_loaded_files(files: Iterable[str]) -> None:
-    """Take note of files that a process has loaded which was forked from this one."""
-    _elsewhere.update(files)
-
-
 def loaded_files() -> list[Stamp] | None:
     """Return all files of Python that this process has loaded, as they are; None if one may have changed since."""
+    from memprof.workload.pool import loaded_module_files  # imports torch, as the run that was answered did
+
     stamps = sorted(_stamps(loaded_module_files()))
     return None if any(changed > _BEGIN_NS for _, _, changed in stamps) else stamps
 

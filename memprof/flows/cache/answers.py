@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from memprof.cache.inputs import describe_environment, loaded_files, unchanged
-from memprof.cache.store import Store, cache_folder
-from memprof.catalog import has_model, read_config_file
 from memprof.errors import MemprofError
+from memprof.flows.cache.inputs import describe_environment, loaded_files, unchanged
+from memprof.flows.cache.store import Store, cache_folder
 from memprof.spec import TargetSpec
 from memprof.trace.json_values import JsonValue, to_plain
+from memprof.workload.catalog import has_model, read_config_file
 
 _FORM = 1  # of what is cached
 _LARGEST_FILE = 16 << 20  # bytes of a file that is read to see whether it is the same

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from memprof.cache.store import Store, cache_folder
+from memprof.flows.cache.store import Store, cache_folder
 
 KEYS = [f"{number:064x}" for number in range(40)]
 

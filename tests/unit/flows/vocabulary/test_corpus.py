@@ -13,10 +13,12 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from memprof.corpus import Frequencies, count_corpus, spilling, text
-from memprof.corpus.spilling import SpillingCounter
-from memprof.corpus.tally import Tally
 from memprof.errors import UsageError
+from memprof.flows.vocabulary import spilling, text
+from memprof.flows.vocabulary.count import count_corpus
+from memprof.flows.vocabulary.frequencies import Frequencies
+from memprof.flows.vocabulary.spilling import SpillingCounter
+from memprof.flows.vocabulary.tally import Tally
 
 counts_lists = st.lists(st.integers(0, 50), max_size=40)
 
@@ -186,7 +188,7 @@ def test_a_corpus_of_new_words_takes_bounded_memory(tmp_path):
     file = tmp_path / "corpus"
     file.write_text("\n".join(f"w{number}" for number in range(1_000_000)), encoding="utf-8")
     program = (
-        "import json, sys; from memprof.corpus import count_corpus\n"
+        "import json, sys; from memprof.flows.vocabulary.count import count_corpus\n"
         "words = int(sys.argv[2])\n"
         "found = count_corpus(sys.argv[1], max_words=words).frequencies\n"
         "status = open('/proc/self/status').read().splitlines()\n"

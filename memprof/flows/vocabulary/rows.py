@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from memprof.corpus import text as texts
-from memprof.corpus.sources import opened, size_of
-from memprof.corpus.tally import ERRORS, Tally, Undecodable
-from memprof.corpus.text import NoTextError, Progress, codec_name
 from memprof.errors import UsageError, not_installed
+from memprof.flows.vocabulary import text as texts
+from memprof.flows.vocabulary.sources import opened, size_of
+from memprof.flows.vocabulary.tally import ERRORS, Tally, Undecodable
+from memprof.flows.vocabulary.text import NoTextError, Progress, codec_name
 
 DEFAULT_COLUMN = "text"
 MAX_ROW_CHARACTERS = 1 << 26

@@ -1,6 +1,6 @@
 """A corpus, its coverage, and what a smaller vocabulary saves: the flow behind `memprof vocab`.
 
-CORPUS -corpus-> CorpusCount -caps-> profile, once for each vocabulary -report-> Vocabulary
+CORPUS -count.py-> CorpusCount -caps-> profile, once for each vocabulary -report-> Vocabulary
 """
 
 from __future__ import annotations
@@ -10,23 +10,32 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from pathlib import Path
 
-from memprof.catalog import synthesize
-from memprof.corpus import CorpusCount, count_corpus
-from memprof.corpus.count import WORDS
-from memprof.corpus.sources import find_sources
 from memprof.errors import UsageError
 from memprof.findings.lifetimes import Lifetimes
 from memprof.fixes.catalog import check_package
 from memprof.flows.gpus import find_gpu_of
 from memprof.flows.profile import profile
+from memprof.flows.vocabulary.count import WORDS, CorpusCount, count_corpus
+from memprof.flows.vocabulary.frequencies import Frequencies
+from memprof.flows.vocabulary.sources import find_sources
 from memprof.ledger.categories import Category
 from memprof.ledger.ledger import build_ledger
 from memprof.report.documents.report import Report
-from memprof.report.documents.vocabulary import ARITHMETIC, SIMULATED, Cap, Savings, VocabularyMemory
+from memprof.report.documents.vocabulary import (
+    ARITHMETIC,
+    SCHEMA,
+    SIMULATED,
+    Cap,
+    Point,
+    Savings,
+    Vocabulary,
+    VocabularyMemory,
+)
 from memprof.spec import Mode, TargetSpec
 from memprof.trace.events import HOST, Trace
 from memprof.trace.facts import Target
 from memprof.units import format_count, parse_count
+from memprof.workload.catalog import synthesize
 
 BEFORE = "before"
 MAX_CAPS = 6
@@ -34,6 +43,7 @@ MAX_CAPS = 6
 STATES = {"adamw": 2, "adam": 2, "sgd": 0, "sgd-momentum": 1, "adagrad": 1, "rmsprop": 1, "none": 0}
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 DEFAULT_CONTEXT = 2048
+_SHOWN_POINTS = 13
 
 Progress = Callable[[str], None]
 
@@ -215,3 +225,37 @@ def reckon(params: str | None, counted: CorpusCount, caps: Sequence[Cap], spec: 
         else:
             capped.append(of(cap.name, cap.vocab_size))
     return Savings(ARITHMETIC, what, None, of(BEFORE, rows), tuple(capped), tuple(notes))
+
+
+def build_vocabulary(
+    corpus: tuple[str, ...], counted: CorpusCount, caps: tuple[Cap, ...], savings: Savings | None, version: str
+) -> Vocabulary:
+    """Return the document on what was counted."""
+    frequencies = counted.frequencies
+    # What both have, under the same names.
+    same = {
+        field.name: getattr(counted, field.name) for field in dataclasses.fields(counted) if field.name != "frequencies"
+    }
+    return Vocabulary(
+        schema=SCHEMA,
+        memprof_version=version,
+        command="vocab",
+        corpus=corpus,
+        tokens=frequencies.total,
+        distinct=frequencies.distinct,
+        once=dict(frequencies.histogram).get(1, 0),
+        curve=curve(frequencies),
+        caps=caps,
+        savings=savings,
+        **same,
+    )
+
+
+def curve(frequencies: Frequencies, points: int = _SHOWN_POINTS) -> tuple[Point, ...]:
+    """Return coverage at round numbers of tokens (1, 2, 5, 10, ...), the last `points` of them, and at all tokens."""
+    distinct = frequencies.distinct
+    if not distinct:
+        return ()
+    rounds = [lead * 10**power for power in range(len(str(distinct))) for lead in (1, 2, 5)]
+    shown = [tokens for tokens in rounds if tokens < distinct][-(points - 1) :]
+    return tuple(Point(tokens, frequencies.coverage(tokens)) for tokens in [*shown, distinct])

@@ -10,13 +10,13 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeVar
 
-from memprof.corpus.frequencies import Frequencies
-from memprof.corpus.rows import json_rows, parquet_rows
-from memprof.corpus.sources import JSON_LINES, PARQUET, TEXT, Source, find_sources
-from memprof.corpus.spilling import MAX_WORDS, SpillingCounter
-from memprof.corpus.tally import Tally
-from memprof.corpus.text import NoTextError, Progress, blocks, codec_name, pieces
 from memprof.errors import MemprofError, UsageError
+from memprof.flows.vocabulary.frequencies import Frequencies
+from memprof.flows.vocabulary.rows import json_rows, parquet_rows
+from memprof.flows.vocabulary.sources import JSON_LINES, PARQUET, TEXT, Source, find_sources
+from memprof.flows.vocabulary.spilling import MAX_WORDS, SpillingCounter
+from memprof.flows.vocabulary.tally import Tally
+from memprof.flows.vocabulary.text import NoTextError, Progress, blocks, codec_name, pieces
 
 WORDS, BYTES = "whitespace", "bytes"
 TOKENIZER_FILE = "tokenizer.json"

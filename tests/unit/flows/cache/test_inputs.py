@@ -6,7 +6,7 @@ import types
 
 import pytest
 
-from memprof.cache import inputs
+from memprof.flows.cache import inputs
 
 
 def test_it_is_the_same_twice():

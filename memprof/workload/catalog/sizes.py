@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
 
-from memprof.catalog.models import ModelEntry, find_model
 from memprof.errors import UsageError
 from memprof.units import format_count, parse_count
+from memprof.workload.catalog.models import ModelEntry, find_model
 
 # The model that people mean by a size. "1B" is Llama 3.2 1B although that has 1.24B: the name is the better guide.
 PUBLISHED_SIZES = {

@@ -1,6 +1,6 @@
 """Published models: their configurations and exact sizes, so that memprof can build one without a network.
 
-`data/models/index.toml` has one table per model and `data/models/<key>.json` the configuration that
+`data/index.toml` has one table per model and `data/<key>.json` the configuration that
 `transformers.AutoConfig.for_model` takes. Both hold facts (geometry and the flags that change the architecture or the
 memory), each with the address where it was published. Nothing is read before the first call.
 """
@@ -15,7 +15,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from memprof.catalog._data import read_json, read_toml
 from memprof.errors import UsageError, unknown_name
 
 SEE = "('memprof models' lists them; a Hugging Face id or a local config.json also works)"
@@ -70,13 +69,15 @@ class ModelEntry:
 
         Returns a fresh dict that the caller may change.
         """
-        return copy.deepcopy(read_json("models", f"{self.key}.json") if self.config is None else dict(self.config))
+        return copy.deepcopy(_read_config(self.key) if self.config is None else dict(self.config))
 
 
 @cache
 def list_models() -> tuple[ModelEntry, ...]:
     """Return all published models of the catalog, in the order of the index (by family, then by size)."""
-    return tuple(_entry(key, table) for key, table in read_toml("models", "index.toml").items())
+    import tomllib
+
+    return tuple(_entry(key, table) for key, table in tomllib.loads(_read_text("index.toml")).items())
 
 
 def find_model(name: str) -> ModelEntry:
@@ -118,6 +119,22 @@ def _check_sizes(file: Path, config: Mapping[str, Any]) -> None:
 def has_model(name: str) -> bool:
     """Return whether `find_model` knows this name."""
     return _fold(name) in _by_folded_name()
+
+
+def _read_text(name: str) -> str:
+    # Imported here, as the parsers below: they take most of the time that importing this file would.
+    from importlib import resources
+
+    return resources.files("memprof.workload.catalog").joinpath("data", name).read_text(encoding="utf-8")
+
+
+@cache
+def _read_config(key: str) -> dict[str, Any]:
+    """Return the configuration of a published model, not to be changed."""
+    import json
+
+    config: dict[str, Any] = json.loads(_read_text(f"{key}.json"))
+    return config
 
 
 def _fold(name: str) -> str:
