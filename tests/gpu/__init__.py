@@ -13,4 +13,8 @@ files of this folder and of tests/accuracy, each in a process of its own.
 | operators | `operators.py` | what each operator requests, on the GPU and on the virtual one |
 | scripts | `scripts/` | training scripts: a real snapshot, against the virtual GPU; torch's MemTracker |
 | opinfo | `opinfo.py` | torch's operator database, on the GPU and on the virtual one |
+| questions | `questions/` | what docs/limitations.md leaves open |
+| libraries | `operators.py`, `library_table.py` | workspaces of cuDNN, cuSOLVER, cuFFT and cuSPARSE over many shapes |
+
+The last two have no time left where all steps run: `GPU_DAY_STEPS="questions libraries" make gpu`.
 """

@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 # In the order in which they run: what decides most comes first.
-STEPS = ("probe", "kineto", "commands", "truth", "operators", "scripts", "opinfo")
+STEPS = ("probe", "kineto", "commands", "truth", "operators", "scripts", "opinfo", "questions", "libraries")
 # By device, what each program's limit is multiplied by: the limits are those of a machine with a GPU.
 _SCALE = {"cuda": 1.0, "cpu": 3.0}
 

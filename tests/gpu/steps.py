@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tests.gpu import commands as memprof_commands
+from tests.gpu import library_table
 from tests.gpu.day import Day
+from tests.gpu.questions.context import KINDS
 from tests.gpu.settings import ROOT
 from tests.gpu.task import Task, module, script
 
@@ -17,6 +19,31 @@ TRAINING_SCRIPTS = (
 OPERATORS_ON_CPU = ("mm float32", "layer_norm float32", "sort", "linalg.inv", "AdamW", "unfold")
 # What truth leaves to the steps that come after it.
 _SECONDS_OF_LATER_STEPS = {"operators": 100, "scripts": 60, "opinfo": 40}
+
+
+def questions(day: Day) -> None:
+    """Answer what docs/limitations.md leaves open, side by side: NVML counts each process by itself."""
+    commands = {f"context-{kind}": module("tests.gpu.questions.context", kind) for kind in KINDS}
+    for pause in (0, 0.5):
+        commands[f"ddp-buckets-{pause}"] = module("tests.gpu.questions.ddp_buckets", pause)
+    commands["frames"] = module("tests.gpu.questions.frames")
+    _side_by_side(day, "probe", commands, limit=100)
+
+
+def libraries(day: Day) -> None:
+    """Record the memory of operators over many shapes, a process for each of CUDA's libraries."""
+    commands = {
+        name: module("tests.gpu.operators", "cuda", "--family", name, "--out", f"{name}.jsonl")
+        for name in (family.__name__ for family in library_table.FAMILIES)
+    }
+    _side_by_side(day, "operators", commands, limit=240)
+
+
+def _side_by_side(day: Day, folder: str, commands: dict[str, list[str]], *, limit: float) -> None:
+    tasks = [Task(f"{folder}/{name}", command, 30, limit, needs_cuda=True) for name, command in commands.items()]
+    for started in [day.start(task) for task in tasks]:
+        if started is not None:
+            day.wait(started)
 
 
 def probe(day: Day) -> None:
@@ -124,4 +151,6 @@ RUN: dict[str, Callable[[Day], None]] = {
     "operators": operators,
     "scripts": scripts,
     "opinfo": opinfo,
+    "questions": questions,
+    "libraries": libraries,
 }
