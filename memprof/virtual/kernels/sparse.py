@@ -199,11 +199,15 @@ def add(launch: KernelContext) -> Any:
             launch.transients(8 * indices.shape[1], values.numel() * values.element_size() * scaled)
         launch.values.store.drop(result.untyped_storage()._cdata)
         return result
-    if launch.operator.name.endswith("_"):
-        return NotImplemented
     both = zip(parts_of_sparse(first), parts_of_sparse(second), (1, 0), strict=True)
     with launch.inside():
-        return _with_parts(first, [aten.cat.default([one, other], dim) for one, other, dim in both])
+        added = _with_parts(first, [aten.cat.default([one, other], dim) for one, other, dim in both])
+        if added._nnz() > added.numel():  # so that sums of sums do not grow without bound (add_out_sparse_cuda)
+            added = added.coalesce()
+    if launch.operator.name.endswith("_"):
+        first.data = added
+        return first
+    return added
 
 
 @of_sparse(aten.mul, aten.div, aten.neg, aten.mul_, aten.div_)
@@ -230,7 +234,34 @@ def transpose(launch: KernelContext) -> Any:
         return _with_parts(sparse, [aten.clone.default(part) for part in parts_of_sparse(sparse)], sparse.shape[::-1])
 
 
-@of_sparse(*(aten.mm, aten.addmm, aten.bmm, aten.mv, aten._sparse_addmm, aten._to_dense, aten.sum))
+@of_sparse(aten.mm, aten.addmm, aten._sparse_addmm)
+def multiply(launch: KernelContext) -> Any:
+    """Multiply a sparse matrix by a dense one (SparseCUDATensorMath.cu, s_addmm_out_sparse_dense_cuda).
+
+    Beside the result: zeros as large, which `mm` adds to; the matrix coalesced; its indices as 32-bit numbers; and the
+    result once more in columns, as cuSPARSE writes it. cuSPARSE's own buffer is not counted.
+    """
+    is_mm = launch.operator.packet is aten.mm
+    sparse, dense = launch.args[:2] if is_mm else launch.args[1:3]
+    if sparse.layout is not torch.sparse_coo or dense.layout is not torch.strided:
+        return dense_result(launch)
+    shape = (sparse.shape[0], dense.shape[1])
+    if dense.dim() != 2 or sparse.dim() != 2 or sparse.shape[1] != dense.shape[0]:
+        return dense_result(launch)  # the error is torch's own
+    result_bytes = math.prod(shape) * dense.element_size()
+    with launch.scratch(result_bytes * is_mm):
+        result = launch.new(shape, dense.dtype)
+        with launch.inside():
+            coalesced = sparse.coalesce()
+        count = coalesced._nnz()
+        with launch.scratch(4 * (len(sparse) + 1)):
+            launch.transients(4 * count)
+            with launch.scratch(4 * count):
+                launch.transients(result_bytes)
+    return result
+
+
+@of_sparse(aten.bmm, aten.mv, aten._to_dense, aten.sum)
 def dense_result(launch: KernelContext) -> Any:
     """What is dense whatever its operands are: as if all were."""
 

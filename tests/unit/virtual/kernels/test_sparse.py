@@ -63,6 +63,35 @@ def test_products(gpu: VirtualGpu) -> None:
     assert dense.grad is not None and dense.grad.shape == (6, 3)
 
 
+def test_memory_of_a_product(gpu: VirtualGpu) -> None:
+    """Requests of torch.sparse.mm in order; the matrix has 3 places, one of them twice, so it is not coalesced."""
+    places = torch.tensor([[0, 1, 1], [2, 3, 3]], device="cuda")
+    sparse = torch.sparse_coo_tensor(places, torch.ones(3, device="cuda"), (100, 200))
+    dense = torch.ones(200, 50, device="cuda")
+    before = len(on_gpu(gpu))
+    torch.sparse.mm(sparse, dense)
+    made = on_gpu(gpu)[before:]
+    result = 100 * 50 * 4
+    assert made[:2] == [result, result]  # zeros to add to, and the result
+    rows = [4 * 101, 4 * 3, 4 * 3]
+    assert made[-4:] == [*rows, result]  # 32-bit indices, and the result in columns
+    assert sorted(made[2:-4])[-4:] == [24, 24, 24, 48]  # coalesced
+
+
+def test_gradients_of_a_sparse_leaf_add_up(gpu: VirtualGpu) -> None:
+    """torch keeps both gradients' elements until they are more than the matrix has."""
+    leaf = torch.ones(4, 4, device="cuda").to_sparse().requires_grad_()
+    dense = torch.ones(4, 4, device="cuda")
+    counts = []
+    for _ in range(2):
+        torch.sparse.mm(leaf, dense).sum().backward()
+        counts.append(leaf.grad._nnz())
+    assert counts == [16, 16]
+    few = torch.eye(4, device="cuda").to_sparse()
+    few.add_(few)
+    assert few._nnz() == 8
+
+
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
 @pytest.mark.parametrize("optimizer", [torch.optim.SparseAdam, torch.optim.SGD])
 def test_sparse_gradients(
