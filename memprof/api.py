@@ -11,7 +11,6 @@ from typing import Any, overload
 
 from memprof.allocator import CurrentSettings, Settings
 from memprof.device.catalog import Gpu, custom_gpu, find_gpu
-from memprof.device.context import CONTEXT_BYTES
 from memprof.errors import MemprofError, RunFailedError, UsageError
 from memprof.fixes.applied import apply
 from memprof.flows.account import analyze
@@ -50,7 +49,7 @@ class ProfiledGpu:
             gpus=gpus,
             nodes=-(-size // gpus),
             rank=rank,
-            context_bytes=CONTEXT_BYTES,
+            context_bytes=gpu.context_bytes,
             memory=lambda trace: RunAllocator(trace, gpu, self._settings.now),
             allocator_settings=self._settings,
             compiles=compiles,
@@ -124,10 +123,10 @@ class ProfiledGpu:
                 value=f"{format_bytes(limit_bytes)}; {self._gpu.name} has {format_bytes(self._gpu.total_bytes)}",
                 hint="leave the limit out, or choose another GPU",
             )
-        if limit_bytes <= CONTEXT_BYTES:
+        if limit_bytes <= self._gpu.context_bytes:
             raise UsageError(
                 "the limit leaves nothing beside the CUDA context",
-                value=f"{format_bytes(limit_bytes)}; the context takes {format_bytes(CONTEXT_BYTES)}",
+                value=f"{format_bytes(limit_bytes)}; the context takes {format_bytes(self._gpu.context_bytes)}",
                 hint="the limit is device memory with the context, as nvidia-smi shows it",
             )
 

@@ -15,6 +15,7 @@ from functools import cache
 from types import MappingProxyType
 from typing import Any
 
+from memprof.device.context import context_bytes_of
 from memprof.errors import UsageError, unknown_name
 from memprof.units import GIB, MIB, gib
 
@@ -49,6 +50,11 @@ class Gpu:
     # peak of all NVLinks of a GPU that a switch or a mesh joins to the machine's others, in one direction, in bytes
     # per second: half of what data sheets have, which add both. None without.
     nvlink_bandwidth: int | None = None
+
+    @property
+    def context_bytes(self) -> int:
+        """Return the bytes that a process has there beside torch's allocator: CUDA's context and libraries."""
+        return context_bytes_of(self.compute_capability)
 
     @property
     def link_bandwidth(self) -> int:

@@ -1,11 +1,23 @@
-"""What the CUDA context takes of a GPU before the first tensor: part of device used, never of reserved."""
+"""What a process has on a GPU beside torch's allocator: CUDA's context, kernels and libraries' own memory.
+
+It is part of device used, never of reserved. It differs by GPU, driver and what the program calls; the sizes here are
+of drivers that load a kernel when it is first called, as they do since CUDA 11.7.
+"""
 
 from __future__ import annotations
 
-# 426 MiB, measured on an RTX 6000 Ada with torch 2.10 and CUDA 13.0 (github.com/unslothai/unsloth-zoo, pull request
-# 1053). It grows as kernels load and differs by GPU and driver; memprof states it as an assumption.
+# An RTX 6000 Ada with torch 2.10 and CUDA 13.0 (github.com/unslothai/unsloth-zoo, pull request 1053).
 CONTEXT_BYTES = 426 << 20
+
+# By compute capability, where a GPU was measured in training. 9.0: an H100 with driver 580, torch 2.11 and CUDA 13.0,
+# 610 MiB from the first kernel on, 66 for each of the two threads that multiply (forward, backward), 8 for cuDNN.
+_IN_TRAINING = {(9, 0): 750 << 20}
 
 # The most that was published: with drivers before CUDA 11.7, which load all of torch's kernels at once, on a V100
 # (docs/source/en/model_memory_anatomy.md of github.com/huggingface/transformers).
 LARGEST_CONTEXT_BYTES = 1343 << 20
+
+
+def context_bytes_of(compute_capability: tuple[int, int]) -> int:
+    """Return the bytes on a GPU of this compute capability: measured there, or else what was on another."""
+    return _IN_TRAINING.get(compute_capability, CONTEXT_BYTES)

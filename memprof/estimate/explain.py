@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from memprof.device.context import CONTEXT_BYTES
+from memprof.device.context import CONTEXT_BYTES, context_bytes_of
 from memprof.estimate.layers import kept_per_layer
 from memprof.estimate.methods import FORMATS
 from memprof.estimate.state import CUBLAS_WORKSPACE, CUBLAS_WORKSPACE_HOPPER, FORMAT_GROUP, setting_of
@@ -25,8 +25,9 @@ class Constant:
 CONSTANTS = (
     Constant(
         "CUDA context",
-        format_bytes(CONTEXT_BYTES),
-        "RTX 6000 Ada, torch 2.10: unslothai/unsloth-zoo, pull request 1053; the band: up to 1.31 GiB (older drivers)",
+        f"{format_bytes(CONTEXT_BYTES)}, on compute capability 9.0 {format_bytes(context_bytes_of((9, 0)))}",
+        "RTX 6000 Ada, torch 2.10: unslothai/unsloth-zoo, pull request 1053; an H100 in training, torch 2.11; "
+        "the band: up to 1.31 GiB (older drivers)",
     ),
     Constant(
         "cuBLAS workspace",

@@ -121,7 +121,8 @@ class Cell:
                 band = Band(0.0, 0.0 if kind == ALLOCATED else _bands()["cached"]["inference"])
             # A program that empties its cache, as the allocator does on a full GPU, holds what it has allocated.
             limits = (min(round(size * (1 + band.low)), allocated), round(size * (1 + band.high)))
-            context = (CONTEXT_BYTES, CONTEXT_BYTES, LARGEST_CONTEXT_BYTES) if kind == DEVICE_USED else (0, 0, 0)
+            likely = CONTEXT_BYTES if gpu is None else gpu.context_bytes
+            context = (likely, CONTEXT_BYTES, LARGEST_CONTEXT_BYTES) if kind == DEVICE_USED else (0, 0, 0)
             low, high = (limit + beside for limit, beside in zip(limits, context[1:], strict=True))
             found[kind] = (size + context[0], low, high)
         return found

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from memprof.device.catalog import Gpu
-from memprof.device.context import CONTEXT_BYTES
 from memprof.errors import MemprofError, RunFailedError
 from memprof.flows.gpus import GPUS_PER_MACHINE
 from memprof.flows.progress import report_progress_with
@@ -39,7 +38,7 @@ def capture_virtual(
         gpus=min(spec.gpus, GPUS_PER_MACHINE),
         nodes=-(-spec.gpus // GPUS_PER_MACHINE),
         rank=spec.rank or 0,
-        context_bytes=CONTEXT_BYTES,
+        context_bytes=gpu.context_bytes,
         tensors_only=not spec.workspaces,
         memory=memory,
         allocator_settings=allocator_settings,

@@ -9,7 +9,6 @@ from typing import Any
 
 from memprof.allocator import GpuMemory, LiveAllocator, Settings
 from memprof.device.catalog import Gpu, custom_gpu, find_gpu
-from memprof.device.context import CONTEXT_BYTES
 from memprof.device.host import memory_bytes, processor_name
 from memprof.report.export.memory_viz import as_plain
 from memprof.run_spec import RunSpec
@@ -30,7 +29,7 @@ class RunAllocator(LiveAllocator):
     """Answers a program that asks for memory statistics while it runs, and writes them down as torch does."""
 
     def __init__(self, trace: Trace, gpu: Gpu, settings: Settings) -> None:
-        memory = GpuMemory(gpu.total_bytes, CONTEXT_BYTES)
+        memory = GpuMemory(gpu.total_bytes, gpu.context_bytes)
         super().__init__(trace, memory, settings.config, settings.release)
         self._snapshot = functools.partial(convert_to_snapshot, trace, settings.config, memory)
 
@@ -46,8 +45,8 @@ def find_gpu_of(spec: TargetSpec | RunSpec) -> Gpu:
 
 def device_facts(gpu: Gpu, host_memory_bytes: int | None = None) -> DeviceFacts:
     """Return what the report says of a GPU: capacity, and what is left of it for tensors."""
-    usable = gpu.total_bytes - CONTEXT_BYTES
-    return DeviceFacts(gpu.name, gpu.total_bytes, usable, CONTEXT_BYTES, host_memory_bytes)
+    usable = gpu.total_bytes - gpu.context_bytes
+    return DeviceFacts(gpu.name, gpu.total_bytes, usable, gpu.context_bytes, host_memory_bytes)
 
 
 def measured_device_facts(name: str) -> DeviceFacts:

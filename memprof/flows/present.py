@@ -53,4 +53,11 @@ def present_gpu() -> LocalGpu | None:
     gpu = first_visible(read_gpus().gpus)
     if gpu is None or gpu.slices or gpu.usable_bytes is None or gpu.free_bytes is None:
         return None
-    return LocalGpu(gpu.name, gpu.usable_bytes, max(gpu.free_bytes - CONTEXT_BYTES, 0))
+    return LocalGpu(gpu.name, gpu.usable_bytes, max(gpu.free_bytes - _context_bytes(gpu.name), 0))
+
+
+def _context_bytes(name: str) -> int:
+    try:
+        return find_gpu(name).context_bytes
+    except UsageError:  # the catalog does not have it
+        return CONTEXT_BYTES

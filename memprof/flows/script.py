@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 from memprof.allocator import CurrentSettings, Settings
 from memprof.command_line import run_command
-from memprof.device.context import CONTEXT_BYTES
 from memprof.flows.account import analyze
 from memprof.flows.gpus import RunAllocator, allocator_settings, device_facts, find_gpu_of, measured_device_facts
 from memprof.ledger.ledger import EmptyTraceError
@@ -95,7 +94,7 @@ def capture_run(
             nodes=start.nodes,
             rank=start.rank,
             channel=channel,
-            context_bytes=CONTEXT_BYTES,
+            context_bytes=gpu.context_bytes,
             memory=lambda trace: RunAllocator(trace, gpu, settings.read()),
             # Kernels write tensors that they are given: memory is their callers' to ask for.
             passes_kernels=True,

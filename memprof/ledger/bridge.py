@@ -130,11 +130,18 @@ def _has_unseen_nccl(trace: Trace) -> bool:
     return trace.source == "simulated" and rank is not None and rank.world_size > 1 and not rank.without_nccl
 
 
+def libraries_bytes(trace: Trace) -> int | None:
+    """Return what a measured run has on the GPU beyond torch's segments and the context of its start; None: unknown."""
+    seen = trace.facts.nvml or NvmlFacts()
+    if seen.process_bytes is None or seen.reserved_bytes is None:
+        return None
+    return max(seen.process_bytes - seen.reserved_bytes - trace.facts.device.context_bytes, 0)
+
+
 def _outside(trace: Trace) -> dict[str, int | None]:
     """Return what is on the GPU beside torch's segments: the steps of every moment."""
     seen, context = trace.facts.nvml or NvmlFacts(), trace.facts.device.context_bytes
-    used, process, reserved = seen.used_bytes, seen.process_bytes, seen.reserved_bytes
-    libraries = None if process is None or reserved is None else max(process - reserved - context, 0)
+    used, process, libraries = seen.used_bytes, seen.process_bytes, libraries_bytes(trace)
     return {
         "libraries_bytes": libraries,
         "other_processes_bytes": None if used is None or process is None else max(used - process, 0),

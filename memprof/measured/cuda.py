@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from memprof.device.context import CONTEXT_BYTES
+from memprof.device.context import context_bytes_of
 from memprof.device.cublas import CublasWorkspace
 from memprof.device.nvml import Nvml, read_gpu_usage
 from memprof.errors import MemprofError, UsageError, first_line
@@ -42,7 +42,7 @@ def current_gpu() -> CudaGpu:
         free, total = torch.cuda.mem_get_info()
         reserved = torch.cuda.memory_reserved()
         own = read_gpu_usage(nvml_gpu()).own_bytes
-        context = CONTEXT_BYTES if own is None else own - reserved
+        context = context_bytes_of(torch.cuda.get_device_capability()) if own is None else own - reserved
         usable = min(free + reserved, total)
         return CudaGpu(name, total, usable, max(min(context, total - usable), 0))
     except RuntimeError as error:

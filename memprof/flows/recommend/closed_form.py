@@ -11,6 +11,7 @@ from memprof.estimate.methods import BY_KEY
 from memprof.estimate.methods import Plan as Estimated
 from memprof.estimate.state import QUANTIZED_STATES
 from memprof.estimate.table import highest_cell
+from memprof.flows.gpus import find_gpu_of
 from memprof.flows.recommend.plans import NEW_TOKENS, Activations, Goal, Plan
 from memprof.spec import TargetSpec
 
@@ -50,7 +51,7 @@ def needed_bytes(plan: Plan, spec: TargetSpec) -> int | None:
     if subject is None or spec.context_length is None:
         return None
     cell = highest_cell(subject, estimated(plan, spec), 1, spec.context_length, "", 1)
-    return cell.allocated_bytes + cell.device_bytes - cell.reserved_bytes
+    return cell.allocated_bytes + find_gpu_of(spec).context_bytes
 
 
 def likely_limit(needed: Callable[[int], int | None], available: int, first: int, high: int, grain: int) -> int | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from memprof.device.catalog import Gpu
-from memprof.device.context import CONTEXT_BYTES
 from memprof.fixes.catalog import find_helpful
 from memprof.fixes.chosen import ChosenFix, edit_spec
 from memprof.flows.account import analyze
@@ -49,7 +48,7 @@ def outcome_of(
     With `seeks_room`, expandable segments are tried too where it fits only because the allocator gives its cache back.
     """
     document = analyze(trace, explained=False)
-    together = document.peak.allocated_bytes <= gpu.total_bytes - CONTEXT_BYTES
+    together = document.peak.allocated_bytes <= gpu.total_bytes - gpu.context_bytes
     fits, enough = document.verdict.fits, gpu.total_bytes
     only_just = seeks_room and document.verdict.required_bytes > enough
     edited = _with_segments(spec, document.target) if (only_just or not fits) and together else None

@@ -92,9 +92,8 @@ def _way(
         lean = (plan.activations is not Activations.KEPT) + plan.chunked_loss
         return Way(plan, parallel, spread, size, times, None, lean + 1 / size)
     cell = highest_cell(subject, estimated(plan, base), size, base.context_length, parallel, spread.size)
-    context = cell.device_bytes - cell.reserved_bytes
     seconds = _seconds(subject.geometry, plan, spread, size * base.context_length, times, base.context_length, gpu)
-    return Way(plan, parallel, spread, size, times, cell.allocated_bytes + context, seconds)
+    return Way(plan, parallel, spread, size, times, cell.allocated_bytes + gpu.context_bytes, seconds)
 
 
 def _seconds(g: DecoderGeometry, plan: Plan, spread: Spread, tokens: int, times: int, context: int, gpu: Gpu) -> float:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 from memprof.device.catalog import Gpu
-from memprof.device.context import CONTEXT_BYTES
 from memprof.errors import MemprofError
 from memprof.flows.profile import capture_trace, profile
 from memprof.flows.recommend.bisection import counted_bytes, find_limit
@@ -40,7 +39,7 @@ class Simulator:
     @property
     def usable_bytes(self) -> int:
         """Return what the GPU has for tensors."""
-        return self.gpu.total_bytes - CONTEXT_BYTES
+        return self.gpu.total_bytes - self.gpu.context_bytes
 
     def has_room(self, outcome: SimulatedRun) -> bool:
         """Say whether a run fits without the allocator giving anything back on the way."""

@@ -12,7 +12,7 @@ from memprof.allocator import Settings
 from memprof.findings import Evidence, Finding
 from memprof.findings.exhaustion import Growth
 from memprof.ledger.batches import Batches, BatchStep, ReservedOverSteps, batches
-from memprof.ledger.bridge import Bridge
+from memprof.ledger.bridge import Bridge, libraries_bytes
 from memprof.ledger.caught_errors import CaughtError, caught_errors
 from memprof.ledger.ledger import Ledger, LiveTensor, Row
 from memprof.ledger.over_time import OverTime
@@ -221,6 +221,7 @@ def build_document(
     trace = ledger.trace
     facts = trace.facts
     context, host = facts.device.context_bytes, facts.device.host_memory_bytes
+    beside_torch = context + (libraries_bytes(trace) or 0)
     on_cpu = trace.device == CPU
     first = Stage("context", 0, 0, device_used_bytes=context if trace.source == "simulated" else None)
     peak, reserved = ledger.peak_stage, ledger.peak_reserved_stage
@@ -244,7 +245,7 @@ def build_document(
             reserved_stage=reserved.name,
             reserved_step=reserved.step,
             reserved_micro_batch=reserved.micro_batch,
-            device_used_bytes=ledger.peak_reserved_bytes + context,
+            device_used_bytes=ledger.peak_reserved_bytes + beside_torch,
             host_allocated_bytes=ledger.host[ledger.peak_event],
             categories={category.value: num_bytes for category, num_bytes in ledger.by_category().items()},
             tensors=tuple(ledger.live),
@@ -256,7 +257,7 @@ def build_document(
         model_state=model_state(trace),
         findings=tuple(findings),
         ladder=(),
-        verdict=_verdict(ledger, context, growth),
+        verdict=_verdict(ledger, beside_torch, growth),
         assumptions=(
             *trace.assumptions,
             *(() if host is None else (f"The machine has {format_bytes(host)} of host memory (--host-memory).",)),
@@ -304,7 +305,7 @@ def _gpu_assumptions(ledger: Ledger, settings: Settings, context: int) -> tuple[
     )
 
 
-def _verdict(ledger: Ledger, context: int, growth: Growth | None) -> Verdict:
+def _verdict(ledger: Ledger, beside_torch: int, growth: Growth | None) -> Verdict:
     trace, oom, run = ledger.trace, ledger.out_of_memory, ledger.run
     storage = trace.storages[oom.storage] if oom else None
     caught = caught_errors(ledger)
@@ -325,7 +326,7 @@ def _verdict(ledger: Ledger, context: int, growth: Growth | None) -> Verdict:
         reserved_bytes=oom.reserved_bytes if oom else None,
         free_bytes=oom.free_bytes if oom else None,
         retries=run.retries,
-        required_bytes=run.required_reserved_bytes + context,
+        required_bytes=run.required_reserved_bytes + beside_torch,
         out_of_memory_caught=len(caught),
         first_caught=caught[0] if caught else None,
         growth=growth,

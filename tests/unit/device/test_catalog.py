@@ -174,3 +174,8 @@ def test_import_reads_nothing_and_imports_no_torch() -> None:
         "assert not heavy, heavy\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.parametrize(("name", "mib"), [("h100-80gb", 750), ("h200", 750), ("a100-80gb", 426), ("b200", 426)])
+def test_context_is_that_of_the_compute_capability_where_it_was_measured(name, mib):
+    assert find_gpu(name).context_bytes == mib << 20

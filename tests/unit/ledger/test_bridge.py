@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from memprof.allocator import GpuMemory, TraceReplay, parse_config, replay_in_host_memory, replay_on_gpu
+from memprof.flows.account import analyze
 from memprof.ledger.bridge import NCCL_GROUP_BYTES, build_bridge
 from memprof.ledger.ledger import build_ledger
 from memprof.ledger.state import model_state
@@ -200,3 +201,14 @@ def test_one_replay_gives_the_layouts_of_several_moments(conf):
     other = replay_on_gpu(trace, None, parse_config(conf))
     assert run.layout_at(3) == other.layout_at(3)
     assert run.layout_at(9) == other.layout_at(9)
+
+
+def test_what_a_measured_run_requires_includes_its_libraries():
+    """What NVML counts of the process beyond segments and the context of its start is required on the next run too."""
+    trace = outgrown_blocks()
+    trace.facts = Facts(device=GPU)
+    before = analyze(trace).verdict.required_bytes
+    trace.facts = Facts(device=GPU, nvml=NvmlFacts(reserved_bytes=240 * MIB, process_bytes=700 * MIB))
+    after = analyze(trace)
+    assert after.verdict.required_bytes - before == 34 * MIB
+    assert after.peak.device_used_bytes == after.bridge.peak_reserved.device_used_bytes

@@ -127,7 +127,7 @@ def test_the_context_is_the_usual_one_where_nvml_does_not_say(gpu, driver):
     gpu.free, gpu.total = 3000 * MIB, 4000 * MIB
     driver(FakeGpu(compute=[FakeProcess(os.getpid())]))
     device = measured_device_facts("cuda")
-    assert (device.context_bytes, device.usable_bytes) == (426 * MIB, 3010 * MIB)
+    assert (device.context_bytes, device.usable_bytes) == (750 * MIB, 3010 * MIB)
 
 
 LINEAR = """
@@ -153,7 +153,7 @@ def test_auto_judges_by_what_is_free_and_simulates_the_gpu_that_is_here(
     file.write_text(LINEAR)
     gpu.free, gpu.total = free * MIB, 81089 * MIB
     if by_nvml:
-        driver(FakeGpu(used=(81559 - 551 - 426 - free) * MIB))
+        driver(FakeGpu(used=(81559 - 551 - 750 - free) * MIB))
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: pytest.fail("CUDA was asked"))
     spec, simulated = flow.resolve_device(TargetSpec(model=f"{file}:Model", batch_size=1, context_length=8))
     assert spec.device == device and (simulated is not None) is (device == "virtual")
