@@ -35,7 +35,7 @@ _NONE_HELD = contextlib.nullcontext()
 class DeviceState(TorchDispatchMode):
     """A host and its GPUs, as one thread of the program has them.
 
-    Its attributes are many because a thread of the program has a copy of it (edges/threads.py), with others of its own
+    Its attributes are many because a thread of the program has a copy of it (integrations/threads.py), with others of its own
     in the second group.
     """
 

@@ -37,7 +37,7 @@ _default: Any = dispatch.default_device.get()
 
 
 class OwnFunctionMode(TorchFunctionMode):
-    """A function mode of memprof's, which torch's Python functions run inside of (edges/python_functions.py)."""
+    """A function mode of memprof's, which torch's Python functions run inside of (integrations/python_functions.py)."""
 
 
 class FunctionMode(OwnFunctionMode):
@@ -45,7 +45,7 @@ class FunctionMode(OwnFunctionMode):
 
     Args:
         tracker: on which they run.
-        make_interchange: makes what reaches a tensor's data (edges/interchange.py).
+        make_interchange: makes what reaches a tensor's data (integrations/interchange.py).
     """
 
     def __init__(self, tracker: DeviceState, make_interchange: Callable[..., Any]) -> None:
