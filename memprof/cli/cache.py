@@ -33,7 +33,8 @@ def cache(
     folder = cache_folder()
     store = None if folder is None else Store(folder)
     removed = store.clear() if clear and store is not None else 0
-    entries = [] if store is None else [(entry, _asked(store.read(entry.path))) for entry in store.entries()]
+    found = [] if store is None else [(entry, store.read(entry.path)) for entry in store.entries()]
+    entries = [(entry, None if said is None else f"memprof {said.get('said', '')}") for entry, said in found]
     total = sum(entry.num_bytes for entry, _ in entries)
     if output.as_json:
         from memprof.report.documents.answers import KeptAnswer, KeptAnswers
@@ -59,10 +60,6 @@ def cache(
     for entry, asked in entries:
         used = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.used))
         say(f"  {used}  {format_bytes(entry.num_bytes):>10}  {asked or 'damaged: not used'}")
-
-
-def _asked(entry: dict[str, object] | None) -> str | None:
-    return None if entry is None else f"memprof {entry.get('said', '')}"
 
 
 def _answers(count: int) -> str:

@@ -82,11 +82,8 @@ def _install(shell: str, program: str, script: str) -> Path:
         if started is not None:
             _append(Path.home() / started, line.format(path).encode())
     except (OSError, RuntimeError) as error:  # no home either
-        raise MemprofError(
-            "completion cannot be installed",
-            value=error,
-            hint="memprof --show-completion prints it, to be put elsewhere",
-        ) from None
+        hint = "memprof --show-completion prints it, to be put elsewhere"
+        raise MemprofError("completion cannot be installed", value=error, hint=hint) from None
     return path
 
 

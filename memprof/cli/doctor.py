@@ -64,11 +64,8 @@ def doctor(
         with report_progress_with(lambda: f"{format_bytes(stream.tell())} of {format_bytes(size)}" if size else ""):
             found = diagnose(stream, _name(file), known)
     if not found:
-        raise MemprofError(
-            "no memory or device error is in it",
-            value=_name(file),
-            hint="paste the whole traceback; of a process that vanished, its exit code (137 is a kill)",
-        )
+        hint = "paste the whole traceback; of a process that vanished, its exit code (137 is a kill)"
+        raise MemprofError("no memory or device error is in it", value=_name(file), hint=hint)
     if request.as_json:
         from memprof.report.documents.answers import Diagnoses
 

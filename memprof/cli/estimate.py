@@ -36,7 +36,7 @@ class SubjectOptions(Explained):
 
 @dataclass(frozen=True, kw_only=True)
 class EstimateCommandOptions(EstimateOptions, SubjectOptions):
-    """The same, and how the model is used."""
+    """Options of `memprof estimate`: those of the closed form, and how the model is used."""
 
     exact: bool = option(False, OUTPUT, "Run the same on the virtual GPU as well, and show both, term by term.")
 
@@ -53,10 +53,8 @@ def estimate(request: EstimateCommandOptions) -> None:
     from memprof.report.terminal.estimate import render_text
 
     if (request.params is None) == (request.model is None):
-        raise UsageError(
-            "give one of --params, --model and --model-size",
-            hint="for instance: memprof estimate --params 1.2B --dtype float16",
-        )
+        hint = "for instance: memprof estimate --params 1.2B --dtype float16"
+        raise UsageError("give one of --params, --model and --model-size", hint=hint)
     if request.quantize is not None and request.dtype not in (None, "bfloat16"):
         raise UsageError(
             "quantized weights are estimated analytically beside bfloat16",
@@ -66,10 +64,8 @@ def estimate(request: EstimateCommandOptions) -> None:
     if request.parallel is not None and request.gpus == 1:
         raise UsageError("a plan is over several GPUs", value=f"--parallel {request.parallel}", hint="add --gpus 8")
     if request.parallel is not None and request.quantize is not None:
-        raise UsageError(
-            "quantized weights are not spread over GPUs here", value=f"--quantize {request.quantize}",
-            hint="leave out --parallel, or --quantize",
-        )  # fmt: skip
+        problem = "quantized weights are not spread over GPUs here"
+        raise UsageError(problem, value=f"--quantize {request.quantize}", hint="leave out --parallel, or --quantize")
     if request.params is not None:
         subject = from_params(request.params)
     else:

@@ -60,7 +60,7 @@ _OF_ALL = {
 
 @dataclass(frozen=True, kw_only=True)
 class Fixes:
-    """Which fixes a run is tried with."""
+    """The fixes that a run is tried with."""
 
     fix: str | None = option(
         None, "Fixes", "Run with these fixes, such as chunked-loss,activation-checkpointing or "
@@ -103,7 +103,7 @@ class Shared:
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """What a command may take for the files that it is given. It runs below that."""
+    """The memory that a command may take for the files it is given. It runs below that."""
 
     max_memory: int | None = option(
         None, "Memory", "Memory that reading and analysing the files may take, such as 4GiB.", metavar="GIB",
@@ -329,7 +329,8 @@ def _flat(function: Callable[..., None]) -> Callable[..., None]:
         panels[name] = OUTPUT
         parameters[name] = inspect.Parameter(name, _KEYWORD, default=False, annotation=Annotated[bool, about])
     # --help has the panels in the order of their first options.
-    in_order = sorted(parameters.values(), key=lambda one: _panel_order(panels.get(one.name, "")))
+    places = {panel: place for place, panel in enumerate(_LAST_PANELS)}
+    in_order = sorted(parameters.values(), key=lambda one: places.get(panels.get(one.name, ""), -1))
 
     @functools.wraps(function)
     def call(*, debug: bool, no_color: bool, **values: Any) -> None:
@@ -374,10 +375,6 @@ def _check_numbers(asked: Mapping[str, Any]) -> None:
         if beyond or (isinstance(value, str) and _MANY_DIGITS.search(value)):
             flag = f"--{name.replace('_', '-')}"
             raise UsageError(f"{flag} is out of range", value=str(value)[:40], hint=f"give a number, at most {most:,}")
-
-
-def _panel_order(panel: str) -> int:
-    return _LAST_PANELS.index(panel) if panel in _LAST_PANELS else -1
 
 
 @contextlib.contextmanager
@@ -438,11 +435,8 @@ def _build(kind: Any, values: Mapping[str, Any]) -> Any:
         other = about.instead_of
         if other is not None and other in given:
             flags = options[other].flag, about.flag
-            raise UsageError(
-                "give {} or {}, not both".format(*flags),
-                value=f"{flags[0]} {given[other]} {flags[1]} {value}",
-                hint="leave one out",
-            )
+            problem = "give {} or {}, not both".format(*flags)
+            raise UsageError(problem, value=f"{flags[0]} {given[other]} {flags[1]} {value}", hint="leave one out")
         if value is True:
             given[name] = not kind.__dataclass_fields__[name].default
         elif other is not None and about.parse is None:

@@ -28,7 +28,7 @@ memprof profile --model path/to/model.py:build_model --fix chunked-loss
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileOptions(Fixes):
-    """What is asked beside the target."""
+    """Options of `memprof profile` beside the target."""
 
     device: str = reuse_option(
         "device", default="auto", choices=("auto", *DEVICES),
@@ -44,11 +44,8 @@ def profile(context: typer.Context, spec: TargetSpec, how: ProfileOptions, outpu
     3: it does not.
     """
     if how.ladder and how.searches:
-        raise UsageError(
-            "give --fix auto or --ladder, not both",
-            value=f"--fix {how.fix}",
-            hint="--fix auto shows a ladder of its own",
-        )
+        hint = "--fix auto shows a ladder of its own"
+        raise UsageError("give --fix auto or --ladder, not both", value=f"--fix {how.fix}", hint=hint)
     how.check_largest(how.device)
     from memprof.fixes.catalog import STEPS, check_installed
     from memprof.fixes.chosen import parse_fixes

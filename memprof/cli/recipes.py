@@ -97,7 +97,7 @@ def find_recipes() -> list[Traversable]:
         below = folder.iterdir() if folder.is_dir() else ()
         found = [one for one in below if (one / _SCRIPT).is_file() and (one / _README).is_file()]
         if found:
-            return sorted(found, key=_order)
+            return sorted(found, key=lambda one: (int(_number(one) or sys.maxsize), one.name))
     raise MemprofError("this installation has no recipes", hint="install memprof from its wheel, or from a checkout")
 
 
@@ -149,10 +149,6 @@ def _title(recipe: Traversable) -> str:
 def _number(folder: Traversable) -> str | None:
     match = re.match(r"(\d+)-", folder.name)
     return match[1] if match else None
-
-
-def _order(folder: Traversable) -> tuple[int, str]:
-    return int(_number(folder) or sys.maxsize), folder.name
 
 
 add(app, "ls", list_recipes, examples="memprof recipes ls")

@@ -34,7 +34,7 @@ _SEARCHED = "what gives up least and fits"
 
 @dataclass(frozen=True, kw_only=True)
 class RecommendOptions(Explained, Paged):
-    """What is asked: a model and a goal, or neither; a GPU, or the one that is here."""
+    """Options of `memprof recommend`: a model and a goal, or neither; a GPU, or the one that is here."""
 
     model: str | None = reuse_option("model", default=None)
     model_is_size: bool = reuse_option("model_is_size")
@@ -206,11 +206,8 @@ def _answer(spec: TargetSpec, request: RecommendOptions, progress: Progress) -> 
 def _print(answer: Recommendation, request: RecommendOptions) -> None:
     if request.snippet is not None and answer.found:
         if request.snippet not in answer.snippets:
-            raise UsageError(
-                "there is no such script for this run",
-                value=request.snippet,
-                hint="there is " + (" and ".join(answer.snippets) or "none for a model of your own"),
-            )
+            hint = "there is " + (" and ".join(answer.snippets) or "none for a model of your own")
+            raise UsageError("there is no such script for this run", value=request.snippet, hint=hint)
         say(answer.snippets[request.snippet], nl=False)
         return
     if request.as_json:

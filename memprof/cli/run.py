@@ -38,7 +38,7 @@ SETTINGS = {"allow_interspersed_args": False}  # what follows the script's name 
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions(RunSpec, Fixes, Saved):
-    """What is asked of a script, and of its report."""
+    """Options of `memprof run`: for the script, and for its report."""
 
     module: bool = option(False, "Script", "SCRIPT is the name of a module, as for `python -m`.", flag="-m")
     lengths: str | None = reuse_option("lengths", panel="")
@@ -52,11 +52,8 @@ class RunOptions(RunSpec, Fixes, Saved):
     def rule(self) -> StopRule:
         """Return when the script has shown enough."""
         if self.lengths is not None:
-            raise UsageError(
-                "--lengths cannot change what a script feeds its model",
-                value=self.lengths,
-                hint="leave it out: with --steps 200 the report says what its own batches reserve",
-            )
+            hint = "leave it out: with --steps 200 the report says what its own batches reserve"
+            raise UsageError("--lengths cannot change what a script feeds its model", value=self.lengths, hint=hint)
         if self.steps is not None and self.until_exit:
             raise UsageError("give --steps or --until-exit, not both", value=self.steps)
         if self.timeout is not None and not self.timeout > 0:
@@ -90,24 +87,16 @@ def run(
     program = Program(command[0], tuple(command[1:]), is_module=request.module)
     several = request.ladder or request.searches or request.largest is not None
     if request.ranks is not None and several:
-        raise UsageError(
-            "a ladder and a search run one rank", value=f"--ranks {request.ranks}",
-            hint="leave out --ladder, --fix auto and --largest, or --ranks",
-        )  # fmt: skip
+        hint = "leave out --ladder, --fix auto and --largest, or --ranks"
+        raise UsageError("a ladder and a search run one rank", value=f"--ranks {request.ranks}", hint=hint)
     asked = {"--gpus": request.gpus, "--nodes": request.nodes, "--rank": request.rank}
     beyond_one = [f"{flag} {number}" for flag, number in asked.items() if number not in (None, int(flag != "--rank"))]
     if beyond_one and (several or request.device != "virtual"):
-        raise UsageError(
-            "several GPUs are virtual ones, and a ladder has one",
-            value=" ".join(beyond_one),
-            hint=f"leave out --ladder, --fix auto, --largest and --device, or {beyond_one[0].split()[0]}",
-        )
+        hint = f"leave out --ladder, --fix auto, --largest and --device, or {beyond_one[0].split()[0]}"
+        raise UsageError("several GPUs are virtual ones, and a ladder has one", value=" ".join(beyond_one), hint=hint)
     if request.shown_gpu is not None and not 0 <= request.shown_gpu < (request.gpus or request.shown_gpu + 1):
-        raise UsageError(
-            "there is no such GPU",
-            value=f"--gpu-index {request.shown_gpu}",
-            hint="GPUs count from 0" + (f", to {request.gpus - 1}" if request.gpus else ""),
-        )
+        hint = "GPUs count from 0" + (f", to {request.gpus - 1}" if request.gpus else "")
+        raise UsageError("there is no such GPU", value=f"--gpu-index {request.shown_gpu}", hint=hint)
     if request.fix is not None and request.ladder:
         raise UsageError("--ladder chooses fixes itself", value=f"--fix {request.fix}", hint="give --fix or --ladder")
     request.check_largest(request.device)
@@ -255,11 +244,8 @@ def _ladder(program: Program, rule: StopRule, request: RunOptions) -> int:
     from memprof.flows.ladder import scripts
 
     if request.device != "virtual":
-        raise UsageError(
-            "a ladder runs on the virtual GPU",
-            value=f"--device {request.device}",
-            hint="leave out --device, or --ladder",
-        )
+        hint = "leave out --device, or --ladder"
+        raise UsageError("a ladder runs on the virtual GPU", value=f"--device {request.device}", hint=hint)
     program.check()
     spec = request.spec()
     if request.searches and spec.host_memory_bytes is None:

@@ -4,15 +4,7 @@ from __future__ import annotations
 
 import math
 
-from memprof.findings.evidence import (
-    computing,
-    input_shapes,
-    percent,
-    plural,
-    suggest_fixes,
-    tensors_evidence,
-    vocabulary,
-)
+from memprof.findings import evidence
 from memprof.findings.finding import Context, Evidence, Finding, Severity, cache_per_context, rule
 from memprof.ledger.categories import Category
 from memprof.trace.events import Storage, Trace
@@ -47,18 +39,16 @@ def find(context: Context) -> list[Finding]:
     shares = f"{format_bytes(scores)} scores, {format_bytes(masks)} masks"
     title = (
         f"Attention {what} of {largest.shape[-2]} x {largest.shape[-1]} are built: "
-        f"{plural(len(most.storages), 'tensor')}, {format_bytes(most.num_bytes)} live at once ({shares}; "
-        f"{percent(most.num_bytes, peak_bytes)} of the peak's size)"
+        f"{evidence.plural(len(most.storages), 'tensor')}, {format_bytes(most.num_bytes)} live at once ({shares}; "
+        f"{evidence.percent(most.num_bytes, peak_bytes)} of the peak's size)"
     )
     at_peak = lives.at(context.ledger.peak_event, kinds)
+    such = evidence.plural(len(at_peak.storages), "such tensor")
     lines = [
-        *tensors_evidence(context, kinds, most.event, kinds.__getitem__),
-        Evidence(
-            f"{plural(len(at_peak.storages), 'such tensor')} with {format_bytes(at_peak.num_bytes)} live at the peak",
-            num_bytes=at_peak.num_bytes,
-        ),
+        *evidence.tensors_evidence(context, kinds, most.event, kinds.__getitem__),
+        Evidence(f"{such} with {format_bytes(at_peak.num_bytes)} live at the peak", num_bytes=at_peak.num_bytes),
     ]
-    fixes = suggest_fixes(context, "attention-scores")
+    fixes = evidence.suggest_fixes(context, "attention-scores")
     if any(trace.op(trace.storages[index]) == "aten._safe_softmax" for index in kinds):
         # Only the math path of scaled_dot_product_attention calls this softmax: asking for SDPA again changes nothing.
         lines.append(
@@ -68,7 +58,7 @@ def find(context: Context) -> list[Finding]:
                 op="aten._safe_softmax",
             )
         )
-        fixes = suggest_fixes(context, "attention-scores of sdpa")
+        fixes = evidence.suggest_fixes(context, "attention-scores of sdpa")
     elif "scores" in kinds.values() and not any(trace.op(trace.storages[index]) in _PRODUCTS for index in kinds):
         # No products of queries and keys, as in a graph attention's sums of two terms: no fused kernel computes these.
         fixes = ()
@@ -85,13 +75,13 @@ def score_storages(context: Context) -> dict[int, str]:
     masks by their type or single head.
     """
     trace = context.ledger.trace
-    inputs = input_shapes(context)
+    inputs = evidence.input_shapes(context)
     lengths = {shape[-1] for shape in inputs if shape[-1] >= MIN_LENGTH}
     batches = {shape[0] for shape in inputs if len(shape) > 1}
     if context.context_length is not None and context.context_length >= MIN_LENGTH:
         lengths.add(context.context_length)
-    words = vocabulary(context)
-    computes = computing(trace)
+    words = evidence.vocabulary(context)
+    computes = evidence.computing(trace)
     softmax = [
         "softmax" in op and "log_softmax" not in op and "backward" not in op and "attention" not in op
         for op in trace.ops

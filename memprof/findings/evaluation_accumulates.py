@@ -2,20 +2,9 @@
 
 from __future__ import annotations
 
+from memprof.findings import growth
 from memprof.findings.calls import loops, stub_module
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
-from memprof.findings.growth import (
-    LeakGroup,
-    by_holder,
-    find_leaks,
-    find_leaks_of_steps,
-    fix_evidence,
-    holder_evidence,
-    holder_key,
-    holders_phrase,
-    leak_evidence,
-    until_full,
-)
 from memprof.trace.events import NONE, Forward, Holder
 from memprof.units import format_bytes
 
@@ -42,13 +31,13 @@ def find(context: Context) -> list[Finding]:
             for index in stub_module(context, loop[0].begin, loop[-1].end)
             if trace.storages[index].module == NONE or index in outputs
         ]
-        groups = by_holder(trace, find_leaks(context, candidates, [forward.end - 1 for forward in loop]))
-        told = {holder_key(holder) for holder in find_leaks_of_steps(context)} if groups else set()
+        groups = growth.by_holder(trace, growth.find_leaks(context, candidates, [forward.end - 1 for forward in loop]))
+        told = {growth.holder_key(holder) for holder in growth.find_leaks_of_steps(context)} if groups else set()
         kept = {
             holder: group
             for holder, group in groups.items()
             if _per_call(group) >= MIN_BYTES
-            and (holder is None or (holder.limit is None and holder_key(holder) not in told))
+            and (holder is None or (holder.limit is None and growth.holder_key(holder) not in told))
         }
         left = sum(context.lives.sum_bytes(leak.storages) for group in kept.values() for leak in group)
         before = found.get(loop[0].module)
@@ -57,27 +46,29 @@ def find(context: Context) -> list[Finding]:
     return list(found.values())
 
 
-def _per_call(group: list[LeakGroup]) -> int:
+def _per_call(group: list[growth.LeakGroup]) -> int:
     return sum(leak.per_round for leak in group)
 
 
-def _finding(context: Context, loop: list[Forward], kept: dict[Holder | None, list[LeakGroup]], left: int) -> Finding:
+def _finding(
+    context: Context, loop: list[Forward], kept: dict[Holder | None, list[growth.LeakGroup]], left: int
+) -> Finding:
     trace = context.ledger.trace
     name = trace.modules[loop[0].module].class_name
     per_call = sum(map(_per_call, kept.values()))
     title = (
         f"Outputs of {len(loop)} calls of {name} without gradients stay on the GPU: {format_bytes(per_call)} more a "
-        f"call, {format_bytes(left)} after the last{holders_phrase(*kept)}"
+        f"call, {format_bytes(left)} after the last{growth.holders_phrase(*kept)}"
     )
     evidence = []
     for holder, group in kept.items():
-        evidence += [holder_evidence(holder), *leak_evidence(trace, group, "call")]
+        evidence += [growth.holder_evidence(holder), *growth.leak_evidence(trace, group, "call")]
     batches = next((holder.batches for holder in kept if holder is not None and holder.batches is not None), None)
     if batches is not None:
         whole = batches * per_call
         text = f"the data loader has {batches:,} batches: {format_bytes(whole)} over all of it"
         evidence.append(Evidence(text, num_bytes=whole))
-    full = until_full(context, per_call, "call")
+    full = growth.until_full(context, per_call, "call")
     if full is not None:
         evidence.append(full)
     evidence += dict.fromkeys(_fix(context, holder, group) for holder, group in kept.items())
@@ -85,7 +76,7 @@ def _finding(context: Context, loop: list[Forward], kept: dict[Holder | None, li
     return Finding("evaluation-accumulates", severity, title, left, tuple(evidence), ())
 
 
-def _fix(context: Context, holder: Holder | None, group: list[LeakGroup]) -> Evidence:
+def _fix(context: Context, holder: Holder | None, group: list[growth.LeakGroup]) -> Evidence:
     trace = context.ledger.trace
     lines = [None if holder is None else holder.source]
     lines += [trace.source_line(trace.storages[leak.storages[-1]]) for leak in group]
@@ -94,4 +85,6 @@ def _fix(context: Context, holder: Holder | None, group: list[LeakGroup]) -> Evi
             "fix: give the Trainer preprocess_logits_for_metrics (such as an argmax, so that no logits are kept), or "
             "eval_accumulation_steps=1, which moves them to host memory after each batch"
         )
-    return fix_evidence(holder, "keep .cpu() of each batch, or only what the metric needs of it (such as its argmax)")
+    return growth.fix_evidence(
+        holder, "keep .cpu() of each batch, or only what the metric needs of it (such as its argmax)"
+    )

@@ -4,18 +4,7 @@ from __future__ import annotations
 
 import math
 
-from memprof.findings.evidence import (
-    HALF_DTYPES,
-    computing,
-    format_shape,
-    is_forward,
-    parameters,
-    percent,
-    plural,
-    suggest_fixes,
-    tensors_evidence,
-    vocabulary,
-)
+from memprof.findings import evidence
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
 from memprof.ledger.categories import Category, is_half_of
 from memprof.trace.events import Storage, Trace
@@ -43,7 +32,7 @@ def find(context: Context) -> list[Finding]:
     at_peak = lives.at(ledger.peak_event, copies)
     largest = trace.storages[max(most.storages, key=lambda index: trace.storages[index].num_bytes)]
     rows = (math.prod(largest.shape[:-1]), largest.shape[-1])
-    share = percent(most.num_bytes, ledger.peak_bytes)
+    share = evidence.percent(most.num_bytes, ledger.peak_bytes)
     if at_peak.num_bytes == most.num_bytes:
         compared = f"{share} of the peak"
     elif at_peak.num_bytes:
@@ -52,17 +41,18 @@ def find(context: Context) -> list[Finding]:
         compared = f"{share} of the peak's size; none live at the peak"
     count = len(most.storages)
     title = (
-        f"Logits: {count} {'copy' if count == 1 else 'copies'} of {format_shape(rows)}, "
+        f"Logits: {count} {'copy' if count == 1 else 'copies'} of {evidence.format_shape(rows)}, "
         f"{format_bytes(most.num_bytes)} live at once ({compared})"
     )
     rest = ledger.peak_bytes - at_peak.num_bytes
+    tensors = evidence.plural(len(at_peak.storages), "logits tensor")
     summary = Evidence(
-        f"{plural(len(at_peak.storages), 'logits tensor')} with {format_bytes(at_peak.num_bytes)} live at the peak "
-        f"({percent(at_peak.num_bytes, ledger.peak_bytes)}); everything else there takes {format_bytes(rest)}",
+        f"{tensors} with {format_bytes(at_peak.num_bytes)} live at the peak "
+        f"({evidence.percent(at_peak.num_bytes, ledger.peak_bytes)}); everything else there takes {format_bytes(rest)}",
         num_bytes=at_peak.num_bytes,
     )
-    lines = tensors_evidence(context, copies, most.event, lambda index: describe(trace, trace.storages[index]))
-    fixes = suggest_fixes(context, Category.LOGITS_AND_LOSS)
+    lines = evidence.tensors_evidence(context, copies, most.event, lambda index: describe(trace, trace.storages[index]))
+    fixes = evidence.suggest_fixes(context, Category.LOGITS_AND_LOSS)
     return [Finding("logits-explosion", Severity.WARNING, title, most.num_bytes, (*lines, summary), fixes)]
 
 
@@ -72,12 +62,12 @@ def logits_storages(context: Context) -> list[int]:
     Known by their last dimension. A head that is kept as [features x vocabulary] has that too, so what has the shape
     of a parameter, and what has an owner, is left out.
     """
-    size = vocabulary(context)
+    size = evidence.vocabulary(context)
     if size is None:
         return []
     trace = context.ledger.trace
-    computes = computing(trace)
-    weights = {trace.storages[index].shape for index in parameters(trace)}
+    computes = evidence.computing(trace)
+    weights = {trace.storages[index].shape for index in evidence.parameters(trace)}
     return [
         index
         for index, storage in enumerate(trace.storages)
@@ -95,7 +85,7 @@ def logits_storages(context: Context) -> list[int]:
 def describe(trace: Trace, storage: Storage) -> str:
     """Say what this copy of the logits is, by the operator that made it."""
     op = trace.op(storage)
-    if is_forward(trace, storage):
+    if evidence.is_forward(trace, storage):
         if "log_softmax" in op:
             return "log-softmax"
         if "softmax" in op:
@@ -112,6 +102,6 @@ def describe(trace: Trace, storage: Storage) -> str:
     if "softmax_backward" in op:
         return "gradient of the log-softmax's input"
     if op == "aten._to_copy":
-        half = storage.dtype in HALF_DTYPES
+        half = storage.dtype in evidence.HALF_DTYPES
         return "gradient of the half-precision logits" if half else "gradient of the logits, upcast"
     return "gradient of the logits"

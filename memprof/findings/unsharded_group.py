@@ -6,20 +6,9 @@ import math
 import re
 from collections import defaultdict
 
+from memprof.findings import groups
 from memprof.findings.evidence import plural
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
-from memprof.findings.groups import (
-    FSDP2,
-    communicated,
-    fix_at,
-    fsdp_groups,
-    gathered,
-    is_worth,
-    line_of,
-    lower_peak,
-    strip_wrappers,
-    whole_bytes,
-)
 from memprof.findings.lifetimes import Saving
 from memprof.trace.events import NONE, PhaseKind, Role
 from memprof.trace.facts import ShardedGroup
@@ -38,32 +27,32 @@ def find(context: Context) -> list[Finding]:
     """Return one finding for each group; `num_bytes` is by how much the peak would be lower with its layers wrapped."""
     trace, lives = context.ledger.trace, context.lives
     findings = []
-    for group in fsdp_groups(context):
+    for group in groups.fsdp_groups(context):
         layers = _layers(group)
         stacks = {layer.rpartition(".")[0] for layer in layers}
         if len(layers) <= AT_ONCE:
             continue
         beyond = set(sorted(layers, key=lambda layer: -layers[layer])[AT_ONCE:])
-        whole = sum(whole_bytes(group).values())
+        whole = sum(groups.whole_bytes(group).values())
         share = sum(layers[layer] for layer in beyond) / whole
         saved = lives.peak_reduction(_less(context, group, beyond, share))
-        if not is_worth(context, saved):
+        if not groups.is_worth(context, saved):
             continue
         lists = [f"model.{one}".rstrip(".") for one in sorted(stacks)]
         name = f"`{group.module}`" if group.module else "The root"
         title = (
             f"{name} is one FSDP group of {format_bytes(whole)}, with {plural(len(layers), 'layer')} of "
-            f"{' and '.join(lists)} gathered at once: with each layer wrapped {lower_peak(context, saved)}"
+            f"{' and '.join(lists)} gathered at once: with each layer wrapped {groups.lower_peak(context, saved)}"
         )
-        line = line_of(trace, group)
-        if group.api == FSDP2:
+        line = groups.line_of(trace, group)
+        if group.api == groups.FSDP2:
             what = "; ".join(f"for layer in {one}: fully_shard(layer)" for one in lists) + ", before it"
         else:
             what = f"auto_wrap_policy=ModuleWrapPolicy({{{', '.join(_classes(context, layers))}}})"
         largest = max(layers.values())
-        most = max((lives.most(own) for own in gathered(context, [group])), key=lambda one: one.num_bytes)
+        most = max((lives.most(own) for own in groups.gathered(context, [group])), key=lambda one: one.num_bytes)
         lines = (
-            fix_at(line, what),
+            groups.fix_at(line, what),
             Evidence(f"whole at once: {format_bytes(most.num_bytes)} of it; a layer has {format_bytes(largest)}"),
         )
         findings.append(Finding("unsharded-group", Severity.WARNING, title, saved, lines, ()))
@@ -73,7 +62,7 @@ def find(context: Context) -> list[Finding]:
 def _layers(group: ShardedGroup) -> dict[str, int]:
     """Return bytes of each layer that has parameters in the group: a module of a list, by its number in the names."""
     found: dict[str, int] = defaultdict(int)
-    for name, num_bytes in whole_bytes(group).items():
+    for name, num_bytes in groups.whole_bytes(group).items():
         layer = _LAYER.match(name)
         if layer is not None and layer[1] != group.module:
             found[layer[1]] += num_bytes
@@ -81,27 +70,27 @@ def _layers(group: ShardedGroup) -> dict[str, int]:
 
 
 def _classes(context: Context, layers: dict[str, int]) -> list[str]:
-    return sorted({one.class_name for one in context.ledger.trace.modules if strip_wrappers(one.path) in layers})
+    return sorted({one.class_name for one in context.ledger.trace.modules if groups.strip_wrappers(one.path) in layers})
 
 
 def _less(context: Context, group: ShardedGroup, beyond: set[str], share: float) -> list[Saving]:
-    """Of the group's parameters while they are gathered, of their whole gradients, of what both are sent in, and of
+    """Return the savings on the group's parameters while gathered, their whole gradients, what both are sent in, and
     what an FSDP module moves to the GPU and lays flat when it is made."""
     trace, lives = context.ledger.trace, context.lives
     elements = NEARLY * sum(map(math.prod, group.shapes))
     prefixes = tuple(f"{layer}." for layer in beyond)
     less: list[Saving] = []
-    for index in (index for own in gathered(context, [group]) for index in own):
-        flat = trace.storages[index].num_bytes >= NEARLY * sum(whole_bytes(group).values())
+    for index in (index for own in groups.gathered(context, [group]) for index in own):
+        flat = trace.storages[index].num_bytes >= NEARLY * sum(groups.whole_bytes(group).values())
         less += lives.savings(
-            [index], share if flat else float(strip_wrappers(trace.owners[index].name).startswith(prefixes))
+            [index], share if flat else float(groups.strip_wrappers(trace.owners[index].name).startswith(prefixes))
         )
-    sent = [*communicated(trace, "all-gather"), *communicated(trace, "reduce-scatter")]
+    sent = [*groups.communicated(trace, "all-gather"), *groups.communicated(trace, "reduce-scatter")]
     less += lives.savings((one for one in sent if math.prod(trace.storages[one].shape) >= elements), share)
     shapes = set(group.shapes)
     moved = (
         index
-        for index in communicated(trace, "")
+        for index in groups.communicated(trace, "")
         if trace.storages[index].shape in shapes or math.prod(trace.storages[index].shape) >= elements
     )
     less += lives.savings(moved, share)
@@ -112,7 +101,7 @@ def _less(context: Context, group: ShardedGroup, beyond: set[str], share: float)
         if owner is not None and owner.role is not Role.GRADIENT:
             continue
         if storage.shape in shapes and storage.module != NONE:
-            path = strip_wrappers(trace.modules[storage.module].path) + "."
+            path = groups.strip_wrappers(trace.modules[storage.module].path) + "."
             less += lives.savings([index], float(path.startswith(prefixes)))
         elif len(storage.shape) == 1 and storage.shape[0] >= elements:
             less += lives.savings([index], share)

@@ -6,21 +6,8 @@ import collections
 import functools
 import math
 
+from memprof.findings import evidence
 from memprof.findings.attention_scores import score_storages
-from memprof.findings.evidence import (
-    computing,
-    feature_maps,
-    file_and_line,
-    format_shape,
-    input_shapes,
-    module_pattern,
-    parameters,
-    percent,
-    plural,
-    suggest_fixes,
-    tensors_evidence,
-    vocabulary,
-)
 from memprof.findings.finding import Context, Finding, Severity, rule
 from memprof.findings.groups import strip_wrappers
 from memprof.units import GIB, format_bytes
@@ -48,20 +35,21 @@ def find(context: Context) -> list[Finding]:
     first = min(most.storages, key=lambda index: lives.births[index])
     storage = trace.storages[first]
     tokens, rows, columns = matches[first]
-    module = module_pattern(trace, storage)
+    module = evidence.module_pattern(trace, storage)
     inside = f" in {module}" if module else ""
+    line, such = evidence.file_and_line(trace.source_line(storage)), evidence.plural(len(most.storages), "such tensor")
+    share = evidence.percent(most.num_bytes, ledger.peak_bytes)
     title = (
         f"A {rows} x {columns} weight delta for each of {tokens} tokens: {format_bytes(storage.num_bytes)} at "
-        f"{file_and_line(trace.source_line(storage))}{inside}, {plural(len(most.storages), 'such tensor')} with "
-        f"{format_bytes(most.num_bytes)} live at once ({percent(most.num_bytes, ledger.peak_bytes)} of the peak)"
+        f"{line}{inside}, {such} with {format_bytes(most.num_bytes)} live at once ({share} of the peak)"
     )
 
     def label(index: int) -> str:
         tokens, rows, columns = matches[index]
-        return f"{tokens} tokens x {format_shape((rows, columns))}"
+        return f"{tokens} tokens x {evidence.format_shape((rows, columns))}"
 
-    lines = tensors_evidence(context, matches, most.event, label)
-    fixes = suggest_fixes(context, "weight-delta-per-token")
+    lines = evidence.tensors_evidence(context, matches, most.event, label)
+    fixes = evidence.suggest_fixes(context, "weight-delta-per-token")
     return [Finding("weight-delta-per-token", Severity.WARNING, title, most.num_bytes, lines, fixes)]
 
 
@@ -76,15 +64,15 @@ def _matches(context: Context) -> dict[int, tuple[int, int, int]]:
     S x S scores, and maps of images.
     """
     trace = context.ledger.trace
-    named = [(strip_wrappers(name), trace.storages[index].shape) for index, name in parameters(trace).items()]
+    named = [(strip_wrappers(name), trace.storages[index].shape) for index, name in evidence.parameters(trace).items()]
     weights = {math.prod(shape) for _, shape in named}
-    words = vocabulary(context)
+    words = evidence.vocabulary(context)
     # One number a sample is a label or a time: taken for text, the batch would be its tokens.
-    texts = (shape for shape in input_shapes(context) if len(shape) > 1 and shape[-1] > 1)
+    texts = (shape for shape in evidence.input_shapes(context) if len(shape) > 1 and shape[-1] > 1)
     counts = {count for count in map(math.prod, texts) if count >= MIN_TOKENS}
-    maps = feature_maps(trace)
+    maps = evidence.feature_maps(trace)
     lengths = {context.context_length} if context.context_length else set()
-    computes = computing(trace)
+    computes = evidence.computing(trace)
     below: dict[str, list[tuple[int, ...]]] = collections.defaultdict(list)  # a module's path -> its parameters' shapes
     for name, shape in named:
         parts = name.split(".")

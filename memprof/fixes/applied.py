@@ -32,7 +32,7 @@ class Change:
 
 
 class Applied:
-    """What `apply` did.
+    """The result of `apply`.
 
     Its `changes` say it in words; `undo` takes it back; `results` holds what a fix made, by the fix's name (an
     optimizer, the GradScaler of "amp-float16", the step of "micro-batch", the batches of "streamed-batches").
@@ -72,11 +72,8 @@ class Applied:
         # What was changed outside the model outlives it.
         stack = [] if model is None else _applied.get(model, [])
         if stack and stack[-1] is not self:
-            raise MemprofError(
-                "fixes are undone last first",
-                value=", ".join(stack[-1].fixes),
-                hint="undo what was applied later before this",
-            )
+            hint = "undo what was applied later before this"
+            raise MemprofError("fixes are undone last first", value=", ".join(stack[-1].fixes), hint=hint)
         if self._lost:
             raise MemprofError(
                 "this cannot be undone: the originals were not kept", value=self._lost, hint="apply(..., undoable=True)"
@@ -97,7 +94,7 @@ class Applied:
 
 
 class Changes:
-    """What an installer records: how to take back each thing that it does, before or as it does it."""
+    """The record of an installer: how to take back each thing that it does, before or as it does it."""
 
     def __init__(self, applied: Applied, fix: str) -> None:
         self._applied = applied
@@ -172,7 +169,7 @@ class Changes:
         parent._modules[name] = module
 
     def result(self, value: Any) -> None:
-        """What the user gets from this fix."""
+        """Record what the user gets from this fix."""
         self._applied.results[self.fix] = value
 
 
@@ -221,10 +218,8 @@ def apply(model: nn.Module, fixes: str | Sequence[str], *, undoable: bool = True
 
 def _refuse_wrappers(model: nn.Module) -> None:
     if hasattr(model, "_orig_mod"):
-        raise UsageError(
-            "fixes are applied before torch.compile", value=type(model).__name__,
-            hint="apply them to the model, then compile it",
-        )  # fmt: skip
+        hint = "apply them to the model, then compile it"
+        raise UsageError("fixes are applied before torch.compile", value=type(model).__name__, hint=hint)
     if isinstance(model, nn.DataParallel):
         raise UsageError(
             "fixes do not go with torch.nn.DataParallel, whose replicas would run the first GPU's layers",
@@ -246,7 +241,7 @@ def in_range(name: str, value: Any, most: int, what: str = "") -> None:
 
 
 class Forward:
-    """What is put in the place of a module's forward; an object and no closure, so that a deep copy calls its own."""
+    """A replacement of a module's forward; an object and no closure, so that a deep copy calls its own."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module: Any = module
@@ -255,7 +250,7 @@ class Forward:
 
 
 def runs_in(module: nn.Module, kind: type[Forward]) -> bool:
-    """Whether a forward of class `kind` was put in place of the module's own, here or in what it was copied from."""
+    """Return whether a forward of class `kind` replaces the module's own, here or in what it was copied from."""
     forward = vars(module).get("forward")
     while forward is not None:
         if isinstance(forward, kind):

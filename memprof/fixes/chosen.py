@@ -13,28 +13,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from memprof.errors import UsageError
-from memprof.fixes.catalog import (
-    FIXES,
-    STEPS,
-    VALUE,
-    Fix,
-    Numerics,
-    check_conflicts,
-    find_fixes,
-    in_force,
-    useless_reason,
-)
+from memprof.fixes import catalog
 from memprof.fixes.spec_edits import useless
 from memprof.spec import Mode, TargetSpec
 
-_NUMERICS = list(Numerics)
+_NUMERICS = list(catalog.Numerics)
 
 
 @dataclass(frozen=True)
 class ChosenFix:
     """A fix, and the value of its main option if one was given ("chunked-loss=2048")."""
 
-    fix: Fix
+    fix: catalog.Fix
     value: str | None = None
 
     def __str__(self) -> str:
@@ -46,10 +36,10 @@ class ChosenFix:
 
 
 def _named(name: str, value: str | None) -> ChosenFix:
-    return ChosenFix(STEPS[name], value)
+    return ChosenFix(catalog.STEPS[name], value)
 
 
-def parse_fixes(text: str, among: Mapping[str, Fix] = FIXES) -> list[ChosenFix]:
+def parse_fixes(text: str, among: Mapping[str, catalog.Fix] = catalog.FIXES) -> list[ChosenFix]:
     """Return the fixes in "chunked-loss=2048,activation-checkpointing", in the order in which they are named.
 
     `among` are those that there are: STEPS are also those that spread a run over GPUs. Raises UsageError: an unknown
@@ -58,15 +48,15 @@ def parse_fixes(text: str, among: Mapping[str, Fix] = FIXES) -> list[ChosenFix]:
     fixes = []
     for part in (part.strip() for part in text.split(",") if part.strip()):
         name, equals, value = part.partition("=")
-        (fix,) = find_fixes([name.strip()], among)
+        (fix,) = catalog.find_fixes([name.strip()], among)
         if equals:
             _read(fix, value.strip())
         fixes.append(ChosenFix(fix, value.strip() if equals else None))
-    find_fixes([chosen.fix.name for chosen in fixes], among)
+    catalog.find_fixes([chosen.fix.name for chosen in fixes], among)
     return fixes
 
 
-def _read(fix: Fix, value: str) -> int | str | None:
+def _read(fix: catalog.Fix, value: str) -> int | str | None:
     """The value of the main option; None: it is a word for other options."""
     option = fix.main_option
     if value in fix.named_values:
@@ -78,11 +68,8 @@ def _read(fix: Fix, value: str) -> int | str | None:
     try:
         return int(value.replace(",", "").replace("_", ""))
     except ValueError:
-        raise UsageError(
-            " or ".join([f"{fix.name} takes a whole number", *fix.named_values]),
-            value=repr(value),
-            hint=f"{option}: {fix.options[option]}",
-        ) from None
+        problem = " or ".join([f"{fix.name} takes a whole number", *fix.named_values])
+        raise UsageError(problem, value=repr(value), hint=f"{option}: {fix.options[option]}") from None
 
 
 def apply_options(fixes: Sequence[ChosenFix]) -> dict[str, Any]:
@@ -95,9 +82,9 @@ def apply_options(fixes: Sequence[ChosenFix]) -> dict[str, Any]:
     return found
 
 
-def combined_numerics(fixes: Sequence[str]) -> Numerics:
-    """What several fixes together do to the numbers of a run."""
-    return max((STEPS[name].numerics for name in fixes), key=_NUMERICS.index, default=Numerics.EXACT)
+def combined_numerics(fixes: Sequence[str]) -> catalog.Numerics:
+    """Return what several fixes together do to the numbers of a run."""
+    return max((catalog.STEPS[name].numerics for name in fixes), key=_NUMERICS.index, default=catalog.Numerics.EXACT)
 
 
 def edit_spec(spec: TargetSpec, chosen: ChosenFix, target: Mapping[str, Any]) -> TargetSpec:
@@ -109,26 +96,23 @@ def edit_spec(spec: TargetSpec, chosen: ChosenFix, target: Mapping[str, Any]) ->
     """
     fix = chosen.fix
     # Of what the mode has no use for, nothing else is said.
-    for other in [] if fix.training_only and spec.mode is Mode.INFERENCE else in_force(spec):
+    for other in [] if fix.training_only and spec.mode is Mode.INFERENCE else catalog.in_force(spec):
         if other == fix.name:
             raise UsageError("the fix is already on", value=fix.name, hint="leave it out")
-        check_conflicts(fix, {other})
-    if (said := useless_reason(fix, spec)) is not None:
+        catalog.check_conflicts(fix, {other})
+    if (said := catalog.useless_reason(fix, spec)) is not None:
         raise useless(fix, *said)
     option = fix.main_option
     if option in fix.required and chosen.value is None:
-        raise UsageError(
-            f"{fix.name} needs a value",
-            value=fix.name,
-            hint=f"write {fix.name}=VALUE: {fix.options[option]}",
-        )
+        hint = f"write {fix.name}=VALUE: {fix.options[option]}"
+        raise UsageError(f"{fix.name} needs a value", value=fix.name, hint=hint)
     value = None if chosen.value is None else _read(fix, chosen.value)
     edited: TargetSpec | None = None
     if fix.alloc_conf:
         now = spec.alloc_conf if spec.alloc_conf is not None else target.get("alloc_conf")
         edited = spec.edit(alloc_conf=",".join(part for part in (now, fix.alloc_conf) if part))
     elif fix.edits and not (fix.built_so and target.get("vocab_size") is None):
-        edited = spec.edit(**{name: value if new == VALUE else new for name, new in fix.edits.items()})
+        edited = spec.edit(**{name: value if new == catalog.VALUE else new for name, new in fix.edits.items()})
     elif fix.edit:
         edited = pkgutil.resolve_name(fix.edit)(spec, fix, value, target)
     return spec.edit(fixes=(*spec.fixes, str(chosen))) if edited is None else edited

@@ -156,11 +156,8 @@ def find_head(model: nn.Module, name: str | None = None) -> tuple[str, nn.Module
     if head is None:
         head = next((modules[usual] for usual in _HEADS if isinstance(modules.get(usual), nn.Linear)), None)
     if head is None:
-        raise UsageError(
-            "chunked-loss does not apply: the model has no lm_head",
-            value=type(model).__name__,
-            hint="it is for models whose last linear layer makes logits; head='name' names that layer",
-        )
+        hint = "it is for models whose last linear layer makes logits; head='name' names that layer"
+        raise UsageError("chunked-loss does not apply: the model has no lm_head", value=type(model).__name__, hint=hint)
     return next((found for found, module in modules.items() if module is head), "head"), head
 
 

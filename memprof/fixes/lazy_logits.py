@@ -28,7 +28,7 @@ _META = torch.device("meta")
 
 @dataclass
 class Policy:
-    """What the lazy logits of one model share."""
+    """The settings that the lazy logits of one model share."""
 
     rows: Rows  # how many rows of logits exist at a time
     on_materialize: Callable[[str], None]  # called when full logits are made after all, with the name of what asks
@@ -132,7 +132,7 @@ def _whole(part: Any, reason: str) -> Any:
 
 
 def _started(self: LazyLogits) -> bool:
-    """Whether the logits exist already, or their vocabulary is not last: then everything goes to them."""
+    """Return whether the logits exist already, or their vocabulary is not last: then everything goes to them."""
     return self._whole is not None or self._class_dim != -1
 
 
@@ -142,7 +142,7 @@ def _requires_grad(self: LazyLogits) -> bool:
 
 
 def _plain(func: Any) -> Callable[..., Any]:
-    """What the tensor without memory knows: its shape and dtype."""
+    """Return a handler that calls `func` on the tensor without memory, which knows its shape and dtype."""
 
     def answer(*args: Any, **kwargs: Any) -> Any:
         with torch.DisableTorchFunctionSubclass():
@@ -211,7 +211,8 @@ def _getitem(self: LazyLogits, index: Any) -> Any:
     if _started(self):
         return NotImplemented
     parts = list(index) if isinstance(index, tuple) else [index]
-    taken = [0 if p is None or p is Ellipsis else p.dim() if _is_mask(p) else 1 for p in parts]
+    masks = [isinstance(part, _Tensor) and part.dtype in (torch.bool, torch.uint8) for part in parts]
+    taken = [0 if p is None or p is Ellipsis else p.dim() if mask else 1 for p, mask in zip(parts, masks, strict=True)]
     if any(isinstance(part, list) for part in parts) or sum(part is Ellipsis for part in parts) > 1:
         return NotImplemented
     missing = self.dim() - sum(taken)
@@ -229,10 +230,6 @@ def _getitem(self: LazyLogits, index: Any) -> Any:
         return self._like(hidden=hidden)
     bias = None if self._bias is None else self._bias[begin:end]
     return self._like(hidden=hidden, weight=self._weight[begin:end], bias=bias)
-
-
-def _is_mask(part: Any) -> bool:
-    return isinstance(part, _Tensor) and part.dtype in (torch.bool, torch.uint8)
 
 
 def _cast(dtype: torch.dtype) -> Callable[..., Any]:

@@ -144,11 +144,8 @@ class MicroBatches:
             return self.loss(outputs, kwargs or args)
         found = _find_loss(outputs)
         if found is None:
-            raise UsageError(
-                "micro-batch: the model's outputs have no loss",
-                value=type(outputs).__name__,
-                hint="give the labels to the model, or loss=a function from outputs and batch to the loss",
-            )
+            hint = "give the labels to the model, or loss=a function from outputs and batch to the loss"
+            raise UsageError("micro-batch: the model's outputs have no loss", value=type(outputs).__name__, hint=hint)
         return found
 
     def _weighted(self, loss: torch.Tensor, counts: Any, part: slice) -> torch.Tensor:
@@ -173,7 +170,7 @@ class MicroBatches:
         first: torch.Tensor,
         targets: list[torch.Tensor],
     ) -> torch.Tensor | None:
-        """What the loss counts in each row, [rows]; None if the micro-batches' losses are to be added as they are."""
+        """Return what the loss counts in each row, [rows]; None if the micro-batches' losses are simply added."""
         if batch.get("num_items_in_batch") is not None:
             return None
         if labels is None or labels.is_floating_point():

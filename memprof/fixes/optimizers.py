@@ -1,4 +1,4 @@
-"""What fixes that make or change an optimizer share."""
+"""Helpers of the fixes that make or change an optimizer."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from memprof.errors import UsageError
 
 
 def adamw(parameters: list[nn.Parameter]) -> Optimizer:
-    """What is made where the user says nothing."""
+    """Return the optimizer that is made where the user names none: AdamW at a learning rate of 1e-4."""
     return torch.optim.AdamW(parameters, lr=1e-4)
 
 
 def trained_parameters(model: nn.Module, fix: str) -> list[nn.Parameter]:
-    """What an optimizer over `model` is for. Raises UsageError: nothing is trained."""
+    """Return the parameters of `model` that are trained. Raises UsageError: there are none."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not parameters:
         raise UsageError(f"{fix} does not apply: nothing is trained", value=type(model).__name__)
@@ -28,11 +28,8 @@ def trained_parameters(model: nn.Module, fix: str) -> list[nn.Parameter]:
 def refuse_gradients(parameters: Iterable[nn.Parameter], fix: str, value: object, which: str = "already") -> None:
     """Raises UsageError if one of them has a gradient; `which` says what is wrong with those."""
     if any(parameter.grad is not None for parameter in parameters):
-        raise UsageError(
-            f"{fix} does not apply: there are gradients {which}",
-            value=value,
-            hint="call model.zero_grad() first",
-        )
+        hint = "call model.zero_grad() first"
+        raise UsageError(f"{fix} does not apply: there are gradients {which}", value=value, hint=hint)
 
 
 def make_optimizer(factory: Any, parameters: list[nn.Parameter]) -> Optimizer:

@@ -50,11 +50,8 @@ class StreamedBatches:
         if isinstance(samples, str) or not (
             hasattr(samples, "__getitem__") and hasattr(samples, "__len__") and not isinstance(samples, nn.Module)
         ):
-            raise UsageError(
-                "dataset must be samples: a Dataset, a list, a tensor, or a dictionary of tensors",
-                value=type(dataset).__name__,
-                hint="an iterable without length streams already",
-            )
+            problem = "dataset must be samples: a Dataset, a list, a tensor, or a dictionary of tensors"
+            raise UsageError(problem, value=type(dataset).__name__, hint="an iterable without length streams already")
         if not len(samples):
             raise UsageError("dataset has no samples", value=type(dataset).__name__)
         self.samples = len(samples)

@@ -36,10 +36,8 @@ def install(model: nn.Module, changes: Changes, *, vocab_size: int) -> None:
     before = embedding.num_embeddings
     in_range("vocab_size", vocab_size, before - 1)
     if embedding.padding_idx is not None and embedding.padding_idx >= vocab_size:
-        raise UsageError(
-            "vocab_size leaves no room for the padding token", value=repr(vocab_size),
-            hint=f"at least {embedding.padding_idx + 1:,}",
-        )  # fmt: skip
+        hint = f"at least {embedding.padding_idx + 1:,}"
+        raise UsageError("vocab_size leaves no room for the padding token", value=repr(vocab_size), hint=hint)
     # A dictionary by identity: tied weights are one parameter, cut once.
     weights = {id(p): p for p in (embedding.weight, head.weight, head.bias) if p is not None}
     for parameter in weights.values():

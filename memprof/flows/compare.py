@@ -54,11 +54,8 @@ def open_run(path: Path) -> ComparedRun:
 def _report(path: Path) -> Report:
     document = load_json(path)
     if isinstance(document, Analysis):
-        raise UsageError(
-            "a report of memprof analyze has not all that is compared",
-            value=path,
-            hint="give the capture or the snapshot that it is of",
-        )
+        hint = "give the capture or the snapshot that it is of"
+        raise UsageError("a report of memprof analyze has not all that is compared", value=path, hint=hint)
     if isinstance(document, Comparison):
         raise UsageError("this is a comparison already", value=path, hint=f"give {_KINDS}")
     return document

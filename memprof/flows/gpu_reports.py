@@ -33,11 +33,8 @@ def document_of_gpus(trace: Trace, report: Callable[[Trace], tuple[Ledger, Repor
         return made[decides][1]
     shown = decides if gpu is None else f"cuda:{gpu}"
     if shown not in made:
-        raise UsageError(
-            "nothing was allocated on this GPU",
-            value=shown,
-            hint=f"leave out --gpu-index, or ask for {', '.join(made)}",
-        )
+        hint = f"leave out --gpu-index, or ask for {', '.join(made)}"
+        raise UsageError("nothing was allocated on this GPU", value=shown, hint=hint)
     document = made[shown][1]
     others = [(device, one) for device, (_, one) in made.items() if device != shown]
     return dataclasses.replace(

@@ -75,10 +75,8 @@ def document_of_ranks(trace: Trace, report: Callable[[Trace], Report], rank: int
     decides = min(made, key=lambda number: _order(made[number]))
     shown = decides if rank is None else rank
     if shown not in made:
-        raise UsageError(
-            "nothing was allocated on the GPU of this rank", value=f"--rank {shown}",
-            hint="leave it out, or ask for " + ", ".join(map(str, made)),
-        )  # fmt: skip
+        hint = "leave it out, or ask for " + ", ".join(map(str, made))
+        raise UsageError("nothing was allocated on the GPU of this rank", value=f"--rank {shown}", hint=hint)
     document = made[shown]
     others = [(f"rank {number}", one) for number, one in made.items() if number != shown and firsts[number] == number]
     size = document.rank.world_size if document.rank else len(traces)

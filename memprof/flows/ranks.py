@@ -35,7 +35,7 @@ _STEP_WAIT = 30.0  # seconds for which a measured rank waits for the others to h
 
 @dataclass(frozen=True, slots=True)
 class RanksRun:
-    """What the ranks of a program did together."""
+    """The result of running a program's ranks together."""
 
     trace: Trace  # of the lowest, with those of the others
     document: Report | None  # None: nothing was ever on a GPU
@@ -85,10 +85,8 @@ def run_ranks(program: Program, rule: StopRule, spec: RunSpec) -> RanksRun | Scr
         return first
     numbers = asked_ranks(ranks, first.size)
     if first.size == 1:
-        raise UsageError(
-            "the program has one process", value=f"--ranks {ranks}",
-            hint="start it with its launcher (torchrun ...), or say how many GPUs there are: --gpus 4",
-        )  # fmt: skip
+        hint = "start it with its launcher (torchrun ...), or say how many GPUs there are: --gpus 4"
+        raise UsageError("the program has one process", value=f"--ranks {ranks}", hint=hint)
     if rank is not None and rank not in numbers:
         raise UsageError("no such rank is run", value=f"--rank {rank}", hint=f"--ranks names {format_ranges(numbers)}")
     if is_measured:
@@ -108,10 +106,8 @@ def run_ranks(program: Program, rule: StopRule, spec: RunSpec) -> RanksRun | Scr
 def _check_measured(program: Program, start: ProcessStart, ranks: Sequence[int], device: str) -> None:
     """Raise UsageError if the ranks cannot be measured, all of them, on this machine."""
     if not program.has_launcher:
-        raise UsageError(
-            "ranks that a script starts itself cannot be measured", value=f"--device {device}",
-            hint="start them with torchrun, or leave out --device",
-        )  # fmt: skip
+        hint = "start them with torchrun, or leave out --device"
+        raise UsageError("ranks that a script starts itself cannot be measured", value=f"--device {device}", hint=hint)
     if start.nodes > 1 or len(ranks) < start.size:
         raise UsageError(
             "all ranks are measured, on this machine", value=f"{len(ranks)} of {start.size} on {start.nodes} machines",

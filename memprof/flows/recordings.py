@@ -82,11 +82,8 @@ def open_file(path: Path, progress: Callable[[str], None] = lambda doing: None) 
     progress("replaying")
     found = recordings(snapshot)
     if not found:
-        raise UsageError(
-            "the snapshot is empty: it has neither segments nor events",
-            value=path,
-            hint="take it while memory is allocated, after torch.cuda.memory._record_memory_history()",
-        )
+        hint = "take it while memory is allocated, after torch.cuda.memory._record_memory_history()"
+        raise UsageError("the snapshot is empty: it has neither segments nor events", value=path, hint=hint)
     for one in found:
         one.steps = find_steps(one, snapshot.annotations)
         name_stages(one, annotated(one, snapshot.annotations))

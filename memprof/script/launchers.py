@@ -24,7 +24,7 @@ from memprof.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class ProcessSelection:
-    """Of all processes of a program, the one that is run: and what there is for them."""
+    """The process that is run of all those of a program, and what it is given."""
 
     rank: int | None = None  # None: the first, or what the environment says
     gpus: int | None = None  # on each machine; None: as many as the launcher starts processes there
@@ -97,11 +97,8 @@ class _Started:
             hint = "at least one process on each machine"
             raise UsageError(f"{launcher} is to start nothing", value=f"{most} processes", hint=hint)
         if place.gpus is not None and most > place.gpus:
-            raise UsageError(
-                f"{launcher} is to start {most} processes on a machine with {place.gpus} of the GPUs",
-                value=f"--gpus {place.gpus}",
-                hint=f"--gpus {most}, or leave it out",
-            )
+            problem = f"{launcher} is to start {most} processes on a machine with {place.gpus} of the GPUs"
+            raise UsageError(problem, value=f"--gpus {place.gpus}", hint=f"--gpus {most}, or leave it out")
         if place.nodes is not None and place.nodes != len(processes):
             raise UsageError(
                 f"{launcher} is to start processes on {len(processes)} machines",
@@ -121,11 +118,8 @@ class _Started:
     def start(self, args: Any, environment: dict[str, str], *before: str) -> ProcessStart:
         """Return what it runs."""
         if args.no_python:
-            raise UsageError(
-                "the launcher is to start a command, and no Python program",
-                value=args.training_script,
-                hint="leave out --no_python, and name the script",
-            )
+            problem = "the launcher is to start a command, and no Python program"
+            raise UsageError(problem, value=args.training_script, hint="leave out --no_python, and name the script")
         arguments = (*before, *args.training_script_args)
         where = (self.rank, self.gpus, self.nodes, self.size)
         return ProcessStart(args.training_script, arguments, bool(args.module), environment, *where)

@@ -11,17 +11,7 @@ from memprof.allocator import SnapshotReplay, replay_snapshot
 from memprof.allocator.rounding import round_size
 from memprof.ledger.categories import Category
 from memprof.snapshots.origins import UNKNOWN, Origin, Part, calls_of, guess_category, origin_of
-from memprof.trace.columns import (
-    ALLOC,
-    FREE_COMPLETED,
-    FREE_REQUESTED,
-    OOM,
-    SEGMENT_ALLOC,
-    SEGMENT_FREE,
-    SEGMENT_MAP,
-    SEGMENT_UNMAP,
-    EventColumns,
-)
+from memprof.trace import columns
 from memprof.trace.snapshot import BlockState, Snapshot, SnapshotSegment, Stack
 
 NEVER = 1 << 62  # as an event: after the end of the recording
@@ -47,7 +37,7 @@ class BlockLife:
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """Where steps begin."""
+    """The events at which steps begin."""
 
     begins: tuple[int, ...]  # events, rising; the last step may be cut short
     found_by: str  # for people: how they were recognised
@@ -55,10 +45,10 @@ class Steps:
 
 @dataclass(slots=True)
 class Recording:
-    """What one device did: its recording, and all that replay and stacks tell of it, for views to read."""
+    """One device's recording, and all that replay and stacks tell of it, for views to read."""
 
     device: int
-    events: EventColumns
+    events: columns.EventColumns
     final: list[SnapshotSegment]
     replay: SnapshotReplay
     lives: list[BlockLife] = field(default_factory=list)  # in order of birth; those of the beginning first, by address
@@ -113,7 +103,7 @@ class _Walk:
         self.known: dict[int, Origin] = {}  # by identity of the stack: hashing a hundred frames for each block is dear
         self.interned: dict[Origin, Origin] = {}
         final = [segment for segment in snapshot.segments if segment.device == device]
-        events = EventColumns.of(snapshot.traces[device] if device < len(snapshot.traces) else [])
+        events = columns.EventColumns.of(snapshot.traces[device] if device < len(snapshot.traces) else [])
         self.found = Recording(device, events, final, replay, exact_origins=origins is not None)
         self.last = {
             block.address: block
@@ -146,7 +136,7 @@ class _Walk:
         for index, (action, address, size) in enumerate(
             zip(events.actions, events.addresses, events.sizes, strict=True)
         ):
-            if action == ALLOC:
+            if action == columns.ALLOC:
                 old = live.pop(address, None)
                 if old is not None:  # its end was not recorded
                     found.unmatched_events += 1
@@ -168,14 +158,14 @@ class _Walk:
                 lives.append(life)
                 requested += size
                 allocated += block_size
-            elif action == FREE_REQUESTED:
+            elif action == columns.FREE_REQUESTED:
                 held = live.get(address)
                 if held is None or held.freed != NEVER:
                     found.unmatched_events += 1
                 else:
                     held.freed = index
                     allocated -= held.size
-            elif action == FREE_COMPLETED:
+            elif action == columns.FREE_COMPLETED:
                 held = live.pop(address, None)
                 if held is None:
                     found.unmatched_events += 1
@@ -185,9 +175,9 @@ class _Walk:
                         allocated -= held.size
                     held.gone = index
                     requested -= held.requested
-            elif action in (SEGMENT_ALLOC, SEGMENT_MAP):
+            elif action in (columns.SEGMENT_ALLOC, columns.SEGMENT_MAP):
                 reserved += size
-            elif action in (SEGMENT_FREE, SEGMENT_UNMAP):
+            elif action in (columns.SEGMENT_FREE, columns.SEGMENT_UNMAP):
                 reserved -= size
             found.requested.append(requested)
             found.allocated.append(allocated)
@@ -223,7 +213,7 @@ class _Walk:
             return
         parts, ends = _parts(found.lives, len(found.events))
         _end_calls(found.lives, ends)
-        refused = found.events.places(OOM)
+        refused = found.events.places(columns.OOM)
         for life in found.lives:
             # What an out-of-memory error ended would have lived on.
             following = bisect_left(refused, life.born)

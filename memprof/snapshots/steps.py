@@ -17,7 +17,7 @@ from itertools import pairwise, takewhile
 from memprof.ledger.categories import Category
 from memprof.snapshots.origins import MODULE_CALLS, package_of
 from memprof.snapshots.recording import BEFORE, NEVER, BlockLife, Recording, Steps
-from memprof.trace.snapshot import Frame, Stack
+from memprof.trace.snapshot import Frame
 
 LEAST_STEPS = 3  # fewer cannot show that something goes on
 
@@ -77,7 +77,10 @@ def _periodic(recording: Recording) -> Steps | None:
         # Lines that build a model run once per layer, as evenly as steps.
         if life.stack and life.origin.category not in _BUILDING:
             places[id(life.stack), life.requested].append(life.born)
-    frames = {key: _python(stack) for key, stack in {id(life.stack): life.stack for life in born}.items()}
+    frames = {
+        key: [frame for frame in stack if frame.filename.endswith(".py")]
+        for key, stack in {id(life.stack): life.stack for life in born}.items()
+    }
     anchors: dict[int, list[list[int]]] = defaultdict(list)
     for (stack, _), at in places.items():
         if len(at) >= LEAST_STEPS and _is_whole(frames[stack]) and _is_regular(at):
@@ -92,10 +95,6 @@ def _periodic(recording: Recording) -> Steps | None:
         if not _share_a_module(frames[key] for key in between):
             return Steps(tuple(begins), f"the {len(lines)} lines that allocate {len(begins)} times, evenly spaced")
     return None
-
-
-def _python(stack: Stack) -> list[Frame]:
-    return [frame for frame in stack if frame.filename.endswith(".py")]
 
 
 def _is_whole(frames: list[Frame]) -> bool:

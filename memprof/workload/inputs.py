@@ -171,11 +171,8 @@ class Feeder:
             if not first.batch_first:
                 shape = (shape[1], shape[0], shape[2])
         else:
-            raise UsageError(
-                "what the model takes as input cannot be told from its first layer",
-                value=type(model).__name__,
-                hint=INPUTS_HINT,
-            )
+            problem = "what the model takes as input cannot be told from its first layer"
+            raise UsageError(problem, value=type(model).__name__, hint=INPUTS_HINT)
         self.assumptions.append(f"Input {names[0]!r}: {_parameter_dtype(model)} {shape}, from the model's first layer.")
         return lambda: {names[0]: torch.zeros(shape, dtype=_parameter_dtype(model))}
 

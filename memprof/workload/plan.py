@@ -1,4 +1,4 @@
-"""How a run is spread over several GPUs: what `--parallel` says, read and checked before anything is built.
+"""A plan to spread a run over several GPUs: what `--parallel` says, read and checked before anything is built.
 
     ddp   fsdp   fsdp:shard_grad_op   hsdp:2x4   tp=2,fsdp=4   cp=2   ulysses=2   pp=4:1f1b:microbatches=8
 
@@ -229,10 +229,8 @@ def _check_layers(plan: Plan, spec: TargetSpec, config: Mapping[str, Any] | None
     if spec.rank is not None:
         raise UsageError("one process has all GPUs", value=f"{text} --rank {spec.rank}", hint="leave out --rank")
     if plan.layers > _GPUS_OF_A_MACHINE:
-        raise UsageError(
-            f"one process has the GPUs of one machine, {_GPUS_OF_A_MACHINE} at the most", value=text,
-            hint=f"--gpus {_GPUS_OF_A_MACHINE}",
-        )  # fmt: skip
+        problem = f"one process has the GPUs of one machine, {_GPUS_OF_A_MACHINE} at the most"
+        raise UsageError(problem, value=text, hint=f"--gpus {_GPUS_OF_A_MACHINE}")
 
 
 def _check_attention(plan: Plan, spec: TargetSpec, text: str) -> None:

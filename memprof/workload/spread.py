@@ -92,11 +92,8 @@ class Spread:
         if plan.replicate > 1:
             # Two directions of the mesh: replicas, and shards among them.
             if plan.sequence > 1:
-                raise UsageError(
-                    "replicas of shards beside context parallelism are not here yet",
-                    value=f"--parallel {self._spec.parallel}",
-                    hint="fsdp in the place of hsdp",
-                )
+                problem = "replicas of shards beside context parallelism are not here yet"
+                raise UsageError(problem, value=f"--parallel {self._spec.parallel}", hint="fsdp in the place of hsdp")
             inner = self._mesh["replicate", "shard"]
         if self._spec.amp is not None:
             dtype = getattr(torch, self._spec.amp)

@@ -28,11 +28,8 @@ class Stage(nn.Module):
         super().__init__()
         core: Any = getattr(model, model.base_model_prefix, None)
         if not isinstance(getattr(core, "layers", None), nn.ModuleList) or not hasattr(core, "embed_tokens"):
-            raise UsageError(
-                "transformers does not say how this architecture is cut into stages",
-                value=type(model).__name__,
-                hint="--parallel fsdp",
-            )
+            problem = "transformers does not say how this architecture is cut into stages"
+            raise UsageError(problem, value=type(model).__name__, hint="--parallel fsdp")
         each, more = divmod(len(core.layers), count)
         first = index * each + min(index, more)
         last = first + each + (index < more)

@@ -1,4 +1,4 @@
-"""What is asked of the table: fixes by name, by place, by what they help against, and those in force."""
+"""Look-ups in the table: fixes by name, by place, by what they help against, and those in force."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from memprof.spec import Mode, TargetSpec
 
 
 def ladder(gpus: int = 1) -> list[str]:
-    """What a ladder tries: of the fixes against one and the same bottleneck the first is taken first.
+    """Return the fixes that a ladder tries: of those against the same bottleneck the first is taken first.
 
     Over several GPUs that is also how the run is spread.
     """
@@ -21,7 +21,7 @@ def ladder(gpus: int = 1) -> list[str]:
 
 
 def script_fix_names() -> list[str]:
-    """Those that can be switched on in a program that knows nothing of them, the cheaper ones first."""
+    """Return the fixes that can be switched on in a program that knows nothing of them, the cheaper ones first."""
     return _by_place((fix.outside, fix) for fix in FIXES.values())
 
 
@@ -32,13 +32,12 @@ def tiers() -> list[tuple[str, list[str]]]:
 
 
 def find_helpful(problem: str) -> list[Fix]:
-    """What is recommended against a category of memory, a finding, or a case of the doctor; best first."""
+    """Return the fixes recommended against a category of memory, a finding, or a case of the doctor; best first."""
     return sorted((fix for fix in FIXES.values() if problem in fix.helps), key=lambda fix: fix.helps[problem])
 
 
-EXPANDABLE_SEGMENTS: Final = find_helpful("fragmentation")[
-    0
-].alloc_conf  # the allocator's setting against fragmentation
+# The allocator's setting against fragmentation.
+EXPANDABLE_SEGMENTS: Final = find_helpful("fragmentation")[0].alloc_conf
 
 
 def _by_place(places: Iterable[tuple[int | None, Fix]]) -> list[str]:
@@ -83,10 +82,8 @@ def find_fixes(names: str | Sequence[str], among: Mapping[str, Fix] = FIXES) -> 
     seen: set[str] = set()
     for name in names:
         if name in SPREADS and name not in among:
-            raise UsageError(
-                "how a run is spread over GPUs is no fix of a script or a module", value=name,
-                hint="memprof profile --gpus 2 --fix takes it; of a script it is its own code",
-            )  # fmt: skip
+            hint = "memprof profile --gpus 2 --fix takes it; of a script it is its own code"
+            raise UsageError("how a run is spread over GPUs is no fix of a script or a module", value=name, hint=hint)
         if name not in among:
             raise unknown_name("fix", name, among)
         if name in seen:

@@ -24,11 +24,8 @@ def read_entries(folder: Traversable) -> Iterator[Fix]:
     Raises MemprofError: the folder has no such files."""
     files = sorted((file for file in folder.iterdir() if file.name.endswith(".py")), key=lambda file: file.name)
     if not files:
-        raise MemprofError(
-            "memprof is installed without its source files, in which the fixes are described",
-            value=folder,
-            hint="install it with them: compiled files alone are not enough",
-        )
+        problem = "memprof is installed without its source files, in which the fixes are described"
+        raise MemprofError(problem, value=folder, hint="install it with them: compiled files alone are not enough")
     for file in files:
         for entry, function in _marked(file.read_text(encoding="utf-8")):
             found = eval(compile(entry, str(file), "eval"), dict(vars(names)))

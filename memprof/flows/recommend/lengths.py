@@ -143,11 +143,8 @@ def _parquet(path: Path, column: str | None, read: _Read) -> str:
     try:
         file = pyarrow.parquet.ParquetFile(path)
     except (OSError, ValueError) as error:
-        raise UsageError(
-            "cannot read the file",
-            value=f"{path} ({str(error).splitlines()[0]})",
-            hint="give lines, JSON lines or Parquet",
-        ) from None
+        hint = "give lines, JSON lines or Parquet"
+        raise UsageError("cannot read the file", value=f"{path} ({str(error).splitlines()[0]})", hint=hint) from None
     names = list(file.schema_arrow.names)
     if column is None:
         column = _choose(names, str(path))

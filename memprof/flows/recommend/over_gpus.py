@@ -149,19 +149,15 @@ def recommend_over_gpus(spec: TargetSpec, question: Question, progress: Callable
     Raises UsageError: the goal is not spread over GPUs, or no plan divides the batch; MemprofError: no way applies to
     it."""
     if question.goal is Goal.QLORA:
-        raise UsageError(
-            "quantized weights are not spread over GPUs here", value=f"--gpus {spec.gpus} --quantize nf4",
-            hint="leave out --quantize, or --gpus",
-        )  # fmt: skip
+        problem = "quantized weights are not spread over GPUs here"
+        raise UsageError(problem, value=f"--gpus {spec.gpus} --quantize nf4", hint="leave out --quantize, or --gpus")
     spec = with_context(spec)
     search = OverGpus(spec, question, progress)
     runs = search.runs
     runs.warm(spec.edit(parallel="fsdp"))
     if not any(search.ways(tier, search.gpus) for tier in search.tiers):
-        raise UsageError(
-            f"no plan over {search.gpus} GPUs divides the sequences of a step", value=search.batch,
-            hint=f"--effective-batch {search.gpus}",
-        )  # fmt: skip
+        problem = f"no plan over {search.gpus} GPUs divides the sequences of a step"
+        raise UsageError(problem, value=search.batch, hint=f"--effective-batch {search.gpus}")
     found = search.search()
     if not search.tried and runs.refusal is not None:
         raise runs.refusal

@@ -1,4 +1,4 @@
-"""How inference is spread over several GPUs (`memprof recommend --gpus N --mode inference`): matrices shared by a rank
+"""Inference spread over several GPUs (`memprof recommend --gpus N --mode inference`): matrices shared by a rank
 on each (tensor parallelism), or layers on each GPU of one process (`device_map`). Each way is run.
 """
 
@@ -35,10 +35,8 @@ class Serving:
             self.base = self.base.edit(new_tokens=None)  # it does not decode: its forward alone
         kinds = [tier for tier in tiers(Goal.INFER, gpu, question.precision, question.half) if tier.precision in _WHOLE]
         if not kinds:
-            raise UsageError(
-                "quantized weights are not spread over GPUs here", value=f"--quantize {question.precision}",
-                hint="leave out --quantize, or --gpus",
-            )  # fmt: skip
+            problem = "quantized weights are not spread over GPUs here"
+            raise UsageError(problem, value=f"--quantize {question.precision}", hint="leave out --quantize, or --gpus")
         self.kind = kinds[0]
         self.batch = question.batch
 

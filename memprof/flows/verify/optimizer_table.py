@@ -87,10 +87,8 @@ def _run(
         try:
             optimizer.step()
         except (RuntimeError, NotImplementedError, AttributeError, ImportError, AssertionError) as error:
-            raise UsageError(
-                f"{type(optimizer).__module__.partition('.')[0]} has no kernel for the CPU here",
-                value=(str(error).splitlines() or [type(error).__name__])[0],
-            ) from None
+            problem = f"{type(optimizer).__module__.partition('.')[0]} has no kernel for the CPU here"
+            raise UsageError(problem, value=(str(error).splitlines() or [type(error).__name__])[0]) from None
         optimizer.zero_grad()
     with torch.no_grad():
         loss = float(model(**batches(specimen, "plain", STEPS)[0])[0])

@@ -159,10 +159,8 @@ def find_specimen(name: str, notes: list[str], trust_remote_code: bool = False) 
     spec = TargetSpec(model=name, dtype="float32", attention="eager", trust_remote_code=trust_remote_code)
     source = find_source(spec)
     if source.task != "causal-lm" or source.vocab_size is None:
-        raise UsageError(
-            "memprof verify needs a causal language model", value=f"{name}: {source.task}",
-            hint="small ones are there by name: " + ", ".join(SPECIMENS),
-        )  # fmt: skip
+        hint = "small ones are there by name: " + ", ".join(SPECIMENS)
+        raise UsageError("memprof verify needs a causal language model", value=f"{name}: {source.task}", hint=hint)
     notes += source.notes
     limit = source.max_positions or 1024
     build = functools.partial(_for_training, source.build)

@@ -189,10 +189,8 @@ def reckon(params: str | None, counted: CorpusCount, caps: Sequence[Cap], spec: 
     """
     optimizer, batch_size = spec.optimizer, spec.batch_size
     if optimizer not in STATES:
-        raise UsageError(
-            f"the state of {optimizer} is no fixed number for each parameter", value=f"--optimizer {optimizer}",
-            hint="name a model: --model has it simulated",
-        )  # fmt: skip
+        problem = f"the state of {optimizer} is no fixed number for each parameter"
+        raise UsageError(problem, value=f"--optimizer {optimizer}", hint="name a model: --model has it simulated")
     dtype = spec.dtype or "bfloat16"
     context = spec.context_length or DEFAULT_CONTEXT
     columns = size = others = 0

@@ -9,20 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from memprof.allocator import AllocatorConfig
 from memprof.allocator.pools import pool_name
 from memprof.errors import UsageError
-from memprof.report.documents.analysis import (
-    SCHEMA,
-    Amounts,
-    Analysis,
-    BlockRow,
-    DeviceReport,
-    FragmentationRow,
-    LiveMoment,
-    MissingFrames,
-    PinnedSegment,
-    ReplayRow,
-    StepsRow,
-    TimelineRow,
-)
+from memprof.report.documents import analysis
 from memprof.snapshots.occupancy import BY, SegmentUse, fragmentation, group
 from memprof.snapshots.origins import NO_FRAMES
 from memprof.snapshots.out_of_memory import find_out_of_memory_events
@@ -40,7 +27,7 @@ MAX_PINS = 5  # Blocks named per nearly empty segment.
 
 @dataclass(frozen=True, slots=True)
 class AnalysisRequest:
-    """What the user wants to see."""
+    """The moment and the rows that the user asks for."""
 
     at: str = "peak"  # peak, end, oom or the number of an event.
     by: str = "frame"
@@ -59,16 +46,18 @@ class RecordingOrigin:
     assumptions: tuple[str, ...] = ()
 
 
-def build_analysis(recordings: Sequence[Recording], origin: RecordingOrigin, question: AnalysisRequest) -> Analysis:
+def build_analysis(
+    recordings: Sequence[Recording], origin: RecordingOrigin, question: AnalysisRequest
+) -> analysis.Analysis:
     """Return the document on `recordings`. Raises UsageError: the moment that was requested is not in them."""
     devices = tuple(_device(one, question) for one in recordings)
-    return Analysis(
-        schema=SCHEMA,
+    return analysis.Analysis(
+        schema=analysis.SCHEMA,
         memprof_version=__version__,
         command="analyze",
         **{known.name: getattr(origin, known.name) for known in fields(origin)},
         devices=devices,
-        replay=ReplayRow(
+        replay=analysis.ReplayRow(
             allocations=sum(device.replay.allocations for device in devices),
             identical_addresses=sum(device.replay.identical_addresses for device in devices),
             final_layout_identical=all(device.replay.final_layout_identical for device in devices),
@@ -77,12 +66,12 @@ def build_analysis(recordings: Sequence[Recording], origin: RecordingOrigin, que
     )
 
 
-def _device(recording: Recording, question: AnalysisRequest) -> DeviceReport:
+def _device(recording: Recording, question: AnalysisRequest) -> analysis.DeviceReport:
     steps = recording.steps
     peak = recording.peak()[1]
     peak_reserved, reserved_event = recording.peak("reserved")
     replay = recording.replay
-    return DeviceReport(
+    return analysis.DeviceReport(
         device=recording.device,
         events=len(recording.events),
         allocations=replay.allocations,
@@ -98,17 +87,17 @@ def _device(recording: Recording, question: AnalysisRequest) -> DeviceReport:
         fragmentation_at_peak=_fragmentation(recording, peak, question.top),
         fragmentation_at_end=_fragmentation(recording, recording.end, question.top),
         ooms=tuple(find_out_of_memory_events(recording)),
-        steps=None if steps is None else StepsRow(len(steps.begins), steps.found_by, steps.begins),
+        steps=None if steps is None else analysis.StepsRow(len(steps.begins), steps.found_by, steps.begins),
         leaks=() if steps is None else tuple(find_leaks(recording, steps)),
         missing_frames=_missing(recording, peak),
-        replay=ReplayRow(**{row.name: getattr(replay, row.name) for row in fields(ReplayRow)}),
+        replay=analysis.ReplayRow(**{row.name: getattr(replay, row.name) for row in fields(analysis.ReplayRow)}),
         what_if=None if question.what_if is None else what_if(recording, question.what_if),
     )
 
 
-def _amounts(recording: Recording, event: int) -> Amounts:
+def _amounts(recording: Recording, event: int) -> analysis.Amounts:
     stage = next((name for name, begin, end in reversed(recording.stages) if begin <= event < end), None)
-    return Amounts(event, *recording.at(event), stage)
+    return analysis.Amounts(event, *recording.at(event), stage)
 
 
 def moment_of(recording: Recording, at: str) -> tuple[str, int]:
@@ -134,12 +123,12 @@ def moment_of(recording: Recording, at: str) -> tuple[str, int]:
     return "event", event
 
 
-def _moment(recording: Recording, question: AnalysisRequest) -> LiveMoment:
+def _moment(recording: Recording, question: AnalysisRequest) -> analysis.LiveMoment:
     assert question.by in BY
     what, event = moment_of(recording, question.at)
     alive = recording.alive(event)
     groups = group(alive, question.by)
-    return LiveMoment(
+    return analysis.LiveMoment(
         what=what,
         amounts=_amounts(recording, event),
         pending_bytes=sum(life.size for life in alive if life.freed <= event),
@@ -151,7 +140,7 @@ def _moment(recording: Recording, question: AnalysisRequest) -> LiveMoment:
     )
 
 
-def _largest(lives: Sequence[BlockLife], most: int) -> tuple[BlockRow, ...]:
+def _largest(lives: Sequence[BlockLife], most: int) -> tuple[analysis.BlockRow, ...]:
     alike = Counter(_kind(life) for life in lives)
     largest = sorted(lives, key=lambda life: (-life.size, life.born, life.address))
     return tuple(_block(life, alike[_kind(life)]) for life in largest[:most])
@@ -161,9 +150,9 @@ def _kind(life: BlockLife) -> tuple[object, ...]:
     return life.size, life.origin.source, life.origin.op, life.category
 
 
-def _block(life: BlockLife, alike: int) -> BlockRow:
+def _block(life: BlockLife, alike: int) -> analysis.BlockRow:
     lines = [f"{frame.filename}:{frame.line} {frame.name}" for frame in life.stack if frame.filename.endswith(".py")]
-    return BlockRow(
+    return analysis.BlockRow(
         address=life.address,
         allocated_bytes=life.size,
         requested_bytes=life.requested,
@@ -178,14 +167,14 @@ def _block(life: BlockLife, alike: int) -> BlockRow:
     )
 
 
-def _fragmentation(recording: Recording, event: int, top: int) -> FragmentationRow:
+def _fragmentation(recording: Recording, event: int, top: int) -> analysis.FragmentationRow:
     found, segments = fragmentation(recording, event)
     nearly_empty = [_pinned(segment) for segment in segments if segment.is_nearly_empty]
-    return FragmentationRow(**asdict(found), nearly_empty=tuple(nearly_empty[:top]))
+    return analysis.FragmentationRow(**asdict(found), nearly_empty=tuple(nearly_empty[:top]))
 
 
-def _pinned(segment: SegmentUse) -> PinnedSegment:
-    return PinnedSegment(
+def _pinned(segment: SegmentUse) -> analysis.PinnedSegment:
+    return analysis.PinnedSegment(
         address=segment.address,
         size_bytes=segment.size,
         used_bytes=segment.used,
@@ -197,13 +186,13 @@ def _pinned(segment: SegmentUse) -> PinnedSegment:
     )
 
 
-def _timeline(recording: Recording) -> TimelineRow:
+def _timeline(recording: Recording) -> analysis.TimelineRow:
     count = len(recording.events)
     columns = min(TIMELINE_COLUMNS, count)
     begins = [count * column // columns for column in range(columns)]
     ends = [*begins[1:], count][:columns]
     times = [time for time in recording.events.times if time > 0]
-    return TimelineRow(
+    return analysis.TimelineRow(
         events=tuple(begins),
         allocated_bytes=tuple(max(recording.allocated[a:b]) for a, b in zip(begins, ends, strict=True)),
         reserved_bytes=tuple(max(recording.reserved[a:b]) for a, b in zip(begins, ends, strict=True)),
@@ -211,10 +200,10 @@ def _timeline(recording: Recording) -> TimelineRow:
     )
 
 
-def _missing(recording: Recording, peak: int) -> MissingFrames:
+def _missing(recording: Recording, peak: int) -> analysis.MissingFrames:
     """Return blocks live at the peak without a stack, and what in the file explains them."""
     if recording.exact_origins:
-        return MissingFrames(0, 0, ())
+        return analysis.MissingFrames(0, 0, ())
     without = [life for life in recording.alive(peak) if life.origin.source == NO_FRAMES]
     old = [life for life in without if life.born == BEFORE]
     reasons, events = [], recording.events
@@ -238,4 +227,4 @@ def _missing(recording: Recording, peak: int) -> MissingFrames:
         reasons.append(
             f"{recording.unmatched_events:,} events do not fit to what went before: parts of the trace are lost"
         )
-    return MissingFrames(len(without), sum(life.size for life in without), tuple(reasons))
+    return analysis.MissingFrames(len(without), sum(life.size for life in without), tuple(reasons))

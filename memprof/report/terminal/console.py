@@ -16,16 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from memprof.errors import printable
-from memprof.report.terminal.layout import (
-    COLOURLESS,
-    NARROWEST,
-    WIDEST,
-    WIDTH,
-    aligned,
-    dropped_columns_note,
-    output_width,
-    wrapped,
-)
+from memprof.report.terminal import layout
 
 
 class _Console(Console):
@@ -33,11 +24,11 @@ class _Console(Console):
 
     def __init__(self, **options: Any) -> None:
         # In a notebook rich would show everything at once, and leave the stream that it was given empty.
-        if COLOURLESS.get() and not options.get("record"):
+        if layout.COLOURLESS.get() and not options.get("record"):
             options["no_color"] = True
         super().__init__(highlight=False, markup=False, emoji=False, force_jupyter=False, **options)
         if "width" not in options and self._width is not None:  # what COLUMNS says, which may be anything
-            self._width = min(max(self._width, NARROWEST), WIDEST)
+            self._width = min(max(self._width, layout.NARROWEST), layout.WIDEST)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):
@@ -50,7 +41,7 @@ def terminal(stream: TextIO | None = None) -> Console:
     return _Console(file=stream)
 
 
-def text_of(view: RenderableType, width: int = WIDTH) -> str:
+def text_of(view: RenderableType, width: int = layout.WIDTH) -> str:
     """Return `view` without colour, `width` columns wide, no blanks at the ends of lines."""
     file = io.StringIO()
     # Plain whatever FORCE_COLOR says: that is about the terminal.
@@ -59,7 +50,7 @@ def text_of(view: RenderableType, width: int = WIDTH) -> str:
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines()) + "\n"
 
 
-def html_of(view: RenderableType, width: int = WIDTH) -> str:
+def html_of(view: RenderableType, width: int = layout.WIDTH) -> str:
     """Return `view` in colour as an element of HTML, `width` columns wide; its words are escaped."""
     console = _Console(file=io.StringIO(), width=width, record=True, force_terminal=True, legacy_windows=False)
     console.print(view)
@@ -75,7 +66,7 @@ def show(view: RenderableType) -> None:
     if console.is_terminal:
         console.print(view)
     else:
-        console.file.write(text_of(view, output_width()).lstrip("\n"))
+        console.file.write(text_of(view, layout.output_width()).lstrip("\n"))
 
 
 def ansi(line: Text, columns: int) -> str:
@@ -116,14 +107,14 @@ class _Fitted(Table):
         gone: list[str] = []
         yield from Table.__rich_console__(self._fitted(console, options, gone), console, options)
         if any(name.strip() for name in gone):
-            yield dim(dropped_columns_note(gone))
+            yield dim(layout.dropped_columns_note(gone))
 
     def _fitted(self, console: Console, options: ConsoleOptions, gone: list[str]) -> Table:
         """Return the table with widths; `gone` gets the headers that were left out."""
         made, left = copy.copy(self), [name for name in self.drop if name in {c.header for c in self.columns}]
         while True:
             room = options.max_width - made._extra_width
-            wide = options.update_width(WIDEST)
+            wide = options.update_width(layout.WIDEST)
             most = [made._measure_column(console, wide, column) for column in made.columns]
             # Running text may take several lines. A name should not; it does where all else is gone.
             needed = [
@@ -152,7 +143,9 @@ def _grown(needed: list[int], most: list[int], room: int) -> list[int]:
         growing = [place for place, (w, m) in enumerate(zip(widths, most, strict=True)) if w < m]
         place = min(growing, key=lambda one: widths[one])
         others = [widths[one] for one in growing if widths[one] > widths[place]]
-        widths[place] += min(spare, most[place] - widths[place], max(min(others, default=WIDEST) - widths[place], 1))
+        widths[place] += min(
+            spare, most[place] - widths[place], max(min(others, default=layout.WIDEST) - widths[place], 1)
+        )
     return widths
 
 
@@ -186,7 +179,7 @@ class Aligned:
     drop: Sequence[str] = ()
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        lines, gone = aligned(self.headers, self.rows, options.max_width, self.drop)
+        lines, gone = layout.aligned(self.headers, self.rows, options.max_width, self.drop)
         for number, line in enumerate(map(Text, lines)):
             if number:
                 line.highlight_words([" fits"], style="bold green")
@@ -196,7 +189,7 @@ class Aligned:
             yield line
             yield from self.below[number - 1] if number and self.below else ()
         if gone:
-            yield dim(dropped_columns_note(gone))
+            yield dim(layout.dropped_columns_note(gone))
 
 
 @dataclass(frozen=True)
@@ -206,7 +199,7 @@ class ShellCommand:
     line: str
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        pieces = wrapped(self.line, options.max_width - 2, deeper="  ")
+        pieces = layout.wrapped(self.line, options.max_width - 2, deeper="  ")
         yield Text(" \\\n".join(pieces), no_wrap=True, overflow="ignore")
 
 

@@ -10,15 +10,7 @@ from rich.text import Text
 
 from memprof.errors import printable
 from memprof.ledger.bridge import NCCL_GROUP_BYTES
-from memprof.report.documents.recommendation import (
-    ChosenOverBatches,
-    Configuration,
-    Largest,
-    LargestFit,
-    LengthRisk,
-    LengthRow,
-    Recommendation,
-)
+from memprof.report.documents import recommendation
 from memprof.report.terminal.console import Aligned, ShellCommand, dim, heading, indented, section, show
 from memprof.units import format_bytes, format_count, gib
 
@@ -27,7 +19,7 @@ _SHOWN = 10  # Rows of the table that are shown without --explain.
 _ONE_PROCESS = "device-map"  # A plan without groups of processes (workload/plan.py).
 
 
-def print_recommendation(answer: Recommendation, *, explain: bool = False, quiet: bool = False) -> None:
+def print_recommendation(answer: recommendation.Recommendation, *, explain: bool = False, quiet: bool = False) -> None:
     """Write the answer to stdout, in colour if it is a terminal; `quiet`: what to use alone."""
     if quiet:
         show((_largest if answer.largest else _configuration)(answer, explain=False)[0])
@@ -37,7 +29,7 @@ def print_recommendation(answer: Recommendation, *, explain: bool = False, quiet
     sys.stdout.write(printable(_scripts(answer)))
 
 
-def _scripts(answer: Recommendation) -> str:
+def _scripts(answer: recommendation.Recommendation) -> str:
     return "".join(
         f"{_TITLES[name]} (memprof recommend ... --snippet {name})\n"
         + (f"for: {answer.written_for[name]}\n" if name in answer.written_for else "")
@@ -59,7 +51,7 @@ _TITLES = {
 }
 
 
-def view(answer: Recommendation, *, explain: bool = False) -> RenderableType:
+def view(answer: recommendation.Recommendation, *, explain: bool = False) -> RenderableType:
     """Return everything but the scripts."""
     note = [dim(f"The GPU: {answer.gpu_note}.")] if answer.gpu_note else []
     parts: list[RenderableType] = [render_heading(answer), *note, Text("")]
@@ -72,7 +64,7 @@ def view(answer: Recommendation, *, explain: bool = False) -> RenderableType:
     return Group(*parts)
 
 
-def verdict_lines(answer: Recommendation) -> list[str]:
+def verdict_lines(answer: recommendation.Recommendation) -> list[str]:
     """Return what to use, or that nothing fits."""
     if answer.largest:
         fitting = [row for row in answer.largest if row.model is not None]
@@ -84,7 +76,7 @@ def verdict_lines(answer: Recommendation) -> list[str]:
     return [use, _need(answer, answer.chosen), *_limits(answer.chosen, answer)]
 
 
-def render_heading(answer: Recommendation) -> Text:
+def render_heading(answer: recommendation.Recommendation) -> Text:
     """Return what was asked."""
     device = answer.device
     gpu = f"{device.name} ({gib(device.total_bytes or 0)} GiB)"
@@ -104,7 +96,7 @@ def render_heading(answer: Recommendation) -> Text:
 # -- a configuration --------------------------------------------------------------------------------------------------
 
 
-def _configuration(answer: Recommendation, *, explain: bool) -> list[RenderableType]:
+def _configuration(answer: recommendation.Recommendation, *, explain: bool) -> list[RenderableType]:
     parts: list[RenderableType] = []
     chosen = answer.chosen
     if chosen is not None:
@@ -127,7 +119,7 @@ def _configuration(answer: Recommendation, *, explain: bool) -> list[RenderableT
     return parts
 
 
-def _batches(chosen: Configuration, answer: Recommendation) -> str:
+def _batches(chosen: recommendation.Configuration, answer: recommendation.Recommendation) -> str:
     if answer.goal == "infer":
         return f"{chosen.micro_batch} at a time"
     if chosen.accumulation == 1:
@@ -135,7 +127,7 @@ def _batches(chosen: Configuration, answer: Recommendation) -> str:
     return f"micro-batch {chosen.micro_batch}, gradients of {chosen.accumulation} accumulated"
 
 
-def _need(answer: Recommendation, chosen: Configuration) -> str:
+def _need(answer: recommendation.Recommendation, chosen: recommendation.Configuration) -> str:
     need = f"needs {gib(chosen.needed_bytes)} GiB"
     left = f"{need} of the GPU: {gib(chosen.headroom_bytes)} GiB are left"
     only_just = (
@@ -151,7 +143,7 @@ def _need(answer: Recommendation, chosen: Configuration) -> str:
     return f"{said}{beside} {least} to {most} a group where others measured it"
 
 
-def _limits(chosen: Configuration, answer: Recommendation) -> Iterator[str]:
+def _limits(chosen: recommendation.Configuration, answer: recommendation.Recommendation) -> Iterator[str]:
     if chosen.host_bytes > 0.1 * chosen.needed_bytes:
         each = " of each process" if answer.gpus > 1 else ""
         yield f"{gib(chosen.host_bytes)} GiB in host memory at the most{each}"
@@ -164,11 +156,11 @@ def _limits(chosen: Configuration, answer: Recommendation) -> Iterator[str]:
         yield f"the longest context that fits: {_context(answer.context, answer.max_positions)}"
 
 
-def _batch_word(answer: Recommendation) -> str:
+def _batch_word(answer: recommendation.Recommendation) -> str:
     return "batch" if answer.goal == "infer" else "micro-batch"
 
 
-def _bound(bound: LargestFit) -> str:
+def _bound(bound: recommendation.LargestFit) -> str:
     if bound.largest is None:
         return "none"
     if bound.first_too_large is None:
@@ -176,7 +168,7 @@ def _bound(bound: LargestFit) -> str:
     return f"{bound.largest:,} ({bound.first_too_large:,} does not)"
 
 
-def _context(bound: LargestFit, made_for: int | None) -> str:
+def _context(bound: recommendation.LargestFit, made_for: int | None) -> str:
     if made_for is None or bound.largest is None:
         return _bound(bound)
     if bound.largest > made_for:
@@ -184,7 +176,7 @@ def _context(bound: LargestFit, made_for: int | None) -> str:
     return f"{bound.largest:,}, all that the model allows" if bound.first_too_large is None else _bound(bound)
 
 
-def _choices(answer: Recommendation, *, explain: bool) -> list[RenderableType]:
+def _choices(answer: recommendation.Recommendation, *, explain: bool) -> list[RenderableType]:
     rows = list(answer.choices)
     if not explain:
         front = [row for row in rows if row.pareto or row is rows[0]]
@@ -217,11 +209,11 @@ def _choices(answer: Recommendation, *, explain: bool) -> list[RenderableType]:
     ]
 
 
-def _not_run(answer: Recommendation) -> list[Text]:
+def _not_run(answer: recommendation.Recommendation) -> list[Text]:
     return [Text(f"Could not be run: {name}: {why}") for name, why in answer.not_applied.items()]
 
 
-def _verdict(row: Configuration) -> str:
+def _verdict(row: recommendation.Configuration) -> str:
     if row.fits:
         return "fits" if row.headroom_bytes >= 0 else "retries"
     return "host" if row.oom_stage == "host memory" else "OOM"
@@ -238,7 +230,7 @@ def _seconds(seconds: float | None) -> str:
 # -- a GPU alone -----------------------------------------------------------------------------------------------------
 
 
-def _largest(answer: Recommendation, *, explain: bool) -> list[RenderableType]:
+def _largest(answer: recommendation.Recommendation, *, explain: bool) -> list[RenderableType]:
     headers = ("use", "largest model", ">parameters", ">needs", ">context", ">next larger", ">needs")
     legend = (
         f"GiB at {answer.context_length:,} tokens, one sequence at a time. Context: the longest that fits with this "
@@ -255,7 +247,7 @@ def _largest(answer: Recommendation, *, explain: bool) -> list[RenderableType]:
     ]
 
 
-def _largest_cells(row: Largest) -> tuple[str, ...]:
+def _largest_cells(row: recommendation.Largest) -> tuple[str, ...]:
     after = row.next_model or "-", "more" if row.next_needed_bytes is None else gib(row.next_needed_bytes)
     if row.model is None:
         return row.task, "none", "-", "-", "-", *after
@@ -266,7 +258,7 @@ def _largest_cells(row: Largest) -> tuple[str, ...]:
 # -- the lengths of a data set ----------------------------------------------------------------------------------------
 
 
-def _lengths(lengths: LengthRisk) -> list[RenderableType]:
+def _lengths(lengths: recommendation.LengthRisk) -> list[RenderableType]:
     packed = f"{lengths.packed_rows:,} rows of {lengths.context_length:,}"
     lines = [
         Text(f"{lengths.file}: {lengths.count:,} sequences of {lengths.shortest:,} to {lengths.longest:,} tokens"),
@@ -295,7 +287,7 @@ def _lengths(lengths: LengthRisk) -> list[RenderableType]:
     ]
 
 
-def _stream(stream: ChosenOverBatches) -> RenderableType:
+def _stream(stream: recommendation.ChosenOverBatches) -> RenderableType:
     verdict = "fits all of them" if stream.fits else f"runs out of memory in {stream.oom_stage}"
     if stream.alloc_conf:
         verdict += f", with {stream.alloc_conf}"
@@ -304,7 +296,7 @@ def _stream(stream: ChosenOverBatches) -> RenderableType:
     return section(f"Over {stream.batches:,} batches of these lengths, it {verdict}", made, below=1)
 
 
-def _length_cells(row: LengthRow) -> tuple[str, ...]:
+def _length_cells(row: recommendation.LengthRow) -> tuple[str, ...]:
     longest = "none" if row.longest_fitting is None else f"{row.longest_fitting:,}"
     odds = (_odds(row.batch_odds), _odds(row.epoch_odds))
     steps = (row.first_step_median, row.first_step_90, row.step_sorted_ascending, row.step_sorted_descending)

@@ -41,10 +41,8 @@ def check(spec: TargetSpec, name: str, task: str, config: Mapping[str, Any]) -> 
     if config.get("attn_logit_softcapping") is not None:
         raise UsageError(f"--attention {kind} caps no scores", value=f"attn_logit_softcapping of {name}")
     if kind.startswith("nsa") and (spec.quantize is not None or "quantization_config" in config):
-        raise UsageError(
-            "native sparse attention has projections of its own, which no quantized checkpoint has", value=name,
-            hint="leave out --quantize",
-        )  # fmt: skip
+        problem = "native sparse attention has projections of its own, which no quantized checkpoint has"
+        raise UsageError(problem, value=name, hint="leave out --quantize")
     return [_ABOUT[kind]]
 
 

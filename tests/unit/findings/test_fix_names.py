@@ -21,7 +21,7 @@ def problems(package) -> set[str]:
     for file in Path(package.__file__).parent.glob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Call):
-                name = node.func.id if isinstance(node.func, ast.Name) else ast.unparse(node.func)
+                name = ast.unparse(node.func).removeprefix("evidence.")
                 if name in (*ASK, "problems.append"):
                     inside = [part for argument in node.args for part in ast.walk(argument)]
                     found |= {part.value for part in inside if isinstance(part, ast.Constant) and part.value}
