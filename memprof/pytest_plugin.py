@@ -29,7 +29,7 @@ DEFAULT_GPU = "h100-80gb"
 
 
 class _Gpu(NamedTuple):
-    """What a test runs on."""
+    """The GPU that a test runs on."""
 
     gpu: ProfiledGpu
     limit_bytes: int | None

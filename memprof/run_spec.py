@@ -1,4 +1,4 @@
-"""How a script is run: one frozen description, as `TargetSpec` is of a model that memprof builds.
+"""The description of a script's run: one frozen value, as `TargetSpec` is of a model that memprof builds.
 
 Everything that decides what a run shows is a field: whoever runs the script again, or prints the command that does,
 takes the whole object, so that no option is lost on the way. To add an option of `memprof run`, add a field.

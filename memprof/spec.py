@@ -1,4 +1,4 @@
-"""What to profile: one frozen, validated description of model, workload and GPU; everything else follows from it.
+"""The target of a profile: one frozen, validated description of model, workload and GPU; the rest follows from it.
 
 A field made by `option` is an option of the command line too: cli/options.py makes it from what stands here, and
 `check_options` reads the same. To add an option, add a field.
@@ -70,7 +70,7 @@ def parse_dtype(text: str) -> str:
 
 
 class Mode(StrEnum):
-    """What is done with the model."""
+    """The use of the model."""
 
     TRAIN = "train"
     INFERENCE = "inference"
@@ -78,7 +78,7 @@ class Mode(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """What the command line says of a field, and what values it may have."""
+    """A field as an option of the command line, and the values it may have."""
 
     panel: str  # the heading in --help; empty: it is not shown
     help: str  # the choices take the place of {choices}
@@ -127,7 +127,7 @@ def check_options(asked: Any) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetSpec:
-    """What to profile. Sizes are counts of tokens, sequences and steps; memory is in bytes.
+    """The target of a profile. Sizes are counts of tokens, sequences and steps; memory is in bytes.
 
     Raises:
         UsageError: a value is unknown or out of range; the message names the flag.

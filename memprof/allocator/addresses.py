@@ -1,4 +1,4 @@
-"""Where cudaMalloc's memory lies: the order of addresses decides which of two free blocks of equal size is used."""
+"""Addresses of cudaMalloc's memory: their order decides which of two free blocks of equal size is used."""
 
 from __future__ import annotations
 

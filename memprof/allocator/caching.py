@@ -304,7 +304,7 @@ class CachingAllocator:
         return size < self.max_split_size and remaining > SPLIT_SLACK
 
     def _obtain(self, owner: StreamPool, num_bytes: int, size: int) -> Block:
-        """What `malloc` does when no free block serves: collect, ask the driver, overflow pools, release, give up."""
+        """Find memory where no free block serves: collect, ask the driver, overflow pools, release, or give up."""
         if num_bytes >= ONE_EXABYTE:
             raise OutOfMemory(self._report(num_bytes, num_bytes), self.release)
         if self.gc_enabled:

@@ -41,7 +41,7 @@ class AllocatorConfig:
 
     @property
     def reported_max_split_size(self) -> int:
-        """As statistics and snapshots give it: -1 when unlimited."""
+        """Return the value as statistics and snapshots give it: -1 when unlimited."""
         return -1 if self.max_split_size == UNLIMITED else self.max_split_size
 
 
@@ -173,7 +173,7 @@ class _Parser:
         return self._take()
 
     def _integer(self, key: str, allowed: str, accepts: Callable[[int], bool] = lambda value: True) -> int:
-        """As std::stoull reads it: digits at the front count, what follows does not, and a minus wraps around."""
+        """Parse as std::stoull does: digits at the front count, what follows does not, and a minus wraps around."""
         text = self._value(key, allowed)
         match = re.match(r"\s*([+-]?)(\d+)", text)
         if match is None or int(match[2]) > UNLIMITED:
@@ -184,7 +184,7 @@ class _Parser:
         return value
 
     def _float(self, key: str, allowed: str, accepts: Callable[[float], bool]) -> float:
-        """As std::stod reads it: what follows the number does not count."""
+        """Parse as std::stod does: what follows the number does not count."""
         text = self._value(key, allowed)
         match = re.match(r"\s*[+-]?(?:\d+\.?\d*(?:e[+-]?\d+)?|\.\d+(?:e[+-]?\d+)?|inf|nan)", text, re.IGNORECASE)
         if match is None:

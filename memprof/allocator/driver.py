@@ -1,4 +1,4 @@
-"""Where segments come from: a simulated CUDA driver, or the recorded answers of a real one.
+"""Sources of segments: a simulated CUDA driver, or the recorded answers of a real one.
 
 The driver's addresses are the one input of the allocator that its own rules do not give. They decide between free
 blocks of equal size, nothing else.
@@ -115,7 +115,7 @@ class RecordedDriver:
         self._given_back(Action.SEGMENT_FREE, address, size)
 
     def reserve(self, size: int) -> int:
-        """Where the next recorded mapping for this stream and pool is; it may be far off, if this one is refused."""
+        """Return the address of the next mapping recorded for this stream and pool; perhaps far off, if this fails."""
         events = self.events
         for at in events.places(SEGMENT_MAP):
             address = events.addresses[at]

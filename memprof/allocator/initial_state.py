@@ -160,7 +160,7 @@ class Ranges:
         return [self.by_address[address] for address in sorted(self.by_address)]
 
     def is_small(self, mapped: int) -> bool:
-        """Whether `mapped` bytes at a time are of the small pool, which maps in units of 2 MiB; the large of 20."""
+        """Return whether `mapped` bytes are of the small pool, mapped 2 MiB at a time; the large pool maps 20 MiB."""
         return mapped % self.large_segment != 0
 
     def undo(self, events: EventColumns, index: int) -> str | None:

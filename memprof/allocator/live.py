@@ -28,7 +28,7 @@ class LiveAllocator:
         self._before: dict[str, int] = {}  # accumulated counters at their last reset
 
     def refusal(self) -> str | None:
-        """What torch.OutOfMemoryError says if the GPU refuses the request that is the last event; None: it is served.
+        """Return the text of torch.OutOfMemoryError if the GPU refuses the last event's request; None if it is served.
 
         The allocator goes on as torch's does: its cache was released, and nothing was handed out. The caller notes
         the storage in `Trace.refused`.

@@ -17,7 +17,7 @@ Layout = tuple[list[SnapshotSegment], dict[int, int]]  # and the storage in each
 
 
 class MemoryNeeds(NamedTuple):
-    """What a run comes to, in short."""
+    """The memory that a run needs, in short."""
 
     required_reserved_bytes: int  # as in OnGpu
     fits: bool  # True without a GPU
@@ -66,7 +66,7 @@ class GpuReplay:
             self._layouts[event] = _layout(replay)
 
     def layout_at_oom(self) -> Layout:
-        """As `layout_at`, when the GPU refuses the request, and what could be released has been.
+        """Return, as `layout_at`, the layout when the GPU refuses the request and all has been released that can be.
         Raises ValueError: nothing is refused."""
         if self.first_oom is None:
             raise ValueError("the run fits")

@@ -1,4 +1,4 @@
-"""What differs between torch releases: texts, limits of settings, life of the cuBLAS workspaces.
+"""Differences between torch releases: texts, limits of settings, life of the cuBLAS workspaces.
 
 The figures come from the sources and the strings of the official wheels 2.0.1 to 2.15.0; releases between two that
 were looked at are taken to agree with the earlier one unless a note says otherwise.

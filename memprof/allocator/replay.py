@@ -33,7 +33,7 @@ class TimelinePeak:
 
 @dataclass(frozen=True, slots=True)
 class FirstOom:
-    """Where the run would have ended."""
+    """The event at which the run would have ended."""
 
     event: int
     report: OomReport
@@ -42,7 +42,7 @@ class FirstOom:
 
 @dataclass(slots=True)
 class Timeline:
-    """What the allocator held after each event. Columns have one entry per event."""
+    """The bytes that the allocator held after each event. Columns have one entry per event."""
 
     requested: array[int] = field(default_factory=lambda: array("q"))
     allocated: array[int] = field(default_factory=lambda: array("q"))
@@ -60,7 +60,7 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True)
 class GpuMemory:
-    """What the allocator may take of a GPU."""
+    """The bytes of a GPU that the allocator may take."""
 
     total_bytes: int  # as CUDA reports it
     context_bytes: int  # taken outside the allocator: the CUDA context, other users
@@ -72,7 +72,7 @@ class GpuMemory:
 
     @classmethod
     def of(cls, device: DeviceFacts) -> GpuMemory | None:
-        """That of a run's device, which may have had other users if it was measured on; None: its size is not known."""
+        """Return the memory of a run's device, which others may have used too if it was measured; None if unknown."""
         total, usable = device.total_bytes, device.usable_bytes
         if total is None:
             return None

@@ -1,4 +1,4 @@
-"""How the CUDA caching allocator rounds a request: the difference between requested and allocated bytes.
+"""Rounding of a request by the CUDA caching allocator: the difference between requested and allocated bytes.
 
 Source: `round_size`, `roundup_power2_next_division` and `get_allocation_size` of c10/cuda/CUDACachingAllocator.cpp,
 constants of c10/core/AllocatorConfig.h and c10/cuda/CUDACachingAllocator.h.

@@ -62,7 +62,7 @@ class Settings:
         return self.config.text if self.origin is not None else None
 
     def changed(self, alloc_conf: str) -> Settings:
-        """What holds once the program has set `alloc_conf` itself: settings that it does not name are the defaults.
+        """Return the settings once the program has set `alloc_conf` itself: what it does not name has its default.
         Raises UsageError: torch would refuse it."""
         return type(self)(self.torch, parse_config(alloc_conf, self.release, origin=_PROGRAM), _PROGRAM)
 
@@ -80,9 +80,9 @@ class CurrentSettings:
         self.now = settings
 
     def get(self) -> str:
-        """As torch gives them: the text that was set last."""
+        """Return the text that was set last, as torch does."""
         return self.now.alloc_conf or ""
 
     def set(self, alloc_conf: str) -> None:
-        """As torch takes them. Raises UsageError: torch would refuse them."""
+        """Take settings as torch does. Raises UsageError: torch would refuse them."""
         self.now = self.now.changed(alloc_conf)

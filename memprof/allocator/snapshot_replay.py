@@ -51,7 +51,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotReplay:
-    """What became of the replay of one device's trace."""
+    """The outcome of the replay of one device's trace."""
 
     device: int
     allocations: int  # in the whole trace
@@ -235,7 +235,7 @@ class _Replay:
         return end
 
     def belongs_to_request(self, window: list[SnapshotEvent], last: SnapshotEvent) -> bool:
-        """Whether the request `last` did what is in `window`: then it found no free block, and went to the driver."""
+        """Return whether the request `last` did what is in `window`: it found no free block, and asked the driver."""
         actions = {event.action for event in window}
         if last.action is Action.ALLOC and not actions & {*TAKES} and not self.kept_edge(window, last):
             return False
@@ -251,7 +251,7 @@ class _Replay:
         return oversize is None or returned[0] == oversize
 
     def kept_edge(self, window: list[SnapshotEvent], last: SnapshotEvent) -> bool:
-        """Whether `last` got what was left in front of memory that `window` unmaps: a failed allocation looks there."""
+        """Return whether `last` got what precedes memory that `window` unmaps: a failed allocation looks there."""
         unmapped = {event.address for event in window if event.action is Action.SEGMENT_UNMAP}
         home = self.allocator.pools[self.pool_of(last)]
         owners = [sized.streams[last.stream] for sized in (home.small, home.large) if last.stream in sized.streams]
@@ -283,7 +283,7 @@ class _Replay:
         self.check_answer(index, block, completed)
 
     def check_answer(self, index: int, block: Block | None, completed: Sequence[int] = ()) -> None:
-        """What the allocator answered to the request at `index`, and the frees that completed meanwhile."""
+        """Compare what the allocator answered to the request at `index`, and the frees that completed meanwhile."""
         event = self.events[index]
         self.check_driver(index, index)
         for address in completed:
@@ -319,7 +319,7 @@ class _Replay:
         return int(at_once)
 
     def check_driver(self, index: int, end: int) -> None:
-        """Whether the driver was requested what is recorded before `end`; `index` is where a difference is said."""
+        """Compare the driver's requests with those recorded before `end`; `index` is where a difference is reported."""
         left = self.driver.next()
         if left is not None and self.driver.at < end:
             self.driver.differs(f"{left.action} of {left.size} bytes at {left.address:#x} does not happen")

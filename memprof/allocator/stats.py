@@ -114,7 +114,7 @@ _ADDED = {
 
 @dataclass(slots=True, eq=False)
 class Tally:
-    """How many there are, the most that there were at once, and all that there ever were."""
+    """A count: now, the most at once, and all that there ever were."""
 
     current: int = 0
     peak: int = 0

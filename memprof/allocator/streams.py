@@ -14,7 +14,7 @@ from memprof.allocator.blocks import Block
 
 
 class Completion(enum.StrEnum):
-    """When the work of other streams (record_stream) is done: no allocator can know, so it is a parameter."""
+    """The rule by which other streams' work (record_stream) completes: no allocator can know, so it is a parameter."""
 
     IMMEDIATE = "immediate"  # before the next malloc looks: the most reuse that is possible
     ORDERED = "ordered"  # once the host or another stream has been made to wait for it, or a phase of the run has ended
@@ -59,7 +59,7 @@ class PendingFrees:
             self.order(stream, time, by_host=False)
 
     def poll(self) -> None:
-        """What every malloc does: look which events are done, of each stream the oldest first."""
+        """Look which events are done, of each stream the oldest first, as every malloc does."""
         if self.completion is Completion.IMMEDIATE:
             self.synchronize()
             return

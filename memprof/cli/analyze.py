@@ -22,7 +22,7 @@ memprof analyze run.memprof --alloc-conf expandable_segments:True
 
 
 class By(enum.StrEnum):
-    """What blocks are grouped by."""
+    """The key by which blocks are grouped."""
 
     FRAME = "frame"
     MODULE = "module"
@@ -32,7 +32,7 @@ class By(enum.StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class AnalyzeOptions(Tabled, Paged):
-    """What is looked at."""
+    """Options of `memprof analyze`: the moment to look at, and the rows to show."""
 
     top: int = reuse_option("top")
     shown_gpu: int | None = reuse_option("shown_gpu", unset="all of them")

@@ -34,7 +34,7 @@ _OTHERWISE = "leave out what ends the process (os._exit in a thread, a signal to
 
 
 class _Parent:
-    """Whether this process may have a child, and in the child where its exit code is told."""
+    """The state of this process as a parent: whether it may have a child, and where the child tells its exit code."""
 
     is_allowed = False
     process = 0

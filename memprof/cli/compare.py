@@ -24,7 +24,7 @@ _FILE = "A capture (--save), a report (--json) of `memprof profile`, or a snapsh
 
 @dataclass(frozen=True, kw_only=True)
 class CompareOptions(Reported):
-    """How far apart they may be, and how much is shown."""
+    """Options of `memprof compare`: how far apart the runs may be, and how much is shown."""
 
     tolerance: str = option(
         "0", "Comparison", "How much totals may differ: 0.1%, 16MiB or a number of bytes.", metavar="AMOUNT"

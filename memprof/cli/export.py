@@ -21,7 +21,7 @@ memprof export snapshot.pickle --to run.json
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions(Output):
-    """How it is said, and what may be replaced."""
+    """Options of `memprof export`: the format, and the files that may be replaced."""
 
     force: bool = reuse_option("force")
 

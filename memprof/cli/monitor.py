@@ -25,7 +25,7 @@ MIN_INTERVAL = 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class MonitorOptions(Output):
-    """What may be replaced."""
+    """Options of `memprof monitor`: the files that may be replaced."""
 
     force: bool = reuse_option("force")
 

@@ -1,4 +1,4 @@
-"""What a command prints, keeps and answers with its exit code."""
+"""Output of a command: what it prints, what it keeps, and its exit code."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class _HasJson(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Listed:
-    """How a command says what there is."""
+    """Options of a command that lists what there is."""
 
     as_json: bool = option(False, OUTPUT, "Print the result as JSON.", flag="--json")
 
@@ -43,7 +43,7 @@ class Listed:
 
 @dataclass(frozen=True, kw_only=True)
 class Output(Listed):
-    """How a command says what it found."""
+    """Options of how a command presents what it found."""
 
     quiet: bool = option(False, OUTPUT, "Print the verdict alone.", short="-q")
 
@@ -61,14 +61,14 @@ class Output(Listed):
 
 @dataclass(frozen=True, kw_only=True)
 class Explained(Output):
-    """How a command says what rests on assumptions."""
+    """Options of a command whose answer rests on assumptions."""
 
     explain: bool = option(False, OUTPUT, "List the assumptions, formulas and other runs.", short="-v")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tabled(Output):
-    """How a command says what has tables; UsageError if they cannot be written."""
+    """Options of a command that has tables; UsageError if they cannot be written."""
 
     csv: Path | None = option(
         None, FILES, "Write every table into this folder too, each a CSV file; those of an earlier run there are "
@@ -96,7 +96,7 @@ class Tabled(Output):
 
 @dataclass(frozen=True, kw_only=True)
 class Paged(Output):
-    """How a command says what has a page; UsageError if it cannot be written, or plotly is not installed."""
+    """Options of a command that has a page; UsageError if it cannot be written, or plotly is not installed."""
 
     html: Path | None = option(
         None, FILES, "Write a page to look at into this file too: any browser opens it, offline.", metavar="FILE"
@@ -126,12 +126,12 @@ class Paged(Output):
 
 @dataclass(frozen=True, kw_only=True)
 class Reported(Explained, Tabled, Paged):
-    """How a command says what has tables and a page, and rests on assumptions."""
+    """Options of a command that has tables and a page, and rests on assumptions."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Saved(Reported):
-    """How a command says what can be kept as a capture; UsageError if it cannot be written."""
+    """Options of a command whose run can be kept as a capture; UsageError if it cannot be written."""
 
     save: Path | None = option(None, FILES, "Keep the capture in a file, for `memprof show`.", metavar="FILE")
     place: Path | None = dataclasses.field(default=None, init=False)  # of the same, wherever the script goes

@@ -64,7 +64,7 @@ OPTIONS = {
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """What a command took from a file, or a preset, as words of its command line."""
+    """Settings that a command took from a file, or a preset, as words of its command line."""
 
     path: Path | str
     words: tuple[str, ...]

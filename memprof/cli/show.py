@@ -20,7 +20,7 @@ memprof show run.memprof --alloc-conf expandable_segments:True
 
 @dataclass(frozen=True, kw_only=True)
 class ShowOptions(Reported):
-    """How the report is made anew."""
+    """Options of `memprof show`: how the report is made anew."""
 
     alloc_conf: str | None = reuse_option("alloc_conf", unset="those of the run")
     shown_gpu: int | None = reuse_option("shown_gpu")

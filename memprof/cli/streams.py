@@ -1,4 +1,4 @@
-"""Where a script's output goes while it runs, and how memprof writes its own."""
+"""Streams for a script's output while it runs, and for memprof's own."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ memprof verify bfloat16 --model gpt2 --seeds 3
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyOptions(Output):
-    """What may run of the models."""
+    """Options of `memprof verify`: the parts of the models that may run."""
 
     trust_remote_code: bool = reuse_option("trust_remote_code")
 

@@ -22,7 +22,7 @@ memprof vocab 'data/*.jsonl.gz' --tokenizer tokenizer.json --model gpt2
 
 @dataclass(frozen=True, kw_only=True)
 class VocabOptions(Output):
-    """How the corpus is read, and for which model a smaller vocabulary is tried."""
+    """Options of `memprof vocab`: how the corpus is read, and for which model a smaller vocabulary is tried."""
 
     tokenizer: str = option(
         "whitespace", "Corpus", "whitespace, bytes, a tokenizer.json, or a folder that has one.", metavar="NAME"

@@ -1,4 +1,4 @@
-"""How much memory reading files may take: a ceiling, which `--max-memory` moves and the system keeps.
+"""A ceiling for the memory that reading files may take, which `--max-memory` moves and the system keeps.
 
 A small file can ask for any amount. Readers look at its size before they begin; what they did not foresee ends here.
 """

@@ -1,4 +1,4 @@
-"""What a process has on a GPU beside torch's allocator: CUDA's context, kernels and libraries' own memory.
+"""Memory of a process on a GPU beside torch's allocator: CUDA's context, kernels and libraries' own memory.
 
 It is part of device used, never of reserved. It differs by GPU, driver and what the program calls; the sizes here are
 of drivers that load a kernel when it is first called, as they do since CUDA 11.7.

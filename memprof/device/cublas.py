@@ -19,7 +19,7 @@ PRODUCTS = (
 
 @dataclass(frozen=True)
 class CublasWorkspace:
-    """How torch's cuBLAS handles take their workspace, in bytes (aten/src/ATen/cuda/CublasHandlePool.cpp).
+    """The workspace of torch's cuBLAS handles, in bytes (aten/src/ATen/cuda/CublasHandlePool.cpp).
 
     Until torch 2.14 a handle keeps its workspace for good, one per thread and stream: the autograd thread's first
     matrix product takes a second one. From 2.15 on it is taken and freed around every call.

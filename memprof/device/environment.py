@@ -1,4 +1,4 @@
-"""What a run happened in: releases, driver, and the variables that change what memory it takes.
+"""The environment of a run: releases, driver, and the variables that change what memory it takes.
 
 It records and never sets, and imports no torch: a release is read from the installed package's own metadata.
 """
@@ -36,7 +36,7 @@ VARIABLES = (
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """Where a run happened. None or absent: not there, or not known."""
+    """The software and hardware that a run happened on. None or absent: not there, or not known."""
 
     torch_version: str | None  # such as "2.13.0+cu130".
     torch_cuda: str | None  # the CUDA that torch was built for, None of a build for the CPU (or for ROCm: `torch_hip`).

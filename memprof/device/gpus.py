@@ -68,7 +68,7 @@ class NvmlSample:
 
 @dataclass(frozen=True, slots=True)
 class GpuUsage:
-    """How much of one GPU is used, and by whom. Amounts are None if they cannot be read."""
+    """The use of one GPU's memory, and the processes that use it. Amounts are None if they cannot be read."""
 
     total_bytes: int | None
     used_bytes: int | None  # by all processes

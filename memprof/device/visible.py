@@ -1,4 +1,4 @@
-"""Which GPUs CUDA shows to this process."""
+"""GPUs that CUDA shows to this process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an error message of a run says about memory: its cause, its figures, the tensor, and what to do (no torch).
+"""A diagnosis of a run's error message about memory: its cause, figures, the tensor, and what to do (no torch).
 
     text -log-> [Passage] -signatures, figures-> [Error] -causes-> cause -tensors-> [Candidate] -advice-> [Advice]
 

@@ -1,4 +1,4 @@
-"""What to do about a cause, in order: cheapest first, what changes the numbers last. Each with its command."""
+"""Advice for a cause, in order: cheapest first, what changes the numbers last. Each with its command."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from memprof.workload.catalog import find_model, has_model
 
 @dataclass(frozen=True, slots=True)
 class ReportedRun:
-    """What the user says about the run that died; None: look in the log."""
+    """The user's account of the run that died; None: look in the log."""
 
     model: str | None = None
     batch_size: int | None = None

@@ -1,4 +1,4 @@
-"""What the doctor says, as plain data. All amounts are bytes."""
+"""The doctor's answer, as plain data. All amounts are bytes."""
 
 from __future__ import annotations
 

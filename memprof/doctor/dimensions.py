@@ -16,7 +16,7 @@ from memprof.workload.catalog import ModelEntry, find_model, has_model, list_mod
 
 @dataclass(frozen=True, slots=True)
 class Dimensions:
-    """Of one model; None or 0 where it has no such dimension."""
+    """The dimensions of one model; None or 0 where it has no such dimension."""
 
     model: str  # the catalog's key.
     vocabulary: int = 0  # rows of the token embedding.

@@ -40,7 +40,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Installation:
-    """What is here, by name, and what is wrong with it."""
+    """The packages and tools that are here, by name, and what is wrong with each."""
 
     facts: tuple[tuple[str, str], ...]
     findings: tuple[Check, ...]

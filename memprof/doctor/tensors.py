@@ -1,4 +1,4 @@
-"""Which tensor was it? The refused bytes, factorised over dimensions that a model has.
+"""The tensor that was refused: its bytes, factorised over dimensions that a model has.
 
 Every candidate is weighed in bits: how unlikely it is that a random size would fit so well. A size that fits within w
 integers finds a multiple of 2^k among them by chance with probability w / 2^k; so 131,072 tokens of 151,936 logits say
@@ -51,7 +51,7 @@ def requested(figures: Figures) -> tuple[int, int] | None:
 
 @dataclass(frozen=True, slots=True)
 class TensorQuery:
-    """What is known when a tensor is looked for."""
+    """The facts by which a tensor is looked for."""
 
     low: int  # the smallest request that it may be, bytes.
     high: int

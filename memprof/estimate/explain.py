@@ -1,4 +1,4 @@
-"""What `--explain` says: the formula of each term, every constant with its source, and what is taken for given."""
+"""Text of `--explain`: the formula of each term, every constant with its source, and what is taken for given."""
 
 from __future__ import annotations
 

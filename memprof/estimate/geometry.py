@@ -131,7 +131,7 @@ class DecoderGeometry:
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What an estimate is of."""
+    """The model, and its use, that an estimate is of."""
 
     name: str
     num_parameters: int

@@ -1,4 +1,4 @@
-"""What is done with a model, and in which dtype: the rows and columns of the table."""
+"""Methods of using a model, and their dtypes: the rows and columns of the table."""
 
 from __future__ import annotations
 

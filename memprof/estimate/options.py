@@ -1,4 +1,4 @@
-"""How a model is used, for the closed form: one frozen description, as `TargetSpec` is of a run.
+"""Options of the closed form: one frozen description of a model's use, as `TargetSpec` is of a run.
 
 To add an option of `memprof estimate` that changes its figures, add a field.
 """

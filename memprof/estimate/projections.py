@@ -1,4 +1,4 @@
-"""What a layer is played with: its setting, and its linear layers, plain, quantized and adapted.
+"""Conditions and linear layers, plain, quantized and adapted, with which a layer's memory is estimated.
 
 Sources: peft/tuners/lora/{layer,bnb}.py, bitsandbytes/autograd/_functions.py, and autocast's casts
 (aten/src/ATen/autocast_mode.cpp).
@@ -14,7 +14,7 @@ from memprof.estimate.tape import FLOAT32, Tape, Tensor
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a layer's memory depends on beside its shape."""
+    """The conditions that a layer's memory depends on beside its shape."""
 
     geometry: DecoderGeometry
     batch_size: int

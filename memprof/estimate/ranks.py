@@ -1,4 +1,4 @@
-"""What one rank of several has of a model, of a batch and of a step: the closed form of `--parallel`'s plans."""
+"""One rank's share of a model, of a batch and of a step: the closed form of `--parallel`'s plans."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What does not depend on tokens: weights, gradients, optimizer state; and the setting in which layers are played."""
+"""Memory that does not depend on tokens: weights, gradients, optimizer state; and a layer's conditions."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Terms = dict[str, int]
 
 @dataclass(frozen=True, slots=True)
 class PeakMoment:
-    """What is live at one moment."""
+    """A moment that may be the peak, with what is live at it."""
 
     name: str
     terms: Mapping[str, int]

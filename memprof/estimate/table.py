@@ -38,7 +38,7 @@ VARYING = "varying lengths"
 
 @dataclass(frozen=True, slots=True)
 class Band:
-    """How far published figures of one kind were from the closed form's, as shares of it; beside the CUDA context."""
+    """The distance of published figures of one kind from the closed form's, as its shares; beside the CUDA context."""
 
     low: float
     high: float
@@ -164,7 +164,7 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Simulated:
-    """What a run on the virtual GPU came to."""
+    """The outcome of a run on the virtual GPU."""
 
     stage: str  # In which the peak is.
     allocated_bytes: int

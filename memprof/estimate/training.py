@@ -63,8 +63,8 @@ class Training:
     # -- what stands beside the step: gathered parameters, gradients that are on their way -----------------------------
 
     def _beside(self, left: int = 0, *, layers: int = 0, fetched: int = 0, reduced: int = 0, root: int = 1) -> Terms:
-        """Of fully_shard: so many layers whole, fetched for later, and being reduced, and whether the root is. Of
-        others: what they always have. Where layers stay whole after the forward, those are that are `left`.
+        """Return what there is beside the step. Of fully_shard: so many layers whole, fetched for later, and being
+        reduced, and the `root` or not. Of others: what they always have. `left`: layers still whole after the forward.
 
         Sources: torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py. The root, which has the embedding and the
         head, stays whole from the forward to the end of the backward; a layer's gradients wait in the buffer of their

@@ -1,4 +1,4 @@
-"""What rules share: how a tensor becomes evidence, and what a trace tells about parameters, tokens and vocabulary."""
+"""Evidence that rules share: tensors, and what a trace tells about parameters, tokens and vocabulary."""
 
 from __future__ import annotations
 

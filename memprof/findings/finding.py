@@ -1,4 +1,4 @@
-"""What a rule finds, what it may look at, and how it makes itself known."""
+"""A finding; the rule that makes it, what that may look at, and how it makes itself known."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _Answer = TypeVar("_Answer")
 
 
 class Severity(StrEnum):
-    """How bad it is."""
+    """A finding's gravity."""
 
     ERROR = "error"  # a real run dies
     WARNING = "warning"  # memory that a fix would release

@@ -1,4 +1,4 @@
-"""What rules on a rank share: the groups that its parameters are spread in, and what was gathered of each."""
+"""Groups that a rank's parameters are spread in, and what was gathered of each; rules on a rank share them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What piles up from round to round, be a round a training step or a call in an evaluation loop.
+"""Tensors that pile up from round to round, be a round a training step or a call in an evaluation loop.
 
 Tensors of one operator, line and module are counterparts (modules of other layers are the same one). The bytes of
 those that have outlived a whole round make a curve; it grows if it never falls, rises at least twice, and has not come
@@ -150,7 +150,7 @@ def grows(curve: Sequence[int], rounds_without: int = 0) -> bool:
 
 
 def _are_more_each_time(context: Context, members: list[int], moments: Sequence[int]) -> bool:
-    """Whether so many more of `members` are live after each of the rounds that add any, and go on being added."""
+    """Return whether each round that adds `members` leaves as many more live, and rounds go on adding them."""
     births, deaths = (
         sorted(map(context.lives.births.__getitem__, members)),
         sorted(map(context.lives.deaths.__getitem__, members)),
@@ -223,7 +223,7 @@ def holder_key(holder: Holder | None) -> tuple[object, ...]:
 
 
 def holder_of(trace: Trace, leak: LeakGroup, members: set[Key]) -> Holder | None:
-    """Who keeps a leak: whoever was seen holding tensors of its kind; else the largest graph of those that have one.
+    """Return who keeps a leak: whoever was seen holding tensors of its kind; else the largest graph that has a holder.
 
     `members` are the keys of everything that grows.
     """

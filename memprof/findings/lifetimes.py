@@ -1,4 +1,4 @@
-"""When each storage was born and when it died: found once per trace, for rules ask who lived together."""
+"""Lifetimes of all storages: found once per trace, for rules ask who lived together."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Lifetimes:
         return LiveSet(self.sum_bytes(alive), time, alive)
 
     def peak_reduction(self, less: Sequence[Saving]) -> int:
-        """By how much the run's peak would be lower if these bytes were never there, all else being equal."""
+        """Return by how much the run's peak would be lower if these bytes were never there, all else being equal."""
         changes = [(one.begin, -one.num_bytes) for one in less] + [(one.end, one.num_bytes) for one in less]
         changes.sort()
         now = highest = begin = 0

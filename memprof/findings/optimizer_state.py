@@ -1,4 +1,4 @@
-"""What the optimizer keeps in float32 beside half-precision parameters, and what its step makes for a moment."""
+"""Rules on what the optimizer keeps in float32 beside half-precision parameters, and makes during its step."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ import_rules()
 
 
 def ask_all(context: Context, *, deciding: bool = False) -> list[Finding]:
-    """As `memprof.findings.find_all`."""
+    """Apply all rules, as `memprof.findings.find_all` does."""
     findings = [finding for place in sorted(DECIDING if deciding else RULES) for finding in RULES[place](context)]
     # The sort is stable, so that equal ones stay in the order of the rules.
     return sorted(findings, key=lambda finding: (finding.severity is not Severity.ERROR, -(finding.num_bytes or 0)))

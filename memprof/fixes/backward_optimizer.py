@@ -65,7 +65,7 @@ class BackwardOptimizer:
         """Done in the backward."""
 
     def state_dict(self) -> list[dict[str, Any]]:
-        """Those of the parameters' optimizers, in the order of the model's trained parameters."""
+        """Return the states of the parameters' optimizers, in the order of the model's trained parameters."""
         return [optimizer.state_dict() for optimizer in self.optimizers]
 
     def load_state_dict(self, states: list[dict[str, Any]]) -> None:

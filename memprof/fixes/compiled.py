@@ -45,7 +45,7 @@ def install(model: nn.Module, changes: Changes) -> None:
 
 
 def _why_not(model: nn.Module) -> tuple[str, str] | None:
-    """What Inductor lacks for where the model is, and what to do; None if nothing.
+    """Return what Inductor lacks for where the model is, and what to do; None if nothing.
 
     A virtual GPU needs Triton for the code around its kernels, a CPU a compiler of C++ for the kernels themselves.
     """

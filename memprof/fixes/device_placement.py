@@ -90,7 +90,7 @@ class _Placed(Forward):
 
 
 def _device_of(module: nn.Module) -> torch.device | None:
-    """Where a module's parameters are; without any, its registered buffers."""
+    """Return the device of a module's parameters; without any, of its registered buffers."""
     for parameter in module.parameters():
         return parameter.device
     return next((buffer.device for buffer in module.buffers()), None)

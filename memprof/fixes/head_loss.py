@@ -59,7 +59,7 @@ class LogitsStep:
 
 @dataclass(frozen=True)
 class Rows:
-    """How many rows of logits exist at a time: `chunk_size`, or what fits into `budget_bytes`."""
+    """The number of rows of logits that exist at a time: `chunk_size`, or what fits into `budget_bytes`."""
 
     chunk_size: int | None
     budget_bytes: int
@@ -241,7 +241,7 @@ _MIXED_PRODUCT = "dtype_out" in torch.ops.aten.addmm.overloads()
 
 @contextlib.contextmanager
 def _no_autocast() -> Iterator[None]:
-    """What is computed here has its dtype already."""
+    """Switch autocast off inside: what is computed here has its dtype already."""
     with contextlib.ExitStack() as stack:
         for device in ("cuda", "cpu"):
             if torch.is_autocast_enabled(device):

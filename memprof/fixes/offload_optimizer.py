@@ -134,7 +134,7 @@ class HostOptimizer(Optimizer):
         parameter.grad = None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As of any optimizer; what waits in host memory goes as well."""
+        """Drop the gradients, as any optimizer does, and those that wait in host memory."""
         super().zero_grad(set_to_none)
         for twin in self.twins:
             twin.grad = None
@@ -148,7 +148,7 @@ class HostOptimizer(Optimizer):
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """That of the optimizer it stands for; its tensors are in host memory."""
+        """Return the state of the optimizer it stands for; its tensors are in host memory."""
         self._write_groups()
         return self.inner.state_dict()
 

@@ -24,7 +24,7 @@ _OF_ALL_ROWS = re.compile(r"(Sync)?BatchNorm([1-3]d)?")
 
 
 def useless(fix: Fix, value: object, why: str) -> UsageError:
-    """That `fix` does nothing here."""
+    """Return the error that `fix` does nothing here."""
     return UsageError(f"{fix.name} does not apply", value=str(value), hint=why)
 
 
@@ -60,7 +60,7 @@ def low_rank_npt(spec: TargetSpec, fix: Fix, value: Any, target: Target) -> Targ
 
 
 def micro_batch(spec: TargetSpec, fix: Fix, value: Any, target: Target) -> TargetSpec:
-    """The same number of sequences in a step, fewer at a time, whether it trains or not."""
+    """Split the sequences of a step into smaller micro-batches, whether it trains or not."""
     of_the_batch = sorted(filter(_OF_ALL_ROWS.fullmatch, target.get("classes", ())))
     if of_the_batch and spec.mode is Mode.TRAIN:
         raise useless(fix, of_the_batch[0], "such a module's result depends on all rows of a batch")

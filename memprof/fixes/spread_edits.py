@@ -24,7 +24,7 @@ _SHARED: Final = {"ulysses": "ulysses", "ring-attention": "context", "tensor-par
 
 
 def shard(spec: TargetSpec, fix: Fix, value: Any, target: Mapping[str, Any]) -> TargetSpec:
-    """What were replicas are shards."""
+    """Turn the plan's replicas into shards."""
     plan = _plan(spec, fix)
     return _checked(spec, dataclasses.replace(plan, sharded=True, shard=plan.data, replicate=1))
 

@@ -1,4 +1,4 @@
-"""What every run comes to: its trace through the allocator, into the ledger, the findings and the report.
+"""The account of any run: its trace through the allocator, into the ledger, the findings and the report.
 
     Trace -allocator-> replay -ledger-> Ledger -findings-> [Finding] -report-> Document
 

@@ -1,4 +1,4 @@
-"""What a step costs, what a fix adds to it, and what is in the way of a run."""
+"""The cost of a step, the cost that a fix adds to it, and what is in the way of a run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from memprof.units import format_bytes
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """What one optimizer step (or one inference step) does, the last of a run.
+    """The work of one optimizer step (or one inference step), the last of a run.
 
     Times are lower bounds at the GPU's published rates: an operator takes as long as its operations or its bytes do,
     whichever is longer, a transfer as long as its bytes take over the bus, and what goes to other GPUs as long as over

@@ -1,4 +1,4 @@
-"""How far the present work is: whoever does it says how to ask, and whoever shows it asks from a thread."""
+"""Progress of the present work: whoever does it says how to ask, and whoever shows it asks from a thread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was saved, again: a capture is accounted for anew, and a document in JSON becomes what it was."""
+"""Reports from saved files: a capture is accounted for anew, and a document in JSON becomes what it was."""
 
 from __future__ import annotations
 

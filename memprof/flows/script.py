@@ -35,7 +35,7 @@ BEYOND = (
 
 @dataclass(frozen=True, slots=True)
 class DryRun:
-    """What a script did; it has no report if nothing was ever on the GPU."""
+    """The result of a script's run; it has no report if nothing was ever on the GPU."""
 
     trace: Trace
     outcome: ScriptOutcome

@@ -30,7 +30,7 @@ class BatchStep:
 
 @dataclass(frozen=True, slots=True)
 class ReservedOverSteps:
-    """What is reserved in a step at its most, over all steps; sizes in bytes."""
+    """The most that is reserved in a step, over all steps; sizes in bytes."""
 
     how: str
     peak_bytes: int

@@ -99,7 +99,7 @@ class Bridge:
     nccl_group_bytes: tuple[int, int] | None = None
 
     def cached_bytes(self, moment: BridgeMoment) -> int:
-        """What is free at `moment` and in use where most is allocated: kept for the next step, and no fragmentation."""
+        """Return the bytes free at `moment` that are in use where most is allocated: cached, not fragmentation."""
         return min(moment.fragmentation_bytes, self.peak_allocated.allocated_bytes - moment.allocated_bytes)
 
     @property

@@ -1,4 +1,4 @@
-"""What each category holds over a run, at some of its events: small enough to be kept in a report."""
+"""Bytes of each category over a run, at some of its events: small enough to be kept in a report."""
 
 from __future__ import annotations
 

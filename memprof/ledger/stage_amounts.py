@@ -1,4 +1,4 @@
-"""What memory did in each stage: what tensors took, what was reserved for it, and what was read off a real device."""
+"""Bytes of each stage: what tensors took, what was reserved for it, and what was read off a real device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from memprof.trace.json_values import json_name
 
 @dataclass(frozen=True, slots=True)
 class OutOfMemoryMoment:
-    """Where the GPU is full: the first request that it cannot serve."""
+    """The moment at which the GPU is full: the first request that it cannot serve."""
 
     event: int
     stage: Span

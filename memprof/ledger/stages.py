@@ -86,8 +86,8 @@ def at_stage(name: str, step: int, micro_batch: int = 0) -> str:
 
 
 def vocabulary_size(trace: Trace) -> int | None:
-    """What a model tells apart that has no module for its logits: the rows of its largest embedding, else what the last
-    of its losses is taken over. None if there is no such model."""
+    """Return the vocabulary of a model without a module for its logits: the rows of its largest embedding, else
+    the classes of its last loss. None if there is no such model."""
     if any(module.role is ModuleRole.HEAD for module in trace.modules):
         return None
     rows = _rows_of_tables(trace)
@@ -309,7 +309,7 @@ class _ForwardSpans:
             self._add(f"{self._stack_name(module.stack)}layer {index}", end, module.stack, index)
 
     def _stack_name(self, stack: str) -> str:
-        """What tells this stack from the model's others: "encoder ", "decoder "; nothing if it is the only one."""
+        """Return what tells this stack from the model's others: "encoder ", "decoder "; empty if it is the only one."""
         if len(self._stacks) < 2:
             return ""
         parts = [other.split(".") for other in self._stacks if other != stack]

@@ -1,4 +1,4 @@
-"""What a run keeps, whoever runs it: parameters, gradients and optimizer state, and the most that all tensors take.
+"""State that a run keeps, whoever runs it: parameters, gradients, optimizer state; and the most all tensors take.
 
 These do not depend on kernels or on an allocator, so that a run on a CPU and one on a GPU have the same to the byte.
 """

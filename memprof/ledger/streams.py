@@ -27,7 +27,7 @@ class StreamShare:
 
 @dataclass(frozen=True, slots=True)
 class StreamMemory:
-    """How much the streams cost; the most that is reserved is on a GPU without limit, and without its context."""
+    """The bytes that streams cost; the most that is reserved is on a GPU without limit, and without its context."""
 
     streams: tuple[StreamShare, ...]  # By number.
     reserved_bytes: int  # The most that is reserved.

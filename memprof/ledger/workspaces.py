@@ -1,4 +1,4 @@
-"""What the peak would be if the workspaces whose size is a rule's were others."""
+"""The peak under other workspaces, where their size follows a rule."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from memprof.trace.json_values import json_name
 
 @dataclass(frozen=True, slots=True)
 class Workspaces:
-    """Of libraries that take memory for one call and do not publish how much: cuDNN's convolutions."""
+    """Workspaces of libraries that take memory for one call and do not publish how much: cuDNN's convolutions."""
 
     num_bytes: int = field(metadata=json_name("bytes"))  # By the rule, at the peak.
     min_peak_bytes: int  # The most that is allocated if no call takes any.

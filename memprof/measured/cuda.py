@@ -25,7 +25,7 @@ _ASK_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
 
 
 class CudaGpu(NamedTuple):
-    """What CUDA says of the current GPU, in bytes."""
+    """The current GPU as CUDA describes it, in bytes."""
 
     name: str
     total_bytes: int
@@ -168,11 +168,11 @@ class NvmlUse:
         self._nvml.__exit__(None, None, None)
 
     def used_bytes(self) -> int | None:
-        """Of the whole GPU, by everybody; None: NVML cannot be asked."""
+        """Return the bytes of the whole GPU that are in use, by anybody; None: NVML cannot be asked."""
         return self._nvml.use(self._gpu).used_bytes
 
     def facts(self) -> NvmlFacts:
-        """What the bridge (ledger/bridge.py) makes of this moment."""
+        """Return what the bridge (ledger/bridge.py) takes from this moment."""
         use = self._nvml.use(self._gpu)
         others = [process for process in use.by_process if process.pid != os.getpid()]
         seen = tuple(OtherProcess(process.pid, process.name, process.used_bytes) for process in others)

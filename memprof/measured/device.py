@@ -258,7 +258,7 @@ class MeasuredDevice(Watch):
 
 
 def _other_profilers() -> Iterator[Patch]:
-    """What begins a profiler of the program's own: it would end memprof's, and all that was seen with it."""
+    """Refuse what begins a profiler of the program's own: it would end memprof's, and all that was seen with it."""
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise _one_profiler("the program starts torch's profiler itself")

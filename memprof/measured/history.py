@@ -1,4 +1,4 @@
-"""What the GPU's allocator recorded of a run: every allocation and free, whoever made it, in the allocator's own order.
+"""History of the GPU's allocator in a run: every allocation and free, whoever made it, in the allocator's own order.
 
 Its entries (`device_traces` of torch.cuda.memory._snapshot) name address, bytes requested, stream and pool, and a time
 in microseconds. The profiler saw those inside operators, too: these get its times, in nanoseconds, and its operators.
@@ -50,7 +50,7 @@ class Allocation:
 
 @dataclass(slots=True)
 class History:
-    """What was recorded of one GPU."""
+    """The recorded entries of one GPU."""
 
     device: str
     allocations: list[Allocation] = field(default_factory=list)  # in the allocator's order
@@ -73,7 +73,7 @@ class History:
 
 
 class Reading(NamedTuple):
-    """What torch's counters said, at some time between two."""
+    """The values of torch's counters, at some time between two."""
 
     from_ns: int
     to_ns: int
@@ -81,7 +81,7 @@ class Reading(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """What torch's counters and the recorded history do not agree on."""
+    """The disagreements of torch's counters and the recorded history."""
 
     time_ns: int
     counted_bytes: int  # requested and not freed since the run's beginning, by torch's counters
@@ -158,7 +158,7 @@ def live_blocks(snapshot: Mapping[str, Any], gpu: int) -> dict[int, int]:
 
 
 class _Pools:
-    """Which pool an entry's memory is from: newer releases say it there, others say it of segments alone."""
+    """The pool that an entry's memory is from: newer releases say it there, others say it of segments alone."""
 
     def __init__(self, snapshot: Mapping[str, Any], gpu: int) -> None:
         segments = [segment for segment in snapshot["segments"] if segment["device"] == gpu]

@@ -1,4 +1,4 @@
-"""What is noted while a measured run goes on: phases, modules, owners and samples, each with its time.
+"""Marks made while a measured run goes on: phases, modules, owners and samples, each with its time.
 
 Noting is appending to a list: what a run costs more for being measured is mostly the profiler's.
 """

@@ -173,7 +173,7 @@ class _Merge:
         return sorted(order)
 
     def _switch_stream_and_pool(self, item: Allocation) -> None:
-        """What is taken next is on the stream and from the pool of `item`."""
+        """Note that the next allocations are on the stream and from the pool of `item`."""
         if not is_gpu(item.device):
             return
         stream = self._streams.setdefault(item.stream, len(self._streams))

@@ -1,4 +1,4 @@
-"""What torch's profiler saw of a run: operators, and what was allocated and freed inside them.
+"""Operators that torch's profiler saw in a run, and what was allocated and freed inside them.
 
 The profiler's tree of events (torch/csrc/profiler/collection.h) has an `Allocation` for every allocation and free in
 the threads that it watches, with address and bytes, below the operators that asked; and for every operator the tensors
@@ -30,7 +30,7 @@ _ENGINE = "autograd::engine::evaluate_function"
 
 
 class Origin(NamedTuple):
-    """Where in the program memory was allocated or freed."""
+    """The place in the program where memory was allocated or freed."""
 
     op: str = ""  # the operator that it is for, as in `aten.mm`; empty outside operators
     op_end_ns: int = 0  # when that operator returned; 0 outside operators

@@ -94,7 +94,7 @@ class Command:
         return 128 - code if code is not None and code < 0 else code
 
     def ending(self) -> str:
-        """How it ended, in a few words."""
+        """Return how it ended, in a few words."""
         code = self._process.poll()
         if code is None or code >= 0:
             return "still runs" if code is None else f"ended with exit code {code}"

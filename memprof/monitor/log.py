@@ -68,7 +68,7 @@ class Log:
 
     @property
     def note(self) -> str:
-        """What is wrong; empty if nothing is."""
+        """Return what is wrong; empty if nothing is."""
         if not self._error:
             return ""
         lines = f"; {self._missed} {'line is' if self._missed == 1 else 'lines are'} missing" if self._missed else ""

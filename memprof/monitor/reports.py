@@ -1,4 +1,4 @@
-"""What the probe inside the command's processes sends: received by a thread, kept by process until the next sample."""
+"""Reports of the probe inside the command's processes: received by a thread, kept by process until the next sample."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class _Counter:
         self.current, self.cumulative_peak = current, cumulative_peak
 
     def next_interval(self) -> None:
-        """What is live now is live at the beginning of the next interval."""
+        """Begin the next interval: its peak starts at what is live now."""
         self.interval_peak = self.current
 
 
@@ -63,7 +63,7 @@ class Reporter:
     error: str = ""  # why its allocator can be read no more
 
     def allocators(self) -> tuple[Allocator, ...]:
-        """As of the last message."""
+        """Return the allocators as of the last message."""
         return tuple(
             Allocator(
                 device=index,
@@ -152,7 +152,7 @@ class Reports:
         return [self._note, *found] if self._note else found
 
     def environment(self) -> dict[str, str]:
-        """What the command's environment must have, beside what it is started with."""
+        """Return what the command's environment must have, beside what it is started with."""
         if self._socket is None:
             return {}
         path = python_path(os.environ.get("PYTHONPATH"))

@@ -20,7 +20,7 @@ from memprof.monitor.sample import MonitorSample, Peaks, WatchedProcess, csv_hea
 
 
 class View(Protocol):
-    """What shows the samples (`memprof.report.terminal.monitor`)."""
+    """A view of the samples (`memprof.report.terminal.monitor`)."""
 
     def show(self, sample: MonitorSample, peaks: Peaks) -> None:
         """A sample."""
@@ -34,7 +34,7 @@ class View(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class MonitorOutcome:
-    """How it ended."""
+    """The end of a watched command."""
 
     # The command's own, 128 + n if signal n killed it; without one 0, 1 if there was no GPU to watch, or a signal's.
     exit_code: int

@@ -1,4 +1,4 @@
-"""What is known of the GPUs and of a watched command at one moment. Plain data; all amounts are bytes.
+"""A sample of the GPUs and of a watched command at one moment. Plain data; all amounts are bytes.
 
 Allocated and reserved are those of torch's CUDA caching allocator (`torch.cuda.memory_stats`). Its counters have a
 highest value since the program began, or reset them, but none for the last second: where it rose, it is the highest of
@@ -59,12 +59,12 @@ class MonitorSample(JsonValue):
 
     @property
     def allocators(self) -> tuple[Allocator, ...]:
-        """Of all processes."""
+        """Return the allocators of all processes."""
         return tuple(allocator for process in self.processes for allocator in process.allocators)
 
     @property
     def resident_bytes(self) -> int:
-        """Of all processes together."""
+        """Return the resident bytes of all processes together."""
         return sum(process.resident_bytes for process in self.processes)
 
     def total(self, name: str) -> int | None:
@@ -72,7 +72,7 @@ class MonitorSample(JsonValue):
         return sum(getattr(allocator, name) for allocator in self.allocators) if self.allocators else None
 
     def by_command(self, gpu: NvmlGpu) -> int | None:
-        """What NVML says that the command's processes use of a GPU, their contexts among it."""
+        """Return the bytes of a GPU that NVML attributes to the command's processes, their contexts included."""
         pids = {process.pid for process in self.processes}
         used = [process.used_bytes for process in gpu.processes if process.pid in pids]
         return sum(amount or 0 for amount in used) if used and None not in used else None

@@ -1,4 +1,4 @@
-"""What is to follow the first import of a module."""
+"""Hooks that follow the first import of a module."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ImportHook(importlib.abc.MetaPathFinder):
         self._then.setdefault(name, []).append(then)
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        """That of the other finders; running the module ends with what is to follow."""
+        """Return the spec that the other finders give, whose module calls the hook once it has run."""
         if name not in self._then or self._looking:
             return None
         self._looking = True

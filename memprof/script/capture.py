@@ -32,7 +32,7 @@ from memprof.watch.program_code import is_program
 
 
 class _Seen:
-    """What was recorded when the script was stopped: what its clean-up does then is not part of the run."""
+    """The record at the moment the script was stopped: what its clean-up does then is not part of the run."""
 
     def __init__(self, device: VirtualGpu | MeasuredDevice, rule: StopRule, channel: Channel | None) -> None:
         self._device = device

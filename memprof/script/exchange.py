@@ -1,4 +1,4 @@
-"""Where ranks that run together meet: who contributes what, who waits for whom, and what can never come.
+"""The exchange of ranks that run together: who contributes what, who waits for whom, and what can never come.
 
 Plain rules without processes or time: `hear` is told what a rank says, and answers go out by `reply`. A rank waits at
 few places only (for a collective, a message, a key of a store, the others' steps), so that a deadlock is seen at once:
@@ -27,7 +27,7 @@ _UNEVEN = (
 
 
 class _Waiting(NamedTuple):
-    """What a rank waits for: `collect` a place, `receive` (source, tag, call), a `store`'s key, or a `step`."""
+    """The event a rank waits for: `collect` a place, `receive` (source, tag, call), a `store`'s key, or a `step`."""
 
     what: str
     of: Any

@@ -1,4 +1,4 @@
-"""How many training steps a program will make, read off the loops around its optimizer's step.
+"""Training steps that a program will make, counted by the loops around its optimizer's step.
 
 Only what the source says and its variables hold is used: `for` over something that has a length, and counters that are
 compared with a limit by the head of a `while` or by an `if` that leaves the loop. Where a loop has neither, nothing is
@@ -56,7 +56,7 @@ class Loop:
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Where a program is: the number of the training step that has ended, and the loops around it, outermost first."""
+    """A program's position: the number of the training step that ended, and the loops around it, outermost first."""
 
     step: int
     loops: tuple[Loop, ...]

@@ -50,7 +50,7 @@ _INTERRUPTED = 130
 
 @dataclass(frozen=True, slots=True)
 class RankResult:
-    """What a process returns; its fields can be pickled."""
+    """The result of a process; its fields can be pickled."""
 
     ended: EndReason
     exit_code: int

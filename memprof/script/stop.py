@@ -1,4 +1,4 @@
-"""When a script has shown enough: after so many optimizer steps, or a time; and how it ended."""
+"""Rules to stop a script that has shown enough: after so many optimizer steps, or a time; and how it ended."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ GROWING_EVENTS, GROWING_SECONDS = 200_000, 300.0
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What a run has come to at the end of a training step."""
+    """The state of a run at the end of a training step."""
 
     completed: int  # training steps that have ended
     held_bytes: Sequence[int]  # allocated on the GPU at the end of each of them
@@ -64,7 +64,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class StopRule:
-    """When to stop."""
+    """The rule by which a script is stopped."""
 
     steps: int | None = 2  # after so many training steps; None: never
     seconds: float | None = None  # after so much time; None: never
@@ -144,7 +144,7 @@ def stopping_from_threads() -> Iterator[Callable[[], None]]:
 
 @dataclass(frozen=True, slots=True)
 class ScriptOutcome:
-    """How a script ended."""
+    """The end of a script."""
 
     ended: EndReason
     exit_code: int  # the script's own: 0 where it was stopped, 1 where it raised

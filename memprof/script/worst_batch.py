@@ -26,7 +26,7 @@ STEPS = 2  # as many training steps are all of largest batches: the first makes 
 
 @dataclass(slots=True)
 class _Fed:
-    """What is fed of one loader."""
+    """The batch fed in place of one loader's."""
 
     worst: Any = None  # its largest batch, as long as it may be fed again
 

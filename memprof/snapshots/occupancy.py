@@ -154,7 +154,7 @@ def segments_at(recording: Recording, event: int, alive: list[BlockLife]) -> lis
 
 
 def fragmentation(recording: Recording, event: int) -> tuple[Fragmentation, list[SegmentUse]]:
-    """What is reserved and not in use after `event`; and the segments, those with the most pinned bytes first."""
+    """Return what is reserved and unused after `event`; and the segments, those with the most pinned bytes first."""
     alive = recording.alive(event)
     segments = sorted(segments_at(recording, event, alive), key=lambda one: (-one.pinned, one.address))
     reserved, used = sum(segment.size for segment in segments), sum(segment.used for segment in segments)

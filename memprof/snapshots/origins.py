@@ -1,4 +1,4 @@
-"""What a stack says of the block that was allocated under it: line, operator, module, phase, and a guess of its use.
+"""A block's origin, read off the stack it was allocated under: line, operator, module, phase, and a guess of its use.
 
 A snapshot has stacks and nothing else: no module names and no roles. What is read out of them is therefore a guess, and
 reports call it so. Frames are torch's own file and function names, of Python and, if they were recorded, of C++.
@@ -28,7 +28,7 @@ class Part(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a block comes from."""
+    """The origin of a block."""
 
     source: str  # `file:line function`: the innermost line of the user; else an autograd node or a C++ function
     op: str  # the operator or autograd node; empty if the stack has no C++ frames

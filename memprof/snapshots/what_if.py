@@ -1,4 +1,4 @@
-"""The same requests under other settings: what would have been reserved.
+"""A recording's requests under other settings: what would have been reserved.
 
 The requests, frees and calls of empty_cache of a recording are fed to a fresh allocator, on a GPU without limit. What
 was live when the recording began is requested first, by address: its own history is not known. So that a difference
@@ -18,7 +18,7 @@ from memprof.trace.snapshot import DEFAULT_POOL, PoolId
 
 @dataclass(frozen=True, slots=True)
 class ReplayOutcome:
-    """What one configuration makes of the requests."""
+    """The outcome of the requests under one configuration."""
 
     settings: str
     peak_reserved_bytes: int

@@ -41,7 +41,7 @@ class Binding(NamedTuple):
 
 
 def bindings(name: str, source: str, functions: Sequence[str] = ()) -> Iterator[Binding]:
-    """What the C++ `source` of the extension `name` binds, and `functions`, which torch binds for it."""
+    """Return what the C++ `source` of the extension `name` binds, and `functions`, which torch binds for it."""
     source = _JOINED.sub("", _COMMENT.sub("", source))
     for function in functions:
         yield Binding(None, function, _is_void(function, source))
@@ -57,7 +57,7 @@ def bindings(name: str, source: str, functions: Sequence[str] = ()) -> Iterator[
 
 
 def _end(source: str, begin: int) -> int:
-    """Where the block that begins there ends."""
+    """Return where the block that begins there ends."""
     depth = 1
     for brace in re.finditer(r"[{}]", source[begin:]):
         depth += 1 if brace[0] == "{" else -1
@@ -67,7 +67,7 @@ def _end(source: str, begin: int) -> int:
 
 
 def _is_void(function: str, source: str) -> bool:
-    """Whether every declaration of a C++ function says that it returns nothing; False where there is none."""
+    """Return whether every declaration of a C++ function says that it returns nothing; False where there is none."""
     if not function:
         return False
     declared = re.findall(rf"([\w:]+)(?:<[^;{{}}()]*>)?(?:\s*[&*]+\s*|\s+){function}\s*\(", source)

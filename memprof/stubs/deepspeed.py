@@ -145,7 +145,7 @@ class DeepSpeedCPUAdam(torch.optim.Optimizer):
 
 
 class _Compiled:
-    """What the package's builder of the fused kernel gives."""
+    """The module that the package's builder of the fused kernel gives."""
 
     multi_tensor_adam = staticmethod(multi_tensor_adam)
 

@@ -94,7 +94,7 @@ def deform_conv2d_backward(launch: KernelContext) -> Any:
 
 
 def _images(data: torch.Tensor) -> int:
-    """How many are convolved at a time."""
+    """Return how many images are convolved at a time."""
     return next(count for count in range(_MOST_IMAGES, 0, -1) if data.shape[0] % count == 0)
 
 

@@ -1,4 +1,4 @@
-"""What stubs put in place for a run: the finder of packages that are not installed, and parts of installed ones."""
+"""Stubs put in place for a run: the finder of packages that are not installed, and parts of installed ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where `import` finds stubs: last of all places, so only where the real package is not, and for as long as a run.
+"""The finder of stubs: last of all places, so only where the real package is not, and for as long as a run.
 
 Who frame decides. The program's own code finds them, in try/except as well: it is written for a machine that has the
 package. A library that looks whether a package is there (T5 of transformers 4 looks for apex) is told that it is not,
@@ -115,7 +115,7 @@ class StubFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             self._asks_others = False
 
     def _may_have(self, package: str) -> bool:
-        """Whether who frame now gets `package`."""
+        """Return whether the code that asks now may get the stub of `package`."""
         known = PACKAGES.get(package)
         if package in self._chosen and (known is None or known.for_libraries):
             return True
@@ -133,7 +133,7 @@ class StubFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     # -- what the import system frame --------------------------------------------------------------------------------
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        """Of a module that no other finder has; None: it is not there."""
+        """Return the spec of a module that no other finder has; None: it is not there."""
         package = name.partition(".")[0]
         if package in WITHOUT_STUB and not self._asks_others:
             self._refuse(package)
@@ -167,7 +167,7 @@ class StubFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return None
 
     def exec_module(self, module: ModuleType) -> None:
-        """What is registered, and everything else of the real module as names that are refused where they are used."""
+        """Fill the module with what is registered; every other name of the real one is refused where it is used."""
         name = module.__name__
         vars(module).update(registry.stubs_in(name))
         known = PACKAGES.get(name)
@@ -190,7 +190,7 @@ class StubFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_distributions(
         self, context: importlib.metadata.DistributionFinder.Context | None = None
     ) -> Iterable[importlib.metadata.Distribution]:
-        """What `importlib.metadata` is told of packages that are replaced by a stub."""
+        """Yield what `importlib.metadata` is told of packages that are replaced by a stub."""
         asked = None if context is None or context.name is None else context.name.replace("_", "-").lower()
         for package in PACKAGES.values():
             if asked in (None, package.distribution):
@@ -208,7 +208,7 @@ class _Distribution(importlib.metadata.Distribution):
         }
 
     def read_text(self, filename: str) -> str | None:
-        """Of one of its files; None: it has none."""
+        """Return the text of one of its files; None: it has none."""
         return self._texts.get(filename)
 
     def locate_file(self, path: Any) -> Any:
@@ -217,7 +217,7 @@ class _Distribution(importlib.metadata.Distribution):
 
 
 def is_program_file(file: str) -> bool:
-    """Whether a file is the program's own: not of an installed package, unless that is what runs (`-m package`)."""
+    """Return whether a file is the program's own: not an installed package's, unless that one runs (`-m package`)."""
     if file.startswith((_MEMPROF, "<frozen")):
         return False
     if "-packages" + os.sep not in file:
@@ -229,7 +229,7 @@ def is_program_file(file: str) -> bool:
 
 
 def _importing_frame() -> FrameType | None:
-    """Who imports, or frame for a module: the innermost frame outside Python's library and memprof."""
+    """Return the frame that imports, or asks for a module: the innermost outside Python's library and memprof."""
     for frame, _ in traceback.walk_stack(sys._getframe(1)):
         file = frame.f_code.co_filename
         if not file.startswith((_STDLIB, "<frozen", _MEMPROF)) or "-packages" in file.removeprefix(_MEMPROF):
@@ -238,13 +238,13 @@ def _importing_frame() -> FrameType | None:
 
 
 def _is_find_spec_call() -> bool:
-    """Whether importlib.util.find_spec frame, and not an import."""
+    """Return whether the frame calls importlib.util.find_spec, and does not import."""
     frames = traceback.walk_stack(sys._getframe(1))
     return any(frame.f_code is importlib.util.find_spec.__code__ for frame, _ in frames)
 
 
 def _clear_availability_caches() -> None:
-    """Which packages there are is another answer now."""
+    """Clear what libraries cache about which packages are installed: the answer is another now."""
     for name in _CACHES:
         for value in list(vars(sys.modules.get(name, ModuleType(name))).values()):
             clear = getattr(value, "cache_clear", None)

@@ -31,7 +31,7 @@ _public = register_in(_NAME, source=_SOURCE, in_graph=True)
 
 
 class HopperOptions(NamedTuple):
-    """What is asked of one call, beside the tensors."""
+    """The arguments of one call beside the tensors."""
 
     causal: bool = False
     window_size: tuple[int, int] = (-1, -1)
@@ -49,7 +49,7 @@ class HopperOptions(NamedTuple):
 
     @property
     def varies(self) -> bool:
-        """Whether sequences may have several lengths."""
+        """Return whether sequences may have several lengths."""
         return any(one is not None for one in (self.cu_seqlens_q, self.cu_seqlens_k, *self.others))
 
 
@@ -85,7 +85,7 @@ def _arch() -> int:
 
 
 def _masks(call: HopperOptions, sizes: _Sizes) -> tuple[bool, bool]:
-    """Whether the kernel is the causal one, and whether it is one of a window (set_params_fprop)."""
+    """Return whether the kernel is the causal one, and whether it is one of a window (set_params_fprop)."""
     left, right = call.window_size
     left = -1 if left >= sizes.keys - 1 else left
     right = -1 if right >= sizes.queries - 1 else right
@@ -202,7 +202,7 @@ def _backward(gradient, query, key, value, out, call: HopperOptions) -> None:
 
 
 def _check(name: str, attention_chunk: int, *tensors: torch.Tensor) -> None:
-    """What flash_api.cpp refuses too. Raises MemprofError: attention in chunks, which is not known here; RuntimeError:
+    """Check what flash_api.cpp refuses. Raises MemprofError: attention in chunks, not known here; RuntimeError:
     a dtype or a size of heads that it does not take, or a GPU before Ampere."""
     refuse(name, {f"attention_chunk={attention_chunk}": attention_chunk})
     check_on_gpu(name, *tensors)

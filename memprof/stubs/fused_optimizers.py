@@ -1,4 +1,4 @@
-"""What apex's optimizers and deepspeed's, which are copies of them, have in common: a kernel over lists of tensors."""
+"""Fused optimizers of apex, and deepspeed's copies of them: a kernel over lists of tensors."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ _load = register_in("kernels.load", "kernels", source="huggingface/kernels@v0.17
 
 @functools.cache
 def _module(repository: str) -> ModuleType:
-    """What the hub's kernel is as a module: its functions, and the module that they are in."""
+    """Return the hub's kernel as a module: its functions, and the module that they are in."""
     package, inner = _KNOWN[repository]
     made = ModuleType(repository.rpartition("/")[2].replace("-", "_"))
     vars(made).update(registry.stubs_in(package))
@@ -64,7 +64,7 @@ def get_kernel(
 
 @_load
 def has_kernel(repo_id, *, revision=None, version=None, backend=None, trust_remote_code=False, check_arch=True):
-    """Whether the hub has one for this GPU. Of those that are not known here nobody can say."""
+    """Return whether the hub has one for this GPU, as far as its kernels are known here."""
     if repo_id not in _KNOWN:
         raise unsupported_error("kernels.has_kernel", f"{repo_id!r}, a compiled kernel", _HINT)
     return True

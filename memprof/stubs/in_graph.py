@@ -22,7 +22,7 @@ _NAME = "memprof_stubs::call"
 
 
 class _TensorSource(NamedTuple):
-    """Where a tensor of a result lies: in an argument, or in what the operator gives."""
+    """The place of a result's tensor: in an argument, or in what the operator gives."""
 
     given: bool
     number: int
@@ -79,7 +79,7 @@ class _GraphCall:
         return list(new.values())
 
     def result(self, made: list[torch.Tensor]) -> Any:
-        """What the function gives, of what the operator gave."""
+        """Return the function's result, made from the operator's."""
 
         def leaf(place: Any) -> Any:
             if not isinstance(place, _TensorSource):
@@ -100,7 +100,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def is_traced(values: Iterable[Any]) -> bool:
-    """Whether a graph is being made of what is done with these."""
+    """Return whether these tensors are being traced into a graph."""
     if not dynamo.FunctionalTensor.is_imported():
         return False
     functional = dynamo.FunctionalTensor.get()

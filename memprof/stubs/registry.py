@@ -1,4 +1,4 @@
-"""What stands in for what: names of functions and classes that cannot be imported here, and what replaces them."""
+"""The registry of stubs: names of functions and classes that cannot be imported here, and what replaces them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _Object = TypeVar("_Object")
 
 
 class Stub(NamedTuple):
-    """What replaces a name, and where it was read what that allocates."""
+    """A replacement of a name, and where it was read what that allocates."""
 
     value: Any
     source: str
@@ -96,35 +96,35 @@ def unregister(package: str) -> None:
 
 
 def has_stubs(package: str) -> bool:
-    """Whether there are stubs for a package; loads them."""
+    """Return whether there are stubs for a package; loads them."""
     return _load(package) or any(_is_in(module, package) for module in _modules)
 
 
 def modules(package: str) -> dict[str, dict[str, Stub]]:
-    """Those of a package that have stubs, by their names, and what is in them."""
+    """Return the modules of a package that have stubs, by their names, and what is in them."""
     _load(package)
     return {name: held for name, held in _modules.items() if _is_in(name, package)}
 
 
 def has_module(name: str) -> bool:
-    """Whether the real package has such a module, as far as it is known here."""
+    """Return whether the real package has such a module, as far as it is known here."""
     package = name.partition(".")[0]
     known = {*public_names(package), *modules(package)}
     return any(_is_in(module, name) for module in known)
 
 
 def stubs_in(module: str) -> dict[str, Any]:
-    """What stands in for the names of a module."""
+    """Return the stubs for the names of a module."""
     return {name: one.value for name, one in modules(module.partition(".")[0]).get(module, {}).items()}
 
 
 def is_listed(module: str) -> bool:
-    """Whether it is known which names the real module has."""
+    """Return whether it is known which names the real module has."""
     return bool(public_names(module.partition(".")[0]))
 
 
 def is_public(module: str, name: str) -> bool:
-    """Whether the real module has, or may have, such a name."""
+    """Return whether the real module has, or may have, such a name."""
     return not is_listed(module) or name in public_names(module.partition(".")[0]).get(module, ())
 
 
@@ -150,7 +150,7 @@ def _load(package: str) -> bool:
 
 @functools.cache
 def _brought(*path: str) -> importlib.metadata.EntryPoints:
-    """What installed packages bring, on this path: to look takes reading a file of each of them."""
+    """Return the packages that installed distributions bring, on this path; it reads a file of each of them."""
     return importlib.metadata.entry_points(group=GROUP)
 
 

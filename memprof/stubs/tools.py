@@ -1,4 +1,4 @@
-"""What stubs are written with."""
+"""Tools that stubs are written with."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def check_on_gpu(name: str, *tensors: torch.Tensor | None) -> None:
 
 
 def require(holds: bool, name: str, what: str) -> None:
-    """What the real one checks too. Raises RuntimeError: it does not hold; with the name."""
+    """Check what the real one checks too. Raises RuntimeError: it does not hold; with the name."""
     if not holds:
         raise RuntimeError(f"{name} expects {what}")
 
@@ -195,7 +195,7 @@ _OF_SIGNATURES = "_partialmethod"  # what inspect.signature asks each callable f
 
 
 class _Absent(type):
-    """Of a class that stands for a name without stub: it can be imported, and everything else is refused."""
+    """The metaclass of a name without stub: it can be imported, and everything else is refused."""
 
     _refused_name: str
 
@@ -209,7 +209,7 @@ class _Absent(type):
 
 
 def make_placeholder(module: str, name: str) -> Any:
-    """What can be imported in the place of `module.name`, and is refused by name where it is used."""
+    """Return what can be imported in the place of `module.name`, and is refused by name where it is used."""
 
     def refuse(cls: type, /, **kwargs: Any) -> None:
         raise missing_stub_error(f"{module}.{name}")

@@ -62,7 +62,7 @@ def knn(x, y, k, batch_x=None, batch_y=None, cosine=False, num_workers=1, batch_
 
 @_public("knn")
 def knn_graph(x, k, batch=None, loop=False, flow="source_to_target", cosine=False, num_workers=1, batch_size=None):
-    """Of points among themselves; one more is looked for where a point is not its own neighbour."""
+    """Find the neighbors of points among themselves; one more is looked for where a point is not its own neighbour."""
     check_on_gpu("torch_cluster.knn_graph", x, batch)
     edges = knn(x, x, k if loop else k + 1, batch, batch, cosine, num_workers, batch_size)
     return _without_loops(edges, loop, flow)
@@ -79,7 +79,7 @@ def radius(x, y, r, batch_x=None, batch_y=None, max_num_neighbors=32, num_worker
 def radius_graph(
     x, r, batch=None, loop=False, max_num_neighbors=32, flow="source_to_target", num_workers=1, batch_size=None
 ):
-    """As radius, of points among themselves."""
+    """Find neighbors as radius does, of points among themselves."""
     check_on_gpu("torch_cluster.radius_graph", x, batch)
     most = max_num_neighbors if loop else max_num_neighbors + 1
     return _without_loops(radius(x, x, r, batch, batch, most, num_workers, batch_size), loop, flow)

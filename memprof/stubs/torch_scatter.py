@@ -69,7 +69,7 @@ def scatter_sum(src, index, dim=-1, out=None, dim_size=None):
 
 @_public("scatter_add", "scatter")
 def scatter_add(src, index, dim=-1, out=None, dim_size=None):
-    """As scatter_sum."""
+    """Sum as scatter_sum does."""
     return scatter_sum(src, index, dim, out, dim_size)
 
 

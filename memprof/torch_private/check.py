@@ -1,4 +1,4 @@
-"""Which private names the installed torch lacks, and whether memprof runs without them."""
+"""A check of the private names that the installed torch lacks, and whether memprof runs without them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is known of a private name: where it is, which releases of torch have it, and what is done without it."""
+"""Private names: where each is, which releases of torch have it, and what is done without it."""
 
 from __future__ import annotations
 

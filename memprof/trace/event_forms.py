@@ -62,7 +62,7 @@ class Batch(NamedTuple):
 
 
 class Forms:
-    """What is known of the events of one pickle (`data`); `rows` numbers its pools."""
+    """The known forms of the events of one pickle (`data`); `rows` numbers its pools."""
 
     def __init__(self, data: bytes, rows: EventColumns) -> None:
         self.data = data
@@ -75,7 +75,7 @@ class Forms:
         self.pairs: dict[int, tuple[int, int]] = {}  # by memo entry: what may be a pool
 
     def learn(self, entry: int, text: bytes) -> bool:
-        """That a memo entry is a text; whether that means something here."""
+        """Note that a memo entry is a text; return whether that means something here."""
         matters = text in _ROLES or text in _ACTIONS
         self.texts[entry] = text if matters else b""
         if text in _ACTIONS:

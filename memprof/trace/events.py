@@ -36,7 +36,7 @@ def gpu_index(device: str) -> int:
 
 
 class EventKind(enum.IntEnum):
-    """What happened; the comment says what the event's `ref` indexes."""
+    """The kind of an event; the comment says what the event's `ref` indexes."""
 
     ALLOC = 0  # Trace.storages
     FREE = 1  # Trace.storages
@@ -74,7 +74,7 @@ class Storage(NamedTuple):
 
 
 class ModuleRole(enum.StrEnum):
-    """What a module is in its model, as far as stages are concerned."""
+    """The role of a module in its model, as far as stages are concerned."""
 
     OTHER = ""
     ROOT = "root"
@@ -102,7 +102,7 @@ class Module(NamedTuple):
 
 
 class PhaseKind(enum.StrEnum):
-    """What the program was doing."""
+    """The phase that the program was in."""
 
     MODEL = "model"
     OPTIMIZER = "optimizer"
@@ -126,7 +126,7 @@ class Phase(NamedTuple):
 
 
 class Role(enum.StrEnum):
-    """What a storage turned out to be, learnt after its birth (a gradient is only known when it reaches `.grad`)."""
+    """The role of a storage, learnt after its birth (a gradient is only known when it reaches `.grad`)."""
 
     PARAMETER = "parameter"
     BUFFER = "buffer"
@@ -152,7 +152,7 @@ class Owner(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What equal calls of one operator did in one phase."""
+    """The work of equal calls of one operator in one phase."""
 
     phase: int  # index in Trace.phases
     op: int  # index in Trace.ops
@@ -183,7 +183,7 @@ class Use(NamedTuple):
 
 
 class StreamEvent(NamedTuple):
-    """What a stream of a GPU was given before an event."""
+    """A wait, or other work, given to a stream of a GPU before an event."""
 
     device: str
     stream: int
@@ -241,7 +241,7 @@ class Forward(NamedTuple):
 
 
 class Holder(NamedTuple):
-    """What of the program keeps tensors live that pile up, as seen while it ran."""
+    """The part of the program that keeps tensors live that pile up, as seen while it ran."""
 
     event: int  # events before it was looked for
     kind: str  # class of the container, such as `list`; "" if a variable or an attribute is the tensor itself
@@ -258,7 +258,7 @@ class Holder(NamedTuple):
 
 
 class GraphBreak(NamedTuple):
-    """Where a graph of torch.compile ends although its function goes on."""
+    """The place where a graph of torch.compile ends although its function goes on."""
 
     source: str  # `file:line function` of the program
     why: str
@@ -287,7 +287,7 @@ class CudaGraphed(NamedTuple):
 
 
 class CompileStats(NamedTuple):
-    """What torch.compile took in a run, on the machine that the run was made on."""
+    """The cost of torch.compile in a run, on the machine that the run was made on."""
 
     seconds: float  # of Dynamo, AOTAutograd and Inductor, down to the code around kernels; these are not made
     kernels: int  # different ones that Inductor wrote

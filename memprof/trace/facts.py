@@ -1,4 +1,4 @@
-"""What is known of a run beside its events: what was requested, what it turned out to be, and where it ran.
+"""Facts of a run beside its events: what was requested, what it turned out to be, and where it ran.
 
 A capture keeps the facts, and a report shows them: both write and read them here.
 """
@@ -17,7 +17,7 @@ from memprof.version import __version__
 
 @dataclass(frozen=True, slots=True)
 class Target(JsonValue):
-    """What `memprof profile` was asked to run, and what that turned out to be; None: not known.
+    """The target of `memprof profile`, as asked and as it turned out to be; None: not known.
 
     In JSON both are one object, in which what turned out stands in place of what was asked.
     """
@@ -87,7 +87,7 @@ class ProgramFacts:
 
 @dataclass(frozen=True, slots=True)
 class RankFacts:
-    """Which process of how many the run was, in the group that the program joined."""
+    """The rank of the run's process, in the group that the program joined."""
 
     rank: int = 0
     world_size: int = 1
@@ -144,7 +144,7 @@ class OtherProcess:
 
 @dataclass(frozen=True, slots=True)
 class NvmlFacts:
-    """What NVML saw at the end of a measured run, in bytes; None: it cannot be asked, or may not say."""
+    """NVML's readings at the end of a measured run, in bytes; None: it cannot be asked, or may not say."""
 
     reserved_bytes: int | None = None  # what torch had reserved when NVML was asked
     process_bytes: int | None = None  # of this process
@@ -168,7 +168,7 @@ class Facts(JsonValue):
     groups: tuple[ShardedGroup, ...] = ()  # as they were after the first backward pass
 
     def to_json(self) -> dict[str, Any]:
-        """As a capture has it."""
+        """Return the value as a capture has it."""
         return super(Facts, self).to_json() | {"target": target_to_json(self.target)}
 
 

@@ -72,7 +72,7 @@ def write_atomically(path: Path, data: bytes, form: FileKind, *, force: bool = F
 
 
 def check_output_path(path: Path, form: FileKind, *, force: bool = False) -> None:
-    """Whether a file can be written there, before the work that it is to hold.
+    """Check that a file can be written there, before the work that it is to hold.
     Raises UsageError: there is no such folder, it is a folder itself, or a file that must not be replaced."""
     another = f"change {form.option}"
     try:

@@ -43,7 +43,7 @@ class JsonValue:
     __slots__ = ()
 
     def to_json(self) -> dict[str, Any]:
-        """As plain JSON values."""
+        """Return it as plain JSON values."""
         return _by_name(self)
 
     @classmethod

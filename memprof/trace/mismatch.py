@@ -1,4 +1,4 @@
-"""What torch says of tensors on several devices in one operator."""
+"""The errors of torch about tensors on several devices in one operator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a memory snapshot of torch holds (`torch.cuda.memory._dump_snapshot`), as plain records.
+"""A memory snapshot of torch (`torch.cuda.memory._dump_snapshot`), as plain records.
 
 Field names follow torch's documentation of the format; sizes are bytes. trace/snapshot_file.py reads the file.
 """
@@ -29,7 +29,7 @@ DEFAULT_POOL: PoolId = (0, 0)
 
 
 class Action(enum.StrEnum):
-    """What an event of the trace says."""
+    """The action of a trace's event."""
 
     ALLOC = "alloc"
     FREE_REQUESTED = "free_requested"
@@ -44,7 +44,7 @@ class Action(enum.StrEnum):
 
 
 class BlockState(enum.StrEnum):
-    """What a block is doing."""
+    """The state of a block."""
 
     ALLOCATED = "active_allocated"
     PENDING_FREE = "active_pending_free"

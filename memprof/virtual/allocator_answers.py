@@ -1,4 +1,4 @@
-"""What a program is told of its caching allocator: statistics and settings."""
+"""Answers of the program's caching allocator: statistics and settings."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from memprof.watch.recorder import Recorder
 
 
 class MemoryStatistics(Protocol):
-    """What the program's caching allocator would say now; it is not known here, and given from above."""
+    """The statistics of the program's caching allocator now; not known here, and given from above."""
 
     def stats(self) -> dict[str, int]:
         """Return the flat dictionary of `torch.cuda.memory_stats()`."""
 
     def reset_peak(self) -> None:
-        """As `torch.cuda.reset_peak_memory_stats()`."""
+        """Reset the peaks, as `torch.cuda.reset_peak_memory_stats()` does."""
 
     def reset_accumulated(self) -> None:
-        """As `torch.cuda.reset_accumulated_memory_stats()`."""
+        """Reset the totals, as `torch.cuda.reset_accumulated_memory_stats()` does."""
 
     def refusal(self) -> str | None:
-        """What torch.OutOfMemoryError says if there is no room for the request that is the trace's last event."""
+        """Return the text of torch.OutOfMemoryError if the trace's last event is a request without room."""
 
     def snapshot(self) -> dict[str, Any]:
-        """As `torch.cuda.memory._snapshot()`."""
+        """Return what `torch.cuda.memory._snapshot()` does."""
 
 
 class AllocatorSettings(Protocol):
@@ -35,7 +35,7 @@ class AllocatorSettings(Protocol):
         """Return the text that was set last; empty for torch's defaults."""
 
     def set(self, alloc_conf: str) -> None:
-        """As PYTORCH_CUDA_ALLOC_CONF."""
+        """Take settings as PYTORCH_CUDA_ALLOC_CONF has them."""
 
 
 class _LivingTensors:

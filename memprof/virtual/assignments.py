@@ -27,7 +27,7 @@ _SCRIPTED = (
 
 
 class Assignments:
-    """What the program assigns, of the device and the kind that the engine wants."""
+    """The program's assignments, made with the device and the kind that the engine wants."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What is known of nodes of autograd by their numbers, which C++ would know by the devices of their tensors."""
+"""Facts about autograd's nodes by their numbers, which C++ would know by the devices of their tensors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from memprof.virtual.gpus import Gpus
 
 
 class AutogradNodes:
-    """Which GPU of several a node was made on, and which nodes are of copies of virtual host tensors."""
+    """The GPU on which each node was made, of several, and the nodes of copies of virtual host tensors."""
 
     def __init__(self, gpus: Gpus) -> None:
         self._gpus = gpus

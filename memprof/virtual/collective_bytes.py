@@ -1,4 +1,4 @@
-"""What collectives that are operators send from this rank to others: DTensor and context parallelism call these."""
+"""Bytes that collectives which are operators send from this rank: DTensor and context parallelism call these."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tensors say of their device: that on which the program believes them."""
+"""Answers of tensors about their device: that on which the program believes them."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def nccl_version(release: tuple[int, int]) -> tuple[int, int, int]:
 
 @dataclass(frozen=True, slots=True)
 class DeviceProperties:
-    """What kernels read of the device when they choose their launch, and the release whose kernels run."""
+    """The device's properties that kernels read when they choose their launch, and the release whose kernels run."""
 
     compute_capability: tuple[int, int]
     num_sms: int

@@ -1,4 +1,4 @@
-"""What CUDA allows of tensors on two devices in one operator.
+"""CUDA's rules for tensors on two devices in one operator.
 
 The kernels of CUDA have one of two checks. torch generates the one from native_functions.yaml: all tensors given by
 position are on one device, numbers (tensors without dimensions) as well. Operators marked `device_check: NoCheck` are

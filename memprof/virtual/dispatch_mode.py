@@ -220,7 +220,7 @@ class DispatchMode(DeviceState):
         return on_gpus[0] if on_gpus else HOST if HOST in devices else call.gpu
 
     def _target_device(self, call: OperatorCall) -> str | None:
-        """Where new storages of this call live: a GPU, HOST, "real" on the CPU, or None for a genuine meta tensor."""
+        """Return where new storages of this call live: a GPU, HOST, "real" on the CPU, None for genuine meta."""
         device = call.kwargs.get("device")
         if device is not None:
             if device.type != "meta":

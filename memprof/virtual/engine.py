@@ -1,4 +1,4 @@
-"""What an active dispatch mode changes in the autograd engine, put right.
+"""Corrections of what an active dispatch mode changes in the autograd engine.
 
 The engine adds up gradients that meet at one tensor. Where it holds the only reference to the first one, it adds the
 second in place (torch/csrc/autograd/input_buffer.cpp, `accumulate`), but not while a dispatch mode is active: then it
@@ -85,7 +85,7 @@ class Accumulation:
         return self.is_sole_owner(first) and called_by_engine() and not (made_by_node and _feeds_distinct_inputs())
 
     def is_sole_owner(self, tensor: torch.Tensor) -> bool:
-        """Whether C++ code that now calls an operator on `tensor` holds the only reference to it and its memory."""
+        """Return whether C++ code that now calls an operator on `tensor` alone refers to it and its memory."""
         references, storage_references = _counts(tensor)
         sole, storage_sole = self._sole_owner
         is_dense = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()

@@ -217,7 +217,7 @@ class VirtualGpu(Watch):
             self.recorder.owners.set_owner(tensor, Owner(Role.INPUT, ""))
 
     def _outermost_return(self, result: Any) -> None:
-        """That call returns."""
+        """Note that the outermost call returns."""
         self.tracker.caches.call_returned(result)
         if self._recognizes_calls:
             self._growth.call_returned(result)
@@ -233,7 +233,7 @@ class VirtualGpu(Watch):
             self._note_sharding()
 
     def _note_sharding(self) -> None:
-        """How the run's models are spread over ranks; and gradients that wait, whole, to be reduced."""
+        """Note how the run's models are spread over ranks; and gradients that wait, whole, to be reduced."""
         roots = [root for known in self._roots if (root := known()) is not None]
         for name, gradient in itertools.chain.from_iterable(map(sharding.unreduced, roots)):
             self.claim(gradient, Owner(Role.GRADIENT, name))

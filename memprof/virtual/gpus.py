@@ -16,7 +16,7 @@ _NO_SUCH_GPU = "CUDA error: invalid device ordinal\nGPU device may be out of ran
 
 
 class _Here(threading.local):
-    """Which GPU is current in one thread: the first, unless it says another."""
+    """The current GPU of one thread: the first, unless it says another."""
 
     gpu = 0
 

@@ -251,7 +251,7 @@ class HostKinds:
         return self._of_kind(changed, place.is_virtual)
 
     def _place(self, tensor: Any) -> _Where | None:
-        """Where a tensor is, on the host or a GPU; None of what is elsewhere, has no elements or is no plain tensor."""
+        """Return where a tensor is, on the host or a GPU; None if elsewhere, without elements or no plain tensor."""
         if type(tensor) not in _PLAIN:
             return None
         with _NoTorchFunction():

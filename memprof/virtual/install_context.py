@@ -1,4 +1,4 @@
-"""What the parts of a virtual GPU are given of a run when they are put in place."""
+"""The run as the parts of a virtual GPU are given it when they are put in place."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _NOT_LAUNCHED = "{} are not launched: what they write is unknown, and they alloc
 
 @dataclass(frozen=True)
 class GpuOptions:
-    """What a virtual GPU is to be, beside its model."""
+    """The options of a virtual GPU, beside its model."""
 
     gpus: int = 1  # how many of them this process sees; of several, `memory` must tell them apart
     nodes: int = 1  # machines with so many GPUs, on which the program may have a rank for each

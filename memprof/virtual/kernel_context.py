@@ -19,7 +19,7 @@ _META = torch.device("meta")
 
 
 class KernelContext:
-    """What a kernel is given of the call, and all that it may do.
+    """The call that a kernel is given, and all that it may do.
 
     `args` and `kwargs` are the operator's, tensors among them on torch's meta device unless they are small and on the
     host; `gpu` says what kernels ask of the device, `values` which numbers are known, `machine` the rest.

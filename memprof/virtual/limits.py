@@ -1,4 +1,4 @@
-"""What a program does that the virtual GPU cannot follow yet: one error, which names the program's own line."""
+"""Limits of the virtual GPU, which a program oversteps: one error, which names the program's own line."""
 
 from __future__ import annotations
 

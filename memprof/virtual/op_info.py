@@ -1,4 +1,4 @@
-"""What is known of each operator: what it does with storages, and what kernels/ has for it."""
+"""Facts about each operator: what it does with storages, and what kernels/ has for it."""
 
 from __future__ import annotations
 

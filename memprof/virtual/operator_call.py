@@ -37,7 +37,7 @@ _NEW = frozenset({_aten.new_empty, _aten.new_zeros, _aten.new_ones, _aten.new_fu
 
 
 class OpKind(enum.Enum):
-    """What an operator does with storages."""
+    """The effect of an operator on storages."""
 
     VIEW = enum.auto()
     IN_PLACE = enum.auto()
@@ -46,7 +46,7 @@ class OpKind(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class OpInfo:
-    """What is known of one operator overload (op_info.py says it)."""
+    """The facts about one operator overload (op_info.py says them)."""
 
     func: Any
     packet: Any
@@ -72,7 +72,7 @@ class OpInfo:
 
 
 class DeviceTable(Protocol):
-    """What says where tensors live."""
+    """The table of where tensors live."""
 
     recorder: Recorder
 

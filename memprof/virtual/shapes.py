@@ -41,7 +41,7 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
 
 @functools.cache
 def _is_structured(func: Any) -> bool:
-    """Whether torchgen has made a kernel for all devices of the operator's shape function, which Python has replaced
+    """Return whether torchgen made a kernel for all devices of the operator's shape function, which Python has replaced
     for meta tensors. One that is given its results decides nothing."""
     replaced = _Key.Meta in func.py_kernels and not func._schema.is_mutable
     return replaced and _has_kernel(func.name(), "CompositeExplicitAutogradNonFunctional")

@@ -37,7 +37,7 @@ _OPTION = re.compile("-(?=[^-])([^cmWX]*)([cmWX]?)(.*)", re.DOTALL)
 
 
 def refusal_file_prefix(process: int) -> str:
-    """How the name of a process's file begins, which one that is killed leaves behind."""
+    """Return how the name of a process's file begins, which one that is killed leaves behind."""
     return f"memprof-refusals-{process}-"
 
 
@@ -72,7 +72,7 @@ class Subprocesses:
             del os.environ["PYTHONPATH"]
 
     def refused(self) -> list[tuple[str, str | None]]:
-        """What they were refused so far: the problem, and what to do instead."""
+        """Return what they were refused so far: the problem, and what to do instead."""
         with open(self.file, encoding="utf-8") as lines:
             return [(problem, hint) for problem, hint in map(json.loads, lines)]
 
@@ -175,7 +175,7 @@ def _wrap_exec(original: Callable[..., Any]) -> Callable[..., Any]:
 def _drop_isolation_flags(
     command: Sequence[Any], environment: Mapping[Any, Any]
 ) -> tuple[list[Any], dict[str, str] | None]:
-    """The same command and an environment for a Python that is told to hear none (-I, -E), but for the probe; for any
+    """Return the same command and an environment for a Python told to hear none (-I, -E), but for the probe; for any
     other program None. What is kept from it is there again for those that it starts."""
     if not command or not _PYTHON.fullmatch(os.fsdecode(command[0])):
         return list(command), None

@@ -27,7 +27,7 @@ _MAKE_SPARSE = (
 
 
 class TensorsFromData:
-    """What makes them: on the host first, and moved from there."""
+    """Constructors of tensors from data: on the host first, and moved from there."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class TensorsFromData:
         return self._tensor(data, dtype=dtype or tensor.dtype, device=target, requires_grad=requires_grad)
 
     def _new(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Of numbers, if it is given any; of indices and values, if `tensor` is sparse; else of a shape."""
+        """Make a tensor of numbers, if given any; of indices and values, if `tensor` is sparse; else of a shape."""
         if tensor.layout is torch.sparse_coo and args:
             return torch.sparse_coo_tensor(*args, dtype=tensor.dtype, check_invariants=False)
         if args and isinstance(args[0], (list, tuple)) and not isinstance(args[0], torch.Size):

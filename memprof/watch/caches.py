@@ -1,4 +1,4 @@
-"""What a model keeps of earlier tokens (keys, values, states), told by what its code does to it and not by a name.
+"""Caches of earlier tokens that a model keeps (keys, values, states), told by what its code does, not by a name.
 
 All of these hold within a part of a model that is called without gradients:
 

@@ -1,4 +1,4 @@
-"""Where in the program operators ran forward, by which what a backward pass makes is attributed."""
+"""Places in the program where operators ran forward, to which what a backward pass makes is attributed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from memprof.trace.events import NONE
 
 
 class CallSite(NamedTuple):
-    """Where in the program an operator runs: indices as in `Storage`."""
+    """The place in the program where an operator runs: indices as in `Storage`."""
 
     module: int
     source: int
@@ -17,7 +17,7 @@ class CallSite(NamedTuple):
 
 
 class Forward(threading.local):
-    """Where the operators of one thread ran forward, by the numbers that autograd gives in it."""
+    """The places where operators of one thread ran forward, by the numbers that autograd gives in it."""
 
     def __init__(self) -> None:
         # Number of an operator's node, ascending, and where the operator ran.

@@ -30,7 +30,7 @@ _Key = tuple[int, int, int, str, int, PhaseKind]
 
 
 class GrowthWatch:
-    """What one `VirtualGpu` tells of its program's calls and phases.
+    """The calls and phases of a program that one `VirtualGpu` tells of.
 
     It looks at steps and at calls, whose states are both here: hence the number of attributes.
     """

@@ -1,4 +1,4 @@
-"""Who keeps tensors live: the variable, the attribute or the container, by the name that the program has for it.
+"""Holders of live tensors: the variable, attribute or container, by the name that the program has for it.
 
 Python knows who refers to an object, but for the variables of functions that are running: those are read off the
 frames.
@@ -47,7 +47,7 @@ _IN_FORWARD_ORDER = 1 << 62
 
 @dataclass(slots=True)
 class _Name:
-    """What the program calls an object."""
+    """The program's name for an object."""
 
     text: str
     code: CodeType | None  # of the function whose variable it is

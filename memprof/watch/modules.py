@@ -1,4 +1,4 @@
-"""Which module is running, what it is called, and what part it plays in its model.
+"""The module that is running, its name, and the part it plays in its model.
 
 Module calls are seen by wrapping `nn.Module.__call__` for the length of the run: unlike global hooks this also sees
 modules whose forward raises, and it leaves torch's fast path for hook-less modules alone.

@@ -1,4 +1,4 @@
-"""What role each storage has in the program (parameter, gradient, input, ...), and by which name it is known."""
+"""Roles of storages in the program (parameter, gradient, input, ...), and the names by which they are known."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which code is the program's, and which is Python's, torch's or memprof's."""
+"""The program's code, told from Python's, torch's and memprof's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `torch.distributed` takes memory for, and how it spreads a model: read off its own frames and wrappers."""
+"""Memory that `torch.distributed` takes, and how it spreads a model: read off its own frames and wrappers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a line of a program does, read off its source code: fill a container, add to a sum, only show a number."""
+"""The effect of a program's line, read off its source: fill a container, add to a sum, only show a number."""
 
 from __future__ import annotations
 

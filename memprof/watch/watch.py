@@ -31,7 +31,7 @@ _PHASE = "_memprof_phase"
 
 
 class Watch(ABC):
-    """What a simulated and a measured device see of the program that runs on them.
+    """The program that runs on a device, as simulated and measured devices alike see it.
 
     A device says how it records: a phase that begins (`begin_phase`), and a tensor whose role is known (`claim`).
     Allocations are its own to see. Of its 26 methods a device overrides or calls half.

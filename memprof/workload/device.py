@@ -1,4 +1,4 @@
-"""What a workload needs of the device that it runs on, be it a virtual GPU or a measuring one."""
+"""The device that a workload runs on, be it a virtual GPU or a measuring one."""
 
 from __future__ import annotations
 

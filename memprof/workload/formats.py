@@ -1,4 +1,4 @@
-"""How a checkpoint stores its weights: `quantization_config` of a config.json, or what --quantize asks for.
+"""Formats of a checkpoint's weights: `quantization_config` of a config.json, or what --quantize asks for.
 
 What is in a configuration is obeyed or refused by name, never ignored. This file needs no torch; stored_weights.py
 builds what is named here.

@@ -1,4 +1,4 @@
-"""Which modules of a model are its layers: the long lists of blocks of one class."""
+"""Layers of a model: the long lists of blocks of one class."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ _ALPACA = (
 
 
 class Lengths(NamedTuple):
-    """What `--lengths` asks for."""
+    """The lengths that `--lengths` asks for."""
 
     draw: Callable[[random.Random], Iterator[int]]  # lengths of samples, without end
     bucket: int = 1  # batches that are sorted together

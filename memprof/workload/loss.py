@@ -1,4 +1,4 @@
-"""Where a training step takes its loss: the number that `backward()` is called on.
+"""The loss of a training step: the number that `backward()` is called on.
 
 A model of transformers that is given labels computes its loss inside `forward`; `compute_loss` finds it there. A model
 of another kind returns its outputs, of which `compute_loss` makes one. The last stage of a pipeline is given logits:

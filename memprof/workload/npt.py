@@ -28,7 +28,7 @@ INIT_SCALE = 0.01
 
 
 class NptComponent(nn.Module):
-    """What both forms share: the modes.
+    """The base of both forms: the modes.
 
     Args:
         d_model: features of a token.

@@ -37,7 +37,7 @@ class NptProjection(nn.Module):
 
 
 class _AttentionOutput:
-    """What the attention of a layer gave last; handed over once, so that it lives no longer than it is needed."""
+    """The last output of a layer's attention; handed over once, to live no longer than it is needed."""
 
     def __init__(self, attention: nn.Module) -> None:
         self._output: Tensor | None = None

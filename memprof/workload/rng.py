@@ -1,4 +1,4 @@
-"""What models leave to chance (a layer that is dropped, a mask that is drawn) is the same in every run: runs with and
+"""Randomness in models (a layer that is dropped, a mask that is drawn), the same in every run: runs with and
 without a fix are compared, and a run may be made again."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What an entry of the table of fixes says."""
+"""An entry of the table of fixes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from memprof.spec import TargetSpec
 
 
 class Numerics(StrEnum):
-    """What a fix does to the numbers of a run."""
+    """The effect of a fix on the numbers of a run."""
 
     # The same mathematics: it differs from the original by rounding alone, and no more than the original does.
     EXACT = "exact"
@@ -111,7 +111,7 @@ class Fix:
         return install
 
     def is_on(self, spec: TargetSpec) -> bool:
-        """Whether `spec` has it in force."""
+        """Return whether `spec` has it in force."""
         if any(fix.partition("=")[0] == self.name for fix in spec.fixes):
             return True
         if self.on is not None:

@@ -17,7 +17,7 @@ EXTRAS = {
 
 
 def check_installed(spec: TargetSpec | None, fixes: Sequence[Fix] = ()) -> None:
-    """Whether what `spec` and `fixes` need is there. Nothing is imported: what is there may still fail to be.
+    """Check that what `spec` and `fixes` need is installed, importing nothing: a package may still fail to import.
     Raises UsageError: something is missing; it names the extra to install."""
     if spec is not None:
         _check_spec(spec)
@@ -40,7 +40,7 @@ def _check_spec(spec: TargetSpec) -> None:
 
 
 def check_package(what: str, *either: str) -> None:
-    """Whether one of these packages is there, which `what` needs. Raises UsageError: none is."""
+    """Check that one of these packages, which `what` needs, is installed. Raises UsageError: none is."""
     if not any(importlib.util.find_spec(package) for package in either):
         names = " or ".join(either)
         missing = f"{names} is not installed" if len(either) == 1 else "neither is installed"

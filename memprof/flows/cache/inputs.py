@@ -1,4 +1,4 @@
-"""What an answer rests on beside what was asked: the interpreter, what is installed, memprof itself, and the variables
+"""Inputs of an answer beside what was asked: the interpreter, what is installed, memprof itself, and the variables
 of the environment that torch and its libraries read.
 
 Versions do not say everything: files of an installed package may be edited in place, and a checkout has one version for

@@ -1,4 +1,4 @@
-"""How a model is to be spread over so many GPUs, and which fixes it needs besides (`--fix auto --gpus N`).
+"""Ways to spread a model over so many GPUs, and the fixes each needs besides (`--fix auto --gpus N`).
 
 A plan that fits as it is gives nothing up. Where none does, each has its cheapest set of fixes, and the plan that
 then takes least time for as many sequences is the answer: what it sends between GPUs is priced like what a fix

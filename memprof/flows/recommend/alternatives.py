@@ -1,4 +1,4 @@
-"""What would do where nothing fits: another GPU, more GPUs, a shorter context, less that is trained."""
+"""Ways out where nothing fits: another GPU, more GPUs, a shorter context, less that is trained."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a way to run needs by the closed form: it says which runs are worth making, and which first."""
+"""The needs of a way to run by the closed form: it says which runs are worth making, and which first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What fits a GPU: for each way to use a model the largest of the catalog that does, and its longest context."""
+"""Models that fit a GPU: for each way to use one the largest of the catalog that does, and its longest context."""
 
 from __future__ import annotations
 

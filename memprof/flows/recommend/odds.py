@@ -1,4 +1,4 @@
-"""How the lengths of a data set meet a configuration: the longest batch that fits, and the odds of a longer one. The
+"""Lengths of a data set against a configuration: the longest batch that fits, and the odds of a longer one. The
 odds are exact, nothing is sampled.
 """
 

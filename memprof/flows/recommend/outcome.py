@@ -1,4 +1,4 @@
-"""What a search keeps of a run: what it needs and takes, told by its trace."""
+"""The outcome of a run that a search keeps: what it needs and takes, told by its trace."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HOST_MEMORY = "host memory"  # where a run ends that fits the GPU, but not its h
 
 @dataclass(frozen=True, slots=True)
 class SimulatedRun:
-    """What a run needs and takes."""
+    """The memory that a run needs and takes."""
 
     # As it was made, with nothing left to the environment: its length, the allocator's settings, and where that makes
     # it fit, expandable segments.

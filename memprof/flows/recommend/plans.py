@@ -1,4 +1,4 @@
-"""What a search chooses among: how a goal can be run, as an edit of the spec, and what is given up for it."""
+"""Plans that a search chooses among: how a goal can be run, as an edit of the spec, and what is given up for it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CPU_OPTIMIZER = "cpu-offload-optimizer"
 
 
 class Goal(StrEnum):
-    """What is to be done with the model."""
+    """The use that the model is recommended for."""
 
     FULL = "full"
     LORA = "lora"
@@ -27,7 +27,7 @@ class Goal(StrEnum):
 
 
 class Activations(StrEnum):
-    """What becomes of activations between forward and backward, quickest first."""
+    """The ways to keep activations between forward and backward, quickest first."""
 
     KEPT = "kept"
     OFFLOADED = "in host memory"

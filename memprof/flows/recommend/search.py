@@ -25,7 +25,7 @@ DEFAULT_EFFECTIVE_BATCH = 8
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is asked of a search."""
+    """The question that a search answers."""
 
     goal: Goal
     # Sequences in an optimizer step, or at a time. None: 8, or `micro_batch` if that is given (inference: 1).
@@ -58,7 +58,7 @@ class Tried:
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """What a search found; `chosen` is None if nothing fits, and `least` then needs least."""
+    """The result of a search; `chosen` is None if nothing fits, and `least` then needs least."""
 
     chosen: Tried | None
     least: Tried | None

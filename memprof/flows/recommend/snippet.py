@@ -24,7 +24,7 @@ _FED_WITH_TOKENS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditional
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """How a script gets the model."""
+    """The lines by which a script gets the model."""
 
     auto_class: str
     from_pretrained: str  # its argument; empty if there are no weights to load

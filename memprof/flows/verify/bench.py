@@ -151,7 +151,7 @@ def _benched(fix: Fix, large: Specimen, *, seeds: int, progress: Callable[[str],
 
 @dataclass
 class _Run:
-    """What one model gave: loss, gradients, and parameters after some steps, by name."""
+    """The numbers that one model gave: loss, gradients, and parameters after some steps, by name."""
 
     loss: torch.Tensor
     gradients: dict[str, torch.Tensor]

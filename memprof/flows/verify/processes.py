@@ -1,4 +1,4 @@
-"""How the works of a bench share the cores: in processes that are forked from one that has all they need."""
+"""Processes that share the cores for a bench's works: forked from one that has all they need."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class CorpusCount:
-    """What was counted."""
+    """The counts of a corpus."""
 
     tokenizer: str  # whitespace, bytes, or the path of a tokenizer
     num_bytes: int  # of text: of files after decompression, of rows as UTF-8

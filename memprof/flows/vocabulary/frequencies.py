@@ -1,4 +1,4 @@
-"""How often tokens occur, and what share of a corpus the most frequent of them cover. Exact, in integers."""
+"""Frequencies of tokens, and the share of a corpus that the most frequent of them cover. Exact, in integers."""
 
 from __future__ import annotations
 

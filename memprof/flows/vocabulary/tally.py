@@ -1,4 +1,4 @@
-"""What was read of a corpus, and what could not be: counted, and named with the first place of each kind."""
+"""Tally of what was read of a corpus, and of what could not be: counted, and the first place of each kind."""
 
 from __future__ import annotations
 

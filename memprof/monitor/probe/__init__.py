@@ -1,4 +1,4 @@
-"""What runs in the Pythons that a program starts: `sitecustomize.py`, found by way of PYTHONPATH. It stands alone.
+"""The probe in the Pythons that a program starts: `sitecustomize.py`, found by way of PYTHONPATH. It stands alone.
 
 `memprof monitor` has it tell what the CUDA allocator holds; the virtual GPU, that no other process has a GPU.
 """

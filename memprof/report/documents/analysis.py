@@ -22,7 +22,7 @@ SCHEMA = 2  # 2: names (old_names.py)
 
 @dataclass(frozen=True, slots=True)
 class Amounts:
-    """What the allocator held after an event."""
+    """The bytes that the allocator held after an event."""
 
     event: int
     requested_bytes: int  # Asked for, of blocks in use or waiting for other streams (torch's requested_bytes).
@@ -51,7 +51,7 @@ class BlockRow:
 
 @dataclass(frozen=True, slots=True)
 class LiveMoment:
-    """What is live at the moment that was requested."""
+    """The blocks that are live at the moment that was requested."""
 
     what: str  # peak, end, oom or event.
     amounts: Amounts
@@ -79,7 +79,7 @@ class PinnedSegment:
 
 @dataclass(frozen=True, slots=True)
 class FragmentationRow(Fragmentation):
-    """That of one moment."""
+    """The fragmentation at one moment."""
 
     nearly_empty: tuple[PinnedSegment, ...]  # Of them, those with the most pinned bytes.
 
@@ -104,7 +104,7 @@ class MissingFrames:
 
 @dataclass(frozen=True, slots=True)
 class ReplayRow:
-    """How far our allocator gives every address that the recording has."""
+    """The agreement of memprof's allocator with the recording's addresses."""
 
     allocations: int
     identical_addresses: int

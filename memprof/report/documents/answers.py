@@ -25,7 +25,7 @@ def _fields(row: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer(JsonValue):
-    """What all of them begin with."""
+    """The fields that every answer begins with."""
 
     schema: int = 2  # Goes up when a name changes its meaning.
     memprof_version: str = __version__
@@ -160,7 +160,7 @@ class Recipes(Answer):
 
 @dataclass(frozen=True, slots=True)
 class KeptAnswer:
-    """What a run was, as a command, and what is kept of it; `used` in seconds since the epoch."""
+    """A kept run: its command, and what is kept of it; `used` in seconds since the epoch."""
 
     asked: str
     num_bytes: int = field(metadata=json_name("bytes"))
@@ -181,7 +181,7 @@ class KeptAnswers(Answer):
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What went wrong, what was wrong about, and what to do."""
+    """An error: what went wrong, what was wrong about, and what to do."""
 
     problem: str
     value: str | None

@@ -1,4 +1,4 @@
-"""What the documents on runs, recordings and comparisons offer beside JSON: tables, a text, and a file."""
+"""The base of documents on runs, recordings and comparisons: tables, a text, and a file, beside JSON."""
 
 from __future__ import annotations
 

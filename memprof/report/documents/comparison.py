@@ -59,7 +59,7 @@ class TotalRow:
 
 @dataclass(frozen=True, slots=True)
 class StageAmounts:
-    """What one run did in a stage."""
+    """The bytes of one run in a stage."""
 
     allocated_bytes: int | None
     delta_bytes: int | None
@@ -128,7 +128,7 @@ class TensorRow:
 
 @dataclass(frozen=True, slots=True)
 class KernelUse:
-    """What kernels and libraries took for themselves at a run's peak: no tensors of the program."""
+    """The bytes that kernels and libraries took for themselves at a run's peak: no tensors of the program."""
 
     kind: str  # CPU kernels or CUDA kernels.
     num_bytes: int = field(metadata=json_name("bytes"))

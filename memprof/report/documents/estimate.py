@@ -25,7 +25,7 @@ from memprof.version import __version__
 
 @dataclass(frozen=True, slots=True)
 class EstimateTarget:
-    """What was requested."""
+    """The model and its use, as requested."""
 
     model: str
     given: str

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Bottleneck:
-    """What decides how much a run needs: where it runs out of memory, or what the most of its peak is."""
+    """The cause of a run's need: where it runs out of memory, or what the most of its peak is."""
 
     stage: str
     step: int
@@ -18,7 +18,7 @@ class Bottleneck:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What the fixes of a row cost, against the run as it is; None where the work was not counted."""
+    """The cost of a row's fixes, against the run as it is; None where the work was not counted."""
 
     operations: int | None
     extra_operations: int | None

@@ -18,7 +18,7 @@ class LimitRun:
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """What `--largest` found; every number in it was run."""
+    """The result of `--largest`; every number in it was run."""
 
     what: str  # batch-size or context-length.
     largest: int | None  # the largest that fits; None if the least does not.

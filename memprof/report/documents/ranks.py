@@ -1,4 +1,4 @@
-"""What one program had several of: GPUs in a process, or ranks, a row each; of a plan, a row for each kind of rank."""
+"""One program's GPUs in a process, or ranks, a row each; of a plan, a row for each kind of rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `memprof recommend` found: plain data, with the names that its JSON has. Sizes are bytes, times are seconds."""
+"""The answer of `memprof recommend`: plain data, named as in its JSON. Sizes are bytes, times are seconds."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class LargestFit:
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """What would do where nothing fits the GPU; of several GPUs, the least number of them."""
+    """A way out where nothing fits the GPU; of several GPUs, the least number of them."""
 
     what: str
     name: str

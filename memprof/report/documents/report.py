@@ -67,7 +67,7 @@ class Peak:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Whether the run fits the GPU, where it runs out of memory if not, and what it needs."""
+    """The verdict on a run: whether it fits the GPU, where it runs out of memory if not, and what it needs."""
 
     # None if the run failed, or was stopped, before it was known. Of a program that caught out-of-memory errors:
     # whether what it did instead fits.
@@ -99,7 +99,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class FailureRow:
-    """What stopped the run: everything else in the document is the run up to there."""
+    """The error that stopped the run: everything else in the document is the run up to there."""
 
     kind: str
     phase: str

@@ -1,4 +1,4 @@
-"""What a verification found: plain data, without torch."""
+"""The result of a verification: plain data, without torch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class _Judged(JsonValue):
 
 @dataclass(frozen=True)
 class Deviation(_Judged):
-    """How far original and fixed are from a float64 run, at the worst place of all seeds and cases."""
+    """The distance of original and fixed from a float64 run, at the worst place of all seeds and cases."""
 
     fix: str  # its name.
     model: str  # the model it was tried on.
@@ -45,7 +45,7 @@ class Deviation(_Judged):
 
 @dataclass(frozen=True)
 class Precision(_Judged):
-    """What lower precision does to the same model and inputs, against float64."""
+    """The effect of lower precision on the same model and inputs, against float64."""
 
     precision: str  # "float32", "float16", "bfloat16", "amp-float16", "amp-bfloat16" or "int8 weights".
     model: str  # the model it was tried on.

@@ -34,7 +34,7 @@ class Cap:
 
 @dataclass(frozen=True, slots=True)
 class VocabularyMemory:
-    """What one vocabulary takes, the most of each that is live at once."""
+    """The memory of one vocabulary, the most of each part that is live at once."""
 
     name: str  # `before`, or the name of a cap.
     vocab_size: int

@@ -1,4 +1,4 @@
-"""Which tensors of one run's peak are those of another's, and what is not the same about the rest."""
+"""Matches of the tensors of two runs' peaks, and the differences of the rest."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BY_BYTES = "bytes"
 
 @dataclass(frozen=True, slots=True)
 class Matched:
-    """What became of the tensors."""
+    """The result of matching the tensors of two runs."""
 
     rows: tuple[TensorRow, ...]  # Those that are not the same, largest differences first.
     same: int

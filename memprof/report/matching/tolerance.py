@@ -1,4 +1,4 @@
-"""How much two figures may differ and still be called the same."""
+"""The tolerance within which two figures are called the same."""
 
 from __future__ import annotations
 

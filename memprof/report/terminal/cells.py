@@ -1,4 +1,4 @@
-"""What stands in a cell, of a terminal's table or a page's, as plain words: sizes, shapes, lines. Needs no rich."""
+"""Cells of a terminal's table or a page's, as plain words: sizes, shapes, lines. Needs no rich."""
 
 from __future__ import annotations
 

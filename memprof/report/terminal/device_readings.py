@@ -1,4 +1,4 @@
-"""What was read off a GPU, beside the replay of the run that was measured there."""
+"""Readings of a GPU, beside the replay of the run that was measured there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which stages the terminal shows: the step that matters, in full, equal layers folded; the rest a row each.
+"""Stages that the terminal shows: the step that matters, in full, equal layers folded; the rest a row each.
 
 Rows that come again and again (the forwards of an evaluation, the steps of a long run) are shown once.
 """

@@ -1,4 +1,4 @@
-"""How wide a text may be, and what is left out of a table that is wider. Needs no rich."""
+"""The width of a text, and what is left out of a table that is wider. Needs no rich."""
 
 from __future__ import annotations
 

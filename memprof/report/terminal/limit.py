@@ -1,4 +1,4 @@
-"""What `--largest` found, for a terminal."""
+"""The result of `--largest`, for a terminal."""
 
 from __future__ import annotations
 

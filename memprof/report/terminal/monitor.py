@@ -88,14 +88,14 @@ class JsonView(_Lines):
 
 
 class QuietView(_Lines):
-    """What cannot be seen, and at last how it ended."""
+    """A view that shows nothing until the end: what could not be seen, and how the command ended."""
 
     def show(self, sample: MonitorSample, peaks: Peaks) -> None:
         """Its notes."""
         self.say_once(sample.notes)
 
     def close(self, outcome: MonitorOutcome) -> None:
-        """How it ended."""
+        """Write how the command ended."""
         self.say_once(outcome.notes)
         if outcome.command:
             self.write(f"memprof: {summary(outcome)}")

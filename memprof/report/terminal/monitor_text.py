@@ -1,4 +1,4 @@
-"""What the views of `memprof monitor` show: samples as lines, tables and curves."""
+"""Text of the views of `memprof monitor`: samples as lines, tables and curves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is held over the steps of a run: by each step, and reserved over batches whose lengths vary."""
+"""Bytes held over the steps of a run: by each step, and reserved over batches whose lengths vary."""
 
 from __future__ import annotations
 

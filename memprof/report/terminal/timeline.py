@@ -1,4 +1,4 @@
-"""What each category holds over the run, a line each, as wide as the console."""
+"""Bytes of each category over the run, a line each, as wide as the console."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ _FIRST_SCALE = 2.0**16
 
 
 class _Scaler:
-    """Of one loss; the flag of overflows is on the GPU."""
+    """The scaler of one loss; the flag of overflows is on the GPU."""
 
     def __init__(self, scale, most: float) -> None:
         self.dynamic = scale == "dynamic"
@@ -52,7 +52,7 @@ class _State(NamedTuple):
 
 
 def _states() -> list[_State]:
-    """Of the last call of `initialize` in this run."""
+    """Return the states of the last call of `initialize` in this run."""
     return keep_for_run("apex.amp", list)
 
 
@@ -148,7 +148,7 @@ def _to(dtype: torch.dtype, value):
 
 
 class _Stash:
-    """What is kept of an optimizer's parameters: those in half precision with their copies, and the others."""
+    """The parameters of an optimizer that are kept: those in half precision with their copies, and the others."""
 
     def __init__(self, masters: bool) -> None:
         self.keeps_masters = masters
@@ -265,7 +265,7 @@ def scale_loss(loss, optimizers, loss_id=0, model=None, delay_unscale=False, del
 
 @_public("_amp_state")
 def master_params(optimizer):
-    """What the optimizer steps: nothing is taken."""
+    """Yield the parameters that the optimizer steps: nothing is allocated."""
     for group in optimizer.param_groups:
         yield from group["params"]
 

@@ -65,7 +65,7 @@ class Casts:
 
 
 def casts() -> Casts:
-    """Those of this run."""
+    """Return the casts of this run."""
     return keep_for_run("apex.amp.casts", Casts)
 
 
@@ -117,7 +117,7 @@ def _cast_once(value):
 
 
 def _is_inside() -> bool:
-    """Whether memprof itself calls a patched function: for a kernel, whose own code nothing is cast in."""
+    """Return whether memprof itself calls a patched function: for a kernel, whose own code nothing is cast in."""
     return str(sys._getframe(2).f_globals.get("__name__", "")).startswith("memprof.")
 
 
@@ -319,17 +319,17 @@ def _ask(module, name, wrapped: Callable[[Any], Any]) -> None:
 
 @_public
 def register_half_function(module, name):
-    """As half_function, for `module.name`, once amp is initialized at O1."""
+    """Register `module.name` as half_function does, once amp is initialized at O1."""
     _ask(module, name, _in_half)
 
 
 @_public
 def register_float_function(module, name):
-    """As float_function, for `module.name`, once amp is initialized at O1."""
+    """Register `module.name` as float_function does, once amp is initialized at O1."""
     _ask(module, name, _in_float)
 
 
 @_public
 def register_promote_function(module, name):
-    """As promote_function, for `module.name`, once amp is initialized at O1."""
+    """Register `module.name` as promote_function does, once amp is initialized at O1."""
     _ask(module, name, _in_widest)

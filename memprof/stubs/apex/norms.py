@@ -82,7 +82,7 @@ def fused_layer_norm(input, normalized_shape, eps=1e-6, memory_efficient=False):
 
 @_inner
 def mixed_dtype_fused_layer_norm_affine(input, weight, bias, normalized_shape, eps=1e-6, memory_efficient=False):
-    """As fused_layer_norm_affine, with an output in the type of the weight."""
+    """Normalize as fused_layer_norm_affine, with an output in the type of the weight."""
     return _norm(input, normalized_shape, weight, bias, is_rms=False, thrifty=memory_efficient, mixed=True)
 
 
@@ -100,7 +100,7 @@ def fused_rms_norm(input, normalized_shape, eps=1e-6, memory_efficient=False):
 
 @_inner
 def mixed_dtype_fused_rms_norm_affine(input, weight, normalized_shape, eps=1e-6, memory_efficient=False):
-    """As fused_rms_norm_affine, with an output in the type of the weight."""
+    """Normalize as fused_rms_norm_affine, with an output in the type of the weight."""
     return _norm(input, normalized_shape, weight, None, is_rms=True, thrifty=memory_efficient, mixed=True)
 
 
@@ -182,9 +182,9 @@ class _Mixed(_Norm):
 
 @_public
 class MixedFusedLayerNorm(_Mixed, FusedLayerNorm):
-    """As FusedLayerNorm, with an output in the type of its weight."""
+    """A FusedLayerNorm with an output in the type of its weight."""
 
 
 @_public
 class MixedFusedRMSNorm(_Mixed, FusedRMSNorm):
-    """As FusedRMSNorm, with an output in the type of its weight."""
+    """A FusedRMSNorm with an output in the type of its weight."""

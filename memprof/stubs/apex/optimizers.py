@@ -80,7 +80,7 @@ class FusedAdam(FusedOptimizer):
         return loss
 
     def _scales(self, scaler, device):
-        """Of a gradient scaler, and its inverse."""
+        """Return the scale of a gradient scaler, and its inverse."""
         found = torch.zeros(1, device=device) if scaler is None else scaler._check_inf_per_device(self)[device]
         self._dummy_overflow_buf.copy_(found)
         if scaler is None:

@@ -34,7 +34,7 @@ def _inner(name: str):
 
 
 class Lengths(NamedTuple):
-    """Of the sequences, where tensors are [tokens, heads, size] instead of [batch, tokens, heads, size]."""
+    """The lengths of sequences whose tensors are [tokens, heads, size] instead of [batch, tokens, heads, size]."""
 
     cu_seqlens_q: torch.Tensor
     cu_seqlens_k: torch.Tensor
@@ -43,7 +43,7 @@ class Lengths(NamedTuple):
 
 
 class Options(NamedTuple):
-    """What else is asked of one call."""
+    """The other arguments of one call."""
 
     dropout_p: float
     window_size: tuple[int, int]
@@ -237,7 +237,7 @@ def flash_attn_kvpacked_func(
     q, kv, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
     deterministic=False, return_attn_probs=False,
 ):  # fmt: skip
-    """As flash_attn_func, with keys and values as [batch, tokens, 2, heads, size]; their gradient is one tensor."""
+    """Attend as flash_attn_func, keys and values as [batch, tokens, 2, heads, size]; their gradient is one tensor."""
     return _call(
         "flash_attn_kvpacked_func", (q, kv), dropout_p, window_size, alibi_slopes, deterministic, return_attn_probs
     )
@@ -248,7 +248,7 @@ def flash_attn_qkvpacked_func(
     qkv, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
     deterministic=False, return_attn_probs=False,
 ):  # fmt: skip
-    """As flash_attn_func, with all three as [batch, tokens, 3, heads, size]; their gradient is one tensor."""
+    """Attend as flash_attn_func, all three as [batch, tokens, 3, heads, size]; their gradient is one tensor."""
     return _call(
         "flash_attn_qkvpacked_func", (qkv,), dropout_p, window_size, alibi_slopes, deterministic, return_attn_probs
     )

@@ -86,7 +86,7 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _of_input(gradient: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-    """Of the input; with the residual's gradient added where the input is released."""
+    """Return the gradient of the input, with the residual's added where the input is released."""
     if residual is None:
         return functional.linear(gradient, weight.t())
     return torch.addmm(_rows(residual), gradient, weight)

@@ -1,4 +1,4 @@
-"""What flash-attention's repository builds beside the package, as modules of their own: norms, rotary embeddings,
+"""Extensions that flash-attention's repository builds beside the package: norms, rotary embeddings,
 cross-entropy, products with an activation. Programs call them by the Python that they have copied with them.
 
 Sources, of Dao-AILab/flash-attention: csrc/layer_norm/ln_api.cpp and csrc/fused_dense_lib/fused_dense.cpp at v2.8.3,
@@ -96,7 +96,7 @@ def dropout_add_ln_bwd(
 
 
 def _for_product(name: str, *tensors) -> torch.Tensor:
-    """What they refuse; then the workspace of cuBLASLt, which lives as long as the call."""
+    """Check what they refuse; then allocate the workspace of cuBLASLt, which lives as long as the call."""
     check_on_gpu(name, *tensors)
     given = [one for one in tensors if one is not None]
     require(given[0].dtype in HALF and given[0].dtype == given[1].dtype, name, "half precision")

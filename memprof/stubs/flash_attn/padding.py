@@ -80,7 +80,7 @@ def unpad_input(hidden_states, attention_mask, unused_mask=None):
 
 @_public
 def unpad_input_for_concatenated_sequences(hidden_states, attention_mask_in_length):
-    """As unpad_input, for several texts in a row; the mask has their lengths."""
+    """Unpad as unpad_input does, for several texts in a row; the mask has their lengths."""
     length = attention_mask_in_length.sum(dim=-1)
     tokens = attention_mask_in_length.size(-1)
     positions = torch.arange(tokens, device=length.device, dtype=length.dtype).expand(len(length), tokens)

@@ -66,7 +66,7 @@ def single_decode_with_kv_cache(
     v_scale=None, window_left=-1, logits_soft_cap=None, sm_scale=None, rope_scale=None, rope_theta=None,
     return_lse=False,
 ):  # fmt: skip
-    """Of one token: the output, and 32 MiB while it runs."""
+    """Attend with the query of one token: allocates the output, and 32 MiB while it runs."""
     name = "single_decode_with_kv_cache"
     check_on_gpu(f"flashinfer.{name}", q, k, v)
     _check_positions(pos_encoding_mode)
@@ -82,7 +82,7 @@ def single_prefill_with_kv_cache(
     logits_soft_cap=None, rope_scale=None, rope_theta=None, backend="auto", return_lse=False, kv_cache_sf=None,
     k_scale=None, v_scale=None,
 ):  # fmt: skip
-    """Of one sequence: the output, and 32 MiB while it runs."""
+    """Attend with the queries of one sequence: allocates the output, and 32 MiB while it runs."""
     name = "single_prefill_with_kv_cache"
     check_on_gpu(f"flashinfer.{name}", q, k, v, packed_custom_mask)
     _check_positions(pos_encoding_mode)
@@ -97,7 +97,7 @@ def single_prefill_with_kv_cache(
 
 
 def _attend_to_one(q: torch.Tensor, made: Callable[[], torch.Tensor], positions: str, return_lse: bool, v_scale):
-    """Of queries [..., heads, size]: the output, and 32 MiB while it runs."""
+    """Attend with queries [..., heads, size]: allocates the output, and 32 MiB while it runs."""
     workspace = torch.empty(_SINGLE_BYTES, dtype=torch.uint8, device=q.device)
     sums = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device) if return_lse else None
     out = made()
@@ -121,7 +121,7 @@ def _check_shapes(name: str, q: torch.Tensor, dimensions: int, k: torch.Tensor, 
 
 
 class _Wrapper:
-    """What all have: the program's workspace, one of 8 MiB for numbers, and its copy in the host's pinned memory."""
+    """The base of all wrappers: the program's workspace, 8 MiB for numbers, and their copy in pinned host memory."""
 
     _name = ""
 
@@ -145,7 +145,7 @@ class _Wrapper:
 
     @property
     def is_cuda_graph_enabled(self) -> bool:
-        """Whether lists of numbers are copied into those that the program gave."""
+        """Return whether lists of numbers are copied into those that the program gave."""
         return self._use_cuda_graph
 
     def reset_workspace_buffer(self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor) -> None:

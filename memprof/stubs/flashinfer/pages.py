@@ -72,7 +72,7 @@ def append_paged_kv_cache(
 def append_paged_mla_kv_cache(
     append_ckv, append_kpe, batch_indices, positions, ckv_cache, kpe_cache, kv_indices, kv_indptr, kv_last_page_len
 ):
-    """As append_paged_kv_cache, for latent keys and values and the rotated part of keys."""
+    """Append as append_paged_kv_cache does, for latent keys and values and the rotated part of keys."""
     _appended("append_paged_mla_kv_cache", (ckv_cache, kpe_cache), (append_ckv, append_kpe), positions, batch_indices,
               kv_indices, kv_indptr, kv_last_page_len)  # fmt: skip
 

@@ -16,7 +16,7 @@ _BLACKWELL = 10
 
 
 def _buffer(name: str, like: torch.Tensor) -> torch.Tensor:
-    """What the package makes once for a GPU, and keeps."""
+    """Return the buffer that the package makes once for a GPU, and keeps."""
     return keep_for_run(
         ("flashinfer", name, like.device), lambda: torch.empty(_ROW_STATES, dtype=torch.uint8, device=like.device)
     )

@@ -133,7 +133,7 @@ def _normed(of: Block | MixerModel, norm, x, residual, *, prenorm: bool):
 @_public("mamba_ssm.models.config_mamba.MambaConfig")
 @dataclass
 class MambaConfig:
-    """What a model is: nothing is taken."""
+    """The configuration of a model: it allocates nothing."""
 
     d_model: int = 2560
     d_intermediate: int = 0

@@ -314,7 +314,7 @@ class LayerNormLinear(_Weights):
 
 
 def norm_parameters(module, size: int, normalization: str, zero_centered: bool, dtype: torch.dtype, device) -> None:
-    """Of the norm that a layer begins with."""
+    """Return the parameters of the norm that a layer begins with."""
     assert normalization in _NORMALIZATIONS, "Unsupported normalization type!"
     module.normalization, module.is_rms = normalization, normalization == "RMSNorm"
     module.layer_norm_weight = nn.Parameter(torch.empty(size, device=device, dtype=dtype))

@@ -47,7 +47,7 @@ class Format(Enum):
 
 @_recipe
 class Recipe:
-    """How tensors are scaled."""
+    """The way tensors are scaled."""
 
     @classmethod
     def delayed(cls):
@@ -94,12 +94,12 @@ class Quantized(NamedTuple):
     scale: torch.Tensor | None = None
 
     def for_backward(self) -> Quantized:
-        """What a product for a weight's gradient needs."""
+        """Return what a product for a weight's gradient needs."""
         return self if self.columns is None else Quantized(None, self.columns, self.scale)
 
 
 def takes_any_layout() -> bool:
-    """Whether float8 products of this GPU need no transposed copies."""
+    """Return whether float8 products of this GPU need no transposed copies."""
     arch = torch.cuda.get_device_capability()
     return 100 <= 10 * arch[0] + arch[1] < 120
 
@@ -160,7 +160,7 @@ class autocast:  # noqa: N801
 
 @te("quantization")
 def fp8_autocast(enabled=True, calibrating=False, fp8_recipe=None, fp8_group=None, _graph=False):
-    """As autocast, by its older name."""
+    """Enter autocast, by its older name."""
     warnings.warn("fp8_autocast is deprecated: use autocast", category=DeprecationWarning, stacklevel=2)
     return autocast(enabled, calibrating, fp8_recipe, fp8_group, _graph)
 

@@ -40,7 +40,7 @@ _NOT_CUTLASS_BACKWARD = (
 
 
 class _Bounds(NamedTuple):
-    """Of sequences one after another; none of it where there is a batch."""
+    """The bounds of sequences one after another; all None where there is a batch."""
 
     queries: torch.Tensor | None
     keys: torch.Tensor | None
@@ -73,7 +73,7 @@ def _window_size(bias) -> int | None:
 
 
 def _checked(name: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias, op) -> None:
-    """What the real one refuses (Inputs.validate_inputs), and what is not known here, by name."""
+    """Check what the real one refuses (Inputs.validate_inputs), and refuse what is not known here, by name."""
     check_on_gpu(name, query, key, value)
     three = (query, key, value)
     if any(tensor.dim() != query.dim() for tensor in three):
@@ -107,7 +107,7 @@ def _tensor_of(bias) -> torch.Tensor | None:
 
 
 class _Chosen(NamedTuple):
-    """Which operators run: 3 and 2 of FlashAttention, 0 CUTLASS's."""
+    """The operators that run: 3 and 2 of FlashAttention, 0 CUTLASS's."""
 
     forward: int
     backward: int
@@ -215,7 +215,7 @@ def _flash_3(
 
 
 class _Named(type):
-    """Of classes that programs ask for their operator alone."""
+    """The base of classes that programs name only to choose an operator."""
 
     def __getattr__(cls, name: str):
         if name.startswith("_"):

@@ -25,7 +25,7 @@ _of_ops = register_in(_MODULE, "xformers.ops.fmha", "xformers.ops", source=_SOUR
 
 @_of_ops
 class AttentionBias:
-    """What all of them are: nothing is taken unless its kind says so."""
+    """The base of all biases: it allocates nothing unless its kind says so."""
 
     def to(self, device):
         return self
@@ -101,7 +101,7 @@ def _sent(numbers: Iterable[int], device) -> torch.Tensor:
 @_public
 @dataclass
 class _SeqLenInfo:
-    """Where each sequence begins, in int32 on the GPU and in a list."""
+    """The start of each sequence, in int32 on the GPU and in a list."""
 
     seqstart: torch.Tensor
     max_seqlen: int
@@ -151,7 +151,7 @@ class _PaddedSeqLenInfo(_SeqLenInfo):
 
     @classmethod
     def from_seqlens_padded(cls, seqlens, padding, *, device=None):
-        """Of so many keys each, in spaces of `padding`."""
+        """Make the bias of so many keys each, in spaces of `padding`."""
         assert all(length <= padding for length in seqlens), f"Seqlens {seqlens} Padding {padding}"
         device, starts = device or "cuda", list(range(0, len(seqlens) * padding + 1, padding))
         lengths = _sent(seqlens, device)
@@ -180,7 +180,7 @@ class BlockDiagonalMask(AttentionBias):
 
     @classmethod
     def from_tensor_list(cls, tensors):
-        """Of the rows of each, and all of them as one tensor [1, tokens, *]: a copy."""
+        """Make the bias of the rows of each, and all of them as one tensor [1, tokens, *]: a copy."""
         made = cls.from_seqlens([x.shape[1] for x in tensors for _ in range(x.shape[0])])
         made._batch_sizes = [x.shape[0] for x in tensors]
         return made, _joined(tensors)
@@ -289,6 +289,6 @@ class BlockDiagonalPaddedKeysMask(AttentionBias):
 @_public
 @dataclass
 class BlockDiagonalCausalWithOffsetPaddedKeysMask(BlockDiagonalPaddedKeysMask):
-    """The same, each causal from its last key; no backward."""
+    """A block-diagonal mask with padded keys, each block causal from its last key; no backward."""
 
     causal_diagonal: Any = None

@@ -49,7 +49,7 @@ def _together(tensors, dim: int) -> torch.Tensor | None:
 
 @stub("xformers.ops.unbind", source="facebookresearch/xformers@v0.0.32.post2:xformers/ops/unbind.py")
 def unbind(x, dim):
-    """As torch.unbind, whose gradients are one tensor where they lie side by side."""
+    """Split as torch.unbind, whose gradients are one tensor where they lie side by side."""
     return _Unbind.apply(x, dim)
 
 

@@ -1,4 +1,4 @@
-"""What the program is told of how Dynamo cut it up: functions compiled again, and breaks between graphs.
+"""Diagnostics of how Dynamo cut the program up: functions compiled again, and breaks between graphs.
 
 Each is told once, with what it comes to: what one graph leaves to the next lies in memory, where one graph might have
 computed it as it went.

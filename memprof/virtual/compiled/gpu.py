@@ -1,4 +1,4 @@
-"""What Dynamo and Inductor ask of the GPU, answered below `torch.cuda`, whose own functions stay what they are."""
+"""The GPU as Dynamo and Inductor see it, answered below `torch.cuda`, whose own functions stay what they are."""
 
 from __future__ import annotations
 

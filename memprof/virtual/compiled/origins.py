@@ -1,4 +1,4 @@
-"""Where the buffers of generated code come from: the module, the line and the operator whose result each holds.
+"""Origins of the buffers of generated code: the module, the line and the operator whose result each holds.
 
 Inductor keeps with every buffer the nodes of the graph that it was made of, and with every node what Dynamo knew of it:
 the modules that were running, and the program's stack. A generated file has one line for each allocation, which says
@@ -26,7 +26,7 @@ UNKNOWN = "compiled kernel"  # what is said of a buffer without a node
 
 
 class Origin(NamedTuple):
-    """Of one buffer: the operator, the module below the compiled one, and the line (`file:line function`)."""
+    """The origin of one buffer: operator, module below the compiled one, and line (`file:line function`)."""
 
     op: str
     module: str
@@ -34,7 +34,7 @@ class Origin(NamedTuple):
 
 
 class Origins:
-    """What is known of the buffers of every generated file."""
+    """The origins of the buffers of every generated file."""
 
     def __init__(self, recorder: Recorder, folder: Callable[[], str]) -> None:
         self._recorder = recorder
@@ -87,7 +87,7 @@ def _operator(node: Any) -> str:
 
 
 def origin_of(node: Any) -> Origin | None:
-    """Of a node that Dynamo traced."""
+    """Return the origin of a node that Dynamo traced."""
     meta = node.meta
     modules = meta.get("nn_module_stack") or meta.get("fwd_nn_module_stack") or {}
     path = next((_ROOT.sub("", str(found[0])) for found in reversed(list(modules.values()))), "")

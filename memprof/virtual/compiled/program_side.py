@@ -1,4 +1,4 @@
-"""What Dynamo does to the program itself: made as the program would make it, or left out."""
+"""Effects of Dynamo on the program itself: made as the program would make them, or left out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a compiled forward keeps for its backward, beside what eager autograd keeps of the same operators.
+"""Tensors that a compiled forward keeps for its backward, beside those that eager autograd keeps.
 
 AOTAutograd traces forward and backward into one graph; what a node of the backward takes from a node of the forward is
 what autograd has saved there. The partitioner then merges nodes that compute the same, also of forward and backward,

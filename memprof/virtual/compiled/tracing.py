@@ -118,7 +118,7 @@ def _on_host(deduce: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Choices(OwnFunctionMode):
-    """What C++ chooses by a device above all operators, chosen as on the GPU: autocast's casts, and kernels/'s."""
+    """Choices that C++ makes by device above all operators, made as on the GPU: autocast's casts, and kernels/'s."""
 
     def __init__(self, machine: DeviceState) -> None:
         super().__init__()

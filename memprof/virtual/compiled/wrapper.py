@@ -40,7 +40,7 @@ class Kernel:
         self._counted = counted
 
     def run(self, *args: Any, **kwargs: Any) -> None:
-        """As it is called by the wrapper."""
+        """Run it as the wrapper calls it."""
         tensors = {at: value for at, value in enumerate(args) if isinstance(value, torch.Tensor)}
         with torch.DisableTorchFunction():  # what asks for sizes is not the program
             for at in self._outputs:

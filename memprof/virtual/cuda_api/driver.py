@@ -1,4 +1,4 @@
-"""What stands below `torch.cuda` in a CUDA build: functions of `torch._C`, generators, tensor types.
+"""The layer below `torch.cuda` in a CUDA build: functions of `torch._C`, generators, tensor types.
 
 A CPU build has none of it; where there is a CUDA build, none of it reaches a real GPU.
 """
@@ -43,7 +43,7 @@ class CudaGenerator(_Generator):
         return torch.device("cuda", self.gpu)
 
     def get_state(self) -> torch.Tensor:
-        """As many bytes as a real one's."""
+        """Return a state of as many bytes as a real one's."""
         return rng_state()
 
     def set_state(self, state: torch.Tensor) -> CudaGenerator:  # type: ignore[override]
@@ -193,7 +193,7 @@ class Properties(SimpleNamespace):
     __hash__ = object.__hash__  # type: ignore[assignment]
 
     def __repr__(self) -> str:
-        """As torch prints it."""
+        """Return the text that torch prints."""
         return (
             f"_CudaDeviceProperties(name='{self.name}', major={self.major}, minor={self.minor}, "
             f"total_memory={self.total_memory // _MIB}MB, multi_processor_count={self.multi_processor_count}, "

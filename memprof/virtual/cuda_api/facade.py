@@ -203,7 +203,7 @@ def _of_builds() -> Iterator[Patch]:
 
 
 class _History:
-    """What `torch.cuda.memory._record_memory_history` asks for: nothing before it is called, a ring of the last
+    """The history that `torch.cuda.memory._record_memory_history` asks for: nothing before it is called, a ring of last
     entries, and nothing once it is disabled (torch/csrc/cuda/memory_snapshot.cpp; c10/cuda/CUDACachingAllocator.cpp,
     recordHistory)."""
 
@@ -223,7 +223,7 @@ class _History:
         trace_alloc_max_entries: int = 1,
         **unused: object,
     ) -> None:
-        """As torch's; a boolean chooses the signature that it had before, with one entry unless told."""
+        """Record as torch's does; a boolean chooses the signature that it had before, with one entry unless told."""
         if not enabled:
             self._begin = None
             return

@@ -104,11 +104,11 @@ class _MemPool:
         self.pools.keep(self.id)
 
     def use_count(self) -> int:
-        """Of the pool: the object itself."""
+        """Return the uses of the pool: the object itself."""
         return 1
 
     def snapshot(self, include_traces: bool = True) -> list[Any]:
-        """Of its segments: torch.cuda.memory_snapshot() has those of all pools."""
+        """Return its segments: torch.cuda.memory_snapshot() has those of all pools."""
         return []
 
     def __del__(self) -> None:

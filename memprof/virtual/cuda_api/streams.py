@@ -24,7 +24,7 @@ _log = Streams(Trace())  # who is told of waits: of the run that goes on
 
 
 class _InOrder:
-    """What a stream and an event have in common: all that they stand for has happened."""
+    """The base of streams and events: all that they stand for has happened."""
 
     _host_kind: Any  # torch's own class
 

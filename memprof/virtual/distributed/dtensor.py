@@ -1,4 +1,4 @@
-"""Where DTensor asks for more of a tensor than its layout: for a guard of its device, or for its storage's device.
+"""Patches of DTensor where it asks a tensor for more than its layout: a guard of its device, or its storage's device.
 
 And where it takes a time that is quadratic in the tensors of a list, of which an optimizer has one for each parameter:
 with hundreds of them, that would be half of a run. Likewise fully_shard, which makes an empty tensor for each rank that

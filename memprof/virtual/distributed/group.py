@@ -34,7 +34,7 @@ class CompletedWork(_Work):
         self._source: Any = 0
 
     def wait(self, timeout: Any = None) -> bool:
-        """What others contribute is there."""
+        """Wait until what others contribute is there."""
         waits, self._waits = self._waits, ()
         for wait in waits:
             self._source = wait()
@@ -258,8 +258,8 @@ class RankGroup(_ProcessGroup):
         return self._done(tensors, waits=[*self._use_stream_of_nccl(tensors), *waits])
 
     def _use_stream_of_nccl(self, tensors: _Tensors) -> list[Callable[[], None]]:
-        """What one rank is sent is lent to a stream of NCCL's (`pointToPoint`); collectives lend nothing from torch 2.8
-        on. What is returned is to be called once the program waits."""
+        """Lend what one rank is sent to a stream of NCCL's (`pointToPoint`); collectives lend nothing from torch 2.8
+        on. Return what is to be called once the program waits."""
         tensors = [tensor for tensor in tensors if self._has_nccl and self._on_gpu(tensor)]
         if not tensors:
             return []
@@ -286,11 +286,11 @@ class RankGroup(_ProcessGroup):
 
     @property
     def _share_of_others(self) -> float:
-        """Of what is spread evenly over the ranks, the share of the others."""
+        """Return the share of the others of what is spread evenly over the ranks."""
         return (self._size - 1) / self._size
 
     def _flat(self, parts: _Tensors, tensor: torch.Tensor) -> torch.Tensor | None:
-        """As `newLikeFlat`; tensors of several sizes are sent one by one instead."""
+        """Flatten as `newLikeFlat` does; tensors of several sizes are sent one by one instead."""
         if not self._has_nccl or not self._on_gpu(tensor) or any(part.shape != parts[0].shape for part in parts):
             return None
         return torch.empty((len(parts), *tensor.shape), dtype=tensor.dtype, device=tensor.device)

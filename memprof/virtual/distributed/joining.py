@@ -1,4 +1,4 @@
-"""How a program joins the process groups of `torch.distributed`, and what it finds there.
+"""The joining of `torch.distributed`'s process groups by a program, and what it finds there.
 
 There is no NCCL. The groups that the program asks for are those of group.py. All else is torch's
 own, so that DistributedDataParallel makes its buckets, and fully_shard its shards, where and when they do on a GPU.
@@ -52,7 +52,7 @@ class ProcessGroups(Extension):
 
 
 class Joining:
-    """What `torch.distributed` is to a program."""
+    """The `torch.distributed` that a program sees."""
 
     def __init__(self, context: InstallContext) -> None:
         self._context = context

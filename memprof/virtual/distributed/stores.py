@@ -29,7 +29,7 @@ def kind(channel: Channel | None) -> Any:
 
 
 class _Own(_HashStore or object):  # type: ignore[misc]
-    """What other processes would put into a store is not there."""
+    """A store of this rank alone: what other processes would put there is absent."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class _Own(_HashStore or object):  # type: ignore[misc]
 
 
 class _Shared(_Store):  # type: ignore[misc]
-    """What any rank that runs has put there. C++ calls these too, some by names of its own."""
+    """A store that all running ranks share. C++ calls these too, some by names of its own."""
 
     def __init__(self, channel: Channel, name: str) -> None:
         super().__init__()

@@ -76,7 +76,7 @@ class Checkpoints:
     def _save(
         self, obj: Any, file: Any, pickle_module: Any, pickle_protocol: Any, without_byte_order: bool = False
     ) -> None:
-        """What `torch.serialization._save` does: a pickle, then one record for each storage."""
+        """Write as `torch.serialization._save` does: a pickle, then one record for each storage."""
         keys: dict[int, str] = {}
         storages: dict[str, torch.UntypedStorage] = {}
         dtypes: dict[int, torch.dtype] = {}
@@ -131,7 +131,7 @@ class Checkpoints:
         storages.clear()
 
     def _data(self, storage: torch.UntypedStorage) -> torch.UntypedStorage | None:
-        """What to write of `storage`: itself if it is real, the known numbers of a small one, else nothing."""
+        """Return what to write of `storage`: itself if it is real, the known numbers of a small one, else nothing."""
         if storage.device.type != "meta":
             return storage
         if not storage.nbytes():
@@ -152,7 +152,7 @@ class Checkpoints:
     def _load(
         self, file: Any, map_location: Any, pickle_module: Any, pickle_file: str = "data.pkl", **options: Any
     ) -> Any:
-        """What `torch.serialization._load` does; a mapped file (`overall_storage`) is read as any other."""
+        """Read as `torch.serialization._load` does; a mapped file (`overall_storage`) is read as any other."""
         options.pop("overall_storage", None)
         # From 2.15 on it is said here, too, and not for the unpickler.
         trust = {"weights_only": options.pop("weights_only")} if "weights_only" in options else {}

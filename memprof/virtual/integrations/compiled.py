@@ -67,7 +67,7 @@ def _triton_patches(written: Callable[[torch.Tensor], None] | None) -> Iterator[
 
 
 class _CudaUtils:
-    """What Triton's driver says of a GPU (triton/backends/nvidia/driver.c); of its clocks nothing is known."""
+    """The GPU as Triton's driver describes it (triton/backends/nvidia/driver.c); of its clocks nothing is known."""
 
     @staticmethod
     def get_device_properties(device: Any) -> dict[str, int]:
@@ -218,7 +218,7 @@ def _flex_attention(assume: Callable[[str], None]) -> Callable[..., Any]:
 
 
 class _FlexAttention(torch.autograd.Function):
-    """What the compiled kernel allocates (torch/_inductor/kernel/flex/flex_attention.py).
+    """The allocations of the compiled kernel (torch/_inductor/kernel/flex/flex_attention.py).
 
     Forward: the output, laid out as the query, and a float32 logsumexp per query and head; backward: a float32 delta
     like the logsumexp, and the three gradients. No score is ever written to memory. Gradients that a score_mod's own

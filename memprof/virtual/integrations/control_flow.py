@@ -19,7 +19,7 @@ from memprof.virtual.install_context import InstallContext
 
 
 class ControlFlow(Extension):
-    """Those operators of control flow that torch has imported.
+    """Operators of control flow, those that torch has imported.
 
     It is their dispatch that is replaced, and not their names: torch.compile, which each function calls for itself,
     writes the operator into its graph and has the name from nowhere.

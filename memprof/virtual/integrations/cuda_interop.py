@@ -25,7 +25,7 @@ _array_interface: Any = torch.Tensor.__cuda_array_interface__
 
 
 class Native(Extension):
-    """Where torch hands tensors, or code of the program's, to CUDA itself."""
+    """The calls by which torch hands tensors, or code of the program's, to CUDA itself."""
 
     def patches(self, context: InstallContext) -> Iterator[Patch]:
         """Replace these ends of torch: a kernel that is compiled at run time is passed over, or ends the run."""
@@ -65,7 +65,7 @@ class _Compiled:
         self._written = written
 
     def set_shared_memory_config(self, shared_mem_bytes: int) -> None:
-        """How much a block may use."""
+        """Accept how much shared memory a block may use."""
 
     def __call__(self, grid: Any = (1, 1, 1), block: Any = (1, 1, 1), args: Any = None, *of: Any, **how: Any) -> None:
         """A launch. Which of its tensors it writes is not known: any may be another now."""

@@ -1,4 +1,4 @@
-"""What programs do with tensors beside computing: pointers, numpy, DLPack, pickles, pinned and shared memory.
+"""Exchange of tensors beyond computing: pointers, numpy, DLPack, pickles, pinned and shared memory.
 
 A tensor of the virtual GPU, or a large one of the host, has no data. Each of these ways to reach it either gives what a
 real run gives, with numbers by a policy (values/policy.py), or raises an error that says what cannot be done; none may
@@ -220,7 +220,7 @@ class Interchange:
             return tensors.rebuild_from_type_v2, (function, type(tensor), arguments, state)
 
     def _parts(self, tensor: _Tensor, device: str) -> tuple[Callable[..., _Tensor], tuple[Any, ...]]:
-        """What makes a virtual tensor again where it is read, and of what."""
+        """Return what makes a virtual tensor again where it is read, and from what."""
         with _NoTorchFunction():
             known = self._tracker.values.store.get(tensor.detach()) if is_cheap_to_compute(tensor) else None
             if known is not None:

@@ -70,7 +70,7 @@ class Loaders(Extension):
 
 
 class _InProcessIter(loaders.BaseDataLoaderIter.get()):  # type: ignore[misc]
-    """What `_MultiProcessingDataLoaderIter` yields, in its order."""
+    """The batches that `_MultiProcessingDataLoaderIter` yields, in its order."""
 
     host_only: HostOnly
 
@@ -213,7 +213,7 @@ def _worker_info(info: Any) -> Iterator[None]:
 
 
 def _seed(base_seed: int, number: int) -> None:
-    """As `_worker_loop` seeds (torch/utils/data/_utils/worker.py)."""
+    """Seed as `_worker_loop` does (torch/utils/data/_utils/worker.py)."""
     random.seed(base_seed + number)
     torch.default_generator.manual_seed(base_seed + number)
     if "numpy" in sys.modules and loaders.generate_state.exists():

@@ -1,4 +1,4 @@
-"""What torch does with a tensor where no mode sees it: methods in Python, functions in C++ that ask for its device."""
+"""Bypasses of the dispatch mode: methods in Python, functions in C++ that ask a tensor for its device."""
 
 from __future__ import annotations
 

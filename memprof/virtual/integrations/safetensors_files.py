@@ -186,7 +186,7 @@ class _File:
         return sorted(self._entries, key=lambda name: self._entries[name]["data_offsets"])
 
     def metadata(self) -> dict[str, str] | None:
-        """What the writer noted."""
+        """Return what the writer noted."""
         return self._metadata
 
     def get_tensor(self, name: str) -> torch.Tensor:

@@ -22,7 +22,7 @@ def patches(tracker: DeviceState) -> Iterator[tuple[Any, str, Any]]:
     """The patches (owner, name, replacement)."""
 
     def deepcopy(tensor: torch.Tensor, memo: dict[Any, Any]) -> Any:
-        """As torch/_tensor.py has it: the whole storage is copied, once for all tensors that share it.
+        """Copy as torch/_tensor.py does: the whole storage, once for all tensors that share it.
 
         torch's own copies the storage of a meta tensor where no mode sees it: off the GPU, and uncounted.
         """

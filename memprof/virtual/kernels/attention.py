@@ -41,7 +41,7 @@ _CUDNN_WORKSPACE_BYTES = 256
 
 
 def prefers_cudnn(gpu: DeviceProperties) -> bool:
-    """Whether cuDNN comes first (check_prefer_cudnn_attention): on compute capability 9 and 10 from torch 2.11 on.
+    """Return whether cuDNN comes first (check_prefer_cudnn_attention): on compute capability 9 and 10 since torch 2.11.
 
     The rule asks for a cuDNN newer than 9.15.0, which PyPI's wheels have since 2.11; those of 2.9, whose rule requested
     less, were built with one that is too old (issue 165801).
@@ -294,7 +294,7 @@ def efficient_attention_backward(launch: KernelContext) -> Any:
 
 @kernel(aten._efficient_attention_backward)
 def efficient_attention_backward_of_any(launch: KernelContext) -> Any:
-    """The same, by the operator that libraries call; with `cu_seqlens` its batch is of sequences one after another."""
+    """Run the backward of the operator that libraries call; with `cu_seqlens` its batch is concatenated sequences."""
     query, key, value, bias = launch.args[1:5]
     bounds = launch.args[6]
     batch, rows, heads, _ = query.shape
@@ -355,7 +355,7 @@ def _workspace_of_backward(
 
 
 class _Tile(NamedTuple):
-    """What one block of threads works on."""
+    """The part of the work of one block of threads."""
 
     rows: int
     columns: int

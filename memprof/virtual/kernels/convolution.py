@@ -254,7 +254,7 @@ _ACCUMULATORS_BYTES = 64 << 10  # of one multiprocessor: a tile of 128 x 128 sum
 
 
 class Workspace(NamedTuple):
-    """What a convolution takes beside its result, in bytes."""
+    """The memory that a convolution takes beside its result, in bytes."""
 
     num_bytes: int  # by the rule
     most_bytes: int  # the bound: the most that was measured of a convolution of its kind

@@ -54,7 +54,7 @@ _KERNELS = "memprof"
 
 
 def in_python(func: Any) -> Callable[..., Any] | None:
-    """What a GPU runs of an operator that is written in Python (torch.library.custom_op), with autograd apart."""
+    """Return what a GPU runs of an operator written in Python (torch.library.custom_op), with autograd apart."""
     known = OPDEFS.get(func._schema.name)
     if known is None or func.namespace == _KERNELS:
         return None

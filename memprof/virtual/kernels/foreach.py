@@ -36,7 +36,7 @@ def foreach_norm(args: Any) -> list[int]:
 
 @kernel(aten._chunk_cat)
 def chunk_cat(launch: KernelContext) -> Any:
-    """Where each block of the kernel finds what it copies: one number for it, six for each tensor and two more, packed
+    """Allocate the table of what each block copies: one number a block, six a tensor and two more, packed
     and released before the result is made (native/cuda/TensorShape.cu, get_chunk_cat_metadata).
 
     fully_shard lays gradients into one buffer by it. Tensors that are not dense are padded and joined in C++.

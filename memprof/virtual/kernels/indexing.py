@@ -110,7 +110,7 @@ def _make_coordinates(launch: KernelContext, columns: torch.Tensor) -> torch.Ten
 
 
 def _writes_fewer(launch: KernelContext, mask: torch.Tensor, columns: torch.Tensor) -> bool:
-    """Whether `x[mask] = rows` has fewer rows than an unknown mask keeps: then there are as many true elements."""
+    """Return whether `x[mask] = rows` has fewer rows than an unknown mask keeps: then that many elements are true."""
     value = launch.args[2] if len(launch.args) > 2 else None
     if value is None or value.numel() < 2 or value.dim() != 1 + launch.args[0].dim() - mask.dim():
         return False
@@ -118,7 +118,7 @@ def _writes_fewer(launch: KernelContext, mask: torch.Tensor, columns: torch.Tens
 
 
 def _fills_a_mask(launch: KernelContext, masks: list[torch.Tensor]) -> bool:
-    """Whether `x[mask] = number` is masked_fill_, which needs no indices: one mask and nothing else, and a number that
+    """Return whether `x[mask] = number` is masked_fill_, which needs no indices: one mask alone, and a number that
     is on the host, as Python's are (native/TensorAdvancedIndexing.cpp, canDispatchToMaskedFill)."""
     value, accumulates = launch.args[2], launch.argument(3, "accumulate", False)
     alone = len(masks) == 1 and all(index is None or index is masks[0] for index in launch.args[1])
@@ -198,7 +198,7 @@ def scatter_reduce(args: Any, gpu: DeviceProperties) -> list[int]:
 
 @scratch(aten.masked_scatter, aten.masked_scatter_)
 def masked_scatter(args: Any, gpu: DeviceProperties) -> list[int]:
-    """Where each selected element's source lies: a scan of the mask as int64, and contiguous copies of the mask, as it
+    """Return the bytes of a scan of the mask as int64, which finds each element's source, and of copies of mask, as it
     is broadcast, and of the source (native/cuda/IndexKernel.cu)."""
     mask, source = torch.broadcast_tensors(args[1], args[0])[0], args[2]
     count = mask.numel()

@@ -41,7 +41,7 @@ CANDIDATES = frozenset(operator for table in IN_PLACE.values() for operator in t
 
 
 def in_place(func: Any, args: Any, made_by: str) -> Any:
-    """What the formula that is running calls in place of `func` on a plain run; None if it calls `func` itself.
+    """Return what the formula that is running calls in place of `func` on a plain run; None if it calls `func` itself.
 
     `made_by` names the operator whose result the first argument is. Broadcasting, which needs a new result, is left.
     """

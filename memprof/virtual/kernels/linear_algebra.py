@@ -44,7 +44,7 @@ def inverse(args: Any, gpu: DeviceProperties) -> list[int]:
 
 @scratch(aten._linalg_solve_ex)
 def solve(args: Any, gpu: DeviceProperties) -> list[int]:
-    """What solving with the factors takes, which are a result."""
+    """Return what solving with the factors takes; the factors are a result."""
     matrix, other = args[:2]
     is_vector = other.dim() == 1 or other.shape == matrix.shape[:-1]
     batch = torch.broadcast_shapes(matrix.shape[:-2], other.shape[:-1] if is_vector else other.shape[:-2])
@@ -126,7 +126,7 @@ def _check_lstsq(matrix: torch.Tensor, other: torch.Tensor) -> None:
 
 @kernel(aten._cdist_forward)
 def cdist(launch: KernelContext) -> Any:
-    """Of batches made equal and contiguous; of many rows by a matrix product (native/Distance.cpp, cdist_impl)."""
+    """Compare batches made equal and contiguous; many rows by a matrix product (native/Distance.cpp, cdist_impl)."""
     *rows, p = launch.args[:3]
     mode = launch.argument(3, "compute_mode") or 0
     batch = torch.broadcast_shapes(*(each.shape[:-2] for each in rows))

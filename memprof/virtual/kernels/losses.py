@@ -29,7 +29,7 @@ def _is_unreduced(launch: KernelContext, reduction_at: int) -> bool:
 
 
 def _reduce(launch: KernelContext, loss: torch.Tensor) -> None:
-    """What the reduction of all of `loss` takes while it runs."""
+    """Allocate what the reduction of all of `loss` takes while it runs."""
     launch.transients(*reduction_buffers(loss, None, opmath(loss), launch.gpu))
 
 
@@ -221,7 +221,7 @@ def _probability_loss(
 def _smooth_loss(
     log_softmax: torch.Tensor, target: torch.Tensor, weight: _Weight, reduction: int, ignore_index: int, classes: int
 ) -> torch.Tensor:
-    """What label smoothing adds: the second half of `cross_entropy_loss_label_smoothing`, its sums in float32."""
+    """Return what label smoothing adds: the second half of `cross_entropy_loss_label_smoothing`, summed in float32."""
     weighted = log_softmax if weight is None else log_softmax * _by_class(weight, log_softmax, classes)
     loss = -_sum(weighted, classes)
     ignored = target == ignore_index

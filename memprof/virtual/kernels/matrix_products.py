@@ -94,7 +94,7 @@ def addmm_of_two_dtypes(launch: KernelContext) -> Any:
 
 
 class _OnMeta:
-    """That operator, which for meta tensors is run here."""
+    """An operator that is run here for meta tensors."""
 
     def __init__(self, operator: Any) -> None:
         self._operator = operator
@@ -114,7 +114,7 @@ class _OnMeta:
 def linear(
     machine: DeviceState, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Where it is no single addmm, the bias is added in place; under a mode out of place (native/Linear.cpp)."""
+    """Add the bias in place where it is no single addmm; under a mode out of place (native/Linear.cpp)."""
     if bias is None or is_wrapped(bias):  # in a real run it is added out of place as well
         return _linear(input, weight, bias)
     machine.adds_bias = True

@@ -129,7 +129,7 @@ def rms_norm(
 
 
 def meta_rms_norm(data: torch.Tensor, shape: Any, weight: torch.Tensor | None, eps: float | None) -> Any:
-    """What `_fused_rms_norm` is for meta tensors, which torch has not (integrations/results_in_cpp.py)."""
+    """Return what `_fused_rms_norm` gives for meta tensors, which torch lacks (integrations/results_in_cpp.py)."""
     size, dtype = _row_statistics(data, shape)
     return torch.empty_like(data, memory_format=torch.contiguous_format), data.new_empty(size, dtype=dtype)
 

@@ -26,7 +26,7 @@ scratch(aten.avg_pool2d, aten.max_pool2d_with_indices, aten.max_pool3d_with_indi
 
 @scratch(aten.avg_pool2d_backward, aten.max_pool2d_with_indices_backward, aten.max_pool3d_with_indices_backward)
 def pool_backward(args: Any, gpu: DeviceProperties) -> list[int]:
-    """Of input, gradient and indices, in the input's layout."""
+    """Return the bytes of copies of input, gradient and indices, in the input's layout."""
     indices = (arg for arg in args[2:] if isinstance(arg, torch.Tensor))
     return contiguous(args[1], args[0], *indices, layout=suggested_format(args[1]))
 
@@ -54,13 +54,13 @@ def fold(launch: KernelContext) -> Any:
 
 @scratch(aten._adaptive_avg_pool2d_backward)
 def adaptive_average_backward(args: Any, gpu: DeviceProperties) -> list[int]:
-    """Of the gradient, unless the input is channels-last."""
+    """Return the bytes of a copy of the gradient, unless the input is channels-last."""
     return contiguous(args[0]) if suggested_format(args[1]) is torch.contiguous_format else []
 
 
 @scratch(aten.adaptive_max_pool2d, aten.adaptive_max_pool3d)
 def adaptive_max(args: Any, gpu: DeviceProperties | None = None) -> list[int]:
-    """Of a batch; one sample may have any strides."""
+    """Return the bytes of a copy of a batch; one sample may have any strides."""
     return contiguous(args[0]) if args[0].dim() == len(args[1]) + 2 else []
 
 

@@ -72,7 +72,7 @@ def run(launch: KernelContext) -> Any:
 
 
 def _no_kernel(name: str, backend: str) -> NotImplementedError:
-    """As c10/core/dispatch says it (OperatorEntry.cpp, reportError)."""
+    """Return the error of c10/core/dispatch (OperatorEntry.cpp, reportError)."""
     return NotImplementedError(
         f"Could not run '{name}' with arguments from the '{backend}' backend. This could be because the operator "
         "doesn't exist for this backend, or was omitted during the selective/custom build process (if using custom "
@@ -85,7 +85,7 @@ def _not_for(kernel: str, dtype: torch.dtype) -> NotImplementedError:
 
 
 def _layout(tensor: torch.Tensor) -> torch.memory_format:
-    """Of what is made of `tensor` by quantizing or dequantizing it."""
+    """Return the layout of what is made of `tensor` by quantizing or dequantizing it."""
     with_floats = tensor.is_quantized and _scheme(tensor) == _PER_CHANNEL_FLOATS
     return torch.contiguous_format if with_floats else suggested_format(tensor)
 
@@ -95,7 +95,7 @@ def _scheme(tensor: torch.Tensor) -> int:
 
 
 def _parameters(tensor: torch.Tensor) -> dict[str, Any]:
-    """What the quantizer of `tensor`, real or not, is made by."""
+    """Return the arguments that make the quantizer of `tensor`, real or not."""
 
     def ask(operator: Any) -> Any:
         return operator.default.redispatch(_CPU, tensor)
@@ -179,7 +179,7 @@ def quantize(launch: KernelContext) -> Any:
 
 @kernel("aten._make_per_tensor_quantized_tensor", "aten._make_per_channel_quantized_tensor")
 def from_integers(launch: KernelContext) -> Any:
-    """The same bytes with a quantizer (native/quantized/cuda/MakePerTensorQuantizedTensor.cu)."""
+    """Return the same bytes with a quantizer (native/quantized/cuda/MakePerTensorQuantizedTensor.cu)."""
     data, *rest = launch.args
     names = ("scale", "zero_point") if len(rest) == 2 else ("scales", "zero_points", "axis")
     dtype = next(kind for kind, plain in _PLAIN.items() if plain is data.dtype)
@@ -188,7 +188,7 @@ def from_integers(launch: KernelContext) -> Any:
 
 @kernel(aten.dequantize)
 def dequantize_floats(launch: KernelContext) -> Any:
-    """Of a tensor that is not quantized."""
+    """Dequantize a tensor that is not quantized."""
     if not isinstance(launch.args[0], torch.Tensor):
         raise _no_kernel(launch.func.name(), "CUDA")
     with launch.inside():
@@ -292,7 +292,7 @@ def relu(launch: KernelContext) -> Any:
 
 @of_quantized(aten.quantized_max_pool2d, "quantized.max_pool2d")
 def max_pool2d(launch: KernelContext) -> Any:
-    """Of images with their channels last, which a copy has if they have not (native/quantized/cudnn/Pooling.cpp)."""
+    """Pool images with their channels last, which a copy has if they have not (native/quantized/cudnn/Pooling.cpp)."""
     data, *rest = launch.args
     layout = torch.channels_last if data.dim() == 4 else torch.contiguous_format
     size = aten.max_pool2d_with_indices(torch.empty(data.shape, device=META), *rest)[0].shape
@@ -327,7 +327,7 @@ def _result_and_mask(launch: KernelContext, data: torch.Tensor) -> tuple[torch.T
 
 @kernel(aten.fake_quantize_per_channel_affine_cachemask)
 def per_channel(launch: KernelContext) -> Any:
-    """The same, after the host has read the extremes of integer zero points."""
+    """Quantize by channel, after the host has read the extremes of integer zero points."""
     data, _, zero_point = launch.args[:3]
     if not zero_point.is_floating_point():
         with launch.inside():

@@ -141,7 +141,7 @@ def _cast(
 
 
 class Packing:
-    """How cuDNN lays all weights of a recurrent layer into one buffer: matrices first, then both biases."""
+    """The layout of all weights of a recurrent layer in cuDNN's one buffer: matrices first, then both biases."""
 
     def __init__(
         self, mode: int, input_size: int, hidden_size: int, projected: int, layers: int, bidirectional: bool
@@ -201,7 +201,7 @@ def _shapes(args: Any) -> tuple[int, int, int, int]:
 
 
 def _reserve_bytes(gpu: DeviceProperties, args: Any) -> int:
-    """What the backward pass cannot do without, in bytes: a lower bound of cuDNN's reserve space, or that itself."""
+    """Return the bytes that the backward pass needs at least: cuDNN's reserve space, or a lower bound of it."""
     steps, batch, directions, rows = _shapes(args)
     data, kind, size, projected, layers, dropout = args[0], args[6], args[7], args[8], args[9], args[11]
     measured = is_measured(gpu)

@@ -102,7 +102,7 @@ class Reduction:
         return [staged if along_inputs else staged * columns * vector, 4 * grid]
 
     def _output_vector(self) -> int:
-        """How many neighbouring outputs a thread makes (get_output_vec_size): 4, 2 or 1, dividing every stride."""
+        """Return how many adjacent outputs a thread makes (get_output_vec_size): 4, 2, 1; it divides all strides."""
         numbers = [self.kept[0][0], *(stride for _, stride in self.reduced), *(stride for _, stride in self.kept[1:])]
         return next(vector for vector in (4, 2, 1) if all(number % vector == 0 for number in numbers))
 

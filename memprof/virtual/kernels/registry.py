@@ -1,4 +1,4 @@
-"""Where kernels of the virtual GPU register themselves: what an operator does beyond its meta kernel, by family a file.
+"""The registry of the virtual GPU's kernels: what an operator does beyond its meta kernel, a family a file.
 
     @kernel(aten.geqrf)              what runs in place of the operator: takes a `KernelContext`, gives its result, or
     def geqrf(launch): ...           NotImplemented for a call that is ordinary after all

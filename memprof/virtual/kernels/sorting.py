@@ -316,7 +316,7 @@ input_copies(aten.roll)(copies_of(0))
 
 @scratch(aten.histc)
 def histc(args: Any, gpu: DeviceProperties) -> list[int]:
-    """Where no bounds are given, the least and the greatest value (native/cuda/SummaryOps.cu)."""
+    """Return the bytes of the least and the greatest value where no bounds are given (native/cuda/SummaryOps.cu)."""
     data, (low, high) = args[0], (*args[2:4], 0, 0)[:2]
     found = [data.element_size(), *reduction_buffers(data, None, data.element_size(), gpu)]
     return found * 2 if low == high and data.numel() else []
@@ -324,7 +324,7 @@ def histc(args: Any, gpu: DeviceProperties) -> list[int]:
 
 @scratch(aten.unfold_backward)
 def unfold_backward(args: Any, gpu: DeviceProperties) -> list[int]:
-    """Where windows overlap, the positions along the unfolded dimension (native/UnfoldBackward.h)."""
+    """Return the bytes of positions along the unfolded dimension, where windows overlap (native/UnfoldBackward.h)."""
     sizes, dim, size, step = args[1:5]
     return [8 * sizes[dim]] if step < size and sizes else []
 

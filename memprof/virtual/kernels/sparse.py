@@ -109,7 +109,7 @@ def to_sparse(launch: KernelContext) -> Any:
 
 @of_sparse(aten._to_sparse_csr)
 def to_sparse_csr(launch: KernelContext) -> Any:
-    """Of a coalesced tensor the columns and values as they are, and where each row begins; of a dense one its elements
+    """Take the columns and values of a coalesced tensor, and where each row begins; of a dense one its elements
     that are not zero (native/TensorConversions.cpp, coo_to_sparse_csr, dense_to_sparse_compressed)."""
     source = launch.args[0]
     if source.dim() != 2 or source.layout not in (torch.strided, torch.sparse_coo):
@@ -212,7 +212,7 @@ def add(launch: KernelContext) -> Any:
 
 @of_sparse(aten.mul, aten.div, aten.neg, aten.mul_, aten.div_)
 def map_values(launch: KernelContext) -> Any:
-    """The same of the values, by a number."""
+    """Apply the operator to the values, with a number."""
     sparse, *rest = launch.args
     if rest and isinstance(rest[0], torch.Tensor) and rest[0].dim():
         return NotImplemented
@@ -263,7 +263,7 @@ def multiply(launch: KernelContext) -> Any:
 
 @of_sparse(aten.bmm, aten.mv, aten._to_dense, aten.sum)
 def dense_result(launch: KernelContext) -> Any:
-    """What is dense whatever its operands are: as if all were."""
+    """Run as if all operands were dense: the result is."""
 
     def filled(value: Any) -> Any:
         if isinstance(value, torch.Tensor) and value.layout is not torch.strided:

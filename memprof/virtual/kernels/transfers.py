@@ -138,7 +138,7 @@ _AsyncCollectiveTensor: Any = distributed.AsyncCollectiveTensor.get(None)
 
 @kernel("_c10d_functional.all_gather_into_tensor", "_c10d_functional.all_to_all_single")
 def kept_collective(launch: KernelContext) -> Any:
-    """What it is given lives until its result is waited for: NCCL's work keeps it, and torch the work
+    """Keep what it is given until its result is waited for: NCCL's work keeps it, and torch the work
     (ProcessGroupNCCL.hpp, `stashed_for_allocator_safety_`; torch/csrc/distributed/c10d/Functional.cpp)."""
     result = launch.run()
     launch.machine.pending_collectives[result.untyped_storage()] = launch.args[0]
@@ -156,5 +156,5 @@ def wait_tensor(launch: KernelContext) -> Any:
 
 @kernel("_c10d_functional._wrap_tensor_autograd", on_host=True)
 def wrap_tensor(launch: KernelContext) -> Any:
-    """The same tensor, which is waited for where it is first used (torch/distributed/_functional_collectives.py)."""
+    """Return the same tensor, waited for where it is first used (torch/distributed/_functional_collectives.py)."""
     return _AsyncCollectiveTensor(launch.args[0])

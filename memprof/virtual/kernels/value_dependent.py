@@ -67,7 +67,7 @@ def by_value(launch: KernelContext) -> Any:
 
 
 def _check_values(launch: KernelContext, data: torch.Tensor) -> None:
-    """What CUDA reads of the values: of bincount the least and the greatest (native/cuda/SummaryOps.cu), of repeats
+    """Read the values that CUDA reads: of bincount the least and the greatest (native/cuda/SummaryOps.cu), of repeats
     their sums and whether one is negative (native/Repeat.cpp)."""
     with launch.inside():
         if launch.operator.packet is aten.bincount:

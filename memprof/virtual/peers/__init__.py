@@ -1,1 +1,1 @@
-"""What the other ranks of a program contribute: `alone.py` where none of them runs, `together.py` where some do."""
+"""Contributions of a program's other ranks: `alone.py` where none of them runs, `together.py` where some do."""

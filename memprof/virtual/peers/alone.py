@@ -1,4 +1,4 @@
-"""What the other ranks contribute where this one runs alone: they are taken to be like it (SPMD).
+"""Contributions of the other ranks where this one runs alone: they are taken to be like it (SPMD).
 
 Only known values are ever moved: what is not known on this rank is not known of the others either, and a tensor that
 takes it is no longer known. Objects are pickled into tensors of known bytes by torch itself: this holds for them too.
@@ -85,7 +85,7 @@ class SingleRankBackend:
         return None
 
     def all_to_all(self, outputs: Parts, inputs: Parts, place: GroupRank) -> Finish:
-        """What each sends this rank is what this one sends itself."""
+        """Return what each sends this rank: what this one sends itself."""
         if any(map(self._known.knows, (*outputs.tensors, *inputs.tensors))):
             self._gather(outputs.each(), inputs.each()[place.rank])
         return None

@@ -19,7 +19,7 @@ Payload = Any  # what is known of the tensors that a rank gives, in plain Python
 
 
 class CollectiveCall(NamedTuple):
-    """What a rank calls: two that do not agree in `key` meet in an error."""
+    """A call of a collective by a rank: two that do not agree in `key` meet in an error."""
 
     group: str
     ranks: tuple[int, ...]  # of the program, in the group's order

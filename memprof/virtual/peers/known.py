@@ -1,4 +1,4 @@
-"""What is known of the tensors that ranks give each other, read and written behind the program's back.
+"""Known values of the tensors that ranks give each other, read and written behind the program's back.
 
 No operator of the program runs for it, and autograd does not see it, as with what NCCL writes.
 """
@@ -18,7 +18,7 @@ _aten = torch.ops.aten
 
 
 class GroupRank(NamedTuple):
-    """Where this rank is in a group."""
+    """The place of this rank in a group."""
 
     name: str
     ranks: tuple[int, ...]  # of the program, in the group's order
@@ -31,7 +31,7 @@ class GroupRank(NamedTuple):
 
 
 class Parts:
-    """What a rank gives each rank of a group, or takes from each: tensors, or the pieces of one, which is not cut
+    """The tensors that a rank gives each rank of a group, or takes: one each, or pieces of one, not cut
     before somebody looks at them.
 
     Args:
@@ -74,7 +74,7 @@ class Known:
         return not has_no_data(tensor) or self._values.store.knows(tensor.untyped_storage()._cdata)
 
     def read(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """What it holds, in memory that is not to be written to; None: that is not known, or is too much to be told."""
+        """Return what it holds, in memory that is not to be written to; None if unknown, or too much to tell."""
         if not self.knows(tensor):
             return None
         with torch.DisableTorchFunction(), disable_current_modes():
@@ -102,7 +102,7 @@ class Known:
             self.write(_aten.copy_.default, target, held)
 
     def drop(self, target: torch.Tensor) -> None:
-        """What `target` holds is not known any more."""
+        """Forget what `target` holds."""
         if has_no_data(target):
             self._values.store.drop(target.untyped_storage()._cdata)
 

@@ -1,4 +1,4 @@
-"""What the other ranks contribute where several run together: what they really know, and nothing of what nobody knows.
+"""Contributions of other ranks that run too: what they really know, and nothing of what nobody knows.
 
 A tensor without data is shown to the others as so many elements of a dtype. Of ranks that do not run, the first that
 does in a group speaks for them: so all that run see the same.

@@ -1,4 +1,4 @@
-"""Which tensors' numbers are computed, and what it costs: bounds on memory and work, so that no run waits for them."""
+"""The budget for computing tensors' numbers: bounds on memory and work, so that no run waits for them."""
 
 from __future__ import annotations
 

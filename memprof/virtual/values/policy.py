@@ -1,4 +1,4 @@
-"""What is assumed of values that are not known.
+"""Assumptions about values that are not known.
 
 Reads of them follow a fixed policy, stated in the run's assumptions:
 

@@ -1,4 +1,4 @@
-"""What one storage on the virtual GPU holds, in memory of the host: at once, or computed when something reads it."""
+"""The contents of one storage of the virtual GPU, in host memory: at once, or computed when something reads it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def threads_for(num_elements: int) -> Iterator[None]:
 
 
 class Geometry(NamedTuple):
-    """Where a tensor lies in its storage, which it does not keep alive."""
+    """The place of a tensor in its storage, which it does not keep alive."""
 
     num_elements: int  # of the whole storage
     dtype: torch.dtype
@@ -45,7 +45,7 @@ class Geometry(NamedTuple):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Geometry:
-        """Where `tensor` lies."""
+        """Return where `tensor` lies."""
         num_elements = tensor.untyped_storage().nbytes() // tensor.element_size()
         return cls(num_elements, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 

@@ -1,4 +1,4 @@
-"""What is known of the contents of each storage on the virtual GPU, chosen tokens among it.
+"""The known contents of each storage on the virtual GPU, chosen tokens among it.
 
 A token that unknown scores have chosen is a number that stands for many. It is followed through integers made of it, so
 that a comparison with a token that the program names (the end of a text, padding) finds it unlike.

@@ -1,4 +1,4 @@
-"""What stands for values that are not known: choices spread evenly, and masks of which only the density is known."""
+"""Stand-ins for values that are not known: choices spread evenly, and masks of which only the density is known."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ _TWO_FORMS = frozenset({_aten.max, _aten.min, _aten.median, _aten.nanmedian})
 
 
 def counted(overload: Any, args: Any, output: torch.Tensor, density: float) -> torch.Tensor | None:
-    """What an operator makes of a mask, `args[0]`, of which a `density` is true, evenly; None if it does not count."""
+    """Return what an operator makes of the mask `args[0]`, a `density` of it true, evenly; None if it doesn't count."""
     packet, data = overload.overloadpacket, args[0]
     if packet in _COUNTS and not output.is_floating_point():
         total = round(density * data.numel())

@@ -55,7 +55,7 @@ class Compression(nn.Module):
 
 
 class SparseParts(nn.Module):
-    """What a layer's attention has beside its projections: compression of keys and of values, and gates."""
+    """The parts of a layer's attention beside its projections: compression of keys and of values, and gates."""
 
     def __init__(self, hidden: int, heads: int, width: int, **options: Any) -> None:
         super().__init__()
