@@ -44,7 +44,7 @@ __all__ = [
 if TYPE_CHECKING:
     from memprof.api import apply, profile, virtual_gpu, virtual_gpus
     from memprof.errors import MemprofError, RunFailedError, UsageError
-    from memprof.flows.saved import load
+    from memprof.flows.saved_files import load
     from memprof.spec import TargetSpec
     from memprof.stubs.registry import stub
     from memprof.stubs.tools import kernel
@@ -56,7 +56,7 @@ _ELSEWHERE = {
     "TargetSpec": "spec",
     "UsageError": "errors",
     "kernel": "stubs.tools",
-    "load": "flows.saved",
+    "load": "flows.saved_files",
     "stub": "stubs.registry",
 }
 
@@ -68,7 +68,7 @@ def __getattr__(name: str) -> Any:
 
 
 def load_ipython_extension(shell: Any) -> None:
-    """`%load_ext memprof` in a notebook (docs/html.md)."""
+    """Load memprof's magics into a notebook: `%load_ext memprof` (docs/html.md)."""
     from memprof.notebook import register
 
     register(shell)

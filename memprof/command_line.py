@@ -36,14 +36,14 @@ def spell_options(spec: TargetSpec | RunSpec, *, names_gpu: bool = True) -> list
         other, otherwise = instead.get(name, ("", None))
         if otherwise is not None and getattr(spec, other):
             one, value = otherwise, getattr(spec, other) if otherwise.parse else value
-        elif one.instead_of or (not (name == "gpu" and names_gpu) and _is_so_anyway(spec, name)):
+        elif one.instead_of or (not (name == "gpu" and names_gpu) and _is_default(spec, name)):
             continue
         value = spell_size(value) if one.parse is parse_gib else value
         words += [str(one.flag)] if isinstance(value, bool) else [str(one.flag), str(value)]
     return [*words, *(["--fix", ",".join(spec.fixes)] if spec.fixes else [])]
 
 
-def _is_so_anyway(spec: TargetSpec | RunSpec, name: str) -> bool:
+def _is_default(spec: TargetSpec | RunSpec, name: str) -> bool:
     default = type(spec).__dataclass_fields__[name].default
     try:
         return bool(getattr(spec, name) == default or spec.edit(**{name: default}) == spec)

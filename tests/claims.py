@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from memprof.flows.saved import load_json
+from memprof.flows.saved_files import load_json
 from memprof.report.terminal.next_step import next_step
 
 # Runs a command, without the program's name and with --json: its exit code and what it answers.

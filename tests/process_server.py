@@ -27,7 +27,7 @@ from typing import Any
 # And what memprof and typer would import in nearly every program, later.
 LIBRARIES = (
     "torch", "peft", "accelerate", "transformers.trainer", "typer._adapters", "memprof.api", "memprof.cli.main",
-    "memprof.cli.run", "memprof.findings.rules", "memprof.flows.present", "memprof.flows.script",
+    "memprof.cli.run", "memprof.findings.rules", "memprof.flows.local_gpu", "memprof.flows.script",
     "memprof.report.terminal.report", "memprof.script.capture",
 )  # fmt: skip
 _TAKEN_DOWN = ("sys", "builtins", "__main__", "memprof")

@@ -298,7 +298,7 @@ class CachingAllocator:
         return room is None or not room.mapped or room.size < size
 
     def _splits(self, owner: StreamPool, size: int, remaining: int) -> bool:
-        """`should_split`."""
+        """Return whether `should_split` of torch cuts the block: what is left over serves others."""
         if owner.is_small or self.expandable:
             return remaining >= MIN_BLOCK
         return size < self.max_split_size and remaining > SPLIT_SLACK
@@ -388,7 +388,7 @@ class CachingAllocator:
         return self.pools[pool]
 
     def retire_pool(self, pool: PoolId) -> None:
-        """Nothing keeps the pool any more: what is free in it may be released (`releasePool`)."""
+        """Retire a pool that nothing keeps any more: what is free in it may be released (`releasePool`)."""
         if pool in self.pools:
             self.retired.append(self.pools[pool])
 

@@ -37,7 +37,7 @@ class SimulatedDriver:
         self._next_reservation = FIRST_RESERVATION
 
     def lift_limit(self) -> None:
-        """From now on the memory never ends: what a run would need although it does not fit."""
+        """Let memory never end from now on: shows what a run would need although it does not fit."""
         self.total_bytes = None
 
     def malloc(self, size: int) -> int | None:
@@ -58,14 +58,14 @@ class SimulatedDriver:
         return address
 
     def unreserve(self, address: int, size: int) -> None:
-        """cuMemAddressFree."""
+        """Give an address range back (cuMemAddressFree)."""
 
     def map(self, address: int, size: int) -> bool:
         """cuMemCreate and cuMemMap of all of `size`, or of nothing (False)."""
         return self._take(size)
 
     def unmap(self, address: int, size: int) -> None:
-        """cuMemUnmap and cuMemRelease."""
+        """Unmap memory and release it (cuMemUnmap, cuMemRelease)."""
         self.used_bytes -= size
 
     def memory_info(self) -> tuple[int, int]:
@@ -132,7 +132,7 @@ class RecordedDriver:
         return address
 
     def unreserve(self, address: int, size: int) -> None:
-        """Not recorded."""
+        """Do nothing: recordings do not have it."""
         del self.spaces[address]
 
     def map(self, address: int, size: int) -> bool:

@@ -60,17 +60,17 @@ class LiveAllocator:
         return 2 * num_bytes + self._large_segment + SMALL_BUFFER
 
     def stats(self) -> dict[str, int]:
-        """torch.cuda.memory_stats() now."""
+        """Return torch.cuda.memory_stats() as of now."""
         now = self._now()
         return {name: value - self._before.get(name, 0) for name, value in now.items()}
 
     def reset_peak(self) -> None:
-        """torch.cuda.reset_peak_memory_stats()."""
+        """Reset the peaks (torch.cuda.reset_peak_memory_stats())."""
         self._replay.advance(writes=False)
         self._replay.allocator.statistics.reset_peak()
 
     def reset_accumulated(self) -> None:
-        """torch.cuda.reset_accumulated_memory_stats()."""
+        """Reset the totals (torch.cuda.reset_accumulated_memory_stats())."""
         now = self._now()
         self._before = {name: now[name] for name in now if name.endswith((".allocated", ".freed")) or name in _COUNTS}
 

@@ -41,7 +41,7 @@ class OomReport:
     device: int = 0
 
     def of_process(self, context_bytes: int) -> OomReport:
-        """With what NVML tells torch of the process: the CUDA context, and what is reserved."""
+        """Return the report with NVML's figure for the process: the CUDA context, and what is reserved."""
         return replace(self, process_bytes=self.reserved_bytes + context_bytes)
 
     def message(self, release: Release = LATEST) -> str:

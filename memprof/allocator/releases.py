@@ -37,7 +37,7 @@ class Release:
 
     @property
     def has_expandable_segments(self) -> bool:
-        """`expandable_segments` came with 2.1."""
+        """Return whether it has `expandable_segments`, which came with 2.1."""
         return self.version >= (2, 1)
 
     @property

@@ -28,7 +28,7 @@ class Settings:
 
     @property
     def release(self) -> Release:
-        """Its rules and messages."""
+        """Return the torch release whose rules and messages apply."""
         return LATEST if self.torch is None else release_for(self.torch)
 
     @classmethod

@@ -47,7 +47,7 @@ class Counters:
 
     @property
     def active_bytes(self) -> int:
-        """Their bytes."""
+        """Return the bytes of active blocks."""
         return self.allocated_bytes + self.waiting_bytes
 
     @property
@@ -66,7 +66,7 @@ class Counters:
         self.waiting_bytes += num_bytes
 
     def note_active(self) -> None:
-        """Something was handed out while something else waited."""
+        """Note the peak of active blocks: one was handed out while others waited."""
         self.noted_active = max(self.noted_active, self.active)
         self.noted_active_bytes = max(self.noted_active_bytes, self.active_bytes)
 
@@ -91,7 +91,7 @@ class Counters:
             self.inactive_split_bytes_peak = max(self.inactive_split_bytes_peak, self.inactive_split_bytes)
 
     def reset_peak(self) -> None:
-        """Every peak is what there is now."""
+        """Reset every peak to what there is now."""
         for name in _ADDED:
             if not name.startswith("active"):
                 setattr(self, f"{name}_peak", getattr(self, name))

@@ -72,7 +72,7 @@ class PendingFrees:
             self._pop_completed(stream, None)
 
     def complete(self, block: Block) -> None:
-        """All work on `block` is done, whatever `completion` says."""
+        """Complete all work on `block`, whatever `completion` says."""
         for stream, queue in list(self.queues.items()):
             left = deque(marker for marker in queue if marker.block is not block)
             if left:

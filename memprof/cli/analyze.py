@@ -10,8 +10,8 @@ from typing import Annotated
 import typer
 
 from memprof.cli.exits import Exit
-from memprof.cli.options import Reading, reuse_option
-from memprof.cli.output import Paged, Tabled, print_result
+from memprof.cli.options import ReadingOptions, reuse_option
+from memprof.cli.output import PageOptions, TableOptions, print_result
 from memprof.cli.progress import long_work
 
 EXAMPLES = """
@@ -21,7 +21,7 @@ memprof analyze run.memprof --alloc-conf expandable_segments:True
 """
 
 
-class By(enum.StrEnum):
+class GroupKey(enum.StrEnum):
     """The key by which blocks are grouped."""
 
     FRAME = "frame"
@@ -31,7 +31,7 @@ class By(enum.StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AnalyzeOptions(Tabled, Paged):
+class AnalyzeOptions(TableOptions, PageOptions):
     """Options of `memprof analyze`: the moment to look at, and the rows to show."""
 
     top: int = reuse_option("top")
@@ -43,14 +43,14 @@ class AnalyzeOptions(Tabled, Paged):
 
 def analyze(
     request: AnalyzeOptions,
-    reading: Reading,
+    reading: ReadingOptions,
     file: Annotated[
         Path, typer.Argument(help="A snapshot of torch.cuda.memory._dump_snapshot, or a capture of memprof.")
     ],
     at: Annotated[
         str, typer.Option(help="The moment to show: peak, end, oom, or the number of an event.", metavar="MOMENT")
     ] = "peak",
-    by: Annotated[By, typer.Option(help="What to group the blocks live by.")] = By.FRAME,
+    by: Annotated[GroupKey, typer.Option(help="What to group the blocks live by.")] = GroupKey.FRAME,
     replay: Annotated[
         bool, typer.Option("--replay", help="Compare every address and the final layout with memprof's own allocator.")
     ] = False,

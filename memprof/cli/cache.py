@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from memprof.cli.output import Listed, print_json
+from memprof.cli.output import ListOptions, print_json
 from memprof.cli.streams import say
 from memprof.units import format_bytes
 
@@ -19,7 +19,7 @@ memprof cache --json
 
 
 def cache(
-    output: Listed,
+    output: ListOptions,
     clear: Annotated[bool, typer.Option("--clear", help="Remove them.")] = False,
 ) -> None:
     """Show what is kept of simulated runs: where, how much, and which questions were answered.

@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from memprof.cli.exits import Exit
-from memprof.cli.options import Reading, reuse_option
-from memprof.cli.output import Reported, print_result
+from memprof.cli.options import ReadingOptions, reuse_option
+from memprof.cli.output import ReportOptions, print_result
 from memprof.cli.progress import long_work
 from memprof.spec import option
 
@@ -23,7 +23,7 @@ _FILE = "A capture (--save), a report (--json) of `memprof profile`, or a snapsh
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompareOptions(Reported):
+class CompareOptions(ReportOptions):
     """Options of `memprof compare`: how far apart the runs may be, and how much is shown."""
 
     tolerance: str = option(
@@ -34,7 +34,7 @@ class CompareOptions(Reported):
 
 def compare(
     request: CompareOptions,
-    reading: Reading,
+    reading: ReadingOptions,
     a: Annotated[Path, typer.Argument(help=_FILE)],
     b: Annotated[Path, typer.Argument(help="The other one, of any of these kinds.")],
 ) -> None:

@@ -10,8 +10,8 @@ from typing import Annotated, BinaryIO
 
 import typer
 
-from memprof.cli.options import STDIN, Reading, reuse_option
-from memprof.cli.output import Output, print_json
+from memprof.cli.options import STDIN, ReadingOptions, reuse_option
+from memprof.cli.output import OutputOptions, print_json
 from memprof.cli.progress import Progress
 from memprof.cli.streams import say
 from memprof.errors import MemprofError, UsageError
@@ -25,7 +25,7 @@ memprof doctor --env
 
 
 @dataclass(frozen=True, kw_only=True)
-class DoctorOptions(Output):
+class DoctorOptions(OutputOptions):
     """The run that died, as far as it is known: its dimensions name the tensor."""
 
     model: str | None = reuse_option(
@@ -37,7 +37,7 @@ class DoctorOptions(Output):
 
 def doctor(
     request: DoctorOptions,
-    reading: Reading,
+    reading: ReadingOptions,
     file: Annotated[
         Path | None, typer.Argument(help="An error message or a whole log; - or nothing: standard input.")
     ] = None,
@@ -74,7 +74,7 @@ def doctor(
         say(render_diagnoses(found, quiet=request.quiet), nl=False)
 
 
-def _check_installation(output: Output) -> None:
+def _check_installation(output: OutputOptions) -> None:
     from memprof.doctor.installation import check_installation
     from memprof.report.terminal.doctor import render_installation
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from memprof.cli.options import OUTPUT, reuse_option
-from memprof.cli.output import Explained, print_json
+from memprof.cli.output import ExplainOptions, print_json
 from memprof.cli.progress import long_work
 from memprof.cli.streams import say
 from memprof.errors import UsageError
@@ -24,7 +24,7 @@ memprof estimate --model-size 70B --gpus 8 --parallel tp=8
 
 
 @dataclass(frozen=True, kw_only=True)
-class SubjectOptions(Explained):
+class SubjectOptions(ExplainOptions):
     """A model by one of three descriptions, and the GPUs to judge by."""
 
     params: str | None = reuse_option("params")

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from memprof.cli.options import Reading, reuse_option
-from memprof.cli.output import Output, print_json
+from memprof.cli.options import ReadingOptions, reuse_option
+from memprof.cli.output import OutputOptions, print_json
 from memprof.cli.progress import long_work
 from memprof.cli.streams import say
 
@@ -20,7 +20,7 @@ memprof export snapshot.pickle --to run.json
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExportOptions(Output):
+class ExportOptions(OutputOptions):
     """Options of `memprof export`: the format, and the files that may be replaced."""
 
     force: bool = reuse_option("force")
@@ -28,7 +28,7 @@ class ExportOptions(Output):
 
 def export(
     request: ExportOptions,
-    reading: Reading,
+    reading: ReadingOptions,
     file: Annotated[
         Path, typer.Argument(help="A capture of memprof, or a snapshot of torch.cuda.memory._dump_snapshot.")
     ],

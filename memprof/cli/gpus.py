@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from memprof.cli.output import Listed, print_json
+from memprof.cli.output import ListOptions, print_json
 from memprof.cli.streams import say
 from memprof.errors import UsageError
 from memprof.units import gib
@@ -24,7 +24,7 @@ memprof gpus --json
 
 
 def gpus(
-    output: Listed,
+    output: ListOptions,
     present: Annotated[
         bool, typer.Option("--present", help="Instead the GPUs of this machine, and which of the catalog they are.")
     ] = False,
@@ -39,10 +39,10 @@ def gpus(
         if output.as_json:
             from memprof.report.documents.answers import PresentGpus
 
-            names = tuple(found.key if (found := _found(gpu)) else None for gpu in reading.gpus)
+            names = tuple(found.key if (found := _catalog_entry(gpu)) else None for gpu in reading.gpus)
             print_json(PresentGpus.of(reading, names, environment))
         else:
-            _say_present(reading, environment)
+            _print_present(reading, environment)
         return
     from memprof.device.catalog import list_gpus
 
@@ -56,7 +56,7 @@ def gpus(
         say(f"{gpu.key:<24}{gib(gpu.total_bytes):>8} GiB  sm_{major}{minor:<3} {gpu.name}")
 
 
-def _say_present(reading: NvmlSample, environment: Environment) -> None:
+def _print_present(reading: NvmlSample, environment: Environment) -> None:
     """Say what NVML sees: the GPU's capacity as CUDA reports it (without what the driver keeps), and what is used."""
     if reading.gpus:
         cuda = f", CUDA {reading.cuda_version} at most" if reading.cuda_version else ""
@@ -82,7 +82,7 @@ def _memory(gpu: NvmlGpu) -> str:
     return f"{gib(gpu.usable_bytes)} GiB, {gib(gpu.used_bytes)} used"
 
 
-def _found(gpu: NvmlGpu) -> Gpu | None:
+def _catalog_entry(gpu: NvmlGpu) -> Gpu | None:
     from memprof.device.catalog import find_gpu
 
     try:
@@ -92,7 +92,7 @@ def _found(gpu: NvmlGpu) -> Gpu | None:
 
 
 def _catalog(gpu: NvmlGpu) -> str:
-    found, total = _found(gpu), gpu.usable_bytes
+    found, total = _catalog_entry(gpu), gpu.usable_bytes
     if found is None:
         return "not in the catalog" + ("" if total is None else f": --gpu-vram {gib(total)} has its size")
     return f"--gpu {found.key} ({gib(found.total_bytes)} GiB)"

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from memprof.cli.output import Listed, print_json
+from memprof.cli.output import ListOptions, print_json
 from memprof.cli.streams import say
 from memprof.errors import MemprofError, unknown_name
 
@@ -24,7 +24,7 @@ _FOLDERS = (_PACKAGE / "_docs", Path(str(_PACKAGE)).parent / "docs")
 
 
 def help(
-    output: Listed,
+    output: ListOptions,
     topic: Annotated[
         str | None, typer.Argument(help="A page's name.", show_default="list them", metavar="TOPIC")
     ] = None,

@@ -52,7 +52,7 @@ def _command(name: str) -> Any:
     return typer.main.get_command(alone)
 
 
-class _OnDemand(Mapping[str, Any]):
+class _LazyCommands(Mapping[str, Any]):
     """The commands by name; each is made when it is requested, since making all of them takes longer than most run."""
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ class Program(Commands):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        self.commands = _OnDemand()  # type: ignore[assignment]
+        self.commands = _LazyCommands()  # type: ignore[assignment]
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Take what stands before the command's name."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from memprof.cli.output import Listed, print_json
+from memprof.cli.output import ListOptions, print_json
 from memprof.cli.streams import say
 
 EXAMPLES = """
@@ -11,7 +11,7 @@ memprof models --json
 """
 
 
-def models(output: Listed) -> None:
+def models(output: ListOptions) -> None:
     """List the catalog's models: name, parameters, published dtype, positions, Hugging Face id."""
     from memprof.units import format_count
     from memprof.workload.catalog import list_models

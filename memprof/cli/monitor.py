@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from memprof.cli.options import reuse_option
-from memprof.cli.output import Output
+from memprof.cli.output import OutputOptions
 from memprof.errors import MemprofError, UsageError
 
 EXAMPLES = """
@@ -24,7 +24,7 @@ MIN_INTERVAL = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
-class MonitorOptions(Output):
+class MonitorOptions(OutputOptions):
     """Options of `memprof monitor`: the files that may be replaced."""
 
     force: bool = reuse_option("force")

@@ -59,7 +59,7 @@ _OF_ALL = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fixes:
+class FixOptions:
     """The fixes that a run is tried with."""
 
     fix: str | None = option(
@@ -102,7 +102,7 @@ class Shared:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reading:
+class ReadingOptions:
     """The memory that a command may take for the files it is given. It runs below that."""
 
     max_memory: int | None = option(
@@ -166,7 +166,7 @@ class Command(typer.core.TyperCommand):
             words: list[str] = []
             left = super().parse_args(ctx, [*args])
             if not ctx.resilient_parsing:
-                words = self._from_settings(ctx)
+                words = self._words_from_settings(ctx)
                 if words:
                     left = super().parse_args(ctx, [*words, *args])
                 if ctx.params["save_config"] is not None:
@@ -174,19 +174,19 @@ class Command(typer.core.TyperCommand):
             settings.words = (str(self.name), *words, *args)
             return left
 
-    def _from_settings(self, ctx: Any) -> list[str]:
+    def _words_from_settings(self, ctx: Any) -> list[str]:
         """Return what files and a preset say of options that are not among the arguments, as words before them."""
-        given = {_excluded_by(name) for name in _given(ctx)}
+        given = {_excluded_by(name) for name in _names_on_command_line(ctx)}
         found = []
         for path, values in self._sources(ctx):
             words = []
             for one in self.params:
                 value = values.get(_spelt(one), False)
                 if value is not False and _excluded_by(str(one.name)) not in given:
-                    words += _words(one, value)
+                    words += _option_words(one, value)
                     given.add(_excluded_by(str(one.name)))
             if words:
-                found.append(settings.Taken(path, tuple(words)))
+                found.append(settings.LoadedSettings(path, tuple(words)))
         settings.taken = tuple(reversed(found))
         return [word for one in settings.taken for word in one.words]
 
@@ -216,8 +216,8 @@ class Command(typer.core.TyperCommand):
         """Write the options that are in force, but those by which files are written, as a file for `--config`."""
         options = {str(one.name): _spelt(one) for one in self.params if one.param_type_name == "option"}
         values = {
-            options[name]: _plain(ctx.params[name])
-            for name in _given(ctx)
+            options[name]: _parse_value(ctx.params[name])
+            for name in _names_on_command_line(ctx)
             if name in options and not settings.is_for_the_command_line(options[name])
         }
         settings.write_named(Path(str(ctx.params["save_config"])), str(self.name), values)
@@ -246,12 +246,12 @@ class Commands(typer.core.TyperGroup):
             return super().resolve_command(ctx, args)
 
 
-def _given(ctx: Any) -> list[str]:
+def _names_on_command_line(ctx: Any) -> list[str]:
     """Return the names of the parameters that the command line sets."""
     return [name for name in ctx.params if ctx.get_parameter_source(name).name == "COMMANDLINE"]
 
 
-def _plain(value: Any) -> Any:
+def _parse_value(value: Any) -> Any:
     """Return a value as a file has it: a number as one, also where it is a word that Python spells so."""
     if isinstance(value, bool | int | float):
         return value
@@ -269,7 +269,7 @@ def _spelt(parameter: Any) -> str:
     return str(parameter.opts[-1]).lstrip("-")
 
 
-def _words(parameter: Any, value: Any) -> list[str]:
+def _option_words(parameter: Any, value: Any) -> list[str]:
     """Return the option with a value of a file, as the command line has it; one that may be repeated, for each part."""
     if value is True:
         return [f"--{_spelt(parameter)}"]
@@ -341,7 +341,7 @@ def _flat(function: Callable[..., None]) -> Callable[..., None]:
         try:
             _check_numbers(asked)
             built = {group: _build(kind, given[group]) for group, kind in groups.items()}
-            reading = next((one for one in built.values() if isinstance(one, Reading)), None)
+            reading = next((one for one in built.values() if isinstance(one, ReadingOptions)), None)
             files = [value for value in values.values() if isinstance(value, Path) and value != STDIN]
             limited = contextlib.nullcontext() if reading is None else limit_memory(reading.max_memory, files)
             with limited, _colours(wanted=not no_color):
@@ -445,7 +445,7 @@ def _build(kind: Any, values: Mapping[str, Any]) -> Any:
             given[name] = _parse(about, value) if about.parse else value
             _check_numbers({name: given[name]})
     if "gpu" in options and options["gpu"].unset == PRESENT and not given.keys() & {"gpu", "gpu_vram_bytes"}:
-        from memprof.flows.present import present_gpu_options
+        from memprof.flows.local_gpu import present_gpu_options
 
         given |= present_gpu_options()
     made = kind(**given)

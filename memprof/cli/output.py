@@ -32,7 +32,7 @@ class _HasJson(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Listed:
+class ListOptions:
     """Options of a command that lists what there is."""
 
     as_json: bool = option(False, OUTPUT, "Print the result as JSON.", flag="--json")
@@ -42,7 +42,7 @@ class Listed:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Output(Listed):
+class OutputOptions(ListOptions):
     """Options of how a command presents what it found."""
 
     quiet: bool = option(False, OUTPUT, "Print the verdict alone.", short="-q")
@@ -60,14 +60,14 @@ class Output(Listed):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Explained(Output):
+class ExplainOptions(OutputOptions):
     """Options of a command whose answer rests on assumptions."""
 
     explain: bool = option(False, OUTPUT, "List the assumptions, formulas and other runs.", short="-v")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tabled(Output):
+class TableOptions(OutputOptions):
     """Options of a command that has tables; UsageError if they cannot be written."""
 
     csv: Path | None = option(
@@ -95,7 +95,7 @@ class Tabled(Output):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Paged(Output):
+class PageOptions(OutputOptions):
     """Options of a command that has a page; UsageError if it cannot be written, or plotly is not installed."""
 
     html: Path | None = option(
@@ -125,12 +125,12 @@ class Paged(Output):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reported(Explained, Tabled, Paged):
+class ReportOptions(ExplainOptions, TableOptions, PageOptions):
     """Options of a command that has tables and a page, and rests on assumptions."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Saved(Reported):
+class CaptureOptions(ReportOptions):
     """Options of a command whose run can be kept as a capture; UsageError if it cannot be written."""
 
     save: Path | None = option(None, FILES, "Keep the capture in a file, for `memprof show`.", metavar="FILE")
@@ -168,7 +168,7 @@ def print_json(result: _HasJson | dict[str, Any]) -> None:
     sys.stdout.write("\n")
 
 
-def print_result(result: Any, output: Output, view: str, **options: Any) -> None:
+def print_result(result: Any, output: OutputOptions, view: str, **options: Any) -> None:
     """Print a result on stdout, as JSON or for people, and write its tables and its page.
 
     Args:
@@ -181,13 +181,13 @@ def print_result(result: Any, output: Output, view: str, **options: Any) -> None
 
         make_view = importlib.import_module(f"memprof.report.terminal.{view}").view
         show(make_view(result, quiet=output.quiet, **options))
-    if isinstance(output, Tabled):
+    if isinstance(output, TableOptions):
         output.write_tables(result)
-    if isinstance(output, Paged):
+    if isinstance(output, PageOptions):
         output.write_page(result)
 
 
-def print_document(document: Report, output: Reported) -> None:
+def print_document(document: Report, output: ReportOptions) -> None:
     """Print the report of a run, as `print_result` does."""
     print_result(document, output, "report", explain=output.explain)
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import typer
 
 from memprof.cli import settings
-from memprof.cli.options import Fixes, reuse_option
-from memprof.cli.output import Saved, exit_code, print_document, say_kept
+from memprof.cli.options import FixOptions, reuse_option
+from memprof.cli.output import CaptureOptions, exit_code, print_document, say_kept
 from memprof.cli.progress import Progress, long_work
 from memprof.errors import RunFailedError, UsageError
 from memprof.spec import DEVICES, HOST_BYTES, TargetSpec
@@ -27,7 +27,7 @@ memprof profile --model path/to/model.py:build_model --fix chunked-loss
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProfileOptions(Fixes):
+class ProfileOptions(FixOptions):
     """Options of `memprof profile` beside the target."""
 
     device: str = reuse_option(
@@ -37,7 +37,7 @@ class ProfileOptions(Fixes):
     cache: bool = reuse_option("cache")
 
 
-def profile(context: typer.Context, spec: TargetSpec, how: ProfileOptions, output: Saved) -> None:
+def profile(context: typer.Context, spec: TargetSpec, how: ProfileOptions, output: CaptureOptions) -> None:
     """Run one real training step on a virtual GPU and say, stage by stage, where the memory goes.
 
     The model's own code, autograd and the optimizer run for real, on tensors without data. Exit code 0: it fits;
@@ -56,7 +56,7 @@ def profile(context: typer.Context, spec: TargetSpec, how: ProfileOptions, outpu
 
     failed: RunFailedError | None = None
     is_named = any(context.params[name] is not None for name in ("gpu", "gpu_vram_bytes"))
-    place = _place(spec, how, is_named=is_named) if how.cache else None
+    place = _answer_in_cache(spec, how, is_named=is_named) if how.cache else None
     # A capture has every event, and so has a page: of those no answer is kept.
     kept = None if place is None or output.save or output.html else place.find(Report)
     if kept is not None:
@@ -78,7 +78,7 @@ def profile(context: typer.Context, spec: TargetSpec, how: ProfileOptions, outpu
     raise typer.Exit(exit_code(document))
 
 
-def _place(spec: TargetSpec, how: ProfileOptions, *, is_named: bool) -> CachedAnswer | None:
+def _answer_in_cache(spec: TargetSpec, how: ProfileOptions, *, is_named: bool) -> CachedAnswer | None:
     """Return where the answer is cached; None where it cannot be."""
     from memprof.flows.cache.answers import cached_answer, is_without_cuda
 

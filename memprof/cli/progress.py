@@ -33,7 +33,7 @@ class Progress:
 
     def __enter__(self) -> Progress:
         if not self._quiet:
-            tell = self._redraw_now_and_then if self._for_people else self._say_now_and_then
+            tell = self._redraw_regularly if self._for_people else self._write_regularly
             teller = threading.Thread(target=tell, name="memprof progress", daemon=True)
             with contextlib.suppress(RuntimeError):  # no room for it: what is being done counts for more
                 teller.start()
@@ -50,7 +50,7 @@ class Progress:
         far = "" if known is None else known.progress_text()
         return f"memprof: {self._doing}{f', {far}' if far else ''} ({time.monotonic() - self._begin:.0f} s)"
 
-    def _redraw_now_and_then(self) -> None:
+    def _redraw_regularly(self) -> None:
         self._ended.wait(_FIRST)
         while not self._ended.wait(_AGAIN):
             if self._doing:
@@ -60,7 +60,7 @@ class Progress:
                     sys.stderr.flush()
                     self._shown = True
 
-    def _say_now_and_then(self) -> None:
+    def _write_regularly(self) -> None:
         while not self._ended.wait(EVERY):
             if self._doing:
                 sys.stderr.write(f"{self._line()}\n")

@@ -17,7 +17,7 @@ from typing import Annotated
 import typer
 
 from memprof.cli.options import Commands, add
-from memprof.cli.output import Listed, print_json
+from memprof.cli.output import ListOptions, print_json
 from memprof.cli.streams import say
 from memprof.errors import MemprofError, UsageError, unknown_name
 
@@ -35,7 +35,7 @@ _FOLDERS = (_PACKAGE / "_recipes", Path(str(_PACKAGE)).parent / "recipes")
 _SCRIPT, _README = "run.py", "README.md"  # the script imports the other files of its folder, and memprof
 
 
-def list_recipes(output: Listed) -> None:
+def list_recipes(output: ListOptions) -> None:
     """List the recipes: name, title, and the line that runs each."""
     found = find_recipes()
     if output.as_json:
@@ -64,7 +64,7 @@ def run_recipe(context: typer.Context, name: Name) -> None:
 
 
 def copy_recipe(
-    output: Listed,
+    output: ListOptions,
     name: Name,
     directory: Annotated[
         Path, typer.Argument(metavar="DIR", help="A new folder, or one that is there: then the copy is made inside it.")

@@ -11,7 +11,7 @@ import typer
 from memprof.cli import settings
 from memprof.cli.exits import Exit
 from memprof.cli.options import OUTPUT, reuse_option, spec_of
-from memprof.cli.output import Explained, Paged, print_json, say_kept
+from memprof.cli.output import ExplainOptions, PageOptions, print_json, say_kept
 from memprof.cli.progress import Progress, long_work
 from memprof.cli.streams import say
 from memprof.errors import UsageError
@@ -33,7 +33,7 @@ _SEARCHED = "what gives up least and fits"
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecommendOptions(Explained, Paged):
+class RecommendOptions(ExplainOptions, PageOptions):
     """Options of `memprof recommend`: a model and a goal, or neither; a GPU, or the one that is here."""
 
     model: str | None = reuse_option("model", default=None)
@@ -146,7 +146,7 @@ def recommend(request: RecommendOptions) -> None:
     spec = request.spec()
     from memprof.report.documents.recommendation import Recommendation
 
-    place = _place(spec, request) if request.cache else None
+    place = _answer_in_cache(spec, request) if request.cache else None
     kept = None if place is None else place.find(Recommendation)
     if kept is not None:
         answer, seconds = kept
@@ -164,7 +164,7 @@ def recommend(request: RecommendOptions) -> None:
 _HOW_IT_IS_SAID = ("as_json", "quiet", "explain", "snippet", "cache")
 
 
-def _place(spec: TargetSpec, request: RecommendOptions) -> CachedAnswer | None:
+def _answer_in_cache(spec: TargetSpec, request: RecommendOptions) -> CachedAnswer | None:
     """Return where the answer is cached; None where it cannot be."""
     from memprof.flows.cache.answers import cached_answer
 

@@ -14,8 +14,8 @@ import typer
 
 from memprof.cli.child import continue_in_child, tell_exit_code
 from memprof.cli.exits import Exit
-from memprof.cli.options import Fixes, reuse_option
-from memprof.cli.output import Saved, exit_code
+from memprof.cli.options import FixOptions, reuse_option
+from memprof.cli.output import CaptureOptions, exit_code
 from memprof.cli.progress import Progress
 from memprof.cli.streams import say, script_output, tell
 from memprof.errors import MemprofError, UsageError
@@ -37,7 +37,7 @@ SETTINGS = {"allow_interspersed_args": False}  # what follows the script's name 
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunOptions(RunSpec, Fixes, Saved):
+class RunOptions(RunSpec, FixOptions, CaptureOptions):
     """Options of `memprof run`: for the script, and for its report."""
 
     module: bool = option(False, "Script", "SCRIPT is the name of a module, as for `python -m`.", flag="-m")
@@ -128,7 +128,7 @@ def _run(program: Program, rule: StopRule, request: RunOptions) -> int:
         from memprof.script.program import print_error
 
         print_error(outcome.error)
-    code = _passed_on(outcome.exit_code)
+    code = _own_exit_code(outcome.exit_code)
     if document is None:
         failure, code = found.trace.failure, code or int(Exit.FAILED)
         if failure is None or failure.kind is not FailureKind.REFUSED:
@@ -160,12 +160,12 @@ def _run_ranks(program: Program, rule: StopRule, request: RunOptions) -> int:
     with script_output(to_stderr=request.as_json):
         found = run_ranks(program, rule, request.spec())
     if not isinstance(found, RanksRun):  # its own --help
-        code = _passed_on(found.exit_code) or int(Exit.FAILED)
+        code = _own_exit_code(found.exit_code) or int(Exit.FAILED)
         tell(_no_verdict(found.ended, found.exit_code), as_json=request.as_json, exit_code=code)
         return code
     if isinstance(found.problem, UsageError):
         raise found.problem
-    code = _passed_on(found.exit_code) or (int(Exit.FAILED) if found.problem else 0)
+    code = _own_exit_code(found.exit_code) or (int(Exit.FAILED) if found.problem else 0)
     as_json = request.as_json and found.document is None
     say(found.said, err=True, nl=False)
     if found.problem is not None:
@@ -223,7 +223,7 @@ def _installed(text: str) -> list[ChosenFix]:
     return fixes
 
 
-def _passed_on(own_code: int) -> int:
+def _own_exit_code(own_code: int) -> int:
     """Return a script's own exit code; 1 for those that say something else here: usage error, does not fit, differs."""
     return int(Exit.FAILED) if own_code in (Exit.WRONG_USE, Exit.DOES_NOT_FIT, Exit.DIFFERS) else own_code
 

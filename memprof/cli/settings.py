@@ -63,7 +63,7 @@ OPTIONS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class LoadedSettings:
     """Settings that a command took from a file, or a preset, as words of its command line."""
 
     path: Path | str
@@ -73,7 +73,7 @@ class Taken:
         return f"From {self.path}: {' '.join(self.words)}"
 
 
-taken: tuple[Taken, ...] = ()  # by the command that runs now, the weakest first
+taken: tuple[LoadedSettings, ...] = ()  # by the command that runs now, the weakest first
 words: tuple[str, ...] = ()  # the command that runs, with all its options
 
 

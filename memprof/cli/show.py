@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from memprof.cli.options import Reading, reuse_option
-from memprof.cli.output import Reported, exit_code, print_document, print_json
+from memprof.cli.options import ReadingOptions, reuse_option
+from memprof.cli.output import ReportOptions, exit_code, print_document, print_json
 from memprof.cli.streams import say
 
 EXAMPLES = """
@@ -19,7 +19,7 @@ memprof show run.memprof --alloc-conf expandable_segments:True
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShowOptions(Reported):
+class ShowOptions(ReportOptions):
     """Options of `memprof show`: how the report is made anew."""
 
     alloc_conf: str | None = reuse_option("alloc_conf", unset="those of the run")
@@ -30,10 +30,10 @@ class ShowOptions(Reported):
 def show(
     file: Annotated[Path, typer.Argument(help="A capture (--save) or a report (--json).")],
     shown: ShowOptions,
-    reading: Reading,
+    reading: ReadingOptions,
 ) -> None:
     """Show the report of a saved capture, or one in JSON. Needs neither torch nor the model."""
-    from memprof.flows.saved import load
+    from memprof.flows.saved_files import load
     from memprof.report.documents.report import Report
 
     document = load(file, alloc_conf=shown.alloc_conf, gpu=shown.shown_gpu, rank=shown.rank)

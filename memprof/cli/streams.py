@@ -47,7 +47,7 @@ def prepare() -> None:
     What was closed (`>&-`) goes nowhere: the next file that is opened would be taken for it. What the encoding of
     stdout lacks, such as latin-1 the bars, is written in ASCII.
     """
-    codecs.register_error("ascii-art", _in_ascii)
+    codecs.register_error("ascii-art", _ascii_replacement)
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         if getattr(sys, name) is None:
             opened = os.open(os.devnull, os.O_RDWR)
@@ -59,7 +59,7 @@ def prepare() -> None:
         sys.stdout.reconfigure(errors="ascii-art")
 
 
-def _in_ascii(error: UnicodeError) -> tuple[str, int]:
+def _ascii_replacement(error: UnicodeError) -> tuple[str, int]:
     """Return what stands for characters that an encoding lacks; `?` for those that are no drawing."""
     assert isinstance(error, UnicodeEncodeError)
     return error.object[error.start : error.end].translate(_ASCII), error.end

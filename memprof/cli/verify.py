@@ -9,7 +9,7 @@ import typer
 
 from memprof.cli.exits import Exit
 from memprof.cli.options import reuse_option
-from memprof.cli.output import Output, print_result
+from memprof.cli.output import OutputOptions, print_result
 from memprof.cli.progress import Progress
 
 EXAMPLES = """
@@ -19,7 +19,7 @@ memprof verify bfloat16 --model gpt2 --seeds 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class VerifyOptions(Output):
+class VerifyOptions(OutputOptions):
     """Options of `memprof verify`: the parts of the models that may run."""
 
     trust_remote_code: bool = reuse_option("trust_remote_code")

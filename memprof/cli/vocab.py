@@ -9,7 +9,7 @@ import typer
 
 from memprof.cli.exits import Exit
 from memprof.cli.options import reuse_option, spec_of
-from memprof.cli.output import Output, print_result
+from memprof.cli.output import OutputOptions, print_result
 from memprof.cli.progress import long_work
 from memprof.errors import UsageError
 from memprof.spec import option
@@ -21,7 +21,7 @@ memprof vocab 'data/*.jsonl.gz' --tokenizer tokenizer.json --model gpt2
 
 
 @dataclass(frozen=True, kw_only=True)
-class VocabOptions(Output):
+class VocabOptions(OutputOptions):
     """Options of `memprof vocab`: how the corpus is read, and for which model a smaller vocabulary is tried."""
 
     tokenizer: str = option(
@@ -97,7 +97,7 @@ def vocab(
         if model is not None:
             savings = flow.simulate(spec, counted, caps, progress)
         else:
-            savings = flow.reckon(params, counted, caps, spec)
+            savings = flow.estimate_savings(params, counted, caps, spec)
     document = flow.build_vocabulary(tuple(corpus), counted, caps, savings, __version__)
     print_result(document, request, "vocabulary")
     tried = [memory.fits for memory in (savings.before, *savings.capped)]

@@ -31,7 +31,7 @@ class CublasWorkspace:
 
     @classmethod
     def of(cls, compute_capability: tuple[int, int], torch_version: tuple[int, int]) -> CublasWorkspace:
-        """The workspace of a GPU under a torch release; CUBLAS_WORKSPACE_CONFIG overrides the size."""
+        """Return the workspace of a GPU under a torch release; CUBLAS_WORKSPACE_CONFIG overrides the size."""
         big = compute_capability[0] == 9 or (compute_capability[0] in (10, 12) and torch_version >= (2, 12))
         num_bytes = 4096 * 8 * KIB if big else (4096 * 2 + 16 * 8) * KIB
         pairs = re.findall(r":(\d+):(\d+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))

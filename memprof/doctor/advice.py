@@ -133,7 +133,7 @@ def steps(
         )
     if cause is Cause.FRAGMENTATION:
         return (
-            *(_segments("let segments grow: what is reserved and unused serves this request", text) or _whole(text)),
+            *(_segments("let segments grow: what is reserved and unused serves this request", text) or _unsplit(text)),
             Advice(
                 "sizes that change from batch to batch leave gaps: pad lengths to multiples of 64, or sort by length"
             ),
@@ -157,7 +157,7 @@ def _segments(what: str, text: str) -> tuple[Advice, ...]:
     return (Advice(what, f"export {variable}={_SEGMENTS.alloc_conf}", fix=_SEGMENTS.name),)
 
 
-def _whole(text: str) -> tuple[Advice, ...]:
+def _unsplit(text: str) -> tuple[Advice, ...]:
     """Return what a torch that has no expandable segments can do against fragmentation."""
     if _is_old(text) and "max_split_size_mb" not in text:
         return (Advice("this release of torch has no setting against it: a newer one has", "pip install -U torch"),)

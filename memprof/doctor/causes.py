@@ -28,13 +28,13 @@ def others_bytes(figures: Figures) -> int | None:
 
 def own_bytes(figures: Figures) -> int | None:
     """Return what this process has on the GPU; without the driver's word its segments and a CUDA context."""
-    if own := figures.process or _own_of(figures):
+    if own := figures.process or _own_size(figures):
         return own.num_bytes
     held = figures.reserved or figures.allocated
     return None if held is None else held.num_bytes + CONTEXT_BYTES
 
 
-def _own_of(figures: Figures) -> Size | None:
+def _own_size(figures: Figures) -> Size | None:
     """Return what the process has that is named as another and is this one."""
     foreign = other_processes(figures)
     return next((size for pid, size in figures.others if (pid, size) not in foreign), None)
@@ -61,7 +61,7 @@ def cause_of(figures: Figures) -> tuple[Cause, tuple[str, ...]]:
     if figures.tried is None:
         return Cause.DEVICE_MEMORY, ()
     cause, why = _cause(figures, figures.tried)
-    return cause, tuple(filter(None, (why, *_said(figures))))
+    return cause, tuple(filter(None, (why, *_figure_sentences(figures))))
 
 
 def _cause(figures: Figures, tried: Size) -> tuple[Cause, str]:
@@ -110,7 +110,7 @@ def _is_foreign(figures: Figures, others: int, total: int, *, fits: bool) -> boo
     return bool(other_processes(figures)) or figures.process is not None or others >= share * total
 
 
-def _said(figures: Figures) -> list[str]:
+def _figure_sentences(figures: Figures) -> list[str]:
     """Return what the figures say beside the cause."""
     said = []
     total, reserved, allocated = figures.total, figures.reserved, figures.allocated
@@ -124,7 +124,7 @@ def _said(figures: Figures) -> list[str]:
         said.append(f"{held.text} on a GPU of {total.text}: {spills}")
     if figures.private_pools is not None:
         said.append(f"{figures.private_pools.text} are in private pools (CUDA graphs)")
-    own = figures.process or _own_of(figures)
+    own = figures.process or _own_size(figures)
     if own is not None and held is not None:
         outside = own.num_bytes - held.num_bytes
         if outside > 0:

@@ -79,11 +79,11 @@ def _recognise(passage: Passage) -> _Error | None:
         match = re.search(signature.pattern, searched)
         if match is not None and (match.start() <= head or signature.one_line):
             start = 0 if signature.one_line else match.start()
-            return _Error(signature, passage, _one(searched[start : start + _MESSAGE]), first_line)
+            return _Error(signature, passage, _first_error(searched[start : start + _MESSAGE]), first_line)
     return None
 
 
-def _one(message: str) -> str:
+def _first_error(message: str) -> str:
     """Return the message without the next error of the same kind."""
     for words in ("Tried to allocate", "Traceback (most recent"):
         again = message.find(words, message.find(words) + 1 if words == "Tried to allocate" else 0)

@@ -139,7 +139,7 @@ def _all(question: TensorQuery) -> Iterator[tuple[float, Candidate]]:
 
 def _is_round(question: TensorQuery) -> bool:
     """Return whether the request may have been a power of two of bytes, or three times one."""
-    number = _roundest(question.low, question.high)
+    number = _most_even(question.low, question.high)
     return number >> ((number & -number).bit_length() - 1) <= _MOST_ODD
 
 
@@ -186,7 +186,7 @@ def _tokens(question: TensorQuery, unit: int) -> Iterator[tuple[int, float, bool
     if low > high or high < 1:
         return
     step = batch or 1
-    tokens = _roundest(max(1, -(-low // step)), high // step) * step
+    tokens = _most_even(max(1, -(-low // step)), high // step) * step
     if tokens and low <= tokens <= high:
         yield tokens, _bits(tokens // step, width / step), False, f"{tokens:,} tokens fit the size"
     for hinted in question.hinted:
@@ -227,7 +227,7 @@ def _scores(
                 length, known = question.length, question.batch is not None
                 bits, why = (_KNOWN_BITS if known else 12.0 - math.log2(batch)), "the length given"
             else:
-                length = _roundest(math.ceil(low), math.floor(high))
+                length = _most_even(math.ceil(low), math.floor(high))
                 if not length:
                     continue
                 bits, known = _bits(length, high - low) - math.log2(batch), False
@@ -267,7 +267,7 @@ def _bits(number: int, width: float) -> float:
     return zeros - math.log2(max(width, 2**-12))
 
 
-def _roundest(low: int, high: int) -> int:
+def _most_even(low: int, high: int) -> int:
     """Return the number from `low` to `high` that is divisible by the highest power of two; 0 if there is none."""
     if low > high:
         return 0

@@ -171,7 +171,7 @@ def from_model(name: str) -> Subject:
     """Return a model of the catalog, or a configuration in a file or a folder.
     Raises UsageError: there is no such model, or the file is no configuration."""
     if has_model(name):
-        return _of_entry(find_model(name))
+        return _subject_of_entry(find_model(name))
     path = Path(name).expanduser()
     if path.exists() or name.endswith(".json"):
         return from_config(path)
@@ -180,7 +180,7 @@ def from_model(name: str) -> Subject:
 
 def from_size(size: str) -> Subject:
     """Return the model that is known by a size such as 4B, else a Llama of that size. Raises UsageError: not a size."""
-    return _of_entry(resolve_size(size))
+    return _subject_of_entry(resolve_size(size))
 
 
 def from_config(path: Path) -> Subject:
@@ -200,7 +200,7 @@ def from_config(path: Path) -> Subject:
     return Subject(name, geometry.num_parameters, geometry, config, "config", str(dtype), path=str(file))
 
 
-def _of_entry(entry: ModelEntry) -> Subject:
+def _subject_of_entry(entry: ModelEntry) -> Subject:
     config = entry.load_config()
     known = config["model_type"] in FAMILIES and entry.task == "causal-lm"
     why = "" if known else f"the closed form has no layer of {entry.architecture}"
@@ -208,7 +208,7 @@ def _of_entry(entry: ModelEntry) -> Subject:
     return Subject(entry.key, entry.num_parameters, geometry, config, "model", entry.checkpoint_dtype, why)
 
 
-def _positive(config: Mapping[str, Any], *names: str, default: int | None = None) -> int:
+def _first_positive(config: Mapping[str, Any], *names: str, default: int | None = None) -> int:
     """Return the first of these entries that is set: null stands for the default."""
     set_here = ((name, config[name]) for name in names if config.get(name) is not None)
     name, value = next(set_here, (names[0], default))
@@ -222,28 +222,28 @@ def _positive(config: Mapping[str, Any], *names: str, default: int | None = None
 def _geometry(config: Mapping[str, Any]) -> DecoderGeometry:
     """Return the shape of a configuration of one of FAMILIES; defaults are those of transformers' classes."""
     kind = config["model_type"]
-    hidden = _positive(config, "hidden_size", "n_embd")
-    heads = _positive(config, "num_attention_heads", "n_head")
+    hidden = _first_positive(config, "hidden_size", "n_embd")
+    heads = _first_positive(config, "num_attention_heads", "n_head")
     window = config.get("sliding_window")
     is_windowed = isinstance(window, int) and window > 0 and config.get("use_sliding_window") is not False
     common: dict[str, Any] = {
         "family": kind,
         "hidden": hidden,
-        "layers": _positive(config, "num_hidden_layers", "n_layer"),
+        "layers": _first_positive(config, "num_hidden_layers", "n_layer"),
         "heads": heads,
-        "kv_heads": _positive(config, "num_key_value_heads", default=heads),
-        "head_dim": _positive(config, "head_dim", default=hidden // heads),
-        "vocab": _positive(config, "vocab_size"),
+        "kv_heads": _first_positive(config, "num_key_value_heads", default=heads),
+        "head_dim": _first_positive(config, "head_dim", default=hidden // heads),
+        "vocab": _first_positive(config, "vocab_size"),
         "tied": bool(config.get("tie_word_embeddings", kind in ("gpt2", "opt", "gemma2", "gemma3_text"))),
         "window": window if is_windowed else 0,
-        "max_positions": _positive(config, "max_position_embeddings", "n_positions"),
+        "max_positions": _first_positive(config, "max_position_embeddings", "n_positions"),
     }
     if kind in ("gpt2", "gpt_neox", "opt", "phi"):
         return DecoderGeometry(**{**common, **_classic(config, kind, hidden)})
     bias = bool(config.get("attention_bias", False))
     return DecoderGeometry(
         **common,
-        intermediate=_positive(config, "intermediate_size"),
+        intermediate=_first_positive(config, "intermediate_size"),
         norm={"gemma2": "gemma", "gemma3_text": "gemma", "olmo2": "olmo"}.get(kind, "rms"),
         norms=4 if kind.startswith("gemma") else 2,
         qk_norm={"qwen3": "head", "gemma3_text": "head", "olmo2": "hidden"}.get(kind, ""),
@@ -252,7 +252,7 @@ def _geometry(config: Mapping[str, Any]) -> DecoderGeometry:
         fused_up=kind == "phi3",
         rotary=float(config.get("partial_rotary_factor", 1.0)) if kind == "phi3" else 1.0,
         # transformers/models/gemma3/configuration_gemma3.py: five layers with a window, one without.
-        global_every=_positive(config, "sliding_window_pattern", default=6) if kind == "gemma3_text" else 0,
+        global_every=_first_positive(config, "sliding_window_pattern", default=6) if kind == "gemma3_text" else 0,
         qkv_bias=True if kind == "qwen2" else bias,
         o_bias=False if kind == "qwen2" else bias,
         mlp_bias=bool(config.get("mlp_bias", False)),
@@ -268,19 +268,19 @@ def _classic(config: Mapping[str, Any], kind: str, hidden: int) -> dict[str, Any
         "qkv_bias": True, "o_bias": True, "mlp_bias": True, "rotary": 0.0,
     }  # fmt: skip
     if kind == "gpt2":
-        shape |= {"fused_qkv": True, "positions": _positive(config, "n_positions", "max_position_embeddings")}
-        dropout, inner = config.get("resid_pdrop", 0.1), _positive(config, "n_inner", default=4 * hidden)
+        shape |= {"fused_qkv": True, "positions": _first_positive(config, "n_positions", "max_position_embeddings")}
+        dropout, inner = config.get("resid_pdrop", 0.1), _first_positive(config, "n_inner", default=4 * hidden)
     elif kind == "opt":
         # OPT's learned positions begin at 2 (modeling_opt.py, OPTLearnedPositionalEmbedding).
-        shape["positions"] = _positive(config, "max_position_embeddings") + 2
-        dropout, inner = config.get("dropout", 0.1), _positive(config, "ffn_dim")
+        shape["positions"] = _first_positive(config, "max_position_embeddings") + 2
+        dropout, inner = config.get("dropout", 0.1), _first_positive(config, "ffn_dim")
     elif kind == "gpt_neox":
         share = config.get("rotary_pct", (config.get("rope_parameters") or {}).get("partial_rotary_factor", 0.25))
         bias = bool(config.get("attention_bias", True))
-        dropout, inner = config.get("hidden_dropout", 0.0), _positive(config, "intermediate_size")
+        dropout, inner = config.get("hidden_dropout", 0.0), _first_positive(config, "intermediate_size")
         shape |= {"fused_qkv": True, "rotary": float(share), "qkv_bias": bias, "o_bias": bias}
     else:
         share = config.get("partial_rotary_factor", 0.5)
-        dropout, inner = config.get("resid_pdrop", 0.0), _positive(config, "intermediate_size")
+        dropout, inner = config.get("resid_pdrop", 0.0), _first_positive(config, "intermediate_size")
         shape |= {"rotary": float(share), "norms": 1, "head_bias": True}
     return {**shape, "intermediate": inner, "dropout": bool(dropout)}

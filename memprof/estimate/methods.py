@@ -78,7 +78,7 @@ class Plan:
 
     @property
     def amp(self) -> bool:
-        """Float32 weights under autocast: mixed training, and QLoRA as transformers' Trainer runs it (bf16=True)."""
+        """Return whether weights are float32 under autocast: mixed training, and QLoRA as in transformers' Trainer."""
         return self.method.kind == "mixed" or (self.method.kind == "lora" and bool(self.quantized))
 
     @property

@@ -44,7 +44,7 @@ def _prompt(setting: Setting, held: StaticMemory) -> PeakMoment:
 
 
 def _decoding(setting: Setting, held: StaticMemory, new_tokens: int) -> PeakMoment:
-    """The last token: the cache is at its longest, and one layer's keys are there twice, as they are joined to it."""
+    """Return the peak at the last token: the cache at its longest, one layer's keys are there twice, joined to it."""
     g = setting.geometry
     last = dataclasses.replace(setting, context_length=setting.context_length + new_tokens - 1)
     copy = g.kv_width * last.tokens * setting.compute_item

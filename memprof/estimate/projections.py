@@ -79,12 +79,12 @@ class Projections:
         elif setting.quantize:
             result = self._stored(x, rows, columns, name)
         else:
-            result = self._plain(x, rows, columns, bias, name)
+            result = self._plain_linear(x, rows, columns, bias, name)
         if which in setting.lora_targets:
             result = self._adapt(x, result, columns, name)
         return result
 
-    def _plain(self, x: Tensor, rows: int, columns: int, bias: bool, name: str) -> Tensor:
+    def _plain_linear(self, x: Tensor, rows: int, columns: int, bias: bool, name: str) -> Tensor:
         tape = self.tape
         item = self.setting.compute_item
         taken = tape.cast(x, item, f"{x.name}, for {name}")

@@ -90,7 +90,7 @@ class Elements:
 
     @property
     def root(self) -> int:
-        """Return what is in no layer."""
+        """Return the parameters that are in no layer."""
         return self.embedding + self.head + self.final
 
     @property

@@ -74,7 +74,7 @@ def state(subject: Subject, plan: Plan) -> StaticMemory:
     if kind == "lora":
         adapted = [] if g is None else [g.matrices()[name][:2] for name in g.lora_targets(plan.lora_targets)]
         trained = 0 if g is None else g.layers * plan.lora_rank * sum(map(sum, adapted))
-        return _with_optimizer(plan, parameters + FLOAT32 * trained, trained, FLOAT32)
+        return _memory_with_optimizer(plan, parameters + FLOAT32 * trained, trained, FLOAT32)
     item = plan.item
     if kind == "adamw-8bit":
         optimizer = 2 * count + 2 * FLOAT32 * count // STATE_BLOCK
@@ -82,10 +82,10 @@ def state(subject: Subject, plan: Plan) -> StaticMemory:
             small = g.norm_parameters if max(g.hidden, g.head_dim) < SMALLEST_8BIT else 0
             optimizer += (2 * FLOAT32 - 2) * small
         return StaticMemory(parameters, count, item * count, optimizer, 0)
-    return _with_optimizer(plan, parameters, count, item)
+    return _memory_with_optimizer(plan, parameters, count, item)
 
 
-def _with_optimizer(plan: Plan, parameters: int, trained: int, item: int) -> StaticMemory:
+def _memory_with_optimizer(plan: Plan, parameters: int, trained: int, item: int) -> StaticMemory:
     each = item * trained
     if plan.optimizer in QUANTIZED_STATES:
         return StaticMemory(parameters, trained, each, round(QUANTIZED_STATES[plan.optimizer] * trained), 0)

@@ -165,7 +165,7 @@ class Tape:
 
     def backward(self, output: Tensor) -> int:
         """Go back through everything from what is live now; return the bytes of parameters' gradients at the end."""
-        output.grad = Tensor(output.width, output.item, False, num_bytes=output.num_bytes or self._of(output))
+        output.grad = Tensor(output.width, output.item, False, num_bytes=output.num_bytes or self._bytes_of(output))
         self.take(output.grad.num_bytes)
         gradients = 0
         for node in reversed(self._nodes):
@@ -178,7 +178,7 @@ class Tape:
                     incoming.holders += 1
                     made = incoming
                 else:
-                    made = Tensor(tensor.width, tensor.item, False, num_bytes=self._of(tensor))
+                    made = Tensor(tensor.width, tensor.item, False, num_bytes=self._bytes_of(tensor))
                     self.take(made.num_bytes)
                     self.during(node.temporary)
                 if tensor.grad is None:
@@ -196,5 +196,5 @@ class Tape:
         self._nodes.clear()
         return gradients
 
-    def _of(self, tensor: Tensor) -> int:
+    def _bytes_of(self, tensor: Tensor) -> int:
         return self.tokens * tensor.width * tensor.item

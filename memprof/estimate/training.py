@@ -48,7 +48,7 @@ class Training:
         self.logits_bytes = self.logits_item * self.vocab_tokens
         self.hidden_bytes = g.hidden * setting.stream_item * self.tokens
         self.final = self._final_norm()
-        self.kept = self._kept()
+        self.kept = self._kept_per_layer()
 
     def _own(self, held: StaticMemory, elements: Elements, whole: int) -> StaticMemory:
         """Return what this rank computes with."""
@@ -62,7 +62,7 @@ class Training:
 
     # -- what stands beside the step: gathered parameters, gradients that are on their way -----------------------------
 
-    def _beside(self, left: int = 0, *, layers: int = 0, fetched: int = 0, reduced: int = 0, root: int = 1) -> Terms:
+    def _in_flight(self, left: int = 0, *, layers: int = 0, fetched: int = 0, reduced: int = 0, root: int = 1) -> Terms:
         """Return what there is beside the step. Of fully_shard: so many layers whole, fetched for later, and being
         reduced, and the `root` or not. Of others: what they always have. `left`: layers still whole after the forward.
 
@@ -121,7 +121,7 @@ class Training:
             return 0
         return 2 * self.g.linear_parameters // self.g.layers
 
-    def _kept(self) -> list[int]:
+    def _kept_per_layer(self) -> list[int]:
         """Return the bytes that each layer keeps until its backward."""
         g, layers = self.g, self.elements.layers
         if self.plan.method.checkpointing:
@@ -154,12 +154,12 @@ class Training:
         else:
             # In the backward of the first micro-batch there are no gradients yet, in those of later ones there are; by
             # then one fewer waits, unless the next forward has come in between.
-            waiting = self._of_micro_batch()
+            waiting = self._kept_per_micro_batch()
             later = rank.in_flight - (rank.in_flight == rank.microbatches)
             yield from self._backward(around + (rank.in_flight - 1) * waiting, 0)
             yield from self._backward(around + max(later - 1, 0) * waiting, self.held.gradients)
         temporaries = self.held.temporaries // rank.optimizer
-        beside = {} if rank.gathers else self._beside()
+        beside = {} if rank.gathers else self._in_flight()
         yield self._moment("optimizer step", beside, gradients=self.held.gradients, temporaries=temporaries)
 
     def _backward(self, around: int, done: int) -> Iterator[PeakMoment]:
@@ -173,7 +173,7 @@ class Training:
         if self.trains_weights and rank.is_first:
             yield from self._embedding(around, head_grad)
 
-    def _of_micro_batch(self) -> int:
+    def _kept_per_micro_batch(self) -> int:
         """Return what a micro-batch of a stage keeps for its backward; what autocast casts is cached for all."""
         kept = sum(self.kept) + 16 * self.tokens
         if not self.plan.method.checkpointing:
@@ -186,7 +186,7 @@ class Training:
     def _loss(self, around: int, done: int, head_grad: int) -> Iterator[PeakMoment]:
         activations = sum(self.kept) + self.final + around
         all_layers = self.elements.layers
-        fetched = self._beside(all_layers, fetched=1)
+        fetched = self._in_flight(all_layers, fetched=1)
         if self.plan.chunked_loss:
             yield from self._chunked(activations, done, head_grad, fetched)
             return
@@ -197,7 +197,7 @@ class Training:
         cached = self._cast_weights() * self.g.layers if self.plan.method.checkpointing else 0
         of_head = self.logits_bytes + self._head_copy() * self.trains_weights
         for name, beside, more, waiting, logits in (
-            ("loss, forward", self._beside(all_layers), cached + 2 * self.hidden_bytes, 0, upcast + loss),
+            ("loss, forward", self._in_flight(all_layers), cached + 2 * self.hidden_bytes, 0, upcast + loss),
             ("loss, backward", fetched, 0, 0, 3 * loss),
             ("head, backward", fetched, self.hidden_bytes, head_grad, of_head),
         ):
@@ -230,7 +230,7 @@ class Training:
         return 0 if self.plan.chunked_loss or not self.rank.is_last else self.logits_bytes
 
     def _layers(self, around: int, done: int, head_grad: int) -> Iterator[PeakMoment]:
-        """The backward of the last layer, when all activations are there, and of the first, when gradients are."""
+        """Yield the backward of the last layer, when activations are all there; of the first, when gradients are."""
         tape = Tape(self.tokens, training=True)
         hidden = tape.given(self.g.hidden, self.setting.stream_item, needs_grad=True, name="hidden states")
         output = DecoderLayer(tape, self.setting).forward(hidden)
@@ -251,7 +251,7 @@ class Training:
         for name, behind in places.items():
             if not 0 <= behind < layers:
                 continue
-            beside = self._beside(layers - behind, layers=1, fetched=behind < layers - 1, reduced=behind > 0)
+            beside = self._in_flight(layers - behind, layers=1, fetched=behind < layers - 1, reduced=behind > 0)
             yield self._moment(
                 name, beside, activations=sum(self.kept[: layers - behind]) + around + recomputed + above,
                 gradients=done or behind * layer_grads, waiting=0 if done else head_grad, logits=self._after_the_loss,
@@ -265,13 +265,13 @@ class Training:
         root, own = (elements.root * item * rank.gathers for item in (self.reduced_item, self.whole_item))
         yield self._moment(
             "embedding, backward",
-            self._beside(reduced=int(rank.gathers)),
+            self._in_flight(reduced=int(rank.gathers)),
             activations=around + self.hidden_bytes, gradients=max(self.held.gradients - root, 0), waiting=own + extra,
             logits=self._after_the_loss,
         )  # fmt: skip
         if not rank.gathers:
             return
-        beside = self._beside(root=0)
+        beside = self._in_flight(root=0)
         beside["communication"] = beside.get("communication", 0) + root
         yield self._moment(
             "reduction of the root", beside,

@@ -34,7 +34,7 @@ def loops(trace: Trace, wanted: Callable[[Forward], bool]) -> list[list[Forward]
     return result
 
 
-def stub_module(context: Context, begin: int, end: int, *, caches: bool = False) -> list[int]:
+def made_storages(context: Context, begin: int, end: int, *, caches: bool = False) -> list[int]:
     """Return storages on the GPU that were made from event `begin` to before `end`: those without a role outside the
     KV cache, or (`caches`) those of the cache alone, whatever their role."""
     trace, births, categories = context.ledger.trace, context.lives.births, context.ledger.categories

@@ -18,7 +18,7 @@ _SETTINGS = "torch._functorch.config"
 
 @rule(116)
 def find(context: Context) -> list[Finding]:
-    """`num_bytes` is what all calls that are live at the peak keep, less what eager code would of the same.
+    """Find what calls keep beyond eager code; `num_bytes` is the difference of those live at the peak.
 
     A graph's calls are counted by the results that it keeps: buffers of that line, operator and size.
     """

@@ -13,7 +13,7 @@ MOST_SHOWN = 3  # kinds of gradients in the evidence
 
 @rule(86)
 def find(context: Context) -> list[Finding]:
-    """One finding for each wrapper; `num_bytes` is by how much the run's peak would be lower without the gradients."""
+    """Yield a finding for each wrapper; `num_bytes`: how much lower the run's peak is without the gradients."""
     trace, lives = context.ledger.trace, context.lives
     buckets = communicated(trace, "gradient bucket")
     findings = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from memprof.findings import growth
-from memprof.findings.calls import loops, stub_module
+from memprof.findings.calls import loops, made_storages
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
 from memprof.trace.events import NONE, Forward, Holder
 from memprof.units import format_bytes
@@ -17,7 +17,7 @@ _TRAINER = "transformers/trainer"
 
 @rule(60)
 def find(context: Context) -> list[Finding]:
-    """One finding for each module; `num_bytes` is the most that one loop has left on the GPU after its last call.
+    """Return a finding for each module; `num_bytes` is the most that one loop left on the GPU after its last call.
 
     Outputs of the model count, and what the program makes of them outside of every module. What modules keep for
     themselves does not, nor a KV cache, nor what a holder goes on keeping from step to step: that is memory growth.
@@ -28,7 +28,7 @@ def find(context: Context) -> list[Finding]:
         outputs = {index for forward in loop for index in forward.outputs}
         candidates = [
             index
-            for index in stub_module(context, loop[0].begin, loop[-1].end)
+            for index in made_storages(context, loop[0].begin, loop[-1].end)
             if trace.storages[index].module == NONE or index in outputs
         ]
         groups = growth.by_holder(trace, growth.find_leaks(context, candidates, [forward.end - 1 for forward in loop]))

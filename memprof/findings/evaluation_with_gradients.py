@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 
-from memprof.findings.calls import loops, stub_module, training_times
+from memprof.findings.calls import loops, made_storages, training_times
 from memprof.findings.evidence import file_and_line, format_shape, module_pattern, percent, plural, tensor_evidence
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
 from memprof.findings.growth import LeakGroup, by_holder, find_leaks, holder_evidence, holders_phrase, leak_evidence
@@ -18,7 +18,7 @@ WARNING_SHARE = 0.05  # of the peak: what is less is a note
 
 @rule(70)
 def find(context: Context) -> list[Finding]:
-    """One finding for each module; `num_bytes` is the most that its calls kept at one moment, beyond their outputs.
+    """Return a finding for each module; `num_bytes` is the most its calls kept at one moment, beyond their outputs.
 
     Told only where it is certain: the module was in eval mode, autograd made nodes for the call, and everything that
     the call left behind died before any backward began (or the program ended without one after two such calls).
@@ -33,7 +33,7 @@ def find(context: Context) -> list[Finding]:
         kept: list[int] = []
         certain: list[list[Forward]] = []
         for loop in all_loops:
-            own = _kept(context, loop, trained)
+            own = _left_behind(context, loop, trained)
             if own is not None:
                 kept += own
                 certain.append(loop)
@@ -43,14 +43,14 @@ def find(context: Context) -> list[Finding]:
     return findings
 
 
-def _kept(context: Context, loop: list[Forward], trained: list[int]) -> list[int] | None:
+def _left_behind(context: Context, loop: list[Forward], trained: list[int]) -> list[int] | None:
     """Return what these calls left behind beside their outputs; None if a backward may have used it."""
     deaths, end = context.lives.deaths, len(context.ledger.trace.events)
     kept: list[int] = []
     for forward in loop:
         kept += [
             index
-            for index in stub_module(context, forward.begin, forward.end)
+            for index in made_storages(context, forward.begin, forward.end)
             if deaths[index] >= forward.end and index not in forward.outputs
         ]
     last = max((deaths[index] for index in kept), default=0)
@@ -70,9 +70,9 @@ def _finding(context: Context, certain: list[list[Forward]], num_bytes: int) -> 
     share = percent(num_bytes, context.ledger.peak_bytes)
     longest = max(certain, key=len)
     grown = find_leaks(
-        context, stub_module(context, longest[0].begin, longest[-1].end), [forward.end - 1 for forward in longest]
+        context, made_storages(context, longest[0].begin, longest[-1].end), [forward.end - 1 for forward in longest]
     )
-    groups = _told(by_holder(trace, grown))
+    groups = _reported_groups(by_holder(trace, grown))
     title = (
         f"Evaluation with gradients: {plural(len(calls), 'call')} of {name} in eval mode at {at}, which keep up to "
         f"{format_bytes(num_bytes)} ({share} of the peak) for a backward that never comes{holders_phrase(*groups)}"
@@ -87,7 +87,7 @@ def _finding(context: Context, certain: list[list[Forward]], num_bytes: int) -> 
     return Finding("evaluation-with-gradients", severity, title, num_bytes, tuple(evidence), ())
 
 
-def _told(groups: dict[Holder | None, list[LeakGroup]]) -> dict[Holder | None, list[LeakGroup]]:
+def _reported_groups(groups: dict[Holder | None, list[LeakGroup]]) -> dict[Holder | None, list[LeakGroup]]:
     """Return what is to be told of by itself: a holder of tensors without a graph keeps those alone, be they tokens."""
     return {
         holder: group
@@ -121,7 +121,7 @@ def _cache(context: Context, loop: list[Forward]) -> Evidence | None:
     None if those of the last call alone are: a cache that is kept without its graph leaves no older ones.
     """
     trace, lives = context.ledger.trace, context.lives
-    there = lives.at(loop[-1].end - 1, stub_module(context, loop[0].begin, loop[-1].end, caches=True)).storages
+    there = lives.at(loop[-1].end - 1, made_storages(context, loop[0].begin, loop[-1].end, caches=True)).storages
     if all(lives.births[index] >= loop[-1].begin for index in there):
         return None
     shown = max(there, key=lambda index: (trace.storages[index].num_bytes, index))

@@ -40,13 +40,13 @@ def file_and_line(source: str | None) -> str:
 
 
 def percent(num_bytes: int, whole: int) -> str:
-    """`num_bytes` as a share of `whole`: 25%."""
+    """Return `num_bytes` as a share of `whole`: "25%"."""
     share = 100 * num_bytes / whole
     return f"{share:.0f}%" if share >= 1 or not share else "less than 1%"
 
 
 def plural(count: int, noun: str) -> str:
-    """1 copy is told as "1 tensor", 4 as "4 tensors"."""
+    """Return the count and its noun: "1 tensor", "4 tensors"."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
@@ -155,7 +155,7 @@ def _alive(then: int, at_peak: int, is_peak: bool) -> str:
 
 
 def computing(trace: Trace) -> list[bool]:
-    """For each phase, whether a model computes in it, forward or backward."""
+    """Return for each phase whether a model computes in it, forward or backward."""
     return [phase.kind in _COMPUTING for phase in trace.phases]
 
 
@@ -195,7 +195,7 @@ def half_dtype(context: Context) -> str | None:
 
 
 def vocabulary_tables(trace: Trace) -> dict[int, str]:
-    """The token embeddings and heads by storage: matrices with one row for each word, by the name of the parameter.
+    """Return the token embeddings and heads by storage: matrices of one row a word, by the name of the parameter.
 
     Known by their names, or as the weight of a module that is an embedding or the head. Numbered modules (layers,
     experts) have none: `layers.0.attn.head.weight` is a projection. A model that reads no tokens has none either, and
@@ -253,6 +253,6 @@ def input_shapes(context: Context) -> set[tuple[int, ...]]:
 
 
 def feature_maps(trace: Trace) -> set[tuple[int, ...]]:
-    """Heights and widths of what convolutions make of images: no rows and columns of matrices."""
+    """Return heights and widths of what convolutions make of images: no rows and columns of matrices."""
     convolutions = {number for number, op in enumerate(trace.ops) if "convolution" in op or "conv2d" in op}
     return {storage.shape[-2:] for storage in trace.storages if storage.op in convolutions and len(storage.shape) == 4}

@@ -10,7 +10,7 @@ from memprof.units import format_bytes
 
 @rule(92)
 def find(context: Context) -> list[Finding]:
-    """`num_bytes` is by how much the peak would be lower with copies of half the size, or without the program's own."""
+    """Find float32 copies; `num_bytes`: how much lower the peak is at half their size, or without the program's."""
     groups = [group for group in fsdp_groups(context) if group.dtype in HALF_DTYPES]
     trace, lives = context.ledger.trace, context.lives
     half = groups[0].dtype if groups else half_dtype(context)

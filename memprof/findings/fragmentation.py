@@ -35,7 +35,7 @@ MOST_SHOWN = 5  # kinds of segments in the evidence
 
 @rule(80)
 def find(context: Context) -> list[Finding]:
-    """`num_bytes` is what is free of the reserved memory when the GPU refuses a request, if the run would fit without
+    """Find it; `num_bytes` is the free reserved memory when the GPU refuses a request, if the run would fit without
     it; else by how much the peak of what is reserved exceeds the peak of what is allocated.
     """
     ledger = context.ledger
@@ -50,14 +50,14 @@ def find(context: Context) -> list[Finding]:
         if gap < MIN_BYTES or gap < MIN_SHARE * reserved:
             return []
         segments, owners = run.layout_at(event)
-    evidence = [*_kept(segments), *_of_graphs(ledger.trace, segments)]
+    evidence = [*_release_evidence(segments), *_private_pool_evidence(ledger.trace, segments)]
     fixes: tuple[str, ...] = ()
     if not run.config.expandable_segments and run.release.has_expandable_segments:
         other = run.under(dataclasses.replace(run.config, expandable_segments=True))
         saved = run.required_reserved_bytes - other.required_reserved_bytes
         if saved >= MIN_GAIN * gap or other.fits > run.fits:
             fixes = suggest_fixes(context, "fragmentation")
-        evidence.append(_evaluated(run, other, ended_out_of_memory=ledger.trace.ended_out_of_memory))
+        evidence.append(_expandable_evidence(run, other, ended_out_of_memory=ledger.trace.ended_out_of_memory))
     evidence += _pinned(ledger.trace, segments, owners)
     title = f"Fragmentation: {format_bytes(gap)} of the {format_bytes(reserved)} reserved in {stage_text(stage)} are "
     share, most = percent(gap, reserved), format_bytes(ledger.peak_bytes)
@@ -71,7 +71,7 @@ def find(context: Context) -> list[Finding]:
     return [Finding("fragmentation", severity, title, gap, tuple(evidence), fixes)]
 
 
-def _kept(segments: list[SnapshotSegment]) -> list[Evidence]:
+def _release_evidence(segments: list[SnapshotSegment]) -> list[Evidence]:
     """Return how much of it cannot be released, and how much can."""
     segments = [segment for segment in segments if segment.pool_id == DEFAULT_POOL]
     whole = [segment.size for segment in segments if not segment.allocated]
@@ -93,7 +93,7 @@ def _kept(segments: list[SnapshotSegment]) -> list[Evidence]:
     return lines
 
 
-def _of_graphs(trace: Trace, segments: list[SnapshotSegment]) -> list[Evidence]:
+def _private_pool_evidence(trace: Trace, segments: list[SnapshotSegment]) -> list[Evidence]:
     """Return what private pools hold of it, and which functions' CUDA graphs are for the most sizes."""
     free = [segment.size - segment.allocated for segment in segments if segment.pool_id != DEFAULT_POOL]
     if not sum(free):
@@ -118,7 +118,7 @@ def _pinned(trace: Trace, segments: list[SnapshotSegment], owners: Mapping[int, 
     for segment in segments:
         if 0 < segment.allocated < segment.size:
             own = held[segment] = [owners[block.address] for block in segment.blocks if block.address in owners]
-            what = sorted({_what(trace, index) for index in own})
+            what = sorted({_describe_storage(trace, index) for index in own})
             kinds[segment.size, segment.allocated, len(own), *what].append(segment)
     most = sorted(kinds.values(), key=lambda alike: -sum(segment.size - segment.allocated for segment in alike))
     return [_kind(trace, alike, held[alike[0]]) for alike in most[:MOST_SHOWN]]
@@ -134,12 +134,12 @@ def _kind(trace: Trace, alike: list[SnapshotSegment], storages: list[int]) -> Ev
     pieces = "" if first.largest_free == free else f", at most {format_bytes(first.largest_free)} in one piece"
     text = (
         f"{plural(len(alike), 'segment')} of {format_bytes(first.size)}: {format_bytes(free)} free{each}{pieces}"
-        f"; pinned by {_what(trace, largest)}{others}"
+        f"; pinned by {_describe_storage(trace, largest)}{others}"
     )
     return tensor_evidence(trace, largest, text, num_bytes=free * len(alike))
 
 
-def _what(trace: Trace, index: int) -> str:
+def _describe_storage(trace: Trace, index: int) -> str:
     storage = trace.storages[index]
     module = module_pattern(trace, storage)
     owner = trace.owners.get(index)
@@ -150,7 +150,7 @@ def _what(trace: Trace, index: int) -> str:
     return f"{format_shape(storage.shape)} {storage.dtype} of {trace.op(storage)}{inside} at {line}"
 
 
-def _evaluated(run: GpuReplay, other: MemoryNeeds, *, ended_out_of_memory: bool) -> Evidence:
+def _expandable_evidence(run: GpuReplay, other: MemoryNeeds, *, ended_out_of_memory: bool) -> Evidence:
     """Return what the replay with expandable segments came to."""
     before, after = run.required_reserved_bytes, other.required_reserved_bytes
     text = f"with {EXPANDABLE_SEGMENTS} the run reserves {format_bytes(after)} instead of {format_bytes(before)}"

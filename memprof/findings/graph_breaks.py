@@ -13,7 +13,7 @@ MOST_SHOWN = 4
 
 @rule(115)
 def find(context: Context) -> list[Finding]:
-    """`num_bytes` is None: what one graph would have computed as it went, or kept all the same, is not known."""
+    """Find breaks; `num_bytes` is None: what one graph would have computed as it went, or kept, is not known."""
     ledger = context.ledger
     ends = sorted((end for end in ledger.trace.graph_ends if end.num_bytes), key=lambda end: -end.num_bytes)
     most = max((end.num_bytes for end in ends), default=0)

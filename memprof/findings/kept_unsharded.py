@@ -12,7 +12,7 @@ AT_ONCE = 2  # groups that are whole at once without it: the one that computes, 
 
 @rule(89)
 def find(context: Context) -> list[Finding]:
-    """`num_bytes` is by how much the peak would be lower if each group were sharded again after its forward."""
+    """Find unsharded groups; `num_bytes`: how much lower the peak is if each is sharded again after its forward."""
     groups = [group for group in fsdp_groups(context) if group.kept]
     saved = context.lives.peak_reduction(context.lives.savings_beyond(gathered(context, groups), AT_ONCE))
     if len(groups) <= AT_ONCE or not is_worth(context, saved):

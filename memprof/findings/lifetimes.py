@@ -65,7 +65,7 @@ class Lifetimes:
         return max(max(self._curve) - highest, 0)
 
     def savings(self, storages: Iterable[int], share: float = 1.0) -> list[Saving]:
-        """So much of each of `storages` for as long as it lives."""
+        """Return the share `share` of each of `storages`, saved for as long as it lives."""
         return [
             Saving(self.births[index], self.deaths[index], int(self._allocated[index] * share)) for index in storages
         ]

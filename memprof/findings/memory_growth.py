@@ -24,7 +24,7 @@ WARNING_BYTES = 1 << 20  # per step: what is less is a note
 
 @rule(50)
 def find(context: Context) -> list[Finding]:
-    """One finding for each holder; `num_bytes` is what has piled up when the last step ends, beyond the first step.
+    """Return a finding for each holder; `num_bytes` is what piled up by the end of the last step, beyond the first.
 
     It is an error where memory runs out by it. What a container of limited length keeps is told only then.
     """
@@ -33,11 +33,11 @@ def find(context: Context) -> list[Finding]:
     return [
         _finding(context, holder, group, len(steps), growth)
         for holder, group in find_leaks_of_steps(context).items()
-        if _is_told(holder, group, growth)
+        if _is_reported(holder, group, growth)
     ]
 
 
-def _is_told(holder: Holder | None, group: list[LeakGroup], growth: Growth | None) -> bool:
+def _is_reported(holder: Holder | None, group: list[LeakGroup], growth: Growth | None) -> bool:
     if holder is not None and holder.limit is not None:
         return growth is not None and growth.runs_out
     return sum(leak.per_round for leak in group) >= MIN_STEP_BYTES or (holder is not None and holder.nodes > 0)

@@ -16,12 +16,12 @@ MIN_TEMPORARIES_BYTES = 64 << 20  # found when they take more than both: that sh
 
 @rule(130)
 def find(context: Context) -> list[Finding]:
-    """Float32 state of half-precision parameters, and temporaries of a step that decide the peak."""
+    """Find float32 state of half-precision parameters, and temporaries of a step that decide the peak."""
     return _float32_state(context) + _step_temporaries(context)
 
 
 def _float32_state(context: Context) -> list[Finding]:
-    """`num_bytes` is what the state takes beyond half precision."""
+    """Find float32 state; `num_bytes` is what it takes beyond half precision."""
     ledger, lives = context.ledger, context.lives
     half = half_dtype(context)
     if half is None:
@@ -47,7 +47,7 @@ def _float32_state(context: Context) -> list[Finding]:
 
 
 def _step_temporaries(context: Context) -> list[Finding]:
-    """`num_bytes` is what they take at the peak; where the peak goes without them, only a new run can tell."""
+    """Find temporaries; `num_bytes` is theirs at the peak: where it goes without them, only a new run can tell."""
     ledger, lives = context.ledger, context.lives
     if ledger.peak_stage.kind is not PhaseKind.OPTIMIZER_STEP:
         return []

@@ -29,12 +29,12 @@ _LAYER = re.compile(r"((?:\D+\.)?\d+)\.")
 
 @rule(91)
 def find(context: Context) -> list[Finding]:
-    """`num_bytes` is by how much the peak would be lower with one group gathered ahead."""
-    return _explicit(context) + _unlimited(context) + _by_hand(context)
+    """Find prefetching; `num_bytes` is by how much lower the peak is with one group gathered ahead."""
+    return _explicit(context) + _unlimited(context) + _manual_gathering(context)
 
 
 def _explicit(context: Context) -> list[Finding]:
-    """`set_modules_to_forward_prefetch` and its like with several modules."""
+    """Find `set_modules_to_forward_prefetch` and its like with several modules."""
     groups = [group for group in fsdp_groups(context) if group.ahead > AHEAD]
     trace, lives = context.ledger.trace, context.lives
     sent = communicated(trace, "all-gather")
@@ -52,7 +52,7 @@ def _explicit(context: Context) -> list[Finding]:
 
 
 def _unlimited(context: Context) -> list[Finding]:
-    """`limit_all_gathers=False`: freed parameters wait for the GPU, and others are gathered in the meantime."""
+    """Find `limit_all_gathers=False`: freed parameters wait for the GPU, and others are gathered in the meantime."""
     groups = [group for group in fsdp_groups(context) if group.unlimited]
     run = context.ledger.run
     if not groups or run.bounds is None:
@@ -77,7 +77,7 @@ def _unlimited(context: Context) -> list[Finding]:
 
 
 def _latest_without(context: Context, lent: set[int]) -> int:
-    """The most that is reserved if `lent` is free at once, and what else streams lend once the host has waited."""
+    """Return the most reserved if `lent` is free at once, and what else streams lend once the host has waited."""
     run = context.ledger.run
     trace = run.trace
     events = [
@@ -89,7 +89,7 @@ def _latest_without(context: Context, lent: set[int]) -> int:
     return replay.allocator.counters.reserved_bytes_peak
 
 
-def _by_hand(context: Context) -> list[Finding]:
+def _manual_gathering(context: Context) -> list[Finding]:
     """Return a program that gathers parameters itself, layer by layer: more layers are whole at once than two."""
     trace, lives = context.ledger.trace, context.lives
     if trace.facts.groups:

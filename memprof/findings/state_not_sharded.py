@@ -20,7 +20,7 @@ MOST_SHOWN = 3
 
 @rule(87)
 def find(context: Context) -> list[Finding]:
-    """`num_bytes` is by how much the peak would be lower on the rank that keeps the largest part."""
+    """Find whole states; `num_bytes`: how much lower the peak is on the rank that keeps the largest part."""
     trace, lives = context.ledger.trace, context.lives
     groups = ddp_groups(context)
     names = owned(trace, Role.OPTIMIZER_STATE)

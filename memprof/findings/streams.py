@@ -16,7 +16,7 @@ MOST_SHOWN = 4  # streams in the evidence
 
 @rule(85)
 def find(context: Context) -> list[Finding]:
-    """`num_bytes` is what the run would reserve less if all of its memory were taken on one stream."""
+    """Find the cost of streams; `num_bytes` is what the run would reserve less with all memory on one stream."""
     found, run = context.streams, context.ledger.run
     if found is None or len(found.streams) < 2:
         return []
@@ -30,12 +30,12 @@ def find(context: Context) -> list[Finding]:
     )
     largest = _largest(context.ledger.trace)
     most = sorted(found.streams, key=lambda share: -share.reserved_bytes)[:MOST_SHOWN]
-    evidence = (_evaluated(found, fits=decides), *(_of_stream(context.ledger.trace, one, largest) for one in most))
+    evidence = (_saving(found, fits=decides), *(_stream_evidence(context.ledger.trace, one, largest) for one in most))
     severity = Severity.WARNING if decides else Severity.NOTE
     return [Finding("streams", severity, title, cost, evidence, ())]
 
 
-def _evaluated(found: StreamMemory, *, fits: bool) -> Evidence:
+def _saving(found: StreamMemory, *, fits: bool) -> Evidence:
     saved = found.reserved_bytes - found.single_stream_bytes
     text = (
         f"with all of it taken on one stream the run reserves {format_bytes(found.single_stream_bytes)}"
@@ -44,7 +44,7 @@ def _evaluated(found: StreamMemory, *, fits: bool) -> Evidence:
     return Evidence(text, saved)
 
 
-def _of_stream(trace: Trace, share: StreamShare, largest: dict[int, int]) -> Evidence:
+def _stream_evidence(trace: Trace, share: StreamShare, largest: dict[int, int]) -> Evidence:
     """Return a line on one stream, and the largest tensor that was ever taken on it."""
     waits = f", {format_bytes(share.waiting_bytes)} waiting for other streams" if share.waiting_bytes else ""
     text = (

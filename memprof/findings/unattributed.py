@@ -15,7 +15,7 @@ MOST_SHOWN = 5
 
 @rule(160)
 def find(context: Context) -> list[Finding]:
-    """`num_bytes` is what is unattributed at the peak."""
+    """Find unattributed memory; `num_bytes` is how much of it is live at the peak."""
     ledger = context.ledger
     num_bytes = ledger.by_category().get(Category.UNATTRIBUTED, 0)
     if num_bytes <= MIN_SHARE * ledger.peak_bytes:

@@ -13,7 +13,7 @@ from memprof.units import format_bytes
 
 @rule(93)
 def find(context: Context) -> list[Finding]:
-    """`num_bytes` is by how much the peak would be lower if each micro-batch's gradients were reduced at once."""
+    """Find whole gradients; `num_bytes`: how much lower the peak is if each micro-batch's were reduced at once."""
     trace, lives = context.ledger.trace, context.lives
     groups = fsdp_groups(context)
     ends = [time for time, phase in trace.begun() if phase.kind is PhaseKind.FORWARD]

@@ -48,7 +48,7 @@ def find(context: Context) -> list[Finding]:
         most = lives.most(indices)
         if most.num_bytes < MIN_BYTES and most.num_bytes < MIN_SHARE * peak_bytes:
             continue
-        norm = all(_in_norm(trace, trace.storages[index]) for index in indices)
+        norm = all(_is_in_norm(trace, trace.storages[index]) for index in indices)
         why = "; the model's own numerics: its norms compute in float32" if norm else ""
         line = file_and_line(trace.source_at(source))
         at_peak = lives.at(context.ledger.peak_event, indices)
@@ -62,7 +62,7 @@ def find(context: Context) -> list[Finding]:
     return findings
 
 
-def _in_norm(trace: Trace, storage: Storage) -> bool:
+def _is_in_norm(trace: Trace, storage: Storage) -> bool:
     if storage.module == NONE:
         return False
     module = trace.modules[storage.module]

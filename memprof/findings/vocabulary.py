@@ -14,7 +14,7 @@ TOLERANCE = 128  # words: vocabularies are padded up to a multiple of this for t
 
 @rule(140)
 def find(context: Context) -> list[Finding]:
-    """One finding for embedding and head; `num_bytes` is what the words beyond those requested take at the peak."""
+    """Find one for embedding and head; `num_bytes` is what the words beyond those requested take at the peak."""
     asked = context.asked_vocab_size
     if asked is None:
         return []

@@ -86,7 +86,7 @@ class Applied:
         self._roll_back()
 
     def _roll_back(self) -> None:
-        """All of it, though one action fails."""
+        """Undo everything, even where one action fails."""
         with contextlib.ExitStack() as actions:
             for action in self._undo:
                 actions.callback(action)  # the last runs first
@@ -229,7 +229,7 @@ def _refuse_wrappers(model: nn.Module) -> None:
 
 
 def at_least(least: int, name: str, value: Any, unit: str = "", hint: str | None = None) -> None:
-    """Raises UsageError unless the option's `value` is a whole number of `least` or more."""
+    """Check that the option's `value` is a whole number of `least` or more. Raises UsageError."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise UsageError(f"{name} must be at least {least}{unit}", value=repr(value), hint=hint)
 

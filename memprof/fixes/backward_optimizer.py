@@ -55,20 +55,20 @@ class BackwardOptimizer:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """One or more per parameter."""
+        """Return the groups of all its optimizers: one or more per parameter."""
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     def step(self) -> None:
-        """Done in the backward."""
+        """Do nothing: the backward has stepped."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Done in the backward."""
+        """Do nothing: the backward has freed the gradients."""
 
     def state_dict(self) -> list[dict[str, Any]]:
         """Return the states of the parameters' optimizers, in the order of the model's trained parameters."""
         return [optimizer.state_dict() for optimizer in self.optimizers]
 
     def load_state_dict(self, states: list[dict[str, Any]]) -> None:
-        """Load what `state_dict` gave."""
+        """Load the states that `state_dict` gave, in its order."""
         for optimizer, state in zip(self.optimizers, states, strict=True):
             optimizer.load_state_dict(state)

@@ -32,10 +32,10 @@ class ChosenFix:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # For another process by name: an entry of the table has views of mappings, which cannot be pickled.
-        return _named, (self.fix.name, self.value)
+        return _fix_by_name, (self.fix.name, self.value)
 
 
-def _named(name: str, value: str | None) -> ChosenFix:
+def _fix_by_name(name: str, value: str | None) -> ChosenFix:
     return ChosenFix(catalog.STEPS[name], value)
 
 
@@ -57,7 +57,7 @@ def parse_fixes(text: str, among: Mapping[str, catalog.Fix] = catalog.FIXES) -> 
 
 
 def _read(fix: catalog.Fix, value: str) -> int | str | None:
-    """The value of the main option; None: it is a word for other options."""
+    """Return the value of the main option; None: it is a word for other options."""
     option = fix.main_option
     if value in fix.named_values:
         return None
@@ -73,7 +73,7 @@ def _read(fix: catalog.Fix, value: str) -> int | str | None:
 
 
 def apply_options(fixes: Sequence[ChosenFix]) -> dict[str, Any]:
-    """The options of `memprof.apply` that the fixes' values stand for."""
+    """Return the options of `memprof.apply` that the fixes' values stand for."""
     found: dict[str, Any] = {}
     for chosen in fixes:
         if chosen.value is not None:

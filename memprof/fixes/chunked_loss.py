@@ -81,7 +81,7 @@ class _State:
 
     @property
     def policy(self) -> Policy:
-        """For the logits of one forward."""
+        """Return the settings for the logits of one forward."""
         return Policy(self.rows, self._note_full_logits)
 
     def _note_full_logits(self, reason: str) -> None:
@@ -175,7 +175,7 @@ def _check_head(name: str, head: nn.Module, changes: Changes) -> None:
 
 
 def _label_argument(model: nn.Module, changes: Changes) -> str | None:
-    """The name of the labels in the model's forward; None if it takes any keyword."""
+    """Return the name of the labels in the model's forward; None if it takes any keyword."""
     parameters = inspect.signature(model.forward).parameters
     for name in _LABELS:
         if name in parameters:

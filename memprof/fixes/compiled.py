@@ -33,7 +33,7 @@ def install(model: nn.Module, changes: Changes) -> None:
     The model as one would lose what other fixes do in it, such as a loss in chunks. Raises UsageError: nothing can
     be compiled here; it is on already; there are no layers.
     """
-    why_not = _why_not(model)
+    why_not = _missing_compiler(model)
     if why_not is not None:
         raise changes.does_not_apply("Inductor cannot run here", *why_not)
     layers = find_layers(model, changes.fix)
@@ -44,7 +44,7 @@ def install(model: nn.Module, changes: Changes) -> None:
     changes.note(f"{len(layers)} layers are compiled when they are first called: {layers[0][0]} to {layers[-1][0]}")
 
 
-def _why_not(model: nn.Module) -> tuple[str, str] | None:
+def _missing_compiler(model: nn.Module) -> tuple[str, str] | None:
     """Return what Inductor lacks for where the model is, and what to do; None if nothing.
 
     A virtual GPU needs Triton for the code around its kernels, a CPU a compiler of C++ for the kernels themselves.
@@ -72,7 +72,7 @@ class Compiled(Forward):
         self._compiled: Any = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The compiled forward."""
+        """Run the forward as torch.compile made it."""
         if self._compiled is None:
             self._compiled = torch.compile(self._forward)
         return self._compiled(*args, **kwargs)

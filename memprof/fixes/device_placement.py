@@ -58,7 +58,7 @@ def move_strays(model: nn.Module, kept: tuple[str, ...] = (), changes: Changes |
         device = first.device if first is not None else whole or _device_of(module)
         if device is None or device.type == "meta":
             continue
-        for name, tensor, put in _held(module):
+        for name, tensor, put in _held_tensors(module):
             if tensor.device == device or not tensor.dim():  # a number on the host goes with any device
                 continue
             full = f"{path}.{name}" if path else name
@@ -96,7 +96,7 @@ def _device_of(module: nn.Module) -> torch.device | None:
     return next((buffer.device for buffer in module.buffers()), None)
 
 
-def _held(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, Callable[[torch.Tensor], None]]]:
+def _held_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, Callable[[torch.Tensor], None]]]:
     """Name of every tensor that a module holds beside its parameters, the tensor, and what replaces it."""
     for name, buffer in list(module._buffers.items()):
         if buffer is not None:

@@ -68,7 +68,7 @@ def install(model: nn.Module, changes: Changes) -> None:
 
 
 def current_settings() -> str:
-    """The settings in force, as text: those last set in the process, else the environment's; empty for none."""
+    """Return the settings in force, as text: those last set in the process, else the environment's; empty for none."""
     get = cuda.accelerator_get_allocator_settings.get(None)
     if get is not None:
         with contextlib.suppress(RuntimeError):
@@ -77,5 +77,5 @@ def current_settings() -> str:
 
 
 def split_settings(text: str) -> list[str]:
-    """The settings of a string, such as "a:1,b:[c:2,d:3]", one by one: commas in brackets belong to a value."""
+    """Split a string of settings, such as "a:1,b:[c:2,d:3]": commas in brackets belong to a value."""
     return re.findall(r"(?:\[[^\]]*\]|[^,])+", text.replace(" ", ""))

@@ -62,7 +62,7 @@ def install(
 
 
 def _place_step(state: dict[str, Any] | None, parameter: torch.Tensor, changes: Changes) -> None:
-    """The count of steps is on the GPU for fused kernels, and in host memory otherwise (torch/optim/adam.py)."""
+    """Move the count of steps to the GPU for fused kernels, else to host memory (torch/optim/adam.py)."""
     step = None if state is None else state.get("step")
     if state is not None and isinstance(step, torch.Tensor) and step.device != parameter.device:
         changes.set_item(state, "step", step.to(parameter.device))

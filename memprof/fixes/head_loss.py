@@ -36,7 +36,7 @@ class LogitsStep:
     value: Any = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The operation on logits; never in place."""
+        """Return the logits after the operation; never in place."""
         if self.kind == "cast":
             return x.to(self.value)
         if self.kind == "tanh":
@@ -46,7 +46,7 @@ class LogitsStep:
         return x * self.value if self.kind == "mul" else x / self.value
 
     def backward(self, grad: torch.Tensor, result: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-        """The gradient of the operand, whose dtype was `dtype`, from that of the `result` (kept for "tanh" alone)."""
+        """Return the operand's gradient, in `dtype`, from that of the `result` (kept for "tanh" alone)."""
         if self.kind == "cast":
             return grad.to(dtype)
         if self.kind == "tanh":
@@ -65,7 +65,7 @@ class Rows:
     budget_bytes: int
 
     def of(self, rows: int, row_bytes: int) -> int:
-        """The chunk for `rows` rows, of which each takes `row_bytes` while it is worked on."""
+        """Return the rows of a chunk, for `rows` rows, of which each takes `row_bytes` while it is worked on."""
         wanted = self.chunk_size if self.chunk_size is not None else self.budget_bytes // max(row_bytes, 1)
         return max(1, min(wanted, rows))
 
@@ -81,7 +81,7 @@ def row_losses(
     label_smoothing: float = 0.0,
     rows: Rows,
 ) -> torch.Tensor:
-    """The cross-entropy of each row, 0 where it is ignored: what `F.cross_entropy(..., reduction="none")` gives.
+    """Return the cross-entropy of each row, [rows], 0 where ignored: as `F.cross_entropy(..., reduction="none")`.
 
     Args:
         hidden: rows x hidden size.
@@ -177,7 +177,7 @@ def _logits_gradient(
     normalizers: torch.Tensor,
     scale: torch.Tensor,
 ) -> torch.Tensor:
-    """The gradient of what the head gives for one chunk.
+    """Return the gradient of what the head gives for one chunk.
 
     The product is made here: one that is passed would be held by the caller wherever frames are evaluated for
     torch.compile, which leaves that on after an error in a program.
@@ -229,7 +229,7 @@ class _Sum:
             self._sum.addmm_(grad.t().to(torch.float32), hidden.to(torch.float32))
 
     def result(self) -> torch.Tensor:
-        """In the dtype of the weight; zeros where there was no row."""
+        """Return it in the dtype of the weight; zeros where there was no row."""
         if self._sum is None:
             return torch.zeros_like(self._weight)
         return self._sum.to(self._weight.dtype)
@@ -257,7 +257,7 @@ def _accumulation_dtype(dtype: torch.dtype, steps: Sequence[LogitsStep]) -> torc
 
 
 def _row_bytes(weight: torch.Tensor, steps: Sequence[LogitsStep], accumulate: torch.dtype) -> int:
-    """Bytes that one row of logits takes at most: as the head gives it, after each step, and in the loss's dtype."""
+    """Return the bytes one row of logits takes at most: as the head gives it, after each step, in the loss's dtype."""
     width, held = weight.element_size(), weight.element_size()
     for step in steps:
         width = step.value.itemsize if step.kind == "cast" else width

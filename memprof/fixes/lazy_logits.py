@@ -53,7 +53,7 @@ class LazyLogits(torch.Tensor):
     _steps: tuple[LogitsStep, ...]
     _class_dim: int
     _hooks: tuple[Callable[[torch.Tensor], Any], ...]
-    _whole: torch.Tensor | None
+    _full: torch.Tensor | None
 
     @staticmethod
     def __new__(  # noqa: D102
@@ -73,7 +73,7 @@ class LazyLogits(torch.Tensor):
         # "meta": it has no memory. What Python asks of its device is answered by `_HANDLERS`.
         self: LazyLogits = tensors.make_wrapper_subclass(cls, shape, dtype=dtype, device=_META)
         self._hidden, self._weight, self._bias, self._policy = hidden, weight, bias, policy
-        self._steps, self._class_dim, self._hooks, self._whole = steps, class_dim, hooks, None
+        self._steps, self._class_dim, self._hooks, self._full = steps, class_dim, hooks, None
         return self
 
     @classmethod
@@ -85,55 +85,55 @@ class LazyLogits(torch.Tensor):
             if result is not NotImplemented:
                 return result
         name = getattr(func, "__name__", str(func))
-        args, kwargs = tree_map(lambda part: _whole(part, name), (args, kwargs))
+        args, kwargs = tree_map(lambda part: _full(part, name), (args, kwargs))
         return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Reached from C++ alone, which no torch function announces."""
-        args, kwargs = tree_map(lambda part: _whole(part, str(func)), (args, kwargs or {}))
+        """Run an operator that C++ alone calls, which no torch function announces."""
+        args, kwargs = tree_map(lambda part: _full(part, str(func)), (args, kwargs or {}))
         return func(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _whole(self, "pickle").__reduce_ex__(protocol)
+        return _full(self, "pickle").__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: Any) -> Any:
-        return _whole(self, "deepcopy").__deepcopy__(memo)
+        return _full(self, "deepcopy").__deepcopy__(memo)
 
     def materialize(self, reason: str) -> torch.Tensor:
-        """The full logits, made once."""
-        if self._whole is None or (_requires_grad(self) and torch.is_grad_enabled() and not self._whole.requires_grad):
+        """Return the full logits, made once."""
+        if self._full is None or (_requires_grad(self) and torch.is_grad_enabled() and not self._full.requires_grad):
             self._policy.on_materialize(reason)
             x = functional.linear(self._hidden, self._weight, self._bias)
             for step in self._steps:
                 x = step.forward(x)
             _hook(x, self._hooks)
-            self._whole = x if self._class_dim == -1 else x.transpose(1, 2)
-        return self._whole
+            self._full = x if self._class_dim == -1 else x.transpose(1, 2)
+        return self._full
 
-    def _like(self, **changes: Any) -> LazyLogits:
+    def _copy_with(self, **changes: Any) -> LazyLogits:
         """Return these logits with other arguments of the class."""
         names = ("hidden", "weight", "bias", "policy", "steps", "class_dim", "hooks")
         return LazyLogits(**{name: getattr(self, f"_{name}") for name in names} | changes)
 
     def _after(self, step: LogitsStep, in_place: bool = False) -> LazyLogits:
-        """The logits after one more operation."""
+        """Return the logits after one more operation."""
         if not in_place:
-            return self._like(steps=(*self._steps, step))
+            return self._copy_with(steps=(*self._steps, step))
         self._steps = (*self._steps, step)
         return self
 
 
-def _whole(part: Any, reason: str) -> Any:
+def _full(part: Any, reason: str) -> Any:
     return part.materialize(reason) if isinstance(part, LazyLogits) else part
 
 
 # A handler returns NotImplemented for what it does not know; the full logits answer then.
 
 
-def _started(self: LazyLogits) -> bool:
+def _is_real(self: LazyLogits) -> bool:
     """Return whether the logits exist already, or their vocabulary is not last: then everything goes to them."""
-    return self._whole is not None or self._class_dim != -1
+    return self._full is not None or self._class_dim != -1
 
 
 def _requires_grad(self: LazyLogits) -> bool:
@@ -141,7 +141,7 @@ def _requires_grad(self: LazyLogits) -> bool:
     return any(part is not None and part.requires_grad for part in parts)
 
 
-def _plain(func: Any) -> Callable[..., Any]:
+def _on_meta(func: Any) -> Callable[..., Any]:
     """Return a handler that calls `func` on the tensor without memory, which knows its shape and dtype."""
 
     def answer(*args: Any, **kwargs: Any) -> Any:
@@ -152,16 +152,16 @@ def _plain(func: Any) -> Callable[..., Any]:
 
 
 def _detach(self: LazyLogits) -> Any:
-    if _started(self):
+    if _is_real(self):
         return NotImplemented
     bias = None if self._bias is None else self._bias.detach()
-    return self._like(hidden=self._hidden.detach(), weight=self._weight.detach(), bias=bias, hooks=())
+    return self._copy_with(hidden=self._hidden.detach(), weight=self._weight.detach(), bias=bias, hooks=())
 
 
 def _reshape(self: LazyLogits, *sizes: Any, **kwargs: Any) -> Any:
     if len(sizes) == 1 and not isinstance(sizes[0], int):
         sizes = tuple(sizes[0]) if isinstance(sizes[0], (tuple, list)) else ()
-    if _started(self) or kwargs or not sizes or not all(isinstance(size, int) for size in sizes):
+    if _is_real(self) or kwargs or not sizes or not all(isinstance(size, int) for size in sizes):
         return NotImplemented
     wanted = list(sizes)
     if wanted.count(-1) == 1:
@@ -171,34 +171,34 @@ def _reshape(self: LazyLogits, *sizes: Any, **kwargs: Any) -> Any:
         wanted[wanted.index(-1)] = self.numel() // known
     if wanted[-1] != self.shape[-1] or math.prod(wanted) != self.numel():
         return NotImplemented
-    return self._like(hidden=self._hidden.reshape(*wanted[:-1], self._hidden.shape[-1]))
+    return self._copy_with(hidden=self._hidden.reshape(*wanted[:-1], self._hidden.shape[-1]))
 
 
 def _flatten(self: LazyLogits, start_dim: int = 0, end_dim: int = -1) -> Any:
     dims = self.dim()
-    if _started(self) or end_dim % dims == dims - 1:
+    if _is_real(self) or end_dim % dims == dims - 1:
         return NotImplemented
-    return self._like(hidden=self._hidden.flatten(start_dim % dims, end_dim % dims))
+    return self._copy_with(hidden=self._hidden.flatten(start_dim % dims, end_dim % dims))
 
 
 def _unsqueeze(self: LazyLogits, dim: int) -> Any:
     position = dim % (self.dim() + 1)
-    if _started(self) or position == self.dim():
+    if _is_real(self) or position == self.dim():
         return NotImplemented
-    return self._like(hidden=self._hidden.unsqueeze(position))
+    return self._copy_with(hidden=self._hidden.unsqueeze(position))
 
 
 def _squeeze(self: LazyLogits, *dims: Any) -> Any:
-    if _started(self) or len(dims) != 1 or not isinstance(dims[0], int) or dims[0] % self.dim() == self.dim() - 1:
+    if _is_real(self) or len(dims) != 1 or not isinstance(dims[0], int) or dims[0] % self.dim() == self.dim() - 1:
         return NotImplemented
-    return self._like(hidden=self._hidden.squeeze(dims[0] % self.dim()))
+    return self._copy_with(hidden=self._hidden.squeeze(dims[0] % self.dim()))
 
 
 def _swap(self: LazyLogits, first: Any, second: Any) -> Any:
-    """To the shape that `cross_entropy` calls K-dimensional: batch x vocabulary x tokens."""
-    if _started(self) or self.dim() != 3 or {first % 3, second % 3} != {1, 2}:
+    """Move the vocabulary to where `cross_entropy` has it for K dimensions: batch x vocabulary x tokens."""
+    if _is_real(self) or self.dim() != 3 or {first % 3, second % 3} != {1, 2}:
         return NotImplemented
-    return self._like(class_dim=1)
+    return self._copy_with(class_dim=1)
 
 
 def _permute(self: LazyLogits, *dims: Any) -> Any:
@@ -208,7 +208,7 @@ def _permute(self: LazyLogits, *dims: Any) -> Any:
 
 
 def _getitem(self: LazyLogits, index: Any) -> Any:
-    if _started(self):
+    if _is_real(self):
         return NotImplemented
     parts = list(index) if isinstance(index, tuple) else [index]
     masks = [isinstance(part, _Tensor) and part.dtype in (torch.bool, torch.uint8) for part in parts]
@@ -227,9 +227,9 @@ def _getitem(self: LazyLogits, index: Any) -> Any:
     begin, end, _ = last.indices(self.shape[-1])
     hidden = self._hidden[(*leading, slice(None))] if leading else self._hidden
     if (begin, end) == (0, self.shape[-1]):
-        return self._like(hidden=hidden)
+        return self._copy_with(hidden=hidden)
     bias = None if self._bias is None else self._bias[begin:end]
-    return self._like(hidden=hidden, weight=self._weight[begin:end], bias=bias)
+    return self._copy_with(hidden=hidden, weight=self._weight[begin:end], bias=bias)
 
 
 def _cast(dtype: torch.dtype) -> Callable[..., Any]:
@@ -237,7 +237,7 @@ def _cast(dtype: torch.dtype) -> Callable[..., Any]:
 
 
 def _to_dtype(self: LazyLogits, dtype: torch.dtype) -> Any:
-    if _started(self) or not dtype.is_floating_point:
+    if _is_real(self) or not dtype.is_floating_point:
         return NotImplemented
     return self if dtype == self.dtype else self._after(LogitsStep("cast", dtype))
 
@@ -264,7 +264,7 @@ def _to(self: LazyLogits, *args: Any, **kwargs: Any) -> Any:
 
 def _arithmetic(kind: str, *, negate: bool = False, in_place: bool = False) -> Callable[..., Any]:
     def operate(self: LazyLogits, value: Any, **kwargs: Any) -> Any:
-        if _started(self) or kwargs or not _is_scalar(value):
+        if _is_real(self) or kwargs or not _is_scalar(value):
             return NotImplemented
         if isinstance(value, _Tensor):
             value = value.detach()
@@ -274,16 +274,16 @@ def _arithmetic(kind: str, *, negate: bool = False, in_place: bool = False) -> C
 
 
 def _is_scalar(value: Any) -> bool:
-    """A number, or a tensor that is one and asks for no gradient: it changes neither shape nor dtype."""
+    """Return whether it is a number, or a scalar tensor without gradient: it changes neither shape nor dtype."""
     if isinstance(value, _Tensor):
         return not isinstance(value, LazyLogits) and value.dim() == 0 and not value.requires_grad
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _register_hook(self: LazyLogits, hook: Callable[[torch.Tensor], Any]) -> Any:
-    """fully_shard's gathers the parameters, and gives the gradient back as it was: that of the losses does as well."""
+    """Register hooks, as fully_shard's: they gather the parameters, and give the gradient back as it was."""
     of = type(getattr(hook, "__self__", None)).__module__
-    if _started(self) or not of.startswith("torch.distributed.fsdp."):
+    if _is_real(self) or not of.startswith("torch.distributed.fsdp."):
         return NotImplemented
     self._hooks = (*self._hooks, hook)
     return None
@@ -296,7 +296,7 @@ def _hook(tensor: torch.Tensor, hooks: tuple[Callable[[torch.Tensor], Any], ...]
 
 
 def _tanh(in_place: bool) -> Callable[..., Any]:
-    return lambda self: NotImplemented if _started(self) else self._after(LogitsStep("tanh"), in_place)
+    return lambda self: NotImplemented if _is_real(self) else self._after(LogitsStep("tanh"), in_place)
 
 
 def _cross_entropy(
@@ -311,7 +311,7 @@ def _cross_entropy(
 ) -> Any:
     rows_shape = self._hidden.shape[:-1]
     unknown = weight is not None or size_average is not None or reduce is not None
-    if unknown or self._whole is not None or reduction not in ("mean", "sum", "none"):
+    if unknown or self._full is not None or reduction not in ("mean", "sum", "none"):
         return NotImplemented
     if not isinstance(target, _Tensor) or target.dtype != torch.int64 or target.shape != rows_shape:
         return NotImplemented
@@ -342,10 +342,10 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
         for name in ("device", "is_cuda", "is_cpu", "is_meta")
     },
     _Tensor.requires_grad.__get__: _requires_grad,  # type: ignore[attr-defined]
-    tensors.base_of_tensor.__get__: lambda self: NotImplemented if _started(self) else None,  # type: ignore[union-attr]
+    tensors.base_of_tensor.__get__: lambda self: NotImplemented if _is_real(self) else None,  # type: ignore[union-attr]
     _Tensor.register_hook: _register_hook,
     **{
-        func: _plain(func)
+        func: _on_meta(func)
         for func in (
             *(getattr(_Tensor, name).__get__ for name in ("shape", "dtype", "ndim", "layout", "is_sparse", "itemsize")),
             *(getattr(_Tensor, name) for name in ("size", "dim", "nelement", "__len__", "element_size")),

@@ -71,5 +71,5 @@ class _DeltaOffloaded(Offloaded):
         self._numbers = states.numel() * self._module.d_ffn
         return super().__call__(hidden, *args, **kwargs)
 
-    def _stays(self, tensor: torch.Tensor) -> bool:
+    def _stays_on_gpu(self, tensor: torch.Tensor) -> bool:
         return tensor.numel() < self._numbers

@@ -46,18 +46,18 @@ class Offloaded(Forward):
         self._keeps_strides = runs_in(module, Compiled)  # its code asserts them
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The forward."""
+        """Run the forward, with what it saves moved to host memory."""
         if not torch.is_grad_enabled():
             return self._forward(*args, **kwargs)
         with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
             return self._forward(*args, **kwargs)
 
-    def _stays(self, tensor: torch.Tensor) -> bool:
+    def _stays_on_gpu(self, tensor: torch.Tensor) -> bool:
         return tensor.numel() * tensor.element_size() < self._min_bytes
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         base = tensor._base if tensor._base is not None else tensor
-        if isinstance(base, nn.Parameter) or self._stays(tensor):
+        if isinstance(base, nn.Parameter) or self._stays_on_gpu(tensor):
             return tensor
         host = torch.empty(tensor.size(), dtype=tensor.dtype, layout=tensor.layout, pin_memory=tensor.is_cuda)
         host.copy_(tensor)

@@ -128,7 +128,7 @@ class HostOptimizer(Optimizer):
         return loss
 
     def take_gradient(self, parameter: torch.Tensor) -> None:
-        """A hook for when a gradient has been accumulated: it goes to host memory, and is freed."""
+        """Move an accumulated gradient to host memory, and free it: a hook."""
         assert parameter.grad is not None
         self._add_gradient(self._twin_by_id[id(parameter)], parameter.grad)
         parameter.grad = None
@@ -140,7 +140,7 @@ class HostOptimizer(Optimizer):
             twin.grad = None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Only while this is made. Raises UsageError: later."""
+        """Add a group, only while this is made. Raises UsageError: later."""
         if "_pairs" in vars(self):
             raise UsageError(
                 "a HostOptimizer takes no further parameters", value=f"{len(self._pairs)} it has", hint="make another"
@@ -204,5 +204,5 @@ def _on_host(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _identity(parameter: torch.Tensor) -> tuple[int, int]:
-    """Changes when somebody else writes into a parameter."""
+    """Return what changes when somebody else writes into a parameter."""
     return parameter.data_ptr(), parameter._version

@@ -64,7 +64,7 @@ def _set(parameter: nn.Parameter, device: torch.device) -> None:
 
 @contextlib.contextmanager
 def _fetched(layer: nn.Module, device: torch.device) -> Iterator[None]:
-    """A layer's parameters on `device`, for a while; gradients that arise are added to those in host memory."""
+    """Have a layer's parameters on `device` inside; gradients that arise are added to those in host memory."""
     parameters = list(layer.parameters())
     host = [(parameter.data, parameter.grad) for parameter in parameters]
     for parameter in parameters:
@@ -145,7 +145,7 @@ class _Layer(torch.autograd.Function):
 
 
 def _random_state(device: torch.device) -> Any:
-    """Dropout must drop the same in both forwards."""
+    """Return the state of random numbers: dropout must drop the same in both forwards."""
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 

@@ -26,14 +26,14 @@ def trained_parameters(model: nn.Module, fix: str) -> list[nn.Parameter]:
 
 
 def refuse_gradients(parameters: Iterable[nn.Parameter], fix: str, value: object, which: str = "already") -> None:
-    """Raises UsageError if one of them has a gradient; `which` says what is wrong with those."""
+    """Check that none of them has a gradient; else raise UsageError, in which `which` says what is wrong."""
     if any(parameter.grad is not None for parameter in parameters):
         hint = "call model.zero_grad() first"
         raise UsageError(f"{fix} does not apply: there are gradients {which}", value=value, hint=hint)
 
 
 def make_optimizer(factory: Any, parameters: list[nn.Parameter]) -> Optimizer:
-    """The optimizer that a user's function makes of `parameters`. Raises UsageError: it makes none."""
+    """Return the optimizer that a user's function makes of `parameters`. Raises UsageError: it makes none."""
     made = factory(parameters) if callable(factory) else None
     if not isinstance(made, Optimizer):
         raise UsageError(

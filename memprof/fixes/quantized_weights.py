@@ -15,7 +15,7 @@ from memprof.fixes.applied import Changes
 from memprof.fixes.catalog.fix import FOUR_BITS, LORA, ON_THE_GPU, VALUE, WEIGHTS, Fix, Numerics, Tier
 from memprof.fixes.chunked_loss import find_head
 from memprof.fixes.optimizers import refuse_gradients
-from memprof.fixes.trained import DEFAULT_RANK, install_lora
+from memprof.fixes.trainable import DEFAULT_RANK, install_lora
 from memprof.workload.quantization import import_quietly
 
 # Activations from this size on stay in half precision: LLM.int8's own, and transformers' default.
@@ -109,7 +109,7 @@ def install_qlora(
     lora_rank: int = DEFAULT_RANK,
     lora_targets: str | None = None,
 ) -> None:
-    """`install_4_bit`, then LoRA by PEFT; norms, embedding and head keep their dtype. Raises UsageError: as either."""
+    """Quantize by `install_4_bit`, then add LoRA by PEFT; norms, embedding and head keep their dtype."""
     install_4_bit(model, changes, quant_type=quant_type, double_quant=double_quant)
     install_lora(model, changes, lora_rank=lora_rank, lora_targets=lora_targets)
 

@@ -59,7 +59,7 @@ class ScriptFixes:
 
 
 def _optimizer_of(model: nn.Module, optimizers: Iterable[Optimizer], fix: Fix) -> Optimizer:
-    """The one that trains `model`. Raises UsageError: there is none yet."""
+    """Return the optimizer that trains `model`. Raises UsageError: there is none yet."""
     own = {id(parameter) for parameter in model.parameters()}
     for optimizer in optimizers:
         if any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):

@@ -29,7 +29,7 @@ def useless(fix: Fix, value: object, why: str) -> UsageError:
 
 
 def half(spec: TargetSpec, fix: Fix, value: Any, target: Target) -> TargetSpec:
-    """Parameters in the dtype that the fix is named after."""
+    """Have the parameters in the dtype that the fix is named after."""
     if target.get("dtype") in ("float16", "bfloat16"):
         raise useless(fix, f"dtype {target['dtype']}", "the parameters have two bytes each already")
     return spec.edit(dtype=fix.name)
@@ -43,7 +43,7 @@ def autocast(spec: TargetSpec, fix: Fix, value: Any, target: Target) -> TargetSp
 
 
 def vocabulary_cap(spec: TargetSpec, fix: Fix, value: Any, target: Target) -> TargetSpec | None:
-    """A model that memprof builds is built with the smaller vocabulary."""
+    """Build the model with the smaller vocabulary."""
     size = target.get("vocab_size")
     if size is None:
         return None
@@ -53,7 +53,7 @@ def vocabulary_cap(spec: TargetSpec, fix: Fix, value: Any, target: Target) -> Ta
 
 
 def low_rank_npt(spec: TargetSpec, fix: Fix, value: Any, target: Target) -> TargetSpec:
-    """Components are built so."""
+    """Build NPT components of low rank."""
     if spec.npt is None:
         raise useless(fix, "no --npt", "the model has no NPT components")
     return spec.edit(npt="low-rank")
@@ -72,14 +72,14 @@ def micro_batch(spec: TargetSpec, fix: Fix, value: Any, target: Target) -> Targe
 
 
 def compiled(spec: TargetSpec, fix: Fix, value: Any, target: Target) -> TargetSpec | None:
-    """The model is changed, unless it is spread over GPUs."""
+    """Compile the model, unless it is spread over GPUs."""
     if spec.parallel is not None:
         raise useless(fix, f"--parallel {spec.parallel}", "a model that is spread over GPUs is not compiled here")
     return None
 
 
 def eight_bit_optimizer(spec: TargetSpec, fix: Fix, value: Any, target: Target) -> TargetSpec:
-    """AdamW of the library that is installed."""
+    """Choose the 8-bit AdamW of the library that is installed."""
     if spec.optimizer not in ("adamw", "adam"):
         raise useless(fix, f"--optimizer {spec.optimizer}", "it stands for AdamW")
     optimizer = installed_eight_bit_optimizer()
@@ -89,7 +89,7 @@ def eight_bit_optimizer(spec: TargetSpec, fix: Fix, value: Any, target: Target) 
 
 
 def installed_eight_bit_optimizer() -> str | None:
-    """`--optimizer` of the 8-bit AdamW that is installed; None without one."""
+    """Return `--optimizer` for the 8-bit AdamW that is installed; None without one."""
     for package, optimizer in (("bitsandbytes", "adamw-8bit"), ("torchao", "torchao-adamw-8bit")):
         if importlib.util.find_spec(package) is not None:
             return optimizer

@@ -45,7 +45,7 @@ def apply_fixes(
 
 
 def _move_but_layers(model: nn.Module, device: str, fix: str) -> None:
-    """Everything to `device` except the layers' parameters."""
+    """Move everything to `device` except the layers' parameters."""
     layers = [layer for _, layer in find_layers(model, fix)]
     inside = {id(module) for layer in layers for module in layer.modules()}
     for module in model.modules():

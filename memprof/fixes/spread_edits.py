@@ -30,7 +30,7 @@ def shard(spec: TargetSpec, fix: Fix, value: Any, target: Mapping[str, Any]) -> 
 
 
 def share(spec: TargetSpec, fix: Fix, value: Any, target: Mapping[str, Any]) -> TargetSpec:
-    """GPUs that had sequences of their own share them: so many, or as many as the model allows."""
+    """Have GPUs that had sequences of their own share them: so many, or as many as the model allows."""
     plan = _plan(spec, fix)
     sizes = [ranks for ranks in range(plan.data, 1, -1) if plan.data % ranks == 0]
     if not sizes:

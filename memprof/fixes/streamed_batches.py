@@ -71,7 +71,7 @@ class StreamedBatches:
 
 
 def _rows(columns: Mapping[str, Sequence[Any]]) -> Any:
-    """A dictionary of tensors, or of lists, as samples."""
+    """Yield the rows of a dictionary of tensors, or of lists, as samples."""
     lengths = {len(column) for column in columns.values()}
     if len(lengths) > 1:
         raise UsageError("dataset has columns of different lengths", value=", ".join(map(str, sorted(lengths))))

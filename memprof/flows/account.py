@@ -49,14 +49,14 @@ def analyze(
     if alloc_conf is not None:
         trace = with_settings(trace, alloc_conf)
     if trace.others or (trace.facts.rank is not None and trace.facts.rank.alike and rank is None):
-        return document_of_ranks(trace, lambda one: _of_process(one, explained, gpu), rank)
+        return document_of_ranks(trace, lambda one: _report_of_process(one, explained, gpu), rank)
     if rank not in (None, rank_index(trace)):
         hint = f"leave it out: it was rank {rank_index(trace)} alone"
         raise UsageError("no such rank was run", value=f"--rank {rank}", hint=hint)
-    return _of_process(trace, explained, gpu)
+    return _report_of_process(trace, explained, gpu)
 
 
-def _of_process(trace: Trace, explained: bool, gpu: int | None) -> Report:
+def _report_of_process(trace: Trace, explained: bool, gpu: int | None) -> Report:
     if trace.gpus:
         return document_of_gpus(trace, lambda one: _report(one, explained), gpu)
     if gpu:

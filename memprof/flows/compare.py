@@ -13,7 +13,7 @@ from pathlib import Path
 
 from memprof.errors import UsageError
 from memprof.flows.recordings import GZIP, PICKLE, head_of, open_file
-from memprof.flows.saved import is_json, load_capture, load_json
+from memprof.flows.saved_files import is_json, load_capture, load_json
 from memprof.report.documents.analysis import Analysis
 from memprof.report.documents.comparison import Comparison
 from memprof.report.documents.report import Report

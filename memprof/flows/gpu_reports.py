@@ -86,14 +86,14 @@ def merged_findings(shown: str, own: Sequence[Finding], others: Sequence[tuple[s
 
     What all have alike is of the run, and names none.
     """
-    found = [one if all(one in other.findings for _, other in others) else _on(shown, one) for one in own]
+    found = [one if all(one in other.findings for _, other in others) else _name_device(shown, one) for one in own]
     known = {one.id for one in own}
     for device, other in others:
         new = (one for one in other.findings if one.severity is Severity.ERROR or one.id not in known)
-        found += [_on(device, one) for one in new if one not in own]
+        found += [_name_device(device, one) for one in new if one not in own]
         known |= {one.id for one in other.findings}
     return tuple(sorted(found, key=lambda one: one.severity is not Severity.ERROR))
 
 
-def _on(device: str, finding: Finding) -> Finding:
+def _name_device(device: str, finding: Finding) -> Finding:
     return dataclasses.replace(finding, title=f"{device}: {finding.title}")

@@ -19,7 +19,7 @@ from memprof.errors import RunFailedError, UsageError
 from memprof.fixes.catalog import STEPS
 from memprof.flows.account import analyze
 from memprof.flows.gpus import RunAllocator, allocator_settings, device_facts, find_gpu_of, measured_device_facts
-from memprof.flows.present import gpu_like, present_gpu
+from memprof.flows.local_gpu import gpu_like, present_gpu
 from memprof.flows.rank_reports import in_order
 from memprof.ledger.ledger import EmptyTraceError
 from memprof.report.documents.report import Report

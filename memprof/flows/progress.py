@@ -10,7 +10,7 @@ _ASKED: list[Callable[[], str]] = []
 
 @contextlib.contextmanager
 def report_progress_with(ask: Callable[[], str]) -> Iterator[None]:
-    """While it is open, have `progress_text` return what `ask` says; it is called from another thread, and may fail."""
+    """Have `progress_text` return what `ask` says, while open; it is called from another thread, and may fail."""
     _ASKED.append(ask)
     try:
         yield

@@ -45,7 +45,7 @@ class RanksRun:
     said: str = ""  # the traceback of the rank that failed first
 
 
-def asked_ranks(text: str, size: int) -> list[int]:
+def requested_ranks(text: str, size: int) -> list[int]:
     """Return the ranks of `all`, or numbers and spans (`0,3,5-7`); raise UsageError if there are no such ranks."""
     if text.strip() == "all":
         return list(range(size))
@@ -83,7 +83,7 @@ def run_ranks(program: Program, rule: StopRule, spec: RunSpec) -> RanksRun | Scr
     first = start_of(None)
     if isinstance(first, ScriptOutcome):
         return first
-    numbers = asked_ranks(ranks, first.size)
+    numbers = requested_ranks(ranks, first.size)
     if first.size == 1:
         hint = "start it with its launcher (torchrun ...), or say how many GPUs there are: --gpus 4"
         raise UsageError("the program has one process", value=f"--ranks {ranks}", hint=hint)
@@ -97,10 +97,10 @@ def run_ranks(program: Program, rule: StopRule, spec: RunSpec) -> RanksRun | Scr
         start = start_of(number)
         assert not isinstance(start, ScriptOutcome)
         starts[number] = start
-    body = functools.partial(_one_rank, program, rule, starts, spec)
+    body = functools.partial(_run_rank, program, rule, starts, spec)
     # Measured ranks wait for each other where nobody sees it.
     ran, problem = run_together(numbers, first.size, body, **({"step_wait": _STEP_WAIT} if is_measured else {}))
-    return _put_together(numbers, ran, problem, first.size, rank, spec.shown_gpu)
+    return _merge_results(numbers, ran, problem, first.size, rank, spec.shown_gpu)
 
 
 def _check_measured(program: Program, start: ProcessStart, ranks: Sequence[int], device: str) -> None:
@@ -129,7 +129,7 @@ def _check_measured(program: Program, start: ProcessStart, ranks: Sequence[int],
             ) from None  # fmt: skip
 
 
-def _one_rank(
+def _run_rank(
     program: Program, rule: StopRule, starts: Mapping[int, ProcessStart], spec: RunSpec, channel: Any
 ) -> RankResult:
     """Run one rank, in its own process."""
@@ -150,7 +150,7 @@ def _one_rank(
     return RankResult(outcome.ended, outcome.exit_code, trace, said, about)
 
 
-def _put_together(
+def _merge_results(
     ranks: Sequence[int],
     ran: Mapping[int, RankResult],
     problem: MemprofError | None,
@@ -162,7 +162,7 @@ def _put_together(
     failed = [number for number in ran if ran[number].ended not in (EndReason.PEER, EndReason.STEPS, EndReason.EXIT)]
     failed += [number for number in ran if ran[number].ended is EndReason.EXIT and ran[number].exit_code]
     culprit = ran[failed[0]] if failed else None
-    why, hint = _why(failed[0] if failed else None, culprit, problem)
+    why, hint = _reason(failed[0] if failed else None, culprit, problem)
     if culprit is not None and culprit.error is not None and problem is None:
         kind, *about = culprit.error
         problem = kind(about[0], value=about[1], hint=about[2])
@@ -188,10 +188,10 @@ def _put_together(
     code = culprit.exit_code if culprit else 0
     if any(one.ended is EndReason.INTERRUPTED for one in ran.values()):
         ended, code = EndReason.INTERRUPTED, 130
-    return RanksRun(trace, document, ended, code, problem, "" if culprit is None else _headed(failed, ran))
+    return RanksRun(trace, document, ended, code, problem, "" if culprit is None else _shared_traceback(failed, ran))
 
 
-def _why(number: int | None, culprit: RankResult | None, problem: MemprofError | None) -> tuple[str, str | None]:
+def _reason(number: int | None, culprit: RankResult | None, problem: MemprofError | None) -> tuple[str, str | None]:
     """Return why the others were stopped, and what to do."""
     if problem is not None:
         return problem.problem, problem.hint
@@ -205,7 +205,7 @@ def _why(number: int | None, culprit: RankResult | None, problem: MemprofError |
     return f"rank {number} ended: {last}", f"--rank {number} shows it in full"
 
 
-def _headed(failed: Sequence[int], ran: Mapping[int, RankResult]) -> str:
+def _shared_traceback(failed: Sequence[int], ran: Mapping[int, RankResult]) -> str:
     """Return the traceback of the first, said once for all that end in the same."""
     first = ran[failed[0]].said
     if not first:

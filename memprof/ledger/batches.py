@@ -84,12 +84,12 @@ def _batches(
             spans, longest, peaks, as_run, accumulate(peaks, max), strict=True
         )
     )
-    rows = [_over_steps("baseline", as_run)]
+    rows = [_summarize("baseline", as_run)]
     if run.rounds:
         if not run.config.expandable_segments and run.release.has_expandable_segments:
             other = dataclasses.replace(run.config, expandable_segments=True)
-            rows.append(_over_steps(EXPANDABLE_SEGMENTS, _reserved(run, spans, other)))
-        rows.append(_over_steps("empty_cache() after each step", _reserved(run, spans, run.config, gives_back=True)))
+            rows.append(_summarize(EXPANDABLE_SEGMENTS, _reserved(run, spans, other)))
+        rows.append(_summarize("empty_cache() after each step", _reserved(run, spans, run.config, gives_back=True)))
     return Batches(*about, tuple(steps), tuple(rows))
 
 
@@ -117,7 +117,7 @@ def _reserved(
     return most
 
 
-def _over_steps(how: str, reserved: Sequence[int]) -> ReservedOverSteps:
+def _summarize(how: str, reserved: Sequence[int]) -> ReservedOverSteps:
     p99 = statistics.quantiles(reserved, n=100, method="inclusive")[98] if len(reserved) > 1 else reserved[0]
     settled = reserved.index(max(reserved)) + 1
     return ReservedOverSteps(how, max(reserved), round(p99), round(statistics.fmean(reserved)), settled)

@@ -104,7 +104,7 @@ class Bridge:
 
     @property
     def outside_is_unknown(self) -> bool:
-        """Nothing is known of what is on the GPU beside torch's segments and the context."""
+        """Return whether nothing is known of what is on the GPU beside torch's segments and the context."""
         return self.peak_reserved.libraries_bytes is None and self.peak_reserved.unattributed_bytes is None
 
 
@@ -145,11 +145,11 @@ def _outside(trace: Trace) -> dict[str, int | None]:
     return {
         "libraries_bytes": libraries,
         "other_processes_bytes": None if used is None or process is None else max(used - process, 0),
-        "unattributed_bytes": _beside_torch(trace, context) if libraries is None else None,
+        "unattributed_bytes": _used_beside_torch(trace, context) if libraries is None else None,
     }
 
 
-def _beside_torch(trace: Trace, context: int) -> int | None:
+def _used_beside_torch(trace: Trace, context: int) -> int | None:
     """Return what the samples of a measured run have beside reserved memory and the context, where most is reserved."""
     seen = [
         (sample.reserved_bytes, sample.device_used_bytes)

@@ -65,7 +65,7 @@ def categorize(trace: Trace, spans: list[Span]) -> list[Category]:
     copies = _copies_of_weights(trace, deaths)
     differentiated = {storage.forward_event for storage in trace.storages}
     backwards = [span.begin for span in spans if span.kind is PhaseKind.BACKWARD]
-    fed = _ForTheNext(trace)
+    fed = _NextBatches(trace)
     words = vocabulary_size(trace)
     heads = {index for index, module in enumerate(trace.modules) if module.role is ModuleRole.HEAD}
     of_heads = (one for one in trace.storages if one.module in heads and len(one.shape) > 1 and not one.hidden)
@@ -77,7 +77,7 @@ def categorize(trace: Trace, spans: list[Span]) -> list[Category]:
     # A script that is measured without --detail has no lines outside its modules: what is made there is its own.
     without_lines = trace.source == "measured" and trace.facts.target is None
 
-    def by_program(storage: Storage) -> bool:
+    def made_by_program(storage: Storage) -> bool:
         return storage.source != NONE or without_lines
 
     def span_at(time: int) -> Span | None:
@@ -136,7 +136,7 @@ def categorize(trace: Trace, spans: list[Span]) -> list[Category]:
             return Category.PARAMETERS
         if kind is PhaseKind.MODEL and index not in gone:
             # Beside the model, and still there when it is called: data, such as a replay buffer.
-            return Category.INPUTS if storage.module == NONE and by_program(storage) else Category.TEMPORARIES
+            return Category.INPUTS if storage.module == NONE and made_by_program(storage) else Category.TEMPORARIES
         if kind in (PhaseKind.OPTIMIZER_STEP, PhaseKind.ZERO_GRAD, PhaseKind.OPTIMIZER, PhaseKind.MODEL):
             return Category.TEMPORARIES
         if storage.module != NONE:  # after a backward pass within a module
@@ -145,7 +145,7 @@ def categorize(trace: Trace, spans: list[Span]) -> list[Category]:
             following = bisect.bisect_left(backwards, birth)
             passes = following < len(backwards) and backwards[following] < deaths[index]
             return Category.ACTIVATIONS if passes else Category.TEMPORARIES
-        if by_program(storage) and (birth < first_forward or fed.step(birth, deaths[index])):
+        if made_by_program(storage) and (birth < first_forward or fed.step(birth, deaths[index])):
             return Category.INPUTS
         return Category.UNATTRIBUTED
 
@@ -167,7 +167,7 @@ def _is_bucket(trace: Trace, storage: Storage) -> bool:
 
 
 def _copies_of_weights(trace: Trace, deaths: list[int]) -> set[int]:
-    """Weights that no module has: a moving average, a checkpoint that was loaded, the fast weights of MAML.
+    """Return weights that no module has: a moving average, a loaded checkpoint, the fast weights of MAML.
 
     One line makes them, outside every model's parts, in shapes of parameters alone: at least half of these shapes and
     as many tensors as half of the parameters, in one phase that they outlive.
@@ -212,7 +212,7 @@ def _flat(shapes: Iterable[tuple[int, ...]]) -> set[tuple[int, ...]]:
     return {(math.prod(shape),) for shape in shapes}
 
 
-class _ForTheNext:
+class _NextBatches:
     """Tells what is made between two steps for the next one: batches, targets, noise."""
 
     def __init__(self, trace: Trace) -> None:

@@ -72,7 +72,7 @@ class Ledger:
         return max(self.host, default=0)
 
     def by_category(self) -> dict[Category, int]:
-        """Allocated bytes at the peak by category, largest first."""
+        """Return the allocated bytes at the peak by category, largest first."""
         sums = Counter[Category]()
         for row in self.rows:
             sums[row.category] += row.allocated_bytes
@@ -203,14 +203,14 @@ def _live_tensors(trace: Trace, categories: list[Category], time: int, *, rounds
             categories[index],
             storage.op,
             storage.source,
-            *_in_any_layer(names[index]),
+            *_without_layer_numbers(names[index]),
             trace.phases[storage.phase].kind,
         )
         groups[key].append(index)
     result = []
     for indices in groups.values():
         storage = trace.storages[indices[0]]
-        module, name = names[indices[0]] if len(indices) == 1 else _in_any_layer(names[indices[0]])
+        module, name = names[indices[0]] if len(indices) == 1 else _without_layer_numbers(names[indices[0]])
         result.append(
             LiveTensor(
                 num_bytes=storage.num_bytes,
@@ -230,5 +230,5 @@ def _live_tensors(trace: Trace, categories: list[Category], time: int, *, rounds
     return sorted(result, key=lambda tensor: (-tensor.num_bytes, -tensor.count))
 
 
-def _in_any_layer(names: list[str | None]) -> list[str | None]:
+def _without_layer_numbers(names: list[str | None]) -> list[str | None]:
     return [None if name is None else without_numbers(name) for name in names]

@@ -53,7 +53,7 @@ def over_time(ledger: Ledger) -> OverTime:
 
 
 def peak_events(allocated: Sequence[int], most: int, peak: int) -> list[int]:
-    """One event of each of at most so many equal stretches: the last at which most is allocated, or the peak's."""
+    """Return an event of each of at most so many equal stretches: the last of most allocated, or the peak's."""
     count = len(allocated)
     parts = min(most, count)
     events = []

@@ -152,8 +152,8 @@ def _reads_tokens(modules: list[Module]) -> bool:
     return any(module.role in (ModuleRole.EMBEDDING, ModuleRole.HEAD) for module in modules)
 
 
-def _in_parts(modules: list[Module]) -> set[int]:
-    """Layers, heads and children of models, and all that is below them: in the table it stands after them."""
+def _modules_of_parts(modules: list[Module]) -> set[int]:
+    """Return layers, heads and children of models, and all below them: in the table it stands after them."""
     found: set[int] = set()
     part = ""
     for index, module in enumerate(modules):
@@ -219,7 +219,7 @@ class _ForwardSpans:
         self._saw_norm = False
 
     def _extend(self, end: int) -> None:
-        """The last stage goes on up to here."""
+        """Extend the last stage up to here."""
         self.spans[-1] = replace(self.spans[-1], end=end)
         self._begin = end
 
@@ -236,7 +236,7 @@ class _ForwardSpans:
         return f"{path} {kind or module.class_name}"
 
     def _gap(self, end: int, following: Module | None) -> None:
-        """Code between layers and head, named after where it lies."""
+        """Name the code between layers and head after where it lies."""
         over = self._seen_head or self._left_root
         if not over and following is not None and following.stack and self._goes_on_with(following):
             # Between two layers of a stack the old hidden states are let go: still the layer's doing.
@@ -275,7 +275,7 @@ class _ForwardSpans:
     def _is_compiled(self, end: int) -> bool:
         """Return whether what parts of the model make is made here, although none of them was called."""
         events, storages = self._trace.events[self._begin : end], self._trace.storages
-        parts = _in_parts(self._trace.modules)
+        parts = _modules_of_parts(self._trace.modules)
         if any(event.kind is EventKind.ENTER and event.ref in parts for event in events):
             return False
         return any(event.kind is EventKind.ALLOC and storages[event.ref].module in parts for event in events)

@@ -39,7 +39,7 @@ class StreamMemory:
 
     @classmethod
     def of(cls, ledger: Ledger) -> StreamMemory | None:
-        """None: all of the GPU's memory was taken on one stream, and no other borrowed any."""
+        """Return the cost of streams; None: all memory was taken on one stream, and no other borrowed any."""
         run, trace = ledger.run, ledger.trace
         if not (run.bounds or any(event.kind is EventKind.STREAM for event in trace.events)):
             return None

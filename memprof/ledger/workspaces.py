@@ -20,7 +20,7 @@ class Workspaces:
 
     @classmethod
     def of(cls, trace: Trace, allocated: Sequence[int], peak_event: int) -> Workspaces | None:
-        """None if the run called no such library; `allocated` is after every event, in bytes."""
+        """Return the workspaces; None if the run called no such library; `allocated` is after every event, in bytes."""
         calls = [one for one in trace.workspaces if one.device == trace.device]
         if not calls:
             return None

@@ -185,7 +185,7 @@ class MeasuredDevice(Watch):
         return self._phase
 
     def begin_phase(self, kind: PhaseKind, step: int, micro_batch: int) -> None:
-        """From here on, what happens belongs to this phase."""
+        """Begin a phase, to which what happens from here on belongs."""
         self._phase = Phase(kind, step, micro_batch)
         self._marks.begin_phase(self._phase)
 

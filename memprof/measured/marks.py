@@ -58,7 +58,7 @@ class Marks:
         self.readings: list[tuple[int, Counters]] = []  # each with its time, in nanoseconds
 
     def begin_phase(self, phase: Phase) -> None:
-        """From here on, what happens belongs to `phase`."""
+        """Begin `phase`, to which what happens from here on belongs."""
         self.reading()
         self.phases.append(phase)
         self.marks.append(Mark(time.time_ns(), EventKind.PHASE, len(self.phases) - 1))

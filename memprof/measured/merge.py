@@ -184,7 +184,7 @@ class _Merge:
                 self.trace.events.append(Event(kind, number))
 
     def _free(self, item: Allocation, storage: int) -> None:
-        """It is freed; if its memory is not free at once, a stream of its own is what it waits for."""
+        """Free it; if its memory is not free at once, a stream of its own is what it waits for."""
         trace = self.trace
         if item.released_ns is not None:
             self._awaited[storage] = _FIRST_AWAITED + len(self._awaited)

@@ -55,7 +55,7 @@ class Signals:
         return self
 
     def hold(self) -> None:
-        """From now on signals wait until `wait` takes them."""
+        """Hold signals from now on, until `wait` takes them."""
         self._mask = set(signal.pthread_sigmask(signal.SIG_BLOCK, self._taken))
 
     def wait(self, seconds: float) -> signal.struct_siginfo | None:
@@ -89,7 +89,7 @@ class Command:
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs; 128 + n if signal n has killed it."""
+        """Return its exit code: None while it runs; 128 + n if signal n has killed it."""
         code = self._process.poll()
         return 128 - code if code is not None and code < 0 else code
 

@@ -31,7 +31,7 @@ class _Counter:
     highest: int = 0
 
     def add(self, current: int, cumulative_peak: int) -> None:
-        """A reading. A cumulative peak that has fallen was reset by the program, and says what was since."""
+        """Add a reading. A cumulative peak that has fallen was reset by the program, and says what was since."""
         new_peak = cumulative_peak if cumulative_peak != self.cumulative_peak else 0
         self.interval_peak = max(self.interval_peak, current, new_peak)
         self.highest = max(self.highest, current, cumulative_peak)
@@ -97,7 +97,7 @@ class Reporter:
             device.num_ooms = counters["num_ooms"]
 
     def next_interval(self) -> None:
-        """The sample is taken."""
+        """Begin the next interval, once the sample is taken."""
         self.heard = False
         for device in self.devices.values():
             device.allocated.next_interval()

@@ -23,13 +23,13 @@ class View(Protocol):
     """A view of the samples (`memprof.report.terminal.monitor`)."""
 
     def show(self, sample: MonitorSample, peaks: Peaks) -> None:
-        """A sample."""
+        """Show a sample."""
 
     def pause(self) -> None:
         """The terminal is about to be given away (Ctrl-Z)."""
 
     def close(self, outcome: MonitorOutcome) -> None:
-        """The last word."""
+        """Close the view with its last word."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,11 +148,11 @@ class _Watch:
 
     @property
     def elapsed(self) -> float:
-        """Seconds since the beginning."""
+        """Return the seconds since the beginning."""
         return now() - self._began
 
     def sample(self) -> MonitorSample:
-        """Everything now."""
+        """Return a sample of everything as of now."""
         reading = self._nvml.read()
         notes = [*reading.notes, *(note for gpu in reading.gpus for note in gpu.notes)]
         if self._reports is not None:

@@ -15,7 +15,7 @@ _WITHOUT: defaultdict[str, set[str]] = defaultdict(set)
 
 @contextlib.contextmanager
 def bound_everywhere(name: str, original: Any, replacement: Any) -> Iterator[None]:
-    """Inside, `name` is `replacement` in every module where it was `original`.
+    """Bind `name` to `replacement` inside, in every module where it was `original`.
 
     A module that is imported inside takes the replacement; it is given the original afterwards.
     """

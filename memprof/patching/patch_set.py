@@ -55,7 +55,7 @@ class PatchSet:
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
-        """Inside, what was replaced is as it was before; afterwards as it is now."""
+        """Restore inside what was replaced; afterwards all is as it is now."""
         with contextlib.ExitStack() as back:  # one that cannot be put back keeps no other from it
             for owner, name, before, _ in reversed(self._undo):
                 back.callback(_put, owner, name, vars(owner).get(name, _MISSING))

@@ -31,7 +31,7 @@ from memprof.watch.failure import is_caused_by_oom, make_refusal, measured_failu
 from memprof.watch.program_code import is_program
 
 
-class _Seen:
+class _StopRecord:
     """The record at the moment the script was stopped: what its clean-up does then is not part of the run."""
 
     def __init__(self, device: VirtualGpu | MeasuredDevice, rule: StopRule, channel: Channel | None) -> None:
@@ -129,7 +129,7 @@ def capture_script(
     """
     if isinstance(device, VirtualGpu):
         device.instead_of_another = "memprof run has made it: run this script with plain python instead"
-    seen = _Seen(device, rule, channel)
+    seen = _StopRecord(device, rule, channel)
     if channel is not None:
         channel.stop = seen.noting(channel.stop)
     device.phases.on_step = seen.step
@@ -178,7 +178,7 @@ def capture_script(
         trace.failure = make_refusal("", None, None, trace.phases[-1])._replace(
             kind=FailureKind.INTERRUPTED, error=KeyboardInterrupt.__name__
         )
-    if outcome.ended is EndReason.EXIT and _asked_last_for_too_much(trace):
+    if outcome.ended is EndReason.EXIT and _was_last_refused(trace):
         # Its own handler caught that, and it gave up.
         trace.refused.pop()
         trace.ended_out_of_memory = full = True
@@ -215,7 +215,7 @@ def _run(
     return ScriptOutcome(EndReason.ERROR, 1, watch.error, kept=(outcome.kept, outcome.error))
 
 
-def _asked_last_for_too_much(trace: Trace) -> bool:
+def _was_last_refused(trace: Trace) -> bool:
     """Return whether the last that was asked of the GPU was refused."""
     for kind, ref in reversed(trace.events):
         if kind is EventKind.ALLOC and is_gpu(trace.storages[ref].device):

@@ -63,7 +63,7 @@ class Exchange:
                 self._reply(rank, "stop", self.why)
             return
         getattr(self, f"_hear_{what}")(rank, *said)
-        self._settle()
+        self._let_ready_ranks_go()
 
     def leave(self, rank: int, how: str) -> None:
         """Note that a rank is no longer there: it has ended, by itself or not."""
@@ -71,13 +71,13 @@ class Exchange:
         self.waiting.pop(rank, None)
         self.ended[rank] = how
         if self.why is None:
-            self._settle()
+            self._let_ready_ranks_go()
 
     def stop(self, why: str) -> None:
         """End all: those that wait are told now, others when they ask."""
         self.why = self.why or why
         for rank in list(self.waiting):
-            self._go(rank, self.why, "stop")
+            self._let_go_on(rank, self.why, "stop")
 
     def fail(self, problem: str, hint: str) -> None:
         """End all, for something is wrong between ranks."""
@@ -88,13 +88,13 @@ class Exchange:
     def go_on(self) -> None:
         """Let those that wait for the others' steps make another."""
         for rank in [rank for rank, waiting in self.waiting.items() if waiting.what == "step"]:
-            self._go(rank, False)
+            self._let_go_on(rank, False)
 
     def overdue(self, rank: int, seconds: float) -> None:
         """End all, for a rank has waited for so long while others still run."""
         others = "rank" + "s" * (len(self.running) > 1)
         self.fail(
-            f"rank {rank} has waited {seconds / 60:.0f} minutes in {self._where(rank)}, and {others} "
+            f"rank {rank} has waited {seconds / 60:.0f} minutes in {self._waiting_text(rank)}, and {others} "
             f"{format_ranges(sorted(self.running))} did not come",
             "see what these do; --timeout stops a run after so many seconds",
         )
@@ -132,12 +132,12 @@ class Exchange:
         self.running.discard(rank)
         self.waiting[rank] = waiting
 
-    def _go(self, rank: int, answer: Any, word: str = "go") -> None:
+    def _let_go_on(self, rank: int, answer: Any, word: str = "go") -> None:
         del self.waiting[rank]
         self.running.add(rank)
         self._reply(rank, word, answer)
 
-    def _settle(self) -> None:
+    def _let_ready_ranks_go(self) -> None:
         """Let those go on that can; if nobody runs then, steps are agreed on, or nothing will ever come."""
         for rank, waiting in list(self.waiting.items()):
             if self.why is None and waiting.what != "step":
@@ -162,13 +162,13 @@ class Exchange:
                 slot = self._slots[waiting.of]
                 taken = self._taken[waiting.of]
                 taken.add(rank)
-                self._go(rank, {number: payload for number, (_, payload) in slot.items()})
+                self._let_go_on(rank, {number: payload for number, (_, payload) in slot.items()})
                 if len(taken) == len(slot):
                     del self._slots[waiting.of], self._taken[waiting.of]
         elif waiting.what == "receive":
             self._try_receive(rank, waiting)
         elif waiting.of in self._keys:
-            self._go(rank, self._keys[waiting.of])
+            self._let_go_on(rank, self._keys[waiting.of])
 
     def _try_receive(self, rank: int, waiting: _Waiting) -> None:
         source, tag = waiting.of
@@ -179,16 +179,16 @@ class Exchange:
             if mail:
                 sent, payload = mail.popleft()
                 if (sent.dtype, sent.gives) == (call.dtype, call.takes):
-                    self._go(rank, (sender, payload))
+                    self._let_go_on(rank, (sender, payload))
                 else:
                     self._differ(sender, sent, rank, call)
                 return
 
     def _is_full(self, call: CollectiveCall | None) -> bool:
         assert call is not None
-        return len(self._slots[call.place]) == len(self._there(call.ranks))
+        return len(self._slots[call.place]) == len(self._simulated_ranks(call.ranks))
 
-    def _there(self, ranks: Iterable[int]) -> list[int]:
+    def _simulated_ranks(self, ranks: Iterable[int]) -> list[int]:
         return [rank for rank in ranks if rank in self._ranks]
 
     def _check(self, slot: dict[int, tuple[CollectiveCall, Payload]]) -> None:
@@ -211,7 +211,7 @@ class Exchange:
         (one, call), (other, another) = sorted([(one, call), (other, another)], key=lambda pair: pair[0])
         elements = f" ({sizes} elements)" if sizes else ""
         self.fail(
-            f"rank {one} calls {_said(call)}, and rank {other} {_said(another)}: these do not go together{elements}",
+            f"rank {one} calls {_text(call)}, and rank {other} {_text(another)}: these do not go together{elements}",
             _ALIKE,
         )
 
@@ -220,11 +220,11 @@ class Exchange:
         for rank in sorted(self.waiting):
             missing = self._missing(rank)
             if missing:
-                absent = [self._absent(one) for one in missing[:3]]
+                absent = [self._absence_text(one) for one in missing[:3]]
                 more = f", and {len(missing) - 3} more" if len(missing) > 3 else ""
                 uneven = any(one in self.ended for one in missing)
                 self.fail(
-                    f"rank {rank} waits for ever in {self._where(rank)}: {', '.join(absent)}{more}",
+                    f"rank {rank} waits for ever in {self._waiting_text(rank)}: {', '.join(absent)}{more}",
                     _UNEVEN if uneven else _HANGS,
                 )
                 return
@@ -232,25 +232,25 @@ class Exchange:
     def _missing(self, rank: int) -> list[int]:
         waiting = self.waiting[rank]
         if waiting.what == "collect":
-            return [one for one in self._there(waiting.of[1]) if one not in self._slots[waiting.of]]
+            return [one for one in self._simulated_ranks(waiting.of[1]) if one not in self._slots[waiting.of]]
         source = waiting.of[0] if waiting.what == "receive" else None
         return [source] if source is not None else [one for one in self._ranks if one != rank]
 
-    def _absent(self, rank: int) -> str:
+    def _absence_text(self, rank: int) -> str:
         last = self._last.get(rank)
         if rank in self.ended:
-            after = f", after {_said(last)}" if last else " without a call"
+            after = f", after {_text(last)}" if last else " without a call"
             return f"rank {rank} {self.ended[rank]}{after}"
-        return f"rank {rank} waits in {self._where(rank)}"
+        return f"rank {rank} waits in {self._waiting_text(rank)}"
 
-    def _where(self, rank: int) -> str:
+    def _waiting_text(self, rank: int) -> str:
         waiting = self.waiting[rank]
         if waiting.call is not None:
-            return _said(waiting.call)
+            return _text(waiting.call)
         return f"a store for {waiting.of!r} at {short_source(waiting.line)}"
 
 
-def _said(call: CollectiveCall) -> str:
+def _text(call: CollectiveCall) -> str:
     return f"{call.text} at {short_source(call.line)}"
 
 

@@ -88,7 +88,7 @@ def _check_rank(rank: int, size: int) -> None:
         raise UsageError("there is no such rank", value=f"--rank {rank} of {size}", hint="ranks count from 0")
 
 
-class _Started:
+class _StartedProcess:
     """Process `place` of those a launcher starts on each machine; UsageError: too few GPUs, or no such rank."""
 
     def __init__(self, launcher: str, place: ProcessSelection, processes: Sequence[int]) -> None:
@@ -116,7 +116,7 @@ class _Started:
         self.local_size = processes[self.node]
 
     def start(self, args: Any, environment: dict[str, str], *before: str) -> ProcessStart:
-        """Return what it runs."""
+        """Return the start of this process: program, arguments, environment and rank."""
         if args.no_python:
             problem = "the launcher is to start a command, and no Python program"
             raise UsageError(problem, value=args.training_script, hint="leave out --no_python, and name the script")
@@ -146,7 +146,7 @@ def _torchrun(arguments: Sequence[str], place: ProcessSelection, module: str = "
     args = importlib.import_module(module).parse_args(list(arguments))
     processes = _number("--nproc-per-node", args.nproc_per_node, run.determine_local_world_size)
     nodes = _number("--nnodes", args.nnodes, lambda text: run.parse_min_max_nnodes(text)[1])
-    started = _Started("torch.distributed.run", place, [processes] * nodes)
+    started = _StartedProcess("torch.distributed.run", place, [processes] * nodes)
     local_rank = () if run.get_use_env(args) else (f"--local-rank={started.local_rank}",)
     return started.start(args, _variables_of_torch(args, started), *local_rank)
 
@@ -159,7 +159,7 @@ def _number(flag: str, text: str, read: Callable[[str], int]) -> int:
         raise UsageError(problem, value=f"{flag} {text}", hint="a number, as torchrun --help has it") from error
 
 
-def _variables_of_torch(args: Any, started: _Started) -> dict[str, str]:
+def _variables_of_torch(args: Any, started: _StartedProcess) -> dict[str, str]:
     """Return those of one worker (torch/distributed/elastic/agent/server/local_elastic_agent.py, `_start_workers`)."""
     values = {
         **dict.fromkeys(("RANK", "ROLE_RANK"), started.rank),
@@ -188,7 +188,7 @@ def _accelerate(arguments: Sequence[str], place: ProcessSelection) -> ProcessSta
         raise UsageError("accelerate cannot be imported", value=str(error), hint="pip install accelerate") from error
     args, *_ = launch._validate_launch_command(launch.launch_command_parser().parse_args(list(arguments)))
     nodes = args.num_machines or 1
-    started = _Started("accelerate launch", place, [max(args.num_processes // nodes, 1)] * nodes)
+    started = _StartedProcess("accelerate launch", place, [max(args.num_processes // nodes, 1)] * nodes)
     own_kind = args.use_deepspeed or args.use_fsdp or args.use_megatron_lm or args.multi_gpu
     if not own_kind and started.size > 1 and not args.cpu:
         args.multi_gpu = own_kind = True  # as on a machine that has these GPUs
@@ -221,7 +221,7 @@ def _deepspeed(arguments: Sequence[str], place: ProcessSelection) -> ProcessStar
     slots = [len(node.partition(":")[2].split(",")) for node in included.split("@") if included]
     nodes = abs(int(args.num_nodes.rpartition(":")[2]))
     on_each = args.num_gpus if args.num_gpus > 0 else place.gpus or 1
-    return _deepspeed_start(args, _Started("deepspeed", place, slots or [on_each] * nodes))
+    return _deepspeed_start(args, _StartedProcess("deepspeed", place, slots or [on_each] * nodes))
 
 
 def _deepspeed_node(arguments: Sequence[str], place: ProcessSelection) -> ProcessStart:
@@ -242,7 +242,7 @@ def _deepspeed_node(arguments: Sequence[str], place: ProcessSelection) -> Proces
         processes = list(map(len, gpus.values()))
     except (ValueError, AttributeError, TypeError) as error:
         raise UsageError("--world_info cannot be read", value=args.world_info, hint="it is base64 of JSON") from error
-    return _deepspeed_start(args, _Started("deepspeed.launcher.launch", place, processes))
+    return _deepspeed_start(args, _StartedProcess("deepspeed.launcher.launch", place, processes))
 
 
 def _deepspeed_both(parser: argparse.ArgumentParser) -> None:
@@ -253,7 +253,7 @@ def _deepspeed_both(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("training_script_args", nargs=argparse.REMAINDER)
 
 
-def _deepspeed_start(args: argparse.Namespace, started: _Started) -> ProcessStart:
+def _deepspeed_start(args: argparse.Namespace, started: _StartedProcess) -> ProcessStart:
     environment = {
         "RANK": str(started.rank),
         "LOCAL_RANK": str(started.local_rank),

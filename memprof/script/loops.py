@@ -82,7 +82,7 @@ def planned_steps(earlier: Sequence[Position], now: Position) -> int | None:
     before = next(same, None)
     if before is None:
         return None
-    bounds = [_first_to_come(then, loop) for then, loop in zip(before.loops, now.loops, strict=True)]
+    bounds = [_earliest_bound(then, loop) for then, loop in zip(before.loops, now.loops, strict=True)]
     totals = [bound.total for _, bound in bounds if bound.total]
     if len(totals) < len(bounds):
         return None
@@ -95,7 +95,7 @@ def planned_steps(earlier: Sequence[Position], now: Position) -> int | None:
     return rounds if rounds >= now.step else None
 
 
-def _first_to_come(then: Loop, loop: Loop) -> tuple[int | None, Bound]:
+def _earliest_bound(then: Loop, loop: Loop) -> tuple[int | None, Bound]:
     """Return what was over earlier, and the bound that ends a loop first; one that is not known where none is."""
     known = [
         (early.done, bound)

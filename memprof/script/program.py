@@ -134,7 +134,7 @@ class Program:
 
     def _run(self, rule: StopRule, handlers: ExitHandlers | None) -> ScriptOutcome:
         process = os.getpid()
-        with self._as_main(handlers):
+        with self._set_up_main(handlers):
             try:
                 with rule.clock():
                     if self.is_module:
@@ -152,7 +152,7 @@ class Program:
         return outcome
 
     @contextlib.contextmanager
-    def _as_main(self, handlers: ExitHandlers | None) -> Iterator[None]:
+    def _set_up_main(self, handlers: ExitHandlers | None) -> Iterator[None]:
         """Set `sys.argv`, `sys.path` and the ways out of a process as the program is to find them."""
         argv, path, leave = sys.argv, sys.path[:], os._exit
         process = os.getpid()

@@ -228,12 +228,12 @@ def _serve(
                     what, *said = pickle.loads(line.recv_bytes())
                 except (OSError, EOFError):
                     del living[line]
-                    _on_death(process, exchange)
+                    _handle_death(process, exchange)
                     continue
                 if what == "ended":
                     del living[line]
                     process.ran = said[0]
-                    _on_end(process, said[0], exchange)
+                    _handle_end(process, said[0], exchange)
                 else:
                     exchange.hear(process.rank, what, *said)
                     if process.rank in exchange.waiting:
@@ -241,7 +241,7 @@ def _serve(
             for line, process in list(living.items()):
                 if process.has_ended() and not line.poll():
                     del living[line]
-                    _on_death(process, exchange)
+                    _handle_death(process, exchange)
             for rank, begun in list(since.items()):
                 waiting = exchange.waiting.get(rank)
                 if waiting is None or not exchange.running:
@@ -282,7 +282,7 @@ class _IdleTimer:
         self._since = time.monotonic()
 
     def over(self) -> None:
-        """Begin anew: somebody has said something."""
+        """Restart the wait: a rank has sent something."""
         self._since = time.monotonic()
 
     def lasts(self, seconds: float) -> bool:
@@ -322,7 +322,7 @@ def _deadlines(exchange: Exchange, living: dict[Connection, _Process]) -> Iterat
         yield
 
 
-def _on_end(process: _Process, ran: RankResult, exchange: Exchange) -> None:
+def _handle_end(process: _Process, ran: RankResult, exchange: Exchange) -> None:
     if ran.ended in (EndReason.ERROR, EndReason.NOT_SIMULATED, EndReason.REFUSED) or ran.exit_code:
         exchange.stop(PEER)
     elif ran.ended in (EndReason.TIMEOUT, EndReason.INTERRUPTED):
@@ -330,7 +330,7 @@ def _on_end(process: _Process, ran: RankResult, exchange: Exchange) -> None:
     exchange.leave(process.rank, "has ended")
 
 
-def _on_death(process: _Process, exchange: Exchange) -> None:
+def _handle_death(process: _Process, exchange: Exchange) -> None:
     process.has_ended(wait=True)
     code = os.waitstatus_to_exitcode(process.status or 0)
     if code == _INTERRUPTED:

@@ -25,7 +25,7 @@ STEPS = 2  # as many training steps are all of largest batches: the first makes 
 
 
 @dataclass(slots=True)
-class _Fed:
+class _FedBatch:
     """The batch fed in place of one loader's."""
 
     worst: Any = None  # its largest batch, as long as it may be fed again
@@ -45,7 +45,7 @@ class WorstBatch:
     def __init__(self, assume: Callable[[str], None], phases: Phases) -> None:
         self._assume = assume
         self._phases = phases
-        self._begun: weakref.WeakKeyDictionary[DataLoader[Any], _Fed] = weakref.WeakKeyDictionary()
+        self._begun: weakref.WeakKeyDictionary[DataLoader[Any], _FedBatch] = weakref.WeakKeyDictionary()
         self._looking = False
 
     def patches(self) -> Iterator[Patch]:
@@ -57,16 +57,16 @@ class WorstBatch:
                 return original(loader)
             fed = self._begun.get(loader)
             if fed is None:
-                fed = self._begun[loader] = _Fed()
+                fed = self._begun[loader] = _FedBatch()
                 return self._worst_first(loader, fed, original)
             if self._is_fed_again(fed):
-                return self._worst_again(original(loader), fed)
+                return self._repeat_worst(original(loader), fed)
             return original(loader)
 
         yield DataLoader, "__iter__", __iter__
 
     def _worst_first(
-        self, loader: DataLoader[Any], fed: _Fed, original: Callable[[Any], Iterator[Any]]
+        self, loader: DataLoader[Any], fed: _FedBatch, original: Callable[[Any], Iterator[Any]]
     ) -> Iterator[Any]:
         self._looking = True
         try:
@@ -84,9 +84,9 @@ class WorstBatch:
         yield from self._watched(fed.take(), fed)
         # In its own place it is not fed again: as many batches are fed as there are.
         rest = (batch for number, batch in enumerate(original(loader)) if number != at)
-        yield from self._worst_again(rest, fed)
+        yield from self._repeat_worst(rest, fed)
 
-    def _worst_again(self, batches: Iterator[Any], fed: _Fed) -> Iterator[Any]:
+    def _repeat_worst(self, batches: Iterator[Any], fed: _FedBatch) -> Iterator[Any]:
         """Yield the largest batch in the place of each that comes too early, and then the rest."""
         for batch in batches:
             if self._is_fed_again(fed):
@@ -94,13 +94,13 @@ class WorstBatch:
             else:
                 yield batch
 
-    def _is_fed_again(self, fed: _Fed) -> bool:
+    def _is_fed_again(self, fed: _FedBatch) -> bool:
         if self._phases.completed >= STEPS:
             fed.worst = None
         # Without an optimizer there is no state that the first step lacks, and no step that could be counted.
         return fed.worst is not None and bool(self._phases.optimizers)
 
-    def _watched(self, batch: Any, fed: _Fed) -> Iterator[Any]:
+    def _watched(self, batch: Any, fed: _FedBatch) -> Iterator[Any]:
         """Yield `batch`, and see what it is for: loops that fetch ahead do nothing with it at first."""
         forwards, backwards = self._phases.forwards, self._phases.backwards
         yield batch

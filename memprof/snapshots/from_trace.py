@@ -211,7 +211,7 @@ class _Origins:
         self.stacks: dict[tuple[int, int, int], Stack] = {}
 
     def stack(self, ref: int, storage: Storage) -> Stack:
-        """Operator, line and module, as frames."""
+        """Return operator, line and module, as frames."""
         key = (storage.op, storage.source, storage.module)
         known = self.stacks.get(key)
         if known is None:
@@ -248,7 +248,7 @@ class _Origins:
 
 
 def slices(trace: Trace) -> list[TimelineSlice]:
-    """Stages, and calls of modules, of a trace."""
+    """Return stages, and calls of modules, of a trace."""
     found = []
     for span in spans(trace):
         step = f" (step {span.step})" if span.step else ""
@@ -288,7 +288,7 @@ def _segments(allocator: CachingAllocator, stacks: dict[int, Stack]) -> list[Sna
 
 
 def _settings(config: AllocatorConfig) -> dict[str, Any]:
-    """`allocator_settings` as torch writes them."""
+    """Return `allocator_settings` as torch writes them."""
     divisions = config.roundup_power2_divisions or (0,) * 16
     return {
         "PYTORCH_CUDA_ALLOC_CONF": config.text,

@@ -81,7 +81,7 @@ class Fragmentation:
 
 
 def group(lives: list[BlockLife], by: str) -> list[Group]:
-    """`lives` by one of BY, and by category, largest first."""
+    """Group `lives` by one of BY, and by category, largest first."""
     members: dict[tuple[str, Category], list[BlockLife]] = defaultdict(list)
     for life in lives:
         members[_key(life, by), life.category].append(life)

@@ -213,7 +213,7 @@ def _category(
 
 
 def calls_of(origin: Origin) -> list[tuple[str, str]]:
-    """The calls of modules that `origin` lies in, outermost first: the line that calls, and the file that is called."""
+    """Return the calls of modules around `origin`, outermost first: the line that calls, the file called."""
     chain = origin.module.split(" > ") if origin.in_module else []
     return [(outer, line.partition(":")[0]) for outer, line in zip(["", *chain], chain, strict=False)]
 

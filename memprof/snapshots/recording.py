@@ -69,7 +69,7 @@ class Recording:
         return len(self.events) - 1
 
     def at(self, event: int) -> tuple[int, int, int]:
-        """Requested, allocated and reserved bytes after `event`."""
+        """Return requested, allocated and reserved bytes after `event`."""
         if event < 0:
             return self.start
         return self.requested[event], self.allocated[event], self.reserved[event]
@@ -182,7 +182,7 @@ class _Walk:
             found.requested.append(requested)
             found.allocated.append(allocated)
             found.reserved.append(reserved)
-        self.name_the_old()
+        self.label_old_blocks()
         self.categorize()
         return found
 
@@ -193,8 +193,8 @@ class _Walk:
             known = self.known[id(stack)] = self.interned.setdefault(made, made)
         return known
 
-    def name_the_old(self) -> None:
-        """Blocks that are older than the trace and still there have their stack in the final segments."""
+    def label_old_blocks(self) -> None:
+        """Give blocks older than the trace, and still there, the stack that they have in the final segments."""
         streams = {block.address: segment.stream for segment in self.found.final for block in segment.blocks}
         for life in self.found.lives:
             if life.born != BEFORE:
@@ -226,7 +226,7 @@ class _Walk:
 
 
 def _parts(lives: list[BlockLife], count: int) -> tuple[list[Part | None], array[int]]:
-    """For every event, the part of the step that it lies in, and the event that a block must live beyond to outlive it.
+    """Return for every event the part of the step it lies in, and the event a block must live beyond to outlive it.
 
     That is the first allocation of the next part; of a backward pass its own last, as an optimizer may allocate nothing
     before the gradients are freed.

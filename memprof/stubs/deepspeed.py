@@ -104,7 +104,7 @@ class DeepSpeedCPUAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step_subgroup(self, subgroup_id, closure=None):
-        """With the moments that are kept under a number."""
+        """Step with the moments that are kept under a number."""
         return self._stepped(closure, lambda parameter: subgroup_id)
 
     def _stepped(self, closure, key):

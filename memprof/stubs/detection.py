@@ -99,7 +99,7 @@ def _images(data: torch.Tensor) -> int:
 
 
 def _columns(data: torch.Tensor, weight: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
-    """Their windows, for a product with the weights."""
+    """Allocate the images' windows, for a product with the weights."""
     rows = data.shape[1] * weight.shape[2] * weight.shape[3]
     return data.new_empty((rows, _images(data) * offset.shape[2] * offset.shape[3]))
 

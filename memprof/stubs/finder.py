@@ -163,7 +163,7 @@ class StubFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         )
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        """Python's own kind."""
+        """Return None: Python makes a module of its own kind."""
         return None
 
     def exec_module(self, module: ModuleType) -> None:
@@ -212,7 +212,7 @@ class _Distribution(importlib.metadata.Distribution):
         return self._texts.get(filename)
 
     def locate_file(self, path: Any) -> Any:
-        """Nowhere."""
+        """Return a path where nothing lies: a stub has no files."""
         return Path(os.devnull) / path
 
 

@@ -128,7 +128,7 @@ def _registered() -> Any:
 
 
 def forget() -> None:
-    """No graph of this run is called any more."""
+    """Forget the graphs of this run: none is called any more."""
     _calls.clear()
 
 

@@ -32,7 +32,7 @@ class PrivateName:
         PRIVATE_NAMES.append(self)
 
     def __str__(self) -> str:
-        """With dots, as it is written in Python."""
+        """Return the name with dots, as it is written in Python."""
         return f"{self.module}.{self.attribute}" if self.attribute else self.module
 
     def get(self, *default: Any) -> Any:

@@ -54,7 +54,7 @@ class EventColumns(Sequence[SnapshotEvent]):
 
     @classmethod
     def sharing(cls, other: EventColumns) -> EventColumns:
-        """No events, with the numbers of stacks and pools that `other` has, and will have."""
+        """Return columns without events, with the numbers of stacks and pools that `other` has, and will have."""
         found = cls()
         found.pool_ids, found._pool_numbers = other.pool_ids, other._pool_numbers
         found.known_stacks, found._stack_ids = other.known_stacks, other._stack_ids
@@ -66,7 +66,7 @@ class EventColumns(Sequence[SnapshotEvent]):
             getattr(self, name).extend(getattr(rows, name)[begin:end])
 
     def append(self, event: SnapshotEvent) -> None:
-        """One more event. Raises OverflowError: a number of it has more than 64 bits."""
+        """Append an event. Raises OverflowError: a number of it has more than 64 bits."""
         self.addresses.append(event.address)
         self.sizes.append(event.size)
         self.streams.append(event.stream)

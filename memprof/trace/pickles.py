@@ -44,11 +44,11 @@ class PlainUnpickler(pickle.Unpickler):
     """Refuses every name. For bytes whose opcodes were walked."""
 
     def find_class(self, module: str, name: str) -> NoReturn:
-        """See the class."""
+        """Refuse it: see the class."""
         raise ForbiddenGlobal(f"{module}.{name}")
 
     def persistent_load(self, pid: object) -> Any:
-        """See the class."""
+        """Refuse it: see the class."""
         raise ForbiddenGlobal(f"persistent id {pid!r}")
 
 
@@ -62,7 +62,7 @@ _PAIR = rb"%b{2}\x86|\(%b{2}t" % (_SHORT, _SHORT)
 
 
 def _widths() -> list[int]:
-    """By opcode: the bytes that follow it, or, below 0, how these are found (as in pickletools, and more)."""
+    """Return by opcode the bytes that follow it, or, below 0, how these are found (as in pickletools, and more)."""
     table = [_UNKNOWN] * 256
     for opcode in pickletools.opcodes:
         if opcode.name not in _NEVER:

@@ -56,7 +56,7 @@ class _LivingTensors:
         self._storages.peak_bytes = self._storages.live_bytes
 
     def reset_accumulated(self) -> None:
-        """Nothing is accumulated."""
+        """Do nothing: nothing is accumulated."""
 
     def refusal(self) -> str | None:
         return None

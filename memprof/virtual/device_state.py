@@ -35,8 +35,8 @@ _NONE_HELD = contextlib.nullcontext()
 class DeviceState(TorchDispatchMode):
     """A host and its GPUs, as one thread of the program has them.
 
-    Its attributes are many because a thread of the program has a copy of it (integrations/threads.py), with others of its own
-    in the second group.
+    Its attributes are many because a thread of the program has a copy of it (integrations/threads.py), with others of
+    its own in the second group.
     """
 
     def __init__(self, recorder: Recorder, values: Values, gpu: DeviceProperties, gpus: Gpus, workspaces: bool) -> None:

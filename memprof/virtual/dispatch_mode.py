@@ -97,7 +97,7 @@ class DispatchMode(DeviceState):
     # -- every operator ---------------------------------------------------------------------------------------------
 
     def _refuse_virtual(self, args: Any, kwargs: Any) -> None:
-        """In a forked child there is no virtual GPU, whose tensors have no data."""
+        """Refuse virtual tensors in a forked child: there is no virtual GPU, whose tensors have no data."""
         for value in find_tensors([*args, *(kwargs or {}).values()]):
             if value.is_meta and self.device_of(value) != "meta":
                 raise unsupported_error(

@@ -44,7 +44,7 @@ class Meter:
         self._counts: dict[int, list[int]] = {}  # phase -> for each place in `_costs`, how often
 
     def count(self, operator: OpInfo, call: OperatorCall, result: Any) -> None:
-        """One call of an operator that is no view."""
+        """Count a call of an operator that is no view."""
         try:
             # The key alone does not tell devices; only a few calls are on the host, and a copy goes either way.
             key: Any = tuple(call.key)
@@ -65,11 +65,11 @@ class Meter:
             self._count(place)
 
     def sent(self, name: str, tensor: torch.Tensor, num_bytes: int) -> None:
-        """One collective on `tensor`, by which this rank sends so much to others."""
+        """Count a collective on `tensor`, by which this rank sends so much to others."""
         self._one((name, self._device_of(tensor), _dtype(tensor), 0, 0, 0, 0, num_bytes))
 
     def kernel(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
-        """One launch of a generated kernel, which reads or writes each of `tensors` once."""
+        """Count a launch of a generated kernel, which reads or writes each of `tensors` once."""
         if tensors:
             moved = sum(map(_num_bytes, tensors))
             self._one((name, self._device_of(tensors[0]), _dtype(tensors[0]), 0, moved, 0, 0, 0))
@@ -114,7 +114,7 @@ class Meter:
         return operator.name, device, _dtype(main), _operations(call, result), moved, 0, 0, 0
 
     def finish(self) -> list[Work]:
-        """All that was counted."""
+        """Return all that was counted."""
         index = self._recorder.writer.op_index
         totals: Counter[tuple[int, tuple[Any, ...]]] = Counter()
         for phase, counts in [*self._counts.items()]:  # another thread of the program may go on counting

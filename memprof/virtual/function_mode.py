@@ -171,7 +171,7 @@ class FunctionMode(OwnFunctionMode):
         return mode
 
     def run_cuda_kernels_of(self, operators: Iterable[Any]) -> None:
-        """For tensors on the GPU, run what is registered for CUDA of these operators, which is Python code."""
+        """Run for tensors on the GPU what is registered for CUDA of these operators, which is Python code."""
         for operator in operators:
             self._cuda_operators.append(operator)
             run = functools.partial(self._run_cuda_kernel, operator)

@@ -94,7 +94,7 @@ class VirtualGpu(Watch):
 
     @property
     def num_events(self) -> int:
-        """Events recorded so far."""
+        """Return the number of events recorded so far."""
         return len(self.recorder.trace.events)
 
     @property
@@ -181,7 +181,7 @@ class VirtualGpu(Watch):
             self.recorder.close()
 
     def _leave_in_child(self) -> None:
-        """This is a forked child: nothing of the virtual GPU acts here."""
+        """Disable the virtual GPU in this forked child: nothing of it acts here."""
         global _active
         _active = None
         self.recorder.stop()
@@ -197,7 +197,7 @@ class VirtualGpu(Watch):
         return self.recorder.writer.phase
 
     def begin_phase(self, kind: PhaseKind, step: int, micro_batch: int) -> None:
-        """From here on, what happens belongs to this phase."""
+        """Begin a phase, to which what happens from here on belongs."""
         self.recorder.writer.begin_phase(kind, step, micro_batch)
 
     def _phase_recognised(self, kind: PhaseKind, step: int, micro_batch: int) -> None:

@@ -58,7 +58,7 @@ class KernelContext:
         return trace.op(trace.storages[index]) if index != NONE else ""
 
     def record(self, *tensors: torch.Tensor | None, op: str | None = None, device: str | None = None) -> None:
-        """These meta tensors are what the operator (or `op`, which it calls) makes; recorded in this order."""
+        """Record, in this order, the meta tensors that the operator (or `op`, which it calls) makes."""
         made = [tensor for tensor in tensors if tensor is not None]
         self.machine.record(made, op or self.operator.name, self.place, device or self.device)
 
@@ -116,7 +116,7 @@ class KernelContext:
         return self.machine
 
     def note_mismatch(self) -> None:
-        """On a real GPU this call raises, for where its tensors live."""
+        """Note that on a real GPU this call raises, for where its tensors live."""
         note_mismatch(self.machine, self.operator.name, self.call.tensors, self.place)
 
     def accumulates_in_place(self) -> bool:

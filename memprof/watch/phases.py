@@ -150,7 +150,7 @@ class Phases:
         self._begin(PhaseKind.BACKWARD)
 
     def after_backward(self, *, accumulates: bool) -> None:
-        """See it end: it `accumulates` in `.grad`, or is a torch.autograd.grad (as of MAML's inner loop)."""
+        """See a backward pass end: it `accumulates` in `.grad`, or is a torch.autograd.grad (as MAML's inner loop)."""
         self._ran_backward = self._ran_backward or accumulates or not self.optimizers
         self.go_on()
 
@@ -179,7 +179,7 @@ class Phases:
         self._updated = self.updates_parameters_manually = True
 
     def after_update(self) -> None:
-        """End such a step."""
+        """End a step that updates parameters."""
         self._begin(PhaseKind.OTHER)
 
     @contextlib.contextmanager
@@ -340,7 +340,7 @@ class Phases:
 
 
 def _no_optimizer() -> None:
-    """No optimizer steps."""
+    """Do nothing: there is no optimizer to step."""
 
 
 def _subclasses(kind: type) -> Iterator[type]:

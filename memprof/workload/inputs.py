@@ -50,8 +50,8 @@ class Feeder:
             "masked-lm": self._tokens,
             "seq2seq-lm": self._tokens,
             "image-classification": self._images,
-            "speech-seq2seq": self._speech,
-            "other": self._by_signature,
+            "speech-seq2seq": self._speech_batch,
+            "other": self._batch_by_signature,
         }
         if source.task == "other":
             self.takes_tokens = "input_ids" in inspect.signature(model.forward).parameters
@@ -103,7 +103,7 @@ class Feeder:
         channels = getattr(config, "num_channels", 3)
         return torch.zeros(self.batch_size, channels, height, width, dtype=_parameter_dtype(self.model))
 
-    def _by_signature(self) -> Batch:
+    def _batch_by_signature(self) -> Batch:
         """Make what forward takes of tokens, images and sound, and labels whose shape the name of the class says."""
         names, count = inspect.signature(self.model.forward).parameters, self.batch_size
         ids = torch.zeros(count, self.context_length, dtype=torch.int64)
@@ -133,7 +133,7 @@ class Feeder:
             batch["labels"] = torch.zeros(count, *batch["pixel_values"].shape[2:], dtype=torch.int64)
         return batch
 
-    def _speech(self) -> Batch:
+    def _speech_batch(self) -> Batch:
         """Make input_features, float (batch, mel bins, frames), and labels (batch, length)."""
         config: Any = self.model.config
         frames = 2 * config.max_source_positions

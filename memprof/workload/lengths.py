@@ -66,7 +66,7 @@ def parse_lengths(text: str) -> Lengths:
         return Lengths(_alpaca, **options)
     if text.startswith(_LOGNORMAL):
         return Lengths(_lognormal(text), **options)
-    return Lengths(_of_dataset(_parse(text, text[:40]) if text.startswith("[") else _read(Path(text))), **options)
+    return Lengths(_dataset_draw(_parse(text, text[:40]) if text.startswith("[") else _read(Path(text))), **options)
 
 
 def is_distribution(text: str) -> bool:
@@ -108,7 +108,7 @@ def _alpaca(generator: random.Random) -> Iterator[int]:
         yield round(shorter + (longer - shorter) * (sample - below) / (above - below))
 
 
-def _of_dataset(lengths: list[int]) -> Callable[[random.Random], Iterator[int]]:
+def _dataset_draw(lengths: list[int]) -> Callable[[random.Random], Iterator[int]]:
     def draw(generator: random.Random) -> Iterator[int]:
         while True:
             yield from generator.sample(lengths, len(lengths))

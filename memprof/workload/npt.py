@@ -172,7 +172,7 @@ class RankOneDeltas(NptComponent):
     def delta(self, modulation: Tensor) -> Tensor:
         """Return ΔW, [batch, tokens, d_model, d_ffn]."""
         if self.combine == "sequential":
-            vectors = self._vectors_in_turn(modulation)
+            vectors = self._vectors_one_by_one(modulation)
             first = next(vectors)
             total = torch.einsum("bsd,bsf->bsdf", *first)
             for u, v in vectors:
@@ -183,7 +183,7 @@ class RankOneDeltas(NptComponent):
     def apply_low_rank(self, hidden: Tensor, modulation: Tensor) -> Tensor:
         """Return Σ_i (h · u_i) v_i."""
         if self.combine == "sequential":
-            return sum((hidden * u).sum(-1, keepdim=True) * v for u, v in self._vectors_in_turn(modulation))
+            return sum((hidden * u).sum(-1, keepdim=True) * v for u, v in self._vectors_one_by_one(modulation))
         if self.combine == "batched":
             u, v = self._vectors(modulation)
             return torch.einsum("bsn,bsnf->bsf", torch.einsum("bsd,bsnd->bsn", hidden, u), v)
@@ -195,7 +195,7 @@ class RankOneDeltas(NptComponent):
         u = torch.einsum("bsnr,dnr->bsnd", modulation, self.up_model)
         return u, torch.einsum("bsnr,nrf->bsnf", modulation, self.up_ffn)
 
-    def _vectors_in_turn(self, modulation: Tensor) -> Any:
+    def _vectors_one_by_one(self, modulation: Tensor) -> Any:
         # unbind and not indices: the backward of an index makes the gradient of the whole, that of unbind stacks once.
         for code, up_model, up_ffn in zip(
             modulation.unbind(-2), self.up_model.unbind(1), self.up_ffn.unbind(0), strict=True

@@ -65,7 +65,7 @@ class PackedLinear(nn.Module):
         return like.new_empty((self.in_features, self.out_features))
 
     def extra_repr(self) -> str:
-        """Its shape."""
+        """Return its shape."""
         return f"{self.in_features}, {self.out_features}, bits={self.bits}, groups={self.groups}"
 
 

@@ -116,10 +116,10 @@ def parse_plan(text: str, gpus: int) -> Plan:
         if len(both) > 1:
             given = ", ".join(both)
             raise UsageError("--parallel: parts exclude each other", value=given, hint=f"give one of {given}")
-    plan = _of_sizes(sizes, gpus, text)
+    plan = _plan_from_sizes(sizes, gpus, text)
     for kind, options in said.items():
         for option in options:
-            plan = _with(plan, kind, option)
+            plan = _with_option(plan, kind, option)
     if plan.stages > 1 and "microbatches" not in text:
         plan = dataclasses.replace(plan, microbatches=2 * plan.stages)
     return plan
@@ -134,7 +134,7 @@ def _numbers(kind: str, number: str) -> tuple[int, ...]:
     return tuple(map(int, parts))
 
 
-def _of_sizes(sizes: Mapping[str, tuple[int, ...]], gpus: int, text: str) -> Plan:
+def _plan_from_sizes(sizes: Mapping[str, tuple[int, ...]], gpus: int, text: str) -> Plan:
     given = math.prod(number for numbers in sizes.values() for number in numbers)
     open_ones = [kind for kind, numbers in sizes.items() if not numbers]
     if len(open_ones) > 1:
@@ -163,7 +163,7 @@ def _of_sizes(sizes: Mapping[str, tuple[int, ...]], gpus: int, text: str) -> Pla
     return Plan(**ranks, sharded="fsdp" in sizes or "hsdp" in sizes)
 
 
-def _with(plan: Plan, kind: str, option: str) -> Plan:
+def _with_option(plan: Plan, kind: str, option: str) -> Plan:
     name, _, value = option.partition("=")
     if kind in ("fsdp", "hsdp") and name in ("full_shard", "shard_grad_op"):
         return dataclasses.replace(plan, reshard=name == "full_shard")

@@ -101,7 +101,7 @@ def load_quantized(
     config = dict(stored.config)
     if not stored.from_checkpoint and stored.name != "int8":
         config["bnb_4bit_compute_dtype"] = arguments["dtype"] if spec.amp is None else getattr(torch, spec.amp)
-    state = _as_saved(model_class._from_config(configuration, **arguments))
+    state = _checkpoint_state(model_class._from_config(configuration, **arguments))
     model: nn.Module = model_class.from_pretrained(
         None,
         config=configuration,
@@ -152,7 +152,7 @@ def assumptions(stored: WeightFormat | None, spec: TargetSpec) -> list[str]:
     return found
 
 
-def found_loaded(stored: WeightFormat | None, model: nn.Module) -> list[str]:
+def unpacking_notes(stored: WeightFormat | None, model: nn.Module) -> list[str]:
     """Return what only the loaded model shows: transformers may have unpacked its weights."""
     if stored is None or stored.is_bitsandbytes:
         return []
@@ -163,7 +163,7 @@ def found_loaded(stored: WeightFormat | None, model: nn.Module) -> list[str]:
     ]
 
 
-def _as_saved(model: nn.Module) -> dict[str, torch.Tensor]:
+def _checkpoint_state(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the state of `model` as a checkpoint has it: tied weights once."""
     seen: set[int] = set()
     state: dict[str, torch.Tensor] = {}

@@ -55,7 +55,7 @@ class Stage(nn.Module):
 
     @property
     def layers(self) -> list[nn.Module]:
-        """Return those of this stage, of which there may be one."""
+        """Return the layers of this stage."""
         core: Any = self.get_submodule(self._core)
         return list(core.layers)
 

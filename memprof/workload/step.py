@@ -108,7 +108,7 @@ class Workload:
         if spec.compile:
             for part in [part for _, part in find_layers(base, "--compile-layers")] if spec.compile_layers else [model]:
                 part.compile(mode=spec.compile_mode)
-        for sentence in quantization.found_loaded(self.source.stored, model):
+        for sentence in quantization.unpacking_notes(self.source.stored, model):
             device.assume(sentence)
         if self.dtype is None:
             first = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)

@@ -141,11 +141,11 @@ def _checkpoint(
     state: dict[str, torch.Tensor] = {}
     for name, tensor in model.state_dict().items():
         if name not in tied:
-            state |= _as_saved(name, tensor, model)
+            state |= _tensors_as_saved(name, tensor, model)
     return state
 
 
-def _as_saved(name: str, tensor: torch.Tensor, model: nn.Module) -> dict[str, torch.Tensor]:
+def _tensors_as_saved(name: str, tensor: torch.Tensor, model: nn.Module) -> dict[str, torch.Tensor]:
     path, _, own = name.rpartition(".")
     if own in ("gate_up_proj", "down_proj") and type(model.get_submodule(path)).__name__ == "Mxfp4GptOssExperts":
         experts, rows, packed = tensor.shape

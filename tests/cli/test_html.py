@@ -134,7 +134,7 @@ def test_a_click_shows_that_moment(page, made):
 
 
 def test_every_stage_ends_with_what_the_report_says(page, made):
-    from memprof.flows.saved import load
+    from memprof.flows.saved_files import load
 
     ledger = load(made.folder / "run.memprof").ledger
     stages = [stage for stage in made.report["stages"] if stage["name"] != "context"]
@@ -187,7 +187,7 @@ def test_the_curve_keeps_its_peak_and_has_other_modes(page, made):
 
 
 def test_the_map_shows_what_is_free_at_the_peak(page, made):
-    from memprof.flows.saved import load
+    from memprof.flows.saved_files import load
 
     ledger = load(made.folder / "run.memprof").ledger
     reserved = ledger.run.timeline.reserved[ledger.peak_event]

@@ -7,7 +7,7 @@ import shlex
 
 import pytest
 
-from memprof.flows.saved import load_json
+from memprof.flows.saved_files import load_json
 from memprof.report.terminal.console import text_of
 from memprof.report.terminal.next_step import next_step, render_next
 from memprof.report.terminal.report import view

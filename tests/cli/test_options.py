@@ -9,10 +9,10 @@ import typer
 from rich.markup import render
 
 from memprof.cli.main import COMMANDS, app
-from memprof.cli.options import Fixes, add
+from memprof.cli.options import FixOptions, add
 from memprof.device.gpus import NvmlGpu, NvmlSample
 from memprof.errors import MemprofError, UsageError
-from memprof.flows import present
+from memprof.flows import local_gpu
 from memprof.flows import profile as flow
 from memprof.spec import TargetSpec, option, options_of
 from tests.cli.panels import panels_of
@@ -92,7 +92,7 @@ def test_its_values_are_checked(capsys, arguments, problem):
 
 
 def test_an_error_is_a_message_and_debug_shows_it(capsys):
-    def fail(asked: Fixes) -> None:
+    def fail(asked: FixOptions) -> None:
         raise MemprofError("it went wrong", hint="do better")
 
     assert started(fail) == 1
@@ -160,7 +160,7 @@ def test_debug_of_what_is_started_is_not_ours(memprof, command, tmp_path):
     ],
 )
 def test_the_default_gpu_is_the_one_that_is_here(monkeypatch, here, taken):
-    monkeypatch.setattr(present, "read_gpus", lambda: NvmlSample(here))
+    monkeypatch.setattr(local_gpu, "read_gpus", lambda: NvmlSample(here))
     spec = made()
     assert (spec.gpu, spec.gpu_vram_bytes) == taken
     spec = made("--gpu", "t4")

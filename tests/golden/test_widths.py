@@ -8,7 +8,7 @@ import sys
 import pytest
 from rich.text import Text
 
-from memprof.flows.saved import load_json
+from memprof.flows.saved_files import load_json
 from memprof.report.terminal.console import Aligned, ShellCommand, table, text_of
 from memprof.report.terminal.layout import output_width
 from tests.cli.terminal import Terminal

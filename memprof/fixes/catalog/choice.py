@@ -17,16 +17,16 @@ def ladder(gpus: int = 1) -> list[str]:
 
     Over several GPUs that is also how the run is spread.
     """
-    return _by_place((fix.ladder, fix) for fix in (STEPS if gpus > 1 else FIXES).values())
+    return _sorted_by_place((fix.ladder, fix) for fix in (STEPS if gpus > 1 else FIXES).values())
 
 
 def script_fix_names() -> list[str]:
     """Return the fixes that can be switched on in a program that knows nothing of them, the cheaper ones first."""
-    return _by_place((fix.outside, fix) for fix in FIXES.values())
+    return _sorted_by_place((fix.outside, fix) for fix in FIXES.values())
 
 
 def tiers() -> list[tuple[str, list[str]]]:
-    """The sets of `--fix auto`, what is given up in words; the first that fits when all of it is on is searched."""
+    """Return the sets of `--fix auto`, and what each gives up; the first that fits when all of it is on is searched."""
     members = sorted(FIXES.values(), key=lambda fix: fix.search)
     return [(tier.value, [fix.name for fix in members if tier in fix.tiers]) for tier in Tier]
 
@@ -40,18 +40,18 @@ def find_helpful(problem: str) -> list[Fix]:
 EXPANDABLE_SEGMENTS: Final = find_helpful("fragmentation")[0].alloc_conf
 
 
-def _by_place(places: Iterable[tuple[int | None, Fix]]) -> list[str]:
+def _sorted_by_place(places: Iterable[tuple[int | None, Fix]]) -> list[str]:
     found = [(place, fix.name) for place, fix in places if place is not None]
     return [name for _, name in sorted(found, key=lambda pair: pair[0])]
 
 
 def in_force(spec: TargetSpec) -> list[str]:
-    """Names of the fixes that `spec` has on already."""
+    """Return the names of the fixes that `spec` has on already."""
     return [fix.name for fix in STEPS.values() if fix.is_on(spec)]
 
 
 def useless_reason(fix: Fix, spec: TargetSpec) -> tuple[str, str] | None:
-    """The option with which `fix` does nothing in this run, and why; None if it may help."""
+    """Return the option with which `fix` does nothing in this run, and why; None if it may help."""
     if fix.training_only and spec.mode is Mode.INFERENCE:
         return "--mode inference", "it saves memory in training alone"
     if not fix.accumulates and spec.gradient_accumulation > 1:
@@ -64,7 +64,7 @@ def useless_reason(fix: Fix, spec: TargetSpec) -> tuple[str, str] | None:
 
 
 def conflict_reason(fix: Fix, other: str) -> str | None:
-    """Why `fix` and `other` do not go together; None if they do."""
+    """Return why `fix` and `other` do not go together; None if they do."""
     return fix.conflicts.get(other) or STEPS[other].conflicts.get(fix.name)
 
 
@@ -106,7 +106,7 @@ def check_conflicts(fix: Fix, others: set[str]) -> None:
 
 
 def options_by_fix(chosen: Sequence[Fix], options: Mapping[str, object]) -> dict[str, dict[str, object]]:
-    """`options` sorted by the fix that takes each.
+    """Return `options` sorted by the fix that takes each.
     Raises UsageError: no chosen fix takes an option, or one lacks what it needs."""
     for name in options:
         if not any(name in fix.options for fix in chosen):

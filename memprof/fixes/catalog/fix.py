@@ -107,7 +107,7 @@ class Fix:
     useless_if: Mapping[str, tuple[object, str]] = field(default_factory=dict)
 
     def __call__(self, install: _Function) -> _Function:
-        """The function as it is: what stands above it is read by the table, without running the file."""
+        """Return the function as it is: what stands above it is read by the table, without running the file."""
         return install
 
     def is_on(self, spec: TargetSpec) -> bool:

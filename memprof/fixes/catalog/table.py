@@ -33,7 +33,7 @@ def read_entries(folder: Traversable) -> Iterator[Fix]:
 
 
 def _marked(text: str) -> Iterator[tuple[str, str]]:
-    """Entries in a file, as they are written, and the functions that they stand above."""
+    """Yield the entries in a file, as they are written, and the functions that they stand above."""
     found = _MARK.findall(text)
     if len(found) == text.count("@Fix("):
         yield from found
@@ -46,7 +46,7 @@ def _marked(text: str) -> Iterator[tuple[str, str]]:
 
 
 def in_order(entries: Iterable[Fix]) -> dict[str, Fix]:
-    """The entries by name, in their order. Raises ValueError: two have one name or one place."""
+    """Return the entries by name, in their order. Raises ValueError: two have one name or one place."""
     found: dict[str, Fix] = {}
     for entry in sorted(entries, key=lambda entry: entry.order):
         if entry.name in found or any(entry.order == other.order for other in found.values()):

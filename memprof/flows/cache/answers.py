@@ -106,17 +106,17 @@ def _configuration(spec: TargetSpec) -> list[list[str] | None]:
         file, config = read_config_file(path)
     except MemprofError:
         return [None]
-    return [None if "auto_map" in config else _looked_at(file)]
+    return [None if "auto_map" in config else _read_lines(file)]
 
 
 def _lengths(text: str | None) -> list[list[str] | None]:
     """Return files that `--lengths` may name: options stand behind a comma, which a file's name may have too."""
     parts = (text or "").split(",")
     names = [",".join(parts[:count]) for count in range(1, len(parts) + 1)]
-    return [_looked_at(Path(name).expanduser()) for name in names if name and os.path.lexists(Path(name).expanduser())]
+    return [_read_lines(Path(name).expanduser()) for name in names if name and os.path.lexists(Path(name).expanduser())]
 
 
-def _looked_at(file: Path) -> list[str] | None:
+def _read_lines(file: Path) -> list[str] | None:
     try:
         if not file.is_file() or file.stat().st_size > _LARGEST_FILE:
             return None

@@ -29,7 +29,7 @@ def climb(runs: Runs, names: Sequence[str] | None = None) -> tuple[Trace, Report
     rungs = [runs.rung((), run, None)]
     not_applied: dict[str, str] = {}
     asked: dict[str, int] = {}
-    left = [name for name in (ladder() if names is None else names) if name not in runs.on_now()]
+    left = [name for name in (ladder() if names is None else names) if name not in runs.active_fixes()]
     while len(rungs) < MAX_RUNGS and len(runs) < MAX_RUNS:
         step = next_step(runs, run, fixes, left, asked, not_applied)
         if step is None:
@@ -56,7 +56,7 @@ def next_step(
 
     One that saved nothing is asked once more at a later row, when something else decides the peak.
     """
-    candidates = [name for name in _in_question(run, left) if asked.get(name, 0) < 2]
+    candidates = [name for name in _order_of_trial(run, left) if asked.get(name, 0) < 2]
     candidates.sort(key=lambda name: asked.get(name, 0))  # stable: those never asked first
     for name in candidates:
         if (run.fits and STEPS[name].trains_another) or len(runs) >= most:
@@ -79,7 +79,7 @@ def next_step(
     return None
 
 
-def _in_question(run: LadderRun, left: Sequence[str]) -> list[str]:
+def _order_of_trial(run: LadderRun, left: Sequence[str]) -> list[str]:
     """Return what is left, in the order in which it is worth trying: against the largest category of the peak first."""
     peak, first = run.document.peak, bottleneck_of(run.document).category
     found: list[str] = []

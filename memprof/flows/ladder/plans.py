@@ -34,18 +34,18 @@ def search_plans(spec: TargetSpec, progress: Callable[[str], None] = lambda doin
     """Return the run on `spec.gpus` GPUs with the cheapest plan and set of fixes that fits, and how it was found."""
     runs = SpecRuns(spec.edit(parallel=BESIDE), progress)
     found = plans(spec, spec.gpus)
-    plan, left_out = _that_fits(runs, spec.gpus, found)
+    plan, left_out = _first_fit(runs, spec.gpus, found)
     if plan is not None:
         fits = f"--parallel {plan} over {spec.gpus} GPUs fits without fixes"
-        return _climbed(runs, found[plan], ChosenFixes((), fits, left_out))
+        return _answer_with_rows(runs, found[plan], ChosenFixes((), fits, left_out))
     more = _more_gpus(runs, spec)
-    plan, answer = _with_fixes(runs, found, at_once(spec), progress)
+    plan, answer = _quickest_with_fixes(runs, found, at_once(spec), progress)
     left_out.pop(f"--parallel {plan}")
-    reason = f"--parallel {plan}; {answer.reason}; {_without_anything(runs, spec, more)}"
-    return _climbed(runs, found[plan], ChosenFixes(answer.steps, reason, left_out | answer.left_out))
+    reason = f"--parallel {plan}; {answer.reason}; {_gpus_without_fixes(runs, spec, more)}"
+    return _answer_with_rows(runs, found[plan], ChosenFixes(answer.steps, reason, left_out | answer.left_out))
 
 
-def _that_fits(runs: Runs, gpus: int, found: Mapping[str, Sequence[ChosenFix]]) -> tuple[str | None, dict[str, str]]:
+def _first_fit(runs: Runs, gpus: int, found: Mapping[str, Sequence[ChosenFix]]) -> tuple[str | None, dict[str, str]]:
     """Return the first plan that fits as it is, if one does, and what those before it need."""
     usable = runs.original.document.device.usable_bytes or 0
     least = {plan: _least(runs, plan, gpus) for plan in found}
@@ -62,7 +62,7 @@ def _that_fits(runs: Runs, gpus: int, found: Mapping[str, Sequence[ChosenFix]]) 
     return None, left_out
 
 
-def _with_fixes(
+def _quickest_with_fixes(
     runs: Runs, found: Mapping[str, Sequence[ChosenFix]], processes: int, progress: Callable[[str], None]
 ) -> tuple[str, ChosenFixes]:
     """Find the plan whose cheapest exact fixes make the quickest step; if nothing fits so, what is found for the one
@@ -138,7 +138,7 @@ def plans(spec: TargetSpec, gpus: int) -> dict[str, list[ChosenFix]]:
     return found
 
 
-def _climbed(runs: Runs, spread: Sequence[ChosenFix], found: ChosenFixes) -> tuple[Trace, Report]:
+def _answer_with_rows(runs: Runs, spread: Sequence[ChosenFix], found: ChosenFixes) -> tuple[Trace, Report]:
     """Return the answer, with a row for each step that spreads the run, and then for each fix."""
     steps = [list(spread[:count]) for count in range(1, len(spread) + 1)]
     all_steps = [*steps, *([*spread, *fixes] for fixes in found.steps)]
@@ -156,7 +156,7 @@ def _more_gpus(runs: Runs, spec: TargetSpec, gpus: int = 0) -> TargetSpec | None
     return None
 
 
-def _without_anything(runs: SpecRuns, spec: TargetSpec, more: TargetSpec | None) -> str:
+def _gpus_without_fixes(runs: SpecRuns, spec: TargetSpec, more: TargetSpec | None) -> str:
     """Say on how many GPUs it fits without a fix."""
     while more is not None:
         try:

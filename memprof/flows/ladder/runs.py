@@ -80,7 +80,7 @@ class Runs(abc.ABC):
         """Return the command that makes the run with these, of which it is known whether it `fits`."""
 
     @abc.abstractmethod
-    def _retold(self, trace: Trace, fixes: Sequence[ChosenFix]) -> Trace:
+    def _trace_with(self, trace: Trace, fixes: Sequence[ChosenFix]) -> Trace:
         """Return the trace of a run with `fixes`, which differ from its own in the allocator's settings alone."""
 
     def _work(self, trace: Trace, fixes: Sequence[ChosenFix]) -> StepWork | None:
@@ -96,7 +96,7 @@ class Runs(abc.ABC):
         """Raise UsageError if it can be told without a run that they do not apply."""
 
     @abc.abstractmethod
-    def on_now(self) -> frozenset[str]:
+    def active_fixes(self) -> frozenset[str]:
         """Return the names of the fixes that are in force as it is."""
 
     @abc.abstractmethod
@@ -122,7 +122,7 @@ class Runs(abc.ABC):
         # The same requests in the same order: only the allocator does otherwise with them.
         self.check(fixes)
         before = self.with_fixes(others) if others else self.original
-        trace = self._retold(before.trace, fixes)
+        trace = self._trace_with(before.trace, fixes)
         self._known[key] = LadderRun(trace, analyze(trace, explained=False), before.work)
         return self._known[key]
 
@@ -203,11 +203,11 @@ class SpecRuns(Runs):
         works = [functools.partial(profile, spec, explained=False) for spec in left]
         self._ready |= zip(left, run_all(works, self._progress), strict=True)
 
-    def on_now(self) -> frozenset[str]:
+    def active_fixes(self) -> frozenset[str]:
         """Return what the spec has already."""
         return frozenset(in_force(self._spec))
 
-    def _retold(self, trace: Trace, fixes: Sequence[ChosenFix]) -> Trace:
+    def _trace_with(self, trace: Trace, fixes: Sequence[ChosenFix]) -> Trace:
         spec = self.in_force(fixes)
         trace = trace if spec.alloc_conf is None else with_settings(trace, spec.alloc_conf)
         assert trace.facts.target is not None
@@ -267,9 +267,9 @@ class RunsWith:
         """Raise UsageError if they do not go together."""
         self._runs.check([*self._always, *fixes])
 
-    def on_now(self) -> frozenset[str]:
+    def active_fixes(self) -> frozenset[str]:
         """Return what is in force before any is added."""
-        return self._runs.on_now() | {fix.fix.name for fix in self._always}
+        return self._runs.active_fixes() | {fix.fix.name for fix in self._always}
 
 
 def apply_fixes(runs: Runs, fixes: Sequence[ChosenFix], *, each: bool = False) -> tuple[Trace, Report]:

@@ -42,10 +42,10 @@ class ScriptRuns(Runs):
 
     def command(self, fixes: Sequence[ChosenFix], *, fits: bool | None) -> str:
         """Return the command that makes the run with these: where it does not fit, past the full GPU as it was run."""
-        spec = self._with(fixes)
+        spec = self._spec_with(fixes)
         return run_command(spec if fits else spec.edit(beyond=True), self._program.command)
 
-    def _with(self, fixes: Sequence[ChosenFix]) -> RunSpec:
+    def _spec_with(self, fixes: Sequence[ChosenFix]) -> RunSpec:
         return self._spec.edit(fixes=(*self._spec.fixes, *map(str, fixes)))
 
     def make(self, sets: Iterable[Sequence[ChosenFix]]) -> None:
@@ -57,7 +57,7 @@ class ScriptRuns(Runs):
             if fix.fix.name not in script_fix_names():
                 raise UsageError("this fix cannot be switched on from outside a script", value=fix.fix.name)
 
-    def on_now(self) -> frozenset[str]:
+    def active_fixes(self) -> frozenset[str]:
         """Return what the settings say; what the script has switched on itself is found out by trying."""
         settings = self.original.document.allocator.alloc_conf or ""
         compiles = self.original.trace.compiling is not None
@@ -67,13 +67,13 @@ class ScriptRuns(Runs):
             if (fix.alloc_conf and fix.alloc_conf in settings) or (fix.compiles and compiles)
         )
 
-    def _retold(self, trace: Trace, fixes: Sequence[ChosenFix]) -> Trace:
+    def _trace_with(self, trace: Trace, fixes: Sequence[ChosenFix]) -> Trace:
         settings = (self.original.document.allocator.alloc_conf, *(fix.fix.alloc_conf for fix in fixes))
-        return _told(with_settings(trace, ",".join(filter(None, settings))), self._with(fixes))
+        return _as_requested_by(with_settings(trace, ",".join(filter(None, settings))), self._spec_with(fixes))
 
     def _run(self, fixes: Sequence[ChosenFix]) -> tuple[Trace, Report]:
         self._progress("running the script " + (f"with {', '.join(map(str, fixes))}" if fixes else "unchanged"))
-        return run_alone(self._program, self._with(fixes))
+        return run_alone(self._program, self._spec_with(fixes))
 
 
 def run_alone(program: Program, spec: RunSpec) -> tuple[Trace, Report]:
@@ -93,11 +93,11 @@ def run_alone(program: Program, spec: RunSpec) -> tuple[Trace, Report]:
         )
         if done.returncode not in (0, 3) or not kept.exists():
             raise _failure(done.returncode, done.stderr, program, spec)
-        trace = _told(load_trace(kept), spec)
+        trace = _as_requested_by(load_trace(kept), spec)
     return trace, analyze(trace)
 
 
-def _told(trace: Trace, spec: RunSpec) -> Trace:
+def _as_requested_by(trace: Trace, spec: RunSpec) -> Trace:
     """Return a run's trace as that of one that was requested by `spec`."""
     facts = trace.facts
     assert facts.program is not None

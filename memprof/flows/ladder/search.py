@@ -53,12 +53,12 @@ def find(runs: AnyRuns, sets: Sequence[tuple[str, Sequence[str]]] | None = None)
     if runs.original.is_stopped and not any(mending & {*names} for _, names in sets):
         return ChosenFixes((), f"{_MISMATCH}, and no fix here mends that: the findings say where")
     for place, (_, names) in enumerate(sets):
-        left = [name for name in names if name not in runs.on_now()]
-        together, among = _together(runs, left, not_applied)
+        left = [name for name in names if name not in runs.active_fixes()]
+        together, among = _compatible_fixes(runs, left, not_applied)
         chosen = None
-        if place == 0 and not _is_too_much(runs, together):
+        if place == 0 and not _cannot_fit(runs, together):
             passed_over: dict[str, str] = {}
-            chosen = _enough(runs, among, passed_over)
+            chosen = _add_until_fits(runs, among, passed_over)
             not_applied |= {} if chosen is None else passed_over
         if chosen is None:
             everything, among, run = _most_of(runs, left, not_applied)
@@ -68,7 +68,7 @@ def find(runs: AnyRuns, sets: Sequence[tuple[str, Sequence[str]]] | None = None)
                 if least is None or run.needed_bytes < least[0].needed_bytes:
                     least = run, everything
                 continue
-            chosen = (_enough(runs, among, not_applied) if place else None) or everything
+            chosen = (_add_until_fits(runs, among, not_applied) if place else None) or everything
         applying = [fix for fix in among if not not_applied.get(fix.fix.name, "").startswith(fix.fix.name)]
         chosen = _cheaper(runs, _needed(runs, chosen), applying)
         for fix in chosen:
@@ -77,7 +77,7 @@ def find(runs: AnyRuns, sets: Sequence[tuple[str, Sequence[str]]] | None = None)
         taken = {fix.fix.name for fix in chosen}
         not_applied |= {name: said for name in left if name not in taken and (said := _conflict(name, chosen))}
         given_up = next(given_up for given_up, names in sets if taken <= {*names})
-        return ChosenFixes(_that_apply(runs, steps), _reason(runs, chosen, given_up), not_applied)
+        return ChosenFixes(_applicable_steps(runs, steps), _reason(runs, chosen, given_up), not_applied)
     if least is None:
         return ChosenFixes((), "no fix applies to this run", not_applied)
     needed = format_bytes(least[0].needed_bytes)
@@ -110,7 +110,7 @@ def _conflict(name: str, fixes: Sequence[ChosenFix]) -> str:
     return next((f"does not go with {other}: {reason}" for other, reason in found if reason), "")
 
 
-def _enough(runs: AnyRuns, among: list[ChosenFix], not_applied: dict[str, str]) -> list[ChosenFix] | None:
+def _add_until_fits(runs: AnyRuns, among: list[ChosenFix], not_applied: dict[str, str]) -> list[ChosenFix] | None:
     """Return one fix of `among` after another against what is in the way, until it fits; None if it never does."""
     left = [fix.fix.name for fix in among]
     fixes: list[ChosenFix] = []
@@ -135,7 +135,7 @@ def _least_bytes(runs: AnyRuns, fixes: Sequence[ChosenFix]) -> int:
     return sum(held.get(category, 0) for category in _LASTING if category not in freed)
 
 
-def _is_too_much(runs: AnyRuns, fixes: Sequence[ChosenFix]) -> bool:
+def _cannot_fit(runs: AnyRuns, fixes: Sequence[ChosenFix]) -> bool:
     """Say whether a run with these need not be made to know that it does not fit."""
     usable = runs.original.document.device.usable_bytes
     return usable is not None and _least_bytes(runs, fixes) > usable
@@ -144,7 +144,7 @@ def _is_too_much(runs: AnyRuns, fixes: Sequence[ChosenFix]) -> bool:
 def _needed(runs: AnyRuns, fixes: list[ChosenFix]) -> list[ChosenFix]:
     """Return those without which it does not fit; what was put on last is asked first, for the others led there."""
     without_one = [[other for other in fixes if other is not fix] for fix in fixes] if len(fixes) > 1 else []
-    runs.make(rest for rest in without_one if not _is_too_much(runs, rest))
+    runs.make(rest for rest in without_one if not _cannot_fit(runs, rest))
     for fix in reversed(fixes):
         rest = [other for other in fixes if other is not fix]
         if rest and _answers(runs, rest) is not None:
@@ -165,7 +165,7 @@ def _cheaper(runs: AnyRuns, fixes: list[ChosenFix], among: list[ChosenFix]) -> l
         rest = [fix for fix in fixes if fix is not dear]
         for other in alike:
             candidates = ([*rest, other], [*fixes, other])
-            runs.make(candidate for candidate in candidates if not _is_too_much(runs, candidate))
+            runs.make(candidate for candidate in candidates if not _cannot_fit(runs, candidate))
             for candidate in candidates:
                 run = _answers(runs, candidate)
                 if run is not None and run.seconds < best.seconds * (1 - CHEAPER):
@@ -183,8 +183,8 @@ def _price(runs: AnyRuns, fix: ChosenFix, fixes: list[ChosenFix]) -> float:
 
 
 def _answers(runs: AnyRuns, fixes: list[ChosenFix]) -> LadderRun | None:
-    """Return the run with these if it fits; None if it does not, or they do not apply together."""
-    if _is_too_much(runs, fixes):
+    """Return the run with these fixes if it fits; None if it does not, or they do not apply together."""
+    if _cannot_fit(runs, fixes):
         return None
     try:
         run = runs.with_fixes(fixes)
@@ -202,7 +202,7 @@ def _reason(runs: AnyRuns, chosen: list[ChosenFix], given_up: str) -> str:
     return f"it fits with {names}{each} ({given_up}); no dearer fix is on that a cheaper one could replace"
 
 
-def _that_apply(runs: AnyRuns, steps: Sequence[Sequence[ChosenFix]]) -> list[Sequence[ChosenFix]]:
+def _applicable_steps(runs: AnyRuns, steps: Sequence[Sequence[ChosenFix]]) -> list[Sequence[ChosenFix]]:
     """Return the steps without those that cannot run without what comes later; the last stays."""
     kept: list[Sequence[ChosenFix]] = []
     for fixes in steps[:-1]:
@@ -214,7 +214,7 @@ def _that_apply(runs: AnyRuns, steps: Sequence[Sequence[ChosenFix]]) -> list[Seq
     return [*kept, *steps[-1:]]
 
 
-def _together(
+def _compatible_fixes(
     runs: AnyRuns, names: Sequence[str], not_applied: dict[str, str]
 ) -> tuple[list[ChosenFix], list[ChosenFix]]:
     """Return as many of `names` as go together, as far as that can be told without a run, and all that apply."""
@@ -235,7 +235,7 @@ def _all_of(
     runs: AnyRuns, names: Sequence[str], not_applied: dict[str, str]
 ) -> tuple[list[ChosenFix], LadderRun | None]:
     """Return as many of `names` as apply together, and the run with them."""
-    fixes, _ = _together(runs, names, not_applied)
+    fixes, _ = _compatible_fixes(runs, names, not_applied)
     while fixes:
         try:
             return fixes, runs.with_fixes(fixes)

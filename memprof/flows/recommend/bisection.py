@@ -50,7 +50,7 @@ def find_limit(
     else:
         return LargestFit(None, low)
     if likely is not None:
-        below, above = _around(likely, fits, below, above, high, grain)
+        below, above = _narrow(likely, fits, below, above, high, grain)
     tries = 0
     while True:
         first, last = _numbers_between(below, above, high, grain)
@@ -65,7 +65,7 @@ def find_limit(
         tries += 1
         number = (first + last) // 2 // grain * grain if above <= high else min(2 * below, high)
         if tries % 3:  # every third by halves, so that a bend cannot hold it up
-            number = _by_slope(known, available, number)
+            number = _interpolate(known, available, number)
         number = min(max(number if number >= last else number // grain * grain, first), last)
         if fits(number):
             below = number
@@ -79,7 +79,7 @@ def _numbers_between(below: int, above: int, high: int, grain: int) -> tuple[int
     return (min(first, high), high) if above > high else (first, last)
 
 
-def _around(likely: int, fits: Callable[[int], bool], below: int, above: int, high: int, grain: int) -> tuple[int, int]:
+def _narrow(likely: int, fits: Callable[[int], bool], below: int, above: int, high: int, grain: int) -> tuple[int, int]:
     """Return `below` and `above` closer together: outward from `likely`, twice as far each time."""
     side: bool | None = None
     distance = 0
@@ -96,7 +96,7 @@ def _around(likely: int, fits: Callable[[int], bool], below: int, above: int, hi
         distance = 2 * distance or grain
 
 
-def _by_slope(known: dict[int, int], available: int, otherwise: int) -> int:
+def _interpolate(known: dict[int, int], available: int, otherwise: int) -> int:
     """Return where the line through the two known points next to `available` meets it."""
     nearest = sorted(known, key=lambda number: abs(known[number] - available))[:2]
     if len(nearest) < 2:

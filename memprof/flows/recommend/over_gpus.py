@@ -79,7 +79,7 @@ class OverGpus:
             ways = self.ways(tier, self.gpus)
             likely = [way for way in ways if self.might_fit(way)]
             found = self._fitting(self._worth_running(likely), FITTING)
-            if found and not self._roomy(found):
+            if found and not self._count_with_room(found):
                 leanest = sorted(likely, key=lambda way: way.estimated_bytes or 0)[:MOST_LEANEST]
                 found += [pair for pair in self._fitting(leanest, 1) if pair not in found]
             if not likely and ways:
@@ -93,7 +93,7 @@ class OverGpus:
         return None
 
     def _fitting(self, ways: Sequence[Way], enough: int) -> list[tuple[Way, Tried]]:
-        """Run these until so many have room; return those that fit."""
+        """Run these ways until so many have room; return those that fit, with their runs."""
         found: list[tuple[Way, Tried]] = []
         for place, way in enumerate(ways):
             if place % self.at_once == 0:
@@ -101,11 +101,11 @@ class OverGpus:
             tried = self.run(way)
             if tried is not None and tried.outcome.fits:
                 found.append((way, tried))
-                if self._roomy(found) == enough:
+                if self._count_with_room(found) == enough:
                     break
         return found
 
-    def _roomy(self, found: Iterable[tuple[Way, Tried]]) -> int:
+    def _count_with_room(self, found: Iterable[tuple[Way, Tried]]) -> int:
         return sum(self.runs.has_room(tried.outcome) for _, tried in found)
 
     def _make(self, ways: Sequence[Way]) -> None:
@@ -128,7 +128,7 @@ class OverGpus:
         should by the closed form and does, run."""
         failed, number = 0, 1
         while number <= MOST_GPUS and failed < MOST_FEWEST:
-            way = self._leanest(tier, number)
+            way = self._least_needed(tier, number)
             if way is not None and self.might_fit(way):
                 tried = self.run(way)
                 if tried is not None and tried.outcome.fits:
@@ -139,7 +139,7 @@ class OverGpus:
             number += 1 if number < 2 * GPUS_PER_MACHINE else GPUS_PER_MACHINE
         return None
 
-    def _leanest(self, tier: Plan, gpus: int) -> Way | None:
+    def _least_needed(self, tier: Plan, gpus: int) -> Way | None:
         ways = [way for way in self.ways(tier, gpus, gpus) if way.micro_batch == 1]
         return min(ways, key=lambda way: way.estimated_bytes or way.estimated_seconds, default=None)
 

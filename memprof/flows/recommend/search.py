@@ -145,7 +145,7 @@ class Search:
         if not self.refused.isdisjoint(plan.fixes):
             return None
         if key not in self.tried:
-            spec, accumulation = self._asked(plan, micro_batch)
+            spec, accumulation = self._step_spec(plan, micro_batch)
             label = plan.label(micro_batch)
             outcome = self.runs.try_run(spec, label, accumulation)
             if outcome is None:
@@ -156,14 +156,14 @@ class Search:
             self.tried[key] = Tried(plan, micro_batch, accumulation, outcome)
         return self.tried[key]
 
-    def _asked(self, plan: Plan, micro_batch: int) -> tuple[TargetSpec, int]:
+    def _step_spec(self, plan: Plan, micro_batch: int) -> tuple[TargetSpec, int]:
         accumulation = 1 if self.goal is Goal.INFER else max(self.effective_batch // micro_batch, 1)
         spec = plan.spec(self.base, micro_batch)
         return spec.edit(zero_grad="zero") if accumulation > 1 else spec, accumulation
 
     def _make(self, plans: Iterable[Plan], micro_batch: int) -> None:
         """Make the runs of these at once, but for what was refused."""
-        self.runs.make(self._asked(plan, micro_batch) for plan in plans if self.refused.isdisjoint(plan.fixes))
+        self.runs.make(self._step_spec(plan, micro_batch) for plan in plans if self.refused.isdisjoint(plan.fixes))
 
     def confirmed(self, tried: Tried) -> Tried:
         """Run it as it will be run: with its accumulation."""
@@ -218,7 +218,7 @@ class Search:
         """
         sizes, plan, found = self.sizes(), first.plan, first
         low, high = 0, len(sizes)
-        while high - low > 1 and len(self.runs) < SCREENED and not self._hopeless(found, best):
+        while high - low > 1 and len(self.runs) < SCREENED and not self._is_slower_anyway(found, best):
             middle = self._guess(plan, sizes, low, high)
             tried = self.at(plan, sizes[middle])
             if tried is None:
@@ -242,7 +242,7 @@ class Search:
         fitting = [place for place in range(low + 1, high) if sizes[place] <= most]
         return max(fitting, default=low + 1)
 
-    def _hopeless(self, first: Tried, best: Tried | None) -> bool:
+    def _is_slower_anyway(self, first: Tried, best: Tried | None) -> bool:
         """Say whether operations and transfers alone take as long at any micro-batch as `best` takes."""
         step = first.outcome.step
         if best is None or step is None:

@@ -41,7 +41,7 @@ class Serving:
         self.batch = question.batch
 
     def ways(self, gpus: int) -> list[tuple[str, Tried]]:
-        """Run those that the model can be spread by over so many GPUs, by a name of `--parallel`; the best first."""
+        """Run the ways to spread the model over so many GPUs, named as for `--parallel`; the best first."""
         found = []
         for plan in (f"tp={gpus}", DEVICE_MAP) if gpus > 1 else ("",):
             spec = self.kind.spec(self.base, self.batch).edit(parallel=plan or None, gpus=gpus)

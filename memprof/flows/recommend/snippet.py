@@ -54,10 +54,10 @@ def loaded_model(spec: TargetSpec) -> LoadedModel | None:
     """Return how a script gets the model of `spec`; None for one of the user's own, or that takes no tokens."""
     if spec.model_is_size:
         entry = resolve_size(spec.model)
-        return _of_entry(entry, entry.hf_id)
+        return _lines_for_entry(entry, entry.hf_id)
     if has_model(spec.model):
         entry = find_model(spec.model)
-        return _of_entry(entry, entry.called(spec.model)[1])
+        return _lines_for_entry(entry, entry.called(spec.model)[1])
     if spec.model.rpartition(":")[2].isidentifier() and ":" in spec.model:
         return None
     path = Path(spec.model).expanduser()
@@ -76,7 +76,7 @@ def loaded_model(spec: TargetSpec) -> LoadedModel | None:
     return LoadedModel(str(names[0]), "", f"transformers.AutoConfig.from_pretrained({str(path)!r}{trust})")
 
 
-def _of_entry(entry: ModelEntry, repository: str) -> LoadedModel | None:
+def _lines_for_entry(entry: ModelEntry, repository: str) -> LoadedModel | None:
     name = _CLASSES.get(entry.task)
     if name is None:
         return None

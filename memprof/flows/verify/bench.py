@@ -97,7 +97,7 @@ def verify(
         if any(fix.bench == "precision" for fix in chosen):
             works += [part(_precisions_of, one) for one in specimens if models or not one.kind]
         large = specimens[0] if models else SPECIMENS["llama"]
-        works += [part(_benched, fix, large) for fix in chosen if fix.bench not in ("", "precision")]
+        works += [part(_make_own_table, fix, large) for fix in chosen if fix.bench not in ("", "precision")]
         originals = peaks.originals()
         at_once = functools.partial(all_of, progress=progress, several=several)
         known = dict(zip(originals, at_once(list(originals.values())), strict=True))
@@ -133,7 +133,7 @@ def _precisions_of(specimen: Specimen, *, seeds: int, progress: Callable[[str], 
     return Verification(seeds=seeds, precisions=precision_rows(specimen))
 
 
-def _benched(fix: Fix, large: Specimen, *, seeds: int, progress: Callable[[str], None]) -> Verification:
+def _make_own_table(fix: Fix, large: Specimen, *, seeds: int, progress: Callable[[str], None]) -> Verification:
     """Make the table of a fix that has one of its own."""
     found = Verification(seeds=seeds)
     with _skipping(found, fix, large):
@@ -317,7 +317,7 @@ class _Peaks:
                 yield fix, _Key(specimen, rows, fix.saves == ("fragmentation",))
 
     def originals(self) -> dict[_Key, Callable[[], _Bytes]]:
-        """Return what finds the peak of each model as it is."""
+        """Return tasks that find the peak of each model as it is."""
         return {key: functools.partial(self._peak, key, None) for _, key in self._keys()}
 
     def with_fixes(self, originals: Mapping[_Key, _Bytes], seeds: int) -> list[Callable[[], Verification]]:

@@ -23,7 +23,7 @@ from memprof.patching.patch_set import PatchSet
 from memprof.torch_private import inductor
 
 # What the first graph that is compiled imports.
-COMPILER = (
+COMPILER_MODULES = (
     *(name.module for name in inductor.MODULES), "torch.distributed.tensor.experimental",
     "torch.utils.cpp_extension", "sympy.physics.units", "sympy.tensor.tensor",
 )  # fmt: skip
@@ -52,12 +52,12 @@ PyMODINIT_FUNC PyInit_kernel(void) { return PyModuleDef_Init(&any_of_them); }
 
 
 @contextlib.contextmanager
-def kernels_together() -> Iterator[None]:
+def compile_kernels_together() -> Iterator[None]:
     """Compile the kernels of a graph in one run, inside and in processes that are forked there.
 
     In a release of torch that compiles otherwise nothing is different.
     """
-    waiting = _Together()
+    waiting = _KernelQueue()
     needed = (
         inductor.worker_compile_cpp, inductor.cpp_pybinding, inductor.wait, inductor.load_pybinding_async,
         inductor.LambdaFuture, inductor.CppBuilder,
@@ -98,13 +98,13 @@ def precompile_header() -> None:
         inductor.get_system()
 
 
-class _Together:
+class _KernelQueue:
     """Kernels that wait for the compiler; the future of each of them."""
 
     def __init__(self) -> None:
         self._waiting: list[Any] = []
 
-    def submit(self, compile_one: Any) -> _Together:
+    def submit(self, compile_one: Any) -> _KernelQueue:
         """Take what would compile one kernel (`CppCodeCache.load_async`, torch/_inductor/codecache.py)."""
         builders = compile_one.args[1]
         # One; older releases have no tuple, and newer ones may compile a kernel apart from who calls it.
@@ -113,7 +113,7 @@ class _Together:
         return self
 
     def result(self, timeout: float | None = None) -> None:
-        """Compile all that wait."""
+        """Compile all kernels that wait, in one run of the compiler."""
         builders, self._waiting = self._waiting, []
         alike: dict[str, list[Any]] = {}
         for builder in builders:

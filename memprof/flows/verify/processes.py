@@ -11,7 +11,7 @@ import torch
 
 from memprof.errors import MemprofError
 from memprof.fixes.catalog import Fix
-from memprof.flows.verify.kernels import COMPILER, kernels_together, precompile_header
+from memprof.flows.verify.kernels import COMPILER_MODULES, compile_kernels_together, precompile_header
 from memprof.flows.verify.specimens import Specimen
 from memprof.torch_private import inductor
 from memprof.workload.pool import run_all
@@ -37,7 +37,7 @@ def compiled_here(chosen: Sequence[Fix], *, several: bool) -> Iterator[None]:
     if not several or not any(fix.compiles for fix in chosen):
         yield
         return
-    with inductor.config.get().patch(compile_threads=1), kernels_together():
+    with inductor.config.get().patch(compile_threads=1), compile_kernels_together():
         precompile_header()
         yield
 
@@ -53,7 +53,7 @@ def prepare(chosen: Sequence[Fix], specimens: Sequence[Specimen]) -> None:
     wanted = ["memprof.virtual"]
     wanted += [package.partition(" ")[0] for fix in chosen for package in fix.packages]
     if any(fix.compiles for fix in chosen):
-        wanted += COMPILER
+        wanted += COMPILER_MODULES
     for module in dict.fromkeys(wanted):
         with contextlib.suppress(ImportError):  # the fix itself says so
             import_quietly(module)

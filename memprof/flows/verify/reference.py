@@ -29,15 +29,15 @@ class _KeepFloat64(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _CASTS:
             return torch.Tensor.double(args[0])
-        return func(*map(_widen, args), **{name: _widen(value) for name, value in (kwargs or {}).items()})
+        return func(*map(_to_float64, args), **{name: _to_float64(value) for name, value in (kwargs or {}).items()})
 
 
-def _widen(value: Any) -> Any:
+def _to_float64(value: Any) -> Any:
     kind = type(value)
     if kind in _NOTHING_IN_THEM:
         return value
     if kind is tuple or kind is list:
-        return kind(map(_widen, value))
+        return kind(map(_to_float64, value))
     return _widened(value) if kind in (torch.dtype, str) else tree_map(_widened, value)
 
 

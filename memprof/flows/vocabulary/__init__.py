@@ -1,4 +1,4 @@
-"""What a corpus holds: tokens counted as they stream by, in bounded memory, and what a smaller vocabulary would save.
+"""Counts of a corpus: tokens counted as they stream by, in bounded memory, and what a smaller vocabulary would save.
 
     from memprof.flows.vocabulary.count import count_corpus
     counted = count_corpus("wiki.train.txt")

@@ -176,7 +176,7 @@ def _describe(target: Target) -> str:
     return f"{target.model}, {batch}, {target.dtype}{amp}, {doing}"
 
 
-def reckon(params: str | None, counted: CorpusCount, caps: Sequence[Cap], spec: TargetSpec) -> Savings:
+def estimate_savings(params: str | None, counted: CorpusCount, caps: Sequence[Cap], spec: TargetSpec) -> Savings:
     """Return what each cap saves by arithmetic: rows of embedding and head times their width, and a copy of the logits.
 
     Parameters are rows x hidden size, once if embedding and head share their weights and else twice; gradients as many;

@@ -47,7 +47,7 @@ class _BeforeTorchCuda:
         self._then = then
 
     def find_spec(self, name: str, path: "Any" = None, target: "Any" = None) -> "Any":
-        """None for all but `torch.cuda`; for that, what the other finders find."""
+        """Return what the other finders find of `torch.cuda`; None for all else."""
         if name != "torch.cuda":
             return None
         spec = None
@@ -83,7 +83,7 @@ class _Stubs:
         self._packages = packages
 
     def find_spec(self, name: str, path: "Any" = None, target: "Any" = None) -> "Any":
-        """None for all but these packages."""
+        """Return None for all but these packages."""
         if name.partition(".")[0] not in self._packages:
             return None
         sys.meta_path.remove(self)
@@ -157,7 +157,7 @@ class _Sender:
             return
 
     def finish(self) -> None:
-        """At the program's end: what the last tenth of a second did to the peaks."""
+        """Send at the program's end what the last tenth of a second did to the peaks."""
         try:
             if os.getpid() == self._pid:
                 self._tell()
@@ -218,7 +218,7 @@ class _Sender:
 
 
 def _refuse(cuda: "Any") -> None:
-    """No part of memprof may be importable here: the file is run."""
+    """Write a refusal, without memprof, which may not be importable here."""
     import runpy
 
     runpy.run_path(os.path.join(_FOLDER, "no_gpu.py"), run_name="memprof.monitor.probe.no_gpu")["refuse"](

@@ -25,7 +25,7 @@ class DisplayedDocument(JsonValue):
     __slots__ = ()
 
     def frames(self) -> dict[str, DataFrame]:
-        """Its tables by name, as data frames of pandas (docs/data-frames.md); sizes are bytes."""
+        """Return its tables by name, as data frames of pandas (docs/data-frames.md); sizes are bytes."""
         return {name: table.to_frame() for name, table in self.tables().items()}
 
     def tables(self) -> dict[str, RowTable]:

@@ -112,7 +112,7 @@ class FailureRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Report(DisplayedDocument):
-    """A whole report."""
+    """The report on one run: figures, findings and fixes; all amounts are bytes."""
 
     schema: int
     memprof_version: str
@@ -163,7 +163,7 @@ class Report(DisplayedDocument):
         return self.source == "measured" and (asked == "cpu" if of_old else self.bridge is None)
 
     def plot(self, kind: str = "timeline") -> Any:
-        """A figure of plotly (`memprof[html]`): memory over the run, who holds its peak, or what fixes would do.
+        """Return a figure of plotly (`memprof[html]`): memory over the run, who holds its peak, or what fixes would do.
 
         Args:
             kind: `timeline`, `treemap` or `ladder`.
@@ -195,7 +195,7 @@ class Report(DisplayedDocument):
         }
 
     def to_json(self) -> dict[str, Any]:
-        """The document as plain JSON values (docs/json.md lists the names)."""
+        """Return the document as plain JSON values (docs/json.md lists the names)."""
         plain = super(Report, self).to_json() | {"target": target_to_json(self.target)}
         optional = ("gpus", "limit", "rank", "ranks", "streams", "over_time")
         absent = {name for name in optional if not getattr(self, name)} | ({"gpu"} if not self.gpus else set())

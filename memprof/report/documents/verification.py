@@ -16,7 +16,7 @@ class _Judged(JsonValue):
 
     @property
     def passed(self) -> bool:
-        """Within the bound."""
+        """Return whether it is within the bound."""
         raise NotImplementedError
 
     def to_json(self) -> dict[str, Any]:
@@ -39,7 +39,7 @@ class Deviation(_Judged):
 
     @property
     def passed(self) -> bool:
-        """Within the bound; a deviation that is no number is not."""
+        """Return whether it is within the bound; a deviation that is no number is not."""
         return self.fixed <= self.bound
 
 
@@ -57,7 +57,7 @@ class Precision(_Judged):
 
     @property
     def passed(self) -> bool:
-        """Within the bound."""
+        """Return whether it is within the bound."""
         return self.logits_rms <= self.bound
 
 
@@ -77,7 +77,7 @@ class OptimizerRow(_Judged):
 
     @property
     def passed(self) -> bool:
-        """Within the bound."""
+        """Return whether it is within the bound."""
         return self.bound is None or self.update_rms <= self.bound
 
 
@@ -119,7 +119,7 @@ class Verification(JsonValue):
 
     @property
     def passed(self) -> bool:
-        """Everything that was tried is within its bound, and something was tried."""
+        """Return whether all that was tried is within its bound, and something was tried."""
         return self.tried and all(row.passed for row in (*self.deviations, *self.precisions, *self.optimizers))
 
     @property

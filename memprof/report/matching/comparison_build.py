@@ -98,14 +98,14 @@ def _settings(a: ComparedRun, b: ComparedRun) -> tuple[tuple[SettingRow, ...], i
     names = [name for name in both if all(run.all_settings or name in run.settings for run in (a, b))]
     # An option that is newer than a report had its default there.
     rows = [SettingRow(name, *(run.settings.get(name, _DEFAULTS.get(name)) for run in (a, b))) for name in names]
-    differing = tuple(row for row in rows if _plain(row.a) != _plain(row.b))
+    differing = tuple(row for row in rows if _plain_setting(row.a) != _plain_setting(row.b))
     return differing, len(rows) - len(differing)
 
 
-def _plain(value: Any) -> Any:
+def _plain_setting(value: Any) -> Any:
     """A setting's value as JSON has it; one that is not set is the same as one that an earlier release did not know."""
     if isinstance(value, list | tuple):
-        return [_plain(one) for one in value] or None
+        return [_plain_setting(one) for one in value] or None
     return None if value is False or value == "" else value
 
 

@@ -121,7 +121,7 @@ def run_of_document(document: Report, file: str, kind: str) -> ComparedRun:
         settings=settings,
         all_settings=True,
         totals=totals,
-        stages=_by_key(document.stages),
+        stages=_stages_by_key(document.stages),
         categories={name: num_bytes for name, num_bytes in peak.categories.items() if name != KERNELS},
         tensors=[
             TensorSide(one.num_bytes, one.count, one.shape, one.dtype, one.op, one.source, one.category, _owner(one))
@@ -145,7 +145,7 @@ def _effective(target: Target | None, *, on_gpu: bool) -> dict[str, Any]:
     return {"optimizer_impl": "foreach" if on_gpu else "single"}
 
 
-def _by_key(rows: Iterable[Stage]) -> dict[StageKey, Stage]:
+def _stages_by_key(rows: Iterable[Stage]) -> dict[StageKey, Stage]:
     found: dict[StageKey, Stage] = {}
     seen: Counter[tuple[str, int]] = Counter()
     for row in rows:
@@ -205,7 +205,7 @@ def run_of_recording(
         settings={"source": source, "alloc_conf": settings or None},
         all_settings=False,
         totals=totals,
-        stages=_by_key(_recorded_stages(recording)),
+        stages=_stages_by_key(_recorded_stages(recording)),
         categories={
             one.category.value: one.allocated_bytes for one in group(alive, "category") if one.category.value != KERNELS
         },

@@ -54,7 +54,7 @@ def plain_words(text: str) -> str:
 def _timeline(ledger: Ledger, usable: int | None) -> Figure:
     moments = moments_of(ledger)
     events = _drawn(ledger)
-    sums = _by_category(moments, events)
+    sums = _bytes_by_category(moments, events)
     unit = unit_for(ledger.peak_bytes)
     scale = float(unit.num_bytes)
     traces: list[dict[str, Any]] = [
@@ -103,7 +103,7 @@ def _drawn(ledger: Ledger) -> list[int]:
     return sorted(chosen | {ledger.peak_event})
 
 
-def _by_category(moments: Moments, events: list[int]) -> dict[str, list[int]]:
+def _bytes_by_category(moments: Moments, events: list[int]) -> dict[str, list[int]]:
     """Return the bytes by category after each of these rising events."""
     changes: dict[int, list[tuple[str, int]]] = {}
     for begin, end, kind, extra in zip(moments.begin, moments.end, moments.kind, moments.extra, strict=True):

@@ -95,7 +95,7 @@ def _comparison(document: Comparison) -> Iterator[Section]:
         yield Section(
             "Memory over both runs",
             "Allocated by category, event by event, at a hundred moments of each; both have the same scale.",
-            **_both_over_time(runs),
+            **_compare_over_time(runs),
         )
     rows = [row for row in document.totals if row.a_bytes is not None or row.b_bytes is not None]
     yield Section(
@@ -145,12 +145,12 @@ def _comparison(document: Comparison) -> Iterator[Section]:
     yield Section(
         "Findings that differ", columns=("finding", ">A", ">B"),
         rows=tuple(
-            (row.id, _found(row.in_a, row.a_bytes), _found(row.in_b, row.b_bytes)) for row in document.findings or ()
+            (row.id, _cell(row.in_a, row.a_bytes), _cell(row.in_b, row.b_bytes)) for row in document.findings or ()
         ),
     )  # fmt: skip
 
 
-def _both_over_time(known: list[tuple[str, OverTime]]) -> dict[str, Any]:
+def _compare_over_time(known: list[tuple[str, OverTime]]) -> dict[str, Any]:
     highest = max(max(found.allocated_bytes) for _, found in known)
     unit = unit_for(highest)
     traces: list[dict[str, Any]] = []
@@ -195,7 +195,7 @@ def _word(value: Any) -> str:
     return "-" if value is None or value == "" else str(value)
 
 
-def _found(is_there: bool, num_bytes: int | None) -> PageCell:
+def _cell(is_there: bool, num_bytes: int | None) -> PageCell:
     return ("-", None) if not is_there else ("found", None) if num_bytes is None else _size(num_bytes)
 
 
@@ -284,7 +284,7 @@ def _curves(device: DeviceReport) -> dict[str, Any]:
         "height": 380, "showlegend": True, "hovermode": "x unified",
         "xaxis": {"title": {"text": "event"}, "tickformat": ",d", "showgrid": False},
         "yaxis": {"title": {"text": unit.name}, "rangemode": "tozero"},
-        "shapes": [_upright(at, "dot") for _, at in moments],
+        "shapes": [_vertical_line(at, "dot") for _, at in moments],
         "annotations": [_above(at, name) for name, at in moments],
     }  # fmt: skip
     return {"traces": traces, "layout": layout}
@@ -377,11 +377,11 @@ def _seconds(seconds: float | None) -> str:
 def _mark_capacity(layout: dict[str, Any], total: int | None, unit: Unit) -> None:
     if total is not None:
         at = total / unit.num_bytes
-        layout["shapes"] = [_upright(at, "dash")]
+        layout["shapes"] = [_vertical_line(at, "dash")]
         layout["annotations"] = [_above(at, f"the GPU: {format_bytes(total)}")]
 
 
-def _upright(at: float, dash: str) -> dict[str, Any]:
+def _vertical_line(at: float, dash: str) -> dict[str, Any]:
     return {
         "type": "line", "xref": "x", "yref": "paper", "x0": at, "x1": at, "y0": 0, "y1": 1,
         "line": {"dash": dash, "width": 1.5},

@@ -88,11 +88,11 @@ def _device(device: DeviceReport, *, replay: bool, many: bool) -> RenderableType
     if replay:
         parts.append(_replay(device.replay))
     if device.what_if is not None:
-        parts.append(_what_if(device.what_if))
+        parts.append(_what_if_table(device.what_if))
     return Group(*parts)
 
 
-def _where(device: DeviceReport, event: int) -> str:
+def _event_text(device: DeviceReport, event: int) -> str:
     if device.state_only:
         return "now"
     if event < 0:
@@ -101,7 +101,7 @@ def _where(device: DeviceReport, event: int) -> str:
 
 
 def _when(device: DeviceReport, amounts: Amounts) -> str:
-    where = _where(device, amounts.event)
+    where = _event_text(device, amounts.event)
     return f"{where}, in {amounts.stage}" if amounts.stage else where
 
 
@@ -113,7 +113,7 @@ def _summary(device: DeviceReport) -> RenderableType:
         cells = (amounts.requested_bytes, amounts.allocated_bytes, amounts.reserved_bytes)
         made.add_row(name, *map(format_bytes, cells), _when(device, amounts), style=style)
     if device.peak_reserved_bytes > device.peak.reserved_bytes and not device.state_only:
-        where = _where(device, device.peak_reserved_event)
+        where = _event_text(device, device.peak_reserved_event)
         made.add_row("most reserved", "", "", format_bytes(device.peak_reserved_bytes), where)
     if device.state_only:
         return Group(made, dim("No events were recorded: this is the state when the snapshot was taken."))
@@ -196,19 +196,19 @@ def _blocks(device: DeviceReport) -> RenderableType:
     made = table(f">{unit.name}", ">x", "|life in events", "~what it is", drop=("life in events", "x"))
     for block in _kinds(blocks):
         life = block_life(block) if block.alike == 1 else f"{block_life(block).split(' ')[0]}, …"
-        made.add_row(unit.amount(block.allocated_bytes), f"{block.alike:,}", life, _what(block))
+        made.add_row(unit.amount(block.allocated_bytes), f"{block.alike:,}", life, _block_text(block))
     return section("\nLargest blocks", made)
 
 
 def _kinds(blocks: tuple[BlockRow, ...]) -> list[BlockRow]:
-    """Return the first of each kind."""
+    """Return the first of the blocks alike in size, line, operator and category."""
     found: dict[tuple[object, ...], BlockRow] = {}
     for block in blocks:
         found.setdefault((block.allocated_bytes, block.source, block.op, block.category), block)
     return list(found.values())
 
 
-def _what(block: BlockRow) -> Text:
+def _block_text(block: BlockRow) -> Text:
     text = Text(block.category)
     text.append(f" {source_text(block.source)}")
     if block.op and block.op not in block.source:
@@ -284,7 +284,7 @@ def _replay(replay: ReplayRow) -> RenderableType:
     return Group(title, Text(f"  first difference at event {first.event:,}: {first.problem}; {why}"))
 
 
-def _what_if(found: WhatIf) -> RenderableType:
+def _what_if_table(found: WhatIf) -> RenderableType:
     least_needed = ("segments", "reserved at the end")
     made = table("~settings", ">peak reserved", ">reserved at the end", ">segments", drop=least_needed)
     for one, note in ((found.before, " (as recorded)"), (found.after, "")):

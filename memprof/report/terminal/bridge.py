@@ -16,7 +16,7 @@ MAX_PROCESSES = 5
 
 
 def render_bridge(bridge: Bridge, unit: Unit) -> RenderableType:
-    """A column for the moment at which most is reserved, and one for that at which most is allocated, if it differs."""
+    """Return a column for the moment at which most is reserved, and one for that of most allocated, if it differs."""
     amounts = ("requested_bytes", "allocated_bytes", "reserved_bytes")
     first, other = bridge.peak_reserved, bridge.peak_allocated
     moments = [first, other] if any(getattr(first, name) != getattr(other, name) for name in amounts) else [first]
@@ -33,7 +33,7 @@ def render_bridge(bridge: Bridge, unit: Unit) -> RenderableType:
     add("requested by tensors", "requested_bytes")
     add("+ rounding", "rounding_bytes", "of blocks")
     add("= allocated", "allocated_bytes", "what torch says", total=True)
-    add("+ free in segments", "fragmentation_bytes", _kept(first.fragmentation_bytes, bridge.cached_bytes(first)))
+    add("+ free in segments", "fragmentation_bytes", _free_text(first.fragmentation_bytes, bridge.cached_bytes(first)))
     if any(moment.released_bytes for moment in moments):
         add("+ released at once", "released_bytes", "before the request was served")
     add("= reserved", "reserved_bytes", "what torch holds", total=True)
@@ -58,7 +58,7 @@ def render_bridge(bridge: Bridge, unit: Unit) -> RenderableType:
     return Group(*parts, *([indented(dim("; ".join(notes)))] if notes else []), Text(""))
 
 
-def _kept(free: int, cached: int) -> str:
+def _free_text(free: int, cached: int) -> str:
     """Return what is free where most is reserved: cached for the next step, or never in use."""
     if not cached:
         return "fragmentation"

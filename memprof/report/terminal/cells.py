@@ -30,7 +30,7 @@ class Unit:
 
 
 def unit_for(num_bytes: int, *, smallest: int = MIB) -> Unit:
-    """The unit of a table whose largest amount is `num_bytes`: GiB, or less for what would be all zeros in GiB."""
+    """Return the unit of a table whose largest amount is `num_bytes`: GiB, or less where GiB would be all zeros."""
     return next(Unit(name, size) for name, size in _UNITS if num_bytes >= size or size <= smallest)
 
 

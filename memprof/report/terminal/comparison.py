@@ -78,7 +78,7 @@ def _settings(document: Comparison) -> RenderableType:
     made = table("~setting", "~A", "~B")
     for row in document.settings:
         made.add_row(Text(row.name), Text(_value(row.a)), Text(_value(row.b)))
-    return _titled("Settings that differ", same, made)
+    return _titled_table("Settings that differ", same, made)
 
 
 def _value(value: Any) -> str:
@@ -92,13 +92,13 @@ def _value(value: Any) -> str:
 
 
 def _totals(document: Comparison, unit: Unit) -> RenderableType:
-    made = _beside(unit.name, "~")
+    made = _comparison_table(unit.name, "~")
     for row in document.totals:
         if row.a_bytes is None and row.b_bytes is None:
             continue
         verdict = Text(total_verdict(row), style="dim" if not row.compared else "green" if row.within else "red")
         made.add_row(row.name, *_three(unit, row.a_bytes, row.b_bytes, row.difference_bytes), verdict)
-    return _titled("Totals", f"tolerance {document.tolerance}", made)
+    return _titled_table("Totals", f"tolerance {document.tolerance}", made)
 
 
 def _stages(document: Comparison, unit: Unit, top: int) -> RenderableType:
@@ -114,7 +114,7 @@ def _stages(document: Comparison, unit: Unit, top: int) -> RenderableType:
         text = Text(f"\nStages: the {same} that both have are the same." if same else "\nStages: none in common.")
         return Group(text, *(dim(f"  {note}") for note in notes))
     timed = document.seconds_a is not None or document.seconds_b is not None
-    made = _beside(f"peak, {unit.name}", ">change A", ">change B", *([">seconds A", ">B"] if timed else []))
+    made = _comparison_table(f"peak, {unit.name}", ">change A", ">change B", *([">seconds A", ">B"] if timed else []))
     for group in groups[:top]:
         a, b = ([row.a for row in group], [row.b for row in group])
         peak_a, peak_b = (max(_amounts(side, lambda one: one.peak_allocated_bytes)) for side in (a, b))
@@ -126,7 +126,7 @@ def _stages(document: Comparison, unit: Unit, top: int) -> RenderableType:
             *(unit.amount(one, sign=True) for one in changes),
             *(f"{sum(known):.3f}" if known else "-" for known in seconds),
         )
-    return _titled("Stages", f"largest differences first; {same} are the same", made, notes)
+    return _titled_table("Stages", f"largest differences first; {same} are the same", made, notes)
 
 
 def _amounts(side: Iterable[StageAmounts | None], value: Callable[[StageAmounts], T | None]) -> list[T]:
@@ -151,10 +151,10 @@ def _categories(document: Comparison, unit: Unit, top: int) -> RenderableType:
     differing = [row for row in document.categories if row.difference_bytes]
     if not differing:
         return Text("\nCategories at the peak: no difference.")
-    made = _beside(unit.name)
+    made = _comparison_table(unit.name)
     for row in document.categories[:top]:
         made.add_row(row.category, *_three(unit, row.a_bytes, row.b_bytes, row.difference_bytes))
-    return _titled("Categories", "at each one's own peak, without kernels' own memory", made)
+    return _titled_table("Categories", "at each one's own peak, without kernels' own memory", made)
 
 
 def _tensors(document: Comparison, top: int) -> RenderableType:
@@ -170,7 +170,7 @@ def _tensors(document: Comparison, top: int) -> RenderableType:
         notes.append(f"{alike} more with the same bytes, but another operator or shape (--json)")
     if not differing:
         return Text(f"\nTensors at the peak: no difference in bytes ({same}; {notes[-1]}).")
-    return _titled("Tensors at the peak", f"matched by {document.tensors_matched_by}; {same}", made, notes)
+    return _titled_table("Tensors at the peak", f"matched by {document.tensors_matched_by}; {same}", made, notes)
 
 
 def _place(row: TensorRow) -> Text:
@@ -215,11 +215,11 @@ def _reserved(document: Comparison, unit: Unit) -> RenderableType:
         known = any(row.difference_bytes is not None for row in document.reserved)
         text = "no difference" if known else "only one has any" if document.reserved else "not known"
         return Text(f"\nReserved memory and fragmentation: {text}.")
-    made = _beside(unit.name)
+    made = _comparison_table(unit.name)
     for row in document.reserved:
         if row.a_bytes or row.b_bytes:
             made.add_row(row.name, *_three(unit, row.a_bytes, row.b_bytes, row.difference_bytes))
-    return _titled("Reserved memory and fragmentation", "where most is reserved", made)
+    return _titled_table("Reserved memory and fragmentation", "where most is reserved", made)
 
 
 def _findings(document: Comparison) -> RenderableType:
@@ -257,7 +257,7 @@ def _verdict(document: Comparison) -> RenderableType:
     return Text(f"\nAll {len(compared)} totals that are compared {words}.", style="bold green")
 
 
-def _beside(first: str, *more: str) -> Table:
+def _comparison_table(first: str, *more: str) -> Table:
     """Return a table of A, B and their difference."""
     return table(f"~{first}", ">A", ">B", ">difference", *more, drop=("change A", "change B", "A", "B"))
 
@@ -267,5 +267,5 @@ def _three(unit: Unit, a: int | None, b: int | None, difference: int | None) -> 
     return [*shown, "-" if difference is None else signed_bytes(difference)]
 
 
-def _titled(title: str, what: str, made: Table, notes: Iterable[str] = ()) -> RenderableType:
+def _titled_table(title: str, what: str, made: Table, notes: Iterable[str] = ()) -> RenderableType:
     return Group(section(heading(f"\n{title}", f" ({what})"), made), *(dim(f"  {note}") for note in notes))

@@ -37,7 +37,7 @@ class _Console(Console):
 
 
 def terminal(stream: TextIO | None = None) -> Console:
-    """The console on `stream`, or stdout: in colour on a terminal, unless NO_COLOR or --no-color say otherwise."""
+    """Return the console on `stream`, or stdout: in colour on a terminal, unless NO_COLOR or --no-color forbid it."""
     return _Console(file=stream)
 
 

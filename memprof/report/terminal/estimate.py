@@ -82,7 +82,7 @@ def _table(estimate: Estimate) -> Iterator[str]:
         if any(cells):
             title = next(cell.title for cell in cells if cell is not None)
             rows.append([title, *map(_mark, cells)])
-    yield from _fitted(["", *names], rows, drop=[name for name in columns if name != estimate.dtype])
+    yield from _table_lines(["", *names], rows, drop=[name for name in columns if name != estimate.dtype])
 
 
 def _gpus(estimate: Estimate, gpus: tuple[Gpu, ...]) -> Iterator[str]:
@@ -102,7 +102,7 @@ def _gpus(estimate: Estimate, gpus: tuple[Gpu, ...]) -> Iterator[str]:
         fits, borderline, no = (list(found.values()).count(verdict) for verdict in (FITS, BORDERLINE, NO))
         smallest = next((f"{gpu.key} ({gib(gpu.total_bytes)})" for gpu in by_size if found[gpu.key] == FITS), "none")
         rows.append([*row, *map(str, (fits, borderline, no)), smallest])
-    yield from _fitted(headers, rows, drop=("allocated", "reserved", NO, BORDERLINE, "smallest that fits"))
+    yield from _table_lines(headers, rows, drop=("allocated", "reserved", NO, BORDERLINE, "smallest that fits"))
     if len(gpus) == 1:
         yield f"{gpus[0].name}: {gib(gpus[0].total_bytes)} GiB"
     yield f"Within the band a GPU is {BORDERLINE}. Bands, against published figures (`memprof help estimate`):"
@@ -123,10 +123,10 @@ def _sharded(estimate: Estimate) -> Iterator[str]:
     rows: dict[str, list[str]] = {}
     for cell in estimate.sharded:
         rows.setdefault(cell.method.key, [cell.title]).append(gib(cell.device_bytes))
-    yield from _fitted(["", *(f">{name}" for name in strategies)], [*rows.values()])
+    yield from _table_lines(["", *(f">{name}" for name in strategies)], [*rows.values()])
 
 
-def _fitted(headers: Sequence[str], rows: Sequence[Sequence[str]], drop: Sequence[str] = ()) -> Iterator[str]:
+def _table_lines(headers: Sequence[str], rows: Sequence[Sequence[str]], drop: Sequence[str] = ()) -> Iterator[str]:
     lines, gone = aligned(headers, rows, output_width(), drop)
     yield from lines
     if gone:

@@ -54,7 +54,7 @@ def shown_stages(document: Report) -> list[ShownStage]:
         if step in (0, full):
             result += _step(list(rows))
         else:
-            result.append(_joined(list(rows), name=f"step {step} (total)", is_step=True))
+            result.append(_merge_stages(list(rows), name=f"step {step} (total)", is_step=True))
     for longest in MAX_PERIODS:
         result = list(_folded_rounds(result, round(NEAR * document.peak.allocated_bytes), longest))
     return result
@@ -85,7 +85,7 @@ def _step(rows: list[Stage]) -> Iterator[ShownStage]:
             summaries = []
             yield from _folded_layers(members)
         else:
-            summaries.append(_joined(members, name=f"{word} {micro_batch}"))
+            summaries.append(_merge_stages(members, name=f"{word} {micro_batch}"))
     yield from _folded_summaries(summaries)
 
 
@@ -95,7 +95,7 @@ def _folded_summaries(summaries: list[ShownStage]) -> Iterator[ShownStage]:
         alike = list(group)
         word, first = alike[0].name.split()
         name = alike[0].name if len(alike) == 1 else f"{word}es {first}-{alike[-1].name.split()[1]}"
-        yield _joined(alike, name=name)
+        yield _merge_stages(alike, name=name)
 
 
 def _folded_rounds(rows: list[ShownStage], near: int, longest: int) -> Iterator[ShownStage]:
@@ -116,7 +116,7 @@ def _folded_rounds(rows: list[ShownStage], near: int, longest: int) -> Iterator[
         if len(groups) > MAX_GROUPS_OF_ROUNDS:
             groups = [[[members] for members in rounds]]
         for group in groups:
-            yield from _in_turn([[row for members in turn for row in members] for turn in group])
+            yield from _fold_rounds([[row for members in turn for row in members] for turn in group])
 
 
 def _rise(row: ShownStage) -> int:
@@ -141,7 +141,7 @@ def _repeated(items: Sequence[T], same: Callable[[T, T], bool], longest: int) ->
         begin = end
 
 
-def _in_turn(rounds: list[list[ShownStage]]) -> Iterator[ShownStage]:
+def _fold_rounds(rounds: list[list[ShownStage]]) -> Iterator[ShownStage]:
     """Yield the rows of one round, for all of them."""
     alone = len(rounds[0]) == 1
     for rows in zip(*rounds, strict=True):
@@ -150,14 +150,14 @@ def _in_turn(rounds: list[list[ShownStage]]) -> Iterator[ShownStage]:
         begin, end = (re.findall(r"\d+", row.name) if several else [] for row in (first, last))
         name = f"steps {begin[0]}-{end[-1]} (total)" if several else first.name
         turns = {"delta_bytes": last.delta_bytes, "turns": sum(row.turns for row in rows)}
-        yield _joined(rows, name=name, **({"count": sum(row.count for row in rows)} if alone else turns))
+        yield _merge_stages(rows, name=name, **({"count": sum(row.count for row in rows)} if alone else turns))
 
 
 def _folded_layers(rows: list[Stage]) -> Iterator[ShownStage]:
     for stack, group in groupby(rows, key=lambda row: row.stack):
         members = list(group)
         if not stack:
-            yield from (_joined([row]) for row in members)
+            yield from (_merge_stages([row]) for row in members)
             continue
         runs = [list(run) for _, run in groupby(members, key=_cost)]
         if len(runs) > MAX_ROWS_PER_STACK:
@@ -165,7 +165,7 @@ def _folded_layers(rows: list[Stage]) -> Iterator[ShownStage]:
         for run in runs:
             prefix = run[0].name.rpartition(" ")[0]
             name = run[0].name if len(run) == 1 else f"{prefix}s {run[0].index}-{run[-1].index}"
-            yield _joined(run, name=name, count=len(run))
+            yield _merge_stages(run, name=name, count=len(run))
 
 
 def _cost(row: Stage) -> tuple[int, int]:
@@ -173,8 +173,8 @@ def _cost(row: Stage) -> tuple[int, int]:
     return row.requested_delta_bytes, row.peak_requested_bytes - row.requested_bytes
 
 
-def _joined(rows: Sequence[Stage], **changes: Any) -> ShownStage:
-    """One row for several that follow each other: the last of them but for sums, highest values and `changes`."""
+def _merge_stages(rows: Sequence[Stage], **changes: Any) -> ShownStage:
+    """Merge rows that follow each other: the last of them but for sums, highest values and `changes`."""
     amounts = {field.name: getattr(rows[-1], field.name) for field in fields(rows[-1])}
     for name in _HIGHEST:
         amounts[name] = max((getattr(row, name) for row in rows if getattr(row, name) is not None), default=None)

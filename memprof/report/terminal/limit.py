@@ -26,12 +26,12 @@ def render_limit(limit: Limit, total_bytes: int) -> RenderableType:
     shown = [limit.runs[0].number] if limit.largest is None else [limit.largest, limit.first_too_large]
     lines: list[RenderableType] = []
     for run in (runs[number] for number in shown if number is not None):
-        lines += [Text(_said(run, total_bytes)), ShellCommand(run.command)]
+        lines += [Text(_describe_run(run, total_bytes)), ShellCommand(run.command)]
     lines += [] if limit.largest is None else map(dim, _notes(limit, limit.largest, runs))
     return section(f"\n{headline(limit)}", *lines, below=1)
 
 
-def _said(run: LimitRun, total_bytes: int) -> str:
+def _describe_run(run: LimitRun, total_bytes: int) -> str:
     if run.needed_bytes is None:
         return f"{run.number:,} cannot be run: {run.oom_stage}"
     need = f"{run.number:,} needs {format_bytes(run.needed_bytes)}"

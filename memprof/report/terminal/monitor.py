@@ -59,7 +59,7 @@ class _Lines:
                 raise
 
     def pause(self) -> None:
-        """Nothing to take away."""
+        """Do nothing: there is nothing to take away."""
 
     def say_once(self, notes: Iterable[str]) -> None:
         """Write those that were not written before: the same but for a number counts as the same."""
@@ -91,7 +91,7 @@ class QuietView(_Lines):
     """A view that shows nothing until the end: what could not be seen, and how the command ended."""
 
     def show(self, sample: MonitorSample, peaks: Peaks) -> None:
-        """Its notes."""
+        """Write the notes of a sample."""
         self.say_once(sample.notes)
 
     def close(self, outcome: MonitorOutcome) -> None:

@@ -42,7 +42,7 @@ def plain_line(sample: MonitorSample) -> str:
         count = len(sample.processes)
         parts.append(f"resident {format_bytes(sample.resident_bytes)} in {count} process{'es' if count > 1 else ''}")
     if sample.allocators:
-        parts.append(f"{_amounts(sample, 'allocated')}; {_amounts(sample, 'reserved')}{_trouble(sample)}")
+        parts.append(f"{_amounts(sample, 'allocated')}; {_amounts(sample, 'reserved')}{_retries_text(sample)}")
     parts += [_gpu(sample, gpu) for gpu in sample.gpus]
     return "  ".join(parts)
 
@@ -64,7 +64,7 @@ def _amounts(sample: MonitorSample, name: str) -> str:
     return f"{name} {format_bytes(current)}, highest {format_bytes(highest)}"
 
 
-def _trouble(sample: MonitorSample) -> str:
+def _retries_text(sample: MonitorSample) -> str:
     retries, ooms = sample.total("num_alloc_retries"), sample.total("num_ooms")
     text = f"; {retries} retr{'y' if retries == 1 else 'ies'} with an emptied cache" if retries else ""
     return text + (f"; out of memory {ooms} time{'' if ooms == 1 else 's'}" if ooms else "")
@@ -162,7 +162,7 @@ def footer_lines(sample: MonitorSample, peaks: Peaks, history: SampleHistory) ->
         for name, peak in (("allocated", peaks.allocated_bytes), ("reserved", peaks.reserved_bytes)):
             curve = history.curve(name, peaks.reserved_bytes)
             lines.append(Text(f"{curve} {_amounts(sample, name)}, peak {format_bytes(peak or 0)}"))
-        if trouble := _trouble(sample):
+        if trouble := _retries_text(sample):
             lines.append(Text(f"{'':{_CURVE}} {trouble[2:]}", style="red"))
         several = [process for process in sample.processes if process.allocators]
         lines += map(_process_line, several[:_MAX_PROCESSES] if len(several) > 1 else ())

@@ -135,7 +135,7 @@ def _describe(target: Target) -> str:
     amp = f" with {asked.amp} autocast" if asked.amp else ""
     if target.dtype is not None:
         parts.append(f"{target.dtype}{amp}")
-    parts.append(_what_is_trained(target))
+    parts.append(_describe_trained(target))
     if asked.mode is Mode.TRAIN:
         impl = f" ({asked.optimizer_impl})" if asked.optimizer_impl else ""
         parts += [
@@ -152,7 +152,7 @@ def _describe(target: Target) -> str:
     return ", ".join(part for part in parts if part)
 
 
-def _what_is_trained(target: Target) -> str:
+def _describe_trained(target: Target) -> str:
     """Return the adapter, the NPT components, or how much is not frozen; nothing of a model trained as a whole."""
     asked, trainable = target.asked, target.num_trainable_parameters
     if asked.adapter:
@@ -264,7 +264,7 @@ def _memory_verdict(document: Report) -> RenderableType:
     if verdict.fits and not verdict.retries and spare >= 0:
         return _fits(document, need, spare).append(_growth_note(verdict.growth))
     if verdict.fits:
-        said = f"{_only_just(verdict.retries)}. Without releasing its cache it would reserve {need}."
+        said = f"{_fits_narrowly(verdict.retries)}. Without releasing its cache it would reserve {need}."
         return _labelled("Fits, with allocator retries", "bold yellow", said).append(_growth_note(verdict.growth))
     if verdict.host_over_bytes and verdict.oom_stage is None:
         over = f"{format_bytes(verdict.host_over_bytes)} more than there is of it (--host-memory)"
@@ -275,7 +275,7 @@ def _memory_verdict(document: Report) -> RenderableType:
     whole = "The script ended there; with that allocation it needs" if ended else "The whole run needs"
     tried, used = (format_bytes(size or 0) for size in (verdict.tried_to_allocate_bytes, verdict.in_use_bytes))
     number = verdict.out_of_memory_caught
-    before = f" Before that {_raised_and_caught(number)}, and the script went on without what it had requested."
+    before = f" Before that {_caught_errors_text(number)}, and the script went on without what it had requested."
     text = (
         f"a real GPU runs out of memory in {where}, when it tries to allocate {tried} with {used} in use. "
         f"{whole} {need}.{before if number else ''} torch {'said' if ended else 'would say'}:"
@@ -316,13 +316,13 @@ def _certain_errors(document: Report) -> list[RenderableType]:
     return [Text("Fails on a real GPU: ", style="bold red").append(one.title, style="default") for one in errors]
 
 
-def _only_just(retries: int) -> str:
+def _fits_narrowly(retries: int) -> str:
     times = "once" if retries == 1 else f"{retries} times" if retries else "now and then"
     back = "the allocator releases what it holds and does not use, which takes time"
     return f"the GPU is full {times}, and the run goes on because {back}"
 
 
-def _raised_and_caught(number: int) -> str:
+def _caught_errors_text(number: int) -> str:
     raised = "an out-of-memory error was" if number == 1 else f"{number} out-of-memory errors were"
     return f"{raised} raised and caught"
 
@@ -348,9 +348,9 @@ def _verdict_after_errors(verdict: Verdict, first: CaughtError, need: str, spare
     stage = at_stage(first.stage, first.step)
     where = f" at {short_source(first.source)}" if first.source else ""
     asked = f"{format_bytes(first.num_bytes)} were requested with {format_bytes(first.in_use_bytes)} in use"
-    only_just = f"and fits, with allocator retries: {_only_just(verdict.retries)}"
+    only_just = f"and fits, with allocator retries: {_fits_narrowly(verdict.retries)}"
     then = only_just if verdict.retries or spare < 0 else f"{format_bytes(spare)} to spare"
-    went_on = f"{_raised_and_caught(number)}{which} in {stage}{where}, where {asked}; the script went on without it."
+    went_on = f"{_caught_errors_text(number)}{which} in {stage}{where}, where {asked}; the script went on without it."
     said = f"{went_on} What it did instead needs {need}, {then}."
     return _labelled("Fits only without what was refused", "bold yellow", said)
 
@@ -399,11 +399,11 @@ def _finding(number: int, finding: Finding) -> RenderableType:
     if len(finding.evidence) > MAX_EVIDENCE:
         lines.append(dim(f"   and {len(finding.evidence) - MAX_EVIDENCE} more (--json lists all)"))
     if finding.fixes:
-        lines.append(Text("   Suggested fixes: " + ", ".join(map(_as_fix, finding.fixes)), style="green"))
+        lines.append(Text("   Suggested fixes: " + ", ".join(map(_fix_argument, finding.fixes)), style="green"))
     return Group(*lines)
 
 
-def _as_fix(name: str) -> str:
+def _fix_argument(name: str) -> str:
     """Return a fix as `--fix` takes it; N is for the user to say."""
     fix = FIXES.get(name)
     return f"{name}=N" if fix is not None and fix.main_option in fix.required else name

@@ -12,7 +12,7 @@ from memprof.trace.events import short_source
 
 
 def merge_equal_rows(tensors: Iterable[LiveTensor]) -> list[LiveTensor]:
-    """Return those of which a row says the same are one: forward and backward each have a workspace of cuBLAS."""
+    """Merge tensors that a row describes alike: forward and backward each have a workspace of cuBLAS."""
     found: dict[tuple[object, ...], LiveTensor] = {}
     for one in tensors:
         where = one.name or (one.module, one.source)

@@ -32,7 +32,7 @@ class CategoryTimeline:
         if columns < _LEAST_COLUMNS:
             return
         columns = min(columns, found.num_events)
-        shown = self._shown(columns)
+        shown = self._shown_moments(columns)
         lines = [
             Text(
                 f"{name:<{label}}  {curve((found.categories[name][at] for at in shown), highest)}  "
@@ -55,7 +55,7 @@ class CategoryTimeline:
         yield heading("Over the run, ", f"{self.unit.name}, event by event; behind each line the most that it reaches")
         yield indented(*lines, dim(legend), below=1)
 
-    def _shown(self, columns: int) -> list[int]:
+    def _shown_moments(self, columns: int) -> list[int]:
         """Return which moment each column shows: of several that fall into it, the highest."""
         found, moments = self.found, len(self.found.events)
         if columns >= moments:

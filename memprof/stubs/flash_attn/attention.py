@@ -54,7 +54,7 @@ class Options(NamedTuple):
 
 
 def round_up(value: int, multiple: int) -> int:
-    """The next multiple."""
+    """Return the next multiple."""
     return -(-value // multiple) * multiple
 
 
@@ -64,7 +64,7 @@ def rounded_head(size: int) -> int:
 
 
 def padded(tensor: torch.Tensor) -> torch.Tensor:
-    """With a head's size that is a multiple of 8."""
+    """Return it padded, so that a head's size is a multiple of 8."""
     size = tensor.shape[-1]
     return torch.nn.functional.pad(tensor, (0, 8 - size % 8)) if size % 8 else tensor
 

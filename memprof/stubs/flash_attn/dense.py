@@ -27,7 +27,7 @@ _activation = register_in("flash_attn.ops.activations", source=_AT + "flash_attn
 
 @_activation
 def gelu_bwd(g, x):
-    """By several operators: each makes a tensor of its own."""
+    """Run the backward of gelu by several operators: each makes a tensor of its own."""
     tanh_out = torch.tanh(0.79788456 * x * (1 + 0.044715 * x * x))
     ff = 0.5 * x * ((1 - tanh_out * tanh_out) * (0.79788456 + 0.1070322243 * x * x)) + 0.5 * (1 + tanh_out)
     return (ff * g).to(dtype=x.dtype)
@@ -48,13 +48,13 @@ def sqrelu_fwd(x):
 
 @_activation
 def sqrelu_bwd(g, x):
-    """By three operators."""
+    """Run the backward of sqrelu by three operators."""
     return (2.0 * g * functional.relu(x)).to(dtype=x.dtype)
 
 
 @_activation
 def swiglu(x, y):
-    """Both are saved; one kernel each way."""
+    """Multiply y by the SiLU of x: both are saved; one kernel each way."""
 
     def forward(x: torch.Tensor, y: torch.Tensor):
         check_on_gpu("flash_attn.ops.activations.swiglu", x, y)

@@ -17,7 +17,7 @@ _public = register_in("flash_attn.bert_padding", source="Dao-AILab/flash-attenti
 
 
 def _repeated(indices: torch.Tensor, columns: int) -> torch.Tensor:
-    """Each index for every column, a view."""
+    """Return each index for every column, as a view."""
     return indices[:, None].expand(-1, columns)
 
 

@@ -138,7 +138,7 @@ def _top_k_top_p(
 
 
 def _is_few(rows: torch.Tensor, top_k, indices) -> bool:
-    """_top_k_first_fast_path_applicable."""
+    """Return whether the fast path of top-k first applies (_top_k_first_fast_path_applicable)."""
     large = rows.size(-1) >= _LEAST_LARGE
     return indices is None and isinstance(top_k, int) and 0 < top_k <= _MOST_FEW and large and top_k < rows.size(-1)
 

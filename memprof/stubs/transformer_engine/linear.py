@@ -328,6 +328,6 @@ def norm_parameters(module, size: int, normalization: str, zero_centered: bool, 
 
 
 def norm_tensors(module) -> list[torch.Tensor]:
-    """Its weight, and its bias if it has one."""
+    """Return the norm's weight, and its bias if it has one."""
     both = (module.layer_norm_weight, module.layer_norm_bias)
     return [one for one in both if one is not None]

@@ -21,13 +21,13 @@ class _OnePart:
         self.main_profiler = main_profiler
 
     def __enter__(self) -> None:
-        """Nothing is traced."""
+        """Begin: nothing is traced."""
 
     def __exit__(self, *error: object) -> None:
-        """Nothing is written."""
+        """End: nothing is written."""
 
     def step(self) -> None:
-        """A step has ended."""
+        """Note that a step has ended."""
 
 
 DEFAULT_SCHEDULE: tuple[Any, ...] = ()
@@ -58,9 +58,9 @@ class _Profile:
     stop = __exit__
 
     def step(self):
-        """A step has ended."""
+        """Note that a step has ended."""
 
 
 @stub("xformers.profiler.api.step", "xformers.profiler.step", source=f"{_PROFILER}/api.py")
 def _step():
-    """A step has ended."""
+    """Note that a step has ended."""

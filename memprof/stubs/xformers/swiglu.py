@@ -119,7 +119,7 @@ class _Cast(torch.autograd.Function):
 
 
 def _of_weight(gradient: torch.Tensor, x: torch.Tensor, bias: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Its gradient, and the bias's of the same kernel (gemm_fused_operand_sum.cu)."""
+    """Return the weight's gradient, and the bias's of the same kernel (gemm_fused_operand_sum.cu)."""
     if not bias:
         return gradient.transpose(-2, -1) @ x, None
     sums = gradient.new_empty(gradient.shape[1])

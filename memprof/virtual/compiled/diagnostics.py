@@ -74,7 +74,7 @@ class CompileDiagnostics:
         self._recorder.trace.compiling = CompileStats(round(self._seconds, 3), len(self._kernels))
 
     def note_kernel(self, source: str) -> None:
-        """Inductor wrote this one."""
+        """Note a kernel that Inductor wrote."""
         self._kernels.add(source)
 
     def keeps_more(self, kept: list[SavedResult], more_bytes: int) -> None:

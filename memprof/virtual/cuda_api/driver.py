@@ -47,27 +47,27 @@ class CudaGenerator(_Generator):
         return rng_state()
 
     def set_state(self, state: torch.Tensor) -> CudaGenerator:  # type: ignore[override]
-        """Taken."""
+        """Accept it, and draw nothing by it."""
         return self
 
     def clone_state(self) -> CudaGenerator:
-        """Another one."""
+        """Return another generator like this."""
         return gpu_generator(self.gpu)
 
     graphsafe_get_state = clone_state  # type: ignore[assignment]
     graphsafe_set_state = set_state  # type: ignore[assignment]
 
     def get_offset(self) -> int:
-        """Nothing was drawn."""
+        """Return 0: nothing was drawn."""
         return 0
 
     def set_offset(self, offset: int) -> CudaGenerator:  # type: ignore[override]
-        """Taken."""
+        """Accept it, and draw nothing by it."""
         return self
 
 
 def gpu_generator(gpu: int) -> CudaGenerator:
-    """One of that GPU."""
+    """Return a generator of that GPU."""
     made = CudaGenerator()
     made.gpu = gpu
     return made

@@ -43,7 +43,7 @@ class _Pools:
         self._users[pool[0]] += 1
 
     def leave(self, pool: Handle) -> None:
-        """One less does: without any, what is free in it may be released."""
+        """Count one user less: without any, what is free in the pool may be released."""
         self._users[pool[0]] -= 1
         if not self._users[pool[0]]:
             self._recorder.active_pool.append_release(pool[0])

@@ -80,14 +80,14 @@ class Stream(_InOrder):
             torch.cuda.set_stream(outer)
 
     def __eq__(self, other: object) -> bool:
-        """Two of a pool are the same once it has been gone through."""
+        """Compare: two of a pool are the same once it has been gone through."""
         return isinstance(other, Stream) and (self.stream_id, self.device) == (other.stream_id, other.device)
 
     def __hash__(self) -> int:
         return hash(self.stream_id)
 
     def is_capturing(self) -> bool:
-        """No graph is being captured."""
+        """Return False: no graph is being captured."""
         return False
 
     def _work(self) -> Clock:
@@ -100,7 +100,7 @@ class Stream(_InOrder):
         return event
 
     def wait_stream(self, stream: Any) -> None:
-        """For all that `stream` was given."""
+        """Wait for all that `stream` was given."""
         stream.wait(self)
 
     wait_event = wait_stream
@@ -120,7 +120,7 @@ class Event(_InOrder):
         return self._recorded
 
     def record(self, stream: Any = None) -> None:
-        """Behind what a stream was given until now, the current one unless given."""
+        """Record the event behind what `stream`, else the current one, was given until now."""
         behind: Any = torch.cuda.current_stream() if stream is None else stream
         self._recorded = behind._work()
 
@@ -129,7 +129,7 @@ class Event(_InOrder):
         return 1.0
 
     def ipc_handle(self) -> bytes:
-        """One event has one handle."""
+        """Return its handle: one event has one."""
         return bytes(64)
 
 

@@ -56,7 +56,7 @@ class CompletedWork(_Work):
         """Return none."""
 
     def result(self) -> Any:
-        """Return what it made."""
+        """Return the tensors that the collective made."""
         return self._made
 
     def get_future(self) -> Any:
@@ -90,7 +90,7 @@ class RankGroup(_ProcessGroup):
     # -- what it says of itself -------------------------------------------------------------------------------------
 
     def size(self) -> int:
-        """Ranks in it."""
+        """Return the number of ranks in it."""
         return self._size
 
     @property
@@ -134,7 +134,7 @@ class RankGroup(_ProcessGroup):
     # -- collectives ------------------------------------------------------------------------------------------------
 
     def allreduce(self, tensors: _Tensors, opts: Any = None) -> Any:
-        """In place."""
+        """Reduce in place."""
         self._note_sent("allreduce", tensors, 2 * self._share_of_others)
         self._owners.mark_reduced(tensors)
         waits = [self._others.all_reduce(tensor, _reduction(opts), self.place) for tensor in tensors]

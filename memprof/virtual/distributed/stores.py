@@ -96,7 +96,7 @@ class _Shared(_Store):  # type: ignore[misc]
         return True
 
     def set_timeout(self, timeout: Any) -> None:
-        """Nobody waits for what cannot come."""
+        """Do nothing: nobody waits for what cannot come."""
 
     def clone(self) -> Any:
         return self

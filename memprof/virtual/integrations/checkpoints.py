@@ -46,7 +46,7 @@ READ = frozenset({torch.bool, torch.int16, torch.int32, torch.int64})
 
 
 class Checkpoints:
-    """Files of torch's, for one virtual GPU."""
+    """Checkpoint files (torch.save, torch.load), for one virtual GPU."""
 
     def __init__(self, tracker: DeviceState, assume: Callable[[str], None], mode: TorchFunctionMode) -> None:
         self._tracker = tracker

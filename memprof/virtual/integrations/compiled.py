@@ -71,7 +71,7 @@ class _CudaUtils:
 
     @staticmethod
     def get_device_properties(device: Any) -> dict[str, int]:
-        """By the names that Triton has for them; kernels are laid out by the number of multiprocessors."""
+        """Return them by Triton's names; kernels are laid out by the number of multiprocessors."""
         gpu: Any = torch.cuda.get_device_properties(device)
         return {
             "max_shared_mem": gpu.shared_memory_per_block_optin,

@@ -106,7 +106,7 @@ def _scatter(
 
 
 def _gather(tensors: _Tensors, dim: int, destination: int | None = None) -> torch.Tensor:
-    """All parts in one new tensor, on a GPU or (-1) on the host."""
+    """Return all parts in one new tensor, on a GPU or (-1) on the host."""
     size = list(tensors[0].shape)
     size[dim] = sum(tensor.shape[dim] for tensor in tensors)
     layouts = {suggested_format(tensor) for tensor in tensors}

@@ -184,7 +184,7 @@ class Interchange:
             return pinned
 
     def note_pinned(self, tensors: Any) -> None:
-        """These were made in pinned memory."""
+        """Note tensors that were made in pinned memory."""
         for tensor in find_tensors(tensors):
             self._pinned.add(tensor.untyped_storage())
 

@@ -164,7 +164,7 @@ class _Worker:
 
     @contextlib.contextmanager
     def _random_state(self) -> Iterator[None]:
-        """This worker's random numbers, which a real worker has in its process."""
+        """Use this worker's random numbers inside, which a real worker has in its process."""
         outside = _random_state()
         if self._random is None:
             _seed(*self._seeds)

@@ -51,7 +51,7 @@ def _watch_forks() -> None:
 
 
 def _disable_in_child(context: InstallContext) -> None:
-    """In a forked child: the modes stay on their stacks, where code that is running expects them, and do nothing."""
+    """Disable the modes in a forked child: they stay on their stacks, where running code expects them."""
     context.leave_in_child()
     context.function_mode.is_off = context.tracker.is_off = True
     file = context.children.file

@@ -26,7 +26,7 @@ class ResultsInCpp(Extension):
 
     @contextlib.contextmanager
     def around(self, context: InstallContext) -> Iterator[None]:
-        """Have them registered."""
+        """Have the operators registered inside."""
         library = torch.library.Library("aten", "IMPL", "AutogradMeta")
         # torch.library refuses a kernel for an operator that is taken apart.
         for_meta: Any = dispatch.dispatch_library("IMPL", "aten", "Meta", __file__, 0)

@@ -67,7 +67,7 @@ class SafetensorsFiles:
         yield library, "serialize_file", self._serialize_file
 
     def opening(self) -> AbstractContextManager[None]:
-        """Inside, `safe_open` is ours."""
+        """Replace `safe_open` by memprof's inside."""
         return bound_everywhere("safe_open", _real_open, self._open)
 
     def _flattening(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -132,7 +132,7 @@ class SafetensorsFiles:
         return struct.pack("<Q", len(text)) + text + b"".join(data)
 
     def _open(self, filename: Any, framework: str, device: Any = "cpu", **options: Any) -> Any:
-        """`safetensors.safe_open`."""
+        """Open a file as `safetensors.safe_open` does."""
         header = _header(filename) if framework in ("pt", "torch", "pytorch") and not self.is_off else None
         if header is None:
             return _real_open(filename, framework, device, **options)
@@ -178,7 +178,7 @@ class _File:
         return None
 
     def keys(self) -> list[str]:
-        """The names, in order."""
+        """Return the tensors' names, in order."""
         return sorted(self._entries)
 
     def offset_keys(self) -> list[str]:
@@ -190,11 +190,11 @@ class _File:
         return self._metadata
 
     def get_tensor(self, name: str) -> torch.Tensor:
-        """The tensor `name`."""
+        """Return the tensor `name`."""
         return self.get_slice(name)[...]
 
     def get_tensors(self) -> dict[str, torch.Tensor]:
-        """All of them."""
+        """Return all tensors, by name."""
         return {name: self.get_tensor(name) for name in self.offset_keys()}
 
     def get_slice(self, name: str) -> _Slice:
@@ -227,11 +227,11 @@ class _Slice:
         self._code = entry["dtype"].removesuffix(_MARK)
 
     def get_shape(self) -> list[int]:
-        """Its shape."""
+        """Return the slice's shape."""
         return list(self._entry["shape"])
 
     def get_dtype(self) -> str:
-        """Its type, as the format names it."""
+        """Return the slice's dtype, as the format names it."""
         return str(self._code)
 
     def __getitem__(self, index: Any) -> torch.Tensor:

@@ -51,7 +51,7 @@ def patches(tracker: DeviceState) -> Iterator[tuple[Any, str, Any]]:
         return made
 
     def resize_(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
-        """On CUDA the old block is released, and another one taken (native/cuda/Resize.cpp)."""
+        """Resize as on CUDA: the old block is released, and another one taken (native/cuda/Resize.cpp)."""
         with _NoTorchFunction():
             device = tracker.recorder.storages.device_of(storage) if storage.device.type == "meta" else "meta"
             before = storage.nbytes()
@@ -90,7 +90,7 @@ class _Part:
         self._nbytes = stop - start
 
     def nbytes(self) -> int:
-        """Its size."""
+        """Return its size in bytes."""
         return self._nbytes
 
     size = __len__ = nbytes

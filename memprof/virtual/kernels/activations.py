@@ -40,7 +40,7 @@ def softmax_backward(args: Any, gpu: DeviceProperties) -> list[int]:
 def _without_copy(
     operator: Any, machine: DeviceState, input: torch.Tensor, dim: int, dtype: torch.dtype | None = None, **kwargs: Any
 ) -> Any:
-    """From float16 to float32 without a copy, which CUDA's kernel does and others do not (native/SoftMax.cpp)."""
+    """Convert float16 to float32 without a copy, as CUDA's kernel does and others do not (native/SoftMax.cpp)."""
     if dtype is torch.float32 and input.dtype is torch.float16 and not kwargs and machine.is_on_gpu(input):
         return operator(input, dim, True)
     return NotImplemented

@@ -159,7 +159,7 @@ def _cudnn_can(gpu: DeviceProperties, call: Attention) -> bool:
 
 
 def _flash_can(gpu: DeviceProperties, call: Attention) -> bool:
-    """can_use_flash_attention."""
+    """Return whether FlashAttention can run (can_use_flash_attention)."""
     query, key, value, head_dim = call.query, call.key, call.value, call.query.shape[-1]
     capability = gpu.compute_capability
     small_shared_memory = capability in ((8, 6), (8, 9), (12, 0), (12, 1))
@@ -180,7 +180,7 @@ def _flash_can(gpu: DeviceProperties, call: Attention) -> bool:
 
 
 def _efficient_can(gpu: DeviceProperties, call: Attention, grouped: bool) -> bool:
-    """can_use_mem_efficient_attention."""
+    """Return whether the memory-efficient kernel can run (can_use_mem_efficient_attention)."""
     query, key, value, capability = call.query, call.key, call.value, gpu.compute_capability
     half = query.dtype in _HALF
     alignment = 8 if half else 4 if capability >= (8, 0) else 1
@@ -437,7 +437,7 @@ def multi_head_attention(
     average_attn_weights: bool = True,
     mask_type: int | None = None,
 ) -> Any:
-    """Through a fused kernel where one can, else with the scores of every head."""
+    """Attend by a fused kernel where one can, else with the scores of every head."""
     same = query is key and key is value
     if not machine.is_on_gpu(query) or query.is_nested or not same or not query.numel():
         return NotImplemented

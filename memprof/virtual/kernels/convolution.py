@@ -66,7 +66,7 @@ def _in_layout(tensor: torch.Tensor, layout: torch.memory_format) -> torch.Tenso
 
 
 def is_depthwise(data: torch.Tensor, weight: torch.Tensor, transposed: bool, groups: int) -> bool:
-    """One or several filters for each channel (ConvParams::is_depthwise)."""
+    """Return whether each channel has filters of its own, one or several (ConvParams::is_depthwise)."""
     channels = data.shape[1]
     return not transposed and groups > 1 and channels == groups and weight.shape[0] % channels == 0
 

@@ -170,7 +170,7 @@ def cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> Any:
-    """Under autocast the log-softmax inside keeps its dtype, and what follows it is cast (native/LossNLL.cpp)."""
+    """Run it so that under autocast the log-softmax keeps its dtype, and what follows is cast (native/LossNLL.cpp)."""
     if not _autocasts(machine, input):
         return NotImplemented
     classes = 1 if input.dim() > 1 else 0
@@ -190,7 +190,7 @@ def cross_entropy(
 def pairwise_distance(
     machine: DeviceState, x1: torch.Tensor, x2: torch.Tensor, p: float = 2, eps: float = 1e-6, keepdim: bool = False
 ) -> Any:
-    """Under autocast the norm inside gives float32 (native/Distance.cpp)."""
+    """Run it so that under autocast the norm gives float32 (native/Distance.cpp)."""
     if not _autocasts(machine, x1):
         return NotImplemented
     return kernels.norm(x1 - x2 + eps, p, -1, keepdim, dtype=torch.float32)

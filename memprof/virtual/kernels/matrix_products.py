@@ -77,7 +77,7 @@ def grouped_mm(launch: KernelContext) -> Any:
 
 @kernel(aten._scaled_mm.out)
 def scaled_mm_out(launch: KernelContext) -> Any:
-    """Into a tensor that is there, as compiled code calls it; there is no meta kernel for that."""
+    """Multiply into a tensor that is there, as compiled code does; there is no meta kernel for that."""
     out = launch.kwargs["out"]
     launch.values.store.drop(out.untyped_storage()._cdata)
     return out
@@ -85,7 +85,7 @@ def scaled_mm_out(launch: KernelContext) -> Any:
 
 @kernel(aten.addmm.dtype, aten.addmm.dtype_out)
 def addmm_of_two_dtypes(launch: KernelContext) -> Any:
-    """Two in half precision, and the result in float32."""
+    """Multiply two matrices in half precision, with the result in float32."""
     # torch has a meta kernel of its own for it in 2.13; that of 2.11 takes the dtype for `beta`
     # (torch/_decomp/decompositions.py).
     if not kernels.addmm_dtype.exists():

@@ -133,7 +133,7 @@ def _empty(
 
 @kernel(aten._empty_affine_quantized, aten._empty_per_channel_affine_quantized, on_host=True)
 def empty(launch: KernelContext) -> Any:
-    """Bytes without values."""
+    """Make a quantized tensor without values."""
     device = launch.kwargs.get("device")
     if device is None or device.type != "meta":
         return launch.func(*launch.args, **launch.kwargs)
@@ -216,7 +216,7 @@ def int_repr(launch: KernelContext) -> Any:
 
 @of_quantized(aten.clone, aten.flip, aten.index_select)
 def same_quantizer(launch: KernelContext) -> Any:
-    """Another one by the same quantizer."""
+    """Make another tensor by the same quantizer."""
     data, *rest = launch.args
     size, layout = list(data.shape), launch.kwargs.get("memory_format") or torch.contiguous_format
     if launch.operator.packet is aten.index_select:
@@ -228,7 +228,7 @@ def same_quantizer(launch: KernelContext) -> Any:
 
 @of_quantized(aten._to_copy)
 def to_copy(launch: KernelContext) -> Any:
-    """To another device with the scales (TensorConversions.cpp, empty_quantized); what comes back holds ones."""
+    """Copy to another device with the scales (TensorConversions.cpp, empty_quantized); what comes back holds ones."""
     data, device = launch.args[0], launch.kwargs.get("device")
     if launch.kwargs.get("dtype", data.dtype) is not data.dtype:
         raise RuntimeError(_NOT_TO_FLOATS)
@@ -255,7 +255,7 @@ _NOT_TO_FLOATS = (
 
 @of_quantized(aten.copy_)
 def copy_(launch: KernelContext) -> Any:
-    """Into a quantized tensor (native/Copy.cpp, copy_impl)."""
+    """Copy into a quantized tensor (native/Copy.cpp, copy_impl)."""
     if not launch.args[0].is_quantized:
         raise RuntimeError(_NOT_TO_FLOATS)
     return launch.args[0]
@@ -281,7 +281,7 @@ def in_floats(launch: KernelContext) -> Any:
 
 @of_quantized(aten.relu)
 def relu(launch: KernelContext) -> Any:
-    """By its integers, where they are above the zero point (native/quantized/cuda/Activation.cpp)."""
+    """Take its integers where they are above the zero point (native/quantized/cuda/Activation.cpp)."""
     scale, zero_point = _parameters(launch.args[0]).values()
     with launch.inside():
         integers = aten.int_repr.default(launch.args[0])
@@ -302,7 +302,7 @@ def max_pool2d(launch: KernelContext) -> Any:
 
 @of_quantized("quantized.add", "quantized.add_relu")
 def add(launch: KernelContext) -> Any:
-    """With the sum and two factors in float32, each as large as an operand (native/quantized/cudnn/BinaryOps.cpp)."""
+    """Add by a sum and two factors in float32, each as large as an operand (native/quantized/cudnn/BinaryOps.cpp)."""
     data, _, scale, zero_point = launch.args
     floats = 4 * data.numel()
     with launch.scratch(floats):
@@ -337,7 +337,7 @@ def per_channel(launch: KernelContext) -> Any:
 
 @kernel(aten._fake_quantize_learnable_per_tensor_affine)
 def learnable_per_tensor(launch: KernelContext) -> Any:
-    """By a scale and a zero point that the host reads."""
+    """Quantize by a scale and a zero point that the host reads."""
     data, _, _, least, most = launch.args[:5]
     with launch.inside():
         return aten.fake_quantize_per_tensor_affine_cachemask.default(data, 1.0, least, least, most)[0]
@@ -345,7 +345,7 @@ def learnable_per_tensor(launch: KernelContext) -> Any:
 
 @kernel(aten._fake_quantize_learnable_per_channel_affine)
 def learnable_per_channel(launch: KernelContext) -> Any:
-    """By rounded zero points."""
+    """Quantize by channel, with rounded zero points."""
     data, scale, zero_point, axis, least, most = launch.args[:6]
     with launch.inside():
         rounded = zero_point.round().clamp_(least, most).to(torch.int32)

@@ -131,7 +131,7 @@ def _dropout_state(machine: DeviceState, device: str) -> torch.Tensor:
 def _cast(
     machine: DeviceState, packing: Packing, weights: list[torch.Tensor], per_layer: int, dtype: torch.dtype
 ) -> Any:
-    """Under autocast the weights are copied into a new half-precision buffer at every call."""
+    """Cast the weights under autocast: into a new half-precision buffer at every call."""
     with machine.factory_device_as(machine.device_of(weights[0])):
         buffer = torch.zeros(packing.numel, dtype=dtype, device=META)
     views = packing.views(buffer, [weight.shape for weight in weights], per_layer)

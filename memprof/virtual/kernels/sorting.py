@@ -45,7 +45,7 @@ _INT_MAX = 2**31 - 1
 
 
 def _together(sizes: list[int]) -> int:
-    """Several buffers in one allocation (cub's alias_temporaries)."""
+    """Return the bytes of several buffers in one allocation (cub's alias_temporaries)."""
     total = sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)
     return total + _ALIGNMENT - 1 if total else 1
 
@@ -217,7 +217,7 @@ def scan(args: Any, gpu: DeviceProperties) -> list[int]:
 
 @scratch(aten.multinomial)
 def multinomial_with_replacement(args: Any, gpu: DeviceProperties) -> list[int]:
-    """Cumulative, normalised probabilities (native/cuda/MultinomialKernel.cu)."""
+    """Return the bytes of cumulative, normalised probabilities (native/cuda/MultinomialKernel.cu)."""
     weights, draws = args[0], args[1]
     return [weights.nbytes] * 2 if len(args) > 2 and args[2] and draws > 1 else []
 
@@ -299,7 +299,7 @@ def count_nonzero(launch: KernelContext) -> Any:
 
 @kernel(aten.roll)
 def roll(launch: KernelContext) -> Any:
-    """Several dimensions are rolled one after the other, each into a new tensor (native/TensorTransformations.h)."""
+    """Roll several dimensions one after the other, each into a new tensor (native/TensorTransformations.h)."""
     data, shifts = launch.args[:2]
     dims = launch.argument(2, "dims", [])
     if len(dims) < 2 or "out" in launch.kwargs:

@@ -20,7 +20,7 @@ from memprof.virtual.operator_call import HOST_VIRTUAL_BYTES
 
 @kernel(aten._local_scalar_dense, on_host=True)
 def local_scalar(launch: KernelContext) -> Any:
-    """`item()`."""
+    """Read a scalar, as `item()` does."""
     if launch.args[0].is_meta:
         launch.wait()
     return launch.values.policy.read(launch.args[0]).item()

@@ -33,7 +33,7 @@ def equal(launch: KernelContext) -> Any:
 
 @kernel(aten.allclose, on_host=True)
 def allclose(launch: KernelContext) -> Any:
-    """All of isclose, read by the host (native/TensorCompare.cpp, allclose); true where the values are not known."""
+    """Read all of isclose on the host (native/TensorCompare.cpp, allclose); true where the values are not known."""
     known = launch.values.evaluator.compute(launch.func, launch.args, launch.kwargs)
     if launch.call.on_gpu:
         with launch.inside():
@@ -184,7 +184,7 @@ def _stub(launch: KernelContext, data: torch.Tensor) -> torch.Tensor:
 @kernel(aten.t_, aten.transpose_, aten.swapaxes_, aten.swapdims_, on_host=True)
 @kernel(aten.squeeze_, aten.unsqueeze_, aten.as_strided_, aten.detach_, on_host=True)
 def restride(launch: KernelContext) -> Any:
-    """These change the very tensor: to be done each time, however often seen before."""
+    """Change the very tensor: to be done each time, however often seen before."""
     return launch.func(*launch.args, **launch.kwargs)
 
 

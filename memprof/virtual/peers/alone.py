@@ -70,7 +70,7 @@ class SingleRankBackend:
         return None if parts is None else self.all_gather(parts, tensor, place)
 
     def reduce_scatter(self, output: torch.Tensor, parts: Parts, reduction: str, place: GroupRank) -> Finish:
-        """This rank's part of each, reduced."""
+        """Return this rank's part of each tensor, reduced."""
         if any(map(self._known.knows, (output, *parts.tensors))):
             self._copy(output, parts.each()[place.rank])
             self._reduce(output, reduction, place.size)

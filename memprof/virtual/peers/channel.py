@@ -54,7 +54,7 @@ class Channel:
         self.told: str | None = None  # why, once it was told
 
     def tell(self, *message: Any) -> None:
-        """Without an answer."""
+        """Tell it to the parent, which does not answer."""
         if os.getpid() != self._process:
             raise unsupported_error(
                 "talks to other ranks from a process of its own (os.fork)", "have the rank itself do that"

@@ -26,7 +26,7 @@ class GroupRank(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Ranks in it."""
+        """Return the number of ranks in it."""
         return len(self.ranks)
 
 
@@ -47,7 +47,7 @@ class Parts:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Elements of each."""
+        """Return the number of elements of each part."""
         if not self._pieces:
             return tuple(tensor.numel() for tensor in self.tensors)
         whole = self.tensors[0].numel()

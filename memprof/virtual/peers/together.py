@@ -80,7 +80,7 @@ class MultiRankBackend(SingleRankBackend):
         return given if parts is None else lambda: self._put(parts, [one[0] for one in given()])
 
     def reduce_scatter(self, output: torch.Tensor, parts: Parts, reduction: str, place: GroupRank) -> Finish:
-        """This rank's part of each, reduced."""
+        """Return this rank's part of each tensor, reduced."""
         takes = (output.numel(),) * place.size
         given = self._meet("reduce_scatter", self._pieces(parts, place), place, parts.sizes, takes, reduction, of=parts)
         return lambda: self._known.put(output, _reduced([one[place.rank] for one in given()], reduction))

@@ -79,7 +79,7 @@ class Shadow:
         self.steps = 0  # how many are to be made for this one, one after the other
 
     def flat(self) -> torch.Tensor | None:
-        """All elements, in memory of its own; None if they are not known."""
+        """Return all elements, in memory of its own; None if they are not known."""
         if self._make is not None:
             self._flat, self._make, self.steps = self._make(), None, 0
         return self._flat

@@ -1,4 +1,4 @@
-"""Stand-ins for values that are not known: choices spread evenly, and masks of which only the density is known."""
+"""Placeholders for values that are not known: choices spread evenly, and masks of which only the density is known."""
 
 from __future__ import annotations
 

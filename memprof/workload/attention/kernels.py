@@ -130,7 +130,7 @@ def choose_blocks(
     and the one before it are always among them.
     """
     shared, device = key.shape[1], query.device
-    chosen = _chosen(query, key, tokens, block, count)
+    chosen = _chosen_blocks(query, key, tokens, block, count)
     parts, width = block // stride, chosen.shape[-1]
     numbers = torch.arange(-(-tokens // block), device=device)
     for rows, keys, _, seen, _ in _parts(query, key, key, None, offset, length, stride, 0):
@@ -150,7 +150,7 @@ def choose_blocks(
 
 @choose_blocks.register_fake
 def _choose_blocks_fake(query: Tensor, key: Tensor, lse: Tensor, tokens: int, *pattern: Any) -> Tensor:
-    return _chosen(query, key, tokens, *pattern[-2:])
+    return _chosen_blocks(query, key, tokens, *pattern[-2:])
 
 
 def _outputs(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -161,7 +161,7 @@ def _outputs(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     return output, query.new_empty(batch, heads, tokens, dtype=own)
 
 
-def _chosen(query: Tensor, key: Tensor, tokens: int, block: int, count: int) -> Tensor:
+def _chosen_blocks(query: Tensor, key: Tensor, tokens: int, block: int, count: int) -> Tensor:
     shape = (*key.shape[:2], query.shape[2], min(count, -(-tokens // block)))
     return query.new_empty(shape, dtype=torch.int32)
 

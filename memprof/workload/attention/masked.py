@@ -65,7 +65,7 @@ def block_mask(kind: str, window: int, queries: int, keys: int, device: Any) -> 
     corners = torch.stack([sees(None, None, row.clamp(max=queries - 1), column) for row, column in ends])
     # Where a pattern holds at all four corners of a block it holds inside: an interval of distances, or of blocks.
     whole = corners.all(0) & (rows + BLOCK <= queries) & (columns + BLOCK <= keys)
-    partly = _touched(kind, window, rows + keys - queries, columns) & ~whole
+    partly = _visible_blocks(kind, window, rows + keys - queries, columns) & ~whole
     (some, where), (full, where_full) = map(_ordered, (partly, whole))
     return BlockMask.from_kv_blocks(
         some, where, full, where_full, BLOCK_SIZE=BLOCK, mask_mod=sees, seq_lengths=(queries, keys)
@@ -86,7 +86,7 @@ def _pattern(kind: str, window: int, offset: int) -> Callable[..., Tensor]:
     return sliding if kind == "sliding" else blocks
 
 
-def _touched(kind: str, window: int, rows: Tensor, columns: Tensor) -> Tensor:
+def _visible_blocks(kind: str, window: int, rows: Tensor, columns: Tensor) -> Tensor:
     """Return the blocks of which some pair may be seen; positions are those of each block's first query and key."""
     past = columns <= rows + BLOCK - 1
     if kind == "sliding":

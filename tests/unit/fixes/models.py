@@ -121,7 +121,7 @@ class MadeUpRuns(Runs):
     def command(self, fixes: Any, *, fits: bool | None) -> str:
         return ""
 
-    def _retold(self, trace: Any, fixes: Any) -> Any:
+    def _trace_with(self, trace: Any, fixes: Any) -> Any:
         return trace
 
     def make(self, sets: Any) -> None:
@@ -130,5 +130,5 @@ class MadeUpRuns(Runs):
     def check(self, fixes: Any) -> None:
         return None
 
-    def on_now(self) -> frozenset[str]:
+    def active_fixes(self) -> frozenset[str]:
         return frozenset()

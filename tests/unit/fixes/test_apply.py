@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import memprof
 from memprof.errors import MemprofError, UsageError
 from memprof.fixes.catalog import FIXES, Numerics, find_fixes
-from memprof.flows.verify.kernels import kernels_together
+from memprof.flows.verify.kernels import compile_kernels_together
 from memprof.spec import TargetSpec
 from memprof.workload.npt_layers import add_npt
 from tests.lanes import by_day
@@ -110,7 +110,7 @@ def test_exact_fixes_train_alike(name):
     model = model_for(name, **({"num_hidden_layers": 2} if name == "compile" else {}))
     wanted = train(copy.deepcopy(model))
     applied = memprof.apply(model, [name], **options(name))
-    with inductor.patch(compile_threads=1), kernels_together():
+    with inductor.patch(compile_threads=1), compile_kernels_together():
         torch.testing.assert_close(train(model, optimizer=applied.results.get(name)), wanted, rtol=2e-6, atol=0)
 
 

@@ -103,7 +103,7 @@ class _Runs(MadeUpRuns):
 
 
 def test_a_fix_that_makes_it_worse_is_left_out_and_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memprof.flows.ladder.climb._in_question", lambda run, left: list(left))
+    monkeypatch.setattr("memprof.flows.ladder.climb._order_of_trial", lambda run, left: list(left))
     _, document = climb(_Runs(), ["compile"])
     assert [rung.added for rung in document.ladder] == [None]
     assert document.ladder_left_out == {"compile": "takes 1.00 GiB more"}

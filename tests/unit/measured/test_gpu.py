@@ -10,7 +10,7 @@ from torch import nn
 from memprof.errors import MemprofError
 from memprof.flows import profile as flow
 from memprof.flows.gpus import measured_device_facts
-from memprof.flows.present import gpu_like
+from memprof.flows.local_gpu import gpu_like
 from memprof.ledger.categories import Category, categorize
 from memprof.ledger.stages import spans
 from memprof.measured import MeasuredDevice, cuda

@@ -11,7 +11,7 @@ from memprof.fixes.catalog import FIXES, tiers
 from memprof.fixes.chosen import ChosenFix
 from memprof.flows.ladder.climb import climb
 from memprof.flows.ladder.runs import SpecRuns
-from memprof.flows.ladder.search import _is_too_much, _least_bytes, search
+from memprof.flows.ladder.search import _cannot_fit, _least_bytes, search
 from memprof.flows.profile import profile
 from memprof.spec import TargetSpec
 
@@ -72,7 +72,7 @@ def test_what_is_not_run_could_not_fit():
     """Activations and logits that no fix of a set frees are there in its run, whatever else it does."""
     runs = SpecRuns(TargetSpec(model="pythia-70m", batch_size=4, context_length=512))
     held = runs.original.document.peak.categories
-    exact = [name for name in tiers()[0][1] if name not in runs.on_now()]
+    exact = [name for name in tiers()[0][1] if name not in runs.active_fixes()]
     for names in ([name] for name in exact):
         try:
             run = runs.with_fixes(fixes_of(*names))
@@ -90,7 +90,7 @@ def test_what_fills_the_gpu_to_the_last_byte_is_run(usable, too_much):
     peak = SimpleNamespace(categories={"activations": 1000, "logits and loss": 500, "parameters": 7000})
     document = SimpleNamespace(peak=peak, device=SimpleNamespace(usable_bytes=usable))
     runs = SimpleNamespace(original=SimpleNamespace(document=document))
-    assert _is_too_much(runs, fixes_of("chunked-loss")) is too_much
+    assert _cannot_fit(runs, fixes_of("chunked-loss")) is too_much
 
 
 def test_only_runs_that_decide_something_are_made():

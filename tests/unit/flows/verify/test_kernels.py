@@ -9,7 +9,7 @@ import torch
 import torch._inductor.config as inductor
 from torch._inductor import async_compile, codecache, cpp_builder, exc
 
-from memprof.flows.verify.kernels import kernels_together, precompile_header
+from memprof.flows.verify.kernels import compile_kernels_together, precompile_header
 
 pytestmark = pytest.mark.slow
 
@@ -65,7 +65,7 @@ def test_one_run_gives_what_several_give(cache, runs):
     one_by_one = _answer()
     apart = len(runs)
     folder, _ = cache(), runs.clear()
-    with kernels_together():
+    with compile_kernels_together():
         together = _answer()
     assert all(map(torch.equal, one_by_one, together))
     libraries = list(folder.rglob("*.main.so"))
@@ -77,7 +77,7 @@ def test_one_run_gives_what_several_give(cache, runs):
 
 def test_the_next_process_finds_them(cache, runs):
     cache()
-    with kernels_together():
+    with compile_kernels_together():
         first = _answer()
     runs.clear()
     codecache.CppPythonBindingsCodeCache.cache_clear()
@@ -94,7 +94,7 @@ def test_where_one_run_fails_each_is_compiled(cache, runs, monkeypatch):
         build(self)
 
     monkeypatch.setattr(cpp_builder.CppBuilder, "build", failing)
-    with kernels_together():
+    with compile_kernels_together():
         _answer()
     assert len(runs) == len(list(folder.rglob("*.main.so"))) > 2
 
@@ -102,7 +102,7 @@ def test_where_one_run_fails_each_is_compiled(cache, runs, monkeypatch):
 def test_nothing_stays_replaced():
     compiler = async_compile.AsyncCompile
     before = compiler.cpp_pybinding, compiler.wait
-    with kernels_together():
+    with compile_kernels_together():
         assert compiler.cpp_pybinding is not before[0]
     assert (compiler.cpp_pybinding, compiler.wait) == before
 

@@ -4,7 +4,7 @@ import pytest
 
 from memprof.device.context import CONTEXT_BYTES
 from memprof.device.gpus import NvmlGpu, NvmlSample, Slice
-from memprof.flows import present
+from memprof.flows import local_gpu
 
 
 @pytest.mark.parametrize(("visible", "size"), [("", 5), ("MIG-two", 20)])
@@ -14,15 +14,15 @@ def test_a_slice_is_not_taken_for_its_gpu(monkeypatch, visible, size):
         for index, (name, total) in enumerate((("one", 5), ("two", 20)))
     )
     gpu = NvmlGpu(0, "NVIDIA A100-SXM4-40GB", total_bytes=40 << 30, slices=slices)
-    monkeypatch.setattr(present, "read_gpus", lambda: NvmlSample((gpu,)))
+    monkeypatch.setattr(local_gpu, "read_gpus", lambda: NvmlSample((gpu,)))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert present.present_gpu_options() == {"gpu_vram_bytes": size << 30}
+    assert local_gpu.present_gpu_options() == {"gpu_vram_bytes": size << 30}
 
 
 def test_a_slice_that_cannot_be_read_is_no_gpu(monkeypatch):
     gpu = NvmlGpu(0, "NVIDIA H100 80GB HBM3", total_bytes=80 << 30, slices=(Slice(0, "MIG", "", 0, None, None, None),))
-    monkeypatch.setattr(present, "read_gpus", lambda: NvmlSample((gpu,)))
-    assert present.present_gpu_options() == {}
+    monkeypatch.setattr(local_gpu, "read_gpus", lambda: NvmlSample((gpu,)))
+    assert local_gpu.present_gpu_options() == {}
 
 
 GIB = 1 << 30
@@ -40,15 +40,15 @@ def test_the_gpu_that_a_run_would_be_measured_on_is_told_without_cuda(monkeypatc
         NvmlGpu(0, "One", "GPU-aa", 80 * GIB, 8 * GIB, 60 * GIB + CONTEXT_BYTES, 2 * GIB),
         NvmlGpu(1, "Two", "GPU-bb", 24 * GIB, 15 * GIB, 9 * GIB + CONTEXT_BYTES, 0),
     )
-    monkeypatch.setattr(present, "read_gpus", lambda: NvmlSample(gpus))
+    monkeypatch.setattr(local_gpu, "read_gpus", lambda: NvmlSample(gpus))
     if visible is None:
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     else:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert present.present_gpu() == expected
+    assert local_gpu.present_gpu() == expected
 
 
 def test_a_gpu_that_nvml_does_not_read_is_not_told(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(present, "read_gpus", lambda: NvmlSample((NvmlGpu(0, "One", "GPU-aa"),)))
-    assert present.present_gpu() is None
+    monkeypatch.setattr(local_gpu, "read_gpus", lambda: NvmlSample((NvmlGpu(0, "One", "GPU-aa"),)))
+    assert local_gpu.present_gpu() is None
