@@ -16,10 +16,8 @@ from memprof.virtual.device_state import DeviceState
 from memprof.virtual.host_kinds import HostKinds
 from memprof.virtual.mixed import MixedDevices
 
-_Tensor = torch.Tensor
 _META = torch.device("meta")
 _CPU = torch.device("cpu")
-_NoTorchFunction = torch.DisableTorchFunction
 _SCRIPTED = (
     "TorchScript runs operator by operator. On a GPU it joins operators on single elements into kernels (NNC) from "
     "the second or third call on, and what is between them is not kept then."
@@ -49,16 +47,16 @@ class Assignments:
     def handlers(self) -> dict[Any, Callable[..., Any]]:
         """Return function -> replacement, for the function mode."""
         return {
-            _Tensor.data.__set__: self._set_data,  # type: ignore[attr-defined]
-            _Tensor.grad.__set__: self._set_grad,  # type: ignore[union-attr]
-            _Tensor.__setitem__: self._setitem,
+            torch.Tensor.data.__set__: self._set_data,  # type: ignore[attr-defined]
+            torch.Tensor.grad.__set__: self._set_grad,  # type: ignore[union-attr]
+            torch.Tensor.__setitem__: self._setitem,
         }
 
     def getitem(self, tensor: torch.Tensor, index: Any) -> Any:
         """Run `tensor[index]`."""
         if _has_list(index):
             index = self._indices(tensor, index)
-        return _Tensor.__getitem__(tensor, index)
+        return torch.Tensor.__getitem__(tensor, index)
 
     def _indices(self, tensor: torch.Tensor, index: Any) -> Any:
         """Lists of numbers in an index become tensors beside `tensor` (python_variable_indexing.cpp,
@@ -75,15 +73,15 @@ class Assignments:
         if isinstance(value, (bool, int, float)) and is_gpu(self._believed(tensor)):
             # For a CUDA tensor the number stays on the host (torch/csrc/autograd/python_variable_indexing.cpp).
             value = torch.tensor(value, dtype=tensor.dtype, device=_CPU)
-        elif isinstance(value, _Tensor) and value.requires_grad and torch.is_grad_enabled():
+        elif isinstance(value, torch.Tensor) and value.requires_grad and torch.is_grad_enabled():
             value = self._mixed.assignable(tensor, index, value)
             if self._believed(tensor) == HOST == self._believed(value):
                 value = self._kinds.like(value, tensor)
-        _Tensor.__setitem__(tensor, index, value)
+        torch.Tensor.__setitem__(tensor, index, value)
 
     def _set_data(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
         """`p.data = p.data.cuda()` changes the very tensor; between a real and a virtual one only a swap can."""
-        with _NoTorchFunction():
+        with torch.DisableTorchFunction():
             if tensor.is_meta == value.is_meta:
                 tensor.data = value
                 return
@@ -104,15 +102,15 @@ class Assignments:
         Raises:
             RuntimeError: it is on another device, in the words of torch/csrc/autograd/python_variable.cpp.
         """
-        with _NoTorchFunction():
-            if isinstance(value, _Tensor) and value.dtype == tensor.dtype:
+        with torch.DisableTorchFunction():
+            if isinstance(value, torch.Tensor) and value.dtype == tensor.dtype:
                 was, got = self._device(tensor).type, self._device(value).type
                 if was != got:
                     raise RuntimeError(
                         f"attempting to assign a gradient with device type '{got}' to a tensor with device type "
                         f"'{was}'. Please ensure that the gradient and the tensor are on the same device"
                     )
-            if isinstance(value, _Tensor) and value.is_meta != tensor.is_meta and self._believed(tensor) == HOST:
+            if isinstance(value, torch.Tensor) and value.is_meta != tensor.is_meta and self._believed(tensor) == HOST:
                 value = self._as_real_as(tensor, value)
             tensor.grad = value
 
@@ -121,7 +119,7 @@ class Assignments:
             names, context = value.__tensor_flatten__()
             parts = {name: getattr(value, name) for name in names}
             for name, part in parts.items():
-                if isinstance(part, _Tensor):
+                if isinstance(part, torch.Tensor):
                     parts[name] = self._as_real_as(getattr(tensor, name), part)
             made: torch.Tensor = type(value).__tensor_unflatten__(  # type: ignore[attr-defined]
                 parts, context, value.size(), value.stride()
@@ -151,7 +149,7 @@ class Assignments:
             if moving is not None and isinstance(moving.f_locals.get("self"), torch.jit.ScriptModule):
                 self._tracker.values.assume(_SCRIPTED)
                 return original(tensor, other)
-            with _NoTorchFunction():
+            with torch.DisableTorchFunction():
                 one_is_virtual = tensor.is_meta != other.is_meta
                 believed = {self._tracker.device_of(tensor), self._tracker.device_of(other)}
             return (one_is_virtual and "meta" not in believed) or original(tensor, other)

@@ -112,9 +112,9 @@ class Autocast:
                 return args, kwargs
             members = _LOWER_PRECISION
         if members is _LOWER_PRECISION:
-            return self._arguments(args, kwargs, torch.get_autocast_dtype("cuda"))
+            return self.cast_to(args, kwargs, torch.get_autocast_dtype("cuda"))
         if members is _FLOAT32:
-            return self._arguments(args, kwargs, torch.float32)
+            return self.cast_to(args, kwargs, torch.float32)
         if members is _FLOAT32_RESULT:
             first = args[0] if args else kwargs.get("input")
             given = kwargs.get("dtype") is not None or any(isinstance(arg, torch.dtype) for arg in args)
@@ -122,15 +122,11 @@ class Autocast:
                 return args, kwargs
             return args, {**kwargs, "dtype": torch.float32}
         if members is _WIDEST:
-            return self._arguments(args, kwargs, self._widest(args, kwargs))
+            return self.cast_to(args, kwargs, self._widest(args, kwargs))
         raise RuntimeError(
             "torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast; "
             "use binary_cross_entropy_with_logits or BCEWithLogitsLoss"
         )
-
-    def in_float32(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Return the arguments of an operator of a library that autocast runs in float32."""
-        return self._arguments(args, kwargs, torch.float32)
 
     def _policy(self, func: Any) -> frozenset[str] | None:
         name = getattr(func, "__name__", "")
@@ -164,8 +160,8 @@ class Autocast:
             and self._on_gpu(value)
         )
 
-    def _arguments(self, args: Any, kwargs: Any, dtype: torch.dtype) -> tuple[Any, Any]:
-        """Cast the last argument first.
+    def cast_to(self, args: Any, kwargs: Any, dtype: torch.dtype) -> tuple[Any, Any]:
+        """Return the arguments in this dtype; the last is cast first.
 
         C++ leaves the order open in which `WrapFunction_` of aten/src/ATen/autocast_mode.h evaluates the casts; GCC,
         which builds torch's packages for Linux, goes from right to left. Members of a list are cast in their order.

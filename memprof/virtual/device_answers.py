@@ -12,10 +12,6 @@ from memprof.trace.events import HOST, gpu_index, is_gpu
 from memprof.virtual.device_state import DeviceState
 from memprof.watch.wrappers import has_memory, unwrapped
 
-_Tensor = torch.Tensor
-_NoTorchFunction = torch.DisableTorchFunction
-
-
 _device_named = functools.cache(torch.device)
 
 
@@ -28,21 +24,21 @@ class DeviceAnswers:
     def handlers(self) -> dict[Any, Callable[..., Any]]:
         """Return function -> replacement, for the function mode."""
         return {
-            _Tensor.device.__get__: self.device,  # type: ignore[attr-defined]
-            _Tensor.is_cuda.__get__: lambda tensor: is_gpu(self.believed(tensor)),  # type: ignore[attr-defined]
-            _Tensor.is_cpu.__get__: lambda tensor: self.believed(tensor) == HOST,  # type: ignore[attr-defined]
-            _Tensor.is_meta.__get__: lambda tensor: self.believed(tensor) == "meta",  # type: ignore[attr-defined]
-            _Tensor.get_device: self._get_device,
+            torch.Tensor.device.__get__: self.device,  # type: ignore[attr-defined]
+            torch.Tensor.is_cuda.__get__: lambda tensor: is_gpu(self.believed(tensor)),  # type: ignore[attr-defined]
+            torch.Tensor.is_cpu.__get__: lambda tensor: self.believed(tensor) == HOST,  # type: ignore[attr-defined]
+            torch.Tensor.is_meta.__get__: lambda tensor: self.believed(tensor) == "meta",  # type: ignore[attr-defined]
+            torch.Tensor.get_device: self._get_device,
         }
 
     def believed(self, tensor: torch.Tensor) -> str:
         """Return the device that the program believes `tensor` to be on."""
-        with _NoTorchFunction():
+        with torch.DisableTorchFunction():
             return self._tracker.device_of(tensor)
 
     def device(self, tensor: torch.Tensor) -> torch.device:
         """Return that device, for Python."""
-        with _NoTorchFunction():
+        with torch.DisableTorchFunction():
             tensor = unwrapped(tensor)
             if not tensor.is_meta:
                 return tensor.device
@@ -57,7 +53,7 @@ class DeviceAnswers:
         """The replacement for `torch._tensor_str._str`, which takes all modes off before it looks at the data."""
 
         def _str(tensor: torch.Tensor, **kwargs: Any) -> str:
-            with _NoTorchFunction():
+            with torch.DisableTorchFunction():
                 virtual = has_memory(tensor) and tensor.is_meta
                 device = self._tracker.device_of(tensor) if virtual else "meta"
                 if device == "meta":
@@ -65,9 +61,9 @@ class DeviceAnswers:
                 known = self._tracker.values.store.get(tensor.detach())
                 if known is None and tensor.dim() == 0:
                     known = read(tensor)
-                kind = type(tensor) if type(tensor) is not torch.nn.Parameter else _Tensor  # torch says "tensor" of it
+                kind = torch.Tensor if type(tensor) is torch.nn.Parameter else type(tensor)  # as torch says it
                 if known is None:
-                    name = "tensor" if kind is _Tensor else kind.__name__
+                    name = "tensor" if kind is torch.Tensor else kind.__name__
                     return f"{name}(..., device='{device}', size={tuple(tensor.shape)}, dtype={tensor.dtype})"
                 return f"{original(known.as_subclass(kind), **kwargs)[:-1]}, device='{device}')"
 

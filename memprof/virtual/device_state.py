@@ -8,28 +8,65 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 
 from memprof.torch_private.dispatch import TorchDispatchMode
 from memprof.trace.events import GPU, HOST, Workspace, is_gpu
-from memprof.virtual.autograd_nodes import AutogradNodes
 from memprof.virtual.device_properties import DeviceProperties
 from memprof.virtual.engine import Accumulation
 from memprof.virtual.flops import Meter
-from memprof.virtual.gpus import Gpus
+from memprof.virtual.gpus import AutogradNodes, Gpus
 from memprof.virtual.operator_call import HOST_COUNTED_BYTES, OperatorCall, OpInfo
-from memprof.virtual.turns import Turn
 from memprof.virtual.values import Values
 from memprof.watch.forward import CallSite
 from memprof.watch.recorder import Recorder
+from memprof.watch.trace_writer import TraceWriter
 from memprof.watch.wrappers import parts_of_sparse, unwrapped
 
-_NoTorchFunction = torch.DisableTorchFunction
 REAL = "real"  # what is requested where a tensor is to have data
 _NONE_HELD = contextlib.nullcontext()
+
+
+class Turn:
+    """One thread's turn: one at a time runs an operator on the virtual GPU."""
+
+    def __init__(self, writer: TraceWriter, thread: str = "", begin: Callable[[], None] | None = None) -> None:
+        self._writer = writer
+        self.thread = thread
+        self._begin = begin
+        self.is_taken = False
+
+    @contextlib.contextmanager
+    def taken(self) -> Iterator[None]:
+        """Inside, no other thread runs an operator. When the run is over, threads of it end here."""
+        with self._writer.lock:
+            if self.thread and self._writer.closed:
+                raise SystemExit
+            if self._begin is not None:
+                self._begin()
+                self._begin = None
+            self.is_taken = True
+            try:
+                yield
+            finally:
+                self.is_taken = False
+
+    @contextlib.contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Inside, the program's own code runs, which may wait for another thread."""
+        if not self.is_taken:
+            yield
+            return
+        self.is_taken = False
+        self._writer.lock.release()
+        try:
+            yield
+        finally:
+            self._writer.lock.acquire()
+            self.is_taken = True
 
 
 class DeviceState(TorchDispatchMode):
@@ -84,12 +121,12 @@ class DeviceState(TorchDispatchMode):
 
     def is_on_gpu(self, tensor: torch.Tensor) -> bool:
         """Return whether the program believes `tensor` to be on the GPU."""
-        with _NoTorchFunction():
+        with torch.DisableTorchFunction():
             return is_gpu(self.device_of(tensor))
 
     def is_virtual(self, tensor: torch.Tensor) -> bool:
         """Return whether `tensor` stands for one that has data in a real run."""
-        with _NoTorchFunction():
+        with torch.DisableTorchFunction():
             return tensor.is_meta and self.device_of(tensor) != "meta"
 
     # -- recording --------------------------------------------------------------------------------------------------

@@ -54,8 +54,6 @@ from memprof.watch.updates import Updates
 from memprof.watch.wrappers import parts_of_sparse
 
 _META = torch.device("meta")
-_Tensor = torch.Tensor
-_NoTorchFunction = torch.DisableTorchFunction
 _dispatch_mode = dispatch.get_dispatch_mode
 _FAKE = dispatch.TorchDispatchModeKey.FAKE
 _NO_DISPATCH = dispatch.disabled_torch_dispatch_impl
@@ -121,7 +119,7 @@ class DispatchMode(DeviceState):
             # A tensor subclass unwraps itself first; its inner operators come back here.
             return NotImplemented
         try:
-            with _NoTorchFunction():
+            with torch.DisableTorchFunction():
                 operator = self._operators.get(id(func)) or self._operator(func)
                 if operator.expansion is not None:
                     if operator.in_python:
@@ -199,7 +197,7 @@ class DispatchMode(DeviceState):
             note_mismatch(self, operator.name, call.tensors, place)
         if call.real and call.device is not None:
             with self, self.factory_device_as(HOST):
-                args, kwargs = tree_map_only(_Tensor, _as_virtual, (call.args, call.kwargs))
+                args, kwargs = tree_map_only(torch.Tensor, _as_virtual, (call.args, call.kwargs))
                 call = OperatorCall(call.func, args, kwargs, self)
         launch = KernelContext(self, operator, call, place)
         kernel = sparse.of_sparse.get(operator.packet)

@@ -14,14 +14,15 @@ from typing import Any
 
 import torch
 
+from memprof.torch_private import distributed
 from memprof.trace.events import GPU, HOST, Work, is_gpu
-from memprof.virtual.collective_bytes import COLLECTIVES, bytes_sent
 from memprof.virtual.operator_call import OVERWRITES, OperatorCall, OpInfo, OpKind, find_tensors
 from memprof.watch.recorder import Recorder
 from memprof.watch.wrappers import parts_of_sparse
 from memprof.workload.quantization import import_quietly
 
 _aten = torch.ops.aten
+COLLECTIVES = "_c10d_functional"  # namespace of those that are operators, as DTensor calls them
 _COPIES = frozenset({_aten._to_copy, _aten.copy_})
 # Memory that is made and neither read nor written.
 _TOUCHES_NOTHING = frozenset(
@@ -102,7 +103,7 @@ class Meter:
                 to_gpu = crossing if ends[1] == gpu else 0
                 return operator.name, gpu, _dtype(target), 0, 0, to_gpu, crossing - to_gpu, 0
         if call.func.namespace == COLLECTIVES:
-            sent = bytes_sent(call)
+            sent = _bytes_sent(call)
             return None if not sent else (operator.name, device or GPU, _dtype(call.tensors[0]), 0, 0, 0, 0, sent)
         if device is None or device == "meta" or operator.packet in _TOUCHES_NOTHING:
             return None
@@ -185,3 +186,35 @@ def _operations(call: OperatorCall, result: Any) -> int:
 def _places(func: Any) -> dict[str, int]:
     """Name of an argument -> its place."""
     return {argument.name: place for place, argument in enumerate(func._schema.arguments)}
+
+
+def _bytes_sent(call: OperatorCall) -> int:
+    """Bytes that leave this GPU in a collective, as nccl-tests has it for rings (PERFORMANCE.md, bus bandwidth).
+
+    A sum takes twice what is given but for one rank's part of it, a gathering what the others lack, and of what goes
+    from all to all each rank keeps its own part. Zero for what sends nothing: waiting, or a group of one.
+    """
+    name = call.func.overloadpacket.__name__.removesuffix("_").removesuffix("_coalesced")
+    if name not in _SHARES and name not in ("all_to_all_single", "broadcast"):
+        return 0
+    group: Any = call.kwargs.get("group_name", call.args[-1])
+    if isinstance(group, str):  # its name or itself: releases of torch differ
+        group = distributed.resolve_process_group(group)
+    ranks = group.size()
+    given = sum(tensor.numel() * tensor.element_size() for tensor in call.tensors)
+    if ranks == 1:
+        return 0
+    if name == "broadcast":
+        return given
+    if name == "all_to_all_single":
+        splits = [int(size) for size in call.args[2]]
+        return given * (sum(splits) - splits[group.rank()]) // max(sum(splits), 1)
+    return round(given * _SHARES[name](ranks))
+
+
+# Of what is given: of what is gathered a rank gives one part and sends it on for all the others.
+_SHARES = {
+    "all_reduce": lambda ranks: 2 * (ranks - 1) / ranks,
+    "all_gather_into_tensor": lambda ranks: ranks - 1,
+    "reduce_scatter_tensor": lambda ranks: (ranks - 1) / ranks,
+}

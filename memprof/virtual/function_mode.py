@@ -21,6 +21,7 @@ from memprof.virtual.assignments import Assignments
 from memprof.virtual.autocast import Autocast
 from memprof.virtual.device_answers import DeviceAnswers
 from memprof.virtual.device_state import DeviceState
+from memprof.virtual.interchange.interchange import Interchange
 from memprof.virtual.kernels import registry
 from memprof.virtual.mixed import RECURRENT, MixedDevices
 from memprof.virtual.moves import Moves
@@ -28,10 +29,8 @@ from memprof.virtual.operator_call import find_tensors, in_place
 from memprof.virtual.tensor_data import TensorsFromData
 from memprof.watch.failure import empty_frames
 
-_Tensor = torch.Tensor
 _META = torch.device("meta")
 _CUDA_KERNEL = torch.DispatchKeySet(torch.DispatchKey.CUDA)
-_NoTorchFunction = torch.DisableTorchFunction
 _autocast_enabled = torch.is_autocast_enabled
 _default: Any = dispatch.default_device.get()
 
@@ -41,23 +40,17 @@ class OwnFunctionMode(TorchFunctionMode):
 
 
 class FunctionMode(OwnFunctionMode):
-    """Answers for the virtual GPU at the level of torch functions; its attributes are parts with answers of one kind.
+    """Answers for the virtual GPU to torch functions; its attributes are parts with answers of one kind."""
 
-    Args:
-        tracker: on which they run.
-        make_interchange: makes what reaches a tensor's data (integrations/interchange.py).
-    """
-
-    def __init__(self, tracker: DeviceState, make_interchange: Callable[..., Any]) -> None:
+    def __init__(self, tracker: DeviceState) -> None:
         super().__init__()
-        self._make_interchange = make_interchange
         self._tracker = tracker
         self.answers = answers = DeviceAnswers(tracker)
         moves = Moves(tracker, answers, self, self._run)
         self.kinds = moves.kinds
         self._mixed = mixed = MixedDevices(tracker, answers.believed, moves.to, self.kinds)
         self.autocast = Autocast(tracker.is_on_gpu)
-        self.interchange = make_interchange(tracker, moves.to, tracker.values.assume, self)
+        self.interchange = Interchange(tracker, moves.to, self)
         read, note_pinned = self.interchange.read, self.interchange.note_pinned
         self.assignments = Assignments(tracker, answers, moves.to, mixed, self.kinds, read)
         made = TensorsFromData(tracker, answers, moves, mixed, self._run, read, note_pinned)
@@ -74,7 +67,7 @@ class FunctionMode(OwnFunctionMode):
                 func: functools.partial(mixed.recurrent, f"aten.{name}", chosen.get(func, func))
                 for name, func in RECURRENT.items()
             },
-            _Tensor.__getitem__: self._choosing(self.assignments.getitem),
+            torch.Tensor.__getitem__: self._choosing(self.assignments.getitem),
             **{func: functools.partial(self._nonfinite, func) for func in _NONFINITE},
         }
         for part in (answers, moves, self.interchange, self.assignments, made):
@@ -85,7 +78,7 @@ class FunctionMode(OwnFunctionMode):
             return func(*args, **(kwargs or {}))
         try:
             if types and dispatch.is_torch_function_enabled():
-                answers = [kind for kind in types if issubclass(kind, _Tensor) and _answers(kind)]
+                answers = [kind for kind in types if issubclass(kind, torch.Tensor) and _answers(kind)]
                 for kind in answers:
                     # What a subclass then calls is the program's own, under this mode.
                     with self:
@@ -129,7 +122,7 @@ class FunctionMode(OwnFunctionMode):
                 if type(arg) is torch.device and arg.type == "cuda":
                     gpu = self._tracker.gpus.named(arg)
                     return self._call_on(gpu, func, (*args[:position], _META, *args[position + 1 :]), kwargs or {})
-            if len(args) > 1 and isinstance(args[1], _Tensor) and args[1].requires_grad and in_place(func):
+            if len(args) > 1 and isinstance(args[1], torch.Tensor) and args[1].requires_grad and in_place(func):
                 args = self._mixed.writable(func, args, kwargs or {})
             return self._run(func, args, kwargs or {})
         except BaseException as error:
@@ -164,7 +157,7 @@ class FunctionMode(OwnFunctionMode):
 
     def of_thread(self, tracker: DeviceState) -> FunctionMode:
         """Return the function mode of another thread, whose dispatch mode is `tracker`."""
-        mode = FunctionMode(tracker, self._make_interchange)
+        mode = FunctionMode(tracker)
         mode.interchange.share(self.interchange)
         mode.run_cuda_kernels_of(self._cuda_operators)
         mode.run_in_float32(self._float32_operators)
@@ -189,7 +182,7 @@ class FunctionMode(OwnFunctionMode):
         if not _autocast_enabled("cuda"):
             return self._run(operator, args, kwargs)
         given = find_tensors([*args, *kwargs.values()])[0].dtype
-        args, kwargs = self.autocast.in_float32(args, kwargs)
+        args, kwargs = self.autocast.cast_to(args, kwargs, torch.float32)
         with self, torch.autocast("cuda", enabled=False):
             result = operator(*args, **kwargs)
             several = isinstance(result, tuple)
@@ -215,7 +208,7 @@ class FunctionMode(OwnFunctionMode):
         """Unknown numbers are finite (values/policy.py): composites would compare them first, and lose that."""
         result: torch.Tensor = func(tensor)
         values = self._tracker.values
-        with _NoTorchFunction(), disable_current_modes():
+        with torch.DisableTorchFunction(), disable_current_modes():
             if result.is_meta and values.store.get(tensor.detach()) is None:
                 values.store.set_uniform(result, _NONFINITE[func])
         return result
@@ -225,23 +218,20 @@ class FunctionMode(OwnFunctionMode):
 def _answers(kind: type) -> bool:
     """Return whether a tensor class has a `__torch_function__` in Python, its own or what Tensor has for subclasses;
     that of a parameter is in C, and does nothing."""
-    return kind is not _Tensor and hasattr(kind.__torch_function__, "__func__")  # type: ignore[attr-defined]
+    return kind is not torch.Tensor and hasattr(kind.__torch_function__, "__func__")  # type: ignore[attr-defined]
 
 
 # What only asks; half of what a program calls. An attribute may be a view.
 _MAKES_NOTHING: frozenset[Any] = frozenset(
     {
         *(value.__get__ for value in vars(tensors.TensorBase).values() if isinstance(value, GetSetDescriptorType)),
-        *(_Tensor.dim, _Tensor.size, _Tensor.stride, _Tensor.numel, _Tensor.element_size, _Tensor.is_contiguous),
-        *(_Tensor.is_floating_point, _Tensor.is_complex, torch.is_floating_point, torch.is_complex),
+        *(torch.Tensor.dim, torch.Tensor.size, torch.Tensor.stride, torch.Tensor.numel, torch.Tensor.element_size),
+        *(torch.Tensor.is_floating_point, torch.Tensor.is_complex, torch.is_floating_point, torch.is_complex),
+        torch.Tensor.is_contiguous,
         autograd.set_grad_enabled,
     }
 )
 _NONFINITE: dict[Any, bool] = {
-    torch.isfinite: True,
-    _Tensor.isfinite: True,
-    torch.isnan: False,
-    _Tensor.isnan: False,
-    torch.isinf: False,
-    _Tensor.isinf: False,
+    **dict.fromkeys((torch.isfinite, torch.Tensor.isfinite), True),
+    **dict.fromkeys((torch.isnan, torch.Tensor.isnan, torch.isinf, torch.Tensor.isinf), False),
 }

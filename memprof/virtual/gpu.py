@@ -16,7 +16,6 @@ from memprof.errors import MemprofError, UsageError
 from memprof.patching.extension import Extension, extensions_in
 from memprof.trace.events import NONE, Failure, Owner, Phase, PhaseKind, Role, Trace
 from memprof.virtual.install_context import GpuOptions, InstallContext
-from memprof.virtual.integrations.interchange import Interchange
 from memprof.watch import sharding
 from memprof.watch.failure import describe_failure, is_caused_by_oom, make_refusal
 from memprof.watch.growth import GrowthWatch
@@ -68,7 +67,6 @@ class VirtualGpu(Watch):
             environment={name: value for one in extensions for name, value in one.environment.items()},
             refused=self._note_refused,
             leave_in_child=self._leave_in_child,
-            make_interchange=Interchange,
         )
         if chosen.refuses:
             self.recorder.storages.refusal = self._refusal

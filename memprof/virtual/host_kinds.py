@@ -30,11 +30,9 @@ from memprof.virtual.device_state import REAL, DeviceState
 from memprof.virtual.legacy_types import legacy_name
 from memprof.virtual.operator_call import find_tensors, in_place
 
-_Tensor = torch.Tensor
 _aten = torch.ops.aten
 _META = torch.device("meta")
 _CPU = torch.device("cpu")
-_NoTorchFunction = torch.DisableTorchFunction
 _is_grad_enabled = torch.is_grad_enabled
 _linear = torch.nn.functional.linear
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -56,7 +54,7 @@ class _Where(NamedTuple):
 class HostKinds:
     """Makes operands and gradients alike in kind, where autograd follows them."""
 
-    def __init__(self, machine: DeviceState, move: Callable[[_Tensor, str], _Tensor]) -> None:
+    def __init__(self, machine: DeviceState, move: Callable[[torch.Tensor, str], torch.Tensor]) -> None:
         self._machine = machine
         self._move = move
         # Nodes of Functions written in Python -> where the tensors are that these were given, by argument.
@@ -66,71 +64,71 @@ class HostKinds:
         """Return the arguments of `func`, of one kind if a gradient is to pass between real and virtual ones."""
         if not _is_grad_enabled():
             return args, kwargs
-        if in_place(func) and args and isinstance(args[0], _Tensor) and self._is_real(args[0]):
-            with _NoTorchFunction():
+        if in_place(func) and args and isinstance(args[0], torch.Tensor) and self._is_real(args[0]):
+            with torch.DisableTorchFunction():
                 return tree_map_only(
-                    _Tensor, lambda one: self._of_kind(one, False) if one.requires_grad else one, (args, kwargs)
+                    torch.Tensor, lambda one: self._of_kind(one, False) if one.requires_grad else one, (args, kwargs)
                 )
         if not _follows_real(args) and not (kwargs and _follows_real(tuple(kwargs.values()))):
             return args, kwargs
         if not any(self._is_virtual(tensor) for tensor in find_tensors([*args, *kwargs.values()])):
             return args, kwargs
 
-        with _NoTorchFunction():
+        with torch.DisableTorchFunction():
             followed = [
                 leaf
                 for leaf in tree_leaves((args, kwargs))
-                if isinstance(leaf, _Tensor) and leaf.dim() and leaf.requires_grad and self._is_real(leaf)
+                if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.requires_grad and self._is_real(leaf)
             ]
             # The engine runs first what was made last, and a gradient reaches the first operand first.
             if getattr(func, "__wrapped__", func) is not _linear:  # addmm(bias, input, weight.t()), native/Linear.cpp
                 followed.reverse()
             copies = {id(tensor): self.to_virtual(tensor) for tensor in followed}
-            return tree_map_only(_Tensor, lambda one: copies.get(id(one), one), (args, kwargs))
+            return tree_map_only(torch.Tensor, lambda one: copies.get(id(one), one), (args, kwargs))
 
-    def all_virtual(self, args: Any, only: Callable[[_Tensor], bool] = lambda tensor: True) -> Any:
+    def all_virtual(self, args: Any, only: Callable[[torch.Tensor], bool] = lambda tensor: True) -> Any:
         """Arguments of a function that compares devices in C++: those of the host that are of interest, virtual if
         one of them is."""
-        with _NoTorchFunction():
-            tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, _Tensor) and only(leaf)]
+        with torch.DisableTorchFunction():
+            tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor) and only(leaf)]
             if not any(map(self._is_virtual, tensors)):
                 return args
             return tree_map_only(
-                _Tensor, lambda one: self.to_virtual(one) if only(one) and self._is_real(one) else one, args
+                torch.Tensor, lambda one: self.to_virtual(one) if only(one) and self._is_real(one) else one, args
             )
 
-    def like(self, tensor: _Tensor, other: _Tensor) -> _Tensor:
+    def like(self, tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         """Return a host tensor made of the kind that another is of."""
-        with _NoTorchFunction():
+        with torch.DisableTorchFunction():
             return self._of_kind(tensor, other.is_meta)
 
     def _of_kind(self, gradient: Any, is_virtual: bool) -> Any:
         """Return a gradient, made of the kind of what it belongs to; anything but a host tensor as it is."""
         if type(gradient) not in _PLAIN:
             return gradient
-        with _NoTorchFunction():
+        with torch.DisableTorchFunction():
             if gradient.is_meta is is_virtual:
                 return gradient
             if is_virtual:
                 return self.to_virtual(gradient) if self._is_real(gradient) else gradient
             return self.to_real(gradient) if self._is_virtual(gradient) else gradient
 
-    def to_virtual(self, tensor: _Tensor) -> _Tensor:
+    def to_virtual(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a virtual copy of a real host tensor, with its numbers; autograd sees the copy."""
-        with _NoTorchFunction(), self._machine.factory_device_as(HOST):
+        with torch.DisableTorchFunction(), self._machine.factory_device_as(HOST):
             return _aten._to_copy.default(tensor, device=_META)
 
-    def to_real(self, tensor: _Tensor) -> _Tensor:
+    def to_real(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a real copy of a virtual host tensor, with numbers by the policy; autograd sees the copy."""
-        with _NoTorchFunction(), self._machine.factory_device_as(REAL):
+        with torch.DisableTorchFunction(), self._machine.factory_device_as(REAL):
             return _aten._to_copy.default(tensor, device=_CPU)
 
-    def _is_virtual(self, tensor: _Tensor) -> bool:
-        with _NoTorchFunction():
+    def _is_virtual(self, tensor: torch.Tensor) -> bool:
+        with torch.DisableTorchFunction():
             return tensor.is_meta and type(tensor) in _PLAIN and self._machine.device_of(tensor) == HOST
 
-    def _is_real(self, tensor: _Tensor) -> bool:
-        with _NoTorchFunction():
+    def _is_real(self, tensor: torch.Tensor) -> bool:
+        with torch.DisableTorchFunction():
             return type(tensor) in _PLAIN and tensor.device.type == HOST and not tensor.is_quantized
 
     # -- gradients that Python code hands to the engine ---------------------------------------------------------------
@@ -167,13 +165,15 @@ class HostKinds:
         def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
             result = original.__func__(cls, *args, **kwargs)
             if _is_grad_enabled():
-                with _NoTorchFunction():
+                with torch.DisableTorchFunction():
                     nodes = (tensor.grad_fn for tensor in find_tensors(result))
                     node = next((node for node in nodes if getattr(node, "_forward_cls", None) is cls), None)
                 if node is not None:
                     given = _by_position(cls.forward, args, kwargs) if kwargs else args
                     self._inputs[node] = {
-                        position: self._place(arg) for position, arg in enumerate(given) if isinstance(arg, _Tensor)
+                        position: self._place(arg)
+                        for position, arg in enumerate(given)
+                        if isinstance(arg, torch.Tensor)
                     }
             return result
 
@@ -197,11 +197,11 @@ class HostKinds:
         """Return the replacement for `Tensor.register_hook`: what a hook returns is like what it was given."""
 
         @functools.wraps(original)  # subclasses are told of this one, and know the original
-        def register_hook(tensor: _Tensor, hook: Callable[[_Tensor], Any]) -> Any:
+        def register_hook(tensor: torch.Tensor, hook: Callable[[torch.Tensor], Any]) -> Any:
             if type(tensor) not in _PLAIN:  # which may do without the hook
                 return original(tensor, hook)
 
-            def run(gradient: _Tensor) -> Any:
+            def run(gradient: torch.Tensor) -> Any:
                 return self._changed(gradient, hook(gradient), run.__name__)
 
             run.__name__ = getattr(hook, "__name__", type(hook).__name__)
@@ -254,7 +254,7 @@ class HostKinds:
         """Return where a tensor is, on the host or a GPU; None if elsewhere, without elements or no plain tensor."""
         if type(tensor) not in _PLAIN:
             return None
-        with _NoTorchFunction():
+        with torch.DisableTorchFunction():
             if not tensor.numel():
                 return None
             device = self._machine.device_of(tensor)
@@ -286,7 +286,7 @@ def _by_position(forward: Callable[..., Any], args: Any, kwargs: Any) -> tuple[A
 def _follows_real(values: Any) -> bool:
     """Return whether autograd follows one of these that has data."""
     for value in values:
-        if isinstance(value, _Tensor):
+        if isinstance(value, torch.Tensor):
             if not value.is_meta and value.requires_grad and value.dim():
                 return True
         elif isinstance(value, (list, tuple)) and _follows_real(value):

@@ -6,7 +6,6 @@ import dataclasses
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -69,7 +68,6 @@ class InstallContext:
         environment: variables that Pythons find which the program starts.
         refused: told what the program is refused: the problem, what to do instead, and the line.
         leave_in_child: called in a process that is forked in the run.
-        make_interchange: see FunctionMode.
 
     Raises:
         MemprofError: torch lacks a private name that the virtual GPU cannot do without.
@@ -85,7 +83,6 @@ class InstallContext:
         environment: Mapping[str, str],
         refused: Note,
         leave_in_child: Callable[[], None],
-        make_interchange: Callable[..., Any],
     ) -> None:
         refuse_missing()
         self.gpu, self.options, self.run_patches = gpu, options, run_patches
@@ -94,7 +91,7 @@ class InstallContext:
         self.gpus = Gpus(options.gpus, recorder.trace.gpus, are_peers="GeForce" not in gpu.name)
         self.recorder, self.values = recorder, Values(assume)
         self.tracker = DispatchMode(recorder, self.values, DeviceProperties.of(gpu), self.gpus, options.workspaces)
-        self.function_mode = FunctionMode(self.tracker, make_interchange)
+        self.function_mode = FunctionMode(self.tracker)
         self.tracker.function_mode = self.function_mode
         self.is_on_gpu = self.tracker.is_on_gpu
         self.memory = AllocatorAnswers(recorder, options.memory)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,16 +19,6 @@ SEND_NUMBERS = "send numbers (`.item()`, `.tolist()`) or shapes instead"
 # Told what is refused: the problem, what to do instead, and the line.
 Note = Callable[[str, str | None, str | None], None]
 _note: Note | None = None
-
-
-@contextlib.contextmanager
-def report_unsupported_to(note: Note) -> Iterator[None]:
-    """Tell `note` what is refused inside: a program that catches the error goes on as it would not on a GPU."""
-    set_unsupported_handler(note)
-    try:
-        yield
-    finally:
-        set_unsupported_handler(None)
 
 
 def set_unsupported_handler(note: Note | None) -> None:

@@ -17,8 +17,6 @@ from memprof.virtual.device_state import DeviceState
 from memprof.virtual.host_kinds import HostKinds
 from memprof.virtual.operator_call import find_tensors
 
-_Tensor = torch.Tensor
-_NoTorchFunction = torch.DisableTorchFunction
 # How torch's errors speak of devices; the latter of parts of a sparse tensor.
 _DEVICES = re.compile("device|backend of indices")
 
@@ -44,7 +42,7 @@ class MixedDevices:
         if not _DEVICES.search(error_text(error)) or not self._is_mixed([*args, *kwargs.values()]):
             return False
         if not noted:
-            with _NoTorchFunction():
+            with torch.DisableTorchFunction():
                 tensors = find_tensors([*args, *kwargs.values()])
                 note_mismatch(self._tracker, f"aten.{func.__name__}", tensors)
         return True
@@ -59,15 +57,17 @@ class MixedDevices:
         """Arguments of an in-place call, its host operands moved if it mixes devices: what autograd has seen of an
         assignment cannot be taken back, so that it is tried without first."""
         target = args[0]
-        if func is _Tensor.copy_:  # made to mix devices
+        if func is torch.Tensor.copy_:  # made to mix devices
             return args
-        host = any(isinstance(a, _Tensor) and a.dim() and self._believed(a) == HOST for a in args[1:])
-        if not (host and torch.is_grad_enabled() and isinstance(target, _Tensor) and is_gpu(self._believed(target))):
+        host = any(isinstance(a, torch.Tensor) and a.dim() and self._believed(a) == HOST for a in args[1:])
+        if not (
+            host and torch.is_grad_enabled() and isinstance(target, torch.Tensor) and is_gpu(self._believed(target))
+        ):
             return args
         mismatches = self._tracker.recorder.trace.mismatches
         before = len(mismatches)
         with torch.no_grad():
-            func(target.detach(), *(a.detach() if isinstance(a, _Tensor) else a for a in args[1:]), **kwargs)
+            func(target.detach(), *(a.detach() if isinstance(a, torch.Tensor) else a for a in args[1:]), **kwargs)
         return args if len(mismatches) == before else (target, *self._moved(args[1:], target))
 
     def assignable(self, tensor: torch.Tensor, index: Any, value: torch.Tensor) -> torch.Tensor:
@@ -80,7 +80,7 @@ class MixedDevices:
         mismatches = self._tracker.recorder.trace.mismatches
         before = len(mismatches)
         with torch.no_grad():
-            _Tensor.__setitem__(tensor.detach(), index, value.detach())
+            torch.Tensor.__setitem__(tensor.detach(), index, value.detach())
         return value if len(mismatches) == before else self._moved(value, tensor)
 
     def recurrent(self, op: str, func: Any, *args: Any) -> Any:
@@ -91,10 +91,10 @@ class MixedDevices:
         args = self._kinds.all_virtual(args, only=torch.is_floating_point)
         tensors = [tensor for tensor in find_tensors(list(args)) if tensor.is_floating_point()]
         if self._is_mixed([tensor for tensor in tensors if tensor.dim()]):
-            with _NoTorchFunction():
+            with torch.DisableTorchFunction():
                 note_mismatch(self._tracker, op, [tensors[0], *(t for t in tensors[1:] if not t.is_meta)][:2])
             args = tuple(
-                arg if isinstance(arg, _Tensor) and not arg.is_floating_point() else self._moved(arg, tensors)
+                arg if isinstance(arg, torch.Tensor) and not arg.is_floating_point() else self._moved(arg, tensors)
                 for arg in args
             )
         return func(*args)
@@ -118,7 +118,7 @@ class MixedDevices:
         gpu = next(filter(is_gpu, map(self._believed, find_tensors(beside))), "cuda")
 
         def move(part: Any) -> Any:
-            if isinstance(part, _Tensor) and (numbers or part.dim()) and self._believed(part) == HOST:
+            if isinstance(part, torch.Tensor) and (numbers or part.dim()) and self._believed(part) == HOST:
                 return self._to(part, gpu)
             return part
 

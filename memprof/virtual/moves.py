@@ -16,11 +16,9 @@ from memprof.virtual.device_state import DeviceState
 from memprof.virtual.host_kinds import HostKinds
 from memprof.virtual.legacy_types import legacy_name, legacy_type
 
-_Tensor = torch.Tensor
 _META = torch.device("meta")
 _CPU = torch.device("cpu")
 _aten = torch.ops.aten
-_NoTorchFunction = torch.DisableTorchFunction
 
 
 class Moves:
@@ -40,19 +38,19 @@ class Moves:
         """Return function -> replacement, for the function mode."""
         return {
             kernels.parse_to: _parse_to,
-            _Tensor.type: self._type,
-            _Tensor.to: self.to,
-            _Tensor.type_as: self.to,
-            _Tensor.cuda: self._to_cuda,
-            _Tensor.cpu: self._to_cpu,
-            _Tensor.copy_: self._copy_,
+            torch.Tensor.type: self._type,
+            torch.Tensor.to: self.to,
+            torch.Tensor.type_as: self.to,
+            torch.Tensor.cuda: self._to_cuda,
+            torch.Tensor.cpu: self._to_cpu,
+            torch.Tensor.copy_: self._copy_,
         }
 
     def _type(self, tensor: torch.Tensor, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
         if dtype is None:
             return legacy_name(tensor.dtype, on_gpu=is_gpu(self._believed(tensor)))
         named = legacy_type(dtype)
-        return _Tensor.type(tensor, dtype, non_blocking) if named is None else self.to(tensor, *named)
+        return torch.Tensor.type(tensor, dtype, non_blocking) if named is None else self.to(tensor, *named)
 
     def to(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Run `Tensor.to`."""
@@ -82,7 +80,7 @@ class Moves:
             return tensor
         if wanted == believed:
             # No move: torch does it, on whatever the tensor really is.
-            return _Tensor.to(tensor, dtype, copy=copy, **{k: v for k, v in rest.items() if k != "copy"})
+            return torch.Tensor.to(tensor, dtype, copy=copy, **{k: v for k, v in rest.items() if k != "copy"})
         device_argument = _CPU if wanted == HOST else _META
         kwargs = {"memory_format": rest["memory_format"]} if rest.get("memory_format") is not None else {}
         if non_blocking:
@@ -120,21 +118,20 @@ class Moves:
         believed = self._believed(gradient)
         if device != HOST or believed == HOST:
             return gradient.to(device)
-        with _NoTorchFunction():
+        with torch.DisableTorchFunction():
             return self._copied(gradient, believed, HOST, device=_META)
 
     def _copy_(self, tensor: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
         """Between GPUs, the source is moved first where it needs a gradient, which then finds its way back."""
-        several = self._tracker.gpus.several
-        if several and isinstance(source, _Tensor) and source.requires_grad and torch.is_grad_enabled():
+        if isinstance(source, torch.Tensor) and source.requires_grad:
             ends = self._believed(source), self._believed(tensor)
-            if ends[0] != ends[1] and all(map(is_gpu, ends)):
+            if not (self._tracker.gpus.several and torch.is_grad_enabled()):
+                source = self.kinds.like(source, tensor) if ends[0] == ends[1] else source
+            elif ends[0] != ends[1] and all(map(is_gpu, ends)):
                 source = self.to(source, ends[1])
-        elif isinstance(source, _Tensor) and source.requires_grad and self._believed(tensor) == self._believed(source):
-            source = self.kinds.like(source, tensor)
-        with _NoTorchFunction():
+        with torch.DisableTorchFunction():
             is_wrapper = tensor.is_cuda  # as a subclass has itself made; the method would take a guard of that GPU
-        copy = _aten.copy_.default if is_wrapper else _Tensor.copy_
+        copy = _aten.copy_.default if is_wrapper else torch.Tensor.copy_
         return self._run(copy, (tensor, source, non_blocking), {})
 
     def _to_cpu(self, tensor: torch.Tensor, **kwargs: Any) -> Any:

@@ -17,8 +17,6 @@ from memprof.watch.recorder import Recorder
 
 _aten = torch.ops.aten
 _META = torch.device("meta")
-_STRIDED = torch.strided
-_Tensor = torch.Tensor
 _STORAGES = (torch.UntypedStorage, torch.TypedStorage)
 
 # Host tensors from this size on are virtual too: an 8B model built on the CPU must not fill a laptop's memory.
@@ -84,17 +82,7 @@ class OperatorCall:
     """One call of an operator: its arguments, its key for remembered layouts, and where its tensors live."""
 
     __slots__ = (
-        "args",
-        "func",
-        "gpu",
-        "key",
-        "kwargs",
-        "on_gpu",
-        "on_host",
-        "on_meta",
-        "quantized",
-        "real",
-        "sparse",
+        "args", "func", "gpu", "key", "kwargs", "on_gpu", "on_host", "on_meta", "quantized", "real", "sparse",
         "tensors",
     )  # fmt: skip
 
@@ -118,9 +106,9 @@ class OperatorCall:
             self._look(arg, devices)
 
     def _look(self, arg: Any, devices: DeviceTable) -> None:
-        if isinstance(arg, _Tensor):
+        if isinstance(arg, torch.Tensor):
             self.tensors.append(arg)
-            if arg.layout is not _STRIDED or arg.is_quantized:
+            if arg.layout is not torch.strided or arg.is_quantized:
                 self.sparse |= arg.layout is not torch.strided
                 self.quantized |= arg.is_quantized
                 self._note(devices.device_of(arg), arg.is_meta)

@@ -16,7 +16,6 @@ from memprof.virtual.mixed import MixedDevices
 from memprof.virtual.moves import Moves
 from memprof.virtual.operator_call import find_tensors
 
-_Tensor = torch.Tensor
 _META = torch.device("meta")
 _CPU = torch.device("cpu")
 _default: Any = dispatch.default_device.get()
@@ -56,8 +55,8 @@ class TensorsFromData:
             torch.tensor: self._tensor,
             torch.as_tensor: self._as_tensor,
             torch.asarray: self._as_tensor,
-            _Tensor.new_tensor: self._new_tensor,
-            _Tensor.new: self._new,
+            torch.Tensor.new_tensor: self._new_tensor,
+            torch.Tensor.new: self._new,
         }
 
     def _tensor(
@@ -99,7 +98,7 @@ class TensorsFromData:
             return torch.sparse_coo_tensor(*args, dtype=tensor.dtype, check_invariants=False)
         if args and isinstance(args[0], (list, tuple)) and not isinstance(args[0], torch.Size):
             return self._new_tensor(tensor, args[0], **kwargs)
-        return self._mixed.inside(_Tensor.new, (tensor, *args), kwargs)
+        return self._mixed.inside(torch.Tensor.new, (tensor, *args), kwargs)
 
     def _sparse(self, func: Any, *args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
         """A sparse tensor of indices and values, which have to be of one kind. Those that are tensors are moved to
@@ -108,7 +107,7 @@ class TensorsFromData:
         if device is None:
             return self._run(func, *self._kinds.all_virtual((args, kwargs)))
         parts: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
-        tensors = [name for name, part in parts.items() if isinstance(part, _Tensor)]
+        tensors = [name for name, part in parts.items() if isinstance(part, torch.Tensor)]
         for name in tensors[-1:] + tensors[:-1]:
             parts[name] = self._to(parts[name], device)
         args, kwargs = self._kinds.all_virtual(

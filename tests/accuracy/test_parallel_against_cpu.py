@@ -4,7 +4,7 @@ the CPU, where they really run."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from memprof.patching.patch_set import PatchSet
-from memprof.virtual.distributed.joining import Joining
+from memprof.patching.patch_set import Patch, PatchSet
+from memprof.virtual.distributed.joining import ProcessGroups
 from memprof.virtual.install_context import GpuOptions
 from memprof.virtual.peers.alone import SingleRankBackend
 from memprof.virtual.values import Values
@@ -98,12 +98,12 @@ _PARAMETERS = 21
 _HOST_BYTES = {8 * 74, 4 * (_PARAMETERS + 1), 4 * _PARAMETERS}
 
 
-def _joining() -> Joining:
+def _joining() -> Iterator[Patch]:
     assume = MagicMock()
     others = SingleRankBackend(assume, Values(assume))
     context = MagicMock(channel=None, options=GpuOptions(), others=others, recorder=Recorder(ModuleTracker()))
     context.gpus.number, context.is_on_gpu.return_value = 1, False
-    return Joining(context)
+    return ProcessGroups().patches(context)
 
 
 def program(way: str, started: PatchSet) -> Program:
@@ -112,7 +112,7 @@ def program(way: str, started: PatchSet) -> Program:
     make_parallel, backend = WAYS[way], "gloo" if way.startswith("ddp") else "fake"
 
     def make(device: str) -> Callable[[], None]:
-        started.set_all(_joining().patches() if device == "cpu" else ())
+        started.set_all(_joining() if device == "cpu" else ())
         dist.init_process_group("nccl" if device == "cuda" else backend, rank=0, world_size=1)
         batch: Batch = {name: value.to(device) for name, value in tokens().items()}
 

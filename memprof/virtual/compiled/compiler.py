@@ -1,7 +1,7 @@
 """The compiler of a run: what `torch.compile` is in it, and what runs eagerly all the same.
 
 Dynamo, AOTAutograd and Inductor are imported when the program first compiles something, and see torch as it is without
-memprof (lifting.py) but for what stands for the GPU (gpu.py, tracing.py). What they make runs in the run as the
+memprof (lifting.py) but for what stands for the GPU (`_gpu_patches`, tracing.py). What they make runs in the run as the
 program's own code does.
 """
 
@@ -18,18 +18,20 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from memprof.patching.extension import Extension
 from memprof.patching.patch_set import Patch, PatchSet
-from memprof.torch_private import dynamo, inductor
+from memprof.torch_private import cuda, dynamo, inductor
 from memprof.virtual.compiled.diagnostics import CompileDiagnostics
 from memprof.virtual.compiled.graphs import Graphs
 from memprof.virtual.compiled.mode_suspension import Lifting
 from memprof.virtual.compiled.origins import Origins
-from memprof.virtual.cuda_api.driver import driver_patches
+from memprof.virtual.cuda_api.driver import driver_patches, returning
+from memprof.virtual.gpus import Gpus
 from memprof.virtual.install_context import InstallContext
 from memprof.virtual.integrations.compiled import BLOCK_MASK, allocate_block_mask, is_block_mask
 from memprof.watch.program_code import GENERATED_CODE_FOLDERS, is_program
@@ -309,7 +311,7 @@ class Compiler(Extension):
 
     @contextlib.contextmanager
     def _compiling(self) -> Iterator[None]:
-        from memprof.virtual.compiled import convolutions, gpu, tracing
+        from memprof.virtual.compiled import convolutions, tracing
 
         of_dynamo, of_aot = dynamo.config.get(), dynamo.functorch_config.get()
         of_inductor = inductor.config.get()
@@ -322,7 +324,7 @@ class Compiler(Extension):
         try:
             own.set_all(tracing.patches(self._machine))
             own.set_all(convolutions.patches(self._machine.gpu))
-            own.set_all(gpu.patches(self._machine.gpus, self._properties, self._drivers))
+            own.set_all(_gpu_patches(self._machine.gpus, self._properties, self._drivers))
             with (
                 of_dynamo.patch(_known(of_dynamo, _DYNAMO)),
                 of_inductor.patch(_known(of_inductor, _INDUCTOR)),
@@ -337,9 +339,35 @@ class Compiler(Extension):
             _forget_triton()
 
 
+def _gpu_patches(gpus: Gpus, properties: Any, drivers: list[Patch]) -> Iterator[Patch]:
+    """Yield what Dynamo and Inductor ask of the GPU, answered below `torch.cuda`, whose own functions stay."""
+    # Streams of an accelerator are requested wherever there is one.
+    yield from (patch for patch in drivers if patch[1].startswith("_cuda") or patch[1] == "default_generators")
+    # torch built for CUDA would ask a driver that is not there which of its devices is current.
+    yield cuda.accelerator_get_accelerator.patch(returning(None))
+    for name in (cuda.exchange_device_of_torch, cuda.maybe_exchange_device_of_torch):
+        yield name.patch(lambda device: gpus.select(device))
+    for name in (dynamo.cuda_exchange_device, dynamo.cuda_maybe_exchange_device):
+        yield name.patch(staticmethod(gpus.select))
+    yield cuda.is_compiled.patch(returning(True))
+    yield cuda.initialized.patch(True)
+    yield cuda.cached_device_count.patch(gpus.number)
+    yield cuda.get_device_properties.patch(returning(properties))
+    yield dynamo.get_cuda_stream.patch(returning(0))
+    yield dynamo.caching_worker_device_properties.patch({"cuda": [properties] * gpus.number})
+    yield dynamo.caching_worker_current_devices.patch({})
+    yield dynamo.cuda_get_raw_stream.patch(staticmethod(returning(0)))
+    yield inductor.triton_hash_with_backend.patch(returning("memprof"))
+    triton = sys.modules.get("triton.runtime.driver")
+    if triton is not None:
+        # Asked for the target of the program's own kernels, whose first form says which arguments they write.
+        kind: Any = importlib.import_module("triton.backends.compiler")
+        target = kind.GPUTarget("cuda", 10 * properties.major + properties.minor, properties.warp_size)
+        yield triton.driver, "_active", SimpleNamespace(get_current_target=returning(target))
+
+
 def _forget_triton() -> None:
     """Let torch see anew what Triton can do: it keeps the answer for good, and here the GPU is there for a while."""
-
     for function in vars(inductor.triton.get()).values():
         if hasattr(function, "cache_clear"):
             function.cache_clear()

@@ -42,25 +42,15 @@ _ONE_PROCESS = "torch.distributed runs with one process: collectives change noth
 class ProcessGroups(Extension):
     """`torch.distributed`, and its groups, which end with the run."""
 
-    def patches(self, context: InstallContext) -> Iterator[Patch]:
-        """Replace what joins groups and makes them."""
-        yield from Joining(context).patches()
-
     def around(self, context: InstallContext) -> AbstractContextManager[None]:
         """Return what destroys groups that the program leaves behind."""
         return groups_end_with_the_run()
 
-
-class Joining:
+    def patches(self, context: InstallContext) -> Iterator[Patch]:
     """The `torch.distributed` that a program sees."""
-
-    def __init__(self, context: InstallContext) -> None:
         self._context = context
         self._store = stores.kind(context.channel)
         self._found = RankFacts()  # what the program has joined as
-
-    def patches(self) -> Iterator[Patch]:
-        """Replace what joins groups and makes them."""
         if _c10d is None:
             return
         starting = self._starting(dist.init_process_group)

@@ -33,7 +33,6 @@ from memprof.virtual.install_context import InstallContext
 from memprof.virtual.limits import (
     SEND_NUMBERS,
     invalid_on_cuda_error,
-    report_unsupported_to,
     set_unsupported_handler,
     unsupported_error,
 )
@@ -78,14 +77,15 @@ class Processes(Extension):
 
         What is refused is noted: a program may catch the error and go on as on no GPU.
         """
-
         _watch_forks()
         _in_child.append(functools.partial(_disable_in_child, context))
-        with report_unsupported_to(context.refused), context.children:
-            try:
+        set_unsupported_handler(context.refused)
+        try:
+            with context.children:
                 yield
-            finally:
-                _in_child.pop()
+        finally:
+            _in_child.pop()
+            set_unsupported_handler(None)
 
 
 def _wrap_put(original: Callable[..., Any], is_virtual: Callable[[torch.Tensor], bool]) -> Callable[..., Any]:

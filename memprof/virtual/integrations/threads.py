@@ -24,8 +24,8 @@ from types import FrameType
 from memprof.patching.extension import Extension
 from memprof.patching.patch_set import Patch
 from memprof.torch_private import dispatch
+from memprof.virtual.device_state import Turn
 from memprof.virtual.install_context import InstallContext
-from memprof.virtual.turns import Turn
 from memprof.watch.program_code import is_program_file
 
 _STDLIB = sysconfig.get_path("stdlib") + os.sep

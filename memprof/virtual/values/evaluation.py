@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from memprof.virtual.collective_bytes import COLLECTIVES
+from memprof.virtual.flops import COLLECTIVES
 from memprof.virtual.operator_call import find_tensors
 from memprof.virtual.values import budget
 from memprof.virtual.values.budget import is_cheap_to_compute, is_integer, is_linear, work_of

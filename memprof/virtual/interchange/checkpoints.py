@@ -29,7 +29,6 @@ from memprof.virtual.device_state import DeviceState
 from memprof.virtual.operator_call import HOST_COUNTED_BYTES, HOST_VIRTUAL_BYTES
 from memprof.virtual.values.budget import is_cheap_to_compute
 
-_NoTorchFunction = torch.DisableTorchFunction
 _META = torch.device("meta")
 _FORM = torch.serialization
 _storage_to = torch.UntypedStorage.to
@@ -48,10 +47,10 @@ READ = frozenset({torch.bool, torch.int16, torch.int32, torch.int64})
 class Checkpoints:
     """Checkpoint files (torch.save, torch.load), for one virtual GPU."""
 
-    def __init__(self, tracker: DeviceState, assume: Callable[[str], None], mode: TorchFunctionMode) -> None:
+    def __init__(self, tracker: DeviceState, mode: TorchFunctionMode) -> None:
         self._tracker = tracker
         self._mode = mode
-        self._assume = assume
+        self._assume = tracker.values.assume
         self._dtype = torch.uint8  # of the storage that is being loaded
         # Whether tensors are being pickled for a file of torch's, in which storages stand by themselves.
         self.saving = False
@@ -125,7 +124,7 @@ class Checkpoints:
             if self._location(storage).startswith("cuda"):  # it passes through host memory
                 self._tracker.transients((storage.nbytes(),), "torch.save", self._place(), HOST)
             if data is not None:
-                with _NoTorchFunction(), disable_current_modes():
+                with torch.DisableTorchFunction(), disable_current_modes():
                     file.write_record(f"data/{key}", data, data.nbytes())
         # A class is a cycle, and this one sees the table: it must not keep the storages until the next collection.
         storages.clear()
@@ -139,7 +138,7 @@ class Checkpoints:
         known = self._tracker.values.store.flat(storage) if storage.nbytes() < HOST_VIRTUAL_BYTES else None
         if known is None or not is_cheap_to_compute(known):
             return None
-        with _NoTorchFunction():
+        with torch.DisableTorchFunction():
             data = known.untyped_storage()
         return data if data.nbytes() == storage.nbytes() else None
 
@@ -200,7 +199,7 @@ class Checkpoints:
     ) -> torch.UntypedStorage:
         """The storage of a record on the host: real if it is worth reading, else without data."""
         if name in records and (num_bytes < HOST_VIRTUAL_BYTES or dtype in READ):
-            with _NoTorchFunction(), disable_current_modes():
+            with torch.DisableTorchFunction(), disable_current_modes():
                 data = file.get_storage_from_record(name, num_bytes, torch.UntypedStorage)
                 storage: torch.UntypedStorage = data._typed_storage()._untyped_storage
                 if swap:
@@ -215,7 +214,7 @@ class Checkpoints:
         return self._new(num_bytes, dtype, HOST)
 
     def _new(self, num_bytes: int, dtype: torch.dtype, device: str) -> torch.UntypedStorage:
-        with _NoTorchFunction():
+        with torch.DisableTorchFunction():
             with disable_current_modes():
                 made = torch.empty(num_bytes // dtype.itemsize, dtype=dtype, device=_META)
             self._tracker.record([made], "torch.load", self._place(), device)
@@ -242,7 +241,7 @@ class Checkpoints:
         """A copy of `storage` on a GPU; its numbers are kept if they are few, or integers."""
         values, dtype = self._tracker.values, self._dtype
         made = self._new(storage.nbytes(), dtype, self._tracker.gpus.named(device))
-        with _NoTorchFunction(), disable_current_modes():
+        with torch.DisableTorchFunction(), disable_current_modes():
             copy = torch.empty(0, dtype=dtype, device=_META).set_(made)  # type: ignore[call-overload]
             if not (is_cheap_to_compute(copy) or (values.store.is_trackable(copy) and not dtype.is_floating_point)):
                 return made
@@ -273,7 +272,7 @@ class Checkpoints:
 
     def _moved(self, value: Any, on_gpu: dict[int, torch.UntypedStorage]) -> Any:
         if isinstance(value, torch.Tensor):
-            with _NoTorchFunction():
+            with torch.DisableTorchFunction():
                 moves = not value.is_meta and value.untyped_storage()._cdata in on_gpu
             return value.to("cuda") if moves else value
         if isinstance(value, dict):

@@ -22,31 +22,40 @@ from memprof.torch_private import tensors
 from memprof.torch_private.dispatch import disable_current_modes
 from memprof.trace.events import GPU, HOST, gpu_index, is_gpu
 from memprof.virtual.device_state import DeviceState
-from memprof.virtual.integrations import storages
-from memprof.virtual.integrations.checkpoints import Checkpoints, as_method
-from memprof.virtual.integrations.safetensors_files import SafetensorsFiles
+from memprof.virtual.interchange import storages
+from memprof.virtual.interchange.checkpoints import Checkpoints, as_method
+from memprof.virtual.interchange.safetensors_files import SafetensorsFiles
 from memprof.virtual.operator_call import HOST_VIRTUAL_BYTES, find_tensors
 from memprof.virtual.values.budget import is_cheap_to_compute
 from memprof.virtual.values.shadows import PAGES
 from memprof.watch.failure import KernelError
 from memprof.watch.wrappers import has_memory
 
-_Tensor = torch.Tensor
 _META = torch.device("meta")
-_NoTorchFunction = torch.DisableTorchFunction
 _storage_data_ptr = torch.UntypedStorage.data_ptr
+
+
+def _of_virtual(original: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return what has a method run for virtual tensors, and torch's `original` for all others."""
+
+    def replace(method: Callable[..., Any]) -> Callable[..., Any]:
+        def run(self: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            with torch.DisableTorchFunction():
+                return method(self, tensor, *args, **kwargs) if tensor.is_meta else original(tensor, *args, **kwargs)
+
+        return run
+
+    return replace
 
 
 class Interchange:
     """The ways in which a program reaches a tensor's data, for one virtual GPU."""
 
-    def __init__(
-        self, tracker: DeviceState, move: Callable[..., _Tensor], assume: Callable[[str], None], mode: TorchFunctionMode
-    ) -> None:
+    def __init__(self, tracker: DeviceState, move: Callable[..., torch.Tensor], mode: TorchFunctionMode) -> None:
         self._tracker = tracker
         self._move = move
-        self.checkpoints = Checkpoints(tracker, assume, mode)
-        self.safetensors = SafetensorsFiles(tracker, assume)
+        self.checkpoints = Checkpoints(tracker, mode)
+        self.safetensors = SafetensorsFiles(tracker)
         self._pages: weakref.WeakKeyDictionary[torch.UntypedStorage, tuple[mmap.mmap | None, int]] = (
             weakref.WeakKeyDictionary()
         )
@@ -61,11 +70,11 @@ class Interchange:
     def handlers(self) -> dict[Any, Callable[..., Any]]:
         """Function -> replacement, for the function mode."""
         return {
-            _Tensor.tolist: self._tolist,
-            _Tensor.numpy: self._numpy,
-            _Tensor.pin_memory: self._pin_memory,
-            _Tensor.is_pinned: self._is_pinned,
-            _Tensor.data_ptr: self._data_ptr,
+            torch.Tensor.tolist: self._tolist,
+            torch.Tensor.numpy: self._numpy,
+            torch.Tensor.pin_memory: self._pin_memory,
+            torch.Tensor.is_pinned: self._is_pinned,
+            torch.Tensor.data_ptr: self._data_ptr,
             torch.utils.dlpack.from_dlpack: self._from_dlpack,
         }
 
@@ -94,9 +103,9 @@ class Interchange:
         yield _named_as(tensors.rebuild_meta_tensor_no_storage, self._rebuild)
         yield _named_as(tensors.rebuild_device_tensor_from_cpu_tensor, self._rebuild_known)
 
-    def read(self, tensor: _Tensor) -> _Tensor:
+    def read(self, tensor: torch.Tensor) -> torch.Tensor:
         """A real tensor to show the program; an unknown large one is one number, spread over the shape."""
-        with _NoTorchFunction():
+        with torch.DisableTorchFunction():
             if not tensor.is_meta:
                 return tensor
             tensor = tensor.detach()
@@ -106,44 +115,35 @@ class Interchange:
                     return values.policy.read(tensor)
                 return values.policy.read(torch.empty((), dtype=tensor.dtype, device=_META)).expand(tensor.shape)
 
-    def _tolist(self, tensor: _Tensor) -> Any:
+    def _tolist(self, tensor: torch.Tensor) -> Any:
         value = self.read(tensor)
-        with _NoTorchFunction():
+        with torch.DisableTorchFunction():
             return value.tolist()
 
-    def _numpy(self, tensor: _Tensor, *, force: bool = False) -> Any:
-        with _NoTorchFunction():
-            if not tensor.is_meta:
-                return tensor.numpy(force=force)
-            if tensor.requires_grad and not force:
-                raise RuntimeError(
-                    "Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead."
-                )
-            device = self._tracker.device_of(tensor)
-            if is_gpu(device) and not force:
-                raise TypeError(
-                    f"can't convert {device} device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host "
-                    "memory first."
-                )
-            with disable_current_modes():
-                own = self._tracker.values.store.writable(tensor.detach()) if not force else None
-                return (self.read(tensor) if own is None else own).numpy()
+    @_of_virtual(torch.Tensor.numpy)
+    def _numpy(self, tensor: torch.Tensor, *, force: bool = False) -> Any:
+        if tensor.requires_grad and not force:
+            raise RuntimeError("Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead.")
+        device = self._tracker.device_of(tensor)
+        if is_gpu(device) and not force:
+            raise TypeError(
+                f"can't convert {device} device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host "
+                "memory first."
+            )
+        with disable_current_modes():
+            own = self._tracker.values.store.writable(tensor.detach()) if not force else None
+            return (self.read(tensor) if own is None else own).numpy()
 
-    def _array(self, tensor: _Tensor, *args: Any, **kwargs: Any) -> Any:
-        with _NoTorchFunction():
-            if not tensor.is_meta:
-                return _array(tensor, *args, **kwargs)
+    @_of_virtual(torch.Tensor.__array__)
+    def _array(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         array = self._numpy(tensor)
         return array if not args or args[0] is None else array.astype(args[0], copy=False)
 
-    def _data_ptr(self, tensor: _Tensor) -> int:
-        with _NoTorchFunction():
-            if not tensor.is_meta:
-                return tensor.data_ptr()
-            if not tensor.numel():
-                return 0
-            offset = int(tensor.storage_offset()) * tensor.element_size()
-            return self._storage_ptr(tensor.untyped_storage()) + offset
+    @_of_virtual(torch.Tensor.data_ptr)
+    def _data_ptr(self, tensor: torch.Tensor) -> int:
+        if not tensor.numel():
+            return 0
+        return self._storage_ptr(tensor.untyped_storage()) + int(tensor.storage_offset()) * tensor.element_size()
 
     def _storage_ptr(self, storage: torch.UntypedStorage) -> int:
         """Unique per storage and aligned: code compares addresses (tied weights) and checks alignment."""
@@ -154,27 +154,27 @@ class Interchange:
             known = self._pages[storage] = _reserve(storage)
         return known[1]
 
-    def _dlpack(self, tensor: _Tensor, **kwargs: Any) -> Any:
-        with _NoTorchFunction():
+    def _dlpack(self, tensor: torch.Tensor, **kwargs: Any) -> Any:
+        with torch.DisableTorchFunction():
             if tensor.is_meta and is_gpu(self._tracker.device_of(tensor)):
                 raise KernelError("DLPack hands the tensor's data on the GPU to another library", "the DLPack export")
             value = self.read(tensor)
             with disable_current_modes():
                 return _export(value, **kwargs)
 
-    def _dlpack_device(self, tensor: _Tensor) -> Any:
+    def _dlpack_device(self, tensor: torch.Tensor) -> Any:
         device = self._tracker.device_of(tensor)
         return (2, gpu_index(device)) if tensor.is_meta and is_gpu(device) else (1, 0)  # kDLCUDA, kDLCPU of dlpack.h
 
-    def _from_dlpack(self, external: Any, **kwargs: Any) -> _Tensor:
-        if isinstance(external, _Tensor):
+    def _from_dlpack(self, external: Any, **kwargs: Any) -> torch.Tensor:
+        if isinstance(external, torch.Tensor):
             return external.detach()
-        with _NoTorchFunction():
+        with torch.DisableTorchFunction():
             return _from_dlpack(external, **kwargs)
 
-    def _pin_memory(self, tensor: _Tensor, *args: Any, **kwargs: Any) -> _Tensor:
+    def _pin_memory(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """A copy in pinned memory: the source lives on beside it, as in a real run."""
-        with _NoTorchFunction():
+        with torch.DisableTorchFunction():
             if self._is_pinned(tensor):
                 return tensor
             if tensor.is_meta and is_gpu(self._tracker.device_of(tensor)):
@@ -188,40 +188,36 @@ class Interchange:
         for tensor in find_tensors(tensors):
             self._pinned.add(tensor.untyped_storage())
 
-    def _is_pinned(self, tensor: _Tensor, *args: Any, **kwargs: Any) -> bool:
-        with _NoTorchFunction():
+    def _is_pinned(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
+        with torch.DisableTorchFunction():
             return tensor.untyped_storage() in self._pinned
 
-    def _share_memory(self, tensor: _Tensor) -> _Tensor:
-        with _NoTorchFunction():
-            if not tensor.is_meta:
-                return _share_memory(tensor)
-            self._shared.add(tensor.untyped_storage())  # on the GPU every tensor is shareable: nothing to do
-            return tensor
+    @_of_virtual(torch.Tensor.share_memory_)
+    def _share_memory(self, tensor: torch.Tensor) -> torch.Tensor:
+        self._shared.add(tensor.untyped_storage())  # on the GPU every tensor is shareable: nothing to do
+        return tensor
 
-    def _is_shared(self, tensor: _Tensor) -> bool:
-        with _NoTorchFunction():
-            if not tensor.is_meta:
-                return _is_shared(tensor)
-            return is_gpu(self._tracker.device_of(tensor)) or tensor.untyped_storage() in self._shared
+    @_of_virtual(torch.Tensor.is_shared)
+    def _is_shared(self, tensor: torch.Tensor) -> bool:
+        return is_gpu(self._tracker.device_of(tensor)) or tensor.untyped_storage() in self._shared
 
-    def _reduce(self, tensor: _Tensor, protocol: Any) -> Any:
+    def _reduce(self, tensor: torch.Tensor, protocol: Any) -> Any:
         """A pickle says what a tensor is, and its numbers where they are known."""
         if self.checkpoints.saving:
             return _reduce_ex(tensor, protocol)  # by its storage, under the modes: it is on the GPU
-        with _NoTorchFunction():
+        with torch.DisableTorchFunction():
             device = self._tracker.device_of(tensor) if has_memory(tensor) and tensor.is_meta else "meta"
             if device == "meta":
                 return _reduce_ex(tensor, protocol)
             function, arguments = self._parts(tensor, device)
             state = tensors.get_obj_state(tensor)
-            if type(tensor) is _Tensor and not state:
+            if type(tensor) is torch.Tensor and not state:
                 return function, arguments
             return tensors.rebuild_from_type_v2, (function, type(tensor), arguments, state)
 
-    def _parts(self, tensor: _Tensor, device: str) -> tuple[Callable[..., _Tensor], tuple[Any, ...]]:
+    def _parts(self, tensor: torch.Tensor, device: str) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
         """Return what makes a virtual tensor again where it is read, and from what."""
-        with _NoTorchFunction():
+        with torch.DisableTorchFunction():
             known = self._tracker.values.store.get(tensor.detach()) if is_cheap_to_compute(tensor) else None
             if known is not None:
                 arguments = (known.clone(), tensor.dtype, device, tensor.requires_grad)
@@ -232,27 +228,24 @@ class Interchange:
             made_of = (tensor.dtype, tensor.size(), stride, tensor.requires_grad)
             return tensors.rebuild_meta_tensor_no_storage.get(), made_of
 
-    def _rebuild(self, dtype: torch.dtype, size: Any, stride: Any, requires_grad: bool) -> _Tensor:
+    def _rebuild(self, dtype: torch.dtype, size: Any, stride: Any, requires_grad: bool) -> torch.Tensor:
         device = HOST if isinstance(stride, list) else GPU
         if stride and isinstance(stride[-1], str):
             *stride, device = stride
-        with _NoTorchFunction(), disable_current_modes():
+        with torch.DisableTorchFunction(), disable_current_modes():
             tensor = torch.empty_strided(size, stride, dtype=dtype, device=_META, requires_grad=requires_grad)
         place = self._tracker.recorder.attribution.place(sys._getframe(1))
         self._tracker.record([tensor], "pickle.loads", place, device)
         return tensor
 
-    def _rebuild_known(self, data: _Tensor, dtype: torch.dtype, device: str, requires_grad: bool) -> _Tensor:
-        with _NoTorchFunction():
+    def _rebuild_known(self, data: torch.Tensor, dtype: torch.dtype, device: str, requires_grad: bool) -> torch.Tensor:
+        with torch.DisableTorchFunction():
             return self._move(data, torch.device(device)).requires_grad_(requires_grad)
 
 
-_reduce_ex = _Tensor.__reduce_ex__
+_reduce_ex = torch.Tensor.__reduce_ex__
 _from_dlpack = torch.utils.dlpack.from_dlpack
-_array = _Tensor.__array__
-_share_memory = _Tensor.share_memory_
-_is_shared = _Tensor.is_shared
-_export = _Tensor.__dlpack__
+_export = torch.Tensor.__dlpack__
 
 
 def _reserve(storage: torch.UntypedStorage) -> tuple[mmap.mmap | None, int]:

@@ -19,7 +19,7 @@ from torch import nn
 from memprof.device.catalog import find_gpu
 from memprof.trace.events import GPU, HOST, EventKind
 from memprof.virtual import VirtualGpu
-from memprof.virtual.integrations import safetensors_files
+from memprof.virtual.interchange import safetensors_files
 
 GPU_MODEL = find_gpu("a100-80gb")
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")

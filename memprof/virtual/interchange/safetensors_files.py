@@ -28,11 +28,10 @@ from memprof.patching.everywhere import bound_everywhere
 from memprof.torch_private.dispatch import disable_current_modes
 from memprof.trace.events import HOST, is_gpu
 from memprof.virtual.device_state import DeviceState
-from memprof.virtual.integrations.checkpoints import EMPTY, READ, SHELLS, UNREAD
+from memprof.virtual.interchange.checkpoints import EMPTY, READ, SHELLS, UNREAD
 from memprof.virtual.operator_call import HOST_VIRTUAL_BYTES
 from memprof.virtual.values.budget import is_cheap_to_compute
 
-_NoTorchFunction = torch.DisableTorchFunction
 _META = torch.device("meta")
 _MARK = f", in an {EMPTY}"
 _LARGEST_HEADER = 100_000_000  # as safetensors itself refuses longer ones
@@ -52,9 +51,9 @@ _real_serialize_file = safetensors.serialize_file
 class SafetensorsFiles:
     """Files of safetensors, for one virtual GPU."""
 
-    def __init__(self, tracker: DeviceState, assume: Callable[[str], None]) -> None:
+    def __init__(self, tracker: DeviceState) -> None:
         self._tracker = tracker
-        self.assume = assume
+        self.assume = tracker.values.assume
         self.is_off = False  # whether this is a forked child, in which files are read as they are
 
     def patches(self) -> Iterator[tuple[Any, str, Any]]:
@@ -88,7 +87,7 @@ class SafetensorsFiles:
 
     def _is_shell(self, tensor: Any) -> bool:
         """Return whether `tensor` is one of ours whose numbers are not known."""
-        with _NoTorchFunction():
+        with torch.DisableTorchFunction():
             virtual = isinstance(tensor, torch.Tensor) and tensor.is_meta and tensor.numel()
             return bool(virtual) and self._tracker.device_of(tensor) != "meta" and self._numbers(tensor) is None
 
@@ -112,10 +111,10 @@ class SafetensorsFiles:
         data: list[bytes] = []
         place = self._tracker.recorder.attribution.place(sys._getframe(1))
         at = 0
-        with _NoTorchFunction():
+        with torch.DisableTorchFunction():
             # All are copied to the host before the first is written.
             copies = [tensor.nbytes for tensor in flat.values() if is_gpu(self._tracker.device_of(tensor))]
-        with _NoTorchFunction(), self._tracker.hidden(copies, _OP, place, HOST):
+        with torch.DisableTorchFunction(), self._tracker.hidden(copies, _OP, place, HOST):
             for name, tensor in flat.items():
                 numbers = self._numbers(tensor)
                 content = b""
@@ -141,7 +140,7 @@ class SafetensorsFiles:
 
     def make(self, shape: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A tensor whose data is not read."""
-        with _NoTorchFunction():
+        with torch.DisableTorchFunction():
             with disable_current_modes():
                 made = torch.empty(shape, dtype=dtype, device=_META)
             if device.type != "meta":
@@ -152,7 +151,7 @@ class SafetensorsFiles:
 
     def place(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         """A tensor that was read, where it is wanted."""
-        with _NoTorchFunction():
+        with torch.DisableTorchFunction():
             self._tracker.record_real(tensor, _OP, self._tracker.recorder.attribution.place(sys._getframe(1)))
         return tensor if device.type == "cpu" else tensor.to(device)
 
@@ -178,7 +177,6 @@ class _File:
         return None
 
     def keys(self) -> list[str]:
-        """Return the tensors' names, in order."""
         return sorted(self._entries)
 
     def offset_keys(self) -> list[str]:
@@ -186,19 +184,15 @@ class _File:
         return sorted(self._entries, key=lambda name: self._entries[name]["data_offsets"])
 
     def metadata(self) -> dict[str, str] | None:
-        """Return what the writer noted."""
         return self._metadata
 
     def get_tensor(self, name: str) -> torch.Tensor:
-        """Return the tensor `name`."""
         return self.get_slice(name)[...]
 
     def get_tensors(self) -> dict[str, torch.Tensor]:
-        """Return all tensors, by name."""
         return {name: self.get_tensor(name) for name in self.offset_keys()}
 
     def get_slice(self, name: str) -> _Slice:
-        """The tensor `name`, not read yet."""
         if name not in self._entries:
             raise safetensors.SafetensorError(f"File does not contain tensor {name}")
         return _Slice(self, self._entries[name])
@@ -206,7 +200,7 @@ class _File:
     def read(self, dtype: torch.dtype, entry: dict[str, Any], index: Any) -> torch.Tensor:
         """`tensor[index]` on the device that the file was opened for."""
         shape = entry["shape"]
-        with _NoTorchFunction(), disable_current_modes():
+        with torch.DisableTorchFunction(), disable_current_modes():
             layout = torch.empty(shape, dtype=dtype, device=_META)[index]
             size = layout.numel() * dtype.itemsize
             large = size >= (_MOST_READ_BYTES if dtype in READ else HOST_VIRTUAL_BYTES)
@@ -227,11 +221,9 @@ class _Slice:
         self._code = entry["dtype"].removesuffix(_MARK)
 
     def get_shape(self) -> list[int]:
-        """Return the slice's shape."""
         return list(self._entry["shape"])
 
     def get_dtype(self) -> str:
-        """Return the slice's dtype, as the format names it."""
         return str(self._code)
 
     def __getitem__(self, index: Any) -> torch.Tensor:

@@ -15,7 +15,6 @@ _deepcopy = torch.Tensor.__deepcopy__
 _resize = torch.UntypedStorage.resize_
 _getitem = torch.UntypedStorage.__getitem__
 _set: Any = torch.Tensor.set_
-_NoTorchFunction = torch.DisableTorchFunction
 
 
 def patches(tracker: DeviceState) -> Iterator[tuple[Any, str, Any]]:
@@ -52,7 +51,7 @@ def patches(tracker: DeviceState) -> Iterator[tuple[Any, str, Any]]:
 
     def resize_(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
         """Resize as on CUDA: the old block is released, and another one taken (native/cuda/Resize.cpp)."""
-        with _NoTorchFunction():
+        with torch.DisableTorchFunction():
             device = tracker.recorder.storages.device_of(storage) if storage.device.type == "meta" else "meta"
             before = storage.nbytes()
             result: torch.UntypedStorage = _resize(storage, size)
@@ -90,7 +89,6 @@ class _Part:
         self._nbytes = stop - start
 
     def nbytes(self) -> int:
-        """Return its size in bytes."""
         return self._nbytes
 
     size = __len__ = nbytes
