@@ -26,9 +26,9 @@ class AddressSpace:
     def __init__(self) -> None:
         self._bottom = _TOP
         self._free: list[tuple[int, int]] = []  # address and bytes of ranges without memory, sorted, never adjacent
-        self._ranges: dict[int, _Range] = {}  # by age
+        self._ranges: dict[int, _AddressRange] = {}  # by age
         self._ages_by_room: list[list[int]] = [[] for _ in range(_PAGES + 1)]
-        self._range_of: dict[int, _Range] = {}  # by the address of a request
+        self._range_of: dict[int, _AddressRange] = {}  # by the address of a request
         self._age = 0
 
     def allocate(self, size: int) -> int:
@@ -49,14 +49,14 @@ class AddressSpace:
             self._ages_by_room[_pages(found.room)].remove(found.age)
             self._free = _with(self._free, found.address, found.size)
 
-    def _youngest_with_room(self, size: int) -> _Range | None:
+    def _youngest_with_room(self, size: int) -> _AddressRange | None:
         ages = [ages[-1] for ages in self._ages_by_room[_pages(size) : _PAGES] if ages]
         # Of a chunk or more, how much: only what has lost a large request has that.
         large = (age for age in reversed(self._ages_by_room[_PAGES]) if self._ranges[age].room >= size)
         ages += [age for age in [next(large, None)] if age is not None]
         return self._ranges[max(ages)] if ages else None
 
-    def _open(self, length: int) -> _Range:
+    def _open(self, length: int) -> _AddressRange:
         """Take chunks of so many bytes together from the highest free range that is large enough, or below all."""
         for index in reversed(range(len(self._free))):
             address, size = self._free[index]
@@ -68,18 +68,18 @@ class AddressSpace:
             self._bottom -= length
             address = self._bottom
         self._age += 1
-        opened = self._ranges[self._age] = _Range(self._age, address, length)
+        opened = self._ranges[self._age] = _AddressRange(self._age, address, length)
         self._ages_by_room[_pages(opened.room)].append(opened.age)
         return opened
 
     @contextlib.contextmanager
-    def _changing(self, one: _Range) -> Iterator[None]:
+    def _changing(self, one: _AddressRange) -> Iterator[None]:
         self._ages_by_room[_pages(one.room)].remove(one.age)
         yield
         insort(self._ages_by_room[_pages(one.room)], one.age)
 
 
-class _Range:
+class _AddressRange:
     """Chunks that one request opened, and what is free of them."""
 
     def __init__(self, age: int, address: int, size: int) -> None:

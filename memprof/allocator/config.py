@@ -63,7 +63,7 @@ def parse_config(text: str, release: Release = LATEST, *, origin: str = VARIABLE
     Blanks are ignored, as torch ignores them; errors say that `text` came from `origin`. Raises UsageError: torch would
     refuse it.
     """
-    return _Parser(text, release, origin).parse()
+    return _SettingsParser(text, release, origin).parse()
 
 
 def config_from_settings(settings: Mapping[str, object]) -> AllocatorConfig:
@@ -98,7 +98,7 @@ _FLAGS = (
 )  # fmt: skip
 
 
-class _Parser:
+class _SettingsParser:
     """One pass over the tokens: words, and the characters , : [ ] between them."""
 
     def __init__(self, text: str, release: Release, origin: str) -> None:

@@ -40,7 +40,7 @@ _STOPS = frozenset(CODES[action] for action in (*_ENDS, Action.FREE_REQUESTED))
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class ReplayDifference:
     """The first point where the replay is not what was recorded."""
 
     device: int
@@ -57,7 +57,7 @@ class SnapshotReplay:
     allocations: int  # in the whole trace
     identical_addresses: int  # allocations before the first difference
     final_layout_identical: bool
-    first_difference: Difference | None
+    first_difference: ReplayDifference | None
     config: AllocatorConfig = field(repr=False, default_factory=AllocatorConfig)  # as far as the file says
     start: State = field(repr=False, default_factory=State)  # segments and live blocks before the first event
     block_sizes: array[int] = field(repr=False, default_factory=lambda: array("q"))  # bytes of the first blocks
@@ -125,7 +125,7 @@ class _Replay:
             maps = SEGMENT_MAP in self.events.actions
             self.allocator.expandable |= maps or any(segment.expandable for segment in self.final)
         self.private = {segment.address: segment for segment in self.final if segment.pool_id != DEFAULT_POOL}
-        self.first: Difference | None = None
+        self.first: ReplayDifference | None = None
         self.sizes = array("q")
         self.flushes: list[int] = []
         self.live: dict[int, Block] = {}
@@ -338,7 +338,7 @@ class _Replay:
     def differs(self, index: int, problem: str) -> None:
         if self.first is None:
             place = self.places[index] if index < len(self.events) else self.end
-            self.first = Difference(self.device, place, problem, self.reason())
+            self.first = ReplayDifference(self.device, place, problem, self.reason())
 
     def reason(self) -> str:
         """Return what in the file explains a difference."""

@@ -113,7 +113,7 @@ _ADDED = {
 
 
 @dataclass(slots=True, eq=False)
-class Tally:
+class Gauge:
     """A count: now, the most at once, and all that there ever were."""
 
     current: int = 0
@@ -140,8 +140,8 @@ class Statistics:
     num_oom_rejections: int = 0
     num_ooms: int = 0
     num_sync_all_streams: int = 0
-    oversize_allocations: Tally = field(default_factory=Tally)  # blocks of at least max_split_size that are handed out
-    oversize_segments: Tally = field(default_factory=Tally)  # segments of that size that came from the driver
+    oversize_allocations: Gauge = field(default_factory=Gauge)  # blocks of at least max_split_size that are handed out
+    oversize_segments: Gauge = field(default_factory=Gauge)  # segments of that size that came from the driver
 
     def reset_peak(self) -> None:
         """`resetPeakStats`: every peak is what there is now."""
@@ -161,7 +161,7 @@ class Statistics:
                 values = (getattr(counters, attribute) for attribute in (name, f"{name}_peak", added))
                 found.update(_four(f"{name}.{pool}", *values))
         for name in ("oversize_allocations", "oversize_segments"):
-            tally: Tally = getattr(self, name)
+            tally: Gauge = getattr(self, name)
             found.update(_four(name, tally.current, tally.peak, tally.added))
         found |= {name: getattr(self, name) for name in self.__slots__ if name.startswith("num_")}
         found["max_split_size"] = max_split_size

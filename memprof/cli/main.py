@@ -72,7 +72,7 @@ class _LazyCommands(Mapping[str, Any]):
         return len(COMMANDS)
 
 
-class Program(Commands):
+class CommandGroup(Commands):
     """All commands, none of them made before it is needed."""
 
     def __init__(self, **settings: Any) -> None:
@@ -109,7 +109,7 @@ app = typer.Typer(
     name="memprof",
     help="Where the memory of a PyTorch run goes, and whether it fits: without a GPU and with one.",
     no_args_is_help=True,
-    cls=Program,
+    cls=CommandGroup,
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # rich takes longer to import than all that the list of commands needs

@@ -57,7 +57,7 @@ BY_KEY = {method.key: method for method in METHODS}
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class MethodPlan:
     """A method with its dtype: how many bytes everything has."""
 
     method: Method

@@ -10,7 +10,7 @@ import dataclasses
 
 from memprof.estimate.geometry import Subject
 from memprof.estimate.layers import DecoderLayer
-from memprof.estimate.methods import Plan
+from memprof.estimate.methods import MethodPlan
 from memprof.estimate.projections import Setting
 from memprof.estimate.ranks import ALONE, Rank
 from memprof.estimate.state import CUBLAS_WORKSPACE, PeakMoment, StaticMemory, positions, setting_of, state
@@ -19,7 +19,7 @@ from memprof.estimate.training import Training
 
 
 def moments(
-    subject: Subject, plan: Plan, batch_size: int, context_length: int, rank: Rank = ALONE
+    subject: Subject, plan: MethodPlan, batch_size: int, context_length: int, rank: Rank = ALONE
 ) -> tuple[PeakMoment, ...]:
     """Return every moment at which the run may be at its highest. A model without a geometry has its weights alone."""
     held = state(subject, plan)

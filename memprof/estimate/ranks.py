@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 from memprof.errors import UsageError
 from memprof.estimate.geometry import DecoderGeometry, Subject
-from memprof.estimate.methods import Plan
+from memprof.estimate.methods import MethodPlan
 from memprof.spec import TargetSpec
-from memprof.workload.plan import Plan as Spread
-from memprof.workload.plan import check_plan, parse_plan
+from memprof.workload.plan import ParallelPlan, check_plan, parse_plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +101,7 @@ class Elements:
 ALONE = Rank()
 
 
-def rank_of(plan: Spread, stage: int = 0) -> Rank:
+def rank_of(plan: ParallelPlan, stage: int = 0) -> Rank:
     """Return any rank of a plan, or of its `stage`."""
     shards = plan.shard * plan.sequence if plan.sharded else 1
     in_flight = min(plan.stages - stage, plan.microbatches) if plan.schedule == "1f1b" else plan.microbatches
@@ -113,7 +112,7 @@ def rank_of(plan: Spread, stage: int = 0) -> Rank:
     )  # fmt: skip
 
 
-def ranks_in(subject: Subject, plan: Plan, parallel: str, gpus: int) -> list[Rank]:
+def ranks_in(subject: Subject, plan: MethodPlan, parallel: str, gpus: int) -> list[Rank]:
     """Return one rank of each kind that `parallel` has over `gpus` GPUs; an empty one is a GPU alone.
     Raises UsageError: it is no plan, or the model cannot be spread so; the message has the nearest that can be."""
     if not parallel:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from memprof.estimate.geometry import DecoderGeometry, Subject
-from memprof.estimate.methods import FORMATS, Plan
+from memprof.estimate.methods import FORMATS, MethodPlan
 from memprof.estimate.projections import Setting
 from memprof.estimate.tape import FLOAT32
 from memprof.units import KIB
@@ -62,7 +62,7 @@ class StaticMemory:
     temporaries: int  # Of the optimizer step.
 
 
-def state(subject: Subject, plan: Plan) -> StaticMemory:
+def state(subject: Subject, plan: MethodPlan) -> StaticMemory:
     """Return weights, gradients and optimizer state; without a geometry nothing is known of quantized weights."""
     g = subject.geometry
     count = subject.num_parameters
@@ -85,7 +85,7 @@ def state(subject: Subject, plan: Plan) -> StaticMemory:
     return _memory_with_optimizer(plan, parameters, count, item)
 
 
-def _memory_with_optimizer(plan: Plan, parameters: int, trained: int, item: int) -> StaticMemory:
+def _memory_with_optimizer(plan: MethodPlan, parameters: int, trained: int, item: int) -> StaticMemory:
     each = item * trained
     if plan.optimizer in QUANTIZED_STATES:
         return StaticMemory(parameters, trained, each, round(QUANTIZED_STATES[plan.optimizer] * trained), 0)
@@ -93,7 +93,7 @@ def _memory_with_optimizer(plan: Plan, parameters: int, trained: int, item: int)
     return StaticMemory(parameters, trained, each, elements * each, 0 if plan.fused else temporaries * each)
 
 
-def _weights(g: DecoderGeometry, plan: Plan) -> int:
+def _weights(g: DecoderGeometry, plan: MethodPlan) -> int:
     if not plan.quantized:
         return g.num_parameters * plan.item
     matrices = [(rows * columns, columns) for rows, columns, _ in g.matrices().values()]
@@ -116,7 +116,7 @@ def _weights(g: DecoderGeometry, plan: Plan) -> int:
     return rest + g.layers * (each + len(matrices) * 4 * BLOCK)
 
 
-def setting_of(g: DecoderGeometry, plan: Plan, batch_size: int, context_length: int) -> Setting:
+def setting_of(g: DecoderGeometry, plan: MethodPlan, batch_size: int, context_length: int) -> Setting:
     """Return what the layers need to know."""
     lora = plan.method.kind == "lora"
     return Setting(

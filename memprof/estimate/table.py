@@ -15,7 +15,7 @@ from memprof.device.catalog import Gpu
 from memprof.device.context import CONTEXT_BYTES, LARGEST_CONTEXT_BYTES
 from memprof.errors import UsageError, unknown_name
 from memprof.estimate.geometry import Subject
-from memprof.estimate.methods import COLUMNS, FORMATS, METHODS, Method, Plan
+from memprof.estimate.methods import COLUMNS, FORMATS, METHODS, Method, MethodPlan
 from memprof.estimate.options import EstimateOptions
 from memprof.estimate.peaks import moments
 from memprof.estimate.ranks import ALONE, Rank, ranks_in
@@ -52,7 +52,7 @@ class Band:
 class Cell:
     """One method in one dtype."""
 
-    plan: Plan
+    plan: MethodPlan
     moments: tuple[PeakMoment, ...]
     derived: bool  # It depends on a shape that was derived from the number of parameters.
     strategy: str = ""  # How the training is spread over GPUs; the amounts are of each.
@@ -150,7 +150,7 @@ class Estimate:
     cells: dict[tuple[str, str], Cell]
     sharded: tuple[Cell, ...]  # The same column on several GPUs, by each strategy.
 
-    def plans(self) -> list[Plan]:
+    def plans(self) -> list[MethodPlan]:
         """Return what is done in the rows of the dtype that is looked at, and can be run."""
         shared = next(iter(self.cells.values())).plan
         made = (dataclasses.replace(shared, method=method, column=self.dtype) for method in METHODS)
@@ -188,7 +188,9 @@ def column_of(dtype: str) -> str:
     return name
 
 
-def highest_cell(subject: Subject, plan: Plan, batch_size: int, context_length: int, parallel: str, gpus: int) -> Cell:
+def highest_cell(
+    subject: Subject, plan: MethodPlan, batch_size: int, context_length: int, parallel: str, gpus: int
+) -> Cell:
     """Return training over `gpus` GPUs as `parallel` spreads it: the cell of the rank with the highest peak.
 
     An empty `parallel` is one GPU. Batch size and context length are those of a rank before its sequences are divided.
@@ -220,7 +222,7 @@ def build_estimate(subject: Subject, options: EstimateOptions = _AS_USUAL) -> Es
     columns = tuple(dict.fromkeys((*COLUMNS, column)))
 
     def cell(method: Method, column: str, rank: Rank, strategy: str = "") -> Cell | None:
-        plan = Plan(
+        plan = MethodPlan(
             method, column, options.lora_rank, options.lora_targets, options.optimizer,
             options.optimizer_impl == "fused", new_tokens, options.lengths is not None, options.empties_cache,
             options.chunked_loss and method.trains,

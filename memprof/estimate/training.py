@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from memprof.estimate.layers import DecoderLayer, kept_per_layer
-from memprof.estimate.methods import Plan
+from memprof.estimate.methods import MethodPlan
 from memprof.estimate.projections import Setting
 from memprof.estimate.ranks import Elements, Rank
 from memprof.estimate.state import CUBLAS_WORKSPACE, PeakMoment, StaticMemory, Terms, positions
@@ -19,7 +19,7 @@ CHUNK_BYTES = GIB  # Of logits that a chunked loss has at a time (fixes/chunked_
 class Training:
     """The moments of a training step in its steady state, when optimizer state is there and gradients are not."""
 
-    def __init__(self, setting: Setting, plan: Plan, held: StaticMemory, rank: Rank) -> None:
+    def __init__(self, setting: Setting, plan: MethodPlan, held: StaticMemory, rank: Rank) -> None:
         whole = setting.geometry
         if rank.gathers and setting.amp:
             # fully_shard's own mixed precision: it gathers half precision, and nothing is cast while it computes.

@@ -240,7 +240,7 @@ def in_range(name: str, value: Any, most: int, what: str = "") -> None:
         raise UsageError(f"{name} is out of range", value=repr(value), hint=f"1 to {most:,}{what}")
 
 
-class Forward:
+class ReplacedForward:
     """A replacement of a module's forward; an object and no closure, so that a deep copy calls its own."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -249,7 +249,7 @@ class Forward:
         functools.update_wrapper(cast(Any, self), self._forward, updated=())
 
 
-def runs_in(module: nn.Module, kind: type[Forward]) -> bool:
+def runs_in(module: nn.Module, kind: type[ReplacedForward]) -> bool:
     """Return whether a forward of class `kind` replaces the module's own, here or in what it was copied from."""
     forward = vars(module).get("forward")
     while forward is not None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memprof.fixes.applied import Changes, Forward
+from memprof.fixes.applied import Changes, ReplacedForward
 from memprof.fixes.catalog.fix import Fix, Numerics, Tier
 from memprof.fixes.optimizers import refuse_gradients
 
@@ -53,7 +53,7 @@ def install(model: nn.Module, changes: Changes) -> None:
     changes.note(f"forward under autocast to {str(dtype).removeprefix('torch.')}{scales}")
 
 
-class _Autocast(Forward):
+class _Autocast(ReplacedForward):
     """The forward of a model under autocast, for the device that its parameters are on when it is called."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:

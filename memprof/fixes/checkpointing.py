@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from memprof.errors import unknown_name
-from memprof.fixes.applied import Changes, Forward, in_range, runs_in
+from memprof.fixes.applied import Changes, ReplacedForward, in_range, runs_in
 from memprof.fixes.catalog.fix import BUT_STREAMED_WEIGHTS, Fix, Numerics
 from memprof.workload.layers import drop_caches, find_layers, find_modules
 
@@ -74,7 +74,7 @@ def install(
     changes.note(f"{len(chosen)} modules run again in the backward: {chosen[0][0]} to {chosen[-1][0]}{but}")
 
 
-class _Checkpointed(Forward):
+class _Checkpointed(ReplacedForward):
     """The forward of a layer, checkpointed while the model trains; a key-value cache would be filled twice."""
 
     def __init__(self, module: nn.Module, contexts: Callable[[], Any]) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from memprof.errors import UsageError
-from memprof.fixes.applied import Changes, Forward, at_least
+from memprof.fixes.applied import Changes, ReplacedForward, at_least
 from memprof.fixes.catalog.fix import EVERY_TIER, Fix, Numerics
 from memprof.fixes.head_loss import Rows
 from memprof.fixes.lazy_logits import LazyLogits, Policy
@@ -100,7 +100,7 @@ class _State:
         return hidden.numel() // hidden.shape[-1] * weight.shape[0] * hidden.element_size() >= threshold
 
 
-class _HeadForward(Forward):
+class _HeadForward(ReplacedForward):
     """The head's forward."""
 
     def __init__(self, head: nn.Linear, state: _State) -> None:
@@ -122,7 +122,7 @@ class _HeadForward(Forward):
         return LazyLogits(input, weight, bias, self._state.policy)
 
 
-class _ModelForward(Forward):
+class _ModelForward(ReplacedForward):
     """The model's forward, which says whether labels are given."""
 
     def __init__(self, model: nn.Module, labels: str | None, state: _State) -> None:

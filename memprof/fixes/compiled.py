@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memprof.fixes.applied import Changes, Forward, runs_in
+from memprof.fixes.applied import Changes, ReplacedForward, runs_in
 from memprof.fixes.catalog.fix import Fix, Numerics
 from memprof.torch_private import inductor
 from memprof.workload.layers import find_layers
@@ -62,7 +62,7 @@ def _missing_compiler(model: nn.Module) -> tuple[str, str] | None:
     return None
 
 
-class Compiled(Forward):
+class Compiled(ReplacedForward):
     """The forward of a module, compiled when it is first called; a copy compiles its own."""
 
     DERIVED = ("_compiled",)  # of what a layer has, which others of its kind may not have yet

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memprof.fixes.applied import Changes, Forward
+from memprof.fixes.applied import Changes, ReplacedForward
 from memprof.fixes.catalog.fix import BUT_STREAMED_WEIGHTS, Fix, Numerics
 
 _OWN = ("_parameters", "_buffers", "_modules")
@@ -70,7 +70,7 @@ def move_strays(model: nn.Module, kept: tuple[str, ...] = (), changes: Changes |
     return moved
 
 
-class _Placed(Forward):
+class _Placed(ReplacedForward):
     """The forward of a module, its factories on the module's device; that of the model moves what is held, first."""
 
     def __init__(self, module: nn.Module, kept: tuple[str, ...], is_model: bool) -> None:

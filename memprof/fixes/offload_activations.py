@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memprof.fixes.applied import Changes, Forward, at_least, runs_in
+from memprof.fixes.applied import Changes, ReplacedForward, at_least, runs_in
 from memprof.fixes.catalog.fix import BUT_STREAMED_WEIGHTS, Fix, Numerics
 from memprof.fixes.compiled import Compiled
 from memprof.workload.layers import find_layers
@@ -33,7 +33,7 @@ def install(model: nn.Module, changes: Changes, *, min_bytes: int = MIN_BYTES) -
     changes.note(f"saved tensors of {len(layers)} layers wait in host memory: {layers[0][0]} to {layers[-1][0]}")
 
 
-class Offloaded(Forward):
+class Offloaded(ReplacedForward):
     """The forward of a layer, under hooks that move what autograd saves.
 
     Parameters, and views of them, stay: they are on the GPU anyway. (`torch.autograd.graph.save_on_cpu` copies those

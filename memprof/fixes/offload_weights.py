@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memprof.fixes.applied import Changes, Forward, runs_in
+from memprof.fixes.applied import Changes, ReplacedForward, runs_in
 from memprof.fixes.catalog.fix import Fix, Numerics, Tier
 from memprof.fixes.optimizers import refuse_gradients
 from memprof.torch_private.pytree import tree_flatten, tree_unflatten
@@ -83,7 +83,7 @@ def _fetched(layer: nn.Module, device: torch.device) -> Iterator[None]:
                 parameter.grad = fresh
 
 
-class _Streamed(Forward):
+class _Streamed(ReplacedForward):
     """The forward of a layer whose weights come and go."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

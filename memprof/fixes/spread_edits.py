@@ -17,7 +17,7 @@ from memprof.fixes.catalog import BESIDE, Fix
 from memprof.fixes.spec_edits import useless
 from memprof.spec import TargetSpec
 from memprof.workload.models import find_source
-from memprof.workload.plan import Plan, check_plan, parse_plan
+from memprof.workload.plan import ParallelPlan, check_plan, parse_plan
 
 # Which direction of the plan each step is.
 _SHARED: Final = {"ulysses": "ulysses", "ring-attention": "context", "tensor-parallel": "tensor"}
@@ -47,7 +47,7 @@ def share(spec: TargetSpec, fix: Fix, value: Any, target: Mapping[str, Any]) -> 
     raise refused
 
 
-def _plan(spec: TargetSpec, fix: Fix) -> Plan:
+def _plan(spec: TargetSpec, fix: Fix) -> ParallelPlan:
     if spec.gpus == 1:
         raise useless(fix, "one GPU", "it is for several: add --gpus 2")
     plan = parse_plan(spec.parallel or BESIDE, spec.gpus)
@@ -56,7 +56,7 @@ def _plan(spec: TargetSpec, fix: Fix) -> Plan:
     return plan
 
 
-def _shares(plan: Plan, direction: str, sizes: list[int]) -> Iterator[Plan]:
+def _shares(plan: ParallelPlan, direction: str, sizes: list[int]) -> Iterator[ParallelPlan]:
     for ranks in sizes:
         left = plan.data // ranks
         # torch has no replicas of tensor-parallel parameters: what is left are shards.
@@ -68,7 +68,7 @@ def _shares(plan: Plan, direction: str, sizes: list[int]) -> Iterator[Plan]:
         yield dataclasses.replace(made, **changed)
 
 
-def _checked(spec: TargetSpec, plan: Plan) -> TargetSpec:
+def _checked(spec: TargetSpec, plan: ParallelPlan) -> TargetSpec:
     source = find_source(spec)
     edited = spec.edit(parallel=plan.text())
     check_plan(plan, edited, source.task, source.config)

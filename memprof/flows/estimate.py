@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from memprof.estimate.geometry import Subject
-from memprof.estimate.methods import Plan
+from memprof.estimate.methods import MethodPlan
 from memprof.estimate.table import Simulated
 from memprof.flows.profile import profile
 from memprof.spec import TargetSpec
@@ -18,7 +18,7 @@ UNLIMITED = 8 << 40  # bytes of a GPU on which everything fits; in other respect
 
 def simulate(
     subject: Subject,
-    plan: Plan,
+    plan: MethodPlan,
     batch_size: int,
     context_length: int | None,
     progress: Callable[[str], None] = lambda doing: None,

@@ -13,7 +13,7 @@ from memprof.device.context import context_bytes_of
 from memprof.device.cublas import CublasWorkspace
 from memprof.device.nvml import Nvml, read_gpu_usage
 from memprof.errors import MemprofError, UsageError, first_line
-from memprof.measured.history import Difference, History
+from memprof.measured.history import CounterGap, History
 from memprof.patching.patch_set import Patch
 from memprof.torch_private import cuda
 from memprof.trace.facts import NvmlFacts, OtherProcess
@@ -126,7 +126,7 @@ def keep_recording_history(original: Callable[..., None]) -> Iterator[Patch]:
 
 
 def why_incomplete(
-    history: History, difference: Difference | None, missing: int, max_entries: int = MAX_ENTRIES
+    history: History, difference: CounterGap | None, missing: int, max_entries: int = MAX_ENTRIES
 ) -> MemprofError | None:
     """Return why what was recorded is no account of the GPU's memory; None if it is one.
 

@@ -18,7 +18,7 @@ from memprof.device.cublas import CublasWorkspace
 from memprof.errors import MemprofError
 from memprof.measured import cuda
 from memprof.measured.cuda import NvmlUse, SharedPeaks
-from memprof.measured.history import History, Reading, largest_difference, live_blocks, read_history
+from memprof.measured.history import CounterSample, History, largest_difference, live_blocks, read_history
 from memprof.measured.marks import Claim, Counters, Mark, Marks
 from memprof.measured.merge import collect_allocations, merge
 from memprof.measured.operators import Profile, quiet_profiler, read_events
@@ -65,7 +65,7 @@ class MeasuredDevice(Watch):
         self._before: dict[int, int] = {}  # blocks that were allocated on it then: bytes requested, by address
         self._before_bytes = 0  # the same by torch's counter
         self._cublas: CublasWorkspace | None = None
-        self._readings: list[Reading] = []
+        self._readings: list[CounterSample] = []
         self.records_history = name == "cuda"
         self.snapshot: dict[str, Any] | None = None  # of torch's allocator, with its history; after a run on CUDA
         # Why there is no measurement, or only the run's beginning: what CUDA said when its counters were read, which is
@@ -251,7 +251,7 @@ class MeasuredDevice(Watch):
                 used = None if self._outside is None else self._outside.used_bytes()
                 begin_ns = time.time_ns()
                 requested = self._peaks.requested_bytes(gpu)
-                self._readings.append(Reading(begin_ns, time.time_ns(), requested))
+                self._readings.append(CounterSample(begin_ns, time.time_ns(), requested))
                 allocated, reserved = torch.cuda.memory_allocated(gpu), torch.cuda.memory_reserved(gpu)
                 return allocated, self._peaks.take(gpu), reserved, used, resident_bytes()
         return *_NO_COUNTERS, resident_bytes()

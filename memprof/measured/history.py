@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, NamedTuple
 
-from memprof.measured.operators import OUTSIDE, MemoryEvent, Origin
+from memprof.measured.operators import OUTSIDE, MemoryEvent, OperatorOrigin
 from memprof.trace.snapshot import Action, BlockState
 
 DEFAULT_STREAM = 0
@@ -32,7 +32,7 @@ class Allocation:
     address: int
     num_bytes: int
     device: str
-    origin: Origin = OUTSIDE
+    origin: OperatorOrigin = OUTSIDE
     stream: int = DEFAULT_STREAM  # as the driver calls it
     pool: tuple[int, int] = DEFAULT_POOL
     freed_ns: int | None = None
@@ -72,7 +72,7 @@ class History:
         )
 
 
-class Reading(NamedTuple):
+class CounterSample(NamedTuple):
     """The values of torch's counters, at some time between two."""
 
     from_ns: int
@@ -80,7 +80,7 @@ class Reading(NamedTuple):
     requested_bytes: int
 
 
-class Difference(NamedTuple):
+class CounterGap(NamedTuple):
     """The disagreements of torch's counters and the recorded history."""
 
     time_ns: int
@@ -130,7 +130,7 @@ def read_history(snapshot: Mapping[str, Any], gpu: int, seen: Sequence[MemoryEve
     return found
 
 
-def largest_difference(history: History, readings: Iterable[Reading], before_bytes: int) -> Difference | None:
+def largest_difference(history: History, readings: Iterable[CounterSample], before_bytes: int) -> CounterGap | None:
     """Return where the counters are furthest from what was recorded, None if they agree at every reading of torch's
     `requested_bytes`, which had `before_bytes` when the run began."""
     times = [time_ns for time_ns, _ in history.held]
@@ -142,7 +142,7 @@ def largest_difference(history: History, readings: Iterable[Reading], before_byt
         recorded = [history.held[begin - 1][1] if begin else 0, *(held for _, held in history.held[begin:end])]
         nearest = min(recorded, key=lambda held: abs(held - counted))
         if abs(nearest - counted) > largest:
-            found, largest = Difference(to_ns, counted, nearest), abs(nearest - counted)
+            found, largest = CounterGap(to_ns, counted, nearest), abs(nearest - counted)
     return found
 
 
@@ -177,7 +177,7 @@ class _Pools:
         return DEFAULT_POOL
 
 
-def _matched(entries: Sequence[Any], seen: Sequence[MemoryEvent]) -> tuple[list[int], dict[int, Origin], int]:
+def _matched(entries: Sequence[Any], seen: Sequence[MemoryEvent]) -> tuple[list[int], dict[int, OperatorOrigin], int]:
     """Return the time of each entry in nanoseconds, the operators around those that the profiler saw, and how many it
     saw that are not here."""
     ours: dict[tuple[int, bool], list[int]] = defaultdict(list)
@@ -196,7 +196,7 @@ def _matched(entries: Sequence[Any], seen: Sequence[MemoryEvent]) -> tuple[list[
     ]
     skew = int(median(ahead)) if ahead else 0
     times = [time_ns + skew for time_ns in coarse]
-    origins: dict[int, Origin] = {}
+    origins: dict[int, OperatorOrigin] = {}
     unmatched = 0
     for key, some in theirs.items():
         numbers = ours.get(key, [])

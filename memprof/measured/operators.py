@@ -29,7 +29,7 @@ _FACTORIES = frozenset(
 _ENGINE = "autograd::engine::evaluate_function"
 
 
-class Origin(NamedTuple):
+class OperatorOrigin(NamedTuple):
     """The place in the program where memory was allocated or freed."""
 
     op: str = ""  # the operator that it is for, as in `aten.mm`; empty outside operators
@@ -39,7 +39,7 @@ class Origin(NamedTuple):
     source: str | None = None
 
 
-OUTSIDE = Origin()
+OUTSIDE = OperatorOrigin()
 
 
 class MemoryEvent(NamedTuple):
@@ -49,7 +49,7 @@ class MemoryEvent(NamedTuple):
     device: str
     address: int
     num_bytes: int  # of its block; negative: it was freed
-    origin: Origin
+    origin: OperatorOrigin
 
 
 class TensorInput(NamedTuple):
@@ -113,12 +113,12 @@ def ascending(pairs: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return sorted(dict(sorted(pairs)).items())
 
 
-def _origin(ops: tuple[Any, ...], sequence: int, source: str | None) -> Origin:
+def _origin(ops: tuple[Any, ...], sequence: int, source: str | None) -> OperatorOrigin:
     """The innermost operator that computes something; the outermost if none does."""
     if not ops:
-        return Origin(sequence=sequence, source=source)
+        return OperatorOrigin(sequence=sequence, source=source)
     op = next((op for op in reversed(ops) if op.name not in _FACTORIES), ops[0])
-    return Origin(op.name.replace("::", "."), op.end_time_ns, sequence, source)
+    return OperatorOrigin(op.name.replace("::", "."), op.end_time_ns, sequence, source)
 
 
 def _is_program(file_name: str) -> bool:

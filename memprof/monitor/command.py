@@ -71,7 +71,7 @@ class Signals:
             signal.signal(number, before)  # type: ignore[arg-type]
 
 
-class Command:
+class RunningCommand:
     """A command that runs; `environment` has variables beside our own.
     Raises CommandError: there is no such program, or it cannot be run."""
 

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from memprof.device.nvml import Nvml
 from memprof.device.processes import ProcessTree
-from memprof.monitor.command import Command, Signals, now
+from memprof.monitor.command import RunningCommand, Signals, now
 from memprof.monitor.log import Log
 from memprof.monitor.reports import Reports
 from memprof.monitor.sample import MonitorSample, Peaks, WatchedProcess, csv_header, csv_row
@@ -62,13 +62,13 @@ def monitor(
     with ExitStack() as stack:
         reports = stack.enter_context(Reports(interval)) if arguments else None
         signals = stack.enter_context(Signals())
-        command = Command(arguments, reports.environment()) if reports is not None else None
+        command = RunningCommand(arguments, reports.environment()) if reports is not None else None
         # A started program inherits blocked signals, and a thread that does not block them takes them away from `wait`:
         # so the command comes before this, and whatever may begin a thread after it.
         signals.hold()
         if reports is not None:
             reports.listen()
-        watch = _Watch(stack.enter_context(open_nvml()), reports, command)
+        watch = _CommandWatch(stack.enter_context(open_nvml()), reports, command)
         first = watch.sample()
         gpus = [gpu.index for gpu in first.gpus]
         peaks = Peaks()
@@ -101,7 +101,12 @@ def monitor(
 
 
 def _loop(
-    watch: _Watch, command: Command | None, signals: Signals, view: View, interval: float, record: Callable[..., None]
+    watch: _CommandWatch,
+    command: RunningCommand | None,
+    signals: Signals,
+    view: View,
+    interval: float,
+    record: Callable[..., None],
 ) -> int:
     """Record samples until the command has ended, or a signal came without one; return that signal."""
     received = 0
@@ -136,10 +141,10 @@ def _loop(
             due = now() + interval
 
 
-class _Watch:
+class _CommandWatch:
     """Puts samples together."""
 
-    def __init__(self, nvml: Nvml, reports: Reports | None, command: Command | None) -> None:
+    def __init__(self, nvml: Nvml, reports: Reports | None, command: RunningCommand | None) -> None:
         self._nvml = nvml
         self._reports = reports
         self._tree = ProcessTree(command.pid) if command is not None else None

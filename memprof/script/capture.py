@@ -20,7 +20,7 @@ from memprof.script import EndReason, Program, ScriptOutcome, StopRule
 from memprof.script.exits import ExitHandlers
 from memprof.script.launchers import ProcessSelection, ProcessStart
 from memprof.script.loops import Position, planned_steps, position
-from memprof.script.stop import Progress, StopRun, stopping_from_threads
+from memprof.script.stop import RunProgress, StopRun, stopping_from_threads
 from memprof.script.threads import ThreadWatch
 from memprof.script.worst_batch import WorstBatch
 from memprof.stubs.extension import extensions
@@ -64,7 +64,7 @@ class _StopRecord:
             return
         now = time.monotonic()
         self._due = now if self._due is None else self._due
-        progress = Progress(completed, self._held, self._device.num_events, now - self._due)
+        progress = RunProgress(completed, self._held, self._device.num_events, now - self._due)
         try:
             with self.noted():
                 self._rule.after_step(progress, bool if self._channel is None else self._channel.agrees)

@@ -47,7 +47,7 @@ GROWING_EVENTS, GROWING_SECONDS = 200_000, 300.0
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class RunProgress:
     """The state of a run at the end of a training step."""
 
     completed: int  # training steps that have ended
@@ -70,14 +70,14 @@ class StopRule:
     seconds: float | None = None  # after so much time; None: never
     goes_on: bool = False  # past `steps`, while that costs little or memory grows
 
-    def after_step(self, progress: Progress, agreed: Callable[[bool], bool] = bool) -> None:
+    def after_step(self, progress: RunProgress, agreed: Callable[[bool], bool] = bool) -> None:
         """Raise StopRun if enough was seen; `agreed`, told whether of this run, says whether of all ranks."""
         if self.steps is None or progress.completed < self.steps:
             return
         if agreed(not (self.goes_on and self._is_worth_more(self.steps, progress))):
             raise StopRun(EndReason.STEPS)
 
-    def _is_worth_more(self, steps: int, progress: Progress) -> bool:
+    def _is_worth_more(self, steps: int, progress: RunProgress) -> bool:
         """Return whether one more step may change the answer, or costs next to nothing."""
         growth = progress.growth_bytes
         if progress.num_events is not None:

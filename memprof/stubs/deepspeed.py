@@ -144,7 +144,7 @@ class DeepSpeedCPUAdam(torch.optim.Optimizer):
         data.copy_(value.addcdiv(mean.float(), root + group["eps"], value=-size))
 
 
-class _Compiled:
+class _FusedKernels:
     """The module that the package's builder of the fused kernel gives."""
 
     multi_tensor_adam = staticmethod(multi_tensor_adam)
@@ -155,7 +155,7 @@ def patches(module, assume: Callable[[str], None]) -> Iterator[Patch]:
 
     def load(self, verbose: bool = True):
         assume(_NOT_COMPILED)
-        return _Compiled
+        return _FusedKernels
 
     yield module.FusedAdamBuilder, "load", load
 

@@ -73,7 +73,7 @@ def parse_snapshot(data: bytes, name: str = "snapshot") -> Snapshot:
             from memprof.trace.pickled_events import load_events_apart
 
             raw, cut = load_events_apart(data)
-            return _Reader(len(data), cut).snapshot(raw)
+            return _SnapshotReader(len(data), cut).snapshot(raw)
     try:
         raw = load_plain(data)
     except ForbiddenGlobal as error:
@@ -85,7 +85,7 @@ def parse_snapshot(data: bytes, name: str = "snapshot") -> Snapshot:
     except BrokenPickle as error:
         raise UsageError(f"not a memory snapshot: {error.args[0]}", value=name, hint=HINT) from None
     try:
-        return _Reader(len(data)).snapshot(raw)
+        return _SnapshotReader(len(data)).snapshot(raw)
     except _WrongStructure as error:
         raise UsageError(f"not a memory snapshot: {error}", value=name, hint=HINT) from None
 
@@ -94,7 +94,7 @@ class _WrongStructure(Exception):
     """A field is not what it should be."""
 
 
-class _Reader:
+class _SnapshotReader:
     """Turns plain values into records; equal frames and stacks are made once.
 
     The `size` of the file in bytes is spent on what is made of it; `cut` has events that are already columns.

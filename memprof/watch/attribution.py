@@ -9,7 +9,7 @@ from typing import Any
 
 from memprof.torch_private import autograd
 from memprof.trace.events import NONE, Trace
-from memprof.watch.forward import CallSite, Forward
+from memprof.watch.forward import CallSite, ForwardOperators
 from memprof.watch.modules import ModuleTracker
 from memprof.watch.program_code import is_program
 
@@ -30,7 +30,7 @@ class Attribution:
         self._trace = trace
         self._modules = modules
         self._running = modules.thread
-        self._forward = Forward()
+        self._forward = ForwardOperators()
         self._line_index: dict[str, int] = {}
         self._source_index: dict[tuple[CodeType, int], int] = {}
         # The same by the `id` of the code and the place in it: a code's hash goes through all that it holds.
@@ -110,4 +110,4 @@ class Attribution:
 
     def clear(self) -> None:
         """Forget which operators ran forward."""
-        self._forward = Forward()
+        self._forward = ForwardOperators()

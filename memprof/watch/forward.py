@@ -16,7 +16,7 @@ class CallSite(NamedTuple):
     forward_event: int
 
 
-class Forward(threading.local):
+class ForwardOperators(threading.local):
     """The places where operators of one thread ran forward, by the numbers that autograd gives in it."""
 
     def __init__(self) -> None:

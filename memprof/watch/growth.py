@@ -17,7 +17,7 @@ from torch import nn
 from memprof.torch_private import autograd
 from memprof.trace.events import HOST, NONE, ROLES_PER_STEP, Forward, PhaseKind, Storage
 from memprof.watch.caches import tensors_in
-from memprof.watch.holders import Search
+from memprof.watch.holders import HolderSearch
 from memprof.watch.recorder import Recorder
 
 MIN_CALL_BYTES = 64 << 10  # what calls of a model leave behind is looked into from this on; a decoder's tokens are less
@@ -37,7 +37,7 @@ class GrowthWatch:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._search = Search(recorder)
+        self._search = HolderSearch(recorder)
         self._in_step = False  # whether an optimizer steps, or the closure that it calls
         self._loop_begin = NONE  # the first storage of the first step
         self._step = 0  # the last that began, and `_ended` the last whose end was seen

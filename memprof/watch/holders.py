@@ -67,7 +67,7 @@ class _Found:
     keys: tuple[str, ...] = ()  # of a dict, those of the one container in it, and in that, that holds all of them
 
 
-class Search:
+class HolderSearch:
     """Looks through the program's objects; it keeps none of them."""
 
     def __init__(self, recorder: Recorder) -> None:

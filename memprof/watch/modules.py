@@ -20,7 +20,7 @@ from memprof.trace.events import NONE, EventKind, Module, ModuleRole
 _LISTS = (nn.ModuleList, nn.ModuleDict)  # are not called; what is in them is
 
 
-class _ThreadState(threading.local):
+class _ThreadModules(threading.local):
     module = NONE  # The innermost module that the thread runs.
     # The one called from outside all others last; the program may let go of it after that call.
     root: weakref.ref[nn.Module] | None = None
@@ -34,7 +34,7 @@ class ModuleTracker:
         # Path -> where it stands in the table, as far as that was looked through (`_placed`).
         self._places: dict[str, list[int]] = {}
         self._placed = 0
-        self.thread = _ThreadState()  # What the thread runs that asks for it.
+        self.thread = _ThreadModules()  # What the thread runs that asks for it.
         self.listener: Callable[[EventKind, int], None] = lambda kind, module: None
         self.on_root: Callable[[nn.Module], None] = lambda root: None
         # A module, of this index, is about to be called from outside all others, with these arguments.

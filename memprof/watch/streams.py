@@ -46,7 +46,7 @@ class _Made:
         return self.streams[bisect_right(self.numbers, number) - 1]
 
 
-class _ThreadState(threading.local):
+class _ThreadStreams(threading.local):
     """Keeps which streams of a thread are current, and on which its autograd nodes were made."""
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class Streams:
         self._trace = trace
         self.several = False  # whether the program has ever left the default stream
         self._closed = False
-        self._thread = _ThreadState()
+        self._thread = _ThreadStreams()
         self._clocks: defaultdict[tuple[str, int], Clock] = defaultdict(dict)  # what each stream has waited for
         self._of_trace = 0  # The stream of the last allocation in the trace.
         # Storage -> its stream, of those that were taken on another than the default one.

@@ -30,7 +30,7 @@ _FORMS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ParallelPlan:
     """Numbers of ranks along each direction; 1: it is not there."""
 
     stages: int = 1  # of a pipeline
@@ -88,12 +88,12 @@ class Plan:
         return [(kind[-1 if self.context > 1 else 0], kind) for kind in kinds]
 
 
-def parse_plan(text: str, gpus: int) -> Plan:
+def parse_plan(text: str, gpus: int) -> ParallelPlan:
     """Return the plan that `text` names for so many ranks; UsageError names the nearest one if it is none."""
     if text.strip().lower() == DEVICE_MAP:
         if gpus == 1:
             raise UsageError("layers are spread over several GPUs", value=f"--parallel {text}", hint="--gpus 2")
-        return Plan(layers=gpus)
+        return ParallelPlan(layers=gpus)
     sizes: dict[str, tuple[int, ...]] = {}
     said: dict[str, list[str]] = {}
     for part in text.lower().split(","):
@@ -134,7 +134,7 @@ def _numbers(kind: str, number: str) -> tuple[int, ...]:
     return tuple(map(int, parts))
 
 
-def _plan_from_sizes(sizes: Mapping[str, tuple[int, ...]], gpus: int, text: str) -> Plan:
+def _plan_from_sizes(sizes: Mapping[str, tuple[int, ...]], gpus: int, text: str) -> ParallelPlan:
     given = math.prod(number for numbers in sizes.values() for number in numbers)
     open_ones = [kind for kind, numbers in sizes.items() if not numbers]
     if len(open_ones) > 1:
@@ -160,10 +160,10 @@ def _plan_from_sizes(sizes: Mapping[str, tuple[int, ...]], gpus: int, text: str)
     }
     if "hsdp" in sizes:
         ranks["replicate"], ranks["shard"] = sizes["hsdp"]
-    return Plan(**ranks, sharded="fsdp" in sizes or "hsdp" in sizes)
+    return ParallelPlan(**ranks, sharded="fsdp" in sizes or "hsdp" in sizes)
 
 
-def _with_option(plan: Plan, kind: str, option: str) -> Plan:
+def _with_option(plan: ParallelPlan, kind: str, option: str) -> ParallelPlan:
     name, _, value = option.partition("=")
     if kind in ("fsdp", "hsdp") and name in ("full_shard", "shard_grad_op"):
         return dataclasses.replace(plan, reshard=name == "full_shard")
@@ -179,7 +179,7 @@ def _with_option(plan: Plan, kind: str, option: str) -> Plan:
     raise UsageError(f"--parallel: {kind} has no such option", value=option, hint=offered.get(kind, "leave it out"))
 
 
-def check_plan(plan: Plan, spec: TargetSpec, task: str, config: Mapping[str, Any] | None) -> None:
+def check_plan(plan: ParallelPlan, spec: TargetSpec, task: str, config: Mapping[str, Any] | None) -> None:
     """Raise UsageError if a model (`config` None: not of transformers) cannot be spread so, with what could be."""
     text = f"--parallel {spec.parallel}"
     if plan.layers > 1:
@@ -220,7 +220,7 @@ def check_plan(plan: Plan, spec: TargetSpec, task: str, config: Mapping[str, Any
         raise UsageError(f"{layers} layers have no {plan.stages} stages", value=text, hint=f"pp={layers} can be")
 
 
-def _check_layers(plan: Plan, spec: TargetSpec, config: Mapping[str, Any] | None, text: str) -> None:
+def _check_layers(plan: ParallelPlan, spec: TargetSpec, config: Mapping[str, Any] | None, text: str) -> None:
     if spec.mode is not Mode.INFERENCE:
         hint = f"add --mode inference; in training pp={plan.layers} has its stages at work at once"
         raise UsageError("layers over GPUs are for inference", value=text, hint=hint)
@@ -233,7 +233,7 @@ def _check_layers(plan: Plan, spec: TargetSpec, config: Mapping[str, Any] | None
         raise UsageError(problem, value=text, hint=f"--gpus {_GPUS_OF_A_MACHINE}")
 
 
-def _check_attention(plan: Plan, spec: TargetSpec, text: str) -> None:
+def _check_attention(plan: ParallelPlan, spec: TargetSpec, text: str) -> None:
     kind = spec.attention
     if kind is None:
         return

@@ -21,8 +21,8 @@ from memprof.torch_private import distributed
 from memprof.workload import quantization
 from memprof.workload.device import Device
 from memprof.workload.layers import find_layers
-from memprof.workload.plan import Plan
-from memprof.workload.stages import Pipeline, Stage
+from memprof.workload.plan import ParallelPlan
+from memprof.workload.stages import ModelStage, Pipeline
 
 _NAMES = ("stages", "replicate", "shard", "sequence", "tensor")
 _STAY_WHOLE = frozenset({"replicate", "replicated_with_grad_allreduce"})
@@ -33,7 +33,7 @@ _AUTOCAST_REDUCES_IN = torch.float32
 class Spread:
     """Rank `rank` (from 0) of those that `plan` lays out; UsageError if torch has no torch.distributed."""
 
-    def __init__(self, plan: Plan, rank: int, spec: TargetSpec) -> None:
+    def __init__(self, plan: ParallelPlan, rank: int, spec: TargetSpec) -> None:
         if not dist.is_available():
             raise UsageError("this torch was built without torch.distributed", hint="install torch from PyPI")
         self.plan, self.rank, self._spec = plan, rank, spec
@@ -58,7 +58,7 @@ class Spread:
 
     def cut(self, model: nn.Module) -> nn.Module:
         """Return this rank's stage of `model`."""
-        return Stage(model, self._mesh["stages"].get_local_rank(), self.plan.stages)
+        return ModelStage(model, self._mesh["stages"].get_local_rank(), self.plan.stages)
 
     def pipeline(self, stage: nn.Module, model: Any, example: tuple[int, int], device: Device) -> Pipeline:
         """Return the schedule that runs `stage` of `model` on micro-batches of so many sequences and tokens."""
@@ -100,7 +100,7 @@ class Spread:
             options["mp_policy"] = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=_AUTOCAST_REDUCES_IN)
         if not plan.reshard:
             options["reshard_after_forward"] = False  # else torch's choice: of layers, and not of the root
-        layers = model.layers if isinstance(model, Stage) else [layer for _, layer in find_layers(model, "fsdp")]
+        layers = model.layers if isinstance(model, ModelStage) else [layer for _, layer in find_layers(model, "fsdp")]
         for layer in layers:
             fully_shard(layer, mesh=inner, **options)
         fully_shard(model, mesh=inner, **options)

@@ -18,10 +18,10 @@ from memprof.errors import UsageError
 from memprof.trace.events import PhaseKind
 from memprof.workload.device import Device
 from memprof.workload.loss import logits_loss_function
-from memprof.workload.plan import Plan
+from memprof.workload.plan import ParallelPlan
 
 
-class Stage(nn.Module):
+class ModelStage(nn.Module):
     """Stage `index` (from 0) of `count` of `model`; UsageError if transformers does not say how that is cut."""
 
     def __init__(self, model: Any, index: int, count: int) -> None:
@@ -73,7 +73,7 @@ class Pipeline:
     """
 
     def __init__(
-        self, stage: nn.Module, model: Any, plan: Plan, ranks: Any, example: tuple[int, int], device: Device
+        self, stage: nn.Module, model: Any, plan: ParallelPlan, ranks: Any, example: tuple[int, int], device: Device
     ) -> None:
         from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 

@@ -8,7 +8,7 @@ import pytest
 from memprof.device.catalog import custom_gpu
 from memprof.device.context import CONTEXT_BYTES
 from memprof.estimate.geometry import from_model, from_params
-from memprof.estimate.methods import BY_KEY, Plan
+from memprof.estimate.methods import BY_KEY, MethodPlan
 from memprof.estimate.options import EstimateOptions
 from memprof.estimate.table import DEVICE_USED, FITS, KINDS, NO, band_of, build_estimate
 from memprof.flows.estimate import simulate
@@ -99,5 +99,5 @@ def test_published_figures(shared_dir):
 def test_a_number_of_parameters_is_simulated_in_its_shape():
     subject = from_params("30M")
     cell = build_estimate(subject, EstimateOptions(context_length=512)).cells["full", "bfloat16"]
-    run = simulate(subject, Plan(BY_KEY["full"], "bfloat16"), 1, 512)
+    run = simulate(subject, MethodPlan(BY_KEY["full"], "bfloat16"), 1, 512)
     assert cell.allocated_bytes == pytest.approx(run.allocated_bytes, rel=0.05)

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from memprof.estimate.geometry import from_model
-from memprof.estimate.methods import BY_KEY, Plan
+from memprof.estimate.methods import BY_KEY, MethodPlan
 from memprof.estimate.options import EstimateOptions
 from memprof.estimate.table import DEVICE_USED, Cell, build_estimate
 
@@ -105,7 +105,7 @@ def measure(model: str, method: str, dtype: str, batch_size: int, context_length
 
     subject = from_model(model)
     cell = cell_of(model, method, dtype, batch_size, context_length, lengths)
-    run = simulate(subject, Plan(BY_KEY[method], dtype), batch_size, context_length, lengths=lengths or None)
+    run = simulate(subject, MethodPlan(BY_KEY[method], dtype), batch_size, context_length, lengths=lengths or None)
     gc.collect()
     sizes = (cell.allocated_bytes, run.allocated_bytes, run.required_bytes)
     return Row(model, method, dtype, batch_size, context_length, *sizes, cell.peak.name, run.stage, lengths)

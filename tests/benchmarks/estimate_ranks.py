@@ -21,7 +21,7 @@ from pathlib import Path
 
 from memprof.errors import UsageError
 from memprof.estimate.geometry import from_model
-from memprof.estimate.methods import BY_KEY, Plan
+from memprof.estimate.methods import BY_KEY, MethodPlan
 from memprof.estimate.table import highest_cell
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -85,7 +85,7 @@ def measure(case: Case) -> Row | None:
 
     model, parallel, gpus, method, chunked, batch, context = case
     subject = from_model(model)
-    plan = Plan(BY_KEY[method], "bfloat16", chunked_loss=chunked)
+    plan = MethodPlan(BY_KEY[method], "bfloat16", chunked_loss=chunked)
     try:
         cell = highest_cell(subject, plan, batch, context, parallel, gpus)
         run = simulate(subject, plan, batch, context, parallel=parallel, gpus=gpus)
@@ -101,7 +101,7 @@ def read_rows(path: Path) -> list[Row]:
     rows = []
     for line in path.read_text(encoding="utf-8").splitlines():
         row = Row(**json.loads(line))
-        plan = Plan(BY_KEY[row.method], "bfloat16", chunked_loss=row.chunked_loss)
+        plan = MethodPlan(BY_KEY[row.method], "bfloat16", chunked_loss=row.chunked_loss)
         cell = highest_cell(from_model(row.model), plan, row.batch_size, row.context_length, row.plan, row.gpus)
         rows.append(Row(**{**asdict(row), "estimated_bytes": cell.allocated_bytes, "estimated_moment": cell.peak.name}))
     return rows

@@ -258,10 +258,12 @@ def test_a_command_shorter_than_the_interval_has_its_peak(script):
 
 def test_a_command_that_ends_before_it_is_watched(monkeypatch):
     """Its SIGCHLD is gone by the time that signals are held back: nothing must wait for it."""
-    from memprof.monitor.command import Command, Signals
+    from memprof.monitor.command import RunningCommand, Signals
 
     started = []
-    monkeypatch.setattr("memprof.monitor.run.Command", lambda *given: started.append(Command(*given)) or started[0])
+    monkeypatch.setattr(
+        "memprof.monitor.run.RunningCommand", lambda *given: started.append(RunningCommand(*given)) or started[0]
+    )
     hold = Signals.hold
 
     def late(signals):

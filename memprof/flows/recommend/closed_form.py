@@ -7,8 +7,7 @@ from collections.abc import Callable
 
 from memprof.errors import UsageError
 from memprof.estimate.geometry import Subject, from_model, from_size
-from memprof.estimate.methods import BY_KEY
-from memprof.estimate.methods import Plan as Estimated
+from memprof.estimate.methods import BY_KEY, MethodPlan
 from memprof.estimate.state import QUANTIZED_STATES
 from memprof.estimate.table import highest_cell
 from memprof.flows.gpus import find_gpu_of
@@ -29,11 +28,11 @@ def subject_of(spec: TargetSpec) -> Subject | None:
     return found if found.geometry is not None else None
 
 
-def estimated(plan: Plan, base: TargetSpec) -> Estimated:
+def estimated(plan: Plan, base: TargetSpec) -> MethodPlan:
     """Return the closed form's row and column of a plan; what an optimizer on the CPU saves is not in it."""
     key = _OF_GOAL.get(plan.goal) or _METHODS[plan.goal, plan.precision]
     checkpointed = plan.activations in (Activations.CHECKPOINTED, Activations.BOTH)
-    return Estimated(
+    return MethodPlan(
         BY_KEY[f"{key}-checkpointing" if checkpointed else key],
         _COLUMNS.get(plan.precision, plan.half),
         lora_rank=base.lora_rank or 8,

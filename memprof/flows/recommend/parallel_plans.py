@@ -15,8 +15,7 @@ from memprof.estimate.table import highest_cell
 from memprof.flows.recommend.closed_form import estimated
 from memprof.flows.recommend.plans import Activations, Goal, Plan
 from memprof.spec import TargetSpec
-from memprof.workload.plan import Plan as Spread
-from memprof.workload.plan import check_plan, parse_plan
+from memprof.workload.plan import ParallelPlan, check_plan, parse_plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +24,7 @@ class Way:
 
     plan: Plan
     parallel: str  # as `--parallel` has it; empty: one GPU
-    spread: Spread  # `parallel`, parsed
+    spread: ParallelPlan  # `parallel`, parsed
     micro_batch: int  # sequences that a rank has at a time
     accumulation: int  # micro-batches of a rank in an optimizer step
     estimated_bytes: int | None  # of the fullest GPU, context included; None: the closed form does not know the model
@@ -59,7 +58,7 @@ def ways_of(tier: Plan, base: TargetSpec, subject: Subject | None, gpu: Gpu, gpu
 
     source, found = find_source(base), list[Way]()
     for parallel in plans_over(gpus):
-        spread = parse_plan(parallel, gpus) if parallel else Spread()
+        spread = parse_plan(parallel, gpus) if parallel else ParallelPlan()
         if batch % spread.data:
             continue
         asked = tier.spec(base, 1).edit(parallel=parallel or None, gpus=gpus)
@@ -81,7 +80,7 @@ def ways_of(tier: Plan, base: TargetSpec, subject: Subject | None, gpu: Gpu, gpu
 def _way(
     plan: Plan,
     parallel: str,
-    spread: Spread,
+    spread: ParallelPlan,
     size: int,
     times: int,
     base: TargetSpec,
@@ -96,7 +95,9 @@ def _way(
     return Way(plan, parallel, spread, size, times, cell.allocated_bytes + gpu.context_bytes, seconds)
 
 
-def _seconds(g: DecoderGeometry, plan: Plan, spread: Spread, tokens: int, times: int, context: int, gpu: Gpu) -> float:
+def _seconds(
+    g: DecoderGeometry, plan: Plan, spread: ParallelPlan, tokens: int, times: int, context: int, gpu: Gpu
+) -> float:
     """Return the least time of a step: products at the GPU's rate, and what is sent, over its links.
 
     Products take 2 operations for a parameter and a token forward, 4 backward (2 where the weights are frozen), and 2

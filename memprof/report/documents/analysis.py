@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from memprof.allocator.snapshot_replay import Difference
+from memprof.allocator.snapshot_replay import ReplayDifference
 from memprof.report.documents.base import DisplayedDocument
 from memprof.report.frames import RowTable
 from memprof.snapshots.occupancy import Fragmentation, Group
@@ -109,7 +109,7 @@ class ReplayRow:
     allocations: int
     identical_addresses: int
     final_layout_identical: bool
-    first_difference: Difference | None
+    first_difference: ReplayDifference | None
 
 
 @dataclass(frozen=True, slots=True)

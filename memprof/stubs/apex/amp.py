@@ -45,13 +45,13 @@ class _Scaler:
         self.steps = 0
 
 
-class _State(NamedTuple):
+class _AmpState(NamedTuple):
     enabled: bool
     masters: bool
     scalers: list[_Scaler]
 
 
-def _states() -> list[_State]:
+def _states() -> list[_AmpState]:
     """Return the states of the last call of `initialize` in this run."""
     return keep_for_run("apex.amp", list)
 
@@ -68,7 +68,7 @@ def initialize(
 ):  # fmt: skip
     """Models cast, optimizers that step copies of weights in float32, functions cast at O1, flags of overflows."""
     if not enabled:
-        _states()[:] = [_State(False, False, [])]
+        _states()[:] = [_AmpState(False, False, [])]
         return models if optimizers is None else (models, optimizers)
     check_on_gpu("apex.amp.initialize")
     if opt_level not in _LEVELS:
@@ -93,7 +93,7 @@ def initialize(
         call_at_end(install().undo)
         for optimizer in _listed(optimizers):
             optimizer.step = types.MethodType(suspend_casts(optimizer.step), optimizer)
-    _states()[:] = [_State(True, bool(options["master_weights"]), scalers)]
+    _states()[:] = [_AmpState(True, bool(options["master_weights"]), scalers)]
     return models if optimizers is None or optimizers == [] else (models, optimizers)
 
 

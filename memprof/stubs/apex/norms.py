@@ -117,7 +117,7 @@ def manual_rms_norm(input, normalized_shape, weight, eps):
     return weight * input
 
 
-class _Norm(nn.Module):
+class _ApexNorm(nn.Module):
     """One of the four, by mean and variance or by the root of the mean of squares; mixed in the weight's type."""
 
     is_rms = False
@@ -160,18 +160,18 @@ class _Norm(nn.Module):
 
 
 @_public
-class FusedLayerNorm(_Norm):
+class FusedLayerNorm(_ApexNorm):
     """By mean and variance, saved in float32; `memory_efficient` saves the output, not the input."""
 
 
 @_public
-class FusedRMSNorm(_Norm):
+class FusedRMSNorm(_ApexNorm):
     """By the root of the mean of squares, saved in float32; `memory_efficient` saves the output, not the input."""
 
     is_rms = True
 
 
-class _Mixed(_Norm):
+class _Mixed(_ApexNorm):
     mixed = True
 
     def __init__(self, normalized_shape, eps=1e-5, *, memory_efficient=False, **kwargs) -> None:

@@ -33,7 +33,7 @@ def _inner(name: str):
     return stub(f"{_MODULE}._flash_attn_{name}", f"{_MODULE}._wrapped_flash_attn_{name}", source=_SOURCE)
 
 
-class Lengths(NamedTuple):
+class SeqLengths(NamedTuple):
     """The lengths of sequences whose tensors are [tokens, heads, size] instead of [batch, tokens, heads, size]."""
 
     cu_seqlens_q: torch.Tensor
@@ -50,7 +50,7 @@ class Options(NamedTuple):
     alibi_slopes: torch.Tensor | None
     deterministic: bool
     return_attn_probs: bool
-    lengths: Lengths | None = None
+    lengths: SeqLengths | None = None
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -143,7 +143,7 @@ def _forward(
 
 
 def _backward(
-    gradient, query, key, value, out, totals: Iterable[torch.Tensor], deterministic: bool, lengths: Lengths | None
+    gradient, query, key, value, out, totals: Iterable[torch.Tensor], deterministic: bool, lengths: SeqLengths | None
 ) -> torch.Tensor:
     """mha_bwd and mha_varlen_bwd fill three gradients, of which `totals` are those of keys and values. Their sums of
     rows are returned.
@@ -261,7 +261,7 @@ def flash_attn_varlen_func(
     block_table=None,
 ):  # fmt: skip
     """[tokens, heads, size] each; with a table, keys and values are blocks of a cache, and there is no backward."""
-    lengths = Lengths(cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k))
+    lengths = SeqLengths(cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k))
     options = (dropout_p, window_size, alibi_slopes, deterministic, return_attn_probs, lengths)
     return _call("flash_attn_varlen_func", (q, k, v), *options)
 
@@ -272,7 +272,7 @@ def flash_attn_varlen_kvpacked_func(
     window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False,
 ):  # fmt: skip
     """Keys and values as [tokens, 2, heads, size]; their gradient is one tensor."""
-    lengths = Lengths(cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k))
+    lengths = SeqLengths(cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k))
     options = (dropout_p, window_size, alibi_slopes, deterministic, return_attn_probs, lengths)
     return _call("flash_attn_varlen_kvpacked_func", (q, kv), *options)
 
@@ -283,7 +283,7 @@ def flash_attn_varlen_qkvpacked_func(
     alibi_slopes=None, deterministic=False, return_attn_probs=False,
 ):  # fmt: skip
     """All three as [tokens, 3, heads, size]; their gradient is one tensor."""
-    lengths = Lengths(cu_seqlens, cu_seqlens, int(max_seqlen), int(max_seqlen))
+    lengths = SeqLengths(cu_seqlens, cu_seqlens, int(max_seqlen), int(max_seqlen))
     options = (dropout_p, window_size, alibi_slopes, deterministic, return_attn_probs, lengths)
     return _call("flash_attn_varlen_qkvpacked_func", (qkv,), *options)
 
@@ -340,7 +340,7 @@ def _flash_attn_varlen_forward(
 ):  # fmt: skip
     """Output, sums, probabilities, random state, by tokens."""
     check(f"{_MODULE}._flash_attn_varlen_forward", q, k, v)
-    lengths = Lengths(cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k))
+    lengths = SeqLengths(cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k))
     window = (window_size_left, window_size_right)
     return _forward(q, k, v, Options(dropout_p, window, alibi_slopes, False, return_softmax, lengths), return_softmax)
 
@@ -365,5 +365,5 @@ def _flash_attn_varlen_backward(
     """The sums of rows, by tokens; the gradients are filled."""
     check(f"{_MODULE}._flash_attn_varlen_backward", q, k, v)
     made = [torch.empty_like(of) if given is None else given for given, of in ((dq, q), (dk, k), (dv, v))]
-    lengths = Lengths(cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k))
+    lengths = SeqLengths(cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k))
     return _backward(dout, q, k, v, out, made[1:], deterministic, lengths)

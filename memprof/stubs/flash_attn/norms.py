@@ -95,7 +95,7 @@ def rms_norm(x, weight, epsilon):
     return _norm(x, None, weight, None, None, None, 0.0, is_rms_norm=True)
 
 
-class _Layer(nn.Module):
+class _NormLayer(nn.Module):
     """A norm with parameters of its own."""
 
     is_rms = False
@@ -125,19 +125,19 @@ class _Layer(nn.Module):
 
 
 @_layer
-class DropoutAddLayerNorm(_Layer):
+class DropoutAddLayerNorm(_NormLayer):
     """dropout_add_layer_norm with parameters of its own."""
 
 
 @_rms
-class DropoutAddRMSNorm(_Layer):
+class DropoutAddRMSNorm(_NormLayer):
     """dropout_add_rms_norm with a weight of its own."""
 
     is_rms = True
 
 
 @_rms
-class RMSNorm(_Layer):
+class RMSNorm(_NormLayer):
     """rms_norm with a weight of its own."""
 
     is_rms = True

@@ -173,8 +173,8 @@ def _knows(name: str, *of_others) -> None:
         raise unsupported_error(f"torch.ops.{name}", "pages, or keys that are padded on the left or split")
 
 
-def _lengths(queries, keys, most_queries: int, most_keys: int) -> fa2.Lengths | None:
-    return None if queries is None else fa2.Lengths(queries, keys, most_queries, most_keys)
+def _lengths(queries, keys, most_queries: int, most_keys: int) -> fa2.SeqLengths | None:
+    return None if queries is None else fa2.SeqLengths(queries, keys, most_queries, most_keys)
 
 
 @_operator(
@@ -268,14 +268,14 @@ def memory_efficient_attention(query, key, value, attn_bias=None, p=0.0, scale=N
     return kernel(forward, backward, query, key, value, added)[0].reshape(shape)  # type: ignore[no-any-return]
 
 
-class _Run(NamedTuple):
+class _AttentionOperator(NamedTuple):
     """An operator: its forward (q, k, v, bias, whether sums are needed) and its backward."""
 
     forward: Callable[..., Any]
     backward: Callable[..., Any]
 
 
-def _flash(chosen: _Chosen, bias, bounds: _Bounds, p: float, scale: float, together: bool) -> _Run:
+def _flash(chosen: _Chosen, bias, bounds: _Bounds, p: float, scale: float, together: bool) -> _AttentionOperator:
     """FlashAttention, on [tokens, heads, size] where sequences lie one after another (_convert_input_format)."""
     causal, window = _is_causal(bias), _window(bias)
     ends = (bounds.most_queries, bounds.most_keys)
@@ -312,10 +312,10 @@ def _flash(chosen: _Chosen, bias, bounds: _Bounds, p: float, scale: float, toget
             fa2._backward(gradient, q, k, v, out, (d_k, d_v), False, lengths)
         return d_q, d_k, d_v
 
-    return _Run(forward, backward)
+    return _AttentionOperator(forward, backward)
 
 
-def _cutlass(bias, bounds: _Bounds, p: float, scale: float) -> _Run:
+def _cutlass(bias, bounds: _Bounds, p: float, scale: float) -> _AttentionOperator:
     """PyTorch's own operator (cutlass.py)."""
     from_first = isinstance(bias, (biases.LowerTriangularMask, biases.BlockDiagonalCausalMask))
     mask = 1 if from_first else 2 if _is_causal(bias) else 0
@@ -335,4 +335,4 @@ def _cutlass(bias, bounds: _Bounds, p: float, scale: float) -> _Run:
         )
         return made if wanted else made[:3]
 
-    return _Run(forward, backward)
+    return _AttentionOperator(forward, backward)

@@ -25,7 +25,7 @@ _MOVES = frozenset({"view", "reshape", "permute", "transpose", "t", "unsqueeze",
 UNKNOWN = "compiled kernel"  # what is said of a buffer without a node
 
 
-class Origin(NamedTuple):
+class BufferOrigin(NamedTuple):
     """The origin of one buffer: operator, module below the compiled one, and line (`file:line function`)."""
 
     op: str
@@ -39,9 +39,9 @@ class Origins:
     def __init__(self, recorder: Recorder, folder: Callable[[], str]) -> None:
         self._recorder = recorder
         self._folder = folder
-        self._buffers: dict[str, dict[str, Origin]] = {}
-        self._lines: dict[tuple[str, int], Origin | None] = {}
-        self._places: dict[tuple[int, Origin], CallSite] = {}
+        self._buffers: dict[str, dict[str, BufferOrigin]] = {}
+        self._lines: dict[tuple[str, int], BufferOrigin | None] = {}
+        self._places: dict[tuple[int, BufferOrigin], CallSite] = {}
 
     def note(self, graph: Any, file: str) -> None:
         """`graph`, lowered by Inductor, became that file."""
@@ -63,7 +63,7 @@ class Origins:
             self._places[key] = place
         return origin.op, CallSite(place.module, place.source, known.forward_event)
 
-    def _origin(self, file: str, line: int) -> Origin | None:
+    def _origin(self, file: str, line: int) -> BufferOrigin | None:
         key = (file, line)
         if key not in self._lines:
             with open(file, encoding="utf-8") as text:
@@ -86,7 +86,7 @@ def _operator(node: Any) -> str:
     return str(getattr(target, "__name__", target)).partition(".")[0]
 
 
-def origin_of(node: Any) -> Origin | None:
+def origin_of(node: Any) -> BufferOrigin | None:
     """Return the origin of a node that Dynamo traced."""
     meta = node.meta
     modules = meta.get("nn_module_stack") or meta.get("fwd_nn_module_stack") or {}
@@ -94,4 +94,4 @@ def origin_of(node: Any) -> Origin | None:
     frames = list(_FRAME.finditer(meta.get("stack_trace") or ""))
     own = [frame for frame in frames if is_program_file(frame["file"])]
     source = f"{own[-1]['file']}:{own[-1]['line']} {own[-1]['function']}" if own else ""
-    return Origin(f"aten.{_operator(node)}", path, source)
+    return BufferOrigin(f"aten.{_operator(node)}", path, source)

@@ -20,7 +20,7 @@ _READ_AND_WRITTEN = "in_out_ptr"
 _WRITTEN = ("out_ptr", _READ_AND_WRITTEN)
 
 
-class Kernel:
+class SkippedKernel:
     """A kernel that Inductor generated: what it writes is unknown from then on.
 
     Args:
@@ -70,9 +70,9 @@ def patches(machine: DeviceState, origins: Origins, made: Callable[[str], None])
     def written(tensor: torch.Tensor) -> None:
         machine.values.store.drop(tensor.untyped_storage()._cdata)
 
-    def triton(compiler: Any, name: str, source: str, device_str: str = "cuda") -> Kernel:
+    def triton(compiler: Any, name: str, source: str, device_str: str = "cuda") -> SkippedKernel:
         made(source)
-        return Kernel(source, written, lambda tensors: machine.meter.kernel(UNKNOWN, tensors))
+        return SkippedKernel(source, written, lambda tensors: machine.meter.kernel(UNKNOWN, tensors))
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError("part of it runs on the CPU")

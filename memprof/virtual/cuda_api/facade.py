@@ -134,7 +134,7 @@ def _of_torch_cuda(answers: _Answers, context: InstallContext) -> dict[str, Any]
         **shared_memory_bytes(gpu.compute_capability),
     )
 
-    class Device:
+    class CudaDevice:
         def __init__(self, device: Any = None) -> None:
             self.idx = gpus.index(device)
             self.prev_idx = -1
@@ -149,7 +149,7 @@ def _of_torch_cuda(answers: _Answers, context: InstallContext) -> dict[str, Any]
         **{name: returning(value) for name, value in _CONSTANT.items()},
         **{name: answers.statistic(key) for name, key in _STATISTICS.items()},
         **{name: getattr(answers, name) for name in _ANSWERED},
-        "device": Device,
+        "device": CudaDevice,
         "device_count": returning(gpus.number),
         "get_arch_list": returning([f"sm_{major}{minor}"]),
         "get_device_name": answers.of_any_device(gpu.name),

@@ -15,7 +15,7 @@ from memprof.virtual.gpus import Gpus
 from memprof.virtual.install_context import InstallContext
 
 
-class Nvml(Extension):
+class Pynvml(Extension):
     """pynvml, whose functions ask no driver."""
 
     imports = ("pynvml",)

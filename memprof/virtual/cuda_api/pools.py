@@ -26,7 +26,7 @@ Handle = tuple[int, int]
 _GRAPHS = "CUDA graphs: what is captured runs once, as plain code; a replay takes nothing and computes nothing."
 
 
-class _Pools:
+class _PrivatePools:
     """The private pools of a run, by number from 1."""
 
     def __init__(self, recorder: Recorder) -> None:
@@ -60,7 +60,7 @@ class _Pools:
 class _CudaGraph:
     """`torch.cuda.CUDAGraph`."""
 
-    pools: _Pools
+    pools: _PrivatePools
     assume: Callable[[str], None]
 
     def __init__(self, keep_graph: bool = False) -> None:
@@ -93,7 +93,7 @@ class _CudaGraph:
 class _MemPool:
     """`torch.cuda.MemPool`."""
 
-    pools: _Pools
+    pools: _PrivatePools
 
     def __init__(self, allocator: Any = None, use_on_oom: bool = False, no_split: bool = False) -> None:
         if allocator is not None:
@@ -121,7 +121,7 @@ class GraphsAndPools(Extension):
 
     def patches(self, context: InstallContext) -> Iterator[Patch]:
         """Replace them by those of this run."""
-        pools = _Pools(context.recorder)
+        pools = _PrivatePools(context.recorder)
         graph = type("CUDAGraph", (_CudaGraph,), {"assume": staticmethod(context.assume), "pools": pools})
         pool = type("MemPool", (_MemPool,), {"pools": pools})
 

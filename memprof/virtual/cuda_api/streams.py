@@ -52,7 +52,7 @@ class _InOrder:
         _log.wait(self._work(), _key(waiter))
 
 
-class Stream(_InOrder):
+class TorchStream(_InOrder):
     """`torch.Stream`: of the GPU, unless the host's is requested.
 
     A new one is the next of a pool of its priority, in turn (c10/cuda/CUDAStream.cpp).
@@ -81,7 +81,7 @@ class Stream(_InOrder):
 
     def __eq__(self, other: object) -> bool:
         """Compare: two of a pool are the same once it has been gone through."""
-        return isinstance(other, Stream) and (self.stream_id, self.device) == (other.stream_id, other.device)
+        return isinstance(other, TorchStream) and (self.stream_id, self.device) == (other.stream_id, other.device)
 
     def __hash__(self) -> int:
         return hash(self.stream_id)
@@ -106,7 +106,7 @@ class Stream(_InOrder):
     wait_event = wait_stream
 
 
-class Event(_InOrder):
+class TorchEvent(_InOrder):
     """`torch.Event`: of the GPU, unless the host's is requested."""
 
     _host_kind: Any = torch.Event
@@ -133,11 +133,11 @@ class Event(_InOrder):
         return bytes(64)
 
 
-class CudaStream(Stream):
+class CudaStream(TorchStream):
     """`torch.cuda.Stream`."""
 
 
-class CudaEvent(Event):
+class CudaEvent(TorchEvent):
     """`torch.cuda.Event`."""
 
 
@@ -157,8 +157,8 @@ def patches(log: Streams) -> Iterator[tuple[Any, str, Any]]:
     global _log
     _log = log
     _MADE.clear()
-    yield torch, "Stream", Stream
-    yield torch, "Event", Event
+    yield torch, "Stream", TorchStream
+    yield torch, "Event", TorchEvent
     for owner in (torch.cuda, torch.cuda.streams):
         for name, value in (("Stream", CudaStream), ("Event", CudaEvent), ("ExternalStream", ExternalStream)):
             if hasattr(owner, name):

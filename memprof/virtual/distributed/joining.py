@@ -47,7 +47,7 @@ class ProcessGroups(Extension):
         return groups_end_with_the_run()
 
     def patches(self, context: InstallContext) -> Iterator[Patch]:
-    """The `torch.distributed` that a program sees."""
+        """Replace what joins groups and makes them."""
         self._context = context
         self._store = stores.kind(context.channel)
         self._found = RankFacts()  # what the program has joined as

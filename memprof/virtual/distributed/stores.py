@@ -19,13 +19,13 @@ def kind(channel: Channel | None) -> Any:
     if channel is None:
         return _Own
 
-    class Shared(_Shared):
+    class SharedStore(_Shared):
         def __init__(self, host_or_file: Any = "", port: Any = 0, *args: Any, **options: Any) -> None:
             of = options.get("host_name", options.get("file_name", host_or_file))
             assert channel is not None
             super().__init__(channel, f"{of}:{options.get('port', port)}")
 
-    return Shared
+    return SharedStore
 
 
 class _Own(_HashStore or object):  # type: ignore[misc]

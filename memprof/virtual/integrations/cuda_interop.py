@@ -38,7 +38,7 @@ class Native(Extension):
 
         yield torch.Tensor, "__cuda_array_interface__", property(array_interface)
         yield cuda.jiterator_compile_and_launch_kernel.patch(_kernel("torch.cuda.jiterator"))
-        compiled = _Compiled(functools.partial(context.note_written, by="CUDA kernels that are compiled at run time"))
+        compiled = _NoLaunch(functools.partial(context.note_written, by="CUDA kernels that are compiled at run time"))
         refuses = _kernel("torch.cuda._compile_kernel")
         passes = context.options.passes_kernels
         yield cuda.compile_kernel.patch((lambda *args, **kwargs: compiled) if passes else refuses)
@@ -58,7 +58,7 @@ def _kernel(name: str) -> Callable[..., NoReturn]:
     return launch
 
 
-class _Compiled:
+class _NoLaunch:
     """A kernel that torch.cuda._compile_kernel would have made of C++: it allocates nothing."""
 
     def __init__(self, written: Callable[[torch.Tensor], None]) -> None:

@@ -253,7 +253,7 @@ _UNALIGNED_BYTES = 2 << 10  # in float32 where channels are no multiple of 16 by
 _ACCUMULATORS_BYTES = 64 << 10  # of one multiprocessor: a tile of 128 x 128 sums in float32, the bound of what is split
 
 
-class Workspace(NamedTuple):
+class WorkspaceBytes(NamedTuple):
     """The memory that a convolution takes beside its result, in bytes."""
 
     num_bytes: int  # by the rule
@@ -280,7 +280,7 @@ def workspace(
     *,
     last: bool,
     stride: Sequence[int] = (1,),
-) -> Workspace:
+) -> WorkspaceBytes:
     """Return the workspace of one call, which makes one of `data`, `weight` and `output`, or of their gradients.
 
     `last` says whether it runs in a channels-last layout.
@@ -309,7 +309,7 @@ def workspace(
     else:
         unaligned = any(tensor.shape[1] % 4 for tensor in (data, output))
         num_bytes = weight.numel() * 4 + channels * 4 + few + (_UNALIGNED_BYTES if unaligned else 0)
-    return Workspace(num_bytes, max(num_bytes, most_bytes))
+    return WorkspaceBytes(num_bytes, max(num_bytes, most_bytes))
 
 
 # -- compute capability 9.0 --------------------------------------------------------------------------------------------

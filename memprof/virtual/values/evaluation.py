@@ -11,7 +11,7 @@ from memprof.virtual.flops import COLLECTIVES
 from memprof.virtual.operator_call import find_tensors
 from memprof.virtual.values import budget
 from memprof.virtual.values.budget import is_cheap_to_compute, is_integer, is_linear, work_of
-from memprof.virtual.values.shadows import MOST_STEPS, Geometry, Later, Shadow, threads_for
+from memprof.virtual.values.shadows import MOST_STEPS, Later, Shadow, TensorLayout, threads_for
 from memprof.virtual.values.store import ValueStore
 
 
@@ -57,7 +57,7 @@ class Evaluator:
         steps = 1 + max((shadow.steps for shadow in given), default=0)
         if steps > MOST_STEPS:
             return False
-        geometry = Geometry.of(output)
+        geometry = TensorLayout.of(output)
 
         def make() -> torch.Tensor | None:
             known = self._call(func, args, kwargs) if self._charge_budget(work) else None
@@ -144,7 +144,7 @@ class Evaluator:
             if shadow is None:
                 return self.known(tensor) if tensor.is_meta else tensor.clone()
             given.append(shadow)
-            return Later(shadow, Geometry.of(tensor))
+            return Later(shadow, TensorLayout.of(tensor))
 
         return _replaced(value, later)
 

@@ -34,7 +34,7 @@ def threads_for(num_elements: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-class Geometry(NamedTuple):
+class TensorLayout(NamedTuple):
     """The place of a tensor in its storage, which it does not keep alive."""
 
     num_elements: int  # of the whole storage
@@ -44,7 +44,7 @@ class Geometry(NamedTuple):
     offset: int
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> Geometry:
+    def of(cls, tensor: torch.Tensor) -> TensorLayout:
         """Return where `tensor` lies."""
         num_elements = tensor.untyped_storage().nbytes() // tensor.element_size()
         return cls(num_elements, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
@@ -89,7 +89,7 @@ class Later(NamedTuple):
     """A tensor that an operator put off is given."""
 
     shadow: Shadow
-    geometry: Geometry
+    geometry: TensorLayout
 
     def read(self) -> torch.Tensor | None:
         """The real tensor; None if it is not known."""

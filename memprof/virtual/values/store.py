@@ -13,7 +13,7 @@ import torch
 from memprof.virtual.operator_call import find_tensors
 from memprof.virtual.values import budget, unknown_values
 from memprof.virtual.values.budget import is_cheap_to_compute
-from memprof.virtual.values.shadows import Geometry, Make, Shadow, untouched
+from memprof.virtual.values.shadows import Make, Shadow, TensorLayout, untouched
 
 _aten = torch.ops.aten
 # By which a program asks whether a token is one that it names.
@@ -71,7 +71,7 @@ class ValueStore:
         if uniform is not None and uniform.dtype == tensor.dtype:
             return uniform.expand(tensor.shape)
         flat = self.flat(tensor.untyped_storage())
-        return None if flat is None else Geometry.of(tensor).view(flat)
+        return None if flat is None else TensorLayout.of(tensor).view(flat)
 
     def flat(self, storage: torch.UntypedStorage) -> torch.Tensor | None:
         """Return what the whole of `storage` holds, in memory of its own; None if that is not known."""
@@ -98,7 +98,7 @@ class ValueStore:
         if value.numel() == 1 or (value.dim() and not any(value.stride())):
             self.set_uniform(tensor, value.as_strided((), ()) if value.dim() else value)
             return
-        self.keep(tensor.untyped_storage(), Geometry.of(tensor).spread(value))
+        self.keep(tensor.untyped_storage(), TensorLayout.of(tensor).spread(value))
 
     def keep(self, storage: torch.UntypedStorage, flat: torch.Tensor | None, make: Make | None = None) -> Shadow:
         """Say that `storage` holds these elements in a row, or what `make` gives when they are read."""

@@ -58,7 +58,7 @@ _INTERMEDIATE_RATIO = 3.5  # of Llama 3.1 8B and 70B
 
 
 @dataclass(frozen=True, slots=True)
-class _Geometry:
+class _LlamaShape:
     """The shape of a Llama: what the closed form below needs."""
 
     hidden: int
@@ -144,7 +144,7 @@ def synthesize(count: int) -> ModelEntry:
     )
 
 
-def _candidates(count: int) -> Iterator[_Geometry]:
+def _candidates(count: int) -> Iterator[_LlamaShape]:
     """Yield shapes near `count`: by width, numbers of layers about the aspect, with the nearest intermediate size."""
     vocabulary = next(size for floor, size in _VOCABULARIES if count >= floor)
     tied = count < _UNTIED_FROM
@@ -155,11 +155,11 @@ def _candidates(count: int) -> Iterator[_Geometry]:
         kv_heads = _kv_heads(heads)
         multiple = 256 if hidden >= 2048 else 128 if hidden >= 1024 else 64 if hidden >= 256 else 8
         for layers in range(max(1, round(hidden / aspect / 1.5)), max(1, round(hidden / aspect * 1.5)) + 1):
-            empty = _Geometry(hidden, layers, heads, kv_heads, head_dim, 0, vocabulary, tied)
+            empty = _LlamaShape(hidden, layers, heads, kv_heads, head_dim, 0, vocabulary, tied)
             left = (count - empty.num_parameters) / (layers * 3 * hidden * multiple)
             # The nearest multiple, but at least one, so that there is always a candidate.
             intermediate = multiple * max(1, round(left))
-            yield _Geometry(hidden, layers, heads, kv_heads, head_dim, intermediate, vocabulary, tied)
+            yield _LlamaShape(hidden, layers, heads, kv_heads, head_dim, intermediate, vocabulary, tied)
 
 
 def _widths(low: float, high: float) -> Iterator[tuple[int, int, int]]:
@@ -192,7 +192,7 @@ def _aspect(count: int) -> float:
     return _ASPECTS[-1][1]
 
 
-def _cost(shape: _Geometry, count: int) -> tuple[float, int]:
+def _cost(shape: _LlamaShape, count: int) -> tuple[float, int]:
     """Return how far a shape is from what Llama would look like at `count` parameters; less is better."""
     error = abs(shape.num_parameters / count - 1)
     aspect = abs(math.log(shape.hidden / shape.layers / _aspect(count)))

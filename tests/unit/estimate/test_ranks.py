@@ -8,7 +8,7 @@ import pytest
 
 from memprof.errors import UsageError
 from memprof.estimate.geometry import from_model
-from memprof.estimate.methods import BY_KEY, Plan
+from memprof.estimate.methods import BY_KEY, MethodPlan
 from memprof.estimate.options import EstimateOptions
 from memprof.estimate.ranks import rank_of
 from memprof.estimate.table import build_estimate, highest_cell
@@ -16,7 +16,7 @@ from memprof.workload.plan import parse_plan
 from tests.benchmarks.estimate_ranks import MODELS, PLANS, Case, cases, measure
 from tests.lanes import by_day
 
-FULL = Plan(BY_KEY["full"], "bfloat16")
+FULL = MethodPlan(BY_KEY["full"], "bfloat16")
 
 
 def case(model: str, plan: str) -> Case:
@@ -61,8 +61,8 @@ def test_stages_have_all_layers():
 
 def test_a_chunked_loss_takes_less():
     subject = from_model("llama-3.2-1b")
-    chunked = Plan(BY_KEY["full-checkpointing"], "bfloat16", chunked_loss=True)
-    whole = Plan(BY_KEY["full-checkpointing"], "bfloat16")
+    chunked = MethodPlan(BY_KEY["full-checkpointing"], "bfloat16", chunked_loss=True)
+    whole = MethodPlan(BY_KEY["full-checkpointing"], "bfloat16")
     sizes = [highest_cell(subject, plan, 4, 4096, "fsdp", 8).allocated_bytes for plan in (chunked, whole)]
     assert sizes[0] < sizes[1] / 2
 
@@ -91,5 +91,5 @@ def test_plans_that_cannot_be(model, parallel, gpus, problem):
 def test_a_chunked_loss_needs_a_whole_head():
     with pytest.raises(UsageError, match="chunked loss needs a head"):
         highest_cell(
-            from_model("llama-3.1-8b"), Plan(BY_KEY["full"], "bfloat16", chunked_loss=True), 1, 1024, "tp=2", 2
+            from_model("llama-3.1-8b"), MethodPlan(BY_KEY["full"], "bfloat16", chunked_loss=True), 1, 1024, "tp=2", 2
         )

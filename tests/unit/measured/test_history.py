@@ -3,10 +3,10 @@
 import pytest
 
 from memprof.measured.cuda import why_incomplete
-from memprof.measured.history import Difference, History, Reading, largest_difference, read_history
-from memprof.measured.operators import MemoryEvent, Origin
+from memprof.measured.history import CounterGap, CounterSample, History, largest_difference, read_history
+from memprof.measured.operators import MemoryEvent, OperatorOrigin
 
-MM, RELU = Origin("aten.mm", 9_000_000), Origin("aten.relu", 9_000_000)
+MM, RELU = OperatorOrigin("aten.mm", 9_000_000), OperatorOrigin("aten.relu", 9_000_000)
 
 
 def snapshot(*entries, segments=()):
@@ -66,13 +66,15 @@ def test_pools_are_those_of_segments_where_entries_do_not_say():
 def test_counters_may_say_what_was_held_at_any_time_while_they_were_read(counted, difference):
     second = 1_000_000
     history = read_history(snapshot(("alloc", 1, 100, second), ("alloc", 2, 50, 2 * second)), 0, [])
-    found = largest_difference(history, [Reading(1_900_000_000, 2_100_000_000, counted + 7)], 7)
+    found = largest_difference(history, [CounterSample(1_900_000_000, 2_100_000_000, counted + 7)], 7)
     assert (found and found[1:]) == difference
 
 
 def test_the_largest_difference_is_told():
     history = read_history(snapshot(("alloc", 1, 100, 1000)), 0, [])
-    readings = [Reading(at, at, counted) for at, counted in ((20_000_000, 90), (30_000_000, 130), (40_000_000, 100))]
+    readings = [
+        CounterSample(at, at, counted) for at, counted in ((20_000_000, 90), (30_000_000, 130), (40_000_000, 100))
+    ]
     assert largest_difference(history, readings, 0) == (30_000_000, 130, 100)
 
 
@@ -81,7 +83,7 @@ def test_the_largest_difference_is_told():
     [
         (History("cuda:0", num_entries=9), None, 0, None),
         (History("cuda:0", num_entries=10), None, 0, "10 entries"),
-        (History("cuda:0"), Difference(5, 1 << 20, 0), 0, "say 1.00 MiB, what was recorded adds up to 0 bytes"),
+        (History("cuda:0"), CounterGap(5, 1 << 20, 0), 0, "say 1.00 MiB, what was recorded adds up to 0 bytes"),
         (History("cuda:0"), None, 1, "differ by 1 byte"),
         (History("cuda:0", unmatched=1), None, 0, "1 allocations and frees that the profiler saw"),
     ],
@@ -94,5 +96,5 @@ def test_a_recording_that_is_not_whole_says_why(history, difference, missing, sa
 @pytest.mark.parametrize(("late_ns", "is_told"), [(1_999_999, False), (2_000_001, True)])
 def test_clocks_may_be_two_milliseconds_apart(late_ns, is_told):
     history = read_history(snapshot(("alloc", 1, 100, 9_000)), 0, [])
-    found = largest_difference(history, [Reading(9_000_000 - late_ns, 9_000_000 - late_ns, 100)], 0)
+    found = largest_difference(history, [CounterSample(9_000_000 - late_ns, 9_000_000 - late_ns, 100)], 0)
     assert (found is not None) is is_told

@@ -22,7 +22,7 @@ from memprof.measured.cuda import NvmlUse
 from memprof.measured.history import Allocation, read_history
 from memprof.measured.marks import Claim, Mark, Marks
 from memprof.measured.merge import Recorded, collect_allocations, merge
-from memprof.measured.operators import Origin, Profile, read_events
+from memprof.measured.operators import OperatorOrigin, Profile, read_events
 from memprof.spec import TargetSpec
 from memprof.trace.events import (
     CPU,
@@ -206,11 +206,13 @@ def test_merging_puts_events_in_order_of_time_and_inside_their_modules():
     marks.reading()
     recorded = Recorded(
         [
-            Allocation(5, 0x9, 64, "cuda:0", Origin("aten.empty", 6)),  # before the first phase
-            Allocation(30, 0xA, 512, "cuda:0", Origin("aten.mm", 35), freed_ns=60, shape=(128,), dtype="float32"),
-            Allocation(31, 0xC, 32, "cuda:0", Origin("aten.mm", 35), freed_ns=34),
-            Allocation(55, 0xB, 16, "cuda:0", Origin("aten.mm", 56, 7)),
-            Allocation(57, 0xD, 8, "cpu", Origin("aten.empty", 58)),
+            Allocation(5, 0x9, 64, "cuda:0", OperatorOrigin("aten.empty", 6)),  # before the first phase
+            Allocation(
+                30, 0xA, 512, "cuda:0", OperatorOrigin("aten.mm", 35), freed_ns=60, shape=(128,), dtype="float32"
+            ),
+            Allocation(31, 0xC, 32, "cuda:0", OperatorOrigin("aten.mm", 35), freed_ns=34),
+            Allocation(55, 0xB, 16, "cuda:0", OperatorOrigin("aten.mm", 56, 7)),
+            Allocation(57, 0xD, 8, "cpu", OperatorOrigin("aten.empty", 58)),
         ],
         forward=[(7, 29)],
     )

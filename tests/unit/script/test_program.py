@@ -17,7 +17,7 @@ from memprof.script.stop import (
     GROWING_SECONDS,
     MIN_GROWTH_BYTES,
     PATIENCE,
-    Progress,
+    RunProgress,
     StopRun,
 )
 
@@ -146,7 +146,7 @@ def test_what_a_script_holds_outlives_it(script):
     assert thing() is None
 
 
-def goes_on(rule: StopRule, progress: Progress) -> bool:
+def goes_on(rule: StopRule, progress: RunProgress) -> bool:
     try:
         rule.after_step(progress)
     except StopRun as stop:
@@ -159,9 +159,9 @@ def test_the_stop_is_no_error_that_a_script_may_survive():
 
 
 def test_steps():
-    assert goes_on(StopRule(steps=None), Progress(100, [0] * 100))
-    assert goes_on(StopRule(steps=3), Progress(2, [0] * 2))
-    assert not goes_on(StopRule(steps=3), Progress(3, [0] * 3))
+    assert goes_on(StopRule(steps=None), RunProgress(100, [0] * 100))
+    assert goes_on(StopRule(steps=3), RunProgress(2, [0] * 2))
+    assert not goes_on(StopRule(steps=3), RunProgress(3, [0] * 3))
 
 
 def test_a_package_without_main_is_no_program(script, tmp_path, monkeypatch):
@@ -195,34 +195,34 @@ RULE = StopRule(2, goes_on=True)
 
 
 def test_a_run_goes_on_while_that_is_cheap():
-    assert goes_on(RULE, Progress(2, [5, 5], CHEAP_EVENTS - 1, CHEAP_SECONDS - 1))
-    assert not goes_on(RULE, Progress(2, [5, 5], CHEAP_EVENTS, CHEAP_SECONDS - 1))
-    assert not goes_on(RULE, Progress(2, [5, 5], CHEAP_EVENTS - 1, CHEAP_SECONDS))
-    assert not goes_on(StopRule(2), Progress(2, [5, 5], 1))  # so many were requested
+    assert goes_on(RULE, RunProgress(2, [5, 5], CHEAP_EVENTS - 1, CHEAP_SECONDS - 1))
+    assert not goes_on(RULE, RunProgress(2, [5, 5], CHEAP_EVENTS, CHEAP_SECONDS - 1))
+    assert not goes_on(RULE, RunProgress(2, [5, 5], CHEAP_EVENTS - 1, CHEAP_SECONDS))
+    assert not goes_on(StopRule(2), RunProgress(2, [5, 5], 1))  # so many were requested
 
 
 def test_a_run_goes_on_while_memory_grows():
     grown = [0, MIN_GROWTH_BYTES]
-    assert goes_on(RULE, Progress(2, grown, GROWING_EVENTS - 1, GROWING_SECONDS - 1))
-    assert not goes_on(RULE, Progress(2, grown, GROWING_EVENTS, GROWING_SECONDS - 1))
-    assert not goes_on(RULE, Progress(2, grown, GROWING_EVENTS - 1, GROWING_SECONDS))
+    assert goes_on(RULE, RunProgress(2, grown, GROWING_EVENTS - 1, GROWING_SECONDS - 1))
+    assert not goes_on(RULE, RunProgress(2, grown, GROWING_EVENTS, GROWING_SECONDS - 1))
+    assert not goes_on(RULE, RunProgress(2, grown, GROWING_EVENTS - 1, GROWING_SECONDS))
     many = [MIN_GROWTH_BYTES * step for step in range(100)]
-    assert goes_on(RULE, Progress(100, many, CHEAP_EVENTS))
-    assert not goes_on(RULE, Progress(100, [one - step for step, one in enumerate(many)], CHEAP_EVENTS))
-    assert not goes_on(RULE, Progress(3, [9, 8, 7], CHEAP_EVENTS))
+    assert goes_on(RULE, RunProgress(100, many, CHEAP_EVENTS))
+    assert not goes_on(RULE, RunProgress(100, [one - step for step, one in enumerate(many)], CHEAP_EVENTS))
+    assert not goes_on(RULE, RunProgress(3, [9, 8, 7], CHEAP_EVENTS))
 
 
 def test_patience_where_memory_grows_by_little_or_events_are_not_counted():
     for events in (None, CHEAP_EVENTS):
-        assert goes_on(RULE, Progress(1 + PATIENCE, list(range(1 + PATIENCE)), events))
-        assert not goes_on(RULE, Progress(2 + PATIENCE, list(range(2 + PATIENCE)), events))
+        assert goes_on(RULE, RunProgress(1 + PATIENCE, list(range(1 + PATIENCE)), events))
+        assert not goes_on(RULE, RunProgress(2 + PATIENCE, list(range(2 + PATIENCE)), events))
 
 
 def test_growth_is_that_of_the_later_half_of_the_steps():
-    assert Progress(1, [7]).growth_bytes == 0
-    assert Progress(2, [7, 9]).growth_bytes == 2
-    assert Progress(8, [0, 9, 9, 9, 9, 9, 9, 9]).growth_bytes == 0  # state that was made in the second
-    assert Progress(9, [0] * 5 + [4] * 4).growth_bytes == 1  # every fourth step keeps something
+    assert RunProgress(1, [7]).growth_bytes == 0
+    assert RunProgress(2, [7, 9]).growth_bytes == 2
+    assert RunProgress(8, [0, 9, 9, 9, 9, 9, 9, 9]).growth_bytes == 0  # state that was made in the second
+    assert RunProgress(9, [0] * 5 + [4] * 4).growth_bytes == 1  # every fourth step keeps something
 
 
 def test_packages_around_a_module_are_imported_by_its_run(tmp_path, monkeypatch, capsys):

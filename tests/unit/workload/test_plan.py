@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from memprof.errors import UsageError
 from memprof.spec import TargetSpec
-from memprof.workload.plan import Plan, check_plan, parse_plan
+from memprof.workload.plan import ParallelPlan, check_plan, parse_plan
 
 HEADS = {"num_attention_heads": 12, "num_key_value_heads": 4, "num_hidden_layers": 6}
 
@@ -16,18 +16,18 @@ HEADS = {"num_attention_heads": 12, "num_key_value_heads": 4, "num_hidden_layers
 @pytest.mark.parametrize(
     ("text", "gpus", "plan"),
     [
-        ("ddp", 4, Plan(replicate=4)),
-        ("fsdp", 8, Plan(shard=8, sharded=True)),
-        ("FSDP:shard_grad_op", 2, Plan(shard=2, sharded=True, reshard=False)),
-        ("hsdp:2x4", 8, Plan(replicate=2, shard=4, sharded=True)),
-        ("hsdp=2x4:shard_grad_op", 8, Plan(replicate=2, shard=4, sharded=True, reshard=False)),
-        ("tp=2,fsdp=4", 8, Plan(tensor=2, shard=4, sharded=True)),
-        ("tp=2, fsdp", 16, Plan(tensor=2, shard=8, sharded=True)),
-        ("cp", 2, Plan(context=2)),
-        ("ulysses=2,ddp", 4, Plan(ulysses=2, replicate=2)),
-        ("pp=4:1f1b:microbatches=8", 4, Plan(stages=4, microbatches=8)),
-        ("pp:gpipe,fsdp=2", 4, Plan(stages=2, shard=2, sharded=True, schedule="gpipe", microbatches=4)),
-        ("fsdp", 1, Plan(sharded=True)),
+        ("ddp", 4, ParallelPlan(replicate=4)),
+        ("fsdp", 8, ParallelPlan(shard=8, sharded=True)),
+        ("FSDP:shard_grad_op", 2, ParallelPlan(shard=2, sharded=True, reshard=False)),
+        ("hsdp:2x4", 8, ParallelPlan(replicate=2, shard=4, sharded=True)),
+        ("hsdp=2x4:shard_grad_op", 8, ParallelPlan(replicate=2, shard=4, sharded=True, reshard=False)),
+        ("tp=2,fsdp=4", 8, ParallelPlan(tensor=2, shard=4, sharded=True)),
+        ("tp=2, fsdp", 16, ParallelPlan(tensor=2, shard=8, sharded=True)),
+        ("cp", 2, ParallelPlan(context=2)),
+        ("ulysses=2,ddp", 4, ParallelPlan(ulysses=2, replicate=2)),
+        ("pp=4:1f1b:microbatches=8", 4, ParallelPlan(stages=4, microbatches=8)),
+        ("pp:gpipe,fsdp=2", 4, ParallelPlan(stages=2, shard=2, sharded=True, schedule="gpipe", microbatches=4)),
+        ("fsdp", 1, ParallelPlan(sharded=True)),
     ],
 )
 def test_what_a_plan_says(text, gpus, plan):
@@ -74,9 +74,9 @@ def test_any_text_is_a_plan_or_an_error(text, gpus):
 
 
 def test_one_rank_of_each_kind():
-    assert Plan(shard=4).kinds_of_ranks() == [(0, range(4))]
-    assert Plan(context=4).kinds_of_ranks() == [(3, range(4))]
-    assert Plan(stages=2, shard=2).kinds_of_ranks() == [(0, range(2)), (2, range(2, 4))]
+    assert ParallelPlan(shard=4).kinds_of_ranks() == [(0, range(4))]
+    assert ParallelPlan(context=4).kinds_of_ranks() == [(3, range(4))]
+    assert ParallelPlan(stages=2, shard=2).kinds_of_ranks() == [(0, range(2)), (2, range(2, 4))]
 
 
 @pytest.mark.parametrize(
