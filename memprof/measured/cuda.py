@@ -14,7 +14,7 @@ from memprof.device.cublas import CublasWorkspace
 from memprof.device.nvml import Nvml, read_gpu_usage
 from memprof.errors import MemprofError, UsageError, first_line
 from memprof.measured.history import CounterGap, History
-from memprof.patching.patch_set import Patch
+from memprof.patching import Patch
 from memprof.torch_private import cuda
 from memprof.trace.facts import NvmlFacts, OtherProcess
 from memprof.units import format_bytes

@@ -22,7 +22,7 @@ from memprof.measured.history import CounterSample, History, largest_difference,
 from memprof.measured.marks import Claim, Counters, Mark, Marks
 from memprof.measured.merge import collect_allocations, merge
 from memprof.measured.operators import Profile, quiet_profiler, read_events
-from memprof.patching.patch_set import Patch
+from memprof.patching import Patch
 from memprof.torch_private import autograd
 from memprof.torch_private import cuda as private_cuda
 from memprof.torch_private.check import refuse_missing

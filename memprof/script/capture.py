@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from memprof.device.catalog import Gpu
 from memprof.measured import MeasuredDevice
-from memprof.patching.patch_set import PatchSet
+from memprof.patching import PatchSet
 from memprof.script import EndReason, Program, ScriptOutcome, StopRule
 from memprof.script.exits import ExitHandlers
 from memprof.script.launchers import ProcessSelection, ProcessStart

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from types import CodeType
 from typing import Any
 
-from memprof.patching.patch_set import Patch
+from memprof.patching import Patch
 
 _STDLIB = sysconfig.get_path("stdlib") + os.sep
 _INSTALLED = (sysconfig.get_path("purelib") + os.sep, sysconfig.get_path("platlib") + os.sep)

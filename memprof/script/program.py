@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from memprof.errors import MemprofError, UsageError
-from memprof.patching.patch_set import PatchSet
+from memprof.patching import PatchSet
 from memprof.script.stop import EndReason, ScriptOutcome, StopRule, StopRun
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 from memprof.errors import MemprofError
-from memprof.patching.patch_set import Patch
+from memprof.patching import Patch
 from memprof.script.stop import StopRun
 from memprof.watch.failure import KernelError, TracingError, is_caused_by_oom, is_missing_gpu_error
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from memprof.patching.patch_set import Patch
+from memprof.patching import Patch
 from memprof.torch_private.pytree import tree_leaves
 from memprof.watch.phases import Phases
 

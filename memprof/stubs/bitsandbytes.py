@@ -21,8 +21,7 @@ from typing import Any
 
 import torch
 
-from memprof.patching.extension import Extension
-from memprof.patching.patch_set import Patch
+from memprof.patching import Extension, Patch
 from memprof.torch_private import dispatch
 from memprof.virtual.install_context import InstallContext
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from memprof.patching.patch_set import Patch
+from memprof.patching import Patch
 from memprof.stubs import registry
 from memprof.virtual.install_context import InstallContext
 from memprof.virtual.limits import unsupported_error

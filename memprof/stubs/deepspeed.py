@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from memprof.patching.patch_set import Patch
+from memprof.patching import Patch
 from memprof.stubs import fused_optimizers
 from memprof.stubs.packages import NO_STUBS_HINT
 from memprof.stubs.registry import stub

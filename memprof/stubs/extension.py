@@ -10,16 +10,15 @@ from types import ModuleType
 from typing import Any
 
 from memprof.monitor.probe.sitecustomize import STUBS
-from memprof.patching.extension import Extension
-from memprof.patching.patch_set import Patch
-from memprof.stubs import cpp_extensions, deepspeed, hub, in_graph, torchaudio, torchvision
+from memprof.patching import Extension, Patch
+from memprof.stubs import audio, cpp_extensions, deepspeed, detection, hub, in_graph, torchaudio, torchvision  # noqa: F401 (audio registers kernels)
 from memprof.stubs.bitsandbytes import Bitsandbytes
 from memprof.stubs.finder import StubFinder
 from memprof.stubs.hub_kernels import HubKernels
-from memprof.stubs.library_operators import LibraryOperators
 from memprof.stubs.packages import PACKAGES
 from memprof.torch_private import inductor
 from memprof.virtual.install_context import InstallContext
+from memprof.virtual.kernels import registry
 
 # `attn_implementation`, or `config._attn_implementation` -> the package of its kernels.
 _ATTENTION = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
@@ -34,6 +33,19 @@ def extensions(*, stubs: bool = True) -> list[Extension]:
     """
     installed: list[Extension] = [HubKernels(), LibraryOperators(), Bitsandbytes()]
     return [*installed, StubExtension()] if stubs else installed
+
+
+class LibraryOperators(Extension):
+    """torchvision and torchaudio, whose operators exist once they are imported."""
+
+    imports = ("torchvision", "torchaudio")
+
+    def patches_of(self, module: ModuleType, context: InstallContext) -> Iterator[Patch]:
+        """Register what these operators allocate; nothing is replaced."""
+        registry.register_library(module.__name__)
+        if module.__name__ == "torchvision":
+            context.function_mode.run_in_float32(detection.autocast_in_float32())
+        yield from ()
 
 
 class StubExtension(Extension):

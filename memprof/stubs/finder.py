@@ -1,6 +1,6 @@
 """The finder of stubs: last of all places, so only where the real package is not, and for as long as a run.
 
-Who frame decides. The program's own code finds them, in try/except as well: it is written for a machine that has the
+Who asks decides. The program's own code finds them, in try/except as well: it is written for a machine that has the
 package. A library that looks whether a package is there (T5 of transformers 4 looks for apex) is told that it is not,
 and does what it does without; from when on the program has chosen a package, by an import of its own or by an argument
 that names it (`attn_implementation="flash_attention_2"`), it is there for everybody.
@@ -130,7 +130,7 @@ class StubFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             self._missed.setdefault(package, name)
         return False
 
-    # -- what the import system frame --------------------------------------------------------------------------------
+    # -- what the import system asks ---------------------------------------------------------------------------------
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         """Return the spec of a module that no other finder has; None: it is not there."""
@@ -179,7 +179,7 @@ class StubFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             if not attribute.startswith("__") and registry.has_module(f"{name}.{attribute}"):
                 if public and registry.is_listed(name):
                     return importlib.import_module(f"{name}.{attribute}")  # the package itself imports it
-                public = False  # `from package import module` frame here first
+                public = False  # `from package import module` asks here first
             if attribute.startswith("__") or not public:
                 raise AttributeError(f"module {name!r} has no attribute {attribute!r}")
             made = vars(module)[attribute] = tools.make_placeholder(name, attribute)

@@ -12,7 +12,7 @@ import functools
 from collections.abc import Iterator
 from types import ModuleType
 
-from memprof.patching.patch_set import Patch
+from memprof.patching import Patch
 from memprof.stubs import registry
 from memprof.stubs.registry import register_in
 from memprof.stubs.tools import make_placeholder, unsupported_error

@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from memprof.patching.extension import Extension
-from memprof.patching.patch_set import Patch
+from memprof.patching import Extension, Patch
 from memprof.virtual.install_context import InstallContext
 
 _FP8 = (

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from memprof.patching.patch_set import Patch
+from memprof.patching import Patch
 from memprof.torch_private import dynamo
 from memprof.torch_private.pytree import tree_flatten, tree_unflatten
 

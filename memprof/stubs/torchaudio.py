@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from memprof.patching.patch_set import Patch
+from memprof.patching import Patch
 from memprof.stubs.packages import NO_STUBS_HINT
 from memprof.virtual.kernels import registry
 

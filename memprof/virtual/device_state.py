@@ -1,6 +1,6 @@
 """The machine that the program believes in: where each tensor lives, and the record of the storages it makes.
 
-What kernels and the program's edges are given of the virtual GPU. tracker.py makes a dispatch mode of it, so that
+What kernels and the program's edges are given of the virtual GPU. dispatch_mode.py makes a dispatch mode of it, so that
 operators called `with machine:` run on it in turn.
 """
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from memprof.monitor.probe import no_gpu
-from memprof.patching.patch_set import PatchSet
+from memprof.patching import PatchSet
 from memprof.torch_private import dispatch
 from memprof.torch_private.pytree import tree_map_only
 from memprof.trace.events import HOST, is_gpu

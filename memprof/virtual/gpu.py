@@ -13,7 +13,7 @@ from torch import nn
 
 from memprof.device.catalog import Gpu
 from memprof.errors import MemprofError, UsageError
-from memprof.patching.extension import Extension, extensions_in
+from memprof.patching import Extension, extensions_in
 from memprof.trace.events import NONE, Failure, Owner, Phase, PhaseKind, Role, Trace
 from memprof.virtual.install_context import GpuOptions, InstallContext
 from memprof.watch import sharding

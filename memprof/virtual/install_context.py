@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from memprof.device.catalog import Gpu
-from memprof.patching.patch_set import PatchSet
+from memprof.patching import PatchSet
 from memprof.torch_private.check import refuse_missing
 from memprof.trace.events import Trace
 from memprof.trace.facts import RankFacts
@@ -57,7 +57,7 @@ class GpuOptions:
 
 
 class InstallContext:
-    """A run on a virtual GPU, as extensions see it (memprof/patching/extension.py): an attribute for each of its parts.
+    """A run on a virtual GPU, as extensions see it (memprof/patching.py): an attribute for each of its parts.
 
     Args:
         gpu: the model of each GPU.

@@ -22,7 +22,7 @@ from typing import Any
 from memprof.errors import MemprofError
 from memprof.monitor import probe
 from memprof.monitor.probe.sitecustomize import HIDDEN, REFUSALS, SEPARATOR
-from memprof.patching.patch_set import Patch
+from memprof.patching import Patch
 from memprof.virtual.limits import unsupported_error
 
 # Functions of `os` that are given an environment, and as which of their arguments; the program's come before it.

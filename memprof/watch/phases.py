@@ -31,7 +31,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from memprof.patching.patch_set import Patch
+from memprof.patching import Patch
 from memprof.torch_private import autograd, tensors
 from memprof.trace.events import Phase, PhaseKind
 

@@ -17,7 +17,7 @@ from torch.nn.modules.module import (
 )
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from memprof.patching.patch_set import PatchSet
+from memprof.patching import PatchSet
 from memprof.torch_private import autograd, tensors
 from memprof.trace.events import Owner, Phase, PhaseKind, Role, Trace
 from memprof.watch import zero

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from memprof.patching.patch_set import Patch
+from memprof.patching import Patch
 from memprof.trace.events import Owner, Role
 from memprof.watch.phases import Phases
 

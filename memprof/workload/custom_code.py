@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
 from memprof.errors import UsageError, first_line
-from memprof.patching.patch_set import PatchSet
+from memprof.patching import PatchSet
 
 
 def reference_of(config: Mapping[str, Any], architecture: str) -> str | None:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from memprof.errors import first_line, not_installed
-from memprof.patching.patch_set import PatchSet
+from memprof.patching import PatchSet
 from memprof.spec import TargetSpec
 from memprof.workload import stored_weights
 from memprof.workload.formats import WeightFormat

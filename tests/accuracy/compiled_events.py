@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from memprof.patching.patch_set import PatchSet
+from memprof.patching import PatchSet
 from memprof.virtual.compiled import wrapper
 
 CPU = torch.device("cpu")

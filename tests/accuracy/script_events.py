@@ -108,7 +108,7 @@ def _gpu_is_the_host() -> Iterator[None]:
     from torch.utils import _foreach_utils
     from torch.utils.data import dataloader
 
-    from memprof.patching.patch_set import PatchSet
+    from memprof.patching import PatchSet
 
     on_gpu: weakref.WeakSet[Any] = weakref.WeakSet()
     move = torch.Tensor.to

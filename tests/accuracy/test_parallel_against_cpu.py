@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from memprof.patching.patch_set import Patch, PatchSet
+from memprof.patching import Patch, PatchSet
 from memprof.virtual.distributed.joining import ProcessGroups
 from memprof.virtual.install_context import GpuOptions
 from memprof.virtual.peers.alone import SingleRankBackend

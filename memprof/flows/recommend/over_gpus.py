@@ -1,6 +1,6 @@
 """The configuration over several GPUs (`memprof recommend --gpus N`): how to shard, micro-batch, checkpointing.
 
-Ways are put in order by the closed form (ways.py), the quickest that should fit are run, a rank of each, and ranked by
+Ways are put in order by the closed form, the quickest that should fit are run, a rank of each, and ranked by
 what these runs say of a step.
 """
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from memprof.patching.patch_set import PatchSet
+from memprof.patching import PatchSet
 from memprof.stubs.registry import register_in
 from memprof.stubs.tools import keep_for_run
 from memprof.torch_private import kernels

@@ -1,8 +1,8 @@
 """The compiler of a run: what `torch.compile` is in it, and what runs eagerly all the same.
 
 Dynamo, AOTAutograd and Inductor are imported when the program first compiles something, and see torch as it is without
-memprof (lifting.py) but for what stands for the GPU (`_gpu_patches`, tracing.py). What they make runs in the run as the
-program's own code does.
+memprof (mode_suspension.py) but for what stands for the GPU (`_gpu_patches`, tracing.py). What they make runs in the
+run as the program's own code does.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from typing import Any
 
 import torch
 
-from memprof.patching.extension import Extension
-from memprof.patching.patch_set import Patch, PatchSet
+from memprof.patching import Extension, Patch, PatchSet
 from memprof.torch_private import cuda, dynamo, inductor
 from memprof.virtual.compiled.diagnostics import CompileDiagnostics
 from memprof.virtual.compiled.graphs import Graphs
@@ -61,7 +60,7 @@ _AOT = {
 }
 # Packages of memprof that the program passes through without knowing; models and fixes are compiled as its own.
 _OWN = ("virtual", "stubs", "watch", "patching", "torch_private")
-_OWN_FOLDERS = tuple(f"{__file__.rsplit('/', 3)[0]}/{name}/" for name in _OWN)
+_OWN_FOLDERS = tuple(f"{__file__.rsplit('/', 3)[0]}/{name}" for name in _OWN)
 _CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
-from memprof.patching.patch_set import PatchSet
+from memprof.patching import PatchSet
 from memprof.torch_private import dispatch
 from memprof.torch_private.dispatch import pop_function_mode, push_function_mode
 

@@ -14,7 +14,7 @@ import torch
 import torch.fx
 from torch.fx.experimental import proxy_tensor
 
-from memprof.patching.patch_set import PatchSet
+from memprof.patching import PatchSet
 from memprof.torch_private import dispatch, dynamo, inductor, tensors
 from memprof.torch_private.dispatch import TorchDispatchMode
 from memprof.torch_private.pytree import tree_map

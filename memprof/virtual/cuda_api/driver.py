@@ -39,7 +39,6 @@ class CudaGenerator(_Generator):
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        """Return the GPU."""
         return torch.device("cuda", self.gpu)
 
     def get_state(self) -> torch.Tensor:
@@ -47,22 +46,18 @@ class CudaGenerator(_Generator):
         return rng_state()
 
     def set_state(self, state: torch.Tensor) -> CudaGenerator:  # type: ignore[override]
-        """Accept it, and draw nothing by it."""
         return self
 
     def clone_state(self) -> CudaGenerator:
-        """Return another generator like this."""
         return gpu_generator(self.gpu)
 
     graphsafe_get_state = clone_state  # type: ignore[assignment]
     graphsafe_set_state = set_state  # type: ignore[assignment]
 
     def get_offset(self) -> int:
-        """Return 0: nothing was drawn."""
         return 0
 
     def set_offset(self, offset: int) -> CudaGenerator:  # type: ignore[override]
-        """Accept it, and draw nothing by it."""
         return self
 
 
@@ -193,7 +188,6 @@ class Properties(SimpleNamespace):
     __hash__ = object.__hash__  # type: ignore[assignment]
 
     def __repr__(self) -> str:
-        """Return the text that torch prints."""
         return (
             f"_CudaDeviceProperties(name='{self.name}', major={self.major}, minor={self.minor}, "
             f"total_memory={self.total_memory // _MIB}MB, multi_processor_count={self.multi_processor_count}, "

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 import torch.backends.cudnn.rnn
 
-from memprof.patching.extension import Extension
-from memprof.patching.patch_set import Patch
+from memprof.patching import Extension, Patch
 from memprof.torch_private import cuda, kernels
 from memprof.trace.events import NONE, Trace
 from memprof.virtual.allocator_answers import MemoryStatistics

@@ -8,8 +8,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from memprof.device.catalog import Gpu
-from memprof.patching.extension import Extension
-from memprof.patching.patch_set import Patch
+from memprof.patching import Extension, Patch
 from memprof.virtual.cuda_api.driver import UUID
 from memprof.virtual.gpus import Gpus
 from memprof.virtual.install_context import InstallContext

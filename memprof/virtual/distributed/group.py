@@ -47,7 +47,6 @@ class CompletedWork(_Work):
         return int(self._source)
 
     def is_completed(self) -> bool:
-        """Return whether it is done, as it always is."""
         return True
 
     is_success = is_completed
@@ -56,7 +55,6 @@ class CompletedWork(_Work):
         """Return none."""
 
     def result(self) -> Any:
-        """Return the tensors that the collective made."""
         return self._made
 
     def get_future(self) -> Any:
@@ -90,7 +88,6 @@ class RankGroup(_ProcessGroup):
     # -- what it says of itself -------------------------------------------------------------------------------------
 
     def size(self) -> int:
-        """Return the number of ranks in it."""
         return self._size
 
     @property
@@ -110,7 +107,6 @@ class RankGroup(_ProcessGroup):
         return "nccl" in self._backend or self._backend == "undefined"
 
     def getBackendName(self) -> str:  # noqa: N802
-        """Return it as torch asks for it."""
         return BACKEND
 
     _get_backend_name = getBackendName
@@ -134,14 +130,12 @@ class RankGroup(_ProcessGroup):
     # -- collectives ------------------------------------------------------------------------------------------------
 
     def allreduce(self, tensors: _Tensors, opts: Any = None) -> Any:
-        """Reduce in place."""
         self._note_sent("allreduce", tensors, 2 * self._share_of_others)
         self._owners.mark_reduced(tensors)
         waits = [self._others.all_reduce(tensor, _reduction(opts), self.place) for tensor in tensors]
         return self._done(tensors, waits=waits)
 
     def reduce(self, tensors: _Tensors, opts: Any = None) -> Any:
-        """Reduce to one rank."""
         self._note_sent("reduce", tensors, 1)
         self._owners.mark_reduced(tensors)
         root = 0 if opts is None else opts.rootRank
@@ -149,7 +143,6 @@ class RankGroup(_ProcessGroup):
         return self._done(tensors, waits=waits)
 
     def broadcast(self, tensors: _Tensors, opts: Any = None) -> Any:
-        """Broadcast from one rank."""
         self._note_sent("broadcast", tensors, 1)
         root = 0 if opts is None else opts.rootRank
         return self._done(tensors, waits=[self._others.broadcast(tensor, root, self.place) for tensor in tensors])
@@ -160,7 +153,6 @@ class RankGroup(_ProcessGroup):
         return self._done(made, waits=[self._others.barrier(self.place)])
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        """Wait until all have come."""
         self._done([], waits=[self._others.barrier(self.place)]).wait()
 
     def allgather(self, outputs: Sequence[_Tensors], inputs: _Tensors, opts: Any = None) -> Any:
@@ -196,7 +188,6 @@ class RankGroup(_ProcessGroup):
         return self._done(outputs, inputs, [self._others.scatter(outputs[0], parts, root, self.place)])
 
     def alltoall(self, outputs: _Tensors, inputs: _Tensors, opts: Any = None) -> Any:
-        """Give each rank what each has for it."""
         self._note_sent("alltoall", inputs, self._share_of_others)
         return self._done(outputs, inputs, [self._others.all_to_all(Parts(outputs), Parts(inputs), self.place)])
 
@@ -226,12 +217,10 @@ class RankGroup(_ProcessGroup):
         return self._done([output], tensor, waits)
 
     def allgather_into_tensor_coalesced(self, outputs: _Tensors, inputs: _Tensors, opts: Any = None) -> Any:
-        """Run one by one."""
         each = [self._allgather_base(output, tensor) for output, tensor in zip(outputs, inputs, strict=True)]
         return self._done(outputs, inputs, [one.wait for one in each])
 
     def reduce_scatter_tensor_coalesced(self, outputs: _Tensors, inputs: _Tensors, opts: Any = None) -> Any:
-        """Run one by one."""
         each = [self._reduce_scatter_base(output, tensor, opts) for output, tensor in zip(outputs, inputs, strict=True)]
         return self._done(outputs, inputs, [one.wait for one in each])
 
@@ -249,11 +238,9 @@ class RankGroup(_ProcessGroup):
         return self._done(tensors, waits=[*self._use_stream_of_nccl(tensors), *waits])
 
     def recv_anysource(self, tensors: _Tensors, tag: int = 0) -> Any:
-        """Receive from whoever sends first."""
         return self.recv(tensors, None, tag)
 
     def recv(self, tensors: _Tensors, rank: int | None, tag: int = 0) -> Any:
-        """Receive from one rank."""
         waits = [self._others.receive(tensor, rank, tag, self.place) for tensor in tensors]
         return self._done(tensors, waits=[*self._use_stream_of_nccl(tensors), *waits])
 

@@ -20,8 +20,7 @@ import torch
 import torch.cuda.nccl
 import torch.distributed as dist
 
-from memprof.patching.extension import Extension
-from memprof.patching.patch_set import Patch
+from memprof.patching import Extension, Patch
 from memprof.torch_private import distributed
 from memprof.trace.facts import RankFacts
 from memprof.virtual.device_properties import nccl_version, torch_release

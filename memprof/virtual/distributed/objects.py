@@ -12,8 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from memprof.patching.extension import Extension
-from memprof.patching.patch_set import Patch
+from memprof.patching import Extension, Patch
 from memprof.torch_private import distributed
 from memprof.virtual.install_context import InstallContext
 from memprof.virtual.limits import unsupported_error

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
-from memprof.patching.extension import Extension
-from memprof.patching.patch_set import Patch
+from memprof.patching import Extension, Patch
 from memprof.virtual.install_context import InstallContext
 from memprof.virtual.limits import unsupported_error
 

@@ -10,8 +10,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from memprof.patching.extension import Extension
-from memprof.patching.patch_set import Patch
+from memprof.patching import Extension, Patch
 from memprof.torch_private import dispatch
 from memprof.torch_private.dispatch import get_current_dispatch_mode
 from memprof.virtual.device_state import DeviceState

@@ -14,8 +14,7 @@ from typing import Any, NoReturn
 import torch
 import torch.cuda.profiler
 
-from memprof.patching.extension import Extension
-from memprof.patching.patch_set import Patch
+from memprof.patching import Extension, Patch
 from memprof.torch_private import cuda
 from memprof.virtual.install_context import InstallContext
 from memprof.virtual.limits import unsupported_error

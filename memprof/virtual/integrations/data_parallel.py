@@ -17,8 +17,7 @@ import torch
 import torch.cuda.nccl
 import torch.nn.parallel
 
-from memprof.patching.extension import Extension
-from memprof.patching.patch_set import Patch
+from memprof.patching import Extension, Patch
 from memprof.torch_private import cuda
 from memprof.torch_private.tensors import flatten_dense_tensors, unflatten_dense_tensors
 from memprof.virtual.install_context import InstallContext

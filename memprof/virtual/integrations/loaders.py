@@ -20,8 +20,7 @@ from typing import Any
 import torch
 from torch.utils.data import IterDataPipe, MapDataPipe
 
-from memprof.patching.extension import Extension
-from memprof.patching.patch_set import Patch, PatchSet
+from memprof.patching import Extension, Patch, PatchSet
 from memprof.torch_private import loaders
 from memprof.virtual.install_context import InstallContext
 from memprof.virtual.limits import HostOnly

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 import torch.autograd.profiler as autograd_profiler
 
-from memprof.patching.extension import Extension
-from memprof.patching.patch_set import Patch
+from memprof.patching import Extension, Patch
 from memprof.torch_private import autograd, dispatch, tensors
 from memprof.virtual.function_mode import FunctionMode
 from memprof.virtual.install_context import InstallContext

@@ -1,9 +1,9 @@
 """Other processes: the virtual GPU belongs to the process that entered it.
 
 A forked child inherits the modes and the patches, and a copy of the recorder that nobody reads: there the virtual GPU
-is switched off before the child's own code runs. A child that is started anew has none: see children.py. In both the
-program is told that there is a GPU, as it would be, and the first use of it is an error that names the line. Children
-that leave CUDA alone (tokenizing, decoding) are none the wiser.
+is switched off before the child's own code runs. A child that is started anew has none: see subprocesses.py. In both
+the program is told that there is a GPU, as it would be, and the first use of it is an error that names the line.
+Children that leave CUDA alone (tokenizing, decoding) are none the wiser.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from torch.multiprocessing.spawn import ProcessException
 
 from memprof.errors import MemprofError
 from memprof.monitor.probe import no_gpu
-from memprof.patching.extension import Extension
-from memprof.patching.patch_set import Patch
+from memprof.patching import Extension, Patch
 from memprof.torch_private import dispatch
 from memprof.torch_private.pytree import tree_leaves
 from memprof.virtual.distributed import joining

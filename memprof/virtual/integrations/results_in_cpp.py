@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from memprof.patching.extension import Extension
+from memprof.patching import Extension
 from memprof.torch_private import dispatch
 from memprof.virtual.install_context import InstallContext
 from memprof.virtual.kernels.normalization import HAS_FUSED_RMS_NORM, meta_rms_norm

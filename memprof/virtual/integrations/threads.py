@@ -21,8 +21,7 @@ import weakref
 from collections.abc import Iterator
 from types import FrameType
 
-from memprof.patching.extension import Extension
-from memprof.patching.patch_set import Patch
+from memprof.patching import Extension, Patch
 from memprof.torch_private import dispatch
 from memprof.virtual.device_state import Turn
 from memprof.virtual.install_context import InstallContext

@@ -81,7 +81,7 @@ class Interchange:
     def patches(self) -> Iterator[tuple[Any, str, Any]]:
         """The patches (owner, name, replacement) for what no function mode sees."""
         yield torch.UntypedStorage, "data_ptr", as_method(self._storage_ptr)
-        # Python's own methods of tensors, which no mode sees (devices.py); and a loader pins in a thread of its own.
+        # Python's own methods of tensors, which no mode sees; and a loader pins in a thread of its own.
         methods = {
             "pin_memory": self._pin_memory,
             "is_pinned": self._is_pinned,

@@ -24,7 +24,7 @@ import safetensors
 import safetensors.torch
 import torch
 
-from memprof.patching.everywhere import bound_everywhere
+from memprof.patching import bound_everywhere
 from memprof.torch_private.dispatch import disable_current_modes
 from memprof.trace.events import HOST, is_gpu
 from memprof.virtual.device_state import DeviceState

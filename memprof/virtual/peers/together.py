@@ -42,17 +42,14 @@ class MultiRankBackend(SingleRankBackend):
         self._calls: dict[tuple[str, tuple[int, ...]], int] = {}
 
     def has(self, ranks: Sequence[int]) -> bool:
-        """Return whether these ranks of the program are there."""
         return set(ranks) <= set(self._channel.ranks)
 
     def all_reduce(self, tensor: torch.Tensor, reduction: str, place: GroupRank) -> Finish:
-        """Reduce in place."""
         sizes = (tensor.numel(),) * place.size
         given = self._meet("all_reduce", [tensor], place, sizes, sizes, reduction)
         return lambda: self._known.put(tensor, _reduced([one[0] for one in given()], reduction))
 
     def reduce(self, tensor: torch.Tensor, reduction: str, root: int, place: GroupRank) -> Finish:
-        """Reduce to one rank."""
         gives = _to(root, tensor.numel(), place)
         takes = (tensor.numel() if root == place.rank else 0,) * place.size
         given = self._meet("reduce", [tensor], place, gives, takes, f"{reduction} to rank {place.ranks[root]}")
@@ -61,32 +58,27 @@ class MultiRankBackend(SingleRankBackend):
         return lambda: self._known.put(tensor, _reduced([one[0] for one in given()], reduction))
 
     def broadcast(self, tensor: torch.Tensor, root: int, place: GroupRank) -> Finish:
-        """Broadcast from one rank."""
         gives = (tensor.numel() if root == place.rank else 0,) * place.size
         takes = _to(root, tensor.numel(), place)
         given = self._meet("broadcast", [tensor], place, gives, takes, f"from rank {place.ranks[root]}")
         return given if root == place.rank else lambda: self._known.put(tensor, given()[root][0])
 
     def all_gather(self, parts: Parts, tensor: torch.Tensor, place: GroupRank) -> Finish:
-        """Give each part what a rank gives."""
         given = self._meet("all_gather", [tensor], place, (tensor.numel(),) * place.size, parts.sizes)
         return lambda: self._put(parts, [one[0] for one in given()])
 
     def gather(self, parts: Parts | None, tensor: torch.Tensor, root: int, place: GroupRank) -> Finish:
-        """Gather to one rank: the others have no parts."""
         gives = _to(root, tensor.numel(), place)
         takes = (0,) * place.size if parts is None else parts.sizes
         given = self._meet("gather", [tensor], place, gives, takes, f"to rank {place.ranks[root]}")
         return given if parts is None else lambda: self._put(parts, [one[0] for one in given()])
 
     def reduce_scatter(self, output: torch.Tensor, parts: Parts, reduction: str, place: GroupRank) -> Finish:
-        """Return this rank's part of each tensor, reduced."""
         takes = (output.numel(),) * place.size
         given = self._meet("reduce_scatter", self._pieces(parts, place), place, parts.sizes, takes, reduction, of=parts)
         return lambda: self._known.put(output, _reduced([one[place.rank] for one in given()], reduction))
 
     def scatter(self, output: torch.Tensor, parts: Parts | None, root: int, place: GroupRank) -> Finish:
-        """Scatter from one rank: the others have no parts."""
         gives = (0,) * place.size if parts is None else parts.sizes
         pieces = [output] * place.size if parts is None else self._pieces(parts, place)
         takes = _to(root, output.numel(), place)
@@ -94,13 +86,11 @@ class MultiRankBackend(SingleRankBackend):
         return lambda: self._known.put(output, given()[root][place.rank])
 
     def all_to_all(self, outputs: Parts, inputs: Parts, place: GroupRank) -> Finish:
-        """Give each rank what each has for it."""
         pieces = self._pieces(inputs, place)
         given = self._meet("all_to_all", pieces, place, inputs.sizes, outputs.sizes, of=inputs)
         return lambda: self._put(outputs, [one[place.rank] for one in given()])
 
     def barrier(self, place: GroupRank) -> Finish:
-        """Wait until all have come."""
         return self._meet("barrier", [], place, (), ())
 
     def send(self, tensor: torch.Tensor, to: int, tag: int, place: GroupRank) -> Finish:
@@ -113,7 +103,6 @@ class MultiRankBackend(SingleRankBackend):
         return None
 
     def receive(self, tensor: torch.Tensor, source: int | None, tag: int, place: GroupRank) -> Finish:
-        """Receive from one other rank."""
         whom = None if source is None else place.ranks[source]
         if whom is not None and not self.has([whom]):
             return super().receive(tensor, source, tag, place)

@@ -5,7 +5,7 @@ Reads of them follow a fixed policy, stated in the run's assumptions:
 * a floating-point number read is 1.0 (losses and norms are finite), an integer 1, a condition False;
 * `isfinite` is true everywhere, `isnan` and `isinf` false;
 * indices chosen from unknown scores (topk, argmax, sort, multinomial) are balanced: each is chosen equally often, and a
-  chosen token is equal to none that the program names, so that none ends a text (unknowns.py);
+  chosen token is equal to none that the program names, so that none ends a text (unknown_values.py);
 * an unknown mask keeps every element wherever it selects or is counted, and as an array it is true everywhere, which
   bounds the memory from above.
 """

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from memprof.patching.patch_set import PatchSet
+from memprof.patching import PatchSet
 from memprof.script import EndReason, Program, StopRule
 from memprof.script.exits import ExitHandlers
 

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from memprof.device.catalog import find_gpu
 from memprof.flows.script import run_script
 from memprof.measured import MeasuredDevice
-from memprof.patching.patch_set import PatchSet
+from memprof.patching import PatchSet
 from memprof.run_spec import RunSpec
 from memprof.script import EndReason, Program, StopRule
 from memprof.trace.events import PhaseKind, Role

@@ -61,7 +61,7 @@ def test_a_model_of_images_trains_compiled(channels_last: bool) -> None:
 def test_the_gpu_says_which_layout_its_kernels_give() -> None:
     from torch._subclasses import FakeTensorMode
 
-    from memprof.patching.patch_set import PatchSet
+    from memprof.patching import PatchSet
     from memprof.virtual.compiled import convolutions
 
     strides = {}

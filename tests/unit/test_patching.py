@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from memprof.patching.patch_set import PatchSet
+from memprof.patching import PatchSet
 
 
 def _owner(**values: object) -> ModuleType:

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from memprof.device.catalog import find_gpu
-from memprof.patching.extension import Extension, extensions_in
-from memprof.patching.patch_set import Patch
+from memprof.patching import Extension, Patch, extensions_in
 
 torch = pytest.importorskip("torch")
 
@@ -65,9 +64,7 @@ def test_those_of_a_folder_are_found_by_its_files(tmp_path: Path, monkeypatch: p
     package = tmp_path / "package_of_test_extension"
     package.mkdir()
     (package / "__init__.py").write_text("")
-    (package / "one.py").write_text(
-        "from memprof.patching.extension import Extension\n\nclass One(Extension):\n    pass\n"
-    )
+    (package / "one.py").write_text("from memprof.patching import Extension\n\nclass One(Extension):\n    pass\n")
     (package / "two.py").write_text("from package_of_test_extension.one import One\n\nclass Two(One):\n    pass\n")
     monkeypatch.syspath_prepend(tmp_path)
     assert [kind.__name__ for kind in extensions_in(package.name)] == ["One", "Two"]

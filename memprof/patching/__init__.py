@@ -1,1 +1,0 @@
-"""Replacing attributes of others' modules and classes, and putting every one of them back."""
