@@ -54,9 +54,6 @@ from memprof.watch.updates import Updates
 from memprof.watch.wrappers import parts_of_sparse
 
 _META = torch.device("meta")
-_dispatch_mode = dispatch.get_dispatch_mode
-_FAKE = dispatch.TorchDispatchModeKey.FAKE
-_NO_DISPATCH = dispatch.disabled_torch_dispatch_impl
 _OVERWRITES = OVERWRITES | {torch.ops.aten._foreach_zero_, torch.ops.aten._foreach_copy_}
 _FACTORIES: dict[str, Any] = {name: getattr(torch, name) for name in ("empty", "zeros", "ones", "full")}
 
@@ -112,10 +109,10 @@ class DispatchMode(DeviceState):
         if torch.empty is not _FACTORIES["empty"]:
             with _own_factories():
                 return self.__torch_dispatch__(func, types, args, kwargs)
-        if _dispatch_mode(_FAKE) is not None:
+        if dispatch.get_dispatch_mode(dispatch.TorchDispatchModeKey.FAKE) is not None:
             # How a DTensor learns the shapes of results: nothing of that is in memory.
             return func(*args, **(kwargs or {}))
-        if types and any(kind.__torch_dispatch__ is not _NO_DISPATCH for kind in types):
+        if types and any(kind.__torch_dispatch__ is not dispatch.disabled_torch_dispatch_impl for kind in types):
             # A tensor subclass unwraps itself first; its inner operators come back here.
             return NotImplemented
         try:

@@ -19,8 +19,6 @@ import torch
 from memprof.torch_private import autograd, tensors
 from memprof.torch_private.dispatch import TorchDispatchMode
 
-_use_count = tensors.use_count
-_storage_use_count = tensors.storage_use_count
 _aten = torch.ops.aten
 # Out-of-place operator of a backward formula -> what a plain run calls on the zeros that it has just made.
 FILLS_ZEROS: dict[Any, Any] = {
@@ -49,7 +47,7 @@ class _Probe(TorchDispatchMode):
 
 def _counts(tensor: torch.Tensor) -> tuple[int, int]:
     """References to a tensor and to its storage, as seen from inside a dispatch mode."""
-    return _use_count(tensor), _storage_use_count(tensor.untyped_storage()._cdata)
+    return tensors.use_count(tensor), tensors.storage_use_count(tensor.untyped_storage()._cdata)
 
 
 @functools.cache

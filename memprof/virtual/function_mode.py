@@ -31,7 +31,6 @@ from memprof.watch.failure import empty_frames
 
 _META = torch.device("meta")
 _CUDA_KERNEL = torch.DispatchKeySet(torch.DispatchKey.CUDA)
-_autocast_enabled = torch.is_autocast_enabled
 _default: Any = dispatch.default_device.get()
 
 
@@ -87,7 +86,7 @@ class FunctionMode(OwnFunctionMode):
                         return result
                 if answers:
                     return func(*args, **(kwargs or {}))  # they refuse again, in torch's words
-            if _autocast_enabled("cuda"):
+            if torch.is_autocast_enabled("cuda"):
                 args, kwargs = self.autocast.cast(func, args, kwargs)
             handler = self._handlers.get(func)
             if handler is not None:
@@ -179,7 +178,7 @@ class FunctionMode(OwnFunctionMode):
             self._handlers[operator] = self._handlers[operator.default] = functools.partial(self._in_float32, operator)
 
     def _in_float32(self, operator: Any, *args: Any, **kwargs: Any) -> Any:
-        if not _autocast_enabled("cuda"):
+        if not torch.is_autocast_enabled("cuda"):
             return self._run(operator, args, kwargs)
         given = find_tensors([*args, *kwargs.values()])[0].dtype
         args, kwargs = self.autocast.cast_to(args, kwargs, torch.float32)

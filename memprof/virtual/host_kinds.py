@@ -30,10 +30,8 @@ from memprof.virtual.device_state import REAL, DeviceState
 from memprof.virtual.legacy_types import legacy_name
 from memprof.virtual.operator_call import find_tensors, in_place
 
-_aten = torch.ops.aten
 _META = torch.device("meta")
 _CPU = torch.device("cpu")
-_is_grad_enabled = torch.is_grad_enabled
 _linear = torch.nn.functional.linear
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _MODULE_HOOKS = (
@@ -62,7 +60,7 @@ class HostKinds:
 
     def alike(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Return the arguments of `func`, of one kind if a gradient is to pass between real and virtual ones."""
-        if not _is_grad_enabled():
+        if not torch.is_grad_enabled():
             return args, kwargs
         if in_place(func) and args and isinstance(args[0], torch.Tensor) and self._is_real(args[0]):
             with torch.DisableTorchFunction():
@@ -116,12 +114,12 @@ class HostKinds:
     def to_virtual(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a virtual copy of a real host tensor, with its numbers; autograd sees the copy."""
         with torch.DisableTorchFunction(), self._machine.factory_device_as(HOST):
-            return _aten._to_copy.default(tensor, device=_META)
+            return torch.ops.aten._to_copy.default(tensor, device=_META)
 
     def to_real(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a real copy of a virtual host tensor, with numbers by the policy; autograd sees the copy."""
         with torch.DisableTorchFunction(), self._machine.factory_device_as(REAL):
-            return _aten._to_copy.default(tensor, device=_CPU)
+            return torch.ops.aten._to_copy.default(tensor, device=_CPU)
 
     def _is_virtual(self, tensor: torch.Tensor) -> bool:
         with torch.DisableTorchFunction():
@@ -164,7 +162,7 @@ class HostKinds:
         @functools.wraps(original.__func__)  # TorchScript reads the signature of a Function that it calls
         def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
             result = original.__func__(cls, *args, **kwargs)
-            if _is_grad_enabled():
+            if torch.is_grad_enabled():
                 with torch.DisableTorchFunction():
                     nodes = (tensor.grad_fn for tensor in find_tensors(result))
                     node = next((node for node in nodes if getattr(node, "_forward_cls", None) is cls), None)

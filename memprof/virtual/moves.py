@@ -18,7 +18,6 @@ from memprof.virtual.legacy_types import legacy_name, legacy_type
 
 _META = torch.device("meta")
 _CPU = torch.device("cpu")
-_aten = torch.ops.aten
 
 
 class Moves:
@@ -90,7 +89,7 @@ class Moves:
     def _copied(self, tensor: torch.Tensor, believed: str, wanted: str, **kwargs: Any) -> torch.Tensor:
         """Return a copy on another device, whose gradient finds its way back."""
         with self._tracker.factory_device_as(wanted):
-            made: torch.Tensor = _aten._to_copy.default(tensor, **kwargs)
+            made: torch.Tensor = torch.ops.aten._to_copy.default(tensor, **kwargs)
         if made.grad_fn is not None and made.is_meta and tensor.is_meta and "meta" not in (believed, wanted):
             made.grad_fn.register_hook(self._sending_back(believed))
         return made
@@ -131,7 +130,7 @@ class Moves:
                 source = self.to(source, ends[1])
         with torch.DisableTorchFunction():
             is_wrapper = tensor.is_cuda  # as a subclass has itself made; the method would take a guard of that GPU
-        copy = _aten.copy_.default if is_wrapper else torch.Tensor.copy_
+        copy = torch.ops.aten.copy_.default if is_wrapper else torch.Tensor.copy_
         return self._run(copy, (tensor, source, non_blocking), {})
 
     def _to_cpu(self, tensor: torch.Tensor, **kwargs: Any) -> Any:

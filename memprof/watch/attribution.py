@@ -14,9 +14,6 @@ from memprof.watch.modules import ModuleTracker
 from memprof.watch.program_code import is_program
 
 _new: Any = tuple.__new__  # Makes a named tuple without the Python function that its class has for that.
-_sequence_number = autograd.get_sequence_nr
-_current_node = autograd.current_autograd_node
-_current_graph_task = autograd.current_graph_task_id
 
 
 class Attribution:
@@ -43,8 +40,8 @@ class Attribution:
         Modules that run inside a backward pass (recomputation) count as themselves.
         """
         module = self._running.module
-        if module == NONE and _current_graph_task() != -1:
-            node = _current_node()
+        if module == NONE and autograd.current_graph_task_id() != -1:
+            node = autograd.current_autograd_node()
             if node is not None:
                 return self._place_of_node(node, frame)
         return _new(CallSite, (module, self._source(frame), NONE))  # type: ignore[no-any-return]
@@ -64,7 +61,7 @@ class Attribution:
 
     def note_forward(self, place: CallSite) -> None:
         """Attribute backward operators to `place` that get the sequence number of the operator which runs there."""
-        number, forward = _sequence_number(), self._forward
+        number, forward = autograd.get_sequence_nr(), self._forward
         sequence = forward.sequence
         if not sequence or sequence[-1] < number:
             sequence.append(number)

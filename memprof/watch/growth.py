@@ -24,7 +24,6 @@ MIN_CALL_BYTES = 64 << 10  # what calls of a model leave behind is looked into f
 
 MAX_SEARCHES = 8  # In one run. Each looks through all objects of the process, some tens of milliseconds.
 
-_sequence_number = autograd.get_sequence_nr
 # Operator, line, module, dtype and number of dimensions: what makes the counterparts of one tensor in other steps.
 _Key = tuple[int, int, int, str, int, PhaseKind]
 
@@ -70,7 +69,7 @@ class GrowthWatch:
         if not self._calls:
             self._calls_begin = len(trace.storages)
         # torch.autograd.Function makes a node under no_grad, too, on which nothing hangs.
-        number = _sequence_number() if torch.is_grad_enabled() else None
+        number = autograd.get_sequence_nr() if torch.is_grad_enabled() else None
         self._call = (len(trace.events), index, self._recorder.attribution.caller(), module.training, number)
 
     def call_returned(self, result: Any) -> None:
@@ -83,7 +82,7 @@ class GrowthWatch:
             outputs = {self._recorder.storages.index_of(tensor) for tensor in returned} - {NONE}
             has_graph = number is not None and (not returned or any(tensor.requires_grad for tensor in returned))
         trace = self._recorder.trace
-        nodes = _sequence_number() - number if number is not None and has_graph else 0
+        nodes = autograd.get_sequence_nr() - number if number is not None and has_graph else 0
         made = tuple(sorted(outputs))
         trace.forwards.append(Forward(begin, len(trace.events), module, source, training, nodes, made))
         self._outputs |= outputs

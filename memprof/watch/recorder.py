@@ -18,8 +18,6 @@ from memprof.watch.owners import OwnerTable
 from memprof.watch.storage_table import StorageTable
 from memprof.watch.trace_writer import TraceWriter
 
-_current_graph_task = autograd.current_graph_task_id
-
 
 class Recorder:
     """Puts the parts that record one Trace together; several threads may tell them of storages."""
@@ -35,7 +33,7 @@ class Recorder:
 
     def record_stream_use(self, tensors: Iterable[torch.Tensor]) -> None:
         """Record that a backward node works on these, where its stream is another than that on which they were made."""
-        if _current_graph_task() == -1:
+        if autograd.current_graph_task_id() == -1:
             return
         for tensor in tensors:
             index = self.storages.live.get(tensor.untyped_storage()._cdata, NONE)

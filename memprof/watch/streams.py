@@ -14,8 +14,6 @@ from collections import defaultdict
 from memprof.torch_private import autograd
 from memprof.trace.events import Event, EventKind, StreamEvent, Trace, Use, Wait
 
-_current_node = autograd.current_autograd_node
-_sequence_number = autograd.get_sequence_nr
 _NO_NUMBER = (1 << 64) - 1  # of an AccumulateGrad
 
 # What is known to be done: of a GPU's stream, all from before an event of the trace.
@@ -34,7 +32,7 @@ class _Made:
     def note(self, stream: int) -> None:
         """Note that nodes are made on `stream` from here on."""
         if stream != self.streams[-1]:
-            number = _sequence_number()
+            number = autograd.get_sequence_nr()
             if number == self.numbers[-1]:
                 self.streams[-1] = stream
             else:
@@ -74,7 +72,7 @@ class Streams:
         """Return the stream of `gpu` that is current now; 0 is the default one."""
         if not self.several:
             return 0
-        here, node = self._thread, _current_node()
+        here, node = self._thread, autograd.current_autograd_node()
         made = here.made[gpu]
         if node is None:
             stream = here.current.get(gpu, 0)
@@ -87,7 +85,7 @@ class Streams:
     def of_node(self, gpu: str) -> int | None:
         """Return the stream of `gpu` that the engine runs a backward node on; None where there is none, or its own
         code has chosen another."""
-        node = _current_node()
+        node = autograd.current_autograd_node()
         if node is None:
             return None
         self._enter(node._sequence_nr())
@@ -118,7 +116,7 @@ class Streams:
     def select(self, gpu: str, stream: int) -> None:
         """Make `stream` the current one of `gpu`."""
         self.several = self.several or stream != 0
-        here, node = self._thread, _current_node()
+        here, node = self._thread, autograd.current_autograd_node()
         if node is None:
             here.current[gpu] = stream
         else:

@@ -7,14 +7,13 @@ import torch
 
 from memprof.torch_private import autograd, dispatch
 
-_NO_DISPATCH = dispatch.disabled_torch_dispatch_impl
 # Class of a tensor of torch.distributed -> the attribute that is this rank's part of it.
 _PART = {"DTensor": "_local_tensor", "AsyncCollectiveTensor": "elem"}
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
     """Return whether `tensor` has a storage of its own, as a subclass has that does not dispatch by itself."""
-    return type(tensor).__torch_dispatch__ is _NO_DISPATCH and not is_wrapped(tensor)
+    return type(tensor).__torch_dispatch__ is dispatch.disabled_torch_dispatch_impl and not is_wrapped(tensor)
 
 
 def is_wrapped(tensor: torch.Tensor) -> bool:

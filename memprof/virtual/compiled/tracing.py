@@ -26,7 +26,6 @@ from memprof.virtual.kernels import registry
 
 _META = torch.device("meta")
 _CPU = torch.device("cpu")
-_FAKE = dispatch.TorchDispatchModeKey.FAKE
 _device_in_c: Callable[[torch.Tensor], torch.device] = tensors.TensorBase.device.__get__
 
 
@@ -67,7 +66,7 @@ def patches(machine: DeviceState) -> Iterator[tuple[Any, str, Any]]:
         return made
 
     def tensor_meta(*args: Any, **kwargs: Any) -> Any:
-        if dispatch.get_dispatch_mode(_FAKE) is None and _is_cuda(kwargs.get("device")):
+        if dispatch.get_dispatch_mode(dispatch.TorchDispatchModeKey.FAKE) is None and _is_cuda(kwargs.get("device")):
             kwargs["device"] = _META
         return layout(*args, **kwargs)
 

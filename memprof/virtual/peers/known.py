@@ -14,8 +14,6 @@ from memprof.torch_private.dispatch import disable_current_modes
 from memprof.virtual.values import Values
 from memprof.virtual.values.budget import is_cheap_to_compute
 
-_aten = torch.ops.aten
-
 
 class GroupRank(NamedTuple):
     """The place of this rank in a group."""
@@ -99,7 +97,7 @@ class Known:
         else:
             with torch.DisableTorchFunction(), disable_current_modes():
                 held = held.reshape(target.shape)
-            self.write(_aten.copy_.default, target, held)
+            self.write(torch.ops.aten.copy_.default, target, held)
 
     def drop(self, target: torch.Tensor) -> None:
         """Forget what `target` holds."""

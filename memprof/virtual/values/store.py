@@ -15,9 +15,8 @@ from memprof.virtual.values import budget, unknown_values
 from memprof.virtual.values.budget import is_cheap_to_compute
 from memprof.virtual.values.shadows import Make, Shadow, TensorLayout, untouched
 
-_aten = torch.ops.aten
 # By which a program asks whether a token is one that it names.
-_COMPARISONS = frozenset({_aten.eq, _aten.ne, _aten.isin, _aten.equal})
+_COMPARISONS = frozenset({torch.ops.aten.eq, torch.ops.aten.ne, torch.ops.aten.isin, torch.ops.aten.equal})
 
 
 class ValueStore:
@@ -205,4 +204,4 @@ class ChosenTokens:
             return result
         number, chosen = torch.as_tensor(known[0]), left or right
         unknown = (number >= chosen.start) & (number < chosen.stop)
-        return result | unknown if func.overloadpacket is _aten.ne else result & ~unknown
+        return result | unknown if func.overloadpacket is torch.ops.aten.ne else result & ~unknown
