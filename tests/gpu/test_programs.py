@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from memprof.device.context import CONTEXT_BYTES
+from memprof.device.catalog import find_gpu
 from tests.gpu import kineto, profiler_cost
 from tests.gpu.history import AllocatorHistory, Entry
 from tests.gpu.kineto import in_tree
@@ -200,7 +200,7 @@ def test_every_first_use_runs_on_cuda(virtual_gpu: None, tmp_path: Path, monkeyp
     run("probe", "--device", "cuda", "--out", tmp_path / "probe.json", monkeypatch=monkeypatch)
     rows = {row["after"]: row for row in json.loads((tmp_path / "probe.json").read_text())["rows"]}
     assert [name for name, row in rows.items() if row["error"]] == []
-    assert all(row["outside"] == CONTEXT_BYTES for row in rows.values())
+    assert all(row["outside"] == find_gpu("h100-80gb").context_bytes for row in rows.values())
     # The first matrix product has the workspace of cuBLAS (32 MiB on an H100), beside two matrices.
     assert sorted(rows["mm float32"]["requests"]) == [MIB, MIB, 32 * MIB]
     assert rows["mm float32"]["reserved"] >= 32 * MIB
