@@ -3,6 +3,7 @@
 `MEMPROF_BLESS=1 pytest tests/golden` writes them anew; read the difference before you commit it.
 """
 
+import functools
 import json
 import os
 from pathlib import Path
@@ -14,132 +15,72 @@ from memprof.report.documents.report import Report
 from memprof.report.terminal.console import text_of
 from memprof.report.terminal.report import view
 from memprof.spec import TargetSpec
-from memprof.trace.events import (
-    NONE,
-    Event,
-    EventKind,
-    Module,
-    ModuleRole,
-    Owner,
-    Phase,
-    PhaseKind,
-    Role,
-    Storage,
-    Trace,
-)
+from memprof.trace.events import ModuleRole, PhaseKind, Role, Trace
 from memprof.trace.facts import DeviceFacts, Facts, Target
+from tests.unit.traces import TraceBuilder
 
 HERE = Path(__file__).parent
 MIB = 2**20
-MODULES = [
-    Module("", "TinyForCausalLM", ModuleRole.ROOT, ""),
-    Module("embed", "Embedding", ModuleRole.EMBEDDING, ""),
-    Module("layers.0", "Layer", ModuleRole.LAYER, "layers"),
-    Module("layers.1", "Layer", ModuleRole.LAYER, "layers"),
-    Module("layers.2", "Layer", ModuleRole.LAYER, "layers"),
-    Module("norm", "RMSNorm", ModuleRole.NORM, ""),
-    Module("head", "Linear", ModuleRole.HEAD, ""),
-]
-SOURCES = ["/src/tiny/model.py:12 forward", "/src/tiny/model.py:20 forward", "/src/tiny/loss.py:7 loss"]
-
-
-class Script:
-    def __init__(self) -> None:
-        self.trace = Trace(modules=list(MODULES), sources=list(SOURCES))
-
-    def phase(self, kind: PhaseKind, step: int = 0, micro_batch: int = 0) -> None:
-        self.trace.events.append(Event(EventKind.PHASE, len(self.trace.phases)))
-        self.trace.phases.append(Phase(kind, step, micro_batch))
-
-    def enter(self, module: int) -> None:
-        self.trace.events.append(Event(EventKind.ENTER, module))
-
-    def leave(self, module: int) -> None:
-        self.trace.events.append(Event(EventKind.EXIT, module))
-
-    def alloc(
-        self, op, shape, dtype="bfloat16", module=NONE, source=NONE, owner=None, forward=NONE, hidden=False
-    ) -> int:
-        width = {"bfloat16": 2, "float32": 4, "int64": 8, "uint8": 1}[dtype]
-        size = width
-        for extent in shape:
-            size *= extent
-        if op not in self.trace.ops:
-            self.trace.ops.append(op)
-        index = len(self.trace.storages)
-        phase = len(self.trace.phases) - 1
-        op_index = self.trace.ops.index(op)
-        self.trace.storages.append(
-            Storage(size, tuple(shape), dtype, "cuda:0", op_index, module, source, phase, forward, hidden)
-        )
-        self.trace.events.append(Event(EventKind.ALLOC, index))
-        if owner:
-            self.trace.owners[index] = owner
-        return index
-
-    def free(self, *indices: int) -> None:
-        self.trace.events += [Event(EventKind.FREE, index) for index in indices]
+MODEL, LAYER, LOSS = "/src/tiny/model.py:12 forward", "/src/tiny/model.py:20 forward", "/src/tiny/loss.py:7 loss"
 
 
 def training_run() -> Trace:
     """Two steps of a three-layer model: 4,096 tokens, 64,000 words, hidden size 512."""
-    s = Script()
-    s.phase(PhaseKind.MODEL)
-    s.alloc("aten.empty", (64000, 512), owner=Owner(Role.PARAMETER, "embed.weight"))
+    b = TraceBuilder(None)
+    new = functools.partial(b.new, dtype="bfloat16", line=None)
+    b.phase(PhaseKind.MODEL, 0, 0)
+    new(64000, 512, op="aten.empty", owner=(Role.PARAMETER, "embed.weight"))
     for layer in range(3):
-        s.alloc("aten.empty", (512, 2048), owner=Owner(Role.PARAMETER, f"layers.{layer}.weight"))
-    s.alloc("aten.empty", (64000, 512), owner=Owner(Role.PARAMETER, "head.weight"))
+        new(512, 2048, op="aten.empty", owner=(Role.PARAMETER, f"layers.{layer}.weight"))
+    new(64000, 512, op="aten.empty", owner=(Role.PARAMETER, "head.weight"))
     for step in (1, 2):
-        s.phase(PhaseKind.INPUTS, step, 1)
-        ids = s.alloc("aten._to_copy", (1, 4096), "int64", owner=Owner(Role.INPUT, "input_ids"))
-        s.phase(PhaseKind.FORWARD, step, 1)
-        s.enter(0)
-        s.enter(1)
-        hidden = [s.alloc("aten.embedding", (1, 4096, 512), module=1, source=0)]
-        s.leave(1)
-        for layer in (2, 3, 4):
-            s.enter(layer)
-            temporary = s.alloc("aten.mm", (4096, 2048), module=layer, source=1)
-            hidden.append(s.alloc("aten.mul", (1, 4096, 2048), "float32", module=layer, source=1))
-            s.free(temporary)
-            s.leave(layer)
-        s.enter(5)
-        hidden.append(s.alloc("aten.mul", (1, 4096, 512), module=5, source=0))
-        s.leave(5)
-        s.enter(6)
-        begin = len(s.trace.events)
-        logits = s.alloc("aten.mm", (4096, 64000), module=6, source=1)
+        b.phase(PhaseKind.INPUTS, step)
+        ids = new(1, 4096, dtype="int64", op="aten._to_copy", owner=(Role.INPUT, "input_ids"))
+        b.phase(PhaseKind.FORWARD, step)
+        b.enter("", "TinyForCausalLM", ModuleRole.ROOT)
+        b.enter("embed", "Embedding", ModuleRole.EMBEDDING)
+        hidden = [new(1, 4096, 512, op="aten.embedding", line=MODEL)]
+        b.leave()
+        for layer in range(3):
+            b.enter(f"layers.{layer}", "Layer", ModuleRole.LAYER)
+            temporary = new(4096, 2048, line=LAYER)
+            hidden.append(new(1, 4096, 2048, dtype="float32", op="aten.mul", line=LAYER))
+            b.free(temporary)
+            b.leave()
+        b.enter("norm", "RMSNorm", ModuleRole.NORM)
+        hidden.append(new(1, 4096, 512, op="aten.mul", line=MODEL))
+        b.leave()
+        b.enter("head", "Linear", ModuleRole.HEAD)
+        begin = len(b.trace.events)
+        logits = new(4096, 64000, line=LAYER)
         if step == 1:
-            s.alloc("cublas workspace", (8519680,), "uint8", module=6, source=1, hidden=True)
-        s.leave(6)
-        upcast = s.alloc("aten._to_copy", (4096, 64000), "float32", module=0, source=2)
-        softmax = s.alloc("aten._log_softmax", (4096, 64000), "float32", module=0, source=2)
-        s.free(upcast)
-        s.leave(0)
-        s.phase(PhaseKind.BACKWARD, step, 1)
-        grad = s.alloc("aten._log_softmax_backward_data", (4096, 64000), "float32", 0, 2, forward=begin + 4)
-        s.free(softmax, logits)
-        gradients = [
-            s.alloc(
-                "aten.mm", (64000, 512), module=6, source=1, owner=Owner(Role.GRADIENT, "head.weight"), forward=begin
-            )
-        ]
-        s.free(grad)
-        for layer in (4, 3, 2):
-            owner = Owner(Role.GRADIENT, f"layers.{layer - 2}.weight")
-            gradients.append(s.alloc("aten.mm", (512, 2048), module=layer, source=1, owner=owner))
-            s.free(hidden.pop())
-        s.free(*hidden)
-        s.phase(PhaseKind.OPTIMIZER_STEP, step)
+            new(8519680, dtype="uint8", op="cublas workspace", line=LAYER, hidden=True)
+        b.leave()
+        upcast = new(4096, 64000, dtype="float32", op="aten._to_copy", line=LOSS)
+        softmax = new(4096, 64000, dtype="float32", op="aten._log_softmax", line=LOSS)
+        b.free(upcast)
+        b.leave()
+        b.phase(PhaseKind.BACKWARD, step)
+        backward = "aten._log_softmax_backward_data"
+        grad = new(4096, 64000, dtype="float32", op=backward, line=LOSS, module=0, forward_event=begin + 4)
+        b.free(softmax, logits)
+        owner = (Role.GRADIENT, "head.weight")
+        gradients = [new(64000, 512, module=6, line=LAYER, owner=owner, forward_event=begin)]
+        b.free(grad)
+        for layer in (2, 1, 0):
+            owner = (Role.GRADIENT, f"layers.{layer}.weight")
+            gradients.append(new(512, 2048, module=layer + 2, line=LAYER, owner=owner))
+            b.free(hidden.pop())
+        b.free(*hidden)
+        b.phase(PhaseKind.OPTIMIZER_STEP, step, 0)
         if step == 1:
             for name in ("exp_avg", "exp_avg_sq"):
-                s.alloc("aten.zeros_like", (131072 + 3072, 512), owner=Owner(Role.OPTIMIZER_STATE, name))
-        temporary = s.alloc("aten._foreach_sqrt", (64000, 512))
-        s.free(temporary)
-        s.phase(PhaseKind.ZERO_GRAD, step)
-        s.free(*gradients, ids)
-    s.trace.assumptions = ["A hand-written run."]
-    return s.trace
+                new(131072 + 3072, 512, op="aten.zeros_like", owner=(Role.OPTIMIZER_STATE, name))
+        b.free(new(64000, 512, op="aten._foreach_sqrt"))
+        b.phase(PhaseKind.ZERO_GRAD, step, 0)
+        b.free(*gradients, ids)
+    b.trace.assumptions = ["A hand-written run."]
+    return b.trace
 
 
 def document(total_bytes: int) -> Report:

@@ -14,7 +14,7 @@ from memprof.flows.account import analyze
 from memprof.trace.events import CompiledSavedTensors, Trace
 from memprof.trace.io import load_trace, save_trace
 from memprof.virtual import VirtualGpu
-from tests.unit.findings.builder import Builder
+from tests.unit.traces import TraceBuilder
 
 MIB = 1 << 20
 LINE = "model.py:1 forward"
@@ -25,7 +25,7 @@ def kept(more_bytes: int, count: int = 2, again: bool = False) -> CompiledSavedT
 
 
 def found(alive: int, *told: CompiledSavedTensors) -> list[tuple[str, int | None]]:
-    b = Builder()
+    b = TraceBuilder()
     for _ in range(alive):
         b.new(16 * MIB)  # float32
     b.new(100 * MIB // 4, op="aten.add")

@@ -12,15 +12,15 @@ from memprof.findings.memory_growth import find
 from memprof.trace.events import Role
 from memprof.trace.facts import ProgramFacts
 from memprof.units import MIB
-from tests.unit.findings.builder import Builder
 from tests.unit.findings.test_growth import KEPT, LOSSES, MILLION, kept, steps
+from tests.unit.traces import TraceBuilder
 
 # A tensor of 1 MiB is of the small pool: two in each segment of 2 MiB, but one beside the weight. So 100 MiB hold 99
 # of them, and in step 99 the activation is the hundredth.
 FULL_AT = 99
 
 
-def stopped(b: Builder, ended: str = "steps") -> Builder:
+def stopped(b: TraceBuilder, ended: str = "steps") -> TraceBuilder:
     """The run of a script that was stopped."""
     program = ProgramFacts(("train.py",), ended, 0, 4, ())
     b.trace.facts = dataclasses.replace(b.trace.facts, command="run", program=program)
@@ -73,7 +73,7 @@ def test_a_container_with_a_limit_fills_up_or_runs_out() -> None:
 
 def test_what_steps_hand_on_is_not_counted_twice() -> None:
     """The logits of the step before live on until the next has made its own: one more at each peak, and no growth."""
-    b = Builder()
+    b = TraceBuilder()
     b.parameter("weight", 100)
     before: list[int] = []
 
@@ -90,7 +90,7 @@ def test_what_steps_hand_on_is_not_counted_twice() -> None:
 
 def test_copies_made_anew_are_growth_where_there_are_always_so_many_more() -> None:
     """As of a metric that clones its list in each step: while it does, the old and the new are live together."""
-    b = Builder()
+    b = TraceBuilder()
     b.parameter("weight", 100)
     held: list[int] = []
 
@@ -107,7 +107,7 @@ def test_copies_made_anew_are_growth_where_there_are_always_so_many_more() -> No
 
 
 def test_parts_that_happen_to_be_more_each_time_are_no_growth() -> None:
-    b = Builder()
+    b = TraceBuilder()
     b.parameter("weight", 100)
     held: list[int] = []
 
@@ -122,7 +122,7 @@ def test_parts_that_happen_to_be_more_each_time_are_no_growth() -> None:
 
 def test_models_pile_up_and_state_that_is_made_late_does_not() -> None:
     def run(role: Role) -> Growth | None:
-        b = Builder()
+        b = TraceBuilder()
         b.parameter("weight", 100)
         steps(b, 5, lambda step: b.new(MILLION, line=KEPT, owner=(role, f"fold{step}.weight")) and None)
         return predict_growth(stopped(b).context(100 * MIB))
@@ -137,7 +137,7 @@ def test_a_run_that_was_refused_has_no_growth_left_to_tell() -> None:
 
 
 def test_what_every_third_step_leaves_is_counted_by_the_step() -> None:
-    b = Builder()
+    b = TraceBuilder()
     b.parameter("weight", 100)
     steps(b, 12, lambda step: b.new(3 * MILLION // 4, line=KEPT) and None if step % 3 == 0 else None)
     growth = predict_growth(stopped(b).context(100 * MIB))

@@ -7,15 +7,15 @@ from memprof.findings import Context, Finding, Severity
 from memprof.findings.fragmentation import find
 from memprof.ledger.ledger import build_ledger
 from memprof.trace.events import CudaGraphed, Event, EventKind, Owner, PhaseKind, Role
-from tests.unit.findings.builder import Builder
+from tests.unit.traces import TraceBuilder
 
 MIB = 1 << 20
 WIDE, NARROW = 128 * MIB // 4, 8 * MIB // 4
 
 
-def pinned(pieces: int = 4, size: int = WIDE, last: int = 4 * WIDE) -> Builder:
+def pinned(pieces: int = 4, size: int = WIDE, last: int = 4 * WIDE) -> TraceBuilder:
     """Each wide tensor dies and leaves a narrow one in its segment; then something comes that none of them holds."""
-    b = Builder()
+    b = TraceBuilder()
     b.phase(PhaseKind.FORWARD)
     wide = [b.new(size, line="model.py:1 wide") for _ in range(pieces)]
     for index in wide:
@@ -66,7 +66,7 @@ def test_expandable_segments_are_evaluated_and_not_only_named() -> None:
 
 def test_a_private_pool_gives_nothing_back() -> None:
     """What CUDA graphs hold is named apart, with the line that has them made for several sizes."""
-    b = Builder()
+    b = TraceBuilder()
     b.phase(PhaseKind.FORWARD)
     b.free(b.new(3 * WIDE))
     b.trace.events.append(Event(EventKind.POOL, 1))
@@ -93,7 +93,7 @@ def test_the_verdict_before_and_after() -> None:
 
 def test_small_but_decisive() -> None:
     """32 MiB are no matter in themselves, but without them the run fits."""
-    b = Builder()
+    b = TraceBuilder()
     first = b.new(64 * MIB // 4)
     b.free(first)
     b.new(32 * MIB // 4)
@@ -103,7 +103,7 @@ def test_small_but_decisive() -> None:
 
 
 def test_whole_segments_are_told_apart() -> None:
-    b = Builder()
+    b = TraceBuilder()
     b.free(*[b.new(WIDE) for _ in range(3)])
     b.new(3 * WIDE)
     finding = one(b.context())
@@ -124,7 +124,7 @@ def test_nothing_to_say_of_little() -> None:
 
 def test_silent_on_what_is_kept_for_the_next_step() -> None:
     """Activations are gone when the optimizer asks for one segment more: most is reserved then, and most of it free."""
-    b = Builder()
+    b = TraceBuilder()
     b.phase(PhaseKind.FORWARD)
     b.free(*[b.new(WIDE) for _ in range(8)])
     b.phase(PhaseKind.OPTIMIZER_STEP)

@@ -11,14 +11,14 @@ from memprof.findings.growth import grows
 from memprof.findings.memory_growth import find
 from memprof.trace.events import Holder, PhaseKind, Role
 from memprof.units import MIB
-from tests.unit.findings.builder import Builder
+from tests.unit.traces import TraceBuilder
 
 MILLION = MIB // 4  # Elements of float32 in a MiB.
 KEPT = "train.py:7 main"
 LOSSES = Holder(0, "list", "losses", "/x/train.py:9 main", True, None, (), 0, 0, None)
 
 
-def steps(b: Builder, number: int, each: Callable[[int], None]) -> None:
+def steps(b: TraceBuilder, number: int, each: Callable[[int], None]) -> None:
     """Training steps, in each of which `each` is called after the forward's own tensors were made."""
     for step in range(1, number + 1):
         b.phase(PhaseKind.FORWARD, step)
@@ -30,13 +30,13 @@ def steps(b: Builder, number: int, each: Callable[[int], None]) -> None:
         b.phase(PhaseKind.OTHER, step)
 
 
-def found(b: Builder) -> list[Finding]:
+def found(b: TraceBuilder) -> list[Finding]:
     return find(b.context(1000 * MIB))
 
 
-def kept(number: int = 4, holder: Holder | None = None, elements: int = MILLION) -> Builder:
+def kept(number: int = 4, holder: Holder | None = None, elements: int = MILLION) -> TraceBuilder:
     """A run in which each step leaves a tensor behind."""
-    b = Builder()
+    b = TraceBuilder()
     b.parameter("weight", 100)
     made: list[int] = []
     steps(b, number, lambda step: made.append(b.new(elements, line=KEPT)))
@@ -58,7 +58,7 @@ def test_what_each_step_leaves_behind() -> None:
 
 
 def test_a_list_that_is_seen_with_one_kind_and_later_with_another_is_one() -> None:
-    b = Builder()
+    b = TraceBuilder()
     b.parameter("weight", 100)
     outputs: list[int] = []
     batches: list[int] = []
@@ -100,7 +100,7 @@ def test_losses_with_their_graph_are_told_of_however_small() -> None:
 
 
 def test_what_the_graph_keeps_is_the_same_finding() -> None:
-    b = Builder()
+    b = TraceBuilder()
     b.parameter("weight", 100)
     losses: list[int] = []
 
@@ -116,7 +116,7 @@ def test_what_the_graph_keeps_is_the_same_finding() -> None:
 
 
 def test_a_running_sum_keeps_graphs_and_nothing_on_the_gpu() -> None:
-    b = Builder()
+    b = TraceBuilder()
     b.parameter("weight", 100)
     steps(b, 3, lambda step: None)
     b.trace.holders.append(LOSSES._replace(kind="", name="total", nodes=60, node_steps=3))
@@ -126,7 +126,7 @@ def test_a_running_sum_keeps_graphs_and_nothing_on_the_gpu() -> None:
 
 
 def test_joined_tensors() -> None:
-    b = Builder()
+    b = TraceBuilder()
     b.parameter("weight", 100)
     everything: list[int] = []
 
@@ -141,7 +141,7 @@ def test_joined_tensors() -> None:
 
 class TestSilentOn:
     def test_a_window(self) -> None:
-        b = Builder()
+        b = TraceBuilder()
         b.parameter("weight", 100)
         window: list[int] = []
 
@@ -158,19 +158,19 @@ class TestSilentOn:
 
     @pytest.mark.parametrize("role", [Role.GRADIENT, Role.OPTIMIZER_STATE, Role.BUFFER])
     def test_what_has_a_role(self, role: Role) -> None:
-        b = Builder()
+        b = TraceBuilder()
         b.parameter("weight", 100)
         steps(b, 6, lambda step: b.new(MILLION, owner=(role, f"expert.{step}")) and None)
         assert not found(b)
 
     def test_what_is_made_late_and_once(self) -> None:
-        b = Builder()
+        b = TraceBuilder()
         b.parameter("weight", 100)
         steps(b, 6, lambda step: b.new(MILLION, line=KEPT) and None if step == 3 else None)
         assert not found(b)
 
     def test_batches_that_get_longer(self) -> None:
-        b = Builder()
+        b = TraceBuilder()
         b.parameter("weight", 100)
         before: list[int] = []
 

@@ -7,7 +7,7 @@ import pytest
 import memprof.findings
 from memprof.findings import find_all, rules
 from memprof.findings.finding import RULES, rule
-from tests.unit.findings.builder import Builder
+from tests.unit.traces import TraceBuilder
 
 TOY = """
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
@@ -20,7 +20,7 @@ def find(context: Context) -> list[Finding]:
 
 def test_a_new_file_is_a_new_rule(tmp_path, monkeypatch):
     (tmp_path / "toy.py").write_text(TOY)
-    b = Builder()
+    b = TraceBuilder()
     b.new(1 << 20)
     assert "toy" not in [finding.id for finding in find_all(b.context())]
     monkeypatch.setattr(memprof.findings, "__path__", [*memprof.findings.__path__, str(tmp_path)])

@@ -9,7 +9,7 @@ from memprof.findings.finding import RULES
 from memprof.spec import Mode, TargetSpec
 from memprof.trace.events import ModuleRole, PhaseKind, Role
 from memprof.units import GIB, MIB
-from tests.unit.findings.builder import Builder
+from tests.unit.traces import TraceBuilder
 
 
 def of(context: Context, identifier: str) -> list[Finding]:
@@ -21,9 +21,9 @@ def of(context: Context, identifier: str) -> list[Finding]:
     return [finding for finding in findings if finding.id == identifier]
 
 
-def training(tokens: int, vocabulary: int, hidden: int = 512, dtype: str = "bfloat16", layers: int = 1) -> Builder:
+def training(tokens: int, vocabulary: int, hidden: int = 512, dtype: str = "bfloat16", layers: int = 1) -> TraceBuilder:
     """A small language model up to its head: parameters, inputs, layers."""
-    b = Builder()
+    b = TraceBuilder()
     b.parameter("embed.weight", vocabulary, hidden, dtype=dtype)
     for layer in range(layers):
         b.parameter(f"layers.{layer}.mlp.weight", 4 * hidden, hidden, dtype=dtype)
@@ -35,7 +35,7 @@ def training(tokens: int, vocabulary: int, hidden: int = 512, dtype: str = "bflo
     return b
 
 
-def head_and_loss(b: Builder, tokens: int, vocabulary: int) -> None:
+def head_and_loss(b: TraceBuilder, tokens: int, vocabulary: int) -> None:
     """Logits in half precision, their upcast, log-softmax and gradients; four of them live together at the end."""
     b.enter("lm_head", "Linear", ModuleRole.HEAD)
     head = len(b.trace.events)
@@ -123,7 +123,7 @@ class TestLogits:
     @pytest.mark.parametrize("weights", [1, 2])
     def test_as_many_rows_as_the_model_is_wide_are_no_words(self, weights: int) -> None:
         """A projection may be called an embedding; a head that is kept transposed takes in its words alone."""
-        b = Builder()
+        b = TraceBuilder()
         b.parameter("time_embed.weight", 2048, 256)
         for number in range(weights):
             b.parameter(f"blocks.{number}.weight", 8192, 2048)
@@ -140,7 +140,7 @@ class TestLogits:
         assert not of(b.context(vocab_size=50000), "logits-explosion")
 
     def test_silent_on_gradients_of_a_transposed_head(self) -> None:
-        b = Builder()
+        b = TraceBuilder()
         b.parameter("head", 16384, 50000)
         b.inputs(1, 64)
         b.new(64, 16384)
@@ -155,7 +155,7 @@ class TestWeightDelta:
         "shape", [(4, 512, 4096, 14336), (2048, 4096, 14336), (1, 2048 * 4096, 14336), (2048, 4096 * 14336)]
     )
     def test_every_layout_of_the_einsum(self, shape: tuple[int, ...]) -> None:
-        b = Builder()
+        b = TraceBuilder()
         b.parameter("up.weight", 14336, 4096)
         b.inputs(4, 512)
         b.new(*shape, op="aten.bmm", line="npt.py:13 forward")
@@ -180,7 +180,7 @@ class TestWeightDelta:
         ],
     )
     def test_silent_on_what_every_model_has(self, shape: tuple[int, ...]) -> None:
-        b = Builder()
+        b = TraceBuilder()
         for name, rows, columns in (("up", 14336, 4096), ("lm_head", 128256, 4096), ("o_proj", 512, 512)):
             b.parameter(f"{name}.weight", rows, columns)
         b.inputs(4, 512)
@@ -191,7 +191,7 @@ class TestWeightDelta:
     @pytest.mark.parametrize("shape", [(8192, 8192), (4096, 8192), (4, 2048, 8192), (16, 512, 8192)])
     def test_silent_on_features_of_tokens_beside_a_smaller_input(self, shape: tuple[int, ...]) -> None:
         """16 numbers (lengths of packed texts), and a width of 512: 16 x 512 is the number of the tokens."""
-        b = Builder()
+        b = TraceBuilder()
         b.parameter("up.weight", 8192, 2048)
         b.parameter("k_proj.weight", 512, 2048)
         b.inputs(4, 2048)
@@ -202,7 +202,7 @@ class TestWeightDelta:
 
     def test_silent_on_scores_of_as_many_tokens_as_features(self) -> None:
         """And as many sequences times heads as something else that the program has fed its model with."""
-        b = Builder()
+        b = TraceBuilder()
         b.parameter("q_proj.weight", 512, 512)
         b.inputs(4, 512)
         b.inputs(1, 32)
@@ -212,7 +212,7 @@ class TestWeightDelta:
         assert of(b.context(), "attention-scores")
 
     def test_silent_on_maps_of_images(self) -> None:
-        b = Builder()
+        b = TraceBuilder()
         b.parameter("attention.weight", 256, 256)
         b.inputs(2, 128)
         b.new(4, 64, 256, 256, op="aten.convolution", dtype="bfloat16")
@@ -222,7 +222,7 @@ class TestWeightDelta:
     @pytest.mark.parametrize("module", ["block.up", "time"])
     def test_sizes_are_those_of_the_module_that_multiplies_its_weights(self, module: str) -> None:
         """[tokens x 256 x 1152] in a block whose own weights have no 256: another module's time embedding has."""
-        b = Builder()
+        b = TraceBuilder()
         b.parameter("time.weight", 1152, 256)
         b.parameter("block.up.weight", 4608, 1152)
         b.inputs(4, 512)
@@ -233,7 +233,7 @@ class TestWeightDelta:
     @pytest.mark.parametrize(("given", "is_found"), [((32,), False), ((32, 1), False), ((16, 2), True)])
     def test_a_label_for_each_sample_is_no_text(self, given: tuple[int, ...], is_found: bool) -> None:
         """[images x patches x features], in a block that mixes its 256 patches by a weight."""
-        b = Builder()
+        b = TraceBuilder()
         b.parameter("mix.weight", 256, 512)
         b.parameter("up.weight", 1152, 4608)
         b.inputs(*given)
@@ -241,7 +241,7 @@ class TestWeightDelta:
         assert bool(of(b.context(), "weight-delta-per-token")) == is_found
 
     def test_silent_on_gradients_of_as_many_experts_as_tokens(self) -> None:
-        b = Builder()
+        b = TraceBuilder()
         b.parameter("experts.up", 256, 4096, 2048)
         b.inputs(1, 256)
         b.phase(PhaseKind.BACKWARD)
@@ -286,7 +286,7 @@ class TestDeviceMismatch:
 
 class TestAttentionScores:
     @staticmethod
-    def eager(op: str = "aten._softmax") -> Builder:
+    def eager(op: str = "aten._softmax") -> TraceBuilder:
         b = training(1024, 100, hidden=1024, dtype="float32")
         b.new(1, 1, 1024, 1024, dtype="bool", op="aten.le")
         for layer in range(4):
@@ -387,7 +387,7 @@ class TestUpcast:
 
 class TestOptimizer:
     @staticmethod
-    def stepped(dtype: str, state: str) -> Builder:
+    def stepped(dtype: str, state: str) -> TraceBuilder:
         b = training(16, 1000, dtype=dtype, layers=4)
         b.phase(PhaseKind.OPTIMIZER_STEP)
         for name in ("exp_avg", "exp_avg_sq"):
@@ -444,7 +444,7 @@ class TestVocabulary:
         assert not of(training(64, 50257).context(asked_vocab_size=asked), "vocabulary-larger-than-asked")
 
     def test_embedding_of_any_name(self) -> None:
-        b = Builder()
+        b = TraceBuilder()
         b.parameter("tok.weight", 50257, 512)
         b.inputs(1, 64)
         b.enter("tok", "Embedding", ModuleRole.EMBEDDING)

@@ -5,19 +5,19 @@ import pytest
 from memprof.spec import Mode, TargetSpec
 from memprof.trace.events import PhaseKind
 from memprof.units import MIB
-from tests.unit.findings.builder import Builder
 from tests.unit.findings.test_rules import head_and_loss, of, training
+from tests.unit.traces import TraceBuilder
 
 LOGITS = ("chunked-loss", "vocabulary-cap", "micro-batch")
 
 
-def large_logits() -> Builder:
+def large_logits() -> TraceBuilder:
     b = training(8192, 50000)
     head_and_loss(b, 8192, 50000)
     return b
 
 
-def recommended(identifier: str, b: Builder | None = None, **known: object) -> tuple[str, ...]:
+def recommended(identifier: str, b: TraceBuilder | None = None, **known: object) -> tuple[str, ...]:
     (finding,) = of((b or large_logits()).context(600 * MIB, vocab_size=50000, **known), identifier)
     return finding.fixes
 

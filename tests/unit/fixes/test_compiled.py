@@ -20,8 +20,8 @@ from memprof.report.terminal.console import text_of
 from memprof.report.terminal.ladder import render_ladder
 from memprof.spec import TargetSpec
 from memprof.trace.events import CompileStats
-from tests.unit.findings.builder import Builder
 from tests.unit.fixes.models import MadeUpRuns
+from tests.unit.traces import TraceBuilder
 from tests.unit.workload.test_compile import MODEL
 
 
@@ -53,7 +53,7 @@ def test_what_it_saves_and_costs_is_of_its_own_run(ladder: Any) -> None:
 
 
 def test_it_is_recommended_until_something_is_compiled() -> None:
-    b = Builder()
+    b = TraceBuilder()
     b.new(1 << 20)
     assert "compile" in suggest_fixes(b.context(), "activations")
     b.trace.compiling = CompileStats(1.0, 5)
@@ -97,7 +97,7 @@ class _Runs(MadeUpRuns):
     """With a fix on, a run takes a quarter more."""
 
     def _run(self, fixes: Any) -> Any:
-        b = Builder()
+        b = TraceBuilder()
         b.new((5 if fixes else 4) << 28)  # float32
         return b.trace, analyze(b.trace)
 

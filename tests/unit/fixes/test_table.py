@@ -28,8 +28,8 @@ from memprof.flows.ladder.climb import climb
 from memprof.flows.ladder.search import search
 from memprof.spec import TargetSpec
 from memprof.trace.facts import Facts
-from tests.unit.findings.builder import Builder
 from tests.unit.fixes.models import MadeUpRuns
+from tests.unit.traces import TraceBuilder
 
 PACKAGE = Path(memprof.__file__).parent
 ROOT = PACKAGE.parent
@@ -146,7 +146,7 @@ class _Runs(MadeUpRuns):
     """With the toy a run takes a tenth of the memory, and fits."""
 
     def _run(self, fixes):
-        b = Builder()
+        b = TraceBuilder()
         b.new((1 << 28) if fixes else 10 << 28)  # float32
         gpu = find_gpu("rtx-4090")
         device = dataclasses.replace(device_facts(gpu), usable_bytes=8 << 30, total_bytes=(8 << 30) + (1 << 29))
@@ -164,7 +164,7 @@ def test_one_file_is_all_that_a_fix_takes(toy, monkeypatch):
     spec = edit_spec(TargetSpec(model="gpt2"), fix, {})
     assert spec == TargetSpec(model="gpt2", fixes=("toy=no",)) and in_force(spec) == ["toy"]
     assert ladder()[0] == "toy" and tiers()[0][1][0] == "toy"
-    b = Builder()
+    b = TraceBuilder()
     b.new(1 << 20)
     assert suggest_fixes(b.context(), "fragmentation") == ("toy", "expandable-segments")
     assert suggest_fixes(b.context(spec=spec), "fragmentation") == ("expandable-segments",)

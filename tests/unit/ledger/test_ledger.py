@@ -19,7 +19,7 @@ from memprof.trace.events import (
 )
 
 if TYPE_CHECKING:
-    from tests.unit.ledger.conftest import Builder
+    from tests.unit.traces import TraceBuilder
 
 KIB = 1024
 MIB = 1024 * KIB
@@ -33,46 +33,46 @@ def categories(ledger: Ledger, *indices: int) -> list[Category]:
     return [ledger.categories[index] for index in indices]
 
 
-def training_step(build: Builder, layers: int = 2) -> dict[str, int]:
+def training_step(build: TraceBuilder, layers: int = 2) -> dict[str, int]:
     """A model with a stack of layers and a head: one whole step."""
     made: dict[str, int] = {}
-    build.phase(PhaseKind.OTHER)
-    build.phase(PhaseKind.MODEL)
+    build.phase(PhaseKind.OTHER, 0)
+    build.phase(PhaseKind.MODEL, 0)
     for path in ["embedding", *(f"layers.{i}" for i in range(layers)), "head"]:
-        made[path] = build.alloc(8 * KIB, role=Role.PARAMETER, name=f"{path}.weight")
-    build.phase(PhaseKind.OTHER)
+        made[path] = build.alloc(8 * KIB, owner=(Role.PARAMETER, f"{path}.weight"))
+    build.phase(PhaseKind.OTHER, 0)
     build.phase(PhaseKind.INPUTS, 1, 1)
     made["ids"] = build.alloc(512, "aten._to_copy")
     build.phase(PhaseKind.FORWARD, 1, 1)
-    build.enter("", ModuleRole.ROOT)
-    build.enter("embedding", ModuleRole.EMBEDDING)
+    build.enter("", role=ModuleRole.ROOT)
+    build.enter("embedding", role=ModuleRole.EMBEDDING)
     made["states"] = build.alloc(2 * KIB, "aten.embedding")
-    build.exit()
+    build.leave()
     for index in range(layers):
-        build.enter(f"layers.{index}", ModuleRole.LAYER, "layers")
+        build.enter(f"layers.{index}", role=ModuleRole.LAYER)
         made[f"temporary {index}"] = build.alloc(3 * KIB, "aten.mul")
         made[f"saved {index}"] = build.alloc(4 * KIB, "aten.mm")
         build.free(made[f"temporary {index}"])
-        build.exit()
-    build.enter("norm", ModuleRole.NORM)
+        build.leave()
+    build.enter("norm", role=ModuleRole.NORM)
     made["normed"] = build.alloc(2 * KIB, "aten.native_layer_norm")
-    build.exit()
-    build.enter("head", ModuleRole.HEAD)
+    build.leave()
+    build.enter("head", role=ModuleRole.HEAD)
     made["forward of the head"] = len(build.trace.events)
     made["logits"] = build.alloc(32 * KIB, "aten.mm")
-    build.exit()
+    build.leave()
     made["log_softmax"] = build.alloc(32 * KIB, "aten._log_softmax")
-    build.exit()
-    build.phase(PhaseKind.OTHER)
+    build.leave()
+    build.phase(PhaseKind.OTHER, 0)
     build.phase(PhaseKind.BACKWARD, 1, 1)
     made["logits gradient"] = build.alloc(32 * KIB, "aten.mm", forward_event=made["forward of the head"])
     build.free(made["log_softmax"])
-    made["gradient"] = build.alloc(8 * KIB, "aten.mm", role=Role.GRADIENT, name="head.weight")
+    made["gradient"] = build.alloc(8 * KIB, "aten.mm", owner=(Role.GRADIENT, "head.weight"))
     build.free(made["logits gradient"])
-    build.phase(PhaseKind.OTHER)
+    build.phase(PhaseKind.OTHER, 0)
     build.free(made["logits"], made["ids"])
     build.phase(PhaseKind.OPTIMIZER_STEP, 1)
-    made["exp_avg"] = build.alloc(8 * KIB, "aten.zeros_like", role=Role.OPTIMIZER_STATE, name="exp_avg")
+    made["exp_avg"] = build.alloc(8 * KIB, "aten.zeros_like", owner=(Role.OPTIMIZER_STATE, "exp_avg"))
     made["update"] = build.alloc(1 * KIB, "aten._foreach_sqrt")
     build.free(made["update"])
     build.phase(PhaseKind.ZERO_GRAD, 1)
@@ -80,7 +80,7 @@ def training_step(build: Builder, layers: int = 2) -> dict[str, int]:
     return made
 
 
-def test_stages_follow_the_model(build: Builder) -> None:
+def test_stages_follow_the_model(build: TraceBuilder) -> None:
     training_step(build)
     ledger = build_ledger(build.trace)
     assert names(ledger) == [
@@ -95,14 +95,14 @@ def test_stages_follow_the_model(build: Builder) -> None:
     assert ledger.stages[0].delta_bytes == 32 * KIB
 
 
-def test_what_a_return_frees_belongs_to_the_stage_before(build: Builder) -> None:
+def test_what_a_return_frees_belongs_to_the_stage_before(build: TraceBuilder) -> None:
     training_step(build)
     ledger = build_ledger(build.trace)
     backward = next(stage for stage in ledger.stages if stage.name == "backward")
     assert backward.delta_bytes == (8 - 32 - 32) * KIB - 512
 
 
-def test_deltas_chain(build: Builder) -> None:
+def test_deltas_chain(build: TraceBuilder) -> None:
     training_step(build)
     ledger = build_ledger(build.trace)
     total = 0
@@ -112,7 +112,7 @@ def test_deltas_chain(build: Builder) -> None:
     assert total == ledger.allocated[-1]
 
 
-def test_categories(build: Builder) -> None:
+def test_categories(build: TraceBuilder) -> None:
     made = training_step(build)
     ledger = build_ledger(build.trace)
     expected = {
@@ -142,25 +142,25 @@ def test_categories(build: Builder) -> None:
         (Role.KV_CACHE, Category.KV_CACHE),
     ],
 )
-def test_an_owner_decides(build: Builder, role: Role, category: Category) -> None:
+def test_an_owner_decides(build: TraceBuilder, role: Role, category: Category) -> None:
     build.phase(PhaseKind.BACKWARD, 1, 1)
-    owned = build.alloc(KIB, role=role, name="it")
+    owned = build.alloc(KIB, owner=(role, "it"))
     assert categories(build_ledger(build.trace), owned) == [category]
 
 
-def test_copies_of_weights_are_parameters(build: Builder) -> None:
+def test_copies_of_weights_are_parameters(build: TraceBuilder) -> None:
     """A checkpoint, an average and MAML's fast weights; not a batch that has the shape of one weight."""
-    build.phase(PhaseKind.MODEL)
+    build.phase(PhaseKind.MODEL, 0)
     for name in ("a", "b", "c"):
-        build.alloc((ord(name) - 90) * KIB, role=Role.PARAMETER, name=name)
+        build.alloc((ord(name) - 90) * KIB, owner=(Role.PARAMETER, name))
     sizes = [7 * KIB, 8 * KIB, 9 * KIB]
-    loaded = [build.alloc(size, "torch.load", source="train.py:1 main") for size in sizes]
-    batch = build.alloc(sizes[0], "aten.randn", source="train.py:3 main")
+    loaded = [build.alloc(size, "torch.load", line="train.py:1 main") for size in sizes]
+    batch = build.alloc(sizes[0], "aten.randn", line="train.py:3 main")
     build.phase(PhaseKind.FORWARD, 1, 1)
     build.alloc(KIB)
-    build.phase(PhaseKind.OTHER)
-    fast = [build.alloc(size, "aten.sub", source="train.py:4 main") for size in sizes]
-    passing = [build.alloc(size, "aten.mul", source="train.py:4 main") for size in sizes]
+    build.phase(PhaseKind.OTHER, 0)
+    fast = [build.alloc(size, "aten.sub", line="train.py:4 main") for size in sizes]
+    passing = [build.alloc(size, "aten.mul", line="train.py:4 main") for size in sizes]
     build.free(*passing)
     build.phase(PhaseKind.FORWARD, 1, 1)
     ledger = build_ledger(build.trace)
@@ -169,7 +169,7 @@ def test_copies_of_weights_are_parameters(build: Builder) -> None:
     assert Category.PARAMETERS not in categories(ledger, *passing)
 
 
-def test_what_is_made_between_steps_for_the_next(build: Builder) -> None:
+def test_what_is_made_between_steps_for_the_next(build: TraceBuilder) -> None:
     build.phase(PhaseKind.FORWARD, 1, 1)
     build.alloc(KIB)
     build.phase(PhaseKind.OTHER, 1)
@@ -183,16 +183,16 @@ def test_what_is_made_between_steps_for_the_next(build: Builder) -> None:
     assert categories(ledger, target, kept) == [Category.INPUTS, Category.UNATTRIBUTED]
 
 
-def test_categories_without_an_owner(build: Builder) -> None:
-    build.phase(PhaseKind.OTHER)
+def test_categories_without_an_owner(build: TraceBuilder) -> None:
+    build.phase(PhaseKind.OTHER, 0)
     before = build.alloc(KIB)
-    nowhere = build.alloc(KIB, source=None)
+    nowhere = build.alloc(KIB, line=None)
     build.phase(PhaseKind.FORWARD, 1, 1)
-    build.enter("", ModuleRole.ROOT)
+    build.enter("", role=ModuleRole.ROOT)
     workspace = build.alloc(KIB, hidden=True)
-    cache = build.alloc(KIB, source="transformers/cache_utils.py:9 update")
-    build.exit()
-    build.phase(PhaseKind.OTHER)
+    cache = build.alloc(KIB, line="transformers/cache_utils.py:9 update")
+    build.leave()
+    build.phase(PhaseKind.OTHER, 0)
     after = build.alloc(KIB)
     ledger = build_ledger(build.trace)
     assert categories(ledger, before, nowhere, workspace, cache, after) == [
@@ -204,36 +204,36 @@ def test_categories_without_an_owner(build: Builder) -> None:
     ]
 
 
-def test_recomputed_activations(build: Builder) -> None:
+def test_recomputed_activations(build: TraceBuilder) -> None:
     """A module that runs inside a backward pass leaves activations behind; what dies inside it is a temporary."""
     build.phase(PhaseKind.BACKWARD, 1, 1)
-    build.enter("layers.0", ModuleRole.LAYER, "layers")
+    build.enter("layers.0", role=ModuleRole.LAYER)
     temporary = build.alloc(KIB)
     kept = build.alloc(KIB)
     build.free(temporary)
-    build.exit()
+    build.leave()
     build.free(kept)
     assert categories(build_ledger(build.trace), temporary, kept) == [Category.TEMPORARIES, Category.ACTIVATIONS]
 
 
-def test_a_call_that_the_run_ended_in(build: Builder) -> None:
+def test_a_call_that_the_run_ended_in(build: TraceBuilder) -> None:
     """What it made is what the same line made in other layers, although the error let go of it."""
     build.phase(PhaseKind.FORWARD, 1, 1)
     made = []
     for layer in range(2):
-        build.enter(f"layers.{layer}", ModuleRole.LAYER, "layers")
+        build.enter(f"layers.{layer}", role=ModuleRole.LAYER)
         made.append(build.alloc(KIB))
         if layer == 0:
-            build.exit()
+            build.leave()
     refused = build.alloc(KIB)
     build.free(refused)
     build.free(made[1])
-    build.exit()
+    build.leave()
     build.trace.ended_out_of_memory = True
     assert set(categories(build_ledger(build.trace), *made)) == {Category.ACTIVATIONS}
 
 
-def test_peak_and_what_was_alive(build: Builder) -> None:
+def test_peak_and_what_was_alive(build: TraceBuilder) -> None:
     made = training_step(build)
     ledger = build_ledger(build.trace)
     alive = [made[n] for n in made if n in {"embedding", "layers.0", "layers.1", "head", "ids", "states", "normed"}]
@@ -249,7 +249,7 @@ def test_peak_and_what_was_alive(build: Builder) -> None:
     }
 
 
-def test_equal_tensors_of_a_stack_are_one_line(build: Builder) -> None:
+def test_equal_tensors_of_a_stack_are_one_line(build: TraceBuilder) -> None:
     training_step(build, layers=4)
     ledger = build_ledger(build.trace)
     (saved,) = [tensor for tensor in ledger.live if tensor.op == "aten.mm" and tensor.num_bytes == 4 * KIB]
@@ -260,70 +260,70 @@ def test_equal_tensors_of_a_stack_are_one_line(build: Builder) -> None:
     assert embedding.count == 1
 
 
-def test_a_single_layer_keeps_its_number(build: Builder) -> None:
+def test_a_single_layer_keeps_its_number(build: TraceBuilder) -> None:
     training_step(build, layers=1)
     ledger = build_ledger(build.trace)
     (saved,) = [tensor for tensor in ledger.live if tensor.op == "aten.mm" and tensor.num_bytes == 4 * KIB]
     assert (saved.count, saved.module) == (1, "layers.0")
 
 
-def test_largest_first(build: Builder) -> None:
+def test_largest_first(build: TraceBuilder) -> None:
     training_step(build)
     sizes = [tensor.num_bytes for tensor in build_ledger(build.trace).live]
     assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) > 2
 
 
-def test_two_stacks_are_told_apart(build: Builder) -> None:
+def test_two_stacks_are_told_apart(build: TraceBuilder) -> None:
     build.phase(PhaseKind.FORWARD, 1, 1)
-    build.enter("", ModuleRole.ROOT)
+    build.enter("", role=ModuleRole.ROOT)
     for stack in ("encoder.block", "decoder.block"):
         for index in range(2):
-            build.enter(f"{stack}.{index}", ModuleRole.LAYER, stack)
+            build.enter(f"{stack}.{index}", role=ModuleRole.LAYER)
             build.alloc(KIB)
-            build.exit()
-    build.exit()
+            build.leave()
+    build.leave()
     found = names(build_ledger(build.trace))
     assert found == ["encoder layer 0", "encoder layer 1", "decoder layer 0", "decoder layer 1"]
 
 
-def test_memory_between_layers_belongs_to_the_layer_before(build: Builder) -> None:
+def test_memory_between_layers_belongs_to_the_layer_before(build: TraceBuilder) -> None:
     build.phase(PhaseKind.FORWARD, 1, 1)
-    build.enter("", ModuleRole.ROOT)
+    build.enter("", role=ModuleRole.ROOT)
     for index in range(2):
-        build.enter(f"layers.{index}", ModuleRole.LAYER, "layers")
+        build.enter(f"layers.{index}", role=ModuleRole.LAYER)
         build.alloc(KIB)
-        build.exit()
+        build.leave()
         build.alloc(2 * KIB) if index == 0 else None
-    build.exit()
+    build.leave()
     ledger = build_ledger(build.trace)
     assert [(s.name, s.delta_bytes) for s in ledger.stages] == [("layer 0", 3 * KIB), ("layer 1", KIB)]
 
 
-def test_a_model_without_a_stack_is_shown_by_its_children(build: Builder) -> None:
+def test_a_model_without_a_stack_is_shown_by_its_children(build: TraceBuilder) -> None:
     build.phase(PhaseKind.FORWARD, 1, 1)
-    build.enter("", ModuleRole.ROOT)
+    build.enter("", role=ModuleRole.ROOT)
     for child in ("conv", "pool"):
-        build.enter(child, ModuleRole.CHILD)
+        build.enter(child, role=ModuleRole.CHILD)
         build.alloc(KIB)
-        build.exit()
-    build.exit()
+        build.leave()
+    build.leave()
     assert names(build_ledger(build.trace)) == ["conv Module", "pool Module"]
 
 
-def test_nested_layers_count_once(build: Builder) -> None:
+def test_nested_layers_count_once(build: TraceBuilder) -> None:
     build.phase(PhaseKind.FORWARD, 1, 1)
-    build.enter("layers.0", ModuleRole.LAYER, "layers")
-    build.enter("layers.0.inner.0", ModuleRole.LAYER, "layers.0.inner")
+    build.enter("layers.0", role=ModuleRole.LAYER)
+    build.enter("layers.0.inner.0", role=ModuleRole.LAYER)
     build.alloc(KIB)
-    build.exit()
+    build.leave()
     build.alloc(KIB)
-    build.exit()
+    build.leave()
     ledger = build_ledger(build.trace)
     assert [stage.delta_bytes for stage in ledger.stages] == [2 * KIB]
 
 
-def test_rounding_and_requested_bytes(build: Builder) -> None:
-    build.phase(PhaseKind.OTHER)
+def test_rounding_and_requested_bytes(build: TraceBuilder) -> None:
+    build.phase(PhaseKind.OTHER, 0)
     build.alloc(513)
     build.alloc(1)
     ledger = build_ledger(build.trace)
@@ -332,8 +332,8 @@ def test_rounding_and_requested_bytes(build: Builder) -> None:
     assert sum(row.allocated_bytes for row in ledger.rows) == 1536
 
 
-def test_host_memory_is_counted_apart(build: Builder) -> None:
-    build.phase(PhaseKind.OTHER)
+def test_host_memory_is_counted_apart(build: TraceBuilder) -> None:
+    build.phase(PhaseKind.OTHER, 0)
     host = build.alloc(5000, device=HOST)
     build.alloc(512)
     build.free(host)
@@ -344,7 +344,7 @@ def test_host_memory_is_counted_apart(build: Builder) -> None:
 
 
 def test_host_memory_by_stage(build):
-    build.phase(PhaseKind.MODEL)
+    build.phase(PhaseKind.MODEL, 0)
     weight = build.alloc(3000, device="cpu")
     build.alloc(1024)
     build.free(weight)
@@ -359,8 +359,8 @@ def test_host_memory_by_stage(build):
     assert ledger.peak_bytes == 1536
 
 
-def test_the_last_of_equal_peaks(build: Builder) -> None:
-    build.phase(PhaseKind.OTHER)
+def test_the_last_of_equal_peaks(build: TraceBuilder) -> None:
+    build.phase(PhaseKind.OTHER, 0)
     first = build.alloc(KIB)
     build.free(first)
     build.alloc(KIB, "aten.ones")
@@ -368,9 +368,9 @@ def test_the_last_of_equal_peaks(build: Builder) -> None:
     assert ledger.peak_event == 3 and [tensor.op for tensor in ledger.live] == ["aten.ones"]
 
 
-def test_out_of_memory(build: Builder) -> None:
+def test_out_of_memory(build: TraceBuilder) -> None:
     """A GPU of 100 MiB with a context of 20: the third tensor of 30 MiB is refused, at the driver's granularity."""
-    build.phase(PhaseKind.MODEL)
+    build.phase(PhaseKind.MODEL, 0)
     weight = build.alloc(30 * MIB)
     build.phase(PhaseKind.FORWARD, 1, 1)
     first = build.alloc(30 * MIB + 7)
@@ -394,8 +394,8 @@ def test_out_of_memory(build: Builder) -> None:
     assert early is not None and early.storage == weight and early.stage.name == "parameters"
 
 
-def test_unsplit_rests_are_a_line_of_their_own(build: Builder) -> None:
-    build.phase(PhaseKind.OTHER)
+def test_unsplit_rests_are_a_line_of_their_own(build: TraceBuilder) -> None:
+    build.phase(PhaseKind.OTHER, 0)
     build.alloc(45 * MIB + 7)  # a segment of 46 MiB, of which 1,048,064 bytes are too few to split off
     ledger = build_ledger(build.trace)
     assert ledger.peak_bytes == 46 * MIB == ledger.peak_reserved_bytes
@@ -403,7 +403,7 @@ def test_unsplit_rests_are_a_line_of_their_own(build: Builder) -> None:
     assert ledger.stages[0].allocated_bytes == 46 * MIB and ledger.stages[0].requested_bytes == 45 * MIB + 7
 
 
-def test_reserved_outlives_what_is_freed_until_the_cache_is_emptied(build: Builder) -> None:
+def test_reserved_outlives_what_is_freed_until_the_cache_is_emptied(build: TraceBuilder) -> None:
     build.phase(PhaseKind.FORWARD, 1, 1)
     build.free(build.alloc(30 * MIB))
     build.phase(PhaseKind.OPTIMIZER_STEP, 1)
@@ -416,8 +416,8 @@ def test_reserved_outlives_what_is_freed_until_the_cache_is_emptied(build: Build
     ]
 
 
-def test_no_allocation_at_all(build: Builder) -> None:
-    build.phase(PhaseKind.OTHER)
+def test_no_allocation_at_all(build: TraceBuilder) -> None:
+    build.phase(PhaseKind.OTHER, 0)
     build.alloc(KIB, device=HOST)
     with pytest.raises(ValueError, match="no allocation"):
         build_ledger(build.trace)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from memprof.ledger.steps import training_steps
 from memprof.trace.events import PhaseKind
-from tests.unit.findings.builder import Builder
+from tests.unit.traces import TraceBuilder
 
 BLOCK = 512
 
 
-def run(*steps: int, keeps: int = 0) -> Builder:
+def run(*steps: int, keeps: int = 0) -> TraceBuilder:
     """Steps with an activation of so many blocks, of which each leaves `keeps` tensors of a block behind."""
-    b = Builder()
+    b = TraceBuilder()
     b.parameter("weight", BLOCK // 4)
     for number, blocks in enumerate(steps, 1):
         b.phase(PhaseKind.FORWARD, number)
@@ -25,7 +25,7 @@ def run(*steps: int, keeps: int = 0) -> Builder:
     return b
 
 
-def steps_of(b: Builder) -> list[tuple[int, int, int, int]]:
+def steps_of(b: TraceBuilder) -> list[tuple[int, int, int, int]]:
     ledger = b.context().ledger
     steps = training_steps(b.trace, ledger.allocated)
     return [(s.step, s.peak_bytes // BLOCK, s.end_bytes // BLOCK, s.growth_bytes // BLOCK) for s in steps]
@@ -61,7 +61,7 @@ def test_a_step_that_did_not_end_is_none() -> None:
     b.phase(PhaseKind.FORWARD, 3)
     b.new(100)
     assert [row[0] for row in steps_of(b)] == [1, 2]
-    unfinished = Builder()
+    unfinished = TraceBuilder()
     unfinished.phase(PhaseKind.FORWARD)
     unfinished.new(100)
     assert steps_of(unfinished) == []

@@ -4,12 +4,12 @@ import pytest
 
 from memprof.ledger.stages import vocabulary_size
 from memprof.trace.events import ModuleRole
-from tests.unit.findings.builder import Builder
+from tests.unit.traces import TraceBuilder
 
 
 @pytest.mark.parametrize(("weights", "words"), [(1, 512), (2, 100)])
 def test_a_table_with_as_many_rows_as_the_model_is_wide_has_none(weights: int, words: int) -> None:
-    b = Builder()
+    b = TraceBuilder()
     for name, rows in (("places", 512), ("classes", 100)):
         b.enter(name, "Embedding", ModuleRole.EMBEDDING)
         b.parameter(f"{name}.weight", rows, 64)
@@ -21,7 +21,7 @@ def test_a_table_with_as_many_rows_as_the_model_is_wide_has_none(weights: int, w
 
 @pytest.mark.parametrize(("weights", "words"), [(1, 256), (2, 10)])
 def test_a_loss_over_as_many_as_the_model_is_wide_tells_none(weights: int, words: int) -> None:
-    b = Builder()
+    b = TraceBuilder()
     for number in range(weights):
         b.parameter(f"blocks.{number}.weight", 1024, 256)
     b.inputs(1, 64)

@@ -8,13 +8,13 @@ from memprof.flows.ladder.scripts import ScriptRuns, _failure
 from memprof.run_spec import RunSpec
 from memprof.script import Program
 from memprof.trace.facts import Facts, ProgramFacts
-from tests.unit.findings.builder import Builder
+from tests.unit.traces import TraceBuilder
 
 NAMES = ("expandable-segments", "activation-checkpointing")
 
 
 def _recorded(fixes):
-    b = Builder()
+    b = TraceBuilder()
     b.new(1 << 20)
     gpu = find_gpu("rtx-4090")
     b.trace.facts = Facts(

@@ -12,17 +12,17 @@ from memprof.report.documents.report import Report
 from memprof.report.page.page import page_data
 from memprof.trace.events import ModuleRole, PhaseKind
 from memprof.units import MIB
-from tests.unit.ledger.conftest import Builder
+from tests.unit.traces import TraceBuilder
 
 
 @pytest.fixture
 def document() -> Report:
-    made = Builder()
+    made = TraceBuilder(None)
     made.phase(PhaseKind.FORWARD, step=1)
     for layer in range(3):
-        made.enter(f"layers.{layer}", ModuleRole.LAYER, "layers")
-        made.alloc(5 * MIB, "aten.mm", source="net.py:3 <lambda>")
-        made.exit()
+        made.enter(f"layers.{layer}", role=ModuleRole.LAYER)
+        made.alloc(5 * MIB, "aten.mm", line="net.py:3 <lambda>")
+        made.leave()
     made.alloc(MIB + 1, "aten.mul")
     return analyze(made.trace)
 

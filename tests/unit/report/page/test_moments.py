@@ -11,8 +11,8 @@ from memprof.ledger.ledger import build_ledger, live_storages_at
 from memprof.report.page.moments import Moments, kinds_shown_by, moments_of
 from memprof.trace.events import PhaseKind
 from tests.lanes import examples
-from tests.unit.ledger.conftest import Builder
 from tests.unit.report.runs import traces
+from tests.unit.traces import TraceBuilder
 
 MIB = 1 << 20
 
@@ -42,13 +42,13 @@ def test_they_sum_to_the_ledger_at_its_peak_and_to_what_is_allocated_everywhere(
 
 
 def test_layers_are_one_group_and_evidence_finds_its_kinds():
-    made = Builder()
+    made = TraceBuilder(None)
     made.phase(PhaseKind.FORWARD, step=1)
     for layer in range(3):
         made.enter(f"layers.{layer}")
-        made.alloc(5 * MIB, "aten.mm", source="net.py:3 forward")
-        made.exit()
-    made.alloc(MIB + 1, "aten.mul", source="net.py:9 forward")
+        made.alloc(5 * MIB, "aten.mm", line="net.py:3 forward")
+        made.leave()
+    made.alloc(MIB + 1, "aten.mul", line="net.py:9 forward")
     moments = moments_of(build_ledger(made.trace))
     assert moments.kinds.group == [0, 0, 0, 1]
     assert moments.kinds.rounded == [5 * MIB] * 3 + [MIB + 512]

@@ -15,7 +15,7 @@ from memprof.report.page import page
 from memprof.report.page.page import page_data
 from memprof.trace.events import PhaseKind
 from memprof.units import MIB
-from tests.unit.ledger.conftest import Builder
+from tests.unit.traces import TraceBuilder
 
 FOLDER = Path(page.__file__).parent
 
@@ -27,7 +27,7 @@ def used(variable: str, *files: str) -> set[str]:
 
 
 def data() -> dict[str, Any]:
-    made = Builder()
+    made = TraceBuilder(None)
     made.phase(PhaseKind.FORWARD, step=1)
     made.alloc(5 * MIB, "aten.mm")
     report = analyze(made.trace)

@@ -9,17 +9,17 @@ from memprof.report.terminal.folding import MAX_GROUPS_OF_ROUNDS, shown_stages
 from memprof.report.terminal.report import view
 from memprof.trace.events import ModuleRole, PhaseKind
 from memprof.trace.facts import DeviceFacts, Facts
-from tests.unit.findings.builder import Builder
+from tests.unit.traces import TraceBuilder
 
 MIB = 1 << 20
 
 
-def document(b: Builder) -> Report:
+def document(b: TraceBuilder) -> Report:
     b.trace.facts = Facts(command="run", device=DeviceFacts("GPU", 9999 * MIB, 9900 * MIB, 99 * MIB))
     return analyze(b.trace)
 
 
-def call(b: Builder, size: int, *, keeps: bool = False) -> None:
+def call(b: TraceBuilder, size: int, *, keeps: bool = False) -> None:
     """A forward of two children, outside steps."""
     b.phase(PhaseKind.FORWARD, 0)
     b.enter("first", "Linear", ModuleRole.CHILD)
@@ -31,12 +31,12 @@ def call(b: Builder, size: int, *, keeps: bool = False) -> None:
     b.free(*[other] if keeps else [made, other])
 
 
-def shown(b: Builder) -> list[tuple[str, int, int]]:
+def shown(b: TraceBuilder) -> list[tuple[str, int, int]]:
     return [(row.name, row.count, row.turns) for row in shown_stages(document(b)) if row.name != "parameters"][1:]
 
 
 def test_repeated_forwards_are_shown_once() -> None:
-    b = Builder()
+    b = TraceBuilder()
     b.parameter("weight", 64 * MIB)
     for _ in range(32):
         call(b, 8 * MIB)
@@ -48,7 +48,7 @@ def test_repeated_forwards_are_shown_once() -> None:
 
 
 def test_what_costs_more_stays_by_itself() -> None:
-    b = Builder()
+    b = TraceBuilder()
     b.parameter("weight", 64 * MIB)
     for size in (8, 8, 8, 40, 8, 8):
         call(b, size * MIB)
@@ -58,7 +58,7 @@ def test_what_costs_more_stays_by_itself() -> None:
 
 
 def test_two_models_that_take_turns() -> None:
-    b = Builder()
+    b = TraceBuilder()
     b.parameter("weight", 64 * MIB)
     for _ in range(20):
         call(b, 8 * MIB)
@@ -67,7 +67,7 @@ def test_two_models_that_take_turns() -> None:
 
 
 def test_rounds_that_all_differ_are_one_group_if_there_are_many() -> None:
-    b = Builder()
+    b = TraceBuilder()
     b.parameter("weight", 64 * MIB)
     sizes = [8 * MIB * (1 + number * number) for number in range(MAX_GROUPS_OF_ROUNDS + 2)]
     for size in sizes:
@@ -78,7 +78,7 @@ def test_rounds_that_all_differ_are_one_group_if_there_are_many() -> None:
 
 
 def test_what_piles_up_is_in_the_last_row() -> None:
-    b = Builder()
+    b = TraceBuilder()
     b.parameter("weight", 64 * MIB)
     for _ in range(10):
         call(b, 8 * MIB, keeps=True)
@@ -87,7 +87,7 @@ def test_what_piles_up_is_in_the_last_row() -> None:
 
 
 def test_whole_steps_that_cost_the_same_are_one_row() -> None:
-    b = Builder()
+    b = TraceBuilder()
     b.parameter("weight", 64 * MIB)
     for step in range(1, 7):
         b.phase(PhaseKind.BACKWARD, step)
@@ -102,7 +102,7 @@ def test_whole_steps_that_cost_the_same_are_one_row() -> None:
     ]
 
 
-def passes(b: Builder, step: int, *sizes: int) -> None:
+def passes(b: TraceBuilder, step: int, *sizes: int) -> None:
     """Forward, backward and what lies between them, of each size in MiB."""
     for number, size in enumerate(sizes, 1):
         b.phase(PhaseKind.FORWARD, step, number)
@@ -114,7 +114,7 @@ def passes(b: Builder, step: int, *sizes: int) -> None:
 
 
 def test_micro_batches_are_folded_with_what_lies_between_them() -> None:
-    b = Builder()
+    b = TraceBuilder()
     b.parameter("weight", 64 * MIB)
     passes(b, 1, 32, 16, 16, 16)
     b.phase(PhaseKind.OPTIMIZER_STEP, 1, 0)
@@ -123,7 +123,7 @@ def test_micro_batches_are_folded_with_what_lies_between_them() -> None:
 
 
 def test_passes_between_optimizers_are_no_micro_batches() -> None:
-    b = Builder()
+    b = TraceBuilder()
     b.parameter("weight", 64 * MIB)
     passes(b, 1, 16, 32)
     b.phase(PhaseKind.OPTIMIZER_STEP, 1, 0)
@@ -136,7 +136,7 @@ def test_passes_between_optimizers_are_no_micro_batches() -> None:
 
 def test_batches_within_epochs() -> None:
     """Those of an evaluation come again after steps: each is folded first, and what is around them next."""
-    b = Builder()
+    b = TraceBuilder()
     b.parameter("weight", 64 * MIB)
     for step in range(1, 5):
         b.phase(PhaseKind.FORWARD, step)
@@ -149,7 +149,7 @@ def test_batches_within_epochs() -> None:
 
 def test_layers_that_take_turns_are_averaged() -> None:
     """Attention and a feed-forward network, each a layer of one stack."""
-    b = Builder()
+    b = TraceBuilder()
     b.parameter("weight", 64 * MIB)
     b.phase(PhaseKind.FORWARD, 1)
     b.enter("", "Model", ModuleRole.ROOT)
@@ -164,7 +164,7 @@ def test_layers_that_take_turns_are_averaged() -> None:
 
 def test_the_peak_is_marked_where_it_was_reached() -> None:
     """What follows begins with as much, and only releases."""
-    b = Builder()
+    b = TraceBuilder()
     b.parameter("weight", 64 * MIB)
     for _ in range(2):
         b.phase(PhaseKind.FORWARD, 1)
@@ -180,7 +180,7 @@ def test_the_peak_is_marked_where_it_was_reached() -> None:
 
 
 def test_the_peak_is_marked_in_the_row_of_its_layers() -> None:
-    b = Builder()
+    b = TraceBuilder()
     b.parameter("weight", 64 * MIB)
     b.phase(PhaseKind.FORWARD, 1)
     b.enter("", "Model", ModuleRole.ROOT)

@@ -8,14 +8,14 @@ from memprof.report.terminal.console import text_of
 from memprof.report.terminal.report import view
 from memprof.trace.events import ModuleRole, PhaseKind, Sample
 from memprof.trace.facts import DeviceFacts, Facts, NvmlFacts
-from tests.unit.findings.builder import Builder
+from tests.unit.traces import TraceBuilder
 
 MIB = 1 << 20
 
 
 def measured(more: int = 0) -> Report:
     """One step: a layer, the loss, the backward; the counters are read where phases end."""
-    b = Builder()
+    b = TraceBuilder()
     b.parameter("weight", 4 * MIB)
     b.phase(PhaseKind.FORWARD)
     b.enter("layers.0", "Layer", ModuleRole.LAYER)

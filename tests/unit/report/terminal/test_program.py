@@ -9,7 +9,7 @@ from memprof.report.terminal.console import text_of
 from memprof.report.terminal.report import view
 from memprof.trace.events import PhaseKind
 from memprof.trace.facts import DeviceFacts, Facts, ProgramFacts
-from tests.unit.findings.builder import Builder
+from tests.unit.traces import TraceBuilder
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,7 @@ from tests.unit.findings.builder import Builder
     ],
 )
 def test_the_end_of_a_script(ended: str, steps: int, words: str) -> None:
-    b = Builder()
+    b = TraceBuilder()
     b.trace.facts = Facts(device=DeviceFacts("A", 1 << 33), program=ProgramFacts(("a.py",), ended, None, steps, ()))
     b.phase(PhaseKind.FORWARD)
     b.free(b.new(1 << 20))

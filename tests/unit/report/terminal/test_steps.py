@@ -12,7 +12,7 @@ from memprof.report.terminal.cells import Unit
 from memprof.report.terminal.steps import MAX_ROWS, render_steps
 from memprof.trace.events import PhaseKind
 from memprof.trace.facts import DeviceFacts, Facts
-from tests.unit.findings.builder import Builder
+from tests.unit.traces import TraceBuilder
 
 MIB = 1 << 20
 
@@ -30,7 +30,7 @@ def row(step: int, peak: int, end: int, growth: int) -> TrainingStep:
 
 
 def report(command: str, steps: int) -> dict:
-    b = Builder()
+    b = TraceBuilder()
     b.parameter("weight", MIB)
     for step in range(1, steps + 1):
         b.phase(PhaseKind.FORWARD, step)

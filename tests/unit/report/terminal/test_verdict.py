@@ -13,7 +13,7 @@ from memprof.report.terminal.console import text_of
 from memprof.report.terminal.report import view
 from memprof.trace.events import PhaseKind
 from memprof.trace.facts import DeviceFacts, Facts
-from tests.unit.findings.builder import Builder
+from tests.unit.traces import TraceBuilder
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -21,7 +21,7 @@ GIB = 1 << 30
 
 @pytest.fixture
 def document() -> Report:
-    b = Builder()
+    b = TraceBuilder()
     b.trace.facts = Facts(device=DeviceFacts("A", 8 * GIB))
     b.phase(PhaseKind.FORWARD)
     b.free(b.new(MIB))

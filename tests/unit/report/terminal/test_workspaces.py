@@ -13,7 +13,7 @@ from memprof.report.terminal.console import text_of
 from memprof.report.terminal.report import view
 from memprof.trace.events import GPU, PhaseKind, Workspace
 from memprof.trace.facts import DeviceFacts, Facts
-from tests.unit.findings.builder import Builder
+from tests.unit.traces import TraceBuilder
 
 MIB = 1 << 20
 ELEMENTS = MIB // 4
@@ -21,7 +21,7 @@ ELEMENTS = MIB // 4
 
 def document(most_bytes: int, device: str = GPU) -> Report:
     """4 MiB of parameters, 8 of a temporary, and then a call that takes 8 MiB by the rule, beside an output of 4."""
-    b = Builder()
+    b = TraceBuilder()
     b.parameter("weight", 4 * ELEMENTS)
     b.phase(PhaseKind.FORWARD)
     b.free(b.new(8 * ELEMENTS))

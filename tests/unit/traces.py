@@ -1,4 +1,4 @@
-"""Writes traces by hand, a line per event, for rules to be tried on."""
+"""Writes traces by hand, a line per event, for whatever reads a trace to be tried on."""
 
 from __future__ import annotations
 
@@ -25,29 +25,30 @@ from memprof.trace.events import (
     Trace,
 )
 
-SIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "bool": 1}
+SIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "bool": 1, "uint8": 1}
 
 
-class Builder:
-    """Collects events; `context` closes the trace and gives what rules take."""
+class TraceBuilder:
+    """Collects events in `trace`; `context` gives what rules take. It begins in the phase `first`, if any."""
 
-    def __init__(self) -> None:
+    def __init__(self, first: PhaseKind | None = PhaseKind.MODEL) -> None:
         self.trace = Trace()
-        self._module = NONE
-        self.phase(PhaseKind.MODEL, 0)
+        self._calls: list[int] = []
+        if first is not None:
+            self.phase(first, 0)
 
     def phase(self, kind: PhaseKind, step: int = 1, micro_batch: int = 1) -> None:
         self.trace.phases.append(Phase(kind, step, micro_batch))
         self._event(EventKind.PHASE, len(self.trace.phases) - 1)
 
     def enter(self, path: str, class_name: str = "Module", role: ModuleRole = ModuleRole.OTHER) -> None:
+        """Call a module; a layer's list is what its path says."""
         stack = path.rpartition(".")[0] if role is ModuleRole.LAYER else ""
-        self._module = self._index(self.trace.modules, Module(path, class_name, role, stack))
-        self._event(EventKind.ENTER, self._module)
+        self._calls.append(self._index(self.trace.modules, Module(path, class_name, role, stack)))
+        self._event(EventKind.ENTER, self._calls[-1])
 
     def leave(self) -> None:
-        self._event(EventKind.EXIT, self._module)
-        self._module = NONE
+        self._event(EventKind.EXIT, self._calls.pop())
 
     def new(
         self,
@@ -57,20 +58,29 @@ class Builder:
         line: str | None = "model.py:1 forward",
         owner: tuple[Role, str] | None = None,
         forward_event: int = NONE,
+        device: str = GPU,
+        hidden: bool = False,
+        module: int | None = None,
     ) -> int:
+        """Allocate a tensor in the module that is being called, or in that of the index `module`. Return its index."""
         trace = self.trace
         index = len(trace.storages)
+        module = self._module() if module is None else module
         source = NONE if line is None else self._index(trace.sources, line)
         trace.storages.append(
             Storage(
-                math.prod(shape) * SIZES[dtype], shape, dtype, GPU, self._index(trace.ops, op), self._module, source,
-                len(trace.phases) - 1, forward_event, False,
+                math.prod(shape) * SIZES[dtype], shape, dtype, device, self._index(trace.ops, op), module,
+                source, len(trace.phases) - 1, forward_event, hidden,
             )
         )  # fmt: skip
         if owner is not None:
             trace.owners[index] = Owner(*owner)
         self._event(EventKind.ALLOC, index)
         return index
+
+    def alloc(self, num_bytes: int, op: str = "aten.empty", line: str | None = "train.py:1 main", **more: Any) -> int:
+        """Allocate so many bytes outside the model."""
+        return self.new(num_bytes, dtype="uint8", op=op, line=line, **more)
 
     def free(self, *indices: int) -> None:
         for index in indices:
@@ -89,13 +99,16 @@ class Builder:
         """An operator meets tensors, each a device, a shape and the line that made it."""
         trace = self.trace
         tensors = tuple(Operand(d, s, "float32", self._index(trace.sources, made)) for d, s, made in operands)
-        place = (self._index(trace.ops, op), self._module, self._index(trace.sources, line))
+        place = (self._index(trace.ops, op), self._module(), self._index(trace.sources, line))
         trace.mismatches.append(DeviceMismatch(len(trace.events), *place, tensors))
 
     def context(self, usable_bytes: int | None = None, **known: Any) -> Context:
         """What rules look at, on a GPU that offers `usable_bytes` (None: there is no GPU)."""
         gpu = None if usable_bytes is None else GpuMemory(usable_bytes, 0)
         return Context(build_ledger(self.trace, replay_on_gpu(self.trace, gpu)), usable_bytes, **known)
+
+    def _module(self) -> int:
+        return self._calls[-1] if self._calls else NONE
 
     def _event(self, kind: EventKind, ref: int) -> None:
         self.trace.events.append(Event(kind, ref))
