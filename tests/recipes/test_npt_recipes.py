@@ -78,6 +78,7 @@ run.show_times(audit.component("merged"))
 """
 
 
+@pytest.mark.nightly  # in every run: test_parts.py
 class TestHighNumRanks:
     def test_the_page_shows_it(self, high_num_ranks, check_page):
         check_page(4, high_num_ranks)
@@ -105,7 +106,6 @@ class TestHighNumRanks:
         assert "DOES NOT HOLD" in output.claim("orthogonal initialisation")
         assert "AND THE LAYERS EQUAL" in output.claim("a seed for each component")
 
-    @pytest.mark.nightly
     def test_times(self):
         """The order of the times alone: by how much is tests/benchmarks/npt.py's to say."""
         done = python("-c", TIMES, folder=ROOT)

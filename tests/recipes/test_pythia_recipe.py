@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import importlib.util
 import json
 import re
@@ -28,6 +29,7 @@ needs_triton = pytest.mark.skipif(
 )
 
 
+@functools.cache
 def load(name: str) -> ModuleType:
     """A module of the recipe, under a name of its own: other recipes have an audit and specs too."""
     spec = importlib.util.spec_from_file_location(f"pythia_recipe_{name}", RECIPE / f"{name}.py")
@@ -160,6 +162,7 @@ def test_without_triton_it_says_so_and_goes_on(tmp_path):
 
 
 class TestVocabulary:
+    @pytest.mark.nightly  # in every run: test_parts.py shows words of this corpus
     def test_the_synthetic_corpus_has_the_size_of_wikitext_2(self):
         vocabulary = load("vocabulary")
         counts = collections.Counter(vocabulary.synthetic_corpus())
