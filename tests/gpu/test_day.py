@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import subprocess
 import sys
@@ -42,34 +41,23 @@ def summary(day: Day) -> list[list[str]]:
 
 def test_whole(tmp_path: Path) -> None:
     """The real entry: one step runs, what needs CUDA or more time is skipped and listed."""
-    asked = {"GPU_DAY_DEVICE": "cpu", "GPU_DAY_STEPS": "kineto truth opinfo", "GPU_DAY_SECONDS": str(44 + PACKING_S)}
+    asked = {"GPU_DAY_DEVICE": "cpu", "GPU_DAY_STEPS": "truth opinfo", "GPU_DAY_SECONDS": str(44 + PACKING_S)}
     environment = {**os.environ, **asked, "OUT": str(tmp_path / "out"), "TMPDIR": str(tmp_path)}
     command = [sys.executable, "-m", "tests.gpu"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     out = tmp_path / "out"
     files = {path.name: path.stat().st_size for path in out.iterdir()}
-    assert set(files) == {"summary.txt", "log.txt", "probe.tgz", "kineto.tgz"}
+    assert set(files) == {"summary.txt", "log.txt", "probe.tgz"}
     assert max(files.values()) < MAX_BYTES
     lines = {line.split()[0]: line.split(maxsplit=1)[1] for line in (out / "summary.txt").read_text().splitlines()}
-    assert lines["probe/machine"].startswith("passed") and lines["kineto/plain"].startswith("passed")
-    skipped = ("kineto/streams", "kineto/graphs", "kineto/expandable-segments", "kineto/cuda-malloc-async")
-    for name in (*skipped, "truth/record", "truth/compare"):
+    assert lines["probe/machine"].startswith("passed")
+    for name in ("truth/record", "truth/compare"):
         assert lines[name].startswith("skipped") and lines[name].endswith("needs CUDA")
     assert lines["operators/opinfo"].startswith("skipped") and lines["operators/opinfo"].endswith("it needs 45")
-    assert len(lines) == 9
+    assert len(lines) == 4
     log = (out / "log.txt").read_text()
-    assert all(name in log for name in lines) and "2 passed, 0 failed, 0 late, 7 skipped" in log
-    with tarfile.open(out / "kineto.tgz") as tar:
-        assert set(tar.getnames()) == {"kineto/plain.json", "kineto/plain.txt"}
-        file = tar.extractfile("kineto/plain.json")
-        assert file is not None
-        found = json.load(file)
-    assert set(found) == {"training", "inference", "ctx_attribute", "other_thread", "checkpointed"}
-    for ways in found.values():
-        assert set(ways) == {"plain", "root", "stacks", "memprof"}
-        assert not any(one.get("error") for one in ways.values())
-        assert ways["plain"]["tree_allocations"] == ways["root"]["tree_allocations"] > 0
+    assert all(name in log for name in lines) and "1 passed, 0 failed, 0 late, 3 skipped" in log
     # A step's results are gone from the temporary folder, and nothing else is left there.
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith("gpu-day-")] == []
 

@@ -92,6 +92,19 @@ def test_the_history_is_compared_by_address_and_bytes(cuda: list[Any]) -> None:
     assert kineto.against_history(history, [], "cpu") == {}
 
 
+def test_the_profiler_s_tree_has_as_much_with_a_root_as_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patterns = ("training", "inference", "ctx_attribute", "other_thread", "checkpointed")
+    run("kineto", "--device", "cpu", "--out", tmp_path / "plain.json", *patterns, monkeypatch=monkeypatch)
+    found = json.loads((tmp_path / "plain.json").read_text())
+    assert set(found) == set(patterns)
+    for ways in found.values():
+        assert set(ways) == {"plain", "root", "stacks", "memprof"}
+        assert not any(one.get("error") for one in ways.values())
+        assert ways["plain"]["tree_allocations"] == ways["root"]["tree_allocations"] > 0
+
+
 def test_the_line_of_a_pattern_has_counts_peaks_and_errors() -> None:
     found = {
         "plain": {"history_allocations": 3, "history_frees": 2, "tree_allocations": 3, "tree_frees": 1},
