@@ -89,7 +89,7 @@ def _held(answer: dict[str, Any], run: Run) -> None:
         hold(claim, run)
 
 
-@pytest.mark.parametrize("name", by_day(PROFILES, "inference", "limit of the context"))
+@pytest.mark.parametrize("name", by_day(PROFILES, "limit of the context"))
 def test_a_report_of_profile_is_kept_to(run, name, tmp_path):
     _, answer = run(["profile", *PROFILES[name].split()])
     _held(answer, run)
@@ -129,7 +129,7 @@ def test_a_recommendation_is_kept_to(run, asked):
 GOLDEN = [name for name, commands in COMMANDS.items() if commands[-1].startswith(("profile", "run"))]
 
 
-@pytest.mark.parametrize("name", by_day(GOLDEN, "run", "profile-fix"))
+@pytest.mark.parametrize("name", by_day(GOLDEN, "run"))
 def test_a_golden_report_is_kept_to(run, name, tmp_path):
     kept = {"memprof_version": "", **json.loads((KEPT / f"{name}.json").read_text(encoding="utf-8"))}
     for claim in dict.fromkeys(claims_of(kept)):
