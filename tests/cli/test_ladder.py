@@ -154,7 +154,7 @@ def test_inference_says_what_is_of_no_use(memprof):
 
 LLAMA = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 512, "intermediate_size": 1024,
-    "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 8192,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 8192,
     "torch_dtype": "bfloat16", "tie_word_embeddings": False,
 }  # fmt: skip
 

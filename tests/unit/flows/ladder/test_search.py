@@ -47,7 +47,7 @@ def test_what_is_made_at_once_is_what_would_be_made_in_turn(monkeypatch):
 
 def test_what_cannot_be_made_says_so_when_it_is_asked_for(monkeypatch):
     monkeypatch.setenv("MEMPROF_PROCESSES", "2")
-    runs = SpecRuns(TargetSpec(model="pythia-70m", context_length=64))
+    runs = SpecRuns(TargetSpec(model="1M", model_is_size=True, context_length=64))
 
     def fails(spec, *args, **options):
         if "chunked-loss" in spec.fixes:
