@@ -69,10 +69,6 @@ def _lu_solve_buffers(rows: int, sides: int, batch: int, item_bytes: int) -> lis
     return [order, *[orders] * (batch > 1), order, orders, rows * sides * batch * item_bytes]
 
 
-# What a transform into real numbers may overwrite is a copy (native/cuda/SpectralOps.cpp, _fft_c2r_cufft).
-scratch(aten._fft_c2r)(lambda args, gpu: [args[0].nbytes])
-
-
 @kernel(aten.linalg_lstsq)
 def lstsq(launch: KernelContext) -> Any:
     """Solve least squares by QR ("gels"), which is the one driver on a GPU and finds no rank and no singular values.
