@@ -9,8 +9,9 @@ import torch
 
 from memprof.virtual.device_properties import DeviceProperties
 from memprof.virtual.kernel_context import KernelContext
+from memprof.virtual.kernels import solver_buffers
 from memprof.virtual.kernels.copies import contiguous
-from memprof.virtual.kernels.registry import META, aten, kernel, scratch
+from memprof.virtual.kernels.registry import META, aten, composite, input_copies, kernel, scratch
 
 _FEW_ROWS = 25
 
@@ -28,10 +29,170 @@ def geqrf(launch: KernelContext) -> Any:
     return factored, factors
 
 
-# A copy of the factor in columns, and the error flag (native/cuda/linalg/BatchLinearAlgebra.cpp).
-scratch(aten._cholesky_solve_helper)(lambda args, gpu: [args[1].nbytes, 4])
-# A copy of the matrices in columns. cuSOLVER's workspaces are not counted, here and below.
-scratch(aten._linalg_svd, aten.linalg_lu)(lambda args, gpu: [args[0].nbytes])
+def _batch(matrix: torch.Tensor) -> int:
+    return math.prod(matrix.shape[:-2])
+
+
+def _flags(batch: int) -> list[int]:
+    """Whether any error code is set (native/BatchLinearAlgebra.cpp, _linalg_check_errors; of one it is a copy)."""
+    return [1] * (2 if batch == 1 else 1)
+
+
+scratch(aten._linalg_check_errors)(lambda args, gpu: _flags(args[0].numel()))
+# Copies in columns (native/cuda/linalg/BatchLinearAlgebra.cpp); of one matrix, by cuSOLVER, an error code as well.
+input_copies(aten._cholesky_solve_helper)(lambda args: [4] * (_batch(args[0]) == 1))
+scratch(aten._cholesky_solve_helper)(lambda args, gpu: [args[1].nbytes])
+scratch(aten.cholesky_inverse)(lambda args, gpu: [args[0].nbytes, *[4] * (_batch(args[0]) == 1)])
+scratch(aten.linalg_solve_triangular)(lambda args, gpu: _triangular(args[0].shape[-1], _batch(args[1])))
+
+
+def _solver(gpu: DeviceProperties, num_bytes: int) -> list[int]:
+    """Return a buffer of cuSOLVER where it was measured: see solver_buffers.py."""
+    return [num_bytes] * (gpu.compute_capability == (9, 0))
+
+
+@scratch(aten.linalg_cholesky_ex)
+def cholesky(args: Any, gpu: DeviceProperties) -> list[int]:
+    """cuSOLVER's buffer, or pointers to each of several matrices (cuda/linalg/BatchLinearAlgebraLib.cpp)."""
+    batch = _batch(args[0])
+    return [8 * batch] if batch > 1 else _solver(gpu, solver_buffers.of_potrf(args[0].shape[-1]))
+
+
+@scratch(aten.linalg_ldl_factor_ex)
+def ldl_factor(args: Any, gpu: DeviceProperties) -> list[int]:
+    """cuSOLVER's buffer."""
+    return _solver(gpu, solver_buffers.of_sytrf(args[0].shape[-1], args[0].element_size()))
+
+
+def _lu(matrix: torch.Tensor, gpu: DeviceProperties) -> list[int]:
+    """By cuSOLVER, by cuBLAS with pointers to each matrix, or by MAGMA (cuda/linalg/BatchLinearAlgebra.cpp, lu_factor)."""
+    (rows, columns), batch = matrix.shape[-2:], _batch(matrix)
+    if rows != columns or not (batch == 1 or rows <= 16 or (rows <= 128 and batch <= 16)):
+        return []
+    return _solver(gpu, solver_buffers.of_getrf(rows)) if batch == 1 or rows >= 512 else [8 * batch]
+
+
+scratch(aten.linalg_lu_factor_ex)(lambda args, gpu: _lu(args[0], gpu))
+
+
+@scratch(aten.linalg_lu)
+def lu(args: Any, gpu: DeviceProperties) -> list[int]:
+    """Factors in a copy, their pivots and error codes, and the permutation (native/BatchLinearAlgebra.cpp)."""
+    matrix = args[0]
+    *batch, rows, columns = matrix.shape
+    count = math.prod(batch)
+    return [matrix.nbytes, 4 * min(rows, columns) * count, 4 * count, *_lu(matrix, gpu), 8 * rows * count]
+
+
+def _pivot_sign(matrix: torch.Tensor) -> list[int]:
+    """Numbers of rows, which pivots are not theirs, how many, and that as 64-bit integers (lu_det_P)."""
+    batch, rows = _batch(matrix), matrix.shape[-1]
+    return [4 * rows, batch * rows, 8 * batch, 8 * batch * rows]
+
+
+@scratch(aten._linalg_det)
+def determinant(args: Any, gpu: DeviceProperties) -> list[int]:
+    """Error codes, the product of the diagonal, the sign (native/LinearAlgebra.cpp, linalg_det_out)."""
+    matrix, batch = args[0], _batch(args[0])
+    return [4 * batch, *_lu(matrix, gpu), batch * matrix.element_size(), *_pivot_sign(matrix)]
+
+
+@scratch(aten._linalg_slogdet)
+def log_determinant(args: Any, gpu: DeviceProperties) -> list[int]:
+    """As of the determinant; signs of the diagonal, their product, absolute values (native/LinearAlgebra.cpp)."""
+    matrix, batch = args[0], _batch(args[0])
+    diagonal, real = batch * matrix.shape[-1], matrix.dtype.to_real().itemsize
+    of_sign = [diagonal * matrix.element_size(), batch * matrix.element_size()]
+    return [4 * batch, *_lu(matrix, gpu), *_pivot_sign(matrix), *of_sign, diagonal * real]
+
+
+@kernel(aten._linalg_svd)
+def singular_vectors(launch: KernelContext) -> Any:
+    """Vectors before values, error codes, a copy in columns, cuSOLVER's buffer (cuda/linalg/BatchLinearAlgebraLib.cpp,
+    svd_cusolver). Without vectors as many numbers are theirs all the same: of one matrix at a time, or of small ones."""
+    matrix = launch.args[0]
+    rows, columns = matrix.shape[-2:]
+    batch, item_bytes, computes_vectors = _batch(matrix), matrix.element_size(), launch.argument(2, "compute_uv", True)
+    left, values, right = launch.func(*launch.args, **launch.kwargs)
+    launch.record(left, right, values)
+    at_once = batch if max(rows, columns) <= 32 else 1
+    vectors = [] if computes_vectors else [at_once * size * min(rows, columns) * item_bytes for size in (rows, columns)]
+    buffer = _solver(launch.gpu, solver_buffers.of_gesvdj(rows, columns, item_bytes))
+    with launch.scratch(4 * batch):
+        launch.transients(matrix.nbytes, *vectors, *buffer)
+        launch.transients(*_flags(batch))
+    return left, values, right
+
+
+@kernel(aten._linalg_eigh)
+def eigenvectors_of_symmetric(launch: KernelContext) -> Any:
+    """Vectors, which hold the matrix if nobody wants them, values, error codes, and a buffer for each matrix in turn
+    (cuda/linalg/BatchLinearAlgebraLib.cpp, linalg_eigh_cusolver). That of small batches is not counted."""
+    matrix = launch.args[0]
+    rows, batch, item_bytes = matrix.shape[-1], _batch(matrix), matrix.element_size()
+    computes_vectors = launch.argument(2, "compute_v", True)
+    values, vectors = launch.func(*launch.args, **launch.kwargs)
+    launch.record(*((vectors, values) if computes_vectors else (values,)))
+    by_jacobi = matrix.dtype is torch.float32 and 32 <= rows <= 512
+    num_bytes = solver_buffers.of_syevj(rows) if by_jacobi else solver_buffers.of_syevd(rows, item_bytes)
+    buffers = [] if batch > 1 and rows <= 32 else batch * _solver(launch.gpu, num_bytes)
+    with launch.scratch(0 if computes_vectors else matrix.nbytes, 4 * batch):
+        for buffer in buffers:
+            launch.transients(buffer)
+        launch.transients(*_flags(batch))
+    return values, vectors
+
+
+@composite(torch.linalg.svdvals)
+def singular_values(machine: Any, A: torch.Tensor, *, driver: str | None = None, out: Any = None) -> Any:
+    """Without vectors where nothing is differentiated; of a meta tensor torch's C++ asks for them."""
+    if out is not None or not machine.is_on_gpu(A) or (torch.is_grad_enabled() and A.requires_grad):
+        return NotImplemented
+    return aten._linalg_svd.default(A, False, False, driver=driver)[1]
+
+
+@composite(torch.linalg.eigvalsh)
+def eigenvalues(machine: Any, A: torch.Tensor, UPLO: str = "L", *, out: Any = None) -> Any:
+    """Without vectors where nothing is differentiated; of a meta tensor torch's C++ asks for them."""
+    if out is not None or not machine.is_on_gpu(A) or (torch.is_grad_enabled() and A.requires_grad):
+        return NotImplemented
+    return aten._linalg_eigh.default(A, UPLO, False)[0]
+
+
+@kernel(aten.linalg_qr)
+def qr(launch: KernelContext) -> Any:
+    """Reflectors, in the orthogonal matrix if that is wide enough, in the triangular one or in a copy
+    (native/BatchLinearAlgebra.cpp, linalg_qr_out)."""
+    matrix, mode = launch.args[0], launch.argument(1, "mode", "reduced")
+    (rows, columns), least = matrix.shape[-2:], min(matrix.shape[-2:])
+    result = launch.run()
+    size, batch = matrix.element_size(), _batch(matrix)
+    fits = (mode != "r" and result[0].shape[-1] == columns) or result[1].shape[-2] == rows
+    with launch.scratch(least * batch * size, 0 if fits else matrix.nbytes):
+        _take_reflectors(launch, rows, columns, batch, size)
+        if mode != "r":
+            buffer = _solver(launch.gpu, solver_buffers.of_orgqr(rows, result[0].shape[-1], least, size))
+            _take_in_turn(launch, batch, buffer)
+    return result
+
+
+def _take_reflectors(launch: KernelContext, rows: int, columns: int, batch: int, item_bytes: int) -> None:
+    """Pointers to many small matrices twice, or a buffer for each (cuda/linalg/BatchLinearAlgebra.cpp, geqrf_kernel)."""
+    if _are_small(rows, batch):
+        launch.transients(8 * batch, 8 * batch)
+    else:
+        _take_in_turn(launch, batch, _solver(launch.gpu, solver_buffers.of_geqrf(columns, item_bytes)))
+
+
+def _are_small(rows: int, batch: int) -> bool:
+    return rows <= 256 and batch >= max(2, rows // 16)
+
+
+def _take_in_turn(launch: KernelContext, batch: int, buffer: list[int]) -> None:
+    """Take an error code, and buffers for each matrix one after the other."""
+    with launch.scratch(4):
+        for _ in range(batch):
+            launch.transients(*buffer)
 
 
 @scratch(aten.linalg_inv_ex)
@@ -39,17 +200,27 @@ def inverse(args: Any, gpu: DeviceProperties) -> list[int]:
     """Factors in a copy, their pivots, and what solving for the identity takes (native/BatchLinearAlgebra.cpp)."""
     *batch, rows, _ = args[0].shape
     count = math.prod(batch)
-    return [args[0].nbytes, 4 * rows * count, *_lu_solve_buffers(rows, rows, count, args[0].element_size())]
+    buffers = _lu_solve_buffers(rows, rows, count, args[0].element_size())
+    return [args[0].nbytes, 4 * rows * count, *_lu(args[0], gpu), *buffers]
 
 
 @scratch(aten._linalg_solve_ex)
 def solve(args: Any, gpu: DeviceProperties) -> list[int]:
-    """Return what solving with the factors takes; the factors are a result."""
+    """Return what solving with the factors takes, which are a result; a vector is copied."""
     matrix, other = args[:2]
     is_vector = other.dim() == 1 or other.shape == matrix.shape[:-1]
     batch = torch.broadcast_shapes(matrix.shape[:-2], other.shape[:-1] if is_vector else other.shape[:-2])
     sides = 1 if is_vector else other.shape[-1 if len(args) < 3 or args[2] else -2]
-    return _lu_solve_buffers(matrix.shape[-1], sides, math.prod(batch), matrix.element_size())
+    copied = [other.nbytes] * is_vector
+    return [
+        *_lu(matrix, gpu), *copied,
+        *_lu_solve_buffers(matrix.shape[-1], sides, math.prod(batch), matrix.element_size()),
+    ]  # fmt: skip
+
+
+def _triangular(rows: int, batch: int) -> list[int]:
+    """Pointers to each matrix twice, for cuBLAS (cuda/linalg/BatchLinearAlgebra.cpp, triangular_solve_kernel)."""
+    return [] if (batch <= 8 and rows >= 64) or rows > 512 else [8 * batch] * 2
 
 
 def _lu_solve_buffers(rows: int, sides: int, batch: int, item_bytes: int) -> list[int]:
@@ -66,7 +237,8 @@ def _lu_solve_buffers(rows: int, sides: int, batch: int, item_bytes: int) -> lis
     if not triangular:
         return [] if looped else [8 * batch] * 2
     order, orders = 8 * rows, 8 * rows * batch
-    return [order, *[orders] * (batch > 1), order, orders, rows * sides * batch * item_bytes]
+    moved = rows * sides * batch * item_bytes
+    return [order, *[orders] * (batch > 1), order, orders, moved, *2 * _triangular(rows, batch)]
 
 
 @kernel(aten.linalg_lstsq)
@@ -94,11 +266,23 @@ def lstsq(launch: KernelContext) -> Any:
     size = matrix.element_size()
     with launch.scratch(4 * max(1, count)):
         solution = launch.new((*whole, sides, most), matrix.dtype).mT
-        with launch.scratch(matrix.numel() * size, count * least * size, matrix.numel() * size * (rows < columns)):
-            if tuple(batch) != tuple(whole):
-                launch.transients(math.prod(whole) * most * least * size, math.prod(whole) * least * size)
+        of_whole = math.prod(whole)
+        with launch.scratch(matrix.numel() * size):
+            if rows >= columns and _are_small(rows, of_whole):  # gels_batched_cublas
+                launch.transients(of_whole * rows * columns * size, 8 * of_whole, 8 * of_whole)
+            else:
+                with launch.scratch(count * least * size, matrix.numel() * size * (rows < columns)):
+                    _take_reflectors(launch, most, least, count, size)
+                    copied = (of_whole * most * least * size, of_whole * least * size)
+                    with launch.scratch(*copied * (tuple(batch) != tuple(whole))):
+                        triangular = _triangular(least, of_whole)
+                        launch.transients(*triangular * (rows < columns))
+                        buffer = solver_buffers.of_ormqr(most, least, sides, size)
+                        _take_in_turn(launch, of_whole, _solver(launch.gpu, buffer))
+                        launch.transients(*triangular * (rows >= columns))
         real = matrix.dtype.to_real()
         residuals = launch.new((*whole, sides) if rows > columns else (0,), real)
+        launch.transients(*_flags(max(1, count)))
     solution = solution[..., :columns, :]
     solution = solution.squeeze(-1) if is_vector else solution
     return solution, residuals, launch.new((0,), torch.long), launch.new((0,), real)

@@ -14,9 +14,9 @@ from memprof.virtual.kernels.registry import aten, kernel
 
 _MOST_DIMS = 3  # of one plan
 RULE = (
-    "cuFFT's workspaces, gone when each call returns, follow what was measured on an H100: none for lengths up to 4096, "
-    "from there on a copy of the (half) spectrum, and for a prime factor above 127 the padded signals. Which plan cuFFT "
-    "takes is not published; on other GPUs they are not counted."
+    "cuFFT's workspaces, gone when each call returns, follow what was measured on an H100: a copy of the spectrum where "
+    "the transform takes several kernels, and of padded signals where a prime factor is large. Which plan cuFFT takes "
+    "is not published; on other GPUs they are not counted."
 )
 
 
@@ -59,10 +59,11 @@ def complex_to_real(launch: KernelContext) -> Any:
     item_bytes = data.element_size()
     result = launch.run()
     with launch.scratch(data.nbytes):
-        if not _in_one_plan(dims):
+        in_columns = math.prod(data.shape[dims[-1] + 1 :]) > 1
+        if not _in_one_plan(dims) and len(dims) > 1:
             _take(launch, data, dims[:-1], item_bytes)
-            dims = dims[-1:]
-        _take(launch, result, dims, item_bytes, is_real=True, is_first=False)
+            dims, in_columns = dims[-1:], True
+        _take(launch, result, dims, item_bytes, is_real=True, is_first=False, in_columns=in_columns)
     return result
 
 
@@ -79,6 +80,7 @@ def _take(
     *,
     is_real: bool = False,
     is_first: bool = True,
+    in_columns: bool = False,
 ) -> None:
     """Take what one plan does: a copy of inputs whose other dimensions are not one in memory, and the workspace."""
     batch = sorted(
@@ -87,8 +89,9 @@ def _take(
     )
     batch = [(stride, size) for stride, size in batch if size > 1]
     is_one = all(outer == stride * size for (outer, _), (stride, size) in zip(batch, batch[1:]))
-    lengths = [data.shape[dim] for dim in dims]
-    num_bytes = workspace_bytes(launch.gpu, math.prod(size for _, size in batch), lengths, item_bytes, is_real=is_real)
+    lengths, signals = [data.shape[dim] for dim in dims], math.prod(size for _, size in batch)
+    in_columns = in_columns or (bool(dims) and data.stride(dims[-1]) > 1)
+    num_bytes = workspace_bytes(launch.gpu, signals, lengths, item_bytes, is_real=is_real, in_columns=in_columns)
     if num_bytes:
         launch.values.assume(RULE)
     launch.transients(data.nbytes * (is_first and not is_one), num_bytes)
@@ -96,30 +99,71 @@ def _take(
 
 # -- cuFFT -------------------------------------------------------------------------------------------------------------
 
-_IN_ONE_KERNEL = 4096  # the longest without a workspace; the shortest with one was 44,100
 _LARGEST_RADIX = 127
-_PLAN_BYTES = 2048  # beside the signals of real transforms by Bluestein's algorithm
+_LARGEST_SHORT_RADIX = 13  # of real transforms in one kernel
+_LONGEST_PRIME = 4096
+# The longest transforms that one kernel holds: along contiguous memory, and along columns.
+_LONGEST_COMPLEX = {False: 24_576, True: 4096}
+_LONGEST_REAL_POWER = {False: 16_384, True: 2048}
+_LONGEST_REAL = 480
+# Which others took nothing, of 60 longer ones that are no powers of two, or took a workspace though they are shorter.
+_REAL_IN_ONE_KERNEL = {368, 441, 600, 640, 720, 768, 800, 960, 1000, 1008, 1080, 1920, 2187, 2401, 3072, 3125}
+_COMPLEX_IN_SEVERAL = {False: {12_000, 22_050}, True: {85, 1080}}
+_ALIGNMENT_BYTES = 1024
 
 
 def workspace_bytes(
-    gpu: DeviceProperties, batch: int, lengths: Sequence[int], item_bytes: int, *, is_real: bool
+    gpu: DeviceProperties, batch: int, lengths: Sequence[int], item_bytes: int, *, is_real: bool, in_columns: bool
 ) -> int:
-    """Return what cuFFT takes for `batch` transforms of these lengths, on compute capability 9.0.
+    """Return what cuFFT takes for `batch` transforms of these lengths, on compute capability 9.0, in bytes.
 
-    Fits of all transforms of powers of two, of 44,100 and of 480,000 that an H100 recorded with CUDA 13.0, and of the
-    primes 4099 and 999,983, which are padded to a product of 2, 3 and 5.
+    A fit of what an H100 was recorded to allocate with CUDA 13.0 for 186 lengths, in batches and dimensions.
     """
-    longest = max(lengths, default=0)
-    if gpu.compute_capability != (9, 0) or longest <= _IN_ONE_KERNEL:
+    if gpu.compute_capability != (9, 0) or not lengths:
         return 0
-    others = batch * math.prod(lengths) // longest
-    if _without_factors(longest, _LARGEST_RADIX) > 1:
-        padded = 2 * longest - 1
-        while _without_factors(padded, 5) > 1:
-            padded += 1
-        signals = others * padded * item_bytes
-        return signals + others * longest * item_bytes // 2 + _PLAN_BYTES if is_real else 2 * signals
-    return others * (longest // 2 + 1 if is_real else longest) * item_bytes
+    *outer, last = lengths
+    spectrum = batch * math.prod(outer) * (last // 2 + 1 if is_real else last)
+    if is_real:
+        num_bytes = _of_real(batch, math.prod(outer), last, item_bytes, in_columns)
+    else:
+        num_bytes = _of_complex(spectrum // last, last, item_bytes, in_columns)
+    return max([num_bytes, *(_of_complex(spectrum // length, length, item_bytes, True) for length in outer)])
+
+
+def _of_real(batch: int, rows: int, length: int, item_bytes: int, in_columns: bool) -> int:
+    if length & (length - 1) == 0:
+        most = _LONGEST_REAL_POWER[in_columns] if item_bytes <= 8 else 4096
+    elif length % 2:
+        most = _LARGEST_RADIX
+    else:
+        most = _LONGEST_REAL * (_without_factors(length, _LARGEST_SHORT_RADIX) == 1)
+    if length <= most or length in _REAL_IN_ONE_KERNEL:
+        return 0
+    if length % 2 == 0:  # one complex signal of half the length
+        half = length // 2
+        return batch * rows * (half + (_of_complex(1, half, item_bytes, False) > 0)) * item_bytes
+    pairs = -(-batch // 2) * rows  # two real signals are one complex one
+    copied = pairs * length * item_bytes
+    return copied + (2 * _padded_bytes(pairs, length, item_bytes, 1) or _round_up(copied))
+
+
+def _of_complex(batch: int, length: int, item_bytes: int, in_columns: bool) -> int:
+    is_split = length > _LONGEST_COMPLEX[in_columns] or length in _COMPLEX_IN_SEVERAL[in_columns]
+    return 2 * _padded_bytes(batch, length, item_bytes) or batch * length * item_bytes * is_split
+
+
+def _padded_bytes(batch: int, length: int, item_bytes: int, beside: int = 0) -> int:
+    """Where a prime factor is large (Bluestein's algorithm), signals are padded to a product of 2, 3 and 5; else 0."""
+    if length <= _LONGEST_PRIME or _without_factors(length, _LARGEST_RADIX) == 1:
+        return 0
+    padded = 2 * length - 1
+    while _without_factors(padded, 5) > 1:
+        padded += 1
+    return _round_up(batch * padded * item_bytes + beside)
+
+
+def _round_up(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
 def _without_factors(length: int, most: int) -> int:
