@@ -102,8 +102,9 @@ def log_determinant(args: Any, gpu: DeviceProperties) -> list[int]:
     """As of the determinant; signs of the diagonal, their product, absolute values (native/LinearAlgebra.cpp)."""
     matrix, batch = args[0], _batch(args[0])
     diagonal, real = batch * matrix.shape[-1], matrix.dtype.to_real().itemsize
-    of_sign = [diagonal * matrix.element_size(), batch * matrix.element_size()]
-    return [4 * batch, *_lu(matrix, gpu), *_pivot_sign(matrix), *of_sign, diagonal * real]
+    complex_bytes = diagonal * matrix.element_size()
+    of_sign = [complex_bytes, batch * matrix.element_size(), diagonal * real, complex_bytes * matrix.is_complex()]
+    return [4 * batch, *_lu(matrix, gpu), *_pivot_sign(matrix), *of_sign]
 
 
 @kernel(aten._linalg_svd)
@@ -117,6 +118,8 @@ def singular_vectors(launch: KernelContext) -> Any:
     launch.record(left, right, values)
     at_once = batch if max(rows, columns) <= 32 else 1
     vectors = [] if computes_vectors else [at_once * size * min(rows, columns) * item_bytes for size in (rows, columns)]
+    if max(rows, columns) <= 32 and batch > 1 and rows != columns and not launch.argument(1, "full_matrices", False):
+        vectors.append(batch * max(rows, columns) ** 2 * item_bytes)  # of the square ones that are computed
     buffer = _solver(launch.gpu, solver_buffers.of_gesvdj(rows, columns, item_bytes))
     with launch.scratch(4 * batch):
         launch.transients(matrix.nbytes, *vectors, *buffer)
@@ -225,7 +228,7 @@ def _triangular(rows: int, batch: int) -> list[int]:
 
 def _lu_solve_buffers(rows: int, sides: int, batch: int, item_bytes: int) -> list[int]:
     """native/cuda/linalg/BatchLinearAlgebra.cpp, lu_solve_kernel: by triangular solves with the rows exchanged, or few
-    at a time by cuBLAS, with pointers to each."""
+    at a time by cuBLAS, with pointers to each, or cuSOLVER, with an error code."""
     if rows == sides:
         looped, triangular = False, rows > 16
     elif rows <= 64:
@@ -235,7 +238,7 @@ def _lu_solve_buffers(rows: int, sides: int, batch: int, item_bytes: int) -> lis
         looped = rows <= 128 and batch <= 2 and sides <= 2
         triangular = rows > 128 or sides > 2
     if not triangular:
-        return [] if looped else [8 * batch] * 2
+        return [4] if looped else [8 * batch] * 2
     order, orders = 8 * rows, 8 * rows * batch
     moved = rows * sides * batch * item_bytes
     return [order, *[orders] * (batch > 1), order, orders, moved, *2 * _triangular(rows, batch)]

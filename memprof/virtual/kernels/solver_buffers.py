@@ -71,7 +71,8 @@ def of_gesvdj(rows: int, columns: int, item_bytes: int) -> int:
     if rows == columns:
         numbers = rows * rows + round_up(rows * rows, 32) + _of_jacobi(rows, 64)
         return round_up(numbers, 32) * item_bytes
-    numbers = 1024 * max(least, 256) + (1 << 19) + 32 + round_up(least, 32) + rows * columns * (rows < columns)
+    numbers = 1024 * max(least, 256) + (1 << 19) + 32 + round_up(least, 32)
+    numbers += round_up(rows * columns, 32) * (rows < columns)  # transposed
     return numbers * item_bytes
 
 
