@@ -51,9 +51,15 @@ def _solver(gpu: DeviceProperties, num_bytes: int) -> list[int]:
     return [num_bytes] * (gpu.compute_capability == (9, 0))
 
 
+def _buffer(launch: KernelContext, num_bytes: int) -> list[int]:
+    """Return a buffer that is large enough to be told of."""
+    launch.values.assume(solver_buffers.RULE)
+    return _solver(launch.gpu, num_bytes)
+
+
 @scratch(aten.linalg_cholesky_ex)
 def cholesky(args: Any, gpu: DeviceProperties) -> list[int]:
-    """cuSOLVER's buffer, or pointers to each of several matrices (cuda/linalg/BatchLinearAlgebraLib.cpp)."""
+    """cuSOLVER's buffer, or pointers to each of several matrices (cuda/linalg/BatchLinearAlgebra.cpp)."""
     batch = _batch(args[0])
     return [8 * batch] if batch > 1 else _solver(gpu, solver_buffers.of_potrf(args[0].shape[-1]))
 
@@ -65,7 +71,7 @@ def ldl_factor(args: Any, gpu: DeviceProperties) -> list[int]:
 
 
 def _lu(matrix: torch.Tensor, gpu: DeviceProperties) -> list[int]:
-    """By cuSOLVER, by cuBLAS with pointers to each matrix, or by MAGMA (cuda/linalg/BatchLinearAlgebra.cpp, lu_factor)."""
+    """By cuSOLVER, cuBLAS with pointers to each matrix, or MAGMA (cuda/linalg/BatchLinearAlgebra.cpp, lu_factor)."""
     (rows, columns), batch = matrix.shape[-2:], _batch(matrix)
     if rows != columns or not (batch == 1 or rows <= 16 or (rows <= 128 and batch <= 16)):
         return []
@@ -109,8 +115,8 @@ def log_determinant(args: Any, gpu: DeviceProperties) -> list[int]:
 
 @kernel(aten._linalg_svd)
 def singular_vectors(launch: KernelContext) -> Any:
-    """Vectors before values, error codes, a copy in columns, cuSOLVER's buffer (cuda/linalg/BatchLinearAlgebraLib.cpp,
-    svd_cusolver). Without vectors as many numbers are theirs all the same: of one matrix at a time, or of small ones."""
+    """Vectors before values, error codes, a copy in columns, cuSOLVER's buffer (cuda/linalg/BatchLinearAlgebra.cpp,
+    svd_kernel). Without vectors as many numbers are theirs all the same: of one matrix at a time, or of small ones."""
     matrix = launch.args[0]
     rows, columns = matrix.shape[-2:]
     batch, item_bytes, computes_vectors = _batch(matrix), matrix.element_size(), launch.argument(2, "compute_uv", True)
@@ -120,7 +126,7 @@ def singular_vectors(launch: KernelContext) -> Any:
     vectors = [] if computes_vectors else [at_once * size * min(rows, columns) * item_bytes for size in (rows, columns)]
     if max(rows, columns) <= 32 and batch > 1 and rows != columns and not launch.argument(1, "full_matrices", False):
         vectors.append(batch * max(rows, columns) ** 2 * item_bytes)  # of the square ones that are computed
-    buffer = _solver(launch.gpu, solver_buffers.of_gesvdj(rows, columns, item_bytes))
+    buffer = _buffer(launch, solver_buffers.of_gesvdj(rows, columns, item_bytes))
     with launch.scratch(4 * batch):
         launch.transients(matrix.nbytes, *vectors, *buffer)
         launch.transients(*_flags(batch))
@@ -130,7 +136,7 @@ def singular_vectors(launch: KernelContext) -> Any:
 @kernel(aten._linalg_eigh)
 def eigenvectors_of_symmetric(launch: KernelContext) -> Any:
     """Vectors, which hold the matrix if nobody wants them, values, error codes, and a buffer for each matrix in turn
-    (cuda/linalg/BatchLinearAlgebraLib.cpp, linalg_eigh_cusolver). That of small batches is not counted."""
+    (cuda/linalg/BatchLinearAlgebra.cpp, linalg_eigh_kernel). That of small batches is not counted."""
     matrix = launch.args[0]
     rows, batch, item_bytes = matrix.shape[-1], _batch(matrix), matrix.element_size()
     computes_vectors = launch.argument(2, "compute_v", True)
@@ -138,7 +144,7 @@ def eigenvectors_of_symmetric(launch: KernelContext) -> Any:
     launch.record(*((vectors, values) if computes_vectors else (values,)))
     by_jacobi = matrix.dtype is torch.float32 and 32 <= rows <= 512
     num_bytes = solver_buffers.of_syevj(rows) if by_jacobi else solver_buffers.of_syevd(rows, item_bytes)
-    buffers = [] if batch > 1 and rows <= 32 else batch * _solver(launch.gpu, num_bytes)
+    buffers = [] if batch > 1 and rows <= 32 else batch * _buffer(launch, num_bytes)
     with launch.scratch(0 if computes_vectors else matrix.nbytes, 4 * batch):
         for buffer in buffers:
             launch.transients(buffer)
@@ -147,19 +153,24 @@ def eigenvectors_of_symmetric(launch: KernelContext) -> Any:
 
 
 @composite(torch.linalg.svdvals)
-def singular_values(machine: Any, A: torch.Tensor, *, driver: str | None = None, out: Any = None) -> Any:
+def singular_values(machine: Any, *args: Any, **kwargs: Any) -> Any:
     """Without vectors where nothing is differentiated; of a meta tensor torch's C++ asks for them."""
-    if out is not None or not machine.is_on_gpu(A) or (torch.is_grad_enabled() and A.requires_grad):
+    if kwargs or not _lacks_gradient(machine, args[0]):
         return NotImplemented
-    return aten._linalg_svd.default(A, False, False, driver=driver)[1]
+    return aten._linalg_svd.default(*args, compute_uv=False)[1]
 
 
 @composite(torch.linalg.eigvalsh)
-def eigenvalues(machine: Any, A: torch.Tensor, UPLO: str = "L", *, out: Any = None) -> Any:
-    """Without vectors where nothing is differentiated; of a meta tensor torch's C++ asks for them."""
-    if out is not None or not machine.is_on_gpu(A) or (torch.is_grad_enabled() and A.requires_grad):
+def eigenvalues(machine: Any, *args: Any, **kwargs: Any) -> Any:
+    """As `singular_values`."""
+    if kwargs or not _lacks_gradient(machine, args[0]):
         return NotImplemented
-    return aten._linalg_eigh.default(A, UPLO, False)[0]
+    return aten._linalg_eigh.default(*args, compute_v=False)[0]
+
+
+def _lacks_gradient(machine: Any, matrix: Any) -> bool:
+    on_gpu = isinstance(matrix, torch.Tensor) and machine.is_on_gpu(matrix)
+    return on_gpu and not (torch.is_grad_enabled() and matrix.requires_grad)
 
 
 @kernel(aten.linalg_qr)
@@ -174,17 +185,17 @@ def qr(launch: KernelContext) -> Any:
     with launch.scratch(least * batch * size, 0 if fits else matrix.nbytes):
         _take_reflectors(launch, rows, columns, batch, size)
         if mode != "r":
-            buffer = _solver(launch.gpu, solver_buffers.of_orgqr(rows, result[0].shape[-1], least, size))
+            buffer = _buffer(launch, solver_buffers.of_orgqr(rows, result[0].shape[-1], least, size))
             _take_in_turn(launch, batch, buffer)
     return result
 
 
 def _take_reflectors(launch: KernelContext, rows: int, columns: int, batch: int, item_bytes: int) -> None:
-    """Pointers to many small matrices twice, or a buffer for each (cuda/linalg/BatchLinearAlgebra.cpp, geqrf_kernel)."""
+    """Pointers to many small matrices twice, or buffers (cuda/linalg/BatchLinearAlgebra.cpp, geqrf_kernel)."""
     if _are_small(rows, batch):
         launch.transients(8 * batch, 8 * batch)
     else:
-        _take_in_turn(launch, batch, _solver(launch.gpu, solver_buffers.of_geqrf(columns, item_bytes)))
+        _take_in_turn(launch, batch, _buffer(launch, solver_buffers.of_geqrf(columns, item_bytes)))
 
 
 def _are_small(rows: int, batch: int) -> bool:
@@ -280,8 +291,8 @@ def lstsq(launch: KernelContext) -> Any:
                     with launch.scratch(*copied * (tuple(batch) != tuple(whole))):
                         triangular = _triangular(least, of_whole)
                         launch.transients(*triangular * (rows < columns))
-                        buffer = solver_buffers.of_ormqr(most, least, sides, size)
-                        _take_in_turn(launch, of_whole, _solver(launch.gpu, buffer))
+                        num_bytes = solver_buffers.of_ormqr(most, least, sides, size)
+                        _take_in_turn(launch, of_whole, _buffer(launch, num_bytes))
                         launch.transients(*triangular * (rows >= columns))
         real = matrix.dtype.to_real()
         residuals = launch.new((*whole, sides) if rows > columns else (0,), real)

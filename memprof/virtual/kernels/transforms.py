@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -14,9 +15,9 @@ from memprof.virtual.kernels.registry import aten, kernel
 
 _MOST_DIMS = 3  # of one plan
 RULE = (
-    "cuFFT's workspaces, gone when each call returns, follow what was measured on an H100: a copy of the spectrum where "
-    "the transform takes several kernels, and of padded signals where a prime factor is large. Which plan cuFFT takes "
-    "is not published; on other GPUs they are not counted."
+    "cuFFT's workspaces, gone when each call returns, follow what was measured on an H100: a copy of the spectrum "
+    "where a transform takes several kernels, and of padded signals where a prime factor is large. Which plan cuFFT "
+    "takes is not published; on other GPUs they are not counted."
 )
 
 
@@ -83,12 +84,9 @@ def _take(
     in_columns: bool = False,
 ) -> None:
     """Take what one plan does: a copy of inputs whose other dimensions are not one in memory, and the workspace."""
-    batch = sorted(
-        ((stride, size) for dim, (stride, size) in enumerate(zip(data.stride(), data.shape)) if dim not in dims),
-        reverse=True,
-    )
-    batch = [(stride, size) for stride, size in batch if size > 1]
-    is_one = all(outer == stride * size for (outer, _), (stride, size) in zip(batch, batch[1:]))
+    others = [dim for dim, size in enumerate(data.shape) if dim not in dims and size > 1]
+    batch = sorted(((data.stride(dim), data.shape[dim]) for dim in others), reverse=True)
+    is_one = all(outer == stride * size for (outer, _), (stride, size) in itertools.pairwise(batch))
     lengths, signals = [data.shape[dim] for dim in dims], math.prod(size for _, size in batch)
     in_columns = in_columns or (bool(dims) and data.stride(dims[-1]) > 1)
     num_bytes = workspace_bytes(launch.gpu, signals, lengths, item_bytes, is_real=is_real, in_columns=in_columns)
@@ -117,7 +115,7 @@ def workspace_bytes(
 ) -> int:
     """Return what cuFFT takes for `batch` transforms of these lengths, on compute capability 9.0, in bytes.
 
-    A fit of what an H100 was recorded to allocate with CUDA 13.0 for 186 lengths, in batches and dimensions.
+    A fit of what an H100 was recorded to allocate with CUDA 13.0 for 186 lengths, in batches and dimensions: all but 6.
     """
     if gpu.compute_capability != (9, 0) or not lengths:
         return 0
