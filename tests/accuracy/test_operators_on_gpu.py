@@ -18,7 +18,6 @@ from tests.gpu.compare_operators import read
 from tests.processes import ROOT, python
 
 _PLANS = "cuDNN does not publish its plans (kernels/convolution.py)"
-_SOLVER = "cuSOLVER's workspaces, and flags of a few bytes"
 _VALUES = "the result is as large as values that are not known"
 # Operator -> why its requests differ.
 DIFFERENT = {
@@ -26,12 +25,8 @@ DIFFERENT = {
     "conv2d 256x28 kernel 1 channels last float32": _PLANS, "conv2d 3x224 kernel 7 channels last bfloat16": _PLANS,
     "conv2d 3x224 kernel 7 channels last float32": _PLANS, "conv2d 3x224 kernel 7 float32": _PLANS,
     "conv3d bfloat16": _PLANS, "conv3d float32": _PLANS, "conv_transpose2d float32": _PLANS,
-    "linalg.cholesky": _SOLVER, "linalg.det": _SOLVER, "linalg.eig": _SOLVER, "linalg.eigh": _SOLVER,
-    "linalg.inv of a batch": _SOLVER, "linalg.inv": _SOLVER, "linalg.lstsq": _SOLVER, "linalg.lu": _SOLVER,
-    "linalg.matrix_exp": _SOLVER, "linalg.pinv": _SOLVER, "linalg.qr of a batch": _SOLVER, "linalg.qr": _SOLVER,
-    "linalg.solve": _SOLVER, "linalg.svd": _SOLVER, "linalg.svdvals": _SOLVER,
+    "linalg.eig": "cuSOLVER's buffer is 3 KB smaller", "linalg.matrix_exp": "its many steps depend on the values",
     "bincount": _VALUES, "masked_select": _VALUES, "nonzero": _VALUES, "where": _VALUES,
-    "fft": "cuFFT's workspace",
     "TransformerEncoderLayer": "one tensor of 4 MiB in its backward, not looked into",
 }  # fmt: skip
 
@@ -43,7 +38,12 @@ class Agreement(NamedTuple):
     mean: float  # of the differences of sums, as a share of the recorded one, at most
 
 
-FAMILIES = {"convolutions": Agreement(81, 0.08)}
+FAMILIES = {
+    "convolutions": Agreement(81, 0.08),
+    # 24 norms ask for the same in another order; what else differs is in kernels/solver_buffers.py, and matrix_exp.
+    "factorisations": Agreement(514, 0.062),
+    "transforms": Agreement(144, 0),
+}
 RECORDED = [folder / "operators.jsonl" for folder in compare.folders() if (folder / "operators.jsonl").is_file()]
 
 

@@ -173,6 +173,28 @@ def _lacks_gradient(machine: Any, matrix: Any) -> bool:
     return on_gpu and not (torch.is_grad_enabled() and matrix.requires_grad)
 
 
+@kernel(aten.linalg_eig)
+def eigenvectors(launch: KernelContext) -> Any:
+    """A check that all numbers are finite, complex vectors and values apart from the results, and of real numbers real
+    ones as well, with a check whether any is complex (native/BatchLinearAlgebra.cpp, linalg_eig_out). Recorded with
+    torch 2.11; earlier releases compute them on the host."""
+    matrix = launch.args[0]
+    if launch.gpu.release < (2, 11):
+        return NotImplemented
+    batch, rows, item_bytes = _batch(matrix), matrix.shape[-1], matrix.element_size()
+    numbers, complex_bytes = batch * rows, matrix.dtype.to_complex().itemsize
+    with launch.inside():
+        aten.all.default(aten.isfinite.default(matrix))
+    real = [] if matrix.is_complex() else [numbers * complex_bytes, matrix.nbytes]
+    with launch.scratch(4 * batch, numbers * rows * complex_bytes, numbers * complex_bytes):
+        with launch.scratch(*real):
+            launch.transients(matrix.nbytes, *_buffer(launch, solver_buffers.of_geev(rows, item_bytes)))
+            launch.transients(*[numbers, 1] * bool(real))
+        result = launch.run()
+        launch.transients(*_flags(batch))
+    return result
+
+
 @kernel(aten.linalg_qr)
 def qr(launch: KernelContext) -> Any:
     """Reflectors, in the orthogonal matrix if that is wide enough, in the triangular one or in a copy

@@ -60,6 +60,11 @@ def of_syevd(rows: int, item_bytes: int) -> int:
     return 128 + item_bytes * (4 * rows * rows + 127 * rows + 32_963)
 
 
+def of_geev(rows: int, item_bytes: int) -> int:
+    """Eigenvalues of any matrix: real ones of 512 to 2048 rows, and within 12 KB of the 19 others."""
+    return max(of_orgqr(rows, rows, rows, item_bytes), item_bytes * (rows * rows + 4 * rows) + 512)
+
+
 def of_gesvdj(rows: int, columns: int, item_bytes: int) -> int:
     """Singular values: all 23 squares and 7 of 10 rectangles, which are reduced to squares by reflectors; the others
     took up to three times as much."""
