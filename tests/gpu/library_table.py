@@ -178,6 +178,45 @@ def recurrences(device: str) -> Named:
             name = f"{kind.__name__} {shape} {_name(dtype)}"
             yield name, functools.partial(prepare, kind, shape, dtype, True)
         yield f"{kind.__name__} {shape} inference", functools.partial(prepare, kind, shape, torch.float32, False)
+    yield from _variants(device)
+
+
+_PLAIN = [Recurrence(20, 8, 96, 160), Recurrence(20, 8, 96, 160, 2, True, 0.3), Recurrence(20, 8, 96, 320, 2)]
+_VARIANTS: dict[str, dict[str, Any]] = {
+    "no bias": {"bias": False}, "batch first": {"batch_first": True}, "projected": {"proj_size": 24},
+}  # fmt: skip
+
+
+def _variants(device: str) -> Named:
+    """Run layers in float16, in which cuDNN's persistent algorithms run too, and layers with other options."""
+
+    def prepare(kind: type[nn.RNNBase], shape: Recurrence, dtype: torch.dtype, variant: str) -> Call:
+        options = {"bidirectional": shape.bidirectional, "dropout": shape.dropout, **_VARIANTS.get(variant, {})}
+        layer = kind(shape.features, shape.hidden, shape.layers, **options, device=device, dtype=dtype)
+        ends = (shape.batch, shape.steps) if variant == "batch first" else (shape.steps, shape.batch)
+        data = torch.randn(*ends, shape.features, device=device, dtype=dtype, requires_grad=True)
+
+        def call() -> None:
+            layer(data)[0].sum().backward()
+
+        def infer() -> None:
+            with torch.no_grad():
+                layer.eval()(data)
+
+        return infer if variant == "inference" else call
+
+    kinds = (nn.LSTM, nn.GRU, nn.RNN)
+    for kind, shape in itertools.product(kinds, [*_PLAIN, Recurrence(20, 16, 128, 256)]):
+        for variant in ("training", "inference"):
+            name = f"{kind.__name__} {shape} {variant} float16"
+            yield name, functools.partial(prepare, kind, shape, torch.float16, variant)
+    for kind, variant in itertools.product(kinds[:2], _VARIANTS):
+        for dtype in () if kind is nn.GRU and variant == "projected" else (torch.float32, torch.bfloat16):
+            shape = Recurrence(20, 8, 96, 200, 2)
+            yield (
+                f"{kind.__name__} {shape} {variant} {_name(dtype)}",
+                functools.partial(prepare, kind, shape, dtype, variant),
+            )
 
 
 _OF_SQUARE: dict[str, Callable[[torch.Tensor], object]] = {

@@ -26,18 +26,16 @@ _GATES = {0: 1, 1: 1, 2: 4, 3: 3}
 DTYPES = (torch.float16, torch.float32, torch.float64)
 DROPOUT_STATE_BYTES = 2 << 20
 
-# cuDNN 9.19 as measured on an H100 (torch 2.11.0+cu130; LSTM, GRU and RNN of two layers, 128 steps of 16 rows, 256 to
-# 512 features, float32 and bfloat16, the LSTM with dropout too), applied wherever torch brings that version along.
-# The reserve space, confirmed by an LSTM of one layer of 64: as above, but six vectors of a GRU, and:
+# cuDNN 9.19, applied wherever torch brings that version along: the reserve space and the workspace as buffers that add
+# up to what cudnnGetRNNTempSpaceSizes answered on an H100 for 1,229 shapes, of all kinds, data types, algorithms,
+# directions, with dropout, packed or projected: of 105,090 sizes 101,962 to the byte, the others within 128 bytes (but
+# for 5, of an algorithm that torch does not choose there).
 _MEASURED_CUDNN = 91_900
 _KEPT_BY_GRU = 6
-_RESERVE_EXTRA_BYTES = 256
-# The workspace of a training step: vectors for each time step (the gates, four more, and an LSTM's cell), states of
-# each layer, and memory that depends on the layers alone. How it splits into these is read from that one shape.
-_WORKSPACE_VECTORS = {0: 5, 1: 5, 2: 9, 3: 7}
-_WORKSPACE_STATES = {0: 9, 1: 9, 2: 10, 3: 13}
-_WORKSPACE_LAYER_BYTES = 8 << 20
-_WORKSPACE_EXTRA_BYTES = 384
+_EXTRA_BYTES = 256
+_ALIGNMENT = 32  # of each of the buffers
+_BYTES_PER_CELL = 8 << 20  # of each layer and direction, beside its buffers
+_PERSISTENT_BACKWARD = {0: 9, 1: 9, 2: 12, 3: 14}  # hidden vectors of a row that the persistent algorithms add
 _DROPOUT_BYTES_PER_THREAD = 24  # of the threads that the GPU holds at once: 6,488,064 bytes on an H100
 
 RESERVE = (
@@ -46,8 +44,8 @@ RESERVE = (
 )
 WORKSPACE = "The workspace of cuDNN's recurrent layers is not published and not counted."
 MEASURED_WORKSPACE = (
-    "The workspace of cuDNN's recurrent layers is not published: counted in training, by a rule from one shape on an "
-    "H100; another shape's may differ."
+    "The workspace and the reserve space of cuDNN's recurrent layers are not published: counted by a rule that "
+    "reproduces what cuDNN 9.19 requests on an H100; another GPU's or version's may differ."
 )
 DROPOUT = "The state of cuDNN's dropout between recurrent layers is counted as 2 MiB; it is slightly more."
 COPIED_WEIGHTS = "Recurrent weights that are not parts of one buffer are copied into one at every call."
@@ -150,7 +148,7 @@ class Packing:
         rows = _GATES[mode] * hidden_size
         out = projected or hidden_size
         inputs = input_size + (layers - 1) * out * directions
-        self._matrices = matrices = directions * (rows * (inputs + layers * out) + layers * projected * hidden_size)
+        self.matrices = matrices = directions * (rows * (inputs + layers * out) + layers * projected * hidden_size)
         # Elements of the buffer: it has room for both biases even where the layer has none.
         self.numel = matrices + layers * directions * 2 * rows
 
@@ -167,7 +165,7 @@ class Packing:
 
     def views(self, buffer: torch.Tensor, shapes: Sequence[torch.Size], per_layer: int) -> list[torch.Tensor]:
         """The parts of a buffer for weights of these shapes, in the order of `nn.RNNBase._flat_weights`."""
-        offsets = {True: 0, False: self._matrices}
+        offsets = {True: 0, False: self.matrices}
         parts = []
         for shape in shapes:
             matrix = len(shape) == 2
@@ -204,27 +202,89 @@ def _reserve_bytes(gpu: DeviceProperties, args: Any) -> int:
     """Return the bytes that the backward pass needs at least: cuDNN's reserve space, or a lower bound of it."""
     steps, batch, directions, rows = _shapes(args)
     data, kind, size, projected, layers, dropout = args[0], args[6], args[7], args[8], args[9], args[11]
-    measured = is_measured(gpu)
-    kept = _KEPT_BY_GRU if measured and kind == MODES["gru"] else _KEPT_FOR_BACKWARD[kind]
-    positions, between = (rows or steps * batch) * directions, (layers - 1) * (projected or size)
-    num_bytes = positions * (layers * kept * size + between) * data.element_size()
-    if not measured:
-        return int(num_bytes)
-    mask = positions * between // 8 if dropout else 0  # a bit for every output between layers
-    return int(num_bytes + mask + _RESERVE_EXTRA_BYTES)
+    item, positions = data.element_size(), (rows or steps * batch) * directions
+    if not is_measured(gpu):
+        return int(positions * (layers * _KEPT_FOR_BACKWARD[kind] * size + (layers - 1) * (projected or size)) * item)
+    kept = layers * (_KEPT_BY_GRU if kind == MODES["gru"] else _KEPT_FOR_BACKWARD[kind]) * size
+    if projected:
+        kept += layers * (size + projected)
+    between = positions * size
+    mask = _aligned(between * directions // 8) if dropout else 0  # a bit for each output between two layers
+    kept_bytes = _aligned(positions * kept * item) + _aligned((layers - 1) * between * item)
+    return kept_bytes + (layers - 1) * mask + _EXTRA_BYTES
 
 
-def _workspace_bytes(launch: KernelContext, args: Any) -> int:
-    """cuDNN's workspace in training, in bytes: taken by the forward pass, the gradients of the data and of weights."""
-    data, kind, size, layers, dropout, train = (args[place] for place in (0, 6, 7, 9, 11, 12))
-    if not train or not is_measured(launch.gpu) or not launch.machine.workspaces:
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _is_persistent(gpu: DeviceProperties, args: Any, forward: bool) -> bool:
+    """get_algo (native/cudnn/RNN.cpp); in bfloat16 and float64 cuDNN's workspace is that of the standard algorithm."""
+    data, kind, size, projected, layers = args[0], args[6], args[7], args[8], args[9]
+    if projected or args[14] or data.dtype not in (torch.float32, torch.float16):
+        return False
+    if size <= (192 if forward else 128) * (1 if kind in (MODES["lstm"], MODES["gru"]) else 2):
+        return True  # CUDNN_RNN_ALGO_PERSIST_STATIC_SMALL_H
+    batch, fits = _shapes(args)[1], layers == 1 and not args[13] and size <= 1024
+    fits = fits and size % 128 == data.shape[-1] % 128 == 0 and batch % 8 == 0 and batch <= 128
+    large, minor = gpu.compute_capability >= (8, 0) and gpu.num_sms >= 98, gpu.compute_capability[1]
+    few = kind == MODES["lstm"] or (kind != MODES["gru"] and (batch < 96 or size < 896))
+    return data.dtype is torch.float16 and fits and few and large and minor != 6  # CUDNN_RNN_ALGO_PERSIST_STATIC
+
+
+def _workspace_bytes(launch: KernelContext, args: Any, forward: bool) -> int:
+    """Return the bytes of cuDNN's workspace: in training those of the larger pass, forward or backward.
+
+    `forward` says for which pass torch asks, which decides on the algorithm alone.
+    """
+    data, kind, size, projected, layers, dropout, train = (args[place] for place in (0, 6, 7, 8, 9, 11, 12))
+    if not is_measured(launch.gpu) or not launch.machine.workspaces:
         return 0
-    steps, batch, directions, rows = _shapes(args)
-    vectors = _WORKSPACE_VECTORS[kind] + bool(dropout and layers > 1)
-    states = _WORKSPACE_STATES[kind] * layers * batch
-    elements = ((rows or steps * batch) * vectors + states) * directions * size
-    layer_bytes = _WORKSPACE_LAYER_BYTES * layers * directions
-    return int(elements * data.element_size() + layer_bytes + _WORKSPACE_EXTRA_BYTES)
+    steps, batch, directions, packed_rows = _shapes(args)
+    rows, features, out = packed_rows or steps * batch, data.shape[-1], projected or size
+    both, deep, lstm, gates = directions == 2, layers > 1, kind == MODES["lstm"], _GATES[kind]
+    persistent = _is_persistent(launch.gpu, args, forward)
+    matrices = Packing(kind, features, size, projected, layers, both).matrices
+    vectors, outputs, states = rows * size, rows * directions * size, layers * directions * batch * size
+
+    def common(copies: int) -> list[tuple[int, int]]:
+        """List weights, and copies of inputs, outputs and states, of which packed sequences need none."""
+        buffers = [(1, matrices), (projected > 0, outputs)]
+        if not packed_rows:
+            buffers += [(copies, rows * features), (copies, rows * directions * out)]
+            buffers += [(2 * copies, layers * directions * batch * out), (2 * copies * lstm, states)]
+        return buffers
+
+    # (how many buffers, elements of each)
+    forward_pass = [*common(1), (train and dropout > 0 and deep and not both, vectors)]
+    if persistent:
+        forward_pass += [
+            (1, (3 * gates + 2 if both else 5 * gates) * outputs),
+            (1, (4 if lstm else 2) * states),
+            (both, states),
+        ]
+    else:
+        gated = outputs if both else min(vectors, 256 * batch * size)  # of 256 time steps at once
+        forward_pass += [
+            (1, gates * gated),
+            (both, 4 * vectors),
+            (1, gates * states),
+            (lstm, 2 * states),
+            (both, 2 * states),
+        ]
+    backward_pass = [*common(2), (4 if both else 1, rows * max(size, features))]  # with gradients of what is copied
+    backward_pass += [(1, (3 if lstm else 1) * states), (both, 2 * states)]
+    if persistent:
+        backward_pass += [(1, _PERSISTENT_BACKWARD[kind] * vectors), (not both, states)]
+    if both or persistent or not deep:
+        backward_pass += [(1 + deep, outputs)]
+    else:  # the layers work at the same time, on some time steps each
+        few = 16 if batch <= 8 else 8 if batch <= 16 or steps >= 128 else 4 if batch <= 96 else 2
+        backward_pass += [(1, min(rows, (few * layers + max(few, 8)) * batch) * size)]
+    passes = [forward_pass, backward_pass] if train else [forward_pass]
+    num_bytes = max(sum(count * _aligned(each * data.element_size()) for count, each in buffers) for buffers in passes)
+    lengths = 0 if packed_rows else _aligned(8 * batch)
+    return num_bytes + lengths + _EXTRA_BYTES + _BYTES_PER_CELL * layers * directions
 
 
 @kernel(aten._cudnn_rnn)
@@ -244,7 +304,7 @@ def cudnn_rnn(launch: KernelContext) -> Any:
         if buffer is None:
             packing = Packing(args[6], data.shape[-1], size, projected, layers, args[13])
             buffer = launch.new(packing.numel, data.dtype)
-        with launch.scratch(_workspace_bytes(launch, args)):
+        with launch.scratch(_workspace_bytes(launch, args, True)):
             reserve = launch.new(_reserve_bytes(launch.gpu, args) if train else 0, torch.uint8)
     return (output.transpose(0, 1) if turned else output), hy, cy, reserve, buffer
 
@@ -260,7 +320,7 @@ def cudnn_rnn_backward(launch: KernelContext) -> Any:
     if all(grad is None for grad in grads):
         return None, None, None, [None] * len(weights)
     turned = batch_first and not sizes
-    workspace = _workspace_bytes(launch, (data, *[None] * 5, *launch.args[10:]))
+    workspace = _workspace_bytes(launch, (data, *[None] * 5, *launch.args[10:]), False)
     missing = [like for grad, like in zip(grads, (output, hx, cx), strict=True) if grad is None and like is not None]
     again = data.transpose(0, 1) if turned else data
     arrived = [grads[0].transpose(0, 1) if turned and grads[0] is not None else grads[0], *grads[1:]]
@@ -273,10 +333,15 @@ def cudnn_rnn_backward(launch: KernelContext) -> Any:
             launch.transients(workspace)
         if mask[3]:
             with launch.scratch(*contiguous(again)):
-                flat = launch.new(buffer.numel(), buffer.dtype)
-                launch.transients(workspace)
                 packing = Packing(kind, data.shape[-1], size, projected, layers, bidirectional)
-                grad_weights = list(packing.views(flat, [weight.shape for weight in weights], per_layer))
+                if per_layer == 4 + bool(projected):
+                    flat = launch.new(buffer.numel(), buffer.dtype)
+                    launch.transients(workspace)
+                    grad_weights = list(packing.views(flat, [weight.shape for weight in weights], per_layer))
+                else:  # without biases, for which the buffer has room, they are copied out of it
+                    with launch.scratch(buffer.numel() * buffer.element_size()):
+                        launch.transients(workspace)
+                        grad_weights = [launch.new(weight.shape, weight.dtype) for weight in weights]
     return (grad_data.transpose(0, 1) if turned else grad_data), grad_hx, grad_cx, grad_weights
 
 

@@ -103,6 +103,76 @@ def test_cudnn_takes_what_an_h100_was_asked_for(kind, dtype, reserve, workspace)
         assert made(gpu, first, "_cudnn_rnn_backward", hidden=True)[-2:] == [workspace] * 2
 
 
+# What cuDNN 9.19 answered on an H100 (cudnnGetRNNTempSpaceSizes): (steps, batch, features, hidden size, layers,
+# directions), workspace of the forward and of the backward pass in training, of inference, and the reserve space.
+ANSWERED = [
+    # The largest hidden sizes for which torch chooses the persistent algorithm, and the next.
+    (nn.LSTM, torch.float32, (40, 24, 96, 192, 2, 1), 34_988_480, 23_265_728, 34_988_480, 8_110_336),
+    (nn.LSTM, torch.float32, (40, 24, 96, 193, 2, 1), 23_306_880, 23_306_880, 23_306_880, 8_152_576),
+    (nn.RNN, torch.float32, (40, 24, 96, 384, 2, 1), 40_518_080, 24_814_016, 28_205_504, 4_423_936),
+    (nn.RNN, torch.float32, (40, 24, 96, 385, 2, 1), 24_837_664, 24_837_664, 22_251_424, 4_435_456),
+    (nn.GRU, torch.float32, (40, 24, 96, 128, 2, 1), 27_738_560, 27_738_560, 25_846_208, 6_390_016),
+    (nn.GRU, torch.float32, (40, 24, 96, 129, 2, 1), 27_823_104, 20_070_720, 25_918_848, 6_439_936),
+    (nn.GRU, torch.float16, (40, 24, 96, 64, 1, 1), 11_110_848, 11_110_848, 10_613_184, 737_536),
+    # The other persistent algorithm.
+    (nn.LSTM, torch.float16, (128, 16, 512, 512, 1, 1), 58_851_712, 58_851_712, 58_851_712, 10_486_016),
+    # Time steps that the layers work on at the same time, by rows.
+    (nn.RNN, torch.bfloat16, (40, 8, 96, 448, 2, 1), 19_409_216, 19_409_216, 18_745_664, 860_416),
+    (nn.RNN, torch.bfloat16, (117, 9, 848, 577, 4, 1), 47_605_696, 47_605_696, 43_535_328, 8_506_432),
+    (nn.RNN, torch.bfloat16, (40, 16, 96, 448, 2, 1), 20_521_344, 20_521_344, 19_423_616, 1_720_576),
+    (nn.RNN, torch.bfloat16, (40, 24, 96, 448, 2, 1), 21_576_128, 21_576_128, 20_101_568, 2_580_736),
+    (nn.RNN, torch.bfloat16, (125, 96, 129, 632, 2, 1), 74_188_800, 74_188_800, 53_497_920, 45_504_256),
+    (nn.RNN, torch.bfloat16, (51, 98, 8, 856, 5, 1), 88_191_072, 88_191_072, 74_856_800, 77_009_440),
+    (nn.RNN, torch.bfloat16, (40, 100, 96, 448, 2, 1), 32_327_712, 32_327_712, 26_542_112, 10_752_256),
+    (nn.RNN, torch.bfloat16, (128, 24, 96, 448, 2, 1), 28_236_224, 28_236_224, 24_291_776, 8_257_792),
+    # Many steps, both directions, many features.
+    (nn.LSTM, torch.bfloat16, (1000, 24, 96, 448, 1, 1), 105_807_296, 105_807_296, 58_685_888, 107_520_256),
+    (nn.GRU, torch.bfloat16, (40, 24, 96, 100, 2, 2), 36_957_120, 36_957_120, 36_772_800, 4_992_256),
+    (nn.LSTM, torch.float32, (40, 24, 96, 64, 1, 2), 24_957_376, 24_957_376, 24_957_376, 2_457_856),
+    (nn.RNN, torch.float64, (40, 24, 96, 448, 1, 2), 57_762_240, 57_762_240, 49_799_616, 6_881_536),
+    (nn.LSTM, torch.bfloat16, (40, 24, 2000, 448, 2, 1), 42_820_032, 42_820_032, 37_333_440, 9_462_016),
+]
+
+
+@pytest.mark.parametrize(("kind", "dtype", "shape", "forward", "backward", "inference", "reserve"), ANSWERED)
+def test_cudnn_takes_what_it_answered_on_an_h100(kind, dtype, shape, forward, backward, inference, reserve):
+    steps, batch, features, hidden, layers, directions = shape
+    with VirtualGpu(find_gpu("h100-80gb"), workspaces=True) as gpu:
+        layer = kind(features, hidden, layers, bidirectional=directions == 2, device="cuda", dtype=dtype)
+        data = torch.randn(steps, batch, features, device="cuda", dtype=dtype)
+        first = len(gpu.trace.storages)
+        layer(data)[0].sum().backward()
+        assert made(gpu, first)[-1] == reserve
+        assert made(gpu, first, hidden=True) == [forward]
+        assert made(gpu, first, "_cudnn_rnn_backward", hidden=True)[-2:] == [backward] * 2
+        first = len(gpu.trace.storages)
+        layer.eval()(data)
+        assert made(gpu, first, hidden=True) == [inference]
+
+
+def test_packed_sequences_need_no_copies_in_the_workspace():
+    with VirtualGpu(find_gpu("h100-80gb"), workspaces=True) as gpu:
+        layer = nn.LSTM(527, 334, num_layers=3, device="cuda")
+        lengths = torch.tensor([74, 59, 38, 29, 22, 11])
+        packed = nn.utils.rnn.pack_padded_sequence(torch.randn(74, 6, 527, device="cuda"), lengths)
+        first = len(gpu.trace.storages)
+        layer(packed)
+        assert made(gpu, first)[-1] == 5_292_192
+        assert made(gpu, first, hidden=True) == [38_296_288]
+
+
+def test_gradients_of_weights_without_biases_are_copied_out_of_the_buffer(gpu):
+    layer = nn.GRU(INPUT, HIDDEN, bias=False).cuda()
+    output, _ = layer(torch.randn(STEPS, BATCH, INPUT, device="cuda"))
+    first = len(gpu.trace.storages)
+    output.sum().backward()
+    weights = [4 * weight.numel() for weight in layer.parameters()]
+    assert made(gpu, first, "_cudnn_rnn_backward")[-2:] == weights
+    # A buffer that has room for both biases, for the time of the call.
+    assert made(gpu, first, "_cudnn_rnn_backward", hidden=True)[-1] == sum(weights) + 4 * 2 * 3 * HIDDEN
+    assert len(storages(weight.grad for weight in layer.parameters())) == 2
+
+
 def test_dropout_adds_a_bit_and_a_value_for_each_output_between_layers():
     with VirtualGpu(find_gpu("h100-80gb"), workspaces=True) as gpu:
         layer = nn.LSTM(*SHAPE, dropout=0.1, device="cuda")
