@@ -45,6 +45,8 @@ class GpuReplay:
     # The most that is reserved on a GPU without limit: so much, and nothing is ever released to make room. Requests
     # that the program was refused and went on without are not in it.
     required_reserved_bytes: int
+    # Storages of requests that the program, or a library with a workspace, was refused and went on without.
+    refused: frozenset[int] = frozenset()
     rounds: bool = True  # whether requests are rounded to blocks; in host memory they are not
     bounds: StreamBounds | None = None  # of `required_reserved_bytes`; None: no stream uses another's memory
     _layouts: dict[int, Layout] = field(default_factory=dict, repr=False, compare=False)  # by event
@@ -113,19 +115,25 @@ def replay_on_gpu(
     first.advance(stop_at_oom=True)
     timeline = first.finish()
     oom, retries = timeline.first_oom, timeline.retries
+    refused = first.refused | set(trace.refused)
     # A GPU without limit would have done the same, but for what it was requested in vain when the program ran.
-    if gpu is None or not (first.was_limited or trace.refused):
+    if gpu is None or not (first.was_limited or refused):
         required = timeline.peak_reserved.num_bytes
         return GpuReplay(trace, gpu, config, release, timeline, None, 0, required, bounds=bounds)
     free = TraceReplay(trace, None, config, release)
+    free.refused |= first.refused
     free.advance()
     unlimited = free.finish()
     required = unlimited.peak_reserved.num_bytes
     if oom is None:
-        return GpuReplay(trace, gpu, config, release, timeline, None, retries, required, bounds=bounds)
+        return GpuReplay(
+            trace, gpu, config, release, timeline, None, retries, required, frozenset(refused), bounds=bounds
+        )
     report = oom.report.of_process(gpu.context_bytes)
     oom = FirstOom(oom.event, report, report.message(release))
-    return GpuReplay(trace, gpu, config, release, unlimited, oom, max(retries - 1, 0), required, bounds=bounds)
+    return GpuReplay(
+        trace, gpu, config, release, unlimited, oom, max(retries - 1, 0), required, frozenset(refused), bounds=bounds
+    )
 
 
 def _bounds(trace: Trace, config: AllocatorConfig, release: Release) -> StreamBounds | None:

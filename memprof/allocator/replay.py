@@ -18,7 +18,7 @@ from memprof.allocator.messages import OomReport, OutOfMemory
 from memprof.allocator.releases import LATEST, Release
 from memprof.allocator.streams import Completion
 from memprof.errors import MemprofError
-from memprof.trace.events import Event, EventKind, Trace, gpu_index
+from memprof.trace.events import NONE, Event, EventKind, Trace, gpu_index
 from memprof.trace.facts import DeviceFacts
 from memprof.trace.snapshot import DEFAULT_POOL, PoolId, SnapshotSegment
 
@@ -131,14 +131,20 @@ class TraceReplay:
         self.live: dict[int, Block] = {}  # blocks of the storages that are live, by storage
         self.stream = 0  # on which memory is taken where the replay has come to
         self.pool = DEFAULT_POOL  # from which
+        self.refused: set[int] = set()  # storages of workspaces that had no room, which their library does without
         self._has_limit = gpu is not None
         self._retries_in_vain = 0
 
-    def malloc(self, num_bytes: int, stream: int = 0) -> Block:
-        """Serve a request, on a GPU without limit once one was refused."""
+    def malloc(self, num_bytes: int, stream: int = 0, storage: int = NONE) -> Block | None:
+        """Serve a request, on a GPU without limit once one was refused; return None for a workspace without room."""
+        before = self.allocator.statistics.num_alloc_retries
         try:
             return self.allocator.malloc(num_bytes, stream, self.pool)
         except OutOfMemory as error:
+            if self.timeline.first_oom is None and storage in self.trace.optional_storages():
+                self.refused.add(storage)
+                self._retries_in_vain += self.allocator.statistics.num_alloc_retries - before
+                return None
             if self.timeline.first_oom is None:
                 self.timeline.first_oom = FirstOom(self.event, error.report, str(error))
             self.driver.lift_limit()
@@ -208,10 +214,10 @@ class TraceReplay:
                 if storage.num_bytes and storage.device == device:
                     asked = True
                     self.event = time
-                    if refused and ref in refused:
+                    if (refused and ref in refused) or ref in self.refused:
                         self._ask(storage.num_bytes)
-                    else:
-                        block = live[ref] = malloc(storage.num_bytes, self.stream)
+                    elif (block := malloc(storage.num_bytes, self.stream, ref)) is not None:
+                        live[ref] = block
                         if writes:
                             blocks[ref] = block.size
                             addresses[ref] = block.address

@@ -28,7 +28,7 @@ class CaughtError:
 def caught_errors(ledger: Ledger) -> list[CaughtError]:
     """Return all of them, in the order of the run."""
     trace = ledger.trace
-    refused = frozenset(trace.refused)
+    refused = frozenset(trace.refused) - trace.optional_storages()
     found = []
     for time, (kind, ref) in enumerate(trace.events):
         if kind is EventKind.ALLOC and ref in refused:

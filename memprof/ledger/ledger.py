@@ -104,7 +104,7 @@ def build_ledger(trace: Trace, run: GpuReplay | None = None) -> Ledger:
     peak_bytes = max(allocated)
     # The last time that it is reached: in the steady state rather than in the first step. A request that was refused
     # reaches nothing, though it may come just when as much is allocated.
-    refused = frozenset(trace.refused)
+    refused = run.refused
     peak_event = max(
         time
         for time, ((kind, ref), held) in enumerate(zip(trace.events, allocated, strict=True))
@@ -113,7 +113,7 @@ def build_ledger(trace: Trace, run: GpuReplay | None = None) -> Ledger:
         and trace.storages[ref].device == trace.device
         and ref not in refused
     )
-    live = _live_tensors(trace, categories, peak_event, rounds=run.rounds)
+    live = _live_tensors(trace, categories, peak_event, run)
     rows: dict[tuple[Category, str, str], int] = defaultdict(int)
     for tensor in live:
         rows[tensor.category, tensor.module or "", tensor.phase] += tensor.allocated_bytes
@@ -178,8 +178,8 @@ def _host_curve(trace: Trace) -> list[int]:
     return host
 
 
-def live_storages_at(trace: Trace, time: int) -> list[int]:
-    """Return indices of the GPU storages live after the event at `time`."""
+def live_storages_at(trace: Trace, time: int, refused: frozenset[int]) -> list[int]:
+    """Return indices of the GPU storages live after the event at `time`, without those that were `refused`."""
     alive: dict[int, None] = {}
     storages, alloc, free = trace.storages, EventKind.ALLOC, EventKind.FREE
     for kind, ref in trace.events[: time + 1]:
@@ -187,13 +187,13 @@ def live_storages_at(trace: Trace, time: int) -> list[int]:
             alive[ref] = None
         elif kind is free:
             alive.pop(ref, None)
-    return [index for index in alive if index not in trace.refused]
+    return [index for index in alive if index not in refused]
 
 
-def _live_tensors(trace: Trace, categories: list[Category], time: int, *, rounds: bool) -> list[LiveTensor]:
+def _live_tensors(trace: Trace, categories: list[Category], time: int, run: GpuReplay) -> list[LiveTensor]:
     groups: dict[tuple[object, ...], list[int]] = defaultdict(list)
     names: dict[int, list[str | None]] = {}
-    for index in live_storages_at(trace, time):
+    for index in live_storages_at(trace, time, run.refused):
         storage, owner = trace.storages[index], trace.owners.get(index)
         names[index] = [trace.module_path(storage), (owner.name or None) if owner else None]
         key = (
@@ -215,7 +215,7 @@ def _live_tensors(trace: Trace, categories: list[Category], time: int, *, rounds
             LiveTensor(
                 num_bytes=storage.num_bytes,
                 count=len(indices),
-                allocated_bytes=len(indices) * (round_size(storage.num_bytes) if rounds else storage.num_bytes),
+                allocated_bytes=len(indices) * (round_size(storage.num_bytes) if run.rounds else storage.num_bytes),
                 shape=storage.shape,
                 dtype=storage.dtype,
                 category=categories[indices[0]],

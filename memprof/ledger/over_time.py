@@ -69,7 +69,7 @@ def by_category(ledger: Ledger, events: Sequence[int]) -> tuple[dict[str, list[i
     They sum to what is allocated: what blocks have beyond their tensors' rounded sizes is fragmentation.
     """
     trace, rounds = ledger.trace, ledger.run.rounds
-    refused = frozenset(trace.refused)
+    refused = ledger.run.refused
     storages, categories, device = trace.storages, ledger.categories, trace.device
     alloc, dead = EventKind.ALLOC, EventKind.FREE
     now, most, sizes = dict[Category, int](), dict[Category, int](), dict[int, int]()

@@ -126,7 +126,7 @@ def _convert(trace: Trace, config: AllocatorConfig, gpu: GpuMemory | None, *, en
     if endless:
         allocator.segment_store.address_space = UNKNOWN_SPACE
     writer = _Origins(trace)
-    refused = frozenset(trace.refused)
+    refused = frozenset(trace.refused) | trace.optional_storages()
     found = Converted(Snapshot(), [])
     live: dict[int, Block] = {}
     pool = DEFAULT_POOL

@@ -386,6 +386,11 @@ class Trace:
         """Return the same run, seen from another GPU; what is recorded from now on is in both."""
         return dataclasses.replace(self, device=device)
 
+    def optional_storages(self) -> frozenset[int]:
+        """Return the storages of workspaces that their library does without where the GPU has no room."""
+        events = self.events
+        return frozenset(events[one.event].ref for one in self.workspaces if one.num_bytes and one.event < len(events))
+
     def begun(self) -> list[tuple[int, Phase]]:
         """Return the phases in order, each with the event at which it begins."""
         phase, phases = EventKind.PHASE, self.phases

@@ -184,7 +184,8 @@ class DeviceState(TorchDispatchMode):
         if self.workspaces:
             trace = self.recorder.trace
             trace.workspaces.append(Workspace(len(trace.events), device, num_bytes, most_bytes))
-            self.transients((num_bytes,), op, place, device)
+            with contextlib.suppress(torch.OutOfMemoryError):  # torch then takes the library's next algorithm
+                self.transients((num_bytes,), op, place, device)
 
     @contextlib.contextmanager
     def factory_device_as(self, device: str) -> Iterator[None]:

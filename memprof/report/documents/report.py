@@ -250,7 +250,7 @@ def build_document(
             categories={category.value: num_bytes for category, num_bytes in ledger.by_category().items()},
             tensors=tuple(ledger.live),
             rows=tuple(ledger.rows),
-            workspaces=Workspaces.of(trace, ledger.allocated, ledger.peak_event),
+            workspaces=Workspaces.of(trace, ledger.allocated, ledger.peak_event, ledger.run.refused),
         ),
         host_peak_bytes=ledger.host_peak_bytes,
         bridge=bridge,

@@ -78,7 +78,7 @@ def moments_of(ledger: Ledger) -> Moments:
     table = _KindTable(ledger)
     begin, end, kinds, extras = list[int](), list[int](), list[int](), list[int]()
     blocks, living, kind_of = list[int](), dict[int, int](), dict[int, int]()
-    refused, last = frozenset(trace.refused), len(trace.events)
+    refused, last = ledger.run.refused, len(trace.events)
     before = now = 0
     for time, (happened, ref) in enumerate(trace.events):
         after = ledger.allocated[time]
