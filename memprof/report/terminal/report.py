@@ -36,8 +36,8 @@ MAX_TENSORS = 10
 MAX_EVIDENCE = 6
 MIN_HOST_BYTES = 64 * MIB  # Host memory below this is not worth a column.
 _BAR_WIDTH = 28
-_REFUSED = (
-    "Convolutions without room for cuDNN's workspace: {}. torch then takes another algorithm, here one without workspace."
+_NO_ROOM = (
+    "Convolutions without room for cuDNN's workspace: {}. torch then takes another algorithm, here without workspace."
 )
 _MIN_SHARE_IN_DOUBT = 0.01  # Of the peak: what unknown workspaces change by less than that is not told.
 # Columns of the stages, the first to be left out where there is no room.
@@ -375,7 +375,7 @@ def _workspaces(document: Report) -> list[RenderableType]:
     found, total = document.peak.workspaces, document.peak.allocated_bytes
     if found is None:
         return []
-    without = [dim(_REFUSED.format(found.refused))] if found.refused else []
+    without = [dim(_NO_ROOM.format(found.refused))] if found.refused else []
     if found.max_peak_bytes - found.min_peak_bytes < _MIN_SHARE_IN_DOUBT * total:
         return [*without]
     rule = f"{format_bytes(found.num_bytes)} of it by the rule for workspaces of cuDNN's convolutions"

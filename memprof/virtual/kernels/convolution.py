@@ -6,8 +6,9 @@ Sources: native/Convolution.cpp, native/ConvUtils.h, native/cudnn/ConvShared.cpp
 The workspaces of cuDNN's convolutions: a rule where public measurements agree on one, and a bound.
 
 torch runs the first plan of cuDNN's heuristics whose workspace it can allocate, takes it beside the result and gives it
-back before the call returns (native/cudnn/Conv_v8.cpp, run_conv_plan). Which plan that is, cuDNN does not publish. What
-others measured, with torch.backends.cudnn.benchmark off and cuDNN 8 or 9 unless said otherwise, is this:
+back before the call returns; a plan whose workspace has no room is passed over (native/cudnn/Conv_v8.cpp,
+run_conv_plan). Which plan that is, cuDNN does not publish. What others measured, with torch.backends.cudnn.benchmark
+off and cuDNN 8 or 9 unless said otherwise, is this:
 
 * **half precision, channels first**: the kernels for tensor cores work channels-last. Data, output and weight are
   copied, with channels rounded up to 16 bytes. To the byte: the forward of a Conv3d from 64 to 32 channels on an A100

@@ -116,7 +116,7 @@ def test_rows_sum_to_the_peak_and_the_live_set_is_right(trace: Trace) -> None:
     assert max(stage.peak_reserved_bytes for stage in ledger.stages) == ledger.peak_reserved_bytes >= ledger.peak_bytes
     live = [index for tensor in ledger.live for index in tensor.storages]
     assert len(live) == len(set(live)) and set(live) == alive[ledger.peak_event] == set(
-        live_storages_at(trace, ledger.peak_event)
+        live_storages_at(trace, ledger.peak_event, ledger.run.refused)
     )
     assert all(tensor.count == len(tensor.storages) for tensor in ledger.live)
     assert len(ledger.categories) == len(trace.storages)

@@ -38,7 +38,9 @@ def test_they_sum_to_the_ledger_at_its_peak_and_to_what_is_allocated_everywhere(
         assert categories_at(moments, event).total() == ledger.allocated[event]
         living = [kind for begin, end, kind in zip(moments.begin, moments.end, moments.kind, strict=True)
                   if begin <= event < end]  # fmt: skip
-        assert len(living) == sum(trace.storages[index].num_bytes > 0 for index in live_storages_at(trace, event))
+        assert len(living) == sum(
+            trace.storages[index].num_bytes > 0 for index in live_storages_at(trace, event, frozenset())
+        )
 
 
 def test_layers_are_one_group_and_evidence_finds_its_kinds():

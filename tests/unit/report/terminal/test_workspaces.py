@@ -52,3 +52,21 @@ def test_nothing_is_said_where_the_peak_does_not_depend_on_it(device: str | None
     else:
         assert found.peak.workspaces is None
     assert "by the rule" not in text_of(view(found))
+
+
+@pytest.mark.parametrize(("usable", "refused"), [(34, 0), (33, 1)])
+def test_one_without_room_ends_no_run(usable: int, refused: int) -> None:
+    """24 MiB in a segment of their own, and 10 more for the workspace: one MiB less has no room for it."""
+    b = TraceBuilder()
+    b.new(24 * ELEMENTS)
+    event = len(b.trace.events)
+    b.free(b.new(10 * ELEMENTS))
+    b.trace.workspaces.append(Workspace(event, GPU, 10 * MIB, 10 * MIB))
+    b.trace.facts = Facts(device=DeviceFacts("A", usable * MIB, usable_bytes=usable * MIB))
+    found = analyze(b.trace)
+    assert found.verdict.fits and found.peak.workspaces is not None
+    assert found.peak.workspaces.refused == refused
+    assert found.peak.allocated_bytes == (34 - 10 * refused) * MIB
+    assert ("Convolutions without room for cuDNN's workspace: 1" in " ".join(text_of(view(found)).split())) is (
+        refused == 1
+    )
