@@ -130,7 +130,12 @@ class DispatchMode(DeviceState):
                             return operator.expansion(*args, **(kwargs or {}))
                     with self:
                         return operator.expansion(*args, **(kwargs or {}))
-                if operator.kind is OpKind.VIEW and operator.handler is None and not args[0].is_quantized:
+                if (
+                    operator.kind is OpKind.VIEW
+                    and operator.handler is None
+                    and not args[0].is_quantized
+                    and not (args[0].is_sparse and operator.packet in sparse.of_sparse)  # transposed: a copy
+                ):
                     if self.gpus.several:
                         self.nodes.note_gpu(self.device_of(args[0]))
                     result = func(*args, **kwargs) if kwargs else func(*args)

@@ -339,3 +339,26 @@ def test_parts_on_two_devices_are_a_mismatch(gpu: VirtualGpu, count: int) -> Non
     torch.sparse.mm(coo(count), torch.randn(2048, 4, device="cuda"))
     torch.sparse.mm(coo(count).cuda(), torch.randn(2048, 1024))
     assert len(gpu.trace.mismatches) == 3
+
+
+def test_a_transposed_matrix_is_a_copy_with_as_many_elements():
+    with VirtualGpu(find_gpu("h100-80gb")) as gpu:
+        places = torch.arange(100, device="cuda")
+        made = torch.sparse_coo_tensor(torch.stack([places, places]), torch.ones(100, device="cuda"), (200, 100))
+        first = len(gpu.trace.storages)
+        transposed = made.coalesce().t()
+        num_bytes = [storage.num_bytes for storage in gpu.trace.storages[first:]]
+    assert (transposed._nnz(), transposed.shape) == (100, (100, 200))
+    assert num_bytes[-3:] == [4 * 100, 2 * 8 * 100, 8 * 100]
+
+
+@pytest.mark.parametrize(("layout", "sides", "expected"), [
+    ("coo", 64, 4 * 197 + 3), ("coo", 1, 4 * 14 + 3), ("csr", 64, 8 * 2084 + 7), ("csr", 1, 8 * 18 + 7),
+])  # fmt: skip
+def test_buffers_of_products_are_those_of_an_h100(layout, sides, expected):
+    with VirtualGpu(find_gpu("h100-80gb")) as gpu:
+        count = torch.arange(50_000, device="cuda")
+        made = torch.sparse_coo_tensor(torch.stack([count // 50, count % 50]), count.float(), (1000, 1000)).coalesce()
+        matrix = made.to_sparse_csr() if layout == "csr" else made
+        matrix @ torch.ones(1000, sides, device="cuda")
+        assert gpu.trace.storages[-1].num_bytes == expected
