@@ -275,7 +275,7 @@ def multiply(launch: KernelContext) -> Any:
 
 
 def _buffer(launch: KernelContext, count: int, is_vector: bool, is_csr: bool) -> list[int]:
-    """Return cuSPARSE's buffer for a product: a fit of all 206 that an H100 was recorded to allocate, from 600 to
+    """Return cuSPARSE's buffer for a product: a fit of all 248 that an H100 was recorded to allocate, from 600 to
     2,500,000 elements and for 1 to 256 columns, with CUDA 13.0; on other GPUs it is not counted."""
     if launch.gpu.compute_capability != (9, 0):
         return []
