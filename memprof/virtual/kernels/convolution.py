@@ -293,7 +293,9 @@ def workspace(
     copied = [_padded_bytes(data), _padded_bytes(output), _padded_bytes(weight, (0, 1))]
     # cuDNN 7.6 on a V100 kept what it made in half precision in float32: pytorch/pytorch issues 31500 and 50990.
     twice = 0 if by_weight else _padded_bytes(made)
-    sums = gpu.num_sms * _ACCUMULATORS_BYTES if by_weight else 0
+    # On 9.0 results are split as well as the gradients of weights, into up to two tiles for each multiprocessor.
+    tiles = 2 if on_tensor_cores and gpu.compute_capability == (9, 0) else int(by_weight)
+    sums = gpu.num_sms * _ACCUMULATORS_BYTES * tiles
     most_bytes = sum(copied) + twice + max(sums, _FEW_CHANNELS_BYTES + _UNALIGNED_BYTES)
     channels = made.shape[1]
     few = _FEW_CHANNELS_BYTES if channels <= _FEW_CHANNELS else 0
