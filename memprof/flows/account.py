@@ -1,8 +1,8 @@
-"""The account of any run: its trace through the allocator, into the ledger, the findings and the report.
+"""Accounting of a run: replay its trace through the allocator; build the ledger, the findings and the report.
 
     Trace -allocator-> replay -ledger-> Ledger -findings-> [Finding] -report-> Document
 
-Simulated or measured, new or loaded from a file: this is all that there is between a trace and its report.
+Simulated and measured traces, new or loaded from a file, go through the same functions.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from memprof.ledger.streams import StreamMemory
 from memprof.report.documents.report import Report, build_document
 from memprof.trace.events import CPU, Trace
 
-# What rules know of the target.
-_OF_THE_TARGET = ("spec", "vocab_size", "asked_vocab_size", "context_length", "max_positions")
+# Fields of the target that the rules of findings read.
+_TARGET_FIELDS = ("spec", "vocab_size", "asked_vocab_size", "context_length", "max_positions")
 
 
 def analyze(
@@ -38,9 +38,9 @@ def analyze(
 
     Args:
         alloc_conf: settings of the caching allocator instead of those that the trace was recorded with.
-        explained: give it all findings, and the bridge; a search over many runs asks for what leads it alone.
-        gpu: of several GPUs, the number of the one that is shown in full; None: the one with the highest usage.
-        rank: of ranks that ran together, the one that is shown in full; None: the one that decides.
+        explained: include all findings and the bridge; a search over many runs leaves them out.
+        gpu: index of the GPU that is shown in full, where a run has several; None: the GPU with the highest usage.
+        rank: rank that is shown in full, where several ran together; None: the rank with the highest need.
 
     Raises:
         EmptyTraceError: nothing was allocated on the GPU.
@@ -49,23 +49,23 @@ def analyze(
     if alloc_conf is not None:
         trace = with_settings(trace, alloc_conf)
     if trace.others or (trace.facts.rank is not None and trace.facts.rank.alike and rank is None):
-        return document_of_ranks(trace, lambda one: _report_of_process(one, explained, gpu), rank)
+        return document_of_ranks(trace, lambda one: _account_process(one, explained, gpu), rank)
     if rank not in (None, rank_index(trace)):
         hint = f"leave it out: it was rank {rank_index(trace)} alone"
         raise UsageError("no such rank was run", value=f"--rank {rank}", hint=hint)
-    return _report_of_process(trace, explained, gpu)
+    return _account_process(trace, explained, gpu)
 
 
-def _report_of_process(trace: Trace, explained: bool, gpu: int | None) -> Report:
+def _account_process(trace: Trace, explained: bool, gpu: int | None) -> Report:
     if trace.gpus:
-        return document_of_gpus(trace, lambda one: _report(one, explained), gpu)
+        return document_of_gpus(trace, lambda one: _account_gpu(one, explained), gpu)
     if gpu:
         raise UsageError("the run had one GPU", value=f"--gpu-index {gpu}", hint="leave it out")
-    return _report(trace, explained)[1]
+    return _account_gpu(trace, explained)[1]
 
 
-def _report(trace: Trace, explained: bool) -> tuple[Ledger, Report]:
-    """Return the report on the GPU that `trace` is seen from."""
+def _account_gpu(trace: Trace, explained: bool) -> tuple[Ledger, Report]:
+    """Return the ledger and the report of the GPU `trace.device`, or of host memory."""
     device, target = trace.facts.device, trace.facts.target
     settings = Settings.from_facts(trace.facts.allocator)
     if trace.device == CPU:
@@ -73,11 +73,11 @@ def _report(trace: Trace, explained: bool) -> tuple[Ledger, Report]:
     else:
         run = replay_on_gpu(trace, GpuMemory.of(device), settings.config, settings.release)
     ledger = build_ledger(trace, run)
-    known = {} if target is None else {name: getattr(target, name) for name in _OF_THE_TARGET}
+    fields = {} if target is None else {name: getattr(target, name) for name in _TARGET_FIELDS}
     program = trace.facts.program
     fixes = () if program is None else program.fixes
     streams, usable = StreamMemory.of(ledger), device.usable_bytes
-    context = Context(ledger=ledger, usable_bytes=usable, gpu=device.name, fixes=fixes, streams=streams, **known)
+    context = Context(ledger=ledger, usable_bytes=usable, gpu=device.name, fixes=fixes, streams=streams, **fields)
     growth = predict_growth(context)
     if not explained:
         return ledger, build_document(ledger, find_all(context, deciding=True), settings, growth=growth)
@@ -87,7 +87,7 @@ def _report(trace: Trace, explained: bool) -> tuple[Ledger, Report]:
 
 
 def with_settings(trace: Trace, alloc_conf: str) -> Trace:
-    """Return the trace as if it had been recorded with these settings; raise UsageError if torch would refuse them."""
+    """Return the trace as if recorded with allocator settings `alloc_conf`; raise UsageError if torch refuses them."""
     facts = trace.facts
     settings = Settings.resolve(alloc_conf, None if facts.allocator is None else facts.allocator.torch, environ={})
     target = None if facts.target is None else dataclasses.replace(facts.target, alloc_conf=alloc_conf)

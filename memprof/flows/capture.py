@@ -20,7 +20,7 @@ from memprof.workload.custom_code import forbid_exit
 from memprof.workload.rng import NormalsInSinglePrecision, preserve_rng_state
 from memprof.workload.step import Workload
 
-_LOOKED_BACK = 20_000  # events; a layer has fewer
+_MAX_EVENTS_SEARCHED = 20_000  # last events that are searched for a layer; a layer has fewer
 
 
 def capture_virtual(
@@ -31,7 +31,7 @@ def capture_virtual(
     allocator_settings: AllocatorSettings | None = None,
 ) -> Trace:
     """Run `workload` on a virtual `gpu`; `memory` and `allocator_settings` as in VirtualGpu. Raises UsageError: the
-    workload cannot be built; RunFailedError: the model's own code raised; its `trace` is what happened until then."""
+    workload cannot be built; RunFailedError: the model's own code raised; its `trace` ends with the failure."""
     spec = workload.spec
     device = VirtualGpu(
         gpu,
@@ -45,13 +45,13 @@ def capture_virtual(
         extensions=extensions(),
     )
     try:
-        # Garbage is not looked for, and what the run draws at random is drawn by nobody else.
+        # Garbage collection is off, and random states are restored after the run.
         with (
             no_collection(),
             preserve_rng_state(),
             device,
             forbid_exit("the model"),
-            report_progress_with(lambda: _layer(device.trace)),
+            report_progress_with(lambda: _progress_of_trace(device.trace)),
         ):
             workload.run(device, progress)
     except MemprofError:
@@ -71,10 +71,10 @@ def capture_virtual(
     return device.trace
 
 
-def _layer(trace: Trace) -> str:
-    """Return the phase, and in a forward the layer that was entered last, and of how many."""
+def _progress_of_trace(trace: Trace) -> str:
+    """Return the current phase; in a forward "layer N of M", by the layer entered last; "" if unknown."""
     modules = trace.modules
-    for event in reversed(trace.events[-_LOOKED_BACK:]):
+    for event in reversed(trace.events[-_MAX_EVENTS_SEARCHED:]):
         if event.kind is EventKind.PHASE:
             kind = trace.phases[event.ref].kind
             return "" if kind is PhaseKind.MODEL else kind.value
@@ -87,8 +87,8 @@ def _layer(trace: Trace) -> str:
 def capture_measured(
     workload: Workload, name: str, progress: Callable[[str], None] = lambda doing: None, *, detail: bool = False
 ) -> Trace:
-    """Run `workload` for real, on "cpu" or "cuda". Raises UsageError: the workload cannot be built; RunFailedError: the
-    model's code raised, or memory ran out; its `trace` is what happened until then."""
+    """Run `workload` on a real device, "cpu" or "cuda". Raises UsageError: the workload cannot be built;
+    RunFailedError: the model's code raised, or memory ran out; its `trace` ends with the failure."""
     progress("importing the model")
     workload.source.import_code()
     device = MeasuredDevice(name, NvmlUse() if name == "cuda" else None, detail=detail)

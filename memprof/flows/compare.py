@@ -1,9 +1,9 @@
-"""Two files of runs, laid side by side: the flow behind `memprof compare`.
+"""Comparison of the runs in two files: the flow behind `memprof compare`.
 
     FILE -account, recordings-> Document or Recording -report/matching-> Run;  two of them -report-> Comparison
 
-A capture is accounted for as `memprof show` does it, and a report in JSON becomes the document that it was: from there
-both go through the same lines.
+A capture is accounted for as by `memprof show`, and a report in JSON is read back as a document. The comparison then
+treats both alike.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _KINDS = "a capture (--save), a report (--json) of `memprof profile`, or a snaps
 def compare_files(
     a: Path, b: Path, tolerance: Tolerance, progress: Callable[[str], None] = lambda doing: None
 ) -> Comparison:
-    """Compare the runs in two files; raise UsageError if one is not there, is damaged, or cannot be compared."""
+    """Compare the runs in two files; raise UsageError if a file is missing, damaged, or cannot be compared."""
     progress(f"reading {a.name}")
     first = open_run(a)
     progress(f"reading {b.name}")
@@ -35,7 +35,7 @@ def compare_files(
 
 
 def open_run(path: Path) -> ComparedRun:
-    """Return the run in a capture, a report or a snapshot; raise UsageError if it is none of these, or damaged."""
+    """Return the run in a capture, a report or a snapshot; raise UsageError for damaged and other files."""
     head = head_of(path, _KINDS)
     if head.startswith(GZIP):
         return run_of_document(load_capture(path), path.name, "memprof capture")
@@ -48,10 +48,10 @@ def open_run(path: Path) -> ComparedRun:
         return run_of_recording(one, path.name, opened.origin.settings, tuple(notes), opened.origin.source)
     if not is_json(head):
         raise UsageError("neither a capture, a report nor a snapshot", value=path, hint=f"give {_KINDS}")
-    return run_of_document(_report(path), path.name, "memprof report")
+    return run_of_document(_load_report(path), path.name, "memprof report")
 
 
-def _report(path: Path) -> Report:
+def _load_report(path: Path) -> Report:
     document = load_json(path)
     if isinstance(document, Analysis):
         hint = "give the capture or the snapshot that it is of"

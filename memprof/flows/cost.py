@@ -1,4 +1,4 @@
-"""The cost of a step, the cost that a fix adds to it, and what is in the way of a run."""
+"""The work and time of a step, the cost that a fix adds to a step, and the bottleneck of a run."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from memprof.units import format_bytes
 class StepWork:
     """The work of one optimizer step (or one inference step), the last of a run.
 
-    Times are lower bounds at the GPU's published rates: an operator takes as long as its operations or its bytes do,
-    whichever is longer, a transfer as long as its bytes take over the bus, and what goes to other GPUs as long as over
-    the GPU's links. Real kernels reach a part of each.
+    Times are lower bounds at the GPU's published rates: an operator takes the longer of operations / peak rate and
+    bytes / memory bandwidth, a host transfer bytes / bus bandwidth, and communication between GPUs bytes / link
+    bandwidth. Real kernels reach a part of each rate.
     """
 
     operations: int  # floating-point operations in products of matrices, attention and convolutions
@@ -32,40 +32,40 @@ class StepWork:
 
     @property
     def seconds(self) -> float:
-        """Return all of them, one after the other: what overlaps is not known."""
+        """Return the sum of compute, bus and link seconds: overlap is not modelled."""
         return self.compute_seconds + self.bus_seconds + self.link_seconds
 
 
 def step_work(trace: Trace, gpu: Gpu, micro_batches: int = 0) -> StepWork | None:
-    """Return the work of the last step of a run on this GPU; None if it was not counted.
+    """Return the work of the last step of a run on this GPU; None if the work was not counted.
 
-    Of `micro_batches`, the last one that was run stands for those that were not: they do the same on tensors of the
-    same shapes.
+    If fewer than `micro_batches` were run, the last one stands for each that was not: all do the same operations
+    on tensors of the same shapes.
     """
     if not trace.work:
         return None
     last = max(phase.step for phase in trace.phases)
-    ran = max(phase.micro_batch for phase in trace.phases if phase.step == last)
-    whole = _work(trace, gpu, lambda phase: phase.step == last)
-    if micro_batches <= ran:
-        return whole
-    one = _work(trace, gpu, lambda phase: phase.step == last and phase.micro_batch == ran)
-    both = zip(astuple(whole), astuple(one), strict=True)
-    return StepWork(*(of_all + (micro_batches - ran) * of_one for of_all, of_one in both))
+    num_run = max(phase.micro_batch for phase in trace.phases if phase.step == last)
+    full_step = _sum_work(trace, gpu, lambda phase: phase.step == last)
+    if micro_batches <= num_run:
+        return full_step
+    micro_batch_work = _sum_work(trace, gpu, lambda phase: phase.step == last and phase.micro_batch == num_run)
+    both = zip(astuple(full_step), astuple(micro_batch_work), strict=True)
+    return StepWork(*(of_all + (micro_batches - num_run) * of_one for of_all, of_one in both))
 
 
-def _work(trace: Trace, gpu: Gpu, counts: Callable[[Phase], bool]) -> StepWork:
+def _sum_work(trace: Trace, gpu: Gpu, is_counted: Callable[[Phase], bool]) -> StepWork:
     operations = bus = host = link = 0
     compute = 0.0
     for work in trace.work:
-        if not counts(trace.phases[work.phase]):
+        if not is_counted(trace.phases[work.phase]):
             continue
-        crossing = work.to_device_bytes + work.to_host_bytes
-        bus += crossing * work.calls
+        bus_bytes = work.to_device_bytes + work.to_host_bytes
+        bus += bus_bytes * work.calls
         link += work.link_bytes * work.calls
         if work.device == HOST:
             host += work.num_bytes * work.calls
-        elif not crossing:
+        elif not bus_bytes:
             operations += work.operations * work.calls
             rate = gpu.peak_flops.get(work.dtype) or gpu.peak_flops.get("float32")
             needed = work.operations / rate if rate else 0.0
@@ -73,17 +73,17 @@ def _work(trace: Trace, gpu: Gpu, counts: Callable[[Phase], bool]) -> StepWork:
     return StepWork(operations, bus, host, compute, bus / gpu.host_bandwidth, link, link / gpu.link_bandwidth)
 
 
-_COMPARED = ("operations", "bus_bytes", "seconds", "compute_seconds", "bus_seconds", "link_bytes", "link_seconds")
+_COST_FIELDS = ("operations", "bus_bytes", "seconds", "compute_seconds", "bus_seconds", "link_bytes", "link_seconds")
 
 
 def cost_of(
     work: StepWork | None, original: StepWork | None, numerics: str, note: str, compiling: CompileStats | None = None
 ) -> Cost:
-    """Return what a run with fixes costs more than the one without."""
+    """Return the cost of a run with fixes (`work`) over the run without (`original`)."""
     seconds, kernels = (None, None) if compiling is None else compiling
     if work is None or original is None:
         return Cost(*(None,) * 9, numerics, note, compile_seconds=seconds, compiled_kernels=kernels)
-    extra = {f"extra_{name}": getattr(work, name) - getattr(original, name) for name in _COMPARED}
+    extra = {f"extra_{name}": getattr(work, name) - getattr(original, name) for name in _COST_FIELDS}
     return Cost(
         operations=work.operations,
         bus_bytes=work.bus_bytes,
@@ -99,7 +99,7 @@ def cost_of(
 
 
 def bottleneck_of(document: Report) -> Bottleneck:
-    """Return what is in the way of a run: where it runs out of memory if it does, and what most of it there is for."""
+    """Return the bottleneck of a run: the stage of its failure or peak, and the largest category of memory there."""
     verdict, peak = document.verdict, document.peak
     largest = next(iter(peak.categories))
     size = peak.categories[largest]
@@ -114,7 +114,7 @@ def bottleneck_of(document: Report) -> Bottleneck:
     tried = verdict.tried_to_allocate_bytes or 0
     stage = f"{verdict.oom_stage}" + (f" of step {verdict.oom_step}" if verdict.oom_step else "")
     if peak.allocated_bytes <= (document.device.usable_bytes or 0):
-        # All tensors together would fit: it is the pieces in between that do not.
+        # All tensors together would fit: fragmentation is in the way.
         wasted = (verdict.reserved_bytes or 0) - (verdict.in_use_bytes or 0)
         requested = f"out of memory in {stage}: {format_bytes(tried)} requested"
         text = f"{requested}, {format_bytes(wasted)} reserved in pieces too small"

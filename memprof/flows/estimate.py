@@ -1,4 +1,4 @@
-"""The questions of `memprof estimate`, put to the virtual GPU."""
+"""Simulated runs for `memprof estimate`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from memprof.estimate.table import Simulated
 from memprof.flows.profile import profile
 from memprof.spec import TargetSpec
 
-UNLIMITED = 8 << 40  # bytes of a GPU on which everything fits; in other respects it is an A100
+UNLIMITED = 8 << 40  # bytes of a virtual A100 on which everything fits
 
 
 def simulate(
@@ -27,15 +27,15 @@ def simulate(
     parallel: str | None = None,
     gpus: int = 1,
 ) -> Simulated:
-    """Run `plan` on a virtual GPU without limit.
+    """Run `plan` on a virtual GPU of unlimited capacity.
 
     Args:
-        subject: the model; one that is a number of parameters is built from the shape derived for it.
+        subject: the model; a number of parameters is built from the shape derived for it.
         batch_size: sequences of a micro-batch.
-        context_length: tokens of each.
-        lengths: as `--lengths` has them; `context_length` then cuts the longest.
-        steps: None: as a profile has them.
-        parallel: how it is spread over `gpus` GPUs; one rank of each kind is run, and the highest counts.
+        context_length: tokens of a sequence.
+        lengths: sequence lengths, in the syntax of `--lengths`, cut to `context_length`.
+        steps: number of steps; None: the default of `memprof profile`.
+        parallel: the plan over `gpus` GPUs (`--parallel`); one rank of each kind is run, and the highest counts.
 
     Raises:
         MemprofError: the model cannot be built or run.

@@ -1,4 +1,4 @@
-"""A run that had several GPUs in one process: a report of each, put together."""
+"""Reports of a run with several GPUs in one process: one report per GPU, merged."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from memprof.trace.events import Trace
 
 
 def document_of_gpus(trace: Trace, report: Callable[[Trace], tuple[Ledger, Report]], gpu: int | None = None) -> Report:
-    """Return the report on GPU `gpu` (None: the one that decides) in full, with the verdict on all of them.
+    """Return the report on GPU `gpu` (None: the GPU with the highest usage), with the verdict on all GPUs.
 
-    `report` makes it for one GPU. Raises EmptyTraceError: nothing was allocated on any; UsageError: there is no such
-    GPU, or nothing was allocated on it.
+    `report` returns ledger and report of one GPU. Raises EmptyTraceError: nothing was allocated on any GPU; UsageError:
+    GPU `gpu` does not exist, or nothing was allocated on this GPU.
     """
     if gpu is not None and f"cuda:{gpu}" not in trace.gpus:
         raise UsageError("the run had no such GPU", value=f"--gpu-index {gpu}", hint=f"it had {', '.join(trace.gpus)}")
-    holding = {storage.device for storage in trace.storages if storage.num_bytes}
-    # A rank leaves the other GPUs to others.
-    gpus = [device for device, used in trace.gpus.items() if used or device in holding or trace.facts.rank is None]
-    made = {device: report(trace.on(device)) for device in gpus if device in holding}
+    allocating = {storage.device for storage in trace.storages if storage.num_bytes}
+    # The other GPUs of the machine are used by other ranks.
+    gpus = [device for device, used in trace.gpus.items() if used or device in allocating or trace.facts.rank is None]
+    made = {device: report(trace.on(device)) for device in gpus if device in allocating}
     if not made:
-        return report(trace)[1]  # which says so, but of a file whose GPUs are not those of its storages
-    decides = min(made, key=lambda device: _order(*made[device]))
+        return report(trace)[1]  # raises EmptyTraceError, unless the file's GPUs are not those of its storages
+    decides = min(made, key=lambda device: _severity_key(*made[device]))
     if len(gpus) == 1 and gpu is None:
         return made[decides][1]
     shown = decides if gpu is None else f"cuda:{gpu}"
@@ -42,19 +42,19 @@ def document_of_gpus(trace: Trace, report: Callable[[Trace], tuple[Ledger, Repor
         gpu=shown,
         verdict=made[decides][1].verdict,
         findings=merged_findings(shown, document.findings, others),
-        gpus=tuple(_row(trace, device, made[device][1] if device in made else None, decides, shown) for device in gpus),
+        gpus=tuple(_gpu_row(trace, device, made.get(device, (None, None))[1], decides, shown) for device in gpus),
     )
 
 
-def _order(ledger: Ledger, document: Report) -> tuple[float, float, int, int]:
-    """Return a key, least for the GPU that is full first, or will be, else that needs most, or holds most."""
-    full, growth = ledger.out_of_memory, document.verdict.growth
-    event = float("inf") if full is None else full.event
+def _severity_key(ledger: Ledger, document: Report) -> tuple[float, float, int, int]:
+    """Return a sort key: GPUs that run out of memory first, then by predicted exhaustion, required and peak bytes."""
+    oom, growth = ledger.out_of_memory, document.verdict.growth
+    event = float("inf") if oom is None else oom.event
     step = float("inf") if growth is None or growth.runs_out_step is None else growth.runs_out_step
     return event, step, -document.verdict.required_bytes, -document.peak.allocated_bytes
 
 
-def _row(trace: Trace, device: str, document: Report | None, decides: str, shown: str) -> GpuRow:
+def _gpu_row(trace: Trace, device: str, document: Report | None, decides: str, shown: str) -> GpuRow:
     facts = trace.facts.device
     used = document is not None or trace.gpus[device]
     context = facts.context_bytes if used else 0
@@ -71,7 +71,7 @@ def _row(trace: Trace, device: str, document: Report | None, decides: str, shown
 
 
 def peak_figures(document: Report | None, context_bytes: int) -> dict[str, Any]:
-    """Return what the row of a GPU or a rank says of its peak; None: it had nothing beside a context, if that."""
+    """Return the peak fields of the row of a GPU or rank; with `document` None, of a GPU without allocations."""
     return {
         "peak_allocated_bytes": document.peak.allocated_bytes if document else 0,
         "peak_stage": document.peak.stage if document else "",
@@ -82,9 +82,9 @@ def peak_figures(document: Report | None, context_bytes: int) -> dict[str, Any]:
 
 
 def merged_findings(shown: str, own: Sequence[Finding], others: Sequence[tuple[str, Report]]) -> tuple[Finding, ...]:
-    """Return the findings of the GPU or rank that is shown, and of the others errors and what is of another kind.
+    """Return the findings of the GPU or rank `shown`, and the errors and further kinds of findings of the others.
 
-    What all have alike is of the run, and names none.
+    The title of a finding names its GPU or rank, unless all have the finding.
     """
     found = [one if all(one in other.findings for _, other in others) else _name_device(shown, one) for one in own]
     known = {one.id for one in own}

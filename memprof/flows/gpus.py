@@ -1,4 +1,4 @@
-"""The GPU of a run, or the device that it is measured on, and the caching allocator in front of it."""
+"""The GPU of a run, or its measured device, and the settings and state of the caching allocator."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from memprof.spec import TargetSpec
 from memprof.trace.events import Trace
 from memprof.trace.facts import DeviceFacts
 
-GPUS_PER_MACHINE = 8  # ranks beyond so many are on other machines
+GPUS_PER_MACHINE = 8  # further ranks are on other machines
 
 
 def allocator_settings(alloc_conf: str | None, *, flag: str = "--alloc-conf") -> Settings:
-    """Return the settings in force, `alloc_conf` or the environment's; raise UsageError if torch would refuse them."""
+    """Return allocator settings from `alloc_conf` or the environment; raise UsageError if torch would refuse them."""
     return Settings.resolve(alloc_conf, importlib.metadata.version("torch"), flag=flag, environ=os.environ)
 
 
 class RunAllocator(LiveAllocator):
-    """Answers a program that asks for memory statistics while it runs, and writes them down as torch does."""
+    """The caching allocator of a virtual GPU during a run: returns memory statistics and snapshots as torch does."""
 
     def __init__(self, trace: Trace, gpu: Gpu, settings: Settings) -> None:
         memory = GpuMemory(gpu.total_bytes, gpu.context_bytes)
@@ -34,23 +34,23 @@ class RunAllocator(LiveAllocator):
         self._snapshot = functools.partial(convert_to_snapshot, trace, settings.config, memory)
 
     def snapshot(self) -> dict[str, Any]:
-        """Return torch.cuda.memory._snapshot() now, with the history since the run began."""
+        """Return the dictionary of torch.cuda.memory._snapshot(), with the history since the run began."""
         return as_plain(self._snapshot().snapshot)
 
 
 def find_gpu_of(spec: TargetSpec | RunSpec) -> Gpu:
-    """Return the GPU that `spec` asks for; raise UsageError if the catalog has none of this name."""
+    """Return the GPU that `spec` names; raise UsageError if the catalog does not have this GPU."""
     return find_gpu(spec.gpu) if spec.gpu_vram_bytes is None else custom_gpu(spec.gpu_vram_bytes)
 
 
 def device_facts(gpu: Gpu, host_memory_bytes: int | None = None) -> DeviceFacts:
-    """Return what the report says of a GPU: capacity, and what is left of it for tensors."""
+    """Return the facts of a virtual GPU for the report: name, capacity, usable and context bytes."""
     usable = gpu.total_bytes - gpu.context_bytes
     return DeviceFacts(gpu.name, gpu.total_bytes, usable, gpu.context_bytes, host_memory_bytes)
 
 
 def measured_device_facts(name: str) -> DeviceFacts:
-    """Return what the report says of a real device; raise MemprofError if there is none."""
+    """Return the facts of a real device for the report; raise MemprofError if no such device is available."""
     if name == "cpu":
         total = memory_bytes()
         return DeviceFacts(processor_name(), total, total)

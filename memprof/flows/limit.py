@@ -1,4 +1,4 @@
-"""`--largest`: the largest batch, or the longest context, with which a run or a script fits; both sides are run."""
+"""`--largest`: the largest batch size or longest context that fits the GPU, confirmed by runs on both sides."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from memprof.script import Program
 from memprof.spec import TargetSpec
 from memprof.trace.events import Trace
 
-LARGEST = {"batch-size": "batch_size", "context-length": "context_length"}  # what is searched for -> field of the spec
-PLACE = "{}"  # where the number stands in the arguments of a script
-MOST = 1 << 16  # where a search ends that finds no limit; of a context, the model's own number of positions
-BEYOND = 2  # numbers past the first that does not fit which are run too: the allocator rounds, and one of them may fit
+LARGEST = {"batch-size": "batch_size", "context-length": "context_length"}  # argument of --largest -> field of the spec
+PLACE = "{}"  # placeholder of the number in the arguments of a script
+MOST = 1 << 16  # upper end of a search; for a context length, the model's maximum
+BEYOND = 2  # further numbers run past the first that does not fit: by the allocator's rounding one may fit
 
 Run = Callable[[int], tuple[Trace, Report]]
 Progress = Callable[[str], None]
 
 
 def largest_of_spec(spec: TargetSpec, what: str, progress: Progress = lambda doing: None) -> tuple[Trace, Report]:
-    """Return the run of `spec` at the largest `what` that fits its GPU, and its report with all that was tried.
+    """Return the run of `spec` at the largest `what` that fits the GPU, and its report with all numbers tried.
 
-    The search begins at the batch size or context length of `spec`. It raises UsageError where a context length is
-    searched for and the model takes no tokens.
+    The search begins at the batch size or context length of `spec`. Raises UsageError if `what` is the context length
+    and the model takes no tokens.
     """
     from memprof.workload.models import find_source  # needs torch, which --help does not
 
@@ -60,9 +60,9 @@ def largest_of_spec(spec: TargetSpec, what: str, progress: Progress = lambda doi
 def largest_of_script(
     program: Program, spec: RunSpec, what: str, progress: Progress = lambda doing: None
 ) -> tuple[Trace, Report]:
-    """Return the run of a script at the largest `what` that fits; its arguments have `{}` where the number is to stand.
+    """Return the run of a script at the largest `what` that fits; its arguments have `{}` in place of the number.
 
-    Each run is a process of its own. It raises UsageError if no argument has a place for the number.
+    Each run is a new process. Raises UsageError if no argument has the placeholder.
     """
     if not any(PLACE in argument for argument in program.arguments):
         raise UsageError(
@@ -71,17 +71,17 @@ def largest_of_script(
             hint=f"write {PLACE} there: memprof run --largest {what} {program.name} --{what} {PLACE}",
         )
 
-    def at(number: int) -> Program:
+    def program_at(number: int) -> Program:
         arguments = tuple(argument.replace(PLACE, str(number)) for argument in program.arguments)
         return Program(program.name, arguments, program.is_module)
 
     def run(number: int) -> tuple[Trace, Report]:
         progress(f"running the script with {what} {number:,}")
-        return run_alone(at(number), spec)
+        return run_alone(program_at(number), spec)
 
     def command(number: int, *, fits: bool) -> str:
-        # Where the GPU is full, the need is only seen beyond.
-        return run_command(spec if fits else spec.edit(beyond=True), at(number).command)
+        # After a failed allocation the need is seen only with --beyond.
+        return run_command(spec if fits else spec.edit(beyond=True), program_at(number).command)
 
     return _search(run, find_gpu_of(spec), what, command, begin=1, most=MOST)
 
@@ -89,31 +89,31 @@ def largest_of_script(
 def _search(
     run: Run, gpu: Gpu, what: str, command: Callable[..., str], *, begin: int, most: int
 ) -> tuple[Trace, Report]:
-    made: dict[int, LimitRun] = {}
-    kept: dict[bool, tuple[int, Trace, Report]] = {}
+    runs: dict[int, LimitRun] = {}
+    extreme: dict[bool, tuple[int, Trace, Report]] = {}
     available = gpu.total_bytes
 
     def needed(number: int) -> int:
         try:
             trace, document = run(number)
         except MemprofError as error:
-            # Something else ends here than memory: a model has no such position, or a data set no such batch.
-            if not any(one.fits for one in made.values()) or isinstance(error, UsageError):
+            # Not memory ends the run: the model has no such position, or the data set no such batch.
+            if not any(one.fits for one in runs.values()) or isinstance(error, UsageError):
                 raise
             ended = error.document if isinstance(error, RunFailedError) else None
             why = error.line if ended is None or ended.failure is None else ended.failure.error
-            made[number] = LimitRun(number, None, False, why, command(number, fits=False))
+            runs[number] = LimitRun(number, None, False, why, command(number, fits=False))
             return available + 1
         verdict = document.verdict
         fits = bool(verdict.fits)
         oom_stage = "" if fits else verdict.oom_stage or ("host memory" if verdict.host_over_bytes else "a failure")
-        made[number] = LimitRun(number, verdict.required_bytes, fits, oom_stage, command(number, fits=fits))
-        before = kept.get(fits)
+        runs[number] = LimitRun(number, verdict.required_bytes, fits, oom_stage, command(number, fits=fits))
+        before = extreme.get(fits)
         if before is None or (number > before[0]) == fits:  # the largest that fits, the least that does not
-            kept[fits] = number, trace, document
+            extreme[fits] = number, trace, document
         return counted_bytes(verdict.required_bytes, available, fits=fits)
 
     bound = find_limit(needed, available, low=1, high=most, begin=begin, beyond=BEYOND)
-    limit = Limit(what, bound.largest, bound.first_too_large, tuple(made[number] for number in sorted(made)))
-    _, trace, document = kept[bound.largest is not None]
+    limit = Limit(what, bound.largest, bound.first_too_large, tuple(runs[number] for number in sorted(runs)))
+    _, trace, document = extreme[bound.largest is not None]
     return trace, dataclasses.replace(document, limit=limit)

@@ -1,4 +1,4 @@
-"""The GPU that is here, as options for a virtual one. Alone: gpus.py takes as long to import as a cached result."""
+"""The GPU of this machine, as options for a virtual GPU. Not in gpus.py, whose imports slow down cached results."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from memprof.errors import UsageError
 
 
 class LocalGpu(NamedTuple):
-    """The GPU that a run would be measured on, in bytes."""
+    """The GPU that a run would be measured on, with sizes in bytes."""
 
     name: str
     total_bytes: int
-    usable_bytes: int  # for torch's allocator: what is free, less the context of a process that has none yet
+    usable_bytes: int  # for torch's allocator: free memory less a CUDA context
 
 
 def gpu_like(name: str, total_bytes: int) -> dict[str, Any]:
-    """Return the options for a virtual GPU with this name, if the catalog has it, else with this capacity."""
+    """Return options for a virtual GPU: the catalog's GPU of this name and capacity, else only the capacity."""
     try:
-        known = find_gpu(name)
+        entry = find_gpu(name)
     except UsageError:
         return {"gpu_vram_bytes": total_bytes}
-    # A slice of a GPU (MIG) may have its name.
-    same = abs(known.total_bytes - total_bytes) * 50 < total_bytes
-    return {"gpu": known.key} if same else {"gpu_vram_bytes": total_bytes}
+    # A slice of a GPU (MIG) may have the name of the whole GPU.
+    is_same_size = abs(entry.total_bytes - total_bytes) * 50 < total_bytes
+    return {"gpu": entry.key} if is_same_size else {"gpu_vram_bytes": total_bytes}
 
 
 def present_gpu_options() -> dict[str, Any]:
-    """Return the options for a virtual GPU like the first that NVML sees; none where it sees none.
+    """Return options for a virtual GPU like the first GPU of NVML; empty if NVML finds no GPU.
 
-    Of a sliced GPU (MIG) a process has one slice: that which CUDA_VISIBLE_DEVICES names, or the first.
+    A process uses one slice of a sliced GPU (MIG): the slice in CUDA_VISIBLE_DEVICES, or the first.
     """
     gpu = next(iter(read_gpus().gpus), None)
     if gpu is not None and gpu.slices:
@@ -46,9 +46,9 @@ def present_gpu_options() -> dict[str, Any]:
 
 
 def present_gpu() -> LocalGpu | None:
-    """Return what NVML says of the GPU that CUDA calls the first, None where it does not tell.
+    """Return NVML's figures of the first GPU of CUDA; None if NVML does not report them.
 
-    CUDA is not asked: once it has begun, a process cannot be forked any more.
+    CUDA itself is not used: a process that has initialized CUDA cannot be forked.
     """
     gpu = first_visible(read_gpus().gpus)
     if gpu is None or gpu.slices or gpu.usable_bytes is None or gpu.free_bytes is None:
@@ -59,5 +59,5 @@ def present_gpu() -> LocalGpu | None:
 def _context_bytes(name: str) -> int:
     try:
         return find_gpu(name).context_bytes
-    except UsageError:  # the catalog does not have it
+    except UsageError:  # the GPU is not in the catalog
         return CONTEXT_BYTES

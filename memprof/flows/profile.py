@@ -1,9 +1,9 @@
-"""The whole flow: read this first, and then account.py.
+"""The flow of `memprof profile`: read this file first, then account.py.
 
     TargetSpec -workload-> step -capture-> Trace -account-> Document
 
-A run is captured once; everything else is computed from its trace. So a saved capture gives the same report again,
-and a simulated and a measured run go through the same lines of code.
+A run is captured once, and everything else is computed from its trace. So a saved capture gives the same report
+again, and simulated and measured runs share the code after the capture.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from memprof.workload.plan import parse_plan
 def profile(
     spec: TargetSpec, progress: Callable[[str], None] = lambda doing: None, *, explained: bool = True
 ) -> tuple[Trace, Report]:
-    """Run `spec` on its virtual GPU, or measure it on a real device; return its trace and the report on it.
+    """Run `spec` on its virtual GPU, or measure `spec` on a real device; return its trace and report.
 
     `explained` is as in `analyze`; errors are those of `capture_trace`.
     """
@@ -47,8 +47,8 @@ def profile(
 def capture_trace(spec: TargetSpec, progress: Callable[[str], None] = lambda doing: None) -> Trace:
     """Run `spec` on its virtual GPU, or on a real device; return its trace.
 
-    Raises MemprofError: the model cannot be found or built (UsageError where the user named something wrong);
-    RunFailedError: its code raised, or cannot be simulated: it has the trace and the report so far.
+    Raises MemprofError: the model cannot be found or built (UsageError for wrong options); RunFailedError, with the
+    trace and report so far: the model's code raised, or cannot be simulated.
     """
     if spec.parallel is None and (spec.gpus > 1 or spec.rank is not None):
         asked = f"--gpus {spec.gpus}" if spec.gpus > 1 else f"--rank {spec.rank}"
@@ -60,7 +60,7 @@ def capture_trace(spec: TargetSpec, progress: Callable[[str], None] = lambda doi
 
 
 def _run_process(spec: TargetSpec, progress: Callable[[str], None]) -> Trace:
-    # Here and not above: reading a capture and answering --help need no torch.
+    # Imported here: reading a capture and --help need no torch.
     from memprof.flows.capture import capture_measured, capture_virtual
     from memprof.workload.models import find_source
     from memprof.workload.step import Workload
@@ -78,8 +78,8 @@ def _run_process(spec: TargetSpec, progress: Callable[[str], None]) -> Trace:
         switch_on = spec_fixes.apply_fixes
     if spec.compile or any(STEPS[fix.partition("=")[0]].compiles for fix in spec.fixes):
         importlib.import_module(inductor.compile_fx.module)
-        freeze_libraries()  # garbage is looked for when something has been compiled
-    failed: RunFailedError | None = None
+        freeze_libraries()  # compiling runs the garbage collector
+    run_error: RunFailedError | None = None
     workload = Workload(spec, source, switch_on)
     try:
         if spec.device == "virtual":
@@ -91,7 +91,7 @@ def _run_process(spec: TargetSpec, progress: Callable[[str], None]) -> Trace:
                 _check_host_memory(spec, progress)
             trace = capture_measured(workload, spec.device, progress, detail=spec.detail)
     except RunFailedError as error:
-        failed, trace = error, error.trace
+        run_error, trace = error, error.trace
     trace.facts = dataclasses.replace(
         trace.facts,
         command="profile",
@@ -112,17 +112,17 @@ def _run_process(spec: TargetSpec, progress: Callable[[str], None]) -> Trace:
         device=device,
         allocator=in_force.now.facts,
     )
-    if failed is None:
+    if run_error is None:
         return trace
     progress("accounting")
-    with contextlib.suppress(EmptyTraceError):  # it failed before anything was on the GPU
-        failed.document = analyze(trace)
-        failed.hint = "the finding run-failed says what to do; --debug shows the traceback"
-    raise failed
+    with contextlib.suppress(EmptyTraceError):  # the run failed before anything was on the GPU
+        run_error.document = analyze(trace)
+        run_error.hint = "the finding run-failed says what to do; --debug shows the traceback"
+    raise run_error
 
 
 def _run_each_kind(spec: TargetSpec, plan: str, progress: Callable[[str], None]) -> Trace:
-    """Run one rank after the other, of each kind that the plan has."""
+    """Run one rank of each kind that the plan has, one after another; return one trace of all."""
     traces = []
     kinds = parse_plan(plan, spec.gpus).kinds_of_ranks()
     for rank, alike in kinds:
@@ -141,34 +141,34 @@ def _run_each_kind(spec: TargetSpec, plan: str, progress: Callable[[str], None])
 def resolve_device(
     spec: TargetSpec, progress: Callable[[str], None] = lambda doing: None
 ) -> tuple[TargetSpec, Trace | None]:
-    """Return `spec` on the CUDA GPU if a simulation fits what is free there; else on a virtual one, and that trace."""
+    """Return `spec` on the CUDA GPU if a simulation fits its free memory; else on a virtual GPU, with the trace."""
     from memprof.measured.cuda import cuda_unavailable_reason, current_gpu
 
     if cuda_unavailable_reason() is not None:
         return spec, None
     progress("simulating, to see whether it fits the GPU that is here")
     gpu = present_gpu() or current_gpu()
-    here = spec.edit(device="virtual", **gpu_like(gpu.name, gpu.total_bytes))
+    virtual_spec = spec.edit(device="virtual", **gpu_like(gpu.name, gpu.total_bytes))
     try:
-        trace, document = profile(here, progress, explained=False)
+        trace, document = profile(virtual_spec, progress, explained=False)
     except RunFailedError:
-        return spec.edit(device="cuda"), None  # it will say so itself, if it is more than a gap of the virtual GPU
+        return spec.edit(device="cuda"), None  # the real run raises too, unless the virtual GPU has a gap
     needed = document.verdict.required_bytes - document.device.context_bytes
-    return (spec.edit(device="cuda"), None) if needed <= gpu.usable_bytes else (here, trace)
+    return (spec.edit(device="cuda"), None) if needed <= gpu.usable_bytes else (virtual_spec, trace)
 
 
 def at_once(spec: TargetSpec) -> int:
-    """Return how many runs like `spec` may be made at once, each in a worker: one of code that is the user's own."""
+    """Return how many runs like `spec` may run in parallel, each in a worker: 1 for the user's own code."""
     from memprof.workload.pool import number_of_workers  # needs torch
 
     _, colon, factory = spec.model.rpartition(":")
-    # Own code may write, and count on what a run before left.
+    # The user's code may depend on files of an earlier run.
     is_own_code = spec.trust_remote_code or bool(colon and factory.isidentifier())
     return number_of_workers() if spec.device == "virtual" and not is_own_code and not spec.compile else 1
 
 
 def _check_host_memory(spec: TargetSpec, progress: Callable[[str], None]) -> None:
-    """Raise UsageError if the run takes more memory than is free, by simulation: it would take the machine down."""
+    """Raise UsageError if the run, by simulation, needs more than the free host memory of this machine."""
     available = available_bytes()
     if available is None:
         return
@@ -176,7 +176,7 @@ def _check_host_memory(spec: TargetSpec, progress: Callable[[str], None]) -> Non
     try:
         _, document = profile(spec.edit(device="virtual"), progress)
     except RunFailedError:
-        return  # it will say so itself, if it is more than a gap of the virtual GPU
+        return  # the real run raises too, unless the virtual GPU has a gap
     needed = max(document.peak.allocated_bytes, document.host_peak_bytes)
     if needed > available:
         raise UsageError(

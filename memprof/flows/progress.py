@@ -1,26 +1,26 @@
-"""Progress of the present work: whoever does it says how to ask, and whoever shows it asks from a thread."""
+"""Progress of the current run: the run registers a function, and the display calls it from another thread."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
 
-_ASKED: list[Callable[[], str]] = []
+_DESCRIBERS: list[Callable[[], str]] = []
 
 
 @contextlib.contextmanager
-def report_progress_with(ask: Callable[[], str]) -> Iterator[None]:
-    """Have `progress_text` return what `ask` says, while open; it is called from another thread, and may fail."""
-    _ASKED.append(ask)
+def report_progress_with(describe: Callable[[], str]) -> Iterator[None]:
+    """Context manager: make `progress_text` return the text of `describe`, which may raise, called from any thread."""
+    _DESCRIBERS.append(describe)
     try:
         yield
     finally:
-        _ASKED.remove(ask)
+        _DESCRIBERS.remove(describe)
 
 
 def progress_text() -> str:
-    """Return how far the work is, such as "layer 12 of 36"; empty: not known."""
+    """Return the progress of the current run, such as "layer 12 of 36"; empty if unknown."""
     try:
-        return _ASKED[-1]() if _ASKED else ""
-    except Exception:  # what is looked at changes in the meantime
+        return _DESCRIBERS[-1]() if _DESCRIBERS else ""
+    except Exception:  # the run changes the trace while it is read
         return ""

@@ -1,4 +1,4 @@
-"""A program whose ranks ran together, or one of each kind alone: a report of each kind of rank, put together."""
+"""Reports of a program whose ranks ran together, or one of each kind alone: a report per rank, merged."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from memprof.report.documents.ranks import RankRow
 from memprof.report.documents.report import Report
 from memprof.trace.events import Trace
 
-PEER = "another rank"  # how a rank ended that was stopped because another failed
-_BY_ITSELF = ("exit", "steps")
+PEER = "another rank"  # the end reason of a rank that was stopped because another failed
+_NORMAL_ENDS = ("exit", "steps")
 _TOGETHER = (
     "The ranks ran together: what is known of tensors, objects and sizes was exchanged, and their calls were matched."
 )
@@ -27,30 +27,30 @@ _IN_PART = (
 
 
 def in_order(traces: Iterable[Trace]) -> Trace:
-    """Return one trace of those of all ranks: the first, with the others in `others`. What is equal is kept once."""
+    """Return the trace of the lowest rank, with the other traces in `others`; equal traces share their data."""
     found: list[Trace] = []
     for trace in sorted(traces, key=rank_index):
-        like = next((one for one in found if _requests(one) == _requests(trace)), None)
+        like = next((one for one in found if _requests_of(one) == _requests_of(trace)), None)
         found.append(trace if like is None else dataclasses.replace(like, facts=trace.facts))
     return dataclasses.replace(found[0], others=found[1:])
 
 
 def rank_index(trace: Trace) -> int:
-    """Return the rank that a trace is of."""
+    """Return the rank that recorded a trace; 0 if the trace has none."""
     return trace.facts.rank.rank if trace.facts.rank else 0
 
 
-def _requests(trace: Trace) -> tuple[object, ...]:
-    """Return all that a rank asks of its GPU, in order, with where it stands then."""
+def _requests_of(trace: Trace) -> tuple[object, ...]:
+    """Return the requests of a rank in order, with phases, failure and program: equal for ranks that ran alike."""
     sizes = [(storage.num_bytes, storage.device == "cpu") for storage in trace.storages]
     return trace.events, sizes, trace.phases, trace.failure, trace.facts.program
 
 
 def document_of_ranks(trace: Trace, report: Callable[[Trace], Report], rank: int | None = None) -> Report:
-    """Return the report on rank `rank` (None: the one that decides) in full, with the verdict on all of them.
+    """Return the report on rank `rank` (None: the rank with the highest need), with the verdict on all ranks.
 
-    `report` makes it for one rank. Raises EmptyTraceError: nothing was allocated on the GPU of any; UsageError: there
-    was no such rank, or nothing was allocated on its GPU.
+    `report` returns the report of one rank. Raises EmptyTraceError: no rank allocated on its GPU; UsageError: rank
+    `rank` was not run, or allocated nothing on its GPU.
     """
     traces = {rank_index(one): one for one in (dataclasses.replace(trace, others=[]), *trace.others)}
     if rank is not None and rank not in traces:
@@ -72,7 +72,7 @@ def document_of_ranks(trace: Trace, report: Callable[[Trace], Report], rank: int
     if not made:
         assert empty is not None
         raise empty
-    decides = min(made, key=lambda number: _order(made[number]))
+    decides = min(made, key=lambda number: _severity_key(made[number]))
     shown = decides if rank is None else rank
     if shown not in made:
         hint = "leave it out, or ask for " + ", ".join(map(str, made))
@@ -80,17 +80,17 @@ def document_of_ranks(trace: Trace, report: Callable[[Trace], Report], rank: int
     document = made[shown]
     others = [(f"rank {number}", one) for number, one in made.items() if number != shown and firsts[number] == number]
     size = document.rank.world_size if document.rank else len(traces)
-    how: tuple[str, ...] = (_TOGETHER,) if len(traces) == size else (_TOGETHER, _IN_PART.format(size, len(traces)))
+    notes: tuple[str, ...] = (_TOGETHER,) if len(traces) == size else (_TOGETHER, _IN_PART.format(size, len(traces)))
     if trace.source == "measured":
-        how = ()
+        notes = ()
     elif trace.facts.rank is not None and trace.facts.rank.alike:
-        how = (_ONE_OF_EACH,)
-    findings = (*_differences(made), *merged_findings(f"rank {shown}", document.findings, others))
+        notes = (_ONE_OF_EACH,)
+    findings = (*_find_differences(made), *merged_findings(f"rank {shown}", document.findings, others))
     return dataclasses.replace(
         document,
         verdict=made[decides].verdict,
         findings=tuple(sorted(findings, key=lambda one: one.severity is not Severity.ERROR)),
-        assumptions=(*document.assumptions, *how),
+        assumptions=(*document.assumptions, *notes),
         ranks=tuple(
             _row(one, number, made.get(number), None if firsts[number] == number else firsts[number], decides, shown)
             for number, one in traces.items()
@@ -98,8 +98,8 @@ def document_of_ranks(trace: Trace, report: Callable[[Trace], Report], rank: int
     )
 
 
-def _differences(made: dict[int, Report]) -> list[Finding]:
-    """Find what differs between ranks that all ended well; one that was run for several counts as these."""
+def _find_differences(made: dict[int, Report]) -> list[Finding]:
+    """Return findings on ranks whose peaks differ, if no rank failed; a rank run for several counts as each of them."""
     peaks: dict[int, RankPeak] = {}
     for number, one in made.items():
         alike = one.rank.alike if one.rank else ()
@@ -108,13 +108,13 @@ def _differences(made: dict[int, Report]) -> list[Finding]:
     return [] if any(one.failure for one in made.values()) else find_differing_ranks(peaks)
 
 
-def _order(document: Report) -> tuple[int, int, int]:
-    """Return a key, the least of the rank that failed itself, then is full, was stopped, needs most, holds most."""
+def _severity_key(document: Report) -> tuple[int, int, int]:
+    """Return a sort key: failed ranks, out of memory, stopped by a peer, then by required and peak bytes."""
     verdict = document.verdict
-    stopped = document.program is not None and document.program.ended == PEER
-    full = 1 if verdict.fits is False else 3
-    first = full if document.failure is None else 2 if stopped else 0
-    return first, -verdict.required_bytes, -document.peak.allocated_bytes
+    is_stopped = document.program is not None and document.program.ended == PEER
+    memory_order = 1 if verdict.fits is False else 3
+    order = memory_order if document.failure is None else 2 if is_stopped else 0
+    return order, -verdict.required_bytes, -document.peak.allocated_bytes
 
 
 def _row(trace: Trace, number: int, document: Report | None, like: int | None, decides: int, shown: int) -> RankRow:
@@ -125,7 +125,7 @@ def _row(trace: Trace, number: int, document: Report | None, like: int | None, d
         alike=trace.facts.rank.alike if trace.facts.rank else (),
         ended=program.ended if program else "",
         peak_step=document.peak.step if document else 0,
-        fits=document.verdict.fits if document else True if program and program.ended in _BY_ITSELF else None,
+        fits=document.verdict.fits if document else True if program and program.ended in _NORMAL_ENDS else None,
         categories=document.peak.categories if document else {},
         decides=number == decides,
         shown=number == shown,

@@ -1,4 +1,4 @@
-"""Several ranks of a program together: each a process with a virtual GPU of its own, and one report of all.
+"""Runs of several ranks of a program together, each a process with its own virtual GPU, and one report of all.
 
 Program -script/launchers-> a ProcessStart for each rank -script/ranks-> Traces -report-> Report
 """
@@ -30,23 +30,23 @@ if TYPE_CHECKING:
     from memprof.script.ranks import RankResult
 
 
-_STEP_WAIT = 30.0  # seconds for which a measured rank waits for the others to have shown enough
+_STEP_WAIT = 30.0  # seconds that a measured rank waits for the others to reach the stop rule
 
 
 @dataclass(frozen=True, slots=True)
 class RanksRun:
     """The result of running a program's ranks together."""
 
-    trace: Trace  # of the lowest, with those of the others
-    document: Report | None  # None: nothing was ever on a GPU
-    ended: EndReason  # of the rank that failed first, or of the worst
+    trace: Trace  # of the lowest rank, with the traces of the others in `others`
+    document: Report | None  # None: no rank allocated on a GPU
+    ended: EndReason  # of the rank that failed first, else of the lowest rank
     exit_code: int  # the program's own
-    problem: MemprofError | None = None  # what was wrong between ranks, or could not be simulated on one
+    problem: MemprofError | None = None  # a mismatch between ranks, or an operation that cannot be simulated
     said: str = ""  # the traceback of the rank that failed first
 
 
 def requested_ranks(text: str, size: int) -> list[int]:
-    """Return the ranks of `all`, or numbers and spans (`0,3,5-7`); raise UsageError if there are no such ranks."""
+    """Return the ranks of `text`: `all`, or numbers and spans (`0,3,5-7`); raise UsageError for unknown ranks."""
     if text.strip() == "all":
         return list(range(size))
     found: set[int] = set()
@@ -63,10 +63,10 @@ def requested_ranks(text: str, size: int) -> list[int]:
 
 
 def run_ranks(program: Program, rule: StopRule, spec: RunSpec) -> RanksRun | ScriptOutcome:
-    """Run ranks of `program` together, until `rule` holds of all of them, they end, or one fails.
+    """Run ranks of `program` together, until `rule` holds for all of them, all end, or one fails.
 
-    `spec.ranks` None are all; `spec.rank` is the one that the report shows in full, None: the one that decides.
-    A launcher that started none gives its outcome. It raises UsageError if there is no such rank, or no room.
+    `spec.ranks` None: all ranks; `spec.rank`: the rank shown in full, None: the rank with the highest need. Returns the
+    launcher's outcome if it started no process. Raises UsageError: unknown ranks, or too little host memory.
     """
     from memprof.script.capture import resolve_process
     from memprof.script.launchers import ProcessSelection
@@ -76,11 +76,11 @@ def run_ranks(program: Program, rule: StopRule, spec: RunSpec) -> RanksRun | Scr
     is_measured = spec.device != "virtual"
     ranks, rank = spec.ranks or "all", spec.rank
 
-    def start_of(number: int | None) -> ProcessStart | ScriptOutcome:
+    def resolve_start(number: int | None) -> ProcessStart | ScriptOutcome:
         place = ProcessSelection(number, spec.gpus, spec.nodes)
         return program.start(place) if is_measured else resolve_process(program, place, find_gpu_of(spec))
 
-    first = start_of(None)
+    first = resolve_start(None)
     if isinstance(first, ScriptOutcome):
         return first
     numbers = requested_ranks(ranks, first.size)
@@ -90,21 +90,21 @@ def run_ranks(program: Program, rule: StopRule, spec: RunSpec) -> RanksRun | Scr
     if rank is not None and rank not in numbers:
         raise UsageError("no such rank is run", value=f"--rank {rank}", hint=f"--ranks names {format_ranges(numbers)}")
     if is_measured:
-        _check_measured(program, first, numbers, spec.device)
+        _check_measurable(program, first, numbers, spec.device)
     check_memory(len(numbers))
     starts: dict[int, ProcessStart] = {}
     for number in numbers:
-        start = start_of(number)
+        start = resolve_start(number)
         assert not isinstance(start, ScriptOutcome)
         starts[number] = start
     body = functools.partial(_run_rank, program, rule, starts, spec)
-    # Measured ranks wait for each other where nobody sees it.
-    ran, problem = run_together(numbers, first.size, body, **({"step_wait": _STEP_WAIT} if is_measured else {}))
-    return _merge_results(numbers, ran, problem, first.size, rank, spec.shown_gpu)
+    # Measured ranks wait for each other inside NCCL or gloo, unseen by memprof.
+    results, problem = run_together(numbers, first.size, body, **({"step_wait": _STEP_WAIT} if is_measured else {}))
+    return _merge_results(numbers, results, problem, first.size, rank, spec.shown_gpu)
 
 
-def _check_measured(program: Program, start: ProcessStart, ranks: Sequence[int], device: str) -> None:
-    """Raise UsageError if the ranks cannot be measured, all of them, on this machine."""
+def _check_measurable(program: Program, start: ProcessStart, ranks: Sequence[int], device: str) -> None:
+    """Raise UsageError if not all ranks can be measured on this machine."""
     if not program.has_launcher:
         hint = "start them with torchrun, or leave out --device"
         raise UsageError("ranks that a script starts itself cannot be measured", value=f"--device {device}", hint=hint)
@@ -118,10 +118,10 @@ def _check_measured(program: Program, start: ProcessStart, ranks: Sequence[int],
 
         check_gpus(start.size)
     port = start.environment.get("MASTER_PORT", "")
-    with socket.socket() as tried:
-        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            tried.bind(("127.0.0.1", int(port)))
+            probe.bind(("127.0.0.1", int(port)))
         except (OSError, ValueError, OverflowError) as error:
             raise UsageError(
                 "the port on which the ranks are to meet cannot be used", value=f"{port} ({error})",
@@ -132,7 +132,7 @@ def _check_measured(program: Program, start: ProcessStart, ranks: Sequence[int],
 def _run_rank(
     program: Program, rule: StopRule, starts: Mapping[int, ProcessStart], spec: RunSpec, channel: Any
 ) -> RankResult:
-    """Run one rank, in its own process."""
+    """Run one rank in the current process; return its trace, end reason and error."""
     if spec.device == "cuda":
         from memprof.measured.cuda import set_current_gpu
 
@@ -142,12 +142,12 @@ def _run_rank(
     from memprof.script.ranks import RankResult
 
     trace, outcome = capture_run(program, rule, spec, start=starts[channel.rank], channel=channel)
-    error, said, about = outcome.error, "", None
+    error, traceback, error_parts = outcome.error, "", None
     if isinstance(error, MemprofError):
-        about = (type(error), error.problem, error.value, error.hint)
+        error_parts = (type(error), error.problem, error.value, error.hint)
     elif isinstance(error, Exception):
-        said = error_text(error)
-    return RankResult(outcome.ended, outcome.exit_code, trace, said, about)
+        traceback = error_text(error)
+    return RankResult(outcome.ended, outcome.exit_code, trace, traceback, error_parts)
 
 
 def _merge_results(
@@ -158,11 +158,11 @@ def _merge_results(
     rank: int | None,
     gpu: int | None,
 ) -> RanksRun:
-    """Make one run of all ranks: who failed first speaks for all; who was stopped for it says so."""
+    """Merge the results of all ranks into one: the first failed rank gives end reason, exit code and error."""
     failed = [number for number in ran if ran[number].ended not in (EndReason.PEER, EndReason.STEPS, EndReason.EXIT)]
     failed += [number for number in ran if ran[number].ended is EndReason.EXIT and ran[number].exit_code]
     culprit = ran[failed[0]] if failed else None
-    why, hint = _reason(failed[0] if failed else None, culprit, problem)
+    why, hint = _explain_stop(failed[0] if failed else None, culprit, problem)
     if culprit is not None and culprit.error is not None and problem is None:
         kind, *about = culprit.error
         problem = kind(about[0], value=about[1], hint=about[2])
@@ -173,7 +173,7 @@ def _merge_results(
             trace.failure = trace.failure._replace(message=why, hint=hint)
         traces.append(trace)
     for number in ranks:
-        if number not in ran and traces:  # it was killed
+        if number not in ran and traces:  # the rank was killed
             facts = traces[0].facts
             program = facts.program and dataclasses.replace(facts.program, ended=EndReason.ERROR.value)
             facts = dataclasses.replace(facts, rank=RankFacts(number, size), program=program)
@@ -188,13 +188,13 @@ def _merge_results(
     code = culprit.exit_code if culprit else 0
     if any(one.ended is EndReason.INTERRUPTED for one in ran.values()):
         ended, code = EndReason.INTERRUPTED, 130
-    return RanksRun(trace, document, ended, code, problem, "" if culprit is None else _shared_traceback(failed, ran))
+    return RanksRun(trace, document, ended, code, problem, "" if culprit is None else _traceback_of(failed, ran))
 
 
-def _reason(number: int | None, culprit: RankResult | None, problem: MemprofError | None) -> tuple[str, str | None]:
-    """Return why the others were stopped, and what to do."""
-    if problem is not None:
-        return problem.problem, problem.hint
+def _explain_stop(number: int | None, culprit: RankResult | None, error: MemprofError | None) -> tuple[str, str | None]:
+    """Return why the other ranks were stopped, and a hint."""
+    if error is not None:
+        return error.problem, error.hint
     if culprit is None or number is None:
         return "another rank ended", None
     if culprit.ended is EndReason.REFUSED:
@@ -205,11 +205,11 @@ def _reason(number: int | None, culprit: RankResult | None, problem: MemprofErro
     return f"rank {number} ended: {last}", f"--rank {number} shows it in full"
 
 
-def _shared_traceback(failed: Sequence[int], ran: Mapping[int, RankResult]) -> str:
-    """Return the traceback of the first, said once for all that end in the same."""
-    first = ran[failed[0]].said
+def _traceback_of(failed: Sequence[int], results: Mapping[int, RankResult]) -> str:
+    """Return the traceback of the first failed rank, with all ranks that end in the same error."""
+    first = results[failed[0]].said
     if not first:
         return ""
     last = first.strip().splitlines()[-1]
-    same = [number for number in failed if last == (ran[number].said.strip().splitlines() or [""])[-1]]
+    same = [number for number in failed if last == (results[number].said.strip().splitlines() or [""])[-1]]
     return f"Rank{'s' * (len(same) > 1)} {format_ranges(same)}:\n{first}"

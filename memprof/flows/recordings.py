@@ -1,9 +1,9 @@
-"""Files of recorded runs, opened and examined: the flow behind `memprof analyze` and `memprof export`.
+"""Files of recorded runs: the flow behind `memprof analyze` and `memprof export`.
 
     FILE -capture/snapshot, trace/io-> Snapshot -recording-> [Recording] -report-> Analysis, .pickle, .json
 
-A capture of memprof is turned into a snapshot first (its requests through the allocator), so that both kinds go through
-the same lines from there.
+A capture of memprof is first converted into a snapshot, by a replay of its requests through the allocator. The rest of
+the flow treats both kinds alike.
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ from memprof.units import format_bytes
 
 GZIP = b"\x1f\x8b"
 PICKLE = b"\x80"
-REGULAR = b"\x80\x04"  # how pickles begin that number their memo in order, or later ones
+REGULAR = b"\x80\x04"  # head of pickle protocol 4, the first that numbers its memo in order
 _KINDS = "a snapshot of torch.cuda.memory._dump_snapshot, or a capture that `memprof profile --save` wrote"
 
 
 @dataclass(slots=True)
 class Opened:
-    """A file, read and taken apart."""
+    """A recorded file: its snapshot, its recordings and its origin."""
 
     snapshot: Snapshot
     recordings: list[Recording]
     origin: RecordingOrigin
-    converted: Converted | None  # of a capture
+    converted: Converted | None  # of a capture; None: the file is a snapshot
 
     def slices(self, recording: Recording) -> list[TimelineSlice]:
-        """Return stages and modules of one device, in microseconds."""
+        """Return the slices of stages and modules of one device, in microseconds."""
         if self.converted is not None:
             return self.converted.slices
         return slices_of(recording, self.snapshot.annotations)
 
 
 def head_of(path: Path, kinds: str) -> bytes:
-    """Return the first bytes of a file; raise UsageError, with `kinds` to give instead, if it has none."""
+    """Return the first 64 bytes of a file; raise UsageError, with `kinds` in the hint, if the file is empty."""
     try:
         with path.open("rb") as file:
             head = file.read(64)
@@ -69,7 +69,7 @@ def head_of(path: Path, kinds: str) -> bytes:
 
 
 def open_file(path: Path, progress: Callable[[str], None] = lambda doing: None) -> Opened:
-    """Read `path` and rebuild what happened; raise UsageError if it is no recording, is damaged, or is too large."""
+    """Read and replay the file `path`; raise UsageError if the file is no recording, damaged, or too large."""
     head = head_of(path, _KINDS)[:2]
     if head == GZIP:
         return _open_capture(path)
@@ -106,10 +106,10 @@ def _open_capture(path: Path) -> Opened:
             raise UsageError("the snapshot is compressed (gzip)", value=path, hint="unpack it first")
     trace = load_trace(path)
     others = len(trace.others)
-    trace = max((trace, *trace.others), key=lambda one: max(_most(one).values(), default=0))
+    trace = max((trace, *trace.others), key=lambda one: max(_peak_requested(one).values(), default=0))
     if trace.gpus:
-        trace = trace.on(max(trace.gpus, key=_most(trace).__getitem__))
-    config, note = _settings(trace)
+        trace = trace.on(max(trace.gpus, key=_peak_requested(trace).__getitem__))
+    config, note = _allocator_settings(trace)
     gpu = trace.facts.device
     converted = convert_to_snapshot(trace, config, GpuMemory.of(gpu))
     if not converted.snapshot.traces[0]:
@@ -133,19 +133,19 @@ def _open_capture(path: Path) -> Opened:
     return Opened(converted.snapshot, found, origin, converted)
 
 
-def _most(trace: Trace) -> Counter[str]:
-    """Return the most bytes that are requested at once, by GPU."""
-    now, most = Counter[str](), Counter[str]()
+def _peak_requested(trace: Trace) -> Counter[str]:
+    """Return the peak of requested bytes of each GPU."""
+    current, peak = Counter[str](), Counter[str]()
     for kind, ref in trace.events:
         if kind in (EventKind.ALLOC, EventKind.FREE) and trace.storages[ref].device != CPU:
             device, num_bytes = trace.storages[ref].device, trace.storages[ref].num_bytes
-            now[device] += num_bytes if kind is EventKind.ALLOC else -num_bytes
-            most[device] = max(most[device], now[device])
-    return most
+            current[device] += num_bytes if kind is EventKind.ALLOC else -num_bytes
+            peak[device] = max(peak[device], current[device])
+    return peak
 
 
-def _settings(trace: Trace) -> tuple[AllocatorConfig, str]:
-    """Return the allocator's settings that a capture was made under; else those of the environment."""
+def _allocator_settings(trace: Trace) -> tuple[AllocatorConfig, str]:
+    """Return the allocator settings of a capture (else of the environment), and a note on their source."""
     if trace.facts.allocator is not None:
         text = trace.facts.allocator.alloc_conf or ""
         return parse_config(text), f"Allocator settings of the run: {text or 'the defaults'}."
@@ -155,7 +155,7 @@ def _settings(trace: Trace) -> tuple[AllocatorConfig, str]:
 
 
 def _check_memory(path: Path, size: int, per_byte: int) -> None:
-    """Raise UsageError for what would not fit, before it takes the machine down; the rest is the ceiling's."""
+    """Raise UsageError if reading a file of `size` bytes would exceed the memory ceiling (device/ceiling.py)."""
     needed, most = size * per_byte, ceiling_bytes(path)
     if needed > most:
         raise UsageError(
@@ -171,7 +171,7 @@ def analyze_file(
     device: int | None = None,
     progress: Callable[[str], None] = lambda doing: None,
 ) -> Analysis:
-    """Return the document of `memprof analyze`, of one device if one is given."""
+    """Return the document of `memprof analyze`, of all devices or of `device`."""
     opened = open_file(path, progress)
     progress("accounting")
     chosen = opened.recordings
@@ -181,7 +181,7 @@ def analyze_file(
         if not chosen:
             raise UsageError("the file has nothing of this GPU", value=f"--gpu-index {device}", hint=f"known: {known}")
     if question.at == "oom" and device is None:
-        # Of several devices seldom all run out.
+        # Of several devices, usually only one runs out of memory.
         chosen = [one for one in chosen if OOM in one.events.actions] or chosen
     return build_analysis(chosen, opened.origin, question)
 
@@ -189,8 +189,8 @@ def analyze_file(
 def export_file(
     path: Path, to: Path, progress: Callable[[str], None] = lambda doing: None, *, force: bool = False
 ) -> str:
-    """Write the run in `path` to `to` (.pickle for memory_viz, .json for Perfetto); return what opens it. Raises
-    UsageError: the file or the kind of `to` is not what it should be; MemprofError: it cannot be written."""
+    """Write the run in `path` to `to` (.pickle for memory_viz, .json for Perfetto); return the viewer's URL.
+    Raises UsageError: wrong file, or wrong suffix of `to`; MemprofError: `to` cannot be written."""
     kind = to.suffix.lower()
     if kind not in (".pickle", ".pkl", ".json"):
         raise UsageError(

@@ -1,4 +1,4 @@
-"""Reports from saved files: a capture is accounted for anew, and a document in JSON becomes what it was."""
+"""Reports from saved files: a capture is accounted for again, and a document in JSON is read back."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from memprof.report.documents.report import SCHEMA, Report
 from memprof.trace.io import load_trace
 from memprof.trace.old_names import rename_old
 
-# What `command` is in their JSON -> they, and the newest schema that is read.
-_OTHERS: dict[str, tuple[type[Analysis | Comparison], int]] = {
+# Value of `command` in the JSON -> type of the document, and the newest schema that is read.
+_OTHER_DOCUMENTS: dict[str, tuple[type[Analysis | Comparison], int]] = {
     "analyze": (Analysis, analysis.SCHEMA),
     "compare": (Comparison, comparison.SCHEMA),
 }
@@ -61,12 +61,12 @@ def load(
 
 
 def is_json(head: bytes) -> bool:
-    """Say whether a file that begins with `head` may be one in JSON."""
+    """Return whether a file that begins with `head` may be JSON."""
     return head.lstrip(b"\xef\xbb\xbf \t\r\n").startswith((b"{", b"["))
 
 
 def load_capture(path: Path, alloc_conf: str | None = None, gpu: int | None = None, rank: int | None = None) -> Report:
-    """Return the report of a capture; raise UsageError if it is none, is damaged, or has nothing in it."""
+    """Return the report of a capture; raise UsageError if the file is no capture, damaged or empty."""
     try:
         return analyze(load_trace(path), alloc_conf, gpu=gpu, rank=rank)
     except EmptyTraceError as error:
@@ -76,7 +76,7 @@ def load_capture(path: Path, alloc_conf: str | None = None, gpu: int | None = No
 
 
 def load_json(path: Path) -> SavedDocument:
-    """Return the document that was written as JSON; raise UsageError if it is none, is damaged, or too new."""
+    """Return the document that was written as JSON; raise UsageError if the file is no report, damaged or too new."""
     try:
         values = json.loads(path.read_text(encoding="utf-8-sig"))
     except (ValueError, RecursionError) as error:
@@ -84,7 +84,7 @@ def load_json(path: Path) -> SavedDocument:
             "the report is truncated or damaged", value=f"{path} ({error})", hint="write it again"
         ) from None
     command = str(values.get("command")) if isinstance(values, dict) else ""
-    kind, newest = _OTHERS.get(command, (Report, SCHEMA))
+    kind, newest = _OTHER_DOCUMENTS.get(command, (Report, SCHEMA))
     needed = {"schema", "peak", "stages"} if kind is Report else {"schema"}
     if not isinstance(values, dict) or not needed <= set(values):
         raise UsageError("not a report of memprof profile", value=path, hint=f"give {_KINDS}")

@@ -2,7 +2,7 @@
 
     Program -script/capture-> Trace, ScriptOutcome -account-> Document
 
-Everything after the capture is as for `memprof profile`.
+After the capture, the flow is that of `memprof profile`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ BEYOND = (
 
 @dataclass(frozen=True, slots=True)
 class DryRun:
-    """The result of a script's run; it has no report if nothing was ever on the GPU."""
+    """The result of a script's run; the document is None if nothing was allocated on the GPU."""
 
     trace: Trace
     outcome: ScriptOutcome
@@ -43,20 +43,20 @@ class DryRun:
 
 
 def run_script(program: Program, rule: StopRule, spec: RunSpec) -> DryRun:
-    """Run `program` until `rule` stops it, in this process; `spec` is everything else but `ranks` (see `run_ranks`).
+    """Run `program` until `rule` stops it, in this process; `spec.ranks` is ignored (see `run_ranks`).
 
-    Raises UsageError if there is no such script, or a fix cannot be switched on from outside.
+    Raises UsageError: the script does not exist, or a fix cannot be switched on from outside.
     """
-    from memprof.script.capture import resolve_process  # here and not above: --help needs no torch
+    from memprof.script.capture import resolve_process  # imported here: --help needs no torch
     from memprof.script.launchers import ProcessSelection
 
     program.check()
     start: ProcessStart | None = None
     if spec.device == "virtual":
-        found = resolve_process(program, ProcessSelection(spec.rank, spec.gpus, spec.nodes), find_gpu_of(spec))
-        if isinstance(found, ScriptOutcome):
-            return DryRun(Trace(), found, None)
-        start = found
+        process = resolve_process(program, ProcessSelection(spec.rank, spec.gpus, spec.nodes), find_gpu_of(spec))
+        if isinstance(process, ScriptOutcome):
+            return DryRun(Trace(), process, None)
+        start = process
     trace, outcome = capture_run(program, rule, spec, start=start)
     document = None
     with contextlib.suppress(EmptyTraceError):
@@ -72,8 +72,8 @@ def capture_run(
     start: ProcessStart | None = None,
     channel: Channel | None = None,
 ) -> tuple[Trace, ScriptOutcome]:
-    """Run one process of `program`; return what it did, with what is known of it. Without `start`, it is that which the
-    program is by itself; `channel` leads to the others that run together with it, if any do."""
+    """Run one process of `program`; return its trace and outcome. `start` is the process that a launcher would start
+    (None: the program itself); `channel` connects to the other ranks, if several run together."""
     from memprof.fixes.script_fixes import ScriptFixes
     from memprof.measured import MeasuredDevice
     from memprof.measured.cuda import NvmlUse
@@ -96,7 +96,7 @@ def capture_run(
             channel=channel,
             context_bytes=gpu.context_bytes,
             memory=lambda trace: RunAllocator(trace, gpu, settings.read()),
-            # Kernels write tensors that they are given: memory is their callers' to ask for.
+            # Custom kernels write to existing tensors: their callers allocate.
             passes_kernels=True,
             allocator_settings=settings,
             refuses=not spec.beyond,
@@ -114,11 +114,11 @@ def capture_run(
         trace.failure = trace.failure._replace(hint=_launch_hint(program, spec, outcome) or trace.failure.hint)
     if outcome.ended is EndReason.REFUSED and is_virtual:
         trace.assumptions.append(BEYOND)
-    if outcome.ended is EndReason.EXIT and not _learned(trace):
-        trace.trains = False  # gradients were on, and nobody ever requested any
-    found = trace.facts.rank
+    if outcome.ended is EndReason.EXIT and not _backward_steps(trace):
+        trace.trains = False  # gradients were on, and no backward ran
+    rank_facts = trace.facts.rank
     if channel is not None:
-        found = dataclasses.replace(found or RankFacts(), rank=channel.rank, world_size=channel.size)
+        rank_facts = dataclasses.replace(rank_facts or RankFacts(), rank=channel.rank, world_size=channel.size)
     trace.facts = dataclasses.replace(
         trace.facts,
         command="run",
@@ -126,7 +126,7 @@ def capture_run(
             tuple(program.command),
             outcome.ended.value,
             outcome.exit_code,
-            _training_steps(trace, outcome.ended),
+            _count_training_steps(trace, outcome.ended),
             spec.fixes,
             any(not forward.training for forward in trace.forwards),
             spec,
@@ -134,13 +134,13 @@ def capture_run(
         ),
         device=dataclasses.replace(facts, host_memory_bytes=spec.host_memory_bytes),
         allocator=settings.read().facts,
-        rank=found,
+        rank=rank_facts,
     )
     return trace, outcome
 
 
 def _launch_hint(program: Program, spec: RunSpec, outcome: ScriptOutcome) -> str:
-    """Return how a script is started that looks for what a launcher tells it; empty if it was not for lack of that."""
+    """Return a hint to use torchrun if the script failed for lack of a launcher's variable; else empty."""
     from memprof.script.launchers import find_missing_variable
 
     variable = find_missing_variable(outcome.error)
@@ -152,45 +152,45 @@ def _launch_hint(program: Program, spec: RunSpec, outcome: ScriptOutcome) -> str
     return f"start it with torchrun, which sets {variable}: {command}"
 
 
-def _training_steps(trace: Trace, ended: EndReason) -> int:
-    """Return how many were begun; calls of a model without a backward are no training, whatever their step."""
-    learned = _learned(trace)
-    if learned and ended is EndReason.EXIT:
-        return max(learned)  # what it called after the last was for its output alone, with gradients or without
-    return max((phase.step for phase in trace.phases), default=0) if learned or trace.trains else 0
+def _count_training_steps(trace: Trace, ended: EndReason) -> int:
+    """Return the number of training steps begun; forwards without any backward do not count as training."""
+    trained_steps = _backward_steps(trace)
+    if trained_steps and ended is EndReason.EXIT:
+        return max(trained_steps)  # later forwards have no backward
+    return max((phase.step for phase in trace.phases), default=0) if trained_steps or trace.trains else 0
 
 
-def _learned(trace: Trace) -> list[int]:
-    """Return the steps with a backward or an optimizer step."""
-    learns = (PhaseKind.BACKWARD, PhaseKind.OPTIMIZER_STEP)
-    return [phase.step for phase in trace.phases if phase.kind in learns]
+def _backward_steps(trace: Trace) -> list[int]:
+    """Return the step of each backward and optimizer step."""
+    kinds = (PhaseKind.BACKWARD, PhaseKind.OPTIMIZER_STEP)
+    return [phase.step for phase in trace.phases if phase.kind in kinds]
 
 
 class _LateSettings(CurrentSettings):
-    """The allocator's settings as torch finds them: a script may set the environment's before it first uses memory."""
+    """Allocator settings, read as torch reads them: the script may set the variable until its first allocation."""
 
     def __init__(self, alloc_conf: str | None) -> None:
         super().__init__(allocator_settings(alloc_conf))
-        self._late = alloc_conf is None
-        self._added = ""
+        self._is_unread = alloc_conf is None
+        self._fix_settings = ""
         self._environment = dict(os.environ)
 
     def add(self, alloc_conf: str) -> None:
-        """Add settings of a fix to the others."""
-        self._added = alloc_conf
+        """Add the allocator settings `alloc_conf` of a fix."""
+        self._fix_settings = alloc_conf
         if alloc_conf:
             self.set(self.get())
 
     def set(self, alloc_conf: str) -> None:
-        """Take settings as torch does."""
-        self._late = False
-        super().set(",".join(filter(None, (alloc_conf, self._added))))
+        """Set the settings, as torch does at run time; the settings of a fix stay."""
+        self._is_unread = False
+        super().set(",".join(filter(None, (alloc_conf, self._fix_settings))))
 
     def read(self) -> Settings:
-        """Return what holds from here on."""
-        if self._late and dict(os.environ) != self._environment:
+        """Return the settings in force, final from the first call on."""
+        if self._is_unread and dict(os.environ) != self._environment:
             self.now = allocator_settings(None)
-            if self._added:
-                super().set(",".join(filter(None, (self.get(), self._added))))
-        self._late = False
+            if self._fix_settings:
+                super().set(",".join(filter(None, (self.get(), self._fix_settings))))
+        self._is_unread = False
         return self.now

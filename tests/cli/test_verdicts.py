@@ -7,7 +7,7 @@ import time
 import pytest
 
 from memprof.cli import progress
-from memprof.flows.capture import _layer
+from memprof.flows.capture import _progress_of_trace
 from memprof.flows.progress import progress_text, report_progress_with
 from memprof.trace.events import Event, EventKind, Module, ModuleRole, Phase, PhaseKind, Trace
 from memprof.trace.io import save_trace
@@ -109,7 +109,7 @@ def test_layers_of_a_forward_are_counted():
     said = []
     for event in events:
         trace.events.append(Event(*event))
-        said.append(_layer(trace))
+        said.append(_progress_of_trace(trace))
     assert said == ["", "forward", "forward", "layer 2 of 3", "backward"]
 
 

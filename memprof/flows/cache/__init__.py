@@ -1,1 +1,1 @@
-"""Answers of simulated runs, kept between two calls: where they lie (`store.py`), what they rest on (`inputs.py`)."""
+"""Cached results of simulated runs: the files (`store.py`), and the inputs that a result depends on (`inputs.py`)."""

@@ -1,7 +1,7 @@
-"""Answers that were given before: only to questions whose answer depends on nothing but what can be looked at again.
+"""Cached results of runs whose inputs can all be checked for changes.
 
-Those are simulated runs of the catalog's models, of sizes and of local configurations. Code of the user's, of the hub
-and of compilers may read anything, so that it is run each time.
+Simulated runs of the catalog's models, of sizes and of local configurations are cached. The user's code, code from the
+hub and compilers may read any file, so their runs are never cached.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from memprof.spec import TargetSpec
 from memprof.trace.json_values import JsonValue, to_plain
 from memprof.workload.catalog import has_model, read_config_file
 
-_FORM = 1  # of what is cached
-_LARGEST_FILE = 16 << 20  # bytes of a file that is read to see whether it is the same
+_FORM = 1  # version of the cached format
+_LARGEST_FILE = 16 << 20  # bytes of the largest file that is hashed to detect a change
 _NO_CUDA = re.compile(r"^cuda\b[^=]*=\s*None\s*$", re.MULTILINE)
 
 _Answer = TypeVar("_Answer", bound=JsonValue)
@@ -34,14 +34,14 @@ _Answer = TypeVar("_Answer", bound=JsonValue)
 
 @dataclass(frozen=True, slots=True)
 class CachedAnswer:
-    """The answer to one question, in the cache."""
+    """One cached result."""
 
     store: Store
     key: str
-    said: str  # the question, for people
+    said: str  # the command line, for the user
 
     def find(self, kind: type[_Answer]) -> tuple[_Answer, float] | None:
-        """Return the answer, and how many seconds ago it was given; None if there is none, or something has changed."""
+        """Return the result and its age in seconds; None if nothing is cached, or an input has changed."""
         entry = self.store.find(self.key)
         if entry is None or not isinstance(entry.get("files"), list) or not unchanged(entry["files"]):
             return None
@@ -51,29 +51,28 @@ class CachedAnswer:
             return None
 
     def keep(self, answer: JsonValue) -> None:
-        """Keep an answer, if it comes back as it is."""
+        """Cache a result, if its JSON can be read back unchanged."""
         files = loaded_files()
         if files is None:
             return
         plain = json.loads(json.dumps(answer.to_json()))
         try:
-            same = json.loads(json.dumps(type(answer).from_json(plain).to_json())) == plain
+            is_unchanged = json.loads(json.dumps(type(answer).from_json(plain).to_json())) == plain
         except ValueError:
             return
-        if same:
+        if is_unchanged:
             self.store.keep(self.key, {"said": self.said, "given": time.time(), "files": files, "answer": plain})
 
 
 def cached_answer(command: str, spec: TargetSpec, asked: dict[str, Any], words: Sequence[str]) -> CachedAnswer | None:
-    """Return where an answer to `words` is kept; None if it may depend on what cannot be looked at, or is not to be
-    kept.
+    """Return the cache entry of the command line `words`; None if the cache is off, or an input cannot be checked.
 
-    `asked` is what else the answer of `command` depends on.
+    `asked` has the options of `command` that are not in `spec`.
     """
     folder = cache_folder()
     if folder is None or spec.device != "virtual" or spec.compile or spec.trust_remote_code:
         return None
-    files = [*_configuration(spec), *_lengths(spec.lengths), *_lengths(asked.get("lengths"))]
+    files = [*_config_digest(spec), *_length_file_digests(spec.lengths), *_length_file_digests(asked.get("lengths"))]
     if None in files:
         return None
     question = [_FORM, command, to_plain(spec), to_plain(asked), files, describe_environment()]
@@ -84,7 +83,7 @@ def cached_answer(command: str, spec: TargetSpec, asked: dict[str, Any], words: 
 
 
 def is_without_cuda() -> bool:
-    """Say whether the installed torch has no CUDA, told by a file of it: importing it takes a second."""
+    """Return whether torch is a build without CUDA, by its version.py: importing torch would take a second."""
     found = importlib.util.find_spec("torch")
     if found is None or found.origin is None:
         return False
@@ -95,8 +94,8 @@ def is_without_cuda() -> bool:
     return _NO_CUDA.search(text) is not None
 
 
-def _configuration(spec: TargetSpec) -> list[list[str] | None]:
-    """Return the file that the model is read from, and its digest; None in it if that is not all of it."""
+def _config_digest(spec: TargetSpec) -> list[list[str] | None]:
+    """Return path and digest of the model's configuration; [None] if the model depends on other files too."""
     if spec.model_is_size or has_model(spec.model):
         return []
     path = Path(spec.model).expanduser()
@@ -106,17 +105,17 @@ def _configuration(spec: TargetSpec) -> list[list[str] | None]:
         file, config = read_config_file(path)
     except MemprofError:
         return [None]
-    return [None if "auto_map" in config else _read_lines(file)]
+    return [None if "auto_map" in config else _digest(file)]
 
 
-def _lengths(text: str | None) -> list[list[str] | None]:
-    """Return files that `--lengths` may name: options stand behind a comma, which a file's name may have too."""
+def _length_file_digests(text: str | None) -> list[list[str] | None]:
+    """Return path and digest of each file that `--lengths` may name: a comma may be part of the file's name."""
     parts = (text or "").split(",")
     names = [",".join(parts[:count]) for count in range(1, len(parts) + 1)]
-    return [_read_lines(Path(name).expanduser()) for name in names if name and os.path.lexists(Path(name).expanduser())]
+    return [_digest(Path(name).expanduser()) for name in names if name and os.path.lexists(Path(name).expanduser())]
 
 
-def _read_lines(file: Path) -> list[str] | None:
+def _digest(file: Path) -> list[str] | None:
     try:
         if not file.is_file() or file.stat().st_size > _LARGEST_FILE:
             return None

@@ -1,8 +1,8 @@
-"""Inputs of an answer beside what was asked: the interpreter, what is installed, memprof itself, and the variables
-of the environment that torch and its libraries read.
+"""Inputs of a cached result other than its options: the interpreter, installed packages, memprof itself, and the
+environment variables that torch and its libraries read.
 
-Versions do not say everything: files of an installed package may be edited in place, and a checkout has one version for
-years. So an answer is kept with every file of Python that was loaded for it, and holds as long as none has changed.
+Versions do not suffice: files of an installed package may be edited in place, and a checkout has one version for
+years. So a result is cached with a stamp of every Python file that its run loaded, and is valid while no file changes.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any
 from memprof.flows.cache.store import VARIABLE
 
 _PACKAGE = Path(__file__).resolve().parents[2]
-_BEGIN_NS = time.time_ns() - 10**10  # ten seconds before this process came here: whatever it loads, it loaded since
-# Of variables that torch, transformers, PEFT, bitsandbytes, Triton or Python itself read.
+_BEGIN_NS = time.time_ns() - 10**10  # ten seconds before this import: all files are loaded later
+# Prefixes of variables that torch, transformers, PEFT, bitsandbytes, Triton or Python itself read.
 _PREFIXES = (
     "ACCELERATE", "ATEN", "BITSANDBYTES", "BNB", "CUBLAS", "CUDA", "CUDNN", "DISABLE_", "ENABLE_", "FLA", "FORCE_",
     "HF_", "HIP", "KERNELS", "LOCAL_", "MASTER_", "MEMPROF", "NCCL", "NVIDIA", "PEFT", "PYTHON", "PYTORCH", "RANK",
@@ -27,15 +27,15 @@ _PREFIXES = (
 )  # fmt: skip
 _PACKAGES = (".dist-info", ".egg-info", ".egg-link", ".pth", ".py", ".so", ".pyd", ".zip")
 
-Stamp = tuple[str, int, int]  # a file: path, bytes, and when it was changed, in nanoseconds
+Stamp = tuple[str, int, int]  # of a file: path, bytes, time of the last change in nanoseconds
 
 
 def describe_environment(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """Return all of it, as plain JSON values."""
+    """Return interpreter, import path, digests of installed packages and of memprof, and variables, as JSON values."""
     return {
         "python": [sys.version, sys.executable, sys.prefix],
         "path": list(sys.path),
-        "installed": _digest(_installed(sys.path)),
+        "installed": _digest(_importable_names(sys.path)),
         "memprof": _digest(f"{path}\0{size}\0{time}" for path, size, time in sorted(_stamps(_own_files()))),
         "environment": {
             name: value
@@ -46,15 +46,15 @@ def describe_environment(environ: Mapping[str, str] = os.environ) -> dict[str, A
 
 
 def loaded_files() -> list[Stamp] | None:
-    """Return all files of Python that this process has loaded, as they are; None if one may have changed since."""
-    from memprof.workload.pool import loaded_module_files  # imports torch, as the run that was answered did
+    """Return the stamps of all Python files that this process loaded; None if a file may have changed since."""
+    from memprof.workload.pool import loaded_module_files  # imports torch, as the run did
 
     stamps = sorted(_stamps(loaded_module_files()))
     return None if any(changed > _BEGIN_NS for _, _, changed in stamps) else stamps
 
 
 def unchanged(stamps: Iterable[Any]) -> bool:
-    """Return whether all these files are as they were."""
+    """Return whether all files still have the size and time of their stamps."""
     try:
         for path, size, changed in stamps:
             status = os.stat(path)
@@ -75,26 +75,26 @@ def _stamps(files: Iterable[str]) -> Iterator[Stamp]:
 
 
 def _own_files() -> Iterator[str]:
-    """Give memprof's files, or the zip file that it is imported from."""
+    """Yield the paths of memprof's files, or of the zip file that memprof is imported from."""
     if _PACKAGE.is_dir():
-        yield from _sources(str(_PACKAGE))
+        yield from _files_below(str(_PACKAGE))
     else:
         yield from (str(file) for file in _PACKAGE.parents if file.is_file())
 
 
-def _sources(folder: str) -> Iterator[str]:
-    """Yield all files below, its tables and pages too; not the byte code that Python keeps beside them."""
+def _files_below(folder: str) -> Iterator[str]:
+    """Yield the paths of all files below a folder, except Python's byte code."""
     with os.scandir(folder) as entries:
         for entry in entries:
             if entry.is_dir(follow_symlinks=False):
                 if entry.name != "__pycache__":
-                    yield from _sources(entry.path)
+                    yield from _files_below(entry.path)
             else:
                 yield entry.path
 
 
-def _installed(folders: Iterable[str]) -> Iterator[str]:
-    """Yield what can be imported from these folders, with versions where it was installed."""
+def _importable_names(folders: Iterable[str]) -> Iterator[str]:
+    """Yield the names of importable files and packages in these folders; .dist-info names have versions."""
     for folder in folders:
         try:
             names = sorted(os.listdir(folder or "."))
@@ -105,7 +105,7 @@ def _installed(folders: Iterable[str]) -> Iterator[str]:
 
 
 def _digest(lines: Iterable[str]) -> str:
-    made = hashlib.sha256()
+    digest = hashlib.sha256()
     for line in lines:
-        made.update(line.encode(errors="surrogateescape") + b"\n")
-    return made.hexdigest()
+        digest.update(line.encode(errors="surrogateescape") + b"\n")
+    return digest.hexdigest()

@@ -1,8 +1,8 @@
-"""The folder of cached results: a file each, bounded together, and safe for several processes at once.
+"""The folder of cached results: one file per result, a bound on their total size, safe for concurrent processes.
 
-Nothing here raises for what a disk does: a cache that cannot be read or written is one that has nothing. A file is
-written beside its place and moved there in one step, and begins with the digest of its content, so that one that is
-cut off, damaged or of another release is none.
+Disk errors are not raised: a cache that cannot be read or written counts as empty. A file is written under a temporary
+name and renamed in one step. It begins with the digest of its content, so that truncated or damaged files, and files
+of another release, are ignored.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-VARIABLE = "MEMPROF_CACHE"  # another folder; `off`: none
-MOST_BYTES = 32 << 20  # Of all files; the one that was requested least recently goes first. An answer has about 20 KiB.
-_LARGEST = MOST_BYTES // 8  # of one file
-_UNPACKED = 32 * _LARGEST
+VARIABLE = "MEMPROF_CACHE"  # path of the cache folder; `off` disables the cache
+MOST_BYTES = 32 << 20  # of all files; the least recently used goes first; a result has about 20 KiB
+_MAX_FILE_BYTES = MOST_BYTES // 8  # bytes of one file
+_MAX_UNPACKED_BYTES = 32 * _MAX_FILE_BYTES  # bytes of one file, decompressed
 _FORM = b"memprof answer 1 "
 _SUFFIX = ".answer"
-_OURS = re.compile(r"(?:[0-9a-f]{64}|\.[0-9a-f]{64}\.[^/]*)\.answer")  # an answer, or one that is being written
-_STALE_SECONDS = 3600  # what is being written for so long was given up
+_CACHE_FILE = re.compile(r"(?:[0-9a-f]{64}|\.[0-9a-f]{64}\.[^/]*)\.answer")  # a result, or a file that is being written
+_STALE_SECONDS = 3600  # a temporary file of this age was abandoned
 
 
 def cache_folder(environ: Mapping[str, str] = os.environ, platform: str = sys.platform) -> Path | None:
-    """Return where answers are kept: `$MEMPROF_CACHE`, or `memprof` in the user's cache folder; None: nowhere.
+    """Return the folder `$MEMPROF_CACHE`, or `memprof` in the user's cache folder; None: the cache is off.
 
-    That is `$XDG_CACHE_HOME` or ~/.cache (XDG Base Directory Specification, which ignores relative paths), on macOS
+    The user's cache folder is `$XDG_CACHE_HOME` (if absolute) or ~/.cache (XDG Base Directory Specification), on macOS
     ~/Library/Caches, on Windows %LOCALAPPDATA%.
     """
     asked = environ.get(VARIABLE)
@@ -55,7 +55,7 @@ def cache_folder(environ: Mapping[str, str] = os.environ, platform: str = sys.pl
 
 @dataclass(frozen=True, slots=True)
 class CachedFile:
-    """A file of the folder."""
+    """One file of the cache folder."""
 
     path: Path
     num_bytes: int
@@ -63,14 +63,14 @@ class CachedFile:
 
 
 class Store:
-    """The answers in one folder, which is made when the first is kept."""
+    """The cached results in one folder, which is created with the first result."""
 
     def __init__(self, folder: Path, most_bytes: int = MOST_BYTES) -> None:
         self.folder = folder
         self.most_bytes = most_bytes
 
     def find(self, key: str) -> dict[str, Any] | None:
-        """Return what was kept under `key`; None where nothing whole is there."""
+        """Return the value cached under `key`; None if the file is missing or damaged."""
         path = self._path(key)
         value = self.read(path)
         if value is not None:
@@ -79,29 +79,29 @@ class Store:
         return value
 
     def read(self, path: Path) -> dict[str, Any] | None:
-        """Return what a file of the folder has; None where it is not whole."""
+        """Return the value in a file of the folder; None if the file is damaged or cannot be read."""
         try:
-            if not path.is_file():  # a pipe would be waited for
+            if not path.is_file():  # opening a pipe would block
                 return None
             with path.open("rb") as file:
-                data = file.read(_LARGEST + 1)
+                data = file.read(_MAX_FILE_BYTES + 1)
         except OSError:
             return None
         head, _, packed = data.partition(b"\n")
-        if len(data) > _LARGEST or head != _FORM + hashlib.sha256(packed).hexdigest().encode():
+        if len(data) > _MAX_FILE_BYTES or head != _FORM + hashlib.sha256(packed).hexdigest().encode():
             return None
         try:
-            unpacked = zlib.decompressobj().decompress(packed, _UNPACKED)
+            unpacked = zlib.decompressobj().decompress(packed, _MAX_UNPACKED_BYTES)
             value = json.loads(unpacked)
         except (zlib.error, ValueError, RecursionError):
             return None
         return value if isinstance(value, dict) else None
 
     def keep(self, key: str, value: dict[str, Any]) -> bool:
-        """Keep a `value` of plain JSON under `key` (64 hexadecimal digits), within the bound; return whether it is."""
+        """Cache a `value` of plain JSON under `key` (64 hexadecimal digits); return whether it was written."""
         packed = zlib.compress(json.dumps(value, separators=(",", ":")).encode(), level=3)
         data = _FORM + hashlib.sha256(packed).hexdigest().encode() + b"\n" + packed
-        if len(data) > min(_LARGEST, self.most_bytes):
+        if len(data) > min(_MAX_FILE_BYTES, self.most_bytes):
             return False
         temporary = None
         try:
@@ -117,15 +117,15 @@ class Store:
             if temporary is not None:
                 with contextlib.suppress(OSError):
                     os.unlink(temporary)
-        self._bound()
+        self._evict()
         return True
 
     def entries(self) -> list[CachedFile]:
-        """Return all files, what was requested last first."""
+        """Return the files of all cached results, the most recently used first."""
         return sorted((one for one in self._files() if not one.path.name.startswith(".")), key=lambda one: -one.used)
 
     def clear(self) -> int:
-        """Remove all that memprof has written there, and the folder if nothing else is in it; how many answers went."""
+        """Remove all files of the cache, and the folder if it is then empty; return the number of results removed."""
         answers = sum(_remove(one.path) and not one.path.name.startswith(".") for one in self._files())
         with contextlib.suppress(OSError):
             self.folder.rmdir()
@@ -139,16 +139,16 @@ class Store:
         try:
             with os.scandir(self.folder) as entries:
                 for entry in entries:
-                    if _OURS.fullmatch(entry.name):
-                        with contextlib.suppress(OSError):  # gone meanwhile
+                    if _CACHE_FILE.fullmatch(entry.name):
+                        with contextlib.suppress(OSError):  # removed by another process
                             status = entry.stat(follow_symlinks=False)
                             found.append(CachedFile(Path(entry.path), status.st_size, status.st_mtime))
         except OSError:
             return []
         return found
 
-    def _bound(self) -> None:
-        """Remove what was requested least recently, until the rest is within the bound."""
+    def _evict(self) -> None:
+        """Remove abandoned temporary files, and the least recently used results until the total size is in bounds."""
         total = 0
         for one in sorted(self._files(), key=lambda one: -one.used):
             if one.path.name.startswith("."):

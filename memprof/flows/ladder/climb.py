@@ -1,4 +1,4 @@
-"""Fixes one after another (`--ladder`): at each row the cheapest against what is then in the way."""
+"""The ladder of fixes (`--ladder`): each row adds the cheapest fix for the current bottleneck."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from memprof.report.documents.report import Report
 from memprof.trace.events import Trace
 from memprof.units import format_bytes
 
-WORTH = 0.01  # a fix that saves less than this share of what is needed gets no row
+WORTH = 0.01  # a fix that saves less than this share of the required memory gets no row
 MAX_RUNGS = 9
-MAX_RUNS = 16  # a ladder is to be there within a minute
+MAX_RUNS = 16  # so that a ladder takes less than a minute
 
 
 def climb(runs: Runs, names: Sequence[str] | None = None) -> tuple[Trace, Report]:
-    """Return the run as it is, with a ladder of `names`, or of all that have a place there.
+    """Return the original run, with a ladder of the fixes `names` (None: all fixes of the catalog's ladder).
 
-    It goes on past the row that fits, as long as a fix saves something that is worth a row and trains the same model.
-    What trains another model (LoRA) is tried only where nothing else is enough.
+    The ladder continues past the row that fits, as long as a fix saves enough for a row and trains the same model.
+    Fixes that train another model (LoRA) are tried only while the run does not fit.
     """
     run, fixes = runs.original, list[ChosenFix]()
     rungs = [runs.rung((), run, None)]
     not_applied: dict[str, str] = {}
-    asked: dict[str, int] = {}
+    num_tries: dict[str, int] = {}
     left = [name for name in (ladder() if names is None else names) if name not in runs.active_fixes()]
     while len(rungs) < MAX_RUNGS and len(runs) < MAX_RUNS:
-        step = next_step(runs, run, fixes, left, asked, not_applied)
+        step = next_step(runs, run, fixes, left, num_tries, not_applied)
         if step is None:
             break
         fix, better = step
@@ -48,26 +48,26 @@ def next_step(
     run: LadderRun,
     fixes: Sequence[ChosenFix],
     left: Sequence[str],
-    asked: dict[str, int],
+    num_tries: dict[str, int],
     not_applied: dict[str, str],
     most: int = MAX_RUNS,
 ) -> tuple[ChosenFix, LadderRun] | None:
-    """Return the first fix in question that saves something, and the run with it; at the `most` so many runs are made.
+    """Return the first candidate fix that saves enough, and the run with this fix; None if no candidate does.
 
-    One that saved nothing is asked once more at a later row, when something else decides the peak.
+    At most `most` runs are made. A fix that saved nothing is tried once more at a later row, when the peak has moved.
     """
-    candidates = [name for name in _order_of_trial(run, left) if asked.get(name, 0) < 2]
-    candidates.sort(key=lambda name: asked.get(name, 0))  # stable: those never asked first
+    candidates = [name for name in _order_of_trial(run, left) if num_tries.get(name, 0) < 2]
+    candidates.sort(key=lambda name: num_tries.get(name, 0))  # stable: untried fixes first
     for name in candidates:
         if (run.fits and STEPS[name].trains_another) or len(runs) >= most:
             continue
         fix = ChosenFix(STEPS[name])
-        asked[name] = asked.get(name, 0) + 1
+        num_tries[name] = num_tries.get(name, 0) + 1
         try:
             better = runs.with_fixes([*fixes, fix])
         except MemprofError as error:
             not_applied[name] = error.line
-            asked[name] = 2
+            num_tries[name] = 2
             continue
         saved = run.needed_bytes - better.needed_bytes
         if saved >= WORTH * run.needed_bytes or (better.fits and not run.fits):
@@ -80,7 +80,7 @@ def next_step(
 
 
 def _order_of_trial(run: LadderRun, left: Sequence[str]) -> list[str]:
-    """Return what is left, in the order in which it is worth trying: against the largest category of the peak first."""
+    """Return the fixes of `left` that may help, those against the largest category of the peak first."""
     peak, first = run.document.peak, bottleneck_of(run.document).category
     found: list[str] = []
     for finding in run.document.findings:

@@ -1,4 +1,4 @@
-"""Runs of one program with different fixes in force: each row of a ladder is one, and none an estimate."""
+"""Simulated runs of one program with different fixes: each row of a ladder is a run, not an estimate."""
 
 from __future__ import annotations
 
@@ -28,43 +28,43 @@ from memprof.workload.plan import parse_plan
 
 @dataclass(frozen=True, slots=True)
 class LadderRun:
-    """One run, with some fixes or none."""
+    """One run, with fixes or without."""
 
     trace: Trace
     document: Report
     work: StepWork | None
 
     def explained(self) -> Report:
-        """Return its report with all findings, of which a search asks for those that lead it."""
+        """Return the report with all findings: during a search a report has only the findings that guide the search."""
         return self.document if self.document.ledger is not None else analyze(self.trace)
 
     @property
     def needed_bytes(self) -> int:
-        """Return what it needs of the GPU, so that nothing is ever refused."""
+        """Return the bytes of GPU memory that the run requires to never fail an allocation."""
         return self.document.verdict.required_bytes
 
     @property
     def fits(self) -> bool:
-        """Say whether it came to its end on the GPU, and on its host if that was asked, as a real one would."""
+        """Return whether the run fits the GPU (and the host, if judged) and does not mix tensors of two devices."""
         return bool(self.document.verdict.fits) and not self.is_stopped
 
     @property
     def is_stopped(self) -> bool:
-        """Say whether tensors of two devices meet: a real run ends there, whatever the GPU has."""
+        """Return whether tensors of two devices meet in an operator, where a real run would end."""
         return any(finding.id == "device-mismatch" for finding in self.document.findings)
 
     @property
     def seconds(self) -> float:
-        """Return the least time of a step on this GPU."""
+        """Return the lower bound of the time of a step on this GPU, in seconds."""
         return 0.0 if self.work is None else self.work.seconds
 
 
-def _key(fixes: Sequence[ChosenFix]) -> tuple[str, ...]:
+def _fix_key(fixes: Sequence[ChosenFix]) -> tuple[str, ...]:
     return tuple(sorted(map(str, fixes)))
 
 
 class Runs(abc.ABC):
-    """Runs of one program with different fixes; each is made once."""
+    """Runs of one program with different sets of fixes; each set is run once."""
 
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu
@@ -73,53 +73,53 @@ class Runs(abc.ABC):
 
     @abc.abstractmethod
     def _run(self, fixes: Sequence[ChosenFix]) -> tuple[Trace, Report]:
-        """Run the program with these in force."""
+        """Run the program with `fixes`."""
 
     @abc.abstractmethod
     def command(self, fixes: Sequence[ChosenFix], *, fits: bool | None) -> str:
-        """Return the command that makes the run with these, of which it is known whether it `fits`."""
+        """Return the command of the run with `fixes`; `fits` is the verdict of this run."""
 
     @abc.abstractmethod
     def _trace_with(self, trace: Trace, fixes: Sequence[ChosenFix]) -> Trace:
-        """Return the trace of a run with `fixes`, which differ from its own in the allocator's settings alone."""
+        """Return `trace` as if run with `fixes`, which add only allocator settings to the fixes of `trace`."""
 
     def _work(self, trace: Trace, fixes: Sequence[ChosenFix]) -> StepWork | None:
-        """Return what a step of the run takes, with these in force."""
+        """Return the work of a step of the run with `fixes`; None if the work was not counted."""
         return step_work(trace, self._gpu)
 
     def _plan(self, fixes: Sequence[ChosenFix]) -> str | None:
-        """Return how the run with these is spread over GPUs."""
+        """Return the parallel plan of the run with `fixes`; None: one GPU."""
         return None
 
     @abc.abstractmethod
     def check(self, fixes: Sequence[ChosenFix]) -> None:
-        """Raise UsageError if it can be told without a run that they do not apply."""
+        """Raise UsageError if `fixes` do not apply, as far as this is known without a run."""
 
     @abc.abstractmethod
     def active_fixes(self) -> frozenset[str]:
-        """Return the names of the fixes that are in force as it is."""
+        """Return the names of the fixes that the original run already has."""
 
     @abc.abstractmethod
     def make(self, sets: Iterable[Sequence[ChosenFix]]) -> None:
-        """Make the runs with each of these, none of which waits for another: at once where that is possible."""
+        """Run the program with each set of fixes, in parallel where possible."""
 
     def know(self, rows: Iterable[tuple[Sequence[ChosenFix], LadderRun]]) -> None:
-        """Take runs that were made elsewhere."""
-        self._known |= {_key(fixes): run for fixes, run in rows}
+        """Add runs that were made in another process."""
+        self._known |= {_fix_key(fixes): run for fixes, run in rows}
 
     def __len__(self) -> int:
-        """Return how many were requested."""
+        """Return the number of runs requested so far."""
         return len(self._known)
 
     def with_fixes(self, fixes: Sequence[ChosenFix]) -> LadderRun:
-        """Return the run with these in force; raise UsageError if one of them does not apply."""
-        key = _key(fixes)
+        """Return the run with `fixes`; raise UsageError if a fix does not apply."""
+        key = _fix_key(fixes)
         if key in self._known:
             return self._known[key]
         others = [fix for fix in fixes if not fix.fix.alloc_conf]
         if len(others) == len(fixes):
             return self._add(fixes)
-        # The same requests in the same order: only the allocator does otherwise with them.
+        # The requests are the same in the same order: only the allocator's replay differs.
         self.check(fixes)
         before = self.with_fixes(others) if others else self.original
         trace = self._trace_with(before.trace, fixes)
@@ -128,11 +128,11 @@ class Runs(abc.ABC):
 
     def _add(self, fixes: Sequence[ChosenFix]) -> LadderRun:
         trace, document = self._run(fixes)
-        run = self._known[_key(fixes)] = LadderRun(trace, document, self._work(trace, fixes))
+        run = self._known[_fix_key(fixes)] = LadderRun(trace, document, self._work(trace, fixes))
         return run
 
     def rung(self, fixes: Sequence[ChosenFix], run: LadderRun, before: LadderRun | None) -> Rung:
-        """Return the row of a run; `before` is the row above."""
+        """Return the ladder row of `run`; `before` is the run of the row above."""
         document = run.document
         names = tuple(str(fix) for fix in fixes)
         numerics = combined_numerics([fix.fix.name for fix in fixes]).value
@@ -158,19 +158,19 @@ class Runs(abc.ABC):
 
 
 class SpecRuns(Runs):
-    """Runs of one spec; `simulated` is the original, if it was made already."""
+    """Runs of one spec; `simulated` is the trace of the original run, if known."""
 
     def __init__(
         self, spec: TargetSpec, progress: Callable[[str], None] = lambda doing: None, simulated: Trace | None = None
     ) -> None:
         self._spec, self._progress, self._simulated = spec, progress, simulated
-        # What was made at once and not yet requested: a run without its ledger, or why it cannot be made.
+        # Runs made in parallel and not yet requested: trace and report without ledger, or the error of the run.
         self._ready: dict[TargetSpec, tuple[Trace, Report] | MemprofError] = {}
         super().__init__(find_gpu_of(spec))
 
     def in_force(self, fixes: Sequence[ChosenFix]) -> TargetSpec:
-        """Return the spec with `fixes`; raise UsageError if one of them does not go with it."""
-        if not fixes:  # the original may not have been made yet
+        """Return the spec with `fixes`; raise UsageError if a fix does not apply to the spec."""
+        if not fixes:  # the original run may not exist yet
             return self._spec
         spec, original = self._spec, self.original
         classes = {module.class_name for module in original.trace.modules}
@@ -180,19 +180,19 @@ class SpecRuns(Runs):
         return spec
 
     def command(self, fixes: Sequence[ChosenFix], *, fits: bool | None) -> str:
-        """Return the command that makes the run with these."""
+        """Return the command of the run with `fixes`."""
         return profile_command(self._spec.edit(fixes=(*self._spec.fixes, *map(str, fixes))))
 
     def check(self, fixes: Sequence[ChosenFix]) -> None:
-        """Raise UsageError if they do not go with the spec."""
+        """Raise UsageError if `fixes` do not apply to the spec."""
         self.in_force(fixes)
 
     def make(self, sets: Iterable[Sequence[ChosenFix]]) -> None:
-        """Make the runs with each of these, in workers."""
+        """Run the spec with each set of fixes, in worker processes."""
         specs: list[TargetSpec] = []
         for fixes in sets:
             made = [fix for fix in fixes if not fix.fix.alloc_conf]
-            if made and _key(made) not in self._known:
+            if made and _fix_key(made) not in self._known:
                 with contextlib.suppress(UsageError):
                     specs.append(self.in_force(made))
         left = [spec for spec in dict.fromkeys(specs) if spec not in self._ready]
@@ -200,11 +200,11 @@ class SpecRuns(Runs):
             return
         from memprof.workload.pool import run_all  # needs torch
 
-        works = [functools.partial(profile, spec, explained=False) for spec in left]
-        self._ready |= zip(left, run_all(works, self._progress), strict=True)
+        tasks = [functools.partial(profile, spec, explained=False) for spec in left]
+        self._ready |= zip(left, run_all(tasks, self._progress), strict=True)
 
     def active_fixes(self) -> frozenset[str]:
-        """Return what the spec has already."""
+        """Return the names of the fixes that the spec already has."""
         return frozenset(in_force(self._spec))
 
     def _trace_with(self, trace: Trace, fixes: Sequence[ChosenFix]) -> Trace:
@@ -218,9 +218,9 @@ class SpecRuns(Runs):
         return self.in_force(fixes).parallel
 
     def _work(self, trace: Trace, fixes: Sequence[ChosenFix]) -> StepWork | None:
-        # Of as many sequences as the original has: GPUs that share them take one after another.
+        # For the same number of sequences as the original: GPUs that share a sequence run them one after another.
         spec = self.in_force(fixes)
-        times = _sharing(spec) // _sharing(self._spec)
+        times = _sequence_ranks(spec) // _sequence_ranks(self._spec)
         return step_work(trace, self._gpu, spec.gradient_accumulation * times if times > 1 else 0)
 
     def _run(self, fixes: Sequence[ChosenFix]) -> tuple[Trace, Report]:
@@ -230,50 +230,50 @@ class SpecRuns(Runs):
         return self.profile(self.in_force(fixes), what)
 
     def profile(self, spec: TargetSpec, what: str) -> tuple[Trace, Report]:
-        """Run a spec, `what` in a few words, if that was not made already; raise MemprofError if it cannot be run."""
+        """Return the run of `spec`, described as `what` in progress lines; raise MemprofError if the run fails."""
         made = self._ready.pop(spec, None)
         if isinstance(made, MemprofError):
             raise made
         return made or profile(spec, lambda doing: self._progress(f"{what}: {doing}"), explained=False)
 
 
-def _sharing(spec: TargetSpec) -> int:
+def _sequence_ranks(spec: TargetSpec) -> int:
     return 1 if spec.parallel is None else parse_plan(spec.parallel, spec.gpus).sharing
 
 
 class RunsWith:
-    """Runs of `runs` with some fixes always on; nothing is run twice."""
+    """Runs of `runs` with the fixes `always` on top; no set is run twice."""
 
     def __init__(self, runs: Runs, always: Sequence[ChosenFix]) -> None:
         self._runs, self._always = runs, list(always)
-        self._asked: set[tuple[str, ...]] = set()
+        self._requested_keys: set[tuple[str, ...]] = set()
         self.original = self.with_fixes(())
 
     def __len__(self) -> int:
-        """Return how many were requested with these on: a search may make so many."""
-        return len(self._asked)
+        """Return the number of runs requested through this view: a search has a budget of runs."""
+        return len(self._requested_keys)
 
     def make(self, sets: Iterable[Sequence[ChosenFix]]) -> None:
-        """Make the runs with each of these and those that are always on."""
+        """Run the program with each set of fixes plus `always`, in parallel where possible."""
         self._runs.make([*self._always, *fixes] for fixes in sets)
 
     def with_fixes(self, fixes: Sequence[ChosenFix]) -> LadderRun:
-        """Return the run with these in force; raise UsageError if one of them does not apply."""
-        self._asked.add(_key(fixes))
-        together = [*self._always, *fixes]
-        return self._runs.with_fixes(together) if together else self._runs.original
+        """Return the run with `fixes` plus `always`; raise UsageError if a fix does not apply."""
+        self._requested_keys.add(_fix_key(fixes))
+        all_fixes = [*self._always, *fixes]
+        return self._runs.with_fixes(all_fixes) if all_fixes else self._runs.original
 
     def check(self, fixes: Sequence[ChosenFix]) -> None:
-        """Raise UsageError if they do not go together."""
+        """Raise UsageError if `fixes` do not apply together with `always`."""
         self._runs.check([*self._always, *fixes])
 
     def active_fixes(self) -> frozenset[str]:
-        """Return what is in force before any is added."""
+        """Return the names of the fixes that are on before a search adds any."""
         return self._runs.active_fixes() | {fix.fix.name for fix in self._always}
 
 
 def apply_fixes(runs: Runs, fixes: Sequence[ChosenFix], *, each: bool = False) -> tuple[Trace, Report]:
-    """Return the run with `fixes`; its report has a ladder of two rows, or of one for each fix."""
+    """Return the run with `fixes`; its ladder has two rows, or with `each` a row per fix."""
     steps = [fixes[:count] for count in range(1, len(fixes) + 1)] if each else [fixes]
     return with_ladder(runs, steps)
 
@@ -281,7 +281,7 @@ def apply_fixes(runs: Runs, fixes: Sequence[ChosenFix], *, each: bool = False) -
 def with_ladder(
     runs: Runs, steps: Sequence[Sequence[ChosenFix]], reason: str = "", not_applied: dict[str, str] | None = None
 ) -> tuple[Trace, Report]:
-    """Return the last step's run; the rows before it are in its ladder."""
+    """Return the run of the last set of fixes in `steps`; its ladder has the original and a row per set."""
     before = runs.original
     rungs = [runs.rung((), before, None)]
     for fixes in steps:

@@ -1,4 +1,4 @@
-"""The cheapest fixes that make a run fit (`--fix auto`), found among simulated runs."""
+"""Search for the cheapest set of fixes that makes a run fit (`--fix auto`), by simulated runs."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from memprof.trace.events import Trace
 from memprof.units import format_bytes
 
 AnyRuns = Runs | RunsWith
-CHEAPER = 0.005  # a set is cheaper than another if its step takes less time by this share
-# Categories of which a fix that keeps the numbers frees nothing but what it says that it saves.
+CHEAPER = 0.005  # a set of fixes is cheaper than another if its step is quicker by this share
+# Categories that an exact fix reduces only if the catalog lists them for the fix (`saves`, `ladder_against`).
 _LASTING = ("activations", "logits and loss")
 _MISMATCH = "tensors of two devices meet"
 
 
 @dataclass(frozen=True, slots=True)
 class ChosenFixes:
-    """Steps up to a set of fixes, why it was taken, and what was left out."""
+    """A chosen set of fixes as steps that add one fix each, the reason for the choice, and the fixes left out."""
 
     steps: Sequence[Sequence[ChosenFix]]
     reason: str
@@ -31,18 +31,18 @@ class ChosenFixes:
 
 
 def search(runs: Runs, sets: Sequence[tuple[str, Sequence[str]]] | None = None) -> tuple[Trace, Report]:
-    """Return the run with the cheapest set of fixes that was found to fit the GPU (`find`), with its ladder."""
+    """Return the run with the cheapest set of fixes that fits the GPU (see `find`), with its ladder."""
     found = find(runs, sets)
     return with_ladder(runs, found.steps, found.reason, found.left_out)
 
 
 def find(runs: AnyRuns, sets: Sequence[tuple[str, Sequence[str]]] | None = None) -> ChosenFixes:
-    """Return the cheapest set of fixes that was found to fit the GPU.
+    """Return the cheapest set of fixes found that fits the GPU; the cost is seconds added to a step at published rates.
 
-    Of the first kind of set that fits, fixes are taken one by one against what is in the way, until it fits; then
-    those that proved needless go, and those that make a step longer are replaced if others do. Cheap is what adds
-    least to the time of a step at the GPU's published rates. Of the first kind the one by one is tried at once, since
-    it is most often enough; of those after it, and where it was not, a run with all of the kind says whether it can be.
+    `sets` are tiers: (what is given up, names of fixes), the least given up first. In the first tier that fits, fixes
+    are added one by one against the current bottleneck until the run fits; then needless fixes are removed, and costly
+    fixes are replaced by cheaper ones. The first tier is tried one by one at once, which most often suffices; for later
+    tiers, or where this fails, a run with all fixes of the tier shows whether the tier can fit.
     """
     if runs.original.fits:
         return ChosenFixes((), "it fits without fixes")
@@ -54,30 +54,30 @@ def find(runs: AnyRuns, sets: Sequence[tuple[str, Sequence[str]]] | None = None)
         return ChosenFixes((), f"{_MISMATCH}, and no fix here mends that: the findings say where")
     for place, (_, names) in enumerate(sets):
         left = [name for name in names if name not in runs.active_fixes()]
-        together, among = _compatible_fixes(runs, left, not_applied)
+        compatible, among = _compatible_fixes(runs, left, not_applied)
         chosen = None
-        if place == 0 and not _cannot_fit(runs, together):
-            passed_over: dict[str, str] = {}
-            chosen = _add_until_fits(runs, among, passed_over)
-            not_applied |= {} if chosen is None else passed_over
+        if place == 0 and not _cannot_fit(runs, compatible):
+            rejected: dict[str, str] = {}
+            chosen = _add_until_fits(runs, among, rejected)
+            not_applied |= {} if chosen is None else rejected
         if chosen is None:
-            everything, among, run = _most_of(runs, left, not_applied)
+            all_fixes, among, run = _combine_with_conflicts(runs, left, not_applied)
             if run is None:
                 continue
             if not run.fits:
                 if least is None or run.needed_bytes < least[0].needed_bytes:
-                    least = run, everything
+                    least = run, all_fixes
                 continue
-            chosen = (_add_until_fits(runs, among, not_applied) if place else None) or everything
-        applying = [fix for fix in among if not not_applied.get(fix.fix.name, "").startswith(fix.fix.name)]
-        chosen = _cheaper(runs, _needed(runs, chosen), applying)
+            chosen = (_add_until_fits(runs, among, not_applied) if place else None) or all_fixes
+        applicable = [fix for fix in among if not not_applied.get(fix.fix.name, "").startswith(fix.fix.name)]
+        chosen = _replace_costly(runs, _drop_needless(runs, chosen), applicable)
         for fix in chosen:
             not_applied.pop(fix.fix.name, None)
         steps = [chosen[:count] for count in range(1, len(chosen) + 1)]
         taken = {fix.fix.name for fix in chosen}
         not_applied |= {name: said for name in left if name not in taken and (said := _conflict(name, chosen))}
         given_up = next(given_up for given_up, names in sets if taken <= {*names})
-        return ChosenFixes(_applicable_steps(runs, steps), _reason(runs, chosen, given_up), not_applied)
+        return ChosenFixes(_applicable_steps(runs, steps), _describe_choice(runs, chosen, given_up), not_applied)
     if least is None:
         return ChosenFixes((), "no fix applies to this run", not_applied)
     needed = format_bytes(least[0].needed_bytes)
@@ -87,37 +87,37 @@ def find(runs: AnyRuns, sets: Sequence[tuple[str, Sequence[str]]] | None = None)
     return ChosenFixes([least[1]], f"{why_none}, with all of these", not_applied)
 
 
-def _most_of(
+def _combine_with_conflicts(
     runs: AnyRuns, names: Sequence[str], not_applied: dict[str, str]
 ) -> tuple[list[ChosenFix], list[ChosenFix], LadderRun | None]:
-    """Return as many of `names` as apply together, all that apply, and the run with the former.
+    """Return a set of `names` that apply together, all fixes that apply, and the run with the set.
 
-    What does not go with the rest may save more, or be cheaper, than what it does not go with.
+    Of two conflicting fixes, both orders are tried, and the set that needs less memory is returned.
     """
-    everything, run = _all_of(runs, names, not_applied)
-    others = [name for name in names if _conflict(name, everything)]
+    all_fixes, run = _combine(runs, names, not_applied)
+    others = [name for name in names if _conflict(name, all_fixes)]
     if run is not None and others and not run.fits:
-        instead = _all_of(runs, sorted(names, key=lambda name: name not in others), not_applied)
-        if instead[1] is not None and instead[1].needed_bytes < run.needed_bytes:
-            everything, run = instead
-            others = [name for name in names if _conflict(name, everything)]
-    return everything, [*everything, *(ChosenFix(FIXES[name]) for name in others)], run
+        swapped = _combine(runs, sorted(names, key=lambda name: name not in others), not_applied)
+        if swapped[1] is not None and swapped[1].needed_bytes < run.needed_bytes:
+            all_fixes, run = swapped
+            others = [name for name in names if _conflict(name, all_fixes)]
+    return all_fixes, [*all_fixes, *(ChosenFix(FIXES[name]) for name in others)], run
 
 
 def _conflict(name: str, fixes: Sequence[ChosenFix]) -> str:
-    """Return with which of these it does not go, and why; empty if it goes with all."""
+    """Return the first of `fixes` that conflicts with fix `name`, and the reason; empty if no fix conflicts."""
     found = ((fix.fix.name, conflict_reason(FIXES[name], fix.fix.name)) for fix in fixes)
     return next((f"does not go with {other}: {reason}" for other, reason in found if reason), "")
 
 
 def _add_until_fits(runs: AnyRuns, among: list[ChosenFix], not_applied: dict[str, str]) -> list[ChosenFix] | None:
-    """Return one fix of `among` after another against what is in the way, until it fits; None if it never does."""
+    """Add fixes of `among` one by one against the bottleneck until the run fits; None if the run never fits."""
     left = [fix.fix.name for fix in among]
     fixes: list[ChosenFix] = []
     run, most = runs.original, len(runs) + MAX_RUNS
-    asked: dict[str, int] = {}
+    num_tries: dict[str, int] = {}
     while not run.fits:
-        step = next_step(runs, run, fixes, left, asked, not_applied, most)
+        step = next_step(runs, run, fixes, left, num_tries, not_applied, most)
         if step is None:
             return None
         fix, run = step
@@ -127,54 +127,54 @@ def _add_until_fits(runs: AnyRuns, among: list[ChosenFix], not_applied: dict[str
 
 
 def _least_bytes(runs: AnyRuns, fixes: Sequence[ChosenFix]) -> int:
-    """Return what a run with these holds at once at least: at the original's peak, what none of them frees."""
+    """Return a lower bound in bytes of the peak with `fixes`: what no fix frees of the original's peak."""
     if any(fix.fix.numerics is not Numerics.EXACT for fix in fixes):
-        return 0  # tensors of another dtype are smaller, whatever they are for
+        return 0  # tensors of all categories may get a smaller dtype
     freed = {category for fix in fixes for category in (*fix.fix.saves, *fix.fix.ladder_against)}
     held = runs.original.document.peak.categories
     return sum(held.get(category, 0) for category in _LASTING if category not in freed)
 
 
 def _cannot_fit(runs: AnyRuns, fixes: Sequence[ChosenFix]) -> bool:
-    """Say whether a run with these need not be made to know that it does not fit."""
+    """Return whether a run with `fixes` cannot fit, by its lower bound, without a run."""
     usable = runs.original.document.device.usable_bytes
     return usable is not None and _least_bytes(runs, fixes) > usable
 
 
-def _needed(runs: AnyRuns, fixes: list[ChosenFix]) -> list[ChosenFix]:
-    """Return those without which it does not fit; what was put on last is asked first, for the others led there."""
+def _drop_needless(runs: AnyRuns, fixes: list[ChosenFix]) -> list[ChosenFix]:
+    """Return the fixes without which the run does not fit; removal is tried from the last added on."""
     without_one = [[other for other in fixes if other is not fix] for fix in fixes] if len(fixes) > 1 else []
     runs.make(rest for rest in without_one if not _cannot_fit(runs, rest))
     for fix in reversed(fixes):
         rest = [other for other in fixes if other is not fix]
-        if rest and _answers(runs, rest) is not None:
+        if rest and _run_if_fits(runs, rest) is not None:
             fixes = rest
     return fixes
 
 
-def _cheaper(runs: AnyRuns, fixes: list[ChosenFix], among: list[ChosenFix]) -> list[ChosenFix]:
-    """Return the fixes with what makes a step longer replaced by, or joined by, what makes it shorter and fits as well.
+def _replace_costly(runs: AnyRuns, fixes: list[ChosenFix], among: list[ChosenFix]) -> list[ChosenFix]:
+    """Return the fixes with costly ones replaced, or joined, by fixes with which the step is quicker and the run fits.
 
-    One may make another cheaper: what is computed again need not wait in host memory.
+    A fix may make another cheaper: recomputed activations need not be offloaded to host memory.
     """
     best = runs.with_fixes(fixes)
     others = [fix for fix in among if fix not in fixes]
-    instead = [(fix, [other for other in others if {*other.fix.saves} & {*fix.fix.saves}]) for fix in fixes]
+    swaps = [(fix, [other for other in others if {*other.fix.saves} & {*fix.fix.saves}]) for fix in fixes]
     least = CHEAPER * best.seconds
-    for dear, alike in [(fix, alike) for fix, alike in instead if alike and _price(runs, fix, fixes) > least]:
-        rest = [fix for fix in fixes if fix is not dear]
+    for costly, alike in [(fix, alike) for fix, alike in swaps if alike and _fix_seconds(runs, fix, fixes) > least]:
+        rest = [fix for fix in fixes if fix is not costly]
         for other in alike:
             candidates = ([*rest, other], [*fixes, other])
             runs.make(candidate for candidate in candidates if not _cannot_fit(runs, candidate))
             for candidate in candidates:
-                run = _answers(runs, candidate)
+                run = _run_if_fits(runs, candidate)
                 if run is not None and run.seconds < best.seconds * (1 - CHEAPER):
                     fixes, best = candidate, run
     return fixes
 
 
-def _price(runs: AnyRuns, fix: ChosenFix, fixes: list[ChosenFix]) -> float:
-    """Return the seconds that a fix adds to a step, those before it being on: their runs are rows of the answer."""
+def _fix_seconds(runs: AnyRuns, fix: ChosenFix, fixes: list[ChosenFix]) -> float:
+    """Return the seconds that `fix` adds to a step on top of the fixes before it in `fixes`."""
     before = fixes[: fixes.index(fix)]
     try:
         return runs.with_fixes([*before, fix]).seconds - (runs.with_fixes(before) if before else runs.original).seconds
@@ -182,8 +182,8 @@ def _price(runs: AnyRuns, fix: ChosenFix, fixes: list[ChosenFix]) -> float:
         return 0.0
 
 
-def _answers(runs: AnyRuns, fixes: list[ChosenFix]) -> LadderRun | None:
-    """Return the run with these fixes if it fits; None if it does not, or they do not apply together."""
+def _run_if_fits(runs: AnyRuns, fixes: list[ChosenFix]) -> LadderRun | None:
+    """Return the run with these fixes if the run fits; None if not, or if the fixes do not apply together."""
     if _cannot_fit(runs, fixes):
         return None
     try:
@@ -193,17 +193,17 @@ def _answers(runs: AnyRuns, fixes: list[ChosenFix]) -> LadderRun | None:
     return run if run.fits else None
 
 
-def _reason(runs: AnyRuns, chosen: list[ChosenFix], given_up: str) -> str:
+def _describe_choice(runs: AnyRuns, chosen: list[ChosenFix], given_up: str) -> str:
     names = " and ".join(fix.fix.name for fix in chosen)
     if len(chosen) == 1:
         return f"{names} is enough ({given_up})"
-    needed = all(_answers(runs, [other for other in chosen if other is not fix]) is None for fix in chosen)
+    needed = all(_run_if_fits(runs, [other for other in chosen if other is not fix]) is None for fix in chosen)
     each = ", and without any one of them it does not" if needed else ""
     return f"it fits with {names}{each} ({given_up}); no dearer fix is on that a cheaper one could replace"
 
 
 def _applicable_steps(runs: AnyRuns, steps: Sequence[Sequence[ChosenFix]]) -> list[Sequence[ChosenFix]]:
-    """Return the steps without those that cannot run without what comes later; the last stays."""
+    """Return the last step, and the earlier steps that can run without the fixes of later steps."""
     kept: list[Sequence[ChosenFix]] = []
     for fixes in steps[:-1]:
         try:
@@ -217,7 +217,7 @@ def _applicable_steps(runs: AnyRuns, steps: Sequence[Sequence[ChosenFix]]) -> li
 def _compatible_fixes(
     runs: AnyRuns, names: Sequence[str], not_applied: dict[str, str]
 ) -> tuple[list[ChosenFix], list[ChosenFix]]:
-    """Return as many of `names` as go together, as far as that can be told without a run, and all that apply."""
+    """Return a set of `names` that apply together, as far as known without a run, and all fixes that apply."""
     fixes: list[ChosenFix] = []
     for name in names:
         if _conflict(name, fixes):
@@ -231,21 +231,21 @@ def _compatible_fixes(
     return fixes, [*fixes, *(ChosenFix(FIXES[name]) for name in names if _conflict(name, fixes))]
 
 
-def _all_of(
+def _combine(
     runs: AnyRuns, names: Sequence[str], not_applied: dict[str, str]
 ) -> tuple[list[ChosenFix], LadderRun | None]:
-    """Return as many of `names` as apply together, and the run with them."""
+    """Return a set of `names` that apply together, and the run with this set (None: no set runs)."""
     fixes, _ = _compatible_fixes(runs, names, not_applied)
     while fixes:
         try:
             return fixes, runs.with_fixes(fixes)
         except UsageError as error:
-            # The message begins with the name of the one that does not apply to this model, here and in `find`.
+            # The message begins with the name of the fix that does not apply to this model, here and in `find`.
             guilty = next((fix for fix in fixes if fix.fix.name in str(error)), fixes[-1])
             not_applied[guilty.fix.name] = error.line
             fixes.remove(guilty)
         except RunFailedError as error:
-            # What this kind adds comes last in its list.
+            # The fixes that this tier adds are last in its list.
             not_applied[fixes[-1].fix.name] = error.line
             return [], None
     return [], None

@@ -1,1 +1,1 @@
-"""`memprof recommend`: what fits a GPU, and the configuration to use. Everything is found by simulated runs."""
+"""`memprof recommend`: the configurations that fit a GPU, found by simulated runs."""

@@ -1,4 +1,4 @@
-"""Ways out where nothing fits: another GPU, more GPUs, a shorter context, less that is trained."""
+"""Alternatives where nothing fits: more host memory, another GPU, more GPUs, or a goal that trains less."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ LESS_TRAINED = {Goal.FULL: (Goal.LORA, Goal.QLORA), Goal.LORA: (Goal.QLORA,), Go
 
 
 def alternatives(search: Search, least: Tried) -> tuple[Alternative, ...]:
-    """Return what would do instead; `least` is what needs the least of all that was run."""
-    on_the_host = [tried for tried in search.tried.values() if tried.outcome.oom_stage == HOST_MEMORY]
+    """Return the alternatives to a search without a fit; `least` is the run with the lowest need."""
+    host_limited = [tried for tried in search.tried.values() if tried.outcome.oom_stage == HOST_MEMORY]
     found = [
-        *([_more_host_memory(on_the_host)] if on_the_host else []),
-        *([] if least in on_the_host else [_smallest_gpu(search, least), _number_of_gpus(search)]),
-        *(_other_goal(search, goal) for goal in LESS_TRAINED[search.goal]),
+        *([_find_host_memory(host_limited)] if host_limited else []),
+        *([] if least in host_limited else [_find_smallest_gpu(search, least), _find_num_gpus(search)]),
+        *(_try_goal(search, goal) for goal in LESS_TRAINED[search.goal]),
     ]
     return tuple(one for one in found if one is not None)
 
 
-def _more_host_memory(tried: list[Tried]) -> Alternative:
-    """Return what the host needs for a run that fits the GPU."""
+def _find_host_memory(tried: list[Tried]) -> Alternative:
+    """Return the alternative with more host memory: the least need among runs that fit the GPU but not the host."""
     least = min(tried, key=lambda one: one.outcome.host_bytes)
     return Alternative("the least host memory that does", least.label, least.outcome.host_bytes, estimate=False)
 
 
-def _smallest_gpu(search: Search, least: Tried) -> Alternative | None:
-    """Find the smallest GPU of the catalog on which the run was made and fits."""
+def _find_smallest_gpu(search: Search, least: Tried) -> Alternative | None:
+    """Return the smallest GPU of the catalog on which the run `least` fits, by a run; None if no GPU is enough."""
     spec = least.outcome.spec.edit(gpu_vram_bytes=None)
     for gpu in sorted(list_gpus(), key=lambda gpu: gpu.total_bytes):
         if gpu.total_bytes < least.outcome.needed_bytes:
@@ -48,12 +48,12 @@ def _smallest_gpu(search: Search, least: Tried) -> Alternative | None:
     return None
 
 
-def _number_of_gpus(search: Search) -> Alternative | None:
-    """Return the least number of these GPUs with parameters, gradients and optimizer state divided among them.
+def _find_num_gpus(search: Search) -> Alternative | None:
+    """Return the least number of GPUs that fits with parameters, gradients and optimizer state sharded.
 
-    A closed form, as of ZeRO's third stage (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
-    Parameter Models", 2020, section 5.3): each GPU has one N-th of these three, and everything else as it was run.
-    Parameters of two layers are there in full: those that compute, and those that are fetched meanwhile.
+    A closed form, that of ZeRO's third stage (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
+    Parameter Models", 2020, section 5.3): each GPU has one N-th of the three, and all other memory as in the run.
+    Parameters of two layers are unsharded at a time: the current layer and the prefetched one.
     """
     gpu = search.runs.gpu
     best: tuple[int, int, Tried] | None = None
@@ -62,13 +62,13 @@ def _number_of_gpus(search: Search) -> Alternative | None:
             continue
         outcome = tried.outcome
         state = outcome.state
-        divided = state.parameters_bytes + state.gradients_bytes + state.optimizer_state_bytes
-        kept = outcome.needed_bytes - divided + 2 * state.parameters_bytes // _layers(outcome)
-        if kept >= gpu.total_bytes:
+        sharded_bytes = state.parameters_bytes + state.gradients_bytes + state.optimizer_state_bytes
+        unsharded_bytes = outcome.needed_bytes - sharded_bytes + 2 * state.parameters_bytes // _num_layers(outcome)
+        if unsharded_bytes >= gpu.total_bytes:
             continue
-        number = max(math.ceil(divided / (gpu.total_bytes - kept)), 2)
+        number = max(math.ceil(sharded_bytes / (gpu.total_bytes - unsharded_bytes)), 2)
         if number <= MAX_GPUS and (best is None or number < best[0]):
-            best = number, kept + math.ceil(divided / number), tried
+            best = number, unsharded_bytes + math.ceil(sharded_bytes / number), tried
     if best is None:
         return None
     number, needed, tried = best
@@ -76,9 +76,9 @@ def _number_of_gpus(search: Search) -> Alternative | None:
     return Alternative("the least number of these GPUs", name, needed, estimate=True)
 
 
-def _layers(outcome: SimulatedRun) -> int:
-    """Return how many layers the parameters are in; 2 (all of them at once) if the model does not say."""
-    # Here and not above: it imports no torch itself, and its package does.
+def _num_layers(outcome: SimulatedRun) -> int:
+    """Return the number of layers of the model; 2 (all parameters unsharded) if the configuration has no number."""
+    # Imported here: the package memprof.workload.models imports torch.
     from memprof.workload.models import find_source
 
     config = find_source(outcome.spec).config or {}
@@ -90,8 +90,8 @@ def _layers(outcome: SimulatedRun) -> int:
     return 2
 
 
-def _other_goal(search: Search, goal: Goal) -> Alternative | None:
-    """Return a goal that trains less, on the same GPU, with everything on that saves memory and changes no number."""
+def _try_goal(search: Search, goal: Goal) -> Alternative | None:
+    """Return the alternative `goal` on the same GPU, with all exact fixes; None if no run of the goal fits."""
     micro_batch = search.sizes()[0]
     for tier in tiers(goal, search.runs.gpu):
         plan = tier.leanest()

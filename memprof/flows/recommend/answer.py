@@ -1,4 +1,4 @@
-"""The answer of a search: the configuration for a model, a goal and a GPU, with its limits and code to paste."""
+"""The recommendation for a model, a goal and a GPU: the configuration, its limits and code to paste."""
 
 from __future__ import annotations
 
@@ -24,48 +24,48 @@ from memprof.units import format_bytes
 def recommend(
     spec: TargetSpec, question: Question, progress: Callable[[str], None]
 ) -> tuple[Recommendation, Search, SearchResult]:
-    """Find the configuration for `spec`'s model, at its context length and on its GPU, with its limits and its code."""
+    """Return the recommendation for the model, context length and GPU of `spec`, the search, and its result."""
     runs = Simulator(find_gpu_of(spec), progress)
     goal = question.goal
     search = Search(runs, spec, question)
     if goal is Goal.INFER and search.at(search.tiers[0], question.batch) is None:
-        # It does not decode: its forward alone.
+        # The model does not decode: only its forward is run.
         runs.failures.clear()
         search.base = search.base.edit(new_tokens=None)
     found = search.search()
     if not found.tried:
-        if runs.refusal is not None and set(runs.failures.values()) == {runs.refusal.line}:  # it is not about the goal
+        if runs.refusal is not None and set(runs.failures.values()) == {runs.refusal.line}:  # concerns every goal
             raise runs.refusal
         label, why = next(iter(runs.failures.items()))
         raise MemprofError(f"the goal {goal.value} cannot be run with this model", value=f"{label}: {why}")
     chosen = None if found.chosen is None else search.confirmed(found.chosen)
     if chosen is not None and not chosen.outcome.fits:
-        # Only where zeros instead of no gradients made the difference: what is leaner is checked in turn.
-        rest = sorted((one for one in found.tried if one.outcome.fits), key=lambda one: one.outcome.needed_bytes)
-        chosen = next((one for one in map(search.confirmed, rest) if one.outcome.fits), None)
+        # Happens if only zeroed gradients made the run fit: leaner configurations are confirmed in turn.
+        leaner = sorted((one for one in found.tried if one.outcome.fits), key=lambda one: one.outcome.needed_bytes)
+        chosen = next((one for one in map(search.confirmed, leaner) if one.outcome.fits), None)
     example = chosen or found.least
     assert example is not None
     target = example.outcome.target
-    others: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     if chosen is not None:
         limits = [functools.partial(search.batch_limit, chosen)]
         if target.vocab_size is not None:
             limits.append(functools.partial(search.context_limit, chosen, target.max_positions))
-        others = dict(zip(("batch", "context"), runs.searches(limits), strict=False))
-        others["snippets"] = snippet.snippets(chosen.plan, chosen.outcome.spec, chosen.accumulation)
+        fields = dict(zip(("batch", "context"), runs.searches(limits), strict=False))
+        fields["snippets"] = snippet.snippets(chosen.plan, chosen.outcome.spec, chosen.accumulation)
     else:
-        others["alternatives"] = alternatives(search, example)
+        fields["alternatives"] = alternatives(search, example)
     answer = build_answer(
         runs,
         spec.host_memory_bytes,
         target,
-        _choices(runs, found.tried, chosen),
+        _build_rows(runs, found.tried, chosen),
         fits=chosen is not None,
         goal=goal.value,
         effective_batch=question.batch,
-        reason=_reason(chosen, found, search),
+        reason=_explain_choice(chosen, found, search),
         assumptions=_assumptions(question, spec),
-        **others,
+        **fields,
     )
     return answer, search, dataclasses.replace(found, chosen=chosen)
 
@@ -77,9 +77,9 @@ def build_answer(
     rows: tuple[Configuration, ...],
     *,
     fits: bool,
-    **others: Any,
+    **fields: Any,
 ) -> Recommendation:
-    """Return the answer of which `rows` were run: the first is the chosen one if it `fits`."""
+    """Return the recommendation with the configurations `rows`; the first row is the chosen one if `fits`."""
     return Recommendation(
         device=device_facts(runs.gpu, host_bytes),
         model=target.model,
@@ -91,19 +91,19 @@ def build_answer(
         runs=len(runs),
         not_applied=dict(runs.failures),
         gpu_note=runs.gpu.note,
-        **others,
+        **fields,
     )
 
 
-def _choices(runs: Simulator, tried: tuple[Tried, ...], chosen: Tried | None) -> tuple[Configuration, ...]:
-    """Return the rows of all that were run, the chosen one first, then by time of a step."""
+def _build_rows(runs: Simulator, tried: tuple[Tried, ...], chosen: Tried | None) -> tuple[Configuration, ...]:
+    """Return the rows of all runs of a search, the chosen one first, then by time of a step."""
     rest = [one for one in tried if chosen is None or (one.plan, one.micro_batch) != (chosen.plan, chosen.micro_batch)]
     rest.sort(key=lambda one: (not one.outcome.fits, one.outcome.seconds, one.outcome.needed_bytes))
     return rows_of(runs, [("", one) for one in ([] if chosen is None else [chosen]) + rest])
 
 
 def rows_of(runs: Simulator, tried: Sequence[tuple[str, Tried]]) -> tuple[Configuration, ...]:
-    """Return the rows of what was run, in this order; each has a name of `--parallel`, or "" for one GPU."""
+    """Return the rows of `tried`, in the same order: pairs of a name of `--parallel` ("": one GPU) and a run."""
     points = [(one.outcome.needed_bytes, one.outcome.seconds) for _, one in tried]
     return tuple(
         _row(runs, parallel, one, pareto=_is_on_front(point, points))
@@ -112,7 +112,7 @@ def rows_of(runs: Simulator, tried: Sequence[tuple[str, Tried]]) -> tuple[Config
 
 
 def _is_on_front(point: tuple[int, float], points: list[tuple[int, float]]) -> bool:
-    """Say whether no other needs less memory and less time."""
+    """Return whether no other point has less memory and less time (the Pareto front)."""
     return not any(
         other != point and other[0] <= point[0] and other[1] <= point[1] * (1 - TIE if other[0] == point[0] else 1)
         for other in points
@@ -150,21 +150,21 @@ def _row(runs: Simulator, parallel: str, tried: Tried, *, pareto: bool) -> Confi
     )
 
 
-def _reason(chosen: Tried | None, found: SearchResult, search: Search) -> str:
+def _explain_choice(chosen: Tried | None, found: SearchResult, search: Search) -> str:
     if chosen is None:
         assert found.least is not None
         return f"nothing fits: the least that any way needs is with {found.least.label}"
     fitting = [one for one in found.tried if one.outcome.fits and one.plan.given_up == chosen.plan.given_up]
-    what = "gives up no precision" if not chosen.plan.given_up else f"gives up: {chosen.plan.given_up}"
+    precision_loss = "gives up no precision" if not chosen.plan.given_up else f"gives up: {chosen.plan.given_up}"
     kinds = [(tier.precision, tier.optimizer) for tier in search.tiers]
     earlier = search.tiers[: kinds.index((chosen.plan.precision, chosen.plan.optimizer))]
     gives_less = any(tier.given_up != chosen.plan.given_up for tier in earlier)
     no_less = "; what gives up less does not fit" if gives_less else ""
     if len(found.tried) == 1:
-        return f"the first that was run, and it fits; it {what}"
+        return f"the first that was run, and it fits; it {precision_loss}"
     if len(fitting) == 1:
-        return f"the only one of {len(found.tried)} that were run that fits; it {what}{no_less}"
-    return f"the quickest of {len(fitting)} that fit; it {what}{no_less}"
+        return f"the only one of {len(found.tried)} that were run that fits; it {precision_loss}{no_less}"
+    return f"the quickest of {len(fitting)} that fit; it {precision_loss}{no_less}"
 
 
 def _assumptions(question: Question, spec: TargetSpec) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""The largest number that still fits, found in few runs: by what each more takes, and by halves where that misleads."""
+"""Search for the largest number that fits in few runs: by linear interpolation, with a bisection every third try."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from memprof.report.documents.recommendation import LargestFit
 
 
 def counted_bytes(needed_bytes: int, available: int, *, fits: bool) -> int:
-    """Return what a run counts for: it may fit although it needs more, for the allocator gives its cache back."""
+    """Return the bytes of a run for the search: at most `available` if it fits (after retries), else more."""
     return min(needed_bytes, available) if fits else max(needed_bytes, available + 1)
 
 
@@ -23,17 +23,16 @@ def find_limit(
     likely: int | None = None,
     beyond: int = 0,
 ) -> LargestFit:
-    """Find the largest number from `low` to `high` for which no more than `available` is needed.
+    """Return the largest number from `low` to `high` that needs at most `available` bytes, and the next number.
 
-    What comes back was tried, both sides: `largest` and the next number. Numbers are multiples of `grain`, or one of
-    the three that are given. Where the need is nearly a straight line, as memory is in the batch, that takes about
-    three runs; at the worst, twice as many as bisection.
+    Both numbers were tried. Numbers are multiples of `grain`, or `low`, `high` or `begin`. For a nearly linear need,
+    as memory is in the batch size, the search takes about three runs; at the worst, twice as many as bisection.
 
     Args:
-        needed: bytes at a number; grows with it, but for what the allocator rounds.
-        begin: where to look first.
-        likely: where to look next if that fits, and outward from there, until one fits and one does not.
-        beyond: try so many numbers past the first that does not fit as well: rounding may make one need less.
+        needed: returns the bytes at a number; grows with the number, except for the allocator's rounding.
+        begin: number that is tried first.
+        likely: number that is tried next if `begin` fits; from there outward until one fits and one does not.
+        beyond: how many numbers past the first that does not fit are tried too: by rounding one may fit.
     """
     known: dict[int, int] = {}
 
@@ -55,16 +54,16 @@ def find_limit(
     while True:
         first, last = _numbers_between(below, above, high, grain)
         if below >= last:
-            further = [above + grain * place for place in range(1, beyond + 1)]
-            later = next((number for number in further if number <= high and fits(number)), None)
-            if later is None:
+            candidates = [above + grain * place for place in range(1, beyond + 1)]
+            fitting = next((number for number in candidates if number <= high and fits(number)), None)
+            if fitting is None:
                 return LargestFit(below, above if above <= high else None)
-            # The next that is known not to fit, or all that there is.
-            below, above = later, min((n for n in known if n > later and known[n] > available), default=high + 1)
+            # `above` is the next number known not to fit, or the end.
+            below, above = fitting, min((n for n in known if n > fitting and known[n] > available), default=high + 1)
             continue
         tries += 1
         number = (first + last) // 2 // grain * grain if above <= high else min(2 * below, high)
-        if tries % 3:  # every third by halves, so that a bend cannot hold it up
+        if tries % 3:  # every third try bisects, in case the need is not linear
             number = _interpolate(known, available, number)
         number = min(max(number if number >= last else number // grain * grain, first), last)
         if fits(number):
@@ -74,35 +73,35 @@ def find_limit(
 
 
 def _numbers_between(below: int, above: int, high: int, grain: int) -> tuple[int, int]:
-    """Return the first and the last that may be tried, where `below` fits and `above` does not, or is beyond `high`."""
+    """Return the first and last number to try, where `below` fits and `above` does not (or exceeds `high`)."""
     first, last = (below // grain + 1) * grain, (above - 1) // grain * grain
     return (min(first, high), high) if above > high else (first, last)
 
 
 def _narrow(likely: int, fits: Callable[[int], bool], below: int, above: int, high: int, grain: int) -> tuple[int, int]:
-    """Return `below` and `above` closer together: outward from `likely`, twice as far each time."""
-    side: bool | None = None
+    """Return a narrower `below` and `above`: try numbers outward from `likely`, doubling the distance."""
+    fits_last: bool | None = None
     distance = 0
     while True:
         first, last = _numbers_between(below, above, high, grain)
         if below >= last:
             return below, above
-        number = likely + (distance if side else -distance)
+        number = likely + (distance if fits_last else -distance)
         number = min(max(number if number >= last else number // grain * grain, first), last)
-        before, side = side, fits(number)
-        below, above = (number, above) if side else (below, number)
-        if before not in (None, side):
+        before, fits_last = fits_last, fits(number)
+        below, above = (number, above) if fits_last else (below, number)
+        if before not in (None, fits_last):
             return below, above
         distance = 2 * distance or grain
 
 
-def _interpolate(known: dict[int, int], available: int, otherwise: int) -> int:
-    """Return where the line through the two known points next to `available` meets it."""
+def _interpolate(known: dict[int, int], available: int, default: int) -> int:
+    """Return the number at which the line through the two known points nearest to `available` reaches it."""
     nearest = sorted(known, key=lambda number: abs(known[number] - available))[:2]
     if len(nearest) < 2:
-        return otherwise
+        return default
     one, two = sorted(nearest)
     rise = known[two] - known[one]
     if rise <= 0:
-        return otherwise
+        return default
     return int(one + (available - known[one]) * (two - one) / rise)

@@ -1,4 +1,4 @@
-"""The configuration for a data set: sized for its longest sequences, and what others would risk."""
+"""The configuration for a data set: sized for its longest sequences, with the odds that larger batches fail."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from memprof.report.documents.recommendation import ChosenOverBatches, Recommend
 from memprof.spec import TargetSpec
 from memprof.workload.lengths import is_distribution
 
-MAX_ROWS = 4  # micro-batches that are looked at, each of several runs
-MOST_SAMPLES = 10_000  # of a data set, in equal distances by length, for a run over batches of them
+MAX_ROWS = 4  # micro-batch sizes examined, each by several runs
+MOST_SAMPLES = 10_000  # of a data set, evenly spaced by length, for a run over many batches
 
 
 def recommend_for_data(
@@ -26,10 +26,10 @@ def recommend_for_data(
     column: str | None = None,
     batches: int | None = None,
 ) -> Recommendation:
-    """Find the configuration at the longest sequence of `source`, and the odds at its micro-batch and larger ones.
+    """Return the configuration for the longest sequence of `source`, and the odds at larger micro-batches.
 
-    Sequences are cut to the context length of `spec`, if it has one. What was found at the longest is then run over so
-    many `batches`, if that is given: what is reserved over them depends on how they differ.
+    Sequences are cut to the context length of `spec`, if given. With `batches`, the configuration is then run over this
+    number of batches of the data: reserved memory depends on how the batches differ.
     """
     lengths, read = cut_lengths(*read_lengths(source, column), spec.context_length)
     spec = spec.edit(context_length=read.longest)
@@ -39,20 +39,20 @@ def recommend_for_data(
     if question.micro_batch is not None:
         sizes = [question.micro_batch]
     else:
-        safe = tried.micro_batch
-        sizes = [safe, *(size for size in (2 * safe, 4 * safe, 8 * safe) if size <= read.count)][:MAX_ROWS]
+        chosen = tried.micro_batch
+        sizes = [chosen, *(size for size in (2 * chosen, 4 * chosen, 8 * chosen) if size <= read.count)][:MAX_ROWS]
     rows = tuple(length_row(search, tried, lengths, size, read.context_length) for size in sizes)
     stream = None
     if batches is not None and found.chosen is not None:
         longest_first = lengths[::-1][:: -(-len(lengths) // MOST_SAMPLES)]
         samples = source if is_distribution(source) else json.dumps(longest_first)
-        stream = _stream(search, found.chosen, samples, batches)
+        stream = _run_batches(search, found.chosen, samples, batches)
     return dataclasses.replace(
         answer, lengths=dataclasses.replace(read, rows=rows, stream=stream), runs=len(search.runs)
     )
 
 
-def _stream(search: Search, tried: Tried, samples: str, batches: int) -> ChosenOverBatches:
+def _run_batches(search: Search, tried: Tried, samples: str, batches: int) -> ChosenOverBatches:
     spec = tried.plan.spec(search.base.edit(lengths=samples), tried.micro_batch, tried.accumulation)
     steps = -(-batches // spec.gradient_accumulation)
     outcome = search.runs.run(spec.edit(steps=steps), f"{batches:,} batches of the data", tried.accumulation)

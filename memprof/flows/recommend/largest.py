@@ -1,4 +1,4 @@
-"""Models that fit a GPU: for each way to use one the largest of the catalog that does, and its longest context."""
+"""Models that fit a GPU: for each task the largest model of the catalog that fits, and its longest context."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class Task:
 
     name: str
     plan: Plan
-    least_bytes: float  # of a parameter, whatever else the run takes: what cannot fit is not run
-    likely_bytes: float  # of a parameter, to begin the search with where the closed form does not know a model
+    least_bytes: float  # per parameter, a lower bound: models above it are not run
+    likely_bytes: float  # per parameter, an estimate where the closed form does not know the model
 
 
 def tasks(gpu: Gpu) -> list[Task]:
-    """Return the ways that are looked at, in the order of what they need for a parameter.
+    """Return the tasks of the table, by bytes per parameter.
 
-    Bytes of a parameter: weights of 4 bits 0.5, of 16 bits 2; a weight, its gradient and two states of AdamW in float32
+    Bytes per parameter: weights of 4 bits 0.5, of 16 bits 2; a weight, its gradient and two states of AdamW in float32
     16; a weight and a gradient of 16 bits and two states of 8 bits 6.
     """
     half = half_of(gpu)
@@ -46,9 +46,9 @@ def tasks(gpu: Gpu) -> list[Task]:
         Task("QLoRA", Plan(Goal.QLORA, "nf4", half, "adamw").leanest(), 0.5, 1.1),
         Task(f"LoRA, {half}", Plan(Goal.LORA, "half", half, "adamw").leanest(), 2.0, 2.3),
     ]
-    eight = installed_eight_bit_optimizer()
-    if eight is not None and half == "bfloat16":
-        lean = Plan(Goal.FULL, "half", half, eight).leanest()
+    optimizer = installed_eight_bit_optimizer()
+    if optimizer is not None and half == "bfloat16":
+        lean = Plan(Goal.FULL, "half", half, optimizer).leanest()
         found.append(Task(f"full, {half}, 8-bit AdamW", lean, 6.0, 6.4))
     mixed = Plan(Goal.FULL, "amp", half, "adamw").leanest()
     found.append(Task("full, mixed precision", mixed, 16.0, 16.5))
@@ -56,9 +56,9 @@ def tasks(gpu: Gpu) -> list[Task]:
 
 
 def recommend_models(spec: TargetSpec, progress: Callable[[str], None]) -> Recommendation:
-    """Return the table for `spec`'s GPU at its context length, or 2,048 tokens; everything in it was run.
+    """Return the table for `spec`'s GPU at its context length (default: 2,048 tokens), all of simulated runs.
 
-    The model of `spec` is not looked at.
+    The model of `spec` is ignored.
     """
     gpu, context_length = find_gpu_of(spec), spec.context_length or DEFAULT_CONTEXT
     runs = Simulator(gpu, progress)
@@ -71,7 +71,7 @@ def recommend_models(spec: TargetSpec, progress: Callable[[str], None]) -> Recom
             runs.failures[task.name] = error.line
         else:
             kinds.append((task, one))
-    # The one that has all that another may import: an adapter on quantized weights.
+    # The run with the most imports: an adapter on quantized weights.
     if kinds:
         runs.warm(max((one for _, one in kinds), key=lambda one: (one.quantize is not None, one.adapter is not None)))
     rows = runs.searches(
@@ -93,7 +93,7 @@ def recommend_models(spec: TargetSpec, progress: Callable[[str], None]) -> Recom
 
 
 def candidates() -> list[ModelEntry]:
-    """Return the catalog's causal language models with a KV cache, by size; of equally large ones the first."""
+    """Return the catalog's causal language models with a KV cache, by size; of models of equal size only the first."""
     found: dict[int, ModelEntry] = {}
     for entry in list_models():
         if entry.task == "causal-lm" and entry.max_positions is not None:
@@ -102,13 +102,13 @@ def candidates() -> list[ModelEntry]:
 
 
 def _largest(runs: Simulator, spec: TargetSpec, task: Task, context_length: int) -> Largest:
-    """Find the largest model that fits, and the next larger, both run (unless its weights alone are too much)."""
+    """Return the largest model that fits, by a run, and the next larger, run unless its weights alone do not fit."""
     entries = candidates()
     spec_of = functools.partial(_spec, spec, task)
     outcomes: dict[str, SimulatedRun | None] = {}
 
     def fits(place: int) -> bool | None:
-        """Say whether a model fits; None: it cannot be run in this way, whatever the GPU."""
+        """Return whether the model at `place` fits; None if the task cannot run this model on any GPU."""
         entry = entries[place]
         if entry.num_parameters * task.least_bytes > runs.usable_bytes:
             return False
@@ -133,7 +133,7 @@ def _largest(runs: Simulator, spec: TargetSpec, task: Task, context_length: int)
         return Largest(task.name, None, 0, 0, context_length, None, None, after.key if after else None, needed, "")
     entry, outcome = entries[place], outcomes[entries[place].key]
     assert outcome is not None
-    longest, too_long = _longest(runs, spec, task, entry, outcome)
+    longest, too_long = _find_longest(runs, spec, task, entry, outcome)
     shown = runs.run(spec_of(entry, longest), task.name).spec
     return Largest(
         task=task.name,
@@ -149,18 +149,18 @@ def _largest(runs: Simulator, spec: TargetSpec, task: Task, context_length: int)
     )
 
 
-def _begin(runs: Simulator, ways: list[tuple[ModelEntry, TargetSpec]], task: Task) -> int:
-    """Return where to look first: the last model that should fit by the closed form, from where its size points on."""
+def _begin(runs: Simulator, entries: list[tuple[ModelEntry, TargetSpec]], task: Task) -> int:
+    """Return the index of the first model to run: the largest that should fit by the closed form."""
 
     def should_fit(place: int) -> bool:
-        entry, spec = ways[place]
+        entry, spec = entries[place]
         needed = needed_bytes(task.plan, spec)
         if needed is None:
             return entry.num_parameters * task.likely_bytes <= runs.usable_bytes
         return needed <= runs.gpu.total_bytes
 
-    place = max(sum(entry.num_parameters * task.likely_bytes <= runs.usable_bytes for entry, _ in ways) - 1, 0)
-    while place + 1 < len(ways) and should_fit(place + 1):
+    place = max(sum(entry.num_parameters * task.likely_bytes <= runs.usable_bytes for entry, _ in entries) - 1, 0)
+    while place + 1 < len(entries) and should_fit(place + 1):
         place += 1
     while place > 0 and not should_fit(place):
         place -= 1
@@ -173,28 +173,28 @@ def _spec(spec: TargetSpec, task: Task, entry: ModelEntry, context_length: int) 
     return task.plan.spec(base, 1)
 
 
-def _longest(
+def _find_longest(
     runs: Simulator, spec: TargetSpec, task: Task, entry: ModelEntry, outcome: SimulatedRun
 ) -> tuple[int, int | None]:
-    """Find the longest context of this model, and the next that was tried; multiples of GRAIN."""
-    at = outcome.target.context_length or 0
+    """Return the longest context of this model that fits, and the next that was tried; multiples of GRAIN."""
+    known_length = outcome.target.context_length or 0
     high = (entry.max_positions or 0) - 2 * (task.plan.goal is Goal.INFER)
-    if high <= at:
-        return at, None
+    if high <= known_length:
+        return known_length, None
 
     def needed(length: int) -> int | None:
         return needed_bytes(task.plan, _spec(spec, task, entry, length))
 
-    likely = likely_limit(needed, runs.gpu.total_bytes, at, high, GRAIN)
+    likely = likely_limit(needed, runs.gpu.total_bytes, known_length, high, GRAIN)
     try:
         limit = runs.limit(
             lambda length: _spec(spec, task, entry, length),
             lambda length: f"{task.name}: {entry.key} at {length:,} tokens",
-            begin=at,
+            begin=known_length,
             high=high,
             grain=GRAIN,
             likely=likely,
         )
     except MemprofError:
-        return at, None
-    return limit.largest or at, limit.first_too_large
+        return known_length, None
+    return limit.largest or known_length, limit.first_too_large

@@ -1,4 +1,4 @@
-"""The lengths of a data set's sequences: of a file (one a line, or a column of JSON lines or Parquet), or drawn."""
+"""Sequence lengths of a data set: from a file (lines, JSON lines or Parquet), or drawn from a distribution."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from memprof.errors import UsageError, not_installed
 from memprof.report.documents.recommendation import LengthRisk
 from memprof.workload.lengths import is_distribution, parse_lengths
 
-# Which column is meant where none is named: the first of these that there is.
+# Default columns: the first of these names that the file has.
 _COLUMNS = ("length", "lengths", "num_tokens", "n_tokens", "token_count", "input_ids", "tokens")
-_EXAMPLES = 3
-DRAWN = 20_000  # samples of a distribution, which stand for a data set
+_MAX_EXAMPLES = 3
+DRAWN = 20_000  # samples of a distribution, as a data set
 
 
 @dataclass
-class _Read:
+class _LengthReader:
     values: list[int] = field(default_factory=list)
     empty: int = 0
     bad: int = 0
     examples: list[str] = field(default_factory=list)
 
-    def take(self, value: Any, place: str) -> None:
-        """Take a value of the file: a number, or tokens to be counted."""
+    def add(self, value: Any, place: str) -> None:
+        """Add a value of the file: a number, or a list of tokens, which are counted."""
         if value is None or (isinstance(value, str) and not value.strip()):
             self.empty += 1
             return
-        length = _length(value)
+        length = _parse_length(value)
         if length is None or length < 1:
             self.bad += 1
-            if len(self.examples) < _EXAMPLES:
+            if len(self.examples) < _MAX_EXAMPLES:
                 shown = repr(value)
                 self.examples.append(f"{place}: {shown if len(shown) < 40 else shown[:37] + '...'}")
             return
@@ -43,12 +43,12 @@ class _Read:
 
 
 def read_lengths(source: str | Path, column: str | None = None) -> tuple[list[int], LengthRisk]:
-    """Return the lengths in ascending order, and what was read; its figures are of the file, nothing is cut yet.
+    """Return the lengths in ascending order, uncut, and their statistics.
 
-    `source` is a file, or a distribution of workload/lengths.py. Raises UsageError if there is no such file or column,
-    or no length in it.
+    `source` is a file, or a distribution of workload/lengths.py. Raises UsageError if the file or column is missing, or
+    has no length.
     """
-    path, read = Path(source), _Read()
+    path, read = Path(source), _LengthReader()
     if is_distribution(str(source)):
         samples = parse_lengths(str(source)).batches(1, 10**9)
         read.values = [longest for _, longest in islice(samples, DRAWN)]
@@ -58,14 +58,14 @@ def read_lengths(source: str | Path, column: str | None = None) -> tuple[list[in
     if read.values:
         name += f", {DRAWN:,} drawn"
     elif path.suffix in (".parquet", ".pq"):
-        column = _parquet(path, column, read)
+        column = _read_parquet(path, column, read)
     elif path.suffix in (".jsonl", ".ndjson"):
-        column = _json_lines(path, column, read)
+        column = _read_json_lines(path, column, read)
     else:
         if column is not None:
             raise UsageError("a column is for JSON lines and Parquet", value=column, hint="leave out --lengths-column")
-        for number, line in enumerate(_lines(path), 1):
-            read.take(line, f"line {number}")
+        for number, line in enumerate(_iter_lines(path), 1):
+            read.add(line, f"line {number}")
     if not read.values:
         raise UsageError(
             "no length in the file",
@@ -90,11 +90,11 @@ def read_lengths(source: str | Path, column: str | None = None) -> tuple[list[in
 
 
 def quantile(ordered: list[int], share: float) -> int:
-    """Return the least value that this share of them does not exceed."""
+    """Return the least value that the `share` of the `ordered` values does not exceed."""
     return ordered[max(math.ceil(share * len(ordered)) - 1, 0)]
 
 
-def _length(value: Any) -> int | None:
+def _parse_length(value: Any) -> int | None:
     if isinstance(value, (list, tuple)):
         return len(value)
     if isinstance(value, str):
@@ -105,37 +105,37 @@ def _length(value: Any) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-def _lines(path: Path) -> Iterator[str]:
-    # What is no text is no number either: it is counted and named, not an error of its own.
+def _iter_lines(path: Path) -> Iterator[str]:
+    # Undecodable bytes are no number either: the line counts as bad, without an error.
     with path.open(encoding="utf-8-sig", errors="replace") as file:
         for line in file:
             yield line.rstrip("\r\n")
 
 
-def _json_lines(path: Path, column: str | None, read: _Read) -> str | None:
+def _read_json_lines(path: Path, column: str | None, read: _LengthReader) -> str | None:
     rows = found = 0
-    for number, line in enumerate(_lines(path), 1):
+    for number, line in enumerate(_iter_lines(path), 1):
         if not line.strip():
             read.empty += 1
             continue
         try:
             row = json.loads(line)
         except json.JSONDecodeError:
-            read.take(line, f"line {number}")
+            read.add(line, f"line {number}")
             continue
         if not isinstance(row, dict):
-            read.take(row, f"line {number}")
+            read.add(row, f"line {number}")
             continue
         if column is None:
-            column = _choose(list(row), str(path))
+            column = _choose_column(list(row), str(path))
         rows, found = rows + 1, found + (column in row)
-        read.take(row.get(column), f"line {number}")
+        read.add(row.get(column), f"line {number}")
     if rows and not found:
         raise UsageError("no row has this column", value=column, hint="name one that there is: --lengths-column NAME")
     return column
 
 
-def _parquet(path: Path, column: str | None, read: _Read) -> str:
+def _read_parquet(path: Path, column: str | None, read: _LengthReader) -> str:
     try:
         import pyarrow.parquet
     except ImportError:
@@ -147,16 +147,16 @@ def _parquet(path: Path, column: str | None, read: _Read) -> str:
         raise UsageError("cannot read the file", value=f"{path} ({str(error).splitlines()[0]})", hint=hint) from None
     names = list(file.schema_arrow.names)
     if column is None:
-        column = _choose(names, str(path))
+        column = _choose_column(names, str(path))
     if column not in names:
         raise UsageError("no such column", value=column, hint=f"there are {', '.join(names[:12])}")
     values = (value for batch in file.iter_batches(columns=[column]) for value in batch.column(0).to_pylist())
     for row, value in enumerate(values, 1):
-        read.take(value, f"row {row}")
+        read.add(value, f"row {row}")
     return column
 
 
-def _choose(names: list[str], path: str) -> str:
+def _choose_column(names: list[str], path: str) -> str:
     found = next((name for name in _COLUMNS if name in names), names[0] if len(names) == 1 else None)
     if found is not None:
         return found

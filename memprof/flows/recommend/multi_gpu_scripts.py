@@ -38,8 +38,8 @@ for name, _ in model.named_modules():
 parallelize_module(model, mesh["tensor"], shared)"""
 
 # Models of torchtitan 0.2, the last with configurations in TOML (torchtitan/models/*/__init__.py of v0.2.2).
-# Not those whose head is the embedding: fully_shard of torch 2.13 refuses how it shards the two.
-_TITAN = {
+# Models with a tied head are left out: fully_shard of torch 2.13 rejects their sharding by torchtitan.
+_TORCHTITAN_MODELS = {
     "llama-3.1-8b": ("llama3", "8B"), "llama-3.1-70b": ("llama3", "70B"), "llama-3.1-405b": ("llama3", "405B"),
     "qwen3-8b": ("qwen3", "8B"), "qwen3-14b": ("qwen3", "14B"), "qwen3-32b": ("qwen3", "32B"),
 }  # fmt: skip
@@ -47,7 +47,7 @@ _TITAN = {
 
 @dataclass(frozen=True, slots=True)
 class Scripts:
-    """By kind: texts, the lines that start them, and for what they are written, where that is not what was chosen."""
+    """Scripts by kind: text, launch command, and the configuration, where it is not the chosen one."""
 
     texts: dict[str, str] = field(default_factory=dict)
     launch: dict[str, str] = field(default_factory=dict)
@@ -55,25 +55,25 @@ class Scripts:
 
 
 def training_scripts(fitting: Sequence[tuple[Way, Tried]], runs: Simulator, spec: TargetSpec) -> Scripts:
-    """Return scripts of what was chosen, the first of `fitting`, and for a library of the first that it can do.
+    """Return the script of the chosen configuration, the first of `fitting`, and of each library the first possible.
 
-    There are none for a model of the user's own.
+    Models from the user's code get no scripts.
     """
     found, model = Scripts(), loaded_model(spec)
     if model is None:
         return found
     chosen, tried = fitting[0]
     found.texts[FULLY_SHARD] = fully_shard_script(chosen, tried.outcome.spec, model)
-    found.launch[FULLY_SHARD] = _torchrun(chosen.spread.size, "train.py")
+    found.launch[FULLY_SHARD] = _torchrun_command(chosen.spread.size, "train.py")
 
     def note(way: Way, tried: Tried, *kinds: str) -> None:
         if way != chosen:
             verdict = "fits" if runs.has_room(tried.outcome) else "fits, with allocator retries"
-            said = f"{way.label()}; needs {format_bytes(tried.outcome.needed_bytes)}, {verdict}"
-            found.written_for.update(dict.fromkeys(kinds, said))
+            label = f"{way.label()}; needs {format_bytes(tried.outcome.needed_bytes)}, {verdict}"
+            found.written_for.update(dict.fromkeys(kinds, label))
 
     for way, tried in fitting:
-        # It shards the head by itself, which a chunked loss cannot reach into.
+        # accelerate shards the head separately, which a chunked loss cannot use.
         if not way.plan.chunked_loss and way.parallel in ("ddp", "fsdp", "fsdp:shard_grad_op"):
             found.texts[ACCELERATE_YAML] = accelerate_yaml(way)
             found.texts[ACCELERATE] = accelerate_script(way, tried.outcome.spec, model)
@@ -82,18 +82,18 @@ def training_scripts(fitting: Sequence[tuple[Way, Tried]], runs: Simulator, spec
             break
     name = resolve_size(spec.model).key if spec.model_is_size else spec.model
     name = find_model(name).key if has_model(name) else name
-    for way, tried in fitting if name in _TITAN else ():
+    for way, tried in fitting if name in _TORCHTITAN_MODELS else ():
         if way.plan.goal is Goal.FULL and not way.plan.chunked_loss and way.plan.precision != "float32":
-            found.texts[TORCHTITAN] = torchtitan_toml(way, tried.outcome.spec, *_TITAN[name])
+            found.texts[TORCHTITAN] = torchtitan_toml(way, tried.outcome.spec, *_TORCHTITAN_MODELS[name])
             start = "-m torchtitan.train --job.config_file train.toml"
-            found.launch[TORCHTITAN] = _torchrun(way.spread.size, start)
+            found.launch[TORCHTITAN] = _torchrun_command(way.spread.size, start)
             note(way, tried, TORCHTITAN)
             break
     return found
 
 
 def serving_scripts(fitting: Sequence[tuple[str, Tried]], spec: TargetSpec) -> Scripts:
-    """Return a script for each of the ways, which fit; the name of `--parallel` says which it is."""
+    """Return a script for each of `fitting`: pairs of a name of `--parallel` and a run."""
     found, model = Scripts(), loaded_model(spec)
     if model is None:
         return found
@@ -104,18 +104,18 @@ def serving_scripts(fitting: Sequence[tuple[str, Tried]], spec: TargetSpec) -> S
             found.launch[DEVICE_MAP] = "python infer.py"
         else:
             found.texts[TENSOR_PARALLEL] = _tensor_parallel_script(made, model)
-            found.launch[TENSOR_PARALLEL] = _torchrun(made.gpus, "infer_tp.py")
+            found.launch[TENSOR_PARALLEL] = _torchrun_command(made.gpus, "infer_tp.py")
     return found
 
 
-def _torchrun(gpus: int, what: str) -> str:
+def _torchrun_command(gpus: int, what: str) -> str:
     machines = -(-gpus // GPUS_PER_MACHINE)
     nodes = f"--nnodes {machines} --rdzv-backend c10d --rdzv-endpoint HOST:29500 " if machines > 1 else ""
     return f"torchrun {nodes}--nproc-per-node {gpus // machines} {what}"
 
 
-def _loading(spec: TargetSpec, model: LoadedModel, *more: str) -> list[str]:
-    """Return how the model is made in host memory; `more` are arguments of from_pretrained alone."""
+def _load_lines(spec: TargetSpec, model: LoadedModel, *more: str) -> list[str]:
+    """Return the lines that load the model into host memory; `more` are further arguments of from_pretrained."""
     arguments = snippet.load_arguments(spec)
     if not model.from_pretrained:
         return snippet.make_lines(model, arguments)
@@ -123,12 +123,12 @@ def _loading(spec: TargetSpec, model: LoadedModel, *more: str) -> list[str]:
     return [f"model = transformers.{model.auto_class}.from_pretrained({given})"]
 
 
-def _built(way: Way, spec: TargetSpec, model: LoadedModel) -> list[str]:
+def _model_lines(way: Way, spec: TargetSpec, model: LoadedModel) -> list[str]:
     adapter = snippet.lora_lines(spec) if way.plan.goal is Goal.LORA else []
-    return [*_loading(spec, model), "model.config.use_cache = False", *adapter]
+    return [*_load_lines(spec, model), "model.config.use_cache = False", *adapter]
 
 
-def _batches() -> list[str]:
+def _batch_lines() -> list[str]:
     return [
         "",
         "",
@@ -142,7 +142,7 @@ def _batches() -> list[str]:
 
 
 def fully_shard_script(way: Way, spec: TargetSpec, model: LoadedModel) -> str:
-    """Return `train.py`: what the workload of `memprof profile --parallel` does, as a script (workload/spread.py)."""
+    """Return `train.py`, which does the same as the workload of `memprof profile --parallel` (workload/spread.py)."""
     spread, plan = way.spread, way.plan
     meshes = {"replicate": spread.replicate, "shard": spread.shard, "tensor": spread.tensor}
     shape = {name: size for name, size in meshes.items() if size > 1 or (name == "shard" and spread.sharded)}
@@ -167,15 +167,15 @@ def fully_shard_script(way: Way, spec: TargetSpec, model: LoadedModel) -> str:
         f'mesh = init_device_mesh("cuda", {tuple(shape.values())}, mesh_dim_names={tuple(shape)})',
         f"micro_batch, accumulation, length = {spec.batch_size}, {way.accumulation}, {spec.context_length}",
         "",
-        *_built(way, spec, model),
+        *_model_lines(way, spec, model),
     ]  # fmt: skip
     if spread.tensor > 1:
         lines.append(STYLES)
     if spread.sharded:
-        lines += _sharded(way, spec)
+        lines += _sharding_lines(way, spec)
     lines.append('model.to("cuda")')
-    called = "model" if spread.sharded or spread.data == 1 else "wrapped"
-    if called == "wrapped":
+    model_name = "model" if spread.sharded or spread.data == 1 else "wrapped"
+    if model_name == "wrapped":
         lines.append("wrapped = torch.nn.parallel.DistributedDataParallel(")
         lines.append(
             '    model, device_ids=[torch.cuda.current_device()], process_group=mesh["replicate"].get_group())'
@@ -187,19 +187,19 @@ def fully_shard_script(way: Way, spec: TargetSpec, model: LoadedModel) -> str:
         "    if parameter.requires_grad:",
         '        groups.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)',
         'optimizer = torch.optim.AdamW([{"params": group} for group in groups.values()], lr=1e-4, fused=True)',
-        *_batches(),
+        *_batch_lines(),
         "model.train()",
         "data = batches()",
         "for step in range(2):",
         "    for micro in range(accumulation):",
     ]
-    if called == "wrapped":
+    if model_name == "wrapped":
         lines.append("        wrapped.require_backward_grad_sync = micro == accumulation - 1")
     if spec.amp and not spread.sharded:
         lines.append(f'        with torch.autocast("cuda", dtype=torch.{spec.amp}):')
-        lines.append(f"            outputs = {called}(**next(data))")
+        lines.append(f"            outputs = {model_name}(**next(data))")
     else:
-        lines.append(f"        outputs = {called}(**next(data))")
+        lines.append(f"        outputs = {model_name}(**next(data))")
     lines += [
         "        loss = outputs.loss / accumulation",
         "        loss.backward()",
@@ -212,7 +212,7 @@ def fully_shard_script(way: Way, spec: TargetSpec, model: LoadedModel) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _sharded(way: Way, spec: TargetSpec) -> list[str]:
+def _sharding_lines(way: Way, spec: TargetSpec) -> list[str]:
     spread = way.spread
     names = '"replicate", "shard"' if spread.replicate > 1 else '"shard"'
     lines = [f"sharding = dict(mesh=mesh[{names}])"]
@@ -232,7 +232,7 @@ def _sharded(way: Way, spec: TargetSpec) -> list[str]:
 
 
 def accelerate_yaml(way: Way) -> str:
-    """Return `accelerate.yaml`, as `accelerate config` writes it."""
+    """Return `accelerate.yaml`, in the format of `accelerate config`."""
     spread = way.spread
     mixed = {"bfloat16": "bf16", "float16": "fp16"}[way.plan.half] if way.plan.precision == "amp" else "'no'"
     lines = ["compute_environment: LOCAL_MACHINE"]
@@ -253,7 +253,7 @@ def accelerate_yaml(way: Way) -> str:
 
 
 def accelerate_script(way: Way, spec: TargetSpec, model: LoadedModel) -> str:
-    """Return `train_accelerate.py`."""
+    """Return `train_accelerate.py`, a training script with accelerate."""
     imports = ["import accelerate", "import torch", "import transformers"]
     if way.plan.goal is Goal.LORA:
         imports.insert(1, "import peft")
@@ -261,11 +261,11 @@ def accelerate_script(way: Way, spec: TargetSpec, model: LoadedModel) -> str:
         *snippet.environment_lines(spec), *imports, *(["", "import memprof"] if spec.fixes else []), "",
         f"micro_batch, accumulation, length = {spec.batch_size}, {way.accumulation}, {spec.context_length}",
         "accelerator = accelerate.Accelerator(gradient_accumulation_steps=accumulation)",
-        *_built(way, spec, model),
+        *_model_lines(way, spec, model),
         "optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4, fused=True)",
         "model, optimizer = accelerator.prepare(model, optimizer)",
         *snippet.apply_lines(spec.fixes, "accelerator.unwrap_model(model)"),
-        *_batches(),
+        *_batch_lines(),
         "model.train()",
         "data = batches()",
         "for step in range(2 * accumulation):",
@@ -323,7 +323,7 @@ mode = "{"full" if checkpointed else "none"}"
 
 
 def _device_map_script(spec: TargetSpec, model: LoadedModel) -> str:
-    """Return `infer.py`: one process, some of the layers on each GPU."""
+    """Return `infer.py`: inference in one process with some layers on each GPU."""
     imports = ["import torch", "import transformers"]
     placed: list[str] = []
     if not model.from_pretrained:
@@ -334,12 +334,12 @@ def _device_map_script(spec: TargetSpec, model: LoadedModel) -> str:
             "GPUs = accelerate.infer_auto_device_map(model, max_memory=memory, no_split_module_classes=whole)",
             "accelerate.dispatch_model(model, GPUs)",
         ]
-    loading = _loading(spec, model, 'device_map="auto"')
-    return "\n".join([*snippet.environment_lines(spec), *imports, "", *loading, *placed, *_generates(spec)]) + "\n"
+    loading = _load_lines(spec, model, 'device_map="auto"')
+    return "\n".join([*snippet.environment_lines(spec), *imports, "", *loading, *placed, *_infer_lines(spec)]) + "\n"
 
 
 def _tensor_parallel_script(spec: TargetSpec, model: LoadedModel) -> str:
-    """Return `infer_tp.py`: a rank on each GPU, which has a part of each matrix."""
+    """Return `infer_tp.py`: inference with tensor parallelism, one rank per GPU."""
     lines = [
         *snippet.environment_lines(spec, "import fnmatch", "import os"),
         "import torch",
@@ -352,17 +352,17 @@ def _tensor_parallel_script(spec: TargetSpec, model: LoadedModel) -> str:
         'torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))',
         'dist.init_process_group("nccl")',
         f'mesh = init_device_mesh("cuda", ({spec.gpus},), mesh_dim_names=("tensor",))',
-        *_loading(spec, model),
+        *_load_lines(spec, model),
         STYLES,
         'model.to("cuda")',
         "torch.manual_seed(0)  # all ranks are given the same prompt",
-        *_generates(spec),
+        *_infer_lines(spec),
         "dist.destroy_process_group()",
     ]
     return "\n".join(lines) + "\n"
 
 
-def _generates(spec: TargetSpec) -> list[str]:
+def _infer_lines(spec: TargetSpec) -> list[str]:
     return [
         "model.eval()",
         f"batch, length = {spec.batch_size}, {spec.context_length}",

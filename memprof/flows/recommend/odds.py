@@ -1,5 +1,5 @@
-"""Lengths of a data set against a configuration: the longest batch that fits, and the odds of a longer one. The
-odds are exact, nothing is sampled.
+"""Lengths of a data set and a configuration: the longest batch that fits, and the odds of a longer batch. The
+odds are exact, without sampling.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from memprof.report.documents.recommendation import LengthRisk, LengthRow
 
 
 def cut_lengths(lengths: list[int], read: LengthRisk, context_length: int | None) -> tuple[list[int], LengthRisk]:
-    """Cut sequences to the context length, as a tokenizer with `max_length` cuts them; None cuts nothing."""
+    """Return lengths and statistics cut to the context length, as by a tokenizer's `max_length`; None cuts nothing."""
     limit = context_length or lengths[-1]
     truncated = len(lengths) - bisect.bisect_right(lengths, limit)
-    after = [min(length, limit) for length in lengths]
-    return after, dataclasses.replace(
+    cut = [min(length, limit) for length in lengths]
+    return cut, dataclasses.replace(
         read,
         truncated=truncated,
-        shortest=after[0],
+        shortest=cut[0],
         median=min(read.median, limit),
         p99=min(read.p99, limit),
-        longest=after[-1],
+        longest=cut[-1],
         packed_rows=-(-sum(lengths) // limit),
         context_length=limit,
     )
 
 
 def length_row(search: Search, tried: Tried, lengths: list[int], size: int, context_length: int) -> LengthRow:
-    """Return the row of a micro-batch. Padded to its longest sequence, it needs what a batch of that length needs."""
+    """Return the row of micro-batch `size`; a batch needs as much memory as if all were its longest sequence."""
     accumulation = max(search.effective_batch // size, 1)
     limit = search.runs.limit(
         lambda length: tried.plan.spec(search.base.edit(context_length=length), size, accumulation),
@@ -59,10 +59,10 @@ def length_row(search: Search, tried: Tried, lengths: list[int], size: int, cont
 
 
 def odds_of_none(count: int, marked: int, drawn: int) -> float:
-    """Return the odds that `drawn` of `count`, without putting back, are all unmarked.
+    """Return the odds that `drawn` of `count` sequences, drawn without replacement, are all unmarked.
 
-    C(count - marked, drawn) / C(count, drawn): the product of (count - drawn - i) / (count - i) for each of the marked,
-    or the same with both exchanged: the shorter of the two, by logarithms.
+    C(count - marked, drawn) / C(count, drawn): the product of (count - drawn - i) / (count - i) for i below `marked`,
+    or with `marked` and `drawn` exchanged; the shorter product is computed, by logarithms.
     """
     if marked <= 0 or drawn <= 0:
         return 1.0
@@ -73,10 +73,10 @@ def odds_of_none(count: int, marked: int, drawn: int) -> float:
 
 
 def first_step_at_odds(count: int, marked: int, batch: int, odds: float) -> int | None:
-    """Return the first step by which a marked sequence has been met with these odds, in one epoch in random order.
+    """Return the first step of a random-order epoch by which a marked sequence has occurred with these odds.
 
-    None if an epoch of full batches does not reach these odds. An epoch's first n batches are n x batch sequences
-    without putting back.
+    None if an epoch of full batches does not reach these odds. The first n batches are n x `batch` sequences drawn
+    without replacement.
     """
     steps = count // batch
     before = bisect.bisect_left(
@@ -86,9 +86,9 @@ def first_step_at_odds(count: int, marked: int, batch: int, odds: float) -> int 
 
 
 def first_step_sorted(lengths: list[int], limit: int, batch: int, *, ascending: bool) -> int | None:
-    """Return the first batch with a sequence above `limit` when they are sorted by length; None if there is none.
+    """Return the first step of sorted batches with a sequence longer than `limit`; None if no batch has one.
 
-    `lengths` are in ascending order; `limit` is 0 if nothing fits; what is left over at the end makes no batch.
+    `lengths` are in ascending order; `limit` is 0 if nothing fits; an incomplete last batch is dropped.
     """
     ordered = lengths if ascending else lengths[::-1]
     for step in range(len(ordered) // batch):

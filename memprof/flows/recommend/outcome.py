@@ -1,4 +1,4 @@
-"""The outcome of a run that a search keeps: what it needs and takes, told by its trace."""
+"""The outcome of a simulated run for a search: memory, time and verdict, computed from the trace."""
 
 from __future__ import annotations
 
@@ -15,47 +15,47 @@ from memprof.spec import Mode, TargetSpec
 from memprof.trace.events import Trace
 from memprof.trace.facts import Target, target_to_json
 
-HOST_MEMORY = "host memory"  # where a run ends that fits the GPU, but not its host
+HOST_MEMORY = "host memory"  # the stage of a run that fits the GPU, but not the host
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedRun:
-    """The memory that a run needs and takes."""
+    """Memory, step time and verdict of a simulated run."""
 
-    # As it was made, with nothing left to the environment: its length, the allocator's settings, and where that makes
-    # it fit, expandable segments.
+    # The run's options without defaults: context length, allocator settings, and expandable segments if the run fits
+    # only with them.
     spec: TargetSpec
-    needed_bytes: int  # of the GPU, the context included, so that nothing is ever refused
-    fits: bool  # it came to its end on the GPU and its host
-    host_bytes: int  # the most in host memory
-    step: StepWork | None  # of one whole optimizer step, or of one forward; None: it was not counted
+    needed_bytes: int  # of the GPU, CUDA context included, to never fail an allocation
+    fits: bool  # both the GPU and the host
+    host_bytes: int  # peak of host memory
+    step: StepWork | None  # of one optimizer step, or one forward; None: not counted
     state: ModelState
     target: Target
     oom_stage: str
-    batches: Batches | None  # of lengths that vary
+    batches: Batches | None  # None: all batches have one length
 
     @property
     def seconds(self) -> float:
-        """Return the least time of a step."""
+        """Return the lower bound of the time of a step; 0 if unknown."""
         return 0.0 if self.step is None else self.step.seconds
 
 
 def outcome_of(
     trace: Trace, spec: TargetSpec, micro_batches: int, *, gpu: Gpu, seeks_room: bool = False
 ) -> SimulatedRun:
-    """Return the outcome of the run of `spec` on `gpu`, with so many micro-batches in a step.
+    """Return the outcome of the run of `spec` on `gpu`, with `micro_batches` in a step.
 
-    With `seeks_room`, expandable segments are tried too where it fits only because the allocator gives its cache back.
+    With `seeks_room`, expandable segments are also tried for runs that fit only with allocator retries.
     """
     document = analyze(trace, explained=False)
-    together = document.peak.allocated_bytes <= gpu.total_bytes - gpu.context_bytes
-    fits, enough = document.verdict.fits, gpu.total_bytes
-    only_just = seeks_room and document.verdict.required_bytes > enough
-    edited = _with_segments(spec, document.target) if (only_just or not fits) and together else None
-    if edited is not None:
-        again = analyze(trace, edited.alloc_conf, explained=False)
-        if again.verdict.fits and (not fits or again.verdict.required_bytes <= enough):
-            spec, document = edited, again
+    tensors_fit = document.peak.allocated_bytes <= gpu.total_bytes - gpu.context_bytes
+    fits, capacity = document.verdict.fits, gpu.total_bytes
+    needs_retries = seeks_room and document.verdict.required_bytes > capacity
+    expanded = _expand_segments(spec, document.target) if (needs_retries or not fits) and tensors_fit else None
+    if expanded is not None:
+        expanded_report = analyze(trace, expanded.alloc_conf, explained=False)
+        if expanded_report.verdict.fits and (not fits or expanded_report.verdict.required_bytes <= capacity):
+            spec, document = expanded, expanded_report
     verdict, target, state = document.verdict, document.target, document.model_state
     assert target is not None and state is not None
     where = verdict.oom_stage or ""
@@ -73,7 +73,7 @@ def outcome_of(
     )
 
 
-def _with_segments(spec: TargetSpec, target: Target | None) -> TargetSpec | None:
-    """Return the spec without pieces in between, with which what all tensors fit may fit; None: it is so already."""
+def _expand_segments(spec: TargetSpec, target: Target | None) -> TargetSpec | None:
+    """Return the spec with expandable segments, against fragmentation; None if `spec` already has them."""
     fix = find_helpful("fragmentation")[0]
     return None if fix.is_on(spec) else edit_spec(spec, ChosenFix(fix), target_to_json(target))

@@ -1,7 +1,7 @@
-"""The configuration over several GPUs (`memprof recommend --gpus N`): how to shard, micro-batch, checkpointing.
+"""The configuration over several GPUs (`memprof recommend --gpus N`): sharding, micro-batch and checkpointing.
 
-Ways are put in order by the closed form, the quickest that should fit are run, a rank of each, and ranked by
-what these runs say of a step.
+The closed form sorts all candidates by time. One rank of each of the quickest that should fit is run, and the runs'
+step times decide.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from memprof.report.documents.recommendation import Alternative, Recommendation
 from memprof.spec import HOST_BYTES, TargetSpec
 from memprof.units import format_bytes
 
-FITTING = 3  # ways that fit are compared
-MOST_RUNS = 5  # of one kind; those of the largest models take twenty seconds each
-MOST_LEANEST = 2  # runs of what needs least, where what is quickest fits, with allocator retries
-SLACK = 1.03  # what by the closed form is over the GPU by less is run: its bands are in docs/accuracy-tables.md
+FITTING = 3  # number of fitting candidates that are compared
+MOST_RUNS = 5  # per tier; a run of the largest models takes twenty seconds
+MOST_LEANEST = 2  # runs of the candidates with least memory, if the quickest fit only with allocator retries
+SLACK = 1.03  # share of capacity up to which the closed form may be exceeded: docs/accuracy-tables.md
 MOST_GPUS = 1024
-MOST_FEWEST = 3  # runs that the least number of GPUs may take
+MOST_FEWEST = 3  # runs to find the least number of GPUs
 
 
 class OverGpus:
-    """Searches the ways to run a goal over GPUs."""
+    """Search over the ways to run a goal on several GPUs."""
 
     def __init__(self, spec: TargetSpec, question: Question, progress: Callable[[str], None]) -> None:
         self.gpus = spec.gpus
         self.runs = Simulator(find_gpu_of(spec), progress, seeks_room=True)
         self.question = question
-        # Each process makes the whole model in host memory before its shards; whether it has room there is not judged
-        # unless it is asked.
+        # Each process builds the whole model in host memory before its shards. Host memory is judged only with
+        # --host-memory.
         is_judged = spec.host_memory_bytes not in (None, HOST_BYTES)
         base = spec if is_judged else spec.edit(host_memory_bytes=None)
         self.base = base_spec(question.goal, base.edit(gpus=1))
@@ -55,17 +55,17 @@ class OverGpus:
         self.tried: dict[Way, Tried] = {}
 
     def ways(self, tier: Plan, gpus: int, batch: int | None = None) -> list[Way]:
-        """Return every way, the quickest first."""
+        """Return all ways to run `tier` over `gpus` GPUs, the quickest first."""
         found = ways_of(tier, self.base, self.subject, self.runs.gpu, gpus, batch or self.batch)
         size = self.question.micro_batch
         return [way for way in found if size is None or way.micro_batch == size]
 
     def might_fit(self, way: Way) -> bool:
-        """Say whether it may fit by the closed form; what that does not know may."""
+        """Return whether `way` may fit by the closed form; True if the closed form does not know the model."""
         return way.estimated_bytes is None or way.estimated_bytes <= SLACK * self.runs.gpu.total_bytes
 
     def run(self, way: Way) -> Tried | None:
-        """Run a way; None if it cannot be."""
+        """Return the run of `way`, made once; None if the run fails."""
         if way not in self.tried:
             outcome = self.runs.try_run(way.spec(self.base), way.label(), way.accumulation)
             if outcome is None:
@@ -74,14 +74,14 @@ class OverGpus:
         return self.tried[way]
 
     def search(self) -> tuple[Way, Tried] | None:
-        """Find the quickest way that fits, of the kinds of runs that give up least."""
+        """Return the quickest way that fits in the first tier with a fit, and its run; None if nothing fits."""
         for tier in self.tiers:
             ways = self.ways(tier, self.gpus)
             likely = [way for way in ways if self.might_fit(way)]
-            found = self._fitting(self._worth_running(likely), FITTING)
+            found = self._find_fitting(self._select_candidates(likely), FITTING)
             if found and not self._count_with_room(found):
                 leanest = sorted(likely, key=lambda way: way.estimated_bytes or 0)[:MOST_LEANEST]
-                found += [pair for pair in self._fitting(leanest, 1) if pair not in found]
+                found += [pair for pair in self._find_fitting(leanest, 1) if pair not in found]
             if not likely and ways:
                 least = min(ways, key=lambda way: way.estimated_bytes or 0)
                 needed = format_bytes(least.estimated_bytes or 0)
@@ -92,8 +92,8 @@ class OverGpus:
                 return min(found, key=lambda pair: self.runs.rank(pair[1].outcome))
         return None
 
-    def _fitting(self, ways: Sequence[Way], enough: int) -> list[tuple[Way, Tried]]:
-        """Run these ways until so many have room; return those that fit, with their runs."""
+    def _find_fitting(self, ways: Sequence[Way], enough: int) -> list[tuple[Way, Tried]]:
+        """Run `ways` in order until `enough` have headroom; return the ways that fit, with their runs."""
         found: list[tuple[Way, Tried]] = []
         for place, way in enumerate(ways):
             if place % self.at_once == 0:
@@ -112,8 +112,8 @@ class OverGpus:
         left = [way for way in ways if way not in self.tried]
         self.runs.make((way.spec(self.base), way.accumulation) for way in left)
 
-    def _worth_running(self, likely: list[Way]) -> list[Way]:
-        """Return the quickest, at most two of each plan, one of plain shards, which every library knows."""
+    def _select_candidates(self, likely: list[Way]) -> list[Way]:
+        """Return the quickest ways, at most two per plan, with at least one of plain fsdp, which all libraries have."""
         found: list[Way] = []
         for way in likely:
             if sum(other.parallel == way.parallel for other in found) < 2:
@@ -124,30 +124,30 @@ class OverGpus:
         return found
 
     def fewest(self, tier: Plan, what: str) -> Alternative | None:
-        """Find the least number of GPUs on which this kind fits, with one sequence at a time on each: the first that
-        should by the closed form and does, run."""
+        """Return the least number of GPUs on which `tier` fits at micro-batch 1, named `what`: the first number that
+        should fit by the closed form and fits in a run."""
         failed, number = 0, 1
         while number <= MOST_GPUS and failed < MOST_FEWEST:
-            way = self._least_needed(tier, number)
+            way = self._find_leanest(tier, number)
             if way is not None and self.might_fit(way):
                 tried = self.run(way)
                 if tried is not None and tried.outcome.fits:
                     name = f"{number} x {self.runs.gpu.name}, {way.label()}"
                     return Alternative(what, name, tried.outcome.needed_bytes, estimate=False)
                 failed += 1
-            # Beyond two machines whole ones are counted.
+            # Above two machines, whole machines are counted.
             number += 1 if number < 2 * GPUS_PER_MACHINE else GPUS_PER_MACHINE
         return None
 
-    def _least_needed(self, tier: Plan, gpus: int) -> Way | None:
+    def _find_leanest(self, tier: Plan, gpus: int) -> Way | None:
         ways = [way for way in self.ways(tier, gpus, gpus) if way.micro_batch == 1]
         return min(ways, key=lambda way: way.estimated_bytes or way.estimated_seconds, default=None)
 
 
 def recommend_over_gpus(spec: TargetSpec, question: Question, progress: Callable[[str], None]) -> Recommendation:
-    """Find the configuration for `spec`'s model over `spec.gpus` GPUs, with what else was run, and code to paste.
-    Raises UsageError: the goal is not spread over GPUs, or no plan divides the batch; MemprofError: no way applies to
-    it."""
+    """Return the recommendation for `spec`'s model over `spec.gpus` GPUs: configuration, other runs and code to paste.
+    Raises UsageError: the goal is not spread over GPUs, or no plan divides the batch; MemprofError: no plan applies to
+    the model."""
     if question.goal is Goal.QLORA:
         problem = "quantized weights are not spread over GPUs here"
         raise UsageError(problem, value=f"--gpus {spec.gpus} --quantize nf4", hint="leave out --quantize, or --gpus")
@@ -161,7 +161,7 @@ def recommend_over_gpus(spec: TargetSpec, question: Question, progress: Callable
     found = search.search()
     if not search.tried and runs.refusal is not None:
         raise runs.refusal
-    rows = rows_of(runs, [(way.parallel, tried) for way, tried in _ordered(search, found)])
+    rows = rows_of(runs, [(way.parallel, tried) for way, tried in _sort_runs(search, found)])
     kind = found[0].plan if found is not None else search.tiers[-1]
     alternatives = [search.fewest(kind, "the least number of these GPUs")]
     first = search.tiers[0]
@@ -170,7 +170,7 @@ def recommend_over_gpus(spec: TargetSpec, question: Question, progress: Callable
     example = next(iter(search.tried.values()), None)
     if example is None:
         raise MemprofError("nothing could be run", value=spec.model, hint="; ".join(runs.failures.values()))
-    fitting = [pair for pair in _ordered(search, found) if pair[1].outcome.fits]
+    fitting = [pair for pair in _sort_runs(search, found) if pair[1].outcome.fits]
     scripts = training_scripts(fitting, runs, spec) if found is not None else Scripts()
     return build_answer(
         runs,
@@ -181,7 +181,7 @@ def recommend_over_gpus(spec: TargetSpec, question: Question, progress: Callable
         goal=question.goal.value,
         effective_batch=search.batch,
         gpus=search.gpus,
-        reason=_reason(search, found),
+        reason=_explain_choice(search, found),
         alternatives=tuple(one for one in alternatives if one is not None),
         snippets=scripts.texts,
         launch=scripts.launch,
@@ -190,19 +190,19 @@ def recommend_over_gpus(spec: TargetSpec, question: Question, progress: Callable
     )
 
 
-def _ordered(search: OverGpus, found: tuple[Way, Tried] | None) -> list[tuple[Way, Tried]]:
-    """Return what was run on the GPUs that were requested, what was found first, then by the time of a step."""
+def _sort_runs(search: OverGpus, found: tuple[Way, Tried] | None) -> list[tuple[Way, Tried]]:
+    """Return the runs on the requested number of GPUs: `found` first, then by headroom and time of a step."""
     ways = [(way, tried) for way, tried in search.tried.items() if way.spread.size == search.gpus]
     return sorted(ways, key=lambda pair: (pair != found, *search.runs.rank(pair[1].outcome)))
 
 
-def _reason(search: OverGpus, found: tuple[Way, Tried] | None) -> str:
+def _explain_choice(search: OverGpus, found: tuple[Way, Tried] | None) -> str:
     if found is None:
         return "no way to spread it over these GPUs fits"
     plan = found[0].plan
-    ran = [tried for way, tried in search.tried.items() if way.spread.size == search.gpus and tried.outcome.fits]
-    roomy = sum(search.runs.has_room(tried.outcome) for tried in ran)
-    fitting, how = (roomy, "fit with room to spare") if 0 < roomy < len(ran) else (len(ran), "fit")
+    runs = [tried for way, tried in search.tried.items() if way.spread.size == search.gpus and tried.outcome.fits]
+    with_headroom = sum(search.runs.has_room(tried.outcome) for tried in runs)
+    fitting, how = (with_headroom, "fit with room to spare") if 0 < with_headroom < len(runs) else (len(runs), "fit")
     what = "gives up no precision" if not plan.given_up else f"gives up: {plan.given_up}"
     only = f"the only one that was run and {how.replace('fit', 'fits', 1)}"
     quickest = only if fitting == 1 else f"the quickest of {fitting} that were run and {how}"
@@ -210,7 +210,7 @@ def _reason(search: OverGpus, found: tuple[Way, Tried] | None) -> str:
 
 
 def nccl_assumption() -> str:
-    """Return what is not known of GPUs that communicate."""
+    """Return the assumption on NCCL's memory."""
     least, most = map(format_bytes, NCCL_GROUP_BYTES)
     return f"What NCCL takes of a GPU is not known and not counted: {least} to {most} a group where others measured it."
 

@@ -1,4 +1,4 @@
-"""Plans that a search chooses among: how a goal can be run, as an edit of the spec, and what is given up for it."""
+"""Plans that a search chooses among: ways to run a goal, as edits of the spec, and the precision each gives up."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CPU_OPTIMIZER = "cpu-offload-optimizer"
 
 
 class Goal(StrEnum):
-    """The use that the model is recommended for."""
+    """The goal of a recommendation: a kind of training, or inference."""
 
     FULL = "full"
     LORA = "lora"
@@ -37,20 +37,20 @@ class Activations(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One way to run the goal; `spec` makes it one."""
+    """One way to run a goal; `spec` returns the options of the run."""
 
     goal: Goal
     precision: str  # half, amp, float32, int8 or nf4
-    half: str  # what the GPU computes in: bfloat16, or float16 before Ampere
+    half: str  # half precision of the GPU: bfloat16, or float16 before Ampere
     optimizer: str = "none"  # adamw (fused), adamw-8bit, torchao-adamw-8bit, adamw-cpu (states and step on the host)
     activations: Activations = Activations.KEPT
     chunked_loss: bool = False
-    given_up: str = ""  # what the numbers lose, in words
+    given_up: str = ""  # the loss of precision, in words; empty: none
 
     def spec(self, base: TargetSpec, micro_batch: int, accumulation: int = 1) -> TargetSpec:
-        """Return `base` run in this way.
+        """Return `base` edited to run in this way.
 
-        `accumulation` above 2 is run as 2: every further micro-batch finds what the second found.
+        `accumulation` above 2 is run as 2: further micro-batches take the same memory as the second.
         """
         changes: dict[str, object] = {"batch_size": micro_batch}
         if self.precision == "amp" or self.goal is Goal.QLORA:
@@ -77,9 +77,9 @@ class Plan:
         return base.edit(**changes, fixes=tuple(name for name, is_on in fixes.items() if is_on))
 
     def label(self, micro_batch: int | None = None) -> str:
-        """Return what it is, in a line of a table."""
-        of_half = {"amp": f"float32 weights under {self.half} autocast", "half": f"{self.half} weights"}
-        parts = [of_half.get(self.precision, f"{self.precision} weights")]
+        """Return a short description for a row of a table."""
+        half_labels = {"amp": f"float32 weights under {self.half} autocast", "half": f"{self.half} weights"}
+        parts = [half_labels.get(self.precision, f"{self.precision} weights")]
         if self.goal is not Goal.INFER:
             parts.append(OPTIMIZER_NAMES[self.optimizer])
             if self.activations is not Activations.KEPT:
@@ -92,18 +92,18 @@ class Plan:
 
     @property
     def fixes(self) -> tuple[str, ...]:
-        """Return what `memprof.apply` switches on for it in a model."""
+        """Return the names of the fixes that `memprof.apply` switches on in the model."""
         names = self.spec(TargetSpec(model="-"), 1).fixes
         return tuple(name for name in names if name != CPU_OPTIMIZER)
 
     def leanest(self) -> Plan:
-        """Return the plan with everything on that saves memory and changes no number."""
+        """Return the plan with all exact fixes that save GPU memory."""
         if self.goal is Goal.INFER:
             return self
         return replace(self, activations=Activations.CHECKPOINTED, chunked_loss=True)
 
     def variants(self) -> list[Plan]:
-        """Return what can be chosen freely within it: the same numbers, for time or for memory; quickest first."""
+        """Return the variants of the plan with the same numerics that trade time for memory, quickest first."""
         if self.goal is Goal.INFER:
             return [self]
         return [
@@ -127,7 +127,7 @@ def half_of(gpu: Gpu) -> str:
     return "bfloat16" if gpu.compute_capability >= (8, 0) or "bfloat16" in gpu.peak_flops else "float16"
 
 
-# What asks for each precision.
+# Option of each precision.
 _OPTIONS = {
     "half": "--dtype {half}", "amp": "--amp {half}", "float32": "--dtype float32", "int8": "--quantize int8",
     "nf4": "--quantize nf4",
@@ -135,15 +135,15 @@ _OPTIONS = {
 
 
 def tiers(goal: Goal, gpu: Gpu, precision: str | None = None, half: str | None = None) -> list[Plan]:
-    """Return the kinds of runs for a goal, those that give up nothing first; each has its `variants`.
+    """Return the tiers of a goal, as plans to be varied by `variants`; tiers that give up no precision come first.
 
-    A `precision` leaves those of it alone; `half` is the GPU's if it is not given. Raises UsageError if the goal has no
-    such precision.
+    A `precision` keeps only tiers of this precision; `half` defaults to the GPU's. Raises UsageError if the goal
+    lacks the precision.
     """
     half = half or half_of(gpu)
     rounded = f"weights in {half} are updated in {half}: small updates are lost"
     states = "states of the optimizer in 8 bits"
-    eight = installed_eight_bit_optimizer()
+    eight_bit = installed_eight_bit_optimizer()
     found: list[Plan]
     if goal is Goal.INFER:
         found = [
@@ -153,11 +153,11 @@ def tiers(goal: Goal, gpu: Gpu, precision: str | None = None, half: str | None =
         ]
         found += [Plan(goal, "float32", half)] if precision == "float32" else []
     elif goal is Goal.FULL:
-        masters = [Plan(goal, "amp", half, optimizer) for optimizer in ("adamw", "adamw-cpu")]
-        masters += [Plan(goal, "amp", half, eight, given_up=states)] if eight else []
-        pure = [Plan(goal, "half", half, optimizer, given_up=rounded) for optimizer in ("adamw", "adamw-cpu")]
-        pure += [Plan(goal, "half", half, eight, given_up=f"{rounded}; {states}")] if eight else []
-        found = [*masters, *(pure if half == "bfloat16" else [])]
+        full_weights = [Plan(goal, "amp", half, optimizer) for optimizer in ("adamw", "adamw-cpu")]
+        full_weights += [Plan(goal, "amp", half, eight_bit, given_up=states)] if eight_bit else []
+        half_weights = [Plan(goal, "half", half, optimizer, given_up=rounded) for optimizer in ("adamw", "adamw-cpu")]
+        half_weights += [Plan(goal, "half", half, eight_bit, given_up=f"{rounded}; {states}")] if eight_bit else []
+        found = [*full_weights, *(half_weights if half == "bfloat16" else [])]
         found += [Plan(goal, "float32", half, "adamw")] if precision == "float32" else []
     elif goal is Goal.LORA:
         found = [Plan(goal, "half", half, "adamw")]
@@ -176,20 +176,20 @@ def tiers(goal: Goal, gpu: Gpu, precision: str | None = None, half: str | None =
     return kept
 
 
-# After the prompt: the first comes of the prompt's own forward, the second of a step with the whole KV cache.
+# Tokens after the prompt: the first from the prompt's forward, the second from a step with the whole KV cache.
 NEW_TOKENS = 2
 DEFAULT_CONTEXT = 2048  # tokens
 
 
 def base_spec(goal: Goal, spec: TargetSpec) -> TargetSpec:
-    """Return `spec` with what every run of the goal has: two steps of training, or a prompt and two tokens after it."""
+    """Return `spec` with the mode of the goal: two training steps, or a prompt and two new tokens."""
     if goal is Goal.INFER:
         return spec.edit(mode=Mode.INFERENCE, steps=1, new_tokens=NEW_TOKENS)
     return spec.edit(mode=Mode.TRAIN, steps=2)
 
 
 def with_context(spec: TargetSpec) -> TargetSpec:
-    """Return `spec` with a context length: its own, or 2,048 tokens, or as many as the model has positions for."""
+    """Return `spec` with a context length: its own, else 2,048 tokens or the model's maximum if less."""
     from memprof.workload.models import find_source
 
     length = spec.context_length or min(DEFAULT_CONTEXT, find_source(spec).max_positions or DEFAULT_CONTEXT)

@@ -16,34 +16,34 @@ from memprof.report.documents.recommendation import LargestFit
 from memprof.spec import TargetSpec
 
 GRAIN = 256  # tokens between two context lengths of a search
-MAX_CONTEXT = 1 << 20  # of a model without a limit of its own
+MAX_CONTEXT = 1 << 20  # tokens, for a model without a maximum
 MAX_BATCH = 1 << 14
-TIE = 0.005  # steps whose times differ by a smaller share are equally fast: the one that needs less memory is taken
-SCREENED = 14  # runs of a search before it settles; the limits, the check and the alternatives come on top
+TIE = 0.005  # share of step time below which two runs are equally fast; the run with less memory wins
+SCREENED = 14  # runs of a search, without its limits, confirmation and alternatives
 DEFAULT_EFFECTIVE_BATCH = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """The question that a search answers."""
+    """The request to a search: goal, batch and precision."""
 
     goal: Goal
-    # Sequences in an optimizer step, or at a time. None: 8, or `micro_batch` if that is given (inference: 1).
+    # Sequences in an optimizer step (inference: at a time). None: `micro_batch` if given, else 8 (inference: 1).
     effective_batch: int | None = None
     precision: str | None = None  # half, amp, float32, int8 or nf4 alone
-    micro_batch: int | None = None  # this one alone
+    micro_batch: int | None = None  # the only micro-batch to try
     half: str | None = None  # the half precision; None: the GPU's
 
     @property
     def batch(self) -> int:
-        """Return the effective batch, also where it is not given."""
+        """Return the effective batch or its default."""
         default = 1 if self.goal is Goal.INFER else DEFAULT_EFFECTIVE_BATCH
         return self.effective_batch or self.micro_batch or default
 
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """A plan at a micro-batch, and what came of it."""
+    """A plan at a micro-batch, and the outcome of its run."""
 
     plan: Plan
     micro_batch: int
@@ -52,13 +52,13 @@ class Tried:
 
     @property
     def label(self) -> str:
-        """Return what it is, in a line of a table."""
+        """Return a short description for a row of a table."""
         return self.plan.label(self.micro_batch)
 
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """The result of a search; `chosen` is None if nothing fits, and `least` then needs least."""
+    """The result of a search: the chosen run (None: nothing fits), the run with the least memory, and all runs."""
 
     chosen: Tried | None
     least: Tried | None
@@ -66,18 +66,18 @@ class SearchResult:
 
 
 class Search:
-    """Searches the configurations of a goal; `base` names model, context length and GPU."""
+    """Search over the configurations of a goal; `base` names model, context length and GPU."""
 
     def __init__(self, runs: Simulator, base: TargetSpec, question: Question) -> None:
         self.runs = runs
         self.goal, self.effective_batch, self.micro_batch = question.goal, question.batch, question.micro_batch
         self.base = base_spec(self.goal, base)
-        self.tiers = self._installed(tiers(self.goal, runs.gpu, question.precision, question.half))
+        self.tiers = self._filter_installed(tiers(self.goal, runs.gpu, question.precision, question.half))
         self.refused: set[str] = set()  # fixes that do not apply to this model
         self.tried: dict[tuple[Plan, int], Tried] = {}
 
-    def _installed(self, kinds: list[Plan]) -> list[Plan]:
-        """Return those whose packages are there; raise UsageError if none are."""
+    def _filter_installed(self, kinds: list[Plan]) -> list[Plan]:
+        """Return the tiers whose packages are installed; raise UsageError if no tier's are."""
         missing: dict[str, UsageError] = {}
         for tier in kinds:
             try:
@@ -90,11 +90,11 @@ class Search:
         return [tier for tier in kinds if tier.label() not in missing]
 
     def search(self) -> SearchResult:
-        """Find the quickest configuration among those that fit and give up least.
+        """Return the quickest configuration that fits, among those that give up the least precision.
 
-        Kinds of runs are asked in turn, those that give up nothing first, each with everything on that saves memory. Of
-        those kinds that give up no more than the first that fits, all ways to run are then tried, each at the largest
-        micro-batch that fits.
+        Tiers are tried in turn, those that give up nothing first, each with all exact fixes. In the first that fits,
+        and in others that give up the same, all variants that fit are tried, each up to its largest micro-batch
+        that fits.
         """
         smallest = self.sizes()[0]
         given_up: str | None = None
@@ -102,22 +102,22 @@ class Search:
         for tier in self.tiers:
             if given_up is not None and tier.given_up != given_up:
                 break
-            lean = self._leanest(tier, smallest)
+            lean = self._run_leanest(tier, smallest)
             if lean is not None and not lean.outcome.fits and self.goal is not Goal.INFER:
                 lean = self.at(dataclasses.replace(lean.plan, activations=Activations.BOTH), smallest) or lean
             if lean is None or not lean.outcome.fits:
                 continue
             given_up = tier.given_up
-            self._make(tier.variants(), smallest)
+            self._run_variants(tier.variants(), smallest)
             fitting = [one for one in (self.at(plan, smallest) for plan in tier.variants()) if one and one.outcome.fits]
             for one in sorted(fitting, key=lambda one: one.outcome.seconds):
-                best = self._better(best, self._largest_micro_batch(one, self._better(best, one)))
+                best = self._choose_better(best, self._find_micro_batch(one, self._choose_better(best, one)))
         tried = tuple(self.tried.values())
         least = min(tried, key=lambda one: one.outcome.needed_bytes, default=None)
         return SearchResult(best, least, tried)
 
-    def _leanest(self, tier: Plan, micro_batch: int) -> Tried | None:
-        """Run the kind with everything on that saves memory and applies to the model."""
+    def _run_leanest(self, tier: Plan, micro_batch: int) -> Tried | None:
+        """Return the run of the tier with as many exact fixes as apply to the model; None if no run succeeds."""
         lean = tier.leanest()
         plans = [
             dataclasses.replace(lean, activations=activations, chunked_loss=chunked)
@@ -128,7 +128,7 @@ class Search:
         return next((tried for tried in attempts if tried is not None), None)
 
     def sizes(self) -> list[int]:
-        """Return the micro-batches in question: those that divide the effective batch."""
+        """Return the micro-batch sizes to try: the divisors of the effective batch."""
         if self.micro_batch is not None:
             return [self.micro_batch]
         if self.goal is Goal.INFER:
@@ -136,10 +136,10 @@ class Search:
         return [size for size in range(1, self.effective_batch + 1) if self.effective_batch % size == 0]
 
     def at(self, plan: Plan, micro_batch: int) -> Tried | None:
-        """Run a plan at a micro-batch; None if it does not apply: a fix that was refused is not tried again.
+        """Return the run of a plan at a micro-batch; None if a fix does not apply (no plan with the fix is run again).
 
-        With accumulation, the gradients of earlier micro-batches are there in every later one. One micro-batch on
-        gradients that zero_grad left as zeros is the same to the allocator, and takes half the time to run.
+        With accumulation, gradients of earlier micro-batches are live in later ones. One micro-batch on gradients that
+        zero_grad left as zeros is the same for the allocator, and takes half the time to run.
         """
         key = plan, micro_batch
         if not self.refused.isdisjoint(plan.fixes):
@@ -149,7 +149,7 @@ class Search:
             label = plan.label(micro_batch)
             outcome = self.runs.try_run(spec, label, accumulation)
             if outcome is None:
-                # The message begins with the name of the one that does not apply to this model.
+                # The message begins with the name of the fix that does not apply to this model.
                 why = self.runs.failures[label]
                 self.refused |= {name for name in plan.fixes if why.startswith(name)}
                 return None
@@ -161,18 +161,18 @@ class Search:
         spec = plan.spec(self.base, micro_batch)
         return spec.edit(zero_grad="zero") if accumulation > 1 else spec, accumulation
 
-    def _make(self, plans: Iterable[Plan], micro_batch: int) -> None:
-        """Make the runs of these at once, but for what was refused."""
+    def _run_variants(self, plans: Iterable[Plan], micro_batch: int) -> None:
+        """Run `plans` in parallel, without plans whose fixes do not apply."""
         self.runs.make(self._step_spec(plan, micro_batch) for plan in plans if self.refused.isdisjoint(plan.fixes))
 
     def confirmed(self, tried: Tried) -> Tried:
-        """Run it as it will be run: with its accumulation."""
+        """Return `tried` with the outcome of a run with its full accumulation."""
         spec = tried.plan.spec(self.base, tried.micro_batch, tried.accumulation)
         outcome = self.runs.run(spec, f"check of {tried.label}", tried.accumulation)
         return dataclasses.replace(tried, outcome=outcome)
 
     def batch_limit(self, tried: Tried) -> LargestFit:
-        """Find the largest micro-batch of this configuration."""
+        """Return the largest micro-batch with which this configuration fits."""
         accumulation = min(tried.accumulation, 2)
         return self.runs.limit(
             lambda size: tried.plan.spec(self.base, size, accumulation),
@@ -183,13 +183,13 @@ class Search:
         )
 
     def context_limit(self, tried: Tried, longest: int | None) -> LargestFit:
-        """Find the longest context of this configuration, in steps of GRAIN tokens; it has fitted at its own.
+        """Return the longest context with which this configuration, which fits, still fits, in steps of GRAIN tokens.
 
-        `longest` is the model's; what is requested beyond it is looked at beyond it.
+        `longest` is the model's maximum, which does not limit the search if the requested context is longer.
         """
-        now = tried.outcome.target.context_length or 0
+        current_length = tried.outcome.target.context_length or 0
         high = MAX_CONTEXT
-        if longest is not None and now <= longest - (self.base.new_tokens or 0):
+        if longest is not None and current_length <= longest - (self.base.new_tokens or 0):
             high = longest - (self.base.new_tokens or 0)
 
         def spec_of(length: int, accumulation: int) -> TargetSpec:
@@ -200,37 +200,37 @@ class Search:
 
         def limit(accumulation: int) -> LargestFit:
             make = functools.partial(spec_of, accumulation=accumulation)
-            return self.runs.limit(make, label, tried.accumulation, begin=now, high=high, grain=GRAIN)
+            return self.runs.limit(make, label, tried.accumulation, begin=current_length, high=high, grain=GRAIN)
 
-        # The second micro-batch has all that a later one has; looked for with two, the limit is then run with all.
-        few = min(tried.accumulation, 2)
-        found = limit(few)
-        if found.largest and few < tried.accumulation:
+        # The second micro-batch takes as much as later ones: the limit is found with two, and confirmed with all.
+        num_run = min(tried.accumulation, 2)
+        found = limit(num_run)
+        if found.largest and num_run < tried.accumulation:
             spec = spec_of(found.largest, tried.accumulation)
             if not self.runs.run(spec, label(found.largest), tried.accumulation).fits:
                 return limit(tried.accumulation)
         return found
 
-    def _largest_micro_batch(self, first: Tried, best: Tried | None) -> Tried:
-        """Find the best of a plan: up to the largest micro-batch that fits, unless it cannot be quicker than `best`.
+    def _find_micro_batch(self, first: Tried, best: Tried | None) -> Tried:
+        """Return the best run of a plan up to its largest micro-batch that fits; stop if no size can beat `best`.
 
-        `first` is the plan at the smallest micro-batch, which fits, and `best` the quickest so far.
+        `first` is the plan's run at the smallest micro-batch, which fits; `best` is the quickest run so far.
         """
         sizes, plan, found = self.sizes(), first.plan, first
         low, high = 0, len(sizes)
-        while high - low > 1 and len(self.runs) < SCREENED and not self._is_slower_anyway(found, best):
-            middle = self._guess(plan, sizes, low, high)
+        while high - low > 1 and len(self.runs) < SCREENED and not self._cannot_be_quicker(found, best):
+            middle = self._guess_size(plan, sizes, low, high)
             tried = self.at(plan, sizes[middle])
             if tried is None:
                 break
             if tried.outcome.fits:
-                low, found = middle, self._better(found, tried) or found
+                low, found = middle, self._choose_better(found, tried) or found
             else:
                 high = middle
         return found
 
-    def _guess(self, plan: Plan, sizes: list[int], low: int, high: int) -> int:
-        """Return which size to try: the largest by what a sequence takes, if two sizes are known; else the next."""
+    def _guess_size(self, plan: Plan, sizes: list[int], low: int, high: int) -> int:
+        """Return the index of the size to try: the largest that fits by extrapolation of two runs, else the next."""
         known = sorted((size, one.outcome) for (of, size), one in self.tried.items() if of == plan)[-2:]
         if len(known) < 2:
             return low + 1
@@ -242,8 +242,8 @@ class Search:
         fitting = [place for place in range(low + 1, high) if sizes[place] <= most]
         return max(fitting, default=low + 1)
 
-    def _is_slower_anyway(self, first: Tried, best: Tried | None) -> bool:
-        """Say whether operations and transfers alone take as long at any micro-batch as `best` takes."""
+    def _cannot_be_quicker(self, first: Tried, best: Tried | None) -> bool:
+        """Return whether operations and transfers alone, at any micro-batch, take longer than the step of `best`."""
         step = first.outcome.step
         if best is None or step is None:
             return False
@@ -253,8 +253,8 @@ class Search:
         return least > best.outcome.seconds * (1 - TIE)
 
     @staticmethod
-    def _better(one: Tried | None, other: Tried | None) -> Tried | None:
-        """Return the quicker of two that fit; of equally quick ones, that which needs less."""
+    def _choose_better(one: Tried | None, other: Tried | None) -> Tried | None:
+        """Return the quicker of two runs that fit; of equally quick runs, the one with less memory."""
         if one is None or other is None:
             return one or other
         quickest = min(one.outcome.seconds, other.outcome.seconds)

@@ -1,5 +1,5 @@
-"""Inference spread over several GPUs (`memprof recommend --gpus N --mode inference`): matrices shared by a rank
-on each (tensor parallelism), or layers on each GPU of one process (`device_map`). Each way is run.
+"""Inference over several GPUs (`memprof recommend --gpus N --mode inference`): tensor parallelism with one rank
+per GPU, or one process with some layers on each GPU (`device_map`). Each way is run.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from memprof.spec import TargetSpec
 from memprof.workload.models import find_source
 from memprof.workload.plan import DEVICE_MAP, check_plan, parse_plan
 
-MOST_GPUS = 64  # beyond so many it is not asked whether it fits
-_WHOLE = frozenset({"half", "float32"})  # precisions of weights that are spread here: quantized ones are not
+MOST_GPUS = 64  # the largest number of GPUs tried
+_FLOAT = frozenset({"half", "float32"})  # precisions of weights that can be spread: quantized weights cannot
 
 
 class Serving:
-    """The ways to run a model over GPUs, each run once."""
+    """The search over ways to run inference on several GPUs."""
 
     def __init__(self, spec: TargetSpec, question: Question, progress: Callable[[str], None]) -> None:
         gpu = find_gpu_of(spec)
@@ -32,8 +32,8 @@ class Serving:
         self.base = base_spec(Goal.INFER, spec.edit(gpus=1, batch_size=question.batch))
         self.source = find_source(spec)
         if self.source.task != "causal-lm":
-            self.base = self.base.edit(new_tokens=None)  # it does not decode: its forward alone
-        kinds = [tier for tier in tiers(Goal.INFER, gpu, question.precision, question.half) if tier.precision in _WHOLE]
+            self.base = self.base.edit(new_tokens=None)  # the model does not decode: only its forward is run
+        kinds = [tier for tier in tiers(Goal.INFER, gpu, question.precision, question.half) if tier.precision in _FLOAT]
         if not kinds:
             problem = "quantized weights are not spread over GPUs here"
             raise UsageError(problem, value=f"--quantize {question.precision}", hint="leave out --quantize, or --gpus")
@@ -41,7 +41,7 @@ class Serving:
         self.batch = question.batch
 
     def ways(self, gpus: int) -> list[tuple[str, Tried]]:
-        """Run the ways to spread the model over so many GPUs, named as for `--parallel`; the best first."""
+        """Return the runs of the model over `gpus` GPUs, best first, as pairs of a `--parallel` name and a run."""
         found = []
         for plan in (f"tp={gpus}", DEVICE_MAP) if gpus > 1 else ("",):
             spec = self.kind.spec(self.base, self.batch).edit(parallel=plan or None, gpus=gpus)
@@ -58,7 +58,7 @@ class Serving:
         return sorted(found, key=lambda way: self.runs.rank(way[1].outcome))
 
     def fewest(self) -> Alternative | None:
-        """Find the least number of GPUs, of powers of two, on which it fits."""
+        """Return the least power of two of GPUs on which the model fits; None if none up to MOST_GPUS does."""
         gpus = 1
         while gpus <= MOST_GPUS:
             for plan, tried in self.ways(gpus):
@@ -71,7 +71,7 @@ class Serving:
 
 
 def recommend_serving(spec: TargetSpec, question: Question, progress: Callable[[str], None]) -> Recommendation:
-    """Find how to run `spec`'s model over `spec.gpus` GPUs, with what else was run, and code to paste.
+    """Return the recommendation for inference of `spec`'s model over `spec.gpus` GPUs, with code to paste.
     Raises UsageError: quantized weights are requested; MemprofError: no way to spread the model applies."""
     search = Serving(with_context(spec), question, progress)
     runs, ways = search.runs, search.ways(spec.gpus)
@@ -91,7 +91,7 @@ def recommend_serving(spec: TargetSpec, question: Question, progress: Callable[[
         goal=Goal.INFER.value,
         effective_batch=search.batch,
         gpus=spec.gpus,
-        reason=_reason([plan for plan, _ in fitting]),
+        reason=_explain_choice([plan for plan, _ in fitting]),
         alternatives=() if fewest is None else (fewest,),
         snippets=scripts.texts,
         launch=scripts.launch,
@@ -99,12 +99,12 @@ def recommend_serving(spec: TargetSpec, question: Question, progress: Callable[[
     )
 
 
-def _reason(fitting: list[str]) -> str:
+def _explain_choice(fitting: list[str]) -> str:
     if not fitting:
         return "no way to spread it over these GPUs fits"
-    at_work = "all GPUs are at work at once" if fitting[0] != DEVICE_MAP else "one GPU is at work after another"
+    use = "all GPUs are at work at once" if fitting[0] != DEVICE_MAP else "one GPU is at work after another"
     others = f"the quicker of {len(fitting)} that fit" if len(fitting) > 1 else "the only way that fits"
-    return f"{others}: {at_work}; it gives up no precision"
+    return f"{others}: {use}; it gives up no precision"
 
 
 _ASSUMPTIONS = (

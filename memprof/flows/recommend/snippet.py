@@ -1,4 +1,4 @@
-"""The code to paste: a configuration as a script of plain PyTorch, as one for Trainer, and as a command."""
+"""Code to paste: a configuration as a script of plain PyTorch, and as a script for transformers' Trainer."""
 
 from __future__ import annotations
 
@@ -12,38 +12,38 @@ from memprof.flows.recommend.plans import CHECKPOINTING, CPU_OPTIMIZER, Activati
 from memprof.spec import DEFAULT_LORA_RANK, TargetSpec
 from memprof.workload.catalog import ModelEntry, find_model, has_model, resolve_size
 
-# Models that are fed with tokens; for others no script is written.
+# Models that take tokens; other models get no script.
 _CLASSES = {
     "causal-lm": "AutoModelForCausalLM",
     "masked-lm": "AutoModelForMaskedLM",
     "seq2seq-lm": "AutoModelForSeq2SeqLM",
 }
-# How the names of their classes end, and those of Auto classes.
-_FED_WITH_TOKENS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration")
+# Suffixes of the class names of such models, and of Auto classes.
+_TOKEN_CLASS_SUFFIXES = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration")
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """The lines by which a script gets the model."""
+    """The model of a script: class, and repository or configuration."""
 
     auto_class: str
-    from_pretrained: str  # its argument; empty if there are no weights to load
-    from_config: str = ""  # an expression of the configuration, where there are none
+    from_pretrained: str  # argument of from_pretrained; empty: no weights to load
+    from_config: str = ""  # expression of the configuration, without weights
 
 
 def snippets(plan: Plan, spec: TargetSpec, accumulation: int) -> dict[str, str]:
-    """Return scripts by kind, "pytorch" and "transformers"; none for a model that `loaded_model` does not know.
+    """Return scripts by kind, "pytorch" and "transformers"; empty for a model that `loaded_model` does not know.
 
-    `spec` is the run that was made with `plan`; a step has `accumulation` micro-batches.
+    `spec` is the run of `plan`; a step has `accumulation` micro-batches.
     """
     model = loaded_model(spec)
     if model is None:
         return {}
     if plan.goal is Goal.INFER:
-        return {"pytorch": _inference(plan, spec, model)}
+        return {"pytorch": _inference_script(plan, spec, model)}
     return {
-        "pytorch": _pytorch(plan, spec, model, accumulation),
-        "transformers": _trainer(plan, spec, model, accumulation),
+        "pytorch": _pytorch_script(plan, spec, model, accumulation),
+        "transformers": _trainer_script(plan, spec, model, accumulation),
     }
 
 
@@ -51,13 +51,13 @@ def snippets(plan: Plan, spec: TargetSpec, accumulation: int) -> dict[str, str]:
 
 
 def loaded_model(spec: TargetSpec) -> LoadedModel | None:
-    """Return how a script gets the model of `spec`; None for one of the user's own, or that takes no tokens."""
+    """Return the model of `spec` for a script; None for models from the user's code, or that take no tokens."""
     if spec.model_is_size:
         entry = resolve_size(spec.model)
-        return _lines_for_entry(entry, entry.hf_id)
+        return _load_entry(entry, entry.hf_id)
     if has_model(spec.model):
         entry = find_model(spec.model)
-        return _lines_for_entry(entry, entry.called(spec.model)[1])
+        return _load_entry(entry, entry.called(spec.model)[1])
     if spec.model.rpartition(":")[2].isidentifier() and ":" in spec.model:
         return None
     path = Path(spec.model).expanduser()
@@ -69,14 +69,14 @@ def loaded_model(spec: TargetSpec) -> LoadedModel | None:
     trust = ""
     if spec.trust_remote_code and "auto_map" in config:
         names, trust = [name for name in config["auto_map"] if name.startswith("AutoModel")], ", trust_remote_code=True"
-    if not str(names[0]).endswith(_FED_WITH_TOKENS) or "Whisper" in str(names[0]):
+    if not str(names[0]).endswith(_TOKEN_CLASS_SUFFIXES) or "Whisper" in str(names[0]):
         return None
     if path.is_dir() and any((*path.glob("*.safetensors"), *path.glob("*.bin"))):
         return LoadedModel(str(names[0]), str(path))
     return LoadedModel(str(names[0]), "", f"transformers.AutoConfig.from_pretrained({str(path)!r}{trust})")
 
 
-def _lines_for_entry(entry: ModelEntry, repository: str) -> LoadedModel | None:
+def _load_entry(entry: ModelEntry, repository: str) -> LoadedModel | None:
     name = _CLASSES.get(entry.task)
     if name is None:
         return None
@@ -87,7 +87,7 @@ def _lines_for_entry(entry: ModelEntry, repository: str) -> LoadedModel | None:
 
 
 def environment_lines(spec: TargetSpec, *imports: str) -> list[str]:
-    """Return the first lines of a script: modules of the standard library, and the allocator's settings."""
+    """Return the first lines of a script: imports of the standard library, and the allocator's settings."""
     lines = [*imports, *(["import os"] if spec.alloc_conf and "import os" not in imports else [])]
     lines += [""] if lines else []
     if spec.alloc_conf:
@@ -96,7 +96,7 @@ def environment_lines(spec: TargetSpec, *imports: str) -> list[str]:
 
 
 def load_arguments(spec: TargetSpec) -> list[str]:
-    """Return the arguments with which a model is loaded or made."""
+    """Return the arguments of from_pretrained or from_config."""
     arguments = [f"dtype=torch.{spec.dtype or 'float32'}"]
     if spec.attention is not None:
         arguments.append(f'attn_implementation="{spec.attention}"')
@@ -106,14 +106,14 @@ def load_arguments(spec: TargetSpec) -> list[str]:
 
 
 def make_lines(model: LoadedModel, arguments: list[str]) -> list[str]:
-    """Return the lines that make a model of its configuration."""
+    """Return the lines that build a model from its configuration."""
     make = "from_config" if model.auto_class.startswith("Auto") else "_from_config"
     made = f"transformers.{model.auto_class}.{make}({', '.join(['config', *arguments])})"
     return [f"config = {model.from_config}", f"model = {made}"]
 
 
 def lora_lines(spec: TargetSpec) -> list[str]:
-    """Return the lines that put an adapter on the model."""
+    """Return the lines that add a LoRA adapter to the model."""
     rank = spec.lora_rank or DEFAULT_LORA_RANK
     targets = ""
     if spec.lora_targets is not None:
@@ -127,26 +127,26 @@ def lora_lines(spec: TargetSpec) -> list[str]:
 
 
 def apply_lines(names: Sequence[str], model: str = "model") -> list[str]:
-    """Return the line that applies these fixes to a model, if there are any."""
+    """Return the line that applies the fixes `names` to a model; empty without fixes."""
     listed = ", ".join(f'"{name}"' for name in names)
-    kept = "applied = " if CPU_OPTIMIZER in names else ""
-    return [f"{kept}memprof.apply({model}, [{listed}], undoable=False)"] if names else []
+    assignment = "applied = " if CPU_OPTIMIZER in names else ""
+    return [f"{assignment}memprof.apply({model}, [{listed}], undoable=False)"] if names else []
 
 
 def generate_lines(spec: TargetSpec) -> list[str]:
-    """Return the lines that answer a prompt."""
-    asked = f"max_new_tokens={spec.new_tokens}, do_sample=False"
-    called = f"model.generate(prompt, {asked})" if spec.new_tokens else "model(prompt).logits"
-    return ["with torch.no_grad():", f"    output = {called}", "print(output.shape)"]
+    """Return the lines that run a prompt through the model."""
+    arguments = f"max_new_tokens={spec.new_tokens}, do_sample=False"
+    call = f"model.generate(prompt, {arguments})" if spec.new_tokens else "model(prompt).logits"
+    return ["with torch.no_grad():", f"    output = {call}", "print(output.shape)"]
 
 
-def _head(spec: TargetSpec, imports: list[str], fixes: Sequence[str]) -> list[str]:
+def _head_lines(spec: TargetSpec, imports: list[str], fixes: Sequence[str]) -> list[str]:
     library = ["import memprof", ""] if fixes else []
     device = 'device = "cuda" if torch.cuda.is_available() else "cpu"'
     return [*environment_lines(spec), *sorted(imports), "", *library, device]
 
 
-def _load(plan: Plan, spec: TargetSpec, model: LoadedModel) -> list[str]:
+def _load_lines(plan: Plan, spec: TargetSpec, model: LoadedModel) -> list[str]:
     arguments = load_arguments(spec)
     made = [] if model.from_pretrained else make_lines(model, arguments)
     lines: list[str] = []
@@ -163,7 +163,7 @@ def _load(plan: Plan, spec: TargetSpec, model: LoadedModel) -> list[str]:
     lines += made
     loads = f"transformers.{model.auto_class}.from_pretrained({model.from_pretrained!r},"
     if not model.from_pretrained:
-        # Weights are quantized while they are loaded.
+        # bitsandbytes quantizes weights only while they are loaded.
         loads = "type(model).from_pretrained(None, config=config, state_dict=model.state_dict(),"
     if model.from_pretrained or quantized:
         lines += [f"model = {loads}", f"    {', '.join(arguments)})"]
@@ -174,7 +174,7 @@ def _load(plan: Plan, spec: TargetSpec, model: LoadedModel) -> list[str]:
     return lines if quantized else [*lines, "model.to(device)"]
 
 
-def _imports(plan: Plan) -> list[str]:
+def _import_lines(plan: Plan) -> list[str]:
     names = ["torch", "transformers"]
     if plan.goal in (Goal.LORA, Goal.QLORA):
         names.append("peft")
@@ -182,7 +182,7 @@ def _imports(plan: Plan) -> list[str]:
     return [f"import {name}" for name in (*names, library) if name]
 
 
-def _optimizer(plan: Plan) -> list[str]:
+def _optimizer_lines(plan: Plan) -> list[str]:
     if plan.optimizer == "adamw-cpu":
         return [f'optimizer = applied.results["{CPU_OPTIMIZER}"]']
     made = {
@@ -196,15 +196,15 @@ def _optimizer(plan: Plan) -> list[str]:
     ]
 
 
-def _pytorch(plan: Plan, spec: TargetSpec, model: LoadedModel, accumulation: int) -> str:
+def _pytorch_script(plan: Plan, spec: TargetSpec, model: LoadedModel, accumulation: int) -> str:
     scaled = spec.amp == "float16"
     lines = [
-        *_head(spec, _imports(plan), spec.fixes),
+        *_head_lines(spec, _import_lines(plan), spec.fixes),
         f"micro_batch, accumulation, length = {spec.batch_size}, {accumulation}, {spec.context_length}",
         "",
-        *_load(plan, spec, model),
+        *_load_lines(plan, spec, model),
         *apply_lines(spec.fixes),
-        *_optimizer(plan),
+        *_optimizer_lines(plan),
         *(['scaler = torch.amp.GradScaler(device, enabled=device == "cuda")'] if scaled else []),
         "",
         "",
@@ -234,10 +234,10 @@ def _pytorch(plan: Plan, spec: TargetSpec, model: LoadedModel, accumulation: int
     return "\n".join(lines) + "\n"
 
 
-def _trainer(plan: Plan, spec: TargetSpec, model: LoadedModel, accumulation: int) -> str:
-    # What Trainer has an argument for is said there.
-    own = CHECKPOINTING if plan.activations is Activations.CHECKPOINTED else ""
-    fixes = [name for name in spec.fixes if name != own]
+def _trainer_script(plan: Plan, spec: TargetSpec, model: LoadedModel, accumulation: int) -> str:
+    # Trainer has its own argument for checkpointing.
+    trainer_fix = CHECKPOINTING if plan.activations is Activations.CHECKPOINTED else ""
+    fixes = [name for name in spec.fixes if name != trainer_fix]
     optim = {"adamw": "adamw_torch_fused", "adamw-8bit": "adamw_bnb_8bit"}.get(plan.optimizer)
     arguments = [
         'output_dir="out"',
@@ -250,17 +250,17 @@ def _trainer(plan: Plan, spec: TargetSpec, model: LoadedModel, accumulation: int
     ]
     if spec.amp:
         arguments.append("bf16=True" if spec.amp == "bfloat16" else "fp16=torch.cuda.is_available()")
-    if own:
+    if trainer_fix:
         arguments.append("gradient_checkpointing=True")
     if optim is not None:
         arguments.append(f'optim="{optim}"')
-    imports = [line for line in _imports(plan) if line != "import bitsandbytes"]
+    imports = [line for line in _import_lines(plan) if line != "import bitsandbytes"]
     lines = [
-        *_head(spec, imports, fixes),
+        *_head_lines(spec, imports, fixes),
         "",
-        *_load(plan, spec, model),
+        *_load_lines(plan, spec, model),
         *apply_lines(fixes),
-        *([] if optim is not None else _optimizer(plan)),
+        *([] if optim is not None else _optimizer_lines(plan)),
         f"count, length = {2 * spec.batch_size * accumulation}, {spec.context_length}",
         "rows = torch.randint(model.config.vocab_size, (count, length))  # yours",
         'dataset = [{"input_ids": row, "labels": row} for row in rows]',
@@ -275,12 +275,12 @@ def _trainer(plan: Plan, spec: TargetSpec, model: LoadedModel, accumulation: int
     return "\n".join(lines) + "\n"
 
 
-def _inference(plan: Plan, spec: TargetSpec, model: LoadedModel) -> str:
+def _inference_script(plan: Plan, spec: TargetSpec, model: LoadedModel) -> str:
     lines = [
-        *_head(spec, _imports(plan), spec.fixes),
+        *_head_lines(spec, _import_lines(plan), spec.fixes),
         f"batch, length = {spec.batch_size}, {spec.context_length}",
         "",
-        *_load(plan, spec, model),
+        *_load_lines(plan, spec, model),
         "model.eval()",
         "prompt = torch.randint(model.config.vocab_size, (batch, length), device=device)  # yours",
         *generate_lines(spec),

@@ -1,11 +1,11 @@
-"""The kernels of a graph for the CPU, compiled in one run of the compiler of C++.
+"""Compilation of all CPU kernels of a graph in one run of the C++ compiler.
 
-Inductor writes a file for each kernel, and starts the compiler for each. Of the second that takes, nearly all is the
-same every time: templates that its own header asks for, which a precompiled header keeps as requested and not as made,
-and the linker that reads torch's libraries. Here one file includes those of a graph, each in a namespace of its own.
-The compiler, its settings and the header are Inductor's, and so is the text of each kernel: what the processor is told
-is the same. The library stands in Inductor's cache under the name of each kernel, and gives the one by whose name it
-is loaded.
+Inductor writes a file for each kernel, and starts the compiler for each. Nearly all of the second that this takes is
+the same for every kernel: instantiating templates of Inductor's header, which a precompiled header does not save, and
+linking with torch's libraries. Here one file includes the files of all kernels, each in a separate namespace. Compiler,
+settings, header and kernel sources are Inductor's, so the machine code is the same. The library is linked into
+Inductor's cache under the file name of each kernel, and its module init returns the kernel of the name by which it is
+loaded.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 from memprof.patching import PatchSet
 from memprof.torch_private import inductor
 
-# What the first graph that is compiled imports.
+# Modules that the first compilation imports.
 COMPILER_MODULES = (
     *(name.module for name in inductor.MODULES), "torch.distributed.tensor.experimental",
     "torch.utils.cpp_extension", "sympy.physics.units", "sympy.tensor.tensor",
@@ -30,7 +30,7 @@ COMPILER_MODULES = (
 _CPP = ".cpp"
 _NO_KERNEL = 'extern "C" void kernel() {}'
 
-# A module that Python loads in two steps (PEP 489): the first is told from which file.
+# A module with multi-phase initialization (PEP 489): the create slot receives the file name.
 _HEAD = """
 static PyObject* of_name(PyObject* spec, PyModuleDef*) {
     PyObject* origin = PyObject_GetAttrString(spec, "origin");
@@ -53,29 +53,29 @@ PyMODINIT_FUNC PyInit_kernel(void) { return PyModuleDef_Init(&any_of_them); }
 
 @contextlib.contextmanager
 def compile_kernels_together() -> Iterator[None]:
-    """Compile the kernels of a graph in one run, inside and in processes that are forked there.
+    """Context manager: compile all kernels of a graph in one run, also in processes forked inside the context.
 
-    In a release of torch that compiles otherwise nothing is different.
+    Releases of torch without the patched functions compile as usual.
     """
-    waiting = _KernelQueue()
-    needed = (
+    queue = _KernelQueue()
+    patched_names = (
         inductor.worker_compile_cpp, inductor.cpp_pybinding, inductor.wait, inductor.load_pybinding_async,
         inductor.LambdaFuture, inductor.CppBuilder,
     )  # fmt: skip
-    if not all(name.exists() for name in needed):
+    if not all(name.exists() for name in patched_names):
         yield
         return
     wait = inductor.wait.get()
 
     class Kernel(inductor.LambdaFuture.get()):  # type: ignore[misc]
-        """A kernel that is called where nobody has waited for it compiles itself."""
+        """A kernel that is compiled at its first call if `wait` was not called before."""
 
         def __call__(self, *args: Any) -> Any:
             return self.result()(*args)
 
     def cpp_pybinding(self: Any, argtypes: list[str], source_code: str) -> Any:
         load = inductor.load_pybinding_async.get()
-        return Kernel(load(argtypes, source_code, submit_fn=waiting.submit))
+        return Kernel(load(argtypes, source_code, submit_fn=queue.submit))
 
     def wait_for_all(self: Any, scope: dict[str, Any]) -> None:
         scope.update({name: value.result() for name, value in scope.items() if isinstance(value, Kernel)})
@@ -87,72 +87,72 @@ def compile_kernels_together() -> Iterator[None]:
 
 
 def precompile_header() -> None:
-    """Find out what each kernel needs: the compiler, what this processor has, the header precompiled.
+    """Fill Inductor's caches of the compiler, the instruction set and the precompiled header.
 
-    A process that is forked after that asks for none of it again.
+    Processes forked afterwards inherit the caches.
     """
-    with contextlib.suppress(Exception):  # who needs a kernel asks again, and is told
+    with contextlib.suppress(Exception):  # compiling a kernel later raises the error again
         inductor.load_pybinding_async([], _NO_KERNEL, submit_fn=lambda compile_one: None)
-        # The keys of its caches: hashes of torch's own files and of Triton's.
+        # Keys of Inductor's caches: hashes of the files of torch and Triton.
         inductor.torch_key()
         inductor.get_system()
 
 
 class _KernelQueue:
-    """Kernels that wait for the compiler; the future of each of them."""
+    """Kernels that wait for the compiler; also serves as the future of each kernel."""
 
     def __init__(self) -> None:
         self._waiting: list[Any] = []
 
     def submit(self, compile_one: Any) -> _KernelQueue:
-        """Take what would compile one kernel (`CppCodeCache.load_async`, torch/_inductor/codecache.py)."""
+        """Queue one kernel; `compile_one` is from `CppCodeCache.load_async` (torch/_inductor/codecache.py)."""
         builders = compile_one.args[1]
-        # One; older releases have no tuple, and newer ones may compile a kernel apart from who calls it.
+        # A tuple of one builder; older releases have no tuple, newer ones may split a kernel into several builders.
         builders = builders if isinstance(builders, tuple) else (builders,)
         self._waiting += builders if len(builders) == 1 else ()
         return self
 
     def result(self, timeout: float | None = None) -> None:
-        """Compile all kernels that wait, in one run of the compiler."""
+        """Compile all waiting kernels in one run of the compiler per set of equal settings."""
         builders, self._waiting = self._waiting, []
-        alike: dict[str, list[Any]] = {}
+        by_settings: dict[str, list[Any]] = {}
         for builder in builders:
-            source, target = _files(builder)
+            source, target = _paths(builder)
             command: str = builder.get_command_line()
-            alike.setdefault(command.replace(source, "").replace(target, ""), []).append(builder)
-        for group in alike.values():
+            by_settings.setdefault(command.replace(source, "").replace(target, ""), []).append(builder)
+        for group in by_settings.values():
             if len(group) > 1:
-                # Whatever fails, Inductor compiles what is not there afterwards, or says why it cannot.
+                # After a failure Inductor compiles the missing kernels itself, or raises.
                 with contextlib.suppress(Exception):
-                    _compile(group)
+                    _compile_together(group)
 
 
-def _files(builder: Any) -> tuple[str, str]:
-    """Return the file of C++, and the library that is made of it."""
+def _paths(builder: Any) -> tuple[str, str]:
+    """Return the paths of the C++ file and of the library compiled from the file."""
     target: str = builder.get_target_file_path()
     return str(Path(target).with_suffix(_CPP)), target
 
 
-def _compile(builders: list[Any]) -> None:
-    targets = {target: source for source, target in map(_files, builders)}  # equal kernels are one file
-    # A folder of its own: what is interrupted leaves no half a library where Inductor looks for a whole one.
-    beside = Path(next(iter(targets))).parent
-    with tempfile.TemporaryDirectory(prefix="memprof-", dir=beside, ignore_cleanup_errors=True) as folder:
+def _compile_together(builders: list[Any]) -> None:
+    targets = {target: source for source, target in map(_paths, builders)}  # equal kernels are one file
+    # In a temporary folder: an interrupted compilation leaves no partial library in Inductor's cache.
+    cache_folder = Path(next(iter(targets))).parent
+    with tempfile.TemporaryDirectory(prefix="memprof-", dir=cache_folder, ignore_cleanup_errors=True) as folder:
         path = Path(folder, "kernels").with_suffix(_CPP)
-        path.write_text(_text(targets))
+        path.write_text(_join_sources(targets))
         option = builders[0]._build_option
-        all_of_them = inductor.CppBuilder("kernels", str(path), option, output_dir=folder)
-        all_of_them.build()
+        builder = inductor.CppBuilder("kernels", str(path), option, output_dir=folder)
+        builder.build()
         for target in targets:
-            _put(all_of_them.get_target_file_path(), target)
+            _link(builder.get_target_file_path(), target)
 
 
-def _text(targets: dict[str, str]) -> str:
-    """Return one file that includes those of the kernels."""
+def _join_sources(targets: dict[str, str]) -> str:
+    """Return the text of a C++ file that includes the files of all kernels."""
     includes: dict[str, None] = {}
     parts, cases = [], []
     for number, (target, source) in enumerate(targets.items()):
-        # Headers belong into no namespace. Each guards itself from being included again there.
+        # Headers come first, outside the namespaces; include guards skip them inside.
         includes.update(dict.fromkeys(re.findall(r"^ *(#include <.*>)", Path(source).read_text(), re.MULTILINE)))
         parts.append(
             f"namespace kernel_{number} {{\n"
@@ -169,11 +169,11 @@ def _text(targets: dict[str, str]) -> str:
     return "\n".join([*head, *parts, _HEAD.strip("\n"), *cases, _TAIL.strip("\n")]) + "\n"
 
 
-def _put(library: str, target: str) -> None:
-    """Put `library` under the name of `target` too, at once or not at all."""
+def _link(library: str, target: str) -> None:
+    """Link (or copy) `library` to the path `target`, atomically."""
     try:
         os.link(library, target)
-    except FileExistsError:  # made before, or by another process
+    except FileExistsError:  # compiled before, or by another process
         pass
     except OSError:  # a file system without links
         copy = f"{target}.{os.getpid()}"

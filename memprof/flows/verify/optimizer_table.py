@@ -1,4 +1,4 @@
-"""8-bit optimizers against accuracy: some steps of each, beside float32 and bfloat16 AdamW, against float64."""
+"""Accuracy of 8-bit optimizers: some steps of each, and of float32 and bfloat16 AdamW, compared with float64."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from memprof.report.documents.verification import OptimizerRow
 STEPS = 3
 LEARNING_RATE = 1e-3
 FLOAT32, BFLOAT16 = "float32 AdamW", "bfloat16 AdamW"
-# What the deviation may be, as a share of the way that the parameters go. Float32: AdamW divides a gradient by its own
-# size, so that where a gradient is nothing but rounding the step is too. Bfloat16 is there to compare with. 8 bits: no
-# further from AdamW's end than that is from the beginning; where the second moment is small beside the largest of its
-# block it is rounded to 0, and the update is the first moment over AdamW's epsilon, which `largest` shows.
+# Bounds of the deviation, as a share of the distance that the parameters move. Float32: AdamW divides a gradient by its
+# own size, so that a gradient of pure rounding error makes a step of rounding error. Bfloat16, for comparison, has no
+# bound. 8 bits: at most the distance that AdamW moves; a second moment much smaller than the largest of its block is
+# rounded to 0, and the update is then the first moment over AdamW's epsilon, which `largest` shows.
 _BOUNDS: dict[str, float | None] = {FLOAT32: 0.05, BFLOAT16: None}
 _EIGHT_BIT_BOUND = 1.0
 
 
 def optimizer_rows(specimen: Specimen, fix: str) -> list[OptimizerRow]:
-    """Compare float32 AdamW, AdamW with bfloat16 weights and states, and the 8-bit optimizer that `fix` brings.
+    """Return rows of float32 AdamW, AdamW with bfloat16 weights and states, and the 8-bit optimizer of `fix`.
 
-    All start from weights that bfloat16 has, so that no deviation was there before the first step. The model is the
-    large one: these optimizers quantize no tensor below 4,096 numbers. Raises UsageError: no 8-bit optimizer is
-    installed, or it does not run on the CPU.
+    All start from weights representable in bfloat16, so that deviations begin with the first step. The model is the
+    large one: these optimizers quantize no tensor below 4,096 elements. Raises UsageError: no 8-bit optimizer is
+    installed, or the optimizer does not run on the CPU.
     """
     torch.manual_seed(0)
     model = specimen.build_large().float().train()
@@ -43,25 +43,25 @@ def optimizer_rows(specimen: Specimen, fix: str) -> list[OptimizerRow]:
     def make_eight_bit(model: nn.Module) -> Any:
         return apply(model, fix, undoable=False, learning_rate=LEARNING_RATE).results[fix]
 
-    eight_bit = _run(copy.deepcopy(model), specimen, make_eight_bit)
+    eight_bit = _train(copy.deepcopy(model), specimen, make_eight_bit)
     with float64_throughout():
-        exact = _run(copy.deepcopy(model).double(), specimen, _adamw)
+        exact = _train(copy.deepcopy(model).double(), specimen, _make_adamw)
     begin = [parameter.detach().double() for parameter in model.parameters()]
-    way = math.sqrt(sum(float((p - b).square().sum()) for p, b in zip(exact[0], begin, strict=True)))
+    distance = math.sqrt(sum(float((p - b).square().sum()) for p, b in zip(exact[0], begin, strict=True)))
     rows = []
     for name, (parameters, loss, state_bytes) in (
-        (FLOAT32, _run(copy.deepcopy(model), specimen, _adamw)),
-        (BFLOAT16, _run(copy.deepcopy(model).to(torch.bfloat16), specimen, _adamw)),
+        (FLOAT32, _train(copy.deepcopy(model), specimen, _make_adamw)),
+        (BFLOAT16, _train(copy.deepcopy(model).to(torch.bfloat16), specimen, _make_adamw)),
         (fix, eight_bit),
     ):
-        apart = [p - e for p, e in zip(parameters, exact[0], strict=True)]
+        deviations = [p - e for p, e in zip(parameters, exact[0], strict=True)]
         rows.append(
             OptimizerRow(
                 name,
                 specimen.name,
                 STEPS,
-                math.sqrt(sum(float(part.square().sum()) for part in apart)) / way,
-                max(float(part.abs().max()) for part in apart) / LEARNING_RATE,
+                math.sqrt(sum(float(part.square().sum()) for part in deviations)) / distance,
+                max(float(part.abs().max()) for part in deviations) / LEARNING_RATE,
                 abs(loss - exact[1]),
                 state_bytes,
                 _BOUNDS.get(name, _EIGHT_BIT_BOUND),
@@ -70,14 +70,14 @@ def optimizer_rows(specimen: Specimen, fix: str) -> list[OptimizerRow]:
     return rows
 
 
-def _adamw(model: nn.Module) -> Any:
+def _make_adamw(model: nn.Module) -> Any:
     return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.01)
 
 
-def _run(
+def _train(
     model: nn.Module, specimen: Specimen, make: Callable[[nn.Module], Any]
 ) -> tuple[list[torch.Tensor], float, int]:
-    """Return parameters and loss after the steps, and the bytes of the optimizer's state."""
+    """Return parameters (float64) and loss after STEPS steps, and the bytes of the optimizer's state."""
     optimizer = make(model)
     for group in optimizer.param_groups:
         if "weight_decay" in group:
@@ -93,13 +93,13 @@ def _run(
     with torch.no_grad():
         loss = float(model(**batches(specimen, "plain", STEPS)[0])[0])
     values = [value for state in optimizer.state.values() for value in state.values()]
-    state_bytes = sum(_bytes(value) for value in values if isinstance(value, torch.Tensor) and value.dim())
+    state_bytes = sum(_tensor_bytes(value) for value in values if isinstance(value, torch.Tensor) and value.dim())
     return [parameter.detach().double() for parameter in model.parameters()], loss, state_bytes
 
 
-def _bytes(tensor: torch.Tensor) -> int:
+def _tensor_bytes(tensor: torch.Tensor) -> int:
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is None:
         return tensor.numel() * tensor.element_size()
-    # A subclass that holds codes and scales says which of its attributes they are.
-    return sum(_bytes(getattr(tensor, name)) for name in flatten()[0])
+    # A subclass of quantized tensors returns the names of its tensors of codes and scales.
+    return sum(_tensor_bytes(getattr(tensor, name)) for name in flatten()[0])

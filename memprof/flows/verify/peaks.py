@@ -1,8 +1,8 @@
-"""The peak of a training step with and without a fix: simulated on a virtual GPU, and measured where it runs.
+"""The peak of a training step with and without a fix: simulated on a virtual GPU, and measured on this machine.
 
-Measured is, on a CUDA device, the caching allocator's own `max_memory_allocated`. On the CPU it is the running sum of
-what the CPU allocator reports to torch's profiler, each allocation and each free, with no mode active. There the GPU
-and the host are one memory: what a fix moves to the host is still counted.
+On a CUDA device the measurement is the caching allocator's `max_memory_allocated`. On the CPU it is the peak of the
+running sum of allocations and frees that the CPU allocator reports to torch's profiler, with no mode active. The CPU
+has one memory: tensors that a fix moves to the host are still counted.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from memprof.measured.operators import quiet_profiler
 from memprof.torch_private import cuda
 from memprof.watch.collection import no_collection
 
-STEPS = 2  # the second has the optimizer's state from its beginning
+STEPS = 2  # the second step begins with the optimizer's state
 
 
 def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """Return the optimizer of every workload here."""
-    # One parameter after another: by default, that is so on the CPU and not on CUDA.
+    """Return AdamW, the optimizer of all workloads of this module."""
+    # foreach is off, as by default on the CPU, and unlike the default on CUDA.
     return torch.optim.AdamW(parameters, foreach=False)
 
 
@@ -55,9 +55,9 @@ def train(specimen: Specimen, fix: Fix | None, options: dict[str, Any], rows: in
 
 
 def simulated_peak(program: Callable[[str], None], *, workspaces: bool, reserved: bool = False) -> int:
-    """Return the most bytes allocated (or reserved) at a time while `program` runs on a virtual GPU.
+    """Return the peak of allocated (or reserved) bytes while `program` runs on a virtual GPU.
 
-    `workspaces` counts what CUDA's libraries take for themselves; a CPU has nothing of the kind.
+    `workspaces` counts the workspaces of CUDA's libraries, which a CPU does not have.
     """
     from memprof.stubs.extension import extensions
     from memprof.virtual import VirtualGpu
@@ -72,12 +72,12 @@ def simulated_peak(program: Callable[[str], None], *, workspaces: bool, reserved
 
 
 def measured_peak(program: Callable[[str], None], device: str, *, reserved: bool = False) -> int:
-    """Return the most bytes allocated (on CUDA, or reserved) at a time while `program` runs on "cuda" or "cpu"."""
-    gc.collect()  # nothing waits for the collector when the program begins
+    """Return the peak of allocated (on CUDA, or reserved) bytes while `program` runs on "cuda" or "cpu"."""
+    gc.collect()  # no garbage is left when the program begins
     with no_collection():
         if device == "cuda":
             torch.cuda.synchronize()
-            # A handle keeps its workspace: each program takes one anew, and not the first alone.
+            # cuBLAS handles keep their workspaces: cleared, so that each program allocates them.
             cuda.clear_cublas_workspaces()
             before = torch.cuda.memory_reserved() if reserved else torch.cuda.memory_allocated()
             torch.cuda.reset_peak_memory_stats()

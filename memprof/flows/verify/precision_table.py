@@ -1,4 +1,4 @@
-"""Precision against accuracy: the same weights and inputs in half precision, under AMP, and with quantized weights."""
+"""Accuracy of precisions: the same weights and inputs in half precision, under AMP, and with quantized weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PRECISIONS = ("float16", "bfloat16")
 _AMP_PREFIX = "amp-"
 AMP = tuple(_AMP_PREFIX + precision for precision in PRECISIONS)
 INT8 = "int8 weights"
-# Results that a transformer layer rounds one after another, about: two norms, four products, attention, two sums.
+# Successive roundings in a transformer layer, about: two norms, four products, attention, two sums.
 _ROUNDINGS = 12
 _AMPLIFICATION = 4
 _INT8_LARGEST = 127
@@ -28,76 +28,76 @@ _INT8_LARGEST = 127
 def precision_rows(specimen: Specimen) -> list[Precision]:
     """Return a row for each precision: the same weights and inputs on the CPU, against float64 throughout.
 
-    AMP is `torch.autocast` over float32 weights. The bound takes the roundings of all layers as independent: one
-    rounding's relative error times the root of their number, times 4 for what layers amplify.
+    AMP is `torch.autocast` over float32 weights. The bound assumes independent roundings in all layers: the
+    relative error of a rounding times the root of the number of roundings, times 4 for amplification by the layers.
     """
     torch.manual_seed(0)
     model = specimen.build().float().eval()
     with float64_throughout():
-        wanted = _forward(copy.deepcopy(model).double(), specimen)
-    return [_row(precision, specimen, model, wanted) for precision in ("float32", *PRECISIONS, *AMP, INT8)]
+        expected = _run_forward(copy.deepcopy(model).double(), specimen)
+    return [_row(precision, specimen, model, expected) for precision in ("float32", *PRECISIONS, *AMP, INT8)]
 
 
-def _row(precision: str, specimen: Specimen, model: nn.Module, wanted: list[torch.Tensor]) -> Precision:
+def _row(precision: str, specimen: Specimen, model: nn.Module, expected: list[torch.Tensor]) -> Precision:
     changed = copy.deepcopy(model)
     if precision == INT8:
-        rounding = _to_int8(changed)
+        rounding = _round_to_int8(changed)
     else:
         dtype: torch.dtype = getattr(torch, precision.removeprefix(_AMP_PREFIX))
         rounding = torch.finfo(dtype).eps / 2
         if dtype != torch.float32:
             apply(changed, precision, undoable=False)
-    return _compared(precision, specimen, wanted, _forward(changed, specimen), rounding)
+    return _compare(precision, specimen, expected, _run_forward(changed, specimen), rounding)
 
 
-def _compared(
+def _compare(
     precision: str,
     specimen: Specimen,
-    wanted: list[torch.Tensor],
+    expected: list[torch.Tensor],
     found: list[torch.Tensor],
     rounding: float,
     limit: float = math.inf,
 ) -> Precision:
-    logits, deviation = wanted[-1], found[-1] - wanted[-1]
+    logits, deviation = expected[-1], found[-1] - expected[-1]
     return Precision(
         precision,
         specimen.name,
         float(deviation.abs().max() / logits.abs().max()),
-        _relative(found[-1], logits),
+        _relative_error(found[-1], logits),
         float((found[-1].argmax(-1) == logits.argmax(-1)).double().mean()),
-        tuple(_relative(mine, theirs) for mine, theirs in zip(found[:-1], wanted[:-1], strict=True)),
-        min(limit, _AMPLIFICATION * rounding * math.sqrt(_ROUNDINGS * len(wanted))),
+        tuple(_relative_error(mine, theirs) for mine, theirs in zip(found[:-1], expected[:-1], strict=True)),
+        min(limit, _AMPLIFICATION * rounding * math.sqrt(_ROUNDINGS * len(expected))),
     )
 
 
 def quantized_row(specimen: Specimen, fix: str) -> Precision:
     """Return the row of a fix that quantizes weights, against float64; raise UsageError without its library.
 
-    On the large model: bitsandbytes' packed kernels for the CPU take rows of whole blocks, of which others have none.
+    The model is the large one: bitsandbytes' packed CPU kernels need rows of whole blocks.
     """
     torch.manual_seed(0)
     model = specimen.build_large().float().eval()
     changed = copy.deepcopy(model)
     apply(changed, fix, undoable=False)
-    rounding = _rounding(model, changed)  # a forward takes the scales away from the weights
+    rounding = _rounding_error(model, changed)  # before a forward, which removes the scales from the weights
     with float64_throughout():
-        wanted = _forward(copy.deepcopy(model).double(), specimen)
-    # Beyond 1 it would bound nothing: two unrelated tensors are 1.4 apart.
-    return _compared(fix, specimen, wanted, _forward(changed, specimen), rounding, limit=1.0)
+        expected = _run_forward(copy.deepcopy(model).double(), specimen)
+    # A bound above 1 would be useless: two unrelated tensors differ by 1.4.
+    return _compare(fix, specimen, expected, _run_forward(changed, specimen), rounding, limit=1.0)
 
 
-def _relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    return float(((found - wanted).square().mean() / wanted.square().mean()).sqrt())
+def _relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float(((found - expected).square().mean() / expected.square().mean()).sqrt())
 
 
-def _forward(model: nn.Module, specimen: Specimen) -> list[torch.Tensor]:
-    """Return the outputs of the layers and, last, the logits, as float64."""
+def _run_forward(model: nn.Module, specimen: Specimen) -> list[torch.Tensor]:
+    """Return the outputs of the layers and then the logits, all as float64."""
     outputs: list[torch.Tensor] = []
 
-    def keep(module: nn.Module, args: object, output: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
+    def record_output(module: nn.Module, args: object, output: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
         outputs.append((output if isinstance(output, torch.Tensor) else output[0]).detach().double())
 
-    handles = [layer.register_forward_hook(keep) for _, layer in find_layers(model, "precision")]
+    handles = [layer.register_forward_hook(record_output) for _, layer in find_layers(model, "precision")]
     batch = batches(specimen, "plain", 0)[0]
     try:
         with torch.no_grad():
@@ -108,7 +108,7 @@ def _forward(model: nn.Module, specimen: Specimen) -> list[torch.Tensor]:
     return [*outputs, logits.double()]
 
 
-def _rounding(model: nn.Module, quantized: nn.Module) -> float:
+def _rounding_error(model: nn.Module, quantized: nn.Module) -> float:
     """Return the largest relative error of a weight of bitsandbytes (root mean square)."""
     import bitsandbytes as bnb
 
@@ -122,12 +122,12 @@ def _rounding(model: nn.Module, quantized: nn.Module) -> float:
         else:
             continue
         original: torch.Tensor = model.get_submodule(name).weight.detach()  # type: ignore[assignment,operator]
-        worst = max(worst, _relative(found, original if found.shape == original.shape else original.t()))
+        worst = max(worst, _relative_error(found, original if found.shape == original.shape else original.t()))
     # In 8 bits the activations are rounded like the weights.
     return worst * (math.sqrt(2) if any(isinstance(m, bnb.nn.Linear8bitLt) for m in quantized.modules()) else 1)
 
 
-def _to_int8(model: nn.Module) -> float:
+def _round_to_int8(model: nn.Module) -> float:
     """Round the layers' matrices to 8 bits in place, by rows with their largest number at 127; return the largest
     relative error of a matrix (root mean square)."""
     worst = 0.0
@@ -138,6 +138,6 @@ def _to_int8(model: nn.Module) -> float:
             weight = parameter.detach()
             scale = weight.abs().amax(1, keepdim=True).clamp(min=torch.finfo(weight.dtype).tiny) / _INT8_LARGEST
             rounded = (weight / scale).round() * scale
-            worst = max(worst, _relative(rounded, weight))
+            worst = max(worst, _relative_error(rounded, weight))
             parameter.data = rounded
     return worst

@@ -1,4 +1,4 @@
-"""Processes that share the cores for a bench's works: forked from one that has all they need."""
+"""Worker processes for the tasks of a verification, forked from a process with all imports."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from memprof.torch_private import inductor
 from memprof.workload.pool import run_all
 from memprof.workload.quantization import import_quietly
 
-_Answer = TypeVar("_Answer")
+_T = TypeVar("_T")
 
 
 @contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    """Use one thread of torch inside: with more, sums are rounded otherwise on a machine that has more of them."""
+def use_one_thread() -> Iterator[None]:
+    """Context manager: use one thread of torch, so that rounding does not depend on the number of cores."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -32,9 +32,9 @@ def one_thread() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def compiled_here(chosen: Sequence[Fix], *, several: bool) -> Iterator[None]:
-    """Have each of `several` processes compile itself: Inductor's own workers would import torch once for each."""
-    if not several or not any(fix.compiles for fix in chosen):
+def compile_in_workers(chosen: Sequence[Fix], *, is_parallel: bool) -> Iterator[None]:
+    """Context manager: if `is_parallel`, compile in each worker: Inductor's own workers would each import torch."""
+    if not is_parallel or not any(fix.compiles for fix in chosen):
         yield
         return
     with inductor.config.get().patch(compile_threads=1), compile_kernels_together():
@@ -42,35 +42,35 @@ def compiled_here(chosen: Sequence[Fix], *, several: bool) -> Iterator[None]:
         yield
 
 
-def prepare(chosen: Sequence[Fix], specimens: Sequence[Specimen]) -> None:
-    """Import what all processes need, before they are forked from this one.
+def import_dependencies(chosen: Sequence[Fix], specimens: Sequence[Specimen]) -> None:
+    """Import modules that all workers need, before this process is forked.
 
-    And before a virtual GPU is there: bitsandbytes looks for one when it is imported, and then takes the library for
-    it, so that what is measured on the CPU would have none of its kernels for that.
+    Must run before a virtual GPU exists: bitsandbytes looks for a GPU at import, and with a GPU loads the library
+    without CPU kernels, which measurements on the CPU need.
     """
     for specimen in specimens:
         specimen.build()
-    wanted = ["memprof.virtual"]
-    wanted += [package.partition(" ")[0] for fix in chosen for package in fix.packages]
+    modules = ["memprof.virtual"]
+    modules += [package.partition(" ")[0] for fix in chosen for package in fix.packages]
     if any(fix.compiles for fix in chosen):
-        wanted += COMPILER_MODULES
-    for module in dict.fromkeys(wanted):
-        with contextlib.suppress(ImportError):  # the fix itself says so
+        modules += COMPILER_MODULES
+    for module in dict.fromkeys(modules):
+        with contextlib.suppress(ImportError):  # the fix itself raises UsageError
             import_quietly(module)
-    # Measuring collects garbage each time: the libraries' own objects, which live for good, are looked through once.
+    # Each measurement collects garbage: objects of the libraries, which are never freed, are scanned only once.
     gc.collect()
     gc.freeze()
 
 
-def all_of(works: Sequence[Callable[[], _Answer]], progress: Callable[[str], None], *, several: bool) -> list[_Answer]:
-    """Return what each of `works` gives, or raise what one raises: if `several`, as many at once as there are cores.
+def run_tasks(tasks: Sequence[Callable[[], _T]], progress: Callable[[str], None], *, is_parallel: bool) -> list[_T]:
+    """Return the results of `tasks` in order; if `is_parallel`, run as many at a time as there are cores.
 
-    A model that the user names may be large, and its code may do what it likes: of those there is one at a time.
+    Models that the user names run one at a time: they may be large, and their code may have side effects.
     """
-    if not several:
-        return [work() for work in works]
+    if not is_parallel:
+        return [task() for task in tasks]
     answers = []
-    for answer in run_all(works, progress):
+    for answer in run_all(tasks, progress):
         if isinstance(answer, MemprofError):
             raise answer
         answers.append(answer)

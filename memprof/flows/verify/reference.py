@@ -1,9 +1,9 @@
-"""The float64 reference: a model's own code, run so that no number in it has fewer digits than float64.
+"""The float64 reference: run a model's own code with all floating-point numbers in float64.
 
-Models cast on the way: Hugging Face's losses take `logits.float()`, norms and rotary embeddings compute in float32,
-masks are made in float32. With parameters in float64 such a model's loss is a float32 number still, and a deviation
-from it is one from its rounding. Here every cast to a smaller floating dtype is one to float64, and so is every dtype
-that a function is given.
+Models cast internally: Hugging Face's losses use `logits.float()`, norms and rotary embeddings compute in float32, and
+masks are created in float32. Even with float64 parameters such a model's loss is rounded to float32, and would hide
+deviations of that size. Here every cast to a smaller floating dtype becomes a cast to float64, and every smaller dtype
+among the arguments of a function becomes float64.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch.overrides import TorchFunctionMode
 from memprof.torch_private.dispatch import TorchDispatchMode
 from memprof.torch_private.pytree import tree_iter, tree_map
 
-_SMALLER = frozenset({torch.float32, torch.float16, torch.bfloat16})
+_SMALLER_DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 _CASTS = frozenset({torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16})
-# Nearly all that functions are given.
-_NOTHING_IN_THEM = frozenset({torch.Tensor, torch.nn.Parameter, torch.Size, int, float, bool, slice, type(None)})
-_TYPES = frozenset({"torch.FloatTensor", "torch.HalfTensor", "torch.BFloat16Tensor"})
+# The most frequent types of arguments without a dtype.
+_TYPES_WITHOUT_DTYPE = frozenset({torch.Tensor, torch.nn.Parameter, torch.Size, int, float, bool, slice, type(None)})
+_TENSOR_TYPES = frozenset({"torch.FloatTensor", "torch.HalfTensor", "torch.BFloat16Tensor"})
 
 
-class _KeepFloat64(TorchFunctionMode):
+class _Float64Mode(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _CASTS:
             return torch.Tensor.double(args[0])
@@ -34,21 +34,21 @@ class _KeepFloat64(TorchFunctionMode):
 
 def _to_float64(value: Any) -> Any:
     kind = type(value)
-    if kind in _NOTHING_IN_THEM:
+    if kind in _TYPES_WITHOUT_DTYPE:
         return value
     if kind is tuple or kind is list:
         return kind(map(_to_float64, value))
-    return _widened(value) if kind in (torch.dtype, str) else tree_map(_widened, value)
+    return _widen(value) if kind in (torch.dtype, str) else tree_map(_widen, value)
 
 
-def _widened(value: Any) -> Any:
+def _widen(value: Any) -> Any:
     if isinstance(value, torch.dtype):
-        return torch.float64 if value in _SMALLER else value
-    return "torch.DoubleTensor" if isinstance(value, str) and value in _TYPES else value
+        return torch.float64 if value in _SMALLER_DTYPES else value
+    return "torch.DoubleTensor" if isinstance(value, str) and value in _TENSOR_TYPES else value
 
 
-class _Watch(TorchDispatchMode):
-    """Notes every operator that gives numbers of a smaller dtype."""
+class _DtypeWatcher(TorchDispatchMode):
+    """Dispatch mode: records the operators that return tensors of a smaller dtype."""
 
     def __init__(self, found: set[str]) -> None:
         super().__init__()
@@ -56,21 +56,21 @@ class _Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if any(isinstance(part, torch.Tensor) and part.dtype in _SMALLER for part in tree_iter(result)):
+        if any(isinstance(part, torch.Tensor) and part.dtype in _SMALLER_DTYPES for part in tree_iter(result)):
             self._found.add(str(func))
         return result
 
 
 @contextlib.contextmanager
 def float64_throughout(narrow: set[str] | None = None) -> Iterator[None]:
-    """Have the code of a model in float64 compute in float64 alone; forward and backward belong inside.
+    """Context manager: compute forward and backward of a float64 model in float64 only.
 
-    `narrow` gets the names of operators that give numbers of a smaller dtype nevertheless; None watches nothing.
+    `narrow` receives the names of operators that still return a smaller dtype; None: operators are not watched.
     """
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        with _KeepFloat64(), contextlib.nullcontext() if narrow is None else _Watch(narrow):
+        with _Float64Mode(), contextlib.nullcontext() if narrow is None else _DtypeWatcher(narrow):
             yield
     finally:
         torch.set_default_dtype(before)

@@ -21,20 +21,20 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class Specimen:
-    """A model to verify on."""
+    """A model that fixes are verified on."""
 
     name: str
     build: Callable[[], nn.Module]  # in float32, its weights drawn from torch's generator
     build_large: Callable[[], nn.Module]  # for the peak
     vocab_size: int
-    cases: tuple[str, ...]  # the kinds of batches that it takes; see `batches`
+    cases: tuple[str, ...]  # kinds of batches; see `batches`
     tokens: int = TOKENS
-    peak_tokens: int = 512  # of the sequence in the step whose peak is simulated and measured
-    kind: str = ""  # for fixes for such models alone (`Fix.for_models`); empty: for all that are for no kind
+    peak_tokens: int = 512  # tokens of the sequence in the step whose peak is simulated and measured
+    kind: str = ""  # kind of model of specialised fixes (`Fix.for_models`); empty: for general fixes
 
 
 class Handwritten(nn.Module):
-    """A decoder as people write it: learned positions, a head with a bias, its own loss, a tuple for an output."""
+    """A decoder as in user code: learned positions, a head with a bias, a loss in forward, a tuple as output."""
 
     def __init__(self, vocab_size: int = VOCAB, hidden_size: int = 32, layers: int = 3, positions: int = 64) -> None:
         super().__init__()
@@ -81,11 +81,11 @@ class _Block(nn.Module):
         return x + mlp
 
 
-_ALL_CASES = ("plain", "ignored labels", "padding", "accumulation", "all ignored")
+_CASES = ("plain", "ignored labels", "padding", "accumulation", "all ignored")
 _OWN_CASES = ("plain", "ignored labels", "all ignored")
 
 
-def _gpt2(**large: Any) -> nn.Module:
+def _make_gpt2(**large: Any) -> nn.Module:
     import transformers
 
     config = transformers.GPT2Config(
@@ -110,25 +110,25 @@ _LARGE = {
 }  # fmt: skip
 
 
-def _llama(**large: Any) -> nn.Module:
+def _make_llama(**large: Any) -> nn.Module:
     import transformers
 
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**_SMALL, "tie_word_embeddings": False, **large}))
 
 
-def _npt(**large: Any) -> nn.Module:
+def _make_npt(**large: Any) -> nn.Module:
     from memprof.workload.npt_layers import add_npt
 
-    model = _llama(**large)
+    model = _make_llama(**large)
     add_npt(model, TargetSpec(model="llama", npt="dense", npt_rank=4))
     return model
 
 
-def _gemma2(**large: Any) -> nn.Module:
+def _make_gemma2(**large: Any) -> nn.Module:
     import transformers
 
     return transformers.Gemma2ForCausalLM(
-        # A cap of the logits' own size, so that it bends them.
+        # A soft cap as large as the logits, so that it has an effect.
         transformers.Gemma2Config(**{**_SMALL, "head_dim": 8, "final_logit_softcapping": 0.5, **large})
     )
 
@@ -137,19 +137,19 @@ def _gemma2(**large: Any) -> nn.Module:
 # frozen model with NPT components whose weight delta is dense.
 SPECIMENS = {
     "gpt2": Specimen(
-        "gpt2", _gpt2, lambda: _gpt2(n_embd=128, n_layer=4, vocab_size=8000, n_positions=1024), VOCAB, _ALL_CASES
+        "gpt2", _make_gpt2, lambda: _make_gpt2(n_embd=128, n_layer=4, vocab_size=8000, n_positions=1024), VOCAB, _CASES
     ),
-    "llama": Specimen("llama", _llama, lambda: _llama(**_LARGE), VOCAB, _ALL_CASES),
-    "gemma2": Specimen("gemma2", _gemma2, lambda: _gemma2(**_LARGE, head_dim=32), VOCAB, _ALL_CASES),
+    "llama": Specimen("llama", _make_llama, lambda: _make_llama(**_LARGE), VOCAB, _CASES),
+    "gemma2": Specimen("gemma2", _make_gemma2, lambda: _make_gemma2(**_LARGE, head_dim=32), VOCAB, _CASES),
     "handwritten": Specimen("handwritten", Handwritten, lambda: Handwritten(8000, 128, 4, 1024), VOCAB, _OWN_CASES),
-    "npt": Specimen("npt", _npt, lambda: _npt(**_LARGE), VOCAB, _ALL_CASES, peak_tokens=256, kind="npt"),
+    "npt": Specimen("npt", _make_npt, lambda: _make_npt(**_LARGE), VOCAB, _CASES, peak_tokens=256, kind="npt"),
 }
 
 
 def find_specimen(name: str, notes: list[str], trust_remote_code: bool = False) -> Specimen:
     """Return one of `SPECIMENS`, or any causal language model that `memprof profile --model` takes.
 
-    `notes` gets what is to be said of it, such as whose code is run. Raises UsageError if there is no such model, or it
+    `notes` receives notes on the model, such as whose code is run. Raises UsageError if the model does not exist, or
     takes no token ids and labels.
     """
     if name in SPECIMENS:
@@ -163,11 +163,11 @@ def find_specimen(name: str, notes: list[str], trust_remote_code: bool = False) 
         raise UsageError("memprof verify needs a causal language model", value=f"{name}: {source.task}", hint=hint)
     notes += source.notes
     limit = source.max_positions or 1024
-    build = functools.partial(_for_training, source.build)
-    return Specimen(source.name, build, build, source.vocab_size, _ALL_CASES, min(TOKENS, limit), min(512, limit))
+    build = functools.partial(_build_for_training, source.build)
+    return Specimen(source.name, build, build, source.vocab_size, _CASES, min(TOKENS, limit), min(512, limit))
 
 
-def _for_training(build: Callable[[], nn.Module]) -> nn.Module:
+def _build_for_training(build: Callable[[], nn.Module]) -> nn.Module:
     """Build a model without KV cache, as `memprof profile` and transformers' Trainer train it."""
     model = build()
     config: Any = getattr(model, "config", None)
@@ -178,15 +178,15 @@ def _for_training(build: Callable[[], nn.Module]) -> nn.Module:
 
 def batches(specimen: Specimen, case: str, seed: int) -> list[dict[str, Any]]:
     """Return the micro-batches of one step: one, or two of different lengths for "accumulation"."""
-    draw = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
     lengths = (specimen.tokens, specimen.tokens // 2) if case == "accumulation" else (specimen.tokens,)
     result: list[dict[str, Any]] = []
     for tokens in lengths:
-        ids = torch.randint(0, min(specimen.vocab_size, 100), (2, tokens), generator=draw)
+        ids = torch.randint(0, min(specimen.vocab_size, 100), (2, tokens), generator=generator)
         labels = ids.clone()
         batch: dict[str, Any] = {"input_ids": ids, "labels": labels}
         if case in ("ignored labels", "accumulation"):
-            labels[torch.rand(labels.shape, generator=draw) < 0.4] = IGNORED
+            labels[torch.rand(labels.shape, generator=generator) < 0.4] = IGNORED
         if case == "all ignored":
             labels.fill_(IGNORED)
         if case == "padding":

@@ -11,7 +11,7 @@ from memprof.device.catalog import Gpu, find_gpu
 from memprof.device.context import CONTEXT_BYTES
 from memprof.errors import UsageError
 from memprof.flows.cost import step_work
-from memprof.flows.ladder.plans import _first_fit, _least, plans, search_plans
+from memprof.flows.ladder.plans import _find_fitting, _min_bytes, plans, search_plans
 from memprof.flows.ladder.runs import SpecRuns
 from memprof.spec import TargetSpec
 from tests.lanes import by_day
@@ -81,11 +81,11 @@ def test_a_plan_that_is_not_run_could_not_fit(spec, length):
     """What is passed over by what a replica holds needs at least that, be it weights or activations that decide."""
     runs = SpecRuns(spec.edit(parallel="ddp", context_length=length))
     for plan in plans(spec, 2):
-        least, document = _least(runs, plan, 2), memprof.profile(spec.edit(parallel=plan, context_length=length))[1]
+        least, document = _min_bytes(runs, plan, 2), memprof.profile(spec.edit(parallel=plan, context_length=length))[1]
         assert 0.3 * document.peak.allocated_bytes < least <= document.peak.allocated_bytes, plan
-    usable = _least(runs, "ulysses=2,fsdp", 2) - 1
+    usable = _min_bytes(runs, "ulysses=2,fsdp", 2) - 1
     small = spec.edit(context_length=length, gpu_vram_bytes=usable + CONTEXT_BYTES)
-    fits, left_out = _first_fit(SpecRuns(small.edit(parallel="ddp")), 2, plans(small, 2))
+    fits, left_out = _find_fitting(SpecRuns(small.edit(parallel="ddp")), 2, plans(small, 2))
     assert fits is None and left_out["--parallel ulysses=2,fsdp"].startswith("without fixes it needs at least ")
     assert (
         left_out["--parallel ddp"].startswith("without fixes it needs ") and "least" not in left_out["--parallel ddp"]

@@ -4,7 +4,7 @@ from memprof.device.catalog import find_gpu
 from memprof.fixes.chosen import parse_fixes
 from memprof.flows.account import analyze
 from memprof.flows.gpus import allocator_settings, device_facts
-from memprof.flows.ladder.scripts import ScriptRuns, _failure
+from memprof.flows.ladder.scripts import ScriptRuns, _build_error
 from memprof.run_spec import RunSpec
 from memprof.script import Program
 from memprof.trace.facts import Facts, ProgramFacts
@@ -45,9 +45,9 @@ def test_a_run_that_fails_says_what_the_script_said() -> None:
         "Traceback (most recent call last):\n  File ...\nRuntimeError: not so\nSaved: memprof show /tmp/x/run.memprof\n"
     )
     spec = RunSpec(gpu="rtx-4090", steps=5, fixes=("compile", "chunked-loss"))
-    error = _failure(1, said, Program("a.py"), spec)
+    error = _build_error(1, said, Program("a.py"), spec)
     assert error.problem == "the script fails with compile, chunked-loss" and error.value == "RuntimeError: not so"
     assert error.hint == (
         "its output and the report so far: memprof run --steps 5 --gpu rtx-4090 --fix compile,chunked-loss a.py"
     )
-    assert _failure(1, "memprof: twice as odd\n", Program("a.py"), RunSpec()).value == "exit code 1"
+    assert _build_error(1, "memprof: twice as odd\n", Program("a.py"), RunSpec()).value == "exit code 1"
